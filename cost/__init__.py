@@ -1,0 +1,1 @@
+"""What a choice costs: the `Problem`, hardware, collectives, compute and memory."""
