@@ -1,0 +1,14 @@
+"""Eight host devices and a compilation cache for every test, set before JAX is imported for the first time."""
+
+import os
+from pathlib import Path
+
+_FLAG = "--xla_force_host_platform_device_count"
+_CACHE = Path(__file__).resolve().parents[1] / ".cache" / "jax"
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+if _FLAG not in os.environ.get("XLA_FLAGS", ""):
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_FLAG}=8".strip()
+# Most of the suite's time is XLA compiling; the second run on a machine takes it from disk.
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(_CACHE))
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
