@@ -7,8 +7,8 @@ import pytest
 
 from cost.problem import Problem, evaluate, live_usage, relaxed_cost, validate
 
-# The example of the contest's README: its optimum is 445 with [0, 0, 2, 1, 0].
-CONTEST = Problem(
+# Five nodes, two edges, three usages: small enough to work out by hand.
+SMALL = Problem(
     node_cost=[np.array(c) for c in ([15, 55, 65], [45, 50], [55, 60, 70], [95, 90], [10])],
     edge_nodes=np.array([[0, 1], [1, 2]]),
     edge_cost=[np.array([[2, 3], [4, 5], [6, 7]]), np.array([[10, 20, 30], [40, 50, 60]])],
@@ -24,15 +24,15 @@ def _one_hot(problem: Problem, choice: list[int]) -> list[jax.Array]:
 
 
 def test_evaluate_is_the_sum_worked_by_hand():
-    found = evaluate(CONTEST, [0, 1, 0, 1, 0])
+    found = evaluate(SMALL, [0, 1, 0, 1, 0])
     assert found.cost == 15 + 50 + 55 + 90 + 10 + 3 + 40
     assert isinstance(found.cost, int)
     assert found.peak == 30  # at time 2: 15 of node 1 and 15 of node 2
     assert found.feasible
     assert found.excess == 0
-    over = evaluate(CONTEST, [1, 1, 2, 0, 0])
+    over = evaluate(SMALL, [1, 1, 2, 0, 0])
     assert (over.peak, over.excess, over.feasible) == (40, 10, False)
-    times, usage = live_usage(CONTEST, [1, 1, 2, 0, 0])
+    times, usage = live_usage(SMALL, [1, 1, 2, 0, 0])
     np.testing.assert_array_equal(times, [0, 1, 2, 3, 4])
     np.testing.assert_array_equal(usage[:, 0], [25, 40, 40, 25, 0])
 
@@ -66,7 +66,7 @@ def test_largest_load_and_device_limits():
 
 def test_relaxed_cost_is_exact_on_corners_and_below_the_mean_inside():
     rng = np.random.default_rng(0)
-    problem = CONTEST._replace(load=[rng.uniform(0, 50, (len(c), 3)) for c in CONTEST.node_cost])
+    problem = SMALL._replace(load=[rng.uniform(0, 50, (len(c), 3)) for c in SMALL.node_cost])
     corners = [[0, 0, 2, 1, 0], [1, 1, 0, 0, 0], [2, 1, 1, 1, 0]]
     for choice in corners:
         expected = evaluate(problem, choice).cost
@@ -78,7 +78,7 @@ def test_relaxed_cost_is_exact_on_corners_and_below_the_mean_inside():
 
 def test_relaxed_gradient_against_finite_differences():
     rng = np.random.default_rng(1)
-    problem = CONTEST._replace(load=[rng.uniform(0, 50, (len(c), 2)) for c in CONTEST.node_cost])
+    problem = SMALL._replace(load=[rng.uniform(0, 50, (len(c), 2)) for c in SMALL.node_cost])
     weights = jnp.asarray(rng.dirichlet(np.ones(11)), jnp.float32)
     gradient = jax.grad(lambda w: relaxed_cost(problem, w))(weights)
     for i in range(11):
@@ -88,7 +88,7 @@ def test_relaxed_gradient_against_finite_differences():
 
 
 def test_weight_on_a_forbidden_entry_is_infinite_with_a_finite_gradient():
-    problem = CONTEST._replace(edge_cost=[np.array([[2.0, np.inf], [4, 5], [6, 7]]), CONTEST.edge_cost[1]])
+    problem = SMALL._replace(edge_cost=[np.array([[2.0, np.inf], [4, 5], [6, 7]]), SMALL.edge_cost[1]])
     assert np.isfinite(relaxed_cost(problem, _one_hot(problem, [0, 0, 0, 0, 0])))
     weights = [jnp.full(len(c), 1 / len(c)) for c in problem.node_cost]
     assert np.isposinf(relaxed_cost(problem, weights))
@@ -99,8 +99,8 @@ def test_weight_on_a_forbidden_entry_is_infinite_with_a_finite_gradient():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"node_cost": [*CONTEST.node_cost[:4], np.zeros(0)]}, r"`node_cost\[4\]` is empty"),
-        ({"node_cost": [np.array([1, np.nan, 2]), *CONTEST.node_cost[1:]]}, r"`node_cost\[0\]` must not hold NaN"),
+        ({"node_cost": [*SMALL.node_cost[:4], np.zeros(0)]}, r"`node_cost\[4\]` is empty"),
+        ({"node_cost": [np.array([1, np.nan, 2]), *SMALL.node_cost[1:]]}, r"`node_cost\[0\]` must not hold NaN"),
         ({"edge_nodes": np.array([[0, 1], [1, 7]])}, r"`edge_nodes\[1\]` is \[1, 7\].*0 to 4"),
         ({"edge_nodes": np.array([[0, 1], [2, 2]])}, "joins node 2 to itself"),
         ({"edge_nodes": np.array([[0, 1]])}, r"`edge_nodes` must be integers of shape \(2, 2\)"),
@@ -111,21 +111,21 @@ def test_weight_on_a_forbidden_entry_is_infinite_with_a_finite_gradient():
         ({"usage_node": np.array([0, 1])}, "`usage_node` must have one node for each of 3 usages"),
         ({"usage_node": np.array([0, 1, 9])}, r"`usage_node\[2\]` is 9"),
         ({"usage_interval": np.array([[0, 2], [3, 3], [2, 4]])}, r"`usage_interval\[1\]` is \[3, 3\)"),
-        ({"usage": [-CONTEST.usage[0], *CONTEST.usage[1:]]}, "must not be negative, got -25"),
-        ({"memory_limit": np.array([1.0, 2.0]), "usage": [np.ones((3, 3)), *CONTEST.usage[1:]]}, "for 2 devices"),
+        ({"usage": [-SMALL.usage[0], *SMALL.usage[1:]]}, "must not be negative, got -25"),
+        ({"memory_limit": np.array([1.0, 2.0]), "usage": [np.ones((3, 3)), *SMALL.usage[1:]]}, "for 2 devices"),
         ({"memory_limit": -1.0}, "`memory_limit` must be"),
         ({"load": [np.zeros((3, 2))]}, r"`load` must be \(\) or one array for each of the 5 nodes"),
         ({"load": [np.zeros((9, 2)) for _ in range(5)]}, r"`load\[0\]` must have shape \(3, 2\)"),
     ],
 )
 def test_validate_names_field_rule_and_value(change, message):
-    validate(CONTEST)
+    validate(SMALL)
     with pytest.raises(ValueError, match=message):
-        validate(CONTEST._replace(**change))
+        validate(SMALL._replace(**change))
 
 
 def test_a_choice_that_does_not_exist_is_refused():
     with pytest.raises(ValueError, match="takes strategy 2 of node 1, which has 2"):
-        evaluate(CONTEST, [0, 2, 0, 0, 0])
+        evaluate(SMALL, [0, 2, 0, 0, 0])
     with pytest.raises(ValueError, match="must be 5 integers"):
-        evaluate(CONTEST, [0, 1])
+        evaluate(SMALL, [0, 1])

@@ -1,0 +1,200 @@
+"""One protocol for every solver and one entry, `solve`: the same loop drives them all and keeps the best found.
+
+A solver is a function in a file of its own under `solvers/`, called `solve` there: a generator that yields `Proposal`s (a
+choice, a lower bound, or both) for as long as it likes. The loop prices every choice exactly, keeps the best, watches the
+time and Ctrl-C, and reports. To add a solver, add the file: its name is the solver's name, and the conformance tests find it.
+"""
+
+import importlib
+import math
+import pkgutil
+import time
+from collections.abc import Callable, Iterator
+from typing import NamedTuple, Protocol
+
+import jax
+import numpy as np
+
+from cost.problem import Evaluation, Problem, evaluate, is_forbidden, num_strategies, validate
+from diffshard import presolve, solvers
+
+Progress = Callable[[float, float, float], None]
+"""Called as `progress(seconds, cost, lower_bound)` whenever either improves; `cost` is inf before a feasible choice."""
+
+_CLOSED = 1e-9  # relative gap from which on a choice counts as optimal: float sums do not tell finer
+
+
+class Proposal(NamedTuple):
+    """What a solver has found: a choice `[V]`, a lower bound on every feasible choice's cost, both, or neither."""
+
+    choice: np.ndarray | None = None
+    lower_bound: float = -math.inf
+
+
+class Solver(Protocol):
+    """The one method of a solver.
+
+    Args:
+      problem: valid and, unless `solve` was told otherwise, presolved: hardly any forbidden entries, no parallel edges.
+      time_limit_s: seconds from now, for solvers that plan ahead; the loop stops anyone who takes longer between two
+        yields. None means that the solver ends by its own rule, which must then be deterministic.
+      key: a JAX random key; equal keys and no time limit give equal proposals.
+    """
+
+    def __call__(self, problem: Problem, *, time_limit_s: float | None, key: jax.Array) -> Iterator[Proposal]: ...
+
+
+class Solution(NamedTuple):
+    """The best choice found, priced exactly on the problem as it was given.
+
+    Attributes:
+      choice: `[V]` strategy indices.
+      cost: the exact cost of `choice`.
+      lower_bound: no feasible choice costs less; -inf where the solver has no bound.
+      gap: (cost - lower_bound) / |cost|: how much cheaper the best possible choice can be at most; inf if not feasible.
+      feasible: whether `choice` fits the memory and holds nothing forbidden.
+      excess: by how much the memory limit is exceeded, 0 if it is not.
+      history: (seconds, cost, lower_bound) at each improvement.
+      status: "optimal" (the gap is closed), "finished", "time limit", "interrupted", or "infeasible".
+    """
+
+    choice: np.ndarray
+    cost: float
+    lower_bound: float
+    gap: float
+    feasible: bool
+    excess: float
+    history: tuple[tuple[float, float, float], ...]
+    status: str
+
+
+def solve(
+    problem: Problem,
+    *,
+    solver: str | Solver = "gradient",
+    time_limit_s: float | None = None,
+    key: jax.Array | int | None = None,
+    progress: Progress | None = None,
+    reduce: Callable[[Problem], presolve.Reduction] = presolve.reduce,
+) -> Solution:
+    """Finds a cheap choice of strategies and a bound on how cheap any can be.
+
+    Args:
+      problem: what to solve; it is checked first.
+      solver: a name from `solver_names()`, or a function that follows `Solver`.
+      time_limit_s: wall-clock seconds, presolve included; None lets the solver end by its own rule.
+      key: a JAX random key or a seed; None is seed 0.
+      progress: called at each improvement.
+      reduce: the presolve; `presolve.unchanged` hands the problem to the solver as it is.
+
+    Returns:
+      The best choice found. It says so if it is not feasible, and by how much; Ctrl-C and the time limit return what
+      was found until then.
+
+    Raises:
+      ValueError: the problem breaks a rule of `Problem`, the solver is unknown, or the time limit is not positive.
+    """
+    start = time.perf_counter()
+    run = resolve(solver)
+    if time_limit_s is not None and not time_limit_s > 0:
+        raise ValueError(f"`time_limit_s` must be positive or None, got {time_limit_s}.")
+    validate(problem)
+    key = jax.random.key(0 if key is None else key) if key is None or isinstance(key, int) else key
+    best = _Best(problem, progress, start)
+    status = "finished"
+    try:
+        reduced = reduce(problem)
+        left_s = None if time_limit_s is None else max(time_limit_s - (time.perf_counter() - start), 1e-3)
+        for proposal in run(reduced.problem, time_limit_s=left_s, key=key):
+            best.offer(reduced, proposal)
+            if best.closed():
+                break
+            if time_limit_s is not None and time.perf_counter() - start >= time_limit_s:
+                status = "time limit"
+                break
+    except KeyboardInterrupt:
+        status = "interrupted"
+    except presolve.InfeasibleError:
+        status = "infeasible"
+    return best.solution(status)
+
+
+def solver_names() -> tuple[str, ...]:
+    """The solvers that `solve` knows by name: the files of `diffshard/solvers`."""
+    return tuple(sorted(module.name for module in pkgutil.iter_modules(solvers.__path__) if module.name[0] != "_"))
+
+
+def resolve(solver: str | Solver) -> Solver:
+    """The solver of a name; a function is returned as it is.
+
+    Raises:
+      ValueError: no solver has this name.
+    """
+    if not isinstance(solver, str):
+        return solver
+    if solver not in solver_names():
+        raise ValueError(f"`solver` must be one of {', '.join(solver_names())}, or a function; got {solver!r}.")
+    return importlib.import_module(f"diffshard.solvers.{solver}").solve
+
+
+class _Best:
+    """The best proposal so far, by exact price: any feasible one before any other, then less excess, then less cost."""
+
+    def __init__(self, problem: Problem, progress: Progress | None, start: float):
+        self._problem, self._progress, self._start = problem, progress, start
+        cheapest = [int(np.argmin(cost)) for cost in problem.node_cost]
+        self._choice = np.array(cheapest, np.int64)  # so that there is an answer whenever the loop is stopped
+        self._found = evaluate(problem, self._choice)
+        self._lower_bound = -math.inf
+        self._history: list[tuple[float, float, float]] = []
+        self._report()
+
+    def offer(self, reduced: presolve.Reduction, proposal: Proposal) -> None:
+        improved = reduced.constant + proposal.lower_bound > self._lower_bound
+        self._lower_bound = max(self._lower_bound, reduced.constant + proposal.lower_bound)
+        if proposal.choice is not None:
+            choice = reduced.expand(np.asarray(proposal.choice, np.int64))
+            found = evaluate(self._problem, choice)
+            if _rank(found) < _rank(self._found):
+                self._choice, self._found, improved = choice, found, True
+        if improved:
+            self._report()
+
+    def closed(self) -> bool:
+        return self._found.feasible and self._found.cost - self._lower_bound <= _CLOSED * abs(self._found.cost)
+
+    def solution(self, status: str) -> Solution:
+        found = self._found
+        cost, gap = found.cost, math.inf
+        if found.feasible:
+            # A float's last digit must not make the bound exceed what was found.
+            bound = min(self._lower_bound, cost)
+            gap = (cost - bound) / abs(cost) if cost else (0.0 if bound == cost else math.inf)
+        else:
+            bound = self._lower_bound
+        status = "optimal" if self.closed() else status if found.feasible else _unsolved(status)
+        return Solution(self._choice, cost, bound, gap, found.feasible, found.excess, tuple(self._history), status)
+
+    def _report(self) -> None:
+        cost = float(self._found.cost) if self._found.feasible else math.inf
+        self._history.append((time.perf_counter() - self._start, cost, self._lower_bound))
+        if self._progress is not None:
+            self._progress(*self._history[-1])
+
+
+def _unsolved(status: str) -> str:
+    return "infeasible" if status == "finished" else status
+
+
+def _rank(found: Evaluation) -> tuple[bool, bool, float, float]:
+    return (not found.feasible, bool(is_forbidden(np.asarray(found.cost))), found.excess, found.cost)
+
+
+def seeded(key: jax.Array) -> np.random.Generator:
+    """A NumPy generator from a JAX key, for the ragged parts that are faster in NumPy."""
+    return np.random.default_rng(np.asarray(jax.random.key_data(key)).ravel())
+
+
+def starting_choice(problem: Problem, rng: np.random.Generator) -> np.ndarray:
+    """`[V]` strategies, uniform."""
+    return rng.integers(num_strategies(problem))

@@ -1,0 +1,177 @@
+"""Proven optima by HiGHS: a mixed-integer programme over the local marginal polytope. Needs `pip install highspy`.
+
+Variables are x[v, s] in {0, 1} and y[e, s, t] in [0, 1] with Σ_t y[e, s, t] = x[u, s] and Σ_s y[e, s, t] = x[v, t]; whole x
+make y whole. Its linear relaxation is the one whose dual the gradient solver climbs.
+
+Source: Zheng et al., "Alpa" (OSDI 2022), section 4.2, with the tighter edge constraints of Wainwright and Jordan (2008), eq. 4.4.
+"""
+
+import math
+import time
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import scipy.sparse
+
+from cost.problem import Problem, is_forbidden, num_strategies
+from diffshard.solve import Proposal
+
+_GAP = 1e-9
+
+
+class _Programme(NamedTuple):
+    """Minimise cost·x over lower <= rows·x <= upper, 0 <= x <= column_upper; the first `num_whole` x are whole."""
+
+    cost: np.ndarray
+    column_upper: np.ndarray
+    rows: scipy.sparse.csc_array
+    lower: np.ndarray
+    upper: np.ndarray
+    num_whole: int
+
+
+def solve(problem: Problem, *, time_limit_s: float | None = None, key: jax.Array | None = None) -> Iterator[Proposal]:
+    """Yields HiGHS's best choice and its bound, which is there even when the time ran out.
+
+    Raises:
+      ModuleNotFoundError: `highspy` is not installed.
+    """
+    try:
+        import highspy
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            "`solver` 'exact' needs HiGHS, which is not installed: pip install highspy, or take 'gradient'."
+        ) from error
+    del key  # HiGHS has a fixed seed
+    start = time.perf_counter()
+    scale = _scale(problem)
+    programme = _programme(problem, scale)
+    solver = highspy.Highs()
+    solver.setOptionValue("output_flag", False)
+    solver.setOptionValue("mip_rel_gap", _GAP)
+    solver.setOptionValue("mip_abs_gap", 0.0)
+    solver.HandleKeyboardInterrupt = True
+    if time_limit_s is not None:
+        solver.setOptionValue("time_limit", max(time_limit_s - (time.perf_counter() - start), 0.1))
+    solver.passModel(_model(highspy, programme))
+    solver.solve()
+    info = solver.getInfo()
+    choice = None
+    if info.primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible:
+        whole = np.asarray(solver.getSolution().col_value)[: programme.num_whole]
+        sizes = num_strategies(problem)
+        choice = np.array([np.argmax(row) for row in np.split(whole, np.cumsum(sizes)[:-1])], np.int64)
+    bound = info.mip_dual_bound * scale
+    # HiGHS's own tolerances are relative to its scaled numbers; the bound gives them away.
+    yield Proposal(choice, bound - _GAP * abs(bound) if math.isfinite(bound) else -math.inf)
+
+
+def _scale(problem: Problem) -> float:
+    """Costs are divided by this, so that HiGHS's absolute tolerances mean the same for seconds and for contest units."""
+    arrays = [*problem.node_cost, *problem.edge_cost, *problem.load]
+    largest = [np.max(a, initial=0, where=~is_forbidden(a)) for a in arrays]
+    return float(max([*largest, 0])) / 1e3 or 1.0
+
+
+def _programme(problem: Problem, scale: float) -> _Programme:
+    sizes = num_strategies(problem)
+    starts = np.cumsum(sizes) - sizes
+    num_whole = int(sizes.sum())
+    entries = [np.asarray(cost, float).ravel() for cost in problem.edge_cost]
+    cost = np.concatenate([np.zeros(0), *(np.asarray(c, float) for c in problem.node_cost), *entries]) / scale
+    allowed = ~is_forbidden(cost * scale)
+    blocks = [_one_each(sizes), *_marginals(problem, starts, sizes)]
+    lower, upper = [np.ones(len(sizes))], [np.ones(len(sizes))]
+    lower += [np.zeros(block.shape[0]) for block in blocks[1:]]
+    upper += [np.zeros(block.shape[0]) for block in blocks[1:]]
+    memory, limit = _memory(problem, starts)
+    if memory.shape[0]:
+        blocks.append(memory)
+        lower.append(np.full(len(limit), -np.inf))
+        upper.append(limit)
+    columns = len(cost)
+    column_upper = np.where(allowed, 1.0, 0.0)
+    if len(problem.load):  # a last column that is at least every device's load
+        load = np.concatenate([np.asarray(row, float) for row in problem.load]).T / scale
+        devices = len(load)
+        blocks.append(scipy.sparse.coo_array(load))
+        lower.append(np.full(devices, -np.inf))
+        upper.append(np.zeros(devices))
+        cost, column_upper = np.append(cost, 1.0), np.append(column_upper, np.inf)
+        top = scipy.sparse.coo_array(
+            (np.full(devices, -1.0), (np.arange(devices), np.full(devices, columns))), shape=(devices, columns + 1)
+        )
+        columns += 1
+        blocks[-1] = _widen(blocks[-1], columns) + top
+        column_upper[:-1] = np.where(allowed, 1.0, 0.0)
+    rows = scipy.sparse.vstack([_widen(block, columns) for block in blocks], format="csc")
+    cost = np.where(column_upper > 0, cost, 0.0)
+    return _Programme(cost, column_upper, rows, np.concatenate(lower), np.concatenate(upper), num_whole)
+
+
+def _widen(block: Any, columns: int) -> scipy.sparse.coo_array:
+    block = scipy.sparse.coo_array(block)
+    return scipy.sparse.coo_array((block.data, (block.row, block.col)), shape=(block.shape[0], columns))
+
+
+def _one_each(sizes: np.ndarray) -> scipy.sparse.coo_array:
+    rows = np.repeat(np.arange(len(sizes)), sizes)
+    return scipy.sparse.coo_array((np.ones(len(rows)), (rows, np.arange(len(rows)))))
+
+
+def _marginals(problem: Problem, starts: np.ndarray, sizes: np.ndarray) -> list[scipy.sparse.coo_array]:
+    """For each edge the rows Σ_t y[s, t] - x[u, s] = 0 and Σ_s y[s, t] - x[v, t] = 0."""
+    row, column, value = [], [], []
+    next_row, next_column = 0, int(sizes.sum())
+    for u, v in np.asarray(problem.edge_nodes).reshape(-1, 2).tolist():
+        m, n = int(sizes[u]), int(sizes[v])
+        entry = next_column + np.arange(m * n)
+        row += [next_row + np.repeat(np.arange(m), n), next_row + m + np.tile(np.arange(n), m)]
+        row += [next_row + np.arange(m + n)]
+        column += [entry, entry, starts[u] + np.arange(m), starts[v] + np.arange(n)]
+        value += [np.ones(2 * m * n), -np.ones(m + n)]
+        next_row, next_column = next_row + m + n, next_column + m * n
+    if not row:
+        return []
+    indices = (np.concatenate(row), np.concatenate(column))
+    return [scipy.sparse.coo_array((np.concatenate(value), indices), shape=(next_row, next_column))]
+
+
+def _memory(problem: Problem, starts: np.ndarray) -> tuple[scipy.sparse.coo_array, np.ndarray]:
+    """One row for each time at which a usage starts and each device, in units of the limit."""
+    limit = np.broadcast_to(np.asarray(problem.memory_limit, float), (max(np.size(problem.memory_limit), 1),))
+    if not len(problem.usage) or np.isinf(limit).all():
+        return scipy.sparse.coo_array((0, int(starts[-1]) if len(starts) else 0)), np.zeros(0)
+    devices = max([len(limit), *(np.size(u[0]) for u in problem.usage)])
+    limit = np.broadcast_to(limit, (devices,))
+    unit = np.where(np.isfinite(limit) & (limit > 0), limit, 1.0)
+    intervals = np.asarray(problem.usage_interval)
+    times = np.unique(intervals[:, 0])
+    row, column, value = [], [], []
+    for usage, v, (first, last) in zip(problem.usage, problem.usage_node, intervals, strict=True):
+        live = np.arange(np.searchsorted(times, first), np.searchsorted(times, last))
+        table = np.broadcast_to(np.asarray(usage, float).reshape(len(usage), -1), (len(usage), devices)) / unit
+        for d in range(devices):
+            row.append(np.repeat(live * devices + d, len(table)))
+            column.append(np.tile(starts[v] + np.arange(len(table)), len(live)))
+            value.append(np.tile(table[:, d], len(live)))
+    indices = (np.concatenate(row), np.concatenate(column))
+    rows = scipy.sparse.coo_array((np.concatenate(value), indices), shape=(len(times) * devices, indices[1].max() + 1))
+    return rows, np.tile(limit / unit, len(times))
+
+
+def _model(highspy: Any, programme: _Programme) -> Any:
+    model = highspy.HighsLp()
+    model.num_col_, model.num_row_ = len(programme.cost), len(programme.lower)
+    model.col_cost_, model.col_lower_ = programme.cost, np.zeros(len(programme.cost))
+    model.col_upper_, model.row_lower_, model.row_upper_ = programme.column_upper, programme.lower, programme.upper
+    model.a_matrix_.format_ = highspy.MatrixFormat.kColwise
+    model.a_matrix_.start_ = programme.rows.indptr
+    model.a_matrix_.index_ = programme.rows.indices
+    model.a_matrix_.value_ = programme.rows.data
+    whole = np.arange(len(programme.cost)) < programme.num_whole
+    kinds = highspy.HighsVarType.kInteger, highspy.HighsVarType.kContinuous
+    model.integrality_ = [kinds[0] if is_whole else kinds[1] for is_whole in whole]
+    return model
