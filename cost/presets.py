@@ -1,0 +1,302 @@
+"""Presets of common hardware, with the public source of every number.
+
+A mesh's axes are listed slowest first, as `jax.make_mesh` and `mesh_utils.create_device_mesh` lay devices out: the last
+axis's neighbours are neighbours in the host. An axis whose groups fit in a host of g devices gets the in-host link; one
+that crosses hosts shares the host's network with the other groups: a ring with k members in each host gets k/g of the
+host's bandwidth. On hosts of 8 V100s that rule is within 20% of rings measured at k = 1, 2, 4 and 8 (see
+experiments/calibration.py). An all-to-all crosses once for each pair of devices, so it gets one device's share only.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from cost.hardware import Hardware, Link
+
+_TB = 1e12
+_GB = 1e9
+_GIB = 2**30
+
+
+@dataclass(frozen=True)
+class SwitchedHost:
+    """A host whose devices see each other at one speed, and a network between hosts.
+
+    Attributes:
+      num_devices: devices in a host.
+      device_bytes_per_s: what one device of a ring sends to the next.
+      network_bytes_per_s: what one host sends to the others.
+      launch_s, hop_s, network_hop_s: a ring's latency is the launch and a hop for each of its steps.
+      rings: exceptions to `device_bytes_per_s` where devices are not all alike: from (group size, stride between
+        members) to bytes/s of a ring and of an all-to-all.
+    """
+
+    num_devices: int
+    device_bytes_per_s: float
+    network_bytes_per_s: float
+    launch_s: float
+    hop_s: float
+    network_hop_s: float
+    rings: Mapping[tuple[int, int], tuple[float, float]] = field(default_factory=dict)
+
+    def link(self, size: int, stride: int) -> Link:
+        """The link of an axis of `size` devices whose neighbours are `stride` devices apart."""
+        members = max(1, min(size, self.num_devices // stride)) if stride < self.num_devices else 1
+        hosts = math.ceil(size / members)
+        latency_s = self.launch_s + (size - hosts) * self.hop_s + (hosts - 1) * self.network_hop_s
+        ring, all_to_all = self.rings.get((members, stride), (self.device_bytes_per_s, self.device_bytes_per_s))
+        if hosts > 1:
+            share = self.network_bytes_per_s / self.num_devices
+            ring, all_to_all = min(ring, share * members), min(all_to_all, share)
+        return Link(latency_s, 1 / ring, 1 / all_to_all)
+
+
+@dataclass(frozen=True)
+class TorusPod:
+    """A pod of chips in a torus (each mesh axis along one of its dimensions), and a network between pods.
+
+    Attributes:
+      num_devices: chips in a pod.
+      wrap: an axis is a ring, not a line, if its size is a multiple of this.
+      link_bytes_per_s: one link, one direction; a ring uses both directions at once, the ends of a line only one.
+      network_bytes_per_s: one chip's share of the network between pods.
+      launch_s, hop_s, network_hop_s: as in `SwitchedHost`.
+    """
+
+    num_devices: int
+    wrap: int
+    link_bytes_per_s: float
+    network_bytes_per_s: float
+    launch_s: float
+    hop_s: float
+    network_hop_s: float
+
+    def link(self, size: int, stride: int) -> Link:
+        """The link of an axis of `size` chips whose neighbours are `stride` chips apart."""
+        if size * stride > self.num_devices:
+            latency_s = self.launch_s + (size - 1) * self.network_hop_s
+            return Link(latency_s, 1 / self.network_bytes_per_s)
+        is_ring = size % self.wrap == 0
+        bytes_per_s = self.link_bytes_per_s * (2 if is_ring else 1)
+        hops = size // 2 if is_ring else size - 1
+        # The middle of a line carries n²/4 of the n² blocks each way; a ring's links a half of that. Our all-to-all
+        # counts (n − 1)/n² of the bytes, so the rest of the factor is here.
+        busiest = size**2 / 4 if not is_ring else size**2 / 8
+        all_to_all = busiest / max(size - 1, 1) / self.link_bytes_per_s
+        return Link(self.launch_s + hops * self.hop_s, 1 / bytes_per_s, max(all_to_all, 1 / bytes_per_s))
+
+
+@dataclass(frozen=True)
+class _SharedProcessor:
+    """Emulated devices of one processor: all links are its memory, all devices share its rates."""
+
+    bytes_per_s: float
+    launch_s: float
+    hop_s: float
+    num_devices: int | None = None
+
+    def link(self, size: int, stride: int) -> Link:
+        del stride
+        return Link(self.launch_s + (size - 1) * self.hop_s, 1 / self.bytes_per_s)
+
+
+# NCCL's own tuning model (github.com/NVIDIA/nccl, src/graph/tuning.cc), protocol LL128: base 14 µs, 1.9 µs for a step
+# over NVLink and 4.0 µs over a network. NVLink reaches 0.82 of its nominal rate: 741 of 900 GB/s on an HGX H100
+# (astra-sim.github.io/astra-sim-docs/validation/hardware/gpu-validation-hgx-h100.html). Networks reach 0.93: 2.9 of
+# 3.125 GB/s on the V100 hosts.
+_NCCL = {"launch_s": 14e-6, "hop_s": 1.9e-6, "network_hop_s": 4.0e-6}
+_NVLINK, _NETWORK = 0.82, 0.93
+
+# float32 is the rate of matrix products in JAX's default precision: TF32 on A100 and later
+# (docs.jax.dev, jax.default_matmul_precision), one bfloat16 pass on TPUs. All rates are dense.
+_HOPPER_FLOPS_PER_S = {
+    "float64": 67 * _TB,
+    "float32": 495 * _TB,
+    "bfloat16": 989 * _TB,
+    "float16": 989 * _TB,
+    "float8_e4m3fn": 1979 * _TB,
+    "int8": 1979 * _TB,
+}
+
+# DGX/HGX H100: NVLink 4 at 450 GB/s each way, 8 ConnectX-7 at 400 Gbit/s (nvidia.com/en-us/data-center/dgx-h100).
+_HOPPER_HOST = SwitchedHost(8, 450 * _GB * _NVLINK, 400 * _GB * _NETWORK, **_NCCL)
+
+_PRESETS: dict[str, tuple[Hardware, SwitchedHost | TorusPod | _SharedProcessor]] = {
+    "v100": (
+        # p3.16xlarge. Rates of products measured in `v100_collective_profiles.csv.gz` (10^12 FLOP in 67.7 and 9.18 ms);
+        # memory 900 GB/s and 16 GB, float64 7.8 TFLOP/s: V100 datasheet (nvidia.com/en-us/data-center/v100).
+        Hardware(
+            "V100-16GB",
+            {"float64": 7.8 * _TB, "float32": 15.5 * _TB, "float16": 114 * _TB, "bfloat16": 15.5 * _TB},
+            900 * _GB,
+            16 * _GIB,
+            {},
+        ),
+        # Fitted to the same profiles by relative error (experiments/calibration.py): NVLink 2 as a hybrid cube mesh,
+        # so that a ring's speed depends on which devices it joins; 25 Gbit/s between hosts.
+        SwitchedHost(
+            8,
+            21.8 * _GB,
+            2.6 * _GB,
+            launch_s=46e-6,
+            hop_s=24e-6,
+            network_hop_s=115e-6,
+            rings={
+                (2, 1): (21.8 * _GB, 14.3 * _GB),
+                (2, 2): (21.8 * _GB, 14.3 * _GB),
+                (2, 4): (21.8 * _GB, 14.3 * _GB),
+                (4, 1): (81.5 * _GB, 39.0 * _GB),
+                (4, 2): (43.9 * _GB, 9.9 * _GB),
+                (8, 1): (130.0 * _GB, 7.5 * _GB),
+            },
+        ),
+    ),
+    "a100": (
+        # A100-SXM4-80GB datasheet (nvidia.com/en-us/data-center/a100): TF32 156, bfloat16 312, int8 624, FP64 tensor
+        # 19.5 TFLOP/s; 2039 GB/s; DGX A100: NVLink 3 at 300 GB/s each way, 8 ConnectX-6 at 200 Gbit/s.
+        Hardware(
+            "A100-80GB",
+            {
+                "float64": 19.5 * _TB,
+                "float32": 156 * _TB,
+                "bfloat16": 312 * _TB,
+                "float16": 312 * _TB,
+                "int8": 624 * _TB,
+            },
+            2039 * _GB,
+            80 * _GIB,
+            {},
+        ),
+        SwitchedHost(8, 300 * _GB * _NVLINK, 200 * _GB * _NETWORK, **_NCCL),
+    ),
+    # H100 SXM datasheet (nvidia.com/en-us/data-center/h100): the rates above without sparsity, 3.35 TB/s, 80 GB.
+    "h100": (Hardware("H100-80GB", _HOPPER_FLOPS_PER_S, 3350 * _GB, 80 * _GIB, {}), _HOPPER_HOST),
+    # H200 SXM datasheet (nvidia.com/en-us/data-center/h200): the H100's rates, 4.8 TB/s, 141 GB.
+    "h200": (Hardware("H200-141GB", _HOPPER_FLOPS_PER_S, 4800 * _GB, 141 * _GB, {}), _HOPPER_HOST),
+    # cloud.google.com/tpu/docs/v5e: 197 TFLOP/s bfloat16, 393 int8, 16 GB at 819 GB/s, 2D torus of 256 chips, 400 GB/s
+    # over 4 links both ways, 6.4 Tbit/s out of a pod. A hop takes about 1 µs and an axis of 16 closes to a ring:
+    # jax-ml.github.io/scaling-book/tpus.
+    "tpu_v5e": (
+        Hardware("TPU v5e", {"float32": 197 * _TB, "bfloat16": 197 * _TB, "int8": 393 * _TB}, 819 * _GB, 16 * _GIB, {}),
+        TorusPod(256, 16, 50 * _GB, 3.125 * _GB, launch_s=1e-6, hop_s=1e-6, network_hop_s=10e-6),
+    ),
+    # docs.cloud.google.com/tpu/docs/v5p: 459 TFLOP/s bfloat16, int8 twice that, 95 GiB at 2765 GB/s, 3D torus of 8960
+    # chips, 1200 GB/s over 6 links both ways, 50 Gbit/s for each chip out of a pod; axes of 4, 8, ... close to rings.
+    "tpu_v5p": (
+        Hardware(
+            "TPU v5p", {"float32": 459 * _TB, "bfloat16": 459 * _TB, "int8": 918 * _TB}, 2765 * _GB, 95 * _GIB, {}
+        ),
+        TorusPod(8960, 4, 100 * _GB, 6.25 * _GB, launch_s=1e-6, hop_s=1e-6, network_hop_s=10e-6),
+    ),
+    # Two cores of an AMD EPYC (family 26) with XLA's CPU backend, measured by `diffshard.calibrate`
+    # (experiments/calibration.py): the whole processor's rates, which its emulated devices share.
+    "cpu": (
+        Hardware("CPU, 2 cores", {"float32": 0.15 * _TB}, 20 * _GB, 24 * _GIB, {}),
+        _SharedProcessor(2 * _GB, launch_s=50e-6, hop_s=20e-6),
+    ),
+}
+PRESET_NAMES: tuple[str, ...] = tuple(_PRESETS)
+
+# Parts of `device_kind` in lower case, the more specific first.
+_KINDS = (
+    ("h200", "h200"),
+    ("h100", "h100"),
+    ("a100", "a100"),
+    ("v100", "v100"),
+    ("v5 lite", "tpu_v5e"),
+    ("v5e", "tpu_v5e"),
+    ("v5p", "tpu_v5p"),
+    ("tpu v5", "tpu_v5p"),
+    ("cpu", "cpu"),
+)
+
+
+def preset(
+    name: str,
+    mesh_axes: Mapping[str, int],
+    *,
+    links: Mapping[str, Link] | None = None,
+    devices_per_host: int | None = None,
+) -> Hardware:
+    """Known hardware with a link for each axis of a mesh.
+
+    Args:
+      name: one of `PRESET_NAMES`; case and `-` or `_` don't matter.
+      mesh_axes: sizes of the mesh's axes, slowest first: `{"data": 4, "model": 8}`, or a mesh's `shape`.
+      links: links to take as they are, for some axes or for all.
+      devices_per_host: devices in a host (or pod), where it isn't the usual number.
+
+    Raises:
+      ValueError: unknown name; an axis that is not positive; a link for an axis that the mesh doesn't have.
+    """
+    key = name.lower().replace("-", "_").replace(" ", "_")
+    if key not in _PRESETS:
+        raise ValueError(f"`hardware` {name!r} is unknown; there are {', '.join(PRESET_NAMES)}. Or give a `Hardware`.")
+    _check_axes(mesh_axes, links or {})
+    device, host = _PRESETS[key]
+    if devices_per_host is not None:
+        host = dataclasses.replace(host, num_devices=devices_per_host)
+    all_links, stride = {}, 1
+    for axis, size in reversed(mesh_axes.items()):
+        all_links[axis] = host.link(size, stride)
+        stride *= size
+    all_links = {axis: (links or {}).get(axis, all_links[axis]) for axis in mesh_axes}
+    if isinstance(host, _SharedProcessor):
+        return _share(device, stride, all_links)
+    return dataclasses.replace(device, links=all_links)
+
+
+def hardware_of(mesh: Any) -> Hardware:
+    """The preset of the devices that a mesh is made of.
+
+    Args:
+      mesh: `jax.sharding.Mesh`, or an `AbstractMesh` that knows its abstract device.
+
+    Raises:
+      ValueError: an abstract mesh without a device, or devices without a preset.
+    """
+    per_host = None
+    if hasattr(mesh, "abstract_device"):
+        kind = getattr(mesh.abstract_device, "device_kind", None)
+    else:
+        devices = list(mesh.devices.flat)
+        kind = devices[0].device_kind
+        local = sum(device.process_index == devices[0].process_index for device in devices)
+        per_host = local if local < len(devices) else None
+    if kind is None:
+        raise ValueError(
+            "`hardware` must be given for an AbstractMesh, which has no devices: one of "
+            f"{', '.join(PRESET_NAMES)}, or a `Hardware`."
+        )
+    for part, name in _KINDS:
+        if part in str(kind).lower():
+            return preset(name, mesh.shape, devices_per_host=None if name.startswith("tpu") else per_host)
+    raise ValueError(
+        f"`hardware` has no preset for devices of the kind {kind!r}; there are {', '.join(PRESET_NAMES)}. "
+        "Give a `Hardware`, or measure one with `diffshard.calibrate(mesh)`."
+    )
+
+
+def _share(device: Hardware, num_devices: int, links: Mapping[str, Link]) -> Hardware:
+    rates = device.flops_per_s
+    assert isinstance(rates, Mapping)
+    return Hardware(
+        device.name if num_devices == 1 else f"{device.name}, shared by {num_devices} devices",
+        {dtype: rate / num_devices for dtype, rate in rates.items()},
+        device.memory_bytes_per_s / num_devices,
+        device.memory_bytes / num_devices,
+        links,
+    )
+
+
+def _check_axes(mesh_axes: Mapping[str, int], links: Mapping[str, Link]) -> None:
+    for axis, size in mesh_axes.items():
+        if size != int(size) or size < 1:
+            raise ValueError(f"`mesh_axes` {axis!r} must have a positive whole number of devices, not {size!r}.")
+    for axis in links:
+        if axis not in mesh_axes:
+            raise ValueError(
+                f"`links` has an axis {axis!r} that the mesh doesn't have; its axes are {tuple(mesh_axes)}."
+            )
