@@ -1,0 +1,86 @@
+"""Equations whose rule Shardy cannot tell: what they lower to is opaque, a loop, or priced wrongly as its parts."""
+
+from collections.abc import Sequence
+
+from jax.extend.core import JaxprEqn
+
+from search_spaces.sharding.factors import Factors, Mark
+from search_spaces.sharding.rule import Rule, rule_from_factors
+
+_HIGHER_ORDER = frozenset(
+    "pjit jit closed_call core_call custom_jvp_call custom_vjp_call custom_vjp_call_jaxpr custom_lin checkpoint remat "
+    "remat2 scan while cond shard_map xla_pmap run_state custom_linear_solve custom_root pallas_call".split()
+)
+# Results equal in shape to operands that are handed through or computed entry by entry, though by a loop or a barrier.
+_ELEMENTWISE = frozenset(
+    "igamma igammac igamma_grad_a random_gamma_grad regularized_incomplete_beta "
+    "copy copy_p device_put optimization_barrier sharding_constraint".split()
+)
+# Sharded along their axis these would be a window as wide as the array.
+_CUMULATIVE = frozenset("cumsum cumprod cummax cummin cumlogsumexp".split())
+# Batches of matrices: custom calls on CPU and GPU, partitionable along the batch alone.
+_MATRICES = frozenset(
+    "cholesky cholesky_update eig eigh geqrf geqp3 hessenberg householder_product lu qr ormqr schur svd symmetric_product "
+    "triangular_solve tridiagonal tridiagonal_solve".split()
+)
+_VECTORS = frozenset({"lu_pivots_to_permutation"})
+_SUMS = frozenset(
+    "dot_general ragged_dot ragged_dot_general conv_general_dilated reduce_sum reduce_window_sum gather scatter-add "
+    "scatter_add select_and_scatter_add select_and_gather_add add_any".split()
+)
+
+
+def is_higher_order(equation: JaxprEqn) -> bool:
+    """Whether an equation is a loop, call, conditional or custom derivative: its insides are for the graph."""
+    return equation.primitive.name in _HIGHER_ORDER
+
+
+def reduction_adds(equation: JaxprEqn) -> bool:
+    """Whether partial results of an equation are to be added, so that they may be reduce-scattered.
+
+    A gather from a sharded dimension counts: each device contributes the rows it holds and zeros elsewhere.
+    """
+    return equation.primitive.name in _SUMS
+
+
+def exceptional_rule(equation: JaxprEqn) -> Rule | None:
+    """The rule of an equation that Shardy has none or a wrong one for; None for all others."""
+    name = equation.primitive.name
+    operands = [tuple(v.aval.shape) for v in equation.invars if hasattr(v.aval, "shape")]
+    results = [tuple(v.aval.shape) for v in equation.outvars if hasattr(v.aval, "shape")]
+    if len(operands) != len(equation.invars) or len(results) != len(equation.outvars):
+        return None
+    if name in _ELEMENTWISE:
+        return _elementwise(operands, results)
+    if name in _CUMULATIVE:
+        rule = _elementwise(operands, results)
+        axis = equation.params["axis"]
+        return Rule(rule.operands, rule.results, rule.sizes, need_replication=frozenset(rule.operands[0][axis]))
+    if name in _MATRICES or name in _VECTORS:
+        return _batched(operands, results, len(operands[0]) - (2 if name in _MATRICES else 1))
+    return None
+
+
+def _elementwise(operands: Sequence[tuple[int, ...]], results: Sequence[tuple[int, ...]]) -> Rule:
+    """Operand i has the factors of result i, or of the only result; scalars have none."""
+    factors = Factors()
+    result_dims = [[[factors.new(size)] for size in shape] for shape in results]
+    operand_dims = []
+    for index, shape in enumerate(operands):
+        partner = index if len(results) == len(operands) else 0
+        same = shape == results[partner]
+        operand_dims.append(result_dims[partner] if same else [[factors.new(size)] for size in shape])
+    return rule_from_factors(factors, operand_dims, result_dims)
+
+
+def _batched(operands: Sequence[tuple[int, ...]], results: Sequence[tuple[int, ...]], num_batch_dims: int) -> Rule:
+    """Leading dimensions are shared by all arrays, all others need replication."""
+    factors = Factors()
+    batch = [[factors.new(size)] for size in operands[0][:num_batch_dims]]
+
+    def dims(shape: tuple[int, ...]) -> list[list[int]]:
+        leading = num_batch_dims if shape[:num_batch_dims] == operands[0][:num_batch_dims] else 0
+        rest = [[factors.new(size, Mark.NEED_REPLICATION)] for size in shape[leading:]]
+        return [*batch[:leading], *rest]
+
+    return rule_from_factors(factors, [dims(shape) for shape in operands], [dims(shape) for shape in results])

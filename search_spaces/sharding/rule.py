@@ -1,0 +1,78 @@
+"""How an operation's dimensions relate: Shardy's OpShardingRule as plain data."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from search_spaces.sharding.factors import Factors, Mark
+
+Dimensions = tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How an operation's dimensions relate (Shardy's OpShardingRule).
+
+    A dimension lists its factors, major to minor. Dimensions that share a factor are sharded alike. In a dimension of
+    several factors (reshape) a minor factor may be sharded only where every factor before it is fully sharded. The size
+    of a dimension is the product of its factors' sizes, except where an operation slices, pads or concatenates: its one
+    factor then has the largest size, and divisibility is to be judged by each dimension's own size.
+
+    Attributes:
+      operands: for each operand (literals and scalars included), for each dimension, its factors.
+      results: the same for each result.
+      sizes: `[F]`, the size of each factor.
+      reduction: factors whose sharding leaves partial results (on all results that lack the factor).
+      need_replication: factors that must not be sharded.
+      permutation: factors whose sharding moves data between neighbours (slice, pad, spatial convolution).
+      blocked_propagation: factors along which Shardy does not propagate shardings.
+      reduction_is_sum: whether the reduction adds, so that partial results may be reduce-scattered.
+    """
+
+    operands: tuple[Dimensions, ...]
+    results: tuple[Dimensions, ...]
+    sizes: tuple[int, ...]
+    reduction: frozenset[int] = frozenset()
+    need_replication: frozenset[int] = frozenset()
+    permutation: frozenset[int] = frozenset()
+    blocked_propagation: frozenset[int] = frozenset()
+    reduction_is_sum: bool = False
+
+
+def rule_from_factors(
+    factors: Factors,
+    operands: Sequence[Sequence[Sequence[int]]],
+    results: Sequence[Sequence[Sequence[int]]],
+    *,
+    reduction_is_sum: bool = False,
+) -> Rule:
+    """Numbers the factors that operands and results mention, in order of appearance, and collects their marks.
+
+    Factors marked as reduction that are also in every result are none, and a factor that occurs twice in one array cannot
+    be sharded.
+    """
+    leaves = [[factors.leaves(dimension) for dimension in array] for array in [*operands, *results]]
+    for array in leaves:
+        twice = [leaf for leaf, count in Counter(leaf for dim in array for leaf in dim).items() if count > 1]
+        factors.mark(twice, Mark.NEED_REPLICATION)
+    index: dict[int, int] = {}
+    for array in leaves:
+        for dimension in array:
+            for leaf in dimension:
+                index.setdefault(leaf, len(index))
+    arrays = [tuple(tuple(index[leaf] for leaf in dim) for dim in array) for array in leaves]
+
+    def marked(mark: Mark) -> frozenset[int]:
+        return frozenset(number for leaf, number in index.items() if mark in factors.mark_of(leaf))
+
+    need_replication = marked(Mark.NEED_REPLICATION)
+    return Rule(
+        operands=tuple(arrays[: len(operands)]),
+        results=tuple(arrays[len(operands) :]),
+        sizes=tuple(factors.size(leaf) for leaf in index),
+        reduction=marked(Mark.REDUCTION) - need_replication,
+        need_replication=need_replication,
+        permutation=marked(Mark.PERMUTATION) - need_replication,
+        blocked_propagation=marked(Mark.BLOCKED_PROPAGATION),
+        reduction_is_sum=reduction_is_sum,
+    )

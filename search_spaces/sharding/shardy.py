@@ -1,0 +1,265 @@
+"""Sharding rules of jaxpr equations, as Shardy gives them. The one file that touches `jaxlib.mlir`.
+
+An equation is lowered to StableHLO, Shardy's `sdy-populate-op-sharding-rules` writes a rule on every operation, and the
+rules of one equation's operations are composed by equating the factors of the values between them. Only what Shardy
+cannot see is written by hand: `exceptions.py`.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import sdy
+from jaxlib.mlir.passmanager import PassManager
+
+from search_spaces.sharding.exceptions import exceptional_rule, is_higher_order, reduction_adds
+from search_spaces.sharding.factors import Factors, Mark
+from search_spaces.sharding.rule import Rule, rule_from_factors
+
+_RULES_PASS = "builtin.module(func.func(sdy-populate-op-sharding-rules))"
+# Random bits are a loop on CPU and a custom call on GPU; only the TPU lowering is made of operations that have rules.
+_PLATFORMS = ("tpu", "cuda", "cpu")
+_CACHE_SIZE = 16384
+_cache: OrderedDict[Hashable, Rule | None] = OrderedDict()
+
+
+def operation_rules(equations: Sequence[JaxprEqn]) -> list[Rule | None]:
+    """The sharding rule of each equation, or None where there is none (replicate its operands and results).
+
+    Higher-order equations (loops, calls, conditionals, custom derivatives, remat, shard_map) and equations with effects
+    have none. Equal equations are looked up once, all new ones are lowered in a single module, and rules are kept for
+    the life of the process.
+
+    Args:
+      equations: of one or several jaxprs.
+
+    Returns:
+      One entry for each equation. `rule.operands` follows `equation.invars`, literals included.
+    """
+    keys = [_signature(equation) for equation in equations]
+    missing = {key: equation for key, equation in zip(keys, equations, strict=True) if key not in _cache}
+    found = dict(zip(missing, _new_rules(list(missing.values())), strict=True))
+    rules = [found[key] if key in found else _cache[key] for key in keys]
+    _cache.update(found)
+    while len(_cache) > _CACHE_SIZE:
+        _cache.popitem(last=False)
+    return rules
+
+
+def _signature(equation: JaxprEqn) -> Hashable:
+    avals = tuple((getattr(v.aval, "shape", None), str(getattr(v.aval, "dtype", v.aval))) for v in equation.invars)
+    results = tuple((getattr(v.aval, "shape", None), str(getattr(v.aval, "dtype", v.aval))) for v in equation.outvars)
+    params = tuple((name, _hashable(value)) for name, value in equation.params.items())
+    return equation.primitive.name, avals, results, params
+
+
+def _hashable(value: Any) -> Hashable:
+    if isinstance(value, np.ndarray | jax.Array):
+        array = np.asarray(value)
+        return array.shape, str(array.dtype), array.tobytes()
+    if isinstance(value, Jaxpr | ClosedJaxpr):
+        return str(value)  # equal jaxprs of two traces are different objects
+    try:
+        hash(value)
+    except TypeError:
+        return repr(value)
+    return value
+
+
+def _new_rules(equations: list[JaxprEqn]) -> list[Rule | None]:
+    rules: list[Rule | None] = [None] * len(equations)
+    left = []
+    for index, equation in enumerate(equations):
+        if is_higher_order(equation) or equation.effects:
+            continue
+        rules[index] = exceptional_rule(equation)
+        if rules[index] is None:
+            left.append(index)
+    for platform in _PLATFORMS:
+        found = _lowered_rules([equations[index] for index in left], platform)
+        for index, rule in zip(left, found, strict=True):
+            rules[index] = rule
+        left = [index for index in left if rules[index] is None]
+    return rules
+
+
+def _lowered_rules(equations: list[JaxprEqn], platform: str) -> list[Rule | None]:
+    """Rules of all equations from one module; halves the list where something in it cannot be lowered."""
+    if not equations:
+        return []
+    try:
+        return _rules_of_module(equations, platform)
+    except Exception:  # whatever a foreign primitive's lowering raises: it has no rule
+        if len(equations) == 1:
+            return [None]
+    half = len(equations) // 2
+    return _lowered_rules(equations[:half], platform) + _lowered_rules(equations[half:], platform)
+
+
+def _rules_of_module(equations: list[JaxprEqn], platform: str) -> list[Rule | None]:
+    functions = [_as_function(equation, f"equation_{index}") for index, equation in enumerate(equations)]
+    arguments = [[_argument(v.aval) for v in equation.invars] for equation in equations]
+
+    def all_equations(*arguments):
+        return [function(*args) for function, args in zip(functions, arguments, strict=True)]
+
+    module: Any = (
+        jax.jit(all_equations, keep_unused=True)
+        .trace(*arguments)
+        .lower(lowering_platforms=(platform,))
+        .compiler_ir("stablehlo")
+    )
+    with module.context:
+        PassManager.parse(_RULES_PASS).run(module.operation)
+    composer = _Composer(module)
+    rules: list[Rule | None] = []
+    for index, equation in enumerate(equations):
+        # Random keys have a trailing dimension in StableHLO that they do not have in a jaxpr.
+        operand_ranks = [len(v.aval.shape) for v in equation.invars]
+        result_ranks = [len(v.aval.shape) for v in equation.outvars]
+        factors, operands, results = composer.compose(f"equation_{index}")
+        operands = [dims[:rank] for dims, rank in zip(operands, operand_ranks, strict=True)]
+        results = [dims[:rank] for dims, rank in zip(results, result_ranks, strict=True)]
+        rules.append(rule_from_factors(factors, operands, results, reduction_is_sum=reduction_adds(equation)))
+    return rules
+
+
+def _as_function(equation: JaxprEqn, name: str) -> Callable:
+    def call(*args):
+        with equation.ctx.manager:
+            return equation.primitive.bind(*args, **equation.primitive.get_bind_params(equation.params))
+
+    call.__name__ = name
+    return jax.jit(call, keep_unused=True)
+
+
+def _argument(aval: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False))
+
+
+_Dims = list[list[int]]  # of one array: for each dimension its factors, major to minor
+
+
+class _Composer:
+    """Composes the rules of a function's operations into one for the whole function, calls included."""
+
+    def __init__(self, module: Any) -> None:
+        self._functions = {op.name.value: op for op in module.body.operations if op.operation.name == "func.func"}
+        self._rules: dict[str, Rule] = {}
+
+    def compose(self, name: str) -> tuple[Factors, list[_Dims], list[_Dims]]:
+        """The factors of a function's arguments and results."""
+        factors = Factors()
+        block = self._functions[name].regions[0].blocks[0]
+        dims: dict[Any, _Dims] = {arg: [[factors.new(n)] for n in _shape(arg.type)] for arg in block.arguments}
+        arguments = list(dims.values())
+        for op in block.operations:
+            operation = op.operation
+            if operation.name == "func.return":
+                return factors, arguments, [dims[value] for value in operation.operands]
+            rule = self._operation_rule(operation)
+            self._apply(rule, operation, factors, dims)
+        raise ValueError(f"`{name}` has no return.")
+
+    def _apply(self, rule: Rule, operation: Any, factors: Factors, dims: dict[Any, _Dims]) -> None:
+        marks = dict.fromkeys(range(len(rule.sizes)), Mark.NONE)
+        for members, mark in (
+            (rule.reduction, Mark.REDUCTION if _may_stay_partial(operation) else Mark.NEED_REPLICATION),
+            (rule.need_replication, Mark.NEED_REPLICATION),
+            (rule.permutation, Mark.PERMUTATION),
+            (rule.blocked_propagation, Mark.BLOCKED_PROPAGATION),
+        ):
+            for member in members:
+                marks[member] |= mark
+        own = [factors.new(size, marks[index]) for index, size in enumerate(rule.sizes)]
+        for value, array in zip(operation.operands, rule.operands, strict=True):
+            for known, dimension in zip(dims[value], array, strict=True):
+                factors.equate(known, [own[index] for index in dimension])
+        for value, array in zip(operation.results, rule.results, strict=True):
+            dims[value] = [[own[index] for index in dimension] for dimension in array]
+
+    def _operation_rule(self, operation: Any) -> Rule:
+        if "sdy.sharding_rule" in operation.attributes:
+            return _rule_from_attribute(sdy.OpShardingRuleAttr(operation.attributes["sdy.sharding_rule"]))
+        if operation.name == "func.call":
+            callee = ir.FlatSymbolRefAttr(operation.attributes["callee"]).value
+            if callee not in self._rules:
+                self._rules[callee] = rule_from_factors(*self.compose(callee))
+            return self._rules[callee]
+        return _rule_without_shardy(operation)
+
+
+def _rule_from_attribute(attribute: Any) -> Rule:
+    def arrays(mappings: Any) -> tuple:
+        return tuple(
+            tuple(tuple(sdy.DimMappingAttr(dim).factor_indices) for dim in sdy.TensorMappingAttr(array).dim_mappings)
+            for array in mappings
+        )
+
+    return Rule(
+        operands=arrays(attribute.operand_mappings),
+        results=arrays(attribute.result_mappings),
+        sizes=tuple(attribute.factor_sizes),
+        reduction=frozenset(attribute.reduction_factors),
+        need_replication=frozenset(attribute.need_replication_factors),
+        permutation=frozenset(attribute.permutation_factors),
+        blocked_propagation=frozenset(attribute.blocked_propagation_factors),
+    )
+
+
+def _rule_without_shardy(operation: Any) -> Rule:
+    """Constants and iotas are free, CHLO is elementwise but for `top_k`, everything else is not to be sharded."""
+    factors = Factors()
+    operands = [_shape(value.type) for value in operation.operands]
+    results = [_shape(value.type) for value in operation.results]
+    if operation.name == "stablehlo.optimization_barrier":
+        shared = [[[factors.new(n)] for n in shape] for shape in operands]
+        return rule_from_factors(factors, shared, shared)
+    is_chlo = operation.name.startswith("chlo.")
+    if operation.name == "chlo.top_k":
+        *batch, _ = operands[0]
+        shared = [[factors.new(n)] for n in batch]
+        last = [factors.new(operands[0][-1], Mark.NEED_REPLICATION)]
+        return rule_from_factors(factors, [[*shared, last]], [[*shared, last] for _ in results])
+    if is_chlo and len({*operands, *results}) == 1:
+        shared = [[factors.new(n)] for n in results[0]]
+        return rule_from_factors(factors, [shared for _ in operands], [shared for _ in results])
+    mark = Mark.NEED_REPLICATION if operands else Mark.NONE
+    fresh = [[[factors.new(n, mark)] for n in shape] for shape in (*operands, *results)]
+    return rule_from_factors(factors, fresh[: len(operands)], fresh[len(operands) :])
+
+
+def _may_stay_partial(operation: Any) -> bool:
+    """Whether an operation's partial results reach the function's end, all of them and only in their own shape.
+
+    A reduction that is used up inside (a mean that is subtracted, an index found by comparing values) would need its
+    own all-reduce in between, which a rule cannot say.
+    """
+    return all(_reaches_return(value) for value in operation.results)
+
+
+def _reaches_return(value: Any) -> bool:
+    owners = [use.owner.operation for use in value.uses]
+    if not owners:
+        return False
+    return all(
+        owner.name == "func.return"
+        or (
+            len(owner.results) == 1
+            and _num_elements(owner.results[0]) == _num_elements(value)
+            and _reaches_return(owner.results[0])
+        )
+        for owner in owners
+    )
+
+
+def _num_elements(value: Any) -> int:
+    return int(np.prod(_shape(value.type)))
+
+
+def _shape(type_: Any) -> tuple[int, ...]:
+    return tuple(type_.shape) if isinstance(type_, ir.ShapedType) and type_.has_rank else ()
