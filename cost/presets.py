@@ -106,7 +106,7 @@ class _SharedProcessor:
 # over NVLink and 4.0 µs over a network. NVLink reaches 0.82 of its nominal rate: 741 of 900 GB/s on an HGX H100
 # (astra-sim.github.io/astra-sim-docs/validation/hardware/gpu-validation-hgx-h100.html). Networks reach 0.93: 2.9 of
 # 3.125 GB/s on the V100 hosts.
-_NCCL = {"launch_s": 14e-6, "hop_s": 1.9e-6, "network_hop_s": 4.0e-6}
+_LAUNCH_S, _HOP_S, _NETWORK_HOP_S = 14e-6, 1.9e-6, 4.0e-6
 _NVLINK, _NETWORK = 0.82, 0.93
 
 # float32 is the rate of matrix products in JAX's default precision: TF32 on A100 and later
@@ -121,7 +121,7 @@ _HOPPER_FLOPS_PER_S = {
 }
 
 # DGX/HGX H100: NVLink 4 at 450 GB/s each way, 8 ConnectX-7 at 400 Gbit/s (nvidia.com/en-us/data-center/dgx-h100).
-_HOPPER_HOST = SwitchedHost(8, 450 * _GB * _NVLINK, 400 * _GB * _NETWORK, **_NCCL)
+_HOPPER_HOST = SwitchedHost(8, 450 * _GB * _NVLINK, 400 * _GB * _NETWORK, _LAUNCH_S, _HOP_S, _NETWORK_HOP_S)
 
 _PRESETS: dict[str, tuple[Hardware, SwitchedHost | TorusPod | _SharedProcessor]] = {
     "v100": (
@@ -169,7 +169,7 @@ _PRESETS: dict[str, tuple[Hardware, SwitchedHost | TorusPod | _SharedProcessor]]
             80 * _GIB,
             {},
         ),
-        SwitchedHost(8, 300 * _GB * _NVLINK, 200 * _GB * _NETWORK, **_NCCL),
+        SwitchedHost(8, 300 * _GB * _NVLINK, 200 * _GB * _NETWORK, _LAUNCH_S, _HOP_S, _NETWORK_HOP_S),
     ),
     # H100 SXM datasheet (nvidia.com/en-us/data-center/h100): the rates above without sparsity, 3.35 TB/s, 80 GB.
     "h100": (Hardware("H100-80GB", _HOPPER_FLOPS_PER_S, 3350 * _GB, 80 * _GIB, {}), _HOPPER_HOST),
@@ -238,11 +238,13 @@ def preset(
     device, host = _PRESETS[key]
     if devices_per_host is not None:
         host = dataclasses.replace(host, num_devices=devices_per_host)
-    all_links, stride = {}, 1
-    for axis, size in reversed(mesh_axes.items()):
+    all_links: dict[str, Link] = {}
+    stride = 1
+    for axis, size in reversed(list(mesh_axes.items())):
         all_links[axis] = host.link(size, stride)
         stride *= size
-    all_links = {axis: (links or {}).get(axis, all_links[axis]) for axis in mesh_axes}
+    given = dict(links or {})
+    all_links = {axis: given.get(axis, all_links[axis]) for axis in mesh_axes}
     if isinstance(host, _SharedProcessor):
         return _share(device, stride, all_links)
     return dataclasses.replace(device, links=all_links)

@@ -1,0 +1,279 @@
+"""Work of one jaxpr equation, and its seconds by roofline."""
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+from jax.extend import core
+from numpy.typing import ArrayLike
+
+from cost.hardware import Hardware
+
+# Operations on one element of the result, where it isn't one. Measured on XLA's CPU backend as time in cache relative
+# to a multiply-add (experiments/calibration.py); GPUs, whose special function units run at a sixteenth to a quarter of
+# the rate, are alike: CUDA C++ Programming Guide, "Arithmetic Instructions".
+_PER_ELEMENT = {
+    **dict.fromkeys(("div", "sqrt", "rsqrt", "rem", "cbrt"), 4.0),
+    **dict.fromkeys(("exp", "exp2", "logistic", "log", "log1p", "expm1", "tanh"), 10.0),
+    **dict.fromkeys(("sin", "cos", "tan", "erf", "erfc", "pow"), 20.0),
+    **dict.fromkeys(("erf_inv", "asin", "acos", "atan", "atan2", "sinh", "cosh", "asinh", "acosh", "atanh"), 20.0),
+    **dict.fromkeys(("lgamma", "digamma", "bessel_i0e", "bessel_i1e"), 60.0),
+    # Threefry-2x32: 20 rounds of add, rotate, exclusive-or make two words of 32 bits.
+    # Source: Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3" (2011), section 4.2.
+    **dict.fromkeys(("threefry2x32", "random_bits", "rng_bit_generator"), 55.0),
+    "integer_pow": 2.0,
+}
+
+# Only move data, or are done by the compiler.
+_MOVES = frozenset(
+    (
+        "broadcast_in_dim",
+        "bitcast_convert_type",
+        "concatenate",
+        "convert_element_type",
+        "copy",
+        "copy_p",
+        "device_put",
+        "dynamic_slice",
+        "dynamic_update_slice",
+        "expand_dims",
+        "gather",
+        "iota",
+        "optimization_barrier",
+        "pad",
+        "random_wrap",
+        "random_unwrap",
+        "random_seed",
+        "reduce_precision",
+        "reshape",
+        "rev",
+        "scatter",
+        "select_n",
+        "sharding_constraint",
+        "slice",
+        "split",
+        "squeeze",
+        "stop_gradient",
+        "transpose",
+        "create_token",
+        "pvary",
+        "mesh_cast",
+        "reshard",
+    )
+)
+_REDUCTIONS = ("reduce_", "argmax", "argmin", "cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp")
+
+
+class Work(NamedTuple):
+    """What one equation does, as a whole on one device.
+
+    Attributes:
+      flops: arithmetic operations; a multiply-add counts as two.
+      num_bytes: of operands and results, as if nothing were fused.
+      dtype: name of the type that the arithmetic runs in.
+    """
+
+    flops: float
+    num_bytes: float
+    dtype: str
+
+
+def roofline_s(flops: ArrayLike, num_bytes: ArrayLike, dtype: str, hardware: Hardware) -> np.ndarray:
+    """Seconds of work that overlaps arithmetic and memory traffic: the slower of both; arguments broadcast.
+
+    Source: Williams, Waterman, Patterson, "Roofline" (2009).
+    """
+    arithmetic_s = np.asarray(flops, np.float64) / hardware.peak_flops_per_s(dtype)
+    traffic_s = np.asarray(num_bytes, np.float64) / hardware.memory_bytes_per_s
+    return np.maximum(arithmetic_s, traffic_s)
+
+
+def equation_work(equation: core.JaxprEqn) -> Work:
+    """Operations, bytes and dtype of one equation; regions count what is inside them."""
+    arrays = [_aval(v) for v in (*equation.invars, *equation.outvars) if hasattr(v.aval, "shape")]
+    num_bytes = sum(_size(aval) * getattr(aval.dtype, "itemsize", 4) for aval in arrays)
+    return Work(equation_flops(equation), float(num_bytes), equation_dtype(equation))
+
+
+def equation_dtype(equation: core.JaxprEqn) -> str:
+    """The dtype in which an equation computes: of contractions that of the operands, else of the first result.
+
+    A product of two bfloat16 arrays that accumulates in float32 runs at the rate of bfloat16.
+    """
+    if equation.primitive.name in ("dot_general", "conv_general_dilated", "ragged_dot_general"):
+        dtypes = [_aval(v).dtype for v in equation.invars[:2]]
+        return str(max(dtypes, key=lambda dtype: dtype.itemsize))
+    for var in equation.outvars:
+        if hasattr(var.aval, "dtype"):
+            return str(_aval(var).dtype)
+    return "float32"
+
+
+def equation_flops(equation: core.JaxprEqn) -> float:
+    """Arithmetic operations of one equation on whole arrays; a multiply-add counts as two.
+
+    Elementwise functions count by what they take relative to an addition. Data movement counts nothing. A scan counts
+    its body times its length, a while loop its body once (its trip count is unknown), a branch its dearest side.
+    """
+    name = equation.primitive.name
+    if name in _MOVES or not equation.outvars:
+        return 0.0
+    if name in _SPECIAL:
+        return float(_SPECIAL[name](equation))
+    bodies = [jaxpr for value in equation.params.values() for jaxpr in _jaxprs(value)]
+    if bodies and not name.startswith(("scatter", "reduce", "sort", "custom_lin")):
+        return sum(jaxpr_flops(body) for body in bodies)
+    if name.startswith(_REDUCTIONS):
+        return float(sum(_size(v.aval) for v in equation.invars))
+    if name.startswith("scatter"):
+        return float(_size(_aval(equation.invars[-1])))
+    return float(max(_size(v.aval) for v in equation.outvars)) * _PER_ELEMENT.get(name, 1.0)
+
+
+def jaxpr_flops(jaxpr: core.Jaxpr | core.ClosedJaxpr) -> float:
+    """Arithmetic operations of all equations of a jaxpr."""
+    equations = jaxpr.jaxpr.eqns if isinstance(jaxpr, core.ClosedJaxpr) else jaxpr.eqns
+    return sum(equation_flops(equation) for equation in equations)
+
+
+def _aval(var: Any) -> Any:
+    return var.aval  # an abstract array; JAX types it as something with neither shape nor dtype
+
+
+def _size(aval: Any) -> int:
+    return math.prod(getattr(aval, "shape", ()))
+
+
+def _jaxprs(value: Any) -> list[core.Jaxpr | core.ClosedJaxpr]:
+    if isinstance(value, (core.Jaxpr, core.ClosedJaxpr)):
+        return [value]
+    return [j for v in value for j in _jaxprs(v)] if isinstance(value, (tuple, list)) else []
+
+
+def _dot(equation: core.JaxprEqn) -> float:
+    (contracted, _), _ = equation.params["dimension_numbers"]
+    lhs = _aval(equation.invars[0]).shape
+    return 2.0 * _size(_aval(equation.outvars[0])) * math.prod(lhs[d] for d in contracted)
+
+
+def _ragged_dot(equation: core.JaxprEqn) -> float:
+    numbers = equation.params["ragged_dot_dimension_numbers"]
+    (contracted, _), _ = numbers.dot_dimension_numbers
+    lhs, _, groups = (_aval(v) for v in equation.invars[:3])
+    size = _size(_aval(equation.outvars[0]))
+    # Each row meets one group only. If rows are what is summed, the result has a slice for each group and each slice
+    # sums its own rows only.
+    if any(d in contracted for d in numbers.lhs_ragged_dimensions):
+        size //= max(1, groups.shape[-1])
+    return 2.0 * size * math.prod(lhs.shape[d] for d in contracted)
+
+
+def _convolution(equation: core.JaxprEqn) -> float:
+    """Counts pairs of an output position and a kernel tap that meet an element, not padding or a dilation's hole."""
+    p = equation.params
+    numbers = p["dimension_numbers"]
+    lhs, rhs, out = (_aval(v).shape for v in (*equation.invars[:2], equation.outvars[0]))
+    pairs = 1.0
+    for d, (i, k, o) in enumerate(zip(numbers.lhs_spec[2:], numbers.rhs_spec[2:], numbers.out_spec[2:], strict=True)):
+        position = np.arange(out[o])[:, None] * p["window_strides"][d] - p["padding"][d][0]
+        position = position + np.arange(rhs[k])[None] * p["rhs_dilation"][d]
+        dilation = p["lhs_dilation"][d]
+        inside = (position >= 0) & (position <= (lhs[i] - 1) * dilation) & (position % dilation == 0)
+        pairs *= np.count_nonzero(inside)
+    out_batch, out_features = out[numbers.out_spec[0]], out[numbers.out_spec[1]]
+    return 2.0 * out_batch * out_features * rhs[numbers.rhs_spec[1]] * pairs
+
+
+def _window(equation: core.JaxprEqn) -> float:
+    window = math.prod(equation.params["window_dimensions"])
+    if equation.primitive.name.startswith("select_and_scatter"):
+        return float(_size(_aval(equation.invars[0])) * window)
+    return float(_size(_aval(equation.outvars[0])) * window)
+
+
+def _sort(equation: core.JaxprEqn) -> float:
+    shape = _aval(equation.invars[0]).shape
+    length = shape[equation.params["dimension"]] if shape else 1
+    return math.prod(shape) * max(1.0, math.log2(max(length, 1)))
+
+
+def _top_k(equation: core.JaxprEqn) -> float:
+    return _size(_aval(equation.invars[0])) * max(1.0, math.log2(equation.params["k"] + 1))
+
+
+def _fft(equation: core.JaxprEqn) -> float:
+    lengths = equation.params["fft_lengths"]
+    before, after = _aval(equation.invars[0]), _aval(equation.outvars[0])
+    real = 0.5 if before.dtype != after.dtype else 1.0  # one side is real: half the work
+    return 5.0 * real * max(_size(before), _size(after)) * math.log2(max(math.prod(lengths), 2))
+
+
+def _factorisation(cubic: float) -> Callable[[core.JaxprEqn], float]:
+    """Dense linear algebra on `[..., m, n]`: `cubic` times m·n·min(m, n). Source: Golub, Van Loan, appendix tables."""
+
+    def flops(equation: core.JaxprEqn) -> float:
+        *batch, m, n = _aval(equation.invars[0]).shape
+        return cubic * math.prod(batch) * m * n * min(m, n)
+
+    return flops
+
+
+def _triangular_solve(equation: core.JaxprEqn) -> float:
+    a, b = (_aval(v).shape for v in equation.invars[:2])
+    return float(math.prod(b) * a[-1])
+
+
+def _scan(equation: core.JaxprEqn) -> float:
+    return equation.params["length"] * jaxpr_flops(equation.params["jaxpr"])
+
+
+def _while(equation: core.JaxprEqn) -> float:
+    return jaxpr_flops(equation.params["body_jaxpr"]) + jaxpr_flops(equation.params["cond_jaxpr"])
+
+
+def _branch(equation: core.JaxprEqn) -> float:
+    return max(jaxpr_flops(branch) for branch in equation.params["branches"])
+
+
+def _call_of_rule(equation: core.JaxprEqn) -> float:
+    """A function with a derivative of its own: the primal runs, the rule doesn't."""
+    body = equation.params.get("call_jaxpr", equation.params.get("fun_jaxpr"))
+    return jaxpr_flops(body) if body is not None else 0.0
+
+
+def _shard_map(equation: core.JaxprEqn) -> float:
+    mesh, manual = equation.params["mesh"], equation.params.get("manual_axes", ())
+    return jaxpr_flops(equation.params["jaxpr"]) * math.prod(mesh.shape[axis] for axis in manual)
+
+
+_SPECIAL: dict[str, Callable[[core.JaxprEqn], float]] = {
+    "dot_general": _dot,
+    "ragged_dot_general": _ragged_dot,
+    "conv_general_dilated": _convolution,
+    "reduce_window": _window,
+    "reduce_window_sum": _window,
+    "reduce_window_max": _window,
+    "reduce_window_min": _window,
+    "select_and_scatter_add": _window,
+    "select_and_gather_add": _window,
+    "sort": _sort,
+    "top_k": _top_k,
+    "approx_top_k": _top_k,
+    "fft": _fft,
+    "cholesky": _factorisation(1 / 3),
+    "lu": _factorisation(2 / 3),
+    "geqrf": _factorisation(4 / 3),
+    "householder_product": _factorisation(4 / 3),
+    "qr": _factorisation(8 / 3),
+    "eigh": _factorisation(9.0),
+    "eig": _factorisation(25.0),
+    "svd": _factorisation(14.0),
+    "triangular_solve": _triangular_solve,
+    "scan": _scan,
+    "while": _while,
+    "cond": _branch,
+    "custom_jvp_call": _call_of_rule,
+    "custom_vjp_call": _call_of_rule,
+    "shard_map": _shard_map,
+}
