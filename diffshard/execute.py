@@ -1,0 +1,228 @@
+"""Runs a traced function with a layout: its graph evaluated again with sharding constraints at the layout's places."""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend import core, source_info_util
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+from search_spaces.sharding.graph import REMAT, Block, Graph, Operand, Region, Value, Vertex
+from search_spaces.sharding.resharding import Move, Spec, divides, moves
+from search_spaces.sharding.space import Layout
+
+Environment = dict[int, Any]
+
+
+def partition_spec(spec: Spec, axis_names: Sequence[str]) -> PartitionSpec:
+    """A spec by axis indices as JAX writes it."""
+    dims = [tuple(axis_names[a] for a in axes) for axes in spec]
+    return PartitionSpec(*(None if not d else d[0] if len(d) == 1 else d for d in dims))
+
+
+class Execution:
+    """A graph with a layout on a mesh, as a function of flat arguments.
+
+    Args:
+      graph: the traced function.
+      layout: for every vertex its strategy, for every value the spec that its readers find.
+      mesh: the mesh; an abstract one can be lowered for, not run on.
+      slow_first: mesh axes by index, slowest link first: the order in which reshards gather.
+    """
+
+    def __init__(self, graph: Graph, layout: Layout, mesh: Mesh | AbstractMesh, slow_first: Sequence[int]):
+        self.graph, self.layout, self.mesh = graph, layout, mesh
+        self.axis_names = tuple(mesh.axis_names)
+        self.axis_sizes = tuple(mesh.shape[name] for name in self.axis_names)
+        self.slow_first = tuple(slow_first)
+
+    def sharding(self, spec: Spec) -> NamedSharding:
+        """A spec as a JAX sharding on the mesh."""
+        return NamedSharding(self.mesh, partition_spec(spec, self.axis_names))
+
+    @property
+    def in_specs(self) -> list[Spec]:
+        """How each flat argument comes in."""
+        return [self.layout.strategy[v.index].unreduced[0] for v in self.graph.inputs]
+
+    @property
+    def out_specs(self) -> list[Spec]:
+        """How each flat result goes out: as the argument that it replaces, else as it is made."""
+        return [
+            self.in_specs[argument] if argument is not None else self._spec(output)
+            for output, argument in zip(self.graph.outputs, self.graph.feedback, strict=True)
+        ]
+
+    def __call__(self, *arguments: Any) -> list[Any]:
+        """The function's flat results."""
+        env: Environment = {}
+        for vertex, array in zip(self.graph.inputs, arguments, strict=True):
+            self._bind(env, vertex, [array])
+        for vertex, array in zip(self.graph.constants, self.graph.constant_arrays, strict=True):
+            self._bind(env, vertex, [self._constrain(array, vertex.results[0], self.layout.strategy[vertex.index].unreduced[0])])
+        self._steps(env, self.graph.block.steps)
+        targets = zip(self.graph.outputs, self.out_specs, strict=True)
+        return [self._read(env, output, spec) for output, spec in targets]
+
+    def _spec(self, operand: Operand) -> Spec:
+        return self.layout.held[operand.id] if isinstance(operand, Value) else ((),) * np.ndim(operand.val)
+
+    def _constrain(self, array: Any, value: Value, spec: Spec) -> Any:
+        if not value.shape or not divides(spec, value.shape, self.axis_sizes):
+            return array
+        return jax.lax.with_sharding_constraint(array, self.sharding(spec))
+
+    def _reshard(self, array: Any, value: Value, source: Spec, target: Spec) -> Any:
+        for move in moves(source, target, self.axis_sizes, self.slow_first):
+            array = self._constrain(array, value, move.spec)
+        return array
+
+    def _read(self, env: Environment, operand: Operand, spec: Spec) -> Any:
+        if not isinstance(operand, Value):
+            return operand.val
+        return self._reshard(env[operand.id], operand, self.layout.held[operand.id], spec)
+
+    def _operands(self, env: Environment, vertex: Vertex) -> list[Any]:
+        specs = self.layout.strategy[vertex.index].operands
+        return [self._read(env, operand, spec) for operand, spec in zip(vertex.operands, specs, strict=True)]
+
+    def _bind(self, env: Environment, vertex: Vertex, arrays: Iterable[Any]) -> None:
+        """Puts a vertex's results into the environment, finished and as their readers find them."""
+        strategy = self.layout.strategy[vertex.index]
+        for value, array, kept, steps, left in zip(
+            vertex.results, arrays, strategy.unreduced, strategy.reductions, strategy.results, strict=False
+        ):
+            if vertex.kind == "operation":
+                array = self._constrain(array, value, left)
+            else:
+                array = self._gather(array, value, kept, steps)
+            env[value.id] = self._reshard(array, value, left, self.layout.held[value.id])
+
+    def _gather(self, array: Any, value: Value, kept: Spec, steps: Sequence[Move]) -> Any:
+        if value.result or not value.shape:
+            return array
+        if self.graph.vertices[value.vertex].kind != "input":  # arguments come in with their sharding
+            array = self._constrain(array, value, kept)
+        for move in steps:
+            array = self._constrain(array, value, move.spec)
+        return array
+
+    def _steps(self, env: Environment, steps: Sequence[Vertex | Region]) -> None:
+        for step in steps:
+            equation = step.equation
+            assert equation is not None
+            info = equation.source_info
+            stack = source_info_util.current_name_stack() + info.name_stack
+            with source_info_util.user_context(info.traceback, name_stack=stack), equation.ctx.manager:
+                if isinstance(step, Region):
+                    self._region(env, step)
+                    continue
+                found = equation.primitive.bind(
+                    *self._operands(env, step), **equation.primitive.get_bind_params(equation.params)
+                )
+                self._bind(env, step, found if equation.primitive.multiple_results else [found])
+
+    def _region(self, env: Environment, region: Region) -> None:
+        name = region.equation.primitive.name
+        run: dict[str, Callable[[Environment, Region], None]] = {
+            "scan": self._scan, "while": self._while, "cond": self._cond, **dict.fromkeys(REMAT, self._remat)
+        }
+        run[name](env, region)
+
+    def _remat(self, env: Environment, region: Region) -> None:
+        """The region's lowering is a barrier on what comes in; without it the work is merged with the forward pass."""
+        params = region.equation.params
+        inner = dict(env)
+        barred = params["prevent_cse"]
+        barred = (barred,) * len(region.operands) if isinstance(barred, bool) else barred
+        values = [o for o, bar in zip(region.operands, barred, strict=True) if bar and isinstance(o, Value)]
+        if params["differentiated"] and values:
+            arrays = jax.lax.optimization_barrier([env[v.id] for v in values])
+            inner.update(zip((v.id for v in values), arrays, strict=True))
+        self._steps(inner, region.blocks[0].steps)
+        for value in region.results:
+            env.setdefault(value.id, inner[value.id])
+
+    def _enter_carries(self, env: Environment, carries: Sequence[Vertex], arrays: Sequence[Any]) -> None:
+        for vertex, array in zip(carries, arrays, strict=True):
+            self._bind(env, vertex, [array])
+
+    def _leave_carries(self, env: Environment, carries: Sequence[Vertex]) -> list[Any]:
+        return [self._read(env, c.operands[1], self.layout.strategy[c.index].operands[1]) for c in carries]
+
+    def _initial(self, env: Environment, carries: Sequence[Vertex]) -> list[Any]:
+        init = [self._read(env, c.operands[0], self.layout.strategy[c.index].operands[0]) for c in carries]
+        return [jax.numpy.asarray(x, c.results[0].dtype) if not hasattr(x, "dtype") else x
+                for x, c in zip(init, carries, strict=True)]
+
+    def _final(self, env: Environment, carries: Sequence[Vertex], arrays: Sequence[Any]) -> None:
+        for vertex, array in zip(carries, arrays, strict=True):
+            value, stored = vertex.results[1], self.layout.strategy[vertex.index].results[1]
+            array = self._constrain(array, value, stored)
+            env[value.id] = self._reshard(array, value, stored, self.layout.held[value.id])
+
+    def _scan(self, env: Environment, region: Region) -> None:
+        params = region.equation.params
+        stacks = [self.graph.vertices[v.vertex] for v in region.results[params["num_carry"] :]]
+
+        def body(carry: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
+            inner = dict(env)
+            self._enter_carries(inner, region.carries, carry)
+            for vertex, x in zip(region.slices, xs, strict=True):
+                self._bind(inner, vertex, [x])
+            self._steps(inner, region.blocks[0].steps)
+            ys = [self._operands(inner, stack)[0] for stack in stacks]
+            return self._leave_carries(inner, region.carries), ys
+
+        xs = [self._operands(env, vertex)[0] for vertex in region.slices]
+        carry, ys = jax.lax.scan(
+            body, self._initial(env, region.carries), xs,
+            length=params["length"], reverse=params["reverse"], unroll=params["unroll"],
+        )
+        self._final(env, region.carries, carry)
+        for stack, y in zip(stacks, ys, strict=True):
+            value, left = stack.results[0], self.layout.strategy[stack.index].results[0]
+            env[value.id] = self._reshard(self._constrain(y, value, left), value, left, self.layout.held[value.id])
+
+    def _while(self, env: Environment, region: Region) -> None:
+        condition, body = region.blocks
+
+        def proceed(carry: list[Any]) -> Any:
+            inner = dict(env)
+            self._enter_carries(inner, region.carries, carry)
+            self._steps(inner, condition.steps)
+            return self._read(inner, condition.outputs[0], ())
+
+        def step(carry: list[Any]) -> list[Any]:
+            inner = dict(env)
+            self._enter_carries(inner, region.carries, carry)
+            self._steps(inner, body.steps)
+            return self._leave_carries(inner, region.carries)
+
+        found = jax.lax.while_loop(proceed, step, self._initial(env, region.carries))
+        self._final(env, region.carries, found)
+
+    def _cond(self, env: Environment, region: Region) -> None:
+        joins = [self.graph.vertices[v.vertex] for v in region.results]
+
+        def branch(number: int, block: Block) -> Callable[[], list[Any]]:
+            def run() -> list[Any]:
+                inner = dict(env)
+                self._steps(inner, block.steps)
+                return [
+                    jax.numpy.asarray(
+                        self._read(inner, output, self.layout.strategy[join.index].operands[number]),
+                        join.results[0].dtype,
+                    )
+                    if isinstance(output, core.Literal)
+                    else self._read(inner, output, self.layout.strategy[join.index].operands[number])
+                    for output, join in zip(block.outputs, joins, strict=True)
+                ]
+
+            return run
+
+        index = self._read(env, region.operands[0], ())
+        found = jax.lax.switch(index, [branch(i, b) for i, b in enumerate(region.blocks)])
+        for join, array in zip(joins, found, strict=True):
+            self._bind(env, join, [array])

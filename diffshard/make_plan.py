@@ -1,0 +1,220 @@
+"""From a sharding space to a plan, and from a plan back to a layout that runs."""
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from cost.hardware import Hardware
+from cost.problem import evaluate
+from diffshard import plan as plans
+from diffshard.plan import Operation, Plan, PlanError, PredictedCollective, Tensor
+from diffshard.solve import Progress, solve
+from search_spaces.sharding.graph import Graph, Value, Vertex
+from search_spaces.sharding.predict import change_costs, compute_seconds, least_peak_bytes, transfers
+from search_spaces.sharding.resharding import Spec, moves
+from search_spaces.sharding.space import Layout, ShardingSpace
+from search_spaces.sharding.strategies import Strategy
+
+if TYPE_CHECKING:
+    from diffshard.search import Searched, Traced
+
+
+class InfeasibleError(ValueError):
+    """No plan fits the memory limit."""
+
+
+def space_of(
+    graph: Graph,
+    axis_names: tuple[str, ...],
+    axis_sizes: tuple[int, ...],
+    hardware: Hardware,
+    given: Mapping[int, Sequence[tuple[int, ...] | None]],
+    donated: tuple[bool, ...],
+    memory_limit_bytes: float,
+) -> ShardingSpace:
+    """The space of a graph on a mesh."""
+    return ShardingSpace(graph, axis_names, axis_sizes, hardware, given, donated, memory_limit_bytes)
+
+
+def make_plan(
+    searched: "Searched", traced: "Traced", space: ShardingSpace, start: float, progress: Progress | None
+) -> Plan:
+    """Solves a space and writes the result down.
+
+    Raises:
+      InfeasibleError: no plan fits the memory limit.
+    """
+    problem = space.problem
+    least = least_peak_bytes(problem)
+    if least > space.memory_limit_bytes:
+        raise InfeasibleError(
+            f"`memory_limit_bytes` is {space.memory_limit_bytes:,.0f}, but every plan of {_name(searched.fn)} on the mesh "
+            f"{dict(searched.mesh.shape)} needs at least {least:,.0f} bytes on each device. Give more memory or devices, "
+            "donate the state (`donate_argnums`), or rematerialise (`jax.checkpoint`)."
+        )
+    solution = solve(problem, solver=searched.solver, time_limit_s=searched.time_limit_s, key=searched.key, progress=progress)
+    if not solution.feasible:
+        raise InfeasibleError(
+            f"The solver found no plan within `memory_limit_bytes` {space.memory_limit_bytes:,.0f}: its best exceeds it by "
+            f"{solution.excess:,.0f} bytes (status: {solution.status}). At least {least:,.0f} bytes are needed."
+        )
+    choice = [int(s) for s in solution.choice]
+    layout = space.decode(choice)
+    names = space.axis_names
+    compute = compute_seconds(space, layout)
+    changes = change_costs(problem, choice)
+    leaves = _tensors(space, traced, layout, changes)
+    outputs = _outputs(space, traced, layout)
+    solver = searched.solver if isinstance(searched.solver, str) else getattr(searched.solver, "__name__", "function")
+    return Plan(
+        function=_name(searched.fn),
+        mesh_axes=dict(zip(names, space.axis_sizes, strict=True)),
+        hardware=space.hardware,
+        memory_limit_bytes=space.memory_limit_bytes,
+        arguments=leaves,
+        outputs=outputs,
+        operations=tuple(
+            _operation(space, v, layout, float(seconds)) for v, seconds in zip(space.graph.vertices, compute, strict=True)
+        ),
+        compute_s=float(compute.sum()),
+        collectives=tuple(PredictedCollective(*t) for t in transfers(space, choice, layout)),
+        peak_bytes=float(np.max(evaluate(problem, choice).peak)),
+        lower_bound_s=solution.lower_bound,
+        gap=solution.gap,
+        status=solution.status,
+        solver=solver,
+        search_s=time.perf_counter() - start,
+        history=solution.history,
+        notes=tuple(_notes(space)),
+        static_argnums=searched.static_argnums,
+        donate_argnums=searched.donate_argnums,
+        mesh=searched.mesh,
+    )
+
+
+def layout_of(plan: Plan, space: ShardingSpace) -> Layout:
+    """The layout that a plan stands for, on a function's graph.
+
+    Raises:
+      PlanError: the plan was made for another function; names the first difference.
+    """
+    vertices = space.graph.vertices
+    for i, (vertex, operation) in enumerate(zip(vertices, plan.operations, strict=False)):
+        found = signature_of(vertex)
+        if (operation.kind, operation.signature) != (vertex.kind, found):
+            raise PlanError(
+                f"The plan does not fit the function: at operation {i} the plan has {operation.signature} "
+                f"({operation.source or operation.kind}), the function {found} ({vertex.source or vertex.kind})."
+            )
+    if len(vertices) != len(plan.operations):
+        raise PlanError(
+            f"The plan does not fit the function: it has {len(plan.operations)} operations, the function {len(vertices)}."
+        )
+    held: list[Spec] = [()] * len(space.graph.values)
+    strategies = []
+    for vertex, operation in zip(vertices, plan.operations, strict=True):
+        operands, kept, results, found = (
+            tuple(_indexed(spec, space.axis_names) for spec in specs)
+            for specs in (operation.operands, operation.kept, operation.results, operation.held)
+        )
+        gathers = tuple(
+            moves(k, r, space.axis_sizes, space.prices.slow_first) if vertex.kind != "operation" else ()
+            for k, r in zip(kept, results, strict=True)
+        )
+        strategies.append(Strategy(operands, results, 1, gathers, kept))
+        for value, spec in zip(vertex.results, found, strict=True):
+            held[value.id] = spec
+    return Layout(tuple(strategies), tuple(held))
+
+
+def signature_of(vertex: Vertex) -> str:
+    """Primitive and types of a vertex, as a plan writes them down."""
+
+    def typed(x: Any) -> str:
+        dtype, shape = (x.dtype, x.shape) if isinstance(x, Value) else (x.aval.dtype, x.aval.shape)
+        return f"{dtype}[{','.join(map(str, shape))}]"
+
+    name = vertex.kind if vertex.kind != "operation" or vertex.equation is None else vertex.equation.primitive.name
+    return f"{name}({', '.join(map(typed, vertex.operands))}) -> {', '.join(map(typed, vertex.results))}"
+
+
+def _operation(space: ShardingSpace, vertex: Vertex, layout: Layout, compute_s: float) -> Operation:
+    strategy = layout.strategy[vertex.index]
+
+    def named(specs: Sequence[Spec]) -> tuple[plans.Spec, ...]:
+        return tuple(_named(spec, space.axis_names) for spec in specs)
+
+    return Operation(
+        kind=vertex.kind,
+        signature=signature_of(vertex),
+        source=vertex.source,
+        scope=vertex.scope,
+        operands=named(strategy.operands),
+        kept=named(strategy.unreduced),
+        results=named(strategy.results),
+        held=named([layout.held[v.id] for v in vertex.results]),
+        count=vertex.weight,
+        compute_s=compute_s,
+    )
+
+
+def _tensors(
+    space: ShardingSpace, traced: "Traced", layout: Layout, changes: Sequence[np.ndarray]
+) -> tuple[Tensor, ...]:
+    found = []
+    for i, (vertex, path) in enumerate(zip(space.graph.inputs, traced.paths, strict=True)):
+        value, strategies = vertex.results[0], space.nodes[vertex.index].strategies
+        spec = layout.strategy[vertex.index].unreduced[0]
+        others = [(float(c), s.unreduced[0]) for c, s in zip(changes[vertex.index], strategies, strict=True)]
+        others = sorted((o for o in others if o[1] != spec), key=lambda o: o[0])
+        found.append(
+            Tensor(
+                path,
+                value.shape,
+                str(value.dtype),
+                _named(spec, space.axis_names),
+                given=i in space.given,
+                next_best_spec=_named(others[0][1], space.axis_names) if others else None,
+                next_best_s=others[0][0] if others else 0.0,
+            )
+        )
+    return tuple(found)
+
+
+def _outputs(space: ShardingSpace, traced: "Traced", layout: Layout) -> tuple[Tensor, ...]:
+    found = []
+    for output, argument, path in zip(space.graph.outputs, space.graph.feedback, traced.out_paths, strict=True):
+        shape, dtype = (output.shape, output.dtype) if isinstance(output, Value) else (output.aval.shape, output.aval.dtype)
+        if argument is not None:
+            spec = layout.strategy[space.graph.inputs[argument].index].unreduced[0]
+        else:
+            spec = layout.held[output.id] if isinstance(output, Value) else ()
+        found.append(Tensor(path, tuple(shape), str(dtype), _named(spec, space.axis_names)))
+    return tuple(found)
+
+
+def _notes(space: ShardingSpace) -> list[str]:
+    notes = list(space.graph.notes)
+    without: dict[str, list[str]] = {}
+    for vertex in space.without_rule:
+        if any(isinstance(x, Value) and x.shape for x in (*vertex.operands, *vertex.results)):
+            assert vertex.equation is not None
+            without.setdefault(vertex.equation.primitive.name, []).append(vertex.source)
+    for name, sources in sorted(without.items()):
+        where = sorted(set(sources))
+        notes.append(f"{name} has no sharding rule and runs whole on every device ({len(sources)}x, {where[0]}).")
+    return notes
+
+
+def _named(spec: Spec, axis_names: Sequence[str]) -> plans.Spec:
+    return tuple(tuple(axis_names[a] for a in axes) for axes in spec)
+
+
+def _indexed(spec: plans.Spec, axis_names: Sequence[str]) -> Spec:
+    return tuple(tuple(axis_names.index(a) for a in axes) for axes in spec)
+
+
+def _name(fn: Any) -> str:
+    return getattr(fn, "__qualname__", None) or getattr(fn, "__name__", None) or type(fn).__name__

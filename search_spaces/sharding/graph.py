@@ -1,0 +1,375 @@
+"""A function as a graph: the equations of its jaxpr, flat for the search and nested as they run for the execution.
+
+Calls (`jit`, `custom_jvp_call`, `custom_vjp_call`) are inlined. Loops, branches and rematerialised regions stay
+regions when the function runs, while their equations are vertices like any other for the search.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import jax
+from jax.extend import core, source_info_util
+
+INLINED = {
+    "jit": "jaxpr",
+    "pjit": "jaxpr",
+    "closed_call": "call_jaxpr",
+    "core_call": "call_jaxpr",
+    "custom_jvp_call": "call_jaxpr",
+    "custom_vjp_call": "call_jaxpr",
+    "custom_vjp_call_jaxpr": "call_jaxpr",
+}
+REMAT = ("remat2", "checkpoint", "remat")
+Kind = Literal["input", "constant", "operation", "carry", "slice", "stack", "join"]
+
+
+@dataclass(eq=False)
+class Value:
+    """An array that flows between vertices: result `result` of vertex `vertex`.
+
+    Attributes:
+      born: position of the operation that makes it, -1 for inputs.
+      dies: position of the last operation that reads it; the length of the program for outputs.
+    """
+
+    id: int
+    shape: tuple[int, ...]
+    dtype: Any
+    vertex: int
+    result: int
+    born: int
+    dies: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the whole array."""
+        size = 1
+        for n in self.shape:
+            size *= n
+        return size * (self.dtype.itemsize if hasattr(self.dtype, "itemsize") else 4)
+
+
+Operand = Value | core.Literal
+
+
+@dataclass(eq=False)
+class Vertex:
+    """A place where a strategy is chosen.
+
+    Attributes:
+      kind: "operation" for an equation; "input" and "constant" for arrays that come in; "carry", "slice", "stack"
+        for what a loop carries, reads and writes at each trip; "join" for the result of a branch.
+      equation: the jaxpr's equation of an operation, else the region's equation or None.
+      operands: values and literals read; `operand_weight` is how often a step moves each one.
+      results: values made.
+      weight: executions in one call of the function (the product of the trip counts around it).
+      position: place in program order.
+    """
+
+    index: int
+    kind: Kind
+    equation: core.JaxprEqn | None
+    operands: list[Operand]
+    operand_weight: list[float]
+    results: list[Value]
+    weight: float
+    position: int
+    name: str = ""
+
+    @property
+    def source(self) -> str:
+        """File and line of the user's code that the operation comes from."""
+        return "" if self.equation is None else source_info_util.summarize(self.equation.source_info)
+
+    @property
+    def scope(self) -> str:
+        """The name stack of the operation: modules and transformations."""
+        return "" if self.equation is None else str(self.equation.source_info.name_stack)
+
+
+@dataclass(eq=False)
+class Region:
+    """An equation that runs blocks: a scan, a while loop, a branch, a rematerialised region.
+
+    Attributes:
+      equation: the equation as traced.
+      operands: what it reads, in the equation's order.
+      blocks: scan and remat (body,), while (condition, body), cond one for each branch.
+      results: the values outside that its outvars are.
+      carries: for loops, the carry vertices in order.
+      slices: for scans, the vertices of what each trip reads of the stacked operands.
+    """
+
+    equation: core.JaxprEqn
+    operands: list[Operand]
+    blocks: list["Block"]
+    results: list[Value]
+    carries: list[Vertex] = field(default_factory=list)
+    slices: list[Vertex] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class Block:
+    """Steps that run in order: `inputs` are bound when it is entered, other values come from the blocks around it."""
+
+    inputs: list[Value]
+    steps: list[Vertex | Region]
+    outputs: list[Operand]
+
+
+@dataclass(eq=False)
+class Graph:
+    """A traced function.
+
+    Attributes:
+      vertices: all places of choice, in program order of their creation.
+      values: all arrays.
+      inputs: one vertex for each flat argument.
+      constants: vertices of captured arrays, with their arrays in `constant_arrays`.
+      block: the program as it runs.
+      outputs: the flat results.
+      feedback: for each flat result the index of the flat argument that it replaces in the next call, or None.
+      length: number of positions in program order.
+      notes: what a user should know about the trace (loops of unknown length, say).
+    """
+
+    vertices: list[Vertex]
+    values: list[Value]
+    inputs: list[Vertex]
+    constants: list[Vertex]
+    constant_arrays: list[Any]
+    block: Block
+    outputs: list[Operand]
+    feedback: list[int | None]
+    length: int
+    notes: list[str]
+
+    def operations(self) -> Iterator[Vertex]:
+        """Vertices that are equations."""
+        return (v for v in self.vertices if v.kind == "operation")
+
+    def consumers(self) -> list[list[tuple[Vertex, int]]]:
+        """For each value, by id, the (vertex, operand index) pairs that read it."""
+        found: list[list[tuple[Vertex, int]]] = [[] for _ in self.values]
+        for vertex in self.vertices:
+            for i, operand in enumerate(vertex.operands):
+                if isinstance(operand, Value):
+                    found[operand.id].append((vertex, i))
+        return found
+
+
+class _Builder:
+    def __init__(self) -> None:
+        self.vertices: list[Vertex] = []
+        self.values: list[Value] = []
+        self.constants: list[Vertex] = []
+        self.constant_arrays: list[Any] = []
+        self.notes: list[str] = []
+        self.position = 0
+
+    def vertex(
+        self,
+        kind: Kind,
+        equation: core.JaxprEqn | None,
+        operands: Sequence[Operand],
+        avals: Sequence[Any],
+        weight: float,
+        operand_weight: Sequence[float] | None = None,
+        name: str = "",
+    ) -> Vertex:
+        weights = [weight] * len(operands) if operand_weight is None else list(operand_weight)
+        vertex = Vertex(
+            len(self.vertices), kind, equation, list(operands), weights, [], weight, self.position, name
+        )
+        self.vertices.append(vertex)
+        for i, aval in enumerate(avals):
+            shape, dtype = getattr(aval, "shape", ()), getattr(aval, "dtype", None)
+            value = Value(len(self.values), shape, dtype, vertex.index, i, self.position, self.position)
+            self.values.append(value)
+            vertex.results.append(value)
+        self.touch(operands)
+        return vertex
+
+    def touch(self, operands: Sequence[Operand]) -> None:
+        for operand in operands:
+            if isinstance(operand, Value):
+                operand.dies = max(operand.dies, self.position)
+
+    def constant(self, aval: Any, array: Any) -> Value:
+        vertex = self.vertex("constant", None, [], [aval], 1.0, name=f"constant {len(self.constants)}")
+        vertex.results[0].born = -1
+        self.constants.append(vertex)
+        self.constant_arrays.append(array)
+        return vertex.results[0]
+
+    def closed(self, jaxpr: Any, inputs: Sequence[Operand], weight: float) -> Block:
+        """A closed or open jaxpr entered with the given values bound to its invars."""
+        if isinstance(jaxpr, core.ClosedJaxpr):
+            consts = [self.constant(v.aval, c) for v, c in zip(jaxpr.jaxpr.constvars, jaxpr.consts, strict=True)]
+            jaxpr = jaxpr.jaxpr
+        else:
+            consts = []
+        env: dict[Any, Operand] = dict(zip(jaxpr.constvars, consts, strict=True))
+        env.update(zip(jaxpr.invars, inputs, strict=True))
+        steps: list[Vertex | Region] = []
+        for equation in jaxpr.eqns:
+            operands = [v if isinstance(v, core.Literal) else env[v] for v in equation.invars]
+            results = self.equation(equation, operands, weight, steps)
+            env.update(zip(equation.outvars, results, strict=True))
+        outputs = [v if isinstance(v, core.Literal) else env[v] for v in jaxpr.outvars]
+        return Block([v for v in inputs if isinstance(v, Value)], steps, outputs)
+
+    def equation(
+        self, equation: core.JaxprEqn, operands: list[Operand], weight: float, steps: list[Vertex | Region]
+    ) -> Sequence[Operand]:
+        name = equation.primitive.name
+        if name in INLINED and INLINED[name] in equation.params:
+            block = self.closed(equation.params[INLINED[name]], operands, weight)
+            steps.extend(block.steps)
+            return block.outputs
+        regions: dict[str, Callable[..., Region]] = {"scan": self.scan, "while": self.while_loop, "cond": self.cond}
+        if name in REMAT:
+            region = self.remat(equation, operands, weight)
+            steps.append(region)
+            return region.blocks[0].outputs
+        if name in regions:
+            region = regions[name](equation, operands, weight)
+            self.position += 1
+            self.touch(operands)
+            for carry in region.carries:
+                self.touch(carry.results)
+            steps.append(region)
+            return region.results
+        vertex = self.vertex("operation", equation, operands, [v.aval for v in equation.outvars], weight)
+        self.position += 1
+        steps.append(vertex)
+        return vertex.results
+
+    def remat(self, equation: core.JaxprEqn, operands: list[Operand], weight: float) -> Region:
+        block = self.closed(equation.params["jaxpr"], operands, weight)
+        results = [v for v in block.outputs if isinstance(v, Value)]
+        return Region(equation, operands, [block], results)
+
+    def carry(self, equation: core.JaxprEqn, init: Operand, aval: Any, weight: float) -> Vertex:
+        """A loop's carry: its first result is what the body reads, its second what the loop leaves."""
+        return self.vertex("carry", equation, [init], [aval, aval], weight)
+
+    def close_carries(self, carries: Sequence[Vertex], outputs: Sequence[Operand], weight: float) -> None:
+        for vertex, output in zip(carries, outputs, strict=True):
+            vertex.operands.append(output)
+            vertex.operand_weight.append(weight)
+        self.touch(outputs)
+
+    def scan(self, equation: core.JaxprEqn, operands: list[Operand], weight: float) -> Region:
+        params = equation.params
+        num_consts, num_carry = params["num_consts"], params["num_carry"]
+        trips = weight * params["length"]
+        consts, init = operands[:num_consts], operands[num_consts : num_consts + num_carry]
+        xs = operands[num_consts + num_carry :]
+        inner = params["jaxpr"].jaxpr.invars
+        carries = [
+            self.carry(equation, x, v.aval, weight)
+            for x, v in zip(init, inner[num_consts : num_consts + num_carry], strict=True)
+        ]
+        slices = [
+            self.vertex("slice", equation, [x], [v.aval], trips)
+            for x, v in zip(xs, inner[num_consts + num_carry :], strict=True)
+        ]
+        entered = [*consts, *(c.results[0] for c in carries), *(s.results[0] for s in slices)]
+        block = self.closed(params["jaxpr"], entered, trips)
+        self.close_carries(carries, block.outputs[:num_carry], trips)
+        start = min((v.position for v in (*carries, *slices)), default=self.position)
+        results = [c.results[1] for c in carries]
+        for out, var in zip(block.outputs[num_carry:], equation.outvars[num_carry:], strict=True):
+            stack = self.vertex("stack", equation, [out], [var.aval], trips)
+            stack.results[0].born = start
+            results.append(stack.results[0])
+        return Region(equation, operands, [block], results, carries, slices)
+
+    def while_loop(self, equation: core.JaxprEqn, operands: list[Operand], weight: float) -> Region:
+        params = equation.params
+        n_cond, n_body = params["cond_nconsts"], params["body_nconsts"]
+        init = operands[n_cond + n_body :]
+        carries = [self.carry(equation, x, v.aval, weight) for x, v in zip(init, equation.outvars, strict=True)]
+        carried = [c.results[0] for c in carries]
+        condition = self.closed(params["cond_jaxpr"], [*operands[:n_cond], *carried], weight)
+        body = self.closed(params["body_jaxpr"], [*operands[n_cond : n_cond + n_body], *carried], weight)
+        self.close_carries(carries, body.outputs, weight)
+        self.notes.append(f"{source_info_util.summarize(equation.source_info)}: the length of this while loop is not "
+                          "known; it is priced as one trip.")
+        return Region(equation, operands, [condition, body], [c.results[1] for c in carries], carries)
+
+    def cond(self, equation: core.JaxprEqn, operands: list[Operand], weight: float) -> Region:
+        branches = equation.params["branches"]
+        share = weight / len(branches)
+        blocks = [self.closed(branch, operands[1:], share) for branch in branches]
+        results = []
+        for i, var in enumerate(equation.outvars):
+            outs = [block.outputs[i] for block in blocks]
+            results += self.vertex("join", equation, outs, [var.aval], weight, [share] * len(outs)).results
+        return Region(equation, operands, blocks, results)
+
+
+def feedback_of(outputs: Any, arguments: Sequence[Any]) -> list[int | None]:
+    """Which argument each flat result replaces in the next call: equal pytrees of equal shapes, each used once.
+
+    Args:
+      outputs: the function's result as a pytree of things with a shape and a dtype.
+      arguments: its positional arguments, likewise.
+    """
+
+    def key(tree: Any) -> Any:
+        leaves, structure = jax.tree.flatten(tree)
+        return structure, tuple((tuple(x.shape), x.dtype) for x in leaves)
+
+    starts, flat = [], 0
+    for argument in arguments:
+        starts.append(flat)
+        flat += len(jax.tree.leaves(argument))
+    free = {i: key(a) for i, a in enumerate(arguments) if jax.tree.leaves(a)}
+
+    def match(tree: Any) -> list[int | None]:
+        wanted = key(tree)
+        size = len(wanted[1])
+        for i, found in free.items():
+            if size and found == wanted:
+                del free[i]
+                return list(range(starts[i], starts[i] + size))
+        if type(tree) in (tuple, list):
+            return [index for part in tree for index in match(part)]
+        return [None] * size
+
+    return match(outputs)
+
+
+def build_graph(jaxpr: core.ClosedJaxpr, feedback: Sequence[int | None], names: Sequence[str]) -> Graph:
+    """The graph of a traced function.
+
+    Args:
+      jaxpr: the function's closed jaxpr.
+      feedback: for each flat result the flat argument that it replaces (see `feedback_of`), or None.
+      names: a name for each flat argument.
+    """
+    builder = _Builder()
+    inputs = []
+    for var, name in zip(jaxpr.jaxpr.invars, names, strict=True):
+        vertex = builder.vertex("input", None, [], [var.aval], 1.0, name=name)
+        vertex.results[0].born = -1
+        inputs.append(vertex)
+    block = builder.closed(jaxpr, [v.results[0] for v in inputs], 1.0)
+    for output in block.outputs:
+        if isinstance(output, Value):
+            output.dies = builder.position
+    return Graph(
+        builder.vertices,
+        builder.values,
+        inputs,
+        builder.constants,
+        builder.constant_arrays,
+        block,
+        block.outputs,
+        list(feedback),
+        builder.position,
+        builder.notes,
+    )

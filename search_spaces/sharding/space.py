@@ -1,0 +1,390 @@
+"""The sharding space: a traced function on a mesh as a `Problem`, and a choice back as a `Layout` that runs."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+from cost.compute import equation_dtype, equation_flops, roofline_s
+from cost.hardware import Hardware
+from cost.problem import Problem
+from search_spaces.sharding.graph import Graph, Value, Vertex
+from search_spaces.sharding.lifetimes import CONTRACTIONS, Lifetimes, lifetimes
+from search_spaces.sharding.prices import Prices
+from search_spaces.sharding.resharding import Move, Spec, moves, replicated, shards, specs_of_shape
+from search_spaces.sharding.rule import Rule
+from search_spaces.sharding.shardy import operation_rules
+from search_spaces.sharding.strategies import Strategy, holding, strategies_of_rule, whole
+
+MOST_STRATEGIES = 400
+
+
+class Node(NamedTuple):
+    """A node of the problem: a vertex of the graph, or the hub of a value that several operations read.
+
+    Attributes:
+      vertex: the vertex; for a hub the one that makes the value.
+      hub: the value, or None.
+      strategies: what can be chosen.
+    """
+
+    vertex: Vertex
+    hub: Value | None
+    strategies: tuple[Strategy, ...]
+
+
+class Layout(NamedTuple):
+    """A decoded choice: how every value is laid out over the mesh.
+
+    Attributes:
+      strategy: for each vertex the strategy that it runs.
+      held: for each value, by id, the spec that its readers find; None for values without dimensions.
+    """
+
+    strategy: tuple[Strategy, ...]
+    held: tuple[Spec, ...]
+
+
+@dataclass(frozen=True)
+class ShardingSpace:
+    """Everything that can be chosen about a traced function on a mesh.
+
+    Args:
+      graph: the traced function.
+      axis_names, axis_sizes: the mesh's axes.
+      hardware: what computing and communicating costs.
+      given: specs that inputs must keep, by flat argument; a dimension that is None is free.
+      donated: for each flat argument, whether its memory may be used again.
+      memory_limit_bytes: for each device; `inf` for none.
+    """
+
+    graph: Graph
+    axis_names: tuple[str, ...]
+    axis_sizes: tuple[int, ...]
+    hardware: Hardware
+    given: Mapping[int, Sequence[tuple[int, ...] | None]]
+    donated: tuple[bool, ...]
+    memory_limit_bytes: float = np.inf
+
+    @cached_property
+    def rules(self) -> list[Rule | None]:
+        """The rule of each vertex."""
+        operations = list(self.graph.operations())
+        found: list[Rule | None] = [None] * len(self.graph.vertices)
+        equations = [v.equation for v in operations if v.equation is not None]
+        for vertex, rule in zip(operations, operation_rules(equations), strict=True):
+            found[vertex.index] = rule
+        return found
+
+    @cached_property
+    def without_rule(self) -> list[Vertex]:
+        """Operations that Shardy gives no rule for: they run whole on every device."""
+        return [v for v in self.graph.operations() if self.rules[v.index] is None and not _fixed(v, self.axis_names)]
+
+    @cached_property
+    def prices(self) -> Prices:
+        """What moving arrays costs."""
+        return Prices(self.axis_names, self.axis_sizes, self.hardware)
+
+    @cached_property
+    def lifetimes(self) -> Lifetimes:
+        """Which values are written to memory, and when they live."""
+        return lifetimes(self.graph, self.rules, self.donated)
+
+    @cached_property
+    def nodes(self) -> list[Node]:
+        """One node for each vertex, in order, then the hubs."""
+        nodes = [Node(v, None, self._strategies(v)) for v in self.graph.vertices]
+        for value in self.graph.values:
+            vertex = self.graph.vertices[value.vertex]
+            if vertex.kind in ("operation", "stack", "join") and value.shape and len(self._readers[value.id]) > 1:
+                specs = specs_of_shape(value.shape, self.axis_sizes)
+                nodes.append(Node(vertex, value, tuple(holding(s, self.axis_sizes) for s in specs)))
+            elif vertex.kind == "carry" and value.result == 1 and value.shape and len(self._readers[value.id]) > 1:
+                specs = specs_of_shape(value.shape, self.axis_sizes)
+                nodes.append(Node(vertex, value, tuple(holding(s, self.axis_sizes) for s in specs)))
+        return nodes
+
+    @cached_property
+    def hub_node(self) -> dict[int, int]:
+        """The index of the node of a value's hub, by the value's id."""
+        return {n.hub.id: i for i, n in enumerate(self.nodes) if n.hub is not None}
+
+    @cached_property
+    def _readers(self) -> list[list[tuple[Vertex, int]]]:
+        """Who reads each value, the arguments that results replace included."""
+        found = self.graph.consumers()
+        for output, argument in zip(self.graph.outputs, self.graph.feedback, strict=True):
+            if isinstance(output, Value) and argument is not None:
+                found[output.id].append((self.graph.inputs[argument], 0))
+        return found
+
+    def _strategies(self, vertex: Vertex) -> tuple[Strategy, ...]:
+        rank = [len(o.shape) if isinstance(o, Value) else np.ndim(o.val) for o in vertex.operands]
+        ranks = rank, [len(r.shape) for r in vertex.results]
+        if vertex.kind == "operation":
+            fixed = _fixed(vertex, self.axis_names)
+            if fixed is not None:
+                return tuple(holding(s, self.axis_sizes) for s in self._allowed(vertex.results[0].shape, fixed))
+            rule = self.rules[vertex.index]
+            return (whole(*ranks),) if rule is None else strategies_of_rule(rule, self.axis_sizes, MOST_STRATEGIES)
+        value = vertex.results[0]
+        if vertex.kind == "stack":
+            specs = specs_of_shape(value.shape[1:], self.axis_sizes)
+            return tuple(_adapted(((s,), (((), *s),)), self.axis_sizes) for s in specs)
+        if vertex.kind == "join":
+            specs = specs_of_shape(value.shape, self.axis_sizes)
+            return tuple(_adapted(((s,) * len(rank), (s,)), self.axis_sizes) for s in specs)
+        given = self.given.get(vertex.index) if vertex.kind == "input" else None
+        stored = self._allowed(value.shape, given)
+        copies = len(self._readers[value.id]) > 1
+        return tuple(self._kept(vertex, s, used) for s in stored for used in (_coarser(s) if copies else (s,)))
+
+    def _allowed(self, shape: tuple[int, ...], given: Sequence[tuple[int, ...] | None] | None) -> list[Spec]:
+        specs = [s for s in specs_of_shape(shape, self.axis_sizes) if given is None or _fits(s, given)]
+        # One that splits unevenly or orders axes in its own way is not among ours, but it was asked for.
+        return specs or [tuple(axes or () for axes in given or ())]
+
+    def _kept(self, vertex: Vertex, stored: Spec, used: Spec) -> Strategy:
+        """An array that is stored one way and gathered for its readers: a parameter, a carry, a slice of a stack."""
+        gathers = moves(stored, used, self.axis_sizes, self.prices.slow_first)
+        results = (used, stored)[: len(vertex.results)]
+        operand = ((), *stored) if vertex.kind == "slice" else stored
+        reductions = (gathers, ())[: len(vertex.results)]
+        unreduced = (stored, stored)[: len(vertex.results)]
+        return Strategy((operand,) * len(vertex.operands), results, shards(stored, self.axis_sizes), reductions, unreduced)
+
+    @cached_property
+    def problem(self) -> Problem:
+        """The space as a problem in seconds and bytes."""
+        edges, matrices = self._edges()
+        usage_node, usage, interval = self._usages()
+        return Problem(
+            node_cost=[self._node_cost(node) for node in self.nodes],
+            edge_nodes=np.array(edges, int).reshape(-1, 2),
+            edge_cost=matrices,
+            usage_node=np.array(usage_node, int),
+            usage=usage,
+            usage_interval=np.array(interval, int).reshape(-1, 2),
+            memory_limit=self.memory_limit_bytes,
+        )
+
+    # Latency: compilers combine independent collectives into one, so those of parameters and gradients share one.
+
+    @cached_property
+    def _after_contraction(self) -> np.ndarray:
+        found = np.zeros(len(self.graph.vertices), bool)
+        for vertex in self.graph.vertices:
+            name = vertex.equation.primitive.name if vertex.equation is not None else ""
+            found[vertex.index] = (vertex.kind == "operation" and name in CONTRACTIONS) or any(
+                found[o.vertex] for o in vertex.operands if isinstance(o, Value)
+            )
+        return found
+
+    @cached_property
+    def _before_contraction(self) -> np.ndarray:
+        consumers = self.graph.consumers()
+        found = np.zeros(len(self.graph.vertices), bool)
+        for vertex in reversed(self.graph.vertices):
+            for value in vertex.results:
+                for reader, _ in consumers[value.id]:
+                    name = reader.equation.primitive.name if reader.equation is not None else ""
+                    heavy = reader.kind == "operation" and name in CONTRACTIONS
+                    found[vertex.index] |= heavy or found[reader.index]
+        return found
+
+    @cached_property
+    def _stored_bytes(self) -> float:
+        return float(max(1, sum(v.results[0].num_bytes for v in self.graph.inputs)))
+
+    def latency_share(self, value: Value) -> float:
+        """The part of a collective's latency that a value pays: all of it, unless it is combined with others."""
+        alone = self._after_contraction[value.vertex] and self._before_contraction[value.vertex]
+        return 1.0 if alone else min(1.0, value.num_bytes / self._stored_bytes)
+
+    def local_bytes(self, value: Value, spec: Spec) -> float:
+        """Bytes of one device's part of a value."""
+        return value.num_bytes / shards(spec, self.axis_sizes)
+
+    # Costs of nodes
+
+    def compute_s(self, vertex: Vertex, strategies: Sequence[Strategy]) -> np.ndarray:
+        """Seconds of one device's arithmetic and memory traffic in one step, `[strategies]`."""
+        if vertex.kind != "operation" or vertex.equation is None:
+            return np.zeros(len(strategies))
+        written = self.lifetimes.written
+        touched = np.zeros(len(strategies))
+        for i, operand in enumerate(vertex.operands):
+            if isinstance(operand, Value) and written[operand.id]:
+                touched += [self.local_bytes(operand, s.operands[i]) for s in strategies]
+        for i, value in enumerate(vertex.results):
+            if written[value.id]:
+                touched += [self.local_bytes(value, s.unreduced[i]) for s in strategies]
+        flops = equation_flops(vertex.equation) / np.array([s.parts for s in strategies], float)
+        dtype = equation_dtype(vertex.equation)
+        return vertex.weight * roofline_s(flops, touched, dtype, self.hardware)
+
+    def reduction_s(self, node: Node, strategy: Strategy) -> float:
+        """Seconds of the collectives that a strategy itself causes, in one step."""
+        if node.hub is not None:
+            return 0.0
+        seconds = 0.0
+        for value, steps in zip(node.vertex.results, strategy.reductions, strict=True):
+            for move in steps:
+                seconds += self.prices.move_s(move, value.num_bytes, self.latency_share(value))
+        return seconds * node.vertex.weight
+
+    def _node_cost(self, node: Node) -> np.ndarray:
+        if node.hub is not None:
+            return np.zeros(len(node.strategies))
+        compute = self.compute_s(node.vertex, node.strategies)
+        return compute + np.array([self.reduction_s(node, s) for s in node.strategies])
+
+    # Edges
+
+    def links(self) -> list[tuple[int, int, int, int, Value, float]]:
+        """Every edge as (node of the producer, its result, node of the reader, its operand, value, weight).
+
+        The reader of a value with a hub is the hub (operand 0), whose own readers follow.
+        """
+        found = []
+        for value in self.graph.values:
+            if not value.shape:
+                continue
+            node, result = value.vertex, value.result
+            hub = self.hub_node.get(value.id)
+            if hub is not None:
+                found.append((node, result, hub, 0, value, self.graph.vertices[value.vertex].weight))
+                node, result = hub, 0
+            for reader, i in self._readers[value.id]:
+                weight = reader.operand_weight[i] if reader.operands else 1.0
+                found.append((node, result, reader.index, i, value, weight))
+        return found
+
+    def _edges(self) -> tuple[list[tuple[int, int]], list[np.ndarray]]:
+        merged: dict[tuple[int, int], np.ndarray] = {}
+        for node, result, reader, i, value, weight in self.links():
+            if node == reader:
+                continue
+            sources = tuple(s.results[result] for s in self.nodes[node].strategies)
+            targets = self._targets(reader, i)
+            share = self.latency_share(value)
+            matrix = self.prices.reshard_s(sources, targets, float(value.num_bytes), share, weight)
+            if (node, reader) in merged:
+                merged[node, reader] = merged[node, reader] + matrix
+            elif (reader, node) in merged:
+                merged[reader, node] = merged[reader, node] + matrix.T
+            else:
+                merged[node, reader] = matrix
+        return list(merged), list(merged.values())
+
+    def _targets(self, node: int, operand: int) -> tuple[Spec, ...]:
+        return tuple(self.target(node, operand, s) for s in range(len(self.nodes[node].strategies)))
+
+    def target(self, node: int, operand: int, strategy: int) -> Spec:
+        """The spec in which a node wants an operand; what comes back to an argument must be as it is stored."""
+        found = self.nodes[node].strategies[strategy]
+        if self.nodes[node].hub is None and self.nodes[node].vertex.kind == "input":
+            return found.unreduced[0]
+        return found.operands[operand]
+
+    # Memory
+
+    def _usages(self) -> tuple[list[int], list[np.ndarray], list[tuple[int, int]]]:
+        nodes, usage, interval = [], [], []
+
+        def add(node: int, num_bytes: Sequence[float], start: int, end: int) -> None:
+            nodes.append(node)
+            usage.append(np.array(num_bytes, float))
+            interval.append((start, max(end, start + 1)))
+
+        written, when, first_use = self.lifetimes
+        for value in self.graph.values:
+            if not value.shape or not written[value.id]:
+                continue
+            start, end = when[value.id]
+            node, result = self.hub_node.get(value.id, value.vertex), value.result
+            strategies = self.nodes[node].strategies
+            if node != value.vertex:
+                add(node, [self.local_bytes(value, s.results[0]) for s in strategies], start, end)
+                continue
+            add(node, [self.local_bytes(value, s.unreduced[result] if _keeps(s, result) else s.results[result])
+                       for s in strategies], start, end)
+            copy = [self.local_bytes(value, s.results[result]) if _keeps(s, result) else 0.0 for s in strategies]
+            if any(copy):
+                add(node, copy, first_use[value.id], max(self.graph.values[value.id].dies + 2, first_use[value.id] + 1))
+        return nodes, usage, interval
+
+    def decode(self, choice: Sequence[int]) -> Layout:
+        """What a choice of the problem means.
+
+        Args:
+          choice: `[nodes]` strategy indices.
+        """
+        chosen = [node.strategies[s] for node, s in zip(self.nodes, choice, strict=True)]
+        held = []
+        for value in self.graph.values:
+            hub = self.hub_node.get(value.id)
+            held.append(chosen[value.vertex].results[value.result] if hub is None else chosen[hub].results[0])
+        return Layout(tuple(chosen[: len(self.graph.vertices)]), tuple(held))
+
+
+def _keeps(strategy: Strategy, result: int) -> bool:
+    """Whether an array is kept beside its gathered copy."""
+    return any(m.kind == "all_gather" for m in strategy.reductions[result])
+
+
+def _adapted(specs: tuple[tuple[Spec, ...], tuple[Spec, ...]], sizes: tuple[int, ...]) -> Strategy:
+    operands, results = specs
+    return Strategy(operands, results, shards(results[0], sizes), ((),) * len(results), results)
+
+
+def _coarser(spec: Spec) -> list[Spec]:
+    """The specs that gathering along some of a spec's axes leaves, itself first."""
+    axes = [a for dim in spec for a in dim]
+    found = []
+    for kept in range(2 ** len(axes) - 1, -1, -1):
+        left = {a for i, a in enumerate(axes) if kept >> i & 1}
+        found.append(tuple(tuple(a for a in dim if a in left) for dim in spec))
+    return found
+
+
+def _fits(spec: Spec, given: Sequence[tuple[int, ...] | None]) -> bool:
+    return all(wanted is None or tuple(wanted) == axes for axes, wanted in zip(spec, given, strict=True))
+
+
+def _fixed(vertex: Vertex, axis_names: Sequence[str]) -> list[tuple[int, ...] | None] | None:
+    """The spec that the function itself constrains a value to (`with_sharding_constraint`), or None."""
+    equation = vertex.equation
+    if equation is None or equation.primitive.name != "sharding_constraint":
+        return None
+    spec = getattr(equation.params["sharding"], "spec", None)
+    if spec is None:
+        return None
+    return dimensions_of(spec, len(vertex.results[0].shape), axis_names)
+
+
+def dimensions_of(spec, rank: int, axis_names: Sequence[str]) -> list[tuple[int, ...] | None]:
+    """A `PartitionSpec` as axis indices for each dimension; None where it leaves a dimension unconstrained.
+
+    Raises:
+      ValueError: the spec has more entries than the array has dimensions or names an axis that the mesh has not.
+    """
+    if len(spec) > rank:
+        raise ValueError(f"a spec {spec} of {len(spec)} entries does not fit an array of {rank} dimensions.")
+    dims: list[tuple[int, ...] | None] = []
+    for entry in spec:
+        names = () if entry is None else entry if isinstance(entry, tuple) else (entry,)
+        if names and not isinstance(names[0], str):  # PartitionSpec.UNCONSTRAINED
+            dims.append(None)
+            continue
+        for name in names:
+            if name not in axis_names:
+                raise ValueError(f"a spec {spec} names the axis {name!r}; the mesh has {tuple(axis_names)}.")
+        dims.append(tuple(axis_names.index(name) for name in names))
+    return dims + [()] * (rank - len(dims))
+
+
+__all__ = ["Layout", "Move", "Node", "ShardingSpace", "dimensions_of", "replicated"]
