@@ -1,0 +1,74 @@
+"""A GPT whose feed-forward layers are mixtures of experts with einsum dispatch and a capacity.
+
+Source: Lepikhin et al., GShard (arXiv:2006.16668), algorithm 1: top-2 gating, capacity, load-balancing loss.
+"""
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import linen as nn
+
+from experiments.models import gpt
+from experiments.models.model import Model
+
+EXPERTS = 8
+CAPACITY_FACTOR = 2.0
+BALANCE_WEIGHT = 1e-2
+
+
+def top2_gating(probabilities: jax.Array, capacity: int) -> tuple[jax.Array, jax.Array]:
+    """Combine weights `[G, S, E, C]` and balance loss from gate probabilities `[G, S, E]`.
+
+    Each of G groups sends its S tokens to their two best experts, which take at most C tokens of a group, the first
+    choices first; a token that finds no room is dropped by that expert.
+    """
+    experts = probabilities.shape[-1]
+    first = jax.nn.one_hot(jnp.argmax(probabilities, -1), experts)
+    second = jax.nn.one_hot(jnp.argmax(probabilities * (1 - first), -1), experts)
+    balance = experts * jnp.mean(jnp.mean(first, 1) * jnp.mean(probabilities, 1)) * experts
+
+    first_place = (jnp.cumsum(first, 1) - 1) * first
+    second_place = (jnp.cumsum(second, 1) - 1 + jnp.sum(first, 1, keepdims=True)) * second
+    first = first * (first_place < capacity)
+    second = second * (second_place < capacity)
+
+    def weights(chosen: jax.Array, place: jax.Array) -> jax.Array:
+        gate = jnp.sum(probabilities * chosen, -1, keepdims=True)
+        slot = jax.nn.one_hot(jnp.sum(place * chosen, -1).astype(jnp.int32), capacity)
+        return (gate * chosen)[..., None] * slot[:, :, None, :]
+
+    combine = weights(first, first_place) + weights(second, second_place)
+    return combine / (jnp.sum(combine, (-2, -1), keepdims=True) + 1e-9), balance
+
+
+class MixtureOfExperts(nn.Module):
+    """Expert feed-forward layers behind a top-2 gate, `[G, S, M] -> [G, S, M]`; the batch rows are the groups."""
+
+    sizes: gpt.Sizes
+
+    @nn.compact
+    def __call__(self, x):
+        """Dispatches tokens to experts, applies them and combines; sows the balance loss."""
+        width, hidden = self.sizes.width, 4 * self.sizes.width
+        capacity = int(CAPACITY_FACTOR * x.shape[1] / EXPERTS)
+        probabilities = jax.nn.softmax(nn.Dense(EXPERTS, use_bias=False, name="gate")(x))
+        combine, balance = top2_gating(probabilities, capacity)
+        self.sow("losses", "balance", BALANCE_WEIGHT * balance)
+
+        initializer = nn.initializers.lecun_normal(batch_axis=0)
+        up = self.param("up", initializer, (EXPERTS, width, hidden))
+        down = self.param("down", initializer, (EXPERTS, hidden, width))
+        dispatched = jnp.einsum("gsec,gsm->egcm", (combine > 0).astype(x.dtype), x)
+        inside = nn.gelu(jnp.einsum("egcm,emh->egch", dispatched, up))
+        outside = jnp.einsum("egch,ehm->egcm", inside, down)
+        return jnp.einsum("gsec,egcm->gsm", combine, outside)
+
+
+class _Block(gpt.Block):
+    feed_forward: type[nn.Module] = MixtureOfExperts
+
+
+def make(*, batch: int = 16, stack: gpt.Stack = gpt.unrolled, **sizes: int) -> Model:
+    """A mixture-of-experts GPT training step with adamw; sizes are those of `gpt.Sizes`."""
+    network = gpt.GPT(gpt.Sizes(**sizes), _Block, stack)
+    return gpt.training(network, batch, optax.adamw(1e-3), f"moe-{network.sizes.layers}-{stack.__name__}")
