@@ -190,11 +190,11 @@ _PRESETS: dict[str, tuple[Hardware, SwitchedHost | TorusPod | _SharedProcessor]]
         ),
         TorusPod(8960, 4, 100 * _GB, 6.25 * _GB, launch_s=1e-6, hop_s=1e-6, network_hop_s=10e-6),
     ),
-    # Two cores of an AMD EPYC (family 26) with XLA's CPU backend, measured by `diffshard.calibrate`
-    # (experiments/calibration.py): the whole processor's rates, which its emulated devices share.
+    # Two cores of an AMD EPYC 9005 with XLA's CPU backend, as `diffshard.calibrate` measures them on 8 emulated devices
+    # (python -m experiments.calibration): the whole processor's rates, which its emulated devices share.
     "cpu": (
-        Hardware("CPU, 2 cores", {"float32": 0.15 * _TB}, 20 * _GB, 24 * _GIB, {}),
-        _SharedProcessor(2 * _GB, launch_s=50e-6, hop_s=20e-6),
+        Hardware("CPU, 2 cores", {"float32": 0.16 * _TB, "bfloat16": 0.24 * _TB}, 33 * _GB, 24 * _GIB, {}),
+        _SharedProcessor(1.6 * _GB, launch_s=250e-6, hop_s=60e-6),
     ),
 }
 PRESET_NAMES: tuple[str, ...] = tuple(_PRESETS)

@@ -1,0 +1,150 @@
+"""How true the cost model is: links against profiles of V100 hosts, arithmetic and whole steps against this machine.
+
+`python -m experiments.calibration` prints the tables; `--profiles PATH` names the V100 profiles, which are skipped
+where they are missing.
+"""
+
+import argparse
+import csv
+import gzip
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from cost.collectives import CollectiveKind, collective_s, collective_sent_bytes
+from cost.presets import preset
+from diffshard.calibrate import calibrate, fit_latency_and_slope, median_s
+
+PROFILES = Path(__file__).parents[2] / "shared/data/v100_collective_profiles.csv.gz"
+# A call that has nothing to send takes this long there; so do calls whose groups have less than an element each.
+_EMPTY_CALL_S = 20e-6
+
+
+class Ring(NamedTuple):
+    """Where a group's devices are: `members` in each host, `stride` apart, on so many hosts."""
+
+    hosts: int
+    members: int
+    stride: int
+
+
+class LinkError(NamedTuple):
+    """A fit and the preset against the measured times of one collective; errors are median and 90% of |relative|."""
+
+    ring: Ring
+    kind: CollectiveKind
+    num_points: int
+    latency_s: float
+    bytes_per_s: float
+    fit_error: tuple[float, float]
+    preset_error: tuple[float, float]
+
+
+def read_profiles(path: Path) -> dict[tuple[Ring, CollectiveKind], np.ndarray]:
+    """Measured points by ring and collective: `[points, 2]` full bytes and seconds, extrapolated ones left out."""
+    series = defaultdict(list)
+    with gzip.open(path, "rt") as file:
+        for row in csv.DictReader(file):
+            size, stride, per_host = int(row["group_size"]), int(row["stride"]), int(row["gpus_per_host"])
+            if row["op"] != "dot" and size > 1:
+                members = max(1, min(size, per_host // stride))
+                ring = Ring(size // members, members, stride)
+                itemsize = {"f16": 2, "f32": 4}[row["dtype"]]
+                key = (ring, row["op"], row["num_hosts"], row["num_groups"], row["dtype"])
+                series[key].append((int(row["size"]) * itemsize, float(row["seconds"])))
+    points = defaultdict(list)
+    for (ring, kind, *_), measured in series.items():
+        points[ring, kind] += _without_extrapolated(sorted(measured))
+    return {key: np.array(value) for key, value in points.items() if len(value) > 10}
+
+
+def _without_extrapolated(measured: list[tuple[int, float]]) -> list[tuple[int, float]]:
+    kept = []
+    for i, (size, seconds) in enumerate(measured):
+        doubled = i > 0 and abs(seconds / measured[i - 1][1] - 2) < 1e-9
+        if size and seconds > _EMPTY_CALL_S and not doubled:
+            kept.append((size, seconds))
+    return kept
+
+
+def v100_links(path: Path) -> list[LinkError]:
+    """Fits a link to each ring and collective of the profiles and holds the preset against the same points."""
+    errors = []
+    for (ring, kind), points in sorted(read_profiles(path).items()):
+        num_bytes, seconds = points.T
+        n = ring.hosts * ring.members
+        sent = collective_sent_bytes(kind, num_bytes, n)
+        latency_s, slope = fit_latency_and_slope(sent, seconds)
+        link = preset("v100", {"outer": n, "inner": ring.stride}).links["outer"]
+        predicted = collective_s(kind, num_bytes, n, link)
+        fit_error, preset_error = _relative(latency_s + slope * sent, seconds), _relative(predicted, seconds)
+        errors.append(LinkError(ring, kind, len(points), latency_s, 1 / slope, fit_error, preset_error))
+    return errors
+
+
+def _relative(predicted: np.ndarray, measured: np.ndarray) -> tuple[float, float]:
+    error = np.abs(predicted / measured - 1)
+    return float(np.median(error)), float(np.quantile(error, 0.9))
+
+
+def elementwise_weights(size: int, repeats: int) -> dict[str, float]:
+    """Seconds of elementwise functions relative to those of a multiply-add, on arrays that stay in cache."""
+    functions: dict[str, Callable[[jax.Array], jax.Array]] = {
+        "div": lambda x: 1.5 / x,
+        "sqrt": jnp.sqrt,
+        "exp": jnp.exp,
+        "log": jnp.log,
+        "tanh": jnp.tanh,
+        "logistic": jax.nn.sigmoid,
+        "sin": jnp.sin,
+        "pow": lambda x: x**1.3,
+        "erf": jax.lax.erf,
+        "lgamma": jax.lax.lgamma,
+    }
+    x = jnp.linspace(0.5, 1.5, size, dtype=jnp.float32)
+    base_s = _loop_s(lambda x: x * 0.999 + 0.001, x, repeats)
+    return {name: 2 * _loop_s(f, x, repeats) / base_s for name, f in functions.items()}
+
+
+def _loop_s(function: Callable[[jax.Array], jax.Array], x: jax.Array, repeats: int) -> float:
+    def body(_: int, x: jax.Array) -> jax.Array:
+        return jnp.clip(function(x), 0.5, 1.5)
+
+    loop = jax.jit(lambda x: jax.lax.fori_loop(0, 200, body, x))
+    return median_s(lambda: loop(x), repeats)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Prints all tables."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--profiles", type=Path, default=PROFILES)
+    parser.add_argument("--size", type=int, default=8192, help="elements of an elementwise function")
+    parser.add_argument("--matrix-size", type=int, default=1024)
+    parser.add_argument("--repeats", type=int, default=7)
+    options = parser.parse_args(arguments)
+    if options.profiles.exists():
+        print(
+            "hosts members stride  collective      points  fit: latency  bandwidth  median  90%   preset: median  90%"
+        )
+        for e in v100_links(options.profiles):
+            print(
+                f"{e.ring.hosts:5} {e.ring.members:7} {e.ring.stride:6}  {e.kind:15} {e.num_points:6}   "
+                f"{e.latency_s * 1e6:8.0f} µs {e.bytes_per_s / 1e9:6.2f} GB/s {e.fit_error[0]:6.0%} "
+                f"{e.fit_error[1]:5.0%}           {e.preset_error[0]:6.0%} {e.preset_error[1]:5.0%}"
+            )
+    else:
+        print(f"{options.profiles} is missing: V100 links are not compared.")
+    print("\nelementwise functions, operations relative to an addition")
+    for name, weight in elementwise_weights(options.size, options.repeats).items():
+        print(f"  {name:10} {weight:6.1f}")
+    mesh = jax.make_mesh((len(jax.devices()),), ("devices",), axis_types=(jax.sharding.AxisType.Auto,))
+    print("\nthis machine:", calibrate(mesh, matrix_size=options.matrix_size, repeats=options.repeats))
+
+
+if __name__ == "__main__":
+    main()

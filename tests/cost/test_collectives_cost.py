@@ -1,0 +1,81 @@
+import numpy as np
+import pytest
+
+from cost.collectives import (
+    COLLECTIVE_KINDS,
+    collective_latency_s,
+    collective_s,
+    collective_sent_bytes,
+    collective_transfer_s,
+)
+from cost.hardware import Link
+
+LINK = Link(latency_s=10.0, s_per_byte=2.0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "seconds"),
+    # 64 bytes on 4 devices, 2 s for a byte: each sends 3/4 of it once; twice; 3/16; all.
+    [
+        ("all_gather", 10 + 2 * 48),
+        ("reduce_scatter", 10 + 2 * 48),
+        ("all_reduce", 10 + 2 * 96),
+        ("all_to_all", 10 + 2 * 12),
+        ("collective_permute", 10 + 2 * 64),
+    ],
+)
+def test_seconds_by_hand(kind, seconds):
+    assert collective_s(kind, 64, 4, LINK) == seconds
+
+
+def simulated_ring_bytes(kind, num_bytes, n):
+    """Bytes each device sends when blocks really travel around a ring (all-to-all: straight to each other device)."""
+    block = num_bytes / n
+    if kind == "all_to_all":
+        return (n - 1) * (num_bytes / n) / n
+    sent = np.zeros(n)
+    for _ in range(n - 1):  # every step each device passes one block on
+        sent += block
+    return sent[0] * (2 if kind == "all_reduce" else 1)
+
+
+@pytest.mark.parametrize("kind", ["all_gather", "reduce_scatter", "all_reduce", "all_to_all"])
+@pytest.mark.parametrize("n", [1, 2, 3, 8])
+def test_bytes_equal_those_of_a_simulated_ring(kind, n):
+    np.testing.assert_allclose(collective_sent_bytes(kind, 720, n), simulated_ring_bytes(kind, 720, n))
+
+
+@pytest.mark.parametrize("kind", COLLECTIVE_KINDS)
+def test_one_device_or_no_bytes_cost_nothing(kind):
+    assert collective_s(kind, 1e9, 1, LINK) == 0
+    assert collective_s(kind, 0, 4, LINK) == 0
+    assert collective_latency_s(kind, 1, LINK) == 0
+
+
+@pytest.mark.parametrize("kind", COLLECTIVE_KINDS)
+def test_arrays_broadcast_and_parts_add_up(kind):
+    num_bytes, n = np.array([[8.0], [64.0], [512.0]]), np.array([1, 2, 4, 8])
+    whole = collective_s(kind, num_bytes, n, LINK)
+    assert whole.shape == (3, 4)
+    parts = collective_transfer_s(kind, num_bytes, n, LINK) + collective_latency_s(kind, n, LINK)
+    np.testing.assert_allclose(whole, parts)
+    assert whole[2, 3] == collective_s(kind, 512, 8, LINK)
+
+
+def test_all_reduce_has_the_bytes_of_reduce_scatter_and_all_gather_but_one_latency():
+    apart = collective_s("reduce_scatter", 64, 4, LINK) + collective_s("all_gather", 64, 4, LINK)
+    assert apart - collective_s("all_reduce", 64, 4, LINK) == LINK.latency_s
+
+
+def test_all_to_all_has_a_rate_of_its_own_where_given():
+    link = Link(0.0, 2.0, all_to_all_s_per_byte=7.0)
+    assert collective_s("all_to_all", 64, 4, link) == 7 * 12
+    assert collective_s("all_gather", 64, 4, link) == 2 * 48
+
+
+def test_unknown_kind_is_named():
+    for function in (collective_s, collective_transfer_s):
+        with pytest.raises(ValueError, match="`kind` must be one of .*not 'gather'"):
+            function("gather", 1, 2, LINK)
+    with pytest.raises(ValueError, match="not 'gather'"):
+        collective_latency_s("gather", 2, LINK)

@@ -1,0 +1,165 @@
+import dataclasses
+import math
+
+import jax
+import pytest
+from jax.sharding import AbstractMesh
+
+from cost.hardware import Hardware, Link
+from cost.presets import PRESET_NAMES, hardware_of, preset
+
+LINK = Link(1e-6, 1e-9)
+
+
+def hardware(**changes):
+    fields = {
+        "name": "test",
+        "flops_per_s": {"float32": 4.0, "bfloat16": 8.0, "int8": 16.0},
+        "memory_bytes_per_s": 1.0,
+        "memory_bytes": 1.0,
+        "links": {"data": LINK},
+    }
+    return Hardware(**{**fields, **changes})
+
+
+@pytest.mark.parametrize("field", ["memory_bytes_per_s", "memory_bytes", "flops_per_s"])
+@pytest.mark.parametrize("value", [math.nan, -1.0, 0.0, True, "fast"])
+def test_rates_must_be_positive_numbers(field, value):
+    with pytest.raises(ValueError, match=f"`Hardware.{field}` must be a positive number"):
+        hardware(**{field: value})
+
+
+@pytest.mark.parametrize("value", [math.nan, -1e-9, math.inf])
+@pytest.mark.parametrize("field", ["latency_s", "s_per_byte", "all_to_all_s_per_byte"])
+def test_link_costs_must_be_finite_and_not_negative(field, value):
+    with pytest.raises(ValueError, match=f"`Link.{field}` must be a finite number"):
+        dataclasses.replace(LINK, **{field: value})
+
+
+def test_a_bad_rate_of_one_dtype_is_named():
+    with pytest.raises(ValueError, match=r"flops_per_s\['bfloat16'\]"):
+        hardware(flops_per_s={"float32": 1.0, "bfloat16": math.nan})
+    with pytest.raises(ValueError, match="'float31' is not a dtype"):
+        hardware(flops_per_s={"float31": 1.0})
+    with pytest.raises(ValueError, match="has no dtype"):
+        hardware(flops_per_s={})
+
+
+def test_links_are_links_and_a_missing_one_is_named():
+    with pytest.raises(TypeError, match="must be a Link"):
+        hardware(links={"data": 1e-9})
+    with pytest.raises(ValueError, match="no link for the mesh axis 'model'; it has \\('data',\\)"):
+        hardware().link("model")
+
+
+def test_free_memory_traffic_and_free_latency_are_allowed():
+    assert (
+        hardware(memory_bytes_per_s=math.inf, memory_bytes=math.inf, links={"x": Link(0.0, 0.0)}).link("x").latency_s
+        == 0
+    )
+
+
+@pytest.mark.parametrize(
+    ("dtype", "rate"),
+    [
+        ("float32", 4.0),
+        ("float16", 8.0),  # as wide as bfloat16
+        ("float8_e4m3fn", 8.0),  # the narrowest float that is wide enough, not int8
+        ("float64", 2.0),  # half of the widest
+        ("complex64", 4.0),
+        ("uint8", 16.0),
+        ("int32", 4.0),  # no integer is wide enough: the float that is
+        ("bool", 16.0),
+    ],
+)
+def test_rate_of_a_dtype_that_is_not_listed(dtype, rate):
+    assert hardware().peak_flops_per_s(dtype) == rate
+    assert hardware(flops_per_s=3.0).peak_flops_per_s(dtype) == 3.0
+
+
+def test_equal_hardware_is_equal_and_hashes_equally_and_keeps_no_alias():
+    links = {"data": LINK}
+    one, two = hardware(links=links), hardware(links=dict(links))
+    links["model"] = LINK
+    assert one == two
+    assert hash(one) == hash(two)
+    assert set(one.links) == {"data"}
+
+
+@pytest.mark.parametrize("name", PRESET_NAMES)
+def test_every_preset_has_a_link_for_each_axis_and_rates_for_training(name):
+    found = preset(name, {"pod": 2, "data": 4, "model": 4})
+    assert set(found.links) == {"pod", "data", "model"}
+    assert found.peak_flops_per_s("bfloat16") >= found.peak_flops_per_s("float32") > 0
+    assert found.link("model").s_per_byte <= found.link("pod").s_per_byte
+
+
+def test_axis_in_the_host_is_fast_and_axes_across_hosts_share_its_network():
+    h100 = preset("h100", {"data": 4, "model": 8})
+    assert 1 / h100.link("model").s_per_byte == pytest.approx(450e9 * 0.82)
+    assert 1 / h100.link("data").s_per_byte == pytest.approx(400e9 * 0.93 / 8)  # one of 8 groups that share it
+    # The same 32 devices as one axis: a ring leaves each host once and has all of its network.
+    flat = preset("h100", {"data": 32})
+    assert 1 / flat.link("data").s_per_byte == pytest.approx(450e9 * 0.82)
+    assert flat.link("data").all_to_all_s_per_byte == pytest.approx(h100.link("data").s_per_byte)
+    half = preset("h100", {"data": 4, "model": 4})  # two members of each data group in a host
+    assert 1 / half.link("data").s_per_byte == pytest.approx(2 * 400e9 * 0.93 / 8)
+
+
+def test_v100_axes_inside_and_across_hosts_differ_as_measured():
+    links = preset("V100", {"data": 4, "model": 8}).links
+    assert 130e9 * links["data"].s_per_byte == pytest.approx(400, rel=0.01)
+
+
+def test_tpu_axis_that_closes_to_a_ring_is_twice_as_fast():
+    ring, line = (preset("tpu-v5e", {"x": n}).link("x") for n in (16, 8))
+    assert line.s_per_byte == pytest.approx(2 * ring.s_per_byte)
+    across = preset("tpu_v5e", {"pod": 2, "x": 256}).link("pod")
+    assert 1 / across.s_per_byte == pytest.approx(3.125e9)
+
+
+def test_emulated_devices_share_the_processor():
+    one, eight = preset("cpu", {"x": 1}), preset("cpu", {"x": 2, "y": 4})
+    assert eight.peak_flops_per_s("float32") == one.peak_flops_per_s("float32") / 8
+    assert eight.memory_bytes == one.memory_bytes / 8
+
+
+def test_links_that_the_user_gives_are_kept():
+    found = preset("a100", {"data": 2, "model": 2}, links={"data": LINK})
+    assert found.link("data") == LINK
+    assert found.link("model") == preset("a100", {"data": 2, "model": 2}).link("model")
+
+
+def test_bad_names_axes_and_links_are_named():
+    with pytest.raises(ValueError, match="'h300' is unknown; there are v100, a100"):
+        preset("h300", {"data": 2})
+    with pytest.raises(ValueError, match="`mesh_axes` 'data'"):
+        preset("h100", {"data": 0})
+    with pytest.raises(ValueError, match="`links` has an axis 'modle'"):
+        preset("h100", {"model": 2}, links={"modle": LINK})
+
+
+def test_hardware_of_a_mesh_is_that_of_its_devices():
+    mesh = jax.sharding.Mesh(jax.devices("cpu")[:1], ("data",))
+    assert hardware_of(mesh) == preset("cpu", {"data": 1})
+    with pytest.raises(ValueError, match="must be given for an AbstractMesh"):
+        hardware_of(AbstractMesh((2,), ("data",)))
+
+
+class _Device:
+    device_kind = "NVIDIA H200"
+
+    def __init__(self, process_index):
+        self.process_index = process_index
+
+
+def test_hosts_of_a_real_mesh_are_its_processes():
+    import numpy as np
+
+    class TwoHosts:
+        devices = np.array([_Device(0), _Device(0), _Device(1), _Device(1)]).reshape(2, 2)
+        shape = {"data": 2, "model": 2}  # noqa: RUF012
+
+    found = hardware_of(TwoHosts())
+    assert found == preset("h200", {"data": 2, "model": 2}, devices_per_host=2)
+    assert found.link("data").s_per_byte > found.link("model").s_per_byte
