@@ -1,3 +1,5 @@
+"""Hardware's rules at the boundary, and which link a mesh axis gets."""
+
 import dataclasses
 import math
 
