@@ -1,7 +1,8 @@
 """A GPT in flax linen: pre-norm decoder with grouped-query attention and tied embeddings, trained by adamw.
 
 Layers are stacked by a function (`unrolled` or `scanned`) and a layer is a module (`Block`, or `nn.remat(Block)` to
-recompute activations), so each variant that people train is one argument.
+recompute activations), so each variant that people train is one argument. Activations carry flax's logical names, which
+only an expert's rules (`nn.logical_axis_rules`) turn into constraints; without rules the names do nothing.
 """
 
 from collections.abc import Callable
@@ -12,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import linen as nn
+from flax.linen.spmd import with_logical_constraint as named
 
 from experiments.models.model import Model, State, gradient_step
 
@@ -56,11 +58,15 @@ class Attention(nn.Module):
         query = nn.DenseGeneral((sizes.heads, head), use_bias=False, name="query")(x)
         key = nn.DenseGeneral((sizes.key_value_heads, head), use_bias=False, name="key")(x)
         value = nn.DenseGeneral((sizes.key_value_heads, head), use_bias=False, name="value")(x)
+        query = named(query, ("batch", "sequence", "heads", "head"))
+        key = named(key, ("batch", "sequence", "key_value_heads", "head"))
+        value = named(value, ("batch", "sequence", "key_value_heads", "head"))
         query = query.reshape(batch, length, sizes.key_value_heads, sizes.heads // sizes.key_value_heads, head)
         scores = jnp.einsum("blgqh,bsgh->bgqls", query, key) / head**0.5
         causal = jnp.tril(jnp.ones((length, length), bool))
         weights = jax.nn.softmax(jnp.where(causal, scores, jnp.finfo(scores.dtype).min), axis=-1)
         mixed = jnp.einsum("bgqls,bsgh->blgqh", weights, value).reshape(batch, length, sizes.heads, head)
+        mixed = named(mixed, ("batch", "sequence", "heads", "head"))
         return nn.DenseGeneral(width, axis=(-2, -1), use_bias=False, name="out")(mixed)
 
 
@@ -73,6 +79,7 @@ class FeedForward(nn.Module):
     def __call__(self, x):
         """Applies both layers to each position."""
         hidden = nn.gelu(nn.Dense(4 * self.sizes.width, name="up")(x))
+        hidden = named(hidden, ("batch", "sequence", "hidden"))
         return nn.Dense(self.sizes.width, name="down")(hidden)
 
 
@@ -85,8 +92,10 @@ class Block(nn.Module):
     @nn.compact
     def __call__(self, x):
         """Applies the layer, `[B, L, M] -> [B, L, M]`."""
-        x = x + Attention(self.sizes, name="attention")(nn.LayerNorm(name="attention_norm")(x))
-        return x + self.feed_forward(self.sizes, name="feed_forward")(nn.LayerNorm(name="feed_forward_norm")(x))
+        stream = ("batch", "sequence", "width")
+        x = named(x + Attention(self.sizes, name="attention")(nn.LayerNorm(name="attention_norm")(x)), stream)
+        feed_forward = self.feed_forward(self.sizes, name="feed_forward")
+        return named(x + feed_forward(nn.LayerNorm(name="feed_forward_norm")(x)), stream)
 
 
 Stack = Callable[[type[nn.Module], Sizes, jax.Array], jax.Array]
@@ -123,8 +132,9 @@ class GPT(nn.Module):
         embed = nn.Embed(self.sizes.vocabulary, self.sizes.width, name="embed")
         shape = (self.sizes.sequence, self.sizes.width)
         positions = self.param("positions", nn.initializers.normal(0.02), shape)
-        x = self.stack(self.block, self.sizes, embed(tokens) + positions)
-        return embed.attend(nn.LayerNorm(name="final_norm")(x))
+        x = named(embed(tokens) + positions, ("batch", "sequence", "width"))
+        x = nn.LayerNorm(name="final_norm")(self.stack(self.block, self.sizes, x))
+        return named(embed.attend(x), ("batch", "sequence", "vocabulary"))
 
 
 def next_token_loss(logits: jax.Array, tokens: jax.Array) -> jax.Array:

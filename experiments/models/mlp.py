@@ -3,6 +3,8 @@
 import jax
 import jax.numpy as jnp
 import optax
+from flax.linen.spmd import with_logical_constraint
+from jax.sharding import PartitionSpec
 
 from experiments.models.model import Model, State, gradient_step
 
@@ -33,6 +35,8 @@ def make(
         for index, layer in enumerate(params):
             x = x @ layer["kernel"] + layer["bias"]
             x = jax.nn.relu(x) if index < layers - 1 else x
+            # Does nothing without an expert's rules, see `experiments.experts`.
+            x = with_logical_constraint(x, ("batch", PartitionSpec.UNCONSTRAINED))
         return jnp.mean((x - batch["y"]) ** 2), statistics
 
     def make_batch(key: jax.Array) -> dict[str, jax.Array]:

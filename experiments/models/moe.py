@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import linen as nn
+from flax.linen.spmd import with_logical_constraint as named
 
 from experiments.models import gpt
 from experiments.models.model import Model
@@ -59,8 +60,10 @@ class MixtureOfExperts(nn.Module):
         up = self.param("up", initializer, (EXPERTS, width, hidden))
         down = self.param("down", initializer, (EXPERTS, hidden, width))
         dispatched = jnp.einsum("gsec,gsm->egcm", (combine > 0).astype(x.dtype), x)
+        dispatched = named(dispatched, ("experts", "expert_batch", "slot", "width"))
         inside = nn.gelu(jnp.einsum("egcm,emh->egch", dispatched, up))
         outside = jnp.einsum("egch,ehm->egcm", inside, down)
+        outside = named(outside, ("experts", "expert_batch", "slot", "width"))
         return jnp.einsum("gsec,egcm->gsm", combine, outside)
 
 
