@@ -1,0 +1,88 @@
+"""Memory reduced to what can bind: fewer times, and only the part of a usage that depends on the choice."""
+
+import numpy as np
+
+from cost.problem import Problem
+from diffshard.presolve.reduction import Reduction
+
+
+def compress_memory(problem: Problem) -> Reduction:
+    """Keeps the times at which the limit can bind and moves every usage's least part into a base profile.
+
+    Usage only rises where an interval starts, so its peaks are at starts followed by an end. A time at which even the
+    largest usages fit never binds. What all strategies of a node use is the same for every choice: it becomes a usage
+    of node 0 that does not depend on its strategy. Times are renumbered from 0.
+    """
+    limit = np.atleast_1d(np.asarray(problem.memory_limit, float))
+    usages = [(v, np.asarray(u, float).reshape(len(u), -1)) for v, u in zip(problem.usage_node, problem.usage, strict=True)]
+    intervals = np.asarray(problem.usage_interval, np.int64).reshape(-1, 2)
+    used = np.array([table.max(initial=0) > 0 for _, table in usages], bool)
+    usages, intervals = [usage for usage, keep in zip(usages, used, strict=True) if keep], intervals[used]
+    if not usages or np.isinf(limit).all():
+        return _reduction(problem, [], np.zeros((0, 2), np.int64), np.zeros((0, 1)))
+    intervals = _renumbered(intervals, _peaks(intervals))
+    devices = max([len(limit), *(table.shape[1] for _, table in usages)])
+    least = np.stack([np.broadcast_to(table.min(axis=0), (devices,)) for _, table in usages])
+    most = np.stack([np.broadcast_to(table.max(axis=0), (devices,)) for _, table in usages])
+    can_bind = np.flatnonzero((_profile(intervals, most) > limit).any(axis=1))
+    intervals = _renumbered(intervals, can_bind)
+    base = _profile(intervals, least, len(can_bind))
+    varying = (least < most).any(axis=1) & (intervals[:, 0] < intervals[:, 1])
+    joined: dict[tuple[int, int, int], np.ndarray] = {}
+    for k in np.flatnonzero(varying).tolist():
+        v, table = usages[k]
+        at = (int(v), *intervals[k].tolist())
+        joined[at] = joined.get(at, 0.0) + (table - table.min(axis=0))
+    rows = [(v, table) for (v, _, _), table in joined.items()]
+    intervals = np.array([at[1:] for at in joined], np.int64).reshape(-1, 2)
+    worst = _worst_times(intervals, base - limit)
+    return _reduction(problem, rows, _renumbered(intervals, worst), base[worst])
+
+
+def _worst_times(intervals: np.ndarray, over: np.ndarray) -> np.ndarray:
+    """Of times between which no varying usage starts or ends, those with the largest base, for each device."""
+    if not len(over):
+        return np.zeros(0, np.int64)
+    starts = np.unique(np.append(intervals.ravel(), 0))
+    starts = starts[starts < len(over)]
+    segment = np.searchsorted(starts, np.arange(len(over)), side="right")
+    kept = [np.lexsort((-column, segment))[np.searchsorted(segment, np.unique(segment))] for column in over.T]
+    return np.unique(np.concatenate(kept))
+
+
+def _peaks(intervals: np.ndarray) -> np.ndarray:
+    """Starts after which the next event is an end."""
+    times = np.unique(intervals)
+    is_start, is_end = np.isin(times, intervals[:, 0]), np.isin(times, intervals[:, 1])
+    return times[:-1][is_start[:-1] & is_end[1:]]
+
+
+def _renumbered(intervals: np.ndarray, times: np.ndarray) -> np.ndarray:
+    """Half-open intervals of positions in `times`."""
+    return np.searchsorted(times, intervals)
+
+
+def _profile(intervals: np.ndarray, amounts: np.ndarray, num_times: int | None = None) -> np.ndarray:
+    """`[T, D]`: the sum of the amounts `[K, D]` that are live at each time."""
+    num_times = int(intervals.max(initial=0)) if num_times is None else num_times
+    delta = np.zeros((num_times + 1, amounts.shape[1]))
+    np.add.at(delta, intervals[:, 0], amounts)
+    np.subtract.at(delta, intervals[:, 1], amounts)
+    return np.cumsum(delta, axis=0)[:num_times]
+
+
+def _reduction(problem: Problem, rows: list, intervals: np.ndarray, base: np.ndarray) -> Reduction:
+    """The base profile is added as usages of node 0, one for each time."""
+    scalar = base.shape[1] == 1 and np.ndim(problem.memory_limit) == 0
+    times = np.flatnonzero(base.any(axis=1))
+    if len(times):
+        size = len(problem.node_cost[0])
+        rows = [*rows, *((0, np.broadcast_to(base[t], (size, base.shape[1]))) for t in times)]
+        intervals = np.concatenate([intervals, np.stack([times, times + 1], axis=1)])
+    reduced = problem._replace(
+        usage_node=np.array([v for v, _ in rows], np.int64),
+        usage=[table[:, 0] if scalar else table for _, table in rows],
+        usage_interval=intervals,
+        memory_limit=problem.memory_limit if rows else np.inf,
+    )
+    return Reduction(reduced, 0.0, lambda choice: choice)
