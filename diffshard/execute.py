@@ -60,7 +60,7 @@ class Execution:
         for vertex, array in zip(self.graph.inputs, arguments, strict=True):
             self._bind(env, vertex, [array])
         for vertex, array in zip(self.graph.constants, self.graph.constant_arrays, strict=True):
-            self._bind(env, vertex, [self._constrain(array, vertex.results[0], self.layout.strategy[vertex.index].unreduced[0])])
+            self._bind(env, vertex, [array])
         self._steps(env, self.graph.block.steps)
         targets = zip(self.graph.outputs, self.out_specs, strict=True)
         return [self._read(env, output, spec) for output, spec in targets]
@@ -102,8 +102,7 @@ class Execution:
     def _gather(self, array: Any, value: Value, kept: Spec, steps: Sequence[Move]) -> Any:
         if value.result or not value.shape:
             return array
-        if self.graph.vertices[value.vertex].kind != "input":  # arguments come in with their sharding
-            array = self._constrain(array, value, kept)
+        array = self._constrain(array, value, kept)
         for move in steps:
             array = self._constrain(array, value, move.spec)
         return array

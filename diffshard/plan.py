@@ -6,7 +6,7 @@ from os import PathLike
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from cost.hardware import Hardware
 
@@ -193,7 +193,7 @@ class Plan:
         Raises:
           PlanError: the arguments have other shapes than the plan's, or the plan's mesh has no devices.
         """
-        mesh = self._devices("shard")
+        mesh = automatic(self._devices("shard"))
         dynamic = [a for i, a in enumerate(args) if i not in self.static_argnums]
         leaves, structure = jax.tree.flatten(tuple(dynamic))
         self.check_arguments(tuple(dynamic))
@@ -255,3 +255,11 @@ def partition_spec(spec: Spec) -> PartitionSpec:
 def dtype_name(array: Any) -> str:
     """The name of an array's dtype, of a Python number what JAX makes of it."""
     return str(array.dtype) if hasattr(array, "dtype") else str(jax.dtypes.canonicalize_dtype(type(array)))
+
+
+def automatic(mesh: Mesh | AbstractMesh) -> Any:
+    """The mesh with automatic axes: with explicit ones JAX wants shardings in the types, and a plan's are not there."""
+    types = (AxisType.Auto,) * len(mesh.axis_names)
+    if isinstance(mesh, Mesh):
+        return Mesh(mesh.devices, mesh.axis_names, axis_types=types)
+    return AbstractMesh(tuple(mesh.shape.values()), tuple(mesh.shape.keys()), axis_types=types)

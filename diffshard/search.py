@@ -6,13 +6,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from cost.hardware import Hardware
 from cost.presets import hardware_of, preset
 from diffshard.execute import Execution
 from diffshard.make_plan import InfeasibleError, layout_of, make_plan, space_of
-from diffshard.plan import Plan, PlanError, argument_paths
+from diffshard.plan import Plan, PlanError, argument_paths, automatic
 from diffshard.solve import Progress, Solver, resolve
 from search_spaces.sharding.graph import Graph, build_graph, feedback_of
 from search_spaces.sharding.space import dimensions_of
@@ -85,19 +85,22 @@ class Traced:
       args: the arguments without the static ones, abstract.
       paths: a name for each flat argument; `out_paths` for each flat result.
       out_tree: structure of the result.
-      kept: for each flat argument the sharding that it carries, or None.
+      static: the values of the static arguments.
+      kept: for each flat argument the spec that it carries, or None.
     """
 
     def __init__(self, searched: "Searched", args: Sequence[Any]):
         abstract = [a if i in searched.static_argnums else jax.tree.map(_abstract, a) for i, a in enumerate(args)]
-        with jax.sharding.use_abstract_mesh(searched.abstract_mesh):
+        # In a context mesh of explicit axes JAX would ask for a sharding in the types of every operation.
+        context = automatic(jax.sharding.get_abstract_mesh())
+        with jax.sharding.use_abstract_mesh(context):
             traced = jax.jit(searched.fn, static_argnums=searched.static_argnums or None).trace(*abstract)
+        self.static = [args[i] for i in searched.static_argnums]
         self.args = tuple(a for i, a in enumerate(abstract) if i not in searched.static_argnums)
         self.paths = argument_paths(self.args, searched.argument_names(len(args)))
-        leaves, self.out_tree = jax.tree.flatten(traced.out_info)
+        self.out_tree = jax.tree.structure(traced.out_info)
         self.out_paths = ["result" + jax.tree_util.keystr(p) for p, _ in jax.tree.leaves_with_path(traced.out_info)]
-        shapes = jax.tree.unflatten(self.out_tree, leaves)
-        feedback = feedback_of(shapes, [jax.tree.map(_sized, a) for a in self.args])
+        feedback = feedback_of(traced.out_info, self.args)
         self.graph: Graph = build_graph(traced.jaxpr, feedback, self.paths)
         dynamic = [a for i, a in enumerate(args) if i not in searched.static_argnums]
         self.kept = [searched.carried(leaf) for leaf in jax.tree.leaves(tuple(dynamic))]
@@ -124,8 +127,7 @@ class Searched:
             raise TypeError(f"`fn` must be a function of positional arguments, not {fn!r}.")
         if not isinstance(mesh, Mesh | AbstractMesh):
             raise TypeError(f"`mesh` must be a jax.sharding.Mesh or AbstractMesh, not {type(mesh).__name__}.")
-        self.fn, self.mesh = fn, _automatic(mesh)
-        self.abstract_mesh = self.mesh.abstract_mesh if isinstance(self.mesh, Mesh) else self.mesh
+        self.fn, self.mesh = fn, automatic(mesh)
         self.axis_names = tuple(str(name) for name in mesh.axis_names)
         self.axis_sizes = tuple(mesh.shape[name] for name in mesh.axis_names)
         self.hardware = _hardware(hardware, mesh)
@@ -139,7 +141,8 @@ class Searched:
             raise ValueError(f"`time_limit_s` must be a positive number of seconds or None, not {time_limit_s!r}.")
         self.memory_limit_bytes = float(limit)
         self.solver: str | Solver = "gradient" if solver is None else solver
-        resolve(self.solver)
+        if solver is not None:
+            resolve(solver)
         self.time_limit_s, self.key = time_limit_s, key
         self.donate_argnums = _argnums("donate_argnums", donate_argnums)
         self.static_argnums = _argnums("static_argnums", static_argnums)
@@ -203,12 +206,12 @@ class Searched:
     def _jitted(self, plan: Plan, traced: Traced, layout: Any, slow_first: Sequence[int]) -> Any:
         execution = Execution(traced.graph, layout, self.mesh, slow_first)
         wanted = [(t.shape, t.dtype) for t in plan.arguments]
-        static = self.static_argnums
+        static, values = self.static_argnums, traced.static
 
-        def run(*args: Any) -> Any:
+        def run(*args: Any) -> Any:  # traced once: what differs later is another plan's
             leaves = jax.tree.leaves(tuple(a for i, a in enumerate(args) if i not in static))
-            if [(tuple(x.shape), str(x.dtype)) for x in leaves] != wanted:
-                raise PlanError("arguments of other shapes than the plan's")
+            if [(tuple(x.shape), str(x.dtype)) for x in leaves] != wanted or [args[i] for i in static] != values:
+                raise PlanError("These arguments are not those that the plan was made for.")
             return jax.tree.unflatten(traced.out_tree, execution(*leaves))
 
         run.__name__ = getattr(self.fn, "__name__", "function")
@@ -294,18 +297,6 @@ def _abstract(leaf: Any) -> Any:
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=leaf.weak_type)
     aval = jax.typeof(leaf)
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False))
-
-
-def _sized(leaf: Any) -> Any:
-    return leaf
-
-
-def _automatic(mesh: Mesh | AbstractMesh) -> Mesh | AbstractMesh:
-    """The mesh with automatic axes: with explicit ones JAX would ask for every sharding in the types."""
-    types = (AxisType.Auto,) * len(mesh.axis_names)
-    if isinstance(mesh, Mesh):
-        return Mesh(mesh.devices, mesh.axis_names, axis_types=types)
-    return AbstractMesh(tuple(mesh.shape.values()), tuple(mesh.shape.keys()), axis_types=types)
 
 
 def _hardware(hardware: Hardware | str | None, mesh: Mesh | AbstractMesh) -> Hardware:

@@ -1,33 +1,42 @@
 """Equations whose rule Shardy cannot tell: what they lower to is opaque, a loop, or priced wrongly as its parts."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from jax.extend.core import JaxprEqn
 
 from search_spaces.sharding.factors import Factors, Mark
 from search_spaces.sharding.rule import Rule, rule_from_factors
 
+# fmt: off
 _HIGHER_ORDER = frozenset(
-    "pjit jit closed_call core_call custom_jvp_call custom_vjp_call custom_vjp_call_jaxpr custom_lin checkpoint remat "
-    "remat2 scan while cond shard_map xla_pmap run_state custom_linear_solve custom_root pallas_call".split()
+    ("pjit", "jit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr",
+     "checkpoint", "remat", "remat2", "scan", "while", "cond", "shard_map", "xla_pmap", "run_state", "pallas_call",
+     "custom_linear_solve", "custom_root", "custom_lin")
 )
 # Results equal in shape to operands that are handed through or computed entry by entry, though by a loop or a barrier.
 _ELEMENTWISE = frozenset(
-    "igamma igammac igamma_grad_a random_gamma_grad regularized_incomplete_beta "
-    "copy copy_p device_put optimization_barrier sharding_constraint".split()
+    ("igamma", "igammac", "igamma_grad_a", "random_gamma_grad", "regularized_incomplete_beta",
+     "copy", "copy_p", "device_put", "optimization_barrier", "sharding_constraint")
 )
 # Sharded along their axis these would be a window as wide as the array.
-_CUMULATIVE = frozenset("cumsum cumprod cummax cummin cumlogsumexp".split())
+_CUMULATIVE = frozenset({"cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"})
 # Batches of matrices: custom calls on CPU and GPU, partitionable along the batch alone.
 _MATRICES = frozenset(
-    "cholesky cholesky_update eig eigh geqrf geqp3 hessenberg householder_product lu qr ormqr schur svd symmetric_product "
-    "triangular_solve tridiagonal tridiagonal_solve".split()
+    ("cholesky", "cholesky_update", "triangular_solve", "lu", "qr", "geqrf", "geqp3", "householder_product", "ormqr",
+     "svd", "eig", "eigh", "schur", "hessenberg", "symmetric_product", "tridiagonal", "tridiagonal_solve")
 )
 _VECTORS = frozenset({"lu_pivots_to_permutation"})
 _SUMS = frozenset(
-    "dot_general ragged_dot ragged_dot_general conv_general_dilated reduce_sum reduce_window_sum gather scatter-add "
-    "scatter_add select_and_scatter_add select_and_gather_add add_any".split()
+    ("dot_general", "ragged_dot", "ragged_dot_general", "conv_general_dilated", "reduce_sum", "reduce_window_sum",
+     "gather", "scatter-add", "scatter_add", "select_and_scatter_add", "select_and_gather_add")
 )
+# fmt: on
+
+
+def shape_of(aval: Any) -> tuple[int, ...]:
+    """The shape of an abstract value; tokens and other values without one count as scalars."""
+    return tuple(getattr(aval, "shape", ()))
 
 
 def is_higher_order(equation: JaxprEqn) -> bool:
@@ -46,16 +55,16 @@ def reduction_adds(equation: JaxprEqn) -> bool:
 def exceptional_rule(equation: JaxprEqn) -> Rule | None:
     """The rule of an equation that Shardy has none or a wrong one for; None for all others."""
     name = equation.primitive.name
-    operands = [tuple(v.aval.shape) for v in equation.invars if hasattr(v.aval, "shape")]
-    results = [tuple(v.aval.shape) for v in equation.outvars if hasattr(v.aval, "shape")]
-    if len(operands) != len(equation.invars) or len(results) != len(equation.outvars):
-        return None
+    operands = [shape_of(v.aval) for v in equation.invars]
+    results = [shape_of(v.aval) for v in equation.outvars]
     if name in _ELEMENTWISE:
         return _elementwise(operands, results)
     if name in _CUMULATIVE:
         rule = _elementwise(operands, results)
         axis = equation.params["axis"]
         return Rule(rule.operands, rule.results, rule.sizes, need_replication=frozenset(rule.operands[0][axis]))
+    if name == "dynamic_update_slice":
+        return _dynamic_update_slice(operands)
     if name in _MATRICES or name in _VECTORS:
         return _batched(operands, results, len(operands[0]) - (2 if name in _MATRICES else 1))
     return None
@@ -71,6 +80,25 @@ def _elementwise(operands: Sequence[tuple[int, ...]], results: Sequence[tuple[in
         same = shape == results[partner]
         operand_dims.append(result_dims[partner] if same else [[factors.new(size)] for size in shape])
     return rule_from_factors(factors, operand_dims, result_dims)
+
+
+def _dynamic_update_slice(operands: Sequence[tuple[int, ...]]) -> Rule:
+    """Updated dimensions are sharded without communication only where the update has size one (a row of a cache).
+
+    Shardy allows more; XLA then gathers the operand.
+    """
+    factors = Factors()
+    whole, update = operands[:2]
+    marks = [
+        Mark.NONE if part in (1, size) else Mark.NEED_REPLICATION for part, size in zip(update, whole, strict=True)
+    ]
+    dims = [[factors.new(size, mark)] for size, mark in zip(whole, marks, strict=True)]
+    part_dims = [
+        dim if part == size else [factors.new(part, Mark.NEED_REPLICATION)]
+        for dim, part, size in zip(dims, update, whole, strict=True)
+    ]
+    scalars: list[list[list[int]]] = [[] for _ in operands[2:]]
+    return rule_from_factors(factors, [dims, part_dims, *scalars], [dims])
 
 
 def _batched(operands: Sequence[tuple[int, ...]], results: Sequence[tuple[int, ...]], num_batch_dims: int) -> Rule:

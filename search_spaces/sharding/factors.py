@@ -18,9 +18,9 @@ class Mark(enum.IntFlag):
 class Factors:
     """Sets of factors that must be sharded alike.
 
-    A dimension is a sequence of factors, major to minor. Equating two dimensions that are written with different factors
-    ([64] with [4, 16]) splits the larger factor wherever it occurs. Where no common refinement exists ([6, 4] with [4, 6])
-    the factors left over are marked `NEED_REPLICATION`.
+    A dimension is a sequence of factors, major to minor. Equating two dimensions that are written with different
+    factors ([64] with [4, 16]) splits the larger factor wherever it occurs. Where no common refinement exists ([6, 4]
+    with [4, 6]) the factors left over are marked `NEED_REPLICATION`.
     """
 
     def __init__(self) -> None:

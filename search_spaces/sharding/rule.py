@@ -48,8 +48,7 @@ def rule_from_factors(
 ) -> Rule:
     """Numbers the factors that operands and results mention, in order of appearance, and collects their marks.
 
-    Factors marked as reduction that are also in every result are none, and a factor that occurs twice in one array cannot
-    be sharded.
+    A factor that occurs twice in one array cannot be sharded.
     """
     leaves = [[factors.leaves(dimension) for dimension in array] for array in [*operands, *results]]
     for array in leaves:

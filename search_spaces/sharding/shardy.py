@@ -5,6 +5,7 @@ rules of one equation's operations are composed by equating the factors of the v
 cannot see is written by hand: `exceptions.py`.
 """
 
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
@@ -16,7 +17,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import sdy
 from jaxlib.mlir.passmanager import PassManager
 
-from search_spaces.sharding.exceptions import exceptional_rule, is_higher_order, reduction_adds
+from search_spaces.sharding.exceptions import exceptional_rule, is_higher_order, reduction_adds, shape_of
 from search_spaces.sharding.factors import Factors, Mark
 from search_spaces.sharding.rule import Rule, rule_from_factors
 
@@ -119,8 +120,8 @@ def _rules_of_module(equations: list[JaxprEqn], platform: str) -> list[Rule | No
     rules: list[Rule | None] = []
     for index, equation in enumerate(equations):
         # Random keys have a trailing dimension in StableHLO that they do not have in a jaxpr.
-        operand_ranks = [len(v.aval.shape) for v in equation.invars]
-        result_ranks = [len(v.aval.shape) for v in equation.outvars]
+        operand_ranks = [len(shape_of(v.aval)) for v in equation.invars]
+        result_ranks = [len(shape_of(v.aval)) for v in equation.outvars]
         factors, operands, results = composer.compose(f"equation_{index}")
         operands = [dims[:rank] for dims, rank in zip(operands, operand_ranks, strict=True)]
         results = [dims[:rank] for dims, rank in zip(results, result_ranks, strict=True)]
@@ -157,18 +158,21 @@ class _Composer:
         block = self._functions[name].regions[0].blocks[0]
         dims: dict[Any, _Dims] = {arg: [[factors.new(n)] for n in _shape(arg.type)] for arg in block.arguments}
         arguments = list(dims.values())
+        reaches_return: dict[Any, bool] = {}
         for op in block.operations:
             operation = op.operation
             if operation.name == "func.return":
                 return factors, arguments, [dims[value] for value in operation.operands]
             rule = self._operation_rule(operation)
-            self._apply(rule, operation, factors, dims)
+            partial = bool(rule.reduction) and _may_stay_partial(operation, reaches_return)
+            self._apply(rule, operation, Mark.REDUCTION if partial else Mark.NEED_REPLICATION, factors, dims)
         raise ValueError(f"`{name}` has no return.")
 
-    def _apply(self, rule: Rule, operation: Any, factors: Factors, dims: dict[Any, _Dims]) -> None:
+    @staticmethod
+    def _apply(rule: Rule, operation: Any, reduction: Mark, factors: Factors, dims: dict[Any, _Dims]) -> None:
         marks = dict.fromkeys(range(len(rule.sizes)), Mark.NONE)
         for members, mark in (
-            (rule.reduction, Mark.REDUCTION if _may_stay_partial(operation) else Mark.NEED_REPLICATION),
+            (rule.reduction, reduction),
             (rule.need_replication, Mark.NEED_REPLICATION),
             (rule.permutation, Mark.PERMUTATION),
             (rule.blocked_propagation, Mark.BLOCKED_PROPAGATION),
@@ -177,8 +181,11 @@ class _Composer:
                 marks[member] |= mark
         own = [factors.new(size, marks[index]) for index, size in enumerate(rule.sizes)]
         for value, array in zip(operation.operands, rule.operands, strict=True):
-            for known, dimension in zip(dims[value], array, strict=True):
+            for size, known, dimension in zip(_shape(value.type), dims[value], array, strict=True):
                 factors.equate(known, [own[index] for index in dimension])
+                # A convolution's rule gives the window's dimensions factors of size one: they stay whole.
+                if math.prod(rule.sizes[index] for index in dimension) < size:
+                    factors.mark(known, Mark.NEED_REPLICATION)
         for value, array in zip(operation.results, rule.results, strict=True):
             dims[value] = [[own[index] for index in dimension] for dimension in array]
 
@@ -233,32 +240,32 @@ def _rule_without_shardy(operation: Any) -> Rule:
     return rule_from_factors(factors, fresh[: len(operands)], fresh[len(operands) :])
 
 
-def _may_stay_partial(operation: Any) -> bool:
+def _may_stay_partial(operation: Any, reaches_return: dict[Any, bool]) -> bool:
     """Whether an operation's partial results reach the function's end, all of them and only in their own shape.
 
     A reduction that is used up inside (a mean that is subtracted, an index found by comparing values) would need its
     own all-reduce in between, which a rule cannot say.
     """
-    return all(_reaches_return(value) for value in operation.results)
+    return all(_reaches_return(value, reaches_return) for value in operation.results)
 
 
-def _reaches_return(value: Any) -> bool:
-    owners = [use.owner.operation for use in value.uses]
-    if not owners:
-        return False
-    return all(
-        owner.name == "func.return"
-        or (
-            len(owner.results) == 1
-            and _num_elements(owner.results[0]) == _num_elements(value)
-            and _reaches_return(owner.results[0])
+def _reaches_return(value: Any, known: dict[Any, bool]) -> bool:
+    if value not in known:
+        owners = [use.owner.operation for use in value.uses]
+        known[value] = bool(owners) and all(
+            owner.name == "func.return"
+            or (
+                len(owner.results) == 1
+                and _num_elements(owner.results[0]) == _num_elements(value)
+                and _reaches_return(owner.results[0], known)
+            )
+            for owner in owners
         )
-        for owner in owners
-    )
+    return known[value]
 
 
 def _num_elements(value: Any) -> int:
-    return int(np.prod(_shape(value.type)))
+    return math.prod(_shape(value.type))
 
 
 def _shape(type_: Any) -> tuple[int, ...]:
