@@ -39,6 +39,11 @@ def format_plan(plan: Plan) -> str:
     return "\n\n".join(parts)
 
 
+def short_name(function: str) -> str:
+    """A function's name without the functions that it was made in."""
+    return function.rsplit("<locals>.", 1)[-1]
+
+
 def format_spec(spec: Spec) -> str:
     """`replicated`, or for each dimension its mesh axes or a dot: `·, model`."""
     if not any(spec):
@@ -147,7 +152,7 @@ def _header(plan: Plan) -> str:
     mesh = " x ".join(f"{axis} {size}" for axis, size in plan.mesh_axes.items()) or "no axes"
     communication_s = plan.step_s - plan.compute_s
     lines = [
-        f"Plan of {plan.function} on {devices} device{'s' if devices != 1 else ''} ({mesh}), {plan.hardware.name}",
+        f"Plan of {short_name(plan.function)} on {devices} device{'s' if devices != 1 else ''} ({mesh}), {plan.hardware.name}",
         "",
         f"  step     {format_s(plan.step_s)} predicted: computing {format_s(plan.compute_s)}, "
         f"communicating {format_s(communication_s)}",
