@@ -125,7 +125,10 @@ class Execution:
     def _region(self, env: Environment, region: Region) -> None:
         name = region.equation.primitive.name
         run: dict[str, Callable[[Environment, Region], None]] = {
-            "scan": self._scan, "while": self._while, "cond": self._cond, **dict.fromkeys(REMAT, self._remat)
+            "scan": self._scan,
+            "while": self._while,
+            "cond": self._cond,
+            **dict.fromkeys(REMAT, self._remat),
         }
         run[name](env, region)
 
@@ -152,8 +155,10 @@ class Execution:
 
     def _initial(self, env: Environment, carries: Sequence[Vertex]) -> list[Any]:
         init = [self._read(env, c.operands[0], self.layout.strategy[c.index].operands[0]) for c in carries]
-        return [jax.numpy.asarray(x, c.results[0].dtype) if not hasattr(x, "dtype") else x
-                for x, c in zip(init, carries, strict=True)]
+        return [
+            jax.numpy.asarray(x, c.results[0].dtype) if not hasattr(x, "dtype") else x
+            for x, c in zip(init, carries, strict=True)
+        ]
 
     def _final(self, env: Environment, carries: Sequence[Vertex], arrays: Sequence[Any]) -> None:
         for vertex, array in zip(carries, arrays, strict=True):
@@ -176,8 +181,12 @@ class Execution:
 
         xs = [self._operands(env, vertex)[0] for vertex in region.slices]
         carry, ys = jax.lax.scan(
-            body, self._initial(env, region.carries), xs,
-            length=params["length"], reverse=params["reverse"], unroll=params["unroll"],
+            body,
+            self._initial(env, region.carries),
+            xs,
+            length=params["length"],
+            reverse=params["reverse"],
+            unroll=params["unroll"],
         )
         self._final(env, region.carries, carry)
         for stack, y in zip(stacks, ys, strict=True):

@@ -54,7 +54,9 @@ def make_plan(
             f"{dict(searched.mesh.shape)} needs at least {least:,.0f} bytes on each device. Give more memory or devices, "
             "donate the state (`donate_argnums`), or rematerialise (`jax.checkpoint`)."
         )
-    solution = solve(problem, solver=searched.solver, time_limit_s=searched.time_limit_s, key=searched.key, progress=progress)
+    solution = solve(
+        problem, solver=searched.solver, time_limit_s=searched.time_limit_s, key=searched.key, progress=progress
+    )
     if not solution.feasible:
         raise InfeasibleError(
             f"The solver found no plan within `memory_limit_bytes` {space.memory_limit_bytes:,.0f}: its best exceeds it by "
@@ -76,7 +78,8 @@ def make_plan(
         arguments=leaves,
         outputs=outputs,
         operations=tuple(
-            _operation(space, v, layout, float(seconds)) for v, seconds in zip(space.graph.vertices, compute, strict=True)
+            _operation(space, v, layout, float(seconds))
+            for v, seconds in zip(space.graph.vertices, compute, strict=True)
         ),
         compute_s=float(compute.sum()),
         collectives=tuple(PredictedCollective(*t) for t in transfers(space, choice, layout)),
@@ -186,7 +189,9 @@ def _tensors(
 def _outputs(space: ShardingSpace, traced: "Traced", layout: Layout) -> tuple[Tensor, ...]:
     found = []
     for output, argument, path in zip(space.graph.outputs, space.graph.feedback, traced.out_paths, strict=True):
-        shape, dtype = (output.shape, output.dtype) if isinstance(output, Value) else (output.aval.shape, output.aval.dtype)
+        shape, dtype = (
+            (output.shape, output.dtype) if isinstance(output, Value) else (output.aval.shape, output.aval.dtype)
+        )
         if argument is not None:
             spec = layout.strategy[space.graph.inputs[argument].index].unreduced[0]
         else:

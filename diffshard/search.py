@@ -14,8 +14,8 @@ from diffshard.execute import Execution
 from diffshard.make_plan import InfeasibleError, layout_of, make_plan, space_of
 from diffshard.plan import Plan, PlanError, argument_paths, automatic
 from diffshard.solve import Progress, Solver, resolve
+from search_spaces.sharding.candidates import dimensions_of
 from search_spaces.sharding.graph import Graph, build_graph, feedback_of
-from search_spaces.sharding.space import dimensions_of
 
 __all__ = ["InfeasibleError", "Searched", "apply", "search"]
 
@@ -68,7 +68,9 @@ def apply(plan: Plan, fn: Callable[..., Any], mesh: Mesh | AbstractMesh | None =
     """A function with a plan that was made before. See `Plan.apply`."""
     mesh = plan.mesh if mesh is None else mesh
     if mesh is None or dict(mesh.shape) != dict(plan.mesh_axes):
-        raise PlanError(f"The plan was made for the mesh {dict(plan.mesh_axes)}, not {dict(mesh.shape) if mesh else None}.")
+        raise PlanError(
+            f"The plan was made for the mesh {dict(plan.mesh_axes)}, not {dict(mesh.shape) if mesh else None}."
+        )
     found = Searched(
         fn, mesh, hardware=plan.hardware, memory_limit_bytes=plan.memory_limit_bytes,
         donate_argnums=plan.donate_argnums, static_argnums=plan.static_argnums,
@@ -136,7 +138,9 @@ class Searched:
                 self.hardware.link(name)
         limit = self.hardware.memory_bytes if memory_limit_bytes is None else memory_limit_bytes
         if isinstance(limit, bool) or not isinstance(limit, int | float) or not limit > 0:
-            raise ValueError(f"`memory_limit_bytes` must be a positive number of bytes or None, not {memory_limit_bytes!r}.")
+            raise ValueError(
+                f"`memory_limit_bytes` must be a positive number of bytes or None, not {memory_limit_bytes!r}."
+            )
         if time_limit_s is not None and not time_limit_s > 0:
             raise ValueError(f"`time_limit_s` must be a positive number of seconds or None, not {time_limit_s!r}.")
         self.memory_limit_bytes = float(limit)
@@ -280,7 +284,9 @@ class Searched:
             found[i] = dims
         return found
 
-    def _check_divides(self, path: str, spec: Any, dims: Sequence[tuple[int, ...] | None], shape: Sequence[int]) -> None:
+    def _check_divides(
+        self, path: str, spec: Any, dims: Sequence[tuple[int, ...] | None], shape: Sequence[int]
+    ) -> None:
         for d, (axes, n) in enumerate(zip(dims, shape, strict=True)):
             parts = 1
             for a in axes or ():

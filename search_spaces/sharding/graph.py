@@ -179,9 +179,7 @@ class _Builder:
         name: str = "",
     ) -> Vertex:
         weights = [weight] * len(operands) if operand_weight is None else list(operand_weight)
-        vertex = Vertex(
-            len(self.vertices), kind, equation, list(operands), weights, [], weight, self.position, name
-        )
+        vertex = Vertex(len(self.vertices), kind, equation, list(operands), weights, [], weight, self.position, name)
         self.vertices.append(vertex)
         for i, aval in enumerate(avals):
             shape, dtype = getattr(aval, "shape", ()), getattr(aval, "dtype", None)
@@ -296,8 +294,10 @@ class _Builder:
         condition = self.closed(params["cond_jaxpr"], [*operands[:n_cond], *carried], weight)
         body = self.closed(params["body_jaxpr"], [*operands[n_cond : n_cond + n_body], *carried], weight)
         self.close_carries(carries, body.outputs, weight)
-        self.notes.append(f"{source_info_util.summarize(equation.source_info)}: the length of this while loop is not "
-                          "known; it is priced as one trip.")
+        self.notes.append(
+            f"{source_info_util.summarize(equation.source_info)}: the length of this while loop is not "
+            "known; it is priced as one trip."
+        )
         return Region(equation, operands, [condition, body], [c.results[1] for c in carries], carries)
 
     def cond(self, equation: core.JaxprEqn, operands: list[Operand], weight: float) -> Region:

@@ -56,10 +56,12 @@ def transfers(space: ShardingSpace, choice: Sequence[int], layout: Layout) -> li
 
 def compute_seconds(space: ShardingSpace, layout: Layout) -> np.ndarray:
     """Seconds of arithmetic and memory traffic of each vertex in one step, `[vertices]`."""
-    return np.array([
-        float(space.compute_s(vertex, (strategy,))[0])
-        for vertex, strategy in zip(space.graph.vertices, layout.strategy, strict=True)
-    ])
+    return np.array(
+        [
+            float(space.compute_s(vertex, (strategy,))[0])
+            for vertex, strategy in zip(space.graph.vertices, layout.strategy, strict=True)
+        ]
+    )
 
 
 def change_costs(problem: Problem, choice: Sequence[int]) -> list[np.ndarray]:

@@ -27,6 +27,7 @@ class Prices:
                 self._slope[kind, axis] = float(collective_transfer_s(kind, 1.0, n, link)) if link else 0.0
         slow = sorted(range(len(axis_sizes)), key=lambda a: -self._slope["all_gather", a])
         self.slow_first = tuple(slow)
+        self.dearest_s_per_byte = max(self._slope.values(), default=0.0)
         self._pairs: dict[tuple[Spec, Spec], tuple[float, float]] = {}
         self._grids: dict[tuple[tuple[Spec, ...], tuple[Spec, ...]], tuple[np.ndarray, np.ndarray]] = {}
         self._matrices: dict[tuple, np.ndarray] = {}
@@ -50,7 +51,12 @@ class Prices:
         return latency * latency_share + slope * num_bytes
 
     def reshard_s(
-        self, sources: tuple[Spec, ...], targets: tuple[Spec, ...], num_bytes: float, latency_share: float, weight: float
+        self,
+        sources: tuple[Spec, ...],
+        targets: tuple[Spec, ...],
+        num_bytes: float,
+        latency_share: float,
+        weight: float,
     ) -> np.ndarray:
         """The transfer matrix `[sources, targets]`, seconds. Equal requests return the same array.
 

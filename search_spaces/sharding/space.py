@@ -10,15 +10,14 @@ import numpy as np
 from cost.compute import equation_dtype, equation_flops, roofline_s
 from cost.hardware import Hardware
 from cost.problem import Problem
+from search_spaces.sharding.candidates import Candidates, is_constrained
 from search_spaces.sharding.graph import Graph, Value, Vertex
 from search_spaces.sharding.lifetimes import CONTRACTIONS, Lifetimes, lifetimes
 from search_spaces.sharding.prices import Prices
-from search_spaces.sharding.resharding import Move, Spec, moves, replicated, shards, specs_of_shape
+from search_spaces.sharding.resharding import Spec, shards
 from search_spaces.sharding.rule import Rule
 from search_spaces.sharding.shardy import operation_rules
-from search_spaces.sharding.strategies import Strategy, holding, strategies_of_rule, whole
-
-MOST_STRATEGIES = 400
+from search_spaces.sharding.strategies import Strategy, strategies_of_specs
 
 
 class Node(NamedTuple):
@@ -81,7 +80,9 @@ class ShardingSpace:
     @cached_property
     def without_rule(self) -> list[Vertex]:
         """Operations that Shardy gives no rule for: they run whole on every device."""
-        return [v for v in self.graph.operations() if self.rules[v.index] is None and not _fixed(v, self.axis_names)]
+        return [
+            v for v in self.graph.operations() if self.rules[v.index] is None and not is_constrained(v, self.axis_names)
+        ]
 
     @cached_property
     def prices(self) -> Prices:
@@ -96,15 +97,19 @@ class ShardingSpace:
     @cached_property
     def nodes(self) -> list[Node]:
         """One node for each vertex, in order, then the hubs."""
-        nodes = [Node(v, None, self._strategies(v)) for v in self.graph.vertices]
+        shared = [len(readers) > 1 for readers in self._readers]
+        nodes = []
+        for vertex in self.graph.vertices:
+            given = self.given.get(vertex.index) if vertex.kind == "input" else None
+            copied = bool(vertex.results) and shared[vertex.results[0].id]
+            candidates = Candidates(self.axis_names, self.axis_sizes, self.prices.slow_first)
+            nodes.append(Node(vertex, None, candidates.of(vertex, self.rules[vertex.index], given, copied)))
         for value in self.graph.values:
             vertex = self.graph.vertices[value.vertex]
-            if vertex.kind in ("operation", "stack", "join") and value.shape and len(self._readers[value.id]) > 1:
-                specs = specs_of_shape(value.shape, self.axis_sizes)
-                nodes.append(Node(vertex, value, tuple(holding(s, self.axis_sizes) for s in specs)))
-            elif vertex.kind == "carry" and value.result == 1 and value.shape and len(self._readers[value.id]) > 1:
-                specs = specs_of_shape(value.shape, self.axis_sizes)
-                nodes.append(Node(vertex, value, tuple(holding(s, self.axis_sizes) for s in specs)))
+            # Arrays that are kept beside a gathered copy (arguments, what a loop's body reads) need no hub.
+            own_copy = vertex.kind in ("input", "constant", "slice") or (vertex.kind == "carry" and value.result == 0)
+            if value.shape and shared[value.id] and not own_copy:
+                nodes.append(Node(vertex, value, strategies_of_specs(value.shape, self.axis_sizes)))
         return nodes
 
     @cached_property
@@ -120,41 +125,6 @@ class ShardingSpace:
             if isinstance(output, Value) and argument is not None:
                 found[output.id].append((self.graph.inputs[argument], 0))
         return found
-
-    def _strategies(self, vertex: Vertex) -> tuple[Strategy, ...]:
-        rank = [len(o.shape) if isinstance(o, Value) else np.ndim(o.val) for o in vertex.operands]
-        ranks = rank, [len(r.shape) for r in vertex.results]
-        if vertex.kind == "operation":
-            fixed = _fixed(vertex, self.axis_names)
-            if fixed is not None:
-                return tuple(holding(s, self.axis_sizes) for s in self._allowed(vertex.results[0].shape, fixed))
-            rule = self.rules[vertex.index]
-            return (whole(*ranks),) if rule is None else strategies_of_rule(rule, self.axis_sizes, MOST_STRATEGIES)
-        value = vertex.results[0]
-        if vertex.kind == "stack":
-            specs = specs_of_shape(value.shape[1:], self.axis_sizes)
-            return tuple(_adapted(((s,), (((), *s),)), self.axis_sizes) for s in specs)
-        if vertex.kind == "join":
-            specs = specs_of_shape(value.shape, self.axis_sizes)
-            return tuple(_adapted(((s,) * len(rank), (s,)), self.axis_sizes) for s in specs)
-        given = self.given.get(vertex.index) if vertex.kind == "input" else None
-        stored = self._allowed(value.shape, given)
-        copies = len(self._readers[value.id]) > 1
-        return tuple(self._kept(vertex, s, used) for s in stored for used in (_coarser(s) if copies else (s,)))
-
-    def _allowed(self, shape: tuple[int, ...], given: Sequence[tuple[int, ...] | None] | None) -> list[Spec]:
-        specs = [s for s in specs_of_shape(shape, self.axis_sizes) if given is None or _fits(s, given)]
-        # One that splits unevenly or orders axes in its own way is not among ours, but it was asked for.
-        return specs or [tuple(axes or () for axes in given or ())]
-
-    def _kept(self, vertex: Vertex, stored: Spec, used: Spec) -> Strategy:
-        """An array that is stored one way and gathered for its readers: a parameter, a carry, a slice of a stack."""
-        gathers = moves(stored, used, self.axis_sizes, self.prices.slow_first)
-        results = (used, stored)[: len(vertex.results)]
-        operand = ((), *stored) if vertex.kind == "slice" else stored
-        reductions = (gathers, ())[: len(vertex.results)]
-        unreduced = (stored, stored)[: len(vertex.results)]
-        return Strategy((operand,) * len(vertex.operands), results, shards(stored, self.axis_sizes), reductions, unreduced)
 
     @cached_property
     def problem(self) -> Problem:
@@ -239,8 +209,19 @@ class ShardingSpace:
     def _node_cost(self, node: Node) -> np.ndarray:
         if node.hub is not None:
             return np.zeros(len(node.strategies))
-        compute = self.compute_s(node.vertex, node.strategies)
+        compute = self.compute_s(node.vertex, node.strategies) + self.holding_s(node.vertex, node.strategies)
         return compute + np.array([self.reduction_s(node, s) for s in node.strategies])
+
+    def holding_s(self, vertex: Vertex, strategies: Sequence[Strategy]) -> np.ndarray:
+        """A thousandth of the time to read what an argument keeps: of plans as fast as each other the smaller wins.
+
+        Keeping gradients and optimiser state sharded (ZeRO) moves as many bytes as plain data parallelism does.
+        """
+        if vertex.kind != "input":
+            return np.zeros(len(strategies))
+        rate = self.hardware.memory_bytes_per_s
+        s_per_byte = 1e-3 / rate if np.isfinite(rate) else 1e-6 * self.prices.dearest_s_per_byte
+        return s_per_byte * np.array([self.local_bytes(vertex.results[0], s.unreduced[0]) for s in strategies])
 
     # Edges
 
@@ -310,8 +291,15 @@ class ShardingSpace:
             if node != value.vertex:
                 add(node, [self.local_bytes(value, s.results[0]) for s in strategies], start, end)
                 continue
-            add(node, [self.local_bytes(value, s.unreduced[result] if _keeps(s, result) else s.results[result])
-                       for s in strategies], start, end)
+            add(
+                node,
+                [
+                    self.local_bytes(value, s.unreduced[result] if _keeps(s, result) else s.results[result])
+                    for s in strategies
+                ],
+                start,
+                end,
+            )
             copy = [self.local_bytes(value, s.results[result]) if _keeps(s, result) else 0.0 for s in strategies]
             if any(copy):
                 add(node, copy, first_use[value.id], max(self.graph.values[value.id].dies + 2, first_use[value.id] + 1))
@@ -334,57 +322,3 @@ class ShardingSpace:
 def _keeps(strategy: Strategy, result: int) -> bool:
     """Whether an array is kept beside its gathered copy."""
     return any(m.kind == "all_gather" for m in strategy.reductions[result])
-
-
-def _adapted(specs: tuple[tuple[Spec, ...], tuple[Spec, ...]], sizes: tuple[int, ...]) -> Strategy:
-    operands, results = specs
-    return Strategy(operands, results, shards(results[0], sizes), ((),) * len(results), results)
-
-
-def _coarser(spec: Spec) -> list[Spec]:
-    """The specs that gathering along some of a spec's axes leaves, itself first."""
-    axes = [a for dim in spec for a in dim]
-    found = []
-    for kept in range(2 ** len(axes) - 1, -1, -1):
-        left = {a for i, a in enumerate(axes) if kept >> i & 1}
-        found.append(tuple(tuple(a for a in dim if a in left) for dim in spec))
-    return found
-
-
-def _fits(spec: Spec, given: Sequence[tuple[int, ...] | None]) -> bool:
-    return all(wanted is None or tuple(wanted) == axes for axes, wanted in zip(spec, given, strict=True))
-
-
-def _fixed(vertex: Vertex, axis_names: Sequence[str]) -> list[tuple[int, ...] | None] | None:
-    """The spec that the function itself constrains a value to (`with_sharding_constraint`), or None."""
-    equation = vertex.equation
-    if equation is None or equation.primitive.name != "sharding_constraint":
-        return None
-    spec = getattr(equation.params["sharding"], "spec", None)
-    if spec is None:
-        return None
-    return dimensions_of(spec, len(vertex.results[0].shape), axis_names)
-
-
-def dimensions_of(spec, rank: int, axis_names: Sequence[str]) -> list[tuple[int, ...] | None]:
-    """A `PartitionSpec` as axis indices for each dimension; None where it leaves a dimension unconstrained.
-
-    Raises:
-      ValueError: the spec has more entries than the array has dimensions or names an axis that the mesh has not.
-    """
-    if len(spec) > rank:
-        raise ValueError(f"a spec {spec} of {len(spec)} entries does not fit an array of {rank} dimensions.")
-    dims: list[tuple[int, ...] | None] = []
-    for entry in spec:
-        names = () if entry is None else entry if isinstance(entry, tuple) else (entry,)
-        if names and not isinstance(names[0], str):  # PartitionSpec.UNCONSTRAINED
-            dims.append(None)
-            continue
-        for name in names:
-            if name not in axis_names:
-                raise ValueError(f"a spec {spec} names the axis {name!r}; the mesh has {tuple(axis_names)}.")
-        dims.append(tuple(axis_names.index(name) for name in names))
-    return dims + [()] * (rank - len(dims))
-
-
-__all__ = ["Layout", "Move", "Node", "ShardingSpace", "dimensions_of", "replicated"]
