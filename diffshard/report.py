@@ -152,7 +152,8 @@ def _header(plan: Plan) -> str:
     mesh = " x ".join(f"{axis} {size}" for axis, size in plan.mesh_axes.items()) or "no axes"
     communication_s = plan.step_s - plan.compute_s
     lines = [
-        f"Plan of {short_name(plan.function)} on {devices} device{'s' if devices != 1 else ''} ({mesh}), {plan.hardware.name}",
+        f"Plan of {short_name(plan.function)} on {devices} device{'s' if devices != 1 else ''} ({mesh}), "
+        f"{plan.hardware.name}",
         "",
         f"  step     {format_s(plan.step_s)} predicted: computing {format_s(plan.compute_s)}, "
         f"communicating {format_s(communication_s)}",

@@ -1,0 +1,8 @@
+"""`python -m diffshard` is the command `diffshard`."""
+
+import sys
+
+from diffshard.command_line import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,54 @@
+"""Shows a search on stderr while it runs: one live line on a terminal, plain lines elsewhere."""
+
+import math
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TextIO
+
+from rich.console import Console
+
+from diffshard.solve import Progress
+
+_LINES_APART_S = 0.5  # plain lines go to logs, where hundreds of improvements help nobody
+
+
+@contextmanager
+def shown(what: str, format_cost: Callable[[float], str], stream: TextIO | None = None) -> Iterator[Progress]:
+    """A `progress` function for solvers that shows the best cost and the bound for as long as the context lasts.
+
+    Args:
+      what: what is being done: "searching step".
+      format_cost: how a cost is written, its unit included.
+      stream: where to; None is stderr.
+    """
+    out = sys.stderr if stream is None else stream
+    if out.isatty():
+        with Console(file=out).status(what) as status:
+
+            def live(seconds: float, cost: float, lower_bound: float) -> None:
+                status.update(f"{what}: {_state(seconds, cost, lower_bound, format_cost)}")
+
+            yield live
+        return
+    print(what, file=out, flush=True)
+    last_s, last_line = -math.inf, ""
+
+    def plain(seconds: float, cost: float, lower_bound: float) -> None:
+        nonlocal last_s, last_line
+        last_line = f"  {_state(seconds, cost, lower_bound, format_cost)}"
+        if time.perf_counter() - last_s >= _LINES_APART_S:
+            print(last_line, file=out, flush=True)
+            last_s, last_line = time.perf_counter(), ""
+
+    yield plain
+    if last_line:
+        print(last_line, file=out, flush=True)
+
+
+def _state(seconds: float, cost: float, lower_bound: float, format_cost: Callable[[float], str]) -> str:
+    best = f"best {format_cost(cost)}" if math.isfinite(cost) else "nothing feasible yet"
+    bound = f", lower bound {format_cost(lower_bound)}" if math.isfinite(lower_bound) else ""
+    gap = f", gap {(cost - lower_bound) / abs(cost):.2%}" if bound and math.isfinite(cost) and cost else ""
+    return f"{seconds:.1f} s, {best}{bound}{gap}"
