@@ -36,7 +36,29 @@ def compress_memory(problem: Problem) -> Reduction:
     rows = [(v, table) for (v, _, _), table in joined.items()]
     intervals = np.array([at[1:] for at in joined], np.int64).reshape(-1, 2)
     worst = _worst_times(intervals, base - limit)
-    return _reduction(problem, rows, _renumbered(intervals, worst), base[worst])
+    intervals, base = _renumbered(intervals, worst), base[worst]
+    return _reduction(_without_misfits(problem, rows, intervals, limit - base), rows, intervals, base)
+
+
+def _without_misfits(problem: Problem, rows: list, intervals: np.ndarray, room: np.ndarray) -> Problem:
+    """Forbids strategies that exceed the limit even when every other node takes its least."""
+    at: dict[int, list[int]] = {}
+    for k, (v, _) in enumerate(rows):
+        at.setdefault(int(v), []).append(k)
+    node_cost = list(problem.node_cost)
+    for v, usages in at.items():
+        cuts = np.unique(intervals[usages])
+        least_room = np.minimum.reduceat(room, cuts[:-1], axis=0)  # between two events of the node, `[cuts - 1, D]`
+        if cuts[-1] < len(room):
+            least_room[-1] = room[cuts[-2] : cuts[-1]].min(axis=0)
+        used = np.zeros((len(node_cost[v]), *least_room.shape))
+        for k in usages:
+            first, last = np.searchsorted(cuts, intervals[k])
+            used[:, first:last] += rows[k][1][:, None, :]
+        fits = (used <= least_room).all(axis=(1, 2))
+        if fits.any() and not fits.all():  # where none fits the problem is infeasible, and the solver says by how much
+            node_cost[v] = np.where(fits, node_cost[v], np.inf)
+    return problem._replace(node_cost=node_cost)
 
 
 def _worst_times(intervals: np.ndarray, over: np.ndarray) -> np.ndarray:

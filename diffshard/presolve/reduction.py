@@ -34,9 +34,9 @@ def unchanged(problem: Problem) -> Reduction:
     return Reduction(problem, 0.0, lambda choice: choice)
 
 
-def chain(problem: Problem, steps: tuple[Callable[[Problem], Reduction], ...]) -> Reduction:
-    """One reduction after the other, as one."""
-    done = unchanged(problem)
+def chain(first: Problem | Reduction, steps: tuple[Callable[[Problem], Reduction], ...]) -> Reduction:
+    """One reduction after the other, as one; the first may have been made already."""
+    done = unchanged(first) if isinstance(first, Problem) else first
     for step in steps:
         done = _after(done, step(done.problem))
     return done

@@ -1,0 +1,120 @@
+"""Climbing the dual: sweeps of messages, and prices on memory and on loads that follow the relaxed choice.
+
+The relaxed choice is the softmax of the costs with all messages absorbed; its memory and loads are the gradient of the
+smoothed dual with respect to their prices. Prices take multiplicative steps along it while the temperature falls.
+"""
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+
+from diffshard.dual import Sweep, lay_out, sweep
+from diffshard.flat import Flat, memory_price, memory_use
+
+_GAIN = 3.0  # 10 is slow and 30 fails
+_LEAST_RATE = 0.02
+_TEMPERATURES = 0.3, 1e-3  # first and last, of the bound for each node
+_PRICE_FLOOR = 1e-5  # of the bound for one whole limit
+_ROUNDING = 1e-12  # of the numbers summed: more than float64's sums can err
+
+
+class Prices(NamedTuple):
+    """Lagrange multipliers.
+
+    Attributes:
+      memory: `[T, D]` cost of each byte at each time.
+      load: `[D']` on the simplex, the part of each device's time that counts; empty where there are no loads.
+    """
+
+    memory: np.ndarray
+    load: np.ndarray
+
+
+def no_prices(flat: Flat) -> Prices:
+    """Memory is free, and every device's time counts alike."""
+    devices = flat.load.shape[1]
+    return Prices(np.zeros(flat.base.shape), np.full(devices, 1 / max(devices, 1)))
+
+
+def priced(flat: Flat, prices: Prices) -> np.ndarray:
+    """`[N]` node costs with their memory and loads at these prices."""
+    cost = flat.cost + flat.load @ prices.load
+    return cost + memory_price(flat, prices.memory) if prices.memory.any() else cost
+
+
+def credit(flat: Flat, prices: Prices) -> float:
+    """What a bound with these prices gives back for the limits."""
+    binding = np.isfinite(flat.limit)
+    return float((prices.memory * (flat.base - flat.limit))[:, binding].sum()) if prices.memory.any() else 0.0
+
+
+class Ascent:
+    """The state of the climb. `step` is one iteration; `certified` turns the best of it into a valid bound."""
+
+    def __init__(self, flat: Flat):
+        self.flat = flat
+        self.layout: Sweep = lay_out(flat)
+        self.scale = _scale(flat)
+        # Forbidden entries become finite, or differences of infinities would be NaN; the certificate takes them as they are.
+        self.prices = no_prices(flat)
+        self.messages = np.zeros(self.layout.num_messages + 1, np.float32)
+        self.bound = -math.inf
+        self.best = (self.messages.copy(), self.prices)
+        self.absorbed = flat.cost
+
+    def step(self, progress: float) -> float:
+        """One sweep at the current prices, then a step of the prices; `progress` goes from 0 to 1. Returns the bound."""
+        cost = priced(self.flat, self.prices).astype(np.float32)
+        bound, self.absorbed = sweep(self.layout, np.minimum(cost, _CEILING), self.messages)
+        bound += credit(self.flat, self.prices)
+        if bound > self.bound:
+            self.bound, self.best = bound, (self.messages.copy(), self.prices)
+        if self.flat.base.size or self.flat.load.shape[1]:
+            self._reprice(progress)
+        return bound
+
+    def _reprice(self, progress: float) -> None:
+        flat, size = self.flat, max(abs(self.bound), 1e-3 * self.scale)
+        rate = _LEAST_RATE**progress
+        hot, cold = _TEMPERATURES
+        temperature = size / len(flat.sizes) * hot * (cold / hot) ** progress
+        weights = softmax_rows(flat, self.absorbed, temperature)
+        memory, load = self.prices
+        if flat.base.size:
+            over = memory_use(flat, flat.usage.T @ weights) / np.maximum(flat.limit, 1e-30) - 1
+            floor = _PRICE_FLOOR * size / np.maximum(flat.limit, 1e-30)
+            memory = np.maximum(memory, floor) * np.exp(_GAIN * rate * np.clip(over, -0.1, 0.3))
+            memory = np.where(memory <= floor, 0.0, memory)
+        if flat.load.shape[1]:
+            loads = weights @ flat.load
+            load = load * np.exp(rate * (loads / max(loads.max(), 1e-30) - 1))
+            load = load / load.sum()
+        self.prices = Prices(memory, load)
+
+    def certified(self) -> float:
+        """The best bound, computed again in float64 with the costs as they are."""
+        messages, prices = self.best
+        layout = lay_out(self.flat, np.float64)
+        cost = priced(self.flat, prices)
+        bound, _ = sweep(layout, np.minimum(cost, float(_CEILING)), messages.astype(np.float64))
+        numbers = np.abs(np.where(np.isfinite(cost), cost, 0)).sum() + np.abs(messages).sum(dtype=np.float64)
+        return bound + credit(self.flat, prices) - _ROUNDING * (numbers + abs(bound))
+
+
+_CEILING = np.float32(1e30)
+
+
+def softmax_rows(flat: Flat, cost: np.ndarray, temperature: float) -> np.ndarray:
+    """`[N]` the softmax of -cost / temperature for each node."""
+    starts = flat.start[:-1]
+    least = np.repeat(np.minimum.reduceat(cost, starts), flat.sizes)
+    weights = np.exp((least - cost) / max(temperature, 1e-30))
+    return weights / np.repeat(np.add.reduceat(weights, starts), flat.sizes)
+
+
+def _scale(flat: Flat) -> float:
+    """A size of costs: the mean over nodes of the spread of theirs and their edges' costs."""
+    finite = flat.cost[np.isfinite(flat.cost)]
+    entries = flat.entries[np.isfinite(flat.entries)]
+    return float(np.abs(finite).max(initial=0) + np.abs(entries).max(initial=0)) or 1.0

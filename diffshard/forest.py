@@ -1,0 +1,177 @@
+"""Forest moves: all nodes of an induced forest choose anew at once, exactly, given the choices of the others.
+
+A `Forest` is laid out once, level by level, and used many times, for several price vectors at a time.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from diffshard.flat import Flat, ragged
+
+
+class _Level(NamedTuple):
+    """The nodes at one depth below their roots, n of them, and their edges to their parents."""
+
+    node: np.ndarray  # [n]
+    parent: np.ndarray  # [n]
+    entries: np.ndarray  # [Σ S_parent * S_node] the matrices, a row for each strategy of the parent
+    own: np.ndarray  # the same length: positions of the node's strategies
+    row: np.ndarray  # [Σ S_parent] where each row starts in `entries`
+    above: np.ndarray  # [Σ S_parent] positions of the parent's strategies
+    matrix: np.ndarray  # [n] where the matrix starts in the problem's entries
+    size: np.ndarray  # [n]
+    start: np.ndarray  # [n]
+
+
+class Forest(NamedTuple):
+    """An induced forest of the graph.
+
+    Attributes:
+      node: its nodes.
+      tree: which of the trees each belongs to, numbered from 0.
+      num_trees: how many there are.
+      roots: where each tree starts.
+      levels: deepest first, without the roots.
+      edge: the directed edges inside the forest.
+    """
+
+    node: np.ndarray
+    tree: np.ndarray
+    num_trees: int
+    roots: np.ndarray
+    levels: list[_Level]
+    edge: np.ndarray
+
+
+def grow(flat: Flat, order: np.ndarray) -> Forest:
+    """The nodes of `order`, one after the other, each taken unless it closes a cycle with those before it."""
+    taken, boss = _acyclic(flat, order)
+    members = np.flatnonzero(taken)
+    inside = np.flatnonzero(taken[flat.source] & taken[flat.target])
+    near: dict[int, list[tuple[int, int]]] = {v: [] for v in members.tolist()}
+    for e, u, v in zip(inside.tolist(), flat.source[inside].tolist(), flat.target[inside].tolist(), strict=True):
+        near[u].append((v, e))
+    roots, tree, layers = _layers(order[taken[order]], near)
+    del boss
+    levels = [_level(flat, np.array(layer, np.int64)) for layer in reversed(layers)]
+    return Forest(members, tree[members], len(roots), np.array(roots, np.int64), levels, inside)
+
+
+def _acyclic(flat: Flat, order: np.ndarray) -> tuple[np.ndarray, list[int]]:
+    first, target = flat.first.tolist(), flat.target.tolist()
+    boss = list(range(len(flat.sizes)))
+    taken = [False] * len(boss)
+    for v in order.tolist():
+        met = set()
+        for u in target[first[v] : first[v + 1]]:
+            if taken[u]:
+                while boss[u] != u:
+                    boss[u] = boss[boss[u]]
+                    u = boss[u]
+                if u in met:
+                    break
+                met.add(u)
+        else:
+            taken[v] = True
+            for u in met:
+                boss[u] = v
+    return np.array(taken, bool), boss
+
+
+def _layers(order: np.ndarray, near: dict) -> tuple[list[int], np.ndarray, list[list[tuple[int, int, int]]]]:
+    """Breadth first from a root of each tree: the layers below the roots as (node, parent, edge to the parent)."""
+    tree = np.full(max(near, default=-1) + 1, -1)
+    roots: list[int] = []
+    layers: list[list[tuple[int, int, int]]] = []
+    for root in order.tolist():
+        if tree[root] >= 0:
+            continue
+        number = len(roots)
+        roots.append(root)
+        tree[root] = number
+        layer, depth = [root], 0
+        while layer:
+            below = []
+            for u in layer:
+                for v, e in near[u]:
+                    if tree[v] < 0:
+                        tree[v] = number
+                        below.append((v, u, e))
+            if below:
+                if depth == len(layers):
+                    layers.append([])
+                layers[depth] += below
+            layer, depth = [v for v, _, _ in below], depth + 1
+    return roots, tree, layers
+
+
+def _level(flat: Flat, layer: np.ndarray) -> _Level:
+    node, parent, edge = layer.T  # the edge leads from parent to node: its matrix has the parent's strategies as rows
+    size, above = flat.sizes[node], flat.sizes[parent]
+    matrix = flat.matrix[edge]
+    row = np.cumsum(np.repeat(size, above))
+    own = ragged(np.repeat(flat.start[node], above), np.repeat(size, above))
+    return _Level(
+        node=node,
+        parent=parent,
+        entries=flat.entries[ragged(matrix, size * above)],
+        own=own,
+        row=np.concatenate([[0], row[:-1]]),
+        above=ragged(flat.start[parent], above),
+        matrix=matrix,
+        size=size,
+        start=flat.start[node],
+    )
+
+
+def best_choices(flat: Flat, forest: Forest, field: np.ndarray, choice: np.ndarray) -> np.ndarray:
+    """The best strategies of the forest's nodes for each of P fields.
+
+    Args:
+      flat: the problem.
+      forest: of it.
+      field: `[P, N]` what each strategy costs, given `choice` for all neighbours; changed in place.
+      choice: `[V]`.
+
+    Returns:
+      `[P, V]`; outside the forest as in `choice`.
+    """
+    edge = forest.edge
+    if len(edge):  # inside the forest the neighbours are not given
+        target = flat.target[edge]
+        size = flat.sizes[target]
+        at = ragged(flat.matrix[edge] + choice[flat.source[edge]] * size, size)
+        given = np.zeros(field.shape[1])
+        np.add.at(given, ragged(flat.start[target], size), flat.entries[at])
+        field -= given
+    for level in forest.levels:
+        through = np.take(field, level.own, axis=1)
+        through += level.entries
+        np.add.at(field, (slice(None), level.above), np.minimum.reduceat(through, level.row, axis=1))
+    best = np.repeat(choice[None], len(field), axis=0)
+    _argmin(flat, field, forest.roots, best)
+    for level in reversed(forest.levels):
+        for p in range(len(field)):
+            at = ragged(level.matrix + best[p, level.parent] * level.size, level.size)
+            own = ragged(level.start, level.size)
+            best[p, level.node] = _first_least(field[p, own] + flat.entries[at], level.size)
+    return best
+
+
+def _argmin(flat: Flat, field: np.ndarray, nodes: np.ndarray, best: np.ndarray) -> None:
+    size = flat.sizes[nodes]
+    own = ragged(flat.start[nodes], size)
+    for p in range(len(field)):
+        best[p, nodes] = _first_least(field[p, own], size)
+
+
+def _first_least(numbers: np.ndarray, size: np.ndarray) -> np.ndarray:
+    """For each run of `size` numbers the position of the first smallest."""
+    start = np.cumsum(size) - size
+    least = np.repeat(np.minimum.reduceat(numbers, start), size)
+    hits = np.flatnonzero(numbers == least)
+    run = np.searchsorted(start, hits, side="right") - 1
+    first = np.ones(len(hits), bool)
+    first[1:] = run[1:] != run[:-1]
+    return hits[first] - start
