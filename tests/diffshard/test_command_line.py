@@ -1,0 +1,203 @@
+"""The command from its words to its exit code, files and both output streams."""
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from cost.problem import Problem
+from diffshard import contest
+from diffshard.command_line import main
+from diffshard.plan import Plan
+from diffshard.progress import shown
+from tests.diffshard.small_plan import small_plan
+
+MODULE = """
+import jax, jax.numpy as jnp
+
+def step(w, x):
+    gradient = jax.grad(lambda w: jnp.square(x @ w).mean())(w)
+    return w - 0.1 * gradient
+
+def args():
+    return jnp.ones((8, 8)), jnp.ones((16, 8))
+
+def shapes():
+    return jax.ShapeDtypeStruct((8, 8), "float32"), jax.ShapeDtypeStruct((16, 8), "float32")
+
+def broken(w, x):
+    raise RuntimeError("no such luck")
+
+number = 3
+"""
+
+
+@pytest.fixture
+def module(tmp_path, monkeypatch):
+    (tmp_path / "user_module.py").write_text(MODULE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    yield tmp_path
+    sys.modules.pop("user_module", None)
+
+
+def search(*more, function="step", args="args", mesh="data=2,model=2", hardware="h100"):
+    words = ["search", f"user_module:{function}", "--args", f"user_module:{args}", "--mesh", mesh]
+    return main([*words, "--hardware", hardware, "--solver", "exact", *more])
+
+
+@pytest.mark.parametrize("args", ["args", "shapes"])
+def test_search_prints_saves_and_draws(module, capsys, args):
+    assert search("-o", "plan.json", "--html", "plan.html", "--donate", "0", "--memory-limit", "1GiB", args=args) == 0
+    out, err = capsys.readouterr()
+    assert "Plan of step on 4 devices (data 2 x model 2), H100-80GB" in out
+    assert "1.00 GiB" in out
+    assert err.startswith("searching user_module:step\n")
+    assert "best " in err
+    plan = Plan.load("plan.json")
+    assert plan.donate_argnums == (0,)
+    assert [t.path for t in plan.arguments] == ["w", "x"]
+    assert (module / "plan.html").read_text().startswith("<!doctype html>")
+    assert main(["show", "plan.json"]) == 0
+    assert capsys.readouterr().out == out
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ({"function": "stepp"}, "user_module has no 'stepp'"),
+        ({"function": "number"}, "is int, not a function"),
+        ({"hardware": "h300"}, "'h300' is unknown; there are v100"),
+    ],
+)
+def test_usage_errors_have_code_2(module, capsys, words, said):
+    assert search(**words) == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--mesh", "data=0"], "is not AXIS=N"),
+        (["--mesh", "data=2,data=2"], "'data' is there twice"),
+        (["--memory-limit", "80XB"], "is not a positive size"),
+        (["--time-limit", "nan"], "is not a positive number"),
+        (["--donate", "x"], "is not a list of argument numbers"),
+    ],
+)
+def test_words_that_cannot_be_meant_have_code_2(module, capsys, words, said):
+    with pytest.raises(SystemExit, match="2"):
+        search(*words)
+    assert said in capsys.readouterr().err
+
+
+def test_missing_modules_folders_and_solvers_have_code_2(module, capsys):
+    assert main(["search", "nowhere:f", "--args", "nowhere:g", "--mesh", "x=2", "--hardware", "h100"]) == 2
+    assert "there is no module 'nowhere'" in capsys.readouterr().err
+    assert search("-o", "missing/plan.json") == 2
+    assert "not a file in a folder" in capsys.readouterr().err
+    assert search("--solver", "magic") == 2
+    assert "must be one of" in capsys.readouterr().err
+
+
+def test_failures_have_code_1_and_leave_no_files(module, capsys):
+    assert search("--memory-limit", "100B", "-o", "plan.json") == 1
+    assert "needs at least" in capsys.readouterr().err
+    assert search("-o", "plan.json", function="broken") == 1
+    assert "RuntimeError: no such luck" in capsys.readouterr().err
+    assert sorted(p.name for p in module.iterdir() if p.name != "__pycache__") == ["user_module.py"]
+
+
+def test_show_refuses_what_is_no_plan(tmp_path, capsys):
+    assert main(["show", str(tmp_path / "none.json")]) == 2
+    (tmp_path / "bad.json").write_text("{")
+    assert main(["show", str(tmp_path / "bad.json")]) == 1
+    assert "is no plan" in capsys.readouterr().err
+    small_plan().save(tmp_path / "plan.json")
+    assert main(["show", str(tmp_path / "plan.json"), "--html", str(tmp_path / "plan.html")]) == 0
+    assert "<!doctype html>" in (tmp_path / "plan.html").read_text()
+
+
+def instance(path, limit):
+    """Two nodes and an edge; the best choice (0, 1) costs 1 + 2 + 3 and needs 5 + 6 bytes at time 1."""
+    costs = [np.array([1, 9]), np.array([9, 2])]
+    problem = Problem(
+        costs, np.array([[0, 1]]), [np.array([[50, 3], [4, 50]])], np.arange(2),
+        [np.array([5, 2]), np.array([3, 6])], np.array([[0, 2], [1, 3]]), limit,
+    )  # fmt: skip
+    contest.write(problem, path)
+
+
+def test_solve_writes_the_solution(tmp_path, capsys):
+    instance(tmp_path / "two.json.gz", 11)
+    words = ["solve", str(tmp_path / "two.json.gz"), "--solver", "exhaustive", "--time-limit", "20"]
+    assert main([*words, "--output", str(tmp_path / "solution.json")]) == 0
+    found = json.loads((tmp_path / "solution.json").read_text())
+    assert found["choice"] == [0, 1]
+    assert (found["cost"], found["lower_bound"], found["feasible"]) == (6, 6, True)
+    assert 0 < found["seconds"] < 20
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "optimal: cost 6" in err
+    assert main(words) == 0
+    assert json.loads(capsys.readouterr().out)["choice"] == [0, 1]
+
+
+def test_infeasible_instances_have_code_1_and_still_the_least_bad_choice(tmp_path, capsys):
+    instance(tmp_path / "two.json", 4)
+    assert main(["solve", str(tmp_path / "two.json"), "--solver", "exhaustive"]) == 1
+    out, err = capsys.readouterr()
+    assert json.loads(out)["feasible"] is False
+    assert json.loads(out)["excess"] == 1  # 2 + 3 bytes
+    assert "infeasible: the best choice exceeds the limit by 1" in err
+
+
+def test_damaged_instances_have_code_1(tmp_path, capsys):
+    (tmp_path / "bad.json.gz").write_bytes(b"\x1f\x8bnot gzip")
+    assert main(["solve", str(tmp_path / "bad.json.gz")]) == 1
+    assert "is not gzipped JSON" in capsys.readouterr().err
+    assert main(["solve", str(tmp_path / "none.json")]) == 2
+
+
+def test_plot_is_a_picture_and_its_name_is_checked_first(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    instance(tmp_path / "two.json", 11)
+    words = ["solve", str(tmp_path / "two.json"), "--solver", "exhaustive", "--plot"]
+    assert main([*words, str(tmp_path / "curve.svg")]) == 0
+    assert "<svg" in (tmp_path / "curve.svg").read_text()
+    capsys.readouterr()
+    assert main([*words, str(tmp_path / "curve.xyz")]) == 2
+    assert "must end in one of" in capsys.readouterr().err
+
+
+def test_interrupting_before_there_is_a_choice_has_code_1(monkeypatch, tmp_path, capsys):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    instance(tmp_path / "two.json", 11)
+    monkeypatch.setattr("diffshard.command_line.solve", interrupted)
+    assert main(["solve", str(tmp_path / "two.json")]) == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "interrupted before there was anything to show" in err
+
+
+def test_progress_goes_out_as_plain_lines_and_the_last_is_never_lost(capsys):
+    with shown("working", str) as progress:
+        for i in range(100):
+            progress(i / 10, 100.0 - i, 0.5)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "working"
+    assert 2 <= len(lines) < 10
+    assert lines[-1] == "  9.9 s, best 1.0, lower bound 0.5, gap 50.00%"
+
+
+def test_python_dash_m_is_the_same_command():
+    found = subprocess.run(
+        [sys.executable, "-m", "diffshard", "--help"], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert found.returncode == 0
+    assert "search" in found.stdout
+    assert found.stderr == ""
