@@ -10,15 +10,22 @@ import gzip
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend import core
 
 from cost.collectives import CollectiveKind, collective_s, collective_sent_bytes
+from cost.compute import equation_work, roofline_s
+from cost.hardware import Hardware
 from cost.presets import preset
 from diffshard.calibrate import calibrate, fit_latency_and_slope, median_s
+from diffshard.search import search
+from experiments.models import gpt, mlp, resnet
+from experiments.models.model import Model
+from experiments.models.model import arguments as arguments_of
 
 PROFILES = Path(__file__).parents[2] / "shared/data/v100_collective_profiles.csv.gz"
 # A call that has nothing to send takes this long there; so do calls whose groups have less than an element each.
@@ -119,12 +126,65 @@ def _loop_s(function: Callable[[jax.Array], jax.Array], x: jax.Array, repeats: i
     return median_s(lambda: loop(x), repeats)
 
 
+class StepTime(NamedTuple):
+    """A whole training step on one device, seconds: measured, predicted, and predicted as if nothing were fused."""
+
+    model: str
+    measured_s: float
+    predicted_s: float
+    unfused_s: float
+
+
+def whole_steps(models: Sequence[Model], hardware: Hardware, repeats: int) -> list[StepTime]:
+    """Times steps on one device against the sum of the rooflines of their equations.
+
+    Args:
+      models: what to run.
+      hardware: of one device, measured: what the predictions are for.
+      repeats: the time of a step is the median of so many.
+    """
+    mesh = jax.sharding.Mesh(jax.devices()[:1], ("one",))
+    found = []
+    for model in models:
+        state, batch = arguments_of(model)
+        plan = search(model.step, mesh, hardware=hardware, memory_limit_bytes=np.inf, solver="exhaustive").plan(
+            state, batch
+        )
+        jaxpr = jax.make_jaxpr(model.step)(state, batch)
+        unfused_s = sum(_unfused_s(equation, hardware) for equation in jaxpr.jaxpr.eqns)
+        seconds = _step_s(model, state, batch, repeats)
+        found.append(StepTime(model.name, seconds, plan.compute_s, unfused_s))
+    return found
+
+
+def _step_s(model: Model, state: Any, batch: Any, repeats: int) -> float:
+    """Seconds of a step that reuses its state's memory, as in training; new pages would cost as much again."""
+    step = jax.jit(model.step, donate_argnums=0)
+    states = [jax.tree.map(jnp.copy, state)]
+
+    def call() -> jax.Array:
+        new, loss = step(states.pop(), batch)
+        states.append(new)
+        return loss
+
+    return median_s(call, repeats)
+
+
+def _unfused_s(equation: core.JaxprEqn, hardware: Hardware) -> float:
+    bodies = [p for p in equation.params.values() if isinstance(p, core.ClosedJaxpr)]
+    if bodies and "scan" not in equation.primitive.name:
+        return sum(_unfused_s(inner, hardware) for body in bodies for inner in body.jaxpr.eqns)
+    work = equation_work(equation)
+    return float(roofline_s(work.flops, work.num_bytes, work.dtype, hardware))
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Prints all tables."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--profiles", type=Path, default=PROFILES)
     parser.add_argument("--size", type=int, default=8192, help="elements of an elementwise function")
     parser.add_argument("--matrix-size", type=int, default=1024)
+    parser.add_argument("--width", type=int, default=256, help="of the models whose steps are timed")
     parser.add_argument("--repeats", type=int, default=7)
     options = parser.parse_args(arguments)
     if options.profiles.exists():
@@ -144,6 +204,32 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(f"  {name:10} {weight:6.1f}")
     mesh = jax.make_mesh((len(jax.devices()),), ("devices",), axis_types=(jax.sharding.AxisType.Auto,))
     print("\nthis machine:", calibrate(mesh, matrix_size=options.matrix_size, repeats=options.repeats))
+    one = jax.sharding.Mesh(jax.devices()[:1], ("one",))
+    hardware = calibrate(one, dtypes=("float32",), matrix_size=options.matrix_size, repeats=options.repeats)
+    print("\nstep on one device       measured   predicted   without fusion")
+    for t in whole_steps(_models(options.width), hardware, options.repeats):
+        print(
+            f"  {t.model:20} {t.measured_s * 1e3:8.2f} ms {t.predicted_s * 1e3:8.2f} ms {t.unfused_s * 1e3:10.2f} ms"
+            f"   {t.predicted_s / t.measured_s - 1:+.0%} {t.unfused_s / t.measured_s - 1:+.0%}"
+        )
+
+
+def _models(width: int) -> list[Model]:
+    heads = max(1, width // 64)
+    return [
+        mlp.make(layers=6, width=2 * width, batch=4 * width),
+        mlp.make(layers=6, width=4 * width, batch=width // 8),
+        gpt.make(
+            layers=2,
+            batch=8,
+            width=width,
+            heads=heads,
+            key_value_heads=heads,
+            sequence=width // 2,
+            vocabulary=8 * width,
+        ),
+        resnet.make(batch=max(8, width // 8)),
+    ]
 
 
 if __name__ == "__main__":
