@@ -1,0 +1,126 @@
+"""HLO in every spelling that the CPU and GPU backends write, and real programs of the CPU backend."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from diffshard.collectives import hlo_collectives, replica_groups
+
+MESH = {"data": 2, "model": 4}
+BY_MODEL = [[0, 1, 2, 3], [4, 5, 6, 7]]
+BY_DATA = [[0, 4], [1, 5], [2, 6], [3, 7]]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("replica_groups={{0,1,2,3},{4,5,6,7}}", BY_MODEL),
+        ("replica_groups={{0,4},{1,5},{2,6},{3,7}}, dimensions={0}", BY_DATA),
+        ("replica_groups={}, to_apply=%add", [list(range(8))]),
+        ("replica_groups=[2,4]<=[8]", BY_MODEL),
+        ("replica_groups=[4,2]<=[2,4]T(1,0)", BY_DATA),
+        ("replica_groups=mesh['axis_0'=2,'axis_1'=4] {'axis_1'}", BY_MODEL),
+        ("replica_groups=mesh['axis_0'=2,'axis_1'=4] {'axis_0'}", BY_DATA),
+        ("replica_groups=mesh['a'=8] {'a'}", [list(range(8))]),
+        ("replica_groups=mesh['a'=8] {'a':(2)4}", BY_MODEL),
+        ("replica_groups=mesh['a'=8] {'a':(1)2}", BY_DATA),
+        ("replica_groups=mesh['x'=1,'y'=4,'z'=2], device_ids=([2,4]T(1,0)) {'z'}", BY_DATA),
+        ("replica_groups=mesh['y'=2,'z'=2], device_ids=(3,1,2,0) {'z'}", [[3, 1], [2, 0]]),
+    ],
+)
+def test_replica_groups_in_each_spelling(text, expected):
+    assert replica_groups(f"channel_id=1, {text}, metadata={{}}", 8) == expected
+
+
+def test_an_unknown_spelling_is_refused():
+    with pytest.raises(ValueError, match="known spelling"):
+        replica_groups("replica_groups=~everyone", 8)
+
+
+GPU = """\
+HloModule jit_step, is_scheduled=true, entry_computation_layout={(f32[8]{0})->f32[8]{0}}, num_partitions=8
+
+%add (x: f32[], y: f32[]) -> f32[] {
+  %x = f32[] parameter(0)
+  ROOT %sum = f32[] add(%x, %x)
+}
+
+%body (p: (s32[], f32[16,8])) -> (s32[], f32[16,8]) {
+  %p = (s32[], f32[16,8]{1,0}) parameter(0)
+  %all-reduce-start = (f32[16,8]{1,0}, bf16[4]{0}) all-reduce-start(%a, %b), replica_groups=[2,4]<=[8], to_apply=%add, metadata={op_name="jit(step)/while/dot_general"}
+  %all-reduce-done = (f32[16,8]{1,0}, bf16[4]{0}) all-reduce-done(%all-reduce-start)
+  ROOT %t = (s32[], f32[16,8]{1,0}) tuple(%i, %r)
+}
+
+%inner (p: f32[8]) -> f32[8] {
+  %p = f32[8]{0} parameter(0)
+  ROOT %permute = f32[8]{0:T(256)} collective-permute(%p), source_target_pairs={{0,1},{1,2},{2,3},{3,0}}
+}
+
+%cheap (p: f32[8]) -> f32[8] {
+  ROOT %p = f32[8]{0} parameter(0)
+}
+
+ENTRY %main.1_spmd (x: f32[8]) -> f32[8] {
+  %x = f32[8]{0} parameter(0)
+  %ag = ((bf16[4,256]{0,1}, f32[2]{0}), (bf16[8,256]{0,1}, f32[4]{0})) all-gather-start(%x, %y), channel_id=1, replica_groups=[4,2]<=[2,4]T(1,0), dimensions={0}
+  %ag.done = (bf16[8,256]{0,1}, f32[4]{0}) all-gather-done(%ag)
+  %rs = ((f32[32]{0}), f32[8]{0}) reduce-scatter-start(%z), replica_groups=mesh['a'=2,'b'=4] {'b'}, dimensions={0}, to_apply=%add
+  %rs.done = f32[8]{0} reduce-scatter-done(%rs)
+  %a2a = (f32[1,5]{1,0}, f32[1,5]{1,0}, f32[1,5]{1,0}, /*index=3*/f32[1,5]{1,0}) all-to-all(%s, %s, %s, %s), replica_groups={{0,1,2,3},{4,5,6,7}}
+  %whole = f32[4,5]{1,0} all-to-all(%s), replica_groups={{0,1,2,3},{4,5,6,7}}, dimensions={0}
+  %cp = (f32[8]{0}, f32[8]{0}, u32[], u32[]) collective-permute-start(%x), source_target_pairs={{0,4},{4,0},{1,5},{5,1}}
+  %alone = f32[8]{0} all-reduce(%x), replica_groups=[8,1]<=[8], to_apply=%add
+  %w = (s32[], f32[16,8]{1,0}) while(%init), condition=%cheap, body=%body, backend_config={"known_trip_count":{"n":"6"}}
+  %c = f32[8]{0} conditional(%which, %x, %x), branch_computations={%cheap, %inner}
+  %async = ((f32[8]{0}), f32[8]{0}, s32[]) async-start(%x), calls=%inner
+  ROOT %done = f32[8]{0} async-done(%async)
+}
+"""  # noqa: E501 instructions are lines
+
+
+def test_every_form_of_a_gpu_program():
+    found = hlo_collectives(GPU, MESH)
+    assert [(c.kind, c.axes, c.num_devices, c.num_bytes, c.num_tensors, c.count) for c in found] == [
+        ("all_gather", ("data",), 2, 8 * 256 * 2 + 4 * 4, 2, 1),
+        ("reduce_scatter", ("model",), 4, 32 * 4, 1, 1),
+        ("all_to_all", ("model",), 4, 4 * 4 * 5 * 4, 1, 1),
+        ("all_to_all", ("model",), 4, 4 * 4 * 5 * 4, 1, 1),
+        ("collective_permute", ("data",), 4, 8 * 4, 1, 1),
+        ("all_reduce", ("model",), 4, 16 * 8 * 4 + 4 * 2, 2, 6),
+        ("collective_permute", ("model",), 4, 8 * 4, 1, 1),
+        ("collective_permute", ("model",), 4, 8 * 4, 1, 1),
+    ]
+    assert found[0].dtype == "bf16+f32"
+    assert found[5].source == "jit(step)/while/dot_general"
+
+
+def test_text_that_is_no_module_is_refused():
+    with pytest.raises(ValueError, match="ENTRY"):
+        hlo_collectives("not HLO", MESH)
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    return jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+
+
+def test_a_program_of_the_cpu_backend(mesh):
+    """Column and row parallel in a loop: one all-reduce of the local activations each trip; then one gather."""
+    place = functools.partial(jax.tree.map, lambda spec: NamedSharding(mesh, spec))
+
+    @functools.partial(jax.jit, in_shardings=place((P("data"), P(None, "model"), P("model"))), out_shardings=place(P()))
+    def function(x, w, v):
+        x, _ = lax.scan(lambda x, _: (jnp.tanh(x @ w) @ v, None), x, None, length=5)
+        return lax.with_sharding_constraint(x, place(P("data")))
+
+    shapes = ((16, 32), (32, 64), (64, 32))
+    program = function.lower(*(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)).compile().as_text()
+    assert program is not None
+    found = {(c.kind, c.axes, c.num_bytes, c.count) for c in hlo_collectives(program, mesh.shape)}
+    assert found == {("all_reduce", ("model",), 8 * 32 * 4.0, 5.0), ("all_gather", ("data",), 16 * 32 * 4.0, 1.0)}

@@ -1,0 +1,57 @@
+"""Compiling for GPUs that are not there; the compilation itself needs the extra `gpu-compile`."""
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from diffshard import gpu_target
+from diffshard.gpu_target import A100, H100, gpu_mesh
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_a_mesh_must_fill_whole_hosts():
+    with pytest.raises(ValueError, match="gpus_per_host"):
+        gpu_mesh({"data": 3, "model": 4})
+
+
+def test_a_missing_plugin_is_named_with_what_to_install(monkeypatch):
+    monkeypatch.setattr(gpu_target.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(RuntimeError, match=r"diffshard\[gpu-compile\]"):
+        gpu_mesh({"model": 8})
+
+
+@pytest.mark.parametrize("target", [H100, A100])
+def test_the_target_in_xlas_text_form(target):
+    text = target.to_proto_text()
+    assert text.count("{") == text.count("}") == 3
+    assert f"core_count: {target.num_cores} " in text
+    assert f"device_memory_size: {target.memory_bytes} " in text
+
+
+SCRIPT = """
+import jax, jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec as P
+from diffshard.collectives import hlo_collectives
+from diffshard.gpu_target import gpu_mesh
+
+mesh = gpu_mesh({"data": 2, "model": 4})
+place = lambda *specs: jax.tree.map(lambda s: NamedSharding(mesh, s), specs)
+step = jax.jit(lambda x, w, v: (x @ w) @ v, in_shardings=place(P("data"), P(None, "model"), P("model")),
+               out_shardings=place(P("data", "model"))[0])
+shapes = ((64, 128), (128, 256), (256, 128))
+compiled = step.lower(*(jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in shapes)).compile()
+found = [(c.kind, c.axes, c.num_bytes) for c in hlo_collectives(compiled.as_text(), mesh.shape)]
+assert found == [("reduce_scatter", ("model",), 32 * 128 * 2.0)], found
+assert compiled.memory_analysis().argument_size_in_bytes == (32 * 128 + 128 * 64 + 64 * 128) * 2
+"""
+
+
+@pytest.mark.skipif(importlib.util.find_spec("jax_cuda12_plugin") is None, reason="needs the extra gpu-compile")
+def test_a_reduce_scatter_is_one_on_the_gpu_target():
+    # A process of its own: JAX looks for plugins once, when its first backend starts.
+    result = subprocess.run([sys.executable, "-c", SCRIPT], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr[-2000:]
