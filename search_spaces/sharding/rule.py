@@ -1,8 +1,12 @@
 """How an operation's dimensions relate: Shardy's OpShardingRule as plain data."""
 
+import dataclasses
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+from jax.extend.core import JaxprEqn
 
 from search_spaces.sharding.factors import Factors, Mark
 
@@ -75,3 +79,22 @@ def rule_from_factors(
         blocked_propagation=marked(Mark.BLOCKED_PROPAGATION),
         reduction_is_sum=reduction_is_sum,
     )
+
+
+def with_windows_whole(equation: JaxprEqn, rule: Rule) -> Rule:
+    """The rule of a convolution with its window's dimensions marked as moving data between neighbours.
+
+    Shardy calls the window of a kernel's gradient a plain reduction, but neighbours' borders enter it (measured: XLA
+    exchanges them by permutes). Dimensions without overlap stay as they are.
+    """
+    if equation.primitive.name != "conv_general_dilated":
+        return rule
+    p = equation.params
+    numbers = p["dimension_numbers"]
+    moved = set(rule.permutation)
+    for d, (i, k, o) in enumerate(zip(numbers.lhs_spec[2:], numbers.rhs_spec[2:], numbers.out_spec[2:], strict=True)):
+        window, image = (math.prod(rule.sizes[f] for f in dims) for dims in (rule.operands[1][k], rule.operands[0][i]))
+        plain = p["window_strides"][d] == p["lhs_dilation"][d] == p["rhs_dilation"][d] == 1 and not any(p["padding"][d])
+        if not (plain and window in (1, image)):
+            moved.update(f for dims in (rule.operands[0][i], rule.operands[1][k], rule.results[0][o]) for f in dims)
+    return dataclasses.replace(rule, permutation=frozenset(moved), reduction=rule.reduction - moved)

@@ -19,7 +19,7 @@ from jaxlib.mlir.passmanager import PassManager
 
 from search_spaces.sharding.exceptions import exceptional_rule, is_higher_order, reduction_adds, shape_of
 from search_spaces.sharding.factors import Factors, Mark
-from search_spaces.sharding.rule import Rule, rule_from_factors
+from search_spaces.sharding.rule import Rule, rule_from_factors, with_windows_whole
 
 _RULES_PASS = "builtin.module(func.func(sdy-populate-op-sharding-rules))"
 # Random bits are a loop on CPU and a custom call on GPU; only the TPU lowering is made of operations that have rules.
@@ -125,7 +125,8 @@ def _rules_of_module(equations: list[JaxprEqn], platform: str) -> list[Rule | No
         factors, operands, results = composer.compose(f"equation_{index}")
         operands = [dims[:rank] for dims, rank in zip(operands, operand_ranks, strict=True)]
         results = [dims[:rank] for dims, rank in zip(results, result_ranks, strict=True)]
-        rules.append(rule_from_factors(factors, operands, results, reduction_is_sum=reduction_adds(equation)))
+        rule = rule_from_factors(factors, operands, results, reduction_is_sum=reduction_adds(equation))
+        rules.append(with_windows_whole(equation, rule))
     return rules
 
 
