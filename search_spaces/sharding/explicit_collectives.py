@@ -133,11 +133,18 @@ class _Reader:
             pairs = _integers(operation.attributes["source_target_pairs"])
             axes, num_devices = axes_of_pairs([(s, t) for s, t in pairs], self.axis_sizes), len(pairs)
         else:
-            groups = _integers(operation.attributes["replica_groups"])
-            axes, num_devices = axes_of_groups(groups, self.axis_sizes), len(groups[0])
+            axes, num_devices = self._manual_groups(operation.attributes["replica_groups"])
         size = result if kind == "all_gather" else operand
         factor = num_devices if kind == "all_to_all" else 1
         return Collective(kind, axes, num_devices, size * factor, dtype, 1, count, (), _location(operation))
+
+    def _manual_groups(self, attribute: Any) -> tuple[tuple[str, ...], int]:
+        """Axes and size of groups, which JAX writes as devices before 0.11 and as axes of a mesh since."""
+        names = re.findall(r'axis_ref<name = "([^"]+)"', str(attribute))
+        if names:
+            return self._axes(" ".join(f'"{name}"' for name in names))
+        groups = _integers(attribute)
+        return axes_of_groups(groups, self.axis_sizes), len(groups[0])
 
     def _axes(self, text: str) -> tuple[tuple[str, ...], int]:
         """Axis names in the mesh's order and the number of devices that they span, of a list like `{"x", "y":(1)2}`."""
