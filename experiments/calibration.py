@@ -10,7 +10,7 @@ import gzip
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ import numpy as np
 from jax.extend import core
 
 from cost.collectives import CollectiveKind, collective_s, collective_sent_bytes
-from cost.compute import equation_work, roofline_s
+from cost.compute import equation_work, jaxpr_flops
 from cost.hardware import Hardware
 from cost.presets import preset
 from diffshard.calibrate import calibrate, fit_latency_and_slope, median_s
@@ -28,6 +28,12 @@ from experiments.models.model import Model
 from experiments.models.model import arguments as arguments_of
 
 PROFILES = Path(__file__).parents[2] / "shared/data/v100_collective_profiles.csv.gz"
+MODELS: dict[str, Callable[[int], Model]] = {
+    "wide batch": lambda width: mlp.make(layers=6, width=2 * width, batch=4 * width),
+    "wide layers": lambda width: mlp.make(layers=6, width=4 * width, batch=width // 8),
+    "gpt": lambda width: gpt.make(batch=8, width=width, sequence=width // 2, vocabulary=8 * width),
+    "resnet": lambda width: resnet.make(batch=max(8, width // 8)),
+}
 # A call that has nothing to send takes this long there; so do calls whose groups have less than an element each.
 _EMPTY_CALL_S = 20e-6
 
@@ -126,56 +132,63 @@ def _loop_s(function: Callable[[jax.Array], jax.Array], x: jax.Array, repeats: i
     return median_s(lambda: loop(x), repeats)
 
 
-class StepTime(NamedTuple):
-    """A whole training step on one device, seconds: measured, predicted, and predicted as if nothing were fused."""
+class StepWork(NamedTuple):
+    """A whole training step on one device: what the model says against what XLA says and the clock.
+
+    Attributes:
+      flops, compiled_flops: predicted, and XLA's count of the compiled program.
+      moved_bytes, unfused_bytes, compiled_bytes: memory traffic predicted, as if nothing were fused, and XLA's count.
+      predicted_s, measured_s: seconds.
+    """
 
     model: str
-    measured_s: float
+    flops: float
+    compiled_flops: float
+    moved_bytes: float
+    unfused_bytes: float
+    compiled_bytes: float
     predicted_s: float
-    unfused_s: float
+    measured_s: float
 
 
-def whole_steps(models: Sequence[Model], hardware: Hardware, repeats: int) -> list[StepTime]:
-    """Times steps on one device against the sum of the rooflines of their equations.
+def whole_step(model: Model, hardware: Hardware, repeats: int) -> StepWork:
+    """Runs a step on one device and predicts it.
 
     Args:
-      models: what to run.
-      hardware: of one device, measured: what the predictions are for.
-      repeats: the time of a step is the median of so many.
+      model: what to run.
+      hardware: measured on one device: what the predicted seconds are for.
+      repeats: the time is the median of so many steps.
     """
     mesh = jax.sharding.Mesh(jax.devices()[:1], ("one",))
-    found = []
-    for model in models:
-        state, batch = arguments_of(model)
-        plan = search(model.step, mesh, hardware=hardware, memory_limit_bytes=np.inf, solver="exhaustive").plan(
-            state, batch
-        )
-        jaxpr = jax.make_jaxpr(model.step)(state, batch)
-        unfused_s = sum(_unfused_s(equation, hardware) for equation in jaxpr.jaxpr.eqns)
-        seconds = _step_s(model, state, batch, repeats)
-        found.append(StepTime(model.name, seconds, plan.compute_s, unfused_s))
-    return found
+    state, batch = arguments_of(model)
 
+    def predicted(hardware: Hardware) -> float:
+        searched = search(model.step, mesh, hardware=hardware, memory_limit_bytes=np.inf, solver="exhaustive")
+        return searched.plan(state, batch).compute_s
 
-def _step_s(model: Model, state: Any, batch: Any, repeats: int) -> float:
-    """Seconds of a step that reuses its state's memory, as in training; new pages would cost as much again."""
-    step = jax.jit(model.step, donate_argnums=0)
-    states = [jax.tree.map(jnp.copy, state)]
+    moved_bytes = predicted(Hardware("a second for each byte", np.inf, 1.0, np.inf, {}))
+    compiled = jax.jit(model.step, donate_argnums=0).lower(state, batch).compile()
+    cost = compiled.cost_analysis() or {}
+    jaxpr = jax.make_jaxpr(model.step)(state, batch)
+    unfused_bytes = sum(_unfused_bytes(equation) for equation in jaxpr.jaxpr.eqns)
+    states = [state]
 
-    def call() -> jax.Array:
-        new, loss = step(states.pop(), batch)
+    def call() -> jax.Array:  # reuses its state's memory, as in training: new pages would cost as much again
+        new, loss = compiled(states.pop(), batch)
         states.append(new)
         return loss
 
-    return median_s(call, repeats)
+    predicted_s, measured_s = predicted(hardware), median_s(call, repeats)
+    compiled_flops, compiled_bytes = cost.get("flops", np.nan), cost.get("bytes accessed", np.nan)
+    work = (jaxpr_flops(jaxpr), compiled_flops, moved_bytes, unfused_bytes, compiled_bytes)
+    return StepWork(model.name, *work, predicted_s, measured_s)
 
 
-def _unfused_s(equation: core.JaxprEqn, hardware: Hardware) -> float:
+def _unfused_bytes(equation: core.JaxprEqn) -> float:
     bodies = [p for p in equation.params.values() if isinstance(p, core.ClosedJaxpr)]
-    if bodies and "scan" not in equation.primitive.name:
-        return sum(_unfused_s(inner, hardware) for body in bodies for inner in body.jaxpr.eqns)
-    work = equation_work(equation)
-    return float(roofline_s(work.flops, work.num_bytes, work.dtype, hardware))
+    if bodies:
+        return sum(_unfused_bytes(inner) for body in bodies for inner in body.jaxpr.eqns)
+    return equation_work(equation).num_bytes
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -185,6 +198,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--size", type=int, default=8192, help="elements of an elementwise function")
     parser.add_argument("--matrix-size", type=int, default=1024)
     parser.add_argument("--width", type=int, default=256, help="of the models whose steps are timed")
+    parser.add_argument("--models", nargs="*", choices=MODELS, default=list(MODELS))
     parser.add_argument("--repeats", type=int, default=7)
     options = parser.parse_args(arguments)
     if options.profiles.exists():
@@ -206,30 +220,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print("\nthis machine:", calibrate(mesh, matrix_size=options.matrix_size, repeats=options.repeats))
     one = jax.sharding.Mesh(jax.devices()[:1], ("one",))
     hardware = calibrate(one, dtypes=("float32",), matrix_size=options.matrix_size, repeats=options.repeats)
-    print("\nstep on one device       measured   predicted   without fusion")
-    for t in whole_steps(_models(options.width), hardware, options.repeats):
+    print("\nsteps on one device, predicted / XLA's own count: operations, bytes, bytes without fusion; and seconds")
+    for make in options.models:
+        model = MODELS[make](options.width)
+        w = whole_step(model, hardware, options.repeats)
         print(
-            f"  {t.model:20} {t.measured_s * 1e3:8.2f} ms {t.predicted_s * 1e3:8.2f} ms {t.unfused_s * 1e3:10.2f} ms"
-            f"   {t.predicted_s / t.measured_s - 1:+.0%} {t.unfused_s / t.measured_s - 1:+.0%}"
+            f"  {w.model:16} {w.flops / w.compiled_flops:6.2f} {w.moved_bytes / w.compiled_bytes:6.2f} "
+            f"{w.unfused_bytes / w.compiled_bytes:6.2f}   {w.predicted_s * 1e3:8.2f} ms / {w.measured_s * 1e3:.2f} ms"
         )
-
-
-def _models(width: int) -> list[Model]:
-    heads = max(1, width // 64)
-    return [
-        mlp.make(layers=6, width=2 * width, batch=4 * width),
-        mlp.make(layers=6, width=4 * width, batch=width // 8),
-        gpt.make(
-            layers=2,
-            batch=8,
-            width=width,
-            heads=heads,
-            key_value_heads=heads,
-            sequence=width // 2,
-            vocabulary=8 * width,
-        ),
-        resnet.make(batch=max(8, width // 8)),
-    ]
 
 
 if __name__ == "__main__":
