@@ -209,7 +209,7 @@ def _argument_table(plan: Plan, fills: dict[frozenset[str], str]) -> str:
         rows.append(
             f"<tr><td>{_text(group.pattern)}</td><td class=n>{times}</td><td>{_text(format_array(first))}</td>"
             f"<td>{swatch}{_text(format_spec(first.spec))}</td><td class=n>{size}</td>"
-            f"<td>{_text(reason(first))}</td></tr>"
+            f"<td>{_text(reason(plan, first))}</td></tr>"
         )
     head = (
         "<tr><th>name</th><th></th><th>type</th><th>sharding</th><th class=n>on a device</th>"

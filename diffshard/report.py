@@ -9,6 +9,7 @@ from diffshard.patterns import Group, format_bytes, format_s, group_names, reada
 from diffshard.plan import Operation, Plan, Spec, Tensor
 
 MOST_OPERATIONS = 24
+_TIE = 1e-6  # of a step: below, two shardings take the same time and the smaller was taken
 
 
 class OperationGroup(NamedTuple):
@@ -64,7 +65,7 @@ def device_bytes(plan: Plan, tensor: Tensor) -> float:
 
 def argument_groups(plan: Plan) -> list[Group]:
     """Arguments of equal shape, sharding and reason whose names follow a pattern."""
-    keys = [(t.shape, t.dtype, t.spec, t.given, *_reason_key(t)) for t in plan.arguments]
+    keys = [(t.shape, t.dtype, t.spec, t.given, *_reason_key(plan, t)) for t in plan.arguments]
     return group_names([readable_path(t.path) for t in plan.arguments], keys)
 
 
@@ -185,12 +186,19 @@ def _arguments(plan: Plan) -> str:
         size = sum(device_bytes(plan, t) for t in members)
         times = f"{count}x" if count > 1 else ""
         rows.append(
-            (group.pattern, times, format_array(first), format_spec(first.spec), format_bytes(size), reason(first))
+            (
+                group.pattern,
+                times,
+                format_array(first),
+                format_spec(first.spec),
+                format_bytes(size),
+                reason(plan, first),
+            )
         )
     return "\n".join([title, "", *_table(rows, "  ", right=(1, 4))])
 
 
-def reason(tensor: Tensor) -> str:
+def reason(plan: Plan, tensor: Tensor) -> str:
     """Why an argument is sharded as it is: the next best sharding, and what that would add to the step."""
     if tensor.given:
         return "given"
@@ -199,7 +207,7 @@ def reason(tensor: Tensor) -> str:
     other = format_spec(tensor.next_best_spec)
     if math.isinf(tensor.next_best_s):
         return f"{other}: not possible"
-    if tensor.next_best_s <= 1e-12:
+    if tensor.next_best_s <= _TIE * plan.step_s:
         return f"{other}: the same"
     return f"{other}: +{format_s(tensor.next_best_s)}"
 
@@ -237,9 +245,9 @@ def _table(rows: Sequence[Sequence[str]], indent: str, right: Sequence[int]) -> 
     return lines
 
 
-def _reason_key(tensor: Tensor) -> tuple[Spec | None, str]:
+def _reason_key(plan: Plan, tensor: Tensor) -> tuple[Spec | None, str]:
     # Which of several equally good shardings comes first is chance; a table shall not split by it.
-    is_tie = tensor.next_best_s <= 1e-12
+    is_tie = tensor.next_best_s <= _TIE * plan.step_s
     return (None, "tie") if is_tie else (tensor.next_best_spec, f"{tensor.next_best_s:.2g}")
 
 
