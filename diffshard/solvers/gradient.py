@@ -45,7 +45,7 @@ def solve(problem: Problem, *, time_limit_s: float | None = None, key: jax.Array
     best, best_cost = _argmin(ascent.absorbed, flat), np.inf
     choice = best.copy()
     for i in range(_ROUNDS):
-        if best_cost - ascent.bound <= _CLOSE * abs(best_cost):
+        if best_cost < np.inf and best_cost - ascent.bound <= _CLOSE * abs(best_cost):
             break
         cost = flat.cost + flat.load @ prices.load + (memory_price(flat, memory) if memory.any() else 0)
         if i % 10 == 9:
