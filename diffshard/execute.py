@@ -9,8 +9,9 @@ from jax.extend import core, source_info_util
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from search_spaces.sharding.graph import REMAT, Block, Graph, Operand, Region, Value, Vertex
-from search_spaces.sharding.resharding import Move, Spec, divides, moves
+from search_spaces.sharding.resharding import Move, Paths
 from search_spaces.sharding.space import Layout
+from search_spaces.sharding.spec import Spec, divides
 
 Environment = dict[int, Any]
 
@@ -28,14 +29,14 @@ class Execution:
       graph: the traced function.
       layout: for every vertex its strategy, for every value the spec that its readers find.
       mesh: the mesh; an abstract one can be lowered for, not run on.
-      slow_first: mesh axes by index, slowest link first: the order in which reshards gather.
+      path: the steps between two specs: those that were priced.
     """
 
-    def __init__(self, graph: Graph, layout: Layout, mesh: Mesh | AbstractMesh, slow_first: Sequence[int]):
+    def __init__(self, graph: Graph, layout: Layout, mesh: Mesh | AbstractMesh, path: Paths):
         self.graph, self.layout, self.mesh = graph, layout, mesh
         self.axis_names = tuple(mesh.axis_names)
         self.axis_sizes = tuple(mesh.shape[name] for name in self.axis_names)
-        self.slow_first = tuple(slow_first)
+        self.path = path
 
     def sharding(self, spec: Spec) -> NamedSharding:
         """A spec as a JAX sharding on the mesh."""
@@ -74,7 +75,7 @@ class Execution:
         return jax.lax.with_sharding_constraint(array, self.sharding(spec))
 
     def _reshard(self, array: Any, value: Value, source: Spec, target: Spec) -> Any:
-        for move in moves(source, target, self.axis_sizes, self.slow_first):
+        for move in self.path(source, target):
             array = self._constrain(array, value, move.spec)
         return array
 

@@ -13,8 +13,8 @@ from diffshard.plan import Operation, Plan, PlanError, PredictedCollective, Tens
 from diffshard.solve import Progress, solve
 from search_spaces.sharding.graph import Graph, Value, Vertex
 from search_spaces.sharding.predict import change_costs, compute_seconds, least_peak_bytes, transfers
-from search_spaces.sharding.resharding import Spec, moves
 from search_spaces.sharding.space import Layout, ShardingSpace
+from search_spaces.sharding.spec import Spec
 from search_spaces.sharding.strategies import Strategy
 
 if TYPE_CHECKING:
@@ -123,7 +123,7 @@ def layout_of(plan: Plan, space: ShardingSpace) -> Layout:
             for specs in (operation.operands, operation.kept, operation.results, operation.held)
         )
         gathers = tuple(
-            moves(k, r, space.axis_sizes, space.prices.slow_first) if vertex.kind != "operation" else ()
+            space.prices.path(k, r) if vertex.kind != "operation" else ()
             for k, r in zip(kept, results, strict=True)
         )
         strategies.append(Strategy(operands, results, 1, gathers, kept))

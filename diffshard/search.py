@@ -16,6 +16,7 @@ from diffshard.plan import Plan, PlanError, argument_paths, automatic
 from diffshard.solve import Progress, Solver, resolve
 from search_spaces.sharding.candidates import dimensions_of
 from search_spaces.sharding.graph import Graph, build_graph, feedback_of
+from search_spaces.sharding.resharding import Paths
 
 __all__ = ["InfeasibleError", "Searched", "apply", "search"]
 
@@ -204,11 +205,11 @@ class Searched:
                 plan = self.given_plan
                 plan.check_arguments(traced.args)
             layout = layout_of(plan, space)
-            self._plans[signature] = plan, self._jitted(plan, traced, layout, space.prices.slow_first)
+            self._plans[signature] = plan, self._jitted(plan, traced, layout, space.prices.path)
         return self._plans[signature]
 
-    def _jitted(self, plan: Plan, traced: Traced, layout: Any, slow_first: Sequence[int]) -> Any:
-        execution = Execution(traced.graph, layout, self.mesh, slow_first)
+    def _jitted(self, plan: Plan, traced: Traced, layout: Any, path: Paths) -> Any:
+        execution = Execution(traced.graph, layout, self.mesh, path)
         wanted = [(t.shape, t.dtype) for t in plan.arguments]
         static, values = self.static_argnums, traced.static
 

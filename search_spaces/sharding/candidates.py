@@ -7,8 +7,9 @@ from typing import Any
 import numpy as np
 
 from search_spaces.sharding.graph import Value, Vertex
-from search_spaces.sharding.resharding import Spec, moves, shards, specs_of_shape
+from search_spaces.sharding.resharding import Paths
 from search_spaces.sharding.rule import Rule
+from search_spaces.sharding.spec import Spec, shards, specs_of_shape
 from search_spaces.sharding.strategies import Strategy, holding, strategies_of_rule, whole
 
 MOST_STRATEGIES = 400
@@ -22,12 +23,12 @@ class Candidates:
 
     Attributes:
       axis_names, axis_sizes: the mesh's.
-      slow_first: its axes by index, slowest link first.
+      path: the steps between two specs.
     """
 
     axis_names: tuple[str, ...]
     axis_sizes: tuple[int, ...]
-    slow_first: tuple[int, ...]
+    path: Paths
 
     def of(self, vertex: Vertex, rule: Rule | None, given: Given | None, copied: bool) -> tuple[Strategy, ...]:
         """What a vertex may choose from.
@@ -67,7 +68,7 @@ class Candidates:
 
     def _kept(self, vertex: Vertex, stored: Spec, used: Spec) -> Strategy:
         """An array that is stored one way and gathered for its readers: a parameter, a carry, a slice of a stack."""
-        gathers = moves(stored, used, self.axis_sizes, self.slow_first)
+        gathers = self.path(stored, used)
         count = len(vertex.results)
         operand = ((), *stored) if vertex.kind == "slice" else stored
         parts = shards(stored, self.axis_sizes)

@@ -5,44 +5,48 @@ from collections.abc import Sequence
 import numpy as np
 
 from cost.collectives import COLLECTIVE_KINDS, collective_latency_s, collective_transfer_s
-from cost.hardware import Hardware
-from search_spaces.sharding.resharding import Move, Spec, moves
+from cost.hardware import Hardware, Link
+from search_spaces.sharding.resharding import Move, Paths, Rates
+from search_spaces.sharding.spec import Spec
+
+_FREE = Link(0.0, 0.0)
 
 
 class Prices:
     """What moving arrays costs on a mesh. Reshard matrices are kept, as a model's layers ask for the same ones.
 
     Args:
-      axis_names, axis_sizes: the mesh's.
+      axis_names: the mesh's axes.
+      axis_sizes: their numbers of devices.
       hardware: has a link for each axis of more than one device.
+
+    Attributes:
+      path: the steps of a reshard on this mesh, as a function of two specs.
+      dearest_s_per_byte: of all kinds of collectives on all axes.
     """
 
     def __init__(self, axis_names: Sequence[str], axis_sizes: tuple[int, ...], hardware: Hardware):
         self.axis_names, self.axis_sizes = tuple(axis_names), axis_sizes
-        self._latency, self._slope = {}, {}
-        for axis, (name, n) in enumerate(zip(axis_names, axis_sizes, strict=True)):
-            for kind in COLLECTIVE_KINDS:
-                link = hardware.link(name) if n > 1 else None
-                self._latency[kind, axis] = float(collective_latency_s(kind, n, link)) if link else 0.0
-                self._slope[kind, axis] = float(collective_transfer_s(kind, 1.0, n, link)) if link else 0.0
-        slow = sorted(range(len(axis_sizes)), key=lambda a: -self._slope["all_gather", a])
-        self.slow_first = tuple(slow)
-        self.dearest_s_per_byte = max(self._slope.values(), default=0.0)
+        links = [hardware.link(name) if n > 1 else _FREE for name, n in zip(axis_names, axis_sizes, strict=True)]
+        self.rates = tuple(_rates(link, n) for link, n in zip(links, axis_sizes, strict=True))
+        self.path = Paths(axis_sizes, self.rates)
+        self.dearest_s_per_byte = max((slope for r in self.rates for slope in r.s_per_byte.values()), default=0.0)
         self._pairs: dict[tuple[Spec, Spec], tuple[float, float]] = {}
         self._grids: dict[tuple[tuple[Spec, ...], tuple[Spec, ...]], tuple[np.ndarray, np.ndarray]] = {}
         self._matrices: dict[tuple, np.ndarray] = {}
 
-    def path(self, source: Spec, target: Spec) -> tuple[Move, ...]:
-        """The steps of a reshard on this mesh."""
-        return moves(source, target, self.axis_sizes, self.slow_first)
+    @property
+    def fast_first(self) -> tuple[int, ...]:
+        """The mesh axes by index, fastest link first; of equal ones the mesh's last."""
+        return tuple(sorted(range(len(self.rates)), key=lambda a: (self.rates[a].s_per_byte["all_gather"], -a)))
 
     def latency_and_slope(self, steps: Sequence[Move]) -> tuple[float, float]:
         """Seconds of some collectives, and seconds for each byte of the whole array."""
         latency = slope = 0.0
         for kind, axis, fraction, _ in steps:
             if kind != "slice":
-                latency += self._latency[kind, axis]
-                slope += self._slope[kind, axis] * fraction
+                latency += self.rates[axis].latency_s[kind]
+                slope += self.rates[axis].s_per_byte[kind] * fraction
         return latency, slope
 
     def move_s(self, move: Move, num_bytes: float, latency_share: float = 1.0) -> float:
@@ -61,7 +65,8 @@ class Prices:
         """The transfer matrix `[sources, targets]`, seconds. Equal requests return the same array.
 
         Args:
-          sources, targets: specs that the producer's and the consumer's strategies have.
+          sources: specs that the producer's strategies leave.
+          targets: specs that the consumer's strategies need.
           num_bytes: of the whole array.
           latency_share: the part of the latency that is this array's own, where collectives are combined.
           weight: how often a step moves the array.
@@ -75,9 +80,10 @@ class Prices:
         return self._matrices[key]
 
     def _grid(self, sources: tuple[Spec, ...], targets: tuple[Spec, ...]) -> tuple[np.ndarray, np.ndarray]:
+        """Latency and slope of every pair, `[sources, targets]` each; specs that occur often are priced once."""
         if (sources, targets) not in self._grids:
-            rows, columns = {s: i for i, s in enumerate(dict.fromkeys(sources))}, dict.fromkeys(targets)
-            columns = {t: j for j, t in enumerate(columns)}
+            rows = {spec: i for i, spec in enumerate(dict.fromkeys(sources))}
+            columns = {spec: j for j, spec in enumerate(dict.fromkeys(targets))}
             small = np.array([[self._pair(s, t) for t in columns] for s in rows]).reshape(len(rows), len(columns), 2)
             grid = small[np.ix_([rows[s] for s in sources], [columns[t] for t in targets])]
             self._grids[sources, targets] = np.ascontiguousarray(grid[..., 0]), np.ascontiguousarray(grid[..., 1])
@@ -87,3 +93,10 @@ class Prices:
         if (source, target) not in self._pairs:
             self._pairs[source, target] = self.latency_and_slope(self.path(source, target))
         return self._pairs[source, target]
+
+
+def _rates(link: Link, num_devices: int) -> Rates:
+    latency_s = {kind: float(collective_latency_s(kind, num_devices, link)) for kind in COLLECTIVE_KINDS}
+    return Rates(
+        latency_s, {kind: float(collective_transfer_s(kind, 1.0, num_devices, link)) for kind in COLLECTIVE_KINDS}
+    )

@@ -1,16 +1,23 @@
-"""From one sharding of an array to another in steps that each move along a single mesh axis.
+"""From one sharding of an array to another by the cheapest steps that each are one collective.
 
 A reshard over several axes at once ends in XLA's replicate-then-slice fallback, so it is taken apart here, and the same
-steps are what is priced and what runs. Letters: a spec is, for each dimension, the mesh axes (by index) that split it,
-major to minor; axes are tried in the order of `slow_first`.
+steps are what is priced and what runs. A spec is, for each dimension, the mesh axes (by index) that split it, major to
+minor. With links as data no order of gathers, exchanges and slices is best for all of them, so the steps are a shortest
+path over specs; equal cases up to the order of dimensions share one search, a few hundred for any model.
 """
 
-from collections.abc import Sequence
+import heapq
+from collections.abc import Iterator, Mapping
 from functools import lru_cache
-from itertools import product
+from itertools import chain
+from math import lcm
+from operator import mod
 from typing import NamedTuple
 
-Spec = tuple[tuple[int, ...], ...]
+from search_spaces.sharding.spec import Spec, parts_of, placed, shards
+
+REFERENCE_BYTES = 2.0**20
+"""The array for which paths are shortest: larger ones weigh latency less than they could, smaller ones more."""
 
 
 class Move(NamedTuple):
@@ -18,7 +25,7 @@ class Move(NamedTuple):
 
     Attributes:
       kind: "slice" (free), "all_to_all", "all_gather", "collective_permute", "all_reduce" or "reduce_scatter".
-      axis: the mesh axis; for a permute the largest of those that change places.
+      axis: the mesh axis; for a permute the slowest of those that change places.
       fraction: of the whole array's bytes, the size of the collective along its axis in one group (see
         `cost.collectives`).
       spec: the sharding after the step.
@@ -30,105 +37,156 @@ class Move(NamedTuple):
     spec: Spec
 
 
-def replicated(rank: int) -> Spec:
-    """The spec of an array that every device holds whole."""
-    return ((),) * rank
+class Rates(NamedTuple):
+    """What a collective costs on one mesh axis, by kind: seconds of one, and seconds for each byte of its size."""
+
+    latency_s: Mapping[str, float]
+    s_per_byte: Mapping[str, float]
 
 
-def shards(spec: Spec, axis_sizes: Sequence[int]) -> int:
-    """Into how many parts a spec splits an array."""
-    parts = 1
-    for axes in spec:
-        for a in axes:
-            parts *= axis_sizes[a]
-    return parts
+class Paths:
+    """The cheapest steps between any two specs of an array on one mesh.
 
-
-def divides(spec: Spec, shape: Sequence[int], axis_sizes: Sequence[int]) -> bool:
-    """Whether every dimension is a multiple of the number of its parts."""
-    for n, axes in zip(shape, spec, strict=True):
-        parts = 1
-        for a in axes:
-            parts *= axis_sizes[a]
-        if n % parts:
-            return False
-    return True
-
-
-@lru_cache(maxsize=100_000)
-def specs_of_shape(shape: tuple[int, ...], axis_sizes: tuple[int, ...]) -> tuple[Spec, ...]:
-    """Every spec that divides a shape, each mesh axis on one dimension or on none; replicated first."""
-    found = []
-    for places in product(range(-1, len(shape)), repeat=len(axis_sizes)):
-        spec = tuple(tuple(a for a, place in enumerate(places) if place == d) for d in range(len(shape)))
-        if all(axis_sizes[a] > 1 or place < 0 for a, place in enumerate(places)) and divides(spec, shape, axis_sizes):
-            found.append(spec)
-    return tuple(found)
-
-
-@lru_cache(maxsize=500_000)
-def moves(source: Spec, target: Spec, axis_sizes: tuple[int, ...], slow_first: tuple[int, ...]) -> tuple[Move, ...]:
-    """The steps from one spec to another: slices early, gathers late and over slow links before fast ones.
+    A dimension is on the way never split into parts that neither its first nor its last number of parts asks for, so
+    what divides at both ends divides throughout.
 
     Args:
-      source, target: specs of one array.
       axis_sizes: devices along each mesh axis.
-      slow_first: the mesh axes from the slowest link to the fastest.
+      rates: of each mesh axis.
     """
-    if source == target:
-        return ()
-    now = [list(axes) for axes in source]
-    goal = {a: d for d, axes in enumerate(target) for a in axes}
-    steps: list[Move] = []
 
-    def place(axis: int) -> int | None:
-        return next((d for d, axes in enumerate(now) if axis in axes), None)
+    def __init__(self, axis_sizes: tuple[int, ...], rates: tuple[Rates, ...]):
+        self.axis_sizes, self.rates = axis_sizes, rates
+        self._slowness = [rate.s_per_byte["collective_permute"] for rate in rates]
+        self._found: dict[tuple[Spec, Spec], tuple[Move, ...]] = {}
+        self._trees: dict[tuple[Spec, tuple[int, ...]], _Tree] = {}
+        self._steps_from: dict[Spec, list[_Step]] = {}
 
-    def leaving(dim: int) -> bool:
-        return any(goal.get(a) != dim for a in now[dim])
+    def __call__(self, source: Spec, target: Spec) -> tuple[Move, ...]:
+        """The steps from one spec to another; none where they are equal."""
+        if source == target:
+            return ()
+        found = self._found.get((source, target))
+        if found is None:
+            found = self._found[source, target] = self._path(source, target)
+        return found
 
-    def local() -> float:
-        return 1.0 / shards(tuple(tuple(x) for x in now), axis_sizes)
+    def seconds(self, move: Move, num_bytes: float) -> float:
+        """Seconds of one step for an array of so many bytes as a whole."""
+        if move.kind == "slice":
+            return 0.0
+        rates = self.rates[move.axis]
+        return rates.latency_s[move.kind] + rates.s_per_byte[move.kind] * move.fraction * num_bytes
 
-    def add(kind: str, axis: int, fraction: float) -> None:
-        steps.append(Move(kind, axis, fraction, tuple(tuple(x) for x in now)))
+    def _path(self, source: Spec, target: Spec) -> tuple[Move, ...]:
+        """Reads a path off the tree of the dimensions that are split at all, put in order: transposes share a tree."""
+        most = map(lcm, parts_of(source, self.axis_sizes), parts_of(target, self.axis_sizes))
+        dims = sorted((m, axes, d) for d, (axes, m) in enumerate(zip(source, most, strict=True)) if m > 1)
+        order = [d for _, _, d in dims]
+        first, last = tuple(source[d] for d in order), tuple(target[d] for d in order)
+        key = first, tuple(m for m, _, _ in dims)
+        if key not in self._trees:
+            self._trees[key] = self._tree(*key)
+        tree, steps = self._trees[key], []
+        while last != first:
+            last, move = tree[last]
+            spec = list(source)
+            for d, axes in zip(order, move.spec, strict=True):
+                spec[d] = axes
+            steps.append(move._replace(spec=tuple(spec)))
+        return tuple(reversed(steps))
 
-    def step() -> bool:
-        order = [a for a in slow_first if place(a) != goal.get(a)]
-        for a in sorted(order):
-            d = goal.get(a)
-            if place(a) is None and d is not None and not leaving(d):
-                now[d].append(a)
-                add("slice", a, 0.0)
-                return True
-        for strict in (True, False):
-            for a in order:
-                i, j = place(a), goal.get(a)
-                if i is not None and j is not None and now[i][-1] == a and not (strict and leaving(j)):
-                    before = local()
-                    now[i].pop()
-                    now[j].append(a)
-                    add("all_to_all", a, before * axis_sizes[a])
-                    return True
-        for a in order:
-            i = place(a)
-            if i is not None and goal.get(a) is None and now[i][-1] == a:
-                now[i].pop()
-                add("all_gather", a, local())
-                return True
-        return False
+    def _tree(self, source: Spec, most: tuple[int, ...]) -> "_Tree":
+        """The last step on the cheapest path to every spec: Dijkstra's algorithm, fewest steps among equally dear."""
+        best: dict[Spec, tuple[float, int]] = {source: (0.0, 0)}
+        tree: _Tree = {}
+        queue: list[tuple[float, int, Spec]] = [(0.0, 0, source)]
+        while queue:
+            seconds, count, spec = heapq.heappop(queue)
+            if (seconds, count) > best[spec]:
+                continue
+            if spec not in self._steps_from:
+                self._steps_from[spec] = list(self._steps(spec))
+            for move, price, parts in self._steps_from[spec]:
+                found = (seconds + price, count + 1)
+                if found < best.get(move.spec, _UNKNOWN) and not any(map(mod, most, parts)):
+                    best[move.spec] = found
+                    tree[move.spec] = spec, move
+                    heapq.heappush(queue, (*found, move.spec))
+        return tree
 
-    def reorder() -> None:
-        for d, axes in enumerate(now):
-            stays = [a for a in target[d] if a in axes]
-            goes = sorted((a for a in axes if goal.get(a) != d), key=slow_first.index, reverse=True)
-            now[d] = stays + goes
-        changed = [a for d in range(len(now)) for a in now[d]]
-        add("collective_permute", max(changed, key=lambda a: -slow_first.index(a)), local())
+    def _steps(self, spec: Spec) -> Iterator["_Step"]:
+        """Every single collective on a spec: only the minor-most axis of a dimension can leave or enter it."""
+        for move in chain(self._slices(spec), self._gathers_and_exchanges(spec), self._permutes(spec)):
+            yield move, self.seconds(move, REFERENCE_BYTES), parts_of(move.spec, self.axis_sizes)
 
-    while any(place(a) != goal.get(a) for a in range(len(axis_sizes))):
-        if not step():
-            reorder()
-    if tuple(tuple(x) for x in now) != target:
-        reorder()
-    return tuple(steps)
+    def _slices(self, spec: Spec) -> Iterator[Move]:
+        for axis in self._axes():
+            if axis not in placed(spec):
+                for d, dim in enumerate(spec):
+                    yield Move("slice", axis, 0.0, _with(spec, d, (*dim, axis)))
+
+    def _gathers_and_exchanges(self, spec: Spec) -> Iterator[Move]:
+        local = 1.0 / shards(spec, self.axis_sizes)
+        for i, dim in enumerate(spec):
+            if dim:
+                axis, left = dim[-1], _with(spec, i, dim[:-1])
+                size = local * self.axis_sizes[axis]
+                yield Move("all_gather", axis, size, left)
+                for j in range(len(spec)):
+                    if j != i:
+                        yield Move("all_to_all", axis, size, _with(left, j, (*left[j], axis)))
+
+    def _permutes(self, spec: Spec) -> Iterator[Move]:
+        """Blocks of the same shape on other devices: within a dimension, across dimensions, or by other axes."""
+        local = 1.0 / shards(spec, self.axis_sizes)
+        before = _strides(spec, self.axis_sizes)
+        for other in _of_parts(parts_of(spec, self.axis_sizes), self._axes(), self.axis_sizes):
+            if other != spec:
+                after = _strides(other, self.axis_sizes)
+                moved = [a for a in self._axes() if before.get(a) != after.get(a)]
+                yield Move("collective_permute", max(moved, key=self._slowness.__getitem__), local, other)
+
+    def _axes(self) -> tuple[int, ...]:
+        return tuple(a for a, n in enumerate(self.axis_sizes) if n > 1)
+
+
+_Step = tuple[Move, float, tuple[int, ...]]
+"""A move, its seconds for an array of the reference size, and into how many parts it leaves each dimension."""
+_Tree = dict[Spec, tuple[Spec, Move]]
+"""For each spec that can be reached the spec before it, and the move."""
+_UNKNOWN = (float("inf"), 0)
+
+
+def _with(spec: Spec, dim: int, axes: tuple[int, ...]) -> Spec:
+    return (*spec[:dim], axes, *spec[dim + 1 :])
+
+
+def _strides(spec: Spec, sizes: tuple[int, ...]) -> dict[int, tuple[int, int]]:
+    """For each placed axis its dimension and how many parts lie between two of its coordinates."""
+    found = {}
+    for d, dim in enumerate(spec):
+        stride = 1
+        for axis in reversed(dim):
+            found[axis] = d, stride
+            stride *= sizes[axis]
+    return found
+
+
+@lru_cache(maxsize=10_000)
+def _of_parts(parts: tuple[int, ...], axes: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[Spec, ...]:
+    """Every spec over some of the axes that splits each dimension into so many parts."""
+    if not parts:
+        return ((),)
+    found = []
+
+    def fill(dim: tuple[int, ...], left: tuple[int, ...], missing: int) -> None:
+        if missing == 1:
+            found.extend((dim, *rest) for rest in _of_parts(parts[1:], left, sizes))
+            return
+        for axis in left:
+            if missing % sizes[axis] == 0:
+                fill((*dim, axis), tuple(a for a in left if a != axis), missing // sizes[axis])
+
+    fill((), axes, parts[0])
+    return tuple(found)

@@ -14,9 +14,9 @@ from search_spaces.sharding.candidates import Candidates, is_constrained
 from search_spaces.sharding.graph import Graph, Value, Vertex
 from search_spaces.sharding.lifetimes import CONTRACTIONS, Lifetimes, lifetimes
 from search_spaces.sharding.prices import Prices
-from search_spaces.sharding.resharding import Spec, shards
 from search_spaces.sharding.rule import Rule
 from search_spaces.sharding.shardy import operation_rules
+from search_spaces.sharding.spec import Spec, shards
 from search_spaces.sharding.strategies import Strategy, strategies_of_specs
 
 
@@ -102,7 +102,7 @@ class ShardingSpace:
         for vertex in self.graph.vertices:
             given = self.given.get(vertex.index) if vertex.kind == "input" else None
             copied = bool(vertex.results) and shared[vertex.results[0].id]
-            candidates = Candidates(self.axis_names, self.axis_sizes, self.prices.slow_first)
+            candidates = Candidates(self.axis_names, self.axis_sizes, self.prices.path)
             nodes.append(Node(vertex, None, candidates.of(vertex, self.rules[vertex.index], given, copied)))
         for value in self.graph.values:
             vertex = self.graph.vertices[value.vertex]

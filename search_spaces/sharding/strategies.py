@@ -5,8 +5,9 @@ from functools import lru_cache
 from itertools import product
 from typing import NamedTuple
 
-from search_spaces.sharding.resharding import Move, Spec, divides, replicated, shards, specs_of_shape
+from search_spaces.sharding.resharding import Move
 from search_spaces.sharding.rule import Rule
+from search_spaces.sharding.spec import Spec, divides, replicated, shards, specs_of_shape
 
 
 class Strategy(NamedTuple):
