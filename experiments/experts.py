@@ -2,7 +2,7 @@
 
 Each is a function `(state, batch, mesh) -> HandPlan` for abstract or real arguments of the models here, on a mesh with
 axes "data" and "model". Its shardings go to `diffshard.search(in_shardings=plan.in_shardings)`, or with its activation
-rules to `compile_by_hand`. Optimiser moments are sharded as their parameters are: their paths end alike.
+rules to `lower_by_hand`. Optimiser moments are sharded as their parameters are: their paths end alike.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -53,14 +53,13 @@ _MEGATRON = {
 }
 
 
-_ALL = ("data", "model")
 _MEGATRON_RULES = {"batch": "data", "heads": "model", "hidden": "model", "vocabulary": "model", "experts": "model"}
 
 
 def data_parallel(state: Any, batch: Any, mesh: Mesh | AbstractMesh) -> HandPlan:
     """The batch split over all devices, the state on each."""
     replicated = jax.tree.map(lambda _: NamedSharding(mesh, P()), state)
-    return HandPlan(replicated, _split_batch(batch, mesh, _ALL), {"batch": _ALL, "expert_batch": _ALL})
+    return HandPlan(replicated, _split_batch(batch, mesh, mesh.axis_names), _batch_rules(mesh))
 
 
 def fsdp(state: Any, batch: Any, mesh: Mesh | AbstractMesh) -> HandPlan:
@@ -70,10 +69,10 @@ def fsdp(state: Any, batch: Any, mesh: Mesh | AbstractMesh) -> HandPlan:
     """
 
     def shard(leaf: Any) -> NamedSharding:
-        return NamedSharding(mesh, _fully_sharded(P(*[None] * leaf.ndim), leaf.shape, mesh, _ALL))
+        return NamedSharding(mesh, _fully_sharded(P(*[None] * leaf.ndim), leaf.shape, mesh, mesh.axis_names))
 
-    rules = {"batch": _ALL, "expert_batch": _ALL}
-    return HandPlan(jax.tree.map(shard, state), _split_batch(batch, mesh, _ALL), rules)
+    batch_shardings = _split_batch(batch, mesh, mesh.axis_names)
+    return HandPlan(jax.tree.map(shard, state), batch_shardings, _batch_rules(mesh))
 
 
 def megatron(state: Any, batch: Any, mesh: Mesh | AbstractMesh) -> HandPlan:
@@ -100,14 +99,22 @@ def megatron_fsdp(state: Any, batch: Any, mesh: Mesh | AbstractMesh) -> HandPlan
 EXPERTS: tuple[Expert, ...] = (data_parallel, fsdp, megatron, megatron_fsdp)
 
 
-def compile_by_hand(step: Callable[..., Any], state: Any, batch: Any, plan: HandPlan) -> Any:
-    """The step compiled as an expert runs it: the plan's shardings in and out, its rules on activations."""
+def lower_by_hand(step: Callable[..., Any], state: Any, batch: Any, plan: HandPlan, **jit_options: Any) -> Any:
+    """The step lowered as an expert runs it: the plan's shardings in and out, its rules on activations."""
     mesh = jax.tree.leaves(plan.state)[0].mesh
     out = (plan.state, NamedSharding(mesh, P()))
+
     # A new function each time: jit caches by function, and the rules are none of its keys.
-    jitted = jax.jit(lambda *arguments: step(*arguments), in_shardings=plan.in_shardings, out_shardings=out)
+    def by_hand(state: Any, batch: Any) -> Any:
+        return step(state, batch)
+
+    jitted = jax.jit(by_hand, in_shardings=plan.in_shardings, out_shardings=out, **jit_options)
     with nn.logical_axis_rules(tuple(plan.rules.items())), jax.set_mesh(mesh):
-        return jitted.lower(state, batch).compile()
+        return jitted.lower(state, batch)
+
+
+def _batch_rules(mesh: Mesh | AbstractMesh) -> dict[str, tuple[str, ...]]:
+    return {"batch": tuple(mesh.axis_names), "expert_batch": tuple(mesh.axis_names)}
 
 
 def _megatron_rules(state: Any, mesh: Mesh | AbstractMesh) -> dict[str, str | tuple[str, ...]]:

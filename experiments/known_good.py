@@ -1,0 +1,250 @@
+"""Cases whose best plan is known by hand come out by themselves.
+
+    python -m experiments.known_good [--target h100]
+
+The hardware has 1e7 FLOP/s, 1e-6 s/byte and next to no latency: everything is computed in parallel and bytes decide.
+Bytes are those that one device sends in a step, weighted by the axis's link, in units of a byte on the slow axis: a
+ring of n devices sends 2·(n−1)/n of the size for an all-reduce, half of that for a reduce-scatter or an all-gather.
+
+Source: Alpa's tests of the same networks (alpa-projects/alpa, tests/shard_parallel), whose objective counts the same
+way: for the 2x2 mesh 6·(2048 + 128) bytes of half the kernels' and all biases' gradients on the slow axis, and a tenth
+of 5·16384 bytes of activations on the fast one, in 17 collectives at 1.01 each: 21265.
+"""
+
+import argparse
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import AxisType, Mesh
+
+import diffshard
+from diffshard import Hardware, Link
+from diffshard.gpu_target import gpu_mesh
+from diffshard.verify import Verification, verify
+from experiments import experts
+from experiments.host_devices import AXIS_NAMES, host_mesh
+from experiments.models import convnet, mlp
+from experiments.models.model import Model, abstract_arguments
+from experiments.tables import print_table
+
+FLOPS_PER_S = 1e7
+SLOW_S_PER_BYTE = 1e-6
+LATENCY_S = 1e-12
+TOLERANCE = 0.02
+LOSS_BYTES = 4
+
+
+class Case(NamedTuple):
+    """A step whose best plan is known.
+
+    Attributes:
+      name: the best plan.
+      model: the step.
+      shape: of the mesh.
+      links: seconds for a byte on each axis.
+      known_bytes: sent bytes of the best plan, in bytes of the slow axis; None takes data parallelism's, compiled.
+      limit: bytes of memory, as a share of the replicated state's; None for no limit.
+    """
+
+    name: str
+    model: Callable[[], Model]
+    shape: tuple[int, ...]
+    links: Mapping[str, float]
+    known_bytes: float | None
+    limit: float | None = None
+
+
+def all_reduce_bytes(num_bytes: float, devices: int) -> float:
+    """Bytes that a device sends in a ring all-reduce."""
+    return 2 * num_bytes * (devices - 1) / devices
+
+
+_PARAMETERS = 6 * (32 * 32 + 32) * 4  # 25,344 bytes
+_LARGE_PARAMETERS = 6 * (256 * 256 + 256) * 4
+_ACTIVATION = 32 * 256 * 4
+_FLAT = {"data": SLOW_S_PER_BYTE}
+
+CASES = (
+    Case(
+        "MLP 256x32: data parallel",
+        partial(mlp.make, layers=6, batch=256, width=32),
+        (4,),
+        _FLAT,
+        all_reduce_bytes(_PARAMETERS, 4),
+    ),
+    Case(
+        "MLP 32x256: column/row parallel",
+        partial(mlp.make, layers=6, batch=32, width=256),
+        (4,),
+        _FLAT,
+        all_reduce_bytes(5 * _ACTIVATION, 4),
+    ),
+    Case(
+        "MLP 256x32, second axis 10x faster: Alpa's objective",
+        partial(mlp.make, layers=6, batch=256, width=32),
+        (2, 2),
+        {"data": SLOW_S_PER_BYTE, "model": SLOW_S_PER_BYTE / 10},
+        21265,
+    ),
+    Case("3 x conv+BN, 16x16x4: data parallel", convnet.make, (4,), _FLAT, None),
+    Case(
+        "MLP 512x256, memory below the replicated state: state sharded, gathered twice at most",
+        partial(mlp.make, layers=6, batch=512, width=256),
+        (4,),
+        _FLAT,
+        1.5 * all_reduce_bytes(_LARGE_PARAMETERS, 4),
+        limit=0.95,
+    ),
+)
+
+
+class Row(NamedTuple):
+    """What came out of a case.
+
+    Attributes:
+      case: the case.
+      plan: the plan found.
+      known, predicted, shardy, compiled: sent bytes in units of a byte on the slow axis: the known plan's, and the
+        found one's by its prediction, by Shardy's partitioner and by XLA's program. XLA for CPU writes a reduce-scatter
+        as an all-reduce, of twice the bytes, so the verdict takes Shardy's there.
+      arithmetic: of one device, as a share of the whole; `known_arithmetic` is the known plan's.
+      peak, compiled_peak: bytes of one device, as a share of the replicated state. XLA for CPU plans memory otherwise
+        than for GPUs, so the verdict takes the prediction there.
+      on_cpu: whether the program was compiled for host devices.
+    """
+
+    case: Case
+    plan: diffshard.Plan
+    known: float
+    predicted: float
+    shardy: float
+    compiled: float
+    arithmetic: float
+    known_arithmetic: float
+    peak: float
+    compiled_peak: float
+    on_cpu: bool
+
+    @property
+    def good(self) -> bool:
+        """Whether the plan sends no more than the known one, computes 1/n of the whole, and keeps the limit."""
+        found = max(self.predicted, self.shardy if self.on_cpu else self.compiled)
+        divided = self.arithmetic <= (1 + TOLERANCE) * self.known_arithmetic
+        fits = self.case.limit is None or (self.peak if self.on_cpu else self.compiled_peak) <= self.case.limit
+        return found <= self.known * (1 + TOLERANCE) + LOSS_BYTES and divided and fits
+
+
+def hardware(case: Case) -> Hardware:
+    """The case's hardware; memory traffic is free."""
+    links = {axis: Link(LATENCY_S, s_per_byte) for axis, s_per_byte in case.links.items()}
+    return Hardware(
+        "known good", flops_per_s=FLOPS_PER_S, memory_bytes_per_s=float("inf"), memory_bytes=float("inf"), links=links
+    )
+
+
+def slow_bytes(sent: Mapping[str, float], links: Mapping[str, float]) -> float:
+    """Bytes sent along each axis, weighted by the axis's link, in bytes of the slow one."""
+    return sum(num_bytes * links[axis] / SLOW_S_PER_BYTE for axis, num_bytes in sent.items())
+
+
+def run(case: Case, make_mesh: Callable[[Sequence[int]], Mesh], *, solver: str | None, time_limit_s: float) -> Row:
+    """Searches a case and measures its plan."""
+    model, mesh = case.model(), make_mesh(case.shape)
+    args = abstract_arguments(model)
+    state_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(args[0]))
+    limit = None if case.limit is None else case.limit * state_bytes
+    step = diffshard.search(
+        model.step, mesh, hardware=hardware(case), solver=solver, time_limit_s=time_limit_s, memory_limit_bytes=limit,
+        donate_argnums=0,
+    )  # fmt: skip
+    plan = step.plan(*args)
+    lowered = step.lower(*args)
+    compiled = lowered.compile()
+    found = verify(lowered, mesh.shape, plan.collectives, plan.peak_bytes, compiled=compiled)
+    known, known_arithmetic = case.known_bytes, 1 / mesh.size
+    if known is None:
+        known, known_arithmetic = _data_parallel(case, model, mesh)
+    return Row(
+        case=case,
+        plan=plan,
+        known=known,
+        predicted=_sent_bytes(found, "predicted", case),
+        shardy=_sent_bytes(found, "shardy", case),
+        compiled=_sent_bytes(found, "compiled", case),
+        arithmetic=_arithmetic(model, compiled, plan.compute_s * FLOPS_PER_S),
+        known_arithmetic=known_arithmetic,
+        peak=plan.peak_bytes / state_bytes,
+        compiled_peak=found.memory.compiled / state_bytes if found.memory else math.nan,
+        on_cpu=mesh.devices.flat[0].platform == "cpu",
+    )
+
+
+def cells(row: Row) -> tuple[object, ...]:
+    """The row for people."""
+    return (
+        row.case.name,
+        *(f"{value:,.0f}" for value in (row.known, row.predicted, row.shardy, row.compiled)),
+        f"1/{1 / row.arithmetic:.2f} (1/{1 / row.known_arithmetic:.2f})",
+        "none" if row.case.limit is None else f"{row.case.limit:.0%}",
+        f"{row.peak:.0%}",
+        f"{row.compiled_peak:.0%}",
+        "good" if row.good else "WORSE",
+    )
+
+
+COLUMNS = (
+    "known best plan", "known", "predicted", "Shardy", "XLA", "arithmetic (known)", "limit", "peak", "XLA's peak",
+    "verdict",
+)  # fmt: skip
+TITLE = "Known-good plans: bytes sent by a device in a step, in those of the slow axis; memory as shares of the state"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Prints the table; 1 if any plan is worse than the known one."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", nargs="+", type=int, choices=range(len(CASES)), default=list(range(len(CASES))))
+    parser.add_argument("--target", choices=MESHES, default="host", help="what the programs are compiled for")
+    parser.add_argument("--solver", default=None, help="as in diffshard.search; the default is diffshard's")
+    parser.add_argument("--time-limit", type=float, default=20.0, help="seconds of the solver for each case")
+    options = parser.parse_args(argv)
+    rows = [
+        run(CASES[index], MESHES[options.target], solver=options.solver, time_limit_s=options.time_limit)
+        for index in options.cases
+    ]
+    print_table(TITLE, COLUMNS, map(cells, rows))
+    return 0 if all(row.good for row in rows) else 1
+
+
+def _h100_mesh(shape: Sequence[int]) -> Mesh:
+    mesh = gpu_mesh(dict(zip(AXIS_NAMES[len(shape)], shape, strict=True)))
+    return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(shape))
+
+
+MESHES: dict[str, Callable[[Sequence[int]], Mesh]] = {"host": host_mesh, "h100": _h100_mesh}
+
+
+def _sent_bytes(found: Verification, witness: str, case: Case) -> float:
+    return slow_bytes({row.axis: getattr(row, witness) for row in found.sent}, case.links)
+
+
+def _data_parallel(case: Case, model: Model, mesh: Mesh) -> tuple[float, float]:
+    """Sent bytes (gradients, norms' statistics) and share of the arithmetic with the batch split by hand."""
+    state, batch = abstract_arguments(model)
+    lowered = experts.lower_by_hand(model.step, state, batch, experts.data_parallel(state, batch, mesh))
+    compiled = lowered.compile()
+    sent = _sent_bytes(verify(lowered, mesh.shape, (), 0.0, compiled=compiled), "compiled", case)
+    return sent, _arithmetic(model, compiled, math.nan)
+
+
+def _arithmetic(model: Model, compiled: Any, otherwise: float) -> float:
+    """One device's share of the arithmetic as XLA counts it, or by `otherwise` where XLA does not count."""
+    whole = jax.jit(model.step).lower(*abstract_arguments(model)).compile().cost_analysis() or {}
+    counted = compiled.cost_analysis() or {}
+    return counted.get("flops", otherwise) / whole.get("flops", math.nan)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
