@@ -65,6 +65,8 @@ def exceptional_rule(equation: JaxprEqn) -> Rule | None:
         return Rule(rule.operands, rule.results, rule.sizes, need_replication=frozenset(rule.operands[0][axis]))
     if name == "dynamic_update_slice":
         return _dynamic_update_slice(operands)
+    if name == "ragged_dot_general":
+        return _ragged_dot(operands, results, equation.params["ragged_dot_dimension_numbers"])
     if name in _MATRICES or name in _VECTORS:
         return _batched(operands, results, len(operands[0]) - (2 if name in _MATRICES else 1))
     return None
@@ -99,6 +101,30 @@ def _dynamic_update_slice(operands: Sequence[tuple[int, ...]]) -> Rule:
     ]
     scalars: list[list[list[int]]] = [[] for _ in operands[2:]]
     return rule_from_factors(factors, [dims, part_dims, *scalars], [dims])
+
+
+def _ragged_dot(operands: Sequence[tuple[int, ...]], results: Sequence[tuple[int, ...]], numbers: Any) -> Rule:
+    """A product of each group's rows with a matrix of its own.
+
+    The ragged dimension and the groups to choose from stay whole: on GPU XLA gathers them, and on TPU the operation is
+    opaque. The result of a ragged contraction has one matrix for each group, which may be split.
+    """
+    factors = Factors()
+    (lhs_contracting, rhs_contracting), (lhs_batch, rhs_batch) = numbers.dot_dimension_numbers
+    lhs = [[factors.new(size)] for size in operands[0]]
+    rhs = [[factors.new(size)] for size in operands[1]]
+    for left, right in zip((*lhs_contracting, *lhs_batch), (*rhs_contracting, *rhs_batch), strict=True):
+        rhs[right] = lhs[left]
+    factors.mark([f for dim in lhs_contracting for f in lhs[dim]], Mark.REDUCTION)
+    whole = [lhs[dim] for dim in numbers.lhs_ragged_dimensions] + [rhs[dim] for dim in numbers.rhs_group_dimensions]
+    factors.mark([f for dim in whole for f in dim], Mark.NEED_REPLICATION)
+    free = [dim for i, dim in enumerate(lhs) if i not in (*lhs_contracting, *lhs_batch)]
+    taken = (*rhs_contracting, *rhs_batch, *numbers.rhs_group_dimensions)
+    free += [dim for i, dim in enumerate(rhs) if i not in taken]
+    result = [lhs[dim] for dim in lhs_batch] + free
+    groups = [[factors.new(size)] for size in results[0][: len(results[0]) - len(result)]]
+    sizes = [[[factors.new(size, Mark.NEED_REPLICATION)] for size in shape] for shape in operands[2:]]
+    return rule_from_factors(factors, [lhs, rhs, *sizes], [groups + result], reduction_is_sum=True)
 
 
 def _batched(operands: Sequence[tuple[int, ...]], results: Sequence[tuple[int, ...]], num_batch_dims: int) -> Rule:

@@ -52,9 +52,14 @@ def rule_from_factors(
 ) -> Rule:
     """Numbers the factors that operands and results mention, in order of appearance, and collects their marks.
 
-    A factor that occurs twice in one array cannot be sharded.
+    A factor that occurs twice in one array cannot be sharded, nor can one that operands have and no result, unless it
+    is reduced: a reshape whose sizes have no common parts has such factors, and their data goes to other devices.
     """
     leaves = [[factors.leaves(dimension) for dimension in array] for array in [*operands, *results]]
+    remaining = {leaf for array in leaves[len(operands) :] for dim in array for leaf in dim}
+    for array in leaves[: len(operands)]:
+        gone = [leaf for dim in array for leaf in dim if leaf not in remaining]
+        factors.mark([leaf for leaf in gone if Mark.REDUCTION not in factors.mark_of(leaf)], Mark.NEED_REPLICATION)
     for array in leaves:
         twice = [leaf for leaf, count in Counter(leaf for dim in array for leaf in dim).items() if count > 1]
         factors.mark(twice, Mark.NEED_REPLICATION)

@@ -111,6 +111,15 @@ CASES = {
     "embed": (_embed("clip"), [_f(8, 6), _i([[1], [3]], [[0], [5]])], "ab,cd1->cdb|a+"),
     "embed_fill": (_embed("fill"), [_f(8, 6), _i([[1], [3]], [[0], [5]])], "ab,cd1->cdb|a+"),
     "scatter_add": (_scatter_add, [_f(8, 6), _i([1], [3], [1], [5]), _f(4, 6)], "ab,c1,cb->ab|c+"),
+    "ragged_dot": (lax.ragged_dot, [_f(8, 6), _f(2, 6, 4), _i(3, 5)], "Ab,Cbd,E->Ad|b+"),
+    "ragged_contraction": (
+        lambda x, y, sizes: lax.ragged_dot_general(
+            x, y, sizes, lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), (0,), ())
+        ),
+        [_f(8, 6), _f(8, 4), _i(3, 5)],
+        "Ab,Ac,D->ebc",
+    ),
+    "reshape_uncommon": (lambda x: x.reshape(3, 8), [_f(4, 6)], "A(Bc)->d(ec)"),
     "fft": (lambda x: jnp.fft.fft(x), [_f(4, 6).astype(np.complex64)], "aB->aB"),
     "cholesky": (lambda x: lax.linalg.cholesky_p.bind(x), [_POSITIVE_DEFINITE], "aBC->aDE"),
     "eigh": (lambda x: lax.linalg.eigh(x), [_POSITIVE_DEFINITE], "aBC->aDE,aF"),
