@@ -113,6 +113,8 @@ class _Graph:
 
     def _eliminate_alone(self, v: int) -> None:
         best = int(self.cost[v].argmin())
+        if np.isinf(self.cost[v][best]):
+            self._fail(v)
         self.constant += self.cost[v][best]
         self.undo.append(lambda choice: choice.__setitem__(v, best))
 
@@ -145,7 +147,7 @@ class _Graph:
         """Whether any strategy of v went. One stays that is no worse, whatever the neighbours choose."""
         keep = np.isfinite(self.cost[v])
         if not keep.any():
-            raise InfeasibleError(f"`problem` has no allowed choice: every strategy of node {v} is forbidden.")
+            self._fail(v)
         better, worse = self._dominations(v, *self._candidates(v, np.flatnonzero(keep)))
         for t in np.unique(worse)[::-1]:  # of two that are equal, the first stays
             keep[t] = not keep[better[worse == t]].any()
@@ -196,6 +198,9 @@ class _Graph:
                 self.done[key] = (matrix[kept], (matrix,))
             del self.near[v][u], self.near[u][v]
             self._join(v, u, self.done[key][0])
+
+    def _fail(self, v: int) -> None:
+        raise InfeasibleError(f"`problem` has no allowed choice: every strategy of node {v} is forbidden.")
 
     def reduction(self) -> Reduction:
         problem = self.problem
