@@ -3,11 +3,13 @@
 import math
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import replace
 
 import numpy as np
 
 from cost.collectives import CollectiveKind
+from diffshard.hlo import Computation, Instruction, Module, arrays, parse, parts_of_tuple, size
+from diffshard.scattered import sliced_elements
 from search_spaces.sharding.collective import Collective, axes_of_groups, axes_of_pairs, bits_of_dtype
 
 _KINDS: dict[str, CollectiveKind] = {
@@ -18,28 +20,19 @@ _KINDS: dict[str, CollectiveKind] = {
     "ragged-all-to-all": "all_to_all",
     "collective-permute": "collective_permute",
 }
-_HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) .*\{$")
-_INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?[\w.\-]+ = ")
-_OPCODE = re.compile(r"\s*([\w\-]+)\(")
 _CALLED = re.compile(r"(?:calls|to_apply|body|condition|true_computation|false_computation)=%?([\w.\-]+)")
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 _TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
-_ARRAY = re.compile(r"([a-z]\w*)\[([\d,]*)\]")
 _OP_NAME = re.compile(r'op_name="([^"]*)"')
-
-
-@dataclass(frozen=True)
-class _Instruction:
-    opcode: str
-    type: str
-    text: str
 
 
 def hlo_collectives(hlo: str, axis_sizes: Mapping[str, int]) -> list[Collective]:
     """The collectives that one device takes part in.
 
     Asynchronous pairs count once, by their start. Bodies of loops count as often as XLA knows that they run, once where
-    it does not; of branches the one with most bytes counts. Groups of one device move nothing and are left out.
+    it does not; of branches the one with most bytes counts. Groups of one device move nothing and are left out. The CPU
+    backend writes reduce-scatters as all-reduces whose results are sliced: they say so, and `with_reduce_scatters`
+    writes them as what they are.
 
     Args:
       hlo: `compiled.as_text()`, or one module's text.
@@ -51,99 +44,70 @@ def hlo_collectives(hlo: str, axis_sizes: Mapping[str, int]) -> list[Collective]
     Raises:
       ValueError: `hlo` has no entry computation.
     """
-    computations: dict[str, list[_Instruction]] = {}
-    entry, current = None, ""
-    for line in hlo.splitlines():
-        header = _HEADER.match(line)
-        if header and not line.startswith("HloModule"):
-            current = header[2]
-            computations[current] = []
-            entry = current if header[1] else entry
-        elif current and (instruction := _parsed(line)):
-            computations[current].append(instruction)
-    if entry is None:
-        raise ValueError("`hlo` must be the text of an HLO module; it has no ENTRY computation.")
-    return list(_of_computation(entry, 1.0, computations, dict(axis_sizes)))
+    module = parse(hlo)
+    return list(_of_computation(module, module.entry, 1.0, dict(axis_sizes)))
 
 
-def _parsed(line: str) -> _Instruction | None:
-    start = _INSTRUCTION.match(line)
-    if not start:
-        return None
-    end = _end_of_type(line, start.end())
-    opcode = _OPCODE.match(line, end)
-    return _Instruction(opcode[1], line[start.end() : end], line[opcode.end() :]) if opcode else None
-
-
-def _end_of_type(line: str, start: int) -> int:
-    if line[start] != "(":
-        return line.index(" ", start)
-    depth = 0
-    for position in range(start, len(line)):
-        depth += {"(": 1, ")": -1}.get(line[position], 0)
-        if depth == 0:
-            return position + 1
-    return len(line)
-
-
-def _of_computation(
-    name: str, count: float, computations: Mapping[str, list[_Instruction]], axis_sizes: Mapping[str, int]
-) -> Iterator[Collective]:
-    for instruction in computations.get(name, ()):
+def _of_computation(module: Module, name: str, count: float, axis_sizes: Mapping[str, int]) -> Iterator[Collective]:
+    computation = module.computations.get(name)
+    for instruction in computation.instructions if computation else ():
         kind = _KINDS.get(instruction.opcode.removesuffix("-start"))
-        if kind:
+        if computation and kind:
             collective = _collective(kind, instruction, count, axis_sizes)
             if collective.num_devices > 1:
-                yield collective
+                yield _with_slices(module, computation, instruction, collective)
             continue
         if instruction.opcode == "conditional":
-            names = _BRANCHES.search(instruction.text)
-            names = re.findall(r"[\w.\-]+", names[1]) if names else _CALLED.findall(instruction.text)
-            branches = [list(_of_computation(n, count, computations, axis_sizes)) for n in names]
+            names = _BRANCHES.search(instruction.attributes)
+            names = re.findall(r"[\w.\-]+", names[1]) if names else _CALLED.findall(instruction.attributes)
+            branches = [list(_of_computation(module, n, count, axis_sizes)) for n in names]
             yield from max(branches, key=lambda found: sum(c.num_bytes * c.count for c in found), default=[])
             continue
-        trips = _TRIP_COUNT.search(instruction.text) if instruction.opcode == "while" else None
-        for called in _CALLED.findall(instruction.text):
-            yield from _of_computation(called, count * float(trips[1]) if trips else count, computations, axis_sizes)
+        trips = _TRIP_COUNT.search(instruction.attributes) if instruction.opcode == "while" else None
+        for called in _CALLED.findall(instruction.attributes):
+            yield from _of_computation(module, called, count * float(trips[1]) if trips else count, axis_sizes)
+
+
+def _with_slices(
+    module: Module, computation: Computation, instruction: Instruction, collective: Collective
+) -> Collective:
+    if collective.kind != "all_reduce":
+        return collective
+    entries = sliced_elements(module, computation, instruction, collective.num_devices)
+    if not entries:
+        return collective
+    share = entries / instruction.num_elements
+    return replace(collective, sliced_axes=collective.axes, sliced_bytes=share * collective.num_bytes)
 
 
 def _collective(
-    kind: CollectiveKind, instruction: _Instruction, count: float, axis_sizes: Mapping[str, int]
+    kind: CollectiveKind, instruction: Instruction, count: float, axis_sizes: Mapping[str, int]
 ) -> Collective:
-    arrays = _ARRAY.findall(_result_type(instruction))
-    num_bytes = sum(_size(dims) * bits_of_dtype(dtype) / 8 for dtype, dims in arrays)
-    num_tensors = len(arrays)
+    tensors = arrays(_result_type(instruction))
+    num_bytes = sum(size(dims) * bits_of_dtype(dtype) / 8 for dtype, dims in tensors)
+    num_tensors = len(tensors)
     if kind == "collective_permute":
-        pairs = [(int(s), int(t)) for s, t in re.findall(r"\{(\d+),(\d+)\}", instruction.text)]
+        pairs = [(int(s), int(t)) for s, t in re.findall(r"\{(\d+),(\d+)\}", instruction.attributes)]
         axes, num_devices = axes_of_pairs(pairs, axis_sizes), len(pairs) if any(s != t for s, t in pairs) else 1
     else:
-        groups = replica_groups(instruction.text, math.prod(axis_sizes.values()))
+        groups = replica_groups(instruction.attributes, math.prod(axis_sizes.values()))
         axes, num_devices = axes_of_groups(groups, axis_sizes), len(groups[0])
     if kind in ("reduce_scatter", "all_to_all"):
         num_bytes *= num_devices
-    if kind == "all_to_all" and num_tensors > 1 and "dimensions=" not in instruction.text:
+    if kind == "all_to_all" and num_tensors > 1 and "dimensions=" not in instruction.attributes:
         # The CPU backend hands each device's part over as a tensor of its own.
         num_tensors = max(1, num_tensors // num_devices)
-    source = _OP_NAME.search(instruction.text)
-    dtype = "+".join(dict.fromkeys(dtype for dtype, _ in arrays))
-    return Collective(kind, axes, num_devices, num_bytes, dtype, num_tensors, count, (), source[1] if source else "")
+    source = _OP_NAME.search(instruction.attributes)
+    dtype = "+".join(dict.fromkeys(dtype for dtype, _ in tensors))
+    return Collective(kind, axes, num_devices, num_bytes, dtype, num_tensors, count, source=source[1] if source else "")
 
 
-def _result_type(instruction: _Instruction) -> str:
+def _result_type(instruction: Instruction) -> str:
     """What the collective leaves; most starts have a tuple of operands, results and context."""
-    opcode, text = instruction.opcode, instruction.type
-    if not opcode.endswith("-start") or opcode == "all-reduce-start" or not text.startswith("("):
-        return text
-    parts, depth, part = [], 0, ""
-    for character in text[1:-1]:
-        depth += {"(": 1, "{": 1, "[": 1, ")": -1, "}": -1, "]": -1}.get(character, 0)
-        if character == "," and depth == 0:
-            parts.append(part)
-            part = ""
-        else:
-            part += character
-    parts.append(part)
-    return parts[1]
+    opcode = instruction.opcode
+    if not opcode.endswith("-start") or opcode == "all-reduce-start" or not instruction.type.startswith("("):
+        return instruction.type
+    return parts_of_tuple(instruction.type)[1]
 
 
 def replica_groups(text: str, num_devices: int) -> list[list[int]]:
@@ -182,13 +146,13 @@ def _mesh_groups(mesh: str, device_ids: str | None, spanned: str) -> list[list[i
     else:
         devices = _iota(device_ids) if device_ids.startswith("[") else np.array(_numbers(device_ids))
     # Each axis becomes three, so that a part of it, `'b':(before)size`, is an axis of its own.
-    parts = {name: (1, size, 1) for name, size in axes.items()}
-    for name, before, size in re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", spanned):
-        if size:
-            parts[name] = (int(before), int(size), axes[name] // (int(before) * int(size)))
+    parts = {name: (1, length, 1) for name, length in axes.items()}
+    for name, before, part in re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", spanned):
+        if part:
+            parts[name] = (int(before), int(part), axes[name] // (int(before) * int(part)))
     names = re.findall(r"'([^']+)'", spanned)
     chosen = [3 * list(axes).index(name) + 1 for name in names]
-    shaped = devices.reshape([size for part in parts.values() for size in part])
+    shaped = devices.reshape([length for lengths in parts.values() for length in lengths])
     num_members = math.prod(shaped.shape[i] for i in chosen)
     return np.moveaxis(shaped, chosen, range(-len(chosen), 0)).reshape(-1, num_members).tolist()
 
@@ -196,13 +160,9 @@ def _mesh_groups(mesh: str, device_ids: str | None, spanned: str) -> list[list[i
 def _iota(text: str) -> np.ndarray:
     """Numbers from 0 in the order of `[2,4]T(1,0)`: shaped, transposed, flat again."""
     shape, _, permutation = text.partition("T")
-    numbers = np.arange(_size(shape.strip("[]"))).reshape(_numbers(shape))
+    numbers = np.arange(size(shape.strip("[]"))).reshape(_numbers(shape))
     return (numbers.transpose(_numbers(permutation)) if permutation else numbers).ravel()
 
 
 def _numbers(text: str) -> list[int]:
     return [int(number) for number in re.findall(r"\d+", text)]
-
-
-def _size(dims: str) -> int:
-    return math.prod(_numbers(dims))

@@ -24,6 +24,7 @@ class Collective:
       num_tensors: how many tensors XLA has combined into it.
       count: executions in one step: the product of the trip counts around it, where they are known.
       sliced_axes: for an all-reduce, the axes along which its result is sliced at once and by nobody used whole.
+      sliced_bytes: the part of `num_bytes` for which that holds, where tensors are combined.
       source: where it comes from, for people.
     """
 
@@ -35,6 +36,7 @@ class Collective:
     num_tensors: int = 1
     count: float = 1.0
     sliced_axes: tuple[str, ...] = ()
+    sliced_bytes: float = 0.0
     source: str = ""
 
 
@@ -50,21 +52,18 @@ def with_reduce_scatters(collectives: Iterable[Collective], axis_sizes: Mapping[
         if collective.kind != "all_reduce" or not scattered:
             found.append(collective)
             continue
-        num_devices = math.prod(axis_sizes[axis] for axis in scattered)
-        found.append(
-            replace(collective, kind="reduce_scatter", axes=scattered, num_devices=num_devices, sliced_axes=())
+        whole = replace(
+            collective, num_bytes=collective.num_bytes - collective.sliced_bytes, sliced_axes=(), sliced_bytes=0
         )
+        if whole.num_bytes > 0:
+            found.append(whole)
+        part = replace(whole, num_bytes=collective.sliced_bytes)
+        num_devices = math.prod(axis_sizes[axis] for axis in scattered)
+        found.append(replace(part, kind="reduce_scatter", axes=scattered, num_devices=num_devices))
         rest = tuple(axis for axis in collective.axes if axis not in scattered)
         if rest:
-            found.append(
-                replace(
-                    collective,
-                    axes=rest,
-                    num_devices=collective.num_devices // num_devices,
-                    num_bytes=collective.num_bytes / num_devices,
-                    sliced_axes=(),
-                )
-            )
+            left, num_bytes = collective.num_devices // num_devices, part.num_bytes / num_devices
+            found.append(replace(part, axes=rest, num_devices=left, num_bytes=num_bytes))
     return found
 
 

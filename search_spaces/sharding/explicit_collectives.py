@@ -120,8 +120,18 @@ class _Reader:
         for text in groups:
             axes, num_devices = self._axes(text)
             factor = num_devices if kind in ("all_to_all", "reduce_scatter") else 1
+            num_bytes = local_bytes * factor
             yield Collective(
-                kind, axes, num_devices, local_bytes * factor, dtype, 1, count, sliced, _location(operation)
+                kind,
+                axes,
+                num_devices,
+                num_bytes,
+                dtype,
+                1,
+                count,
+                sliced,
+                num_bytes if sliced else 0.0,
+                _location(operation),
             )
 
     def _manual(self, operation: Any, count: float) -> Collective:
@@ -136,7 +146,7 @@ class _Reader:
             axes, num_devices = self._manual_groups(operation.attributes["replica_groups"])
         size = result if kind == "all_gather" else operand
         factor = num_devices if kind == "all_to_all" else 1
-        return Collective(kind, axes, num_devices, size * factor, dtype, 1, count, (), _location(operation))
+        return Collective(kind, axes, num_devices, size * factor, dtype, count=count, source=_location(operation))
 
     def _manual_groups(self, attribute: Any) -> tuple[tuple[str, ...], int]:
         """Axes and size of groups, which JAX writes as devices before 0.11 and as axes of a mesh since."""

@@ -10,6 +10,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from diffshard.collectives import hlo_collectives, replica_groups
+from search_spaces.sharding.collective import with_reduce_scatters
 
 MESH = {"data": 2, "model": 4}
 BY_MODEL = [[0, 1, 2, 3], [4, 5, 6, 7]]
@@ -124,3 +125,40 @@ def test_a_program_of_the_cpu_backend(mesh):
     assert program is not None
     found = {(c.kind, c.axes, c.num_bytes, c.count) for c in hlo_collectives(program, mesh.shape)}
     assert found == {("all_reduce", ("model",), 8 * 32 * 4.0, 5.0), ("all_gather", ("data",), 16 * 32 * 4.0, 1.0)}
+
+
+def test_all_reduces_that_are_sliced_on_the_cpu_backend_are_reduce_scatters(mesh):
+    """One of three gradients is used whole; XLA combines the all-reduces of all three."""
+    place = functools.partial(jax.tree.map, lambda spec: NamedSharding(mesh, spec))
+
+    def function(w, x, g):
+        first = lax.with_sharding_constraint(x.T @ g, place(P("model")))
+        second = lax.with_sharding_constraint(x.T @ (g * 2), place(P(None, "model")))
+        third = lax.with_sharding_constraint(x.T @ jnp.sin(g), place(P()))
+        return w - 0.1 * first, second * 3, third
+
+    specs = (P("model"), P("model"), P("model"))
+    shapes = ((32, 16), (64, 32), (64, 16))
+    jitted = jax.jit(function, in_shardings=place(specs), out_shardings=place((P("model"), P(None, "model"), P())))
+    program = jitted.lower(*(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)).compile().as_text()
+    assert program is not None
+    found = hlo_collectives(program, mesh.shape)
+    totals = {}
+    for c in with_reduce_scatters(found, mesh.shape):
+        totals[c.kind, c.axes] = totals.get((c.kind, c.axes), 0.0) + c.num_bytes
+    one = 32 * 16 * 4.0
+    assert totals == {("reduce_scatter", ("model",)): 2 * one, ("all_reduce", ("model",)): one}
+
+
+def test_a_slice_at_a_place_of_the_users_own_is_no_reduce_scatter(mesh):
+    place = functools.partial(jax.tree.map, lambda spec: NamedSharding(mesh, spec))
+    jitted = jax.jit(
+        lambda x, g, i: lax.dynamic_slice(x.T @ g, (i, 0), (8, 16)),
+        in_shardings=place((P("model"), P("model"), P())),
+        out_shardings=place(P()),
+    )
+    shapes = (((64, 32), jnp.float32), ((64, 16), jnp.float32), ((), jnp.int32))
+    program = jitted.lower(*(jax.ShapeDtypeStruct(*shape) for shape in shapes)).compile().as_text()
+    assert program is not None
+    found = hlo_collectives(program, mesh.shape)
+    assert [(c.kind, c.sliced_axes) for c in found] == [("all_reduce", ())]

@@ -45,10 +45,11 @@ def test_a_permutation_belongs_to_the_axes_that_differ():
 
 
 def test_an_all_reduce_that_is_sliced_at_once_is_a_reduce_scatter():
-    reduced = Collective("all_reduce", ("data", "model"), 8, 800.0, "f32", sliced_axes=("model",))
+    reduced = Collective("all_reduce", ("data", "model"), 8, 800.0, "f32", sliced_axes=("model",), sliced_bytes=600.0)
     assert with_reduce_scatters([reduced], {"data": 2, "model": 4}) == [
-        Collective("reduce_scatter", ("model",), 4, 800.0, "f32"),
-        Collective("all_reduce", ("data",), 2, 200.0, "f32"),
+        Collective("all_reduce", ("data", "model"), 8, 200.0, "f32"),
+        Collective("reduce_scatter", ("model",), 4, 600.0, "f32"),
+        Collective("all_reduce", ("data",), 2, 150.0, "f32"),
     ]
 
 
