@@ -70,6 +70,9 @@ def make_plan(
     leaves = _tensors(space, traced, layout, changes)
     outputs = _outputs(space, traced, layout)
     solver = searched.solver if isinstance(searched.solver, str) else getattr(searched.solver, "__name__", "function")
+    collectives = tuple(PredictedCollective(*t) for t in transfers(space, choice, layout))
+    step_s = float(compute.sum()) + sum(c.seconds for c in collectives)
+    lower_bound_s = min(solution.lower_bound - space.most_holding_s, step_s)
     return Plan(
         function=_name(searched.fn),
         mesh_axes=dict(zip(names, space.axis_sizes, strict=True)),
@@ -82,10 +85,10 @@ def make_plan(
             for v, seconds in zip(space.graph.vertices, compute, strict=True)
         ),
         compute_s=float(compute.sum()),
-        collectives=tuple(PredictedCollective(*t) for t in transfers(space, choice, layout)),
+        collectives=collectives,
         peak_bytes=float(np.max(evaluate(problem, choice).peak)),
-        lower_bound_s=solution.lower_bound,
-        gap=solution.gap,
+        lower_bound_s=lower_bound_s,
+        gap=(step_s - lower_bound_s) / step_s if step_s else 0.0,
         status=solution.status,
         solver=solver,
         search_s=time.perf_counter() - start,

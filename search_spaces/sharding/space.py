@@ -213,15 +213,23 @@ class ShardingSpace:
         return compute + np.array([self.reduction_s(node, s) for s in node.strategies])
 
     def holding_s(self, vertex: Vertex, strategies: Sequence[Strategy]) -> np.ndarray:
-        """A thousandth of the time to read what an argument keeps: of plans as fast as each other the smaller wins.
+        """A thousandth of the time to read what an argument keeps, so that of equally fast plans the smallest is chosen.
 
-        Keeping gradients and optimiser state sharded (ZeRO) moves as many bytes as plain data parallelism does.
+        Keeping gradients and optimiser state sharded (ZeRO) moves as many bytes as plain data parallelism does. Of
+        equally small plans the one that splits the first dimensions is: layers that are alike are then split alike.
         """
         if vertex.kind != "input":
             return np.zeros(len(strategies))
         rate = self.hardware.memory_bytes_per_s
         s_per_byte = 1e-3 / rate if np.isfinite(rate) else 1e-6 * self.prices.dearest_s_per_byte
-        return s_per_byte * np.array([self.local_bytes(vertex.results[0], s.unreduced[0]) for s in strategies])
+        stored = [s.unreduced[0] for s in strategies]
+        late = [1 + 0.1 * max((d for d, axes in enumerate(spec) if axes), default=0) for spec in stored]
+        return s_per_byte * np.array([self.local_bytes(vertex.results[0], s) * w for s, w in zip(stored, late, strict=True)])
+
+    @cached_property
+    def most_holding_s(self) -> float:
+        """The most that `holding_s` can add up to: what a bound on the problem's cost must give up for one on seconds."""
+        return sum(float(np.max(self.holding_s(v, self.nodes[v.index].strategies))) for v in self.graph.inputs)
 
     # Edges
 
