@@ -67,7 +67,9 @@ def write(problem: Problem, path: str | os.PathLike) -> None:
       ValueError: the format cannot hold the problem.
     """
     if len(problem.load) or np.size(problem.memory_limit) > 1 or len(set(problem.usage_node)) < len(problem.usage_node):
-        raise ValueError("`problem` has loads, device limits or several usages of a node, which the format cannot hold.")
+        raise ValueError(
+            "`problem` has loads, device limits or several usages of a node, which the format cannot hold."
+        )
     arrays = [*problem.node_cost, *problem.edge_cost, *problem.usage]
     if not all(np.issubdtype(np.asarray(array).dtype, np.integer) for array in arrays):
         raise ValueError("`problem` must have integer costs and usages; scale and round them first.")

@@ -116,9 +116,7 @@ def _group(
     )
 
 
-def sweep(
-    layout: Sweep, cost: np.ndarray, messages: np.ndarray
-) -> tuple[float, np.ndarray]:
+def sweep(layout: Sweep, cost: np.ndarray, messages: np.ndarray) -> tuple[float, np.ndarray]:
     """One iteration, up and down, in place.
 
     Args:

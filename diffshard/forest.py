@@ -155,7 +155,7 @@ def best_choices(flat: Flat, forest: Forest, field: np.ndarray, choice: np.ndarr
         for p in range(len(field)):
             at = ragged(level.matrix + best[p, level.parent] * level.size, level.size)
             own = ragged(level.start, level.size)
-            best[p, level.node] = _first_least(field[p, own] + flat.entries[at], level.size)
+            best[p, level.node] = first_least(field[p, own] + flat.entries[at], level.size)
     return best
 
 
@@ -163,11 +163,11 @@ def _argmin(flat: Flat, field: np.ndarray, nodes: np.ndarray, best: np.ndarray) 
     size = flat.sizes[nodes]
     own = ragged(flat.start[nodes], size)
     for p in range(len(field)):
-        best[p, nodes] = _first_least(field[p, own], size)
+        best[p, nodes] = first_least(field[p, own], size)
 
 
-def _first_least(numbers: np.ndarray, size: np.ndarray) -> np.ndarray:
-    """For each run of `size` numbers the position of the first smallest."""
+def first_least(numbers: np.ndarray, size: np.ndarray) -> np.ndarray:
+    """For each run of `size` numbers, one after the other, the position of its first smallest."""
     start = np.cumsum(size) - size
     least = np.repeat(np.minimum.reduceat(numbers, start), size)
     hits = np.flatnonzero(numbers == least)

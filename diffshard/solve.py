@@ -106,7 +106,9 @@ def solve(
         reduced = reduce(problem)
         left_s = None if time_limit_s is None else max(time_limit_s - (time.perf_counter() - start), 1e-3)
         nothing_left = [Proposal(np.zeros(0, np.int64), 0.0)]
-        for proposal in run(reduced.problem, time_limit_s=left_s, key=key) if reduced.problem.node_cost else nothing_left:
+        for proposal in (
+            run(reduced.problem, time_limit_s=left_s, key=key) if reduced.problem.node_cost else nothing_left
+        ):
             best.offer(reduced, proposal)
             if best.closed():
                 break

@@ -64,9 +64,7 @@ def pipeline_problem(
     Raises:
       ValueError: as `placement_problem`; fewer layers than devices; no micro-batch.
     """
-    free = placement_problem(
-        layer_times, transfer, layer_bytes=layer_bytes, memory_limit_bytes=memory_limit_bytes
-    )
+    free = placement_problem(layer_times, transfer, layer_bytes=layer_bytes, memory_limit_bytes=memory_limit_bytes)
     num_layers, num_devices = len(free.node_cost), len(free.load[0][0])
     if num_layers < num_devices:
         raise ValueError(f"`layer_times` has {num_layers} layers, too few for {num_devices} stages of at least one.")
@@ -75,7 +73,10 @@ def pipeline_problem(
     stage = np.arange(num_devices)
     ahead = stage[None, :] - stage[:, None]
     step = np.where(ahead == 0, 0.0, np.where(ahead == 1, np.asarray(transfer, float), np.inf))
-    node_cost = [np.where((stage <= l) & (num_devices - stage <= num_layers - l), 0.0, np.inf) for l in range(num_layers)]
+    node_cost = [
+        np.where((stage <= layer) & (num_devices - stage <= num_layers - layer), 0.0, np.inf)
+        for layer in range(num_layers)
+    ]
     return free._replace(
         node_cost=node_cost,
         edge_cost=[step] * (num_layers - 1),

@@ -14,7 +14,9 @@ def compress_memory(problem: Problem) -> Reduction:
     of node 0 that does not depend on its strategy. Times are renumbered from 0.
     """
     limit = np.atleast_1d(np.asarray(problem.memory_limit, float))
-    usages = [(v, np.asarray(u, float).reshape(len(u), -1)) for v, u in zip(problem.usage_node, problem.usage, strict=True)]
+    usages = [
+        (v, np.asarray(u, float).reshape(len(u), -1)) for v, u in zip(problem.usage_node, problem.usage, strict=True)
+    ]
     intervals = np.asarray(problem.usage_interval, np.int64).reshape(-1, 2)
     used = np.array([table.max(initial=0) > 0 for _, table in usages], bool)
     usages, intervals = [usage for usage, keep in zip(usages, used, strict=True) if keep], intervals[used]

@@ -1,68 +1,155 @@
-"""The default: climbs the dual by its gradient, rounds with its messages and prices, improves by forest moves."""
+"""The default: climbs the smoothed dual along its marginals, rounds, then improves by forest moves and neighbourhoods.
+
+1. The dual: messages and prices, whose gradient are the softmax weights of the relaxed choice, while the temperature
+   falls. Its value at temperature 0 is a lower bound.
+2. Rounding: choices read off the dual at several moments, each polished by exact moves of random forests at prices
+   that keep the memory; the best goes on, annealed.
+3. Improvement: disjoint neighbourhoods are perturbed and polished at once, each accepted by itself.
+"""
 
 import time
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import jax
 import numpy as np
 
 from cost.problem import Problem
-from diffshard.ascent import Ascent, priced
-from diffshard.flat import chosen_cost, chosen_memory, flatten, memory_price, ragged
-from diffshard.forest import best_choices, grow
+from diffshard.ascent import Ascent
+from diffshard.flat import Flat, flatten
+from diffshard.neighbourhoods import perturb, split
+from diffshard.polish import Polish, rounded
 from diffshard.solve import Proposal, seeded
 
-_SWEEPS = 300
-_ROUNDS = 300
-_CLOSE = 1e-6  # relative gap at which the search has nothing left to win
+_CLOSED = 1e-7  # relative gap at which nothing is left to win
+_STARTS = 4
+_BALL = 50  # nodes
+_WHOLE = 500  # nodes up to which the whole graph is one neighbourhood
+_MOVES = 8  # of a neighbourhood, each time
 
 
-def solve(problem: Problem, *, time_limit_s: float | None = None, key: jax.Array) -> Iterator[Proposal]:
-    """Yields the dual's bound and roundings of it, then better and better choices."""
-    start = time.perf_counter()
-    rng = seeded(key)
-    flat = flatten(problem)
+class Effort(NamedTuple):
+    """How much to do: shares of the time limit or, without one, how often.
+
+    Attributes:
+      sweeps: at most, of the dual.
+      trials: forest moves for each start.
+      anneals: forest moves from the best start.
+      rounds: perturbations of all neighbourhoods.
+      shares: where in the time limit the sweeps, the trials and the annealing end.
+    """
+
+    sweeps: int = 400
+    trials: int = 25
+    anneals: int = 150
+    rounds: int = 60
+    shares: tuple[float, float, float] = (0.4, 0.5, 0.7)
+
+
+_EFFORT = Effort()
+
+
+def solve(
+    problem: Problem, *, time_limit_s: float | None = None, key: jax.Array, effort: Effort = _EFFORT
+) -> Iterator[Proposal]:
+    """Yields the dual's bound and better and better choices until its effort or the time is spent or the gap closed."""
+    rng, flat = seeded(key), flatten(problem)
+    clock = _Clock(time_limit_s)
     ascent = Ascent(flat)
-    limited = bool(flat.base.size)
-    for i in range(_SWEEPS):
-        ascent.step(i / _SWEEPS)
-        if i % 20 == 19 and not limited:
-            rounded = chosen_cost(flat, _argmin(ascent.absorbed, flat))
-            if rounded - ascent.bound <= _CLOSE * abs(rounded):
+    starts: list[np.ndarray] = []
+    for choice in _climb(ascent, clock, effort):
+        starts.append(choice)
+        yield Proposal(choice)
+    bound = ascent.certified()
+    yield Proposal(lower_bound=bound)
+    search = None
+    for polish in _try(flat, rng, ascent, starts, clock, effort):
+        search = polish if search is None or _rank(polish) < _rank(search) else search
+        yield Proposal(search.best)
+    assert search is not None  # there is always a start
+    for better in _improve(search, clock, effort, max(abs(bound), 1e-30) / len(flat.sizes)):
+        yield Proposal(search.best) if better else Proposal()
+        if search.best_excess == 0 and search.best_cost - bound <= _CLOSED * abs(search.best_cost):
+            break
+
+
+class _Clock:
+    """How far a phase is: by time where there is a limit, else by count."""
+
+    def __init__(self, time_limit_s: float | None):
+        self._start, self._limit = time.perf_counter(), time_limit_s
+        self._from = 0.0
+
+    def used(self) -> float:
+        return 0.0 if self._limit is None else (time.perf_counter() - self._start) / self._limit
+
+    def begin(self) -> None:
+        self._from = self.used()
+
+    def progress(self, done: int, planned: int, share: float) -> float:
+        """From 0 to 1 since `begin`, towards a share of the limit or a planned count."""
+        if self._limit is None:
+            return done / planned
+        return (self.used() - self._from) / max(share - self._from, 1e-9)
+
+
+def _climb(ascent: Ascent, clock: _Clock, effort: Effort) -> Iterator[np.ndarray]:
+    """Sweeps until the bound stalls; yields roundings from the second half and the last."""
+    limited = bool(ascent.flat.base.size)
+    clock.begin()
+    recent: list[float] = []
+    for i in range(effort.sweeps):
+        done = max(clock.progress(i, effort.sweeps, effort.shares[0]), i / effort.sweeps)
+        if done >= 1:
+            break
+        ascent.step(done)
+        recent.append(ascent.bound)
+        stalled = i >= 60 and recent[-1] - recent[-40] <= 1e-5 * abs(recent[-1])
+        if stalled and not limited:
+            break
+        if i % (effort.sweeps // (2 * _STARTS)) == effort.sweeps // (2 * _STARTS) - 1 and done > 0.4:
+            yield rounded(ascent.flat, ascent.absorbed)
+    yield rounded(ascent.flat, ascent.absorbed)
+
+
+def _try(
+    flat: Flat, rng: np.random.Generator, ascent: Ascent, starts: list[np.ndarray], clock: _Clock, effort: Effort
+) -> Iterator[Polish]:
+    clock.begin()
+    starts = starts[-_STARTS:]
+    for k, start in enumerate(reversed(starts)):
+        polish = Polish(flat, rng, start, ascent.best[1], ascent.bound)
+        for i in range(effort.trials):
+            if clock.progress(k * effort.trials + i, len(starts) * effort.trials, effort.shares[1]) >= (k + 1) / len(
+                starts
+            ):
                 break
-        if time_limit_s is not None and time.perf_counter() - start > 0.4 * time_limit_s:
-            break
-        if i % 20 == 0:
-            yield Proposal(_argmin(ascent.absorbed, flat))
-    yield Proposal(_argmin(ascent.absorbed, flat), ascent.certified())
-    size = flat.sizes[flat.target]
-    to = ragged(flat.start[flat.target], size)
-    count = len(flat.sizes)
-    forests = [grow(flat, rng.permutation(count)) for _ in range(12)]
-    prices = ascent.best[1]
-    memory = prices.memory.copy()
-    floor = 1e-5 * max(abs(ascent.bound), 1e-30) / np.maximum(flat.limit, 1e-30)
-    best, best_cost = _argmin(ascent.absorbed, flat), np.inf
-    choice = best.copy()
-    for i in range(_ROUNDS):
-        if best_cost < np.inf and best_cost - ascent.bound <= _CLOSE * abs(best_cost):
-            break
-        cost = flat.cost + flat.load @ prices.load + (memory_price(flat, memory) if memory.any() else 0)
-        if i % 10 == 9:
-            node = np.repeat(np.exp(rng.normal(size=count) * (rng.random(count) < 0.05)), flat.sizes)
-            choice, cost = best.copy(), cost * node
-        at = ragged(flat.matrix + choice[flat.source] * size, size)
-        field = cost + np.bincount(to, flat.entries[at], len(cost))
-        choice = best_choices(flat, forests[rng.integers(len(forests))], field[None], choice)[0]
-        over = chosen_memory(flat, choice) > flat.limit if flat.base.size else np.zeros(1, bool)
-        if not over.any() and chosen_cost(flat, choice) < best_cost:
-            best, best_cost = choice.copy(), chosen_cost(flat, choice)
-            yield Proposal(best)
-        if flat.base.size:
-            memory = np.where(over, np.maximum(memory, floor) * 1.25, memory * 0.97)
-        if time_limit_s is not None and time.perf_counter() - start > time_limit_s:
+            polish.anneal(0.0, 0.1)
+        yield polish
+        if clock.used() > effort.shares[1]:
             break
 
 
-def _argmin(absorbed: np.ndarray, flat) -> np.ndarray:
-    return np.array([int(np.argmin(row)) for row in np.split(absorbed, flat.start[1:-1])], np.int64)
+def _rank(polish: Polish) -> tuple[float, float]:
+    return polish.best_excess, polish.best_cost
+
+
+def _improve(search: Polish, clock: _Clock, effort: Effort, scale: float) -> Iterator[bool]:
+    """Anneals, then perturbs neighbourhoods; yields whether the best became better."""
+    flat, before = search.flat, _rank(search)
+    clock.begin()
+    search.choice = search.best.copy()
+    done, i = 0.0, 0
+    while (done := clock.progress(i, effort.anneals, effort.shares[2])) < 1:
+        search.anneal(0.1 * scale * 0.01**done if done < 0.85 else 0.0, 0.1 ** (1 + done))
+        yield _rank(search) < before
+        before, i = _rank(search), i + 1
+    clock.begin()
+    i, partition = 0, None
+    while clock.progress(i, effort.rounds, 1.0) < 1:
+        if partition is None or i % 6 == 0:
+            size = _BALL * np.exp(0.7 * search.rng.normal())
+            partition = split(flat, search.rng, 1 if len(flat.sizes) <= _WHOLE else round(len(flat.sizes) / size))
+        perturb(search, partition, _MOVES, 0.1 * scale, 1.0 if len(flat.sizes) <= _WHOLE else 0.3)
+        yield _rank(search) < before
+        before, i = _rank(search), i + 1
