@@ -2,19 +2,16 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
-import numpy as np
-
+from search_spaces.sharding.dimensions import in_order
+from search_spaces.sharding.given import Given, constraint, fits, manual, rank_of
 from search_spaces.sharding.graph import Value, Vertex
 from search_spaces.sharding.resharding import Paths
 from search_spaces.sharding.rule import Rule
-from search_spaces.sharding.spec import Spec, shards, specs_of_shape
-from search_spaces.sharding.strategies import Strategy, holding, strategies_of_rule, whole
+from search_spaces.sharding.spec import Axes, Spec, placed, shards, specs_of_shape
+from search_spaces.sharding.strategies import Strategy, collective_bytes, holding, strategies_of_rule, whole
 
 MOST_STRATEGIES = 400
-Given = Sequence[tuple[int, ...] | None]
-"""For each dimension the axes that split it, or None where it is free."""
 
 
 @dataclass(frozen=True)
@@ -22,13 +19,16 @@ class Candidates:
     """The strategies of vertices on a mesh.
 
     Attributes:
-      axis_names, axis_sizes: the mesh's.
+      axis_names: the mesh's.
+      axes: the mesh's.
       path: the steps between two specs.
+      kinds: for each value, by id, the kind of each dimension (see `dimensions.kinds_of_dimensions`).
     """
 
     axis_names: tuple[str, ...]
-    axis_sizes: tuple[int, ...]
+    axes: Axes
     path: Paths
+    kinds: Sequence[tuple[int, ...]]
 
     def of(self, vertex: Vertex, rule: Rule | None, given: Given | None, copied: bool) -> tuple[Strategy, ...]:
         """What a vertex may choose from.
@@ -40,115 +40,84 @@ class Candidates:
           copied: whether the array that the vertex holds has several readers, so that a gathered copy may be kept.
         """
         if vertex.kind == "operation":
-            return self._operation(vertex, rule)
+            return _most_useful(self._of_operation(vertex, rule))
         value, num_operands = vertex.results[0], len(vertex.operands)
+        stored = self._specs(value, given)
         if vertex.kind == "stack":
-            return tuple(self._joined((s,), ((), *s)) for s in specs_of_shape(value.shape[1:], self.axis_sizes))
+            return tuple(self._joined((s[1:],), s) for s in stored if not s[0])
         if vertex.kind == "join":
-            return tuple(self._joined((s,) * num_operands, s) for s in specs_of_shape(value.shape, self.axis_sizes))
-        stored = self._allowed(value.shape, given)
-        return tuple(self._kept(vertex, s, used) for s in stored for used in (_coarser(s) if copied else (s,)))
+            return tuple(self._joined((s,) * num_operands, s) for s in stored)
+        return _most_useful([self._kept(vertex, s, used) for s in stored for used in (_coarser(s) if copied else (s,))])
 
-    def _operation(self, vertex: Vertex, rule: Rule | None) -> tuple[Strategy, ...]:
-        assert vertex.equation is not None
-        constrained = _constraint(vertex, self.axis_names)
+    def of_hub(self, value: Value) -> tuple[Strategy, ...]:
+        """What the hub of a value may choose from."""
+        return tuple(holding(spec, self.axes.sizes) for spec in self._specs(value, None))
+
+    def _of_operation(self, vertex: Vertex, rule: Rule | None) -> Sequence[Strategy]:
+        constrained = constraint(vertex, self.axis_names)
         if constrained is not None:
-            return tuple(holding(s, self.axis_sizes) for s in self._allowed(vertex.results[0].shape, constrained))
-        manual = _manual(vertex, self.axis_names, self.axis_sizes)
-        if manual is not None:
-            return (manual,)
+            return [holding(s, self.axes.sizes) for s in self._specs(vertex.results[0], constrained)]
+        fixed = manual(vertex, self.axis_names, self.axes.sizes)
+        if fixed is not None:
+            return [fixed]
         if rule is None:
-            return (whole([_rank(o) for o in vertex.operands], [len(r.shape) for r in vertex.results]),)
-        return strategies_of_rule(rule, self.axis_sizes, MOST_STRATEGIES)
+            return [whole([rank_of(o) for o in vertex.operands], [len(r.shape) for r in vertex.results])]
+        return strategies_of_rule(rule, self.axes, self._kinds_of(vertex))
 
-    def _allowed(self, shape: tuple[int, ...], given: Given | None) -> list[Spec]:
-        specs = [s for s in specs_of_shape(shape, self.axis_sizes) if given is None or _fits(s, given)]
-        # One that splits unevenly or orders axes in its own way is not among ours, but it was asked for.
-        return specs or [tuple(axes or () for axes in given or ())]
+    def _kinds_of(self, vertex: Vertex) -> tuple[tuple[int, ...], ...]:
+        """The kinds of a vertex's arrays by their rank among each other, so that equal layers ask for the same."""
+        if not self.axes.alike:
+            return ()
+        found = [self.kinds[x.id] if isinstance(x, Value) else () for x in (*vertex.operands, *vertex.results)]
+        number = {kind: i for i, kind in enumerate(sorted({kind for kinds in found for kind in kinds}))}
+        return tuple(tuple(number[kind] for kind in kinds) for kinds in found)
+
+    def _specs(self, value: Value, given: Given | None) -> list[Spec]:
+        """The specs of a value. One that orders axes in its own way is not among ours, but it may be asked for."""
+        found = [
+            spec
+            for spec in specs_of_shape(value.shape, self.axes.sizes)
+            if (given is None or fits(spec, given)) and in_order(spec, self.kinds[value.id], self.axes.alike)
+        ]
+        return found or [tuple(axes or () for axes in given or ())]
 
     def _kept(self, vertex: Vertex, stored: Spec, used: Spec) -> Strategy:
         """An array that is stored one way and gathered for its readers: a parameter, a carry, a slice of a stack."""
-        gathers = self.path(stored, used)
         count = len(vertex.results)
         operand = ((), *stored) if vertex.kind == "slice" else stored
-        parts = shards(stored, self.axis_sizes)
         return Strategy(
             (operand,) * len(vertex.operands),
             (used, stored)[:count],
-            parts,
-            (gathers, ())[:count],
+            shards(stored, self.axes.sizes),
+            (self.path(stored, used), ())[:count],
             (stored, stored)[:count],
         )
 
     def _joined(self, operands: tuple[Spec, ...], result: Spec) -> Strategy:
-        return Strategy(operands, (result,), shards(result, self.axis_sizes), ((),), (result,))
+        return Strategy(operands, (result,), shards(result, self.axes.sizes), ((),), (result,))
 
 
-def is_constrained(vertex: Vertex, axis_names: Sequence[str]) -> bool:
-    """Whether the function itself says how an operation is sharded: a sharding constraint or a `shard_map`."""
-    assert vertex.equation is not None
-    return vertex.equation.primitive.name == "shard_map" or _constraint(vertex, axis_names) is not None
+def _most_useful(strategies: Sequence[Strategy]) -> tuple[Strategy, ...]:
+    """The first one, which replicates, and of too many those that split the fewest dimensions and the most.
 
+    A plan that gives each axis a dimension of its own is rare; one that uses all devices for two or three is not.
+    """
+    if len(strategies) <= MOST_STRATEGIES:
+        return tuple(strategies)
 
-def _constraint(vertex: Vertex, axis_names: Sequence[str]) -> Given | None:
-    equation = vertex.equation
-    if equation is None or equation.primitive.name != "sharding_constraint":
-        return None
-    spec = getattr(equation.params["sharding"], "spec", None)
-    return None if spec is None else dimensions_of(spec, len(vertex.results[0].shape), axis_names)
+    def rank(strategy: Strategy) -> tuple[int, int, float]:
+        specs = (*strategy.operands, *strategy.unreduced)
+        dims = max((sum(map(bool, spec)) for spec in specs), default=0)
+        return dims, -strategy.parts, collective_bytes(strategy)
 
-
-def _manual(vertex: Vertex, axis_names: Sequence[str], sizes: tuple[int, ...]) -> Strategy | None:
-    """The one strategy of a `shard_map`: its own specs."""
-    equation = vertex.equation
-    if equation is None or equation.primitive.name != "shard_map":
-        return None
-    params = equation.params
-
-    def specs(given: Sequence[Any], arrays: Sequence[Any]) -> tuple[Spec, ...]:
-        found = [dimensions_of(s, _rank(x), axis_names) for s, x in zip(given, arrays, strict=True)]
-        return tuple(tuple(axes or () for axes in dims) for dims in found)
-
-    results = specs(params["out_specs"], vertex.results)
-    manual = params.get("newly_manual_axes", params.get("manual_axes", axis_names))
-    parts = int(np.prod([n for name, n in zip(axis_names, sizes, strict=True) if name in manual]))
-    return Strategy(specs(params["in_specs"], vertex.operands), results, parts, ((),) * len(results), results)
-
-
-def _rank(operand: Any) -> int:
-    return len(operand.shape) if isinstance(operand, Value) else np.ndim(operand.val)
+    return (strategies[0], *sorted(strategies[1:], key=rank)[: MOST_STRATEGIES - 1])
 
 
 def _coarser(spec: Spec) -> list[Spec]:
     """The specs that gathering along some of a spec's axes leaves, itself first."""
-    axes = [a for dim in spec for a in dim]
+    axes = sorted(placed(spec))
     found = []
     for kept in range(2 ** len(axes) - 1, -1, -1):
         left = {a for i, a in enumerate(axes) if kept >> i & 1}
         found.append(tuple(tuple(a for a in dim if a in left) for dim in spec))
     return found
-
-
-def _fits(spec: Spec, given: Given) -> bool:
-    return all(wanted is None or tuple(wanted) == axes for axes, wanted in zip(spec, given, strict=True))
-
-
-def dimensions_of(spec, rank: int, axis_names: Sequence[str]) -> list[tuple[int, ...] | None]:
-    """A `PartitionSpec` as axis indices for each dimension; None where it leaves a dimension unconstrained.
-
-    Raises:
-      ValueError: the spec has more entries than the array has dimensions or names an axis that the mesh has not.
-    """
-    if len(spec) > rank:
-        raise ValueError(f"a spec {spec} of {len(spec)} entries does not fit an array of {rank} dimensions.")
-    dims: list[tuple[int, ...] | None] = []
-    for entry in spec:
-        names = () if entry is None else entry if isinstance(entry, tuple) else (entry,)
-        if names and not isinstance(names[0], str):  # PartitionSpec.UNCONSTRAINED
-            dims.append(None)
-            continue
-        for name in names:
-            if name not in axis_names:
-                raise ValueError(f"a spec {spec} names the axis {name!r}; the mesh has {tuple(axis_names)}.")
-        dims.append(tuple(axis_names.index(name) for name in names))
-    return dims + [()] * (rank - len(dims))

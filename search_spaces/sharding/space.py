@@ -10,14 +10,16 @@ import numpy as np
 from cost.compute import equation_dtype, equation_flops, roofline_s
 from cost.hardware import Hardware
 from cost.problem import Problem
-from search_spaces.sharding.candidates import Candidates, is_constrained
+from search_spaces.sharding.candidates import Candidates
+from search_spaces.sharding.dimensions import axes_of, kinds_of_dimensions
+from search_spaces.sharding.given import axes_with_meaning, is_constrained
 from search_spaces.sharding.graph import Graph, Value, Vertex
 from search_spaces.sharding.lifetimes import CONTRACTIONS, Lifetimes, lifetimes
 from search_spaces.sharding.prices import Prices
 from search_spaces.sharding.rule import Rule
 from search_spaces.sharding.shardy import operation_rules
 from search_spaces.sharding.spec import Spec, shards
-from search_spaces.sharding.strategies import Strategy, strategies_of_specs
+from search_spaces.sharding.strategies import Strategy
 
 
 class Node(NamedTuple):
@@ -98,18 +100,24 @@ class ShardingSpace:
     def nodes(self) -> list[Node]:
         """One node for each vertex, in order, then the hubs."""
         shared = [len(readers) > 1 for readers in self._readers]
+        fixed = axes_with_meaning(self.graph, self.given, self.axis_names, self.axis_sizes)
+        candidates = Candidates(
+            self.axis_names,
+            axes_of(self.axis_sizes, self.prices.rates, fixed),
+            self.prices.path,
+            kinds_of_dimensions(self.graph, self.rules),
+        )
         nodes = []
         for vertex in self.graph.vertices:
             given = self.given.get(vertex.index) if vertex.kind == "input" else None
             copied = bool(vertex.results) and shared[vertex.results[0].id]
-            candidates = Candidates(self.axis_names, self.axis_sizes, self.prices.path)
             nodes.append(Node(vertex, None, candidates.of(vertex, self.rules[vertex.index], given, copied)))
         for value in self.graph.values:
             vertex = self.graph.vertices[value.vertex]
             # Arrays that are kept beside a gathered copy (arguments, what a loop's body reads) need no hub.
             own_copy = vertex.kind in ("input", "constant", "slice") or (vertex.kind == "carry" and value.result == 0)
             if value.shape and shared[value.id] and not own_copy:
-                nodes.append(Node(vertex, value, strategies_of_specs(value.shape, self.axis_sizes)))
+                nodes.append(Node(vertex, value, candidates.of_hub(value)))
         return nodes
 
     @cached_property
@@ -224,7 +232,9 @@ class ShardingSpace:
         s_per_byte = 1e-3 / rate if np.isfinite(rate) else 1e-6 * self.prices.dearest_s_per_byte
         stored = [s.unreduced[0] for s in strategies]
         late = [1 + 0.1 * max((d for d, axes in enumerate(spec) if axes), default=0) for spec in stored]
-        return s_per_byte * np.array([self.local_bytes(vertex.results[0], s) * w for s, w in zip(stored, late, strict=True)])
+        return s_per_byte * np.array(
+            [self.local_bytes(vertex.results[0], s) * w for s, w in zip(stored, late, strict=True)]
+        )
 
     @cached_property
     def most_holding_s(self) -> float:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from itertools import product
 from math import prod
+from typing import NamedTuple
 
 Spec = tuple[tuple[int, ...], ...]
 
@@ -47,3 +48,18 @@ def specs_of_shape(shape: tuple[int, ...], axis_sizes: tuple[int, ...]) -> tuple
         if all(axis_sizes[a] > 1 or place < 0 for a, place in enumerate(places)) and divides(spec, shape, axis_sizes):
             found.append(spec)
     return tuple(found)
+
+
+class Axes(NamedTuple):
+    """What strategies need to know of a mesh's axes, which are numbered as in the mesh.
+
+    Attributes:
+      sizes: devices along each.
+      fast_first: all axes, the fastest link first.
+      alike: groups of axes that take kinds of dimensions in order (see `dimensions.axes_of`), so that of the copies of
+        a plan with such axes swapped only one is in the space.
+    """
+
+    sizes: tuple[int, ...]
+    fast_first: tuple[int, ...]
+    alike: tuple[tuple[int, ...], ...] = ()

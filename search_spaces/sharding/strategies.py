@@ -1,13 +1,18 @@
 """The parallel strategies of a vertex: which mesh axis splits which factor of its operation."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import product
+from math import prod
 from typing import NamedTuple
 
+from search_spaces.sharding.dimensions import in_order
 from search_spaces.sharding.resharding import Move
-from search_spaces.sharding.rule import Rule
-from search_spaces.sharding.spec import Spec, divides, replicated, shards, specs_of_shape
+from search_spaces.sharding.rule import Dimensions, Rule
+from search_spaces.sharding.spec import Axes, Spec, divides, replicated, shards
+
+AxesOf = Mapping[int, tuple[int, ...]]
+"""The mesh axes that split each factor."""
 
 
 class Strategy(NamedTuple):
@@ -34,8 +39,18 @@ def whole(operand_ranks: Sequence[int], result_ranks: Sequence[int]) -> Strategy
     return Strategy(tuple(replicated(r) for r in operand_ranks), results, 1, ((),) * len(results), results)
 
 
+def holding(spec: Spec, axis_sizes: tuple[int, ...]) -> Strategy:
+    """The strategy of a vertex that takes and leaves an array with one spec."""
+    return Strategy((spec,), (spec,), shards(spec, axis_sizes), ((),), (spec,))
+
+
+def collective_bytes(strategy: Strategy) -> float:
+    """Sizes of a strategy's own collectives, as fractions of the results."""
+    return sum(move.fraction for moves in strategy.reductions for move in moves)
+
+
 @lru_cache(maxsize=10_000)
-def strategies_of_rule(rule: Rule, axis_sizes: tuple[int, ...], limit: int) -> tuple[Strategy, ...]:
+def strategies_of_rule(rule: Rule, axes: Axes, kinds: tuple[tuple[int, ...], ...] = ()) -> tuple[Strategy, ...]:
     """Every strategy that a rule allows; the first one replicates.
 
     A mesh axis goes to one factor or to none. A factor that is reduced leaves partial results, which are all-reduced
@@ -43,113 +58,103 @@ def strategies_of_rule(rule: Rule, axis_sizes: tuple[int, ...], limit: int) -> t
 
     Args:
       rule: the operation's rule.
-      axis_sizes: devices along each mesh axis.
-      limit: keep at most about so many, those with the most parallelism first (only meshes of 3 axes and more reach it).
+      axes: of the mesh.
+      kinds: of the dimensions of each operand and result, where axes are alike.
     """
     closed = rule.need_replication | rule.permutation | rule.blocked_propagation
     open_factors = [f for f, n in enumerate(rule.sizes) if n > 1 and f not in closed]
-    choices = [[-1, *open_factors] if n > 1 else [-1] for n in axis_sizes]
+    choices = [[-1, *open_factors] if n > 1 else [-1] for n in axes.sizes]
     found: dict[tuple[tuple[Spec, ...], tuple[Spec, ...]], Strategy] = {}
     for factors in product(*choices):
-        for strategy in _with_reductions(rule, factors, axis_sizes):
+        for strategy in _of_factors(rule, factors, axes, kinds):
             key = strategy.operands, strategy.results
-            if key not in found or _bytes(strategy) < _bytes(found[key]):
+            if key not in found or collective_bytes(strategy) < collective_bytes(found[key]):
                 found[key] = strategy
-    strategies = list(found.values())
-    if len(strategies) > limit:
-        strategies = [strategies[0], *sorted(strategies[1:], key=lambda s: (-s.parts, _bytes(s)))[: limit - 1]]
-    return tuple(strategies)
+    return tuple(found.values())
 
 
-def strategies_of_specs(shape: tuple[int, ...], axis_sizes: tuple[int, ...]) -> tuple[Strategy, ...]:
-    """Strategies of a vertex that only holds an array: every spec of its shape."""
-    return tuple(holding(spec, axis_sizes) for spec in specs_of_shape(shape, axis_sizes))
-
-
-def holding(spec: Spec, axis_sizes: tuple[int, ...]) -> Strategy:
-    """The strategy of a vertex that takes and leaves an array with one spec."""
-    return Strategy((spec,), (spec,), shards(spec, axis_sizes), ((),), (spec,))
-
-
-def _bytes(strategy: Strategy) -> float:
-    return sum(m.fraction for moves in strategy.reductions for m in moves)
-
-
-def _spec(dims: Sequence[Sequence[int]], axes_of: dict[int, tuple[int, ...]], rule: Rule, sizes: Sequence[int]):
-    """The spec of a tensor whose dimensions are made of factors; None where a minor factor is split before its major."""
-    spec = []
-    for factors in dims:
-        axes: tuple[int, ...] = ()
-        whole_before = True
-        for f in factors:
-            mine = axes_of.get(f, ())
-            if mine and not whole_before:
-                return None
-            parts = 1
-            for a in mine:
-                parts *= sizes[a]
-            whole_before = whole_before and parts == rule.sizes[f]
-            axes += mine
-        spec.append(axes)
-    return tuple(spec)
-
-
-def _with_reductions(rule: Rule, factors: Sequence[int], sizes: tuple[int, ...]) -> list[Strategy]:
-    axes_of: dict[int, tuple[int, ...]] = {}
-    parts = 1
-    for axis, f in enumerate(factors):
-        if f >= 0:
-            axes_of[f] = (*axes_of.get(f, ()), axis)
-            parts *= sizes[axis]
-    for f, axes in axes_of.items():
-        n = 1
-        for a in axes:
-            n *= sizes[a]
-        if rule.sizes[f] % n:
-            return []
-    specs = [_spec(dims, axes_of, rule, sizes) for dims in (*rule.operands, *rule.results)]
+def _of_factors(
+    rule: Rule, factors: Sequence[int], axes: Axes, kinds: tuple[tuple[int, ...], ...]
+) -> Iterator[Strategy]:
+    """The strategies that split the given factor along each mesh axis (-1 for none): one for each way to reduce."""
+    axes_of = {f: tuple(a for a, g in enumerate(factors) if g == f) for f in dict.fromkeys(factors) if f >= 0}
+    if any(rule.sizes[f] % prod(axes.sizes[a] for a in split) for f, split in axes_of.items()):
+        return
+    specs = _specs((*rule.operands, *rule.results), axes_of, rule, axes.sizes)
+    if specs is None or not _all_in_order(specs, kinds, axes):
+        return
     operands, results = specs[: len(rule.operands)], specs[len(rule.operands) :]
-    if any(s is None for s in specs):
-        return []
-    shapes = [tuple(_dimension(rule, fs) for fs in dims) for dims in rule.results]
-    partial = [a for f, axes in sorted(axes_of.items()) if f in rule.reduction for a in axes]
-    if not partial:
-        return [Strategy(tuple(operands), tuple(results), parts, ((),) * len(results), tuple(results))]
-    plain = [_all_reduce(spec, partial, sizes) for spec in results]
-    found = [Strategy(tuple(operands), tuple(results), parts, tuple(plain), tuple(results))]
+    parts = prod(axes.sizes[a] for split in axes_of.values() for a in split)
+    partial = {a for f, split in axes_of.items() if f in rule.reduction for a in split}
+    ordered = [a for a in axes.fast_first if a in partial]
+    reductions = tuple(_all_reduce(spec, ordered, 1.0 / shards(spec, axes.sizes), axes.sizes) for spec in results)
+    yield Strategy(operands, results, parts, reductions, results)
     if rule.reduction_is_sum and len(results) == 1:
-        for places in product(range(-1, len(shapes[0])), repeat=len(partial)):
-            scattered = _scatter(results[0], shapes[0], partial, places, sizes)
-            if scattered is not None:
-                found.append(Strategy(tuple(operands), (scattered[-1].spec,), parts, (scattered,), tuple(results)))
-    return found
+        for moves in _scatters(results[0], _shape(rule, rule.results[0]), ordered, axes):
+            if _all_in_order((moves[-1].spec,), kinds[-1:], axes):
+                yield Strategy(operands, (moves[-1].spec,), parts, (moves,), results)
 
 
-def _dimension(rule: Rule, factors: Sequence[int]) -> int:
-    n = 1
-    for f in factors:
-        n *= rule.sizes[f]
-    return n
+def _all_in_order(specs: Sequence[Spec], kinds: Sequence[tuple[int, ...]], axes: Axes) -> bool:
+    return all(in_order(spec, of_array, axes.alike) for spec, of_array in zip(specs, kinds, strict=False))
 
 
-def _all_reduce(spec: Spec, partial: Sequence[int], sizes: Sequence[int]) -> tuple[Move, ...]:
-    return tuple(Move("all_reduce", a, 1.0 / shards(spec, sizes), spec) for a in partial)
+def _specs(
+    arrays: Sequence[Dimensions], axes_of: AxesOf, rule: Rule, sizes: tuple[int, ...]
+) -> tuple[Spec, ...] | None:
+    """The spec of each array; None where a minor factor of a dimension is split although its major is not split up."""
+    specs = []
+    for dims in arrays:
+        spec = []
+        for factors in dims:
+            split = [axes_of.get(f, ()) for f in factors]
+            last = max((i for i, axes in enumerate(split) if axes), default=0)
+            if any(
+                prod(sizes[a] for a in axes) != rule.sizes[f] for f, axes in zip(factors[:last], split, strict=False)
+            ):
+                return None
+            spec.append(tuple(a for axes in split for a in axes))
+        specs.append(tuple(spec))
+    return tuple(specs)
 
 
-def _scatter(spec: Spec, shape: Sequence[int], partial: Sequence[int], places: Sequence[int], sizes: Sequence[int]):
-    """Scatter each partial axis with a place into that dimension, then all-reduce the others; None where impossible."""
-    if all(place < 0 for place in places):
-        return None
-    moves: list[Move] = []
-    for axis, place in zip(partial, places, strict=True):
-        if place < 0:
+def _shape(rule: Rule, dims: Dimensions) -> tuple[int, ...]:
+    return tuple(prod(rule.sizes[f] for f in factors) for factors in dims)
+
+
+def _all_reduce(spec: Spec, partial: Sequence[int], fraction: float, sizes: tuple[int, ...]) -> tuple[Move, ...]:
+    """An all-reduce over several axes, each of which sees what the ones before it have left to one device.
+
+    That is how it is run in steps, scattered over the fast links first, and adds up to what one ring over all the
+    devices sends: 2·bytes·(n−1)/n.
+    """
+    moves = []
+    for axis in partial:
+        moves.append(Move("all_reduce", axis, fraction, spec))
+        fraction /= sizes[axis]
+    return tuple(moves)
+
+
+def _scatters(spec: Spec, shape: tuple[int, ...], partial: Sequence[int], axes: Axes) -> Iterator[tuple[Move, ...]]:
+    """Ways to scatter partial sums over some of the axes into dimensions and to all-reduce over the others.
+
+    An axis goes below those that split its dimension already; scattered axes of one dimension take the mesh's order.
+    Three axes and more go to one dimension.
+    """
+    for places in product(range(-1, len(shape)), repeat=len(partial)):
+        into = {a: d for a, d in zip(partial, places, strict=True) if d >= 0}
+        below = all(not spec[d] or a > max(spec[d]) for a, d in into.items())
+        if not into or not below or (len(partial) > 2 and len(set(into.values())) > 1):
             continue
-        if spec[place] and axis < max(spec[place]):
-            return None
-        before = 1.0 / shards(spec, sizes)
-        spec = tuple((*axes, axis) if d == place else axes for d, axes in enumerate(spec))
-        if not divides(spec, shape, sizes):
-            return None
-        moves.append(Move("reduce_scatter", axis, before, spec))
-    rest = [a for a, place in zip(partial, places, strict=True) if place < 0]
-    return (*moves, *_all_reduce(spec, rest, sizes))
+        scattered = [tuple(sorted((*split, *(a for a in into if into[a] == d)))) for d, split in enumerate(spec)]
+        if not divides(tuple(scattered), shape, axes.sizes):
+            continue
+        moves, fraction = [], 1.0 / shards(spec, axes.sizes)
+        done: list[int] = []
+        for axis in into:
+            done.append(axis)
+            kept = tuple(tuple(a for a in split if a in done or a not in into) for split in scattered)
+            moves.append(Move("reduce_scatter", axis, fraction, kept))
+            fraction /= axes.sizes[axis]
+        rest = [a for a in partial if a not in into]
+        yield (*moves, *_all_reduce(moves[-1].spec, rest, fraction, axes.sizes))

@@ -62,12 +62,14 @@ def test_split_by_axis_sends_as_many_bytes(kind):
     assert sent == pytest.approx(float(collective_sent_bytes(kind, 2400.0, 24)))
 
 
-def test_split_by_axis_reduces_the_whole_operand_on_each():
+def test_split_by_axis_reduces_on_the_first_axis_what_the_last_has_scattered():
     parts = split_by_axis([Collective("all_reduce", ("pod", "model"), 8, 80.0, "f32")], MESH)
     assert [(part.axes, part.num_devices, part.num_bytes) for part in parts] == [
-        (("pod",), 2, 80.0),
         (("model",), 4, 80.0),
+        (("pod",), 2, 20.0),
     ]
+    sent = sum(float(collective_sent_bytes("all_reduce", part.num_bytes, part.num_devices)) for part in parts)
+    assert sent == pytest.approx(2 * 80.0 * 7 / 8)
 
 
 def test_bits_of_both_dialects_dtypes():

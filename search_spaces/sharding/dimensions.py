@@ -1,0 +1,129 @@
+"""Which dimensions of a function's arrays are one and the same: batch, sequence, width, heads, found in the rules.
+
+Mesh axes of equal size and link are interchangeable: a plan and its copy with two such axes swapped cost the same, and
+on meshes of three and more axes most of a space is such copies. They are told apart by the dimensions: the first kind of
+dimension takes the first axes.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from itertools import pairwise
+
+from search_spaces.sharding.graph import Graph, Operand, Value, Vertex
+from search_spaces.sharding.resharding import Rates
+from search_spaces.sharding.rule import Rule
+from search_spaces.sharding.spec import Axes, Spec
+
+Dimension = tuple[int, int]
+"""A value's id and the position of a dimension."""
+
+
+def kinds_of_dimensions(graph: Graph, rules: Sequence[Rule | None]) -> list[tuple[int, ...]]:
+    """For each value, by id, the kind of each of its dimensions: small numbers, equal where dimensions are the same.
+
+    Kinds of the data that come in with each call are numbered first, then those that most arrays have: batch and
+    sequence before width, width before heads. So data is split over the first axes and parameters, where they are
+    gathered for each use, over the same ones.
+
+    Args:
+      graph: the traced function.
+      rules: for each vertex its rule or None.
+    """
+    parent: dict[Dimension, Dimension] = {(v.id, d): (v.id, d) for v in graph.values for d in range(len(v.shape))}
+
+    def root(dimension: Dimension) -> Dimension:
+        while parent[dimension] != dimension:
+            parent[dimension] = parent[parent[dimension]]
+            dimension = parent[dimension]
+        return dimension
+
+    for group in _same(graph, rules):
+        for dimension in group[1:]:
+            parent[root(dimension)] = root(group[0])
+    count = Counter(root(dimension) for dimension in parent)
+    replaced = {argument for argument in graph.feedback if argument is not None}
+    data = {
+        root((vertex.results[0].id, d))
+        for i, vertex in enumerate(graph.inputs)
+        if replaced and i not in replaced
+        for d in range(len(vertex.results[0].shape))
+    }
+    order = sorted(count, key=lambda r: (r not in data, -count[r], r))
+    number = {r: i for i, r in enumerate(order)}
+    return [tuple(number[root((v.id, d))] for d in range(len(v.shape))) for v in graph.values]
+
+
+def _same(graph: Graph, rules: Sequence[Rule | None]) -> Iterator[list[Dimension]]:
+    """Groups of dimensions that are the same."""
+    for vertex, rule in zip(graph.vertices, rules, strict=True):
+        if vertex.kind == "operation":
+            yield from _of_rule(vertex, rule)
+        else:
+            yield from _aligned([*vertex.operands, *vertex.results])
+    for output, argument in zip(graph.outputs, graph.feedback, strict=True):
+        if argument is not None:
+            yield from _aligned([output, graph.inputs[argument].results[0]])
+
+
+def _of_rule(vertex: Vertex, rule: Rule | None) -> Iterator[list[Dimension]]:
+    if rule is None:
+        return
+    groups: dict[tuple[int, int], list[Dimension]] = {}
+    arrays = [*vertex.operands, *vertex.results]
+    for array, dims in zip(arrays, (*rule.operands, *rule.results), strict=True):
+        if isinstance(array, Value):
+            for d, factors in enumerate(dims):
+                long = [f for f in factors if rule.sizes[f] > 1]
+                if len(long) == 1:
+                    groups.setdefault((long[0], array.shape[d]), []).append((array.id, d))
+    yield from groups.values()
+
+
+def _aligned(arrays: Sequence[Operand]) -> Iterator[list[Dimension]]:
+    """Dimensions counted from the last: what a loop reads of a stack, or leaves in it, lacks the stack's first one."""
+    values = [array for array in arrays if isinstance(array, Value)]
+    for back in range(1, min((len(value.shape) for value in values), default=0) + 1):
+        yield [(value.id, len(value.shape) - back) for value in values]
+
+
+@lru_cache(maxsize=500_000)
+def in_order(spec: Spec, kinds: tuple[int, ...], alike: tuple[tuple[int, ...], ...]) -> bool:
+    """Whether, of axes that are alike, the first ones split the first kind of dimension.
+
+    Arrays of one and two dimensions are let be: one layer's weights have the kinds of the next layer's in the other
+    order, and specs of matrices are few.
+    """
+    if len(spec) < 3:
+        return True
+    kind_of = {axis: kind for kind, axes in zip(kinds, spec, strict=True) for axis in axes}
+    for axes in alike:
+        split = [kind_of[axis] for axis in axes if axis in kind_of]
+        if any(before > after for before, after in pairwise(split)):
+            return False
+    return True
+
+
+def axes_of(sizes: tuple[int, ...], rates: Sequence[Rates], fixed: frozenset[int]) -> Axes:
+    """The axes of a mesh, with those taken to be alike.
+
+    On two axes every plan is offered. On three the axes of equal size and link are alike, which loses no plan whose
+    arrays agree on what an axis is for. On more all of them are, from the slowest link to the fastest: data and the
+    shards of parameters that are gathered go to slower links than what is exchanged within a layer.
+
+    Args:
+      sizes: devices along each axis.
+      rates: what collectives cost on each axis.
+      fixed: axes that the user or the function has given a meaning; they are like no other.
+    """
+    slowness = [rate.s_per_byte["all_gather"] for rate in rates]
+    fast_first = tuple(sorted(range(len(sizes)), key=lambda a: (slowness[a], -a)))
+    free = [a for a in reversed(fast_first) if sizes[a] > 1 and a not in fixed]
+    used = sum(n > 1 for n in sizes)
+    if used <= 2:
+        groups = []
+    elif used == 3:
+        groups = [[b for b in free if (sizes[b], rates[b]) == (sizes[a], rates[a])] for a in free]
+    else:
+        groups = [free]
+    return Axes(sizes, fast_first, tuple(dict.fromkeys(tuple(group) for group in groups if len(group) > 1)))
