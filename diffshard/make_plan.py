@@ -1,103 +1,105 @@
 """From a sharding space to a plan, and from a plan back to a layout that runs."""
 
 import time
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
-from cost.hardware import Hardware
 from cost.problem import evaluate
 from diffshard import plan as plans
+from diffshard.given import given_dimensions
+from diffshard.options import Options
 from diffshard.plan import Operation, Plan, PlanError, PredictedCollective, Tensor
-from diffshard.solve import Progress, solve
-from search_spaces.sharding.graph import Graph, Value, Vertex
+from diffshard.solve import Progress, Solution, solve
+from diffshard.traced import Traced
+from search_spaces.sharding.graph import Value, Vertex
 from search_spaces.sharding.predict import change_costs, compute_seconds, least_peak_bytes, transfers
+from search_spaces.sharding.resharding import Spec
 from search_spaces.sharding.space import Layout, ShardingSpace
-from search_spaces.sharding.spec import Spec
 from search_spaces.sharding.strategies import Strategy
-
-if TYPE_CHECKING:
-    from diffshard.search import Searched, Traced
 
 
 class InfeasibleError(ValueError):
     """No plan fits the memory limit."""
 
 
-def space_of(
-    graph: Graph,
-    axis_names: tuple[str, ...],
-    axis_sizes: tuple[int, ...],
-    hardware: Hardware,
-    given: Mapping[int, Sequence[tuple[int, ...] | None]],
-    donated: tuple[bool, ...],
-    memory_limit_bytes: float,
-) -> ShardingSpace:
-    """The space of a graph on a mesh."""
-    return ShardingSpace(graph, axis_names, axis_sizes, hardware, given, donated, memory_limit_bytes)
+def space_of(options: Options, traced: Traced) -> ShardingSpace:
+    """Everything that can be chosen about a traced function.
+
+    Raises:
+      ValueError: a given sharding does not fit its argument.
+    """
+    return ShardingSpace(
+        traced.graph,
+        options.axis_names,
+        options.axis_sizes,
+        options.hardware,
+        given_dimensions(options.in_shardings, traced.args, traced.carried, traced.paths, options.mesh),
+        traced.donated,
+        options.memory_limit_bytes,
+    )
 
 
-def make_plan(
-    searched: "Searched", traced: "Traced", space: ShardingSpace, start: float, progress: Progress | None
-) -> Plan:
-    """Solves a space and writes the result down.
+def make_plan(options: Options, traced: Traced, space: ShardingSpace, start: float, progress: Progress | None) -> Plan:
+    """Solves a space and writes the result down; `start` is when the search began, by `time.perf_counter`.
 
     Raises:
       InfeasibleError: no plan fits the memory limit.
     """
-    problem = space.problem
-    least = least_peak_bytes(problem)
-    if least > space.memory_limit_bytes:
-        raise InfeasibleError(
-            f"`memory_limit_bytes` is {space.memory_limit_bytes:,.0f}, but every plan of {_name(searched.fn)} on the mesh "
-            f"{dict(searched.mesh.shape)} needs at least {least:,.0f} bytes on each device. Give more memory or devices, "
-            "donate the state (`donate_argnums`), or rematerialise (`jax.checkpoint`)."
-        )
-    solution = solve(
-        problem, solver=searched.solver, time_limit_s=searched.time_limit_s, key=searched.key, progress=progress
-    )
-    if not solution.feasible:
-        raise InfeasibleError(
-            f"The solver found no plan within `memory_limit_bytes` {space.memory_limit_bytes:,.0f}: its best exceeds it by "
-            f"{solution.excess:,.0f} bytes (status: {solution.status}). At least {least:,.0f} bytes are needed."
-        )
+    solution = _solved(options, space, progress)
     choice = [int(s) for s in solution.choice]
     layout = space.decode(choice)
-    names = space.axis_names
     compute = compute_seconds(space, layout)
-    changes = change_costs(problem, choice)
-    leaves = _tensors(space, traced, layout, changes)
-    outputs = _outputs(space, traced, layout)
-    solver = searched.solver if isinstance(searched.solver, str) else getattr(searched.solver, "__name__", "function")
+    changes = change_costs(space.problem, choice)
     collectives = tuple(PredictedCollective(*t) for t in transfers(space, choice, layout))
     step_s = float(compute.sum()) + sum(c.seconds for c in collectives)
     lower_bound_s = min(solution.lower_bound - space.most_holding_s, step_s)
+    solver = options.solver
     return Plan(
-        function=_name(searched.fn),
-        mesh_axes=dict(zip(names, space.axis_sizes, strict=True)),
+        function=_name(options.fn),
+        mesh_axes=dict(zip(space.axis_names, space.axis_sizes, strict=True)),
         hardware=space.hardware,
         memory_limit_bytes=space.memory_limit_bytes,
-        arguments=leaves,
-        outputs=outputs,
+        arguments=_arguments(space, traced, layout, changes),
+        outputs=_outputs(space, traced, layout),
         operations=tuple(
-            _operation(space, v, layout, float(seconds))
-            for v, seconds in zip(space.graph.vertices, compute, strict=True)
+            _operation(space, vertex, layout, float(seconds), changes)
+            for vertex, seconds in zip(space.graph.vertices, compute, strict=True)
         ),
         compute_s=float(compute.sum()),
         collectives=collectives,
-        peak_bytes=float(np.max(evaluate(problem, choice).peak)),
+        peak_bytes=float(np.max(evaluate(space.problem, choice).peak)),
         lower_bound_s=lower_bound_s,
         gap=(step_s - lower_bound_s) / step_s if step_s else 0.0,
         status=solution.status,
-        solver=solver,
+        solver=solver if isinstance(solver, str) else getattr(solver, "__name__", "function"),
         search_s=time.perf_counter() - start,
         history=solution.history,
         notes=tuple(_notes(space)),
-        static_argnums=searched.static_argnums,
-        donate_argnums=searched.donate_argnums,
-        mesh=searched.mesh,
+        static_argnums=options.static_argnums,
+        donate_argnums=options.donate_argnums,
+        mesh=options.mesh,
     )
+
+
+def _solved(options: Options, space: ShardingSpace, progress: Progress | None) -> Solution:
+    limit, least = space.memory_limit_bytes, least_peak_bytes(space.problem)
+    if least > limit:
+        raise InfeasibleError(
+            f"`memory_limit_bytes` is {limit:,.0f}, but every plan of {_name(options.fn)} on the mesh "
+            f"{dict(options.mesh.shape)} needs at least {least:,.0f} bytes on each device. Give more memory or "
+            "devices, donate the state (`donate_argnums`), or rematerialise (`jax.checkpoint`)."
+        )
+    solution = solve(
+        space.problem, solver=options.solver, time_limit_s=options.time_limit_s, key=options.key, progress=progress
+    )
+    if not solution.feasible:
+        raise InfeasibleError(
+            f"The solver found no plan within `memory_limit_bytes` {limit:,.0f}: its best exceeds it by "
+            f"{solution.excess:,.0f} bytes (status: {solution.status}). At least {least:,.0f} bytes are needed."
+        )
+    return solution
 
 
 def layout_of(plan: Plan, space: ShardingSpace) -> Layout:
@@ -116,7 +118,8 @@ def layout_of(plan: Plan, space: ShardingSpace) -> Layout:
             )
     if len(vertices) != len(plan.operations):
         raise PlanError(
-            f"The plan does not fit the function: it has {len(plan.operations)} operations, the function {len(vertices)}."
+            f"The plan does not fit the function: it has {len(plan.operations)} operations, "
+            f"the function {len(vertices)}."
         )
     held: list[Spec] = [()] * len(space.graph.values)
     strategies = []
@@ -126,8 +129,7 @@ def layout_of(plan: Plan, space: ShardingSpace) -> Layout:
             for specs in (operation.operands, operation.kept, operation.results, operation.held)
         )
         gathers = tuple(
-            space.prices.path(k, r) if vertex.kind != "operation" else ()
-            for k, r in zip(kept, results, strict=True)
+            space.prices.path(k, r) if vertex.kind != "operation" else () for k, r in zip(kept, results, strict=True)
         )
         strategies.append(Strategy(operands, results, 1, gathers, kept))
         for value, spec in zip(vertex.results, found, strict=True):
@@ -146,12 +148,19 @@ def signature_of(vertex: Vertex) -> str:
     return f"{name}({', '.join(map(typed, vertex.operands))}) -> {', '.join(map(typed, vertex.results))}"
 
 
-def _operation(space: ShardingSpace, vertex: Vertex, layout: Layout, compute_s: float) -> Operation:
+def _operation(
+    space: ShardingSpace, vertex: Vertex, layout: Layout, compute_s: float, changes: Sequence[np.ndarray]
+) -> Operation:
     strategy = layout.strategy[vertex.index]
 
     def named(specs: Sequence[Spec]) -> tuple[plans.Spec, ...]:
         return tuple(_named(spec, space.axis_names) for spec in specs)
 
+    other, other_s = None, 0.0
+    if vertex.results:
+        node = space.hub_node.get(vertex.results[0].id, vertex.index)
+        specs = [s.results[0] for s in space.nodes[node].strategies]
+        other, other_s = _next_best(specs, layout.held[vertex.results[0].id], changes[node], space.axis_names)
     return Operation(
         kind=vertex.kind,
         signature=signature_of(vertex),
@@ -163,18 +172,30 @@ def _operation(space: ShardingSpace, vertex: Vertex, layout: Layout, compute_s: 
         held=named([layout.held[v.id] for v in vertex.results]),
         count=vertex.weight,
         compute_s=compute_s,
+        next_best_spec=other,
+        next_best_s=other_s,
     )
 
 
-def _tensors(
-    space: ShardingSpace, traced: "Traced", layout: Layout, changes: Sequence[np.ndarray]
+def _next_best(
+    specs: Sequence[Spec], chosen: Spec, added_s: np.ndarray, axis_names: Sequence[str]
+) -> tuple[plans.Spec | None, float]:
+    """The cheapest of the other specs, and what it adds."""
+    others = [(float(added), spec) for spec, added in zip(specs, added_s, strict=True) if spec != chosen]
+    if not others:
+        return None, 0.0
+    added, spec = min(others, key=lambda other: other[0])
+    return _named(spec, axis_names), added
+
+
+def _arguments(
+    space: ShardingSpace, traced: Traced, layout: Layout, changes: Sequence[np.ndarray]
 ) -> tuple[Tensor, ...]:
     found = []
     for i, (vertex, path) in enumerate(zip(space.graph.inputs, traced.paths, strict=True)):
         value, strategies = vertex.results[0], space.nodes[vertex.index].strategies
         spec = layout.strategy[vertex.index].unreduced[0]
-        others = [(float(c), s.unreduced[0]) for c, s in zip(changes[vertex.index], strategies, strict=True)]
-        others = sorted((o for o in others if o[1] != spec), key=lambda o: o[0])
+        other, other_s = _next_best([s.unreduced[0] for s in strategies], spec, changes[vertex.index], space.axis_names)
         found.append(
             Tensor(
                 path,
@@ -182,24 +203,22 @@ def _tensors(
                 str(value.dtype),
                 _named(spec, space.axis_names),
                 given=i in space.given,
-                next_best_spec=_named(others[0][1], space.axis_names) if others else None,
-                next_best_s=others[0][0] if others else 0.0,
+                next_best_spec=other,
+                next_best_s=other_s,
             )
         )
     return tuple(found)
 
 
-def _outputs(space: ShardingSpace, traced: "Traced", layout: Layout) -> tuple[Tensor, ...]:
+def _outputs(space: ShardingSpace, traced: Traced, layout: Layout) -> tuple[Tensor, ...]:
     found = []
     for output, argument, path in zip(space.graph.outputs, space.graph.feedback, traced.out_paths, strict=True):
-        shape, dtype = (
-            (output.shape, output.dtype) if isinstance(output, Value) else (output.aval.shape, output.aval.dtype)
-        )
+        array: Any = output if isinstance(output, Value) else output.aval
         if argument is not None:
             spec = layout.strategy[space.graph.inputs[argument].index].unreduced[0]
         else:
             spec = layout.held[output.id] if isinstance(output, Value) else ()
-        found.append(Tensor(path, tuple(shape), str(dtype), _named(spec, space.axis_names)))
+        found.append(Tensor(path, tuple(array.shape), str(array.dtype), _named(spec, space.axis_names)))
     return tuple(found)
 
 

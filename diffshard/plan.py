@@ -1,4 +1,4 @@
-"""A plan: how a function is parallelised on a mesh, what that is predicted to cost, and how far from optimal it can be."""
+"""A plan: how a function is parallelised on a mesh, what that costs, and how far from optimal it is at most."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -68,6 +68,8 @@ class Operation:
       held: the spec that each result's readers find.
       count: executions in one step.
       compute_s: seconds of arithmetic and memory traffic in one step.
+      next_best_spec: the next best way to leave the first result, everything else unchanged, or None.
+      next_best_s: what that would add to the step, in seconds.
     """
 
     kind: str
@@ -80,6 +82,8 @@ class Operation:
     held: tuple[Spec, ...]
     count: float
     compute_s: float
+    next_best_spec: Spec | None = None
+    next_best_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -193,7 +197,7 @@ class Plan:
         Raises:
           PlanError: the arguments have other shapes than the plan's, or the plan's mesh has no devices.
         """
-        mesh = automatic(self._devices("shard"))
+        mesh = self.placed_mesh
         dynamic = [a for i, a in enumerate(args) if i not in self.static_argnums]
         leaves, structure = jax.tree.flatten(tuple(dynamic))
         self.check_arguments(tuple(dynamic))
@@ -212,13 +216,19 @@ class Plan:
 
         return apply(self, fn, mesh)
 
-    def _devices(self, verb: str) -> Mesh:
+    @property
+    def placed_mesh(self) -> Mesh:
+        """The mesh of devices, with automatic axes.
+
+        Raises:
+          PlanError: it is abstract.
+        """
         if not isinstance(self.mesh, Mesh):
             raise PlanError(
-                f"`plan.{verb}` needs devices, and the plan's mesh {dict(self.mesh_axes)} is abstract. "
+                f"The plan's mesh {dict(self.mesh_axes)} is abstract, it has no devices to put arrays on. "
                 "Make the plan with a jax.sharding.Mesh, or load it with `Plan.load(path, mesh)`."
             )
-        return self.mesh
+        return automatic(self.mesh)
 
     def check_arguments(self, args: Sequence[Any]) -> None:
         """Holds arguments (without the static ones) against the plan's.
@@ -240,7 +250,8 @@ class Plan:
 
 def argument_paths(args: Sequence[Any], names: Sequence[str]) -> list[str]:
     """A name for each leaf of the arguments: the parameter's name, then the place inside."""
-    return [names[path[0].idx] + _below(path) for path, _ in jax.tree_util.tree_leaves_with_path(tuple(args))]
+    leaves = jax.tree_util.tree_leaves_with_path(tuple(args))
+    return [f"{names[path[0].idx]}{_below(path)}" for path, _ in leaves]
 
 
 def _below(path: Sequence[Any]) -> str:

@@ -8,6 +8,7 @@ import tempfile
 from os import PathLike
 from typing import Any
 
+import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from cost.hardware import Hardware, Link
@@ -127,7 +128,7 @@ def _finite(value: Any) -> Any:
         return {str(k): _finite(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
         return [_finite(v) for v in value]
-    return value.item() if hasattr(value, "item") else value
+    return value.item() if isinstance(value, np.generic) else value
 
 
 def _restored(value: Any) -> Any:

@@ -131,7 +131,7 @@ def verdict(plan: Plan) -> str:
         "interrupted": "the best found when it was interrupted",
     }.get(plan.status, "the best that the solver found")
     if plan.status == "optimal":
-        return found
+        return found if plan.gap < 1e-8 else f"{found} by more than that"
     if not math.isfinite(plan.lower_bound_s):
         return f"{found}; this solver gives no bound"
     return f"{found}, at most {_percent(plan.gap)} of it could be saved"
@@ -198,9 +198,9 @@ def _arguments(plan: Plan) -> str:
     return "\n".join([title, "", *_table(rows, "  ", right=(1, 4))])
 
 
-def reason(plan: Plan, tensor: Tensor) -> str:
-    """Why an argument is sharded as it is: the next best sharding, and what that would add to the step."""
-    if tensor.given:
+def reason(plan: Plan, tensor: Tensor | Operation) -> str:
+    """Why an array is sharded as it is: the next best sharding, and what that would add to the step."""
+    if isinstance(tensor, Tensor) and tensor.given:
         return "given"
     if tensor.next_best_spec is None:
         return "no other"
@@ -216,12 +216,13 @@ def _operations(plan: Plan) -> str:
     groups = operation_groups(plan)
     dear = sorted(groups, key=lambda g: -(g.compute_s + g.collective_s))[:MOST_OPERATIONS]
     shown = [g for g in groups if any(g is other for other in dear)]
-    rows = [("name", "", "result", "sharding", "compute", "communicate", "")]
+    rows = [("name", "", "result", "sharding", "compute", "communicate", "", "next best, what it adds")]
     for g in shown:
         kinds = ", ".join(f"{kind} {axis}" for kind, axis in g.collectives)
         times = f"{len(g.operations)}x" if len(g.operations) > 1 else ""
         communicate = format_s(g.collective_s) if g.collective_s else ""
-        rows.append((g.name, times, g.result, format_spec(g.spec), format_s(g.compute_s), communicate, kinds))
+        why = reason(plan, plan.operations[min(g.operations)])
+        rows.append((g.name, times, g.result, format_spec(g.spec), format_s(g.compute_s), communicate, kinds, why))
     rest = [g for g in groups if not any(g is other for other in dear)]
     rest_s = sum(g.compute_s + g.collective_s for g in rest)
     title = f"Operations: {len(plan.operations):,}, the {len(shown)} dearest kinds in the program's order"

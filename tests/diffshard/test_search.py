@@ -8,10 +8,15 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 import diffshard
+from diffshard.solve import Proposal
 
 SLOW = diffshard.Hardware(
     # Arithmetic that costs, so that plans split it.
-    "slow", 1e7, float("inf"), float("inf"), {a: diffshard.Link(1e-9, 1e-7) for a in ("x", "y")}
+    "slow",
+    1e7,
+    float("inf"),
+    float("inf"),
+    {a: diffshard.Link(1e-9, 1e-7) for a in ("x", "y")},
 )
 
 
@@ -213,6 +218,35 @@ def test_memory_limit_shards_the_state():
     plan = tight.plan(state, batch)
     assert plan.peak_bytes <= limit
     assert plan.step_s >= free.step_s * (1 - 1e-6)
+
+
+def test_interrupted_search_returns_the_best_so_far():
+    def interrupted(problem, *, time_limit_s, key):
+        yield Proposal(np.zeros(len(problem.node_cost), np.int64))
+        raise KeyboardInterrupt
+
+    state, batch = train_arguments()
+    step = diffshard.search(train_step, mesh_2x2(), hardware=SLOW, solver=interrupted)
+    plan = step.plan(state, batch)
+    assert plan.status == "interrupted" and "interrupted" in str(plan)
+    assert_equal(step(state, batch), train_step(state, batch))
+
+
+def test_reason_of_a_choice_is_what_the_next_best_costs():
+    state, batch = train_arguments()
+    plan = diffshard.search(train_step, mesh_2x2(), hardware=SLOW).plan(state, batch)
+    products = [o for o in plan.operations if o.signature.startswith("dot_general")]
+    assert len(products) == 4
+    assert all(o.next_best_spec not in (None, o.held[0]) and o.next_best_s > 0 for o in products)
+
+
+def test_arguments_placed_otherwise_are_named():
+    state, batch = train_arguments()
+    step = diffshard.search(train_step, mesh_2x2(), hardware=SLOW)
+    step.plan(state, batch)
+    elsewhere = jax.device_put(batch, jax.devices()[5])
+    with pytest.raises(ValueError, match="`batch` is placed as .*plan.shard"):
+        step(state, elsewhere)
 
 
 def test_abstract_mesh_plans_and_says_that_it_cannot_run():
