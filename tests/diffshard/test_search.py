@@ -185,7 +185,8 @@ def test_given_shardings_are_kept():
     specs = (({"a": PartitionSpec(None, "y"), "b": None}, None), PartitionSpec("x"))
     plan = diffshard.search(train_step, mesh_2x2(), hardware=SLOW, in_shardings=specs).plan(state, batch)
     found = {t.path: t for t in plan.arguments}
-    assert found["state[0]['a']"].spec == ((), ("y",)) and found["state[0]['a']"].given
+    assert found["state[0]['a']"].spec == ((), ("y",))
+    assert found["state[0]['a']"].given
     assert found["batch"].spec == (("x",), ())
     assert not found["state[0]['b']"].given
     carried = jax.device_put(batch, NamedSharding(mesh_2x2(), PartitionSpec(None, "x")))
@@ -228,7 +229,8 @@ def test_interrupted_search_returns_the_best_so_far():
     state, batch = train_arguments()
     step = diffshard.search(train_step, mesh_2x2(), hardware=SLOW, solver=interrupted)
     plan = step.plan(state, batch)
-    assert plan.status == "interrupted" and "interrupted" in str(plan)
+    assert plan.status == "interrupted"
+    assert "interrupted" in str(plan)
     assert_equal(step(state, batch), train_step(state, batch))
 
 
@@ -236,7 +238,7 @@ def test_reason_of_a_choice_is_what_the_next_best_costs():
     state, batch = train_arguments()
     plan = diffshard.search(train_step, mesh_2x2(), hardware=SLOW).plan(state, batch)
     products = [o for o in plan.operations if o.signature.startswith("dot_general")]
-    assert len(products) == 4
+    assert len(products) == 5  # two forward, three backward
     assert all(o.next_best_spec not in (None, o.held[0]) and o.next_best_s > 0 for o in products)
 
 
@@ -245,7 +247,7 @@ def test_arguments_placed_otherwise_are_named():
     step = diffshard.search(train_step, mesh_2x2(), hardware=SLOW)
     step.plan(state, batch)
     elsewhere = jax.device_put(batch, jax.devices()[5])
-    with pytest.raises(ValueError, match="`batch` is placed as .*plan.shard"):
+    with pytest.raises(ValueError, match=r"`batch` is placed as .*plan.shard"):
         step(state, elsewhere)
 
 
@@ -256,7 +258,7 @@ def test_abstract_mesh_plans_and_says_that_it_cannot_run():
     shapes = jax.eval_shape(lambda: (state, batch))
     plan = step.plan(*shapes)
     assert dict(plan.mesh_axes) == {"x": 16, "y": 16}
-    with pytest.raises(ValueError, match="`mesh`.*abstract"):
+    with pytest.raises(ValueError, match=r"`mesh`.*abstract"):
         step(state, batch)
     with pytest.raises(diffshard.PlanError, match="abstract"):
         plan.shard(state, batch)
@@ -277,7 +279,7 @@ def test_plans_are_saved_loaded_and_applied(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "text, message",
+    ("text", "message"),
     [("{", "not JSON"), ("[]", "format"), ('{"format": "diffshard plan", "version": 99}', "version 99"),
      ('{"format": "diffshard plan", "version": 1}', "damaged")],
 )  # fmt: skip
@@ -288,7 +290,7 @@ def test_foreign_files_are_refused(tmp_path, text, message):
 
 
 @pytest.mark.parametrize(
-    "options, error, message",
+    ("options", "error", "message"),
     [
         ({"hardware": "h1000"}, ValueError, "`hardware` 'h1000'"),
         ({"hardware": SLOW, "solver": "magic"}, ValueError, "`solver` must be one of"),
