@@ -25,8 +25,6 @@ from experiments.host_devices import host_mesh
 from experiments.models import gpt, text
 from experiments.models.model import Model, abstract_arguments, arguments
 
-ROUNDS = 7
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the demonstration; 1 if the planned run differs from the one on one device."""
@@ -51,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     _print_training(reference[1], found[1], comparison)
 
     print("\nTiming the plan against data parallelism, in turns.")
-    _print_ratio(*time_in_turns(step, data_parallel_step(model, mesh), model, batches[0], plan, mesh))
+    _print_ratio(*time_in_turns(step, data_parallel_step(model, mesh), model, batches[0], plan, mesh, options.rounds))
 
     options.output.mkdir(parents=True, exist_ok=True)
     plan.save(options.output / "plan.json")
@@ -83,7 +81,7 @@ def time_in_turns(
     batch: jax.Array,
     plan: diffshard.Plan,
     mesh: Mesh,
-    rounds: int = ROUNDS,
+    rounds: int,
     steps: int = 3,
 ) -> tuple[list[float], list[float]]:
     """Seconds of a step in each round, of the planned and of the data-parallel one.
@@ -146,6 +144,7 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--sequence", type=int, default=64)
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--rounds", type=int, default=7, help="how often the two steps are timed in turns")
     parser.add_argument("--time-limit", type=float, default=30.0, help="seconds of the solver")
     parser.add_argument("--solver", default=None, help="as in diffshard.search; the default is diffshard's")
     parser.add_argument("--output", type=Path, default=Path("out"), help="directory of plan.json and plan.html")

@@ -89,7 +89,7 @@ def compare(reference: tuple[Any, Sequence[Any]], found: tuple[Any, Sequence[Any
     everything = np.sort(np.concatenate(differences))
     quiet = everything[: len(everything) - int(NOISY_SHARE * len(everything))]
     loss = float(np.max(np.abs(losses[1] - losses[0]) / np.abs(losses[0])))
-    return Comparison(loss, float(quiet[-1]), float(np.mean(everything > STATE_TOLERANCE)))
+    return Comparison(loss, float(quiet[-1]), float(np.mean(~(everything <= STATE_TOLERANCE))))
 
 
 def run_steps(step: Callable[..., Any], state: Any, batch: Any, steps: int) -> tuple[Any, list[Any]]:

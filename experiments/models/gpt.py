@@ -20,12 +20,12 @@ from experiments.models.model import Model, State, gradient_step
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of a GPT; `key_value_heads` below `heads` is grouped-query attention."""
+    """Sizes of a GPT; `key_value_heads` below `heads` is grouped-query attention, None is as many as heads."""
 
     layers: int = 2
     width: int = 64
     heads: int = 4
-    key_value_heads: int = 4
+    key_value_heads: int | None = None
     vocabulary: int = 256
     sequence: int = 64
 
@@ -37,11 +37,16 @@ class Sizes:
         """
         if self.width % self.heads:
             raise ValueError(f"`heads` must divide `width`; got heads={self.heads} and width={self.width}.")
-        if self.heads % self.key_value_heads:
+        if self.heads % self.groups:
             raise ValueError(
                 f"`key_value_heads` must divide `heads`; got key_value_heads={self.key_value_heads} "
                 f"and heads={self.heads}."
             )
+
+    @property
+    def groups(self) -> int:
+        """Groups of query heads that share a key and a value."""
+        return self.heads if self.key_value_heads is None else self.key_value_heads
 
 
 class Attention(nn.Module):
@@ -56,12 +61,12 @@ class Attention(nn.Module):
         head = width // sizes.heads
         # No biases: the softmax cancels a key bias's gradient, and adam would blow the rounding noise up to a step.
         query = nn.DenseGeneral((sizes.heads, head), use_bias=False, name="query")(x)
-        key = nn.DenseGeneral((sizes.key_value_heads, head), use_bias=False, name="key")(x)
-        value = nn.DenseGeneral((sizes.key_value_heads, head), use_bias=False, name="value")(x)
+        key = nn.DenseGeneral((sizes.groups, head), use_bias=False, name="key")(x)
+        value = nn.DenseGeneral((sizes.groups, head), use_bias=False, name="value")(x)
         query = named(query, ("batch", "sequence", "heads", "head"))
         key = named(key, ("batch", "sequence", "key_value_heads", "head"))
         value = named(value, ("batch", "sequence", "key_value_heads", "head"))
-        query = query.reshape(batch, length, sizes.key_value_heads, sizes.heads // sizes.key_value_heads, head)
+        query = query.reshape(batch, length, sizes.groups, sizes.heads // sizes.groups, head)
         scores = jnp.einsum("blgqh,bsgh->bgqls", query, key) / head**0.5
         causal = jnp.tril(jnp.ones((length, length), bool))
         weights = jax.nn.softmax(jnp.where(causal, scores, jnp.finfo(scores.dtype).min), axis=-1)
@@ -166,7 +171,7 @@ def make(
     block: type[nn.Module] = Block,
     stack: Stack = unrolled,
     optimizer: optax.GradientTransformation | None = None,
-    **sizes: int,
+    **sizes: Any,
 ) -> Model:
     """A GPT training step: `batch` is tokens `[B, L + 1]`; other sizes are those of `Sizes`; adamw by default."""
     network = GPT(Sizes(**sizes), block, stack)

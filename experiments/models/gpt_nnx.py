@@ -46,7 +46,7 @@ class GPT(nnx.Module):
         return self.head(self.final_norm(x))
 
 
-def make(*, batch: int = 16, **sizes: int) -> Model:
+def make(*, batch: int = 16, **sizes: Any) -> Model:
     """A GPT training step on nnx states with adamw; sizes are those of `gpt.Sizes`."""
     config = Sizes(**sizes)
 

@@ -3,6 +3,8 @@
 Source: Lepikhin et al., GShard (arXiv:2006.16668), algorithm 1: top-2 gating, capacity, load-balancing loss.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -71,7 +73,7 @@ class _Block(gpt.Block):
     feed_forward: type[nn.Module] = MixtureOfExperts
 
 
-def make(*, batch: int = 16, stack: gpt.Stack = gpt.unrolled, **sizes: int) -> Model:
+def make(*, batch: int = 16, stack: gpt.Stack = gpt.unrolled, **sizes: Any) -> Model:
     """A mixture-of-experts GPT training step with adamw; sizes are those of `gpt.Sizes`."""
     network = gpt.GPT(gpt.Sizes(**sizes), _Block, stack)
     return gpt.training(network, batch, optax.adamw(1e-3), f"moe-{network.sizes.layers}-{stack.__name__}")

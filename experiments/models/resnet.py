@@ -37,7 +37,7 @@ class ResNet(nn.Module):
     width: int
     blocks: int
     classes: int
-    stages: int = 3
+    stages: int
 
     @nn.compact
     def __call__(self, x):
@@ -50,9 +50,11 @@ class ResNet(nn.Module):
         return nn.Dense(self.classes)(jnp.mean(x, axis=(1, 2)))
 
 
-def make(*, width: int = 16, blocks: int = 1, image: int = 16, classes: int = 10, batch: int = 32) -> Model:
-    """A ResNet training step: three stages of `blocks` residual blocks; running statistics are part of the state."""
-    network = ResNet(width, blocks, classes)
+def make(
+    *, width: int = 16, stages: int = 3, blocks: int = 1, image: int = 16, classes: int = 10, batch: int = 32
+) -> Model:
+    """A ResNet training step: stages of `blocks` residual blocks; running statistics are part of the state."""
+    network = ResNet(width, blocks, classes, stages)
     optimizer = optax.adamw(1e-3)
 
     def init(key: jax.Array) -> State:
@@ -72,4 +74,4 @@ def make(*, width: int = 16, blocks: int = 1, image: int = 16, classes: int = 10
             "label": jax.random.randint(label_key, (batch,), 0, classes),
         }
 
-    return Model(f"resnet-{6 * blocks + 2}", gradient_step(loss, optimizer), init, make_batch)
+    return Model(f"resnet-{2 * stages * blocks + 2}", gradient_step(loss, optimizer), init, make_batch)

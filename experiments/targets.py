@@ -1,0 +1,17 @@
+"""What the programs of an experiment are compiled for: host devices, which run them, or H100s that are not here."""
+
+from collections.abc import Callable, Sequence
+
+from jax.sharding import AxisType, Mesh
+
+from diffshard.gpu_target import gpu_mesh
+from experiments.host_devices import AXIS_NAMES, host_mesh
+
+
+def h100_mesh(shape: Sequence[int]) -> Mesh:
+    """A mesh of H100s to compile for; needs the extra `gpu-compile`."""
+    mesh = gpu_mesh(dict(zip(AXIS_NAMES[len(shape)], shape, strict=True)))
+    return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(shape))
+
+
+MESHES: dict[str, Callable[[Sequence[int]], Mesh]] = {"host": host_mesh, "h100": h100_mesh}

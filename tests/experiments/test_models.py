@@ -1,0 +1,100 @@
+"""Example training steps: they trace to what they compute, and learn."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+
+from experiments.models import convnet, dlrm, gpt, gpt_nnx, mlp, moe, resnet, text
+from experiments.models.model import abstract_arguments, arguments
+
+SMALL: dict[str, Any] = {"layers": 1, "width": 16, "heads": 2, "key_value_heads": 1, "sequence": 16, "vocabulary": 31}
+MODELS = {
+    "mlp": lambda: mlp.make(layers=2, width=8, batch=8),
+    "convnet": lambda: convnet.make(layers=1, image=8, batch=4),
+    "gpt": lambda: gpt.make(batch=4, **SMALL),
+    "gpt-scanned": lambda: gpt.make(batch=4, stack=gpt.scanned, **SMALL),
+    "gpt-remat": lambda: gpt.make(batch=4, block=nn.remat(gpt.Block), **SMALL),
+    "gpt-nnx": lambda: gpt_nnx.make(batch=4, layers=1, width=16, heads=2, sequence=16, vocabulary=31),
+    "moe": lambda: moe.make(batch=4, stack=gpt.scanned, **SMALL),
+    "resnet": lambda: resnet.make(width=4, stages=2, image=8, batch=8),
+    "dlrm": lambda: dlrm.make(rows=(32, 7), width=4, batch=8),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_step_keeps_the_states_types_and_lowers_the_loss(name: str):
+    model = MODELS[name]()
+    abstract = abstract_arguments(model)
+    state, batch = arguments(model)
+    typed = jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), (state, batch))
+    assert typed == jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), abstract)
+
+    step: Any = jax.jit(model.step)
+    losses = []
+    for _ in range(8):
+        state, loss = step(state, batch)
+        losses.append(float(loss))
+    assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), state) == typed[0]
+    assert losses[-1] < losses[0]
+    assert step._cache_size() == 1
+
+
+def test_layers_unrolled_and_scanned_are_one_network():
+    unrolled: Any
+    scanned: Any
+    sizes = gpt.Sizes(**SMALL | {"layers": 2})
+    unrolled, scanned = gpt.GPT(sizes), gpt.GPT(sizes, stack=gpt.scanned)
+    tokens = jnp.arange(32).reshape(2, 16) % 31
+    stacked = scanned.init(jax.random.key(0), tokens)["params"]
+    layers = {f"layer_{i}": jax.tree.map(lambda leaf, i=i: leaf[i], stacked["layers"]) for i in range(2)}
+    apart = {name: leaf for name, leaf in stacked.items() if name != "layers"} | layers
+    np.testing.assert_allclose(
+        unrolled.apply({"params": apart}, tokens), scanned.apply({"params": stacked}, tokens), rtol=1e-5, atol=1e-5
+    )
+
+
+def test_a_token_sees_only_what_came_before():
+    network: Any = gpt.GPT(gpt.Sizes(**SMALL))
+    tokens = jnp.zeros((1, 16), jnp.int32)
+    variables = network.init(jax.random.key(0), tokens)
+    changed = network.apply(variables, tokens.at[0, 9].set(5)) - network.apply(variables, tokens)
+    moved = np.abs(np.asarray(changed)).max(axis=(0, 2)) > 0
+    np.testing.assert_array_equal(moved, np.arange(16) >= 9)
+
+
+def test_top2_gating_fills_experts_in_order_and_drops_what_finds_no_room():
+    # Three tokens of one group, all of which prefer expert 0, then 1; each expert takes two tokens of a group.
+    probabilities = jnp.array([[[0.6, 0.3, 0.1], [0.6, 0.3, 0.1], [0.6, 0.3, 0.1]]])
+    combine, balance = moe.top2_gating(probabilities, capacity=2)
+    expected = np.zeros((1, 3, 3, 2))
+    expected[0, 0, 0, 0], expected[0, 0, 1, 0] = 2 / 3, 1 / 3
+    expected[0, 1, 0, 1], expected[0, 1, 1, 1] = 2 / 3, 1 / 3
+    np.testing.assert_allclose(combine, expected, atol=1e-6)
+    # experts² times the mean over experts of (share of first choices) x (mean probability) = 9 * 0.6 / 3
+    assert float(balance) == pytest.approx(1.8, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"width": 30, "heads": 4, "key_value_heads": 4}, "`heads` must divide `width`"),
+        ({"heads": 4, "key_value_heads": 3}, "`key_value_heads` must divide `heads`"),
+    ],
+)
+def test_sizes_that_do_not_divide_are_refused(sizes: dict[str, int], message: str):
+    with pytest.raises(ValueError, match=message):
+        gpt.Sizes(**sizes)
+
+
+def test_windows_of_the_text_are_consecutive_bytes_of_it():
+    tokens = text.load()
+    assert text.decode(tokens).startswith("CHAPTER I. Down the Rabbit-Hole")
+    assert text.decode(text.encode("Käse")) == "Käse"
+    windows = np.asarray(text.sample(tokens, jax.random.key(0), 3, 20))
+    assert windows.shape == (3, 21)
+    whole = text.decode(tokens)
+    assert all(text.decode(window) in whole for window in windows)
