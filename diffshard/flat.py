@@ -78,6 +78,20 @@ def flatten(problem: Problem) -> Flat:
     )
 
 
+def with_ceiling(flat: Flat) -> Flat:
+    """Infinities become a number above every allowed choice's cost, so that sums and differences stay numbers.
+
+    Costs only fall by this, so a lower bound for the result is one for the problem.
+    """
+    node = np.abs(np.where(np.isfinite(flat.cost), flat.cost, 0.0))
+    entries = np.where(np.isfinite(flat.entries), np.abs(flat.entries), 0.0)
+    if np.isfinite(flat.cost).all() and np.isfinite(flat.entries).all():
+        return flat
+    most = node.sum() + len(flat.source) * entries.max(initial=0.0) + np.abs(flat.load).sum()
+    ceiling = 2.0 * most + 1.0
+    return flat._replace(cost=np.minimum(flat.cost, ceiling), entries=np.minimum(flat.entries, ceiling))
+
+
 def _matrices(problem: Problem) -> tuple[np.ndarray, np.ndarray]:
     """Where each directed edge's matrix starts, and the distinct matrices in both directions one after the other."""
     at: dict[int, int] = {}

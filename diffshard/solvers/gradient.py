@@ -4,9 +4,13 @@
    falls. Its value at temperature 0 is a lower bound.
 2. Rounding: choices read off the dual at several moments, each polished by exact moves of random forests at prices
    that keep the memory; the best goes on, annealed.
-3. Improvement: disjoint neighbourhoods are perturbed and polished at once, each accepted by itself.
+3. Improvement: disjoint neighbourhoods are perturbed and polished at once, each accepted by itself. Where devices do
+   different work, the largest load joins everything, and Metropolis walks take this part.
+
+A problem of few choices is enumerated instead.
 """
 
+import math
 import time
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -14,17 +18,21 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from cost.problem import Problem
+from cost.problem import Problem, num_strategies
 from diffshard.ascent import Ascent
-from diffshard.flat import Flat, flatten
+from diffshard.flat import Flat, flatten, with_ceiling
 from diffshard.neighbourhoods import perturb, split
 from diffshard.polish import Polish, rounded
+from diffshard.replicas import Replicas
 from diffshard.solve import Proposal, seeded
+from diffshard.solvers import exhaustive
 
+_FEW = 1 << 16  # choices
 _CLOSED = 1e-7  # relative gap at which nothing is left to win
 _STARTS = 4
 _BALL = 50  # nodes
 _WHOLE = 500  # nodes up to which the whole graph is one neighbourhood
+_WALKS = 16
 _MOVES = 8  # of a neighbourhood, each time
 
 
@@ -36,6 +44,7 @@ class Effort(NamedTuple):
       trials: forest moves for each start.
       anneals: forest moves from the best start.
       rounds: perturbations of all neighbourhoods.
+      steps: of each Metropolis walk, for each node.
       shares: where in the time limit the sweeps, the trials and the annealing end.
     """
 
@@ -43,6 +52,7 @@ class Effort(NamedTuple):
     trials: int = 25
     anneals: int = 150
     rounds: int = 60
+    steps: int = 200
     shares: tuple[float, float, float] = (0.4, 0.5, 0.7)
 
 
@@ -53,7 +63,10 @@ def solve(
     problem: Problem, *, time_limit_s: float | None = None, key: jax.Array, effort: Effort = _EFFORT
 ) -> Iterator[Proposal]:
     """Yields the dual's bound and better and better choices until its effort or the time is spent or the gap closed."""
-    rng, flat = seeded(key), flatten(problem)
+    if math.prod(num_strategies(problem).tolist()) <= _FEW:
+        yield from exhaustive.solve(problem)
+        return
+    rng, flat = seeded(key), with_ceiling(flatten(problem))
     clock = _Clock(time_limit_s)
     ascent = Ascent(flat)
     starts: list[np.ndarray] = []
@@ -67,7 +80,8 @@ def solve(
         search = polish if search is None or _rank(polish) < _rank(search) else search
         yield Proposal(search.best)
     assert search is not None  # there is always a start
-    for better in _improve(search, clock, effort, max(abs(bound), 1e-30) / len(flat.sizes)):
+    improve = _walk if flat.load.shape[1] else _improve
+    for better in improve(search, clock, effort, max(abs(bound), 1e-30) / len(flat.sizes)):
         yield Proposal(search.best) if better else Proposal()
         if search.best_excess == 0 and search.best_cost - bound <= _CLOSED * abs(search.best_cost):
             break
@@ -153,3 +167,22 @@ def _improve(search: Polish, clock: _Clock, effort: Effort, scale: float) -> Ite
         perturb(search, partition, _MOVES, 0.1 * scale, 1.0 if len(flat.sizes) <= _WHOLE else 0.3)
         yield _rank(search) < before
         before, i = _rank(search), i + 1
+
+
+def _walk(search: Polish, clock: _Clock, effort: Effort, scale: float) -> Iterator[bool]:
+    """Metropolis walks, half of them from the best and half from random choices; yields whether the best became better."""
+    flat, count = search.flat, len(search.flat.sizes)
+    starts = search.rng.integers(flat.sizes, size=(_WALKS, count))
+    starts[: _WALKS // 2] = search.best
+    walks = Replicas(flat, search.rng, starts)
+    clock.begin()
+    done, step = 0.0, 0
+    while done < 1:
+        walks.step(scale * 0.0001**done)
+        step += 1
+        done = clock.progress(step, effort.steps * count, 1.0)
+        if step % 100 == 0 or done >= 1:
+            before = _rank(search)
+            if walks.best is not None:
+                search.offer(walks.best)
+            yield _rank(search) < before
