@@ -21,7 +21,7 @@ from diffshard import presolve, solvers
 Progress = Callable[[float, float, float], None]
 """Called as `progress(seconds, cost, lower_bound)` whenever either improves; `cost` is inf before a feasible choice."""
 
-_CLOSED = 1e-9  # relative gap from which on a choice counts as optimal: float sums do not tell finer
+_CLOSED = 1e-8  # relative gap from which on a choice counts as optimal: bounds of float sums do not tell finer
 
 
 class Proposal(NamedTuple):
@@ -103,7 +103,10 @@ def solve(
     best = _Best(problem, progress, start)
     status = "finished"
     try:
-        reduced = reduce(problem)
+        try:
+            reduced = reduce(problem)
+        except presolve.InfeasibleError:  # nothing is allowed: the solver still finds what breaks the rules least
+            reduced = presolve.unchanged(problem)
         left_s = None if time_limit_s is None else max(time_limit_s - (time.perf_counter() - start), 1e-3)
         nothing_left = [Proposal(np.zeros(0, np.int64), 0.0)]
         for proposal in (
@@ -117,8 +120,6 @@ def solve(
                 break
     except KeyboardInterrupt:
         status = "interrupted"
-    except presolve.InfeasibleError:
-        status = "infeasible"
     return best.solution(status)
 
 
@@ -153,8 +154,9 @@ class _Best:
         self._report()
 
     def offer(self, reduced: presolve.Reduction, proposal: Proposal) -> None:
-        improved = reduced.constant + proposal.lower_bound > self._lower_bound
-        self._lower_bound = max(self._lower_bound, reduced.constant + proposal.lower_bound)
+        bound = float(reduced.constant + proposal.lower_bound)
+        improved = bound > self._lower_bound
+        self._lower_bound = max(self._lower_bound, bound)
         if proposal.choice is not None:
             choice = reduced.expand(np.asarray(proposal.choice, np.int64))
             found = evaluate(self._problem, choice)

@@ -1,5 +1,7 @@
 """Exact reductions of a `Problem`, each with an exact way back: the reduced optimum expands to the original one."""
 
+import functools
+
 import numpy as np
 
 from cost.problem import Problem
@@ -27,10 +29,14 @@ def reduce(problem: Problem) -> Reduction:
     """All reductions, in the order that leaves the least."""
     if not len(problem.node_cost):
         return unchanged(problem)
-    done = chain(problem, (merge_ties, compress_memory, eliminate, compress_memory))
+    done = chain(problem, (merge_ties, compress_memory, eliminate))
     for _ in range(_ROUNDS):
-        if not any(np.isinf(cost).any() for cost in done.problem.node_cost):
+        before = set(done.problem.usage_node.tolist())
+        done = chain(done, (compress_memory,))
+        # Strategies that cannot fit leave less room for others, and nodes whose memory is free now can be eliminated.
+        changed = before - set(done.problem.usage_node.tolist())
+        changed |= {v for v, cost in enumerate(done.problem.node_cost) if np.isinf(cost).any()}
+        if not changed:
             break
-        # Strategies that cannot fit are gone after this, which leaves less room for the others.
-        done = chain(done, (eliminate, compress_memory))
+        done = chain(done, (functools.partial(eliminate, changed=changed),))
     return done

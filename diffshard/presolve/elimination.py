@@ -4,7 +4,7 @@ A node is eliminated by the min-plus product of its matrices, which is exact; it
 Nodes whose memory or load depends on the choice are not eliminated, only their dominated strategies are.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 
@@ -18,14 +18,18 @@ _BLOCK = 1 << 20  # numbers in a temporary
 _NUM_MIXTURES = 16
 
 
-def eliminate(problem: Problem) -> Reduction:
+def eliminate(problem: Problem, changed: Iterable[int] | None = None) -> Reduction:
     """Folds separable edges, eliminates nodes of degree up to two, drops dominated strategies, until nothing changes.
+
+    Args:
+      problem: any.
+      changed: where to look first, if the rest is known to hold nothing to reduce; None looks everywhere.
 
     Raises:
       InfeasibleError: some node has no allowed strategy.
     """
     graph = _Graph(problem)
-    graph.reduce()
+    graph.reduce(set(range(len(problem.node_cost)) if changed is None else changed))
     return graph.reduction()
 
 
@@ -81,8 +85,7 @@ class _Graph:
             self.near[u][v] = matrix
             self.near[v][u] = self._transposed(matrix)
 
-    def reduce(self) -> None:
-        dirty = set(range(len(self.cost)))
+    def reduce(self, dirty: set[int]) -> None:
         while dirty:
             touched = self._eliminate_all(dirty)
             dirty = set()
@@ -178,9 +181,12 @@ class _Graph:
         if not len(s):
             return s, t
         beyond = self.cost[v][s] - self.cost[v][t]  # how much s can cost beyond t at worst
+        possible = np.ones(len(s), bool)  # to meet: where t is forbidden next to every strategy of a neighbour, t is not
         for matrix in self.near[v].values():
-            beyond = beyond + _beyond(matrix, s, t)
-        holds = beyond <= 0
+            more = _beyond(matrix, s, t)
+            possible &= more > -np.inf
+            beyond = beyond + np.where(more > -np.inf, more, 0.0)
+        holds = (beyond <= 0) | ~possible
         for table in self.tables[v]:
             holds &= (table[s] <= table[t]).all(axis=1)
         return s[holds], t[holds]
@@ -239,9 +245,9 @@ class _Graph:
 
 def _split(matrix: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
     """Row and column costs that sum to the matrix, or None where there are none."""
-    row, column = matrix[:, 0], matrix[0] - matrix[0, 0]
-    if not (np.isfinite(row).all() and np.isfinite(column).all()):
+    if not np.isfinite(matrix).all():
         return None
+    row, column = matrix[:, 0], matrix[0] - matrix[0, 0]
     return (row, column) if (row[:, None] + column[None] == matrix).all() else None
 
 

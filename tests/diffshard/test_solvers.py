@@ -1,0 +1,129 @@
+"""One conformance suite for all solvers, and what each of them promises beyond it."""
+
+import math
+
+import jax
+import numpy as np
+import pytest
+
+from cost.problem import Problem, evaluate, num_strategies
+from diffshard import presolve
+from diffshard.ascent import Ascent
+from diffshard.flat import chosen_cost, chosen_memory, flatten, with_ceiling
+from diffshard.solve import solve, solver_names
+from diffshard.solvers.exhaustive import price
+from diffshard.solvers.gradient import Effort
+from diffshard.solvers.gradient import solve as gradient
+from tests.diffshard.random_problems import layered_problem, small_problem
+
+EMPTY = np.zeros((0, 2), int)
+KINDS = {
+    "plain": {},
+    "forbidden": {"forbidden": 0.1},
+    "memory": {"memory": True},
+    "loads": {"devices": 3},
+    "all": {"forbidden": 0.1, "memory": True, "devices": 2},
+}
+# These walk or pick at random, or keep a few candidates: they promise a feasible choice most of the time, not the best.
+HEURISTICS = {"beam", "greedy", "mcmc", "primal", "random"}
+
+
+def _optimum(problem: Problem) -> float:
+    sizes = num_strategies(problem).tolist()
+    choices = np.stack(np.unravel_index(np.arange(math.prod(sizes)), sizes), axis=1)
+    cost, excess = price(problem, choices)
+    return float(np.where(excess > 0, np.inf, cost).min())
+
+
+@pytest.mark.parametrize("name", solver_names())
+@pytest.mark.parametrize("kind", KINDS)
+def test_small_problems(name, kind):
+    """Never better than the optimum, bounds below it, feasible where it says so, and exact solvers exact."""
+    ratios = []
+    for seed in range(6):
+        problem = small_problem(seed, **KINDS[kind])
+        expected = _optimum(problem)
+        found = solve(problem, solver=name, key=seed, reduce=presolve.unchanged)
+        checked = evaluate(problem, found.choice)
+        assert (found.cost, found.feasible, found.excess) == (checked.cost, checked.feasible, checked.excess)
+        assert found.lower_bound <= expected * (1 + 1e-9)
+        if math.isinf(expected):
+            assert not found.feasible
+            continue
+        assert not found.feasible or found.cost >= expected - 1e-9
+        ratios.append(found.cost / max(expected, 1.0) if found.feasible else math.inf)
+        if name not in HEURISTICS:
+            assert found.cost == pytest.approx(expected), f"seed {seed}"
+            assert found.status == "optimal", f"seed {seed}"
+    assert np.median(ratios) < 1.3
+
+
+@pytest.mark.parametrize("name", solver_names())
+def test_corner_cases(name):
+    single = Problem([np.array([3.0])], EMPTY, [], EMPTY[:, 0], [], EMPTY)
+    apart = Problem([np.array([3.0, 1.0]), np.array([0.0, -2.0, 5.0])], EMPTY, [], EMPTY[:, 0], [], EMPTY)
+    for problem, expected in ((single, 3.0), (apart, -1.0)):
+        found = solve(problem, solver=name, reduce=presolve.unchanged)
+        assert found.feasible
+        assert found.cost == expected
+
+
+@pytest.fixture(scope="module")
+def layered() -> tuple[Problem, float]:
+    """A problem of 160 nodes and its optimum by HiGHS."""
+    problem = layered_problem(2, 4, most=12)
+    found = solve(problem, solver="exact", time_limit_s=60)
+    assert found.status == "optimal"
+    return problem, found.cost
+
+
+def test_gradient_is_near_the_optimum_of_a_layered_problem(layered):
+    problem, optimum = layered
+    found = solve(problem)
+    assert optimum - 1e-9 <= found.cost <= 1.01 * optimum
+    assert 0.85 * optimum < found.lower_bound <= optimum
+
+
+def test_gradient_keeps_a_binding_memory_limit():
+    problem = layered_problem(2, 4, most=12, binding=0.6)
+    exact = solve(problem, solver="exact", time_limit_s=60)
+    found = solve(problem)
+    assert found.feasible
+    assert exact.lower_bound * (1 - 1e-6) <= found.cost <= 1.03 * exact.cost
+    assert found.lower_bound <= exact.cost
+
+
+def test_gradient_is_deterministic_and_ends_by_itself(layered):
+    problem, _ = layered
+    short = Effort(sweeps=40, trials=5, anneals=20, rounds=5, steps=5)
+    proposals = [list(gradient(problem, key=jax.random.key(7), effort=short)) for _ in range(2)]
+    assert len(proposals[0]) == len(proposals[1])
+    for first, second in zip(*proposals, strict=True):
+        assert first.lower_bound == second.lower_bound
+        np.testing.assert_array_equal(first.choice, second.choice)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_dual_bound_holds_against_exhaustive_search(kind):
+    """At every moment of the climb, and tight where the graph is a tree without coupling."""
+    for seed in range(20):
+        problem = small_problem(seed, **KINDS[kind])
+        optimum = _optimum(problem)
+        ascent = Ascent(with_ceiling(flatten(problem)))
+        for i in range(30):
+            ascent.step(i / 30)
+            if i % 10 == 9:
+                assert ascent.certified() <= optimum + 1e-9, f"seed {seed}"
+        if kind == "plain" and len(problem.edge_cost) < 2:
+            assert ascent.certified() == pytest.approx(optimum, rel=1e-6, abs=1e-6)
+
+
+def test_flat_costs_and_memory_are_those_of_the_problem():
+    for seed in range(20):
+        problem = small_problem(seed, memory=True, devices=2)
+        flat, rng = flatten(problem), np.random.default_rng(seed)
+        for _ in range(5):
+            choice = rng.integers(num_strategies(problem))
+            expected = evaluate(problem, choice)
+            assert chosen_cost(flat, choice) == pytest.approx(expected.cost)
+            assert chosen_memory(flat, choice).max() == pytest.approx(expected.peak)
