@@ -1,6 +1,7 @@
 """The common shape of all example models: a training step with its state and batch."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -46,7 +47,9 @@ def abstract_arguments(model: Model) -> tuple[Any, Any]:
 def arguments(model: Model, seed: int = 0) -> tuple[Any, Any]:
     """State and batch as arrays, made in one compiled program each."""
     state_key, batch_key = jax.random.split(jax.random.key(seed))
-    return jax.jit(model.init)(state_key), jax.jit(model.make_batch)(batch_key)
+    # Run once: optimised machine code would take longer to make than it saves.
+    make = partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+    return make(model.init)(state_key), make(model.make_batch)(batch_key)
 
 
 def gradient_step(

@@ -1,5 +1,6 @@
 """Plans by hand: the shardings that the papers name, and programs that compute the same."""
 
+import functools
 from typing import Any
 
 import jax
@@ -67,13 +68,18 @@ def test_an_mlps_layers_are_column_and_row_parallel_in_turns():
     ]
 
 
+@functools.cache
+def on_one_device() -> tuple[Model, Any, Any]:
+    model = small_gpt()
+    args = arguments(model)
+    return model, args, jax.jit(model.step)(*args)
+
+
 @pytest.mark.parametrize("expert", experts.EXPERTS)
 def test_plans_by_hand_compute_what_one_device_does(expert: experts.Expert):
-    model, mesh = small_gpt(), host_mesh((2, 4))
-    args = arguments(model)
-    plan = expert(*args, mesh)
+    model, args, expected = on_one_device()
+    plan = expert(*args, host_mesh((2, 4)))
     found = experts.lower_by_hand(model.step, *args, plan).compile()(*jax.device_put(args, plan.in_shardings))
-    expected = jax.jit(model.step)(*args)
     np.testing.assert_allclose(found[1], expected[1], rtol=1e-5)
     for one, many in zip(jax.tree.leaves(expected[0].params), jax.tree.leaves(found[0].params), strict=True):
         np.testing.assert_allclose(many, one, atol=1e-4)
