@@ -169,7 +169,7 @@ class Execution:
 
     def _scan(self, env: Environment, region: Region) -> None:
         params = region.equation.params
-        stacks = [self.graph.vertices[v.vertex] for v in region.results[params["num_carry"] :]]
+        stacks = [self.graph.vertices[v.vertex] for v in region.results[len(region.carries) :]]
 
         def body(carry: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
             inner = dict(env)

@@ -261,7 +261,7 @@ class _Builder:
 
     def scan(self, equation: core.JaxprEqn, operands: list[Operand], weight: float) -> Region:
         params = equation.params
-        num_consts, num_carry = params["num_consts"], params["num_carry"]
+        num_consts, num_carry = scan_parts(equation)
         trips = weight * params["length"]
         consts, init = operands[:num_consts], operands[num_consts : num_consts + num_carry]
         xs = operands[num_consts + num_carry :]
@@ -309,6 +309,21 @@ class _Builder:
             outs = [block.outputs[i] for block in blocks]
             results += self.vertex("join", equation, outs, [var.aval], weight, [share] * len(outs)).results
         return Region(equation, operands, blocks, results)
+
+
+def scan_parts(equation: core.JaxprEqn) -> tuple[int, int]:
+    """How many of a scan's operands are constants and carries.
+
+    JAX versions name these parameters differently, but what is stacked always has a dimension more than its slice.
+    """
+
+    def rank(var: Any) -> int:
+        return len(var.aval.shape)
+
+    body = equation.params["jaxpr"].jaxpr
+    stacked_in = sum(rank(outer) > rank(v) for outer, v in zip(equation.invars, body.invars, strict=True))
+    num_carry = sum(rank(outer) == rank(v) for outer, v in zip(equation.outvars, body.outvars, strict=True))
+    return len(equation.invars) - stacked_in - num_carry, num_carry
 
 
 def feedback_of(outputs: Any, arguments: Sequence[Any]) -> list[int | None]:
