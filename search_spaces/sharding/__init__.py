@@ -1,6 +1,6 @@
 """The sharding space: which dimension of which array of a traced function is split over which mesh axis.
 
 `graph.py` traces and `shardy.py` gives each operation its rule; `strategies.py` and `candidates.py` list what can be
-chosen, `given.py` what is fixed, `dimensions.py` what is the same; `resharding.py` and `prices.py` say what lies between
+`graph.py` traces, `shardy.py` gives each operation its rule; `strategies.py` and `candidates.py` list what can be
 two choices, `lifetimes.py` what lives when; `space.py` puts it together as a `Problem`.
 """

@@ -1,8 +1,8 @@
 """Which dimensions of a function's arrays are one and the same: batch, sequence, width, heads, found in the rules.
 
 Mesh axes of equal size and link are interchangeable: a plan and its copy with two such axes swapped cost the same, and
-on meshes of three and more axes most of a space is such copies. They are told apart by the dimensions: the first kind of
-dimension takes the first axes.
+on meshes of three and more axes most of a space is such copies. They are told apart by the dimensions: the first
+kind of dimension takes the first axes.
 """
 
 from collections import Counter

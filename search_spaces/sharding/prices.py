@@ -35,23 +35,9 @@ class Prices:
         self._grids: dict[tuple[tuple[Spec, ...], tuple[Spec, ...]], tuple[np.ndarray, np.ndarray]] = {}
         self._matrices: dict[tuple, np.ndarray] = {}
 
-    @property
-    def fast_first(self) -> tuple[int, ...]:
-        """The mesh axes by index, fastest link first; of equal ones the mesh's last."""
-        return tuple(sorted(range(len(self.rates)), key=lambda a: (self.rates[a].s_per_byte["all_gather"], -a)))
-
-    def latency_and_slope(self, steps: Sequence[Move]) -> tuple[float, float]:
-        """Seconds of some collectives, and seconds for each byte of the whole array."""
-        latency = slope = 0.0
-        for kind, axis, fraction, _ in steps:
-            if kind != "slice":
-                latency += self.rates[axis].latency_s[kind]
-                slope += self.rates[axis].s_per_byte[kind] * fraction
-        return latency, slope
-
     def move_s(self, move: Move, num_bytes: float, latency_share: float = 1.0) -> float:
         """Seconds of one step for an array of so many bytes as a whole."""
-        latency, slope = self.latency_and_slope((move,))
+        latency, slope = self.path.rate(move)
         return latency * latency_share + slope * num_bytes
 
     def reshard_s(
@@ -91,7 +77,7 @@ class Prices:
 
     def _pair(self, source: Spec, target: Spec) -> tuple[float, float]:
         if (source, target) not in self._pairs:
-            self._pairs[source, target] = self.latency_and_slope(self.path(source, target))
+            self._pairs[source, target] = self.path.latency_and_slope(source, target)
         return self._pairs[source, target]
 
 

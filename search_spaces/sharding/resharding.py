@@ -7,7 +7,7 @@ path over specs; equal cases up to the order of dimensions share one search, a f
 """
 
 import heapq
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
 from itertools import chain
 from math import lcm
@@ -58,9 +58,13 @@ class Paths:
     def __init__(self, axis_sizes: tuple[int, ...], rates: tuple[Rates, ...]):
         self.axis_sizes, self.rates = axis_sizes, rates
         self._slowness = [rate.s_per_byte["collective_permute"] for rate in rates]
+        self._axes = tuple(a for a, n in enumerate(axis_sizes) if n > 1)
+        kinds = list(zip(axis_sizes, rates, strict=True))
+        self._equal = {tuple(a for a, other in enumerate(kinds) if other == kind) for kind in kinds}
+        self._renamed: dict[tuple[int, ...], dict[int, int]] = {}
         self._found: dict[tuple[Spec, Spec], tuple[Move, ...]] = {}
         self._trees: dict[tuple[Spec, tuple[int, ...]], _Tree] = {}
-        self._steps_from: dict[Spec, list[_Step]] = {}
+        self._steps_from: dict[Spec, tuple[list[_Step], list[_Step]]] = {}
 
     def __call__(self, source: Spec, target: Spec) -> tuple[Move, ...]:
         """The steps from one spec to another; none where they are equal."""
@@ -71,30 +75,57 @@ class Paths:
             found = self._found[source, target] = self._path(source, target)
         return found
 
-    def seconds(self, move: Move, num_bytes: float) -> float:
-        """Seconds of one step for an array of so many bytes as a whole."""
+    def latency_and_slope(self, source: Spec, target: Spec) -> tuple[float, float]:
+        """Seconds of the steps' collectives, and seconds for each byte of the whole array."""
+        if source == target:
+            return 0.0, 0.0
+        tree, first, last, _, _ = self._tree_of(source, target)
+        return tree[last][2:] if last != first else (0.0, 0.0)
+
+    def rate(self, move: Move) -> tuple[float, float]:
+        """Seconds of one step, and seconds for each byte of the whole array."""
         if move.kind == "slice":
-            return 0.0
+            return 0.0, 0.0
         rates = self.rates[move.axis]
-        return rates.latency_s[move.kind] + rates.s_per_byte[move.kind] * move.fraction * num_bytes
+        return rates.latency_s[move.kind], rates.s_per_byte[move.kind] * move.fraction
 
     def _path(self, source: Spec, target: Spec) -> tuple[Move, ...]:
-        """Reads a path off the tree of the dimensions that are split at all, put in order: transposes share a tree."""
-        most = map(lcm, parts_of(source, self.axis_sizes), parts_of(target, self.axis_sizes))
-        dims = sorted((m, axes, d) for d, (axes, m) in enumerate(zip(source, most, strict=True)) if m > 1)
-        order = [d for _, _, d in dims]
-        first, last = tuple(source[d] for d in order), tuple(target[d] for d in order)
-        key = first, tuple(m for m, _, _ in dims)
-        if key not in self._trees:
-            self._trees[key] = self._tree(*key)
-        tree, steps = self._trees[key], []
+        tree, first, last, order, names = self._tree_of(source, target)
+        own_names = {name: axis for axis, name in names.items()}
+        steps = []
         while last != first:
-            last, move = tree[last]
+            last, move, *_ = tree[last]
             spec = list(source)
             for d, axes in zip(order, move.spec, strict=True):
-                spec[d] = axes
-            steps.append(move._replace(spec=tuple(spec)))
+                spec[d] = tuple([own_names[a] for a in axes])
+            steps.append(move._replace(axis=own_names[move.axis], spec=tuple(spec)))
         return tuple(reversed(steps))
+
+    def _tree_of(self, source: Spec, target: Spec) -> tuple["_Tree", Spec, Spec, list[int], dict[int, int]]:
+        """The tree to read a path off, its ends there, which dimensions they are of, and how axes are called there.
+
+        Dimensions that are never split are left out, the others put in order, and axes of equal size and rates are
+        renamed in the order in which they occur: all that are alike but for names share a tree.
+        """
+        most = map(lcm, parts_of(source, self.axis_sizes), parts_of(target, self.axis_sizes))
+        dims = sorted([(m, len(axes), axes, d) for d, (axes, m) in enumerate(zip(source, most, strict=True)) if m > 1])
+        names = self._names(tuple([a for _, _, axes, _ in dims for a in axes]))
+        order = [d for *_, d in dims]
+        first = tuple([tuple([names[a] for a in axes]) for _, _, axes, _ in dims])
+        limits = tuple([m for m, *_ in dims])
+        tree = self._trees.get((first, limits))
+        if tree is None:
+            tree = self._trees[first, limits] = self._tree(first, limits)
+        return tree, first, tuple([tuple([names[a] for a in target[d]]) for d in order]), order, names
+
+    def _names(self, axes: tuple[int, ...]) -> dict[int, int]:
+        """Renames axes within their groups of equal ones so that the given ones come first, in the given order."""
+        if axes not in self._renamed:
+            names = {}
+            for group in self._equal:
+                names.update(zip(sorted(group, key=(*axes, *group).index), group, strict=True))
+            self._renamed[axes] = names
+        return self._renamed[axes]
 
     def _tree(self, source: Spec, most: tuple[int, ...]) -> "_Tree":
         """The last step on the cheapest path to every spec: Dijkstra's algorithm, fewest steps among equally dear."""
@@ -105,23 +136,30 @@ class Paths:
             seconds, count, spec = heapq.heappop(queue)
             if (seconds, count) > best[spec]:
                 continue
-            if spec not in self._steps_from:
-                self._steps_from[spec] = list(self._steps(spec))
-            for move, price, parts in self._steps_from[spec]:
-                found = (seconds + price, count + 1)
+            steps, permutes = self._steps(spec)
+            _, last, latency, slope = tree.get(spec, _START)
+            if last is None or last.kind != "collective_permute":  # two permutes in a row are one
+                steps = steps + permutes
+            for move, more_latency, more_slope, parts in steps:
+                found = (seconds + more_latency + more_slope * REFERENCE_BYTES, count + 1)
                 if found < best.get(move.spec, _UNKNOWN) and not any(map(mod, most, parts)):
                     best[move.spec] = found
-                    tree[move.spec] = spec, move
+                    tree[move.spec] = spec, move, latency + more_latency, slope + more_slope
                     heapq.heappush(queue, (*found, move.spec))
         return tree
 
-    def _steps(self, spec: Spec) -> Iterator["_Step"]:
+    def _steps(self, spec: Spec) -> tuple[list["_Step"], list["_Step"]]:
         """Every single collective on a spec: only the minor-most axis of a dimension can leave or enter it."""
-        for move in chain(self._slices(spec), self._gathers_and_exchanges(spec), self._permutes(spec)):
-            yield move, self.seconds(move, REFERENCE_BYTES), parts_of(move.spec, self.axis_sizes)
+        if spec not in self._steps_from:
+            others = chain(self._slices(spec), self._gathers_and_exchanges(spec))
+            self._steps_from[spec] = self._with_rates(others), self._with_rates(self._permutes(spec))
+        return self._steps_from[spec]
+
+    def _with_rates(self, moves: Iterable[Move]) -> list["_Step"]:
+        return [(move, *self.rate(move), parts_of(move.spec, self.axis_sizes)) for move in moves]
 
     def _slices(self, spec: Spec) -> Iterator[Move]:
-        for axis in self._axes():
+        for axis in self._axes:
             if axis not in placed(spec):
                 for d, dim in enumerate(spec):
                     yield Move("slice", axis, 0.0, _with(spec, d, (*dim, axis)))
@@ -141,20 +179,18 @@ class Paths:
         """Blocks of the same shape on other devices: within a dimension, across dimensions, or by other axes."""
         local = 1.0 / shards(spec, self.axis_sizes)
         before = _strides(spec, self.axis_sizes)
-        for other in _of_parts(parts_of(spec, self.axis_sizes), self._axes(), self.axis_sizes):
+        for other in _of_parts(parts_of(spec, self.axis_sizes), self._axes, self.axis_sizes):
             if other != spec:
                 after = _strides(other, self.axis_sizes)
-                moved = [a for a in self._axes() if before.get(a) != after.get(a)]
+                moved = [a for a in self._axes if before.get(a) != after.get(a)]
                 yield Move("collective_permute", max(moved, key=self._slowness.__getitem__), local, other)
 
-    def _axes(self) -> tuple[int, ...]:
-        return tuple(a for a, n in enumerate(self.axis_sizes) if n > 1)
 
-
-_Step = tuple[Move, float, tuple[int, ...]]
-"""A move, its seconds for an array of the reference size, and into how many parts it leaves each dimension."""
-_Tree = dict[Spec, tuple[Spec, Move]]
-"""For each spec that can be reached the spec before it, and the move."""
+_Step = tuple[Move, float, float, tuple[int, ...]]
+"""A move, its latency, its seconds for each byte of the whole array, and the parts that it leaves each dimension in."""
+_Tree = dict[Spec, tuple[Spec, Move, float, float]]
+"""For each spec that can be reached the spec before it, the move, and the rates of the whole path."""
+_START = (None, None, 0.0, 0.0)
 _UNKNOWN = (float("inf"), 0)
 
 
