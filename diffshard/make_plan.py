@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from cost.problem import evaluate
+from cost.evaluation import evaluate
 from diffshard import plan as plans
 from diffshard.given import given_dimensions
 from diffshard.options import Options

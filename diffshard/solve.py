@@ -15,7 +15,8 @@ from typing import NamedTuple, Protocol
 import jax
 import numpy as np
 
-from cost.problem import Evaluation, Problem, evaluate, is_forbidden, num_strategies, validate
+from cost.evaluation import Evaluation, Evaluator
+from cost.problem import Problem, is_forbidden, validate
 from diffshard import presolve, solvers
 
 Progress = Callable[[float, float, float], None]
@@ -145,10 +146,10 @@ class _Best:
     """The best proposal so far, by exact price: any feasible one before any other, then less excess, then less cost."""
 
     def __init__(self, problem: Problem, progress: Progress | None, start: float):
-        self._problem, self._progress, self._start = problem, progress, start
+        self._evaluate, self._progress, self._start = Evaluator(problem), progress, start
         cheapest = [int(np.argmin(cost)) for cost in problem.node_cost]
         self._choice = np.array(cheapest, np.int64)  # so that there is an answer whenever the loop is stopped
-        self._found = evaluate(problem, self._choice)
+        self._found = self._evaluate(self._choice)
         self._lower_bound = -math.inf
         self._history: list[tuple[float, float, float]] = []
         self._report()
@@ -159,7 +160,7 @@ class _Best:
         self._lower_bound = max(self._lower_bound, bound)
         if proposal.choice is not None:
             choice = reduced.expand(np.asarray(proposal.choice, np.int64))
-            found = evaluate(self._problem, choice)
+            found = self._evaluate(choice)
             if _rank(found) < _rank(self._found):
                 self._choice, self._found, improved = choice, found, True
         if improved:
@@ -198,8 +199,3 @@ def _rank(found: Evaluation) -> tuple[bool, bool, float, float]:
 def seeded(key: jax.Array) -> np.random.Generator:
     """A NumPy generator from a JAX key, for the ragged parts that are faster in NumPy."""
     return np.random.default_rng(np.asarray(jax.random.key_data(key)).ravel())
-
-
-def starting_choice(problem: Problem, rng: np.random.Generator) -> np.ndarray:
-    """`[V]` strategies, uniform."""
-    return rng.integers(num_strategies(problem))

@@ -4,7 +4,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from cost.problem import Problem, is_forbidden, live_usage
+from cost.evaluation import live_usage
+from cost.problem import Problem, is_forbidden
 
 _MOST = 5  # lines of a kind
 

@@ -4,6 +4,7 @@ A node is eliminated by the min-plus product of its matrices, which is exact; it
 Nodes whose memory or load depends on the choice are not eliminated, only their dominated strategies are.
 """
 
+import functools
 from collections.abc import Callable, Iterable
 
 import numpy as np
@@ -168,10 +169,12 @@ class _Graph:
         for matrix in self.near[v].values():
             marks = marks + self.once("mixtures", _mixtures, matrix)[live]
         marks = np.concatenate([marks, *(table[live] for table in self.tables[v])], axis=1)
-        slack = 1e-9 * np.abs(marks).max(axis=0)
-        no_worse = np.ones((len(live), len(live)), bool)
-        for mark, give in zip(marks.T, slack, strict=True):
-            no_worse &= mark[:, None] <= mark[None] + give
+        marks_and_slack = marks + 1e-9 * np.abs(marks).max(axis=0)
+        no_worse = np.empty((len(live), len(live)), bool)
+        block = max(_BLOCK // marks.size, 1)
+        for start in range(0, len(live), block):
+            rows = marks[start : start + block, None]
+            no_worse[start : start + block] = (rows <= marks_and_slack).all(axis=2)
         np.fill_diagonal(no_worse, False)
         better, worse = np.nonzero(no_worse)
         return live[better], live[worse]
@@ -262,11 +265,15 @@ def _min_plus(first: np.ndarray, second: np.ndarray) -> np.ndarray:
 
 def _mixtures(matrix: np.ndarray) -> np.ndarray:
     """`[S, _NUM_MIXTURES]`: what a strategy costs for some columns and some weighted means of columns."""
-    rng = np.random.default_rng(matrix.shape[1])
-    columns = rng.integers(matrix.shape[1], size=_NUM_MIXTURES // 2)
-    weights = rng.dirichlet(np.ones(matrix.shape[1]), size=_NUM_MIXTURES - len(columns) - 1).T
-    finite = np.where(np.isinf(matrix), FORBIDDEN, matrix)
-    return np.concatenate([finite[:, columns], finite @ weights, finite.mean(axis=1, keepdims=True)], axis=1)
+    finite = matrix if np.isfinite(matrix).all() else np.where(np.isinf(matrix), FORBIDDEN, matrix)
+    return finite @ _weights(matrix.shape[1])
+
+
+@functools.cache
+def _weights(columns: int) -> np.ndarray:
+    rng = np.random.default_rng(columns)
+    single = np.eye(columns)[:, rng.integers(columns, size=_NUM_MIXTURES // 2)]
+    return np.concatenate([single, rng.dirichlet(np.ones(columns), size=_NUM_MIXTURES - single.shape[1]).T], axis=1)
 
 
 def _beyond(matrix: np.ndarray, s: np.ndarray, t: np.ndarray) -> np.ndarray:

@@ -24,8 +24,9 @@ def compress_memory(problem: Problem) -> Reduction:
         return _reduction(problem, [], np.zeros((0, 2), np.int64), np.zeros((0, 1)))
     intervals = _renumbered(intervals, _peaks(intervals))
     devices = max([len(limit), *(table.shape[1] for _, table in usages)])
-    least = np.stack([np.broadcast_to(table.min(axis=0), (devices,)) for _, table in usages])
-    most = np.stack([np.broadcast_to(table.max(axis=0), (devices,)) for _, table in usages])
+    # A usage that is the same on all devices has one column; it widens to all.
+    least = np.zeros((len(usages), devices)) + _stacked([table.min(axis=0) for _, table in usages], devices)
+    most = np.zeros((len(usages), devices)) + _stacked([table.max(axis=0) for _, table in usages], devices)
     can_bind = np.flatnonzero((_profile(intervals, most) > limit).any(axis=1))
     intervals = _renumbered(intervals, can_bind)
     base = _profile(intervals, least, len(can_bind))
@@ -72,6 +73,12 @@ def _worst_times(intervals: np.ndarray, over: np.ndarray) -> np.ndarray:
     segment = np.searchsorted(starts, np.arange(len(over)), side="right")
     kept = [np.lexsort((-column, segment))[np.searchsorted(segment, np.unique(segment))] for column in over.T]
     return np.unique(np.concatenate(kept))
+
+
+def _stacked(rows: list[np.ndarray], devices: int) -> np.ndarray:
+    if all(len(row) == 1 for row in rows):
+        return np.concatenate(rows)[:, None]
+    return np.stack([np.broadcast_to(row, (devices,)) for row in rows])
 
 
 def _peaks(intervals: np.ndarray) -> np.ndarray:

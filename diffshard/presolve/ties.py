@@ -124,7 +124,9 @@ class _Ties:
             usage=[np.asarray(u)[maps[v]] for u, v in zip(problem.usage, problem.usage_node, strict=True)],
             load=_joined_loads(problem, root_of, maps, len(kept)),
         )
-        return Reduction(reduced, 0.0, lambda choice: _expand(choice, root_of, maps))
+        to_own = np.concatenate(maps)
+        start = np.cumsum([len(own) for own in maps]) - [len(own) for own in maps]
+        return Reduction(reduced, 0.0, lambda choice: to_own[start + choice[root_of]])
 
     def _joined_edges(
         self, root_of: np.ndarray, maps: list[np.ndarray], node_cost: list[np.ndarray]
@@ -157,7 +159,3 @@ def _joined_loads(problem: Problem, root_of: np.ndarray, maps: list[np.ndarray],
     for v, load in enumerate(problem.load):
         joined[root_of[v]] = joined[root_of[v]] + np.asarray(load, float)[maps[v]]
     return joined
-
-
-def _expand(choice: np.ndarray, root_of: np.ndarray, maps: list[np.ndarray]) -> np.ndarray:
-    return np.array([to_own[choice[root]] for to_own, root in zip(maps, root_of, strict=True)], np.int64)

@@ -33,6 +33,7 @@ _STARTS = 4
 _BALL = 50  # nodes
 _WHOLE = 500  # nodes up to which the whole graph is one neighbourhood
 _WALKS = 16
+_TELL = 10  # moves
 _MOVES = 8  # of a neighbourhood, each time
 
 
@@ -43,17 +44,19 @@ class Effort(NamedTuple):
       sweeps: at most, of the dual.
       trials: forest moves for each start.
       anneals: forest moves from the best start.
-      rounds: perturbations of all neighbourhoods.
+      rounds: perturbations of all neighbourhoods, at most.
+      patience: rounds without improvement after which it ends.
       steps: of each Metropolis walk, for each node.
       shares: where in the time limit the sweeps, the trials and the annealing end.
     """
 
     sweeps: int = 400
-    trials: int = 25
-    anneals: int = 150
-    rounds: int = 60
+    trials: int = 120
+    anneals: int = 300
+    rounds: int = 600
+    patience: int = 60
     steps: int = 200
-    shares: tuple[float, float, float] = (0.4, 0.5, 0.7)
+    shares: tuple[float, float, float] = (0.3, 0.5, 0.75)
 
 
 _EFFORT = Effort()
@@ -81,10 +84,17 @@ def solve(
         yield Proposal(search.best)
     assert search is not None  # there is always a start
     improve = _walk if flat.load.shape[1] else _improve
-    for better in improve(search, clock, effort, max(abs(bound), 1e-30) / len(flat.sizes)):
-        yield Proposal(search.best) if better else Proposal()
+    told = math.inf
+    for i, better in enumerate(improve(search, clock, effort, max(abs(bound), 1e-30) / len(flat.sizes))):
+        del better
+        if i % _TELL == 0 and search.best_cost < told:  # telling costs about as much as a move
+            told = search.best_cost
+            yield Proposal(search.best)
+        else:
+            yield Proposal()
         if search.best_excess == 0 and search.best_cost - bound <= _CLOSED * abs(search.best_cost):
             break
+    yield Proposal(search.best)
 
 
 class _Clock:
@@ -93,6 +103,7 @@ class _Clock:
     def __init__(self, time_limit_s: float | None):
         self._start, self._limit = time.perf_counter(), time_limit_s
         self._from = 0.0
+        self.limited = time_limit_s is not None
 
     def used(self) -> float:
         return 0.0 if self._limit is None else (time.perf_counter() - self._start) / self._limit
@@ -159,14 +170,17 @@ def _improve(search: Polish, clock: _Clock, effort: Effort, scale: float) -> Ite
         yield _rank(search) < before
         before, i = _rank(search), i + 1
     clock.begin()
-    i, partition = 0, None
-    while clock.progress(i, effort.rounds, 1.0) < 1:
+    i, last, partition = 0, 0, None
+    while clock.progress(i, effort.rounds, 1.0) < 1 and (clock.limited or i - last < effort.patience):
         if partition is None or i % 6 == 0:
             size = _BALL * np.exp(0.7 * search.rng.normal())
             partition = split(flat, search.rng, 1 if len(flat.sizes) <= _WHOLE else round(len(flat.sizes) / size))
         perturb(search, partition, _MOVES, 0.1 * scale, 1.0 if len(flat.sizes) <= _WHOLE else 0.3)
-        yield _rank(search) < before
-        before, i = _rank(search), i + 1
+        i += 1
+        if _rank(search) < before:
+            last = i
+        yield last == i
+        before = _rank(search)
 
 
 def _walk(search: Polish, clock: _Clock, effort: Effort, scale: float) -> Iterator[bool]:

@@ -5,7 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from cost.problem import Problem, evaluate, live_usage, relaxed_cost, validate
+from cost.evaluation import evaluate, live_usage
+from cost.problem import Problem, validate
+from cost.relaxed import relaxed_cost
 
 # Five nodes, two edges, three usages: small enough to work out by hand.
 SMALL = Problem(

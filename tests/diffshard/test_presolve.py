@@ -5,7 +5,8 @@ import math
 import numpy as np
 import pytest
 
-from cost.problem import Problem, evaluate, is_forbidden, num_strategies
+from cost.evaluation import evaluate
+from cost.problem import Problem, is_forbidden, num_strategies
 from diffshard import presolve
 from diffshard.presolve import InfeasibleError
 from diffshard.solvers.exhaustive import price

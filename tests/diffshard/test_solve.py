@@ -7,7 +7,8 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from cost.problem import Problem, evaluate
+from cost.evaluation import evaluate
+from cost.problem import Problem
 from diffshard import presolve
 from diffshard.solve import Proposal, solve, solver_names
 from diffshard.violations import violations

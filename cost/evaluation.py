@@ -1,0 +1,129 @@
+"""What one choice of strategies costs, exactly."""
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from cost.problem import Problem, is_forbidden, num_devices, num_strategies
+
+
+class Evaluation(NamedTuple):
+    """What one choice costs, exactly.
+
+    Attributes:
+      cost: node, edge and largest load cost; a Python integer when all costs are integers, so sums are exact.
+      peak: the largest live usage over time, a number or `[D]`.
+      excess: by how much the peak is above the limit, 0 where it fits (the largest over devices).
+      feasible: the memory fits and nothing forbidden is chosen.
+    """
+
+    cost: float
+    peak: float | np.ndarray
+    excess: float
+    feasible: bool
+
+
+def evaluate(problem: Problem, choice: Sequence[int] | np.ndarray) -> Evaluation:
+    """The exact cost of `choice` (`[V]` strategy indices): integer sums are exact, float sums correctly rounded.
+
+    Raises:
+      ValueError: `choice` has the wrong length or an index that its node does not have.
+    """
+    return Evaluator(problem)(choice)
+
+
+def live_usage(problem: Problem, choice: Sequence[int] | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Times `[T]` at which the live usage changes and the usage `[T, D]` from each until the next (D = 1 if scalar)."""
+    return Evaluator(problem).live_usage(np.asarray(choice))
+
+
+class Evaluator:
+    """Evaluates many choices of one problem, which is laid out once: `Evaluator(problem)(choice)`."""
+
+    def __init__(self, problem: Problem):
+        self._problem = problem
+        self._sizes = num_strategies(problem)
+        self._start = np.cumsum(self._sizes) - self._sizes
+        self._node_cost = _joined(problem.node_cost)
+        self._edges = np.asarray(problem.edge_nodes, np.int64).reshape(-1, 2)
+        distinct = {id(cost): cost for cost in problem.edge_cost}
+        ends = np.cumsum([np.size(cost) for cost in distinct.values()], dtype=np.int64)
+        begin = {name: int(end) - np.size(cost) for (name, cost), end in zip(distinct.items(), ends, strict=True)}
+        self._edge_start = np.array([begin[id(cost)] for cost in problem.edge_cost], np.int64)
+        self._edge_cost = _joined([np.ravel(cost) for cost in distinct.values()])
+        self._load = [_joined([np.asarray(load)[:, d] for load in problem.load]) for d in range(num_devices(problem))]
+        self._devices = max([np.size(problem.memory_limit), *(np.size(usage[0]) for usage in problem.usage)])
+        tables = [np.asarray(usage) for usage in problem.usage]
+        if any(table.ndim > 1 for table in tables) or self._devices > 1:
+            tables = [np.broadcast_to(t.reshape(len(t), -1), (len(t), self._devices)) for t in tables]
+        lengths = np.array([len(table) for table in tables], np.int64)
+        self._usage_start = np.cumsum(lengths) - lengths
+        self._usage_node = np.asarray(problem.usage_node, np.int64)
+        self._usage = _joined([table.ravel() for table in tables])
+        self._times, when = np.unique(np.asarray(problem.usage_interval).reshape(-1, 2), return_inverse=True)
+        self._when = when.reshape(-1, 2)
+
+    def __call__(self, choice: Sequence[int] | np.ndarray) -> Evaluation:
+        """The exact cost of `choice`; raises ValueError as `evaluate`."""
+        choice = self._checked(choice)
+        chosen = self._start + choice
+        u, v = self._edges.T
+        nodes = self._node_cost[chosen]
+        edges = self._edge_cost[self._edge_start + choice[u] * self._sizes[v] + choice[v]]
+        cost = _exact_sum(nodes) + _exact_sum(edges) + max((_exact_sum(load[chosen]) for load in self._load), default=0)
+        limit = self._problem.memory_limit
+        peak = self.live_usage(choice)[1].max(axis=0)
+        excess = float(max(np.maximum(peak - np.asarray(limit), 0).max(), 0))
+        forbidden = is_forbidden(nodes).any() or is_forbidden(edges).any()
+        scalar = peak.size == 1 and np.ndim(limit) == 0
+        return Evaluation(cost, peak.tolist()[0] if scalar else peak, excess, bool(not forbidden and excess == 0))
+
+    def live_usage(self, choice: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """As the function `live_usage`."""
+        if not len(self._usage_node):
+            return np.zeros(1, np.int64), np.zeros((1, self._devices), np.int64)
+        rows = (self._usage_start + choice[self._usage_node])[:, None] * self._devices + np.arange(self._devices)
+        used = self._usage[rows]
+        if np.issubdtype(used.dtype, np.integer) and used.sum(dtype=float) > 2**62:
+            used = used.astype(object)  # beyond 64 bits Python's integers stay exact
+        change = np.zeros((len(self._times), self._devices), used.dtype)
+        np.add.at(change, self._when[:, 0], used)
+        np.subtract.at(change, self._when[:, 1], used)
+        return self._times, np.cumsum(change, axis=0)
+
+    def _checked(self, choice: Sequence[int] | np.ndarray) -> np.ndarray:
+        choice, sizes = np.asarray(choice), self._sizes
+        if choice.shape != sizes.shape or (not np.issubdtype(choice.dtype, np.integer) and choice.size):
+            raise ValueError(
+                f"`choice` must be {len(sizes)} integers, one for each node; got shape {choice.shape} of {choice.dtype}."
+            )
+        wrong = np.flatnonzero((choice < 0) | (choice >= sizes))
+        if wrong.size:
+            v = wrong[0]
+            raise ValueError(f"`choice` takes strategy {choice[v]} of node {v}, which has {sizes[v]} strategies.")
+        return choice.astype(np.int64)
+
+
+def _joined(arrays: Sequence[np.ndarray]) -> np.ndarray:
+    """One array; integers beside floats stay Python integers where a float could not hold them."""
+    if not len(arrays):
+        return np.zeros(0, np.int64)
+    whole = [np.issubdtype(np.asarray(array).dtype, np.integer) for array in arrays]
+    if any(whole) and not all(whole):
+        largest = max(np.abs(a).max(initial=0) for a, is_whole in zip(arrays, whole, strict=True) if is_whole)
+        if largest > 2**53:
+            arrays = [np.asarray(array).astype(object) for array in arrays]
+    return np.concatenate(arrays)
+
+
+def _exact_sum(terms: np.ndarray) -> float:
+    """Integers as integers of any size, floats by fsum: no rounding until the last step."""
+    if terms.dtype == object:
+        whole = [term for term in terms if isinstance(term, int)]
+        return sum(whole) + math.fsum(term for term in terms if not isinstance(term, int))
+    if np.issubdtype(terms.dtype, np.integer):
+        small = np.abs(terms).sum(dtype=float) < 2**62
+        return int(terms.sum()) if small else sum(terms.tolist())
+    return math.fsum(terms.tolist())

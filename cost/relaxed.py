@@ -1,0 +1,52 @@
+"""The relaxed cost of a `Problem`: rows of weights instead of a choice, differentiable in them."""
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from cost.problem import Problem, is_forbidden, num_strategies
+
+
+def relaxed_cost(problem: Problem, rows: Sequence[jax.Array] | jax.Array) -> jax.Array:
+    """J(p): the cost of rows of weights, differentiable in them; exact on one-hot rows, a lower estimate elsewhere.
+
+    J(p) = Σ_v ⟨c_v, p_v⟩ + Σ_e ⟨T_e, p_u p_vᵀ⟩ + max_d Σ_v ⟨p_v, L_v[:, d]⟩
+
+    Args:
+      problem: its memory limit is a constraint, not a part of J.
+      rows: V arrays `[S_v]` on the simplex, or their concatenation `[ΣS_v]`.
+
+    Returns:
+      A scalar. It is infinite where a forbidden entry has weight; its gradient is then that of the allowed entries.
+    """
+    flat = rows if isinstance(rows, jax.Array) else jnp.concatenate([jnp.ravel(row) for row in rows])
+    if flat.shape != (num_strategies(problem).sum(),):
+        raise ValueError(
+            f"`rows` must have one weight for each strategy, {num_strategies(problem).sum()} in all, got {flat.shape}."
+        )
+    source, target, entries = _flat_edges(problem)
+    total = _weighed(np.concatenate([np.asarray(c, float) for c in problem.node_cost]), flat)
+    total = total + _weighed(entries, flat[source] * flat[target])
+    if len(problem.load):
+        total = total + jnp.max(flat @ jnp.asarray(np.concatenate([np.asarray(row, float) for row in problem.load])))
+    return total
+
+
+def _weighed(costs: np.ndarray, weights: jax.Array) -> jax.Array:
+    allowed = ~is_forbidden(costs)
+    total = jnp.where(allowed, costs, 0.0) @ weights
+    return total if allowed.all() else jnp.where(jnp.any(weights[~allowed] > 0), jnp.inf, total)
+
+
+def _flat_edges(problem: Problem) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """For every entry of every transfer matrix its two positions in the concatenated rows, and its cost."""
+    sizes = num_strategies(problem)
+    starts = np.cumsum(sizes) - sizes
+    edges = np.asarray(problem.edge_nodes, np.int64).reshape(-1, 2)
+    empty = np.zeros(0, np.int64)
+    source = [np.repeat(starts[u] + np.arange(sizes[u]), sizes[v]) for u, v in edges]
+    target = [np.tile(starts[v] + np.arange(sizes[v]), sizes[u]) for u, v in edges]
+    entries = [np.asarray(cost, float).ravel() for cost in problem.edge_cost]
+    return np.concatenate([empty, *source]), np.concatenate([empty, *target]), np.concatenate([empty * 0.0, *entries])
