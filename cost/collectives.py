@@ -60,6 +60,8 @@ def collective_transfer_s(kind: CollectiveKind, num_bytes: ArrayLike, num_device
     s_per_byte = link.s_per_byte
     if kind == "all_to_all" and link.all_to_all_s_per_byte is not None:
         s_per_byte = link.all_to_all_s_per_byte
+    if kind == "reduce_scatter" and link.reduce_scatter_s_per_byte is not None:
+        s_per_byte = link.reduce_scatter_s_per_byte
     return collective_sent_bytes(kind, num_bytes, num_devices) * s_per_byte
 
 

@@ -23,6 +23,8 @@ class Link:
       s_per_byte: inverse of the bandwidth at which one device sends around the ring of its axis.
       all_to_all_s_per_byte: the same for all-to-all, where it differs: a ring crosses from host to host once, an
         all-to-all once for each pair of devices. None means `s_per_byte`.
+      reduce_scatter_s_per_byte: the same for reduce-scatter, where it differs: XLA for CPU writes it as an all-reduce,
+        of twice the bytes. None means `s_per_byte`.
 
     Raises:
       ValueError: a field is NaN, infinite or negative.
@@ -31,12 +33,14 @@ class Link:
     latency_s: float
     s_per_byte: float
     all_to_all_s_per_byte: float | None = None
+    reduce_scatter_s_per_byte: float | None = None
 
     def __post_init__(self):
         _check_cost("Link.latency_s", self.latency_s)
         _check_cost("Link.s_per_byte", self.s_per_byte)
-        if self.all_to_all_s_per_byte is not None:
-            _check_cost("Link.all_to_all_s_per_byte", self.all_to_all_s_per_byte)
+        for name in ("all_to_all_s_per_byte", "reduce_scatter_s_per_byte"):
+            if getattr(self, name) is not None:
+                _check_cost(f"Link.{name}", getattr(self, name))
 
 
 @dataclass(frozen=True)
@@ -49,6 +53,8 @@ class Hardware:
       memory_bytes_per_s: bandwidth of the device's memory; `inf` if its traffic costs nothing.
       memory_bytes: size of the device's memory; `inf` if it cannot run out.
       links: the link of each mesh axis.
+      combines_gathers: whether the compiler joins small all-gathers, all-to-alls and permutes, so that they share a
+        latency. XLA does for GPU and TPU; for CPU it joins all-reduces only.
 
     Raises:
       ValueError: a rate or size is NaN, negative or zero, or `flops_per_s` names no dtype.
@@ -60,6 +66,7 @@ class Hardware:
     memory_bytes_per_s: float
     memory_bytes: float
     links: Mapping[str, Link]
+    combines_gathers: bool = True
 
     def __post_init__(self):
         _check_rate("Hardware.memory_bytes_per_s", self.memory_bytes_per_s)
@@ -82,7 +89,7 @@ class Hardware:
         rates = self.flops_per_s
         rates = tuple(sorted(rates.items())) if isinstance(rates, Mapping) else rates
         links = tuple(sorted(self.links.items(), key=lambda item: item[0]))
-        return hash((self.name, rates, self.memory_bytes_per_s, self.memory_bytes, links))
+        return hash((self.name, rates, self.memory_bytes_per_s, self.memory_bytes, links, self.combines_gathers))
 
     def link(self, axis: str) -> Link:
         """The link of a mesh axis.

@@ -99,7 +99,8 @@ class _SharedProcessor:
 
     def link(self, size: int, stride: int) -> Link:
         del stride
-        return Link(self.launch_s + (size - 1) * self.hop_s, 1 / self.bytes_per_s)
+        slope = 1 / self.bytes_per_s
+        return Link(self.launch_s + (size - 1) * self.hop_s, slope, reduce_scatter_s_per_byte=2 * slope)
 
 
 # NCCL's own tuning model (github.com/NVIDIA/nccl, src/graph/tuning.cc), protocol LL128: base 14 µs, 1.9 µs for a step
@@ -193,7 +194,14 @@ _PRESETS: dict[str, tuple[Hardware, SwitchedHost | TorusPod | _SharedProcessor]]
     # Two cores of an AMD EPYC 9005 with XLA's CPU backend, as `diffshard.calibrate` measures them on 8 emulated devices
     # (python -m experiments.calibration): the whole processor's rates, which its emulated devices share.
     "cpu": (
-        Hardware("CPU, 2 cores", {"float32": 0.16 * _TB, "bfloat16": 0.24 * _TB}, 33 * _GB, 24 * _GIB, {}),
+        Hardware(
+            "CPU, 2 cores",
+            {"float32": 0.16 * _TB, "bfloat16": 0.24 * _TB},
+            33 * _GB,
+            24 * _GIB,
+            {},
+            combines_gathers=False,
+        ),
         _SharedProcessor(1.6 * _GB, launch_s=250e-6, hop_s=60e-6),
     ),
 }
@@ -290,6 +298,7 @@ def _share(device: Hardware, num_devices: int, links: Mapping[str, Link]) -> Har
         device.memory_bytes_per_s / num_devices,
         device.memory_bytes / num_devices,
         links,
+        device.combines_gathers,
     )
 
 

@@ -57,6 +57,7 @@ def calibrate(
         memory_bytes_per_s=_memory_bytes_per_s(mesh, largest_bytes, repeats),
         memory_bytes=_memory_bytes(mesh),
         links={axis: _link(mesh, axis, largest_bytes, repeats) for axis in mesh.axis_names},
+        combines_gathers=device.platform != "cpu",
     )
 
 
@@ -137,7 +138,9 @@ def _link(mesh: Mesh, axis: str, largest_bytes: int, repeats: int) -> Link:
     sent, seconds = np.concatenate(rings, axis=1)
     latency_s, s_per_byte = fit_latency_and_slope(sent, seconds)
     _, all_to_all = fit_latency_and_slope(*_timed(mesh, axis, "all_to_all", largest_bytes, repeats))
-    return Link(latency_s, s_per_byte, all_to_all)
+    # What XLA compiles a reduce-scatter to on CPU is an all-reduce.
+    reduce_scatter = 2 * s_per_byte if mesh.devices.flat[0].platform == "cpu" else None
+    return Link(latency_s, s_per_byte, all_to_all, reduce_scatter)
 
 
 def _timed(mesh: Mesh, axis: str, kind: CollectiveKind, largest_bytes: int, repeats: int) -> np.ndarray:

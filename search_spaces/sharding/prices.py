@@ -10,6 +10,7 @@ from search_spaces.sharding.resharding import Move, Paths, Rates
 from search_spaces.sharding.spec import Spec
 
 _FREE = Link(0.0, 0.0)
+_REDUCTIONS = ("all_reduce", "reduce_scatter")
 
 
 class Prices:
@@ -30,6 +31,7 @@ class Prices:
         links = [hardware.link(name) if n > 1 else _FREE for name, n in zip(axis_names, axis_sizes, strict=True)]
         self.rates = tuple(_rates(link, n) for link, n in zip(links, axis_sizes, strict=True))
         self.path = Paths(axis_sizes, self.rates)
+        self._combines_gathers = hardware.combines_gathers
         self.dearest_s_per_byte = max((slope for r in self.rates for slope in r.s_per_byte.values()), default=0.0)
         self._pairs: dict[tuple[Spec, Spec], tuple[float, float]] = {}
         self._grids: dict[tuple[tuple[Spec, ...], tuple[Spec, ...]], tuple[np.ndarray, np.ndarray]] = {}
@@ -38,7 +40,8 @@ class Prices:
     def move_s(self, move: Move, num_bytes: float, latency_share: float = 1.0) -> float:
         """Seconds of one step for an array of so many bytes as a whole."""
         latency, slope = self.path.rate(move)
-        return latency * latency_share + slope * num_bytes
+        shares = self._combines_gathers or move.kind in _REDUCTIONS
+        return latency * (latency_share if shares else 1.0) + slope * num_bytes
 
     def reshard_s(
         self,
@@ -57,6 +60,7 @@ class Prices:
           latency_share: the part of the latency that is this array's own, where collectives are combined.
           weight: how often a step moves the array.
         """
+        latency_share = latency_share if self._combines_gathers else 1.0
         key = (sources, targets, num_bytes, latency_share, weight)
         if key not in self._matrices:
             latency, slope = self._grid(sources, targets)
