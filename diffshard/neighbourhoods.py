@@ -160,7 +160,7 @@ class _Room:
         sign = np.repeat(np.repeat([1.0, -1.0], len(nodes)), np.diff(rows.indptr))
         used, device = np.divmod(rows.indices, devices)
         begin, end = flat.interval[used].T
-        change = np.zeros(((times + 1) * devices))
+        change = np.zeros((times + 1) * devices)
         np.add.at(change, begin * devices + device, sign * rows.data)
         np.subtract.at(change, end * devices + device, sign * rows.data)
         total = self._used + np.cumsum(change.reshape(-1, devices), axis=0)[:-1]

@@ -184,7 +184,9 @@ class _Graph:
         if not len(s):
             return s, t
         beyond = self.cost[v][s] - self.cost[v][t]  # how much s can cost beyond t at worst
-        possible = np.ones(len(s), bool)  # to meet: where t is forbidden next to every strategy of a neighbour, t is not
+        possible = np.ones(
+            len(s), bool
+        )  # to meet: where t is forbidden next to every strategy of a neighbour, t is not
         for matrix in self.near[v].values():
             more = _beyond(matrix, s, t)
             possible &= more > -np.inf

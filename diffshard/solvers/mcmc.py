@@ -14,8 +14,8 @@ from diffshard.flat import flatten, with_ceiling
 from diffshard.replicas import Replicas
 from diffshard.solve import Proposal, seeded
 
-_REPLICAS = 16
-_STEPS_PER_NODE = 200
+_REPLICAS = 8
+_STEPS_PER_NODE = 100
 _TEMPERATURES = 1.0, 1e-4  # first and last, of the mean cost for each node
 
 

@@ -40,7 +40,9 @@ def _matrix(rng: np.random.Generator, shape: tuple[int, int], forbidden: float) 
     return np.where(rng.random(shape) < forbidden, np.inf, matrix)
 
 
-def layered_problem(seed: int, layers: int, *, width: int = 40, most: int = 30, binding: float | None = None) -> Problem:
+def layered_problem(
+    seed: int, layers: int, *, width: int = 40, most: int = 30, binding: float | None = None
+) -> Problem:
     """A step of many equal layers: chains of elementwise nodes, skips, a hub in each layer, matrices that are one array.
 
     Args:
@@ -69,7 +71,9 @@ def layered_problem(seed: int, layers: int, *, width: int = 40, most: int = 30, 
             edges.append((layer * width - 1, layer * width))
             costs.append(onward)
     count = layers * width
-    intervals = np.stack([np.arange(count), np.minimum(np.arange(count) + 1 + rng.integers(1, width, count), count + 1)])
+    intervals = np.stack(
+        [np.arange(count), np.minimum(np.arange(count) + 1 + rng.integers(1, width, count), count + 1)]
+    )
     limit = np.inf
     if binding is not None:
         start, end = intervals

@@ -107,7 +107,9 @@ def test_a_chain_of_any_length_is_eliminated():
 def test_strategies_that_never_fit_are_gone_and_free_times_are_forgotten():
     empty = np.zeros((0, 2), int)
     usage = [np.array([1, 9]), np.array([3, 4])]
-    both = Problem([np.array([5.0, 0.0]), np.array([1.0, 0.0])], empty, [], np.array([0, 1]), usage, np.array([[0, 2], [1, 3]]), 8)
+    both = Problem(
+        [np.array([5.0, 0.0]), np.array([1.0, 0.0])], empty, [], np.array([0, 1]), usage, np.array([[0, 2], [1, 3]]), 8
+    )
     reduced = presolve.reduce(both)
     assert not reduced.problem.node_cost  # 9 > 8 - 3 leaves one strategy for node 0, and then both of node 1 fit
     np.testing.assert_array_equal(reduced.expand(np.zeros(0, int)), [0, 1])

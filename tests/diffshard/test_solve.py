@@ -68,7 +68,9 @@ def test_the_best_proposal_is_kept_whatever_follows():
 
 
 def test_the_time_limit_returns_the_best_so_far():
-    found = solve(TWO, solver=_proposing(*[Proposal()] * 100, pause_s=0.02), reduce=presolve.unchanged, time_limit_s=0.1)
+    found = solve(
+        TWO, solver=_proposing(*[Proposal()] * 100, pause_s=0.02), reduce=presolve.unchanged, time_limit_s=0.1
+    )
     assert (found.status, found.cost) == ("time limit", 4.0)
     assert found.history[-1][0] < 1.0
 
@@ -90,7 +92,9 @@ def test_a_closed_gap_stops_the_solver():
 
 def test_an_infeasible_problem_says_so_and_by_how_much():
     tight = TWO._replace(
-        usage_node=np.array([0, 1]), usage=[np.array([5, 7]), np.array([6, 4])], usage_interval=np.array([[0, 2], [1, 3]])
+        usage_node=np.array([0, 1]),
+        usage=[np.array([5, 7]), np.array([6, 4])],
+        usage_interval=np.array([[0, 2], [1, 3]]),
     )
     found = solve(tight._replace(memory_limit=8))
     assert (found.status, found.feasible, found.excess) == ("infeasible", False, 1.0)

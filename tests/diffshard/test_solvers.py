@@ -27,8 +27,11 @@ KINDS = {
 }
 # These walk or pick at random, or keep a few candidates: they promise a feasible choice most of the time, not the best.
 HEURISTICS = {"beam", "greedy", "mcmc", "primal", "random"}
+GENERAL = [name for name in solver_names() if name != "dynamic"]  # which refuses what it cannot solve exactly
 # Its tables cannot follow what joins all nodes: there it only has a bound and a choice near it.
 EXACT_UNCOUPLED = {"dynamic_programming"}
+
+SEEDS = {"primal": 2, "mcmc": 3}  # these take seconds, to compile or to walk
 
 
 def _optimum(problem: Problem) -> float:
@@ -38,12 +41,12 @@ def _optimum(problem: Problem) -> float:
     return float(np.where(excess > 0, np.inf, cost).min())
 
 
-@pytest.mark.parametrize("name", solver_names())
+@pytest.mark.parametrize("name", GENERAL)
 @pytest.mark.parametrize("kind", KINDS)
 def test_small_problems(name, kind):
     """Never better than the optimum, bounds below it, feasible where it says so, and exact solvers exact."""
     ratios = []
-    for seed in range(6):
+    for seed in range(SEEDS.get(name, 6)):
         problem = small_problem(seed, **KINDS[kind])
         expected = _optimum(problem)
         found = solve(problem, solver=name, key=seed, reduce=presolve.unchanged)
@@ -58,7 +61,7 @@ def test_small_problems(name, kind):
         if name not in HEURISTICS and (name not in EXACT_UNCOUPLED or kind in ("plain", "forbidden")):
             assert found.cost == pytest.approx(expected), f"seed {seed}"
             assert found.status == "optimal", f"seed {seed}"
-    assert np.median(ratios) < 1.3
+    assert not ratios or np.median(ratios) < 1.3
 
 
 @pytest.mark.parametrize("name", solver_names())
@@ -69,6 +72,39 @@ def test_corner_cases(name):
         found = solve(problem, solver=name, reduce=presolve.unchanged)
         assert found.feasible
         assert found.cost == expected
+
+
+def _tree(seed: int, count: int) -> Problem:
+    rng = np.random.default_rng(seed)
+    sizes = rng.integers(1, 5, count)
+    edges = [(int(rng.integers(v)), v) for v in range(1, count) if rng.random() < 0.9]
+    costs = [rng.integers(0, 30, (sizes[u], sizes[v])) for u, v in edges]
+    nodes = [rng.integers(0, 30, size) for size in sizes]
+    return Problem(nodes, np.array(edges, int).reshape(-1, 2), costs, EMPTY[:, 0], [], EMPTY)
+
+
+def test_dynamic_programming_is_exact_on_forests():
+    for seed in range(20):
+        problem = _tree(seed, 7)
+        found = solve(problem, solver="dynamic", reduce=presolve.unchanged)
+        assert found.cost == _optimum(problem)
+        assert found.status == "optimal"
+    large = _tree(0, 2000)
+    found = solve(large, solver="dynamic", reduce=presolve.unchanged)
+    assert found.cost == solve(large).cost  # eliminated by presolve alone
+
+
+def test_dynamic_programming_refuses_cycles_memory_and_loads():
+    ring = Problem([np.zeros(2)] * 3, np.array([[0, 1], [1, 2], [2, 0]]), [np.eye(2)] * 3, EMPTY[:, 0], [], EMPTY)
+    usages = {"usage_node": np.array([0]), "usage": [np.array([1, 2])], "usage_interval": np.array([[0, 1]])}
+    chain = ring._replace(edge_nodes=ring.edge_nodes[:2], edge_cost=ring.edge_cost[:2])
+    for problem, what in (
+        (ring, "node 2 closes one"),
+        (chain._replace(memory_limit=1, **usages), "a memory limit"),
+        (chain._replace(load=[np.ones((2, 2))] * 3), "loads of devices"),
+    ):
+        with pytest.raises(ValueError, match=what):
+            solve(problem, solver="dynamic", reduce=presolve.unchanged)
 
 
 @pytest.fixture(scope="module")
@@ -88,11 +124,14 @@ def test_gradient_is_near_the_optimum_of_a_layered_problem(layered):
 
 
 def test_gradient_keeps_a_binding_memory_limit():
-    problem = layered_problem(2, 4, most=12, binding=0.6)
+    problem = layered_problem(1, 3, width=12, most=8, binding=0.7)
+    free = solve(problem._replace(memory_limit=np.inf), solver="exact")
     exact = solve(problem, solver="exact", time_limit_s=60)
+    assert exact.status == "optimal"
+    assert exact.cost > 1.001 * free.cost  # or the limit would not bind
     found = solve(problem)
     assert found.feasible
-    assert exact.lower_bound * (1 - 1e-6) <= found.cost <= 1.03 * exact.cost
+    assert exact.cost - 1e-12 <= found.cost <= 1.02 * exact.cost
     assert found.lower_bound <= exact.cost
 
 

@@ -1,0 +1,140 @@
+"""Placement of layers: the worked example, and pipelines against dynamic programming."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from cost.evaluation import evaluate
+from cost.problem import validate
+from cost.relaxed import relaxed_cost
+from diffshard.place import place
+from search_spaces.placement import pipeline_problem, placement_problem, transitions
+
+TRANSFER = np.array([[0.0, 2, 4], [2, 0, 3], [4, 3, 0]])
+ASYMMETRIC = np.array([[0.0, 2, 4], [5, 0, 3], [4, 7, 0]])
+TIMES = [3, 3, 3, 2, 4, 4]
+WORKED = [0, 0, 0, 1, 2, 2]
+
+
+def _pipeline_optimum(times: np.ndarray, cuts: np.ndarray, num_microbatches: int) -> float:
+    """For each bound on a stage the cheapest cuts, by dynamic programming over (layers, stages)."""
+    layers, stages = times.shape
+    total = np.concatenate([np.zeros((1, stages)), np.cumsum(times, axis=0)])
+    best = np.inf
+    for bound in {
+        total[j, s] - total[i, s] for i in range(layers) for j in range(i + 1, layers + 1) for s in range(stages)
+    }:
+        reach = np.full((stages + 1, layers + 1), np.inf)
+        reach[0, 0] = 0.0
+        for s in range(stages):
+            for i, j in itertools.combinations(range(layers + 1), 2):
+                if total[j, s] - total[i, s] <= bound:
+                    reach[s + 1, j] = min(reach[s + 1, j], reach[s, i] + (cuts[s - 1] if s else 0.0))
+        best = min(best, (num_microbatches - 1) * bound + reach[stages, layers])
+    return best
+
+
+def test_the_worked_example():
+    problem = placement_problem(TIMES, TRANSFER)
+    validate(problem)
+    assignment = jnp.eye(3)[jnp.array(WORKED)]
+    np.testing.assert_array_equal(transitions(assignment), [[2, 1, 0], [0, 0, 1], [0, 0, 1]])
+    assert (transitions(assignment) * TRANSFER).sum() == 5
+    assert evaluate(problem, WORKED).cost == 14  # 5 and the busiest device's 9
+    assert evaluate(problem, [0] * 6).cost == 19
+    assert float(relaxed_cost(problem, list(assignment))) == 14
+    uniform = jnp.full((6, 3), 1 / 3)
+    assert float((transitions(uniform) * TRANSFER).sum()) == pytest.approx(10)
+    assert float(relaxed_cost(problem, list(uniform))) == pytest.approx(10 + 19 / 3, rel=1e-6)
+
+
+def test_transfers_go_from_a_layer_to_the_next_and_not_back():
+    assignment = jnp.eye(3)[jnp.array(WORKED)]
+    assert (transitions(assignment) * ASYMMETRIC).sum() == 5
+    assert (transitions(assignment[::-1]) * ASYMMETRIC).sum() == 12  # the same layers the other way round
+    assert evaluate(placement_problem(TIMES, ASYMMETRIC), WORKED).cost == 5 + 9
+
+
+def test_transitions_have_a_gradient():
+    weights = jnp.asarray(np.random.default_rng(0).dirichlet(np.ones(3), 6), jnp.float32)
+    gradient = jax.grad(lambda w: (transitions(w) * ASYMMETRIC).sum())(weights)
+    step = 0.05 * jnp.eye(3)[1] * (jnp.arange(6) == 2)[:, None]
+    slope = ((transitions(weights + step) - transitions(weights - step)) * ASYMMETRIC).sum() / 0.1
+    assert float(gradient[2, 1]) == pytest.approx(float(slope), rel=1e-4)
+
+
+@pytest.mark.parametrize("solver", ["gradient", "exact", "exhaustive", "mcmc"])
+def test_the_best_placement_of_the_worked_example(solver):
+    best = place(TIMES, TRANSFER, solver=solver)
+    assert (best.cost, best.transfer, best.compute) == (12, 2, 10)
+    assert set(best.device_times.tolist()) == {0, 9, 10}
+    if solver != "mcmc":
+        assert best.solution.status == "optimal"
+
+
+@pytest.mark.parametrize("solver", ["gradient", "exact"])
+@pytest.mark.parametrize(
+    ("layers", "stages", "cost"), [(12, 4, 12), (24, 4, 18), (24, 8, 20), (24, 12, 26), (36, 8, 24)]
+)
+def test_pipelines_of_unit_layers(solver, layers, stages, cost):
+    cut = 2 * (1 - np.eye(stages))
+    assert _pipeline_optimum(np.ones((layers, stages)), np.full(stages, 2.0), 3) == cost
+    found = place(np.ones(layers), cut, num_microbatches=3, solver=solver)
+    assert found.cost == cost
+    assert found.compute == cost - 2 * (stages - 1)
+    assert found.solution.lower_bound <= cost
+    assert set(np.diff(found.assignment)) <= {0, 1}  # contiguous, in order
+    assert (found.assignment[0], found.assignment[-1]) == (0, stages - 1)
+
+
+def test_a_pipeline_of_unequal_layers():
+    found = place([1, 3, 2, 5], 2 * (1 - np.eye(2)), num_microbatches=3)
+    assert found.cost == 14
+    assert found.assignment.tolist() == [0, 0, 0, 1]
+
+
+def test_pipelines_of_unequal_devices_against_dynamic_programming():
+    for seed in range(4):
+        rng = np.random.default_rng(seed)
+        times, transfer = rng.integers(1, 9, (8, 3)).astype(float), rng.integers(1, 9, (3, 3)).astype(float)
+        expected = _pipeline_optimum(times, np.array([transfer[0, 1], transfer[1, 2]]), 4)
+        assert place(times, transfer, num_microbatches=4).cost == expected
+
+
+def test_device_memory_is_kept():
+    limits = np.array([2.0, 3.0, 9.0])
+    found = place(TIMES, TRANSFER, layer_bytes=np.ones(6), memory_limit_bytes=limits)
+    assert found.solution.feasible
+    assert (np.bincount(found.assignment, minlength=3) <= limits).all()
+    costs = [
+        evaluate(placement_problem(TIMES, TRANSFER), choice).cost
+        for choice in itertools.product(range(3), repeat=6)
+        if (np.bincount(choice, minlength=3) <= limits).all()
+    ]
+    assert found.cost == min(costs)
+    assert not place(TIMES, TRANSFER, layer_bytes=np.ones(6), memory_limit_bytes=1.0).solution.feasible
+
+
+@pytest.mark.parametrize(
+    ("arguments", "more", "message"),
+    [
+        ((TIMES, np.ones((2, 3))), {}, "`transfer` must be square"),
+        ((np.ones((6, 2)), TRANSFER), {}, r"`layer_times` must be `\[L\]` or `\[L, 3\]`"),
+        (([], TRANSFER), {}, "`layer_times` must be"),
+        (([1.0, -1.0], TRANSFER), {}, "`layer_times` must not be negative"),
+        ((TIMES, TRANSFER), {"layer_bytes": [1]}, "`layer_bytes` must have one number for each of 6 layers"),
+        ((TIMES, TRANSFER), {"layer_bytes": [1] * 6, "memory_limit_bytes": [1, 2]}, "`memory_limit_bytes` must be"),
+        (([1.0, 2.0], TRANSFER), {"num_microbatches": 2}, "too few for 3 stages"),
+        ((TIMES, TRANSFER), {"num_microbatches": 0}, "`num_microbatches` must be at least 1"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused(arguments, more, message):
+    with pytest.raises(ValueError, match=message):
+        place(*arguments, **more)
+
+
+def test_the_pipeline_is_a_valid_problem():
+    validate(pipeline_problem(np.ones(5), np.ones((3, 3)), num_microbatches=2))
