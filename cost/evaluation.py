@@ -97,7 +97,7 @@ class Evaluator:
         choice, sizes = np.asarray(choice), self._sizes
         if choice.shape != sizes.shape or (not np.issubdtype(choice.dtype, np.integer) and choice.size):
             raise ValueError(
-                f"`choice` must be {len(sizes)} integers, one for each node; got shape {choice.shape} of {choice.dtype}."
+                f"`choice` must be {len(sizes)} integers, one for each node; got {choice.dtype} {choice.shape}."
             )
         wrong = np.flatnonzero((choice < 0) | (choice >= sizes))
         if wrong.size:

@@ -85,10 +85,11 @@ def _check_edges(problem: Problem, sizes: np.ndarray) -> None:
         e = loops[0]
         raise ValueError(f"`edge_nodes[{e}]` joins node {edges[e, 0]} to itself; add its diagonal to `node_cost`.")
     seen: set[tuple[int, int, int]] = set()
+    size = sizes.tolist()
     for e, (cost, (u, v)) in enumerate(zip(problem.edge_cost, edges.tolist(), strict=True)):
-        if (id(cost), sizes[u], sizes[v]) not in seen:  # shared matrices are looked at once
-            _check_costs(cost, (sizes[u], sizes[v]), f"`edge_cost[{e}]` between nodes {u} and {v}")
-            seen.add((id(cost), sizes[u], sizes[v]))
+        if (id(cost), size[u], size[v]) not in seen:  # shared matrices are looked at once
+            _check_costs(cost, (size[u], size[v]), f"`edge_cost[{e}]` between nodes {u} and {v}")
+            seen.add((id(cost), size[u], size[v]))
 
 
 def _check_usages(problem: Problem, sizes: np.ndarray) -> None:

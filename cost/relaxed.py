@@ -43,10 +43,11 @@ def _weighed(costs: np.ndarray, weights: jax.Array) -> jax.Array:
 def _flat_edges(problem: Problem) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """For every entry of every transfer matrix its two positions in the concatenated rows, and its cost."""
     sizes = num_strategies(problem)
-    starts = np.cumsum(sizes) - sizes
-    edges = np.asarray(problem.edge_nodes, np.int64).reshape(-1, 2)
-    empty = np.zeros(0, np.int64)
-    source = [np.repeat(starts[u] + np.arange(sizes[u]), sizes[v]) for u, v in edges]
-    target = [np.tile(starts[v] + np.arange(sizes[v]), sizes[u]) for u, v in edges]
-    entries = [np.asarray(cost, float).ravel() for cost in problem.edge_cost]
-    return np.concatenate([empty, *source]), np.concatenate([empty, *target]), np.concatenate([empty * 0.0, *entries])
+    starts = (np.cumsum(sizes) - sizes).tolist()
+    source, target, entries = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)], [np.zeros(0)]
+    for (u, v), cost in zip(np.asarray(problem.edge_nodes).reshape(-1, 2).tolist(), problem.edge_cost, strict=True):
+        rows, columns = np.indices(np.shape(cost))
+        source.append(starts[u] + rows.ravel())
+        target.append(starts[v] + columns.ravel())
+        entries.append(np.asarray(cost, float).ravel())
+    return np.concatenate(source), np.concatenate(target), np.concatenate(entries)

@@ -56,7 +56,6 @@ class Ascent:
         self.flat = flat
         self.layout: Sweep = lay_out(flat)
         self.scale = _scale(flat)
-        # Forbidden entries become finite, or differences of infinities would be NaN; the certificate takes them as they are.
         self.prices = no_prices(flat)
         self.messages = np.zeros(self.layout.num_messages + 1, np.float32)
         self.bound = -math.inf
@@ -64,7 +63,7 @@ class Ascent:
         self.absorbed = flat.cost
 
     def step(self, progress: float) -> float:
-        """One sweep at the current prices, then a step of the prices; `progress` goes from 0 to 1. Returns the bound."""
+        """A sweep, then a step of the prices; returns the bound. `progress` goes from 0 to 1."""
         cost = priced(self.flat, self.prices).astype(np.float32)
         bound, self.absorbed = sweep(self.layout, np.minimum(cost, _CEILING), self.messages)
         bound += credit(self.flat, self.prices)

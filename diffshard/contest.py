@@ -110,7 +110,8 @@ def _merged_edges(
         shape = (len(node_cost[u]), len(node_cost[v]))
         if len(flat) != shape[0] * shape[1]:
             raise ValueError(
-                f"`problem.edges.costs[{e}]` has {len(flat)} entries, but nodes {u} and {v} have {shape[0]} x {shape[1]}."
+                f"`problem.edges.costs[{e}]` has {len(flat)} entries, "
+                f"but nodes {u} and {v} have {shape[0]} x {shape[1]} strategies."
             )
         cost = flat.reshape(shape)
         if u == v:

@@ -18,7 +18,7 @@ _ROWWISE = 1 << 15  # numbers in a temporary from which on it is added row by ro
 
 
 class _Group(NamedTuple):
-    """Directed edges from one colour whose sources have about equal size X; n of them, R rows (edge, target strategy)."""
+    """Directed edges from one colour with sources of about equal size X; n of them, R rows (edge, target strategy)."""
 
     matrix: np.ndarray  # [X, R]
     node: np.ndarray  # [X, n] positions of the source's strategies in arrays of length N + 1
@@ -125,7 +125,7 @@ def sweep(layout: Sweep, cost: np.ndarray, messages: np.ndarray) -> tuple[float,
       messages: `[M + 1]`, the last a zero that pads; overwritten.
 
     Returns:
-      The bound of these costs and the costs with all messages absorbed `[N]`, whose smallest entries are good strategies.
+      The bound of these costs, and the costs with all messages absorbed `[N]`: small entries are good strategies.
     """
     ceiling = np.finfo(cost.dtype).max / 1e6
     total = np.append(cost, ceiling).astype(cost.dtype)

@@ -1,7 +1,7 @@
 """A problem as flat arrays: what the dual and the polishing work on.
 
-Letters for sizes: V nodes, N = ΣS_v strategies of all nodes one after the other, J = 2E directed edges, K usages, T times,
-D devices (1 where the memory is the same on all).
+Letters for sizes: V nodes, N = ΣS_v strategies of all nodes one after the other, J = 2E directed edges, K usages,
+T times, D devices (1 where the memory is the same on all).
 """
 
 from typing import NamedTuple
@@ -127,7 +127,7 @@ def _memory(
     varying = [k for k, table in enumerate(tables) if (table != table[0]).any()]
     rows, columns, values = [np.zeros(0, int)], [np.zeros(0, int)], [np.zeros(0)]
     for column, k in enumerate(varying):
-        table = np.broadcast_to(tables[k] - tables[k].min(axis=0), (sizes[nodes[k]], devices))
+        table = np.broadcast_to(tables[k] - tables[k].min(axis=0), (int(sizes[nodes[k]]), devices))
         s, d = np.nonzero(table)
         rows.append(start[nodes[k]] + s)
         columns.append(column * devices + d)

@@ -148,7 +148,9 @@ def best_choices(flat: Flat, forest: Forest, field: np.ndarray, choice: np.ndarr
     for level in forest.levels:
         through = np.take(field, level.own, axis=1)
         through += level.entries
-        np.add.at(field, (slice(None), level.above), np.minimum.reduceat(through, level.row, axis=1))
+        message = np.minimum.reduceat(through, level.row, axis=1)
+        for costs, row in zip(field, message, strict=True):
+            np.add.at(costs, level.above, row)
     best = np.repeat(choice[None], len(field), axis=0)
     _argmin(flat, field, forest.roots, best)
     for level in reversed(forest.levels):

@@ -1,7 +1,7 @@
 """Large-neighbourhood search: many disjoint neighbourhoods are perturbed and polished at once, each accepted by itself.
 
-A partition splits the graph into balls that no edge joins, by freezing nodes between them. What happens in one ball then
-costs the same whatever happens in the others; only the memory is shared, and acceptance looks after it.
+A partition splits the graph into balls that no edge joins, by freezing nodes between them. What happens in one ball
+then costs the same whatever happens in the others; only the memory is shared, and acceptance looks after it.
 """
 
 from typing import NamedTuple

@@ -37,6 +37,7 @@ class Pool:
         self._numbers = 0
 
     def draw(self) -> Forest:
+        """A new forest or, once there are many, one of those."""
         full = len(self._forests) >= self._most or self._numbers > _POOL_NUMBERS
         if full or (len(self._forests) > 3 and self._rng.random() < 0.7):
             return self._forests[self._rng.integers(len(self._forests))]

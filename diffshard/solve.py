@@ -1,8 +1,9 @@
 """One protocol for every solver and one entry, `solve`: the same loop drives them all and keeps the best found.
 
-A solver is a function in a file of its own under `solvers/`, called `solve` there: a generator that yields `Proposal`s (a
-choice, a lower bound, or both) for as long as it likes. The loop prices every choice exactly, keeps the best, watches the
-time and Ctrl-C, and reports. To add a solver, add the file: its name is the solver's name, and the conformance tests find it.
+A solver is a function in a file of its own under `solvers/`, called `solve` there: a generator that yields `Proposal`s
+(a choice, a lower bound, or both) for as long as it likes. The loop prices every choice exactly, keeps the best,
+watches the time and Ctrl-C, and reports. To add a solver, add the file: its name is the solver's name, and the
+conformance tests find it.
 """
 
 import importlib
@@ -42,7 +43,9 @@ class Solver(Protocol):
       key: a JAX random key; equal keys and no time limit give equal proposals.
     """
 
-    def __call__(self, problem: Problem, *, time_limit_s: float | None, key: jax.Array) -> Iterator[Proposal]: ...
+    def __call__(self, problem: Problem, *, time_limit_s: float | None, key: jax.Array) -> Iterator[Proposal]:
+        """Yields whatever it finds, best last or not."""
+        ...
 
 
 class Solution(NamedTuple):

@@ -39,9 +39,10 @@ def _memory(problem: Problem, choice: np.ndarray) -> list[str]:
             break
         device = int(over[t].argmax())
         where = f" on device {device}" if over.shape[1] > 1 else ""
-        largest = ", ".join(f"{v} ({amount:,.0f})" for v, amount in _largest(problem, choice, times[t], device))
+        largest = ", ".join(f"{v} ({amount:,.0f})" for v, amount in _largest(problem, choice, int(times[t]), device))
         said.append(
-            f"At time {times[t]} the memory{where} exceeds the limit by {peaks[t]:,.0f}; its largest users are nodes {largest}."
+            f"At time {times[t]} the memory{where} exceeds the limit by {peaks[t]:,.0f}; "
+            f"its largest users are nodes {largest}."
         )
     return said
 

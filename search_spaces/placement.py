@@ -90,7 +90,7 @@ def transitions(assignment: jax.Array | np.ndarray) -> jax.Array:
     S shifts X up by one row, its last row becoming zero. Σ M ⊙ T is the transfer, differentiable in the weights.
     """
     shifted_up = jnp.concatenate([assignment[1:], jnp.zeros_like(assignment[:1])])
-    return assignment.T @ shifted_up
+    return jnp.asarray(assignment).T @ shifted_up
 
 
 def _times(layer_times: np.ndarray | Sequence, num_devices: int) -> np.ndarray:

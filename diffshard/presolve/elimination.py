@@ -13,7 +13,7 @@ from cost.problem import FORBIDDEN, Problem
 from diffshard.presolve.reduction import InfeasibleError, Reduction
 
 LARGEST_PRODUCT = 1 << 16
-"""Entries of a new transfer matrix beyond which a node of degree two stays: the matrix would cost more than the node."""
+"""Entries of a new transfer matrix beyond which a node of degree two stays: it would cost more than the node."""
 
 _BLOCK = 1 << 20  # numbers in a temporary
 _NUM_MIXTURES = 16
@@ -37,8 +37,8 @@ def eliminate(problem: Problem, changed: Iterable[int] | None = None) -> Reducti
 class _Graph:
     """The problem while it shrinks.
 
-    `near[u][v]` is the transfer matrix with u's strategies as rows; `near[v][u]` its transpose. Matrices that are one array
-    stay one array through every step: each distinct operation on arrays is done once, by the identity of its operands.
+    `near[u][v]` is the transfer matrix with u's strategies as rows; `near[v][u]` its transpose. Matrices that are one
+    array stay one array through every step: each distinct operation is done once, by the identity of its operands.
     """
 
     def __init__(self, problem: Problem):
@@ -79,7 +79,8 @@ class _Graph:
             matrix = self.once("sum", np.add, self.near[u][v], matrix)
         split = self.once("split", _split, matrix)
         if split is not None:
-            self.near[u].pop(v, None), self.near[v].pop(u, None)
+            self.near[u].pop(v, None)
+            self.near[v].pop(u, None)
             self.cost[u] = self.cost[u] + split[0]
             self.cost[v] = self.cost[v] + split[1]
         else:

@@ -1,7 +1,7 @@
 """Tie merging: forbidden entries say which strategies cannot be chosen, and which nodes determine each other.
 
-A node that a neighbour determines (each of the neighbour's strategies allows exactly one of its own) is merged into that
-neighbour. On the contest's instances this removes every forbidden entry and five nodes of six.
+A node that a neighbour determines (each of the neighbour's strategies allows exactly one of its own) is merged into
+that neighbour. On the contest's instances this removes every forbidden entry and five nodes of six.
 """
 
 from collections import deque
@@ -70,8 +70,8 @@ class _Ties:
             self._drop(u, np.diagonal(mask))
             return
         mask = mask & self.alive[u][:, None] & self.alive[v][None, :]
-        self._drop(u, mask.any(axis=1))
-        self._drop(v, mask.any(axis=0))
+        self._drop(u, np.asarray(mask.any(axis=1)))
+        self._drop(v, np.asarray(mask.any(axis=0)))
         if (mask.sum(axis=1)[self.alive[u]] == 1).all():
             self._merge(v, u, mask.argmax(axis=1))
         elif (mask.sum(axis=0)[self.alive[v]] == 1).all():

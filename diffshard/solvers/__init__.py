@@ -10,6 +10,6 @@ How to choose:
 - `primal`: the plain relaxation, softmax logits and Adam: differentiable, so other losses can join; small problems.
 - `mcmc`, `beam`, `greedy`, `random`: what others use and what is easy, to compare with. None of them has a bound.
 
-A new solver is a new file with a function `solve` that follows `diffshard.solve.Solver`; `tests/diffshard/test_solvers.py`
-finds it there and holds it to the same rules as the others.
+A new solver is a new file with a function `solve` that follows `diffshard.solve.Solver`; the conformance tests find it
+there and hold it to the same rules as the others.
 """

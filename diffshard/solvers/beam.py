@@ -1,7 +1,9 @@
 """Beam search: nodes in breadth-first order, the cheapest partial choices kept, as compilers search for layouts.
 
-Source: Lowerre, "The HARPY speech recognition system" (1976); partial choices that differ only in nodes without open edges
-are merged to the cheapest, so a chain is solved exactly once the beam is as wide as two neighbours' strategies.
+Partial choices that differ only in nodes without open edges are merged to the cheapest, so a chain is solved exactly
+once the beam is as wide as two neighbours' strategies.
+
+Source: Lowerre, "The HARPY speech recognition system" (1976).
 """
 
 from collections.abc import Iterator
@@ -85,7 +87,7 @@ def _extended(flat: Flat, beam: _Beam, v: int) -> _Beam:
     load = (beam.load[:, None] + flat.load[own]).reshape(width * size, -1)
     used = np.repeat(beam.used, size, axis=0)
     if flat.base.size:
-        times, devices = flat.base.shape
+        devices = flat.base.shape[1]
         table = flat.usage[own].toarray().reshape(size, -1, devices)
         for k in np.flatnonzero(table.any(axis=(0, 2))):
             used[:, slice(*flat.interval[k])] += np.tile(table[:, k], (width, 1))[:, None]

@@ -1,9 +1,10 @@
 """Proven optima by HiGHS: a mixed-integer programme over the local marginal polytope. Needs `pip install highspy`.
 
-Variables are x[v, s] in {0, 1} and y[e, s, t] in [0, 1] with Σ_t y[e, s, t] = x[u, s] and Σ_s y[e, s, t] = x[v, t]; whole x
-make y whole. Its linear relaxation is the one whose dual the gradient solver climbs.
+Variables are x[v, s] in {0, 1} and y[e, s, t] in [0, 1] with Σ_t y[e, s, t] = x[u, s] and Σ_s y[e, s, t] = x[v, t];
+whole x make y whole. Its linear relaxation is the one whose dual the gradient solver climbs.
 
-Source: Zheng et al., "Alpa" (OSDI 2022), section 4.2, with the tighter edge constraints of Wainwright and Jordan (2008), eq. 4.4.
+Source: Zheng et al., "Alpa" (OSDI 2022), section 4.2, with the tighter edge constraints of Wainwright and Jordan,
+"Graphical Models, Exponential Families, and Variational Inference" (2008), eq. 4.4.
 """
 
 import math
@@ -26,7 +27,7 @@ class _Programme(NamedTuple):
 
     cost: np.ndarray
     column_upper: np.ndarray
-    rows: scipy.sparse.csc_array
+    rows: Any
     lower: np.ndarray
     upper: np.ndarray
     num_whole: int
@@ -69,7 +70,7 @@ def solve(problem: Problem, *, time_limit_s: float | None = None, key: jax.Array
 
 
 def _scale(problem: Problem) -> float:
-    """Costs are divided by this, so that HiGHS's absolute tolerances mean the same for seconds and for contest units."""
+    """Costs are divided by this, so that HiGHS's absolute tolerances mean the same for all units."""
     arrays = [*problem.node_cost, *problem.edge_cost, *problem.load]
     largest = [np.max(a, initial=0, where=~is_forbidden(a)) for a in arrays]
     return float(max([*largest, 0])) / 1e3 or 1.0
@@ -82,7 +83,7 @@ def _programme(problem: Problem, scale: float) -> _Programme:
     entries = [np.asarray(cost, float).ravel() for cost in problem.edge_cost]
     cost = np.concatenate([np.zeros(0), *(np.asarray(c, float) for c in problem.node_cost), *entries]) / scale
     allowed = ~is_forbidden(cost * scale)
-    blocks = [_one_each(sizes), *_marginals(problem, starts, sizes)]
+    blocks: list[Any] = [_one_each(sizes), *_marginals(problem, starts, sizes)]
     lower, upper = [np.ones(len(sizes))], [np.ones(len(sizes))]
     lower += [np.zeros(block.shape[0]) for block in blocks[1:]]
     upper += [np.zeros(block.shape[0]) for block in blocks[1:]]
@@ -139,7 +140,7 @@ def _marginals(problem: Problem, starts: np.ndarray, sizes: np.ndarray) -> list[
     return [scipy.sparse.coo_array((np.concatenate(value), indices), shape=(next_row, next_column))]
 
 
-def _memory(problem: Problem, starts: np.ndarray) -> tuple[scipy.sparse.coo_array, np.ndarray]:
+def _memory(problem: Problem, starts: np.ndarray) -> tuple[Any, np.ndarray]:
     """One row for each time at which a usage starts and each device, in units of the limit."""
     limit = np.broadcast_to(np.asarray(problem.memory_limit, float), (max(np.size(problem.memory_limit), 1),))
     if not len(problem.usage) or np.isinf(limit).all():

@@ -24,19 +24,20 @@ def solve(problem: Problem, *, time_limit_s: float | None = None, key: jax.Array
     count = math.prod(sizes.tolist())
     if count > LARGEST:
         raise ValueError(f"`solver` 'exhaustive' takes at most {LARGEST:,} choices; this problem has {count:.3g}.")
-    best = (math.inf, math.inf)
+    best: tuple[float, float] = (math.inf, math.inf)
     for start in range(0, count, _BLOCK):
         block = np.arange(start, min(start + _BLOCK, count))
         choices = np.stack(np.unravel_index(block, sizes.tolist()), axis=1) if len(sizes) else np.zeros((1, 0), int)
         cost, excess = price(problem, choices)
         first = np.lexsort((cost, excess))[0]
-        if (excess[first], cost[first]) < best:
-            best = (excess[first], cost[first])
+        found = float(excess[first]), float(cost[first])
+        if found < best:
+            best = found
             yield Proposal(choices[first])
         else:
             yield Proposal()
     if best[0] == 0:
-        yield Proposal(lower_bound=float(best[1]))
+        yield Proposal(lower_bound=best[1])
 
 
 def price(problem: Problem, choices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -47,7 +48,7 @@ def price(problem: Problem, choices: np.ndarray) -> tuple[np.ndarray, np.ndarray
     for (u, v), cost in zip(problem.edge_nodes, problem.edge_cost, strict=True):
         total += cost[choices[:, u], choices[:, v]]
     if len(problem.load):
-        total += sum(np.asarray(load)[choices[:, v]] for v, load in enumerate(problem.load)).max(axis=1)
+        total += np.sum([np.asarray(load)[choices[:, v]] for v, load in enumerate(problem.load)], axis=0).max(axis=1)
     return total, _excess(problem, choices)
 
 
@@ -55,8 +56,8 @@ def _excess(problem: Problem, choices: np.ndarray) -> np.ndarray:
     worst = np.zeros(len(choices))
     intervals = np.asarray(problem.usage_interval).reshape(-1, 2)
     for time in np.unique(intervals[:, 0]):  # usage only rises where an interval starts
-        live = np.flatnonzero((intervals[:, 0] <= time) & (time < intervals[:, 1]))
-        used = [np.asarray(problem.usage[k])[choices[:, problem.usage_node[k]]] for k in live]
-        used = sum(row.reshape(len(choices), -1) for row in used)
+        live = np.flatnonzero((intervals[:, 0] <= time) & (time < intervals[:, 1])).tolist()
+        tables = [np.asarray(problem.usage[k])[choices[:, problem.usage_node[k]]] for k in live]
+        used = np.sum([table.reshape(len(choices), -1) for table in tables], axis=0)
         worst = np.maximum(worst, (used - np.asarray(problem.memory_limit)).max(axis=1))
     return worst

@@ -184,7 +184,7 @@ def _improve(search: Polish, clock: _Clock, effort: Effort, scale: float) -> Ite
 
 
 def _walk(search: Polish, clock: _Clock, effort: Effort, scale: float) -> Iterator[bool]:
-    """Metropolis walks, half of them from the best and half from random choices; yields whether the best became better."""
+    """Metropolis walks, half of them from the best, half from random choices; yields whether the best became better."""
     flat, count = search.flat, len(search.flat.sizes)
     starts = search.rng.integers(flat.sizes, size=(_WALKS, count))
     starts[: _WALKS // 2] = search.best

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from cost.problem import Problem
-from diffshard.flat import Flat, flatten, memory_use, with_ceiling
+from diffshard.flat import Flat, flatten, with_ceiling
 from diffshard.solve import Proposal, seeded
 
 _ORDERS = 20
@@ -26,7 +26,7 @@ def solve(problem: Problem, *, time_limit_s: float | None = None, key: jax.Array
 
 def _complete(flat: Flat, order: np.ndarray) -> np.ndarray:
     choice = np.full(len(flat.sizes), -1)
-    room = flat.limit - memory_use(flat, np.zeros(flat.usage.shape[1]))
+    room = flat.limit - flat.base
     load = np.zeros(flat.load.shape[1])
     for v in order.tolist():
         own = slice(flat.start[v], flat.start[v + 1])

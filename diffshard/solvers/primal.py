@@ -1,12 +1,12 @@
 """The plain relaxation: softmax logits descended by Adam while the temperature falls, many restarts side by side.
 
-The relaxed cost is `cost.relaxed.relaxed_cost`; memory above the limit adds a penalty that grows with the time. Kept for
+The relaxed cost is that of `cost.relaxed`; memory above the limit adds a penalty that grows with the time. Kept for
 small problems, for the ablation, and as the form in which other losses can join the cost.
 """
 
 import time
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -51,7 +51,7 @@ def solve(problem: Problem, *, time_limit_s: float | None = None, key: jax.Array
     count, devices = len(flat.sizes), flat.base.shape[1]
 
     @jax.jit
-    def block(logits: jax.Array, state: optax.OptState, done: jax.Array) -> tuple[jax.Array, optax.OptState]:
+    def block(logits: jax.Array, state: optax.OptState, done: jax.Array) -> tuple[Any, optax.OptState]:
         def step(carry, i):
             logits, state = carry
             progress = jnp.minimum(done + i / _STEPS, 1.0)

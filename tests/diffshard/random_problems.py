@@ -43,7 +43,7 @@ def _matrix(rng: np.random.Generator, shape: tuple[int, int], forbidden: float) 
 def layered_problem(
     seed: int, layers: int, *, width: int = 40, most: int = 30, binding: float | None = None
 ) -> Problem:
-    """A step of many equal layers: chains of elementwise nodes, skips, a hub in each layer, matrices that are one array.
+    """A step of many equal layers: chains of nodes, skips, a hub in each layer, matrices that are one array.
 
     Args:
       seed: equal seeds give equal problems.
