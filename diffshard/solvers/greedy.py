@@ -1,6 +1,10 @@
-"""One node after the other takes what is cheapest given those before it; repeated from random orders.
+"""Greedy construction: node after node takes what is cheapest next to what is chosen, then single-node descent.
 
-Memory: a node takes the cheapest of what fits while the rest take their least, if anything does.
+What is not chosen yet counts by the least that an edge to it can cost. The first order takes the nodes with the most at
+stake first; further ones are shuffled around it.
+
+Source: the construction and the descent of GRASP, Feo and Resende, "Greedy randomized adaptive search procedures"
+(Journal of Global Optimization, 1995).
 """
 
 from collections.abc import Iterator
@@ -9,56 +13,62 @@ import jax
 import numpy as np
 
 from cost.problem import Problem
-from diffshard.flat import Flat, flatten, with_ceiling
+from diffshard.descent import Descent, spans
+from diffshard.flat import Flat, flatten, ragged, with_ceiling
 from diffshard.solve import Proposal, seeded
 
-_ORDERS = 20
+_ORDERS = 8
+_SHUFFLE = 1.0  # standard deviation of the logarithm of the stakes
 
 
 def solve(problem: Problem, *, time_limit_s: float | None = None, key: jax.Array) -> Iterator[Proposal]:
-    """Yields a choice for the nodes' own order, then for random ones; has no bound."""
+    """Yields the result of each order, until the time is over or for a fixed number of orders; has no bound."""
     rng, flat = seeded(key), with_ceiling(flatten(problem))
-    order, count = np.arange(len(flat.sizes)), 0
-    while count < _ORDERS or time_limit_s is not None:
-        yield Proposal(_complete(flat, order))
-        order, count = rng.permutation(len(flat.sizes)), count + 1
+    stake, hopeful = spans(flat), optimistic(flat)
+    done = 0
+    while time_limit_s is not None or done < _ORDERS:  # the loop of `diffshard.solve` watches the time
+        noise = np.exp(_SHUFFLE * rng.normal(size=len(stake))) if done else 1.0
+        order = np.argsort(-stake * noise, kind="stable")
+        descent = Descent(flat, construct(flat, order, hopeful)[None])
+        for _ in descent.repaired(order):
+            yield Proposal()
+        yield Proposal(descent.choice[0])
+        done += 1
 
 
-def _complete(flat: Flat, order: np.ndarray) -> np.ndarray:
-    choice = np.full(len(flat.sizes), -1)
-    room = flat.limit - flat.base
+def optimistic(flat: Flat) -> np.ndarray:
+    """For every row of every directed edge's matrix its least entry, one edge after the other."""
+    rows, columns = flat.sizes[flat.source], flat.sizes[flat.target]
+    if not len(rows):
+        return np.zeros(0)
+    width = np.repeat(columns, rows)
+    return np.minimum.reduceat(flat.entries[ragged(flat.matrix, rows * columns)], np.cumsum(width) - width)
+
+
+def construct(flat: Flat, order: np.ndarray, hopeful: np.ndarray) -> np.ndarray:
+    """`[V]` a choice made in `order`; `hopeful` is what `optimistic` returns. Memory is left to what follows."""
+    rows = flat.sizes[flat.source]
+    at = ragged(flat.start[flat.source], rows)  # the strategy of each row
+    price = flat.cost + np.bincount(at, hopeful, len(flat.cost))
+    begin = np.cumsum(rows) - rows
+    first, start, target = flat.first.tolist(), flat.start.tolist(), flat.target.tolist()
+    sizes, reverse = flat.sizes.tolist(), flat.reverse.tolist()
     load = np.zeros(flat.load.shape[1])
+    choice = np.zeros(len(sizes), np.int64)
+    chosen = np.zeros(len(sizes), bool)
     for v in order.tolist():
-        own = slice(flat.start[v], flat.start[v + 1])
-        cost = flat.cost[own].copy()
-        for e in range(flat.first[v], flat.first[v + 1]):
-            u = flat.target[e]
-            if choice[u] >= 0:
-                at = flat.matrix[flat.reverse[e]] + choice[u] * flat.sizes[v]
-                cost += flat.entries[at : at + flat.sizes[v]]
+        own = slice(start[v], start[v + 1])
+        felt = price[own]
         if len(load):
-            cost += (load + flat.load[own]).max(axis=1) - load.max()
-        choice[v], room = _take(flat, v, cost, room)
-        load = load + flat.load[flat.start[v] + choice[v]]
+            felt = felt + (load + flat.load[own]).max(axis=1)
+        s = choice[v] = int(felt.argmin())
+        chosen[v] = True
+        if len(load):
+            load += flat.load[start[v] + s]
+        for e in range(first[v], first[v + 1]):
+            u = target[e]
+            if not chosen[u]:  # the edge's real cost takes the place of the hoped-for
+                row = flat.matrix[e] + s * sizes[u]
+                back = begin[reverse[e]]
+                price[start[u] : start[u + 1]] += flat.entries[row : row + sizes[u]] - hopeful[back : back + sizes[u]]
     return choice
-
-
-def _take(flat: Flat, v: int, cost: np.ndarray, room: np.ndarray) -> tuple[int, np.ndarray]:
-    """The cheapest strategy that fits into the room, or the one that exceeds it least; and the room that is left."""
-    if not room.size:
-        return int(cost.argmin()), room
-    left = [room - _profile(flat, flat.start[v] + s) for s in range(flat.sizes[v])]
-    short = np.array([np.maximum(-rest, 0).max() for rest in left])
-    best = int(np.lexsort((cost, short))[0])
-    return best, left[best]
-
-
-def _profile(flat: Flat, row: int) -> np.ndarray:
-    """`[T, D]` the memory that a strategy holds."""
-    times, devices = flat.base.shape
-    part = slice(flat.usage.indptr[row], flat.usage.indptr[row + 1])
-    usage, device = np.divmod(flat.usage.indices[part], devices)
-    held = np.zeros((times, devices))
-    for k, d, amount in zip(usage, device, flat.usage.data[part], strict=True):
-        held[slice(*flat.interval[k]), d] += amount
-    return held

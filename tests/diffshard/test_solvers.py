@@ -27,7 +27,6 @@ KINDS = {
 }
 # These walk or pick at random, or keep a few candidates: they promise a feasible choice most of the time, not the best.
 HEURISTICS = {"beam", "greedy", "mcmc", "primal", "random"}
-GENERAL = [name for name in solver_names() if name != "dynamic"]  # which refuses what it cannot solve exactly
 # Its tables cannot follow what joins all nodes: there it only has a bound and a choice near it.
 EXACT_UNCOUPLED = {"dynamic_programming"}
 
@@ -41,7 +40,7 @@ def _optimum(problem: Problem) -> float:
     return float(np.where(excess > 0, np.inf, cost).min())
 
 
-@pytest.mark.parametrize("name", GENERAL)
+@pytest.mark.parametrize("name", solver_names())
 @pytest.mark.parametrize("kind", KINDS)
 def test_small_problems(name, kind):
     """Never better than the optimum, bounds below it, feasible where it says so, and exact solvers exact."""
@@ -86,25 +85,12 @@ def _tree(seed: int, count: int) -> Problem:
 def test_dynamic_programming_is_exact_on_forests():
     for seed in range(20):
         problem = _tree(seed, 7)
-        found = solve(problem, solver="dynamic", reduce=presolve.unchanged)
+        found = solve(problem, solver="dynamic_programming", reduce=presolve.unchanged)
         assert found.cost == _optimum(problem)
         assert found.status == "optimal"
     large = _tree(0, 2000)
-    found = solve(large, solver="dynamic", reduce=presolve.unchanged)
+    found = solve(large, solver="dynamic_programming", reduce=presolve.unchanged)
     assert found.cost == solve(large).cost  # eliminated by presolve alone
-
-
-def test_dynamic_programming_refuses_cycles_memory_and_loads():
-    ring = Problem([np.zeros(2)] * 3, np.array([[0, 1], [1, 2], [2, 0]]), [np.eye(2)] * 3, EMPTY[:, 0], [], EMPTY)
-    usages = {"usage_node": np.array([0]), "usage": [np.array([1, 2])], "usage_interval": np.array([[0, 1]])}
-    chain = ring._replace(edge_nodes=ring.edge_nodes[:2], edge_cost=ring.edge_cost[:2])
-    for problem, what in (
-        (ring, "node 2 closes one"),
-        (chain._replace(memory_limit=1, **usages), "a memory limit"),
-        (chain._replace(load=[np.ones((2, 2))] * 3), "loads of devices"),
-    ):
-        with pytest.raises(ValueError, match=what):
-            solve(problem, solver="dynamic", reduce=presolve.unchanged)
 
 
 @pytest.fixture(scope="module")
