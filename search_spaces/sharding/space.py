@@ -221,7 +221,7 @@ class ShardingSpace:
         return compute + np.array([self.reduction_s(node, s) for s in node.strategies])
 
     def holding_s(self, vertex: Vertex, strategies: Sequence[Strategy]) -> np.ndarray:
-        """A thousandth of the time to read what an argument keeps, so that of equally fast plans the smallest is chosen.
+        """A thousandth of the time to read what an argument keeps: of equally fast plans the smallest is chosen.
 
         Keeping gradients and optimiser state sharded (ZeRO) moves as many bytes as plain data parallelism does. Of
         equally small plans the one that splits the first dimensions is: layers that are alike are then split alike.
@@ -238,7 +238,7 @@ class ShardingSpace:
 
     @cached_property
     def most_holding_s(self) -> float:
-        """The most that `holding_s` can add up to: what a bound on the problem's cost must give up for one on seconds."""
+        """The most that `holding_s` can add up to: what a bound on the problem's cost gives up for one on seconds."""
         return sum(float(np.max(self.holding_s(v, self.nodes[v.index].strategies))) for v in self.graph.inputs)
 
     # Edges
