@@ -89,18 +89,19 @@ def _aligned(arrays: Sequence[Operand]) -> Iterator[list[Dimension]]:
 
 @lru_cache(maxsize=500_000)
 def in_order(spec: Spec, kinds: tuple[int, ...], alike: tuple[tuple[int, ...], ...]) -> bool:
-    """Whether, of axes that are alike, the first ones split the first kind of dimension.
+    """Whether, of axes that are alike, each dimension takes neighbours and the first kind of dimension the first ones.
 
-    Arrays of one and two dimensions are let be: one layer's weights have the kinds of the next layer's in the other
-    order, and specs of matrices are few.
+    The dimensions of vectors and matrices may come in any order: one layer's weights have the kinds of the next layer's
+    in the other order, and specs of matrices are few.
     """
-    if len(spec) < 3:
-        return True
-    kind_of = {axis: kind for kind, axes in zip(kinds, spec, strict=True) for axis in axes}
     for axes in alike:
-        split = [kind_of[axis] for axis in axes if axis in kind_of]
-        if any(before > after for before, after in pairwise(split)):
+        places = [[i for i, axis in enumerate(axes) if axis in split] for split in spec]
+        if any(found and found[-1] - found[0] >= len(found) for found in places):
             return False
+        if len(spec) > 2:
+            taken = sorted((i, kind) for kind, found in zip(kinds, places, strict=True) for i in found)
+            if any(before > after for (_, before), (_, after) in pairwise(taken)):
+                return False
     return True
 
 
@@ -110,6 +111,9 @@ def axes_of(sizes: tuple[int, ...], rates: Sequence[Rates], fixed: frozenset[int
     On two axes every plan is offered. On three the axes of equal size and link are alike, which loses no plan whose
     arrays agree on what an axis is for. On more all of them are, from the slowest link to the fastest: data and the
     shards of parameters that are gathered go to slower links than what is exchanged within a layer.
+
+    Measured: optima on (2, 2, 2) of MLPs stay, that of a one-layer GPT rises by 0.03% with 2.2 instead of 10.7 million
+    edge entries; on (2, 2, 2, 2) with one slow axis those of MLPs stay with 1.7 instead of 5.6 million.
 
     Args:
       sizes: devices along each axis.
