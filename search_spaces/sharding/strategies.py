@@ -138,13 +138,13 @@ def _all_reduce(spec: Spec, partial: Sequence[int], fraction: float, sizes: tupl
 def _scatters(spec: Spec, shape: tuple[int, ...], partial: Sequence[int], axes: Axes) -> Iterator[tuple[Move, ...]]:
     """Ways to scatter partial sums over some of the axes into dimensions and to all-reduce over the others.
 
-    An axis goes below those that split its dimension already; scattered axes of one dimension take the mesh's order.
-    Three axes and more go to one dimension.
+    An axis goes below those that split its dimension already; scattered axes take the mesh's order. All go to one
+    dimension: into several XLA for GPU reduces in full and slices, which is the all-reduce.
     """
     for places in product(range(-1, len(shape)), repeat=len(partial)):
         into = {a: d for a, d in zip(partial, places, strict=True) if d >= 0}
         below = all(not spec[d] or a > max(spec[d]) for a, d in into.items())
-        if not into or not below or (len(partial) > 2 and len(set(into.values())) > 1):
+        if not below or len(set(into.values())) != 1:
             continue
         scattered = [tuple(sorted((*split, *(a for a in into if into[a] == d)))) for d, split in enumerate(spec)]
         if not divides(tuple(scattered), shape, axes.sizes):
