@@ -96,18 +96,57 @@ def test_a_pipeline_of_unequal_layers():
     assert found.assignment.tolist() == [0, 0, 0, 1]
 
 
-def test_pipelines_of_unequal_devices_against_dynamic_programming():
+def _cheapest_step(times: np.ndarray, transfer: np.ndarray, num_microbatches: int) -> float:
+    """The whole 1F1B step, Σ stages included, of the best of all cuts into contiguous stages."""
+    layers, devices = times.shape
+    steps = []
+    for inner in itertools.combinations(range(1, layers), devices - 1):
+        ends = [0, *inner, layers]
+        stages = [times[start:end, d].sum() for d, (start, end) in enumerate(itertools.pairwise(ends))]
+        steps.append((num_microbatches - 1) * max(stages) + sum(stages) + np.diag(transfer, 1).sum())
+    return min(steps)
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 2, 4])
+def test_pipelines_of_unequal_devices_against_every_way_to_cut(num_microbatches):
     for seed in range(4):
         rng = np.random.default_rng(seed)
         times, transfer = rng.integers(1, 9, (8, 3)).astype(float), rng.integers(1, 9, (3, 3)).astype(float)
-        expected = _pipeline_optimum(times, np.array([transfer[0, 1], transfer[1, 2]]), 4)
-        assert place(times, transfer, num_microbatches=4).cost == expected
+        found = place(times, transfer, num_microbatches=num_microbatches)
+        assert found.cost == _cheapest_step(times, transfer, num_microbatches)
+        assert found.cost == found.transfer + found.compute
+
+
+def test_the_sum_of_unequal_stages_decides():
+    times = [[1, 10], [5, 1], [6, 6]]
+    found = place(times, np.zeros((2, 2)), num_microbatches=2)
+    assert found.assignment.tolist() == [0, 1, 1]
+    assert found.cost == found.compute == (2 - 1) * 7 + 1 + 7  # [0, 0, 1] has the shorter slowest stage: 6 + 6 + 6
+    assert found.device_times.tolist() == [1, 7]
+
+
+def test_the_constant_sum_of_equal_stages_is_left_out():
+    times = np.array([1.0, 3, 2, 5])
+    by_layer = place(times, 2 * (1 - np.eye(2)), num_microbatches=3)
+    by_device = place(np.stack([times, times], axis=1), 2 * (1 - np.eye(2)), num_microbatches=3)
+    assert by_layer.cost == by_device.cost == 14
+    assert by_layer.device_times.tolist() == by_device.device_times.tolist() == [6, 5]
+
+
+@pytest.mark.parametrize("num_microbatches", [None, 1, 3])
+def test_a_layer_stays_off_a_device_that_cannot_run_it(num_microbatches):
+    times = [[1.0, np.inf], [1, 1], [np.inf, 1]]
+    found = place(times, np.zeros((2, 2)), num_microbatches=num_microbatches)
+    assert found.feasible
+    assert (found.assignment[0], found.assignment[2]) == (0, 1)
+    assert np.isfinite(found.cost)
+    assert not place([[np.inf, np.inf], [1, 1]], np.zeros((2, 2)), num_microbatches=num_microbatches).feasible
 
 
 def test_device_memory_is_kept():
     limits = np.array([2.0, 3.0, 9.0])
     found = place(TIMES, TRANSFER, layer_bytes=np.ones(6), memory_limit_bytes=limits)
-    assert found.solution.feasible
+    assert found.feasible
     assert (np.bincount(found.assignment, minlength=3) <= limits).all()
     costs = [
         evaluate(placement_problem(TIMES, TRANSFER), choice).cost
@@ -115,7 +154,7 @@ def test_device_memory_is_kept():
         if (np.bincount(choice, minlength=3) <= limits).all()
     ]
     assert found.cost == min(costs)
-    assert not place(TIMES, TRANSFER, layer_bytes=np.ones(6), memory_limit_bytes=1.0).solution.feasible
+    assert not place(TIMES, TRANSFER, layer_bytes=np.ones(6), memory_limit_bytes=1.0).feasible
 
 
 @pytest.mark.parametrize(
@@ -127,8 +166,11 @@ def test_device_memory_is_kept():
         (([1.0, -1.0], TRANSFER), {}, "`layer_times` must not be negative"),
         ((TIMES, TRANSFER), {"layer_bytes": [1]}, "`layer_bytes` must have one number for each of 6 layers"),
         ((TIMES, TRANSFER), {"layer_bytes": [1] * 6, "memory_limit_bytes": [1, 2]}, "`memory_limit_bytes` must be"),
+        ((TIMES, TRANSFER), {"memory_limit_bytes": 5.0}, "`memory_limit_bytes` is 5.0, which needs `layer_bytes`"),
+        ((TIMES, 2.0), {}, "`transfer` must be square"),
         (([1.0, 2.0], TRANSFER), {"num_microbatches": 2}, "too few for 3 stages"),
-        ((TIMES, TRANSFER), {"num_microbatches": 0}, "`num_microbatches` must be at least 1"),
+        ((TIMES, TRANSFER), {"num_microbatches": 0}, "`num_microbatches` must be an integer of at least 1, got 0"),
+        ((TIMES, TRANSFER), {"num_microbatches": 1.5}, "`num_microbatches` must be an integer of at least 1, got 1.5"),
     ],
 )
 def test_sizes_that_do_not_fit_are_refused(arguments, more, message):
