@@ -245,7 +245,9 @@ def _call_of_rule(equation: core.JaxprEqn) -> float:
 
 
 def _shard_map(equation: core.JaxprEqn) -> float:
-    mesh, manual = equation.params["mesh"], equation.params.get("manual_axes", ())
+    """The body is what one device does; JAX versions name the axes that it is spread over differently."""
+    mesh = equation.params["mesh"]
+    manual = equation.params.get("newly_manual_axes", equation.params.get("manual_axes", mesh.axis_names))
     return jaxpr_flops(equation.params["jaxpr"]) * math.prod(mesh.shape[axis] for axis in manual)
 
 

@@ -13,7 +13,7 @@ Dimensions = list[tuple[int, ...] | None]
 """For each dimension the axes (by index) that split it, or None where it is free."""
 
 
-def check_prefix(in_shardings: Any, axis_names: Sequence[str]) -> None:
+def check_prefix(in_shardings: Any, mesh: Mesh | AbstractMesh) -> None:
     """Holds `in_shardings` against the mesh, as far as that goes without the arguments.
 
     Raises:
@@ -26,7 +26,8 @@ def check_prefix(in_shardings: Any, axis_names: Sequence[str]) -> None:
             raise TypeError(f"{name} must be a PartitionSpec, a NamedSharding or None, not {leaf!r}.")
         if leaf is not None:
             spec = _spec(leaf)
-            _dimensions(name, spec, max(len(spec), 1), axis_names)
+            _dimensions(name, spec, max(len(spec), 1), mesh)
+            _check_mesh(name, leaf, mesh)
 
 
 def given_dimensions(
@@ -53,13 +54,12 @@ def given_dimensions(
                 f"`in_shardings` must have an entry for each of the {len(args)} arguments, not {len(prefix)}."
             )
         asked = [a if a is not None else c for a, c in zip(_broadcast(prefix, args), asked, strict=True)]
-    names, sizes = tuple(mesh.axis_names), tuple(mesh.shape.values())
     found = {}
     for i, (sharding, leaf) in enumerate(zip(asked, jax.tree.leaves(args), strict=True)):
         if sharding is not None:
             spec, shape = _spec(sharding), jax.numpy.shape(leaf)
-            dims = _dimensions(f"`in_shardings` of {paths[i]}", spec, len(shape), names)
-            _check_divides(paths[i], spec, dims, shape, sizes)
+            dims = _dimensions(f"`in_shardings` of {paths[i]}", spec, len(shape), mesh)
+            _check_divides(paths[i], spec, dims, shape, tuple(mesh.shape.values()))
             found[i] = dims
     return found
 
@@ -68,8 +68,22 @@ def carried_spec(leaf: Any, mesh: Mesh | AbstractMesh) -> PartitionSpec | None:
     """The spec of an array that is already sharded over the mesh, or None."""
     sharding = getattr(leaf, "sharding", None)
     if isinstance(sharding, NamedSharding) and getattr(leaf, "committed", True):
-        return sharding.spec if dict(sharding.mesh.shape) == dict(mesh.shape) else None
+        return sharding.spec if _is_same(sharding.mesh, mesh) else None
     return None
+
+
+def _is_same(one: Mesh | AbstractMesh, other: Mesh | AbstractMesh) -> bool:
+    """Whether two meshes have the same axes and, where both have devices, the same ones."""
+    if list(one.shape.items()) != list(other.shape.items()):
+        return False
+    return not (isinstance(one, Mesh) and isinstance(other, Mesh)) or one.devices.tolist() == other.devices.tolist()
+
+
+def _check_mesh(name: str, sharding: PartitionSpec | NamedSharding, mesh: Mesh | AbstractMesh) -> None:
+    if isinstance(sharding, NamedSharding) and not _is_same(sharding.mesh, mesh):
+        raise ValueError(
+            f"{name} is on the mesh {sharding.mesh}, not on `mesh`, {mesh}. Give its PartitionSpec instead."
+        )
 
 
 def _is_spec(x: Any) -> bool:
@@ -80,9 +94,9 @@ def _spec(sharding: PartitionSpec | NamedSharding) -> PartitionSpec:
     return sharding.spec if isinstance(sharding, NamedSharding) else sharding
 
 
-def _dimensions(name: str, spec: PartitionSpec, rank: int, axis_names: Sequence[str]) -> Dimensions:
+def _dimensions(name: str, spec: PartitionSpec, rank: int, mesh: Mesh | AbstractMesh) -> Dimensions:
     try:
-        return dimensions_of(spec, rank, axis_names)
+        return dimensions_of(spec, rank, tuple(mesh.axis_names), tuple(mesh.shape.values()))
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None
 

@@ -54,7 +54,7 @@ def make_plan(options: Options, traced: Traced, space: ShardingSpace, start: flo
     changes = change_costs(space.problem, choice)
     collectives = tuple(PredictedCollective(*t) for t in transfers(space, choice, layout))
     step_s = float(compute.sum()) + sum(c.seconds for c in collectives)
-    lower_bound_s = min(solution.lower_bound - space.most_holding_s, step_s)
+    lower_bound_s = min(max(solution.lower_bound - space.most_holding_s, 0.0), step_s)
     solver = options.solver
     return Plan(
         function=_name(options.fn),

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 import jax
@@ -74,12 +75,17 @@ def checked_options(
         if size > 1:
             found.link(str(name))
     limit = found.memory_bytes if memory_limit_bytes is None else memory_limit_bytes
-    if isinstance(limit, bool) or not isinstance(limit, int | float) or not limit > 0:
+    if isinstance(limit, bool) or not isinstance(limit, Real) or not limit > 0:
         raise ValueError(f"`memory_limit_bytes` must be a positive number or None, not {memory_limit_bytes!r}.")
     if time_limit_s is not None and not time_limit_s > 0:
         raise ValueError(f"`time_limit_s` must be a positive number of seconds or None, not {time_limit_s!r}.")
+    if not (solver is None or isinstance(solver, str) or callable(solver)):
+        raise TypeError(f"`solver` must be a name or a function, not {solver!r}.")
     resolve("gradient" if solver is None else solver)
-    check_prefix(in_shardings, tuple(str(name) for name in mesh.axis_names))
+    check_prefix(in_shardings, mesh)
+    donated, static = _argnums("donate_argnums", donate_argnums), _argnums("static_argnums", static_argnums)
+    if set(donated) & set(static):
+        raise ValueError(f"`donate_argnums` {donated} and `static_argnums` {static} share a position.")
     return Options(
         fn=fn,
         mesh=automatic(mesh),
@@ -89,8 +95,8 @@ def checked_options(
         solver="gradient" if solver is None else solver,
         time_limit_s=time_limit_s,
         key=key,
-        donate_argnums=_argnums("donate_argnums", donate_argnums),
-        static_argnums=_argnums("static_argnums", static_argnums),
+        donate_argnums=donated,
+        static_argnums=static,
     )
 
 

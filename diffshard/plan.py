@@ -264,8 +264,8 @@ def partition_spec(spec: Spec) -> PartitionSpec:
 
 
 def dtype_name(array: Any) -> str:
-    """The name of an array's dtype, of a Python number what JAX makes of it."""
-    return str(array.dtype) if hasattr(array, "dtype") else str(jax.dtypes.canonicalize_dtype(type(array)))
+    """The name of the dtype that JAX makes of an array or a Python number."""
+    return str(array.dtype if isinstance(array, jax.ShapeDtypeStruct) else jax.typeof(array).dtype)
 
 
 def automatic(mesh: Mesh | AbstractMesh) -> Any:

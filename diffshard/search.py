@@ -5,13 +5,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh
 
 from cost.hardware import Hardware
 from diffshard.execute import Execution
 from diffshard.make_plan import layout_of, make_plan, space_of
 from diffshard.options import Options, checked_options
-from diffshard.plan import Plan, PlanError
+from diffshard.plan import Plan, PlanError, automatic
 from diffshard.solve import Progress, Solver
 from diffshard.traced import Traced, trace
 
@@ -112,7 +113,7 @@ class Searched:
         if self._last is not None:
             try:
                 return self._last[1](*args)
-            except Exception:
+            except Exception:  # arguments of other types than last time, or a fault of these
                 if self._signature(args) == self._last[0]:
                     raise
         if not isinstance(self.options.mesh, Mesh):
@@ -142,18 +143,19 @@ class Searched:
                 plan = self._given
                 plan.check_arguments(traced.args)
             execution = Execution(traced.graph, layout_of(plan, space), self.options.mesh, space.prices.path)
-            self._found[signature] = plan, self._jitted(plan, traced, execution)
+            self._found[signature] = plan, self._jitted(traced, execution)
         return self._found[signature]
 
-    def _jitted(self, plan: Plan, traced: Traced, execution: Execution) -> Any:
+    def _jitted(self, traced: Traced, execution: Execution) -> Any:
         options = self.options
-        wanted = [(t.shape, t.dtype) for t in plan.arguments]
+        wanted = _types(jax.tree.leaves(traced.args)), _typed(traced.static)
 
         def run(*args: Any) -> Any:  # traced once: arguments that differ later are another plan's
             leaves = jax.tree.leaves(options.dynamic(args))
-            if [(tuple(x.shape), str(x.dtype)) for x in leaves] != wanted or options.static(args) != traced.static:
+            if (_types(leaves), _typed(options.static(args))) != wanted:
                 raise PlanError("These arguments are not those that the plan was made for.")
-            return jax.tree.unflatten(traced.out_tree, execution(*leaves))
+            with jax.sharding.use_abstract_mesh(automatic(jax.sharding.get_abstract_mesh())):
+                return jax.tree.unflatten(traced.out_tree, execution(*leaves))
 
         run.__name__ = getattr(options.fn, "__name__", "function")
         structure = jax.tree.structure(traced.args)
@@ -167,14 +169,24 @@ class Searched:
 
     def _signature(self, args: Sequence[Any]) -> Any:
         leaves, structure = jax.tree.flatten(self.options.dynamic(args))
-        avals = (x if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x) for x in leaves)
-        return tuple(self.options.static(args)), structure, tuple((tuple(a.shape), str(a.dtype)) for a in avals)
+        return _typed(self.options.static(args)), structure, _types(leaves)
+
+
+def _types(leaves: Sequence[Any]) -> tuple[tuple[tuple[int, ...], str, bool], ...]:
+    """Shape, dtype and weakness of each array: what the traced function depends on."""
+    avals = (x if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x) for x in leaves)
+    return tuple((tuple(a.shape), str(a.dtype), bool(getattr(a, "weak_type", False))) for a in avals)
+
+
+def _typed(values: Sequence[Any]) -> tuple[tuple[type, Any], ...]:
+    """Static values with their types: 1 and 1.0 are equal, but not the same constant."""
+    return tuple((type(value), value) for value in values)
 
 
 def _check_placed(plan: Plan, args: Sequence[Any]) -> None:
     """Arrays that are committed elsewhere would be JAX's error, without the name of the argument."""
     for tensor, leaf in zip(plan.arguments, jax.tree.leaves(tuple(args)), strict=True):
-        if getattr(leaf, "committed", False):
+        if isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and leaf.committed:
             wanted = jax.sharding.NamedSharding(plan.placed_mesh, tensor.partition_spec)
             if not leaf.sharding.is_equivalent_to(wanted, leaf.ndim):
                 raise ValueError(

@@ -39,7 +39,14 @@ class Traced:
 
 
 def trace(options: Options, args: Sequence[Any]) -> Traced:
-    """Traces the function for arguments that are arrays or `jax.ShapeDtypeStruct`; JAX's own errors are kept."""
+    """Traces the function for arguments that are arrays or `jax.ShapeDtypeStruct`; JAX's own errors are kept.
+
+    Raises:
+      ValueError: a donated or static position that the arguments do not have.
+    """
+    for name, numbers in (("donate_argnums", options.donate_argnums), ("static_argnums", options.static_argnums)):
+        if any(n >= len(args) for n in numbers):
+            raise ValueError(f"`{name}` {numbers} names a position that the {len(args)} arguments do not have.")
     abstract = [a if i in options.static_argnums else jax.tree.map(_abstract, a) for i, a in enumerate(args)]
     # In a context mesh of explicit axes JAX would ask for a sharding in the types of every operation.
     with jax.sharding.use_abstract_mesh(automatic(jax.sharding.get_abstract_mesh())):

@@ -55,7 +55,7 @@ class Candidates:
         return tuple(holding(spec, self.axes.sizes) for spec in self._specs(value, None))
 
     def _of_operation(self, vertex: Vertex, rule: Rule | None) -> Sequence[Strategy]:
-        constrained = constraint(vertex, self.axis_names, self.axis_sizes)
+        constrained = constraint(vertex, self.axis_names, self.axes.sizes)
         if constrained is not None:
             return [holding(s, self.axes.sizes) for s in self._specs(vertex.results[0], constrained)]
         fixed = manual(vertex, self.axis_names, self.axes.sizes)

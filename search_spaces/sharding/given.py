@@ -14,15 +14,21 @@ Given = Sequence[tuple[int, ...] | None]
 """For each dimension the axes that split it, or None where it is free."""
 
 
-def dimensions_of(spec: Any, rank: int, axis_names: Sequence[str]) -> list[tuple[int, ...] | None]:
+def dimensions_of(
+    spec: Any, rank: int, axis_names: Sequence[str], axis_sizes: Sequence[int]
+) -> list[tuple[int, ...] | None]:
     """A `PartitionSpec` as axis indices for each dimension; None where it leaves a dimension unconstrained.
 
+    Axes of one device split nothing and are left out.
+
     Raises:
-      ValueError: the spec has more entries than the array has dimensions or names an axis that the mesh has not.
+      ValueError: the spec has more entries than the array has dimensions, names an axis that the mesh has not, or
+        names one twice.
     """
     if len(spec) > rank:
         raise ValueError(f"a spec {spec} of {len(spec)} entries does not fit an array of {rank} dimensions.")
     dims: list[tuple[int, ...] | None] = []
+    seen: set[str] = set()
     for entry in spec:
         names = () if entry is None else entry if isinstance(entry, tuple) else (entry,)
         if names and not isinstance(names[0], str):  # PartitionSpec.UNCONSTRAINED
@@ -31,7 +37,11 @@ def dimensions_of(spec: Any, rank: int, axis_names: Sequence[str]) -> list[tuple
         for name in names:
             if name not in axis_names:
                 raise ValueError(f"a spec {spec} names the axis {name!r}; the mesh has {tuple(axis_names)}.")
-        dims.append(tuple(axis_names.index(name) for name in names))
+            if name in seen:
+                raise ValueError(f"a spec {spec} names the axis {name!r} twice; it can split one dimension only.")
+            seen.add(name)
+        axes = [axis_names.index(name) for name in names]
+        dims.append(tuple(axis for axis in axes if axis_sizes[axis] > 1))
     return dims + [()] * (rank - len(dims))
 
 
@@ -40,17 +50,17 @@ def fits(spec: Spec, given: Given) -> bool:
     return all(wanted is None or tuple(wanted) == axes for axes, wanted in zip(spec, given, strict=True))
 
 
-def is_constrained(vertex: Vertex, axis_names: Sequence[str]) -> bool:
+def is_constrained(vertex: Vertex) -> bool:
     """Whether the function itself says how an operation is sharded: a sharding constraint or a `shard_map`."""
-    return _primitive(vertex) == "shard_map" or constraint(vertex, axis_names) is not None
+    return _primitive(vertex) in ("shard_map", "sharding_constraint")
 
 
-def constraint(vertex: Vertex, axis_names: Sequence[str]) -> Given | None:
+def constraint(vertex: Vertex, axis_names: Sequence[str], sizes: Sequence[int]) -> Given | None:
     """What a sharding constraint asks for; None for every other vertex."""
     if vertex.equation is None or _primitive(vertex) != "sharding_constraint":
         return None
     spec = getattr(vertex.equation.params["sharding"], "spec", None)
-    return None if spec is None else dimensions_of(spec, len(vertex.results[0].shape), axis_names)
+    return None if spec is None else dimensions_of(spec, len(vertex.results[0].shape), axis_names, sizes)
 
 
 def manual(vertex: Vertex, axis_names: Sequence[str], sizes: tuple[int, ...]) -> Strategy | None:
@@ -60,7 +70,7 @@ def manual(vertex: Vertex, axis_names: Sequence[str], sizes: tuple[int, ...]) ->
     params = vertex.equation.params
 
     def specs(given: Sequence[Any], arrays: Sequence[Operand]) -> tuple[Spec, ...]:
-        found = [dimensions_of(s, rank_of(x), axis_names) for s, x in zip(given, arrays, strict=True)]
+        found = [dimensions_of(s, rank_of(x), axis_names, sizes) for s, x in zip(given, arrays, strict=True)]
         return tuple(tuple(axes or () for axes in dims) for dims in found)
 
     results = specs(params["out_specs"], vertex.results)
@@ -75,7 +85,7 @@ def axes_with_meaning(
     """The mesh axes that something fixed names: they cannot change places with others."""
     found = {axis for dims in given.values() for axes in dims for axis in axes or ()}
     for vertex in graph.operations():
-        found.update(axis for axes in constraint(vertex, axis_names) or () for axis in axes or ())
+        found.update(axis for axes in constraint(vertex, axis_names, sizes) or () for axis in axes or ())
         strategy = manual(vertex, axis_names, sizes)
         specs = () if strategy is None else (*strategy.operands, *strategy.results)
         found.update(axis for spec in specs for axes in spec for axis in axes)

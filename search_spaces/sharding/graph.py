@@ -223,6 +223,10 @@ class _Builder:
     ) -> Sequence[Operand]:
         name = equation.primitive.name
         if name in INLINED and INLINED[name] in equation.params:
+            if any(getattr(sharding, "spec", None) is not None for sharding in equation.params.get("in_shardings", ())):
+                self.note(
+                    equation, "the shardings of this jit are not kept; give them as `in_shardings` of the search."
+                )
             block = self.closed(equation.params[INLINED[name]], operands, weight)
             steps.extend(block.steps)
             return block.outputs
@@ -239,10 +243,18 @@ class _Builder:
                 self.touch(carry.results)
             steps.append(region)
             return region.results
+        if name in ("shard_map", "pallas_call"):
+            self.note(equation, f"what a {name} communicates inside is not priced.")
         vertex = self.vertex("operation", equation, operands, [v.aval for v in equation.outvars], weight)
         self.position += 1
         steps.append(vertex)
         return vertex.results
+
+    def note(self, equation: core.JaxprEqn, text: str) -> None:
+        """Something that a reader of the plan should know about an equation."""
+        where = source_info_util.summarize(equation.source_info)
+        if f"{where}: {text}" not in self.notes:
+            self.notes.append(f"{where}: {text}")
 
     def remat(self, equation: core.JaxprEqn, operands: list[Operand], weight: float) -> Region:
         block = self.closed(equation.params["jaxpr"], operands, weight)
@@ -294,14 +306,12 @@ class _Builder:
         condition = self.closed(params["cond_jaxpr"], [*operands[:n_cond], *carried], weight)
         body = self.closed(params["body_jaxpr"], [*operands[n_cond : n_cond + n_body], *carried], weight)
         self.close_carries(carries, body.outputs, weight)
-        self.notes.append(
-            f"{source_info_util.summarize(equation.source_info)}: the length of this while loop is not "
-            "known; it is priced as one trip."
-        )
+        self.note(equation, "the length of this while loop is not known; it is priced as one trip.")
         return Region(equation, operands, [condition, body], [c.results[1] for c in carries], carries)
 
     def cond(self, equation: core.JaxprEqn, operands: list[Operand], weight: float) -> Region:
         branches = equation.params["branches"]
+        self.note(equation, "each branch is priced as if it ran equally often.")
         share = weight / len(branches)
         blocks = [self.closed(branch, operands[1:], share) for branch in branches]
         results = []

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 from typing import NamedTuple
 
 import numpy as np
@@ -20,6 +21,7 @@ from search_spaces.sharding.rule import Rule
 from search_spaces.sharding.shardy import operation_rules
 from search_spaces.sharding.spec import Spec, shards
 from search_spaces.sharding.strategies import Strategy
+from search_spaces.sharding.traffic import touched_bytes
 
 
 class Node(NamedTuple):
@@ -82,9 +84,7 @@ class ShardingSpace:
     @cached_property
     def without_rule(self) -> list[Vertex]:
         """Operations that Shardy gives no rule for: they run whole on every device."""
-        return [
-            v for v in self.graph.operations() if self.rules[v.index] is None and not is_constrained(v, self.axis_names)
-        ]
+        return [v for v in self.graph.operations() if self.rules[v.index] is None and not is_constrained(v)]
 
     @cached_property
     def prices(self) -> Prices:
@@ -192,14 +192,7 @@ class ShardingSpace:
         """Seconds of one device's arithmetic and memory traffic in one step, `[strategies]`."""
         if vertex.kind != "operation" or vertex.equation is None:
             return np.zeros(len(strategies))
-        written = self.lifetimes.written
-        touched = np.zeros(len(strategies))
-        for i, operand in enumerate(vertex.operands):
-            if isinstance(operand, Value) and written[operand.id]:
-                touched += [self.local_bytes(operand, s.operands[i]) for s in strategies]
-        for i, value in enumerate(vertex.results):
-            if written[value.id]:
-                touched += [self.local_bytes(value, s.unreduced[i]) for s in strategies]
+        touched = np.array([touched_bytes(vertex, s, self.lifetimes.written, self.axis_sizes) for s in strategies])
         flops = equation_flops(vertex.equation) / np.array([s.parts for s in strategies], float)
         dtype = equation_dtype(vertex.equation)
         return vertex.weight * roofline_s(flops, touched, dtype, self.hardware)
@@ -230,6 +223,7 @@ class ShardingSpace:
             return np.zeros(len(strategies))
         rate = self.hardware.memory_bytes_per_s
         s_per_byte = 1e-3 / rate if np.isfinite(rate) else 1e-6 * self.prices.dearest_s_per_byte
+        s_per_byte /= prod(self.axis_sizes)  # so that the bound gives up no more than a part of a sharded step
         stored = [s.unreduced[0] for s in strategies]
         late = [1 + 0.1 * max((d for d, axes in enumerate(spec) if axes), default=0) for spec in stored]
         return s_per_byte * np.array(

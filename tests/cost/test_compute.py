@@ -113,7 +113,7 @@ def test_functions_with_rules_of_their_own_count_what_runs():
 
 
 def test_shard_map_counts_all_devices():
-    mesh = jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    mesh = jax.sharding.AbstractMesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
     spec = jax.sharding.PartitionSpec("x")
     mapped = jax.shard_map(lambda x: x + x, mesh=mesh, in_specs=spec, out_specs=spec)
     assert flops(mapped, array(8)) == 8
