@@ -32,7 +32,8 @@ def calibrate(
       mesh: real devices.
       dtypes: types of the matrix products that are timed.
       matrix_size: rows and columns of the product on each device.
-      largest_bytes: the largest array on one device, for links and memory bandwidth; the smallest is 4 KiB.
+      largest_bytes: the largest array on one device, for links and memory bandwidth. The smallest is 4 KiB, or less
+        where gathering that from all devices of an axis would be larger than the largest.
       repeats: each time is the median of so many calls.
 
     Returns:
@@ -147,9 +148,10 @@ def _timed(mesh: Mesh, axis: str, kind: CollectiveKind, largest_bytes: int, repe
     """Bytes sent and seconds of one kind of collective at sizes a factor of four apart, `[2, sizes]`."""
     n = mesh.shape[axis]
     points = []
-    local_bytes = 2**12
-    while local_bytes <= largest_bytes // (n if kind == "all_gather" else 1):
-        x = _everywhere(mesh, (local_bytes // (4 * n), n), "float32")
+    largest_local_bytes = largest_bytes // (n if kind == "all_gather" else 1)
+    local_bytes = min(2**12, largest_local_bytes)
+    while local_bytes <= largest_local_bytes:
+        x = _everywhere(mesh, (max(1, local_bytes // (4 * n)), n), "float32")
         full_bytes = x.nbytes // mesh.size * (1 if kind == "all_reduce" else n)
         call = jax.jit(_collective(mesh, axis, kind))
         seconds = median_s(partial(call, x), repeats)

@@ -47,6 +47,16 @@ def test_measures_every_axis_of_a_mesh():
         assert 1e-7 < found.link(axis).latency_s + 2**16 * found.link(axis).s_per_byte < 10
 
 
+def test_the_least_size_is_enough_for_the_longest_axis():
+    if len(jax.devices()) < 8:
+        pytest.skip("needs 8 devices")
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
+    link = calibrate(mesh, dtypes=("float32",), matrix_size=8, largest_bytes=2**14, repeats=1).link("x")
+    assert link.latency_s + 2**14 * link.s_per_byte > 0
+    with pytest.raises(ValueError, match="`largest_bytes` must be at least 16384, not 16383"):
+        calibrate(mesh, largest_bytes=2**14 - 1)
+
+
 def test_abstract_meshes_and_tiny_sizes_are_refused():
     with pytest.raises(ValueError, match="`mesh` must hold real devices"):
         calibrate(AbstractMesh((2,), ("x",)))  # type: ignore[arg-type]
