@@ -42,6 +42,7 @@ def explicit_collectives(lowered: Any) -> list[Collective]:
     turns an all-reduce and a slice into a reduce-scatter (see `with_reduce_scatters`), and moves data between
     neighbours for slices, padding and convolution windows, which Shardy does not show. Bodies of loops count as often
     as they run where the trip count is a constant, once where it is not; of branches the one with most bytes counts.
+    Groups of one device move nothing and are left out.
 
     Args:
       lowered: `jax.jit(...).lower(...)` with shardings on a mesh; it is not changed.
@@ -94,7 +95,9 @@ class _Reader:
         elif name.startswith("sdy.") and name in _KINDS:
             yield from self._sharded(operation, count)
         elif name in _KINDS:
-            yield self._manual(operation, count)
+            collective = self._manual(operation, count)
+            if collective.num_devices > 1:
+                yield collective
         else:
             for region in operation.regions:
                 yield from self._region(region, count)
@@ -119,6 +122,8 @@ class _Reader:
             sliced = self._sliced_axes(operation) if kind == "all_reduce" else ()
         for text in groups:
             axes, num_devices = self._axes(text)
+            if num_devices == 1:
+                continue
             factor = num_devices if kind in ("all_to_all", "reduce_scatter") else 1
             num_bytes = local_bytes * factor
             yield Collective(
@@ -141,7 +146,8 @@ class _Reader:
         operand, _ = _type_bytes(operation.operands[0].type)
         if kind == "collective_permute":
             pairs = _integers(operation.attributes["source_target_pairs"])
-            axes, num_devices = axes_of_pairs([(s, t) for s, t in pairs], self.axis_sizes), len(pairs)
+            axes = axes_of_pairs([(s, t) for s, t in pairs], self.axis_sizes)
+            num_devices = len(pairs) if axes else 1  # nobody sends to another
         else:
             axes, num_devices = self._manual_groups(operation.attributes["replica_groups"])
         size = result if kind == "all_gather" else operand

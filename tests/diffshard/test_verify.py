@@ -70,6 +70,16 @@ def test_three_witnesses_agree_on_a_megatron_block(mesh, parallel):
     assert "peak memory" in table
 
 
+def test_a_permutation_that_moves_nothing_is_no_row(mesh):
+    def local(x):
+        return jax.lax.ppermute(x, "data", [(0, 0), (1, 1)])
+
+    function = jax.shard_map(local, mesh=mesh, in_specs=P("data"), out_specs=P("data"), check_vma=False)
+    found = verify(jax.jit(function).lower(jax.ShapeDtypeStruct((16, 32), jnp.float32)), mesh.shape, [], 0.0)
+    assert not found.rows
+    assert not found.sent
+
+
 def _arguments():
     keys = jax.random.split(jax.random.key(0), 3)
     return tuple(jax.random.normal(key, shape) for key, shape in zip(keys, SHAPES, strict=True))

@@ -96,6 +96,19 @@ def test_a_shard_map_tells_its_own_collectives(mesh):
     ]
 
 
+def test_groups_of_one_device_are_left_out():
+    mesh = jax.make_mesh((4, 1), ("data", "one"), devices=jax.devices()[:4], axis_types=(AxisType.Auto,) * 2)
+
+    def local(x):
+        x = lax.ppermute(x, "data", [(i, i) for i in range(4)])
+        x = lax.all_gather(lax.psum(x, "one"), "one", tiled=True)
+        return lax.ppermute(x, "data", [(i, (i + 1) % 4) for i in range(4)])
+
+    function = jax.shard_map(local, mesh=mesh, in_specs=P("data"), out_specs=P("data"), check_vma=False)
+    found = explicit_collectives(_lowered(mesh, function, (P("data"),), P("data"), (16, 32)))
+    assert _summary(found) == [("collective_permute", ("data",), 4, 4 * 32 * 4.0, 1.0)]
+
+
 def test_the_lowered_computation_is_left_as_it_was(mesh):
     lowered = _lowered(mesh, jnp.matmul, (P("data", "model"), P("model")), P("data"), (16, 32), (32, 8))
     before = lowered.as_text()
