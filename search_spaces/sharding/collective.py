@@ -70,8 +70,9 @@ def with_reduce_scatters(collectives: Iterable[Collective], axis_sizes: Mapping[
 def split_by_axis(collectives: Iterable[Collective], axis_sizes: Mapping[str, int]) -> list[Collective]:
     """Writes a collective over several axes as one after the other over single axes, so that links can be compared.
 
-    Devices send as many bytes in total; a gather starts with the mesh's last axis, a scatter ends with it. A reduction
-    starts with the last axis: what it scatters there the others reduce.
+    Devices send as many bytes in total. The whole size counts on the mesh's last axis, the fastest by convention, and
+    what is left of it on those before: one ring over hosts crosses between them for each of a host's devices once, so
+    that a device's part is all that its slow link carries.
     """
     found = []
     for collective in collectives:
@@ -79,7 +80,7 @@ def split_by_axis(collectives: Iterable[Collective], axis_sizes: Mapping[str, in
         if len(collective.axes) < 2 or collective.kind == "collective_permute":
             found.append(collective)
             continue
-        for axis in reversed(collective.axes) if collective.kind == "all_reduce" else collective.axes:
+        for axis in collective.axes if collective.kind == "all_to_all" else reversed(collective.axes):
             size = axis_sizes[axis]
             share = num_bytes * size / collective.num_devices if collective.kind == "all_to_all" else num_bytes
             found.append(replace(collective, axes=(axis,), num_devices=size, num_bytes=share))
