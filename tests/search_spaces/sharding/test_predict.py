@@ -1,0 +1,110 @@
+"""What a change of one strategy adds, and the least memory, against trying everything."""
+
+from itertools import product
+
+import numpy as np
+import pytest
+
+from cost.evaluation import evaluate
+from cost.problem import Problem, num_strategies
+from search_spaces.sharding.predict import change_costs, least_peak_bytes, transfers
+from search_spaces.sharding.spec import shards
+from tests.search_spaces.sharding.small_spaces import EXAMPLES, array, hardware_of, mlp_arguments, mlp_step, space_of
+
+
+@pytest.mark.parametrize("name", ["mlp_step", "scan_backward", "branches"])
+def test_change_costs_are_those_of_evaluating_again(name):
+    problem = space_of(EXAMPLES[name][0], *EXAMPLES[name][1]).problem
+    sizes = num_strategies(problem)
+    rng = np.random.default_rng(0)
+    choice = rng.integers(sizes)
+    before = evaluate(problem, choice).cost
+    changes = change_costs(problem, choice)
+    assert [len(change) for change in changes] == sizes.tolist()
+    for v in rng.choice(len(sizes), 12):
+        assert changes[v][choice[v]] == 0
+        for s in range(sizes[v]):
+            other = choice.copy()
+            other[v] = s
+            assert changes[v][s] == pytest.approx(evaluate(problem, other).cost - before, rel=1e-6, abs=before * 1e-12)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_least_peak_is_that_of_the_best_of_all_choices(seed):
+    """One usage for each node: then all can be at their least at once."""
+    rng = np.random.default_rng(seed)
+    nodes = 5
+    usage = [rng.integers(0, 50, size=rng.integers(1, 4)).astype(float) for _ in range(nodes)]
+    starts = rng.integers(0, 8, nodes)
+    problem = Problem(
+        node_cost=[np.zeros(len(u)) for u in usage],
+        edge_nodes=np.zeros((0, 2), int),
+        edge_cost=[],
+        usage_node=np.arange(nodes),
+        usage=usage,
+        usage_interval=np.stack([starts, starts + rng.integers(1, 6, nodes)], axis=1),
+    )
+    peaks = [evaluate(problem, choice).peak for choice in product(*(range(len(u)) for u in usage))]
+    assert least_peak_bytes(problem) == min(peaks)
+
+
+def test_the_least_peak_is_no_more_than_any_choice_s():
+    problem = space_of(mlp_step, *mlp_arguments()).problem
+    rng = np.random.default_rng(0)
+    peaks = [evaluate(problem, rng.integers(num_strategies(problem))).peak for _ in range(50)]
+    assert 0 < least_peak_bytes(problem) <= min(peaks)
+
+
+def test_without_usages_nothing_is_needed():
+    empty = Problem([np.zeros(1)], np.zeros((0, 2), int), [], np.zeros(0, int), [], np.zeros((0, 2), int))
+    assert least_peak_bytes(empty) == 0
+
+
+def test_collectives_of_a_matmul_by_hand():
+    """Rows of the left operand stored over x, needed whole; the product summed over y."""
+    space = space_of(lambda a, b: a @ b, array(8, 16), array(16, 4), hardware=hardware_of("xy", latency_s=1e-3))
+    (dot,) = space.graph.operations()
+
+    def find(node, operands, result):
+        strategies = space.nodes[node].strategies
+        (found,) = [i for i, s in enumerate(strategies) if s.operands == operands and s.results[0] == result]
+        return found
+
+    no, x, y = (), (0,), (1,)
+    choice = [find(0, (), (x, no)), find(1, (), (y, no)), find(2, ((no, y), (y, no)), (no, no))]
+    found = transfers(space, choice, space.decode(choice))
+    assert [(t.kind, t.axis, t.num_bytes, t.count) for t in found] == [
+        ("all_reduce", "y", 8 * 4 * 4, 1.0),
+        ("all_gather", "x", 8 * 16 * 4 / 2, 1.0),
+    ]
+    reduce, gather = found
+    stored = (8 * 16 + 16 * 4) * 4
+    assert (reduce.vertex, gather.vertex) == (dot.index, dot.index)
+    assert reduce.seconds == pytest.approx(1e-3 * 128 / stored + 2 * 128 / 2 * 0.5e-9)
+    assert gather.seconds == pytest.approx(1e-3 * 512 / stored + 256 / 2 * 1e-9)
+
+
+def test_collectives_in_a_loop_count_as_often_as_it_runs():
+    fn, args = EXAMPLES["scan_of_layers"]
+    space = space_of(fn, *args)
+    rng = np.random.default_rng(0)
+    counts = set()
+    for _ in range(10):
+        choice = rng.integers(num_strategies(space.problem))
+        found = transfers(space, choice, space.decode(choice))
+        assert all(t.num_bytes > 0 and t.seconds > 0 for t in found)
+        counts |= {t.count for t in found}
+    assert counts == {1.0, 3.0}
+
+
+def test_layouts_hold_what_their_strategies_leave():
+    space = space_of(mlp_step, *mlp_arguments())
+    rng = np.random.default_rng(1)
+    choice = rng.integers(num_strategies(space.problem))
+    layout = space.decode(choice)
+    assert len(layout.strategy) == len(space.graph.vertices)
+    for value in space.graph.values:
+        node = space.hub_node.get(value.id, value.vertex)
+        left = space.nodes[node].strategies[choice[node]].results[0 if value.id in space.hub_node else value.result]
+        assert layout.held[value.id] == left
+        assert shards(left, space.axis_sizes) in (1, 2, 4)

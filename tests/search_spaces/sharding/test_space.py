@@ -1,0 +1,174 @@
+"""A function's problem says what its layouts cost: the same sums, reached from both ends."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from cost.evaluation import evaluate
+from cost.problem import num_strategies, validate
+from search_spaces.sharding.graph import Value
+from search_spaces.sharding.predict import compute_seconds, transfers
+from search_spaces.sharding.spec import divides, shards
+from tests.search_spaces.sharding.small_spaces import EXAMPLES, array, hardware_of, mlp_arguments, mlp_step, space_of
+
+
+def random_choices(problem, count, seed=0):
+    rng = np.random.default_rng(seed)
+    return [rng.integers(num_strategies(problem)) for _ in range(count)]
+
+
+@pytest.fixture(scope="module", params=EXAMPLES)
+def example(request):
+    fn, args = EXAMPLES[request.param]
+    return space_of(fn, *args)
+
+
+def test_the_problem_is_valid(example):
+    validate(example.problem)
+    assert len(example.problem.node_cost) == len(example.nodes)
+
+
+def test_the_cost_of_a_choice_is_the_sum_of_what_its_layout_does(example):
+    problem = example.problem
+    for choice in random_choices(problem, 25):
+        layout = example.decode(choice)
+        predicted = compute_seconds(example, layout).sum()
+        predicted += sum(t.seconds for t in transfers(example, choice, layout))
+        kept = sum(
+            float(example.holding_s(vertex, (layout.strategy[vertex.index],))[0]) for vertex in example.graph.inputs
+        )
+        assert evaluate(problem, choice).cost == pytest.approx(predicted + kept, rel=1e-9)
+
+
+def test_whole_arrays_everywhere_move_nothing_and_need_all_the_memory(example):
+    choice = np.zeros(len(example.nodes), int)
+    layout = example.decode(choice)
+    assert transfers(example, choice, layout) == []
+    assert all(spec == ((),) * len(spec) for spec in layout.held)
+    assert evaluate(example.problem, choice).peak == pytest.approx(peak_by_hand(example, layout))
+
+
+def peak_by_hand(space, layout):
+    """The largest sum over positions of the parts of the arrays that are in memory."""
+    written, interval, _ = space.lifetimes
+    ends = int(interval.max()) + 2
+    live = np.zeros(ends)
+    for value in space.graph.values:
+        if value.shape and written[value.id]:
+            start, end = interval[value.id]
+            live[start : max(end, start + 1)] += value.num_bytes / shards(layout.held[value.id], space.axis_sizes)
+    return live.max()
+
+
+def test_every_spec_divides_its_array(example):
+    for node in example.nodes:
+        for strategy in node.strategies:
+            if node.hub is not None:
+                assert divides(strategy.results[0], node.hub.shape, example.axis_sizes)
+                continue
+            arrays = [*node.vertex.operands, *node.vertex.results, *node.vertex.results]
+            specs = (*strategy.operands, *strategy.results, *strategy.unreduced)
+            for value, spec in zip(arrays, specs, strict=True):
+                assert not isinstance(value, Value) or divides(spec, value.shape, example.axis_sizes)
+
+
+def test_the_first_strategy_of_every_node_is_whole(example):
+    for node in example.nodes:
+        assert not any(axes for spec in (*node.strategies[0].operands, *node.strategies[0].results) for axes in spec)
+
+
+def test_what_a_vertex_hands_to_itself_is_free(example):
+    """Such links are no edges: a carry that its body leaves as it is, an argument that is returned."""
+    for node, result, reader, operand, _, _ in example.links():
+        if node == reader:
+            for s, strategy in enumerate(example.nodes[node].strategies):
+                path = example.prices.path(strategy.results[result], example.target(reader, operand, s))
+                assert all(move.kind == "slice" for move in path)
+
+
+def test_hubs_stand_between_a_value_and_its_several_readers(example):
+    readers = {}
+    for node, _, reader, _, value, _ in example.links():
+        readers.setdefault((node, value.id), []).append(reader)
+    for value_id, hub in example.hub_node.items():
+        value = example.graph.values[value_id]
+        assert readers[value.vertex, value_id] == [hub]
+        assert len(readers[hub, value_id]) > 1
+
+
+def test_an_argument_comes_back_as_it_is_stored():
+    space = space_of(mlp_step, *mlp_arguments())
+    for node, result, reader, operand, value, weight in space.links():
+        if space.nodes[reader].hub is None and space.nodes[reader].vertex.kind == "input":
+            assert (operand, weight) == (0, 1.0)
+            assert value in space.graph.outputs
+            assert space.graph.feedback[space.graph.outputs.index(value)] == reader
+            for s, strategy in enumerate(space.nodes[reader].strategies):
+                assert space.target(reader, 0, s) == strategy.unreduced[0]
+            assert space.nodes[node].strategies[0].results[result] == ((),) * len(value.shape)
+    returned = [i for i in space.graph.feedback if i is not None]
+    assert returned == [0, 1, 2, 3]
+
+
+def test_a_loop_s_inside_costs_as_often_as_it_runs():
+    def scanned(trips):
+        def fn(x, w):
+            return jax.lax.fori_loop(0, trips, lambda _, c: jnp.tanh(c @ w), x)
+
+        return space_of(fn, array(8, 8), array(8, 8), sizes=(2,))
+
+    one, ten = scanned(1), scanned(10)
+    (dot,) = [v.index for v in one.graph.operations() if v.equation.primitive.name == "dot_general"]
+    np.testing.assert_allclose(ten.problem.node_cost[dot], 10 * one.problem.node_cost[dot])
+
+
+def test_given_specs_are_kept():
+    space = space_of(lambda x, w: x @ w, array(8, 8), array(8, 8), given={0: [(0,), None], 1: [(), (1, 0)]})
+    found = [{s.unreduced[0] for s in space.nodes[i].strategies} for i in (0, 1)]
+    assert found == [{((0,), ()), ((0,), (1,))}, {((), (1, 0))}]
+
+
+def test_a_memory_limit_is_the_problem_s():
+    space = space_of(mlp_step, *mlp_arguments(), memory_limit_bytes=1000.0)
+    assert space.problem.memory_limit == 1000.0
+    assert not evaluate(space.problem, np.zeros(len(space.nodes), int)).feasible
+
+
+def test_donated_arguments_free_their_memory():
+    kept = space_of(mlp_step, *mlp_arguments())
+    donated = space_of(mlp_step, *mlp_arguments(), donated=range(4))
+    choice = np.zeros(len(kept.nodes), int)
+    assert evaluate(donated.problem, choice).peak < evaluate(kept.problem, choice).peak
+
+
+def test_sharded_arrays_take_their_part_of_the_memory():
+    space = space_of(lambda x: jnp.sin(x), array(8, 8), sizes=(4,))
+    choices = {space.nodes[0].strategies[s].unreduced[0]: s for s in range(len(space.nodes[0].strategies))}
+    results = {space.nodes[1].strategies[s].results[0]: s for s in range(len(space.nodes[1].strategies))}
+    whole, rows = ((), ()), ((0,), ())
+    assert evaluate(space.problem, [choices[whole], results[whole]]).peak == 2 * 256
+    assert evaluate(space.problem, [choices[rows], results[rows]]).peak == 2 * 64
+    assert evaluate(space.problem, [choices[rows], results[whole]]).peak >= 64 + 256
+
+
+def test_latency_of_parameters_is_shared_and_of_activations_is_not():
+    """Compilers combine the collectives of parameters and gradients; those between layers wait for each other."""
+    space = space_of(mlp_step, *mlp_arguments(), hardware=hardware_of("xy", latency_s=1.0))
+    stored = sum(v.results[0].num_bytes for v in space.graph.inputs)
+    for vertex in space.graph.inputs:
+        assert space.latency_share(vertex.results[0]) == vertex.results[0].num_bytes / stored
+    dots = [v for v in space.graph.operations() if v.equation.primitive.name == "dot_general"]
+    assert space.latency_share(dots[0].results[0]) == 1.0
+    assert 0 < space.latency_share(space.graph.outputs[0]) < 1
+
+
+def test_every_axis_has_its_price():
+    """The same plan costs twice as much on a link of half the speed."""
+    space = space_of(lambda x, w: x @ w, array(8, 8), array(8, 8), hardware=hardware_of("xy", latency_s=0.0))
+    (dot,) = space.graph.operations()
+    strategies = space.nodes[dot.index].strategies
+    reduced = {s.operands[0][1][0]: i for i, s in enumerate(strategies) if s.reductions[0] and s.parts == 2
+               and s.reductions[0][0].kind == "all_reduce"}  # fmt: skip
+    seconds = [space.reduction_s(space.nodes[dot.index], strategies[reduced[axis]]) for axis in (0, 1)]
+    assert seconds == pytest.approx([2 * 256 / 2 * 1e-9, 2 * 256 / 2 * 0.5e-9])
