@@ -5,6 +5,7 @@ usage.
 """
 
 import argparse
+import io
 import json
 import math
 import os
@@ -29,11 +30,11 @@ from diffshard.command_words import (
     num_bytes,
     positive_seconds,
 )
+from diffshard.files import write_whole
 from diffshard.make_plan import InfeasibleError
 from diffshard.page import save_page
 from diffshard.patterns import format_s
 from diffshard.plan import Plan, PlanError
-from diffshard.plan_file import write_whole
 from diffshard.progress import shown
 from diffshard.search import search
 from diffshard.solve import Solution, solve, solver_names
@@ -244,14 +245,9 @@ def _draw(figure: Any, found: Solution, path: str) -> None:
     axes.set_xlabel("seconds")
     axes.set_ylabel("cost")
     axes.legend()
-    stem, suffix = os.path.splitext(path)
-    temporary = f"{stem}.part{suffix}"
-    try:
-        figure.savefig(temporary)
-        os.replace(temporary, path)
-    finally:
-        if os.path.exists(temporary):
-            os.unlink(temporary)
+    drawn = io.BytesIO()
+    figure.savefig(drawn, format=os.path.splitext(path)[1][1:].lower())
+    write_whole(path, drawn.getvalue())
 
 
 if __name__ == "__main__":

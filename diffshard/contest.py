@@ -6,13 +6,13 @@ Source: the ASPLOS 2025 / EuroSys 2025 contest on intra-operator parallelism, gi
 import gzip
 import json
 import os
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from cost.problem import FORBIDDEN, Problem
+from diffshard.files import write_whole
 
 _GZIP_MAGIC = b"\x1f\x8b"
 
@@ -90,14 +90,7 @@ def write(problem: Problem, path: str | os.PathLike) -> None:
         }
     }
     raw = json.dumps(document).encode()
-    _replace(Path(path), gzip.compress(raw) if str(path).endswith(".gz") else raw)
-
-
-def _replace(path: Path, raw: bytes) -> None:
-    """Writes beside the file and renames, so that nobody sees half a file."""
-    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-        file.write(raw)
-    os.replace(file.name, path)
+    write_whole(path, gzip.compress(raw) if str(path).endswith(".gz") else raw)
 
 
 def _merged_edges(

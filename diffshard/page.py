@@ -5,10 +5,10 @@ import math
 import os
 from collections.abc import Iterable, Sequence
 
+from diffshard.files import write_whole
 from diffshard.layers import Layer, Part, layers
 from diffshard.patterns import format_bytes, format_s
 from diffshard.plan import Plan, Spec
-from diffshard.plan_file import write_whole
 from diffshard.report import (
     argument_groups,
     collective_totals,

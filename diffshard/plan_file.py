@@ -4,7 +4,6 @@ import dataclasses
 import json
 import math
 import os
-import tempfile
 from os import PathLike
 from typing import Any
 
@@ -12,6 +11,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from cost.hardware import Hardware, Link
+from diffshard.files import write_whole
 from diffshard.plan import Operation, Plan, PlanError, PredictedCollective, Tensor
 
 FORMAT = "diffshard plan"
@@ -137,17 +137,3 @@ def _restored(value: Any) -> Any:
     if isinstance(value, dict):
         return {k: _restored(v) for k, v in value.items()}
     return [_restored(v) for v in value] if isinstance(value, list) else value
-
-
-def write_whole(path: str | PathLike[str], text: str) -> None:
-    """Writes a text file so that a reader finds the old one or the new one, never a part."""
-    folder = os.path.dirname(os.path.abspath(path))
-    handle, temporary = tempfile.mkstemp(dir=folder, prefix=".", suffix=".part")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
