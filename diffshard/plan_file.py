@@ -19,6 +19,12 @@ VERSION = 1
 _RECORDS = {"arguments": Tensor, "outputs": Tensor, "operations": Operation, "collectives": PredictedCollective}
 _SPEC_FIELDS = {"spec", "next_best_spec"}
 _SPECS_FIELDS = {"operands", "kept", "results", "held"}
+_NUMBER_FIELDS = {
+    item.name
+    for kind in (Plan, Hardware, Link, *_RECORDS.values())
+    for item in dataclasses.fields(kind)
+    if "float" in str(item.type)
+}
 
 
 def save(plan: Plan, path: str | PathLike[str]) -> None:
@@ -131,9 +137,10 @@ def _finite(value: Any) -> Any:
     return value.item() if isinstance(value, np.generic) else value
 
 
-def _restored(value: Any) -> Any:
-    if isinstance(value, str) and value in ("inf", "-inf", "nan"):
+def _restored(value: Any, is_number: bool = False) -> Any:
+    """Words are numbers again in the fields of numbers only: an argument may well be called `nan`."""
+    if is_number and isinstance(value, str) and value in ("inf", "-inf", "nan"):
         return float(value)
     if isinstance(value, dict):
-        return {k: _restored(v) for k, v in value.items()}
-    return [_restored(v) for v in value] if isinstance(value, list) else value
+        return {k: _restored(v, is_number or k in _NUMBER_FIELDS) for k, v in value.items()}
+    return [_restored(v, is_number) for v in value] if isinstance(value, list) else value
