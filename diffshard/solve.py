@@ -38,8 +38,9 @@ class Solver(Protocol):
 
     Args:
       problem: valid and, unless `solve` was told otherwise, presolved: hardly any forbidden entries, no parallel edges.
-      time_limit_s: seconds from now, for solvers that plan ahead; the loop stops anyone who takes longer between two
-        yields. None means that the solver ends by its own rule, which must then be deterministic.
+      time_limit_s: seconds from now, by which the solver must have ended. The loop looks at the clock only between
+        two yields: it stops whoever yields often and must wait for whoever does not. None means that the solver ends
+        by its own rule, which must then be deterministic.
       key: a JAX random key; equal keys and no time limit give equal proposals.
     """
 

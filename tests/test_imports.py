@@ -44,6 +44,15 @@ def test_imports_go_one_way_and_avoid_internals(path: Path):
     assert violations(path.read_text(encoding="utf-8"), package) == []
 
 
+def test_two_files_touch_the_compiler():
+    touching = {
+        path.name
+        for path in FILES
+        if any(f"{m}.".startswith("jaxlib.") for m in imported_modules(ast.parse(path.read_text("utf-8")), "x"))
+    }
+    assert touching == {"shardy.py", "explicit_collectives.py"}
+
+
 @pytest.mark.parametrize(
     ("package", "source", "expected"),
     [

@@ -1,4 +1,6 @@
-"""Sharding rules of jaxpr equations, as Shardy gives them. The one file that touches `jaxlib.mlir`.
+"""Sharding rules of jaxpr equations, as Shardy gives them.
+
+With `explicit_collectives.py` the only file that touches `jaxlib.mlir`.
 
 An equation is lowered to StableHLO, Shardy's `sdy-populate-op-sharding-rules` writes a rule on every operation, and the
 rules of one equation's operations are composed by equating the factors of the values between them. Only what Shardy
@@ -32,8 +34,8 @@ def operation_rules(equations: Sequence[JaxprEqn]) -> list[Rule | None]:
     """The sharding rule of each equation, or None where there is none (replicate its operands and results).
 
     Higher-order equations (loops, calls, conditionals, custom derivatives, remat, shard_map) and equations with effects
-    have none. Equal equations are looked up once, all new ones are lowered in a single module, and rules are kept for
-    the life of the process.
+    have none. Equal equations are looked up once, all new ones are lowered in a single module, and the newest
+    16,384 rules are kept for later calls.
 
     Args:
       equations: of one or several jaxprs.
