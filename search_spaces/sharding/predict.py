@@ -24,7 +24,7 @@ class Transfer(NamedTuple):
     kind: str
     axis: str
     num_bytes: float
-    count: float
+    count: float  # pyright: ignore[reportIncompatibleMethodOverride]
     seconds: float
     vertex: int
 
@@ -77,14 +77,10 @@ def least_peak_bytes(problem: Problem) -> float:
     """The smallest peak that any choice has: each usage at its least, since no edge forbids a choice."""
     if not len(problem.usage):
         return 0.0
-    least = [float(np.min(_combined(problem, k))) for k in range(len(problem.usage))]
+    least = [float(np.min(usage)) for usage in problem.usage]
     times = np.unique(problem.usage_interval[:, 0])
     changes = np.zeros(len(times) + 1)
     for bytes_, (start, end) in zip(least, problem.usage_interval, strict=True):
         changes[np.searchsorted(times, start)] += bytes_
         changes[np.searchsorted(times, end)] -= bytes_
     return float(np.max(np.cumsum(changes)))
-
-
-def _combined(problem: Problem, k: int) -> np.ndarray:
-    return np.asarray(problem.usage[k], float)

@@ -1,7 +1,6 @@
 """Predictions beside Shardy and XLA, and results beside results."""
 
 import functools
-from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -10,17 +9,8 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from diffshard.plan import PredictedCollective
 from diffshard.verify import assert_equal_results, relative_error, verify
-
-
-@dataclass(frozen=True)
-class Transfer:
-    """A prediction."""
-
-    kind: str
-    axis: str
-    num_bytes: float
-    count: float
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +34,10 @@ SHAPES = ((32, 64), (64, 32), (16, 32))
 
 def test_three_witnesses_agree_on_a_megatron_block(mesh, parallel):
     lowered = parallel.lower(*(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in SHAPES))
-    predicted = [Transfer("all_reduce", "model", 8 * 32 * 4.0, 1.0), Transfer("all_gather", "data", 100.0, 2.0)]
+    predicted = [
+        PredictedCollective("all_reduce", "model", 8 * 32 * 4.0, 1.0, 1e-3, 0),
+        PredictedCollective("all_gather", "data", 100.0, 2.0, 1e-3, 0),
+    ]
     found = verify(lowered, mesh.shape, predicted, 5000.0)
     right, wrong = [row for row in found.rows if row.kind == "all_reduce"], found.rows[0]
     assert [(row.axis, row.predicted, row.shardy, row.compiled, row.error) for row in right] == [
