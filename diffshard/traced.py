@@ -11,7 +11,8 @@ from jax.sharding import PartitionSpec
 from diffshard.given import carried_spec
 from diffshard.options import Options
 from diffshard.plan import argument_paths, automatic
-from search_spaces.sharding.graph import Graph, build_graph, feedback_of
+from search_spaces.sharding.graph import Graph
+from search_spaces.sharding.tracing import build_graph, feedback_of
 
 
 @dataclass(frozen=True)

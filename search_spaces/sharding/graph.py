@@ -1,25 +1,15 @@
 """A function as a graph: the equations of its jaxpr, flat for the search and nested as they run for the execution.
 
-Calls (`jit`, `custom_jvp_call`, `custom_vjp_call`) are inlined. Loops, branches and rematerialised regions stay
-regions when the function runs, while their equations are vertices like any other for the search.
+Loops, branches and rematerialised regions stay regions when the function runs, while their equations are vertices like
+any other for the search. `tracing.py` makes one.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-import jax
 from jax.extend import core, source_info_util
 
-INLINED = {
-    "jit": "jaxpr",
-    "pjit": "jaxpr",
-    "closed_call": "call_jaxpr",
-    "core_call": "call_jaxpr",
-    "custom_jvp_call": "call_jaxpr",
-    "custom_vjp_call": "call_jaxpr",
-    "custom_vjp_call_jaxpr": "call_jaxpr",
-}
 REMAT = ("remat2", "checkpoint", "remat")
 Kind = Literal["input", "constant", "operation", "carry", "slice", "stack", "join"]
 
@@ -76,6 +66,11 @@ class Vertex:
     weight: float
     position: int
     name: str = ""
+
+    @property
+    def primitive(self) -> str:
+        """The name of an operation's primitive; empty for every other vertex."""
+        return self.equation.primitive.name if self.kind == "operation" and self.equation is not None else ""
 
     @property
     def source(self) -> str:
@@ -157,244 +152,3 @@ class Graph:
                 if isinstance(operand, Value):
                     found[operand.id].append((vertex, i))
         return found
-
-
-class _Builder:
-    def __init__(self) -> None:
-        self.vertices: list[Vertex] = []
-        self.values: list[Value] = []
-        self.constants: list[Vertex] = []
-        self.constant_arrays: list[Any] = []
-        self.notes: list[str] = []
-        self.position = 0
-
-    def vertex(
-        self,
-        kind: Kind,
-        equation: core.JaxprEqn | None,
-        operands: Sequence[Operand],
-        avals: Sequence[Any],
-        weight: float,
-        operand_weight: Sequence[float] | None = None,
-        name: str = "",
-    ) -> Vertex:
-        weights = [weight] * len(operands) if operand_weight is None else list(operand_weight)
-        vertex = Vertex(len(self.vertices), kind, equation, list(operands), weights, [], weight, self.position, name)
-        self.vertices.append(vertex)
-        for i, aval in enumerate(avals):
-            shape, dtype = getattr(aval, "shape", ()), getattr(aval, "dtype", None)
-            value = Value(len(self.values), shape, dtype, vertex.index, i, self.position, self.position)
-            self.values.append(value)
-            vertex.results.append(value)
-        self.touch(operands)
-        return vertex
-
-    def touch(self, operands: Sequence[Operand]) -> None:
-        for operand in operands:
-            if isinstance(operand, Value):
-                operand.dies = max(operand.dies, self.position)
-
-    def constant(self, aval: Any, array: Any) -> Value:
-        vertex = self.vertex("constant", None, [], [aval], 1.0, name=f"constant {len(self.constants)}")
-        vertex.results[0].born = -1
-        self.constants.append(vertex)
-        self.constant_arrays.append(array)
-        return vertex.results[0]
-
-    def closed(self, jaxpr: Any, inputs: Sequence[Operand], weight: float) -> Block:
-        """A closed or open jaxpr entered with the given values bound to its invars."""
-        if isinstance(jaxpr, core.ClosedJaxpr):
-            consts = [self.constant(v.aval, c) for v, c in zip(jaxpr.jaxpr.constvars, jaxpr.consts, strict=True)]
-            jaxpr = jaxpr.jaxpr
-        else:
-            consts = []
-        env: dict[Any, Operand] = dict(zip(jaxpr.constvars, consts, strict=True))
-        env.update(zip(jaxpr.invars, inputs, strict=True))
-        steps: list[Vertex | Region] = []
-        for equation in jaxpr.eqns:
-            operands = [v if isinstance(v, core.Literal) else env[v] for v in equation.invars]
-            results = self.equation(equation, operands, weight, steps)
-            env.update(zip(equation.outvars, results, strict=True))
-        outputs = [v if isinstance(v, core.Literal) else env[v] for v in jaxpr.outvars]
-        return Block([v for v in inputs if isinstance(v, Value)], steps, outputs)
-
-    def equation(
-        self, equation: core.JaxprEqn, operands: list[Operand], weight: float, steps: list[Vertex | Region]
-    ) -> Sequence[Operand]:
-        name = equation.primitive.name
-        if name in INLINED and INLINED[name] in equation.params:
-            if any(getattr(sharding, "spec", None) is not None for sharding in equation.params.get("in_shardings", ())):
-                self.note(
-                    equation, "the shardings of this jit are not kept; give them as `in_shardings` of the search."
-                )
-            block = self.closed(equation.params[INLINED[name]], operands, weight)
-            steps.extend(block.steps)
-            return block.outputs
-        regions: dict[str, Callable[..., Region]] = {"scan": self.scan, "while": self.while_loop, "cond": self.cond}
-        if name in REMAT:
-            region = self.remat(equation, operands, weight)
-            steps.append(region)
-            return region.blocks[0].outputs
-        if name in regions:
-            region = regions[name](equation, operands, weight)
-            self.position += 1
-            self.touch(operands)
-            for carry in region.carries:
-                self.touch(carry.results)
-            steps.append(region)
-            return region.results
-        if name in ("shard_map", "pallas_call"):
-            self.note(equation, f"what a {name} communicates inside is not priced.")
-        vertex = self.vertex("operation", equation, operands, [v.aval for v in equation.outvars], weight)
-        self.position += 1
-        steps.append(vertex)
-        return vertex.results
-
-    def note(self, equation: core.JaxprEqn, text: str) -> None:
-        """Something that a reader of the plan should know about an equation."""
-        where = source_info_util.summarize(equation.source_info)
-        if f"{where}: {text}" not in self.notes:
-            self.notes.append(f"{where}: {text}")
-
-    def remat(self, equation: core.JaxprEqn, operands: list[Operand], weight: float) -> Region:
-        block = self.closed(equation.params["jaxpr"], operands, weight)
-        results = [v for v in block.outputs if isinstance(v, Value)]
-        return Region(equation, operands, [block], results)
-
-    def carry(self, equation: core.JaxprEqn, init: Operand, aval: Any, weight: float) -> Vertex:
-        """A loop's carry: its first result is what the body reads, its second what the loop leaves."""
-        return self.vertex("carry", equation, [init], [aval, aval], weight)
-
-    def close_carries(self, carries: Sequence[Vertex], outputs: Sequence[Operand], weight: float) -> None:
-        for vertex, output in zip(carries, outputs, strict=True):
-            vertex.operands.append(output)
-            vertex.operand_weight.append(weight)
-        self.touch(outputs)
-
-    def scan(self, equation: core.JaxprEqn, operands: list[Operand], weight: float) -> Region:
-        params = equation.params
-        num_consts, num_carry = scan_parts(equation)
-        trips = weight * params["length"]
-        consts, init = operands[:num_consts], operands[num_consts : num_consts + num_carry]
-        xs = operands[num_consts + num_carry :]
-        inner = params["jaxpr"].jaxpr.invars
-        carries = [
-            self.carry(equation, x, v.aval, weight)
-            for x, v in zip(init, inner[num_consts : num_consts + num_carry], strict=True)
-        ]
-        slices = [
-            self.vertex("slice", equation, [x], [v.aval], trips)
-            for x, v in zip(xs, inner[num_consts + num_carry :], strict=True)
-        ]
-        entered = [*consts, *(c.results[0] for c in carries), *(s.results[0] for s in slices)]
-        block = self.closed(params["jaxpr"], entered, trips)
-        self.close_carries(carries, block.outputs[:num_carry], trips)
-        start = min((v.position for v in (*carries, *slices)), default=self.position)
-        results = [c.results[1] for c in carries]
-        for out, var in zip(block.outputs[num_carry:], equation.outvars[num_carry:], strict=True):
-            stack = self.vertex("stack", equation, [out], [var.aval], trips)
-            stack.results[0].born = start
-            results.append(stack.results[0])
-        return Region(equation, operands, [block], results, carries, slices)
-
-    def while_loop(self, equation: core.JaxprEqn, operands: list[Operand], weight: float) -> Region:
-        params = equation.params
-        n_cond, n_body = params["cond_nconsts"], params["body_nconsts"]
-        init = operands[n_cond + n_body :]
-        carries = [self.carry(equation, x, v.aval, weight) for x, v in zip(init, equation.outvars, strict=True)]
-        carried = [c.results[0] for c in carries]
-        condition = self.closed(params["cond_jaxpr"], [*operands[:n_cond], *carried], weight)
-        body = self.closed(params["body_jaxpr"], [*operands[n_cond : n_cond + n_body], *carried], weight)
-        self.close_carries(carries, body.outputs, weight)
-        self.note(equation, "the length of this while loop is not known; it is priced as one trip.")
-        return Region(equation, operands, [condition, body], [c.results[1] for c in carries], carries)
-
-    def cond(self, equation: core.JaxprEqn, operands: list[Operand], weight: float) -> Region:
-        branches = equation.params["branches"]
-        self.note(equation, "each branch is priced as if it ran equally often.")
-        share = weight / len(branches)
-        blocks = [self.closed(branch, operands[1:], share) for branch in branches]
-        results = []
-        for i, var in enumerate(equation.outvars):
-            outs = [block.outputs[i] for block in blocks]
-            results += self.vertex("join", equation, outs, [var.aval], weight, [share] * len(outs)).results
-        return Region(equation, operands, blocks, results)
-
-
-def scan_parts(equation: core.JaxprEqn) -> tuple[int, int]:
-    """How many of a scan's operands are constants and carries.
-
-    JAX versions name these parameters differently, but what is stacked always has a dimension more than its slice.
-    """
-
-    def rank(var: Any) -> int:
-        return len(var.aval.shape)
-
-    body = equation.params["jaxpr"].jaxpr
-    stacked_in = sum(rank(outer) > rank(v) for outer, v in zip(equation.invars, body.invars, strict=True))
-    num_carry = sum(rank(outer) == rank(v) for outer, v in zip(equation.outvars, body.outvars, strict=True))
-    return len(equation.invars) - stacked_in - num_carry, num_carry
-
-
-def feedback_of(outputs: Any, arguments: Sequence[Any]) -> list[int | None]:
-    """Which argument each flat result replaces in the next call: equal pytrees of equal shapes, each used once.
-
-    Args:
-      outputs: the function's result as a pytree of things with a shape and a dtype.
-      arguments: its positional arguments, likewise.
-    """
-
-    def key(tree: Any) -> Any:
-        leaves, structure = jax.tree.flatten(tree)
-        return structure, tuple((tuple(x.shape), x.dtype) for x in leaves)
-
-    starts, flat = [], 0
-    for argument in arguments:
-        starts.append(flat)
-        flat += len(jax.tree.leaves(argument))
-    free = {i: key(a) for i, a in enumerate(arguments) if jax.tree.leaves(a)}
-
-    def match(tree: Any) -> list[int | None]:
-        wanted = key(tree)
-        size = len(wanted[1])
-        for i, found in free.items():
-            if size and found == wanted:
-                del free[i]
-                return list(range(starts[i], starts[i] + size))
-        if type(tree) in (tuple, list):
-            return [index for part in tree for index in match(part)]
-        return [None] * size
-
-    return match(outputs)
-
-
-def build_graph(jaxpr: core.ClosedJaxpr, feedback: Sequence[int | None], names: Sequence[str]) -> Graph:
-    """The graph of a traced function.
-
-    Args:
-      jaxpr: the function's closed jaxpr.
-      feedback: for each flat result the flat argument that it replaces (see `feedback_of`), or None.
-      names: a name for each flat argument.
-    """
-    builder = _Builder()
-    inputs = []
-    for var, name in zip(jaxpr.jaxpr.invars, names, strict=True):
-        vertex = builder.vertex("input", None, [], [var.aval], 1.0, name=name)
-        vertex.results[0].born = -1
-        inputs.append(vertex)
-    block = builder.closed(jaxpr, [v.results[0] for v in inputs], 1.0)
-    for output in block.outputs:
-        if isinstance(output, Value):
-            output.dies = builder.position
-    return Graph(
-        builder.vertices,
-        builder.values,
-        inputs,
-        builder.constants,
-        builder.constant_arrays,
-        block,
-        block.outputs,
-        list(feedback),
-        builder.position,
-        builder.notes,
-    )

@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 
 from cost.hardware import Hardware, Link
-from search_spaces.sharding.graph import build_graph, feedback_of
 from search_spaces.sharding.space import ShardingSpace
+from search_spaces.sharding.tracing import build_graph, feedback_of
 
 
 def array(*shape, dtype=jnp.float32):

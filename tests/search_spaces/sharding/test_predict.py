@@ -17,7 +17,7 @@ def test_change_costs_are_those_of_evaluating_again(name):
     problem = space_of(EXAMPLES[name][0], *EXAMPLES[name][1]).problem
     sizes = num_strategies(problem)
     rng = np.random.default_rng(0)
-    choice = rng.integers(sizes)
+    choice = rng.integers(sizes).tolist()
     before = evaluate(problem, choice).cost
     changes = change_costs(problem, choice)
     assert [len(change) for change in changes] == sizes.tolist()
@@ -90,7 +90,7 @@ def test_collectives_in_a_loop_count_as_often_as_it_runs():
     rng = np.random.default_rng(0)
     counts = set()
     for _ in range(10):
-        choice = rng.integers(num_strategies(space.problem))
+        choice = rng.integers(num_strategies(space.problem)).tolist()
         found = transfers(space, choice, space.decode(choice))
         assert all(t.num_bytes > 0 and t.seconds > 0 for t in found)
         counts |= {t.count for t in found}
@@ -100,7 +100,7 @@ def test_collectives_in_a_loop_count_as_often_as_it_runs():
 def test_layouts_hold_what_their_strategies_leave():
     space = space_of(mlp_step, *mlp_arguments())
     rng = np.random.default_rng(1)
-    choice = rng.integers(num_strategies(space.problem))
+    choice = rng.integers(num_strategies(space.problem)).tolist()
     layout = space.decode(choice)
     assert len(layout.strategy) == len(space.graph.vertices)
     for value in space.graph.values:

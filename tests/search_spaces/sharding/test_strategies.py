@@ -1,5 +1,6 @@
 """Strategies of rules, listed by hand, and played through on blocks."""
 
+from dataclasses import replace
 from itertools import product
 
 import numpy as np
@@ -120,7 +121,7 @@ def test_several_results_are_reduced_each():
 
 @pytest.mark.parametrize("closed", ["need_replication", "permutation", "blocked_propagation"])
 def test_closed_factors_stay_whole(closed):
-    rule = Rule((((0,), (1,)),), (((0,), (1,)),), (8, 8), **{closed: frozenset({1})})
+    rule = replace(Rule((((0,), (1,)),), (((0,), (1,)),), (8, 8)), **{closed: frozenset({1})})
     assert {s.operands[0][1] for s in strategies_of_rule(rule, TWO)} == {()}
 
 
@@ -190,7 +191,7 @@ def test_devices_that_follow_a_strategy_find_the_product(sizes):
                 for other in devices
                 if all(o == d or a in summed for a, (o, d) in enumerate(zip(other, dev, strict=True)))
             ]
-            partial = sum(own[other] for other in group)
+            partial = np.sum([own[other] for other in group], axis=0)
             np.testing.assert_allclose(partial, block(left @ right, strategy.unreduced[0], dev), rtol=1e-9)
             # What a scatter leaves is a part of what the device has the sums of.
             left_with = block(left @ right, strategy.results[0], dev)
