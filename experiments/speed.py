@@ -33,7 +33,8 @@ def plan_gpt(layers: int, stack: str, **sizes: int) -> dict[str, float]:
     Returns:
       Numbers of equations and nodes, seconds of tracing and searching, predicted step and gap, peak RSS in bytes.
     """
-    model = gpt.make(layers=layers, stack=getattr(gpt, stack), **{**SIZES, **sizes})
+    sizes = {**SIZES, **sizes}
+    model = gpt.make(batch=sizes.pop("batch"), stack=getattr(gpt, stack), layers=layers, **sizes)
     state, batch = abstract_arguments(model)
     mesh = jax.sharding.AbstractMesh((2, 4), ("data", "model"))
     start = time.perf_counter()
@@ -70,7 +71,7 @@ def dispatch_s(repeats: int = 2000, rounds: int = 9) -> tuple[list[float], list[
 
 
 def _loop_s(run: Callable[..., Any], state: Any, x: Any, repeats: int) -> float:
-    jax.block_until_ready(run(state, x))
+    out = jax.block_until_ready(run(state, x))
     start = time.perf_counter()
     for _ in range(repeats):
         out = run(state, x)

@@ -1,6 +1,6 @@
 """Bytes that an operation moves between a device and its memory."""
 
-from collections.abc import Sequence
+import numpy as np
 
 from search_spaces.sharding.graph import Operand, Value, Vertex
 from search_spaces.sharding.spec import Spec, shards
@@ -19,7 +19,7 @@ UPDATES = {
 }
 
 
-def touched_bytes(vertex: Vertex, strategy: Strategy, written: Sequence[bool], axis_sizes: tuple[int, ...]) -> float:
+def touched_bytes(vertex: Vertex, strategy: Strategy, written: np.ndarray, axis_sizes: tuple[int, ...]) -> float:
     """What an operation reads and writes on one device: nothing of what is fused, of a table only what it picks.
 
     Args:

@@ -78,8 +78,9 @@ def on_one_device() -> tuple[Model, Any, Any]:
 @pytest.mark.parametrize("expert", experts.EXPERTS)
 def test_plans_by_hand_compute_what_one_device_does(expert: experts.Expert):
     model, args, expected = on_one_device()
-    plan = expert(*args, host_mesh((2, 4)))
-    found = experts.lower_by_hand(model.step, *args, plan).compile()(*jax.device_put(args, plan.in_shardings))
+    state, batch = args
+    plan = expert(state, batch, host_mesh((2, 4)))
+    found = experts.lower_by_hand(model.step, state, batch, plan).compile()(*jax.device_put(args, plan.in_shardings))
     np.testing.assert_allclose(found[1], expected[1], rtol=1e-5)
     for one, many in zip(jax.tree.leaves(expected[0].params), jax.tree.leaves(found[0].params), strict=True):
         np.testing.assert_allclose(many, one, atol=1e-4)
