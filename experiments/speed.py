@@ -33,8 +33,8 @@ def plan_gpt(layers: int, stack: str, **sizes: int) -> dict[str, float]:
     Returns:
       Numbers of equations and nodes, seconds of tracing and searching, predicted step and gap, peak RSS in bytes.
     """
-    sizes = {**SIZES, **sizes}
-    model = gpt.make(batch=sizes.pop("batch"), stack=getattr(gpt, stack), layers=layers, **sizes)
+    arguments: dict[str, Any] = {**SIZES, **sizes, "layers": layers, "stack": getattr(gpt, stack)}
+    model = gpt.make(**arguments)
     state, batch = abstract_arguments(model)
     mesh = jax.sharding.AbstractMesh((2, 4), ("data", "model"))
     start = time.perf_counter()
