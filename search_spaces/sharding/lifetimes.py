@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from search_spaces.sharding.graph import REMAT, Block, Graph, Region, Value, Vertex
+from search_spaces.sharding.graph import REMAT, Block, Graph, Value, Vertex
 from search_spaces.sharding.rule import Rule
 
 # Pointwise but dear: XLA does not compute them again for a second reader.
@@ -115,7 +115,7 @@ class _Fusing:
         self.body = dict(_bodies(graph.block, 0))
 
     def fuses(self, vertex: Vertex, readers: Sequence[Vertex]) -> bool:
-        """Whether a vertex is computed inside each of its readers, if any; a loop reads what is before it from memory."""
+        """Whether each reader, if any, computes a vertex itself; a loop reads what is before it from memory."""
         if not self.pointwise[vertex.index]:
             return False
         assert vertex.equation is not None
