@@ -69,18 +69,18 @@ def test_an_mlps_layers_are_column_and_row_parallel_in_turns():
 
 
 @functools.cache
-def on_one_device() -> tuple[Model, Any, Any]:
+def on_one_device() -> tuple[Model, Any, Any, Any]:
     model = small_gpt()
-    args = arguments(model)
-    return model, args, jax.jit(model.step)(*args)
+    state, batch = arguments(model)
+    return model, state, batch, jax.jit(model.step)(state, batch)
 
 
 @pytest.mark.parametrize("expert", experts.EXPERTS)
 def test_plans_by_hand_compute_what_one_device_does(expert: experts.Expert):
-    model, args, expected = on_one_device()
-    state, batch = args
+    model, state, batch, expected = on_one_device()
     plan = expert(state, batch, host_mesh((2, 4)))
-    found = experts.lower_by_hand(model.step, state, batch, plan).compile()(*jax.device_put(args, plan.in_shardings))
+    compiled = experts.lower_by_hand(model.step, state, batch, plan).compile()
+    found = compiled(*jax.device_put((state, batch), plan.in_shardings))
     np.testing.assert_allclose(found[1], expected[1], rtol=1e-5)
     for one, many in zip(jax.tree.leaves(expected[0].params), jax.tree.leaves(found[0].params), strict=True):
         np.testing.assert_allclose(many, one, atol=1e-4)
