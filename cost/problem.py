@@ -33,9 +33,9 @@ class Problem(NamedTuple):
     node_cost: Sequence[np.ndarray]
     edge_nodes: np.ndarray
     edge_cost: Sequence[np.ndarray]
-    usage_node: np.ndarray
-    usage: Sequence[np.ndarray]
-    usage_interval: np.ndarray
+    usage_node: np.ndarray = np.zeros(0, np.int64)
+    usage: Sequence[np.ndarray] = ()
+    usage_interval: np.ndarray = np.zeros((0, 2), np.int64)
     memory_limit: float | np.ndarray = np.inf
     load: Sequence[np.ndarray] = ()
 

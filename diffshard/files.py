@@ -18,6 +18,8 @@ def write_whole(path: str | os.PathLike[str], content: str | bytes) -> None:
             file.write(raw)
         return
     folder = os.path.dirname(os.path.abspath(path))
+    if not os.path.isdir(folder):
+        raise FileNotFoundError(f"`{os.fspath(path)}` cannot be written: there is no folder {folder!r}.")
     temporary = os.path.join(folder, f".{secrets.token_hex(8)}.part")
     try:
         # Not `tempfile`, whose files are for the owner's eyes only: this one gets the mode that any new file gets.

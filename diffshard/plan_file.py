@@ -104,6 +104,7 @@ def _plan(found: dict[str, Any], mesh: Mesh | AbstractMesh | None) -> Plan:
             fields[name] = tuple(specs[i] for i in fields[name])
         if "shape" in fields:
             fields["shape"] = tuple(fields["shape"])
+        _check_types(kind, fields)
         return kind(**fields)
 
     values: dict[str, Any] = {}
@@ -120,10 +121,34 @@ def _plan(found: dict[str, Any], mesh: Mesh | AbstractMesh | None) -> Plan:
         elif isinstance(value, list):
             value = tuple(value)
         values[item.name] = value
+    _check_types(Plan, values)
+    _check_collections(values)
     axes = values["mesh_axes"]
     if mesh is None:
         mesh = AbstractMesh(tuple(axes.values()), tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
     return Plan(**values, mesh=mesh)
+
+
+def _check_collections(values: dict[str, Any]) -> None:
+    axes = values["mesh_axes"]
+    if not isinstance(axes, dict) or not all(type(n) is int and n > 0 for n in axes.values()):
+        raise TypeError(f"`mesh_axes` is {axes!r}, not axes with their numbers of devices")
+    if any(type(n) is not int for n in (*values["static_argnums"], *values["donate_argnums"])):
+        raise TypeError("`static_argnums` and `donate_argnums` are positions")
+
+
+def _check_types(kind: type, values: dict[str, Any]) -> None:
+    """Numbers are numbers and names are names, as the record's fields say."""
+    expected = {float: (int, float), int: (int,), str: (str,), bool: (bool,)}
+    for item in dataclasses.fields(kind):
+        types = expected.get(item.type)  # pyright: ignore[reportArgumentType, reportCallIssue]
+        value = values.get(item.name)
+        if (
+            types
+            and item.name in values
+            and (not isinstance(value, types) or (isinstance(value, bool) and bool not in types))
+        ):
+            raise TypeError(f"`{item.name}` is {value!r}, not of type {types[0].__name__}")
 
 
 def _finite(value: Any) -> Any:

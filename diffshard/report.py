@@ -132,8 +132,8 @@ def verdict(plan: Plan) -> str:
     }.get(plan.status, "the best that the solver found")
     if plan.status == "optimal":
         return found if plan.gap < 1e-8 else f"{found} by more than that"
-    if not math.isfinite(plan.lower_bound_s):
-        return f"{found}; this solver gives no bound"
+    if not math.isfinite(plan.lower_bound_s) or plan.lower_bound_s <= 0:
+        return f"{found}; no bound was reached"
     return f"{found}, at most {_percent(plan.gap)} of it could be saved"
 
 
@@ -255,4 +255,4 @@ def _reason_key(plan: Plan, tensor: Tensor) -> tuple[Spec | None, str]:
 def _percent(share: float) -> str:
     if not math.isfinite(share):
         return "unknown"
-    return "0%" if share < 1e-8 else f"{100 * share:.2g}%"
+    return "0%" if share < 1e-8 else f"{100 * share:.0f}%" if share >= 0.995 else f"{100 * share:.2g}%"

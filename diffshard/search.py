@@ -48,7 +48,7 @@ def search(
       in_shardings: shardings to keep: for each argument a pytree prefix of `PartitionSpec`, `NamedSharding` or None
         (free); None leaves all free. Arguments that carry a `NamedSharding` on this mesh keep it, too.
       solver: as in `diffshard.solve`; None is the default one.
-      time_limit_s: seconds for the solver.
+      time_limit_s: seconds for the solver; None lets it end by its own rule.
       key: random key or seed of the solver.
       donate_argnums: positions of arguments whose memory may be used for results, as in `jax.jit`.
       static_argnums: positions of arguments that are compile-time constants, as in `jax.jit`.
@@ -119,7 +119,7 @@ class Searched:
         if not isinstance(self.options.mesh, Mesh):
             raise ValueError(
                 f"`mesh` {dict(self.options.mesh.shape)} is abstract: it can be planned and lowered for, not run on. "
-                "Give `diffshard.search` a jax.sharding.Mesh of devices."
+                "Give `diffshard.search` (or `Plan.load`) a jax.sharding.Mesh of devices."
             )
         plan, run = self._prepared(args, None)
         _check_placed(plan, self.options.dynamic(args))

@@ -4,8 +4,10 @@ import dataclasses
 import json
 import math
 
+import pytest
+
 from cost.hardware import Hardware, Link
-from diffshard.plan import Plan
+from diffshard.plan import Plan, PlanError
 from diffshard.plan_file import from_json, to_json
 from tests.diffshard.small_plan import small_plan
 
@@ -57,3 +59,15 @@ def test_a_saved_file_is_read_back(tmp_path):
     plan = small_plan()
     plan.save(tmp_path / "plan.json")
     assert Plan.load(tmp_path / "plan.json") == plan
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("gap", "zzz"), ("gap", None), ("compute_s", "1"), ("mesh_axes", "zzz"), ("mesh_axes", {"x": "4"}),
+     ("static_argnums", "zzz"), ("memory_limit_bytes", "zzz"), ("function", 3)],
+)  # fmt: skip
+def test_fields_of_the_wrong_type_are_damage(field, value):
+    found = to_json(small_plan())
+    found[field] = value
+    with pytest.raises(PlanError, match="damaged"):
+        from_json(found, "plan.json")
