@@ -67,8 +67,7 @@ def is_pointwise(vertex: Vertex, rule: Rule | None) -> bool:
         return False
     if vertex.equation.primitive.name in CONTRACTIONS or vertex.equation.effects:
         return False
-    # A dimension of one element that is broadcast has a factor of its own, which matters to nobody.
-    return not any(rule.sizes[f] > 1 for f in rule.reduction | rule.permutation | rule.need_replication)
+    return not (rule.reduction or rule.permutation or rule.need_replication)
 
 
 def lifetimes(graph: Graph, rules: Sequence[Rule | None], donated: Sequence[bool]) -> Lifetimes:
@@ -86,7 +85,7 @@ def lifetimes(graph: Graph, rules: Sequence[Rule | None], donated: Sequence[bool
     dies = np.array([v.dies for v in graph.values], int)
     for value in reversed(graph.values):
         readers = consumers[value.id]
-        if value.id not in ends and graph.vertices[value.vertex].kind == "operation":
+        if value.id not in ends and readers:
             written[value.id] = not fusing.fuses(graph.vertices[value.vertex], [r for r, _ in readers])
         for reader, _ in readers:
             if fusing.pointwise[reader.index] and not written[reader.results[0].id]:
@@ -115,7 +114,7 @@ class _Fusing:
         self.body = dict(_bodies(graph.block, 0))
 
     def fuses(self, vertex: Vertex, readers: Sequence[Vertex]) -> bool:
-        """Whether each reader, if any, computes a vertex itself; a loop reads what is before it from memory."""
+        """Whether a vertex is computed inside each of its readers; a loop reads what is before it from memory."""
         if not self.pointwise[vertex.index]:
             return False
         assert vertex.equation is not None
