@@ -11,7 +11,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from search_spaces.sharding.graph import REMAT, Block, Graph, Operand, Region, Value, Vertex
 from search_spaces.sharding.resharding import Move, Paths
 from search_spaces.sharding.space import Layout
-from search_spaces.sharding.spec import Spec, divides
+from search_spaces.sharding.spec import Spec, divides_or_pads
 
 Environment = dict[int, Any]
 
@@ -70,8 +70,8 @@ class Execution:
         return self.layout.held[operand.id] if isinstance(operand, Value) else ((),) * np.ndim(operand.val)
 
     def _constrain(self, array: Any, value: Value, spec: Spec) -> Any:
-        if not value.shape or not divides(spec, value.shape, self.axis_sizes):
-            return array
+        if not value.shape or not divides_or_pads(spec, value.shape, self.axis_sizes):
+            return array  # on the way between padded splits
         return jax.lax.with_sharding_constraint(array, self.sharding(spec))
 
     def _reshard(self, array: Any, value: Value, source: Spec, target: Spec) -> Any:

@@ -8,7 +8,7 @@ from search_spaces.sharding.given import Given, constraint, fits, manual, rank_o
 from search_spaces.sharding.graph import Value, Vertex
 from search_spaces.sharding.resharding import Paths
 from search_spaces.sharding.rule import Rule
-from search_spaces.sharding.spec import Axes, Spec, placed, shards, specs_of_shape
+from search_spaces.sharding.spec import Axes, Spec, divides, placed, shards, specs_of_shape
 from search_spaces.sharding.strategies import Strategy, collective_bytes, holding, strategies_of_rule, whole
 
 MOST_STRATEGIES = 500
@@ -24,12 +24,14 @@ class Candidates:
       axes: the mesh's.
       path: the steps between two specs.
       kinds: for each value, by id, the kind of each dimension (see `dimensions.kinds_of_dimensions`).
+      leaving: values, by id, that are results of the function and replace no argument; JAX refuses uneven ones.
     """
 
     axis_names: tuple[str, ...]
     axes: Axes
     path: Paths
     kinds: Sequence[tuple[int, ...]]
+    leaving: frozenset[int]
 
     def of(self, vertex: Vertex, rule: Rule | None, given: Given | None, copied: bool) -> tuple[Strategy, ...]:
         """What a vertex may choose from.
@@ -41,7 +43,11 @@ class Candidates:
           copied: whether the array that the vertex holds has several readers, so that a gathered copy may be kept.
         """
         if vertex.kind == "operation":
-            return _most_useful(self._of_operation(vertex, rule))
+            found = self._of_operation(vertex, rule)
+            for i, value in enumerate(vertex.results):
+                if value.id in self.leaving:
+                    found = [s for s in found if divides(s.results[i], value.shape, self.axes.sizes)]
+            return _most_useful(found)
         value, num_operands = vertex.results[0], len(vertex.operands)
         stored = self._specs(value, given)
         if vertex.kind == "stack":
@@ -52,7 +58,8 @@ class Candidates:
 
     def of_hub(self, value: Value) -> tuple[Strategy, ...]:
         """What the hub of a value may choose from."""
-        return tuple(holding(spec, self.axes.sizes) for spec in self._specs(value, None))
+        specs = self._specs(value, None, padded=value.id not in self.leaving)
+        return tuple(holding(spec, self.axes.sizes) for spec in specs)
 
     def _of_operation(self, vertex: Vertex, rule: Rule | None) -> Sequence[Strategy]:
         constrained = constraint(vertex, self.axis_names, self.axes.sizes)
@@ -73,11 +80,11 @@ class Candidates:
         number = {kind: i for i, kind in enumerate(sorted({kind for kinds in found for kind in kinds}))}
         return tuple(tuple(number[kind] for kind in kinds) for kinds in found)
 
-    def _specs(self, value: Value, given: Given | None) -> list[Spec]:
+    def _specs(self, value: Value, given: Given | None, padded: bool = False) -> list[Spec]:
         """The specs of a value. One that orders axes in its own way is not among ours, but it may be asked for."""
         found = [
             spec
-            for spec in specs_of_shape(value.shape, self.axes.sizes)
+            for spec in specs_of_shape(value.shape, self.axes.sizes, padded)
             if (given is None or fits(spec, given)) and in_order(spec, self.kinds[value.id], self.axes.alike)
         ]
         return found or [tuple(axes or () for axes in given or ())]

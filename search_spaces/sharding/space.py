@@ -106,6 +106,7 @@ class ShardingSpace:
             axes_of(self.axis_sizes, self.prices.rates, fixed),
             self.prices.path,
             kinds_of_dimensions(self.graph, self.rules),
+            self._leaving,
         )
         nodes = []
         for vertex in self.graph.vertices:
@@ -119,6 +120,12 @@ class ShardingSpace:
             if value.shape and shared[value.id] and not own_copy:
                 nodes.append(Node(vertex, value, candidates.of_hub(value)))
         return nodes
+
+    @property
+    def _leaving(self) -> frozenset[int]:
+        """Results of the function that replace no argument, by id."""
+        pairs = zip(self.graph.outputs, self.graph.feedback, strict=True)
+        return frozenset(o.id for o, argument in pairs if isinstance(o, Value) and argument is None)
 
     @cached_property
     def hub_node(self) -> dict[int, int]:

@@ -39,13 +39,47 @@ def divides(spec: Spec, shape: Sequence[int], axis_sizes: tuple[int, ...]) -> bo
     return all(n % parts == 0 for n, parts in zip(shape, parts_of(spec, axis_sizes), strict=True))
 
 
+MOST_PADDING = 0.02
+"""The part of a dimension by which an uneven split may pad it."""
+
+
+def may_split(size: int, axes: Sequence[int], axis_sizes: Sequence[int]) -> bool:
+    """Whether axes may split a dimension within a function: evenly, or padded a little by one axis of the longest.
+
+    JAX refuses arguments and results whose dimensions do not divide (`IndivisibleError`), but takes constraints on what
+    lies between, which XLA pads: a vocabulary of 50,257 over 8 devices becomes 8 parts of 6,283. Measured on 0.10.2 and
+    0.11.2: cross entropy over it does an eighth of the arithmetic in an eighth of the memory, as that of 50,264 does;
+    results are equal, and its reshards are one collective each. Left out, the best plan of a small GPT with that
+    vocabulary is 1.2 to 1.4 times as slow. Heads and other short dimensions would mostly pad; they are split evenly.
+
+    Padded parts of 4 do not start where those of 8 do, so that XLA would replicate the array to get from one to the
+    other; an uneven dimension is only ever whole or in as many parts as the longest axis has devices.
+    """
+    parts = prod(axis_sizes[a] for a in axes)
+    if size % parts == 0:
+        return True
+    return len(axes) == 1 and parts == max(axis_sizes) and -size % parts <= MOST_PADDING * size
+
+
+def divides_or_pads(spec: Spec, shape: Sequence[int], axis_sizes: tuple[int, ...]) -> bool:
+    """Whether axes may split every dimension as they do (see `may_split`)."""
+    return all(may_split(n, axes, axis_sizes) for n, axes in zip(shape, spec, strict=True))
+
+
 @lru_cache(maxsize=100_000)
-def specs_of_shape(shape: tuple[int, ...], axis_sizes: tuple[int, ...]) -> tuple[Spec, ...]:
-    """Every spec that divides a shape, each mesh axis on one dimension or on none; replicated first."""
+def specs_of_shape(shape: tuple[int, ...], axis_sizes: tuple[int, ...], padded: bool = False) -> tuple[Spec, ...]:
+    """Every spec that divides a shape, each mesh axis on one dimension or on none; replicated first.
+
+    Args:
+      shape: of the array.
+      axis_sizes: devices along each mesh axis.
+      padded: whether dimensions may be padded a little.
+    """
+    fits = divides_or_pads if padded else divides
     found = []
     for places in product(range(-1, len(shape)), repeat=len(axis_sizes)):
         spec = tuple(tuple(a for a, place in enumerate(places) if place == d) for d in range(len(shape)))
-        if all(axis_sizes[a] > 1 or place < 0 for a, place in enumerate(places)) and divides(spec, shape, axis_sizes):
+        if all(axis_sizes[a] > 1 or place < 0 for a, place in enumerate(places)) and fits(spec, shape, axis_sizes):
             found.append(spec)
     return tuple(found)
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from search_spaces.sharding.dimensions import in_order
 from search_spaces.sharding.resharding import Move
 from search_spaces.sharding.rule import Dimensions, Rule
-from search_spaces.sharding.spec import Axes, Spec, divides, replicated, shards
+from search_spaces.sharding.spec import Axes, Spec, divides, may_split, replicated, shards
 
 AxesOf = Mapping[int, tuple[int, ...]]
 """The mesh axes that split each factor."""
@@ -78,7 +78,7 @@ def _of_factors(
 ) -> Iterator[Strategy]:
     """The strategies that split the given factor along each mesh axis (-1 for none): one for each way to reduce."""
     axes_of = {f: tuple(a for a, g in enumerate(factors) if g == f) for f in dict.fromkeys(factors) if f >= 0}
-    if any(rule.sizes[f] % prod(axes.sizes[a] for a in split) for f, split in axes_of.items()):
+    if not all(_may_split(rule, f, split, axes.sizes) for f, split in axes_of.items()):
         return
     specs = _specs((*rule.operands, *rule.results), axes_of, rule, axes.sizes)
     if specs is None or not _all_in_order(specs, kinds, axes):
@@ -93,6 +93,15 @@ def _of_factors(
         for moves in _scatters(results[0], _shape(rule, rule.results[0]), ordered, axes):
             if _all_in_order((moves[-1].spec,), kinds[-1:], axes):
                 yield Strategy(operands, (moves[-1].spec,), parts, (moves,), results)
+
+
+def _may_split(rule: Rule, factor: int, axes: tuple[int, ...], sizes: tuple[int, ...]) -> bool:
+    """Whether axes divide a factor, or it is all of its dimensions and they may be padded."""
+    if rule.sizes[factor] % prod(sizes[a] for a in axes) == 0:
+        return True
+    dims = [factors for array in (*rule.operands, *rule.results) for factors in array if factor in factors]
+    alone = all(prod(rule.sizes[f] for f in factors) == rule.sizes[factor] for factors in dims)
+    return alone and may_split(rule.sizes[factor], axes, sizes)
 
 
 def _all_in_order(specs: Sequence[Spec], kinds: Sequence[tuple[int, ...]], axes: Axes) -> bool:

@@ -61,7 +61,7 @@ def peak_by_hand(space, layout):
     return live.max()
 
 
-def test_every_spec_divides_its_array(example):
+def test_every_spec_of_even_dimensions_divides_its_array(example):
     for node in example.nodes:
         for strategy in node.strategies:
             if node.hub is not None:
