@@ -16,6 +16,8 @@ _GAIN = 3.0  # 10 is slow and 30 fails
 _LEAST_RATE = 0.02
 _TEMPERATURES = 0.3, 1e-3  # first and last, of the bound for each node
 _PRICE_FLOOR = 1e-5  # of the bound for one whole limit
+_FACTORS = 0.8, 1.1  # on all prices, when perturbed
+_SPREAD = 0.1  # standard deviation of the logarithm of each node's own factor
 _ROUNDING = 1e-12  # of the numbers summed: more than float64's sums can err
 
 
@@ -72,6 +74,28 @@ class Ascent:
         if self.flat.base.size or self.flat.load.shape[1]:
             self._reprice(progress)
         return bound
+
+    def perturbed(self, rng: np.random.Generator, sweeps: int, noise: float) -> tuple[np.ndarray, np.ndarray]:
+        """Costs with all messages absorbed `[N]`, and memory prices `[T, D]`, for a problem near this one.
+
+        Other prices and noise on the costs bring the messages to another good choice: equal layers that all change at
+        one price are told apart, and what the prices leave of the memory is used.
+
+        Args:
+          rng: consumed.
+          sweeps: from the best messages.
+          noise: temperature of the Gumbel noise on costs.
+        """
+        flat, (messages, prices) = self.flat, self.best
+        low, high = _FACTORS
+        memory = prices.memory * low * (high / low) ** rng.random()
+        weight = np.repeat(np.exp(_SPREAD * rng.normal(size=len(flat.sizes))), flat.sizes)
+        cost = flat.cost + flat.load @ prices.load + memory_price(flat, memory) * weight
+        cost = (cost - noise * rng.gumbel(size=len(cost))).astype(np.float32)
+        messages, absorbed = messages.copy(), cost
+        for _ in range(sweeps):
+            _, absorbed = sweep(self.layout, cost, messages)
+        return absorbed, memory
 
     def _reprice(self, progress: float) -> None:
         flat, size = self.flat, max(abs(self.bound), 1e-3 * self.scale)

@@ -15,6 +15,7 @@ from diffshard.polish import Polish
 _FORESTS = 4  # of each partition
 _HUB = 4.0  # times the mean degree from which on a node mostly stays frozen, or its ball would be the whole graph
 _HUB_FROZEN = 0.7
+_POWER = 3.0  # of a uniform number: most balls are perturbed a little
 
 
 class Partition(NamedTuple):
@@ -85,22 +86,27 @@ def _inside(flat: Flat, rng: np.random.Generator, label: np.ndarray) -> np.ndarr
 
 
 def perturb(polish: Polish, partition: Partition, passes: int, temperature: float, spread: float) -> int:
-    """Perturbs all balls, polishes them, and accepts each that became cheaper and fits. Returns how many were accepted.
+    """Perturbs all balls, polishes them, and accepts those that together are cheaper and fit. Returns how many.
 
     Args:
       polish: where the search is; its best feasible choice is where all balls start.
       partition: the balls.
       passes: forest moves.
       temperature: of the noise on costs, largest first and none in the last moves; each ball draws its own below it.
-      spread: standard deviation of the logarithm of the factors on the price of each node's memory.
+      spread: standard deviation of the logarithm of the factors on the price of memory, of balls and of nodes.
     """
     flat, rng = polish.flat, polish.rng
     start = polish.choice = polish.best.copy()
-    heat = temperature * rng.random(partition.num_balls) ** 3
+    heat = temperature * rng.random(partition.num_balls) ** _POWER
     of_node = np.zeros(len(flat.sizes))
     of_node[partition.node] = heat[partition.label[partition.node]]
     noise = np.repeat(of_node, flat.sizes)
+    # Equal layers would all change at the same price: a ball, or a node, that pays less takes what others leave.
     factors = np.exp(spread * rng.normal(size=len(flat.sizes)))
+    if partition.num_balls > 1:
+        factors[partition.node] *= np.exp(spread * rng.normal(size=partition.num_balls))[
+            partition.label[partition.node]
+        ]
     weight = np.repeat(factors, flat.sizes) if flat.base.size else 1.0
     for i in range(passes):
         cooling = max(1 - i / max(passes - 2, 1), 0.0)
@@ -111,35 +117,38 @@ def perturb(polish: Polish, partition: Partition, passes: int, temperature: floa
 
 
 def _accept(polish: Polish, partition: Partition, start: np.ndarray, moved: np.ndarray) -> int:
-    """Takes over from `moved` the balls that are cheaper, cheapest first, as long as the memory holds."""
+    """Takes over balls from `moved`: those that are cheaper, or with them those that free memory at a good price."""
     flat = polish.flat
-    change = _change(flat, partition, start, moved)
-    order = np.argsort(change)
-    order = order[change[order] < 0]
-    if not len(order):
-        return 0
-    current, accepted = start.copy(), 0
-    room = _Room(flat, current)
-    for b in order.tolist():
-        nodes = partition.node[partition.first[b] : partition.first[b + 1]]
-        nodes = nodes[moved[nodes] != start[nodes]]
-        if room.takes(nodes, start[nodes], moved[nodes]):
-            current[nodes] = moved[nodes]
-            accepted += 1
-    if accepted:
-        polish.offer(current)
+    change = _change(flat, partition, start, moved, flat.cost)
+    orders = [np.argsort(change)[: (change < 0).sum()]]
+    if flat.base.size:
+        at_prices = _change(flat, partition, start, moved, polish.costs())
+        good = np.flatnonzero(at_prices < 0)
+        frees = change[good] > at_prices[good]
+        orders.append(good[np.lexsort((at_prices[good], ~frees))])
+    accepted = 0
+    for order in orders:
+        current, room, count = start.copy(), _Room(flat, start), 0
+        for b in order.tolist():
+            nodes = partition.node[partition.first[b] : partition.first[b + 1]]
+            nodes = nodes[moved[nodes] != start[nodes]]
+            if len(nodes) and room.takes(nodes, start[nodes], moved[nodes]):
+                current[nodes] = moved[nodes]
+                count += 1
+        if count and polish.offers_better(current):
+            accepted = count
     return accepted
 
 
-def _change(flat: Flat, partition: Partition, start: np.ndarray, moved: np.ndarray) -> np.ndarray:
-    """`[num_balls]` what each ball's cost changes by."""
+def _change(flat: Flat, partition: Partition, start: np.ndarray, moved: np.ndarray, cost: np.ndarray) -> np.ndarray:
+    """`[num_balls]` what each ball changes by, with node costs `cost` `[N]`."""
     edge, node = partition.edge, partition.node
     source, target = flat.source[edge], flat.target[edge]
     row = flat.matrix[edge]
     before = flat.entries[row + start[source] * flat.sizes[target] + start[target]]
     after = flat.entries[row + moved[source] * flat.sizes[target] + moved[target]]
     change = np.bincount(partition.label[source], (after - before) * partition.share, partition.num_balls)
-    own = flat.cost[flat.start[node] + moved[node]] - flat.cost[flat.start[node] + start[node]]
+    own = cost[flat.start[node] + moved[node]] - cost[flat.start[node] + start[node]]
     return change + np.bincount(partition.label[node], own, partition.num_balls)
 
 

@@ -54,6 +54,7 @@ class Polish:
       choice: where the search is; it may exceed the memory.
       best: the best feasible choice, or the one of least excess while none is feasible.
       best_cost: its cost; inf while none is feasible.
+      best_memory: the prices of memory at which it was found.
     """
 
     def __init__(self, flat: Flat, rng: np.random.Generator, choice: np.ndarray, prices: Prices, bound: float):
@@ -62,8 +63,13 @@ class Polish:
         self.pool = Pool(flat, rng)
         self.memory, self.load = prices.memory.copy(), prices.load.copy()
         self._floor = 1e-5 * max(abs(bound), 1e-30) / np.maximum(flat.limit, 1e-30)
-        self.choice = choice
         self.best, self.best_cost, self.best_excess = choice, np.inf, np.inf
+        self.best_memory = self.memory
+        self.begin(choice, self.memory)
+
+    def begin(self, choice: np.ndarray, memory: np.ndarray) -> None:
+        """Goes on from another choice, at its memory prices `[T, D]`."""
+        self.choice, self.memory = choice, memory.copy()
         self.offer(choice)
 
     def offer(self, choice: np.ndarray) -> np.ndarray:
@@ -77,7 +83,14 @@ class Polish:
             if most > 0 or cost < self.best_cost:
                 self.best, self.best_excess = choice.copy(), most
                 self.best_cost = np.inf if most > 0 else cost
+                self.best_memory = self.memory.copy()
         return excess > 0
+
+    def offers_better(self, choice: np.ndarray) -> bool:
+        """Offers a choice and says whether it became the best."""
+        before = self.best_excess, self.best_cost
+        self.offer(choice)
+        return (self.best_excess, self.best_cost) < before
 
     def costs(self, weight: np.ndarray | float = 1.0) -> np.ndarray:
         """`[N]` node costs at the prices, those of memory times `weight` `[N]`."""
@@ -107,8 +120,3 @@ class Polish:
 def rounded(flat: Flat, absorbed: np.ndarray) -> np.ndarray:
     """`[V]` the cheapest strategy of each node by costs with all messages absorbed."""
     return first_least(absorbed, flat.sizes)
-
-
-def spread(flat: Flat, absorbed: np.ndarray, rng: np.random.Generator, temperature: float) -> np.ndarray:
-    """`[V]` a strategy of each node drawn from the softmax of the absorbed costs."""
-    return first_least(absorbed - temperature * rng.gumbel(size=len(absorbed)), flat.sizes)

@@ -10,6 +10,7 @@
 A problem of few choices is enumerated instead.
 """
 
+import itertools
 import math
 import time
 from collections.abc import Iterator
@@ -20,7 +21,7 @@ import numpy as np
 
 from cost.problem import Problem, num_strategies
 from diffshard.ascent import Ascent
-from diffshard.flat import Flat, flatten, with_ceiling
+from diffshard.flat import flatten, with_ceiling
 from diffshard.neighbourhoods import perturb, split
 from diffshard.polish import Polish, rounded
 from diffshard.replicas import Replicas
@@ -30,6 +31,9 @@ from diffshard.solvers import exhaustive
 _FEW = 1 << 16  # choices
 _CLOSED = 1e-7  # relative gap at which nothing is left to win
 _STARTS = 4
+_MOST_SWEEPS = 3000
+_SWEEPS = 80  # of a perturbed dual
+_NOISE = 0.03  # of the bound for each node, at most
 _BALL = 50  # nodes
 _WHOLE = 500  # nodes up to which the whole graph is one neighbourhood
 _WALKS = 16
@@ -41,9 +45,10 @@ class Effort(NamedTuple):
     """How much to do: shares of the time limit or, without one, how often.
 
     Attributes:
-      sweeps: at most, of the dual.
-      trials: forest moves for each start.
-      anneals: forest moves from the best start.
+      sweeps: of the dual, at most.
+      trials: starts, read off the dual at several moments and off perturbed duals.
+      moves: forest moves from each start.
+      anneals: forest moves from the best.
       rounds: perturbations of all neighbourhoods, at most.
       patience: rounds without improvement after which it ends.
       steps: of each Metropolis walk, for each node.
@@ -51,12 +56,13 @@ class Effort(NamedTuple):
     """
 
     sweeps: int = 400
-    trials: int = 120
+    trials: int = 8
+    moves: int = 60
     anneals: int = 300
     rounds: int = 600
     patience: int = 60
     steps: int = 200
-    shares: tuple[float, float, float] = (0.3, 0.5, 0.75)
+    shares: tuple[float, float, float] = (0.3, 0.6, 0.75)
 
 
 _EFFORT = Effort()
@@ -72,21 +78,20 @@ def solve(
     rng, flat = seeded(key), with_ceiling(flatten(problem))
     clock = _Clock(time_limit_s)
     ascent = Ascent(flat)
-    starts: list[np.ndarray] = []
-    for choice in _climb(ascent, clock, effort):
-        starts.append(choice)
-        yield Proposal(choice)
+    starts: list[tuple[np.ndarray, np.ndarray]] = []
+    for start in _climb(ascent, clock, effort):
+        starts.append(start)
+        yield Proposal(start[0])
     bound = ascent.certified()
     yield Proposal(lower_bound=bound)
-    search = None
-    for polish in _try(flat, rng, ascent, starts, clock, effort):
-        search = polish if search is None or _rank(polish) < _rank(search) else search
-        yield Proposal(search.best)
-    assert search is not None  # there is always a start
-    improve = _walk if flat.load.shape[1] else _improve
+    search = Polish(flat, rng, starts[-1][0], ascent.best[1], bound)
+    scale = max(abs(bound), 1e-30) / len(flat.sizes)
+    phases = [_try(search, ascent, starts[:-_STARTS:-1], clock, effort, scale)]
+    phases += (
+        [_walk(search, clock, effort, scale)] if flat.load.shape[1] else _improvements(search, clock, effort, scale)
+    )
     told = math.inf
-    for i, better in enumerate(improve(search, clock, effort, max(abs(bound), 1e-30) / len(flat.sizes))):
-        del better
+    for i, _ in enumerate(itertools.chain(*phases)):
         if i % _TELL == 0 and search.best_cost < told:  # telling costs about as much as a move
             told = search.best_cost
             yield Proposal(search.best)
@@ -118,73 +123,90 @@ class _Clock:
         return (self.used() - self._from) / max(share - self._from, 1e-9)
 
 
-def _climb(ascent: Ascent, clock: _Clock, effort: Effort) -> Iterator[np.ndarray]:
-    """Sweeps until the bound stalls; yields roundings from the second half and the last."""
-    limited = bool(ascent.flat.base.size)
+def _climb(ascent: Ascent, clock: _Clock, effort: Effort) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Sweeps until the time or the bound stalls; yields roundings and their memory prices, and the last."""
+    flat, recent, told = ascent.flat, [], 0.4
     clock.begin()
-    recent: list[float] = []
-    for i in range(effort.sweeps):
-        done = max(clock.progress(i, effort.sweeps, effort.shares[0]), i / effort.sweeps)
+    for i in range(_MOST_SWEEPS if clock.limited else effort.sweeps):
+        done = clock.progress(i, effort.sweeps, effort.shares[0])
         if done >= 1:
             break
         ascent.step(done)
         recent.append(ascent.bound)
         stalled = i >= 60 and recent[-1] - recent[-40] <= 1e-5 * abs(recent[-1])
-        if stalled and not limited:
+        if stalled and not flat.base.size:
             break
-        if i % (effort.sweeps // (2 * _STARTS)) == effort.sweeps // (2 * _STARTS) - 1 and done > 0.4:
-            yield rounded(ascent.flat, ascent.absorbed)
-    yield rounded(ascent.flat, ascent.absorbed)
+        if done >= told:
+            told += 0.6 / _STARTS
+            yield rounded(flat, ascent.absorbed), ascent.prices.memory
+    yield rounded(flat, ascent.absorbed), ascent.prices.memory
 
 
 def _try(
-    flat: Flat, rng: np.random.Generator, ascent: Ascent, starts: list[np.ndarray], clock: _Clock, effort: Effort
-) -> Iterator[Polish]:
+    search: Polish,
+    ascent: Ascent,
+    starts: list[tuple[np.ndarray, np.ndarray]],
+    clock: _Clock,
+    effort: Effort,
+    scale: float,
+) -> Iterator[None]:
+    """Forest moves from each start, and then from roundings of perturbed duals."""
     clock.begin()
-    starts = starts[-_STARTS:]
-    for k, start in enumerate(reversed(starts)):
-        polish = Polish(flat, rng, start, ascent.best[1], ascent.bound)
-        for i in range(effort.trials):
-            if clock.progress(k * effort.trials + i, len(starts) * effort.trials, effort.shares[1]) >= (k + 1) / len(
-                starts
-            ):
-                break
-            polish.anneal(0.0, 0.1)
-        yield polish
-        if clock.used() > effort.shares[1]:
-            break
+    trial = 0
+    while clock.progress(trial, effort.trials, effort.shares[1]) < 1:
+        if trial < len(starts):
+            choice, memory = starts[trial]
+        else:
+            noise = _NOISE * scale * search.rng.random() ** 3
+            absorbed, memory = ascent.perturbed(search.rng, _SWEEPS, noise)
+            choice = rounded(search.flat, absorbed)
+        search.begin(choice, memory)
+        for i in range(effort.moves):
+            search.anneal(0.0, 0.1 if i < effort.moves // 2 else 0.05)
+            yield
+            if clock.used() > effort.shares[1]:
+                return
+        trial += 1
 
 
 def _rank(polish: Polish) -> tuple[float, float]:
     return polish.best_excess, polish.best_cost
 
 
-def _improve(search: Polish, clock: _Clock, effort: Effort, scale: float) -> Iterator[bool]:
-    """Anneals, then perturbs neighbourhoods; yields whether the best became better."""
-    flat, before = search.flat, _rank(search)
+def _improvements(search: Polish, clock: _Clock, effort: Effort, scale: float) -> list[Iterator[None]]:
+    return [_anneal(search, clock, effort, scale), _perturb(search, clock, effort, scale)]
+
+
+def _anneal(search: Polish, clock: _Clock, effort: Effort, scale: float) -> Iterator[None]:
+    """Forest moves with noise that dies away."""
     clock.begin()
-    search.choice = search.best.copy()
-    done, i = 0.0, 0
+    search.begin(search.best.copy(), search.best_memory)
+    i = 0
     while (done := clock.progress(i, effort.anneals, effort.shares[2])) < 1:
         search.anneal(0.1 * scale * 0.01**done if done < 0.85 else 0.0, 0.1 ** (1 + done))
-        yield _rank(search) < before
-        before, i = _rank(search), i + 1
+        yield
+        i += 1
+
+
+def _perturb(search: Polish, clock: _Clock, effort: Effort, scale: float) -> Iterator[None]:
+    """Neighbourhoods, perturbed again and again."""
+    flat, small = search.flat, len(search.flat.sizes) <= _WHOLE
     clock.begin()
     i, last, partition = 0, 0, None
     while clock.progress(i, effort.rounds, 1.0) < 1 and (clock.limited or i - last < effort.patience):
         if partition is None or i % 6 == 0:
             size = _BALL * np.exp(0.7 * search.rng.normal())
-            partition = split(flat, search.rng, 1 if len(flat.sizes) <= _WHOLE else round(len(flat.sizes) / size))
-        perturb(search, partition, _MOVES, 0.1 * scale, 1.0 if len(flat.sizes) <= _WHOLE else 0.3)
+            partition = split(flat, search.rng, 1 if small else round(len(flat.sizes) / size))
+        before = _rank(search)
+        perturb(search, partition, _MOVES, 0.1 * scale, 1.0 if small else 0.3)
         i += 1
         if _rank(search) < before:
             last = i
-        yield last == i
-        before = _rank(search)
+        yield
 
 
-def _walk(search: Polish, clock: _Clock, effort: Effort, scale: float) -> Iterator[bool]:
-    """Metropolis walks, half of them from the best, half from random choices; yields whether the best became better."""
+def _walk(search: Polish, clock: _Clock, effort: Effort, scale: float) -> Iterator[None]:
+    """Metropolis walks, half of them from the best, half from random choices."""
     flat, count = search.flat, len(search.flat.sizes)
     starts = search.rng.integers(flat.sizes, size=(_WALKS, count))
     starts[: _WALKS // 2] = search.best
@@ -196,7 +218,6 @@ def _walk(search: Polish, clock: _Clock, effort: Effort, scale: float) -> Iterat
         step += 1
         done = clock.progress(step, effort.steps * count, 1.0)
         if step % 100 == 0 or done >= 1:
-            before = _rank(search)
             if walks.best is not None:
                 search.offer(walks.best)
-            yield _rank(search) < before
+            yield

@@ -123,7 +123,7 @@ def test_gradient_keeps_a_binding_memory_limit():
 
 def test_gradient_is_deterministic_and_ends_by_itself(layered):
     problem, _ = layered
-    short = Effort(sweeps=40, trials=5, anneals=20, rounds=5, steps=5)
+    short = Effort(sweeps=40, trials=2, moves=5, anneals=20, rounds=5, steps=5)
     proposals = [list(gradient(problem, key=jax.random.key(7), effort=short)) for _ in range(2)]
     assert len(proposals[0]) == len(proposals[1])
     for first, second in zip(*proposals, strict=True):

@@ -1,0 +1,170 @@
+"""The contest on intra-operator parallelism: our cost and bound against the best known, ablation, and scaling.
+
+    python -m experiments.iopddl [--instances A B G K M N S V] [--seeds 3] [--share 1.0]
+    python -m experiments.iopddl --ablation [--instances G V]
+    python -m experiments.iopddl --scaling [--nodes 1000 10000 100000]
+
+Each run is in a process of its own, so that its peak memory is its own; its time limit is the contest's (for 8 cores)
+times `--share`, presolve and compilation included.
+"""
+
+import argparse
+import functools
+import json
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from diffshard import contest, presolve
+from diffshard.solve import Solution, solve
+from diffshard.solvers import gradient
+from experiments.layered import layered_problem
+from experiments.tables import print_table
+
+INSTANCES = Path(__file__).resolve().parents[2] / "shared" / "data" / "iopddl"
+# Seconds and the best known cost: the contest's limit and the best of its entries.
+CONTEST = {
+    "A": (60, 6_548_641_531),
+    "B": (60, 532_843),
+    "G": (120, 217_039),
+    "K": (180, 2_274_276_676),
+    "M": (180, 49_928_460_991),
+    "N": (180, 202_739_586_553),
+    "S": (240, 1_534_613_444),
+    "V": (300, 1_632_051),
+}
+NEAR = 0.01  # of the final cost
+_ALL = gradient.Effort()
+# What the search is without each of its parts; the time that a part had goes to the next.
+VARIANTS: dict[str, dict[str, Any]] = {
+    "all": {},
+    "no presolve but ties": {"reduce": presolve.merge_ties},
+    "no dual and no starts": {"effort": _ALL._replace(shares=(0.0, 0.0, 0.75))},
+    "one start": {"effort": _ALL._replace(shares=(0.59, 0.6, 0.75))},
+    "no annealing": {"effort": _ALL._replace(shares=(0.3, 0.6, 0.6))},
+    "no neighbourhoods": {"effort": _ALL._replace(shares=(0.3, 0.6, 1.0))},
+}
+
+
+def run(name: str, seconds: float, seed: int, variant: str = "all") -> dict[str, Any]:
+    """Solves an instance and says what came out.
+
+    Raises:
+      FileNotFoundError: the instance is not there.
+    """
+    problem = contest.read(INSTANCES / f"{name}.json.gz")
+    start = time.perf_counter()
+    options = VARIANTS[variant]
+    solver = functools.partial(gradient.solve, effort=options.get("effort", _ALL))
+    reduce = options.get("reduce", presolve.reduce)
+    return _facts(solve(problem, solver=solver, time_limit_s=seconds, key=seed, reduce=reduce), start)
+
+
+def scale(nodes: int, seconds: float | None) -> dict[str, Any]:
+    """Solves a generated problem of equal layers of about this many nodes."""
+    start = time.perf_counter()
+    problem = layered_problem(0, max(nodes // 40, 1), binding=0.7)
+    made = time.perf_counter() - start
+    start = time.perf_counter()
+    return {**_facts(solve(problem, time_limit_s=seconds), start), "nodes": len(problem.node_cost), "made_s": made}
+
+
+def _facts(found: Solution, start: float) -> dict[str, Any]:
+    seconds = time.perf_counter() - start
+    cost = float(found.cost)
+    return {
+        "cost": cost,
+        "bound": found.lower_bound,
+        "feasible": found.feasible,
+        "seconds": seconds,
+        "near_s": next((s for s, c, _ in found.history if c <= cost * (1 + NEAR)), None),
+        "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+    }
+
+
+def _apart(call: str) -> dict[str, Any]:
+    """Runs a call of this module in a process of its own."""
+    command = [sys.executable, "-m", "experiments.iopddl", "--call", call]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def contest_table(names: Sequence[str], seeds: int, share: float) -> None:
+    """Our cost and bound as ratios to the best known cost, over seeds."""
+    rows = []
+    for name in names:
+        limit, best = CONTEST[name]
+        runs = [_apart(json.dumps(["run", name, limit * share, seed])) for seed in range(seeds)]
+        ratios = [found["cost"] / best if found["feasible"] else np.inf for found in runs]
+        gaps = [1 - found["bound"] / found["cost"] for found in runs]
+        rows.append((
+            name, f"{limit * share:.0f}", f"{np.median(ratios):.5f}", f"{max(ratios):.5f}",
+            f"{np.median(gaps):.2%}", f"{max(gaps):.2%}",
+            f"{np.median([found['near_s'] for found in runs]):.0f}",
+            f"{max(found['seconds'] for found in runs):.1f}",
+            f"{max(found['peak_rss_bytes'] for found in runs) / 2**30:.2f}",
+        ))  # fmt: skip
+    columns = ("instance", "limit s", "cost / best known", "worst", "gap", "worst gap", "s to 1%", "s", "RSS GiB")
+    print_table(f"IOPDDL, {seeds} seeds, median and worst", columns, rows)
+
+
+def ablation_table(names: Sequence[str], seeds: int, share: float) -> None:
+    """What each part of the solver is worth, as ratios to the best known cost."""
+    rows = []
+    for name in names:
+        limit, best = CONTEST[name]
+        for variant in VARIANTS:
+            runs = [_apart(json.dumps(["run", name, limit * share, seed, variant])) for seed in range(seeds)]
+            ratios = [found["cost"] / best if found["feasible"] else np.inf for found in runs]
+            bounds = [found["bound"] / best for found in runs]
+            rows.append((name, variant, f"{np.median(ratios):.4f}", f"{max(ratios):.4f}", f"{np.median(bounds):.4f}"))
+    print_table("Without each part", ("instance", "variant", "cost / best known", "worst", "bound"), rows)
+
+
+def scaling_table(sizes: Sequence[int], seconds: float | None) -> None:
+    """Seconds and memory against size."""
+    rows = []
+    for nodes in sizes:
+        found = _apart(json.dumps(["scale", nodes, seconds]))
+        rows.append((
+            f"{found['nodes']:,}", f"{found['seconds']:.1f}", f"{found['seconds'] / found['nodes'] * 1e3:.2f}",
+            f"{1 - found['bound'] / found['cost']:.2%}", found["feasible"], f"{found['peak_rss_bytes'] / 2**30:.2f}",
+        ))  # fmt: skip
+    print_table("Generated layers", ("nodes", "seconds", "ms a node", "gap", "feasible", "RSS GiB"), rows)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Prints the table that is asked for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--instances", nargs="+", choices=list(CONTEST), default=list(CONTEST))
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--share", type=float, default=1.0, help="of the contest's time limits")
+    parser.add_argument("--ablation", action="store_true", help="the solver without each of its parts")
+    parser.add_argument("--scaling", action="store_true", help="generated problems instead")
+    parser.add_argument("--nodes", nargs="+", type=int, default=[1_000, 10_000, 100_000])
+    parser.add_argument("--seconds", type=float, help="time limit of each generated problem")
+    parser.add_argument("--call", help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if options.call:
+        name, *values = json.loads(options.call)
+        calls: dict[str, Callable[..., dict[str, Any]]] = {"run": run, "scale": scale}
+        print(json.dumps(calls[name](*values)))
+        return
+    if options.scaling:
+        scaling_table(options.nodes, options.seconds)
+        return
+    here = [name for name in options.instances if (INSTANCES / f"{name}.json.gz").exists()]
+    if len(here) < len(options.instances):
+        print(f"Skipped: {INSTANCES} lacks {', '.join(sorted(set(options.instances) - set(here)))}.")
+    if here:
+        (ablation_table if options.ablation else contest_table)(here, options.seeds, options.share)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,85 @@
+"""Layers on devices and on pipeline stages: every solver that takes loads, against dynamic programming's optima.
+
+python -m experiments.placement [--solvers gradient exact mcmc] [--quick]
+"""
+
+import argparse
+import time
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from diffshard.place import Placement, place
+from experiments.tables import print_table
+
+
+class Case(NamedTuple):
+    """A placement with a known optimum.
+
+    Attributes:
+      name: for the table.
+      layer_times: seconds.
+      transfer: `[D, D]` seconds.
+      num_microbatches: of a pipeline, None for free placement.
+      optimum: seconds, by exhaustive search or dynamic programming.
+    """
+
+    name: str
+    layer_times: np.ndarray
+    transfer: np.ndarray
+    num_microbatches: int | None
+    optimum: float
+
+
+def _unit_pipeline(layers: int, stages: int, optimum: float) -> Case:
+    cut = 2.0 * (1 - np.eye(stages))
+    return Case(f"{layers} unit layers, {stages} stages, 3 micro-batches", np.ones(layers), cut, 3, optimum)
+
+
+WORKED = Case(
+    "6 layers, 3 devices",
+    np.array([3.0, 3, 3, 2, 4, 4]),
+    np.array([[0.0, 2, 4], [2, 0, 3], [4, 3, 0]]),
+    None,
+    12.0,
+)
+PIPELINES = tuple(
+    _unit_pipeline(*sizes) for sizes in ((12, 4, 12.0), (24, 4, 18.0), (24, 8, 20.0), (24, 12, 26.0), (36, 8, 24.0))
+)
+
+
+def placed(case: Case, solver: str, time_limit_s: float | None = None) -> Placement:
+    """The case, solved."""
+    return place(
+        case.layer_times,
+        case.transfer,
+        num_microbatches=case.num_microbatches,
+        solver=solver,
+        time_limit_s=time_limit_s,
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--solvers", nargs="+", default=["gradient", "exact", "mcmc"])
+    parser.add_argument("--quick", action="store_true", help="the two smallest cases")
+    options = parser.parse_args(arguments)
+    rows = []
+    for case in (WORKED, *PIPELINES)[: 2 if options.quick else None]:
+        for solver in options.solvers:
+            start = time.perf_counter()
+            found = placed(case, solver)
+            seconds = time.perf_counter() - start
+            bound = found.solution.lower_bound
+            rows.append((
+                case.name, solver, f"{case.optimum:g}", f"{found.cost:g}", f"{found.transfer:g}", f"{found.compute:g}",
+                f"{bound:.2f}" if np.isfinite(bound) else "none", f"{seconds:.2f}",
+            ))  # fmt: skip
+    columns = ("layers", "solver", "optimum", "cost", "transfer", "compute", "bound", "seconds")
+    print_table("Placement, in seconds of the model", columns, rows)
+
+
+if __name__ == "__main__":
+    main()
