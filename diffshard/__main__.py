@@ -2,7 +2,7 @@
 
 import sys
 
-from diffshard.command_line import main
+from diffshard.command.line import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -166,7 +166,7 @@ class Plan:
         return total
 
     def __str__(self) -> str:
-        from diffshard.report import format_plan
+        from diffshard.report.text import format_plan
 
         return format_plan(self)
 

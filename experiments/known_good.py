@@ -22,7 +22,7 @@ from jax.sharding import Mesh
 
 import diffshard
 from diffshard import Hardware, Link
-from diffshard.verify import Verification, verify
+from diffshard.checks.verify import Verification, verify
 from experiments import experts
 from experiments.host_devices import host_mesh
 from experiments.models import convnet, mlp

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import diffshard
-from diffshard.verify import Verification, verify
+from diffshard.checks.verify import Verification, verify
 from experiments import experts
 from experiments.host_devices import parse_mesh
 from experiments.models import gpt, mlp, moe

@@ -22,7 +22,7 @@ from jax.sharding import Mesh
 
 import diffshard
 from diffshard import Hardware
-from diffshard.verify import Row, Verification, relative_error, verify
+from diffshard.checks.verify import Row, Verification, relative_error, verify
 from experiments.equal_results import slow_arithmetic
 from experiments.host_devices import parse_mesh
 from experiments.models import dlrm, gpt, mlp, moe, resnet

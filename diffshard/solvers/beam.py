@@ -19,8 +19,8 @@ import scipy.sparse
 from scipy.sparse.csgraph import reverse_cuthill_mckee
 
 from cost.problem import Problem
-from diffshard.descent import Descent, varying_usages
-from diffshard.flat import Flat, chosen_cost, chosen_memory, flatten, memory_price, with_ceiling
+from diffshard.engine.descent import Descent, varying_usages
+from diffshard.engine.flat import Flat, chosen_cost, chosen_memory, flatten, memory_price, with_ceiling
 from diffshard.solve import Proposal, seeded
 from diffshard.solvers.greedy import optimistic
 

@@ -19,8 +19,8 @@ import jax
 import numpy as np
 
 from cost.problem import Problem, num_strategies
-from diffshard.descent import Descent
-from diffshard.flat import flatten, with_ceiling
+from diffshard.engine.descent import Descent
+from diffshard.engine.flat import flatten, with_ceiling
 from diffshard.solve import Proposal
 
 LARGEST = 1 << 24  # entries of a table

@@ -20,11 +20,11 @@ import jax
 import numpy as np
 
 from cost.problem import Problem, num_strategies
-from diffshard.ascent import Ascent
-from diffshard.flat import flatten, with_ceiling
-from diffshard.neighbourhoods import perturb, split
-from diffshard.polish import Polish, rounded
-from diffshard.replicas import Replicas
+from diffshard.engine.ascent import Ascent
+from diffshard.engine.flat import flatten, with_ceiling
+from diffshard.engine.neighbourhoods import perturb, split
+from diffshard.engine.polish import Polish, rounded
+from diffshard.engine.replicas import Replicas
 from diffshard.solve import Proposal, seeded
 from diffshard.solvers import exhaustive
 

@@ -13,8 +13,8 @@ import jax
 import numpy as np
 
 from cost.problem import Problem
-from diffshard.descent import Descent, spans
-from diffshard.flat import Flat, flatten, ragged, with_ceiling
+from diffshard.engine.descent import Descent, spans
+from diffshard.engine.flat import Flat, flatten, ragged, with_ceiling
 from diffshard.solve import Proposal, seeded
 
 _ORDERS = 8

@@ -10,8 +10,8 @@ import jax
 import numpy as np
 
 from cost.problem import Problem, num_strategies
-from diffshard.flat import flatten, with_ceiling
-from diffshard.replicas import Replicas
+from diffshard.engine.flat import flatten, with_ceiling
+from diffshard.engine.replicas import Replicas
 from diffshard.solve import Proposal, seeded
 
 _REPLICAS = 8

@@ -20,8 +20,8 @@ import numpy as np
 import optax
 
 from cost.problem import Problem
-from diffshard.descent import Descent
-from diffshard.flat import Flat, flatten, ragged, with_ceiling
+from diffshard.engine.descent import Descent
+from diffshard.engine.flat import Flat, flatten, ragged, with_ceiling
 from diffshard.solve import Proposal, seeded
 
 _STARTS = 8

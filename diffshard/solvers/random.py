@@ -10,8 +10,8 @@ import jax
 import numpy as np
 
 from cost.problem import Problem
-from diffshard.descent import Descent
-from diffshard.flat import flatten, with_ceiling
+from diffshard.engine.descent import Descent
+from diffshard.engine.flat import flatten, with_ceiling
 from diffshard.solve import Proposal, seeded
 
 _STARTS = 16  # side by side

@@ -8,8 +8,8 @@ import pytest
 
 from cost.problem import Problem
 from diffshard import presolve
-from diffshard.descent import Descent
-from diffshard.flat import chosen_cost, chosen_memory, flatten, with_ceiling
+from diffshard.engine.descent import Descent
+from diffshard.engine.flat import chosen_cost, chosen_memory, flatten, with_ceiling
 from diffshard.solve import Proposal, solve, solver_names
 from diffshard.solvers import beam, dynamic_programming, primal
 from diffshard.solvers.dynamic_programming import solve as dynamic

@@ -9,8 +9,8 @@ import pytest
 from cost.evaluation import evaluate
 from cost.problem import Problem, num_strategies
 from diffshard import presolve
-from diffshard.ascent import Ascent
-from diffshard.flat import chosen_cost, chosen_memory, flatten, with_ceiling
+from diffshard.engine.ascent import Ascent
+from diffshard.engine.flat import chosen_cost, chosen_memory, flatten, with_ceiling
 from diffshard.solve import solve, solver_names
 from diffshard.solvers.exhaustive import price
 from diffshard.solvers.gradient import Effort

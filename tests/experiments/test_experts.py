@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from diffshard.collectives import hlo_collectives
+from diffshard.checks.collectives import hlo_collectives
 from experiments import experts
 from experiments.host_devices import host_mesh, parse_mesh
 from experiments.models import gpt, mlp

@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import AxisType
 
 import diffshard
-from diffshard.collectives import hlo_collectives
+from diffshard.checks.collectives import hlo_collectives
 from search_spaces.sharding.rule import Rule
 from search_spaces.sharding.spec import Axes, may_split, specs_of_shape
 from search_spaces.sharding.strategies import strategies_of_rule

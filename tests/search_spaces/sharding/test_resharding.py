@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from cost.collectives import collective_sent_bytes
 from cost.hardware import Hardware, Link
-from diffshard.collectives import hlo_collectives
+from diffshard.checks.collectives import hlo_collectives
 from search_spaces.sharding.prices import Prices
 from search_spaces.sharding.resharding import REFERENCE_BYTES
 from search_spaces.sharding.spec import divides, parts_of, placed, replicated, specs_of_shape

@@ -9,8 +9,8 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from diffshard.checks.verify import assert_equal_results, relative_error, verify
 from diffshard.plan import PredictedCollective
-from diffshard.verify import assert_equal_results, relative_error, verify
 
 
 @pytest.fixture(scope="module")

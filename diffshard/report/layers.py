@@ -4,9 +4,9 @@ import statistics
 from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
-from diffshard.patterns import group_names, readable_path
 from diffshard.plan import Operation, Plan, Spec
-from diffshard.report import device_bytes, format_array, module_path, result_type
+from diffshard.report.patterns import group_names, readable_path
+from diffshard.report.text import device_bytes, format_array, module_path, result_type
 
 _SMALL = 0.03  # of a layer's time: operations below are told together
 

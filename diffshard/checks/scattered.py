@@ -1,6 +1,6 @@
 """All-reduces of which each device keeps a slice: reduce-scatters, as the CPU backend writes them."""
 
-from diffshard.hlo import Computation, Instruction, Module
+from diffshard.checks.hlo import Computation, Instruction, Module
 
 _IN_PLACE = frozenset({"bitcast", "copy", "convert", "reshape", "transpose", "all-reduce-done"})
 

@@ -6,10 +6,10 @@ import os
 from collections.abc import Iterable, Sequence
 
 from diffshard.files import write_whole
-from diffshard.layers import Layer, Part, layers
-from diffshard.patterns import format_bytes, format_s
 from diffshard.plan import Plan, Spec
-from diffshard.report import (
+from diffshard.report.layers import Layer, Part, layers
+from diffshard.report.patterns import format_bytes, format_s
+from diffshard.report.text import (
     argument_groups,
     collective_totals,
     device_bytes,

@@ -1,7 +1,7 @@
 """Meshes of GPUs on a machine without any: XLA's GPU compiler as the judge of a plan, before a cluster is paid for.
 
 `gpu_mesh` gives devices that can be compiled for but not run on; `jax.jit(...).lower(...).compile()` with shardings on
-it runs the real GPU compiler, whose program (`as_text()`, read by `diffshard.collectives`) and `memory_analysis()` are
+it runs the real GPU compiler, whose program (`as_text()`, read by `collectives.py`) and `memory_analysis()` are
 those of the target. It needs the extra `gpu-compile`: JAX's CUDA plugin and ptxas, no driver and no CUDA libraries.
 
 XLA does not refuse a program that does not fit the GPU's memory: compare `memory_analysis()` with the hardware's size.

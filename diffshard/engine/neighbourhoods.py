@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from diffshard.flat import Flat, chosen_memory
-from diffshard.forest import Forest, grow
-from diffshard.polish import Polish
+from diffshard.engine.flat import Flat, chosen_memory
+from diffshard.engine.forest import Forest, grow
+from diffshard.engine.polish import Polish
 
 _FORESTS = 4  # of each partition
 _HUB = 4.0  # times the mean degree from which on a node mostly stays frozen, or its ball would be the whole graph

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from diffshard.report import (
+from diffshard.report.text import (
     argument_groups,
     collective_totals,
     device_bytes,

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from cost.problem import Problem
-from diffshard.ascent import Prices
-from diffshard.soft_dual import dual_value, free_prices, largest_gap, soft_dual, soft_problem
+from diffshard.engine.ascent import Prices
+from diffshard.engine.soft_dual import dual_value, free_prices, largest_gap, soft_dual, soft_problem
 from diffshard.solve import solve
 from tests.diffshard.random_problems import small_problem
 

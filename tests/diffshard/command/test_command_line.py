@@ -9,9 +9,9 @@ import pytest
 
 from cost.problem import Problem
 from diffshard import contest
-from diffshard.command_line import main
+from diffshard.command.line import main
+from diffshard.command.progress import shown
 from diffshard.plan import Plan
-from diffshard.progress import shown
 from tests.diffshard.small_plan import small_plan
 
 MODULE = """
@@ -177,7 +177,7 @@ def test_interrupting_before_there_is_a_choice_has_code_1(monkeypatch, tmp_path,
         raise KeyboardInterrupt
 
     instance(tmp_path / "two.json", 11)
-    monkeypatch.setattr("diffshard.command_line.solve", interrupted)
+    monkeypatch.setattr("diffshard.command.line.solve", interrupted)
     assert main(["solve", str(tmp_path / "two.json")]) == 1
     out, err = capsys.readouterr()
     assert out == ""

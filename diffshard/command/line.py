@@ -20,7 +20,8 @@ from jax.sharding import AbstractMesh, AxisType
 
 from cost.presets import PRESET_NAMES, preset
 from diffshard import contest
-from diffshard.command_words import (
+from diffshard.command.progress import shown
+from diffshard.command.words import (
     UsageError,
     check_solver,
     check_writable,
@@ -32,10 +33,9 @@ from diffshard.command_words import (
 )
 from diffshard.files import write_whole
 from diffshard.make_plan import InfeasibleError
-from diffshard.page import save_page
-from diffshard.patterns import format_s
 from diffshard.plan import Plan, PlanError
-from diffshard.progress import shown
+from diffshard.report.page import save_page
+from diffshard.report.patterns import format_s
 from diffshard.search import search
 from diffshard.solve import Solution, solve, solver_names
 

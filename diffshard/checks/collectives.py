@@ -8,8 +8,8 @@ from dataclasses import replace
 import numpy as np
 
 from cost.collectives import CollectiveKind
-from diffshard.hlo import Computation, Instruction, Module, arrays, parse, parts_of_tuple, size
-from diffshard.scattered import sliced_elements
+from diffshard.checks.hlo import Computation, Instruction, Module, arrays, parse, parts_of_tuple, size
+from diffshard.checks.scattered import sliced_elements
 from search_spaces.sharding.collective import Collective, axes_of_groups, axes_of_pairs, bits_of_dtype
 
 _KINDS: dict[str, CollectiveKind] = {

@@ -2,9 +2,9 @@
 
 import numpy as np
 
-from diffshard.ascent import Prices
-from diffshard.flat import Flat, chosen_cost, chosen_memory, memory_price, ragged
-from diffshard.forest import Forest, best_choices, first_least, grow
+from diffshard.engine.ascent import Prices
+from diffshard.engine.flat import Flat, chosen_cost, chosen_memory, memory_price, ragged
+from diffshard.engine.forest import Forest, best_choices, first_least, grow
 
 _POOL_NUMBERS = 1 << 25  # numbers that the forests in the pool may hold
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from diffshard.flat import Flat, ragged
+from diffshard.engine.flat import Flat, ragged
 
 
 class _Level(NamedTuple):

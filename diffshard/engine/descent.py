@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import numpy as np
 import scipy.sparse
 
-from diffshard.flat import Flat, ragged
+from diffshard.engine.flat import Flat, ragged
 
 _PAUSE = 256  # nodes between two yields: milliseconds
 _MOST_PASSES = 50

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from diffshard import gpu_target
-from diffshard.gpu_target import A100, H100, gpu_mesh
+from diffshard.checks import gpu_target
+from diffshard.checks.gpu_target import A100, H100, gpu_mesh
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def test_a_mesh_must_fill_whole_hosts():
@@ -35,8 +35,8 @@ def test_the_target_in_xlas_text_form(target):
 SCRIPT = """
 import jax, jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec as P
-from diffshard.collectives import hlo_collectives
-from diffshard.gpu_target import gpu_mesh
+from diffshard.checks.collectives import hlo_collectives
+from diffshard.checks.gpu_target import gpu_mesh
 
 mesh = gpu_mesh({"data": 2, "model": 4})
 place = lambda *specs: jax.tree.map(lambda s: NamedSharding(mesh, s), specs)

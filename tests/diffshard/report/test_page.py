@@ -4,8 +4,8 @@ import math
 import re
 from html.parser import HTMLParser
 
-from diffshard.layers import layer_name, layers
-from diffshard.page import format_page, save_page
+from diffshard.report.layers import layer_name, layers
+from diffshard.report.page import format_page, save_page
 from tests.diffshard.small_plan import operation, small_plan
 
 VOID = {"meta", "br", "path", "img", "link"}

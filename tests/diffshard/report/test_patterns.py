@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diffshard.patterns import format_bytes, format_s, group_names, readable_path
+from diffshard.report.patterns import format_bytes, format_s, group_names, readable_path
 
 
 def patterns(names, keys=None):

@@ -26,9 +26,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from cost.problem import Problem, num_strategies
-from diffshard.ascent import Prices, no_prices
-from diffshard.dual import colours
-from diffshard.flat import flatten, with_ceiling
+from diffshard.engine.ascent import Prices, no_prices
+from diffshard.engine.dual import colours
+from diffshard.engine.flat import flatten, with_ceiling
 
 
 class SoftProblem(NamedTuple):

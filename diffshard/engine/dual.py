@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from diffshard.flat import Flat, ragged
+from diffshard.engine.flat import Flat, ragged
 
 _WIDTHS = np.array([1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 128, 160, 192, 256, 384, 512, 768])
 _ROWWISE = 1 << 15  # numbers in a temporary from which on it is added row by row, to stay in the cache

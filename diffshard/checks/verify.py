@@ -3,7 +3,7 @@
 Three witnesses of the same step: the prediction that chose the plan, Shardy's partitioner (milliseconds), and XLA's
 compiled program (seconds). The CPU backend writes a reduce-scatter as an all-reduce and slices, which count as what
 they stand for; it reduces bfloat16 in float32 and plans memory otherwise: judge those on a GPU mesh
-(`diffshard.gpu_target`).
+(`diffshard.checks.gpu_target`).
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from cost.collectives import CollectiveKind, collective_sent_bytes
-from diffshard.collectives import hlo_collectives
+from diffshard.checks.collectives import hlo_collectives
 from diffshard.plan import PredictedCollective
 from search_spaces.sharding.collective import Collective, split_by_axis, with_reduce_scatters
 from search_spaces.sharding.explicit_collectives import explicit_collectives

@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from diffshard.dual import Sweep, lay_out, sweep
-from diffshard.flat import Flat, memory_price, memory_use
+from diffshard.engine.dual import Sweep, lay_out, sweep
+from diffshard.engine.flat import Flat, memory_price, memory_use
 
 _GAIN = 3.0  # 10 is slow and 30 fails
 _LEAST_RATE = 0.02

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from diffshard.flat import Flat, ragged
+from diffshard.engine.flat import Flat, ragged
 
 _NORM = 8
 _PENALTY = 0.1  # of the whole cost for each limit's worth of memory in excess at one time

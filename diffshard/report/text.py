@@ -5,8 +5,8 @@ import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from diffshard.patterns import Group, format_bytes, format_s, group_names, readable_path
 from diffshard.plan import Operation, Plan, Spec, Tensor
+from diffshard.report.patterns import Group, format_bytes, format_s, group_names, readable_path
 
 MOST_OPERATIONS = 24
 _TIE = 1e-6  # of a step: below, two shardings take the same time and the smaller was taken

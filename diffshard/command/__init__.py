@@ -1,0 +1,1 @@
+"""The command `diffshard`: search a plan, show one, solve an instance of the contest."""

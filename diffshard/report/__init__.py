@@ -1,0 +1,1 @@
+"""A plan for people: as text, and as a page with a picture."""
