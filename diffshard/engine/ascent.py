@@ -39,6 +39,11 @@ def no_prices(flat: Flat) -> Prices:
     return Prices(np.zeros(flat.base.shape), np.full(devices, 1 / max(devices, 1)))
 
 
+def is_coupled(flat: Flat) -> bool:
+    """Whether there is anything that prices are for: memory that can bind, or loads."""
+    return bool(flat.base.size or flat.load.shape[1])
+
+
 def priced(flat: Flat, prices: Prices) -> np.ndarray:
     """`[N]` node costs with their memory and loads at these prices."""
     cost = flat.cost + flat.load @ prices.load
@@ -52,17 +57,26 @@ def credit(flat: Flat, prices: Prices) -> float:
 
 
 class Ascent:
-    """The state of the climb. `step` is one iteration; `certified` turns the best of it into a valid bound."""
+    """The state of the climb. `step` is one iteration; `certified` turns the best of it into a valid bound.
 
-    def __init__(self, flat: Flat):
+    Attributes:
+      flat: the problem.
+      bound: the best so far, in float32 sums.
+      best: the messages and prices that gave it.
+      absorbed: `[N]` costs with all messages of the last sweep absorbed.
+      weights: `[N]` the relaxed choice of the last step that had prices to move.
+    """
+
+    def __init__(self, flat: Flat, parent: "Ascent | None" = None):
+        """From nothing, or from the best of a climb on the same graph with other node costs."""
         self.flat = flat
-        self.layout: Sweep = lay_out(flat)
-        self.scale = _scale(flat)
-        self.prices = no_prices(flat)
-        self.messages = np.zeros(self.layout.num_messages + 1, np.float32)
-        self.bound = -math.inf
+        self.layout: Sweep = parent.layout if parent else lay_out(flat)
+        self.scale = parent.scale if parent else _scale(flat)
+        messages, self.prices = parent.best if parent else (np.zeros(self.layout.num_messages + 1), no_prices(flat))
+        self.messages = messages.astype(np.float32)
+        self.bound, self._size = -math.inf, abs(parent.bound) if parent else 0.0
         self.best = (self.messages.copy(), self.prices)
-        self.absorbed = flat.cost
+        self.absorbed = self.weights = flat.cost
 
     def step(self, progress: float) -> float:
         """A sweep, then a step of the prices; returns the bound. `progress` goes from 0 to 1."""
@@ -71,7 +85,7 @@ class Ascent:
         bound += credit(self.flat, self.prices)
         if bound > self.bound:
             self.bound, self.best = bound, (self.messages.copy(), self.prices)
-        if self.flat.base.size or self.flat.load.shape[1]:
+        if is_coupled(self.flat):
             self._reprice(progress)
         return bound
 
@@ -98,11 +112,11 @@ class Ascent:
         return absorbed, memory
 
     def _reprice(self, progress: float) -> None:
-        flat, size = self.flat, max(abs(self.bound), 1e-3 * self.scale)
+        flat, size = self.flat, max(self._size, abs(self.bound), 1e-3 * self.scale)
         rate = _LEAST_RATE**progress
         hot, cold = _TEMPERATURES
         temperature = size / len(flat.sizes) * hot * (cold / hot) ** progress
-        weights = softmax_rows(flat, self.absorbed, temperature)
+        weights = self.weights = softmax_rows(flat, self.absorbed, temperature)
         memory, load = self.prices
         if flat.base.size:
             over = memory_use(flat, flat.usage.T @ weights) / np.maximum(flat.limit, 1e-30) - 1
@@ -115,10 +129,10 @@ class Ascent:
             load = load / load.sum()
         self.prices = Prices(memory, load)
 
-    def certified(self) -> float:
-        """The best bound, computed again in float64 with the costs as they are."""
+    def certified(self, layout: Sweep | None = None) -> float:
+        """The best bound, again in float64 with the costs as they are; `layout` is the problem's in float64."""
         messages, prices = self.best
-        layout = lay_out(self.flat, np.float64)
+        layout = layout or lay_out(self.flat, np.float64)
         cost = priced(self.flat, prices)
         bound, _ = sweep(layout, np.minimum(cost, float(_CEILING)), messages.astype(np.float64))
         numbers = np.abs(np.where(np.isfinite(cost), cost, 0)).sum() + np.abs(messages).sum(dtype=np.float64)

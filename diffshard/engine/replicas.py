@@ -6,6 +6,7 @@ from diffshard.engine.flat import Flat, ragged
 
 _NORM = 8
 _PENALTY = 0.1  # of the whole cost for each limit's worth of memory in excess at one time
+_DENSE = 1 << 24  # numbers in the table of what every strategy uses at every time
 
 
 class Replicas:
@@ -30,6 +31,7 @@ class Replicas:
         self.cost = flat.cost[chosen].sum(axis=1) + flat.entries[at].sum(axis=1) + self.load.max(axis=1, initial=0.0)
         self._movable = np.flatnonzero(flat.sizes > 1)
         self._limit = np.broadcast_to(flat.limit, flat.base.shape)
+        self._use = _dense_use(flat) if flat.base.size * int(flat.start[-1]) <= _DENSE else None
         self._used = np.empty((count, *flat.base.shape))
         for r in range(count):
             self._used[r] = self._profile(chosen[r], np.ones(len(flat.sizes))) + flat.base
@@ -74,6 +76,9 @@ class Replicas:
         flat = self.flat
         if not flat.base.size:
             return None, self.excess
+        if self._use is not None:
+            used = self._used + self._use[flat.start[v] + new] - self._use[flat.start[v] + old]
+            return used, self._over(used).sum(axis=(1, 2))
         used = self._used.copy()
         for r in range(len(v)):
             pair = flat.start[v[r]] + np.array([new[r], old[r]])
@@ -102,6 +107,17 @@ class Replicas:
         least = int(cost.argmin())
         if cost[least] < self.best_cost:
             self.best, self.best_cost = self.choice[least].copy(), float(cost[least])
+
+
+def _dense_use(flat: Flat) -> np.ndarray:
+    """`[N, T, D]` what every strategy adds to the memory in use."""
+    times, devices = flat.base.shape
+    change = np.zeros((int(flat.start[-1]), times + 1, devices))
+    rows = np.repeat(np.arange(len(change)), np.diff(flat.usage.indptr))
+    usage, device = np.divmod(flat.usage.indices, devices)
+    np.add.at(change, (rows, flat.interval[usage, 0], device), flat.usage.data)
+    np.subtract.at(change, (rows, flat.interval[usage, 1], device), flat.usage.data)
+    return np.cumsum(change, axis=1)[:, :-1]
 
 
 def _smooth_max(load: np.ndarray) -> np.ndarray:

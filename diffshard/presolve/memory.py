@@ -5,13 +5,17 @@ import numpy as np
 from cost.problem import Problem
 from diffshard.presolve.reduction import Reduction
 
+_DENSE = 1 << 24  # numbers in the table of what every strategy uses at every time
+_COLUMNS = 16  # compared at a time
+
 
 def compress_memory(problem: Problem) -> Reduction:
     """Keeps the times at which the limit can bind and moves every usage's least part into a base profile.
 
     Usage only rises where an interval starts, so its peaks are at starts followed by an end. A time at which even the
-    largest usages fit never binds. What all strategies of a node use is the same for every choice: it becomes a usage
-    of node 0 that does not depend on its strategy. Times are renumbered from 0.
+    largest usages fit never binds, nor does one that uses no more than another one, whatever is chosen. What all
+    strategies of a node use is the same for every choice: it becomes a usage of node 0 that does not depend on its
+    strategy. Times are renumbered from 0.
     """
     limit = np.atleast_1d(np.asarray(problem.memory_limit, float))
     usages = [
@@ -31,15 +35,12 @@ def compress_memory(problem: Problem) -> Reduction:
     intervals = _renumbered(intervals, can_bind)
     base = _profile(intervals, least, len(can_bind))
     varying = (least < most).any(axis=1) & (intervals[:, 0] < intervals[:, 1])
-    joined: dict[tuple[int, int, int], np.ndarray] = {}
-    for k in np.flatnonzero(varying).tolist():
-        v, table = usages[k]
-        at = (int(v), *intervals[k].tolist())
-        joined[at] = joined.get(at, 0.0) + (table - table.min(axis=0))
-    rows = [(v, table) for (v, _, _), table in joined.items()]
-    intervals = np.array([at[1:] for at in joined], np.int64).reshape(-1, 2)
+    rows = [(usages[k][0], usages[k][1] - usages[k][1].min(axis=0)) for k in np.flatnonzero(varying).tolist()]
+    rows, intervals = _joined(rows, intervals[varying])
     worst = _worst_times(intervals, base - limit)
     intervals, base = _renumbered(intervals, worst), base[worst]
+    kept = _undominated(problem, rows, intervals, base - limit)
+    rows, intervals, base = *_joined(rows, _renumbered(intervals, kept)), base[kept]
     return _reduction(_without_misfits(problem, rows, intervals, limit - base), rows, intervals, base)
 
 
@@ -73,6 +74,50 @@ def _worst_times(intervals: np.ndarray, over: np.ndarray) -> np.ndarray:
     segment = np.searchsorted(starts, np.arange(len(over)), side="right")
     kept = [np.lexsort((-column, segment))[np.searchsorted(segment, np.unique(segment))] for column in over.T]
     return np.unique(np.concatenate(kept))
+
+
+def _joined(rows: list, intervals: np.ndarray) -> tuple[list, np.ndarray]:
+    """Usages of one node over one interval as one; those of no time are gone."""
+    joined: dict[tuple[int, int, int], np.ndarray] = {}
+    for (v, table), (start, end) in zip(rows, intervals.tolist(), strict=True):
+        if start < end:
+            at = (int(v), start, end)
+            joined[at] = joined[at] + table if at in joined else table
+    return [(v, table) for (v, _, _), table in joined.items()], np.array([at[1:] for at in joined], int).reshape(-1, 2)
+
+
+def _undominated(problem: Problem, rows: list, intervals: np.ndarray, over: np.ndarray) -> np.ndarray:
+    """Times without those at which no choice uses more than at another one; all, where that is too much to compare.
+
+    Args:
+      problem: for the strategies of its nodes.
+      rows: usages as (node, table).
+      intervals: `[K, 2]`.
+      over: `[T, D]` the base less the limit.
+    """
+    sizes = np.array([len(cost) for cost in problem.node_cost])
+    times, devices = over.shape
+    if not len(rows) or sizes.sum() * devices * times > _DENSE:
+        return np.arange(times)
+    at = np.concatenate([[0], np.cumsum(sizes)])
+    use = np.zeros((times, int(at[-1]) * devices + devices))
+    for (v, table), (start, end) in zip(rows, intervals, strict=True):
+        own = np.broadcast_to(table, (sizes[v], devices)).ravel()
+        use[start:end, at[v] * devices : at[v + 1] * devices] += own
+    use[:, -devices:] = over
+    use = np.ascontiguousarray(use[:, np.argsort(-use.std(axis=0))])  # columns that tell times apart come first
+    kept = np.zeros(times, np.int64)
+    count = 0
+    for t in np.argsort(-use.sum(axis=1), kind="stable").tolist():
+        larger = kept[:count]
+        for first in range(0, use.shape[1], _COLUMNS):
+            columns = slice(first, first + _COLUMNS)
+            larger = larger[(use[larger, columns] >= use[t, columns]).all(axis=1)]
+            if not len(larger):
+                kept[count] = t
+                count += 1
+                break
+    return np.sort(kept[:count])
 
 
 def _stacked(rows: list[np.ndarray], devices: int) -> np.ndarray:

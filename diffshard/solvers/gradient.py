@@ -6,6 +6,8 @@
    that keep the memory; the best goes on, annealed.
 3. Improvement: disjoint neighbourhoods are perturbed and polished at once, each accepted by itself. Where devices do
    different work, the largest load joins everything, and Metropolis walks take this part.
+4. Branch and bound on the dual, for as long as improvement runs and beside it, where the graph is small: it closes what
+   memory and loads leave between the choice and the bound, and its branches are new starts.
 
 A problem of few choices is enumerated instead.
 """
@@ -13,7 +15,7 @@ A problem of few choices is enumerated instead.
 import itertools
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import jax
@@ -21,6 +23,7 @@ import numpy as np
 
 from cost.problem import Problem, num_strategies
 from diffshard.engine.ascent import Ascent
+from diffshard.engine.branching import Branching
 from diffshard.engine.flat import flatten, with_ceiling
 from diffshard.engine.neighbourhoods import perturb, split
 from diffshard.engine.polish import Polish, rounded
@@ -36,8 +39,14 @@ _SWEEPS = 80  # of a perturbed dual
 _NOISE = 0.03  # of the bound for each node, at most
 _BALL = 50  # nodes
 _WHOLE = 500  # nodes up to which the whole graph is one neighbourhood
-_WALKS = 16
+_SMALL = 0.2, 0.25, 0.3  # where the phases end then
+_WALKS = 32
+_WARM = 2e-3, 3e-2  # first temperatures of walks from the best choice, of the bound for each node
+_HOT = 1.0  # of walks from random choices, where loads join everything
+_COOLED = 3e-4  # the last temperature, of the first
 _TELL = 10  # moves
+_WORTH = 100, 0.02  # so many branches must close so much of the gap, or it ends
+_BRANCH_MOVES = 10
 _MOVES = 8  # of a neighbourhood, each time
 
 
@@ -50,6 +59,7 @@ class Effort(NamedTuple):
       moves: forest moves from each start.
       anneals: forest moves from the best.
       rounds: perturbations of all neighbourhoods, at most.
+      branches: of the dual, at most.
       patience: rounds without improvement after which it ends.
       steps: of each Metropolis walk, for each node.
       shares: where in the time limit the sweeps, the trials and the annealing end.
@@ -60,6 +70,7 @@ class Effort(NamedTuple):
     moves: int = 60
     anneals: int = 300
     rounds: int = 600
+    branches: int = 300
     patience: int = 60
     steps: int = 200
     shares: tuple[float, float, float] = (0.3, 0.6, 0.75)
@@ -86,20 +97,28 @@ def solve(
     yield Proposal(lower_bound=bound)
     search = Polish(flat, rng, starts[-1][0], ascent.best[1], bound)
     scale = max(abs(bound), 1e-30) / len(flat.sizes)
+    small = len(flat.sizes) <= _WHOLE
+    if small:
+        effort = effort._replace(shares=tuple(min(pair) for pair in zip(effort.shares, _SMALL, strict=True)))
+    polishing = [] if flat.load.shape[1] else [_anneal, _perturb]
     phases = [_try(search, ascent, starts[:-_STARTS:-1], clock, effort, scale)]
-    phases += (
-        [_walk(search, clock, effort, scale)] if flat.load.shape[1] else _improvements(search, clock, effort, scale)
-    )
+    phases += [phase(search, clock, effort, scale) for phase in polishing]
+    if small:
+        beside = [*phases[2:], _walk(search, clock, effort, scale), _branch(search, ascent, bound, clock, effort)]
+        phases = [*phases[:2], _beside(beside, clock)]
+    elif not polishing:
+        phases.append(_walk(search, clock, effort, scale))
     told = math.inf
-    for i, _ in enumerate(itertools.chain(*phases)):
+    for i, found in enumerate(itertools.chain(*phases)):
+        bound = max(bound, found)
         if i % _TELL == 0 and search.best_cost < told:  # telling costs about as much as a move
             told = search.best_cost
-            yield Proposal(search.best)
+            yield Proposal(search.best, bound)
         else:
-            yield Proposal()
+            yield Proposal(lower_bound=bound)
         if search.best_excess == 0 and search.best_cost - bound <= _CLOSED * abs(search.best_cost):
             break
-    yield Proposal(search.best)
+    yield Proposal(search.best, bound)
 
 
 class _Clock:
@@ -107,28 +126,25 @@ class _Clock:
 
     def __init__(self, time_limit_s: float | None):
         self._start, self._limit = time.perf_counter(), time_limit_s
-        self._from = 0.0
         self.limited = time_limit_s is not None
 
     def used(self) -> float:
         return 0.0 if self._limit is None else (time.perf_counter() - self._start) / self._limit
 
-    def begin(self) -> None:
-        self._from = self.used()
-
-    def progress(self, done: int, planned: int, share: float) -> float:
-        """From 0 to 1 since `begin`, towards a share of the limit or a planned count."""
+    def phase(self, planned: int, share: float) -> Callable[[int], float]:
+        """From now on, maps what is done to 0 to 1: towards a share of the limit or a planned count."""
+        begun = self.used()
         if self._limit is None:
-            return done / planned
-        return (self.used() - self._from) / max(share - self._from, 1e-9)
+            return lambda done: done / planned
+        return lambda done: (self.used() - begun) / max(share - begun, 1e-9)
 
 
 def _climb(ascent: Ascent, clock: _Clock, effort: Effort) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Sweeps until the time or the bound stalls; yields roundings and their memory prices, and the last."""
     flat, recent, told = ascent.flat, [], 0.4
-    clock.begin()
-    for i in range(_MOST_SWEEPS if clock.limited else effort.sweeps):
-        done = clock.progress(i, effort.sweeps, effort.shares[0])
+    progress = clock.phase(effort.sweeps, effort.shares[0])
+    for i in itertools.count():
+        done = max(progress(i), i / _MOST_SWEEPS)  # whichever ends it, the temperature must have fallen by then
         if done >= 1:
             break
         ascent.step(done)
@@ -149,11 +165,11 @@ def _try(
     clock: _Clock,
     effort: Effort,
     scale: float,
-) -> Iterator[None]:
+) -> Iterator[float]:
     """Forest moves from each start, and then from roundings of perturbed duals."""
-    clock.begin()
+    progress = clock.phase(effort.trials, effort.shares[1])
     trial = 0
-    while clock.progress(trial, effort.trials, effort.shares[1]) < 1:
+    while progress(trial) < 1:
         if trial < len(starts):
             choice, memory = starts[trial]
         else:
@@ -163,7 +179,7 @@ def _try(
         search.begin(choice, memory)
         for i in range(effort.moves):
             search.anneal(0.0, 0.1 if i < effort.moves // 2 else 0.05)
-            yield
+            yield -math.inf
             if clock.used() > effort.shares[1]:
                 return
         trial += 1
@@ -173,27 +189,23 @@ def _rank(polish: Polish) -> tuple[float, float]:
     return polish.best_excess, polish.best_cost
 
 
-def _improvements(search: Polish, clock: _Clock, effort: Effort, scale: float) -> list[Iterator[None]]:
-    return [_anneal(search, clock, effort, scale), _perturb(search, clock, effort, scale)]
-
-
-def _anneal(search: Polish, clock: _Clock, effort: Effort, scale: float) -> Iterator[None]:
+def _anneal(search: Polish, clock: _Clock, effort: Effort, scale: float) -> Iterator[float]:
     """Forest moves with noise that dies away."""
-    clock.begin()
+    progress = clock.phase(effort.anneals, effort.shares[2])
     search.begin(search.best.copy(), search.best_memory)
     i = 0
-    while (done := clock.progress(i, effort.anneals, effort.shares[2])) < 1:
+    while (done := progress(i)) < 1:
         search.anneal(0.1 * scale * 0.01**done if done < 0.85 else 0.0, 0.1 ** (1 + done))
-        yield
+        yield -math.inf
         i += 1
 
 
-def _perturb(search: Polish, clock: _Clock, effort: Effort, scale: float) -> Iterator[None]:
+def _perturb(search: Polish, clock: _Clock, effort: Effort, scale: float) -> Iterator[float]:
     """Neighbourhoods, perturbed again and again."""
     flat, small = search.flat, len(search.flat.sizes) <= _WHOLE
-    clock.begin()
+    progress = clock.phase(effort.rounds, 1.0)
     i, last, partition = 0, 0, None
-    while clock.progress(i, effort.rounds, 1.0) < 1 and (clock.limited or i - last < effort.patience):
+    while progress(i) < 1 and ((not small and clock.limited) or i - last < effort.patience):
         if partition is None or i % 6 == 0:
             size = _BALL * np.exp(0.7 * search.rng.normal())
             partition = split(flat, search.rng, 1 if small else round(len(flat.sizes) / size))
@@ -202,22 +214,60 @@ def _perturb(search: Polish, clock: _Clock, effort: Effort, scale: float) -> Ite
         i += 1
         if _rank(search) < before:
             last = i
-        yield
+        yield -math.inf
 
 
-def _walk(search: Polish, clock: _Clock, effort: Effort, scale: float) -> Iterator[None]:
-    """Metropolis walks, half of them from the best, half from random choices."""
+def _walk(search: Polish, clock: _Clock, effort: Effort, scale: float) -> Iterator[float]:
+    """Metropolis walks from the best choice, and from random ones where there are loads."""
     flat, count = search.flat, len(search.flat.sizes)
-    starts = search.rng.integers(flat.sizes, size=(_WALKS, count))
-    starts[: _WALKS // 2] = search.best
+    hot = np.geomspace(*_WARM, _WALKS)
+    starts = np.repeat(search.best[None], _WALKS, axis=0)
+    if flat.load.shape[1]:
+        hot[:] = _HOT
+        starts[_WALKS // 2 :] = search.rng.integers(flat.sizes, size=(_WALKS - _WALKS // 2, count))
     walks = Replicas(flat, search.rng, starts)
-    clock.begin()
+    progress = clock.phase(effort.steps * count, 1.0)
     done, step = 0.0, 0
     while done < 1:
-        walks.step(scale * 0.0001**done)
+        walks.step(scale * hot * _COOLED**done)
         step += 1
-        done = clock.progress(step, effort.steps * count, 1.0)
+        done = progress(step)
         if step % 100 == 0 or done >= 1:
             if walks.best is not None:
                 search.offer(walks.best)
-            yield
+            yield -math.inf
+
+
+def _branch(search: Polish, ascent: Ascent, bound: float, clock: _Clock, effort: Effort) -> Iterator[float]:
+    """Bounds of a branch and bound whose branches are also rounded and polished."""
+    branching, before = Branching(ascent, bound), bound
+    progress = clock.phase(effort.branches, 1.0)
+    for i in itertools.count():
+        if search.best_excess > 0 or progress(i) >= 1:
+            return  # without a choice in hand no branch can be closed
+        more = branching.step(search.best_cost)
+        climb = branching.last
+        search.begin(rounded(search.flat, climb.absorbed), climb.best[1].memory)
+        for _ in range(_BRANCH_MOVES):
+            search.anneal(0.0, 0.1)
+        yield branching.bound
+        if not more:
+            return
+        if (i + 1) % _WORTH[0] == 0:
+            if branching.bound - before < _WORTH[1] * (search.best_cost - before):
+                return
+            before = branching.bound
+
+
+def _beside(phases: Sequence[Iterator[float]], clock: _Clock) -> Iterator[float]:
+    """All in equal parts of the time; without a limit one after the other."""
+    spent = dict.fromkeys(phases, 0.0)
+    while spent:
+        phase = min(spent, key=lambda phase: spent[phase]) if clock.limited else next(iter(spent))
+        start = time.perf_counter()
+        try:
+            yield next(phase)
+        except StopIteration:
+            del spent[phase]
+        else:
+            spent[phase] += time.perf_counter() - start
