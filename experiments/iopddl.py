@@ -1,6 +1,6 @@
 """The contest on intra-operator parallelism: our cost and bound against the best known, ablation, and scaling.
 
-    python -m experiments.iopddl [--instances A B G K M N S V] [--seeds 3] [--share 1.0]
+    python -m experiments.iopddl [--instances A B G K M N S V] [--seeds 3] [--share 1.0] [--jobs 2]
     python -m experiments.iopddl --ablation [--instances G V]
     python -m experiments.iopddl --scaling [--nodes 1000 10000 100000]
 
@@ -16,10 +16,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from rich.console import Console
+from rich.progress import track
 
 from diffshard import contest, presolve
 from diffshard.solve import Solution, solve
@@ -40,29 +43,21 @@ CONTEST = {
     "V": (300, 1_632_051),
 }
 NEAR = 0.01  # of the final cost
-_ALL = gradient.Effort()
-# What the search is without each of its parts; the time that a part had goes to the next.
-VARIANTS: dict[str, dict[str, Any]] = {
-    "all": {},
-    "no presolve but ties": {"reduce": presolve.merge_ties},
-    "no dual and no starts": {"effort": _ALL._replace(shares=(0.0, 0.0, 0.75))},
-    "one start": {"effort": _ALL._replace(shares=(0.59, 0.6, 0.75))},
-    "no annealing": {"effort": _ALL._replace(shares=(0.3, 0.6, 0.6))},
-    "no neighbourhoods": {"effort": _ALL._replace(shares=(0.3, 0.6, 1.0))},
-}
+# The search as it is, and without each of its parts; the time that a part had goes to the others.
+VARIANTS = ("all", "presolve", *gradient.PARTS)
 
 
 def run(name: str, seconds: float, seed: int, variant: str = "all") -> dict[str, Any]:
-    """Solves an instance and says what came out.
+    """Solves an instance, without the part that `variant` names, and says what came out.
 
     Raises:
       FileNotFoundError: the instance is not there.
     """
     problem = contest.read(INSTANCES / f"{name}.json.gz")
     start = time.perf_counter()
-    options = VARIANTS[variant]
-    solver = functools.partial(gradient.solve, effort=options.get("effort", _ALL))
-    reduce = options.get("reduce", presolve.reduce)
+    without = frozenset({variant}) & set(gradient.PARTS)
+    solver = functools.partial(gradient.solve, effort=gradient.Effort(without=without))
+    reduce = presolve.merge_ties if variant == "presolve" else presolve.reduce
     return _facts(solve(problem, solver=solver, time_limit_s=seconds, key=seed, reduce=reduce), start)
 
 
@@ -95,36 +90,50 @@ def _apart(call: str) -> dict[str, Any]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def contest_table(names: Sequence[str], seeds: int, share: float) -> None:
+def _side_by_side(calls: Sequence[tuple[Any, ...]], jobs: int) -> list[dict[str, Any]]:
+    """Runs calls of this module, so many at a time: a run keeps one core busy."""
+    with ThreadPoolExecutor(jobs) as pool:
+        return list(
+            track(
+                pool.map(lambda call: _apart(json.dumps(call)), calls), total=len(calls), console=Console(stderr=True)
+            )
+        )
+
+
+def contest_table(names: Sequence[str], seeds: int, share: float, jobs: int) -> None:
     """Our cost and bound as ratios to the best known cost, over seeds."""
+    calls = [("run", name, CONTEST[name][0] * share, seed) for name in names for seed in range(seeds)]
+    found = _side_by_side(calls, jobs)
     rows = []
-    for name in names:
+    for i, name in enumerate(names):
         limit, best = CONTEST[name]
-        runs = [_apart(json.dumps(["run", name, limit * share, seed])) for seed in range(seeds)]
-        ratios = [found["cost"] / best if found["feasible"] else np.inf for found in runs]
-        gaps = [1 - found["bound"] / found["cost"] for found in runs]
+        runs = found[i * seeds : (i + 1) * seeds]
+        ratios = [run["cost"] / best if run["feasible"] else np.inf for run in runs]
+        gaps = [1 - run["bound"] / run["cost"] for run in runs]
         rows.append((
-            name, f"{limit * share:.0f}", f"{np.median(ratios):.5f}", f"{max(ratios):.5f}",
+            name, f"{limit * share:.0f}", f"{np.median(ratios):.6f}", f"{max(ratios):.6f}",
             f"{np.median(gaps):.2%}", f"{max(gaps):.2%}",
-            f"{np.median([found['near_s'] for found in runs]):.0f}",
-            f"{max(found['seconds'] for found in runs):.1f}",
-            f"{max(found['peak_rss_bytes'] for found in runs) / 2**30:.2f}",
+            f"{np.median([run['near_s'] for run in runs]):.0f}",
+            f"{max(run['seconds'] for run in runs):.1f}",
+            f"{max(run['peak_rss_bytes'] for run in runs) / 2**30:.2f}",
         ))  # fmt: skip
     columns = ("instance", "limit s", "cost / best known", "worst", "gap", "worst gap", "s to 1%", "s", "RSS GiB")
     print_table(f"IOPDDL, {seeds} seeds, median and worst", columns, rows)
 
 
-def ablation_table(names: Sequence[str], seeds: int, share: float) -> None:
+def ablation_table(names: Sequence[str], seeds: int, share: float, jobs: int) -> None:
     """What each part of the solver is worth, as ratios to the best known cost."""
+    keys = [(name, variant) for name in names for variant in VARIANTS]
+    calls = [("run", name, CONTEST[name][0] * share, seed, variant) for name, variant in keys for seed in range(seeds)]
+    found = _side_by_side(calls, jobs)
     rows = []
-    for name in names:
-        limit, best = CONTEST[name]
-        for variant in VARIANTS:
-            runs = [_apart(json.dumps(["run", name, limit * share, seed, variant])) for seed in range(seeds)]
-            ratios = [found["cost"] / best if found["feasible"] else np.inf for found in runs]
-            bounds = [found["bound"] / best for found in runs]
-            rows.append((name, variant, f"{np.median(ratios):.4f}", f"{max(ratios):.4f}", f"{np.median(bounds):.4f}"))
-    print_table("Without each part", ("instance", "variant", "cost / best known", "worst", "bound"), rows)
+    for i, (name, variant) in enumerate(keys):
+        runs, best = found[i * seeds : (i + 1) * seeds], CONTEST[name][1]
+        ratios = [run["cost"] / best if run["feasible"] else np.inf for run in runs]
+        bound = np.median([run["bound"] / best for run in runs])
+        left_out = variant if variant == "all" else f"without {variant}"
+        rows.append((name, left_out, f"{np.median(ratios):.5f}", f"{max(ratios):.5f}", f"{bound:.4f}"))
+    print_table("Without each part", ("instance", "search", "cost / best known", "worst", "bound"), rows)
 
 
 def scaling_table(sizes: Sequence[int], seconds: float | None) -> None:
@@ -145,6 +154,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--instances", nargs="+", choices=list(CONTEST), default=list(CONTEST))
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--share", type=float, default=1.0, help="of the contest's time limits")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time; each keeps one core busy")
     parser.add_argument("--ablation", action="store_true", help="the solver without each of its parts")
     parser.add_argument("--scaling", action="store_true", help="generated problems instead")
     parser.add_argument("--nodes", nargs="+", type=int, default=[1_000, 10_000, 100_000])
@@ -163,7 +173,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if len(here) < len(options.instances):
         print(f"Skipped: {INSTANCES} lacks {', '.join(sorted(set(options.instances) - set(here)))}.")
     if here:
-        (ablation_table if options.ablation else contest_table)(here, options.seeds, options.share)
+        (ablation_table if options.ablation else contest_table)(here, options.seeds, options.share, options.jobs)
 
 
 if __name__ == "__main__":

@@ -67,9 +67,10 @@ class Ascent:
       weights: `[N]` the relaxed choice of the last step that had prices to move.
     """
 
-    def __init__(self, flat: Flat, parent: "Ascent | None" = None):
+    def __init__(self, flat: Flat, parent: "Ascent | None" = None, *, prices: bool = True):
         """From nothing, or from the best of a climb on the same graph with other node costs."""
         self.flat = flat
+        self._reprices = parent._reprices if parent else prices and is_coupled(flat)
         self.layout: Sweep = parent.layout if parent else lay_out(flat)
         self.scale = parent.scale if parent else _scale(flat)
         messages, self.prices = parent.best if parent else (np.zeros(self.layout.num_messages + 1), no_prices(flat))
@@ -85,7 +86,7 @@ class Ascent:
         bound += credit(self.flat, self.prices)
         if bound > self.bound:
             self.bound, self.best = bound, (self.messages.copy(), self.prices)
-        if is_coupled(self.flat):
+        if self._reprices:
             self._reprice(progress)
         return bound
 

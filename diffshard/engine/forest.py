@@ -44,21 +44,26 @@ class Forest(NamedTuple):
     edge: np.ndarray
 
 
-def grow(flat: Flat, order: np.ndarray) -> Forest:
-    """The nodes of `order`, one after the other, each taken unless it closes a cycle with those before it."""
-    taken, boss = _acyclic(flat, order)
+def grow(flat: Flat, order: np.ndarray, *, edges: bool = True) -> Forest:
+    """The nodes of `order`, one after the other, each taken unless it closes a cycle with those before it.
+
+    Args:
+      flat: the problem.
+      order: nodes.
+      edges: whether neighbours may be taken at all; without, every tree is one node.
+    """
+    taken = _acyclic(flat, order, edges)
     members = np.flatnonzero(taken)
     inside = np.flatnonzero(taken[flat.source] & taken[flat.target])
     near: dict[int, list[tuple[int, int]]] = {v: [] for v in members.tolist()}
     for e, u, v in zip(inside.tolist(), flat.source[inside].tolist(), flat.target[inside].tolist(), strict=True):
         near[u].append((v, e))
     roots, tree, layers = _layers(order[taken[order]], near)
-    del boss
     levels = [_level(flat, np.array(layer, np.int64)) for layer in reversed(layers)]
     return Forest(members, tree[members], len(roots), np.array(roots, np.int64), levels, inside)
 
 
-def _acyclic(flat: Flat, order: np.ndarray) -> tuple[np.ndarray, list[int]]:
+def _acyclic(flat: Flat, order: np.ndarray, edges: bool) -> np.ndarray:
     first, target = flat.first.tolist(), flat.target.tolist()
     boss = list(range(len(flat.sizes)))
     taken = [False] * len(boss)
@@ -69,14 +74,14 @@ def _acyclic(flat: Flat, order: np.ndarray) -> tuple[np.ndarray, list[int]]:
                 while boss[u] != u:
                     boss[u] = boss[boss[u]]
                     u = boss[u]
-                if u in met:
+                if u in met or not edges:
                     break
                 met.add(u)
         else:
             taken[v] = True
             for u in met:
                 boss[u] = v
-    return np.array(taken, bool), boss
+    return np.array(taken, bool)
 
 
 def _layers(order: np.ndarray, near: dict) -> tuple[list[int], np.ndarray, list[list[tuple[int, int, int]]]]:

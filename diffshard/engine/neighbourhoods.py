@@ -40,7 +40,7 @@ class Partition(NamedTuple):
     first: np.ndarray
 
 
-def split(flat: Flat, rng: np.random.Generator, num_balls: int) -> Partition:
+def split(flat: Flat, rng: np.random.Generator, num_balls: int, *, edges: bool = True) -> Partition:
     """Grows balls around random nodes, breadth first, and freezes what separates them."""
     label = _voronoi(flat, rng, num_balls) if num_balls > 1 else np.zeros(len(flat.sizes), np.int64)
     if num_balls > 1:
@@ -52,7 +52,7 @@ def split(flat: Flat, rng: np.random.Generator, num_balls: int) -> Partition:
     label[node] = label_of
     edge = np.flatnonzero(label[flat.source] >= 0)
     share = np.where(label[flat.target[edge]] >= 0, 0.5, 1.0)
-    forests = [grow(flat, rng.permutation(node)) for _ in range(_FORESTS)]
+    forests = [grow(flat, rng.permutation(node), edges=edges) for _ in range(_FORESTS)]
     first = np.searchsorted(label[node], np.arange(len(names) + 1))
     return Partition(label, len(names), forests, edge, share, node, first)
 

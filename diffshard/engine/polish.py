@@ -30,9 +30,8 @@ class Field:
 class Pool:
     """Random forests, kept because growing one takes longer than using it."""
 
-    def __init__(self, flat: Flat, rng: np.random.Generator, order_of=None, most: int = 40):
-        self._flat, self._rng, self._most = flat, rng, most
-        self._order_of = order_of or (lambda: rng.permutation(len(flat.sizes)))
+    def __init__(self, flat: Flat, rng: np.random.Generator, *, edges: bool = True, most: int = 40):
+        self._flat, self._rng, self._edges, self._most = flat, rng, edges, most
         self._forests: list[Forest] = []
         self._numbers = 0
 
@@ -41,7 +40,7 @@ class Pool:
         full = len(self._forests) >= self._most or self._numbers > _POOL_NUMBERS
         if full or (len(self._forests) > 3 and self._rng.random() < 0.7):
             return self._forests[self._rng.integers(len(self._forests))]
-        forest = grow(self._flat, self._order_of())
+        forest = grow(self._flat, self._rng.permutation(len(self._flat.sizes)), edges=self._edges)
         self._numbers += sum(2 * len(level.entries) for level in forest.levels)
         self._forests.append(forest)
         return forest
@@ -51,16 +50,26 @@ class Polish:
     """A choice under improvement, with the prices that keep it inside the memory.
 
     Attributes:
+      edges: whether neighbours move together (see `grow`).
       choice: where the search is; it may exceed the memory.
       best: the best feasible choice, or the one of least excess while none is feasible.
       best_cost: its cost; inf while none is feasible.
       best_memory: the prices of memory at which it was found.
     """
 
-    def __init__(self, flat: Flat, rng: np.random.Generator, choice: np.ndarray, prices: Prices, bound: float):
-        self.flat, self.rng = flat, rng
+    def __init__(
+        self,
+        flat: Flat,
+        rng: np.random.Generator,
+        choice: np.ndarray,
+        prices: Prices,
+        bound: float,
+        *,
+        edges: bool = True,
+    ):
+        self.flat, self.rng, self.edges = flat, rng, edges
         self.field = Field(flat)
-        self.pool = Pool(flat, rng)
+        self.pool = Pool(flat, rng, edges=edges)
         self.memory, self.load = prices.memory.copy(), prices.load.copy()
         self._floor = 1e-5 * max(abs(bound), 1e-30) / np.maximum(flat.limit, 1e-30)
         self.best, self.best_cost, self.best_excess = choice, np.inf, np.inf

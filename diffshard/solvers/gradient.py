@@ -31,6 +31,9 @@ from diffshard.engine.replicas import Replicas
 from diffshard.solve import Proposal, seeded
 from diffshard.solvers import exhaustive
 
+Start = tuple[np.ndarray, np.ndarray]
+"""A choice `[V]` and prices of memory `[T, D]` to go on from."""
+
 _FEW = 1 << 16  # choices
 _CLOSED = 1e-7  # relative gap at which nothing is left to win
 _STARTS = 4
@@ -50,6 +53,10 @@ _BRANCH_MOVES = 10
 _MOVES = 8  # of a neighbourhood, each time
 
 
+PARTS = ("dual", "prices", "starts", "forests", "annealing", "neighbourhoods", "walks", "branches")
+"""What `Effort.without` can leave out."""
+
+
 class Effort(NamedTuple):
     """How much to do: shares of the time limit or, without one, how often.
 
@@ -63,6 +70,7 @@ class Effort(NamedTuple):
       patience: rounds without improvement after which it ends.
       steps: of each Metropolis walk, for each node.
       shares: where in the time limit the sweeps, the trials and the annealing end.
+      without: parts left out, of `PARTS`, to see what they are worth; the others get their time.
     """
 
     sweeps: int = 400
@@ -74,6 +82,7 @@ class Effort(NamedTuple):
     patience: int = 60
     steps: int = 200
     shares: tuple[float, float, float] = (0.3, 0.6, 0.75)
+    without: frozenset[str] = frozenset()
 
 
 _EFFORT = Effort()
@@ -88,28 +97,17 @@ def solve(
         return
     rng, flat = seeded(key), with_ceiling(flatten(problem))
     clock = _Clock(time_limit_s)
-    ascent = Ascent(flat)
-    starts: list[tuple[np.ndarray, np.ndarray]] = []
+    ascent = Ascent(flat, prices="prices" not in effort.without)
+    starts: list[Start] = []
     for start in _climb(ascent, clock, effort):
         starts.append(start)
         yield Proposal(start[0])
     bound = ascent.certified()
     yield Proposal(lower_bound=bound)
-    search = Polish(flat, rng, starts[-1][0], ascent.best[1], bound)
-    scale = max(abs(bound), 1e-30) / len(flat.sizes)
-    small = len(flat.sizes) <= _WHOLE
-    if small:
-        effort = effort._replace(shares=tuple(min(pair) for pair in zip(effort.shares, _SMALL, strict=True)))
-    polishing = [] if flat.load.shape[1] else [_anneal, _perturb]
-    phases = [_try(search, ascent, starts[:-_STARTS:-1], clock, effort, scale)]
-    phases += [phase(search, clock, effort, scale) for phase in polishing]
-    if small:
-        beside = [*phases[2:], _walk(search, clock, effort, scale), _branch(search, ascent, bound, clock, effort)]
-        phases = [*phases[:2], _beside(beside, clock)]
-    elif not polishing:
-        phases.append(_walk(search, clock, effort, scale))
+    search = Polish(flat, rng, starts[-1][0], ascent.best[1], bound, edges="forests" not in effort.without)
+    phases = _phases(search, ascent, starts[:-_STARTS:-1], bound, clock, effort)
     told = math.inf
-    for i, found in enumerate(itertools.chain(*phases)):
+    for i, found in enumerate(phases):
         bound = max(bound, found)
         if i % _TELL == 0 and search.best_cost < told:  # telling costs about as much as a move
             told = search.best_cost
@@ -139,11 +137,40 @@ class _Clock:
         return lambda done: (self.used() - begun) / max(share - begun, 1e-9)
 
 
-def _climb(ascent: Ascent, clock: _Clock, effort: Effort) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+def _phases(
+    search: Polish,
+    ascent: Ascent,
+    starts: list[Start],
+    bound: float,
+    clock: _Clock,
+    effort: Effort,
+) -> Iterator[float]:
+    """What follows the climb, as one; each part yields lower bounds, -inf where it has none."""
+    flat, without = search.flat, effort.without
+    scale = max(abs(bound), 1e-30) / len(flat.sizes)
+    small, loads = len(flat.sizes) <= _WHOLE, bool(flat.load.shape[1])
+    if small:
+        effort = effort._replace(shares=tuple(min(pair) for pair in zip(effort.shares, _SMALL, strict=True)))
+    yield from _try(search, ascent, starts, clock, effort, scale)
+    if not loads and "annealing" not in without:
+        yield from _anneal(search, clock, effort, scale)
+    last = []
+    if not loads and "neighbourhoods" not in without:
+        last.append(_perturb(search, clock, effort, scale))
+    if (small or loads) and "walks" not in without:
+        last.append(_walk(search, clock, effort, scale))
+    if small and "branches" not in without:
+        last.append(_branch(search, ascent, bound, clock, effort))
+    yield from _beside(last, clock)
+
+
+def _climb(ascent: Ascent, clock: _Clock, effort: Effort) -> Iterator[Start]:
     """Sweeps until the time or the bound stalls; yields roundings and their memory prices, and the last."""
     flat, recent, told = ascent.flat, [], 0.4
     progress = clock.phase(effort.sweeps, effort.shares[0])
     for i in itertools.count():
+        if "dual" in effort.without:
+            break
         done = max(progress(i), i / _MOST_SWEEPS)  # whichever ends it, the temperature must have fallen by then
         if done >= 1:
             break
@@ -161,20 +188,21 @@ def _climb(ascent: Ascent, clock: _Clock, effort: Effort) -> Iterator[tuple[np.n
 def _try(
     search: Polish,
     ascent: Ascent,
-    starts: list[tuple[np.ndarray, np.ndarray]],
+    starts: list[Start],
     clock: _Clock,
     effort: Effort,
     scale: float,
 ) -> Iterator[float]:
     """Forest moves from each start, and then from roundings of perturbed duals."""
     progress = clock.phase(effort.trials, effort.shares[1])
+    sweeps = 0 if "dual" in effort.without else _SWEEPS
     trial = 0
-    while progress(trial) < 1:
+    while progress(trial) < 1 and not (trial and "starts" in effort.without):
         if trial < len(starts):
             choice, memory = starts[trial]
         else:
             noise = _NOISE * scale * search.rng.random() ** 3
-            absorbed, memory = ascent.perturbed(search.rng, _SWEEPS, noise)
+            absorbed, memory = ascent.perturbed(search.rng, sweeps, noise)
             choice = rounded(search.flat, absorbed)
         search.begin(choice, memory)
         for i in range(effort.moves):
@@ -208,7 +236,7 @@ def _perturb(search: Polish, clock: _Clock, effort: Effort, scale: float) -> Ite
     while progress(i) < 1 and ((not small and clock.limited) or i - last < effort.patience):
         if partition is None or i % 6 == 0:
             size = _BALL * np.exp(0.7 * search.rng.normal())
-            partition = split(flat, search.rng, 1 if small else round(len(flat.sizes) / size))
+            partition = split(flat, search.rng, 1 if small else round(len(flat.sizes) / size), edges=search.edges)
         before = _rank(search)
         perturb(search, partition, _MOVES, 0.1 * scale, 1.0 if small else 0.3)
         i += 1
