@@ -3,7 +3,12 @@
 from cost.hardware import Hardware, Link
 from cost.presets import PRESET_NAMES, preset
 from cost.problem import Problem
+from diffshard.bilevel.candidates import CandidatesData
+from diffshard.bilevel.pareto import Pareto, pareto
+from diffshard.bilevel.search import BilevelSearch, bilevel
 from diffshard.calibrate import calibrate
+from diffshard.halving import halving
+from diffshard.init_search import init_search
 from diffshard.make_plan import InfeasibleError
 from diffshard.place import Placement, place
 from diffshard.plan import Plan, PlanError
@@ -13,16 +18,23 @@ from diffshard.solve import Solution, solve
 __version__ = "0.1.0"
 __all__ = [
     "PRESET_NAMES",
+    "BilevelSearch",
+    "CandidatesData",
     "Hardware",
     "InfeasibleError",
     "Link",
+    "Pareto",
     "Placement",
     "Plan",
     "PlanError",
     "Problem",
     "Searched",
     "Solution",
+    "bilevel",
     "calibrate",
+    "halving",
+    "init_search",
+    "pareto",
     "place",
     "preset",
     "search",

@@ -1,0 +1,285 @@
+"""Candidates trained from the start, beside the exact choice: damage measured after the fact misleads."""
+
+import functools
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from cost.problem import Problem, num_strategies
+from diffshard.bilevel.objective import MaxLossIncrease, Objective
+from diffshard.bilevel.pareto import Point
+from diffshard.bilevel.plan import Choice, Prediction
+from diffshard.bilevel.space import Batch, Params, Residuals, Space
+from diffshard.halving import Row, each, halving
+
+_MOST_COMBINATIONS = 4096
+
+
+@dataclass(frozen=True)
+class CandidatesData:
+    """What candidates are trained on and with; apart from the search's data, and from the data of the last test.
+
+    Attributes:
+      params: where every candidate starts: as the model is initialised.
+      train_batches: a sequence of batches, one for each step; every candidate sees the same.
+      test_batches: batches that losses are measured on.
+      key: of the strategies' noise; the same for every candidate.
+      rungs: steps of each rung of successive halving; there must be as many `train_batches` as steps in all.
+      keep: share that goes on after each rung.
+      num_candidates: at most; the exact choice comes on top.
+    """
+
+    params: Params
+    train_batches: Sequence[Batch]
+    test_batches: Sequence[Batch]
+    key: jax.Array
+    rungs: tuple[int, ...] = (50, 50, 100)
+    keep: float = 0.5
+    num_candidates: int = 24
+
+    def __post_init__(self):
+        if len(self.train_batches) < sum(self.rungs):
+            raise ValueError(
+                f"`train_batches` must be one for each of the {sum(self.rungs)} steps of `rungs`, "
+                f"got {len(self.train_batches)}."
+            )
+        if not len(self.test_batches):
+            raise ValueError("`test_batches` must hold at least one batch, got none.")
+        if self.num_candidates < 1:
+            raise ValueError(f"`num_candidates` must be positive, got {self.num_candidates}.")
+
+
+class Candidate(NamedTuple):
+    """A choice, or a schedule: the exact choice for a share of training, then this one."""
+
+    name: str
+    choice: Choice
+    exact_share: float = 0.0
+
+
+class Tried(NamedTuple):
+    """A candidate that was trained.
+
+    Attributes:
+      name: the candidate's.
+      choice: V strategy indices.
+      exact_share: share of training that runs the exact choice first.
+      seconds: mean step time of the whole training.
+      loss: on `test_batches` after its last rung.
+      loss_increase: over the exact choice after as many steps.
+      row: scores and steps of the halving.
+    """
+
+    name: str
+    choice: Choice
+    exact_share: float
+    seconds: float
+    loss: float
+    loss_increase: float
+    row: Row
+
+
+class Proof(NamedTuple):
+    """What training said.
+
+    Attributes:
+      winner: the best of the last rung.
+      table: all candidates, the winner first, then by how far they came.
+      exact_losses: of the exact choice, after each rung.
+      steps: of training in all, those of the exact choice included.
+    """
+
+    winner: Tried
+    table: tuple[Tried, ...]
+    exact_losses: tuple[float, ...]
+    steps: int
+
+    def points(self) -> list[Point]:
+        """Loss against step time of the candidates that saw the last rung, for `pareto`."""
+        last = [tried for tried in self.table if len(tried.row.scores) == len(self.exact_losses)]
+        return [Point(tried.name, tried.seconds, tried.loss) for tried in last]
+
+
+class _Training(NamedTuple):
+    """A candidate on its way."""
+
+    candidate: Candidate
+    params: Params
+    weights_state: optax.OptState
+    residuals: Residuals
+    step: int
+    losses: tuple[float, ...]
+
+
+def propose(
+    space: Space,
+    problem: Problem,
+    proposal: Choice,
+    prediction: Prediction,
+    reference: Choice,
+    *,
+    most: int,
+) -> list[Candidate]:
+    """The search's proposal, every uniform choice, choices by type, and the proposal and uniform ones as schedules.
+
+    Choices by type are all combinations over nodes (whose sites share a type), or, where these are too many, all that
+    differ from the exact choice in one or two nodes; those that another predicts to beat in loss and time go last.
+
+    Args:
+      space: names the strategies.
+      problem: of the space.
+      proposal: of the search.
+      prediction: of the loss.
+      reference: the exact choice.
+      most: how many, at most, in this order.
+    """
+    uniform = _uniform(space, reference)
+    found = [Candidate("found", proposal), *uniform]
+    found += [Candidate(f"{c.name}, second half", c.choice, 0.5) for c in found]
+    seen = {c.choice for c in found}
+    by_type = [choice for choice in _combinations(problem, reference) if choice not in seen]
+    at = [(prediction.increase(choice), space.seconds(choice)) for choice in by_type]
+    layer = _layers(np.array(at).reshape(-1, 2))
+    found += [Candidate(_described(space, by_type[i], reference), by_type[i]) for i in np.argsort(layer, kind="stable")]
+    distinct = {(c.choice, c.exact_share): c for c in reversed(found) if c.choice != reference}  # the first name stays
+    return list(reversed(distinct.values()))[:most]
+
+
+def prove(
+    space: Space,
+    candidates: Sequence[Candidate],
+    reference: Choice,
+    data: CandidatesData,
+    *,
+    optimizer: optax.GradientTransformation,
+    objective: Objective,
+) -> Proof:
+    """Trains the exact choice through all rungs and the candidates by successive halving; the exact one can win.
+
+    Under a bound on the loss a candidate's score is (increase beyond the bound, mean step time), compared in this
+    order; under a weight of the cost it is increase + weight · cost ratio, a schedule's weight being its first.
+
+    Every candidate sees the same batches, noise and initial parameters.
+
+    Args:
+      space: strategies that change the loss.
+      candidates: to be tried, the exact choice aside.
+      reference: the exact choice.
+      data: batches, key and rungs.
+      optimizer: of the parameters.
+      objective: what decides.
+    """
+    total = sum(data.rungs)
+    take_step, test = _steps(space, optimizer, data)
+
+    def train(training: _Training, num_steps: int) -> _Training:
+        candidate, params, weights_state, residuals, start, losses = training
+        for step in range(start, start + num_steps):
+            choice = reference if step < candidate.exact_share * total else candidate.choice
+            params, weights_state, residuals = take_step(
+                choice, params, weights_state, residuals, data.train_batches[step], jnp.int32(step)
+            )
+        loss = test(candidate.choice, params, jnp.int32(start + num_steps))
+        return _Training(candidate, params, weights_state, residuals, start + num_steps, (*losses, loss))
+
+    def start(candidate: Candidate) -> _Training:
+        return _Training(candidate, data.params, optimizer.init(data.params), space.state(data.params), 0, ())
+
+    exact = start(Candidate("exact", reference))
+    exact_at = [exact := train(exact, steps) for steps in data.rungs]
+
+    def seconds(candidate: Candidate) -> float:
+        share = candidate.exact_share
+        return share * float(space.seconds(reference)) + (1 - share) * float(space.seconds(candidate.choice))
+
+    def increase(training: _Training) -> float:
+        return training.losses[-1] - exact.losses[len(training.losses) - 1]
+
+    def train_and_score(training: _Training, num_steps: int) -> tuple[_Training, Any]:
+        is_exact = training.candidate.choice == reference
+        after = exact_at[len(training.losses)] if is_exact else train(training, num_steps)
+        return after, _score(objective, increase(after), seconds(training.candidate), float(space.seconds(reference)))
+
+    field = [start(candidate) for candidate in (exact.candidate, *candidates)]
+    names = [training.candidate.name for training in field]
+    found = halving(field, each(train_and_score), rungs=data.rungs, keep=data.keep, names=names)
+    table = tuple(
+        Tried(*training.candidate, seconds(training.candidate), training.losses[-1], increase(training), row)
+        for training, row in zip(found.trained, found.table, strict=True)
+    )
+    given = sum(tried.row.steps for tried in table if tried.choice != reference)
+    return Proof(table[0], table, exact.losses, given + total)
+
+
+def _score(objective: Objective, increase: float, seconds: float, exact_seconds: float) -> Any:
+    if isinstance(objective, MaxLossIncrease):
+        return (max(increase - objective.most, 0.0), seconds)
+    weights = objective.weights(jnp.zeros(()), jnp.float32(increase), jnp.int32(0))
+    return increase + float(weights.cost) * seconds / exact_seconds
+
+
+def _steps(space: Space, optimizer: optax.GradientTransformation, data: CandidatesData) -> tuple[Any, Any]:
+    """A jitted training step and a test, compiled once for each choice."""
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def take_step(choice, params, weights_state, residuals, batch, step):
+        key = jax.random.fold_in(data.key, step)
+        _, gradients, residuals = space.loss_and_gradients(params, batch, choice, residuals, key, step)
+        updates, weights_state = optimizer.update(gradients, weights_state, params)
+        return optax.apply_updates(params, updates), weights_state, residuals
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def loss(choice, params, batch, step):
+        return space.loss(params, batch, choice, data.key, step)
+
+    def test(choice: Choice, params: Params, step: jax.Array) -> float:
+        return float(np.mean([float(loss(choice, params, batch, step)) for batch in data.test_batches]))
+
+    return take_step, test
+
+
+def _uniform(space: Space, reference: Choice) -> list[Candidate]:
+    """For each strategy's name the choice that takes it wherever there is one of that name."""
+    names = [list(space.names(v)) for v in range(len(reference))]
+    every = dict.fromkeys(name for row in names for name in row)
+    pairs = list(zip(names, reference, strict=True))
+    return [
+        Candidate(f"all {name}", tuple(row.index(name) if name in row else r for row, r in pairs)) for name in every
+    ]
+
+
+def _combinations(problem: Problem, reference: Choice) -> list[Choice]:
+    sizes = num_strategies(problem).tolist()
+    if np.prod(sizes, dtype=float) <= _MOST_COMBINATIONS:
+        return list(itertools.product(*map(range, sizes)))
+    found = {}
+    for first, second in itertools.combinations_with_replacement(range(len(sizes)), 2):
+        for s, t in itertools.product(range(sizes[first]), range(sizes[second])):
+            choice = list(reference)
+            choice[first], choice[second] = s, t
+            found[tuple(choice)] = None
+            if len(found) >= _MOST_COMBINATIONS:
+                return list(found)
+    return list(found)
+
+
+def _layers(at: np.ndarray) -> np.ndarray:
+    """`[n]`: 0 for the points `[n, 2]` that none beats in both, 1 for those that none of the rest beats, and so on."""
+    layer, left, depth = np.zeros(len(at), int), np.arange(len(at)), 0
+    while len(left):
+        points = at[left]
+        beaten = np.array([((points <= p).all(axis=1) & (points < p).any(axis=1)).any() for p in points])
+        layer[left[~beaten]] = depth
+        left, depth = left[beaten], depth + 1
+    return layer
+
+
+def _described(space: Space, choice: Choice, reference: Choice) -> str:
+    different = [v for v, (s, r) in enumerate(zip(choice, reference, strict=True)) if s != r]
+    return ", ".join(f"{v}: {space.names(v)[choice[v]]}" for v in different) or "exact"

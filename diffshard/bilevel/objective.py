@@ -1,0 +1,94 @@
+"""How loss and cost are weighed: by a weight of the cost, or by the least cost under a bound on the loss."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+
+
+class Weights(NamedTuple):
+    """What the slopes of the loss (in its own unit) and of the cost ratio are multiplied by; scalars."""
+
+    loss: jax.Array
+    cost: jax.Array
+
+
+class Objective(Protocol):
+    """Weighs a loss increase against a cost ratio; the multiplier `[]` is kept in the search's state."""
+
+    def weights(self, multiplier: jax.Array, increase: jax.Array, step: jax.Array) -> Weights:
+        """The weights of one step."""
+        ...
+
+    def next_multiplier(self, multiplier: jax.Array, increase: jax.Array) -> jax.Array:
+        """The multiplier of the next step."""
+        ...
+
+
+@dataclass(frozen=True)
+class CostWeight:
+    """Minimises loss + weight · cost ratio.
+
+    Attributes:
+      weight: units of loss that the whole cost of the exact choice is worth: a number or an optax schedule of the step.
+    """
+
+    weight: float | Callable[[jax.Array], jax.Array]
+
+    def __post_init__(self):
+        if not callable(self.weight) and not 0 <= self.weight < float("inf"):
+            raise ValueError(f"`cost_weight` must be a finite number from 0 on, or a schedule; got {self.weight}.")
+
+    def weights(self, multiplier: jax.Array, increase: jax.Array, step: jax.Array) -> Weights:
+        """As `Objective`."""
+        del multiplier, increase
+        cost = self.weight(step) if callable(self.weight) else self.weight
+        return Weights(jnp.ones(()), jnp.asarray(cost, jnp.float32))
+
+    def next_multiplier(self, multiplier: jax.Array, increase: jax.Array) -> jax.Array:
+        """As `Objective`: there is none."""
+        del increase
+        return multiplier
+
+
+@dataclass(frozen=True)
+class MaxLossIncrease:
+    """Minimises the cost ratio c subject to increase <= most, by an augmented Lagrangian.
+
+    With r = increase / most - 1 the objective is c + (max(0, μ + ρ r)² - μ²) / 2ρ, whose slope in the increase is
+    max(0, μ + ρ r) / most; after each step μ becomes max(0, μ + η r). Far from the bound r counts as 1, so that the
+    multiplier does not run away while the rows are still uniform.
+
+    Source: Nocedal and Wright, "Numerical Optimization" (2006), section 17.4, one gradient step for each multiplier's.
+
+    Attributes:
+      most: the allowed increase over the exact choice, in units of the loss.
+      rate: η.
+      penalty: ρ, which damps the oscillation of rows and multiplier.
+    """
+
+    most: float
+    rate: float = 0.02
+    penalty: float = 0.5
+
+    def __post_init__(self):
+        if not 0 < self.most < float("inf"):
+            raise ValueError(
+                f"`max_loss_increase` must be a positive finite number in units of the loss, got {self.most}; "
+                f"nothing lossy fits an increase of 0."
+            )
+
+    def weights(self, multiplier: jax.Array, increase: jax.Array, step: jax.Array) -> Weights:
+        """As `Objective`."""
+        del step
+        pressure = jnp.maximum(multiplier + self.penalty * self._excess(increase), 0.0)
+        return Weights(pressure / self.most, jnp.ones(()))
+
+    def next_multiplier(self, multiplier: jax.Array, increase: jax.Array) -> jax.Array:
+        """As `Objective`."""
+        return jnp.maximum(multiplier + self.rate * self._excess(increase), 0.0)
+
+    def _excess(self, increase: jax.Array) -> jax.Array:
+        return jnp.minimum(increase / self.most - 1.0, 1.0)

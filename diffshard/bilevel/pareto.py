@@ -1,0 +1,70 @@
+"""Loss against step time: which choices no other beats in both, and a drawing of them."""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+
+class Point(NamedTuple):
+    """A choice's name, step time in seconds and loss."""
+
+    name: str
+    seconds: float
+    loss: float
+
+
+class Pareto(NamedTuple):
+    """Points and the ones among them that none beats.
+
+    Attributes:
+      points: all, as they were given.
+      front: those that no other point beats in one and equals in the other, by rising seconds. Points whose loss is not
+        finite are never in it.
+    """
+
+    points: tuple[Point, ...]
+    front: tuple[Point, ...]
+
+    def draw(self, path: str | Path, *, title: str = "") -> None:
+        """Writes a drawing, .png, .svg or .pdf by the name's ending.
+
+        Raises:
+          ValueError: matplotlib is not installed.
+        """
+        try:
+            from matplotlib.figure import Figure
+        except ModuleNotFoundError:
+            raise ValueError("`draw` needs matplotlib: pip install 'diffshard[plot]'") from None
+        figure = Figure(figsize=(7, 4.5), layout="constrained")
+        axes = figure.add_subplot()
+        shown = [point for point in self.points if math.isfinite(point.loss)]
+        axes.scatter([1e3 * p.seconds for p in shown], [p.loss for p in shown], s=18, color="0.6", label="candidates")
+        axes.step([1e3 * p.seconds for p in self.front], [p.loss for p in self.front], where="post", label="best")
+        for point in self.front:
+            axes.annotate(point.name, (1e3 * point.seconds, point.loss), fontsize=8)
+        axes.set(xlabel="step time / ms", ylabel="loss", title=title)
+        axes.legend()
+        figure.savefig(path)
+
+
+def pareto(points: Sequence[Point | tuple[str, float, float]]) -> Pareto:
+    """The front of (name, seconds, loss).
+
+    >>> [p.name for p in pareto([("exact", 2.0, 1.0), ("int8", 1.0, 1.1), ("int4", 1.5, 1.2)]).front]
+    ['int8', 'exact']
+
+    Raises:
+      ValueError: no points, or seconds that are not finite.
+    """
+    named = tuple(Point(*point) for point in points)
+    if not named:
+        raise ValueError("`points` must hold at least one (name, seconds, loss), got none.")
+    for point in named:
+        if not math.isfinite(point.seconds):
+            raise ValueError(f"`points` must have finite seconds; {point.name!r} has {point.seconds}.")
+    front: list[Point] = []
+    for point in sorted(named, key=lambda p: (p.seconds, p.loss)):
+        if math.isfinite(point.loss) and (not front or point.loss < front[-1].loss):
+            front.append(point)
+    return Pareto(named, tuple(front))

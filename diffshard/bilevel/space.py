@@ -1,0 +1,153 @@
+"""What the bilevel search asks of a space of strategies that change numbers, and how a choice is written for it.
+
+Letters for sizes: V nodes (groups of sites that share one choice), S_v strategies of node v.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from cost.evaluation import evaluate
+from cost.problem import Problem, is_forbidden, num_strategies, validate
+from cost.relaxed import relaxed_cost
+
+Params = Any
+Batch = Any
+Residuals = Any
+Rows = list[jax.Array]
+"""V arrays `[S_v]` of weights on the simplex."""
+
+
+@runtime_checkable
+class HasProblem(Protocol):
+    """Anything whose cost is a `Problem`: all that is asked where the loss does not depend on the choice."""
+
+    def problem(self) -> Problem:
+        """A node for each choice that is to be made, costs in seconds."""
+        ...
+
+
+class Space(HasProblem, Protocol):
+    """Strategies that change the loss as well as the cost; losses, gradients and damages can be jitted."""
+
+    def names(self, group: int) -> Sequence[str]:
+        """The names of the strategies of one node, `[S_v]`."""
+        ...
+
+    def loss(self, params: Params, batch: Batch, choice: Sequence[int], key: jax.Array, step: jax.Array) -> jax.Array:
+        """The loss at a discrete choice; `choice` is static, a scalar comes back."""
+        ...
+
+    def loss_and_gradients(
+        self, params: Params, batch: Batch, choice: Sequence[int], state: Residuals, key: jax.Array, step: jax.Array
+    ) -> tuple[jax.Array, Params, Residuals]:
+        """The loss, its gradients and what the strategies carry to the next step."""
+        ...
+
+    def mixed_loss(self, params: Params, batch: Batch, weights: Rows, key: jax.Array) -> jax.Array:
+        """The loss when each site's result is Σ_j w_j op_j(x); differentiable in `params` and `weights`."""
+        ...
+
+    def damages(self, params: Params, batch: Batch, key: jax.Array) -> Rows:
+        """For each node and strategy ½ E[(g·e_j)²], the expected increase of the loss: V arrays `[S_v]`."""
+        ...
+
+    def state(self, params: Params) -> Residuals:
+        """What strategies carry from step to step, before the first one."""
+        ...
+
+    def seconds(self, choice: Sequence[int]) -> float:
+        """The cost of a discrete choice."""
+        ...
+
+
+def is_function(space: object) -> bool:
+    """Whether `space` makes a space rather than being one."""
+    return callable(space) and (isinstance(space, type) or not isinstance(space, HasProblem))
+
+
+def is_lossless(space: object) -> bool:
+    """Whether the loss cannot depend on the choice: a bare `Problem`, or a space without any loss."""
+    return not hasattr(space, "loss")
+
+
+def problem_of(space: object) -> Problem:
+    """The problem of a space, or the problem itself.
+
+    Raises:
+      ValueError: there is no problem, it breaks a rule of `Problem`, there is nothing to choose, or a transfer is
+        forbidden (rows of weights cannot keep apart what only exists in pairs).
+    """
+    problem = space if isinstance(space, Problem) else space.problem() if isinstance(space, HasProblem) else None
+    if problem is None:
+        raise ValueError(
+            f"`space` must be a Problem, an object with a method `problem()`, or a function that makes one of "
+            f"(loss_fn, mesh_axes, params, batch); got {type(space).__name__}."
+        )
+    validate(problem)
+    if num_strategies(problem).max(initial=0) < 2:
+        raise ValueError("`space` has no node with two strategies, so there is nothing to choose; give it strategies.")
+    if any(is_forbidden(cost).any() for cost in problem.edge_cost):
+        raise ValueError(
+            "`space` forbids pairs of strategies (infinite edge costs), which rows of weights cannot respect; "
+            "tie these nodes, or use `diffshard.solve`."
+        )
+    if any(is_forbidden(cost).all() for cost in problem.node_cost):
+        raise ValueError("`space` has a node whose strategies are all forbidden; allow one.")
+    return problem
+
+
+def allowed(problem: Problem) -> list[np.ndarray]:
+    """V arrays `[S_v]`: which strategies may be chosen."""
+    return [~is_forbidden(cost) for cost in problem.node_cost]
+
+
+def reference_choice(space: object, problem: Problem) -> tuple[int, ...]:
+    """The choice that increases and cost ratios are measured against: exact where the space knows what is exact.
+
+    A space says so by an attribute `lossless_choice`, `[V]` indices; without it each node's first strategy is taken.
+    """
+    first = [int(np.argmax(mask)) for mask in allowed(problem)]
+    return tuple(int(strategy) for strategy in getattr(space, "lossless_choice", first))
+
+
+def one_hot(problem: Problem, choice: Sequence[int]) -> Rows:
+    """A discrete choice as rows."""
+    sizes = num_strategies(problem).tolist()
+    return [jax.nn.one_hot(strategy, size) for strategy, size in zip(choice, sizes, strict=True)]
+
+
+def softmax_rows(problem: Problem, logits: Rows) -> Rows:
+    """Rows of logits; forbidden strategies have weight 0."""
+    masked = zip(allowed(problem), logits, strict=True)
+    return [jax.nn.softmax(jnp.where(mask, row, -jnp.inf)) for mask, row in masked]
+
+
+def cost_ratio(problem: Problem, rows: Rows, reference_cost: float) -> jax.Array:
+    """The relaxed cost as a ratio to a reference, so that no size depends on the unit of time."""
+    return relaxed_cost(_without_forbidden(problem), rows) / reference_cost
+
+
+def reference_cost(space: object, problem: Problem) -> float:
+    """Seconds that ratios are formed with: the exact choice's, or the mean strategies' where all are exact.
+
+    Raises:
+      ValueError: it is 0, so that there is nothing to save.
+    """
+    if is_lossless(space):
+        uniform = softmax_rows(problem, [jnp.zeros(size) for size in num_strategies(problem)])
+        seconds = float(relaxed_cost(_without_forbidden(problem), uniform))
+    else:
+        seconds = float(evaluate(problem, reference_choice(space, problem)).cost)
+    if not 0 < seconds < np.inf:
+        raise ValueError(f"`space` must have a positive finite cost at its reference choice, got {seconds} s.")
+    return seconds
+
+
+def _without_forbidden(problem: Problem) -> Problem:
+    """Forbidden strategies have no weight ever, so any finite cost does for them."""
+    costs = [np.where(is_forbidden(cost), 0.0, np.asarray(cost, float)) for cost in problem.node_cost]
+    return problem._replace(node_cost=costs)
