@@ -28,7 +28,6 @@ _WIDTHS = 4, 256, 1 << 14
 _LESSONS = 24
 _GAIN = 10.0
 _LAST_RATE = 0.03
-_PAUSE = 16  # nodes between two yields
 
 
 def solve(problem: Problem, *, time_limit_s: float | None = None, key: jax.Array) -> Iterator[Proposal]:
@@ -123,8 +122,7 @@ class _Beam:
         for step, v in enumerate(self._order.tolist()):
             beam, parent, strategy = self._step(beam, v, self._closing[step], width, strict * self._stake)
             back.append((v, parent, strategy))
-            if step % _PAUSE == 0:
-                yield
+            yield
         at, self.choice = 0, np.zeros(len(self._order), np.int64)
         for v, parent, strategy in reversed(back):
             self.choice[v] = strategy[at]

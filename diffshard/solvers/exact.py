@@ -7,9 +7,17 @@ Source: Zheng et al., "Alpa" (OSDI 2022), section 4.2, with the tighter edge con
 "Graphical Models, Exponential Families, and Variational Inference" (2008), eq. 4.4.
 """
 
+import contextlib
+import importlib.util
 import math
+import pickle
+import queue
+import subprocess
+import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -20,6 +28,8 @@ from cost.problem import Problem, is_forbidden, num_strategies
 from diffshard.solve import Proposal
 
 _GAP = 1e-9
+_PAUSE_S = 0.05
+_SHARE = 0.95  # of the time limit is HiGHS's own: where it ends by itself, it tells its last bound
 
 
 class _Programme(NamedTuple):
@@ -34,39 +44,82 @@ class _Programme(NamedTuple):
 
 
 def solve(problem: Problem, *, time_limit_s: float | None = None, key: jax.Array | None = None) -> Iterator[Proposal]:
-    """Yields HiGHS's best choice and its bound, which is there even when the time ran out.
+    """Yields HiGHS's choices and bounds as they improve, until it has proven its optimum or the time is over.
 
     Raises:
       ModuleNotFoundError: `highspy` is not installed.
     """
-    try:
-        import highspy
-    except ModuleNotFoundError as error:
+    if importlib.util.find_spec("highspy") is None:
         raise ModuleNotFoundError(
             "`solver` 'exact' needs HiGHS, which is not installed: pip install highspy, or take 'gradient'."
-        ) from error
+        )
     del key  # HiGHS has a fixed seed
-    start = time.perf_counter()
-    scale = _scale(problem)
-    programme = _programme(problem, scale)
-    solver = highspy.Highs()
-    solver.setOptionValue("output_flag", False)
-    solver.setOptionValue("mip_rel_gap", _GAP)
-    solver.setOptionValue("mip_abs_gap", 0.0)
-    solver.HandleKeyboardInterrupt = True
-    if time_limit_s is not None:
-        solver.setOptionValue("time_limit", max(time_limit_s - (time.perf_counter() - start), 0.1))
-    solver.passModel(_model(highspy, programme))
-    solver.solve()
-    info = solver.getInfo()
+    start, sizes = time.perf_counter(), num_strategies(problem)
+    command = [sys.executable, str(Path(__file__).with_name("_highs.py"))]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:  # starts while we build
+        try:
+            scale = _scale(problem)
+            programme = _programme(problem, scale)
+            yield Proposal()
+            options = {"output_flag": False, "mip_rel_gap": _GAP, "mip_abs_gap": 0.0}
+            if time_limit_s is not None:
+                options["time_limit"] = max(_SHARE * time_limit_s - (time.perf_counter() - start), 0.1)
+            with contextlib.closing(_messages(process, programme, options)) as messages:
+                for values, bound in messages:
+                    yield _proposal(sizes, values, bound * scale)
+                    if time_limit_s is not None and time.perf_counter() - start > time_limit_s:
+                        return
+        finally:
+            process.kill()
+
+
+def _proposal(sizes: np.ndarray, values: np.ndarray | None, bound: float) -> Proposal:
     choice = None
-    if info.primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible:
-        whole = np.asarray(solver.getSolution().col_value)[: programme.num_whole]
-        sizes = num_strategies(problem)
-        choice = np.array([np.argmax(row) for row in np.split(whole, np.cumsum(sizes)[:-1])], np.int64)
-    bound = info.mip_dual_bound * scale
+    if values is not None:
+        choice = np.array([np.argmax(row) for row in np.split(values, np.cumsum(sizes)[:-1])], np.int64)
     # HiGHS's own tolerances are relative to its scaled numbers; the bound gives them away.
-    yield Proposal(choice, bound - _GAP * abs(bound) if math.isfinite(bound) else -math.inf)
+    return Proposal(choice, bound - _GAP * abs(bound) if math.isfinite(bound) else -math.inf)
+
+
+def _messages(
+    process: subprocess.Popen[bytes], programme: _Programme, options: dict[str, Any]
+) -> Generator[tuple[np.ndarray | None, float]]:
+    """What HiGHS tells, until it ends; nothing new (None, -inf) several times a second.
+
+    Raises:
+      RuntimeError: it ended before it was done.
+    """
+    rows = programme.rows.indptr, programme.rows.indices, programme.rows.data
+    given = programme._asdict() | {"rows": rows, "options": options}
+    told: queue.SimpleQueue[tuple[np.ndarray | None, float] | None] = queue.SimpleQueue()
+
+    def talk() -> None:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        with contextlib.suppress(EOFError, BrokenPipeError, pickle.UnpicklingError):
+            with process.stdin as stdin:
+                pickle.dump(given, stdin)
+            while True:
+                told.put(pickle.load(process.stdout))
+        told.put(None)
+
+    talking = threading.Thread(target=talk)
+    talking.start()
+    try:
+        while True:
+            try:
+                message = told.get(timeout=_PAUSE_S)
+            except queue.Empty:
+                yield None, -math.inf
+                continue
+            if message is None:
+                break
+            yield message
+        if code := process.wait():
+            raise RuntimeError(f"HiGHS ended with exit code {code}; take 'gradient', or a smaller problem.")
+    finally:
+        process.kill()
+        talking.join()
 
 
 def _scale(problem: Problem) -> float:
@@ -161,18 +214,3 @@ def _memory(problem: Problem, starts: np.ndarray) -> tuple[Any, np.ndarray]:
     indices = (np.concatenate(row), np.concatenate(column))
     rows = scipy.sparse.coo_array((np.concatenate(value), indices), shape=(len(times) * devices, indices[1].max() + 1))
     return rows, np.tile(limit / unit, len(times))
-
-
-def _model(highspy: Any, programme: _Programme) -> Any:
-    model = highspy.HighsLp()
-    model.num_col_, model.num_row_ = len(programme.cost), len(programme.lower)
-    model.col_cost_, model.col_lower_ = programme.cost, np.zeros(len(programme.cost))
-    model.col_upper_, model.row_lower_, model.row_upper_ = programme.column_upper, programme.lower, programme.upper
-    model.a_matrix_.format_ = highspy.MatrixFormat.kColwise
-    model.a_matrix_.start_ = programme.rows.indptr
-    model.a_matrix_.index_ = programme.rows.indices
-    model.a_matrix_.value_ = programme.rows.data
-    whole = np.arange(len(programme.cost)) < programme.num_whole
-    kinds = highspy.HighsVarType.kInteger, highspy.HighsVarType.kContinuous
-    model.integrality_ = [kinds[0] if is_whole else kinds[1] for is_whole in whole]
-    return model

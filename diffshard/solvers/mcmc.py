@@ -32,7 +32,7 @@ def solve(problem: Problem, *, time_limit_s: float | None = None, key: jax.Array
         walks.step(scale * hot * (cold / hot) ** done)
         step += 1
         done = step / planned if time_limit_s is None else (time.perf_counter() - start) / time_limit_s
-        if step % 100 == 0 or done >= 1:
+        if step % 10 == 0 or done >= 1:
             yield Proposal(walks.best if walks.best_cost < proposed else None)
             proposed = walks.best_cost
     if walks.best is None:

@@ -26,7 +26,8 @@ from diffshard.solve import Proposal, seeded
 
 _STARTS = 8
 _STEPS = 600  # without a time limit
-_CHUNK = 25  # steps of one call
+_CHUNK = 25  # steps of one call, at most
+_PAUSE = 0.01  # of the time limit, for one call
 _ADAM = optax.adam(0.1)
 _TEMPERATURES = 0.3, 1e-3  # first and last, of the cost of a random choice for each node
 _RISE = 0.3  # of the multipliers, for a whole limit's worth in excess
@@ -77,12 +78,18 @@ def solve(problem: Problem, *, time_limit_s: float | None = None, key: jax.Array
     count = _rounded_up(len(flat.sizes) + 1)
     state = _begin(energy, key)
     hot, cold = np.array(_TEMPERATURES) * _typical(flat, rng)
-    done, step, rounded = 0.0, 0, 0
+    state = jax.block_until_ready(_descend(energy, state, jnp.float32(hot), 0, count))  # compiles
+    done, step, rounded, steps = 0.0, 0, 0, _CHUNK if time_limit_s is None else 1
     while done < 1:
-        state = _descend(energy, state, jnp.float32(hot * (cold / hot) ** done), count)
-        jax.block_until_ready(state)
-        step += _CHUNK
-        done = step / _STEPS if time_limit_s is None else (time.perf_counter() - start) / (_SHARE * time_limit_s)
+        begun = time.perf_counter()
+        state = jax.block_until_ready(_descend(energy, state, jnp.float32(hot * (cold / hot) ** done), steps, count))
+        step += steps
+        if time_limit_s is None:
+            done = step / _STEPS
+        else:
+            now = time.perf_counter()
+            done = (now - start) / (_SHARE * time_limit_s)
+            steps = int(np.clip(_PAUSE * time_limit_s * steps / (now - begun), 1, _CHUNK))
         if done >= (rounded + 1) / _ROUNDINGS or done >= 1:
             rounded += 1
             rows = np.asarray(_rows(energy, state.logits, count), float)
@@ -97,19 +104,19 @@ def _begin(energy: _Energy, key: jax.Array) -> _State:
     return jax.vmap(lambda row: _State(row, _ADAM.init(row), jnp.zeros_like(energy.room)))(logits)
 
 
-@functools.partial(jax.jit, static_argnums=3)
-def _descend(energy: _Energy, states: _State, temperature: jax.Array, count: int) -> _State:
+@functools.partial(jax.jit, static_argnums=4)
+def _descend(energy: _Energy, states: _State, temperature: jax.Array, steps: int, count: int) -> _State:
     """Some steps of every start at one temperature."""
 
-    def step(state: _State, _: None) -> tuple[_State, None]:
+    def step(_: int, state: _State) -> _State:
         gradient, over = jax.grad(_objective, argnums=1, has_aux=True)(
             energy, state.logits, state.price, temperature, count
         )
         update, moments = _ADAM.update(gradient, state.moments)
         price = jnp.maximum(state.price + _RISE * over, 0.0)
-        return _State(optax.apply_updates(state.logits, update), moments, price), None
+        return _State(optax.apply_updates(state.logits, update), moments, price)
 
-    return jax.vmap(lambda state: jax.lax.scan(step, state, length=_CHUNK)[0])(states)
+    return jax.vmap(lambda state: jax.lax.fori_loop(0, steps, step, state))(states)
 
 
 def _objective(

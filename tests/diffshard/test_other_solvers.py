@@ -1,5 +1,6 @@
 """Every solver on each form of graph, its determinism and its time limit; descent; dynamic programming."""
 
+import shutil
 import time
 
 import jax
@@ -11,7 +12,7 @@ from diffshard import presolve
 from diffshard.engine.descent import Descent
 from diffshard.engine.flat import chosen_cost, chosen_memory, flatten, with_ceiling
 from diffshard.solve import Proposal, solve, solver_names
-from diffshard.solvers import beam, dynamic_programming, primal
+from diffshard.solvers import beam, dynamic_programming, exact, primal
 from diffshard.solvers.dynamic_programming import solve as dynamic
 from tests.diffshard.random_problems import layered_problem, small_problem
 
@@ -76,6 +77,26 @@ def test_time_limits_are_kept_and_used_for_better_choices(name):
     assert found.history[-1][1] < found.history[0][1]  # inf before the first feasible choice
 
 
+@pytest.mark.parametrize("name", ["exact", "primal"])
+def test_time_limits_are_kept_where_others_do_the_work(name):
+    problem = layered_problem(1, 40, binding=0.7)
+    if name == "primal":  # the limit is without compilation
+        solve(problem, solver=name, time_limit_s=1.0)
+    start = time.perf_counter()
+    found = solve(problem, solver=name, time_limit_s=2.0)
+    assert time.perf_counter() - start < 2.5  # with slack for a busy machine
+    assert found.status == "time limit"
+
+
+def test_the_end_of_highs_is_noticed_and_the_lack_of_it_said(monkeypatch):
+    monkeypatch.setattr(exact.sys, "executable", shutil.which("false"))
+    with pytest.raises(RuntimeError, match="HiGHS ended with exit code 1; take 'gradient'"):
+        solve(FORMS["ring"], solver="exact", reduce=presolve.unchanged)
+    monkeypatch.setattr(exact.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ModuleNotFoundError, match="pip install highspy"):
+        solve(FORMS["ring"], solver="exact", reduce=presolve.unchanged)
+
+
 def test_descent_prices_moves_exactly_and_only_goes_down():
     for seed in range(10):
         problem = small_problem(seed, memory=True, devices=2)
@@ -117,16 +138,16 @@ def test_repaired_choices_fit_where_single_moves_can_make_them():
 
 def test_a_beam_wide_enough_is_dynamic_programming():
     problem = layered_problem(4, 3, width=15, most=6)
-    exact = solve(problem, solver="dynamic_programming", reduce=presolve.unchanged)
+    optimum = solve(problem, solver="dynamic_programming", reduce=presolve.unchanged)
     wide = solve(problem, solver="beam", reduce=presolve.unchanged)
-    assert exact.status == "optimal"
-    assert exact.cost == solve(problem).cost
-    assert exact.cost <= wide.cost <= 1.1 * exact.cost
+    assert optimum.status == "optimal"
+    assert optimum.cost == solve(problem).cost
+    assert optimum.cost <= wide.cost <= 1.1 * optimum.cost
     flat = with_ceiling(flatten(problem))
     search = beam._Beam(flat, beam.narrow_order(flat), np.random.default_rng(0))
     for _ in search.run(1 << 14):
         pass
-    assert chosen_cost(flat, search.choice) == pytest.approx(exact.cost)
+    assert chosen_cost(flat, search.choice) == pytest.approx(optimum.cost)
 
 
 def test_dynamic_programming_of_ten_thousand_nodes_in_seconds():
@@ -149,10 +170,10 @@ def test_dynamic_programming_of_ten_thousand_nodes_in_seconds():
 def test_dynamic_programming_gives_a_bound_where_memory_or_loads_join_all_nodes():
     for seed in range(10):
         problem = small_problem(seed, memory=True, devices=2)
-        exact = solve(problem, solver="exhaustive")
+        optimum = solve(problem, solver="exhaustive")
         bounds = [p.lower_bound for p in dynamic(problem) if isinstance(p, Proposal)]
         assert max(bounds) > -np.inf
-        assert not exact.feasible or max(bounds) <= exact.cost
+        assert not optimum.feasible or max(bounds) <= optimum.cost
 
 
 def test_dynamic_programming_says_when_tables_are_too_large(monkeypatch):
