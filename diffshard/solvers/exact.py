@@ -25,6 +25,7 @@ import numpy as np
 import scipy.sparse
 
 from cost.problem import Problem, is_forbidden, num_strategies
+from diffshard.engine.flat import ragged
 from diffshard.solve import Proposal
 
 _GAP = 1e-9
@@ -132,37 +133,25 @@ def _scale(problem: Problem) -> float:
 def _programme(problem: Problem, scale: float) -> _Programme:
     sizes = num_strategies(problem)
     starts = np.cumsum(sizes) - sizes
-    num_whole = int(sizes.sum())
     entries = [np.asarray(cost, float).ravel() for cost in problem.edge_cost]
-    cost = np.concatenate([np.zeros(0), *(np.asarray(c, float) for c in problem.node_cost), *entries]) / scale
-    allowed = ~is_forbidden(cost * scale)
-    blocks: list[Any] = [_one_each(sizes), *_marginals(problem, starts, sizes)]
-    lower, upper = [np.ones(len(sizes))], [np.ones(len(sizes))]
-    lower += [np.zeros(block.shape[0]) for block in blocks[1:]]
-    upper += [np.zeros(block.shape[0]) for block in blocks[1:]]
-    memory, limit = _memory(problem, starts)
-    if memory.shape[0]:
-        blocks.append(memory)
-        lower.append(np.full(len(limit), -np.inf))
-        upper.append(limit)
-    columns = len(cost)
-    column_upper = np.where(allowed, 1.0, 0.0)
+    cost = np.concatenate([np.zeros(0), *(np.asarray(c, float) for c in problem.node_cost), *entries])
+    column_upper = np.where(is_forbidden(cost), 0.0, 1.0)
+    cost = np.where(is_forbidden(cost), 0.0, cost / scale)
+    blocks: list[Any] = [_one_each(sizes), _marginals(problem, starts, sizes)]
+    lower = upper = np.repeat([1.0, 0.0], [block.shape[0] for block in blocks])
+    memory, limit = _memory(problem, starts, len(cost))
+    blocks.append(memory)
+    lower, upper = (np.append(bound, np.zeros(len(limit))) for bound in (lower, upper))
+    cost, column_upper = np.append(cost, np.zeros(len(limit))), np.append(column_upper, limit)
     if len(problem.load):  # a last column that is at least every device's load
         load = np.concatenate([np.asarray(row, float) for row in problem.load]).T / scale
         devices = len(load)
-        blocks.append(scipy.sparse.coo_array(load))
-        lower.append(np.full(devices, -np.inf))
-        upper.append(np.zeros(devices))
+        top = (np.full(devices, -1.0), (np.arange(devices), np.full(devices, len(cost))))
+        blocks.append(_widen(load, len(cost) + 1) + scipy.sparse.coo_array(top, shape=(devices, len(cost) + 1)))
+        lower, upper = np.append(lower, np.full(devices, -np.inf)), np.append(upper, np.zeros(devices))
         cost, column_upper = np.append(cost, 1.0), np.append(column_upper, np.inf)
-        top = scipy.sparse.coo_array(
-            (np.full(devices, -1.0), (np.arange(devices), np.full(devices, columns))), shape=(devices, columns + 1)
-        )
-        columns += 1
-        blocks[-1] = _widen(blocks[-1], columns) + top
-        column_upper[:-1] = np.where(allowed, 1.0, 0.0)
-    rows = scipy.sparse.vstack([_widen(block, columns) for block in blocks], format="csc")
-    cost = np.where(column_upper > 0, cost, 0.0)
-    return _Programme(cost, column_upper, rows, np.concatenate(lower), np.concatenate(upper), num_whole)
+    rows = scipy.sparse.vstack([_widen(block, len(cost)) for block in blocks], format="csc")
+    return _Programme(cost, column_upper, rows, lower, upper, int(sizes.sum()))
 
 
 def _widen(block: Any, columns: int) -> scipy.sparse.coo_array:
@@ -175,42 +164,44 @@ def _one_each(sizes: np.ndarray) -> scipy.sparse.coo_array:
     return scipy.sparse.coo_array((np.ones(len(rows)), (rows, np.arange(len(rows)))))
 
 
-def _marginals(problem: Problem, starts: np.ndarray, sizes: np.ndarray) -> list[scipy.sparse.coo_array]:
+def _marginals(problem: Problem, starts: np.ndarray, sizes: np.ndarray) -> scipy.sparse.coo_array:
     """For each edge the rows Σ_t y[s, t] - x[u, s] = 0 and Σ_s y[s, t] - x[v, t] = 0."""
-    row, column, value = [], [], []
-    next_row, next_column = 0, int(sizes.sum())
-    for u, v in np.asarray(problem.edge_nodes).reshape(-1, 2).tolist():
-        m, n = int(sizes[u]), int(sizes[v])
-        entry = next_column + np.arange(m * n)
-        row += [next_row + np.repeat(np.arange(m), n), next_row + m + np.tile(np.arange(n), m)]
-        row += [next_row + np.arange(m + n)]
-        column += [entry, entry, starts[u] + np.arange(m), starts[v] + np.arange(n)]
-        value += [np.ones(2 * m * n), -np.ones(m + n)]
-        next_row, next_column = next_row + m + n, next_column + m * n
-    if not row:
-        return []
-    indices = (np.concatenate(row), np.concatenate(column))
-    return [scipy.sparse.coo_array((np.concatenate(value), indices), shape=(next_row, next_column))]
+    u, v = np.asarray(problem.edge_nodes, np.int64).reshape(-1, 2).T
+    m, n = sizes[u], sizes[v]
+    first = np.cumsum(m + n) - (m + n)  # row of each edge
+    edge = np.repeat(np.arange(len(u)), m * n)
+    s, t = np.divmod(ragged(np.zeros(len(u), np.int64), m * n), n[edge])
+    entry = int(sizes.sum()) + np.arange(len(edge))
+    row = [first[edge] + s, first[edge] + m[edge] + t, ragged(first, m), ragged(first + m, n)]
+    column = [entry, entry, ragged(starts[u], m), ragged(starts[v], n)]
+    value = np.repeat([1.0, -1.0], [2 * len(entry), int((m + n).sum())])
+    shape = (int((m + n).sum()), int(sizes.sum()) + len(entry))
+    return scipy.sparse.coo_array((value, (np.concatenate(row), np.concatenate(column))), shape=shape)
 
 
-def _memory(problem: Problem, starts: np.ndarray) -> tuple[Any, np.ndarray]:
-    """One row for each time at which a usage starts and each device, in units of the limit."""
+def _memory(problem: Problem, starts: np.ndarray, columns: int) -> tuple[Any, np.ndarray]:
+    """Live memory m[i] in units of the limit, a column for each time and device, and the limits of these columns.
+
+    The rows are m[i] = m[i - 1] + what starts - what ends: few entries, however long usages live.
+    """
     limit = np.broadcast_to(np.asarray(problem.memory_limit, float), (max(np.size(problem.memory_limit), 1),))
     if not len(problem.usage) or np.isinf(limit).all():
-        return scipy.sparse.coo_array((0, int(starts[-1]) if len(starts) else 0)), np.zeros(0)
+        return scipy.sparse.coo_array((0, columns)), np.zeros(0)
     devices = max([len(limit), *(np.size(u[0]) for u in problem.usage)])
     limit = np.broadcast_to(limit, (devices,))
     unit = np.where(np.isfinite(limit) & (limit > 0), limit, 1.0)
-    intervals = np.asarray(problem.usage_interval)
-    times = np.unique(intervals[:, 0])
-    row, column, value = [], [], []
-    for usage, v, (first, last) in zip(problem.usage, problem.usage_node, intervals, strict=True):
-        live = np.arange(np.searchsorted(times, first), np.searchsorted(times, last))
+    times, when = np.unique(np.asarray(problem.usage_interval), return_inverse=True)
+    count = len(times) * devices
+    row, column = [np.arange(count), np.arange(devices, count)], [columns + np.arange(count)]
+    column.append(column[0][: count - devices])
+    value = [np.ones(count), -np.ones(count - devices)]
+    for usage, v, interval in zip(problem.usage, problem.usage_node, when.reshape(-1, 2), strict=True):
         table = np.broadcast_to(np.asarray(usage, float).reshape(len(usage), -1), (len(usage), devices)) / unit
-        for d in range(devices):
-            row.append(np.repeat(live * devices + d, len(table)))
-            column.append(np.tile(starts[v] + np.arange(len(table)), len(live)))
-            value.append(np.tile(table[:, d], len(live)))
+        s, d = np.nonzero(table)
+        for time_index, sign in zip(interval, (-1.0, 1.0), strict=True):
+            row.append(time_index * devices + d)
+            column.append(starts[v] + s)
+            value.append(sign * table[s, d])
     indices = (np.concatenate(row), np.concatenate(column))
-    rows = scipy.sparse.coo_array((np.concatenate(value), indices), shape=(len(times) * devices, indices[1].max() + 1))
+    rows = scipy.sparse.coo_array((np.concatenate(value), indices), shape=(count, columns + count))
     return rows, np.tile(limit / unit, len(times))

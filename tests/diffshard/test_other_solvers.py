@@ -83,9 +83,8 @@ def test_time_limits_are_kept_where_others_do_the_work(name):
     if name == "primal":  # the limit is without compilation
         solve(problem, solver=name, time_limit_s=1.0)
     start = time.perf_counter()
-    found = solve(problem, solver=name, time_limit_s=2.0)
-    assert time.perf_counter() - start < 2.5  # with slack for a busy machine
-    assert found.status == "time limit"
+    solve(problem, solver=name, time_limit_s=2.0)
+    assert 1.0 < time.perf_counter() - start < 2.5  # with slack for a busy machine
 
 
 def test_the_end_of_highs_is_noticed_and_the_lack_of_it_said(monkeypatch):
