@@ -1,0 +1,183 @@
+"""What each device computes: its share of the loss by a selection, or exact with probes, and its gradients' way."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from math import prod
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from search_spaces.communication.collectives import Collective
+from search_spaces.communication.groups import Group
+from search_spaces.communication.selection import Selection, probed, row_damages, select, with_backward
+from search_spaces.communication.sites import Direction, Site, Traced
+
+
+@dataclass(frozen=True)
+class DeviceStep:
+    """A traced loss with strategies at its sites; its methods run inside a mapping over the mesh's axes.
+
+    Attributes:
+      traced: the loss.
+      sites: its sites.
+      groups: of the sites.
+      num_devices: of the mesh.
+    """
+
+    traced: Traced
+    sites: tuple[Site, ...]
+    groups: tuple[Group, ...]
+    num_devices: int
+
+    @cached_property
+    def group_of(self) -> dict[int, int]:
+        """The group of each site."""
+        return {s: g for g, group in enumerate(self.groups) for s in group.sites}
+
+    @cached_property
+    def site_at(self) -> dict[tuple[Direction, int], int]:
+        """The site at a place in a direction."""
+        return {(site.direction, site.place): s for s, site in enumerate(self.sites)}
+
+    def loss(
+        self, params: Any, batch: Any, key: jax.Array, step: jax.Array, selection: Sequence[Selection]
+    ) -> jax.Array:
+        """This device's share of the training loss, by a selection."""
+
+        def run(s: int, x: jax.Array, traced: Any, key: jax.Array, step: jax.Array) -> jax.Array:
+            chosen = selection[self.group_of[s]] if traced is None else traced
+            return select(self._runs(s), chosen, x, key, step)[0]
+
+        def traced(s: int) -> Any:
+            chosen = selection[self.group_of[s]]
+            return None if isinstance(chosen, int) else chosen
+
+        def at_alternatives(p: int, branches: Sequence[Callable[..., Any]], operands: Sequence[Any]) -> Any:
+            return select(branches, selection[self.group_of[self.site_at["forward", p]]], *operands)
+
+        return self._evaluated(params, batch, key, step, run, traced, at_alternatives)
+
+    def probed_loss(
+        self, params: Any, batch: Any, key: jax.Array, step: jax.Array, ahead: list[jax.Array], back: list[jax.Array]
+    ) -> jax.Array:
+        """The same with everything exact, and gradients of probes that are damages (see `selection.probed`).
+
+        Args:
+          params: this device's part.
+          batch: this device's part.
+          key: a random key.
+          step: number of the training step.
+          ahead: for each group `[S]`, probes of forward sites.
+          back: of backward sites, to be differentiated through a gradient of this loss.
+        """
+
+        def run(s: int, x: jax.Array, probe: jax.Array, key: jax.Array, step: jax.Array) -> jax.Array:
+            collective, operand = self._collective(s), lax.stop_gradient(x)
+            y = collective.exact(x)
+            errors = jnp.stack([run(operand, key, step)[0] - lax.stop_gradient(y) for run in self._runs(s)])
+            copies = collective.num_copies
+            scale = self._num_tokens(y, copies) if self.sites[s].direction == "forward" else 1.0
+            return probed(y, errors, probe, collective.axes, copies, scale)
+
+        def probe(s: int) -> jax.Array:
+            return (back if self.sites[s].direction == "backward" else ahead)[self.group_of[s]]
+
+        def at_alternatives(p: int, branches: Sequence[Callable[..., Any]], operands: Sequence[Any]) -> Any:
+            first, *others = [branch(*operands) for branch in branches]
+            found = []
+            for i, y in enumerate(first):
+                errors = jnp.stack([jnp.zeros_like(y), *(other[i] - y for other in others)])
+                found.append(probed(y, errors, probe(self.site_at["forward", p]), (), 1, self._num_tokens(y, 1)))
+            return found
+
+        return self._evaluated(params, batch, key, step, run, probe, at_alternatives)
+
+    def send(
+        self,
+        gradients: Any,
+        state: dict[str, jax.Array],
+        key: jax.Array,
+        step: jax.Array,
+        selection: Sequence[Selection],
+    ) -> tuple[Any, dict[str, jax.Array]]:
+        """Parameters' gradients as they arrive, and the residuals for the next step `[1, *local shape]`."""
+        leaves, structure = jax.tree.flatten(gradients)
+        unsent = {}
+        for leaf, s in self._gradient_sites():
+            name, dtype = self.traced.param_names[leaf], leaves[leaf].dtype
+            x = leaves[leaf] + state[name][0] if name in state else leaves[leaf]
+            y, left = select(self._runs(s), selection[self.group_of[s]], x, _gradient_key(key, leaf), step)
+            leaves[leaf] = y.astype(dtype)
+            if name in state:
+                unsent[name] = left[None]
+        return jax.tree.unflatten(structure, leaves), unsent
+
+    def summed(self, gradients: Any) -> Any:
+        """Parameters' gradients, summed exactly."""
+        leaves, structure = jax.tree.flatten(gradients)
+        for leaf, s in self._gradient_sites():
+            leaves[leaf] = self._collective(s).exact(leaves[leaf])
+        return jax.tree.unflatten(structure, leaves)
+
+    def gradient_damages(self, direction: Any, gradients: Any, key: jax.Array, step: jax.Array) -> list[jax.Array]:
+        """This device's share of ½ Σ_t (v_t · e_t)² for each group `[S]`, with v the direction, over gradient sites."""
+        damages = [jnp.zeros(len(group.names)) for group in self.groups]
+        along, own = jax.tree.leaves(direction), jax.tree.leaves(gradients)
+        for leaf, s in self._gradient_sites():
+            collective, g = self._collective(s), own[leaf]
+            exact = collective.exact(g)
+            errors = jnp.stack([run(g, _gradient_key(key, leaf), step)[0] - exact for run in self._runs(s)])
+            damages[self.group_of[s]] += row_damages(along[leaf], errors) / collective.num_copies
+        return damages
+
+    def _evaluated(
+        self,
+        params: Any,
+        batch: Any,
+        key: jax.Array,
+        step: jax.Array,
+        run: Callable[..., jax.Array],
+        extra: Callable[[int], Any],
+        at_alternatives: Callable[..., Any],
+    ) -> jax.Array:
+        def at_collective(p: int, x: jax.Array, key: jax.Array) -> jax.Array:
+            ahead = self.site_at["forward", p]
+            back = self.site_at.get(("backward", p))
+            if not jnp.issubdtype(x.dtype, jnp.floating):
+                return self._collective(ahead).exact(x)
+            keys = jax.random.split(jax.random.fold_in(key, p))
+
+            def forward(x: jax.Array, extra: Any, keys: jax.Array, step: jax.Array) -> jax.Array:
+                return run(ahead, x, extra, keys[0], step)
+
+            def backward(cotangent: jax.Array, extra: Any, keys: jax.Array, step: jax.Array) -> jax.Array:
+                if back is None:  # no parameter's gradient needs it, but someone differentiates all the same
+                    return self._collective(ahead).transposed().exact(cotangent)
+                return run(back, cotangent, extra, keys[1], step)
+
+            extras = extra(ahead), None if back is None else extra(back)
+            return with_backward(forward, backward, x, *extras, keys, step)
+
+        return self.traced.loss(params, batch, key, at_collective, at_alternatives) / self.num_devices
+
+    def _gradient_sites(self) -> list[tuple[int, int]]:
+        """Parameter leaves whose gradients are summed over devices, and their sites."""
+        return [(site.place, s) for s, site in enumerate(self.sites) if site.direction == "gradient"]
+
+    def _collective(self, s: int) -> Collective:
+        collective = self.sites[s].collective
+        assert collective is not None
+        return collective
+
+    def _runs(self, s: int) -> list[Callable[..., tuple[jax.Array, jax.Array]]]:
+        return [partial(strategy.run, self._collective(s)) for strategy in self.groups[self.group_of[s]].strategies]
+
+    def _num_tokens(self, y: jax.Array, num_copies: int) -> float:
+        return float(prod(y.shape[:-1])) * self.num_devices / num_copies
+
+
+def _gradient_key(key: jax.Array, leaf: int) -> jax.Array:
+    return jax.random.fold_in(jax.random.fold_in(key, 2**31 - 1), leaf)

@@ -1,0 +1,117 @@
+"""A mesh of devices emulated on one: `emulate` does by nested `jax.vmap` what `jax.shard_map` does on a real mesh."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+
+def axes_of(spec: PartitionSpec, rank: int) -> list[tuple[str, ...]]:
+    """The mesh axes that split each dimension, major to minor."""
+    entries = [*spec, *[None] * (rank - len(spec))]
+    return [() if e is None else (e,) if isinstance(e, str) else tuple(e) for e in entries]
+
+
+def local_shape(shape: Sequence[int], spec: PartitionSpec, mesh_axes: Mapping[str, int], name: str) -> tuple[int, ...]:
+    """The shape of one device's part of an array.
+
+    Args:
+      shape: of the whole array.
+      spec: how it is split.
+      mesh_axes: devices along each mesh axis.
+      name: of the array, for messages.
+
+    Raises:
+      ValueError: the spec has more dimensions than the array, an axis that the mesh has not, one twice, or one that
+        does not divide its dimension.
+    """
+    if len(spec) > len(shape):
+        raise ValueError(f"The spec of {name} is {spec} with {len(spec)} dimensions, but its shape is {tuple(shape)}.")
+    dimensions = axes_of(spec, len(shape))
+    used = [axis for axes in dimensions for axis in axes]
+    for axis in used:
+        if axis not in mesh_axes:
+            raise ValueError(f"The spec of {name} has an axis {axis!r}; the mesh's axes are {tuple(mesh_axes)}.")
+        if used.count(axis) > 1:
+            raise ValueError(
+                f"The spec of {name} is {spec}; an axis can split one dimension only, {axis!r} splits two."
+            )
+    parts = [math.prod(mesh_axes[axis] for axis in axes) for axes in dimensions]
+    for d, (size, count) in enumerate(zip(shape, parts, strict=True)):
+        if size % count:
+            raise ValueError(
+                f"Dimension {d} of {name} is {size}, which {dimensions[d]} of {count} devices do not divide; "
+                "choose another spec or pad the array."
+            )
+    return tuple(size // count for size, count in zip(shape, parts, strict=True))
+
+
+def emulate(
+    fn: Callable[..., Any], mesh_axes: Mapping[str, int], in_specs: Sequence[Any], out_specs: Any
+) -> Callable[..., Any]:
+    """`jax.shard_map(fn, mesh=..., in_specs=..., out_specs=..., check_vma=False)` on one device.
+
+    What no axis splits is held once, not once for each device. Results that no axis splits are those of the axis's
+    first device.
+
+    Args:
+      fn: what every device computes, with collectives over the names of axes.
+      mesh_axes: devices along each mesh axis.
+      in_specs: for each argument a `PartitionSpec`, or a pytree of them that is a prefix of the argument.
+      out_specs: likewise for the result.
+    """
+
+    def run(*arguments: Any) -> Any:
+        leaves, structure = jax.tree.flatten(arguments)
+        specs = broadcast_specs(tuple(in_specs), arguments)
+        parts = [_split(x, spec, mesh_axes) for x, spec in zip(leaves, specs, strict=True)]
+
+        def mapped(*flat: Any) -> Any:
+            return fn(*jax.tree.unflatten(structure, flat))
+
+        for axis in reversed(list(mesh_axes)):
+            in_axes = tuple(0 if any(axis in axes for axes in axes_of(s, len(s))) else None for s in specs)
+            mapped = jax.vmap(mapped, in_axes=in_axes, axis_name=axis, axis_size=mesh_axes[axis])
+        results = mapped(*parts)
+        flat, structure_out = jax.tree.flatten(results)
+        specs_out = broadcast_specs(out_specs, results)
+        joined = [_join(x, spec, mesh_axes) for x, spec in zip(flat, specs_out, strict=True)]
+        return jax.tree.unflatten(structure_out, joined)
+
+    return run
+
+
+def broadcast_specs(specs: Any, tree: Any) -> list[PartitionSpec]:
+    """One spec for each leaf of a tree, of which `specs` is a prefix."""
+    full = jax.tree.broadcast(specs, tree, is_leaf=lambda x: isinstance(x, PartitionSpec))
+    return jax.tree.leaves(full, is_leaf=lambda x: isinstance(x, PartitionSpec))
+
+
+def _split(x: Any, spec: PartitionSpec, mesh_axes: Mapping[str, int]) -> Any:
+    """`[axes that split it, in the mesh's order..., local shape...]`."""
+    split, order, shape = [], [], []
+    for size, axes in zip(jnp.shape(x), axes_of(spec, jnp.ndim(x)), strict=True):
+        for axis in axes:
+            split.append((list(mesh_axes).index(axis), len(shape)))
+            shape.append(mesh_axes[axis])
+        order.append(len(shape))
+        shape.append(size // math.prod(mesh_axes[axis] for axis in axes))
+    if not split:
+        return x
+    return jnp.reshape(x, shape).transpose([*(place for _, place in sorted(split)), *order])
+
+
+def _join(x: jax.Array, spec: PartitionSpec, mesh_axes: Mapping[str, int]) -> jax.Array:
+    """The whole array from `[all axes in the mesh's order..., local shape...]`."""
+    dimensions = axes_of(spec, x.ndim - len(mesh_axes))
+    used = {axis for axes in dimensions for axis in axes}
+    x = x[tuple(slice(None) if axis in used else 0 for axis in mesh_axes)]
+    kept = [axis for axis in mesh_axes if axis in used]
+    order, shape = [], []
+    for d, axes in enumerate(dimensions):
+        order += [*(kept.index(axis) for axis in axes), len(kept) + d]
+        shape.append(x.shape[len(kept) + d] * math.prod(mesh_axes[axis] for axis in axes))
+    return x.transpose(order).reshape(shape) if used else x

@@ -1,0 +1,81 @@
+"""Sites that are given the same strategy, and what they choose from."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from search_spaces.communication.prices import site_bytes
+from search_spaces.communication.sites import Site
+from search_spaces.communication.strategies import DEFAULT, Strategy
+
+
+class Group(NamedTuple):
+    """Sites that are given the same strategy.
+
+    Attributes:
+      name: their type, or the name of the only site.
+      sites: their numbers.
+      strategies: what they choose from; none for alternatives.
+      names: of the strategies, or the labels of the alternatives.
+    """
+
+    name: str
+    sites: tuple[int, ...]
+    strategies: tuple[Strategy, ...]
+    names: tuple[str, ...]
+
+    @property
+    def lossless(self) -> np.ndarray:
+        """Which strategies leave numbers as they are `[S]`; of alternatives the first does."""
+        if not self.strategies:
+            return np.arange(len(self.names)) == 0
+        return np.array([strategy.lossless for strategy in self.strategies])
+
+
+def checked_strategies(strategies: Mapping[str, Sequence[Strategy]]) -> dict[str, tuple[Strategy, ...]]:
+    """A user's strategies by direction; raises as `CommunicationSpace`."""
+    for direction, listed in strategies.items():
+        if direction not in DEFAULT:
+            raise ValueError(f"`strategies` has a direction {direction!r}; directions are {tuple(DEFAULT)}.")
+        names = [strategy.name for strategy in listed]
+        if not names or len(set(names)) < len(names):
+            raise ValueError(f"`strategies[{direction!r}]` must be at least one, each with its own name, got {names}.")
+        kept = [strategy.name for strategy in listed if strategy.keeps_residual]
+        if kept and direction != "gradient":
+            raise ValueError(f"`strategies[{direction!r}]` has {kept}, which keep residuals: for gradients only.")
+    return {direction: tuple(listed) for direction, listed in strategies.items()}
+
+
+def group_sites(
+    sites: Sequence[Site], strategies: Mapping[str, tuple[Strategy, ...]], tie: Literal["type"] | None
+) -> tuple[Group, ...]:
+    """Sites by type, of one kind of data and one branch each (or every site by itself), with what is worth choosing."""
+    members: dict[Any, list[int]] = {}
+    for s, site in enumerate(sites):
+        whole = jnp.issubdtype(site.dtype, jnp.floating)
+        members.setdefault((site.type, site.labels, whole, site.branch) if tie else s, []).append(s)
+    groups = []
+    for numbers in members.values():
+        first = sites[numbers[0]]
+        listed = () if first.kind == "alternatives" else _worthwhile([sites[s] for s in numbers], strategies)
+        names = first.labels or tuple(strategy.name for strategy in listed)
+        groups.append(Group(first.type if tie else first.name, tuple(numbers), listed, names))
+    return tuple(groups)
+
+
+def _worthwhile(sites: Sequence[Site], strategies: Mapping[str, tuple[Strategy, ...]]) -> tuple[Strategy, ...]:
+    """Strategies without lossy ones that send as much as a lossless one, or that are for floating-point numbers."""
+    listed = strategies[sites[0].direction]
+    lossless = [strategy for strategy in listed if strategy.lossless]
+    if not lossless:
+        return listed
+    if not jnp.issubdtype(sites[0].dtype, jnp.floating):
+        return tuple(lossless)
+    least = min(sum(site_bytes(site, strategy) for site in sites) for strategy in lossless)
+    return tuple(
+        strategy
+        for strategy in listed
+        if strategy.lossless or sum(site_bytes(site, strategy) for site in sites) < least
+    )

@@ -1,0 +1,266 @@
+"""Runs a traced function with other operations in place of its collectives.
+
+A *place* is a collective equation's operand, or a user's `alternatives`, by its path: the number of the equation in
+each jaxpr on the way down (and of the branch, for a `cond`).
+"""
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend import core, source_info_util
+
+from search_spaces.communication.collectives import Collective
+from search_spaces.sharding.graph import REMAT
+from search_spaces.sharding.tracing import scan_parts
+
+Path = tuple[int, ...]
+CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr"}
+_INNER = {**CALLS, **dict.fromkeys(REMAT, "jaxpr"), "scan": "jaxpr", "while": "body_jaxpr"}
+_ALTERNATIVES = re.compile(r"alternatives\[(.*):(.*)\]$")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a function's strategy can be chosen.
+
+    Attributes:
+      path: of the equation, and the number of the operand.
+      stack: the name scopes around it.
+      trips: how often it runs: the product of the lengths of the scans around it.
+      collective: what runs there; None for alternatives.
+      labels: of alternatives, in the order of their functions.
+      shape, dtype: of the operand on one device; of alternatives, of the first result.
+      branch: where it lies in a branch of alternatives, their path and the number of the branch.
+    """
+
+    path: Path
+    stack: str
+    trips: int
+    collective: Collective | None
+    labels: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: Any
+    branch: tuple[Path, int] | None = None
+
+
+def alternatives(name: str, functions: Mapping[str, Callable[..., Any]], *operands: Any) -> Any:
+    """A place where the search chooses between functions; the first one runs where nothing was searched.
+
+    All functions must take the operands and return arrays of the same shapes and types, for example an expert layer
+    with different capacity factors, or attention over different windows.
+
+    Args:
+      name: of the place.
+      functions: by label.
+      operands: of each function.
+
+    Raises:
+      ValueError: fewer than two functions, or a label or name with ":", "|" or "/".
+    """
+    if len(functions) < 2:
+        raise ValueError(f"`functions` of {name!r} must be at least two, got {list(functions)}.")
+    for text in (name, *functions):
+        if not text or re.search("[:|/]", text):
+            raise ValueError(f"`name` and the labels must not be empty nor hold ':', '|' or '/'; got {text!r}.")
+    # A branch on a number that the compiler may not look into: every transformation of JAX knows what to do with it.
+    first = lax.optimization_barrier(jnp.int32(0))
+    with jax.named_scope(f"alternatives[{name}:{'|'.join(functions)}]"):
+        return lax.switch(first, list(functions.values()), *operands)
+
+
+def find_places(jaxpr: core.Jaxpr, mesh_axes: Mapping[str, int]) -> tuple[list[Place], list[str]]:
+    """All places of a function, and notes on collectives that are none."""
+    notes: list[str] = []
+    return list(_walk(jaxpr, mesh_axes, (), "", 1, None, notes)), list(dict.fromkeys(notes))
+
+
+def _walk(
+    jaxpr: core.Jaxpr,
+    mesh_axes: Mapping[str, int],
+    path: Path,
+    stack: str,
+    trips: int,
+    branch: tuple[Path, int] | None,
+    notes: list[str],
+) -> Iterator[Place]:
+    for i, equation in enumerate(jaxpr.eqns):
+        name, here = equation.primitive.name, (*path, i)
+        scope = "/".join(part for part in (stack, str(equation.source_info.name_stack)) if part)
+        if name == "cond":
+            found = _ALTERNATIVES.search(scope)
+            if found:
+                out: Any = equation.outvars[0].aval
+                yield Place(here, scope[: found.start()] + found[1], trips, None, tuple(found[2].split("|")),
+                            out.shape, out.dtype, branch)  # fmt: skip
+            for b, body in enumerate(equation.params["branches"]):
+                scope_in = scope[: found.start()] + found[1] if found else scope
+                inside = (here, b) if found else branch
+                yield from _walk(body.jaxpr, mesh_axes, (*here, b), scope_in, trips, inside, notes)
+        elif name in _INNER:
+            if name == "while" and _has_collectives(equation):
+                notes.append(f"{scope or 'the function'}: a while loop's collectives are priced as one trip.")
+            inner = equation.params[_INNER[name]]
+            times = trips * (equation.params["length"] if name == "scan" else 1)
+            yield from _walk(getattr(inner, "jaxpr", inner), mesh_axes, here, scope, times, branch, notes)
+        else:
+            collectives = collectives_of(equation, mesh_axes)
+            for k, (var, collective) in enumerate(zip(equation.invars, collectives, strict=False)):
+                aval: Any = var.aval
+                shape, dtype = aval.shape, aval.dtype
+                yield Place((*here, k), scope, trips, collective, (), shape, dtype, branch)
+            if not collectives and _has_collectives(equation):
+                notes.append(f"{scope or 'the function'}: {name} stays exact and its bytes are not counted.")
+
+
+_PRIMITIVES = {
+    "psum",
+    "all_gather",
+    "reduce_scatter",
+    "all_to_all",
+    "ppermute",
+    "pmax",
+    "pmin",
+    "pgather",
+    "pbroadcast",
+}
+
+
+def _has_collectives(equation: core.JaxprEqn) -> bool:
+    if equation.primitive.name in _PRIMITIVES:
+        return True
+    inner = [x for value in equation.params.values() for x in (value if isinstance(value, tuple) else (value,))]
+    jaxprs = [getattr(x, "jaxpr", x) for x in inner if isinstance(x, (core.Jaxpr, core.ClosedJaxpr))]
+    return any(_has_collectives(e) for jaxpr in jaxprs for e in jaxpr.eqns)
+
+
+def collectives_of(equation: core.JaxprEqn, mesh_axes: Mapping[str, int]) -> list[Collective]:
+    """The collective that an equation is, once for each operand; none if it is not one that a strategy can run."""
+    params, name = equation.params, equation.primitive.name
+    axes = params.get("axes", params.get("axis_name", ()))
+    axes = axes if isinstance(axes, tuple) else (axes,)
+    if params.get("axis_index_groups") is not None or any(axis not in mesh_axes for axis in axes):
+        return []
+    sizes = tuple(mesh_axes[axis] for axis in axes)
+    if prod(sizes) == 1:
+        return []
+    match name:
+        case "psum":
+            return [Collective("all_reduce", axes, sizes)] * len(equation.invars)
+        case "all_gather":
+            return [Collective("all_gather", axes, sizes, (params["all_gather_dimension"],), params["tiled"])]
+        case "reduce_scatter":
+            return [Collective("reduce_scatter", axes, sizes, (params["scatter_dimension"],), params["tiled"])]
+        case "all_to_all":
+            dimensions = (params["split_axis"], params["concat_axis"])
+            return [Collective("all_to_all", axes, sizes, dimensions, params["tiled"])]
+        case "ppermute" if len(axes) == 1:
+            return [Collective("collective_permute", axes, sizes, permutation=tuple(params["perm"]))]
+    return []
+
+
+@dataclass(frozen=True)
+class Interpreter:
+    """Evaluates a jaxpr with `at_collective` and `at_alternatives` in the places' stead.
+
+    Attributes:
+      places: the number of each place by its path.
+      at_collective: called with the place's number, its operand and a random key; returns the result.
+      at_alternatives: called with the place's number, the branches as functions of the flat operands, and those.
+    """
+
+    places: Mapping[Path, int]
+    at_collective: Callable[[int, jax.Array, jax.Array], jax.Array]
+    at_alternatives: Callable[[int, Sequence[Callable[..., list[Any]]], Sequence[Any]], Sequence[Any]]
+
+    def run(self, jaxpr: Any, arguments: Sequence[Any], key: jax.Array, path: Path = ()) -> list[Any]:
+        """The jaxpr's results; places in a loop get another key in each trip."""
+        consts: Sequence[Any] = ()
+        if isinstance(jaxpr, core.ClosedJaxpr):
+            jaxpr, consts = jaxpr.jaxpr, jaxpr.consts
+        env: dict[core.Var, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
+        env.update(zip(jaxpr.invars, arguments, strict=True))
+
+        def read(var: Any) -> Any:
+            return var.val if isinstance(var, core.Literal) else env[var]
+
+        for i, equation in enumerate(jaxpr.eqns):
+            operands = [read(var) for var in equation.invars]
+            info = equation.source_info
+            stack = source_info_util.current_name_stack() + info.name_stack
+            with source_info_util.user_context(info.traceback, name_stack=stack), equation.ctx.manager:
+                results = self._equation(equation, operands, key, (*path, i))
+            env.update(zip(equation.outvars, results, strict=True))
+        return [read(var) for var in jaxpr.outvars]
+
+    @cached_property
+    def _above(self) -> frozenset[Path]:
+        """Paths of equations that are or hold places."""
+        return frozenset(place[:n] for place in self.places for n in range(1, len(place) + 1))
+
+    def _equation(self, equation: core.JaxprEqn, operands: list[Any], key: jax.Array, path: Path) -> Sequence[Any]:
+        name = equation.primitive.name
+        if path not in self._above:
+            found = equation.primitive.bind(*operands, **equation.primitive.get_bind_params(equation.params))
+            return found if equation.primitive.multiple_results else [found]
+        if name in CALLS:
+            return self.run(equation.params[CALLS[name]], operands, key, path)
+        if name in REMAT:
+            params = equation.params
+            body = jax.checkpoint(
+                lambda key, *xs: self.run(params["jaxpr"], xs, key, path),
+                prevent_cse=params["prevent_cse"],
+                policy=params["policy"],
+            )
+            return body(key, *operands)
+        loops = {"scan": self._scan, "while": self._while, "cond": self._cond}
+        if name in loops:
+            return loops[name](equation, operands, key, path)
+        return [self.at_collective(self.places[(*path, k)], x, key) for k, x in enumerate(operands)]
+
+    def _scan(self, equation: core.JaxprEqn, operands: list[Any], key: jax.Array, path: Path) -> Sequence[Any]:
+        params = equation.params
+        num_consts, num_carry = scan_parts(equation)
+        consts, init = operands[:num_consts], operands[num_consts : num_consts + num_carry]
+
+        def body(carry: list[Any], trip_and_xs: tuple[jax.Array, list[Any]]) -> tuple[list[Any], list[Any]]:
+            trip, xs = trip_and_xs
+            results = self.run(params["jaxpr"], [*consts, *carry, *xs], jax.random.fold_in(key, trip), path)
+            return results[:num_carry], results[num_carry:]
+
+        xs = (jnp.arange(params["length"]), operands[num_consts + num_carry :])
+        carry, ys = lax.scan(
+            body, init, xs, length=params["length"], reverse=params["reverse"], unroll=params["unroll"]
+        )
+        return [*carry, *ys]
+
+    def _while(self, equation: core.JaxprEqn, operands: list[Any], key: jax.Array, path: Path) -> Sequence[Any]:
+        params = equation.params
+        n_cond, n_body = params["cond_nconsts"], params["body_nconsts"]
+        for_condition, for_body = operands[:n_cond], operands[n_cond : n_cond + n_body]
+
+        def proceed(carry: tuple[jax.Array, list[Any]]) -> Any:
+            return core.jaxpr_as_fun(params["cond_jaxpr"])(*for_condition, *carry[1])[0]
+
+        def body(carry: tuple[jax.Array, list[Any]]) -> tuple[jax.Array, list[Any]]:
+            trip, values = carry
+            return trip + 1, self.run(params["body_jaxpr"], [*for_body, *values], jax.random.fold_in(key, trip), path)
+
+        return lax.while_loop(proceed, body, (jnp.int32(0), operands[n_cond + n_body :]))[1]
+
+    def _cond(self, equation: core.JaxprEqn, operands: list[Any], key: jax.Array, path: Path) -> Sequence[Any]:
+        index, *xs = operands
+
+        def branch(b: int) -> Callable[..., list[Any]]:
+            return lambda key, *xs: self.run(equation.params["branches"][b], xs, key, (*path, b))
+
+        branches = [branch(b) for b in range(len(equation.params["branches"]))]
+        if path in self.places:
+            return self.at_alternatives(self.places[path], branches, (key, *xs))
+        return lax.switch(index, branches, key, *xs)

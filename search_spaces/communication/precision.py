@@ -1,0 +1,125 @@
+"""Number formats that a collective can travel in: narrow codes with a scale for each block of elements."""
+
+import math
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+BLOCK = 128
+"""Elements that share a scale."""
+
+
+@dataclass(frozen=True)
+class Precision:
+    """How a number is coded.
+
+    A block's scale, float32, is its largest magnitude over `largest`; codes hold the numbers divided by it. A format
+    with float32's range (`largest` is inf) has no scales and no blocks.
+
+    Attributes:
+      name: for people and for plans.
+      dtype: of the codes before packing, as JAX names it.
+      bits: of one code; two codes of 4 bits travel in a byte.
+      largest: the magnitude that a block's largest element is scaled to.
+      mantissa_bits: of a floating-point code, without the leading one; 0 for integers, which are evenly spaced.
+      least_exponent: below 2^least_exponent codes are evenly spaced.
+      rounding: to the nearest code, or up or down at random so that the mean is the number itself.
+    """
+
+    name: str
+    dtype: str
+    bits: int
+    largest: float
+    mantissa_bits: int = 0
+    least_exponent: int = 0
+    rounding: Literal["nearest", "stochastic"] = "nearest"
+
+    @property
+    def stochastic(self) -> "Precision":
+        """The same format with stochastic rounding."""
+        return replace(self, name=f"{self.name} stochastic", rounding="stochastic")
+
+
+FLOAT32 = Precision("float32", "float32", 32, math.inf, 23, -126)
+BFLOAT16 = Precision("bfloat16", "bfloat16", 16, math.inf, 7, -126)
+FLOAT8 = Precision("float8_e4m3", "float8_e4m3fn", 8, 448.0, 3, -6)
+INT8 = Precision("int8", "int8", 8, 127.0)
+INT4 = Precision("int4", "int8", 4, 7.0)
+PRECISIONS = (FLOAT32, BFLOAT16, FLOAT8, INT8, INT4)
+
+
+class Encoded(NamedTuple):
+    """What travels.
+
+    Attributes:
+      codes: `[..., blocks, bytes of a block]`, or `[..., elements]` for a format without blocks.
+      scales: `[..., blocks]` float32, or None for a format without blocks.
+    """
+
+    codes: jax.Array
+    scales: jax.Array | None
+
+
+def encode(x: jax.Array, precision: Precision, key: jax.Array | None = None) -> Encoded:
+    """Codes of the numbers along the last dimension, which is padded to whole blocks.
+
+    Args:
+      x: `[..., elements]` real numbers.
+      precision: of the codes.
+      key: a random key, which stochastic rounding needs.
+
+    Raises:
+      ValueError: `precision` rounds stochastically and `key` is None.
+    """
+    if precision.rounding == "stochastic" and key is None:
+        raise ValueError(f"`key` is None, but {precision.name!r} rounds stochastically; give a `jax.random.key`.")
+    x = x.astype(jnp.float32)
+    if math.isinf(precision.largest):
+        return Encoded(_rounded(x, precision, key).astype(precision.dtype), None)
+    blocks = _blocks(x)
+    scales = jnp.max(jnp.abs(blocks), axis=-1) / precision.largest
+    scaled = blocks / jnp.where(scales > 0, scales, 1.0)[..., None]
+    codes = _rounded(jnp.clip(scaled, -precision.largest, precision.largest), precision, key).astype(precision.dtype)
+    if precision.bits == 4:
+        low, high = codes[..., 0::2].astype(jnp.uint8), codes[..., 1::2].astype(jnp.uint8)
+        codes = (low & 0xF) | (high << 4)
+    return Encoded(codes, scales)
+
+
+def decode(encoded: Encoded, precision: Precision, num_elements: int) -> jax.Array:
+    """The coded numbers, `[..., num_elements]` float32."""
+    codes, scales = encoded
+    if scales is None:
+        return codes.astype(jnp.float32)
+    if precision.bits == 4:
+        nibbles = jnp.stack([codes & 0xF, codes >> 4], axis=-1).reshape(*codes.shape[:-1], BLOCK).astype(jnp.int8)
+        codes = jnp.where(nibbles > 7, nibbles - 16, nibbles)
+    values = codes.astype(jnp.float32) * scales[..., None]
+    return values.reshape(*values.shape[:-2], -1)[..., :num_elements]
+
+
+def bytes_of(precision: Precision, num_elements: int) -> int:
+    """Bytes of so many encoded elements, with padding and scales."""
+    if math.isinf(precision.largest):
+        return num_elements * precision.bits // 8
+    return math.ceil(num_elements / BLOCK) * (BLOCK * precision.bits // 8 + 4)
+
+
+def _blocks(x: jax.Array) -> jax.Array:
+    size = x.shape[-1]
+    padded = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -size % BLOCK)])
+    return padded.reshape(*x.shape[:-1], -1, BLOCK)
+
+
+def _rounded(x: jax.Array, precision: Precision, key: jax.Array | None) -> jax.Array:
+    """Numbers that the codes can hold, where a cast to the codes' type does not round to them by itself."""
+    if precision.rounding == "nearest":
+        return x if precision.mantissa_bits else jnp.round(x)
+    assert key is not None
+    step = jnp.ones_like(x)
+    if precision.mantissa_bits:
+        exponent = jnp.maximum(jnp.frexp(x)[1] - 1, precision.least_exponent)
+        step = jnp.ldexp(step, exponent - precision.mantissa_bits)
+    return jnp.floor(x / step + jax.random.uniform(key, x.shape)) * step

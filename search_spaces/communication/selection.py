@@ -1,0 +1,86 @@
+"""What runs at a site: one strategy, one by a traced number, a mixture by weights, or the exact one with probes."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+Selection = int | jax.Array | np.ndarray
+"""For a group of sites: a number of a strategy, known or traced; or a vector of weights, one for each strategy."""
+
+
+def select(functions: Sequence[Callable[..., Any]], selection: Selection, *operands: Any) -> Any:
+    """The selected function's result; for weights the weighted sum of all results."""
+    if isinstance(selection, int):
+        return functions[selection](*operands)
+    if jnp.ndim(selection) == 0:
+        return lax.switch(selection, functions, *operands)
+    results = [function(*operands) for function in functions]
+    return jax.tree.map(
+        lambda *xs: sum(w * x for w, x in zip(selection, xs, strict=True)).astype(xs[0].dtype), *results
+    )
+
+
+def with_backward(
+    forward: Callable[..., jax.Array], backward: Callable[..., jax.Array], x: jax.Array, *extras: Any
+) -> jax.Array:
+    """`forward(x, extras[0], *extras[2:])`, whose cotangent is `backward(cotangent, extras[1], *extras[2:])`.
+
+    Derivatives with respect to `extras[0]` are the forward's own; those with respect to the others are zero.
+    """
+
+    @jax.custom_vjp
+    def op(x: jax.Array, ahead: Any, back: Any, others: Any) -> jax.Array:
+        return forward(x, ahead, *others)
+
+    def op_forward(x: jax.Array, ahead: Any, back: Any, others: Any) -> Any:
+        y, pull = jax.vjp(lambda a: forward(x, a, *others), ahead)
+        return y, (pull, back, others)
+
+    def op_backward(saved: Any, cotangent: jax.Array) -> Any:
+        pull, back, others = saved
+        return backward(cotangent, back, *others), *pull(cotangent), None, None
+
+    op.defvjp(op_forward, op_backward)
+    ahead, back, *others = extras
+    return op(x, ahead, back, others)
+
+
+def probed(
+    y: jax.Array, errors: jax.Array, probe: jax.Array, axes: tuple[str, ...], num_copies: int, scale: float
+) -> jax.Array:
+    """`y`, such that a backward pass leaves damages as the gradient of `probe`.
+
+    Args:
+      y: a site's exact result.
+      errors: `[S, *y.shape]`, each strategy's result minus `y`.
+      probe: `[S]`, of any value.
+      axes: over which the result is copied, if it is.
+      num_copies: how many devices hold the same result; their cotangents are summed and each counts its share.
+      scale: of the damage.
+
+    Returns:
+      `y`; the gradient of `probe` is scale/2 · Σ_t (g_t · e_t)² `[S]`, with t over all dimensions of `y` but the last.
+    """
+
+    @jax.custom_vjp
+    def op(y: jax.Array, errors: jax.Array, probe: jax.Array) -> jax.Array:
+        return y
+
+    def op_backward(errors: jax.Array, cotangent: jax.Array) -> Any:
+        whole = lax.psum(cotangent, axes) if num_copies > 1 else cotangent
+        damages = scale / num_copies * row_damages(whole, errors)
+        return cotangent, jnp.zeros_like(errors), damages
+
+    op.defvjp(lambda y, errors, probe: (y, errors), op_backward)
+    return op(y, lax.stop_gradient(errors), probe)
+
+
+def row_damages(adjoint: jax.Array, errors: jax.Array) -> jax.Array:
+    """½ Σ_t (a_t · e_t)² `[S]` for adjoints `[..., elements]` and errors `[S, ..., elements]`."""
+    product = adjoint.astype(jnp.float32) * errors
+    rows = product.sum(axis=-1) if product.ndim > 1 else product
+    return 0.5 * jnp.square(rows).reshape(len(errors), -1).sum(axis=1)

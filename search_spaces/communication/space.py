@@ -1,0 +1,351 @@
+"""The space of communication strategies that change numbers as well as time."""
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, PartitionSpec
+
+from cost.hardware import Hardware
+from cost.problem import Problem
+from search_spaces.communication.device_step import DeviceStep
+from search_spaces.communication.emulation import emulate
+from search_spaces.communication.groups import checked_strategies, group_sites
+from search_spaces.communication.prices import site_bytes, site_seconds
+from search_spaces.communication.selection import Selection
+from search_spaces.communication.sites import Site, find_sites, trace
+from search_spaces.communication.strategies import DEFAULT, Strategy
+
+_WHOLE = PartitionSpec()
+
+
+class CommunicationSpace:
+    """A loss, written as every device computes it, with a choice of strategies at each of its collectives.
+
+    The training loss is the mean of `loss_fn` over all devices. Everything runs on one device that emulates the mesh
+    until `on_mesh` moves it onto real ones; the numbers are the same.
+
+    A *selection* says for each group what runs: the number of a strategy (an `int` is compiled in, a traced one is
+    not and branches), or a vector of weights, for the weighted sum of all strategies' results.
+
+    Args:
+      loss_fn: `loss_fn(params, batch)`, this device's loss, with `jax.lax` collectives over the mesh's axes as in the
+        body of a `jax.shard_map` that does not check replication.
+      mesh_axes: devices along each mesh axis, the fastest axis last.
+      params: pytree of floating-point arrays, or `jax.ShapeDtypeStruct`s, of whole shapes.
+      batch: pytree of arrays, likewise.
+      param_specs: a `PartitionSpec` for each leaf of `params`, or for each sub-tree; gradients are summed over the axes
+        that are not in them.
+      batch_specs: likewise.
+      strategies: what each direction ("forward", "backward", "gradient") chooses from; `strategies.DEFAULT` without.
+        Strategies that are not lossless and send as much as a lossless one are left out, and so are lossy ones for
+        integers.
+      tie: whether sites of a type share a strategy.
+      hardware: prices bytes; `problem` and `seconds` need it.
+
+    Attributes:
+      sites: all sites (see `sites.find_sites`).
+      groups: what is chosen together, in the order of the problem's nodes and of a selection.
+      notes: on collectives that stay as they are.
+
+    Raises:
+      ValueError: specs that do not fit the arrays or the mesh, parameters that are not floating-point, a loss that is
+        no scalar, an unknown direction, strategies with equal names, residuals elsewhere than at gradients.
+    """
+
+    def __init__(
+        self,
+        loss_fn: Callable[[Any, Any], jax.Array],
+        mesh_axes: Mapping[str, int],
+        params: Any,
+        batch: Any,
+        param_specs: Any,
+        batch_specs: Any,
+        *,
+        strategies: Mapping[str, Sequence[Strategy]] | None = None,
+        tie: Literal["type"] | None = "type",
+        hardware: Hardware | None = None,
+    ):
+        if tie not in ("type", None):
+            raise ValueError(f"`tie` must be 'type' or None, not {tie!r}.")
+        if not mesh_axes or min(mesh_axes.values()) < 1:
+            raise ValueError(
+                f"`mesh_axes` must name at least one axis with at least one device, got {dict(mesh_axes)}."
+            )
+        self.mesh_axes = dict(mesh_axes)
+        self.hardware = hardware
+        self.num_devices = int(np.prod(list(mesh_axes.values())))
+        self._axes = tuple(mesh_axes)
+        self._traced = trace(loss_fn, self.mesh_axes, params, batch, param_specs, batch_specs)
+        self.notes = self._traced.notes
+        self.sites: tuple[Site, ...] = find_sites(self._traced, self.mesh_axes)
+        self.groups = group_sites(self.sites, {**DEFAULT, **checked_strategies(strategies or {})}, tie)
+        self._step = DeviceStep(self._traced, self.sites, self.groups, self.num_devices)
+        params_structure, batch_structure = self._traced.structure.children()
+        self._specs = (
+            jax.tree.unflatten(params_structure, self._traced.param_specs),
+            jax.tree.unflatten(batch_structure, self._traced.batch_specs),
+        )
+        self._run: Callable[..., Callable[..., Any]] = partial(emulate, mesh_axes=self.mesh_axes)
+
+    def on_mesh(self, mesh: Mesh) -> "CommunicationSpace":
+        """The same space, running on the devices of a mesh.
+
+        Raises:
+          ValueError: the mesh's axes are not `mesh_axes`.
+        """
+        if dict(mesh.shape) != self.mesh_axes:
+            raise ValueError(f"`mesh` has axes {dict(mesh.shape)}, but the space is for {self.mesh_axes}.")
+        space = copy.copy(self)
+
+        space._run = partial(jax.shard_map, mesh=mesh, check_vma=False)
+        return space
+
+    def names(self, group: int) -> tuple[str, ...]:
+        """What a group chooses from."""
+        return self.groups[group].names
+
+    def lossless_choice(self) -> list[int]:
+        """The first lossless strategy of each group.
+
+        Raises:
+          ValueError: a group has none.
+        """
+        for group in self.groups:
+            if not group.lossless.any():
+                raise ValueError(
+                    f"The sites {group.name!r} have no lossless strategy among {group.names}; add Exact()."
+                )
+        return [int(group.lossless.argmax()) for group in self.groups]
+
+    # What a selection computes.
+
+    def loss(
+        self, params: Any, batch: Any, choice: Sequence[Selection], key: jax.Array, step: jax.Array | int = 0
+    ) -> jax.Array:
+        """The training loss, a scalar; differentiable once in `params` and in weights, not in `batch`.
+
+        Its derivatives pass the backward sites as selected; parameters' gradients are summed exactly.
+
+        Args:
+          params: whole arrays.
+          batch: whole arrays.
+          choice: a selection.
+          key: a random key, for strategies that round stochastically.
+          step: number of the training step, for schedules.
+        """
+        known, traced = self._selection(choice)
+        numbers = [None if x is None or x.ndim else x for x in traced]
+        weights = [None if x is None or not x.ndim else x for x in traced]
+        in_specs, others = (*self._specs, *[_WHOLE] * 4), (batch, numbers, key, jnp.asarray(step))
+
+        def local(params: Any, weights: Any, batch: Any, numbers: Any, key: jax.Array, step: jax.Array) -> jax.Array:
+            return self._step.loss(params, batch, key, step, _merged(_merged(known, numbers), weights))
+
+        def value(params: Any, batch: Any, weights: Any, *others: Any) -> jax.Array:
+            return lax.psum(local(params, weights, batch, *others), self._axes)
+
+        def value_and_gradients(params: Any, batch: Any, weights: Any, *others: Any) -> Any:
+            loss, (of_params, of_weights) = jax.value_and_grad(local, (0, 1))(params, weights, batch, *others)
+            return lax.psum((loss, of_weights), self._axes), self._step.summed(of_params)
+
+        # The gradient is taken on the devices: from outside, an emulated device's backward pass finds no axes.
+        @jax.custom_vjp
+        def total(params: Any, weights: Any, others: Any) -> jax.Array:
+            return self._run(value, in_specs=in_specs, out_specs=_WHOLE)(params, others[0], weights, *others[1:])
+
+        def forward(params: Any, weights: Any, others: Any) -> Any:
+            run = self._run(value_and_gradients, in_specs=in_specs, out_specs=(_WHOLE, self._specs[0]))
+            (loss, of_weights), of_params = run(params, others[0], weights, *others[1:])
+            return loss, (of_params, of_weights)
+
+        def backward(gradients: Any, cotangent: jax.Array) -> Any:
+            return *jax.tree.map(lambda g: (cotangent * g).astype(g.dtype), gradients), None
+
+        total.defvjp(forward, backward)
+        return total(params, weights, others)
+
+    def mixed_loss(
+        self, params: Any, batch: Any, weights: Sequence[jax.Array], key: jax.Array, step: jax.Array | int = 0
+    ) -> jax.Array:
+        """The training loss where each site's result is Σ_j w_j · op_j(x); differentiable as `loss`.
+
+        Backward sites mix cotangents likewise, gradient sites do not take part; the loss does not depend on the weights
+        of either.
+
+        Args:
+          params: whole arrays.
+          batch: whole arrays.
+          weights: for each group `[S]`.
+          key: a random key.
+          step: number of the training step.
+        """
+        return self.loss(params, batch, [jnp.asarray(w) for w in weights], key, step)
+
+    def loss_and_gradients(
+        self,
+        params: Any,
+        batch: Any,
+        choice: Sequence[Selection],
+        state: dict[str, jax.Array],
+        key: jax.Array,
+        step: jax.Array | int = 0,
+    ) -> tuple[jax.Array, Any, dict[str, jax.Array]]:
+        """The training loss, its gradients as they arrive, and the residuals for the next step.
+
+        Arguments as for `loss`, and `state` as `state(params)` begins it.
+        """
+        known, traced = self._selection(choice)
+
+        def fn(params: Any, batch: Any, state: Any, key: jax.Array, step: jax.Array, traced: Any) -> Any:
+            selection = _merged(known, traced)
+            loss, gradients = jax.value_and_grad(self._step.loss)(params, batch, key, step, selection)
+            return lax.psum(loss, self._axes), *self._step.send(gradients, state, key, step, selection)
+
+        by_device = PartitionSpec(self._axes)
+        in_specs = (*self._specs, by_device, _WHOLE, _WHOLE, _WHOLE)
+        run = self._run(fn, in_specs=in_specs, out_specs=(_WHOLE, self._specs[0], by_device))
+        return run(params, batch, state, key, jnp.asarray(step), traced)
+
+    def state(self, params: Any) -> dict[str, jax.Array]:
+        """Zero residuals: for each parameter that may have one `[devices, *local shape]` float32.
+
+        On a mesh the first dimension is split over all axes.
+        """
+        del params  # shapes are known since tracing
+        return {
+            self._traced.param_names[site.place]: jnp.zeros((self.num_devices, *site.shape), jnp.float32)
+            for group in self.groups
+            for site in (self.sites[s] for s in group.sites)
+            if any(strategy.keeps_residual for strategy in group.strategies)
+        }
+
+    def damages(
+        self,
+        params: Any,
+        batch: Any,
+        key: jax.Array,
+        *,
+        validation: Any = None,
+        learning_rate: float = 1.0,
+        step: jax.Array | int = 0,
+    ) -> list[jax.Array]:
+        """By how much each strategy would raise the loss, to second order: for each group `[S]`, zero where lossless.
+
+        With e the strategy's error (its result minus the exact one) in exact training otherwise, in units of the loss:
+
+        - forward: ½ · mean over tokens of (g_t · e_t)², g_t the derivative of the token's share of the mean loss at the
+          site's result, times the number of tokens. Tokens are all dimensions of the result but the last, on all
+          devices; cotangents of copies of a result are summed. The Hessian is taken as the mean outer product of
+          token gradients, and the errors of tokens as independent.
+        - backward: ½ · Σ_t (η · a_t · e_t)², a the derivative of ⟨v, parameter gradient⟩ with respect to the site's
+          result and v the gradient of the validation loss: the variance, halved, of the first-order change of that loss
+          by one step of gradient descent with learning rate η.
+        - gradient: the same, ½ · Σ_t (η · v_t · e_t)² over the rows t of the parameter. Residuals are not accounted
+          for: what is sent later counts as lost.
+
+        Args:
+          params: whole arrays.
+          batch: whole arrays.
+          key: a random key.
+          validation: a batch of the same shapes for v and for forward damages; `batch` without.
+          learning_rate: η.
+          step: number of the training step.
+        """
+        probes = [jnp.zeros(len(group.names)) for group in self.groups]
+
+        def fn(params: Any, batch: Any, validation: Any, key: jax.Array, step: jax.Array) -> list[jax.Array]:
+            def loss(params: Any, batch: Any, ahead: Any, back: Any) -> jax.Array:
+                return self._step.probed_loss(params, batch, key, step, ahead, back)
+
+            direction, forward = jax.grad(loss, argnums=(0, 2))(params, validation, probes, probes)
+            direction = self._step.summed(direction)
+
+            def along(back: Any) -> tuple[jax.Array, Any]:
+                gradients = jax.grad(loss)(params, batch, probes, back)
+                products = jax.tree.map(lambda v, g: jnp.vdot(v, g), direction, gradients)
+                return sum(jax.tree.leaves(products), jnp.float32(0)), gradients
+
+            backward, gradients = jax.grad(along, has_aux=True)(probes)
+            of_gradients = self._step.gradient_damages(direction, gradients, key, step)
+            later = [learning_rate**2 * (b + c) for b, c in zip(backward, of_gradients, strict=True)]
+            return lax.psum([f + x for f, x in zip(forward, later, strict=True)], self._axes)
+
+        run = self._run(fn, in_specs=(*self._specs, self._specs[1], _WHOLE, _WHOLE), out_specs=_WHOLE)
+        return run(params, batch, batch if validation is None else validation, key, jnp.asarray(step))
+
+    # What a selection costs.
+
+    def problem(self) -> Problem:
+        """One node for each group; sites inside a branch of alternatives cost what they do if it is chosen.
+
+        Raises:
+          ValueError: the space has no hardware.
+        """
+        node_cost, edges = self._costs(self._seconds_of)
+        pairs = np.array(list(edges), np.int64).reshape(-1, 2)
+        return Problem(node_cost, pairs, list(edges.values()))
+
+    def seconds(self, choice: Sequence[int]) -> float:
+        """Seconds of communication and encoding in one step, without overlap; raises as `problem`."""
+        return self._cost_of(choice, self._seconds_of)
+
+    def sent_bytes(self, choice: Sequence[int]) -> float:
+        """Bytes that each device sends in the mean step."""
+        return self._cost_of(choice, site_bytes)
+
+    def _seconds_of(self, site: Site, strategy: Strategy) -> float:
+        if self.hardware is None:
+            raise ValueError("`hardware` is None; give the space hardware with a link for each mesh axis.")
+        return site_seconds(site, strategy, self.hardware)
+
+    def _costs(
+        self, cost: Callable[[Site, Strategy], float]
+    ) -> tuple[list[np.ndarray], dict[tuple[int, int], np.ndarray]]:
+        nodes = [np.zeros(len(group.names)) for group in self.groups]
+        edges: dict[tuple[int, int], np.ndarray] = {}
+        for g, group in enumerate(self.groups):
+            for site in (self.sites[s] for s in group.sites if group.strategies):
+                costs = np.array([cost(site, strategy) for strategy in group.strategies])
+                if site.branch is None:
+                    nodes[g] += costs
+                else:
+                    place, b = site.branch
+                    a = self._step.group_of[self._step.site_at["forward", place]]
+                    edge = edges.setdefault((a, g), np.zeros((len(self.groups[a].names), len(costs))))
+                    edge[b] += costs
+        return nodes, edges
+
+    def _cost_of(self, choice: Sequence[int], cost: Callable[[Site, Strategy], float]) -> float:
+        self._selection(choice)
+        nodes, edges = self._costs(cost)
+        total = sum(node[i] for node, i in zip(nodes, choice, strict=True))
+        return float(total + sum(edge[choice[u], choice[v]] for (u, v), edge in edges.items()))
+
+    def _selection(self, choice: Sequence[Selection]) -> tuple[list[int | None], list[Any]]:
+        """A selection in two: what is known now, and what is traced; None in the other's place."""
+        if len(choice) != len(self.groups):
+            raise ValueError(f"`choice` must have one entry for each of {len(self.groups)} groups, got {len(choice)}.")
+        known: list[int | None] = []
+        traced: list[Any] = []
+        for group, chosen in zip(self.groups, choice, strict=True):
+            number = isinstance(chosen, (int, np.integer)) and not isinstance(chosen, bool)
+            if number and not 0 <= int(chosen) < len(group.names):
+                raise ValueError(f"`choice` of {group.name!r} must be 0 to {len(group.names) - 1}, not {chosen}.")
+            whole = jnp.ndim(chosen) == 0 and jnp.issubdtype(jnp.asarray(chosen).dtype, jnp.integer)
+            if not number and not whole and jnp.shape(chosen) != (len(group.names),):
+                raise ValueError(
+                    f"`choice` of {group.name!r} must be an integer or {len(group.names)} weights, not {chosen!r}."
+                )
+            known.append(int(chosen) if number else None)  # type: ignore[arg-type]
+            traced.append(None if number else jnp.asarray(chosen))
+        return known, traced
+
+
+def _merged(known: Sequence[Any], traced: Sequence[Any]) -> list[Any]:
+    return [t if k is None else k for k, t in zip(known, traced, strict=True)]
