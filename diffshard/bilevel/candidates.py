@@ -15,7 +15,7 @@ from cost.problem import Problem, num_strategies
 from diffshard.bilevel.objective import MaxLossIncrease, Objective
 from diffshard.bilevel.pareto import Point
 from diffshard.bilevel.plan import Choice, Prediction
-from diffshard.bilevel.space import Batch, Params, Residuals, Space
+from diffshard.bilevel.space import Batch, Params, Residuals, Space, node_names
 from diffshard.halving import Row, each, halving
 
 _MOST_COMBINATIONS = 4096
@@ -146,7 +146,10 @@ def propose(
     by_type = [choice for choice in _combinations(problem, reference) if choice not in seen]
     at = [(prediction.increase(choice), space.seconds(choice)) for choice in by_type]
     layer = _layers(np.array(at).reshape(-1, 2))
-    found += [Candidate(_described(space, by_type[i], reference), by_type[i]) for i in np.argsort(layer, kind="stable")]
+    found += [
+        Candidate(_described(space, problem, by_type[i], reference), by_type[i])
+        for i in np.argsort(layer, kind="stable")
+    ]
     distinct = {(c.choice, c.exact_share): c for c in reversed(found) if c.choice != reference}  # the first name stays
     return list(reversed(distinct.values()))[:most]
 
@@ -160,7 +163,7 @@ def prove(
     optimizer: optax.GradientTransformation,
     objective: Objective,
 ) -> Proof:
-    """Trains the exact choice through all rungs and the candidates by successive halving; the exact one can win.
+    """Trains the exact choice through all rungs, the candidates by successive halving; the best of the last rung wins.
 
     Under a bound on the loss a candidate's score is (increase beyond the bound, mean step time), compared in this
     order; under a weight of the cost it is increase + weight · cost ratio, a schedule's weight being its first.
@@ -178,43 +181,46 @@ def prove(
     total = sum(data.rungs)
     take_step, test = _steps(space, optimizer, data)
 
-    def train(training: _Training, num_steps: int) -> _Training:
-        candidate, params, weights_state, residuals, start, losses = training
-        for step in range(start, start + num_steps):
-            choice = reference if step < candidate.exact_share * total else candidate.choice
-            params, weights_state, residuals = take_step(
-                choice, params, weights_state, residuals, data.train_batches[step], jnp.int32(step)
-            )
-        loss = test(candidate.choice, params, jnp.int32(start + num_steps))
-        return _Training(candidate, params, weights_state, residuals, start + num_steps, (*losses, loss))
+    def choice_at(candidate: Candidate, step: int) -> Choice:
+        return reference if step < candidate.exact_share * total else candidate.choice
 
     def start(candidate: Candidate) -> _Training:
         return _Training(candidate, data.params, optimizer.init(data.params), space.state(data.params), 0, ())
 
-    exact = start(Candidate("exact", reference))
-    exact_at = [exact := train(exact, steps) for steps in data.rungs]
+    def train(training: _Training, num_steps: int) -> _Training:
+        candidate, params, weights_state, residuals, begin, losses = training
+        end = begin + num_steps
+        for step in range(begin, end):
+            params, weights_state, residuals = take_step(
+                choice_at(candidate, step), params, weights_state, residuals, data.train_batches[step], jnp.int32(step)
+            )
+        # Tested as it was trained last: damage that was never trained with would mislead.
+        loss = test(choice_at(candidate, end - 1), params, jnp.int32(end))
+        return _Training(candidate, params, weights_state, residuals, end, (*losses, loss))
 
     def seconds(candidate: Candidate) -> float:
         share = candidate.exact_share
         return share * float(space.seconds(reference)) + (1 - share) * float(space.seconds(candidate.choice))
 
-    def increase(training: _Training) -> float:
-        return training.losses[-1] - exact.losses[len(training.losses) - 1]
+    def score(candidate: Candidate, increase: float) -> Any:
+        return _score(objective, increase, seconds(candidate), float(space.seconds(reference)))
 
     def train_and_score(training: _Training, num_steps: int) -> tuple[_Training, Any]:
-        is_exact = training.candidate.choice == reference
-        after = exact_at[len(training.losses)] if is_exact else train(training, num_steps)
-        return after, _score(objective, increase(after), seconds(training.candidate), float(space.seconds(reference)))
+        after = train(training, num_steps)
+        return after, score(after.candidate, after.losses[-1] - exact.losses[len(training.losses)])
 
-    field = [start(candidate) for candidate in (exact.candidate, *candidates)]
-    names = [training.candidate.name for training in field]
+    exact = start(Candidate("exact", reference))
+    for steps in data.rungs:
+        exact = train(exact, steps)
+    field, names = [start(candidate) for candidate in candidates], [candidate.name for candidate in candidates]
     found = halving(field, each(train_and_score), rungs=data.rungs, keep=data.keep, names=names)
-    table = tuple(
-        Tried(*training.candidate, seconds(training.candidate), training.losses[-1], increase(training), row)
-        for training, row in zip(found.trained, found.table, strict=True)
-    )
-    given = sum(tried.row.steps for tried in table if tried.choice != reference)
-    return Proof(table[0], table, exact.losses, given + total)
+    of_exact = Row("exact", (score(exact.candidate, 0.0),) * len(data.rungs), total)
+    table = [
+        Tried(*t.candidate, seconds(t.candidate), t.losses[-1], t.losses[-1] - exact.losses[len(t.losses) - 1], row)
+        for t, row in [(exact, of_exact), *zip(found.trained, found.table, strict=True)]
+    ]
+    table.sort(key=lambda tried: (-len(tried.row.scores), tried.row.scores[-1]))
+    return Proof(table[0], tuple(table), exact.losses, found.steps + total)
 
 
 def _score(objective: Objective, increase: float, seconds: float, exact_seconds: float) -> Any:
@@ -280,6 +286,7 @@ def _layers(at: np.ndarray) -> np.ndarray:
     return layer
 
 
-def _described(space: Space, choice: Choice, reference: Choice) -> str:
+def _described(space: Space, problem: Problem, choice: Choice, reference: Choice) -> str:
+    nodes = node_names(space, problem)
     different = [v for v, (s, r) in enumerate(zip(choice, reference, strict=True)) if s != r]
-    return ", ".join(f"{v}: {space.names(v)[choice[v]]}" for v in different) or "exact"
+    return ", ".join(f"{nodes[v]}: {space.names(v)[choice[v]]}" for v in different)

@@ -5,13 +5,13 @@ function `increase(space, params, batch, rows, key)`, handed to `bilevel(estimat
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from diffshard.bilevel.space import Batch, Params, Rows, Space, one_hot, reference_choice
+from diffshard.bilevel.space import Batch, Params, Rows, Selection, Space, one_hot, reference_choice
 
 Increase = Callable[[Space, Params, Batch, Rows, jax.Array], jax.Array]
 """`increase(space, params, batch, rows, key)`: a scalar in units of the loss, over the exact choice; it is
@@ -23,18 +23,30 @@ class Estimator(NamedTuple):
 
     Attributes:
       increase: see `Increase`.
-      running: the weights under which training runs, made of rows and a key; None trains the exact choice.
+      running: what training runs, made of rows and a key; None is the exact choice.
+      weights: the same as weights that the rows can be differentiated through, for `order=2`.
       needs: the method that the space must have.
     """
 
     increase: Increase
-    running: Callable[[Rows, jax.Array], Rows] | None = None
+    running: Callable[[Rows, jax.Array], Selection] | None = None
+    weights: Callable[[Rows, jax.Array], Rows] | None = None
     needs: str = "loss"
 
 
-def curvature() -> Estimator:
-    """Σ_v ⟨p_v, ½ E[(g·e)²]⟩: the second-order damage, which is linear in the rows, at exactly trained parameters."""
-    return Estimator(_expected_damage, needs="damages")
+def curvature(**options: Any) -> Estimator:
+    """Σ_v ⟨p_v, ½ E[(g·e)²]⟩: the second-order damage, which is linear in the rows, at exactly trained parameters.
+
+    Args:
+      **options: for the space's `damages`, such as the `learning_rate` that errors of gradients are taken through.
+    """
+
+    def increase(space: Space, params: Params, batch: Batch, rows: Rows, key: jax.Array) -> jax.Array:
+        measure: Callable[..., Rows] = space.damages
+        damages = jax.lax.stop_gradient(measure(params, batch, key, **options))
+        return sum((row @ damage for row, damage in zip(rows, damages, strict=True)), start=jnp.zeros(()))
+
+    return Estimator(increase, needs="damages")
 
 
 def mixture() -> Estimator:
@@ -42,11 +54,13 @@ def mixture() -> Estimator:
 
     Source: Liu, Simonyan and Yang, "DARTS: Differentiable Architecture Search" (ICLR 2019), equation 2.
     """
-    return Estimator(_mixed_increase, lambda rows, key: rows, "mixed_loss")
+    return Estimator(_mixed_increase, _as_they_are, _as_they_are, "mixed_loss")
 
 
 def sampled(temperature: float = 1.0) -> Estimator:
-    """One strategy of each node is drawn and its result goes on; gradients are those of the softened draw.
+    """One strategy of each node is drawn and its result goes on; slopes are those of the softened draw.
+
+    Training runs the drawn strategies alone; validation runs all, as each one's result is part of the slope.
 
     Args:
       temperature: of the softened draw; lower is closer to the draw and noisier.
@@ -67,7 +81,10 @@ def sampled(temperature: float = 1.0) -> Estimator:
         draw_key, run_key = jax.random.split(key)
         return _mixed_increase(space, params, batch, draw(rows, draw_key), run_key)
 
-    return Estimator(increase, draw, "mixed_loss")
+    def drawn(rows: Rows, key: jax.Array) -> Selection:
+        return [row.argmax() for row in draw(rows, key)]
+
+    return Estimator(increase, drawn, draw, "mixed_loss")
 
 
 ESTIMATORS: dict[str, Callable[[], Estimator]] = {"curvature": curvature, "mixture": mixture, "sampled": sampled}
@@ -129,9 +146,9 @@ def _shifted(params: Params, size: jax.Array, direction: Params) -> Params:
     return jax.tree.map(lambda p, u: p + (size * u).astype(p.dtype), params, direction)
 
 
-def _expected_damage(space: Space, params: Params, batch: Batch, rows: Rows, key: jax.Array) -> jax.Array:
-    damages = jax.lax.stop_gradient(space.damages(params, batch, key))
-    return sum((row @ damage for row, damage in zip(rows, damages, strict=True)), start=jnp.zeros(()))
+def _as_they_are(rows: Rows, key: jax.Array) -> Rows:
+    del key
+    return rows
 
 
 def _mixed_increase(space: Space, params: Params, batch: Batch, rows: Rows, key: jax.Array) -> jax.Array:

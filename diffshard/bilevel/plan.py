@@ -7,7 +7,7 @@ import numpy as np
 
 from cost.evaluation import evaluate
 from cost.problem import Problem, is_forbidden, num_strategies
-from diffshard.bilevel.space import is_lossless, reference_cost
+from diffshard.bilevel.space import is_lossless, node_names, reference_cost
 from diffshard.solve import solve
 
 _UNITS = 1e6  # of a budget
@@ -21,8 +21,9 @@ class BilevelPlan(NamedTuple):
 
     Attributes:
       choice: V strategy indices.
-      strategies: V names of strategies.
-      seconds: the exact cost.
+      nodes: V names of what was chosen for.
+      strategies: V names of what was chosen.
+      seconds: the exact cost; of a schedule the mean over training.
       cost_ratio: to the exact choice's.
       loss_increase: over the exact choice, in units of the loss: predicted by the mean slopes of the search, or
         measured by training where there is a proof.
@@ -33,6 +34,7 @@ class BilevelPlan(NamedTuple):
     """
 
     choice: Choice
+    nodes: tuple[str, ...]
     strategies: tuple[str, ...]
     seconds: float
     cost_ratio: float
@@ -47,7 +49,7 @@ class BilevelPlan(NamedTuple):
             f"step {self.seconds:.4g} s, {self.cost_ratio:.1%} of the exact choice's; loss {self.loss_increase:+.4g}",
             *([f"the first {self.exact_share:.0%} of training runs the exact choice"] if self.exact_share else []),
             *([self.message] if self.message else []),
-            *(f"  {v}: {name}" for v, name in enumerate(self.strategies)),
+            *(f"  {node}: {name}" for node, name in zip(self.nodes, self.strategies, strict=True)),
         ]
         return "\n".join(lines)
 
@@ -110,6 +112,7 @@ def plan_of(space: Any, problem: Problem, increases: Mapping[Choice, float], mos
     names = getattr(space, "names", lambda v: [str(s) for s in range(int(num_strategies(problem)[v]))])
     return BilevelPlan(
         choice=choice,
+        nodes=node_names(space, problem),
         strategies=tuple(names(v)[s] for v, s in enumerate(choice)),
         seconds=float(found.cost),
         cost_ratio=float(found.cost) / reference_cost(space, problem),

@@ -16,6 +16,7 @@ from diffshard.bilevel.objective import CostWeight, MaxLossIncrease, Objective
 from diffshard.bilevel.plan import BilevelPlan, Prediction, plan_of, proposals
 from diffshard.bilevel.space import (
     Batch,
+    HasLossless,
     Params,
     Residuals,
     Rows,
@@ -127,7 +128,8 @@ def bilevel(
     Args:
       loss_fn: `loss_fn(params, batch) -> scalar`: what `space` is built of, and what trains where the space is
         lossless. A space that is built already brings its own loss.
-      mesh: names the axes that `space` is built for.
+      mesh: names the axes that a function `space` builds for. A `Mesh` of devices also runs a space there that has a
+        method `on_mesh`; without, and with an `AbstractMesh`, the space runs as it is built: emulated, on one device.
       space: a `diffshard.bilevel.space.Space`; or a function `(loss_fn, mesh_axes, params, batch)` that makes one,
         called by the first `init`; or a `Problem`, or an object with a method `problem()` and no losses, whose choice
         cannot change the loss: A follows the cost alone.
@@ -147,7 +149,7 @@ def bilevel(
     if order not in (1, 2):
         raise ValueError(f"`order` must be 1 or 2, got {order!r}.")
     chosen = resolve(estimator)
-    if order == 2 and chosen.running is None:
+    if order == 2 and chosen.weights is None:
         raise ValueError(
             f"`order` 2 needs an estimator under which training depends on the choice (mixture, sampled); "
             f"with {estimator!r} it does not. Take order 1."
@@ -162,6 +164,7 @@ def bilevel(
     search = BilevelSearch(
         loss_fn=loss_fn,
         make_space=make_space,
+        mesh=mesh,
         weights_optimizer=weights_optimizer,
         choice_optimizer=optax.adam(1e-2) if choice_optimizer is None else choice_optimizer,
         objective=_objective(max_loss_increase, cost_weight),
@@ -187,6 +190,7 @@ class BilevelSearch:
         *,
         loss_fn: LossFn | None,
         make_space: Callable[[Params, Batch], Any] | None,
+        mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh | None,
         weights_optimizer: optax.GradientTransformation,
         choice_optimizer: optax.GradientTransformation,
         objective: Objective | None,
@@ -194,7 +198,7 @@ class BilevelSearch:
         order: int,
     ):
         self.space: Any = None  # until `settle`
-        self._loss_fn, self._make_space = loss_fn, make_space
+        self._loss_fn, self._make_space, self._mesh = loss_fn, make_space, mesh
         self._weights_optimizer, self._choice_optimizer = weights_optimizer, choice_optimizer
         self._objective, self._estimator, self._order = objective, estimator, order
         self._step = jax.jit(self._one_step)
@@ -216,7 +220,8 @@ class BilevelSearch:
             raise ValueError("give `max_loss_increase` or `cost_weight`: this space trades loss for cost.")
         elif not hasattr(space, self._estimator.needs):
             raise ValueError(f"`estimator` needs a method `{self._estimator.needs}`, which `space` does not have.")
-        self.space = space
+        on_devices = isinstance(self._mesh, jax.sharding.Mesh) and hasattr(space, "on_mesh")
+        self.space = space.on_mesh(self._mesh) if on_devices else space
 
     def init(self, key: jax.Array, params: Params, batch: Batch) -> BilevelState:
         """Rows near uniform; the same key gives the same search.
@@ -282,14 +287,16 @@ class BilevelSearch:
             in `plan.proof`. None returns the proposal.
         """
         most = self._objective.most if isinstance(self._objective, MaxLossIncrease) else None
-        exact = self._reference if hasattr(self.space, "lossless_choice") else None
+        exact = self._reference if isinstance(self.space, HasLossless) else None
         found = proposals(self._problem, self.rows(state), _prediction(state), exact, most)
         plan = plan_of(self.space, self._problem, found, most)
         if candidates_data is None or is_lossless(self.space):
             return plan, state.params
         proof = self.prove(state, candidates_data)
         proven = plan_of(self.space, self._problem, {proof.winner.choice: proof.winner.loss_increase}, most)
-        return proven._replace(exact_share=proof.winner.exact_share, proof=proof), state.params
+        winner = proof.winner
+        proven = proven._replace(seconds=winner.seconds, cost_ratio=winner.seconds / self._reference_cost)
+        return proven._replace(exact_share=winner.exact_share, proof=proof), state.params
 
     def prove(self, state: BilevelState, data: CandidatesData) -> Proof:
         """Trains the proposal, every uniform and by-type choice, and schedules from the start; see `candidates.prove`.
@@ -358,27 +365,23 @@ class BilevelSearch:
         def increase(params: Params, rows: Rows) -> jax.Array:
             return self._estimator.increase(self.space, params, val_batch, rows, val_key)
 
-        if self._estimator.running is None:
-            loss, gradients, residuals = self.space.loss_and_gradients(
-                state.params, train_batch, self._reference, state.residuals, run_key, state.step
-            )
-            value, slopes = jax.value_and_grad(increase, argnums=1)(state.params, rows)
-            return _Seen(loss, gradients, residuals, value, slopes)
-
+        running, weights = self._estimator.running, self._estimator.weights
         draw_key, noise_key = jax.random.split(run_key)
-
-        def train_loss(params: Params, rows: Rows) -> jax.Array:
-            assert self._estimator.running is not None
-            return self.space.mixed_loss(params, train_batch, self._estimator.running(rows, draw_key), noise_key)
-
-        loss, gradients = jax.value_and_grad(train_loss)(state.params, rows)
-        if self._order == 1:
+        selection = self._reference if running is None else running(rows, draw_key)
+        loss, gradients, residuals = self.space.loss_and_gradients(
+            state.params, train_batch, selection, state.residuals, noise_key, state.step
+        )
+        if self._order == 1 or weights is None:
             value, slopes = jax.value_and_grad(increase, argnums=1)(state.params, rows)
         else:
+
+            def train_loss(params: Params, rows: Rows) -> jax.Array:
+                return self.space.mixed_loss(params, train_batch, weights(rows, draw_key), noise_key)
+
             value, slopes = unrolled(
                 increase, train_loss, lambda g: self._moved(state, g)[0], state.params, rows, gradients
             )
-        return _Seen(loss, gradients, state.residuals, value, slopes)
+        return _Seen(loss, gradients, residuals, value, slopes)
 
     def _moved(self, state: BilevelState, gradients: Params) -> tuple[Params, optax.OptState]:
         updates, weights_state = self._weights_optimizer.update(gradients, state.weights_state, state.params)

@@ -19,6 +19,8 @@ Batch = Any
 Residuals = Any
 Rows = list[jax.Array]
 """V arrays `[S_v]` of weights on the simplex."""
+Selection = Sequence[Any]
+"""What runs at each of V nodes: a strategy's index, static or traced, or weights `[S_v]` for the sum of all results."""
 
 
 @runtime_checkable
@@ -30,6 +32,15 @@ class HasProblem(Protocol):
         ...
 
 
+@runtime_checkable
+class HasLossless(Protocol):
+    """A space that knows which choice is exact; it then keeps every bound on the loss."""
+
+    def lossless_choice(self) -> Sequence[int]:
+        """The exact strategy of each node, `[V]`."""
+        ...
+
+
 class Space(HasProblem, Protocol):
     """Strategies that change the loss as well as the cost; losses, gradients and damages can be jitted."""
 
@@ -37,12 +48,12 @@ class Space(HasProblem, Protocol):
         """The names of the strategies of one node, `[S_v]`."""
         ...
 
-    def loss(self, params: Params, batch: Batch, choice: Sequence[int], key: jax.Array, step: jax.Array) -> jax.Array:
-        """The loss at a discrete choice; `choice` is static, a scalar comes back."""
+    def loss(self, params: Params, batch: Batch, choice: Selection, key: jax.Array, step: jax.Array) -> jax.Array:
+        """The loss of a selection, a scalar."""
         ...
 
     def loss_and_gradients(
-        self, params: Params, batch: Batch, choice: Sequence[int], state: Residuals, key: jax.Array, step: jax.Array
+        self, params: Params, batch: Batch, choice: Selection, state: Residuals, key: jax.Array, step: jax.Array
     ) -> tuple[jax.Array, Params, Residuals]:
         """The loss, its gradients and what the strategies carry to the next step."""
         ...
@@ -100,6 +111,12 @@ def problem_of(space: object) -> Problem:
     return problem
 
 
+def node_names(space: object, problem: Problem) -> tuple[str, ...]:
+    """V names: those of the space's `groups`, where it has some, or numbers."""
+    groups = getattr(space, "groups", [None] * len(problem.node_cost))
+    return tuple(str(getattr(group, "name", v)) for v, group in enumerate(groups))
+
+
 def allowed(problem: Problem) -> list[np.ndarray]:
     """V arrays `[S_v]`: which strategies may be chosen."""
     return [~is_forbidden(cost) for cost in problem.node_cost]
@@ -108,10 +125,11 @@ def allowed(problem: Problem) -> list[np.ndarray]:
 def reference_choice(space: object, problem: Problem) -> tuple[int, ...]:
     """The choice that increases and cost ratios are measured against: exact where the space knows what is exact.
 
-    A space says so by an attribute `lossless_choice`, `[V]` indices; without it each node's first strategy is taken.
+    A space says so by a method `lossless_choice()`, `[V]` indices; without it each node's first strategy is taken.
     """
-    first = [int(np.argmax(mask)) for mask in allowed(problem)]
-    return tuple(int(strategy) for strategy in getattr(space, "lossless_choice", first))
+    if isinstance(space, HasLossless):
+        return tuple(int(strategy) for strategy in space.lossless_choice())
+    return tuple(int(np.argmax(mask)) for mask in allowed(problem))
 
 
 def one_hot(problem: Problem, choice: Sequence[int]) -> Rows:

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from cost.problem import Problem
-from diffshard.bilevel.space import one_hot
 
 BATCH, WIDTH = 8, 3
 
@@ -25,13 +24,16 @@ class Perturbed:
 
     def __init__(self, errors: Sequence[Sequence[float]], seconds: Sequence[Sequence[float]], **fields: Any):
         self.errors, self.node_seconds, self.fields = [np.array(e, float) for e in errors], seconds, fields
-        self.lossless_choice = (0,) * len(errors)
         self.traces = 0
 
     def problem(self) -> Problem:
         """Nodes without edges unless `fields` say otherwise."""
         cost = [np.array(row, float) for row in self.node_seconds]
         return Problem(**{"node_cost": cost, "edge_nodes": np.zeros((0, 2), int), "edge_cost": [], **self.fields})
+
+    def lossless_choice(self) -> list[int]:
+        """The first ones."""
+        return [0] * len(self.errors)
 
     def names(self, group: int) -> list[str]:
         """As `Space`."""
@@ -54,7 +56,8 @@ class Perturbed:
     def loss(self, params, batch, choice, key, step):
         """As `Space`."""
         del step
-        return self.mixed_loss(params, batch, one_hot(self.problem(), choice), key)
+        weights = [c if jnp.ndim(c) else jnp.eye(len(e))[c] for c, e in zip(choice, self.errors, strict=True)]
+        return self.mixed_loss(params, batch, weights, key)
 
     def loss_and_gradients(self, params, batch, choice, state, key, step):
         """As `Space`."""

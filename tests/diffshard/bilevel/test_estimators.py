@@ -77,9 +77,11 @@ def test_curvature_is_the_mean_damage():
 
 def test_sampled_runs_one_strategy_of_each_node_as_often_as_it_weighs():
     sampled = estimators.sampled()
+    assert sampled.weights is not None
+    weights = sampled.weights
+    drawn = jax.vmap(lambda key: weights(_rows(), key))(jax.random.split(KEY, 4000))
     assert sampled.running is not None
-    running = sampled.running
-    drawn = jax.vmap(lambda key: running(_rows(), key))(jax.random.split(KEY, 4000))
+    assert sampled.running(_rows(), KEY) == [row.argmax() for row in weights(_rows(), KEY)]
     for rows, row in zip(drawn, _rows(), strict=True):
         np.testing.assert_allclose(np.asarray(rows).max(axis=1), 1.0)
         np.testing.assert_allclose(np.abs(np.asarray(rows)).sum(axis=1), 1.0, atol=1e-12)
@@ -89,9 +91,9 @@ def test_sampled_runs_one_strategy_of_each_node_as_often_as_it_weighs():
 def test_sampled_slopes_are_those_of_the_softened_draw():
     """With a linear function of the row the straight-through slope is that of softmax(log p + gumbel)."""
     row, weights = _rows()[0], jnp.array([1.0, -2.0, 0.5])
-    running = estimators.sampled(temperature=0.7).running
-    assert running is not None
-    slope = jax.grad(lambda r: running([r], KEY)[0] @ weights)(row)
+    drawn = estimators.sampled(temperature=0.7).weights
+    assert drawn is not None
+    slope = jax.grad(lambda r: drawn([r], KEY)[0] @ weights)(row)
     noise = jax.random.gumbel(jax.random.split(KEY, 1)[0], (3,))
     soft = jax.grad(lambda r: jax.nn.softmax((jnp.log(r) + noise) / 0.7) @ weights)(row)
     np.testing.assert_allclose(slope, soft, rtol=1e-9)

@@ -1,0 +1,126 @@
+"""Candidates: which are tried, and that training decides."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import diffshard
+from diffshard.bilevel.candidates import Candidate, propose, prove
+from diffshard.bilevel.objective import CostWeight, MaxLossIncrease
+from diffshard.bilevel.plan import Prediction
+from tests.diffshard.bilevel.perturbed import Perturbed, batch_of, start
+
+KEY = jax.random.key(0)
+ERRORS, SECONDS = [[0.0, 0.3, 0.7], [0.0, 0.5]], [[2.0, 1.5, 1.0], [3.0, 1.0]]
+RUNGS = (4, 8)
+
+
+def _data(**changes) -> diffshard.CandidatesData:
+    fields = {
+        "params": start(),
+        "train_batches": [batch_of(100 + i) for i in range(sum(RUNGS))],
+        "test_batches": [batch_of(200), batch_of(201)],
+        "key": KEY,
+        "rungs": RUNGS,
+        **changes,
+    }
+    return diffshard.CandidatesData(**fields)
+
+
+def _prediction(space: Perturbed) -> Prediction:
+    return Prediction(0.0, [0.5 * errors**2 for errors in space.errors])
+
+
+def _trained(space: Perturbed, data, choices) -> float:
+    """The loss of the last choice after a plain loop over a choice for each step."""
+    params = data.params
+    for batch, choice in zip(data.train_batches, choices, strict=True):
+        gradients = jax.grad(space.loss)(params, batch, choice, KEY, 0)
+        params = jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients)
+    return float(np.mean([space.loss(params, batch, choices[-1], KEY, 0) for batch in data.test_batches]))
+
+
+def test_the_proposal_uniform_choices_schedules_and_choices_by_type_are_tried_once():
+    space = Perturbed(ERRORS, SECONDS)
+    found = propose(space, space.problem(), (1, 1), _prediction(space), (0, 0), most=24)
+    names = [c.name for c in found]
+    assert names[:4] == ["found", "all rougher", "found, second half", "all rougher, second half"]  # all rough is found
+    assert sorted(names[4:]) == ["0: rough", "0: rougher, 1: rough", "1: rough"]
+    assert len({(c.choice, c.exact_share) for c in found}) == len(found)
+    assert {c.choice for c in found if not c.exact_share} == {
+        (s, t) for s in range(3) for t in range(2) if (s, t) != (0, 0)
+    }
+    assert Candidate("all rougher", (2, 0)) in found  # node 1 has no strategy of that name and stays exact
+    assert Candidate("found, second half", (1, 1), 0.5) in found
+    without = propose(space, space.problem(), (1, 1), _prediction(space), (0, 0), most=3)
+    assert without == found[:3]
+
+
+def test_too_many_combinations_become_changes_of_one_or_two_nodes():
+    space = Perturbed([[0.0, 0.1]] * 14, [[2.0, 1.0]] * 14)
+    found = propose(space, space.problem(), (0,) * 14, _prediction(space), (0,) * 14, most=1000)
+    assert sum(not c.exact_share for c in found) == 1 + 14 + 14 * 13 // 2
+
+
+@pytest.mark.parametrize("most", [0.02, 10.0])
+def test_training_decides_and_equals_a_plain_loop(most: float):
+    space, data = Perturbed(ERRORS, SECONDS), _data()
+    candidates = [Candidate("rough", (1, 1)), Candidate("late", (1, 1), 0.5), Candidate("rougher", (2, 1))]
+    proof = prove(space, candidates, (0, 0), data, optimizer=optax.sgd(0.1), objective=MaxLossIncrease(most))
+    exact = _trained(space, data, [(0, 0)] * 12)
+    assert proof.exact_losses[-1] == pytest.approx(exact, rel=1e-5)
+    tried = {t.name: t for t in proof.table}
+    assert proof.winner.name == ("exact" if most == 0.02 else "rougher")
+    assert proof.winner.loss == pytest.approx(_trained(space, data, [proof.winner.choice] * 12), rel=1e-5)
+    assert proof.winner.loss_increase == pytest.approx(proof.winner.loss - exact, abs=1e-6)
+    assert tried["late"].seconds == (5.0 + 2.5) / 2
+    assert proof.steps == 12 + sum(t.row.steps for t in proof.table if t.name != "exact")
+    assert {point.name for point in proof.points()} == {t.name for t in proof.table if len(t.row.scores) == 2}
+    assert diffshard.pareto(proof.points()).front
+
+
+def test_a_schedule_runs_the_exact_choice_first():
+    space, data = Perturbed(ERRORS, SECONDS), _data()
+    late = [Candidate("late", (2, 1), 0.5)]
+    proof = prove(space, late, (0, 0), data, optimizer=optax.sgd(0.1), objective=MaxLossIncrease(10.0))
+    found = next(tried for tried in proof.table if tried.name == "late")
+    assert found.loss == pytest.approx(_trained(space, data, [(0, 0)] * 6 + [(2, 1)] * 6), rel=1e-5)
+
+
+def test_a_weight_of_the_cost_trades_one_for_the_other():
+    """The exact choice costs 1, (2, 1) 0.4, for an increase of about 0.37."""
+    space, candidates = Perturbed(ERRORS, SECONDS), [Candidate("rougher", (2, 1))]
+    for weight, winner in [(0.1, "exact"), (3.0, "rougher")]:
+        proof = prove(space, candidates, (0, 0), _data(), optimizer=optax.sgd(0.1), objective=CostWeight(weight))
+        assert proof.winner.name == winner
+        assert proof.winner.row.scores[-1] == pytest.approx(
+            proof.winner.loss_increase + weight * proof.winner.seconds / 5.0, rel=1e-5
+        )
+
+
+def test_finish_with_data_returns_the_winner_with_its_table():
+    space = Perturbed(ERRORS, SECONDS)
+    search = diffshard.bilevel(None, space=space, weights_optimizer=optax.sgd(0.1), max_loss_increase=0.5)
+    state = search.init(KEY, start(), batch_of(0))
+    for step in range(3):
+        state, _ = search.update(state, batch_of(2 * step), batch_of(2 * step + 1))
+    plan, params = search.finish(state, candidates_data=_data(num_candidates=6))
+    assert plan.proof is not None
+    assert plan.choice == plan.proof.winner.choice
+    assert plan.loss_increase == pytest.approx(plan.proof.winner.loss_increase)
+    assert plan.loss_increase <= 0.5
+    last = [tried for tried in plan.proof.table if len(tried.row.scores) == 2 and tried.loss_increase <= 0.5]
+    assert plan.seconds == min(tried.seconds for tried in last) < 5.0
+    assert len(plan.proof.table) == 7
+    assert jnp.all(params["w"] == state.params["w"])
+
+
+def test_what_is_wrong_is_said():
+    with pytest.raises(ValueError, match="one for each of the 12 steps of `rungs`, got 11"):
+        _data(train_batches=[batch_of(0)] * 11)
+    with pytest.raises(ValueError, match="`test_batches` must hold at least one"):
+        _data(test_batches=[])
+    with pytest.raises(ValueError, match="`num_candidates` must be positive, got 0"):
+        _data(num_candidates=0)
