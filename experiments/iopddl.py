@@ -1,6 +1,6 @@
 """The contest on intra-operator parallelism: our cost and bound against the best known, ablation, and scaling.
 
-    python -m experiments.iopddl [--instances A B G K M N S V] [--seeds 3] [--share 1.0] [--jobs 2]
+    python -m experiments.iopddl [--instances A B G K M N S V] [--seeds 3] [--share 1.0] [--jobs 2] [--records FOLDER]
     python -m experiments.iopddl --ablation [--instances G V]
     python -m experiments.iopddl --scaling [--nodes 1000 10000 100000]
 
@@ -25,6 +25,7 @@ from rich.console import Console
 from rich.progress import track
 
 from diffshard import contest, presolve
+from diffshard.files import write_whole
 from diffshard.solve import Solution, solve
 from diffshard.solvers import gradient
 from experiments.layered import layered_problem
@@ -83,27 +84,30 @@ def _facts(found: Solution, start: float) -> dict[str, Any]:
     }
 
 
-def _apart(call: str) -> dict[str, Any]:
-    """Runs a call of this module in a process of its own."""
-    command = [sys.executable, "-m", "experiments.iopddl", "--call", call]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    return json.loads(done.stdout.splitlines()[-1])
+def _apart(call: tuple[Any, ...], records: Path | None) -> dict[str, Any]:
+    """Runs a call of this module in a process of its own, or takes its record up where there is one."""
+    record = records and records / f"{'-'.join(str(part) for part in call)}.json"
+    if record and record.exists():
+        return json.loads(record.read_text(encoding="utf-8"))
+    command = [sys.executable, "-m", "experiments.iopddl", "--call", json.dumps(call)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[-1]
+    if record:
+        record.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(record, done)
+    return json.loads(done)
 
 
-def _side_by_side(calls: Sequence[tuple[Any, ...]], jobs: int) -> list[dict[str, Any]]:
+def _side_by_side(calls: Sequence[tuple[Any, ...]], jobs: int, records: Path | None) -> list[dict[str, Any]]:
     """Runs calls of this module, so many at a time: a run keeps one core busy."""
     with ThreadPoolExecutor(jobs) as pool:
-        return list(
-            track(
-                pool.map(lambda call: _apart(json.dumps(call)), calls), total=len(calls), console=Console(stderr=True)
-            )
-        )
+        found = pool.map(lambda call: _apart(call, records), calls)
+        return list(track(found, total=len(calls), console=Console(stderr=True)))
 
 
-def contest_table(names: Sequence[str], seeds: int, share: float, jobs: int) -> None:
+def contest_table(names: Sequence[str], seeds: int, share: float, jobs: int, records: Path | None) -> None:
     """Our cost and bound as ratios to the best known cost, over seeds."""
     calls = [("run", name, CONTEST[name][0] * share, seed) for name in names for seed in range(seeds)]
-    found = _side_by_side(calls, jobs)
+    found = _side_by_side(calls, jobs, records)
     rows = []
     for i, name in enumerate(names):
         limit, best = CONTEST[name]
@@ -121,11 +125,11 @@ def contest_table(names: Sequence[str], seeds: int, share: float, jobs: int) -> 
     print_table(f"IOPDDL, {seeds} seeds, median and worst", columns, rows)
 
 
-def ablation_table(names: Sequence[str], seeds: int, share: float, jobs: int) -> None:
+def ablation_table(names: Sequence[str], seeds: int, share: float, jobs: int, records: Path | None) -> None:
     """What each part of the solver is worth, as ratios to the best known cost."""
     keys = [(name, variant) for name in names for variant in VARIANTS]
     calls = [("run", name, CONTEST[name][0] * share, seed, variant) for name, variant in keys for seed in range(seeds)]
-    found = _side_by_side(calls, jobs)
+    found = _side_by_side(calls, jobs, records)
     rows = []
     for i, (name, variant) in enumerate(keys):
         runs, best = found[i * seeds : (i + 1) * seeds], CONTEST[name][1]
@@ -140,7 +144,7 @@ def scaling_table(sizes: Sequence[int], seconds: float | None) -> None:
     """Seconds and memory against size."""
     rows = []
     for nodes in sizes:
-        found = _apart(json.dumps(["scale", nodes, seconds]))
+        found = _apart(("scale", nodes, seconds), None)
         rows.append((
             f"{found['nodes']:,}", f"{found['seconds']:.1f}", f"{found['seconds'] / found['nodes'] * 1e3:.2f}",
             f"{1 - found['bound'] / found['cost']:.2%}", found["feasible"], f"{found['peak_rss_bytes'] / 2**30:.2f}",
@@ -155,6 +159,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--share", type=float, default=1.0, help="of the contest's time limits")
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time; each keeps one core busy")
+    parser.add_argument("--records", type=Path, help="a folder for the runs' records: those already there are taken up")
     parser.add_argument("--ablation", action="store_true", help="the solver without each of its parts")
     parser.add_argument("--scaling", action="store_true", help="generated problems instead")
     parser.add_argument("--nodes", nargs="+", type=int, default=[1_000, 10_000, 100_000])
@@ -173,7 +178,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if len(here) < len(options.instances):
         print(f"Skipped: {INSTANCES} lacks {', '.join(sorted(set(options.instances) - set(here)))}.")
     if here:
-        (ablation_table if options.ablation else contest_table)(here, options.seeds, options.share, options.jobs)
+        (ablation_table if options.ablation else contest_table)(
+            here, options.seeds, options.share, options.jobs, options.records
+        )
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ class Replicas:
             self._used[r] = self._profile(chosen[r], np.ones(len(flat.sizes))) + flat.base
         self.excess = self._over(self._used).sum(axis=(1, 2))
         self.best, self.best_cost = None, np.inf
-        self._keep(np.ones(count, bool))
+        self._keep(np.arange(count))
 
     def step(self, temperature: np.ndarray | float) -> None:
         """One Metropolis step of every replica, `[R]` or common temperature in units of cost."""
@@ -51,15 +51,37 @@ class Replicas:
         load = self.load + flat.load[flat.start[v] + new] - flat.load[flat.start[v] + old]
         felt = change + _smooth_max(load) - _smooth_max(self.load)
         change += load.max(axis=1, initial=0.0) - self.load.max(axis=1, initial=0.0)
-        used, excess = self._memory(v, old, new)
-        penalty = _PENALTY * np.abs(self.cost) * (excess - self.excess)
-        accept = felt + penalty <= np.asarray(temperature) * rng.exponential(size=len(rows))
-        self.choice[rows[accept], v[accept]] = new[accept]
-        self.cost = np.where(accept, self.cost + change, self.cost)
-        self.load[accept] = load[accept]
+        threshold = np.asarray(temperature) * rng.exponential(size=len(rows))
+        # What costs too much already needs no look at its memory, unless memory is what it might save.
+        maybe = np.flatnonzero((felt <= threshold) | (self.excess > 0))
+        if not len(maybe):
+            return
+        used, excess = self._memory(maybe, v[maybe], old[maybe], new[maybe])
+        penalty = _PENALTY * np.abs(self.cost[maybe]) * (excess - self.excess[maybe])
+        accept = felt[maybe] + penalty <= threshold[maybe]
+        taken = maybe[accept]
+        self.choice[taken, v[taken]] = new[taken]
+        self.cost[taken] += change[taken]
+        self.load[taken] = load[taken]
         if used is not None:
-            self._used[accept], self.excess = used[accept], np.where(accept, excess, self.excess)
-        self._keep(accept)
+            self._used[taken], self.excess[taken] = used[accept], excess[accept]
+        self._keep(taken)
+
+    def temper(self, temperatures: np.ndarray) -> None:
+        """Parallel tempering: neighbours in temperature `[R]` exchange places, by chance.
+
+        Replicas are kept in the order of their temperatures, which must not fall. Source: Geyer, "Markov chain Monte
+        Carlo maximum likelihood" (1991).
+        """
+        energy = self.cost + _PENALTY * np.abs(self.cost) * self.excess
+        inverse = 1 / temperatures
+        lower = np.arange(self._rng.integers(2), len(energy) - 1, 2)
+        gain = (energy[lower] - energy[lower + 1]) * (inverse[lower] - inverse[lower + 1])
+        lower = lower[np.log(self._rng.random(len(lower))) < gain]
+        order = np.arange(len(energy))
+        order[lower], order[lower + 1] = lower + 1, lower
+        self.choice, self.cost, self.load = self.choice[order], self.cost[order], self.load[order]
+        self.excess, self._used = self.excess[order], self._used[order]
 
     def _edges(self, v: np.ndarray, old: np.ndarray, new: np.ndarray) -> np.ndarray:
         flat = self.flat
@@ -72,17 +94,20 @@ class Replicas:
         difference = flat.entries[column + new[replica] * width] - flat.entries[column + old[replica] * width]
         return np.bincount(replica, difference, len(v))
 
-    def _memory(self, v: np.ndarray, old: np.ndarray, new: np.ndarray) -> tuple[np.ndarray | None, np.ndarray]:
+    def _memory(
+        self, rows: np.ndarray, v: np.ndarray, old: np.ndarray, new: np.ndarray
+    ) -> tuple[np.ndarray | None, np.ndarray]:
+        """`[n, T, D]` and `[n]`: memory in use and excess of some replicas after their change."""
         flat = self.flat
         if not flat.base.size:
-            return None, self.excess
+            return None, self.excess[rows]
         if self._use is not None:
-            used = self._used + self._use[flat.start[v] + new] - self._use[flat.start[v] + old]
+            used = self._used[rows] + self._use[flat.start[v] + new] - self._use[flat.start[v] + old]
             return used, self._over(used).sum(axis=(1, 2))
-        used = self._used.copy()
-        for r in range(len(v)):
-            pair = flat.start[v[r]] + np.array([new[r], old[r]])
-            used[r] += self._profile(pair, np.array([1.0, -1.0]))
+        used = self._used[rows]
+        for i in range(len(rows)):
+            pair = flat.start[v[i]] + np.array([new[i], old[i]])
+            used[i] += self._profile(pair, np.array([1.0, -1.0]))
         return used, self._over(used).sum(axis=(1, 2))
 
     def _profile(self, rows: np.ndarray, sign: np.ndarray) -> np.ndarray:
@@ -103,10 +128,11 @@ class Replicas:
         return np.maximum(used - self._limit, 0.0) / unit
 
     def _keep(self, changed: np.ndarray) -> None:
-        cost = np.where(changed & (self.excess <= 0), self.cost, np.inf)
-        least = int(cost.argmin())
-        if cost[least] < self.best_cost:
-            self.best, self.best_cost = self.choice[least].copy(), float(cost[least])
+        fits = changed[self.excess[changed] <= 0]
+        if len(fits):
+            least = int(fits[self.cost[fits].argmin()])
+            if self.cost[least] < self.best_cost:
+                self.best, self.best_cost = self.choice[least].copy(), float(self.cost[least])
 
 
 def _dense_use(flat: Flat) -> np.ndarray:

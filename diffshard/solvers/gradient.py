@@ -42,13 +42,14 @@ _SWEEPS = 80  # of a perturbed dual
 _NOISE = 0.03  # of the bound for each node, at most
 _BALL = 50  # nodes
 _WHOLE = 500  # nodes up to which the whole graph is one neighbourhood
-_SMALL = 0.2, 0.25, 0.3  # where the phases end then
+_SMALL = 0.1, 0.15, 0.2  # where the phases end then
 _WALKS = 32
-_WARM = 2e-3, 3e-2  # first temperatures of walks from the best choice, of the bound for each node
-_HOT = 1.0  # of walks from random choices, where loads join everything
-_COOLED = 3e-4  # the last temperature, of the first
+_LADDER = 3e-5, 3e-2  # the walks' temperatures, of the bound for each node
+_LOADED = 1e-4, 1.0  # where loads join everything
+_WALKED = 10  # steps between two exchanges
 _TELL = 10  # moves
 _WORTH = 100, 0.02  # so many branches must close so much of the gap, or it ends
+_IDLE = 4.0  # how much more the time of a phase counts that found nothing in the last half of it
 _BRANCH_MOVES = 10
 _MOVES = 8  # of a neighbourhood, each time
 
@@ -161,7 +162,7 @@ def _phases(
         last.append(_walk(search, clock, effort, scale))
     if small and "branches" not in without:
         last.append(_branch(search, ascent, bound, clock, effort))
-    yield from _beside(last, clock)
+    yield from _beside(last, search, clock)
 
 
 def _climb(ascent: Ascent, clock: _Clock, effort: Effort) -> Iterator[Start]:
@@ -233,7 +234,7 @@ def _perturb(search: Polish, clock: _Clock, effort: Effort, scale: float) -> Ite
     flat, small = search.flat, len(search.flat.sizes) <= _WHOLE
     progress = clock.phase(effort.rounds, 1.0)
     i, last, partition = 0, 0, None
-    while progress(i) < 1 and ((not small and clock.limited) or i - last < effort.patience):
+    while progress(i) < 1 and (clock.limited or i - last < effort.patience):
         if partition is None or i % 6 == 0:
             size = _BALL * np.exp(0.7 * search.rng.normal())
             partition = split(flat, search.rng, 1 if small else round(len(flat.sizes) / size), edges=search.edges)
@@ -246,21 +247,22 @@ def _perturb(search: Polish, clock: _Clock, effort: Effort, scale: float) -> Ite
 
 
 def _walk(search: Polish, clock: _Clock, effort: Effort, scale: float) -> Iterator[float]:
-    """Metropolis walks from the best choice, and from random ones where there are loads."""
+    """Metropolis walks from the best choice under parallel tempering; with loads the hotter half starts anywhere."""
     flat, count = search.flat, len(search.flat.sizes)
-    hot = np.geomspace(*_WARM, _WALKS)
+    loads = bool(flat.load.shape[1])
+    temperatures = scale * np.geomspace(*(_LOADED if loads else _LADDER), _WALKS)
     starts = np.repeat(search.best[None], _WALKS, axis=0)
-    if flat.load.shape[1]:
-        hot[:] = _HOT
+    if loads:
         starts[_WALKS // 2 :] = search.rng.integers(flat.sizes, size=(_WALKS - _WALKS // 2, count))
     walks = Replicas(flat, search.rng, starts)
     progress = clock.phase(effort.steps * count, 1.0)
-    done, step = 0.0, 0
-    while done < 1:
-        walks.step(scale * hot * _COOLED**done)
-        step += 1
-        done = progress(step)
-        if step % 100 == 0 or done >= 1:
+    step = 0
+    while progress(step) < 1:
+        for _ in range(_WALKED):
+            walks.step(temperatures)
+        walks.temper(temperatures)
+        step += _WALKED
+        if step % 100 == 0:
             if walks.best is not None:
                 search.offer(walks.best)
             yield -math.inf
@@ -287,15 +289,22 @@ def _branch(search: Polish, ascent: Ascent, bound: float, clock: _Clock, effort:
             before = branching.bound
 
 
-def _beside(phases: Sequence[Iterator[float]], clock: _Clock) -> Iterator[float]:
-    """All in equal parts of the time; without a limit one after the other."""
+def _beside(phases: Sequence[Iterator[float]], search: Polish, clock: _Clock) -> Iterator[float]:
+    """All in turn, more of those that lately found something; without a limit one after the other."""
     spent = dict.fromkeys(phases, 0.0)
+    found_at = dict.fromkeys(phases, 0.0)
+
+    def weighted(phase: Iterator[float]) -> float:
+        return spent[phase] * (1.0 if found_at[phase] >= 0.5 * spent[phase] else _IDLE)
+
     while spent:
-        phase = min(spent, key=lambda phase: spent[phase]) if clock.limited else next(iter(spent))
-        start = time.perf_counter()
+        phase = min(spent, key=weighted) if clock.limited else next(iter(spent))
+        before, start = _rank(search), time.perf_counter()
         try:
             yield next(phase)
         except StopIteration:
             del spent[phase]
         else:
             spent[phase] += time.perf_counter() - start
+            if _rank(search) < before:
+                found_at[phase] = spent[phase]
