@@ -67,6 +67,9 @@ def test_parallel_edges_and_loops_are_merged():
         ({"costs": [[15, 1.5], [45, 50, 70], [7]]}, r"costs\[0\]`.*64-bit integers.*got 1.5"),
         ({"costs": [[15, 2**63], [45, 50, 70], [7]]}, r"costs\[0\]`.*64-bit integers.*got 9223372036854775808"),
         ({"costs": [[15, [1]], [45, 50, 70], [7]]}, r"costs\[0\]` must be a list of integers"),
+        ({"costs": [[15, float("nan")], [45, 50, 70], [7]]}, r"costs\[0\]`.*64-bit integers.*got nan"),
+        ({"edges": [[1, 2, 3, 4, 5, float("inf")]]}, r"problem.edges.costs\[0\]`.*64-bit integers.*got inf"),
+        ({"edges": []}, "`problem.edges.costs` must have 1 lists, got 0"),
         ({"usages": [[10, 25], [10, 15], [0]]}, r"`problem.nodes.usages\[1\]` has 2 entries for 3 strategies"),
         ({"usages": [[10, 25], [10, 15, 5]]}, "must have 3 lists, got 2"),
         ({"intervals": [[0, 2], [1], [5, 5]]}, r"`problem.nodes.intervals\[1\]` must have two numbers, got \[1\]"),
@@ -110,6 +113,12 @@ def test_an_instance_without_nodes_or_room_is_answered():
     assert solve(empty).status == "optimal"
     none_fits = solve(contest.parse(_document(limit=0)))
     assert (none_fits.status, none_fits.feasible, none_fits.excess) == ("infeasible", False, 15.0)
+
+
+def test_costs_near_the_largest_sum_exactly():
+    large = FORBIDDEN - 1
+    found = solve(contest.parse(_document(costs=[[large, FORBIDDEN], [large, FORBIDDEN, FORBIDDEN], [large]])))
+    assert (found.choice.tolist(), found.cost, found.feasible) == ([0, 0, 0], 3 * large + 1, True)
 
 
 def test_writing_and_reading_are_inverse(tmp_path):

@@ -58,6 +58,16 @@ def test_forms_of_graphs(name):
             assert (found.cost, found.status) == (optimum, "optimal"), form
 
 
+@pytest.mark.parametrize("name", solver_names())
+def test_negative_costs_and_parallel_edges(name):
+    ring = _graph(7, [*CHAIN, (5, 0), (0, 5), (0, 1)])  # two edges join 5 and 0, in both directions, and 0 and 1
+    problem = ring._replace(node_cost=[cost - 40 for cost in ring.node_cost], edge_cost=[c - 9 for c in ring.edge_cost])
+    optimum = solve(problem, solver="exhaustive", reduce=presolve.unchanged).cost
+    found = solve(problem, solver=name, reduce=presolve.unchanged)
+    assert found.lower_bound <= optimum <= found.cost <= 0.9 * optimum < 0
+    assert found.cost == optimum or name not in PROVING
+
+
 @pytest.mark.parametrize("name", ["beam", "greedy", "primal", "random", "dynamic_programming"])
 def test_equal_keys_give_equal_proposals(name):
     problem = layered_problem(2, 1, width=15, most=6, binding=0.8)
