@@ -1,6 +1,5 @@
 """Candidates trained from the start, beside the exact choice: damage measured after the fact misleads."""
 
-import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -166,7 +165,7 @@ def prove(
     """Trains the exact choice through all rungs, the candidates by successive halving; the best of the last rung wins.
 
     Under a bound on the loss a candidate's score is (increase beyond the bound, mean step time), compared in this
-    order; under a weight of the cost it is increase + weight · cost ratio, a schedule's weight being its first.
+    order; under a weight of the cost it is increase + weight · cost ratio.
 
     Every candidate sees the same batches, noise and initial parameters.
 
@@ -191,8 +190,9 @@ def prove(
         candidate, params, weights_state, residuals, begin, losses = training
         end = begin + num_steps
         for step in range(begin, end):
+            choice = _traced(choice_at(candidate, step))
             params, weights_state, residuals = take_step(
-                choice_at(candidate, step), params, weights_state, residuals, data.train_batches[step], jnp.int32(step)
+                choice, params, weights_state, residuals, data.train_batches[step], jnp.int32(step)
             )
         # Tested as it was trained last: damage that was never trained with would mislead.
         loss = test(choice_at(candidate, end - 1), params, jnp.int32(end))
@@ -231,23 +231,27 @@ def _score(objective: Objective, increase: float, seconds: float, exact_seconds:
 
 
 def _steps(space: Space, optimizer: optax.GradientTransformation, data: CandidatesData) -> tuple[Any, Any]:
-    """A jitted training step and a test, compiled once for each choice."""
+    """A jitted training step and a test, compiled once for all choices."""
 
-    @functools.partial(jax.jit, static_argnums=0)
+    @jax.jit
     def take_step(choice, params, weights_state, residuals, batch, step):
         key = jax.random.fold_in(data.key, step)
         _, gradients, residuals = space.loss_and_gradients(params, batch, choice, residuals, key, step)
         updates, weights_state = optimizer.update(gradients, weights_state, params)
         return optax.apply_updates(params, updates), weights_state, residuals
 
-    @functools.partial(jax.jit, static_argnums=0)
+    @jax.jit
     def loss(choice, params, batch, step):
         return space.loss(params, batch, choice, data.key, step)
 
     def test(choice: Choice, params: Params, step: jax.Array) -> float:
-        return float(np.mean([float(loss(choice, params, batch, step)) for batch in data.test_batches]))
+        return float(np.mean([float(loss(_traced(choice), params, batch, step)) for batch in data.test_batches]))
 
     return take_step, test
+
+
+def _traced(choice: Choice) -> list[jax.Array]:
+    return [jnp.int32(strategy) for strategy in choice]
 
 
 def _uniform(space: Space, reference: Choice) -> list[Candidate]:

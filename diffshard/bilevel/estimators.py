@@ -37,6 +37,9 @@ class Estimator(NamedTuple):
 def curvature(**options: Any) -> Estimator:
     """Σ_v ⟨p_v, ½ E[(g·e)²]⟩: the second-order damage, which is linear in the rows, at exactly trained parameters.
 
+    The mean of g gᵀ stands for the Hessian, as it may for log-likelihoods (cross-entropy). Of other losses, such as a
+    mean square, damages can be far too small: they rank strategies, but only training (`prove`) can keep a bound.
+
     Args:
       **options: for the space's `damages`, such as the `learning_rate` that errors of gradients are taken through.
     """

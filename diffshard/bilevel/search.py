@@ -33,6 +33,7 @@ from diffshard.bilevel.space import (
 LossFn = Callable[[Params, Batch], jax.Array]
 
 _DECIDED = 0.01  # of the entropy of uniform rows, from which on no gradient moves a row any more
+_CHEAPER = 0.01  # of the exact choice's cost, which would be worth a change
 _FORGET = 0.05  # of the mean slopes, each step
 
 
@@ -71,13 +72,14 @@ class BilevelMetrics(NamedTuple):
 
     Attributes:
       train_loss: of θ before the step, as training runs under the estimator.
-      loss_increase: what the rows add to the validation loss, by the estimator; 0 in a lossless space.
+      loss_increase: what the rows add to the loss of this validation batch, by the estimator; 0 in a lossless space.
       cost_ratio: relaxed cost of the rows to the exact choice's.
       multiplier: of the bound on the loss.
-      loss_slope: norm of the weighed slope of the loss in the rows.
+      loss_slope: norm of the weighed slope of the loss in A.
       cost_slope: norm of the weighed slope of the cost: beside `loss_slope` it tells which of the two decides.
       entropy: mean over nodes, as a share of uniform rows': 1 is undecided, 0 is decided.
-      undershoot: share of the allowed loss increase that is not used, negative above it; 0 without a bound.
+      undershoot: share of the allowed loss increase that the mean of late steps does not use, negative above it; 0
+        without a bound.
       collapsed: the rows are decided, so that no gradient moves them, with over half of the allowed loss unused
         although there is a cheaper choice.
       refused: the step gave a number that is not finite; the state stayed what it was, but for its key.
@@ -307,13 +309,14 @@ class BilevelSearch:
         if is_lossless(self.space):
             raise ValueError("`prove` compares losses, and in this space every choice has the same.")
         plan, _ = self.finish(state)
-        assert self._objective is not None
+        objective = self._objective
+        if isinstance(objective, CostWeight):  # where its schedule has come to
+            objective = CostWeight(float(objective.weights(state.multiplier, state.offset, state.step).cost))
+        assert objective is not None
         found = propose(
             self.space, self._problem, plan.choice, _prediction(state), self._reference, most=data.num_candidates
         )
-        return prove(
-            self.space, found, self._reference, data, optimizer=self._weights_optimizer, objective=self._objective
-        )
+        return prove(self.space, found, self._reference, data, optimizer=self._weights_optimizer, objective=objective)
 
     def _one_step(
         self, state: BilevelState, train_batch: Batch, val_batch: Batch
@@ -325,32 +328,46 @@ class BilevelSearch:
         params, weights_state = self._moved(state, seen.gradients)
         cost, cost_slopes = jax.value_and_grad(lambda p: cost_ratio(self._problem, p, self._reference_cost))(rows)
 
-        weights = self._objective.weights(state.multiplier, seen.increase, state.step)
-        weighed_loss = jax.tree.map(lambda slope: weights.loss * slope, seen.slopes)
-        weighed_cost = jax.tree.map(lambda slope: weights.cost * slope, cost_slopes)
-        (slope,) = pull_back(jax.tree.map(jnp.add, weighed_loss, weighed_cost))
-        updates, choice_state = self._choice_optimizer.update(slope, state.choice_state, state.logits)
+        share = jnp.maximum(_FORGET, 1.0 / (state.step + 1.0))
+        seen_offset = seen.increase - optax.tree.vdot(seen.slopes, rows)
+        offset, slopes = jax.tree.map(
+            lambda old, new: old + share * (new - old), (state.offset, state.slopes), (seen_offset, seen.slopes)
+        )
+        increase = offset + optax.tree.vdot(slopes, rows)  # the noise of one batch would bias the multiplier
+        weights = self._objective.weights(state.multiplier, increase, state.step)
+        (of_loss,) = pull_back(jax.tree.map(lambda slope: weights.loss * slope, seen.slopes))
+        (of_cost,) = pull_back(jax.tree.map(lambda slope: weights.cost * slope, cost_slopes))
+        updates, choice_state = self._choice_optimizer.update(
+            jax.tree.map(jnp.add, of_loss, of_cost), state.choice_state, state.logits
+        )
         logits: Any = optax.apply_updates(state.logits, updates)
-        mean = jnp.maximum(_FORGET, 1.0 / (state.step + 1.0))
-        offset = seen.increase - optax.tree.vdot(seen.slopes, rows)
         after = BilevelState(
             params=params,
             weights_state=weights_state,
             residuals=seen.residuals,
             logits=logits,
             choice_state=choice_state,
-            multiplier=self._objective.next_multiplier(state.multiplier, seen.increase),
-            offset=state.offset + mean * (offset - state.offset),
-            slopes=jax.tree.map(lambda old, new: old + mean * (new - old), state.slopes, seen.slopes),
+            multiplier=self._objective.next_multiplier(state.multiplier, increase),
+            offset=offset,
+            slopes=slopes,
             step=state.step + 1,
             num_refused=state.num_refused,
             key=key,
         )
         fine = _all_finite((seen.train_loss, seen.increase, cost, after._replace(key=state.step)))
         refused = state._replace(key=key, num_refused=state.num_refused + 1)
-        metrics = self._metrics(state, seen, rows, cost, cost_slopes)
-        metrics = metrics._replace(
-            loss_slope=optax.tree.norm(weighed_loss), cost_slope=optax.tree.norm(weighed_cost), refused=~fine
+        entropy, undershoot, collapsed = self._collapse(rows, increase, cost_slopes)
+        metrics = BilevelMetrics(
+            train_loss=seen.train_loss,
+            loss_increase=seen.increase,
+            cost_ratio=cost,
+            multiplier=state.multiplier,
+            loss_slope=optax.tree.norm(of_loss),
+            cost_slope=optax.tree.norm(of_cost),
+            entropy=entropy,
+            undershoot=undershoot,
+            collapsed=collapsed,
+            refused=~fine,
         )
         return jax.lax.cond(fine, lambda: after, lambda: refused), metrics
 
@@ -387,11 +404,9 @@ class BilevelSearch:
         updates, weights_state = self._weights_optimizer.update(gradients, state.weights_state, state.params)
         return optax.apply_updates(state.params, updates), weights_state
 
-    def _metrics(
-        self, state: BilevelState, seen: _Seen, rows: Rows, cost: jax.Array, cost_slopes: Rows
-    ) -> BilevelMetrics:
-        entropies = [_entropy(row) for row in rows if row.size > 1]
-        entropy = jnp.mean(jnp.stack(entropies))
+    def _collapse(self, rows: Rows, increase: jax.Array, cost_slopes: Rows) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Entropy, undershoot and whether the rows have collapsed, as `BilevelMetrics` has them."""
+        entropy = jnp.mean(jnp.stack([_entropy(row) for row in rows if row.size > 1]))
         # By how much the linearised cost could still fall (the Frank-Wolfe gap), as a ratio to the exact choice's.
         could_fall = sum(
             row @ slope - jnp.min(jnp.where(mask, slope, jnp.inf))
@@ -399,19 +414,8 @@ class BilevelSearch:
         )
         undershoot = jnp.zeros(())
         if isinstance(self._objective, MaxLossIncrease):
-            undershoot = 1.0 - seen.increase / self._objective.most
-        return BilevelMetrics(
-            train_loss=seen.train_loss,
-            loss_increase=seen.increase,
-            cost_ratio=cost,
-            multiplier=state.multiplier,
-            loss_slope=jnp.zeros(()),
-            cost_slope=jnp.zeros(()),
-            entropy=entropy,
-            undershoot=undershoot,
-            collapsed=(entropy < _DECIDED) & (undershoot > 0.5) & (could_fall > 0.01),
-            refused=jnp.zeros((), bool),
-        )
+            undershoot = 1.0 - increase / self._objective.most
+        return entropy, undershoot, (entropy < _DECIDED) & (undershoot > 0.5) & (could_fall > _CHEAPER)
 
 
 def _prediction(state: BilevelState) -> Prediction:
