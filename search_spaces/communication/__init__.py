@@ -1,6 +1,6 @@
 """The space of communication strategies that change numbers: precision, error feedback, how often gradients go.
 
-`sites.py` finds the collectives of a loss and `interpreter.py` runs it with others in their place; `strategies.py` lists
-what can run there, made of `collectives.py` and `precision.py`; `device_step.py` runs a selection of them on each device
-and `emulation.py` all devices on one; `space.py` puts it together, with `groups.py` and `prices.py`.
+`sites.py` finds the collectives of a loss and `interpreter.py` runs it with others in their place; `strategies.py`
+lists what can run there, made of `collectives.py` and `precision.py`; `device_step.py` runs a selection of them on each
+device and `emulation.py` all devices on one; `space.py` puts it together, with `groups.py` and `prices.py`.
 """

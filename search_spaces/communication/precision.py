@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 BLOCK = 128
-"""Elements that share a scale."""
+"""Elements that share a scale, at most: a row is cut into equal blocks."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Encoded(NamedTuple):
 
 
 def encode(x: jax.Array, precision: Precision, key: jax.Array | None = None) -> Encoded:
-    """Codes of the numbers along the last dimension, which is padded to whole blocks.
+    """Codes of the numbers along the last dimension, which is padded to equal blocks of an even size.
 
     Args:
       x: `[..., elements]` real numbers.
@@ -94,7 +94,7 @@ def decode(encoded: Encoded, precision: Precision, num_elements: int) -> jax.Arr
     if scales is None:
         return codes.astype(jnp.float32)
     if precision.bits == 4:
-        nibbles = jnp.stack([codes & 0xF, codes >> 4], axis=-1).reshape(*codes.shape[:-1], BLOCK).astype(jnp.int8)
+        nibbles = jnp.stack([codes & 0xF, codes >> 4], axis=-1).reshape(*codes.shape[:-1], -1).astype(jnp.int8)
         codes = jnp.where(nibbles > 7, nibbles - 16, nibbles)
     values = codes.astype(jnp.float32) * scales[..., None]
     return values.reshape(*values.shape[:-2], -1)[..., :num_elements]
@@ -104,13 +104,20 @@ def bytes_of(precision: Precision, num_elements: int) -> int:
     """Bytes of so many encoded elements, with padding and scales."""
     if math.isinf(precision.largest):
         return num_elements * precision.bits // 8
-    return math.ceil(num_elements / BLOCK) * (BLOCK * precision.bits // 8 + 4)
+    num_blocks, block = _num_blocks_and_size(num_elements)
+    return num_blocks * (block * precision.bits // 8 + 4)
+
+
+def _num_blocks_and_size(num_elements: int) -> tuple[int, int]:
+    num_blocks = max(1, math.ceil(num_elements / BLOCK))
+    block = math.ceil(num_elements / num_blocks)
+    return num_blocks, block + block % 2
 
 
 def _blocks(x: jax.Array) -> jax.Array:
-    size = x.shape[-1]
-    padded = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -size % BLOCK)])
-    return padded.reshape(*x.shape[:-1], -1, BLOCK)
+    num_blocks, block = _num_blocks_and_size(x.shape[-1])
+    padding = [(0, 0)] * (x.ndim - 1) + [(0, num_blocks * block - x.shape[-1])]
+    return jnp.pad(x, padding).reshape(*x.shape[:-1], num_blocks, block)
 
 
 def _rounded(x: jax.Array, precision: Precision, key: jax.Array | None) -> jax.Array:

@@ -1,6 +1,7 @@
 """What runs at a site: one strategy, one by a traced number, a mixture by weights, or the exact one with probes."""
 
 from collections.abc import Callable, Sequence
+from functools import reduce
 from typing import Any
 
 import jax
@@ -19,9 +20,11 @@ def select(functions: Sequence[Callable[..., Any]], selection: Selection, *opera
     if jnp.ndim(selection) == 0:
         return lax.switch(selection, functions, *operands)
     results = [function(*operands) for function in functions]
-    return jax.tree.map(
-        lambda *xs: sum(w * x for w, x in zip(selection, xs, strict=True)).astype(xs[0].dtype), *results
-    )
+
+    def mixed(*xs: jax.Array) -> jax.Array:
+        return reduce(jnp.add, [w * x for w, x in zip(selection, xs, strict=True)]).astype(xs[0].dtype)
+
+    return jax.tree.map(mixed, *results)
 
 
 def with_backward(

@@ -269,7 +269,7 @@ class CommunicationSpace:
             def along(back: Any) -> tuple[jax.Array, Any]:
                 gradients = jax.grad(loss)(params, batch, probes, back)
                 products = jax.tree.map(lambda v, g: jnp.vdot(v, g), direction, gradients)
-                return sum(jax.tree.leaves(products), jnp.float32(0)), gradients
+                return jax.tree.reduce(jnp.add, products), gradients
 
             backward, gradients = jax.grad(along, has_aux=True)(probes)
             of_gradients = self._step.gradient_damages(direction, gradients, key, step)
