@@ -68,8 +68,9 @@ def solve(problem: Problem, *, time_limit_s: float | None = None, key: jax.Array
             with contextlib.closing(_messages(process, programme, options)) as messages:
                 for values, bound in messages:
                     yield _proposal(sizes, values, bound * scale)
-                    if time_limit_s is not None and time.perf_counter() - start > time_limit_s:
-                        return
+            while time_limit_s is not None and _SHARE < (time.perf_counter() - start) / time_limit_s < 1:
+                time.sleep(_PAUSE_S)  # it ended by its own limit: until ours is over nothing is proven
+                yield Proposal()
         finally:
             process.kill()
 
@@ -141,7 +142,7 @@ def _programme(problem: Problem, scale: float) -> _Programme:
     lower = upper = np.repeat([1.0, 0.0], [block.shape[0] for block in blocks])
     memory, limit = _memory(problem, starts, len(cost))
     blocks.append(memory)
-    lower, upper = (np.append(bound, np.zeros(len(limit))) for bound in (lower, upper))
+    lower, upper = np.append(lower, np.zeros(len(limit))), np.append(upper, np.full(len(limit), np.inf))
     cost, column_upper = np.append(cost, np.zeros(len(limit))), np.append(column_upper, limit)
     if len(problem.load):  # a last column that is at least every device's load
         load = np.concatenate([np.asarray(row, float) for row in problem.load]).T / scale
@@ -182,7 +183,7 @@ def _marginals(problem: Problem, starts: np.ndarray, sizes: np.ndarray) -> scipy
 def _memory(problem: Problem, starts: np.ndarray, columns: int) -> tuple[Any, np.ndarray]:
     """Live memory m[i] in units of the limit, a column for each time and device, and the limits of these columns.
 
-    The rows are m[i] = m[i - 1] + what starts - what ends: few entries, however long usages live.
+    The rows are m[i] >= m[i - 1] + what starts - what ends: few entries, however long usages live.
     """
     limit = np.broadcast_to(np.asarray(problem.memory_limit, float), (max(np.size(problem.memory_limit), 1),))
     if not len(problem.usage) or np.isinf(limit).all():
