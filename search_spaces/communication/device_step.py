@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
+from itertools import accumulate
 from math import prod
 from typing import Any
 
@@ -106,31 +107,41 @@ class DeviceStep:
         """Parameters' gradients as they arrive, and the residuals for the next step `[1, *local shape]`."""
         leaves, structure = jax.tree.flatten(gradients)
         unsent = {}
-        for leaf, s in self._gradient_sites():
-            name, dtype = self.traced.param_names[leaf], leaves[leaf].dtype
-            x = leaves[leaf] + state[name][0] if name in state else leaves[leaf]
-            y, left = select(self._runs(s), selection[self.group_of[s]], x, _gradient_key(key, leaf), step)
-            leaves[leaf] = y.astype(dtype)
-            if name in state:
-                unsent[name] = left[None]
+        for g, numbers in self._gradient_groups():
+            names = [self.traced.param_names[leaf] for leaf in numbers]
+            held = [
+                leaves[leaf] + state[name][0] if name in state else leaves[leaf]
+                for leaf, name in zip(numbers, names, strict=True)
+            ]
+            runs = self._runs(self.groups[g].sites[0])
+            y, left = select(runs, selection[g], _joined(held), _gradient_key(key, g), step)
+            like = [leaves[leaf] for leaf in numbers]
+            for leaf, name, arrived, rest in zip(numbers, names, _parted(y, like), _parted(left, held), strict=True):
+                leaves[leaf] = arrived
+                if name in state:
+                    unsent[name] = rest[None]
         return jax.tree.unflatten(structure, leaves), unsent
 
     def summed(self, gradients: Any) -> Any:
         """Parameters' gradients, summed exactly."""
         leaves, structure = jax.tree.flatten(gradients)
-        for leaf, s in self._gradient_sites():
-            leaves[leaf] = self._collective(s).exact(leaves[leaf])
+        for s, site in enumerate(self.sites):
+            if site.direction == "gradient":
+                leaves[site.place] = self._collective(s).exact(leaves[site.place])
         return jax.tree.unflatten(structure, leaves)
 
     def gradient_damages(self, direction: Any, gradients: Any, key: jax.Array, step: jax.Array) -> list[jax.Array]:
         """This device's share of ½ Σ_t (v_t · e_t)² for each group `[S]`, with v the direction, over gradient sites."""
         damages = [jnp.zeros(len(group.names)) for group in self.groups]
         along, own = jax.tree.leaves(direction), jax.tree.leaves(gradients)
-        for leaf, s in self._gradient_sites():
-            collective, g = self._collective(s), own[leaf]
-            exact = collective.exact(g)
-            errors = jnp.stack([run(g, _gradient_key(key, leaf), step)[0] - exact for run in self._runs(s)])
-            damages[self.group_of[s]] += row_damages(along[leaf], errors) / collective.num_copies
+        for g, numbers in self._gradient_groups():
+            first, operands = self.groups[g].sites[0], [own[leaf] for leaf in numbers]
+            collective, x = self._collective(first), _joined(operands)
+            exact = collective.exact(x)
+            for j, run in enumerate(self._runs(first)):
+                errors = _parted(run(x, _gradient_key(key, g), step)[0] - exact, operands)
+                found = [row_damages(along[leaf], e[None])[0] for leaf, e in zip(numbers, errors, strict=True)]
+                damages[g] = damages[g].at[j].add(sum(found) / collective.num_copies)
         return damages
 
     def _evaluated(
@@ -163,9 +174,10 @@ class DeviceStep:
 
         return self.traced.loss(params, batch, key, at_collective, at_alternatives) / self.num_devices
 
-    def _gradient_sites(self) -> list[tuple[int, int]]:
-        """Parameter leaves whose gradients are summed over devices, and their sites."""
-        return [(site.place, s) for s, site in enumerate(self.sites) if site.direction == "gradient"]
+    def _gradient_groups(self) -> list[tuple[int, list[int]]]:
+        """Groups of gradient sites, and the parameter leaves of each: they travel as one vector."""
+        of_gradients = [g for g, group in enumerate(self.groups) if self.sites[group.sites[0]].direction == "gradient"]
+        return [(g, [self.sites[s].place for s in self.groups[g].sites]) for g in of_gradients]
 
     def _collective(self, s: int) -> Collective:
         collective = self.sites[s].collective
@@ -179,5 +191,15 @@ class DeviceStep:
         return float(prod(y.shape[:-1])) * self.num_devices / num_copies
 
 
-def _gradient_key(key: jax.Array, leaf: int) -> jax.Array:
-    return jax.random.fold_in(jax.random.fold_in(key, 2**31 - 1), leaf)
+def _gradient_key(key: jax.Array, group: int) -> jax.Array:
+    return jax.random.fold_in(jax.random.fold_in(key, 2**31 - 1), group)
+
+
+def _joined(arrays: Sequence[jax.Array]) -> jax.Array:
+    return jnp.concatenate([x.ravel() for x in arrays])
+
+
+def _parted(x: jax.Array, like: Sequence[jax.Array]) -> list[jax.Array]:
+    """A vector cut into arrays of the given shapes and types."""
+    ends = list(accumulate(y.size for y in like))
+    return [part.reshape(y.shape).astype(y.dtype) for part, y in zip(jnp.split(x, ends[:-1]), like, strict=True)]

@@ -1,6 +1,8 @@
 """Sites that are given the same strategy, and what they choose from."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from math import prod
 from typing import Any, Literal, NamedTuple
 
 import jax.numpy as jnp
@@ -34,6 +36,13 @@ class Group(NamedTuple):
         return np.array([strategy.lossless for strategy in self.strategies])
 
 
+def as_sent(sites: Sequence[Site]) -> list[Site]:
+    """What a group sends: each site for itself, but gradients as one vector, as compilers combine them."""
+    if sites[0].direction != "gradient":
+        return list(sites)
+    return [replace(sites[0], shape=(sum(prod(site.shape) for site in sites),))]
+
+
 def checked_strategies(strategies: Mapping[str, Sequence[Strategy]]) -> dict[str, tuple[Strategy, ...]]:
     """A user's strategies by direction; raises as `CommunicationSpace`."""
     for direction, listed in strategies.items():
@@ -51,11 +60,10 @@ def checked_strategies(strategies: Mapping[str, Sequence[Strategy]]) -> dict[str
 def group_sites(
     sites: Sequence[Site], strategies: Mapping[str, tuple[Strategy, ...]], tie: Literal["type"] | None
 ) -> tuple[Group, ...]:
-    """Sites by type, of one kind of data and one branch each (or every site by itself), with what is worth choosing."""
+    """Sites by type, of one type of data and one branch each (or every site by itself), with what is worth choosing."""
     members: dict[Any, list[int]] = {}
     for s, site in enumerate(sites):
-        whole = jnp.issubdtype(site.dtype, jnp.floating)
-        members.setdefault((site.type, site.labels, whole, site.branch) if tie else s, []).append(s)
+        members.setdefault((site.type, site.labels, site.dtype, site.branch) if tie else s, []).append(s)
     groups = []
     for numbers in members.values():
         first = sites[numbers[0]]
@@ -67,7 +75,7 @@ def group_sites(
 
 def _worthwhile(sites: Sequence[Site], strategies: Mapping[str, tuple[Strategy, ...]]) -> tuple[Strategy, ...]:
     """Strategies without lossy ones that send as much as a lossless one, or that are for floating-point numbers."""
-    listed = strategies[sites[0].direction]
+    listed, sites = strategies[sites[0].direction], as_sent(sites)
     lossless = [strategy for strategy in listed if strategy.lossless]
     if not lossless:
         return listed

@@ -15,7 +15,7 @@ from cost.hardware import Hardware
 from cost.problem import Problem
 from search_spaces.communication.device_step import DeviceStep
 from search_spaces.communication.emulation import emulate
-from search_spaces.communication.groups import checked_strategies, group_sites
+from search_spaces.communication.groups import as_sent, checked_strategies, group_sites
 from search_spaces.communication.prices import site_bytes, site_seconds
 from search_spaces.communication.selection import Selection
 from search_spaces.communication.sites import Site, find_sites, trace
@@ -45,7 +45,7 @@ class CommunicationSpace:
       strategies: what each direction ("forward", "backward", "gradient") chooses from; `strategies.DEFAULT` without.
         Strategies that are not lossless and send as much as a lossless one are left out, and so are lossy ones for
         integers.
-      tie: whether sites of a type share a strategy.
+      tie: whether sites of a type share a strategy. Gradients that do travel as one vector.
       hardware: prices bytes; `problem` and `seconds` need it.
 
     Attributes:
@@ -310,7 +310,7 @@ class CommunicationSpace:
         nodes = [np.zeros(len(group.names)) for group in self.groups]
         edges: dict[tuple[int, int], np.ndarray] = {}
         for g, group in enumerate(self.groups):
-            for site in (self.sites[s] for s in group.sites if group.strategies):
+            for site in as_sent([self.sites[s] for s in group.sites]) if group.strategies else ():
                 costs = np.array([cost(site, strategy) for strategy in group.strategies])
                 if site.branch is None:
                     nodes[g] += costs
