@@ -99,6 +99,13 @@ class Proof(NamedTuple):
     exact_losses: tuple[float, ...]
     steps: int
 
+    def __str__(self) -> str:
+        lines = [f"{self.steps} steps of training; seconds, loss, increase over the exact choice, steps:"]
+        lines += [
+            f"  {t.seconds:.4g}  {t.loss:.4f}  {t.loss_increase:+.4f}  {t.row.steps:>5}  {t.name}" for t in self.table
+        ]
+        return "\n".join(lines)
+
     def points(self) -> list[Point]:
         """Loss against step time of the candidates that saw the last rung, for `pareto`."""
         last = [tried for tried in self.table if len(tried.row.scores) == len(self.exact_losses)]
@@ -128,7 +135,7 @@ def propose(
     """The search's proposal, every uniform choice, choices by type, and the proposal and uniform ones as schedules.
 
     Choices by type are all combinations over nodes (whose sites share a type), or, where these are too many, all that
-    differ from the exact choice in one or two nodes; those that another predicts to beat in loss and time go last.
+    differ from the exact choice in one or two nodes. Those that another is predicted to beat in loss and time go last.
 
     Args:
       space: names the strategies.
@@ -138,19 +145,20 @@ def propose(
       reference: the exact choice.
       most: how many, at most, in this order.
     """
-    uniform = _uniform(space, reference)
-    found = [Candidate("found", proposal), *uniform]
-    found += [Candidate(f"{c.name}, second half", c.choice, 0.5) for c in found]
-    seen = {c.choice for c in found}
+    proposed, uniform = Candidate("found", proposal), _uniform(space, reference)
+    seen = {reference, proposal, *(candidate.choice for candidate in uniform)}
     by_type = [choice for choice in _combinations(problem, reference) if choice not in seen]
-    at = [(prediction.increase(choice), space.seconds(choice)) for choice in by_type]
-    layer = _layers(np.array(at).reshape(-1, 2))
-    found += [
-        Candidate(_described(space, problem, by_type[i], reference), by_type[i])
-        for i in np.argsort(layer, kind="stable")
-    ]
-    distinct = {(c.choice, c.exact_share): c for c in reversed(found) if c.choice != reference}  # the first name stays
-    return list(reversed(distinct.values()))[:most]
+    at = np.array([(prediction.increase(choice), space.seconds(choice)) for choice in by_type]).reshape(-1, 2)
+    named = [Candidate(_described(space, problem, choice, reference), choice) for choice in by_type]
+    layer = _layers(at)
+    best = [named[i] for i in np.flatnonzero(layer == 0)]
+    rest = [named[i] for i in np.argsort(layer, kind="stable") if layer[i]]
+    found = [proposed, *uniform, _late(proposed), *best, *map(_late, uniform), *rest]
+    distinct: dict[tuple[Choice, float], Candidate] = {}
+    for candidate in found:
+        if candidate.choice != reference:
+            distinct.setdefault((candidate.choice, candidate.exact_share), candidate)
+    return list(distinct.values())[:most]
 
 
 def prove(
@@ -252,6 +260,10 @@ def _steps(space: Space, optimizer: optax.GradientTransformation, data: Candidat
 
 def _traced(choice: Choice) -> list[jax.Array]:
     return [jnp.int32(strategy) for strategy in choice]
+
+
+def _late(candidate: Candidate) -> Candidate:
+    return Candidate(f"{candidate.name}, second half", candidate.choice, 0.5)
 
 
 def _uniform(space: Space, reference: Choice) -> list[Candidate]:

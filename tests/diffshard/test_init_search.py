@@ -43,10 +43,13 @@ def _alone(key, rungs=RUNGS):
     params, batches = _init(key), _batches()
     opt_state = OPTIMIZER.init(params)
     for step in range(sum(rungs)):
-        batch = jax.tree.map(lambda leaf, step=step: leaf[step], batches)
-        updates, opt_state = OPTIMIZER.update(jax.grad(_loss)(params, batch), opt_state)
+        gradients = _gradients(params, jax.tree.map(lambda leaf, step=step: leaf[step], batches))
+        updates, opt_state = OPTIMIZER.update(gradients, opt_state)
         params = optax.apply_updates(params, updates)
     return float(_loss(params, jax.tree.map(lambda leaf: leaf[-1], batches)))
+
+
+_gradients = jax.jit(jax.grad(_loss))
 
 
 @pytest.mark.parametrize("mesh", [None, (8,), (2, 2)])

@@ -46,8 +46,10 @@ def test_the_proposal_uniform_choices_schedules_and_choices_by_type_are_tried_on
     space = Perturbed(ERRORS, SECONDS)
     found = propose(space, space.problem(), (1, 1), _prediction(space), (0, 0), most=24)
     names = [c.name for c in found]
-    assert names[:4] == ["found", "all rougher", "found, second half", "all rougher, second half"]  # all rough is found
-    assert sorted(names[4:]) == ["0: rough", "0: rougher, 1: rough", "1: rough"]
+    # All rough is what was found. None of the choices by type beats another: each costs less and loses more.
+    assert names[:3] == ["found", "all rougher", "found, second half"]
+    assert sorted(names[3:6]) == ["0: rough", "0: rougher, 1: rough", "1: rough"]
+    assert names[6:] == ["all rougher, second half"]
     assert len({(c.choice, c.exact_share) for c in found}) == len(found)
     assert {c.choice for c in found if not c.exact_share} == {
         (s, t) for s in range(3) for t in range(2) if (s, t) != (0, 0)
@@ -56,6 +58,15 @@ def test_the_proposal_uniform_choices_schedules_and_choices_by_type_are_tried_on
     assert Candidate("found, second half", (1, 1), 0.5) in found
     without = propose(space, space.problem(), (1, 1), _prediction(space), (0, 0), most=3)
     assert without == found[:3]
+
+
+def test_what_another_is_predicted_to_beat_goes_last():
+    """Node 0's second strategy costs more than the third and loses more; a second node of two leaves two by type."""
+    space = Perturbed([[0.0, 0.9, 0.3], [0.0, 0.5]], [[2.0, 1.5, 1.0], [3.0, 1.0]])
+    found = propose(space, space.problem(), (2, 1), _prediction(space), (0, 0), most=24)
+    names = [candidate.name for candidate in found]
+    assert names[:4] == ["found", "all rough", "all rougher", "found, second half"]
+    assert names[4:] == ["1: rough", "all rough, second half", "all rougher, second half", "0: rough"]
 
 
 def test_too_many_combinations_become_changes_of_one_or_two_nodes():
@@ -79,6 +90,7 @@ def test_training_decides_and_equals_a_plain_loop(most: float):
     assert proof.steps == 12 + sum(t.row.steps for t in proof.table if t.name != "exact")
     assert {point.name for point in proof.points()} == {t.name for t in proof.table if len(t.row.scores) == 2}
     assert diffshard.pareto(proof.points()).front
+    assert len(str(proof).splitlines()) == 5
 
 
 def test_a_schedule_runs_the_exact_choice_first():
