@@ -29,6 +29,7 @@ class Replicas:
         at = flat.matrix[forward] + choice[:, source] * flat.sizes[target] + choice[:, target]
         self.load = flat.load[chosen].sum(axis=1)
         self.cost = flat.cost[chosen].sum(axis=1) + flat.entries[at].sum(axis=1) + self.load.max(axis=1, initial=0.0)
+        self._odd = False
         self._movable = np.flatnonzero(flat.sizes > 1)
         self._limit = np.broadcast_to(flat.limit, flat.base.shape)
         self._use = _dense_use(flat) if flat.base.size * int(flat.start[-1]) <= _DENSE else None
@@ -44,13 +45,15 @@ class Replicas:
         if not len(self._movable):
             return
         flat, rng, rows = self.flat, self._rng, np.arange(len(self.choice))
-        v = rng.choice(self._movable, len(rows))
+        v = self._movable[rng.integers(len(self._movable), size=len(rows))]
         old = self.choice[rows, v]
         new = (old + 1 + rng.integers(flat.sizes[v] - 1)) % flat.sizes[v]
         change = flat.cost[flat.start[v] + new] - flat.cost[flat.start[v] + old] + self._edges(v, old, new)
-        load = self.load + flat.load[flat.start[v] + new] - flat.load[flat.start[v] + old]
-        felt = change + _smooth_max(load) - _smooth_max(self.load)
-        change += load.max(axis=1, initial=0.0) - self.load.max(axis=1, initial=0.0)
+        felt, load = change, self.load
+        if load.shape[1]:
+            load = load + flat.load[flat.start[v] + new] - flat.load[flat.start[v] + old]
+            felt = change + _smooth_max(load) - _smooth_max(self.load)
+            change = change + load.max(axis=1) - self.load.max(axis=1)
         threshold = np.asarray(temperature) * rng.exponential(size=len(rows))
         # What costs too much already needs no look at its memory, unless memory is what it might save.
         maybe = np.flatnonzero((felt <= threshold) | (self.excess > 0))
@@ -70,12 +73,13 @@ class Replicas:
     def temper(self, temperatures: np.ndarray) -> None:
         """Parallel tempering: neighbours in temperature `[R]` exchange places, by chance.
 
-        Replicas are kept in the order of their temperatures, which must not fall. Source: Geyer, "Markov chain Monte
-        Carlo maximum likelihood" (1991).
+        Replicas are kept in the order of their temperatures, which must not fall. Source: Syed et al., "Non-reversible
+        parallel tempering" (2022).
         """
         energy = self.cost + _PENALTY * np.abs(self.cost) * self.excess
         inverse = 1 / temperatures
-        lower = np.arange(self._rng.integers(2), len(energy) - 1, 2)
+        self._odd = not self._odd  # in turn, not by chance: replicas then travel instead of diffusing
+        lower = np.arange(int(self._odd), len(energy) - 1, 2)
         gain = (energy[lower] - energy[lower + 1]) * (inverse[lower] - inverse[lower + 1])
         lower = lower[np.log(self._rng.random(len(lower))) < gain]
         order = np.arange(len(energy))
