@@ -62,7 +62,13 @@ class DeviceStep:
         return self._evaluated(params, batch, key, step, run, traced, at_alternatives)
 
     def probed_loss(
-        self, params: Any, batch: Any, key: jax.Array, step: jax.Array, ahead: list[jax.Array], back: list[jax.Array]
+        self,
+        params: Any,
+        batch: Any,
+        key: jax.Array,
+        step: jax.Array,
+        ahead: list[jax.Array] | None,
+        back: list[jax.Array] | None,
     ) -> jax.Array:
         """The same with everything exact, and gradients of probes that are damages (see `selection.probed`).
 
@@ -71,27 +77,33 @@ class DeviceStep:
           batch: this device's part.
           key: a random key.
           step: number of the training step.
-          ahead: for each group `[S]`, probes of forward sites.
-          back: of backward sites, to be differentiated through a gradient of this loss.
+          ahead: for each group `[S]`, probes of forward sites; None for no damages of those.
+          back: of backward sites, to be differentiated through a gradient of this loss; None for no damages of those.
         """
 
-        def run(s: int, x: jax.Array, probe: jax.Array, key: jax.Array, step: jax.Array) -> jax.Array:
+        def run(s: int, x: jax.Array, probe: jax.Array | None, key: jax.Array, step: jax.Array) -> jax.Array:
             collective, operand = self._collective(s), lax.stop_gradient(x)
             y = collective.exact(x)
+            if probe is None:
+                return y
             errors = jnp.stack([run(operand, key, step)[0] - lax.stop_gradient(y) for run in self._runs(s)])
             copies = collective.num_copies
             scale = self._num_tokens(y, copies) if self.sites[s].direction == "forward" else 1.0
             return probed(y, errors, probe, collective.axes, copies, scale)
 
-        def probe(s: int) -> jax.Array:
-            return (back if self.sites[s].direction == "backward" else ahead)[self.group_of[s]]
+        def probe(s: int) -> jax.Array | None:
+            probes = back if self.sites[s].direction == "backward" else ahead
+            return None if probes is None else probes[self.group_of[s]]
 
         def at_alternatives(p: int, branches: Sequence[Callable[..., Any]], operands: Sequence[Any]) -> Any:
+            probe_here = probe(self.site_at["forward", p])
+            if probe_here is None:
+                return branches[0](*operands)
             first, *others = [branch(*operands) for branch in branches]
             found = []
             for i, y in enumerate(first):
                 errors = jnp.stack([jnp.zeros_like(y), *(other[i] - y for other in others)])
-                found.append(probed(y, errors, probe(self.site_at["forward", p]), (), 1, self._num_tokens(y, 1)))
+                found.append(probed(y, errors, probe_here, (), 1, self._num_tokens(y, 1)))
             return found
 
         return self._evaluated(params, batch, key, step, run, probe, at_alternatives)

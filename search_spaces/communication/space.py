@@ -263,11 +263,11 @@ class CommunicationSpace:
             def loss(params: Any, batch: Any, ahead: Any, back: Any) -> jax.Array:
                 return self._step.probed_loss(params, batch, key, step, ahead, back)
 
-            direction, forward = jax.grad(loss, argnums=(0, 2))(params, validation, probes, probes)
+            direction, forward = jax.grad(loss, argnums=(0, 2))(params, validation, probes, None)
             direction = self._step.summed(direction)
 
             def along(back: Any) -> tuple[jax.Array, Any]:
-                gradients = jax.grad(loss)(params, batch, probes, back)
+                gradients = jax.grad(loss)(params, batch, None, back)
                 products = jax.tree.map(lambda v, g: jnp.vdot(v, g), direction, gradients)
                 return jax.tree.reduce(jnp.add, products), gradients
 
