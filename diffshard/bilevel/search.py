@@ -140,8 +140,10 @@ def bilevel(
       max_loss_increase: the cheapest choice whose validation loss is at most this much above the exact choice's, in
         units of the loss.
       cost_weight: or instead: units of loss that the exact choice's whole cost is worth; a number or a schedule.
-      estimator: "curvature", "mixture", "sampled", an `Estimator`, or a function `Increase`.
-      order: 2 lets A see what it does to training, through one step of θ; about two more passes over a batch.
+      estimator: "curvature", "mixture", "sampled"; one with options, as `curvature(learning_rate=3e-4)` from
+        `diffshard.bilevel.estimators`; or a function `Increase`.
+      order: 2 lets A see what forward strategies do to training, through one step of θ, for two more gradients.
+        Strategies of backward and gradient collectives do not show in it; `curvature` and `prove` see those.
 
     Raises:
       ValueError: an unknown estimator or one that the space cannot serve, an order that is not 1 or 2, an order of 2
@@ -281,7 +283,8 @@ class BilevelSearch:
 
         Under a bound on the loss the choice is the cheapest one of predicted increase within it that is found: the rows
         rounded, or the solver's answer to the cost with mean slopes as a budget; if none is within it, the one that
-        exceeds it least, and the plan says so.
+        exceeds it least, and the plan says so. Predictions are linear in the rows: good for `curvature`, which is
+        linear itself, and rough for `mixture` and `sampled`, which training (`candidates_data`) should decide.
 
         Args:
           state: after some `update`s.
@@ -290,7 +293,7 @@ class BilevelSearch:
         """
         most = self._objective.most if isinstance(self._objective, MaxLossIncrease) else None
         exact = self._reference if isinstance(self.space, HasLossless) else None
-        found = proposals(self._problem, self.rows(state), _prediction(state), exact, most)
+        found = proposals(self._problem, self.rows(state), self._prediction(state), exact, most)
         plan = plan_of(self.space, self._problem, found, most)
         if candidates_data is None or is_lossless(self.space):
             return plan, state.params
@@ -314,9 +317,16 @@ class BilevelSearch:
             objective = CostWeight(float(objective.weights(state.multiplier, state.offset, state.step).cost))
         assert objective is not None
         found = propose(
-            self.space, self._problem, plan.choice, _prediction(state), self._reference, most=data.num_candidates
+            self.space, self._problem, plan.choice, self._prediction(state), self._reference, most=data.num_candidates
         )
         return prove(self.space, found, self._reference, data, optimizer=self._weights_optimizer, objective=objective)
+
+    def _prediction(self, state: BilevelState) -> Prediction:
+        slopes = [np.asarray(slope, float) for slope in state.slopes]
+        seen = Prediction(float(state.offset), slopes)
+        if not isinstance(self.space, HasLossless):
+            return seen
+        return seen._replace(offset=seen.offset - seen.increase(self._reference))  # the exact choice adds nothing
 
     def _one_step(
         self, state: BilevelState, train_batch: Batch, val_batch: Batch
@@ -416,10 +426,6 @@ class BilevelSearch:
         if isinstance(self._objective, MaxLossIncrease):
             undershoot = 1.0 - increase / self._objective.most
         return entropy, undershoot, (entropy < _DECIDED) & (undershoot > 0.5) & (could_fall > _CHEAPER)
-
-
-def _prediction(state: BilevelState) -> Prediction:
-    return Prediction(float(state.offset), [np.asarray(slope, float) for slope in state.slopes])
 
 
 def _entropy(row: jax.Array) -> jax.Array:

@@ -46,7 +46,7 @@ def _batch(seed: int):
     return inputs, jnp.sin(3 * inputs)
 
 
-def _search(estimator: str, mesh, most: float) -> diffshard.BilevelSearch:
+def _search(estimator: str, mesh, most: float, order: int = 1) -> diffshard.BilevelSearch:
     split = PartitionSpec("data", None)
     space = functools.partial(
         CommunicationSpace,
@@ -62,6 +62,7 @@ def _search(estimator: str, mesh, most: float) -> diffshard.BilevelSearch:
         weights_optimizer=optax.adam(1e-3),
         choice_optimizer=optax.adam(0.05),
         estimator=estimator,
+        order=order,
         max_loss_increase=most,
     )
 
@@ -74,9 +75,9 @@ def _run(search: diffshard.BilevelSearch, steps: int):
     return search.update(state, _batch(2 * steps), _batch(2 * steps + 1))
 
 
-@pytest.mark.parametrize("estimator", ["curvature", "mixture", "sampled"])
-def test_every_estimator_searches_it(estimator: str):
-    search = _search(estimator, jax.sharding.AbstractMesh(tuple(AXES.values()), tuple(AXES)), 0.05)
+@pytest.mark.parametrize(("estimator", "order"), [("curvature", 1), ("mixture", 1), ("mixture", 2), ("sampled", 1)])
+def test_every_estimator_searches_it(estimator: str, order: int):
+    search = _search(estimator, jax.sharding.AbstractMesh(tuple(AXES.values()), tuple(AXES)), 0.05, order)
     state, metrics = _run(search, 3)
     assert not metrics.refused
     assert state.num_refused == 0
