@@ -4,8 +4,10 @@
    falls. Its value at temperature 0 is a lower bound.
 2. Rounding: choices read off the dual at several moments, each polished by exact moves of random forests at prices
    that keep the memory; the best goes on, annealed.
-3. Improvement: disjoint neighbourhoods are perturbed and polished at once, each accepted by itself. Where devices do
-   different work, the largest load joins everything, and Metropolis walks take this part.
+   One more start is the problem in which equal layers take equal strategies, solved first.
+3. Improvement: disjoint neighbourhoods are perturbed and polished at once, each accepted by itself. Metropolis walks
+   under parallel tempering join in where the graph is small, and take this part where devices do different work: the
+   largest load joins everything.
 4. Branch and bound on the dual, for as long as improvement runs and beside it, where the graph is small: it closes what
    memory and loads leave between the choice and the bound, and its branches are new starts.
 
@@ -28,6 +30,7 @@ from diffshard.engine.flat import flatten, with_ceiling
 from diffshard.engine.neighbourhoods import perturb, split
 from diffshard.engine.polish import Polish, rounded
 from diffshard.engine.replicas import Replicas
+from diffshard.engine.tied import tied_start
 from diffshard.solve import Proposal, seeded
 from diffshard.solvers import exhaustive
 
@@ -37,6 +40,7 @@ Start = tuple[np.ndarray, np.ndarray]
 _FEW = 1 << 16  # choices
 _CLOSED = 1e-7  # relative gap at which nothing is left to win
 _STARTS = 4
+_TIED = 0.1  # of the time limit
 _MOST_SWEEPS = 3000
 _SWEEPS = 80  # of a perturbed dual
 _NOISE = 0.03  # of the bound for each node, at most
@@ -54,7 +58,7 @@ _BRANCH_MOVES = 10
 _MOVES = 8  # of a neighbourhood, each time
 
 
-PARTS = ("dual", "prices", "starts", "forests", "annealing", "neighbourhoods", "walks", "branches")
+PARTS = ("dual", "prices", "tying", "starts", "forests", "annealing", "neighbourhoods", "walks", "branches")
 """What `Effort.without` can leave out."""
 
 
@@ -69,7 +73,7 @@ class Effort(NamedTuple):
       rounds: perturbations of all neighbourhoods, at most.
       branches: of the dual, at most.
       patience: rounds without improvement after which it ends.
-      steps: of each Metropolis walk, for each node.
+      steps: of each Metropolis walk, for each node; a fifth where no loads join everything.
       shares: where in the time limit the sweeps, the trials and the annealing end.
       without: parts left out, of `PARTS`, to see what they are worth; the others get their time.
     """
@@ -106,7 +110,8 @@ def solve(
     bound = ascent.certified()
     yield Proposal(lower_bound=bound)
     search = Polish(flat, rng, starts[-1][0], ascent.best[1], bound, edges="forests" not in effort.without)
-    phases = _phases(search, ascent, starts[:-_STARTS:-1], bound, clock, effort)
+    tied = () if "tying" in effort.without else _tie(problem, search, ascent, key, time_limit_s, effort)
+    phases = itertools.chain(tied, _phases(search, ascent, starts[:-_STARTS:-1], bound, clock, effort))
     told = math.inf
     for i, found in enumerate(phases):
         bound = max(bound, found)
@@ -158,10 +163,10 @@ def _phases(
     last = []
     if not loads and "neighbourhoods" not in without:
         last.append(_perturb(search, clock, effort, scale))
+    if small and "branches" not in without:  # before the walks, which are not needed where it proves the choice
+        last.append(_branch(search, ascent, bound, clock, effort))
     if (small or loads) and "walks" not in without:
         last.append(_walk(search, clock, effort, scale))
-    if small and "branches" not in without:
-        last.append(_branch(search, ascent, bound, clock, effort))
     yield from _beside(last, search, clock)
 
 
@@ -184,6 +189,19 @@ def _climb(ascent: Ascent, clock: _Clock, effort: Effort) -> Iterator[Start]:
             told += 0.6 / _STARTS
             yield rounded(flat, ascent.absorbed), ascent.prices.memory
     yield rounded(flat, ascent.absorbed), ascent.prices.memory
+
+
+def _tie(
+    problem: Problem, search: Polish, ascent: Ascent, key: jax.Array, time_limit_s: float | None, effort: Effort
+) -> Iterator[float]:
+    """Forest moves from where equal layers take equal strategies."""
+    yield -math.inf  # the rounding may be the optimum already
+    choice = tied_start(problem, key, None if time_limit_s is None else _TIED * time_limit_s)
+    if choice is not None:
+        search.begin(choice, ascent.best[1].memory)
+        for _ in range(effort.moves):
+            search.anneal(0.0, 0.1)
+            yield -math.inf
 
 
 def _try(
@@ -255,7 +273,7 @@ def _walk(search: Polish, clock: _Clock, effort: Effort, scale: float) -> Iterat
     if loads:
         starts[_WALKS // 2 :] = search.rng.integers(flat.sizes, size=(_WALKS - _WALKS // 2, count))
     walks = Replicas(flat, search.rng, starts)
-    progress = clock.phase(effort.steps * count, 1.0)
+    progress = clock.phase(effort.steps * count // (1 if loads else 5), 1.0)
     step = 0
     while progress(step) < 1:
         for _ in range(_WALKED):
