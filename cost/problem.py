@@ -61,17 +61,18 @@ def validate(problem: Problem) -> None:
     Raises:
       ValueError: names the field, the rule, the place and the value.
     """
-    sizes = num_strategies(problem)
     for v, cost in enumerate(problem.node_cost):
-        _check_costs(cost, (len(cost),), f"`node_cost[{v}]`")
+        _check_costs(cost, np.shape(cost)[:1] or ("strategies",), f"`node_cost[{v}]`")
+    sizes = num_strategies(problem)
     if sizes.size and sizes.min() == 0:
         raise ValueError(f"`node_cost[{sizes.argmin()}]` is empty; every node needs at least one strategy.")
     _check_edges(problem, sizes)
     _check_usages(problem, sizes)
     if len(problem.load) not in (0, len(sizes)):
         raise ValueError(f"`load` must be () or one array for each of the {len(sizes)} nodes, got {len(problem.load)}.")
+    devices = np.shape(problem.load[0])[1:] if len(problem.load) else ()
     for v, load in enumerate(problem.load):
-        _check_costs(load, (sizes[v], num_devices(problem)), f"`load[{v}]`")
+        _check_costs(load, (sizes[v], *(devices or ("devices",))), f"`load[{v}]`")
 
 
 def _check_edges(problem: Problem, sizes: np.ndarray) -> None:
@@ -93,12 +94,15 @@ def _check_edges(problem: Problem, sizes: np.ndarray) -> None:
 
 
 def _check_usages(problem: Problem, sizes: np.ndarray) -> None:
-    limit = np.asarray(problem.memory_limit, float)
-    if limit.ndim > 1 or np.isnan(limit).any() or (limit < 0).any():
-        raise ValueError(f"`memory_limit` must be a number or `[D]`, not negative, got {problem.memory_limit}.")
+    limit = np.asarray(problem.memory_limit)
+    real = np.issubdtype(limit.dtype, np.number) and not np.iscomplexobj(limit)
+    if not real or limit.ndim > 1 or np.isnan(limit).any() or (limit < 0).any():
+        raise ValueError(f"`memory_limit` must be a number or `[D]`, not negative, got {problem.memory_limit!r}.")
     nodes = np.asarray(problem.usage_node)
     if nodes.shape != (len(problem.usage),):
         raise ValueError(f"`usage_node` must have one node for each of {len(problem.usage)} usages, got {nodes.shape}.")
+    if nodes.size and not np.issubdtype(nodes.dtype, np.integer):
+        raise ValueError(f"`usage_node` must be integers, got {nodes.dtype}.")
     intervals = _checked_pairs(problem.usage_interval, len(problem.usage), "`usage_interval`")
     for k, (usage, v, (start, end)) in enumerate(zip(problem.usage, nodes.tolist(), intervals.tolist(), strict=True)):
         if not 0 <= v < len(sizes):
@@ -111,13 +115,18 @@ def _check_usages(problem: Problem, sizes: np.ndarray) -> None:
                 f"`usage[{k}]` has shape {np.shape(usage)}, but `memory_limit` is for {limit.size} devices."
             )
         _check_costs(usage, (sizes[v], *devices), f"`usage[{k}]` of node {v}")
-        if len(usage) and np.min(usage) < 0:
-            raise ValueError(f"`usage[{k}]` of node {v} must not be negative, got {np.min(usage)}.")
+        if len(usage) and (np.min(usage) < 0 or np.isinf(np.max(usage))):
+            wrong = np.min(usage) if np.min(usage) < 0 else np.max(usage)
+            raise ValueError(
+                f"`usage[{k}]` of node {v} must be finite and not negative, got {wrong}; "
+                "a strategy that must not be chosen has an infinite `node_cost`."
+            )
 
 
 def _check_costs(cost: np.ndarray, shape: tuple, name: str) -> None:
     if np.shape(cost) != tuple(shape):
-        raise ValueError(f"{name} must have shape {tuple(map(int, shape))}, got {np.shape(cost)}.")
+        wanted = ", ".join(map(str, shape)) + ("," if len(shape) == 1 else "")
+        raise ValueError(f"{name} must have shape ({wanted}), got {np.shape(cost)}.")
     if not np.issubdtype(np.asarray(cost).dtype, np.number) or np.iscomplexobj(cost):
         raise ValueError(f"{name} must hold real numbers, got {np.asarray(cost).dtype}.")
     if np.isnan(cost).any() or np.isneginf(cost).any():

@@ -6,6 +6,7 @@ Source: the ASPLOS 2025 / EuroSys 2025 contest on intra-operator parallelism, gi
 import gzip
 import json
 import os
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ def read(path: str | os.PathLike) -> Problem:
     try:
         text = gzip.decompress(raw) if raw[:2] == _GZIP_MAGIC else raw
         document = json.loads(text)
-    except (OSError, EOFError, UnicodeDecodeError, ValueError) as error:
+    except (OSError, EOFError, zlib.error, RecursionError, ValueError) as error:
         kind = "gzipped JSON" if raw[:2] == _GZIP_MAGIC else "JSON"
         raise ValueError(f"`{path}` is not {kind}, or damaged: {error}.") from error
     return parse(document)
@@ -40,7 +41,7 @@ def parse(document: Any) -> Problem:
     """The `Problem` of a decoded instance; raises ValueError as `read`."""
     instance = _member(document, "problem", dict, "the document")
     nodes, edges = _member(instance, "nodes", dict, "problem"), _member(instance, "edges", dict, "problem")
-    limit = instance.get("usage_limit")
+    limit = _member(instance, "usage_limit", object, "problem")
     if isinstance(limit, bool) or not isinstance(limit, int) or limit < 0:
         raise ValueError(f"`problem.usage_limit` must be an integer that is not negative, got {limit!r}.")
     node_cost = _lists(nodes, "costs", "problem.nodes")
@@ -51,7 +52,7 @@ def parse(document: Any) -> Problem:
             raise ValueError(f"`problem.nodes.costs[{v}]` is empty; every node needs at least one strategy.")
         if len(cost) != len(used):
             raise ValueError(f"`problem.nodes.usages[{v}]` has {len(used)} entries for {len(cost)} strategies.")
-    ends = _pairs(edges, "nodes", "problem.edges")
+    ends = _pairs(edges, "nodes", "problem.edges", remedy="an edge joins two nodes; split those of more")
     entries = _lists(edges, "costs", "problem.edges", len(ends))
     edge_nodes, edge_cost = _merged_edges(node_cost, ends, entries)
     live = np.flatnonzero(intervals[:, 0] < intervals[:, 1])
@@ -142,18 +143,23 @@ def _lists(mapping: dict, key: str, where: str, count: int | None = None) -> lis
             raise ValueError(f"`{where}.{key}[{i}]` must be a list, got {numbers!r}.")
         try:
             array = np.array(numbers) if numbers else np.zeros(0, np.int64)
-        except ValueError as error:
-            raise ValueError(f"`{where}.{key}[{i}]` must be a list of integers: {error}.") from error
+        except ValueError:  # ragged
+            array = np.zeros((0, 0))
         if array.ndim != 1 or array.dtype != np.int64 or (array < 0).any():
-            bad = next((n for n in numbers if type(n) is not int or not 0 <= n < 2**63), numbers)
-            raise ValueError(f"`{where}.{key}[{i}]` must hold 64-bit integers that are not negative, got {bad!r}.")
+            at, bad = next((j, n) for j, n in enumerate(numbers) if type(n) is not int or not 0 <= n < 2**63)
+            raise ValueError(
+                f"`{where}.{key}[{i}]` must hold 64-bit integers that are not negative, got {bad!r} at {at}; scale and "
+                f"round the numbers, with {FORBIDDEN:.0e} for what must not be chosen."
+            )
         arrays.append(array)
     return arrays
 
 
-def _pairs(mapping: dict, key: str, where: str, count: int | None = None) -> np.ndarray:
+def _pairs(mapping: dict, key: str, where: str, count: int | None = None, remedy: str = "") -> np.ndarray:
     arrays = _lists(mapping, key, where, count)
     for i, array in enumerate(arrays):
         if len(array) != 2:
-            raise ValueError(f"`{where}.{key}[{i}]` must have two numbers, got {array.tolist()}.")
+            raise ValueError(
+                f"`{where}.{key}[{i}]` must have two numbers, got {array.tolist()}{remedy and '; ' + remedy}."
+            )
     return np.array(arrays, np.int64).reshape(-1, 2)

@@ -38,6 +38,7 @@ from diffshard.report.page import save_page
 from diffshard.report.patterns import format_s
 from diffshard.search import search
 from diffshard.solve import Solution, solve, solver_names
+from diffshard.violations import violations
 
 
 class _FailedError(Exception):
@@ -188,7 +189,7 @@ def _solve(options: argparse.Namespace) -> int:
     except OSError as error:
         raise UsageError(f"{options.instance}: {error.strerror or error}") from None
     except ValueError as error:
-        raise _FailedError(str(error)) from None
+        raise UsageError(str(error)) from None
     with shown(f"solving {options.instance}", lambda cost: f"{cost:,.0f}") as progress:
         more = {} if options.solver is None else {"solver": options.solver}
         start = time.perf_counter()
@@ -203,22 +204,30 @@ def _solve(options: argparse.Namespace) -> int:
     bound = f"{found.lower_bound:,.0f}" if math.isfinite(found.lower_bound) else "none"
     if not found.feasible:
         print(f"{found.status}: the best choice exceeds the limit by {found.excess:,.0f}", file=sys.stderr)
+        print(*violations(problem, found.choice), sep="\n", file=sys.stderr)
         return 1
     print(f"{found.status}: cost {found.cost:,.0f}, lower bound {bound}, gap {found.gap:.2%}", file=sys.stderr)
     return 0
 
 
 def _solution(found: Solution, seconds: float) -> dict[str, Any]:
-    bound = float(found.lower_bound)
+    bound = found.lower_bound  # an integer where it is the cost itself: a float could be above it
     return {
         "choice": [int(strategy) for strategy in found.choice],
-        "cost": int(found.cost) if float(found.cost).is_integer() else float(found.cost),
-        "lower_bound": bound if math.isfinite(bound) else None,
+        "cost": _number(found.cost),
+        "lower_bound": _number(min(bound, found.cost) if found.feasible else bound),
         "feasible": bool(found.feasible),
         "excess": float(found.excess),
         "status": found.status,
         "seconds": seconds,
     }
+
+
+def _number(number: float) -> float | None:
+    """Whole numbers as integers, None for infinities."""
+    if not math.isfinite(number):
+        return None
+    return int(number) if float(number).is_integer() else float(number)
 
 
 def _figure(path: str) -> Any:

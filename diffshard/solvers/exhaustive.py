@@ -23,7 +23,10 @@ def solve(problem: Problem, *, time_limit_s: float | None = None, key: jax.Array
     sizes = num_strategies(problem)
     count = math.prod(sizes.tolist())
     if count > LARGEST:
-        raise ValueError(f"`solver` 'exhaustive' takes at most {LARGEST:,} choices; this problem has {count:.3g}.")
+        raise ValueError(
+            f"`solver` 'exhaustive' takes at most {LARGEST:,} choices; this problem has 10^{math.log10(count):.0f}. "
+            "Take 'gradient'."
+        )
     best: tuple[float, float] = (math.inf, math.inf)
     for start in range(0, count, _BLOCK):
         block = np.arange(start, min(start + _BLOCK, count))

@@ -66,7 +66,7 @@ def test_parallel_edges_and_loops_are_merged():
         ({"costs": [[15, -1], [45, 50, 70], [7]]}, r"`problem.nodes.costs\[0\]`.*not negative, got -1"),
         ({"costs": [[15, 1.5], [45, 50, 70], [7]]}, r"costs\[0\]`.*64-bit integers.*got 1.5"),
         ({"costs": [[15, 2**63], [45, 50, 70], [7]]}, r"costs\[0\]`.*64-bit integers.*got 9223372036854775808"),
-        ({"costs": [[15, [1]], [45, 50, 70], [7]]}, r"costs\[0\]` must be a list of integers"),
+        ({"costs": [[15, [1]], [45, 50, 70], [7]]}, r"costs\[0\]`.*got \[1\] at 1; scale and round"),
         ({"costs": [[15, float("nan")], [45, 50, 70], [7]]}, r"costs\[0\]`.*64-bit integers.*got nan"),
         ({"edges": [[1, 2, 3, 4, 5, float("inf")]]}, r"problem.edges.costs\[0\]`.*64-bit integers.*got inf"),
         ({"edges": []}, "`problem.edges.costs` must have 1 lists, got 0"),
@@ -78,6 +78,7 @@ def test_parallel_edges_and_loops_are_merged():
         ({"edges": [[1, 2, 3]]}, r"`problem.edges.costs\[0\]` has 3 entries, but nodes 0 and 1 have 2 x 3"),
         ({"limit": -4}, "`problem.usage_limit` must be an integer that is not negative, got -4"),
         ({"limit": None}, "`problem.usage_limit` must be an integer"),
+        ({"nodes": [[0, 1, 2]]}, "an edge joins two nodes; split those of more"),
         ({"costs": {"0": [1]}}, "`costs` of problem.nodes must be a JSON list, got dict"),
     ],
 )
@@ -91,6 +92,10 @@ def test_missing_parts_are_named():
     del document["problem"]["nodes"]["usages"]
     with pytest.raises(ValueError, match=r"problem.nodes lacks `usages`; it has \['costs', 'intervals'\]"):
         contest.parse(document)
+    document = _document()
+    del document["problem"]["usage_limit"]
+    with pytest.raises(ValueError, match=r"problem lacks `usage_limit`; it has \['edges', 'name', 'nodes'\]"):
+        contest.parse(document)
     with pytest.raises(ValueError, match="the document lacks `problem`"):
         contest.parse({})
     with pytest.raises(ValueError, match="the document must be a JSON object, got list"):
@@ -99,7 +104,14 @@ def test_missing_parts_are_named():
 
 @pytest.mark.parametrize(
     ("raw", "kind"),
-    [(b'{"problem": ', "JSON"), (b"\xff\xfe\x00", "JSON"), (gzip.compress(b"{}")[:12], "gzipped JSON"), (b"", "JSON")],
+    [
+        (b'{"problem": ', "JSON"),
+        (b"\xff\xfe\x00", "JSON"),
+        (gzip.compress(b"{}")[:12], "gzipped JSON"),
+        (b"", "JSON"),
+        (b"\x1f\x8b\x08\0\0\0\0\0\0\0\xff\xff", "gzipped JSON"),
+        (b"[" * 100_000, "JSON"),
+    ],
 )
 def test_damaged_files_are_refused_by_name(tmp_path, raw, kind):
     path = tmp_path / "broken.json"

@@ -191,6 +191,12 @@ def test_dynamic_programming_says_when_tables_are_too_large(monkeypatch):
         solve(FORMS["complete"], solver="dynamic_programming", reduce=presolve.unchanged)
 
 
+def test_exhaustive_says_how_many_choices_however_many():
+    problem = layered_problem(1, 20)
+    with pytest.raises(ValueError, match=r"takes at most 10,000,000 choices; this problem has 10\^\d{3}\. Take"):
+        solve(problem, solver="exhaustive", reduce=presolve.unchanged)
+
+
 def test_primal_problems_of_like_size_share_one_program():
     def run(seed):
         list(primal.solve(_graph(seed, [*CHAIN, (5, 0)]), key=jax.random.key(0)))

@@ -152,13 +152,24 @@ def test_infeasible_instances_have_code_1_and_still_the_least_bad_choice(tmp_pat
     assert json.loads(out)["feasible"] is False
     assert json.loads(out)["excess"] == 1  # 2 + 3 bytes
     assert "infeasible: the best choice exceeds the limit by 1" in err
+    assert "At time 1 the memory exceeds the limit by 1; its largest users are nodes 1 (3), 0 (2)." in err
 
 
-def test_damaged_instances_have_code_1(tmp_path, capsys):
+def test_damaged_instances_have_code_2(tmp_path, capsys):
     (tmp_path / "bad.json.gz").write_bytes(b"\x1f\x8bnot gzip")
-    assert main(["solve", str(tmp_path / "bad.json.gz")]) == 1
+    assert main(["solve", str(tmp_path / "bad.json.gz")]) == 2
     assert "is not gzipped JSON" in capsys.readouterr().err
     assert main(["solve", str(tmp_path / "none.json")]) == 2
+
+
+def test_the_bound_of_a_cost_that_floats_round_up_is_not_above_it(tmp_path, capsys):
+    cost = [np.array([10**18 - 1])] * 3
+    none = np.zeros(0, int)
+    problem = Problem(cost, np.zeros((0, 2), int), [], none, [], np.zeros((0, 2), int), 0)
+    contest.write(problem, tmp_path / "three.json")
+    assert main(["solve", str(tmp_path / "three.json")]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["lower_bound"] == found["cost"] == 3 * 10**18 - 3
 
 
 def test_plot_is_a_picture_and_its_name_is_checked_first(tmp_path, capsys):
