@@ -102,7 +102,7 @@ def _undominated(problem: Problem, rows: list, intervals: np.ndarray, over: np.n
     at = np.concatenate([[0], np.cumsum(sizes)])
     use = np.zeros((times, int(at[-1]) * devices + devices))
     for (v, table), (start, end) in zip(rows, intervals, strict=True):
-        own = np.broadcast_to(table, (sizes[v], devices)).ravel()
+        own = np.broadcast_to(table, (int(sizes[v]), int(devices))).ravel()
         use[start:end, at[v] * devices : at[v + 1] * devices] += own
     use[:, -devices:] = over
     use = np.ascontiguousarray(use[:, np.argsort(-use.std(axis=0))])  # columns that tell times apart come first
