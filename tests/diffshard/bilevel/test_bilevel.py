@@ -10,8 +10,9 @@ import pytest
 
 import diffshard
 from cost.problem import Problem
-from diffshard.bilevel.search import BilevelSearch, BilevelState
+from diffshard.bilevel.search import BilevelSearch
 from diffshard.bilevel.space import one_hot, softmax_rows
+from diffshard.bilevel.state import BilevelState
 from tests.diffshard.bilevel.perturbed import Perturbed, batch_of, start
 
 KEY = jax.random.key(0)

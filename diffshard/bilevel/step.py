@@ -1,0 +1,208 @@
+"""One step of a bilevel search: θ on training data, A on validation data and cost, both from where the state is."""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from cost.problem import Problem
+from diffshard.bilevel.estimators import Estimator, unrolled
+from diffshard.bilevel.objective import CostWeight, MaxLossIncrease, Objective
+from diffshard.bilevel.plan import Choice
+from diffshard.bilevel.space import (
+    Batch,
+    Params,
+    Residuals,
+    Rows,
+    allowed,
+    cost_ratio,
+    is_lossless,
+    problem_of,
+    reference_choice,
+    reference_cost,
+    softmax_rows,
+)
+from diffshard.bilevel.state import BilevelMetrics, BilevelState
+
+LossFn = Callable[[Params, Batch], jax.Array]
+
+_DECIDED = 0.01  # of the entropy of uniform rows, from which on no gradient moves a row any more
+_CHEAPER = 0.01  # of the exact choice's cost, which would be worth a change
+_FORGET = 0.05  # of the mean slopes, each step
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the user of a search has chosen; see `bilevel`."""
+
+    loss_fn: LossFn | None
+    weights_optimizer: optax.GradientTransformation
+    choice_optimizer: optax.GradientTransformation
+    objective: Objective | None
+    estimator: Estimator
+    order: int
+
+
+class _Seen(NamedTuple):
+    """What both steps are made of: losses, and slopes of the increase in the rows."""
+
+    train_loss: jax.Array
+    gradients: Params
+    residuals: Residuals
+    increase: jax.Array
+    slopes: Rows
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """A step in one space: a pure function of the state and two batches.
+
+    Attributes:
+      settings: of the user.
+      space: where the choice is made.
+      problem: its nodes and costs.
+      reference: the exact choice.
+      reference_cost: in seconds.
+      objective: how loss and cost are weighed here.
+    """
+
+    settings: Settings
+    space: Any
+    problem: Problem
+    reference: Choice
+    reference_cost: float
+    objective: Objective
+
+    def __call__(
+        self, state: BilevelState, train_batch: Batch, val_batch: Batch
+    ) -> tuple[BilevelState, BilevelMetrics]:
+        """The state after the step, or the one before it where a number is not finite."""
+        key, step_key = jax.random.split(state.key)
+        rows, pull_back = jax.vjp(functools.partial(softmax_rows, self.problem), state.logits)
+        seen = self._see(state, rows, train_batch, val_batch, step_key)
+        params, weights_state = self._moved(state, seen.gradients)
+        cost, cost_slopes = jax.value_and_grad(lambda p: cost_ratio(self.problem, p, self.reference_cost))(rows)
+
+        share = jnp.maximum(_FORGET, 1.0 / (state.step + 1.0))
+        seen_offset = seen.increase - optax.tree.vdot(seen.slopes, rows)
+        offset, slopes = jax.tree.map(
+            lambda old, new: old + share * (new - old), (state.offset, state.slopes), (seen_offset, seen.slopes)
+        )
+        increase = offset + optax.tree.vdot(slopes, rows)  # the noise of one batch would bias the multiplier
+        weights = self.objective.weights(state.multiplier, increase, state.step)
+        (of_loss,) = pull_back(jax.tree.map(lambda slope: weights.loss * slope, seen.slopes))
+        (of_cost,) = pull_back(jax.tree.map(lambda slope: weights.cost * slope, cost_slopes))
+        updates, choice_state = self.settings.choice_optimizer.update(
+            jax.tree.map(jnp.add, of_loss, of_cost), state.choice_state, state.logits
+        )
+        logits: Any = optax.apply_updates(state.logits, updates)
+        after = BilevelState(
+            params=params,
+            weights_state=weights_state,
+            residuals=seen.residuals,
+            logits=logits,
+            choice_state=choice_state,
+            multiplier=self.objective.next_multiplier(state.multiplier, increase),
+            offset=offset,
+            slopes=slopes,
+            step=state.step + 1,
+            num_refused=state.num_refused,
+            key=key,
+        )
+        fine = _all_finite((seen.train_loss, seen.increase, cost, after._replace(key=state.step)))
+        refused = state._replace(key=key, num_refused=state.num_refused + 1)
+        entropy, undershoot, collapsed = self._collapse(rows, increase, cost_slopes)
+        metrics = BilevelMetrics(
+            train_loss=seen.train_loss,
+            loss_increase=seen.increase,
+            cost_ratio=cost,
+            multiplier=state.multiplier,
+            loss_slope=optax.tree.norm(of_loss),
+            cost_slope=optax.tree.norm(of_cost),
+            entropy=entropy,
+            undershoot=undershoot,
+            collapsed=collapsed,
+            refused=~fine,
+        )
+        return jax.lax.cond(fine, lambda: after, lambda: refused), metrics
+
+    def _see(self, state: BilevelState, rows: Rows, train_batch: Batch, val_batch: Batch, key: jax.Array) -> _Seen:
+        settings = self.settings
+        nothing = jnp.zeros(()), jax.tree.map(jnp.zeros_like, rows)
+        if is_lossless(self.space):
+            assert settings.loss_fn is not None
+            loss, gradients = jax.value_and_grad(settings.loss_fn)(state.params, train_batch)
+            return _Seen(loss, gradients, state.residuals, *nothing)
+        run_key, val_key = jax.random.split(key)
+
+        def increase(params: Params, rows: Rows) -> jax.Array:
+            return settings.estimator.increase(self.space, params, val_batch, rows, val_key)
+
+        running, weights = settings.estimator.running, settings.estimator.weights
+        draw_key, noise_key = jax.random.split(run_key)
+        selection = self.reference if running is None else running(rows, draw_key)
+        loss, gradients, residuals = self.space.loss_and_gradients(
+            state.params, train_batch, selection, state.residuals, noise_key, state.step
+        )
+        if settings.order == 1 or weights is None:
+            value, slopes = jax.value_and_grad(increase, argnums=1)(state.params, rows)
+        else:
+
+            def train_loss(params: Params, rows: Rows) -> jax.Array:
+                return self.space.mixed_loss(params, train_batch, weights(rows, draw_key), noise_key)
+
+            value, slopes = unrolled(
+                increase, train_loss, lambda g: self._moved(state, g)[0], state.params, rows, gradients
+            )
+        return _Seen(loss, gradients, residuals, value, slopes)
+
+    def _moved(self, state: BilevelState, gradients: Params) -> tuple[Params, optax.OptState]:
+        updates, weights_state = self.settings.weights_optimizer.update(gradients, state.weights_state, state.params)
+        return optax.apply_updates(state.params, updates), weights_state
+
+    def _collapse(self, rows: Rows, increase: jax.Array, cost_slopes: Rows) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Entropy, undershoot and whether the rows have collapsed, as `BilevelMetrics` has them."""
+        entropy = jnp.mean(jnp.stack([_entropy(row) for row in rows if row.size > 1]))
+        # By how much the linearised cost could still fall (the Frank-Wolfe gap), as a ratio to the exact choice's.
+        could_fall = sum(
+            row @ slope - jnp.min(jnp.where(mask, slope, jnp.inf))
+            for row, slope, mask in zip(rows, cost_slopes, allowed(self.problem), strict=True)
+        )
+        undershoot = jnp.zeros(())
+        if isinstance(self.objective, MaxLossIncrease):
+            undershoot = 1.0 - increase / self.objective.most
+        return entropy, undershoot, (entropy < _DECIDED) & (undershoot > 0.5) & (could_fall > _CHEAPER)
+
+
+def step_in(space: Any, settings: Settings) -> Step:
+    """Checks a space against the settings.
+
+    Raises:
+      ValueError: see `bilevel`.
+    """
+    problem, objective = problem_of(space), settings.objective
+    if is_lossless(space):
+        if settings.loss_fn is None:
+            raise ValueError("`loss_fn` must be given where `space` has no loss of its own, got None.")
+        objective = CostWeight(1.0)
+    elif objective is None:
+        raise ValueError("give `max_loss_increase` or `cost_weight`: this space trades loss for cost.")
+    elif not hasattr(space, settings.estimator.needs):
+        raise ValueError(f"`estimator` needs a method `{settings.estimator.needs}`, which `space` does not have.")
+    reference, reference_s = reference_choice(space, problem), reference_cost(space, problem)
+    return Step(settings, space, problem, reference, reference_s, objective)
+
+
+def _entropy(row: jax.Array) -> jax.Array:
+    """As a share of uniform weights'."""
+    return -jnp.sum(row * jnp.log(jnp.maximum(row, 1e-30))) / np.log(row.size)
+
+
+def _all_finite(tree: Any) -> jax.Array:
+    leaves = [leaf for leaf in jax.tree.leaves(tree) if jnp.issubdtype(jnp.asarray(leaf).dtype, jnp.inexact)]
+    return jnp.all(jnp.stack([jnp.isfinite(leaf).all() for leaf in leaves]))
