@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 
 def axes_of(spec: PartitionSpec, rank: int) -> list[tuple[str, ...]]:
@@ -80,6 +80,21 @@ def emulate(
         specs_out = broadcast_specs(out_specs, results)
         joined = [_join(x, spec, mesh_axes) for x, spec in zip(flat, specs_out, strict=True)]
         return jax.tree.unflatten(structure_out, joined)
+
+    return run
+
+
+def on_devices(fn: Callable[..., Any], mesh: Mesh, in_specs: Sequence[Any], out_specs: Any) -> Callable[..., Any]:
+    """`jax.shard_map` without checks of replication; arguments may come in any sharding, on explicit meshes too."""
+    mapped = jax.shard_map(fn, mesh=mesh, in_specs=tuple(in_specs), out_specs=out_specs, check_vma=False)
+    if AxisType.Explicit not in mesh.axis_types:
+        return mapped
+
+    def run(*arguments: Any) -> Any:
+        leaves, structure = jax.tree.flatten(arguments)
+        specs = broadcast_specs(tuple(in_specs), arguments)
+        placed = [jax.reshard(x, NamedSharding(mesh, spec)) for x, spec in zip(leaves, specs, strict=True)]
+        return mapped(*jax.tree.unflatten(structure, placed))
 
     return run
 

@@ -147,9 +147,10 @@ def collectives_of(equation: core.JaxprEqn, mesh_axes: Mapping[str, int]) -> lis
     axes = axes if isinstance(axes, tuple) else (axes,)
     if params.get("axis_index_groups") is not None or any(axis not in mesh_axes for axis in axes):
         return []
-    sizes = tuple(mesh_axes[axis] for axis in axes)
-    if prod(sizes) == 1:
+    if prod(mesh_axes[axis] for axis in axes) == 1:
         return []
+    axes = tuple(axis for axis in axes if mesh_axes[axis] > 1)
+    sizes = tuple(mesh_axes[axis] for axis in axes)
     match name:
         case "psum":
             return [Collective("all_reduce", axes, sizes)] * len(equation.invars)

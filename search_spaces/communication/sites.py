@@ -65,6 +65,7 @@ class Traced:
       batch_specs: of each flat array of the batch.
       param_names: the path of each flat parameter.
       param_avals: the part of each flat parameter on one device.
+      batch_avals: the part of each flat array of the batch.
     """
 
     jaxpr: core.ClosedJaxpr
@@ -101,14 +102,12 @@ def trace(
     """Traces a loss for one device's parts of its arguments; see `CommunicationSpace` for arguments and errors."""
     avals, specs, names = [], [], []
     for label, tree, prefix in (("params", params, param_specs), ("batch", batch, batch_specs)):
-        leaves = jax.tree_util.tree_leaves_with_path(tree)
+        whole = jax.eval_shape(lambda tree: tree, tree)
+        leaves = jax.tree_util.tree_leaves_with_path(whole)
         specs.append(tuple(_specs(prefix, tree, label)))
         names.append(tuple(jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in leaves))
         parts = [
-            jax.ShapeDtypeStruct(
-                local_shape(jnp.shape(x), spec, mesh_axes, f"`{label}` {name!r}"),
-                jax.dtypes.canonicalize_dtype(x.dtype),
-            )
+            jax.ShapeDtypeStruct(local_shape(x.shape, spec, mesh_axes, f"`{label}` {name!r}"), x.dtype)
             for (_, x), spec, name in zip(leaves, specs[-1], names[-1], strict=True)
         ]
         avals.append(tuple(parts))
@@ -118,9 +117,13 @@ def trace(
                 f"`params` {name!r} is {aval.dtype}; parameters must be floating-point, put it in `batch`."
             )
     structure = jax.tree.structure((params, batch))
-    closed, out = jax.make_jaxpr(loss_fn, axis_env=list(mesh_axes.items()), return_shape=True)(
-        *jax.tree.unflatten(structure, [*avals[0], *avals[1]])
-    )
+    local = jax.tree.unflatten(structure, [*avals[0], *avals[1]])
+    try:
+        closed, out = jax.make_jaxpr(loss_fn, axis_env=list(mesh_axes.items()), return_shape=True)(*local)
+    except NameError as error:
+        if "unbound axis name" not in str(error):
+            raise
+        raise ValueError(f"`loss_fn` has an {error}; `mesh_axes` has {tuple(mesh_axes)}.") from error
     if not hasattr(out, "shape") or out.shape != () or not jnp.issubdtype(out.dtype, jnp.floating):
         raise ValueError(f"`loss_fn` must return one floating-point scalar, this device's loss; it returns {out}.")
     places, notes = find_places(closed.jaxpr, mesh_axes)

@@ -14,7 +14,7 @@ from jax.sharding import Mesh, PartitionSpec
 from cost.hardware import Hardware
 from cost.problem import Problem
 from search_spaces.communication.device_step import DeviceStep
-from search_spaces.communication.emulation import emulate
+from search_spaces.communication.emulation import emulate, on_devices
 from search_spaces.communication.groups import as_sent, checked_strategies, group_sites
 from search_spaces.communication.prices import site_bytes, site_seconds
 from search_spaces.communication.selection import Selection
@@ -102,8 +102,7 @@ class CommunicationSpace:
         if dict(mesh.shape) != self.mesh_axes:
             raise ValueError(f"`mesh` has axes {dict(mesh.shape)}, but the space is for {self.mesh_axes}.")
         space = copy.copy(self)
-
-        space._run = partial(jax.shard_map, mesh=mesh, check_vma=False)
+        space._run = partial(on_devices, mesh=mesh)
         return space
 
     def names(self, group: int) -> tuple[str, ...]:

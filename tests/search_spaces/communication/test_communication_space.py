@@ -15,12 +15,14 @@ from cost.problem import validate
 from search_spaces.communication.interpreter import alternatives
 from search_spaces.communication.precision import INT8
 from search_spaces.communication.prices import coding_s
+from search_spaces.communication.space import CommunicationSpace
 from search_spaces.communication.strategies import Encode, ErrorFeedback, EveryK, Exact, Schedule
 from tests.search_spaces.communication.small_communication import (
     HARDWARE,
     SPECS,
     WIDTH,
     arguments,
+    loss_fn,
     mesh,
     plain_loss,
     small_space,
@@ -64,6 +66,30 @@ def test_exact_strategies_give_the_gradients_of_one_device(on_mesh):
     expected, expected_gradients = jax.jit(jax.value_and_grad(plain_loss))(PARAMS, BATCH)
     assert float(loss) == pytest.approx(float(expected), rel=1e-6)
     _close(gradients, expected_gradients, 1e-6)
+
+
+def test_meshes_may_be_explicit_and_axes_of_one_device():
+    space = SPACE.on_mesh(jax.make_mesh((2, 4), ("data", "model"), axis_types=(jax.sharding.AxisType.Explicit,) * 2))
+    loss, gradients, _ = _step(space, space.lossless_choice())
+    _close((loss, gradients), _step(SPACE, SPACE.lossless_choice())[:2], 1e-6)
+    alone = CommunicationSpace(loss_fn, {"data": 1, "model": 1}, PARAMS, BATCH, SPECS, P("data"))
+    assert not alone.sites
+    assert float(alone.loss(PARAMS, BATCH, [], KEY)) == pytest.approx(float(loss), rel=1e-6)
+
+
+def test_shapes_are_enough_and_random_keys_may_be_data():
+    shapes = jax.eval_shape(lambda: (PARAMS, BATCH))
+    assert small_space(params=shapes[0], batch=shapes[1]).groups == SPACE.groups
+
+    def noisy(params, batch):
+        data, key = batch
+        return loss_fn(params, data) + jax.random.normal(key)
+
+    space = small_space(noisy, batch=(BATCH, KEY), batch_specs=(P("data"), P()))
+    loss = jax.jit(lambda p, b: space.loss(p, b, space.lossless_choice(), KEY))(PARAMS, (BATCH, jax.random.key(3)))
+    assert float(loss) == pytest.approx(
+        float(plain_loss(PARAMS, BATCH) + jax.random.normal(jax.random.key(3))), rel=1e-5
+    )
 
 
 @pytest.mark.parametrize("choice", [(1, 1, 1, 1), (1, 0, 2, 3)])
@@ -250,11 +276,11 @@ def test_alternatives_choose_a_function_and_its_communication():
         "half": lambda x: 0.5 * x,
     }
 
-    def loss_fn(params, batch):
+    def mixer(params, batch):
         return jnp.square(alternatives("mixer", functions, batch[0] @ params["head"])).mean()
 
     params = {"head": PARAMS["head"]}
-    space = small_space(loss_fn, params, specs={"head": P()})
+    space = small_space(mixer, params, specs={"head": P()})
     a = next(g for g, group in enumerate(space.groups) if group.names == ("whole", "half"))
     selections = {"whole": 0, "half": 1, "mixed": jnp.array([0.25, 0.75])}
     found = {}
@@ -291,6 +317,7 @@ def test_alternatives_choose_a_function_and_its_communication():
         ({"batch_specs": P(("data", "model"), "data")}, "'data' splits two"),
         ({"params": {**PARAMS, "head": jnp.ones((WIDTH, 16), int)}}, "'head' is int32; parameters must be floating"),
         ({"fn": lambda params, batch: batch[0]}, "`loss_fn` must return one floating-point scalar"),
+        ({"fn": lambda params, batch: lax.psum(1.0 * batch[0].sum(), "modle")}, "unbound axis name: modle"),
         ({"batch": (jnp.ones((3, WIDTH)), jnp.ones((3, WIDTH)))}, r"Dimension 0 of `batch` '0' is 3"),
     ],
 )
