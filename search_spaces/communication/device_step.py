@@ -120,16 +120,15 @@ class DeviceStep:
         leaves, structure = jax.tree.flatten(gradients)
         unsent = {}
         for g, numbers in self._gradient_groups():
+            own = [leaves[leaf] for leaf in numbers]
             names = [self.traced.param_names[leaf] for leaf in numbers]
-            held = [
-                leaves[leaf] + state[name][0] if name in state else leaves[leaf]
-                for leaf, name in zip(numbers, names, strict=True)
-            ]
+            wanted = [x + state[name][0] if name in state else x for x, name in zip(own, names, strict=True)]
+            operand = _joined(wanted).astype(own[0].dtype)
             runs = self._runs(self.groups[g].sites[0])
-            y, left = select(runs, selection[g], _joined(held), _gradient_key(key, g), step)
-            like = [leaves[leaf] for leaf in numbers]
-            for leaf, name, arrived, rest in zip(numbers, names, _parted(y, like), _parted(left, held), strict=True):
-                leaves[leaf] = arrived
+            y, left = select(runs, selection[g], operand, _gradient_key(key, g), step)
+            left = left + (_joined(wanted) - operand)  # what a narrower type than the residual's cuts off
+            for leaf, name, arrived, rest in zip(numbers, names, _parted(y, own), _parted(left, own), strict=True):
+                leaves[leaf] = arrived.astype(operand.dtype)
                 if name in state:
                     unsent[name] = rest[None]
         return jax.tree.unflatten(structure, leaves), unsent
@@ -212,6 +211,6 @@ def _joined(arrays: Sequence[jax.Array]) -> jax.Array:
 
 
 def _parted(x: jax.Array, like: Sequence[jax.Array]) -> list[jax.Array]:
-    """A vector cut into arrays of the given shapes and types."""
+    """A vector cut into arrays of the given shapes."""
     ends = list(accumulate(y.size for y in like))
-    return [part.reshape(y.shape).astype(y.dtype) for part, y in zip(jnp.split(x, ends[:-1]), like, strict=True)]
+    return [part.reshape(y.shape) for part, y in zip(jnp.split(x, ends[:-1]), like, strict=True)]

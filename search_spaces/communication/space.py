@@ -30,6 +30,19 @@ class CommunicationSpace:
     The training loss is the mean of `loss_fn` over all devices. Everything runs on one device that emulates the mesh
     until `on_mesh` moves it onto real ones; the numbers are the same.
 
+    Example, hidden units over the axis "model" and rows over "data"::
+
+        def loss_fn(params, batch):
+            x, target = batch
+            with jax.named_scope("mlp"):
+                x = x + jax.lax.psum(jax.nn.gelu(x @ params["up"]) @ params["down"], "model")
+            return jnp.square(x - target).mean()
+
+        specs = {"up": P(None, "model"), "down": P("model")}
+        space = CommunicationSpace(loss_fn, {"data": 2, "model": 4}, params, batch, specs, P("data"), hardware=h100)
+        choice = [space.names(g).index("bfloat16") for g in range(len(space.groups))]
+        loss, gradients, state = space.loss_and_gradients(params, batch, choice, space.state(params), key, step)
+
     A *selection* says for each group what runs: the number of a strategy (an `int` is compiled in, a traced one is
     not and branches), or a vector of weights, for the weighted sum of all strategies' results.
 

@@ -13,7 +13,7 @@ from cost.collectives import collective_s
 from cost.evaluation import evaluate
 from cost.problem import validate
 from search_spaces.communication.interpreter import alternatives
-from search_spaces.communication.precision import INT8
+from search_spaces.communication.precision import INT4, INT8
 from search_spaces.communication.prices import coding_s
 from search_spaces.communication.space import CommunicationSpace
 from search_spaces.communication.strategies import Encode, ErrorFeedback, EveryK, Exact, Schedule
@@ -136,6 +136,25 @@ def test_what_was_sent_and_what_is_left_make_the_sum_of_gradients(gradients):
         assert np.abs(left).max() > 1e-4
     if gradients == 3:
         assert [size > 0 for size in sizes] == [False, True, False]
+
+
+def test_narrow_gradients_travel_as_they_are_and_residuals_stay_wide():
+    params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), PARAMS)
+    space = small_space(params=params, strategies={"gradient": (Exact(), ErrorFeedback(INT4))})
+    exact, fed_back = [0] * 4, [0, 0, 1, 1]
+    assert space.sent_bytes(exact) < 0.8 * SPACE.sent_bytes(exact)
+    run = jax.jit(lambda choice, s: space.loss_and_gradients(params, BATCH, list(choice), s, KEY)[1:])
+    plain, left = run(jnp.array(exact), space.state(params))
+    assert plain["head"].dtype == jnp.bfloat16
+    assert not left["head"].any()
+    first, left = run(jnp.array(fed_back), left)
+    second, left = run(jnp.array(fed_back), left)
+    assert left["head"].dtype == jnp.float32
+    total = first["head"].astype(jnp.float32) + second["head"] + left["head"].sum(axis=0)
+    twice = 2 * plain["head"].astype(jnp.float32)
+    rounding = 2**-6 * float(jnp.abs(twice).max())  # of sums of eight in bfloat16
+    assert float(jnp.abs(total - twice).max()) < rounding
+    assert float(jnp.abs(left["head"].sum(axis=0)).max()) > 2 * rounding
 
 
 def test_a_schedule_switches():
