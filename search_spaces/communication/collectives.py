@@ -8,7 +8,6 @@ and an all-gather of the encoded sums: every number is rounded twice on one axis
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +15,7 @@ import numpy as np
 from jax import lax
 
 from cost.collectives import CollectiveKind, collective_sent_bytes
-from search_spaces.communication.precision import Encoded, Precision, bytes_of, decode, encode
+from search_spaces.communication.precision import Precision, bytes_of, decode, encode
 
 
 @dataclass(frozen=True)
@@ -140,7 +139,7 @@ class Collective:
                 codes = _exchanged(encode(flat, precision, key), self.axes)
                 y = _merged(decode(codes, precision, flat.shape[1]).reshape(rows.shape), self.dimensions[1], self.tiled)
             case "collective_permute":
-                codes = jax.tree.map(self._permuted, encode(x.ravel(), precision, key))
+                codes = self._permuted(encode(x.ravel(), precision, key))
                 y = decode(codes, precision, x.size).reshape(x.shape)
         return y.astype(x.dtype), left
 
@@ -197,22 +196,18 @@ def _held(x: jax.Array, axes: Sequence[str]) -> jax.Array:
     return jnp.where(lax.axis_index(axes) >= 0, x, x)
 
 
-def _exchanged(encoded: Encoded, axes: str | Sequence[str]) -> Encoded:
+def _exchanged(x: jax.Array, axes: str | Sequence[str]) -> jax.Array:
     """Row i of each device goes to device i, `[devices, ...]` to `[devices, ...]`."""
     names = (axes,) if isinstance(axes, str) else tuple(axes)
-    return jax.tree.map(lambda c: lax.all_to_all(_held(c, names), names, 0, 0, tiled=True), encoded)
+    return lax.all_to_all(_held(x, names), names, 0, 0, tiled=True)
 
 
-def _gathered(tree: Any, axes: Sequence[str]) -> Any:
-    """Everybody's arrays in order, each `[devices, ...]`."""
-
-    def gathered(x: jax.Array) -> jax.Array:
-        shape = x.shape
-        for i, axis in enumerate(axes):  # `jax.vmap` cannot gather over several axes at once
-            x = lax.all_gather(x, axis, axis=i)
-        return x.reshape(-1, *shape)
-
-    return jax.tree.map(gathered, tree)
+def _gathered(x: jax.Array, axes: Sequence[str]) -> jax.Array:
+    """Everybody's arrays in order, `[devices, ...]`."""
+    shape = x.shape
+    for i, axis in enumerate(axes):  # `jax.vmap` cannot gather over several axes at once
+        x = lax.all_gather(x, axis, axis=i)
+    return x.reshape(-1, *shape)
 
 
 def _scattered(

@@ -2,10 +2,11 @@
 
 import math
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 BLOCK = 128
 """Elements that share a scale, at most: a row is cut into equal blocks."""
@@ -50,25 +51,17 @@ INT4 = Precision("int4", "int8", 4, 7.0)
 PRECISIONS = (FLOAT32, BFLOAT16, FLOAT8, INT8, INT4)
 
 
-class Encoded(NamedTuple):
-    """What travels.
-
-    Attributes:
-      codes: `[..., blocks, bytes of a block]`, or `[..., elements]` for a format without blocks.
-      scales: `[..., blocks]` float32, or None for a format without blocks.
-    """
-
-    codes: jax.Array
-    scales: jax.Array | None
-
-
-def encode(x: jax.Array, precision: Precision, key: jax.Array | None = None) -> Encoded:
-    """Codes of the numbers along the last dimension, which is padded to equal blocks of an even size.
+def encode(x: jax.Array, precision: Precision, key: jax.Array | None = None) -> jax.Array:
+    """The numbers along the last dimension as they travel: cut into equal blocks of an even size, padded if need be.
 
     Args:
       x: `[..., elements]` real numbers.
       precision: of the codes.
       key: a random key, which stochastic rounding needs.
+
+    Returns:
+      `[..., blocks, bytes]` uint8, codes with their block's scale behind; or `[..., elements]` in the codes' type where
+      they have no scales.
 
     Raises:
       ValueError: `precision` rounds stochastically and `key` is None.
@@ -77,26 +70,26 @@ def encode(x: jax.Array, precision: Precision, key: jax.Array | None = None) -> 
         raise ValueError(f"`key` is None, but {precision.name!r} rounds stochastically; give a `jax.random.key`.")
     x = x.astype(jnp.float32)
     if math.isinf(precision.largest):
-        return Encoded(_rounded(x, precision, key).astype(precision.dtype), None)
+        return _rounded(x, precision, key).astype(precision.dtype)
     blocks = _blocks(x)
     scales = jnp.max(jnp.abs(blocks), axis=-1) / precision.largest
     scaled = blocks / jnp.where(scales > 0, scales, 1.0)[..., None]
     codes = _rounded(jnp.clip(scaled, -precision.largest, precision.largest), precision, key).astype(precision.dtype)
+    codes = lax.bitcast_convert_type(codes, jnp.uint8)
     if precision.bits == 4:
-        low, high = codes[..., 0::2].astype(jnp.uint8), codes[..., 1::2].astype(jnp.uint8)
-        codes = (low & 0xF) | (high << 4)
-    return Encoded(codes, scales)
+        codes = (codes[..., 0::2] & 0xF) | (codes[..., 1::2] << 4)
+    return jnp.concatenate([codes, lax.bitcast_convert_type(scales, jnp.uint8)], axis=-1)
 
 
-def decode(encoded: Encoded, precision: Precision, num_elements: int) -> jax.Array:
-    """The coded numbers, `[..., num_elements]` float32."""
-    codes, scales = encoded
-    if scales is None:
-        return codes.astype(jnp.float32)
+def decode(encoded: jax.Array, precision: Precision, num_elements: int) -> jax.Array:
+    """The numbers that `encode` has made codes of, `[..., num_elements]` float32."""
+    if math.isinf(precision.largest):
+        return encoded.astype(jnp.float32)
+    codes, scales = encoded[..., :-4], lax.bitcast_convert_type(encoded[..., -4:], jnp.float32)
     if precision.bits == 4:
-        nibbles = jnp.stack([codes & 0xF, codes >> 4], axis=-1).reshape(*codes.shape[:-1], -1).astype(jnp.int8)
-        codes = jnp.where(nibbles > 7, nibbles - 16, nibbles)
-    values = codes.astype(jnp.float32) * scales[..., None]
+        codes = jnp.stack([codes & 0xF, codes >> 4], axis=-1).reshape(*codes.shape[:-1], -1)
+        codes = jnp.where(codes > 7, codes | 0xF0, codes)
+    values = lax.bitcast_convert_type(codes, precision.dtype).astype(jnp.float32) * scales[..., None]
     return values.reshape(*values.shape[:-2], -1)[..., :num_elements]
 
 
