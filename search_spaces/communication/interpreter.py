@@ -161,7 +161,7 @@ def collectives_of(equation: core.JaxprEqn, mesh_axes: Mapping[str, int]) -> lis
         case "all_to_all":
             dimensions = (params["split_axis"], params["concat_axis"])
             return [Collective("all_to_all", axes, sizes, dimensions, params["tiled"])]
-        case "ppermute" if len(axes) == 1:
+        case "ppermute" if len(axes) == 1 and params["perm"]:
             return [Collective("collective_permute", axes, sizes, permutation=tuple(params["perm"]))]
     return []
 

@@ -48,7 +48,9 @@ class CommunicationSpace:
 
     Args:
       loss_fn: `loss_fn(params, batch)`, this device's loss, with `jax.lax` collectives over the mesh's axes as in the
-        body of a `jax.shard_map` that does not check replication.
+        body of a `jax.shard_map` that does not check replication: a sum's cotangents are summed, so that column- and
+        row-parallel layers need no operators with derivatives of their own. Collectives in functions that have such
+        stay exact (`notes` names them, where they are not in the derivative alone), and so do maxima.
       mesh_axes: devices along each mesh axis, the fastest axis last.
       params: pytree of floating-point arrays, or `jax.ShapeDtypeStruct`s, of whole shapes.
       batch: pytree of arrays, likewise.
