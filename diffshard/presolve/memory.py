@@ -7,6 +7,7 @@ from diffshard.presolve.reduction import Reduction
 
 _DENSE = 1 << 24  # numbers in the table of what every strategy uses at every time
 _COLUMNS = 16  # compared at a time
+_COMPARED = 1 << 24  # numbers in all: about a tenth of a second
 
 
 def compress_memory(problem: Problem) -> Reduction:
@@ -15,12 +16,11 @@ def compress_memory(problem: Problem) -> Reduction:
     Usage only rises where an interval starts, so its peaks are at starts followed by an end. A time at which even the
     largest usages fit never binds, nor does one that uses no more than another one, whatever is chosen. What all
     strategies of a node use is the same for every choice: it becomes a usage of node 0 that does not depend on its
-    strategy. Times are renumbered from 0.
+    strategy. Times are renumbered from 0, and devices without a limit are left out.
     """
+    problem, tables = _on_limited_devices(problem)
     limit = np.atleast_1d(np.asarray(problem.memory_limit, float))
-    usages = [
-        (v, np.asarray(u, float).reshape(len(u), -1)) for v, u in zip(problem.usage_node, problem.usage, strict=True)
-    ]
+    usages = list(zip(problem.usage_node, tables, strict=True))
     intervals = np.asarray(problem.usage_interval, np.int64).reshape(-1, 2)
     used = np.array([table.max(initial=0) > 0 for _, table in usages], bool)
     usages, intervals = [usage for usage, keep in zip(usages, used, strict=True) if keep], intervals[used]
@@ -42,6 +42,16 @@ def compress_memory(problem: Problem) -> Reduction:
     kept = _undominated(problem, rows, intervals, base - limit)
     rows, intervals, base = *_joined(rows, _renumbered(intervals, kept)), base[kept]
     return _reduction(_without_misfits(problem, rows, intervals, limit - base), rows, intervals, base)
+
+
+def _on_limited_devices(problem: Problem) -> tuple[Problem, list[np.ndarray]]:
+    """The problem with the limits of those devices that have one, and its usages there, `[S_v, 1]` or `[S_v, D]`."""
+    tables = [np.asarray(usage, float).reshape(len(usage), -1) for usage in problem.usage]
+    limited = np.atleast_1d(np.isfinite(problem.memory_limit))
+    if limited.all() or not limited.any():
+        return problem, tables
+    tables = [table[:, limited] if table.shape[1] > 1 else table for table in tables]
+    return problem._replace(memory_limit=np.asarray(problem.memory_limit)[limited]), tables
 
 
 def _without_misfits(problem: Problem, rows: list, intervals: np.ndarray, room: np.ndarray) -> Problem:
@@ -87,7 +97,7 @@ def _joined(rows: list, intervals: np.ndarray) -> tuple[list, np.ndarray]:
 
 
 def _undominated(problem: Problem, rows: list, intervals: np.ndarray, over: np.ndarray) -> np.ndarray:
-    """Times without those at which no choice uses more than at another one; all, where that is too much to compare.
+    """Times without those at which no choice uses more than at another one, as far as that is not too much to compare.
 
     Args:
       problem: for the strategies of its nodes.
@@ -107,11 +117,15 @@ def _undominated(problem: Problem, rows: list, intervals: np.ndarray, over: np.n
     use[:, -devices:] = over
     use = np.ascontiguousarray(use[:, np.argsort(-use.std(axis=0))])  # columns that tell times apart come first
     kept = np.zeros(times, np.int64)
-    count = 0
-    for t in np.argsort(-use.sum(axis=1), kind="stable").tolist():
+    count = compared = 0
+    order = np.argsort(-use.sum(axis=1), kind="stable")
+    for i, t in enumerate(order.tolist()):
+        if compared > _COMPARED:
+            return np.sort(np.append(kept[:count], order[i:]))
         larger = kept[:count]
         for first in range(0, use.shape[1], _COLUMNS):
             columns = slice(first, first + _COLUMNS)
+            compared += len(larger) * _COLUMNS
             larger = larger[(use[larger, columns] >= use[t, columns]).all(axis=1)]
             if not len(larger):
                 kept[count] = t

@@ -8,7 +8,7 @@ import pytest
 from cost.evaluation import evaluate
 from cost.problem import Problem, is_forbidden, num_strategies
 from diffshard import presolve
-from diffshard.presolve import InfeasibleError
+from diffshard.presolve import InfeasibleError, memory
 from diffshard.solvers.exhaustive import price
 from tests.diffshard.random_problems import layered_problem, small_problem
 
@@ -19,6 +19,15 @@ KINDS = {
     "loads": {"devices": 2},
     "all": {"forbidden": 0.1, "memory": True, "devices": 2},
 }
+
+
+def _on_two_devices(seed: int) -> Problem:
+    """Usages that differ between two devices, of which one or both have a limit."""
+    rng = np.random.default_rng(seed)
+    problem = small_problem(seed, memory=True)
+    usage = [np.stack([row, rng.permutation(row)], axis=1) for row in problem.usage]
+    limits = [[1, 1], [1, np.inf], [np.inf, 1]]
+    return problem._replace(usage=usage, memory_limit=problem.memory_limit * np.array(limits[seed % 3]))
 
 
 def _optimum(problem: Problem) -> tuple[float, np.ndarray | None]:
@@ -67,6 +76,40 @@ def test_any_reduced_choice_costs_no_more_when_expanded(kind):
             if not is_forbidden(np.asarray(reduced.cost)):
                 assert full.cost <= reduced.cost + reduction.constant + 1e-9
                 assert full.excess <= reduced.excess + 1e-9
+
+
+@pytest.mark.parametrize("step", [presolve.compress_memory, presolve.reduce])
+@pytest.mark.parametrize("compared", [0, 1 << 24])
+def test_limits_of_each_device_bind_where_they_are_finite(step, compared, monkeypatch):
+    monkeypatch.setattr(memory, "_COMPARED", compared)  # 0: all times but the first are kept
+    bound = free = 0
+    for seed in range(120):
+        problem = _on_two_devices(seed)
+        expected, _ = _optimum(problem)
+        try:
+            reduction = step(problem)
+        except InfeasibleError:
+            assert math.isinf(expected), f"seed {seed}"
+            continue
+        assert np.isfinite(reduction.problem.memory_limit).all() or not len(reduction.problem.usage)
+        found, choice = _optimum(reduction.problem)
+        assert found + reduction.constant == pytest.approx(expected, abs=1e-9), f"seed {seed}"
+        if choice is not None:
+            assert evaluate(problem, reduction.expand(choice)).feasible, f"seed {seed}"
+            bound += expected > _optimum(problem._replace(memory_limit=np.inf))[0]
+            free += expected < _optimum(problem._replace(memory_limit=float(np.min(problem.memory_limit))))[0]
+    assert bound > 5  # or no limit would matter
+    assert free > 5  # nor that there is none
+
+
+def test_times_that_never_use_more_than_another_are_left_out():
+    """Node 0 uses memory at times 0 and 4 and node 1 at times 2 and 4: at time 4 they use as much as ever."""
+    usage = [np.array([2, 5]), np.array([1, 4])]
+    nodes, intervals = [0, 1, 0, 1], np.array([[0, 1], [2, 3], [4, 5], [4, 5]])
+    problem = Problem([np.zeros(2)] * 2, np.zeros((0, 2), int), [], np.array(nodes), usage * 2, intervals, 6)
+    reduced = presolve.compress_memory(problem._replace(memory_limit=np.array([6.0, np.inf]))).problem
+    assert np.unique(reduced.usage_interval).tolist() == [0, 1]  # one time
+    assert sorted(map(tuple, reduced.usage_interval.tolist())) == [(0, 1)] * len(reduced.usage)
 
 
 def test_a_determined_node_is_merged():
