@@ -14,12 +14,14 @@ from diffshard.place import Placement, place
 from diffshard.plan import Plan, PlanError
 from diffshard.search import Searched, search
 from diffshard.solve import Solution, solve
+from search_spaces.communication.space import CommunicationSpace
 
 __version__ = "0.1.0"
 __all__ = [
     "PRESET_NAMES",
     "BilevelSearch",
     "CandidatesData",
+    "CommunicationSpace",
     "Hardware",
     "InfeasibleError",
     "Link",
