@@ -1,0 +1,268 @@
+"""Does the loss's gradient help to choose? Choices of many methods, each trained from the start over paired seeds.
+
+Methods: one precision everywhere; the bilevel search's proposal under each estimator; the same with the loss's slopes
+shuffled over lossy strategies, and cut, so that A follows the cost alone; a random choice that is no slower than the
+curvature's; and what `prove` trains: the winner, the best choice by type of site and the best schedule. Searches see
+the text's search part, `prove` the validation part and a seed of its own; verdicts come from the test part.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from scipy import stats
+
+import diffshard
+from diffshard.bilevel.estimators import ESTIMATORS, Estimator, Increase, resolve
+from diffshard.bilevel.plan import Choice
+from diffshard.bilevel.space import Batch, Params, Rows, Space
+from diffshard.bilevel.state import BilevelState
+from experiments import bilevel_training as setting
+from experiments.models.device_gpt import DeviceSizes
+from experiments.tables import print_table
+from search_spaces.communication.space import CommunicationSpace
+
+MARGIN = 0.005
+"""Nats that a choice may cost and still counts as not inferior; also the bound that searches are given."""
+CHOICE_OPTIMIZER = optax.adam(0.05)
+_PROOF_SEED = 100  # of no row
+_DRAWS = 20_000
+
+
+class Run(NamedTuple):
+    """What a method returns for one seed: a choice, and the share of training that is exact before it."""
+
+    choice: Choice
+    exact_share: float = 0.0
+
+
+class Row(NamedTuple):
+    """A method at a link speed.
+
+    Attributes:
+      link: of `setting.BYTES_PER_S`.
+      method: for people.
+      runs: for each seed.
+      milliseconds: mean communication in a step, encoding included.
+      validation: `[seeds]` loss less the lossless training's of the same seed, in nats.
+      test: `[seeds]` the same on the test part.
+      search_steps: of training that choosing took, for one seed.
+    """
+
+    link: str
+    method: str
+    runs: tuple[Run, ...]
+    milliseconds: float
+    validation: np.ndarray
+    test: np.ndarray
+    search_steps: int
+
+
+def cut(space: Space, params: Params, batch: Batch, rows: Rows, key: jax.Array) -> jax.Array:
+    """An increase of no slope: A follows the cost alone."""
+    del space, params, batch, rows, key
+    return jnp.zeros(())
+
+
+def shuffled(name: str, where: CommunicationSpace, seed: int) -> Estimator:
+    """An estimator whose slopes, over the exact strategy's, are exchanged at random among all lossy strategies."""
+    inner = resolve(name)
+    lossless = [np.asarray(group.lossless) for group in where.groups]
+    lossy = np.flatnonzero(~np.concatenate(lossless))
+    order = lossy[np.random.default_rng(seed).permutation(len(lossy))]
+    ends = np.cumsum([len(row) for row in lossless])[:-1]
+
+    def increase(space: Space, params: Params, batch: Batch, rows: Rows, key: jax.Array) -> jax.Array:
+        value, slopes = jax.value_and_grad(lambda rows: inner.increase(space, params, batch, rows, key))(list(rows))
+        over = jnp.concatenate([slope - slope[int(row.argmax())] for slope, row in zip(slopes, lossless, strict=True)])
+        exchanged = jnp.split(over.at[lossy].set(over[order]), ends)
+        moves = [row - jax.lax.stop_gradient(row) for row in rows]
+        linear = sum((m @ jax.lax.stop_gradient(s) for m, s in zip(moves, exchanged, strict=True)), jnp.zeros(()))
+        return jax.lax.stop_gradient(value) + linear
+
+    return inner._replace(increase=increase)
+
+
+class Searches:
+    """Bilevel searches in the space of one link speed, each with training from the start."""
+
+    def __init__(self, training: setting.Training, link: str, steps: int):
+        self.training, self.link, self.steps = training, link, steps
+        self.space = setting.space(training.sizes, link)
+
+    def proposals(self, name: str, estimator: str | Estimator | Increase, seeds: int) -> list[Run]:
+        """The proposal for each seed, from the records where it is there."""
+        search = self.search(estimator)
+
+        def propose(seed: int) -> Choice:
+            return search.finish(self.searched(search, seed))[0].choice
+
+        stem = f"search-{_sizes(self.training.sizes)}-{self.link}-{name.replace(' ', '-')}-{self.steps}"
+        records = self.training.records
+        return [
+            Run(tuple(setting.recorded(records, f"{stem}-{seed}", lambda seed=seed: propose(seed))))
+            for seed in range(seeds)
+        ]
+
+    def search(self, estimator: str | Estimator | Increase) -> diffshard.BilevelSearch:
+        """A search of the cheapest choice within the margin."""
+        return diffshard.bilevel(
+            None,
+            space=self.space,
+            weights_optimizer=setting.OPTIMIZER,
+            choice_optimizer=CHOICE_OPTIMIZER,
+            max_loss_increase=MARGIN,
+            estimator=estimator,
+        )
+
+    def searched(self, search: diffshard.BilevelSearch, seed: int) -> BilevelState:
+        """The state after all steps of a seed."""
+        train = setting.batches("train", seed, self.steps, self.training.sizes)
+        held = setting.batches("search", seed, self.steps, self.training.sizes)
+        state = search.init(jax.random.key(seed), self.training.params(seed), train[0])
+        for train_batch, held_batch in zip(train, held, strict=True):
+            state, _ = search.update(state, train_batch, held_batch)
+        return state
+
+    def proven(self) -> dict[str, tuple[Run, int]]:
+        """What `prove` finds after a curvature search with a seed of its own: runs by method, and steps taken."""
+        training = self.training
+
+        def prove() -> dict[str, tuple[Run, int]]:
+            search = self.search("curvature")
+            rungs = (training.steps // 4, training.steps // 4, training.steps // 2)
+            data = diffshard.CandidatesData(
+                training.params(_PROOF_SEED),
+                list(training.batches(_PROOF_SEED)),
+                list(setting.evaluated("validation", training.sizes)),
+                jax.random.key(_PROOF_SEED),
+                rungs=rungs,
+                num_candidates=24,
+            )
+            proof = search.prove(self.searched(search, _PROOF_SEED), data)
+            print(proof, flush=True)
+            by_type = [tried for tried in proof.table if ": " in tried.name and not tried.exact_share]
+            late = [tried for tried in proof.table if tried.exact_share]
+            first = {"prove: winner": [proof.winner], "prove: best by type": by_type, "prove: best schedule": late}
+            return {
+                method: (Run(tried[0].choice, tried[0].exact_share), proof.steps + self.steps)
+                for method, tried in first.items()
+                if tried
+            }
+
+        name = f"proof-{_sizes(training.sizes)}-{self.link}-{training.steps}-{self.steps}"
+        found = setting.recorded(training.records, name, prove)
+        return {method: (Run(tuple(run[0]), run[1]), steps) for method, (run, steps) in found.items()}
+
+    def seconds(self, run: Run) -> float:
+        """Mean communication of a step over the whole training."""
+        exact = self.space.seconds(self.space.lossless_choice())
+        return run.exact_share * exact + (1 - run.exact_share) * self.space.seconds(run.choice)
+
+
+def random_within(space: CommunicationSpace, most_s: float, seed: int) -> Choice:
+    """The first random choice that takes at most so long but 90% of it at least; else the slowest that is allowed.
+
+    Raises:
+      ValueError: none of the draws is fast enough.
+    """
+    rng = np.random.default_rng(seed)
+    costs = [np.asarray(cost) for cost in space.problem().node_cost]
+    draws = np.stack([rng.integers(len(cost), size=_DRAWS) for cost in costs], axis=1)
+    seconds = sum(cost[draws[:, g]] for g, cost in enumerate(costs))
+    allowed = np.flatnonzero(seconds <= most_s * (1 + 1e-9))
+    if not len(allowed):
+        raise ValueError(f"`most_s` is {most_s:.3g} s, but none of {_DRAWS} random choices takes less; allow more.")
+    near = allowed[seconds[allowed] >= 0.9 * most_s]
+    best = near[0] if len(near) else allowed[seconds[allowed].argmax()]
+    return tuple(int(s) for s in draws[best])
+
+
+def rows_of(link: str, training: setting.Training, search_steps: int, seeds: int) -> list[Row]:
+    """All methods at one link speed; prints each as it is done."""
+    searches = Searches(training, link, search_steps)
+    rows: list[Row] = []
+
+    def add(method: str, runs: Sequence[Run], steps: int) -> None:
+        rows.append(_row(searches, method, runs, steps))
+        print(" | ".join(_cells(rows[-1], searches.space)), flush=True)
+
+    for name in setting.UNIFORM:
+        add(f"uniform {name}", [Run(setting.uniform(searches.space, name))] * seeds, 0)
+    add("A, loss gradient cut", searches.proposals("cut", cut, seeds), search_steps)
+    for name in ESTIMATORS:
+        found = searches.proposals(name, name, seeds)
+        add(f"A, {name}", found, search_steps)
+        if name == "curvature":
+            drawn = [Run(random_within(searches.space, searches.seconds(run), s)) for s, run in enumerate(found)]
+            add("random, same time", drawn, 0)
+    for method, (run, steps) in searches.proven().items():
+        add(method, [run] * seeds, steps)
+    for name in ESTIMATORS:
+        found = searches.proposals(f"{name} shuffled", shuffled(name, searches.space, seed=0), seeds)
+        add(f"A, {name} shuffled", found, search_steps)
+    return rows
+
+
+def verdict(differences: np.ndarray) -> str:
+    """Whether the mean is at most `MARGIN`, by a one-sided t interval of 95% over seeds, either way or open."""
+    count = len(differences)
+    if not differences.any():
+        return "yes"
+    if count < 2:
+        return "open"
+    half = stats.t.ppf(0.95, count - 1) * differences.std(ddof=1) / count**0.5
+    mean = differences.mean()
+    return "yes" if mean + half <= MARGIN else "no" if mean - half > MARGIN else "open"
+
+
+def main(links: Sequence[str], seeds: int, steps: int, search_steps: int, sizes: DeviceSizes, records: Path | None):
+    """Prints a table for each link speed; returns their rows."""
+    training = setting.Training(sizes, steps, records)
+    rows: list[Row] = []
+    for link in links:
+        found = rows_of(link, training, search_steps, seeds)
+        exact = [training.losses(seed, found[0].runs[seed].choice).test for seed in range(seeds)]
+        title = (
+            f"{link} links ({setting.BYTES_PER_S[link] / 1e9:g} GB/s): {steps} steps, {seeds} seeds; lossless test "
+            f"loss {np.mean(exact):.3f} ± {np.std(exact):.3f} nats; differences to it with standard deviation"
+        )
+        space = setting.space(sizes, link)
+        columns = ("method", "ms", "of lossless", "validation", "test", f"≤ {MARGIN}?", "search steps", "first choice")
+        print_table(title, columns, [_cells(row, space)[1:] for row in found])
+        rows += found
+    return rows
+
+
+def _row(searches: Searches, method: str, runs: Sequence[Run], steps: int) -> Row:
+    training, exact = searches.training, tuple(searches.space.lossless_choice())
+    found = np.array([training.losses(seed, *run) for seed, run in enumerate(runs)])
+    found = found - np.array([training.losses(seed, exact) for seed in range(len(runs))])
+    milliseconds = 1e3 * float(np.mean([searches.seconds(run) for run in runs]))
+    return Row(searches.link, method, tuple(runs), milliseconds, found[:, 0], found[:, 1], steps)
+
+
+def _cells(row: Row, space: CommunicationSpace) -> tuple[str, ...]:
+    exact = 1e3 * space.seconds(space.lossless_choice())
+    first = row.runs[0]
+    late = f", from {first.exact_share:.0%} on" if first.exact_share else ""
+    distinct = len(set(row.runs))
+    differ = f" ({distinct} differ)" if distinct > 1 else ""
+    return (
+        row.link, row.method, f"{row.milliseconds:.3f}", f"{row.milliseconds / exact:.0%}", _spread(row.validation),
+        _spread(row.test), verdict(row.test), str(row.search_steps),
+        setting.described(space, first.choice) + late + differ,
+    )  # fmt: skip
+
+
+def _spread(differences: np.ndarray) -> str:
+    deviation = differences.std(ddof=1) if len(differences) > 1 else float("nan")
+    return f"{differences.mean():+.4f} ± {deviation:.4f}"
+
+
+def _sizes(sizes: DeviceSizes) -> str:
+    return f"{sizes.layers}x{sizes.width}"
