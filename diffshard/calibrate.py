@@ -1,8 +1,6 @@
 """Measures the hardware of a mesh: arithmetic by dtype, memory bandwidth, and the link of each axis."""
 
 import os
-import statistics
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -13,6 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from cost.collectives import CollectiveKind, collective_sent_bytes
 from cost.hardware import Hardware, Link
+from cost.timing import median_s
 
 
 def calibrate(
@@ -85,17 +84,6 @@ def fit_latency_and_slope(sent_bytes: np.ndarray, seconds: np.ndarray) -> tuple[
         error = np.abs(latency + slope * x - t) / t
         weight = 1 / (t * np.sqrt(np.maximum(error, 1e-3)))
     return float(latency), float(slope)
-
-
-def median_s(call: Callable[[], object], repeats: int) -> float:
-    """Median seconds of a call that has been compiled and run before, results awaited."""
-    jax.block_until_ready(call())
-    times = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        jax.block_until_ready(call())
-        times.append(time.perf_counter() - start)
-    return statistics.median(times)
 
 
 def _everywhere(mesh: Mesh, shape: tuple[int, ...], dtype: str) -> jax.Array:

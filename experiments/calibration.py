@@ -21,7 +21,8 @@ from cost.collectives import CollectiveKind, collective_s, collective_sent_bytes
 from cost.compute import equation_work, jaxpr_flops
 from cost.hardware import Hardware
 from cost.presets import preset
-from diffshard.calibrate import calibrate, fit_latency_and_slope, median_s
+from cost.timing import median_s
+from diffshard.calibrate import calibrate, fit_latency_and_slope
 from diffshard.search import search
 from experiments.models import gpt, mlp, resnet
 from experiments.models.model import Model

@@ -1,9 +1,6 @@
 """Seconds and bytes of a site by the α–β model, and of its encoding by measured kernels or the roofline."""
 
 import json
-import statistics
-import time
-from collections.abc import Callable
 from datetime import date
 from functools import cache
 from importlib import resources
@@ -13,6 +10,7 @@ import jax
 
 from cost.collectives import collective_latency_s, collective_transfer_s
 from cost.hardware import Hardware
+from cost.timing import median_s
 from search_spaces.communication.collectives import Stage
 from search_spaces.communication.precision import BLOCK, PRECISIONS, Precision, decode, encode
 from search_spaces.communication.sites import Site
@@ -79,7 +77,7 @@ def measure(num_elements: int = 2**20, repeats: int = 9) -> dict:
         codes = jax.jit(lambda x, precision=precision: encode(x, precision, key))
         values = jax.jit(lambda e, precision=precision: decode(e, precision, num_elements))
         encoded = codes(x)
-        total = _median_s(lambda codes=codes: codes(x), repeats) + _median_s(
+        total = median_s(lambda codes=codes: codes(x), repeats) + median_s(
             lambda values=values, encoded=encoded: values(encoded), repeats
         )
         seconds[precision.name] = total / 2 / num_elements
@@ -89,13 +87,3 @@ def measure(num_elements: int = 2**20, repeats: int = 9) -> dict:
         "num_elements": num_elements,
         "seconds_per_element": {device.device_kind.lower(): seconds},
     }
-
-
-def _median_s(call: Callable[[], object], repeats: int) -> float:
-    jax.block_until_ready(call())
-    times = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        jax.block_until_ready(call())
-        times.append(time.perf_counter() - start)
-    return statistics.median(times)
