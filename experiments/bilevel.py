@@ -1,25 +1,39 @@
 """What the bilevel search's parts are worth; each table is a command.
 
     python -m experiments.bilevel loss [--links slow] [--seeds 5] [--steps 200] [--records DIR] [--quick]
+    python -m experiments.bilevel estimators [--seeds 5] [--steps 200] [--records DIR] [--quick]
+    python -m experiments.bilevel overhead [--quick]
+    python -m experiments.bilevel relaxation [--seeds 5] [--steps 200] [--seconds 10] [--quick]
+    python -m experiments.bilevel initialisation [--seeds 5] [--quick]
 
-Links differ in seconds alone, so that trainings are shared between them. With --records an interrupted table goes on.
+loss: does the loss's gradient help to choose? estimators: do they rank strategies as training does? overhead: what a
+step of the search costs. relaxation: where every choice is exact, does the gradient decide? initialisation: is a search
+of the start worth its steps? Links differ in seconds alone, so that trainings are shared between them. With --records
+an interrupted table goes on.
 """
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from experiments import bilevel_loss
+from experiments import (
+    bilevel_estimators,
+    bilevel_initialisation,
+    bilevel_loss,
+    bilevel_overhead,
+    bilevel_relaxation,
+)
 from experiments.bilevel_training import BYTES_PER_S, QUICK_SIZES, SIZES
+from experiments.models.device_gpt import DeviceSizes
 
-
-def _loss(options: argparse.Namespace) -> Any:
-    sizes = QUICK_SIZES if options.quick else SIZES
-    return bilevel_loss.main(options.links, options.seeds, options.steps, options.search_steps, sizes, options.records)
-
-
-TABLES = {"loss": _loss}
+TABLES: dict[str, Callable[[argparse.Namespace], Any]] = {
+    "loss": lambda o: bilevel_loss.main(o.links, o.seeds, o.steps, o.search_steps, _sizes(o), o.records),
+    "estimators": lambda o: bilevel_estimators.main(_sizes(o), o.seeds, o.steps, o.search_steps, o.records),
+    "overhead": lambda o: bilevel_overhead.main(_sizes(o), 2 if o.quick else 30),
+    "relaxation": lambda o: bilevel_relaxation.main(o.quick, o.seeds, o.steps, o.seconds),
+    "initialisation": lambda o: bilevel_initialisation.main(o.quick, o.seeds),
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> Any:
@@ -32,6 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> Any:
     parser.add_argument("table", choices=list(TABLES))
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=200, help="of each training")
+    parser.add_argument("--seconds", type=float, default=10.0, help="for each solver in `relaxation`")
     parser.add_argument("--search-steps", type=int, default=100, help="of each search")
     parser.add_argument("--links", nargs="+", choices=list(BYTES_PER_S), default=list(BYTES_PER_S))
     parser.add_argument("--records", type=Path, help="a folder for the runs' records: those already there are taken up")
@@ -39,12 +54,17 @@ def main(arguments: Sequence[str] | None = None) -> Any:
     options = parser.parse_args(arguments)
     if options.quick:
         options.seeds, options.steps, options.search_steps, options.links = 1, 8, 3, ["slow"]
+        options.seconds = 0.5
     if options.seeds < 1 or options.steps < 4 or options.steps % 4 or options.search_steps < 1:
         raise ValueError(
             f"`--seeds` and `--search-steps` must be positive and `--steps` a positive multiple of 4; got "
             f"{options.seeds}, {options.search_steps} and {options.steps}."
         )
     return TABLES[options.table](options)
+
+
+def _sizes(options: argparse.Namespace) -> DeviceSizes:
+    return QUICK_SIZES if options.quick else SIZES
 
 
 if __name__ == "__main__":

@@ -173,7 +173,7 @@ def random_within(space: CommunicationSpace, most_s: float, seed: int) -> Choice
     rng = np.random.default_rng(seed)
     costs = [np.asarray(cost) for cost in space.problem().node_cost]
     draws = np.stack([rng.integers(len(cost), size=_DRAWS) for cost in costs], axis=1)
-    seconds = sum(cost[draws[:, g]] for g, cost in enumerate(costs))
+    seconds = np.sum([cost[draws[:, g]] for g, cost in enumerate(costs)], axis=0)
     allowed = np.flatnonzero(seconds <= most_s * (1 + 1e-9))
     if not len(allowed):
         raise ValueError(f"`most_s` is {most_s:.3g} s, but none of {_DRAWS} random choices takes less; allow more.")

@@ -1,0 +1,109 @@
+"""Do the estimators rank strategies as training does? Their mean slopes against the measured damage of each strategy.
+
+Damage is measured one strategy at a time: all else is exact, training starts anew, and the loss after it is compared
+with the lossless training of the same seed, on validation and test text (nothing is selected here). The agreement of
+one half of the seeds with the other says how well any estimator could do.
+"""
+
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from scipy import stats
+
+from diffshard.bilevel.estimators import ESTIMATORS
+from experiments import bilevel_training as setting
+from experiments.bilevel_loss import Searches
+from experiments.models.device_gpt import DeviceSizes
+from experiments.tables import print_table
+from search_spaces.communication.space import CommunicationSpace
+
+
+class Strategies(NamedTuple):
+    """The lossy strategies of a space, one entry each.
+
+    Attributes:
+      group: `[n]` numbers of groups.
+      strategy: `[n]` numbers of strategies.
+      direction: `[n]` names.
+    """
+
+    group: np.ndarray
+    strategy: np.ndarray
+    direction: np.ndarray
+
+
+def lossy(space: CommunicationSpace) -> Strategies:
+    """All lossy strategies, by group."""
+    pairs = [(g, int(s)) for g, group in enumerate(space.groups) for s in np.flatnonzero(~group.lossless)]
+    groups, strategies = np.array(pairs).T
+    return Strategies(groups, strategies, np.array([space.sites[space.groups[g].sites[0]].direction for g in groups]))
+
+
+def measured(training: setting.Training, which: Strategies, seeds: int) -> np.ndarray:
+    """`[seeds, n]` nats that training with one strategy ends above the lossless training."""
+    exact = tuple(training.space.lossless_choice())
+    found = np.zeros((seeds, len(which.group)))
+    for seed in range(seeds):
+        lossless = np.mean(training.losses(seed, exact))
+        for i, (group, strategy) in enumerate(zip(which.group.tolist(), which.strategy.tolist(), strict=True)):
+            choice = (*exact[:group], strategy, *exact[group + 1 :])
+            found[seed, i] = np.mean(training.losses(seed, choice)) - lossless
+        print(f"seed {seed}: {len(which.group)} strategies trained with", flush=True)
+    return found
+
+
+def estimated(searches: Searches, estimator: str, which: Strategies, seeds: int) -> np.ndarray:
+    """`[seeds, n]` mean slope of each strategy over the exact one's, in nats."""
+
+    def slopes(seed: int) -> list[float]:
+        seen = [np.asarray(slope, float) for slope in searches.searched(search, seed).slopes]
+        over = [slope - slope[exact] for slope, exact in zip(seen, searches.space.lossless_choice(), strict=True)]
+        return [float(over[g][s]) for g, s in zip(which.group, which.strategy, strict=True)]
+
+    search, training = searches.search(estimator), searches.training
+    stem = f"slopes-{training.sizes.layers}x{training.sizes.width}-{estimator}-{searches.steps}"
+    return np.array(
+        [setting.recorded(training.records, f"{stem}-{seed}", lambda seed=seed: slopes(seed)) for seed in range(seeds)]
+    )
+
+
+def main(sizes: DeviceSizes, seeds: int, steps: int, search_steps: int, records: Path | None) -> dict[str, np.ndarray]:
+    """Prints both tables; returns what was measured and what each estimator says, `[seeds, n]` by name."""
+    training = setting.Training(sizes, steps, records)
+    searches = Searches(training, "slow", search_steps)
+    which = lossy(training.space)
+    found = {"measured": measured(training, which, seeds)}
+    for name in ESTIMATORS:
+        found[name] = estimated(searches, name, which, seeds)
+    means = {name: values.mean(axis=0) for name, values in found.items()}
+    spread = found["measured"].std(axis=0, ddof=1) if seeds > 1 else np.full(len(which.group), np.nan)
+    print_table(
+        f"Nats that one strategy adds, {steps} steps, {seeds} seeds",
+        ("site", "strategy", "measured", *ESTIMATORS),
+        [
+            (
+                training.space.groups[g].name, training.space.names(g)[s],
+                f"{means['measured'][i]:+.4f} ± {spread[i]:.4f}", *(f"{means[name][i]:+.2e}" for name in ESTIMATORS),
+            )
+            for i, (g, s) in enumerate(zip(which.group.tolist(), which.strategy.tolist(), strict=True))
+        ],
+    )  # fmt: skip
+    kinds = {name: which.direction == name for name in dict.fromkeys(which.direction.tolist())}
+    kinds["all"] = np.ones(len(which.group), bool)
+    rows = [
+        (name, *(f"{_rank_correlation(means['measured'][mask], means[name][mask]):+.2f}" for mask in kinds.values()))
+        for name in ESTIMATORS
+    ]
+    if seeds > 1:
+        halves = found["measured"][::2].mean(axis=0), found["measured"][1::2].mean(axis=0)
+        rows.append(("half the seeds", *(f"{_rank_correlation(*(h[m] for h in halves)):+.2f}" for m in kinds.values())))
+    columns = ("against measured", *(f"{name} ({mask.sum()})" for name, mask in kinds.items()))
+    print_table("Rank correlation (Spearman) with the damage that training measures", columns, rows)
+    return found
+
+
+def _rank_correlation(a: np.ndarray, b: np.ndarray) -> float:
+    if np.ptp(a) == 0 or np.ptp(b) == 0:
+        return float("nan")  # one that says the same of all ranks nothing
+    return float(np.corrcoef(stats.rankdata(a), stats.rankdata(b))[0, 1])

@@ -1,0 +1,142 @@
+"""Where every choice is exact, does the gradient of the relaxed cost decide? With it, cut and shuffled, beside solvers.
+
+Softmax rows descend the relaxed cost by adam, an entropy term cools geometrically, rows are rounded to their largest
+weight, and nothing polishes the result: what is left is the gradient's own work. "shuffled" hands each step's slopes to
+other strategies by a fixed permutation; "cut" leaves the random start as it is. All methods, solvers too, see the
+problem with its ties merged and no more: the whole presolve would solve the small ones by itself.
+"""
+
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from cost.evaluation import evaluate
+from cost.problem import Problem, num_strategies
+from cost.relaxed import relaxed_cost
+from diffshard import presolve
+from diffshard.solve import Solution, solve
+from experiments.layered import layered_problem
+from experiments.solvers import PROBLEMS
+from experiments.tables import print_table
+
+SOLVERS = ("gradient", "exact", "mcmc", "greedy", "random")
+TEMPERATURES = (1.0, 0.1, 0.01)
+"""First ones, in units of a node's mean spread of costs; each falls to a hundredth."""
+RESTARTS = (1, 16)
+_ADAM = optax.adam(0.1)
+_LAYERS = {"layered 1x12": (0, 1, 12), "layered 2x10": (1, 2, 10)}  # seed, layers, width
+
+Change = Callable[[jax.Array], jax.Array]
+
+
+class Row(NamedTuple):
+    """What a method made of a problem: cost in seconds, inf where it broke a limit, and seconds until it ended."""
+
+    problem: str
+    method: str
+    cost: float
+    seconds: float
+
+
+def problems(quick: bool) -> dict[str, Callable[[], Problem | None]]:
+    """Generated ones, and sharding problems of real training steps."""
+    small: dict[str, Callable[[], Problem | None]] = {
+        name: lambda sizes=sizes: layered_problem(*sizes[:2], width=sizes[2], most=6) for name, sizes in _LAYERS.items()
+    }
+    return small if quick else {**small, **{name: PROBLEMS[name] for name in ("mlp 2x2", "gpt 4")}}
+
+
+def descend(problem: Problem, temperature: float, restarts: int, steps: int, change: Change, seed: int) -> float:
+    """The least exact cost of rounded rows after descending from random starts; inf if none keeps the limits."""
+    reduced = presolve.merge_ties(problem)
+    sizes = num_strategies(reduced.problem)
+    ends, scale = np.cumsum(sizes)[:-1].tolist(), _spread(reduced.problem)
+
+    def rows_of(logits: jax.Array) -> list[jax.Array]:
+        return [jax.nn.softmax(row) for row in jnp.split(logits, ends)]
+
+    def energy(logits: jax.Array, heat: jax.Array) -> jax.Array:
+        rows = rows_of(logits)
+        entropy = -sum((jnp.sum(row * jnp.log(jnp.maximum(row, 1e-30))) for row in rows), jnp.zeros(()))
+        return relaxed_cost(reduced.problem, rows) / scale - heat * entropy
+
+    def step(carried: tuple[jax.Array, optax.OptState], heat: jax.Array) -> tuple[tuple, None]:
+        logits, moments = carried
+        updates, moments = _ADAM.update(change(jax.grad(energy)(logits, heat)), moments)
+        return (optax.apply_updates(logits, updates), moments), None
+
+    def run(key: jax.Array) -> jax.Array:
+        logits = 0.1 * jax.random.normal(key, (int(sizes.sum()),))
+        heats = temperature * jnp.logspace(0, -2, steps)
+        return jax.lax.scan(step, (logits, _ADAM.init(logits)), heats)[0][0]
+
+    keys = jax.random.split(jax.random.key(seed), restarts)
+    found = np.asarray(jax.jit(jax.vmap(run))(keys))
+    choices = [[int(row.argmax()) for row in np.split(logits, ends)] for logits in found]
+    priced = [evaluate(problem, reduced.expand(np.array(choice, np.int64))) for choice in choices]
+    return min((float(p.cost) for p in priced if p.feasible), default=np.inf)
+
+
+def main(quick: bool, seeds: int, steps: int, seconds: float) -> list[Row]:
+    """Prints the table; returns its rows: costs are medians over seeds."""
+    rows: list[Row] = []
+    for name, make in problems(quick).items():
+        problem = make()
+        assert problem is not None  # none of these needs a file
+        size = int(num_strategies(presolve.merge_ties(problem).problem).sum())
+        order = np.random.default_rng(0).permutation(size)
+        temperatures = TEMPERATURES[1:2] if quick else TEMPERATURES
+        methods: list[tuple[str, float, int, Change]] = [
+            (f"softmax, temperature {t:g}, {r} starts", t, r, lambda slope: slope)
+            for t in temperatures
+            for r in RESTARTS
+        ]
+        methods += [
+            (
+                f"shuffled, {RESTARTS[-1]} starts",
+                temperatures[0],
+                RESTARTS[-1],
+                lambda slope, order=order: slope[order],
+            ),
+            (f"cut, {RESTARTS[-1]} starts", temperatures[0], RESTARTS[-1], jnp.zeros_like),
+        ]
+        for method, temperature, restarts, change in methods:
+            start = time.perf_counter()
+            costs = [descend(problem, temperature, restarts, steps, change, seed) for seed in range(seeds)]
+            rows.append(Row(name, method, float(np.median(costs)), (time.perf_counter() - start) / seeds))
+        for solver in SOLVERS:
+            start = time.perf_counter()
+            found = [_solved(problem, solver, seconds, seed) for seed in range(seeds)]
+            costs = [float(solution.cost) if solution.feasible else np.inf for solution in found]
+            rows.append(Row(name, solver, float(np.median(costs)), (time.perf_counter() - start) / seeds))
+        best = min(row.cost for row in rows if row.problem == name)
+        exact = next(row.cost for row in rows if row.problem == name and row.method == "exact")
+        print_table(
+            f"{name}: {size} strategies; {seeds} seeds, {steps} steps of descent, {seconds:g} s at most",
+            ("method", "cost ms", "above exact", "seconds"),
+            [
+                (r.method, f"{1e3 * r.cost:.6g}", f"{r.cost / exact - 1:+.2%}", f"{r.seconds:.2f}")
+                for r in rows
+                if r.problem == name
+            ],
+        )
+        if best < exact:
+            print(f"exact did not finish in time: the least cost is {1e3 * best:.6g} ms.")
+    return rows
+
+
+def _solved(problem: Problem, solver: str, seconds: float, seed: int) -> Solution:
+    return solve(problem, solver=solver, time_limit_s=seconds, key=seed, reduce=presolve.merge_ties)
+
+
+def _spread(problem: Problem) -> float:
+    """The mean over nodes of the cost's standard deviation when all strategies are drawn at random."""
+    rng = np.random.default_rng(0)
+    draws = [float(evaluate(problem, rng.integers(num_strategies(problem))).cost) for _ in range(64)]
+    deviation = float(np.std(draws)) / len(problem.node_cost) ** 0.5
+    return deviation if deviation > 0 else 1.0
