@@ -18,7 +18,9 @@ _TEMPERATURES = 0.3, 1e-3  # first and last, of the bound for each node
 _PRICE_FLOOR = 1e-5  # of the bound for one whole limit
 _FACTORS = 0.8, 1.1  # on all prices, when perturbed
 _SPREAD = 0.1  # standard deviation of the logarithm of each node's own factor
-_ROUNDING = 1e-12  # of the numbers summed: more than float64's sums can err
+_CEILING = 1e30  # of a priced cost, so that float32's sums stay finite
+ROUNDING = 1e-12
+"""Of the numbers summed: more than float64's sums can err."""
 
 
 class Prices(NamedTuple):
@@ -52,8 +54,9 @@ def priced(flat: Flat, prices: Prices) -> np.ndarray:
 
 def credit(flat: Flat, prices: Prices) -> float:
     """What a bound with these prices gives back for the limits."""
-    binding = np.isfinite(flat.limit)
-    return float((prices.memory * (flat.base - flat.limit))[:, binding].sum()) if prices.memory.any() else 0.0
+    limited = np.isfinite(flat.limit)
+    over = flat.base[:, limited] - flat.limit[limited]
+    return float((prices.memory[:, limited] * over).sum()) if prices.memory.any() else 0.0
 
 
 class Ascent:
@@ -73,6 +76,7 @@ class Ascent:
         self._reprices = parent._reprices if parent else prices and is_coupled(flat)
         self.layout: Sweep = parent.layout if parent else lay_out(flat)
         self.scale = parent.scale if parent else _scale(flat)
+        self._most = self.scale * (len(flat.sizes) + len(flat.source)) + np.abs(flat.load).sum()  # any choice's cost
         messages, self.prices = parent.best if parent else (np.zeros(self.layout.num_messages + 1), no_prices(flat))
         self.messages = messages.astype(np.float32)
         self.bound, self._size = -math.inf, abs(parent.bound) if parent else 0.0
@@ -81,12 +85,12 @@ class Ascent:
 
     def step(self, progress: float) -> float:
         """A sweep, then a step of the prices; returns the bound. `progress` goes from 0 to 1."""
-        cost = priced(self.flat, self.prices).astype(np.float32)
-        bound, self.absorbed = sweep(self.layout, np.minimum(cost, _CEILING), self.messages)
+        cost = np.minimum(priced(self.flat, self.prices), _CEILING).astype(np.float32)
+        bound, self.absorbed = sweep(self.layout, cost, self.messages)
         bound += credit(self.flat, self.prices)
         if bound > self.bound:
             self.bound, self.best = bound, (self.messages.copy(), self.prices)
-        if self._reprices:
+        if self._reprices and bound <= self._most:  # above, nothing fits: prices would rise for ever
             self._reprice(progress)
         return bound
 
@@ -106,7 +110,7 @@ class Ascent:
         memory = prices.memory * low * (high / low) ** rng.random()
         weight = np.repeat(np.exp(_SPREAD * rng.normal(size=len(flat.sizes))), flat.sizes)
         cost = flat.cost + flat.load @ prices.load + memory_price(flat, memory) * weight
-        cost = (cost - noise * rng.gumbel(size=len(cost))).astype(np.float32)
+        cost = np.minimum(cost - noise * rng.gumbel(size=len(cost)), _CEILING).astype(np.float32)
         messages, absorbed = messages.copy(), cost
         for _ in range(sweeps):
             _, absorbed = sweep(self.layout, cost, messages)
@@ -120,8 +124,9 @@ class Ascent:
         weights = self.weights = softmax_rows(flat, self.absorbed, temperature)
         memory, load = self.prices
         if flat.base.size:
-            over = memory_use(flat, flat.usage.T @ weights) / np.maximum(flat.limit, 1e-30) - 1
-            floor = _PRICE_FLOOR * size / np.maximum(flat.limit, 1e-30)
+            unit = np.where(flat.limit > 0, flat.limit, 1.0)
+            over = memory_use(flat, flat.usage.T @ weights) / unit - (flat.limit > 0)
+            floor = _PRICE_FLOOR * size / unit
             memory = np.maximum(memory, floor) * np.exp(_GAIN * rate * np.clip(over, -0.1, 0.3))
             memory = np.where(memory <= floor, 0.0, memory)
         if flat.load.shape[1]:
@@ -135,12 +140,9 @@ class Ascent:
         messages, prices = self.best
         layout = layout or lay_out(self.flat, np.float64)
         cost = priced(self.flat, prices)
-        bound, _ = sweep(layout, np.minimum(cost, float(_CEILING)), messages.astype(np.float64))
+        bound, _ = sweep(layout, np.minimum(cost, _CEILING), messages.astype(np.float64))
         numbers = np.abs(np.where(np.isfinite(cost), cost, 0)).sum() + np.abs(messages).sum(dtype=np.float64)
-        return bound + credit(self.flat, prices) - _ROUNDING * (numbers + abs(bound))
-
-
-_CEILING = np.float32(1e30)
+        return bound + credit(self.flat, prices) - ROUNDING * (numbers + abs(bound))
 
 
 def softmax_rows(flat: Flat, cost: np.ndarray, temperature: float) -> np.ndarray:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import scipy.sparse
 
-from cost.problem import Problem, num_strategies
+from cost.problem import Problem, is_forbidden, num_strategies
 
 
 class Flat(NamedTuple):
@@ -79,17 +79,17 @@ def flatten(problem: Problem) -> Flat:
 
 
 def with_ceiling(flat: Flat) -> Flat:
-    """Infinities become a number above every allowed choice's cost, so that sums and differences stay numbers.
+    """Forbidden entries become a number above every allowed choice's cost, so that sums and differences stay numbers.
 
-    Costs only fall by this, so a lower bound for the result is one for the problem.
+    Only what must not be chosen changes, so a lower bound for the result is one for the problem.
     """
-    node = np.abs(np.where(np.isfinite(flat.cost), flat.cost, 0.0))
-    entries = np.where(np.isfinite(flat.entries), np.abs(flat.entries), 0.0)
-    if np.isfinite(flat.cost).all() and np.isfinite(flat.entries).all():
+    no_node, no_entry = is_forbidden(flat.cost), is_forbidden(flat.entries)
+    if not (no_node.any() or no_entry.any()):
         return flat
+    node, entries = np.where(no_node, 0.0, np.abs(flat.cost)), np.where(no_entry, 0.0, np.abs(flat.entries))
     most = node.sum() + len(flat.source) * entries.max(initial=0.0) + np.abs(flat.load).sum()
-    ceiling = 2.0 * most + 1.0
-    return flat._replace(cost=np.minimum(flat.cost, ceiling), entries=np.minimum(flat.entries, ceiling))
+    ceiling = 2.0 * most or 1.0
+    return flat._replace(cost=np.where(no_node, ceiling, flat.cost), entries=np.where(no_entry, ceiling, flat.entries))
 
 
 def _matrices(problem: Problem) -> tuple[np.ndarray, np.ndarray]:
