@@ -15,9 +15,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from diffshard.engine.ascent import Ascent, is_coupled, softmax_rows
+from diffshard.engine.ascent import ROUNDING, Ascent, is_coupled, softmax_rows
 from diffshard.engine.dual import lay_out
-from diffshard.engine.flat import Flat, memory_price
+from diffshard.engine.flat import Flat, chosen_cost, chosen_memory, memory_price
+from diffshard.engine.forest import first_least
 
 _SWEEPS = 40  # of a branch
 _PROGRESS = 0.2, 0.8  # of the temperature and of the prices' rate in these sweeps
@@ -83,8 +84,8 @@ class Branching:
         while self._open:
             _, _, branch = heapq.heappop(self._open)
             halves = _halves(self.flat, branch)
-            if halves is None:  # one choice is left, or nothing tells its strategies apart
-                self._closed = min(self._closed, branch.bound)
+            if halves is None:
+                self._closed = min(self._closed, max(branch.bound, _least_cost(self.flat, ~branch.forbidden)))
                 continue
             self._pending = [branch._replace(forbidden=branch.forbidden | half) for half in halves]
             return True
@@ -108,8 +109,21 @@ class Branching:
         return Branch(bound, branch.forbidden, ascent, weights / np.repeat(total, flat.sizes))
 
 
+def _least_cost(flat: Flat, allowed: np.ndarray) -> float:
+    """A bound on the only choice that `allowed` `[N]` leaves: its cost, or inf if it exceeds the memory."""
+    choice = first_least((~allowed).astype(float), flat.sizes)
+    used = chosen_memory(flat, choice) if flat.base.size else flat.base
+    if (used - flat.limit > _CUT * used.max(initial=0.0)).any():
+        return math.inf
+    size = chosen_cost(flat._replace(cost=np.abs(flat.cost), entries=np.abs(flat.entries)), choice)
+    return chosen_cost(flat, choice) - ROUNDING * size
+
+
 def _halves(flat: Flat, branch: Branch) -> tuple[np.ndarray, np.ndarray] | None:
-    """What to forbid `[N]` on either side: the strategies of a node that use more, or less, than the relaxed choice."""
+    """What to forbid `[N]` on either side: the strategies of a node that use more, or less, than the relaxed choice.
+
+    None where one choice is left.
+    """
     _, prices = branch.ascent.best
     use = memory_price(flat, prices.memory) + flat.load @ prices.load
     allowed, starts = ~branch.forbidden, flat.start[:-1]
@@ -117,7 +131,7 @@ def _halves(flat: Flat, branch: Branch) -> tuple[np.ndarray, np.ndarray] | None:
     spread = np.add.reduceat(branch.weights * (use - np.repeat(mean, flat.sizes)) ** 2, starts)
     most = np.maximum.reduceat(np.where(allowed, use, -np.inf), starts)
     least = np.minimum.reduceat(np.where(allowed, use, np.inf), starts)
-    score = np.sqrt(spread) + _RANGE * (most - least)
+    score = np.where(most > least, np.sqrt(spread) + _RANGE * (most - least), 0.0)
     node = int(score.argmax())
     if score[node] > 1e-12 * np.abs(use).max(initial=1e-300):
         middle = mean[node] if least[node] <= mean[node] < most[node] else (least[node] + most[node]) / 2
