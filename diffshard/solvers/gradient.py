@@ -31,14 +31,13 @@ from diffshard.engine.neighbourhoods import perturb, split
 from diffshard.engine.polish import Polish, rounded
 from diffshard.engine.replicas import Replicas
 from diffshard.engine.tied import tied_start
-from diffshard.solve import Proposal, seeded
+from diffshard.solve import CLOSED, Proposal, seeded
 from diffshard.solvers import exhaustive
 
 Start = tuple[np.ndarray, np.ndarray]
 """A choice `[V]` and prices of memory `[T, D]` to go on from."""
 
 _FEW = 1 << 16  # choices
-_CLOSED = 1e-7  # relative gap at which nothing is left to win
 _STARTS = 4
 _TIED = 0.1  # of the time limit
 _MOST_SWEEPS = 3000
@@ -120,7 +119,7 @@ def solve(
             yield Proposal(search.best, bound)
         else:
             yield Proposal(lower_bound=bound)
-        if search.best_excess == 0 and search.best_cost - bound <= _CLOSED * abs(search.best_cost):
+        if search.best_excess == 0 and search.best_cost - bound <= CLOSED * abs(search.best_cost):
             break
     yield Proposal(search.best, bound)
 

@@ -1,5 +1,6 @@
 """One conformance suite for all solvers, and what each of them promises beyond it."""
 
+import functools
 import math
 
 import jax
@@ -12,9 +13,8 @@ from diffshard import presolve
 from diffshard.engine.ascent import Ascent
 from diffshard.engine.flat import chosen_cost, chosen_memory, flatten, with_ceiling
 from diffshard.solve import solve, solver_names
+from diffshard.solvers import gradient
 from diffshard.solvers.exhaustive import price
-from diffshard.solvers.gradient import Effort
-from diffshard.solvers.gradient import solve as gradient
 from tests.diffshard.random_problems import layered_problem, small_problem
 
 EMPTY = np.zeros((0, 2), int)
@@ -29,6 +29,10 @@ KINDS = {
 HEURISTICS = {"beam", "greedy", "mcmc", "primal", "random"}
 # Its tables cannot follow what joins all nodes: there it only has a bound and a choice near it.
 EXACT_UNCOUPLED = {"dynamic_programming"}
+
+_short = functools.partial(
+    gradient.solve, effort=gradient.Effort(sweeps=40, trials=2, moves=5, anneals=20, rounds=5, steps=5, branches=100)
+)
 
 SEEDS = {"primal": 2, "mcmc": 3}  # these take seconds, to compile or to walk
 
@@ -102,6 +106,35 @@ def layered() -> tuple[Problem, float]:
     return problem, found.cost
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("reduce", [presolve.unchanged, presolve.reduce])
+def test_gradient_is_exact_where_it_searches_instead_of_enumerating(kind, reduce, monkeypatch):
+    monkeypatch.setattr(gradient, "_FEW", 0)
+    for seed in range(20, 28):
+        problem = small_problem(seed, **KINDS[kind])
+        expected = _optimum(problem)
+        found = solve(problem, solver=_short, key=seed, reduce=reduce)
+        assert found.lower_bound <= expected, f"seed {seed}"
+        if math.isinf(expected):
+            assert not found.feasible
+        else:
+            assert found.cost == expected, f"seed {seed}"
+            assert found.status == "optimal", f"seed {seed}"
+
+
+@pytest.mark.parametrize("limit", [0.0, 1.0, 3e6, np.array([np.inf, 0.0]), np.array([3e6, np.inf])])
+def test_gradient_says_by_how_much_nothing_fits(limit):
+    """Without a warning, though prices of a limit that nothing keeps would rise for ever."""
+    problem = layered_problem(0, 2, width=10, most=5)._replace(memory_limit=limit)
+    if np.ndim(limit):
+        problem = problem._replace(usage=[np.stack([row, row], axis=1) for row in problem.usage])
+    cheapest = [np.argmin(cost) for cost in problem.node_cost]
+    for reduce in (presolve.unchanged, presolve.reduce):
+        found = solve(problem, solver=_short, reduce=reduce)
+        assert (found.status, found.feasible) == ("infeasible", False)
+        assert 0 < found.excess < evaluate(problem, np.array(cheapest)).excess
+
+
 def test_gradient_is_near_the_optimum_of_a_layered_problem(layered):
     problem, optimum = layered
     found = solve(problem)
@@ -123,8 +156,7 @@ def test_gradient_keeps_a_binding_memory_limit():
 
 def test_gradient_is_deterministic_and_ends_by_itself(layered):
     problem, _ = layered
-    short = Effort(sweeps=40, trials=2, moves=5, anneals=20, rounds=5, steps=5)
-    proposals = [list(gradient(problem, key=jax.random.key(7), effort=short)) for _ in range(2)]
+    proposals = [list(_short(problem, key=jax.random.key(7))) for _ in range(2)]
     assert len(proposals[0]) == len(proposals[1])
     for first, second in zip(*proposals, strict=True):
         assert first.lower_bound == second.lower_bound
