@@ -63,11 +63,16 @@ def tied_start(problem: Problem, key: jax.Array, time_limit_s: float | None) -> 
     Returns:
       The choice, which may exceed the memory: a start to be improved. None where there is little to tie, or nothing
       that a class agrees on is allowed.
+
+    Raises:
+      KeyboardInterrupt: Ctrl-C stopped the quotient, and is for the problem.
     """
     tied = tie(problem)
     if tied is None:
         return None
     found = solve(tied.problem, time_limit_s=time_limit_s, key=key)
+    if found.status == "interrupted":
+        raise KeyboardInterrupt
     return None if is_forbidden(np.asarray(found.cost)) else tied.expand(found.choice)
 
 

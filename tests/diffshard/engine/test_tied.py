@@ -1,7 +1,9 @@
 """Repeated structure: what counts as equal, that tied choices cost what they cost, and that they are good starts."""
 
+import functools
 import itertools
 import time
+from collections.abc import Iterator
 
 import jax
 import numpy as np
@@ -9,8 +11,10 @@ import pytest
 
 from cost.evaluation import evaluate
 from cost.problem import Problem, num_strategies
+from diffshard.engine import tied as tied_module
 from diffshard.engine.tied import classes, quotient, tie, tied_start
-from diffshard.solve import solve
+from diffshard.presolve import unchanged
+from diffshard.solve import Proposal, solve
 from tests.diffshard.random_problems import layered_problem, small_problem
 
 KEY = jax.random.key(0)
@@ -140,3 +144,14 @@ def test_fifty_thousand_nodes_are_tied_in_seconds():
     start = time.perf_counter()
     assert tie(problem) is not None
     assert time.perf_counter() - start < 5.0  # about one second alone
+
+
+def test_ctrl_c_in_the_quotient_stops_the_whole_search(monkeypatch):
+    def pressed(problem: Problem, *, time_limit_s, key) -> Iterator[Proposal]:
+        raise KeyboardInterrupt
+        yield Proposal()
+
+    monkeypatch.setattr(tied_module, "solve", functools.partial(solve, solver=pressed))
+    found = solve(layered_problem(0, 12, width=12, most=6, binding=0.7), reduce=unchanged)
+    assert found.status == "interrupted"
+    assert found.lower_bound > 0  # from the dual, before
