@@ -24,13 +24,12 @@ from experiments import (
     bilevel_overhead,
     bilevel_relaxation,
 )
-from experiments.bilevel_training import BYTES_PER_S, QUICK_SIZES, SIZES
-from experiments.models.device_gpt import DeviceSizes
+from experiments.bilevel_training import BYTES_PER_S, FULL, QUICK, Setting
 
 TABLES: dict[str, Callable[[argparse.Namespace], Any]] = {
-    "loss": lambda o: bilevel_loss.main(o.links, o.seeds, o.steps, o.search_steps, _sizes(o), o.records),
-    "estimators": lambda o: bilevel_estimators.main(_sizes(o), o.seeds, o.steps, o.search_steps, o.records),
-    "overhead": lambda o: bilevel_overhead.main(_sizes(o), 2 if o.quick else 30),
+    "loss": lambda o: bilevel_loss.main(_setting(o), o.links, **_trainings(o)),
+    "estimators": lambda o: bilevel_estimators.main(_setting(o), **_trainings(o)),
+    "overhead": lambda o: bilevel_overhead.main(_setting(o), 2 if o.quick else 30),
     "relaxation": lambda o: bilevel_relaxation.main(o.quick, o.seeds, o.steps, o.seconds),
     "initialisation": lambda o: bilevel_initialisation.main(o.quick, o.seeds),
 }
@@ -63,8 +62,13 @@ def main(arguments: Sequence[str] | None = None) -> Any:
     return TABLES[options.table](options)
 
 
-def _sizes(options: argparse.Namespace) -> DeviceSizes:
-    return QUICK_SIZES if options.quick else SIZES
+def _setting(options: argparse.Namespace) -> Setting:
+    return QUICK if options.quick else FULL
+
+
+def _trainings(options: argparse.Namespace) -> dict[str, Any]:
+    numbers = {name: getattr(options, name) for name in ("seeds", "steps", "search_steps", "records")}
+    return {**numbers, "estimators": ("curvature",)} if options.quick else numbers
 
 
 if __name__ == "__main__":

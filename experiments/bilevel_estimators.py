@@ -5,6 +5,7 @@ with the lossless training of the same seed, on validation and test text (nothin
 one half of the seeds with the other says how well any estimator could do.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,9 +13,8 @@ import numpy as np
 from scipy import stats
 
 from diffshard.bilevel.estimators import ESTIMATORS
-from experiments import bilevel_training as setting
+from experiments import bilevel_training as task
 from experiments.bilevel_loss import Searches
-from experiments.models.device_gpt import DeviceSizes
 from experiments.tables import print_table
 from search_spaces.communication.space import CommunicationSpace
 
@@ -40,7 +40,7 @@ def lossy(space: CommunicationSpace) -> Strategies:
     return Strategies(groups, strategies, np.array([space.sites[space.groups[g].sites[0]].direction for g in groups]))
 
 
-def measured(training: setting.Training, which: Strategies, seeds: int) -> np.ndarray:
+def measured(training: task.Training, which: Strategies, seeds: int) -> np.ndarray:
     """`[seeds, n]` nats that training with one strategy ends above the lossless training."""
     exact = tuple(training.space.lossless_choice())
     found = np.zeros((seeds, len(which.group)))
@@ -62,29 +62,37 @@ def estimated(searches: Searches, estimator: str, which: Strategies, seeds: int)
         return [float(over[g][s]) for g, s in zip(which.group, which.strategy, strict=True)]
 
     search, training = searches.search(estimator), searches.training
-    stem = f"slopes-{training.sizes.layers}x{training.sizes.width}-{estimator}-{searches.steps}"
+    stem = f"slopes-{training.setting.name}-{estimator}-{searches.steps}"
     return np.array(
-        [setting.recorded(training.records, f"{stem}-{seed}", lambda seed=seed: slopes(seed)) for seed in range(seeds)]
+        [task.recorded(training.records, f"{stem}-{seed}", lambda seed=seed: slopes(seed)) for seed in range(seeds)]
     )
 
 
-def main(sizes: DeviceSizes, seeds: int, steps: int, search_steps: int, records: Path | None) -> dict[str, np.ndarray]:
+def main(
+    setting: task.Setting,
+    *,
+    seeds: int,
+    steps: int,
+    search_steps: int,
+    records: Path | None = None,
+    estimators: Sequence[str] = tuple(ESTIMATORS),
+) -> dict[str, np.ndarray]:
     """Prints both tables; returns what was measured and what each estimator says, `[seeds, n]` by name."""
-    training = setting.Training(sizes, steps, records)
+    training = task.Training(setting, steps, records)
     searches = Searches(training, "slow", search_steps)
     which = lossy(training.space)
     found = {"measured": measured(training, which, seeds)}
-    for name in ESTIMATORS:
+    for name in estimators:
         found[name] = estimated(searches, name, which, seeds)
     means = {name: values.mean(axis=0) for name, values in found.items()}
     spread = found["measured"].std(axis=0, ddof=1) if seeds > 1 else np.full(len(which.group), np.nan)
     print_table(
         f"Nats that one strategy adds, {steps} steps, {seeds} seeds",
-        ("site", "strategy", "measured", *ESTIMATORS),
+        ("site", "strategy", "measured", *estimators),
         [
             (
                 training.space.groups[g].name, training.space.names(g)[s],
-                f"{means['measured'][i]:+.4f} ± {spread[i]:.4f}", *(f"{means[name][i]:+.2e}" for name in ESTIMATORS),
+                f"{means['measured'][i]:+.4f} ± {spread[i]:.4f}", *(f"{means[name][i]:+.2e}" for name in estimators),
             )
             for i, (g, s) in enumerate(zip(which.group.tolist(), which.strategy.tolist(), strict=True))
         ],
@@ -93,7 +101,7 @@ def main(sizes: DeviceSizes, seeds: int, steps: int, search_steps: int, records:
     kinds["all"] = np.ones(len(which.group), bool)
     rows = [
         (name, *(f"{_rank_correlation(means['measured'][mask], means[name][mask]):+.2f}" for mask in kinds.values()))
-        for name in ESTIMATORS
+        for name in estimators
     ]
     if seeds > 1:
         halves = found["measured"][::2].mean(axis=0), found["measured"][1::2].mean(axis=0)

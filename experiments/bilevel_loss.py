@@ -21,8 +21,7 @@ from diffshard.bilevel.estimators import ESTIMATORS, Estimator, Increase, resolv
 from diffshard.bilevel.plan import Choice
 from diffshard.bilevel.space import Batch, Params, Rows, Space
 from diffshard.bilevel.state import BilevelState
-from experiments import bilevel_training as setting
-from experiments.models.device_gpt import DeviceSizes
+from experiments import bilevel_training as task
 from experiments.tables import print_table
 from search_spaces.communication.space import CommunicationSpace
 
@@ -44,7 +43,7 @@ class Row(NamedTuple):
     """A method at a link speed.
 
     Attributes:
-      link: of `setting.BYTES_PER_S`.
+      link: of `BYTES_PER_S`.
       method: for people.
       runs: for each seed.
       milliseconds: mean communication in a step, encoding included.
@@ -90,9 +89,9 @@ def shuffled(name: str, where: CommunicationSpace, seed: int) -> Estimator:
 class Searches:
     """Bilevel searches in the space of one link speed, each with training from the start."""
 
-    def __init__(self, training: setting.Training, link: str, steps: int):
+    def __init__(self, training: task.Training, link: str, steps: int):
         self.training, self.link, self.steps = training, link, steps
-        self.space = setting.space(training.sizes, link)
+        self.space = task.space(training.setting, link)
 
     def proposals(self, name: str, estimator: str | Estimator | Increase, seeds: int) -> list[Run]:
         """The proposal for each seed, from the records where it is there."""
@@ -101,10 +100,10 @@ class Searches:
         def propose(seed: int) -> Choice:
             return search.finish(self.searched(search, seed))[0].choice
 
-        stem = f"search-{_sizes(self.training.sizes)}-{self.link}-{name.replace(' ', '-')}-{self.steps}"
+        stem = f"search-{self.training.setting.name}-{self.link}-{name.replace(' ', '-')}-{self.steps}"
         records = self.training.records
         return [
-            Run(tuple(setting.recorded(records, f"{stem}-{seed}", lambda seed=seed: propose(seed))))
+            Run(tuple(task.recorded(records, f"{stem}-{seed}", lambda seed=seed: propose(seed))))
             for seed in range(seeds)
         ]
 
@@ -113,7 +112,7 @@ class Searches:
         return diffshard.bilevel(
             None,
             space=self.space,
-            weights_optimizer=setting.OPTIMIZER,
+            weights_optimizer=task.OPTIMIZER,
             choice_optimizer=CHOICE_OPTIMIZER,
             max_loss_increase=MARGIN,
             estimator=estimator,
@@ -121,8 +120,8 @@ class Searches:
 
     def searched(self, search: diffshard.BilevelSearch, seed: int) -> BilevelState:
         """The state after all steps of a seed."""
-        train = setting.batches("train", seed, self.steps, self.training.sizes)
-        held = setting.batches("search", seed, self.steps, self.training.sizes)
+        train = task.batches("train", seed, self.steps, self.training.sizes)
+        held = task.batches("search", seed, self.steps, self.training.sizes)
         state = search.init(jax.random.key(seed), self.training.params(seed), train[0])
         for train_batch, held_batch in zip(train, held, strict=True):
             state, _ = search.update(state, train_batch, held_batch)
@@ -138,7 +137,7 @@ class Searches:
             data = diffshard.CandidatesData(
                 training.params(_PROOF_SEED),
                 list(training.batches(_PROOF_SEED)),
-                list(setting.evaluated("validation", training.sizes)),
+                list(task.evaluated("validation", training.sizes)),
                 jax.random.key(_PROOF_SEED),
                 rungs=rungs,
                 num_candidates=24,
@@ -154,8 +153,8 @@ class Searches:
                 if tried
             }
 
-        name = f"proof-{_sizes(training.sizes)}-{self.link}-{training.steps}-{self.steps}"
-        found = setting.recorded(training.records, name, prove)
+        name = f"proof-{training.setting.name}-{self.link}-{training.steps}-{self.steps}"
+        found = task.recorded(training.records, name, prove)
         return {method: (Run(tuple(run[0]), run[1]), steps) for method, (run, steps) in found.items()}
 
     def seconds(self, run: Run) -> float:
@@ -182,7 +181,7 @@ def random_within(space: CommunicationSpace, most_s: float, seed: int) -> Choice
     return tuple(int(s) for s in draws[best])
 
 
-def rows_of(link: str, training: setting.Training, search_steps: int, seeds: int) -> list[Row]:
+def rows_of(link: str, training: task.Training, search_steps: int, seeds: int, estimators: Sequence[str]) -> list[Row]:
     """All methods at one link speed; prints each as it is done."""
     searches = Searches(training, link, search_steps)
     rows: list[Row] = []
@@ -191,10 +190,10 @@ def rows_of(link: str, training: setting.Training, search_steps: int, seeds: int
         rows.append(_row(searches, method, runs, steps))
         print(" | ".join(_cells(rows[-1], searches.space)), flush=True)
 
-    for name in setting.UNIFORM:
-        add(f"uniform {name}", [Run(setting.uniform(searches.space, name))] * seeds, 0)
+    for name in training.setting.uniform:
+        add(f"uniform {name}", [Run(task.uniform(searches.space, name))] * seeds, 0)
     add("A, loss gradient cut", searches.proposals("cut", cut, seeds), search_steps)
-    for name in ESTIMATORS:
+    for name in estimators:
         found = searches.proposals(name, name, seeds)
         add(f"A, {name}", found, search_steps)
         if name == "curvature":
@@ -202,7 +201,7 @@ def rows_of(link: str, training: setting.Training, search_steps: int, seeds: int
             add("random, same time", drawn, 0)
     for method, (run, steps) in searches.proven().items():
         add(method, [run] * seeds, steps)
-    for name in ESTIMATORS:
+    for name in estimators:
         found = searches.proposals(f"{name} shuffled", shuffled(name, searches.space, seed=0), seeds)
         add(f"A, {name} shuffled", found, search_steps)
     return rows
@@ -220,18 +219,27 @@ def verdict(differences: np.ndarray) -> str:
     return "yes" if mean + half <= MARGIN else "no" if mean - half > MARGIN else "open"
 
 
-def main(links: Sequence[str], seeds: int, steps: int, search_steps: int, sizes: DeviceSizes, records: Path | None):
+def main(
+    setting: task.Setting,
+    links: Sequence[str],
+    *,
+    seeds: int,
+    steps: int,
+    search_steps: int,
+    records: Path | None = None,
+    estimators: Sequence[str] = tuple(ESTIMATORS),
+) -> list[Row]:
     """Prints a table for each link speed; returns their rows."""
-    training = setting.Training(sizes, steps, records)
+    training = task.Training(setting, steps, records)
     rows: list[Row] = []
     for link in links:
-        found = rows_of(link, training, search_steps, seeds)
+        found = rows_of(link, training, search_steps, seeds, estimators)
         exact = [training.losses(seed, found[0].runs[seed].choice).test for seed in range(seeds)]
         title = (
-            f"{link} links ({setting.BYTES_PER_S[link] / 1e9:g} GB/s): {steps} steps, {seeds} seeds; lossless test "
+            f"{link} links ({task.BYTES_PER_S[link] / 1e9:g} GB/s): {steps} steps, {seeds} seeds; lossless test "
             f"loss {np.mean(exact):.3f} ± {np.std(exact):.3f} nats; differences to it with standard deviation"
         )
-        space = setting.space(sizes, link)
+        space = task.space(setting, link)
         columns = ("method", "ms", "of lossless", "validation", "test", f"≤ {MARGIN}?", "search steps", "first choice")
         print_table(title, columns, [_cells(row, space)[1:] for row in found])
         rows += found
@@ -255,14 +263,10 @@ def _cells(row: Row, space: CommunicationSpace) -> tuple[str, ...]:
     return (
         row.link, row.method, f"{row.milliseconds:.3f}", f"{row.milliseconds / exact:.0%}", _spread(row.validation),
         _spread(row.test), verdict(row.test), str(row.search_steps),
-        setting.described(space, first.choice) + late + differ,
+        task.described(space, first.choice) + late + differ,
     )  # fmt: skip
 
 
 def _spread(differences: np.ndarray) -> str:
     deviation = differences.std(ddof=1) if len(differences) > 1 else float("nan")
     return f"{differences.mean():+.4f} ± {deviation:.4f}"
-
-
-def _sizes(sizes: DeviceSizes) -> str:
-    return f"{sizes.layers}x{sizes.width}"

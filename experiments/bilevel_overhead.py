@@ -2,7 +2,7 @@
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 
 import diffshard
-from experiments import bilevel_training as setting
+from experiments import bilevel_training as task
 from experiments.bilevel_loss import MARGIN
 from experiments.models import device_gpt
 from experiments.tables import print_table
@@ -34,25 +34,25 @@ class Row(NamedTuple):
     compile_s: float
 
 
-def main(sizes: device_gpt.DeviceSizes, repeats: int) -> list[Row]:
+def main(setting: task.Setting, repeats: int, searches: Sequence[tuple[str, int]] = SEARCHES) -> list[Row]:
     """Prints the table; returns its rows, the plain step first."""
-    space = setting.space(sizes, "slow")
+    space, sizes = task.space(setting, "slow"), setting.sizes
     params = device_gpt.init(jax.random.key(0), sizes)
-    train, held = setting.batches("train", 0, 1, sizes)[0], setting.batches("search", 0, 1, sizes)[0]
+    train, held = task.batches("train", 0, 1, sizes)[0], task.batches("search", 0, 1, sizes)[0]
     exact = space.lossless_choice()
 
     def plain(params: Any, weights_state: Any, residuals: Any, batch: jax.Array, step: jax.Array) -> Any:
         loss, gradients, residuals = space.loss_and_gradients(params, batch, exact, residuals, jax.random.key(0), step)
-        updates, weights_state = setting.OPTIMIZER.update(gradients, weights_state, params)
+        updates, weights_state = task.OPTIMIZER.update(gradients, weights_state, params)
         return optax.apply_updates(params, updates), weights_state, residuals, loss
 
-    state = params, setting.OPTIMIZER.init(params), space.state(params)
+    state = params, task.OPTIMIZER.init(params), space.state(params)
     steps = [("training alone", _compiled(plain, *state, train, jnp.int32(0)))]
-    for estimator, order in SEARCHES:
+    for estimator, order in searches:
         search = diffshard.bilevel(
             None,
             space=space,
-            weights_optimizer=setting.OPTIMIZER,
+            weights_optimizer=task.OPTIMIZER,
             max_loss_increase=MARGIN,
             estimator=estimator,
             order=order,

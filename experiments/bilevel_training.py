@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,28 +16,51 @@ from cost.hardware import Hardware, Link
 from diffshard.bilevel.plan import Choice
 from diffshard.files import write_whole
 from experiments.models import device_gpt, text
-from search_spaces.communication.precision import BFLOAT16, INT4, INT8
+from search_spaces.communication.precision import BFLOAT16, INT4, INT8, Precision
 from search_spaces.communication.space import CommunicationSpace
-from search_spaces.communication.strategies import Encode, ErrorFeedback, Exact
+from search_spaces.communication.strategies import Encode, ErrorFeedback, Exact, Strategy
 
 MESH = {"data": 2, "model": 2}
-STRATEGIES = {
-    "forward": (Exact(), Encode(BFLOAT16), Encode(INT8), Encode(INT4)),
-    "backward": (Exact(), Encode(BFLOAT16), Encode(INT8), Encode(INT4)),
-    "gradient": (Exact(), Encode(BFLOAT16), Encode(INT8), ErrorFeedback(INT4)),
-}
-UNIFORM = ("exact", "bfloat16", "int8", "int4")
 BYTES_PER_S = {"slow": 1e9, "medium": 1e10, "fast": 1e11}
 """What a device sends around the ring of either axis."""
 LATENCY_S = 1e-6
 MEMORY_BYTES_PER_S = 2e12  # encoding is priced by its memory traffic
 BATCH = 8
 OPTIMIZER = optax.adam(3e-3)
-SIZES = device_gpt.DeviceSizes()
-QUICK_SIZES = device_gpt.DeviceSizes(layers=1, width=16, heads=2, sequence=16)
 
 _SHARES = {"train": (0.0, 0.61), "search": (0.61, 0.74), "validation": (0.74, 0.87), "test": (0.87, 1.0)}
 _EVALUATED = 4  # batches
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is trained, and what is chosen from.
+
+    Attributes:
+      name: for records.
+      sizes: of the model.
+      narrow: number formats beside the exact one; gradients in int4 are sent with error feedback.
+    """
+
+    name: str
+    sizes: device_gpt.DeviceSizes
+    narrow: tuple[Precision, ...]
+
+    @property
+    def uniform(self) -> tuple[str, ...]:
+        """Names of what can be chosen everywhere."""
+        return ("exact", *(precision.name for precision in self.narrow))
+
+    @property
+    def strategies(self) -> dict[str, tuple[Strategy, ...]]:
+        """By direction."""
+        values = (Exact(), *(Encode(precision) for precision in self.narrow))
+        gradients = (Exact(), *(ErrorFeedback(p) if p == INT4 else Encode(p) for p in self.narrow))
+        return {"forward": values, "backward": values, "gradient": gradients}
+
+
+FULL = Setting("full", device_gpt.DeviceSizes(), (BFLOAT16, INT8, INT4))
+QUICK = Setting("quick", device_gpt.DeviceSizes(layers=1, width=16, heads=2, sequence=16), (INT4,))
 
 
 class Losses(NamedTuple):
@@ -53,13 +77,14 @@ def hardware(link: str) -> Hardware:
     )
 
 
-def space(sizes: device_gpt.DeviceSizes, link: str) -> CommunicationSpace:
+def space(setting: Setting, link: str) -> CommunicationSpace:
     """The choices at the collectives of the model's training step."""
+    sizes = setting.sizes
     params = jax.eval_shape(lambda: device_gpt.init(jax.random.key(0), sizes))
     tokens = jax.ShapeDtypeStruct((BATCH, sizes.sequence + 1), jnp.int32)
     specs = device_gpt.SPECS, device_gpt.BATCH_SPEC
     return CommunicationSpace(
-        device_gpt.loss_fn, MESH, params, tokens, *specs, strategies=STRATEGIES, hardware=hardware(link)
+        device_gpt.loss_fn, MESH, params, tokens, *specs, strategies=setting.strategies, hardware=hardware(link)
     )
 
 
@@ -103,19 +128,19 @@ class Training:
     A seed fixes initial parameters, batches and noise, so that trainings of one seed are paired.
 
     Args:
-      sizes: of the model.
+      setting: what is trained.
       steps: of a training, an even number.
       records: a folder where losses are kept and taken up from, or None.
     """
 
-    def __init__(self, sizes: device_gpt.DeviceSizes, steps: int, records: Path | None):
-        self.sizes, self.steps, self.records = sizes, steps, records
-        self.space = space(sizes, "medium")
+    def __init__(self, setting: Setting, steps: int, records: Path | None):
+        self.setting, self.steps, self.records = setting, steps, records
+        self.sizes = setting.sizes
+        self.space = space(setting, "medium")
 
     def losses(self, seed: int, choice: Choice, exact_share: float = 0.0) -> Losses:
         """After a training; a schedule's share of exact training is 0 or one half."""
-        size = f"{self.sizes.layers}x{self.sizes.width}"
-        name = f"training-{size}-{self.steps}-{seed}-{'.'.join(map(str, choice))}-{exact_share:g}"
+        name = f"training-{self.setting.name}-{self.steps}-{seed}-{'.'.join(map(str, choice))}-{exact_share:g}"
         return Losses(*recorded(self.records, name, lambda: self._run(seed, choice, exact_share)))
 
     def params(self, seed: int) -> Any:
