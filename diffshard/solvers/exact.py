@@ -127,7 +127,7 @@ def _messages(
 def _scale(problem: Problem) -> float:
     """Costs are divided by this, so that HiGHS's absolute tolerances mean the same for all units."""
     arrays = [*problem.node_cost, *problem.edge_cost, *problem.load]
-    largest = [np.max(a, initial=0, where=~is_forbidden(a)) for a in arrays]
+    largest = [np.max(np.abs(a), initial=0, where=~is_forbidden(a)) for a in arrays]
     return float(max([*largest, 0])) / 1e3 or 1.0
 
 

@@ -187,3 +187,17 @@ def test_flat_costs_and_memory_are_those_of_the_problem():
             expected = evaluate(problem, choice)
             assert chosen_cost(flat, choice) == pytest.approx(expected.cost)
             assert chosen_memory(flat, choice).max() == pytest.approx(expected.peak)
+
+
+@pytest.mark.parametrize("name", ["exact", "gradient"])
+@pytest.mark.parametrize("unit", [1e-9, 1e12])
+def test_costs_below_zero_are_proven_in_any_unit(name, unit, monkeypatch):
+    monkeypatch.setattr(gradient, "_FEW", 0)
+    for seed in (3, 5, 8):
+        problem = small_problem(seed)
+        nodes, edges = ([unit * (c - 100) for c in costs] for costs in (problem.node_cost, problem.edge_cost))
+        problem = problem._replace(node_cost=nodes, edge_cost=edges)
+        found = solve(problem, solver=name, reduce=presolve.unchanged)
+        assert found.cost == pytest.approx(_optimum(problem), rel=1e-12), f"seed {seed}"
+        assert found.lower_bound <= _optimum(problem)
+        assert found.status == "optimal"
