@@ -61,6 +61,7 @@ def _excess(problem: Problem, choices: np.ndarray) -> np.ndarray:
     for time in np.unique(intervals[:, 0]):  # usage only rises where an interval starts
         live = np.flatnonzero((intervals[:, 0] <= time) & (time < intervals[:, 1])).tolist()
         tables = [np.asarray(problem.usage[k])[choices[:, problem.usage_node[k]]] for k in live]
-        used = np.sum([table.reshape(len(choices), -1) for table in tables], axis=0)
+        # `[C, 1]` where all devices use alike, else `[C, D]`.
+        used = sum((table.reshape(len(choices), -1) for table in tables), start=np.zeros((len(choices), 1)))
         worst = np.maximum(worst, (used - np.asarray(problem.memory_limit)).max(axis=1))
     return worst

@@ -203,3 +203,18 @@ def test_primal_problems_of_like_size_share_one_program():
         return primal._descend._cache_size()  # pyright: ignore[reportAttributeAccessIssue]
 
     assert run(7) == run(8)
+
+
+def test_usages_alike_on_all_devices_and_of_each_device_go_together():
+    problem = Problem(
+        node_cost=[np.array([0.0, 3.0]), np.array([0.0, 2.0])],
+        edge_nodes=np.zeros((0, 2), int),
+        edge_cost=[],
+        usage_node=np.array([0, 1]),
+        usage=[np.array([4.0, 1.0]), np.array([[3.0, 1.0], [0.0, 2.0]])],
+        usage_interval=np.array([[0, 2], [1, 3]]),
+        memory_limit=np.array([5.0, 6.0]),
+    )
+    for solver in ("exhaustive", "gradient"):
+        found = solve(problem, solver=solver, reduce=presolve.unchanged)
+        assert (found.cost, found.choice.tolist()) == (2.0, [0, 1])
