@@ -102,11 +102,9 @@ def test_overhead_of_a_search_step():
 
 
 def test_the_gradient_decides_where_nothing_is_lossy():
-    rows = {(row.problem, row.method): row.cost for row in bilevel.main(["relaxation", "--quick"])}
-    for name in ("layered 1x12", "layered 2x10"):
-        exact = rows[name, "exact"]
-        assert exact <= min(cost for (problem, _), cost in rows.items() if problem == name) * (1 + 1e-9)
-        assert rows[name, "softmax, temperature 0.1, 16 starts"] < rows[name, "cut, 16 starts"]
+    costs = {row.method: row.cost for row in bilevel.main(["relaxation", "--quick"])}
+    assert costs["exact"] <= min(costs.values()) * (1 + 1e-9)
+    assert costs["softmax, temperature 0.1, 16 starts"] < costs["cut, 16 starts"]
 
 
 def test_starts_are_compared_at_equal_compute():
