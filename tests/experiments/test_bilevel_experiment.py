@@ -64,7 +64,7 @@ def test_shuffled_slopes_are_the_same_ones_at_other_lossy_strategies(space, monk
     damages = [jnp.asarray(rng.normal(size=size)) for size in sizes]
 
     def linear(space, params, batch, rows, key):
-        return sum(row @ damage for row, damage in zip(rows, damages, strict=True))
+        return sum((row @ damage for row, damage in zip(rows, damages, strict=True)), jnp.zeros(()))
 
     monkeypatch.setattr(bilevel_loss, "resolve", lambda name: Estimator(linear))
     estimator = bilevel_loss.shuffled("linear", space, seed=0)
