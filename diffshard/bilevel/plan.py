@@ -28,7 +28,7 @@ class BilevelPlan(NamedTuple):
       loss_increase: over the exact choice, in units of the loss: predicted by the mean slopes of the search, or
         measured by training where there is a proof.
       feasible: whether the increase is within the bound, if there is one, and the problem's own limits are kept.
-      message: what is not feasible and by how much; empty where all is well.
+      message: what is not feasible and by how much, and what the search could not tell; empty where all is well.
       exact_share: share of training that runs the exact choice first, 0 unless a schedule won.
       proof: the table of candidates that were trained, or None.
     """
@@ -93,16 +93,27 @@ def proposals(
     return increases if exact is None or most is None else {**increases, exact: 0.0}
 
 
-def plan_of(space: Any, problem: Problem, increases: Mapping[Choice, float], most: float | None) -> BilevelPlan:
-    """The cheapest choice that keeps the bound and the problem's limits, or else the one that breaks them least."""
+def plan_of(
+    space: Any, problem: Problem, increases: Mapping[Choice, float], most: float | None, note: str = ""
+) -> BilevelPlan:
+    """The cheapest choice that keeps the bound and the problem's limits, or else the one that breaks them least.
+
+    Of choices of the same cost the one of least increase is taken. The note goes into the message.
+    """
     allowed = np.inf if most is None else most * (1 + 1e-6)
     priced = {choice: evaluate(problem, choice) for choice in increases}
     choice = min(
         increases,
-        key=lambda c: (max(increases[c] - allowed, 0.0), not priced[c].feasible, priced[c].excess, priced[c].cost),
+        key=lambda c: (
+            max(increases[c] - allowed, 0.0),
+            not priced[c].feasible,
+            priced[c].excess,
+            priced[c].cost,
+            increases[c],
+        ),
     )
     increase, found, message = increases[choice], priced[choice], ""
-    if increase > allowed:
+    if not increase <= allowed:
         message = (
             f"infeasible: the least increase of the loss that was reached is {increase:.4g}, above "
             f"`max_loss_increase` {most:.4g}; allow more, or give the space more exact strategies"
@@ -118,7 +129,7 @@ def plan_of(space: Any, problem: Problem, increases: Mapping[Choice, float], mos
         cost_ratio=float(found.cost) / reference_cost(space, problem),
         loss_increase=0.0 if is_lossless(space) else increase,
         feasible=not message,
-        message=message,
+        message="; ".join(filter(None, (message, note))),
     )
 
 

@@ -182,12 +182,22 @@ class BilevelSearch:
           state: after some `update`s.
           candidates_data: trains the proposal and simpler choices from the start and returns the winner, with the table
             in `plan.proof`. None returns the proposal.
+
+        Raises:
+          ValueError: no update was accepted, so that nothing is known of the loss, and the space does not say which
+            choice is exact. Where it does, that choice is returned and the message says why.
         """
         step = self._settled()
         most = step.objective.most if isinstance(step.objective, MaxLossIncrease) else None
         exact = step.reference if isinstance(step.space, HasLossless) else None
-        found = proposals(step.problem, self.rows(state), self._prediction(state), exact, most)
-        plan = plan_of(step.space, step.problem, found, most)
+        if is_lossless(step.space) or int(state.step):
+            found, note = proposals(step.problem, self.rows(state), self._prediction(state), exact, most), ""
+        else:
+            note = f"nothing was learnt: 0 updates were accepted, {int(state.num_refused)} refused"
+            if exact is None:
+                raise ValueError(f"`state`: {note}, and `space` names no exact choice; call `update` on finite losses.")
+            found, note = {exact: 0.0}, f"{note}; this is the exact choice"
+        plan = plan_of(step.space, step.problem, found, most, note)
         if candidates_data is None or is_lossless(step.space):
             return plan, state.params
         proof = self.prove(state, candidates_data)

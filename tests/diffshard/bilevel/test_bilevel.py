@@ -154,6 +154,27 @@ def test_numbers_that_are_not_finite_refuse_the_step_and_training_goes_on():
         assert np.isfinite(after.params["w"]).all()
 
 
+@pytest.mark.parametrize("options", [{}, {"cost_weight": 1.0}, {"max_loss_increase": 1e-30}])
+def test_where_nothing_was_learnt_the_exact_choice_is_returned_and_the_plan_says_so(options):
+    search = _search(**options)
+    state = search.init(KEY, start(), batch_of(0))
+    inputs, targets = batch_of(0)
+    refused, _ = search.update(state, (inputs, targets), (inputs, targets * jnp.nan))
+    for nothing, num_refused in [(state, 0), (refused, 1)]:
+        plan, _ = search.finish(nothing)
+        assert plan.choice == (0, 0)
+        assert plan.feasible
+        assert f"nothing was learnt: 0 updates were accepted, {num_refused} refused" in str(plan)
+    assert "nothing" not in _search().finish(_run(_search(), 1)[0])[0].message
+
+    class NothingExact(Perturbed):
+        lossless_choice = None  # pyright: ignore[reportAssignmentType]
+
+    search = _search(NothingExact(ERRORS, SECONDS), **options)
+    with pytest.raises(ValueError, match="names no exact choice"):
+        search.finish(state)
+
+
 def _apart_from_key(state: BilevelState) -> BilevelState:
     return state._replace(key=jnp.zeros(()), num_refused=jnp.zeros(()))
 
