@@ -5,7 +5,8 @@ algorithm 1.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from numbers import Integral, Real
 from typing import Any, Generic, NamedTuple, TypeVar
 
 C = TypeVar("C")
@@ -65,20 +66,20 @@ def halving(
       names: of the candidates, for the table; None numbers them.
 
     Raises:
-      ValueError: no candidates, no or empty rungs, a share that is not between 0 and 1, or names of another number.
+      ValueError: no candidates, no or empty rungs, a share that is not between 0 and 1, names of another number, or a
+        `train` that gives no candidates and scores, not one for each, or a rung without any score that is a number.
     """
-    if not candidates:
+    if not len(candidates):
         raise ValueError("`candidates` must hold at least one candidate, got none.")
-    if not rungs or any(int(steps) != steps or steps < 1 for steps in rungs):
-        raise ValueError(f"`rungs` must be positive numbers of steps, at least one; got {list(rungs)}.")
-    if not 0 < keep < 1:
-        raise ValueError(f"`keep` must be a share between 0 and 1, got {keep}.")
+    check_rungs(rungs, keep)
     if names is not None and len(names) != len(candidates):
         raise ValueError(f"`names` must be one for each of the {len(candidates)} candidates, got {len(names)}.")
     trained, alive = list(candidates), list(range(len(candidates)))
     scores: list[list[Any]] = [[] for _ in candidates]
     for steps in rungs:
-        after, found = train([trained[i] for i in alive], steps)
+        after, found = _pair(train([trained[i] for i in alive], steps), len(alive))
+        if all(map(_has_nan, found)):
+            raise ValueError(f"`train` gave only scores that are NaN for all {len(alive)} candidates; none can win.")
         for i, candidate, score in zip(alive, after, found, strict=True):
             trained[i] = candidate
             scores[i].append(_comparable(score))
@@ -91,14 +92,44 @@ def halving(
     return Halving(left[0], order[0], table, left, sum(steps))
 
 
+def check_rungs(rungs: Any, keep: Any) -> None:
+    """Refuses what `halving` cannot run.
+
+    Raises:
+      ValueError: rungs that are no positive numbers of steps, or a share that is not between 0 and 1.
+    """
+    numbers = list(rungs) if isinstance(rungs, Iterable) and not isinstance(rungs, str) else []
+    if not numbers or not all(isinstance(steps, Integral) and steps > 0 for steps in numbers):
+        raise ValueError(f"`rungs` must be a sequence of positive whole numbers of steps, as (50, 100); got {rungs!r}.")
+    if not isinstance(keep, Real) or not 0 < keep < 1:
+        raise ValueError(f"`keep` must be a share between 0 and 1, got {keep!r}.")
+
+
 def each(train_one: Callable[[C, int], tuple[C, Any]]) -> Train[C]:
     """`train` for `halving`, one candidate after the other."""
 
     def train(candidates: Sequence[C], num_steps: int) -> tuple[Sequence[C], Sequence[Any]]:
-        pairs = [train_one(candidate, num_steps) for candidate in candidates]
+        pairs = [_pair(train_one(candidate, num_steps)) for candidate in candidates]
         return [candidate for candidate, _ in pairs], [score for _, score in pairs]
 
     return train
+
+
+def _pair(returned: Any, num_candidates: int | None = None) -> Any:
+    """What `train` returned, if it is candidates and scores; of one candidate where no number is given."""
+    what = "candidate and score" if num_candidates is None else "candidates and scores"
+    if not isinstance(returned, tuple | list) or len(returned) != 2:
+        raise ValueError(f"`train` must return a pair, {what}; got {type(returned).__name__}.")
+    if num_candidates is not None and {len(part) for part in returned} != {num_candidates}:
+        raise ValueError(
+            f"`train` must return one candidate and one score for each of {num_candidates} candidates; "
+            f"got {len(returned[0])} and {len(returned[1])}."
+        )
+    return returned
+
+
+def _has_nan(score: Any) -> bool:
+    return any(map(_has_nan, score)) if isinstance(score, tuple) else math.isnan(score)
 
 
 def _comparable(score: Any) -> Any:

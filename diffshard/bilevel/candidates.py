@@ -1,6 +1,7 @@
 """Candidates trained from the start, beside the exact choice: damage measured after the fact misleads."""
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -184,6 +185,9 @@ def prove(
       data: batches, key and rungs.
       optimizer: of the parameters.
       objective: what decides.
+
+    Raises:
+      ValueError: the exact choice's own loss is not finite, so that there is nothing to compare with.
     """
     total = sum(data.rungs)
     take_step, test = _steps(space, optimizer, data)
@@ -220,6 +224,11 @@ def prove(
     exact = start(Candidate("exact", reference))
     for steps in data.rungs:
         exact = train(exact, steps)
+        if not math.isfinite(exact.losses[-1]):
+            raise ValueError(
+                f"`candidates_data`: the exact choice's loss is {exact.losses[-1]} after {exact.step} steps, so "
+                f"nothing can be compared with it; look for batches that are not finite, or lower the rate of training."
+            )
     field, names = [start(candidate) for candidate in candidates], [candidate.name for candidate in candidates]
     found = halving(field, each(train_and_score), rungs=data.rungs, keep=data.keep, names=names)
     of_exact = Row("exact", (score(exact.candidate, 0.0),) * len(data.rungs), total)
@@ -232,6 +241,7 @@ def prove(
 
 
 def _score(objective: Objective, increase: float, seconds: float, exact_seconds: float) -> Any:
+    increase = increase if math.isfinite(increase) else math.inf  # whoever diverges has lost
     if isinstance(objective, MaxLossIncrease):
         return (max(increase - objective.most, 0.0), seconds)
     weights = objective.weights(jnp.zeros(()), jnp.float32(increase), jnp.int32(0))

@@ -49,8 +49,11 @@ def test_nan_loses_and_tuples_compare_in_order():
     ("candidates", "options", "message"),
     [
         ([], {"rungs": (1,)}, "at least one candidate"),
-        ([1], {"rungs": ()}, "`rungs` must be positive numbers of steps"),
-        ([1], {"rungs": (1, 0)}, "`rungs` must be positive numbers of steps"),
+        ([1], {"rungs": ()}, "`rungs` must be a sequence of positive whole numbers of steps"),
+        ([1], {"rungs": (1, 0)}, "`rungs` must be a sequence of positive whole numbers of steps"),
+        ([1], {"rungs": (1.5,)}, "`rungs` must be a sequence of positive whole numbers of steps"),
+        ([1], {"rungs": 3}, "`rungs` must be a sequence .* got 3"),
+        ([1], {"rungs": (1,), "keep": "half"}, "`keep` must be a share between 0 and 1, got 'half'"),
         ([1], {"rungs": (1,), "keep": 1.0}, "`keep` must be a share between 0 and 1"),
         ([1], {"rungs": (1,), "names": ["a", "b"]}, "one for each of the 1 candidates, got 2"),
     ],
@@ -58,3 +61,18 @@ def test_nan_loses_and_tuples_compare_in_order():
 def test_what_is_wrong_is_said(candidates, options, message: str):
     with pytest.raises(ValueError, match=message):
         halving(candidates, each(lambda c, _: (c, 0.0)), **options)
+
+
+@pytest.mark.parametrize(
+    ("train", "message"),
+    [
+        (each(lambda c, _: (c, math.nan)), "only scores that are NaN for all 2 candidates"),
+        (each(lambda c, _: (c, (math.nan, 1.0))), "only scores that are NaN"),
+        (each(lambda c, _: None), "must return a pair, candidate and score; got NoneType"),
+        (lambda cs, _: None, "must return a pair, candidates and scores; got NoneType"),
+        (lambda cs, _: (cs, [1.0]), "each of 2 candidates; got 2 and 1"),
+    ],
+)
+def test_training_that_gives_no_scores_is_said(train, message: str):
+    with pytest.raises(ValueError, match=message):
+        halving([1, 2], train, rungs=(1,))

@@ -112,6 +112,18 @@ def test_a_weight_of_the_cost_trades_one_for_the_other():
         )
 
 
+@pytest.mark.parametrize("objective", [MaxLossIncrease(0.5), CostWeight(3.0)])
+def test_candidates_that_diverge_lose_to_the_exact_choice_which_may_not_diverge_itself(objective):
+    space, candidates = Perturbed([[0.0, 1e30]], [[2.0, 1.0]]), [Candidate("rough", (1,))]
+    proof = prove(space, candidates, (0,), _data(), optimizer=optax.sgd(0.1), objective=objective)
+    assert proof.winner.name == "exact"
+    assert proof.winner.loss_increase == 0.0
+    inputs, targets = batch_of(0)
+    data = _data(test_batches=[(inputs, targets * jnp.nan)])
+    with pytest.raises(ValueError, match="the exact choice's loss is nan after 4 steps"):
+        prove(space, candidates, (0,), data, optimizer=optax.sgd(0.1), objective=objective)
+
+
 def test_finish_with_data_returns_the_winner_with_its_table():
     space = Perturbed(ERRORS, SECONDS)
     search = diffshard.bilevel(None, space=space, weights_optimizer=optax.sgd(0.1), max_loss_increase=0.5)
