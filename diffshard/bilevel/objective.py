@@ -40,6 +40,8 @@ class CostWeight:
     def __post_init__(self):
         if not callable(self.weight) and not 0 <= self.weight < float("inf"):
             raise ValueError(f"`cost_weight` must be a finite number from 0 on, or a schedule; got {self.weight}.")
+        if callable(self.weight) and not 0 <= (first := float(self.weight(jnp.zeros((), jnp.int32)))) < float("inf"):
+            raise ValueError(f"`cost_weight` must be a schedule of finite numbers from 0 on; at step 0 it is {first}.")
 
     def weights(self, multiplier: jax.Array, increase: jax.Array, step: jax.Array) -> Weights:
         """As `Objective`."""

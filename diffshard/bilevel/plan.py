@@ -133,6 +133,20 @@ def plan_of(
     )
 
 
+def dominates(problem: Problem, exact: Choice, choice: Choice, increase: float) -> bool:
+    """Whether the exact choice is as cheap as another that does not lower the loss, and exceeds no memory more."""
+    if choice == exact or increase < 0:
+        return False
+    here, there = evaluate(problem, exact), evaluate(problem, choice)
+    return bool(here.cost <= there.cost and here.excess <= there.excess)
+
+
+def unseen(plan: BilevelPlan, exact: Choice, slopes: Sequence[Any]) -> list[str]:
+    """Names of nodes where the plan is not exact and all strategies have the same slope: the loss did not tell them."""
+    rows = zip(plan.nodes, plan.choice, exact, slopes, strict=True)
+    return [node for node, chosen, other, row in rows if chosen != other and np.ptp(np.asarray(row)) == 0]
+
+
 def _within(problem: Problem, prediction: Prediction, most: float) -> Choice:
     """The cheapest choice of predicted increase within the bound: a budget is a memory limit of one more device."""
     slopes = prediction.slopes

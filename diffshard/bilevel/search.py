@@ -13,7 +13,7 @@ from cost.problem import num_strategies
 from diffshard.bilevel.candidates import CandidatesData, Proof, propose, prove
 from diffshard.bilevel.estimators import Estimator, Increase, resolve
 from diffshard.bilevel.objective import CostWeight, MaxLossIncrease, Objective
-from diffshard.bilevel.plan import BilevelPlan, Prediction, plan_of, proposals
+from diffshard.bilevel.plan import BilevelPlan, Prediction, dominates, plan_of, proposals, unseen
 from diffshard.bilevel.space import Batch, HasLossless, Params, is_function, is_lossless, softmax_rows
 from diffshard.bilevel.state import BilevelMetrics, BilevelState
 from diffshard.bilevel.step import LossFn, Settings, Step, step_in
@@ -192,12 +192,20 @@ class BilevelSearch:
         exact = step.reference if isinstance(step.space, HasLossless) else None
         if is_lossless(step.space) or int(state.step):
             found, note = proposals(step.problem, self.rows(state), self._prediction(state), exact, most), ""
+            if exact is not None and all(dominates(step.problem, exact, *pair) for pair in found.items()):
+                note = "what the search proposed costs no less than the exact choice and loses no less; this is exact"
+                found = {exact: 0.0}
         else:
             note = f"nothing was learnt: 0 updates were accepted, {int(state.num_refused)} refused"
             if exact is None:
                 raise ValueError(f"`state`: {note}, and `space` names no exact choice; call `update` on finite losses.")
             found, note = {exact: 0.0}, f"{note}; this is the exact choice"
         plan = plan_of(step.space, step.problem, found, most, note)
+        if exact is not None and (nodes := unseen(plan, exact, state.slopes)):
+            note = (
+                f"not measured: the estimator's loss does not depend on {', '.join(nodes)}; training can tell (`prove`)"
+            )
+            plan = plan._replace(message="; ".join(filter(None, (plan.message, note))))
         if candidates_data is None or is_lossless(step.space):
             return plan, state.params
         proof = self.prove(state, candidates_data)

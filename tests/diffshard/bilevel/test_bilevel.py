@@ -125,6 +125,30 @@ def test_a_weight_of_the_cost_decides_by_its_size_and_may_be_a_schedule():
         assert search.finish(_run(search, 60)[0])[0].choice == expected
 
 
+@pytest.mark.parametrize("weight", [0.0, optax.linear_schedule(0.0, -100.0, 1)])
+def test_a_choice_that_the_exact_one_dominates_is_not_proposed(weight):
+    search = _search(Perturbed([[0.0, 0.3]], [[1.0, 2.0]]), cost_weight=weight)
+    state, _ = _run(search, 3)
+    plan, _ = search.finish(state._replace(logits=[jnp.array([0.0, 1.0])]))
+    assert plan.choice == (0,)
+    assert plan.feasible
+    assert "costs no less than the exact choice" in plan.message
+    cheaper = _search(Perturbed([[0.0, 0.3]], [[2.0, 1.0]]), cost_weight=weight)
+    plan, _ = cheaper.finish(state._replace(logits=[jnp.array([0.0, 1.0])]))
+    assert plan.choice == (1,)
+    assert not plan.message
+
+
+def test_nodes_that_the_loss_does_not_see_are_named():
+    """Node 1's second strategy adds no error to a forward pass, as those of gradients do not."""
+    space = Perturbed([[0.0, 0.3], [0.0, 0.0]], [[2.0, 1.5], [3.0, 1.0]])
+    for estimator, most in [("mixture", 1.0), ("curvature", 1e-3)]:
+        plan, _ = (search := _search(space, estimator=estimator, max_loss_increase=most)).finish(_run(search, 3)[0])
+        assert plan.choice[1] == 1
+        assert plan.feasible
+        assert "not measured: the estimator's loss does not depend on 1;" in str(plan)
+
+
 def test_a_bound_that_nothing_keeps_is_reported_with_the_best_that_was_reached():
     class NothingExact(Perturbed):
         lossless_choice = None  # pyright: ignore[reportAssignmentType]
