@@ -56,7 +56,8 @@ class Solution(NamedTuple):
     Attributes:
       choice: `[V]` strategy indices.
       cost: the exact cost of `choice`.
-      lower_bound: no feasible choice costs less; -inf where the solver has no bound.
+      lower_bound: no feasible choice costs less; -inf where the solver has no bound, inf where even the least usages
+        exceed the limit.
       gap: (cost - lower_bound) / |cost|: how much cheaper the best possible choice can be at most; inf if not feasible.
       feasible: whether `choice` fits the memory and holds nothing forbidden.
       excess: by how much the memory limit is exceeded, 0 if it is not.
@@ -109,6 +110,10 @@ def solve(
     key = jax.random.key(0 if key is None else key) if key is None or isinstance(key, int) else key
     best = _Best(problem, progress, start)
     status = "finished"
+    least = _least_choice(problem)
+    if least is not None:
+        best.offer(presolve.unchanged(problem), Proposal(least, math.inf))
+        return best.solution(status)
     try:
         try:
             reduced = reduce(problem)
@@ -192,6 +197,33 @@ class _Best:
         self._history.append((time.perf_counter() - self._start, cost, self._lower_bound))
         if self._progress is not None:
             self._progress(*self._history[-1])
+
+
+def _least_choice(problem: Problem) -> np.ndarray | None:
+    """The choice `[V]` of least memory where even the least usages exceed the limit at some time, else None."""
+    if not len(problem.usage):
+        return None
+    nodes = len(problem.node_cost)
+    least = problem._replace(
+        node_cost=[np.zeros(1)] * nodes, edge_nodes=np.zeros((0, 2), np.int64), edge_cost=[], load=(),
+        usage=[np.min(usage, axis=0, keepdims=True) for usage in problem.usage],
+    )  # fmt: skip
+    evaluate = Evaluator(least)
+    alone = np.zeros(nodes, np.int64)
+    if evaluate(alone).excess == 0:
+        return None
+    times, live = evaluate.live_usage(alone)
+    worst = times[np.argmax((live - problem.memory_limit).max(axis=1))]
+    at_worst, total = ([np.zeros(len(cost)) for cost in problem.node_cost] for _ in range(2))
+    for v, usage, (start, end) in zip(problem.usage_node, problem.usage, problem.usage_interval, strict=True):
+        used = np.asarray(usage, float).reshape(len(usage), -1).sum(axis=1)
+        total[v] += used
+        at_worst[v] += used * (start <= worst < end)
+    orders = (
+        np.lexsort((cost, used, used_then, is_forbidden(cost)))
+        for cost, used, used_then in zip(problem.node_cost, total, at_worst, strict=True)
+    )
+    return np.array([order[0] for order in orders], np.int64)
 
 
 def _unsolved(status: str) -> str:

@@ -7,6 +7,7 @@ from diffshard.engine.flat import Flat, chosen_cost, chosen_memory, memory_price
 from diffshard.engine.forest import Forest, best_choices, first_least, grow
 
 _POOL_NUMBERS = 1 << 25  # numbers that the forests in the pool may hold
+_CEILING = 1e20, 1e200  # of prices: of the least, and of any, so that sums stay finite where nothing fits
 
 
 class Field:
@@ -72,6 +73,8 @@ class Polish:
         self.pool = Pool(flat, rng, edges=edges)
         self.memory, self.load = prices.memory.copy(), prices.load.copy()
         self._floor = 1e-5 * max(abs(bound), 1e-30) / np.maximum(flat.limit, 1e-30)
+        self._floor = np.minimum(self._floor, _CEILING[1])
+        self._ceiling = np.minimum(_CEILING[0] * self._floor, _CEILING[1])
         self.best, self.best_cost, self.best_excess = choice, np.inf, np.inf
         self.best_memory = self.memory
         self.begin(choice, self.memory)
@@ -118,7 +121,8 @@ class Polish:
     def reprice(self, over: np.ndarray, rise: float, fall: float) -> None:
         """Prices rise by a factor where the memory is exceeded and fall elsewhere."""
         if self.flat.base.size:
-            self.memory = np.where(over, np.maximum(self.memory, self._floor) * (1 + rise), self.memory * (1 - fall))
+            risen = np.minimum(np.maximum(self.memory, self._floor) * (1 + rise), self._ceiling)
+            self.memory = np.where(over, risen, self.memory * (1 - fall))
 
     def anneal(self, temperature: float, rate: float) -> None:
         """One move of a random forest and the prices' answer to it."""

@@ -106,6 +106,23 @@ def test_an_infeasible_problem_says_so_and_by_how_much():
     assert not violations(tight._replace(memory_limit=9), found.choice)
 
 
+@pytest.mark.parametrize("limit", [0.0, 1e-30, 0.5])
+@pytest.mark.parametrize("num_nodes", [10, 60])
+def test_where_the_least_usages_exceed_the_limit_no_search_is_needed(num_nodes, limit):
+    rng = np.random.default_rng(num_nodes)
+    usage = 1 + rng.random((num_nodes, 6))
+    ends = np.stack([np.arange(num_nodes - 1), np.arange(1, num_nodes)], axis=1)
+    problem = Problem(
+        list(rng.random((num_nodes, 6))), ends, list(rng.random((len(ends), 6, 6))),
+        np.arange(num_nodes), list(usage), np.tile([0, 2], (num_nodes, 1)), limit,
+    )  # fmt: skip
+    found = solve(problem, time_limit_s=20.0)
+    assert (found.status, found.feasible, found.lower_bound, found.gap) == ("infeasible", False, math.inf, math.inf)
+    assert found.history[-1][0] < 10
+    np.testing.assert_array_equal(found.choice, usage.argmin(axis=1))
+    assert found.excess == pytest.approx(usage.min(axis=1).sum() - limit)
+
+
 def test_contradictory_transfers_are_infeasible_and_named():
     never = TWO._replace(edge_nodes=np.array([[0, 1]]), edge_cost=[np.full((2, 2), np.inf)])
     found = solve(never)
