@@ -16,7 +16,7 @@ from diffshard.bilevel.objective import MaxLossIncrease, Objective
 from diffshard.bilevel.pareto import Point
 from diffshard.bilevel.plan import Choice, Prediction
 from diffshard.bilevel.space import Batch, Params, Residuals, Space, node_names
-from diffshard.halving import Row, each, halving
+from diffshard.halving import Row, check_rungs, each, halving
 
 _MOST_COMBINATIONS = 4096
 
@@ -44,6 +44,11 @@ class CandidatesData:
     num_candidates: int = 24
 
     def __post_init__(self):
+        check_rungs(self.rungs, self.keep)
+        for name in ("train_batches", "test_batches"):
+            if not isinstance(getattr(self, name), Sequence):
+                got = type(getattr(self, name)).__name__
+                raise ValueError(f"`{name}` must be a sequence, which every candidate sees anew, as a list; got {got}.")
         if len(self.train_batches) < sum(self.rungs):
             raise ValueError(
                 f"`train_batches` must be one for each of the {sum(self.rungs)} steps of `rungs`, "

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from numbers import Real
 from typing import NamedTuple, Protocol
 
 import jax
@@ -38,8 +39,9 @@ class CostWeight:
     weight: float | Callable[[jax.Array], jax.Array]
 
     def __post_init__(self):
-        if not callable(self.weight) and not 0 <= self.weight < float("inf"):
-            raise ValueError(f"`cost_weight` must be a finite number from 0 on, or a schedule; got {self.weight}.")
+        is_number = isinstance(self.weight, Real)
+        if not callable(self.weight) and not (is_number and 0 <= self.weight < float("inf")):
+            raise ValueError(f"`cost_weight` must be a finite number from 0 on, or a schedule; got {self.weight!r}.")
         if callable(self.weight) and not 0 <= (first := float(self.weight(jnp.zeros((), jnp.int32)))) < float("inf"):
             raise ValueError(f"`cost_weight` must be a schedule of finite numbers from 0 on; at step 0 it is {first}.")
 
@@ -76,9 +78,9 @@ class MaxLossIncrease:
     penalty: float = 0.5
 
     def __post_init__(self):
-        if not 0 < self.most < float("inf"):
+        if not isinstance(self.most, Real) or not 0 < self.most < float("inf"):
             raise ValueError(
-                f"`max_loss_increase` must be a positive finite number in units of the loss, got {self.most}; "
+                f"`max_loss_increase` must be a positive finite number in units of the loss, got {self.most!r}; "
                 f"nothing lossy fits an increase of 0."
             )
 

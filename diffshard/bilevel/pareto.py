@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+_ENDINGS = (".png", ".svg", ".pdf")
+
 
 class Point(NamedTuple):
     """A choice's name, step time in seconds and loss."""
@@ -30,8 +32,10 @@ class Pareto(NamedTuple):
         """Writes a drawing, .png, .svg or .pdf by the name's ending.
 
         Raises:
-          ValueError: matplotlib is not installed.
+          ValueError: another ending, or matplotlib is not installed.
         """
+        if Path(path).suffix not in _ENDINGS:
+            raise ValueError(f"`path` must end in {', '.join(_ENDINGS)}; got {str(path)!r}.")
         try:
             from matplotlib.figure import Figure
         except ModuleNotFoundError:
@@ -41,8 +45,11 @@ class Pareto(NamedTuple):
         shown = [point for point in self.points if math.isfinite(point.loss)]
         axes.scatter([1e3 * p.seconds for p in shown], [p.loss for p in shown], s=18, color="0.6", label="candidates")
         axes.step([1e3 * p.seconds for p in self.front], [p.loss for p in self.front], where="post", label="best")
-        for point in self.front:
-            axes.annotate(point.name, (1e3 * point.seconds, point.loss), fontsize=8)
+        for point in shown:
+            color = "black" if point in self.front else "0.5"
+            at = (1e3 * point.seconds, point.loss)
+            axes.annotate(point.name, at, (4, 4), textcoords="offset points", fontsize=8, color=color)
+        axes.margins(x=0.15, y=0.1)
         axes.set(xlabel="step time / ms", ylabel="loss", title=title)
         axes.legend()
         figure.savefig(path)

@@ -66,6 +66,8 @@ def bilevel(
     """
     if order not in (1, 2):
         raise ValueError(f"`order` must be 1 or 2, got {order!r}.")
+    if not isinstance(weights_optimizer, optax.GradientTransformation):
+        raise ValueError(f"`weights_optimizer` must be an optax optimiser, as adamw(3e-4); got {weights_optimizer!r}.")
     chosen = resolve(estimator)
     if order == 2 and chosen.weights is None:
         raise ValueError(
@@ -187,6 +189,8 @@ class BilevelSearch:
           ValueError: no update was accepted, so that nothing is known of the loss, and the space does not say which
             choice is exact. Where it does, that choice is returned and the message says why.
         """
+        if not isinstance(candidates_data, CandidatesData | None):
+            raise ValueError(f"`candidates_data` must be a CandidatesData or None, got {candidates_data!r}.")
         step = self._settled()
         most = step.objective.most if isinstance(step.objective, MaxLossIncrease) else None
         exact = step.reference if isinstance(step.space, HasLossless) else None

@@ -142,6 +142,16 @@ def test_finish_with_data_returns_the_winner_with_its_table():
 
 
 def test_what_is_wrong_is_said():
+    for keep in (0.0, 2.0):
+        with pytest.raises(ValueError, match=f"`keep` must be a share between 0 and 1, got {keep}"):
+            _data(keep=keep)
+    with pytest.raises(ValueError, match=r"`train_batches` must be a sequence, .* got generator"):
+        _data(train_batches=(batch_of(i) for i in range(12)))
+    search = diffshard.bilevel(
+        None, space=Perturbed(ERRORS, SECONDS), weights_optimizer=optax.sgd(0.1), max_loss_increase=0.5
+    )
+    with pytest.raises(ValueError, match="`candidates_data` must be a CandidatesData or None, got 5"):
+        search.finish(search.init(KEY, start(), batch_of(0)), candidates_data=5)  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match="one for each of the 12 steps of `rungs`, got 11"):
         _data(train_batches=[batch_of(0)] * 11)
     with pytest.raises(ValueError, match="`test_batches` must hold at least one"):

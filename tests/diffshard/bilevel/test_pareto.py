@@ -29,8 +29,8 @@ def test_it_is_drawn(tmp_path):
     found.draw(tmp_path / "front.svg", title="two layers")
     drawn = (tmp_path / "front.svg").read_text()
     assert "two layers" in drawn
-    assert drawn.count("int8") == 1  # annotated: it is on the front
-    assert "int4" not in drawn
+    assert drawn.count("int8") == 1
+    assert drawn.count("int4") == 1  # off the front, but told apart
 
 
 def test_what_is_wrong_is_said(monkeypatch, tmp_path):
@@ -38,6 +38,9 @@ def test_what_is_wrong_is_said(monkeypatch, tmp_path):
         diffshard.pareto([])
     with pytest.raises(ValueError, match="'a' has inf"):
         diffshard.pareto([("a", np.inf, 1.0)])
+    for name in ("front", "front.xyz"):
+        with pytest.raises(ValueError, match=r"`path` must end in \.png, \.svg, \.pdf; got .*front"):
+            diffshard.pareto([("a", 1.0, 1.0)]).draw(tmp_path / name)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ValueError, match=r"pip install 'diffshard\[plot\]'"):
         diffshard.pareto([("a", 1.0, 1.0)]).draw(tmp_path / "front.png")
