@@ -17,7 +17,8 @@ class Problem(NamedTuple):
 
     A choice is one strategy index for each node, `[V]` integers. Its cost is the sum of the chosen node costs and edge
     costs plus the largest device load; at every time the chosen usages that are live must fit the memory limit.
-    Costs are in seconds and usages in bytes for our own spaces; contest instances have units of their own.
+    Costs are in seconds and usages in bytes for our own spaces; contest instances have units of their own. Costs from
+    `FORBIDDEN` (1e18) on are no costs but mark what must not be chosen: scale larger ones down.
 
     Attributes:
       node_cost: V arrays `[S_v]`.
@@ -61,6 +62,8 @@ def validate(problem: Problem) -> None:
     Raises:
       ValueError: names the field, the rule, the place and the value.
     """
+    for name in ("edge_nodes", "usage_node", "usage_interval"):
+        _check_array(getattr(problem, name), f"`{name}`")
     for v, cost in enumerate(problem.node_cost):
         _check_costs(cost, np.shape(cost)[:1] or ("strategies",), f"`node_cost[{v}]`")
     sizes = num_strategies(problem)
@@ -104,16 +107,25 @@ def _check_usages(problem: Problem, sizes: np.ndarray) -> None:
     if nodes.size and not np.issubdtype(nodes.dtype, np.integer):
         raise ValueError(f"`usage_node` must be integers, got {nodes.dtype}.")
     intervals = _checked_pairs(problem.usage_interval, len(problem.usage), "`usage_interval`")
+    first: tuple[int, int] | None = None  # the first usage that differs between devices, and between how many
     for k, (usage, v, (start, end)) in enumerate(zip(problem.usage, nodes.tolist(), intervals.tolist(), strict=True)):
         if not 0 <= v < len(sizes):
             raise ValueError(f"`usage_node[{k}]` is {v}, but the nodes are 0 to {len(sizes) - 1}.")
         if start >= end:
             raise ValueError(f"`usage_interval[{k}]` is [{start}, {end}), which is empty; leave the usage out.")
+        _check_array(usage, f"`usage[{k}]`")
         devices = np.shape(usage)[1:]
         if devices not in ((), (limit.size,)) and not (len(devices) == 1 and limit.ndim == 0):
             raise ValueError(
                 f"`usage[{k}]` has shape {np.shape(usage)}, but `memory_limit` is for {limit.size} devices."
             )
+        if devices and devices != (1,):
+            first = first or (k, devices[0])
+            if devices[0] != first[1]:
+                raise ValueError(
+                    f"`usage[{k}]` is for {devices[0]} devices, but `usage[{first[0]}]` for {first[1]}; "
+                    "give every usage as `[S_v]` or for the same devices."
+                )
         _check_costs(usage, (sizes[v], *devices), f"`usage[{k}]` of node {v}")
         if len(usage) and (np.min(usage) < 0 or np.isinf(np.max(usage))):
             wrong = np.min(usage) if np.min(usage) < 0 else np.max(usage)
@@ -123,7 +135,13 @@ def _check_usages(problem: Problem, sizes: np.ndarray) -> None:
             )
 
 
+def _check_array(array: np.ndarray, name: str) -> None:
+    if not hasattr(array, "dtype"):
+        raise ValueError(f"{name} must be an array, got {type(array).__name__}; wrap it in `np.array`.")
+
+
 def _check_costs(cost: np.ndarray, shape: tuple, name: str) -> None:
+    _check_array(cost, name)
     if np.shape(cost) != tuple(shape):
         wanted = ", ".join(map(str, shape)) + ("," if len(shape) == 1 else "")
         raise ValueError(f"{name} must have shape ({wanted}), got {np.shape(cost)}.")

@@ -137,3 +137,23 @@ def test_a_choice_that_does_not_exist_is_refused():
         evaluate(SMALL, [0, 2, 0, 0, 0])
     with pytest.raises(ValueError, match="must be 5 integers"):
         evaluate(SMALL, [0, 1])
+
+
+@pytest.mark.parametrize("field", ["edge_nodes", "usage_node", "usage_interval"])
+def test_lists_in_place_of_arrays_are_refused_by_name(field):
+    with pytest.raises(ValueError, match=rf"`{field}` must be an array, got list; wrap it in `np.array`"):
+        validate(SMALL._replace(**{field: getattr(SMALL, field).tolist()}))
+
+
+@pytest.mark.parametrize("field", ["node_cost", "edge_cost", "usage"])
+def test_lists_among_arrays_are_refused_by_place(field):
+    arrays = list(getattr(SMALL, field))
+    with pytest.raises(ValueError, match=rf"`{field}\[1\]`.* must be an array, got list"):
+        validate(SMALL._replace(**{field: [arrays[0], arrays[1].tolist(), *arrays[2:]]}))
+
+
+def test_usages_are_for_the_same_devices():
+    usage = [np.ones((3, 2)), np.ones(2), np.ones((3, 3))]
+    with pytest.raises(ValueError, match=r"`usage\[2\]` is for 3 devices, but `usage\[0\]` for 2"):
+        validate(SMALL._replace(usage=usage))
+    validate(SMALL._replace(usage=[*usage[:2], np.ones((3, 2))]))
