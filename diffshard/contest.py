@@ -55,6 +55,10 @@ def parse(document: Any) -> Problem:
     ends = _pairs(edges, "nodes", "problem.edges", remedy="an edge joins two nodes; split those of more")
     entries = _lists(edges, "costs", "problem.edges", len(ends))
     edge_nodes, edge_cost = _merged_edges(node_cost, ends, entries)
+    reversed_ = np.flatnonzero(intervals[:, 0] > intervals[:, 1])
+    if reversed_.size:
+        v = reversed_[0]
+        raise ValueError(f"`problem.nodes.intervals[{v}]` is {intervals[v].tolist()}, which ends before it starts.")
     live = np.flatnonzero(intervals[:, 0] < intervals[:, 1])
     return Problem(
         node_cost, edge_nodes, edge_cost, live, [usage[v] for v in live], intervals[live], memory_limit=limit

@@ -159,3 +159,8 @@ def test_what_the_format_cannot_hold_is_refused(tmp_path):
         contest.write(small_problem(0), tmp_path / "x.json")
     with pytest.raises(ValueError, match="which the format cannot hold"):
         contest.write(small_problem(0, devices=2), tmp_path / "x.json")
+
+
+def test_intervals_that_end_before_they_start_are_refused():
+    with pytest.raises(ValueError, match=r"`problem.nodes.intervals\[1\]` is \[9, 5\], which ends before it starts"):
+        contest.parse(_document(intervals=[[0, 2], [9, 5], [5, 5]]))
