@@ -8,6 +8,7 @@ conformance tests find it.
 
 import importlib
 import math
+import numbers
 import pkgutil
 import time
 from collections.abc import Callable, Iterator
@@ -100,12 +101,15 @@ def solve(
       was found until then.
 
     Raises:
-      ValueError: the problem breaks a rule of `Problem`, the solver is unknown, or the time limit is not positive.
+      ValueError: the problem breaks a rule of `Problem`, the solver is unknown, the time limit is not positive, or the
+        key is neither a key nor a seed.
     """
     start = time.perf_counter()
     run = resolve(solver)
-    if time_limit_s is not None and not time_limit_s > 0:
-        raise ValueError(f"`time_limit_s` must be positive or None, got {time_limit_s}.")
+    if time_limit_s is not None and not (isinstance(time_limit_s, numbers.Real) and time_limit_s > 0):
+        raise ValueError(f"`time_limit_s` must be positive or None, got {time_limit_s!r}.")
+    if not (key is None or isinstance(key, int | jax.Array)):
+        raise ValueError(f"`key` must be a seed, a JAX random key or None, got {key!r}.")
     validate(problem)
     key = jax.random.key(0 if key is None else key) if key is None or isinstance(key, int) else key
     best = _Best(problem, progress, start)
@@ -146,7 +150,7 @@ def resolve(solver: str | Solver) -> Solver:
     Raises:
       ValueError: no solver has this name.
     """
-    if not isinstance(solver, str):
+    if callable(solver):
         return solver
     if solver not in solver_names():
         raise ValueError(f"`solver` must be one of {', '.join(solver_names())}, or a function; got {solver!r}.")

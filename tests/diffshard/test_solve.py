@@ -35,6 +35,19 @@ def test_unknown_solvers_are_refused_with_those_that_exist():
     assert "gradient" in solver_names()
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ({"solver": 3}, "`solver` must be one of .*, or a function; got 3"),
+        ({"key": "x"}, "`key` must be a seed, a JAX random key or None, got 'x'"),
+        ({"time_limit_s": "3"}, "`time_limit_s` must be positive or None, got '3'"),
+    ],
+)
+def test_arguments_of_the_wrong_kind_are_refused(words, said):
+    with pytest.raises(ValueError, match=said):
+        solve(TWO, **words)
+
+
 @pytest.mark.parametrize("limit", [0.0, -1.0, math.nan])
 def test_time_limits_are_positive(limit):
     with pytest.raises(ValueError, match="`time_limit_s` must be positive"):
