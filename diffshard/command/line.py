@@ -183,6 +183,8 @@ def _solve(options: argparse.Namespace) -> int:
     check_solver(options.solver)
     check_writable("--output", options.output)
     check_writable("--plot", options.plot)
+    if options.output and options.plot and os.path.realpath(options.output) == os.path.realpath(options.plot):
+        raise UsageError(f"--output and --plot are the same file, {options.plot}")
     figure = _figure(options.plot) if options.plot else None
     try:
         problem = contest.read(options.instance)
@@ -193,20 +195,31 @@ def _solve(options: argparse.Namespace) -> int:
     with shown(f"solving {options.instance}", lambda cost: f"{cost:,.0f}") as progress:
         more = {} if options.solver is None else {"solver": options.solver}
         start = time.perf_counter()
-        found = solve(problem, time_limit_s=options.time_limit, key=options.seed, progress=progress, **more)
+        try:
+            found = solve(problem, time_limit_s=options.time_limit, key=options.seed, progress=progress, **more)
+        except ValueError as error:
+            raise UsageError(str(error)) from None
     text = json.dumps(_solution(found, time.perf_counter() - start), allow_nan=False) + "\n"
     if options.output:
-        write_whole(options.output, text)
+        try:
+            write_whole(options.output, text)
+        except OSError as error:  # the search is not lost
+            sys.stdout.write(text)
+            raise _FailedError(f"--output {options.output}: {error.strerror or error}") from None
     else:
         sys.stdout.write(text)
     if figure is not None:
-        _draw(figure, found, options.plot)
-    bound = f"{found.lower_bound:,.0f}" if math.isfinite(found.lower_bound) else "none"
+        try:
+            _draw(figure, found, options)
+        except OSError as error:
+            raise _FailedError(f"--plot {options.plot}: {error.strerror or error}") from None
     if not found.feasible:
         print(f"{found.status}: the best choice exceeds the limit by {found.excess:,.0f}", file=sys.stderr)
         print(*violations(problem, found.choice), sep="\n", file=sys.stderr)
         return 1
-    print(f"{found.status}: cost {found.cost:,.0f}, lower bound {bound}, gap {found.gap:.2%}", file=sys.stderr)
+    bound = f"lower bound {found.lower_bound:,.0f}" if math.isfinite(found.lower_bound) else "no bound"
+    gap = f", gap {found.gap:.2%}" if math.isfinite(found.gap) else ""
+    print(f"{found.status}: cost {found.cost:,.0f}, {bound}{gap}", file=sys.stderr)
     return 0
 
 
@@ -245,15 +258,21 @@ def _figure(path: str) -> Any:
     return figure
 
 
-def _draw(figure: Any, found: Solution, path: str) -> None:
-    axes = figure.add_subplot()
+def _draw(figure: Any, found: Solution, options: argparse.Namespace) -> None:
+    axes, path = figure.add_subplot(), options.plot
     for column, label in ((1, "cost of the best choice"), (2, "lower bound")):
         points = [(entry[0], entry[column]) for entry in found.history if math.isfinite(entry[column])]
         if points:
-            axes.step(*zip(*points, strict=True), where="post", label=label)
+            axes.step(*zip(*points, strict=True), where="post", marker=".", label=label)
+    bounds = [bound for _, _, bound in found.history if math.isfinite(bound)]
+    if found.feasible and bounds and found.cost > bounds[-1]:
+        gap = found.cost - bounds[-1]
+        axes.set_ylim(bounds[-1] - 2 * gap, found.cost + 2 * gap)  # the end, not the first choices, is what matters
+    axes.set_title(os.path.basename(options.instance))
     axes.set_xlabel("seconds")
     axes.set_ylabel("cost")
-    axes.legend()
+    if axes.lines:
+        axes.legend()
     drawn = io.BytesIO()
     figure.savefig(drawn, format=os.path.splitext(path)[1][1:].lower())
     write_whole(path, drawn.getvalue())

@@ -1,6 +1,7 @@
 """The command from its words to its exit code, files and both output streams."""
 
 import json
+import os
 import subprocess
 import sys
 
@@ -12,6 +13,7 @@ from diffshard import contest
 from diffshard.command.line import main
 from diffshard.command.progress import shown
 from diffshard.plan import Plan
+from diffshard.solve import Solution
 from tests.diffshard.small_plan import small_plan
 
 MODULE = """
@@ -177,10 +179,48 @@ def test_plot_is_a_picture_and_its_name_is_checked_first(tmp_path, capsys):
     instance(tmp_path / "two.json", 11)
     words = ["solve", str(tmp_path / "two.json"), "--solver", "exhaustive", "--plot"]
     assert main([*words, str(tmp_path / "curve.svg")]) == 0
-    assert "<svg" in (tmp_path / "curve.svg").read_text()
+    drawn = (tmp_path / "curve.svg").read_text()
+    assert "<svg" in drawn
+    assert "two.json" in drawn  # the title, which the picture keeps as a comment
     capsys.readouterr()
     assert main([*words, str(tmp_path / "curve.xyz")]) == 2
     assert "must end in one of" in capsys.readouterr().err
+
+
+def test_a_solver_that_refuses_the_instance_has_code_2(tmp_path, monkeypatch, capsys):
+    def refuses(*_, **__):
+        raise ValueError("`problem` is too wide.")
+
+    instance(tmp_path / "two.json", 11)
+    monkeypatch.setattr("diffshard.command.line.solve", refuses)
+    assert main(["solve", str(tmp_path / "two.json")]) == 2
+    assert capsys.readouterr().err.splitlines()[-1] == "diffshard solve: `problem` is too wide."
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a file that is always full")
+def test_a_solution_that_cannot_be_written_goes_to_stdout(tmp_path, monkeypatch, capsys):
+    instance(tmp_path / "two.json", 11)
+    monkeypatch.setattr("diffshard.command.line.check_writable", lambda *_: None)  # `/dev` is for root alone
+    assert main(["solve", str(tmp_path / "two.json"), "--output", "/dev/full"]) == 1
+    out, err = capsys.readouterr()
+    assert json.loads(out)["choice"] == [0, 1]
+    assert err.splitlines()[-1] == "diffshard solve: --output /dev/full: No space left on device"
+
+
+def test_one_file_for_two_results_is_refused(tmp_path, capsys):
+    instance(tmp_path / "two.json", 11)
+    same = str(tmp_path / "same.svg")
+    assert main(["solve", str(tmp_path / "two.json"), "--output", same, "--plot", same]) == 2
+    assert "--output and --plot are the same file" in capsys.readouterr().err
+    assert not os.path.exists(same)
+
+
+def test_without_a_bound_there_is_no_gap(tmp_path, monkeypatch, capsys):
+    instance(tmp_path / "two.json", 11)
+    unbounded = Solution(np.array([0, 1]), 6, -np.inf, np.inf, True, 0.0, ((0.1, 6.0, -np.inf),), "finished")
+    monkeypatch.setattr("diffshard.command.line.solve", lambda *_, **__: unbounded)
+    assert main(["solve", str(tmp_path / "two.json")]) == 0
+    assert capsys.readouterr().err.splitlines()[-1] == "finished: cost 6, no bound"
 
 
 def test_interrupting_before_there_is_a_choice_has_code_1(monkeypatch, tmp_path, capsys):
