@@ -36,6 +36,10 @@ class InitRecord(NamedTuple):
     loss: float
     steps: int
 
+    def __repr__(self) -> str:
+        starts = [len(found.table) for found in (self.first, self.finer) if found is not None]
+        return f"InitRecord(loss={self.loss:.4g}, steps={self.steps}, starts={starts})"
+
 
 class _Start(NamedTuple):
     """One start on its way."""

@@ -107,6 +107,7 @@ class BilevelSearch:
     def __init__(self, settings: Settings, mesh: Mesh | None, make_space: Callable[[Params, Batch], Any] | None):
         self._settings, self._mesh, self._make_space = settings, mesh, make_space
         self._step: Step | None = None
+        self._shapes: list[Any] = []
 
     @property
     def space(self) -> Any:
@@ -134,6 +135,8 @@ class BilevelSearch:
         if self._step is None and self._make_space is not None:
             self.settle(self._make_space(params, batch))
         step = self._settled()
+        if (shapes := jax.tree.map(_aval, batch)) not in self._shapes:
+            self._shapes.append(shapes)
         key, noise_key = jax.random.split(key)
         sizes = num_strategies(step.problem).tolist()
         keys = jax.random.split(noise_key, len(sizes))
@@ -158,12 +161,15 @@ class BilevelSearch:
         Pure, and compiled once for each set of shapes.
 
         Raises:
-          ValueError: validation data of other shapes than training data, or no `init` before.
+          ValueError: validation data of other shapes than training data, shapes that no `init` of this search got, or
+            no space yet.
         """
         self._settled()
         train, val = (jax.tree.map(_aval, batch) for batch in (train_batch, val_batch))
         if train != val:
             raise ValueError(f"`val_batch` must have the shapes of `train_batch`, {train}; got {val}.")
+        if self._shapes and train not in self._shapes:
+            raise ValueError(f"`train_batch` must have the shapes that `init` got, {self._shapes[-1]}; got {train}.")
         return self._jitted(state, train_batch, val_batch)
 
     def rows(self, state: BilevelState) -> list[np.ndarray]:

@@ -7,7 +7,8 @@ import optax
 import pytest
 
 import diffshard
-from diffshard.init_search import kaiming, loss_of_the_living, orthogonal, xavier
+from diffshard.halving import Halving, Row
+from diffshard.init_search import InitRecord, kaiming, loss_of_the_living, orthogonal, xavier
 
 RUNGS = (2, 3)
 OPTIMIZER = optax.sgd(0.05)
@@ -137,3 +138,9 @@ def test_what_is_wrong_is_said(changes, message: str):
     arguments = {"keys": _keys(2), "batches": _batches(), "rungs": RUNGS, **changes}
     with pytest.raises(ValueError, match=message):
         diffshard.init_search(_init, _loss, **arguments)
+
+
+def test_a_record_is_shown_without_arrays():
+    row = Row("0", (1.0,), 3)
+    halved = Halving({"w": jnp.zeros(1000)}, 0, (row,), ({"w": jnp.zeros(1000)},), 3)
+    assert repr(InitRecord(halved, None, 0.5, 3)) == "InitRecord(loss=0.5, steps=3, starts=[1])"

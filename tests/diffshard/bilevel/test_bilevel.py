@@ -365,3 +365,11 @@ def test_the_choice_within_the_bound_keeps_the_memory_too():
 def _search_and_finish(space: Perturbed, most: float):
     search = _search(space, max_loss_increase=most)
     return search.finish(_run(search, 3)[0])
+
+
+def test_batches_of_other_shapes_than_those_of_init_are_refused():
+    search = _search()
+    state = search.init(KEY, start(), batch_of(0))
+    shorter = jax.tree.map(lambda leaf: leaf[:4], batch_of(0))
+    with pytest.raises(ValueError, match="`train_batch` must have the shapes that `init` got"):
+        search.update(state, shorter, shorter)
