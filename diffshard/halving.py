@@ -6,8 +6,9 @@ algorithm 1.
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from numbers import Integral, Real
 from typing import Any, Generic, NamedTuple, TypeVar
+
+import numpy as np
 
 C = TypeVar("C")
 
@@ -99,9 +100,9 @@ def check_rungs(rungs: Any, keep: Any) -> None:
       ValueError: rungs that are no positive numbers of steps, or a share that is not between 0 and 1.
     """
     numbers = list(rungs) if isinstance(rungs, Iterable) and not isinstance(rungs, str) else []
-    if not numbers or not all(isinstance(steps, Integral) and steps > 0 for steps in numbers):
+    if not numbers or not all(isinstance(steps, int | np.integer) and steps > 0 for steps in numbers):
         raise ValueError(f"`rungs` must be a sequence of positive whole numbers of steps, as (50, 100); got {rungs!r}.")
-    if not isinstance(keep, Real) or not 0 < keep < 1:
+    if not isinstance(keep, int | float | np.number) or not 0 < keep < 1:
         raise ValueError(f"`keep` must be a share between 0 and 1, got {keep!r}.")
 
 

@@ -68,7 +68,7 @@ def test_what_is_wrong_is_said(candidates, options, message: str):
     [
         (each(lambda c, _: (c, math.nan)), "only scores that are NaN for all 2 candidates"),
         (each(lambda c, _: (c, (math.nan, 1.0))), "only scores that are NaN"),
-        (each(lambda c, _: None), "must return a pair, candidate and score; got NoneType"),
+        (each(lambda c, _: None), "must return a pair, candidate and score; got NoneType"),  # pyright: ignore[reportArgumentType]
         (lambda cs, _: None, "must return a pair, candidates and scores; got NoneType"),
         (lambda cs, _: (cs, [1.0]), "each of 2 candidates; got 2 and 1"),
     ],
