@@ -1,6 +1,6 @@
 """Forest moves: all nodes of an induced forest choose anew at once, exactly, given the choices of the others.
 
-A `Forest` is laid out once, level by level, and used many times, for several price vectors at a time.
+A `Forest` is laid out once, level by level, and used many times.
 """
 
 from typing import NamedTuple
@@ -28,17 +28,11 @@ class Forest(NamedTuple):
     """An induced forest of the graph.
 
     Attributes:
-      node: its nodes.
-      tree: which of the trees each belongs to, numbered from 0.
-      num_trees: how many there are.
       roots: where each tree starts.
       levels: deepest first, without the roots.
       edge: the directed edges inside the forest.
     """
 
-    node: np.ndarray
-    tree: np.ndarray
-    num_trees: int
     roots: np.ndarray
     levels: list[_Level]
     edge: np.ndarray
@@ -53,14 +47,13 @@ def grow(flat: Flat, order: np.ndarray, *, edges: bool = True) -> Forest:
       edges: whether neighbours may be taken at all; without, every tree is one node.
     """
     taken = _acyclic(flat, order, edges)
-    members = np.flatnonzero(taken)
     inside = np.flatnonzero(taken[flat.source] & taken[flat.target])
-    near: dict[int, list[tuple[int, int]]] = {v: [] for v in members.tolist()}
+    near: dict[int, list[tuple[int, int]]] = {v: [] for v in np.flatnonzero(taken).tolist()}
     for e, u, v in zip(inside.tolist(), flat.source[inside].tolist(), flat.target[inside].tolist(), strict=True):
         near[u].append((v, e))
-    roots, tree, layers = _layers(order[taken[order]], near)
+    roots, layers = _layers(order[taken[order]], near)
     levels = [_level(flat, np.array(layer, np.int64)) for layer in reversed(layers)]
-    return Forest(members, tree[members], len(roots), np.array(roots, np.int64), levels, inside)
+    return Forest(np.array(roots, np.int64), levels, inside)
 
 
 def _acyclic(flat: Flat, order: np.ndarray, edges: bool) -> np.ndarray:
@@ -84,31 +77,30 @@ def _acyclic(flat: Flat, order: np.ndarray, edges: bool) -> np.ndarray:
     return np.array(taken, bool)
 
 
-def _layers(order: np.ndarray, near: dict) -> tuple[list[int], np.ndarray, list[list[tuple[int, int, int]]]]:
+def _layers(order: np.ndarray, near: dict) -> tuple[list[int], list[list[tuple[int, int, int]]]]:
     """Breadth first from a root of each tree: the layers below the roots as (node, parent, edge to the parent)."""
-    tree = np.full(max(near, default=-1) + 1, -1)
+    seen: set[int] = set()
     roots: list[int] = []
     layers: list[list[tuple[int, int, int]]] = []
     for root in order.tolist():
-        if tree[root] >= 0:
+        if root in seen:
             continue
-        number = len(roots)
         roots.append(root)
-        tree[root] = number
+        seen.add(root)
         layer, depth = [root], 0
         while layer:
             below = []
             for u in layer:
                 for v, e in near[u]:
-                    if tree[v] < 0:
-                        tree[v] = number
+                    if v not in seen:
+                        seen.add(v)
                         below.append((v, u, e))
             if below:
                 if depth == len(layers):
                     layers.append([])
                 layers[depth] += below
             layer, depth = [v for v, _, _ in below], depth + 1
-    return roots, tree, layers
+    return roots, layers
 
 
 def _level(flat: Flat, layer: np.ndarray) -> _Level:
@@ -130,47 +122,36 @@ def _level(flat: Flat, layer: np.ndarray) -> _Level:
     )
 
 
-def best_choices(flat: Flat, forest: Forest, field: np.ndarray, choice: np.ndarray) -> np.ndarray:
-    """The best strategies of the forest's nodes for each of P fields.
+def best_choice(flat: Flat, forest: Forest, field: np.ndarray, choice: np.ndarray) -> np.ndarray:
+    """The best strategies of the forest's nodes.
 
     Args:
       flat: the problem.
       forest: of it.
-      field: `[P, N]` what each strategy costs, given `choice` for all neighbours; changed in place.
+      field: `[N]` what each strategy costs, given `choice` for all neighbours; changed in place.
       choice: `[V]`.
 
     Returns:
-      `[P, V]`; outside the forest as in `choice`.
+      `[V]`; outside the forest as in `choice`.
     """
     edge = forest.edge
     if len(edge):  # inside the forest the neighbours are not given
         target = flat.target[edge]
         size = flat.sizes[target]
         at = ragged(flat.matrix[edge] + choice[flat.source[edge]] * size, size)
-        given = np.zeros(field.shape[1])
+        given = np.zeros(len(field))
         np.add.at(given, ragged(flat.start[target], size), flat.entries[at])
         field -= given
     for level in forest.levels:
-        through = np.take(field, level.own, axis=1)
-        through += level.entries
-        message = np.minimum.reduceat(through, level.row, axis=1)
-        for costs, row in zip(field, message, strict=True):
-            np.add.at(costs, level.above, row)
-    best = np.repeat(choice[None], len(field), axis=0)
-    _argmin(flat, field, forest.roots, best)
+        through = field[level.own] + level.entries
+        np.add.at(field, level.above, np.minimum.reduceat(through, level.row))
+    best, size = choice.copy(), flat.sizes[forest.roots]
+    best[forest.roots] = first_least(field[ragged(flat.start[forest.roots], size)], size)
     for level in reversed(forest.levels):
-        for p in range(len(field)):
-            at = ragged(level.matrix + best[p, level.parent] * level.size, level.size)
-            own = ragged(level.start, level.size)
-            best[p, level.node] = first_least(field[p, own] + flat.entries[at], level.size)
+        at = ragged(level.matrix + best[level.parent] * level.size, level.size)
+        own = ragged(level.start, level.size)
+        best[level.node] = first_least(field[own] + flat.entries[at], level.size)
     return best
-
-
-def _argmin(flat: Flat, field: np.ndarray, nodes: np.ndarray, best: np.ndarray) -> None:
-    size = flat.sizes[nodes]
-    own = ragged(flat.start[nodes], size)
-    for p in range(len(field)):
-        best[p, nodes] = first_least(field[p, own], size)
 
 
 def first_least(numbers: np.ndarray, size: np.ndarray) -> np.ndarray:

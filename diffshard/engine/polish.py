@@ -4,7 +4,7 @@ import numpy as np
 
 from diffshard.engine.ascent import Prices
 from diffshard.engine.flat import Flat, chosen_cost, chosen_memory, memory_price, ragged
-from diffshard.engine.forest import Forest, best_choices, first_least, grow
+from diffshard.engine.forest import Forest, best_choice, first_least, grow
 
 _POOL_NUMBERS = 1 << 25  # numbers that the forests in the pool may hold
 _CEILING = 1e20, 1e200  # of prices: of the least, and of any, so that sums stay finite where nothing fits
@@ -116,7 +116,7 @@ class Polish:
         field = self.field(self.costs(weight), self.choice)
         if np.any(temperature):
             field -= temperature * self.rng.gumbel(size=len(field))
-        self.choice = best_choices(self.flat, forest, field[None], self.choice)[0]
+        self.choice = best_choice(self.flat, forest, field, self.choice)
 
     def reprice(self, over: np.ndarray, rise: float, fall: float) -> None:
         """Prices rise by a factor where the memory is exceeded and fall elsewhere."""
