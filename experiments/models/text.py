@@ -1,15 +1,20 @@
-"""Real text for training: the opening of "Alice's Adventures in Wonderland" as bytes.
+"""Real texts for training, as bytes.
 
-Source: Lewis Carroll, 1865, chapter I; in the public domain.
+- alice: the opening of "Alice's Adventures in Wonderland", 7 kB. Source: Lewis Carroll, 1865, chapter I; in the public
+  domain.
+- python_reference: the Python 3.11 language reference, 466 kB. Source: the topics of Python's `help`, copyright Python
+  Software Foundation, under the licence in `python_reference.LICENSE.txt`.
 """
 
 from pathlib import Path
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 VOCABULARY = 256
+NAMES = ("alice", "python_reference")
 
 
 def encode(text: str) -> np.ndarray:
@@ -22,9 +27,15 @@ def decode(tokens: np.ndarray) -> str:
     return bytes(np.asarray(tokens, np.uint8)).decode(errors="replace")
 
 
-def load() -> np.ndarray:
-    """The bundled text as tokens, `[length]` int32."""
-    return encode((Path(__file__).parent / "alice.txt").read_text(encoding="utf-8"))
+def load(name: Literal["alice", "python_reference"] = "alice") -> np.ndarray:
+    """A bundled text as tokens, `[length]` int32.
+
+    Raises:
+      ValueError: there is no text of the name.
+    """
+    if name not in NAMES:
+        raise ValueError(f"`name` must be one of {NAMES}, not {name!r}.")
+    return encode((Path(__file__).parent / f"{name}.txt").read_text(encoding="utf-8"))
 
 
 def sample(tokens: np.ndarray, key: jax.Array, batch: int, sequence: int) -> jax.Array:
