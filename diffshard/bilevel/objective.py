@@ -32,8 +32,15 @@ class Objective(Protocol):
 class CostWeight:
     """Minimises loss + weight · cost ratio.
 
+    A schedule is held to finite numbers from 0 on at every step: where it gives another, its weight is NaN, so that the
+    search refuses the update (`BilevelMetrics.refused`) and stays at that step. Only step 0 is known beforehand, since
+    where a search ends is not.
+
     Attributes:
       weight: units of loss that the whole cost of the exact choice is worth: a number or an optax schedule of the step.
+
+    Raises:
+      ValueError: the number, or the schedule at step 0, is negative or not finite.
     """
 
     weight: float | Callable[[jax.Array], jax.Array]
@@ -48,8 +55,8 @@ class CostWeight:
     def weights(self, multiplier: jax.Array, increase: jax.Array, step: jax.Array) -> Weights:
         """As `Objective`."""
         del multiplier, increase
-        cost = self.weight(step) if callable(self.weight) else self.weight
-        return Weights(jnp.ones(()), jnp.asarray(cost, jnp.float32))
+        cost = jnp.asarray(self.weight(step) if callable(self.weight) else self.weight, jnp.float32)
+        return Weights(jnp.ones(()), jnp.where((cost >= 0) & jnp.isfinite(cost), cost, jnp.nan))
 
     def next_multiplier(self, multiplier: jax.Array, increase: jax.Array) -> jax.Array:
         """As `Objective`: there is none."""

@@ -307,11 +307,15 @@ class CommunicationSpace:
 
     def seconds(self, choice: Sequence[int]) -> float:
         """Seconds of communication and encoding in one step, without overlap; raises as `problem`."""
-        return self._cost_of(choice, self._seconds_of)
+        return sum(self._costs_of(choice, self._seconds_of))
 
     def sent_bytes(self, choice: Sequence[int]) -> float:
         """Bytes that each device sends in the mean step."""
-        return self._cost_of(choice, site_bytes)
+        return sum(self.group_bytes(choice))
+
+    def group_bytes(self, choice: Sequence[int]) -> list[float]:
+        """Bytes that each device sends in the mean step for each group, `[V]`."""
+        return self._costs_of(choice, site_bytes)
 
     def _seconds_of(self, site: Site, strategy: Strategy) -> float:
         if self.hardware is None:
@@ -335,11 +339,13 @@ class CommunicationSpace:
                     edge[b] += costs
         return nodes, edges
 
-    def _cost_of(self, choice: Sequence[int], cost: Callable[[Site, Strategy], float]) -> float:
+    def _costs_of(self, choice: Sequence[int], cost: Callable[[Site, Strategy], float]) -> list[float]:
         self._selection(choice)
         nodes, edges = self._costs(cost)
-        total = sum(node[i] for node, i in zip(nodes, choice, strict=True))
-        return float(total + sum(edge[choice[u], choice[v]] for (u, v), edge in edges.items()))
+        totals = [float(node[i]) for node, i in zip(nodes, choice, strict=True)]
+        for (u, v), edge in edges.items():
+            totals[v] += float(edge[choice[u], choice[v]])
+        return totals
 
     def _selection(self, choice: Sequence[Selection]) -> tuple[list[int | None], list[Any]]:
         """A selection in two: what is known now, and what is traced; None in the other's place."""
