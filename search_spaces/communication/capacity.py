@@ -1,0 +1,130 @@
+"""An expert layer as each device computes it, where the search chooses how many tokens an expert takes.
+
+Source: Lepikhin et al., GShard (arXiv:2006.16668), section 2.2; with one expert for each token Fedus et al., Switch
+Transformer (arXiv:2101.03961), section 2.2.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from search_spaces.communication.interpreter import alternatives
+
+
+def expert_layer(
+    name: str,
+    tokens: jax.Array,
+    logits: jax.Array,
+    expert: Callable[[Any, jax.Array], jax.Array],
+    params: Any,
+    axis: str,
+    *,
+    num_chosen: int = 2,
+    capacity_factors: Sequence[float] = (2.0, 1.25, 1.0),
+) -> jax.Array:
+    """Each token's best experts applied to it, by their gates; experts are split over a mesh axis.
+
+    Tokens go to the devices of their experts and come back by an all-to-all each, in buffers of C tokens for each
+    expert: capacity factor · tokens · chosen / experts, rounded up, and never more than the tokens. First choices find
+    room before second ones and early tokens before late ones; a token that finds none at an expert gets zeros from it.
+    The gates of several chosen experts sum to one; of a single one it is the probability itself.
+
+    Example, eight experts over the axis "model"::
+
+        y = expert_layer("experts", x, x @ params["gate"], lambda w, x: jax.nn.gelu(x @ w["up"]) @ w["down"],
+                         {"up": params["up"], "down": params["down"]}, "model")
+
+    Args:
+      name: of the place where the capacity factor is chosen.
+      tokens: this device's, `[T, M]`.
+      logits: of their gates, `[T, E]`.
+      expert: one expert's function of its parameters and any number of tokens `[S, M]`, row by row; `[S, M]`.
+      params: of this device's experts, each leaf `[E / devices, ...]`.
+      axis: the mesh axis over which experts are split.
+      num_chosen: experts for each token.
+      capacity_factors: what is chosen from, the reference first; a single one leaves no choice.
+
+    Returns:
+      `[T, M]`.
+
+    Raises:
+      ValueError: shapes that do not fit, experts that the devices do not divide, more chosen than there are, or
+        capacity factors that are none, not positive or not distinct.
+    """
+    num_experts, num_devices = logits.shape[-1], lax.axis_size(axis)
+    if tokens.ndim != 2 or logits.shape != (len(tokens), num_experts):
+        raise ValueError(f"`tokens` must be [T, M] and `logits` [T, E], got {tokens.shape} and {logits.shape}.")
+    if num_experts % num_devices:
+        raise ValueError(
+            f"`logits` are of {num_experts} experts; the {num_devices} devices of {axis!r} must divide it."
+        )
+    local = num_experts // num_devices
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        if jnp.shape(leaf)[:1] != (local,):
+            keys = jax.tree_util.keystr(path, simple=True, separator="/")
+            raise ValueError(f"`params` {keys!r} must begin with this device's {local} experts, got {jnp.shape(leaf)}.")
+    if not 1 <= num_chosen <= num_experts:
+        raise ValueError(f"`num_chosen` must be from 1 to the {num_experts} experts, not {num_chosen}.")
+    factors = tuple(capacity_factors)
+    if not factors or min(factors) <= 0 or len(set(factors)) < len(factors):
+        raise ValueError(f"`capacity_factors` must be at least one, positive and distinct, got {factors}.")
+
+    gates, chosen = lax.top_k(jax.nn.softmax(logits), num_chosen)
+    if num_chosen > 1:
+        gates = gates / gates.sum(axis=-1, keepdims=True)
+    capacities = {f: min(math.ceil(f * len(tokens) * num_chosen / num_experts), len(tokens)) for f in factors}
+    functions = {
+        f"capacity {factor:g}": partial(_routed, expert, axis, num_experts, capacity)
+        for factor, capacity in capacities.items()
+    }
+    operands = params, tokens, gates.astype(tokens.dtype), chosen
+    if len(functions) == 1:
+        return next(iter(functions.values()))(*operands)
+    return alternatives(name, functions, *operands)
+
+
+def balance_loss(logits: jax.Array) -> jax.Array:
+    """How unevenly gates with logits `[T, E]` spread tokens: E · Σ_e (share of first choices · mean gate), 1 if evenly.
+
+    Source: Switch Transformer (arXiv:2101.03961), equation 4; GShard's l_aux up to a factor.
+    """
+    num_experts = logits.shape[-1]
+    first = jax.nn.one_hot(jnp.argmax(logits, axis=-1), num_experts)
+    return num_experts * jnp.vdot(first.mean(axis=0), jax.nn.softmax(logits).mean(axis=0))
+
+
+def _routed(
+    expert: Callable[[Any, jax.Array], jax.Array],
+    axis: str,
+    num_experts: int,
+    capacity: int,
+    params: Any,
+    tokens: jax.Array,
+    gates: jax.Array,
+    chosen: jax.Array,
+) -> jax.Array:
+    """The layer with buffers of so many tokens, of gates and numbers of experts `[T, K]`."""
+    slots = _slots(chosen, num_experts, capacity)
+    sent = jnp.zeros((num_experts * capacity, tokens.shape[1]), tokens.dtype)
+    sent = sent.at[slots].add(tokens[:, None], mode="drop").reshape(num_experts, capacity, -1)
+    with jax.named_scope("dispatch"):
+        arrived = lax.all_to_all(sent, axis, split_axis=0, concat_axis=1, tiled=True)
+    results = jax.vmap(expert)(params, arrived)
+    with jax.named_scope("combine"):
+        returned = lax.all_to_all(results, axis, split_axis=1, concat_axis=0, tiled=True)
+    rows = returned.reshape(num_experts * capacity, -1).at[slots].get(mode="fill", fill_value=0)
+    return jnp.einsum("tk,tkm->tm", gates, rows)
+
+
+def _slots(chosen: jax.Array, num_experts: int, capacity: int) -> jax.Array:
+    """Rows `[T, K]` in the experts' buffers, side by side; past their end for tokens that find no room."""
+    in_turn = chosen.T.ravel()  # all first choices, then all second ones
+    of_expert = jax.nn.one_hot(in_turn, num_experts, dtype=jnp.int32)
+    place = ((of_expert.cumsum(axis=0) - 1) * of_expert).sum(axis=1)
+    slots = jnp.where(place < capacity, in_turn * capacity + place, num_experts * capacity)
+    return slots.reshape(chosen.shape[::-1]).T
