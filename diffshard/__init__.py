@@ -5,6 +5,7 @@ from cost.presets import PRESET_NAMES, preset
 from cost.problem import Problem
 from diffshard.bilevel.candidates import CandidatesData
 from diffshard.bilevel.pareto import Pareto, pareto
+from diffshard.bilevel.plan import BilevelPlan
 from diffshard.bilevel.search import BilevelSearch, bilevel
 from diffshard.calibrate import calibrate
 from diffshard.halving import halving
@@ -19,6 +20,7 @@ from search_spaces.communication.space import CommunicationSpace
 __version__ = "0.1.0"
 __all__ = [
     "PRESET_NAMES",
+    "BilevelPlan",
     "BilevelSearch",
     "CandidatesData",
     "CommunicationSpace",

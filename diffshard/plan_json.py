@@ -121,13 +121,11 @@ def restored(hint: Any, value: Any, known: Mapping[Any, Any] | None = None) -> A
 
 
 def _collection(hint: Any, value: Any, known: Mapping[Any, Any]) -> Any:
-    inner, is_mapping = get_args(hint), get_origin(hint) is Mapping
-    if not isinstance(value, dict if is_mapping else list):
-        raise TypeError(f"{value!r} is not of type {hint}")
-    if is_mapping:
+    inner = get_args(hint)
+    if get_origin(hint) is Mapping and isinstance(value, dict):
         return {key: restored(inner[1], item, known) for key, item in value.items()}
-    hints = [inner[0]] * len(value) if inner[-1] is Ellipsis else inner
-    if len(hints) != len(value):
+    hints = [inner[0]] * len(value) if inner[-1] is Ellipsis and isinstance(value, list) else inner
+    if not isinstance(value, list) or get_origin(hint) is not tuple or len(hints) != len(value):
         raise TypeError(f"{value!r} is not of type {hint}")
     return tuple(restored(h, item, known) for h, item in zip(hints, value, strict=True))
 

@@ -14,7 +14,8 @@ import optax
 from cost.problem import Problem, num_strategies
 from diffshard.bilevel.objective import MaxLossIncrease, Objective
 from diffshard.bilevel.pareto import Point
-from diffshard.bilevel.plan import Choice, Prediction
+from diffshard.bilevel.plan import Choice
+from diffshard.bilevel.rounding import Prediction
 from diffshard.bilevel.space import Batch, Params, Residuals, Space, node_names
 from diffshard.halving import Row, check_rungs, each, halving
 

@@ -1,41 +1,87 @@
-"""From rows of weights to one discrete choice."""
+"""A plan of the bilevel search: one discrete choice, what it costs and what it does to the loss."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from os import PathLike
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
+import optax
 
-from cost.evaluation import evaluate
-from cost.problem import Problem, is_forbidden, num_strategies
-from diffshard.bilevel.space import is_lossless, node_names, reference_cost
-from diffshard.solve import solve
+from cost.hardware import Hardware
+from cost.problem import Problem, num_strategies
+from diffshard.bilevel.space import node_names, reference_choice
+from search_spaces.communication.groups import Group, as_sent
+from search_spaces.communication.space import CommunicationSpace
 
-_UNITS = 1e6  # of a budget
-_SOLVER_S = 20.0
+if TYPE_CHECKING:
+    from diffshard.bilevel.training import Training
 
 Choice = tuple[int, ...]
 
 
-class BilevelPlan(NamedTuple):
-    """A discrete choice, priced exactly.
+class Traffic(NamedTuple):
+    """What the sites of a group send in one step.
 
     Attributes:
-      choice: V strategy indices.
-      nodes: V names of what was chosen for.
-      strategies: V names of what was chosen.
-      seconds: the exact cost; of a schedule the mean over training.
+      direction: of values ("forward"), cotangents ("backward") or parameter gradients ("gradient").
+      kind: of the collectives, or "alternatives", which send nothing themselves.
+      axes: the mesh axes over which they go.
+      times: executions in one step; gradients that travel as one vector count once.
+      sent_bytes: by each device, as chosen.
+      exact_sent_bytes: by each device, as the exact choice.
+    """
+
+    direction: str
+    kind: str
+    axes: tuple[str, ...]
+    times: int
+    sent_bytes: float
+    exact_sent_bytes: float
+
+
+class GroupPlan(NamedTuple):
+    """What was chosen for one node: a group of sites that share a strategy.
+
+    Attributes:
+      name: of the group, or the node's number.
+      strategy: what was chosen.
+      exact_strategy: what the exact choice has there.
+      seconds: of a step, as chosen; the cost of an edge counts with its second node.
+      exact_seconds: likewise of the exact choice.
+      traffic: what its sites send; None where the space has no sites.
+    """
+
+    name: str
+    strategy: str
+    exact_strategy: str
+    seconds: float
+    exact_seconds: float
+    traffic: Traffic | None = None
+
+
+class BilevelPlan(NamedTuple):
+    """A discrete choice, priced exactly: `print` shows it, `training` runs it.
+
+    Attributes:
+      choice: V strategy indices, in the space that was searched.
+      groups: V records of what was chosen for what.
+      mesh_axes: devices along each mesh axis; none where the space has no mesh.
+      hardware: what the seconds are for, or None.
+      seconds: the exact cost of a step; of a schedule the mean over training.
       cost_ratio: to the exact choice's.
       loss_increase: over the exact choice, in units of the loss: predicted by the mean slopes of the search, or
         measured by training where there is a proof.
       feasible: whether the increase is within the bound, if there is one, and the problem's own limits are kept.
       message: what is not feasible and by how much, and what the search could not tell; empty where all is well.
       exact_share: share of training that runs the exact choice first, 0 unless a schedule won.
-      proof: the table of candidates that were trained, or None.
+      proof: the table of candidates that were trained, a `candidates.Proof`, or None.
+      max_loss_increase: the bound, or None.
+      lossless: whether the loss is the same for every choice, and so every choice exact.
     """
 
     choice: Choice
-    nodes: tuple[str, ...]
-    strategies: tuple[str, ...]
+    groups: tuple[GroupPlan, ...]
+    mesh_axes: Mapping[str, int]
+    hardware: Hardware | None
     seconds: float
     cost_ratio: float
     loss_increase: float
@@ -43,140 +89,105 @@ class BilevelPlan(NamedTuple):
     message: str = ""
     exact_share: float = 0.0
     proof: Any = None
+    max_loss_increase: float | None = None
+    lossless: bool = False
+
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        """V names of what was chosen for."""
+        return tuple(group.name for group in self.groups)
+
+    @property
+    def strategies(self) -> tuple[str, ...]:
+        """V names of what was chosen."""
+        return tuple(group.strategy for group in self.groups)
+
+    @property
+    def exact_seconds(self) -> float:
+        """Of a step with the exact choice."""
+        return sum(group.exact_seconds for group in self.groups)
+
+    @property
+    def sent_bytes(self) -> float:
+        """By each device in one step, of a schedule in the mean; 0 where the space has no sites."""
+        chosen = sum(group.traffic.sent_bytes for group in self.groups if group.traffic)
+        return self.exact_share * self.exact_sent_bytes + (1 - self.exact_share) * chosen
+
+    @property
+    def exact_sent_bytes(self) -> float:
+        """Likewise with the exact choice."""
+        return sum(group.traffic.exact_sent_bytes for group in self.groups if group.traffic)
 
     def __str__(self) -> str:
-        lines = [
-            f"step {self.seconds:.4g} s, {self.cost_ratio:.1%} of the exact choice's; loss {self.loss_increase:+.4g}",
-            *([f"the first {self.exact_share:.0%} of training runs the exact choice"] if self.exact_share else []),
-            *([self.message] if self.message else []),
-            *(f"  {node}: {name}" for node, name in zip(self.nodes, self.strategies, strict=True)),
-        ]
-        return "\n".join(lines)
+        from diffshard.bilevel.plan_text import format_plan
+
+        return format_plan(self)
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Writes the plan with its proof as JSON; the file is replaced whole or not at all."""
+        from diffshard.bilevel.plan_file import save
+
+        save(self, path)
+
+    @staticmethod
+    def load(path: str | PathLike[str]) -> "BilevelPlan":
+        """Reads a plan back.
+
+        Raises:
+          PlanError: the file is no plan of `bilevel`, damaged, or newer than this version.
+          OSError: it cannot be read.
+        """
+        from diffshard.bilevel.plan_file import load
+
+        return load(path)
+
+    def training(self, space: Any, optimizer: optax.GradientTransformation, num_steps: int | None = None) -> "Training":
+        """How a model trains with this plan: two pure functions, the step to be jitted or searched like any other.
+
+        >>> init, step = plan.training(space.on_mesh(mesh), optax.adamw(3e-4))
+        >>> state = init(params, key)
+        >>> step = diffshard.search(step, mesh)
+        >>> state, loss = step(state, batch)
+
+        Strategies are found by name, so that the space may be built anew and list others, in another order.
+
+        Args:
+          space: of the plan's groups; it emulates the mesh on one device, unless it comes from `space.on_mesh(mesh)`.
+          optimizer: of the parameters.
+          num_steps: of the whole training; needed where it runs the exact choice for a share of it.
+
+        Raises:
+          PlanError: the space is for another mesh, or has other groups or not their strategies; names the first.
+          ValueError: the space has no loss, `optimizer` is none of optax's, or `num_steps` is missing.
+        """
+        from diffshard.bilevel.training import training
+
+        return training(self, space, optimizer, num_steps)
 
 
-class Prediction(NamedTuple):
-    """The mean loss increase that a search saw, as a linear function of the rows, in units of the loss.
-
-    Attributes:
-      offset: at rows of zeros; 0 where the estimator itself is linear.
-      slopes: V arrays `[S_v]`.
-    """
-
-    offset: float
-    slopes: Sequence[np.ndarray]
-
-    def increase(self, choice: Choice) -> float:
-        """What a discrete choice adds to the loss."""
-        return self.offset + float(sum(row[s] for row, s in zip(self.slopes, choice, strict=True)))
-
-
-def proposals(
-    problem: Problem,
-    rows: Sequence[np.ndarray],
-    prediction: Prediction,
-    exact: Choice | None,
-    most: float | None,
-) -> dict[Choice, float]:
-    """Choices that the search stands for, with their predicted increase.
-
-    Args:
-      problem: of the space.
-      rows: V arrays `[S_v]`.
-      prediction: of the loss.
-      exact: the exact choice, which is there for the case that nothing else keeps the bound; None if there is none.
-      most: the bound on the loss, or None.
-    """
-    found = [tuple(int(row.argmax()) for row in rows)]
-    if most is not None:
-        found.append(_within(problem, prediction, most))
-    increases = {choice: prediction.increase(choice) for choice in found}
-    return increases if exact is None or most is None else {**increases, exact: 0.0}
-
-
-def plan_of(
-    space: Any, problem: Problem, increases: Mapping[Choice, float], most: float | None, note: str = ""
-) -> BilevelPlan:
-    """The cheapest choice that keeps the bound and the problem's limits, or else the one that breaks them least.
-
-    Of choices of the same cost the one of least increase is taken. The note goes into the message.
-    """
-    allowed = np.inf if most is None else most * (1 + 1e-6)
-    priced = {choice: evaluate(problem, choice) for choice in increases}
-    choice = min(
-        increases,
-        key=lambda c: (
-            max(increases[c] - allowed, 0.0),
-            not priced[c].feasible,
-            priced[c].excess,
-            priced[c].cost,
-            increases[c],
-        ),
-    )
-    increase, found, message = increases[choice], priced[choice], ""
-    if not increase <= allowed:
-        message = (
-            f"infeasible: the least increase of the loss that was reached is {increase:.4g}, above "
-            f"`max_loss_increase` {most:.4g}; allow more, or give the space more exact strategies"
-        )
-    elif not found.feasible:
-        message = f"infeasible: the memory limit is exceeded by {found.excess:,.0f} bytes; `diffshard.solve` keeps it"
-    names = getattr(space, "names", lambda v: [str(s) for s in range(int(num_strategies(problem)[v]))])
-    return BilevelPlan(
-        choice=choice,
-        nodes=node_names(space, problem),
-        strategies=tuple(names(v)[s] for v, s in enumerate(choice)),
-        seconds=float(found.cost),
-        cost_ratio=float(found.cost) / reference_cost(space, problem),
-        loss_increase=0.0 if is_lossless(space) else increase,
-        feasible=not message,
-        message="; ".join(filter(None, (message, note))),
+def groups_of(space: Any, problem: Problem, choice: Choice) -> tuple[GroupPlan, ...]:
+    """A record of each node of a space with a choice in it."""
+    exact, sizes = reference_choice(space, problem), num_strategies(problem)
+    names = getattr(space, "names", lambda v: [str(s) for s in range(int(sizes[v]))])
+    seconds, exact_seconds = _node_seconds(problem, choice), _node_seconds(problem, exact)
+    traffic: list[Traffic | None] = [None] * len(choice)
+    if isinstance(space, CommunicationSpace):
+        sent = zip(space.groups, space.group_bytes(choice), space.group_bytes(exact), strict=True)
+        traffic = [_traffic(space, *one) for one in sent]
+    return tuple(
+        GroupPlan(node, names(v)[choice[v]], names(v)[exact[v]], seconds[v], exact_seconds[v], traffic[v])
+        for v, node in enumerate(node_names(space, problem))
     )
 
 
-def dominates(problem: Problem, exact: Choice, choice: Choice, increase: float) -> bool:
-    """Whether the exact choice is as cheap as another that does not lower the loss, and exceeds no memory more."""
-    if choice == exact or increase < 0:
-        return False
-    here, there = evaluate(problem, exact), evaluate(problem, choice)
-    return bool(here.cost <= there.cost and here.excess <= there.excess)
+def _traffic(space: CommunicationSpace, group: Group, sent_bytes: float, exact_sent_bytes: float) -> Traffic:
+    first, travelling = space.sites[group.sites[0]], as_sent([space.sites[s] for s in group.sites])
+    times = sum(site.trips for site in travelling)
+    return Traffic(first.direction, first.kind, first.axes, times, sent_bytes, exact_sent_bytes)
 
 
-def unseen(plan: BilevelPlan, exact: Choice, slopes: Sequence[Any]) -> list[str]:
-    """Names of nodes where the plan is not exact and all strategies have the same slope: the loss did not tell them."""
-    rows = zip(plan.nodes, plan.choice, exact, slopes, strict=True)
-    return [node for node, chosen, other, row in rows if chosen != other and np.ptp(np.asarray(row)) == 0]
-
-
-def _within(problem: Problem, prediction: Prediction, most: float) -> Choice:
-    """The cheapest choice of predicted increase within the bound: a budget is a memory limit of one more device."""
-    slopes = prediction.slopes
-    least = tuple(
-        int(np.where(is_forbidden(cost), np.inf, row).argmin())
-        for cost, row in zip(problem.node_cost, slopes, strict=True)
-    )
-    room = most - prediction.increase(least)
-    if room <= 0:
-        return least
-    spent = [np.maximum(row - row[s], 0.0) / room * _UNITS for row, s in zip(slopes, least, strict=True)]
-    limit, usages = _finite_memory(problem)
-    bounded = problem._replace(
-        usage_node=np.concatenate([np.asarray(problem.usage_node, np.int64), np.arange(len(slopes))]),
-        usage=[
-            *(np.pad(u, ((0, 0), (0, 1))) for u in usages),
-            *(np.pad(u[:, None], ((0, 0), (limit.size, 0))) for u in spent),
-        ],
-        usage_interval=np.concatenate(
-            [np.asarray(problem.usage_interval, np.int64).reshape(-1, 2), np.tile([0, 1], (len(slopes), 1))]
-        ),
-        memory_limit=np.append(limit, _UNITS),
-    )
-    return tuple(int(s) for s in solve(bounded, time_limit_s=_SOLVER_S).choice)
-
-
-def _finite_memory(problem: Problem) -> tuple[np.ndarray, list[np.ndarray]]:
-    """Limits `[D]` of the devices that have one, and the usages `[S_v, D]` there."""
-    devices = max([np.size(problem.memory_limit), *(np.size(usage[0]) for usage in problem.usage)])
-    limit = np.broadcast_to(np.asarray(problem.memory_limit, float), (devices,))
-    usages = [np.asarray(usage, float).reshape(len(usage), -1) for usage in problem.usage]
-    usages = [np.broadcast_to(usage, (len(usage), devices))[:, np.isfinite(limit)] for usage in usages]
-    return limit[np.isfinite(limit)], usages
+def _node_seconds(problem: Problem, choice: Choice) -> list[float]:
+    seconds = [float(cost[s]) for cost, s in zip(problem.node_cost, choice, strict=True)]
+    for (u, v), cost in zip(problem.edge_nodes, problem.edge_cost, strict=True):
+        seconds[v] += float(cost[choice[u], choice[v]])
+    return seconds

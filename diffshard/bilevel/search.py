@@ -13,7 +13,8 @@ from cost.problem import num_strategies
 from diffshard.bilevel.candidates import CandidatesData, Proof, propose, prove
 from diffshard.bilevel.estimators import Estimator, Increase, resolve
 from diffshard.bilevel.objective import CostWeight, MaxLossIncrease, Objective
-from diffshard.bilevel.plan import BilevelPlan, Prediction, dominates, plan_of, proposals, unseen
+from diffshard.bilevel.plan import BilevelPlan
+from diffshard.bilevel.rounding import Prediction, dominates, plan_of, proposals, unseen
 from diffshard.bilevel.space import Batch, HasLossless, Params, is_function, is_lossless, softmax_rows
 from diffshard.bilevel.state import BilevelMetrics, BilevelState
 from diffshard.bilevel.step import LossFn, Settings, Step, step_in
@@ -32,6 +33,7 @@ def bilevel(
     cost_weight: float | Callable[[jax.Array], jax.Array] | None = None,
     estimator: str | Estimator | Increase = "curvature",
     order: int = 1,
+    choice_every: int = 8,
 ) -> "BilevelSearch":
     """Searches strategies that change the loss as well as the cost, while the model trains.
 
@@ -54,10 +56,12 @@ def bilevel(
       max_loss_increase: the cheapest choice whose validation loss is at most this much above the exact choice's, in
         units of the loss.
       cost_weight: or instead: units of loss that the exact choice's whole cost is worth; a number or a schedule.
-      estimator: "curvature", "mixture", "sampled"; one with options, as `curvature(learning_rate=3e-4)` from
+      estimator: "curvature", "mixture", "sampled"; one with options, as `sampled(temperature=0.5)` from
         `diffshard.bilevel.estimators`; or a function `Increase`.
       order: 2 lets A see what forward strategies do to training, through one step of θ, for two more gradients.
         Strategies of backward and gradient collectives do not show in it; `curvature` and `prove` see those.
+      choice_every: A takes a step in every so many steps of θ, the first included; looking at the choice costs several
+        training steps, so that 1 is several times slower than training.
 
     Raises:
       ValueError: an unknown estimator or one that the space cannot serve, an order that is not 1 or 2, an order of 2
@@ -66,6 +70,8 @@ def bilevel(
     """
     if order not in (1, 2):
         raise ValueError(f"`order` must be 1 or 2, got {order!r}.")
+    if not isinstance(choice_every, int) or choice_every < 1:
+        raise ValueError(f"`choice_every` must be a positive integer, got {choice_every!r}.")
     if not isinstance(weights_optimizer, optax.GradientTransformation):
         raise ValueError(f"`weights_optimizer` must be an optax optimiser, as adamw(3e-4); got {weights_optimizer!r}.")
     chosen = resolve(estimator)
@@ -88,6 +94,7 @@ def bilevel(
         objective=_objective(max_loss_increase, cost_weight),
         estimator=chosen,
         order=order,
+        choice_every=choice_every,
     )
     search = BilevelSearch(settings, mesh, make_space)
     if make_space is None:
@@ -156,7 +163,7 @@ class BilevelSearch:
         )
 
     def update(self, state: BilevelState, train_batch: Batch, val_batch: Batch) -> tuple[BilevelState, BilevelMetrics]:
-        """One step of θ on `train_batch` and one of A on `val_batch` and the cost, both from where the state is.
+        """One step of θ on `train_batch`, and in each `choice_every`-th one of A on `val_batch` and the cost.
 
         Pure, and compiled once for each set of shapes.
 

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from diffshard.plan import Operation, Plan, Spec, Tensor
@@ -43,6 +43,11 @@ def format_plan(plan: Plan) -> str:
 def short_name(function: str) -> str:
     """A function's name without the functions that it was made in."""
     return function.rsplit("<locals>.", 1)[-1]
+
+
+def format_mesh(axes: Mapping[str, int]) -> str:
+    """`data 2 x model 4`."""
+    return " x ".join(f"{axis} {size}" for axis, size in axes.items()) or "no axes"
 
 
 def format_spec(spec: Spec) -> str:
@@ -150,10 +155,9 @@ def collective_totals(plan: Plan) -> list[tuple[str, str, float, float, float]]:
 
 def _header(plan: Plan) -> str:
     devices = math.prod(plan.mesh_axes.values())
-    mesh = " x ".join(f"{axis} {size}" for axis, size in plan.mesh_axes.items()) or "no axes"
     communication_s = plan.step_s - plan.compute_s
     lines = [
-        f"Plan of {short_name(plan.function)} on {devices} device{'s' if devices != 1 else ''} ({mesh}), "
+        f"Plan of {short_name(plan.function)} on {devices} device{'s' if devices != 1 else ''} ({format_mesh(plan.mesh_axes)}), "
         f"{plan.hardware.name}",
         "",
         f"  step     {format_s(plan.step_s)} predicted: computing {format_s(plan.compute_s)}, "
@@ -163,7 +167,7 @@ def _header(plan: Plan) -> str:
         ("", kind, axis, f"{count:,.0f}x", format_bytes(size), format_s(seconds))
         for kind, axis, count, size, seconds in collective_totals(plan)
     ]
-    lines += _table(rows, "        ", right=(3, 4, 5))
+    lines += format_table(rows, "        ", right=(3, 4, 5))
     limit = plan.memory_limit_bytes
     used = "" if math.isinf(limit) else f" of {format_bytes(limit)} ({plan.peak_bytes / limit:.0%})"
     lines.append(f"  memory   {format_bytes(plan.peak_bytes)} at the peak on each device{used}")
@@ -195,7 +199,7 @@ def _arguments(plan: Plan) -> str:
                 reason(plan, first),
             )
         )
-    return "\n".join([title, "", *_table(rows, "  ", right=(1, 4))])
+    return "\n".join([title, "", *format_table(rows, "  ", right=(1, 4))])
 
 
 def reason(plan: Plan, tensor: Tensor | Operation) -> str:
@@ -226,7 +230,7 @@ def _operations(plan: Plan) -> str:
     rest = [g for g in groups if not any(g is other for other in dear)]
     rest_s = sum(g.compute_s + g.collective_s for g in rest)
     title = f"Operations: {len(plan.operations):,}, the {len(shown)} dearest kinds in the program's order"
-    lines = [title, "", *_table(rows, "  ", right=(1, 4, 5))]
+    lines = [title, "", *format_table(rows, "  ", right=(1, 4, 5))]
     if rest:
         lines.append(
             f"  ... and {len(rest)} more kinds, {format_s(rest_s)} together ({rest_s / max(plan.step_s, 1e-30):.0%})"
@@ -234,8 +238,8 @@ def _operations(plan: Plan) -> str:
     return "\n".join(lines)
 
 
-def _table(rows: Sequence[Sequence[str]], indent: str, right: Sequence[int]) -> list[str]:
-    """Columns as wide as their widest cell, with two spaces between."""
+def format_table(rows: Sequence[Sequence[str]], indent: str, right: Sequence[int] = ()) -> list[str]:
+    """Lines of columns as wide as their widest cell, two spaces apart; `right` are flush with the right edge."""
     if not rows:
         return []
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]

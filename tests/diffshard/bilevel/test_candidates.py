@@ -9,7 +9,7 @@ import pytest
 import diffshard
 from diffshard.bilevel.candidates import Candidate, propose, prove
 from diffshard.bilevel.objective import CostWeight, MaxLossIncrease
-from diffshard.bilevel.plan import Prediction
+from diffshard.bilevel.rounding import Prediction
 from tests.diffshard.bilevel.perturbed import Perturbed, batch_of, start
 
 KEY = jax.random.key(0)

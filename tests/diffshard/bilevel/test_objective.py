@@ -27,7 +27,7 @@ def test_the_search_refuses_updates_under_a_schedule_that_has_left_its_range(lat
         cost_weight=lambda step: jnp.where(step < 2, 0.5, late),
     )
     state = search.init(jax.random.key(0), start(), batch_of(0))
-    refused = []
+    refused, before = [], state
     for step in range(4):
         before = state
         state, metrics = search.update(state, batch_of(step), batch_of(100 + step))
