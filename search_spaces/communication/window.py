@@ -1,0 +1,76 @@
+"""Causal attention whose sequence is split over devices, where the search chooses how far back a token sees.
+
+Source: Beltagy et al., Longformer (arXiv:2004.05150), section 3.1, sliding windows, here of whole blocks.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from search_spaces.communication.interpreter import alternatives
+
+
+def windowed_attention(
+    name: str, query: jax.Array, key: jax.Array, value: jax.Array, axis: str, *, windows: Sequence[int] = (2, 1)
+) -> jax.Array:
+    """Causal self-attention of a sequence of which each device along a mesh axis holds a block, in order.
+
+    The reference sees the whole past: keys and values are all-gathered. A window of k blocks sees the device's own
+    block and the k - 1 before it, which come by a collective permute each; with k = 1 nothing is sent, and with k of
+    all devices or more the result is that of the whole.
+
+    Args:
+      name: of the place where the window is chosen.
+      query: this device's block, `[B, L, H, D]`.
+      key: likewise.
+      value: likewise.
+      axis: the mesh axis over which the sequence is split.
+      windows: in blocks, to choose from beside the whole; none leave no choice.
+
+    Returns:
+      `[B, L, H, D]`.
+
+    Raises:
+      ValueError: shapes that differ or are not of four dimensions, or windows that are not positive or not distinct.
+    """
+    if query.ndim != 4 or not query.shape == key.shape == value.shape:
+        raise ValueError(
+            f"`query`, `key` and `value` must have one shape [B, L, H, D], got {query.shape}, {key.shape} and "
+            f"{value.shape}."
+        )
+    if any(k < 1 for k in windows) or len(set(windows)) < len(windows):
+        raise ValueError(f"`windows` must be positive and distinct numbers of blocks, got {tuple(windows)}.")
+    functions: dict[str, Callable[..., jax.Array]] = {"whole": partial(_whole, axis)}
+    functions |= {f"{k} blocks" if k > 1 else "1 block": partial(_windowed, axis, k) for k in windows}
+    operands = query, jnp.stack([key, value])
+    return alternatives(name, functions, *operands) if windows else _whole(axis, *operands)
+
+
+def _whole(axis: str, query: jax.Array, key_value: jax.Array) -> jax.Array:
+    key, value = lax.all_gather(key_value, axis, axis=2, tiled=True)
+    return _attention(axis, query, key, value, jnp.arange(key.shape[1]))
+
+
+def _windowed(axis: str, num_blocks: int, query: jax.Array, key_value: jax.Array) -> jax.Array:
+    num_devices, length = lax.axis_size(axis), query.shape[1]
+    back = range(min(num_blocks, num_devices))  # the block itself first
+    blocks = [
+        key_value,
+        *(lax.ppermute(key_value, axis, [(i - b, i) for i in range(b, num_devices)]) for b in back[1:]),
+    ]
+    starts = (lax.axis_index(axis) - jnp.array(back)) * length
+    key, value = jnp.concatenate(blocks, axis=2)
+    return _attention(axis, query, key, value, (starts[:, None] + jnp.arange(length)).ravel())
+
+
+def _attention(axis: str, query: jax.Array, key: jax.Array, value: jax.Array, positions: jax.Array) -> jax.Array:
+    """Attention of this device's block to keys at positions `[S]`; those before the sequence's begin are none."""
+    length = query.shape[1]
+    own = lax.axis_index(axis) * length + jnp.arange(length)
+    seen = (positions >= 0) & (positions <= own[:, None])
+    scores = jnp.einsum("blhd,bshd->bhls", query, key) * query.shape[-1] ** -0.5
+    weights = jax.nn.softmax(jnp.where(seen, scores, jnp.finfo(scores.dtype).min), axis=-1)
+    return jnp.einsum("bhls,bshd->blhd", weights, value)
