@@ -1,6 +1,7 @@
 """Data and models as every device computes them: the numbers of one device on many, and they learn."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -10,7 +11,7 @@ import optax
 import pytest
 from jax.sharding import AxisType
 
-from experiments.models import device_images, digits, text
+from experiments.models import device_images, device_moe, digits, text
 from search_spaces.communication.space import CommunicationSpace
 
 KEY = jax.random.key(0)
@@ -46,7 +47,18 @@ def _images(mesh_axes: dict[str, int]) -> tuple[CommunicationSpace, Any, Any]:
     return CommunicationSpace(device_images.loss_fn, mesh_axes, params, batch, *specs), params, batch
 
 
-MODELS = {"images": _images}
+MOE = device_moe.MoeSizes(layers=2, width=16, heads=2, experts=4, sequence=16)
+AMPLE = partial(device_moe.loss_fn, capacity_factors=(2.0, 1.0))  # two choices among four experts: all find room
+
+
+def _moe(mesh_axes: dict[str, int], loss_fn: Callable = AMPLE) -> tuple[CommunicationSpace, Any, Any]:
+    params = device_moe.init(KEY, MOE)
+    tokens = text.sample(text.load("python_reference"), KEY, 4, MOE.sequence)
+    specs = device_moe.SPECS, device_moe.BATCH_SPEC
+    return CommunicationSpace(loss_fn, mesh_axes, params, tokens, *specs), params, tokens
+
+
+MODELS = {"images": _images, "experts": partial(_moe, loss_fn=partial(AMPLE, balance_weight=0.0))}
 
 
 def _gradients(space: CommunicationSpace, params: Any, batch: Any) -> Any:
@@ -79,3 +91,32 @@ def test_training_lowers_the_loss(make: Callable):
     losses = jax.jit(lambda p: jax.lax.scan(step, (p, optimizer.init(p)), length=20)[1])(params)
     assert jnp.isfinite(losses).all()
     assert float(losses[-1]) < 0.7 * float(losses[0])
+
+
+def test_the_experts_balance_is_a_gradient_and_no_value():
+    """It is per device: on one device the whole batch's."""
+    (loss, found), (plain_loss, plain) = (
+        _gradients(*_moe(ALONE, partial(AMPLE, balance_weight=weight))) for weight in (0.1, 0.0)
+    )
+    assert float(loss) == pytest.approx(float(plain_loss), rel=1e-6)
+    difference = jnp.abs(found["layers"]["gate"] - plain["layers"]["gate"]).max(axis=(1, 2))
+    assert (difference > 1e-4).all()
+    np.testing.assert_allclose(found["layers"]["up"][-1], plain["layers"]["up"][-1], atol=1e-6)
+
+
+def test_windows_and_capacities_are_choices_that_change_the_loss_and_send_less():
+    space, params, tokens = _moe(MESH, device_moe.loss_fn)
+    choices = {group.names: g for g, group in enumerate(space.groups) if not group.strategies}
+    assert set(choices) == {("whole", "2 blocks", "1 block"), ("capacity 2", "capacity 1.25", "capacity 1")}
+    run = jax.jit(lambda choice: space.loss(params, tokens, list(choice), KEY))
+    for g in choices.values():
+        rows = [[s if h == g else 0 for h in range(len(space.groups))] for s in range(3)]
+        losses = [float(run(jnp.array(row))) for row in rows]
+        assert len({round(loss, 6) for loss in losses}) == 3
+        assert (np.diff([space.sent_bytes(row) for row in rows]) < 0).all()
+
+
+def test_sequences_that_devices_do_not_divide_are_refused():
+    params, tokens = device_moe.init(KEY, MOE), jnp.zeros((2, 16), int)
+    with pytest.raises(ValueError, match='`tokens` are of 15 places; 4 devices of "model" must divide them'):
+        jax.make_jaxpr(device_moe.loss_fn, axis_env=list(MESH.items()))(params, tokens)
