@@ -1,7 +1,7 @@
 """How the validation loss reaches the rows of the choice: an `Estimator` each, and the unrolled step of order 2.
 
 An estimator says how training runs during the search and by how much the rows increase the loss. A new one is a
-function `increase(space, params, batch, rows, key)`, handed to `bilevel(estimator=...)`.
+function `increase(space, params, batch, rows, key, step_sizes)`, handed to `bilevel(estimator=...)`.
 """
 
 from collections.abc import Callable
@@ -13,9 +13,10 @@ import optax
 
 from diffshard.bilevel.space import Batch, Params, Rows, Selection, Space, one_hot, reference_choice
 
-Increase = Callable[[Space, Params, Batch, Rows, jax.Array], jax.Array]
-"""`increase(space, params, batch, rows, key)`: a scalar in units of the loss, over the exact choice; it is
-differentiated with respect to `rows`, and with `order=2` to `params`."""
+Increase = Callable[[Space, Params, Batch, Rows, jax.Array, Params], jax.Array]
+"""`increase(space, params, batch, rows, key, step_sizes)`: a scalar in units of the loss, over the exact choice; it is
+differentiated with respect to `rows`, and with `order=2` to `params`. Step sizes, as `params`, say how far a unit of
+each gradient moves its parameter."""
 
 
 class Estimator(NamedTuple):
@@ -34,19 +35,18 @@ class Estimator(NamedTuple):
     needs: str = "loss"
 
 
-def curvature(**options: Any) -> Estimator:
+def curvature() -> Estimator:
     """Σ_v ⟨p_v, ½ E[(g·e)²]⟩: the second-order damage, which is linear in the rows, at exactly trained parameters.
 
     The mean of g gᵀ stands for the Hessian, as it may for log-likelihoods (cross-entropy). Of other losses, such as a
     mean square, damages can be far too small: they rank strategies, but only training (`prove`) can keep a bound.
 
-    Args:
-      **options: for the space's `damages`, such as the `learning_rate` that errors of gradients are taken through.
     """
 
-    def increase(space: Space, params: Params, batch: Batch, rows: Rows, key: jax.Array) -> jax.Array:
-        measure: Callable[..., Rows] = space.damages
-        damages = jax.lax.stop_gradient(measure(params, batch, key, **options))
+    def increase(
+        space: Space, params: Params, batch: Batch, rows: Rows, key: jax.Array, step_sizes: Params
+    ) -> jax.Array:
+        damages = jax.lax.stop_gradient(space.damages(params, batch, key, step_sizes=step_sizes))
         return sum((row @ damage for row, damage in zip(rows, damages, strict=True)), start=jnp.zeros(()))
 
     return Estimator(increase, needs="damages")
@@ -80,9 +80,11 @@ def sampled(temperature: float = 1.0) -> Estimator:
         keys = jax.random.split(key, len(rows))
         return [_straight_through(row, k, temperature) for row, k in zip(rows, keys, strict=True)]
 
-    def increase(space: Space, params: Params, batch: Batch, rows: Rows, key: jax.Array) -> jax.Array:
+    def increase(
+        space: Space, params: Params, batch: Batch, rows: Rows, key: jax.Array, step_sizes: Params
+    ) -> jax.Array:
         draw_key, run_key = jax.random.split(key)
-        return _mixed_increase(space, params, batch, draw(rows, draw_key), run_key)
+        return _mixed_increase(space, params, batch, draw(rows, draw_key), run_key, step_sizes)
 
     def drawn(rows: Rows, key: jax.Array) -> Selection:
         return [row.argmax() for row in draw(rows, key)]
@@ -154,7 +156,10 @@ def _as_they_are(rows: Rows, key: jax.Array) -> Rows:
     return rows
 
 
-def _mixed_increase(space: Space, params: Params, batch: Batch, rows: Rows, key: jax.Array) -> jax.Array:
+def _mixed_increase(
+    space: Space, params: Params, batch: Batch, rows: Rows, key: jax.Array, step_sizes: Params
+) -> jax.Array:
+    del step_sizes  # only what runs in this very step is seen
     problem = space.problem()
     exact = one_hot(problem, reference_choice(space, problem))
     # The reference is a constant: what the choice does to the parameters must show in the loss, not cancel.

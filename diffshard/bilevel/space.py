@@ -62,8 +62,11 @@ class Space(HasProblem, Protocol):
         """The loss when each site's result is Σ_j w_j op_j(x); differentiable in `params` and `weights`."""
         ...
 
-    def damages(self, params: Params, batch: Batch, key: jax.Array) -> Rows:
-        """For each node and strategy ½ E[(g·e_j)²], the expected increase of the loss: V arrays `[S_v]`."""
+    def damages(self, params: Params, batch: Batch, key: jax.Array, *, step_sizes: Params) -> Rows:
+        """For each node and strategy the expected increase of the loss, as ½ E[(g·e_j)²]: V arrays `[S_v]`.
+
+        Errors of gradients take part as steps of `step_sizes`, as `params`.
+        """
         ...
 
     def state(self, params: Params) -> Residuals:

@@ -43,10 +43,11 @@ class BilevelMetrics(NamedTuple):
 
     Attributes:
       train_loss: of θ before the step, as training runs under the estimator.
-      loss_increase: what the rows add to the loss of this validation batch, by the estimator; 0 in a lossless space.
+      loss_increase: what the rows add to the loss of this validation batch, by the estimator; 0 in a lossless space. In
+        steps that leave A as it is: by the mean slopes.
       cost_ratio: relaxed cost of the rows to the exact choice's.
       multiplier: of the bound on the loss.
-      loss_slope: norm of the weighed slope of the loss in A.
+      loss_slope: norm of the weighed slope of the loss in A; 0 in steps that leave A as it is, as is `cost_slope`.
       cost_slope: norm of the weighed slope of the cost: beside `loss_slope` it tells which of the two decides.
       entropy: mean over nodes, as a share of uniform rows': 1 is undecided, 0 is decided.
       undershoot: share of the allowed loss increase that the mean of late steps does not use, negative above it; 0

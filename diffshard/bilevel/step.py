@@ -28,6 +28,7 @@ from diffshard.bilevel.space import (
     softmax_rows,
 )
 from diffshard.bilevel.state import BilevelMetrics, BilevelState
+from diffshard.bilevel.step_sizes import step_sizes
 
 LossFn = Callable[[Params, Batch], jax.Array]
 
@@ -46,16 +47,33 @@ class Settings:
     objective: Objective | None
     estimator: Estimator
     order: int
+    choice_every: int
+
+
+class _Trained(NamedTuple):
+    """A training step as the estimator runs it: the loss before it, gradients, what strategies carry on."""
+
+    loss: jax.Array
+    gradients: Params
+    residuals: Residuals
+
+
+class _Choosing(NamedTuple):
+    """What a step of the choice changes, in the terms of `BilevelState`."""
+
+    logits: Rows
+    choice_state: optax.OptState
+    multiplier: jax.Array
+    offset: jax.Array
+    slopes: Rows
 
 
 class _Seen(NamedTuple):
-    """What both steps are made of: losses, and slopes of the increase in the rows."""
+    """What a step of the choice saw: the increase, norms of the weighed slopes of loss and of cost."""
 
-    train_loss: jax.Array
-    gradients: Params
-    residuals: Residuals
     increase: jax.Array
-    slopes: Rows
+    loss_slope: jax.Array
+    cost_slope: jax.Array
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,48 +100,44 @@ class Step:
         self, state: BilevelState, train_batch: Batch, val_batch: Batch
     ) -> tuple[BilevelState, BilevelMetrics]:
         """The state after the step, or the one before it where a number is not finite."""
-        key, step_key = jax.random.split(state.key)
-        rows, pull_back = jax.vjp(functools.partial(softmax_rows, self.problem), state.logits)
-        seen = self._see(state, rows, train_batch, val_batch, step_key)
-        params, weights_state = self._moved(state, seen.gradients)
+        key, run_key, val_key = jax.random.split(state.key, 3)
+        draw_key, noise_key = jax.random.split(run_key)
+        rows = softmax_rows(self.problem, state.logits)
+        trained = self._train(state, rows, train_batch, draw_key, noise_key)
+        params, weights_state = self._moved(state, trained.gradients)
         cost, cost_slopes = jax.value_and_grad(lambda p: cost_ratio(self.problem, p, self.reference_cost))(rows)
+        before = _Choosing(state.logits, state.choice_state, state.multiplier, state.offset, state.slopes)
 
-        share = jnp.maximum(_FORGET, 1.0 / (state.step + 1.0))
-        seen_offset = seen.increase - optax.tree.vdot(seen.slopes, rows)
-        offset, slopes = jax.tree.map(
-            lambda old, new: old + share * (new - old), (state.offset, state.slopes), (seen_offset, seen.slopes)
-        )
-        increase = offset + optax.tree.vdot(slopes, rows)  # the noise of one batch would bias the multiplier
-        weights = self.objective.weights(state.multiplier, increase, state.step)
-        (of_loss,) = pull_back(jax.tree.map(lambda slope: weights.loss * slope, seen.slopes))
-        (of_cost,) = pull_back(jax.tree.map(lambda slope: weights.cost * slope, cost_slopes))
-        updates, choice_state = self.settings.choice_optimizer.update(
-            jax.tree.map(jnp.add, of_loss, of_cost), state.choice_state, state.logits
-        )
-        logits: Any = optax.apply_updates(state.logits, updates)
+        def choose() -> tuple[_Choosing, _Seen]:
+            value, slopes = self._increase(state, rows, trained, train_batch, val_batch, (draw_key, noise_key, val_key))
+            return self._chosen(state, rows, value, slopes, cost_slopes)
+
+        def wait() -> tuple[_Choosing, _Seen]:
+            return before, _Seen(self._mean_increase(before, rows), jnp.zeros(()), jnp.zeros(()))
+
+        if self.settings.choice_every == 1:
+            choosing, seen = choose()
+        else:
+            choosing, seen = jax.lax.cond(state.step % self.settings.choice_every == 0, choose, wait)
         after = BilevelState(
             params=params,
             weights_state=weights_state,
-            residuals=seen.residuals,
-            logits=logits,
-            choice_state=choice_state,
-            multiplier=self.objective.next_multiplier(state.multiplier, increase),
-            offset=offset,
-            slopes=slopes,
+            residuals=trained.residuals,
+            **choosing._asdict(),
             step=state.step + 1,
             num_refused=state.num_refused,
             key=key,
         )
-        fine = _all_finite((seen.train_loss, seen.increase, cost, after._replace(key=state.step)))
+        fine = _all_finite((trained.loss, seen, cost, after._replace(key=state.step)))
         refused = state._replace(key=key, num_refused=state.num_refused + 1)
-        entropy, undershoot, collapsed = self._collapse(rows, increase, cost_slopes)
+        entropy, undershoot, collapsed = self._collapse(rows, self._mean_increase(choosing, rows), cost_slopes)
         metrics = BilevelMetrics(
-            train_loss=seen.train_loss,
+            train_loss=trained.loss,
             loss_increase=seen.increase,
             cost_ratio=cost,
             multiplier=state.multiplier,
-            loss_slope=optax.tree.norm(of_loss),
-            cost_slope=optax.tree.norm(of_cost),
+            loss_slope=seen.loss_slope,
+            cost_slope=seen.cost_slope,
             entropy=entropy,
             undershoot=undershoot,
             collapsed=collapsed,
@@ -131,35 +145,72 @@ class Step:
         )
         return jax.lax.cond(fine, lambda: after, lambda: refused), metrics
 
-    def _see(self, state: BilevelState, rows: Rows, train_batch: Batch, val_batch: Batch, key: jax.Array) -> _Seen:
-        settings = self.settings
-        nothing = jnp.zeros(()), jax.tree.map(jnp.zeros_like, rows)
+    def _train(
+        self, state: BilevelState, rows: Rows, batch: Batch, draw_key: jax.Array, noise_key: jax.Array
+    ) -> _Trained:
         if is_lossless(self.space):
-            assert settings.loss_fn is not None
-            loss, gradients = jax.value_and_grad(settings.loss_fn)(state.params, train_batch)
-            return _Seen(loss, gradients, state.residuals, *nothing)
-        run_key, val_key = jax.random.split(key)
+            assert self.settings.loss_fn is not None
+            loss, gradients = jax.value_and_grad(self.settings.loss_fn)(state.params, batch)
+            return _Trained(loss, gradients, state.residuals)
+        running = self.settings.estimator.running
+        selection = self.reference if running is None else running(rows, draw_key)
+        return _Trained(
+            *self.space.loss_and_gradients(state.params, batch, selection, state.residuals, noise_key, state.step)
+        )
+
+    def _increase(
+        self,
+        state: BilevelState,
+        rows: Rows,
+        trained: _Trained,
+        train_batch: Batch,
+        val_batch: Batch,
+        keys: tuple[jax.Array, jax.Array, jax.Array],
+    ) -> tuple[jax.Array, Rows]:
+        """The increase that the estimator sees, and its slopes in the rows."""
+        if is_lossless(self.space):
+            return jnp.zeros(()), jax.tree.map(jnp.zeros_like, rows)
+        (draw_key, noise_key, val_key), settings = keys, self.settings
+        val_key, sizes_key = jax.random.split(val_key)
+        optimizer, gradients = settings.weights_optimizer, trained.gradients
+        sizes = step_sizes(optimizer, state.weights_state, state.params, gradients, sizes_key)
 
         def increase(params: Params, rows: Rows) -> jax.Array:
-            return settings.estimator.increase(self.space, params, val_batch, rows, val_key)
+            return settings.estimator.increase(self.space, params, val_batch, rows, val_key, sizes)
 
-        running, weights = settings.estimator.running, settings.estimator.weights
-        draw_key, noise_key = jax.random.split(run_key)
-        selection = self.reference if running is None else running(rows, draw_key)
-        loss, gradients, residuals = self.space.loss_and_gradients(
-            state.params, train_batch, selection, state.residuals, noise_key, state.step
-        )
+        weights = settings.estimator.weights
         if settings.order == 1 or weights is None:
-            value, slopes = jax.value_and_grad(increase, argnums=1)(state.params, rows)
-        else:
+            return jax.value_and_grad(increase, argnums=1)(state.params, rows)
 
-            def train_loss(params: Params, rows: Rows) -> jax.Array:
-                return self.space.mixed_loss(params, train_batch, weights(rows, draw_key), noise_key)
+        def train_loss(params: Params, rows: Rows) -> jax.Array:
+            return self.space.mixed_loss(params, train_batch, weights(rows, draw_key), noise_key)
 
-            value, slopes = unrolled(
-                increase, train_loss, lambda g: self._moved(state, g)[0], state.params, rows, gradients
-            )
-        return _Seen(loss, gradients, residuals, value, slopes)
+        return unrolled(increase, train_loss, lambda g: self._moved(state, g)[0], state.params, rows, gradients)
+
+    def _chosen(
+        self, state: BilevelState, rows: Rows, value: jax.Array, slopes: Rows, cost_slopes: Rows
+    ) -> tuple[_Choosing, _Seen]:
+        """A step of the choice."""
+        share = jnp.maximum(_FORGET, 1.0 / (state.step // self.settings.choice_every + 1.0))
+        seen_offset = value - optax.tree.vdot(slopes, rows)
+        offset, means = jax.tree.map(
+            lambda old, new: old + share * (new - old), (state.offset, state.slopes), (seen_offset, slopes)
+        )
+        increase = offset + optax.tree.vdot(means, rows)  # the noise of one batch would bias the multiplier
+        weights = self.objective.weights(state.multiplier, increase, state.step)
+        _, pull_back = jax.vjp(functools.partial(softmax_rows, self.problem), state.logits)
+        (of_loss,) = pull_back(jax.tree.map(lambda slope: weights.loss * slope, slopes))
+        (of_cost,) = pull_back(jax.tree.map(lambda slope: weights.cost * slope, cost_slopes))
+        updates, choice_state = self.settings.choice_optimizer.update(
+            jax.tree.map(jnp.add, of_loss, of_cost), state.choice_state, state.logits
+        )
+        logits: Any = optax.apply_updates(state.logits, updates)
+        multiplier = self.objective.next_multiplier(state.multiplier, increase)
+        seen = _Seen(value, optax.tree.norm(of_loss), optax.tree.norm(of_cost))
+        return _Choosing(logits, choice_state, multiplier, offset, means), seen
+
+    def _mean_increase(self, choosing: _Choosing, rows: Rows) -> jax.Array:
+        return choosing.offset + optax.tree.vdot(choosing.slopes, rows)
 
     def _moved(self, state: BilevelState, gradients: Params) -> tuple[Params, optax.OptState]:
         updates, weights_state = self.settings.weights_optimizer.update(gradients, state.weights_state, state.params)

@@ -13,7 +13,7 @@ from jax import lax
 
 from search_spaces.communication.collectives import Collective
 from search_spaces.communication.groups import Group
-from search_spaces.communication.selection import Selection, probed, row_damages, select, with_backward
+from search_spaces.communication.selection import Selection, probed, select, with_backward
 from search_spaces.communication.sites import Direction, Site, Traced
 
 
@@ -141,18 +141,18 @@ class DeviceStep:
                 leaves[site.place] = self._collective(s).exact(leaves[site.place])
         return jax.tree.unflatten(structure, leaves)
 
-    def gradient_damages(self, direction: Any, gradients: Any, key: jax.Array, step: jax.Array) -> list[jax.Array]:
-        """This device's share of ½ Σ_t (v_t · e_t)² for each group `[S]`, with v the direction, over gradient sites."""
+    def gradient_damages(self, step_sizes: Any, gradients: Any, key: jax.Array, step: jax.Array) -> list[jax.Array]:
+        """This device's share of ¼ Σ_i η_i e_i² for each group `[S]`, with η the step sizes, over gradient sites."""
         damages = [jnp.zeros(len(group.names)) for group in self.groups]
-        along, own = jax.tree.leaves(direction), jax.tree.leaves(gradients)
+        sizes, own = jax.tree.leaves(step_sizes), jax.tree.leaves(gradients)
         for g, numbers in self._gradient_groups():
             first, operands = self.groups[g].sites[0], [own[leaf] for leaf in numbers]
             collective, x = self._collective(first), _joined(operands)
             exact = collective.exact(x)
+            weights = _joined([sizes[leaf] for leaf in numbers]) / (4 * collective.num_copies)
             for j, run in enumerate(self._runs(first)):
-                errors = _parted(run(x, _gradient_key(key, g), step)[0] - exact, operands)
-                found = [row_damages(along[leaf], e[None])[0] for leaf, e in zip(numbers, errors, strict=True)]
-                damages[g] = damages[g].at[j].add(sum(found) / collective.num_copies)
+                error = (run(x, _gradient_key(key, g), step)[0] - exact).astype(jnp.float32)
+                damages[g] = damages[g].at[j].add(weights @ jnp.square(error))
         return damages
 
     def _evaluated(

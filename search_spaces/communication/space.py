@@ -246,7 +246,7 @@ class CommunicationSpace:
         key: jax.Array,
         *,
         validation: Any = None,
-        learning_rate: float = 1.0,
+        step_sizes: Any = 1.0,
         step: jax.Array | int = 0,
     ) -> list[jax.Array]:
         """By how much each strategy would raise the loss, to second order: for each group `[S]`, zero where lossless.
@@ -257,41 +257,52 @@ class CommunicationSpace:
           site's result, times the number of tokens. Tokens are all dimensions of the result but the last, on all
           devices; cotangents of copies of a result are summed. The Hessian is taken as the mean outer product of
           token gradients, and the errors of tokens as independent.
-        - backward: ½ · Σ_t (η · a_t · e_t)², a the derivative of ⟨v, parameter gradient⟩ with respect to the site's
-          result and v the gradient of the validation loss: the variance, halved, of the first-order change of that loss
-          by one step of gradient descent with learning rate η.
-        - gradient: the same, ½ · Σ_t (η · v_t · e_t)² over the rows t of the parameter. Residuals are not accounted
+        - gradient: ¼ · Σ_i η_i e_i², η_i the parameter's step size: by so much the loss is higher where steps of noisy
+          gradients and the pull to the minimum are in balance, whatever the Hessian is. Residuals are not accounted
           for: what is sent later counts as lost.
+        - backward: the same for the error in parameters' gradients that e causes, estimated with random signs z as
+          ¼ · Σ_t (a_t · e_t)², a the derivative of ⟨z √η, parameter gradient⟩ with respect to the site's result.
+
+        Source of the balance: Mandt, Hoffman and Blei, "Stochastic gradient descent as approximate Bayesian inference"
+        (JMLR 2017), section 3.
 
         Args:
           params: whole arrays.
           batch: whole arrays.
           key: a random key.
-          validation: a batch of the same shapes for v and for forward damages; `batch` without.
-          learning_rate: η.
+          validation: a batch of the same shapes for forward damages; `batch` without.
+          step_sizes: η, one number, or numbers for each parameter: how far a unit of its gradient moves it.
           step: number of the training step.
         """
         probes = [jnp.zeros(len(group.names)) for group in self.groups]
+        whole = jax.tree.broadcast(step_sizes, params)
+        step_sizes = jax.tree.map(lambda size, p: jnp.broadcast_to(size, p.shape).astype(jnp.float32), whole, params)
+        leaves, structure = jax.tree.flatten(step_sizes)
+        keys = jax.random.split(jax.random.fold_in(key, 2**31 - 2), len(leaves))
+        signs = [jax.random.rademacher(k, x.shape, x.dtype) * jnp.sqrt(x) for k, x in zip(keys, leaves, strict=True)]
+        along = jax.tree.unflatten(structure, signs)
 
-        def fn(params: Any, batch: Any, validation: Any, key: jax.Array, step: jax.Array) -> list[jax.Array]:
+        def fn(
+            params: Any, batch: Any, validation: Any, sizes: Any, along: Any, key: Any, step: Any
+        ) -> list[jax.Array]:
             def loss(params: Any, batch: Any, ahead: Any, back: Any) -> jax.Array:
                 return self._step.probed_loss(params, batch, key, step, ahead, back)
 
-            direction, forward = jax.grad(loss, argnums=(0, 2))(params, validation, probes, None)
-            direction = self._step.summed(direction)
-
-            def along(back: Any) -> tuple[jax.Array, Any]:
+            def projected(back: Any) -> tuple[jax.Array, Any]:
                 gradients = jax.grad(loss)(params, batch, None, back)
-                products = jax.tree.map(lambda v, g: jnp.vdot(v, g), direction, gradients)
-                return jax.tree.reduce(jnp.add, products), gradients
+                return jax.tree.reduce(jnp.add, jax.tree.map(jnp.vdot, along, gradients)), gradients
 
-            backward, gradients = jax.grad(along, has_aux=True)(probes)
-            of_gradients = self._step.gradient_damages(direction, gradients, key, step)
-            later = [learning_rate**2 * (b + c) for b, c in zip(backward, of_gradients, strict=True)]
-            return lax.psum([f + x for f, x in zip(forward, later, strict=True)], self._axes)
+            forward = jax.grad(loss, argnums=2)(params, validation, probes, None)
+            backward, gradients = jax.grad(projected, has_aux=True)(probes)
+            of_gradients = self._step.gradient_damages(sizes, gradients, key, step)
+            parts = zip(forward, backward, of_gradients, strict=True)
+            return lax.psum([f + b / 2 + g for f, b, g in parts], self._axes)
 
-        run = self._run(fn, in_specs=(*self._specs, self._specs[1], _WHOLE, _WHOLE), out_specs=_WHOLE)
-        return run(params, batch, batch if validation is None else validation, key, jnp.asarray(step))
+        params_spec, batch_spec = self._specs
+        in_specs = (params_spec, batch_spec, batch_spec, params_spec, params_spec, _WHOLE, _WHOLE)
+        run = self._run(fn, in_specs=in_specs, out_specs=_WHOLE)
+        validation = batch if validation is None else validation
+        return run(params, batch, validation, step_sizes, along, key, jnp.asarray(step))
 
     # What a selection costs.
 

@@ -64,9 +64,9 @@ class Perturbed:
         loss, gradients = jax.value_and_grad(self.loss)(params, batch, choice, key, step)
         return loss, gradients, state
 
-    def damages(self, params, batch, key):
+    def damages(self, params, batch, key, *, step_sizes):
         """As `Space`: exact, wherever the residual is."""
-        del params, key
+        del params, key, step_sizes
         return [jnp.asarray(0.5 * errors**2) + 0.0 * batch[1].mean() for errors in self.errors]
 
     def state(self, params):

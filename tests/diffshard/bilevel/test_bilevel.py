@@ -21,7 +21,7 @@ EXACT_COST = 5.0
 
 
 def _search(space=None, **options) -> BilevelSearch:
-    options = {"weights_optimizer": optax.sgd(0.1), "max_loss_increase": 0.05, **options}
+    options = {"weights_optimizer": optax.sgd(0.1), "max_loss_increase": 0.05, "choice_every": 1, **options}
     if "cost_weight" in options:
         del options["max_loss_increase"]
     return diffshard.bilevel(None, space=Perturbed(ERRORS, SECONDS) if space is None else space, **options)
@@ -283,8 +283,8 @@ def test_a_function_makes_the_space_of_the_first_init():
 
 
 def test_a_function_of_the_user_is_an_estimator():
-    def increase(space, params, batch, rows, key):
-        del params, batch, key
+    def increase(space, params, batch, rows, key, step_sizes):
+        del params, batch, key, step_sizes
         wanted = one_hot(space.problem(), (1, 0))
         return 10.0 * sum(jnp.sum((row - want) ** 2) for row, want in zip(rows, wanted, strict=True))
 

@@ -44,7 +44,7 @@ def _train_loss(params, rows):
 
 
 def _increase(params, rows):
-    return estimators.mixture().increase(SPACE, params, _batches()[1], rows, KEY)
+    return estimators.mixture().increase(SPACE, params, _batches()[1], rows, KEY, params)
 
 
 def _move(optimizer: optax.GradientTransformation, params, opt_state, gradients):
@@ -68,7 +68,7 @@ def test_mixture_is_the_increase_of_the_mixed_loss_and_its_slope_that_of_finite_
 def test_curvature_is_the_mean_damage():
     rows = _rows()
     value, slopes = jax.value_and_grad(estimators.curvature().increase, argnums=3)(
-        SPACE, _params(), _batches()[1], rows, KEY
+        SPACE, _params(), _batches()[1], rows, KEY, _params()
     )
     expected = sum(float(np.asarray(row) @ (errors**2 / 2)) for row, errors in zip(rows, SPACE.errors, strict=True))
     assert value == pytest.approx(expected)

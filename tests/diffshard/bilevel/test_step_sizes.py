@@ -1,0 +1,58 @@
+"""Step sizes against optimisers whose answer to an impulse is known."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from diffshard.bilevel.step_sizes import step_sizes
+
+KEY = jax.random.key(0)
+PARAMS = {"a": jnp.array([1.0, -2.0, 0.5]), "b": jnp.array([[3.0]])}
+GRADIENTS = {"a": jnp.array([0.1, -4.0, 0.0]), "b": jnp.array([[2.0]])}
+
+
+def _after(optimizer: optax.GradientTransformation, num_steps: int):
+    state = optimizer.init(PARAMS)
+    for step in range(num_steps):
+        noisy = jax.tree.map(lambda g: g + 0.3 * (-1) ** step * jnp.abs(g), GRADIENTS)
+        _, state = optimizer.update(noisy, state, PARAMS)
+    return state
+
+
+def _sizes(optimizer: optax.GradientTransformation, num_steps: int = 0):
+    return step_sizes(optimizer, _after(optimizer, num_steps), PARAMS, GRADIENTS, KEY)
+
+
+def test_gradient_descent_moves_by_its_rate_and_momentum_by_more():
+    for leaf in jax.tree.leaves(_sizes(optax.sgd(0.1))):
+        np.testing.assert_allclose(leaf, 0.1, rtol=1e-6)
+    for leaf in jax.tree.leaves(_sizes(optax.sgd(0.1, momentum=0.5))):
+        np.testing.assert_allclose(leaf, 0.1 * (2 - 0.5**7), rtol=1e-6)
+
+
+def test_a_schedule_is_followed():
+    rate = optax.linear_schedule(0.2, 0.1, 10)
+    np.testing.assert_allclose(_sizes(optax.sgd(rate), 3)["a"], 0.17, rtol=1e-6)
+
+
+def test_adam_moves_by_its_rate_over_the_root_mean_square():
+    """As far as eight steps show its momentum; where a gradient was always 0 there is no answer, and none is given."""
+    sizes = _sizes(optax.adam(0.1), 2000)
+    for name, rms in (("a", np.abs(GRADIENTS["a"][:2])), ("b", np.abs(GRADIENTS["b"]))):
+        expected = 0.1 * (1 - 0.9**8) / (rms * 1.09**0.5)
+        np.testing.assert_allclose(sizes[name].ravel()[: rms.size], expected.ravel(), rtol=0.02)
+    assert sizes["a"][2] == 0
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_clipped_norm_is_estimated_by_its_diagonal(seed: int):
+    """The derivative is not diagonal there: the mean over signs is its diagonal."""
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1))
+    gradients = {"a": jax.random.normal(jax.random.key(seed), (4,)) * 3}
+    state = optimizer.init(gradients)
+    keys = jax.random.split(KEY, 2000)
+    found = jax.vmap(lambda key: step_sizes(optimizer, state, gradients, gradients, key)["a"])(keys).mean(axis=0)
+    exact = -jnp.diag(jax.jacobian(lambda g: optimizer.update({"a": g}, state, gradients)[0]["a"])(gradients["a"]))
+    np.testing.assert_allclose(found, exact, atol=0.02 * 0.1 + 0.1 * float(exact.max()))
