@@ -1,10 +1,8 @@
 """A plan of the bilevel search as text: what each group of collectives does, and what that saves and costs."""
 
-import math
-
 from diffshard.bilevel.plan import BilevelPlan, GroupPlan
 from diffshard.report.patterns import format_bytes, format_s
-from diffshard.report.text import format_mesh, format_table
+from diffshard.report.text import format_count, format_devices, format_table
 
 MOST_CANDIDATES = 12
 
@@ -16,11 +14,9 @@ def format_plan(plan: BilevelPlan) -> str:
 
 def title(plan: BilevelPlan) -> str:
     """What it is a plan of, in a line."""
-    devices = math.prod(plan.mesh_axes.values())
-    where = f" on {devices} device{'s' if devices != 1 else ''} ({format_mesh(plan.mesh_axes)})" * bool(plan.mesh_axes)
-    hardware = f", {plan.hardware.name}" if plan.hardware else ""
-    what = "communication" if has_traffic(plan) else f"{len(plan.groups)} choices"
-    return f"Plan of {what}{where}{hardware}"
+    what = "communication" if has_traffic(plan) else format_count(len(plan.groups), "choice")
+    where = f" on {format_devices(plan.mesh_axes)}" if plan.mesh_axes else ""
+    return f"Plan of {what}{where}{f', {plan.hardware.name}' if plan.hardware else ''}"
 
 
 def has_traffic(plan: BilevelPlan) -> bool:
@@ -42,7 +38,7 @@ def seconds_line(plan: BilevelPlan) -> str:
 def loss_line(plan: BilevelPlan) -> str:
     """The increase of the loss, how it is known, and what is allowed."""
     if plan.lossless:
-        return "as it was: no choice changes it"
+        return "the same with every choice"
     how = "measured by training" if plan.proof else "predicted by the search, not measured"
     bound = "" if plan.max_loss_increase is None else f"; {plan.max_loss_increase:.4g} allowed"
     return f"{plan.loss_increase:+.4g} over the exact choice's, {how}{bound}"
@@ -96,7 +92,7 @@ def _groups(plan: BilevelPlan) -> str:
         chosen, exact = (format_bytes(b) for b in ((sent.sent_bytes, sent.exact_sent_bytes) if sent else (0.0, 0.0)))
         times = (format_s(group.seconds), format_s(group.exact_seconds))
         rows.append((group.name, *group_kind(group), group.strategy, chosen, exact, *times))
-    heading = f"Groups of sites: {len(plan.groups)}, of which {changed} are not as in the exact choice"
+    heading = f"Groups of sites: {len(plan.groups)}, of which {changed} differ from the exact choice"
     return "\n".join([heading, "", *format_table(rows, "  ", right=(3, 5, 6, 7, 8))])
 
 
@@ -104,10 +100,10 @@ def _candidates(plan: BilevelPlan) -> str:
     if plan.proof is None:
         return ""
     table, steps = plan.proof.table, plan.proof.steps
-    rows = [("name", "step", "loss", "increase", "trained")]
+    rows = [("step", "loss", "increase", "trained", "name")]
     for tried in table[:MOST_CANDIDATES]:
         loss, increase = f"{tried.loss:.4f}", f"{tried.loss_increase:+.4f}"
-        rows.append((tried.name, format_s(tried.seconds), loss, increase, f"{tried.row.steps:,} steps"))
+        rows.append((format_s(tried.seconds), loss, increase, f"{tried.row.steps:,} steps", tried.name))
     heading = f"Candidates: {len(table)} trained from the start for {steps:,} steps in all, the best first"
     more = [f"  ... and {len(table) - MOST_CANDIDATES} more"] if len(table) > MOST_CANDIDATES else []
-    return "\n".join([heading, "", *format_table(rows, "  ", right=(1, 2, 3, 4)), *more])
+    return "\n".join([heading, "", *format_table(rows, "  ", right=(0, 1, 2, 3)), *more])

@@ -19,7 +19,9 @@ import jax
 from jax.sharding import AbstractMesh, AxisType
 
 from cost.presets import PRESET_NAMES, preset
-from diffshard import contest
+from diffshard import contest, plan_file
+from diffshard.bilevel import plan_file as bilevel_file
+from diffshard.bilevel import plan_page as bilevel_page
 from diffshard.command.progress import shown
 from diffshard.command.words import (
     UsageError,
@@ -33,7 +35,8 @@ from diffshard.command.words import (
 )
 from diffshard.files import write_whole
 from diffshard.make_plan import InfeasibleError
-from diffshard.plan import Plan, PlanError
+from diffshard.plan import PlanError
+from diffshard.plan_json import BILEVEL, kind_of, read
 from diffshard.report.page import save_page
 from diffshard.report.patterns import format_s
 from diffshard.search import search
@@ -87,7 +90,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_solver_options(one)
     one.set_defaults(run=_search)
 
-    two = commands.add_parser("show", help="print a plan that was saved")
+    two = commands.add_parser("show", help="print a plan that was saved, of `search` or of `bilevel`")
     two.add_argument("plan", metavar="PLAN.json")
     two.add_argument("--html", metavar="FILE", help="write it as a page instead")
     two.set_defaults(run=_show)
@@ -169,12 +172,18 @@ def _fail(what: str, error: Exception) -> NoReturn:
 def _show(options: argparse.Namespace) -> int:
     check_writable("--html", options.html)
     try:
-        plan = Plan.load(options.plan)
+        document = read(options.plan)
     except OSError as error:
         raise UsageError(f"{options.plan}: {error.strerror or error}") from None
-    if options.html:
-        save_page(plan, options.html)
+    if kind_of(document) == BILEVEL:
+        plan = bilevel_file.from_json(document, options.plan)
+        if options.html:
+            bilevel_page.save_page(plan, options.html)
     else:
+        plan = plan_file.from_json(document, options.plan)
+        if options.html:
+            save_page(plan, options.html)
+    if not options.html:
         print(plan)
     return 0
 

@@ -1,13 +1,13 @@
 """A plan as one self-contained HTML page: where the time and memory go, and each layer coloured by its shardings."""
 
-import html
 import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from diffshard.files import write_whole
 from diffshard.plan import Plan, Spec
 from diffshard.report.layers import Layer, Part, layers
+from diffshard.report.page_parts import COLOURS, COMPUTE, bar, cards, document, escaped
 from diffshard.report.patterns import format_bytes, format_s
 from diffshard.report.text import (
     argument_groups,
@@ -24,34 +24,6 @@ from diffshard.report.text import (
 # Light fills with dark text, told apart also by those who don't see red and green: one for each set of mesh axes.
 _REPLICATED = "#e9e9ec"
 _FILLS = ("#bcd9f5", "#fbd5a4", "#d9c8f0", "#c5e6c0", "#f6c3d0", "#bfe8e4", "#efe3a0", "#d6cfc7")
-_COMPUTE = "#7a8aa0"
-_COLLECTIVES = ("#d9822b", "#c4507a", "#8a63b8", "#3d8f8a", "#b0a02c", "#a0522d", "#5b7fc7", "#7d8b3a")
-
-_STYLE = """
-:root{color-scheme:light}
-body{font:14px/1.45 system-ui,-apple-system,"Segoe UI",sans-serif;color:#1d2733;background:#fbfbfa;margin:0}
-main{max-width:1180px;margin:0 auto;padding:28px 24px 60px}
-h1{font-size:22px;margin:0 0 4px}h2{font-size:16px;margin:34px 0 10px}
-.dim{color:#5d6975}.cards{display:flex;gap:12px;flex-wrap:wrap;margin:18px 0}
-.card{background:#fff;border:1px solid #e2e4e8;border-radius:8px;padding:10px 16px;min-width:150px;flex:1}
-.card b{display:block;font-size:20px;font-weight:600}
-.bar{display:flex;height:30px;border-radius:5px;overflow:hidden;background:#eceef1}
-.bar i{display:block;height:100%;border-right:1px solid #fff;box-sizing:border-box}
-.key{display:flex;flex-wrap:wrap;gap:4px 18px;margin:8px 0 0}.key span{white-space:nowrap}
-.key i,.swatch{display:inline-block;width:11px;height:11px;border-radius:3px;margin-right:6px;vertical-align:-1px}
-.layer{display:grid;grid-template-columns:170px 1fr 1fr 1fr;gap:0 12px;background:#fff;border:1px solid #e2e4e8;
-border-radius:8px;padding:10px 14px;margin:0 0 8px;break-inside:avoid}
-.head{background:none;border:none;padding-top:0;padding-bottom:0;font-weight:600;color:#5d6975}
-.layer>div{min-width:0}.layer .name{font-weight:600;overflow-wrap:anywhere}
-.part{border-radius:5px;padding:3px 8px;margin:0 0 4px;font-size:12.5px;overflow-wrap:anywhere}
-.part .how{display:flex;justify-content:space-between;gap:8px;color:#46525e}
-.part .moves{color:#9a3412;font-weight:600}.small{background:none;color:#5d6975;padding-top:0}
-table{border-collapse:collapse;width:100%;background:#fff;font-size:13px}
-td,th{text-align:left;padding:4px 10px;border-bottom:1px solid #eceef1;vertical-align:top;overflow-wrap:anywhere}
-td.n,th.n{text-align:right;white-space:nowrap}th{color:#5d6975;font-weight:600}
-pre{overflow-x:auto;background:#fff;border:1px solid #e2e4e8;border-radius:8px;padding:14px;font-size:12px}
-summary{cursor:pointer;font-weight:600;margin:26px 0 8px}svg text{font:12px system-ui,sans-serif;fill:#5d6975}
-"""
 
 
 def save_page(plan: Plan, path: str | os.PathLike[str]) -> None:
@@ -66,28 +38,19 @@ def format_page(plan: Plan) -> str:
     rows = layers(plan)
     fills = _fills(plan, rows)
     body = [
-        f"<h1>{_text(short_name(plan.function))} on {devices} device{'s' if devices != 1 else ''}</h1>",
-        f"<div class=dim>mesh {_text(mesh)} · {_text(plan.hardware.name)} · {_text(plan.solver)} solver, "
-        f"{_text(format_s(plan.search_s))} · {_text(verdict(plan))}</div>",
+        f"<h1>{escaped(short_name(plan.function))} on {devices} device{'s' if devices != 1 else ''}</h1>",
+        f"<div class=dim>mesh {escaped(mesh)} · {escaped(plan.hardware.name)} · {escaped(plan.solver)} solver, "
+        f"{escaped(format_s(plan.search_s))} · {escaped(verdict(plan))}</div>",
         _cards(plan),
         _time(plan),
         _memory(plan),
         _graph(rows, fills),
         _argument_table(plan, fills),
         _history(plan),
-        "".join(["<h2>Notes</h2><ul>", *(f"<li>{_text(n)}</li>" for n in plan.notes), "</ul>"]) if plan.notes else "",
-        f"<details><summary>As text</summary><pre>{_text(format_plan(plan))}</pre></details>",
+        "".join(["<h2>Notes</h2><ul>", *(f"<li>{escaped(n)}</li>" for n in plan.notes), "</ul>"]) if plan.notes else "",
+        f"<details><summary>As text</summary><pre>{escaped(format_plan(plan))}</pre></details>",
     ]
-    return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width">'
-        f"<title>Plan of {_text(short_name(plan.function))}</title><style>{_STYLE}</style></head>"
-        f"<body><main>{''.join(body)}</main></body></html>\n"
-    )
-
-
-def _text(value: object) -> str:
-    return html.escape(str(value))
+    return document(f"Plan of {short_name(plan.function)}", body)
 
 
 def _fills(plan: Plan, rows: Sequence[Layer]) -> dict[frozenset[str], str]:
@@ -108,38 +71,20 @@ def _cards(plan: Plan) -> str:
     used = "no limit" if math.isinf(limit) else f"{plan.peak_bytes / limit:.0%} of {format_bytes(limit)}"
     bounded = math.isfinite(plan.lower_bound_s)
     gap = "0%" if plan.gap < 1e-8 else f"{100 * plan.gap:.2g}%"
-    cards = [
+    return cards(
         (format_s(plan.step_s), "predicted step"),
         (f"{(plan.step_s - plan.compute_s) / max(plan.step_s, 1e-30):.0%}", "of it communicates"),
         (format_bytes(plan.peak_bytes), f"peak memory of a device: {used}"),
         (gap if bounded else "unknown", f"gap to the lower bound {format_s(plan.lower_bound_s)}" if bounded else "gap"),
-    ]
-    return (
-        "<div class=cards>" + "".join(f"<div class=card><b>{_text(a)}</b>{_text(b)}</div>" for a, b in cards) + "</div>"
     )
-
-
-def _bar(pieces: Iterable[tuple[str, float, str, str]], whole: float) -> str:
-    """A stacked bar of (label, amount, amount as text, colour) and its key."""
-    pieces = [p for p in pieces if p[1] > 0]
-    bar = "".join(
-        f'<i style="width:{100 * amount / max(whole, 1e-30):.3f}%;background:{colour}" '
-        f'title="{_text(label)}: {_text(said)}"></i>'
-        for label, amount, said, colour in pieces
-    )
-    key = "".join(
-        f'<span><i style="background:{colour}"></i>{_text(label)} <span class=dim>{_text(said)}</span></span>'
-        for label, _, said, colour in pieces
-    )
-    return f"<div class=bar>{bar}</div><div class=key>{key}</div>"
 
 
 def _time(plan: Plan) -> str:
-    pieces = [("computing", plan.compute_s, format_s(plan.compute_s), _COMPUTE)]
+    pieces = [("computing", plan.compute_s, format_s(plan.compute_s), COMPUTE)]
     for i, (kind, axis, count, size, seconds) in enumerate(collective_totals(plan)):
         said = f"{format_s(seconds)}, {count:,.0f}×, {format_bytes(size)}"
-        pieces.append((f"{kind} {axis}", seconds, said, _COLLECTIVES[i % len(_COLLECTIVES)]))
-    return f"<h2>Time of a step</h2>{_bar(pieces, plan.step_s)}"
+        pieces.append((f"{kind} {axis}", seconds, said, COLOURS[i % len(COLOURS)]))
+    return f"<h2>Time of a step</h2>{bar(pieces, plan.step_s)}"
 
 
 def _memory(plan: Plan) -> str:
@@ -150,17 +95,17 @@ def _memory(plan: Plan) -> str:
         by_argument[name] = by_argument.get(name, 0.0) + device_bytes(plan, tensor)
     rest = plan.peak_bytes - sum(by_argument.values())
     by_argument["activations, gradients and copies at the peak"] = max(rest, 0.0)
-    colours = (_COMPUTE, *_COLLECTIVES)
+    colours = (COMPUTE, *COLOURS)
     pieces = [(n, b, format_bytes(b), colours[i % len(colours)]) for i, (n, b) in enumerate(by_argument.items())]
     limit = plan.memory_limit_bytes
     is_close = not math.isinf(limit) and plan.peak_bytes > limit / 10
     title = "Memory of a device" + (f", of {format_bytes(limit)}" if is_close else "")
-    return f"<h2>{title}</h2>{_bar(pieces, limit if is_close else max(plan.peak_bytes, sum(by_argument.values())))}"
+    return f"<h2>{title}</h2>{bar(pieces, limit if is_close else max(plan.peak_bytes, sum(by_argument.values())))}"
 
 
 def _graph(rows: Sequence[Layer], fills: dict[frozenset[str], str]) -> str:
     key = "".join(
-        f'<span><i style="background:{colour}"></i>{_text(" + ".join(sorted(axes)) or "replicated")}</span>'
+        f'<span><i style="background:{colour}"></i>{escaped(" + ".join(sorted(axes)) or "replicated")}</span>'
         for axes, colour in fills.items()
     )
     head = "<div class='layer head'><div>layer</div><div>arguments</div><div>forward</div><div>backward</div></div>"
@@ -178,7 +123,7 @@ def _layer(row: Layer, fills: dict[frozenset[str], str]) -> str:
         seconds = ""
     columns = (row.arguments, row.forward, row.backward)
     return (
-        f"<div class=layer><div><div class=name>{_text(row.name)}{times}</div><div class=dim>{seconds}</div></div>"
+        f"<div class=layer><div><div class=name>{escaped(row.name)}{times}</div><div class=dim>{seconds}</div></div>"
         + "".join(f"<div>{''.join(_part(p, fills) for p in parts)}</div>" for parts in columns)
         + "</div>"
     )
@@ -189,12 +134,13 @@ def _part(part: Part, fills: dict[frozenset[str], str]) -> str:
     amount = format_bytes(part.num_bytes) if part.num_bytes else format_s(part.seconds) if part.seconds else ""
     if part.spec is None:
         noun = "small operation" if part.times == 1 else "small operations"
-        return f"<div class='part small'>{part.times} {noun}, {_text(amount)}</div>"
-    moves = f"<div class=moves>{_text(', '.join(part.collectives))}</div>" if part.collectives else ""
-    where = _text(f"{part.array} {part.source}")
+        return f"<div class='part small'>{part.times} {noun}, {escaped(amount)}</div>"
+    moves = f"<div class=moves>{escaped(', '.join(part.collectives))}</div>" if part.collectives else ""
+    where = escaped(f"{part.array} {part.source}")
     return (
-        f'<div class=part style="background:{fills[_axes(part.spec)]}" title="{where}">{_text(part.name)}{times}'
-        f"<div class=how><span>{_text(format_spec(part.spec))}</span><span>{_text(amount)}</span></div>{moves}</div>"
+        f'<div class=part style="background:{fills[_axes(part.spec)]}" title="{where}">{escaped(part.name)}{times}'
+        f"<div class=how><span>{escaped(format_spec(part.spec))}</span><span>{escaped(amount)}</span></div>"
+        f"{moves}</div>"
     )
 
 
@@ -207,9 +153,9 @@ def _argument_table(plan: Plan, fills: dict[frozenset[str], str]) -> str:
         times = f"{len(members)}×" if len(members) > 1 else ""
         swatch = f'<i class=swatch style="background:{fills[_axes(first.spec)]}"></i>'
         rows.append(
-            f"<tr><td>{_text(group.pattern)}</td><td class=n>{times}</td><td>{_text(format_array(first))}</td>"
-            f"<td>{swatch}{_text(format_spec(first.spec))}</td><td class=n>{size}</td>"
-            f"<td>{_text(reason(plan, first))}</td></tr>"
+            f"<tr><td>{escaped(group.pattern)}</td><td class=n>{times}</td><td>{escaped(format_array(first))}</td>"
+            f"<td>{swatch}{escaped(format_spec(first.spec))}</td><td class=n>{size}</td>"
+            f"<td>{escaped(reason(plan, first))}</td></tr>"
         )
     head = (
         "<tr><th>name</th><th></th><th>type</th><th>sharding</th><th class=n>on a device</th>"
@@ -238,9 +184,9 @@ def _history(plan: Plan) -> str:
         "<h2>Search</h2><div class=key><span><i style='background:#1d4e89'></i>cost of the best plan</span>"
         "<span><i style='background:#d9822b'></i>lower bound</span></div>"
         '<svg viewBox="0 0 840 200" width="840" role="img"><path d="M60 10 V170 H820" fill="none" stroke="#c5cad0"/>'
-        f'<text x="54" y="16" text-anchor="end">{_text(format_s(top))}</text>'
+        f'<text x="54" y="16" text-anchor="end">{escaped(format_s(top))}</text>'
         '<text x="54" y="174" text-anchor="end">0</text>'
-        f'<text x="820" y="190" text-anchor="end">{_text(format_s(end))}</text>{lines}</svg>'
+        f'<text x="820" y="190" text-anchor="end">{escaped(format_s(end))}</text>{lines}</svg>'
     )
 
 

@@ -45,9 +45,15 @@ def short_name(function: str) -> str:
     return function.rsplit("<locals>.", 1)[-1]
 
 
-def format_mesh(axes: Mapping[str, int]) -> str:
-    """`data 2 x model 4`."""
-    return " x ".join(f"{axis} {size}" for axis, size in axes.items()) or "no axes"
+def format_devices(axes: Mapping[str, int]) -> str:
+    """`8 devices (data 2 x model 4)`."""
+    mesh = " x ".join(f"{axis} {size}" for axis, size in axes.items()) or "no axes"
+    return f"{format_count(math.prod(axes.values()), 'device')} ({mesh})"
+
+
+def format_count(number: int, noun: str) -> str:
+    """`1 device`, `8 devices`."""
+    return f"{number:,} {noun}{'s' if number != 1 else ''}"
 
 
 def format_spec(spec: Spec) -> str:
@@ -154,11 +160,9 @@ def collective_totals(plan: Plan) -> list[tuple[str, str, float, float, float]]:
 
 
 def _header(plan: Plan) -> str:
-    devices = math.prod(plan.mesh_axes.values())
     communication_s = plan.step_s - plan.compute_s
     lines = [
-        f"Plan of {short_name(plan.function)} on {devices} device{'s' if devices != 1 else ''} ({format_mesh(plan.mesh_axes)}), "
-        f"{plan.hardware.name}",
+        f"Plan of {short_name(plan.function)} on {format_devices(plan.mesh_axes)}, {plan.hardware.name}",
         "",
         f"  step     {format_s(plan.step_s)} predicted: computing {format_s(plan.compute_s)}, "
         f"communicating {format_s(communication_s)}",
