@@ -132,8 +132,12 @@ def test_each_capacity_sends_its_own_bytes():
     found = [(site.branch and site.branch[1], site.direction, site.name.split("/")[-2]) for site in sites]
     ways = itertools.product(range(3), ("forward", "backward"), ("dispatch", "combine"))
     assert sorted(found) == sorted(ways)
+    groups = [group for group in SPACE.groups if SPACE.sites[group.sites[0]].branch is not None]
+    assert [len(group.sites) for group in groups] == [3] * 4  # a precision for each way, whatever the capacity
     problem = SPACE.problem()
     validate(problem)
+    assert [edge.shape for edge in problem.edge_cost] == [(3, 2)] * 4
+    assert all((np.diff(edge, axis=0) < 0).all() for edge in problem.edge_cost)
     for choice in itertools.product(range(3), (0, 1)):
         assert SPACE.seconds(_choice(*choice)) == pytest.approx(evaluate(problem, _choice(*choice)).cost)
     sent = [SPACE.sent_bytes(_choice(number)) for number in range(3)]
@@ -143,9 +147,10 @@ def test_each_capacity_sends_its_own_bytes():
 
 
 def test_smaller_capacities_are_damages():
-    damages = jax.jit(lambda p: SPACE.damages(p, BATCH, KEY))(PARAMS)[CAPACITY]
-    assert damages[0] == 0
-    assert 0 <= damages[1] < damages[2]
+    damages = jax.jit(lambda p: SPACE.damages(p, BATCH, KEY))(PARAMS)
+    assert damages[CAPACITY][0] == 0
+    assert 0 <= damages[CAPACITY][1] < damages[CAPACITY][2]
+    assert all(damage[1] > 0 for g, damage in enumerate(damages) if g != CAPACITY)  # every precision is measured
 
 
 def test_balance_is_one_for_even_gates_and_the_number_of_experts_for_one_expert():
