@@ -2,40 +2,15 @@
 
 import math
 import re
-from html.parser import HTMLParser
 
 from diffshard.report.layers import layer_name, layers
 from diffshard.report.page import format_page, save_page
+from tests.diffshard.page_checker import checked_page
 from tests.diffshard.small_plan import operation, small_plan
-
-VOID = {"meta", "br", "path", "img", "link"}
-
-
-class Checker(HTMLParser):
-    """Collects text and elements, and fails where an element is closed that was not opened last."""
-
-    def __init__(self):
-        super().__init__()
-        self.open, self.texts, self.elements = [], [], []
-
-    def handle_starttag(self, tag, attrs):  # noqa: D102
-        self.elements.append((tag, dict(attrs)))
-        if tag not in VOID:
-            self.open.append(tag)
-
-    def handle_endtag(self, tag):  # noqa: D102
-        if tag not in VOID:
-            assert self.open.pop() == tag
-
-    def handle_data(self, data):  # noqa: D102
-        self.texts.append(data)
 
 
 def checked(plan):
-    checker = Checker()
-    checker.feed(format_page(plan).replace("/>", ">"))
-    assert checker.open == []
-    return checker
+    return checked_page(format_page(plan))
 
 
 def test_page_is_well_formed_and_self_contained():

@@ -1,0 +1,76 @@
+"""Plans of the bilevel search through files, and files that are none."""
+
+import json
+import math
+
+import pytest
+
+import diffshard
+from diffshard.bilevel.plan_file import from_json, to_json
+from diffshard.plan import PlanError
+from tests.diffshard.bilevel.small_bilevel_plan import proposed_plan, proved_plan
+from tests.diffshard.small_plan import small_plan
+
+
+def test_a_saved_plan_is_read_back_with_its_proof(tmp_path):
+    plan = proved_plan()
+    finite = plan._replace(proof=plan.proof._replace(table=plan.proof.table[:3]))  # nan is not equal to itself
+    finite.save(tmp_path / "plan.json")
+    again = diffshard.BilevelPlan.load(tmp_path / "plan.json")
+    assert again == finite
+    assert str(again) == str(finite)
+    assert isinstance(again.proof.table[0].row, type(finite.proof.table[0].row))
+    assert [path.name for path in tmp_path.iterdir()] == ["plan.json"]
+
+
+def test_numbers_that_json_lacks_come_back(tmp_path):
+    plan = proved_plan()._replace(loss_increase=-math.inf, message="inf")
+    plan.save(tmp_path / "plan.json")
+    again = diffshard.BilevelPlan.load(tmp_path / "plan.json")
+    assert again.loss_increase == -math.inf
+    assert again.message == "inf"
+    diverged = again.proof.table[-1]
+    assert math.isnan(diverged.loss)
+    assert diverged.row.scores[0][0] == math.inf
+
+
+def test_each_kind_of_file_says_what_it_is(tmp_path):
+    proposed_plan().save(tmp_path / "bilevel.json")
+    small_plan().save(tmp_path / "sharding.json")
+    with pytest.raises(PlanError, match=r"is a diffshard bilevel plan.*`diffshard.BilevelPlan.load`"):
+        diffshard.Plan.load(tmp_path / "bilevel.json")
+    with pytest.raises(PlanError, match=r"is a diffshard plan.*`diffshard.Plan.load`"):
+        diffshard.BilevelPlan.load(tmp_path / "sharding.json")
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("seconds", "1"), ("seconds", None), ("feasible", 1), ("choice", [0]), ("choice", [0.5, 0, 0, 0]), ("groups", {}),
+     ("groups", [{"name": "a"}] * 4), ("proof", {}), ("proof", [1]), ("mesh_axes", {"data": "2"}), ("hardware", 3),
+     ("hardware", {"name": "x"}), ("exact_share", 1.5), ("surprise", 1)],
+)  # fmt: skip
+def test_fields_of_the_wrong_type_are_damage(field, value):
+    found = to_json(proved_plan())
+    found[field] = value
+    with pytest.raises(PlanError, match=r"`plan\.json` is a damaged plan"):
+        from_json(found, "plan.json")
+
+
+@pytest.mark.parametrize("field", ["seconds", "groups", "choice", "proof"])
+def test_missing_fields_are_damage(field):
+    found = to_json(proved_plan())
+    del found[field]
+    with pytest.raises(PlanError, match="damaged"):
+        from_json(found, "plan.json")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("{", "is not JSON"), ("[" * 100_000, "is not JSON"), ("[]", "no plan of diffshard"),
+     ('{"format": ["diffshard plan"]}', "no plan of diffshard"), ('{"format": "else"}', "no plan of diffshard"),
+     (json.dumps({"format": "diffshard bilevel plan", "version": 2}), "version 2; this diffshard reads version 1")],
+)  # fmt: skip
+def test_files_that_are_no_plan(text, message, tmp_path):
+    (tmp_path / "plan.json").write_text(text)
+    with pytest.raises(PlanError, match=message):
+        diffshard.BilevelPlan.load(tmp_path / "plan.json")
