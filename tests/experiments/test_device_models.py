@@ -108,6 +108,8 @@ def test_windows_and_capacities_are_choices_that_change_the_loss_and_send_less()
     space, params, tokens = _moe(MESH, device_moe.loss_fn)
     choices = {group.names: g for g, group in enumerate(space.groups) if not group.strategies}
     assert set(choices) == {("whole", "2 blocks", "1 block"), ("capacity 2", "capacity 1.25", "capacity 1")}
+    narrow = _moe({"data": 1, "model": 2}, device_moe.loss_fn)[0]  # where two blocks are the whole
+    assert next(group.names for group in narrow.groups if not group.strategies) == ("whole", "1 block")
     run = jax.jit(lambda choice: space.loss(params, tokens, list(choice), KEY))
     for g in choices.values():
         rows = [[s if h == g else 0 for h in range(len(space.groups))] for s in range(3)]
