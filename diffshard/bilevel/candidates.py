@@ -12,14 +12,17 @@ import numpy as np
 import optax
 
 from cost.problem import Problem, num_strategies
+from diffshard.bilevel.calibration import calibrated
 from diffshard.bilevel.objective import MaxLossIncrease, Objective
 from diffshard.bilevel.pareto import Point
 from diffshard.bilevel.plan import Choice
-from diffshard.bilevel.rounding import Prediction
+from diffshard.bilevel.rounding import Prediction, weighed, within
 from diffshard.bilevel.space import Batch, Params, Residuals, Space, node_names
 from diffshard.halving import Row, check_rungs, each, halving
 
 _MOST_COMBINATIONS = 4096
+_SHARES = (1.0, 0.7, 0.4)
+"""Of the bound, that refinements are proposed for: what was measured is noisy."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,8 @@ class CandidatesData:
       rungs: steps of each rung of successive halving; there must be as many `train_batches` as steps in all.
       keep: share that goes on after each rung.
       num_candidates: at most; the exact choice comes on top.
+      num_refinements: how often, after the halving, the predictions are corrected by what was measured and what they
+        then propose is trained through all rungs.
     """
 
     params: Params
@@ -43,6 +48,7 @@ class CandidatesData:
     rungs: tuple[int, ...] = (50, 50, 100)
     keep: float = 0.5
     num_candidates: int = 24
+    num_refinements: int = 2
 
     def __post_init__(self):
         check_rungs(self.rungs, self.keep)
@@ -59,6 +65,8 @@ class CandidatesData:
             raise ValueError("`test_batches` must hold at least one batch, got none.")
         if self.num_candidates < 1:
             raise ValueError(f"`num_candidates` must be positive, got {self.num_candidates}.")
+        if self.num_refinements < 0:
+            raise ValueError(f"`num_refinements` must not be negative, got {self.num_refinements}.")
 
 
 class Candidate(NamedTuple):
@@ -176,13 +184,16 @@ def prove(
     *,
     optimizer: optax.GradientTransformation,
     objective: Objective,
+    prediction: Prediction | None = None,
 ) -> Proof:
-    """Trains the exact choice through all rungs, the candidates by successive halving; the best of the last rung wins.
+    """Trains the exact choice and the candidates, then what measurements make of the predictions; the best one wins.
+
+    The exact choice goes through all rungs, candidates by successive halving. After it the predictions are calibrated
+    on all that was measured, and the choices that they then propose go through all rungs too, `num_refinements` times.
 
     Under a bound on the loss a candidate's score is (increase beyond the bound, mean step time), compared in this
-    order; under a weight of the cost it is increase + weight · cost ratio.
-
-    Every candidate sees the same batches, noise and initial parameters.
+    order; under a weight of the cost it is increase + weight · cost ratio. Every candidate sees the same batches, noise
+    and initial parameters.
 
     Args:
       space: strategies that change the loss.
@@ -191,59 +202,127 @@ def prove(
       data: batches, key and rungs.
       optimizer: of the parameters.
       objective: what decides.
+      prediction: of the loss, to be refined; None leaves it at the candidates.
 
     Raises:
       ValueError: the exact choice's own loss is not finite, so that there is nothing to compare with.
     """
-    total = sum(data.rungs)
-    take_step, test = _steps(space, optimizer, data)
+    trials = _Trials(space, reference, data, optimizer, objective)
+    tried = trials.halved(candidates)
+    problem = space.problem()
+    for _ in range(data.num_refinements if prediction else 0):
+        assert prediction is not None
+        measured = [(t.choice, t.loss_increase) for t in tried if not t.exact_share]
+        fitted = calibrated(prediction, reference, measured, trials.noise)
+        seen = {reference, *(choice for choice, _ in measured)}
+        new = [choice for choice in _refined(problem, fitted, objective, trials.exact_seconds) if choice not in seen]
+        if not new:
+            break
+        tried += trials.all_through(
+            [Candidate(f"refined, {_described(space, problem, choice, reference)}", choice) for choice in new]
+        )
+    table = sorted([trials.exact_tried(), *tried], key=lambda t: (-len(t.row.scores), t.row.scores[-1]))
+    return Proof(table[0], tuple(table), trials.exact.losses, sum(t.row.steps for t in table))
 
-    def choice_at(candidate: Candidate, step: int) -> Choice:
-        return reference if step < candidate.exact_share * total else candidate.choice
 
-    def start(candidate: Candidate) -> _Training:
-        return _Training(candidate, data.params, optimizer.init(data.params), space.state(data.params), 0, ())
+class _Trials:
+    """Trainings of candidates beside that of the exact choice, which is done first."""
 
-    def train(training: _Training, num_steps: int) -> _Training:
+    def __init__(
+        self,
+        space: Space,
+        reference: Choice,
+        data: CandidatesData,
+        optimizer: optax.GradientTransformation,
+        objective: Objective,
+    ):
+        self._space, self._reference, self._data = space, reference, data
+        self._optimizer, self._objective = optimizer, objective
+        self._take_step, self._test = _steps(space, optimizer, data)
+        self.exact_seconds = float(space.seconds(reference))
+        self.exact = self._start(Candidate("exact", reference))
+        for steps in data.rungs:
+            self.exact = self._train(self.exact, steps)
+            if not math.isfinite(self.exact.losses[-1]):
+                raise ValueError(
+                    f"`candidates_data`: the exact choice's loss is {self.exact.losses[-1]} after {self.exact.step} "
+                    f"steps, so nothing can be compared with it; look for batches that are not finite, or lower the "
+                    f"rate of training."
+                )
+
+    @property
+    def noise(self) -> float:
+        """Of a measured increase that is near 0: a quarter of the bound, or a thousandth of the loss without one."""
+        if isinstance(self._objective, MaxLossIncrease):
+            return self._objective.most / 4
+        return max(abs(self.exact.losses[-1]) / 1000, 1e-12)
+
+    def halved(self, candidates: Sequence[Candidate]) -> list[Tried]:
+        """Candidates by successive halving."""
+        field, names = [self._start(candidate) for candidate in candidates], [c.name for c in candidates]
+        found = halving(field, each(self._train_and_score), rungs=self._data.rungs, keep=self._data.keep, names=names)
+        return [self._tried(training, row) for training, row in zip(found.trained, found.table, strict=True)]
+
+    def all_through(self, candidates: Sequence[Candidate]) -> list[Tried]:
+        """Candidates through all rungs."""
+        tried = []
+        for candidate in candidates:
+            training, scores = self._start(candidate), []
+            for steps in self._data.rungs:
+                training, score = self._train_and_score(training, steps)
+                scores.append(score)
+            tried.append(self._tried(training, Row(candidate.name, tuple(scores), training.step)))
+        return tried
+
+    def exact_tried(self) -> Tried:
+        """The exact choice."""
+        scores = (self._score(self.exact.candidate, 0.0),) * len(self._data.rungs)
+        return self._tried(self.exact, Row("exact", scores, self.exact.step))
+
+    def _start(self, candidate: Candidate) -> _Training:
+        params = self._data.params
+        return _Training(candidate, params, self._optimizer.init(params), self._space.state(params), 0, ())
+
+    def _choice_at(self, candidate: Candidate, step: int) -> Choice:
+        return self._reference if step < candidate.exact_share * sum(self._data.rungs) else candidate.choice
+
+    def _train(self, training: _Training, num_steps: int) -> _Training:
         candidate, params, weights_state, residuals, begin, losses = training
         end = begin + num_steps
         for step in range(begin, end):
-            choice = _traced(choice_at(candidate, step))
-            params, weights_state, residuals = take_step(
-                choice, params, weights_state, residuals, data.train_batches[step], jnp.int32(step)
+            choice = _traced(self._choice_at(candidate, step))
+            params, weights_state, residuals = self._take_step(
+                choice, params, weights_state, residuals, self._data.train_batches[step], jnp.int32(step)
             )
         # Tested as it was trained last: damage that was never trained with would mislead.
-        loss = test(choice_at(candidate, end - 1), params, jnp.int32(end))
+        loss = self._test(self._choice_at(candidate, end - 1), params, jnp.int32(end))
         return _Training(candidate, params, weights_state, residuals, end, (*losses, loss))
 
-    def seconds(candidate: Candidate) -> float:
+    def _train_and_score(self, training: _Training, num_steps: int) -> tuple[_Training, Any]:
+        after = self._train(training, num_steps)
+        return after, self._score(after.candidate, self._increase(after))
+
+    def _increase(self, training: _Training) -> float:
+        return training.losses[-1] - self.exact.losses[len(training.losses) - 1]
+
+    def _score(self, candidate: Candidate, increase: float) -> Any:
+        return _score(self._objective, increase, self._seconds(candidate), self.exact_seconds)
+
+    def _seconds(self, candidate: Candidate) -> float:
         share = candidate.exact_share
-        return share * float(space.seconds(reference)) + (1 - share) * float(space.seconds(candidate.choice))
+        return share * self.exact_seconds + (1 - share) * float(self._space.seconds(candidate.choice))
 
-    def score(candidate: Candidate, increase: float) -> Any:
-        return _score(objective, increase, seconds(candidate), float(space.seconds(reference)))
+    def _tried(self, training: _Training, row: Row) -> Tried:
+        candidate = training.candidate
+        return Tried(*candidate, self._seconds(candidate), training.losses[-1], self._increase(training), row)
 
-    def train_and_score(training: _Training, num_steps: int) -> tuple[_Training, Any]:
-        after = train(training, num_steps)
-        return after, score(after.candidate, after.losses[-1] - exact.losses[len(training.losses)])
 
-    exact = start(Candidate("exact", reference))
-    for steps in data.rungs:
-        exact = train(exact, steps)
-        if not math.isfinite(exact.losses[-1]):
-            raise ValueError(
-                f"`candidates_data`: the exact choice's loss is {exact.losses[-1]} after {exact.step} steps, so "
-                f"nothing can be compared with it; look for batches that are not finite, or lower the rate of training."
-            )
-    field, names = [start(candidate) for candidate in candidates], [candidate.name for candidate in candidates]
-    found = halving(field, each(train_and_score), rungs=data.rungs, keep=data.keep, names=names)
-    of_exact = Row("exact", (score(exact.candidate, 0.0),) * len(data.rungs), total)
-    table = [
-        Tried(*t.candidate, seconds(t.candidate), t.losses[-1], t.losses[-1] - exact.losses[len(t.losses) - 1], row)
-        for t, row in [(exact, of_exact), *zip(found.trained, found.table, strict=True)]
-    ]
-    table.sort(key=lambda tried: (-len(tried.row.scores), tried.row.scores[-1]))
-    return Proof(table[0], tuple(table), exact.losses, found.steps + total)
+def _refined(problem: Problem, fitted: Prediction, objective: Objective, exact_seconds: float) -> list[Choice]:
+    """What a corrected prediction proposes: under a bound the cheapest within it, and within shares of it."""
+    if isinstance(objective, MaxLossIncrease):
+        return list(dict.fromkeys(within(problem, fitted, share * objective.most) for share in _SHARES))
+    weight = float(objective.weights(jnp.zeros(()), jnp.zeros(()), jnp.int32(0)).cost)
+    return [weighed(problem, fitted, exact_seconds / weight)] if weight else []
 
 
 def _score(objective: Objective, increase: float, seconds: float, exact_seconds: float) -> Any:

@@ -1,11 +1,11 @@
 """How the validation loss reaches the rows of the choice: an `Estimator` each, and the unrolled step of order 2.
 
 An estimator says how training runs during the search and by how much the rows increase the loss. A new one is a
-function `increase(space, params, batch, rows, key, step_sizes)`, handed to `bilevel(estimator=...)`.
+function `increase(space, params, batch, rows, key, moment)`, handed to `bilevel(estimator=...)`.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,10 +13,22 @@ import optax
 
 from diffshard.bilevel.space import Batch, Params, Rows, Selection, Space, one_hot, reference_choice
 
-Increase = Callable[[Space, Params, Batch, Rows, jax.Array, Params], jax.Array]
-"""`increase(space, params, batch, rows, key, step_sizes)`: a scalar in units of the loss, over the exact choice; it is
-differentiated with respect to `rows`, and with `order=2` to `params`. Step sizes, as `params`, say how far a unit of
-each gradient moves its parameter."""
+
+class Moment(NamedTuple):
+    """Where training stands.
+
+    Attributes:
+      step: how many steps were taken, an integer scalar.
+      step_sizes: as `params`: how far a unit of each gradient moves its parameter in all.
+    """
+
+    step: jax.Array
+    step_sizes: Params
+
+
+Increase = Callable[[Space, Params, Batch, Rows, jax.Array, Moment], jax.Array]
+"""`increase(space, params, batch, rows, key, moment)`: a scalar in units of the loss, over the exact choice; it is
+differentiated with respect to `rows`, and with `order=2` to `params`."""
 
 
 class Estimator(NamedTuple):
@@ -43,10 +55,8 @@ def curvature() -> Estimator:
 
     """
 
-    def increase(
-        space: Space, params: Params, batch: Batch, rows: Rows, key: jax.Array, step_sizes: Params
-    ) -> jax.Array:
-        damages = jax.lax.stop_gradient(space.damages(params, batch, key, step_sizes=step_sizes))
+    def increase(space: Space, params: Params, batch: Batch, rows: Rows, key: jax.Array, moment: Moment) -> jax.Array:
+        damages = jax.lax.stop_gradient(space.damages(params, batch, key, **moment._asdict()))
         return sum((row @ damage for row, damage in zip(rows, damages, strict=True)), start=jnp.zeros(()))
 
     return Estimator(increase, needs="damages")
@@ -80,11 +90,9 @@ def sampled(temperature: float = 1.0) -> Estimator:
         keys = jax.random.split(key, len(rows))
         return [_straight_through(row, k, temperature) for row, k in zip(rows, keys, strict=True)]
 
-    def increase(
-        space: Space, params: Params, batch: Batch, rows: Rows, key: jax.Array, step_sizes: Params
-    ) -> jax.Array:
+    def increase(space: Space, params: Params, batch: Batch, rows: Rows, key: jax.Array, moment: Moment) -> jax.Array:
         draw_key, run_key = jax.random.split(key)
-        return _mixed_increase(space, params, batch, draw(rows, draw_key), run_key, step_sizes)
+        return _mixed_increase(space, params, batch, draw(rows, draw_key), run_key, moment)
 
     def drawn(rows: Rows, key: jax.Array) -> Selection:
         return [row.argmax() for row in draw(rows, key)]
@@ -157,14 +165,13 @@ def _as_they_are(rows: Rows, key: jax.Array) -> Rows:
 
 
 def _mixed_increase(
-    space: Space, params: Params, batch: Batch, rows: Rows, key: jax.Array, step_sizes: Params
+    space: Space, params: Params, batch: Batch, rows: Rows, key: jax.Array, moment: Moment
 ) -> jax.Array:
-    del step_sizes  # only what runs in this very step is seen
     problem = space.problem()
     exact = one_hot(problem, reference_choice(space, problem))
     # The reference is a constant: what the choice does to the parameters must show in the loss, not cancel.
-    reference = jax.lax.stop_gradient(space.mixed_loss(params, batch, exact, key))
-    return space.mixed_loss(params, batch, rows, key) - reference
+    reference = jax.lax.stop_gradient(space.mixed_loss(params, batch, exact, key, moment.step))
+    return space.mixed_loss(params, batch, rows, key, moment.step) - reference
 
 
 def _straight_through(row: jax.Array, key: jax.Array, temperature: float) -> jax.Array:

@@ -49,7 +49,7 @@ def proposals(
     """
     found = [tuple(int(row.argmax()) for row in rows)]
     if most is not None:
-        found.append(_within(problem, prediction, most))
+        found.append(within(problem, prediction, most))
     increases = {choice: prediction.increase(choice) for choice in found}
     return increases if exact is None or most is None else {**increases, exact: 0.0}
 
@@ -110,7 +110,7 @@ def unseen(plan: BilevelPlan, exact: Choice, slopes: Sequence[Any]) -> list[str]
     return [node for node, chosen, other, row in rows if chosen != other and np.ptp(np.asarray(row)) == 0]
 
 
-def _within(problem: Problem, prediction: Prediction, most: float) -> Choice:
+def within(problem: Problem, prediction: Prediction, most: float) -> Choice:
     """The cheapest choice of predicted increase within the bound: a budget is a memory limit of one more device."""
     slopes = prediction.slopes
     least = tuple(
@@ -134,6 +134,16 @@ def _within(problem: Problem, prediction: Prediction, most: float) -> Choice:
         memory_limit=np.append(limit, _UNITS),
     )
     return tuple(int(s) for s in solve(bounded, time_limit_s=_SOLVER_S).choice)
+
+
+def weighed(problem: Problem, prediction: Prediction, seconds_per_loss: float) -> Choice:
+    """The choice of least cost, with what it is predicted to add to the loss at a price."""
+    node_cost = [
+        np.asarray(cost, float) + seconds_per_loss * row
+        for cost, row in zip(problem.node_cost, prediction.slopes, strict=True)
+    ]
+    found = solve(problem._replace(node_cost=node_cost), time_limit_s=_SOLVER_S)
+    return tuple(int(s) for s in found.choice)
 
 
 def _finite_memory(problem: Problem) -> tuple[np.ndarray, list[np.ndarray]]:

@@ -247,7 +247,15 @@ class BilevelSearch:
         prediction, most = self._prediction(state), data.num_candidates
         candidates = propose(step.space, step.problem, plan.choice, prediction, step.reference, most=most)
         optimizer = self._settings.weights_optimizer
-        return prove(step.space, candidates, step.reference, data, optimizer=optimizer, objective=objective)
+        return prove(
+            step.space,
+            candidates,
+            step.reference,
+            data,
+            optimizer=optimizer,
+            objective=objective,
+            prediction=prediction,
+        )
 
     def _prediction(self, state: BilevelState) -> Prediction:
         step = self._settled()

@@ -58,11 +58,11 @@ class Space(HasProblem, Protocol):
         """The loss, its gradients and what the strategies carry to the next step."""
         ...
 
-    def mixed_loss(self, params: Params, batch: Batch, weights: Rows, key: jax.Array) -> jax.Array:
+    def mixed_loss(self, params: Params, batch: Batch, weights: Rows, key: jax.Array, step: jax.Array) -> jax.Array:
         """The loss when each site's result is Σ_j w_j op_j(x); differentiable in `params` and `weights`."""
         ...
 
-    def damages(self, params: Params, batch: Batch, key: jax.Array, *, step_sizes: Params) -> Rows:
+    def damages(self, params: Params, batch: Batch, key: jax.Array, *, step_sizes: Params, step: jax.Array) -> Rows:
         """For each node and strategy the expected increase of the loss, as ½ E[(g·e_j)²]: V arrays `[S_v]`.
 
         Errors of gradients take part as steps of `step_sizes`, as `params`.

@@ -11,7 +11,7 @@ import numpy as np
 import optax
 
 from cost.problem import Problem
-from diffshard.bilevel.estimators import Estimator, unrolled
+from diffshard.bilevel.estimators import Estimator, Moment, unrolled
 from diffshard.bilevel.objective import CostWeight, MaxLossIncrease, Objective
 from diffshard.bilevel.plan import Choice
 from diffshard.bilevel.space import (
@@ -34,7 +34,7 @@ LossFn = Callable[[Params, Batch], jax.Array]
 
 _DECIDED = 0.01  # of the entropy of uniform rows, from which on no gradient moves a row any more
 _CHEAPER = 0.01  # of the exact choice's cost, which would be worth a change
-_FORGET = 0.05  # of the mean slopes, each step
+_FORGET = 0.005  # of the mean slopes at least, each step of the choice: what a schedule does shows over training
 
 
 @dataclass(frozen=True)
@@ -174,16 +174,17 @@ class Step:
         val_key, sizes_key = jax.random.split(val_key)
         optimizer, gradients = settings.weights_optimizer, trained.gradients
         sizes = step_sizes(optimizer, state.weights_state, state.params, gradients, sizes_key)
+        moment = Moment(state.step, sizes)
 
         def increase(params: Params, rows: Rows) -> jax.Array:
-            return settings.estimator.increase(self.space, params, val_batch, rows, val_key, sizes)
+            return settings.estimator.increase(self.space, params, val_batch, rows, val_key, moment)
 
         weights = settings.estimator.weights
         if settings.order == 1 or weights is None:
             return jax.value_and_grad(increase, argnums=1)(state.params, rows)
 
         def train_loss(params: Params, rows: Rows) -> jax.Array:
-            return self.space.mixed_loss(params, train_batch, weights(rows, draw_key), noise_key)
+            return self.space.mixed_loss(params, train_batch, weights(rows, draw_key), noise_key, state.step)
 
         return unrolled(increase, train_loss, lambda g: self._moved(state, g)[0], state.params, rows, gradients)
 

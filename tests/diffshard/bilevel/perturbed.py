@@ -43,9 +43,9 @@ class Perturbed:
         """Of the node costs alone."""
         return float(sum(row[s] for row, s in zip(self.node_seconds, choice, strict=True)))
 
-    def mixed_loss(self, params, batch, weights, key):
+    def mixed_loss(self, params, batch, weights, key, step: Any = 0):
         """As `Space`."""
-        del key
+        del key, step
         self.traces += 1
         inputs, targets = batch
         output = inputs @ params["w"]
@@ -55,18 +55,17 @@ class Perturbed:
 
     def loss(self, params, batch, choice, key, step):
         """As `Space`."""
-        del step
         weights = [c if jnp.ndim(c) else jnp.eye(len(e))[c] for c, e in zip(choice, self.errors, strict=True)]
-        return self.mixed_loss(params, batch, weights, key)
+        return self.mixed_loss(params, batch, weights, key, step)
 
     def loss_and_gradients(self, params, batch, choice, state, key, step):
         """As `Space`."""
         loss, gradients = jax.value_and_grad(self.loss)(params, batch, choice, key, step)
         return loss, gradients, state
 
-    def damages(self, params, batch, key, *, step_sizes):
+    def damages(self, params, batch, key, *, step_sizes, step):
         """As `Space`: exact, wherever the residual is."""
-        del params, key, step_sizes
+        del params, key, step_sizes, step
         return [jnp.asarray(0.5 * errors**2) + 0.0 * batch[1].mean() for errors in self.errors]
 
     def state(self, params):

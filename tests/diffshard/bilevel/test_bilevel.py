@@ -283,8 +283,8 @@ def test_a_function_makes_the_space_of_the_first_init():
 
 
 def test_a_function_of_the_user_is_an_estimator():
-    def increase(space, params, batch, rows, key, step_sizes):
-        del params, batch, key, step_sizes
+    def increase(space, params, batch, rows, key, moment):
+        del params, batch, key, moment
         wanted = one_hot(space.problem(), (1, 0))
         return 10.0 * sum(jnp.sum((row - want) ** 2) for row, want in zip(rows, wanted, strict=True))
 

@@ -112,6 +112,28 @@ def test_a_weight_of_the_cost_trades_one_for_the_other():
         )
 
 
+@pytest.mark.parametrize("objective", [MaxLossIncrease(0.2), CostWeight(1.0)])
+def test_predictions_that_are_ten_times_too_small_are_refined_by_what_was_measured(objective):
+    """Node 0 adds up to 0.245, node 1 up to 0.125 to the loss; the prediction says a tenth of it."""
+    space, data = Perturbed(ERRORS, SECONDS), _data()
+    low = Prediction(0.0, [0.1 * np.square(errors) / 2 for errors in space.errors])
+    tenfold = [Candidate("found", (2, 1))]
+    options = {"optimizer": optax.sgd(0.1), "objective": objective}
+    plain = prove(space, tenfold, (0, 0), data, **options)
+    proof = prove(space, tenfold, (0, 0), data, prediction=low, **options)
+    assert not any("refined" in tried.name for tried in plain.table)
+    every = {
+        (s, t): prove(space, [Candidate("it", (s, t))], (0, 0), data, **options)
+        for s in range(3)
+        for t in range(2)
+        if s or t
+    }
+    best = min(min(p.table, key=lambda tried: tried.row.scores[-1]).row.scores[-1] for p in every.values())
+    assert proof.winner.row.scores[-1] == best
+    assert proof.winner.name.startswith("refined, ")
+    assert proof.steps == sum(tried.row.steps for tried in proof.table)
+
+
 @pytest.mark.parametrize("objective", [MaxLossIncrease(0.5), CostWeight(3.0)])
 def test_candidates_that_diverge_lose_to_the_exact_choice_which_may_not_diverge_itself(objective):
     space, candidates = Perturbed([[0.0, 1e30]], [[2.0, 1.0]]), [Candidate("rough", (1,))]

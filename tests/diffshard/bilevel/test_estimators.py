@@ -14,6 +14,7 @@ from tests.diffshard.bilevel.perturbed import Perturbed, batch_of, start
 
 SPACE = Perturbed([[0.0, 0.3, -0.7], [0.0, 0.5]], [[2.0, 1.5, 1.0], [3.0, 1.0]])
 KEY = jax.random.key(0)
+MOMENT = estimators.Moment(jnp.int32(0), None)
 
 
 @pytest.fixture(autouse=True)
@@ -44,7 +45,7 @@ def _train_loss(params, rows):
 
 
 def _increase(params, rows):
-    return estimators.mixture().increase(SPACE, params, _batches()[1], rows, KEY, params)
+    return estimators.mixture().increase(SPACE, params, _batches()[1], rows, KEY, MOMENT)
 
 
 def _move(optimizer: optax.GradientTransformation, params, opt_state, gradients):
@@ -68,7 +69,7 @@ def test_mixture_is_the_increase_of_the_mixed_loss_and_its_slope_that_of_finite_
 def test_curvature_is_the_mean_damage():
     rows = _rows()
     value, slopes = jax.value_and_grad(estimators.curvature().increase, argnums=3)(
-        SPACE, _params(), _batches()[1], rows, KEY, _params()
+        SPACE, _params(), _batches()[1], rows, KEY, MOMENT
     )
     expected = sum(float(np.asarray(row) @ (errors**2 / 2)) for row, errors in zip(rows, SPACE.errors, strict=True))
     assert value == pytest.approx(expected)

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import diffshard
@@ -22,7 +23,6 @@ from tests.search_spaces.communication.small_communication import (
     STRATEGIES,
     arguments,
     loss_fn,
-    mesh,
     small_space,
 )
 
@@ -47,12 +47,12 @@ def _assert_close(one: TrainingState, other: TrainingState, *, rtol: float, atol
         assert np.mean(~np.isclose(x, y, rtol=rtol, atol=atol)) <= strays
 
 
-@pytest.mark.parametrize("exact_share", [0.0, 0.5])
-def test_a_mesh_and_a_searched_step_give_the_emulations_numbers(exact_share):
-    plan = proposed_plan()._replace(exact_share=exact_share)
+@pytest.mark.parametrize(("exact_share", "axis_type"), [(0.0, AxisType.Auto), (0.5, AxisType.Explicit)])
+def test_a_mesh_and_a_searched_step_give_the_emulations_numbers(exact_share, axis_type):
+    plan, mesh = proposed_plan()._replace(exact_share=exact_share), jax.make_mesh((2, 4), tuple(MESH), (axis_type,) * 2)
     emulated = plan.training(small_space(), OPTIMIZER, num_steps=4)
-    placed = plan.training(small_space().on_mesh(mesh()), OPTIMIZER, num_steps=4)
-    searched = diffshard.search(placed.step, mesh(), hardware=HARDWARE)
+    placed = plan.training(small_space().on_mesh(mesh), OPTIMIZER, num_steps=4)
+    searched = diffshard.search(placed.step, mesh, hardware=HARDWARE)
     state, losses = _trained(emulated, jax.jit(emulated.step), 4)
     on_mesh, mesh_losses = _trained(placed, jax.jit(placed.step), 4)
     through_search, search_losses = _trained(placed, searched, 4)
