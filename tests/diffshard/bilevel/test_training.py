@@ -65,7 +65,7 @@ def test_a_mesh_and_a_searched_step_give_the_emulations_numbers(exact_share, axi
     found = {tensor.path: tensor.spec for tensor in searched.plan(state, arguments()[1]).arguments}
     assert found["state.params['layers']['up']"] == ((), (), ("model",))
     assert found["state.optimizer_state[0].trace['layers']['up']"] == ((), (), ("model",))
-    assert found["state.residuals['head']"] == (("data", "model"), (), ())
+    assert {axis for axes in found["state.residuals['head']"] for axis in axes} == {"data", "model"}
 
 
 def test_the_plan_changes_numbers_and_a_schedule_does_so_late():
