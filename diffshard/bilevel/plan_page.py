@@ -105,6 +105,8 @@ def _candidates(proof: Proof) -> str:
 
 def _picture(tried: Sequence[Tried]) -> str:
     points = [(i, t) for i, t in enumerate(tried, start=1) if math.isfinite(t.loss)]
+    if not points:
+        return ""
     low_s, high_s = _range([t.seconds for _, t in points])
     low, high = _range([t.loss for _, t in points])
     right, floor = _WIDTH - _EDGE, _HEIGHT - _BOTTOM

@@ -56,6 +56,13 @@ def test_fields_of_the_wrong_type_are_damage(field, value):
         from_json(found, "plan.json")
 
 
+def test_a_proof_without_finalists_is_damage():
+    found = to_json(proved_plan())
+    found["proof"]["table"] = found["proof"]["table"][2:]
+    with pytest.raises(PlanError, match="no candidate of `proof` was trained to the end"):
+        from_json(found, "plan.json")
+
+
 @pytest.mark.parametrize("field", ["seconds", "groups", "choice", "proof"])
 def test_missing_fields_are_damage(field):
     found = to_json(proved_plan())
