@@ -67,7 +67,7 @@ class BilevelPlan(NamedTuple):
       mesh_axes: devices along each mesh axis; none where the space has no mesh.
       hardware: what the seconds are for, or None.
       seconds: the exact cost of a step; of a schedule the mean over training.
-      cost_ratio: to the exact choice's.
+      cost_ratio: to the exact choice's, or to the mean strategies' where the loss is the same for all.
       loss_increase: over the exact choice, in units of the loss: predicted by the mean slopes of the search, or
         measured by training where there is a proof.
       feasible: whether the increase is within the bound, if there is one, and the problem's own limits are kept.
@@ -104,8 +104,8 @@ class BilevelPlan(NamedTuple):
 
     @property
     def exact_seconds(self) -> float:
-        """Of a step with the exact choice."""
-        return sum(group.exact_seconds for group in self.groups)
+        """What `cost_ratio` is formed with: of a step with the exact choice, or the mean strategies' without any."""
+        return self.seconds / self.cost_ratio if self.cost_ratio else sum(g.exact_seconds for g in self.groups)
 
     @property
     def sent_bytes(self) -> float:

@@ -31,8 +31,7 @@ def others(plan: BilevelPlan) -> str:
 
 def seconds_line(plan: BilevelPlan) -> str:
     """Predicted seconds beside the exact choice's."""
-    beside = "" if plan.lossless else f" {format_s(plan.exact_seconds)}"
-    return f"{format_s(plan.seconds)} predicted, {plan.cost_ratio:.1%} of {others(plan)}{beside}"
+    return f"{format_s(plan.seconds)} predicted, {plan.cost_ratio:.1%} of {others(plan)} {format_s(plan.exact_seconds)}"
 
 
 def loss_line(plan: BilevelPlan) -> str:

@@ -80,7 +80,7 @@ def test_spaces_without_sites_have_the_simple_form():
     assert str(plan).splitlines() == [
         "Plan of 2 choices",
         "",
-        "  step  2.50 s predicted, 58.8% of the mean strategies'",
+        "  step  2.50 s predicted, 58.8% of the mean strategies' 4.25 s",
         "  loss  the same with every choice",
         "",
         "Choices",
