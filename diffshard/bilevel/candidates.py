@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -21,6 +22,7 @@ from diffshard.bilevel.space import Batch, Params, Residuals, Space, node_names
 from diffshard.halving import Row, check_rungs, each, halving
 
 _MOST_COMBINATIONS = 4096
+_MOST_DESCRIBED = 3  # nodes in the name of a candidate
 _SHARES = (1.0, 0.7, 0.4)
 """Of the bound, that refinements are proposed for: what was measured is noisy."""
 
@@ -149,8 +151,10 @@ def propose(
 ) -> list[Candidate]:
     """The search's proposal, every uniform choice, choices by type, and the proposal and uniform ones as schedules.
 
-    Choices by type are all combinations over nodes (whose sites share a type), or, where these are too many, all that
-    differ from the exact choice in one or two nodes. Those that another is predicted to beat in loss and time go last.
+    Choices by type are all combinations over nodes (whose sites share a type), or, where these are too many, those that
+    take one strategy at all nodes of a kind (that choose from the same names), and those that differ from the exact
+    choice in one or two nodes. Those that another is predicted to beat in loss and time go last, and so do uniform ones
+    of a name that not every node knows.
 
     Args:
       space: names the strategies.
@@ -160,15 +164,15 @@ def propose(
       reference: the exact choice.
       most: how many, at most, in this order.
     """
-    proposed, uniform = Candidate("found", proposal), _uniform(space, reference)
-    seen = {reference, proposal, *(candidate.choice for candidate in uniform)}
-    by_type = [choice for choice in _combinations(problem, reference) if choice not in seen]
+    proposed, (uniform, partly) = Candidate("found", proposal), _uniform(space, reference)
+    seen = {reference, proposal, *(candidate.choice for candidate in (*uniform, *partly))}
+    by_type = [choice for choice in _combinations(space, problem, reference) if choice not in seen]
     at = np.array([(prediction.increase(choice), space.seconds(choice)) for choice in by_type]).reshape(-1, 2)
     named = [Candidate(_described(space, problem, choice, reference), choice) for choice in by_type]
     layer = _layers(at)
     best = [named[i] for i in np.flatnonzero(layer == 0)]
     rest = [named[i] for i in np.argsort(layer, kind="stable") if layer[i]]
-    found = [proposed, *uniform, _late(proposed), *best, *map(_late, uniform), *rest]
+    found = [proposed, *uniform, _late(proposed), *best, *partly, *map(_late, uniform), *rest]
     distinct: dict[tuple[Choice, float], Candidate] = {}
     for candidate in found:
         if candidate.choice != reference:
@@ -361,27 +365,40 @@ def _late(candidate: Candidate) -> Candidate:
     return Candidate(f"{candidate.name}, second half", candidate.choice, 0.5)
 
 
-def _uniform(space: Space, reference: Choice) -> list[Candidate]:
-    """For each strategy's name the choice that takes it wherever there is one of that name."""
+def _uniform(space: Space, reference: Choice) -> tuple[list[Candidate], list[Candidate]]:
+    """For each strategy's name the choice that takes it wherever it can be had.
+
+    Names that begin with it serve as well, as "int4 with error feedback" does for "int4".
+
+    Returns:
+      Those of names that every node knows, and the others, which are exact elsewhere.
+    """
     names = [list(space.names(v)) for v in range(len(reference))]
-    every = dict.fromkeys(name for row in names for name in row)
-    pairs = list(zip(names, reference, strict=True))
-    return [
-        Candidate(f"all {name}", tuple(row.index(name) if name in row else r for row, r in pairs)) for name in every
-    ]
+    everywhere, partly = [], []
+    for name in dict.fromkeys(name for row in names for name in row):
+        alike = [[s for s, other in enumerate(row) if other.startswith(name)] for row in names]
+        exactly = [[row.index(name)] if name in row else found for row, found in zip(names, alike, strict=True)]
+        choice = tuple(found[0] if found else r for found, r in zip(exactly, reference, strict=True))
+        (everywhere if all(exactly) else partly).append(Candidate(f"all {name}", choice))
+    return everywhere, partly
 
 
-def _combinations(problem: Problem, reference: Choice) -> list[Choice]:
+def _combinations(space: Space, problem: Problem, reference: Choice) -> list[Choice]:
     sizes = num_strategies(problem).tolist()
     if np.prod(sizes, dtype=float) <= _MOST_COMBINATIONS:
         return list(itertools.product(*map(range, sizes)))
-    found = {}
+    kinds: dict[tuple[str, ...], int] = {}
+    kind_of = [kinds.setdefault(tuple(space.names(v)), len(kinds)) for v in range(len(sizes))]
+    found: dict[Choice, None] = {}
+    if np.prod([len(names) for names in kinds], dtype=float) <= _MOST_COMBINATIONS:
+        for taken in itertools.product(*(range(len(names)) for names in kinds)):
+            found[tuple(taken[kind] for kind in kind_of)] = None
     for first, second in itertools.combinations_with_replacement(range(len(sizes)), 2):
         for s, t in itertools.product(range(sizes[first]), range(sizes[second])):
             choice = list(reference)
             choice[first], choice[second] = s, t
             found[tuple(choice)] = None
-            if len(found) >= _MOST_COMBINATIONS:
+            if len(found) >= 2 * _MOST_COMBINATIONS:
                 return list(found)
     return list(found)
 
@@ -398,6 +415,10 @@ def _layers(at: np.ndarray) -> np.ndarray:
 
 
 def _described(space: Space, problem: Problem, choice: Choice, reference: Choice) -> str:
+    """Where a choice is not exact; of many nodes only how many take what."""
     nodes = node_names(space, problem)
     different = [v for v, (s, r) in enumerate(zip(choice, reference, strict=True)) if s != r]
-    return ", ".join(f"{nodes[v]}: {space.names(v)[choice[v]]}" for v in different)
+    if len(different) <= _MOST_DESCRIBED:
+        return ", ".join(f"{nodes[v]}: {space.names(v)[choice[v]]}" for v in different)
+    counts = Counter(space.names(v)[choice[v]] for v in different)
+    return ", ".join(f"{count}x {name}" for name, count in counts.items())
