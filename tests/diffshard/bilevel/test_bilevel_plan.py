@@ -7,11 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import PartitionSpec
 
 import diffshard
 from cost.problem import Problem
 from diffshard.bilevel.plan_page import format_page
+from diffshard.bilevel.rounding import plan_of
 from diffshard.command.line import main
+from search_spaces.communication.interpreter import alternatives
 from tests.diffshard.bilevel.perturbed import Perturbed
 from tests.diffshard.bilevel.small_bilevel_plan import (
     SLOW_LINKS,
@@ -22,7 +25,7 @@ from tests.diffshard.bilevel.small_bilevel_plan import (
     slow_space,
 )
 from tests.diffshard.page_checker import checked_page
-from tests.search_spaces.communication.small_communication import MESH
+from tests.search_spaces.communication.small_communication import MESH, small_space
 
 
 def test_groups_add_up_to_the_space():
@@ -50,6 +53,24 @@ def test_traffic_is_what_runs():
     # Two layers of 16 x 16 and 16 x 16 float32 on each device as one vector, over 2 devices.
     gradient = traffic["matrices over data gradient"]
     assert (gradient.axes, gradient.times, gradient.exact_sent_bytes) == (("data",), 1, 2 * 1 / 2 * 2 * 2 * 16 * 16 * 4)
+
+
+def test_a_branch_that_is_not_chosen_sends_nothing():
+    functions = {"sum": lambda x: jax.lax.psum(x, "model"), "own": lambda x: 4.0 * x}
+
+    def loss_fn(params, batch):
+        return jnp.square(alternatives("mixer", functions, batch[0] @ params["head"])).mean()
+
+    space = small_space(loss_fn, {"head": jnp.zeros((16, 16))}, specs={"head": PartitionSpec()})
+    exact = tuple(space.lossless_choice())
+    own = tuple(c if group.strategies else 1 for c, group in zip(exact, space.groups, strict=True))
+    plan = plan_of(space, space.problem(), {own: 0.0}, None)
+    inside = [g for g in plan.groups if g.traffic and g.traffic.direction != "gradient" and g.traffic.exact_sent_bytes]
+    assert {group.traffic.direction for group in inside if group.traffic} == {"forward", "backward"}
+    assert all(group.seconds == 0 and group.traffic.sent_bytes == 0 for group in inside if group.traffic)
+    assert sum(group.seconds for group in plan.groups) == pytest.approx(space.seconds(own))
+    assert plan.sent_bytes == pytest.approx(space.sent_bytes(own))
+    assert re.search(r"mixer.* alternatives +1x  own +0 B +0 B +0 s +0 s", str(plan))
 
 
 def test_text_tells_predicted_from_measured():
