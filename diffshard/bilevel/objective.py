@@ -32,9 +32,9 @@ class Objective(Protocol):
 class CostWeight:
     """Minimises loss + weight · cost ratio.
 
-    A schedule is held to finite numbers from 0 on at every step: where it gives another, its weight is NaN, so that the
-    search refuses the update (`BilevelMetrics.refused`) and stays at that step. Only step 0 is known beforehand, since
-    where a search ends is not.
+    A schedule is held to finite numbers from 0 on at every step of the choice: where it gives another, its weight is NaN,
+    so that the search refuses the update (`BilevelMetrics.refused`) and stays at that step. Only step 0 is known
+    beforehand, since where a search ends is not.
 
     Attributes:
       weight: units of loss that the whole cost of the exact choice is worth: a number or an optax schedule of the step.

@@ -25,6 +25,7 @@ def test_the_search_refuses_updates_under_a_schedule_that_has_left_its_range(lat
         space=Perturbed([[0.0, 0.1]], [[2.0, 1.0]]),
         weights_optimizer=optax.sgd(0.1),
         cost_weight=lambda step: jnp.where(step < 2, 0.5, late),
+        choice_every=1,
     )
     state = search.init(jax.random.key(0), start(), batch_of(0))
     refused, before = [], state
