@@ -32,8 +32,8 @@ class Objective(Protocol):
 class CostWeight:
     """Minimises loss + weight · cost ratio.
 
-    A schedule is held to finite numbers from 0 on at every step of the choice: where it gives another, its weight is NaN,
-    so that the search refuses the update (`BilevelMetrics.refused`) and stays at that step. Only step 0 is known
+    A schedule is held to finite numbers from 0 on at every step of the choice: where it gives another, its weight is
+    NaN, so that the search refuses the update (`BilevelMetrics.refused`) and stays at that step. Only step 0 is known
     beforehand, since where a search ends is not.
 
     Attributes:
