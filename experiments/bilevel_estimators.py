@@ -62,7 +62,7 @@ def estimated(searches: Searches, estimator: str, which: Strategies, seeds: int)
         return [float(over[g][s]) for g, s in zip(which.group, which.strategy, strict=True)]
 
     search, training = searches.search(estimator), searches.training
-    stem = f"slopes-{training.setting.name}-{estimator}-{searches.steps}"
+    stem = f"slopes-{training.setting.name}-{estimator}-{training.steps}"
     return np.array(
         [task.recorded(training.records, f"{stem}-{seed}", lambda seed=seed: slopes(seed)) for seed in range(seeds)]
     )
@@ -72,14 +72,12 @@ def main(
     setting: task.Setting,
     *,
     seeds: int,
-    steps: int,
-    search_steps: int,
     records: Path | None = None,
     estimators: Sequence[str] = tuple(ESTIMATORS),
 ) -> dict[str, np.ndarray]:
     """Prints both tables; returns what was measured and what each estimator says, `[seeds, n]` by name."""
-    training = task.Training(setting, steps, records)
-    searches = Searches(training, "slow", search_steps)
+    training = task.Training(setting, records)
+    searches = Searches(training, "slow")
     which = lossy(training.space)
     found = {"measured": measured(training, which, seeds)}
     for name in estimators:
@@ -87,7 +85,7 @@ def main(
     means = {name: values.mean(axis=0) for name, values in found.items()}
     spread = found["measured"].std(axis=0, ddof=1) if seeds > 1 else np.full(len(which.group), np.nan)
     print_table(
-        f"Nats that one strategy adds, {steps} steps, {seeds} seeds",
+        f"{setting.name}: nats that one strategy adds, {setting.steps} steps, {seeds} seeds",
         ("site", "strategy", "measured", *estimators),
         [
             (

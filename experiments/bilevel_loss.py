@@ -1,9 +1,10 @@
 """Does the loss's gradient help to choose? Choices of many methods, each trained from the start over paired seeds.
 
-Methods: one precision everywhere; the bilevel search's proposal under each estimator; the same with the loss's slopes
-shuffled over lossy strategies, and cut, so that A follows the cost alone; a random choice that is no slower than the
-curvature's; and what `prove` trains: the winner, the best choice by type of site and the best schedule. Searches see
-the text's search part, `prove` the validation part and a seed of its own; verdicts come from the test part.
+Methods: one precision everywhere; the bilevel search's proposal under each estimator; the same with the slopes of the
+curvature shuffled over lossy strategies, and cut, so that A follows the cost alone; a random choice that is no slower
+than the curvature's; and what `prove` trains: the winner, the best choice by kind of site and the best that is exact at
+first. A search is one training. Searches see the data's search part, `prove` the validation part and a seed of its own;
+verdicts come from the test part.
 """
 
 from collections.abc import Sequence
@@ -17,7 +18,7 @@ import optax
 from scipy import stats
 
 import diffshard
-from diffshard.bilevel.estimators import ESTIMATORS, Estimator, Increase, resolve
+from diffshard.bilevel.estimators import ESTIMATORS, Estimator, Increase, Moment, resolve
 from diffshard.bilevel.plan import Choice
 from diffshard.bilevel.space import Batch, Params, Rows, Space
 from diffshard.bilevel.state import BilevelState
@@ -27,7 +28,7 @@ from search_spaces.communication.space import CommunicationSpace
 
 MARGIN = 0.005
 """Nats that a choice may cost and still counts as not inferior; also the bound that searches are given."""
-CHOICE_OPTIMIZER = optax.adam(0.05)
+CHOICE_OPTIMIZER = optax.adam(0.1)
 _PROOF_SEED = 100  # of no row
 _DRAWS = 20_000
 
@@ -61,9 +62,9 @@ class Row(NamedTuple):
     search_steps: int
 
 
-def cut(space: Space, params: Params, batch: Batch, rows: Rows, key: jax.Array) -> jax.Array:
+def cut(space: Space, params: Params, batch: Batch, rows: Rows, key: jax.Array, moment: Moment) -> jax.Array:
     """An increase of no slope: A follows the cost alone."""
-    del space, params, batch, rows, key
+    del space, params, batch, rows, key, moment
     return jnp.zeros(())
 
 
@@ -75,8 +76,8 @@ def shuffled(name: str, where: CommunicationSpace, seed: int) -> Estimator:
     order = lossy[np.random.default_rng(seed).permutation(len(lossy))]
     ends = np.cumsum([len(row) for row in lossless])[:-1]
 
-    def increase(space: Space, params: Params, batch: Batch, rows: Rows, key: jax.Array) -> jax.Array:
-        value, slopes = jax.value_and_grad(lambda rows: inner.increase(space, params, batch, rows, key))(list(rows))
+    def increase(space: Space, params: Params, batch: Batch, rows: Rows, key: jax.Array, moment: Moment) -> jax.Array:
+        value, slopes = jax.value_and_grad(lambda p: inner.increase(space, params, batch, p, key, moment))(list(rows))
         over = jnp.concatenate([slope - slope[int(row.argmax())] for slope, row in zip(slopes, lossless, strict=True)])
         exchanged = jnp.split(over.at[lossy].set(over[order]), ends)
         moves = [row - jax.lax.stop_gradient(row) for row in rows]
@@ -89,9 +90,9 @@ def shuffled(name: str, where: CommunicationSpace, seed: int) -> Estimator:
 class Searches:
     """Bilevel searches in the space of one link speed, each with training from the start."""
 
-    def __init__(self, training: task.Training, link: str, steps: int):
-        self.training, self.link, self.steps = training, link, steps
-        self.space = task.space(training.setting, link)
+    def __init__(self, training: task.Training, link: str):
+        self.training, self.link, self.steps = training, link, training.steps
+        self.space = task.space(training.setting, link, training.task)
 
     def proposals(self, name: str, estimator: str | Estimator | Increase, seeds: int) -> list[Run]:
         """The proposal for each seed, from the records where it is there."""
@@ -112,7 +113,7 @@ class Searches:
         return diffshard.bilevel(
             None,
             space=self.space,
-            weights_optimizer=task.OPTIMIZER,
+            weights_optimizer=self.training.optimizer,
             choice_optimizer=CHOICE_OPTIMIZER,
             max_loss_increase=MARGIN,
             estimator=estimator,
@@ -120,8 +121,7 @@ class Searches:
 
     def searched(self, search: diffshard.BilevelSearch, seed: int) -> BilevelState:
         """The state after all steps of a seed."""
-        train = task.batches("train", seed, self.steps, self.training.sizes)
-        held = task.batches("search", seed, self.steps, self.training.sizes)
+        train, held = (task.listed(self.training.batches(seed, name)) for name in ("train", "search"))
         state = search.init(jax.random.key(seed), self.training.params(seed), train[0])
         for train_batch, held_batch in zip(train, held, strict=True):
             state, _ = search.update(state, train_batch, held_batch)
@@ -136,17 +136,16 @@ class Searches:
             rungs = (training.steps // 4, training.steps // 4, training.steps // 2)
             data = diffshard.CandidatesData(
                 training.params(_PROOF_SEED),
-                list(training.batches(_PROOF_SEED)),
-                list(task.evaluated("validation", training.sizes)),
+                task.listed(training.batches(_PROOF_SEED)),
+                task.listed(training.task.evaluated("validation")),
                 jax.random.key(_PROOF_SEED),
                 rungs=rungs,
-                num_candidates=24,
             )
             proof = search.prove(self.searched(search, _PROOF_SEED), data)
             print(proof, flush=True)
-            by_type = [tried for tried in proof.table if ": " in tried.name and not tried.exact_share]
+            by_type = [tried for tried in proof.table if self._is_by_kind(tried.choice) and not tried.exact_share]
             late = [tried for tried in proof.table if tried.exact_share]
-            first = {"prove: winner": [proof.winner], "prove: best by type": by_type, "prove: best schedule": late}
+            first = {"prove: winner": [proof.winner], "prove: best by kind": by_type, "prove: best exact first": late}
             return {
                 method: (Run(tried[0].choice, tried[0].exact_share), proof.steps + self.steps)
                 for method, tried in first.items()
@@ -156,6 +155,11 @@ class Searches:
         name = f"proof-{training.setting.name}-{self.link}-{training.steps}-{self.steps}"
         found = task.recorded(training.records, name, prove)
         return {method: (Run(tuple(run[0]), run[1]), steps) for method, (run, steps) in found.items()}
+
+    def _is_by_kind(self, choice: Choice) -> bool:
+        """Whether all groups that choose from the same names take the same one."""
+        taken: dict[tuple[str, ...], int] = {}
+        return all(taken.setdefault(self.space.names(g), s) == s for g, s in enumerate(choice))
 
     def seconds(self, run: Run) -> float:
         """Mean communication of a step over the whole training."""
@@ -181,9 +185,9 @@ def random_within(space: CommunicationSpace, most_s: float, seed: int) -> Choice
     return tuple(int(s) for s in draws[best])
 
 
-def rows_of(link: str, training: task.Training, search_steps: int, seeds: int, estimators: Sequence[str]) -> list[Row]:
+def rows_of(link: str, training: task.Training, seeds: int, estimators: Sequence[str]) -> list[Row]:
     """All methods at one link speed; prints each as it is done."""
-    searches = Searches(training, link, search_steps)
+    searches, search_steps = Searches(training, link), training.steps
     rows: list[Row] = []
 
     def add(method: str, runs: Sequence[Run], steps: int) -> None:
@@ -192,18 +196,17 @@ def rows_of(link: str, training: task.Training, search_steps: int, seeds: int, e
 
     for name in training.setting.uniform:
         add(f"uniform {name}", [Run(task.uniform(searches.space, name))] * seeds, 0)
-    add("A, loss gradient cut", searches.proposals("cut", cut, seeds), search_steps)
+    add("A, loss gradient cut", searches.proposals("cut", cut, 1) * seeds, search_steps)  # no seed changes the cost
     for name in estimators:
         found = searches.proposals(name, name, seeds)
         add(f"A, {name}", found, search_steps)
         if name == "curvature":
             drawn = [Run(random_within(searches.space, searches.seconds(run), s)) for s, run in enumerate(found)]
             add("random, same time", drawn, 0)
+            found = searches.proposals(f"{name} shuffled", shuffled(name, searches.space, seed=0), seeds)
+            add(f"A, {name} shuffled", found, search_steps)
     for method, (run, steps) in searches.proven().items():
         add(method, [run] * seeds, steps)
-    for name in estimators:
-        found = searches.proposals(f"{name} shuffled", shuffled(name, searches.space, seed=0), seeds)
-        add(f"A, {name} shuffled", found, search_steps)
     return rows
 
 
@@ -224,22 +227,21 @@ def main(
     links: Sequence[str],
     *,
     seeds: int,
-    steps: int,
-    search_steps: int,
     records: Path | None = None,
     estimators: Sequence[str] = tuple(ESTIMATORS),
 ) -> list[Row]:
     """Prints a table for each link speed; returns their rows."""
-    training = task.Training(setting, steps, records)
+    training = task.Training(setting, records)
     rows: list[Row] = []
     for link in links:
-        found = rows_of(link, training, search_steps, seeds, estimators)
+        found = rows_of(link, training, seeds, estimators)
         exact = [training.losses(seed, found[0].runs[seed].choice).test for seed in range(seeds)]
         title = (
-            f"{link} links ({task.BYTES_PER_S[link] / 1e9:g} GB/s): {steps} steps, {seeds} seeds; lossless test "
-            f"loss {np.mean(exact):.3f} ± {np.std(exact):.3f} nats; differences to it with standard deviation"
+            f"{setting.name}, {link} links ({task.BYTES_PER_S[link] / 1e9:g} GB/s): {setting.steps} steps, {seeds} "
+            f"seeds; lossless test loss {np.mean(exact):.3f} ± {np.std(exact):.3f} nats; differences to it with "
+            f"standard deviation"
         )
-        space = task.space(setting, link)
+        space = task.space(setting, link, training.task)
         columns = ("method", "ms", "of lossless", "validation", "test", f"≤ {MARGIN}?", "search steps", "first choice")
         print_table(title, columns, [_cells(row, space)[1:] for row in found])
         rows += found

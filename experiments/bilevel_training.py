@@ -1,11 +1,11 @@
-"""What the bilevel experiments train: a byte GPT on 2 x 2 emulated devices, on disjoint parts of a text."""
+"""What the bilevel experiments train: small models on 2 x 4 emulated devices, on disjoint parts of real data."""
 
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,36 +15,110 @@ import optax
 from cost.hardware import Hardware, Link
 from diffshard.bilevel.plan import Choice
 from diffshard.files import write_whole
-from experiments.models import device_gpt, text
+from experiments.models import device_gpt, device_images, device_moe, digits, text
 from search_spaces.communication.precision import BFLOAT16, INT4, INT8, Precision
 from search_spaces.communication.space import CommunicationSpace
-from search_spaces.communication.strategies import Encode, ErrorFeedback, Exact, Strategy
+from search_spaces.communication.strategies import Encode, ErrorFeedback, Exact, Schedule, Strategy
 
-MESH = {"data": 2, "model": 2}
+MESH = {"data": 2, "model": 4}
 BYTES_PER_S = {"slow": 1e9, "medium": 1e10, "fast": 1e11}
 """What a device sends around the ring of either axis."""
 LATENCY_S = 1e-6
 MEMORY_BYTES_PER_S = 2e12  # encoding is priced by its memory traffic
-BATCH = 8
-OPTIMIZER = optax.adam(3e-3)
+RATE = 3e-3  # of adam, falling by a cosine to a twentieth
 
 _SHARES = {"train": (0.0, 0.61), "search": (0.61, 0.74), "validation": (0.74, 0.87), "test": (0.87, 1.0)}
-_EVALUATED = 4  # batches
+_EVALUATED = 32  # batches of text
+
+
+class Task(NamedTuple):
+    """A model as every device computes it, with data.
+
+    Attributes:
+      init: whole parameters of a key.
+      loss: `loss(params, batch)`, one device's.
+      param_specs: of `params`.
+      batch_specs: of a batch.
+      draw: `draw(part, key, count)`, random batches of a part of the data, `[count, ...]`.
+      evaluated: `evaluated(part)`, all or evenly spaced examples of a part, `[batches, ...]`.
+    """
+
+    init: Callable[[jax.Array], Any]
+    loss: Callable[[Any, Any], jax.Array]
+    param_specs: Any
+    batch_specs: Any
+    draw: Callable[[str, jax.Array, int], Any]
+    evaluated: Callable[[str], Any]
+
+
+def gpt(layers: int = 2, width: int = 64, heads: int = 4, sequence: int = 64) -> Task:
+    """A byte GPT, tensor parallel, on the Python reference."""
+    sizes = device_gpt.DeviceSizes(layers, width, heads, sequence)
+    init = lambda key: device_gpt.init(key, sizes)  # noqa: E731
+    return _on_text(init, device_gpt.loss_fn, device_gpt.SPECS, device_gpt.BATCH_SPEC, sequence)
+
+
+def experts(layers: int = 2, width: int = 64, sequence: int = 64) -> Task:
+    """A byte model with experts and a split sequence, on the Python reference; capacity and window are chosen too."""
+    sizes = device_moe.MoeSizes(layers=layers, width=width, sequence=sequence)
+    init = lambda key: device_moe.init(key, sizes)  # noqa: E731
+    return _on_text(init, device_moe.loss_fn, device_moe.SPECS, device_moe.BATCH_SPEC, sequence)
+
+
+def images(layers: int = 2, width: int = 32, batch: int = 64) -> Task:
+    """An MLP-Mixer on handwritten digits, which training shifts by up to a pixel."""
+    sizes = device_images.ImageSizes(layers=layers, width=width)
+    pictures, labels = digits.load()
+    order = np.random.default_rng(0).permutation(len(labels))  # writers come in turn
+
+    def part(name: str) -> tuple[np.ndarray, np.ndarray]:
+        begin, end = _ends(name, len(labels))
+        return pictures[order[begin:end]], labels[order[begin:end]]
+
+    def draw(name: str, key: jax.Array, count: int) -> Any:
+        own, digit = map(jnp.asarray, part(name))
+
+        def shifted(image: jax.Array, by: jax.Array) -> jax.Array:
+            padded = jnp.pad(image, 1)
+            return jax.lax.dynamic_slice(padded, by, image.shape)
+
+        which, by = jax.random.split(key)
+        chosen = jax.random.randint(which, (count, batch), 0, len(own))
+        shifts = jax.random.randint(by, (count, batch, 2), 0, 3)
+        return jax.vmap(jax.vmap(shifted))(own[chosen], shifts), digit[chosen]
+
+    def evaluated(name: str) -> Any:
+        own, digit = part(name)
+        count = len(own) // batch
+        return (
+            jnp.asarray(own[: count * batch]).reshape(count, batch, *own.shape[1:]),
+            jnp.asarray(digit[: count * batch]).reshape(count, batch),
+        )
+
+    init = lambda key: device_images.init(key, sizes)  # noqa: E731
+    specs = device_images.BATCH_SPEC, device_images.BATCH_SPEC
+    return Task(init, device_images.loss_fn, device_images.SPECS, specs, draw, evaluated)
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What is trained, and what is chosen from.
+    """What is trained, how long, and what is chosen from.
 
     Attributes:
       name: for records.
-      sizes: of the model.
+      task: makes the model and its data.
+      steps: of a training.
       narrow: number formats beside the exact one; gradients in int4 are sent with error feedback.
+      switch_shares: shares of training after which int8 may become int4, at cotangents and gradients.
+      tie: whether sites of a type share a strategy.
     """
 
     name: str
-    sizes: device_gpt.DeviceSizes
-    narrow: tuple[Precision, ...]
+    task: Callable[[], Task]
+    steps: int
+    narrow: tuple[Precision, ...] = (BFLOAT16, INT8, INT4)
+    switch_shares: tuple[float, ...] = (0.5, 0.75)
+    tie: Literal["type"] | None = None
 
     @property
     def uniform(self) -> tuple[str, ...]:
@@ -56,11 +130,29 @@ class Setting:
         """By direction."""
         values = (Exact(), *(Encode(precision) for precision in self.narrow))
         gradients = (Exact(), *(ErrorFeedback(p) if p == INT4 else Encode(p) for p in self.narrow))
-        return {"forward": values, "backward": values, "gradient": gradients}
+        switches = [round(share * self.steps) for share in self.switch_shares]
+        return {
+            "forward": values,
+            "backward": values + tuple(Schedule(Encode(INT8), Encode(INT4), at, self.steps) for at in switches),
+            "gradient": gradients
+            + tuple(Schedule(Encode(INT8), ErrorFeedback(INT4), at, self.steps) for at in switches),
+        }
+
+    @property
+    def optimizer(self) -> optax.GradientTransformation:
+        """Of parameters, in training and in searches alike."""
+        return optax.adam(optax.cosine_decay_schedule(RATE, self.steps, 0.05))
 
 
-FULL = Setting("full", device_gpt.DeviceSizes(), (BFLOAT16, INT8, INT4))
-QUICK = Setting("quick", device_gpt.DeviceSizes(layers=1, width=16, heads=2, sequence=16), (INT4,))
+SETTINGS = {
+    setting.name: setting
+    for setting in (
+        Setting("gpt", gpt, 1000),
+        Setting("experts", experts, 600, tie="type"),
+        Setting("images", images, 600),
+    )
+}
+QUICK = Setting("quick", lambda: gpt(1, 16, 4, 16), 8, (INT4,), ())
 
 
 class Losses(NamedTuple):
@@ -77,49 +169,36 @@ def hardware(link: str) -> Hardware:
     )
 
 
-def space(setting: Setting, link: str) -> CommunicationSpace:
+def space(setting: Setting, link: str, task: Task | None = None) -> CommunicationSpace:
     """The choices at the collectives of the model's training step."""
-    sizes = setting.sizes
-    params = jax.eval_shape(lambda: device_gpt.init(jax.random.key(0), sizes))
-    tokens = jax.ShapeDtypeStruct((BATCH, sizes.sequence + 1), jnp.int32)
-    specs = device_gpt.SPECS, device_gpt.BATCH_SPEC
+    task = task or setting.task()
+    params = jax.eval_shape(task.init, jax.random.key(0))
+    batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), task.evaluated("test"))
     return CommunicationSpace(
-        device_gpt.loss_fn, MESH, params, tokens, *specs, strategies=setting.strategies, hardware=hardware(link)
-    )
+        task.loss, MESH, params, batch, task.param_specs, task.batch_specs,
+        strategies=setting.strategies, tie=setting.tie, hardware=hardware(link),
+    )  # fmt: skip
 
 
 def uniform(where: CommunicationSpace, precision: str) -> Choice:
-    """One precision everywhere; int4 gradients with error feedback."""
+    """One precision everywhere; int4 gradients with error feedback, the first of the user's alternatives."""
     names = [where.names(g) for g in range(len(where.groups))]
-    return tuple(next(s for s, name in enumerate(row) if name.startswith(precision)) for row in names)
+    return tuple(next((s for s, name in enumerate(row) if name.startswith(precision)), 0) for row in names)
 
 
 def described(where: CommunicationSpace, choice: Choice) -> str:
     """A choice in one short line: its strategies in the order of the space's groups."""
-    short = {"exact": "f32", "bfloat16": "bf16", "int4 with error feedback": "int4ef"}
-    names = [where.names(g)[s] for g, s in enumerate(choice)]
-    return " ".join(short.get(name, name) for name in names)
+    return " ".join(_short(where.names(g)[s]) for g, s in enumerate(choice))
 
 
-def part(name: str) -> np.ndarray:
-    """One of the disjoint parts of the text: train, search, validation or test."""
-    tokens = text.load()
-    begin, end = (int(share * len(tokens)) for share in _SHARES[name])
-    return tokens[begin:end]
+def batches(task: Task, name: str, seed: int, count: int) -> Any:
+    """Random batches of a part, `[count, ...]`; the same seed gives the same."""
+    return task.draw(name, jax.random.fold_in(jax.random.key(seed), list(_SHARES).index(name)), count)
 
 
-def batches(name: str, seed: int, count: int, sizes: device_gpt.DeviceSizes) -> jax.Array:
-    """Random windows of a part, `[count, batch, sequence + 1]`; the same seed gives the same."""
-    keys = jax.random.split(jax.random.fold_in(jax.random.key(seed), list(_SHARES).index(name)), count)
-    tokens = part(name)
-    return jnp.stack([text.sample(tokens, key, BATCH, sizes.sequence) for key in keys])
-
-
-def evaluated(name: str, sizes: device_gpt.DeviceSizes) -> jax.Array:
-    """Evenly spaced windows of a part, `[batches, batch, sequence + 1]`."""
-    tokens = part(name)
-    starts = np.linspace(0, len(tokens) - sizes.sequence - 1, _EVALUATED * BATCH).astype(int)
-    return jnp.asarray(tokens[starts[:, None] + np.arange(sizes.sequence + 1)]).reshape(_EVALUATED, BATCH, -1)
+def listed(batches: Any) -> list[Any]:
+    """Batches `[count, ...]` one by one."""
+    return [jax.tree.map(lambda x, i=i: x[i], batches) for i in range(len(jax.tree.leaves(batches)[0]))]
 
 
 class Training:
@@ -129,14 +208,14 @@ class Training:
 
     Args:
       setting: what is trained.
-      steps: of a training, an even number.
       records: a folder where losses are kept and taken up from, or None.
     """
 
-    def __init__(self, setting: Setting, steps: int, records: Path | None):
-        self.setting, self.steps, self.records = setting, steps, records
-        self.sizes = setting.sizes
-        self.space = space(setting, "medium")
+    def __init__(self, setting: Setting, records: Path | None):
+        self.setting, self.records, self.steps = setting, records, setting.steps
+        self.task = setting.task()
+        self.space = space(setting, "medium", self.task)
+        self.optimizer = setting.optimizer
 
     def losses(self, seed: int, choice: Choice, exact_share: float = 0.0) -> Losses:
         """After a training; a schedule's share of exact training is 0 or one half."""
@@ -145,25 +224,26 @@ class Training:
 
     def params(self, seed: int) -> Any:
         """A seed's initial parameters."""
-        return device_gpt.init(jax.random.key(1000 + seed), self.sizes)
+        return self.task.init(jax.random.key(1000 + seed))
 
-    def batches(self, seed: int) -> jax.Array:
-        """A seed's batches, one for each step."""
-        return batches("train", seed, self.steps, self.sizes)
+    def batches(self, seed: int, name: str = "train") -> Any:
+        """A seed's batches of a part, one for each step."""
+        return batches(self.task, name, seed, self.steps)
 
     def _run(self, seed: int, choice: Choice, exact_share: float) -> Losses:
         params, half = self.params(seed), self.steps // 2
-        carried = params, OPTIMIZER.init(params), self.space.state(params)
+        carried = params, self.optimizer.init(params), self.space.state(params)
         data, key = self.batches(seed), jax.random.key(seed)
         first = tuple(self.space.lossless_choice()) if exact_share else choice
         for begin, running in ((0, first), (half, choice)):
-            carried = self._steps(_traced(running), carried, data[begin : begin + half], jnp.int32(begin), key)
-        tests = [self._loss(_traced(choice), carried[0], windows) for windows in self._evaluated]
+            part = jax.tree.map(lambda x, begin=begin: x[begin : begin + half], data)
+            carried = self._steps(_traced(running), carried, part, jnp.int32(begin), key)
+        tests = [self._loss(_traced(choice), carried[0], batches) for batches in self._evaluated]
         return Losses(*(float(loss) for loss in tests))
 
     @cached_property
-    def _evaluated(self) -> tuple[jax.Array, jax.Array]:
-        return evaluated("validation", self.sizes), evaluated("test", self.sizes)
+    def _evaluated(self) -> tuple[Any, Any]:
+        return self.task.evaluated("validation"), self.task.evaluated("test")
 
     @cached_property
     def _steps(self) -> Callable[..., Any]:
@@ -172,20 +252,20 @@ class Training:
             _, gradients, residuals = self.space.loss_and_gradients(
                 params, batch, choice, residuals, jax.random.fold_in(key, number), number
             )
-            updates, weights_state = OPTIMIZER.update(gradients, weights_state, params)
+            updates, weights_state = self.optimizer.update(gradients, weights_state, params)
             return (optax.apply_updates(params, updates), weights_state, residuals), None
 
-        def steps(choice: Any, carried: Any, data: jax.Array, begin: jax.Array, key: jax.Array) -> Any:
-            numbers = begin + jnp.arange(len(data))
+        def steps(choice: Any, carried: Any, data: Any, begin: jax.Array, key: jax.Array) -> Any:
+            numbers = begin + jnp.arange(len(jax.tree.leaves(data)[0]))
             return jax.lax.scan(lambda c, at: step(choice, key, c, at), carried, (numbers, data))[0]
 
         return jax.jit(steps)
 
     @cached_property
     def _loss(self) -> Callable[..., jax.Array]:
-        def loss(choice: Any, params: Any, windows: jax.Array) -> jax.Array:
-            key = jax.random.key(0)
-            return jax.lax.map(lambda batch: self.space.loss(params, batch, choice, key), windows).mean()
+        def loss(choice: Any, params: Any, batches: Any) -> jax.Array:
+            key, last = jax.random.key(0), self.steps
+            return jax.lax.map(lambda batch: self.space.loss(params, batch, choice, key, last), batches).mean()
 
         return jax.jit(loss)
 
@@ -200,6 +280,36 @@ def recorded(records: Path | None, name: str, make: Callable[[], Any]) -> Any:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, json.dumps(found))
     return found
+
+
+def _on_text(init: Any, loss: Any, param_specs: Any, batch_specs: Any, sequence: int, batch: int = 8) -> Task:
+    tokens = text.load("python_reference")
+
+    def part(name: str) -> np.ndarray:
+        begin, end = _ends(name, len(tokens))
+        return tokens[begin:end]
+
+    def draw(name: str, key: jax.Array, count: int) -> jax.Array:
+        return text.sample(part(name), key, count * batch, sequence).reshape(count, batch, sequence + 1)
+
+    def evaluated(name: str) -> jax.Array:
+        own = part(name)
+        starts = np.linspace(0, len(own) - sequence - 1, _EVALUATED * batch).astype(int)
+        return jnp.asarray(own[starts[:, None] + np.arange(sequence + 1)]).reshape(_EVALUATED, batch, sequence + 1)
+
+    return Task(init, loss, param_specs, batch_specs, draw, evaluated)
+
+
+def _ends(name: str, length: int) -> tuple[int, int]:
+    begin, end = _SHARES[name]
+    return int(begin * length), int(end * length)
+
+
+def _short(name: str) -> str:
+    for long, short in (("exact", "f32"), ("bfloat16", "b16"), ("int", "i"), (" with error feedback", "e")):
+        name = name.replace(long, short)
+    first, _, later = name.partition(", ")
+    return f"{first}>{later.replace(' from step ', '@')}" if later else first
 
 
 def _traced(choice: Sequence[int]) -> list[jax.Array]:

@@ -21,6 +21,9 @@ from diffshard.bilevel.step import LossFn, Settings, Step, step_in
 
 Mesh = jax.sharding.Mesh | jax.sharding.AbstractMesh
 
+CHOICE_EVERY = 8
+"""Steps of the parameters to one of the choice, by default: looking at the choice costs several training steps."""
+
 
 def bilevel(
     loss_fn: LossFn | None,
@@ -33,7 +36,7 @@ def bilevel(
     cost_weight: float | Callable[[jax.Array], jax.Array] | None = None,
     estimator: str | Estimator | Increase = "curvature",
     order: int = 1,
-    choice_every: int = 8,
+    choice_every: int = CHOICE_EVERY,
 ) -> "BilevelSearch":
     """Searches strategies that change the loss as well as the cost, while the model trains.
 
