@@ -174,9 +174,11 @@ def random_within(space: CommunicationSpace, most_s: float, seed: int) -> Choice
       ValueError: none of the draws is fast enough.
     """
     rng = np.random.default_rng(seed)
-    costs = [np.asarray(cost) for cost in space.problem().node_cost]
-    draws = np.stack([rng.integers(len(cost), size=_DRAWS) for cost in costs], axis=1)
-    seconds = np.sum([cost[draws[:, g]] for g, cost in enumerate(costs)], axis=0)
+    problem = space.problem()
+    draws = np.stack([rng.integers(len(cost), size=_DRAWS) for cost in problem.node_cost], axis=1)
+    seconds = np.sum([np.asarray(cost)[draws[:, g]] for g, cost in enumerate(problem.node_cost)], axis=0)
+    for (u, v), cost in zip(problem.edge_nodes, problem.edge_cost, strict=True):
+        seconds += np.asarray(cost)[draws[:, u], draws[:, v]]
     allowed = np.flatnonzero(seconds <= most_s * (1 + 1e-9))
     if not len(allowed):
         raise ValueError(f"`most_s` is {most_s:.3g} s, but none of {_DRAWS} random choices takes less; allow more.")

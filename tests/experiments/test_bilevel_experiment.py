@@ -1,12 +1,14 @@
 """The bilevel experiments on tiny settings: pairing, controls, selection, verdicts, equal compute."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import diffshard
-from diffshard.bilevel.estimators import Estimator
+from diffshard.bilevel.estimators import Estimator, Moment
 from experiments import (
     bilevel,
     bilevel_estimators,
@@ -19,6 +21,7 @@ from experiments import bilevel_training as task
 from search_spaces.communication.precision import INT4
 
 KEY = jax.random.key(0)
+MOMENT = Moment(jnp.int32(0), None)
 
 
 @pytest.fixture(scope="module")
@@ -26,15 +29,36 @@ def space():
     return task.space(task.QUICK, "slow")
 
 
-def test_parts_of_the_text_are_disjoint_and_seeds_are_paired():
-    parts = [task.part(name) for name in ("train", "search", "validation", "test")]
-    whole = task.text.load()
-    assert np.array_equal(np.concatenate(parts), whole)
-    assert min(map(len, parts)) > 10 * task.FULL.sizes.sequence
-    sizes = task.QUICK.sizes
-    assert (task.batches("train", 3, 2, sizes) == task.batches("train", 3, 2, sizes)).all()
-    assert (task.batches("train", 3, 2, sizes) != task.batches("train", 4, 2, sizes)).any()
-    assert (task.batches("train", 3, 2, sizes) != task.batches("search", 3, 2, sizes)).any()
+def _first(batches):
+    return np.asarray(jax.tree.leaves(batches)[0])
+
+
+@pytest.mark.parametrize("name", list(task.SETTINGS))
+def test_parts_of_the_data_are_disjoint_and_seeds_are_paired(name: str):
+    work = task.SETTINGS[name].task()
+    windows = [_first(work.evaluated(part)) for part in ("train", "search", "validation", "test")]
+    rows = [{row.tobytes() for row in part.reshape(-1, *part.shape[2:])} for part in windows]
+    for i, own in enumerate(rows):
+        assert len(own) > 0.9 * windows[i].shape[0] * windows[i].shape[1]
+        assert not any(own & other for other in rows[:i])
+    drawn = [
+        _first(task.batches(work, part, seed, 2))
+        for part, seed in [("train", 3), ("train", 3), ("train", 4), ("test", 3)]
+    ]
+    assert (drawn[0] == drawn[1]).all()
+    assert (drawn[0] != drawn[2]).any()
+    assert (drawn[0] != drawn[3]).any()
+
+
+def test_spaces_hold_schedules_for_what_goes_back_and_alternatives_for_experts():
+    names = {
+        name: [set(group.names) for group in task.space(task.SETTINGS[name], "slow").groups]
+        for name in ("gpt", "experts")
+    }
+    late = "int8, int4 with error feedback from step 500"
+    assert late in set().union(*names["gpt"])
+    assert {"capacity 2", "capacity 1.25", "capacity 1"} in names["experts"]
+    assert {"whole", "window 1", "window 2"} & set().union(*names["experts"])
 
 
 def test_the_loss_table_and_its_controls(space, tmp_path, capsys):
@@ -47,7 +71,7 @@ def test_the_loss_table_and_its_controls(space, tmp_path, capsys):
     cheapest = tuple(int(np.argmin(cost)) for cost in space.problem().node_cost)
     assert cut.runs[0].choice == cheapest  # nothing else reaches A
     assert rows["random, same time"].milliseconds <= rows["A, curvature"].milliseconds * (1 + 1e-6)
-    schedule = rows["prove: best schedule"]
+    schedule = rows["prove: best exact first"]
     assert schedule.runs[0].exact_share == 0.5
     late = 0.5 * (space.seconds(exact.runs[0].choice) + space.seconds(schedule.runs[0].choice))
     assert schedule.milliseconds == pytest.approx(1e3 * late)
@@ -63,14 +87,14 @@ def test_shuffled_slopes_are_the_same_ones_at_other_lossy_strategies(space, monk
     rng = np.random.default_rng(0)
     damages = [jnp.asarray(rng.normal(size=size)) for size in sizes]
 
-    def linear(space, params, batch, rows, key):
+    def linear(space, params, batch, rows, key, moment):
         return sum((row @ damage for row, damage in zip(rows, damages, strict=True)), jnp.zeros(()))
 
     monkeypatch.setattr(bilevel_loss, "resolve", lambda name: Estimator(linear))
     estimator = bilevel_loss.shuffled("linear", space, seed=0)
     rows = [jnp.full(size, 1 / size) for size in sizes]
-    value, slopes = jax.value_and_grad(lambda rows: estimator.increase(space, {}, None, rows, KEY))(rows)
-    assert float(value) == pytest.approx(float(linear(space, {}, None, rows, KEY)))
+    value, slopes = jax.value_and_grad(lambda rows: estimator.increase(space, {}, None, rows, KEY, MOMENT))(rows)
+    assert float(value) == pytest.approx(float(linear(space, {}, None, rows, KEY, MOMENT)))
     over = [d - d[int(group.lossless.argmax())] for d, group in zip(damages, space.groups, strict=True)]
     lossless = np.concatenate([group.lossless for group in space.groups])
     before, after = np.concatenate(over), np.concatenate(slopes)
@@ -98,7 +122,7 @@ def test_verdicts_need_the_whole_interval_on_one_side():
 
 
 def test_estimators_are_held_against_training():
-    found = bilevel_estimators.main(task.QUICK, seeds=1, steps=4, search_steps=2, estimators=("curvature",))
+    found = bilevel_estimators.main(replace(task.QUICK, steps=4), seeds=1, estimators=("curvature",))
     num_lossy = sum(int((~group.lossless).sum()) for group in task.space(task.QUICK, "slow").groups)
     assert found["measured"].shape == found["curvature"].shape == (1, num_lossy)
     assert found["measured"].any()
@@ -131,10 +155,10 @@ def test_starts_are_compared_at_equal_compute():
 
 
 def test_bad_numbers_are_refused():
-    with pytest.raises(ValueError, match="`--steps` a positive multiple of 4; got 1, 1 and 6"):
-        bilevel.main(["loss", "--seeds", "1", "--search-steps", "1", "--steps", "6"])
+    with pytest.raises(ValueError, match="`--steps` a positive multiple of 4; got 1 and 6"):
+        bilevel.main(["loss", "--seeds", "1", "--steps", "6"])
 
 
 def test_settings_name_their_strategies():
-    assert task.FULL.uniform == ("exact", "bfloat16", "int8", "int4")
+    assert task.SETTINGS["gpt"].uniform == ("exact", "bfloat16", "int8", "int4")
     assert task.QUICK.narrow == (INT4,)
