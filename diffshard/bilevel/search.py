@@ -12,6 +12,7 @@ import optax
 from cost.problem import num_strategies
 from diffshard.bilevel.candidates import CandidatesData, Proof, propose, prove
 from diffshard.bilevel.estimators import Estimator, Increase, resolve
+from diffshard.bilevel.marginals import marginal_logits
 from diffshard.bilevel.objective import CostWeight, MaxLossIncrease, Objective
 from diffshard.bilevel.plan import BilevelPlan
 from diffshard.bilevel.rounding import Prediction, dominates, plan_of, proposals, unseen
@@ -135,7 +136,7 @@ class BilevelSearch:
         self._jitted = jax.jit(self._step)
 
     def init(self, key: jax.Array, params: Params, batch: Batch) -> BilevelState:
-        """Rows near uniform; the same key gives the same search.
+        """Rows near uniform, or in a lossless space near the solver's marginals; the same key gives the same search.
 
         Args:
           key: a JAX random key.
@@ -151,6 +152,8 @@ class BilevelSearch:
         sizes = num_strategies(step.problem).tolist()
         keys = jax.random.split(noise_key, len(sizes))
         logits = [1e-3 * jax.random.normal(k, (size,)) for k, size in zip(keys, sizes, strict=True)]
+        if is_lossless(step.space):
+            logits = jax.tree.map(jnp.add, logits, marginal_logits(step.problem))
         return BilevelState(
             params=params,
             weights_state=self._settings.weights_optimizer.init(params),
@@ -171,10 +174,10 @@ class BilevelSearch:
         Pure, and compiled once for each set of shapes.
 
         Raises:
-          ValueError: validation data of other shapes than training data, shapes that no `init` of this search got, or
-            no space yet.
+          ValueError: validation data of other shapes than training data, shapes that no `init` of this search got, a
+            state of another search (rows of other lengths), or no space yet.
         """
-        self._settled()
+        self._check(state)
         train, val = (jax.tree.map(_aval, batch) for batch in (train_batch, val_batch))
         if train != val:
             raise ValueError(f"`val_batch` must have the shapes of `train_batch`, {train}; got {val}.")
@@ -184,7 +187,7 @@ class BilevelSearch:
 
     def rows(self, state: BilevelState) -> list[np.ndarray]:
         """V arrays `[S_v]`: the weights of each node's strategies."""
-        return [np.asarray(row) for row in softmax_rows(self._settled().problem, state.logits)]
+        return [np.asarray(row) for row in softmax_rows(self._check(state).problem, state.logits)]
 
     def finish(
         self, state: BilevelState, *, candidates_data: CandidatesData | None = None
@@ -207,7 +210,7 @@ class BilevelSearch:
         """
         if not isinstance(candidates_data, CandidatesData | None):
             raise ValueError(f"`candidates_data` must be a CandidatesData or None, got {candidates_data!r}.")
-        step = self._settled()
+        step = self._check(state)
         most = step.objective.most if isinstance(step.objective, MaxLossIncrease) else None
         exact = step.reference if isinstance(step.space, HasLossless) else None
         if is_lossless(step.space) or int(state.step):
@@ -266,6 +269,17 @@ class BilevelSearch:
         if not isinstance(step.space, HasLossless):
             return seen
         return seen._replace(offset=seen.offset - seen.increase(step.reference))  # the exact choice adds nothing
+
+    def _check(self, state: BilevelState) -> Step:
+        """The step, if the state is one of this search, as one that was saved elsewhere may not be."""
+        step = self._settled()
+        sizes, found = num_strategies(step.problem).tolist(), [jnp.shape(row) for row in state.logits]
+        if found != [(size,) for size in sizes]:
+            raise ValueError(
+                f"`state` is of another search: its rows have shapes {found}, where `space` has {sizes} strategies; "
+                f"build the space as it was, or begin with `init`."
+            )
+        return step
 
     def _settled(self) -> Step:
         if self._step is None:

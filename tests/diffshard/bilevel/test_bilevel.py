@@ -249,6 +249,30 @@ def test_without_a_loss_of_its_own_a_space_follows_the_cost_and_the_model_trains
             search.prove(state, None)  # pyright: ignore[reportArgumentType]
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_rows_of_a_lossless_space_start_at_marginals_that_name_the_optimum(seed: int):
+    """Trees, whose dual is tight; costs of microseconds and of forbidden strategies."""
+    rng = np.random.default_rng(seed)
+    node_cost = [1e-6 * rng.random(3) for _ in range(6)]
+    node_cost[2][0] = np.inf
+    pairs = np.array([[rng.integers(v), v] for v in range(1, 6)])
+    problem = Problem(node_cost, pairs, [1e-6 * rng.random((3, 3)) for _ in pairs])
+    search = diffshard.bilevel(_plain_loss, space=problem, weights_optimizer=optax.sgd(0.1))
+    state = search.init(KEY, start(), batch_of(0))
+    optimum = diffshard.solve(problem, solver="exhaustive")
+    assert tuple(int(row.argmax()) for row in search.rows(state)) == tuple(optimum.choice)
+    assert search.rows(state)[2][0] == 0
+
+
+def test_a_state_of_another_search_is_refused():
+    state, _ = _run(_search(), 1)
+    other = _search(Perturbed([[0.0, 0.3], [0.0, 0.5]], [[2.0, 1.5], [3.0, 1.0]]))
+    with pytest.raises(ValueError, match=r"`state` is of another search: its rows have shapes .*\[2, 2\] strategies"):
+        other.update(state, batch_of(0), batch_of(1))
+    with pytest.raises(ValueError, match="`state` is of another search"):
+        other.finish(state)
+
+
 def test_memory_that_the_choice_exceeds_is_reported():
     problem = Problem(
         [np.array([3.0, 1.0])], np.zeros((0, 2), int), [], np.array([0]), [np.array([5, 50])], np.array([[0, 1]]), 10
