@@ -1,14 +1,16 @@
 """Where every choice is exact, does the gradient of the relaxed cost decide? With it, cut and shuffled, beside solvers.
 
-Softmax rows descend the relaxed cost by adam, an entropy term cools geometrically, rows are rounded to their largest
-weight, and nothing polishes the result: what is left is the gradient's own work. "shuffled" hands each step's slopes to
-other strategies by a fixed permutation; "cut" leaves the random start as it is. All methods, solvers too, see the
-problem with its ties merged and no more: the whole presolve would solve the small ones by itself.
+Rows descend the relaxed cost by adam and are rounded to their largest weight, and nothing polishes the result: what is
+left is the gradient's own work. Three relaxations: "softmax", an entropy term cools geometrically; "gumbel", rows drawn
+anew at each step and the draw's temperature falls; "dual-guided", softmax that starts at the marginals of the smoothed
+dual. "shuffled" hands each step's slopes to other strategies by a fixed permutation; "cut" leaves the start as it is.
+All methods, solvers too, see the problem with its ties merged and no more: the whole presolve would solve the small
+ones by itself.
 """
 
 import time
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +21,7 @@ from cost.evaluation import evaluate
 from cost.problem import Problem, num_strategies
 from cost.relaxed import relaxed_cost
 from diffshard import presolve
+from diffshard.bilevel.marginals import marginal_logits
 from diffshard.solve import Solution, solve
 from experiments.layered import layered_problem
 from experiments.solvers import PROBLEMS
@@ -32,6 +35,7 @@ _ADAM = optax.adam(0.1)
 _LAYERS = {"layered 1x12": (0, 1, 12), "layered 2x10": (1, 2, 10)}  # seed, layers, width
 
 Change = Callable[[jax.Array], jax.Array]
+Relaxation = Literal["softmax", "gumbel", "dual-guided"]
 
 
 class Row(NamedTuple):
@@ -55,29 +59,33 @@ def problems(quick: bool) -> dict[str, Callable[[], Problem | None]]:
     )
 
 
-def descend(problem: Problem, temperature: float, restarts: int, steps: int, change: Change, seed: int) -> float:
+def descend(
+    problem: Problem, relaxation: Relaxation, temperature: float, restarts: int, steps: int, change: Change, seed: int
+) -> float:
     """The least exact cost of rounded rows after descending from random starts; inf if none keeps the limits."""
     reduced = presolve.merge_ties(problem)
     sizes = num_strategies(reduced.problem)
     ends, scale = np.cumsum(sizes)[:-1].tolist(), _spread(reduced.problem)
 
-    def rows_of(logits: jax.Array) -> list[jax.Array]:
-        return [jax.nn.softmax(row) for row in jnp.split(logits, ends)]
-
-    def energy(logits: jax.Array, heat: jax.Array) -> jax.Array:
-        rows = rows_of(logits)
+    def energy(logits: jax.Array, heat: jax.Array, key: jax.Array) -> jax.Array:
+        if relaxation == "gumbel":
+            noisy = (logits + jax.random.gumbel(key, logits.shape)) / heat
+            return relaxed_cost(reduced.problem, [jax.nn.softmax(row) for row in jnp.split(noisy, ends)]) / scale
+        rows = [jax.nn.softmax(row) for row in jnp.split(logits, ends)]
         entropy = -sum((jnp.sum(row * jnp.log(jnp.maximum(row, 1e-30))) for row in rows), jnp.zeros(()))
         return relaxed_cost(reduced.problem, rows) / scale - heat * entropy
 
-    def step(carried: tuple[jax.Array, optax.OptState], heat: jax.Array) -> tuple[tuple, None]:
+    def step(carried: tuple[jax.Array, optax.OptState], at: tuple[jax.Array, jax.Array]) -> tuple[tuple, None]:
         logits, moments = carried
-        updates, moments = _ADAM.update(change(jax.grad(energy)(logits, heat)), moments)
+        updates, moments = _ADAM.update(change(jax.grad(energy)(logits, *at)), moments)
         return (optax.apply_updates(logits, updates), moments), None
 
+    guide = jnp.concatenate(marginal_logits(reduced.problem)) if relaxation == "dual-guided" else jnp.zeros(())
+
     def run(key: jax.Array) -> jax.Array:
-        logits = 0.1 * jax.random.normal(key, (int(sizes.sum()),))
-        heats = temperature * jnp.logspace(0, -2, steps)
-        return jax.lax.scan(step, (logits, _ADAM.init(logits)), heats)[0][0]
+        logits = guide + 0.1 * jax.random.normal(key, (int(sizes.sum()),))
+        heats, keys = temperature * jnp.logspace(0, -2, steps), jax.random.split(jax.random.fold_in(key, 1), steps)
+        return jax.lax.scan(step, (logits, _ADAM.init(logits)), (heats, keys))[0][0]
 
     keys = jax.random.split(jax.random.key(seed), restarts)
     found = np.asarray(jax.jit(jax.vmap(run))(keys))
@@ -95,23 +103,21 @@ def main(quick: bool, seeds: int, steps: int, seconds: float) -> list[Row]:
         size = int(num_strategies(presolve.merge_ties(problem).problem).sum())
         order = np.random.default_rng(0).permutation(size)
         temperatures = TEMPERATURES[1:2] if quick else TEMPERATURES
-        methods: list[tuple[str, float, int, Change]] = [
-            (f"softmax, temperature {t:g}, {r} starts", t, r, lambda slope: slope)
+        methods: list[tuple[str, Relaxation, float, int, Change]] = [
+            (f"{relaxation}, temperature {t:g}, {r} starts", relaxation, t, r, lambda slope: slope)
+            for relaxation in get_args(Relaxation)
             for t in temperatures
             for r in RESTARTS
         ]
+        controls: dict[str, Change] = {"shuffled": lambda slope, order=order: slope[order], "cut": jnp.zeros_like}
         methods += [
-            (
-                f"shuffled, {RESTARTS[-1]} starts",
-                temperatures[0],
-                RESTARTS[-1],
-                lambda slope, order=order: slope[order],
-            ),
-            (f"cut, {RESTARTS[-1]} starts", temperatures[0], RESTARTS[-1], jnp.zeros_like),
+            (f"{relaxation} {name}, {RESTARTS[-1]} starts", relaxation, temperatures[0], RESTARTS[-1], change)
+            for relaxation in get_args(Relaxation)[::2]  # those whose rows are the logits' own
+            for name, change in controls.items()
         ]
-        for method, temperature, restarts, change in methods:
+        for method, relaxation, temperature, restarts, change in methods:
             start = time.perf_counter()
-            costs = [descend(problem, temperature, restarts, steps, change, seed) for seed in range(seeds)]
+            costs = [descend(problem, relaxation, temperature, restarts, steps, change, seed) for seed in range(seeds)]
             rows.append(Row(name, method, float(np.median(costs)), (time.perf_counter() - start) / seeds))
         for solver in SOLVERS:
             start = time.perf_counter()
