@@ -140,6 +140,7 @@ class Searches:
                 task.listed(training.task.evaluated("validation")),
                 jax.random.key(_PROOF_SEED),
                 rungs=rungs,
+                num_repeats=training.setting.repeats,
             )
             proof = search.prove(self.searched(search, _PROOF_SEED), data)
             print(proof, flush=True)

@@ -111,6 +111,7 @@ class Setting:
       narrow: number formats beside the exact one; gradients in int4 are sent with error feedback.
       switch_shares: shares of training after which int8 may become int4, at cotangents and gradients.
       tie: whether sites of a type share a strategy.
+      repeats: trainings of each candidate of `prove`.
     """
 
     name: str
@@ -119,6 +120,7 @@ class Setting:
     narrow: tuple[Precision, ...] = (BFLOAT16, INT8, INT4)
     switch_shares: tuple[float, ...] = (0.5, 0.75)
     tie: Literal["type"] | None = None
+    repeats: int = 1
 
     @property
     def uniform(self) -> tuple[str, ...]:
@@ -149,7 +151,7 @@ SETTINGS = {
     for setting in (
         Setting("gpt", gpt, 1000),
         Setting("experts", experts, 600, tie="type"),
-        Setting("images", images, 600),
+        Setting("images", images, 600, repeats=3),
     )
 }
 QUICK = Setting("quick", lambda: gpt(1, 16, 4, 16), 8, (INT4,), ())

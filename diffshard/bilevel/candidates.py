@@ -39,6 +39,8 @@ class CandidatesData:
       rungs: steps of each rung of successive halving; there must be as many `train_batches` as steps in all.
       keep: share that goes on after each rung.
       num_candidates: at most; the exact choice comes on top.
+      num_repeats: trainings of each candidate, which see the same batches in another order and other noise; losses are
+        their means. One training's loss is off by what chance does to it: several tell smaller increases apart.
       num_refinements: how often, after the halving, the predictions are corrected by what was measured and what they
         then propose is trained through all rungs.
     """
@@ -50,6 +52,7 @@ class CandidatesData:
     rungs: tuple[int, ...] = (50, 50, 100)
     keep: float = 0.5
     num_candidates: int = 24
+    num_repeats: int = 1
     num_refinements: int = 2
 
     def __post_init__(self):
@@ -67,6 +70,8 @@ class CandidatesData:
             raise ValueError("`test_batches` must hold at least one batch, got none.")
         if self.num_candidates < 1:
             raise ValueError(f"`num_candidates` must be positive, got {self.num_candidates}.")
+        if self.num_repeats < 1:
+            raise ValueError(f"`num_repeats` must be positive, got {self.num_repeats}.")
         if self.num_refinements < 0:
             raise ValueError(f"`num_refinements` must not be negative, got {self.num_refinements}.")
 
@@ -129,13 +134,19 @@ class Proof(NamedTuple):
         return [Point(tried.name, tried.seconds, tried.loss) for tried in last]
 
 
-class _Training(NamedTuple):
-    """A candidate on its way."""
+class _Run(NamedTuple):
+    """One training of a candidate."""
 
-    candidate: Candidate
     params: Params
     weights_state: optax.OptState
     residuals: Residuals
+
+
+class _Training(NamedTuple):
+    """A candidate on its way: its trainings, steps of each, and mean losses after each rung."""
+
+    candidate: Candidate
+    runs: tuple[_Run, ...]
     step: int
     losses: tuple[float, ...]
 
@@ -226,7 +237,7 @@ def prove(
             [Candidate(f"refined, {_described(space, problem, choice, reference)}", choice) for choice in new]
         )
     table = sorted([trials.exact_tried(), *tried], key=lambda t: (-len(t.row.scores), t.row.scores[-1]))
-    return Proof(table[0], tuple(table), trials.exact.losses, sum(t.row.steps for t in table))
+    return Proof(table[0], tuple(table), trials.exact.losses, data.num_repeats * sum(t.row.steps for t in table))
 
 
 class _Trials:
@@ -243,6 +254,7 @@ class _Trials:
         self._space, self._reference, self._data = space, reference, data
         self._optimizer, self._objective = optimizer, objective
         self._take_step, self._test = _steps(space, optimizer, data)
+        self._keys = [data.key, *(jax.random.fold_in(data.key, 2**31 - r) for r in range(1, data.num_repeats))]
         self.exact_seconds = float(space.seconds(reference))
         self.exact = self._start(Candidate("exact", reference))
         for steps in data.rungs:
@@ -285,22 +297,25 @@ class _Trials:
 
     def _start(self, candidate: Candidate) -> _Training:
         params = self._data.params
-        return _Training(candidate, params, self._optimizer.init(params), self._space.state(params), 0, ())
+        run = _Run(params, self._optimizer.init(params), self._space.state(params))
+        return _Training(candidate, (run,) * self._data.num_repeats, 0, ())
 
     def _choice_at(self, candidate: Candidate, step: int) -> Choice:
         return self._reference if step < candidate.exact_share * sum(self._data.rungs) else candidate.choice
 
     def _train(self, training: _Training, num_steps: int) -> _Training:
-        candidate, params, weights_state, residuals, begin, losses = training
-        end = begin + num_steps
-        for step in range(begin, end):
-            choice = _traced(self._choice_at(candidate, step))
-            params, weights_state, residuals = self._take_step(
-                choice, params, weights_state, residuals, self._data.train_batches[step], jnp.int32(step)
-            )
-        # Tested as it was trained last: damage that was never trained with would mislead.
-        loss = self._test(self._choice_at(candidate, end - 1), params, jnp.int32(end))
-        return _Training(candidate, params, weights_state, residuals, end, (*losses, loss))
+        candidate, runs, begin, losses = training
+        end, batches = begin + num_steps, self._data.train_batches
+        after, found = [], []
+        for repeat, run in enumerate(runs):
+            ahead = repeat * len(batches) // len(runs)
+            for step in range(begin, end):
+                choice, batch = _traced(self._choice_at(candidate, step)), batches[(step + ahead) % len(batches)]
+                run = self._take_step(choice, run, batch, self._keys[repeat], jnp.int32(step))
+            after.append(run)
+            # Tested as it was trained last: damage that was never trained with would mislead.
+            found.append(self._test(self._choice_at(candidate, end - 1), run.params, jnp.int32(end)))
+        return _Training(candidate, tuple(after), end, (*losses, float(np.mean(found))))
 
     def _train_and_score(self, training: _Training, num_steps: int) -> tuple[_Training, Any]:
         after = self._train(training, num_steps)
@@ -341,11 +356,12 @@ def _steps(space: Space, optimizer: optax.GradientTransformation, data: Candidat
     """A jitted training step and a test, compiled once for all choices."""
 
     @jax.jit
-    def take_step(choice, params, weights_state, residuals, batch, step):
-        key = jax.random.fold_in(data.key, step)
+    def take_step(choice, run, batch, key, step):
+        params, weights_state, residuals = run
+        key = jax.random.fold_in(key, step)
         _, gradients, residuals = space.loss_and_gradients(params, batch, choice, residuals, key, step)
         updates, weights_state = optimizer.update(gradients, weights_state, params)
-        return optax.apply_updates(params, updates), weights_state, residuals
+        return _Run(optax.apply_updates(params, updates), weights_state, residuals)
 
     @jax.jit
     def loss(choice, params, batch, step):

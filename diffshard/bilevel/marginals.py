@@ -34,7 +34,9 @@ def marginal_logits(problem: Problem) -> Rows:
     for temperature in _TEMPERATURES:
         found = soft_dual(soft, prices, temperature=float(temperature), sweeps=_SWEEPS, messages=messages)
         messages, marginals = found.messages, found.marginals
-    return [jnp.log(jnp.maximum(marginals[v, :size], _LEAST)) for v, size in enumerate(num_strategies(problem).tolist())]
+    return [
+        jnp.log(jnp.maximum(marginals[v, :size], _LEAST)) for v, size in enumerate(num_strategies(problem).tolist())
+    ]
 
 
 def _spread(costs: Sequence[np.ndarray | jax.Array]) -> float:

@@ -113,6 +113,20 @@ def test_training_decides_and_equals_a_plain_loop(most: float):
     assert len(str(proof).splitlines()) == 5
 
 
+def test_losses_of_several_trainings_are_means_over_orders_of_the_batches():
+    space, data = Perturbed(ERRORS, SECONDS), _data(num_repeats=3)
+    options = {"optimizer": optax.sgd(0.1), "objective": MaxLossIncrease(10.0)}
+    proof = prove(space, [Candidate("rough", (1, 1))], (0, 0), data, **options)
+    found = {tried.name: tried for tried in proof.table}
+    assert proof.steps == 3 * 2 * 12
+    for name, choice in [("rough", (1, 1)), ("exact", (0, 0))]:
+        orders = [[*data.train_batches[4 * r :], *data.train_batches[: 4 * r]] for r in range(3)]
+        losses = [_trained(space, _data(train_batches=order), [choice] * 12) for order in orders]
+        assert len(set(losses)) == 3
+        assert found[name].loss == pytest.approx(np.mean(losses), rel=1e-5)
+    assert found["rough"].loss_increase == pytest.approx(found["rough"].loss - found["exact"].loss, abs=1e-6)
+
+
 def test_a_schedule_runs_the_exact_choice_first():
     space, data = Perturbed(ERRORS, SECONDS), _data()
     late = [Candidate("late", (2, 1), 0.5)]
@@ -200,3 +214,7 @@ def test_what_is_wrong_is_said():
         _data(test_batches=[])
     with pytest.raises(ValueError, match="`num_candidates` must be positive, got 0"):
         _data(num_candidates=0)
+    with pytest.raises(ValueError, match="`num_repeats` must be positive, got 0"):
+        _data(num_repeats=0)
+    with pytest.raises(ValueError, match="`num_refinements` must not be negative, got -1"):
+        _data(num_refinements=-1)
