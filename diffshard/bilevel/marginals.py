@@ -1,8 +1,8 @@
 """Where rows start in a lossless space: the marginals of the smoothed dual, which see all costs at once."""
 
 from collections.abc import Sequence
+from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -39,8 +39,9 @@ def marginal_logits(problem: Problem) -> Rows:
     ]
 
 
-def _spread(costs: Sequence[np.ndarray | jax.Array]) -> float:
+def _spread(costs: Sequence[Any]) -> float:
     """The mean over arrays that have any of the range of their allowed entries, or 1."""
-    allowed = [np.asarray(cost, float)[~is_forbidden(cost)] for cost in costs]
+    arrays = [np.asarray(cost, float) for cost in costs]
+    allowed = [cost[~is_forbidden(cost)] for cost in arrays]
     ranges = [np.ptp(entries) for entries in allowed if entries.size and np.ptp(entries) > 0]
     return float(np.mean(ranges)) if ranges else 1.0
