@@ -15,7 +15,10 @@ from diffshard.place import Placement, place
 from diffshard.plan import Plan, PlanError
 from diffshard.search import Searched, search
 from diffshard.solve import Solution, solve
+from search_spaces.communication.capacity import expert_layer
+from search_spaces.communication.interpreter import alternatives
 from search_spaces.communication.space import CommunicationSpace
+from search_spaces.communication.window import windowed_attention
 
 __version__ = "0.1.0"
 __all__ = [
@@ -34,8 +37,10 @@ __all__ = [
     "Problem",
     "Searched",
     "Solution",
+    "alternatives",
     "bilevel",
     "calibrate",
+    "expert_layer",
     "halving",
     "init_search",
     "pareto",
@@ -43,4 +48,5 @@ __all__ = [
     "preset",
     "search",
     "solve",
+    "windowed_attention",
 ]
