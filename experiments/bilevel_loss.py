@@ -22,6 +22,7 @@ from diffshard.bilevel.estimators import ESTIMATORS, Estimator, Increase, Moment
 from diffshard.bilevel.plan import Choice
 from diffshard.bilevel.space import Batch, Params, Rows, Space
 from diffshard.bilevel.state import BilevelState
+from diffshard.solve import solve
 from experiments import bilevel_training as task
 from experiments.tables import print_table
 from search_spaces.communication.space import CommunicationSpace
@@ -30,7 +31,7 @@ MARGIN = 0.005
 """Nats that a choice may cost and still counts as not inferior; also the bound that searches are given."""
 CHOICE_OPTIMIZER = optax.adam(0.1)
 _PROOF_SEED = 100  # of no row
-_DRAWS = 20_000
+_MOVES = 500  # until a walk is taken for random
 
 
 class Run(NamedTuple):
@@ -169,23 +170,31 @@ class Searches:
 
 
 def random_within(space: CommunicationSpace, most_s: float, seed: int) -> Choice:
-    """The first random choice that takes at most so long but 90% of it at least; else the slowest that is allowed.
+    """A random choice that takes at most so long, and 90% of it at least where the walk meets one.
+
+    A walk from the cheapest choice that exchanges one group's strategy at a time and stays within the time, so that it
+    is at every such choice equally often.
 
     Raises:
-      ValueError: none of the draws is fast enough.
+      ValueError: even the cheapest choice takes longer.
     """
-    rng = np.random.default_rng(seed)
-    problem = space.problem()
-    draws = np.stack([rng.integers(len(cost), size=_DRAWS) for cost in problem.node_cost], axis=1)
-    seconds = np.sum([np.asarray(cost)[draws[:, g]] for g, cost in enumerate(problem.node_cost)], axis=0)
-    for (u, v), cost in zip(problem.edge_nodes, problem.edge_cost, strict=True):
-        seconds += np.asarray(cost)[draws[:, u], draws[:, v]]
-    allowed = np.flatnonzero(seconds <= most_s * (1 + 1e-9))
-    if not len(allowed):
-        raise ValueError(f"`most_s` is {most_s:.3g} s, but none of {_DRAWS} random choices takes less; allow more.")
-    near = allowed[seconds[allowed] >= 0.9 * most_s]
-    best = near[0] if len(near) else allowed[seconds[allowed].argmax()]
-    return tuple(int(s) for s in draws[best])
+    rng, problem = np.random.default_rng(seed), space.problem()
+    choice = [int(s) for s in solve(problem).choice]
+    seconds = space.seconds(choice)
+    if seconds > most_s * (1 + 1e-9):
+        raise ValueError(f"`most_s` is {most_s:.3g} s, but the cheapest choice takes {seconds:.3g} s; allow more.")
+    slowest = seconds, tuple(choice)
+    for move in range(2 * _MOVES):
+        group = int(rng.integers(len(choice)))
+        before, choice[group] = choice[group], int(rng.integers(len(problem.node_cost[group])))
+        moved = space.seconds(choice)
+        if moved > most_s * (1 + 1e-9):
+            choice[group] = before
+        elif moved >= 0.9 * most_s and move >= _MOVES:
+            return tuple(choice)
+        else:
+            slowest = max(slowest, (moved, tuple(choice)))
+    return slowest[1]
 
 
 def rows_of(link: str, training: task.Training, seeds: int, estimators: Sequence[str]) -> list[Row]:
