@@ -13,15 +13,22 @@ _RELATIVE_NOISE = 0.25
 
 
 def calibrated(
-    prediction: Prediction, reference: Choice, measured: Sequence[tuple[Choice, float]], noise: float
+    prediction: Prediction,
+    names: Sequence[Sequence[str]],
+    reference: Choice,
+    measured: Sequence[tuple[Choice, float]],
+    noise: float,
 ) -> Prediction:
-    """The prediction with each node's slopes multiplied by a factor, so that it meets measured increases.
+    """The prediction with each slope multiplied by a factor, so that it meets measured increases.
 
-    Factors are the least squares of (Σ_v factor_v · predicted_v - measured) / noise, none negative, and each is drawn
-    to one factor that all nodes share as if that were measured to 100%: nodes that no candidate tells apart keep it.
+    A slope's factor is the sum of its node's and of its strategy's name, which nodes share: estimates are off by where
+    a strategy is and by what it does. They are the least squares of (Σ_v factor · predicted_v - measured) / noise, none
+    negative, and each is drawn to what all share as if that were measured to 100%: what no candidate tells apart stays
+    there.
 
     Args:
       prediction: of the search; nodes whose slopes are all alike stay so.
+      names: of each node's strategies.
       reference: the exact choice, which adds nothing.
       measured: choices and by how much training with them raised the loss; what is not finite is left out.
       noise: standard deviation of a measured increase near 0, in units of the loss.
@@ -33,15 +40,21 @@ def calibrated(
         raise ValueError(f"`noise` must be positive, in units of the loss; got {noise}.")
     over = [np.maximum(row - row[s], 0.0) for row, s in zip(prediction.slopes, reference, strict=True)]
     known = [(choice, increase) for choice, increase in measured if np.isfinite(increase)]
-    parts = np.array([[row[s] for row, s in zip(over, choice, strict=True)] for choice, _ in known])
-    if not parts.size or not parts.any():
+    column = {name: len(over) + i for i, name in enumerate(dict.fromkeys(name for row in names for name in row))}
+    parts = np.zeros((len(known), len(over) + len(column)))
+    for row, (choice, _) in zip(parts, known, strict=True):
+        for v, s in enumerate(choice):
+            row[v] += over[v][s]
+            row[column[names[v][s]]] += over[v][s]
+    if not parts.any():
         return prediction
     increases = np.array([increase for _, increase in known])
     deviation = noise + _RELATIVE_NOISE * np.abs(increases)
     parts, targets = parts / deviation[:, None], increases / deviation
     shared = nnls(parts.sum(axis=1, keepdims=True), targets)[0][0]
     scale = shared or np.finfo(float).tiny
-    drawn = np.vstack([parts * scale, np.eye(len(over))])
-    factors = scale * nnls(drawn, np.concatenate([targets, np.full(len(over), shared / scale)]))[0]
-    slopes = [factor * row for factor, row in zip(factors, over, strict=True)]
+    count = parts.shape[1]
+    drawn = np.vstack([parts * scale, np.eye(count)])
+    factors = scale * nnls(drawn, np.concatenate([targets, np.full(count, shared / scale)]))[0]
+    slopes = [row * (factors[v] + np.array([factors[column[name]] for name in names[v]])) for v, row in enumerate(over)]
     return Prediction(0.0, slopes)

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -53,7 +54,7 @@ class CandidatesData:
     keep: float = 0.5
     num_candidates: int = 24
     num_repeats: int = 1
-    num_refinements: int = 2
+    num_refinements: int = 3
 
     def __post_init__(self):
         check_rungs(self.rungs, self.keep)
@@ -224,11 +225,11 @@ def prove(
     """
     trials = _Trials(space, reference, data, optimizer, objective)
     tried = trials.halved(candidates)
-    problem = space.problem()
+    problem, names = space.problem(), [space.names(v) for v in range(len(reference))]
     for _ in range(data.num_refinements if prediction else 0):
         assert prediction is not None
         measured = [(t.choice, t.loss_increase) for t in tried if not t.exact_share]
-        fitted = calibrated(prediction, reference, measured, trials.noise)
+        fitted = calibrated(prediction, names, reference, measured, trials.noise)
         seen = {reference, *(choice for choice, _ in measured)}
         new = [choice for choice in _refined(problem, fitted, objective, trials.exact_seconds) if choice not in seen]
         if not new:
@@ -421,13 +422,13 @@ def _combinations(space: Space, problem: Problem, reference: Choice) -> list[Cho
 
 def _layers(at: np.ndarray) -> np.ndarray:
     """`[n]`: 0 for the points `[n, 2]` that none beats in both, 1 for those that none of the rest beats, and so on."""
-    layer, left, depth = np.zeros(len(at), int), np.arange(len(at)), 0
-    while len(left):
-        points = at[left]
-        beaten = np.array([((points <= p).all(axis=1) & (points < p).any(axis=1)).any() for p in points])
-        layer[left[~beaten]] = depth
-        left, depth = left[beaten], depth + 1
-    return layer
+    points, place = np.unique(at, axis=0, return_inverse=True)
+    least: list[float] = []  # second coordinate so far in each layer: it rises from layer to layer
+    layer = np.zeros(len(points), int)
+    for i, second in enumerate(points[:, 1].tolist()):
+        layer[i] = bisect_right(least, second)
+        least[layer[i] : layer[i] + 1] = [second]
+    return layer[place.ravel()]
 
 
 def _described(space: Space, problem: Problem, choice: Choice, reference: Choice) -> str:

@@ -9,27 +9,38 @@ from diffshard.bilevel.rounding import Prediction
 SLOPES = [np.array([0.0, 1e-3, 4e-3]), np.array([0.0, 2e-3]), np.array([0.0, 1e-3])]
 PREDICTION = Prediction(0.0, SLOPES)
 EXACT = (0, 0, 0)
+NAMES = [["exact", f"a{v}", f"b{v}"][: len(row)] for v, row in enumerate(SLOPES)]
 
 
 def test_one_factor_for_all_is_found_from_one_measurement():
     """With several nodes in it, it says nothing of any one of them."""
-    found = calibrated(PREDICTION, EXACT, [((2, 1, 1), 7 * 7e-3)], noise=1e-5)
+    found = calibrated(PREDICTION, NAMES, EXACT, [((2, 1, 1), 7 * 7e-3)], noise=1e-5)
     for row, slopes in zip(found.slopes, SLOPES, strict=True):
         np.testing.assert_allclose(row, 7 * slopes, rtol=1e-3)
 
 
 def test_nodes_that_measurements_tell_apart_get_their_own():
     measured = [((2, 0, 0), 8e-3), ((0, 1, 0), 40e-3), ((2, 1, 0), 48e-3), ((1, 0, 0), 2e-3)] * 20
-    found = calibrated(PREDICTION, EXACT, measured, noise=1e-5)
+    found = calibrated(PREDICTION, NAMES, EXACT, measured, noise=1e-5)
     np.testing.assert_allclose(found.slopes[0], 2 * SLOPES[0], rtol=0.2)
     np.testing.assert_allclose(found.slopes[1], 20 * SLOPES[1], rtol=0.2)
     assert 2 < found.slopes[2][1] / SLOPES[2][1] < 20  # which nobody measured: what the others share
 
 
+def test_names_that_measurements_tell_apart_get_their_own_at_every_node():
+    """One strategy is 10 times as bad as predicted and the other as predicted, at eight nodes."""
+    slopes, names = [np.array([0.0, 1e-3, 1e-3])] * 8, [["exact", "early", "late"]] * 8
+    measured = [((1,) * n + (2,) * (8 - n), 1e-3 * (10 * n + (8 - n))) for n in range(9)]
+    found = calibrated(Prediction(0.0, slopes), names, (0,) * 8, measured * 20, noise=1e-5)
+    for row in found.slopes:
+        assert row[1] / row[2] > 5
+        np.testing.assert_allclose(row[1], 10e-3, rtol=0.25)
+
+
 def test_noise_is_not_believed():
     """What raises the loss by less than the noise leaves factors where the clear measurement puts them."""
     measured = [((2, 1, 1), 5 * 7e-3), ((1, 0, 0), -1e-3), ((0, 0, 1), 1e-3)]
-    found = calibrated(PREDICTION, EXACT, measured, noise=0.1)
+    found = calibrated(PREDICTION, NAMES, EXACT, measured, noise=0.1)
     for row, slopes in zip(found.slopes, SLOPES, strict=True):
         np.testing.assert_allclose(row, 5 * slopes, rtol=0.5)
         assert (row >= 0).all()
@@ -37,13 +48,15 @@ def test_noise_is_not_believed():
 
 def test_the_exact_choice_adds_nothing_wherever_it_is_and_what_diverged_is_left_out():
     shifted = Prediction(3.0, [np.array([2e-3, 1e-3]), np.array([-1.0, 1.0])])
-    found = calibrated(shifted, (1, 0), [((0, 0), 4e-3), ((0, 1), np.inf)], noise=1e-5)
+    found = calibrated(
+        shifted, [["a", "exact"], ["exact", "b"]], (1, 0), [((0, 0), 4e-3), ((0, 1), np.inf)], noise=1e-5
+    )
     assert found.increase((1, 0)) == 0
     assert found.increase((0, 0)) == pytest.approx(4e-3, rel=1e-2)
 
 
 def test_without_anything_measured_or_predicted_it_stays():
-    assert calibrated(PREDICTION, EXACT, [], noise=1.0) is PREDICTION
-    assert calibrated(PREDICTION, EXACT, [(EXACT, 0.0)], noise=1.0) is PREDICTION
+    assert calibrated(PREDICTION, NAMES, EXACT, [], noise=1.0) is PREDICTION
+    assert calibrated(PREDICTION, NAMES, EXACT, [(EXACT, 0.0)], noise=1.0) is PREDICTION
     with pytest.raises(ValueError, match="`noise` must be positive"):
-        calibrated(PREDICTION, EXACT, [], noise=0.0)
+        calibrated(PREDICTION, NAMES, EXACT, [], noise=0.0)
