@@ -192,6 +192,7 @@ class Step:
         self, state: BilevelState, rows: Rows, value: jax.Array, slopes: Rows, cost_slopes: Rows
     ) -> tuple[_Choosing, _Seen]:
         """A step of the choice."""
+        value = value.astype(state.offset.dtype)  # whatever the loss is computed in
         share = jnp.maximum(_FORGET, 1.0 / (state.step // self.settings.choice_every + 1.0))
         seen_offset = value - optax.tree.vdot(slopes, rows)
         offset, means = jax.tree.map(

@@ -130,7 +130,7 @@ class DeviceStep:
             for leaf, name, arrived, rest in zip(numbers, names, _parted(y, own), _parted(left, own), strict=True):
                 leaves[leaf] = arrived.astype(operand.dtype)
                 if name in state:
-                    unsent[name] = rest[None]
+                    unsent[name] = rest[None].astype(jnp.float32)
         return jax.tree.unflatten(structure, leaves), unsent
 
     def summed(self, gradients: Any) -> Any:

@@ -52,6 +52,17 @@ def test_update_compiles_once_trains_and_is_the_same_for_the_same_key(estimator:
     assert not any(metrics.refused for metrics in seen)
 
 
+@pytest.mark.parametrize("estimator", ["mixture", "sampled", "curvature"])
+def test_a_loss_in_half_precision_is_searched_between_steps_of_the_choice_too(estimator: str):
+    class Half(Perturbed):
+        def mixed_loss(self, *args, **options):
+            return super().mixed_loss(*args, **options).astype(jnp.bfloat16)
+
+    state, seen = _run(_search(Half(ERRORS, SECONDS), estimator=estimator, choice_every=2), 3)
+    assert not any(metrics.refused for metrics in seen)
+    assert {metrics.loss_increase.dtype for metrics in seen} == {state.offset.dtype}
+
+
 @pytest.mark.parametrize("order", [1, 2])
 def test_a_step_of_the_choice_follows_finite_differences_of_loss_and_cost(order: int):
     """Edges and the busiest device's time included; gradient descent of rate 1, so that the step is the slope."""

@@ -267,6 +267,19 @@ def test_backward_damage_of_one_token_is_that_of_the_gradients_error():
     assert float(found.std()) / 500**0.5 < 0.1 * expected
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
+def test_residuals_stay_float32_and_gradients_have_the_parameters_type(dtype):
+    """A state of another type after a step would not fit the step's own branches, loops or compiled code."""
+    with jax.enable_x64(True):
+        params, batch = jax.tree.map(lambda x: x.astype(dtype), arguments())
+        space = small_space(params=params, batch=batch)
+        choice, state = [1] * len(space.groups), space.state(params)
+        found = jax.eval_shape(lambda p: space.loss_and_gradients(p, batch, choice, state, KEY), params)
+        assert {x.dtype for x in jax.tree.leaves(found[1])} == {jnp.dtype(dtype)}
+        assert jax.tree.map(lambda x: x.dtype, found[2]) == jax.tree.map(lambda x: x.dtype, state)
+        assert state
+
+
 def test_damages_on_a_mesh_and_in_loops():
     emulated = jax.jit(lambda p: SPACE.damages(p, BATCH, KEY))(PARAMS)
     real = jax.jit(lambda p: SPACE.on_mesh(mesh()).damages(p, BATCH, KEY))(PARAMS)
