@@ -7,7 +7,7 @@ import optax
 import pytest
 
 import diffshard
-from diffshard.bilevel.candidates import Candidate, propose, prove
+from diffshard.bilevel.candidates import Candidate, _layers, propose, prove
 from diffshard.bilevel.objective import CostWeight, MaxLossIncrease
 from diffshard.bilevel.rounding import Prediction
 from tests.diffshard.bilevel.perturbed import Perturbed, batch_of, start
@@ -87,6 +87,19 @@ def test_what_another_is_predicted_to_beat_goes_last():
     names = [candidate.name for candidate in found]
     assert names[:3] == ["found", "all rough", "found, second half"]
     assert names[3:] == ["1: rough", "all rougher", "all rough, second half", "0: rough"]
+
+
+@pytest.mark.parametrize("most", [3, 1000])
+def test_layers_are_what_is_beaten_by_no_other_of_the_rest(most: int):
+    """Points that are equal, in one coordinate or in both, and infinite ones."""
+    at = np.random.default_rng(0).integers(most, size=(60, 2)).astype(float)
+    at[:2, 1] = np.inf
+    left, expected, depth = set(range(60)), np.full(60, -1), 0
+    while left:
+        kept = {i for i in left if not any((at[j] <= at[i]).all() and (at[j] < at[i]).any() for j in left)}
+        expected[list(kept)], left, depth = depth, left - kept, depth + 1
+    np.testing.assert_array_equal(_layers(at), expected)
+    assert depth > 2
 
 
 def test_too_many_combinations_become_changes_of_one_or_two_nodes():
