@@ -2,9 +2,9 @@
 
 Methods: one precision everywhere; the bilevel search's proposal under each estimator; the same with the slopes of the
 curvature shuffled over lossy strategies, and cut, so that A follows the cost alone; a random choice that is no slower
-than the curvature's; and what `prove` trains: the winner, the best choice by kind of site and the best that is exact at
-first. A search is one training. Searches see the data's search part, `prove` the validation part and a seed of its own;
-verdicts come from the test part.
+than the curvature's; and what `prove` trains: the winner, the best choice by kind of site, the best that is exact at
+first, and on slow links the winner where the slopes are shuffled. A search is one training. Searches see the data's
+search part, `prove` the validation part and a seed of its own; verdicts come from the test part.
 """
 
 from collections.abc import Sequence
@@ -31,6 +31,7 @@ MARGIN = 0.005
 """Nats that a choice may cost and still counts as not inferior; also the bound that searches are given."""
 CHOICE_OPTIMIZER = optax.adam(0.1)
 _PROOF_SEED = 100  # of no row
+_CONTROLLED = "slow"  # the link at which `prove` is also run with shuffled slopes
 _MOVES = 500  # until a walk is taken for random
 
 
@@ -128,12 +129,12 @@ class Searches:
             state, _ = search.update(state, train_batch, held_batch)
         return state
 
-    def proven(self) -> dict[str, tuple[Run, int]]:
-        """What `prove` finds after a curvature search with a seed of its own: runs by method, and steps taken."""
+    def proven(self, name: str, estimator: str | Estimator) -> dict[str, tuple[Run, int]]:
+        """What `prove` finds after a search with a seed of its own: runs by method, and steps taken."""
         training = self.training
 
         def prove() -> dict[str, tuple[Run, int]]:
-            search = self.search("curvature")
+            search = self.search(estimator)
             rungs = (training.steps // 4, training.steps // 4, training.steps // 2)
             data = diffshard.CandidatesData(
                 training.params(_PROOF_SEED),
@@ -147,15 +148,15 @@ class Searches:
             print(proof, flush=True)
             by_type = [tried for tried in proof.table if self._is_by_kind(tried.choice) and not tried.exact_share]
             late = [tried for tried in proof.table if tried.exact_share]
-            first = {"prove: winner": [proof.winner], "prove: best by kind": by_type, "prove: best exact first": late}
+            first = {"winner": [proof.winner], "best by kind": by_type, "best exact first": late}
             return {
                 method: (Run(tried[0].choice, tried[0].exact_share), proof.steps + self.steps)
                 for method, tried in first.items()
                 if tried
             }
 
-        name = f"proof-{training.setting.name}-{self.link}-{training.steps}-{self.steps}"
-        found = task.recorded(training.records, name, prove)
+        stem = f"proof-{training.setting.name}-{self.link}-{name.replace(' ', '-')}-{training.steps}"
+        found = task.recorded(training.records, stem, prove)
         return {method: (Run(tuple(run[0]), run[1]), steps) for method, (run, steps) in found.items()}
 
     def _is_by_kind(self, choice: Choice) -> bool:
@@ -217,8 +218,11 @@ def rows_of(link: str, training: task.Training, seeds: int, estimators: Sequence
             add("random, same time", drawn, 0)
             found = searches.proposals(f"{name} shuffled", shuffled(name, searches.space, seed=0), seeds)
             add(f"A, {name} shuffled", found, search_steps)
-    for method, (run, steps) in searches.proven().items():
-        add(method, [run] * seeds, steps)
+    for method, (run, steps) in searches.proven("curvature", "curvature").items():
+        add(f"prove: {method}", [run] * seeds, steps)
+    if link == _CONTROLLED:  # how far does training candidates come without what the loss's slopes say of them?
+        run, steps = searches.proven("shuffled", shuffled("curvature", searches.space, seed=0))["winner"]
+        add("prove, slopes shuffled: winner", [run] * seeds, steps)
     return rows
 
 
