@@ -48,11 +48,11 @@ class Estimator(NamedTuple):
 
 
 def curvature() -> Estimator:
-    """Σ_v ⟨p_v, ½ E[(g·e)²]⟩: the second-order damage, which is linear in the rows, at exactly trained parameters.
+    """Σ_v ⟨p_v, damages_v⟩: the space's second-order damages, linear in the rows, at exactly trained parameters.
 
-    The mean of g gᵀ stands for the Hessian, as it may for log-likelihoods (cross-entropy). Of other losses, such as a
-    mean square, damages can be far too small: they rank strategies, but only training (`prove`) can keep a bound.
-
+    Damages of results are ½ E[(g·e)²]: the mean of g gᵀ stands for the Hessian, as it may for log-likelihoods
+    (cross-entropy). Of other losses, such as a mean square, they can be far too small: they rank strategies, but only
+    training (`prove`) can keep a bound. Damages of noisy gradients are ¼ Σ η e², with η the optimiser's step sizes.
     """
 
     def increase(space: Space, params: Params, batch: Batch, rows: Rows, key: jax.Array, moment: Moment) -> jax.Array:
@@ -113,7 +113,7 @@ def resolve(estimator: str | Estimator | Increase) -> Estimator:
         return estimator
     if callable(estimator):
         return Estimator(estimator)
-    if estimator not in ESTIMATORS:
+    if not isinstance(estimator, str) or estimator not in ESTIMATORS:
         raise ValueError(f"`estimator` must be one of {', '.join(ESTIMATORS)}, or a function; got {estimator!r}.")
     return ESTIMATORS[estimator]()
 

@@ -78,6 +78,9 @@ class MaxLossIncrease:
       most: the allowed increase over the exact choice, in units of the loss.
       rate: η.
       penalty: ρ, which damps the oscillation of rows and multiplier.
+
+    Raises:
+      ValueError: the bound is not a positive finite number.
     """
 
     most: float

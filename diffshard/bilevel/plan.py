@@ -45,7 +45,7 @@ class GroupPlan(NamedTuple):
       name: of the group, or the node's number.
       strategy: what was chosen.
       exact_strategy: what the exact choice has there.
-      seconds: of a step, as chosen; the cost of an edge counts with its second node.
+      seconds: of a step, as chosen; the cost of an edge counts with its second node, devices' loads with none.
       exact_seconds: likewise of the exact choice.
       traffic: what its sites send; None where the space has no sites.
     """

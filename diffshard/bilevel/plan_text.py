@@ -87,7 +87,7 @@ def _groups(plan: BilevelPlan) -> str:
         return "\n".join(["Choices", "", *format_table(rows, "  ", right=(2,))])
     rows = [("name", "direction", "collective", "", "chosen", "sends", "exact", "takes", "exact")]
     for group in plan.groups:
-        sent = group.traffic or None
+        sent = group.traffic
         chosen, exact = (format_bytes(b) for b in ((sent.sent_bytes, sent.exact_sent_bytes) if sent else (0.0, 0.0)))
         times = (format_s(group.seconds), format_s(group.exact_seconds))
         rows.append((group.name, *group_kind(group), group.strategy, chosen, exact, *times))

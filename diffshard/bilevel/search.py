@@ -211,7 +211,17 @@ class BilevelSearch:
         if not isinstance(candidates_data, CandidatesData | None):
             raise ValueError(f"`candidates_data` must be a CandidatesData or None, got {candidates_data!r}.")
         step = self._check(state)
-        most = step.objective.most if isinstance(step.objective, MaxLossIncrease) else None
+        if candidates_data is None or is_lossless(step.space):
+            return self._proposed(step, state), state.params
+        proof = self.prove(state, candidates_data)
+        winner = proof.winner
+        plan = plan_of(step.space, step.problem, {winner.choice: winner.loss_increase}, _bound(step))
+        plan = plan._replace(seconds=winner.seconds, cost_ratio=winner.seconds / step.reference_cost)
+        return plan._replace(exact_share=winner.exact_share, proof=proof), state.params
+
+    def _proposed(self, step: Step, state: BilevelState) -> BilevelPlan:
+        """What the search itself has found."""
+        most = _bound(step)
         exact = step.reference if isinstance(step.space, HasLossless) else None
         if is_lossless(step.space) or int(state.step):
             found, note = proposals(step.problem, self.rows(state), self._prediction(state), exact, most), ""
@@ -229,13 +239,7 @@ class BilevelSearch:
                 f"not measured: the estimator's loss does not depend on {', '.join(nodes)}; training can tell (`prove`)"
             )
             plan = plan._replace(message="; ".join(filter(None, (plan.message, note))))
-        if candidates_data is None or is_lossless(step.space):
-            return plan, state.params
-        proof = self.prove(state, candidates_data)
-        winner = proof.winner
-        plan = plan_of(step.space, step.problem, {winner.choice: winner.loss_increase}, most)
-        plan = plan._replace(seconds=winner.seconds, cost_ratio=winner.seconds / step.reference_cost)
-        return plan._replace(exact_share=winner.exact_share, proof=proof), state.params
+        return plan
 
     def prove(self, state: BilevelState, data: CandidatesData) -> Proof:
         """Trains the proposal, every uniform and by-type choice, and schedules from the start; see `candidates.prove`.
@@ -243,11 +247,10 @@ class BilevelSearch:
         Raises:
           ValueError: the space is lossless, so that there is nothing to prove, or the data are too short.
         """
-        step = self._settled()
+        step = self._check(state)
         if is_lossless(step.space):
             raise ValueError("`prove` compares losses, and in this space every choice has the same.")
-        plan, _ = self.finish(state)
-        objective = step.objective
+        plan, objective = self._proposed(step, state), step.objective
         if isinstance(objective, CostWeight):  # where its schedule has come to
             objective = CostWeight(float(objective.weights(state.multiplier, state.offset, state.step).cost))
         prediction, most = self._prediction(state), data.num_candidates
@@ -285,6 +288,10 @@ class BilevelSearch:
         if self._step is None:
             raise ValueError("the search has no space yet; call `init(key, params, batch)` first, which makes it.")
         return self._step
+
+
+def _bound(step: Step) -> float | None:
+    return step.objective.most if isinstance(step.objective, MaxLossIncrease) else None
 
 
 def _aval(leaf: Any) -> tuple[tuple[int, ...], str]:

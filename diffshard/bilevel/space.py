@@ -63,9 +63,10 @@ class Space(HasProblem, Protocol):
         ...
 
     def damages(self, params: Params, batch: Batch, key: jax.Array, *, step_sizes: Params, step: jax.Array) -> Rows:
-        """For each node and strategy the expected increase of the loss, as ½ E[(g·e_j)²]: V arrays `[S_v]`.
+        """For each node and strategy the expected increase of the loss, to second order: V arrays `[S_v]`.
 
-        Errors of gradients take part as steps of `step_sizes`, as `params`.
+        With e_j the strategy's error, ½ E[(g·e_j)²] where it is one of results, and ¼ Σ η e_j² where it is one of the
+        gradients that training steps along, η = `step_sizes`, as `params`.
         """
         ...
 
@@ -102,8 +103,6 @@ def problem_of(space: object) -> Problem:
             f"(loss_fn, mesh_axes, params, batch); got {type(space).__name__}."
         )
     validate(problem)
-    if num_strategies(problem).max(initial=0) < 2:
-        raise ValueError("`space` has no node with two strategies, so there is nothing to choose; give it strategies.")
     if any(is_forbidden(cost).any() for cost in problem.edge_cost):
         raise ValueError(
             "`space` forbids pairs of strategies (infinite edge costs), which rows of weights cannot respect; "
@@ -111,6 +110,10 @@ def problem_of(space: object) -> Problem:
         )
     if any(is_forbidden(cost).all() for cost in problem.node_cost):
         raise ValueError("`space` has a node whose strategies are all forbidden; allow one.")
+    if max((int(mask.sum()) for mask in allowed(problem)), default=0) < 2:
+        raise ValueError(
+            "`space` has no node with two strategies that are allowed, so there is nothing to choose; give it some."
+        )
     return problem
 
 

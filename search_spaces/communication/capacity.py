@@ -54,7 +54,7 @@ def expert_layer(
 
     Raises:
       ValueError: shapes that do not fit, experts that the devices do not divide, more chosen than there are, or
-        capacity factors that are none, not positive or not distinct.
+        capacity factors that are none, not positive and finite, or not distinct to six digits.
     """
     num_experts, num_devices = logits.shape[-1], lax.axis_size(axis)
     if tokens.ndim != 2 or logits.shape != (len(tokens), num_experts):
@@ -71,16 +71,19 @@ def expert_layer(
     if not 1 <= num_chosen <= num_experts:
         raise ValueError(f"`num_chosen` must be from 1 to the {num_experts} experts, not {num_chosen}.")
     factors = tuple(capacity_factors)
-    if not factors or min(factors) <= 0 or len(set(factors)) < len(factors):
-        raise ValueError(f"`capacity_factors` must be at least one, positive and distinct, got {factors}.")
+    labels = [f"capacity {factor:g}" for factor in factors]
+    if not factors or not all(0 < f < math.inf for f in factors) or len(set(labels)) < len(labels):
+        raise ValueError(
+            f"`capacity_factors` must be at least one, positive and distinct to six digits, got {factors}."
+        )
 
     gates, chosen = lax.top_k(jax.nn.softmax(logits), num_chosen)
     if num_chosen > 1:
         gates = gates / gates.sum(axis=-1, keepdims=True)
-    capacities = {f: min(math.ceil(f * len(tokens) * num_chosen / num_experts), len(tokens)) for f in factors}
+    capacities = [min(math.ceil(f * len(tokens) * num_chosen / num_experts), len(tokens)) for f in factors]
     functions = {
-        f"capacity {factor:g}": partial(_routed, expert, axis, num_experts, capacity)
-        for factor, capacity in capacities.items()
+        label: partial(_routed, expert, axis, num_experts, capacity)
+        for label, capacity in zip(labels, capacities, strict=True)
     }
     operands = params, tokens, gates.astype(tokens.dtype), chosen
     if len(functions) == 1:

@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Literal
 
 import jax
@@ -22,6 +22,8 @@ from search_spaces.communication.sites import Site, find_sites, trace
 from search_spaces.communication.strategies import DEFAULT, Strategy
 
 _WHOLE = PartitionSpec()
+_Costs = tuple[list[np.ndarray], dict[tuple[int, int], np.ndarray]]
+"""Of nodes `[S]`, and by pair of nodes those of edges `[S, S']`."""
 
 
 class CommunicationSpace:
@@ -263,6 +265,9 @@ class CommunicationSpace:
         - backward: the same for the error in parameters' gradients that e causes, estimated with random signs z as
           ¼ · Σ_t (a_t · e_t)², a the derivative of ⟨z √η, parameter gradient⟩ with respect to the site's result.
 
+        Of alternatives the first runs, and the others beside it for their own error alone: damages of sites in a branch
+        are measured in the first, and are zero where a group has no site there.
+
         Source of the balance: Mandt, Hoffman and Blei, "Stochastic gradient descent as approximate Bayesian inference"
         (JMLR 2017), section 3.
 
@@ -271,7 +276,7 @@ class CommunicationSpace:
           batch: whole arrays.
           key: a random key.
           validation: a batch of the same shapes for forward damages; `batch` without.
-          step_sizes: η, one number, or numbers for each parameter: how far a unit of its gradient moves it.
+          step_sizes: η >= 0, one number, or numbers for each parameter: how far a unit of its gradient moves it.
           step: number of the training step.
         """
         probes = [jnp.zeros(len(group.names)) for group in self.groups]
@@ -312,13 +317,13 @@ class CommunicationSpace:
         Raises:
           ValueError: the space has no hardware.
         """
-        node_cost, edges = self._costs(self._seconds_of)
+        node_cost, edges = self._priced(self._seconds_of)
         pairs = np.array(list(edges), np.int64).reshape(-1, 2)
         return Problem(node_cost, pairs, list(edges.values()))
 
     def seconds(self, choice: Sequence[int]) -> float:
         """Seconds of communication and encoding in one step, without overlap; raises as `problem`."""
-        return sum(self._costs_of(choice, self._seconds_of))
+        return sum(self._costs_of(choice, self._seconds))
 
     def sent_bytes(self, choice: Sequence[int]) -> float:
         """Bytes that each device sends in the mean step."""
@@ -326,16 +331,22 @@ class CommunicationSpace:
 
     def group_bytes(self, choice: Sequence[int]) -> list[float]:
         """Bytes that each device sends in the mean step for each group, `[V]`."""
-        return self._costs_of(choice, site_bytes)
+        return self._costs_of(choice, self._bytes)
+
+    @cached_property
+    def _seconds(self) -> _Costs:
+        return self._priced(self._seconds_of)
+
+    @cached_property
+    def _bytes(self) -> _Costs:
+        return self._priced(site_bytes)
 
     def _seconds_of(self, site: Site, strategy: Strategy) -> float:
         if self.hardware is None:
             raise ValueError("`hardware` is None; give the space hardware with a link for each mesh axis.")
         return site_seconds(site, strategy, self.hardware)
 
-    def _costs(
-        self, cost: Callable[[Site, Strategy], float]
-    ) -> tuple[list[np.ndarray], dict[tuple[int, int], np.ndarray]]:
+    def _priced(self, cost: Callable[[Site, Strategy], float]) -> _Costs:
         nodes = [np.zeros(len(group.names)) for group in self.groups]
         edges: dict[tuple[int, int], np.ndarray] = {}
         for g, group in enumerate(self.groups):
@@ -350,9 +361,9 @@ class CommunicationSpace:
                     edge[b] += costs
         return nodes, edges
 
-    def _costs_of(self, choice: Sequence[int], cost: Callable[[Site, Strategy], float]) -> list[float]:
+    def _costs_of(self, choice: Sequence[int], costs: _Costs) -> list[float]:
         self._selection(choice)
-        nodes, edges = self._costs(cost)
+        nodes, edges = costs
         totals = [float(node[i]) for node, i in zip(nodes, choice, strict=True)]
         for (u, v), edge in edges.items():
             totals[v] += float(edge[choice[u], choice[v]])

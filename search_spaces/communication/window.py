@@ -8,6 +8,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from search_spaces.communication.interpreter import alternatives
@@ -34,15 +35,15 @@ def windowed_attention(
       `[B, L, H, D]`.
 
     Raises:
-      ValueError: shapes that differ or are not of four dimensions, or windows that are not positive or not distinct.
+      ValueError: shapes that differ or are not of four dimensions, or windows that are no positive whole numbers or not distinct.
     """
     if query.ndim != 4 or not query.shape == key.shape == value.shape:
         raise ValueError(
             f"`query`, `key` and `value` must have one shape [B, L, H, D], got {query.shape}, {key.shape} and "
             f"{value.shape}."
         )
-    if any(k < 1 for k in windows) or len(set(windows)) < len(windows):
-        raise ValueError(f"`windows` must be positive and distinct numbers of blocks, got {tuple(windows)}.")
+    if not all(isinstance(k, (int, np.integer)) and k >= 1 for k in windows) or len(set(windows)) < len(windows):
+        raise ValueError(f"`windows` must be positive and distinct whole numbers of blocks, got {tuple(windows)}.")
     functions: dict[str, Callable[..., jax.Array]] = {"whole": partial(_whole, axis)}
     functions |= {f"{k} blocks" if k > 1 else "1 block": partial(_windowed, axis, k) for k in windows}
     operands = query, jnp.stack([key, value])

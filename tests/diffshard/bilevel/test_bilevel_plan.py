@@ -152,6 +152,7 @@ def test_dots_of_equal_time_and_loss_stay_inside():
     one = plan.proof.table[1]._replace(seconds=plan.seconds, loss=2.5125)
     alike = plan._replace(proof=plan.proof._replace(table=(plan.proof.table[0], one)))
     dots = [attributes for tag, attributes in checked_page(format_page(alike)).elements if tag == "circle"]
+    assert len(dots) == 2
     assert all(70 <= float(dot["cx"]) <= 840 and 0 <= float(dot["cy"]) <= 260 for dot in dots)
 
 

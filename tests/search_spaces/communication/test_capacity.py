@@ -167,6 +167,8 @@ def test_balance_is_one_for_even_gates_and_the_number_of_experts_for_one_expert(
         ({"params": {"up": jnp.ones((3, 5, 5))}}, "`params` 'up' must begin with this device's 2 experts"),
         ({"num_chosen": 9}, "`num_chosen` must be from 1 to the 8 experts, not 9"),
         ({"capacity_factors": (1.0, 0.0)}, "`capacity_factors` must be at least one, positive and distinct"),
+        ({"capacity_factors": (1.0, math.nan)}, "`capacity_factors` must be at least one, positive and distinct"),
+        ({"capacity_factors": (1.0, 1.0000001)}, "`capacity_factors` must be .* distinct to six digits"),
         ({"capacity_factors": ()}, "`capacity_factors` must be at least one, positive and distinct"),
     ],
 )

@@ -107,17 +107,22 @@ def test_each_window_sends_its_own_blocks():
 
 
 def test_narrower_windows_are_damages():
-    damages = np.asarray(jax.jit(lambda p: SPACE.damages(p, BATCH, KEY))(PARAMS)[WINDOW])
+    found = jax.jit(lambda p: SPACE.damages(p, BATCH, KEY))(PARAMS)
+    damages = np.asarray(found[WINDOW])
     assert damages[0] == 0
     assert 0 < damages[1] < damages[3]
     assert damages[4] < 1e-9
+    # Sites of types that the reference has not are not measured.
+    unmeasured = {group.name for group, damage in zip(SPACE.groups, found, strict=True) if not np.asarray(damage).any()}
+    assert unmeasured == {f"attention/collective_permute {direction}" for direction in ("forward", "backward")}
 
 
 @pytest.mark.parametrize(
     ("shape", "windows", "message"),
     [
         ((2, 4, 3), (1,), r"must have one shape \[B, L, H, D\], got \(2, 4, 3\)"),
-        ((2, 4, 2, 3), (2, 0), r"`windows` must be positive and distinct numbers of blocks, got \(2, 0\)"),
+        ((2, 4, 2, 3), (2, 0), r"`windows` must be positive and distinct whole numbers of blocks, got \(2, 0\)"),
+        ((2, 4, 2, 3), (1.5,), "`windows` must be positive and distinct whole numbers"),
         ((2, 4, 2, 3), (2, 2), "`windows` must be positive and distinct"),
     ],
 )
