@@ -35,7 +35,8 @@ def windowed_attention(
       `[B, L, H, D]`.
 
     Raises:
-      ValueError: shapes that differ or are not of four dimensions, or windows that are no positive whole numbers or not distinct.
+      ValueError: shapes that differ or are not of four dimensions, or windows that are no positive whole numbers or
+        not distinct.
     """
     if query.ndim != 4 or not query.shape == key.shape == value.shape:
         raise ValueError(
