@@ -21,13 +21,15 @@ def calibrated(
 ) -> Prediction:
     """The prediction with each slope multiplied by a factor, so that it meets measured increases.
 
+    Slopes are over the exact choice's, and what is predicted to lower the loss counts as 0: no factor mends a sign.
+
     A slope's factor is the sum of its node's and of its strategy's name, which nodes share: estimates are off by where
     a strategy is and by what it does. They are the least squares of (Σ_v factor · predicted_v - measured) / noise, none
     negative, and each is drawn to what all share as if that were measured to 100%: what no candidate tells apart stays
     there.
 
     Args:
-      prediction: of the search; nodes whose slopes are all alike stay so.
+      prediction: of the search; returned as it is where it says nothing of what was measured.
       names: of each node's strategies.
       reference: the exact choice, which adds nothing.
       measured: choices and by how much training with them raised the loss; what is not finite is left out.

@@ -129,10 +129,14 @@ class Proof(NamedTuple):
         ]
         return "\n".join(lines)
 
+    @property
+    def finalists(self) -> tuple[Tried, ...]:
+        """The candidates that saw the last rung, first in the table: only their losses can be compared."""
+        return tuple(tried for tried in self.table if len(tried.row.scores) == len(self.exact_losses))
+
     def points(self) -> list[Point]:
-        """Loss against step time of the candidates that saw the last rung, for `pareto`."""
-        last = [tried for tried in self.table if len(tried.row.scores) == len(self.exact_losses)]
-        return [Point(tried.name, tried.seconds, tried.loss) for tried in last]
+        """Loss against step time of the finalists, for `pareto`."""
+        return [Point(tried.name, tried.seconds, tried.loss) for tried in self.finalists]
 
 
 class _Run(NamedTuple):

@@ -39,7 +39,7 @@ def from_json(found: Any, name: str) -> BilevelPlan:
         plan: BilevelPlan = restored(BilevelPlan, values)
         if len(plan.choice) != len(plan.groups):
             raise ValueError(f"{len(plan.choice)} choices for {len(plan.groups)} groups")
-        if proof is not None and not proof.points():
+        if proof is not None and not proof.finalists:
             raise ValueError("no candidate of `proof` was trained to the end")
         if not 0 <= plan.exact_share < 1:
             raise ValueError(f"`exact_share` is {plan.exact_share}, not from 0 to below 1")

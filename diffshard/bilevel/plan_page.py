@@ -88,18 +88,17 @@ def _groups(plan: BilevelPlan) -> str:
 
 def _candidates(proof: Proof) -> str:
     """Loss against seconds of those that were trained to the end, numbered as in the table of all."""
-    finalists = [t for t in proof.table if len(t.row.scores) == len(proof.exact_losses)]
     rows = []
     for number, tried in enumerate(proof.table, start=1):
         loss = (f"{tried.loss:.4f}", f"{tried.loss_increase:+.4f}", f"{tried.row.steps:,}")
-        rows.append((str(number) if number <= len(finalists) else "", tried.name, format_s(tried.seconds), *loss))
+        rows.append((str(number) if number <= len(proof.finalists) else "", tried.name, format_s(tried.seconds), *loss))
     head = ("", "candidate", "step", "loss", "increase", "steps")
     said = (
         f"{len(proof.table)} trained from the start, {proof.steps:,} steps in all; those without a number were dropped"
     )
     return (
         f"<h2>Candidates</h2><div class=dim>{said} on the way, with fewer steps</div>"
-        f"{_picture(finalists)}{_table(head, rows, right=(0, 2, 3, 4, 5))}"
+        f"{_picture(proof.finalists)}{_table(head, rows, right=(0, 2, 3, 4, 5))}"
     )
 
 
