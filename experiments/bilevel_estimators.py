@@ -57,11 +57,11 @@ def estimated(searches: Searches, estimator: str, which: Strategies, seeds: int)
     """`[seeds, n]` mean slope of each strategy over the exact one's, in nats."""
 
     def slopes(seed: int) -> list[float]:
-        seen = [np.asarray(slope, float) for slope in searches.searched(search, seed).slopes]
+        seen = [np.asarray(slope, float) for slope in searches.searched(estimator, seed).slopes]
         over = [slope - slope[exact] for slope, exact in zip(seen, searches.space.lossless_choice(), strict=True)]
         return [float(over[g][s]) for g, s in zip(which.group, which.strategy, strict=True)]
 
-    search, training = searches.search(estimator), searches.training
+    training = searches.training
     stem = f"slopes-{training.setting.name}-{estimator}-{training.steps}"
     return np.array(
         [task.recorded(training.records, f"{stem}-{seed}", lambda seed=seed: slopes(seed)) for seed in range(seeds)]

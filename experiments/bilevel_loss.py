@@ -18,7 +18,7 @@ import optax
 from scipy import stats
 
 import diffshard
-from diffshard.bilevel.estimators import ESTIMATORS, Estimator, Increase, Moment, resolve
+from diffshard.bilevel.estimators import ESTIMATORS, Estimator, Moment, resolve
 from diffshard.bilevel.plan import Choice
 from diffshard.bilevel.space import Batch, Params, Rows, Space
 from diffshard.bilevel.state import BilevelState
@@ -90,18 +90,21 @@ def shuffled(name: str, where: CommunicationSpace, seed: int) -> Estimator:
 
 
 class Searches:
-    """Bilevel searches in the space of one link speed, each with training from the start."""
+    """Bilevel searches in the space of one link speed, each with training from the start.
+
+    They are named for their estimator, "curvature" say, "curvature shuffled" or "cut".
+    """
 
     def __init__(self, training: task.Training, link: str):
         self.training, self.link, self.steps = training, link, training.steps
         self.space = task.space(training.setting, link, training.task)
+        self._made: dict[str, diffshard.BilevelSearch] = {}
 
-    def proposals(self, name: str, estimator: str | Estimator | Increase, seeds: int) -> list[Run]:
+    def proposals(self, name: str, seeds: int) -> list[Run]:
         """The proposal for each seed, from the records where it is there."""
-        search = self.search(estimator)
 
         def propose(seed: int) -> Choice:
-            return search.finish(self.searched(search, seed))[0].choice
+            return self.search(name).finish(self.searched(name, seed))[0].choice
 
         stem = f"search-{self.training.setting.name}-{self.link}-{name.replace(' ', '-')}-{self.steps}"
         records = self.training.records
@@ -110,31 +113,35 @@ class Searches:
             for seed in range(seeds)
         ]
 
-    def search(self, estimator: str | Estimator | Increase) -> diffshard.BilevelSearch:
-        """A search of the cheapest choice within the margin."""
-        return diffshard.bilevel(
-            None,
-            space=self.space,
-            weights_optimizer=self.training.optimizer,
-            choice_optimizer=CHOICE_OPTIMIZER,
-            max_loss_increase=MARGIN,
-            estimator=estimator,
-        )
+    def search(self, name: str) -> diffshard.BilevelSearch:
+        """A search of the cheapest choice within the margin; made and compiled once."""
+        if name not in self._made:
+            named = name.removesuffix(" shuffled")
+            estimator = cut if name == "cut" else named if name == named else shuffled(named, self.space, seed=0)
+            self._made[name] = diffshard.bilevel(
+                None,
+                space=self.space,
+                weights_optimizer=self.training.optimizer,
+                choice_optimizer=CHOICE_OPTIMIZER,
+                max_loss_increase=MARGIN,
+                estimator=estimator,
+            )
+        return self._made[name]
 
-    def searched(self, search: diffshard.BilevelSearch, seed: int) -> BilevelState:
+    def searched(self, name: str, seed: int) -> BilevelState:
         """The state after all steps of a seed."""
+        search = self.search(name)
         train, held = (task.listed(self.training.batches(seed, name)) for name in ("train", "search"))
         state = search.init(jax.random.key(seed), self.training.params(seed), train[0])
         for train_batch, held_batch in zip(train, held, strict=True):
             state, _ = search.update(state, train_batch, held_batch)
         return state
 
-    def proven(self, name: str, estimator: str | Estimator) -> dict[str, tuple[Run, int]]:
+    def proven(self, name: str) -> dict[str, tuple[Run, int]]:
         """What `prove` finds after a search with a seed of its own: runs by method, and steps taken."""
         training = self.training
 
         def prove() -> dict[str, tuple[Run, int]]:
-            search = self.search(estimator)
             rungs = (training.steps // 4, training.steps // 4, training.steps // 2)
             data = diffshard.CandidatesData(
                 training.params(_PROOF_SEED),
@@ -144,7 +151,7 @@ class Searches:
                 rungs=rungs,
                 num_repeats=training.setting.repeats,
             )
-            proof = search.prove(self.searched(search, _PROOF_SEED), data)
+            proof = self.search(name).prove(self.searched(name, _PROOF_SEED), data)
             print(proof, flush=True)
             by_type = [tried for tried in proof.table if self._is_by_kind(tried.choice) and not tried.exact_share]
             late = [tried for tried in proof.table if tried.exact_share]
@@ -209,19 +216,19 @@ def rows_of(link: str, training: task.Training, seeds: int, estimators: Sequence
 
     for name in training.setting.uniform:
         add(f"uniform {name}", [Run(task.uniform(searches.space, name))] * seeds, 0)
-    add("A, loss gradient cut", searches.proposals("cut", cut, 1) * seeds, search_steps)  # no seed changes the cost
+    add("A, loss gradient cut", searches.proposals("cut", 1) * seeds, search_steps)  # no seed changes the cost
     for name in estimators:
-        found = searches.proposals(name, name, seeds)
+        found = searches.proposals(name, seeds)
         add(f"A, {name}", found, search_steps)
         if name == "curvature":
             drawn = [Run(random_within(searches.space, searches.seconds(run), s)) for s, run in enumerate(found)]
             add("random, same time", drawn, 0)
-            found = searches.proposals(f"{name} shuffled", shuffled(name, searches.space, seed=0), seeds)
+            found = searches.proposals(f"{name} shuffled", seeds)
             add(f"A, {name} shuffled", found, search_steps)
-    for method, (run, steps) in searches.proven("curvature", "curvature").items():
+    for method, (run, steps) in searches.proven("curvature").items():
         add(f"prove: {method}", [run] * seeds, steps)
     if link == _CONTROLLED:  # how far does training candidates come without what the loss's slopes say of them?
-        run, steps = searches.proven("shuffled", shuffled("curvature", searches.space, seed=0))["winner"]
+        run, steps = searches.proven("curvature shuffled")["winner"]
         add("prove, slopes shuffled: winner", [run] * seeds, steps)
     return rows
 
