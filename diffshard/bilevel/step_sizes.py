@@ -23,6 +23,8 @@ def step_sizes(
     about the rate over the root of the mean square. Estimated with random signs z as z ⊙ (derivative along z), which
     is exact for optimisers that treat each parameter by itself.
 
+    Optimisers that take the gradient's sign have no such derivative and get 0, as adam has in its first step.
+
     Args:
       optimizer: of the parameters.
       state: of the optimiser.

@@ -49,6 +49,12 @@ def test_adam_moves_by_its_rate_over_the_root_mean_square():
     assert sizes["a"][2] == 0
 
 
+@pytest.mark.parametrize(("optimizer", "num_steps"), [(optax.lion(0.1), 50), (optax.adam(0.1), 0)])
+def test_a_sign_has_no_size(optimizer: optax.GradientTransformation, num_steps: int):
+    for leaf in jax.tree.leaves(_sizes(optimizer, num_steps)):
+        np.testing.assert_array_equal(leaf, 0.0)
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_a_clipped_norm_is_estimated_by_its_diagonal(seed: int):
     """The derivative is not diagonal there: the mean over signs is its diagonal."""
