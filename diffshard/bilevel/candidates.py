@@ -13,8 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from cost.problem import Problem, num_strategies
-from diffshard.bilevel.calibration import calibrated
+from cost.evaluation import evaluate
+from cost.problem import Problem, is_forbidden, num_strategies
+from diffshard.bilevel.calibration import Measured, calibrated
 from diffshard.bilevel.objective import MaxLossIncrease, Objective
 from diffshard.bilevel.pareto import Point
 from diffshard.bilevel.plan import Choice
@@ -191,9 +192,12 @@ def propose(
     found = [proposed, *uniform, _late(proposed), *best, *partly, *map(_late, uniform), *rest]
     distinct: dict[tuple[Choice, float], Candidate] = {}
     for candidate in found:
-        if candidate.choice != reference:
-            distinct.setdefault((candidate.choice, candidate.exact_share), candidate)
-    return list(distinct.values())[:most]
+        at = candidate.choice, candidate.exact_share
+        if candidate.choice != reference and at not in distinct and _possible(problem, candidate.choice):
+            distinct[at] = candidate
+            if len(distinct) == most:
+                break
+    return list(distinct.values())
 
 
 def prove(
@@ -232,9 +236,11 @@ def prove(
     problem, names = space.problem(), [space.names(v) for v in range(len(reference))]
     for _ in range(data.num_refinements if prediction else 0):
         assert prediction is not None
-        measured = [(t.choice, t.loss_increase) for t in tried if not t.exact_share]
+        measured = [
+            Measured(t.choice, t.loss_increase, t.row.steps / sum(data.rungs)) for t in tried if not t.exact_share
+        ]
         fitted = calibrated(prediction, names, reference, measured, trials.noise)
-        seen = {reference, *(choice for choice, _ in measured)}
+        seen = {reference, *(found.choice for found in measured)}
         new = [choice for choice in _refined(problem, fitted, objective, trials.exact_seconds) if choice not in seen]
         if not new:
             break
@@ -274,9 +280,9 @@ class _Trials:
     @property
     def noise(self) -> float:
         """Of a measured increase that is near 0: a quarter of the bound, or a thousandth of the loss without one."""
-        if isinstance(self._objective, MaxLossIncrease):
-            return self._objective.most / 4
-        return max(abs(self.exact.losses[-1]) / 1000, 1e-12)
+        objective, loss = self._objective, abs(self.exact.losses[-1])
+        once = objective.most / 4 if isinstance(objective, MaxLossIncrease) else max(loss / 1000, 1e-12)
+        return once / self._data.num_repeats**0.5
 
     def halved(self, candidates: Sequence[Candidate]) -> list[Tried]:
         """Candidates by successive halving."""
@@ -382,6 +388,12 @@ def _traced(choice: Choice) -> list[jax.Array]:
     return [jnp.int32(strategy) for strategy in choice]
 
 
+def _possible(problem: Problem, choice: Choice) -> bool:
+    """Whether a choice keeps the problem's own limits and takes nothing that is forbidden."""
+    found = evaluate(problem, choice)
+    return bool(found.feasible) and not is_forbidden(np.asarray(found.cost))
+
+
 def _late(candidate: Candidate) -> Candidate:
     return Candidate(f"{candidate.name}, second half", candidate.choice, 0.5)
 
@@ -397,7 +409,7 @@ def _uniform(space: Space, reference: Choice) -> tuple[list[Candidate], list[Can
     names = [list(space.names(v)) for v in range(len(reference))]
     everywhere, partly = [], []
     for name in dict.fromkeys(name for row in names for name in row):
-        alike = [[s for s, other in enumerate(row) if other.startswith(name)] for row in names]
+        alike = [[s for s, other in enumerate(row) if f"{other} ".startswith(f"{name} ")] for row in names]
         exactly = [[row.index(name)] if name in row else found for row, found in zip(names, alike, strict=True)]
         choice = tuple(found[0] if found else r for found, r in zip(exactly, reference, strict=True))
         (everywhere if all(exactly) else partly).append(Candidate(f"all {name}", choice))

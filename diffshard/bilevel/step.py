@@ -193,7 +193,8 @@ class Step:
     ) -> tuple[_Choosing, _Seen]:
         """A step of the choice."""
         value = value.astype(state.offset.dtype)  # whatever the loss is computed in
-        share = jnp.maximum(_FORGET, 1.0 / (state.step // self.settings.choice_every + 1.0))
+        # The first look is forgotten at the second: adam's first step does not tell the size of those to come.
+        share = jnp.maximum(_FORGET, 1.0 / jnp.maximum(state.step // self.settings.choice_every, 1))
         seen_offset = value - optax.tree.vdot(slopes, rows)
         offset, means = jax.tree.map(
             lambda old, new: old + share * (new - old), (state.offset, state.slopes), (seen_offset, slopes)

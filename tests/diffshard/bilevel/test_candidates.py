@@ -140,6 +140,19 @@ def test_losses_of_several_trainings_are_means_over_orders_of_the_batches():
     assert found["rough"].loss_increase == pytest.approx(found["rough"].loss - found["exact"].loss, abs=1e-6)
 
 
+def test_candidates_keep_the_problems_own_limits():
+    """Node 0's cheapest takes 50 of 40 bytes, and node 1's second strategy is forbidden."""
+    fields = {
+        "usage_node": np.array([0]),
+        "usage": [np.array([5.0, 20.0, 50.0])],
+        "usage_interval": np.array([[0, 1]]),
+        "memory_limit": 40.0,
+    }
+    space = Perturbed(ERRORS, [[2.0, 1.5, 1.0], [3.0, np.inf]], **fields)
+    found = propose(space, space.problem(), (1, 0), _prediction(space), (0, 0), most=24)
+    assert {candidate.choice for candidate in found} == {(1, 0)}
+
+
 def test_a_schedule_runs_the_exact_choice_first():
     space, data = Perturbed(ERRORS, SECONDS), _data()
     late = [Candidate("late", (2, 1), 0.5)]
