@@ -233,20 +233,12 @@ def prove(
     """
     trials = _Trials(space, reference, data, optimizer, objective)
     tried = trials.halved(candidates)
-    problem, names = space.problem(), [space.names(v) for v in range(len(reference))]
-    for _ in range(data.num_refinements if prediction else 0):
-        assert prediction is not None
-        measured = [
-            Measured(t.choice, t.loss_increase, t.row.steps / sum(data.rungs)) for t in tried if not t.exact_share
-        ]
-        fitted = calibrated(prediction, names, reference, measured, trials.noise)
-        seen = {reference, *(found.choice for found in measured)}
-        new = [choice for choice in _refined(problem, fitted, objective, trials.exact_seconds) if choice not in seen]
-        if not new:
-            break
-        tried += trials.all_through(
-            [Candidate(f"refined, {_described(space, problem, choice, reference)}", choice) for choice in new]
-        )
+    if prediction is not None:
+        for _ in range(data.num_refinements):
+            new = _refined(space, trials, tried, prediction, objective)
+            if not new:
+                break
+            tried += trials.all_through(new)
     table = sorted([trials.exact_tried(), *tried], key=lambda t: (-len(t.row.scores), t.row.scores[-1]))
     return Proof(table[0], tuple(table), trials.exact.losses, data.num_repeats * sum(t.row.steps for t in table))
 
@@ -262,7 +254,8 @@ class _Trials:
         optimizer: optax.GradientTransformation,
         objective: Objective,
     ):
-        self._space, self._reference, self._data = space, reference, data
+        self._space, self.reference, self._data = space, reference, data
+        self.num_steps = sum(data.rungs)
         self._optimizer, self._objective = optimizer, objective
         self._take_step, self._test = _steps(space, optimizer, data)
         self._keys = [data.key, *(jax.random.fold_in(data.key, 2**31 - r) for r in range(1, data.num_repeats))]
@@ -312,7 +305,7 @@ class _Trials:
         return _Training(candidate, (run,) * self._data.num_repeats, 0, ())
 
     def _choice_at(self, candidate: Candidate, step: int) -> Choice:
-        return self._reference if step < candidate.exact_share * sum(self._data.rungs) else candidate.choice
+        return self.reference if step < candidate.exact_share * self.num_steps else candidate.choice
 
     def _train(self, training: _Training, num_steps: int) -> _Training:
         candidate, runs, begin, losses = training
@@ -347,12 +340,28 @@ class _Trials:
         return Tried(*candidate, self._seconds(candidate), training.losses[-1], self._increase(training), row)
 
 
-def _refined(problem: Problem, fitted: Prediction, objective: Objective, exact_seconds: float) -> list[Choice]:
-    """What a corrected prediction proposes: under a bound the cheapest within it, and within shares of it."""
+def _refined(
+    space: Space, trials: _Trials, tried: Sequence[Tried], prediction: Prediction, objective: Objective
+) -> list[Candidate]:
+    """What the prediction proposes, corrected by what was measured, and was not tried yet.
+
+    Under a bound the cheapest choice within it, and within shares of it.
+    """
+    problem, reference = space.problem(), trials.reference
+    names = [space.names(v) for v in range(len(reference))]
+    measured = [Measured(t.choice, t.loss_increase, t.row.steps / trials.num_steps) for t in tried if not t.exact_share]
+    fitted = calibrated(prediction, names, reference, measured, trials.noise)
     if isinstance(objective, MaxLossIncrease):
-        return list(dict.fromkeys(within(problem, fitted, share * objective.most) for share in _SHARES))
-    weight = float(objective.weights(jnp.zeros(()), jnp.zeros(()), jnp.int32(0)).cost)
-    return [weighed(problem, fitted, exact_seconds / weight)] if weight else []
+        choices = [within(problem, fitted, share * objective.most) for share in _SHARES]
+    else:
+        weight = float(objective.weights(jnp.zeros(()), jnp.zeros(()), jnp.int32(0)).cost)
+        choices = [weighed(problem, fitted, trials.exact_seconds / weight)] if weight else []
+    seen = {reference, *(found.choice for found in measured)}
+    return [
+        Candidate(f"refined, {_described(space, problem, choice, reference)}", choice)
+        for choice in dict.fromkeys(choices)
+        if choice not in seen
+    ]
 
 
 def _score(objective: Objective, increase: float, seconds: float, exact_seconds: float) -> Any:

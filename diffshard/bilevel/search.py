@@ -142,6 +142,9 @@ class BilevelSearch:
           key: a JAX random key.
           params: θ to start from.
           batch: of the shapes of training and validation batches.
+
+        Raises:
+          ValueError: the optimiser of θ or of A needs more than gradients, state and parameters, as line searches do.
         """
         if self._step is None and self._make_space is not None:
             self.settle(self._make_space(params, batch))
@@ -154,6 +157,8 @@ class BilevelSearch:
         logits = [1e-3 * jax.random.normal(k, (size,)) for k, size in zip(keys, sizes, strict=True)]
         if is_lossless(step.space):
             logits = jax.tree.map(jnp.add, logits, marginal_logits(step.problem))
+        _check_update("weights_optimizer", self._settings.weights_optimizer, params)
+        _check_update("choice_optimizer", self._settings.choice_optimizer, logits)
         return BilevelState(
             params=params,
             weights_state=self._settings.weights_optimizer.init(params),
@@ -296,3 +301,12 @@ def _bound(step: Step) -> float | None:
 
 def _aval(leaf: Any) -> tuple[tuple[int, ...], str]:
     return jnp.shape(leaf), str(jnp.result_type(leaf))
+
+
+def _check_update(name: str, optimizer: optax.GradientTransformation, params: Params) -> None:
+    try:
+        jax.eval_shape(lambda p: optimizer.update(p, optimizer.init(p), p), params)
+    except TypeError as error:
+        raise ValueError(
+            f"`{name}` must take a step from gradients, its state and parameters alone, as adamw does; {error}"
+        ) from None

@@ -128,7 +128,7 @@ class Step:
             num_refused=state.num_refused,
             key=key,
         )
-        fine = _all_finite((trained.loss, seen, cost, after._replace(key=state.step)))
+        fine = _all_finite((trained.loss, seen, cost)) & _stays_finite(state._replace(key=0), after._replace(key=0))
         refused = state._replace(key=key, num_refused=state.num_refused + 1)
         entropy, undershoot, collapsed = self._collapse(rows, self._mean_increase(choosing, rows), cost_slopes)
         metrics = BilevelMetrics(
@@ -258,5 +258,12 @@ def _entropy(row: jax.Array) -> jax.Array:
 
 
 def _all_finite(tree: Any) -> jax.Array:
-    leaves = [leaf for leaf in jax.tree.leaves(tree) if jnp.issubdtype(jnp.asarray(leaf).dtype, jnp.inexact)]
+    leaves = [leaf for leaf in jax.tree.leaves(tree) if jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)]
     return jnp.all(jnp.stack([jnp.isfinite(leaf).all() for leaf in leaves]))
+
+
+def _stays_finite(before: Any, after: Any) -> jax.Array:
+    """Whether all is finite that was; an optimiser may keep an infinity as the least of nothing, say."""
+    return _all_finite(
+        jax.tree.map(lambda old, new: jnp.where(jnp.isfinite(old), new, jnp.zeros_like(new)), before, after)
+    )

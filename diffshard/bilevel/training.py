@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from diffshard.bilevel.space import Batch, Params, Residuals, is_lossless, node_names, problem_of
@@ -56,7 +57,7 @@ def training(
         raise ValueError(f"`optimizer` must be an optax optimiser, as adamw(3e-4); got {optimizer!r}.")
     late, exact = 0, chosen
     if plan.exact_share:
-        if not isinstance(num_steps, int) or num_steps < 1:
+        if not isinstance(num_steps, int | np.integer) or isinstance(num_steps, bool) or num_steps < 1:
             raise ValueError(
                 f"`num_steps` must be how many steps training takes: its first {plan.exact_share:.0%} run the exact "
                 f"choice; got {num_steps!r}."

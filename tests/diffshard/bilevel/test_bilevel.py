@@ -275,6 +275,22 @@ def test_rows_of_a_lossless_space_start_at_marginals_that_name_the_optimum(seed:
     assert search.rows(state)[2][0] == 0
 
 
+def test_an_optimiser_that_needs_the_losss_value_is_refused_and_one_that_keeps_infinities_is_not():
+    with pytest.raises(ValueError, match="`weights_optimizer` must take a step from gradients"):
+        _run(_search(weights_optimizer=optax.lbfgs(0.1)), 1)
+
+    def init(params):
+        del params
+        return jnp.array(jnp.inf)
+
+    def update(updates, state, params=None):
+        del params
+        return jax.tree.map(lambda u: -0.1 * u, updates), state
+
+    _, seen = _run(_search(weights_optimizer=optax.GradientTransformation(init, update)), 3)
+    assert not any(metrics.refused for metrics in seen)
+
+
 def test_a_state_of_another_search_is_refused():
     state, _ = _run(_search(), 1)
     other = _search(Perturbed([[0.0, 0.3], [0.0, 0.5]], [[2.0, 1.5], [3.0, 1.0]]))
