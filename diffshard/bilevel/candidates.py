@@ -70,12 +70,12 @@ class CandidatesData:
             )
         if not len(self.test_batches):
             raise ValueError("`test_batches` must hold at least one batch, got none.")
-        if self.num_candidates < 1:
-            raise ValueError(f"`num_candidates` must be positive, got {self.num_candidates}.")
-        if self.num_repeats < 1:
-            raise ValueError(f"`num_repeats` must be positive, got {self.num_repeats}.")
-        if self.num_refinements < 0:
-            raise ValueError(f"`num_refinements` must not be negative, got {self.num_refinements}.")
+        for name, least in (("num_candidates", 1), ("num_repeats", 1), ("num_refinements", 0)):
+            number = getattr(self, name)
+            if not isinstance(number, int) or number < least:
+                raise ValueError(f"`{name}` must be a whole number of at least {least}, got {number!r}.")
+        if not (isinstance(self.key, jax.Array) and jnp.issubdtype(self.key.dtype, jax.dtypes.prng_key)):
+            raise ValueError(f"`key` must be a random key, as `jax.random.key(0)` is; got {self.key!r}.")
 
 
 class Candidate(NamedTuple):

@@ -76,8 +76,14 @@ def bilevel(
         raise ValueError(f"`order` must be 1 or 2, got {order!r}.")
     if not isinstance(choice_every, int) or choice_every < 1:
         raise ValueError(f"`choice_every` must be a positive integer, got {choice_every!r}.")
-    if not isinstance(weights_optimizer, optax.GradientTransformation):
-        raise ValueError(f"`weights_optimizer` must be an optax optimiser, as adamw(3e-4); got {weights_optimizer!r}.")
+    for name, optimizer in (("weights_optimizer", weights_optimizer), ("choice_optimizer", choice_optimizer)):
+        if not isinstance(optimizer, optax.GradientTransformation) and (name, optimizer) != ("choice_optimizer", None):
+            raise ValueError(
+                f"`{name}` must be an optax gradient transformation, as adamw(3e-4) is (of MultiSteps take its "
+                f"`gradient_transformation()`); got {optimizer!r}."
+            )
+    if mesh is not None and not isinstance(mesh, Mesh):
+        raise ValueError(f"`mesh` must be a Mesh or an AbstractMesh, got {mesh!r}; a space takes a dict of axes.")
     chosen = resolve(estimator)
     if order == 2 and chosen.weights is None:
         raise ValueError(
@@ -119,6 +125,7 @@ class BilevelSearch:
         self._settings, self._mesh, self._make_space = settings, mesh, make_space
         self._step: Step | None = None
         self._shapes: list[Any] = []
+        self._structures: set[Any] = set()
 
     @property
     def space(self) -> Any:
@@ -250,11 +257,12 @@ class BilevelSearch:
         """Trains the proposal, every uniform and by-type choice, and schedules from the start; see `candidates.prove`.
 
         Raises:
-          ValueError: the space is lossless, so that there is nothing to prove, or the data are too short.
+          ValueError: the space is lossless, so that there is nothing to prove, or the data are of other shapes.
         """
         step = self._check(state)
         if is_lossless(step.space):
             raise ValueError("`prove` compares losses, and in this space every choice has the same.")
+        self._check_data(state, data)
         plan, objective = self._proposed(step, state), step.objective
         if isinstance(objective, CostWeight):  # where its schedule has come to
             objective = CostWeight(float(objective.weights(state.multiplier, state.offset, state.step).cost))
@@ -287,7 +295,37 @@ class BilevelSearch:
                 f"`state` is of another search: its rows have shapes {found}, where `space` has {sizes} strategies; "
                 f"build the space as it was, or begin with `init`."
             )
+        if (structure := jax.tree.structure(state)) not in self._structures:
+            self._check_optimizers(state)
+            self._structures.add(structure)
         return step
+
+    def _check_optimizers(self, state: BilevelState) -> None:
+        settings = self._settings
+        for name, optimizer, kept, params in (
+            ("weights_optimizer", settings.weights_optimizer, state.weights_state, state.params),
+            ("choice_optimizer", settings.choice_optimizer, state.choice_state, state.logits),
+        ):
+            expected = jax.tree.structure(jax.eval_shape(optimizer.init, params))
+            if jax.tree.structure(kept) != expected:
+                raise ValueError(
+                    f"`state` is of another search: what it keeps for `{name}` is not what this one keeps, {expected}; "
+                    f"take the same optimiser, or begin with `init`."
+                )
+
+    def _check_data(self, state: BilevelState, data: CandidatesData) -> None:
+        """The data of candidates against what the search was made with."""
+        params, expected = (jax.tree.map(_aval, tree) for tree in (data.params, state.params))
+        if params != expected:
+            raise ValueError(
+                f"`candidates_data.params` must have the shapes of the search's, {expected}; got {params}."
+            )
+        for name in ("train_batches", "test_batches"):
+            for i, batch in enumerate(getattr(data, name)):
+                if self._shapes and (shapes := jax.tree.map(_aval, batch)) not in self._shapes:
+                    raise ValueError(
+                        f"`{name}[{i}]` must have the shapes that `init` got, {self._shapes[-1]}; got {shapes}."
+                    )
 
     def _settled(self) -> Step:
         if self._step is None:

@@ -8,6 +8,7 @@ and an all-gather of the encoded sums: every number is rounded twice on one axis
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -95,7 +96,10 @@ class Collective:
         return tuple(shape)
 
     def exact(self, x: jax.Array) -> jax.Array:
-        """The plain `jax.lax` collective."""
+        """The plain `jax.lax` collective; cotangents go back through `transposed`, as often as it is differentiated."""
+        return _exact(self, x) if jnp.issubdtype(x.dtype, jnp.floating) else self._plain(x)
+
+    def _plain(self, x: jax.Array) -> jax.Array:
         match self.kind:
             case "all_reduce":
                 return lax.psum(x, self.axes)
@@ -189,6 +193,18 @@ class Collective:
     def _gathering(self, num_bytes: float) -> list[Stage]:
         ends = range(1, len(self.axes) + 1)
         return [self._stage("all_gather", i - 1, num_bytes * math.prod(self.sizes[:i])) for i in ends]
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _exact(collective: Collective, x: jax.Array) -> jax.Array:
+    """Under `jax.vmap` JAX's own transposes of these are wrong: see `_held` and `Collective._plain`."""
+    return collective._plain(x)
+
+
+_exact.defvjp(
+    lambda collective, x: (collective._plain(x), None),
+    lambda collective, _, cotangent: (collective.transposed().exact(cotangent),),
+)
 
 
 def _held(x: jax.Array, axes: Sequence[str]) -> jax.Array:

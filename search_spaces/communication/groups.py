@@ -48,6 +48,11 @@ def checked_strategies(strategies: Mapping[str, Sequence[Strategy]]) -> dict[str
     for direction, listed in strategies.items():
         if direction not in DEFAULT:
             raise ValueError(f"`strategies` has a direction {direction!r}; directions are {tuple(DEFAULT)}.")
+        if words := [strategy for strategy in listed if isinstance(strategy, str)]:
+            raise ValueError(
+                f"`strategies[{direction!r}]` has {words}; give strategies, as Exact() and Encode(INT8) of "
+                f"`search_spaces.communication`."
+            )
         names = [strategy.name for strategy in listed]
         if not names or len(set(names)) < len(names):
             raise ValueError(f"`strategies[{direction!r}]` must be at least one, each with its own name, got {names}.")

@@ -298,6 +298,8 @@ def test_a_state_of_another_search_is_refused():
         other.update(state, batch_of(0), batch_of(1))
     with pytest.raises(ValueError, match="`state` is of another search"):
         other.finish(state)
+    with pytest.raises(ValueError, match="what it keeps for `weights_optimizer` is not what this one keeps"):
+        _search(weights_optimizer=optax.adam(0.1)).update(state, batch_of(0), batch_of(1))
 
 
 def test_memory_that_the_choice_exceeds_is_reported():
@@ -358,7 +360,7 @@ class _OnlyLoss:
         ({"cost_weight": lambda step: -1.0}, "`cost_weight` must be a schedule .* at step 0 it is -1.0"),
         ({"cost_weight": "1"}, "`cost_weight` must be a finite number from 0 on, or a schedule; got '1'"),
         ({"max_loss_increase": "0.5"}, "`max_loss_increase` must be a positive finite number .* got '0.5'"),
-        ({"weights_optimizer": None}, "`weights_optimizer` must be an optax optimiser"),
+        ({"weights_optimizer": None}, "`weights_optimizer` must be an optax gradient transformation"),
         ({"max_loss_increase": 0.0}, "`max_loss_increase` must be a positive finite number"),
         ({"max_loss_increase": None}, "give `max_loss_increase` or `cost_weight`: this space trades"),
         ({"space": Perturbed([[0.0], [0.0]], [[1.0], [1.0]])}, "no node with two strategies"),
@@ -367,6 +369,9 @@ class _OnlyLoss:
         ({"space": Problem([np.ones(2)], np.zeros((0, 2), int), [])}, "`loss_fn` must be given"),
         ({"space": _OnlyLoss()}, "`estimator` needs a method `damages`"),
         ({"space": "sharding"}, "`space` must be a Problem"),
+        ({"mesh": {"data": 2}}, "`mesh` must be a Mesh or an AbstractMesh, got {'data': 2}"),
+        ({"choice_optimizer": 3}, "`choice_optimizer` must be an optax gradient transformation"),
+        ({"weights_optimizer": optax.MultiSteps(optax.sgd(0.1), 2)}, "of MultiSteps take its"),
         ({"space": Perturbed}, "needs `loss_fn` and `mesh`"),
         (
             {

@@ -238,9 +238,19 @@ def test_what_is_wrong_is_said():
         _data(train_batches=[batch_of(0)] * 11)
     with pytest.raises(ValueError, match="`test_batches` must hold at least one"):
         _data(test_batches=[])
-    with pytest.raises(ValueError, match="`num_candidates` must be positive, got 0"):
+    with pytest.raises(ValueError, match="`num_candidates` must be a whole number of at least 1, got 0"):
         _data(num_candidates=0)
-    with pytest.raises(ValueError, match="`num_repeats` must be positive, got 0"):
-        _data(num_repeats=0)
-    with pytest.raises(ValueError, match="`num_refinements` must not be negative, got -1"):
+    with pytest.raises(ValueError, match=r"`num_repeats` must be a whole number of at least 1, got 1\.5"):
+        _data(num_repeats=1.5)
+    with pytest.raises(ValueError, match="`num_refinements` must be a whole number of at least 0, got -1"):
         _data(num_refinements=-1)
+    with pytest.raises(ValueError, match=r"`key` must be a random key, as .* got 0"):
+        _data(key=0)
+    state = search.init(KEY, start(), batch_of(0))
+    for changes, message in [
+        ({"train_batches": [jax.tree.map(lambda x: x[:4], batch_of(0))] * 12}, r"`train_batches\[0\]` must have"),
+        ({"test_batches": [batch_of(0), (batch_of(0)[0],)]}, r"`test_batches\[1\]` must have the shapes"),
+        ({"params": {"w": jnp.zeros(5)}}, "`candidates_data.params` must have the shapes"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            search.finish(state, candidates_data=_data(**changes))
