@@ -3,7 +3,7 @@
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -54,15 +54,17 @@ class Task(NamedTuple):
 def gpt(layers: int = 2, width: int = 64, heads: int = 4, sequence: int = 64) -> Task:
     """A byte GPT, tensor parallel, on the Python reference."""
     sizes = device_gpt.DeviceSizes(layers, width, heads, sequence)
-    init = lambda key: device_gpt.init(key, sizes)  # noqa: E731
-    return _on_text(init, device_gpt.loss_fn, device_gpt.SPECS, device_gpt.BATCH_SPEC, sequence)
+    return _on_text(
+        partial(device_gpt.init, sizes=sizes), device_gpt.loss_fn, device_gpt.SPECS, device_gpt.BATCH_SPEC, sequence
+    )
 
 
 def experts(layers: int = 2, width: int = 64, sequence: int = 64) -> Task:
     """A byte model with experts and a split sequence, on the Python reference; capacity and window are chosen too."""
     sizes = device_moe.MoeSizes(layers=layers, width=width, sequence=sequence)
-    init = lambda key: device_moe.init(key, sizes)  # noqa: E731
-    return _on_text(init, device_moe.loss_fn, device_moe.SPECS, device_moe.BATCH_SPEC, sequence)
+    return _on_text(
+        partial(device_moe.init, sizes=sizes), device_moe.loss_fn, device_moe.SPECS, device_moe.BATCH_SPEC, sequence
+    )
 
 
 def images(layers: int = 2, width: int = 32, batch: int = 64) -> Task:
@@ -95,9 +97,10 @@ def images(layers: int = 2, width: int = 32, batch: int = 64) -> Task:
             jnp.asarray(digit[: count * batch]).reshape(count, batch),
         )
 
-    init = lambda key: device_images.init(key, sizes)  # noqa: E731
     specs = device_images.BATCH_SPEC, device_images.BATCH_SPEC
-    return Task(init, device_images.loss_fn, device_images.SPECS, specs, draw, evaluated)
+    return Task(
+        partial(device_images.init, sizes=sizes), device_images.loss_fn, device_images.SPECS, specs, draw, evaluated
+    )
 
 
 @dataclass(frozen=True)
