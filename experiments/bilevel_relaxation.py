@@ -19,9 +19,9 @@ import optax
 
 from cost.evaluation import evaluate
 from cost.problem import Problem, num_strategies
-from cost.relaxed import relaxed_cost
 from diffshard import presolve
 from diffshard.bilevel.marginals import marginal_logits
+from diffshard.engine.soft_dual import soft_problem
 from diffshard.solve import Solution, solve
 from experiments.layered import layered_problem
 from experiments.solvers import PROBLEMS
@@ -66,14 +66,22 @@ def descend(
     reduced = presolve.merge_ties(problem)
     sizes = num_strategies(reduced.problem)
     ends, scale = np.cumsum(sizes)[:-1].tolist(), _spread(reduced.problem)
+    padded = soft_problem(reduced.problem)  # a program of the same length for any number of nodes
+
+    def rows_of(logits: jax.Array) -> jax.Array:
+        return jax.nn.softmax(jnp.full(padded.node_mask.shape, -jnp.inf).at[np.nonzero(padded.node_mask)].set(logits))
+
+    def cost(rows: jax.Array) -> jax.Array:
+        u, v = padded.edge_nodes.T
+        edges = jnp.einsum("es,est,et->", rows[u], padded.edge_cost, rows[v])
+        loads = jnp.einsum("vs,vsd->d", rows, padded.load)
+        return ((rows * padded.node_cost).sum() + edges + (loads.max() if loads.size else 0.0)) / scale
 
     def energy(logits: jax.Array, heat: jax.Array, key: jax.Array) -> jax.Array:
         if relaxation == "gumbel":
-            noisy = (logits + jax.random.gumbel(key, logits.shape)) / heat
-            return relaxed_cost(reduced.problem, [jax.nn.softmax(row) for row in jnp.split(noisy, ends)]) / scale
-        rows = [jax.nn.softmax(row) for row in jnp.split(logits, ends)]
-        entropy = -sum((jnp.sum(row * jnp.log(jnp.maximum(row, 1e-30))) for row in rows), jnp.zeros(()))
-        return relaxed_cost(reduced.problem, rows) / scale - heat * entropy
+            return cost(rows_of((logits + jax.random.gumbel(key, logits.shape)) / heat))
+        rows = rows_of(logits)
+        return cost(rows) + heat * jnp.sum(rows * jnp.log(jnp.maximum(rows, 1e-30)))
 
     def step(carried: tuple[jax.Array, optax.OptState], at: tuple[jax.Array, jax.Array]) -> tuple[tuple, None]:
         logits, moments = carried
