@@ -20,7 +20,8 @@ from diffshard.bilevel.objective import MaxLossIncrease, Objective
 from diffshard.bilevel.pareto import Point
 from diffshard.bilevel.plan import Choice
 from diffshard.bilevel.rounding import Prediction, weighed, within
-from diffshard.bilevel.space import Batch, Params, Residuals, Space, node_names
+from diffshard.bilevel.space import Batch, Params, Space, node_names
+from diffshard.bilevel.training import TrainingState, gradients_of, stepped
 from diffshard.halving import Row, check_rungs, each, halving
 
 _MOST_COMBINATIONS = 4096
@@ -140,19 +141,11 @@ class Proof(NamedTuple):
         return [Point(tried.name, tried.seconds, tried.loss) for tried in self.finalists]
 
 
-class _Run(NamedTuple):
-    """One training of a candidate."""
-
-    params: Params
-    weights_state: optax.OptState
-    residuals: Residuals
-
-
 class _Training(NamedTuple):
     """A candidate on its way: its trainings, steps of each, and mean losses after each rung."""
 
     candidate: Candidate
-    runs: tuple[_Run, ...]
+    runs: tuple[TrainingState, ...]
     step: int
     losses: tuple[float, ...]
 
@@ -184,9 +177,9 @@ def propose(
     proposed, (uniform, partly) = Candidate("found", proposal), _uniform(space, reference)
     seen = {reference, proposal, *(candidate.choice for candidate in (*uniform, *partly))}
     by_type = [choice for choice in _combinations(space, problem, reference) if choice not in seen]
-    at = np.array([(prediction.increase(choice), space.seconds(choice)) for choice in by_type]).reshape(-1, 2)
+    points = np.array([(prediction.increase(choice), space.seconds(choice)) for choice in by_type]).reshape(-1, 2)
     named = [Candidate(_described(space, problem, choice, reference), choice) for choice in by_type]
-    layer = _layers(at)
+    layer = _layers(points)
     best = [named[i] for i in np.flatnonzero(layer == 0)]
     rest = [named[i] for i in np.argsort(layer, kind="stable") if layer[i]]
     found = [proposed, *uniform, _late(proposed), *best, *partly, *map(_late, uniform), *rest]
@@ -300,9 +293,9 @@ class _Trials:
         return self._tried(self.exact, Row("exact", scores, self.exact.step))
 
     def _start(self, candidate: Candidate) -> _Training:
-        params = self._data.params
-        run = _Run(params, self._optimizer.init(params), self._space.state(params))
-        return _Training(candidate, (run,) * self._data.num_repeats, 0, ())
+        params, first = self._data.params, jnp.zeros((), jnp.int32)
+        carried = self._optimizer.init(params), self._space.state(params)
+        return _Training(candidate, tuple(TrainingState(params, *carried, key, first) for key in self._keys), 0, ())
 
     def _choice_at(self, candidate: Candidate, step: int) -> Choice:
         return self.reference if step < candidate.exact_share * self.num_steps else candidate.choice
@@ -315,7 +308,7 @@ class _Trials:
             ahead = repeat * len(batches) // len(runs)
             for step in range(begin, end):
                 choice, batch = _traced(self._choice_at(candidate, step)), batches[(step + ahead) % len(batches)]
-                run = self._take_step(choice, run, batch, self._keys[repeat], jnp.int32(step))
+                run = self._take_step(choice, run, batch)
             after.append(run)
             # Tested as it was trained last: damage that was never trained with would mislead.
             found.append(self._test(self._choice_at(candidate, end - 1), run.params, jnp.int32(end)))
@@ -376,12 +369,8 @@ def _steps(space: Space, optimizer: optax.GradientTransformation, data: Candidat
     """A jitted training step and a test, compiled once for all choices."""
 
     @jax.jit
-    def take_step(choice, run, batch, key, step):
-        params, weights_state, residuals = run
-        key = jax.random.fold_in(key, step)
-        _, gradients, residuals = space.loss_and_gradients(params, batch, choice, residuals, key, step)
-        updates, weights_state = optimizer.update(gradients, weights_state, params)
-        return _Run(optax.apply_updates(params, updates), weights_state, residuals)
+    def take_step(choice, run, batch):
+        return stepped(optimizer, run, gradients_of(space, run, batch, choice))
 
     @jax.jit
     def loss(choice, params, batch, step):

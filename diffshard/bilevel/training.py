@@ -9,11 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from diffshard.bilevel.space import Batch, Params, Residuals, is_lossless, node_names, problem_of
+from diffshard.bilevel.space import Batch, Params, Residuals, Selection, is_lossless, node_names, problem_of
 from diffshard.plan import PlanError
 
 if TYPE_CHECKING:
     from diffshard.bilevel.plan import BilevelPlan
+
+
+Gradients = tuple[jax.Array, Params, Residuals]
+"""The loss, its gradients and what strategies carry to the next step."""
 
 
 class TrainingState(NamedTuple):
@@ -69,21 +73,28 @@ def training(
         return TrainingState(params, optimizer.init(params), space.state(params), key, jnp.zeros((), jnp.int32))
 
     def step(state: TrainingState, batch: Batch) -> tuple[TrainingState, jax.Array]:
-        key = jax.random.fold_in(state.key, state.step)
+        def run(choice: Sequence[int]) -> Gradients:
+            return gradients_of(space, state, batch, choice)
 
-        def run(choice: Sequence[int]) -> tuple[jax.Array, Params, Residuals]:
-            return space.loss_and_gradients(state.params, batch, choice, state.residuals, key, state.step)
-
-        if late:
-            # Both whole steps are compiled, rather than every strategy at every site.
-            loss, gradients, residuals = jax.lax.cond(state.step < late, lambda: run(exact), lambda: run(chosen))
-        else:
-            loss, gradients, residuals = run(chosen)
-        updates, optimizer_state = optimizer.update(gradients, state.optimizer_state, state.params)
-        params: Any = optax.apply_updates(state.params, updates)
-        return TrainingState(params, optimizer_state, residuals, state.key, state.step + 1), loss
+        # Of a schedule both whole steps are compiled, rather than every strategy at every site.
+        found = jax.lax.cond(state.step < late, lambda: run(exact), lambda: run(chosen)) if late else run(chosen)
+        return stepped(optimizer, state, found), found[0]
 
     return Training(init, step)
+
+
+def gradients_of(space: Any, state: TrainingState, batch: Batch, choice: Selection) -> Gradients:
+    """The loss before a step, its gradients with a choice, and what strategies carry on."""
+    key = jax.random.fold_in(state.key, state.step)
+    return space.loss_and_gradients(state.params, batch, choice, state.residuals, key, state.step)
+
+
+def stepped(optimizer: optax.GradientTransformation, state: TrainingState, found: Gradients) -> TrainingState:
+    """The state after a step with what `gradients_of` found."""
+    _, gradients, residuals = found
+    updates, optimizer_state = optimizer.update(gradients, state.optimizer_state, state.params)
+    params: Any = optax.apply_updates(state.params, updates)
+    return TrainingState(params, optimizer_state, residuals, state.key, state.step + 1)
 
 
 def choice_in(plan: "BilevelPlan", strategies: Sequence[str], space: Any) -> tuple[int, ...]:
