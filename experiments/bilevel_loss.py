@@ -96,7 +96,7 @@ class Searches:
     """
 
     def __init__(self, training: task.Training, link: str):
-        self.training, self.link, self.steps = training, link, training.steps
+        self.training, self.link = training, link
         self.space = task.space(training.setting, link, training.task)
         self._made: dict[str, diffshard.BilevelSearch] = {}
 
@@ -106,7 +106,7 @@ class Searches:
         def propose(seed: int) -> Choice:
             return self.search(name).finish(self.searched(name, seed))[0].choice
 
-        stem = f"search-{self.training.setting.name}-{self.link}-{name.replace(' ', '-')}-{self.steps}"
+        stem = f"search-{self.training.setting.name}-{self.link}-{name.replace(' ', '-')}-{self.training.steps}"
         records = self.training.records
         return [
             Run(tuple(task.recorded(records, f"{stem}-{seed}", lambda seed=seed: propose(seed))))
@@ -157,7 +157,7 @@ class Searches:
             late = [tried for tried in proof.table if tried.exact_share]
             first = {"winner": [proof.winner], "best by kind": by_type, "best exact first": late}
             return {
-                method: (Run(tried[0].choice, tried[0].exact_share), proof.steps + self.steps)
+                method: (Run(tried[0].choice, tried[0].exact_share), proof.steps + training.steps)
                 for method, tried in first.items()
                 if tried
             }

@@ -161,7 +161,7 @@ QUICK = Setting("quick", lambda: gpt(1, 16, 4, 16), 8, (INT4,), ())
 
 
 class Losses(NamedTuple):
-    """After a training, in nats: on text that choices are selected by, and on text that nothing is selected by."""
+    """After a training, in nats: on data that choices are selected by, and on data that nothing is selected by."""
 
     validation: float
     test: float
