@@ -3,9 +3,9 @@
 from cost.hardware import Hardware, Link
 from cost.presets import PRESET_NAMES, preset
 from cost.problem import Problem
-from diffshard.bilevel.candidates import CandidatesData
 from diffshard.bilevel.pareto import Pareto, pareto
 from diffshard.bilevel.plan import BilevelPlan
+from diffshard.bilevel.prove import CandidatesData
 from diffshard.bilevel.search import BilevelSearch, bilevel
 from diffshard.calibrate import calibrate
 from diffshard.halving import halving

@@ -19,8 +19,7 @@ from scipy import stats
 
 import diffshard
 from diffshard.bilevel.estimators import ESTIMATORS, Estimator, Moment, resolve
-from diffshard.bilevel.plan import Choice
-from diffshard.bilevel.space import Batch, Params, Rows, Space
+from diffshard.bilevel.space import Batch, Choice, Params, Rows, Space
 from diffshard.bilevel.state import BilevelState
 from diffshard.solve import solve
 from experiments import bilevel_training as task

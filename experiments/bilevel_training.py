@@ -13,7 +13,7 @@ import numpy as np
 import optax
 
 from cost.hardware import Hardware, Link
-from diffshard.bilevel.plan import Choice
+from diffshard.bilevel.space import Choice
 from diffshard.files import write_whole
 from experiments.models import device_gpt, device_images, device_moe, digits, text
 from search_spaces.communication.precision import BFLOAT16, INT4, INT8, Precision

@@ -6,8 +6,8 @@ from typing import NamedTuple
 import numpy as np
 from scipy.optimize import nnls
 
-from diffshard.bilevel.plan import Choice
 from diffshard.bilevel.rounding import Prediction
+from diffshard.bilevel.space import Choice
 
 _RELATIVE_NOISE = 0.25
 """Standard deviation of an increase that a whole training measured, as a share of it, beside that which does not shrink

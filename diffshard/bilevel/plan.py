@@ -2,20 +2,17 @@
 
 from collections.abc import Mapping
 from os import PathLike
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import optax
 
 from cost.hardware import Hardware
 from cost.problem import Problem, num_strategies
-from diffshard.bilevel.space import node_names, reference_choice
+from diffshard.bilevel.proof import Proof
+from diffshard.bilevel.space import Choice, node_names, reference_choice
+from diffshard.bilevel.training import Training, training
 from search_spaces.communication.groups import Group, as_sent
 from search_spaces.communication.space import CommunicationSpace
-
-if TYPE_CHECKING:
-    from diffshard.bilevel.training import Training
-
-Choice = tuple[int, ...]
 
 
 class Traffic(NamedTuple):
@@ -73,7 +70,7 @@ class BilevelPlan(NamedTuple):
       feasible: whether the increase is within the bound, if there is one, and the problem's own limits are kept.
       message: what is not feasible and by how much, and what the search could not tell; empty where all is well.
       exact_share: share of training that runs the exact choice first, 0 unless a schedule won.
-      proof: the table of candidates that were trained, a `candidates.Proof`, or None.
+      proof: the table of candidates that were trained, or None.
       max_loss_increase: the bound, or None.
       lossless: whether the loss is the same for every choice, and so every choice exact.
     """
@@ -88,7 +85,7 @@ class BilevelPlan(NamedTuple):
     feasible: bool
     message: str = ""
     exact_share: float = 0.0
-    proof: Any = None
+    proof: Proof | None = None
     max_loss_increase: float | None = None
     lossless: bool = False
 
@@ -141,7 +138,7 @@ class BilevelPlan(NamedTuple):
 
         return load(path)
 
-    def training(self, space: Any, optimizer: optax.GradientTransformation, num_steps: int | None = None) -> "Training":
+    def training(self, space: Any, optimizer: optax.GradientTransformation, num_steps: int | None = None) -> Training:
         """How a model trains with this plan: two pure functions, the step to be jitted or searched like any other.
 
         >>> init, step = plan.training(space.on_mesh(mesh), optax.adamw(3e-4))
@@ -160,8 +157,6 @@ class BilevelPlan(NamedTuple):
           PlanError: the space is for another mesh, or has other groups or not their strategies; names the first.
           ValueError: the space has no loss, `optimizer` is none of optax's, or `num_steps` is missing.
         """
-        from diffshard.bilevel.training import training
-
         return training(self, space, optimizer, num_steps)
 
 

@@ -4,7 +4,6 @@ import os
 from os import PathLike
 from typing import Any
 
-from diffshard.bilevel.candidates import Proof
 from diffshard.bilevel.plan import BilevelPlan
 from diffshard.plan import PlanError
 from diffshard.plan_json import BILEVEL, content, plain, read, restored, write
@@ -35,14 +34,15 @@ def from_json(found: Any, name: str) -> BilevelPlan:
     """
     values = content(found, name, BILEVEL, VERSION)
     try:
-        proof = restored(Proof | None, values.pop("proof"))
+        if "proof" not in values:  # without it what was measured would pass for a prediction
+            raise ValueError("it has no `proof`")
         plan: BilevelPlan = restored(BilevelPlan, values)
         if len(plan.choice) != len(plan.groups):
             raise ValueError(f"{len(plan.choice)} choices for {len(plan.groups)} groups")
-        if proof is not None and not proof.finalists:
+        if plan.proof is not None and not plan.proof.finalists:
             raise ValueError("no candidate of `proof` was trained to the end")
         if not 0 <= plan.exact_share < 1:
             raise ValueError(f"`exact_share` is {plan.exact_share}, not from 0 to below 1")
     except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise PlanError(f"`{name}` is a damaged plan: {type(error).__name__}: {error}.") from None
-    return plan._replace(proof=proof)
+    return plan

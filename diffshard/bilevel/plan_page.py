@@ -4,9 +4,9 @@ import math
 import os
 from collections.abc import Sequence
 
-from diffshard.bilevel.candidates import Proof, Tried
 from diffshard.bilevel.plan import BilevelPlan
 from diffshard.bilevel.plan_text import bytes_line, format_plan, group_kind, has_traffic, others, schedule_line, title
+from diffshard.bilevel.proof import Proof, Tried
 from diffshard.files import write_whole
 from diffshard.report.page_parts import COLOURS, cards, document, escaped, plain_bar
 from diffshard.report.patterns import format_bytes, format_s

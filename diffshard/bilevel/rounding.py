@@ -7,8 +7,8 @@ import numpy as np
 
 from cost.evaluation import evaluate
 from cost.problem import Problem, is_forbidden
-from diffshard.bilevel.plan import BilevelPlan, Choice, groups_of
-from diffshard.bilevel.space import is_lossless, reference_cost
+from diffshard.bilevel.plan import BilevelPlan, groups_of
+from diffshard.bilevel.space import Choice, is_lossless, reference_cost
 from diffshard.solve import solve
 
 _UNITS = 1e6  # of a budget

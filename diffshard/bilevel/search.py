@@ -1,6 +1,5 @@
 """`bilevel`: parameters on training data and the choice on validation data and cost, one jitted step for both."""
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,11 +9,13 @@ import numpy as np
 import optax
 
 from cost.problem import num_strategies
-from diffshard.bilevel.candidates import CandidatesData, Proof, propose, prove
+from diffshard.bilevel.candidates import propose
 from diffshard.bilevel.estimators import Estimator, Increase, resolve
 from diffshard.bilevel.marginals import marginal_logits
 from diffshard.bilevel.objective import CostWeight, MaxLossIncrease, Objective
 from diffshard.bilevel.plan import BilevelPlan
+from diffshard.bilevel.proof import Proof
+from diffshard.bilevel.prove import CandidatesData, prove
 from diffshard.bilevel.rounding import Prediction, dominates, plan_of, proposals, unseen
 from diffshard.bilevel.space import Batch, HasLossless, Params, is_function, is_lossless, softmax_rows
 from diffshard.bilevel.state import BilevelMetrics, BilevelState
@@ -92,11 +93,8 @@ def bilevel(
         )
     if max_loss_increase is not None and cost_weight is not None:
         raise ValueError("give `max_loss_increase` or `cost_weight`, not both: a bound finds its own weight.")
-    make_space = None
-    if is_function(space):
-        if loss_fn is None or mesh is None:
-            raise ValueError("`space` is a function that makes a space, which needs `loss_fn` and `mesh`; got None.")
-        make_space = functools.partial(space, loss_fn, dict(mesh.shape))
+    if is_function(space) and (loss_fn is None or mesh is None):
+        raise ValueError("`space` is a function that makes a space, which needs `loss_fn` and `mesh`; got None.")
     settings = Settings(
         loss_fn=loss_fn,
         weights_optimizer=weights_optimizer,
@@ -106,10 +104,7 @@ def bilevel(
         order=order,
         choice_every=choice_every,
     )
-    search = BilevelSearch(settings, mesh, make_space)
-    if make_space is None:
-        search.settle(space)
-    return search
+    return BilevelSearch(settings, mesh, space)
 
 
 def _objective(most: float | None, weight: float | Callable[[jax.Array], jax.Array] | None) -> Objective | None:
@@ -121,23 +116,21 @@ def _objective(most: float | None, weight: float | Callable[[jax.Array], jax.Arr
 class BilevelSearch:
     """A search of one space: `init`, `update` and `finish`; made by `bilevel`."""
 
-    def __init__(self, settings: Settings, mesh: Mesh | None, make_space: Callable[[Params, Batch], Any] | None):
-        self._settings, self._mesh, self._make_space = settings, mesh, make_space
-        self._step: Step | None = None
+    def __init__(self, settings: Settings, mesh: Mesh | None, space: Any):
+        self._settings, self._mesh, self._space = settings, mesh, space
         self._shapes: list[Any] = []
         self._structures: set[Any] = set()
+        self._step: Step | None = None
+        if not is_function(space):
+            self._take(space)
 
     @property
     def space(self) -> Any:
         """What is searched; a function makes it by the first `init`."""
         return self._settled().space
 
-    def settle(self, space: Any) -> None:
-        """Checks a space and takes it.
-
-        Raises:
-          ValueError: see `bilevel`.
-        """
+    def _take(self, space: Any) -> None:
+        """Checks a space, and makes the step in it."""
         on_devices = isinstance(self._mesh, jax.sharding.Mesh) and hasattr(space, "on_mesh")
         self._step = step_in(space.on_mesh(self._mesh) if on_devices else space, self._settings)
         self._jitted = jax.jit(self._step)
@@ -153,8 +146,9 @@ class BilevelSearch:
         Raises:
           ValueError: the optimiser of θ or of A needs more than gradients, state and parameters, as line searches do.
         """
-        if self._step is None and self._make_space is not None:
-            self.settle(self._make_space(params, batch))
+        if self._step is None:
+            assert self._mesh is not None
+            self._take(self._space(self._settings.loss_fn, dict(self._mesh.shape), params, batch))
         step = self._settled()
         if (shapes := jax.tree.map(_aval, batch)) not in self._shapes:
             self._shapes.append(shapes)
@@ -254,7 +248,7 @@ class BilevelSearch:
         return plan
 
     def prove(self, state: BilevelState, data: CandidatesData) -> Proof:
-        """Trains the proposal, every uniform and by-type choice, and schedules from the start; see `candidates.prove`.
+        """Trains the proposal, every uniform and by-type choice, and schedules from the start; see `prove.prove`.
 
         Raises:
           ValueError: the space is lossless, so that there is nothing to prove, or the data are of other shapes.

@@ -14,6 +14,8 @@ from cost.evaluation import evaluate
 from cost.problem import Problem, is_forbidden, num_strategies, validate
 from cost.relaxed import relaxed_cost
 
+Choice = tuple[int, ...]
+"""V strategy indices."""
 Params = Any
 Batch = Any
 Residuals = Any
@@ -128,7 +130,7 @@ def allowed(problem: Problem) -> list[np.ndarray]:
     return [~is_forbidden(cost) for cost in problem.node_cost]
 
 
-def reference_choice(space: object, problem: Problem) -> tuple[int, ...]:
+def reference_choice(space: object, problem: Problem) -> Choice:
     """The choice that increases and cost ratios are measured against: exact where the space knows what is exact.
 
     A space says so by a method `lossless_choice()`, `[V]` indices; without it each node's first strategy is taken.

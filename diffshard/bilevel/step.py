@@ -13,9 +13,9 @@ import optax
 from cost.problem import Problem
 from diffshard.bilevel.estimators import Estimator, Moment, unrolled
 from diffshard.bilevel.objective import CostWeight, MaxLossIncrease, Objective
-from diffshard.bilevel.plan import Choice
 from diffshard.bilevel.space import (
     Batch,
+    Choice,
     Params,
     Residuals,
     Rows,

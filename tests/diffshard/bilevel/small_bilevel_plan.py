@@ -1,8 +1,8 @@
 """A plan of the small communication space as training would leave it: two groups changed, a table of candidates."""
 
 from cost.hardware import Hardware, Link
-from diffshard.bilevel.candidates import Proof, Tried
 from diffshard.bilevel.plan import BilevelPlan
+from diffshard.bilevel.proof import Proof, Tried
 from diffshard.bilevel.rounding import plan_of
 from diffshard.halving import Row
 from search_spaces.communication.space import CommunicationSpace

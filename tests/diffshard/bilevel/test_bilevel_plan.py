@@ -149,6 +149,7 @@ def test_page_is_well_formed_and_self_contained(plan):
 
 def test_dots_of_equal_time_and_loss_stay_inside():
     plan = proved_plan()
+    assert plan.proof is not None
     one = plan.proof.table[1]._replace(seconds=plan.seconds, loss=2.5125)
     alike = plan._replace(proof=plan.proof._replace(table=(plan.proof.table[0], one)))
     dots = [attributes for tag, attributes in checked_page(format_page(alike)).elements if tag == "circle"]

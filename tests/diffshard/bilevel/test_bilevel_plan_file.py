@@ -7,6 +7,7 @@ import pytest
 
 import diffshard
 from diffshard.bilevel.plan_file import from_json, to_json
+from diffshard.halving import Row
 from diffshard.plan import PlanError
 from tests.diffshard.bilevel.small_bilevel_plan import proposed_plan, proved_plan
 from tests.diffshard.small_plan import small_plan
@@ -14,12 +15,14 @@ from tests.diffshard.small_plan import small_plan
 
 def test_a_saved_plan_is_read_back_with_its_proof(tmp_path):
     plan = proved_plan()
+    assert plan.proof is not None
     finite = plan._replace(proof=plan.proof._replace(table=plan.proof.table[:3]))  # nan is not equal to itself
     finite.save(tmp_path / "plan.json")
     again = diffshard.BilevelPlan.load(tmp_path / "plan.json")
     assert again == finite
     assert str(again) == str(finite)
-    assert isinstance(again.proof.table[0].row, type(finite.proof.table[0].row))
+    assert again.proof is not None
+    assert isinstance(again.proof.table[0].row, Row)
     assert [path.name for path in tmp_path.iterdir()] == ["plan.json"]
 
 
@@ -29,6 +32,7 @@ def test_numbers_that_json_lacks_come_back(tmp_path):
     again = diffshard.BilevelPlan.load(tmp_path / "plan.json")
     assert again.loss_increase == -math.inf
     assert again.message == "inf"
+    assert again.proof is not None
     diverged = again.proof.table[-1]
     assert math.isnan(diverged.loss)
     assert diverged.row.scores[0][0] == math.inf

@@ -10,8 +10,9 @@ from jax.sharding import PartitionSpec as P
 
 import diffshard
 from cost.problem import Problem
-from diffshard.bilevel.candidates import Candidate, CandidatesData, prove
+from diffshard.bilevel.candidates import Candidate
 from diffshard.bilevel.objective import MaxLossIncrease
+from diffshard.bilevel.prove import CandidatesData, prove
 from diffshard.bilevel.training import Training, TrainingState
 from diffshard.plan import PlanError
 from search_spaces.communication.space import CommunicationSpace
