@@ -23,7 +23,9 @@ def step_sizes(
     about the rate over the root of the mean square. Estimated with random signs z as z ⊙ (derivative along z), which
     is exact for optimisers that treat each parameter by itself.
 
-    Optimisers that take the gradient's sign have no such derivative and get 0, as adam has in its first step.
+    Optimisers that take the gradient's sign have no such derivative, nor has adam in its first step: where a whole leaf
+    has none but moves, its size is the root mean square of a step over that of the gradient, which for adam is about
+    the same.
 
     Args:
       optimizer: of the parameters.
@@ -43,7 +45,13 @@ def step_sizes(
             total = jax.tree.map(jnp.add, total, updates)
         return total
 
-    _, along = jax.jvp(moved, (gradients,), (jax.tree.unflatten(structure, signs),))
-    diagonal = jax.tree.map(lambda change, sign: -change * sign, along, jax.tree.unflatten(structure, signs))
-    # The root in adam-like optimisers has no derivative where a gradient is exactly 0.
-    return jax.tree.map(lambda size: jnp.where((size > 0) & jnp.isfinite(size), size, 0.0), diagonal)
+    total, along = jax.jvp(moved, (gradients,), (jax.tree.unflatten(structure, signs),))
+
+    def size(gradient: jax.Array, sign: jax.Array, total: jax.Array, along: jax.Array) -> jax.Array:
+        # The root in adam-like optimisers has no derivative where a gradient is exactly 0.
+        found = jnp.where((-along * sign > 0) & jnp.isfinite(along), -along * sign, 0.0)
+        rms, step_rms = (jnp.sqrt(jnp.square(x).mean()) for x in (gradient, total / _STEPS))
+        by_steps = jnp.where(rms > 0, step_rms / jnp.where(rms > 0, rms, 1.0), 0.0)
+        return jnp.where(found.any(), found, by_steps)
+
+    return jax.tree.map(size, gradients, jax.tree.unflatten(structure, signs), total, along)

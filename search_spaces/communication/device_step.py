@@ -1,10 +1,11 @@
 """What each device computes: its share of the loss by a selection, or exact with probes, and its gradients' way."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import accumulate
 from math import prod
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -43,6 +44,21 @@ class DeviceStep:
         """The site at a place in a direction."""
         return {(site.direction, site.place): s for s, site in enumerate(self.sites)}
 
+    @cached_property
+    def measured_in(self) -> list[dict[int, int]]:
+        """For each group, which branches must run where it is not in the first ones (see `probed_loss`)."""
+        return [min((self._branches_to(s) for s in group.sites), key=len) for group in self.groups]
+
+    def _branches_to(self, s: int) -> dict[int, int]:
+        """The branches around a site by the place of their alternatives, first ones left out."""
+        branch, found = self.sites[s].branch, {}
+        while branch is not None:
+            place, number = branch
+            if number:
+                found[place] = number
+            branch = self.sites[self.site_at["forward", place]].branch
+        return found
+
     def loss(
         self, params: Any, batch: Any, key: jax.Array, step: jax.Array, selection: Sequence[Selection]
     ) -> jax.Array:
@@ -69,6 +85,7 @@ class DeviceStep:
         step: jax.Array,
         ahead: list[jax.Array] | None,
         back: list[jax.Array] | None,
+        running: Mapping[int, int] = MappingProxyType({}),
     ) -> jax.Array:
         """The same with everything exact, and gradients of probes that are damages (see `selection.probed`).
 
@@ -79,6 +96,7 @@ class DeviceStep:
           step: number of the training step.
           ahead: for each group `[S]`, probes of forward sites; None for no damages of those.
           back: of backward sites, to be differentiated through a gradient of this loss; None for no damages of those.
+          running: the branch of alternatives by their place, where it is not the first; those are not probed.
         """
 
         def run(s: int, x: jax.Array, probe: jax.Array | None, key: jax.Array, step: jax.Array) -> jax.Array:
@@ -97,8 +115,8 @@ class DeviceStep:
 
         def at_alternatives(p: int, branches: Sequence[Callable[..., Any]], operands: Sequence[Any]) -> Any:
             probe_here = probe(self.site_at["forward", p])
-            if probe_here is None:
-                return branches[0](*operands)
+            if probe_here is None or p in running:
+                return branches[running.get(p, 0)](*operands)
             first, *others = [branch(*operands) for branch in branches]
             found = []
             for i, y in enumerate(first):

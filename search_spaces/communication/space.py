@@ -265,8 +265,8 @@ class CommunicationSpace:
         - backward: the same for the error in parameters' gradients that e causes, estimated with random signs z as
           ¼ · Σ_t (a_t · e_t)², a the derivative of ⟨z √η, parameter gradient⟩ with respect to the site's result.
 
-        Of alternatives the first runs, and the others beside it for their own error alone: damages of sites in a branch
-        are measured in the first, and are zero where a group has no site there.
+        Of alternatives the first runs, and the others beside it for their own error alone. Damages of sites in branches
+        are measured in the first that has sites of their group, which for each further branch takes as long again.
 
         Source of the balance: Mandt, Hoffman and Blei, "Stochastic gradient descent as approximate Bayesian inference"
         (JMLR 2017), section 3.
@@ -290,18 +290,30 @@ class CommunicationSpace:
         def fn(
             params: Any, batch: Any, validation: Any, sizes: Any, along: Any, key: Any, step: Any
         ) -> list[jax.Array]:
-            def loss(params: Any, batch: Any, ahead: Any, back: Any) -> jax.Array:
-                return self._step.probed_loss(params, batch, key, step, ahead, back)
+            def measured(params: Any, running: Mapping[int, int]) -> tuple[list[jax.Array], Any]:
+                """Damages of forward and backward sites where these branches run, and gradients."""
 
-            def projected(back: Any) -> tuple[jax.Array, Any]:
-                gradients = jax.grad(loss)(params, batch, None, back)
-                return jax.tree.reduce(jnp.add, jax.tree.map(jnp.vdot, along, gradients)), gradients
+                def loss(params: Any, batch: Any, ahead: Any, back: Any) -> jax.Array:
+                    return self._step.probed_loss(params, batch, key, step, ahead, back, running)
 
-            forward = jax.grad(loss, argnums=2)(params, validation, probes, None)
-            backward, gradients = jax.grad(projected, has_aux=True)(probes)
+                def projected(back: Any) -> tuple[jax.Array, Any]:
+                    gradients = jax.grad(loss)(params, batch, None, back)
+                    return jax.tree.reduce(jnp.add, jax.tree.map(jnp.vdot, along, gradients)), gradients
+
+                forward = jax.grad(loss, argnums=2)(params, validation, probes, None)
+                # One after the other: side by side, both would hold their activations.
+                params, forward = lax.optimization_barrier((params, forward))
+                backward, gradients = jax.grad(projected, has_aux=True)(probes)
+                return [f + b / 2 for f, b in zip(forward, backward, strict=True)], gradients
+
+            found, gradients = measured(params, {})
             of_gradients = self._step.gradient_damages(sizes, gradients, key, step)
-            parts = zip(forward, backward, of_gradients, strict=True)
-            return lax.psum([f + b / 2 + g for f, b, g in parts], self._axes)
+            damages = [f + g for f, g in zip(found, of_gradients, strict=True)]
+            needed = self._step.measured_in
+            for running in [r for i, r in enumerate(needed) if r and r not in needed[:i]]:
+                found, _ = measured(params, running)
+                damages = [f if r == running else d for f, d, r in zip(found, damages, needed, strict=True)]
+            return lax.psum(damages, self._axes)
 
         params_spec, batch_spec = self._specs
         in_specs = (params_spec, batch_spec, batch_spec, params_spec, params_spec, _WHOLE, _WHOLE)

@@ -49,10 +49,17 @@ def test_adam_moves_by_its_rate_over_the_root_mean_square():
     assert sizes["a"][2] == 0
 
 
-@pytest.mark.parametrize(("optimizer", "num_steps"), [(optax.lion(0.1), 50), (optax.adam(0.1), 0)])
-def test_a_sign_has_no_size(optimizer: optax.GradientTransformation, num_steps: int):
-    for leaf in jax.tree.leaves(_sizes(optimizer, num_steps)):
-        np.testing.assert_array_equal(leaf, 0.0)
+@pytest.mark.parametrize(("optimizer", "num_steps"), [(optax.lion(0.1, weight_decay=0.0), 50), (optax.adam(0.1), 0)])
+def test_a_sign_has_the_size_of_its_steps(optimizer: optax.GradientTransformation, num_steps: int):
+    """Weights decay in neither, and gradients that are 0 throughout move nothing."""
+    state = optimizer.init(PARAMS)
+    for _ in range(num_steps):
+        _, state = optimizer.update(GRADIENTS, state, PARAMS)
+    found = step_sizes(optimizer, state, PARAMS, {**GRADIENTS, "b": jnp.zeros((1, 1))}, KEY)
+    moves = 0.1 * np.sqrt(2 / 3)  # two of three elements have a gradient
+    np.testing.assert_allclose(found["a"], moves / np.sqrt(np.square(GRADIENTS["a"]).mean()), rtol=1e-3)
+    if not num_steps:
+        np.testing.assert_array_equal(found["b"], 0.0)
 
 
 @pytest.mark.parametrize("seed", range(3))

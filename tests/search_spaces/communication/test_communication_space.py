@@ -363,6 +363,37 @@ def test_alternatives_choose_a_function_and_its_communication():
     assert first == 0 < second
 
 
+def test_damages_of_sites_in_other_branches_are_those_of_a_loss_that_runs_them():
+    """Also in alternatives within alternatives, of which both must run another branch than the first."""
+
+    def summed(x):
+        with jax.named_scope("summed"):
+            return lax.psum(jnp.tanh(x), "model")
+
+    def nested(x):
+        return alternatives("inner", {"plain": jnp.tanh, "summed": summed}, 2 * x)
+
+    ways = {
+        "direct": lambda x: summed(2 * x),
+        "nested": lambda x: alternatives("outer", {"plain": jnp.cos, "in": nested}, x),
+    }
+
+    def damages(way):
+        def mixer(params, batch):
+            return jnp.square(ways[way](batch[0] @ params["head"]) - 1).mean()
+
+        space = small_space(mixer, {"head": PARAMS["head"]}, specs={"head": P()})
+        found = jax.jit(lambda p: space.damages(p, BATCH, KEY))({"head": PARAMS["head"]})
+        names = [group.name.rpartition("/")[2] for group in space.groups]
+        return {name: row for name, row in zip(names, found, strict=True) if name.startswith("all_reduce ")}
+
+    direct, inside = damages("direct"), damages("nested")
+    assert list(direct) == list(inside) == ["all_reduce forward", "all_reduce backward"]
+    for name, row in direct.items():
+        assert row[1] > 0
+        np.testing.assert_allclose(inside[name], row, rtol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -112,9 +112,7 @@ def test_narrower_windows_are_damages():
     assert damages[0] == 0
     assert 0 < damages[1] < damages[3]
     assert damages[4] < 1e-9
-    # Sites of types that the reference has not are not measured.
-    unmeasured = {group.name for group, damage in zip(SPACE.groups, found, strict=True) if not np.asarray(damage).any()}
-    assert unmeasured == {f"attention/collective_permute {direction}" for direction in ("forward", "backward")}
+    assert all(np.asarray(damage).any() for damage in found)  # permutes are measured where they run
 
 
 @pytest.mark.parametrize(
