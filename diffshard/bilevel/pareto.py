@@ -9,11 +9,12 @@ _ENDINGS = (".png", ".svg", ".pdf")
 
 
 class Point(NamedTuple):
-    """A choice's name, step time in seconds and loss."""
+    """A choice's name, step time in seconds, loss, and whether it is the one that was taken."""
 
     name: str
     seconds: float
     loss: float
+    chosen: bool = False
 
 
 class Pareto(NamedTuple):
@@ -49,6 +50,9 @@ class Pareto(NamedTuple):
             color = "black" if point in self.front else "0.5"
             at = (1e3 * point.seconds, point.loss)
             axes.annotate(point.name, at, (4, 4), textcoords="offset points", fontsize=8, color=color)
+        if chosen := [point for point in shown if point.chosen]:
+            at = [1e3 * p.seconds for p in chosen], [p.loss for p in chosen]
+            axes.scatter(*at, s=90, marker="*", color="#d9822b", zorder=3, label="chosen")
         axes.margins(x=0.15, y=0.1)
         axes.set(xlabel="step time / ms", ylabel="loss", title=title)
         axes.legend()
@@ -64,7 +68,7 @@ def pareto(points: Sequence[Point | tuple[str, float, float]]) -> Pareto:
     Raises:
       ValueError: no points, or seconds that are not finite.
     """
-    named = tuple(Point(*point) for point in points)
+    named = tuple(point if isinstance(point, Point) else Point(*point) for point in points)
     if not named:
         raise ValueError("`points` must hold at least one (name, seconds, loss), got none.")
     for point in named:

@@ -57,5 +57,5 @@ class Proof(NamedTuple):
         return tuple(tried for tried in self.table if len(tried.row.scores) == len(self.exact_losses))
 
     def points(self) -> list[Point]:
-        """Loss against step time of the finalists, for `pareto`."""
-        return [Point(tried.name, tried.seconds, tried.loss) for tried in self.finalists]
+        """Loss against step time of the finalists, for `pareto`; the winner is the one that is chosen."""
+        return [Point(t.name, t.seconds, t.loss, t is self.table[0]) for t in self.finalists]

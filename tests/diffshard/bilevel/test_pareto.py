@@ -7,6 +7,7 @@ import pytest
 
 import diffshard
 from diffshard.bilevel.pareto import Point
+from tests.diffshard.bilevel.small_bilevel_plan import proved_plan
 
 
 def test_worked_by_hand():
@@ -31,6 +32,17 @@ def test_it_is_drawn(tmp_path):
     assert "two layers" in drawn
     assert drawn.count("int8") == 1
     assert drawn.count("int4") == 1  # off the front, but told apart
+
+
+def test_the_winner_of_a_proof_is_marked(tmp_path):
+    pytest.importorskip("matplotlib")
+    proof = proved_plan().proof
+    assert proof is not None
+    assert [point.name for point in proof.points() if point.chosen] == [proof.winner.name]
+    for name, points in [("proof", proof.points()), ("points", [tuple(point[:3]) for point in proof.points()])]:
+        diffshard.pareto(points).draw(tmp_path / f"{name}.svg")
+    assert (tmp_path / "proof.svg").read_text().count("<!-- chosen -->") == 1
+    assert "chosen" not in (tmp_path / "points.svg").read_text()
 
 
 def test_what_is_wrong_is_said(monkeypatch, tmp_path):
