@@ -143,8 +143,10 @@ def _search(options: argparse.Namespace) -> int:
             _fail(f"{options.function} could not be planned", error)
     if options.output:
         plan.save(options.output)
+        _say_written(options.output)
     if options.html:
         save_page(plan, options.html)
+        _say_written(options.html)
     print(plan)
     return 0
 
@@ -183,9 +185,15 @@ def _show(options: argparse.Namespace) -> int:
         plan = plan_file.from_json(document, options.plan)
         if options.html:
             save_page(plan, options.html)
-    if not options.html:
+    if options.html:
+        _say_written(options.html)
+    else:
         print(plan)
     return 0
+
+
+def _say_written(path: str) -> None:
+    print(f"wrote {path}", file=sys.stderr)
 
 
 def _solve(options: argparse.Namespace) -> int:

@@ -164,4 +164,4 @@ def test_the_command_shows_and_draws_it(tmp_path, capsys):
     assert capsys.readouterr().out == f"{plan}\n"
     assert main(["show", str(tmp_path / "plan.json"), "--html", str(tmp_path / "plan.html")]) == 0
     assert (tmp_path / "plan.html").read_text() == format_page(plan)
-    assert capsys.readouterr().out == ""
+    assert capsys.readouterr() == ("", f"wrote {tmp_path / 'plan.html'}\n")

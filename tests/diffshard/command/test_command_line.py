@@ -58,6 +58,7 @@ def test_search_prints_saves_and_draws(module, capsys, args):
     assert "1.00 GiB" in out
     assert err.startswith("searching user_module:step\n")
     assert "best " in err
+    assert err.endswith("wrote plan.json\nwrote plan.html\n")
     plan = Plan.load("plan.json")
     assert plan.donate_argnums == (0,)
     assert [t.path for t in plan.arguments] == ["w", "x"]
@@ -119,6 +120,7 @@ def test_show_refuses_what_is_no_plan(tmp_path, capsys):
     assert "is no plan" in capsys.readouterr().err
     small_plan().save(tmp_path / "plan.json")
     assert main(["show", str(tmp_path / "plan.json"), "--html", str(tmp_path / "plan.html")]) == 0
+    assert capsys.readouterr() == ("", f"wrote {tmp_path / 'plan.html'}\n")
     assert "<!doctype html>" in (tmp_path / "plan.html").read_text()
 
 
