@@ -80,7 +80,7 @@ class MaxLossIncrease:
       penalty: ρ, which damps the oscillation of rows and multiplier.
 
     Raises:
-      ValueError: the bound is not a positive finite number.
+      ValueError: one of them is not a positive finite number.
     """
 
     most: float
@@ -88,11 +88,17 @@ class MaxLossIncrease:
     penalty: float = 0.5
 
     def __post_init__(self):
-        if not isinstance(self.most, Real) or not 0 < self.most < float("inf"):
+        if not _is_positive(self.most):
             raise ValueError(
                 f"`max_loss_increase` must be a positive finite number in units of the loss, got {self.most!r}; "
                 f"nothing lossy fits an increase of 0."
             )
+        for name in ("rate", "penalty"):
+            if not _is_positive(getattr(self, name)):
+                raise ValueError(
+                    f"`{name}` of `MaxLossIncrease` must be a positive finite number, got {getattr(self, name)!r}; "
+                    f"leave it out for {getattr(MaxLossIncrease, name)}."
+                )
 
     def weights(self, multiplier: jax.Array, increase: jax.Array, step: jax.Array) -> Weights:
         """As `Objective`."""
@@ -106,3 +112,7 @@ class MaxLossIncrease:
 
     def _excess(self, increase: jax.Array) -> jax.Array:
         return jnp.minimum(increase / self.most - 1.0, 1.0)
+
+
+def _is_positive(number: object) -> bool:
+    return isinstance(number, Real) and 0 < float(number) < float("inf")

@@ -7,7 +7,7 @@ import optax
 import pytest
 
 import diffshard
-from diffshard.bilevel.objective import CostWeight
+from diffshard.bilevel.objective import CostWeight, MaxLossIncrease
 from tests.diffshard.bilevel.perturbed import Perturbed, batch_of, start
 
 
@@ -37,3 +37,10 @@ def test_the_search_refuses_updates_under_a_schedule_that_has_left_its_range(lat
     assert int(state.step) == 2
     assert int(state.num_refused) == 2
     np.testing.assert_array_equal(state.logits[0], before.logits[0])
+
+
+@pytest.mark.parametrize("name", ["rate", "penalty"])
+@pytest.mark.parametrize("number", [0.0, -0.1, np.inf, np.nan, "0.1"])
+def test_a_multiplier_needs_positive_finite_steps(name: str, number):
+    with pytest.raises(ValueError, match=f"`{name}` of `MaxLossIncrease` must be a positive finite number, got"):
+        MaxLossIncrease(0.1, **{name: number})
