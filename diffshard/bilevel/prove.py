@@ -17,7 +17,7 @@ from diffshard.bilevel.proof import Proof, Tried
 from diffshard.bilevel.refinement import refined
 from diffshard.bilevel.rounding import Prediction
 from diffshard.bilevel.space import Batch, Choice, Params, Space
-from diffshard.bilevel.training import TrainingState, gradients_of, stepped
+from diffshard.bilevel.training import TrainingState, check_key, gradients_of, stepped
 from diffshard.halving import Row, check_rungs, each, halving
 
 
@@ -66,8 +66,7 @@ class CandidatesData:
             number = getattr(self, name)
             if not isinstance(number, int) or number < least:
                 raise ValueError(f"`{name}` must be a whole number of at least {least}, got {number!r}.")
-        if not (isinstance(self.key, jax.Array) and jnp.issubdtype(self.key.dtype, jax.dtypes.prng_key)):
-            raise ValueError(f"`key` must be a random key, as `jax.random.key(0)` is; got {self.key!r}.")
+        check_key(self.key)
 
 
 class _Training(NamedTuple):

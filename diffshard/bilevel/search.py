@@ -20,6 +20,7 @@ from diffshard.bilevel.rounding import Prediction, dominates, plan_of, proposals
 from diffshard.bilevel.space import Batch, HasLossless, Params, is_function, is_lossless, softmax_rows
 from diffshard.bilevel.state import BilevelMetrics, BilevelState
 from diffshard.bilevel.step import LossFn, Settings, Step, step_in
+from diffshard.bilevel.training import check_key
 
 Mesh = jax.sharding.Mesh | jax.sharding.AbstractMesh
 
@@ -59,7 +60,7 @@ def bilevel(
       weights_optimizer: of θ.
       choice_optimizer: of A; None is adam(1e-2). Rows are softmax(A), so steps of adam on A are steps of a row's odds.
       max_loss_increase: the cheapest choice whose validation loss is at most this much above the exact choice's, in
-        units of the loss.
+        units of the loss. Neither this nor `cost_weight` can be given where the loss does not depend on the choice.
       cost_weight: or instead: units of loss that the exact choice's whole cost is worth; a number or a schedule.
       estimator: "curvature", "mixture", "sampled"; one with options, as `sampled(temperature=0.5)` from
         `diffshard.bilevel.estimators`; or a function `Increase`.
@@ -70,8 +71,8 @@ def bilevel(
 
     Raises:
       ValueError: an unknown estimator or one that the space cannot serve, an order that is not 1 or 2, an order of 2
-        where training does not depend on the choice, both or neither of `max_loss_increase` and `cost_weight`, numbers
-        out of range, or a space without anything to choose.
+        where training does not depend on the choice, both or neither of `max_loss_increase` and `cost_weight`, one of
+        them where they have no effect, numbers out of range, or a space without anything to choose.
     """
     if order not in (1, 2):
         raise ValueError(f"`order` must be 1 or 2, got {order!r}.")
@@ -144,13 +145,16 @@ class BilevelSearch:
           batch: of the shapes of training and validation batches.
 
         Raises:
-          ValueError: the optimiser of θ or of A needs more than gradients, state and parameters, as line searches do.
+          ValueError: `key` is no random key, `batch` has no rows, or the optimiser of θ or of A needs more than
+            gradients, state and parameters, as line searches do; and, where a function makes the space, see `bilevel`.
         """
+        check_key(key)
+        shapes = _shapes("batch", batch)
         if self._step is None:
             assert self._mesh is not None
             self._take(self._space(self._settings.loss_fn, dict(self._mesh.shape), params, batch))
         step = self._settled()
-        if (shapes := jax.tree.map(_aval, batch)) not in self._shapes:
+        if shapes not in self._shapes:
             self._shapes.append(shapes)
         key, noise_key = jax.random.split(key)
         sizes = num_strategies(step.problem).tolist()
@@ -180,11 +184,11 @@ class BilevelSearch:
         Pure, and compiled once for each set of shapes.
 
         Raises:
-          ValueError: validation data of other shapes than training data, shapes that no `init` of this search got, a
-            state of another search (rows of other lengths), or no space yet.
+          ValueError: batches without rows, validation data of other shapes than training data, shapes that no `init`
+            of this search got, a state of another search (rows of other lengths), or no space yet.
         """
         self._check(state)
-        train, val = (jax.tree.map(_aval, batch) for batch in (train_batch, val_batch))
+        train, val = _shapes("train_batch", train_batch), _shapes("val_batch", val_batch)
         if train != val:
             raise ValueError(f"`val_batch` must have the shapes of `train_batch`, {train}; got {val}.")
         if self._shapes and train not in self._shapes:
@@ -316,7 +320,8 @@ class BilevelSearch:
             )
         for name in ("train_batches", "test_batches"):
             for i, batch in enumerate(getattr(data, name)):
-                if self._shapes and (shapes := jax.tree.map(_aval, batch)) not in self._shapes:
+                shapes = _shapes(f"{name}[{i}]", batch)
+                if self._shapes and shapes not in self._shapes:
                     raise ValueError(
                         f"`{name}[{i}]` must have the shapes that `init` got, {self._shapes[-1]}; got {shapes}."
                     )
@@ -329,6 +334,14 @@ class BilevelSearch:
 
 def _bound(step: Step) -> float | None:
     return step.objective.most if isinstance(step.objective, MaxLossIncrease) else None
+
+
+def _shapes(name: str, batch: Batch) -> Any:
+    """Shape and type of each array of a batch that has rows."""
+    shapes = jax.tree.map(_aval, batch)
+    if any(jnp.shape(leaf)[:1] == (0,) for leaf in jax.tree.leaves(batch)):
+        raise ValueError(f"`{name}` must have at least one row in each of its arrays; got {shapes}.")
+    return shapes
 
 
 def _aval(leaf: Any) -> tuple[tuple[int, ...], str]:

@@ -3,6 +3,7 @@
 Letters for sizes: V nodes (groups of sites that share one choice), S_v strategies of node v.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
@@ -113,6 +114,12 @@ def problem_of(space: object) -> Problem:
     if any(is_forbidden(cost).all() for cost in problem.node_cost):
         raise ValueError("`space` has a node whose strategies are all forbidden; allow one.")
     if max((int(mask.sum()) for mask in allowed(problem)), default=0) < 2:
+        axes = dict(getattr(space, "mesh_axes", {}))
+        if axes and math.prod(axes.values()) == 1:
+            raise ValueError(
+                f"`mesh` is of one device, {axes}: nothing is communicated, so there is nothing to choose; give a mesh "
+                f"of more, which may be an AbstractMesh."
+            )
         raise ValueError(
             "`space` has no node with two strategies that are allowed, so there is nothing to choose; give it some."
         )

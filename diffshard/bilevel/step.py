@@ -243,6 +243,11 @@ def step_in(space: Any, settings: Settings) -> Step:
     if is_lossless(space):
         if settings.loss_fn is None:
             raise ValueError("`loss_fn` must be given where `space` has no loss of its own, got None.")
+        if objective is not None:
+            raise ValueError(
+                "`max_loss_increase` and `cost_weight` have no effect where the loss is the same for every choice, as "
+                "in this `space`, which has no loss of its own; leave them out."
+            )
         objective = CostWeight(1.0)
     elif objective is None:
         raise ValueError("give `max_loss_increase` or `cost_weight`: this space trades loss for cost.")

@@ -70,6 +70,7 @@ def training(
         exact = choice_in(plan, [group.exact_strategy for group in plan.groups], space)
 
     def init(params: Params, key: jax.Array) -> TrainingState:
+        check_key(key)
         return TrainingState(params, optimizer.init(params), space.state(params), key, jnp.zeros((), jnp.int32))
 
     def step(state: TrainingState, batch: Batch) -> tuple[TrainingState, jax.Array]:
@@ -81,6 +82,18 @@ def training(
         return stepped(optimizer, state, found), found[0]
 
     return Training(init, step)
+
+
+def check_key(key: Any) -> None:
+    """Refuses what is no random key; those of `jax.random.PRNGKey` are some.
+
+    Raises:
+      ValueError: says how a key is made.
+    """
+    try:
+        jax.eval_shape(jax.random.split, key)
+    except (TypeError, ValueError):
+        raise ValueError(f"`key` must be a random key, as `jax.random.key(0)` is; got {key!r}.") from None
 
 
 def gradients_of(space: Any, state: TrainingState, batch: Batch, choice: Selection) -> Gradients:

@@ -20,6 +20,9 @@ ERRORS, SECONDS = [[0.0, 0.3, 0.7], [0.0, 0.5]], [[2.0, 1.5, 1.0], [3.0, 1.0]]
 EXACT_COST = 5.0
 
 
+TWO = Problem([np.array([1.0, 2.0])], np.zeros((0, 2), int), [])
+
+
 def _search(space=None, **options) -> BilevelSearch:
     options = {"weights_optimizer": optax.sgd(0.1), "max_loss_increase": 0.05, "choice_every": 1, **options}
     if "cost_weight" in options:
@@ -366,7 +369,7 @@ class _OnlyLoss:
         ({"space": Perturbed([[0.0], [0.0]], [[1.0], [1.0]])}, "no node with two strategies"),
         ({"space": Perturbed([[0.0, 0.1]], [[1.0, np.inf]])}, "no node with two strategies that are allowed"),
         ({"space": Perturbed(ERRORS, [[0.0, 1.0, 1.0], [0.0, 1.0]])}, "positive finite cost"),
-        ({"space": Problem([np.ones(2)], np.zeros((0, 2), int), [])}, "`loss_fn` must be given"),
+        ({"space": TWO}, "`loss_fn` must be given"),
         ({"space": _OnlyLoss()}, "`estimator` needs a method `damages`"),
         ({"space": "sharding"}, "`space` must be a Problem"),
         ({"mesh": {"data": 2}}, "`mesh` must be a Mesh or an AbstractMesh, got {'data': 2}"),
@@ -397,6 +400,33 @@ def test_both_a_bound_and_a_weight_are_refused():
             max_loss_increase=1.0,
             cost_weight=1.0,
         )
+
+
+@pytest.mark.parametrize("weighed", [{"max_loss_increase": 1.0}, {"cost_weight": 1.0}])
+def test_what_weighs_a_loss_is_refused_where_every_choice_has_the_same(weighed):
+    with pytest.raises(ValueError, match="have no effect where the loss is the same for every choice"):
+        diffshard.bilevel(_plain_loss, space=TWO, weights_optimizer=optax.sgd(0.1), **weighed)
+
+
+@pytest.mark.parametrize("key", [0, None, jnp.zeros(2), jax.random.split(KEY)])
+def test_what_is_no_key_is_refused(key):
+    with pytest.raises(ValueError, match=r"`key` must be a random key, as `jax\.random\.key\(0\)` is; got "):
+        _search().init(key, start(), batch_of(0))
+
+
+def test_keys_of_the_old_style_are_taken():
+    old, new = (_search().init(key, start(), batch_of(0)) for key in (jax.random.PRNGKey(0), KEY))
+    np.testing.assert_array_equal(old.logits[0], new.logits[0])
+
+
+def test_batches_without_rows_are_refused():
+    search, empty = _search(), jax.tree.map(lambda leaf: leaf[:0], batch_of(0))
+    with pytest.raises(ValueError, match=r"`batch` must have at least one row in each of its arrays; got .*\(0, 3\)"):
+        search.init(KEY, start(), empty)
+    state = search.init(KEY, start(), batch_of(0))
+    for name, batches in [("train_batch", (empty, batch_of(0))), ("val_batch", (batch_of(0), empty))]:
+        with pytest.raises(ValueError, match=f"`{name}` must have at least one row"):
+            search.update(state, *batches)
 
 
 def test_validation_data_of_other_shapes_are_refused():

@@ -89,6 +89,14 @@ def test_every_estimator_searches_it(estimator: str, order: int):
     assert jax.tree.map(jnp.shape, params) == jax.tree.map(jnp.shape, _params())
 
 
+def test_a_mesh_of_one_device_leaves_nothing_to_choose():
+    search = _search("curvature", jax.sharding.AbstractMesh((1, 1), tuple(AXES)), 0.05)
+    with pytest.raises(
+        ValueError, match=r"`mesh` is of one device, .* nothing is communicated, so there is nothing to"
+    ):
+        search.init(jax.random.key(1), _params(), _batch(0))
+
+
 def test_a_mesh_of_devices_gives_the_emulations_numbers():
     abstract = jax.sharding.AbstractMesh(tuple(AXES.values()), tuple(AXES))
     real = jax.make_mesh(

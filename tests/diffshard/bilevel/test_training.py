@@ -172,6 +172,9 @@ def test_what_training_needs():
         plan._replace(exact_share=0.5).training(small_space(), OPTIMIZER)
     with pytest.raises(ValueError, match="`optimizer` must be an optax optimiser"):
         plan.training(small_space(), None)  # pyright: ignore[reportArgumentType]
+    init, params = proposed_plan().training(small_space(), OPTIMIZER).init, arguments()[0]
+    with pytest.raises(ValueError, match=r"`key` must be a random key, as `jax\.random\.key\(0\)` is; got 0"):
+        init(params, 0)  # pyright: ignore[reportArgumentType]
     problem = Problem([np.zeros(2)], np.zeros((0, 2), int), [])
     with pytest.raises(ValueError, match="`space` has no loss"):
         plan.training(problem, OPTIMIZER)
