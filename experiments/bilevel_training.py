@@ -235,7 +235,20 @@ class Training:
         """A seed's batches of a part, one for each step."""
         return batches(self.task, name, seed, self.steps)
 
+    def met(self, seed: int, choices: Sequence[Choice]) -> list[Losses]:
+        """Losses with choices that are met only after an exact training."""
+        name = f"met-{self.setting.name}-{self.steps}-{seed}"
+
+        def meet() -> list[Losses]:
+            params = self._trained(seed, tuple(self.space.lossless_choice()), 0.0)
+            return [self._tested(params, choice) for choice in choices]
+
+        return [Losses(*losses) for losses in recorded(self.records, name, meet)]
+
     def _run(self, seed: int, choice: Choice, exact_share: float) -> Losses:
+        return self._tested(self._trained(seed, choice, exact_share), choice)
+
+    def _trained(self, seed: int, choice: Choice, exact_share: float) -> Any:
         params, half = self.params(seed), self.steps // 2
         carried = params, self.optimizer.init(params), self.space.state(params)
         data, key = self.batches(seed), jax.random.key(seed)
@@ -243,8 +256,10 @@ class Training:
         for begin, running in ((0, first), (half, choice)):
             part = jax.tree.map(lambda x, begin=begin: x[begin : begin + half], data)
             carried = self._steps(_traced(running), carried, part, jnp.int32(begin), key)
-        tests = [self._loss(_traced(choice), carried[0], batches) for batches in self._evaluated]
-        return Losses(*(float(loss) for loss in tests))
+        return carried[0]
+
+    def _tested(self, params: Any, choice: Choice) -> Losses:
+        return Losses(*(float(self._loss(_traced(choice), params, batches)) for batches in self._evaluated))
 
     @cached_property
     def _evaluated(self) -> tuple[Any, Any]:

@@ -123,9 +123,13 @@ def test_verdicts_need_the_whole_interval_on_one_side():
 
 def test_estimators_are_held_against_training():
     found = bilevel_estimators.main(replace(task.QUICK, steps=4), seeds=1, estimators=("curvature",))
-    num_lossy = sum(int((~group.lossless).sum()) for group in task.space(task.QUICK, "slow").groups)
+    space = task.space(task.QUICK, "slow")
+    num_lossy = sum(int((~group.lossless).sum()) for group in space.groups)
     assert found["measured"].shape == found["curvature"].shape == (1, num_lossy)
     assert found["measured"].any()
+    forward = bilevel_estimators.lossy(space).direction == "forward"
+    assert found["met"][0, forward].all()
+    np.testing.assert_allclose(found["met"][0, ~forward], 0, atol=1e-6)  # they change no loss where nothing is trained
     assert (found["curvature"] >= 0).all()
 
 
