@@ -1,5 +1,7 @@
 """How far a unit of a parameter's gradient moves it in all, with an optimiser as it stands."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -39,11 +41,14 @@ def step_sizes(
     signs = [jax.random.rademacher(k, leaf.shape, leaf.dtype) for k, leaf in zip(keys, leaves, strict=True)]
 
     def moved(first: Params) -> Params:
-        total, now = optimizer.update(first, state, params)
-        for _ in range(_STEPS - 1):
-            updates, now = optimizer.update(gradients, now, params)
-            total = jax.tree.map(jnp.add, total, updates)
-        return total
+        def follow(carried: tuple[Params, optax.OptState], number: jax.Array) -> Any:
+            total, now = carried
+            given = jax.tree.map(lambda one, other: jnp.where(number == 0, one, other), first, gradients)
+            updates, now = optimizer.update(given, now, params)
+            return (jax.tree.map(jnp.add, total, updates), now), None
+
+        begin = jax.tree.map(jnp.zeros_like, gradients), state
+        return jax.lax.scan(follow, begin, jnp.arange(_STEPS))[0][0]
 
     total, along = jax.jvp(moved, (gradients,), (jax.tree.unflatten(structure, signs),))
 

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import accumulate
 from math import prod
-from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -14,7 +13,7 @@ from jax import lax
 
 from search_spaces.communication.collectives import Collective
 from search_spaces.communication.groups import Group
-from search_spaces.communication.selection import Selection, probed, select, with_backward
+from search_spaces.communication.selection import Selection, probed, probed_back, select, with_backward
 from search_spaces.communication.sites import Direction, Site, Traced
 
 
@@ -68,14 +67,29 @@ class DeviceStep:
             chosen = selection[self.group_of[s]] if traced is None else traced
             return select(self._runs(s), chosen, x, key, step)[0]
 
-        def traced(s: int) -> Any:
-            chosen = selection[self.group_of[s]]
+        def traced(s: int | None) -> Any:
+            chosen = None if s is None else selection[self.group_of[s]]
             return None if isinstance(chosen, int) else chosen
+
+        def at_collective(p: int, x: jax.Array, key: jax.Array) -> jax.Array:
+            ahead, back = self.site_at["forward", p], self.site_at.get(("backward", p))
+            if not jnp.issubdtype(x.dtype, jnp.floating):
+                return self._collective(ahead).exact(x)
+
+            def forward(x: jax.Array, chosen: Any, keys: jax.Array, step: jax.Array) -> jax.Array:
+                return run(ahead, x, chosen, keys[0], step)
+
+            def backward(cotangent: jax.Array, chosen: Any, keys: jax.Array, step: jax.Array) -> jax.Array:
+                if back is None:  # no parameter's gradient needs it, but someone differentiates all the same
+                    return self._collective(ahead).transposed().exact(cotangent)
+                return run(back, cotangent, chosen, keys[1], step)
+
+            return with_backward(forward, backward, x, traced(ahead), traced(back), self._keys(p, key), step)
 
         def at_alternatives(p: int, branches: Sequence[Callable[..., Any]], operands: Sequence[Any]) -> Any:
             return select(branches, selection[self.group_of[self.site_at["forward", p]]], *operands)
 
-        return self._evaluated(params, batch, key, step, run, traced, at_alternatives)
+        return self._evaluated(params, batch, key, at_collective, at_alternatives)
 
     def probed_loss(
         self,
@@ -83,48 +97,78 @@ class DeviceStep:
         batch: Any,
         key: jax.Array,
         step: jax.Array,
-        ahead: list[jax.Array] | None,
-        back: list[jax.Array] | None,
-        running: Mapping[int, int] = MappingProxyType({}),
+        probes: list[jax.Array],
+        running: Mapping[int, int],
     ) -> jax.Array:
-        """The same with everything exact, and gradients of probes that are damages (see `selection.probed`).
+        """The same with everything exact; gradients of probes are damages of forward sites (see `selection.probed`).
 
         Args:
           params: this device's part.
           batch: this device's part.
           key: a random key.
           step: number of the training step.
-          ahead: for each group `[S]`, probes of forward sites; None for no damages of those.
-          back: of backward sites, to be differentiated through a gradient of this loss; None for no damages of those.
+          probes: for each group `[S]`.
           running: the branch of alternatives by their place, where it is not the first; those are not probed.
         """
 
-        def run(s: int, x: jax.Array, probe: jax.Array | None, key: jax.Array, step: jax.Array) -> jax.Array:
-            collective, operand = self._collective(s), lax.stop_gradient(x)
-            y = collective.exact(x)
-            if probe is None:
+        def at_collective(p: int, x: jax.Array, key: jax.Array) -> jax.Array:
+            s, operand = self.site_at["forward", p], lax.stop_gradient(x)
+            collective = self._collective(s)
+            y, copies = collective.exact(x), collective.num_copies
+            if not jnp.issubdtype(x.dtype, jnp.floating):
                 return y
-            errors = jnp.stack([run(operand, key, step)[0] - lax.stop_gradient(y) for run in self._runs(s)])
-            copies = collective.num_copies
-            scale = self._num_tokens(y, copies) if self.sites[s].direction == "forward" else 1.0
-            return probed(y, errors, probe, collective.axes, copies, scale)
-
-        def probe(s: int) -> jax.Array | None:
-            probes = back if self.sites[s].direction == "backward" else ahead
-            return None if probes is None else probes[self.group_of[s]]
+            errors = self._errors(s, operand, lax.stop_gradient(y), self._keys(p, key)[0], step)
+            probe = probes[self.group_of[s]]
+            return probed(y, errors, probe, collective.axes, copies, self._num_tokens(y, copies))
 
         def at_alternatives(p: int, branches: Sequence[Callable[..., Any]], operands: Sequence[Any]) -> Any:
-            probe_here = probe(self.site_at["forward", p])
-            if probe_here is None or p in running:
-                return branches[running.get(p, 0)](*operands)
+            if p in running:
+                return branches[running[p]](*operands)
             first, *others = [branch(*operands) for branch in branches]
-            found = []
+            probe, found = probes[self.group_of[self.site_at["forward", p]]], []
             for i, y in enumerate(first):
                 errors = jnp.stack([jnp.zeros_like(y), *(other[i] - y for other in others)])
-                found.append(probed(y, errors, probe_here, (), 1, self._num_tokens(y, 1)))
+                found.append(probed(y, errors, probe, (), 1, self._num_tokens(y, 1)))
             return found
 
-        return self._evaluated(params, batch, key, step, run, probe, at_alternatives)
+        return self._evaluated(params, batch, key, at_collective, at_alternatives)
+
+    def probed_back_loss(
+        self,
+        params: Any,
+        batch: Any,
+        along: Any,
+        key: jax.Array,
+        step: jax.Array,
+        probes: list[jax.Array],
+        running: Mapping[int, int],
+    ) -> jax.Array:
+        """Likewise for backward sites (see `selection.probed_back`), by derivatives along a direction of parameters.
+
+        Arguments as for `probed_loss`, and `along` as `params`.
+        """
+
+        def at_collective(p: int, x: jax.Array, key: jax.Array) -> jax.Array:
+            collective, back = self._collective(self.site_at["forward", p]), self.site_at.get(("backward", p))
+            transposed = collective.transposed()
+            if not jnp.issubdtype(x.dtype, jnp.floating):
+                return collective.exact(x)
+
+            def errors(cotangent: jax.Array, result: jax.Array, others: Any) -> jax.Array:
+                return jnp.zeros((1, *x.shape)) if back is None else self._errors(back, cotangent, result, *others)
+
+            probe = jnp.zeros(1) if back is None else probes[self.group_of[back]]
+            others = self._keys(p, key)[1], step
+            axes, copies = transposed.axes, transposed.num_copies
+            return probed_back(collective.exact, transposed.exact, errors, x, probe, others, axes, copies)
+
+        def at_alternatives(p: int, branches: Sequence[Callable[..., Any]], operands: Sequence[Any]) -> Any:
+            return branches[running.get(p, 0)](*operands)
+
+        def loss(params: Any) -> jax.Array:
+            return self._evaluated(params, batch, key, at_collective, at_alternatives, forward_mode=True)
+
+        return jax.jvp(loss, (params,), (along,))[0]
 
     def send(
         self,
@@ -178,30 +222,20 @@ class DeviceStep:
         params: Any,
         batch: Any,
         key: jax.Array,
-        step: jax.Array,
-        run: Callable[..., jax.Array],
-        extra: Callable[[int], Any],
+        at_collective: Callable[..., jax.Array],
         at_alternatives: Callable[..., Any],
+        forward_mode: bool = False,
     ) -> jax.Array:
-        def at_collective(p: int, x: jax.Array, key: jax.Array) -> jax.Array:
-            ahead = self.site_at["forward", p]
-            back = self.site_at.get(("backward", p))
-            if not jnp.issubdtype(x.dtype, jnp.floating):
-                return self._collective(ahead).exact(x)
-            keys = jax.random.split(jax.random.fold_in(key, p))
+        """This device's share of the training loss."""
+        return self.traced.loss(params, batch, key, at_collective, at_alternatives, forward_mode) / self.num_devices
 
-            def forward(x: jax.Array, extra: Any, keys: jax.Array, step: jax.Array) -> jax.Array:
-                return run(ahead, x, extra, keys[0], step)
+    def _keys(self, place: int, key: jax.Array) -> jax.Array:
+        """Of the forward and of the backward site at a place."""
+        return jax.random.split(jax.random.fold_in(key, place))
 
-            def backward(cotangent: jax.Array, extra: Any, keys: jax.Array, step: jax.Array) -> jax.Array:
-                if back is None:  # no parameter's gradient needs it, but someone differentiates all the same
-                    return self._collective(ahead).transposed().exact(cotangent)
-                return run(back, cotangent, extra, keys[1], step)
-
-            extras = extra(ahead), None if back is None else extra(back)
-            return with_backward(forward, backward, x, *extras, keys, step)
-
-        return self.traced.loss(params, batch, key, at_collective, at_alternatives) / self.num_devices
+    def _errors(self, s: int, x: jax.Array, exact: jax.Array, key: jax.Array, step: jax.Array) -> jax.Array:
+        """Each strategy's result minus the exact one, `[S, ...]`."""
+        return jnp.stack([run(x, key, step)[0] - exact for run in self._runs(s)])
 
     def _gradient_groups(self) -> list[tuple[int, list[int]]]:
         """Groups of gradient sites, and the parameter leaves of each: they travel as one vector."""

@@ -82,6 +82,59 @@ def probed(
     return op(y, lax.stop_gradient(errors), probe)
 
 
+def probed_back(
+    forward: Callable[[jax.Array], jax.Array],
+    backward: Callable[[jax.Array], jax.Array],
+    errors: Callable[..., jax.Array],
+    x: jax.Array,
+    probe: jax.Array,
+    others: Any,
+    axes: tuple[str, ...],
+    num_copies: int,
+) -> jax.Array:
+    """`forward(x)`, whose cotangent is `backward(cotangent)`; to run under `jax.jvp` within a gradient.
+
+    Args:
+      forward: linear.
+      backward: its transpose.
+      errors: `errors(cotangent, result, others)` `[S, *x.shape]`, each strategy's way back minus the exact one.
+      x: the operand, of which `jax.jvp` knows the tangent.
+      probe: `[S]`, of any value.
+      others: arrays for `errors`.
+      axes: over which the way back leaves copies, if it does.
+      num_copies: how many devices then hold the same; their tangents are summed and each counts its share.
+
+    Returns:
+      `forward(x)`; the gradient of `probe` is 1/2 · Σ_t (ẋ_t · e_t)² `[S]`, with t over all dimensions of `x` but the
+      last. For a tangent of x along v in the parameters ẋ · e is the inner product of v and what e changes in their
+      gradients.
+    """
+
+    @jax.custom_vjp
+    def with_tangent(x: jax.Array, tangent: jax.Array, probe: jax.Array, others: Any) -> jax.Array:
+        return forward(x)
+
+    def pull_back(saved: Any, cotangent: jax.Array) -> Any:
+        tangent, others = saved
+        result = backward(cotangent)
+        whole = lax.psum(tangent, axes) if num_copies > 1 else tangent
+        return result, None, row_damages(whole, errors(cotangent, result, others)) / num_copies, None
+
+    with_tangent.defvjp(lambda x, tangent, probe, others: (forward(x), (tangent, others)), pull_back)
+
+    @jax.custom_jvp
+    def op(x: jax.Array, probe: jax.Array, others: Any) -> jax.Array:
+        return forward(x)
+
+    @op.defjvp
+    def _(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+        x, probe, others = primals
+        tangent = lax.stop_gradient(tangents[0])
+        return with_tangent(x, tangent, probe, others), forward(tangent)
+
+    return op(x, probe, others)
+
+
 def row_damages(adjoint: jax.Array, errors: jax.Array) -> jax.Array:
     """½ Σ_t (a_t · e_t)² `[S]` for adjoints `[..., elements]` and errors `[S, ..., elements]`."""
     product = adjoint.astype(jnp.float32) * errors

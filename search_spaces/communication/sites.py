@@ -84,10 +84,16 @@ class Traced:
         return {place.path: p for p, place in enumerate(self.places)}
 
     def loss(
-        self, params: Any, batch: Any, key: jax.Array, at_collective: Callable[..., Any], at_alternatives: Callable
+        self,
+        params: Any,
+        batch: Any,
+        key: jax.Array,
+        at_collective: Callable[..., Any],
+        at_alternatives: Callable[..., Any],
+        forward_mode: bool = False,
     ) -> jax.Array:
         """This device's loss with operations at the places' stead (see `Interpreter`)."""
-        interpreter = Interpreter(self.path_numbers, at_collective, at_alternatives)
+        interpreter = Interpreter(self.path_numbers, at_collective, at_alternatives, forward_mode)
         return interpreter.run(self.jaxpr, jax.tree.leaves((params, batch)), key)[0]
 
 

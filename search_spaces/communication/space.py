@@ -263,7 +263,8 @@ class CommunicationSpace:
           gradients and the pull to the minimum are in balance, whatever the Hessian is. Residuals are not accounted
           for: what is sent later counts as lost.
         - backward: the same for the error in parameters' gradients that e causes, estimated with random signs z as
-          ¼ · Σ_t (a_t · e_t)², a the derivative of ⟨z √η, parameter gradient⟩ with respect to the site's result.
+          ¼ · Σ_t (a_t · e_t)², a the derivative of ⟨z √η, parameter gradient⟩ with respect to the site's result, which
+          is the derivative of the forward site's operand along z √η.
 
         Of alternatives the first runs, and the others beside it for their own error alone. Damages of sites in branches
         are measured in the first that has sites of their group, which for each further branch takes as long again.
@@ -293,17 +294,16 @@ class CommunicationSpace:
             def measured(params: Any, running: Mapping[int, int]) -> tuple[list[jax.Array], Any]:
                 """Damages of forward and backward sites where these branches run, and gradients."""
 
-                def loss(params: Any, batch: Any, ahead: Any, back: Any) -> jax.Array:
-                    return self._step.probed_loss(params, batch, key, step, ahead, back, running)
+                def ahead(probes: Any) -> jax.Array:
+                    return self._step.probed_loss(params, validation, key, step, probes, running)
 
-                def projected(back: Any) -> tuple[jax.Array, Any]:
-                    gradients = jax.grad(loss)(params, batch, None, back)
-                    return jax.tree.reduce(jnp.add, jax.tree.map(jnp.vdot, along, gradients)), gradients
+                def back(probes: Any, params: Any) -> jax.Array:
+                    return self._step.probed_back_loss(params, batch, along, key, step, probes, running)
 
-                forward = jax.grad(loss, argnums=2)(params, validation, probes, None)
+                forward = jax.grad(ahead)(probes)
                 # One after the other: side by side, both would hold their activations.
-                params, forward = lax.optimization_barrier((params, forward))
-                backward, gradients = jax.grad(projected, has_aux=True)(probes)
+                after, forward = lax.optimization_barrier((params, forward))
+                backward, gradients = jax.grad(back, argnums=(0, 1))(probes, after)
                 return [f + b / 2 for f, b in zip(forward, backward, strict=True)], gradients
 
             found, gradients = measured(params, {})

@@ -394,6 +394,40 @@ def test_damages_of_sites_in_other_branches_are_those_of_a_loss_that_runs_them()
         np.testing.assert_allclose(inside[name], row, rtol=1e-5)
 
 
+def test_damages_pass_functions_with_a_way_back_of_their_own():
+    """Also in a loop, where the function counts its calls in an integer; the way back is theirs, not the derivative."""
+
+    @jax.custom_vjp
+    def steep(x, number):
+        return jnp.tanh(x), number + 1
+
+    def pull_back(x, cotangents):
+        return 3.0 * cotangents[0] * (1 - jnp.tanh(x) ** 2), None
+
+    steep.defvjp(lambda x, number: ((jnp.tanh(x), number + 1), x), pull_back)
+
+    def thrice(x, number):  # the same without one
+        y = jnp.tanh(x)
+        return 3.0 * y - lax.stop_gradient(2.0 * y), number + 1
+
+    def damages(function):
+        def loss(params, batch):
+            def layer(carried, w):
+                x, number = function(*carried)
+                return (lax.psum(x @ w["up"] @ w["down"], "model"), number), None
+
+            x, number = lax.scan(layer, (batch[0], jnp.int32(0)), params["layers"])[0]
+            return jnp.square(x - batch[1]).mean() * number
+
+        params = {"layers": PARAMS["layers"]}
+        space = small_space(loss, params, specs={"layers": SPECS["layers"]})
+        return jax.jit(lambda p: space.damages(p, BATCH, KEY))(params)
+
+    for found, expected in zip(damages(steep), damages(thrice), strict=True):
+        assert expected[1] > 0
+        np.testing.assert_allclose(found, expected, rtol=1e-4)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
