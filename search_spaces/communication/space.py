@@ -13,6 +13,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from cost.hardware import Hardware
 from cost.problem import Problem
+from search_spaces.communication.damages import local_damages
 from search_spaces.communication.device_step import DeviceStep
 from search_spaces.communication.emulation import emulate, on_devices
 from search_spaces.communication.groups import as_sent, checked_strategies, group_sites
@@ -280,40 +281,18 @@ class CommunicationSpace:
           step_sizes: η >= 0, one number, or numbers for each parameter: how far a unit of its gradient moves it.
           step: number of the training step.
         """
-        probes = [jnp.zeros(len(group.names)) for group in self.groups]
         whole = jax.tree.broadcast(step_sizes, params)
         step_sizes = jax.tree.map(lambda size, p: jnp.broadcast_to(size, p.shape).astype(jnp.float32), whole, params)
-        leaves, structure = jax.tree.flatten(step_sizes)
+        leaves, structure = jax.tree.flatten(params)
         keys = jax.random.split(jax.random.fold_in(key, 2**31 - 2), len(leaves))
-        signs = [jax.random.rademacher(k, x.shape, x.dtype) * jnp.sqrt(x) for k, x in zip(keys, leaves, strict=True)]
-        along = jax.tree.unflatten(structure, signs)
+        signs = [jax.random.rademacher(k, x.shape, jnp.float32) for k, x in zip(keys, leaves, strict=True)]
+        along = jax.tree.map(
+            lambda sign, size, p: (sign * jnp.sqrt(size)).astype(p.dtype),
+            jax.tree.unflatten(structure, signs), step_sizes, params,
+        )  # fmt: skip
 
-        def fn(
-            params: Any, batch: Any, validation: Any, sizes: Any, along: Any, key: Any, step: Any
-        ) -> list[jax.Array]:
-            def measured(params: Any, running: Mapping[int, int]) -> tuple[list[jax.Array], Any]:
-                """Damages of forward and backward sites where these branches run, and gradients."""
-
-                def ahead(probes: Any) -> jax.Array:
-                    return self._step.probed_loss(params, validation, key, step, probes, running)
-
-                def back(probes: Any, params: Any) -> jax.Array:
-                    return self._step.probed_back_loss(params, batch, along, key, step, probes, running)
-
-                forward = jax.grad(ahead)(probes)
-                # One after the other: side by side, both would hold their activations.
-                after, forward = lax.optimization_barrier((params, forward))
-                backward, gradients = jax.grad(back, argnums=(0, 1))(probes, after)
-                return [f + b / 2 for f, b in zip(forward, backward, strict=True)], gradients
-
-            found, gradients = measured(params, {})
-            of_gradients = self._step.gradient_damages(sizes, gradients, key, step)
-            damages = [f + g for f, g in zip(found, of_gradients, strict=True)]
-            needed = self._step.measured_in
-            for running in [r for i, r in enumerate(needed) if r and r not in needed[:i]]:
-                found, _ = measured(params, running)
-                damages = [f if r == running else d for f, d, r in zip(found, damages, needed, strict=True)]
-            return lax.psum(damages, self._axes)
+        def fn(*arguments: Any) -> list[jax.Array]:
+            return lax.psum(local_damages(self._step, *arguments), self._axes)
 
         params_spec, batch_spec = self._specs
         in_specs = (params_spec, batch_spec, batch_spec, params_spec, params_spec, _WHOLE, _WHOLE)

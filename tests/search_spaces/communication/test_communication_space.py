@@ -281,6 +281,15 @@ def test_residuals_stay_float32_and_gradients_have_the_parameters_type(dtype):
         assert state
 
 
+def test_damages_of_narrow_parameters_are_about_those_of_wide_ones():
+    """Tangents have the parameters' type."""
+    params, batch = jax.tree.map(lambda x: x.astype(jnp.bfloat16), arguments())
+    found = jax.jit(lambda p: small_space(params=params, batch=batch).damages(p, batch, KEY))(params)
+    wide = jax.jit(lambda p: SPACE.damages(p, BATCH, KEY))(PARAMS)
+    for narrow, row in zip(found, wide, strict=True):
+        assert 0.5 * row[1] < narrow[1] < 3 * row[1]  # results in bfloat16 round once more
+
+
 def test_damages_on_a_mesh_and_in_loops():
     emulated = jax.jit(lambda p: SPACE.damages(p, BATCH, KEY))(PARAMS)
     real = jax.jit(lambda p: SPACE.on_mesh(mesh()).damages(p, BATCH, KEY))(PARAMS)

@@ -1,0 +1,98 @@
+"""Exact results of which a backward pass leaves, as the gradient of a probe, what errors would do to the loss."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+
+def probed(
+    y: jax.Array, errors: jax.Array, probe: jax.Array, axes: tuple[str, ...], num_copies: int, scale: float
+) -> jax.Array:
+    """`y`, such that a backward pass leaves damages as the gradient of `probe`.
+
+    Args:
+      y: a site's exact result.
+      errors: `[S, *y.shape]`, each strategy's result minus `y`.
+      probe: `[S]`, of any value.
+      axes: over which the result is copied, if it is.
+      num_copies: how many devices hold the same result; their cotangents are summed and each counts its share.
+      scale: of the damage.
+
+    Returns:
+      `y`; the gradient of `probe` is scale/2 · Σ_t (g_t · e_t)² `[S]`, with t over all dimensions of `y` but the last.
+    """
+
+    @jax.custom_vjp
+    def op(y: jax.Array, errors: jax.Array, probe: jax.Array) -> jax.Array:
+        return y
+
+    def op_backward(errors: jax.Array, cotangent: jax.Array) -> Any:
+        whole = lax.psum(cotangent, axes) if num_copies > 1 else cotangent
+        damages = scale / num_copies * row_damages(whole, errors)
+        return cotangent, jnp.zeros_like(errors), damages
+
+    op.defvjp(lambda y, errors, probe: (y, errors), op_backward)
+    return op(y, lax.stop_gradient(errors), probe)
+
+
+def probed_back(
+    forward: Callable[[jax.Array], jax.Array],
+    backward: Callable[[jax.Array], jax.Array],
+    errors: Callable[..., jax.Array],
+    x: jax.Array,
+    probe: jax.Array,
+    others: Any,
+    axes: tuple[str, ...],
+    num_copies: int,
+) -> jax.Array:
+    """`forward(x)`, whose cotangent is `backward(cotangent)`; to run under `jax.jvp` within a gradient.
+
+    Args:
+      forward: linear.
+      backward: its transpose.
+      errors: `errors(cotangent, result, others)` `[S, *x.shape]`, each strategy's way back minus the exact one.
+      x: the operand, of which `jax.jvp` knows the tangent.
+      probe: `[S]`, of any value.
+      others: arrays for `errors`.
+      axes: over which the way back leaves copies, if it does.
+      num_copies: how many devices then hold the same; their tangents are summed and each counts its share.
+
+    Returns:
+      `forward(x)`; the gradient of `probe` is 1/2 · Σ_t (ẋ_t · e_t)² `[S]`, with t over all dimensions of `x` but the
+      last. For a tangent of x along v in the parameters ẋ · e is the inner product of v and what e changes in their
+      gradients.
+    """
+
+    @jax.custom_vjp
+    def with_tangent(x: jax.Array, tangent: jax.Array, probe: jax.Array, others: Any) -> jax.Array:
+        return forward(x)
+
+    def pull_back(saved: Any, cotangent: jax.Array) -> Any:
+        tangent, others = saved
+        result = backward(cotangent)
+        whole = lax.psum(tangent, axes) if num_copies > 1 else tangent
+        return result, None, row_damages(whole, errors(cotangent, result, others)) / num_copies, None
+
+    with_tangent.defvjp(lambda x, tangent, probe, others: (forward(x), (tangent, others)), pull_back)
+
+    @jax.custom_jvp
+    def op(x: jax.Array, probe: jax.Array, others: Any) -> jax.Array:
+        return forward(x)
+
+    @op.defjvp
+    def _(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+        x, probe, others = primals
+        tangent = lax.stop_gradient(tangents[0])
+        return with_tangent(x, tangent, probe, others), forward(tangent)
+
+    return op(x, probe, others)
+
+
+def row_damages(adjoint: jax.Array, errors: jax.Array) -> jax.Array:
+    """½ Σ_t (a_t · e_t)² `[S]` for adjoints `[..., elements]` and errors `[S, ..., elements]`."""
+    product = adjoint.astype(jnp.float32) * errors
+    rows = product.sum(axis=-1) if product.ndim > 1 else product
+    return 0.5 * jnp.square(rows).reshape(len(errors), -1).sum(axis=1)
