@@ -25,9 +25,9 @@ def step_sizes(
     about the rate over the root of the mean square. Estimated with random signs z as z ⊙ (derivative along z), which
     is exact for optimisers that treat each parameter by itself.
 
-    Optimisers that take the gradient's sign have no such derivative, nor has adam in its first step: where a whole leaf
-    has none but moves, its size is the root mean square of a step over that of the gradient, which for adam is about
-    the same.
+    Optimisers that take the gradient's sign have no such derivative, nor has adam in its first step: where half a leaf
+    has none, all of its sizes are the root mean square of a step, decay of weights included, over that of the gradient,
+    which for adam is about the same.
 
     Args:
       optimizer: of the parameters.
@@ -45,18 +45,19 @@ def step_sizes(
             total, now = carried
             given = jax.tree.map(lambda one, other: jnp.where(number == 0, one, other), first, gradients)
             updates, now = optimizer.update(given, now, params)
-            return (jax.tree.map(jnp.add, total, updates), now), None
+            return (jax.tree.map(lambda t, u: t + u.astype(t.dtype), total, updates), now), None
 
-        begin = jax.tree.map(jnp.zeros_like, gradients), state
+        begin = jax.tree.map(lambda g: jnp.zeros(g.shape, jnp.float32), gradients), state
         return jax.lax.scan(follow, begin, jnp.arange(_STEPS))[0][0]
 
     total, along = jax.jvp(moved, (gradients,), (jax.tree.unflatten(structure, signs),))
 
     def size(gradient: jax.Array, sign: jax.Array, total: jax.Array, along: jax.Array) -> jax.Array:
         # The root in adam-like optimisers has no derivative where a gradient is exactly 0.
-        found = jnp.where((-along * sign > 0) & jnp.isfinite(along), -along * sign, 0.0)
-        rms, step_rms = (jnp.sqrt(jnp.square(x).mean()) for x in (gradient, total / _STEPS))
+        found = -along * sign.astype(jnp.float32)
+        found = jnp.where((found > 0) & jnp.isfinite(found), found, 0.0)
+        rms, step_rms = (jnp.sqrt(jnp.square(x.astype(jnp.float32)).mean()) for x in (gradient, total / _STEPS))
         by_steps = jnp.where(rms > 0, step_rms / jnp.where(rms > 0, rms, 1.0), 0.0)
-        return jnp.where(found.any(), found, by_steps)
+        return jnp.where((found > 0).mean() > 0.5, found, by_steps)
 
     return jax.tree.map(size, gradients, jax.tree.unflatten(structure, signs), total, along)

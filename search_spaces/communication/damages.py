@@ -12,10 +12,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from search_spaces.communication.device_step import DeviceStep, gradient_key, joined
-from search_spaces.communication.probes import probed, probed_back
+from search_spaces.communication.probes import probed, probed_back, unprobed_back
+from search_spaces.communication.tangents import with_tangents
 
 _Branches = Mapping[int, int]
-"""The branch of alternatives that runs, by their place, where it is not the first."""
+"""The branch that runs by the group of its alternatives, where it is not the first."""
+_Probes = Sequence[jax.Array | None]
+"""For each group `[S]`, or None where nothing is measured."""
 
 
 def local_damages(
@@ -40,36 +43,40 @@ def local_damages(
       key: a random key.
       step: number of the training step.
     """
-    probes = [jnp.zeros(len(group.names)) for group in device.groups]
+    needed = [min((_branches_to(device, s) for s in group.sites), key=len) for group in device.groups]
 
-    def measured(running: _Branches) -> tuple[list[jax.Array], Any]:
-        """Damages of forward and backward sites where these branches run, and gradients."""
+    def measured(running: _Branches) -> tuple[list[Any], Any]:
+        """Damages at forward and backward sites of the groups that need these branches, and gradients."""
+        probes = [
+            jnp.zeros(len(group.names)) if own == running else None
+            for group, own in zip(device.groups, needed, strict=True)
+        ]
         ahead = jax.grad(lambda p: _ahead(device, params, validation, key, step, p, running))(probes)
         # One after the other: side by side, both would hold their activations.
         own, ahead = lax.optimization_barrier((params, ahead))
         back, gradients = jax.grad(
             lambda p, params: _back(device, params, batch, along, key, step, p, running), argnums=(0, 1)
         )(probes, own)
-        return [a + b / 2 for a, b in zip(ahead, back, strict=True)], gradients
+        return [None if a is None else a + b / 2 for a, b in zip(ahead, back, strict=True)], gradients
 
     found, gradients = measured({})
     of_gradients = _of_gradients(device, step_sizes, gradients, key, step)
-    damages = [f + g for f, g in zip(found, of_gradients, strict=True)]
-    needed = [min((_branches_to(device, s) for s in group.sites), key=len) for group in device.groups]
+    damages = [g if f is None else f + g for f, g in zip(found, of_gradients, strict=True)]
     for running in [r for i, r in enumerate(needed) if r and r not in needed[:i]]:
         found, _ = measured(running)
-        damages = [f if r == running else d for f, d, r in zip(found, damages, needed, strict=True)]
+        damages = [d if f is None else f for f, d in zip(found, damages, strict=True)]
     return damages
 
 
 def _branches_to(device: DeviceStep, s: int) -> dict[int, int]:
-    """The branches around a site by the place of their alternatives, first ones left out."""
+    """The branches around a site by the group of their alternatives, which all run the same, first ones left out."""
     branch, found = device.sites[s].branch, {}
     while branch is not None:
         place, number = branch
+        around = device.site_at["forward", place]
         if number:
-            found[place] = number
-        branch = device.sites[device.site_at["forward", place]].branch
+            found[device.group_of[around]] = number
+        branch = device.sites[around].branch
     return found
 
 
@@ -79,7 +86,7 @@ def _ahead(
     batch: Any,
     key: jax.Array,
     step: jax.Array,
-    probes: list[jax.Array],
+    probes: _Probes,
     running: _Branches,
 ) -> jax.Array:
     """The exact loss; gradients of `probes` are damages of forward sites, and of alternatives that run the first."""
@@ -90,17 +97,18 @@ def _ahead(
     def at_collective(p: int, x: jax.Array, key: jax.Array) -> jax.Array:
         s, operand = device.site_at["forward", p], lax.stop_gradient(x)
         collective = device.collective(s)
-        y, copies = collective.exact(x), collective.num_copies
-        if not jnp.issubdtype(x.dtype, jnp.floating):
+        y, copies, probe = collective.exact(x), collective.num_copies, probes[device.group_of[s]]
+        if probe is None or not jnp.issubdtype(x.dtype, jnp.floating):
             return y
         errors = _errors(device, s, operand, lax.stop_gradient(y), device.keys(p, key)[0], step)
-        return probed(y, errors, probes[device.group_of[s]], collective.axes, copies, num_tokens(y, copies))
+        return probed(y, errors, probe, collective.axes, copies, num_tokens(y, copies))
 
     def at_alternatives(p: int, branches: Sequence[Callable[..., Any]], operands: Sequence[Any]) -> Any:
-        if p in running:
-            return branches[running[p]](*operands)
+        g = device.group_of[device.site_at["forward", p]]
+        probe, found = probes[g], []
+        if probe is None or g in running:
+            return branches[running.get(g, 0)](*operands)
         first, *others = [branch(*operands) for branch in branches]
-        probe, found = probes[device.group_of[device.site_at["forward", p]]], []
         for i, y in enumerate(first):
             errors = jnp.stack([jnp.zeros_like(y), *(other[i] - y for other in others)])
             found.append(probed(y, errors, probe, (), 1, num_tokens(y, 1)))
@@ -116,30 +124,29 @@ def _back(
     along: Any,
     key: jax.Array,
     step: jax.Array,
-    probes: list[jax.Array],
+    probes: _Probes,
     running: _Branches,
 ) -> jax.Array:
     """The exact loss; gradients of `probes` are ½ Σ_t (a_t · e_t)² of backward sites, by derivatives along `along`."""
 
     def at_collective(p: int, x: jax.Array, key: jax.Array) -> jax.Array:
         collective, back = device.collective(device.site_at["forward", p]), device.site_at.get(("backward", p))
-        transposed = collective.transposed()
         if not jnp.issubdtype(x.dtype, jnp.floating):
             return collective.exact(x)
+        probe = None if back is None else probes[device.group_of[back]]
+        if back is None or probe is None:
+            return unprobed_back(collective, x)
 
         def errors(cotangent: jax.Array, result: jax.Array, others: Any) -> jax.Array:
-            return jnp.zeros((1, *x.shape)) if back is None else _errors(device, back, cotangent, result, *others)
+            return _errors(device, back, cotangent, result, *others)
 
-        probe = jnp.zeros(1) if back is None else probes[device.group_of[back]]
-        others = device.keys(p, key)[1], step
-        axes, copies = transposed.axes, transposed.num_copies
-        return probed_back(collective.exact, transposed.exact, errors, x, probe, others, axes, copies)
+        return probed_back(collective, errors, x, probe, (device.keys(p, key)[1], step))
 
     def at_alternatives(p: int, branches: Sequence[Callable[..., Any]], operands: Sequence[Any]) -> Any:
-        return branches[running.get(p, 0)](*operands)
+        return branches[running.get(device.group_of[device.site_at["forward", p]], 0)](*operands)
 
     def loss(params: Any) -> jax.Array:
-        return device.evaluated(params, batch, key, at_collective, at_alternatives, forward_mode=True)
+        return device.evaluated(params, batch, key, at_collective, at_alternatives, with_tangents)
 
     return jax.jvp(loss, (params,), (along,))[0]
 

@@ -114,10 +114,11 @@ class DeviceStep:
         key: jax.Array,
         at_collective: Callable[..., jax.Array],
         at_alternatives: Callable[..., Any],
-        forward_mode: bool = False,
+        at_own_way_back: Callable[..., Any] | None = None,
     ) -> jax.Array:
         """This device's share of the training loss with operations at the places' stead (see `Interpreter`)."""
-        return self.traced.loss(params, batch, key, at_collective, at_alternatives, forward_mode) / self.num_devices
+        loss = self.traced.loss(params, batch, key, at_collective, at_alternatives, at_own_way_back)
+        return loss / self.num_devices
 
     def keys(self, place: int, key: jax.Array) -> jax.Array:
         """Of the forward and of the backward site at a place."""

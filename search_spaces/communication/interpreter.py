@@ -23,6 +23,7 @@ from search_spaces.sharding.tracing import scan_parts
 Path = tuple[int, ...]
 CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr"}
 _INNER = {**CALLS, **dict.fromkeys(REMAT, "jaxpr"), "scan": "jaxpr", "while": "body_jaxpr"}
+_OWN_WAY_BACK = {"custom_vjp_call"}
 _ALTERNATIVES = re.compile(r"alternatives\[(.*):(.*)\]$")
 
 
@@ -104,7 +105,7 @@ def _walk(
                 inside = (here, b) if found else branch
                 yield from _walk(body.jaxpr, mesh_axes, (*here, b), scope_in, trips, inside, notes)
         elif name in _INNER:
-            if name == "while" and _holds(equation, _PRIMITIVES):
+            if name == "while" and _holds(equation, _COLLECTIVES):
                 notes.append(f"{scope or 'the function'}: a while loop's collectives are priced as one trip.")
             inner = equation.params[_INNER[name]]
             times = trips * (equation.params["length"] if name == "scan" else 1)
@@ -115,11 +116,11 @@ def _walk(
                 aval: Any = var.aval
                 shape, dtype = aval.shape, aval.dtype
                 yield Place((*here, k), scope, trips, collective, (), shape, dtype, branch)
-            if not collectives and _holds(equation, _PRIMITIVES):
+            if not collectives and _holds(equation, _COLLECTIVES):
                 notes.append(f"{scope or 'the function'}: {name} stays exact and its bytes are not counted.")
 
 
-_PRIMITIVES = {
+_COLLECTIVES = {
     "psum",
     "all_gather",
     "reduce_scatter",
@@ -130,9 +131,6 @@ _PRIMITIVES = {
     "pgather",
     "pbroadcast",
 }
-
-
-_OWN_WAY_BACK = {"custom_vjp_call"}
 
 
 def _holds(equation: core.JaxprEqn, primitives: set[str]) -> bool:
@@ -177,13 +175,13 @@ class Interpreter:
       places: the number of each place by its path.
       at_collective: called with the place's number, its operand and a random key; returns the result.
       at_alternatives: called with the place's number, the branches as functions of the flat operands, and those.
-      forward_mode: whether it runs under `jax.jvp`, where functions with a way back of their own need its transpose.
+      at_own_way_back: called with an equation that is a `jax.custom_vjp` and its operands, or None to leave them alone.
     """
 
     places: Mapping[Path, int]
     at_collective: Callable[[int, jax.Array, jax.Array], jax.Array]
     at_alternatives: Callable[[int, Sequence[Callable[..., list[Any]]], Sequence[Any]], Sequence[Any]]
-    forward_mode: bool = False
+    at_own_way_back: Callable[[core.JaxprEqn, Sequence[Any]], Sequence[Any]] | None = None
 
     def run(self, jaxpr: Any, arguments: Sequence[Any], key: jax.Array, path: Path = ()) -> list[Any]:
         """The jaxpr's results; places in a loop get another key in each trip."""
@@ -212,10 +210,10 @@ class Interpreter:
 
     def _equation(self, equation: core.JaxprEqn, operands: list[Any], key: jax.Array, path: Path) -> Sequence[Any]:
         name = equation.primitive.name
-        if self.forward_mode and name in _OWN_WAY_BACK:
-            return _with_tangents(equation, operands)
-        if path not in self._above and not (self.forward_mode and _holds(equation, _OWN_WAY_BACK)):
-            return _bound(equation, operands)
+        if self.at_own_way_back is not None and name in _OWN_WAY_BACK:
+            return self.at_own_way_back(equation, operands)
+        if path not in self._above and not (self.at_own_way_back and _holds(equation, _OWN_WAY_BACK)):
+            return bind(equation, operands)
         if name in CALLS:
             return self.run(equation.params[CALLS[name]], operands, key, path)
         if name in REMAT:
@@ -229,9 +227,9 @@ class Interpreter:
         loops = {"scan": self._scan, "while": self._while, "cond": self._cond}
         if name in loops:
             return loops[name](equation, operands, key, path)
-        if path in self._above:
+        if (*path, 0) in self.places:
             return [self.at_collective(self.places[(*path, k)], x, key) for k, x in enumerate(operands)]
-        return _bound(equation, operands)
+        return bind(equation, operands)
 
     def _scan(self, equation: core.JaxprEqn, operands: list[Any], key: jax.Array, path: Path) -> Sequence[Any]:
         params = equation.params
@@ -275,41 +273,7 @@ class Interpreter:
         return lax.switch(index, branches, key, *xs)
 
 
-def _bound(equation: core.JaxprEqn, operands: Sequence[Any]) -> Sequence[Any]:
+def bind(equation: core.JaxprEqn, operands: Sequence[Any]) -> Sequence[Any]:
+    """An equation's results for other operands."""
     found = equation.primitive.bind(*operands, **equation.primitive.get_bind_params(equation.params))
     return found if equation.primitive.multiple_results else [found]
-
-
-def _with_tangents(equation: core.JaxprEqn, operands: Sequence[Any]) -> Sequence[Any]:
-    """A function with a way back of its own (`jax.custom_vjp`), for which the transpose of that gives tangents."""
-    inexact = [jnp.issubdtype(jnp.result_type(x), jnp.inexact) for x in operands]
-
-    def results(numeric: Sequence[jax.Array], others: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        numbers, rest = iter(numeric), iter(others)
-        found = _bound(equation, [next(numbers) if is_one else next(rest) for is_one in inexact])
-        return _parted(found)
-
-    @jax.custom_jvp
-    def op(numeric: Sequence[jax.Array], others: Sequence[Any]) -> list[jax.Array]:
-        return results(numeric, others)[0]
-
-    @op.defjvp
-    def _(primals: Any, tangents: Any) -> Any:
-        numeric, others = primals
-        found, pull, _ = jax.vjp(lambda x: results(x, others), lax.stop_gradient(numeric), has_aux=True)
-        push = jax.linear_transpose(lambda cotangents: pull(cotangents)[0], found)
-        return results(numeric, others)[0], push(tangents[0])[0]
-
-    numeric, others = _parted(operands)
-    numbers, rest = iter(op(numeric, others)), iter(results(lax.stop_gradient(numeric), others)[1])
-    kinds = [jnp.issubdtype(var.aval.dtype, jnp.inexact) for var in equation.outvars]  # type: ignore[attr-defined]
-    return [next(numbers) if is_one else next(rest) for is_one in kinds]
-
-
-def _parted(values: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-    """Those that have derivatives, and the others."""
-    inexact = [jnp.issubdtype(jnp.result_type(x), jnp.inexact) for x in values]
-    return (
-        [x for x, is_one in zip(values, inexact, strict=True) if is_one],
-        [x for x, is_one in zip(values, inexact, strict=True) if not is_one],
-    )

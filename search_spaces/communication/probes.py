@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from search_spaces.communication.collectives import Collective
+
 
 def probed(
     y: jax.Array, errors: jax.Array, probe: jax.Array, axes: tuple[str, ...], num_copies: int, scale: float
@@ -39,56 +41,59 @@ def probed(
 
 
 def probed_back(
-    forward: Callable[[jax.Array], jax.Array],
-    backward: Callable[[jax.Array], jax.Array],
-    errors: Callable[..., jax.Array],
-    x: jax.Array,
-    probe: jax.Array,
-    others: Any,
-    axes: tuple[str, ...],
-    num_copies: int,
+    collective: Collective, errors: Callable[..., jax.Array], x: jax.Array, probe: jax.Array, others: Any
 ) -> jax.Array:
-    """`forward(x)`, whose cotangent is `backward(cotangent)`; to run under `jax.jvp` within a gradient.
+    """The exact collective, with damages of its way back; to run under `jax.jvp` within a gradient.
 
     Args:
-      forward: linear.
-      backward: its transpose.
+      collective: forward.
       errors: `errors(cotangent, result, others)` `[S, *x.shape]`, each strategy's way back minus the exact one.
       x: the operand, of which `jax.jvp` knows the tangent.
       probe: `[S]`, of any value.
       others: arrays for `errors`.
-      axes: over which the way back leaves copies, if it does.
-      num_copies: how many devices then hold the same; their tangents are summed and each counts its share.
 
     Returns:
-      `forward(x)`; the gradient of `probe` is 1/2 · Σ_t (ẋ_t · e_t)² `[S]`, with t over all dimensions of `x` but the
-      last. For a tangent of x along v in the parameters ẋ · e is the inner product of v and what e changes in their
-      gradients.
+      The result; the gradient of `probe` is 1/2 · Σ_t (ẋ_t · e_t)² `[S]`, with t over all dimensions of `x` but the
+      last, and tangents of copies of what the way back leaves summed. For a tangent of x along v in the parameters
+      ẋ · e is the inner product of v and what e changes in their gradients.
     """
+    back = collective.transposed()
 
     @jax.custom_vjp
     def with_tangent(x: jax.Array, tangent: jax.Array, probe: jax.Array, others: Any) -> jax.Array:
-        return forward(x)
+        return collective.exact(x)
 
     def pull_back(saved: Any, cotangent: jax.Array) -> Any:
         tangent, others = saved
-        result = backward(cotangent)
-        whole = lax.psum(tangent, axes) if num_copies > 1 else tangent
-        return result, None, row_damages(whole, errors(cotangent, result, others)) / num_copies, None
+        result = back.exact(cotangent)
+        whole = lax.psum(tangent, back.axes) if back.num_copies > 1 else tangent
+        damages = row_damages(whole, errors(cotangent, result, others)) / back.num_copies
+        return result, None, damages, None
 
-    with_tangent.defvjp(lambda x, tangent, probe, others: (forward(x), (tangent, others)), pull_back)
+    with_tangent.defvjp(lambda x, tangent, probe, others: (collective.exact(x), (tangent, others)), pull_back)
 
     @jax.custom_jvp
     def op(x: jax.Array, probe: jax.Array, others: Any) -> jax.Array:
-        return forward(x)
+        return collective.exact(x)
 
     @op.defjvp
     def _(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
         x, probe, others = primals
         tangent = lax.stop_gradient(tangents[0])
-        return with_tangent(x, tangent, probe, others), forward(tangent)
+        return with_tangent(x, tangent, probe, others), collective.exact(tangent)
 
     return op(x, probe, others)
+
+
+def unprobed_back(collective: Collective, x: jax.Array) -> jax.Array:
+    """The exact collective, which `jax.jvp` may pass too."""
+
+    @jax.custom_jvp
+    def op(x: jax.Array) -> jax.Array:
+        return collective.exact(x)
+
+    op.defjvp(lambda primals, tangents: (collective.exact(*primals), collective.exact(*tangents)))
+    return op(x)
 
 
 def row_damages(adjoint: jax.Array, errors: jax.Array) -> jax.Array:

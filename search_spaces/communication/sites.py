@@ -90,10 +90,10 @@ class Traced:
         key: jax.Array,
         at_collective: Callable[..., Any],
         at_alternatives: Callable[..., Any],
-        forward_mode: bool = False,
+        at_own_way_back: Callable[..., Any] | None = None,
     ) -> jax.Array:
         """This device's loss with operations at the places' stead (see `Interpreter`)."""
-        interpreter = Interpreter(self.path_numbers, at_collective, at_alternatives, forward_mode)
+        interpreter = Interpreter(self.path_numbers, at_collective, at_alternatives, at_own_way_back)
         return interpreter.run(self.jaxpr, jax.tree.leaves((params, batch)), key)[0]
 
 

@@ -267,8 +267,10 @@ class CommunicationSpace:
           ¼ · Σ_t (a_t · e_t)², a the derivative of ⟨z √η, parameter gradient⟩ with respect to the site's result, which
           is the derivative of the forward site's operand along z √η.
 
-        Of alternatives the first runs, and the others beside it for their own error alone. Damages of sites in branches
-        are measured in the first that has sites of their group, which for each further branch takes as long again.
+        Of alternatives the first runs, and the others beside it for their own error alone. Where a group has its sites
+        in other branches, its damages are measured where the alternatives around them, and all that are tied to these,
+        run that branch, which takes as long again for each. Functions with a way back of their own (`jax.custom_vjp`)
+        that is not linear count at cotangents of 0 for backward damages.
 
         Source of the balance: Mandt, Hoffman and Blei, "Stochastic gradient descent as approximate Bayesian inference"
         (JMLR 2017), section 3.

@@ -62,6 +62,24 @@ def test_a_sign_has_the_size_of_its_steps(optimizer: optax.GradientTransformatio
         np.testing.assert_array_equal(found["b"], 0.0)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "optimizer"),
+    [
+        (jnp.float16, optax.adamw(0.1)),
+        (jnp.bfloat16, optax.adamw(0.1, mu_dtype=jnp.float32)),
+        (jnp.float16, optax.lion(0.1)),
+        (jnp.float32, optax.lamb(0.1)),
+    ],
+)
+def test_small_gradients_in_narrow_types_have_sizes(dtype: Any, optimizer: optax.GradientTransformation):
+    """Their squares are 0 in float16; in its first step lamb answers to almost no gradient."""
+    params = jnp.ones((4, 3), dtype)
+    gradients = 1e-4 * jax.random.normal(KEY, (4, 3)).astype(dtype)
+    found = step_sizes(optimizer, optimizer.init(params), params, gradients, KEY)
+    assert found.dtype == jnp.float32
+    assert (np.asarray(found) > 1.0).mean() > 0.5  # a step of about 0.1 for gradients of about 1e-4
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_a_clipped_norm_is_estimated_by_its_diagonal(seed: int):
     """The derivative is not diagonal there: the mean over signs is its diagonal."""

@@ -373,7 +373,7 @@ def test_alternatives_choose_a_function_and_its_communication():
 
 
 def test_damages_of_sites_in_other_branches_are_those_of_a_loss_that_runs_them():
-    """Also in alternatives within alternatives, of which both must run another branch than the first."""
+    """Also in alternatives within alternatives, where both run another branch than the first, in two layers."""
 
     def summed(x):
         with jax.named_scope("summed"):
@@ -389,7 +389,10 @@ def test_damages_of_sites_in_other_branches_are_those_of_a_loss_that_runs_them()
 
     def damages(way):
         def mixer(params, batch):
-            return jnp.square(ways[way](batch[0] @ params["head"]) - 1).mean()
+            x = batch[0]
+            for _ in range(2):
+                x = ways[way](x @ params["head"])
+            return jnp.square(x - 1).mean()
 
         space = small_space(mixer, {"head": PARAMS["head"]}, specs={"head": P()})
         found = jax.jit(lambda p: space.damages(p, BATCH, KEY))({"head": PARAMS["head"]})
@@ -403,15 +406,20 @@ def test_damages_of_sites_in_other_branches_are_those_of_a_loss_that_runs_them()
         np.testing.assert_allclose(inside[name], row, rtol=1e-5)
 
 
-def test_damages_pass_functions_with_a_way_back_of_their_own():
-    """Also in a loop, where the function counts its calls in an integer; the way back is theirs, not the derivative."""
+@pytest.mark.parametrize("clip", [None, 10.0])
+def test_damages_pass_functions_with_a_way_back_of_their_own(clip):
+    """Also in a loop, where the function counts its calls in an integer; the way back is theirs, not the derivative.
+
+    One that clips where nothing is large is as one that does not.
+    """
 
     @jax.custom_vjp
     def steep(x, number):
         return jnp.tanh(x), number + 1
 
     def pull_back(x, cotangents):
-        return 3.0 * cotangents[0] * (1 - jnp.tanh(x) ** 2), None
+        of_x = 3.0 * cotangents[0] * (1 - jnp.tanh(x) ** 2)
+        return of_x if clip is None else jnp.clip(of_x, -clip, clip), None
 
     steep.defvjp(lambda x, number: ((jnp.tanh(x), number + 1), x), pull_back)
 
