@@ -67,14 +67,15 @@ def expert_layer(
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         if jnp.shape(leaf)[:1] != (local,):
             keys = jax.tree_util.keystr(path, simple=True, separator="/")
-            raise ValueError(f"`params` {keys!r} must begin with this device's {local} experts, got {jnp.shape(leaf)}.")
+            name = f"`params` {keys!r}" if keys else "`params`"
+            raise ValueError(f"{name} must begin with this device's {local} experts, got {jnp.shape(leaf)}.")
     if not 1 <= num_chosen <= num_experts:
         raise ValueError(f"`num_chosen` must be from 1 to the {num_experts} experts, not {num_chosen}.")
-    factors = tuple(capacity_factors)
+    factors = tuple(capacity_factors) if isinstance(capacity_factors, Sequence) else ()
     labels = [f"capacity {factor:g}" for factor in factors]
     if not factors or not all(0 < f < math.inf for f in factors) or len(set(labels)) < len(labels):
         raise ValueError(
-            f"`capacity_factors` must be at least one, positive and distinct to six digits, got {factors}."
+            f"`capacity_factors` must be at least one, positive and distinct to six digits, got {capacity_factors}."
         )
 
     gates, chosen = lax.top_k(jax.nn.softmax(logits), num_chosen)

@@ -65,14 +65,14 @@ def checked_strategies(strategies: Mapping[str, Sequence[Strategy]]) -> dict[str
 def group_sites(
     sites: Sequence[Site], strategies: Mapping[str, tuple[Strategy, ...]], tie: Literal["type"] | None
 ) -> tuple[Group, ...]:
-    """Sites by type and type of data (or every site by itself), with what is worth choosing.
+    """Sites by type, mesh axes and type of data (or every site by itself), with what is worth choosing.
 
     Sites of a type in several branches of alternatives share a strategy: one of the branches runs, so no choice is
     lost, and the damage that is measured in the first one stands for all.
     """
     members: dict[Any, list[int]] = {}
     for s, site in enumerate(sites):
-        members.setdefault((site.type, site.labels, site.dtype) if tie else s, []).append(s)
+        members.setdefault((site.type, site.axes, site.labels, site.dtype) if tie else s, []).append(s)
     groups = []
     for numbers in members.values():
         first = sites[numbers[0]]

@@ -63,17 +63,21 @@ def alternatives(name: str, functions: Mapping[str, Callable[..., Any]], *operan
       operands: of each function.
 
     Raises:
-      ValueError: fewer than two functions, or a label or name with ":", "|" or "/".
+      ValueError: no mapping of at least two functions by labels, or a label or name with ":", "|" or "/".
     """
-    if len(functions) < 2:
-        raise ValueError(f"`functions` of {name!r} must be at least two, got {list(functions)}.")
+    if not isinstance(functions, Mapping) or len(functions) < 2 or not all(map(callable, functions.values())):
+        raise ValueError(f"`functions` of {name!r} must be a dict of at least two functions by label, got {functions}.")
     for text in (name, *functions):
-        if not text or re.search("[:|/]", text):
+        if not isinstance(text, str) or not text or re.search("[:|/]", text):
             raise ValueError(f"`name` and the labels must not be empty nor hold ':', '|' or '/'; got {text!r}.")
     # A branch on a number that the compiler may not look into: every transformation of JAX knows what to do with it.
     first = lax.optimization_barrier(jnp.int32(0))
     with jax.named_scope(f"alternatives[{name}:{'|'.join(functions)}]"):
-        return lax.switch(first, list(functions.values()), *operands)
+        try:
+            return lax.switch(first, list(functions.values()), *operands)
+        except TypeError as error:
+            error.add_note(f"In the alternatives {name!r} of {', '.join(functions)}: all must return the same types.")
+            raise
 
 
 def find_places(jaxpr: core.Jaxpr, mesh_axes: Mapping[str, int]) -> tuple[list[Place], list[str]]:
@@ -111,6 +115,11 @@ def _walk(
             times = trips * (equation.params["length"] if name == "scan" else 1)
             yield from _walk(getattr(inner, "jaxpr", inner), mesh_axes, here, scope, times, branch, notes)
         else:
+            if equation.params.get("axis_index_groups") is not None:
+                raise ValueError(
+                    f"`loss_fn` has a {name} with `axis_index_groups` in {scope or 'the function'}, which no emulation "
+                    f"of the mesh can run; give the mesh an axis for these groups."
+                )
             collectives = collectives_of(equation, mesh_axes)
             for k, (var, collective) in enumerate(zip(equation.invars, collectives, strict=False)):
                 aval: Any = var.aval
@@ -146,7 +155,7 @@ def collectives_of(equation: core.JaxprEqn, mesh_axes: Mapping[str, int]) -> lis
     params, name = equation.params, equation.primitive.name
     axes = params.get("axes", params.get("axis_name", ()))
     axes = axes if isinstance(axes, tuple) else (axes,)
-    if params.get("axis_index_groups") is not None or any(axis not in mesh_axes for axis in axes):
+    if any(axis not in mesh_axes for axis in axes):
         return []
     if prod(mesh_axes[axis] for axis in axes) == 1:
         return []

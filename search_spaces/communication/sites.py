@@ -127,9 +127,11 @@ def trace(
     try:
         closed, out = jax.make_jaxpr(loss_fn, axis_env=list(mesh_axes.items()), return_shape=True)(*local)
     except NameError as error:
-        if "unbound axis name" not in str(error):
+        if not (found := re.search(r"unbound axis name: (\w+)", str(error))):
             raise
-        raise ValueError(f"`loss_fn` has an {error}; `mesh_axes` has {tuple(mesh_axes)}.") from error
+        raise ValueError(
+            f"`loss_fn` uses a mesh axis {found[1]!r}, but `mesh_axes` has {tuple(mesh_axes)}; name it there."
+        ) from error
     if not hasattr(out, "shape") or out.shape != () or not jnp.issubdtype(out.dtype, jnp.floating):
         raise ValueError(f"`loss_fn` must return one floating-point scalar, this device's loss; it returns {out}.")
     places, notes = find_places(closed.jaxpr, mesh_axes)

@@ -12,6 +12,7 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 from cost.hardware import Hardware
+from cost.presets import preset
 from cost.problem import Problem
 from search_spaces.communication.damages import local_damages
 from search_spaces.communication.device_step import DeviceStep
@@ -64,7 +65,7 @@ class CommunicationSpace:
         Strategies that are not lossless and send as much as a lossless one are left out, and so are lossy ones for
         integers.
       tie: whether sites of a type share a strategy. Gradients that do travel as one vector.
-      hardware: prices bytes; `problem` and `seconds` need it.
+      hardware: prices bytes, or the name of a preset; `problem` and `seconds` need it.
 
     Attributes:
       sites: all sites (see `sites.find_sites`).
@@ -87,7 +88,7 @@ class CommunicationSpace:
         *,
         strategies: Mapping[str, Sequence[Strategy]] | None = None,
         tie: Literal["type"] | None = "type",
-        hardware: Hardware | None = None,
+        hardware: Hardware | str | None = None,
     ):
         if tie not in ("type", None):
             raise ValueError(f"`tie` must be 'type' or None, not {tie!r}.")
@@ -96,7 +97,7 @@ class CommunicationSpace:
                 f"`mesh_axes` must name at least one axis with at least one device, got {dict(mesh_axes)}."
             )
         self.mesh_axes = dict(mesh_axes)
-        self.hardware = hardware
+        self.hardware = preset(hardware, mesh_axes) if isinstance(hardware, str) else hardware
         self.num_devices = int(np.prod(list(mesh_axes.values())))
         self._axes = tuple(mesh_axes)
         self._traced = trace(loss_fn, self.mesh_axes, params, batch, param_specs, batch_specs)

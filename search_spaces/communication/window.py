@@ -43,8 +43,9 @@ def windowed_attention(
             f"`query`, `key` and `value` must have one shape [B, L, H, D], got {query.shape}, {key.shape} and "
             f"{value.shape}."
         )
-    if not all(isinstance(k, (int, np.integer)) and k >= 1 for k in windows) or len(set(windows)) < len(windows):
-        raise ValueError(f"`windows` must be positive and distinct whole numbers of blocks, got {tuple(windows)}.")
+    whole = isinstance(windows, Sequence) and all(isinstance(k, (int, np.integer)) and k >= 1 for k in windows)
+    if not whole or len(set(windows)) < len(windows):
+        raise ValueError(f"`windows` must be positive and distinct whole numbers of blocks, as (2, 1); got {windows}.")
     functions: dict[str, Callable[..., jax.Array]] = {"whole": partial(_whole, axis)}
     functions |= {f"{k} blocks" if k > 1 else "1 block": partial(_windowed, axis, k) for k in windows}
     operands = query, jnp.stack([key, value])

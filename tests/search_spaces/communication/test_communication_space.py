@@ -461,7 +461,15 @@ def test_damages_pass_functions_with_a_way_back_of_their_own(clip):
         ({"batch_specs": P(("data", "model"), "data")}, "'data' splits two"),
         ({"params": {**PARAMS, "head": jnp.ones((WIDTH, 16), int)}}, "'head' is int32; parameters must be floating"),
         ({"fn": lambda params, batch: batch[0]}, "`loss_fn` must return one floating-point scalar"),
-        ({"fn": lambda params, batch: lax.psum(1.0 * batch[0].sum(), "modle")}, "unbound axis name: modle"),
+        (
+            {"fn": lambda params, batch: lax.psum(batch[0].sum(), "model", axis_index_groups=[[0, 1], [2, 3]])},
+            "a psum with `axis_index_groups` in the function",
+        ),
+        ({"hardware": "h1000"}, "`hardware` 'h1000' is unknown"),
+        (
+            {"fn": lambda params, batch: lax.psum(1.0 * batch[0].sum(), "modle")},
+            "uses a mesh axis 'modle', but `mesh_axes` has",
+        ),
         ({"batch": (jnp.ones((3, WIDTH)), jnp.ones((3, WIDTH)))}, r"Dimension 0 of `batch` '0' is 3"),
     ],
 )
@@ -487,5 +495,26 @@ def test_choices_and_meshes_that_do_not_fit_are_refused():
         EveryK(1)
     with pytest.raises(ValueError, match="`switch_step` must lie between 0 and `num_steps`"):
         Schedule(Exact(), Encode(INT8), 0, 10)
-    with pytest.raises(ValueError, match="must be at least two"):
-        alternatives("one", {"only": lambda x: x}, 1.0)
+    for functions in ({"only": lambda x: x}, [jnp.sin, jnp.cos], {"one": jnp.sin, "other": 1}):
+        with pytest.raises(ValueError, match="must be a dict of at least two functions by label"):
+            alternatives("one", functions, 1.0)
+    with pytest.raises(TypeError) as raised:
+        alternatives("mixer", {"sum": jnp.sum, "same": lambda x: x}, jnp.ones(3))
+    assert "alternatives 'mixer' of sum, same" in "".join(raised.value.__notes__)
+
+
+def test_sites_of_a_type_over_different_axes_choose_apart():
+    """Their links differ in speed."""
+
+    def loss(params, batch):
+        with jax.named_scope("mean"):
+            x = lax.psum(batch[0] @ params["head"], "model")
+            return jnp.square(lax.pmean(x, "data")).mean()
+
+    space = small_space(loss, {"head": PARAMS["head"]}, specs={"head": P()})
+    forward = [group for group in space.groups if group.name == "mean/all_reduce forward"]
+    assert [space.sites[group.sites[0]].axes for group in forward] == [("model",), ("data",)]
+
+
+def test_hardware_may_be_the_name_of_a_preset():
+    assert small_space(hardware="h100").seconds([0, 0, 0, 0]) > 0

@@ -119,7 +119,7 @@ def test_narrower_windows_are_damages():
     ("shape", "windows", "message"),
     [
         ((2, 4, 3), (1,), r"must have one shape \[B, L, H, D\], got \(2, 4, 3\)"),
-        ((2, 4, 2, 3), (2, 0), r"`windows` must be positive and distinct whole numbers of blocks, got \(2, 0\)"),
+        ((2, 4, 2, 3), (2, 0), r"`windows` must be positive and distinct whole numbers of blocks, as .*; got \(2, 0\)"),
         ((2, 4, 2, 3), (1.5,), "`windows` must be positive and distinct whole numbers"),
         ((2, 4, 2, 3), (2, 2), "`windows` must be positive and distinct"),
     ],
