@@ -11,6 +11,7 @@ import optax
 from cost.problem import num_strategies
 from diffshard.bilevel.candidates import propose
 from diffshard.bilevel.estimators import Estimator, Increase, resolve
+from diffshard.bilevel.inputs import check_state
 from diffshard.bilevel.marginals import marginal_logits
 from diffshard.bilevel.objective import CostWeight, MaxLossIncrease, Objective
 from diffshard.bilevel.plan import BilevelPlan
@@ -185,7 +186,7 @@ class BilevelSearch:
 
         Raises:
           ValueError: batches without rows, validation data of other shapes than training data, shapes that no `init`
-            of this search got, a state of another search (rows of other lengths), or no space yet.
+            of this search got, what is no state or one of another search (rows of other lengths), or no space yet.
         """
         self._check(state)
         train, val = _shapes("train_batch", train_batch), _shapes("val_batch", val_batch)
@@ -215,8 +216,8 @@ class BilevelSearch:
             in `plan.proof`. None returns the proposal.
 
         Raises:
-          ValueError: no update was accepted, so that nothing is known of the loss, and the space does not say which
-            choice is exact. Where it does, that choice is returned and the message says why.
+          ValueError: `state` is none of this search; or no update was accepted, so that nothing is known of the loss,
+            and the space does not say which choice is exact. Where it does, that is returned and the message says why.
         """
         if not isinstance(candidates_data, CandidatesData | None):
             raise ValueError(f"`candidates_data` must be a CandidatesData or None, got {candidates_data!r}.")
@@ -287,6 +288,7 @@ class BilevelSearch:
     def _check(self, state: BilevelState) -> Step:
         """The step, if the state is one of this search, as one that was saved elsewhere may not be."""
         step = self._settled()
+        check_state(state)
         sizes, found = num_strategies(step.problem).tolist(), [jnp.shape(row) for row in state.logits]
         if found != [(size,) for size in sizes]:
             raise ValueError(

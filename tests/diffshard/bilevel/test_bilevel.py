@@ -1,6 +1,7 @@
 """The whole search on a space whose every number is known."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -303,6 +304,18 @@ def test_a_state_of_another_search_is_refused():
         other.finish(state)
     with pytest.raises(ValueError, match="what it keeps for `weights_optimizer` is not what this one keeps"):
         _search(weights_optimizer=optax.adam(0.1)).update(state, batch_of(0), batch_of(1))
+
+
+def test_what_is_no_state_is_refused():
+    search = _search()
+    state: Any = search.init(KEY, start(), batch_of(0))
+    both: Any = search.update(state, batch_of(0), batch_of(1))
+    with pytest.raises(ValueError, match=r"got a tuple that begins with one; .*`state, metrics = search\.update"):
+        search.finish(both)
+    with pytest.raises(ValueError, match=r"`state` must be a BilevelState, .* comes before batches; got tuple"):
+        search.update(batch_of(0), state, batch_of(1))  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match="got NoneType"):
+        search.rows(None)  # pyright: ignore[reportArgumentType]
 
 
 def test_memory_that_the_choice_exceeds_is_reported():
