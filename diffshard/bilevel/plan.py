@@ -1,6 +1,6 @@
 """A plan of the bilevel search: one discrete choice, what it costs and what it does to the loss."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from os import PathLike
 from typing import Any, NamedTuple
 
@@ -22,7 +22,8 @@ class Traffic(NamedTuple):
       direction: of values ("forward"), cotangents ("backward") or parameter gradients ("gradient").
       kind: of the collectives, or "alternatives", which send nothing themselves.
       axes: the mesh axes over which they go.
-      times: executions in one step; gradients that travel as one vector count once.
+      times: executions in one step as chosen, none in a branch that is not; gradients that travel as one vector count
+        once.
       sent_bytes: by each device, as chosen.
       exact_sent_bytes: by each device, as the exact choice.
     """
@@ -73,6 +74,7 @@ class BilevelPlan(NamedTuple):
       proof: the table of candidates that were trained, or None.
       max_loss_increase: the bound, or None.
       lossless: whether the loss is the same for every choice, and so every choice exact.
+      notes: of the space, on collectives whose bytes are not counted, say.
     """
 
     choice: Choice
@@ -88,6 +90,7 @@ class BilevelPlan(NamedTuple):
     proof: Proof | None = None
     max_loss_increase: float | None = None
     lossless: bool = False
+    notes: tuple[str, ...] = ()
 
     @property
     def nodes(self) -> tuple[str, ...]:
@@ -168,17 +171,33 @@ def groups_of(space: Any, problem: Problem, choice: Choice) -> tuple[GroupPlan, 
     seconds, exact_seconds = _node_seconds(problem, choice), _node_seconds(problem, exact)
     traffic: list[Traffic | None] = [None] * len(choice)
     if isinstance(space, CommunicationSpace):
+        running = _running(space, choice)
         sent = zip(space.groups, space.group_bytes(choice), space.group_bytes(exact), strict=True)
-        traffic = [_traffic(space, *one) for one in sent]
+        traffic = [_traffic(space, running, *one) for one in sent]
     return tuple(
         GroupPlan(node, names(v)[choice[v]], names(v)[exact[v]], seconds[v], exact_seconds[v], traffic[v])
         for v, node in enumerate(node_names(space, problem))
     )
 
 
-def _traffic(space: CommunicationSpace, group: Group, sent_bytes: float, exact_sent_bytes: float) -> Traffic:
-    first, travelling = space.sites[group.sites[0]], as_sent([space.sites[s] for s in group.sites])
-    times = sum(site.trips for site in travelling)
+def _running(space: CommunicationSpace, choice: Choice) -> list[bool]:
+    """For each site whether it runs: whether all alternatives around it, which come before it, run its branch."""
+    chosen = {s: strategy for group, strategy in zip(space.groups, choice, strict=True) for s in group.sites}
+    branch_at: dict[int, int | None] = {}  # that runs, by the place of alternatives; None where they do not
+    running = []
+    for s, site in enumerate(space.sites):
+        running.append(site.branch is None or branch_at[site.branch[0]] == site.branch[1])
+        if site.kind == "alternatives":
+            branch_at[site.place] = chosen[s] if running[s] else None
+    return running
+
+
+def _traffic(
+    space: CommunicationSpace, running: Sequence[bool], group: Group, sent_bytes: float, exact_sent_bytes: float
+) -> Traffic:
+    first = space.sites[group.sites[0]]
+    ran = [space.sites[s] for s in group.sites if running[s]]
+    times = sum(site.trips for site in as_sent(ran)) if ran else 0
     return Traffic(first.direction, first.kind, first.axes, times, sent_bytes, exact_sent_bytes)
 
 

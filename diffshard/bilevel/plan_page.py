@@ -30,6 +30,7 @@ def format_page(plan: BilevelPlan) -> str:
         _bars(plan),
         _groups(plan),
         _candidates(plan.proof) if plan.proof else "",
+        "".join(["<h2>Notes</h2><ul>", *(f"<li>{escaped(n)}</li>" for n in plan.notes), "</ul>"]) if plan.notes else "",
         f"<details><summary>As text</summary><pre>{escaped(format_plan(plan))}</pre></details>",
     ]
     return document(title(plan), body)

@@ -9,7 +9,7 @@ MOST_CANDIDATES = 12
 
 def format_plan(plan: BilevelPlan) -> str:
     """The table that `print(plan)` shows."""
-    return "\n\n".join(filter(None, (_header(plan), _groups(plan), _candidates(plan))))
+    return "\n\n".join(filter(None, (_header(plan), _groups(plan), _candidates(plan), _notes(plan))))
 
 
 def title(plan: BilevelPlan) -> str:
@@ -106,3 +106,7 @@ def _candidates(plan: BilevelPlan) -> str:
     heading = f"Candidates: {len(table)} trained from the start for {steps:,} steps in all, the best first"
     more = [f"  ... and {len(table) - MOST_CANDIDATES} more"] if len(table) > MOST_CANDIDATES else []
     return "\n".join([heading, "", *format_table(rows, "  ", right=(0, 1, 2, 3)), *more])
+
+
+def _notes(plan: BilevelPlan) -> str:
+    return "\n".join(["Notes", "", *(f"  {note}" for note in plan.notes)]) if plan.notes else ""

@@ -93,6 +93,7 @@ def plan_of(
         lossless=is_lossless(space),
         mesh_axes=dict(getattr(space, "mesh_axes", {})),
         hardware=getattr(space, "hardware", None),
+        notes=tuple(getattr(space, "notes", ())),
     )
 
 

@@ -73,6 +73,66 @@ def test_a_branch_that_is_not_chosen_sends_nothing():
     assert re.search(r"mixer.* alternatives +1x  own +0 B +0 B +0 s +0 s", str(plan))
 
 
+def _plan_in_branches(functions, chosen: dict[str, int]):
+    """A plan of alternatives around sums; the numbers of those that are chosen by their names."""
+
+    def loss_fn(params, batch):
+        return jnp.square(alternatives("mixer", functions, batch[0] @ params["head"])).mean()
+
+    space = small_space(loss_fn, {"head": jnp.zeros((16, 16))}, specs={"head": PartitionSpec()})
+    choice = list(space.lossless_choice())
+    for name, number in chosen.items():
+        (v,) = (v for v, group in enumerate(space.groups) if f"{name}/alternatives" in group.name)
+        choice[v] = number
+    return plan_of(space, space.problem(), {tuple(choice): 0.0}, None)
+
+
+def _times(plan) -> dict[str, int]:
+    return {
+        group.name: group.traffic.times
+        for group in plan.groups
+        if group.traffic and group.traffic.direction == "forward"
+    }
+
+
+@pytest.mark.parametrize(("chosen", "times"), [(0, 1), (1, 2), (2, 0)])
+def test_only_what_runs_in_the_chosen_branch_is_counted(chosen, times):
+    functions = {
+        "once": lambda x: jax.lax.psum(x, "model"),
+        "twice": lambda x: jax.lax.psum(jnp.tanh(jax.lax.psum(x, "model")), "model"),
+        "never": jnp.tanh,
+    }
+    plan = _plan_in_branches(functions, {"mixer": chosen})
+    assert _times(plan) == {"mixer/alternatives forward": 1, "mixer/all_reduce forward": times}
+    back = {g.traffic.times for g in plan.groups if g.traffic and g.traffic.direction == "backward"}
+    assert back == {times}
+
+
+@pytest.mark.parametrize(("outer", "inner", "times"), [(0, 0, (0, 0)), (0, 1, (0, 0)), (1, 0, (1, 0)), (1, 1, (1, 1))])
+def test_alternatives_within_alternatives_run_where_both_are_chosen(outer, inner, times):
+    def inside(x):
+        return alternatives("inner", {"own": jnp.tanh, "sum": lambda x: jax.lax.psum(x, "model")}, 2.0 * x)
+
+    plan = _plan_in_branches({"own": jnp.sin, "inside": inside}, {"mixer": outer, "inner": inner})
+    found = _times(plan)
+    assert next(n for name, n in found.items() if "inner/alternatives" in name) == times[0]
+    assert next(n for name, n in found.items() if "all_reduce" in name) == times[1]
+
+
+def test_notes_of_the_space_are_shown(tmp_path):
+    @jax.custom_vjp
+    def own(x):
+        return jax.lax.psum(x, "model")
+
+    own.defvjp(lambda x: (own(x), None), lambda _, cotangent: (cotangent,))
+    plan = _plan_in_branches({"own": jnp.tanh, "sum": lambda x: own(x)}, {})
+    assert plan.notes == ("mixer: custom_vjp_call stays exact and its bytes are not counted.",)
+    assert str(plan).endswith(f"Notes\n\n  {plan.notes[0]}")
+    assert f"<li>{plan.notes[0]}</li>" in format_page(plan)
+    plan.save(tmp_path / "plan.json")
+    assert diffshard.BilevelPlan.load(tmp_path / "plan.json").notes == plan.notes
+
+
 def test_text_tells_predicted_from_measured():
     predicted, measured = str(proposed_plan()), str(proved_plan())
     assert "Plan of communication on 8 devices (data 2 x model 4), slow links" in predicted

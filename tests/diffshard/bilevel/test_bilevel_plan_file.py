@@ -75,6 +75,12 @@ def test_missing_fields_are_damage(field):
         from_json(found, "plan.json")
 
 
+def test_a_file_from_before_there_were_notes_is_read():
+    found = to_json(proposed_plan())
+    del found["notes"]
+    assert from_json(found, "plan.json") == proposed_plan()
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [("{", "is not JSON"), ("[" * 100_000, "is not JSON"), ("[]", "no plan of diffshard"),
