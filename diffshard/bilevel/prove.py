@@ -16,8 +16,8 @@ from diffshard.bilevel.objective import MaxLossIncrease, Objective
 from diffshard.bilevel.proof import Proof, Tried
 from diffshard.bilevel.refinement import refined
 from diffshard.bilevel.rounding import Prediction
-from diffshard.bilevel.space import Batch, Choice, Params, Space
-from diffshard.bilevel.training import TrainingState, check_key, gradients_of, stepped
+from diffshard.bilevel.space import Batch, Choice, Params, Space, check_key
+from diffshard.bilevel.training import TrainingState, gradients_of, stepped
 from diffshard.halving import Row, check_rungs, each, halving
 
 

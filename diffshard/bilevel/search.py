@@ -18,10 +18,9 @@ from diffshard.bilevel.plan import BilevelPlan
 from diffshard.bilevel.proof import Proof
 from diffshard.bilevel.prove import CandidatesData, prove
 from diffshard.bilevel.rounding import Prediction, dominates, plan_of, proposals, unseen
-from diffshard.bilevel.space import Batch, HasLossless, Params, is_function, is_lossless, softmax_rows
+from diffshard.bilevel.space import Batch, HasLossless, Params, check_key, is_function, is_lossless, softmax_rows
 from diffshard.bilevel.state import BilevelMetrics, BilevelState
 from diffshard.bilevel.step import LossFn, Settings, Step, step_in
-from diffshard.bilevel.training import check_key
 
 Mesh = jax.sharding.Mesh | jax.sharding.AbstractMesh
 

@@ -82,6 +82,18 @@ class Space(HasProblem, Protocol):
         ...
 
 
+def check_key(key: Any) -> None:
+    """Refuses what is no random key; those of `jax.random.PRNGKey` are some.
+
+    Raises:
+      ValueError: says how a key is made.
+    """
+    try:
+        jax.eval_shape(jax.random.split, key)
+    except (TypeError, ValueError):
+        raise ValueError(f"`key` must be a random key, as `jax.random.key(0)` is; got {key!r}.") from None
+
+
 def is_function(space: object) -> bool:
     """Whether `space` makes a space rather than being one."""
     return callable(space) and (isinstance(space, type) or not isinstance(space, HasProblem))

@@ -9,7 +9,16 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from diffshard.bilevel.space import Batch, Params, Residuals, Selection, is_lossless, node_names, problem_of
+from diffshard.bilevel.space import (
+    Batch,
+    Params,
+    Residuals,
+    Selection,
+    check_key,
+    is_lossless,
+    node_names,
+    problem_of,
+)
 from diffshard.plan import PlanError
 
 if TYPE_CHECKING:
@@ -82,18 +91,6 @@ def training(
         return stepped(optimizer, state, found), found[0]
 
     return Training(init, step)
-
-
-def check_key(key: Any) -> None:
-    """Refuses what is no random key; those of `jax.random.PRNGKey` are some.
-
-    Raises:
-      ValueError: says how a key is made.
-    """
-    try:
-        jax.eval_shape(jax.random.split, key)
-    except (TypeError, ValueError):
-        raise ValueError(f"`key` must be a random key, as `jax.random.key(0)` is; got {key!r}.") from None
 
 
 def gradients_of(space: Any, state: TrainingState, batch: Batch, choice: Selection) -> Gradients:
