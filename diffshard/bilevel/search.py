@@ -9,9 +9,9 @@ import numpy as np
 import optax
 
 from cost.problem import num_strategies
+from diffshard.bilevel import inputs
 from diffshard.bilevel.candidates import propose
 from diffshard.bilevel.estimators import Estimator, Increase, resolve
-from diffshard.bilevel.inputs import check_state
 from diffshard.bilevel.marginals import marginal_logits
 from diffshard.bilevel.objective import CostWeight, MaxLossIncrease, Objective
 from diffshard.bilevel.plan import BilevelPlan
@@ -78,12 +78,9 @@ def bilevel(
         raise ValueError(f"`order` must be 1 or 2, got {order!r}.")
     if not isinstance(choice_every, int) or choice_every < 1:
         raise ValueError(f"`choice_every` must be a positive integer, got {choice_every!r}.")
-    for name, optimizer in (("weights_optimizer", weights_optimizer), ("choice_optimizer", choice_optimizer)):
-        if not isinstance(optimizer, optax.GradientTransformation) and (name, optimizer) != ("choice_optimizer", None):
-            raise ValueError(
-                f"`{name}` must be an optax gradient transformation, as adamw(3e-4) is (of MultiSteps take its "
-                f"`gradient_transformation()`); got {optimizer!r}."
-            )
+    choice_optimizer = optax.adam(1e-2) if choice_optimizer is None else choice_optimizer
+    inputs.check_optimizer("weights_optimizer", weights_optimizer)
+    inputs.check_optimizer("choice_optimizer", choice_optimizer)
     if mesh is not None and not isinstance(mesh, Mesh):
         raise ValueError(f"`mesh` must be a Mesh or an AbstractMesh, got {mesh!r}; a space takes a dict of axes.")
     chosen = resolve(estimator)
@@ -99,7 +96,7 @@ def bilevel(
     settings = Settings(
         loss_fn=loss_fn,
         weights_optimizer=weights_optimizer,
-        choice_optimizer=optax.adam(1e-2) if choice_optimizer is None else choice_optimizer,
+        choice_optimizer=choice_optimizer,
         objective=_objective(max_loss_increase, cost_weight),
         estimator=chosen,
         order=order,
@@ -149,7 +146,7 @@ class BilevelSearch:
             gradients, state and parameters, as line searches do; and, where a function makes the space, see `bilevel`.
         """
         check_key(key)
-        shapes = _shapes("batch", batch)
+        shapes = inputs.shapes_of("batch", batch)
         if self._step is None:
             assert self._mesh is not None
             self._take(self._space(self._settings.loss_fn, dict(self._mesh.shape), params, batch))
@@ -162,8 +159,8 @@ class BilevelSearch:
         logits = [1e-3 * jax.random.normal(k, (size,)) for k, size in zip(keys, sizes, strict=True)]
         if is_lossless(step.space):
             logits = jax.tree.map(jnp.add, logits, marginal_logits(step.problem))
-        _check_update("weights_optimizer", self._settings.weights_optimizer, params)
-        _check_update("choice_optimizer", self._settings.choice_optimizer, logits)
+        inputs.check_update("weights_optimizer", self._settings.weights_optimizer, params)
+        inputs.check_update("choice_optimizer", self._settings.choice_optimizer, logits)
         return BilevelState(
             params=params,
             weights_state=self._settings.weights_optimizer.init(params),
@@ -188,11 +185,10 @@ class BilevelSearch:
             of this search got, what is no state or one of another search (rows of other lengths), or no space yet.
         """
         self._check(state)
-        train, val = _shapes("train_batch", train_batch), _shapes("val_batch", val_batch)
+        train, val = inputs.shapes_of("train_batch", train_batch), inputs.shapes_of("val_batch", val_batch)
         if train != val:
             raise ValueError(f"`val_batch` must have the shapes of `train_batch`, {train}; got {val}.")
-        if self._shapes and train not in self._shapes:
-            raise ValueError(f"`train_batch` must have the shapes that `init` got, {self._shapes[-1]}; got {train}.")
+        inputs.check_known("train_batch", train, self._shapes)
         return self._jitted(state, train_batch, val_batch)
 
     def rows(self, state: BilevelState) -> list[np.ndarray]:
@@ -260,7 +256,7 @@ class BilevelSearch:
         step = self._check(state)
         if is_lossless(step.space):
             raise ValueError("`prove` compares losses, and in this space every choice has the same.")
-        self._check_data(state, data)
+        inputs.check_data(data, state, self._shapes)
         plan, objective = self._proposed(step, state), step.objective
         if isinstance(objective, CostWeight):  # where its schedule has come to
             objective = CostWeight(float(objective.weights(state.multiplier, state.offset, state.step).cost))
@@ -287,45 +283,11 @@ class BilevelSearch:
     def _check(self, state: BilevelState) -> Step:
         """The step, if the state is one of this search, as one that was saved elsewhere may not be."""
         step = self._settled()
-        check_state(state)
-        sizes, found = num_strategies(step.problem).tolist(), [jnp.shape(row) for row in state.logits]
-        if found != [(size,) for size in sizes]:
-            raise ValueError(
-                f"`state` is of another search: its rows have shapes {found}, where `space` has {sizes} strategies; "
-                f"build the space as it was, or begin with `init`."
-            )
+        inputs.check_state(state, step.problem)
         if (structure := jax.tree.structure(state)) not in self._structures:
-            self._check_optimizers(state)
+            inputs.check_kept(state, self._settings)
             self._structures.add(structure)
         return step
-
-    def _check_optimizers(self, state: BilevelState) -> None:
-        settings = self._settings
-        for name, optimizer, kept, params in (
-            ("weights_optimizer", settings.weights_optimizer, state.weights_state, state.params),
-            ("choice_optimizer", settings.choice_optimizer, state.choice_state, state.logits),
-        ):
-            expected = jax.tree.structure(jax.eval_shape(optimizer.init, params))
-            if jax.tree.structure(kept) != expected:
-                raise ValueError(
-                    f"`state` is of another search: what it keeps for `{name}` is not what this one keeps, {expected}; "
-                    f"take the same optimiser, or begin with `init`."
-                )
-
-    def _check_data(self, state: BilevelState, data: CandidatesData) -> None:
-        """The data of candidates against what the search was made with."""
-        params, expected = (jax.tree.map(_aval, tree) for tree in (data.params, state.params))
-        if params != expected:
-            raise ValueError(
-                f"`candidates_data.params` must have the shapes of the search's, {expected}; got {params}."
-            )
-        for name in ("train_batches", "test_batches"):
-            for i, batch in enumerate(getattr(data, name)):
-                shapes = _shapes(f"{name}[{i}]", batch)
-                if self._shapes and shapes not in self._shapes:
-                    raise ValueError(
-                        f"`{name}[{i}]` must have the shapes that `init` got, {self._shapes[-1]}; got {shapes}."
-                    )
 
     def _settled(self) -> Step:
         if self._step is None:
@@ -335,24 +297,3 @@ class BilevelSearch:
 
 def _bound(step: Step) -> float | None:
     return step.objective.most if isinstance(step.objective, MaxLossIncrease) else None
-
-
-def _shapes(name: str, batch: Batch) -> Any:
-    """Shape and type of each array of a batch that has rows."""
-    shapes = jax.tree.map(_aval, batch)
-    if any(jnp.shape(leaf)[:1] == (0,) for leaf in jax.tree.leaves(batch)):
-        raise ValueError(f"`{name}` must have at least one row in each of its arrays; got {shapes}.")
-    return shapes
-
-
-def _aval(leaf: Any) -> tuple[tuple[int, ...], str]:
-    return jnp.shape(leaf), str(jnp.result_type(leaf))
-
-
-def _check_update(name: str, optimizer: optax.GradientTransformation, params: Params) -> None:
-    try:
-        jax.eval_shape(lambda p: optimizer.update(p, optimizer.init(p), p), params)
-    except TypeError as error:
-        raise ValueError(
-            f"`{name}` must take a step from gradients, its state and parameters alone, as adamw does; {error}"
-        ) from None
