@@ -159,7 +159,7 @@ class BilevelPlan(NamedTuple):
         Raises:
           PlanError: the space is for another mesh, or has other groups or not their strategies; names the first.
           ValueError: the space has no loss, `optimizer` is none of optax's, or `num_steps` is missing; of `init`: `key`
-            is no random key.
+            is no random key; of `init` and `step`: arrays of other shapes or types than the space was built for.
         """
         return training(self, space, optimizer, num_steps)
 

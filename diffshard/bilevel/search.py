@@ -18,7 +18,16 @@ from diffshard.bilevel.plan import BilevelPlan
 from diffshard.bilevel.proof import Proof
 from diffshard.bilevel.prove import CandidatesData, prove
 from diffshard.bilevel.rounding import Prediction, dominates, plan_of, proposals, unseen
-from diffshard.bilevel.space import Batch, HasLossless, Params, check_key, is_function, is_lossless, softmax_rows
+from diffshard.bilevel.space import (
+    Batch,
+    HasLossless,
+    Params,
+    check_arguments,
+    check_key,
+    is_function,
+    is_lossless,
+    softmax_rows,
+)
 from diffshard.bilevel.state import BilevelMetrics, BilevelState
 from diffshard.bilevel.step import LossFn, Settings, Step, step_in
 
@@ -142,8 +151,9 @@ class BilevelSearch:
           batch: of the shapes of training and validation batches.
 
         Raises:
-          ValueError: `key` is no random key, `batch` has no rows, or the optimiser of θ or of A needs more than
-            gradients, state and parameters, as line searches do; and, where a function makes the space, see `bilevel`.
+          ValueError: `key` is no random key, `batch` has no rows, arrays are not what the space was built for, or the
+            optimiser of θ or of A needs more than gradients, state and parameters, as line searches do; and, where a
+            function makes the space, see `bilevel`.
         """
         check_key(key)
         shapes = inputs.shapes_of("batch", batch)
@@ -151,6 +161,7 @@ class BilevelSearch:
             assert self._mesh is not None
             self._take(self._space(self._settings.loss_fn, dict(self._mesh.shape), params, batch))
         step = self._settled()
+        check_arguments(step.space, params=params, batch=batch)
         if shapes not in self._shapes:
             self._shapes.append(shapes)
         key, noise_key = jax.random.split(key)
@@ -184,11 +195,12 @@ class BilevelSearch:
           ValueError: batches without rows, validation data of other shapes than training data, shapes that no `init`
             of this search got, what is no state or one of another search (rows of other lengths), or no space yet.
         """
-        self._check(state)
+        step = self._check(state)
         train, val = inputs.shapes_of("train_batch", train_batch), inputs.shapes_of("val_batch", val_batch)
         if train != val:
             raise ValueError(f"`val_batch` must have the shapes of `train_batch`, {train}; got {val}.")
         inputs.check_known("train_batch", train, self._shapes)
+        check_arguments(step.space, params=state.params, batch=train_batch)
         return self._jitted(state, train_batch, val_batch)
 
     def rows(self, state: BilevelState) -> list[np.ndarray]:

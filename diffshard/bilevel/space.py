@@ -94,6 +94,36 @@ def check_key(key: Any) -> None:
         raise ValueError(f"`key` must be a random key, as `jax.random.key(0)` is; got {key!r}.") from None
 
 
+def check_arguments(space: object, **given: Any) -> None:
+    """Refuses parameters and batches of other shapes or types than a space was built for.
+
+    A space says what these are by an attribute `arguments`, `(params, batch)`; without it there is nothing to check.
+
+    Args:
+      space: of strategies.
+      **given: `params` or `batch` or both.
+
+    Raises:
+      ValueError: names the first array that differs, what it must be and what it is.
+    """
+    for name, expected in zip(("params", "batch"), getattr(space, "arguments", ()), strict=False):
+        if name not in given:
+            continue
+        structures = [jax.tree.structure(tree) for tree in (expected, given[name])]
+        if structures[0] != structures[1]:
+            raise ValueError(
+                f"`{name}` must have the structure that `space` was built for, {structures[0]}; got {structures[1]}."
+            )
+        leaves = zip(jax.tree_util.tree_leaves_with_path(expected), jax.tree.leaves(given[name]), strict=True)
+        for (path, wanted), leaf in leaves:
+            shape, dtype = jnp.shape(leaf), jnp.result_type(leaf)
+            if (shape, dtype) != (wanted.shape, wanted.dtype):
+                raise ValueError(
+                    f"`{name}{jax.tree_util.keystr(path)}` must be {wanted.dtype}{list(wanted.shape)}, which `space` "
+                    f"was built for, got {dtype}{list(shape)}; give such, or build the space anew."
+                )
+
+
 def is_function(space: object) -> bool:
     """Whether `space` makes a space rather than being one."""
     return callable(space) and (isinstance(space, type) or not isinstance(space, HasProblem))

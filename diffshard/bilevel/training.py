@@ -14,6 +14,7 @@ from diffshard.bilevel.space import (
     Params,
     Residuals,
     Selection,
+    check_arguments,
     check_key,
     is_lossless,
     node_names,
@@ -80,9 +81,12 @@ def training(
 
     def init(params: Params, key: jax.Array) -> TrainingState:
         check_key(key)
+        check_arguments(space, params=params)
         return TrainingState(params, optimizer.init(params), space.state(params), key, jnp.zeros((), jnp.int32))
 
     def step(state: TrainingState, batch: Batch) -> tuple[TrainingState, jax.Array]:
+        check_arguments(space, params=state.params, batch=batch)
+
         def run(choice: Sequence[int]) -> Gradients:
             return gradients_of(space, state, batch, choice)
 

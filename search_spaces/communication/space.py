@@ -71,6 +71,7 @@ class CommunicationSpace:
       sites: all sites (see `sites.find_sites`).
       groups: what is chosen together, in the order of the problem's nodes and of a selection.
       notes: on collectives that stay as they are.
+      arguments: `(params, batch)` that it is for, as `jax.ShapeDtypeStruct`s of whole shapes.
 
     Raises:
       ValueError: specs that do not fit the arrays or the mesh, parameters that are not floating-point, a loss that is
@@ -100,6 +101,7 @@ class CommunicationSpace:
         self.hardware = preset(hardware, mesh_axes) if isinstance(hardware, str) else hardware
         self.num_devices = int(np.prod(list(mesh_axes.values())))
         self._axes = tuple(mesh_axes)
+        self.arguments = jax.eval_shape(lambda *whole: whole, params, batch)
         self._traced = trace(loss_fn, self.mesh_axes, params, batch, param_specs, batch_specs)
         self.notes = self._traced.notes
         self.sites: tuple[Site, ...] = find_sites(self._traced, self.mesh_axes)

@@ -166,6 +166,32 @@ def test_a_group_that_the_plan_does_not_know_is_refused():
         fewer.training(small_space(), OPTIMIZER)
 
 
+def test_arrays_that_the_space_was_not_built_for_are_refused():
+    training, (params, (x, target)) = proposed_plan().training(small_space(), OPTIMIZER), arguments()
+    state = training.init(jax.tree.map(np.asarray, params), jax.random.key(3))
+    with pytest.raises(ValueError, match=r"`params\['head'\]` must be float32\[16, 16\], which .*, got .*8\]"):
+        training.init({**params, "head": params["head"][:, :8]}, jax.random.key(3))
+    with pytest.raises(ValueError, match=r"`params` must have the structure that `space` was built for"):
+        training.init({"head": params["head"]}, jax.random.key(3))
+    with pytest.raises(ValueError, match=r"`batch\[1\]` must be float32\[16, 16\], which .*, got float32\[8, 16\]"):
+        training.step(state, (x, target[:8]))
+    with pytest.raises(ValueError, match=r"`batch\[0\]` must be float32.*, got int32"):
+        jax.jit(training.step)(state, (x.astype(jnp.int32), target))
+
+
+def test_a_search_refuses_what_the_space_was_not_built_for():
+    options = {"weights_optimizer": OPTIMIZER, "max_loss_increase": 0.1}
+    search, (params, batch) = diffshard.bilevel(None, space=small_space(), **options), arguments()
+    state = search.init(jax.random.key(0), params, batch)
+    other = {**params, "head": params["head"][:, :8]}
+    with pytest.raises(ValueError, match=r"`params\['head'\]` must be float32\[16, 16\]"):
+        search.init(jax.random.key(0), other, batch)
+    with pytest.raises(ValueError, match=r"`params\['head'\]` must be float32\[16, 16\]"):
+        search.update(state._replace(params=other), batch, batch)
+    with pytest.raises(ValueError, match=r"`batch\[0\]` must be float32\[16, 16\]"):
+        search.init(jax.random.key(0), params, jax.tree.map(lambda leaf: leaf[:8], batch))
+
+
 def test_what_training_needs():
     plan = proposed_plan()
     with pytest.raises(ValueError, match=r"`num_steps` must be .* first 50% run the exact choice; got None"):
