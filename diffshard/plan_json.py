@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import inspect
 import json
 import math
 import os
@@ -95,7 +96,7 @@ def restored(hint: Any, value: Any, known: Mapping[Any, Any] | None = None) -> A
       known: by annotation, functions that restore its values.
 
     Raises:
-      TypeError: the values are of other types, or a record has other fields.
+      TypeError: the values are of other types, or a record has other fields or lacks some.
     """
     known = known or {}
     if hint in known:
@@ -158,4 +159,7 @@ def _record(kind: Any, value: Any, known: Mapping[Any, Any]) -> Any:
             fields[name] = restored(hints[name], item, known)
         except TypeError as error:
             raise TypeError(f"`{name}`: {error}") from None
+    parameters = inspect.signature(kind).parameters.values()
+    if missing := [f"`{p.name}`" for p in parameters if p.default is p.empty and p.name not in fields]:
+        raise TypeError(f"{kind.__name__} lacks {', '.join(missing)}")
     return kind(**fields)

@@ -33,13 +33,11 @@ class Proof(NamedTuple):
     """What training said.
 
     Attributes:
-      winner: the best of the last rung.
-      table: all candidates, the winner first, then by how far they came.
+      table: all candidates, the best of the last rung first, then by how far they came.
       exact_losses: of the exact choice, after each rung.
       steps: of training in all, those of the exact choice included.
     """
 
-    winner: Tried
     table: tuple[Tried, ...]
     exact_losses: tuple[float, ...]
     steps: int
@@ -52,10 +50,15 @@ class Proof(NamedTuple):
         return "\n".join(lines)
 
     @property
+    def winner(self) -> Tried:
+        """The best of the last rung."""
+        return self.table[0]
+
+    @property
     def finalists(self) -> tuple[Tried, ...]:
         """The candidates that saw the last rung, first in the table: only their losses can be compared."""
         return tuple(tried for tried in self.table if len(tried.row.scores) == len(self.exact_losses))
 
     def points(self) -> list[Point]:
         """Loss against step time of the finalists, for `pareto`; the winner is the one that is chosen."""
-        return [Point(t.name, t.seconds, t.loss, t is self.table[0]) for t in self.finalists]
+        return [Point(t.name, t.seconds, t.loss, t is self.winner) for t in self.finalists]

@@ -119,7 +119,7 @@ def prove(
         for candidate in new:
             tried += trials.halved([candidate])  # alone it goes through all rungs
     table = sorted([trials.exact_tried(), *tried], key=lambda t: (-len(t.row.scores), t.row.scores[-1]))
-    return Proof(table[0], tuple(table), trials.exact.losses, data.num_repeats * sum(t.row.steps for t in table))
+    return Proof(tuple(table), trials.exact.losses, data.num_repeats * sum(t.row.steps for t in table))
 
 
 class _Trials:

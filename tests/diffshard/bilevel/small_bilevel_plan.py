@@ -48,4 +48,4 @@ def proved_plan(space: CommunicationSpace | None = None) -> BilevelPlan:
         tried("all int8", 0.9 * exact, 3.25, 0.25, 0.23),
         tried("all <int4>", 0.5 * exact, float("nan"), float("nan"), float("inf")),
     )
-    return plan._replace(proof=Proof(table[0], table, (3.0, 2.5), 24))
+    return plan._replace(proof=Proof(table, (3.0, 2.5), 24))

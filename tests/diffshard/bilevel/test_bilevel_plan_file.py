@@ -67,12 +67,54 @@ def test_a_proof_without_finalists_is_damage():
         from_json(found, "plan.json")
 
 
-@pytest.mark.parametrize("field", ["seconds", "groups", "choice", "proof"])
-def test_missing_fields_are_damage(field):
+@pytest.mark.parametrize(
+    ("field", "message"),
+    [("seconds", "BilevelPlan lacks `seconds`"), ("groups", "BilevelPlan lacks `groups`"),
+     ("choice", "BilevelPlan lacks `choice`"), ("proof", "it has no `proof`")],
+)  # fmt: skip
+def test_missing_fields_are_damage(field, message):
     found = to_json(proved_plan())
     del found[field]
-    with pytest.raises(PlanError, match="damaged"):
+    with pytest.raises(PlanError, match=rf"is a damaged plan: {message}\.$"):
         from_json(found, "plan.json")
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [(["seconds"], -1.0, "`seconds` is -1.0, not a finite number from 0 on"), (["seconds"], "inf", "`seconds` is inf"),
+     (["cost_ratio"], "nan", "`cost_ratio` is nan"), (["choice"], [0, 0, 0, -1], "a number below 0"),
+     (["choice"], [0, 0], "`choice` has 2 numbers for 4 groups"), (["mesh_axes", "data"], 0, "`mesh_axes` is"),
+     (["exact_share"], 1.0, "`exact_share` is 1.0"), (["max_loss_increase"], 0.0, "`max_loss_increase` is 0.0"),
+     (["groups", 0, "seconds"], -1.0, "`seconds` of group 'mlp/all_reduce forward' is -1.0"),
+     (["groups", 0, "traffic", "sent_bytes"], "inf", "`sent_bytes` of group 'mlp/all_reduce forward' is inf"),
+     (["groups", 0, "traffic", "direction"], "up", "is 'up', none of forward, backward, gradient"),
+     (["groups", 0, "traffic", "times"], -1, "`times` of group 'mlp/all_reduce forward' is -1"),
+     (["proof", "table", 0, "exact_share"], 1.5, "`exact_share` of candidate 'found' is 1.5"),
+     (["proof", "table", 1, "choice"], [0], "`choice` of candidate 'exact' has 1 numbers for 4 groups"),
+     (["proof", "steps"], -1, "`steps` of `proof` is -1")],
+)  # fmt: skip
+def test_values_that_no_search_gives_are_damage(path, value, message):
+    found = to_json(proved_plan())
+    where = found
+    for step in path[:-1]:
+        where = where[step]
+    where[path[-1]] = value
+    with pytest.raises(PlanError, match=message):
+        from_json(found, "plan.json")
+
+
+def test_a_plan_without_groups_is_damage():
+    with pytest.raises(PlanError, match="it has no `groups`"):
+        from_json({**to_json(proposed_plan()), "groups": [], "choice": []}, "plan.json")
+
+
+def test_a_file_that_repeats_the_winner_is_read():
+    plan = proved_plan()
+    assert plan.proof is not None
+    finite = plan._replace(proof=plan.proof._replace(table=plan.proof.table[:3]))
+    found = to_json(finite)
+    found["proof"]["winner"] = found["proof"]["table"][0]
+    assert from_json(found, "plan.json") == finite
 
 
 def test_a_file_from_before_there_were_notes_is_read():
