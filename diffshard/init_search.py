@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from diffshard.halving import Halving, halving
+from diffshard.halving import Halving, check_rungs, halving
 
 Params = Any
 InitFn = Callable[[jax.Array], Params]
@@ -100,6 +100,7 @@ def init_search(
         raise ValueError(
             f"`num_finer` must not be negative and `spread` be above 0 and at most 1; got {num_finer} and {spread}."
         )
+    check_rungs(rungs, keep)
     lengths = {np.shape(leaf)[0] if np.ndim(leaf) else 0 for leaf in jax.tree.leaves(batches)}
     if lengths != {sum(rungs) + 1}:
         raise ValueError(

@@ -9,9 +9,36 @@ import optax
 
 from cost.problem import Problem, num_strategies
 from diffshard.bilevel.prove import CandidatesData
+from diffshard.bilevel.scalars import as_whole
 from diffshard.bilevel.space import Batch, Params
 from diffshard.bilevel.state import BilevelState
 from diffshard.bilevel.step import Settings
+
+Mesh = jax.sharding.Mesh | jax.sharding.AbstractMesh
+
+
+def checked_steps(order: Any, choice_every: Any) -> tuple[int, int]:
+    """The order of a step and how often the choice takes one, as integers.
+
+    Raises:
+      ValueError: an order that is not 1 or 2, or a number of steps that is no positive integer.
+    """
+    found, every = as_whole(order), as_whole(choice_every)
+    if found not in (1, 2):
+        raise ValueError(f"`order` must be 1 or 2, got {order!r}.")
+    if every is None or every < 1:
+        raise ValueError(f"`choice_every` must be a positive integer, got {choice_every!r}.")
+    return found, every
+
+
+def check_mesh(mesh: Any) -> None:
+    """Refuses what is neither a mesh nor None.
+
+    Raises:
+      ValueError: says what it is.
+    """
+    if mesh is not None and not isinstance(mesh, Mesh):
+        raise ValueError(f"`mesh` must be a Mesh or an AbstractMesh, got {mesh!r}; a space takes a dict of axes.")
 
 
 def check_optimizer(name: str, optimizer: Any) -> None:

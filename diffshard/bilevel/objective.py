@@ -2,11 +2,12 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from numbers import Real
 from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
+
+from diffshard.bilevel.scalars import as_real
 
 
 class Weights(NamedTuple):
@@ -46,11 +47,16 @@ class CostWeight:
     weight: float | Callable[[jax.Array], jax.Array]
 
     def __post_init__(self):
-        is_number = isinstance(self.weight, Real)
-        if not callable(self.weight) and not (is_number and 0 <= self.weight < float("inf")):
+        if callable(self.weight):
+            if not 0 <= (first := float(self.weight(jnp.zeros((), jnp.int32)))) < float("inf"):
+                raise ValueError(
+                    f"`cost_weight` must be a schedule of finite numbers from 0 on; at step 0 it is {first}."
+                )
+            return
+        weight = as_real(self.weight)
+        if weight is None or not 0 <= weight < float("inf"):
             raise ValueError(f"`cost_weight` must be a finite number from 0 on, or a schedule; got {self.weight!r}.")
-        if callable(self.weight) and not 0 <= (first := float(self.weight(jnp.zeros((), jnp.int32)))) < float("inf"):
-            raise ValueError(f"`cost_weight` must be a schedule of finite numbers from 0 on; at step 0 it is {first}.")
+        object.__setattr__(self, "weight", weight)
 
     def weights(self, multiplier: jax.Array, increase: jax.Array, step: jax.Array) -> Weights:
         """As `Objective`."""
@@ -88,15 +94,19 @@ class MaxLossIncrease:
     penalty: float = 0.5
 
     def __post_init__(self):
-        if not _is_positive(self.most):
-            raise ValueError(
-                f"`max_loss_increase` must be a positive finite number in units of the loss, got {self.most!r}; "
-                f"nothing lossy fits an increase of 0."
-            )
-        for name in ("rate", "penalty"):
-            if not _is_positive(getattr(self, name)):
+        for name in ("most", "rate", "penalty"):
+            given = getattr(self, name)
+            number = as_real(given)
+            if number is not None and 0 < number < float("inf"):
+                object.__setattr__(self, name, number)
+            elif name == "most":
+                why = "; nothing lossy fits an increase of 0" if number == 0 else ""
                 raise ValueError(
-                    f"`{name}` of `MaxLossIncrease` must be a positive finite number, got {getattr(self, name)!r}; "
+                    f"`max_loss_increase` must be a positive finite number in units of the loss, got {given!r}{why}."
+                )
+            else:
+                raise ValueError(
+                    f"`{name}` of `MaxLossIncrease` must be a positive finite number, got {given!r}; "
                     f"leave it out for {getattr(MaxLossIncrease, name)}."
                 )
 
@@ -114,5 +124,16 @@ class MaxLossIncrease:
         return jnp.minimum(increase / self.most - 1.0, 1.0)
 
 
-def _is_positive(number: object) -> bool:
-    return isinstance(number, Real) and 0 < float(number) < float("inf")
+def objective_of(
+    max_loss_increase: float | None, cost_weight: float | Callable[[jax.Array], jax.Array] | None
+) -> Objective | None:
+    """The objective that a user asks for, if any.
+
+    Raises:
+      ValueError: both are given, or the one that is given is out of range.
+    """
+    if max_loss_increase is not None and cost_weight is not None:
+        raise ValueError("give `max_loss_increase` or `cost_weight`, not both: a bound finds its own weight.")
+    if max_loss_increase is not None:
+        return MaxLossIncrease(max_loss_increase)
+    return None if cost_weight is None else CostWeight(cost_weight)

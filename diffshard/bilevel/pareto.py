@@ -1,9 +1,11 @@
 """Loss against step time: which choices no other beats in both, and a drawing of them."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from diffshard.bilevel.scalars import as_real
 
 _ENDINGS = (".png", ".svg", ".pdf")
 
@@ -66,16 +68,26 @@ def pareto(points: Sequence[Point | tuple[str, float, float]]) -> Pareto:
     ['int8', 'exact']
 
     Raises:
-      ValueError: no points, or seconds that are not finite.
+      ValueError: no points, what is no (name, seconds, loss), or seconds that are negative or not finite.
     """
-    named = tuple(point if isinstance(point, Point) else Point(*point) for point in points)
+    if not isinstance(points, Iterable) or isinstance(points, str):
+        raise ValueError(f"`points` must be a sequence of (name, seconds, loss), got {points!r}.")
+    named = tuple(_point(i, point) for i, point in enumerate(points))
     if not named:
         raise ValueError("`points` must hold at least one (name, seconds, loss), got none.")
     for point in named:
-        if not math.isfinite(point.seconds):
-            raise ValueError(f"`points` must have finite seconds; {point.name!r} has {point.seconds}.")
+        if not 0 <= point.seconds < math.inf:
+            raise ValueError(f"`points` must have finite seconds from 0 on; {point.name!r} has {point.seconds}.")
     front: list[Point] = []
     for point in sorted(named, key=lambda p: (p.seconds, p.loss)):
         if math.isfinite(point.loss) and (not front or point.loss < front[-1].loss):
             front.append(point)
     return Pareto(named, tuple(front))
+
+
+def _point(number: int, given: Any) -> Point:
+    fields = tuple(given) if isinstance(given, tuple | list) else ()
+    numbers = [as_real(field) for field in fields[1:3]]
+    if len(fields) not in (3, 4) or None in numbers:
+        raise ValueError(f"`points[{number}]` must be (name, seconds, loss), got {given!r}.")
+    return given if isinstance(given, Point) else Point(*fields)

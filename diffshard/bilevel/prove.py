@@ -16,6 +16,7 @@ from diffshard.bilevel.objective import MaxLossIncrease, Objective
 from diffshard.bilevel.proof import Proof, Tried
 from diffshard.bilevel.refinement import refined
 from diffshard.bilevel.rounding import Prediction
+from diffshard.bilevel.scalars import as_whole
 from diffshard.bilevel.space import Batch, Choice, Params, Space, check_key
 from diffshard.bilevel.training import TrainingState, gradients_of, stepped
 from diffshard.halving import Row, check_rungs, each, halving
@@ -63,9 +64,9 @@ class CandidatesData:
         if not len(self.test_batches):
             raise ValueError("`test_batches` must hold at least one batch, got none.")
         for name, least in (("num_candidates", 1), ("num_repeats", 1), ("num_refinements", 0)):
-            number = getattr(self, name)
-            if not isinstance(number, int) or number < least:
-                raise ValueError(f"`{name}` must be a whole number of at least {least}, got {number!r}.")
+            number = as_whole(getattr(self, name))
+            if number is None or number < least:
+                raise ValueError(f"`{name}` must be a whole number of at least {least}, got {getattr(self, name)!r}.")
         check_key(self.key)
 
 

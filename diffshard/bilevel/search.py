@@ -12,8 +12,9 @@ from cost.problem import num_strategies
 from diffshard.bilevel import inputs
 from diffshard.bilevel.candidates import propose
 from diffshard.bilevel.estimators import Estimator, Increase, resolve
+from diffshard.bilevel.inputs import Mesh
 from diffshard.bilevel.marginals import marginal_logits
-from diffshard.bilevel.objective import CostWeight, MaxLossIncrease, Objective
+from diffshard.bilevel.objective import CostWeight, MaxLossIncrease, objective_of
 from diffshard.bilevel.plan import BilevelPlan
 from diffshard.bilevel.proof import Proof
 from diffshard.bilevel.prove import CandidatesData, prove
@@ -30,8 +31,6 @@ from diffshard.bilevel.space import (
 )
 from diffshard.bilevel.state import BilevelMetrics, BilevelState
 from diffshard.bilevel.step import LossFn, Settings, Step, step_in
-
-Mesh = jax.sharding.Mesh | jax.sharding.AbstractMesh
 
 CHOICE_EVERY = 8
 """Steps of the parameters to one of the choice, by default: looking at the choice costs several training steps."""
@@ -83,41 +82,30 @@ def bilevel(
         where training does not depend on the choice, both or neither of `max_loss_increase` and `cost_weight`, one of
         them where they have no effect, numbers out of range, or a space without anything to choose.
     """
-    if order not in (1, 2):
-        raise ValueError(f"`order` must be 1 or 2, got {order!r}.")
-    if not isinstance(choice_every, int) or choice_every < 1:
-        raise ValueError(f"`choice_every` must be a positive integer, got {choice_every!r}.")
+    order, choice_every = inputs.checked_steps(order, choice_every)
     choice_optimizer = optax.adam(1e-2) if choice_optimizer is None else choice_optimizer
     inputs.check_optimizer("weights_optimizer", weights_optimizer)
     inputs.check_optimizer("choice_optimizer", choice_optimizer)
-    if mesh is not None and not isinstance(mesh, Mesh):
-        raise ValueError(f"`mesh` must be a Mesh or an AbstractMesh, got {mesh!r}; a space takes a dict of axes.")
+    inputs.check_mesh(mesh)
     chosen = resolve(estimator)
     if order == 2 and chosen.weights is None:
         raise ValueError(
             f"`order` 2 needs an estimator under which training depends on the choice (mixture, sampled); "
             f"with {estimator!r} it does not. Take order 1."
         )
-    if max_loss_increase is not None and cost_weight is not None:
-        raise ValueError("give `max_loss_increase` or `cost_weight`, not both: a bound finds its own weight.")
+    objective = objective_of(max_loss_increase, cost_weight)
     if is_function(space) and (loss_fn is None or mesh is None):
         raise ValueError("`space` is a function that makes a space, which needs `loss_fn` and `mesh`; got None.")
     settings = Settings(
         loss_fn=loss_fn,
         weights_optimizer=weights_optimizer,
         choice_optimizer=choice_optimizer,
-        objective=_objective(max_loss_increase, cost_weight),
+        objective=objective,
         estimator=chosen,
         order=order,
         choice_every=choice_every,
     )
     return BilevelSearch(settings, mesh, space)
-
-
-def _objective(most: float | None, weight: float | Callable[[jax.Array], jax.Array] | None) -> Objective | None:
-    if most is not None:
-        return MaxLossIncrease(most)
-    return None if weight is None else CostWeight(weight)
 
 
 class BilevelSearch:

@@ -242,11 +242,11 @@ def step_in(space: Any, settings: Settings) -> Step:
     problem, objective = problem_of(space), settings.objective
     if is_lossless(space):
         if settings.loss_fn is None:
-            raise ValueError("`loss_fn` must be given where `space` has no loss of its own, got None.")
+            raise ValueError("`loss_fn` must be given where `space` is a Problem or has no method `loss`; got None.")
         if objective is not None:
+            given = "max_loss_increase" if isinstance(objective, MaxLossIncrease) else "cost_weight"
             raise ValueError(
-                "`max_loss_increase` and `cost_weight` have no effect where the loss is the same for every choice, as "
-                "in this `space`, which has no loss of its own; leave them out."
+                f"`space` is a Problem or has no method `loss`, so every choice has the same loss; leave out `{given}`."
             )
         objective = CostWeight(1.0)
     elif objective is None:

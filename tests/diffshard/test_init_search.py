@@ -132,6 +132,7 @@ def test_families_draw_matrices_and_leave_vectors():
         ({"spread": 0.0}, "`spread` be above 0"),
         ({"num_finer": -1}, "`num_finer` must not be negative"),
         ({"keep": 2.0}, "`keep` must be a share"),
+        ({"rungs": 35}, r"`rungs` must be a sequence of positive whole numbers of steps, .* got 35"),
     ],
 )
 def test_what_is_wrong_is_said(changes, message: str):

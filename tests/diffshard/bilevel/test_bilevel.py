@@ -369,6 +369,11 @@ class _OnlyLoss:
     ("options", "message"),
     [
         ({"order": 3}, "`order` must be 1 or 2, got 3"),
+        ({"order": True}, "`order` must be 1 or 2, got True"),
+        ({"choice_every": True}, "`choice_every` must be a positive integer, got True"),
+        ({"max_loss_increase": True}, r"`max_loss_increase` must be a positive .* of the loss, got True\.$"),
+        ({"max_loss_increase": 0}, "got 0; nothing lossy fits an increase of 0"),
+        ({"cost_weight": False}, "`cost_weight` must be a finite number from 0 on, or a schedule; got False"),
         ({"order": 2}, "`order` 2 needs an estimator under which training depends"),
         ({"estimator": "darts"}, "`estimator` must be one of curvature, mixture, sampled"),
         ({"estimator": ["mixture"]}, r"`estimator` must be one of .*; got \['mixture'\]"),
@@ -404,6 +409,14 @@ def test_what_is_wrong_is_said(options, message: str):
         _search(**options)
 
 
+@pytest.mark.parametrize("kind", [float, np.float32, np.asarray, jnp.float32, jnp.bfloat16])
+def test_numbers_of_any_library_are_taken(kind):
+    search = _search(max_loss_increase=kind(0.5), order=np.int64(1), choice_every=jnp.int32(2))
+    plan, _ = search.finish(search.init(KEY, start(), batch_of(0)))
+    assert plan.max_loss_increase == 0.5
+    assert isinstance(plan.max_loss_increase, float)
+
+
 def test_both_a_bound_and_a_weight_are_refused():
     with pytest.raises(ValueError, match="not both"):
         diffshard.bilevel(
@@ -417,7 +430,8 @@ def test_both_a_bound_and_a_weight_are_refused():
 
 @pytest.mark.parametrize("weighed", [{"max_loss_increase": 1.0}, {"cost_weight": 1.0}])
 def test_what_weighs_a_loss_is_refused_where_every_choice_has_the_same(weighed):
-    with pytest.raises(ValueError, match="have no effect where the loss is the same for every choice"):
+    (name,) = weighed
+    with pytest.raises(ValueError, match=f"`space` is a Problem or has no method `loss`, .* leave out `{name}`"):
         diffshard.bilevel(_plain_loss, space=TWO, weights_optimizer=optax.sgd(0.1), **weighed)
 
 

@@ -50,6 +50,12 @@ def test_what_is_wrong_is_said(monkeypatch, tmp_path):
         diffshard.pareto([])
     with pytest.raises(ValueError, match="'a' has inf"):
         diffshard.pareto([("a", np.inf, 1.0)])
+    with pytest.raises(ValueError, match=r"from 0 on; 'a' has -1\.0"):
+        diffshard.pareto([("a", -1.0, 1.0)])
+    for points, message in [(None, "`points` must be a sequence"), (["abc"], r"`points\[0\]` must be .* got 'abc'"),
+                            ([("a", 1.0)], "must be"), ([("a", True, 1.0)], "must be")]:  # fmt: skip
+        with pytest.raises(ValueError, match=message):
+            diffshard.pareto(points)  # pyright: ignore[reportArgumentType]
     for name in ("front", "front.xyz"):
         with pytest.raises(ValueError, match=r"`path` must end in \.png, \.svg, \.pdf; got .*front"):
             diffshard.pareto([("a", 1.0, 1.0)]).draw(tmp_path / name)

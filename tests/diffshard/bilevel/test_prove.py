@@ -158,6 +158,8 @@ def test_what_is_wrong_is_said():
         _data(test_batches=[])
     with pytest.raises(ValueError, match="`num_candidates` must be a whole number of at least 1, got 0"):
         _data(num_candidates=0)
+    with pytest.raises(ValueError, match="`num_candidates` must be a whole number of at least 1, got True"):
+        _data(num_candidates=True)
     with pytest.raises(ValueError, match=r"`num_repeats` must be a whole number of at least 1, got 1\.5"):
         _data(num_repeats=1.5)
     with pytest.raises(ValueError, match="`num_refinements` must be a whole number of at least 0, got -1"):
