@@ -153,7 +153,7 @@ SETTINGS = {
     setting.name: setting
     for setting in (
         Setting("gpt", gpt, 1000),
-        Setting("experts", experts, 600, tie="type"),
+        Setting("experts", experts, 600, tie="type", repeats=3),
         Setting("images", images, 600, repeats=3),
     )
 }

@@ -11,9 +11,11 @@ from cost.evaluation import evaluate
 from cost.problem import Problem, is_forbidden, num_strategies
 from diffshard.bilevel.rounding import Prediction
 from diffshard.bilevel.space import Choice, Space, node_names
+from diffshard.solve import solve
 
 _MOST_COMBINATIONS = 4096
 _MOST_DESCRIBED = 3  # nodes in the name of a candidate
+_SOLVER_S = 20.0
 
 
 class Candidate(NamedTuple):
@@ -33,12 +35,13 @@ def propose(
     *,
     most: int,
 ) -> list[Candidate]:
-    """The search's proposal, every uniform choice, choices by type, and the proposal and uniform ones as schedules.
+    """The search's proposal, every uniform choice, choices by type, schedules of the first two, and the cheapest.
 
     Choices by type are all combinations over nodes (whose sites share a type), or, where these are too many, those that
     take one strategy at all nodes of a kind (that choose from the same names), and those that differ from the exact
     choice in one or two nodes. Those that another is predicted to beat in loss and time go last, and so do uniform ones
-    of a name that not every node knows.
+    of a name that not every node knows. The cheapest of all is tried in any case: predictions are of damage alone, and
+    what is less than the reference (a narrower window, fewer tokens for an expert) may train better than it.
 
     Args:
       space: names the strategies.
@@ -46,7 +49,7 @@ def propose(
       proposal: of the search.
       prediction: of the loss.
       reference: the exact choice.
-      most: how many, at most, in this order.
+      most: how many, at most, in this order; the cheapest comes on top.
     """
     proposed, (uniform, partly) = Candidate("found", proposal), _uniform(space, reference)
     seen = {reference, proposal, *(candidate.choice for candidate in (*uniform, *partly))}
@@ -64,6 +67,9 @@ def propose(
             distinct[at] = candidate
             if len(distinct) == most:
                 break
+    cheapest = tuple(int(s) for s in solve(problem, time_limit_s=_SOLVER_S).choice)
+    if cheapest != reference and _possible(problem, cheapest):
+        distinct.setdefault((cheapest, 0.0), Candidate("cheapest", cheapest))
     return list(distinct.values())
 
 

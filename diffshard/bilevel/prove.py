@@ -33,7 +33,7 @@ class CandidatesData:
       key: of the strategies' noise; the same for every candidate.
       rungs: steps of each rung of successive halving; there must be as many `train_batches` as steps in all.
       keep: share that goes on after each rung.
-      num_candidates: at most; the exact choice comes on top.
+      num_candidates: at most; the exact choice and the cheapest come on top.
       num_repeats: trainings of each candidate, which see the same batches in another order and other noise; losses are
         their means. One training's loss is off by what chance does to it: several tell smaller increases apart.
       num_refinements: how often, after the halving, the predictions are corrected by what was measured and what they
