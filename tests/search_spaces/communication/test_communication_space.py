@@ -497,7 +497,7 @@ def test_choices_and_meshes_that_do_not_fit_are_refused():
         Schedule(Exact(), Encode(INT8), 0, 10)
     for functions in ({"only": lambda x: x}, [jnp.sin, jnp.cos], {"one": jnp.sin, "other": 1}):
         with pytest.raises(ValueError, match="must be a dict of at least two functions by label"):
-            alternatives("one", functions, 1.0)
+            alternatives("one", functions, 1.0)  # type: ignore[arg-type]
     with pytest.raises(TypeError) as raised:
         alternatives("mixer", {"sum": jnp.sum, "same": lambda x: x}, jnp.ones(3))
     assert "alternatives 'mixer' of sum, same" in "".join(raised.value.__notes__)
