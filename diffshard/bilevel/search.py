@@ -183,12 +183,11 @@ class BilevelSearch:
           ValueError: batches without rows, validation data of other shapes than training data, shapes that no `init`
             of this search got, what is no state or one of another search (rows of other lengths), or no space yet.
         """
-        step = self._check(state)
+        self._check(state)
         train, val = inputs.shapes_of("train_batch", train_batch), inputs.shapes_of("val_batch", val_batch)
         if train != val:
             raise ValueError(f"`val_batch` must have the shapes of `train_batch`, {train}; got {val}.")
         inputs.check_known("train_batch", train, self._shapes)
-        check_arguments(step.space, params=state.params, batch=train_batch)
         return self._jitted(state, train_batch, val_batch)
 
     def rows(self, state: BilevelState) -> list[np.ndarray]:

@@ -20,6 +20,7 @@ from diffshard.bilevel.space import (
     Residuals,
     Rows,
     allowed,
+    check_arguments,
     cost_ratio,
     is_lossless,
     problem_of,
@@ -100,6 +101,7 @@ class Step:
         self, state: BilevelState, train_batch: Batch, val_batch: Batch
     ) -> tuple[BilevelState, BilevelMetrics]:
         """The state after the step, or the one before it where a number is not finite."""
+        check_arguments(self.space, params=state.params, batch=train_batch)
         key, run_key, val_key = jax.random.split(state.key, 3)
         draw_key, noise_key = jax.random.split(run_key)
         rows = softmax_rows(self.problem, state.logits)
