@@ -14,6 +14,7 @@ import optax
 
 from cost.hardware import Hardware, Link
 from diffshard.bilevel.space import Choice
+from diffshard.bilevel.training import TrainingState, gradients_of, stepped
 from diffshard.files import write_whole
 from experiments.models import device_gpt, device_images, device_moe, digits, text
 from search_spaces.communication.precision import BFLOAT16, INT4, INT8, Precision
@@ -250,13 +251,15 @@ class Training:
 
     def _trained(self, seed: int, choice: Choice, exact_share: float) -> Any:
         params, half = self.params(seed), self.steps // 2
-        carried = params, self.optimizer.init(params), self.space.state(params)
-        data, key = self.batches(seed), jax.random.key(seed)
+        state = TrainingState(
+            params, self.optimizer.init(params), self.space.state(params), jax.random.key(seed), jnp.int32(0)
+        )
+        data = self.batches(seed)
         first = tuple(self.space.lossless_choice()) if exact_share else choice
         for begin, running in ((0, first), (half, choice)):
             part = jax.tree.map(lambda x, begin=begin: x[begin : begin + half], data)
-            carried = self._steps(_traced(running), carried, part, jnp.int32(begin), key)
-        return carried[0]
+            state = self._steps(_traced(running), state, part)
+        return state.params
 
     def _tested(self, params: Any, choice: Choice) -> Losses:
         return Losses(*(float(self._loss(_traced(choice), params, batches)) for batches in self._evaluated))
@@ -266,20 +269,11 @@ class Training:
         return self.task.evaluated("validation"), self.task.evaluated("test")
 
     @cached_property
-    def _steps(self) -> Callable[..., Any]:
-        def step(choice: Any, key: jax.Array, carried: Any, at: Any) -> tuple[Any, None]:
-            (params, weights_state, residuals), (number, batch) = carried, at
-            _, gradients, residuals = self.space.loss_and_gradients(
-                params, batch, choice, residuals, jax.random.fold_in(key, number), number
-            )
-            updates, weights_state = self.optimizer.update(gradients, weights_state, params)
-            return (optax.apply_updates(params, updates), weights_state, residuals), None
+    def _steps(self) -> Callable[..., TrainingState]:
+        def step(choice: Any, state: TrainingState, batch: Any) -> tuple[TrainingState, None]:
+            return stepped(self.optimizer, state, gradients_of(self.space, state, batch, choice)), None
 
-        def steps(choice: Any, carried: Any, data: Any, begin: jax.Array, key: jax.Array) -> Any:
-            numbers = begin + jnp.arange(len(jax.tree.leaves(data)[0]))
-            return jax.lax.scan(lambda c, at: step(choice, key, c, at), carried, (numbers, data))[0]
-
-        return jax.jit(steps)
+        return jax.jit(lambda choice, state, data: jax.lax.scan(partial(step, choice), state, data)[0])
 
     @cached_property
     def _loss(self) -> Callable[..., jax.Array]:
