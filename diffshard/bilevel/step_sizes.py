@@ -36,9 +36,7 @@ def step_sizes(
       gradients: which it gets in each of the steps.
       key: of the signs.
     """
-    leaves, structure = jax.tree.flatten(gradients)
-    keys = jax.random.split(key, len(leaves))
-    signs = [jax.random.rademacher(k, leaf.shape, leaf.dtype) for k, leaf in zip(keys, leaves, strict=True)]
+    signs: Any = optax.tree.random_like(key, gradients, sampler=jax.random.rademacher)
 
     def moved(first: Params) -> Params:
         def follow(carried: tuple[Params, optax.OptState], number: jax.Array) -> Any:
@@ -50,7 +48,7 @@ def step_sizes(
         begin = jax.tree.map(lambda g: jnp.zeros(g.shape, jnp.float32), gradients), state
         return jax.lax.scan(follow, begin, jnp.arange(_STEPS))[0][0]
 
-    total, along = jax.jvp(moved, (gradients,), (jax.tree.unflatten(structure, signs),))
+    total, along = jax.jvp(moved, (gradients,), (signs,))
 
     def size(gradient: jax.Array, sign: jax.Array, total: jax.Array, along: jax.Array) -> jax.Array:
         # The root in adam-like optimisers has no derivative where a gradient is exactly 0.
@@ -60,4 +58,4 @@ def step_sizes(
         by_steps = jnp.where(rms > 0, step_rms / jnp.where(rms > 0, rms, 1.0), 0.0)
         return jnp.where((found > 0).mean() > 0.5, found, by_steps)
 
-    return jax.tree.map(size, gradients, jax.tree.unflatten(structure, signs), total, along)
+    return jax.tree.map(size, gradients, signs, total, along)

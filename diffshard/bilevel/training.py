@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
+from diffshard.bilevel.scalars import as_whole
 from diffshard.bilevel.space import (
     Batch,
     Params,
@@ -71,12 +71,12 @@ def training(
         raise ValueError(f"`optimizer` must be an optax optimiser, as adamw(3e-4); got {optimizer!r}.")
     late, exact = 0, chosen
     if plan.exact_share:
-        if not isinstance(num_steps, int | np.integer) or isinstance(num_steps, bool) or num_steps < 1:
+        if (whole := as_whole(num_steps)) is None or whole < 1:
             raise ValueError(
                 f"`num_steps` must be how many steps training takes: its first {plan.exact_share:.0%} run the exact "
                 f"choice; got {num_steps!r}."
             )
-        late = math.ceil(plan.exact_share * num_steps)
+        late = math.ceil(plan.exact_share * whole)
         exact = choice_in(plan, [group.exact_strategy for group in plan.groups], space)
 
     def init(params: Params, key: jax.Array) -> TrainingState:

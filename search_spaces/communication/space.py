@@ -8,6 +8,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
@@ -288,13 +289,10 @@ class CommunicationSpace:
         """
         whole = jax.tree.broadcast(step_sizes, params)
         step_sizes = jax.tree.map(lambda size, p: jnp.broadcast_to(size, p.shape).astype(jnp.float32), whole, params)
-        leaves, structure = jax.tree.flatten(params)
-        keys = jax.random.split(jax.random.fold_in(key, 2**31 - 2), len(leaves))
-        signs = [jax.random.rademacher(k, x.shape, jnp.float32) for k, x in zip(keys, leaves, strict=True)]
-        along = jax.tree.map(
-            lambda sign, size, p: (sign * jnp.sqrt(size)).astype(p.dtype),
-            jax.tree.unflatten(structure, signs), step_sizes, params,
-        )  # fmt: skip
+        signs: Any = optax.tree.random_like(
+            jax.random.fold_in(key, 2**31 - 2), params, sampler=jax.random.rademacher, dtype=jnp.float32
+        )
+        along = jax.tree.map(lambda z, size, p: (z * jnp.sqrt(size)).astype(p.dtype), signs, step_sizes, params)
 
         def fn(*arguments: Any) -> list[jax.Array]:
             return lax.psum(local_damages(self._step, *arguments), self._axes)
