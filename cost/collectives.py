@@ -18,21 +18,10 @@ Source: Thakur, Rabenseifner, Gropp, "Optimization of Collective Communication O
 algorithms; Alpa (Zheng et al. 2022) section 4.2 uses the same forms.
 """
 
-from typing import Literal
-
 import numpy as np
 from numpy.typing import ArrayLike
 
-from cost.hardware import Link
-
-CollectiveKind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "collective_permute"]
-COLLECTIVE_KINDS: tuple[CollectiveKind, ...] = (
-    "all_gather",
-    "reduce_scatter",
-    "all_reduce",
-    "all_to_all",
-    "collective_permute",
-)
+from cost.base import COLLECTIVE_KINDS, CollectiveKind, Link
 
 
 def collective_sent_bytes(kind: CollectiveKind, num_bytes: ArrayLike, num_devices: ArrayLike) -> np.ndarray:

@@ -8,7 +8,7 @@ import numpy as np
 from jax.extend import core
 from numpy.typing import ArrayLike
 
-from cost.hardware import Hardware
+from cost.base import Hardware
 
 # Operations on one element of the result, where it isn't one: near what was measured on XLA's CPU backend as time in
 # cache relative to an addition (python -m experiments.calibration: div 1.6, sqrt 2.1, logistic 6.3, exp 7.6, erf 3.9,

@@ -2,27 +2,10 @@
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 
-from cost.problem import Problem, is_forbidden, num_devices, num_strategies
-
-
-class Evaluation(NamedTuple):
-    """What one choice costs, exactly.
-
-    Attributes:
-      cost: node, edge and largest load cost; a Python integer when all costs are integers, so sums are exact.
-      peak: the largest live usage over time, a number or `[D]`.
-      excess: by how much the peak is above the limit, 0 where it fits (the largest over devices).
-      feasible: the memory fits and nothing forbidden is chosen.
-    """
-
-    cost: float
-    peak: float | np.ndarray
-    excess: float
-    feasible: bool
+from cost.base import Evaluation, Problem, is_forbidden, num_devices, num_strategies
 
 
 def evaluate(problem: Problem, choice: Sequence[int] | np.ndarray) -> Evaluation:

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from cost.hardware import Hardware, Link
+from cost.base import Hardware, Link
 
 _TB = 1e12
 _GB = 1e9

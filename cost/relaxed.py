@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from cost.problem import Problem, is_forbidden, num_strategies
+from cost.base import Problem, is_forbidden, num_strategies
 
 
 def relaxed_cost(problem: Problem, rows: Sequence[jax.Array] | jax.Array) -> jax.Array:

@@ -1,20 +1,19 @@
 """Automatic parallelisation for JAX: `search(fn, mesh)` finds how a function runs on a mesh, and runs it so."""
 
-from cost.hardware import Hardware, Link
+from cost.base import Hardware, Link, Problem
+from cost.calibration import calibrate
 from cost.presets import PRESET_NAMES, preset
-from cost.problem import Problem
-from diffshard.bilevel.pareto import Pareto, pareto
-from diffshard.bilevel.plan import BilevelPlan
-from diffshard.bilevel.prove import CandidatesData
-from diffshard.bilevel.search import BilevelSearch, bilevel
-from diffshard.calibrate import calibrate
-from diffshard.halving import halving
-from diffshard.init_search import init_search
-from diffshard.make_plan import InfeasibleError
-from diffshard.place import Placement, place
-from diffshard.plan import Plan, PlanError
-from diffshard.search import Searched, search
-from diffshard.solve import Solution, solve
+from diffshard.base import InfeasibleError, PlanError, Solution
+from diffshard.bilevel_search.pareto import Pareto, pareto
+from diffshard.bilevel_search.plan import BilevelPlan
+from diffshard.bilevel_search.prove import CandidatesData
+from diffshard.bilevel_search.search import BilevelSearch, bilevel
+from diffshard.initialisation import init_search
+from diffshard.placing import Placement, place
+from diffshard.plans.plan import Plan
+from diffshard.sharding_search.search import Searched, search
+from diffshard.solving.solve import solve
+from diffshard.successive_halving import halving
 from search_spaces.communication.capacity import expert_layer
 from search_spaces.communication.interpreter import alternatives
 from search_spaces.communication.space import CommunicationSpace

@@ -20,14 +20,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from diffshard.bilevel.estimators import ESTIMATORS
-from experiments import (
-    bilevel_estimators,
-    bilevel_initialisation,
-    bilevel_loss,
-    bilevel_overhead,
-    bilevel_relaxation,
-)
+from diffshard.bilevel_search.estimators import ESTIMATORS
+from experiments import bilevel_estimators, bilevel_initialisation, bilevel_loss, bilevel_overhead, bilevel_relaxation
 from experiments.bilevel_training import BYTES_PER_S, QUICK, SETTINGS, Setting
 
 TABLES: dict[str, Callable[[argparse.Namespace], Any]] = {

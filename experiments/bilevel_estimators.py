@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from scipy import stats
 
-from diffshard.bilevel.estimators import ESTIMATORS
+from diffshard.bilevel_search.estimators import ESTIMATORS
 from experiments import bilevel_training as task
 from experiments.bilevel_loss import Searches
 from experiments.tables import print_table
@@ -43,7 +43,7 @@ def lossy(space: CommunicationSpace) -> Strategies:
 
 def measured(training: task.Training, which: Strategies, seeds: int) -> tuple[np.ndarray, np.ndarray]:
     """Nats above the lossless training, `[seeds, n]`: of training with one strategy, and of meeting it after that."""
-    exact = tuple(training.space.lossless_choice())
+    exact = tuple(training.space.exact_choice())
     pairs = zip(which.group.tolist(), which.strategy.tolist(), strict=True)
     choices = [(*exact[:group], strategy, *exact[group + 1 :]) for group, strategy in pairs]
     trained, met = np.zeros((2, seeds, len(choices)))
@@ -60,7 +60,7 @@ def estimated(searches: Searches, estimator: str, which: Strategies, seeds: int)
 
     def slopes(seed: int) -> list[float]:
         seen = [np.asarray(slope, float) for slope in searches.searched(estimator, seed).slopes]
-        over = [slope - slope[exact] for slope, exact in zip(seen, searches.space.lossless_choice(), strict=True)]
+        over = [slope - slope[exact] for slope, exact in zip(seen, searches.space.exact_choice(), strict=True)]
         return [float(over[g][s]) for g, s in zip(which.group, which.strategy, strict=True)]
 
     training = searches.training
@@ -92,7 +92,7 @@ def main(
         ("site", "strategy", "trained with", "met", *estimators),
         [
             (
-                training.space.groups[g].name, training.space.names(g)[s],
+                training.space.groups[g].name, training.space.strategy_names(g)[s],
                 f"{means['measured'][i]:+.4f} ± {spread[i]:.4f}", f"{means['met'][i]:+.4f}",
                 *(f"{means[name][i]:+.2e}" for name in estimators),
             )

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from diffshard.init_search import init_search
+from diffshard.initialisation import init_search
 from experiments.models import gpt, text
 from experiments.tables import print_table
 

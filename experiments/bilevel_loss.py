@@ -18,10 +18,10 @@ import optax
 from scipy import stats
 
 import diffshard
-from diffshard.bilevel.estimators import ESTIMATORS, Estimator, Moment, resolve
-from diffshard.bilevel.space import Batch, Choice, Params, Rows, Space
-from diffshard.bilevel.state import BilevelState
-from diffshard.solve import solve
+from diffshard.bilevel_search.estimators import ESTIMATORS, Estimator, Moment, resolve
+from diffshard.bilevel_search.space import Batch, Choice, Params, Rows, Space
+from diffshard.bilevel_search.state import BilevelState
+from diffshard.solving.solve import solve
 from experiments import bilevel_training as task
 from experiments.tables import print_table
 from search_spaces.communication.space import CommunicationSpace
@@ -168,11 +168,11 @@ class Searches:
     def _is_by_kind(self, choice: Choice) -> bool:
         """Whether all groups that choose from the same names take the same one."""
         taken: dict[tuple[str, ...], int] = {}
-        return all(taken.setdefault(self.space.names(g), s) == s for g, s in enumerate(choice))
+        return all(taken.setdefault(self.space.strategy_names(g), s) == s for g, s in enumerate(choice))
 
     def seconds(self, run: Run) -> float:
         """Mean communication of a step over the whole training."""
-        exact = self.space.seconds(self.space.lossless_choice())
+        exact = self.space.seconds(self.space.exact_choice())
         return run.exact_share * exact + (1 - run.exact_share) * self.space.seconds(run.choice)
 
 
@@ -185,7 +185,7 @@ def random_within(space: CommunicationSpace, most_s: float, seed: int) -> Choice
     Raises:
       ValueError: even the cheapest choice takes longer.
     """
-    rng, problem = np.random.default_rng(seed), space.problem()
+    rng, problem = np.random.default_rng(seed), space.problem
     choice = [int(s) for s in solve(problem).choice]
     seconds = space.seconds(choice)
     if seconds > most_s * (1 + 1e-9):
@@ -271,7 +271,7 @@ def main(
 
 
 def _row(searches: Searches, method: str, runs: Sequence[Run], steps: int) -> Row:
-    training, exact = searches.training, tuple(searches.space.lossless_choice())
+    training, exact = searches.training, tuple(searches.space.exact_choice())
     found = np.array([training.losses(seed, *run) for seed, run in enumerate(runs)])
     found = found - np.array([training.losses(seed, exact) for seed in range(len(runs))])
     milliseconds = 1e3 * float(np.mean([searches.seconds(run) for run in runs]))
@@ -279,7 +279,7 @@ def _row(searches: Searches, method: str, runs: Sequence[Run], steps: int) -> Ro
 
 
 def _cells(row: Row, space: CommunicationSpace) -> tuple[str, ...]:
-    exact = 1e3 * space.seconds(space.lossless_choice())
+    exact = 1e3 * space.seconds(space.exact_choice())
     first = row.runs[0]
     late = f", from {first.exact_share:.0%} on" if first.exact_share else ""
     distinct = len(set(row.runs))

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import optax
 
 import diffshard
-from diffshard.bilevel.search import CHOICE_EVERY
+from diffshard.bilevel_search.search import CHOICE_EVERY
 from experiments import bilevel_training as task
 from experiments.bilevel_loss import MARGIN
 from experiments.tables import print_table
@@ -45,7 +45,7 @@ def main(setting: task.Setting, repeats: int, searches: Sequence[tuple[str, int]
     work, optimizer = setting.task(), setting.optimizer
     space, params = task.space(setting, "slow", work), work.init(jax.random.key(0))
     train, held = (task.listed(task.batches(work, name, 0, 1))[0] for name in ("train", "search"))
-    exact = space.lossless_choice()
+    exact = space.exact_choice()
 
     def plain(params: Any, weights_state: Any, residuals: Any, batch: Any, step: jax.Array) -> Any:
         loss, gradients, residuals = space.loss_and_gradients(params, batch, exact, residuals, jax.random.key(0), step)

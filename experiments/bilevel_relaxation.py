@@ -17,12 +17,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from cost.base import Problem, num_strategies
 from cost.evaluation import evaluate
-from cost.problem import Problem, num_strategies
-from diffshard import presolve
-from diffshard.bilevel.marginals import marginal_logits
-from diffshard.engine.soft_dual import soft_problem
-from diffshard.solve import Solution, solve
+from diffshard.base import Solution
+from diffshard.bilevel_search.marginals import marginal_logits
+from diffshard.solving import presolve
+from diffshard.solving.dual.soft_dual import soft_problem
+from diffshard.solving.solve import solve
 from experiments.layered import layered_problem
 from experiments.solvers import PROBLEMS
 from experiments.tables import print_table

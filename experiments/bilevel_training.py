@@ -12,14 +12,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from cost.hardware import Hardware, Link
-from diffshard.bilevel.space import Choice
-from diffshard.bilevel.training import TrainingState, gradients_of, stepped
-from diffshard.files import write_whole
+from cost.base import Hardware, Link
+from diffshard.bilevel_search.space import Choice
+from diffshard.bilevel_search.training import TrainingState, gradients_of, stepped
+from diffshard.plans.whole_files import write_whole
 from experiments.models import device_gpt, device_images, device_moe, digits, text
 from search_spaces.communication.precision import BFLOAT16, INT4, INT8, Precision
 from search_spaces.communication.space import CommunicationSpace
-from search_spaces.communication.strategies import Encode, ErrorFeedback, Exact, Schedule, Strategy
+from search_spaces.communication.strategies import CollectiveStrategy, Encode, ErrorFeedback, Exact, Schedule
 
 MESH = {"data": 2, "model": 4}
 BYTES_PER_S = {"slow": 1e9, "medium": 1e10, "fast": 1e11}
@@ -132,7 +132,7 @@ class Setting:
         return ("exact", *(precision.name for precision in self.narrow))
 
     @property
-    def strategies(self) -> dict[str, tuple[Strategy, ...]]:
+    def strategies(self) -> dict[str, tuple[CollectiveStrategy, ...]]:
         """By direction."""
         values = (Exact(), *(Encode(precision) for precision in self.narrow))
         gradients = (Exact(), *(ErrorFeedback(p) if p == INT4 else Encode(p) for p in self.narrow))
@@ -188,13 +188,13 @@ def space(setting: Setting, link: str, task: Task | None = None) -> Communicatio
 
 def uniform(where: CommunicationSpace, precision: str) -> Choice:
     """One precision everywhere; int4 gradients with error feedback, the first of the user's alternatives."""
-    names = [where.names(g) for g in range(len(where.groups))]
+    names = [where.strategy_names(g) for g in range(len(where.groups))]
     return tuple(next((s for s, name in enumerate(row) if name.startswith(precision)), 0) for row in names)
 
 
 def described(where: CommunicationSpace, choice: Choice) -> str:
     """A choice in one short line: its strategies in the order of the space's groups."""
-    return " ".join(_short(where.names(g)[s]) for g, s in enumerate(choice))
+    return " ".join(_short(where.strategy_names(g)[s]) for g, s in enumerate(choice))
 
 
 def batches(task: Task, name: str, seed: int, count: int) -> Any:
@@ -241,7 +241,7 @@ class Training:
         name = f"met-{self.setting.name}-{self.steps}-{seed}"
 
         def meet() -> list[Losses]:
-            params = self._trained(seed, tuple(self.space.lossless_choice()), 0.0)
+            params = self._trained(seed, tuple(self.space.exact_choice()), 0.0)
             return [self._tested(params, choice) for choice in choices]
 
         return [Losses(*losses) for losses in recorded(self.records, name, meet)]
@@ -255,7 +255,7 @@ class Training:
             params, self.optimizer.init(params), self.space.state(params), jax.random.key(seed), jnp.int32(0)
         )
         data = self.batches(seed)
-        first = tuple(self.space.lossless_choice()) if exact_share else choice
+        first = tuple(self.space.exact_choice()) if exact_share else choice
         for begin, running in ((0, first), (half, choice)):
             part = jax.tree.map(lambda x, begin=begin: x[begin : begin + half], data)
             state = self._steps(_traced(running), state, part)

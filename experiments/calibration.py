@@ -17,13 +17,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from cost.collectives import CollectiveKind, collective_s, collective_sent_bytes
+from cost.base import CollectiveKind, Hardware
+from cost.calibration import calibrate, fit_latency_and_slope, median_s
+from cost.collectives import collective_s, collective_sent_bytes
 from cost.compute import equation_work, jaxpr_flops
-from cost.hardware import Hardware
 from cost.presets import preset
-from cost.timing import median_s
-from diffshard.calibrate import calibrate, fit_latency_and_slope
-from diffshard.search import search
+from diffshard.sharding_search.search import search
 from experiments.models import gpt, mlp, resnet
 from experiments.models.model import Model
 from experiments.models.model import arguments as arguments_of

@@ -18,7 +18,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import diffshard
-from diffshard.report.page import save_page
+from diffshard.plans.page import save_page
 from experiments import experts
 from experiments.equal_results import Comparison, compare
 from experiments.host_devices import host_mesh

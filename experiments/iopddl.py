@@ -24,10 +24,11 @@ import numpy as np
 from rich.console import Console
 from rich.progress import track
 
-from diffshard import contest, presolve
-from diffshard.files import write_whole
-from diffshard.solve import Solution, solve
-from diffshard.solvers import gradient
+from diffshard.base import Solution
+from diffshard.plans.whole_files import write_whole
+from diffshard.solving import contest, presolve
+from diffshard.solving.solve import solve
+from diffshard.solving.solvers import gradient
 from experiments.layered import layered_problem
 from experiments.tables import print_table
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from cost.problem import Problem
+from cost.base import Problem
 
 
 def layered_problem(

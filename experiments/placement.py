@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from diffshard.place import Placement, place
+from diffshard.placing import Placement, place
 from experiments.tables import print_table
 
 

@@ -18,12 +18,13 @@ from typing import NamedTuple
 
 from jax.sharding import AbstractMesh
 
-from cost.problem import Problem
-from diffshard import contest
-from diffshard.make_plan import space_of
-from diffshard.options import checked_options
-from diffshard.solve import Solution, solve, solver_names
-from diffshard.traced import trace
+from cost.base import Problem
+from diffshard.base import Solution
+from diffshard.sharding_search.options import checked_options
+from diffshard.sharding_search.planning import space_of
+from diffshard.sharding_search.traced import trace_function
+from diffshard.solving import contest
+from diffshard.solving.solve import solve, solver_names
 from experiments.host_devices import AXIS_NAMES
 from experiments.models import gpt, mlp
 from experiments.models.model import Model, abstract_arguments
@@ -54,7 +55,7 @@ def sharding_problem(model: Model, shape: Sequence[int]) -> Problem:
     """The problem behind the plan of a training step on a mesh of H100s."""
     mesh = AbstractMesh(tuple(shape), AXIS_NAMES[len(shape)])
     options = checked_options(model.step, mesh, "h100", None, None, None, None, None, 0, ())
-    return space_of(options, trace(options, abstract_arguments(model))).problem
+    return space_of(options, trace_function(options, abstract_arguments(model))).problem
 
 
 def contest_problem(name: str) -> Problem | None:

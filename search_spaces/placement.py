@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from cost.problem import Problem
+from cost.base import Problem
 
 
 def placement_problem(

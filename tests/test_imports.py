@@ -63,7 +63,7 @@ def test_two_files_touch_the_compiler():
         ),
         ("search_spaces.sharding", "import diffshard.plan", ["diffshard.plan"]),
         ("diffshard", "def f():\n    from experiments import demo", ["experiments", "experiments.demo"]),
-        ("diffshard.solvers", "from ..plan import Plan\nimport cost", []),
+        ("diffshard.solving.solvers", "from ..plan import Plan\nimport cost", []),
         ("cost", "from jax._src import core", ["jax._src", "jax._src.core"]),
         ("cost", "from jax import _src", ["jax._src"]),
     ],

@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from cost.collectives import CollectiveKind
+from cost.base import CollectiveKind
 from diffshard.checks.hlo import Computation, Instruction, Module, arrays, parse, parts_of_tuple, size
 from diffshard.checks.scattered import sliced_elements
-from search_spaces.sharding.collective import Collective, axes_of_groups, axes_of_pairs, bits_of_dtype
+from search_spaces.sharding.collective_records import CollectiveRecord, axes_of_groups, axes_of_pairs, bits_of_dtype
 
 _KINDS: dict[str, CollectiveKind] = {
     "all-gather": "all_gather",
@@ -26,7 +26,7 @@ _TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 _OP_NAME = re.compile(r'op_name="([^"]*)"')
 
 
-def hlo_collectives(hlo: str, axis_sizes: Mapping[str, int]) -> list[Collective]:
+def hlo_collectives(hlo: str, axis_sizes: Mapping[str, int]) -> list[CollectiveRecord]:
     """The collectives that one device takes part in.
 
     Asynchronous pairs count once, by their start. Bodies of loops count as often as XLA knows that they run, once where
@@ -48,7 +48,9 @@ def hlo_collectives(hlo: str, axis_sizes: Mapping[str, int]) -> list[Collective]
     return list(_of_computation(module, module.entry, 1.0, dict(axis_sizes)))
 
 
-def _of_computation(module: Module, name: str, count: float, axis_sizes: Mapping[str, int]) -> Iterator[Collective]:
+def _of_computation(
+    module: Module, name: str, count: float, axis_sizes: Mapping[str, int]
+) -> Iterator[CollectiveRecord]:
     computation = module.computations.get(name)
     for instruction in computation.instructions if computation else ():
         kind = _KINDS.get(instruction.opcode.removesuffix("-start"))
@@ -69,8 +71,8 @@ def _of_computation(module: Module, name: str, count: float, axis_sizes: Mapping
 
 
 def _with_slices(
-    module: Module, computation: Computation, instruction: Instruction, collective: Collective
-) -> Collective:
+    module: Module, computation: Computation, instruction: Instruction, collective: CollectiveRecord
+) -> CollectiveRecord:
     if collective.kind != "all_reduce":
         return collective
     entries = sliced_elements(module, computation, instruction, collective.num_devices)
@@ -82,7 +84,7 @@ def _with_slices(
 
 def _collective(
     kind: CollectiveKind, instruction: Instruction, count: float, axis_sizes: Mapping[str, int]
-) -> Collective:
+) -> CollectiveRecord:
     tensors = arrays(_result_type(instruction))
     num_bytes = sum(size(dims) * bits_of_dtype(dtype) / 8 for dtype, dims in tensors)
     num_tensors = len(tensors)
@@ -99,7 +101,9 @@ def _collective(
         num_tensors = max(1, num_tensors // num_devices)
     source = _OP_NAME.search(instruction.attributes)
     dtype = "+".join(dict.fromkeys(dtype for dtype, _ in tensors))
-    return Collective(kind, axes, num_devices, num_bytes, dtype, num_tensors, count, source=source[1] if source else "")
+    return CollectiveRecord(
+        kind, axes, num_devices, num_bytes, dtype, num_tensors, count, source=source[1] if source else ""
+    )
 
 
 def _result_type(instruction: Instruction) -> str:

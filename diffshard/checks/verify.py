@@ -14,10 +14,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from cost.collectives import CollectiveKind, collective_sent_bytes
+from cost.base import CollectiveKind
+from cost.collectives import collective_sent_bytes
 from diffshard.checks.collectives import hlo_collectives
-from diffshard.plan import PredictedCollective
-from search_spaces.sharding.collective import Collective, split_by_axis, with_reduce_scatters
+from diffshard.plans.plan import PredictedCollective
+from search_spaces.sharding.collective_records import CollectiveRecord, split_by_axis, with_reduce_scatters
 from search_spaces.sharding.explicit_collectives import explicit_collectives
 
 
@@ -177,7 +178,7 @@ def _is_for_cpu(compiled: Any) -> bool:
     return any(device.platform == "cpu" for sharding in shardings[:1] for device in sharding.device_set)
 
 
-def _by_axis(collectives: list[Collective], axis_sizes: Mapping[str, int]) -> Iterable[tuple[str, str, float]]:
+def _by_axis(collectives: list[CollectiveRecord], axis_sizes: Mapping[str, int]) -> Iterable[tuple[str, str, float]]:
     for collective in split_by_axis(collectives, axis_sizes):
         yield collective.kind, "+".join(collective.axes), collective.num_bytes * collective.count
 

@@ -19,9 +19,9 @@ import jax
 from jax.sharding import AbstractMesh, AxisType
 
 from cost.presets import PRESET_NAMES, preset
-from diffshard import contest, plan_file
-from diffshard.bilevel import plan_file as bilevel_file
-from diffshard.bilevel import plan_page as bilevel_page
+from diffshard.base import InfeasibleError, PlanError, Solution
+from diffshard.bilevel_search import plan_file as bilevel_file
+from diffshard.bilevel_search import plan_page as bilevel_page
 from diffshard.command.progress import shown
 from diffshard.command.words import (
     UsageError,
@@ -33,15 +33,15 @@ from diffshard.command.words import (
     num_bytes,
     positive_seconds,
 )
-from diffshard.files import write_whole
-from diffshard.make_plan import InfeasibleError
-from diffshard.plan import PlanError
-from diffshard.plan_json import BILEVEL, kind_of, read
-from diffshard.report.page import save_page
-from diffshard.report.patterns import format_s
-from diffshard.search import search
-from diffshard.solve import Solution, solve, solver_names
-from diffshard.violations import violations
+from diffshard.plans import file
+from diffshard.plans.documents import BILEVEL, kind_of, read
+from diffshard.plans.page import save_page
+from diffshard.plans.patterns import format_s
+from diffshard.plans.whole_files import write_whole
+from diffshard.sharding_search.search import search
+from diffshard.solving import contest
+from diffshard.solving.solve import solve, solver_names
+from diffshard.solving.violations import violations
 
 
 class _FailedError(Exception):
@@ -182,7 +182,7 @@ def _show(options: argparse.Namespace) -> int:
         if options.html:
             bilevel_page.save_page(plan, options.html)
     else:
-        plan = plan_file.from_json(document, options.plan)
+        plan = file.from_json(document, options.plan)
         if options.html:
             save_page(plan, options.html)
     if options.html:

@@ -9,7 +9,7 @@ from typing import TextIO
 
 from rich.console import Console
 
-from diffshard.solve import Progress
+from diffshard.base import Progress
 
 _LINES_APART_S = 0.5  # plain lines go to logs, where hundreds of improvements help nobody
 

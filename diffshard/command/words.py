@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from diffshard.solve import solver_names
+from diffshard.solving.solve import solver_names
 
 _UNITS = {"": 1, "b": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _UNITS |= {f"{prefix}b": size for prefix, size in _UNITS.items() if prefix not in ("", "b")}

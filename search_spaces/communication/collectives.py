@@ -15,7 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from cost.collectives import CollectiveKind, collective_sent_bytes
+from cost.base import CollectiveKind
+from cost.collectives import collective_sent_bytes
 from search_spaces.communication.precision import Precision, bytes_of, decode, encode
 
 
@@ -48,7 +49,7 @@ class Stage:
 
 
 @dataclass(frozen=True)
-class Collective:
+class CollectiveOp:
     """A linear collective as one device takes part in it.
 
     Attributes:
@@ -78,7 +79,7 @@ class Collective:
         """How many devices of a group hold the same result."""
         return self.num_devices if self.kind in ("all_reduce", "all_gather") else 1
 
-    def transposed(self) -> "Collective":
+    def transposed(self) -> "CollectiveOp":
         """The collective that carries cotangents back."""
         kinds: dict[CollectiveKind, CollectiveKind] = {"all_gather": "reduce_scatter", "reduce_scatter": "all_gather"}
         back = tuple((target, source) for source, target in self.permutation)
@@ -196,8 +197,8 @@ class Collective:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _exact(collective: Collective, x: jax.Array) -> jax.Array:
-    """Under `jax.vmap` JAX's own transposes of these are wrong: see `_held` and `Collective._plain`."""
+def _exact(collective: CollectiveOp, x: jax.Array) -> jax.Array:
+    """Under `jax.vmap` JAX's own transposes of these are wrong: see `_held` and `CollectiveOp._plain`."""
     return collective._plain(x)
 
 

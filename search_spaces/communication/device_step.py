@@ -9,10 +9,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from search_spaces.communication.collectives import Collective
+from search_spaces.communication.collectives import CollectiveOp
 from search_spaces.communication.groups import Group
 from search_spaces.communication.selection import Selection, select, with_backward
-from search_spaces.communication.sites import Direction, Site, Traced
+from search_spaces.communication.sites import Direction, Site, TracedLoss
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class DeviceStep:
       num_devices: of the mesh.
     """
 
-    traced: Traced
+    traced: TracedLoss
     sites: tuple[Site, ...]
     groups: tuple[Group, ...]
     num_devices: int
@@ -129,7 +129,7 @@ class DeviceStep:
         of_gradients = [g for g, group in enumerate(self.groups) if self.sites[group.sites[0]].direction == "gradient"]
         return [(g, [self.sites[s].place for s in self.groups[g].sites]) for g in of_gradients]
 
-    def collective(self, s: int) -> Collective:
+    def collective(self, s: int) -> CollectiveOp:
         """What runs at a site that is no alternatives."""
         collective = self.sites[s].collective
         assert collective is not None

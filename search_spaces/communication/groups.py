@@ -8,9 +8,9 @@ from typing import Any, Literal, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from search_spaces.communication.prices import site_bytes
+from search_spaces.communication.costs import site_bytes
 from search_spaces.communication.sites import Site
-from search_spaces.communication.strategies import DEFAULT, Strategy
+from search_spaces.communication.strategies import DEFAULT, CollectiveStrategy
 
 
 class Group(NamedTuple):
@@ -25,7 +25,7 @@ class Group(NamedTuple):
 
     name: str
     sites: tuple[int, ...]
-    strategies: tuple[Strategy, ...]
+    strategies: tuple[CollectiveStrategy, ...]
     names: tuple[str, ...]
 
     @property
@@ -43,7 +43,9 @@ def as_sent(sites: Sequence[Site]) -> list[Site]:
     return [replace(sites[0], shape=(sum(prod(site.shape) for site in sites),))]
 
 
-def checked_strategies(strategies: Mapping[str, Sequence[Strategy]]) -> dict[str, tuple[Strategy, ...]]:
+def checked_strategies(
+    strategies: Mapping[str, Sequence[CollectiveStrategy]],
+) -> dict[str, tuple[CollectiveStrategy, ...]]:
     """A user's strategies by direction; raises as `CommunicationSpace`."""
     for direction, listed in strategies.items():
         if direction not in DEFAULT:
@@ -63,7 +65,7 @@ def checked_strategies(strategies: Mapping[str, Sequence[Strategy]]) -> dict[str
 
 
 def group_sites(
-    sites: Sequence[Site], strategies: Mapping[str, tuple[Strategy, ...]], tie: Literal["type"] | None
+    sites: Sequence[Site], strategies: Mapping[str, tuple[CollectiveStrategy, ...]], tie: Literal["type"] | None
 ) -> tuple[Group, ...]:
     """Sites by type, mesh axes and type of data (or every site by itself), with what is worth choosing.
 
@@ -82,7 +84,9 @@ def group_sites(
     return tuple(groups)
 
 
-def _worthwhile(sites: Sequence[Site], strategies: Mapping[str, tuple[Strategy, ...]]) -> tuple[Strategy, ...]:
+def _worthwhile(
+    sites: Sequence[Site], strategies: Mapping[str, tuple[CollectiveStrategy, ...]]
+) -> tuple[CollectiveStrategy, ...]:
     """Strategies without lossy ones that send as much as a lossless one, or that are for floating-point numbers."""
     listed, sites = strategies[sites[0].direction], as_sent(sites)
     lossless = [strategy for strategy in listed if strategy.lossless]

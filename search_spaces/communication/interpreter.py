@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend import core, source_info_util
 
-from search_spaces.communication.collectives import Collective
+from search_spaces.communication.collectives import CollectiveOp
 from search_spaces.sharding.graph import REMAT
 from search_spaces.sharding.tracing import scan_parts
 
@@ -44,7 +44,7 @@ class Place:
     path: Path
     stack: str
     trips: int
-    collective: Collective | None
+    collective: CollectiveOp | None
     labels: tuple[str, ...]
     shape: tuple[int, ...]
     dtype: Any
@@ -150,7 +150,7 @@ def _holds(equation: core.JaxprEqn, primitives: set[str]) -> bool:
     return any(_holds(e, primitives) for jaxpr in jaxprs for e in jaxpr.eqns)
 
 
-def collectives_of(equation: core.JaxprEqn, mesh_axes: Mapping[str, int]) -> list[Collective]:
+def collectives_of(equation: core.JaxprEqn, mesh_axes: Mapping[str, int]) -> list[CollectiveOp]:
     """The collective that an equation is, once for each operand; none if it is not one that a strategy can run."""
     params, name = equation.params, equation.primitive.name
     axes = params.get("axes", params.get("axis_name", ()))
@@ -163,16 +163,16 @@ def collectives_of(equation: core.JaxprEqn, mesh_axes: Mapping[str, int]) -> lis
     sizes = tuple(mesh_axes[axis] for axis in axes)
     match name:
         case "psum":
-            return [Collective("all_reduce", axes, sizes)] * len(equation.invars)
+            return [CollectiveOp("all_reduce", axes, sizes)] * len(equation.invars)
         case "all_gather":
-            return [Collective("all_gather", axes, sizes, (params["all_gather_dimension"],), params["tiled"])]
+            return [CollectiveOp("all_gather", axes, sizes, (params["all_gather_dimension"],), params["tiled"])]
         case "reduce_scatter":
-            return [Collective("reduce_scatter", axes, sizes, (params["scatter_dimension"],), params["tiled"])]
+            return [CollectiveOp("reduce_scatter", axes, sizes, (params["scatter_dimension"],), params["tiled"])]
         case "all_to_all":
             dimensions = (params["split_axis"], params["concat_axis"])
-            return [Collective("all_to_all", axes, sizes, dimensions, params["tiled"])]
+            return [CollectiveOp("all_to_all", axes, sizes, dimensions, params["tiled"])]
         case "ppermute" if len(axes) == 1 and params["perm"]:
-            return [Collective("collective_permute", axes, sizes, permutation=tuple(params["perm"]))]
+            return [CollectiveOp("collective_permute", axes, sizes, permutation=tuple(params["perm"]))]
     return []
 
 

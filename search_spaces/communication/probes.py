@@ -7,13 +7,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from search_spaces.communication.collectives import Collective
+from search_spaces.communication.collectives import CollectiveOp
 
 
 def probed(
     y: jax.Array, errors: jax.Array, probe: jax.Array, axes: tuple[str, ...], num_copies: int, scale: float
 ) -> jax.Array:
-    """`y`, such that a backward pass leaves damages as the gradient of `probe`.
+    """`y`, such that a backward pass leaves loss_increases as the gradient of `probe`.
 
     Args:
       y: a site's exact result.
@@ -33,17 +33,17 @@ def probed(
 
     def op_backward(errors: jax.Array, cotangent: jax.Array) -> Any:
         whole = lax.psum(cotangent, axes) if num_copies > 1 else cotangent
-        damages = scale / num_copies * row_damages(whole, errors)
-        return cotangent, jnp.zeros_like(errors), damages
+        loss_increases = scale / num_copies * row_loss_increases(whole, errors)
+        return cotangent, jnp.zeros_like(errors), loss_increases
 
     op.defvjp(lambda y, errors, probe: (y, errors), op_backward)
     return op(y, lax.stop_gradient(errors), probe)
 
 
 def probed_back(
-    collective: Collective, errors: Callable[..., jax.Array], x: jax.Array, probe: jax.Array, others: Any
+    collective: CollectiveOp, errors: Callable[..., jax.Array], x: jax.Array, probe: jax.Array, others: Any
 ) -> jax.Array:
-    """The exact collective, with damages of its way back; to run under `jax.jvp` within a gradient.
+    """The exact collective, with loss_increases of its way back; to run under `jax.jvp` within a gradient.
 
     Args:
       collective: forward.
@@ -67,8 +67,8 @@ def probed_back(
         tangent, others = saved
         result = back.exact(cotangent)
         whole = lax.psum(tangent, back.axes) if back.num_copies > 1 else tangent
-        damages = row_damages(whole, errors(cotangent, result, others)) / back.num_copies
-        return result, None, damages, None
+        loss_increases = row_loss_increases(whole, errors(cotangent, result, others)) / back.num_copies
+        return result, None, loss_increases, None
 
     with_tangent.defvjp(lambda x, tangent, probe, others: (collective.exact(x), (tangent, others)), pull_back)
 
@@ -85,7 +85,7 @@ def probed_back(
     return op(x, probe, others)
 
 
-def unprobed_back(collective: Collective, x: jax.Array) -> jax.Array:
+def unprobed_back(collective: CollectiveOp, x: jax.Array) -> jax.Array:
     """The exact collective, which `jax.jvp` may pass too."""
 
     @jax.custom_jvp
@@ -96,7 +96,7 @@ def unprobed_back(collective: Collective, x: jax.Array) -> jax.Array:
     return op(x)
 
 
-def row_damages(adjoint: jax.Array, errors: jax.Array) -> jax.Array:
+def row_loss_increases(adjoint: jax.Array, errors: jax.Array) -> jax.Array:
     """½ Σ_t (a_t · e_t)² `[S]` for adjoints `[..., elements]` and errors `[S, ..., elements]`."""
     product = adjoint.astype(jnp.float32) * errors
     rows = product.sum(axis=-1) if product.ndim > 1 else product

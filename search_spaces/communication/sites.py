@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.extend import core
 from jax.sharding import PartitionSpec
 
-from search_spaces.communication.collectives import Collective
+from search_spaces.communication.collectives import CollectiveOp
 from search_spaces.communication.emulation import axes_of, broadcast_specs, local_shape
 from search_spaces.communication.interpreter import Interpreter, Path, Place, find_places
 
@@ -46,14 +46,14 @@ class Site:
     dtype: Any
     type: str
     trips: int
-    collective: Collective | None
+    collective: CollectiveOp | None
     place: int
     labels: tuple[str, ...] = ()
     branch: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)
-class Traced:
+class TracedLoss:
     """A loss as every device computes it.
 
     Attributes:
@@ -97,14 +97,14 @@ class Traced:
         return interpreter.run(self.jaxpr, jax.tree.leaves((params, batch)), key)[0]
 
 
-def trace(
+def trace_loss(
     loss_fn: Callable[..., Any],
     mesh_axes: Mapping[str, int],
     params: Any,
     batch: Any,
     param_specs: Any,
     batch_specs: Any,
-) -> Traced:
+) -> TracedLoss:
     """Traces a loss for one device's parts of its arguments; see `CommunicationSpace` for arguments and errors."""
     avals, specs, names = [], [], []
     for label, tree, prefix in (("params", params, param_specs), ("batch", batch, batch_specs)):
@@ -135,10 +135,10 @@ def trace(
     if not hasattr(out, "shape") or out.shape != () or not jnp.issubdtype(out.dtype, jnp.floating):
         raise ValueError(f"`loss_fn` must return one floating-point scalar, this device's loss; it returns {out}.")
     places, notes = find_places(closed.jaxpr, mesh_axes)
-    return Traced(closed, structure, tuple(places), tuple(notes), specs[0], specs[1], names[0], avals[0], avals[1])
+    return TracedLoss(closed, structure, tuple(places), tuple(notes), specs[0], specs[1], names[0], avals[0], avals[1])
 
 
-def find_sites(traced: Traced, mesh_axes: Mapping[str, int]) -> tuple[Site, ...]:
+def find_sites(traced: TracedLoss, mesh_axes: Mapping[str, int]) -> tuple[Site, ...]:
     """All sites of a traced loss: forward ones in program order, their backward ones, then parameters' gradients."""
     back = _places_with_gradients(traced, mesh_axes)
     numbers = traced.path_numbers
@@ -170,7 +170,7 @@ def find_sites(traced: Traced, mesh_axes: Mapping[str, int]) -> tuple[Site, ...]
         split = {axis for axes in axes_of(spec, len(aval.shape)) for axis in axes}
         axes = tuple(axis for axis, size in mesh_axes.items() if axis not in split and size > 1)
         if axes:
-            collective = Collective("all_reduce", axes, tuple(mesh_axes[axis] for axis in axes))
+            collective = CollectiveOp("all_reduce", axes, tuple(mesh_axes[axis] for axis in axes))
             site_type = f"{'matrices' if len(aval.shape) > 1 else 'vectors'} over {' and '.join(axes)} gradient"
             sites.append(Site(f"{name} gradient", "all_reduce", "gradient", axes, aval.shape, aval.dtype, site_type,
                               1, collective, leaf))  # fmt: skip
@@ -190,7 +190,7 @@ def _specs(prefix: Any, tree: Any, label: str) -> list[PartitionSpec]:
     return specs
 
 
-def _places_with_gradients(traced: Traced, mesh_axes: Mapping[str, int]) -> set[int]:
+def _places_with_gradients(traced: TracedLoss, mesh_axes: Mapping[str, int]) -> set[int]:
     """Places whose cotangent the parameters' gradients need, by tracing them."""
     found: set[int] = set()
 

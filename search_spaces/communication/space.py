@@ -12,17 +12,16 @@ import optax
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
-from cost.hardware import Hardware
+from cost.base import Hardware, Problem
 from cost.presets import preset
-from cost.problem import Problem
-from search_spaces.communication.damages import local_damages
+from search_spaces.communication.costs import site_bytes, site_seconds
 from search_spaces.communication.device_step import DeviceStep
 from search_spaces.communication.emulation import emulate, on_devices
 from search_spaces.communication.groups import as_sent, checked_strategies, group_sites
-from search_spaces.communication.prices import site_bytes, site_seconds
+from search_spaces.communication.loss_increases import local_loss_increases
 from search_spaces.communication.selection import Selection
-from search_spaces.communication.sites import Site, find_sites, trace
-from search_spaces.communication.strategies import DEFAULT, Strategy
+from search_spaces.communication.sites import Site, find_sites, trace_loss
+from search_spaces.communication.strategies import DEFAULT, CollectiveStrategy
 
 _WHOLE = PartitionSpec()
 _Costs = tuple[list[np.ndarray], dict[tuple[int, int], np.ndarray]]
@@ -45,7 +44,7 @@ class CommunicationSpace:
 
         specs = {"up": P(None, "model"), "down": P("model")}
         space = CommunicationSpace(loss_fn, {"data": 2, "model": 4}, params, batch, specs, P("data"), hardware=h100)
-        choice = [space.names(g).index("bfloat16") for g in range(len(space.groups))]
+        choice = [space.strategy_names(g).index("bfloat16") for g in range(len(space.groups))]
         loss, gradients, state = space.loss_and_gradients(params, batch, choice, space.state(params), key, step)
 
     A *selection* says for each group what runs: the number of a strategy (an `int` is compiled in, a traced one is
@@ -88,7 +87,7 @@ class CommunicationSpace:
         param_specs: Any,
         batch_specs: Any,
         *,
-        strategies: Mapping[str, Sequence[Strategy]] | None = None,
+        strategies: Mapping[str, Sequence[CollectiveStrategy]] | None = None,
         tie: Literal["type"] | None = "type",
         hardware: Hardware | str | None = None,
     ):
@@ -103,7 +102,7 @@ class CommunicationSpace:
         self.num_devices = int(np.prod(list(mesh_axes.values())))
         self._axes = tuple(mesh_axes)
         self.arguments = jax.eval_shape(lambda *whole: whole, params, batch)
-        self._traced = trace(loss_fn, self.mesh_axes, params, batch, param_specs, batch_specs)
+        self._traced = trace_loss(loss_fn, self.mesh_axes, params, batch, param_specs, batch_specs)
         self.notes = self._traced.notes
         self.sites: tuple[Site, ...] = find_sites(self._traced, self.mesh_axes)
         self.groups = group_sites(self.sites, {**DEFAULT, **checked_strategies(strategies or {})}, tie)
@@ -127,11 +126,11 @@ class CommunicationSpace:
         space._run = partial(on_devices, mesh=mesh)
         return space
 
-    def names(self, group: int) -> tuple[str, ...]:
+    def strategy_names(self, node: int) -> tuple[str, ...]:
         """What a group chooses from."""
-        return self.groups[group].names
+        return self.groups[node].names
 
-    def lossless_choice(self) -> list[int]:
+    def exact_choice(self) -> list[int]:
         """The first lossless strategy of each group.
 
         Raises:
@@ -246,7 +245,7 @@ class CommunicationSpace:
             if any(strategy.keeps_residual for strategy in group.strategies)
         }
 
-    def damages(
+    def loss_increases(
         self,
         params: Any,
         batch: Any,
@@ -272,9 +271,9 @@ class CommunicationSpace:
           is the derivative of the forward site's operand along z √η.
 
         Of alternatives the first runs, and the others beside it for their own error alone. Where a group has its sites
-        in other branches, its damages are measured where the alternatives around them, and all that are tied to these,
+        in other branches, its increases are measured where the alternatives around them, and all that are tied to these,
         run that branch, which takes as long again for each. Functions with a way back of their own (`jax.custom_vjp`)
-        that is not linear count at cotangents of 0 for backward damages.
+        that is not linear count at cotangents of 0 for backward loss_increases.
 
         Source of the balance: Mandt, Hoffman and Blei, "Stochastic gradient descent as approximate Bayesian inference"
         (JMLR 2017), section 3.
@@ -283,7 +282,7 @@ class CommunicationSpace:
           params: whole arrays.
           batch: whole arrays.
           key: a random key.
-          validation: a batch of the same shapes for forward damages; `batch` without.
+          validation: a batch of the same shapes for forward loss_increases; `batch` without.
           step_sizes: η >= 0, one number, or numbers for each parameter: how far a unit of its gradient moves it.
           step: number of the training step.
         """
@@ -295,7 +294,7 @@ class CommunicationSpace:
         along = jax.tree.map(lambda z, size, p: (z * jnp.sqrt(size)).astype(p.dtype), signs, step_sizes, params)
 
         def fn(*arguments: Any) -> list[jax.Array]:
-            return lax.psum(local_damages(self._step, *arguments), self._axes)
+            return lax.psum(local_loss_increases(self._step, *arguments), self._axes)
 
         params_spec, batch_spec = self._specs
         in_specs = (params_spec, batch_spec, batch_spec, params_spec, params_spec, _WHOLE, _WHOLE)
@@ -305,6 +304,7 @@ class CommunicationSpace:
 
     # What a selection costs.
 
+    @cached_property
     def problem(self) -> Problem:
         """One node for each group; sites inside a branch of alternatives cost what they do if it is chosen.
 
@@ -335,12 +335,12 @@ class CommunicationSpace:
     def _bytes(self) -> _Costs:
         return self._priced(site_bytes)
 
-    def _seconds_of(self, site: Site, strategy: Strategy) -> float:
+    def _seconds_of(self, site: Site, strategy: CollectiveStrategy) -> float:
         if self.hardware is None:
             raise ValueError("`hardware` is None; give the space hardware with a link for each mesh axis.")
         return site_seconds(site, strategy, self.hardware)
 
-    def _priced(self, cost: Callable[[Site, Strategy], float]) -> _Costs:
+    def _priced(self, cost: Callable[[Site, CollectiveStrategy], float]) -> _Costs:
         nodes = [np.zeros(len(group.names)) for group in self.groups]
         edges: dict[tuple[int, int], np.ndarray] = {}
         for g, group in enumerate(self.groups):

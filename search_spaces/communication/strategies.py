@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from search_spaces.communication.collectives import Collective, Stage
+from search_spaces.communication.collectives import CollectiveOp, Stage
 from search_spaces.communication.precision import BFLOAT16, FLOAT8, INT4, INT8, Precision
 
 
-class Strategy(Protocol):
+class CollectiveStrategy(Protocol):
     """A way to run a collective.
 
     Strategies that keep a residual are for gradients: what they have not sent yet is added to the next step's operand,
@@ -32,7 +32,9 @@ class Strategy(Protocol):
     @property
     def keeps_residual(self) -> bool: ...  # noqa: D102
 
-    def run(self, collective: Collective, x: jax.Array, key: jax.Array, step: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def run(
+        self, collective: CollectiveOp, x: jax.Array, key: jax.Array, step: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
         """The collective's result, and this device's part of what is still to be sent (float32, shaped as `x`).
 
         Args:
@@ -43,7 +45,7 @@ class Strategy(Protocol):
         """
         ...
 
-    def stages(self, collective: Collective, shape: Sequence[int], dtype: np.dtype) -> list[Stage]:
+    def stages(self, collective: CollectiveOp, shape: Sequence[int], dtype: np.dtype) -> list[Stage]:
         """What it sends in the mean step."""
         ...
 
@@ -119,7 +121,7 @@ class EveryK:
     """
 
     k: int
-    strategy: Strategy = Exact()
+    strategy: CollectiveStrategy = Exact()
     lossless: bool = False
     keeps_residual: bool = True
 
@@ -158,8 +160,8 @@ class Schedule:
       ValueError: `switch_step` is not within the training.
     """
 
-    first: Strategy
-    second: Strategy
+    first: CollectiveStrategy
+    second: CollectiveStrategy
     switch_step: int
     num_steps: int
 
@@ -202,7 +204,7 @@ def _scaled(stages: list[Stage], share: float) -> list[Stage]:
 
 
 _NARROW = tuple(Encode(precision) for precision in (BFLOAT16, FLOAT8, INT8, INT4))
-DEFAULT: dict[str, tuple[Strategy, ...]] = {
+DEFAULT: dict[str, tuple[CollectiveStrategy, ...]] = {
     "forward": (Exact(), *_NARROW),
     "backward": (Exact(), *_NARROW),
     "gradient": (Exact(), *_NARROW, ErrorFeedback(INT8), ErrorFeedback(INT4), EveryK(4)),

@@ -9,7 +9,7 @@ from search_spaces.sharding.graph import Value, Vertex
 from search_spaces.sharding.resharding import Paths
 from search_spaces.sharding.rule import Rule
 from search_spaces.sharding.spec import Axes, Spec, divides, placed, shards, specs_of_shape
-from search_spaces.sharding.strategies import Strategy, collective_bytes, holding, strategies_of_rule, whole
+from search_spaces.sharding.strategies import ShardingStrategy, collective_bytes, holding, strategies_of_rule, whole
 
 MOST_STRATEGIES = 500
 """Of one vertex. Two axes never come near it, operations of many dimensions on three and four do."""
@@ -33,7 +33,7 @@ class Candidates:
     kinds: Sequence[tuple[int, ...]]
     leaving: frozenset[int]
 
-    def of(self, vertex: Vertex, rule: Rule | None, given: Given | None, copied: bool) -> tuple[Strategy, ...]:
+    def of(self, vertex: Vertex, rule: Rule | None, given: Given | None, copied: bool) -> tuple[ShardingStrategy, ...]:
         """What a vertex may choose from.
 
         Args:
@@ -56,12 +56,12 @@ class Candidates:
             return tuple(self._joined((s,) * num_operands, s) for s in stored)
         return _most_useful([self._kept(vertex, s, used) for s in stored for used in (_coarser(s) if copied else (s,))])
 
-    def of_hub(self, value: Value) -> tuple[Strategy, ...]:
+    def of_hub(self, value: Value) -> tuple[ShardingStrategy, ...]:
         """What the hub of a value may choose from."""
         specs = self._specs(value, None, padded=value.id not in self.leaving)
         return tuple(holding(spec, self.axes.sizes) for spec in specs)
 
-    def _of_operation(self, vertex: Vertex, rule: Rule | None) -> Sequence[Strategy]:
+    def _of_operation(self, vertex: Vertex, rule: Rule | None) -> Sequence[ShardingStrategy]:
         constrained = constraint(vertex, self.axis_names, self.axes.sizes)
         if constrained is not None:
             return [holding(s, self.axes.sizes) for s in self._specs(vertex.results[0], constrained)]
@@ -89,11 +89,11 @@ class Candidates:
         ]
         return found or [tuple(axes or () for axes in given or ())]
 
-    def _kept(self, vertex: Vertex, stored: Spec, used: Spec) -> Strategy:
+    def _kept(self, vertex: Vertex, stored: Spec, used: Spec) -> ShardingStrategy:
         """An array that is stored one way and gathered for its readers: a parameter, a carry, a slice of a stack."""
         count = len(vertex.results)
         operand = ((), *stored) if vertex.kind == "slice" else stored
-        return Strategy(
+        return ShardingStrategy(
             (operand,) * len(vertex.operands),
             (used, stored)[:count],
             shards(stored, self.axes.sizes),
@@ -101,11 +101,11 @@ class Candidates:
             (stored, stored)[:count],
         )
 
-    def _joined(self, operands: tuple[Spec, ...], result: Spec) -> Strategy:
-        return Strategy(operands, (result,), shards(result, self.axes.sizes), ((),), (result,))
+    def _joined(self, operands: tuple[Spec, ...], result: Spec) -> ShardingStrategy:
+        return ShardingStrategy(operands, (result,), shards(result, self.axes.sizes), ((),), (result,))
 
 
-def _most_useful(strategies: Sequence[Strategy]) -> tuple[Strategy, ...]:
+def _most_useful(strategies: Sequence[ShardingStrategy]) -> tuple[ShardingStrategy, ...]:
     """The first one, which replicates, and of too many those that split the fewest dimensions and the most.
 
     A plan that gives each axis a dimension of its own is rare; one that uses all devices for two or three is not.
@@ -113,7 +113,7 @@ def _most_useful(strategies: Sequence[Strategy]) -> tuple[Strategy, ...]:
     if len(strategies) <= MOST_STRATEGIES:
         return tuple(strategies)
 
-    def rank(strategy: Strategy) -> tuple[int, int, float]:
+    def rank(strategy: ShardingStrategy) -> tuple[int, int, float]:
         specs = (*strategy.operands, *strategy.unreduced)
         dims = max((sum(map(bool, spec)) for spec in specs), default=0)
         return dims, -strategy.parts, collective_bytes(strategy)

@@ -12,8 +12,8 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import sdy
 from jaxlib.mlir.passmanager import PassManager
 
-from cost.collectives import CollectiveKind
-from search_spaces.sharding.collective import Collective, axes_of_groups, axes_of_pairs, bits_of_dtype
+from cost.base import CollectiveKind
+from search_spaces.sharding.collective_records import CollectiveRecord, axes_of_groups, axes_of_pairs, bits_of_dtype
 
 _PASSES = (
     "builtin.module(sdy-propagation-pipeline,"
@@ -35,7 +35,7 @@ _KINDS: dict[str, CollectiveKind] = {
 _AXIS = re.compile(r'"([^"]+)"(?::\(\d+\)(\d+))?')
 
 
-def explicit_collectives(lowered: Any) -> list[Collective]:
+def explicit_collectives(lowered: Any) -> list[CollectiveRecord]:
     """The collectives that Shardy's partitioner needs for a computation's shardings.
 
     Takes milliseconds where XLA takes seconds, and knows less: XLA combines, moves and cancels collectives afterwards,
@@ -72,16 +72,16 @@ class _Reader:
                     axis = sdy.MeshAxisAttr(axis)
                     self.axis_sizes[axis.name] = axis.size
 
-    def function(self, name: str, count: float) -> Iterator[Collective]:
+    def function(self, name: str, count: float) -> Iterator[CollectiveRecord]:
         """The collectives of a function that is called `count` times."""
         yield from self._region(self._functions[name].regions[0], count)
 
-    def _region(self, region: Any, count: float) -> Iterator[Collective]:
+    def _region(self, region: Any, count: float) -> Iterator[CollectiveRecord]:
         for block in region.blocks:
             for op in block.operations:
                 yield from self._operation(op.operation, count)
 
-    def _operation(self, operation: Any, count: float) -> Iterator[Collective]:
+    def _operation(self, operation: Any, count: float) -> Iterator[CollectiveRecord]:
         name = operation.name
         if name == "func.call":
             yield from self.function(ir.FlatSymbolRefAttr(operation.attributes["callee"]).value, count)
@@ -102,7 +102,7 @@ class _Reader:
             for region in operation.regions:
                 yield from self._region(region, count)
 
-    def _sharded(self, operation: Any, count: float) -> Iterator[Collective]:
+    def _sharded(self, operation: Any, count: float) -> Iterator[CollectiveRecord]:
         """A collective of the Shardy dialect: global types, axes by name."""
         kind = _KINDS[operation.name]
         attributes = operation.attributes
@@ -126,7 +126,7 @@ class _Reader:
                 continue
             factor = num_devices if kind in ("all_to_all", "reduce_scatter") else 1
             num_bytes = local_bytes * factor
-            yield Collective(
+            yield CollectiveRecord(
                 kind,
                 axes,
                 num_devices,
@@ -139,7 +139,7 @@ class _Reader:
                 _location(operation),
             )
 
-    def _manual(self, operation: Any, count: float) -> Collective:
+    def _manual(self, operation: Any, count: float) -> CollectiveRecord:
         """A collective that a shard_map has written: local types, groups by device."""
         kind = _KINDS[operation.name]
         result, dtype = _type_bytes(operation.results[0].type)
@@ -152,7 +152,7 @@ class _Reader:
             axes, num_devices = self._manual_groups(operation.attributes["replica_groups"])
         size = result if kind == "all_gather" else operand
         factor = num_devices if kind == "all_to_all" else 1
-        return Collective(kind, axes, num_devices, size * factor, dtype, count=count, source=_location(operation))
+        return CollectiveRecord(kind, axes, num_devices, size * factor, dtype, count=count, source=_location(operation))
 
     def _manual_groups(self, attribute: Any) -> tuple[tuple[str, ...], int]:
         """Axes and size of groups, which JAX writes as devices before 0.11 and as axes of a mesh since."""

@@ -8,7 +8,7 @@ import numpy as np
 
 from search_spaces.sharding.graph import Graph, Operand, Value, Vertex
 from search_spaces.sharding.spec import Spec
-from search_spaces.sharding.strategies import Strategy
+from search_spaces.sharding.strategies import ShardingStrategy
 
 Given = Sequence[tuple[int, ...] | None]
 """For each dimension the axes that split it, or None where it is free."""
@@ -63,7 +63,7 @@ def constraint(vertex: Vertex, axis_names: Sequence[str], sizes: Sequence[int]) 
     return None if spec is None else dimensions_of(spec, len(vertex.results[0].shape), axis_names, sizes)
 
 
-def manual(vertex: Vertex, axis_names: Sequence[str], sizes: tuple[int, ...]) -> Strategy | None:
+def manual(vertex: Vertex, axis_names: Sequence[str], sizes: tuple[int, ...]) -> ShardingStrategy | None:
     """The one strategy of a `shard_map`, its own specs; None for every other vertex."""
     if vertex.equation is None or _primitive(vertex) != "shard_map":
         return None
@@ -76,7 +76,7 @@ def manual(vertex: Vertex, axis_names: Sequence[str], sizes: tuple[int, ...]) ->
     results = specs(params["out_specs"], vertex.results)
     names = params.get("newly_manual_axes", params.get("manual_axes", axis_names))
     parts = prod(n for name, n in zip(axis_names, sizes, strict=True) if name in names)
-    return Strategy(specs(params["in_specs"], vertex.operands), results, parts, ((),) * len(results), results)
+    return ShardingStrategy(specs(params["in_specs"], vertex.operands), results, parts, ((),) * len(results), results)
 
 
 def axes_with_meaning(

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cost.problem import Problem
+from cost.base import Problem
 from search_spaces.sharding.resharding import Move
 from search_spaces.sharding.space import Layout, ShardingSpace
 

@@ -8,19 +8,18 @@ from typing import NamedTuple
 
 import numpy as np
 
+from cost.base import Hardware, Problem
 from cost.compute import equation_dtype, equation_flops, roofline_s
-from cost.hardware import Hardware
-from cost.problem import Problem
 from search_spaces.sharding.candidates import Candidates
 from search_spaces.sharding.dimensions import axes_of, kinds_of_dimensions
 from search_spaces.sharding.given import axes_with_meaning, is_constrained
 from search_spaces.sharding.graph import Graph, Value, Vertex
 from search_spaces.sharding.lifetimes import CONTRACTIONS, Lifetimes, lifetimes
-from search_spaces.sharding.prices import Prices
+from search_spaces.sharding.reshard_costs import ReshardCosts
 from search_spaces.sharding.rule import Rule
 from search_spaces.sharding.shardy import operation_rules
 from search_spaces.sharding.spec import Spec, shards
-from search_spaces.sharding.strategies import Strategy
+from search_spaces.sharding.strategies import ShardingStrategy
 from search_spaces.sharding.traffic import touched_bytes
 
 
@@ -35,7 +34,7 @@ class Node(NamedTuple):
 
     vertex: Vertex
     hub: Value | None
-    strategies: tuple[Strategy, ...]
+    strategies: tuple[ShardingStrategy, ...]
 
 
 class Layout(NamedTuple):
@@ -46,7 +45,7 @@ class Layout(NamedTuple):
       held: for each value, by id, the spec that its readers find; None for values without dimensions.
     """
 
-    strategy: tuple[Strategy, ...]
+    strategy: tuple[ShardingStrategy, ...]
     held: tuple[Spec, ...]
 
 
@@ -87,9 +86,9 @@ class ShardingSpace:
         return [v for v in self.graph.operations() if self.rules[v.index] is None and not is_constrained(v)]
 
     @cached_property
-    def prices(self) -> Prices:
+    def prices(self) -> ReshardCosts:
         """What moving arrays costs."""
-        return Prices(self.axis_names, self.axis_sizes, self.hardware)
+        return ReshardCosts(self.axis_names, self.axis_sizes, self.hardware)
 
     @cached_property
     def lifetimes(self) -> Lifetimes:
@@ -195,7 +194,7 @@ class ShardingSpace:
 
     # Costs of nodes
 
-    def compute_s(self, vertex: Vertex, strategies: Sequence[Strategy]) -> np.ndarray:
+    def compute_s(self, vertex: Vertex, strategies: Sequence[ShardingStrategy]) -> np.ndarray:
         """Seconds of one device's arithmetic and memory traffic in one step, `[strategies]`."""
         if vertex.kind != "operation" or vertex.equation is None:
             return np.zeros(len(strategies))
@@ -204,7 +203,7 @@ class ShardingSpace:
         dtype = equation_dtype(vertex.equation)
         return vertex.weight * roofline_s(flops, touched, dtype, self.hardware)
 
-    def reduction_s(self, node: Node, strategy: Strategy) -> float:
+    def reduction_s(self, node: Node, strategy: ShardingStrategy) -> float:
         """Seconds of the collectives that a strategy itself causes, in one step."""
         if node.hub is not None:
             return 0.0
@@ -220,7 +219,7 @@ class ShardingSpace:
         compute = self.compute_s(node.vertex, node.strategies) + self.holding_s(node.vertex, node.strategies)
         return compute + np.array([self.reduction_s(node, s) for s in node.strategies])
 
-    def holding_s(self, vertex: Vertex, strategies: Sequence[Strategy]) -> np.ndarray:
+    def holding_s(self, vertex: Vertex, strategies: Sequence[ShardingStrategy]) -> np.ndarray:
         """A thousandth of the time to read what an argument keeps: of equally fast plans the smallest is chosen.
 
         Keeping gradients and optimiser state sharded (ZeRO) moves as many bytes as plain data parallelism does. Of
@@ -338,6 +337,6 @@ class ShardingSpace:
         return Layout(tuple(chosen[: len(self.graph.vertices)]), tuple(held))
 
 
-def _keeps(strategy: Strategy, result: int) -> bool:
+def _keeps(strategy: ShardingStrategy, result: int) -> bool:
     """Whether an array is kept beside its gathered copy."""
     return any(m.kind == "all_gather" for m in strategy.reductions[result])

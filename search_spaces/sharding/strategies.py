@@ -15,7 +15,7 @@ AxesOf = Mapping[int, tuple[int, ...]]
 """The mesh axes that split each factor."""
 
 
-class Strategy(NamedTuple):
+class ShardingStrategy(NamedTuple):
     """One way to run an operation.
 
     Attributes:
@@ -33,24 +33,24 @@ class Strategy(NamedTuple):
     unreduced: tuple[Spec, ...]
 
 
-def whole(operand_ranks: Sequence[int], result_ranks: Sequence[int]) -> Strategy:
+def whole(operand_ranks: Sequence[int], result_ranks: Sequence[int]) -> ShardingStrategy:
     """Every device does everything."""
     results = tuple(replicated(r) for r in result_ranks)
-    return Strategy(tuple(replicated(r) for r in operand_ranks), results, 1, ((),) * len(results), results)
+    return ShardingStrategy(tuple(replicated(r) for r in operand_ranks), results, 1, ((),) * len(results), results)
 
 
-def holding(spec: Spec, axis_sizes: tuple[int, ...]) -> Strategy:
+def holding(spec: Spec, axis_sizes: tuple[int, ...]) -> ShardingStrategy:
     """The strategy of a vertex that takes and leaves an array with one spec."""
-    return Strategy((spec,), (spec,), shards(spec, axis_sizes), ((),), (spec,))
+    return ShardingStrategy((spec,), (spec,), shards(spec, axis_sizes), ((),), (spec,))
 
 
-def collective_bytes(strategy: Strategy) -> float:
+def collective_bytes(strategy: ShardingStrategy) -> float:
     """Sizes of a strategy's own collectives, as fractions of the results."""
     return sum(move.fraction for moves in strategy.reductions for move in moves)
 
 
 @lru_cache(maxsize=10_000)
-def strategies_of_rule(rule: Rule, axes: Axes, kinds: tuple[tuple[int, ...], ...] = ()) -> tuple[Strategy, ...]:
+def strategies_of_rule(rule: Rule, axes: Axes, kinds: tuple[tuple[int, ...], ...] = ()) -> tuple[ShardingStrategy, ...]:
     """Every strategy that a rule allows; the first one replicates.
 
     A mesh axis goes to one factor or to none. A factor that is reduced leaves partial results, which are all-reduced
@@ -64,7 +64,7 @@ def strategies_of_rule(rule: Rule, axes: Axes, kinds: tuple[tuple[int, ...], ...
     closed = rule.need_replication | rule.permutation | rule.blocked_propagation
     open_factors = [f for f, n in enumerate(rule.sizes) if n > 1 and f not in closed]
     choices = [[-1, *open_factors] if n > 1 else [-1] for n in axes.sizes]
-    found: dict[tuple[tuple[Spec, ...], tuple[Spec, ...]], Strategy] = {}
+    found: dict[tuple[tuple[Spec, ...], tuple[Spec, ...]], ShardingStrategy] = {}
     for factors in product(*choices):
         for strategy in _of_factors(rule, factors, axes, kinds):
             key = strategy.operands, strategy.results
@@ -75,7 +75,7 @@ def strategies_of_rule(rule: Rule, axes: Axes, kinds: tuple[tuple[int, ...], ...
 
 def _of_factors(
     rule: Rule, factors: Sequence[int], axes: Axes, kinds: tuple[tuple[int, ...], ...]
-) -> Iterator[Strategy]:
+) -> Iterator[ShardingStrategy]:
     """The strategies that split the given factor along each mesh axis (-1 for none): one for each way to reduce."""
     axes_of = {f: tuple(a for a, g in enumerate(factors) if g == f) for f in dict.fromkeys(factors) if f >= 0}
     if not all(_may_split(rule, f, split, axes.sizes) for f, split in axes_of.items()):
@@ -88,11 +88,11 @@ def _of_factors(
     partial = {a for f, split in axes_of.items() if f in rule.reduction for a in split}
     ordered = [a for a in axes.fast_first if a in partial]
     reductions = tuple(_all_reduce(spec, ordered, 1.0 / shards(spec, axes.sizes), axes.sizes) for spec in results)
-    yield Strategy(operands, results, parts, reductions, results)
+    yield ShardingStrategy(operands, results, parts, reductions, results)
     if rule.reduction_is_sum and len(results) == 1:
         for moves in _scatters(results[0], _shape(rule, rule.results[0]), ordered, axes):
             if _all_in_order((moves[-1].spec,), kinds[-1:], axes):
-                yield Strategy(operands, (moves[-1].spec,), parts, (moves,), results)
+                yield ShardingStrategy(operands, (moves[-1].spec,), parts, (moves,), results)
 
 
 def _may_split(rule: Rule, factor: int, axes: tuple[int, ...], sizes: tuple[int, ...]) -> bool:

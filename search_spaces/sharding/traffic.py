@@ -4,7 +4,7 @@ import numpy as np
 
 from search_spaces.sharding.graph import Operand, Value, Vertex
 from search_spaces.sharding.spec import Spec, shards
-from search_spaces.sharding.strategies import Strategy
+from search_spaces.sharding.strategies import ShardingStrategy
 
 # Read of their first operand no more than they return.
 PICKS = frozenset({"gather", "slice", "dynamic_slice"})
@@ -19,7 +19,9 @@ UPDATES = {
 }
 
 
-def touched_bytes(vertex: Vertex, strategy: Strategy, written: np.ndarray, axis_sizes: tuple[int, ...]) -> float:
+def touched_bytes(
+    vertex: Vertex, strategy: ShardingStrategy, written: np.ndarray, axis_sizes: tuple[int, ...]
+) -> float:
     """What an operation reads and writes on one device: nothing of what is fused, of a table only what it picks.
 
     Args:

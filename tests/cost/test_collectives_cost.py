@@ -3,14 +3,8 @@
 import numpy as np
 import pytest
 
-from cost.collectives import (
-    COLLECTIVE_KINDS,
-    collective_latency_s,
-    collective_s,
-    collective_sent_bytes,
-    collective_transfer_s,
-)
-from cost.hardware import Link
+from cost.base import COLLECTIVE_KINDS, Link
+from cost.collectives import collective_latency_s, collective_s, collective_sent_bytes, collective_transfer_s
 
 LINK = Link(latency_s=10.0, s_per_byte=2.0)
 

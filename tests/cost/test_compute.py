@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from cost.base import Hardware
 from cost.compute import equation_dtype, equation_flops, equation_work, jaxpr_flops, roofline_s
-from cost.hardware import Hardware
 
 
 def flops(function, *arguments):

@@ -7,7 +7,7 @@ import jax
 import pytest
 from jax.sharding import AbstractMesh
 
-from cost.hardware import Hardware, Link
+from cost.base import Hardware, Link
 from cost.presets import PRESET_NAMES, hardware_of, preset
 
 LINK = Link(1e-6, 1e-9)

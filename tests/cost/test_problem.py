@@ -5,9 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from cost.base import Problem
 from cost.evaluation import evaluate, live_usage
-from cost.problem import Problem, validate
 from cost.relaxed import relaxed_cost
+from cost.validation import validate
 
 # Five nodes, two edges, three usages: small enough to work out by hand.
 SMALL = Problem(

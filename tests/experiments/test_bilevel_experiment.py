@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import diffshard
-from diffshard.bilevel.estimators import Estimator, Moment
+from diffshard.bilevel_search.estimators import Estimator, Moment
 from experiments import (
     bilevel,
     bilevel_estimators,
@@ -68,7 +68,7 @@ def test_the_loss_table_and_its_controls(space, tmp_path, capsys):
     assert exact.test.tolist() == [0.0]
     assert int4.milliseconds < 0.5 * exact.milliseconds
     assert abs(int4.test[0]) > 1e-4  # strategies do change training
-    cheapest = tuple(int(np.argmin(cost)) for cost in space.problem().node_cost)
+    cheapest = tuple(int(np.argmin(cost)) for cost in space.problem.node_cost)
     assert cut.runs[0].choice == cheapest  # nothing else reaches A
     assert rows["random, same time"].milliseconds <= rows["A, curvature"].milliseconds * (1 + 1e-6)
     schedule = rows["prove: best exact first"]
@@ -85,17 +85,17 @@ def test_the_loss_table_and_its_controls(space, tmp_path, capsys):
 def test_shuffled_slopes_are_the_same_ones_at_other_lossy_strategies(space, monkeypatch):
     sizes = [len(group.names) for group in space.groups]
     rng = np.random.default_rng(0)
-    damages = [jnp.asarray(rng.normal(size=size)) for size in sizes]
+    loss_increases = [jnp.asarray(rng.normal(size=size)) for size in sizes]
 
     def linear(space, params, batch, rows, key, moment):
-        return sum((row @ damage for row, damage in zip(rows, damages, strict=True)), jnp.zeros(()))
+        return sum((row @ damage for row, damage in zip(rows, loss_increases, strict=True)), jnp.zeros(()))
 
     monkeypatch.setattr(bilevel_loss, "resolve", lambda name: Estimator(linear))
     estimator = bilevel_loss.shuffled("linear", space, seed=0)
     rows = [jnp.full(size, 1 / size) for size in sizes]
     value, slopes = jax.value_and_grad(lambda rows: estimator.increase(space, {}, None, rows, KEY, MOMENT))(rows)
     assert float(value) == pytest.approx(float(linear(space, {}, None, rows, KEY, MOMENT)))
-    over = [d - d[int(group.lossless.argmax())] for d, group in zip(damages, space.groups, strict=True)]
+    over = [d - d[int(group.lossless.argmax())] for d, group in zip(loss_increases, space.groups, strict=True)]
     lossless = np.concatenate([group.lossless for group in space.groups])
     before, after = np.concatenate(over), np.concatenate(slopes)
     assert not after[lossless].any()

@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from cost.hardware import Hardware
+from cost.base import Hardware
 from experiments import calibration
 from experiments.models import gpt, mlp
 

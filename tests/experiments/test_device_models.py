@@ -62,7 +62,7 @@ MODELS = {"images": _images, "experts": partial(_moe, loss_fn=partial(AMPLE, bal
 
 
 def _gradients(space: CommunicationSpace, params: Any, batch: Any) -> Any:
-    choice = space.lossless_choice()
+    choice = space.exact_choice()
     return jax.jit(lambda p: space.loss_and_gradients(p, batch, choice, space.state(p), KEY)[:2])(params)
 
 
@@ -80,7 +80,7 @@ def test_many_devices_compute_what_one_does(make: Callable):
 @pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
 def test_training_lowers_the_loss(make: Callable):
     space, params, batch = make({"data": 2, "model": 2})
-    optimizer, choice = optax.adam(1e-2), space.lossless_choice()
+    optimizer, choice = optax.adam(1e-2), space.exact_choice()
 
     def step(carried: Any, _: None) -> Any:
         params, state = carried

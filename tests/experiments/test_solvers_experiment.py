@@ -3,7 +3,7 @@
 import math
 
 from experiments import solvers
-from tests.diffshard.random_problems import layered_problem
+from tests.diffshard.solving.random_problems import layered_problem
 
 
 def test_all_solvers_are_compared_on_a_small_problem(capsys):

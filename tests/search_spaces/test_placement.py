@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from cost.evaluation import evaluate
-from cost.problem import validate
 from cost.relaxed import relaxed_cost
-from diffshard.place import place
+from cost.validation import validate
+from diffshard.placing import place
 from search_spaces.placement import pipeline_problem, placement_problem, transitions
 
 TRANSFER = np.array([[0.0, 2, 4], [2, 0, 3], [4, 3, 0]])

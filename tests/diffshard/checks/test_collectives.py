@@ -10,7 +10,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from diffshard.checks.collectives import hlo_collectives, replica_groups
-from search_spaces.sharding.collective import with_reduce_scatters
+from search_spaces.sharding.collective_records import with_reduce_scatters
 
 MESH = {"data": 2, "model": 4}
 BY_MODEL = [[0, 1, 2, 3], [4, 5, 6, 7]]

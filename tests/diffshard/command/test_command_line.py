@@ -8,13 +8,13 @@ import sys
 import numpy as np
 import pytest
 
-from cost.problem import Problem
-from diffshard import contest
+from cost.base import Problem
+from diffshard.base import Solution
 from diffshard.command.line import main
 from diffshard.command.progress import shown
-from diffshard.plan import Plan
-from diffshard.solve import Solution
-from tests.diffshard.small_plan import small_plan
+from diffshard.plans.plan import Plan
+from diffshard.solving import contest
+from tests.diffshard.plans.small_plan import small_plan
 
 MODULE = """
 import jax, jax.numpy as jnp

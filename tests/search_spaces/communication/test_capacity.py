@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from cost.evaluation import evaluate
-from cost.problem import validate
+from cost.validation import validate
 from search_spaces.communication.capacity import balance_loss, expert_layer
 from tests.search_spaces.communication.small_communication import MESH, mesh, small_space
 
@@ -127,14 +127,14 @@ def test_a_mixture_of_capacities_with_lossy_sites_on_a_mesh():
 
 
 def test_each_capacity_sends_its_own_bytes():
-    assert SPACE.names(CAPACITY) == ("capacity 2", "capacity 1.25", "capacity 0.5")
+    assert SPACE.strategy_names(CAPACITY) == ("capacity 2", "capacity 1.25", "capacity 0.5")
     sites = [site for site in SPACE.sites if site.branch is not None]
     found = [(site.branch and site.branch[1], site.direction, site.name.split("/")[-2]) for site in sites]
     ways = itertools.product(range(3), ("forward", "backward"), ("dispatch", "combine"))
     assert sorted(found) == sorted(ways)
     groups = [group for group in SPACE.groups if SPACE.sites[group.sites[0]].branch is not None]
     assert [len(group.sites) for group in groups] == [3] * 4  # a precision for each way, whatever the capacity
-    problem = SPACE.problem()
+    problem = SPACE.problem
     validate(problem)
     assert [edge.shape for edge in problem.edge_cost] == [(3, 2)] * 4
     assert all((np.diff(edge, axis=0) < 0).all() for edge in problem.edge_cost)
@@ -147,10 +147,10 @@ def test_each_capacity_sends_its_own_bytes():
 
 
 def test_smaller_capacities_are_damages():
-    damages = jax.jit(lambda p: SPACE.damages(p, BATCH, KEY))(PARAMS)
-    assert damages[CAPACITY][0] == 0
-    assert 0 <= damages[CAPACITY][1] < damages[CAPACITY][2]
-    assert all(damage[1] > 0 for g, damage in enumerate(damages) if g != CAPACITY)  # every precision is measured
+    loss_increases = jax.jit(lambda p: SPACE.loss_increases(p, BATCH, KEY))(PARAMS)
+    assert loss_increases[CAPACITY][0] == 0
+    assert 0 <= loss_increases[CAPACITY][1] < loss_increases[CAPACITY][2]
+    assert all(damage[1] > 0 for g, damage in enumerate(loss_increases) if g != CAPACITY)  # every precision is measured
 
 
 def test_balance_is_one_for_even_gates_and_the_number_of_experts_for_one_expert():

@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from search_spaces.communication.collectives import Collective
+from search_spaces.communication.collectives import CollectiveOp
 from search_spaces.communication.emulation import emulate
 from search_spaces.communication.precision import FLOAT32, INT4, INT8
 
@@ -17,16 +17,16 @@ MESH = {"data": 2, "model": 4}
 BOTH = ("data", "model")
 SHAPE = (2, 32, 5)
 COLLECTIVES = [
-    Collective("all_reduce", ("model",), (4,)),
-    Collective("all_reduce", BOTH, (2, 4)),
-    Collective("all_gather", BOTH, (2, 4), (1,), True),
-    Collective("all_gather", ("data",), (2,), (1,), False),
-    Collective("reduce_scatter", BOTH, (2, 4), (1,), True),
-    Collective("reduce_scatter", ("data",), (2,), (0,), False),
-    Collective("all_to_all", ("model",), (4,), (1, 0), True),
-    Collective("all_to_all", ("data",), (2,), (0, 2), False),
-    Collective("all_to_all", BOTH, (2, 4), (1, 2), True),
-    Collective("collective_permute", ("model",), (4,), permutation=((0, 1), (1, 2), (2, 3))),
+    CollectiveOp("all_reduce", ("model",), (4,)),
+    CollectiveOp("all_reduce", BOTH, (2, 4)),
+    CollectiveOp("all_gather", BOTH, (2, 4), (1,), True),
+    CollectiveOp("all_gather", ("data",), (2,), (1,), False),
+    CollectiveOp("reduce_scatter", BOTH, (2, 4), (1,), True),
+    CollectiveOp("reduce_scatter", ("data",), (2,), (0,), False),
+    CollectiveOp("all_to_all", ("model",), (4,), (1, 0), True),
+    CollectiveOp("all_to_all", ("data",), (2,), (0, 2), False),
+    CollectiveOp("all_to_all", BOTH, (2, 4), (1, 2), True),
+    CollectiveOp("collective_permute", ("model",), (4,), permutation=((0, 1), (1, 2), (2, 3))),
 ]
 IDS = [f"{c.kind} {len(c.axes)} {c.tiled}" for c in COLLECTIVES]
 NUMBERS = jnp.asarray(np.random.default_rng(0).normal(size=(8 * SHAPE[0], *SHAPE[1:])), jnp.float32)
@@ -116,7 +116,7 @@ def test_exact_bytes_by_hand():
     def sent(collective):
         return [(s.axis, s.sent_bytes) for s in collective.stages((100, 8), np.dtype("float32"), None)]
 
-    assert sent(Collective("all_reduce", ("model",), (4,))) == [("model", 2 * 3200 * 3 / 4)]
-    assert sent(Collective("all_reduce", BOTH, (2, 4))) == [("model", 2 * 3200 * 3 / 4), ("data", 2 * 800 / 2)]
-    assert sent(Collective("all_gather", BOTH, (2, 4), (0,), True)) == [("data", 3200.0), ("model", 6400 * 3.0)]
-    assert sent(Collective("all_to_all", ("model",), (4,), (0, 1), True)) == [("model", 3200 * 3 / 4)]
+    assert sent(CollectiveOp("all_reduce", ("model",), (4,))) == [("model", 2 * 3200 * 3 / 4)]
+    assert sent(CollectiveOp("all_reduce", BOTH, (2, 4))) == [("model", 2 * 3200 * 3 / 4), ("data", 2 * 800 / 2)]
+    assert sent(CollectiveOp("all_gather", BOTH, (2, 4), (0,), True)) == [("data", 3200.0), ("model", 6400 * 3.0)]
+    assert sent(CollectiveOp("all_to_all", ("model",), (4,), (0, 1), True)) == [("model", 3200 * 3 / 4)]

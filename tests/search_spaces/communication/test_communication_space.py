@@ -1,4 +1,4 @@
-"""The space: gradients as on one device, emulated as on a mesh, residuals, mixtures, damages, costs."""
+"""The space: gradients as on one device, emulated as on a mesh, residuals, mixtures, loss_increases, costs."""
 
 import itertools
 
@@ -11,10 +11,10 @@ from jax.sharding import PartitionSpec as P
 
 from cost.collectives import collective_s
 from cost.evaluation import evaluate
-from cost.problem import validate
+from cost.validation import validate
+from search_spaces.communication.costs import coding_s
 from search_spaces.communication.interpreter import alternatives
 from search_spaces.communication.precision import INT4, INT8
-from search_spaces.communication.prices import coding_s
 from search_spaces.communication.space import CommunicationSpace
 from search_spaces.communication.strategies import Encode, ErrorFeedback, EveryK, Exact, Schedule
 from tests.search_spaces.communication.small_communication import (
@@ -56,14 +56,14 @@ def test_sites_and_groups_of_the_small_network():
         ("layers/up gradient", 1, (2, WIDTH, 16)),
     ]
     assert [group.sites for group in SPACE.groups] == [(0,), (1,), (2,), (3, 4)]
-    assert SPACE.names(3) == ("exact", "int8", "int8 with error feedback", "exact every 2 steps")
+    assert SPACE.strategy_names(3) == ("exact", "int8", "int8 with error feedback", "exact every 2 steps")
     assert [group.sites for group in small_space(tie=None).groups] == [(0,), (1,), (2,), (3,), (4,)]
 
 
 @pytest.mark.parametrize("on_mesh", [False, True])
 def test_exact_strategies_give_the_gradients_of_one_device(on_mesh):
     space = SPACE.on_mesh(mesh()) if on_mesh else SPACE
-    loss, gradients, _ = _step(space, space.lossless_choice())
+    loss, gradients, _ = _step(space, space.exact_choice())
     expected, expected_gradients = jax.jit(jax.value_and_grad(plain_loss))(PARAMS, BATCH)
     assert float(loss) == pytest.approx(float(expected), rel=1e-6)
     _close(gradients, expected_gradients, 1e-6)
@@ -71,8 +71,8 @@ def test_exact_strategies_give_the_gradients_of_one_device(on_mesh):
 
 def test_meshes_may_be_explicit_and_axes_of_one_device():
     space = SPACE.on_mesh(jax.make_mesh((2, 4), ("data", "model"), axis_types=(jax.sharding.AxisType.Explicit,) * 2))
-    loss, gradients, _ = _step(space, space.lossless_choice())
-    _close((loss, gradients), _step(SPACE, SPACE.lossless_choice())[:2], 1e-6)
+    loss, gradients, _ = _step(space, space.exact_choice())
+    _close((loss, gradients), _step(SPACE, SPACE.exact_choice())[:2], 1e-6)
     alone = CommunicationSpace(loss_fn, {"data": 1, "model": 1}, PARAMS, BATCH, SPECS, P("data"))
     assert not alone.sites
     assert float(alone.loss(PARAMS, BATCH, [], KEY)) == pytest.approx(float(loss), rel=1e-6)
@@ -87,7 +87,7 @@ def test_shapes_are_enough_and_random_keys_may_be_data():
         return loss_fn(params, data) + jax.random.normal(key)
 
     space = small_space(noisy, batch=(BATCH, KEY), batch_specs=(P("data"), P()))
-    loss = jax.jit(lambda p, b: space.loss(p, b, space.lossless_choice(), KEY))(PARAMS, (BATCH, jax.random.key(3)))
+    loss = jax.jit(lambda p, b: space.loss(p, b, space.exact_choice(), KEY))(PARAMS, (BATCH, jax.random.key(3)))
     assert float(loss) == pytest.approx(
         float(plain_loss(PARAMS, BATCH) + jax.random.normal(jax.random.key(3))), rel=1e-5
     )
@@ -217,7 +217,7 @@ def test_damages_are_second_order_terms_of_known_errors():
         "all_reduce backward",
         "matrices over data gradient",
     ]
-    forward, backward, gradient = jax.jit(lambda p: space.damages(p, batch, KEY, step_sizes=0.5))(params)
+    forward, backward, gradient = jax.jit(lambda p: space.loss_increases(p, batch, KEY, step_sizes=0.5))(params)
 
     def exact(params):
         return batch[0] @ params["w"]
@@ -260,8 +260,8 @@ def test_backward_damage_of_one_token_is_that_of_the_gradients_error():
 
     # The two rows of data are copies of each other: each sees a half of the error of their sum.
     error = (arrived(1) - arrived(0)) / 2
-    damages = jax.jit(jax.vmap(lambda key: space.damages(params, batch, key, step_sizes=sizes)[1][1]))
-    found = damages(jax.random.split(KEY, 500))
+    loss_increases = jax.jit(jax.vmap(lambda key: space.loss_increases(params, batch, key, step_sizes=sizes)[1][1]))
+    found = loss_increases(jax.random.split(KEY, 500))
     expected = float(0.25 * 2 * (sizes["w"] * jnp.square(error)).sum())
     assert expected > 0
     assert float(found.mean()) == pytest.approx(expected, abs=4 * float(found.std()) / 500**0.5)
@@ -284,15 +284,15 @@ def test_residuals_stay_float32_and_gradients_have_the_parameters_type(dtype):
 def test_damages_of_narrow_parameters_are_about_those_of_wide_ones():
     """Tangents have the parameters' type."""
     params, batch = jax.tree.map(lambda x: x.astype(jnp.bfloat16), arguments())
-    found = jax.jit(lambda p: small_space(params=params, batch=batch).damages(p, batch, KEY))(params)
-    wide = jax.jit(lambda p: SPACE.damages(p, BATCH, KEY))(PARAMS)
+    found = jax.jit(lambda p: small_space(params=params, batch=batch).loss_increases(p, batch, KEY))(params)
+    wide = jax.jit(lambda p: SPACE.loss_increases(p, BATCH, KEY))(PARAMS)
     for narrow, row in zip(found, wide, strict=True):
         assert 0.5 * row[1] < narrow[1] < 3 * row[1]  # results in bfloat16 round once more
 
 
 def test_damages_on_a_mesh_and_in_loops():
-    emulated = jax.jit(lambda p: SPACE.damages(p, BATCH, KEY))(PARAMS)
-    real = jax.jit(lambda p: SPACE.on_mesh(mesh()).damages(p, BATCH, KEY))(PARAMS)
+    emulated = jax.jit(lambda p: SPACE.loss_increases(p, BATCH, KEY))(PARAMS)
+    real = jax.jit(lambda p: SPACE.on_mesh(mesh()).loss_increases(p, BATCH, KEY))(PARAMS)
     for a, b in zip(emulated, real, strict=True):
         np.testing.assert_allclose(a, b, rtol=0.02)
         assert a[0] == 0
@@ -317,15 +317,15 @@ def test_damages_of_exchanges_in_a_row_are_those_on_the_mesh(split_rows: bool):
     rows = P("data") if split_rows else P()
     strategies = {direction: STRATEGIES[direction][:2] for direction in STRATEGIES}
     space = small_space(loss, params, batch, {"w": P("model"), "e": P()}, rows, strategies=strategies)
-    emulated = jax.jit(lambda p: space.damages(p, batch, KEY))(params)
-    real = jax.jit(lambda p: space.on_mesh(mesh()).damages(p, batch, KEY))(params)
+    emulated = jax.jit(lambda p: space.loss_increases(p, batch, KEY))(params)
+    real = jax.jit(lambda p: space.on_mesh(mesh()).loss_increases(p, batch, KEY))(params)
     for group, a, b in zip(space.groups, emulated, real, strict=True):
         np.testing.assert_allclose(a, b, rtol=0.05)
         assert (a[1:] > 0).all(), group.name
 
 
 def test_costs_by_hand():
-    problem = SPACE.problem()
+    problem = SPACE.problem
     validate(problem)
     exact = 2 * collective_s("all_reduce", 8 * WIDTH * 4, 4, HARDWARE.link("model"))
     assert problem.node_cost[0][0] == pytest.approx(float(exact))
@@ -355,20 +355,20 @@ def test_alternatives_choose_a_function_and_its_communication():
     selections = {"whole": 0, "half": 1, "mixed": jnp.array([0.25, 0.75])}
     found = {}
     for name, chosen in selections.items():
-        choice = space.lossless_choice()
+        choice = space.exact_choice()
         found[name] = space.loss(params, BATCH, [chosen if g == a else c for g, c in enumerate(choice)], KEY)
     x = BATCH[0] @ params["head"]
     whole, half = x @ jnp.ones((WIDTH, WIDTH)), 0.5 * x
     expected = {"whole": whole, "half": half, "mixed": 0.25 * whole + 0.75 * half}
     for name, y in expected.items():
         assert float(found[name]) == pytest.approx(float(jnp.square(y).mean()), rel=1e-5)
-    validate(space.problem())
-    exact = space.lossless_choice()
+    validate(space.problem)
+    exact = space.exact_choice()
     without = [1 if g == a else c for g, c in enumerate(exact)]
-    gradient_only = sum(space.problem().node_cost[g][c] for g, c in enumerate(exact))
+    gradient_only = sum(space.problem.node_cost[g][c] for g, c in enumerate(exact))
     assert space.seconds(without) == pytest.approx(gradient_only)
     assert space.seconds(without) < space.seconds(exact)
-    first, second = jax.jit(lambda p: space.damages(p, BATCH, KEY))(params)[a]
+    first, second = jax.jit(lambda p: space.loss_increases(p, BATCH, KEY))(params)[a]
     assert first == 0 < second
 
 
@@ -387,7 +387,7 @@ def test_damages_of_sites_in_other_branches_are_those_of_a_loss_that_runs_them()
         "nested": lambda x: alternatives("outer", {"plain": jnp.cos, "in": nested}, x),
     }
 
-    def damages(way):
+    def loss_increases(way):
         def mixer(params, batch):
             x = batch[0]
             for _ in range(2):
@@ -395,11 +395,11 @@ def test_damages_of_sites_in_other_branches_are_those_of_a_loss_that_runs_them()
             return jnp.square(x - 1).mean()
 
         space = small_space(mixer, {"head": PARAMS["head"]}, specs={"head": P()})
-        found = jax.jit(lambda p: space.damages(p, BATCH, KEY))({"head": PARAMS["head"]})
+        found = jax.jit(lambda p: space.loss_increases(p, BATCH, KEY))({"head": PARAMS["head"]})
         names = [group.name.rpartition("/")[2] for group in space.groups]
         return {name: row for name, row in zip(names, found, strict=True) if name.startswith("all_reduce ")}
 
-    direct, inside = damages("direct"), damages("nested")
+    direct, inside = loss_increases("direct"), loss_increases("nested")
     assert list(direct) == list(inside) == ["all_reduce forward", "all_reduce backward"]
     for name, row in direct.items():
         assert row[1] > 0
@@ -427,7 +427,7 @@ def test_damages_pass_functions_with_a_way_back_of_their_own(clip):
         y = jnp.tanh(x)
         return 3.0 * y - lax.stop_gradient(2.0 * y), number + 1
 
-    def damages(function):
+    def loss_increases(function):
         def loss(params, batch):
             def layer(carried, w):
                 x, number = function(*carried)
@@ -438,9 +438,9 @@ def test_damages_pass_functions_with_a_way_back_of_their_own(clip):
 
         params = {"layers": PARAMS["layers"]}
         space = small_space(loss, params, specs={"layers": SPECS["layers"]})
-        return jax.jit(lambda p: space.damages(p, BATCH, KEY))(params)
+        return jax.jit(lambda p: space.loss_increases(p, BATCH, KEY))(params)
 
-    for found, expected in zip(damages(steep), damages(thrice), strict=True):
+    for found, expected in zip(loss_increases(steep), loss_increases(thrice), strict=True):
         assert expected[1] > 0
         np.testing.assert_allclose(found, expected, rtol=1e-4)
 
@@ -486,9 +486,9 @@ def test_choices_and_meshes_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match="must be an integer or 2 weights"):
         SPACE.loss(PARAMS, BATCH, [jnp.ones(3), 0, 0, 0], KEY)
     with pytest.raises(ValueError, match="`hardware` is None"):
-        small_space(hardware=None).problem()
+        _ = small_space(hardware=None).problem
     with pytest.raises(ValueError, match="have no lossless strategy"):
-        small_space(strategies={"forward": (Encode(INT8),)}).lossless_choice()
+        small_space(strategies={"forward": (Encode(INT8),)}).exact_choice()
     with pytest.raises(ValueError, match="`mesh` has axes"):
         SPACE.on_mesh(jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,)))
     with pytest.raises(ValueError, match="`k` must be at least 2, not 1"):

@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from cost.evaluation import evaluate
-from cost.problem import validate
+from cost.validation import validate
 from search_spaces.communication.window import windowed_attention
 from tests.search_spaces.communication.small_communication import MESH, mesh, small_space
 
@@ -95,8 +95,8 @@ def test_a_mixture_of_windows_with_lossy_sites_on_a_mesh():
 
 
 def test_each_window_sends_its_own_blocks():
-    assert SPACE.names(WINDOW) == LABELS
-    problem = SPACE.problem()
+    assert SPACE.strategy_names(WINDOW) == LABELS
+    problem = SPACE.problem
     validate(problem)
     for choice in itertools.product(range(len(SEEN)), (0, 1)):
         assert SPACE.seconds(_choice(*choice)) == pytest.approx(evaluate(problem, _choice(*choice)).cost)
@@ -107,11 +107,11 @@ def test_each_window_sends_its_own_blocks():
 
 
 def test_narrower_windows_are_damages():
-    found = jax.jit(lambda p: SPACE.damages(p, BATCH, KEY))(PARAMS)
-    damages = np.asarray(found[WINDOW])
-    assert damages[0] == 0
-    assert 0 < damages[1] < damages[3]
-    assert damages[4] < 1e-9
+    found = jax.jit(lambda p: SPACE.loss_increases(p, BATCH, KEY))(PARAMS)
+    loss_increases = np.asarray(found[WINDOW])
+    assert loss_increases[0] == 0
+    assert 0 < loss_increases[1] < loss_increases[3]
+    assert loss_increases[4] < 1e-9
     assert all(np.asarray(damage).any() for damage in found)  # permutes are measured where they run
 
 

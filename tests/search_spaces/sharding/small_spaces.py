@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from cost.hardware import Hardware, Link
+from cost.base import Hardware, Link
 from search_spaces.sharding.space import ShardingSpace
 from search_spaces.sharding.tracing import build_graph, feedback_of
 

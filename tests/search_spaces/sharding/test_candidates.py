@@ -7,20 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from cost.hardware import Hardware, Link
+from cost.base import Hardware, Link
 from search_spaces.sharding.candidates import MOST_STRATEGIES
 from search_spaces.sharding.dimensions import axes_of, in_order, kinds_of_dimensions
 from search_spaces.sharding.graph import Value
-from search_spaces.sharding.prices import Prices
+from search_spaces.sharding.reshard_costs import ReshardCosts
 from search_spaces.sharding.spec import placed, shards, specs_of_shape
-from tests.search_spaces.sharding.small_spaces import (
-    array,
-    graph_of,
-    mlp_arguments,
-    mlp_step,
-    scan_of_layers,
-    space_of,
-)
+from tests.search_spaces.sharding.small_spaces import array, graph_of, mlp_arguments, mlp_step, scan_of_layers, space_of
 
 
 def equal_links(names, s_per_byte=1e-9):
@@ -114,7 +107,7 @@ def test_axes_of_equal_size_and_link_are_alike_from_three_on():
     def alike(sizes, speeds, fixed=()):
         names = "xyzw"[: len(sizes)]
         links = {n: Link(0.0, s) for n, s in zip(names, speeds, strict=True)}
-        rates = Prices(names, sizes, Hardware("some", 1.0, 1.0, 1.0, links)).rates
+        rates = ReshardCosts(names, sizes, Hardware("some", 1.0, 1.0, 1.0, links)).rates
         return axes_of(sizes, rates, frozenset(fixed)).alike
 
     assert alike((2, 2), (1, 1)) == ()
@@ -129,7 +122,7 @@ def test_axes_of_equal_size_and_link_are_alike_from_three_on():
 
 def test_the_fastest_link_comes_first_and_of_equal_ones_the_last_axis():
     links = {n: Link(0.0, s) for n, s in zip("xyz", (2.0, 1.0, 2.0), strict=True)}
-    rates = Prices("xyz", (2, 2, 2), Hardware("some", 1.0, 1.0, 1.0, links)).rates
+    rates = ReshardCosts("xyz", (2, 2, 2), Hardware("some", 1.0, 1.0, 1.0, links)).rates
     assert axes_of((2, 2, 2), rates, frozenset()).fast_first == (1, 2, 0)
 
 

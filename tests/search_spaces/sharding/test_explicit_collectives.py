@@ -9,7 +9,7 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from search_spaces.sharding.collective import with_reduce_scatters
+from search_spaces.sharding.collective_records import with_reduce_scatters
 from search_spaces.sharding.explicit_collectives import explicit_collectives
 
 

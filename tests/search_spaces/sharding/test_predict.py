@@ -5,8 +5,8 @@ from itertools import product
 import numpy as np
 import pytest
 
+from cost.base import Problem, num_strategies
 from cost.evaluation import evaluate
-from cost.problem import Problem, num_strategies
 from search_spaces.sharding.predict import change_costs, least_peak_bytes, transfers
 from search_spaces.sharding.spec import shards
 from tests.search_spaces.sharding.small_spaces import EXAMPLES, array, hardware_of, mlp_arguments, mlp_step, space_of

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
+from cost.base import Hardware, Link
 from cost.collectives import collective_sent_bytes
-from cost.hardware import Hardware, Link
 from diffshard.checks.collectives import hlo_collectives
-from search_spaces.sharding.prices import Prices
+from search_spaces.sharding.reshard_costs import ReshardCosts
 from search_spaces.sharding.resharding import REFERENCE_BYTES
 from search_spaces.sharding.spec import divides, parts_of, placed, replicated, specs_of_shape
 
@@ -26,7 +26,7 @@ def paths(sizes, seed=0):
     """Links with bandwidths up to a thousand times apart."""
     rng = random.Random(seed)
     links = {a: Link(10 ** rng.uniform(-7, -5), 10 ** rng.uniform(-12, -9)) for a in AXES[: len(sizes)]}
-    return Prices(AXES[: len(sizes)], sizes, Hardware("random", 1.0, 1.0, 1.0, links)).path
+    return ReshardCosts(AXES[: len(sizes)], sizes, Hardware("random", 1.0, 1.0, 1.0, links)).path
 
 
 @cache
@@ -209,7 +209,7 @@ def test_equal_axes_may_change_places():
     """The tree of a path is shared among axes of equal size and link; the path is still the asker's own."""
     link = Link(1e-6, 1e-10)
     hardware = Hardware("equal", 1.0, 1.0, 1.0, dict.fromkeys(AXES, link))
-    path = Prices(AXES, (2, 2, 2), hardware).path
+    path = ReshardCosts(AXES, (2, 2, 2), hardware).path
     for source, target in product(specs_of_shape((8, 8), (2, 2, 2)), repeat=2):
         spec = source
         for move in path(source, target):
@@ -246,7 +246,7 @@ def test_xla_compiles_each_step_to_one_collective():
 
 def test_a_gather_over_two_equal_links_sends_what_one_ring_does():
     links = dict.fromkeys("xy", Link(1e-6, 1e-10))
-    moves = Prices("xy", (2, 4), Hardware("equal", 1.0, 1.0, 1.0, links)).path(((0, 1),), ((),))
+    moves = ReshardCosts("xy", (2, 4), Hardware("equal", 1.0, 1.0, 1.0, links)).path(((0, 1),), ((),))
     assert [(m.kind, m.axis) for m in moves] == [("all_gather", 1), ("all_gather", 0)]
     sent = sum(float(collective_sent_bytes("all_gather", m.fraction * 800, (2, 4)[m.axis])) for m in moves)
     assert sent == pytest.approx(800 * 7 / 8)

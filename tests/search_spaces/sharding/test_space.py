@@ -5,8 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from cost.base import num_strategies
 from cost.evaluation import evaluate
-from cost.problem import num_strategies, validate
+from cost.validation import validate
 from search_spaces.sharding.graph import Value
 from search_spaces.sharding.predict import compute_seconds, transfers
 from search_spaces.sharding.spec import divides, shards

@@ -1,0 +1,226 @@
+"""The vocabulary of costs: problems and what a choice in them costs, hardware and its links, kinds of collectives.
+
+Letters for sizes: V nodes, S_v strategies of node v, E edges, K usages, D devices that differ from each other.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+FORBIDDEN = 10**18
+"""Costs from here on, infinity included, stand for what must not be chosen (IOPDDL's convention)."""
+
+
+class Problem(NamedTuple):
+    """Nodes with strategies, edges with transfer matrices, memory usages with live intervals, loads of devices.
+
+    A choice is one strategy index for each node, `[V]` integers. Its cost is the sum of the chosen node costs and edge
+    costs plus the largest device load; at every time the chosen usages that are live must fit the memory limit.
+    Costs are in seconds and usages in bytes for our own spaces; contest instances have units of their own. Costs from
+    `FORBIDDEN` (1e18) on are no costs but mark what must not be chosen: scale larger ones down.
+
+    Attributes:
+      node_cost: V arrays `[S_v]`.
+      edge_nodes: `[E, 2]` integers, the two ends u, v of each edge; u != v.
+      edge_cost: E arrays `[S_u, S_v]`; edges with equal matrices may share one array.
+      usage_node: `[K]` integers, the node that each usage belongs to; a node may have none or several.
+      usage: K arrays `[S_v]` (the same on all devices) or `[S_v, D]`.
+      usage_interval: `[K, 2]` integers, half-open `[start, end)` times at which the usage is live.
+      memory_limit: a number, or `[D]` where devices differ; `inf` means no limit.
+      load: V arrays `[S_v, D]`, seconds of each device's time, or `()` where all devices do equal work.
+    """
+
+    node_cost: Sequence[np.ndarray]
+    edge_nodes: np.ndarray
+    edge_cost: Sequence[np.ndarray]
+    usage_node: np.ndarray = np.zeros(0, np.int64)
+    usage: Sequence[np.ndarray] = ()
+    usage_interval: np.ndarray = np.zeros((0, 2), np.int64)
+    memory_limit: float | np.ndarray = np.inf
+    load: Sequence[np.ndarray] = ()
+
+
+def is_forbidden(cost: np.ndarray) -> np.ndarray:
+    """Which entries must not be chosen."""
+    return np.asarray(cost) >= FORBIDDEN
+
+
+def num_strategies(problem: Problem) -> np.ndarray:
+    """`[V]`: how many strategies each node has."""
+    return np.fromiter((len(cost) for cost in problem.node_cost), np.int64, len(problem.node_cost))
+
+
+def num_devices(problem: Problem) -> int:
+    """D of the loads, 0 where all devices do equal work."""
+    return np.asarray(problem.load[0]).shape[1] if len(problem.load) else 0
+
+
+class Evaluation(NamedTuple):
+    """What one choice costs, exactly.
+
+    Attributes:
+      cost: node, edge and largest load cost; a Python integer when all costs are integers, so sums are exact.
+      peak: the largest live usage over time, a number or `[D]`.
+      excess: by how much the peak is above the limit, 0 where it fits (the largest over devices).
+      feasible: the memory fits and nothing forbidden is chosen.
+    """
+
+    cost: float
+    peak: float | np.ndarray
+    excess: float
+    feasible: bool
+
+
+CollectiveKind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "collective_permute"]
+COLLECTIVE_KINDS: tuple[CollectiveKind, ...] = (
+    "all_gather",
+    "reduce_scatter",
+    "all_reduce",
+    "all_to_all",
+    "collective_permute",
+)
+
+
+_KIND_AND_BITS = {
+    **{f"float{bits}": ("float", bits) for bits in (16, 32, 64)},
+    **{f"{sign}int{bits}": ("int", bits) for sign in ("", "u") for bits in (2, 4, 8, 16, 32, 64)},
+    "bfloat16": ("float", 16),
+    "complex64": ("float", 32),
+    "complex128": ("float", 64),
+    "bool": ("int", 8),
+}
+
+
+@dataclass(frozen=True)
+class Link:
+    """A mesh axis's link by the α–β model: a message of b bytes takes `latency_s + b * s_per_byte` seconds.
+
+    Attributes:
+      latency_s: seconds of one collective however small.
+      s_per_byte: inverse of the bandwidth at which one device sends around the ring of its axis.
+      all_to_all_s_per_byte: the same for all-to-all, where it differs: a ring crosses from host to host once, an
+        all-to-all once for each pair of devices. None means `s_per_byte`.
+      reduce_scatter_s_per_byte: the same for reduce-scatter, where it differs: XLA for CPU writes it as an all-reduce,
+        of twice the bytes. None means `s_per_byte`.
+
+    Raises:
+      ValueError: a field is NaN, infinite or negative.
+    """
+
+    latency_s: float
+    s_per_byte: float
+    all_to_all_s_per_byte: float | None = None
+    reduce_scatter_s_per_byte: float | None = None
+
+    def __post_init__(self):
+        _check_cost("Link.latency_s", self.latency_s)
+        _check_cost("Link.s_per_byte", self.s_per_byte)
+        for name in ("all_to_all_s_per_byte", "reduce_scatter_s_per_byte"):
+            if getattr(self, name) is not None:
+                _check_cost(f"Link.{name}", getattr(self, name))
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """One device and the links between devices.
+
+    Attributes:
+      name: for people.
+      flops_per_s: peak rate by dtype name ("float32", "bfloat16", ...), or one number for all.
+      memory_bytes_per_s: bandwidth of the device's memory; `inf` if its traffic costs nothing.
+      memory_bytes: size of the device's memory; `inf` if it cannot run out.
+      links: the link of each mesh axis.
+      combines_gathers: whether the compiler joins small all-gathers, all-to-alls and permutes, so that they share a
+        latency. XLA does for GPU and TPU; for CPU it joins all-reduces only.
+
+    Raises:
+      ValueError: a rate or size is NaN, negative or zero, or `flops_per_s` names no dtype.
+      TypeError: a link is not a `Link`.
+    """
+
+    name: str
+    flops_per_s: Mapping[str, float] | float
+    memory_bytes_per_s: float
+    memory_bytes: float
+    links: Mapping[str, Link]
+    combines_gathers: bool = True
+
+    def __post_init__(self):
+        _check_rate("Hardware.memory_bytes_per_s", self.memory_bytes_per_s)
+        _check_rate("Hardware.memory_bytes", self.memory_bytes)
+        if isinstance(self.flops_per_s, Mapping):
+            if not self.flops_per_s:
+                raise ValueError("`Hardware.flops_per_s` has no dtype; give at least one, such as {'float32': 1e12}.")
+            for dtype, rate in self.flops_per_s.items():
+                _kind_and_bits(dtype)
+                _check_rate(f"Hardware.flops_per_s[{dtype!r}]", rate)
+            object.__setattr__(self, "flops_per_s", dict(self.flops_per_s))
+        else:
+            _check_rate("Hardware.flops_per_s", self.flops_per_s)
+        for axis, link in self.links.items():
+            if not isinstance(link, Link):
+                raise TypeError(f"`Hardware.links[{axis!r}]` must be a Link(latency_s, s_per_byte), not {link!r}.")
+        object.__setattr__(self, "links", dict(self.links))
+
+    def __hash__(self) -> int:
+        rates = self.flops_per_s
+        rates = tuple(sorted(rates.items())) if isinstance(rates, Mapping) else rates
+        links = tuple(sorted(self.links.items(), key=lambda item: item[0]))
+        return hash((self.name, rates, self.memory_bytes_per_s, self.memory_bytes, links, self.combines_gathers))
+
+    def link(self, axis: str) -> Link:
+        """The link of a mesh axis.
+
+        Raises:
+          ValueError: the hardware has no link for the axis.
+        """
+        if axis not in self.links:
+            raise ValueError(
+                f"`hardware` {self.name!r} has no link for the mesh axis {axis!r}; it has {tuple(self.links)}. "
+                f"Add `links={{{axis!r}: Link(latency_s, s_per_byte)}}`."
+            )
+        return self.links[axis]
+
+    def peak_flops_per_s(self, dtype: str) -> float:
+        """Peak rate for a dtype by name.
+
+        A dtype that is not listed takes the rate of the narrowest listed one that is at least as wide, of its own kind
+        (float or integer) if there is one: float8 runs at least as fast as bfloat16. One that is wider than all takes
+        the widest one's rate divided by the ratio of widths. Complex counts as its real part's type.
+        """
+        if not isinstance(self.flops_per_s, Mapping):
+            return float(self.flops_per_s)
+        if dtype in self.flops_per_s:
+            return float(self.flops_per_s[dtype])
+        kind, bits = _kind_and_bits(dtype)
+        listed = [(*_kind_and_bits(name), rate) for name, rate in self.flops_per_s.items()]
+        for candidates in ([entry for entry in listed if entry[0] == kind], listed):
+            wide_enough = [(width, rate) for _, width, rate in candidates if width >= bits]
+            if wide_enough:
+                return float(min(wide_enough)[1])
+        _, width, rate = max(listed, key=lambda entry: entry[1])
+        return float(rate) * width / bits
+
+
+def _kind_and_bits(dtype: str) -> tuple[str, int]:
+    if dtype.startswith(("float8", "float4")):
+        return "float", int(dtype[5])
+    if dtype in _KIND_AND_BITS:
+        return _KIND_AND_BITS[dtype]
+    # Random keys and whatever dtype comes next: 32 bits of integer arithmetic is what they are made of.
+    if dtype.startswith("key<") or dtype == "float0":
+        return "int", 32
+    raise ValueError(f"`dtype` {dtype!r} is not a dtype's name such as 'float32', 'bfloat16' or 'int8'.")
+
+
+def _check_rate(field: str, value: float) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or math.isnan(value) or value <= 0:
+        raise ValueError(f"`{field}` must be a positive number (inf: costs nothing), not {value!r}.")
+
+
+def _check_cost(field: str, value: float) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
+        raise ValueError(f"`{field}` must be a finite number of seconds, zero or more, not {value!r}.")

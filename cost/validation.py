@@ -1,0 +1,109 @@
+"""The rules of `Problem`, held against problems from outside."""
+
+import numpy as np
+
+from cost.base import Problem, num_strategies
+
+
+def validate(problem: Problem) -> None:
+    """Holds a problem from outside against the rules of `Problem`.
+
+    Raises:
+      ValueError: names the field, the rule, the place and the value.
+    """
+    for name in ("edge_nodes", "usage_node", "usage_interval"):
+        _check_array(getattr(problem, name), f"`{name}`")
+    for v, cost in enumerate(problem.node_cost):
+        _check_costs(cost, np.shape(cost)[:1] or ("strategies",), f"`node_cost[{v}]`")
+    sizes = num_strategies(problem)
+    if sizes.size and sizes.min() == 0:
+        raise ValueError(f"`node_cost[{sizes.argmin()}]` is empty; every node needs at least one strategy.")
+    _check_edges(problem, sizes)
+    _check_usages(problem, sizes)
+    if len(problem.load) not in (0, len(sizes)):
+        raise ValueError(f"`load` must be () or one array for each of the {len(sizes)} nodes, got {len(problem.load)}.")
+    devices = np.shape(problem.load[0])[1:] if len(problem.load) else ()
+    for v, load in enumerate(problem.load):
+        _check_costs(load, (sizes[v], *(devices or ("devices",))), f"`load[{v}]`")
+
+
+def _check_edges(problem: Problem, sizes: np.ndarray) -> None:
+    edges = _checked_pairs(problem.edge_nodes, len(problem.edge_cost), "`edge_nodes`")
+    wrong = np.flatnonzero(((edges < 0) | (edges >= len(sizes))).any(axis=1))
+    if wrong.size:
+        e = wrong[0]
+        raise ValueError(f"`edge_nodes[{e}]` is {edges[e].tolist()}, but the nodes are 0 to {len(sizes) - 1}.")
+    loops = np.flatnonzero(edges[:, 0] == edges[:, 1])
+    if loops.size:
+        e = loops[0]
+        raise ValueError(f"`edge_nodes[{e}]` joins node {edges[e, 0]} to itself; add its diagonal to `node_cost`.")
+    seen: set[tuple[int, int, int]] = set()
+    size = sizes.tolist()
+    for e, (cost, (u, v)) in enumerate(zip(problem.edge_cost, edges.tolist(), strict=True)):
+        if (id(cost), size[u], size[v]) not in seen:  # shared matrices are looked at once
+            _check_costs(cost, (size[u], size[v]), f"`edge_cost[{e}]` between nodes {u} and {v}")
+            seen.add((id(cost), size[u], size[v]))
+
+
+def _check_usages(problem: Problem, sizes: np.ndarray) -> None:
+    limit = np.asarray(problem.memory_limit)
+    real = np.issubdtype(limit.dtype, np.number) and not np.iscomplexobj(limit)
+    if not real or limit.ndim > 1 or np.isnan(limit).any() or (limit < 0).any():
+        raise ValueError(f"`memory_limit` must be a number or `[D]`, not negative, got {problem.memory_limit!r}.")
+    nodes = np.asarray(problem.usage_node)
+    if nodes.shape != (len(problem.usage),):
+        raise ValueError(f"`usage_node` must have one node for each of {len(problem.usage)} usages, got {nodes.shape}.")
+    if nodes.size and not np.issubdtype(nodes.dtype, np.integer):
+        raise ValueError(f"`usage_node` must be integers, got {nodes.dtype}.")
+    intervals = _checked_pairs(problem.usage_interval, len(problem.usage), "`usage_interval`")
+    first: tuple[int, int] | None = None  # the first usage that differs between devices, and between how many
+    for k, (usage, v, (start, end)) in enumerate(zip(problem.usage, nodes.tolist(), intervals.tolist(), strict=True)):
+        if not 0 <= v < len(sizes):
+            raise ValueError(f"`usage_node[{k}]` is {v}, but the nodes are 0 to {len(sizes) - 1}.")
+        if start >= end:
+            raise ValueError(f"`usage_interval[{k}]` is [{start}, {end}), which is empty; leave the usage out.")
+        _check_array(usage, f"`usage[{k}]`")
+        devices = np.shape(usage)[1:]
+        if devices not in ((), (limit.size,)) and not (len(devices) == 1 and limit.ndim == 0):
+            raise ValueError(
+                f"`usage[{k}]` has shape {np.shape(usage)}, but `memory_limit` is for {limit.size} devices."
+            )
+        if devices and devices != (1,):
+            first = first or (k, devices[0])
+            if devices[0] != first[1]:
+                raise ValueError(
+                    f"`usage[{k}]` is for {devices[0]} devices, but `usage[{first[0]}]` for {first[1]}; "
+                    "give every usage as `[S_v]` or for the same devices."
+                )
+        _check_costs(usage, (sizes[v], *devices), f"`usage[{k}]` of node {v}")
+        if len(usage) and (np.min(usage) < 0 or np.isinf(np.max(usage))):
+            wrong = np.min(usage) if np.min(usage) < 0 else np.max(usage)
+            raise ValueError(
+                f"`usage[{k}]` of node {v} must be finite and not negative, got {wrong}; "
+                "a strategy that must not be chosen has an infinite `node_cost`."
+            )
+
+
+def _check_array(array: np.ndarray, name: str) -> None:
+    if not hasattr(array, "dtype"):
+        raise ValueError(f"{name} must be an array, got {type(array).__name__}; wrap it in `np.array`.")
+
+
+def _check_costs(cost: np.ndarray, shape: tuple, name: str) -> None:
+    _check_array(cost, name)
+    if np.shape(cost) != tuple(shape):
+        wanted = ", ".join(map(str, shape)) + ("," if len(shape) == 1 else "")
+        raise ValueError(f"{name} must have shape ({wanted}), got {np.shape(cost)}.")
+    if not np.issubdtype(np.asarray(cost).dtype, np.number) or np.iscomplexobj(cost):
+        raise ValueError(f"{name} must hold real numbers, got {np.asarray(cost).dtype}.")
+    if np.isnan(cost).any() or np.isneginf(cost).any():
+        raise ValueError(f"{name} must not hold NaN or -inf; `inf` marks what must not be chosen.")
+
+
+def _checked_pairs(pairs: np.ndarray, count: int, name: str) -> np.ndarray:
+    pairs = np.asarray(pairs)
+    if pairs.size == 0 and count == 0:
+        return np.zeros((0, 2), np.int64)
+    if pairs.shape != (count, 2) or not np.issubdtype(pairs.dtype, np.integer):
+        raise ValueError(f"{name} must be integers of shape {(count, 2)}, got {pairs.dtype} {pairs.shape}.")
+    return pairs

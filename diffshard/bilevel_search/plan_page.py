@@ -1,0 +1,155 @@
+"""A plan of the bilevel search as one self-contained HTML page: what it saves, where, and what training said of it."""
+
+import math
+import os
+from collections.abc import Sequence
+
+from diffshard.bilevel_search.plan import BilevelPlan
+from diffshard.bilevel_search.plan_text import (
+    bytes_line,
+    format_plan,
+    group_kind,
+    has_traffic,
+    others,
+    schedule_line,
+    title,
+)
+from diffshard.bilevel_search.proof import Proof, Tried
+from diffshard.plans.html import COLOURS, cards, document, escaped, plain_bar
+from diffshard.plans.patterns import format_bytes, format_s
+from diffshard.plans.whole_files import write_whole
+
+_WIDTH, _HEIGHT, _LEFT, _BOTTOM, _EDGE = 840, 300, 70, 40, 22  # of the picture, its axes and their ends, in pixels
+_CHOSEN, _EXACT, _OTHER = "#d9822b", "#1d4e89", "#a7aeb6"
+
+
+def save_page(plan: BilevelPlan, path: str | os.PathLike[str]) -> None:
+    """Writes a plan as an HTML page that needs nothing else; the file is replaced whole or not at all."""
+    write_whole(path, format_page(plan))
+
+
+def format_page(plan: BilevelPlan) -> str:
+    """The page's text."""
+    notes = [note for note in (schedule_line(plan), plan.message) if note]
+    body = [
+        f"<h1>{escaped(title(plan))}</h1>",
+        "".join(f"<div class=dim>{escaped(note)}</div>" for note in notes),
+        _cards(plan),
+        _bars(plan),
+        _groups(plan),
+        _candidates(plan.proof) if plan.proof else "",
+        "".join(["<h2>Notes</h2><ul>", *(f"<li>{escaped(n)}</li>" for n in plan.notes), "</ul>"]) if plan.notes else "",
+        f"<details><summary>As text</summary><pre>{escaped(format_plan(plan))}</pre></details>",
+    ]
+    return document(title(plan), body)
+
+
+def _cards(plan: BilevelPlan) -> str:
+    pairs = [(format_s(plan.seconds), f"predicted step, {plan.cost_ratio:.1%} of {others(plan)}")]
+    if not plan.lossless:
+        bound = "" if plan.max_loss_increase is None else f", {plan.max_loss_increase:.4g} allowed"
+        how = "measured" if plan.proof else "predicted, not measured"
+        pairs.append((f"{plan.loss_increase:+.4g}", f"loss over the exact choice's, {how}{bound}"))
+        changed = sum(group.strategy != group.exact_strategy for group in plan.groups)
+        pairs.append((f"{changed} of {len(plan.groups)}", "groups differ from the exact choice"))
+    if has_traffic(plan):
+        pairs.insert(2, (format_bytes(plan.sent_bytes), bytes_line(plan).split(" ", 2)[2]))
+    return cards(*pairs)
+
+
+def _bars(plan: BilevelPlan) -> str:
+    """Seconds by group as the exact choice has them and as chosen, to one scale."""
+    if not has_traffic(plan):
+        return ""
+    colours = [COLOURS[i % len(COLOURS)] for i in range(len(plan.groups))]
+    rows = [
+        ("the exact choice", [group.exact_seconds for group in plan.groups]),
+        (f"as chosen{', after the exact choice' if plan.exact_share else ''}", [g.seconds for g in plan.groups]),
+    ]
+    whole = max(sum(seconds) for _, seconds in rows)
+    found = ""
+    for name, seconds in rows:
+        pieces = [(g.name, s, format_s(s), c) for g, s, c in zip(plan.groups, seconds, colours, strict=True)]
+        found += f"<div style='margin:10px 0 3px'>{name} <span class=dim>{format_s(sum(seconds))}</span></div>"
+        found += plain_bar(pieces, whole)
+    key = "".join(
+        f'<span><i style="background:{colour}"></i>{escaped(group.name)} '
+        f"<span class=dim>{format_s(group.exact_seconds)} → {format_s(group.seconds)}</span></span>"
+        for group, colour in zip(plan.groups, colours, strict=True)
+        if group.exact_seconds or group.seconds
+    )
+    return f"<h2>Communication of a step</h2>{found}<div class=key>{key}</div>"
+
+
+def _groups(plan: BilevelPlan) -> str:
+    if not has_traffic(plan):
+        rows = [(g.name, g.strategy, format_s(g.seconds)) for g in plan.groups]
+        return f"<h2>Choices</h2>{_table(('name', 'chosen', 'takes'), rows, right=(2,))}"
+    rows = []
+    for group in plan.groups:
+        traffic = group.traffic
+        sent = (traffic.sent_bytes, traffic.exact_sent_bytes) if traffic else (0.0, 0.0)
+        seconds = (group.seconds, group.exact_seconds)
+        rows.append((group.name, *group_kind(group), group.strategy, *map(format_bytes, sent), *map(format_s, seconds)))
+    head = ("group", "direction", "collective", "", "chosen", "sends", "exact", "takes", "exact")
+    return f"<h2>Groups of sites</h2>{_table(head, rows, right=(3, 5, 6, 7, 8))}"
+
+
+def _candidates(proof: Proof) -> str:
+    """Loss against seconds of those that were trained to the end, numbered as in the table of all."""
+    rows = []
+    for number, tried in enumerate(proof.table, start=1):
+        loss = (f"{tried.loss:.4f}", f"{tried.loss_increase:+.4f}", f"{tried.row.steps:,}")
+        rows.append((str(number) if number <= len(proof.finalists) else "", tried.name, format_s(tried.seconds), *loss))
+    head = ("", "candidate", "step", "loss", "increase", "steps")
+    said = (
+        f"{len(proof.table)} trained from the start, {proof.steps:,} steps in all; those without a number were dropped"
+    )
+    return (
+        f"<h2>Candidates</h2><div class=dim>{said} on the way, with fewer steps</div>"
+        f"{_picture(proof.finalists)}{_table(head, rows, right=(0, 2, 3, 4, 5))}"
+    )
+
+
+def _picture(tried: Sequence[Tried]) -> str:
+    points = [(i, t) for i, t in enumerate(tried, start=1) if math.isfinite(t.loss)]
+    if not points:
+        return ""
+    low_s, high_s = _range([t.seconds for _, t in points])
+    low, high = _range([t.loss for _, t in points])
+    right, floor = _WIDTH - _EDGE, _HEIGHT - _BOTTOM
+    dots = ""
+    for i, t in reversed(points):  # the best on top
+        x = _LEFT + _EDGE + (right - _LEFT - 2 * _EDGE) * (t.seconds - low_s) / (high_s - low_s)
+        y = floor - _EDGE - (floor - 2 * _EDGE) * (t.loss - low) / (high - low)
+        beside, anchor = (8, "start") if x < _WIDTH / 2 else (-8, "end")
+        colour = _CHOSEN if i == 1 else _EXACT if t.name == "exact" else _OTHER
+        name = "chosen" if i == 1 else "exact" if t.name == "exact" else ""
+        dots += (
+            f'<circle cx="{x:.1f}" cy="{y:.1f}" r="5" fill="{colour}"><title>{escaped(t.name)}: '
+            f"{format_s(t.seconds)}, {t.loss:.4f}</title></circle>"
+            f'<text x="{x + beside:.1f}" y="{y - 6:.1f}" text-anchor="{anchor}">{i} {name}</text>'
+        )
+    ends = [(_LEFT - 6, floor - _EDGE + 4, "end", f"{low:.4f}"), (_LEFT - 6, _EDGE + 4, "end", f"{high:.4f}")]
+    ends += [(_LEFT + _EDGE, floor + 18, "middle", format_s(low_s))]
+    ends += [(right - _EDGE, floor + 18, "middle", format_s(high_s))]
+    ends += [((_LEFT + right) / 2, floor + 34, "middle", "predicted step"), (_LEFT + 6, 12, "start", "loss")]
+    labels = "".join(f'<text x="{x}" y="{y}" text-anchor="{anchor}">{what}</text>' for x, y, anchor, what in ends)
+    return (
+        f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" width="{_WIDTH}" role="img" aria-label="Loss against predicted step">'
+        f'<path d="M{_LEFT} 6 V{floor} H{right}" fill="none" stroke="#c5cad0"/>{labels}{dots}</svg>'
+    )
+
+
+def _range(values: Sequence[float]) -> tuple[float, float]:
+    """Least and largest, apart even where all are equal."""
+    low, high = min(values), max(values)
+    return (low, high) if high > low else (low - abs(low) / 2 - 1e-9, high + abs(high) / 2 + 1e-9)
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int]) -> str:
+    def line(cells: Sequence[str], tag: str) -> str:
+        found = (f"<{tag}{' class=n' * (i in right)}>{escaped(cell)}</{tag}>" for i, cell in enumerate(cells))
+        return f"<tr>{''.join(found)}</tr>"
+
+    return f"<table>{line(head, 'th')}{''.join(line(row, 'td') for row in rows)}</table>"

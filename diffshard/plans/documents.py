@@ -1,0 +1,165 @@
+"""What the files of all plans share: kind and version in front, records as JSON by their annotations, and back."""
+
+import dataclasses
+import functools
+import inspect
+import json
+import math
+import os
+import types
+from collections.abc import Mapping
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+import numpy as np
+
+from diffshard.base import PlanError
+from diffshard.plans.whole_files import write_whole
+
+SHARDING, BILEVEL = "diffshard plan", "diffshard bilevel plan"
+_LOADED_BY = {SHARDING: "`diffshard.Plan.load`", BILEVEL: "`diffshard.BilevelPlan.load`"}
+_WORDS = ("inf", "-inf", "nan")
+_NUMBERS = {float: (int, float), int: (int,), bool: (bool,), str: (str,)}
+
+
+def write(path: str | os.PathLike[str], document: Mapping[str, Any]) -> None:
+    """Writes JSON values; the file is replaced whole or not at all."""
+    write_whole(path, json.dumps(document, indent=None, separators=(",", ":"), allow_nan=False))
+
+
+def read(path: str | os.PathLike[str]) -> Any:
+    """The JSON values of a file.
+
+    Raises:
+      PlanError: it is not JSON.
+      OSError: it cannot be read.
+    """
+    try:
+        with open(path, encoding="utf-8") as file:
+            return json.load(file)
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise PlanError(f"`{os.fspath(path)}` is no plan: it is not JSON ({error}).") from None
+
+
+def kind_of(document: Any) -> Any:
+    """What kind of plan a document says that it is."""
+    return document.get("format") if isinstance(document, dict) else None
+
+
+def content(document: Any, name: str, kind: str, version: int) -> dict[str, Any]:
+    """What a document holds beside its kind and version.
+
+    Args:
+      document: JSON values.
+      name: where they come from, for errors.
+      kind: that they must be of.
+      version: that they must have.
+
+    Raises:
+      PlanError: they are of another kind or version.
+    """
+    found = kind_of(document)
+    if isinstance(found, str) and found != kind and found in _LOADED_BY:
+        raise PlanError(f"`{name}` is a {found}, not a {kind}: load it with {_LOADED_BY[found]}.")
+    if found != kind:
+        raise PlanError(f"`{name}` is no plan of diffshard: its `format` is not {kind!r}.")
+    if document.get("version") != version:
+        raise PlanError(
+            f"`{name}` has the plan version {document.get('version')!r}; this diffshard reads version {version}. "
+            "Update diffshard, or make the plan again."
+        )
+    return {key: value for key, value in document.items() if key not in ("format", "version")}
+
+
+def plain(value: Any) -> Any:
+    """Records as JSON values: JSON has no infinity, so it is written as a word."""
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if dataclasses.is_dataclass(value):
+        return {item.name: plain(getattr(value, item.name)) for item in dataclasses.fields(value)}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return {name: plain(getattr(value, name)) for name in value._fields}  # pyright: ignore[reportAttributeAccessIssue]
+    if isinstance(value, Mapping):
+        return {str(k): plain(v) for k, v in value.items()}
+    return [plain(v) for v in value] if isinstance(value, list | tuple) else value
+
+
+def restored(hint: Any, value: Any, known: Mapping[Any, Any] | None = None) -> Any:
+    """JSON values as what an annotation says; what it says nothing of (`Any`) as tuples and numbers.
+
+    Words are infinite numbers in the places of numbers only: an argument may well be called `nan`.
+
+    Args:
+      hint: a type, an alias such as `tuple[int, ...]`, a union, a dataclass or a named tuple.
+      value: JSON values.
+      known: by annotation, functions that restore its values.
+
+    Raises:
+      TypeError: the values are of other types, or a record has other fields or lacks some.
+    """
+    known = known or {}
+    if hint in known:
+        return known[hint](value)
+    origin = get_origin(hint)
+    if origin in (types.UnionType, Union):
+        return _one_of(get_args(hint), value, known)
+    if hint is Any:
+        if isinstance(value, list):
+            return tuple(restored(Any, item) for item in value)
+        return float(value) if value in _WORDS else value
+    if origin in (tuple, Mapping):
+        return _collection(hint, value, known)
+    if dataclasses.is_dataclass(hint) or hasattr(hint, "_fields"):
+        return _record(hint, value, known)
+    if hint is float and value in _WORDS:
+        return float(value)
+    if hint in _NUMBERS and isinstance(value, _NUMBERS[hint]) and (hint is bool or not isinstance(value, bool)):
+        return value
+    if hint is type(None) and value is None:
+        return None
+    raise TypeError(f"{value!r} is not of type {getattr(hint, '__name__', hint)}")
+
+
+def _collection(hint: Any, value: Any, known: Mapping[Any, Any]) -> Any:
+    inner = get_args(hint)
+    if get_origin(hint) is Mapping and isinstance(value, dict):
+        return {key: restored(inner[1], item, known) for key, item in value.items()}
+    hints = [inner[0]] * len(value) if inner[-1] is Ellipsis and isinstance(value, list) else inner
+    if not isinstance(value, list) or get_origin(hint) is not tuple or len(hints) != len(value):
+        raise TypeError(f"{value!r} is not of type {hint}")
+    return tuple(restored(h, item, known) for h, item in zip(hints, value, strict=True))
+
+
+def _one_of(hints: tuple[Any, ...], value: Any, known: Mapping[Any, Any]) -> Any:
+    if value is None and type(None) in hints:
+        return None
+    for hint in hints[:-1]:
+        try:
+            return restored(hint, value, known)
+        except TypeError:
+            continue
+    return restored(hints[-1], value, known)
+
+
+@functools.cache
+def _hints(kind: Any) -> dict[str, Any]:
+    return get_type_hints(kind)
+
+
+def _record(kind: Any, value: Any, known: Mapping[Any, Any]) -> Any:
+    """A dataclass or named tuple; a field that is not there has its default."""
+    if not isinstance(value, dict):
+        raise TypeError(f"{value!r} is not the fields of {kind.__name__}")
+    hints, fields = _hints(kind), {}
+    for name, item in value.items():
+        if name not in hints:
+            raise TypeError(f"{kind.__name__} has no field {name!r}")
+        try:
+            fields[name] = restored(hints[name], item, known)
+        except TypeError as error:
+            raise TypeError(f"`{name}`: {error}") from None
+    parameters = inspect.signature(kind).parameters.values()
+    if missing := [f"`{p.name}`" for p in parameters if p.default is p.empty and p.name not in fields]:
+        raise TypeError(f"{kind.__name__} lacks {', '.join(missing)}")
+    return kind(**fields)

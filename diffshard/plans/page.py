@@ -1,0 +1,194 @@
+"""A plan as one self-contained HTML page: where the time and memory go, and each layer coloured by its shardings."""
+
+import math
+import os
+from collections.abc import Sequence
+
+from diffshard.plans.html import COLOURS, COMPUTE, bar, cards, document, escaped
+from diffshard.plans.layers import Layer, Part, layers
+from diffshard.plans.patterns import format_bytes, format_s
+from diffshard.plans.plan import Plan, Spec
+from diffshard.plans.text import (
+    argument_groups,
+    collective_totals,
+    device_bytes,
+    format_array,
+    format_plan,
+    format_spec,
+    reason,
+    short_name,
+    verdict,
+)
+from diffshard.plans.whole_files import write_whole
+
+# Light fills with dark text, told apart also by those who don't see red and green: one for each set of mesh axes.
+_REPLICATED = "#e9e9ec"
+_FILLS = ("#bcd9f5", "#fbd5a4", "#d9c8f0", "#c5e6c0", "#f6c3d0", "#bfe8e4", "#efe3a0", "#d6cfc7")
+
+
+def save_page(plan: Plan, path: str | os.PathLike[str]) -> None:
+    """Writes a plan as an HTML page that needs nothing else; the file is replaced whole or not at all."""
+    write_whole(path, format_page(plan))
+
+
+def format_page(plan: Plan) -> str:
+    """The page's text."""
+    mesh = " × ".join(f"{axis} {size}" for axis, size in plan.mesh_axes.items()) or "no axes"
+    devices = math.prod(plan.mesh_axes.values())
+    rows = layers(plan)
+    fills = _fills(plan, rows)
+    body = [
+        f"<h1>{escaped(short_name(plan.function))} on {devices} device{'s' if devices != 1 else ''}</h1>",
+        f"<div class=dim>mesh {escaped(mesh)} · {escaped(plan.hardware.name)} · {escaped(plan.solver)} solver, "
+        f"{escaped(format_s(plan.search_s))} · {escaped(verdict(plan))}</div>",
+        _cards(plan),
+        _time(plan),
+        _memory(plan),
+        _graph(rows, fills),
+        _argument_table(plan, fills),
+        _history(plan),
+        "".join(["<h2>Notes</h2><ul>", *(f"<li>{escaped(n)}</li>" for n in plan.notes), "</ul>"]) if plan.notes else "",
+        f"<details><summary>As text</summary><pre>{escaped(format_plan(plan))}</pre></details>",
+    ]
+    return document(f"Plan of {short_name(plan.function)}", body)
+
+
+def _fills(plan: Plan, rows: Sequence[Layer]) -> dict[frozenset[str], str]:
+    """A colour for each set of mesh axes that something is split over: single axes first, as the mesh lists them."""
+    specs = [t.spec for t in plan.arguments]
+    specs += [p.spec for row in rows for p in (*row.arguments, *row.forward, *row.backward) if p.spec is not None]
+    order = list(plan.mesh_axes)
+    sets = sorted({_axes(spec) for spec in specs} - {frozenset()}, key=lambda s: (len(s), sorted(map(order.index, s))))
+    return {frozenset(): _REPLICATED} | {axes: _FILLS[i % len(_FILLS)] for i, axes in enumerate(sets)}
+
+
+def _axes(spec: Spec) -> frozenset[str]:
+    return frozenset(axis for axes in spec for axis in axes)
+
+
+def _cards(plan: Plan) -> str:
+    limit = plan.memory_limit_bytes
+    used = "no limit" if math.isinf(limit) else f"{plan.peak_bytes / limit:.0%} of {format_bytes(limit)}"
+    bounded = math.isfinite(plan.lower_bound_s)
+    gap = "0%" if plan.gap < 1e-8 else f"{100 * plan.gap:.2g}%"
+    return cards(
+        (format_s(plan.step_s), "predicted step"),
+        (f"{(plan.step_s - plan.compute_s) / max(plan.step_s, 1e-30):.0%}", "of it communicates"),
+        (format_bytes(plan.peak_bytes), f"peak memory of a device: {used}"),
+        (gap if bounded else "unknown", f"gap to the lower bound {format_s(plan.lower_bound_s)}" if bounded else "gap"),
+    )
+
+
+def _time(plan: Plan) -> str:
+    pieces = [("computing", plan.compute_s, format_s(plan.compute_s), COMPUTE)]
+    for i, (kind, axis, count, size, seconds) in enumerate(collective_totals(plan)):
+        said = f"{format_s(seconds)}, {count:,.0f}×, {format_bytes(size)}"
+        pieces.append((f"{kind} {axis}", seconds, said, COLOURS[i % len(COLOURS)]))
+    return f"<h2>Time of a step</h2>{bar(pieces, plan.step_s)}"
+
+
+def _memory(plan: Plan) -> str:
+    """What a device holds by argument, and what the step adds at its peak."""
+    by_argument: dict[str, float] = {}
+    for tensor in plan.arguments:
+        name = tensor.path.split("[", 1)[0]
+        by_argument[name] = by_argument.get(name, 0.0) + device_bytes(plan, tensor)
+    rest = plan.peak_bytes - sum(by_argument.values())
+    by_argument["activations, gradients and copies at the peak"] = max(rest, 0.0)
+    colours = (COMPUTE, *COLOURS)
+    pieces = [(n, b, format_bytes(b), colours[i % len(colours)]) for i, (n, b) in enumerate(by_argument.items())]
+    limit = plan.memory_limit_bytes
+    is_close = not math.isinf(limit) and plan.peak_bytes > limit / 10
+    title = "Memory of a device" + (f", of {format_bytes(limit)}" if is_close else "")
+    return f"<h2>{title}</h2>{bar(pieces, limit if is_close else max(plan.peak_bytes, sum(by_argument.values())))}"
+
+
+def _graph(rows: Sequence[Layer], fills: dict[frozenset[str], str]) -> str:
+    key = "".join(
+        f'<span><i style="background:{colour}"></i>{escaped(" + ".join(sorted(axes)) or "replicated")}</span>'
+        for axes, colour in fills.items()
+    )
+    head = "<div class='layer head'><div>layer</div><div>arguments</div><div>forward</div><div>backward</div></div>"
+    return f"<h2>Layers</h2><div class=key style='margin-bottom:14px'>split over:&nbsp;{key}</div>{head}" + "".join(
+        _layer(row, fills) for row in rows
+    )
+
+
+def _layer(row: Layer, fills: dict[frozenset[str], str]) -> str:
+    times = f" <span class=dim>× {row.times}</span>" if row.times > 1 else ""
+    seconds = f"{format_s(row.compute_s)} computing"
+    if row.collective_s:
+        seconds += f"<br>{format_s(row.collective_s)} communicating"
+    if not row.compute_s and not row.collective_s:
+        seconds = ""
+    columns = (row.arguments, row.forward, row.backward)
+    return (
+        f"<div class=layer><div><div class=name>{escaped(row.name)}{times}</div><div class=dim>{seconds}</div></div>"
+        + "".join(f"<div>{''.join(_part(p, fills) for p in parts)}</div>" for parts in columns)
+        + "</div>"
+    )
+
+
+def _part(part: Part, fills: dict[frozenset[str], str]) -> str:
+    times = f" × {part.times}" if part.times > 1 else ""
+    amount = format_bytes(part.num_bytes) if part.num_bytes else format_s(part.seconds) if part.seconds else ""
+    if part.spec is None:
+        noun = "small operation" if part.times == 1 else "small operations"
+        return f"<div class='part small'>{part.times} {noun}, {escaped(amount)}</div>"
+    moves = f"<div class=moves>{escaped(', '.join(part.collectives))}</div>" if part.collectives else ""
+    where = escaped(f"{part.array} {part.source}")
+    return (
+        f'<div class=part style="background:{fills[_axes(part.spec)]}" title="{where}">{escaped(part.name)}{times}'
+        f"<div class=how><span>{escaped(format_spec(part.spec))}</span><span>{escaped(amount)}</span></div>"
+        f"{moves}</div>"
+    )
+
+
+def _argument_table(plan: Plan, fills: dict[frozenset[str], str]) -> str:
+    rows = []
+    for group in argument_groups(plan):
+        members = [plan.arguments[i] for i in group.members]
+        first = members[0]
+        size = format_bytes(sum(device_bytes(plan, t) for t in members))
+        times = f"{len(members)}×" if len(members) > 1 else ""
+        swatch = f'<i class=swatch style="background:{fills[_axes(first.spec)]}"></i>'
+        rows.append(
+            f"<tr><td>{escaped(group.pattern)}</td><td class=n>{times}</td><td>{escaped(format_array(first))}</td>"
+            f"<td>{swatch}{escaped(format_spec(first.spec))}</td><td class=n>{size}</td>"
+            f"<td>{escaped(reason(plan, first))}</td></tr>"
+        )
+    head = (
+        "<tr><th>name</th><th></th><th>type</th><th>sharding</th><th class=n>on a device</th>"
+        "<th>next best, what it adds</th></tr>"
+    )
+    return f"<h2>Arguments</h2><table>{head}{''.join(rows)}</table>"
+
+
+def _history(plan: Plan) -> str:
+    """Cost and bound over the solver's time, as steps."""
+    points = [p for p in plan.history if math.isfinite(p[1])]
+    if len(points) < 2:
+        return ""
+    end = points[-1][0] or 1.0
+    top = max(p[1] for p in points)
+    curves = [([(t, cost) for t, cost, _ in points], "#1d4e89")]
+    curves.append(([(t, bound) for t, _, bound in points if math.isfinite(bound)], "#d9822b"))
+    lines = ""
+    for curve, colour in curves:
+        path = " ".join(
+            f"{'M' if i == 0 else 'H'}{60 + 760 * t / end:.1f}" + (f" {_y(c, top)}" if i == 0 else f" V{_y(c, top)}")
+            for i, (t, c) in enumerate(curve)
+        )
+        lines += f'<path d="{path} H820" fill="none" stroke="{colour}" stroke-width="2"/>' if curve else ""
+    return (
+        "<h2>Search</h2><div class=key><span><i style='background:#1d4e89'></i>cost of the best plan</span>"
+        "<span><i style='background:#d9822b'></i>lower bound</span></div>"
+        '<svg viewBox="0 0 840 200" width="840" role="img"><path d="M60 10 V170 H820" fill="none" stroke="#c5cad0"/>'
+        f'<text x="54" y="16" text-anchor="end">{escaped(format_s(top))}</text>'
+        '<text x="54" y="174" text-anchor="end">0</text>'
+        f'<text x="820" y="190" text-anchor="end">{escaped(format_s(end))}</text>{lines}</svg>'
+    )
+
+
+def _y(cost: float, top: float) -> str:
+    return f"{170 - 155 * max(cost, 0.0) / max(top, 1e-300):.1f}"

@@ -1,0 +1,1 @@
+"""`search`: a function and a mesh in, the function parallelised out."""

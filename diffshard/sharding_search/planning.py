@@ -1,0 +1,246 @@
+"""From a sharding space to a plan, and from a plan back to a layout that runs."""
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from cost.evaluation import evaluate
+from diffshard.base import InfeasibleError, PlanError, Progress, Solution
+from diffshard.plans import plan as plans
+from diffshard.plans.plan import Operation, Plan, PredictedCollective, Tensor
+from diffshard.sharding_search.options import Options
+from diffshard.sharding_search.traced import TracedFunction
+from diffshard.solving.solve import solve
+from search_spaces.sharding.given_arguments import given_dimensions
+from search_spaces.sharding.graph import Value, Vertex
+from search_spaces.sharding.predict import change_costs, compute_seconds, least_peak_bytes, transfers
+from search_spaces.sharding.resharding import Spec
+from search_spaces.sharding.space import Layout, ShardingSpace
+from search_spaces.sharding.strategies import ShardingStrategy
+
+
+def space_of(options: Options, traced: TracedFunction) -> ShardingSpace:
+    """Everything that can be chosen about a traced function.
+
+    Raises:
+      ValueError: a given sharding does not fit its argument.
+    """
+    return ShardingSpace(
+        traced.graph,
+        options.axis_names,
+        options.axis_sizes,
+        options.hardware,
+        given_dimensions(options.in_shardings, traced.args, traced.carried, traced.paths, options.mesh),
+        traced.donated,
+        options.memory_limit_bytes,
+    )
+
+
+def make_plan(
+    options: Options, traced: TracedFunction, space: ShardingSpace, start: float, progress: Progress | None
+) -> Plan:
+    """Solves a space and writes the result down; `start` is when the search began, by `time.perf_counter`.
+
+    Raises:
+      InfeasibleError: no plan fits the memory limit.
+    """
+    solution = _solved(options, space, progress)
+    choice = [int(s) for s in solution.choice]
+    layout = space.decode(choice)
+    compute = compute_seconds(space, layout)
+    changes = change_costs(space.problem, choice)
+    collectives = tuple(PredictedCollective(*t) for t in transfers(space, choice, layout))
+    step_s = float(compute.sum()) + sum(c.seconds for c in collectives)
+    lower_bound_s = min(max(solution.lower_bound - space.most_holding_s, 0.0), step_s)
+    solver = options.solver
+    return Plan(
+        function=_name(options.fn),
+        mesh_axes=dict(zip(space.axis_names, space.axis_sizes, strict=True)),
+        hardware=space.hardware,
+        memory_limit_bytes=space.memory_limit_bytes,
+        arguments=_arguments(space, traced, layout, changes),
+        outputs=_outputs(space, traced, layout),
+        operations=tuple(
+            _operation(space, vertex, layout, float(seconds), changes)
+            for vertex, seconds in zip(space.graph.vertices, compute, strict=True)
+        ),
+        compute_s=float(compute.sum()),
+        collectives=collectives,
+        peak_bytes=float(np.max(evaluate(space.problem, choice).peak)),
+        lower_bound_s=lower_bound_s,
+        gap=(step_s - lower_bound_s) / step_s if step_s else 0.0,
+        status=solution.status,
+        solver=solver if isinstance(solver, str) else getattr(solver, "__name__", "function"),
+        search_s=time.perf_counter() - start,
+        history=solution.history,
+        notes=tuple(_notes(space)),
+        static_argnums=options.static_argnums,
+        donate_argnums=options.donate_argnums,
+        mesh=options.mesh,
+    )
+
+
+def _solved(options: Options, space: ShardingSpace, progress: Progress | None) -> Solution:
+    limit, least = space.memory_limit_bytes, least_peak_bytes(space.problem)
+    if least > limit:
+        raise InfeasibleError(
+            f"`memory_limit_bytes` is {limit:,.0f}, but every plan of {_name(options.fn)} on the mesh "
+            f"{dict(options.mesh.shape)} needs at least {least:,.0f} bytes on each device. Give more memory or "
+            "devices, donate the state (`donate_argnums`), or rematerialise (`jax.checkpoint`)."
+        )
+    solution = solve(
+        space.problem, solver=options.solver, time_limit_s=options.time_limit_s, key=options.key, progress=progress
+    )
+    if not solution.feasible:
+        raise InfeasibleError(
+            f"The solver found no plan within `memory_limit_bytes` {limit:,.0f}: its best exceeds it by "
+            f"{solution.excess:,.0f} bytes (status: {solution.status}). At least {least:,.0f} bytes are needed."
+        )
+    return solution
+
+
+def layout_of(plan: Plan, space: ShardingSpace) -> Layout:
+    """The layout that a plan stands for, on a function's graph.
+
+    Raises:
+      PlanError: the plan was made for another function; names the first difference.
+    """
+    vertices = space.graph.vertices
+    for i, (vertex, operation) in enumerate(zip(vertices, plan.operations, strict=False)):
+        found = signature_of(vertex)
+        if (operation.kind, operation.signature) != (vertex.kind, found):
+            raise PlanError(
+                f"The plan does not fit the function: at operation {i} the plan has {operation.signature} "
+                f"({operation.source or operation.kind}), the function {found} ({vertex.source or vertex.kind})."
+            )
+    if len(vertices) != len(plan.operations):
+        raise PlanError(
+            f"The plan does not fit the function: it has {len(plan.operations)} operations, "
+            f"the function {len(vertices)}."
+        )
+    held: list[Spec] = [()] * len(space.graph.values)
+    strategies = []
+    for vertex, operation in zip(vertices, plan.operations, strict=True):
+        operands, kept, results, found = (
+            tuple(_indexed(spec, space.axis_names) for spec in specs)
+            for specs in (operation.operands, operation.kept, operation.results, operation.held)
+        )
+        gathers = tuple(
+            space.prices.path(k, r) if vertex.kind != "operation" else () for k, r in zip(kept, results, strict=True)
+        )
+        strategies.append(ShardingStrategy(operands, results, 1, gathers, kept))
+        for value, spec in zip(vertex.results, found, strict=True):
+            held[value.id] = spec
+    return Layout(tuple(strategies), tuple(held))
+
+
+def signature_of(vertex: Vertex) -> str:
+    """Primitive and types of a vertex, as a plan writes them down."""
+
+    def typed(x: Any) -> str:
+        dtype, shape = (x.dtype, x.shape) if isinstance(x, Value) else (x.aval.dtype, x.aval.shape)
+        return f"{dtype}[{','.join(map(str, shape))}]"
+
+    name = vertex.kind if vertex.kind != "operation" or vertex.equation is None else vertex.equation.primitive.name
+    return f"{name}({', '.join(map(typed, vertex.operands))}) -> {', '.join(map(typed, vertex.results))}"
+
+
+def _operation(
+    space: ShardingSpace, vertex: Vertex, layout: Layout, compute_s: float, changes: Sequence[np.ndarray]
+) -> Operation:
+    strategy = layout.strategy[vertex.index]
+
+    def named(specs: Sequence[Spec]) -> tuple[plans.Spec, ...]:
+        return tuple(_named(spec, space.axis_names) for spec in specs)
+
+    other, other_s = None, 0.0
+    if vertex.results:
+        node = space.hub_node.get(vertex.results[0].id, vertex.index)
+        specs = [s.results[0] for s in space.nodes[node].strategies]
+        other, other_s = _next_best(specs, layout.held[vertex.results[0].id], changes[node], space.axis_names)
+    return Operation(
+        kind=vertex.kind,
+        signature=signature_of(vertex),
+        source=vertex.source,
+        scope=vertex.scope,
+        operands=named(strategy.operands),
+        kept=named(strategy.unreduced),
+        results=named(strategy.results),
+        held=named([layout.held[v.id] for v in vertex.results]),
+        count=vertex.weight,
+        compute_s=compute_s,
+        next_best_spec=other,
+        next_best_s=other_s,
+    )
+
+
+def _next_best(
+    specs: Sequence[Spec], chosen: Spec, added_s: np.ndarray, axis_names: Sequence[str]
+) -> tuple[plans.Spec | None, float]:
+    """The cheapest of the other specs, and what it adds."""
+    others = [(float(added), spec) for spec, added in zip(specs, added_s, strict=True) if spec != chosen]
+    if not others:
+        return None, 0.0
+    added, spec = min(others, key=lambda other: other[0])
+    return _named(spec, axis_names), added
+
+
+def _arguments(
+    space: ShardingSpace, traced: TracedFunction, layout: Layout, changes: Sequence[np.ndarray]
+) -> tuple[Tensor, ...]:
+    found = []
+    for i, (vertex, path) in enumerate(zip(space.graph.inputs, traced.paths, strict=True)):
+        value, strategies = vertex.results[0], space.nodes[vertex.index].strategies
+        spec = layout.strategy[vertex.index].unreduced[0]
+        other, other_s = _next_best([s.unreduced[0] for s in strategies], spec, changes[vertex.index], space.axis_names)
+        found.append(
+            Tensor(
+                path,
+                value.shape,
+                str(value.dtype),
+                _named(spec, space.axis_names),
+                given=i in space.given,
+                next_best_spec=other,
+                next_best_s=other_s,
+            )
+        )
+    return tuple(found)
+
+
+def _outputs(space: ShardingSpace, traced: TracedFunction, layout: Layout) -> tuple[Tensor, ...]:
+    found = []
+    for output, argument, path in zip(space.graph.outputs, space.graph.feedback, traced.out_paths, strict=True):
+        array: Any = output if isinstance(output, Value) else output.aval
+        if argument is not None:
+            spec = layout.strategy[space.graph.inputs[argument].index].unreduced[0]
+        else:
+            spec = layout.held[output.id] if isinstance(output, Value) else ()
+        found.append(Tensor(path, tuple(array.shape), str(array.dtype), _named(spec, space.axis_names)))
+    return tuple(found)
+
+
+def _notes(space: ShardingSpace) -> list[str]:
+    notes = list(space.graph.notes)
+    without: dict[str, list[str]] = {}
+    for vertex in space.without_rule:
+        if any(isinstance(x, Value) and x.shape for x in (*vertex.operands, *vertex.results)):
+            assert vertex.equation is not None
+            without.setdefault(vertex.equation.primitive.name, []).append(vertex.source)
+    for name, sources in sorted(without.items()):
+        where = sorted(set(sources))
+        notes.append(f"{name} has no sharding rule and runs whole on every device ({len(sources)}x, {where[0]}).")
+    return notes
+
+
+def _named(spec: Spec, axis_names: Sequence[str]) -> plans.Spec:
+    return tuple(tuple(axis_names[a] for a in axes) for axes in spec)
+
+
+def _indexed(spec: plans.Spec, axis_names: Sequence[str]) -> Spec:
+    return tuple(tuple(axis_names.index(a) for a in axes) for axes in spec)
+
+
+def _name(fn: Any) -> str:
+    return getattr(fn, "__qualname__", None) or getattr(fn, "__name__", None) or type(fn).__name__

@@ -1,0 +1,84 @@
+"""A function traced for some arguments."""
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.sharding import PartitionSpec
+
+from diffshard.plans.plan import argument_paths, automatic
+from diffshard.sharding_search.options import Options
+from search_spaces.sharding.given_arguments import carried_spec
+from search_spaces.sharding.graph import Graph
+from search_spaces.sharding.tracing import build_graph, feedback_of
+
+
+@dataclass(frozen=True)
+class TracedFunction:
+    """A traced function.
+
+    Attributes:
+      graph: its graph.
+      args: the arguments without the static ones, abstract.
+      static: the values of the static ones.
+      donated: for each flat argument, whether its memory may be used again.
+      carried: for each flat argument the spec that it already has, or None.
+      paths: a name for each flat argument; `out_paths` for each flat result.
+      out_tree: structure of the result.
+    """
+
+    graph: Graph
+    args: tuple[Any, ...]
+    static: list[Any]
+    donated: tuple[bool, ...]
+    carried: list[PartitionSpec | None]
+    paths: list[str]
+    out_paths: list[str]
+    out_tree: Any
+
+
+def trace_function(options: Options, args: Sequence[Any]) -> TracedFunction:
+    """Traces the function for arguments that are arrays or `jax.ShapeDtypeStruct`; JAX's own errors are kept.
+
+    Raises:
+      ValueError: a donated or static position that the arguments do not have.
+    """
+    for name, numbers in (("donate_argnums", options.donate_argnums), ("static_argnums", options.static_argnums)):
+        if any(n >= len(args) for n in numbers):
+            raise ValueError(f"`{name}` {numbers} names a position that the {len(args)} arguments do not have.")
+    abstract = [a if i in options.static_argnums else jax.tree.map(_abstract, a) for i, a in enumerate(args)]
+    # In a context mesh of explicit axes JAX would ask for a sharding in the types of every operation.
+    with jax.sharding.use_abstract_mesh(automatic(jax.sharding.get_abstract_mesh())):
+        traced = jax.jit(options.fn, static_argnums=options.static_argnums or None).trace(*abstract)
+    dynamic = options.dynamic(abstract)
+    names = _argument_names(options.fn, len(args))
+    paths = argument_paths(dynamic, options.dynamic(names))
+    donated = [[i in options.donate_argnums] * len(jax.tree.leaves(a)) for i, a in enumerate(abstract)]
+    return TracedFunction(
+        graph=build_graph(traced.jaxpr, feedback_of(traced.out_info, dynamic), paths),
+        args=dynamic,
+        static=options.static(args),
+        donated=tuple(d for flags in options.dynamic(donated) for d in flags),
+        carried=[carried_spec(leaf, options.mesh) for leaf in jax.tree.leaves(options.dynamic(args))],
+        paths=paths,
+        out_paths=["result" + jax.tree_util.keystr(p) for p, _ in jax.tree.leaves_with_path(traced.out_info)],
+        out_tree=jax.tree.structure(traced.out_info),
+    )
+
+
+def _argument_names(fn: Callable[..., Any], count: int) -> list[str]:
+    try:
+        parameters = inspect.signature(fn).parameters.values()
+        names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    except (TypeError, ValueError):  # built-in functions have none
+        names = []
+    return names[:count] + [f"argument_{i}" for i in range(len(names), count)]
+
+
+def _abstract(leaf: Any) -> jax.ShapeDtypeStruct:
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=leaf.weak_type)
+    aval = jax.typeof(leaf)
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False))

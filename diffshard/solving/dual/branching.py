@@ -1,0 +1,150 @@
+"""Branch and bound on the dual: what memory and loads leave open between the best choice and the bound.
+
+Prices let a relaxed choice mix strategies of one node, which a discrete one cannot. A branch therefore forbids either
+the strategies of a node that use much or those that use little; its dual starts from its parent's messages and prices.
+The bound is the least over all open branches, and it rises because the branch with the least is split first.
+
+Source: Land & Doig, "An automatic method of solving discrete programming problems" (1960); bounds of the Lagrangian
+dual as in Fisher, "The Lagrangian Relaxation Method" (1981), section 5.
+"""
+
+import heapq
+import itertools
+import math
+from typing import NamedTuple
+
+import numpy as np
+
+from diffshard.solving.dual.ascent import ROUNDING, Ascent, is_coupled, softmax_rows
+from diffshard.solving.dual.dual import lay_out
+from diffshard.solving.flat import Flat, chosen_cost, chosen_memory, memory_price
+from diffshard.solving.moves.forest import first_least
+
+_SWEEPS = 40  # of a branch
+_PROGRESS = 0.2, 0.8  # of the temperature and of the prices' rate in these sweeps
+_RANGE = 0.1  # weight of what strategies could use beside what the relaxed choice mixes
+_CUT = 1e-7  # relative gap at which a branch is closed
+
+
+class Branch(NamedTuple):
+    """A part of the choices.
+
+    Attributes:
+      bound: on the cost of all of them.
+      forbidden: `[N]` bool.
+      ascent: the climb of its dual.
+      weights: `[N]` the mean of the relaxed choices.
+    """
+
+    bound: float
+    forbidden: np.ndarray
+    ascent: Ascent
+    weights: np.ndarray
+
+
+class Branching:
+    """The open branches.
+
+    Attributes:
+      last: the climb of the branch that was made last.
+    """
+
+    def __init__(self, ascent: Ascent, bound: float):
+        self.flat, self.last = ascent.flat, ascent
+        self._exact = lay_out(self.flat, np.float64)
+        self._count = itertools.count()
+        self._open: list[tuple[float, int, Branch]] = []
+        self._closed = math.inf
+        weights = softmax_rows(self.flat, ascent.absorbed, ascent.scale)
+        self._pending = [Branch(bound, np.zeros(len(self.flat.cost), bool), ascent, weights)]
+        self._root = bound
+
+    @property
+    def bound(self) -> float:
+        """No choice costs less."""
+        waiting = [branch.bound for branch in self._pending]
+        return max(self._root, min([self._closed, *waiting, *(self._open[0][:1] if self._open else ())]))
+
+    def step(self, best_cost: float) -> bool:
+        """Makes one branch; returns whether there are more.
+
+        Args:
+          best_cost: of a choice in hand: branches that cannot be cheaper are closed.
+        """
+        if not self._pending and not self._split():
+            return False
+        branch = self._climb(self._pending.pop(), best_cost)
+        if branch.bound >= best_cost - _CUT * abs(best_cost):
+            self._closed = min(self._closed, branch.bound)
+        else:
+            heapq.heappush(self._open, (branch.bound, next(self._count), branch))
+        return bool(self._pending or self._open)
+
+    def _split(self) -> bool:
+        while self._open:
+            _, _, branch = heapq.heappop(self._open)
+            halves = _halves(self.flat, branch)
+            if halves is None:
+                self._closed = min(self._closed, max(branch.bound, _least_cost(self.flat, ~branch.forbidden)))
+                continue
+            self._pending = [branch._replace(forbidden=branch.forbidden | half) for half in halves]
+            return True
+        return False
+
+    def _climb(self, branch: Branch, best_cost: float) -> Branch:
+        """The branch with a dual of its own, its bound certified."""
+        penalty = 2 * (abs(best_cost) + abs(branch.bound))
+        flat = self.flat._replace(cost=self.flat.cost + penalty * branch.forbidden)
+        ascent = self.last = Ascent(flat, branch.ascent)
+        first, last = _PROGRESS
+        weights = np.zeros(len(flat.cost))
+        for i in range(_SWEEPS):
+            ascent.step(first + (last - first) * i / _SWEEPS)
+            if i >= _SWEEPS // 2:
+                weights += ascent.weights if is_coupled(flat) else softmax_rows(flat, ascent.absorbed, ascent.scale)
+            if ascent.bound >= best_cost:
+                break
+        bound = max(branch.bound, ascent.certified(self._exact))
+        total = np.maximum(np.add.reduceat(weights, flat.start[:-1]), 1e-30)
+        return Branch(bound, branch.forbidden, ascent, weights / np.repeat(total, flat.sizes))
+
+
+def _least_cost(flat: Flat, allowed: np.ndarray) -> float:
+    """A bound on the only choice that `allowed` `[N]` leaves: its cost, or inf if it exceeds the memory."""
+    choice = first_least((~allowed).astype(float), flat.sizes)
+    used = chosen_memory(flat, choice) if flat.base.size else flat.base
+    if (used - flat.limit > _CUT * used.max(initial=0.0)).any():
+        return math.inf
+    size = chosen_cost(flat._replace(cost=np.abs(flat.cost), entries=np.abs(flat.entries)), choice)
+    return chosen_cost(flat, choice) - ROUNDING * size
+
+
+def _halves(flat: Flat, branch: Branch) -> tuple[np.ndarray, np.ndarray] | None:
+    """What to forbid `[N]` on either side: the strategies of a node that use more, or less, than the relaxed choice.
+
+    None where one choice is left.
+    """
+    _, prices = branch.ascent.best
+    use = memory_price(flat, prices.memory) + flat.load @ prices.load
+    allowed, starts = ~branch.forbidden, flat.start[:-1]
+    mean = np.add.reduceat(branch.weights * use, starts)
+    spread = np.add.reduceat(branch.weights * (use - np.repeat(mean, flat.sizes)) ** 2, starts)
+    most = np.maximum.reduceat(np.where(allowed, use, -np.inf), starts)
+    least = np.minimum.reduceat(np.where(allowed, use, np.inf), starts)
+    score = np.where(most > least, np.sqrt(spread) + _RANGE * (most - least), 0.0)
+    node = int(score.argmax())
+    if score[node] > 1e-12 * np.abs(use).max(initial=1e-300):
+        middle = mean[node] if least[node] <= mean[node] < most[node] else (least[node] + most[node]) / 2
+        large = use > middle
+    else:  # nothing is priced: what the sweeps mix on cycles
+        left = np.add.reduceat(allowed, starts)
+        mixed = np.where(left > 1, 1 - np.maximum.reduceat(branch.weights, starts), -1.0)
+        node = int(mixed.argmax())
+        if mixed[node] < 0:
+            return None
+        own = slice(starts[node], starts[node] + flat.sizes[node])
+        large = np.ones(len(flat.cost), bool)
+        large[flat.start[node] + np.where(allowed[own], branch.weights[own], -1.0).argmax()] = False
+    inside = np.zeros(len(flat.cost), bool)
+    inside[flat.start[node] : flat.start[node + 1]] = True
+    return inside & large, inside & ~large

@@ -1,0 +1,179 @@
+"""A problem as flat arrays: what the dual and the polishing work on.
+
+Letters for sizes: V nodes, N = ΣS_v strategies of all nodes one after the other, J = 2E directed edges, K usages,
+T times, D devices (1 where the memory is the same on all).
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+import scipy.sparse
+
+from cost.base import Problem, is_forbidden, num_strategies
+
+
+class Flat(NamedTuple):
+    """A problem laid out for vectorised work; every edge appears twice, once for each direction.
+
+    Attributes:
+      sizes: `[V]` strategies of each node.
+      start: `[V + 1]`, where each node's strategies start in arrays of length N.
+      cost: `[N]` node costs.
+      source: `[J]` node of the rows of each directed edge, sorted; `first[v] : first[v + 1]` are v's.
+      target: `[J]` node of its columns.
+      reverse: `[J]` the same edge in the other direction.
+      first: `[V + 1]`.
+      matrix: `[J]` where its matrix starts in `entries`, row by row.
+      entries: all distinct matrices, each in both directions.
+      usage: sparse `[N, K]`: what each strategy adds to each usage, for each device one after the other `[N, K * D]`.
+      interval: `[K, 2]`.
+      base: `[T, D]` what is used whatever is chosen.
+      limit: `[D]`.
+      load: `[N, D']` or `[N, 0]`.
+    """
+
+    sizes: np.ndarray
+    start: np.ndarray
+    cost: np.ndarray
+    source: np.ndarray
+    target: np.ndarray
+    reverse: np.ndarray
+    first: np.ndarray
+    matrix: np.ndarray
+    entries: np.ndarray
+    usage: scipy.sparse.csr_array
+    interval: np.ndarray
+    base: np.ndarray
+    limit: np.ndarray
+    load: np.ndarray
+
+
+def flatten(problem: Problem) -> Flat:
+    """Lays a problem out; forbidden entries stay infinite."""
+    sizes = num_strategies(problem)
+    start = np.concatenate([[0], np.cumsum(sizes)])
+    pairs = np.asarray(problem.edge_nodes, np.int64).reshape(-1, 2)
+    matrix, entries = _matrices(problem)
+    source, target = np.concatenate([pairs, pairs[:, ::-1]]).T
+    order = np.argsort(source, kind="stable")
+    position = np.empty_like(order)
+    position[order] = np.arange(len(order))
+    usage, interval, base, limit = _memory(problem, sizes, start)
+    load = [np.asarray(rows, float) for rows in problem.load]
+    return Flat(
+        sizes=sizes,
+        start=start,
+        cost=np.concatenate([np.zeros(0), *(np.asarray(cost, float) for cost in problem.node_cost)]),
+        source=source[order],
+        target=target[order],
+        reverse=position[(order + len(pairs)) % max(2 * len(pairs), 1)],
+        first=np.searchsorted(source[order], np.arange(len(sizes) + 1)),
+        matrix=matrix[order],
+        entries=entries,
+        usage=usage,
+        interval=interval,
+        base=base,
+        limit=limit,
+        load=np.concatenate(load) if load else np.zeros((len(start) and start[-1], 0)),
+    )
+
+
+def with_ceiling(flat: Flat) -> Flat:
+    """Forbidden entries become a number above every allowed choice's cost, so that sums and differences stay numbers.
+
+    Only what must not be chosen changes, so a lower bound for the result is one for the problem.
+    """
+    no_node, no_entry = is_forbidden(flat.cost), is_forbidden(flat.entries)
+    if not (no_node.any() or no_entry.any()):
+        return flat
+    node, entries = np.where(no_node, 0.0, np.abs(flat.cost)), np.where(no_entry, 0.0, np.abs(flat.entries))
+    most = node.sum() + len(flat.source) * entries.max(initial=0.0) + np.abs(flat.load).sum()
+    ceiling = 2.0 * most or 1.0
+    return flat._replace(cost=np.where(no_node, ceiling, flat.cost), entries=np.where(no_entry, ceiling, flat.entries))
+
+
+def _matrices(problem: Problem) -> tuple[np.ndarray, np.ndarray]:
+    """Where each directed edge's matrix starts, and the distinct matrices in both directions one after the other."""
+    at: dict[int, int] = {}
+    parts, length = [np.zeros(0)], 0
+    for cost in problem.edge_cost:
+        if id(cost) not in at:
+            at[id(cost)] = length
+            cost = np.asarray(cost, float)
+            parts += [cost.ravel(), cost.T.ravel()]
+            length += 2 * cost.size
+    forward = np.array([at[id(cost)] for cost in problem.edge_cost], np.int64)
+    backward = forward + np.array([np.size(cost) for cost in problem.edge_cost], np.int64)
+    return np.concatenate([forward, backward]), np.concatenate(parts)
+
+
+def _memory(
+    problem: Problem, sizes: np.ndarray, start: np.ndarray
+) -> tuple[scipy.sparse.csr_array, np.ndarray, np.ndarray, np.ndarray]:
+    limit = np.atleast_1d(np.asarray(problem.memory_limit, float))
+    tables = [np.asarray(u, float).reshape(len(u), -1) for u in problem.usage]
+    devices = max([len(limit), *(table.shape[1] for table in tables)])
+    limit = np.broadcast_to(limit, (devices,))
+    nodes = np.asarray(problem.usage_node, np.int64)
+    if np.isinf(limit).all() or not len(nodes):
+        return scipy.sparse.csr_array((int(start[-1]), 0)), np.zeros((0, 2), np.int64), np.zeros((0, devices)), limit
+    times, interval = np.unique(np.asarray(problem.usage_interval), return_inverse=True)
+    interval = interval.reshape(-1, 2)
+    base = np.zeros((len(times), devices))
+    least = np.stack([np.broadcast_to(table.min(axis=0), (devices,)) for table in tables])
+    np.add.at(base, interval[:, 0], least)
+    np.subtract.at(base, interval[:, 1], least)
+    base = np.cumsum(base, axis=0)[:-1]
+    varying = [k for k, table in enumerate(tables) if (table != table[0]).any()]
+    rows, columns, values = [np.zeros(0, int)], [np.zeros(0, int)], [np.zeros(0)]
+    for column, k in enumerate(varying):
+        table = np.broadcast_to(tables[k] - tables[k].min(axis=0), (int(sizes[nodes[k]]), devices))
+        s, d = np.nonzero(table)
+        rows.append(start[nodes[k]] + s)
+        columns.append(column * devices + d)
+        values.append(table[s, d])
+    indices = (np.concatenate(rows), np.concatenate(columns))
+    shape = (int(start[-1]), len(varying) * devices)
+    usage = scipy.sparse.csr_array((np.concatenate(values), indices), shape=shape)
+    return usage, interval[varying], base, limit
+
+
+def ragged(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """The positions starts[i], starts[i] + 1, ... for each i, one after the other."""
+    ends = np.cumsum(lengths)
+    return np.arange(ends[-1] if len(ends) else 0) + np.repeat(starts - (ends - lengths), lengths)
+
+
+def memory_use(flat: Flat, used: np.ndarray) -> np.ndarray:
+    """`[T, D]` live memory where the varying usages take `used` `[K * D]`."""
+    times, devices = flat.base.shape
+    used = used.reshape(-1, devices)
+    total = np.empty((times, devices))
+    for d in range(devices):
+        change = np.bincount(flat.interval[:, 0], used[:, d], times + 1)
+        change -= np.bincount(flat.interval[:, 1], used[:, d], times + 1)
+        total[:, d] = np.cumsum(change)[:times]
+    return total + flat.base
+
+
+def memory_price(flat: Flat, price: np.ndarray) -> np.ndarray:
+    """`[N]` what each strategy's memory costs at prices `[T, D]`."""
+    below = np.concatenate([np.zeros((1, price.shape[1])), np.cumsum(price, axis=0)])
+    return flat.usage @ (below[flat.interval[:, 1]] - below[flat.interval[:, 0]]).ravel()
+
+
+def chosen_cost(flat: Flat, choice: np.ndarray) -> float:
+    """Node, edge and load cost of a choice, in float64."""
+    one_way = flat.source < flat.target
+    source, target = flat.source[one_way], flat.target[one_way]
+    at = flat.matrix[one_way] + choice[source] * flat.sizes[target] + choice[target]
+    chosen = flat.start[:-1] + choice
+    load = flat.load[chosen].sum(axis=0).max(initial=0.0)
+    return float(flat.cost[chosen].sum() + flat.entries[at].sum() + load)
+
+
+def chosen_memory(flat: Flat, choice: np.ndarray) -> np.ndarray:
+    """`[T, D]` live memory of a choice."""
+    chosen = np.zeros(int(flat.start[-1]))
+    chosen[flat.start[:-1] + choice] = 1.0
+    return memory_use(flat, flat.usage.T @ chosen)

@@ -1,0 +1,193 @@
+"""Single-node descent of many choices side by side: node after node takes its best strategy, priced exactly.
+
+What comes down is cost + weight · excess, where the excess is the memory above the limit, summed over times and
+devices, in units of the limit. `repaired` raises the weight until the excess is gone or nothing moves any more.
+"""
+
+import itertools
+from collections.abc import Iterator
+
+import numpy as np
+import scipy.sparse
+
+from diffshard.solving.flat import Flat, ragged
+
+_PAUSE = 256  # nodes between two yields: milliseconds
+_MOST_PASSES = 50
+_RISE = 32.0
+_MOST_RISES = 8
+_NUMBERS = 1 << 22  # in a temporary
+
+
+class Descent:
+    """R choices under descent.
+
+    Attributes:
+      choice: `[R, V]`.
+      used: `[R, T, D]` live memory.
+      load: `[R, D']` seconds of each device.
+    """
+
+    def __init__(self, flat: Flat, choice: np.ndarray):
+        self.flat, self.choice = flat, np.array(choice, np.int64)
+        count = len(choice)
+        self._near = [np.arange(a, b) for a, b in zip(flat.first[:-1], flat.first[1:], strict=True)]
+        times, devices = flat.base.shape
+        self._limit = np.broadcast_to(flat.limit, (devices,)) if times else np.zeros(0)
+        self._unit = np.where(np.isfinite(self._limit) & (self._limit > 0), self._limit, 1.0)
+        self._usages = varying_usages(flat)
+        # What one node takes of memory and of a device's time changes what all of these should do.
+        self._coupled = np.array([bool(usages) for usages in self._usages], bool) | (flat.load.shape[1] > 0)
+        self.used = np.repeat(flat.base[None], count, axis=0)
+        self.load = np.zeros((count, flat.load.shape[1]))
+        for v in range(len(flat.sizes)):
+            self._put(v, self.choice[:, v], 1.0)
+
+    def cost(self) -> np.ndarray:
+        """`[R]` node, edge and load cost of the choices."""
+        flat = self.flat
+        forward = flat.source < flat.target
+        source, target = flat.source[forward], flat.target[forward]
+        at = flat.matrix[forward] + self.choice[:, source] * flat.sizes[target] + self.choice[:, target]
+        nodes = flat.cost[flat.start[:-1] + self.choice].sum(axis=1)
+        return nodes + flat.entries[at].sum(axis=1) + self.load.max(axis=1, initial=0.0)
+
+    def excess(self) -> np.ndarray:
+        """`[R]` memory above the limit, in units of the limit."""
+        if not self.used.size:
+            return np.zeros(len(self.choice))
+        return (np.maximum(self.used - self._limit, 0.0) / self._unit).sum(axis=(1, 2))
+
+    def descend(self, order: np.ndarray, weight: np.ndarray | float = 0.0) -> Iterator[None]:
+        """Passes over `order`, then over the nodes near a change, until nothing changes; yields to be stopped at.
+
+        Args:
+          order: nodes, each once.
+          weight: cost of one unit of excess, common or `[R]`.
+        """
+        dirty, since = np.ones(len(self.flat.sizes), bool), 0
+        for _ in range(_MOST_PASSES):
+            coupled = False
+            for v in order[dirty[order]].tolist():
+                if dirty[v] and self._improve(v, weight):
+                    dirty[self.flat.target[self._near[v]]] = True
+                    coupled |= bool(self._coupled[v])
+                dirty[v] = False
+                since += 1
+                if since % _PAUSE == 0:
+                    yield
+            if coupled:
+                dirty |= self._coupled
+            if not dirty[order].any():
+                return
+
+    def repaired(self, order: np.ndarray) -> Iterator[None]:
+        """Descends, and again at a higher weight for as long as some choice exceeds the memory."""
+        weight = np.maximum(np.abs(self.cost()), 1e-30)
+        for _ in range(_MOST_RISES):
+            yield from self.descend(order, weight)
+            over = self.excess() > 0
+            if not over.any():
+                return
+            weight = np.where(over, weight * _RISE, weight)
+
+    def price(self, v: int, weight: np.ndarray | float) -> np.ndarray:
+        """`[R, S_v]` what each strategy of a node costs, given the rest, up to a constant for each choice."""
+        flat = self.flat
+        first, size = int(flat.start[v]), int(flat.sizes[v])
+        strategies = np.arange(size)
+        price = np.repeat(flat.cost[None, first : first + size], len(self.choice), axis=0)
+        near = self._near[v]
+        if len(near):
+            back = flat.reverse[near]  # the neighbour's strategies are the rows: v's lie one after the other
+            at = flat.matrix[back] + self.choice[:, flat.target[near]] * size
+            price += flat.entries[at[:, :, None] + strategies].sum(axis=1)
+        if flat.load.shape[1]:
+            others = self.load - flat.load[first + self.choice[:, v]]
+            price += (others[:, None] + flat.load[first : first + size]).max(axis=2)
+        if self._usages[v]:
+            price += np.asarray(weight)[..., None] * self._excess(v)
+        return price
+
+    def _improve(self, v: int, weight: np.ndarray | float) -> bool:
+        if self.flat.sizes[v] == 1:
+            return False
+        price, rows = self.price(v, weight), np.arange(len(self.choice))
+        now = self.choice[:, v]
+        best = price.argmin(axis=1)
+        least, current = price[rows, best], price[rows, now]
+        better = least < current - 1e-12 * np.abs(current)  # sums in another order must not move back and forth
+        if not better.any():
+            return False
+        self._put(v, now, -1.0)
+        self.choice[:, v] = np.where(better, best, now)
+        self._put(v, self.choice[:, v], 1.0)
+        return True
+
+    def _put(self, v: int, strategy: np.ndarray, sign: float) -> None:
+        """Adds or takes away what a node uses with a strategy of each choice."""
+        for start, end, device, table in self._usages[v]:
+            self.used[:, start:end, device] += sign * table[strategy][:, None]
+        if self.flat.load.shape[1]:
+            self.load += sign * self.flat.load[self.flat.start[v] + strategy]
+
+    def _excess(self, v: int) -> np.ndarray:
+        """`[R, S_v]` the excess in the node's intervals with each of its strategies."""
+        total = np.zeros((len(self.choice), int(self.flat.sizes[v])))
+        usages = self._usages[v]
+        # Usages of one node that live at the same time on a device are priced together.
+        for device in sorted({device for _, _, device, _ in usages}):
+            mine = [(start, end, table) for start, end, on, table in usages if on == device]
+            cuts = sorted({time for start, end, _ in mine for time in (start, end)})
+            for start, end in itertools.pairwise(cuts):
+                live = [table for a, b, table in mine if a <= start and end <= b]
+                if live:
+                    total += self._excess_between(v, start, end, device, np.sum(live, axis=0))
+        return total
+
+    def _excess_between(self, v: int, start: int, end: int, device: int, table: np.ndarray) -> np.ndarray:
+        own = table[self.choice[:, v]]
+        room = self.used[:, start:end, device] - own[:, None] - self._limit[device]
+        tight = np.flatnonzero((room + table.max() > 0).any(axis=0))
+        total = np.zeros((len(room), len(table)))
+        block = max(1, _NUMBERS // total.size)
+        for i in range(0, len(tight), block):
+            above = room[:, None, tight[i : i + block]] + table[:, None]
+            total += np.maximum(above, 0.0).sum(axis=2)
+        return total / self._unit[device]
+
+
+def varying_usages(flat: Flat) -> list[list[tuple[int, int, int, np.ndarray]]]:
+    """For each node its varying usages on devices with a limit as (start, end, device, `[S_v]`)."""
+    found: list[list[tuple[int, int, int, np.ndarray]]] = [[] for _ in flat.sizes]
+    times, devices = flat.base.shape
+    if not times:
+        return found
+    columns = scipy.sparse.csc_array(flat.usage)
+    indices, values, first = columns.indices, columns.data, columns.indptr
+    limit = np.broadcast_to(flat.limit, (devices,))
+    for column in range(len(first) - 1):
+        rows = indices[first[column] : first[column + 1]]
+        usage, device = divmod(column, devices)
+        if not len(rows) or np.isinf(limit[device]):
+            continue
+        v = int(np.searchsorted(flat.start, rows[0], side="right")) - 1
+        table = np.zeros(int(flat.sizes[v]))
+        table[rows - flat.start[v]] = values[first[column] : first[column + 1]]
+        start, end = flat.interval[usage].tolist()
+        found[v].append((start, end, device, table))
+    return found
+
+
+def spans(flat: Flat) -> np.ndarray:
+    """`[V]` how much can be at stake in a node: the spread of its costs and those of its edges."""
+    least = np.minimum.reduceat(flat.cost, flat.start[:-1])
+    most = np.maximum.reduceat(flat.cost, flat.start[:-1])
+    length = flat.sizes[flat.source] * flat.sizes[flat.target]
+    spread = most - least
+    if len(length):
+        entries = flat.entries[ragged(flat.matrix, length)]
+        begin = np.cumsum(length) - length
+        edge = np.maximum.reduceat(entries, begin) - np.minimum.reduceat(entries, begin)
+        spread = spread + np.bincount(flat.source, edge, len(flat.sizes))
+    return spread

@@ -1,0 +1,179 @@
+"""Large-neighbourhood search: many disjoint neighbourhoods are perturbed and polished at once, each accepted by itself.
+
+A partition splits the graph into balls that no edge joins, by freezing nodes between them. What happens in one ball
+then costs the same whatever happens in the others; only the memory is shared, and acceptance looks after it.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from diffshard.solving.flat import Flat, chosen_memory
+from diffshard.solving.moves.forest import Forest, grow
+from diffshard.solving.moves.polish import Polish
+
+_FORESTS = 4  # of each partition
+_HUB = 4.0  # times the mean degree from which on a node mostly stays frozen, or its ball would be the whole graph
+_HUB_FROZEN = 0.7
+_POWER = 3.0  # of a uniform number: most balls are perturbed a little
+
+
+class Partition(NamedTuple):
+    """Balls and the forests grown inside them.
+
+    Attributes:
+      label: `[V]` the ball of each node, -1 if frozen.
+      num_balls: labels are 0 to `num_balls` - 1.
+      forests: that respect the balls.
+      edge: the directed edges whose source is in a ball.
+      share: `[len(edge)]` 1/2 where the other direction is there too.
+      node: the nodes in balls, sorted by label; ball b has `node[first[b] : first[b + 1]]`.
+      first: `[num_balls + 1]`.
+    """
+
+    label: np.ndarray
+    num_balls: int
+    forests: list[Forest]
+    edge: np.ndarray
+    share: np.ndarray
+    node: np.ndarray
+    first: np.ndarray
+
+
+def split(flat: Flat, rng: np.random.Generator, num_balls: int, *, edges: bool = True) -> Partition:
+    """Grows balls around random nodes, breadth first, and freezes what separates them."""
+    label = _voronoi(flat, rng, num_balls) if num_balls > 1 else np.zeros(len(flat.sizes), np.int64)
+    if num_balls > 1:
+        label = np.where(_inside(flat, rng, label), label, -1)
+    node = np.flatnonzero(label >= 0)
+    node = node[np.argsort(label[node], kind="stable")]
+    names, label_of = np.unique(label[node], return_inverse=True)
+    label = np.full(len(label), -1)
+    label[node] = label_of
+    edge = np.flatnonzero(label[flat.source] >= 0)
+    share = np.where(label[flat.target[edge]] >= 0, 0.5, 1.0)
+    forests = [grow(flat, rng.permutation(node), edges=edges) for _ in range(_FORESTS)]
+    first = np.searchsorted(label[node], np.arange(len(names) + 1))
+    return Partition(label, len(names), forests, edge, share, node, first)
+
+
+def _voronoi(flat: Flat, rng: np.random.Generator, num_balls: int) -> np.ndarray:
+    label = np.full(len(flat.sizes), -1)
+    label[rng.choice(len(label), min(num_balls, len(label)), replace=False)] = np.arange(min(num_balls, len(label)))
+    while True:
+        edge = np.flatnonzero((label[flat.source] >= 0) & (label[flat.target] < 0))
+        if not len(edge):
+            break
+        edge = rng.permutation(edge)
+        label[flat.target[edge]] = label[flat.source[edge]]
+    alone = np.flatnonzero(label < 0)
+    label[alone] = num_balls + np.arange(len(alone))
+    return label
+
+
+def _inside(flat: Flat, rng: np.random.Generator, label: np.ndarray) -> np.ndarray:
+    """Greedily, ball by ball in random order: a node is inside unless a neighbour of another ball is."""
+    degree = np.diff(flat.first)
+    frozen = (degree > _HUB * max(degree.mean(), 1.0)) & (rng.random(len(label)) < _HUB_FROZEN)
+    rank = rng.permutation(label.max() + 1)
+    first, target, names = flat.first.tolist(), flat.target.tolist(), label.tolist()
+    inside = [False] * len(names)
+    for v in np.argsort(rank[label], kind="stable").tolist():
+        if not frozen[v]:
+            name = names[v]
+            inside[v] = not any(inside[u] and names[u] != name for u in target[first[v] : first[v + 1]])
+    return np.array(inside, bool)
+
+
+def perturb(polish: Polish, partition: Partition, passes: int, temperature: float, spread: float) -> int:
+    """Perturbs all balls, polishes them, and accepts those that together are cheaper and fit. Returns how many.
+
+    Args:
+      polish: where the search is; its best feasible choice is where all balls start.
+      partition: the balls.
+      passes: forest moves.
+      temperature: of the noise on costs, largest first and none in the last moves; each ball draws its own below it.
+      spread: standard deviation of the logarithm of the factors on the price of memory, of balls and of nodes.
+    """
+    flat, rng = polish.flat, polish.rng
+    start = polish.choice = polish.best.copy()
+    heat = temperature * rng.random(partition.num_balls) ** _POWER
+    of_node = np.zeros(len(flat.sizes))
+    of_node[partition.node] = heat[partition.label[partition.node]]
+    noise = np.repeat(of_node, flat.sizes)
+    # Equal layers would all change at the same price: a ball, or a node, that pays less takes what others leave.
+    factors = np.exp(spread * rng.normal(size=len(flat.sizes)))
+    if partition.num_balls > 1:
+        factors[partition.node] *= np.exp(spread * rng.normal(size=partition.num_balls))[
+            partition.label[partition.node]
+        ]
+    weight = np.repeat(factors, flat.sizes) if flat.base.size else 1.0
+    for i in range(passes):
+        cooling = max(1 - i / max(passes - 2, 1), 0.0)
+        polish.move(partition.forests[rng.integers(len(partition.forests))], noise * cooling, weight)
+        over = polish.offer(polish.choice)
+        polish.reprice(over, 0.1, 0.02)
+    return _accept(polish, partition, start, polish.choice)
+
+
+def _accept(polish: Polish, partition: Partition, start: np.ndarray, moved: np.ndarray) -> int:
+    """Takes over balls from `moved`: those that are cheaper, or with them those that free memory at a good price."""
+    flat = polish.flat
+    change = _change(flat, partition, start, moved, flat.cost)
+    orders = [np.argsort(change)[: (change < 0).sum()]]
+    if flat.base.size:
+        at_prices = _change(flat, partition, start, moved, polish.costs())
+        good = np.flatnonzero(at_prices < 0)
+        frees = change[good] > at_prices[good]
+        orders.append(good[np.lexsort((at_prices[good], ~frees))])
+    accepted = 0
+    for order in orders:
+        current, room, count = start.copy(), _Room(flat, start), 0
+        for b in order.tolist():
+            nodes = partition.node[partition.first[b] : partition.first[b + 1]]
+            nodes = nodes[moved[nodes] != start[nodes]]
+            if len(nodes) and room.takes(nodes, start[nodes], moved[nodes]):
+                current[nodes] = moved[nodes]
+                count += 1
+        if count and polish.offers_better(current):
+            accepted = count
+    return accepted
+
+
+def _change(flat: Flat, partition: Partition, start: np.ndarray, moved: np.ndarray, cost: np.ndarray) -> np.ndarray:
+    """`[num_balls]` what each ball changes by, with node costs `cost` `[N]`."""
+    edge, node = partition.edge, partition.node
+    source, target = flat.source[edge], flat.target[edge]
+    row = flat.matrix[edge]
+    before = flat.entries[row + start[source] * flat.sizes[target] + start[target]]
+    after = flat.entries[row + moved[source] * flat.sizes[target] + moved[target]]
+    change = np.bincount(partition.label[source], (after - before) * partition.share, partition.num_balls)
+    own = cost[flat.start[node] + moved[node]] - cost[flat.start[node] + start[node]]
+    return change + np.bincount(partition.label[node], own, partition.num_balls)
+
+
+class _Room:
+    """The memory in use, and whether a change fits."""
+
+    def __init__(self, flat: Flat, choice: np.ndarray):
+        self._flat = flat
+        self._used = chosen_memory(flat, choice) if flat.base.size else None
+
+    def takes(self, nodes: np.ndarray, before: np.ndarray, after: np.ndarray) -> bool:
+        """Books the change if it fits."""
+        if self._used is None:
+            return True
+        flat = self._flat
+        times, devices = flat.base.shape
+        rows = flat.usage[np.concatenate([flat.start[nodes] + after, flat.start[nodes] + before])]
+        sign = np.repeat(np.repeat([1.0, -1.0], len(nodes)), np.diff(rows.indptr))
+        used, device = np.divmod(rows.indices, devices)
+        begin, end = flat.interval[used].T
+        change = np.zeros((times + 1) * devices)
+        np.add.at(change, begin * devices + device, sign * rows.data)
+        np.subtract.at(change, end * devices + device, sign * rows.data)
+        total = self._used + np.cumsum(change.reshape(-1, devices), axis=0)[:-1]
+        if ((total > flat.limit) & (total > self._used)).any():
+            return False
+        self._used = total
+        return True

@@ -1,0 +1,157 @@
+"""Metropolis walks of many replicas at once: one node of each changes its strategy at a time, priced exactly."""
+
+import numpy as np
+
+from diffshard.solving.flat import Flat, ragged
+
+_NORM = 8
+_PENALTY = 0.1  # of the whole cost for each limit's worth of memory in excess at one time
+_DENSE = 1 << 24  # numbers in the table of what every strategy uses at every time
+
+
+class Replicas:
+    """R choices that walk side by side.
+
+    Attributes:
+      choice: `[R, V]`.
+      cost: `[R]` node, edge and load cost.
+      excess: `[R]` memory above the limit, summed over times and devices, in units of the limit.
+      best: the feasible choice of least cost seen, None before there is one.
+      best_cost: its cost, inf before there is one.
+    """
+
+    def __init__(self, flat: Flat, rng: np.random.Generator, choice: np.ndarray):
+        self.flat, self._rng, self.choice = flat, rng, choice.copy()
+        count = len(choice)
+        chosen = flat.start[:-1] + choice
+        forward = flat.source < flat.target
+        source, target = flat.source[forward], flat.target[forward]
+        at = flat.matrix[forward] + choice[:, source] * flat.sizes[target] + choice[:, target]
+        self.load = flat.load[chosen].sum(axis=1)
+        self.cost = flat.cost[chosen].sum(axis=1) + flat.entries[at].sum(axis=1) + self.load.max(axis=1, initial=0.0)
+        self._odd = False
+        self._movable = np.flatnonzero(flat.sizes > 1)
+        self._limit = np.broadcast_to(flat.limit, flat.base.shape)
+        self._use = _dense_use(flat) if flat.base.size * int(flat.start[-1]) <= _DENSE else None
+        self._used = np.empty((count, *flat.base.shape))
+        for r in range(count):
+            self._used[r] = self._profile(chosen[r], np.ones(len(flat.sizes))) + flat.base
+        self.excess = self._over(self._used).sum(axis=(1, 2))
+        self.best, self.best_cost = None, np.inf
+        self._keep(np.arange(count))
+
+    def step(self, temperature: np.ndarray | float) -> None:
+        """One Metropolis step of every replica, `[R]` or common temperature in units of cost."""
+        if not len(self._movable):
+            return
+        flat, rng, rows = self.flat, self._rng, np.arange(len(self.choice))
+        v = self._movable[rng.integers(len(self._movable), size=len(rows))]
+        old = self.choice[rows, v]
+        new = (old + 1 + rng.integers(flat.sizes[v] - 1)) % flat.sizes[v]
+        change = flat.cost[flat.start[v] + new] - flat.cost[flat.start[v] + old] + self._edges(v, old, new)
+        felt, load = change, self.load
+        if load.shape[1]:
+            load = load + flat.load[flat.start[v] + new] - flat.load[flat.start[v] + old]
+            felt = change + _smooth_max(load) - _smooth_max(self.load)
+            change = change + load.max(axis=1) - self.load.max(axis=1)
+        threshold = np.asarray(temperature) * rng.exponential(size=len(rows))
+        # What costs too much already needs no look at its memory, unless memory is what it might save.
+        maybe = np.flatnonzero((felt <= threshold) | (self.excess > 0))
+        if not len(maybe):
+            return
+        used, excess = self._memory(maybe, v[maybe], old[maybe], new[maybe])
+        penalty = _PENALTY * np.abs(self.cost[maybe]) * (excess - self.excess[maybe])
+        accept = felt[maybe] + penalty <= threshold[maybe]
+        taken = maybe[accept]
+        self.choice[taken, v[taken]] = new[taken]
+        self.cost[taken] += change[taken]
+        self.load[taken] = load[taken]
+        if used is not None:
+            self._used[taken], self.excess[taken] = used[accept], excess[accept]
+        self._keep(taken)
+
+    def temper(self, temperatures: np.ndarray) -> None:
+        """Parallel tempering: neighbours in temperature `[R]` exchange places, by chance.
+
+        Replicas are kept in the order of their temperatures, which must not fall. Source: Syed et al., "Non-reversible
+        parallel tempering" (2022).
+        """
+        energy = self.cost + _PENALTY * np.abs(self.cost) * self.excess
+        inverse = 1 / temperatures
+        self._odd = not self._odd  # in turn, not by chance: replicas then travel instead of diffusing
+        lower = np.arange(int(self._odd), len(energy) - 1, 2)
+        gain = (energy[lower] - energy[lower + 1]) * (inverse[lower] - inverse[lower + 1])
+        lower = lower[np.log(self._rng.random(len(lower))) < gain]
+        order = np.arange(len(energy))
+        order[lower], order[lower + 1] = lower + 1, lower
+        self.choice, self.cost, self.load = self.choice[order], self.cost[order], self.load[order]
+        self.excess, self._used = self.excess[order], self._used[order]
+
+    def _edges(self, v: np.ndarray, old: np.ndarray, new: np.ndarray) -> np.ndarray:
+        flat = self.flat
+        degree = flat.first[v + 1] - flat.first[v]
+        edge = ragged(flat.first[v], degree)
+        replica = np.repeat(np.arange(len(v)), degree)
+        target = flat.target[edge]
+        column = flat.matrix[edge] + self.choice[replica, target]
+        width = flat.sizes[target]
+        difference = flat.entries[column + new[replica] * width] - flat.entries[column + old[replica] * width]
+        return np.bincount(replica, difference, len(v))
+
+    def _memory(
+        self, rows: np.ndarray, v: np.ndarray, old: np.ndarray, new: np.ndarray
+    ) -> tuple[np.ndarray | None, np.ndarray]:
+        """`[n, T, D]` and `[n]`: memory in use and excess of some replicas after their change."""
+        flat = self.flat
+        if not flat.base.size:
+            return None, self.excess[rows]
+        if self._use is not None:
+            used = self._used[rows] + self._use[flat.start[v] + new] - self._use[flat.start[v] + old]
+            return used, self._over(used).sum(axis=(1, 2))
+        used = self._used[rows]
+        for i in range(len(rows)):
+            pair = flat.start[v[i]] + np.array([new[i], old[i]])
+            used[i] += self._profile(pair, np.array([1.0, -1.0]))
+        return used, self._over(used).sum(axis=(1, 2))
+
+    def _profile(self, rows: np.ndarray, sign: np.ndarray) -> np.ndarray:
+        """`[T, D]` what strategies add to the memory in use."""
+        flat = self.flat
+        times, devices = flat.base.shape
+        change = np.zeros((times + 1, devices))
+        if times:
+            taken = flat.usage[rows]
+            amount = np.repeat(sign, np.diff(taken.indptr)) * taken.data
+            usage, device = np.divmod(taken.indices, devices)
+            np.add.at(change, (flat.interval[usage, 0], device), amount)
+            np.subtract.at(change, (flat.interval[usage, 1], device), amount)
+        return np.cumsum(change, axis=0)[:-1]
+
+    def _over(self, used: np.ndarray) -> np.ndarray:
+        unit = np.where(np.isfinite(self._limit) & (self._limit > 0), self._limit, 1.0)
+        return np.maximum(used - self._limit, 0.0) / unit
+
+    def _keep(self, changed: np.ndarray) -> None:
+        fits = changed[self.excess[changed] <= 0]
+        if len(fits):
+            least = int(fits[self.cost[fits].argmin()])
+            if self.cost[least] < self.best_cost:
+                self.best, self.best_cost = self.choice[least].copy(), float(self.cost[least])
+
+
+def _dense_use(flat: Flat) -> np.ndarray:
+    """`[N, T, D]` what every strategy adds to the memory in use."""
+    times, devices = flat.base.shape
+    change = np.zeros((int(flat.start[-1]), times + 1, devices))
+    rows = np.repeat(np.arange(len(change)), np.diff(flat.usage.indptr))
+    usage, device = np.divmod(flat.usage.indices, devices)
+    np.add.at(change, (rows, flat.interval[usage, 0], device), flat.usage.data)
+    np.subtract.at(change, (rows, flat.interval[usage, 1], device), flat.usage.data)
+    return np.cumsum(change, axis=1)[:, :-1]
+
+
+def _smooth_max(load: np.ndarray) -> np.ndarray:
+    """`[R]` a norm near the maximum: what the walk feels, or all plans with one busiest device would feel the same."""
+    most = load.max(axis=1, initial=0.0)
+    unit = np.where(most > 0, most, 1.0)
+    return most * ((load / unit[:, None]) ** _NORM).sum(axis=1) ** (1 / _NORM)

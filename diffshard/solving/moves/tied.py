@@ -1,0 +1,196 @@
+"""Repeated structure: equal nodes of a problem, such as the layers of a model, take one strategy together.
+
+Colour refinement puts nodes in one class that have equal tables and whose neighbours, through equal matrices, are in
+equal classes. The quotient has one node for each class, and every choice of it costs what the expanded choice costs in
+the problem, in the same memory at every time. So it is the problem under the restriction that a class agrees: its
+solutions are starts, its bounds say nothing about the problem.
+
+Source: Weisfeiler and Leman, "The reduction of a graph to canonical form" (1968); for programmes, Grohe et al.,
+"Dimension reduction via colour refinement" (ESA 2014).
+"""
+
+import functools
+from collections.abc import Callable, Hashable
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from cost.base import Problem, is_forbidden, num_devices, num_strategies
+from diffshard.solving.solve import solve
+
+_ROUNDS = 4  # a node's class tells its surroundings up to so many edges away: a layer's inside, not which layer
+_WORTH = 0.5  # of the nodes, at most, for the quotient to be worth solving
+
+
+class Tied(NamedTuple):
+    """A problem whose equal nodes take one strategy.
+
+    Attributes:
+      problem: the quotient, one node for each class.
+      node_class: `[V]` the class of each node.
+    """
+
+    problem: Problem
+    node_class: np.ndarray
+
+    def expand(self, choice: np.ndarray) -> np.ndarray:
+        """From a choice of the quotient, one strategy for each class, to one of the problem, `[V]`."""
+        return np.asarray(choice)[self.node_class]
+
+
+def tie(problem: Problem, rounds: int = _ROUNDS) -> Tied | None:
+    """The quotient of a problem by its classes, None where that has more than half as many nodes.
+
+    Args:
+      problem: what to tie.
+      rounds: of refinement; more split more, from the ends of a repetition inwards.
+    """
+    node_class = classes(problem, rounds)
+    if not len(node_class) or node_class.max() + 1 > _WORTH * len(node_class):
+        return None
+    return Tied(quotient(problem, node_class), node_class)
+
+
+def tied_start(problem: Problem, key: jax.Array, time_limit_s: float | None) -> np.ndarray | None:
+    """A choice `[V]` of which equal nodes take equal strategies, as good as the solver finds one.
+
+    Args:
+      problem: what to tie.
+      key: a JAX random key.
+      time_limit_s: seconds for the quotient; None lets the solver end by its own rule.
+
+    Returns:
+      The choice, which may exceed the memory: a start to be improved. None where there is little to tie, or nothing
+      that a class agrees on is allowed.
+
+    Raises:
+      KeyboardInterrupt: Ctrl-C stopped the quotient, and is for the problem.
+    """
+    tied = tie(problem)
+    if tied is None:
+        return None
+    found = solve(tied.problem, time_limit_s=time_limit_s, key=key)
+    if found.status == "interrupted":
+        raise KeyboardInterrupt
+    return None if is_forbidden(np.asarray(found.cost)) else tied.expand(found.choice)
+
+
+def classes(problem: Problem, rounds: int = _ROUNDS) -> np.ndarray:
+    """`[V]` the class of each node, 0 and up: nodes that `rounds` of refinement do not tell apart."""
+    source, target, label = _directed(problem)
+    colour = _own(problem)
+    for _ in range(rounds):
+        seen = np.zeros(len(colour), np.uint64)
+        np.add.at(seen, source, _mixed(label + _mixed(colour[target])))  # a sum does not tell the neighbours' order
+        refined = np.unique(_mixed(colour) + seen, return_inverse=True)[1].astype(np.uint64)
+        if refined.max(initial=0) == colour.max(initial=0):
+            break
+        colour = refined
+    _, first, which = np.unique(colour, return_index=True, return_inverse=True)
+    return np.argsort(np.argsort(first))[which]  # in the order of their first nodes
+
+
+def quotient(problem: Problem, node_class: np.ndarray) -> Problem:
+    """The problem in which all nodes of a class, which must have equally many strategies, take the same one.
+
+    Args:
+      problem: what to tie.
+      node_class: `[V]` classes, 0 and up.
+    """
+    sizes = num_strategies(problem)
+    size = np.zeros(node_class.max(initial=-1) + 1, np.int64)
+    size[node_class] = sizes
+    cost = [np.zeros(n) for n in size]
+    for c, own in zip(node_class.tolist(), problem.node_cost, strict=True):
+        cost[c] += own
+    between: dict[tuple[int, int], np.ndarray] = {}
+    for u, v, matrix, count in _counted(problem, node_class):
+        if u == v:
+            cost[u] += count * np.diagonal(matrix)
+        elif (u, v) in between:
+            between[u, v] += count * matrix
+        else:
+            between[u, v] = count * np.asarray(matrix, float)
+    load = [np.zeros((n, num_devices(problem))) for n in size] if len(problem.load) else []
+    for c, own in zip(node_class.tolist() if load else (), problem.load, strict=True):
+        load[c] += own
+    return problem._replace(
+        node_cost=cost,
+        edge_nodes=np.array(list(between), np.int64).reshape(-1, 2),
+        edge_cost=list(between.values()),
+        usage_node=node_class[np.asarray(problem.usage_node, np.int64)],
+        load=load,
+    )
+
+
+def _counted(problem: Problem, node_class: np.ndarray) -> list[tuple[int, int, np.ndarray, int]]:
+    """Classes u <= v, the matrix between them and how many edges have it; equal arrays are told by identity."""
+    ends = node_class[np.asarray(problem.edge_nodes, np.int64).reshape(-1, 2)]
+    which = {id(matrix): matrix for matrix in problem.edge_cost}
+    index = {name: i for i, name in enumerate(which)}
+    matrices = list(which.values())
+    at = np.array([index[id(matrix)] for matrix in problem.edge_cost], np.int64)
+    flip = ends[:, 0] > ends[:, 1]
+    rows = np.column_stack([ends.min(axis=1, initial=1 << 62), ends.max(axis=1, initial=-1), at, flip])
+    groups, counts = np.unique(rows, axis=0, return_counts=True)
+    return [
+        (u, v, matrices[m].T if flipped else matrices[m], count)
+        for (u, v, m, flipped), count in zip(groups.tolist(), counts.tolist(), strict=True)
+    ]
+
+
+def _own(problem: Problem) -> np.ndarray:
+    """`[V]` a first class for each node: its costs, its usages in any order and its loads."""
+    names: dict[Hashable, int] = {}
+    name = functools.partial(_name, names)
+    table = _by_identity(lambda array: name(_content(array)))
+    usages: list[list[int]] = [[] for _ in problem.node_cost]
+    for v, usage in zip(np.asarray(problem.usage_node).tolist(), problem.usage, strict=True):
+        usages[v].append(table(usage))
+    loads = [table(load) for load in problem.load] or [0] * len(usages)
+    own = [
+        name((table(cost), tuple(sorted(used)), load))
+        for cost, used, load in zip(problem.node_cost, usages, loads, strict=True)
+    ]
+    return np.unique(np.array(own, np.uint64), return_inverse=True)[1].astype(np.uint64)
+
+
+def _directed(problem: Problem) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """`[2E]` source, target and matrix as the source sees it, for each edge in both directions."""
+    names: dict[Hashable, int] = {}
+    forward = _by_identity(lambda matrix: _name(names, _content(matrix)))
+    backward = _by_identity(lambda matrix: _name(names, _content(np.asarray(matrix).T)))
+    label = [forward(matrix) for matrix in problem.edge_cost] + [backward(matrix) for matrix in problem.edge_cost]
+    u, v = np.asarray(problem.edge_nodes, np.int64).reshape(-1, 2).T
+    return np.concatenate([u, v]), np.concatenate([v, u]), _mixed(np.array(label, np.uint64))
+
+
+def _name(names: dict[Hashable, int], content: Hashable) -> int:
+    """A number for each distinct content."""
+    return names.setdefault(content, len(names))
+
+
+def _content(array: np.ndarray) -> tuple[tuple[int, ...], bytes]:
+    """Equal for arrays that differ by rounding only, mostly; the quotient adds up the numbers as they are."""
+    return np.shape(array), np.asarray(array, np.float32).tobytes()
+
+
+def _by_identity(name: Callable[[np.ndarray], int]) -> Callable[[np.ndarray], int]:
+    """`name` that looks at an array once; the arrays must outlive it."""
+    known: dict[int, int] = {}
+
+    def looked_up(array: np.ndarray) -> int:
+        if id(array) not in known:
+            known[id(array)] = name(array)
+        return known[id(array)]
+
+    return looked_up
+
+
+def _mixed(numbers: np.ndarray) -> np.ndarray:
+    """Pseudo-random 64-bit numbers for numbers (SplitMix64)."""
+    z = numbers + np.uint64(0x9E3779B97F4A7C15)
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))

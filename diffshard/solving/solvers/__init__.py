@@ -1,0 +1,15 @@
+"""The solvers, one file each; `diffshard.solve(problem, solver=NAME)` takes the file's name.
+
+How to choose:
+
+- `gradient`, the default: any size, memory and loads, with a certified lower bound. Take it unless you know better.
+- `exact`: HiGHS on a mixed-integer programme (`pip install highspy`): proves the optimum of up to a few hundred nodes,
+  given time; its bound is there even when the time is not enough.
+- `dynamic_programming`: chains, trees and every graph that comes apart at few nodes, exactly and at once.
+- `exhaustive`: every choice; the oracle for problems of a few nodes.
+- `primal`: the plain relaxation, softmax logits and Adam: differentiable, so other losses can join; small problems.
+- `mcmc`, `beam`, `greedy`, `random`: what others use and what is easy, to compare with. None of them has a bound.
+
+A new solver is a new file with a function `solve` that follows `diffshard.base.Solver`; the conformance tests find it
+there and hold it to the same rules as the others.
+"""

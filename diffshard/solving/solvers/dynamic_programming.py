@@ -1,0 +1,155 @@
+"""Dynamic programming: exact on chains, trees and all graphs that come apart at few nodes.
+
+Nodes are eliminated one after the other, the one with the smallest table first; each leaves a table of its best cost
+for every combination of its neighbours. On a chain or a tree these are the min-plus products of the matrices.
+
+Memory limits and the largest load join all nodes, which tables cannot follow. The mean load stands in for the largest,
+and the limit is left out: the result is then a lower bound, and a choice that is brought into the memory by single-node
+moves. Where devices do equal work and the choice fits, it is the optimum.
+
+Source: Bertelè and Brioschi, "Nonserial Dynamic Programming" (1972), chapter 2; Dechter, "Bucket elimination" (1999).
+"""
+
+import heapq
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from cost.base import Problem, num_strategies
+from diffshard.base import Proposal
+from diffshard.solving.flat import flatten, with_ceiling
+from diffshard.solving.moves.descent import Descent
+
+LARGEST = 1 << 24  # entries of a table
+_MARGIN = 4 * np.finfo(float).eps  # each sum may err by so much of its terms
+
+
+class _Table(NamedTuple):
+    """Costs `[S_a, S_b, ...]` of nodes a < b < ..."""
+
+    nodes: tuple[int, ...]
+    cost: np.ndarray
+
+
+def solve(problem: Problem, *, time_limit_s: float | None = None, key: jax.Array | None = None) -> Iterator[Proposal]:
+    """Yields the optimum with its proof; where more than edges joins nodes, a lower bound and a choice near it.
+
+    Raises:
+      ValueError: a table would have more than `LARGEST` entries.
+    """
+    del time_limit_s, key  # the loop stops it; nothing is random
+    tables = _tables(problem)
+    decided: list[_Table] = []
+    constant = 0.0
+    for v in _order(problem):
+        mine = tables[v]
+        joined = _joined(mine, problem)
+        axis = joined.nodes.index(v)
+        rest = joined.nodes[:axis] + joined.nodes[axis + 1 :]
+        best = joined.cost.argmin(axis=axis)
+        decided.append(_Table((v, *rest), best.astype(np.int32)))
+        left = joined.cost.min(axis=axis)
+        for table in mine:
+            for u in table.nodes:
+                tables[u] = [other for other in tables[u] if other is not table]
+        if rest:
+            left_table = _Table(rest, left)
+            for u in rest:
+                tables[u].append(left_table)
+        else:
+            constant += float(left)
+        yield Proposal()
+    choice = _traced_back(decided, len(problem.node_cost))
+    size = len(problem.node_cost) + len(problem.edge_cost)
+    bound = constant - _MARGIN * size * _magnitude(problem, choice) if math.isfinite(constant) else -math.inf
+    if math.isinf(constant):  # every choice holds something forbidden
+        yield Proposal(choice)
+        return
+    yield Proposal(choice, bound)
+    flat = with_ceiling(flatten(problem))
+    if flat.load.shape[1] or flat.base.size:
+        descent = Descent(flat, choice[None])
+        for _ in descent.repaired(np.arange(len(choice))):
+            yield Proposal()
+        yield Proposal(descent.choice[0])
+
+
+def _tables(problem: Problem) -> list[list[_Table]]:
+    """For each node the tables that it is in."""
+    tables: list[list[_Table]] = []
+    for v, cost in enumerate(problem.node_cost):
+        own = np.asarray(cost, float)
+        if len(problem.load):
+            own = own + np.asarray(problem.load[v], float).mean(axis=1)
+        tables.append([_Table((v,), own)])
+    for (u, v), cost in zip(np.asarray(problem.edge_nodes).reshape(-1, 2).tolist(), problem.edge_cost, strict=True):
+        matrix = np.asarray(cost, float)
+        table = _Table((u, v), matrix) if u < v else _Table((v, u), matrix.T)
+        tables[u].append(table)
+        tables[v].append(table)
+    return tables
+
+
+def _order(problem: Problem) -> list[int]:
+    """Nodes by the size of the table that they leave, smallest first, kept up to date as neighbours become joined."""
+    sizes = num_strategies(problem).tolist()
+    near: list[set[int]] = [set() for _ in sizes]
+    for u, v in np.asarray(problem.edge_nodes).reshape(-1, 2).tolist():
+        near[u].add(v)
+        near[v].add(u)
+
+    def entries(v: int) -> int:
+        return sizes[v] * math.prod(sizes[u] for u in near[v])
+
+    heap = [(entries(v), v) for v in range(len(sizes))]
+    heapq.heapify(heap)
+    order, gone = [], [False] * len(sizes)
+    while heap:
+        count, v = heapq.heappop(heap)
+        if gone[v] or count != entries(v):
+            continue
+        if count > LARGEST:
+            raise ValueError(
+                "`solver` 'dynamic_programming' takes graphs that come apart at few nodes, such as chains and trees; "
+                f"this one needs a table of {count:.3g} entries for node {v} and its neighbours, and at most "
+                f"{LARGEST:,} are allowed. Take 'gradient'."
+            )
+        gone[v] = True
+        order.append(v)
+        for u in near[v]:
+            near[u] |= near[v]
+            near[u] -= {u, v}
+        for u in near[v]:
+            heapq.heappush(heap, (entries(u), u))
+    return order
+
+
+def _joined(tables: list[_Table], problem: Problem) -> _Table:
+    """The sum of tables, over all of their nodes."""
+    nodes = tuple(sorted({v for table in tables for v in table.nodes}))
+    cost = np.zeros([len(problem.node_cost[v]) for v in nodes])
+    for table in tables:
+        cost += table.cost.reshape([len(problem.node_cost[v]) if v in table.nodes else 1 for v in nodes])
+    return _Table(nodes, cost)
+
+
+def _traced_back(decided: list[_Table], count: int) -> np.ndarray:
+    """`[V]` the choice: each node's best, given those eliminated after it."""
+    choice = np.zeros(count, np.int64)
+    for table in reversed(decided):
+        v, *rest = table.nodes
+        choice[v] = table.cost[tuple(choice[rest])]
+    return choice
+
+
+def _magnitude(problem: Problem, choice: np.ndarray) -> float:
+    """The absolute values of a choice's terms, summed."""
+    total = sum(abs(float(cost[s])) for cost, s in zip(problem.node_cost, choice, strict=True))
+    total += sum(float(np.abs(load[s]).mean()) for load, s in zip(problem.load, choice, strict=False))
+    pairs = np.asarray(problem.edge_nodes).reshape(-1, 2)
+    return total + sum(
+        abs(float(cost[choice[u], choice[v]])) for (u, v), cost in zip(pairs, problem.edge_cost, strict=True)
+    )

@@ -1,0 +1,67 @@
+"""Every choice, a block at a time: the oracle of the tests, for problems of at most ten million choices."""
+
+import math
+from collections.abc import Iterator
+
+import jax
+import numpy as np
+
+from cost.base import Problem, num_strategies
+from diffshard.base import Proposal
+
+LARGEST = 10**7
+_BLOCK = 1 << 14
+
+
+def solve(problem: Problem, *, time_limit_s: float | None = None, key: jax.Array | None = None) -> Iterator[Proposal]:
+    """Yields each block's improvement and, when all choices are seen, the optimum as the bound.
+
+    Raises:
+      ValueError: there are more than `LARGEST` choices.
+    """
+    del time_limit_s, key  # the loop stops it; nothing is random
+    sizes = num_strategies(problem)
+    count = math.prod(sizes.tolist())
+    if count > LARGEST:
+        raise ValueError(
+            f"`solver` 'exhaustive' takes at most {LARGEST:,} choices; this problem has 10^{math.log10(count):.0f}. "
+            "Take 'gradient'."
+        )
+    best: tuple[float, float] = (math.inf, math.inf)
+    for start in range(0, count, _BLOCK):
+        block = np.arange(start, min(start + _BLOCK, count))
+        choices = np.stack(np.unravel_index(block, sizes.tolist()), axis=1) if len(sizes) else np.zeros((1, 0), int)
+        cost, excess = price(problem, choices)
+        first = np.lexsort((cost, excess))[0]
+        found = float(excess[first]), float(cost[first])
+        if found < best:
+            best = found
+            yield Proposal(choices[first])
+        else:
+            yield Proposal()
+    if best[0] == 0:
+        yield Proposal(lower_bound=best[1])
+
+
+def price(problem: Problem, choices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Cost `[N]` and memory excess `[N]` of many choices `[N, V]` at once, in float64."""
+    total = np.zeros(len(choices))
+    for v, cost in enumerate(problem.node_cost):
+        total += cost[choices[:, v]]
+    for (u, v), cost in zip(problem.edge_nodes, problem.edge_cost, strict=True):
+        total += cost[choices[:, u], choices[:, v]]
+    if len(problem.load):
+        total += np.sum([np.asarray(load)[choices[:, v]] for v, load in enumerate(problem.load)], axis=0).max(axis=1)
+    return total, _excess(problem, choices)
+
+
+def _excess(problem: Problem, choices: np.ndarray) -> np.ndarray:
+    worst = np.zeros(len(choices))
+    intervals = np.asarray(problem.usage_interval).reshape(-1, 2)
+    for time in np.unique(intervals[:, 0]):  # usage only rises where an interval starts
+        live = np.flatnonzero((intervals[:, 0] <= time) & (time < intervals[:, 1])).tolist()
+        tables = [np.asarray(problem.usage[k])[choices[:, problem.usage_node[k]]] for k in live]
+        # `[C, 1]` where all devices use alike, else `[C, D]`.
+        used = sum((table.reshape(len(choices), -1) for table in tables), start=np.zeros((len(choices), 1)))
+        worst = np.maximum(worst, (used - np.asarray(problem.memory_limit)).max(axis=1))
+    return worst

@@ -1,0 +1,39 @@
+"""Markov chain Monte Carlo: annealed Metropolis walks from random choices, as FlexFlow searches.
+
+Source: Jia et al., "Beyond Data and Model Parallelism for Deep Neural Networks" (MLSys 2019), section 6.
+"""
+
+import time
+from collections.abc import Iterator
+
+import jax
+import numpy as np
+
+from cost.base import Problem, num_strategies
+from diffshard.base import Proposal, seeded
+from diffshard.solving.flat import flatten, with_ceiling
+from diffshard.solving.moves.replicas import Replicas
+
+_REPLICAS = 8
+_STEPS_PER_NODE = 100
+_TEMPERATURES = 1.0, 1e-4  # first and last, of the mean cost for each node
+
+
+def solve(problem: Problem, *, time_limit_s: float | None = None, key: jax.Array) -> Iterator[Proposal]:
+    """Yields the best of the walks; has no bound."""
+    rng, flat = seeded(key), with_ceiling(flatten(problem))
+    sizes = num_strategies(problem)
+    walks = Replicas(flat, rng, rng.integers(sizes, size=(_REPLICAS, len(sizes))))
+    start, planned = time.perf_counter(), _STEPS_PER_NODE * len(sizes)
+    hot, cold = _TEMPERATURES
+    proposed, done, step = np.inf, 0.0, 0
+    while done < 1:
+        scale = np.abs(walks.cost).min() / len(sizes)
+        walks.step(scale * hot * (cold / hot) ** done)
+        step += 1
+        done = step / planned if time_limit_s is None else (time.perf_counter() - start) / time_limit_s
+        if step % 10 == 0 or done >= 1:
+            yield Proposal(walks.best if walks.best_cost < proposed else None)
+            proposed = walks.best_cost
+    if walks.best is None:
+        yield Proposal(walks.choice[walks.excess.argmin()])

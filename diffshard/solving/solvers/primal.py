@@ -1,0 +1,277 @@
+"""Softmax logits by gradient descent: the relaxed cost, with an entropy that cools down, by adam from many starts.
+
+What is minimised is the relaxed cost (`cost.relaxed`) of rows p = softmax(logits), less temperature times their
+entropy, plus a price on the expected memory in excess: an augmented Lagrangian whose multipliers rise where the limit
+is exceeded. Rows are rounded node by node, each to what is cheapest given the other rows, and come down by single-node
+moves. Uniform rows are rounded first, so that there is an answer while the gradient is compiled.
+
+Source: the relaxation of Liu, Simonyan and Yang, "DARTS" (ICLR 2019), section 2.2, annealed as in mean-field annealing
+(Peterson and Anderson, 1987); the rounding is the method of conditional expectations (Raghavan, 1988).
+"""
+
+import functools
+import time
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from cost.base import Problem
+from diffshard.base import Proposal, seeded
+from diffshard.solving.flat import Flat, flatten, ragged, with_ceiling
+from diffshard.solving.moves.descent import Descent
+
+_STARTS = 8
+_STEPS = 600  # without a time limit
+_CHUNK = 25  # steps of one call, at most
+_PAUSE = 0.01  # of the time limit, for one call
+_ADAM = optax.adam(0.1)
+_TEMPERATURES = 0.3, 1e-3  # first and last, of the cost of a random choice for each node
+_RISE = 0.3  # of the multipliers, for a whole limit's worth in excess
+_SHARE = 0.6  # of the time limit, for the gradient
+_ROUNDINGS = 4
+_MOST = 30.0  # costs for each node, in the energy's units, that an entry counts at most: forbidden ones would hide all
+_ROOMY = 1e6  # limits' worth, where there is none
+_SHORTEST = 32  # length of an array
+_NARROWEST = 4  # width of a block
+_FEW = 1 << 18  # entries that one block may have for the sake of fewer programs
+
+
+class _Energy(NamedTuple):
+    """The relaxed cost's numbers, in units of a typical entry; lengths are rounded up to powers of two.
+
+    Attributes:
+      node: `[N]` the node of each strategy; padding belongs to a node of its own.
+      cost: `[N]`.
+      blocks: for each padded shape the edges' matrices `[n, A, B]` and positions of rows and columns; N is padding.
+      usage: row, column and amount of the sparse usages, in units of the limit.
+      interval: `[K, 2]` times.
+      room: `[T, D]` limit less base, in units of the limit.
+      load: `[N, D']`.
+    """
+
+    node: jax.Array
+    cost: jax.Array
+    blocks: list[tuple[jax.Array, jax.Array, jax.Array]]
+    usage: tuple[jax.Array, jax.Array, jax.Array]
+    interval: jax.Array
+    room: jax.Array
+    load: jax.Array
+
+
+class _State(NamedTuple):
+    logits: Any  # [N]
+    moments: optax.OptState
+    price: jax.Array  # [T, D]
+
+
+def solve(problem: Problem, *, time_limit_s: float | None = None, key: jax.Array) -> Iterator[Proposal]:
+    """Yields roundings of all starts, at several moments and at the end; has no bound."""
+    start, rng = time.perf_counter(), seeded(key)
+    flat = with_ceiling(flatten(problem))
+    uniform = np.repeat(1.0 / flat.sizes, flat.sizes)
+    yield from _rounded(flat, uniform[None], rng)
+    energy = _energy(flat)
+    count = _rounded_up(len(flat.sizes) + 1)
+    state = _begin(energy, key)
+    hot, cold = np.array(_TEMPERATURES) * _typical(flat, rng)
+    state = jax.block_until_ready(_descend(energy, state, jnp.float32(hot), 0, count))  # compiles
+    done, step, rounded, steps = 0.0, 0, 0, _CHUNK if time_limit_s is None else 1
+    while done < 1:
+        begun = time.perf_counter()
+        state = jax.block_until_ready(_descend(energy, state, jnp.float32(hot * (cold / hot) ** done), steps, count))
+        step += steps
+        if time_limit_s is None:
+            done = step / _STEPS
+        else:
+            now = time.perf_counter()
+            done = (now - start) / (_SHARE * time_limit_s)
+            steps = int(np.clip(_PAUSE * time_limit_s * steps / (now - begun), 1, _CHUNK))
+        if done >= (rounded + 1) / _ROUNDINGS or done >= 1:
+            rounded += 1
+            rows = np.asarray(_rows(energy, state.logits, count), float)
+            yield from _rounded(flat, rows[:, : len(flat.cost)], rng)
+        else:
+            yield Proposal()
+
+
+@jax.jit
+def _begin(energy: _Energy, key: jax.Array) -> _State:
+    logits = jax.random.normal(key, (_STARTS, len(energy.cost)))
+    return jax.vmap(lambda row: _State(row, _ADAM.init(row), jnp.zeros_like(energy.room)))(logits)
+
+
+@functools.partial(jax.jit, static_argnums=4)
+def _descend(energy: _Energy, states: _State, temperature: jax.Array, steps: int, count: int) -> _State:
+    """Some steps of every start at one temperature."""
+
+    def step(_: int, state: _State) -> _State:
+        gradient, over = jax.grad(_objective, argnums=1, has_aux=True)(
+            energy, state.logits, state.price, temperature, count
+        )
+        update, moments = _ADAM.update(gradient, state.moments)
+        price = jnp.maximum(state.price + _RISE * over, 0.0)
+        return _State(optax.apply_updates(state.logits, update), moments, price)
+
+    return jax.vmap(lambda state: jax.lax.fori_loop(0, steps, step, state))(states)
+
+
+def _objective(
+    energy: _Energy, logits: jax.Array, price: jax.Array, temperature: jax.Array, count: int
+) -> tuple[jax.Array, jax.Array]:
+    """The energy of one start, and the expected memory beyond the limit `[T, D]`, negative where there is room."""
+    rows = _softmax(energy.node, logits, count)
+    padded = jnp.append(rows, 0.0)
+    total = energy.cost @ rows
+    for matrices, source, target in energy.blocks:
+        total += jnp.einsum("na,nab,nb->", padded[source], matrices, padded[target])
+    if energy.load.shape[1]:
+        total += jnp.max(rows @ energy.load)
+    scale = jax.lax.stop_gradient(jnp.abs(total))  # prices are in costs of the whole
+    total += temperature * jnp.sum(rows * jnp.log(jnp.maximum(rows, 1e-30)))
+    over = _expected_memory(energy, rows) - energy.room
+    return total + scale * jnp.sum(price * over + 0.5 * _RISE * jnp.maximum(over, 0.0) ** 2), over
+
+
+def _softmax(node: jax.Array, logits: jax.Array, count: int) -> jax.Array:
+    most = jax.lax.stop_gradient(jax.ops.segment_max(logits, node, count, indices_are_sorted=True))
+    weights = jnp.exp(logits - most[node])
+    return weights / jax.ops.segment_sum(weights, node, count, indices_are_sorted=True)[node]
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def _rows(energy: _Energy, logits: jax.Array, count: int) -> jax.Array:
+    return jax.vmap(lambda row: _softmax(energy.node, row, count))(logits)
+
+
+def _expected_memory(energy: _Energy, rows: jax.Array) -> jax.Array:
+    times, devices = energy.room.shape
+    if not times:
+        return energy.room
+    row, column, amount = energy.usage
+    used = jax.ops.segment_sum(rows[row] * amount, column, len(energy.interval) * devices).reshape(-1, devices)
+    change = jnp.zeros((times + 1, devices)).at[energy.interval[:, 0]].add(used).at[energy.interval[:, 1]].add(-used)
+    return jnp.cumsum(change, axis=0)[:-1]
+
+
+def _energy(flat: Flat) -> _Energy:
+    """Lengths are rounded up so that problems of about equal size share one compiled program."""
+    scale, most = _mean(np.concatenate([flat.cost, flat.entries])), _MOST * len(flat.sizes)
+
+    def scaled(costs: np.ndarray) -> jax.Array:
+        return jnp.asarray(np.clip(costs / scale, -most, most), jnp.float32)
+
+    times, devices = flat.base.shape
+    unit = np.where(np.isfinite(flat.limit) & (flat.limit > 0), flat.limit, 1.0)
+    room = np.where(np.isfinite(flat.limit), (flat.limit - flat.base) / unit, _ROOMY)
+    usage = flat.usage.tocoo()
+    row, column = usage.coords
+    amount = usage.data / unit[column % max(devices, 1)]
+    node = np.repeat(np.arange(len(flat.sizes)), flat.sizes)
+    return _Energy(
+        node=jnp.asarray(_filled(node, _rounded_up(len(flat.sizes) + 1) - 1)),
+        cost=scaled(_filled(flat.cost, 0.0)),
+        blocks=[(scaled(m), jnp.asarray(a), jnp.asarray(b)) for m, a, b in _blocks(flat)],
+        usage=(
+            jnp.asarray(_filled(row, 0)),
+            jnp.asarray(_filled(column, 0)),
+            jnp.asarray(_filled(amount, 0.0), jnp.float32),
+        ),
+        interval=jnp.asarray(_filled(flat.interval, _rounded_up(times) if times else 0)),
+        room=jnp.asarray(_filled(room, _ROOMY) if times else room, jnp.float32),
+        load=scaled(_filled(flat.load, 0.0)),
+    )
+
+
+def _rounded_up(length: int) -> int:
+    return max(_SHORTEST, 1 << max(length - 1, 0).bit_length())
+
+
+def _filled(array: np.ndarray, value: float) -> np.ndarray:
+    """Longer by `value`s, up to a power of two."""
+    rest = np.full((_rounded_up(len(array)) - len(array), *array.shape[1:]), value, array.dtype)
+    return np.concatenate([array, rest])
+
+
+def _blocks(flat: Flat) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    """Edges of about equal shape together: their padded matrices, and the positions of their rows and columns."""
+    forward = np.flatnonzero(flat.source < flat.target)
+    width = 4 ** np.ceil(np.log2(np.maximum(flat.sizes, _NARROWEST)) / 2).astype(
+        int
+    )  # each shape takes long to compile
+    if len(forward) * width.max() ** 2 <= _FEW:
+        width[:] = width.max()
+    shapes = np.stack([width[flat.source[forward]], width[flat.target[forward]]], axis=1)
+    nothing = _rounded_up(len(flat.cost))
+    for a, b in np.unique(shapes, axis=0).tolist():
+        edges = forward[(shapes == (a, b)).all(axis=1)]
+        source, target = flat.source[edges], flat.target[edges]
+        matrices = np.zeros((len(edges), a, b))
+        for m, e, rows, columns in zip(matrices, edges, flat.sizes[source], flat.sizes[target], strict=True):
+            m[:rows, :columns] = flat.entries[flat.matrix[e] + np.arange(rows * columns)].reshape(rows, columns)
+        yield (
+            _filled(matrices, 0.0),
+            _filled(_positions(flat, source, a, nothing), nothing),
+            _filled(_positions(flat, target, b, nothing), nothing),
+        )
+
+
+def _positions(flat: Flat, nodes: np.ndarray, width: int, nothing: int) -> np.ndarray:
+    """`[n, width]` positions of the nodes' strategies, filled up with `nothing`."""
+    steps = np.arange(width)
+    return np.where(steps < flat.sizes[nodes][:, None], flat.start[nodes][:, None] + steps, nothing)
+
+
+def _mean(costs: np.ndarray) -> float:
+    """A typical size of a cost: the mean of the smaller ones, which forbidden entries do not move."""
+    sizes = np.abs(costs[costs != 0])
+    return float(sizes[sizes <= np.quantile(sizes, 0.9)].mean()) if len(sizes) else 1.0
+
+
+def _typical(flat: Flat, rng: np.random.Generator) -> float:
+    """What a random choice costs for each node, in units of the energy."""
+    descent = Descent(flat, rng.integers(flat.sizes, size=(4, len(flat.sizes))))
+    return float(np.median(np.abs(descent.cost()))) / len(flat.sizes) / _mean(np.concatenate([flat.cost, flat.entries]))
+
+
+def _rounded(flat: Flat, rows: np.ndarray, rng: np.random.Generator) -> Iterator[Proposal]:
+    """All starts, each node to what is cheapest given the others' rows, then brought down."""
+    order = rng.permutation(len(flat.sizes))
+    choices = []
+    for row in rows:
+        choices.append(_conditional(flat, row.copy(), order))
+        yield Proposal(choices[-1])
+    descent = Descent(flat, np.stack(choices))
+    for _ in descent.repaired(order):
+        yield Proposal()
+    yield Proposal(descent.choice[np.lexsort((descent.cost(), descent.excess()))[0]])
+
+
+def _conditional(flat: Flat, row: np.ndarray, order: np.ndarray) -> np.ndarray:
+    """`[V]` rounded node by node in `order`: the cost of rows does not rise, as each node's is linear in its own."""
+    choice = np.zeros(len(order), np.int64)
+    load = row @ flat.load
+    for v in order.tolist():
+        own = slice(flat.start[v], flat.start[v + 1])
+        price = flat.cost[own] + _expected_edges(flat, v, row)
+        others = load - row[own] @ flat.load[own]
+        s = choice[v] = int((price + (others + flat.load[own]).max(axis=1, initial=0.0)).argmin())
+        row[own] = 0.0
+        row[flat.start[v] + s] = 1.0
+        load = others + flat.load[flat.start[v] + s]
+    return choice
+
+
+def _expected_edges(flat: Flat, v: int, row: np.ndarray) -> np.ndarray:
+    """`[S_v]` what the edges of each strategy cost at the neighbours' rows."""
+    size, near = flat.sizes[v], np.arange(flat.first[v], flat.first[v + 1])
+    if not len(near):
+        return np.zeros(size)
+    widths = flat.sizes[flat.target[near]]
+    entries = flat.entries[ragged(flat.matrix[near], size * widths)]
+    each = np.repeat(widths, size)  # the width of every row of every matrix
+    weights = row[ragged(np.repeat(flat.start[flat.target[near]], size), each)]
+    return np.add.reduceat(entries * weights, np.cumsum(each) - each).reshape(len(near), size).sum(axis=0)

@@ -1,0 +1,31 @@
+"""Random restarts: uniform choices, each brought down to a local optimum by single-node moves; the plainest baseline.
+
+Source: multi-start local search, as in Martí, Resende and Ribeiro, "Multi-start methods for combinatorial optimization"
+(European Journal of Operational Research, 2013), without its memory of earlier starts.
+"""
+
+from collections.abc import Iterator
+
+import jax
+import numpy as np
+
+from cost.base import Problem
+from diffshard.base import Proposal, seeded
+from diffshard.solving.flat import flatten, with_ceiling
+from diffshard.solving.moves.descent import Descent
+
+_STARTS = 16  # side by side
+_ROUNDS = 8
+
+
+def solve(problem: Problem, *, time_limit_s: float | None = None, key: jax.Array) -> Iterator[Proposal]:
+    """Yields the best of each round of starts, until the time is over or for a fixed number of rounds; has no bound."""
+    rng, flat = seeded(key), with_ceiling(flatten(problem))
+    nodes = len(flat.sizes)
+    done = 0
+    while time_limit_s is not None or done < _ROUNDS:  # the loop of `diffshard.solve` watches the time
+        descent = Descent(flat, rng.integers(flat.sizes, size=(_STARTS, nodes)))
+        for _ in descent.repaired(rng.permutation(nodes)):
+            yield Proposal()
+        yield Proposal(descent.choice[np.lexsort((descent.cost(), descent.excess()))[0]])
+        done += 1

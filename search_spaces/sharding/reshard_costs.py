@@ -1,0 +1,92 @@
+"""Seconds of collectives and reshards on the axes of one mesh, as matrices over lists of specs."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from cost.base import COLLECTIVE_KINDS, Hardware, Link
+from cost.collectives import collective_latency_s, collective_transfer_s
+from search_spaces.sharding.resharding import Move, Paths, Rates
+from search_spaces.sharding.spec import Spec
+
+_FREE = Link(0.0, 0.0)
+_REDUCTIONS = ("all_reduce", "reduce_scatter")
+
+
+class ReshardCosts:
+    """What moving arrays costs on a mesh. Reshard matrices are kept, as a model's layers ask for the same ones.
+
+    Args:
+      axis_names: the mesh's axes.
+      axis_sizes: their numbers of devices.
+      hardware: has a link for each axis of more than one device.
+
+    Attributes:
+      path: the steps of a reshard on this mesh, as a function of two specs.
+      dearest_s_per_byte: of all kinds of collectives on all axes.
+    """
+
+    def __init__(self, axis_names: Sequence[str], axis_sizes: tuple[int, ...], hardware: Hardware):
+        self.axis_names, self.axis_sizes = tuple(axis_names), axis_sizes
+        links = [hardware.link(name) if n > 1 else _FREE for name, n in zip(axis_names, axis_sizes, strict=True)]
+        self.rates = tuple(_rates(link, n) for link, n in zip(links, axis_sizes, strict=True))
+        self.path = Paths(axis_sizes, self.rates)
+        self._combines_gathers = hardware.combines_gathers
+        self.dearest_s_per_byte = max((slope for r in self.rates for slope in r.s_per_byte.values()), default=0.0)
+        self._pairs: dict[tuple[Spec, Spec], tuple[float, float]] = {}
+        self._grids: dict[tuple[tuple[Spec, ...], tuple[Spec, ...]], tuple[np.ndarray, np.ndarray]] = {}
+        self._matrices: dict[tuple, np.ndarray] = {}
+
+    def move_s(self, move: Move, num_bytes: float, latency_share: float = 1.0) -> float:
+        """Seconds of one step for an array of so many bytes as a whole."""
+        latency, slope = self.path.rate(move)
+        shares = self._combines_gathers or move.kind in _REDUCTIONS
+        return latency * (latency_share if shares else 1.0) + slope * num_bytes
+
+    def reshard_s(
+        self,
+        sources: tuple[Spec, ...],
+        targets: tuple[Spec, ...],
+        num_bytes: float,
+        latency_share: float,
+        weight: float,
+    ) -> np.ndarray:
+        """The transfer matrix `[sources, targets]`, seconds. Equal requests return the same array.
+
+        Args:
+          sources: specs that the producer's strategies leave.
+          targets: specs that the consumer's strategies need.
+          num_bytes: of the whole array.
+          latency_share: the part of the latency that is this array's own, where collectives are combined.
+          weight: how often a step moves the array.
+        """
+        latency_share = latency_share if self._combines_gathers else 1.0
+        key = (sources, targets, num_bytes, latency_share, weight)
+        if key not in self._matrices:
+            latency, slope = self._grid(sources, targets)
+            matrix = weight * (latency * latency_share + slope * num_bytes)
+            matrix.flags.writeable = False
+            self._matrices[key] = matrix
+        return self._matrices[key]
+
+    def _grid(self, sources: tuple[Spec, ...], targets: tuple[Spec, ...]) -> tuple[np.ndarray, np.ndarray]:
+        """Latency and slope of every pair, `[sources, targets]` each; specs that occur often are priced once."""
+        if (sources, targets) not in self._grids:
+            rows = {spec: i for i, spec in enumerate(dict.fromkeys(sources))}
+            columns = {spec: j for j, spec in enumerate(dict.fromkeys(targets))}
+            small = np.array([[self._pair(s, t) for t in columns] for s in rows]).reshape(len(rows), len(columns), 2)
+            grid = small[np.ix_([rows[s] for s in sources], [columns[t] for t in targets])]
+            self._grids[sources, targets] = np.ascontiguousarray(grid[..., 0]), np.ascontiguousarray(grid[..., 1])
+        return self._grids[sources, targets]
+
+    def _pair(self, source: Spec, target: Spec) -> tuple[float, float]:
+        if (source, target) not in self._pairs:
+            self._pairs[source, target] = self.path.latency_and_slope(source, target)
+        return self._pairs[source, target]
+
+
+def _rates(link: Link, num_devices: int) -> Rates:
+    latency_s = {kind: float(collective_latency_s(kind, num_devices, link)) for kind in COLLECTIVE_KINDS}
+    return Rates(
+        latency_s, {kind: float(collective_transfer_s(kind, 1.0, num_devices, link)) for kind in COLLECTIVE_KINDS}
+    )

@@ -1,0 +1,51 @@
+"""A plan of the small communication space as training would leave it: two groups changed, a table of candidates."""
+
+from cost.base import Hardware, Link
+from diffshard.bilevel_search.plan import BilevelPlan
+from diffshard.bilevel_search.proof import Proof, Tried
+from diffshard.bilevel_search.rounding import plan_of
+from diffshard.successive_halving import Row
+from search_spaces.communication.space import CommunicationSpace
+from tests.search_spaces.communication.small_communication import small_space
+
+SLOW_LINKS = Hardware("slow links", 1e15, 1e15, 1e10, {axis: Link(1e-7, 1e-9) for axis in ("data", "model")})
+STRATEGIES = {
+    "mlp/all_reduce forward": "int8",
+    "mlp/all_reduce backward": "exact",
+    "matrices over data and model gradient": "int8 with error feedback",
+    "matrices over data gradient": "int8",
+}
+
+
+def slow_space() -> CommunicationSpace:
+    """Where bytes decide, not latency."""
+    return small_space(hardware=SLOW_LINKS)
+
+
+def named_choice(space: CommunicationSpace) -> tuple[int, ...]:
+    """`STRATEGIES` as numbers."""
+    return tuple(space.strategy_names(v).index(STRATEGIES[group.name]) for v, group in enumerate(space.groups))
+
+
+def proposed_plan(space: CommunicationSpace | None = None) -> BilevelPlan:
+    """As a search leaves it, without training."""
+    space = slow_space() if space is None else space
+    return plan_of(space, space.problem, {named_choice(space): 0.0125}, 0.02)
+
+
+def proved_plan(space: CommunicationSpace | None = None) -> BilevelPlan:
+    """As training leaves it; one candidate was dropped early, one diverged."""
+    plan = proposed_plan(space)
+    exact = plan.exact_seconds
+
+    def tried(name: str, seconds: float, loss: float, increase: float, *scores: float) -> Tried:
+        pairs = tuple((score, seconds) for score in scores)
+        return Tried(name, plan.choice, 0.0, seconds, loss, increase, Row(name, pairs, 4 * len(scores)))
+
+    table = (
+        tried("found", plan.seconds, 2.5125, 0.0125, 0.0, 0.0),
+        tried("exact", exact, 2.5, 0.0, 0.0, 0.0),
+        tried("all int8", 0.9 * exact, 3.25, 0.25, 0.23),
+        tried("all <int4>", 0.5 * exact, float("nan"), float("nan"), float("inf")),
+    )
+    return plan._replace(proof=Proof(table, (3.0, 2.5), 24))

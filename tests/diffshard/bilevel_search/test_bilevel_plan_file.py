@@ -1,0 +1,135 @@
+"""Plans of the bilevel search through files, and files that are none."""
+
+import json
+import math
+
+import pytest
+
+import diffshard
+from diffshard.base import PlanError
+from diffshard.bilevel_search.plan_file import from_json, to_json
+from diffshard.successive_halving import Row
+from tests.diffshard.bilevel_search.small_bilevel_plan import proposed_plan, proved_plan
+from tests.diffshard.plans.small_plan import small_plan
+
+
+def test_a_saved_plan_is_read_back_with_its_proof(tmp_path):
+    plan = proved_plan()
+    assert plan.proof is not None
+    finite = plan._replace(proof=plan.proof._replace(table=plan.proof.table[:3]))  # nan is not equal to itself
+    finite.save(tmp_path / "plan.json")
+    again = diffshard.BilevelPlan.load(tmp_path / "plan.json")
+    assert again == finite
+    assert str(again) == str(finite)
+    assert again.proof is not None
+    assert isinstance(again.proof.table[0].row, Row)
+    assert [path.name for path in tmp_path.iterdir()] == ["plan.json"]
+
+
+def test_numbers_that_json_lacks_come_back(tmp_path):
+    plan = proved_plan()._replace(loss_increase=-math.inf, message="inf")
+    plan.save(tmp_path / "plan.json")
+    again = diffshard.BilevelPlan.load(tmp_path / "plan.json")
+    assert again.loss_increase == -math.inf
+    assert again.message == "inf"
+    assert again.proof is not None
+    diverged = again.proof.table[-1]
+    assert math.isnan(diverged.loss)
+    assert diverged.row.scores[0][0] == math.inf
+
+
+def test_each_kind_of_file_says_what_it_is(tmp_path):
+    proposed_plan().save(tmp_path / "bilevel.json")
+    small_plan().save(tmp_path / "sharding.json")
+    with pytest.raises(PlanError, match=r"is a diffshard bilevel plan.*`diffshard.BilevelPlan.load`"):
+        diffshard.Plan.load(tmp_path / "bilevel.json")
+    with pytest.raises(PlanError, match=r"is a diffshard plan.*`diffshard.Plan.load`"):
+        diffshard.BilevelPlan.load(tmp_path / "sharding.json")
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("seconds", "1"), ("seconds", None), ("feasible", 1), ("choice", [0]), ("choice", [0.5, 0, 0, 0]), ("groups", {}),
+     ("groups", [{"name": "a"}] * 4), ("proof", {}), ("proof", [1]), ("mesh_axes", {"data": "2"}), ("hardware", 3),
+     ("hardware", {"name": "x"}), ("exact_share", 1.5), ("surprise", 1)],
+)  # fmt: skip
+def test_fields_of_the_wrong_type_are_damage(field, value):
+    found = to_json(proved_plan())
+    found[field] = value
+    with pytest.raises(PlanError, match=r"`plan\.json` is a damaged plan"):
+        from_json(found, "plan.json")
+
+
+def test_a_proof_without_finalists_is_damage():
+    found = to_json(proved_plan())
+    found["proof"]["table"] = found["proof"]["table"][2:]
+    with pytest.raises(PlanError, match="no candidate of `proof` was trained to the end"):
+        from_json(found, "plan.json")
+
+
+@pytest.mark.parametrize(
+    ("field", "message"),
+    [("seconds", "BilevelPlan lacks `seconds`"), ("groups", "BilevelPlan lacks `groups`"),
+     ("choice", "BilevelPlan lacks `choice`"), ("proof", "it has no `proof`")],
+)  # fmt: skip
+def test_missing_fields_are_damage(field, message):
+    found = to_json(proved_plan())
+    del found[field]
+    with pytest.raises(PlanError, match=rf"is a damaged plan: {message}\.$"):
+        from_json(found, "plan.json")
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [(["seconds"], -1.0, "`seconds` is -1.0, not a finite number from 0 on"), (["seconds"], "inf", "`seconds` is inf"),
+     (["cost_ratio"], "nan", "`cost_ratio` is nan"), (["choice"], [0, 0, 0, -1], "a number below 0"),
+     (["choice"], [0, 0], "`choice` has 2 numbers for 4 groups"), (["mesh_axes", "data"], 0, "`mesh_axes` is"),
+     (["exact_share"], 1.0, "`exact_share` is 1.0"), (["max_loss_increase"], 0.0, "`max_loss_increase` is 0.0"),
+     (["groups", 0, "seconds"], -1.0, "`seconds` of group 'mlp/all_reduce forward' is -1.0"),
+     (["groups", 0, "traffic", "sent_bytes"], "inf", "`sent_bytes` of group 'mlp/all_reduce forward' is inf"),
+     (["groups", 0, "traffic", "direction"], "up", "is 'up', none of forward, backward, gradient"),
+     (["groups", 0, "traffic", "times"], -1, "`times` of group 'mlp/all_reduce forward' is -1"),
+     (["proof", "table", 0, "exact_share"], 1.5, "`exact_share` of candidate 'found' is 1.5"),
+     (["proof", "table", 1, "choice"], [0], "`choice` of candidate 'exact' has 1 numbers for 4 groups"),
+     (["proof", "steps"], -1, "`steps` of `proof` is -1")],
+)  # fmt: skip
+def test_values_that_no_search_gives_are_damage(path, value, message):
+    found = to_json(proved_plan())
+    where = found
+    for step in path[:-1]:
+        where = where[step]
+    where[path[-1]] = value
+    with pytest.raises(PlanError, match=message):
+        from_json(found, "plan.json")
+
+
+def test_a_plan_without_groups_is_damage():
+    with pytest.raises(PlanError, match="it has no `groups`"):
+        from_json({**to_json(proposed_plan()), "groups": [], "choice": []}, "plan.json")
+
+
+def test_a_file_that_repeats_the_winner_is_read():
+    plan = proved_plan()
+    assert plan.proof is not None
+    finite = plan._replace(proof=plan.proof._replace(table=plan.proof.table[:3]))
+    found = to_json(finite)
+    found["proof"]["winner"] = found["proof"]["table"][0]
+    assert from_json(found, "plan.json") == finite
+
+
+def test_a_file_from_before_there_were_notes_is_read():
+    found = to_json(proposed_plan())
+    del found["notes"]
+    assert from_json(found, "plan.json") == proposed_plan()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("{", "is not JSON"), ("[" * 100_000, "is not JSON"), ("[]", "no plan of diffshard"),
+     ('{"format": ["diffshard plan"]}', "no plan of diffshard"), ('{"format": "else"}', "no plan of diffshard"),
+     (json.dumps({"format": "diffshard bilevel plan", "version": 2}), "version 2; this diffshard reads version 1")],
+)  # fmt: skip
+def test_files_that_are_no_plan(text, message, tmp_path):
+    (tmp_path / "plan.json").write_text(text)
+    with pytest.raises(PlanError, match=message):
+        diffshard.BilevelPlan.load(tmp_path / "plan.json")

@@ -1,0 +1,80 @@
+"""The page holds what the plan says, needs nothing from elsewhere, and is well-formed."""
+
+import math
+import re
+
+from diffshard.plans.layers import layer_name, layers
+from diffshard.plans.page import format_page, save_page
+from tests.diffshard.plans.page_checker import checked_page
+from tests.diffshard.plans.small_plan import operation, small_plan
+
+
+def checked(plan):
+    return checked_page(format_page(plan))
+
+
+def test_page_is_well_formed_and_self_contained():
+    page = format_page(small_plan())
+    found = checked(small_plan())
+    assert not re.search(r"https?://|<script|<link|<img|url\(|@import", page)
+    text = " ".join(found.texts)
+    for expected in (
+        "train_step on 8 devices",
+        "10.0 ms",
+        "all_reduce data",
+        "9.00 ms",
+        "state/layer_*/w",
+        "frobnicate",
+    ):
+        assert expected in text
+
+
+def test_names_are_escaped():
+    page = format_page(small_plan(function="<script>alert(1)</script>", notes=("<b>",)))
+    assert "<script>" not in page
+    assert "<b>&" not in page
+    assert "&lt;b&gt;" in page
+
+
+def test_bars_add_up_and_equal_shardings_have_equal_colours():
+    found = checked(small_plan())
+    styles = " ".join(a.get("style", "") for _, a in found.elements)
+    widths = [float(width) for width in re.findall(r"width:([\d.]+)%", styles)]
+    assert abs(sum(widths[:3]) - 100) < 0.1  # computing and two collectives
+    parts = [a["style"] for t, a in found.elements if a.get("class") == "part"]
+    assert len(set(parts)) == 3  # model; data; data and model
+
+
+def test_layers_follow_the_forward_pass_and_hold_all_seconds():
+    found = layers(small_plan())
+    assert sum(row.times * row.compute_s for row in found) == 6e-3
+    assert abs(sum(row.times * row.collective_s for row in found) - 4e-3) < 1e-9
+    (batch,) = [p for row in found for p in row.arguments if p.name == "batch"]
+    assert batch.num_bytes == 256
+
+
+def test_layers_that_differ_are_told_in_the_order_in_which_they_run():
+    plan = small_plan()
+    only_the_last = tuple(c for c in plan.collectives if c.operation == 5)
+    names = [row.name for row in layers(small_plan(collectives=only_the_last)) if row.name.startswith("Net/")]
+    assert names == ["Net/layer_0", "Net/layer_1"]
+
+
+def test_equal_layers_are_told_once():
+    (row,) = [r for r in layers(small_plan()) if r.name.startswith("Net/")]
+    assert (row.name, row.times) == ("Net/layer_*", 2)
+    assert (row.compute_s, row.collective_s) == (3e-3, 1.5e-3)
+
+
+def test_operations_outside_modules_are_loss_or_update():
+    assert layer_name(operation("add() -> float32[]", "transpose(jvp())", (), 1.0)) == ("loss", True)
+    assert layer_name(operation("add() -> float32[]", "", (), 1.0)) == ("update", False)
+    assert layer_name(operation("add() -> float32[]", "jvp(checkpoint)/Net/a/b", (), 1.0))[0] == "Net/a"
+
+
+def test_pages_of_plans_without_limits_bounds_or_history(tmp_path):
+    plan = small_plan(memory_limit_bytes=math.inf, lower_bound_s=-math.inf, gap=math.inf, history=(), notes=())
+    checked(plan)
+    save_page(plan, tmp_path / "plan.html")
+    assert (tmp_path / "plan.html").read_text() == format_page(plan)
+    assert [p.name for p in tmp_path.iterdir()] == ["plan.html"]

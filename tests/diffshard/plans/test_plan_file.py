@@ -1,0 +1,74 @@
+"""Plans through JSON and back: numbers that JSON lacks, and names that look like them."""
+
+import dataclasses
+import json
+import math
+
+import pytest
+
+from cost.base import Hardware, Link
+from diffshard.base import PlanError
+from diffshard.plans.file import from_json, to_json
+from diffshard.plans.plan import Plan
+from tests.diffshard.plans.small_plan import small_plan
+
+
+def _through_json(plan):
+    return from_json(json.loads(json.dumps(to_json(plan), allow_nan=False)), "plan.json")
+
+
+def test_names_that_look_like_numbers_stay_names():
+    plan = small_plan()
+    arguments = (
+        dataclasses.replace(plan.arguments[0], path="nan"),
+        dataclasses.replace(plan.arguments[1], path="inf"),
+        *plan.arguments[2:],
+    )
+    operations = (dataclasses.replace(plan.operations[0], scope="-inf", source="nan"), *plan.operations[1:])
+    plan = dataclasses.replace(plan, function="nan", arguments=arguments, operations=operations, notes=("inf",))
+    assert _through_json(plan) == plan
+
+
+def test_axes_that_look_like_numbers_stay_axes():
+    link = Link(0.0, 1e-6)
+    hardware = Hardware("inf", 1e9, 1e9, 4096.0, {"inf": link, "nan": link})
+    plan = small_plan(mesh_axes={"inf": 2, "nan": 4}, hardware=hardware, arguments=(), outputs=(), operations=())
+    argument = dataclasses.replace(small_plan().arguments[0], spec=(("inf",), ("nan",)), next_best_spec=None)
+    collective = dataclasses.replace(small_plan().collectives[0], axis="nan")
+    plan = dataclasses.replace(plan, arguments=(argument,), collectives=(collective,))
+    assert _through_json(plan) == plan
+
+
+def test_infinite_numbers_come_back_wherever_numbers_are():
+    plan = small_plan()
+    plan = dataclasses.replace(
+        plan,
+        hardware=Hardware("free", {"float32": math.inf}, math.inf, math.inf, plan.hardware.links),
+        memory_limit_bytes=math.inf,
+        lower_bound_s=-math.inf,
+        gap=math.inf,
+        arguments=(dataclasses.replace(plan.arguments[0], next_best_s=math.inf), *plan.arguments[1:]),
+        operations=(dataclasses.replace(plan.operations[0], next_best_s=math.inf), *plan.operations[1:]),
+        history=((0.1, math.inf, -math.inf), (0.2, 0.01, -math.inf)),
+    )
+    assert _through_json(plan) == plan
+    one_rate = dataclasses.replace(plan, hardware=Hardware("free", math.inf, 1e9, 1e9, plan.hardware.links))
+    assert _through_json(one_rate).hardware == one_rate.hardware
+
+
+def test_a_saved_file_is_read_back(tmp_path):
+    plan = small_plan()
+    plan.save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json") == plan
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("gap", "zzz"), ("gap", None), ("compute_s", "1"), ("mesh_axes", "zzz"), ("mesh_axes", {"x": "4"}),
+     ("static_argnums", "zzz"), ("memory_limit_bytes", "zzz"), ("function", 3)],
+)  # fmt: skip
+def test_fields_of_the_wrong_type_are_damage(field, value):
+    found = to_json(small_plan())
+    found[field] = value
+    with pytest.raises(PlanError, match="damaged"):
+        from_json(found, "plan.json")

@@ -1,0 +1,55 @@
+"""Files replaced whole: contents, modes, and what a failure leaves behind."""
+
+import os
+import threading
+
+import numpy as np
+import pytest
+
+from cost.base import Problem
+from diffshard.plans.whole_files import write_whole
+from diffshard.solving import contest
+
+
+@pytest.mark.parametrize("content", ["schön\n", b"\x00\x01\r\n"])
+def test_text_and_bytes_replace_what_was_there(tmp_path, content):
+    path = tmp_path / "file"
+    path.write_text("a longer text that was there before")
+    write_whole(path, content)
+    assert path.read_bytes() == (content.encode() if isinstance(content, str) else content)
+    assert os.listdir(tmp_path) == ["file"]
+
+
+def test_a_new_file_has_the_mode_of_any_new_file(tmp_path):
+    (tmp_path / "usual").touch()
+    write_whole(tmp_path / "whole", "text")
+    assert (tmp_path / "whole").stat().st_mode == (tmp_path / "usual").stat().st_mode
+
+
+def test_a_failure_leaves_the_old_file_alone_and_nothing_beside_it(tmp_path, monkeypatch):
+    path = tmp_path / "file"
+    path.write_text("old")
+
+    def refuse(*_):
+        raise OSError("no space left")
+
+    monkeypatch.setattr(os, "replace", refuse)
+    with pytest.raises(OSError, match="no space left"):
+        write_whole(path, "new")
+    problem = Problem([np.zeros(1, int)], np.zeros((0, 2), int), [], np.zeros(0, int), [], np.zeros((0, 2), int), 1)
+    with pytest.raises(OSError, match="no space left"):
+        contest.write(problem, path)
+    assert os.listdir(tmp_path) == ["file"]
+    assert path.read_text() == "old"
+
+
+def test_a_pipe_is_written_to_and_stays(tmp_path):
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    read = []
+    reader = threading.Thread(target=lambda: read.append(path.read_text()), daemon=True)
+    reader.start()
+    write_whole(path, "text")
+    reader.join(timeout=10)
+    assert read == ["text"]
+    assert path.is_fifo()

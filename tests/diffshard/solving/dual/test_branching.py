@@ -1,0 +1,88 @@
+"""Branch and bound against exhaustive search: never above the optimum on the way, and at it in the end."""
+
+import math
+
+import numpy as np
+import pytest
+
+from cost.base import FORBIDDEN, Problem, is_forbidden, num_strategies
+from diffshard.solving.dual.ascent import Ascent
+from diffshard.solving.dual.branching import Branching
+from diffshard.solving.flat import flatten, with_ceiling
+from diffshard.solving.solvers.exhaustive import price
+from tests.diffshard.solving.random_problems import small_problem
+
+KINDS = {
+    "plain": {},
+    "forbidden": {"forbidden": 0.15},
+    "memory": {"memory": True},
+    "loads": {"devices": 3},
+    "all": {"forbidden": 0.1, "memory": True, "devices": 2},
+}
+MOST_STEPS = 200
+
+
+def _varied(seed: int, kind: str) -> Problem:
+    """Costs of either sign in any unit, forbidden strategies of both spellings, memory of one device or two."""
+    rng = np.random.default_rng(seed)
+    problem = small_problem(seed, **KINDS[kind])
+    unit = 10.0 ** rng.integers(-9, 10)
+    least = rng.choice([0, -15, -40])
+    nodes = [unit * (cost + least) for cost in problem.node_cost]
+    if kind in ("forbidden", "all"):
+        v = int(rng.integers(len(nodes)))
+        nodes[v] = np.where(np.arange(len(nodes[v])) == 1, rng.choice([np.inf, FORBIDDEN]), nodes[v])
+    if kind in ("memory", "all") and rng.random() < 0.5:
+        limit = problem.memory_limit * rng.choice([[1, 1], [1, np.inf], [np.inf, 1], [0, 1]])
+        limit[problem.memory_limit == np.inf] = np.inf
+        usage = [np.stack([row, rng.permutation(row)], axis=1) for row in problem.usage]
+        problem = problem._replace(usage=usage, memory_limit=limit)
+    edges, load = ([unit * array for array in arrays] for arrays in (problem.edge_cost, problem.load))
+    return problem._replace(node_cost=nodes, edge_cost=edges, load=load)
+
+
+def _optimum(problem: Problem) -> float:
+    sizes = num_strategies(problem).tolist()
+    choices = np.stack(np.unravel_index(np.arange(math.prod(sizes)), sizes), axis=1)
+    cost, excess = price(problem, choices)
+    return float(np.where((excess > 0) | is_forbidden(cost), np.inf, cost).min())
+
+
+def _branching(problem: Problem) -> Branching:
+    ascent = Ascent(with_ceiling(flatten(problem)))
+    for i in range(10):
+        ascent.step(i / 10)
+    return Branching(ascent, ascent.certified())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_bounds_rise_to_the_optimum_in_hand(kind):
+    split = 0
+    for seed in range(40):
+        problem = _varied(seed, kind)
+        optimum = _optimum(problem)
+        if math.isinf(optimum):
+            continue
+        branching = _branching(problem)
+        before, steps = branching.bound, 1
+        while branching.step(optimum):
+            assert before <= branching.bound <= optimum, f"seed {seed}"
+            before, steps = branching.bound, steps + 1
+            assert steps < MOST_STEPS, f"seed {seed}"
+        assert branching.bound <= optimum
+        assert branching.bound == pytest.approx(optimum, rel=1e-6), f"seed {seed}"
+        split += steps > 1
+    assert split > 3 or kind in ("plain", "forbidden")  # there the root's bound is nearly always tight
+
+
+@pytest.mark.parametrize("kind", ["forbidden", "all"])
+def test_bounds_hold_when_a_worse_choice_is_in_hand(kind):
+    for seed in range(40, 70):
+        problem = _varied(seed, kind)
+        optimum = _optimum(problem)
+        branching = _branching(problem)
+        for _ in range(30 if math.isfinite(optimum) else 0):
+            more = branching.step(optimum + 0.3 * abs(optimum))
+            assert branching.bound <= optimum, f"seed {seed}"
+            if not more:
+                break

@@ -1,0 +1,159 @@
+"""The one loop around every solver: errors at the boundary, what it keeps, how it stops, and what it says."""
+
+import math
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from cost.base import Problem
+from cost.evaluation import evaluate
+from diffshard.base import Proposal
+from diffshard.solving import presolve
+from diffshard.solving.solve import solve, solver_names
+from diffshard.solving.violations import violations
+from tests.diffshard.solving.random_problems import layered_problem, small_problem
+
+EMPTY = np.zeros((0, 2), int)
+TWO = Problem([np.array([1.0, 2.0]), np.array([4.0, 3.0])], EMPTY, [], EMPTY[:, 0], [], EMPTY)
+
+
+def _proposing(*proposals: Proposal, pause_s: float = 0.0, then: type[BaseException] | None = None):
+    def solver(problem: Problem, *, time_limit_s, key) -> Iterator[Proposal]:
+        for proposal in proposals:
+            time.sleep(pause_s)
+            yield proposal
+        if then is not None:
+            raise then
+
+    return solver
+
+
+def test_unknown_solvers_are_refused_with_those_that_exist():
+    with pytest.raises(ValueError, match=r"`solver` must be one of .*exact, exhaustive, gradient.*got 'magic'"):
+        solve(TWO, solver="magic")
+    assert "gradient" in solver_names()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ({"solver": 3}, "`solver` must be one of .*, or a function; got 3"),
+        ({"key": "x"}, "`key` must be a seed, a JAX random key or None, got 'x'"),
+        ({"time_limit_s": "3"}, "`time_limit_s` must be positive or None, got '3'"),
+    ],
+)
+def test_arguments_of_the_wrong_kind_are_refused(words, said):
+    with pytest.raises(ValueError, match=said):
+        solve(TWO, **words)
+
+
+@pytest.mark.parametrize("limit", [0.0, -1.0, math.nan])
+def test_time_limits_are_positive(limit):
+    with pytest.raises(ValueError, match="`time_limit_s` must be positive"):
+        solve(TWO, time_limit_s=limit)
+
+
+def test_a_broken_problem_is_refused():
+    with pytest.raises(ValueError, match=r"`node_cost\[0\]` must not hold NaN"):
+        solve(TWO._replace(node_cost=[np.array([math.nan]), TWO.node_cost[1]]))
+
+
+def test_a_problem_without_nodes_is_solved():
+    found = solve(Problem([], EMPTY, [], EMPTY[:, 0], [], EMPTY))
+    assert (found.cost, found.feasible, found.status, len(found.choice)) == (0, True, "optimal", 0)
+
+
+def test_the_best_proposal_is_kept_whatever_follows():
+    worse, better = np.array([1, 0]), np.array([0, 0])
+    seen = []
+    found = solve(
+        TWO,
+        solver=_proposing(Proposal(worse), Proposal(better, 2.0), Proposal(worse), Proposal(None, 1.0)),
+        reduce=presolve.unchanged,
+        progress=lambda *numbers: seen.append(numbers),
+    )
+    # The cheapest strategy of each node is there before any solver: 1 + 3.
+    assert (found.cost, found.lower_bound, found.status) == (4.0, 2.0, "finished")
+    assert found.gap == pytest.approx(0.5)
+    assert [cost for _, cost, _ in seen] == [4.0, 4.0]
+    assert found.history == tuple(seen)
+
+
+def test_the_time_limit_returns_the_best_so_far():
+    found = solve(
+        TWO, solver=_proposing(*[Proposal()] * 100, pause_s=0.02), reduce=presolve.unchanged, time_limit_s=0.1
+    )
+    assert (found.status, found.cost) == ("time limit", 4.0)
+    assert found.history[-1][0] < 1.0
+
+
+def test_ctrl_c_returns_the_best_so_far():
+    stopped = _proposing(Proposal(np.array([0, 1])), then=KeyboardInterrupt)
+    found = solve(TWO, solver=stopped, reduce=presolve.unchanged)
+    assert (found.status, found.cost) == ("interrupted", 4.0)
+
+
+def test_a_closed_gap_stops_the_solver():
+    def endless(problem: Problem, *, time_limit_s, key) -> Iterator[Proposal]:
+        while True:
+            yield Proposal(np.array([0, 1]), 4.0)
+
+    found = solve(TWO, solver=endless, reduce=presolve.unchanged)
+    assert (found.status, found.gap) == ("optimal", 0.0)
+
+
+def test_an_infeasible_problem_says_so_and_by_how_much():
+    tight = TWO._replace(
+        usage_node=np.array([0, 1]),
+        usage=[np.array([5, 7]), np.array([6, 4])],
+        usage_interval=np.array([[0, 2], [1, 3]]),
+    )
+    found = solve(tight._replace(memory_limit=8))
+    assert (found.status, found.feasible, found.excess) == ("infeasible", False, 1.0)
+    np.testing.assert_array_equal(found.choice, [0, 1])
+    assert found.gap == math.inf
+    assert violations(tight._replace(memory_limit=8), found.choice) == [
+        "At time 1 the memory exceeds the limit by 1; its largest users are nodes 0 (5), 1 (4)."
+    ]
+    assert not violations(tight._replace(memory_limit=9), found.choice)
+
+
+@pytest.mark.parametrize("limit", [0.0, 1e-30, 0.5])
+@pytest.mark.parametrize("num_nodes", [10, 60])
+def test_where_the_least_usages_exceed_the_limit_no_search_is_needed(num_nodes, limit):
+    rng = np.random.default_rng(num_nodes)
+    usage = 1 + rng.random((num_nodes, 6))
+    ends = np.stack([np.arange(num_nodes - 1), np.arange(1, num_nodes)], axis=1)
+    problem = Problem(
+        list(rng.random((num_nodes, 6))), ends, list(rng.random((len(ends), 6, 6))),
+        np.arange(num_nodes), list(usage), np.tile([0, 2], (num_nodes, 1)), limit,
+    )  # fmt: skip
+    found = solve(problem, time_limit_s=20.0)
+    assert (found.status, found.feasible, found.lower_bound, found.gap) == ("infeasible", False, math.inf, math.inf)
+    assert found.history[-1][0] < 10
+    np.testing.assert_array_equal(found.choice, usage.argmin(axis=1))
+    assert found.excess == pytest.approx(usage.min(axis=1).sum() - limit)
+
+
+def test_contradictory_transfers_are_infeasible_and_named():
+    never = TWO._replace(edge_nodes=np.array([[0, 1]]), edge_cost=[np.full((2, 2), np.inf)])
+    found = solve(never)
+    assert (found.status, found.feasible) == ("infeasible", False)
+    assert violations(never, [0, 1]) == ["Nodes 0 and 1 take strategies 0 and 1, which exclude each other."]
+
+
+def test_costs_are_those_of_the_problem_as_given():
+    problem = layered_problem(1, 2, width=20)
+    found = solve(problem)
+    assert found.cost == evaluate(problem, found.choice).cost
+    assert 0 < found.lower_bound <= found.cost
+    assert found.gap == pytest.approx(1 - found.lower_bound / found.cost)
+
+
+def test_equal_keys_give_equal_solutions():
+    problem = small_problem(5, memory=True)
+    first, second = (solve(problem, solver="mcmc", key=3) for _ in range(2))
+    np.testing.assert_array_equal(first.choice, second.choice)
+    assert first.cost == second.cost
