@@ -271,8 +271,8 @@ class CommunicationSpace:
           is the derivative of the forward site's operand along z √η.
 
         Of alternatives the first runs, and the others beside it for their own error alone. Where a group has its sites
-        in other branches, its increases are measured where the alternatives around them, and all that are tied to these,
-        run that branch, which takes as long again for each. Functions with a way back of their own (`jax.custom_vjp`)
+        in other branches, its increases are measured where the alternatives around them, and all that are tied to
+        these, run that branch, which takes as long again for each. Functions with a way back of their own (`jax.custom_vjp`)
         that is not linear count at cotangents of 0 for backward loss_increases.
 
         Source of the balance: Mandt, Hoffman and Blei, "Stochastic gradient descent as approximate Bayesian inference"
