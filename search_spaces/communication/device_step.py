@@ -9,9 +9,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from search_spaces.base import Selection
 from search_spaces.communication.collectives import CollectiveOp
 from search_spaces.communication.groups import Group
-from search_spaces.communication.selection import Selection, select, with_backward
+from search_spaces.communication.selection import select, with_backward
 from search_spaces.communication.sites import Direction, Site, TracedLoss
 
 
@@ -41,9 +42,7 @@ class DeviceStep:
         """The site at a place in a direction."""
         return {(site.direction, site.place): s for s, site in enumerate(self.sites)}
 
-    def loss(
-        self, params: Any, batch: Any, key: jax.Array, step: jax.Array, selection: Sequence[Selection]
-    ) -> jax.Array:
+    def loss(self, params: Any, batch: Any, key: jax.Array, step: jax.Array, selection: Selection) -> jax.Array:
         """This device's share of the training loss, by a selection."""
 
         def run(s: int, x: jax.Array, traced: Any, key: jax.Array, step: jax.Array) -> jax.Array:
@@ -80,7 +79,7 @@ class DeviceStep:
         state: dict[str, jax.Array],
         key: jax.Array,
         step: jax.Array,
-        selection: Sequence[Selection],
+        selection: Selection,
     ) -> tuple[Any, dict[str, jax.Array]]:
         """Parameters' gradients as they arrive, and the residuals for the next step `[1, *local shape]`."""
         leaves, structure = jax.tree.flatten(gradients)

@@ -1,5 +1,6 @@
 """Sites that are given the same strategy, and what they choose from."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import prod
@@ -17,7 +18,7 @@ class Group(NamedTuple):
     """Sites that are given the same strategy.
 
     Attributes:
-      name: their type, or the name of the only site.
+      name: their type, with a number from the second group of that type on; or the name of the only site.
       sites: their numbers.
       strategies: what they choose from; none for alternatives.
       names: of the strategies, or the labels of the alternatives.
@@ -75,12 +76,16 @@ def group_sites(
     members: dict[Any, list[int]] = {}
     for s, site in enumerate(sites):
         members.setdefault((site.type, site.axes, site.labels, site.dtype) if tie else s, []).append(s)
-    groups = []
+    groups: list[Group] = []
+    num_of_name: Counter[str] = Counter()
     for numbers in members.values():
         first = sites[numbers[0]]
         listed = () if first.kind == "alternatives" else _worthwhile([sites[s] for s in numbers], strategies)
         names = first.labels or tuple(strategy.name for strategy in listed)
-        groups.append(Group(first.type if tie else first.name, tuple(numbers), listed, names))
+        name = first.type if tie else first.name
+        num_of_name[name] += 1
+        number = f" {num_of_name[name]}" if num_of_name[name] > 1 else ""
+        groups.append(Group(f"{name}{number}", tuple(numbers), listed, names))
     return tuple(groups)
 
 

@@ -6,23 +6,21 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
-Selection = int | jax.Array | np.ndarray
-"""For a group of sites: a number of a strategy, known or traced; or a vector of weights, one for each strategy."""
+from search_spaces.base import Selected
 
 
-def select(functions: Sequence[Callable[..., Any]], selection: Selection, *operands: Any) -> Any:
+def select(functions: Sequence[Callable[..., Any]], selected: Selected, *operands: Any) -> Any:
     """The selected function's result; for weights the weighted sum of all results."""
-    if isinstance(selection, int):
-        return functions[selection](*operands)
-    if jnp.ndim(selection) == 0:
-        return lax.switch(selection, functions, *operands)
+    if isinstance(selected, int):
+        return functions[selected](*operands)
+    if jnp.ndim(selected) == 0:
+        return lax.switch(selected, functions, *operands)
     results = [function(*operands) for function in functions]
 
     def mixed(*xs: jax.Array) -> jax.Array:
-        return reduce(jnp.add, [w * x for w, x in zip(selection, xs, strict=True)]).astype(xs[0].dtype)
+        return reduce(jnp.add, [w * x for w, x in zip(selected, xs, strict=True)]).astype(xs[0].dtype)
 
     return jax.tree.map(mixed, *results)
 

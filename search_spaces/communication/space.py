@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, Literal
 
@@ -14,12 +15,12 @@ from jax.sharding import Mesh, PartitionSpec
 
 from cost.base import Hardware, Problem
 from cost.presets import preset
+from search_spaces.base import Batch, Choice, Params, Part, Selection, Traffic
 from search_spaces.communication.costs import site_bytes, site_seconds
 from search_spaces.communication.device_step import DeviceStep
 from search_spaces.communication.emulation import emulate, on_devices
 from search_spaces.communication.groups import as_sent, checked_strategies, group_sites
 from search_spaces.communication.loss_increases import local_loss_increases
-from search_spaces.communication.selection import Selection
 from search_spaces.communication.sites import Site, find_sites, trace_loss
 from search_spaces.communication.strategies import DEFAULT, CollectiveStrategy
 
@@ -44,8 +45,9 @@ class CommunicationSpace:
 
         specs = {"up": P(None, "model"), "down": P("model")}
         space = CommunicationSpace(loss_fn, {"data": 2, "model": 4}, params, batch, specs, P("data"), hardware=h100)
-        choice = [space.strategy_names(g).index("bfloat16") for g in range(len(space.groups))]
-        loss, gradients, state = space.loss_and_gradients(params, batch, choice, space.state(params), key, step)
+        choice = [space.strategy_names(v).index("bfloat16") for v in range(len(space.node_names))]
+        step = jax.jit(space.decode(choice))
+        loss, gradients, residuals = step(params, batch, space.init_residuals(params), key, 0)
 
     A *selection* says for each group what runs: the number of a strategy (an `int` is compiled in, a traced one is
     not and branches), or a vector of weights, for the weighted sum of all strategies' results.
@@ -126,9 +128,22 @@ class CommunicationSpace:
         space._run = partial(on_devices, mesh=mesh)
         return space
 
+    @property
+    def node_names(self) -> tuple[str, ...]:
+        """The names of the groups, no two alike."""
+        return tuple(group.name for group in self.groups)
+
     def strategy_names(self, node: int) -> tuple[str, ...]:
-        """What a group chooses from."""
+        """Returns the names of the strategies that a group chooses from."""
         return self.groups[node].names
+
+    def decode(self, choice: Choice) -> "ChosenStep":
+        """Returns the loss and gradients of a training step with a choice, as a function.
+
+        Raises:
+          ValueError: the choice has the wrong length or an index that its group does not have.
+        """
+        return ChosenStep(self, self._checked_choice(choice))
 
     def exact_choice(self) -> list[int]:
         """The first lossless strategy of each group.
@@ -146,7 +161,7 @@ class CommunicationSpace:
     # What a selection computes.
 
     def loss(
-        self, params: Any, batch: Any, choice: Sequence[Selection], key: jax.Array, step: jax.Array | int = 0
+        self, params: Any, batch: Any, selection: Selection, key: jax.Array, step: jax.Array | int = 0
     ) -> jax.Array:
         """The training loss, a scalar; differentiable once in `params` and in weights, not in `batch`.
 
@@ -155,11 +170,11 @@ class CommunicationSpace:
         Args:
           params: whole arrays.
           batch: whole arrays.
-          choice: a selection.
+          selection: for each group the index of a strategy, or weights `[S]`.
           key: a random key, for strategies that round stochastically.
           step: number of the training step, for schedules.
         """
-        known, traced = self._selection(choice)
+        known, traced = self._checked_selection(selection)
         numbers = [None if x is None or x.ndim else x for x in traced]
         weights = [None if x is None or not x.ndim else x for x in traced]
         in_specs, others = (*self._specs, *[_WHOLE] * 4), (batch, numbers, key, jnp.asarray(step))
@@ -191,7 +206,7 @@ class CommunicationSpace:
         return total(params, weights, others)
 
     def mixed_loss(
-        self, params: Any, batch: Any, weights: Sequence[jax.Array], key: jax.Array, step: jax.Array | int = 0
+        self, params: Any, batch: Any, weights: Selection, key: jax.Array, step: jax.Array | int = 0
     ) -> jax.Array:
         """The training loss where each site's result is Σ_j w_j · op_j(x); differentiable as `loss`.
 
@@ -211,29 +226,29 @@ class CommunicationSpace:
         self,
         params: Any,
         batch: Any,
-        choice: Sequence[Selection],
-        state: dict[str, jax.Array],
+        selection: Selection,
+        residuals: dict[str, jax.Array],
         key: jax.Array,
         step: jax.Array | int = 0,
     ) -> tuple[jax.Array, Any, dict[str, jax.Array]]:
         """The training loss, its gradients as they arrive, and the residuals for the next step.
 
-        Arguments as for `loss`, and `state` as `state(params)` begins it.
+        The arguments are those of `loss`, and `residuals` as `init_residuals(params)` or the step before returned them.
         """
-        known, traced = self._selection(choice)
+        known, traced = self._checked_selection(selection)
 
-        def fn(params: Any, batch: Any, state: Any, key: jax.Array, step: jax.Array, traced: Any) -> Any:
-            selection = _merged(known, traced)
-            loss, gradients = jax.value_and_grad(self._step.loss)(params, batch, key, step, selection)
-            return lax.psum(loss, self._axes), *self._step.send(gradients, state, key, step, selection)
+        def fn(params: Any, batch: Any, residuals: Any, key: jax.Array, step: jax.Array, traced: Any) -> Any:
+            selected = _merged(known, traced)
+            loss, gradients = jax.value_and_grad(self._step.loss)(params, batch, key, step, selected)
+            return lax.psum(loss, self._axes), *self._step.send(gradients, residuals, key, step, selected)
 
         by_device = PartitionSpec(self._axes)
         in_specs = (*self._specs, by_device, _WHOLE, _WHOLE, _WHOLE)
         run = self._run(fn, in_specs=in_specs, out_specs=(_WHOLE, self._specs[0], by_device))
-        return run(params, batch, state, key, jnp.asarray(step), traced)
+        return run(params, batch, residuals, key, jnp.asarray(step), traced)
 
-    def state(self, params: Any) -> dict[str, jax.Array]:
-        """Zero residuals: for each parameter that may have one `[devices, *local shape]` float32.
+    def init_residuals(self, params: Any) -> dict[str, jax.Array]:
+        """Returns zero residuals: for each parameter that may have one an array `[devices, *local shape]` of float32.
 
         On a mesh the first dimension is split over all axes.
         """
@@ -244,6 +259,8 @@ class CommunicationSpace:
             for site in (self.sites[s] for s in group.sites)
             if any(strategy.keeps_residual for strategy in group.strategies)
         }
+
+    state = init_residuals
 
     def loss_increases(
         self,
@@ -272,8 +289,8 @@ class CommunicationSpace:
 
         Of alternatives the first runs, and the others beside it for their own error alone. Where a group has its sites
         in other branches, its increases are measured where the alternatives around them, and all that are tied to
-        these, run that branch, which takes as long again for each. Functions with a way back of their own (`jax.custom_vjp`)
-        that is not linear count at cotangents of 0 for backward loss_increases.
+        these, run that branch, which takes as long again for each. Functions with a custom backward (`jax.custom_vjp`)
+        that is not linear count at cotangents of 0 for backward sites.
 
         Source of the balance: Mandt, Hoffman and Blei, "Stochastic gradient descent as approximate Bayesian inference"
         (JMLR 2017), section 3.
@@ -304,16 +321,50 @@ class CommunicationSpace:
 
     # What a selection costs.
 
-    @cached_property
+    @property
     def problem(self) -> Problem:
-        """One node for each group; sites inside a branch of alternatives cost what they do if it is chosen.
+        """The problem, with one node for each group; built once.
+
+        A site inside a branch of alternatives costs something only if that branch is chosen: an edge between the group
+        of the alternatives and the group of the site.
 
         Raises:
           ValueError: the space has no hardware.
         """
+        return self._problem
+
+    @cached_property
+    def _problem(self) -> Problem:
         node_cost, edges = self._priced(self._seconds_of)
         pairs = np.array(list(edges), np.int64).reshape(-1, 2)
         return Problem(node_cost, pairs, list(edges.values()))
+
+    def explain(self, choice: Choice) -> tuple[Part, ...]:
+        """Returns one part for each group: its seconds in one step and what its sites send.
+
+        Raises:
+          ValueError: the choice does not fit the space, or the space has no hardware.
+        """
+        choice, seconds = self._checked_choice(choice), self._costs_of(choice, self._seconds)
+        runs, sent_bytes = self._sites_that_run(choice), self.group_bytes(choice)
+        parts = []
+        for g, group in enumerate(self.groups):
+            first = self.sites[group.sites[0]]
+            running = [self.sites[s] for s in group.sites if runs[s]]
+            count = sum(site.trips for site in as_sent(running)) if running else 0
+            traffic = Traffic(first.direction, first.kind, first.axes, count, sent_bytes[g])
+            parts.append(Part(group.name, first.kind, g, seconds[g], traffic))
+        return tuple(parts)
+
+    def _sites_that_run(self, choice: Choice) -> list[bool]:
+        """Returns for each site whether it runs: whether all alternatives around it run the branch that it lies in."""
+        runs: list[bool] = []
+        running_branch: dict[int, int | None] = {}  # by the place of alternatives; None where they do not run
+        for s, site in enumerate(self.sites):  # alternatives come before the sites in their branches
+            runs.append(site.branch is None or running_branch[site.branch[0]] == site.branch[1])
+            if site.kind == "alternatives":
+                running_branch[site.place] = choice[self._step.group_of[s]] if runs[s] else None
+        return runs
 
     def seconds(self, choice: Sequence[int]) -> float:
         """Seconds of communication and encoding in one step, without overlap; raises as `problem`."""
@@ -356,20 +407,31 @@ class CommunicationSpace:
         return nodes, edges
 
     def _costs_of(self, choice: Sequence[int], costs: _Costs) -> list[float]:
-        self._selection(choice)
+        choice = self._checked_choice(choice)
         nodes, edges = costs
         totals = [float(node[i]) for node, i in zip(nodes, choice, strict=True)]
         for (u, v), edge in edges.items():
             totals[v] += float(edge[choice[u], choice[v]])
         return totals
 
-    def _selection(self, choice: Sequence[Selection]) -> tuple[list[int | None], list[Any]]:
-        """A selection in two: what is known now, and what is traced; None in the other's place."""
-        if len(choice) != len(self.groups):
-            raise ValueError(f"`choice` must have one entry for each of {len(self.groups)} groups, got {len(choice)}.")
+    def _checked_choice(self, choice: Choice) -> tuple[int, ...]:
+        known, _ = self._checked_selection(choice)
+        for group, strategy in zip(self.groups, known, strict=True):
+            if strategy is None:
+                raise ValueError(
+                    f"`choice` of {group.name!r} must be a strategy's index, an int; got weights or a tracer."
+                )
+        return tuple(strategy for strategy in known if strategy is not None)
+
+    def _checked_selection(self, selection: Selection) -> tuple[list[int | None], list[Any]]:
+        """Splits a selection in two: indices that are known now, and what is traced; None in the other's place."""
+        if len(selection) != len(self.groups):
+            raise ValueError(
+                f"`choice` must have one entry for each of {len(self.groups)} groups, got {len(selection)}."
+            )
         known: list[int | None] = []
         traced: list[Any] = []
-        for group, chosen in zip(self.groups, choice, strict=True):
+        for group, chosen in zip(self.groups, selection, strict=True):
             number = isinstance(chosen, (int, np.integer)) and not isinstance(chosen, bool)
             if number and not 0 <= int(chosen) < len(group.names):
                 raise ValueError(f"`choice` of {group.name!r} must be 0 to {len(group.names) - 1}, not {chosen}.")
@@ -383,5 +445,41 @@ class CommunicationSpace:
         return known, traced
 
 
+@dataclass(frozen=True)
+class ChosenStep:
+    """The loss and the gradients of a training step with one choice.
+
+    Attributes:
+      space: whose groups are chosen for.
+      choice: the index of a strategy for each group, `[V]`.
+    """
+
+    space: CommunicationSpace
+    choice: tuple[int, ...]
+
+    def __call__(
+        self, params: Params, batch: Batch, residuals: dict[str, jax.Array], key: jax.Array, step: jax.Array | int = 0
+    ) -> tuple[jax.Array, Params, dict[str, jax.Array]]:
+        """Returns the loss, its gradients and the next residuals; see `CommunicationSpace.loss_and_gradients`."""
+        return self.space.loss_and_gradients(params, batch, self.choice, residuals, key, step)
+
+
 def _merged(known: Sequence[Any], traced: Sequence[Any]) -> list[Any]:
     return [t if k is None else k for k, t in zip(known, traced, strict=True)]
+
+
+def _example_loss(params: dict[str, jax.Array], batch: jax.Array) -> jax.Array:
+    hidden = jax.nn.gelu(batch @ params["up"])
+    return jnp.square(lax.psum(hidden @ params["down"], "model") - batch).mean()
+
+
+EXAMPLE = partial(
+    CommunicationSpace,
+    _example_loss,
+    {"data": 2, "model": 2},
+    {"up": jax.ShapeDtypeStruct((8, 64), jnp.float32), "down": jax.ShapeDtypeStruct((64, 8), jnp.float32)},
+    jax.ShapeDtypeStruct((16, 8), jnp.float32),
+    {"up": PartitionSpec(None, "model"), "down": PartitionSpec("model")},
+    PartitionSpec("data"),
+    hardware="h100",
+)

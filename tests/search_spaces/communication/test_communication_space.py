@@ -512,8 +512,43 @@ def test_sites_of_a_type_over_different_axes_choose_apart():
             return jnp.square(lax.pmean(x, "data")).mean()
 
     space = small_space(loss, {"head": PARAMS["head"]}, specs={"head": P()})
-    forward = [group for group in space.groups if group.name == "mean/all_reduce forward"]
+    forward = [group for group in space.groups if group.name.startswith("mean/all_reduce forward")]
+    assert [group.name for group in forward] == ["mean/all_reduce forward", "mean/all_reduce forward 2"]
     assert [space.sites[group.sites[0]].axes for group in forward] == [("model",), ("data",)]
+
+
+def test_an_explanation_has_one_part_for_each_group():
+    for choice in itertools.product((0, 1), repeat=4):
+        parts = SPACE.explain(choice)
+        assert [part.name for part in parts] == list(SPACE.node_names)
+        assert [part.node for part in parts] == [0, 1, 2, 3]
+        assert sum(part.seconds for part in parts) == pytest.approx(evaluate(SPACE.problem, choice).cost)
+        traffic = [part.traffic for part in parts if part.traffic is not None]
+        assert [t.direction for t in traffic] == ["forward", "backward", "gradient", "gradient"]
+        assert [t.count for t in traffic] == [2, 2, 1, 1]  # two layers; gradients of a group travel as one vector
+        assert sum(t.sent_bytes for t in traffic) == pytest.approx(SPACE.sent_bytes(choice))
+    with pytest.raises(ValueError, match="must be a strategy's index"):
+        SPACE.explain([jnp.ones(2), 0, 0, 0])  # type: ignore[list-item]
+
+
+def test_what_lies_in_a_branch_that_does_not_run_is_not_executed():
+    def mixer(params, batch):
+        def summed(x):
+            return alternatives("inner", {"plain": jnp.tanh, "summed": lambda x: lax.psum(x, "model")}, x)
+
+        return jnp.square(alternatives("outer", {"plain": jnp.cos, "in": summed}, batch[0] @ params["head"])).mean()
+
+    space = small_space(mixer, {"head": PARAMS["head"]}, specs={"head": P()})
+    nodes = {name: v for v, name in enumerate(space.node_names)}
+    outer, inner = (
+        next(v for name, v in nodes.items() if f"{label}/alternatives" in name) for label in ("outer", "inner")
+    )
+    counts = {}
+    for chosen in itertools.product((0, 1), repeat=2):
+        choice = [dict(zip((outer, inner), chosen, strict=True)).get(v, 0) for v in nodes.values()]
+        traffic = {part.name: part.traffic for part in space.explain(choice) if part.traffic}
+        counts[chosen] = [t.count for name, t in traffic.items() if "all_reduce forward" in name]
+    assert counts == {(0, 0): [0], (0, 1): [0], (1, 0): [0], (1, 1): [1]}
 
 
 def test_hardware_may_be_the_name_of_a_preset():
