@@ -10,8 +10,9 @@ from diffshard.bilevel_search.prove import CandidatesData
 from diffshard.bilevel_search.search import BilevelSearch, bilevel
 from diffshard.initialisation import init_search
 from diffshard.placing import Placement, place
-from diffshard.plans.plan import Plan
-from diffshard.sharding_search.search import Searched, search
+from diffshard.sharding_search.plan import Plan
+from diffshard.sharding_search.search import search
+from diffshard.sharding_search.searched import Searched
 from diffshard.solving.solve import solve
 from diffshard.successive_halving import halving
 from search_spaces.communication.capacity import expert_layer

@@ -20,9 +20,8 @@ from jax.sharding import AbstractMesh
 
 from cost.base import Problem
 from diffshard.base import Solution
-from diffshard.sharding_search.options import checked_options
-from diffshard.sharding_search.planning import space_of
-from diffshard.sharding_search.traced import trace_function
+from diffshard.sharding_search.search import search
+from diffshard.sharding_search.traced import space_of, trace_function
 from diffshard.solving import contest
 from diffshard.solving.solve import solve, solver_names
 from experiments.host_devices import AXIS_NAMES
@@ -54,7 +53,7 @@ class Row(NamedTuple):
 def sharding_problem(model: Model, shape: Sequence[int]) -> Problem:
     """The problem behind the plan of a training step on a mesh of H100s."""
     mesh = AbstractMesh(tuple(shape), AXIS_NAMES[len(shape)])
-    options = checked_options(model.step, mesh, "h100", None, None, None, None, None, 0, ())
+    options = search(model.step, mesh, hardware="h100", donate_argnums=0).options
     return space_of(options, trace_function(options, abstract_arguments(model))).problem
 
 

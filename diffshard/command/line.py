@@ -38,6 +38,7 @@ from diffshard.plans.documents import BILEVEL, kind_of, read
 from diffshard.plans.page import save_page
 from diffshard.plans.patterns import format_s
 from diffshard.plans.whole_files import write_whole
+from diffshard.sharding_search.plan import Plan
 from diffshard.sharding_search.search import search
 from diffshard.solving import contest
 from diffshard.solving.solve import solve, solver_names
@@ -182,7 +183,7 @@ def _show(options: argparse.Namespace) -> int:
         if options.html:
             bilevel_page.save_page(plan, options.html)
     else:
-        plan = file.from_json(document, options.plan)
+        plan = file.from_json(document, options.plan, Plan)
         if options.html:
             save_page(plan, options.html)
     if options.html:

@@ -7,7 +7,7 @@ import json
 import math
 import os
 import types
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 import numpy as np
@@ -45,26 +45,28 @@ def kind_of(document: Any) -> Any:
     return document.get("format") if isinstance(document, dict) else None
 
 
-def content(document: Any, name: str, kind: str, version: int) -> dict[str, Any]:
-    """What a document holds beside its kind and version.
+def content(document: Any, name: str, kind: str, version: int, older: Sequence[int] = ()) -> dict[str, Any]:
+    """Returns what a document holds beside its kind and version.
 
     Args:
       document: JSON values.
       name: where they come from, for errors.
-      kind: that they must be of.
-      version: that they must have.
+      kind: the kind of plan that they must be.
+      version: the newest version that can be read, which is also the one that is written.
+      older: older versions that can still be read.
 
     Raises:
       PlanError: they are of another kind or version.
     """
-    found = kind_of(document)
-    if isinstance(found, str) and found != kind and found in _LOADED_BY:
-        raise PlanError(f"`{name}` is a {found}, not a {kind}: load it with {_LOADED_BY[found]}.")
-    if found != kind:
+    own_kind = kind_of(document)
+    if isinstance(own_kind, str) and own_kind != kind and own_kind in _LOADED_BY:
+        raise PlanError(f"`{name}` is a {own_kind}, not a {kind}: load it with {_LOADED_BY[own_kind]}.")
+    if own_kind != kind:
         raise PlanError(f"`{name}` is no plan of diffshard: its `format` is not {kind!r}.")
-    if document.get("version") != version:
+    if document.get("version") not in (*older, version):
+        readable = " and ".join(map(str, (*older, version)))
         raise PlanError(
-            f"`{name}` has the plan version {document.get('version')!r}; this diffshard reads version {version}. "
+            f"`{name}` has the plan version {document.get('version')!r}; this diffshard reads version {readable}. "
             "Update diffshard, or make the plan again."
         )
     return {key: value for key, value in document.items() if key not in ("format", "version")}

@@ -1,34 +1,47 @@
-"""Plans as versioned JSON. Files are replaced whole or not at all."""
+"""Plans as versioned JSON files, which are replaced whole or not at all.
+
+Specs are many and few of them differ, so each is written once, and records refer to it by number.
+"""
 
 import dataclasses
 import os
+from collections.abc import Mapping
 from os import PathLike
-from typing import Any
+from typing import Any, TypeVar
 
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from diffshard.base import PlanError
+from diffshard.plans.base import Operation, PlanData, PredictedCollective, Spec, Tensor
 from diffshard.plans.documents import SHARDING, content, plain, read, restored, write
-from diffshard.plans.plan import Operation, Plan, PredictedCollective, Spec, Tensor
 
-VERSION = 1
+VERSION = 2
+_OLDER_VERSIONS = (1,)
+_RENAMED_SINCE_1 = {"kept": "unreduced", "held": "value_specs"}  # fields of operations
 _RECORDS = {"arguments": Tensor, "outputs": Tensor, "operations": Operation, "collectives": PredictedCollective}
 _SPEC_FIELDS = {"spec", "next_best_spec"}
-_SPECS_FIELDS = {"operands", "kept", "results", "held"}
+_SPECS_FIELDS = {"operands", "unreduced", "results", "value_specs"}
+
+PlanT = TypeVar("PlanT", bound=PlanData)
 
 
-def save(plan: Plan, path: str | PathLike[str]) -> None:
-    """Writes a plan; see `Plan.save`."""
+def save(plan: PlanData, path: str | PathLike[str]) -> None:
+    """Writes a plan as JSON; the file is replaced whole or not at all."""
     write(path, to_json(plan))
 
 
-def load(path: str | PathLike[str], mesh: Mesh | AbstractMesh | None = None) -> Plan:
-    """Reads a plan; see `Plan.load`."""
-    return from_json(read(path), os.fspath(path), mesh)
+def load(path: str | PathLike[str], kind: type[PlanT], mesh: Mesh | AbstractMesh | None = None) -> PlanT:
+    """Reads a plan of a kind, `PlanData` or a class with its fields; `mesh` as in `Plan.load`.
+
+    Raises:
+      PlanError: as `from_json`.
+      OSError: the file cannot be read.
+    """
+    return from_json(read(path), os.fspath(path), kind, mesh)
 
 
-def to_json(plan: Plan) -> dict[str, Any]:
-    """A plan as JSON values; specs are written once and referred to by number."""
+def to_json(plan: PlanData) -> dict[str, Any]:
+    """Returns a plan as JSON values; specs are written once and referred to by number."""
     specs: dict[Any, int] = {}
 
     def number(spec: Any) -> Any:
@@ -42,24 +55,26 @@ def to_json(plan: Plan) -> dict[str, Any]:
             fields[name] = [number(spec) for spec in fields[name]]
         return fields
 
-    found: dict[str, Any] = {"format": SHARDING, "version": VERSION}
+    document: dict[str, Any] = {"format": SHARDING, "version": VERSION}
     for item in dataclasses.fields(plan):
         if item.name != "mesh":
             value = getattr(plan, item.name)
-            found[item.name] = [record(x) for x in value] if item.name in _RECORDS else value
-    found["specs"] = list(specs)
-    return plain(found)
+            document[item.name] = [record(x) for x in value] if item.name in _RECORDS else value
+    document["specs"] = list(specs)
+    return plain(document)
 
 
-def from_json(found: Any, name: str, mesh: Mesh | AbstractMesh | None = None) -> Plan:
-    """A plan from JSON values; `name` is where they come from, for errors.
+def from_json(document: Any, name: str, kind: type[PlanT], mesh: Mesh | AbstractMesh | None = None) -> PlanT:
+    """Returns a plan of a kind from JSON values; `name` is where they come from, for errors.
 
     Raises:
       PlanError: they are not a plan, are damaged, or are newer than this version; or the mesh has other axes.
     """
-    values = content(found, name, SHARDING, VERSION)
+    values = content(document, name, SHARDING, VERSION, _OLDER_VERSIONS)
     try:
-        plan = _plan(values, mesh)
+        if document["version"] == 1:
+            values["operations"] = [_renamed(operation) for operation in values["operations"]]
+        plan = _restored_plan(values, kind, mesh)
     except (KeyError, TypeError, ValueError, IndexError, AttributeError, RecursionError) as error:
         raise PlanError(f"`{name}` is a damaged plan: {type(error).__name__}: {error}.") from None
     if mesh is not None and dict(mesh.shape) != dict(plan.mesh_axes):
@@ -67,10 +82,14 @@ def from_json(found: Any, name: str, mesh: Mesh | AbstractMesh | None = None) ->
     return plan
 
 
-def _plan(found: dict[str, Any], mesh: Mesh | AbstractMesh | None) -> Plan:
-    specs = [tuple(tuple(axes) for axes in spec) for spec in found.pop("specs")]
-    plan: Plan = restored(
-        Plan, found, {Spec: specs.__getitem__, Spec | None: lambda i: None if i is None else specs[i]}
+def _renamed(operation: Mapping[str, Any]) -> dict[str, Any]:
+    return {_RENAMED_SINCE_1.get(field, field): value for field, value in operation.items()}
+
+
+def _restored_plan(values: dict[str, Any], kind: type[PlanT], mesh: Mesh | AbstractMesh | None) -> PlanT:
+    specs = [tuple(tuple(axes) for axes in spec) for spec in values.pop("specs")]
+    plan: PlanT = restored(
+        kind, values, {Spec: specs.__getitem__, Spec | None: lambda i: None if i is None else specs[i]}
     )
     axes = plan.mesh_axes
     if not all(n > 0 for n in axes.values()):

@@ -4,8 +4,8 @@ import statistics
 from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
+from diffshard.plans.base import Operation, PlanData, Spec
 from diffshard.plans.patterns import group_names, readable_path
-from diffshard.plans.plan import Operation, Plan, Spec
 from diffshard.plans.text import device_bytes, format_array, module_path, result_type
 
 _SMALL = 0.03  # of a layer's time: operations below are told together
@@ -57,7 +57,7 @@ class Layer(NamedTuple):
 class _Step(NamedTuple):
     """What each operation costs: seconds of its communication, and the kinds of it."""
 
-    plan: Plan
+    plan: PlanData
     collective_s: list[float]
     collectives: list[tuple[str, ...]]
 
@@ -65,7 +65,7 @@ class _Step(NamedTuple):
         return self.plan.operations[index].compute_s + self.collective_s[index]
 
 
-def layers(plan: Plan) -> list[Layer]:
+def layers(plan: PlanData) -> list[Layer]:
     """The layers of a plan in the order of their forward passes; what is in no module comes by its role."""
     step = _step(plan)
     members: dict[str, tuple[list[int], list[int]]] = {}
@@ -101,7 +101,7 @@ def layer_name(operation: Operation) -> tuple[str, bool]:
     return ("loss" if "jvp(" in operation.scope else "update"), is_backward
 
 
-def _step(plan: Plan) -> _Step:
+def _step(plan: PlanData) -> _Step:
     seconds = [0.0] * len(plan.operations)
     kinds: list[dict[str, None]] = [{} for _ in plan.operations]
     for c in plan.collectives:
@@ -110,7 +110,7 @@ def _step(plan: Plan) -> _Step:
     return _Step(plan, seconds, [tuple(k) for k in kinds])
 
 
-def _arguments_of(plan: Plan, names: Sequence[str]) -> dict[str, list[int]]:
+def _arguments_of(plan: PlanData, names: Sequence[str]) -> dict[str, list[int]]:
     """Arguments by the layer whose innermost module is in their path, else by their first name."""
     by_module = {name.split("/")[-1]: name for name in reversed(names)}
     found: dict[str, list[int]] = {}
@@ -144,7 +144,7 @@ def _operation_parts(step: _Step, members: Sequence[int], layer: str) -> tuple[P
     operations = step.plan.operations
     costly = [i for i in members if operations[i].results and step.seconds(i) > 0]
     keys: list[tuple[Spec, str, tuple[str, ...]]] = [
-        (operations[i].held[0], result_type(operations[i]), step.collectives[i]) for i in costly
+        (operations[i].value_specs[0], result_type(operations[i]), step.collectives[i]) for i in costly
     ]
     groups = group_names([_short(operations[i], layer) for i in costly], keys)
     least = _SMALL * sum(step.seconds(i) for i in costly)

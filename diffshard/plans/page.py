@@ -4,10 +4,10 @@ import math
 import os
 from collections.abc import Sequence
 
+from diffshard.plans.base import PlanData, Spec
 from diffshard.plans.html import COLOURS, COMPUTE, bar, cards, document, escaped
 from diffshard.plans.layers import Layer, Part, layers
 from diffshard.plans.patterns import format_bytes, format_s
-from diffshard.plans.plan import Plan, Spec
 from diffshard.plans.text import (
     argument_groups,
     collective_totals,
@@ -26,12 +26,12 @@ _REPLICATED = "#e9e9ec"
 _FILLS = ("#bcd9f5", "#fbd5a4", "#d9c8f0", "#c5e6c0", "#f6c3d0", "#bfe8e4", "#efe3a0", "#d6cfc7")
 
 
-def save_page(plan: Plan, path: str | os.PathLike[str]) -> None:
+def save_page(plan: PlanData, path: str | os.PathLike[str]) -> None:
     """Writes a plan as an HTML page that needs nothing else; the file is replaced whole or not at all."""
     write_whole(path, format_page(plan))
 
 
-def format_page(plan: Plan) -> str:
+def format_page(plan: PlanData) -> str:
     """The page's text."""
     mesh = " × ".join(f"{axis} {size}" for axis, size in plan.mesh_axes.items()) or "no axes"
     devices = math.prod(plan.mesh_axes.values())
@@ -53,7 +53,7 @@ def format_page(plan: Plan) -> str:
     return document(f"Plan of {short_name(plan.function)}", body)
 
 
-def _fills(plan: Plan, rows: Sequence[Layer]) -> dict[frozenset[str], str]:
+def _fills(plan: PlanData, rows: Sequence[Layer]) -> dict[frozenset[str], str]:
     """A colour for each set of mesh axes that something is split over: single axes first, as the mesh lists them."""
     specs = [t.spec for t in plan.arguments]
     specs += [p.spec for row in rows for p in (*row.arguments, *row.forward, *row.backward) if p.spec is not None]
@@ -66,7 +66,7 @@ def _axes(spec: Spec) -> frozenset[str]:
     return frozenset(axis for axes in spec for axis in axes)
 
 
-def _cards(plan: Plan) -> str:
+def _cards(plan: PlanData) -> str:
     limit = plan.memory_limit_bytes
     used = "no limit" if math.isinf(limit) else f"{plan.peak_bytes / limit:.0%} of {format_bytes(limit)}"
     bounded = math.isfinite(plan.lower_bound_s)
@@ -79,7 +79,7 @@ def _cards(plan: Plan) -> str:
     )
 
 
-def _time(plan: Plan) -> str:
+def _time(plan: PlanData) -> str:
     pieces = [("computing", plan.compute_s, format_s(plan.compute_s), COMPUTE)]
     for i, (kind, axis, count, size, seconds) in enumerate(collective_totals(plan)):
         said = f"{format_s(seconds)}, {count:,.0f}×, {format_bytes(size)}"
@@ -87,7 +87,7 @@ def _time(plan: Plan) -> str:
     return f"<h2>Time of a step</h2>{bar(pieces, plan.step_s)}"
 
 
-def _memory(plan: Plan) -> str:
+def _memory(plan: PlanData) -> str:
     """What a device holds by argument, and what the step adds at its peak."""
     by_argument: dict[str, float] = {}
     for tensor in plan.arguments:
@@ -144,7 +144,7 @@ def _part(part: Part, fills: dict[frozenset[str], str]) -> str:
     )
 
 
-def _argument_table(plan: Plan, fills: dict[frozenset[str], str]) -> str:
+def _argument_table(plan: PlanData, fills: dict[frozenset[str], str]) -> str:
     rows = []
     for group in argument_groups(plan):
         members = [plan.arguments[i] for i in group.members]
@@ -164,7 +164,7 @@ def _argument_table(plan: Plan, fills: dict[frozenset[str], str]) -> str:
     return f"<h2>Arguments</h2><table>{head}{''.join(rows)}</table>"
 
 
-def _history(plan: Plan) -> str:
+def _history(plan: PlanData) -> str:
     """Cost and bound over the solver's time, as steps."""
     points = [p for p in plan.history if math.isfinite(p[1])]
     if len(points) < 2:

@@ -5,8 +5,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from diffshard.plans.base import Operation, PlanData, Spec, Tensor
 from diffshard.plans.patterns import Group, format_bytes, format_s, group_names, readable_path
-from diffshard.plans.plan import Operation, Plan, Spec, Tensor
 
 MOST_OPERATIONS = 24
 _TIE = 1e-6  # of a step: below, two shardings take the same time and the smaller was taken
@@ -17,7 +17,7 @@ class OperationGroup(NamedTuple):
 
     Attributes:
       name: module path and primitive, `backward` in front where it belongs to a derivative.
-      operations: indices into `Plan.operations`.
+      operations: indices into `PlanData.operations`.
       result: type of the first result; `spec` how it is left.
       compute_s, collective_s: of all of them in one step.
       collectives: (kind, axis) of the communication that they cause.
@@ -32,7 +32,7 @@ class OperationGroup(NamedTuple):
     collectives: tuple[tuple[str, str], ...]
 
 
-def format_plan(plan: Plan) -> str:
+def format_plan(plan: PlanData) -> str:
     """The table that `print(plan)` shows."""
     parts = [_header(plan), _arguments(plan), _operations(plan)]
     if plan.notes:
@@ -68,19 +68,19 @@ def format_array(tensor: Tensor) -> str:
     return f"{tensor.dtype}[{','.join(map(str, tensor.shape))}]"
 
 
-def device_bytes(plan: Plan, tensor: Tensor) -> float:
+def device_bytes(plan: PlanData, tensor: Tensor) -> float:
     """Bytes of one device's part."""
     parts = math.prod(plan.mesh_axes[axis] for axes in tensor.spec for axis in axes)
     return tensor.num_bytes / parts
 
 
-def argument_groups(plan: Plan) -> list[Group]:
+def argument_groups(plan: PlanData) -> list[Group]:
     """Arguments of equal shape, sharding and reason whose names follow a pattern."""
     keys = [(t.shape, t.dtype, t.spec, t.given, *_reason_key(plan, t)) for t in plan.arguments]
     return group_names([readable_path(t.path) for t in plan.arguments], keys)
 
 
-def operation_groups(plan: Plan) -> list[OperationGroup]:
+def operation_groups(plan: PlanData) -> list[OperationGroup]:
     """Operations of equal types and shardings whose names follow a pattern; those that cost nothing are left out."""
     seconds = [0.0] * len(plan.operations)
     kinds: list[set[tuple[str, str]]] = [set() for _ in plan.operations]
@@ -89,7 +89,7 @@ def operation_groups(plan: Plan) -> list[OperationGroup]:
         kinds[c.operation].add((c.kind, c.axis))
     costly = [i for i, o in enumerate(plan.operations) if o.results and (o.compute_s > 0 or seconds[i] > 0)]
     names = [operation_name(plan, i) for i in costly]
-    keys = [(result_type(o), o.held[0], tuple(sorted(kinds[i]))) for i in costly for o in (plan.operations[i],)]
+    keys = [(result_type(o), o.value_specs[0], tuple(sorted(kinds[i]))) for i in costly for o in (plan.operations[i],)]
     found = []
     for group in group_names(names, keys):
         members = tuple(costly[m] for m in group.members)
@@ -100,7 +100,7 @@ def operation_groups(plan: Plan) -> list[OperationGroup]:
     return found
 
 
-def operation_name(plan: Plan, index: int) -> str:
+def operation_name(plan: PlanData, index: int) -> str:
     """Module path and primitive of an operation, or the path of an argument that is gathered."""
     operation = plan.operations[index]
     if operation.kind == "input":
@@ -134,7 +134,7 @@ def result_type(operation: Operation) -> str:
     return after[1].split("], ", 1)[0].rstrip("]") + "]" if len(after) == 2 and after[1] else ""
 
 
-def verdict(plan: Plan) -> str:
+def verdict(plan: PlanData) -> str:
     """How good the plan is known to be, in a sentence."""
     found = {
         "optimal": "no plan in the search space is predicted to be faster",
@@ -148,7 +148,7 @@ def verdict(plan: Plan) -> str:
     return f"{found}, at most {_percent(plan.gap)} of it could be saved"
 
 
-def collective_totals(plan: Plan) -> list[tuple[str, str, float, float, float]]:
+def collective_totals(plan: PlanData) -> list[tuple[str, str, float, float, float]]:
     """(kind, axis, executions, bytes, seconds) in one step, the dearest first."""
     totals: dict[tuple[str, str], list[float]] = {}
     for c in plan.collectives:
@@ -159,7 +159,7 @@ def collective_totals(plan: Plan) -> list[tuple[str, str, float, float, float]]:
     return sorted(rows, key=lambda row: -row[4])
 
 
-def _header(plan: Plan) -> str:
+def _header(plan: PlanData) -> str:
     communication_s = plan.step_s - plan.compute_s
     lines = [
         f"Plan of {short_name(plan.function)} on {format_devices(plan.mesh_axes)}, {plan.hardware.name}",
@@ -181,7 +181,7 @@ def _header(plan: Plan) -> str:
     return "\n".join(lines)
 
 
-def _arguments(plan: Plan) -> str:
+def _arguments(plan: PlanData) -> str:
     whole = sum(t.num_bytes for t in plan.arguments)
     local = sum(device_bytes(plan, t) for t in plan.arguments)
     title = (
@@ -206,7 +206,7 @@ def _arguments(plan: Plan) -> str:
     return "\n".join([title, "", *format_table(rows, "  ", right=(1, 4))])
 
 
-def reason(plan: Plan, tensor: Tensor | Operation) -> str:
+def reason(plan: PlanData, tensor: Tensor | Operation) -> str:
     """Why an array is sharded as it is: the next best sharding, and what that would add to the step."""
     if isinstance(tensor, Tensor) and tensor.given:
         return "given"
@@ -220,7 +220,7 @@ def reason(plan: Plan, tensor: Tensor | Operation) -> str:
     return f"{other}: +{format_s(tensor.next_best_s)}"
 
 
-def _operations(plan: Plan) -> str:
+def _operations(plan: PlanData) -> str:
     groups = operation_groups(plan)
     dear = sorted(groups, key=lambda g: -(g.compute_s + g.collective_s))[:MOST_OPERATIONS]
     shown = [g for g in groups if any(g is other for other in dear)]
@@ -254,7 +254,7 @@ def format_table(rows: Sequence[Sequence[str]], indent: str, right: Sequence[int
     return lines
 
 
-def _reason_key(plan: Plan, tensor: Tensor) -> tuple[Spec | None, str]:
+def _reason_key(plan: PlanData, tensor: Tensor) -> tuple[Spec | None, str]:
     # Which of several equally good shardings comes first is chance; a table shall not split by it.
     is_tie = tensor.next_best_s <= _TIE * plan.step_s
     return (None, "tie") if is_tie else (tensor.next_best_spec, f"{tensor.next_best_s:.2g}")

@@ -6,30 +6,60 @@ from numbers import Real
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from cost.base import Hardware
 from cost.presets import hardware_of, preset
 from diffshard.base import Solver
-from diffshard.plans.plan import automatic
 from diffshard.solving.solve import resolve
 from search_spaces.sharding.given_arguments import check_prefix
 
+DEFAULT_SOLVER = "gradient"
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, kw_only=True)
 class Options:
-    """The arguments of `search`, checked and completed; see there."""
+    """The arguments of `search`, which explains them. They are checked here, and the mesh's axes made automatic.
+
+    Raises:
+      TypeError, ValueError: an argument breaks a rule; it is named, with the value.
+    """
 
     fn: Callable[..., Any]
     mesh: Mesh | AbstractMesh
     hardware: Hardware
     memory_limit_bytes: float
-    in_shardings: Any
-    solver: str | Solver
-    time_limit_s: float | None
-    key: jax.Array | int | None
-    donate_argnums: tuple[int, ...]
-    static_argnums: tuple[int, ...]
+    in_shardings: Any = None
+    solver: str | Solver = DEFAULT_SOLVER
+    time_limit_s: float | None = None
+    key: jax.Array | int | None = None
+    donate_argnums: tuple[int, ...] = ()
+    static_argnums: tuple[int, ...] = ()
+
+    def __post_init__(self):
+        if not callable(self.fn):
+            raise TypeError(f"`fn` must be a function of positional arguments, not {self.fn!r}.")
+        _check_mesh(self.mesh)
+        for name, size in self.mesh.shape.items():
+            if size > 1:
+                self.hardware.link(str(name))
+        limit = self.memory_limit_bytes
+        if isinstance(limit, bool) or not isinstance(limit, Real) or not limit > 0:
+            raise ValueError(f"`memory_limit_bytes` must be a positive number or None, not {limit!r}.")
+        if self.time_limit_s is not None and not self.time_limit_s > 0:
+            raise ValueError(f"`time_limit_s` must be a positive number of seconds or None, not {self.time_limit_s!r}.")
+        if not (isinstance(self.solver, str) or callable(self.solver)):
+            raise TypeError(f"`solver` must be a name or a function, not {self.solver!r}.")
+        resolve(self.solver)
+        check_prefix(self.in_shardings, self.mesh)
+        _check_positions("donate_argnums", self.donate_argnums)
+        _check_positions("static_argnums", self.static_argnums)
+        if set(self.donate_argnums) & set(self.static_argnums):
+            raise ValueError(
+                f"`donate_argnums` {self.donate_argnums} and `static_argnums` {self.static_argnums} share a position."
+            )
+        object.__setattr__(self, "mesh", with_automatic_axes(self.mesh))
+        object.__setattr__(self, "memory_limit_bytes", float(limit))
 
     @property
     def axis_names(self) -> tuple[str, ...]:
@@ -42,66 +72,21 @@ class Options:
         return tuple(self.mesh.shape[name] for name in self.mesh.axis_names)
 
     def dynamic(self, args: Sequence[Any]) -> tuple[Any, ...]:
-        """The arguments that are not static."""
+        """Returns the arguments that are not static."""
         return tuple(a for i, a in enumerate(args) if i not in self.static_argnums)
 
     def static(self, args: Sequence[Any]) -> list[Any]:
-        """The arguments that are."""
+        """Returns the arguments that are static."""
         return [args[i] for i in self.static_argnums if i < len(args)]
 
 
-def checked_options(
-    fn: Callable[..., Any],
-    mesh: Mesh | AbstractMesh,
-    hardware: Hardware | str | None,
-    memory_limit_bytes: float | None,
-    in_shardings: Any,
-    solver: str | Solver | None,
-    time_limit_s: float | None,
-    key: jax.Array | int | None,
-    donate_argnums: int | Sequence[int],
-    static_argnums: int | Sequence[int],
-) -> Options:
-    """The options of `search`.
+def hardware_for(hardware: Hardware | str | None, mesh: Mesh | AbstractMesh) -> Hardware:
+    """Returns the hardware of a name, or of the mesh's devices if there is none.
 
     Raises:
-      TypeError, ValueError: one breaks a rule; it is named, with the value.
+      TypeError, ValueError: `hardware` or `mesh` is of another type, or there is no such preset.
     """
-    if not callable(fn):
-        raise TypeError(f"`fn` must be a function of positional arguments, not {fn!r}.")
-    if not isinstance(mesh, Mesh | AbstractMesh):
-        raise TypeError(f"`mesh` must be a jax.sharding.Mesh or AbstractMesh, not {type(mesh).__name__}.")
-    found = _hardware(hardware, mesh)
-    for name, size in mesh.shape.items():
-        if size > 1:
-            found.link(str(name))
-    limit = found.memory_bytes if memory_limit_bytes is None else memory_limit_bytes
-    if isinstance(limit, bool) or not isinstance(limit, Real) or not limit > 0:
-        raise ValueError(f"`memory_limit_bytes` must be a positive number or None, not {memory_limit_bytes!r}.")
-    if time_limit_s is not None and not time_limit_s > 0:
-        raise ValueError(f"`time_limit_s` must be a positive number of seconds or None, not {time_limit_s!r}.")
-    if not (solver is None or isinstance(solver, str) or callable(solver)):
-        raise TypeError(f"`solver` must be a name or a function, not {solver!r}.")
-    resolve("gradient" if solver is None else solver)
-    check_prefix(in_shardings, mesh)
-    donated, static = _argnums("donate_argnums", donate_argnums), _argnums("static_argnums", static_argnums)
-    if set(donated) & set(static):
-        raise ValueError(f"`donate_argnums` {donated} and `static_argnums` {static} share a position.")
-    return Options(
-        fn=fn,
-        mesh=automatic(mesh),
-        hardware=found,
-        memory_limit_bytes=float(limit),
-        in_shardings=in_shardings,
-        solver="gradient" if solver is None else solver,
-        time_limit_s=time_limit_s,
-        key=key,
-        donate_argnums=donated,
-        static_argnums=static,
-    )
-
-
-def _hardware(hardware: Hardware | str | None, mesh: Mesh | AbstractMesh) -> Hardware:
+    _check_mesh(mesh)
     if hardware is None:
         return hardware_of(mesh)
     if isinstance(hardware, str):
@@ -111,9 +96,28 @@ def _hardware(hardware: Hardware | str | None, mesh: Mesh | AbstractMesh) -> Har
     return hardware
 
 
-def _argnums(name: str, value: int | Sequence[int]) -> tuple[int, ...]:
-    numbers = (value,) if isinstance(value, int) else tuple(value)
+def positions(argnums: int | Sequence[int]) -> tuple[int, ...]:
+    """Returns positions of arguments as a tuple; a single one may be given as a number."""
+    return (argnums,) if isinstance(argnums, int) else tuple(argnums)
+
+
+def with_automatic_axes(mesh: Mesh | AbstractMesh) -> Any:
+    """Returns the mesh with automatic axes.
+
+    With explicit axes JAX wants shardings in the types of arrays, where a plan does not put them.
+    """
+    types = (AxisType.Auto,) * len(mesh.axis_names)
+    if isinstance(mesh, Mesh):
+        return Mesh(mesh.devices, mesh.axis_names, axis_types=types)
+    return AbstractMesh(tuple(mesh.shape.values()), tuple(mesh.shape.keys()), axis_types=types)
+
+
+def _check_mesh(mesh: Any) -> None:
+    if not isinstance(mesh, Mesh | AbstractMesh):
+        raise TypeError(f"`mesh` must be a jax.sharding.Mesh or AbstractMesh, not {type(mesh).__name__}.")
+
+
+def _check_positions(name: str, numbers: Sequence[Any]) -> None:
     for number in numbers:
         if not isinstance(number, int) or isinstance(number, bool) or number < 0:
-            raise ValueError(f"`{name}` must be positions of arguments, 0 or more, not {value!r}.")
-    return numbers
+            raise ValueError(f"`{name}` must be positions of arguments, 0 or more, not {numbers!r}.")

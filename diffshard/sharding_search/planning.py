@@ -1,4 +1,4 @@
-"""From a sharding space to a plan, and from a plan back to a layout that runs."""
+"""From a sharding space to a plan."""
 
 import time
 from collections.abc import Sequence
@@ -7,35 +7,18 @@ from typing import Any
 import numpy as np
 
 from cost.evaluation import evaluate
-from diffshard.base import InfeasibleError, PlanError, Progress, Solution
-from diffshard.plans import plan as plans
-from diffshard.plans.plan import Operation, Plan, PredictedCollective, Tensor
+from diffshard.base import InfeasibleError, Progress, Solution
+from diffshard.plans import base as plans
+from diffshard.plans.base import Operation, PredictedCollective, Tensor
+from diffshard.sharding_search.layout import named_spec, signature_of
 from diffshard.sharding_search.options import Options
+from diffshard.sharding_search.plan import Plan
 from diffshard.sharding_search.traced import TracedFunction
 from diffshard.solving.solve import solve
-from search_spaces.sharding.given_arguments import given_dimensions
 from search_spaces.sharding.graph import Value, Vertex
 from search_spaces.sharding.predict import change_costs, compute_seconds, least_peak_bytes, transfers
 from search_spaces.sharding.resharding import Spec
 from search_spaces.sharding.space import Layout, ShardingSpace
-from search_spaces.sharding.strategies import ShardingStrategy
-
-
-def space_of(options: Options, traced: TracedFunction) -> ShardingSpace:
-    """Everything that can be chosen about a traced function.
-
-    Raises:
-      ValueError: a given sharding does not fit its argument.
-    """
-    return ShardingSpace(
-        traced.graph,
-        options.axis_names,
-        options.axis_sizes,
-        options.hardware,
-        given_dimensions(options.in_shardings, traced.args, traced.carried, traced.paths, options.mesh),
-        traced.donated,
-        options.memory_limit_bytes,
-    )
 
 
 def make_plan(
@@ -101,59 +84,13 @@ def _solved(options: Options, space: ShardingSpace, progress: Progress | None) -
     return solution
 
 
-def layout_of(plan: Plan, space: ShardingSpace) -> Layout:
-    """The layout that a plan stands for, on a function's graph.
-
-    Raises:
-      PlanError: the plan was made for another function; names the first difference.
-    """
-    vertices = space.graph.vertices
-    for i, (vertex, operation) in enumerate(zip(vertices, plan.operations, strict=False)):
-        found = signature_of(vertex)
-        if (operation.kind, operation.signature) != (vertex.kind, found):
-            raise PlanError(
-                f"The plan does not fit the function: at operation {i} the plan has {operation.signature} "
-                f"({operation.source or operation.kind}), the function {found} ({vertex.source or vertex.kind})."
-            )
-    if len(vertices) != len(plan.operations):
-        raise PlanError(
-            f"The plan does not fit the function: it has {len(plan.operations)} operations, "
-            f"the function {len(vertices)}."
-        )
-    held: list[Spec] = [()] * len(space.graph.values)
-    strategies = []
-    for vertex, operation in zip(vertices, plan.operations, strict=True):
-        operands, kept, results, found = (
-            tuple(_indexed(spec, space.axis_names) for spec in specs)
-            for specs in (operation.operands, operation.kept, operation.results, operation.held)
-        )
-        gathers = tuple(
-            space.prices.path(k, r) if vertex.kind != "operation" else () for k, r in zip(kept, results, strict=True)
-        )
-        strategies.append(ShardingStrategy(operands, results, 1, gathers, kept))
-        for value, spec in zip(vertex.results, found, strict=True):
-            held[value.id] = spec
-    return Layout(tuple(strategies), tuple(held))
-
-
-def signature_of(vertex: Vertex) -> str:
-    """Primitive and types of a vertex, as a plan writes them down."""
-
-    def typed(x: Any) -> str:
-        dtype, shape = (x.dtype, x.shape) if isinstance(x, Value) else (x.aval.dtype, x.aval.shape)
-        return f"{dtype}[{','.join(map(str, shape))}]"
-
-    name = vertex.kind if vertex.kind != "operation" or vertex.equation is None else vertex.equation.primitive.name
-    return f"{name}({', '.join(map(typed, vertex.operands))}) -> {', '.join(map(typed, vertex.results))}"
-
-
 def _operation(
     space: ShardingSpace, vertex: Vertex, layout: Layout, compute_s: float, changes: Sequence[np.ndarray]
 ) -> Operation:
     strategy = layout.strategy[vertex.index]
 
     def named(specs: Sequence[Spec]) -> tuple[plans.Spec, ...]:
-        return tuple(_named(spec, space.axis_names) for spec in specs)
+        return tuple(named_spec(spec, space.axis_names) for spec in specs)
 
     other, other_s = None, 0.0
     if vertex.results:
@@ -166,9 +103,9 @@ def _operation(
         source=vertex.source,
         scope=vertex.scope,
         operands=named(strategy.operands),
-        kept=named(strategy.unreduced),
+        unreduced=named(strategy.unreduced),
         results=named(strategy.results),
-        held=named([layout.held[v.id] for v in vertex.results]),
+        value_specs=named([layout.held[v.id] for v in vertex.results]),
         count=vertex.weight,
         compute_s=compute_s,
         next_best_spec=other,
@@ -184,7 +121,7 @@ def _next_best(
     if not others:
         return None, 0.0
     added, spec = min(others, key=lambda other: other[0])
-    return _named(spec, axis_names), added
+    return named_spec(spec, axis_names), added
 
 
 def _arguments(
@@ -200,7 +137,7 @@ def _arguments(
                 path,
                 value.shape,
                 str(value.dtype),
-                _named(spec, space.axis_names),
+                named_spec(spec, space.axis_names),
                 given=i in space.given,
                 next_best_spec=other,
                 next_best_s=other_s,
@@ -217,7 +154,7 @@ def _outputs(space: ShardingSpace, traced: TracedFunction, layout: Layout) -> tu
             spec = layout.strategy[space.graph.inputs[argument].index].unreduced[0]
         else:
             spec = layout.held[output.id] if isinstance(output, Value) else ()
-        found.append(Tensor(path, tuple(array.shape), str(array.dtype), _named(spec, space.axis_names)))
+        found.append(Tensor(path, tuple(array.shape), str(array.dtype), named_spec(spec, space.axis_names)))
     return tuple(found)
 
 
@@ -232,14 +169,6 @@ def _notes(space: ShardingSpace) -> list[str]:
         where = sorted(set(sources))
         notes.append(f"{name} has no sharding rule and runs whole on every device ({len(sources)}x, {where[0]}).")
     return notes
-
-
-def _named(spec: Spec, axis_names: Sequence[str]) -> plans.Spec:
-    return tuple(tuple(axis_names[a] for a in axes) for axes in spec)
-
-
-def _indexed(spec: plans.Spec, axis_names: Sequence[str]) -> Spec:
-    return tuple(tuple(axis_names.index(a) for a in axes) for axes in spec)
 
 
 def _name(fn: Any) -> str:

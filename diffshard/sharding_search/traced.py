@@ -1,4 +1,4 @@
-"""A function traced for some arguments."""
+"""A function traced for some arguments, and the space of everything that can be chosen about it."""
 
 import inspect
 from collections.abc import Callable, Sequence
@@ -8,10 +8,10 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
-from diffshard.plans.plan import argument_paths, automatic
-from diffshard.sharding_search.options import Options
-from search_spaces.sharding.given_arguments import carried_spec
+from diffshard.sharding_search.options import Options, with_automatic_axes
+from search_spaces.sharding.given_arguments import carried_spec, given_dimensions
 from search_spaces.sharding.graph import Graph
+from search_spaces.sharding.space import ShardingSpace
 from search_spaces.sharding.tracing import build_graph, feedback_of
 
 
@@ -50,11 +50,11 @@ def trace_function(options: Options, args: Sequence[Any]) -> TracedFunction:
             raise ValueError(f"`{name}` {numbers} names a position that the {len(args)} arguments do not have.")
     abstract = [a if i in options.static_argnums else jax.tree.map(_abstract, a) for i, a in enumerate(args)]
     # In a context mesh of explicit axes JAX would ask for a sharding in the types of every operation.
-    with jax.sharding.use_abstract_mesh(automatic(jax.sharding.get_abstract_mesh())):
+    with jax.sharding.use_abstract_mesh(with_automatic_axes(jax.sharding.get_abstract_mesh())):
         traced = jax.jit(options.fn, static_argnums=options.static_argnums or None).trace(*abstract)
     dynamic = options.dynamic(abstract)
     names = _argument_names(options.fn, len(args))
-    paths = argument_paths(dynamic, options.dynamic(names))
+    paths = _argument_paths(dynamic, options.dynamic(names))
     donated = [[i in options.donate_argnums] * len(jax.tree.leaves(a)) for i, a in enumerate(abstract)]
     return TracedFunction(
         graph=build_graph(traced.jaxpr, feedback_of(traced.out_info, dynamic), paths),
@@ -66,6 +66,34 @@ def trace_function(options: Options, args: Sequence[Any]) -> TracedFunction:
         out_paths=["result" + jax.tree_util.keystr(p) for p, _ in jax.tree.leaves_with_path(traced.out_info)],
         out_tree=jax.tree.structure(traced.out_info),
     )
+
+
+def space_of(options: Options, traced: TracedFunction) -> ShardingSpace:
+    """Returns the space of everything that can be chosen about a traced function.
+
+    Raises:
+      ValueError: a given sharding does not fit its argument.
+    """
+    return ShardingSpace(
+        traced.graph,
+        options.axis_names,
+        options.axis_sizes,
+        options.hardware,
+        given_dimensions(options.in_shardings, traced.args, traced.carried, traced.paths, options.mesh),
+        traced.donated,
+        options.memory_limit_bytes,
+    )
+
+
+def path_inside(path: Sequence[Any]) -> str:
+    """Writes where a leaf is inside its argument; `path` begins with the argument's position."""
+    return jax.tree_util.keystr(tuple(path[1:]))
+
+
+def _argument_paths(args: Sequence[Any], names: Sequence[str]) -> list[str]:
+    """Names each leaf of the arguments: the parameter's name, then the place inside."""
+    leaves = jax.tree_util.tree_leaves_with_path(tuple(args))
+    return [f"{names[path[0].idx]}{path_inside(path)}" for path, _ in leaves]
 
 
 def _argument_names(fn: Callable[..., Any], count: int) -> list[str]:

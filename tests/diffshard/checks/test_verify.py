@@ -10,7 +10,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from diffshard.checks.verify import assert_equal_results, relative_error, verify
-from diffshard.plans.plan import PredictedCollective
+from diffshard.plans.base import PredictedCollective
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from cost.base import Problem
 from diffshard.base import Solution
 from diffshard.command.line import main
 from diffshard.command.progress import shown
-from diffshard.plans.plan import Plan
+from diffshard.sharding_search.plan import Plan
 from diffshard.solving import contest
 from tests.diffshard.plans.small_plan import small_plan
 

@@ -3,7 +3,8 @@
 import math
 
 from cost.base import Hardware, Link
-from diffshard.plans.plan import Operation, Plan, PredictedCollective, Tensor
+from diffshard.plans.base import Operation, PredictedCollective, Tensor
+from diffshard.sharding_search.plan import Plan
 
 DATA, MODEL = ("data",), ("model",)
 

@@ -3,18 +3,19 @@
 import dataclasses
 import json
 import math
+from pathlib import Path
 
 import pytest
 
 from cost.base import Hardware, Link
 from diffshard.base import PlanError
 from diffshard.plans.file import from_json, to_json
-from diffshard.plans.plan import Plan
+from diffshard.sharding_search.plan import Plan
 from tests.diffshard.plans.small_plan import small_plan
 
 
 def _through_json(plan):
-    return from_json(json.loads(json.dumps(to_json(plan), allow_nan=False)), "plan.json")
+    return from_json(json.loads(json.dumps(to_json(plan), allow_nan=False)), "plan.json", Plan)
 
 
 def test_names_that_look_like_numbers_stay_names():
@@ -62,6 +63,20 @@ def test_a_saved_file_is_read_back(tmp_path):
     assert Plan.load(tmp_path / "plan.json") == plan
 
 
+def test_a_file_of_version_1_is_read_and_written_as_version_2():
+    plan = Plan.load(Path(__file__).with_name("plan_version_1.json"))
+    assert plan == small_plan()
+    document = to_json(plan)
+    assert document["version"] == 2
+    assert {"unreduced", "value_specs"} < document["operations"][0].keys()
+
+
+@pytest.mark.parametrize("version", [0, 3, "2", None])
+def test_other_versions_are_refused(version):
+    with pytest.raises(PlanError, match="reads version 1 and 2"):
+        from_json(to_json(small_plan()) | {"version": version}, "plan.json", Plan)
+
+
 @pytest.mark.parametrize(
     ("field", "value"),
     [("gap", "zzz"), ("gap", None), ("compute_s", "1"), ("mesh_axes", "zzz"), ("mesh_axes", {"x": "4"}),
@@ -71,4 +86,4 @@ def test_fields_of_the_wrong_type_are_damage(field, value):
     found = to_json(small_plan())
     found[field] = value
     with pytest.raises(PlanError, match="damaged"):
-        from_json(found, "plan.json")
+        from_json(found, "plan.json", Plan)

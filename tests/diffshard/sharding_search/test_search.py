@@ -242,7 +242,7 @@ def test_reason_of_a_choice_is_what_the_next_best_costs():
     plan = diffshard.search(train_step, mesh_2x2(), hardware=SLOW).plan(state, batch)
     products = [o for o in plan.operations if o.signature.startswith("dot_general")]
     assert len(products) == 5  # two forward, three backward
-    assert all(o.next_best_spec not in (None, o.held[0]) and o.next_best_s > 0 for o in products)
+    assert all(o.next_best_spec not in (None, o.value_specs[0]) and o.next_best_s > 0 for o in products)
 
 
 def test_arguments_placed_otherwise_are_named():

@@ -1,0 +1,164 @@
+"""The vocabulary of plans: how a function is parallelised on a mesh, what that costs, how far from optimal it can be.
+
+Plans are data. Text, pages and files are made by functions of this folder that take them; what a user does with a plan
+is `diffshard.sharding_search.plan.Plan`.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import jax
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+
+from cost.base import Hardware
+
+Spec = tuple[tuple[str, ...], ...]
+"""For each dimension the mesh axes that split it, major to minor."""
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """An argument or result.
+
+    Attributes:
+      path: where it is in the arguments, as `jax.tree_util.keystr` writes it, or in the result.
+      shape, dtype: of the whole array.
+      spec: how it is split.
+      given: whether the user fixed it.
+      next_best_spec: the next best way to split it with everything else unchanged, or None.
+      next_best_s: what that would add to the step, in seconds.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+    spec: Spec
+    given: bool = False
+    next_best_spec: Spec | None = None
+    next_best_s: float = 0.0
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the whole array."""
+        # The dtypes of random keys are written as `key<fry>`; a key takes two words of 4 bytes.
+        itemsize = jax.numpy.dtype(self.dtype).itemsize if "<" not in self.dtype else 8
+        return itemsize * math.prod(self.shape)
+
+    @property
+    def partition_spec(self) -> PartitionSpec:
+        """`spec` as a JAX `PartitionSpec`."""
+        return PartitionSpec(*(None if not axes else axes[0] if len(axes) == 1 else axes for axes in self.spec))
+
+
+@dataclass(frozen=True)
+class Operation:
+    """A vertex of the function's graph with its strategy, from which the constraints inside the function follow.
+
+    Attributes:
+      kind: "operation", or what else holds an array: "input", "constant", "carry", "slice", "stack", "join".
+      signature: primitive and types, by which a plan recognises the function that it was made for.
+      source: file and line of the user's code.
+      scope: the name stack: modules and transformations.
+      operands: the spec of each operand when the operation reads it.
+      unreduced: the spec of each result before it is gathered or its reduction is finished.
+      results: the spec of each result when the operation is done.
+      value_specs: the spec in which each result is kept for the operations that read it.
+      count: executions in one step.
+      compute_s: seconds of arithmetic and memory traffic in one step.
+      next_best_spec: the next best way to leave the first result, everything else unchanged, or None.
+      next_best_s: what that would add to the step, in seconds.
+    """
+
+    kind: str
+    signature: str
+    source: str
+    scope: str
+    operands: tuple[Spec, ...]
+    unreduced: tuple[Spec, ...]
+    results: tuple[Spec, ...]
+    value_specs: tuple[Spec, ...]
+    count: float
+    compute_s: float
+    next_best_spec: Spec | None = None
+    next_best_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class PredictedCollective:
+    """Communication of one operation.
+
+    Attributes:
+      kind, axis: "all_gather", "reduce_scatter", "all_reduce", "all_to_all" or "collective_permute" along a mesh axis.
+      num_bytes: the full size along the axis in one group of devices: what is gathered, scattered or reduced.
+      count: executions in one step.
+      seconds: of all of them.
+      operation: index into `PlanData.operations`.
+    """
+
+    kind: str
+    axis: str
+    num_bytes: float
+    count: float
+    seconds: float
+    operation: int
+
+
+@dataclass(frozen=True)
+class PlanData:
+    """How a function runs on a mesh, and the predictions for it.
+
+    Attributes:
+      function: the function's name.
+      mesh_axes: devices along each mesh axis, in order.
+      hardware: what the predictions are for.
+      memory_limit_bytes: of each device; inf for none.
+      arguments, outputs: the flat arguments and results.
+      operations: every vertex of the function's graph.
+      compute_s: predicted seconds of arithmetic and memory traffic in one step.
+      collectives: predicted communication; the predicted step takes `step_s` = `compute_s` + their seconds.
+      peak_bytes: predicted peak memory of a device.
+      lower_bound_s: no plan in the search space is predicted to take less.
+      gap: (step_s - lower_bound_s) / step_s.
+      status: how the search ended: "optimal", "finished", "time limit" or "interrupted".
+      solver: its name.
+      search_s: seconds that tracing and searching took.
+      history: (seconds, cost, lower bound) at each improvement of the solver.
+      notes: what a reader should know: operations without a sharding rule, loops of unknown length.
+      static_argnums, donate_argnums: as in `jax.jit`.
+      mesh: the mesh; after loading an abstract one unless `load` was given one.
+    """
+
+    function: str
+    mesh_axes: Mapping[str, int]
+    hardware: Hardware
+    memory_limit_bytes: float
+    arguments: tuple[Tensor, ...]
+    outputs: tuple[Tensor, ...]
+    operations: tuple[Operation, ...]
+    compute_s: float
+    collectives: tuple[PredictedCollective, ...]
+    peak_bytes: float
+    lower_bound_s: float
+    gap: float
+    status: str
+    solver: str
+    search_s: float
+    history: tuple[tuple[float, float, float], ...]
+    notes: tuple[str, ...]
+    static_argnums: tuple[int, ...] = ()
+    donate_argnums: tuple[int, ...] = ()
+    mesh: Mesh | AbstractMesh | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def step_s(self) -> float:
+        """Predicted seconds of one step."""
+        return self.compute_s + sum(c.seconds for c in self.collectives)
+
+    @property
+    def collective_bytes(self) -> dict[tuple[str, str], float]:
+        """Predicted bytes of one step by (kind, axis)."""
+        total: dict[tuple[str, str], float] = {}
+        for c in self.collectives:
+            total[c.kind, c.axis] = total.get((c.kind, c.axis), 0.0) + c.num_bytes * c.count
+        return total

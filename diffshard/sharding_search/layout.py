@@ -1,0 +1,68 @@
+"""Between the layouts of a sharding space, which number mesh axes and values, and plans, which write them by name."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from diffshard.base import PlanError
+from diffshard.plans import base as plans
+from diffshard.plans.base import PlanData
+from search_spaces.sharding.graph import Value, Vertex
+from search_spaces.sharding.resharding import Spec
+from search_spaces.sharding.space import Layout, ShardingSpace
+from search_spaces.sharding.strategies import ShardingStrategy
+
+
+def layout_of(plan: PlanData, space: ShardingSpace) -> Layout:
+    """Returns the layout that a plan stands for, on a function's graph.
+
+    Raises:
+      PlanError: the plan was made for another function; names the first difference.
+    """
+    vertices = space.graph.vertices
+    for i, (vertex, operation) in enumerate(zip(vertices, plan.operations, strict=False)):
+        signature = signature_of(vertex)
+        if (operation.kind, operation.signature) != (vertex.kind, signature):
+            raise PlanError(
+                f"The plan does not fit the function: at operation {i} the plan has {operation.signature} "
+                f"({operation.source or operation.kind}), the function {signature} ({vertex.source or vertex.kind})."
+            )
+    if len(vertices) != len(plan.operations):
+        raise PlanError(
+            f"The plan does not fit the function: it has {len(plan.operations)} operations, "
+            f"the function {len(vertices)}."
+        )
+    value_specs: list[Spec] = [()] * len(space.graph.values)
+    strategies = []
+    for vertex, operation in zip(vertices, plan.operations, strict=True):
+        operands, unreduced, results, kept_specs = (
+            tuple(_indexed_spec(spec, space.axis_names) for spec in specs)
+            for specs in (operation.operands, operation.unreduced, operation.results, operation.value_specs)
+        )
+        gathers = tuple(
+            space.prices.path(before, after) if vertex.kind != "operation" else ()
+            for before, after in zip(unreduced, results, strict=True)
+        )
+        strategies.append(ShardingStrategy(operands, results, 1, gathers, unreduced))
+        for value, spec in zip(vertex.results, kept_specs, strict=True):
+            value_specs[value.id] = spec
+    return Layout(tuple(strategies), tuple(value_specs))
+
+
+def signature_of(vertex: Vertex) -> str:
+    """Writes primitive and types of a vertex, by which a plan recognises the function that it was made for."""
+
+    def typed(x: Any) -> str:
+        dtype, shape = (x.dtype, x.shape) if isinstance(x, Value) else (x.aval.dtype, x.aval.shape)
+        return f"{dtype}[{','.join(map(str, shape))}]"
+
+    name = vertex.kind if vertex.kind != "operation" or vertex.equation is None else vertex.equation.primitive.name
+    return f"{name}({', '.join(map(typed, vertex.operands))}) -> {', '.join(map(typed, vertex.results))}"
+
+
+def named_spec(spec: Spec, axis_names: Sequence[str]) -> plans.Spec:
+    """Writes a spec with the names of the mesh axes in place of their indices."""
+    return tuple(tuple(axis_names[a] for a in axes) for axes in spec)
+
+
+def _indexed_spec(spec: plans.Spec, axis_names: Sequence[str]) -> Spec:
+    return tuple(tuple(axis_names.index(a) for a in axes) for axes in spec)

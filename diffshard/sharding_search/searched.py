@@ -1,0 +1,135 @@
+"""A function that is planned for the shapes of its arguments, compiled with the plan, and run."""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, TypeVar
+
+import jax
+from jax.core import Tracer
+from jax.sharding import Mesh
+
+from diffshard.base import PlanError, Progress
+from diffshard.plans.base import PlanData
+from diffshard.sharding_search.layout import layout_of
+from diffshard.sharding_search.options import Options, with_automatic_axes
+from diffshard.sharding_search.traced import TracedFunction, space_of, trace_function
+from search_spaces.sharding.execution import Execution
+from search_spaces.sharding.space import ShardingSpace
+
+PlanT = TypeVar("PlanT", bound=PlanData)
+MakePlan = Callable[[TracedFunction, ShardingSpace, float, Progress | None], PlanT]
+
+
+class Searched(Generic[PlanT]):
+    """A function that runs as its plan says; made by `diffshard.search` and by `Plan.apply`.
+
+    Args:
+      options: what was asked for.
+      make_plan: `make_plan(traced, space, start_s, progress) -> plan` gives the plan for a traced function, whose space
+        and progress function it gets; `start_s` is when the search began, by `time.perf_counter`.
+    """
+
+    def __init__(self, options: Options, make_plan: MakePlan[PlanT]):
+        self.options = options
+        self._make_plan = make_plan
+        self._prepared: dict[Any, tuple[PlanT, Any]] = {}  # by signature of the arguments: the plan, and what runs it
+        self._last: tuple[Any, Any] | None = None  # signature of the last arguments, and what runs them
+
+    def plan(self, *args: Any, progress: Progress | None = None) -> PlanT:
+        """Returns the plan for arguments (arrays or `jax.ShapeDtypeStruct`), searched once for each set of shapes.
+
+        Args:
+          *args: as for the function itself.
+          progress: called as `progress(seconds, cost, lower_bound)` while the solver runs.
+
+        Raises:
+          InfeasibleError: no plan fits the memory limit; says the least that would do.
+          ValueError: a given sharding does not fit its argument.
+        """
+        return self._prepare(args, progress)[0]
+
+    def __call__(self, *args: Any) -> Any:
+        """Runs the function with the plan for these arguments.
+
+        Raises:
+          ValueError: the mesh is abstract, or an argument is committed to another sharding than the plan's.
+        """
+        if self._last is not None:
+            try:
+                return self._last[1](*args)
+            except Exception:  # arguments of other types than last time, or a fault of these
+                if self._signature(args) == self._last[0]:
+                    raise
+        if not isinstance(self.options.mesh, Mesh):
+            raise ValueError(
+                f"`mesh` {dict(self.options.mesh.shape)} is abstract: it can be planned and lowered for, not run on. "
+                "Give `diffshard.search` (or `Plan.load`) a jax.sharding.Mesh of devices."
+            )
+        plan, run = self._prepare(args, None)
+        self._check_placed(plan, args)
+        result = run(*args)
+        self._last = self._signature(args), run
+        return result
+
+    def lower(self, *args: Any) -> Any:
+        """Lowers the planned function, as `jax.jit(...).lower`; `compile()` it, look at `as_text()`."""
+        return self._prepare(args, None)[1].lower(*args)
+
+    def _prepare(self, args: Sequence[Any], progress: Progress | None) -> tuple[PlanT, Any]:
+        signature = self._signature(args)
+        if signature not in self._prepared:
+            start_s = time.perf_counter()
+            traced = trace_function(self.options, args)
+            space = space_of(self.options, traced)
+            plan = self._make_plan(traced, space, start_s, progress)
+            execution = Execution(traced.graph, layout_of(plan, space), self.options.mesh, space.prices.path)
+            self._prepared[signature] = plan, self._jitted(traced, execution)
+        return self._prepared[signature]
+
+    def _jitted(self, traced: TracedFunction, execution: Execution) -> Any:
+        options = self.options
+        wanted = _types(jax.tree.leaves(traced.args)), _typed(traced.static)
+
+        def run(*args: Any) -> Any:  # traced once: arguments that differ later are another plan's
+            leaves = jax.tree.leaves(options.dynamic(args))
+            if (_types(leaves), _typed(options.static(args))) != wanted:
+                raise PlanError("These arguments are not those that the plan was made for.")
+            with jax.sharding.use_abstract_mesh(with_automatic_axes(jax.sharding.get_abstract_mesh())):
+                return jax.tree.unflatten(traced.out_tree, execution(*leaves))
+
+        run.__name__ = getattr(options.fn, "__name__", "function")
+        structure = jax.tree.structure(traced.args)
+        return jax.jit(
+            run,
+            in_shardings=jax.tree.unflatten(structure, [execution.sharding(s) for s in execution.in_specs]),
+            out_shardings=jax.tree.unflatten(traced.out_tree, [execution.sharding(s) for s in execution.out_specs]),
+            static_argnums=options.static_argnums or None,
+            donate_argnums=options.donate_argnums or None,
+        )
+
+    def _check_placed(self, plan: PlanT, args: Sequence[Any]) -> None:
+        """Names the array that is committed to another sharding; JAX's own error would not."""
+        for tensor, leaf in zip(plan.arguments, jax.tree.leaves(self.options.dynamic(args)), strict=True):
+            if isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and leaf.committed:
+                wanted = jax.sharding.NamedSharding(self.options.mesh, tensor.partition_spec)
+                if not leaf.sharding.is_equivalent_to(wanted, leaf.ndim):
+                    raise ValueError(
+                        f"`{tensor.path}` is placed as {leaf.sharding}, but the plan wants {tensor.partition_spec} "
+                        f"on the mesh {dict(plan.mesh_axes)}. Use `plan.shard(...)`, or place it so before planning to "
+                        "keep it."
+                    )
+
+    def _signature(self, args: Sequence[Any]) -> Any:
+        leaves, structure = jax.tree.flatten(self.options.dynamic(args))
+        return _typed(self.options.static(args)), structure, _types(leaves)
+
+
+def _types(leaves: Sequence[Any]) -> tuple[tuple[tuple[int, ...], str, bool], ...]:
+    """Shape, dtype and weakness of each array: what the traced function depends on."""
+    avals = (x if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x) for x in leaves)
+    return tuple((tuple(a.shape), str(a.dtype), bool(getattr(a, "weak_type", False))) for a in avals)
+
+
+def _typed(values: Sequence[Any]) -> tuple[tuple[type, Any], ...]:
+    """Static values with their types: 1 and 1.0 are equal, but not the same constant."""
+    return tuple((type(value), value) for value in values)
