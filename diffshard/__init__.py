@@ -1,32 +1,77 @@
-"""Automatic parallelisation for JAX: `search(fn, mesh)` finds how a function runs on a mesh, and runs it so."""
+"""Automatic parallelisation for JAX: `search(fn, mesh)` finds how a function runs on a mesh, and runs it so.
 
-from cost.base import Hardware, Link, Problem
-from cost.calibration import calibrate
-from cost.presets import PRESET_NAMES, preset
-from diffshard.base import InfeasibleError, PlanError, Solution
-from diffshard.bilevel_search.pareto import Pareto, pareto
-from diffshard.bilevel_search.plan import BilevelPlan
-from diffshard.bilevel_search.prove import CandidatesData
-from diffshard.bilevel_search.search import BilevelSearch, bilevel
-from diffshard.initialisation import init_search
-from diffshard.placing import Placement, place
-from diffshard.sharding_search.plan import Plan
-from diffshard.sharding_search.search import search
-from diffshard.sharding_search.searched import Searched
-from diffshard.solving.solve import solve
-from diffshard.successive_halving import halving
-from search_spaces.communication.capacity import expert_layer
-from search_spaces.communication.interpreter import alternatives
-from search_spaces.communication.space import CommunicationSpace
-from search_spaces.communication.window import windowed_attention
+Public names are imported when they are first used, so that `import diffshard` costs next to nothing. What users need of
+the packages `cost` and `search_spaces` is here, too.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # for type checkers and editors; when the program runs, `__getattr__` reads `_NAMES_OF` below
+    from cost.base import Hardware, Link, Problem
+    from cost.calibration import calibrate
+    from cost.presets import PRESET_NAMES, preset
+    from diffshard.base import InfeasibleError, PlanError, Proposal, Solution, Solver
+    from diffshard.bilevel_search.estimators import curvature, mixture, sampled
+    from diffshard.bilevel_search.pareto import Pareto, pareto
+    from diffshard.bilevel_search.plan import BilevelPlan
+    from diffshard.bilevel_search.prove import CandidatesData
+    from diffshard.bilevel_search.search import BilevelSearch, bilevel
+    from diffshard.initialisation import init_search, kaiming, orthogonal, xavier
+    from diffshard.placing import Placement, place
+    from diffshard.sharding_search.plan import Plan
+    from diffshard.sharding_search.search import search
+    from diffshard.sharding_search.searched import Searched
+    from diffshard.solving.solve import solve
+    from diffshard.successive_halving import halving
+    from search_spaces.communication.capacity import expert_layer
+    from search_spaces.communication.interpreter import alternatives
+    from search_spaces.communication.precision import BFLOAT16, FLOAT8, INT4, INT8
+    from search_spaces.communication.space import CommunicationSpace
+    from search_spaces.communication.strategies import Encode, ErrorFeedback, EveryK, Exact, Schedule
+    from search_spaces.communication.window import windowed_attention
+
+_NAMES_OF = {
+    "cost.base": ("Hardware", "Link", "Problem"),
+    "cost.calibration": ("calibrate",),
+    "cost.presets": ("PRESET_NAMES", "preset"),
+    "diffshard.base": ("InfeasibleError", "PlanError", "Proposal", "Solution", "Solver"),
+    "diffshard.bilevel_search.estimators": ("curvature", "mixture", "sampled"),
+    "diffshard.bilevel_search.pareto": ("Pareto", "pareto"),
+    "diffshard.bilevel_search.plan": ("BilevelPlan",),
+    "diffshard.bilevel_search.prove": ("CandidatesData",),
+    "diffshard.bilevel_search.search": ("BilevelSearch", "bilevel"),
+    "diffshard.initialisation": ("init_search", "kaiming", "orthogonal", "xavier"),
+    "diffshard.placing": ("Placement", "place"),
+    "diffshard.sharding_search.plan": ("Plan",),
+    "diffshard.sharding_search.search": ("search",),
+    "diffshard.sharding_search.searched": ("Searched",),
+    "diffshard.solving.solve": ("solve",),
+    "diffshard.successive_halving": ("halving",),
+    "search_spaces.communication.capacity": ("expert_layer",),
+    "search_spaces.communication.interpreter": ("alternatives",),
+    "search_spaces.communication.precision": ("BFLOAT16", "FLOAT8", "INT4", "INT8"),
+    "search_spaces.communication.space": ("CommunicationSpace",),
+    "search_spaces.communication.strategies": ("Encode", "ErrorFeedback", "EveryK", "Exact", "Schedule"),
+    "search_spaces.communication.window": ("windowed_attention",),
+}
+_MODULE_OF = {name: module for module, names in _NAMES_OF.items() for name in names}
 
 __version__ = "0.1.0"
 __all__ = [
+    "BFLOAT16",
+    "FLOAT8",
+    "INT4",
+    "INT8",
     "PRESET_NAMES",
     "BilevelPlan",
     "BilevelSearch",
     "CandidatesData",
     "CommunicationSpace",
+    "Encode",
+    "ErrorFeedback",
+    "EveryK",
+    "Exact",
     "Hardware",
     "InfeasibleError",
     "Link",
@@ -35,18 +80,44 @@ __all__ = [
     "Plan",
     "PlanError",
     "Problem",
+    "Proposal",
+    "Schedule",
     "Searched",
     "Solution",
+    "Solver",
     "alternatives",
     "bilevel",
     "calibrate",
+    "curvature",
     "expert_layer",
     "halving",
     "init_search",
+    "kaiming",
+    "mixture",
+    "orthogonal",
     "pareto",
     "place",
     "preset",
+    "sampled",
     "search",
     "solve",
     "windowed_attention",
+    "xavier",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Imports a public name when it is first used.
+
+    Raises:
+      AttributeError: the package has no such name.
+    """
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module 'diffshard' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_MODULE_OF[name]), name)
+    globals()[name] = value  # the next use finds it without a call
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
