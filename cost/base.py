@@ -58,6 +58,22 @@ def num_devices(problem: Problem) -> int:
     return np.asarray(problem.load[0]).shape[1] if len(problem.load) else 0
 
 
+def num_memory_devices(problem: Problem) -> int:
+    """D of the memory: how many devices have a limit or usages of their own, 1 where all are alike."""
+    return max([np.size(problem.memory_limit), *(np.size(usage[0]) for usage in problem.usage)])
+
+
+def distinct_arrays(arrays: Sequence[np.ndarray]) -> tuple[list[np.ndarray], np.ndarray]:
+    """Tells which entries of a sequence are one and the same array object, as edges of equal matrices may share one.
+
+    Returns:
+      The distinct arrays in the order of their first appearance, and for each entry which of them it is, `[len]`.
+    """
+    first = {id(array): array for array in arrays}
+    number = {name: i for i, name in enumerate(first)}
+    return list(first.values()), np.array([number[id(array)] for array in arrays], np.int64)
+
+
 class Evaluation(NamedTuple):
     """What one choice costs, exactly.
 

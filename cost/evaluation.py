@@ -5,7 +5,16 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from cost.base import Evaluation, Problem, is_forbidden, num_devices, num_strategies
+from cost.base import (
+    Evaluation,
+    Problem,
+    distinct_arrays,
+    is_forbidden,
+    num_devices,
+    num_memory_devices,
+    num_strategies,
+)
+from cost.memory import memory_profile, numbered_times
 
 
 def evaluate(problem: Problem, choice: Sequence[int] | np.ndarray) -> Evaluation:
@@ -22,6 +31,29 @@ def live_usage(problem: Problem, choice: Sequence[int] | np.ndarray) -> tuple[np
     return Evaluator(problem).live_usage(np.asarray(choice))
 
 
+def chosen_costs(problem: Problem, choice: Sequence[int] | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Looks up what each node `[V]` and each edge `[E]` costs in a choice, without loads."""
+    pairs = np.asarray(problem.edge_nodes).reshape(-1, 2).tolist()
+    nodes = [float(cost[s]) for cost, s in zip(problem.node_cost, choice, strict=True)]
+    edges = [float(cost[choice[u], choice[v]]) for (u, v), cost in zip(pairs, problem.edge_cost, strict=True)]
+    return np.array(nodes, float), np.array(edges, float)
+
+
+def change_costs(problem: Problem, choice: Sequence[int] | np.ndarray) -> list[np.ndarray]:
+    """Computes what choosing each strategy would add to the cost, every other node unchanged: V arrays `[S_v]`."""
+    total = [np.array(cost, float) for cost in problem.node_cost]
+    pairs = np.asarray(problem.edge_nodes).reshape(-1, 2).tolist()
+    for (u, v), matrix in zip(pairs, problem.edge_cost, strict=True):
+        total[u] = total[u] + matrix[:, choice[v]]
+        total[v] = total[v] + matrix[choice[u], :]
+    if len(problem.load):
+        chosen = [np.asarray(load, float)[s] for load, s in zip(problem.load, choice, strict=True)]
+        of_devices = np.sum(chosen, axis=0)
+        for v, load in enumerate(problem.load):
+            total[v] = total[v] + (of_devices - chosen[v] + load).max(axis=1)
+    return [costs - costs[s] for costs, s in zip(total, choice, strict=True)]
+
+
 class Evaluator:
     """Evaluates many choices of one problem, which is laid out once: `Evaluator(problem)(choice)`."""
 
@@ -31,13 +63,12 @@ class Evaluator:
         self._start = np.cumsum(self._sizes) - self._sizes
         self._node_cost = _joined(problem.node_cost)
         self._edges = np.asarray(problem.edge_nodes, np.int64).reshape(-1, 2)
-        distinct = {id(cost): cost for cost in problem.edge_cost}
-        ends = np.cumsum([np.size(cost) for cost in distinct.values()], dtype=np.int64)
-        begin = {name: int(end) - np.size(cost) for (name, cost), end in zip(distinct.items(), ends, strict=True)}
-        self._edge_start = np.array([begin[id(cost)] for cost in problem.edge_cost], np.int64)
-        self._edge_cost = _joined([np.ravel(cost) for cost in distinct.values()])
+        matrices, matrix_of = distinct_arrays(problem.edge_cost)
+        lengths = np.array([np.size(matrix) for matrix in matrices], np.int64)
+        self._edge_start = (np.cumsum(lengths) - lengths)[matrix_of]
+        self._edge_cost = _joined([np.ravel(matrix) for matrix in matrices])
         self._load = [_joined([np.asarray(load)[:, d] for load in problem.load]) for d in range(num_devices(problem))]
-        self._devices = max([np.size(problem.memory_limit), *(np.size(usage[0]) for usage in problem.usage)])
+        self._devices = num_memory_devices(problem)
         tables = [np.asarray(usage) for usage in problem.usage]
         if any(table.ndim > 1 for table in tables) or self._devices > 1:
             tables = [np.broadcast_to(t.reshape(len(t), -1), (len(t), self._devices)) for t in tables]
@@ -45,8 +76,7 @@ class Evaluator:
         self._usage_start = np.cumsum(lengths) - lengths
         self._usage_node = np.asarray(problem.usage_node, np.int64)
         self._usage = _joined([table.ravel() for table in tables])
-        self._times, when = np.unique(np.asarray(problem.usage_interval).reshape(-1, 2), return_inverse=True)
-        self._when = when.reshape(-1, 2)
+        self._times, self._interval = numbered_times(problem.usage_interval)
 
     def __call__(self, choice: Sequence[int] | np.ndarray) -> Evaluation:
         """The exact cost of `choice`; raises ValueError as `evaluate`."""
@@ -68,13 +98,7 @@ class Evaluator:
         if not len(self._usage_node):
             return np.zeros(1, np.int64), np.zeros((1, self._devices), np.int64)
         rows = (self._usage_start + choice[self._usage_node])[:, None] * self._devices + np.arange(self._devices)
-        used = self._usage[rows]
-        if np.issubdtype(used.dtype, np.integer) and used.sum(dtype=float) > 2**62:
-            used = used.astype(object)  # beyond 64 bits Python's integers stay exact
-        change = np.zeros((len(self._times), self._devices), used.dtype)
-        np.add.at(change, self._when[:, 0], used)
-        np.subtract.at(change, self._when[:, 1], used)
-        return self._times, np.cumsum(change, axis=0)
+        return self._times, memory_profile(self._interval, self._usage[rows], len(self._times))
 
     def _checked(self, choice: Sequence[int] | np.ndarray) -> np.ndarray:
         choice, sizes = np.asarray(choice), self._sizes

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from cost.base import Problem, num_strategies
+from cost.base import Problem, distinct_arrays, num_strategies
 
 
 def validate(problem: Problem) -> None:
@@ -37,12 +37,11 @@ def _check_edges(problem: Problem, sizes: np.ndarray) -> None:
     if loops.size:
         e = loops[0]
         raise ValueError(f"`edge_nodes[{e}]` joins node {edges[e, 0]} to itself; add its diagonal to `node_cost`.")
-    seen: set[tuple[int, int, int]] = set()
-    size = sizes.tolist()
-    for e, (cost, (u, v)) in enumerate(zip(problem.edge_cost, edges.tolist(), strict=True)):
-        if (id(cost), size[u], size[v]) not in seen:  # shared matrices are looked at once
-            _check_costs(cost, (size[u], size[v]), f"`edge_cost[{e}]` between nodes {u} and {v}")
-            seen.add((id(cost), size[u], size[v]))
+    _, matrix_of = distinct_arrays(problem.edge_cost)
+    forms = np.column_stack([matrix_of, sizes[edges]])  # a matrix that edges of equal sizes share is looked at once
+    for e in np.sort(np.unique(forms, axis=0, return_index=True)[1]).tolist():
+        u, v = edges[e].tolist()
+        _check_costs(problem.edge_cost[e], (sizes[u], sizes[v]), f"`edge_cost[{e}]` between nodes {u} and {v}")
 
 
 def _check_usages(problem: Problem, sizes: np.ndarray) -> None:

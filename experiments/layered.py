@@ -3,6 +3,7 @@
 import numpy as np
 
 from cost.base import Problem
+from cost.memory import memory_profile
 
 
 def layered_problem(
@@ -41,10 +42,8 @@ def layered_problem(
     )
     limit = np.inf
     if binding is not None:
-        start, end = intervals
         cheapest = np.tile([table[cost.argmin()] for table, cost in zip(held, node_cost, strict=True)], layers)
-        live = np.cumsum(np.bincount(start, cheapest, count + 2) - np.bincount(end, cheapest, count + 2))
-        limit = binding * live.max()
+        limit = binding * memory_profile(intervals.T, cheapest[:, None], count + 1).max()
     return Problem(
         node_cost=node_cost * layers,
         edge_nodes=np.array(edges),

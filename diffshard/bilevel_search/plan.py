@@ -4,9 +4,11 @@ from collections.abc import Mapping, Sequence
 from os import PathLike
 from typing import Any, NamedTuple
 
+import numpy as np
 import optax
 
 from cost.base import Hardware, Problem, num_strategies
+from cost.evaluation import chosen_costs
 from diffshard.bilevel_search.proof import Proof
 from diffshard.bilevel_search.space import Choice, node_names, reference_choice
 from diffshard.bilevel_search.training import Training, training
@@ -201,7 +203,6 @@ def _traffic(
 
 
 def _node_seconds(problem: Problem, choice: Choice) -> list[float]:
-    seconds = [float(cost[s]) for cost, s in zip(problem.node_cost, choice, strict=True)]
-    for (u, v), cost in zip(problem.edge_nodes, problem.edge_cost, strict=True):
-        seconds[v] += float(cost[choice[u], choice[v]])
-    return seconds
+    seconds, edge_s = chosen_costs(problem, choice)
+    np.add.at(seconds, np.asarray(problem.edge_nodes, int).reshape(-1, 2)[:, 1], edge_s)
+    return seconds.tolist()

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cost.base import Problem, is_forbidden
+from cost.base import Problem, is_forbidden, num_memory_devices
 from cost.evaluation import evaluate
 from diffshard.bilevel_search.plan import BilevelPlan, groups_of
 from diffshard.bilevel_search.space import Choice, is_lossless, reference_cost
@@ -149,7 +149,7 @@ def weighed(problem: Problem, prediction: Prediction, seconds_per_loss: float) -
 
 def _finite_memory(problem: Problem) -> tuple[np.ndarray, list[np.ndarray]]:
     """Limits `[D]` of the devices that have one, and the usages `[S_v, D]` there."""
-    devices = max([np.size(problem.memory_limit), *(np.size(usage[0]) for usage in problem.usage)])
+    devices = num_memory_devices(problem)
     limit = np.broadcast_to(np.asarray(problem.memory_limit, float), (devices,))
     usages = [np.asarray(usage, float).reshape(len(usage), -1) for usage in problem.usage]
     usages = [np.broadcast_to(usage, (len(usage), devices))[:, np.isfinite(limit)] for usage in usages]

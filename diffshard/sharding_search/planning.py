@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from cost.evaluation import evaluate
+from cost.evaluation import change_costs, evaluate
+from cost.memory import least_memory
 from diffshard.base import InfeasibleError, Progress, Solution
 from diffshard.plans import base as plans
 from diffshard.plans.base import Operation, PredictedCollective, Tensor
@@ -16,7 +17,7 @@ from diffshard.sharding_search.plan import Plan
 from diffshard.sharding_search.traced import TracedFunction
 from diffshard.solving.solve import solve
 from search_spaces.sharding.graph import Value, Vertex
-from search_spaces.sharding.predict import change_costs, compute_seconds, least_peak_bytes, transfers
+from search_spaces.sharding.predict import compute_seconds, transfers
 from search_spaces.sharding.resharding import Spec
 from search_spaces.sharding.space import Layout, ShardingSpace
 
@@ -66,7 +67,7 @@ def make_plan(
 
 
 def _solved(options: Options, space: ShardingSpace, progress: Progress | None) -> Solution:
-    limit, least = space.memory_limit_bytes, least_peak_bytes(space.problem)
+    limit, least = space.memory_limit_bytes, float(np.max(least_memory(space.problem)[1]))
     if least > limit:
         raise InfeasibleError(
             f"`memory_limit_bytes` is {limit:,.0f}, but every plan of {_name(options.fn)} on the mesh "

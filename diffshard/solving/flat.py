@@ -9,7 +9,8 @@ from typing import NamedTuple
 import numpy as np
 import scipy.sparse
 
-from cost.base import Problem, is_forbidden, num_strategies
+from cost.base import Problem, distinct_arrays, is_forbidden, num_memory_devices, num_strategies
+from cost.memory import memory_profile, numbered_times
 
 
 class Flat(NamedTuple):
@@ -94,17 +95,13 @@ def with_ceiling(flat: Flat) -> Flat:
 
 def _matrices(problem: Problem) -> tuple[np.ndarray, np.ndarray]:
     """Where each directed edge's matrix starts, and the distinct matrices in both directions one after the other."""
-    at: dict[int, int] = {}
-    parts, length = [np.zeros(0)], 0
-    for cost in problem.edge_cost:
-        if id(cost) not in at:
-            at[id(cost)] = length
-            cost = np.asarray(cost, float)
-            parts += [cost.ravel(), cost.T.ravel()]
-            length += 2 * cost.size
-    forward = np.array([at[id(cost)] for cost in problem.edge_cost], np.int64)
-    backward = forward + np.array([np.size(cost) for cost in problem.edge_cost], np.int64)
-    return np.concatenate([forward, backward]), np.concatenate(parts)
+    distinct, matrix_of = distinct_arrays(problem.edge_cost)
+    matrices = [np.asarray(matrix, float) for matrix in distinct]
+    lengths = np.array([matrix.size for matrix in matrices], np.int64)
+    forward = (2 * (np.cumsum(lengths) - lengths))[matrix_of]
+    backward = forward + lengths[matrix_of]
+    entries = [part for matrix in matrices for part in (matrix.ravel(), matrix.T.ravel())]
+    return np.concatenate([forward, backward]), np.concatenate([np.zeros(0), *entries])
 
 
 def _memory(
@@ -112,18 +109,14 @@ def _memory(
 ) -> tuple[scipy.sparse.csr_array, np.ndarray, np.ndarray, np.ndarray]:
     limit = np.atleast_1d(np.asarray(problem.memory_limit, float))
     tables = [np.asarray(u, float).reshape(len(u), -1) for u in problem.usage]
-    devices = max([len(limit), *(table.shape[1] for table in tables)])
+    devices = num_memory_devices(problem)
     limit = np.broadcast_to(limit, (devices,))
     nodes = np.asarray(problem.usage_node, np.int64)
     if np.isinf(limit).all() or not len(nodes):
         return scipy.sparse.csr_array((int(start[-1]), 0)), np.zeros((0, 2), np.int64), np.zeros((0, devices)), limit
-    times, interval = np.unique(np.asarray(problem.usage_interval), return_inverse=True)
-    interval = interval.reshape(-1, 2)
-    base = np.zeros((len(times), devices))
+    times, interval = numbered_times(problem.usage_interval)
     least = np.stack([np.broadcast_to(table.min(axis=0), (devices,)) for table in tables])
-    np.add.at(base, interval[:, 0], least)
-    np.subtract.at(base, interval[:, 1], least)
-    base = np.cumsum(base, axis=0)[:-1]
+    base = memory_profile(interval, least, len(times) - 1)
     varying = [k for k, table in enumerate(tables) if (table != table[0]).any()]
     rows, columns, values = [np.zeros(0, int)], [np.zeros(0, int)], [np.zeros(0)]
     for column, k in enumerate(varying):
@@ -145,15 +138,37 @@ def ragged(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
 
 
 def memory_use(flat: Flat, used: np.ndarray) -> np.ndarray:
-    """`[T, D]` live memory where the varying usages take `used` `[K * D]`."""
+    """Sums the memory in use at each time, `[T, D]`, where the varying usages take `used` `[K * D]`."""
     times, devices = flat.base.shape
-    used = used.reshape(-1, devices)
-    total = np.empty((times, devices))
-    for d in range(devices):
-        change = np.bincount(flat.interval[:, 0], used[:, d], times + 1)
-        change -= np.bincount(flat.interval[:, 1], used[:, d], times + 1)
-        total[:, d] = np.cumsum(change)[:times]
-    return total + flat.base
+    return memory_profile(flat.interval, used.reshape(-1, devices), times) + flat.base
+
+
+def memory_of_strategies(
+    flat: Flat, strategies: np.ndarray, weight: np.ndarray, group: np.ndarray, num_groups: int
+) -> np.ndarray:
+    """Sums what a few strategies add to the memory in use, `[G, T, D]`, without `base`.
+
+    Unlike `memory_use` this takes time in proportion to the strategies' own usages, not to all usages.
+
+    Args:
+      flat: the problem.
+      strategies: `[n]` positions among all N strategies.
+      weight: `[n]` what each one's memory is multiplied by; -1 takes it away.
+      group: `[n]` to which of the G sums each one is added.
+      num_groups: G.
+    """
+    times, devices = flat.base.shape
+    change = np.zeros(num_groups * (times + 1) * devices)
+    if times:
+        rows = flat.usage[strategies]
+        count = np.diff(rows.indptr)
+        amount = np.repeat(weight, count) * rows.data
+        usage, device = np.divmod(rows.indices, devices)
+        start, end = flat.interval[usage].T
+        first = np.repeat(group, count) * (times + 1)
+        np.add.at(change, (first + start) * devices + device, amount)
+        np.subtract.at(change, (first + end) * devices + device, amount)
+    return np.cumsum(change.reshape(num_groups, times + 1, devices), axis=1)[:, :-1]
 
 
 def memory_price(flat: Flat, price: np.ndarray) -> np.ndarray:
@@ -162,14 +177,14 @@ def memory_price(flat: Flat, price: np.ndarray) -> np.ndarray:
     return flat.usage @ (below[flat.interval[:, 1]] - below[flat.interval[:, 0]]).ravel()
 
 
-def chosen_cost(flat: Flat, choice: np.ndarray) -> float:
-    """Node, edge and load cost of a choice, in float64."""
+def chosen_cost(flat: Flat, choice: np.ndarray) -> np.ndarray:
+    """Sums the node, edge and load cost of a choice `[V]` or of many `[..., V]`, in float64: a scalar or `[...]`."""
     one_way = flat.source < flat.target
     source, target = flat.source[one_way], flat.target[one_way]
-    at = flat.matrix[one_way] + choice[source] * flat.sizes[target] + choice[target]
+    at = flat.matrix[one_way] + choice[..., source] * flat.sizes[target] + choice[..., target]
     chosen = flat.start[:-1] + choice
-    load = flat.load[chosen].sum(axis=0).max(initial=0.0)
-    return float(flat.cost[chosen].sum() + flat.entries[at].sum() + load)
+    load = flat.load[chosen].sum(axis=-2).max(axis=-1, initial=0.0)
+    return flat.cost[chosen].sum(axis=-1) + flat.entries[at].sum(axis=-1) + load
 
 
 def chosen_memory(flat: Flat, choice: np.ndarray) -> np.ndarray:

@@ -18,6 +18,7 @@ import numpy as np
 
 from cost.base import Evaluation, Problem, is_forbidden
 from cost.evaluation import Evaluator
+from cost.memory import least_memory
 from cost.validation import validate
 from diffshard.base import CLOSED, Progress, Proposal, Solution, Solver
 from diffshard.solving import presolve, solvers
@@ -154,17 +155,11 @@ def _least_choice(problem: Problem) -> np.ndarray | None:
     """The choice `[V]` of least memory where even the least usages exceed the limit at some time, else None."""
     if not len(problem.usage):
         return None
-    nodes = len(problem.node_cost)
-    least = problem._replace(
-        node_cost=[np.zeros(1)] * nodes, edge_nodes=np.zeros((0, 2), np.int64), edge_cost=[], load=(),
-        usage=[np.min(usage, axis=0, keepdims=True) for usage in problem.usage],
-    )  # fmt: skip
-    evaluate = Evaluator(least)
-    alone = np.zeros(nodes, np.int64)
-    if evaluate(alone).excess == 0:
+    times, least = least_memory(problem)
+    excess = (least - problem.memory_limit).max(axis=1)
+    if excess.max() <= 0:
         return None
-    times, live = evaluate.live_usage(alone)
-    worst = times[np.argmax((live - problem.memory_limit).max(axis=1))]
+    worst = times[np.argmax(excess)]
     at_worst, total = ([np.zeros(len(cost)) for cost in problem.node_cost] for _ in range(2))
     for v, usage, (start, end) in zip(problem.usage_node, problem.usage, problem.usage_interval, strict=True):
         used = np.asarray(usage, float).reshape(len(usage), -1).sum(axis=1)

@@ -5,7 +5,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cost.base import Problem
 from search_spaces.sharding.resharding import Move
 from search_spaces.sharding.space import Layout, ShardingSpace
 
@@ -62,25 +61,3 @@ def compute_seconds(space: ShardingSpace, layout: Layout) -> np.ndarray:
             for vertex, strategy in zip(space.graph.vertices, layout.strategy, strict=True)
         ]
     )
-
-
-def change_costs(problem: Problem, choice: Sequence[int]) -> list[np.ndarray]:
-    """For each node and strategy what choosing it would add, every other node unchanged: V arrays `[S_v]`."""
-    total = [np.array(c, float) for c in problem.node_cost]
-    for (u, v), matrix in zip(problem.edge_nodes, problem.edge_cost, strict=True):
-        total[u] = total[u] + matrix[:, choice[v]]
-        total[v] = total[v] + matrix[choice[u], :]
-    return [t - t[s] for t, s in zip(total, choice, strict=True)]
-
-
-def least_peak_bytes(problem: Problem) -> float:
-    """The smallest peak that any choice has: each usage at its least, since no edge forbids a choice."""
-    if not len(problem.usage):
-        return 0.0
-    least = [float(np.min(usage)) for usage in problem.usage]
-    times = np.unique(problem.usage_interval[:, 0])
-    changes = np.zeros(len(times) + 1)
-    for bytes_, (start, end) in zip(least, problem.usage_interval, strict=True):
-        changes[np.searchsorted(times, start)] += bytes_
-        changes[np.searchsorted(times, end)] -= bytes_
-    return float(np.max(np.cumsum(changes)))

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from cost.base import Problem
-from cost.evaluation import evaluate, live_usage
+from cost.base import Problem, distinct_arrays
+from cost.evaluation import change_costs, chosen_costs, evaluate, live_usage
 from cost.relaxed import relaxed_cost
 from cost.validation import validate
 
@@ -65,6 +65,27 @@ def test_largest_load_and_device_limits():
     assert both_on_second.excess == 1
     assert not both_on_second.feasible
     assert not evaluate(problem, [1, 0]).feasible  # forbidden
+
+
+def test_arrays_are_shared_by_identity_not_by_value():
+    first, equal, other = np.zeros(2), np.zeros(2), np.ones(3)
+    distinct, which = distinct_arrays([other, first, equal, first, other])
+    assert [id(array) for array in distinct] == [id(other), id(first), id(equal)]
+    assert which.tolist() == [0, 1, 2, 1, 0]
+    assert distinct_arrays([])[1].tolist() == []
+
+
+def test_changes_are_the_differences_between_evaluations():
+    rng = np.random.default_rng(0)
+    problem = SMALL._replace(load=[rng.uniform(0, 50, (len(c), 2)) for c in SMALL.node_cost])
+    choice = [1, 0, 2, 1, 0]
+    nodes, edges = chosen_costs(problem, choice)
+    largest = np.sum([load[s] for load, s in zip(problem.load, choice, strict=True)], axis=0).max()
+    before = evaluate(problem, choice).cost
+    assert before == pytest.approx(nodes.sum() + edges.sum() + largest)
+    for v, changes in enumerate(change_costs(problem, choice)):
+        others = [[*choice[:v], s, *choice[v + 1 :]] for s in range(len(changes))]
+        np.testing.assert_allclose(changes, [evaluate(problem, other).cost - before for other in others], atol=1e-12)
 
 
 def test_relaxed_cost_is_exact_on_corners_and_below_the_mean_inside():

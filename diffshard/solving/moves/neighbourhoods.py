@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from diffshard.solving.flat import Flat, chosen_memory
+from diffshard.solving.flat import Flat, chosen_memory, memory_of_strategies
 from diffshard.solving.moves.forest import Forest, grow
 from diffshard.solving.moves.polish import Polish
 
@@ -164,15 +164,9 @@ class _Room:
         if self._used is None:
             return True
         flat = self._flat
-        times, devices = flat.base.shape
-        rows = flat.usage[np.concatenate([flat.start[nodes] + after, flat.start[nodes] + before])]
-        sign = np.repeat(np.repeat([1.0, -1.0], len(nodes)), np.diff(rows.indptr))
-        used, device = np.divmod(rows.indices, devices)
-        begin, end = flat.interval[used].T
-        change = np.zeros((times + 1) * devices)
-        np.add.at(change, begin * devices + device, sign * rows.data)
-        np.subtract.at(change, end * devices + device, sign * rows.data)
-        total = self._used + np.cumsum(change.reshape(-1, devices), axis=0)[:-1]
+        strategies = np.concatenate([flat.start[nodes] + after, flat.start[nodes] + before])
+        weight = np.repeat([1.0, -1.0], len(nodes))
+        total = self._used + memory_of_strategies(flat, strategies, weight, np.zeros_like(strategies), 1)[0]
         if ((total > flat.limit) & (total > self._used)).any():
             return False
         self._used = total

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from diffshard.solving.flat import Flat, ragged
+from diffshard.solving.flat import Flat, chosen_cost, memory_of_strategies, ragged
 
 _NORM = 8
 _PENALTY = 0.1  # of the whole cost for each limit's worth of memory in excess at one time
@@ -24,18 +24,14 @@ class Replicas:
         self.flat, self._rng, self.choice = flat, rng, choice.copy()
         count = len(choice)
         chosen = flat.start[:-1] + choice
-        forward = flat.source < flat.target
-        source, target = flat.source[forward], flat.target[forward]
-        at = flat.matrix[forward] + choice[:, source] * flat.sizes[target] + choice[:, target]
         self.load = flat.load[chosen].sum(axis=1)
-        self.cost = flat.cost[chosen].sum(axis=1) + flat.entries[at].sum(axis=1) + self.load.max(axis=1, initial=0.0)
+        self.cost = chosen_cost(flat, choice)
         self._odd = False
         self._movable = np.flatnonzero(flat.sizes > 1)
         self._limit = np.broadcast_to(flat.limit, flat.base.shape)
         self._use = _dense_use(flat) if flat.base.size * int(flat.start[-1]) <= _DENSE else None
-        self._used = np.empty((count, *flat.base.shape))
-        for r in range(count):
-            self._used[r] = self._profile(chosen[r], np.ones(len(flat.sizes))) + flat.base
+        replica = np.repeat(np.arange(count), len(flat.sizes))
+        self._used = memory_of_strategies(flat, chosen.ravel(), np.ones(chosen.size), replica, count) + flat.base
         self.excess = self._over(self._used).sum(axis=(1, 2))
         self.best, self.best_cost = None, np.inf
         self._keep(np.arange(count))
@@ -108,24 +104,12 @@ class Replicas:
         if self._use is not None:
             used = self._used[rows] + self._use[flat.start[v] + new] - self._use[flat.start[v] + old]
             return used, self._over(used).sum(axis=(1, 2))
+        count = len(rows)
+        strategies = np.concatenate([flat.start[v] + new, flat.start[v] + old])
+        weight = np.repeat([1.0, -1.0], count)
         used = self._used[rows]
-        for i in range(len(rows)):
-            pair = flat.start[v[i]] + np.array([new[i], old[i]])
-            used[i] += self._profile(pair, np.array([1.0, -1.0]))
+        used += memory_of_strategies(flat, strategies, weight, np.tile(np.arange(count), 2), count)
         return used, self._over(used).sum(axis=(1, 2))
-
-    def _profile(self, rows: np.ndarray, sign: np.ndarray) -> np.ndarray:
-        """`[T, D]` what strategies add to the memory in use."""
-        flat = self.flat
-        times, devices = flat.base.shape
-        change = np.zeros((times + 1, devices))
-        if times:
-            taken = flat.usage[rows]
-            amount = np.repeat(sign, np.diff(taken.indptr)) * taken.data
-            usage, device = np.divmod(taken.indices, devices)
-            np.add.at(change, (flat.interval[usage, 0], device), amount)
-            np.subtract.at(change, (flat.interval[usage, 1], device), amount)
-        return np.cumsum(change, axis=0)[:-1]
 
     def _over(self, used: np.ndarray) -> np.ndarray:
         unit = np.where(np.isfinite(self._limit) & (self._limit > 0), self._limit, 1.0)
@@ -141,13 +125,8 @@ class Replicas:
 
 def _dense_use(flat: Flat) -> np.ndarray:
     """`[N, T, D]` what every strategy adds to the memory in use."""
-    times, devices = flat.base.shape
-    change = np.zeros((int(flat.start[-1]), times + 1, devices))
-    rows = np.repeat(np.arange(len(change)), np.diff(flat.usage.indptr))
-    usage, device = np.divmod(flat.usage.indices, devices)
-    np.add.at(change, (rows, flat.interval[usage, 0], device), flat.usage.data)
-    np.subtract.at(change, (rows, flat.interval[usage, 1], device), flat.usage.data)
-    return np.cumsum(change, axis=1)[:, :-1]
+    strategies = np.arange(int(flat.start[-1]))
+    return memory_of_strategies(flat, strategies, np.ones(len(strategies)), strategies, len(strategies))
 
 
 def _smooth_max(load: np.ndarray) -> np.ndarray:

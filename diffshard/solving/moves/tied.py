@@ -9,14 +9,13 @@ Source: Weisfeiler and Leman, "The reduction of a graph to canonical form" (1968
 "Dimension reduction via colour refinement" (ESA 2014).
 """
 
-import functools
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
 import jax
 import numpy as np
 
-from cost.base import Problem, is_forbidden, num_devices, num_strategies
+from cost.base import Problem, distinct_arrays, is_forbidden, num_devices, num_strategies
 from diffshard.solving.solve import solve
 
 _ROUNDS = 4  # a node's class tells its surroundings up to so many edges away: a layer's inside, not which layer
@@ -125,14 +124,11 @@ def quotient(problem: Problem, node_class: np.ndarray) -> Problem:
 
 
 def _counted(problem: Problem, node_class: np.ndarray) -> list[tuple[int, int, np.ndarray, int]]:
-    """Classes u <= v, the matrix between them and how many edges have it; equal arrays are told by identity."""
+    """Counts edges by classes u <= v and the matrix between them; edges count together only if they share one array."""
     ends = node_class[np.asarray(problem.edge_nodes, np.int64).reshape(-1, 2)]
-    which = {id(matrix): matrix for matrix in problem.edge_cost}
-    index = {name: i for i, name in enumerate(which)}
-    matrices = list(which.values())
-    at = np.array([index[id(matrix)] for matrix in problem.edge_cost], np.int64)
+    matrices, matrix_of = distinct_arrays(problem.edge_cost)
     flip = ends[:, 0] > ends[:, 1]
-    rows = np.column_stack([ends.min(axis=1, initial=1 << 62), ends.max(axis=1, initial=-1), at, flip])
+    rows = np.column_stack([ends.min(axis=1, initial=1 << 62), ends.max(axis=1, initial=-1), matrix_of, flip])
     groups, counts = np.unique(rows, axis=0, return_counts=True)
     return [
         (u, v, matrices[m].T if flipped else matrices[m], count)
@@ -143,15 +139,13 @@ def _counted(problem: Problem, node_class: np.ndarray) -> list[tuple[int, int, n
 def _own(problem: Problem) -> np.ndarray:
     """`[V]` a first class for each node: its costs, its usages in any order and its loads."""
     names: dict[Hashable, int] = {}
-    name = functools.partial(_name, names)
-    table = _by_identity(lambda array: name(_content(array)))
     usages: list[list[int]] = [[] for _ in problem.node_cost]
-    for v, usage in zip(np.asarray(problem.usage_node).tolist(), problem.usage, strict=True):
-        usages[v].append(table(usage))
-    loads = [table(load) for load in problem.load] or [0] * len(usages)
+    for v, usage in zip(np.asarray(problem.usage_node).tolist(), _contents(names, problem.usage), strict=True):
+        usages[v].append(usage)
+    loads = _contents(names, problem.load) or [0] * len(usages)
+    costs = _contents(names, problem.node_cost)
     own = [
-        name((table(cost), tuple(sorted(used)), load))
-        for cost, used, load in zip(problem.node_cost, usages, loads, strict=True)
+        _name(names, (cost, tuple(sorted(used)), load)) for cost, used, load in zip(costs, usages, loads, strict=True)
     ]
     return np.unique(np.array(own, np.uint64), return_inverse=True)[1].astype(np.uint64)
 
@@ -159,11 +153,11 @@ def _own(problem: Problem) -> np.ndarray:
 def _directed(problem: Problem) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """`[2E]` source, target and matrix as the source sees it, for each edge in both directions."""
     names: dict[Hashable, int] = {}
-    forward = _by_identity(lambda matrix: _name(names, _content(matrix)))
-    backward = _by_identity(lambda matrix: _name(names, _content(np.asarray(matrix).T)))
-    label = [forward(matrix) for matrix in problem.edge_cost] + [backward(matrix) for matrix in problem.edge_cost]
+    matrices, matrix_of = distinct_arrays(problem.edge_cost)
+    forward = np.array(_contents(names, matrices), np.uint64)[matrix_of]
+    backward = np.array(_contents(names, [np.asarray(matrix).T for matrix in matrices]), np.uint64)[matrix_of]
     u, v = np.asarray(problem.edge_nodes, np.int64).reshape(-1, 2).T
-    return np.concatenate([u, v]), np.concatenate([v, u]), _mixed(np.array(label, np.uint64))
+    return np.concatenate([u, v]), np.concatenate([v, u]), _mixed(np.concatenate([forward, backward]))
 
 
 def _name(names: dict[Hashable, int], content: Hashable) -> int:
@@ -176,16 +170,11 @@ def _content(array: np.ndarray) -> tuple[tuple[int, ...], bytes]:
     return np.shape(array), np.asarray(array, np.float32).tobytes()
 
 
-def _by_identity(name: Callable[[np.ndarray], int]) -> Callable[[np.ndarray], int]:
-    """`name` that looks at an array once; the arrays must outlive it."""
-    known: dict[int, int] = {}
-
-    def looked_up(array: np.ndarray) -> int:
-        if id(array) not in known:
-            known[id(array)] = name(array)
-        return known[id(array)]
-
-    return looked_up
+def _contents(names: dict[Hashable, int], arrays: Sequence[np.ndarray]) -> list[int]:
+    """Numbers the arrays by content, one number each; an array that appears several times is read once."""
+    distinct, which = distinct_arrays(arrays)
+    numbers = [_name(names, _content(array)) for array in distinct]
+    return [numbers[i] for i in which.tolist()]
 
 
 def _mixed(numbers: np.ndarray) -> np.ndarray:

@@ -2,7 +2,8 @@
 
 import numpy as np
 
-from cost.base import Problem
+from cost.base import Problem, num_memory_devices
+from cost.memory import memory_profile
 from diffshard.solving.presolve.reduction import Reduction
 
 _DENSE = 1 << 24  # numbers in the table of what every strategy uses at every time
@@ -18,22 +19,22 @@ def compress_memory(problem: Problem) -> Reduction:
     strategies of a node use is the same for every choice: it becomes a usage of node 0 that does not depend on its
     strategy. Times are renumbered from 0, and devices without a limit are left out.
     """
-    problem, tables = _on_limited_devices(problem)
+    problem = _on_limited_devices(problem)
     limit = np.atleast_1d(np.asarray(problem.memory_limit, float))
-    usages = list(zip(problem.usage_node, tables, strict=True))
+    usages = list(zip(problem.usage_node, problem.usage, strict=True))
     intervals = np.asarray(problem.usage_interval, np.int64).reshape(-1, 2)
     used = np.array([table.max(initial=0) > 0 for _, table in usages], bool)
     usages, intervals = [usage for usage, keep in zip(usages, used, strict=True) if keep], intervals[used]
     if not usages or np.isinf(limit).all():
         return _reduction(problem, [], np.zeros((0, 2), np.int64), np.zeros((0, 1)))
     intervals = _renumbered(intervals, _peaks(intervals))
-    devices = max([len(limit), *(table.shape[1] for _, table in usages)])
+    devices = num_memory_devices(problem)
     # A usage that is the same on all devices has one column; it widens to all.
     least = np.zeros((len(usages), devices)) + _stacked([table.min(axis=0) for _, table in usages], devices)
     most = np.zeros((len(usages), devices)) + _stacked([table.max(axis=0) for _, table in usages], devices)
-    can_bind = np.flatnonzero((_profile(intervals, most) > limit).any(axis=1))
+    can_bind = np.flatnonzero((memory_profile(intervals, most, int(intervals.max(initial=0))) > limit).any(axis=1))
     intervals = _renumbered(intervals, can_bind)
-    base = _profile(intervals, least, len(can_bind))
+    base = memory_profile(intervals, least, len(can_bind))
     varying = (least < most).any(axis=1) & (intervals[:, 0] < intervals[:, 1])
     rows = [(usages[k][0], usages[k][1] - usages[k][1].min(axis=0)) for k in np.flatnonzero(varying).tolist()]
     rows, intervals = _joined(rows, intervals[varying])
@@ -44,14 +45,14 @@ def compress_memory(problem: Problem) -> Reduction:
     return _reduction(_without_misfits(problem, rows, intervals, limit - base), rows, intervals, base)
 
 
-def _on_limited_devices(problem: Problem) -> tuple[Problem, list[np.ndarray]]:
-    """The problem with the limits of those devices that have one, and its usages there, `[S_v, 1]` or `[S_v, D]`."""
+def _on_limited_devices(problem: Problem) -> Problem:
+    """Leaves out the devices without a limit; all usages of the result are `[S_v, 1]` or `[S_v, D]` floats."""
     tables = [np.asarray(usage, float).reshape(len(usage), -1) for usage in problem.usage]
     limited = np.atleast_1d(np.isfinite(problem.memory_limit))
     if limited.all() or not limited.any():
-        return problem, tables
+        return problem._replace(usage=tables)
     tables = [table[:, limited] if table.shape[1] > 1 else table for table in tables]
-    return problem._replace(memory_limit=np.asarray(problem.memory_limit)[limited]), tables
+    return problem._replace(usage=tables, memory_limit=np.asarray(problem.memory_limit)[limited])
 
 
 def _without_misfits(problem: Problem, rows: list, intervals: np.ndarray, room: np.ndarray) -> Problem:
@@ -150,15 +151,6 @@ def _peaks(intervals: np.ndarray) -> np.ndarray:
 def _renumbered(intervals: np.ndarray, times: np.ndarray) -> np.ndarray:
     """Half-open intervals of positions in `times`."""
     return np.searchsorted(times, intervals)
-
-
-def _profile(intervals: np.ndarray, amounts: np.ndarray, num_times: int | None = None) -> np.ndarray:
-    """`[T, D]`: the sum of the amounts `[K, D]` that are live at each time."""
-    num_times = int(intervals.max(initial=0)) if num_times is None else num_times
-    delta = np.zeros((num_times + 1, amounts.shape[1]))
-    np.add.at(delta, intervals[:, 0], amounts)
-    np.subtract.at(delta, intervals[:, 1], amounts)
-    return np.cumsum(delta, axis=0)[:num_times]
 
 
 def _reduction(problem: Problem, rows: list, intervals: np.ndarray, base: np.ndarray) -> Reduction:

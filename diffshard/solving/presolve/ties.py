@@ -8,7 +8,7 @@ from collections import deque
 
 import numpy as np
 
-from cost.base import Problem, is_forbidden, num_strategies
+from cost.base import Problem, distinct_arrays, is_forbidden, num_strategies
 from diffshard.base import InfeasibleError
 from diffshard.solving.presolve.reduction import Reduction
 
@@ -33,9 +33,10 @@ class _Ties:
         self.parent = list(range(len(problem.node_cost)))
         self.map = [np.arange(size) for size in num_strategies(problem).tolist()]
         self.alive = [~is_forbidden(cost) for cost in problem.node_cost]
-        allowed = {id(cost): ~is_forbidden(cost) for cost in problem.edge_cost}
-        self.allowed = {e: allowed[id(cost)] for e, cost in enumerate(problem.edge_cost)}
-        self.allowed = {e: mask for e, mask in self.allowed.items() if not mask.all()}
+        matrices, matrix_of = distinct_arrays(problem.edge_cost)
+        allowed = [~is_forbidden(matrix) for matrix in matrices]
+        restricts = np.array([not mask.all() for mask in allowed], bool)
+        self.allowed = {e: allowed[matrix_of[e]] for e in np.flatnonzero(restricts[matrix_of]).tolist()}
         self.restricting: list[list[int]] = [[] for _ in problem.node_cost]
         for e in self.allowed:
             for v in self.edges[e]:

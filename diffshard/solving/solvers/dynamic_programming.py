@@ -19,6 +19,7 @@ import jax
 import numpy as np
 
 from cost.base import Problem, num_strategies
+from cost.evaluation import chosen_costs
 from diffshard.base import Proposal
 from diffshard.solving.flat import flatten, with_ceiling
 from diffshard.solving.moves.descent import Descent
@@ -147,9 +148,6 @@ def _traced_back(decided: list[_Table], count: int) -> np.ndarray:
 
 def _magnitude(problem: Problem, choice: np.ndarray) -> float:
     """The absolute values of a choice's terms, summed."""
-    total = sum(abs(float(cost[s])) for cost, s in zip(problem.node_cost, choice, strict=True))
-    total += sum(float(np.abs(load[s]).mean()) for load, s in zip(problem.load, choice, strict=False))
-    pairs = np.asarray(problem.edge_nodes).reshape(-1, 2)
-    return total + sum(
-        abs(float(cost[choice[u], choice[v]])) for (u, v), cost in zip(pairs, problem.edge_cost, strict=True)
-    )
+    nodes, edges = chosen_costs(problem, choice)
+    loads = sum(float(np.abs(load[s]).mean()) for load, s in zip(problem.load, choice, strict=False))
+    return float(np.abs(nodes).sum() + np.abs(edges).sum() + loads)

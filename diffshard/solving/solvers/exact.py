@@ -24,7 +24,8 @@ import jax
 import numpy as np
 import scipy.sparse
 
-from cost.base import Problem, is_forbidden, num_strategies
+from cost.base import Problem, is_forbidden, num_memory_devices, num_strategies
+from cost.memory import numbered_times
 from diffshard.base import Proposal
 from diffshard.solving.flat import ragged
 
@@ -188,15 +189,15 @@ def _memory(problem: Problem, starts: np.ndarray, columns: int) -> tuple[Any, np
     limit = np.broadcast_to(np.asarray(problem.memory_limit, float), (max(np.size(problem.memory_limit), 1),))
     if not len(problem.usage) or np.isinf(limit).all():
         return scipy.sparse.coo_array((0, columns)), np.zeros(0)
-    devices = max([len(limit), *(np.size(u[0]) for u in problem.usage)])
+    devices = num_memory_devices(problem)
     limit = np.broadcast_to(limit, (devices,))
     unit = np.where(np.isfinite(limit) & (limit > 0), limit, 1.0)
-    times, when = np.unique(np.asarray(problem.usage_interval), return_inverse=True)
+    times, intervals = numbered_times(problem.usage_interval)
     count = len(times) * devices
     row, column = [np.arange(count), np.arange(devices, count)], [columns + np.arange(count)]
     column.append(column[0][: count - devices])
     value = [np.ones(count), -np.ones(count - devices)]
-    for usage, v, interval in zip(problem.usage, problem.usage_node, when.reshape(-1, 2), strict=True):
+    for usage, v, interval in zip(problem.usage, problem.usage_node, intervals, strict=True):
         table = np.broadcast_to(np.asarray(usage, float).reshape(len(usage), -1), (len(usage), devices)) / unit
         s, d = np.nonzero(table)
         for time_index, sign in zip(interval, (-1.0, 1.0), strict=True):

@@ -1,13 +1,12 @@
 """What a change of one strategy adds, and the least memory, against trying everything."""
 
-from itertools import product
-
 import numpy as np
 import pytest
 
-from cost.base import Problem, num_strategies
-from cost.evaluation import evaluate
-from search_spaces.sharding.predict import change_costs, least_peak_bytes, transfers
+from cost.base import num_strategies
+from cost.evaluation import change_costs, evaluate
+from cost.memory import least_memory
+from search_spaces.sharding.predict import transfers
 from search_spaces.sharding.spec import shards
 from tests.search_spaces.sharding.small_spaces import EXAMPLES, array, hardware_of, mlp_arguments, mlp_step, space_of
 
@@ -29,35 +28,11 @@ def test_change_costs_are_those_of_evaluating_again(name):
             assert changes[v][s] == pytest.approx(evaluate(problem, other).cost - before, rel=1e-6, abs=before * 1e-12)
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_the_least_peak_is_that_of_the_best_of_all_choices(seed):
-    """One usage for each node: then all can be at their least at once."""
-    rng = np.random.default_rng(seed)
-    nodes = 5
-    usage = [rng.integers(0, 50, size=rng.integers(1, 4)).astype(float) for _ in range(nodes)]
-    starts = rng.integers(0, 8, nodes)
-    problem = Problem(
-        node_cost=[np.zeros(len(u)) for u in usage],
-        edge_nodes=np.zeros((0, 2), int),
-        edge_cost=[],
-        usage_node=np.arange(nodes),
-        usage=usage,
-        usage_interval=np.stack([starts, starts + rng.integers(1, 6, nodes)], axis=1),
-    )
-    peaks = [evaluate(problem, choice).peak for choice in product(*(range(len(u)) for u in usage))]
-    assert least_peak_bytes(problem) == min(peaks)
-
-
 def test_the_least_peak_is_no_more_than_any_choice_s():
     problem = space_of(mlp_step, *mlp_arguments()).problem
     rng = np.random.default_rng(0)
     peaks = [evaluate(problem, rng.integers(num_strategies(problem))).peak for _ in range(50)]
-    assert 0 < least_peak_bytes(problem) <= min(peaks)
-
-
-def test_without_usages_nothing_is_needed():
-    empty = Problem([np.zeros(1)], np.zeros((0, 2), int), [], np.zeros(0, int), [], np.zeros((0, 2), int))
-    assert least_peak_bytes(empty) == 0
+    assert 0 < least_memory(problem)[1].max() <= min(peaks)
 
 
 def test_collectives_of_a_matmul_by_hand():

@@ -1,0 +1,54 @@
+"""Memory in use over time, from usages that each live for an interval.
+
+Every amount is added where its interval starts and subtracted where it ends; the running sum of these changes is the
+memory in use. That takes one pass over the usages, however long they live.
+
+Letters for sizes: K usages, T times, D devices (1 where the memory is the same on all).
+"""
+
+import numpy as np
+
+from cost.base import Problem, num_memory_devices
+
+_LARGEST_INT64_SUM = 2**62
+"""Sums of integers beyond this are made of Python's integers, so that they stay exact; half of what int64 holds."""
+
+
+def numbered_times(usage_interval: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the times `[T]` at which an interval starts or ends, and the intervals `[K, 2]` as positions in them."""
+    times, positions = np.unique(np.asarray(usage_interval).reshape(-1, 2), return_inverse=True)
+    return times, positions.reshape(-1, 2)
+
+
+def memory_profile(interval: np.ndarray, amounts: np.ndarray, num_times: int) -> np.ndarray:
+    """Sums, at each time, the amounts whose interval contains it: `[T, D]`.
+
+    Args:
+      interval: `[K, 2]` half-open intervals of times from 0 to `num_times`.
+      amounts: `[K, D]`; integers are summed exactly, whatever their size.
+      num_times: T.
+    """
+    if np.issubdtype(amounts.dtype, np.integer) and amounts.sum(dtype=float) > _LARGEST_INT64_SUM:
+        amounts = amounts.astype(object)
+    change = np.zeros((num_times + 1, amounts.shape[1]), amounts.dtype)
+    if np.issubdtype(amounts.dtype, np.floating):  # five times as fast as `np.add.at`, but for floats only
+        for d, column in enumerate(amounts.T):
+            change[:, d] = np.bincount(interval[:, 0], column, num_times + 1)
+            change[:, d] -= np.bincount(interval[:, 1], column, num_times + 1)
+    else:
+        np.add.at(change, interval[:, 0], amounts)
+        np.subtract.at(change, interval[:, 1], amounts)
+    return np.cumsum(change, axis=0)[:num_times]
+
+
+def least_memory(problem: Problem) -> tuple[np.ndarray, np.ndarray]:
+    """Returns times `[T]` and the memory `[T, D]` from each until the next if every usage took its least.
+
+    No choice uses less at any time; one that uses no more need not exist where a node has several usages.
+    """
+    devices = num_memory_devices(problem)
+    if not len(problem.usage):
+        return np.zeros(1, np.int64), np.zeros((1, devices))
+    least = [np.broadcast_to(np.min(usage, axis=0), (devices,)) for usage in problem.usage]
+    times, interval = numbered_times(problem.usage_interval)
+    return times, memory_profile(interval, np.stack(least), len(times))
