@@ -1,4 +1,4 @@
-"""The vocabulary of costs: problems and what a choice in them costs, hardware and its links, kinds of collectives.
+"""The vocabulary of costs: problems and what a choice costs, hardware and its links, work, collectives, cost models.
 
 Letters for sizes: V nodes, S_v strategies of node v, E edges, K usages, D devices that differ from each other.
 """
@@ -6,9 +6,10 @@ Letters for sizes: V nodes, S_v strategies of node v, E edges, K usages, D devic
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 FORBIDDEN = 10**18
 """Costs from here on, infinity included, stand for what must not be chosen (IOPDDL's convention)."""
@@ -44,22 +45,22 @@ class Problem(NamedTuple):
 
 
 def is_forbidden(cost: np.ndarray) -> np.ndarray:
-    """Which entries must not be chosen."""
+    """Returns which entries must not be chosen."""
     return np.asarray(cost) >= FORBIDDEN
 
 
 def num_strategies(problem: Problem) -> np.ndarray:
-    """`[V]`: how many strategies each node has."""
+    """Returns how many strategies each node has, `[V]`."""
     return np.fromiter((len(cost) for cost in problem.node_cost), np.int64, len(problem.node_cost))
 
 
 def num_devices(problem: Problem) -> int:
-    """D of the loads, 0 where all devices do equal work."""
+    """Returns D of the loads, 0 where all devices do equal work."""
     return np.asarray(problem.load[0]).shape[1] if len(problem.load) else 0
 
 
 def num_memory_devices(problem: Problem) -> int:
-    """D of the memory: how many devices have a limit or usages of their own, 1 where all are alike."""
+    """Returns D of the memory: devices that have limits or usages of their own, 1 where all are alike."""
     return max([np.size(problem.memory_limit), *(np.size(usage[0]) for usage in problem.usage)])
 
 
@@ -98,6 +99,20 @@ COLLECTIVE_KINDS: tuple[CollectiveKind, ...] = (
     "all_to_all",
     "collective_permute",
 )
+
+
+class Work(NamedTuple):
+    """What one equation does, as a whole on one device.
+
+    Attributes:
+      flops: arithmetic operations; a multiply-add counts as two.
+      num_bytes: of operands and results, as if nothing were fused.
+      dtype: name of the type that the arithmetic runs in.
+    """
+
+    flops: float
+    num_bytes: float
+    dtype: str
 
 
 _KIND_AND_BITS = {
@@ -188,7 +203,7 @@ class Hardware:
         return hash((self.name, rates, self.memory_bytes_per_s, self.memory_bytes, links, self.combines_gathers))
 
     def link(self, axis: str) -> Link:
-        """The link of a mesh axis.
+        """Returns the link of a mesh axis.
 
         Raises:
           ValueError: the hardware has no link for the axis.
@@ -201,7 +216,7 @@ class Hardware:
         return self.links[axis]
 
     def peak_flops_per_s(self, dtype: str) -> float:
-        """Peak rate for a dtype by name.
+        """Returns the peak rate for a dtype by name.
 
         A dtype that is not listed takes the rate of the narrowest listed one that is at least as wide, of its own kind
         (float or integer) if there is one: float8 runs at least as fast as bfloat16. One that is wider than all takes
@@ -219,6 +234,20 @@ class Hardware:
                 return float(min(wide_enough)[1])
         _, width, rate = max(listed, key=lambda entry: entry[1])
         return float(rate) * width / bits
+
+
+class CostModel(Protocol):
+    """A function from the size of an operation and the hardware to the seconds that it takes.
+
+    A file with a cost model has an `EXAMPLE`, a function without arguments that returns a few of its models as a tuple.
+    The conformance tests find it there, give the models hardware with a link for the axis "data", and hold them to
+    these rules: seconds are finite and never negative; nothing takes no time; more never takes less time; no hardware
+    that is better in one respect takes longer; sizes of any shape give float64 seconds of the same shape.
+    """
+
+    def __call__(self, size: ArrayLike, hardware: Hardware) -> np.ndarray:
+        """Computes seconds, of the shape of `size`, which is in the model's own unit, such as bytes."""
+        ...
 
 
 def _kind_and_bits(dtype: str) -> tuple[str, int]:

@@ -34,7 +34,7 @@ def calibrate(
       matrix_size: rows and columns of the product on each device.
       largest_bytes: the largest array on one device, for links and memory bandwidth. The smallest is 4 KiB, or less
         where gathering that from all devices of an axis would be larger than the largest.
-      repeats: each time is the median of so many calls.
+      repeats: calls that each time is the median of.
 
     Returns:
       Hardware with a link for each axis (zeros for an axis of one device).
@@ -88,7 +88,7 @@ def fit_latency_and_slope(sent_bytes: np.ndarray, seconds: np.ndarray) -> tuple[
 
 
 def _everywhere(mesh: Mesh, shape: tuple[int, ...], dtype: str) -> jax.Array:
-    """An array of which each device has its own `shape`, stacked along a new first dimension."""
+    """Makes an array with one block of `shape` on each device, stacked along a new first dimension."""
     sharding = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
     make = jax.jit(lambda: jnp.ones((mesh.size, *shape), jnp.dtype(dtype)), out_shardings=sharding)
     return make()
@@ -134,7 +134,7 @@ def _link(mesh: Mesh, axis: str, largest_bytes: int, repeats: int) -> Link:
 
 
 def _timed(mesh: Mesh, axis: str, kind: CollectiveKind, largest_bytes: int, repeats: int) -> np.ndarray:
-    """Bytes sent and seconds of one kind of collective at sizes a factor of four apart, `[2, sizes]`."""
+    """Measures one kind of collective at sizes a factor of four apart: bytes sent and seconds, `[2, sizes]`."""
     n = mesh.shape[axis]
     points = []
     largest_local_bytes = largest_bytes // (n if kind == "all_gather" else 1)
@@ -150,7 +150,7 @@ def _timed(mesh: Mesh, axis: str, kind: CollectiveKind, largest_bytes: int, repe
 
 
 def _collective(mesh: Mesh, axis: str, kind: CollectiveKind) -> Callable[[jax.Array], jax.Array]:
-    """One collective along an axis on local blocks `[1, rows, n]`."""
+    """Returns a function that runs one collective along an axis on local blocks `[1, rows, n]`."""
 
     def local(x: jax.Array) -> jax.Array:
         if kind == "all_gather":
@@ -164,7 +164,7 @@ def _collective(mesh: Mesh, axis: str, kind: CollectiveKind) -> Callable[[jax.Ar
 
 
 def median_s(call: Callable[[], object], repeats: int) -> float:
-    """Median seconds of a call that has been compiled, results awaited; a first one warms up."""
+    """Measures the median seconds of a call, its results awaited, after a first call that compiles."""
     jax.block_until_ready(call())
     times = []
     for _ in range(repeats):

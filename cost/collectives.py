@@ -1,4 +1,4 @@
-"""Seconds of a collective on one mesh axis by the α–β model, in two parts that are priced apart.
+"""The seconds of a collective on one mesh axis by the α–β model, in two parts that are priced apart.
 
 Compilers combine collectives, so the latency belongs to a combinable group and the bytes to each tensor. Sizes are
 the *full* size along the axis within one group of `num_devices` devices:
@@ -18,14 +18,16 @@ Source: Thakur, Rabenseifner, Gropp, "Optimization of Collective Communication O
 algorithms; Alpa (Zheng et al. 2022) section 4.2 uses the same forms.
 """
 
+from functools import partial
+
 import numpy as np
 from numpy.typing import ArrayLike
 
-from cost.base import COLLECTIVE_KINDS, CollectiveKind, Link
+from cost.base import COLLECTIVE_KINDS, CollectiveKind, CostModel, Hardware, Link
 
 
 def collective_sent_bytes(kind: CollectiveKind, num_bytes: ArrayLike, num_devices: ArrayLike) -> np.ndarray:
-    """Bytes that each device sends; arguments broadcast against each other.
+    """Computes the bytes that each device sends; arguments broadcast against each other.
 
     Raises:
       ValueError: `kind` is none of `COLLECTIVE_KINDS`.
@@ -45,7 +47,7 @@ def collective_sent_bytes(kind: CollectiveKind, num_bytes: ArrayLike, num_device
 
 
 def collective_transfer_s(kind: CollectiveKind, num_bytes: ArrayLike, num_devices: ArrayLike, link: Link) -> np.ndarray:
-    """The part in proportion to bytes, seconds: what each tensor pays."""
+    """Computes the seconds in proportion to bytes, which each tensor pays."""
     s_per_byte = link.s_per_byte
     if kind == "all_to_all" and link.all_to_all_s_per_byte is not None:
         s_per_byte = link.all_to_all_s_per_byte
@@ -55,17 +57,29 @@ def collective_transfer_s(kind: CollectiveKind, num_bytes: ArrayLike, num_device
 
 
 def collective_latency_s(kind: CollectiveKind, num_devices: ArrayLike, link: Link) -> np.ndarray:
-    """The part that does not depend on bytes, seconds: what each combined group pays once; zero for one device."""
+    """Computes the seconds that do not depend on bytes, which each combined group pays once; zero for one device."""
     if kind not in COLLECTIVE_KINDS:
         raise ValueError(f"`kind` must be one of {COLLECTIVE_KINDS}, not {kind!r}.")
     return np.where(np.asarray(num_devices) > 1, link.latency_s, 0.0)
 
 
 def collective_s(kind: CollectiveKind, num_bytes: ArrayLike, num_devices: ArrayLike, link: Link) -> np.ndarray:
-    """Seconds of one collective alone: latency and transfer; zero for one device or no bytes.
+    """Computes the seconds of one collective alone: latency and transfer; zero for one device or no bytes.
 
     Example: an all-reduce of 1 GB over 4 devices at 1 GB/s takes 2 · 3/4 s.
     """
     latency = collective_latency_s(kind, num_devices, link)
     transfer = collective_transfer_s(kind, num_bytes, num_devices, link)
     return np.where(np.asarray(num_bytes) > 0, latency + transfer, 0.0)
+
+
+def _all_kinds(axis: str, num_devices: int) -> tuple[CostModel, ...]:
+    """Makes a model of each kind of collective on one axis; its size is in bytes."""
+    return tuple(partial(_on_axis, kind=kind, axis=axis, num_devices=num_devices) for kind in COLLECTIVE_KINDS)
+
+
+def _on_axis(size: ArrayLike, hardware: Hardware, *, kind: CollectiveKind, axis: str, num_devices: int) -> np.ndarray:
+    return collective_s(kind, size, num_devices, hardware.link(axis))
+
+
+EXAMPLE = partial(_all_kinds, "data", num_devices=4)

@@ -1,14 +1,18 @@
-"""Work of one jaxpr equation, and its seconds by roofline."""
+"""The work of one jaxpr equation, and its seconds by roofline.
+
+A device does arithmetic and moves memory at the same time, so work takes as long as the slower of the two.
+"""
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import numpy as np
 from jax.extend import core
 from numpy.typing import ArrayLike
 
-from cost.base import Hardware
+from cost.base import CostModel, Hardware, Work
 
 # Operations on one element of the result, where it isn't one: near what was measured on XLA's CPU backend as time in
 # cache relative to an addition (python -m experiments.calibration: div 1.6, sqrt 2.1, logistic 6.3, exp 7.6, erf 3.9,
@@ -67,22 +71,10 @@ _MOVES = frozenset(
 _REDUCTIONS = ("reduce_", "argmax", "argmin", "cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp")
 
 
-class Work(NamedTuple):
-    """What one equation does, as a whole on one device.
-
-    Attributes:
-      flops: arithmetic operations; a multiply-add counts as two.
-      num_bytes: of operands and results, as if nothing were fused.
-      dtype: name of the type that the arithmetic runs in.
-    """
-
-    flops: float
-    num_bytes: float
-    dtype: str
-
-
 def roofline_s(flops: ArrayLike, num_bytes: ArrayLike, dtype: str, hardware: Hardware) -> np.ndarray:
-    """Seconds of work that overlaps arithmetic and memory traffic: the slower of both; arguments broadcast.
+    """Computes the seconds of work that overlaps arithmetic and memory traffic: the slower of both.
+
+    Work and bytes broadcast against each other.
 
     Source: Williams, Waterman, Patterson, "Roofline" (2009).
     """
@@ -92,14 +84,14 @@ def roofline_s(flops: ArrayLike, num_bytes: ArrayLike, dtype: str, hardware: Har
 
 
 def equation_work(equation: core.JaxprEqn) -> Work:
-    """Operations, bytes and dtype of one equation; regions count what is inside them."""
+    """Counts the operations and bytes of one equation; regions count what is inside them."""
     arrays = [_aval(v) for v in (*equation.invars, *equation.outvars) if hasattr(v.aval, "shape")]
     num_bytes = sum(_size(aval) * getattr(aval.dtype, "itemsize", 4) for aval in arrays)
     return Work(equation_flops(equation), float(num_bytes), equation_dtype(equation))
 
 
 def equation_dtype(equation: core.JaxprEqn) -> str:
-    """The dtype in which an equation computes: of contractions that of the operands, else of the first result.
+    """Returns the dtype in which an equation computes: of contractions that of the operands, else of the first result.
 
     A product of two bfloat16 arrays that accumulates in float32 runs at the rate of bfloat16.
     """
@@ -113,7 +105,7 @@ def equation_dtype(equation: core.JaxprEqn) -> str:
 
 
 def equation_flops(equation: core.JaxprEqn) -> float:
-    """Arithmetic operations of one equation on whole arrays; a multiply-add counts as two.
+    """Counts the arithmetic operations of one equation on whole arrays; a multiply-add counts as two.
 
     Elementwise functions count by what they take relative to an addition. Data movement counts nothing. A scan counts
     its body times its length, a while loop its body once (its trip count is unknown), a branch its dearest side.
@@ -134,7 +126,7 @@ def equation_flops(equation: core.JaxprEqn) -> float:
 
 
 def jaxpr_flops(jaxpr: core.Jaxpr | core.ClosedJaxpr) -> float:
-    """Arithmetic operations of all equations of a jaxpr."""
+    """Counts the arithmetic operations of all equations of a jaxpr."""
     equations = jaxpr.jaxpr.eqns if isinstance(jaxpr, core.ClosedJaxpr) else jaxpr.eqns
     return sum(equation_flops(equation) for equation in equations)
 
@@ -281,3 +273,15 @@ _SPECIAL: dict[str, Callable[[core.JaxprEqn], float]] = {
     "custom_vjp_call": _call_of_rule,
     "shard_map": _shard_map,
 }
+
+
+def _in_dtypes(dtypes: tuple[str, ...], flops_per_byte: float) -> tuple[CostModel, ...]:
+    """Makes a model of work in each dtype; its size is in bytes."""
+    return tuple(partial(_of_intensity, dtype=dtype, flops_per_byte=flops_per_byte) for dtype in dtypes)
+
+
+def _of_intensity(size: ArrayLike, hardware: Hardware, *, dtype: str, flops_per_byte: float) -> np.ndarray:
+    return roofline_s(flops_per_byte * np.asarray(size), size, dtype, hardware)
+
+
+EXAMPLE = partial(_in_dtypes, ("float32", "bfloat16"), flops_per_byte=10.0)

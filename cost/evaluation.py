@@ -18,7 +18,7 @@ from cost.memory import memory_profile, numbered_times
 
 
 def evaluate(problem: Problem, choice: Sequence[int] | np.ndarray) -> Evaluation:
-    """The exact cost of `choice` (`[V]` strategy indices): integer sums are exact, float sums correctly rounded.
+    """Prices `choice` (`[V]` strategy indices) exactly: integer sums are exact, float sums correctly rounded.
 
     Raises:
       ValueError: `choice` has the wrong length or an index that its node does not have.
@@ -27,7 +27,7 @@ def evaluate(problem: Problem, choice: Sequence[int] | np.ndarray) -> Evaluation
 
 
 def live_usage(problem: Problem, choice: Sequence[int] | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Times `[T]` at which the live usage changes and the usage `[T, D]` from each until the next (D = 1 if scalar)."""
+    """Returns the times `[T]` at which the live usage changes and the usage `[T, D]` from each until the next."""
     return Evaluator(problem).live_usage(np.asarray(choice))
 
 
@@ -55,7 +55,7 @@ def change_costs(problem: Problem, choice: Sequence[int] | np.ndarray) -> list[n
 
 
 class Evaluator:
-    """Evaluates many choices of one problem, which is laid out once: `Evaluator(problem)(choice)`."""
+    """The exact price of many choices of one problem, which is laid out once: `Evaluator(problem)(choice)`."""
 
     def __init__(self, problem: Problem):
         self._problem = problem
@@ -79,7 +79,7 @@ class Evaluator:
         self._times, self._interval = numbered_times(problem.usage_interval)
 
     def __call__(self, choice: Sequence[int] | np.ndarray) -> Evaluation:
-        """The exact cost of `choice`; raises ValueError as `evaluate`."""
+        """Prices `choice` exactly; raises ValueError as `evaluate`."""
         choice = self._checked(choice)
         chosen = self._start + choice
         u, v = self._edges.T
@@ -94,7 +94,7 @@ class Evaluator:
         return Evaluation(cost, peak.tolist()[0] if scalar else peak, excess, bool(not forbidden and excess == 0))
 
     def live_usage(self, choice: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """As the function `live_usage`."""
+        """Returns what the function `live_usage` returns."""
         if not len(self._usage_node):
             return np.zeros(1, np.int64), np.zeros((1, self._devices), np.int64)
         rows = (self._usage_start + choice[self._usage_node])[:, None] * self._devices + np.arange(self._devices)
@@ -114,7 +114,7 @@ class Evaluator:
 
 
 def _joined(arrays: Sequence[np.ndarray]) -> np.ndarray:
-    """One array; integers beside floats stay Python integers where a float could not hold them."""
+    """Concatenates arrays; integers beside floats stay Python integers where a float could not hold them."""
     if not len(arrays):
         return np.zeros(0, np.int64)
     whole = [np.issubdtype(np.asarray(array).dtype, np.integer) for array in arrays]
@@ -126,7 +126,7 @@ def _joined(arrays: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def _exact_sum(terms: np.ndarray) -> float:
-    """Integers as integers of any size, floats by fsum: no rounding until the last step."""
+    """Sums integers as integers of any size and floats by fsum, without rounding until the last step."""
     if terms.dtype == object:
         whole = [term for term in terms if isinstance(term, int)]
         return sum(whole) + math.fsum(term for term in terms if not isinstance(term, int))

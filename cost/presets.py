@@ -1,106 +1,19 @@
 """Presets of common hardware, with the public source of every number.
 
-A mesh's axes are listed slowest first, as `jax.make_mesh` and `mesh_utils.create_device_mesh` lay devices out: the last
-axis's neighbours are neighbours in the host. An axis whose groups fit in a host of g devices gets the in-host link; one
-that crosses hosts shares the host's network with the other groups: a ring with k members in each host gets k/g of the
-host's bandwidth. On hosts of 8 V100s that rule is within 20% of rings measured at k = 1, 2, 4 and 8 (see
-experiments/calibration.py). An all-to-all crosses once for each pair of devices, so it gets one device's share only.
+`preset` puts together a device and the links of a mesh's axes, which follow from how the devices are connected
+(`cost/networks.py`).
 """
 
 import dataclasses
-import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 from cost.base import Hardware, Link
+from cost.networks import SharedProcessor, SwitchedHost, TorusPod
 
 _TB = 1e12
 _GB = 1e9
 _GIB = 2**30
-
-
-@dataclass(frozen=True)
-class SwitchedHost:
-    """A host whose devices see each other at one speed, and a network between hosts.
-
-    Attributes:
-      num_devices: devices in a host.
-      device_bytes_per_s: what one device of a ring sends to the next.
-      network_bytes_per_s: what one host sends to the others.
-      launch_s, hop_s, network_hop_s: a ring's latency is the launch and a hop for each of its steps.
-      rings: exceptions to `device_bytes_per_s` where devices are not all alike: from (group size, stride between
-        members) to bytes/s of a ring and of an all-to-all.
-    """
-
-    num_devices: int
-    device_bytes_per_s: float
-    network_bytes_per_s: float
-    launch_s: float
-    hop_s: float
-    network_hop_s: float
-    rings: Mapping[tuple[int, int], tuple[float, float]] = field(default_factory=dict)
-
-    def link(self, size: int, stride: int) -> Link:
-        """The link of an axis of `size` devices whose neighbours are `stride` devices apart."""
-        members = max(1, min(size, self.num_devices // stride)) if stride < self.num_devices else 1
-        hosts = math.ceil(size / members)
-        latency_s = self.launch_s + (size - hosts) * self.hop_s + (hosts - 1) * self.network_hop_s
-        ring, all_to_all = self.rings.get((members, stride), (self.device_bytes_per_s, self.device_bytes_per_s))
-        if hosts > 1:
-            share = self.network_bytes_per_s / self.num_devices
-            ring, all_to_all = min(ring, share * members), min(all_to_all, share)
-        return Link(latency_s, 1 / ring, 1 / all_to_all)
-
-
-@dataclass(frozen=True)
-class TorusPod:
-    """A pod of chips in a torus (each mesh axis along one of its dimensions), and a network between pods.
-
-    Attributes:
-      num_devices: chips in a pod.
-      wrap: an axis is a ring, not a line, if its size is a multiple of this.
-      link_bytes_per_s: one link, one direction; a ring uses both directions at once, the ends of a line only one.
-      network_bytes_per_s: one chip's share of the network between pods.
-      launch_s, hop_s, network_hop_s: as in `SwitchedHost`.
-    """
-
-    num_devices: int
-    wrap: int
-    link_bytes_per_s: float
-    network_bytes_per_s: float
-    launch_s: float
-    hop_s: float
-    network_hop_s: float
-
-    def link(self, size: int, stride: int) -> Link:
-        """The link of an axis of `size` chips whose neighbours are `stride` chips apart."""
-        if size * stride > self.num_devices:
-            latency_s = self.launch_s + (size - 1) * self.network_hop_s
-            return Link(latency_s, 1 / self.network_bytes_per_s)
-        is_ring = size % self.wrap == 0
-        bytes_per_s = self.link_bytes_per_s * (2 if is_ring else 1)
-        hops = size // 2 if is_ring else size - 1
-        # The middle of a line carries n²/4 of the n² blocks each way; a ring's links a half of that. Our all-to-all
-        # counts (n − 1)/n² of the bytes, so the rest of the factor is here.
-        busiest = size**2 / 4 if not is_ring else size**2 / 8
-        all_to_all = busiest / max(size - 1, 1) / self.link_bytes_per_s
-        return Link(self.launch_s + hops * self.hop_s, 1 / bytes_per_s, max(all_to_all, 1 / bytes_per_s))
-
-
-@dataclass(frozen=True)
-class _SharedProcessor:
-    """Emulated devices of one processor: all links are its memory, all devices share its rates."""
-
-    bytes_per_s: float
-    launch_s: float
-    hop_s: float
-    num_devices: int | None = None
-
-    def link(self, size: int, stride: int) -> Link:
-        del stride
-        slope = 1 / self.bytes_per_s
-        return Link(self.launch_s + (size - 1) * self.hop_s, slope, reduce_scatter_s_per_byte=2 * slope)
 
 
 # NCCL's own tuning model (github.com/NVIDIA/nccl, src/graph/tuning.cc), protocol LL128: base 14 µs, 1.9 µs for a step
@@ -124,7 +37,7 @@ _HOPPER_FLOPS_PER_S = {
 # DGX/HGX H100: NVLink 4 at 450 GB/s each way, 8 ConnectX-7 at 400 Gbit/s (nvidia.com/en-us/data-center/dgx-h100).
 _HOPPER_HOST = SwitchedHost(8, 450 * _GB * _NVLINK, 400 * _GB * _NETWORK, _LAUNCH_S, _HOP_S, _NETWORK_HOP_S)
 
-_PRESETS: dict[str, tuple[Hardware, SwitchedHost | TorusPod | _SharedProcessor]] = {
+_PRESETS: dict[str, tuple[Hardware, SwitchedHost | TorusPod | SharedProcessor]] = {
     "v100": (
         # p3.16xlarge. Rates of products measured in `v100_collective_profiles.csv.gz` (10^12 FLOP in 67.7 and 9.18 ms);
         # memory 900 GB/s and 16 GB, float64 7.8 TFLOP/s: V100 datasheet (nvidia.com/en-us/data-center/v100).
@@ -202,13 +115,13 @@ _PRESETS: dict[str, tuple[Hardware, SwitchedHost | TorusPod | _SharedProcessor]]
             {},
             combines_gathers=False,
         ),
-        _SharedProcessor(1.6 * _GB, launch_s=250e-6, hop_s=60e-6),
+        SharedProcessor(1.6 * _GB, launch_s=250e-6, hop_s=60e-6),
     ),
 }
 PRESET_NAMES: tuple[str, ...] = tuple(_PRESETS)
 
-# Parts of `device_kind` in lower case, the more specific first.
-_KINDS = (
+# Parts of a device's `device_kind` in lower case and the preset that each stands for, the more specific first.
+_PRESET_OF_KIND = (
     ("h200", "h200"),
     ("h100", "h100"),
     ("a100", "a100"),
@@ -228,7 +141,7 @@ def preset(
     links: Mapping[str, Link] | None = None,
     devices_per_host: int | None = None,
 ) -> Hardware:
-    """Known hardware with a link for each axis of a mesh.
+    """Returns known hardware with a link for each axis of a mesh.
 
     Args:
       name: one of `PRESET_NAMES`; case and `-` or `_` don't matter.
@@ -253,13 +166,13 @@ def preset(
         stride *= size
     given = dict(links or {})
     all_links = {axis: given.get(axis, all_links[axis]) for axis in mesh_axes}
-    if isinstance(host, _SharedProcessor):
+    if isinstance(host, SharedProcessor):
         return _share(device, stride, all_links)
     return dataclasses.replace(device, links=all_links)
 
 
 def hardware_of(mesh: Any) -> Hardware:
-    """The preset of the devices that a mesh is made of.
+    """Returns the preset of the devices that a mesh is made of.
 
     Args:
       mesh: `jax.sharding.Mesh`, or an `AbstractMesh` that knows its abstract device.
@@ -280,7 +193,7 @@ def hardware_of(mesh: Any) -> Hardware:
             "`hardware` must be given for an AbstractMesh, which has no devices: one of "
             f"{', '.join(PRESET_NAMES)}, or a `Hardware`."
         )
-    for part, name in _KINDS:
+    for part, name in _PRESET_OF_KIND:
         if part in str(kind).lower():
             return preset(name, mesh.shape, devices_per_host=None if name.startswith("tpu") else per_host)
     raise ValueError(

@@ -1,4 +1,4 @@
-"""The relaxed cost of a `Problem`: rows of weights instead of a choice, differentiable in them."""
+"""The relaxed cost of a `Problem`: weights on the strategies in place of a choice, differentiable in the weights."""
 
 from collections.abc import Sequence
 
@@ -10,13 +10,13 @@ from cost.base import Problem, is_forbidden, num_strategies
 
 
 def relaxed_cost(problem: Problem, rows: Sequence[jax.Array] | jax.Array) -> jax.Array:
-    """J(p): the cost of rows of weights, differentiable in them; exact on one-hot rows, a lower estimate elsewhere.
+    """Computes J(p), the cost of weights, differentiable in them: exact for a choice, a lower estimate elsewhere.
 
     J(p) = Σ_v ⟨c_v, p_v⟩ + Σ_e ⟨T_e, p_u p_vᵀ⟩ + max_d Σ_v ⟨p_v, L_v[:, d]⟩
 
     Args:
       problem: its memory limit is a constraint, not a part of J.
-      rows: V arrays `[S_v]` on the simplex, or their concatenation `[ΣS_v]`.
+      rows: the relaxed choice, V arrays `[S_v]` on the simplex, or their concatenation `[ΣS_v]`.
 
     Returns:
       A scalar. It is infinite where a forbidden entry has weight; its gradient is then that of the allowed entries.
@@ -41,7 +41,7 @@ def _weighed(costs: np.ndarray, weights: jax.Array) -> jax.Array:
 
 
 def _flat_edges(problem: Problem) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """For every entry of every transfer matrix its two positions in the concatenated rows, and its cost."""
+    """Returns every transfer matrix entry's two positions in the concatenated rows, and its cost."""
     sizes = num_strategies(problem)
     starts = (np.cumsum(sizes) - sizes).tolist()
     source, target, entries = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)], [np.zeros(0)]

@@ -1,4 +1,4 @@
-"""The rules of `Problem`, held against problems from outside."""
+"""Checks of the rules of `Problem`, for problems from outside."""
 
 import numpy as np
 
@@ -6,7 +6,7 @@ from cost.base import Problem, distinct_arrays, num_strategies
 
 
 def validate(problem: Problem) -> None:
-    """Holds a problem from outside against the rules of `Problem`.
+    """Checks that a problem keeps the rules of `Problem`.
 
     Raises:
       ValueError: names the field, the rule, the place and the value.

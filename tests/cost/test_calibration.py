@@ -38,13 +38,13 @@ def test_measures_every_axis_of_a_mesh():
         pytest.skip("needs 4 devices")
     axes = {"data": 2, "model": 2, "one": 1}
     mesh = jax.make_mesh((2, 2, 1), tuple(axes), devices=jax.devices()[:4], axis_types=(AxisType.Auto,) * 3)
-    found = calibrate(mesh, dtypes=("float32",), matrix_size=64, largest_bytes=2**16, repeats=3)
-    assert set(found.links) == set(axes)
-    assert found.peak_flops_per_s("float32") > 1e6
-    assert found.memory_bytes_per_s > 1e5
-    assert found.link("one").latency_s == found.link("one").s_per_byte == 0
+    result = calibrate(mesh, dtypes=("float32",), matrix_size=64, largest_bytes=2**16, repeats=3)
+    assert set(result.links) == set(axes)
+    assert result.peak_flops_per_s("float32") > 1e6
+    assert result.memory_bytes_per_s > 1e5
+    assert result.link("one").latency_s == result.link("one").s_per_byte == 0
     for axis in ("data", "model"):
-        assert 1e-7 < found.link(axis).latency_s + 2**16 * found.link(axis).s_per_byte < 10
+        assert 1e-7 < result.link(axis).latency_s + 2**16 * result.link(axis).s_per_byte < 10
 
 
 def test_the_least_size_is_enough_for_the_longest_axis():

@@ -95,11 +95,11 @@ def test_ragged_products_meet_one_group_for_each_row():
     ],
 )
 def test_counts_by_hand(function, shape, expected):
-    found = flops(function, array(*shape))
+    result = flops(function, array(*shape))
     if expected is None:
-        assert 0 < found < 1e4
+        assert 0 < result < 1e4
     else:
-        assert found == expected
+        assert result == expected
 
 
 def test_functions_with_rules_of_their_own_count_what_runs():

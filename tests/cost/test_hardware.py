@@ -90,10 +90,10 @@ def test_equal_hardware_is_equal_and_hashes_equally_and_keeps_no_alias():
 
 @pytest.mark.parametrize("name", PRESET_NAMES)
 def test_every_preset_has_a_link_for_each_axis_and_rates_for_training(name):
-    found = preset(name, {"pod": 2, "data": 4, "model": 4})
-    assert set(found.links) == {"pod", "data", "model"}
-    assert found.peak_flops_per_s("bfloat16") >= found.peak_flops_per_s("float32") > 0
-    assert found.link("model").s_per_byte <= found.link("pod").s_per_byte
+    result = preset(name, {"pod": 2, "data": 4, "model": 4})
+    assert set(result.links) == {"pod", "data", "model"}
+    assert result.peak_flops_per_s("bfloat16") >= result.peak_flops_per_s("float32") > 0
+    assert result.link("model").s_per_byte <= result.link("pod").s_per_byte
 
 
 def test_axis_in_the_host_is_fast_and_axes_across_hosts_share_its_network():
@@ -127,9 +127,9 @@ def test_emulated_devices_share_the_processor():
 
 
 def test_links_that_the_user_gives_are_kept():
-    found = preset("a100", {"data": 2, "model": 2}, links={"data": LINK})
-    assert found.link("data") == LINK
-    assert found.link("model") == preset("a100", {"data": 2, "model": 2}).link("model")
+    result = preset("a100", {"data": 2, "model": 2}, links={"data": LINK})
+    assert result.link("data") == LINK
+    assert result.link("model") == preset("a100", {"data": 2, "model": 2}).link("model")
 
 
 def test_bad_names_axes_and_links_are_named():
@@ -162,6 +162,6 @@ def test_hosts_of_a_real_mesh_are_its_processes():
         devices = np.array([_Device(0), _Device(0), _Device(1), _Device(1)]).reshape(2, 2)
         shape = {"data": 2, "model": 2}  # noqa: RUF012
 
-    found = hardware_of(TwoHosts())
-    assert found == preset("h200", {"data": 2, "model": 2}, devices_per_host=2)
-    assert found.link("data").s_per_byte > found.link("model").s_per_byte
+    result = hardware_of(TwoHosts())
+    assert result == preset("h200", {"data": 2, "model": 2}, devices_per_host=2)
+    assert result.link("data").s_per_byte > result.link("model").s_per_byte

@@ -27,12 +27,12 @@ def _one_hot(problem: Problem, choice: list[int]) -> list[jax.Array]:
 
 
 def test_evaluate_is_the_sum_worked_by_hand():
-    found = evaluate(SMALL, [0, 1, 0, 1, 0])
-    assert found.cost == 15 + 50 + 55 + 90 + 10 + 3 + 40
-    assert isinstance(found.cost, int)
-    assert found.peak == 30  # at time 2: 15 of node 1 and 15 of node 2
-    assert found.feasible
-    assert found.excess == 0
+    result = evaluate(SMALL, [0, 1, 0, 1, 0])
+    assert result.cost == 15 + 50 + 55 + 90 + 10 + 3 + 40
+    assert isinstance(result.cost, int)
+    assert result.peak == 30  # at time 2: 15 of node 1 and 15 of node 2
+    assert result.feasible
+    assert result.excess == 0
     over = evaluate(SMALL, [1, 1, 2, 0, 0])
     assert (over.peak, over.excess, over.feasible) == (40, 10, False)
     times, usage = live_usage(SMALL, [1, 1, 2, 0, 0])

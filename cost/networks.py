@@ -1,0 +1,104 @@
+"""How devices are connected, from which the link of each mesh axis follows.
+
+A mesh's axes are listed slowest first, as `jax.make_mesh` and `mesh_utils.create_device_mesh` lay devices out: the last
+axis's neighbours are neighbours in the host. An axis whose groups fit in a host of g devices gets the in-host link; one
+that crosses hosts shares the host's network with the other groups: a ring with k members in each host gets k/g of the
+host's bandwidth. On hosts of 8 V100s that rule is within 20% of rings measured at k = 1, 2, 4 and 8 (see
+experiments/calibration.py). An all-to-all crosses once for each pair of devices, so it gets one device's share only.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from cost.base import Link
+
+
+@dataclass(frozen=True)
+class SwitchedHost:
+    """A host whose devices see each other at one speed, and a network between hosts.
+
+    Attributes:
+      num_devices: devices in a host.
+      device_bytes_per_s: what one device of a ring sends to the next.
+      network_bytes_per_s: what one host sends to the others.
+      launch_s, hop_s, network_hop_s: a ring's latency is the launch and a hop for each of its steps.
+      rings: exceptions to `device_bytes_per_s` where devices are not all alike: from (group size, stride between
+        members) to bytes/s of a ring and of an all-to-all.
+    """
+
+    num_devices: int
+    device_bytes_per_s: float
+    network_bytes_per_s: float
+    launch_s: float
+    hop_s: float
+    network_hop_s: float
+    rings: Mapping[tuple[int, int], tuple[float, float]] = field(default_factory=dict)
+
+    def link(self, size: int, stride: int) -> Link:
+        """Returns the link of an axis of `size` devices whose neighbours are `stride` devices apart."""
+        members = max(1, min(size, self.num_devices // stride)) if stride < self.num_devices else 1
+        hosts = math.ceil(size / members)
+        latency_s = self.launch_s + (size - hosts) * self.hop_s + (hosts - 1) * self.network_hop_s
+        ring, all_to_all = self.rings.get((members, stride), (self.device_bytes_per_s, self.device_bytes_per_s))
+        if hosts > 1:
+            share = self.network_bytes_per_s / self.num_devices
+            ring, all_to_all = min(ring, share * members), min(all_to_all, share)
+        return Link(latency_s, 1 / ring, 1 / all_to_all)
+
+
+@dataclass(frozen=True)
+class TorusPod:
+    """A pod of chips in a torus (each mesh axis along one of its dimensions), and a network between pods.
+
+    Attributes:
+      num_devices: chips in a pod.
+      wrap: an axis is a ring, not a line, if its size is a multiple of this.
+      link_bytes_per_s: one link, one direction; a ring uses both directions at once, the ends of a line only one.
+      network_bytes_per_s: one chip's share of the network between pods.
+      launch_s, hop_s, network_hop_s: as in `SwitchedHost`.
+    """
+
+    num_devices: int
+    wrap: int
+    link_bytes_per_s: float
+    network_bytes_per_s: float
+    launch_s: float
+    hop_s: float
+    network_hop_s: float
+
+    def link(self, size: int, stride: int) -> Link:
+        """Returns the link of an axis of `size` chips whose neighbours are `stride` chips apart."""
+        if size * stride > self.num_devices:
+            latency_s = self.launch_s + (size - 1) * self.network_hop_s
+            return Link(latency_s, 1 / self.network_bytes_per_s)
+        is_ring = size % self.wrap == 0
+        bytes_per_s = self.link_bytes_per_s * (2 if is_ring else 1)
+        hops = size // 2 if is_ring else size - 1
+        # The middle of a line carries n²/4 of the n² blocks each way; a ring's links a half of that. Our all-to-all
+        # counts (n − 1)/n² of the bytes, so the rest of the factor is here.
+        busiest = size**2 / 4 if not is_ring else size**2 / 8
+        all_to_all = busiest / max(size - 1, 1) / self.link_bytes_per_s
+        return Link(self.launch_s + hops * self.hop_s, 1 / bytes_per_s, max(all_to_all, 1 / bytes_per_s))
+
+
+@dataclass(frozen=True)
+class SharedProcessor:
+    """Emulated devices of one processor: all links are its memory, all devices share its rates.
+
+    Attributes:
+      bytes_per_s: at which a ring moves bytes through the memory.
+      launch_s, hop_s: as in `SwitchedHost`.
+      num_devices: devices that are emulated; any number, so that no link depends on it.
+    """
+
+    bytes_per_s: float
+    launch_s: float
+    hop_s: float
+    num_devices: int | None = None
+
+    def link(self, size: int, stride: int) -> Link:
+        """Returns the link of an axis of `size` devices, which does not depend on the stride."""
+        del stride
+        slope = 1 / self.bytes_per_s
+        return Link(self.launch_s + (size - 1) * self.hop_s, slope, reduce_scatter_s_per_byte=2 * slope)
