@@ -15,7 +15,7 @@ import optax
 from cost.base import Hardware, Link
 from diffshard.bilevel_search.space import Choice
 from diffshard.bilevel_search.training import TrainingState, gradients_of, stepped
-from diffshard.plans.whole_files import write_whole
+from diffshard.plans.documents import write_whole
 from experiments.models import device_gpt, device_images, device_moe, digits, text
 from search_spaces.communication.precision import BFLOAT16, INT4, INT8, Precision
 from search_spaces.communication.space import CommunicationSpace

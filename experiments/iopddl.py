@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.progress import track
 
 from diffshard.base import Solution
-from diffshard.plans.whole_files import write_whole
+from diffshard.plans.documents import write_whole
 from diffshard.solving import contest, presolve
 from diffshard.solving.solve import solve
 from diffshard.solving.solvers import gradient

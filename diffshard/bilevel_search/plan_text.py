@@ -1,8 +1,7 @@
 """A plan of the bilevel search as text: what each group of collectives does, and what that saves and costs."""
 
 from diffshard.bilevel_search.plan import BilevelPlan, GroupPlan
-from diffshard.plans.patterns import format_bytes, format_s
-from diffshard.plans.text import format_count, format_devices, format_table
+from diffshard.plans.formats import format_bytes, format_count, format_devices, format_s, format_table
 
 MOST_CANDIDATES = 12
 

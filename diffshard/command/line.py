@@ -34,10 +34,9 @@ from diffshard.command.words import (
     positive_seconds,
 )
 from diffshard.plans import file
-from diffshard.plans.documents import BILEVEL, kind_of, read
+from diffshard.plans.documents import BILEVEL, kind_of, read, write_whole
+from diffshard.plans.formats import format_s
 from diffshard.plans.page import save_page
-from diffshard.plans.patterns import format_s
-from diffshard.plans.whole_files import write_whole
 from diffshard.sharding_search.plan import Plan
 from diffshard.sharding_search.search import search
 from diffshard.solving import contest

@@ -1,4 +1,8 @@
-"""What the files of all plans share: kind and version in front, records as JSON by their annotations, and back."""
+"""JSON documents, the form in which plans of all kinds are saved.
+
+A document begins with its kind and version. Records are written field by field, and read back by the annotations of
+their fields: `restored(Hardware, values)` needs nothing but the class.
+"""
 
 import dataclasses
 import functools
@@ -6,6 +10,7 @@ import inspect
 import json
 import math
 import os
+import secrets
 import types
 from collections.abc import Mapping, Sequence
 from typing import Any, Union, get_args, get_origin, get_type_hints
@@ -13,25 +18,52 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 import numpy as np
 
 from diffshard.base import PlanError
-from diffshard.plans.whole_files import write_whole
 
 SHARDING, BILEVEL = "diffshard plan", "diffshard bilevel plan"
 _LOADED_BY = {SHARDING: "`diffshard.Plan.load`", BILEVEL: "`diffshard.BilevelPlan.load`"}
-_WORDS = ("inf", "-inf", "nan")
+_NOT_FINITE = ("inf", "-inf", "nan")
 _NUMBERS = {float: (int, float), int: (int,), bool: (bool,), str: (str,)}
 
 
 def write(path: str | os.PathLike[str], document: Mapping[str, Any]) -> None:
-    """Writes JSON values; the file is replaced whole or not at all."""
+    """Writes JSON values to a file, which is replaced whole or not at all."""
     write_whole(path, json.dumps(document, indent=None, separators=(",", ":"), allow_nan=False))
 
 
-def read(path: str | os.PathLike[str]) -> Any:
-    """The JSON values of a file.
+def write_whole(path: str | os.PathLike[str], content: str | bytes) -> None:
+    """Writes a file so that a reader finds the old one or the new one, never a part of one. Text is written as UTF-8.
+
+    A path that exists and is not a plain file, such as a pipe or `/dev/stdout`, is written to and not replaced.
 
     Raises:
-      PlanError: it is not JSON.
-      OSError: it cannot be read.
+      OSError: the file cannot be written; an old one is unchanged, and no temporary file stays behind.
+    """
+    raw = content.encode() if isinstance(content, str) else content
+    if os.path.exists(path) and not os.path.isfile(path):
+        with open(path, "wb") as file:
+            file.write(raw)
+        return
+    folder = os.path.dirname(os.path.abspath(path))
+    if not os.path.isdir(folder):
+        raise FileNotFoundError(f"`{os.fspath(path)}` cannot be written: there is no folder {folder!r}.")
+    temporary = os.path.join(folder, f".{secrets.token_hex(8)}.part")
+    try:
+        # Files of `tempfile` can be read by their owner only; this one gets the mode that any new file gets.
+        with open(temporary, "xb") as file:
+            file.write(raw)
+        os.replace(temporary, path)
+    except BaseException:
+        if os.path.exists(temporary):
+            os.unlink(temporary)
+        raise
+
+
+def read(path: str | os.PathLike[str]) -> Any:
+    """Reads the JSON values of a file.
+
+    Raises:
+      PlanError: the file is not JSON.
+      OSError: the file cannot be read.
     """
     try:
         with open(path, encoding="utf-8") as file:
@@ -41,7 +73,7 @@ def read(path: str | os.PathLike[str]) -> Any:
 
 
 def kind_of(document: Any) -> Any:
-    """What kind of plan a document says that it is."""
+    """Returns what kind of plan a document says that it is; None if it does not say."""
     return document.get("format") if isinstance(document, dict) else None
 
 
@@ -73,7 +105,7 @@ def content(document: Any, name: str, kind: str, version: int, older: Sequence[i
 
 
 def plain(value: Any) -> Any:
-    """Records as JSON values: JSON has no infinity, so it is written as a word."""
+    """Returns records as JSON values. JSON has no numbers for infinity and NaN, so they are written as words."""
     if isinstance(value, np.generic):
         value = value.item()
     if isinstance(value, float) and not math.isfinite(value):
@@ -88,17 +120,17 @@ def plain(value: Any) -> Any:
 
 
 def restored(hint: Any, value: Any, known: Mapping[Any, Any] | None = None) -> Any:
-    """JSON values as what an annotation says; what it says nothing of (`Any`) as tuples and numbers.
+    """Returns JSON values as the type that an annotation states; for `Any`, lists become tuples.
 
-    Words are infinite numbers in the places of numbers only: an argument may well be called `nan`.
+    Words stand for infinity and NaN only where a number is expected: an argument may well be called `nan`.
 
     Args:
       hint: a type, an alias such as `tuple[int, ...]`, a union, a dataclass or a named tuple.
       value: JSON values.
-      known: by annotation, functions that restore its values.
+      known: functions that restore values, by the annotation for which they are used.
 
     Raises:
-      TypeError: the values are of other types, or a record has other fields or lacks some.
+      TypeError: the values are of other types, or a record has unknown fields or lacks some.
     """
     known = known or {}
     if hint in known:
@@ -109,12 +141,12 @@ def restored(hint: Any, value: Any, known: Mapping[Any, Any] | None = None) -> A
     if hint is Any:
         if isinstance(value, list):
             return tuple(restored(Any, item) for item in value)
-        return float(value) if value in _WORDS else value
+        return float(value) if value in _NOT_FINITE else value
     if origin in (tuple, Mapping):
         return _collection(hint, value, known)
     if dataclasses.is_dataclass(hint) or hasattr(hint, "_fields"):
         return _record(hint, value, known)
-    if hint is float and value in _WORDS:
+    if hint is float and value in _NOT_FINITE:
         return float(value)
     if hint in _NUMBERS and isinstance(value, _NUMBERS[hint]) and (hint is bool or not isinstance(value, bool)):
         return value

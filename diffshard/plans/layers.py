@@ -1,28 +1,29 @@
-"""A plan by layer: the modules of the user's code in the order in which they run, equal ones told once."""
+"""A plan by layer: the modules of the user's code in the order in which they run, equal ones only once."""
 
 import statistics
 from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
 from diffshard.plans.base import Operation, PlanData, Spec
+from diffshard.plans.formats import format_array
 from diffshard.plans.patterns import group_names, readable_path
-from diffshard.plans.text import device_bytes, format_array, module_path, result_type
+from diffshard.plans.summary import Communication, communication, device_bytes, module_path, result_type
 
-_SMALL = 0.03  # of a layer's time: operations below are told together
+_SMALL_SHARE = 0.03  # of a layer's time: operations that take less are shown together; fits a layer on a screen
 
 
-class Part(NamedTuple):
-    """Something sharded in a layer: an argument, an operation, or several that are alike.
+class LayerPart(NamedTuple):
+    """An argument or operation in a layer, or several that are alike.
 
     Attributes:
-      name: without the layer's own name.
-      spec: how it is split; None for what stands for small operations of all kinds.
-      array: its type.
-      times: how many, in one layer.
+      name: path inside the layer, without the layer's own name.
+      spec: how it is split; None for all small operations together, whose specs differ.
+      array: type of the argument or of the operation's first result.
+      times: how many there are in one layer.
       seconds: of all of them in one layer and step.
-      num_bytes: a device's bytes of all of them, for arguments.
+      num_bytes: of all of them on one device; 0 for operations.
       collectives: "kind axis" of the communication that they cause.
-      source: file and line of the first.
+      source: file and line of the first of them.
     """
 
     name: str
@@ -39,92 +40,90 @@ class Layer(NamedTuple):
     """A layer, or several of equal content.
 
     Attributes:
-      name: pattern of its modules, such as `GPT/layer_*`.
-      times: how many layers it stands for.
-      arguments, forward, backward: its parts.
-      compute_s, collective_s: of one of them in one step.
+      name: pattern of the modules' names, such as `GPT/layer_*`.
+      times: how many layers there are of this content.
+      arguments, forward, backward: the parts of one of them.
+      compute_s, collective_s: seconds of one of them in one step.
     """
 
     name: str
     times: int
-    arguments: tuple[Part, ...]
-    forward: tuple[Part, ...]
-    backward: tuple[Part, ...]
+    arguments: tuple[LayerPart, ...]
+    forward: tuple[LayerPart, ...]
+    backward: tuple[LayerPart, ...]
     compute_s: float
     collective_s: float
 
 
-class _Step(NamedTuple):
-    """What each operation costs: seconds of its communication, and the kinds of it."""
+class _Operations(NamedTuple):
+    """The operations of a plan with their communication."""
 
     plan: PlanData
-    collective_s: list[float]
-    collectives: list[tuple[str, ...]]
+    communication: Communication
 
     def seconds(self, index: int) -> float:
-        return self.plan.operations[index].compute_s + self.collective_s[index]
+        return self.plan.operations[index].compute_s + self.communication.seconds[index]
+
+    def collectives(self, *indices: int) -> tuple[str, ...]:
+        """Returns the collectives of some operations, each once, as "kind axis"."""
+        kinds = dict.fromkeys(kind for i in indices for kind in self.communication.kinds[i])
+        return tuple(f"{kind} {axis}" for kind, axis in kinds)
 
 
 def layers(plan: PlanData) -> list[Layer]:
-    """The layers of a plan in the order of their forward passes; what is in no module comes by its role."""
-    step = _step(plan)
+    """Returns the layers of a plan in the order of their forward passes.
+
+    Operations outside all modules form layers of their own by what they do: the loss, or the update of the state.
+    """
+    operations = _Operations(plan, communication(plan))
     members: dict[str, tuple[list[int], list[int]]] = {}
     for i, operation in enumerate(plan.operations):
         if operation.kind != "input":
             name, is_backward = layer_name(operation)
             members.setdefault(name, ([], []))[is_backward].append(i)
     arguments = _arguments_of(plan, list(members))
-    found = []
+    result = []
     for name in [*members, *(name for name in arguments if name not in members)]:
         forward, backward = members.get(name, ([], []))
         own = arguments.get(name, [])
         layer = Layer(
             name,
             1,
-            _argument_parts(step, own, name),
-            _operation_parts(step, forward, name),
-            _operation_parts(step, backward, name),
+            _argument_parts(operations, own, name),
+            _operation_parts(operations, forward, name),
+            _operation_parts(operations, backward, name),
             sum(plan.operations[i].compute_s for i in (*forward, *backward)),
-            sum(step.collective_s[i] for i in (*forward, *backward, *own)),
+            sum(operations.communication.seconds[i] for i in (*forward, *backward, *own)),
         )
         if layer.compute_s or layer.collective_s or layer.arguments:
-            found.append(layer)
+            result.append(layer)
     middle = {name: statistics.median(forward or backward) for name, (forward, backward) in members.items()}
-    return _told_once(sorted(found, key=lambda layer: middle.get(layer.name, -1)))
+    return _without_repetition(sorted(result, key=lambda layer: middle.get(layer.name, -1)))
 
 
 def layer_name(operation: Operation) -> tuple[str, bool]:
-    """The layer that an operation belongs to (its two outermost modules), and whether it runs backward."""
+    """Returns the layer of an operation, its two outermost modules, and whether it is of a backward pass."""
     modules, is_backward = module_path(operation)
     if operation.scope and modules and modules[0] in operation.scope:
         return "/".join(modules[:2]), is_backward
     return ("loss" if "jvp(" in operation.scope else "update"), is_backward
 
 
-def _step(plan: PlanData) -> _Step:
-    seconds = [0.0] * len(plan.operations)
-    kinds: list[dict[str, None]] = [{} for _ in plan.operations]
-    for c in plan.collectives:
-        seconds[c.operation] += c.seconds
-        kinds[c.operation][f"{c.kind} {c.axis}"] = None
-    return _Step(plan, seconds, [tuple(k) for k in kinds])
-
-
 def _arguments_of(plan: PlanData, names: Sequence[str]) -> dict[str, list[int]]:
-    """Arguments by the layer whose innermost module is in their path, else by their first name."""
+    """Returns the arguments of each layer: those whose path has the layer's innermost module in it."""
     by_module = {name.split("/")[-1]: name for name in reversed(names)}
-    found: dict[str, list[int]] = {}
+    result: dict[str, list[int]] = {}
     for i, tensor in enumerate(plan.arguments):
         parts = readable_path(tensor.path).split("/")
         name = next((by_module[p] for p in parts[1:] if p in by_module), None)
         if name is None:  # `embed` holds what `embed.attend` reads
             name = next((by_module[m] for p in parts[1:] for m in by_module if m.startswith(f"{p}.")), None)
-        found.setdefault(name or "arguments", []).append(i)
-    return found
+        result.setdefault(name or "arguments", []).append(i)
+    return result
 
 
-def _argument_parts(step: _Step, members: Sequence[int], layer: str) -> tuple[Part, ...]:
-    tensors = [step.plan.arguments[i] for i in members]
+def _argument_parts(operations: _Operations, members: Sequence[int], layer: str) -> tuple[LayerPart, ...]:
+    tensors = [operations.plan.arguments[i] for i in members]
     last = layer.split("/")[-1]
     names = [readable_path(t.path).replace(f"/{last}/", "/") for t in tensors]
     keys = [(t.spec, format_array(t)) for t in tensors]
@@ -132,53 +131,54 @@ def _argument_parts(step: _Step, members: Sequence[int], layer: str) -> tuple[Pa
     for group in group_names(names, keys):
         spec, array = keys[group.members[0]]
         indices = [members[m] for m in group.members]
-        size = sum(device_bytes(step.plan, step.plan.arguments[i]) for i in indices)
-        kinds = dict.fromkeys(kind for i in indices for kind in step.collectives[i])
-        seconds = sum(step.collective_s[i] for i in indices)
-        parts.append(Part(group.pattern, spec, array, len(indices), seconds, size, tuple(kinds), ""))
+        size = sum(device_bytes(operations.plan, operations.plan.arguments[i]) for i in indices)
+        seconds = sum(operations.communication.seconds[i] for i in indices)
+        collectives = operations.collectives(*indices)
+        parts.append(LayerPart(group.pattern, spec, array, len(indices), seconds, size, collectives, ""))
     return tuple(parts)
 
 
-def _operation_parts(step: _Step, members: Sequence[int], layer: str) -> tuple[Part, ...]:
-    """Parts in program order; those that take little are told as one at the end."""
-    operations = step.plan.operations
-    costly = [i for i in members if operations[i].results and step.seconds(i) > 0]
+def _operation_parts(operations: _Operations, members: Sequence[int], layer: str) -> tuple[LayerPart, ...]:
+    """Returns parts in program order, and all that take little as one part at the end."""
+    records = operations.plan.operations
+    costly = [i for i in members if records[i].results and operations.seconds(i) > 0]
     keys: list[tuple[Spec, str, tuple[str, ...]]] = [
-        (operations[i].value_specs[0], result_type(operations[i]), step.collectives[i]) for i in costly
+        (records[i].value_specs[0], result_type(records[i]), operations.collectives(i)) for i in costly
     ]
-    groups = group_names([_short(operations[i], layer) for i in costly], keys)
-    least = _SMALL * sum(step.seconds(i) for i in costly)
+    groups = group_names([_name_inside(records[i], layer) for i in costly], keys)
+    least_s = _SMALL_SHARE * sum(operations.seconds(i) for i in costly)
     parts, small = [], []
     for group in groups:
         indices = [costly[m] for m in group.members]
-        seconds = sum(step.seconds(i) for i in indices)
+        seconds = sum(operations.seconds(i) for i in indices)
         spec, array, collectives = keys[group.members[0]]
-        if seconds < least and not collectives:
+        if seconds < least_s and not collectives:
             small += indices
             continue
-        source = operations[indices[0]].source
-        parts.append(Part(group.pattern, spec, array, len(indices), seconds, 0.0, collectives, source))
+        source = records[indices[0]].source
+        parts.append(LayerPart(group.pattern, spec, array, len(indices), seconds, 0.0, collectives, source))
     if small:
-        parts.append(Part("small operations", None, "", len(small), sum(map(step.seconds, small)), 0.0, (), ""))
+        small_s = sum(map(operations.seconds, small))
+        parts.append(LayerPart("small operations", None, "", len(small), small_s, 0.0, (), ""))
     return tuple(parts)
 
 
-def _short(operation: Operation, layer: str) -> str:
+def _name_inside(operation: Operation, layer: str) -> str:
     modules, _ = module_path(operation)
     inner = modules[len(layer.split("/")) :] if "/".join(modules).startswith(layer) else modules
     return "/".join((*inner, operation.signature.split("(", 1)[0]))
 
 
-def _told_once(found: Sequence[Layer]) -> list[Layer]:
-    keys = [_content(layer) for layer in found]
-    groups = group_names([layer.name for layer in found], keys)
-    return [found[g.members[0]]._replace(name=g.pattern, times=len(g.members)) for g in groups]
+def _without_repetition(all_layers: Sequence[Layer]) -> list[Layer]:
+    """Joins layers of equal content."""
+    groups = group_names([layer.name for layer in all_layers], [_content(layer) for layer in all_layers])
+    return [all_layers[g.members[0]]._replace(name=g.pattern, times=len(g.members)) for g in groups]
 
 
 def _content(layer: Layer) -> Hashable:
-    """What two layers must share to be told as one; times only to three digits."""
+    """Returns what equal layers share: all of their parts, with times to three digits."""
 
-    def plain(parts: Sequence[Part]) -> Hashable:
+    def rounded(parts: Sequence[LayerPart]) -> Hashable:
         return tuple((*p[:4], f"{p.seconds:.3g}", *p[5:7]) for p in parts)
 
-    return plain(layer.arguments), plain(layer.forward), plain(layer.backward)
+    return rounded(layer.arguments), rounded(layer.forward), rounded(layer.backward)

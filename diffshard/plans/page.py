@@ -5,21 +5,12 @@ import os
 from collections.abc import Sequence
 
 from diffshard.plans.base import PlanData, Spec
+from diffshard.plans.documents import write_whole
+from diffshard.plans.formats import format_array, format_bytes, format_s, format_spec, short_name
 from diffshard.plans.html import COLOURS, COMPUTE, bar, cards, document, escaped
-from diffshard.plans.layers import Layer, Part, layers
-from diffshard.plans.patterns import format_bytes, format_s
-from diffshard.plans.text import (
-    argument_groups,
-    collective_totals,
-    device_bytes,
-    format_array,
-    format_plan,
-    format_spec,
-    reason,
-    short_name,
-    verdict,
-)
-from diffshard.plans.whole_files import write_whole
+from diffshard.plans.layers import Layer, LayerPart, layers
+from diffshard.plans.summary import alike_arguments, collective_totals, device_bytes, reason, verdict
+from diffshard.plans.text import format_plan
 
 # Light fills with dark text, told apart also by those who don't see red and green: one for each set of mesh axes.
 _REPLICATED = "#e9e9ec"
@@ -81,9 +72,9 @@ def _cards(plan: PlanData) -> str:
 
 def _time(plan: PlanData) -> str:
     pieces = [("computing", plan.compute_s, format_s(plan.compute_s), COMPUTE)]
-    for i, (kind, axis, count, size, seconds) in enumerate(collective_totals(plan)):
-        said = f"{format_s(seconds)}, {count:,.0f}×, {format_bytes(size)}"
-        pieces.append((f"{kind} {axis}", seconds, said, COLOURS[i % len(COLOURS)]))
+    for i, total in enumerate(collective_totals(plan)):
+        amounts = f"{format_s(total.seconds)}, {total.count:,.0f}×, {format_bytes(total.num_bytes)}"
+        pieces.append((f"{total.kind} {total.axis}", total.seconds, amounts, COLOURS[i % len(COLOURS)]))
     return f"<h2>Time of a step</h2>{bar(pieces, plan.step_s)}"
 
 
@@ -129,7 +120,7 @@ def _layer(row: Layer, fills: dict[frozenset[str], str]) -> str:
     )
 
 
-def _part(part: Part, fills: dict[frozenset[str], str]) -> str:
+def _part(part: LayerPart, fills: dict[frozenset[str], str]) -> str:
     times = f" × {part.times}" if part.times > 1 else ""
     amount = format_bytes(part.num_bytes) if part.num_bytes else format_s(part.seconds) if part.seconds else ""
     if part.spec is None:
@@ -146,7 +137,7 @@ def _part(part: Part, fills: dict[frozenset[str], str]) -> str:
 
 def _argument_table(plan: PlanData, fills: dict[frozenset[str], str]) -> str:
     rows = []
-    for group in argument_groups(plan):
+    for group in alike_arguments(plan):
         members = [plan.arguments[i] for i in group.members]
         first = members[0]
         size = format_bytes(sum(device_bytes(plan, t) for t in members))

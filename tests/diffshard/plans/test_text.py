@@ -4,14 +4,9 @@ import math
 
 import pytest
 
-from diffshard.plans.text import (
-    argument_groups,
-    collective_totals,
-    device_bytes,
-    format_plan,
-    format_spec,
-    operation_groups,
-)
+from diffshard.plans.formats import format_spec
+from diffshard.plans.summary import alike_arguments, alike_operations, collective_totals, device_bytes
+from diffshard.plans.text import format_plan
 from tests.diffshard.plans.small_plan import small_plan
 
 
@@ -56,7 +51,7 @@ def test_operations_are_grouped_and_their_communication_named():
     assert "4.00 ms      3.00 ms  all_reduce data" in backward
     assert backward.endswith("no other")
     assert "1.00 ms  all_gather model" in line(text, "scale/add")
-    groups = operation_groups(small_plan())
+    groups = alike_operations(small_plan())
     assert sum(g.compute_s for g in groups) == pytest.approx(6e-3)
     assert sum(g.collective_s for g in groups) == pytest.approx(4e-3)
 
@@ -99,5 +94,5 @@ def test_specs_and_bytes():
     assert format_spec(((), ())) == format_spec(()) == "replicated"
     assert format_spec((("data", "model"), (), ("pod",))) == "data+model, ·, pod"
     assert [device_bytes(plan, t) for t in plan.arguments] == [256, 256, 256]
-    assert [g.members for g in argument_groups(plan)] == [(0, 1), (2,)]
+    assert [g.members for g in alike_arguments(plan)] == [(0, 1), (2,)]
     assert [row[:2] for row in collective_totals(plan)] == [("all_reduce", "data"), ("all_gather", "model")]

@@ -1,0 +1,77 @@
+"""Quantities, types and tables as text, for everything that shows plans."""
+
+import math
+from collections.abc import Mapping, Sequence
+
+from diffshard.plans.base import Spec, Tensor
+
+_NO_SHARE = 1e-8  # less is rounding of float64 sums
+
+
+def format_s(seconds: float) -> str:
+    """Writes seconds with a unit and three digits: `1.26 ms`."""
+    for unit, size in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
+        if abs(seconds) >= 0.9995 * size:
+            return f"{_three_digits(seconds / size)} {unit}"
+    return "0 s" if seconds == 0 else f"{_three_digits(seconds / 1e-9)} ns"
+
+
+def format_bytes(num_bytes: float) -> str:
+    """Writes bytes with a binary unit and three digits: `80.0 GiB`."""
+    if num_bytes == math.inf:
+        return "unlimited"
+    for unit, size in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if abs(num_bytes) >= 0.9995 * size:
+            return f"{_three_digits(num_bytes / size)} {unit}"
+    return f"{num_bytes:.0f} B"
+
+
+def format_count(number: int, noun: str) -> str:
+    """Writes a number with its noun: `1 device`, `8 devices`."""
+    return f"{number:,} {noun}{'s' if number != 1 else ''}"
+
+
+def format_devices(axes: Mapping[str, int]) -> str:
+    """Writes the axes of a mesh as `8 devices (data 2 x model 4)`."""
+    mesh = " x ".join(f"{axis} {size}" for axis, size in axes.items()) or "no axes"
+    return f"{format_count(math.prod(axes.values()), 'device')} ({mesh})"
+
+
+def format_percent(share: float) -> str:
+    """Writes a share with two digits: `0.012%`, `12%`; `unknown` if it is not finite."""
+    if not math.isfinite(share):
+        return "unknown"
+    return "0%" if share < _NO_SHARE else f"{100 * share:.0f}%" if share >= 0.995 else f"{100 * share:.2g}%"
+
+
+def short_name(function: str) -> str:
+    """Returns a function's name without the names of the functions in which it was defined."""
+    return function.rsplit("<locals>.", 1)[-1]
+
+
+def format_spec(spec: Spec) -> str:
+    """Writes a spec as `replicated`, or with the mesh axes of each dimension, a dot for none: `·, model`."""
+    if not any(spec):
+        return "replicated"
+    return ", ".join("+".join(axes) or "·" for axes in spec)
+
+
+def format_array(tensor: Tensor) -> str:
+    """Writes the type of an array as JAX does: `float32[512,2048]`."""
+    return f"{tensor.dtype}[{','.join(map(str, tensor.shape))}]"
+
+
+def format_table(rows: Sequence[Sequence[str]], indent: str, right: Sequence[int] = ()) -> list[str]:
+    """Returns lines of columns as wide as their widest cells, two spaces apart; columns `right` align to the right."""
+    if not rows:
+        return []
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = []
+    for row in rows:
+        cells = [c.rjust(w) if i in right else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))]
+        lines.append((indent + "  ".join(cells)).rstrip())
+    return lines
+
+
+def _three_digits(value: float) -> str:
+    return f"{value:.2f}" if abs(value) < 9.995 else f"{value:.1f}" if abs(value) < 99.95 else f"{value:,.0f}"

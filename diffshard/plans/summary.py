@@ -1,0 +1,167 @@
+"""What texts and pages say of a plan: arguments and operations that are alike told once, totals, and reasons."""
+
+import math
+import re
+from typing import NamedTuple
+
+from diffshard.plans.base import Operation, PlanData, Spec, Tensor
+from diffshard.plans.formats import format_percent, format_s, format_spec
+from diffshard.plans.patterns import NamePattern, group_names, readable_path
+
+_EQUAL_SHARE = 1e-6  # of a step: shardings that differ by less take the same time up to rounding
+_OF_JAX = ("checkpoint", "rematted_computation", "while", "body", "closed_call")  # parts of scopes that are no modules
+
+
+class AlikeOperations(NamedTuple):
+    """Operations of equal types and shardings whose names follow one pattern.
+
+    Attributes:
+      name: module path and primitive, `backward` in front where it belongs to a derivative.
+      operations: indices into `PlanData.operations`.
+      result: type of the first result.
+      spec: the spec in which the first result is kept.
+      compute_s, collective_s: seconds of all of them in one step.
+      collectives: (kind, axis) of the communication that they cause.
+    """
+
+    name: str
+    operations: tuple[int, ...]
+    result: str
+    spec: Spec
+    compute_s: float
+    collective_s: float
+    collectives: tuple[tuple[str, str], ...]
+
+
+class CollectiveTotal(NamedTuple):
+    """All collectives of a kind along a mesh axis in one step: executions, bytes as predicted, and seconds."""
+
+    kind: str
+    axis: str
+    count: float  # pyright: ignore[reportIncompatibleMethodOverride]
+    num_bytes: float
+    seconds: float
+
+
+class Communication(NamedTuple):
+    """The communication of each operation.
+
+    Attributes:
+      seconds: for each operation, in one step.
+      kinds: for each operation the (kind, axis) of its collectives, each once.
+    """
+
+    seconds: list[float]
+    kinds: list[tuple[tuple[str, str], ...]]
+
+
+def device_bytes(plan: PlanData, tensor: Tensor) -> float:
+    """Returns the bytes of an array that one device holds."""
+    parts = math.prod(plan.mesh_axes[axis] for axes in tensor.spec for axis in axes)
+    return tensor.num_bytes / parts
+
+
+def alike_arguments(plan: PlanData) -> list[NamePattern]:
+    """Groups arguments of equal shape, sharding and reason whose names follow a pattern."""
+    keys = [(t.shape, t.dtype, t.spec, t.given, *_reason_key(plan, t)) for t in plan.arguments]
+    return group_names([readable_path(t.path) for t in plan.arguments], keys)
+
+
+def communication(plan: PlanData) -> Communication:
+    """Collects the predicted collectives of each operation."""
+    seconds = [0.0] * len(plan.operations)
+    kinds: list[dict[tuple[str, str], None]] = [{} for _ in plan.operations]
+    for c in plan.collectives:
+        seconds[c.operation] += c.seconds
+        kinds[c.operation][c.kind, c.axis] = None
+    return Communication(seconds, [tuple(k) for k in kinds])
+
+
+def alike_operations(plan: PlanData) -> list[AlikeOperations]:
+    """Groups operations of equal types and shardings whose names follow a pattern; without those that cost nothing."""
+    seconds, kinds = communication(plan)
+    costly = [i for i, o in enumerate(plan.operations) if o.results and (o.compute_s > 0 or seconds[i] > 0)]
+    names = [operation_name(plan, i) for i in costly]
+    keys = [(result_type(o), o.value_specs[0], tuple(sorted(kinds[i]))) for i in costly for o in (plan.operations[i],)]
+    groups = []
+    for group in group_names(names, keys):
+        members = tuple(costly[m] for m in group.members)
+        result, spec, collectives = keys[group.members[0]]
+        compute_s = sum(plan.operations[i].compute_s for i in members)
+        collective_s = sum(seconds[i] for i in members)
+        groups.append(AlikeOperations(group.pattern, members, result, spec, compute_s, collective_s, collectives))
+    return groups
+
+
+def operation_name(plan: PlanData, index: int) -> str:
+    """Returns module path and primitive of an operation, or the path of an argument that is gathered."""
+    operation = plan.operations[index]
+    if operation.kind == "input":
+        return readable_path(plan.arguments[index].path)
+    modules, is_backward = module_path(operation)
+    primitive = operation.signature.split("(", 1)[0]
+    return f"{'backward ' if is_backward else ''}{'/'.join((*modules, primitive))}"
+
+
+def module_path(operation: Operation) -> tuple[tuple[str, ...], bool]:
+    """Returns the modules of an operation, or else its function's name, and whether it is of a backward pass."""
+    modules = []
+    for part in operation.scope.split("/"):
+        while match := re.fullmatch(r"\w+\((.*)\)", part):
+            part = match.group(1)
+        if part and "->" not in part and part not in _OF_JAX:
+            modules.append(part)
+    if not modules:
+        function = re.search(r"\(([\w.<>]+)\)$", operation.source)
+        modules = [function.group(1).split(".")[-1]] if function else []
+    return tuple(modules), "transpose(" in operation.scope
+
+
+def result_type(operation: Operation) -> str:
+    """Returns the type of an operation's first result, empty if it has none."""
+    after = operation.signature.split(" -> ", 1)
+    return after[1].split("], ", 1)[0].rstrip("]") + "]" if len(after) == 2 and after[1] else ""
+
+
+def verdict(plan: PlanData) -> str:
+    """Says in a sentence how good the plan is known to be."""
+    quality = {
+        "optimal": "no plan in the search space is predicted to be faster",
+        "time limit": "the best found when the time limit came",
+        "interrupted": "the best found when it was interrupted",
+    }.get(plan.status, "the best that the solver found")
+    if plan.status == "optimal":
+        return quality if plan.gap < 1e-8 else f"{quality} by more than that"
+    if not math.isfinite(plan.lower_bound_s) or plan.lower_bound_s <= 0:
+        return f"{quality}; no bound was reached"
+    return f"{quality}, at most {format_percent(plan.gap)} of it could be saved"
+
+
+def collective_totals(plan: PlanData) -> list[CollectiveTotal]:
+    """Adds up collectives of equal kind and axis; the ones that take longest come first."""
+    totals: dict[tuple[str, str], list[float]] = {}
+    for c in plan.collectives:
+        entry = totals.setdefault((c.kind, c.axis), [0.0, 0.0, 0.0])
+        for i, amount in enumerate((c.count, c.count * c.num_bytes, c.seconds)):
+            entry[i] += amount
+    return sorted((CollectiveTotal(*key, *entry) for key, entry in totals.items()), key=lambda total: -total.seconds)
+
+
+def reason(plan: PlanData, tensor: Tensor | Operation) -> str:
+    """Says why an array is sharded as it is: the next best sharding, and what that would add to the step."""
+    if isinstance(tensor, Tensor) and tensor.given:
+        return "given"
+    if tensor.next_best_spec is None:
+        return "no other"
+    other = format_spec(tensor.next_best_spec)
+    if math.isinf(tensor.next_best_s):
+        return f"{other}: not possible"
+    if tensor.next_best_s <= _EQUAL_SHARE * plan.step_s:
+        return f"{other}: the same"
+    return f"{other}: +{format_s(tensor.next_best_s)}"
+
+
+def _reason_key(plan: PlanData, tensor: Tensor) -> tuple[Spec | None, str]:
+    # Which of several equally good shardings comes first is chance, so it is not used to group rows.
+    is_tie = tensor.next_best_s <= _EQUAL_SHARE * plan.step_s
+    return (None, "tie") if is_tie else (tensor.next_best_spec, f"{tensor.next_best_s:.2g}")
