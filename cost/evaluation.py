@@ -31,6 +31,15 @@ def live_usage(problem: Problem, choice: Sequence[int] | np.ndarray) -> tuple[np
     return Evaluator(problem).live_usage(np.asarray(choice))
 
 
+def checked_choice(problem: Problem, choice: Sequence[int] | np.ndarray) -> np.ndarray:
+    """Returns `choice` as `[V]` 64-bit integers.
+
+    Raises:
+      ValueError: `choice` has the wrong length or an index that its node does not have.
+    """
+    return _checked(num_strategies(problem), choice)
+
+
 def chosen_costs(problem: Problem, choice: Sequence[int] | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Looks up what each node `[V]` and each edge `[E]` costs in a choice, without loads."""
     pairs = np.asarray(problem.edge_nodes).reshape(-1, 2).tolist()
@@ -80,7 +89,7 @@ class Evaluator:
 
     def __call__(self, choice: Sequence[int] | np.ndarray) -> Evaluation:
         """Prices `choice` exactly; raises ValueError as `evaluate`."""
-        choice = self._checked(choice)
+        choice = _checked(self._sizes, choice)
         chosen = self._start + choice
         u, v = self._edges.T
         nodes = self._node_cost[chosen]
@@ -100,17 +109,18 @@ class Evaluator:
         rows = (self._usage_start + choice[self._usage_node])[:, None] * self._devices + np.arange(self._devices)
         return self._times, memory_profile(self._interval, self._usage[rows], len(self._times))
 
-    def _checked(self, choice: Sequence[int] | np.ndarray) -> np.ndarray:
-        choice, sizes = np.asarray(choice), self._sizes
-        if choice.shape != sizes.shape or (not np.issubdtype(choice.dtype, np.integer) and choice.size):
-            raise ValueError(
-                f"`choice` must be {len(sizes)} integers, one for each node; got {choice.dtype} {choice.shape}."
-            )
-        wrong = np.flatnonzero((choice < 0) | (choice >= sizes))
-        if wrong.size:
-            v = wrong[0]
-            raise ValueError(f"`choice` takes strategy {choice[v]} of node {v}, which has {sizes[v]} strategies.")
-        return choice.astype(np.int64)
+
+def _checked(sizes: np.ndarray, choice: Sequence[int] | np.ndarray) -> np.ndarray:
+    choice = np.asarray(choice)
+    if choice.shape != sizes.shape or (not np.issubdtype(choice.dtype, np.integer) and choice.size):
+        raise ValueError(
+            f"`choice` must be {len(sizes)} integers, one for each node; got {choice.dtype} {choice.shape}."
+        )
+    wrong = np.flatnonzero((choice < 0) | (choice >= sizes))
+    if wrong.size:
+        v = wrong[0]
+        raise ValueError(f"`choice` takes strategy {choice[v]} of node {v}, which has {sizes[v]} strategies.")
+    return choice.astype(np.int64)
 
 
 def _joined(arrays: Sequence[np.ndarray]) -> np.ndarray:

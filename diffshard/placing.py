@@ -1,4 +1,4 @@
-"""`place`: layers of a chain on devices, or on pipeline stages, with the same solvers as everything else."""
+"""`place`: puts the layers of a chain on devices or pipeline stages, with the same solvers as everything else."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -8,7 +8,7 @@ import numpy as np
 
 from diffshard.base import Progress, Solution, Solver
 from diffshard.solving.solve import solve
-from search_spaces.placement import pipeline_problem, placement_problem, times_on_devices
+from search_spaces.placement import PlacementSpace
 
 
 class Placement(NamedTuple):
@@ -22,7 +22,7 @@ class Placement(NamedTuple):
         where layer times depend on the device (where they do not, that sum is the same for every placement).
       device_times: `[D]`, what each device computes: all its layers once.
       feasible: whether the layers fit the memory, run where they can and keep the pipeline's order; if not, this is the
-        placement that breaks the rules least, and `solution.excess` says by how many bytes.
+        placement that breaks the rules least, and `solution.excess` says by how many bytes the memory is exceeded.
       solution: the solver's own result: lower bound, gap, feasibility, history, status.
     """
 
@@ -72,25 +72,21 @@ def place(
       ValueError: sizes that do not fit, negative or NaN numbers, a memory limit without `layer_bytes`, fewer
         layers than stages, micro-batches that are no positive integer, an unknown solver.
     """
-    memory = {"layer_bytes": layer_bytes, "memory_limit_bytes": memory_limit_bytes}
-    if num_microbatches is None:
-        problem = placement_problem(layer_times, transfer, **memory)
-    else:
-        problem = pipeline_problem(layer_times, transfer, num_microbatches=num_microbatches, **memory)
-    found = solve(problem, solver=solver, time_limit_s=time_limit_s, key=key, progress=progress)
-    moves = zip(problem.edge_cost, found.choice[:-1], found.choice[1:], strict=True)
-    moved_s = float(sum(cost[s, t] for cost, s, t in moves))
-    times = times_on_devices(layer_times, len(problem.node_cost[0]))
-    device_times = np.zeros(times.shape[1])
-    np.add.at(device_times, found.choice, times[np.arange(len(times)), found.choice])
-    own_s = sum(cost[s] for cost, s in zip(problem.node_cost, found.choice, strict=True))
-    loads = sum(load[s] for load, s in zip(problem.load, found.choice, strict=True))
+    space = PlacementSpace(
+        layer_times,
+        transfer,
+        num_microbatches=num_microbatches,
+        layer_bytes=layer_bytes,
+        memory_limit_bytes=memory_limit_bytes,
+    )
+    solution = solve(space.problem, solver=solver, time_limit_s=time_limit_s, key=key, progress=progress)
+    decoded = space.decode(solution.choice.tolist())
     return Placement(
-        assignment=found.choice,
-        cost=float(found.cost),
-        transfer=moved_s,
-        compute=float(own_s + np.max(loads)),
-        device_times=device_times,
-        feasible=found.feasible,
-        solution=found,
+        assignment=decoded.assignment,
+        cost=float(solution.cost),
+        transfer=decoded.transfer_s,
+        compute=decoded.compute_s,
+        device_times=decoded.device_s,
+        feasible=solution.feasible,
+        solution=solution,
     )

@@ -70,13 +70,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for case in (WORKED, *PIPELINES)[: 2 if options.quick else None]:
         for solver in options.solvers:
             start = time.perf_counter()
-            found = placed(case, solver)
+            result = placed(case, solver)
             seconds = time.perf_counter() - start
-            bound = found.solution.lower_bound
-            rows.append((
-                case.name, solver, f"{case.optimum:g}", f"{found.cost:g}", f"{found.transfer:g}", f"{found.compute:g}",
-                f"{bound:.2f}" if np.isfinite(bound) else "none", f"{seconds:.2f}",
-            ))  # fmt: skip
+            bound = result.solution.lower_bound
+            costs = (case.optimum, result.cost, result.transfer, result.compute)
+            limit = f"{bound:.2f}" if np.isfinite(bound) else "none"
+            rows.append((case.name, solver, *(f"{cost:g}" for cost in costs), limit, f"{seconds:.2f}"))
     columns = ("layers", "solver", "optimum", "cost", "transfer", "compute", "bound", "seconds")
     print_table("Placement, in seconds of the model", columns, rows)
 

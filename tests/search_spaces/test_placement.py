@@ -11,7 +11,8 @@ from cost.evaluation import evaluate
 from cost.relaxed import relaxed_cost
 from cost.validation import validate
 from diffshard.placing import place
-from search_spaces.placement import pipeline_problem, placement_problem, transitions
+from search_spaces.base import Part
+from search_spaces.placement import PlacementSpace, transitions
 
 TRANSFER = np.array([[0.0, 2, 4], [2, 0, 3], [4, 3, 0]])
 ASYMMETRIC = np.array([[0.0, 2, 4], [5, 0, 3], [4, 7, 0]])
@@ -38,7 +39,7 @@ def _pipeline_optimum(times: np.ndarray, cuts: np.ndarray, num_microbatches: int
 
 
 def test_the_worked_example():
-    problem = placement_problem(TIMES, TRANSFER)
+    problem = PlacementSpace(TIMES, TRANSFER).problem
     validate(problem)
     assignment = jnp.eye(3)[jnp.array(WORKED)]
     np.testing.assert_array_equal(transitions(assignment), [[2, 1, 0], [0, 0, 1], [0, 0, 1]])
@@ -55,7 +56,7 @@ def test_transfers_go_from_a_layer_to_the_next_and_not_back():
     assignment = jnp.eye(3)[jnp.array(WORKED)]
     assert (transitions(assignment) * ASYMMETRIC).sum() == 5
     assert (transitions(assignment[::-1]) * ASYMMETRIC).sum() == 12  # the same layers the other way round
-    assert evaluate(placement_problem(TIMES, ASYMMETRIC), WORKED).cost == 5 + 9
+    assert evaluate(PlacementSpace(TIMES, ASYMMETRIC).problem, WORKED).cost == 5 + 9
 
 
 def test_transitions_have_a_gradient():
@@ -82,18 +83,18 @@ def test_the_best_placement_of_the_worked_example(solver):
 def test_pipelines_of_unit_layers(solver, layers, stages, cost):
     cut = 2 * (1 - np.eye(stages))
     assert _pipeline_optimum(np.ones((layers, stages)), np.full(stages, 2.0), 3) == cost
-    found = place(np.ones(layers), cut, num_microbatches=3, solver=solver)
-    assert found.cost == cost
-    assert found.compute == cost - 2 * (stages - 1)
-    assert found.solution.lower_bound <= cost
-    assert set(np.diff(found.assignment)) <= {0, 1}  # contiguous, in order
-    assert (found.assignment[0], found.assignment[-1]) == (0, stages - 1)
+    placement = place(np.ones(layers), cut, num_microbatches=3, solver=solver)
+    assert placement.cost == cost
+    assert placement.compute == cost - 2 * (stages - 1)
+    assert placement.solution.lower_bound <= cost
+    assert set(np.diff(placement.assignment)) <= {0, 1}  # contiguous, in order
+    assert (placement.assignment[0], placement.assignment[-1]) == (0, stages - 1)
 
 
 def test_a_pipeline_of_unequal_layers():
-    found = place([1, 3, 2, 5], 2 * (1 - np.eye(2)), num_microbatches=3)
-    assert found.cost == 14
-    assert found.assignment.tolist() == [0, 0, 0, 1]
+    placement = place([1, 3, 2, 5], 2 * (1 - np.eye(2)), num_microbatches=3)
+    assert placement.cost == 14
+    assert placement.assignment.tolist() == [0, 0, 0, 1]
 
 
 def _cheapest_step(times: np.ndarray, transfer: np.ndarray, num_microbatches: int) -> float:
@@ -112,17 +113,19 @@ def test_pipelines_of_unequal_devices_against_every_way_to_cut(num_microbatches)
     for seed in range(4):
         rng = np.random.default_rng(seed)
         times, transfer = rng.integers(1, 9, (8, 3)).astype(float), rng.integers(1, 9, (3, 3)).astype(float)
-        found = place(times, transfer, num_microbatches=num_microbatches)
-        assert found.cost == _cheapest_step(times, transfer, num_microbatches)
-        assert found.cost == found.transfer + found.compute
+        placement = place(times, transfer, num_microbatches=num_microbatches)
+        assert placement.cost == _cheapest_step(times, transfer, num_microbatches)
+        assert placement.cost == placement.transfer + placement.compute
 
 
 def test_the_sum_of_unequal_stages_decides():
     times = [[1, 10], [5, 1], [6, 6]]
-    found = place(times, np.zeros((2, 2)), num_microbatches=2)
-    assert found.assignment.tolist() == [0, 1, 1]
-    assert found.cost == found.compute == (2 - 1) * 7 + 1 + 7  # [0, 0, 1] has the shorter slowest stage: 6 + 6 + 6
-    assert found.device_times.tolist() == [1, 7]
+    placement = place(times, np.zeros((2, 2)), num_microbatches=2)
+    assert placement.assignment.tolist() == [0, 1, 1]
+    assert (
+        placement.cost == placement.compute == (2 - 1) * 7 + 1 + 7
+    )  # [0, 0, 1] has the shorter slowest stage: 6 + 6 + 6
+    assert placement.device_times.tolist() == [1, 7]
 
 
 def test_the_constant_sum_of_equal_stages_is_left_out():
@@ -136,24 +139,24 @@ def test_the_constant_sum_of_equal_stages_is_left_out():
 @pytest.mark.parametrize("num_microbatches", [None, 1, 3])
 def test_a_layer_stays_off_a_device_that_cannot_run_it(num_microbatches):
     times = [[1.0, np.inf], [1, 1], [np.inf, 1]]
-    found = place(times, np.zeros((2, 2)), num_microbatches=num_microbatches)
-    assert found.feasible
-    assert (found.assignment[0], found.assignment[2]) == (0, 1)
-    assert np.isfinite(found.cost)
+    placement = place(times, np.zeros((2, 2)), num_microbatches=num_microbatches)
+    assert placement.feasible
+    assert (placement.assignment[0], placement.assignment[2]) == (0, 1)
+    assert np.isfinite(placement.cost)
     assert not place([[np.inf, np.inf], [1, 1]], np.zeros((2, 2)), num_microbatches=num_microbatches).feasible
 
 
 def test_device_memory_is_kept():
     limits = np.array([2.0, 3.0, 9.0])
-    found = place(TIMES, TRANSFER, layer_bytes=np.ones(6), memory_limit_bytes=limits)
-    assert found.feasible
-    assert (np.bincount(found.assignment, minlength=3) <= limits).all()
+    placement = place(TIMES, TRANSFER, layer_bytes=np.ones(6), memory_limit_bytes=limits)
+    assert placement.feasible
+    assert (np.bincount(placement.assignment, minlength=3) <= limits).all()
     costs = [
-        evaluate(placement_problem(TIMES, TRANSFER), choice).cost
+        evaluate(PlacementSpace(TIMES, TRANSFER).problem, choice).cost
         for choice in itertools.product(range(3), repeat=6)
         if (np.bincount(choice, minlength=3) <= limits).all()
     ]
-    assert found.cost == min(costs)
+    assert placement.cost == min(costs)
     assert not place(TIMES, TRANSFER, layer_bytes=np.ones(6), memory_limit_bytes=1.0).feasible
 
 
@@ -179,4 +182,30 @@ def test_sizes_that_do_not_fit_are_refused(arguments, more, message):
 
 
 def test_the_pipeline_is_a_valid_problem():
-    validate(pipeline_problem(np.ones(5), np.ones((3, 3)), num_microbatches=2))
+    validate(PlacementSpace(np.ones(5), np.ones((3, 3)), num_microbatches=2).problem)
+
+
+def test_the_worked_example_part_by_part():
+    space = PlacementSpace(TIMES, TRANSFER)
+    decoded = space.decode(WORKED)
+    assert (decoded.transfer_s, decoded.compute_s, decoded.device_s.tolist()) == (5, 9, [9, 2, 8])
+    assert space.strategy_names(4) == ("device 0", "device 1", "device 2")
+    assert space.explain(WORKED) == (
+        Part("layer 2 to layer 3", "transfer", 3, 2.0),
+        Part("layer 3 to layer 4", "transfer", 4, 3.0),
+        Part("device 0", "compute", None, 9.0),
+    )
+
+
+def test_the_parts_of_a_pipeline_of_unequal_devices_add_up():
+    times, transfer = [[1.0, 10], [5, 1], [6, 6]], [[0.0, 3], [0, 0]]
+    space = PlacementSpace(times, transfer, num_microbatches=3)
+    assert space.strategy_names(0) == ("stage 0", "stage 1")
+    assert space.explain([0, 1, 1]) == (
+        Part("layer 0", "compute", 0, 1.0),
+        Part("layer 1", "compute", 1, 1.0),
+        Part("layer 2", "compute", 2, 6.0),
+        Part("layer 0 to layer 1", "transfer", 1, 3.0),
+        Part("stage 1", "compute", None, 2 * 7.0),
+    )
+    assert evaluate(space.problem, [0, 1, 1]).cost == 1 + 1 + 6 + 3 + 2 * 7
