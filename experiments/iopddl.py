@@ -9,7 +9,6 @@ times `--share`, presolve and compilation included.
 """
 
 import argparse
-import functools
 import json
 import resource
 import subprocess
@@ -28,8 +27,8 @@ from diffshard.base import Solution
 from diffshard.plans.documents import write_whole
 from diffshard.solving import contest, presolve
 from diffshard.solving.solve import solve
-from diffshard.solving.solvers import gradient
 from experiments.layered import layered_problem
+from experiments.solver_variants import SHORT_SEARCH, VARIANTS
 from experiments.tables import print_table
 
 INSTANCES = Path(__file__).resolve().parents[2] / "shared" / "data" / "iopddl"
@@ -45,9 +44,6 @@ CONTEST = {
     "V": (300, 1_632_051),
 }
 NEAR = 0.01  # of the final cost
-_SMALL_EFFORT = gradient.Effort(sweeps=40, trials=2, moves=5, anneals=5, rounds=5)  # equal at every size
-# The search as it is, and without each of its parts; the time that a part had goes to the others.
-VARIANTS = ("all", "presolve", *gradient.PARTS)
 
 
 def run(name: str, seconds: float, seed: int, variant: str = "all") -> dict[str, Any]:
@@ -58,10 +54,8 @@ def run(name: str, seconds: float, seed: int, variant: str = "all") -> dict[str,
     """
     problem = contest.read(INSTANCES / f"{name}.json.gz")
     start = time.perf_counter()
-    without = frozenset({variant}) & set(gradient.PARTS)
-    solver = functools.partial(gradient.solve, effort=gradient.Effort(without=without))
     reduce = presolve.merge_ties if variant == "presolve" else presolve.reduce
-    return _facts(solve(problem, solver=solver, time_limit_s=seconds, key=seed, reduce=reduce), start)
+    return _facts(solve(problem, solver=VARIANTS[variant], time_limit_s=seconds, key=seed, reduce=reduce), start)
 
 
 def scale(nodes: int, seconds: float | None) -> dict[str, Any]:
@@ -70,7 +64,7 @@ def scale(nodes: int, seconds: float | None) -> dict[str, Any]:
     problem = layered_problem(0, max(nodes // 40, 1), binding=0.7)
     made = time.perf_counter() - start
     start = time.perf_counter()
-    solver = "gradient" if seconds else functools.partial(gradient.solve, effort=_SMALL_EFFORT)
+    solver = "gradient" if seconds else SHORT_SEARCH
     return {
         **_facts(solve(problem, solver=solver, time_limit_s=seconds), start),
         "nodes": len(problem.node_cost),

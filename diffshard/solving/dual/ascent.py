@@ -1,30 +1,34 @@
-"""Climbing the dual: sweeps of messages, and prices on memory and on loads that follow the relaxed choice.
+"""Climbing the dual: the memory and loads that a relaxed choice takes tell each price whether to rise or to fall.
 
-The relaxed choice is the softmax of the costs with all messages absorbed; its memory and loads are the gradient of the
-smoothed dual with respect to their prices. Prices take multiplicative steps along it while the temperature falls.
+The relaxed choice is the softmax of the node costs with all messages absorbed. What it takes beyond the limits is the
+gradient of the smoothed dual with respect to the prices, so prices follow it in multiplicative steps while the
+temperature falls; between two steps a sweep brings the messages up to date.
 """
 
 import math
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from diffshard.solving.dual.dual import Sweep, lay_out, sweep
 from diffshard.solving.flat import Flat, memory_price, memory_use
 
-_GAIN = 3.0  # 10 is slow and 30 fails
-_LEAST_RATE = 0.02
-_TEMPERATURES = 0.3, 1e-3  # first and last, of the bound for each node
-_PRICE_FLOOR = 1e-5  # of the bound for one whole limit
-_FACTORS = 0.8, 1.1  # on all prices, when perturbed
-_SPREAD = 0.1  # standard deviation of the logarithm of each node's own factor
-_CEILING = 1e30  # of a priced cost, so that float32's sums stay finite
-ROUNDING = 1e-12
-"""Of the numbers summed: more than float64's sums can err."""
+# How far a price moves in one step: its logarithm, for each limit's worth of excess. Measured on the contest's
+# instances: 10 converges slowly and 30 not at all.
+_MEMORY_GAIN = 3.0
+_EXCESS_RANGE = -0.1, 0.3  # limits' worth of excess that count in one step; chosen by hand on the contest's instances
+_LAST_RATE = 0.02  # of the steps at the end, where the first ones have rate 1; chosen by hand on the same
+_TEMPERATURES = 0.3, 1e-3  # first and last, in the bound's cost per node; chosen by hand on the same
+_LEAST_PRICE = 1e-5  # of a whole limit, in parts of the bound: lower prices are zero; chosen by hand on the same
+_PERTURBED_MEMORY_FACTORS = 0.8, 1.1  # least and largest, on all memory prices; chosen by hand on the same
+_PERTURBED_NODE_SPREAD = 0.1  # standard deviation of the logarithm of a node's own factor; chosen by hand on the same
+_LARGEST_COST = 1e30  # of a strategy with its prices: sums of these stay finite in float32
+SUM_ERROR = 1e-12
+"""More than the error of float64's sums, in parts of the sum of the numbers' sizes."""
 
 
 class Prices(NamedTuple):
-    """Lagrange multipliers.
+    """The multipliers of the dual for memory limits and loads.
 
     Attributes:
       memory: `[T, D]` cost of each byte at each time.
@@ -35,28 +39,61 @@ class Prices(NamedTuple):
     load: np.ndarray
 
 
-def no_prices(flat: Flat) -> Prices:
-    """Memory is free, and every device's time counts alike."""
+def initial_prices(flat: Flat) -> Prices:
+    """Returns prices at which memory is free and every device's time counts alike."""
     devices = flat.load.shape[1]
     return Prices(np.zeros(flat.base.shape), np.full(devices, 1 / max(devices, 1)))
 
 
 def is_coupled(flat: Flat) -> bool:
-    """Whether there is anything that prices are for: memory that can bind, or loads."""
+    """Tells whether anything joins all nodes and so has prices: memory that can run out, or loads."""
     return bool(flat.base.size or flat.load.shape[1])
 
 
 def priced(flat: Flat, prices: Prices) -> np.ndarray:
-    """`[N]` node costs with their memory and loads at these prices."""
+    """Returns `[N]` node costs with their memory and loads at these prices."""
     cost = flat.cost + flat.load @ prices.load
     return cost + memory_price(flat, prices.memory) if prices.memory.any() else cost
 
 
 def credit(flat: Flat, prices: Prices) -> float:
-    """What a bound with these prices gives back for the limits."""
+    """Returns what a bound with these prices gains or loses for the limits: Σ price · (base - limit)."""
     limited = np.isfinite(flat.limit)
-    over = flat.base[:, limited] - flat.limit[limited]
-    return float((prices.memory[:, limited] * over).sum()) if prices.memory.any() else 0.0
+    excess = flat.base[:, limited] - flat.limit[limited]
+    return float((prices.memory[:, limited] * excess).sum()) if prices.memory.any() else 0.0
+
+
+class PriceStep(Protocol):
+    """How prices answer to a relaxed choice."""
+
+    def __call__(self, flat: Flat, prices: Prices, weights: np.ndarray, bound_size: float, progress: float) -> Prices:
+        """Returns the next prices.
+
+        Args:
+          flat: the problem.
+          prices: the present ones.
+          weights: `[N]` the relaxed choice.
+          bound_size: a size of the bound, positive.
+          progress: of the climb, 0 to 1.
+        """
+        ...
+
+
+def step_along_excess(flat: Flat, prices: Prices, weights: np.ndarray, bound_size: float, progress: float) -> Prices:
+    """Returns prices that rose where the relaxed choice exceeds a limit or loads a device most; follows `PriceStep`."""
+    rate = _LAST_RATE**progress
+    memory, load = prices
+    if flat.base.size:
+        unit = np.where(flat.limit > 0, flat.limit, 1.0)
+        excess = memory_use(flat, flat.usage.T @ weights) / unit - (flat.limit > 0)
+        least = _LEAST_PRICE * bound_size / unit
+        memory = np.maximum(memory, least) * np.exp(_MEMORY_GAIN * rate * np.clip(excess, *_EXCESS_RANGE))
+        memory = np.where(memory <= least, 0.0, memory)
+    if flat.load.shape[1]:
+        loads = weights @ flat.load
+        load = load * np.exp(rate * (loads / max(loads.max(), 1e-30) - 1))
+        load = load / load.sum()
+    return Prices(memory, load)
 
 
 class Ascent:
@@ -64,41 +101,54 @@ class Ascent:
 
     Attributes:
       flat: the problem.
+      layout: what its sweeps need.
+      scale: a size of one cost.
       bound: the best so far, in float32 sums.
       best: the messages and prices that gave it.
+      prices: the present ones.
       absorbed: `[N]` costs with all messages of the last sweep absorbed.
       weights: `[N]` the relaxed choice of the last step that had prices to move.
     """
 
-    def __init__(self, flat: Flat, parent: "Ascent | None" = None, *, prices: bool = True):
-        """From nothing, or from the best of a climb on the same graph with other node costs."""
+    def __init__(self, flat: Flat, parent: "Ascent | None" = None, *, price_step: PriceStep = step_along_excess):
+        """Starts from zero messages, or from the best of a climb on the same graph with other node costs.
+
+        Args:
+          flat: the problem.
+          parent: the other climb; its `price_step` is taken over.
+          price_step: how prices answer to relaxed choices.
+        """
         self.flat = flat
-        self._reprices = parent._reprices if parent else prices and is_coupled(flat)
+        self._price_step: PriceStep = parent._price_step if parent else price_step
         self.layout: Sweep = parent.layout if parent else lay_out(flat)
-        self.scale = parent.scale if parent else _scale(flat)
-        self._most = self.scale * (len(flat.sizes) + len(flat.source)) + np.abs(flat.load).sum()  # any choice's cost
-        messages, self.prices = parent.best if parent else (np.zeros(self.layout.num_messages + 1), no_prices(flat))
+        self.scale = parent.scale if parent else _largest_cost(flat)
+        # No choice costs more than this.
+        self._most = self.scale * (len(flat.sizes) + len(flat.source)) + np.abs(flat.load).sum()
+        if parent:
+            messages, self.prices = parent.best
+        else:
+            messages, self.prices = np.zeros(self.layout.num_messages + 1), initial_prices(flat)
         self.messages = messages.astype(np.float32)
-        self.bound, self._size = -math.inf, abs(parent.bound) if parent else 0.0
+        self.bound, self._parent_size = -math.inf, abs(parent.bound) if parent else 0.0
         self.best = (self.messages.copy(), self.prices)
         self.absorbed = self.weights = flat.cost
 
     def step(self, progress: float) -> float:
-        """A sweep, then a step of the prices; returns the bound. `progress` goes from 0 to 1."""
-        cost = np.minimum(priced(self.flat, self.prices), _CEILING).astype(np.float32)
+        """Makes a sweep and then a step of the prices; returns the bound. `progress` goes from 0 to 1."""
+        cost = np.minimum(priced(self.flat, self.prices), _LARGEST_COST).astype(np.float32)
         bound, self.absorbed = sweep(self.layout, cost, self.messages)
         bound += credit(self.flat, self.prices)
         if bound > self.bound:
             self.bound, self.best = bound, (self.messages.copy(), self.prices)
-        if self._reprices and bound <= self._most:  # above, nothing fits: prices would rise for ever
+        if is_coupled(self.flat) and bound <= self._most:  # above, nothing fits: prices would rise for ever
             self._reprice(progress)
         return bound
 
     def perturbed(self, rng: np.random.Generator, sweeps: int, noise: float) -> tuple[np.ndarray, np.ndarray]:
-        """Costs with all messages absorbed `[N]`, and memory prices `[T, D]`, for a problem near this one.
+        """Returns costs with all messages absorbed `[N]`, and memory prices `[T, D]`, for a problem near this one.
 
-        Other prices and noise on the costs bring the messages to another good choice: equal layers that all change at
-        one price are told apart, and what the prices leave of the memory is used.
+        Other prices and noise on the costs bring the messages to another good choice. A factor for each node's memory
+        keeps equal layers from all changing at one price, so that memory which the prices leave free is used.
 
         Args:
           rng: consumed.
@@ -106,55 +156,47 @@ class Ascent:
           noise: temperature of the Gumbel noise on costs.
         """
         flat, (messages, prices) = self.flat, self.best
-        low, high = _FACTORS
+        low, high = _PERTURBED_MEMORY_FACTORS
         memory = prices.memory * low * (high / low) ** rng.random()
-        weight = np.repeat(np.exp(_SPREAD * rng.normal(size=len(flat.sizes))), flat.sizes)
+        weight = np.repeat(np.exp(_PERTURBED_NODE_SPREAD * rng.normal(size=len(flat.sizes))), flat.sizes)
         cost = flat.cost + flat.load @ prices.load + memory_price(flat, memory) * weight
-        cost = np.minimum(cost - noise * rng.gumbel(size=len(cost)), _CEILING).astype(np.float32)
+        cost = np.minimum(cost - noise * rng.gumbel(size=len(cost)), _LARGEST_COST).astype(np.float32)
         messages, absorbed = messages.copy(), cost
         for _ in range(sweeps):
             _, absorbed = sweep(self.layout, cost, messages)
         return absorbed, memory
 
     def _reprice(self, progress: float) -> None:
-        flat, size = self.flat, max(self._size, abs(self.bound), 1e-3 * self.scale)
-        rate = _LEAST_RATE**progress
-        hot, cold = _TEMPERATURES
-        temperature = size / len(flat.sizes) * hot * (cold / hot) ** progress
-        weights = self.weights = softmax_rows(flat, self.absorbed, temperature)
-        memory, load = self.prices
-        if flat.base.size:
-            unit = np.where(flat.limit > 0, flat.limit, 1.0)
-            over = memory_use(flat, flat.usage.T @ weights) / unit - (flat.limit > 0)
-            floor = _PRICE_FLOOR * size / unit
-            memory = np.maximum(memory, floor) * np.exp(_GAIN * rate * np.clip(over, -0.1, 0.3))
-            memory = np.where(memory <= floor, 0.0, memory)
-        if flat.load.shape[1]:
-            loads = weights @ flat.load
-            load = load * np.exp(rate * (loads / max(loads.max(), 1e-30) - 1))
-            load = load / load.sum()
-        self.prices = Prices(memory, load)
+        size = max(self._parent_size, abs(self.bound), 1e-3 * self.scale)
+        first, last = _TEMPERATURES
+        temperature = size / len(self.flat.sizes) * first * (last / first) ** progress
+        self.weights = softmin_weights(self.flat, self.absorbed, temperature)
+        self.prices = self._price_step(self.flat, self.prices, self.weights, size, progress)
 
     def certified(self, layout: Sweep | None = None) -> float:
-        """The best bound, again in float64 with the costs as they are; `layout` is the problem's in float64."""
+        """Returns the best bound, computed again in float64.
+
+        Args:
+          layout: the problem's in float64, where the caller has it already.
+        """
         messages, prices = self.best
         layout = layout or lay_out(self.flat, np.float64)
         cost = priced(self.flat, prices)
-        bound, _ = sweep(layout, np.minimum(cost, _CEILING), messages.astype(np.float64))
+        bound, _ = sweep(layout, np.minimum(cost, _LARGEST_COST), messages.astype(np.float64))
         numbers = np.abs(np.where(np.isfinite(cost), cost, 0)).sum() + np.abs(messages).sum(dtype=np.float64)
-        return bound + credit(self.flat, prices) - ROUNDING * (numbers + abs(bound))
+        return bound + credit(self.flat, prices) - SUM_ERROR * (numbers + abs(bound))
 
 
-def softmax_rows(flat: Flat, cost: np.ndarray, temperature: float) -> np.ndarray:
-    """`[N]` the softmax of -cost / temperature for each node."""
+def softmin_weights(flat: Flat, cost: np.ndarray, temperature: float) -> np.ndarray:
+    """Returns `[N]` weights for each node: the softmax of -cost / temperature."""
     starts = flat.start[:-1]
     least = np.repeat(np.minimum.reduceat(cost, starts), flat.sizes)
     weights = np.exp((least - cost) / max(temperature, 1e-30))
     return weights / np.repeat(np.add.reduceat(weights, starts), flat.sizes)
 
 
-def _scale(flat: Flat) -> float:
-    """A size of costs: the mean over nodes of the spread of theirs and their edges' costs."""
+def _largest_cost(flat: Flat) -> float:
+    """Returns the largest finite size of a node cost plus that of an edge's entry, 1 where both are 0."""
     finite = flat.cost[np.isfinite(flat.cost)]
     entries = flat.entries[np.isfinite(flat.entries)]
     return float(np.abs(finite).max(initial=0) + np.abs(entries).max(initial=0)) or 1.0

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from diffshard.solving.dual.ascent import ROUNDING, Ascent, is_coupled, softmax_rows
+from diffshard.solving.dual.ascent import SUM_ERROR, Ascent, is_coupled, softmin_weights
 from diffshard.solving.dual.dual import lay_out
 from diffshard.solving.flat import Flat, chosen_cost, chosen_memory, memory_price
 from diffshard.solving.moves.forest import first_least
@@ -46,16 +46,16 @@ class Branching:
     """The open branches.
 
     Attributes:
-      last: the climb of the branch that was made last.
+      last_ascent: the dual of the branch that was made last.
     """
 
     def __init__(self, ascent: Ascent, bound: float):
-        self.flat, self.last = ascent.flat, ascent
+        self.flat, self.last_ascent = ascent.flat, ascent
         self._exact = lay_out(self.flat, np.float64)
         self._count = itertools.count()
         self._open: list[tuple[float, int, Branch]] = []
         self._closed = math.inf
-        weights = softmax_rows(self.flat, ascent.absorbed, ascent.scale)
+        weights = softmin_weights(self.flat, ascent.absorbed, ascent.scale)
         self._pending = [Branch(bound, np.zeros(len(self.flat.cost), bool), ascent, weights)]
         self._root = bound
 
@@ -95,13 +95,13 @@ class Branching:
         """The branch with a dual of its own, its bound certified."""
         penalty = 2 * (abs(best_cost) + abs(branch.bound))
         flat = self.flat._replace(cost=self.flat.cost + penalty * branch.forbidden)
-        ascent = self.last = Ascent(flat, branch.ascent)
+        ascent = self.last_ascent = Ascent(flat, branch.ascent)
         first, last = _PROGRESS
         weights = np.zeros(len(flat.cost))
         for i in range(_SWEEPS):
             ascent.step(first + (last - first) * i / _SWEEPS)
             if i >= _SWEEPS // 2:
-                weights += ascent.weights if is_coupled(flat) else softmax_rows(flat, ascent.absorbed, ascent.scale)
+                weights += ascent.weights if is_coupled(flat) else softmin_weights(flat, ascent.absorbed, ascent.scale)
             if ascent.bound >= best_cost:
                 break
         bound = max(branch.bound, ascent.certified(self._exact))
@@ -116,7 +116,7 @@ def _least_cost(flat: Flat, allowed: np.ndarray) -> float:
     if (used - flat.limit > _CUT * used.max(initial=0.0)).any():
         return math.inf
     size = chosen_cost(flat._replace(cost=np.abs(flat.cost), entries=np.abs(flat.entries)), choice)
-    return chosen_cost(flat, choice) - ROUNDING * size
+    return chosen_cost(flat, choice) - SUM_ERROR * size
 
 
 def _halves(flat: Flat, branch: Branch) -> tuple[np.ndarray, np.ndarray] | None:

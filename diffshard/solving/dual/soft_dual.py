@@ -26,7 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from cost.base import Problem, num_strategies
-from diffshard.solving.dual.ascent import Prices, no_prices
+from diffshard.solving.dual.ascent import Prices, initial_prices
 from diffshard.solving.dual.dual import colours
 from diffshard.solving.flat import flatten, with_ceiling
 
@@ -117,7 +117,7 @@ def soft_problem(problem: Problem) -> SoftProblem:
 
 def free_prices(problem: Problem) -> Prices:
     """Prices to start from, as JAX arrays: memory is free, every device's time counts alike."""
-    memory, load = no_prices(flatten(problem))
+    memory, load = initial_prices(flatten(problem))
     return Prices(jnp.asarray(memory), jnp.asarray(load))  # pyright: ignore[reportArgumentType]
 
 

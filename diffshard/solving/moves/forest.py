@@ -1,8 +1,11 @@
-"""Forest moves: all nodes of an induced forest choose anew at once, exactly, given the choices of the others.
+"""Forest moves: the best strategies of many nodes at once are found exactly, because no cycle joins them.
 
-A `Forest` is laid out once, level by level, and used many times.
+If the nodes that may change induce a forest, min-sum dynamic programming from its leaves to its roots finds their best
+strategies together, given the strategies of all other nodes. A random maximal forest holds about 70% of the nodes of a
+typical graph. A `Forest` is laid out once, level by level, and used many times.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -38,15 +41,13 @@ class Forest(NamedTuple):
     edge: np.ndarray
 
 
-def grow(flat: Flat, order: np.ndarray, *, edges: bool = True) -> Forest:
-    """The nodes of `order`, one after the other, each taken unless it closes a cycle with those before it.
+Grow = Callable[[Flat, np.ndarray], Forest]
+"""Makes a forest of some of the nodes `[n]`, which come in the order in which they should be taken."""
 
-    Args:
-      flat: the problem.
-      order: nodes.
-      edges: whether neighbours may be taken at all; without, every tree is one node.
-    """
-    taken = _acyclic(flat, order, edges)
+
+def grow(flat: Flat, order: np.ndarray) -> Forest:
+    """Returns the forest that takes the nodes of `order` `[n]` one by one, except those that would close a cycle."""
+    taken = _acyclic(flat, order)
     inside = np.flatnonzero(taken[flat.source] & taken[flat.target])
     near: dict[int, list[tuple[int, int]]] = {v: [] for v in np.flatnonzero(taken).tolist()}
     for e, u, v in zip(inside.tolist(), flat.source[inside].tolist(), flat.target[inside].tolist(), strict=True):
@@ -56,44 +57,45 @@ def grow(flat: Flat, order: np.ndarray, *, edges: bool = True) -> Forest:
     return Forest(np.array(roots, np.int64), levels, inside)
 
 
-def _acyclic(flat: Flat, order: np.ndarray, edges: bool) -> np.ndarray:
+def _acyclic(flat: Flat, order: np.ndarray) -> np.ndarray:
+    """Returns `[V]` which nodes are taken, by union-find over the trees so far."""
     first, target = flat.first.tolist(), flat.target.tolist()
-    boss = list(range(len(flat.sizes)))
-    taken = [False] * len(boss)
+    parent = list(range(len(flat.sizes)))
+    taken = [False] * len(parent)
     for v in order.tolist():
-        met = set()
+        trees = set()
         for u in target[first[v] : first[v + 1]]:
             if taken[u]:
-                while boss[u] != u:
-                    boss[u] = boss[boss[u]]
-                    u = boss[u]
-                if u in met or not edges:
+                while parent[u] != u:
+                    parent[u] = parent[parent[u]]
+                    u = parent[u]
+                if u in trees:
                     break
-                met.add(u)
+                trees.add(u)
         else:
             taken[v] = True
-            for u in met:
-                boss[u] = v
+            for u in trees:
+                parent[u] = v
     return np.array(taken, bool)
 
 
 def _layers(order: np.ndarray, near: dict) -> tuple[list[int], list[list[tuple[int, int, int]]]]:
-    """Breadth first from a root of each tree: the layers below the roots as (node, parent, edge to the parent)."""
-    seen: set[int] = set()
+    """Returns the root of each tree, and breadth first the layers below as (node, parent, edge to the parent)."""
+    reached: set[int] = set()
     roots: list[int] = []
     layers: list[list[tuple[int, int, int]]] = []
     for root in order.tolist():
-        if root in seen:
+        if root in reached:
             continue
         roots.append(root)
-        seen.add(root)
+        reached.add(root)
         layer, depth = [root], 0
         while layer:
             below = []
             for u in layer:
                 for v, e in near[u]:
-                    if v not in seen:
-                        seen.add(v)
+                    if v not in reached:
+                        reached.add(v)
                         below.append((v, u, e))
             if below:
                 if depth == len(layers):
@@ -123,7 +125,7 @@ def _level(flat: Flat, layer: np.ndarray) -> _Level:
 
 
 def best_choice(flat: Flat, forest: Forest, field: np.ndarray, choice: np.ndarray) -> np.ndarray:
-    """The best strategies of the forest's nodes.
+    """Finds the best strategies of the forest's nodes.
 
     Args:
       flat: the problem.
@@ -135,13 +137,13 @@ def best_choice(flat: Flat, forest: Forest, field: np.ndarray, choice: np.ndarra
       `[V]`; outside the forest as in `choice`.
     """
     edge = forest.edge
-    if len(edge):  # inside the forest the neighbours are not given
+    if len(edge):  # neighbours inside the forest change as well, so their present strategies do not count
         target = flat.target[edge]
         size = flat.sizes[target]
         at = ragged(flat.matrix[edge] + choice[flat.source[edge]] * size, size)
-        given = np.zeros(len(field))
-        np.add.at(given, ragged(flat.start[target], size), flat.entries[at])
-        field -= given
+        inside = np.zeros(len(field))
+        np.add.at(inside, ragged(flat.start[target], size), flat.entries[at])
+        field -= inside
     for level in forest.levels:
         through = field[level.own] + level.entries
         np.add.at(field, level.above, np.minimum.reduceat(through, level.row))
@@ -155,7 +157,7 @@ def best_choice(flat: Flat, forest: Forest, field: np.ndarray, choice: np.ndarra
 
 
 def first_least(numbers: np.ndarray, size: np.ndarray) -> np.ndarray:
-    """For each run of `size` numbers, one after the other, the position of its first smallest."""
+    """Returns for each run of `size` numbers, one after the other, the position of its first smallest."""
     start = np.cumsum(size) - size
     least = np.repeat(np.minimum.reduceat(numbers, start), size)
     hits = np.flatnonzero(numbers == least)

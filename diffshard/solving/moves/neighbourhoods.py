@@ -9,13 +9,15 @@ from typing import NamedTuple
 import numpy as np
 
 from diffshard.solving.flat import Flat, chosen_memory, memory_of_strategies
-from diffshard.solving.moves.forest import Forest, grow
+from diffshard.solving.moves.forest import Forest, Grow, grow
 from diffshard.solving.moves.polish import Polish
 
-_FORESTS = 4  # of each partition
-_HUB = 4.0  # times the mean degree from which on a node mostly stays frozen, or its ball would be the whole graph
-_HUB_FROZEN = 0.7
-_POWER = 3.0  # of a uniform number: most balls are perturbed a little
+_FORESTS_PER_PARTITION = 4  # chosen by hand on the contest's instances, as all numbers here
+# A node of this many times the mean degree mostly stays frozen: otherwise its ball would be the whole graph.
+_HUB_DEGREE_RATIO = 4.0
+_FROZEN_HUB_SHARE = 0.7
+_TEMPERATURE_POWER = 3.0  # of a uniform number: most balls are perturbed a little
+_PRICE_RISE, _PRICE_FALL = 0.1, 0.02  # of the memory's prices after each move, as shares
 
 
 class Partition(NamedTuple):
@@ -40,7 +42,7 @@ class Partition(NamedTuple):
     first: np.ndarray
 
 
-def split(flat: Flat, rng: np.random.Generator, num_balls: int, *, edges: bool = True) -> Partition:
+def split(flat: Flat, rng: np.random.Generator, num_balls: int, grow: Grow = grow) -> Partition:
     """Grows balls around random nodes, breadth first, and freezes what separates them."""
     label = _voronoi(flat, rng, num_balls) if num_balls > 1 else np.zeros(len(flat.sizes), np.int64)
     if num_balls > 1:
@@ -52,7 +54,7 @@ def split(flat: Flat, rng: np.random.Generator, num_balls: int, *, edges: bool =
     label[node] = label_of
     edge = np.flatnonzero(label[flat.source] >= 0)
     share = np.where(label[flat.target[edge]] >= 0, 0.5, 1.0)
-    forests = [grow(flat, rng.permutation(node), edges=edges) for _ in range(_FORESTS)]
+    forests = [grow(flat, rng.permutation(node)) for _ in range(_FORESTS_PER_PARTITION)]
     first = np.searchsorted(label[node], np.arange(len(names) + 1))
     return Partition(label, len(names), forests, edge, share, node, first)
 
@@ -74,7 +76,7 @@ def _voronoi(flat: Flat, rng: np.random.Generator, num_balls: int) -> np.ndarray
 def _inside(flat: Flat, rng: np.random.Generator, label: np.ndarray) -> np.ndarray:
     """Greedily, ball by ball in random order: a node is inside unless a neighbour of another ball is."""
     degree = np.diff(flat.first)
-    frozen = (degree > _HUB * max(degree.mean(), 1.0)) & (rng.random(len(label)) < _HUB_FROZEN)
+    frozen = (degree > _HUB_DEGREE_RATIO * max(degree.mean(), 1.0)) & (rng.random(len(label)) < _FROZEN_HUB_SHARE)
     rank = rng.permutation(label.max() + 1)
     first, target, names = flat.first.tolist(), flat.target.tolist(), label.tolist()
     inside = [False] * len(names)
@@ -97,7 +99,7 @@ def perturb(polish: Polish, partition: Partition, passes: int, temperature: floa
     """
     flat, rng = polish.flat, polish.rng
     start = polish.choice = polish.best.copy()
-    heat = temperature * rng.random(partition.num_balls) ** _POWER
+    heat = temperature * rng.random(partition.num_balls) ** _TEMPERATURE_POWER
     of_node = np.zeros(len(flat.sizes))
     of_node[partition.node] = heat[partition.label[partition.node]]
     noise = np.repeat(of_node, flat.sizes)
@@ -111,8 +113,8 @@ def perturb(polish: Polish, partition: Partition, passes: int, temperature: floa
     for i in range(passes):
         cooling = max(1 - i / max(passes - 2, 1), 0.0)
         polish.move(partition.forests[rng.integers(len(partition.forests))], noise * cooling, weight)
-        over = polish.offer(polish.choice)
-        polish.reprice(over, 0.1, 0.02)
+        exceeded = polish.offer(polish.choice)
+        polish.reprice(exceeded, _PRICE_RISE, _PRICE_FALL)
     return _accept(polish, partition, start, polish.choice)
 
 

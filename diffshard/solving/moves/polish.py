@@ -1,17 +1,27 @@
-"""Polishing a choice: forest moves at memory prices that adapt, annealed by noise on the costs."""
+"""Polishing a choice: forest moves at memory prices that rise where a move exceeded the memory and fall elsewhere.
+
+A forest move knows no memory limit, but it knows prices. Prices that answer to each move keep the choices near the
+limit, on both sides, and those on the feasible side are kept. Noise on the costs leads out of local optima.
+"""
 
 import numpy as np
 
 from diffshard.solving.dual.ascent import Prices
 from diffshard.solving.flat import Flat, chosen_cost, chosen_memory, memory_price, ragged
-from diffshard.solving.moves.forest import Forest, best_choice, first_least, grow
+from diffshard.solving.moves.forest import Forest, Grow, best_choice, first_least, grow
 
-_POOL_NUMBERS = 1 << 25  # numbers that the forests in the pool may hold
-_CEILING = 1e20, 1e200  # of prices: of the least, and of any, so that sums stay finite where nothing fits
+_MOST_POOL_NUMBERS = 1 << 25  # 256 MiB that the forests in a pool may hold; chosen by hand
+_MOST_FORESTS = 40  # in a pool; chosen by hand on the contest's instances
+_LEAST_FORESTS = 4  # that a pool grows before it draws any a second time; chosen by hand on the same
+_REUSE_SHARE = 0.7  # of the draws, once there are so many; chosen by hand on the same
+_LEAST_PRICE = 1e-5  # of a whole limit's memory, in parts of the bound; chosen by hand on the same
+_MOST_PRICE_RATIO = 1e20  # of a memory price to the least one, so that sums stay finite where nothing fits
+_MOST_PRICE = 1e200  # of memory, for the same reason
+_FALL_SHARE = 0.2  # of the rate at which prices rise: they fall this much more slowly; chosen by hand on the same
 
 
 class Field:
-    """What every strategy would cost, given the choice: recomputed from rows of the matrices, at any prices."""
+    """What every strategy would cost, given a choice for its neighbours."""
 
     def __init__(self, flat: Flat):
         self.flat = flat
@@ -20,7 +30,7 @@ class Field:
         self._to = ragged(flat.start[flat.target], self._size)
 
     def __call__(self, cost: np.ndarray, choice: np.ndarray) -> np.ndarray:
-        """`[N]`: `cost` `[N]` and the edges to the chosen strategies of the neighbours."""
+        """Returns `[N]`: `cost` `[N]` and the edges to the chosen strategies of the neighbours."""
         if not len(self._to):
             return cost.copy()
         flat = self.flat
@@ -31,17 +41,17 @@ class Field:
 class Pool:
     """Random forests, kept because growing one takes longer than using it."""
 
-    def __init__(self, flat: Flat, rng: np.random.Generator, *, edges: bool = True, most: int = 40):
-        self._flat, self._rng, self._edges, self._most = flat, rng, edges, most
+    def __init__(self, flat: Flat, rng: np.random.Generator, grow: Grow = grow):
+        self._flat, self._rng, self._grow = flat, rng, grow
         self._forests: list[Forest] = []
         self._numbers = 0
 
     def draw(self) -> Forest:
-        """A new forest or, once there are many, one of those."""
-        full = len(self._forests) >= self._most or self._numbers > _POOL_NUMBERS
-        if full or (len(self._forests) > 3 and self._rng.random() < 0.7):
+        """Returns a new forest or, once there are a few, often an old one."""
+        full = len(self._forests) >= _MOST_FORESTS or self._numbers > _MOST_POOL_NUMBERS
+        if full or (len(self._forests) >= _LEAST_FORESTS and self._rng.random() < _REUSE_SHARE):
             return self._forests[self._rng.integers(len(self._forests))]
-        forest = grow(self._flat, self._rng.permutation(len(self._flat.sizes)), edges=self._edges)
+        forest = self._grow(self._flat, self._rng.permutation(len(self._flat.sizes)))
         self._numbers += sum(2 * len(level.entries) for level in forest.levels)
         self._forests.append(forest)
         return forest
@@ -51,11 +61,12 @@ class Polish:
     """A choice under improvement, with the prices that keep it inside the memory.
 
     Attributes:
-      edges: whether neighbours move together (see `grow`).
+      grow: makes the forests.
       choice: where the search is; it may exceed the memory.
       best: the best feasible choice, or the one of least excess while none is feasible.
       best_cost: its cost; inf while none is feasible.
-      best_memory: the prices of memory at which it was found.
+      best_excess: by how much it exceeds the memory, in bytes at the worst time; 0 if it is feasible.
+      best_memory: `[T, D]` the prices of memory at that moment.
     """
 
     def __init__(
@@ -65,19 +76,33 @@ class Polish:
         choice: np.ndarray,
         prices: Prices,
         bound: float,
-        *,
-        edges: bool = True,
+        grow: Grow = grow,
     ):
-        self.flat, self.rng, self.edges = flat, rng, edges
+        """Begins at a choice.
+
+        Args:
+          flat: the problem, without infinite costs.
+          rng: consumed by all moves.
+          choice: `[V]`.
+          prices: of memory, which will adapt, and of loads, which will not.
+          bound: a size of all costs together.
+          grow: makes the forests.
+        """
+        self.flat, self.rng, self.grow = flat, rng, grow
         self.field = Field(flat)
-        self.pool = Pool(flat, rng, edges=edges)
+        self.pool = Pool(flat, rng, grow)
         self.memory, self.load = prices.memory.copy(), prices.load.copy()
-        self._floor = 1e-5 * max(abs(bound), 1e-30) / np.maximum(flat.limit, 1e-30)
-        self._floor = np.minimum(self._floor, _CEILING[1])
-        self._ceiling = np.minimum(_CEILING[0] * self._floor, _CEILING[1])
+        least = _LEAST_PRICE * max(abs(bound), 1e-30) / np.maximum(flat.limit, 1e-30)
+        self._least_price = np.minimum(least, _MOST_PRICE)
+        self._most_price = np.minimum(_MOST_PRICE_RATIO * self._least_price, _MOST_PRICE)
         self.best, self.best_cost, self.best_excess = choice, np.inf, np.inf
         self.best_memory = self.memory
         self.begin(choice, self.memory)
+
+    @property
+    def best_rank(self) -> tuple[float, float]:
+        """The best choice's excess and cost: smaller is better."""
+        return self.best_excess, self.best_cost
 
     def begin(self, choice: np.ndarray, memory: np.ndarray) -> None:
         """Goes on from another choice, at its memory prices `[T, D]`."""
@@ -100,36 +125,48 @@ class Polish:
 
     def offers_better(self, choice: np.ndarray) -> bool:
         """Offers a choice and says whether it became the best."""
-        before = self.best_excess, self.best_cost
+        rank = self.best_rank
         self.offer(choice)
-        return (self.best_excess, self.best_cost) < before
+        return self.best_rank < rank
 
     def costs(self, weight: np.ndarray | float = 1.0) -> np.ndarray:
-        """`[N]` node costs at the prices, those of memory times `weight` `[N]`."""
+        """Returns `[N]` node costs at the prices, those of memory times `weight` `[N]`."""
         cost = self.flat.cost
         if self.flat.load.shape[1]:
             cost = cost + self.flat.load @ self.load
         return cost + memory_price(self.flat, self.memory) * weight if self.memory.any() else cost
 
     def move(self, forest: Forest, temperature: np.ndarray | float = 0.0, weight: np.ndarray | float = 1.0) -> None:
-        """One forest move from the current choice."""
+        """Makes one forest move from the current choice.
+
+        Args:
+          forest: its nodes choose anew.
+          temperature: of the Gumbel noise on costs, common or `[N]`.
+          weight: factors on the prices of memory, common or `[N]`.
+        """
         field = self.field(self.costs(weight), self.choice)
         if np.any(temperature):
             field -= temperature * self.rng.gumbel(size=len(field))
         self.choice = best_choice(self.flat, forest, field, self.choice)
 
-    def reprice(self, over: np.ndarray, rise: float, fall: float) -> None:
-        """Prices rise by a factor where the memory is exceeded and fall elsewhere."""
+    def reprice(self, exceeded: np.ndarray, rise: float, fall: float) -> None:
+        """Raises the prices by a factor where the memory is exceeded, and lowers them elsewhere.
+
+        Args:
+          exceeded: `[T, D]`, as `offer` returns.
+          rise: added to 1 for the factor.
+          fall: subtracted from 1 for the factor.
+        """
         if self.flat.base.size:
-            risen = np.minimum(np.maximum(self.memory, self._floor) * (1 + rise), self._ceiling)
-            self.memory = np.where(over, risen, self.memory * (1 - fall))
+            risen = np.minimum(np.maximum(self.memory, self._least_price) * (1 + rise), self._most_price)
+            self.memory = np.where(exceeded, risen, self.memory * (1 - fall))
 
     def anneal(self, temperature: float, rate: float) -> None:
-        """One move of a random forest and the prices' answer to it."""
+        """Moves a random forest with noise of a temperature, and lets the prices answer at a rate."""
         self.move(self.pool.draw(), temperature)
-        self.reprice(self.offer(self.choice), rate, 0.2 * rate)
+        self.reprice(self.offer(self.choice), rate, _FALL_SHARE * rate)
 
 
 def rounded(flat: Flat, absorbed: np.ndarray) -> np.ndarray:
-    """`[V]` the cheapest strategy of each node by costs with all messages absorbed."""
+    """Returns `[V]` the cheapest strategy of each node by costs `[N]` with all messages absorbed."""
     return first_least(absorbed, flat.sizes)

@@ -12,6 +12,14 @@ from cost.evaluation import evaluate
 from diffshard.solving import presolve
 from diffshard.solving.dual.ascent import Ascent
 from diffshard.solving.flat import chosen_cost, chosen_memory, flatten, with_ceiling
+from diffshard.solving.phases.annealing import Annealing
+from diffshard.solving.phases.branches import Branches
+from diffshard.solving.phases.climb import DualClimb
+from diffshard.solving.phases.neighbourhoods import Neighbourhoods
+from diffshard.solving.phases.quotient_start import QuotientStart
+from diffshard.solving.phases.side_by_side import SideBySide
+from diffshard.solving.phases.starts import DualStarts
+from diffshard.solving.phases.walks import Walks
 from diffshard.solving.solve import solve, solver_names
 from diffshard.solving.solvers import gradient
 from diffshard.solving.solvers.exhaustive import price
@@ -31,7 +39,20 @@ HEURISTICS = {"beam", "greedy", "mcmc", "primal", "random"}
 EXACT_UNCOUPLED = {"dynamic_programming"}
 
 _short = functools.partial(
-    gradient.solve, effort=gradient.Effort(sweeps=40, trials=2, moves=5, anneals=20, rounds=5, steps=5, branches=100)
+    gradient.solve,
+    climb=DualClimb(num_sweeps=40),
+    phases=(
+        QuotientStart(gradient.solve, num_moves=5),
+        DualStarts(num_starts=2, num_moves=5),
+        Annealing(num_moves=20),
+        SideBySide(
+            (
+                Neighbourhoods(num_rounds=5),
+                Branches(num_branches=100),
+                Walks(steps_per_node=1, steps_per_node_with_loads=5),
+            )
+        ),
+    ),
 )
 
 SEEDS = {"primal": 2, "mcmc": 3}  # these take seconds, to compile or to walk
@@ -109,7 +130,7 @@ def layered() -> tuple[Problem, float]:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("reduce", [presolve.unchanged, presolve.reduce])
 def test_gradient_is_exact_where_it_searches_instead_of_enumerating(kind, reduce, monkeypatch):
-    monkeypatch.setattr(gradient, "_FEW", 0)
+    monkeypatch.setattr(gradient, "MOST_ENUMERATED", 0)
     for seed in range(20, 28):
         problem = small_problem(seed, **KINDS[kind])
         expected = _optimum(problem)
@@ -192,7 +213,7 @@ def test_flat_costs_and_memory_are_those_of_the_problem():
 @pytest.mark.parametrize("name", ["exact", "gradient"])
 @pytest.mark.parametrize("unit", [1e-9, 1e12])
 def test_costs_below_zero_are_proven_in_any_unit(name, unit, monkeypatch):
-    monkeypatch.setattr(gradient, "_FEW", 0)
+    monkeypatch.setattr(gradient, "MOST_ENUMERATED", 0)
     for seed in (3, 5, 8):
         problem = small_problem(seed)
         nodes, edges = ([unit * (c - 100) for c in costs] for costs in (problem.node_cost, problem.edge_cost))

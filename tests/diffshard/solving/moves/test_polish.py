@@ -3,7 +3,7 @@
 import numpy as np
 
 from cost.base import Problem
-from diffshard.solving.dual.ascent import no_prices
+from diffshard.solving.dual.ascent import initial_prices
 from diffshard.solving.flat import flatten
 from diffshard.solving.moves.polish import Polish
 
@@ -14,7 +14,7 @@ def test_prices_stay_numbers_where_nothing_ever_fits():
         [np.ones(2)] * 2, np.array([[0, 1]]), [np.eye(2)], np.arange(2), usage, np.array([[0, 1], [0, 1]]), 0.5
     )
     flat = flatten(problem)
-    polish = Polish(flat, np.random.default_rng(0), np.zeros(2, int), no_prices(flat), 2.0)
+    polish = Polish(flat, np.random.default_rng(0), np.zeros(2, int), initial_prices(flat), 2.0)
     with np.errstate(all="raise"):
         for _ in range(10_000):  # without a ceiling, 1.1 to this power is no float
             polish.reprice(np.ones_like(polish.memory, bool), 0.1, 0.02)

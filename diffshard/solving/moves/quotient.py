@@ -1,9 +1,9 @@
-"""Repeated structure: equal nodes of a problem, such as the layers of a model, take one strategy together.
+"""Equal layers take equal strategies: a small quotient problem whose best choice is a start for the whole.
 
 Colour refinement puts nodes in one class that have equal tables and whose neighbours, through equal matrices, are in
-equal classes. The quotient has one node for each class, and every choice of it costs what the expanded choice costs in
-the problem, in the same memory at every time. So it is the problem under the restriction that a class agrees: its
-solutions are starts, its bounds say nothing about the problem.
+equal classes. The quotient has one node for each class, and each of its choices costs what the expanded choice costs in
+the problem, in the same memory at every time. It is the problem under the restriction that a class agrees, so its
+choices are starts, while its bounds say nothing about the problem.
 
 Source: Weisfeiler and Leman, "The reduction of a graph to canonical form" (1968); for programmes, Grohe et al.,
 "Dimension reduction via colour refinement" (ESA 2014).
@@ -16,73 +16,77 @@ import jax
 import numpy as np
 
 from cost.base import Problem, distinct_arrays, is_forbidden, num_devices, num_strategies
-from diffshard.solving.solve import solve
+from diffshard.base import Solver
+from diffshard.solving.loop import run_solver
 
-_ROUNDS = 4  # a node's class tells its surroundings up to so many edges away: a layer's inside, not which layer
-_WORTH = 0.5  # of the nodes, at most, for the quotient to be worth solving
+# A node's class depends on what lies up to this many edges away: on the inside of a layer, not on its number. Chosen by
+# hand on generated layers.
+_REFINEMENT_ROUNDS = 4
+_MOST_CLASSES_PER_NODE = 0.5  # a larger quotient is not worth solving; chosen by hand
 
 
-class Tied(NamedTuple):
+class Quotient(NamedTuple):
     """A problem whose equal nodes take one strategy.
 
     Attributes:
-      problem: the quotient, one node for each class.
-      node_class: `[V]` the class of each node.
+      problem: one node for each class.
+      node_class: `[V]` the class of each node of the whole problem.
     """
 
     problem: Problem
     node_class: np.ndarray
 
     def expand(self, choice: np.ndarray) -> np.ndarray:
-        """From a choice of the quotient, one strategy for each class, to one of the problem, `[V]`."""
+        """Returns the choice of the whole problem, `[V]`, for one strategy of each class."""
         return np.asarray(choice)[self.node_class]
 
 
-def tie(problem: Problem, rounds: int = _ROUNDS) -> Tied | None:
-    """The quotient of a problem by its classes, None where that has more than half as many nodes.
+def quotient_by_equality(problem: Problem, rounds: int = _REFINEMENT_ROUNDS) -> Quotient | None:
+    """Returns the quotient of a problem by its classes, or None if it has more than half as many nodes.
 
     Args:
-      problem: what to tie.
-      rounds: of refinement; more split more, from the ends of a repetition inwards.
+      problem: the whole.
+      rounds: of refinement; more rounds split more classes, from the ends of a repetition inwards.
     """
     node_class = classes(problem, rounds)
-    if not len(node_class) or node_class.max() + 1 > _WORTH * len(node_class):
+    if not len(node_class) or node_class.max() + 1 > _MOST_CLASSES_PER_NODE * len(node_class):
         return None
-    return Tied(quotient(problem, node_class), node_class)
+    return Quotient(merge_classes(problem, node_class), node_class)
 
 
-def tied_start(problem: Problem, key: jax.Array, time_limit_s: float | None) -> np.ndarray | None:
-    """A choice `[V]` of which equal nodes take equal strategies, as good as the solver finds one.
+def quotient_start(problem: Problem, solver: Solver, key: jax.Array, time_limit_s: float | None) -> np.ndarray | None:
+    """Returns a choice `[V]` in which equal nodes take equal strategies, as good as the solver finds one.
 
     Args:
-      problem: what to tie.
+      problem: the whole.
+      solver: for the quotient.
       key: a JAX random key.
       time_limit_s: seconds for the quotient; None lets the solver end by its own rule.
 
     Returns:
-      The choice, which may exceed the memory: a start to be improved. None where there is little to tie, or nothing
-      that a class agrees on is allowed.
+      The choice, which may exceed the memory: a start to be improved. None where few nodes are equal, or where the
+      members of a class exclude each other's strategies.
 
     Raises:
-      KeyboardInterrupt: Ctrl-C stopped the quotient, and is for the problem.
+      KeyboardInterrupt: Ctrl-C was pressed while the quotient was solved; it means to stop the whole search.
     """
-    tied = tie(problem)
-    if tied is None:
+    quotient = quotient_by_equality(problem)
+    if quotient is None:
         return None
-    found = solve(tied.problem, time_limit_s=time_limit_s, key=key)
-    if found.status == "interrupted":
+    solution = run_solver(quotient.problem, solver, time_limit_s=time_limit_s, key=key)
+    if solution.status == "interrupted":
         raise KeyboardInterrupt
-    return None if is_forbidden(np.asarray(found.cost)) else tied.expand(found.choice)
+    return None if is_forbidden(np.asarray(solution.cost)) else quotient.expand(solution.choice)
 
 
-def classes(problem: Problem, rounds: int = _ROUNDS) -> np.ndarray:
-    """`[V]` the class of each node, 0 and up: nodes that `rounds` of refinement do not tell apart."""
+def classes(problem: Problem, rounds: int = _REFINEMENT_ROUNDS) -> np.ndarray:
+    """Returns `[V]` the class of each node, 0 and up: nodes that `rounds` of refinement do not tell apart."""
     source, target, label = _directed(problem)
     colour = _own(problem)
     for _ in range(rounds):
-        seen = np.zeros(len(colour), np.uint64)
-        np.add.at(seen, source, _mixed(label + _mixed(colour[target])))  # a sum does not tell the neighbours' order
-        refined = np.unique(_mixed(colour) + seen, return_inverse=True)[1].astype(np.uint64)
+        neighbours = np.zeros(len(colour), np.uint64)
+        np.add.at(neighbours, source, _mixed(label + _mixed(colour[target])))  # the order of neighbours does not count
+        refined = np.unique(_mixed(colour) + neighbours, return_inverse=True)[1].astype(np.uint64)
         if refined.max(initial=0) == colour.max(initial=0):
             break
         colour = refined
@@ -90,12 +94,12 @@ def classes(problem: Problem, rounds: int = _ROUNDS) -> np.ndarray:
     return np.argsort(np.argsort(first))[which]  # in the order of their first nodes
 
 
-def quotient(problem: Problem, node_class: np.ndarray) -> Problem:
-    """The problem in which all nodes of a class, which must have equally many strategies, take the same one.
+def merge_classes(problem: Problem, node_class: np.ndarray) -> Problem:
+    """Returns the problem in which all nodes of a class take the same strategy.
 
     Args:
-      problem: what to tie.
-      node_class: `[V]` classes, 0 and up.
+      problem: the whole.
+      node_class: `[V]` classes, 0 and up; nodes of one class must have equally many strategies.
     """
     sizes = num_strategies(problem)
     size = np.zeros(node_class.max(initial=-1) + 1, np.int64)
@@ -124,7 +128,7 @@ def quotient(problem: Problem, node_class: np.ndarray) -> Problem:
 
 
 def _counted(problem: Problem, node_class: np.ndarray) -> list[tuple[int, int, np.ndarray, int]]:
-    """Counts edges by classes u <= v and the matrix between them; edges count together only if they share one array."""
+    """Returns (u, v, matrix, count) for classes u <= v: how many edges between them have one and the same array."""
     ends = node_class[np.asarray(problem.edge_nodes, np.int64).reshape(-1, 2)]
     matrices, matrix_of = distinct_arrays(problem.edge_cost)
     flip = ends[:, 0] > ends[:, 1]
@@ -137,7 +141,7 @@ def _counted(problem: Problem, node_class: np.ndarray) -> list[tuple[int, int, n
 
 
 def _own(problem: Problem) -> np.ndarray:
-    """`[V]` a first class for each node: its costs, its usages in any order and its loads."""
+    """Returns `[V]` a first class for each node: by its costs, its usages in any order and its loads."""
     names: dict[Hashable, int] = {}
     usages: list[list[int]] = [[] for _ in problem.node_cost]
     for v, usage in zip(np.asarray(problem.usage_node).tolist(), _contents(names, problem.usage), strict=True):
@@ -151,7 +155,7 @@ def _own(problem: Problem) -> np.ndarray:
 
 
 def _directed(problem: Problem) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """`[2E]` source, target and matrix as the source sees it, for each edge in both directions."""
+    """Returns `[2E]` source, target and a number for the matrix from source to target, for both directions."""
     names: dict[Hashable, int] = {}
     matrices, matrix_of = distinct_arrays(problem.edge_cost)
     forward = np.array(_contents(names, matrices), np.uint64)[matrix_of]
@@ -161,12 +165,12 @@ def _directed(problem: Problem) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def _name(names: dict[Hashable, int], content: Hashable) -> int:
-    """A number for each distinct content."""
+    """Returns a number for each distinct content."""
     return names.setdefault(content, len(names))
 
 
 def _content(array: np.ndarray) -> tuple[tuple[int, ...], bytes]:
-    """Equal for arrays that differ by rounding only, mostly; the quotient adds up the numbers as they are."""
+    """Returns shape and float32 bytes: equal for most arrays that differ by rounding only."""
     return np.shape(array), np.asarray(array, np.float32).tobytes()
 
 
@@ -178,7 +182,7 @@ def _contents(names: dict[Hashable, int], arrays: Sequence[np.ndarray]) -> list[
 
 
 def _mixed(numbers: np.ndarray) -> np.ndarray:
-    """Pseudo-random 64-bit numbers for numbers (SplitMix64)."""
+    """Returns a pseudo-random 64-bit number for each number (SplitMix64)."""
     z = numbers + np.uint64(0x9E3779B97F4A7C15)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

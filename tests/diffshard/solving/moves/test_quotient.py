@@ -11,10 +11,11 @@ import pytest
 from cost.base import Problem, num_strategies
 from cost.evaluation import evaluate
 from diffshard.base import Proposal
-from diffshard.solving.moves import tied as tied_module
-from diffshard.solving.moves.tied import classes, quotient, tie, tied_start
+from diffshard.solving.moves.quotient import classes, merge_classes, quotient_by_equality, quotient_start
+from diffshard.solving.phases.quotient_start import QuotientStart
 from diffshard.solving.presolve import unchanged
 from diffshard.solving.solve import solve
+from diffshard.solving.solvers import gradient
 from tests.diffshard.solving.random_problems import layered_problem, small_problem
 
 KEY = jax.random.key(0)
@@ -46,7 +47,7 @@ def test_a_tied_choice_costs_and_uses_what_it_does_expanded(features):
     for seed in range(12):
         problem = _repeated(seed, 4, **features)
         for rounds in (0, 1, 3):
-            tied = tie(problem, rounds)
+            tied = quotient_by_equality(problem, rounds)
             assert tied is not None
             assert len(tied.problem.node_cost) <= len(problem.node_cost) // 4  # the copies of a ring are all alike
             for _ in range(5):
@@ -59,7 +60,7 @@ def test_any_nodes_of_equally_many_strategies_can_be_tied():
     for seed in range(20):
         problem = small_problem(seed, memory=True, devices=2, forbidden=0.1)
         node_class = np.unique(num_strategies(problem), return_inverse=True)[1]
-        tied = quotient(problem, node_class)
+        tied = merge_classes(problem, node_class)
         assert len({tuple(sorted(pair)) for pair in tied.edge_nodes.tolist()}) == len(tied.edge_nodes)
         for _ in range(5):
             choice = rng.integers(num_strategies(tied))
@@ -71,7 +72,7 @@ def test_any_nodes_of_equally_many_strategies_can_be_tied():
 def test_edges_inside_a_class_become_the_diagonal_of_its_cost():
     cost, matrix = np.array([1.0, 2.0]), np.array([[5.0, 7.0], [8.0, 3.0]])
     ring = Problem([cost] * 4, np.array([[0, 1], [1, 2], [2, 3], [3, 0]]), [matrix] * 4)
-    tied = tie(ring)
+    tied = quotient_by_equality(ring)
     assert tied is not None
     assert [own.tolist() for own in tied.problem.node_cost] == [[4 * 1 + 4 * 5, 4 * 2 + 4 * 3]]
     assert not len(tied.problem.edge_nodes)
@@ -96,27 +97,27 @@ def test_what_differs_is_told_apart():
 
 
 def test_layers_are_tied_and_their_number_does_not_matter():
-    few, many = tie(layered_problem(0, 10)), tie(layered_problem(0, 40))
+    few, many = quotient_by_equality(layered_problem(0, 10)), quotient_by_equality(layered_problem(0, 40))
     assert few is not None
     assert many is not None
     assert len(few.problem.node_cost) == len(many.problem.node_cost) <= 2 * 40
 
 
 def test_what_does_not_repeat_is_left():
-    assert tie(layered_problem(0, 1)) is None
-    assert tied_start(layered_problem(0, 1), KEY, 1.0) is None
-    assert tie(Problem([], np.zeros((0, 2), int), [])) is None
+    assert quotient_by_equality(layered_problem(0, 1)) is None
+    assert quotient_start(layered_problem(0, 1), gradient.solve, KEY, 1.0) is None
+    assert quotient_by_equality(Problem([], np.zeros((0, 2), int), [])) is None
 
 
 def test_the_start_is_the_best_of_the_tied_choices():
     for seed in range(8):
         problem = _repeated(seed, 4, memory=True)
-        tied = tie(problem)
+        tied = quotient_by_equality(problem)
         assert tied is not None
         options = itertools.product(*(range(size) for size in num_strategies(tied.problem)))
         found = [evaluate(problem, tied.expand(np.array(choice))) for choice in options]
         best = min((e.cost for e in found if e.feasible), default=None)
-        start = tied_start(problem, KEY, None)
+        start = quotient_start(problem, gradient.solve, KEY, None)
         assert start is not None
         if best is None:  # then the least excess
             assert evaluate(problem, start).excess == min(e.excess for e in found)
@@ -128,12 +129,12 @@ def test_there_is_no_start_where_equal_nodes_exclude_each_other():
     differ = np.array([[np.inf, 0.0], [0.0, np.inf]])
     ring = Problem([np.zeros(2)] * 4, np.array([[0, 1], [1, 2], [2, 3], [3, 0]]), [differ] * 4)
     assert solve(ring).feasible
-    assert tied_start(ring, KEY, None) is None
+    assert quotient_start(ring, gradient.solve, KEY, None) is None
 
 
 def test_a_start_from_layers_is_close_to_what_the_whole_finds():
     problem = layered_problem(3, 8, width=12, most=6)
-    start = tied_start(problem, KEY, None)
+    start = quotient_start(problem, gradient.solve, KEY, None)
     assert start is not None
     assert evaluate(problem, start).cost <= 1.05 * solve(problem).cost
 
@@ -141,15 +142,15 @@ def test_a_start_from_layers_is_close_to_what_the_whole_finds():
 def test_fifty_thousand_nodes_are_tied():
     problem = layered_problem(0, 1250, binding=0.8)
     assert len(problem.node_cost) == 50_000
-    assert tie(problem) is not None
+    assert quotient_by_equality(problem) is not None
 
 
-def test_ctrl_c_in_the_quotient_stops_the_whole_search(monkeypatch):
+def test_ctrl_c_in_the_quotient_stops_the_whole_search():
     def pressed(problem: Problem, *, time_limit_s, key) -> Iterator[Proposal]:
         raise KeyboardInterrupt
         yield Proposal()
 
-    monkeypatch.setattr(tied_module, "solve", functools.partial(solve, solver=pressed))
-    found = solve(layered_problem(0, 12, width=12, most=6, binding=0.7), reduce=unchanged)
+    solver = functools.partial(gradient.solve, phases=(QuotientStart(pressed),))
+    found = solve(layered_problem(0, 12, width=12, most=6, binding=0.7), solver=solver, reduce=unchanged)
     assert found.status == "interrupted"
     assert found.lower_bound > 0  # from the dual, before

@@ -1,0 +1,153 @@
+"""The loop that drives every solver: it prices each proposal exactly, keeps the best, and watches the time and Ctrl-C.
+
+It takes the solver as a function, so that a solver can run the loop on a smaller problem of its own.
+"""
+
+import math
+import time
+from collections.abc import Callable
+
+import jax
+import numpy as np
+
+from cost.base import Evaluation, Problem, is_forbidden
+from cost.evaluation import Evaluator
+from cost.memory import least_memory
+from cost.validation import validate
+from diffshard.base import CLOSED, Progress, Proposal, Solution, Solver
+from diffshard.solving import presolve
+
+
+def run_solver(
+    problem: Problem,
+    solver: Solver,
+    *,
+    time_limit_s: float | None,
+    key: jax.Array,
+    progress: Progress | None = None,
+    reduce: Callable[[Problem], presolve.Reduction] = presolve.reduce,
+) -> Solution:
+    """Checks and presolves a problem, lets the solver run until it ends or is stopped, and returns the best proposal.
+
+    Args:
+      problem: what to solve.
+      solver: gets the presolved problem.
+      time_limit_s: wall-clock seconds, presolve included; None lets the solver end by its own rule.
+      key: a JAX random key.
+      progress: called at each improvement.
+      reduce: the presolve.
+
+    Raises:
+      ValueError: the problem breaks a rule of `Problem`.
+    """
+    start = time.perf_counter()
+    validate(problem)
+    best = _Best(problem, progress, start)
+    least = _least_choice(problem)
+    if least is not None:
+        best.offer(presolve.unchanged(problem), Proposal(least, math.inf))
+        return best.solution("finished")
+    status = "finished"
+    try:
+        try:
+            reduced = reduce(problem)
+        except presolve.InfeasibleError:  # nothing is allowed: the solver still looks for what breaks the rules least
+            reduced = presolve.unchanged(problem)
+        if not reduced.problem.node_cost:
+            best.offer(reduced, Proposal(np.zeros(0, np.int64), 0.0))
+            return best.solution(status)
+        remaining_s = None if time_limit_s is None else max(time_limit_s - (time.perf_counter() - start), 1e-3)
+        for proposal in solver(reduced.problem, time_limit_s=remaining_s, key=key):
+            best.offer(reduced, proposal)
+            if best.closed():
+                break
+            if time_limit_s is not None and time.perf_counter() - start >= time_limit_s:
+                status = "time limit"
+                break
+    except KeyboardInterrupt:
+        status = "interrupted"
+    return best.solution(status)
+
+
+class _Best:
+    """The best proposal so far, by exact price: any feasible one before any other, then less excess, then less cost."""
+
+    def __init__(self, problem: Problem, progress: Progress | None, start: float):
+        self._evaluate, self._progress, self._start = Evaluator(problem), progress, start
+        cheapest = [int(np.argmin(cost)) for cost in problem.node_cost]
+        self._choice = np.array(cheapest, np.int64)  # so that there is an answer whenever the loop is stopped
+        self._evaluation = self._evaluate(self._choice)
+        self._lower_bound = -math.inf
+        self._history: list[tuple[float, float, float]] = []
+        self._report()
+
+    def offer(self, reduced: presolve.Reduction, proposal: Proposal) -> None:
+        bound = float(reduced.constant + proposal.lower_bound)
+        improved = bound > self._lower_bound
+        self._lower_bound = max(self._lower_bound, bound)
+        if proposal.choice is not None:
+            choice = reduced.expand(np.asarray(proposal.choice, np.int64))
+            evaluation = self._evaluate(choice)
+            if _rank(evaluation) < _rank(self._evaluation):
+                self._choice, self._evaluation, improved = choice, evaluation, True
+        if improved:
+            self._report()
+
+    def closed(self) -> bool:
+        return self._evaluation.feasible and self._evaluation.cost - self._lower_bound <= CLOSED * abs(
+            self._evaluation.cost
+        )
+
+    def solution(self, status: str) -> Solution:
+        evaluation = self._evaluation
+        cost, gap = evaluation.cost, math.inf
+        if evaluation.feasible:
+            # The last digit of a float must not lift the bound above the cost.
+            bound = min(self._lower_bound, cost)
+            gap = (cost - bound) / abs(cost) if cost else (0.0 if bound == cost else math.inf)
+        else:
+            bound = self._lower_bound
+        status = "optimal" if self.closed() else status if evaluation.feasible else _unsolved(status)
+        return Solution(
+            self._choice, cost, bound, gap, evaluation.feasible, evaluation.excess, tuple(self._history), status
+        )
+
+    def _report(self) -> None:
+        cost = float(self._evaluation.cost) if self._evaluation.feasible else math.inf
+        self._history.append((time.perf_counter() - self._start, cost, self._lower_bound))
+        if self._progress is not None:
+            self._progress(*self._history[-1])
+
+
+def _least_choice(problem: Problem) -> np.ndarray | None:
+    """Returns the choice `[V]` of least memory if even the least usages exceed the limit at some time, else None."""
+    if not len(problem.usage):
+        return None
+    times, least = least_memory(problem)
+    excess = (least - problem.memory_limit).max(axis=1)
+    if excess.max() <= 0:
+        return None
+    worst = times[np.argmax(excess)]
+    at_worst, total = ([np.zeros(len(cost)) for cost in problem.node_cost] for _ in range(2))
+    for v, usage, (start, end) in zip(problem.usage_node, problem.usage, problem.usage_interval, strict=True):
+        used = np.asarray(usage, float).reshape(len(usage), -1).sum(axis=1)
+        total[v] += used
+        at_worst[v] += used * (start <= worst < end)
+    orders = (
+        np.lexsort((cost, used, used_then, is_forbidden(cost)))
+        for cost, used, used_then in zip(problem.node_cost, total, at_worst, strict=True)
+    )
+    return np.array([order[0] for order in orders], np.int64)
+
+
+def _unsolved(status: str) -> str:
+    return "infeasible" if status == "finished" else status
+
+
+def _rank(evaluation: Evaluation) -> tuple[bool, bool, float, float]:
+    return (
+        not evaluation.feasible,
+        bool(is_forbidden(np.asarray(evaluation.cost))),
+        evaluation.excess,
+        evaluation.cost,
+    )

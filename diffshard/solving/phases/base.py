@@ -1,0 +1,127 @@
+"""The vocabulary of phases: what they share, how far they are, and what a climb and a phase are.
+
+Letters for sizes: V nodes, T times, D devices.
+"""
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import jax
+import numpy as np
+
+from cost.base import Problem
+from diffshard.solving.dual.ascent import Ascent
+from diffshard.solving.flat import Flat
+from diffshard.solving.moves.polish import Polish
+
+MOST_NODES_OF_SMALL = 500
+"""Nodes up to which a graph is one neighbourhood and worth branches and walks; chosen by hand on the contest's
+instances."""
+
+NO_BOUND = -math.inf
+"""What a phase yields after a move that gives no lower bound."""
+
+
+class Start(NamedTuple):
+    """Where forest moves can begin.
+
+    Attributes:
+      choice: `[V]`.
+      memory: `[T, D]` the prices of memory that go with it.
+    """
+
+    choice: np.ndarray
+    memory: np.ndarray
+
+
+class Clock:
+    """How much of the time limit is over; without a limit, phases go by what they have done."""
+
+    def __init__(self, time_limit_s: float | None):
+        self._start, self.time_limit_s = time.perf_counter(), time_limit_s
+
+    def elapsed_share(self) -> float:
+        """Returns the share of the time limit that is over, 0 without a limit."""
+        return 0.0 if self.time_limit_s is None else (time.perf_counter() - self._start) / self.time_limit_s
+
+    def progress(self, planned: int, end_share: float) -> Callable[[int], float]:
+        """Returns a function from what is done to 0 at this moment and 1 at the end.
+
+        Args:
+          planned: what there is to do without a time limit.
+          end_share: where the end is in the time limit.
+        """
+        if self.time_limit_s is None:
+            return lambda done: done / planned
+        begin_share = self.elapsed_share()
+        return lambda done: (self.elapsed_share() - begin_share) / max(end_share - begin_share, 1e-9)
+
+
+@dataclass(frozen=True)
+class Search:
+    """One run of the search: what its phases read, and the choice under improvement, which they change.
+
+    Attributes:
+      problem: what is solved.
+      ascent: the climbed dual.
+      polish: the choice under improvement, the best so far, and the random numbers.
+      starts: choices read off the dual during the climb, the last and best first.
+      bound: on the cost of every feasible choice, from the climb.
+      clock: since the search began.
+      key: a JAX random key for phases that run a solver of their own.
+    """
+
+    problem: Problem
+    ascent: Ascent
+    polish: Polish
+    starts: tuple[Start, ...]
+    bound: float
+    clock: Clock
+    key: jax.Array
+
+    @property
+    def flat(self) -> Flat:
+        """The problem as flat arrays."""
+        return self.polish.flat
+
+    @property
+    def cost_per_node(self) -> float:
+        """The size of the bound per node: the unit of all temperatures."""
+        return max(abs(self.bound), 1e-30) / len(self.flat.sizes)
+
+    @property
+    def has_loads(self) -> bool:
+        """Whether devices do different work: then the largest load joins all nodes."""
+        return bool(self.flat.load.shape[1])
+
+    @property
+    def is_small(self) -> bool:
+        """Whether the graph has at most `MOST_NODES_OF_SMALL` nodes."""
+        return len(self.flat.sizes) <= MOST_NODES_OF_SMALL
+
+
+class Climb(Protocol):
+    """What raises the dual's bound before there is a choice."""
+
+    def init(self, flat: Flat) -> Ascent:
+        """Returns the dual before the first sweep."""
+        ...
+
+    def __call__(self, ascent: Ascent, clock: Clock) -> Iterator[Start]:
+        """Climbs, and yields at least one start; the last one is of the climbed dual."""
+        ...
+
+
+class Phase(Protocol):
+    """What improves the choice of a search."""
+
+    def __call__(self, search: Search) -> Iterator[float]:
+        """Improves `search.polish`, and yields a lower bound, or `NO_BOUND`, after each move.
+
+        A phase yields often, since the search looks at the clock between two yields, and nothing at all where it does
+        not apply.
+        """
+        ...

@@ -1,0 +1,62 @@
+"""Forest moves from several starts read off the dual, the best of which goes on.
+
+Forest moves come down to a local optimum near their start. Duals of slightly different problems, with noise on the
+costs and other prices of memory, round to starts far enough from each other to reach different ones.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from diffshard.solving.moves.polish import rounded
+from diffshard.solving.phases.base import NO_BOUND, Search, Start
+
+MOST_CLIMB_STARTS = 3
+"""Starts of the climb that are tried, the last ones; chosen by hand on the contest's instances."""
+
+
+@dataclass(frozen=True)
+class DualStarts:
+    """Starts off the climb, then off perturbed duals; all numbers were chosen by hand on the contest's instances.
+
+    Attributes:
+      num_starts: without a time limit.
+      num_moves: forest moves from each start.
+      end_share: of the time limit, when the phase ends.
+      end_share_of_small: the same for small graphs, where branches and walks do more.
+      num_sweeps: of each perturbed dual.
+      most_noise: of a perturbed dual's costs, in the bound's cost per node.
+    """
+
+    num_starts: int = 8
+    num_moves: int = 60
+    end_share: float = 0.6
+    end_share_of_small: float = 0.15
+    num_sweeps: int = 80
+    most_noise: float = 0.03
+
+    def __call__(self, search: Search) -> Iterator[float]:
+        """Tries start after start until the time or the number is reached; has no bound."""
+        end_share = self.end_share_of_small if search.is_small else self.end_share
+        progress = search.clock.progress(self.num_starts, end_share)
+        trial = 0
+        while progress(trial) < 1:
+            start = search.starts[trial] if trial < len(search.starts) else self._perturbed(search)
+            for _ in moves_from(search, start, self.num_moves):
+                yield NO_BOUND
+                if search.clock.elapsed_share() > end_share:
+                    return
+            trial += 1
+
+    def _perturbed(self, search: Search) -> Start:
+        rng = search.polish.rng
+        noise = self.most_noise * search.cost_per_node * rng.random() ** 3  # mostly little
+        absorbed, memory = search.ascent.perturbed(rng, self.num_sweeps, noise)
+        return Start(rounded(search.flat, absorbed), memory)
+
+
+def moves_from(search: Search, start: Start, num_moves: int) -> Iterator[float]:
+    """Makes forest moves from a start; prices of memory answer half as much in the second half."""
+    search.polish.begin(start.choice, start.memory)
+    for i in range(num_moves):
+        search.polish.anneal(0.0, 0.1 if i < num_moves // 2 else 0.05)
+        yield NO_BOUND
