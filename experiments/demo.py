@@ -2,8 +2,8 @@
 
     python -m experiments.demo [--layers 4] [--width 256] [--steps 20] [--output out]
 
-Searches a plan for a 2x4 mesh, prints it, trains with it on real text, holds losses and parameters against a run on one
-device, times it against data parallelism written by hand, and writes plan.json and plan.html.
+Searches a plan for a 2x4 mesh, prints it, trains with it on real text, compares losses and parameters with a run on one
+device, times the plan against data parallelism written by hand, and writes plan.json and plan.html.
 """
 
 import argparse
@@ -43,10 +43,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     print(f"\nTraining {options.steps} steps on text, with the plan and on one device.")
     state, _ = plan.shard(*arguments(model))
-    found = train(step, state, batches)
+    planned = train(step, state, batches)
     reference = train(jax.jit(model.step, donate_argnums=0), arguments(model)[0], batches)
-    comparison = compare(reference, found)
-    _print_training(reference[1], found[1], comparison)
+    comparison = compare(reference, planned)
+    _print_training(reference[1], planned[1], comparison)
 
     print("\nTiming the plan against data parallelism, in turns.")
     _print_ratio(*time_in_turns(step, data_parallel_step(model, mesh), model, batches[0], plan, mesh, options.rounds))
@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def train(step: Callable[..., Any], state: Any, batches: Sequence[jax.Array]) -> tuple[Any, list[float]]:
-    """The state after a step on each batch, and the losses; the given state is donated."""
+    """Returns the state after a step on each batch, and the losses; the given state is donated."""
     losses = []
     for batch in batches:
         state, loss = step(state, batch)
@@ -68,7 +68,7 @@ def train(step: Callable[..., Any], state: Any, batches: Sequence[jax.Array]) ->
 
 
 def data_parallel_step(model: Model, mesh: Mesh) -> Callable[..., Any]:
-    """The step under `jax.jit` with the batch split over all devices and the state on each."""
+    """Returns the step under `jax.jit` with the batch split over all devices and the state on each."""
     by_hand = experts.data_parallel(*abstract_arguments(model), mesh)
     out = (by_hand.state, NamedSharding(mesh, PartitionSpec()))
     return jax.jit(model.step, in_shardings=by_hand.in_shardings, out_shardings=out, donate_argnums=0)
@@ -84,12 +84,12 @@ def time_in_turns(
     rounds: int,
     steps: int = 3,
 ) -> tuple[list[float], list[float]]:
-    """Seconds of a step in each round, of the planned and of the data-parallel one.
+    """Measures the seconds of a step in each round, of the planned step and of the data-parallel one.
 
-    They take turns, so that what else the machine does falls on both.
+    The two take turns, so that other work of the machine slows down both.
     """
     shardings = experts.data_parallel(*abstract_arguments(model), mesh).in_shardings
-    # Each run has a state of its own: the steps donate it, and `device_put` may share what is already in place.
+    # Each run has a state of its own, as steps donate it, and `device_put` may not copy arrays that are in place.
     runs = [
         (planned, *plan.shard(arguments(model)[0], batch)),
         (by_hand, *jax.device_put((arguments(model)[0], batch), shardings)),
@@ -117,10 +117,10 @@ def _num_parameters(model: Model) -> int:
     return sum(leaf.size for leaf in jax.tree.leaves(abstract_arguments(model)[0].params))
 
 
-def _print_training(reference: Sequence[float], found: Sequence[float], comparison: Comparison) -> None:
+def _print_training(reference: Sequence[float], planned: Sequence[float], comparison: Comparison) -> None:
     print(f"{'step':>6}{'one device':>14}{'plan':>14}")
-    for index in sorted({0, *range(4, len(found), 5), len(found) - 1}):
-        print(f"{index + 1:>6}{reference[index]:>14.6f}{found[index]:>14.6f}")
+    for index in sorted({0, *range(4, len(planned), 5), len(planned) - 1}):
+        print(f"{index + 1:>6}{reference[index]:>14.6f}{planned[index]:>14.6f}")
     print(
         f"{'Equal' if comparison.equal else 'NOT EQUAL'}: losses differ by at most {comparison.loss:.1e} of their "
         f"size, parameters and optimiser state by at most {comparison.state:.1e} of each tensor's largest entry."

@@ -2,7 +2,7 @@
 
     python -m experiments.equal_results [--models gpt moe] [--meshes 8 2x4]
 
-The hardware is one on which arithmetic is slow, so that the search splits everything it can.
+Plans are made for hardware with slow arithmetic, so that they split everything that can be split.
 """
 
 import argparse
@@ -36,8 +36,8 @@ MODELS: dict[str, Callable[[], Model]] = {
 }
 MESHES = ("8", "2x4", "4x2", "2x2x2")
 STEPS = 2
-# Of float32 sums in another order. Adam divides a gradient by its own size, so an element whose gradient is rounding
-# noise moves by up to a learning rate (1e-3) either way: the share of such elements is bounded instead.
+# float32 sums in another order differ in rounding. Adam divides a gradient by its own size, so an element whose
+# gradient is rounding noise moves by up to a learning rate (1e-3) either way: the share of such elements is bounded.
 LOSS_TOLERANCE = 1e-5
 STATE_TOLERANCE = 1e-4
 NOISY_SHARE = 1e-4
@@ -48,7 +48,8 @@ class Comparison(NamedTuple):
 
     Attributes:
       loss: largest relative difference of the losses.
-      state: largest difference of a state's element, relative to its tensor's largest, the noisy share left out.
+      state: largest difference of an element of the state, relative to the largest element of its tensor; the noisy
+        share of the elements does not count.
       noisy: share of the state's elements that differ by more than `STATE_TOLERANCE`.
     """
 
@@ -58,12 +59,12 @@ class Comparison(NamedTuple):
 
     @property
     def equal(self) -> bool:
-        """Whether all differences are those of rounding."""
+        """Whether all differences can be those of rounding."""
         return self.loss <= LOSS_TOLERANCE and self.noisy <= NOISY_SHARE
 
 
-class Row(NamedTuple):
-    """A model on a mesh: its plan and what came of running it."""
+class PlannedRun(NamedTuple):
+    """A model on a mesh: its plan, and how a run with it compares with the run on one device."""
 
     model: str
     mesh: str
@@ -73,17 +74,17 @@ class Row(NamedTuple):
 
 
 def slow_arithmetic(mesh: Mesh) -> Hardware:
-    """Hardware on which splitting the arithmetic pays for any communication that it takes."""
+    """Makes hardware so slow at arithmetic that splitting it pays for any communication."""
     links = {str(axis): Link(1e-7, 1e-7) for axis in mesh.axis_names}
     return Hardware("slow arithmetic", flops_per_s=1e7, memory_bytes_per_s=1e9, memory_bytes=1e10, links=links)
 
 
-def compare(reference: tuple[Any, Sequence[Any]], found: tuple[Any, Sequence[Any]]) -> Comparison:
+def compare(reference: tuple[Any, Sequence[Any]], planned: tuple[Any, Sequence[Any]]) -> Comparison:
     """Compares `(state, losses)` of two runs."""
-    losses = [np.asarray(run[1], np.float64) for run in (reference, found)]
+    losses = [np.asarray(run[1], np.float64) for run in (reference, planned)]
     differences = [
         np.abs(np.asarray(b, np.float64) - np.asarray(a, np.float64)).ravel() / max(np.abs(np.asarray(a)).max(), 1e-6)
-        for a, b in zip(jax.tree.leaves(reference[0]), jax.tree.leaves(found[0]), strict=True)
+        for a, b in zip(jax.tree.leaves(reference[0]), jax.tree.leaves(planned[0]), strict=True)
         if np.size(a)
     ]
     everything = np.sort(np.concatenate(differences))
@@ -93,7 +94,7 @@ def compare(reference: tuple[Any, Sequence[Any]], found: tuple[Any, Sequence[Any
 
 
 def run_steps(step: Callable[..., Any], state: Any, batch: Any, steps: int) -> tuple[Any, list[Any]]:
-    """The state after some steps on one batch, and the losses."""
+    """Returns the state after some steps on one batch, and the losses."""
     losses = []
     for _ in range(steps):
         state, loss = step(state, batch)
@@ -101,7 +102,9 @@ def run_steps(step: Callable[..., Any], state: Any, batch: Any, steps: int) -> t
     return jax.device_get(state), losses
 
 
-def check(name: str, mesh_text: str, reference: tuple[Any, Any], *, solver: str | None, time_limit_s: float) -> Row:
+def check(
+    name: str, mesh_text: str, reference: tuple[Any, Any], *, solver: str | None, time_limit_s: float
+) -> PlannedRun:
     """Searches a plan for the model, runs it, and compares with the reference run."""
     model, mesh = MODELS[name](), host_mesh(parse_mesh(mesh_text))
     step = diffshard.search(model.step, mesh, hardware=slow_arithmetic(mesh), solver=solver, time_limit_s=time_limit_s)
@@ -109,11 +112,11 @@ def check(name: str, mesh_text: str, reference: tuple[Any, Any], *, solver: str 
     plan = step.plan(*abstract_arguments(model))
     search_s = time.perf_counter() - start
     state, batch = plan.shard(*arguments(model))
-    return Row(name, mesh_text, plan, search_s, compare(reference, run_steps(step, state, batch, STEPS)))
+    return PlannedRun(name, mesh_text, plan, search_s, compare(reference, run_steps(step, state, batch, STEPS)))
 
 
-def cells(row: Row) -> tuple[object, ...]:
-    """The row for people."""
+def cells(row: PlannedRun) -> tuple[object, ...]:
+    """Returns the cells of a run's row in the table."""
     comparison = row.comparison
     return (
         row.model,

@@ -1,4 +1,4 @@
-"""Meshes of host devices, so that a plan for many devices runs for real on one machine."""
+"""Meshes of host devices, on which a plan for many devices runs on one machine."""
 
 import math
 import os
@@ -12,7 +12,7 @@ AXIS_NAMES = {1: ("data",), 2: ("data", "model"), 3: ("data", "model", "third")}
 
 
 def host_mesh(shape: Sequence[int], count: int = 8) -> Mesh:
-    """A mesh of the given shape over the first of `count` host devices.
+    """Makes a mesh of the given shape from the first of `count` host devices.
 
     Raises:
       RuntimeError: JAX was already used in this process with fewer host devices than the shape needs.
@@ -32,10 +32,10 @@ def host_mesh(shape: Sequence[int], count: int = 8) -> Mesh:
 
 
 def parse_mesh(text: str) -> tuple[int, ...]:
-    """A mesh shape as written on a command line: "2x4" is (2, 4).
+    """Reads a mesh shape from a command line: "2x4" is (2, 4).
 
     Raises:
-      ValueError: it is not one to three positive integers joined by x.
+      ValueError: the text is not one to three positive integers joined by x.
     """
     try:
         shape = tuple(int(part) for part in text.split("x"))

@@ -1,9 +1,9 @@
-"""A found plan against four that experts write by hand: predicted time, and what the compiler makes of each.
+"""A found plan against four that experts write by hand: predicted times, and what the compiler makes of each.
 
     python -m experiments.peers [--models gpt moe mlp] [--mesh 2x4] [--hardware h100] [--target h100]
 
-An expert's prediction is the best that the search finds around the expert's shardings of state and batch. The compiled
-program of an expert is what `jax.jit` makes of these shardings and of the expert's rules for activations.
+The prediction for an expert is that of the best plan with the expert's shardings of state and batch. An expert's
+compiled program is what `jax.jit` makes of these shardings and of the expert's rules for activations.
 """
 
 import argparse
@@ -29,18 +29,18 @@ MODELS: dict[str, Callable[[], Model]] = {
     "moe": lambda: _sized(moe.make),
     "mlp": lambda: mlp.make(layers=4, width=4096, batch=4096),
 }
-# The search is not exact: a found plan within this share of the best expert's prediction is no worse.
+# The search ends before its gap is closed: a found plan counts as no worse within this share of an expert's prediction.
 TOLERANCE = 1e-3
 
 
-class Row(NamedTuple):
-    """A plan.
+class PeerPlan(NamedTuple):
+    """A plan of a model: the one that was found, or that of an expert.
 
     Attributes:
-      model: of what.
-      name: "found", or the expert's.
-      plan: the search's, with the expert's shardings given; None if nothing fits the memory limit.
-      compiled: what Shardy and XLA say of the program that would run.
+      model: its name.
+      name: "found", or the expert's name.
+      plan: the search's plan, for an expert with the expert's shardings given; None if nothing fits the memory limit.
+      compiled: what Shardy and XLA make of the program that would run.
     """
 
     model: str
@@ -49,12 +49,12 @@ class Row(NamedTuple):
     compiled: Verification
 
 
-def compare(name: str, model: Model, mesh: Any, **search_options: Any) -> list[Row]:
-    """The found plan, then each expert's."""
+def compare(name: str, model: Model, mesh: Any, **search_options: Any) -> list[PeerPlan]:
+    """Returns the found plan, then each expert's."""
     args = abstract_arguments(model)
     step = diffshard.search(model.step, mesh, donate_argnums=0, **search_options)
     plan = step.plan(*args)
-    rows = [Row(name, "found", plan, verify(step.lower(*args), mesh.shape, plan.collectives, plan.peak_bytes))]
+    rows = [PeerPlan(name, "found", plan, verify(step.lower(*args), mesh.shape, plan.collectives, plan.peak_bytes))]
     for expert in experts.EXPERTS:
         by_hand = expert(*args, mesh)
         given = diffshard.search(
@@ -66,18 +66,18 @@ def compare(name: str, model: Model, mesh: Any, **search_options: Any) -> list[R
             plan = None
         lowered = experts.lower_by_hand(model.step, *args, by_hand, donate_argnums=0)
         predicted = (plan.collectives, plan.peak_bytes) if plan else ((), float("nan"))
-        rows.append(Row(name, expert.__name__.replace("_", " "), plan, verify(lowered, mesh.shape, *predicted)))
+        rows.append(PeerPlan(name, expert.__name__.replace("_", " "), plan, verify(lowered, mesh.shape, *predicted)))
     return rows
 
 
-def best_is_found(rows: Sequence[Row]) -> bool:
-    """Whether no expert's plan is predicted to be faster than the found one, the first of the rows."""
+def best_is_found(rows: Sequence[PeerPlan]) -> bool:
+    """Tells whether no expert's plan is predicted to be faster than the found one, which is the first of the rows."""
     found, *by_hand = (row.plan for row in rows)
     return found is not None and all(p is None or found.step_s <= (1 + TOLERANCE) * p.step_s for p in by_hand)
 
 
-def cells(row: Row, axes: Sequence[str]) -> tuple[object, ...]:
-    """The row for people; bytes sent are those of one device, in MB."""
+def cells(row: PeerPlan, axes: Sequence[str]) -> tuple[object, ...]:
+    """Returns the cells of a plan's row in the table; bytes sent are those of one device, in MB."""
     sent = {r.axis: r for r in row.compiled.sent}
     predicted = [f"{sent[axis].predicted / 1e6:.1f}" if row.plan and axis in sent else "0.0" for axis in axes]
     compiled = [f"{sent[axis].compiled / 1e6:.1f}" if axis in sent else "0.0" for axis in axes]
@@ -90,7 +90,7 @@ def cells(row: Row, axes: Sequence[str]) -> tuple[object, ...]:
         *predicted,
         f"{row.plan.peak_bytes / 1e6:.0f}" if row.plan else "",
         *compiled,
-        f"{row.compiled.compiled_collectives:.0f}",
+        f"{row.compiled.num_collectives:.0f}",
         f"{memory.compiled / 1e6:.0f}" if memory else "",
     )
 

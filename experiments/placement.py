@@ -1,4 +1,4 @@
-"""Layers on devices and on pipeline stages: every solver that takes loads, against dynamic programming's optima.
+"""Layers on devices and on pipeline stages: solvers against the optima of dynamic programming.
 
 python -m experiments.placement [--solvers gradient exact mcmc] [--quick]
 """
@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from diffshard.placing import Placement, place
+from diffshard import Placement, place
 from experiments.tables import print_table
 
 
@@ -18,11 +18,11 @@ class Case(NamedTuple):
     """A placement with a known optimum.
 
     Attributes:
-      name: for the table.
-      layer_times: seconds.
+      name: as in the table.
+      layer_times: `[L]` seconds.
       transfer: `[D, D]` seconds.
-      num_microbatches: of a pipeline, None for free placement.
-      optimum: seconds, by exhaustive search or dynamic programming.
+      num_microbatches: of a pipeline; None if layers may be anywhere.
+      optimum: seconds of the best placement, by exhaustive search or dynamic programming.
     """
 
     name: str
@@ -50,7 +50,7 @@ PIPELINES = tuple(
 
 
 def placed(case: Case, solver: str, time_limit_s: float | None = None) -> Placement:
-    """The case, solved."""
+    """Places the layers of a case."""
     return place(
         case.layer_times,
         case.transfer,

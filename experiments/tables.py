@@ -16,5 +16,5 @@ def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[obje
     for row in cells:
         table.add_row(*row)
     console = Console()
-    # A pipe has no width of its own, and rich's 80 would break the columns.
+    # A pipe has no width, and the 80 columns that rich assumes would break the table.
     (console if console.is_terminal else Console(width=160)).print(table)

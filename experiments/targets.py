@@ -1,4 +1,4 @@
-"""What the programs of an experiment are compiled for: host devices, which run them, or H100s that are not here."""
+"""Meshes for which the programs of an experiment are compiled: host devices, which also run them, or absent H100s."""
 
 from collections.abc import Callable, Sequence
 
@@ -9,7 +9,7 @@ from experiments.host_devices import AXIS_NAMES, host_mesh
 
 
 def h100_mesh(shape: Sequence[int]) -> Mesh:
-    """A mesh of H100s to compile for; needs the extra `gpu-compile`."""
+    """Makes a mesh of H100s to compile for; needs the extra `gpu-compile`."""
     mesh = gpu_mesh(dict(zip(AXIS_NAMES[len(shape)], shape, strict=True)))
     return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(shape))
 

@@ -1,11 +1,11 @@
-"""The model is true: predicted collectives and memory held against Shardy, XLA's program and its memory plan.
+"""How true the cost model is: predicted collectives and memory against Shardy, XLA's program and its memory plan.
 
     python -m experiments.truth [--target h100|host] [--models gpt moe] [--meshes 8 2x4] [--hardware h100 dear]
 
-The target h100 compiles for H100s that need not be there (`pip install 'diffshard[gpu-compile]'`) and is the judge of
-reduce-scatters, rematerialisation and memory; host devices are for rough counts. On the H100's own preset models of
-this size are mostly data parallel, so each is also planned for hardware whose arithmetic is dear, where plans split
-operations in several ways.
+The target h100 compiles for H100s that need not be there (`pip install 'diffshard[gpu-compile]'`). Reduce-scatters,
+rematerialisation and memory are judged there; host devices are for rough counts. With the preset of an H100, plans of
+models of this size are mostly data parallel. So each model is also planned for hardware with slow arithmetic, where
+plans split operations in several ways.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from jax.sharding import Mesh
 
 import diffshard
 from diffshard import Hardware
-from diffshard.checks.verify import Row, Verification, relative_error, verify
+from diffshard.checks.verify import ComparedBytes, Verification, relative_error, verify
 from experiments.equal_results import slow_arithmetic
 from experiments.host_devices import parse_mesh
 from experiments.models import dlrm, gpt, mlp, moe, resnet
@@ -54,21 +54,21 @@ HARDWARE: dict[str, Callable[[Mesh], Hardware]] = {
     "dear": slow_arithmetic,
 }
 COLLECTIVE_TOLERANCE, MEMORY_TOLERANCE = 0.10, 0.20
-# Below this share of a step's bytes a kind of collective is a loss's or a norm's scalars: its error says nothing.
+# Kinds of collectives below this share of a step's bytes reduce scalars, of losses and norms; their errors say nothing.
 SMALL_SHARE = 0.01
-# The scheduler that hides latencies does weight gradients last and holds what they read until then, as long as the
-# device has memory to spare. Without it XLA orders operations so as to need little.
+# XLA's latency hiding scheduler computes weight gradients last, and keeps what they read until then, as long as the
+# device has memory to spare. Without this scheduler XLA orders operations so that they need little memory.
 IN_ORDER = {"xla_disable_hlo_passes": "latency-hiding-scheduler"}
 
 
-class Result(NamedTuple):
-    """A model planned for a mesh and hardware, and what the compilers say.
+class CheckedPlan(NamedTuple):
+    """A model's plan for a mesh and hardware, and what the compilers make of it.
 
     Attributes:
-      predicted_collectives: how many the plan names in one step, before any are combined.
-      in_order_bytes: where the peak is beyond its tolerance, XLA's peak for a GPU without its latency hiding scheduler.
-      step_s, gap: of the plan.
-      search_s, compile_s: how long they took.
+      predicted_collectives: how many collectives the plan has in one step; XLA combines some of them.
+      in_order_bytes: XLA's peak without the latency hiding scheduler; None unless the peak is beyond its tolerance.
+      step_s, gap: the plan's prediction.
+      search_s, compile_s: how long the search and the compiler took.
     """
 
     model: str
@@ -84,12 +84,14 @@ class Result(NamedTuple):
 
     @property
     def name(self) -> str:
-        """For lists of rows."""
+        """Model, mesh and hardware in one string."""
         return f"{self.model} {self.mesh} {self.hardware}"
 
 
-def check(name: str, mesh: Mesh, mesh_text: str, hardware: str, *, solver: str | None, time_limit_s: float) -> Result:
-    """Plans a model's step with its state donated, compiles it and compares."""
+def check(
+    name: str, mesh: Mesh, mesh_text: str, hardware: str, *, solver: str | None, time_limit_s: float
+) -> CheckedPlan:
+    """Plans a model's step with its state donated, compiles it, and compares prediction and program."""
     model = MODELS[name]()
     step = diffshard.search(
         model.step,
@@ -109,47 +111,47 @@ def check(name: str, mesh: Mesh, mesh_text: str, hardware: str, *, solver: str |
     if memory and abs(memory.error) > MEMORY_TOLERANCE and mesh.devices.flat[0].platform != "cpu":
         in_order = peak_bytes(lowered.compile(compiler_options=IN_ORDER))
     count = sum(c.count for c in plan.collectives)
-    return Result(
+    return CheckedPlan(
         name, mesh_text, hardware, verification, count, in_order, plan.step_s, plan.gap, searched - start, compile_s
     )
 
 
 def peak_bytes(compiled: Any) -> float:
-    """The peak of one device by XLA's plan."""
+    """Returns the peak of one device in XLA's plan of memory."""
     stats = compiled.memory_analysis()
-    held = stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
-    return float(held + stats.temp_size_in_bytes)
+    arrays = stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
+    return float(arrays + stats.temp_size_in_bytes)
 
 
-def substantial(rows: Sequence[Row]) -> list[Row]:
-    """The rows that are more than a small share of all bytes, by the prediction or by the program."""
+def substantial(rows: Sequence[ComparedBytes]) -> list[ComparedBytes]:
+    """Returns the rows with more than a small share of all bytes, predicted or compiled."""
     predicted, compiled = sum(r.predicted for r in rows), sum(r.compiled for r in rows)
     return [r for r in rows if r.predicted > SMALL_SHARE * predicted or r.compiled > SMALL_SHARE * compiled]
 
 
 def sent_error(verification: Verification) -> float:
-    """Error of the bytes that a device sends along all axes."""
+    """Returns the relative error of the bytes that a device sends along all axes."""
     return relative_error(sum(r.predicted for r in verification.sent), sum(r.compiled for r in verification.sent))
 
 
-def worst(rows: Iterable[Row]) -> Row | None:
-    """The row with the largest error, None where there is none."""
+def worst(rows: Iterable[ComparedBytes]) -> ComparedBytes | None:
+    """Returns the row with the largest error, None if there are no rows."""
     return max(rows, key=lambda row: abs(row.error), default=None)
 
 
-def cells(result: Result) -> tuple[object, ...]:
-    """The result for people."""
-    found, memory = result.verification, result.verification.memory
-    sent = [sum(getattr(r, who) for r in found.sent) for who in ("predicted", "shardy", "compiled")]
-    row = worst(substantial(found.rows))
+def cells(result: CheckedPlan) -> tuple[object, ...]:
+    """Returns the cells of a result's row in the table."""
+    verification, memory = result.verification, result.verification.memory
+    sent = np.sum([(s.predicted, s.shardy, s.compiled) for s in verification.sent] or [(0, 0, 0)], axis=0)
+    row = worst(substantial(verification.collectives))
     return (
         result.model,
         result.mesh,
         result.hardware,
-        *(f"{s / 1e6:.1f}" for s in sent),
-        percent(sent_error(found)),
+        *(f"{num_bytes / 1e6:.1f}" for num_bytes in sent),
+        percent(sent_error(verification)),
         f"{percent(row.error)} {row.kind} {row.axis}" if row else "",
-        f"{result.predicted_collectives:.0f} → {found.compiled_collectives:.0f}",
+        f"{result.predicted_collectives:.0f} → {verification.num_collectives:.0f}",
         f"{memory.predicted / 1e6:.0f}" if memory else "",
         f"{memory.compiled / 1e6:.0f}" if memory else "",
         percent(memory.error) if memory else "",
@@ -175,19 +177,19 @@ COLUMNS = (
 
 
 def percent(error: float) -> str:
-    """An error for people; bytes that the program has none of are "new"."""
+    """Writes a relative error; "new" if something was predicted that the program does not have."""
     return "new" if np.isinf(error) else f"{100 * error:+.1f}%"
 
 
-def summary(results: Sequence[Result]) -> list[tuple[str, list[tuple[str, float]], float]]:
-    """For each measure its name, (row, error) of every result and the tolerance."""
+def summary(results: Sequence[CheckedPlan]) -> list[tuple[str, list[tuple[str, float]], float]]:
+    """Returns the name of each measure, the names and errors of all its rows, and its tolerance."""
     kinds, axes, memory = [], [], []
     for result in results:
-        found = result.verification
-        kinds += [(f"{result.name}: {r.kind} {r.axis}", r.error) for r in substantial(found.rows)]
-        axes += [(f"{result.name}: {r.axis}", r.error) for r in substantial(found.sent)]
-        if found.memory:
-            memory.append((result.name, found.memory.error))
+        verification = result.verification
+        kinds += [(f"{result.name}: {r.kind} {r.axis}", r.error) for r in substantial(verification.collectives)]
+        axes += [(f"{result.name}: {r.axis}", r.error) for r in substantial(verification.sent)]
+        if verification.memory:
+            memory.append((result.name, verification.memory.error))
     return [
         ("collective bytes by kind and axis", kinds, COLLECTIVE_TOLERANCE),
         ("bytes sent by axis", axes, COLLECTIVE_TOLERANCE),
@@ -195,8 +197,8 @@ def summary(results: Sequence[Result]) -> list[tuple[str, list[tuple[str, float]
     ]
 
 
-def print_summary(results: Sequence[Result]) -> None:
-    """Median, worst, and every row beyond its tolerance."""
+def print_summary(results: Sequence[CheckedPlan]) -> None:
+    """Prints median and worst error of each measure, and every row beyond its tolerance."""
     rows = []
     for name, errors, tolerance in summary(results):
         if not errors:
@@ -220,16 +222,16 @@ def print_summary(results: Sequence[Result]) -> None:
                 print(f"beyond {tolerance:.0%}, {name}: {row} {percent(error)}")
 
 
-def as_json(results: Sequence[Result]) -> str:
-    """Everything measured, for other tables."""
+def as_json(results: Sequence[CheckedPlan]) -> str:
+    """Returns all numbers as JSON, for other tables."""
     return json.dumps(
         [
             {
                 **{k: v for k, v in result._asdict().items() if k != "verification"},
-                "rows": [vars(r) for r in result.verification.rows],
+                "rows": [vars(r) for r in result.verification.collectives],
                 "sent": [vars(r) for r in result.verification.sent],
                 "memory": vars(result.verification.memory) if result.verification.memory else None,
-                "compiled_collectives": result.verification.compiled_collectives,
+                "compiled_collectives": result.verification.num_collectives,
             }
             for result in results
         ],

@@ -1,1 +1,6 @@
-"""A plan held against the compilers: Shardy's collectives, XLA's program and memory, and results on real devices."""
+"""Checks of a plan: its prediction against what compilers make of it, and its results against those on one device.
+
+`verify.py` compares predicted collectives and memory with Shardy's and XLA's. `collectives.py` finds the collectives of
+a compiled program in its text, which `hlo.py` parses; `gpu_target.py` compiles for GPUs that are not there.
+`equal_results.py` runs a function with and without its plan.
+"""

@@ -1,15 +1,16 @@
-"""The collectives of a compiled program, read from XLA's HLO text (CPU and GPU backends)."""
+"""The collectives of a compiled program, read from the HLO text of XLA's CPU and GPU backends.
+
+The CPU backend has no reduce-scatter: it reduces everything on every device, and slices. If each device uses only its
+own slice of an all-reduce's result, the record says that the all-reduce stands for a reduce-scatter.
+"""
 
 import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-import numpy as np
-
 from cost.base import CollectiveKind
-from diffshard.checks.hlo import Computation, Instruction, Module, arrays, parse, parts_of_tuple, size
-from diffshard.checks.scattered import sliced_elements
+from diffshard.checks.hlo import Computation, Instruction, Module, arrays, parse, parts_of_tuple, replica_groups, size
 from search_spaces.sharding.collective_records import CollectiveRecord, axes_of_groups, axes_of_pairs, bits_of_dtype
 
 _KINDS: dict[str, CollectiveKind] = {
@@ -20,26 +21,30 @@ _KINDS: dict[str, CollectiveKind] = {
     "ragged-all-to-all": "all_to_all",
     "collective-permute": "collective_permute",
 }
+# Instructions whose result has the elements of their operand.
+_ELEMENT_BY_ELEMENT = frozenset({"bitcast", "copy", "convert", "reshape", "transpose", "all-reduce-done"})
 _CALLED = re.compile(r"(?:calls|to_apply|body|condition|true_computation|false_computation)=%?([\w.\-]+)")
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 _TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 _OP_NAME = re.compile(r'op_name="([^"]*)"')
 
+_Callers = list[tuple[Computation, Instruction]]
+
 
 def hlo_collectives(hlo: str, axis_sizes: Mapping[str, int]) -> list[CollectiveRecord]:
-    """The collectives that one device takes part in.
+    """Returns the collectives in which one device takes part.
 
-    Asynchronous pairs count once, by their start. Bodies of loops count as often as XLA knows that they run, once where
-    it does not; of branches the one with most bytes counts. Groups of one device move nothing and are left out. The CPU
-    backend writes reduce-scatters as all-reduces whose results are sliced: they say so, and `with_reduce_scatters`
-    writes them as what they are.
+    An asynchronous pair counts once, by its start. A loop's body counts as often as it runs, or once if XLA does not
+    know how often; of several branches the one with most bytes counts. Groups of one device send nothing and do not
+    count. All-reduces that stand for reduce-scatters have `sliced_axes`; `with_reduce_scatters` turns them into these.
 
     Args:
-      hlo: `compiled.as_text()`, or one module's text.
-      axis_sizes: `mesh.shape`: devices are numbered by their place in the mesh, row-major.
+      hlo: `compiled.as_text()`, or the text of one module.
+      axis_sizes: `mesh.shape`; devices are numbered by their place in the mesh, row-major.
 
     Returns:
-      In the order of the text, from the entry computation; `source` is the operation's name in the traced function.
+      Records in the order of the text, from the entry computation on; `source` is the operation's name in the traced
+      function.
 
     Raises:
       ValueError: `hlo` has no entry computation.
@@ -63,7 +68,7 @@ def _of_computation(
             names = _BRANCHES.search(instruction.attributes)
             names = re.findall(r"[\w.\-]+", names[1]) if names else _CALLED.findall(instruction.attributes)
             branches = [list(_of_computation(module, n, count, axis_sizes)) for n in names]
-            yield from max(branches, key=lambda found: sum(c.num_bytes * c.count for c in found), default=[])
+            yield from max(branches, key=lambda branch: sum(c.num_bytes * c.count for c in branch), default=[])
             continue
         trips = _TRIP_COUNT.search(instruction.attributes) if instruction.opcode == "while" else None
         for called in _CALLED.findall(instruction.attributes):
@@ -75,10 +80,10 @@ def _with_slices(
 ) -> CollectiveRecord:
     if collective.kind != "all_reduce":
         return collective
-    entries = sliced_elements(module, computation, instruction, collective.num_devices)
-    if not entries:
+    num_sliced = _sliced_elements(module, computation, instruction, collective.num_devices)
+    if not num_sliced:
         return collective
-    share = entries / instruction.num_elements
+    share = num_sliced / instruction.num_elements
     return replace(collective, sliced_axes=collective.axes, sliced_bytes=share * collective.num_bytes)
 
 
@@ -97,7 +102,7 @@ def _collective(
     if kind in ("reduce_scatter", "all_to_all"):
         num_bytes *= num_devices
     if kind == "all_to_all" and num_tensors > 1 and "dimensions=" not in instruction.attributes:
-        # The CPU backend hands each device's part over as a tensor of its own.
+        # The CPU backend passes the part of each device as a tensor of its own.
         num_tensors = max(1, num_tensors // num_devices)
     source = _OP_NAME.search(instruction.attributes)
     dtype = "+".join(dict.fromkeys(dtype for dtype, _ in tensors))
@@ -107,66 +112,81 @@ def _collective(
 
 
 def _result_type(instruction: Instruction) -> str:
-    """What the collective leaves; most starts have a tuple of operands, results and context."""
+    """Returns the type of what is received; the type of most starts is a tuple of operands, results and context."""
     opcode = instruction.opcode
     if not opcode.endswith("-start") or opcode == "all-reduce-start" or not instruction.type.startswith("("):
         return instruction.type
     return parts_of_tuple(instruction.type)[1]
 
 
-def replica_groups(text: str, num_devices: int) -> list[list[int]]:
-    """The groups of devices of one instruction, in each of XLA's spellings.
-
-    `{{0,1},{2,3}}` lists them; `[2,4]<=[8]T(1,0)` reshapes and transposes the numbers from 0; and
-    `mesh['a'=2,'b'=4] {'b'}` spans axes of a mesh, which may itself be a transposed one (`device_ids=([4,2]T(1,0))`)
-    and of whose axes a part may be named (`'b':(1)2`).
+def _sliced_elements(module: Module, computation: Computation, reduced: Instruction, num_devices: int) -> int:
+    """Counts the elements of an all-reduce's results that are used only as the slice that belongs to the device.
 
     Args:
-      text: the instruction's text.
-      num_devices: of the whole program: an empty list means all of them.
+      module: the whole program.
+      computation: the computation with the all-reduce.
+      reduced: the all-reduce.
+      num_devices: devices in its group; a slice is smaller by this factor than what it is taken from.
 
-    Raises:
-      ValueError: groups in a spelling that is not known.
+    Returns:
+      Elements of all results that are only used in slices; 0 if whole results are used.
     """
-    found = re.search(r"replica_groups=\{((?:\{[\d,]*\},?)*)\}", text)
-    if found:
-        groups = [[int(i) for i in group.split(",") if i] for group in re.findall(r"\{([\d,]*)\}", found[1])]
-        return [group for group in groups if group] or [list(range(num_devices))]
-    found = re.search(r"replica_groups=(\[[\d,]+\])<=(\[[\d,]+\](?:T\([\d,]+\))?)", text)
-    if found:
-        return _iota(found[2]).reshape(_numbers(found[1])).tolist()
-    found = re.search(
-        r"replica_groups=mesh\[([^\]]*)\](?:, *device_ids=\(([^()]*(?:\([\d,]*\))?)\))? *\{([^}]*)\}", text
-    )
-    if found:
-        return _mesh_groups(found[1], found[2], found[3])
-    raise ValueError(f"`text` must have replica groups in a known spelling: {text[:200]!r}.")
+    if not reduced.type.startswith("("):
+        return reduced.num_elements if _only_sliced(module, [], computation, reduced, num_devices) else 0
+    total = 0
+    for user in computation.users[reduced.name]:
+        if user.opcode == "get-tuple-element" and _only_sliced(module, [], computation, user, num_devices):
+            total += user.num_elements
+    return total
 
 
-def _mesh_groups(mesh: str, device_ids: str | None, spanned: str) -> list[list[int]]:
-    axes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", mesh)}
-    if device_ids is None:
-        devices = np.arange(math.prod(axes.values()))
-    else:
-        devices = _iota(device_ids) if device_ids.startswith("[") else np.array(_numbers(device_ids))
-    # Each axis becomes three, so that a part of it, `'b':(before)size`, is an axis of its own.
-    parts = {name: (1, length, 1) for name, length in axes.items()}
-    for name, before, part in re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", spanned):
-        if part:
-            parts[name] = (int(before), int(part), axes[name] // (int(before) * int(part)))
-    names = re.findall(r"'([^']+)'", spanned)
-    chosen = [3 * list(axes).index(name) + 1 for name in names]
-    shaped = devices.reshape([length for lengths in parts.values() for length in lengths])
-    num_members = math.prod(shaped.shape[i] for i in chosen)
-    return np.moveaxis(shaped, chosen, range(-len(chosen), 0)).reshape(-1, num_members).tolist()
+def _only_sliced(
+    module: Module, callers: _Callers, computation: Computation, value: Instruction, num_devices: int
+) -> bool:
+    """Tells whether a value is used only as the slice of the device; `callers` are the fusions around it."""
+    users = computation.users[value.name]
+    if not users or value.is_root:
+        return False
+    for user in users:
+        if user.opcode == "dynamic-slice":
+            if user.operands[0] != value.name or user.num_elements * num_devices != value.num_elements:
+                return False
+            if not any(_is_by_device(module, callers, computation, index) for index in user.operands[1:]):
+                return False
+        elif user.opcode in _ELEMENT_BY_ELEMENT:
+            if not _only_sliced(module, callers, computation, user, num_devices):
+                return False
+        elif user.opcode == "fusion":
+            fused = _called(module, user)
+            inside = [*callers, (computation, user)]
+            for number, operand in enumerate(user.operands):
+                parameter = fused.by_name[fused.parameters[number]]
+                if operand == value.name and not _only_sliced(module, inside, fused, parameter, num_devices):
+                    return False
+        else:
+            return False
+    return True
 
 
-def _iota(text: str) -> np.ndarray:
-    """Numbers from 0 in the order of `[2,4]T(1,0)`: shaped, transposed, flat again."""
-    shape, _, permutation = text.partition("T")
-    numbers = np.arange(size(shape.strip("[]"))).reshape(_numbers(shape))
-    return (numbers.transpose(_numbers(permutation)) if permutation else numbers).ravel()
+def _is_by_device(module: Module, callers: _Callers, computation: Computation, name: str) -> bool:
+    """Tells whether a scalar is computed from the device's number, which a loop may get as part of its state."""
+    numbers = {parameter: number for number, parameter in computation.parameters.items()}
+    waiting, visited = [name], {name}
+    while waiting:
+        value = computation.by_name[waiting.pop()]
+        if value.opcode == "partition-id" or (value.opcode == "get-tuple-element" and value.type.startswith("u32[]")):
+            return True
+        if value.opcode == "parameter" and callers:
+            (outer, call), above = callers[-1], callers[:-1]
+            if _is_by_device(module, above, outer, call.operands[numbers[value.name]]):
+                return True
+        elif value.num_elements == 1:
+            new = [operand for operand in value.operands if operand not in visited]
+            visited.update(new)
+            waiting.extend(new)
+    return False
 
 
-def _numbers(text: str) -> list[int]:
-    return [int(number) for number in re.findall(r"\d+", text)]
+def _called(module: Module, fusion: Instruction) -> Computation:
+    name = fusion.attributes.split("calls=", 1)[1].lstrip("%")
+    return module.computations[name.split(",", 1)[0].split(" ", 1)[0]]

@@ -1,10 +1,11 @@
-"""Meshes of GPUs on a machine without any: XLA's GPU compiler as the judge of a plan, before a cluster is paid for.
+"""Meshes of GPUs on a machine without any, so that XLA's GPU compiler can judge a plan before a cluster is paid for.
 
-`gpu_mesh` gives devices that can be compiled for but not run on; `jax.jit(...).lower(...).compile()` with shardings on
-it runs the real GPU compiler, whose program (`as_text()`, read by `collectives.py`) and `memory_analysis()` are
-those of the target. It needs the extra `gpu-compile`: JAX's CUDA plugin and ptxas, no driver and no CUDA libraries.
+Programs can be compiled for the devices of `gpu_mesh`, but not run on them. `jax.jit(...).lower(...).compile()` with
+shardings on such a mesh runs the real GPU compiler: its program (`as_text()`, read by `collectives.py`) and its
+`memory_analysis()` are those of the target. This needs the extra `gpu-compile`, which has JAX's CUDA plugin and ptxas;
+a driver and CUDA's libraries are not needed.
 
-XLA does not refuse a program that does not fit the GPU's memory: compare `memory_analysis()` with the hardware's size.
+XLA also compiles programs that do not fit the GPU's memory: compare `memory_analysis()` with the size of the memory.
 """
 
 import importlib.util
@@ -23,9 +24,9 @@ _SKIP_CHECK = "JAX_SKIP_CUDA_CONSTRAINTS_CHECK"
 
 @dataclass(frozen=True)
 class GpuTarget:
-    """What XLA's GPU compiler asks of a GPU.
+    """The properties of a GPU that decide which program XLA compiles for it.
 
-    These fields decide its program: with the full public specification of an H100, rates of all units included, a GPT
+    Others do not matter: with the full public specification of an H100, including the rates of all its units, a GPT
     training step compiled to the same collectives and the same bytes of memory.
 
     Attributes:
@@ -36,7 +37,7 @@ class GpuTarget:
       memory_bytes, memory_bytes_per_s: of the device's memory.
       l2_cache_bytes: of the whole chip.
       shared_memory_per_core_bytes: of a multiprocessor.
-      shared_memory_per_block_bytes: the most that a block can have.
+      shared_memory_per_block_bytes: the largest that a block can have.
       fpus_per_core: float32 lanes of a multiprocessor.
     """
 
@@ -52,7 +53,7 @@ class GpuTarget:
     fpus_per_core: int
 
     def to_proto_text(self) -> str:
-        """The target as XLA's `GpuTargetConfigProto` in text form; limits that all these GPUs share are filled in."""
+        """Returns the target as XLA's `GpuTargetConfigProto` in text form, with limits that all these GPUs share."""
         major, minor = self.compute_capability
         device = {
             "threads_per_block_limit": 1024,
@@ -109,7 +110,7 @@ A100 = GpuTarget(
 
 
 def gpu_mesh(axis_sizes: Mapping[str, int], target: GpuTarget = H100, *, gpus_per_host: int = 8) -> Mesh:
-    """A mesh of GPUs that can be compiled for, not run on.
+    """Makes a mesh of GPUs for which programs can be compiled, but on which they cannot be run.
 
     Args:
       axis_sizes: devices along each axis; neighbours along the last axis share a host first.
@@ -137,7 +138,7 @@ def gpu_mesh(axis_sizes: Mapping[str, int], target: GpuTarget = H100, *, gpus_pe
 
 
 def _topology_devices(target: GpuTarget, num_hosts: int, gpus_per_host: int) -> list[Any]:
-    # The plugin would look for CUDA's libraries when it is loaded, which compiling does not need.
+    # When the plugin is loaded it looks for CUDA's libraries, which are not needed to compile.
     before = os.environ.get(_SKIP_CHECK)
     os.environ[_SKIP_CHECK] = "1"
     try:

@@ -1,4 +1,4 @@
-"""XLA's HLO text as data: computations, their instructions, and who uses whose result."""
+"""XLA's HLO text as data: computations, their instructions, which of them use a result, and groups of devices."""
 
 import math
 import re
@@ -6,6 +6,8 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+
+import numpy as np
 
 _HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) .*\{$")
 _INSTRUCTION = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = ")
@@ -16,14 +18,14 @@ _NAME = re.compile(r"%([\w.\-]+)")
 
 @dataclass(frozen=True)
 class Instruction:
-    """One instruction.
+    """One instruction of a computation.
 
     Attributes:
-      name, opcode: as written.
-      type: of the result, a tuple's parts included.
-      operands: names.
+      name, opcode: as in the text.
+      type: of the result, with all parts if it is a tuple.
+      operands: names of other instructions.
       attributes: the text after the operands.
-      is_root: whether it is its computation's result.
+      is_root: whether the result is that of the computation.
     """
 
     name: str
@@ -35,7 +37,7 @@ class Instruction:
 
     @property
     def num_elements(self) -> int:
-        """Entries of the result, those of all parts together."""
+        """Number of elements of the result, all parts of a tuple together."""
         return sum(size(dims) for _, dims in arrays(self.type))
 
 
@@ -52,12 +54,12 @@ class Computation:
 
     @cached_property
     def users(self) -> Mapping[str, list[Instruction]]:
-        """The instructions that use a result."""
-        found: dict[str, list[Instruction]] = defaultdict(list)
+        """The instructions that use each result, by its name."""
+        users: dict[str, list[Instruction]] = defaultdict(list)
         for instruction in self.instructions:
             for operand in dict.fromkeys(instruction.operands):
-                found[operand].append(instruction)
-        return found
+                users[operand].append(instruction)
+        return users
 
     @cached_property
     def parameters(self) -> Mapping[int, str]:
@@ -72,7 +74,7 @@ class Module:
 
     Attributes:
       computations: by name.
-      entry: the name of the one that runs.
+      entry: name of the computation with which the program begins.
     """
 
     computations: Mapping[str, Computation]
@@ -88,33 +90,33 @@ def parse(hlo: str) -> Module:
     Raises:
       ValueError: `hlo` has no entry computation.
     """
-    found: dict[str, list[Instruction]] = {}
+    computations: dict[str, list[Instruction]] = {}
     entry, current = None, ""
     for line in hlo.splitlines():
         header = _HEADER.match(line)
         if header and not line.startswith("HloModule"):
             current = header[2]
-            found[current] = []
+            computations[current] = []
             entry = current if header[1] else entry
         elif current and (instruction := _instruction(line)):
-            found[current].append(instruction)
+            computations[current].append(instruction)
     if entry is None:
         raise ValueError("`hlo` must be the text of an HLO module; it has no ENTRY computation.")
-    return Module({name: Computation(tuple(instructions)) for name, instructions in found.items()}, entry)
+    return Module({name: Computation(tuple(instructions)) for name, instructions in computations.items()}, entry)
 
 
 def arrays(type_: str) -> list[tuple[str, str]]:
-    """(dtype, dimensions) of each array in a type, such as ("f32", "16,8")."""
+    """Returns dtype and dimensions of each array in a type, such as `("f32", "16,8")`."""
     return _ARRAY.findall(type_)
 
 
 def size(dims: str) -> int:
-    """The product of comma-separated numbers, 1 for none."""
+    """Returns the product of comma-separated numbers, 1 if there are none."""
     return math.prod(int(number) for number in re.findall(r"\d+", dims))
 
 
 def parts_of_tuple(type_: str) -> list[str]:
-    """The types in a tuple's type; any other type alone."""
+    """Returns the types of which a tuple consists; of any other type, that type alone."""
     if not type_.startswith("("):
         return [type_]
     parts, depth, part = [], 0, ""
@@ -126,6 +128,35 @@ def parts_of_tuple(type_: str) -> list[str]:
         else:
             part += character
     return [*parts, part.strip()]
+
+
+def replica_groups(text: str, num_devices: int) -> list[list[int]]:
+    """Reads the groups of devices of one instruction, in each of XLA's spellings.
+
+    `{{0,1},{2,3}}` lists the groups. `[2,4]<=[8]T(1,0)` reshapes and transposes the numbers from 0.
+    `mesh['a'=2,'b'=4] {'b'}` forms groups along axes of a mesh; the mesh may be transposed
+    (`device_ids=([4,2]T(1,0))`), and an axis may be named in part (`'b':(1)2`).
+
+    Args:
+      text: the instruction's text.
+      num_devices: number of devices of the whole program; an empty list of groups means one group of all of them.
+
+    Raises:
+      ValueError: the spelling of the groups is not known.
+    """
+    match = re.search(r"replica_groups=\{((?:\{[\d,]*\},?)*)\}", text)
+    if match:
+        groups = [[int(i) for i in group.split(",") if i] for group in re.findall(r"\{([\d,]*)\}", match[1])]
+        return [group for group in groups if group] or [list(range(num_devices))]
+    match = re.search(r"replica_groups=(\[[\d,]+\])<=(\[[\d,]+\](?:T\([\d,]+\))?)", text)
+    if match:
+        return _iota(match[2]).reshape(_numbers(match[1])).tolist()
+    match = re.search(
+        r"replica_groups=mesh\[([^\]]*)\](?:, *device_ids=\(([^()]*(?:\([\d,]*\))?)\))? *\{([^}]*)\}", text
+    )
+    if match:
+        return _mesh_groups(match[1], match[2], match[3])
+    raise ValueError(f"`text` must have replica groups in a known spelling: {text[:200]!r}.")
 
 
 def _instruction(line: str) -> Instruction | None:
@@ -147,10 +178,39 @@ def _instruction(line: str) -> Instruction | None:
 
 
 def _closing(line: str, start: int) -> int:
-    """The position after the parenthesis that closes the one at `start`."""
+    """Returns the position after the parenthesis that closes the one at `start`."""
     depth = 0
     for match in re.compile(r"[()]").finditer(line, start):
         depth += 1 if match[0] == "(" else -1
         if depth == 0:
             return match.end()
     return len(line)
+
+
+def _mesh_groups(mesh: str, device_ids: str | None, spanned: str) -> list[list[int]]:
+    axes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", mesh)}
+    if device_ids is None:
+        devices = np.arange(math.prod(axes.values()))
+    else:
+        devices = _iota(device_ids) if device_ids.startswith("[") else np.array(_numbers(device_ids))
+    # Each axis becomes three, so that a part of it, `'b':(before)size`, is an axis of its own.
+    parts = {name: (1, length, 1) for name, length in axes.items()}
+    for name, before, part in re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", spanned):
+        if part:
+            parts[name] = (int(before), int(part), axes[name] // (int(before) * int(part)))
+    names = re.findall(r"'([^']+)'", spanned)
+    chosen = [3 * list(axes).index(name) + 1 for name in names]
+    shaped = devices.reshape([length for lengths in parts.values() for length in lengths])
+    num_members = math.prod(shaped.shape[i] for i in chosen)
+    return np.moveaxis(shaped, chosen, range(-len(chosen), 0)).reshape(-1, num_members).tolist()
+
+
+def _iota(text: str) -> np.ndarray:
+    """Returns numbers from 0 in the order of `[2,4]T(1,0)`: reshaped, transposed, and flat again."""
+    shape, _, permutation = text.partition("T")
+    numbers = np.arange(size(shape.strip("[]"))).reshape(_numbers(shape))
+    return (numbers.transpose(_numbers(permutation)) if permutation else numbers).ravel()
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", text)]

@@ -9,7 +9,8 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from diffshard.checks.verify import assert_equal_results, relative_error, verify
+from diffshard.checks.equal_results import assert_equal_results
+from diffshard.checks.verify import relative_error, verify
 from diffshard.plans.base import PredictedCollective
 
 
@@ -39,7 +40,7 @@ def test_three_witnesses_agree_on_a_megatron_block(mesh, parallel):
         PredictedCollective("all_gather", "data", 100.0, 2.0, 1e-3, 0),
     ]
     found = verify(lowered, mesh.shape, predicted, 5000.0)
-    right, wrong = [row for row in found.rows if row.kind == "all_reduce"], found.rows[0]
+    right, wrong = [row for row in found.collectives if row.kind == "all_reduce"], found.collectives[0]
     assert [(row.axis, row.predicted, row.shardy, row.compiled, row.error) for row in right] == [
         ("model", 1024.0, 1024.0, 1024.0, 0.0)
     ]
@@ -52,7 +53,7 @@ def test_three_witnesses_agree_on_a_megatron_block(mesh, parallel):
     )
     sent = {row.axis: (row.predicted, row.compiled) for row in found.sent}
     assert sent == {"model": (2 * 1024 * 3 / 4, 2 * 1024 * 3 / 4), "data": (100.0, 0.0)}
-    assert found.compiled_collectives == 1
+    assert found.num_collectives == 1
     assert found.memory is not None
     assert found.memory.arguments == (32 * 16 + 16 * 32 + 8 * 32) * 4
     assert found.memory.outputs == 8 * 32 * 4
@@ -69,7 +70,7 @@ def test_a_permutation_that_moves_nothing_is_no_row(mesh):
 
     function = jax.shard_map(local, mesh=mesh, in_specs=P("data"), out_specs=P("data"), check_vma=False)
     found = verify(jax.jit(function).lower(jax.ShapeDtypeStruct((16, 32), jnp.float32)), mesh.shape, [], 0.0)
-    assert not found.rows
+    assert not found.collectives
     assert not found.sent
 
 
