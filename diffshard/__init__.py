@@ -25,7 +25,7 @@ if TYPE_CHECKING:  # for type checkers and editors; when the program runs, `__ge
     from diffshard.solving.solve import solve
     from diffshard.successive_halving import halving
     from search_spaces.communication.capacity import expert_layer
-    from search_spaces.communication.interpreter import alternatives
+    from search_spaces.communication.places import alternatives
     from search_spaces.communication.precision import BFLOAT16, FLOAT8, INT4, INT8
     from search_spaces.communication.space import CommunicationSpace
     from search_spaces.communication.strategies import Encode, ErrorFeedback, EveryK, Exact, Schedule
@@ -49,7 +49,7 @@ _NAMES_OF = {
     "diffshard.solving.solve": ("solve",),
     "diffshard.successive_halving": ("halving",),
     "search_spaces.communication.capacity": ("expert_layer",),
-    "search_spaces.communication.interpreter": ("alternatives",),
+    "search_spaces.communication.places": ("alternatives",),
     "search_spaces.communication.precision": ("BFLOAT16", "FLOAT8", "INT4", "INT8"),
     "search_spaces.communication.space": ("CommunicationSpace",),
     "search_spaces.communication.strategies": ("Encode", "ErrorFeedback", "EveryK", "Exact", "Schedule"),

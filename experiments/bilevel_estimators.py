@@ -36,7 +36,7 @@ class Strategies(NamedTuple):
 
 def lossy(space: CommunicationSpace) -> Strategies:
     """All lossy strategies, by group."""
-    pairs = [(g, int(s)) for g, group in enumerate(space.groups) for s in np.flatnonzero(~group.lossless)]
+    pairs = [(g, int(s)) for g, group in enumerate(space.groups) for s in np.flatnonzero(~group.exact)]
     groups, strategies = np.array(pairs).T
     return Strategies(groups, strategies, np.array([space.sites[space.groups[g].sites[0]].direction for g in groups]))
 

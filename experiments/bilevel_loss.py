@@ -72,7 +72,7 @@ def cut(space: Space, params: Params, batch: Batch, rows: Rows, key: jax.Array, 
 def shuffled(name: str, where: CommunicationSpace, seed: int) -> Estimator:
     """An estimator whose slopes, over the exact strategy's, are exchanged at random among all lossy strategies."""
     inner = resolve(name)
-    lossless = [np.asarray(group.lossless) for group in where.groups]
+    lossless = [np.asarray(group.exact) for group in where.groups]
     lossy = np.flatnonzero(~np.concatenate(lossless))
     order = lossy[np.random.default_rng(seed).permutation(len(lossy))]
     ends = np.cumsum([len(row) for row in lossless])[:-1]

@@ -17,9 +17,10 @@ from diffshard.bilevel_search.space import Choice
 from diffshard.bilevel_search.training import TrainingState, gradients_of, stepped
 from diffshard.plans.documents import write_whole
 from experiments.models import device_gpt, device_images, device_moe, digits, text
-from search_spaces.communication.precision import BFLOAT16, INT4, INT8, Precision
+from search_spaces.communication.base import CollectiveStrategy, Precision
+from search_spaces.communication.precision import BFLOAT16, INT4, INT8
 from search_spaces.communication.space import CommunicationSpace
-from search_spaces.communication.strategies import CollectiveStrategy, Encode, ErrorFeedback, Exact, Schedule
+from search_spaces.communication.strategies import Encode, ErrorFeedback, Exact, Schedule
 
 MESH = {"data": 2, "model": 4}
 BYTES_PER_S = {"slow": 1e9, "medium": 1e10, "fast": 1e11}

@@ -12,7 +12,8 @@ from cost.evaluation import chosen_costs
 from diffshard.bilevel_search.proof import Proof
 from diffshard.bilevel_search.space import Choice, node_names, reference_choice
 from diffshard.bilevel_search.training import Training, training
-from search_spaces.communication.groups import Group, as_sent
+from search_spaces.communication.base import Group
+from search_spaces.communication.costs import as_sent
 from search_spaces.communication.space import CommunicationSpace
 
 

@@ -10,7 +10,7 @@ from diffshard.bilevel_search.plan import BilevelPlan
 from diffshard.bilevel_search.proof import Proof
 from diffshard.bilevel_search.space import Choice
 from diffshard.plans.documents import BILEVEL, content, plain, read, restored, write
-from search_spaces.communication.sites import Direction
+from search_spaces.communication.base import Direction
 
 VERSION = 1
 

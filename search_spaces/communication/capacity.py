@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from search_spaces.communication.interpreter import alternatives
+from search_spaces.communication.places import alternatives
 
 
 def expert_layer(

@@ -1,32 +1,117 @@
-"""Seconds and bytes of a site by the α–β model, and of its encoding by measured kernels or the roofline."""
+"""What a choice of strategies costs, in seconds and in bytes: of a site, of a group, and of every part of a choice.
+
+A stage of a collective takes the seconds of the α–β model; encoding and decoding take what kernels were measured to
+take, or else what the roofline allows. Costs of different sites add up: nothing overlaps. What a site costs inside a
+branch of alternatives depends on two choices, so it stands in a matrix for a pair of groups: an edge of the problem.
+"""
 
 import json
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from datetime import date
 from functools import cache
 from importlib import resources
 from importlib.metadata import version
+from math import prod
+from typing import NamedTuple
 
 import jax
+import numpy as np
 
 from cost.base import Hardware
 from cost.calibration import median_s
 from cost.collectives import collective_latency_s, collective_transfer_s
-from search_spaces.communication.collectives import Stage
-from search_spaces.communication.precision import BLOCK, PRECISIONS, Precision, decode, encode
-from search_spaces.communication.sites import Site
-from search_spaces.communication.strategies import CollectiveStrategy
+from search_spaces.base import Choice, Part, Traffic
+from search_spaces.communication.base import CollectiveStrategy, Group, Precision, Site, Stage
+from search_spaces.communication.precision import BLOCK, PRECISIONS, decode, encode
 
 _DATA = "encoding_seconds.json"
 
 
+class GroupCosts(NamedTuple):
+    """The costs of all groups, in seconds or in bytes.
+
+    Attributes:
+      nodes: for each group `[S]`: the sites outside of alternatives.
+      edges: for a pair of groups `[S, S']`: sites of the second one that lie in branches of the first one.
+    """
+
+    nodes: list[np.ndarray]
+    edges: dict[tuple[int, int], np.ndarray]
+
+    def of_choice(self, choice: Choice) -> list[float]:
+        """Returns what each group costs, `[V]`; an edge counts for its second group."""
+        totals = [float(node[strategy]) for node, strategy in zip(self.nodes, choice, strict=True)]
+        for (u, v), edge in self.edges.items():
+            totals[v] += float(edge[choice[u], choice[v]])
+        return totals
+
+
+def group_costs(
+    sites: Sequence[Site], groups: Sequence[Group], site_cost: Callable[[Site, CollectiveStrategy], float]
+) -> GroupCosts:
+    """Returns the costs of all groups, with `site_cost` the cost of one site with a strategy."""
+    group_at = {sites[s].place: g for g, group in enumerate(groups) for s in group.sites if not group.strategies}
+    nodes = [np.zeros(len(group.names)) for group in groups]
+    edges: dict[tuple[int, int], np.ndarray] = {}
+    for v, group in enumerate(groups):
+        for site in as_sent([sites[s] for s in group.sites]) if group.strategies else ():
+            costs = np.array([site_cost(site, strategy) for strategy in group.strategies])
+            if site.branch is None:
+                nodes[v] += costs
+            else:
+                place, branch = site.branch
+                u = group_at[place]
+                edge = edges.setdefault((u, v), np.zeros((len(groups[u].names), len(costs))))
+                edge[branch] += costs
+    return GroupCosts(nodes, edges)
+
+
+def explain(
+    sites: Sequence[Site], groups: Sequence[Group], choice: Choice, seconds: GroupCosts, sent_bytes: GroupCosts
+) -> tuple[Part, ...]:
+    """Returns one part for each group: its seconds in one step and what its sites send."""
+    runs, parts = sites_that_run(sites, groups, choice), []
+    costs = zip(groups, seconds.of_choice(choice), sent_bytes.of_choice(choice), strict=True)
+    for v, (group, group_seconds, group_bytes) in enumerate(costs):
+        first = sites[group.sites[0]]
+        running = [sites[s] for s in group.sites if runs[s]]
+        count = sum(site.trips for site in as_sent(running)) if running else 0
+        traffic = Traffic(first.direction, first.kind, first.axes, count, group_bytes)
+        parts.append(Part(group.name, first.kind, v, group_seconds, traffic))
+    return tuple(parts)
+
+
+def sites_that_run(sites: Sequence[Site], groups: Sequence[Group], choice: Choice) -> list[bool]:
+    """Returns for each site whether all alternatives around it run the branch that it lies in."""
+    strategy_at = {s: strategy for group, strategy in zip(groups, choice, strict=True) for s in group.sites}
+    runs: list[bool] = []
+    running_branch: dict[int, int | None] = {}  # by the place of alternatives; None where they do not run
+    for s, site in enumerate(sites):  # alternatives come before the sites in their branches
+        runs.append(site.branch is None or running_branch[site.branch[0]] == site.branch[1])
+        if site.kind == "alternatives":
+            running_branch[site.place] = strategy_at[s] if runs[s] else None
+    return runs
+
+
+def as_sent(sites: Sequence[Site]) -> list[Site]:
+    """Returns the sites of a group as they are sent: gradients as one vector, others each by itself.
+
+    Compilers combine the all-reduces of gradients in the same way.
+    """
+    if sites[0].direction != "gradient":
+        return list(sites)
+    return [replace(sites[0], shape=(sum(prod(site.shape) for site in sites),))]
+
+
 def site_bytes(site: Site, strategy: CollectiveStrategy) -> float:
-    """Bytes that each device sends for a site in the mean step."""
+    """Returns the bytes that each device sends for a site in an average step."""
     assert site.collective is not None
     return site.trips * sum(stage.sent_bytes for stage in strategy.stages(site.collective, site.shape, site.dtype))
 
 
 def site_seconds(site: Site, strategy: CollectiveStrategy, hardware: Hardware) -> float:
-    """Seconds of a site in the mean step: each stage's latency and transfer, then encoding and decoding."""
+    """Returns the seconds of a site in an average step: latency and transfer of each stage, encoding and decoding."""
     assert site.collective is not None
     stages = strategy.stages(site.collective, site.shape, site.dtype)
     return site.trips * sum(stage.count * _stage_seconds(stage, hardware) for stage in stages)
@@ -41,10 +126,10 @@ def _stage_seconds(stage: Stage, hardware: Hardware) -> float:
 
 
 def coding_s(precision: Precision, hardware: Hardware) -> float:
-    """Seconds to encode or decode one element.
+    """Returns the seconds to encode or decode one element.
 
-    Measured where the data has the hardware's kind of device; else what its memory needs to read or write a float32 and
-    its code.
+    They were measured for some kinds of devices; for others they are what the memory needs to read a float32 and write
+    its code, or the reverse.
     """
     for kind, seconds in measured()["seconds_per_element"].items():
         if hardware.name.lower().startswith(kind) and precision.name in seconds:
@@ -54,19 +139,19 @@ def coding_s(precision: Precision, hardware: Hardware) -> float:
 
 @cache
 def measured() -> dict:
-    """The measured seconds for each element, by kind of device and precision, with date and versions."""
+    """Returns the measured seconds for each element, by kind of device and precision, with date and versions."""
     return json.loads(resources.files("search_spaces.communication").joinpath(_DATA).read_text())
 
 
 def measure(num_elements: int = 2**20, repeats: int = 9) -> dict:
-    """Measures encoding and decoding on the first device, in the form of the data file.
+    """Measures encoding and decoding on the first device; returns the contents of the data file.
 
     Args:
       num_elements: of the array, a multiple of a block.
-      repeats: the time is the median of so many calls.
+      repeats: the number of calls, whose median time is taken.
 
     Raises:
-      ValueError: `num_elements` is no positive multiple of a block.
+      ValueError: `num_elements` is not a positive multiple of a block.
     """
     if num_elements < BLOCK or num_elements % BLOCK:
         raise ValueError(f"`num_elements` must be a positive multiple of {BLOCK}, not {num_elements}.")

@@ -1,19 +1,26 @@
-"""What each device computes: its share of the loss by a selection, and its gradients' way."""
+"""What each device computes in a training step: its share of the loss, and how its gradients are sent.
+
+The traced loss runs with a strategy at each site. What is selected for a site may be an index that is known when the
+step is compiled, which costs nothing; a traced index, which branches; or weights, for the weighted sum of the results
+of all strategies. A place has two sites, so its operation gets a custom derivative: `custom_vjp` whose forward part
+runs the forward site and whose backward part runs the backward site.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property, partial, reduce
 from itertools import accumulate
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
 
-from search_spaces.base import Selection
-from search_spaces.communication.collectives import CollectiveOp
-from search_spaces.communication.groups import Group
-from search_spaces.communication.selection import select, with_backward
-from search_spaces.communication.sites import Direction, Site, TracedLoss
+from search_spaces.base import Choice, Selected, Selection
+from search_spaces.communication.base import CollectiveOp, Direction, Group, Site
+from search_spaces.communication.collectives import run_exact
+from search_spaces.communication.sites import TracedLoss
 
 
 @dataclass(frozen=True)
@@ -22,7 +29,7 @@ class DeviceStep:
 
     Attributes:
       traced: the loss.
-      sites: its sites.
+      sites: of the loss.
       groups: of the sites.
       num_devices: of the mesh.
     """
@@ -39,71 +46,76 @@ class DeviceStep:
 
     @cached_property
     def site_at(self) -> dict[tuple[Direction, int], int]:
-        """The site at a place in a direction."""
+        """The site of a place in a direction."""
         return {(site.direction, site.place): s for s, site in enumerate(self.sites)}
 
     def loss(self, params: Any, batch: Any, key: jax.Array, step: jax.Array, selection: Selection) -> jax.Array:
-        """This device's share of the training loss, by a selection."""
+        """Returns this device's share of the training loss for a selection."""
+
+        def traced_part(s: int | None) -> Any:
+            """What `custom_vjp` must see as an argument: it cannot capture tracers."""
+            selected = None if s is None else selection[self.group_of[s]]
+            return None if isinstance(selected, int) else selected
 
         def run(s: int, x: jax.Array, traced: Any, key: jax.Array, step: jax.Array) -> jax.Array:
-            chosen = selection[self.group_of[s]] if traced is None else traced
-            return select(self.runs(s), chosen, x, key, step)[0]
-
-        def traced(s: int | None) -> Any:
-            chosen = None if s is None else selection[self.group_of[s]]
-            return None if isinstance(chosen, int) else chosen
+            selected = selection[self.group_of[s]] if traced is None else traced
+            return _run_selected(self.strategy_functions(s), selected, x, key, step)[0]
 
         def at_collective(p: int, x: jax.Array, key: jax.Array) -> jax.Array:
-            ahead, back = self.site_at["forward", p], self.site_at.get(("backward", p))
+            forward_site, backward_site = self.site_at["forward", p], self.site_at.get(("backward", p))
             if not jnp.issubdtype(x.dtype, jnp.floating):
-                return self.collective(ahead).exact(x)
+                return run_exact(self.collective(forward_site), x)
 
-            def forward(x: jax.Array, chosen: Any, keys: jax.Array, step: jax.Array) -> jax.Array:
-                return run(ahead, x, chosen, keys[0], step)
+            def forward(x: jax.Array, traced: Any, keys: jax.Array, step: jax.Array) -> jax.Array:
+                return run(forward_site, x, traced, keys[0], step)
 
-            def backward(cotangent: jax.Array, chosen: Any, keys: jax.Array, step: jax.Array) -> jax.Array:
-                if back is None:  # no parameter's gradient needs it, but someone differentiates all the same
-                    return self.collective(ahead).transposed().exact(cotangent)
-                return run(back, cotangent, chosen, keys[1], step)
+            def backward(cotangent: jax.Array, traced: Any, keys: jax.Array, step: jax.Array) -> jax.Array:
+                if backward_site is None:  # no parameter's gradient needs it, but another derivative may
+                    return run_exact(self.collective(forward_site).transposed(), cotangent)
+                return run(backward_site, cotangent, traced, keys[1], step)
 
-            return with_backward(forward, backward, x, traced(ahead), traced(back), self.keys(p, key), step)
+            traced = traced_part(forward_site), traced_part(backward_site)
+            return _with_backward(forward, backward, x, *traced, self.keys(p, key), step)
 
         def at_alternatives(p: int, branches: Sequence[Callable[..., Any]], operands: Sequence[Any]) -> Any:
-            return select(branches, selection[self.group_of[self.site_at["forward", p]]], *operands)
+            return _run_selected(branches, selection[self.group_of[self.site_at["forward", p]]], *operands)
 
         return self.evaluated(params, batch, key, at_collective, at_alternatives)
 
-    def send(
+    def send_gradients(
         self,
         gradients: Any,
-        state: dict[str, jax.Array],
+        residuals: dict[str, jax.Array],
         key: jax.Array,
         step: jax.Array,
         selection: Selection,
     ) -> tuple[Any, dict[str, jax.Array]]:
-        """Parameters' gradients as they arrive, and the residuals for the next step `[1, *local shape]`."""
+        """Returns the gradients as they arrive, and the residuals for the next step, `[1, *local shape]` each."""
         leaves, structure = jax.tree.flatten(gradients)
-        unsent = {}
+        next_residuals = {}
         for g, numbers in self.gradient_groups():
             own = [leaves[leaf] for leaf in numbers]
             names = [self.traced.param_names[leaf] for leaf in numbers]
-            wanted = [x + state[name][0] if name in state else x for x, name in zip(own, names, strict=True)]
-            operand = joined(wanted).astype(own[0].dtype)
-            runs = self.runs(self.groups[g].sites[0])
-            y, left = select(runs, selection[g], operand, gradient_key(key, g), step)
-            left = left + (joined(wanted) - operand)  # what a narrower type than the residual's cuts off
-            for leaf, name, arrived, rest in zip(numbers, names, _parted(y, own), _parted(left, own), strict=True):
+            with_residuals = joined(
+                [x + residuals[name][0] if name in residuals else x for x, name in zip(own, names, strict=True)]
+            )
+            operand = with_residuals.astype(own[0].dtype)
+            functions = self.strategy_functions(self.groups[g].sites[0])
+            y, residual = _run_selected(functions, selection[g], operand, gradient_key(key, g), step)
+            residual = residual + (with_residuals - operand)  # what the cast to a narrower type lost
+            split = zip(numbers, names, _split(y, own), _split(residual, own), strict=True)
+            for leaf, name, arrived, own_residual in split:
                 leaves[leaf] = arrived.astype(operand.dtype)
-                if name in state:
-                    unsent[name] = rest[None].astype(jnp.float32)
-        return jax.tree.unflatten(structure, leaves), unsent
+                if name in residuals:
+                    next_residuals[name] = own_residual[None].astype(jnp.float32)
+        return jax.tree.unflatten(structure, leaves), next_residuals
 
-    def summed(self, gradients: Any) -> Any:
-        """Parameters' gradients, summed exactly."""
+    def sum_gradients(self, gradients: Any) -> Any:
+        """Returns the parameters' gradients summed exactly over devices."""
         leaves, structure = jax.tree.flatten(gradients)
         for s, site in enumerate(self.sites):
             if site.direction == "gradient":
-                leaves[site.place] = self.collective(s).exact(leaves[site.place])
+                leaves[site.place] = run_exact(self.collective(s), leaves[site.place])
         return jax.tree.unflatten(structure, leaves)
 
     def evaluated(
@@ -113,43 +125,124 @@ class DeviceStep:
         key: jax.Array,
         at_collective: Callable[..., jax.Array],
         at_alternatives: Callable[..., Any],
-        at_own_way_back: Callable[..., Any] | None = None,
+        at_custom_vjp: Callable[..., Any] | None = None,
     ) -> jax.Array:
-        """This device's share of the training loss with operations at the places' stead (see `Interpreter`)."""
-        loss = self.traced.loss(params, batch, key, at_collective, at_alternatives, at_own_way_back)
+        """Returns this device's share of the loss with other operations at its places (see `places.Interpreter`)."""
+        loss = self.traced.loss(params, batch, key, at_collective, at_alternatives, at_custom_vjp)
         return loss / self.num_devices
 
     def keys(self, place: int, key: jax.Array) -> jax.Array:
-        """Of the forward and of the backward site at a place."""
+        """Returns the random keys of the forward and of the backward site of a place, `[2]`."""
         return jax.random.split(jax.random.fold_in(key, place))
 
     def gradient_groups(self) -> list[tuple[int, list[int]]]:
-        """Groups of gradient sites, and the parameter leaves of each: they travel as one vector."""
+        """Returns the groups of gradient sites with the parameter leaves of each, which are sent as one vector."""
         of_gradients = [g for g, group in enumerate(self.groups) if self.sites[group.sites[0]].direction == "gradient"]
         return [(g, [self.sites[s].place for s in self.groups[g].sites]) for g in of_gradients]
 
     def collective(self, s: int) -> CollectiveOp:
-        """What runs at a site that is no alternatives."""
+        """Returns the collective of a site; alternatives have none."""
         collective = self.sites[s].collective
         assert collective is not None
         return collective
 
-    def runs(self, s: int) -> list[Callable[..., tuple[jax.Array, jax.Array]]]:
-        """The strategies at a site as functions of an operand, a key and the step's number (see `Strategy.run`)."""
+    def strategy_functions(self, s: int) -> list[Callable[..., tuple[jax.Array, jax.Array]]]:
+        """Returns the strategies of a site as functions of operand, key and step (see `CollectiveStrategy.run`)."""
         return [partial(strategy.run, self.collective(s)) for strategy in self.groups[self.group_of[s]].strategies]
 
 
+def split_selection(groups: Sequence[Group], selection: Selection) -> tuple[list[int | None], list[Any]]:
+    """Splits a selection into the indices that are known now and what is traced, `[V]` each; None in the other's place.
+
+    Raises:
+      ValueError: the selection has the wrong length, an index that a group does not have, or weights of another length.
+    """
+    if len(selection) != len(groups):
+        raise ValueError(f"`choice` must have one entry for each of {len(groups)} groups, got {len(selection)}.")
+    known: list[int | None] = []
+    traced: list[Any] = []
+    for group, selected in zip(groups, selection, strict=True):
+        number = isinstance(selected, (int, np.integer)) and not isinstance(selected, bool)
+        if number and not 0 <= int(selected) < len(group.names):
+            raise ValueError(f"`choice` of {group.name!r} must be 0 to {len(group.names) - 1}, not {selected}.")
+        whole = jnp.ndim(selected) == 0 and jnp.issubdtype(jnp.asarray(selected).dtype, jnp.integer)
+        if not number and not whole and jnp.shape(selected) != (len(group.names),):
+            raise ValueError(
+                f"`choice` of {group.name!r} must be an integer or {len(group.names)} weights, not {selected!r}."
+            )
+        known.append(int(selected) if number else None)  # type: ignore[arg-type]
+        traced.append(None if number else jnp.asarray(selected))
+    return known, traced
+
+
+def merged(known: Sequence[Any], traced: Sequence[Any]) -> list[Any]:
+    """Undoes `split_selection`."""
+    return [t if k is None else k for k, t in zip(known, traced, strict=True)]
+
+
+def checked_choice(groups: Sequence[Group], choice: Choice) -> tuple[int, ...]:
+    """Returns a choice as integers; raises as `split_selection`, and for weights and traced indices."""
+    known, _ = split_selection(groups, choice)
+    for group, strategy in zip(groups, known, strict=True):
+        if strategy is None:
+            raise ValueError(f"`choice` of {group.name!r} must be a strategy's index, an int; got weights or a tracer.")
+    return tuple(strategy for strategy in known if strategy is not None)
+
+
 def gradient_key(key: jax.Array, group: int) -> jax.Array:
-    """Of what a group of gradients is sent by."""
+    """Returns the random key by which a group of gradients is sent; places count from 0 and never reach 2³¹ - 1."""
     return jax.random.fold_in(jax.random.fold_in(key, 2**31 - 1), group)
 
 
 def joined(arrays: Sequence[jax.Array]) -> jax.Array:
-    """Arrays as one vector."""
+    """Returns arrays as one vector."""
     return jnp.concatenate([x.ravel() for x in arrays])
 
 
-def _parted(x: jax.Array, like: Sequence[jax.Array]) -> list[jax.Array]:
-    """A vector cut into arrays of the given shapes."""
+def _split(x: jax.Array, like: Sequence[jax.Array]) -> list[jax.Array]:
+    """Cuts a vector into arrays of the shapes of `like`."""
     ends = list(accumulate(y.size for y in like))
     return [part.reshape(y.shape) for part, y in zip(jnp.split(x, ends[:-1]), like, strict=True)]
+
+
+def _run_selected(functions: Sequence[Callable[..., Any]], selected: Selected, *operands: Any) -> Any:
+    """Returns the selected function's result, or for weights the weighted sum of all results."""
+    if isinstance(selected, int):
+        return functions[selected](*operands)
+    if jnp.ndim(selected) == 0:
+        return lax.switch(selected, functions, *operands)
+    results = [function(*operands) for function in functions]
+
+    def mixed(*xs: jax.Array) -> jax.Array:
+        return reduce(jnp.add, [w * x for w, x in zip(selected, xs, strict=True)]).astype(xs[0].dtype)
+
+    return jax.tree.map(mixed, *results)
+
+
+def _with_backward(
+    forward: Callable[..., jax.Array],
+    backward: Callable[..., jax.Array],
+    x: jax.Array,
+    forward_traced: Any,
+    backward_traced: Any,
+    *others: Any,
+) -> jax.Array:
+    """Returns `forward(x, forward_traced, *others)`; its backward is `backward(cotangent, backward_traced, *others)`.
+
+    Derivatives with respect to `forward_traced` are those of `forward`; with respect to the others they are zero.
+    """
+
+    @jax.custom_vjp
+    def op(x: jax.Array, forward_traced: Any, backward_traced: Any, others: Any) -> jax.Array:
+        return forward(x, forward_traced, *others)
+
+    def op_forward(x: jax.Array, forward_traced: Any, backward_traced: Any, others: Any) -> Any:
+        y, pull = jax.vjp(lambda traced: forward(x, traced, *others), forward_traced)
+        return y, (pull, backward_traced, others)
+
+    def op_backward(saved: Any, cotangent: jax.Array) -> Any:
+        pull, backward_traced, others = saved
+        return backward(cotangent, backward_traced, *others), *pull(cotangent), None, None
+
+    op.defvjp(op_forward, op_backward)
+    return op(x, forward_traced, backward_traced, others)

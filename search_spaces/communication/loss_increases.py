@@ -1,24 +1,48 @@
-"""What each strategy's error would do to the loss, to second order, as one device takes part in finding it out.
+"""Predicts how much each strategy increases the loss by *probes*: zero-valued inputs whose gradient is the prediction.
 
-`CommunicationSpace.loss_increases` has the formulas and their source.
+A probe of a site is an array `[S]` of zeros that leaves the exact result as it is. A custom derivative stands in for
+its gradient: the backward pass brings the cotangent g of the result, and from g and the error e_j of strategy j (its
+result minus the exact one) follows the predicted increase of the loss. One backward pass thus predicts the increases
+of all strategies at all sites.
+
+Each error is taken alone, in training that is exact otherwise. In units of the loss, the increases are:
+
+- forward: ½ · T · Σ_t (g_t · e_t)² over the T tokens t, with g_t the derivative of the mean loss at the token's result.
+  Tokens are all dimensions of the result but the last, on all devices; cotangents of copies of a result are summed.
+  This is the second-order term of the loss, with the mean outer product of token gradients as its Hessian and errors
+  of different tokens taken as independent.
+- gradient: ¼ · Σ_i η_i e_i², with η_i the step size of parameter i. The loss is higher by this much where the noise of
+  the steps and the pull to the minimum are in balance, whatever the Hessian is. Residuals are not accounted for: what
+  is sent in a later step counts as lost.
+- backward: the same for the error that e causes in the gradients of parameters. It is estimated with random signs z as
+  ¼ · Σ_t (a_t · e_t)², where a is the derivative of ⟨z √η, gradients⟩ with respect to the site's result. This is the
+  derivative of the forward site's operand along z √η, so `jax.jvp` gives a in the forward pass.
+
+Source of the balance: Mandt, Hoffman and Blei, "Stochastic gradient descent as approximate Bayesian inference" (JMLR
+2017), section 3.
+
+Of alternatives the first function runs, and the others beside it for their own error alone. Sites that lie in other
+branches only are measured in a pass of their own, in which the alternatives around them run that branch.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import prod
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.extend import core
 
+from search_spaces.communication.base import CollectiveOp
+from search_spaces.communication.collectives import run_exact
 from search_spaces.communication.device_step import DeviceStep, gradient_key, joined
-from search_spaces.communication.probes import probed, probed_back, unprobed_back
-from search_spaces.communication.tangents import with_tangents
+from search_spaces.communication.places import bind
 
 _Branches = Mapping[int, int]
-"""The branch that runs by the group of its alternatives, where it is not the first."""
+"""By the group of alternatives the branch that runs, where it is not the first."""
 _Probes = Sequence[jax.Array | None]
-"""For each group `[S]`, or None where nothing is measured."""
+"""For each group zeros `[S]`, or None where nothing is measured."""
 
 
 def local_loss_increases(
@@ -27,60 +51,61 @@ def local_loss_increases(
     batch: Any,
     validation: Any,
     step_sizes: Any,
-    along: Any,
+    direction: Any,
     key: jax.Array,
     step: jax.Array,
 ) -> list[jax.Array]:
-    """This device's share of the loss_increases, for each group `[S]`.
+    """Returns this device's share of the predicted increases, for each group `[S]`.
 
     Args:
       device: the loss with its sites.
       params: this device's part.
       batch: this device's part.
-      validation: this device's part of the batch for forward loss_increases.
+      validation: this device's part of the batch for forward sites and alternatives.
       step_sizes: η, as `params`.
-      along: random signs times √η, as `params`.
+      direction: z √η with random signs z, as `params`.
       key: a random key.
       step: number of the training step.
     """
-    needed = [min((_branches_to(device, s) for s in group.sites), key=len) for group in device.groups]
+    branches = [min((_branches_around(device, s) for s in group.sites), key=len) for group in device.groups]
 
-    def measured(running: _Branches) -> tuple[list[Any], Any]:
-        """Damages at forward and backward sites of the groups that need these branches, and gradients."""
+    def measure(running: _Branches) -> tuple[list[Any], Any]:
+        """Returns increases of forward and backward sites in these branches, None for other groups; and gradients."""
         probes = [
             jnp.zeros(len(group.names)) if own == running else None
-            for group, own in zip(device.groups, needed, strict=True)
+            for group, own in zip(device.groups, branches, strict=True)
         ]
-        ahead = jax.grad(lambda p: _ahead(device, params, validation, key, step, p, running))(probes)
-        # One after the other: side by side, both would hold their activations.
-        own, ahead = lax.optimization_barrier((params, ahead))
-        back, gradients = jax.grad(
-            lambda p, params: _back(device, params, batch, along, key, step, p, running), argnums=(0, 1)
-        )(probes, own)
-        return [None if a is None else a + b / 2 for a, b in zip(ahead, back, strict=True)], gradients
+        forward = jax.grad(lambda p: _forward_probed(device, params, validation, key, step, p, running))(probes)
+        # The barrier runs one pass after the other: at the same time, both would hold their activations in memory.
+        same_params, forward = lax.optimization_barrier((params, forward))
+        backward, gradients = jax.grad(
+            lambda p, params: _backward_probed(device, params, batch, direction, key, step, p, running), argnums=(0, 1)
+        )(probes, same_params)
+        increases = [None if f is None else f + b / 2 for f, b in zip(forward, backward, strict=True)]
+        return increases, gradients
 
-    found, gradients = measured({})
-    of_gradients = _of_gradients(device, step_sizes, gradients, key, step)
-    loss_increases = [g if f is None else f + g for f, g in zip(found, of_gradients, strict=True)]
-    for running in [r for i, r in enumerate(needed) if r and r not in needed[:i]]:
-        found, _ = measured(running)
-        loss_increases = [d if f is None else f for f, d in zip(found, loss_increases, strict=True)]
-    return loss_increases
+    measured, gradients = measure({})
+    of_gradients = _gradient_increases(device, step_sizes, gradients, key, step)
+    increases = [g if m is None else m + g for m, g in zip(measured, of_gradients, strict=True)]
+    for running in [b for i, b in enumerate(branches) if b and b not in branches[:i]]:
+        measured, _ = measure(running)
+        increases = [old if m is None else m for m, old in zip(measured, increases, strict=True)]
+    return increases
 
 
-def _branches_to(device: DeviceStep, s: int) -> dict[int, int]:
-    """The branches around a site by the group of their alternatives, which all run the same, first ones left out."""
-    branch, found = device.sites[s].branch, {}
+def _branches_around(device: DeviceStep, s: int) -> dict[int, int]:
+    """Returns the branches that a site lies in, by the group of their alternatives; first branches are left out."""
+    branch, branches = device.sites[s].branch, {}
     while branch is not None:
         place, number = branch
         around = device.site_at["forward", place]
         if number:
-            found[device.group_of[around]] = number
+            branches[device.group_of[around]] = number
         branch = device.sites[around].branch
-    return found
+    return branches
 
 
-def _ahead(
+def _forward_probed(
     device: DeviceStep,
     params: Any,
     batch: Any,
@@ -89,7 +114,7 @@ def _ahead(
     probes: _Probes,
     running: _Branches,
 ) -> jax.Array:
-    """The exact loss; gradients of `probes` are increases of forward sites, and of alternatives that run the first."""
+    """Returns the exact loss; gradients of `probes` are increases of forward sites and of alternatives."""
 
     def num_tokens(y: jax.Array, num_copies: int) -> float:
         return float(prod(y.shape[:-1])) * device.num_devices / num_copies
@@ -97,76 +122,210 @@ def _ahead(
     def at_collective(p: int, x: jax.Array, key: jax.Array) -> jax.Array:
         s, operand = device.site_at["forward", p], lax.stop_gradient(x)
         collective = device.collective(s)
-        y, copies, probe = collective.exact(x), collective.num_copies, probes[device.group_of[s]]
+        y, copies, probe = run_exact(collective, x), collective.num_copies, probes[device.group_of[s]]
         if probe is None or not jnp.issubdtype(x.dtype, jnp.floating):
             return y
         errors = _errors(device, s, operand, lax.stop_gradient(y), device.keys(p, key)[0], step)
-        return probed(y, errors, probe, collective.axes, copies, num_tokens(y, copies))
+        return _probed(y, errors, probe, collective.axes, copies, num_tokens(y, copies))
 
     def at_alternatives(p: int, branches: Sequence[Callable[..., Any]], operands: Sequence[Any]) -> Any:
         g = device.group_of[device.site_at["forward", p]]
-        probe, found = probes[g], []
+        probe = probes[g]
         if probe is None or g in running:
             return branches[running.get(g, 0)](*operands)
         first, *others = [branch(*operands) for branch in branches]
+        results = []
         for i, y in enumerate(first):
             errors = jnp.stack([jnp.zeros_like(y), *(other[i] - y for other in others)])
-            found.append(probed(y, errors, probe, (), 1, num_tokens(y, 1)))
-        return found
+            results.append(_probed(y, errors, probe, (), 1, num_tokens(y, 1)))
+        return results
 
     return device.evaluated(params, batch, key, at_collective, at_alternatives)
 
 
-def _back(
+def _backward_probed(
     device: DeviceStep,
     params: Any,
     batch: Any,
-    along: Any,
+    direction: Any,
     key: jax.Array,
     step: jax.Array,
     probes: _Probes,
     running: _Branches,
 ) -> jax.Array:
-    """The exact loss; gradients of `probes` are ½ Σ_t (a_t · e_t)² of backward sites, by derivatives along `along`."""
+    """Returns the exact loss; gradients of `probes` are ½ Σ_t (a_t · e_t)² of backward sites, a along `direction`."""
 
     def at_collective(p: int, x: jax.Array, key: jax.Array) -> jax.Array:
-        collective, back = device.collective(device.site_at["forward", p]), device.site_at.get(("backward", p))
+        collective = device.collective(device.site_at["forward", p])
+        backward_site = device.site_at.get(("backward", p))
         if not jnp.issubdtype(x.dtype, jnp.floating):
-            return collective.exact(x)
-        probe = None if back is None else probes[device.group_of[back]]
-        if back is None or probe is None:
-            return unprobed_back(collective, x)
+            return run_exact(collective, x)
+        probe = None if backward_site is None else probes[device.group_of[backward_site]]
+        if backward_site is None or probe is None:
+            return _with_tangent(collective, x)
 
         def errors(cotangent: jax.Array, result: jax.Array, others: Any) -> jax.Array:
-            return _errors(device, back, cotangent, result, *others)
+            return _errors(device, backward_site, cotangent, result, *others)
 
-        return probed_back(collective, errors, x, probe, (device.keys(p, key)[1], step))
+        return _probed_backward(collective, errors, x, probe, (device.keys(p, key)[1], step))
 
     def at_alternatives(p: int, branches: Sequence[Callable[..., Any]], operands: Sequence[Any]) -> Any:
         return branches[running.get(device.group_of[device.site_at["forward", p]], 0)](*operands)
 
     def loss(params: Any) -> jax.Array:
-        return device.evaluated(params, batch, key, at_collective, at_alternatives, with_tangents)
+        return device.evaluated(params, batch, key, at_collective, at_alternatives, _custom_vjp_with_tangents)
 
-    return jax.jvp(loss, (params,), (along,))[0]
+    return jax.jvp(loss, (params,), (direction,))[0]
 
 
-def _of_gradients(
+def _gradient_increases(
     device: DeviceStep, step_sizes: Any, gradients: Any, key: jax.Array, step: jax.Array
 ) -> list[jax.Array]:
-    """¼ Σ_i η_i e_i² for each group `[S]`, over gradient sites."""
-    loss_increases = [jnp.zeros(len(group.names)) for group in device.groups]
+    """Returns ¼ Σ_i η_i e_i² for each group `[S]`, zeros for groups that are not of gradients."""
+    increases = [jnp.zeros(len(group.names)) for group in device.groups]
     sizes, own = jax.tree.leaves(step_sizes), jax.tree.leaves(gradients)
     for g, numbers in device.gradient_groups():
         first, x = device.groups[g].sites[0], joined([own[leaf] for leaf in numbers])
         collective = device.collective(first)
         weights = joined([sizes[leaf] for leaf in numbers]) / (4 * collective.num_copies)
-        for j, run in enumerate(device.runs(first)):
-            error = (run(x, gradient_key(key, g), step)[0] - collective.exact(x)).astype(jnp.float32)
-            loss_increases[g] = loss_increases[g].at[j].add(weights @ jnp.square(error))
-    return loss_increases
+        for j, run in enumerate(device.strategy_functions(first)):
+            error = (run(x, gradient_key(key, g), step)[0] - run_exact(collective, x)).astype(jnp.float32)
+            increases[g] = increases[g].at[j].add(weights @ jnp.square(error))
+    return increases
 
 
 def _errors(device: DeviceStep, s: int, x: jax.Array, exact: jax.Array, key: jax.Array, step: jax.Array) -> jax.Array:
-    """Each strategy's result minus the exact one, `[S, ...]`."""
-    return jnp.stack([run(x, key, step)[0] - exact for run in device.runs(s)])
+    """Returns each strategy's result minus the exact one, `[S, ...]`."""
+    return jnp.stack([run(x, key, step)[0] - exact for run in device.strategy_functions(s)])
+
+
+def _probed(
+    y: jax.Array, errors: jax.Array, probe: jax.Array, axes: tuple[str, ...], num_copies: int, scale: float
+) -> jax.Array:
+    """Returns `y`; the gradient of `probe` is scale/2 · Σ_t (g_t · e_t)² `[S]`, t over all dimensions but the last.
+
+    Args:
+      y: the exact result of a site.
+      errors: `[S, *y.shape]`, each strategy's result minus `y`.
+      probe: `[S]`, of any value.
+      axes: over which the result is copied, if it is.
+      num_copies: how many devices hold the same result; their cotangents are summed, and each counts for its share.
+      scale: of the increase.
+    """
+
+    @jax.custom_vjp
+    def op(y: jax.Array, errors: jax.Array, probe: jax.Array) -> jax.Array:
+        return y
+
+    def op_backward(errors: jax.Array, cotangent: jax.Array) -> Any:
+        whole = lax.psum(cotangent, axes) if num_copies > 1 else cotangent
+        return cotangent, jnp.zeros_like(errors), scale / num_copies * _second_order(whole, errors)
+
+    op.defvjp(lambda y, errors, probe: (y, errors), op_backward)
+    return op(y, lax.stop_gradient(errors), probe)
+
+
+def _probed_backward(
+    collective: CollectiveOp, errors: Callable[..., jax.Array], x: jax.Array, probe: jax.Array, others: Any
+) -> jax.Array:
+    """Runs a collective exactly, with a probe of its backward site; to be run under `jax.jvp` within a gradient.
+
+    For a tangent ẋ of x along v in the parameters, ẋ · e is the inner product of v and of what e changes in the
+    gradients of the parameters. The gradient of `probe` is ½ · Σ_t (ẋ_t · e_t)² `[S]`, t over all dimensions of `x` but
+    the last; tangents of copies of the backward site's result are summed.
+
+    Args:
+      collective: of the forward site.
+      errors: `errors(cotangent, result, others)`, `[S, *x.shape]`: each strategy's result at the backward site minus
+        the exact one.
+      x: the operand of the forward site.
+      probe: `[S]`, of any value.
+      others: arrays for `errors`.
+    """
+    transposed = collective.transposed()
+
+    @jax.custom_vjp
+    def run(x: jax.Array, tangent: jax.Array, probe: jax.Array, others: Any) -> jax.Array:
+        return run_exact(collective, x)
+
+    def run_backward(saved: Any, cotangent: jax.Array) -> Any:
+        tangent, others = saved
+        result = run_exact(transposed, cotangent)
+        whole = lax.psum(tangent, transposed.axes) if transposed.num_copies > 1 else tangent
+        increase = _second_order(whole, errors(cotangent, result, others)) / transposed.num_copies
+        return result, None, increase, None
+
+    run.defvjp(lambda x, tangent, probe, others: (run_exact(collective, x), (tangent, others)), run_backward)
+
+    @jax.custom_jvp
+    def op(x: jax.Array, probe: jax.Array, others: Any) -> jax.Array:
+        return run_exact(collective, x)
+
+    @op.defjvp
+    def _(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+        x, probe, others = primals
+        tangent = lax.stop_gradient(tangents[0])
+        return run(x, tangent, probe, others), run_exact(collective, tangent)
+
+    return op(x, probe, others)
+
+
+def _second_order(adjoint: jax.Array, errors: jax.Array) -> jax.Array:
+    """Returns ½ Σ_t (a_t · e_t)² `[S]` for adjoints `[..., elements]` and errors `[S, ..., elements]`."""
+    product = adjoint.astype(jnp.float32) * errors
+    rows = product.sum(axis=-1) if product.ndim > 1 else product
+    return 0.5 * jnp.square(rows).reshape(len(errors), -1).sum(axis=1)
+
+
+def _with_tangent(collective: CollectiveOp, x: jax.Array) -> jax.Array:
+    """Runs a collective exactly under `jax.jvp`, which cannot differentiate a `jax.custom_vjp` by itself."""
+
+    @jax.custom_jvp
+    def op(x: jax.Array) -> jax.Array:
+        return run_exact(collective, x)
+
+    op.defjvp(lambda primals, tangents: (run_exact(collective, *primals), run_exact(collective, *tangents)))
+    return op(x)
+
+
+def _custom_vjp_with_tangents(equation: core.JaxprEqn, operands: Sequence[Any]) -> Sequence[Any]:
+    """Runs a user's `jax.custom_vjp` under `jax.jvp`: its tangents are the transpose of its custom backward.
+
+    A custom backward that is not linear, such as one that clips, counts with its derivative at cotangents of 0.
+    """
+    differentiable = [_has_tangents(x) for x in operands]
+
+    def results(numbers: Sequence[jax.Array], others: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        return _separated(bind(equation, _interleaved(differentiable, numbers, others)))
+
+    @jax.custom_jvp
+    def op(numbers: Sequence[jax.Array], others: Sequence[Any]) -> list[jax.Array]:
+        return results(numbers, others)[0]
+
+    @op.defjvp
+    def _(primals: Any, tangents: Any) -> Any:
+        numbers, others = primals
+        y, pull, _ = jax.vjp(lambda x: results(x, others), lax.stop_gradient(numbers), has_aux=True)
+        _, push = jax.vjp(lambda cotangents: pull(cotangents)[0], jax.tree.map(jnp.zeros_like, y))
+        return results(numbers, others)[0], push(lax.stop_gradient(tangents[0]))[0]
+
+    numbers, others = _separated(operands)
+    kinds = [jnp.issubdtype(var.aval.dtype, jnp.inexact) for var in equation.outvars]  # type: ignore[attr-defined]
+    other_results = [] if all(kinds) else results(lax.stop_gradient(numbers), others)[1]
+    return _interleaved(kinds, op(numbers, others), other_results)
+
+
+def _has_tangents(x: Any) -> bool:
+    return jnp.issubdtype(jnp.result_type(x), jnp.inexact)
+
+
+def _separated(values: Iterable[Any]) -> tuple[list[Any], list[Any]]:
+    """Separates the values that have tangents from the others."""
+    values = list(values)
+    return [x for x in values if _has_tangents(x)], [x for x in values if not _has_tangents(x)]
+
+
+def _interleaved(differentiable: Sequence[bool], numbers: Sequence[Any], others: Sequence[Any]) -> list[Any]:
+    """Undoes `_separated`."""
+    next_number, next_other = iter(numbers), iter(others)
+    return [next(next_number if is_one else next_other) for is_one in differentiable]

@@ -1,47 +1,19 @@
-"""Number formats that a collective can travel in: narrow codes with a scale for each block of elements."""
+"""Number formats for collectives: narrow codes, with one scale for each block of elements.
+
+The scale adapts the narrow range of the codes to each block, so that the rounding error is in proportion to the
+block's largest element.
+"""
 
 import math
-from dataclasses import dataclass, replace
-from typing import Literal
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from search_spaces.communication.base import Precision
+
 BLOCK = 128
-"""Elements that share a scale, at most: a row is cut into equal blocks."""
-
-
-@dataclass(frozen=True)
-class Precision:
-    """How a number is coded.
-
-    A block's scale, float32, is its largest magnitude over `largest`; codes hold the numbers divided by it. A format
-    with float32's range (`largest` is inf) has no scales and no blocks.
-
-    Attributes:
-      name: for people and for plans.
-      dtype: of the codes before packing, as JAX names it.
-      bits: of one code; two codes of 4 bits travel in a byte.
-      largest: the magnitude that a block's largest element is scaled to.
-      mantissa_bits: of a floating-point code, without the leading one; 0 for integers, which are evenly spaced.
-      least_exponent: below 2^least_exponent codes are evenly spaced.
-      rounding: to the nearest code, or up or down at random so that the mean is the number itself.
-    """
-
-    name: str
-    dtype: str
-    bits: int
-    largest: float
-    mantissa_bits: int = 0
-    least_exponent: int = 0
-    rounding: Literal["nearest", "stochastic"] = "nearest"
-
-    @property
-    def stochastic(self) -> "Precision":
-        """The same format with stochastic rounding."""
-        return replace(self, name=f"{self.name} stochastic", rounding="stochastic")
-
+"""The most elements that share a scale; a row is cut into equal blocks. Its 4 bytes add 3% to the codes of int8."""
 
 FLOAT32 = Precision("float32", "float32", 32, math.inf, 23, -126)
 BFLOAT16 = Precision("bfloat16", "bfloat16", 16, math.inf, 7, -126)
@@ -52,7 +24,7 @@ PRECISIONS = (FLOAT32, BFLOAT16, FLOAT8, INT8, INT4)
 
 
 def encode(x: jax.Array, precision: Precision, key: jax.Array | None = None) -> jax.Array:
-    """The numbers along the last dimension as they travel: cut into equal blocks of an even size, padded if need be.
+    """Encodes the numbers along the last dimension, which is padded and cut into equal blocks of an even size.
 
     Args:
       x: `[..., elements]` real numbers.
@@ -60,8 +32,8 @@ def encode(x: jax.Array, precision: Precision, key: jax.Array | None = None) -> 
       key: a random key, which stochastic rounding needs.
 
     Returns:
-      `[..., blocks, bytes]` uint8, codes with their block's scale behind; or `[..., elements]` in the codes' type where
-      they have no scales.
+      `[..., blocks, bytes]` uint8, the codes of a block followed by its scale; or `[..., elements]` in the codes' type
+      where they have no scales.
 
     Raises:
       ValueError: `precision` rounds stochastically and `key` is None.
@@ -82,7 +54,7 @@ def encode(x: jax.Array, precision: Precision, key: jax.Array | None = None) -> 
 
 
 def decode(encoded: jax.Array, precision: Precision, num_elements: int) -> jax.Array:
-    """The numbers that `encode` has made codes of, `[..., num_elements]` float32."""
+    """Decodes what `encode` returned; returns `[..., num_elements]` float32."""
     if math.isinf(precision.largest):
         return encoded.astype(jnp.float32)
     codes, scales = encoded[..., :-4], lax.bitcast_convert_type(encoded[..., -4:], jnp.float32)
@@ -93,8 +65,8 @@ def decode(encoded: jax.Array, precision: Precision, num_elements: int) -> jax.A
     return values.reshape(*values.shape[:-2], -1)[..., :num_elements]
 
 
-def bytes_of(precision: Precision, num_elements: int) -> int:
-    """Bytes of so many encoded elements, with padding and scales."""
+def encoded_bytes(precision: Precision, num_elements: int) -> int:
+    """Returns the bytes of a number of encoded elements, with padding and scales."""
     if math.isinf(precision.largest):
         return num_elements * precision.bits // 8
     num_blocks, block = _num_blocks_and_size(num_elements)
@@ -114,12 +86,12 @@ def _blocks(x: jax.Array) -> jax.Array:
 
 
 def _rounded(x: jax.Array, precision: Precision, key: jax.Array | None) -> jax.Array:
-    """Numbers that the codes can hold, where a cast to the codes' type does not round to them by itself."""
+    """Rounds to numbers that the codes can hold, unless the cast to the codes' type does so itself."""
     if precision.rounding == "nearest":
         return x if precision.mantissa_bits else jnp.round(x)
     assert key is not None
-    step = jnp.ones_like(x)
+    spacing = jnp.ones_like(x)
     if precision.mantissa_bits:
         exponent = jnp.maximum(jnp.frexp(x)[1] - 1, precision.least_exponent)
-        step = jnp.ldexp(step, exponent - precision.mantissa_bits)
-    return jnp.floor(x / step + jax.random.uniform(key, x.shape)) * step
+        spacing = jnp.ldexp(spacing, exponent - precision.mantissa_bits)
+    return jnp.floor(x / spacing + jax.random.uniform(key, x.shape)) * spacing

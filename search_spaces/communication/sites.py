@@ -1,8 +1,8 @@
-"""Sites: every collective of a training step, forward, backward and of gradients, with what names and prices it."""
+"""Traces a loss as one device computes it, lists its sites, and puts those that share a strategy into groups."""
 
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -12,44 +12,12 @@ import jax.numpy as jnp
 from jax.extend import core
 from jax.sharding import PartitionSpec
 
-from search_spaces.communication.collectives import CollectiveOp
+from search_spaces.communication.base import CollectiveOp, CollectiveStrategy, Direction, Group, Path, Place, Site
+from search_spaces.communication.collectives import run_exact
+from search_spaces.communication.costs import as_sent, site_bytes
 from search_spaces.communication.emulation import axes_of, broadcast_specs, local_shape
-from search_spaces.communication.interpreter import Interpreter, Path, Place, find_places
-
-Direction = Literal["forward", "backward", "gradient"]
-
-
-@dataclass(frozen=True)
-class Site:
-    """A collective of the training step, or a place with alternatives.
-
-    Attributes:
-      name: unique, from the name scopes around it or from the parameter's path.
-      kind: of the collective, or "alternatives".
-      direction: of values, of cotangents, or of parameter gradients.
-      axes: the mesh axes over which it goes; none for alternatives.
-      shape: of the operand on one device.
-      dtype: of the operand.
-      type: what sites share that should be treated alike: name scopes without numbers, kind and direction.
-      trips: executions in one step.
-      collective: what runs; None for alternatives.
-      place: the number of its place in the function, or of its parameter's leaf.
-      labels: of alternatives.
-      branch: where it lies in a branch of alternatives, their place and the number of the branch.
-    """
-
-    name: str
-    kind: str
-    direction: Direction
-    axes: tuple[str, ...]
-    shape: tuple[int, ...]
-    dtype: Any
-    type: str
-    trips: int
-    collective: CollectiveOp | None
-    place: int
-    labels: tuple[str, ...] = ()
-    branch: tuple[int, int] | None = None
+from search_spaces.communication.places import Interpreter, find_places
+from search_spaces.communication.strategies import DEFAULT
 
 
 @dataclass(frozen=True)
@@ -58,14 +26,14 @@ class TracedLoss:
 
     Attributes:
       jaxpr: of the flat parameters and batch.
-      structure: of `(params, batch)`.
+      structure: the pytree structure of `(params, batch)`.
       places: where strategies can be chosen.
-      notes: on collectives that are no places.
-      param_specs: of each flat parameter.
-      batch_specs: of each flat array of the batch.
-      param_names: the path of each flat parameter.
-      param_avals: the part of each flat parameter on one device.
-      batch_avals: the part of each flat array of the batch.
+      notes: on collectives that cannot be places.
+      param_specs: for each parameter leaf how the mesh splits it.
+      batch_specs: for each array of the batch how the mesh splits it.
+      param_names: the path of each parameter leaf.
+      param_avals: the shape and type of each parameter leaf on one device.
+      batch_avals: the shape and type of each array of the batch on one device.
     """
 
     jaxpr: core.ClosedJaxpr
@@ -79,7 +47,7 @@ class TracedLoss:
     batch_avals: tuple[jax.ShapeDtypeStruct, ...]
 
     @property
-    def path_numbers(self) -> dict[Path, int]:
+    def place_numbers(self) -> dict[Path, int]:
         """The number of each place by its path."""
         return {place.path: p for p, place in enumerate(self.places)}
 
@@ -90,10 +58,10 @@ class TracedLoss:
         key: jax.Array,
         at_collective: Callable[..., Any],
         at_alternatives: Callable[..., Any],
-        at_own_way_back: Callable[..., Any] | None = None,
+        at_custom_vjp: Callable[..., Any] | None = None,
     ) -> jax.Array:
-        """This device's loss with operations at the places' stead (see `Interpreter`)."""
-        interpreter = Interpreter(self.path_numbers, at_collective, at_alternatives, at_own_way_back)
+        """Returns this device's loss with other operations in the stead of its places (see `places.Interpreter`)."""
+        interpreter = Interpreter(self.place_numbers, at_collective, at_alternatives, at_custom_vjp)
         return interpreter.run(self.jaxpr, jax.tree.leaves((params, batch)), key)[0]
 
 
@@ -105,79 +73,109 @@ def trace_loss(
     param_specs: Any,
     batch_specs: Any,
 ) -> TracedLoss:
-    """Traces a loss for one device's parts of its arguments; see `CommunicationSpace` for arguments and errors."""
-    avals, specs, names = [], [], []
-    for label, tree, prefix in (("params", params, param_specs), ("batch", batch, batch_specs)):
-        whole = jax.eval_shape(lambda tree: tree, tree)
-        leaves = jax.tree_util.tree_leaves_with_path(whole)
-        specs.append(tuple(_specs(prefix, tree, label)))
-        names.append(tuple(jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in leaves))
-        parts = [
-            jax.ShapeDtypeStruct(local_shape(x.shape, spec, mesh_axes, f"`{label}` {name!r}"), x.dtype)
-            for (_, x), spec, name in zip(leaves, specs[-1], names[-1], strict=True)
-        ]
-        avals.append(tuple(parts))
-    for name, aval in zip(names[0], avals[0], strict=True):
+    """Traces a loss for one device's part of its arguments; arguments and errors are those of `CommunicationSpace`."""
+    params_parts = _local_parts("params", params, param_specs, mesh_axes)
+    batch_parts = _local_parts("batch", batch, batch_specs, mesh_axes)
+    for name, aval in zip(params_parts.names, params_parts.avals, strict=True):
         if not jnp.issubdtype(aval.dtype, jnp.floating):
             raise ValueError(
                 f"`params` {name!r} is {aval.dtype}; parameters must be floating-point, put it in `batch`."
             )
     structure = jax.tree.structure((params, batch))
-    local = jax.tree.unflatten(structure, [*avals[0], *avals[1]])
+    local = jax.tree.unflatten(structure, [*params_parts.avals, *batch_parts.avals])
     try:
         closed, out = jax.make_jaxpr(loss_fn, axis_env=list(mesh_axes.items()), return_shape=True)(*local)
     except NameError as error:
-        if not (found := re.search(r"unbound axis name: (\w+)", str(error))):
+        if not (match := re.search(r"unbound axis name: (\w+)", str(error))):
             raise
         raise ValueError(
-            f"`loss_fn` uses a mesh axis {found[1]!r}, but `mesh_axes` has {tuple(mesh_axes)}; name it there."
+            f"`loss_fn` uses a mesh axis {match[1]!r}, but `mesh_axes` has {tuple(mesh_axes)}; name it there."
         ) from error
-    if not hasattr(out, "shape") or out.shape != () or not jnp.issubdtype(out.dtype, jnp.floating):
+    if not isinstance(out, jax.ShapeDtypeStruct) or out.shape != () or not jnp.issubdtype(out.dtype, jnp.floating):
         raise ValueError(f"`loss_fn` must return one floating-point scalar, this device's loss; it returns {out}.")
     places, notes = find_places(closed.jaxpr, mesh_axes)
-    return TracedLoss(closed, structure, tuple(places), tuple(notes), specs[0], specs[1], names[0], avals[0], avals[1])
+    return TracedLoss(
+        jaxpr=closed,
+        structure=structure,
+        places=tuple(places),
+        notes=tuple(notes),
+        param_specs=params_parts.specs,
+        batch_specs=batch_parts.specs,
+        param_names=params_parts.names,
+        param_avals=params_parts.avals,
+        batch_avals=batch_parts.avals,
+    )
 
 
 def find_sites(traced: TracedLoss, mesh_axes: Mapping[str, int]) -> tuple[Site, ...]:
-    """All sites of a traced loss: forward ones in program order, their backward ones, then parameters' gradients."""
-    back = _places_with_gradients(traced, mesh_axes)
-    numbers = traced.path_numbers
+    """Returns all sites of a loss: forward ones in program order, backward ones, then the gradients of parameters."""
+    places_with_gradients = _places_with_gradients(traced, mesh_axes)
     counts: Counter[str] = Counter()
-
-    def name_of(stem: str, direction: Direction) -> str:
-        counts[f"{stem} {direction}"] += 1
-        number = counts[f"{stem} {direction}"]
-        return f"{stem}{f' {number}' if number > 1 else ''} {direction}"
-
     sites = []
     for direction in ("forward", "backward"):
         for p, place in enumerate(traced.places):
-            if direction == "backward" and (place.collective is None or p not in back):
-                continue
-            collective, shape = place.collective, place.shape
-            if collective is not None and direction == "backward":
-                collective, shape = collective.transposed(), collective.result_shape(shape)
-            kind = "alternatives" if collective is None else collective.kind
-            stem = "/".join(part for part in (place.stack, kind) if part)
-            site_type = f"{re.sub(r'[0-9]+', '*', stem)} {direction}"
-            branch = None if place.branch is None else (numbers[place.branch[0]], place.branch[1])
-            axes = () if collective is None else collective.axes
-            sites.append(Site(name_of(stem, direction), kind, direction, axes, shape, place.dtype, site_type,
-                              place.trips, collective, p, place.labels, branch))  # fmt: skip
-    for leaf, (name, aval, spec) in enumerate(
-        zip(traced.param_names, traced.param_avals, traced.param_specs, strict=True)
-    ):
-        split = {axis for axes in axes_of(spec, len(aval.shape)) for axis in axes}
-        axes = tuple(axis for axis, size in mesh_axes.items() if axis not in split and size > 1)
-        if axes:
-            collective = CollectiveOp("all_reduce", axes, tuple(mesh_axes[axis] for axis in axes))
-            site_type = f"{'matrices' if len(aval.shape) > 1 else 'vectors'} over {' and '.join(axes)} gradient"
-            sites.append(Site(f"{name} gradient", "all_reduce", "gradient", axes, aval.shape, aval.dtype, site_type,
-                              1, collective, leaf))  # fmt: skip
-    return tuple(sites)
+            if direction == "forward" or (place.collective is not None and p in places_with_gradients):
+                sites.append(_site_at(traced, p, direction, counts))
+    return *sites, *_gradient_sites(traced, mesh_axes)
 
 
-def _specs(prefix: Any, tree: Any, label: str) -> list[PartitionSpec]:
+def group_sites(
+    sites: Sequence[Site], strategies: Mapping[str, tuple[CollectiveStrategy, ...]], tie: Literal["type"] | None
+) -> tuple[Group, ...]:
+    """Groups sites by type, mesh axes and type of data (or each site by itself), with the strategies worth choosing.
+
+    Sites of a type in several branches of alternatives share a strategy. Only one of these branches runs, so no choice
+    is lost; the predicted increase of the loss is measured in the first branch and stands for all.
+    """
+    members: dict[Any, list[int]] = {}
+    for s, site in enumerate(sites):
+        members.setdefault((site.type, site.axes, site.labels, site.dtype) if tie else s, []).append(s)
+    groups: list[Group] = []
+    num_of_name: Counter[str] = Counter()
+    for numbers in members.values():
+        first = sites[numbers[0]]
+        listed = () if first.kind == "alternatives" else _worthwhile([sites[s] for s in numbers], strategies)
+        names = first.labels or tuple(strategy.name for strategy in listed)
+        name = first.type if tie else first.name
+        num_of_name[name] += 1
+        number = f" {num_of_name[name]}" if num_of_name[name] > 1 else ""
+        groups.append(Group(f"{name}{number}", tuple(numbers), listed, names))
+    return tuple(groups)
+
+
+def checked_strategies(
+    strategies: Mapping[str, Sequence[CollectiveStrategy]],
+) -> dict[str, tuple[CollectiveStrategy, ...]]:
+    """Returns the strategies of each direction, the user's or the default ones; raises as `CommunicationSpace`."""
+    for direction, listed in strategies.items():
+        if direction not in DEFAULT:
+            raise ValueError(f"`strategies` has a direction {direction!r}; directions are {tuple(DEFAULT)}.")
+        if words := [strategy for strategy in listed if isinstance(strategy, str)]:
+            raise ValueError(
+                f"`strategies[{direction!r}]` has {words}; give strategies, such as `diffshard.Exact()` and "
+                f"`diffshard.Encode(diffshard.INT8)`."
+            )
+        names = [strategy.name for strategy in listed]
+        if not names or len(set(names)) < len(names):
+            raise ValueError(f"`strategies[{direction!r}]` must be at least one, each with its own name, got {names}.")
+        with_residual = [strategy.name for strategy in listed if strategy.keeps_residual]
+        if with_residual and direction != "gradient":
+            raise ValueError(
+                f"`strategies[{direction!r}]` has {with_residual}, which keep residuals; these are for gradients only."
+            )
+    return {**DEFAULT, **{direction: tuple(listed) for direction, listed in strategies.items()}}
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """One device's part of the leaves of a pytree."""
+
+    specs: tuple[PartitionSpec, ...]
+    names: tuple[str, ...]
+    avals: tuple[jax.ShapeDtypeStruct, ...]
+
+
+def _local_parts(label: str, tree: Any, prefix: Any, mesh_axes: Mapping[str, int]) -> _Parts:
     try:
         specs = broadcast_specs(prefix, tree)
     except ValueError as error:
@@ -187,25 +185,99 @@ def _specs(prefix: Any, tree: Any, label: str) -> list[PartitionSpec]:
     for spec in specs:
         if not isinstance(spec, PartitionSpec):
             raise ValueError(f"The specs of `{label}` must be `jax.sharding.PartitionSpec`, got {spec!r}.")
-    return specs
+    leaves = jax.tree_util.tree_leaves_with_path(jax.eval_shape(lambda tree: tree, tree))
+    names = tuple(jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in leaves)
+    avals = tuple(
+        jax.ShapeDtypeStruct(local_shape(x.shape, spec, mesh_axes, f"`{label}` {name!r}"), x.dtype)
+        for (_, x), spec, name in zip(leaves, specs, names, strict=True)
+    )
+    return _Parts(tuple(specs), names, avals)
+
+
+def _site_at(traced: TracedLoss, p: int, direction: Direction, counts: Counter[str]) -> Site:
+    """Returns the site of a place in a direction; `counts` numbers the sites of one name."""
+    place = traced.places[p]
+    collective, shape = place.collective, place.shape
+    if collective is not None and direction == "backward":
+        collective, shape = collective.transposed(), collective.result_shape(shape)
+    kind = "alternatives" if collective is None else collective.kind
+    stem = "/".join(part for part in (place.stack, kind) if part)
+    counts[f"{stem} {direction}"] += 1
+    number = counts[f"{stem} {direction}"]
+    return Site(
+        name=f"{stem}{f' {number}' if number > 1 else ''} {direction}",
+        kind=kind,
+        direction=direction,
+        axes=() if collective is None else collective.axes,
+        shape=shape,
+        dtype=place.dtype,
+        type=f"{re.sub(r'[0-9]+', '*', stem)} {direction}",
+        trips=place.trips,
+        collective=collective,
+        place=p,
+        labels=place.labels,
+        branch=None if place.branch is None else (traced.place_numbers[place.branch[0]], place.branch[1]),
+    )
+
+
+def _gradient_sites(traced: TracedLoss, mesh_axes: Mapping[str, int]) -> Iterator[Site]:
+    """Yields a site for each parameter whose gradient is summed: over the axes that do not split the parameter."""
+    leaves = zip(traced.param_names, traced.param_avals, traced.param_specs, strict=True)
+    for leaf, (name, aval, spec) in enumerate(leaves):
+        splitting = {axis for axes in axes_of(spec, len(aval.shape)) for axis in axes}
+        axes = tuple(axis for axis, size in mesh_axes.items() if axis not in splitting and size > 1)
+        if axes:
+            yield Site(
+                name=f"{name} gradient",
+                kind="all_reduce",
+                direction="gradient",
+                axes=axes,
+                shape=aval.shape,
+                dtype=aval.dtype,
+                type=f"{'matrices' if len(aval.shape) > 1 else 'vectors'} over {' and '.join(axes)} gradient",
+                trips=1,
+                collective=CollectiveOp("all_reduce", axes, tuple(mesh_axes[axis] for axis in axes)),
+                place=leaf,
+            )
+
+
+def _worthwhile(
+    sites: Sequence[Site], strategies: Mapping[str, tuple[CollectiveStrategy, ...]]
+) -> tuple[CollectiveStrategy, ...]:
+    """Leaves out lossy strategies that send as much as an exact one; for integers, all lossy strategies."""
+    listed, sites = strategies[sites[0].direction], as_sent(sites)
+    exact = [strategy for strategy in listed if strategy.is_exact]
+    if not exact:
+        return listed
+    if not jnp.issubdtype(sites[0].dtype, jnp.floating):
+        return tuple(exact)
+    least = min(sum(site_bytes(site, strategy) for site in sites) for strategy in exact)
+    return tuple(
+        strategy
+        for strategy in listed
+        if strategy.is_exact or sum(site_bytes(site, strategy) for site in sites) < least
+    )
 
 
 def _places_with_gradients(traced: TracedLoss, mesh_axes: Mapping[str, int]) -> set[int]:
-    """Places whose cotangent the parameters' gradients need, by tracing them."""
-    found: set[int] = set()
+    """Returns the places whose cotangents the gradients of parameters need.
+
+    The backward pass is traced with a collective at each place that records its own transposition.
+    """
+    transposed: set[int] = set()
 
     def at_collective(p: int, x: jax.Array, key: jax.Array) -> jax.Array:
         collective = traced.places[p].collective
         assert collective is not None
         if not jnp.issubdtype(x.dtype, jnp.floating):
-            return collective.exact(x)
-        op = jax.custom_vjp(collective.exact)
+            return run_exact(collective, x)
+        op = jax.custom_vjp(partial(run_exact, collective))
 
         def backward(p: int, _: None, cotangent: jax.Array) -> tuple[jax.Array]:
-            found.add(p)
-            return (collective.transposed().exact(cotangent),)
+            transposed.add(p)
+            return (run_exact(collective.transposed(), cotangent),)
 
-        op.defvjp(lambda x: (collective.exact(x), None), partial(backward, p))
+        op.defvjp(lambda x: (run_exact(collective, x), None), partial(backward, p))
         return op(x)
 
     def at_alternatives(p: int, branches: Sequence[Callable[..., Any]], operands: Sequence[Any]) -> Any:
@@ -215,4 +287,4 @@ def _places_with_gradients(traced: TracedLoss, mesh_axes: Mapping[str, int]) -> 
         return traced.loss(params, batch, jax.random.key(0), at_collective, at_alternatives)
 
     jax.make_jaxpr(jax.grad(loss), axis_env=list(mesh_axes.items()))(traced.param_avals, traced.batch_avals)
-    return found
+    return transposed

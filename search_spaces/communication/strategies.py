@@ -1,76 +1,40 @@
-"""Ways to run a collective: exact, encoded, with error feedback, every k-th step, one way first and another later."""
+"""Ways to run a collective: exact, encoded, with error feedback, every k-th step, one way first and another later.
 
-from collections.abc import Sequence
+Each is a frozen dataclass that follows `base.CollectiveStrategy`. A new one needs no registration: give it in the
+`strategies` of a space.
+"""
+
 from dataclasses import dataclass, replace
-from typing import Protocol
 
-import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
-from search_spaces.communication.collectives import CollectiveOp, Stage
-from search_spaces.communication.precision import BFLOAT16, FLOAT8, INT4, INT8, Precision
-
-
-class CollectiveStrategy(Protocol):
-    """A way to run a collective.
-
-    Strategies that keep a residual are for gradients: what they have not sent yet is added to the next step's operand,
-    whichever strategy sends that.
-
-    Attributes:
-      name: for people, choices and plans; no two strategies of a site share one.
-      lossless: whether the result is the plain collective's, always.
-      keeps_residual: whether it ever leaves something for later.
-    """
-
-    @property
-    def name(self) -> str: ...  # noqa: D102
-    @property
-    def lossless(self) -> bool: ...  # noqa: D102
-    @property
-    def keeps_residual(self) -> bool: ...  # noqa: D102
-
-    def run(
-        self, collective: CollectiveOp, x: jax.Array, key: jax.Array, step: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
-        """The collective's result, and this device's part of what is still to be sent (float32, shaped as `x`).
-
-        Args:
-          collective: to be run.
-          x: this device's operand.
-          key: a random key, the same on all devices.
-          step: number of the training step, an integer scalar.
-        """
-        ...
-
-    def stages(self, collective: CollectiveOp, shape: Sequence[int], dtype: np.dtype) -> list[Stage]:
-        """What it sends in the mean step."""
-        ...
+from search_spaces.communication.base import CollectiveStrategy, Precision, Stage
+from search_spaces.communication.collectives import run_encoded, run_exact, stages_of
+from search_spaces.communication.precision import BFLOAT16, FLOAT8, INT4, INT8
 
 
 @dataclass(frozen=True)
 class Exact:
-    """The plain collective in the data's own type."""
+    """The plain collective, in the data's own type."""
 
     name: str = "exact"
-    lossless: bool = True
+    is_exact: bool = True
     keeps_residual: bool = False
 
     def run(self, collective, x, key, step):  # noqa: D102
-        return collective.exact(x), jnp.zeros(x.shape, jnp.float32)
+        return run_exact(collective, x), jnp.zeros(x.shape, jnp.float32)
 
     def stages(self, collective, shape, dtype):  # noqa: D102
-        return collective.stages(shape, dtype, None)
+        return stages_of(collective, shape, dtype, None)
 
 
 @dataclass(frozen=True)
 class Encode:
-    """Codes travel; what rounding loses is lost."""
+    """The operand is sent as codes; what rounding loses is lost."""
 
     precision: Precision
-    lossless: bool = False
+    is_exact: bool = False
     keeps_residual: bool = False
 
     @property
@@ -78,22 +42,22 @@ class Encode:
         return self.precision.name
 
     def run(self, collective, x, key, step):  # noqa: D102
-        return collective.encoded(x, self.precision, key)[0], jnp.zeros(x.shape, jnp.float32)
+        return run_encoded(collective, x, self.precision, key)[0], jnp.zeros(x.shape, jnp.float32)
 
     def stages(self, collective, shape, dtype):  # noqa: D102
-        return collective.stages(shape, dtype, self.precision)
+        return stages_of(collective, shape, dtype, self.precision)
 
 
 @dataclass(frozen=True)
 class ErrorFeedback:
-    """Codes travel; what rounding loses is added to the next step's gradient. For all-reduces of gradients.
+    """The gradient is sent as codes; what rounding loses is added to the gradient of the next step.
 
-    Source: Seide et al., "1-bit stochastic gradient descent" (2014); rounding of the sums is fed back too, as in Tang
-    et al., "1-bit Adam" (2021).
+    Source: Seide et al., "1-bit stochastic gradient descent" (2014). What the rounding of the sums loses is fed back
+    too, as in Tang et al., "1-bit Adam" (2021).
     """
 
     precision: Precision
-    lossless: bool = False
+    is_exact: bool = False
     keeps_residual: bool = True
 
     @property
@@ -101,20 +65,20 @@ class ErrorFeedback:
         return f"{self.precision.name} with error feedback"
 
     def run(self, collective, x, key, step):  # noqa: D102
-        y, left = collective.encoded(x, self.precision, key)
-        return y, left
+        y, residual = run_encoded(collective, x, self.precision, key)
+        return y, residual
 
     def stages(self, collective, shape, dtype):  # noqa: D102
-        return collective.stages(shape, dtype, self.precision)
+        return stages_of(collective, shape, dtype, self.precision)
 
 
 @dataclass(frozen=True)
 class EveryK:
-    """Gradients add up on each device and their sum is sent in each k-th step; in the others the result is zero.
+    """Each device adds up its gradients and sends their sum in every k-th step; the result of the other steps is zero.
 
     Attributes:
-      k: steps from one to the next.
-      strategy: how the sum is sent.
+      k: steps from one time of sending to the next.
+      strategy: by which the sum is sent.
 
     Raises:
       ValueError: `k` is less than 2.
@@ -122,7 +86,7 @@ class EveryK:
 
     k: int
     strategy: CollectiveStrategy = Exact()
-    lossless: bool = False
+    is_exact: bool = False
     keeps_residual: bool = True
 
     def __post_init__(self):
@@ -148,13 +112,13 @@ class EveryK:
 
 @dataclass(frozen=True)
 class Schedule:
-    """One strategy before a step, another from it on.
+    """One strategy until a training step, another one from that step on.
 
     Attributes:
-      first: until the switch.
-      second: from it on.
+      first: the strategy of the steps before `switch_step`.
+      second: the strategy from `switch_step` on.
       switch_step: the first step of `second`.
-      num_steps: of the whole training; its mean step is what is priced.
+      num_steps: of the whole training; the price is that of its average step.
 
     Raises:
       ValueError: `switch_step` is not within the training.
@@ -177,8 +141,8 @@ class Schedule:
         return f"{self.first.name}, {self.second.name} from step {self.switch_step}"
 
     @property
-    def lossless(self) -> bool:  # noqa: D102
-        return self.first.lossless and self.second.lossless
+    def is_exact(self) -> bool:  # noqa: D102
+        return self.first.is_exact and self.second.is_exact
 
     @property
     def keeps_residual(self) -> bool:  # noqa: D102
@@ -209,4 +173,4 @@ DEFAULT: dict[str, tuple[CollectiveStrategy, ...]] = {
     "backward": (Exact(), *_NARROW),
     "gradient": (Exact(), *_NARROW, ErrorFeedback(INT8), ErrorFeedback(INT4), EveryK(4)),
 }
-"""What each direction can choose from where the user gives nothing: the plain collective first."""
+"""What each direction chooses from where the user gives nothing; the plain collective comes first."""

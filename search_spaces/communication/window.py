@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from search_spaces.communication.interpreter import alternatives
+from search_spaces.communication.places import alternatives
 
 
 def windowed_attention(

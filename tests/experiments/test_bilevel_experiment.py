@@ -95,8 +95,8 @@ def test_shuffled_slopes_are_the_same_ones_at_other_lossy_strategies(space, monk
     rows = [jnp.full(size, 1 / size) for size in sizes]
     value, slopes = jax.value_and_grad(lambda rows: estimator.increase(space, {}, None, rows, KEY, MOMENT))(rows)
     assert float(value) == pytest.approx(float(linear(space, {}, None, rows, KEY, MOMENT)))
-    over = [d - d[int(group.lossless.argmax())] for d, group in zip(loss_increases, space.groups, strict=True)]
-    lossless = np.concatenate([group.lossless for group in space.groups])
+    over = [d - d[int(group.exact.argmax())] for d, group in zip(loss_increases, space.groups, strict=True)]
+    lossless = np.concatenate([group.exact for group in space.groups])
     before, after = np.concatenate(over), np.concatenate(slopes)
     assert not after[lossless].any()
     np.testing.assert_allclose(np.sort(after), np.sort(before), rtol=1e-6)
@@ -124,7 +124,7 @@ def test_verdicts_need_the_whole_interval_on_one_side():
 def test_estimators_are_held_against_training():
     found = bilevel_estimators.main(replace(task.QUICK, steps=4), seeds=1, estimators=("curvature",))
     space = task.space(task.QUICK, "slow")
-    num_lossy = sum(int((~group.lossless).sum()) for group in space.groups)
+    num_lossy = sum(int((~group.exact).sum()) for group in space.groups)
     assert found["measured"].shape == found["curvature"].shape == (1, num_lossy)
     assert found["measured"].any()
     forward = bilevel_estimators.lossy(space).direction == "forward"

@@ -14,7 +14,7 @@ from cost.base import Problem
 from diffshard.bilevel_search.plan_page import format_page
 from diffshard.bilevel_search.rounding import plan_of
 from diffshard.command.line import main
-from search_spaces.communication.interpreter import alternatives
+from search_spaces.communication.places import alternatives
 from tests.diffshard.bilevel_search.perturbed import Perturbed
 from tests.diffshard.bilevel_search.small_bilevel_plan import (
     SLOW_LINKS,

@@ -9,7 +9,8 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from search_spaces.communication.collectives import CollectiveOp
+from search_spaces.communication.base import CollectiveOp
+from search_spaces.communication.collectives import run_encoded, run_exact, stages_of
 from search_spaces.communication.emulation import emulate
 from search_spaces.communication.precision import FLOAT32, INT4, INT8
 
@@ -52,7 +53,7 @@ def test_emulated_and_encoded_results(collective):
     precisions = (FLOAT32, INT8, INT4.stochastic)
 
     def all_of_them(x, key):
-        return [collective.exact(x), *(collective.encoded(x, precision, key) for precision in precisions)]
+        return [run_exact(collective, x), *(run_encoded(collective, x, precision, key) for precision in precisions)]
 
     found = _on_devices(all_of_them, NUMBERS)
     exact, *encoded = found
@@ -75,10 +76,10 @@ def test_emulated_and_encoded_results(collective):
 
 @pytest.mark.parametrize("collective", COLLECTIVES, ids=IDS)
 def test_transposes_are_adjoint(collective):
-    y = _on_devices(lambda x, key: collective.exact(x), NUMBERS)
+    y = _on_devices(lambda x, key: run_exact(collective, x), NUMBERS)
     other = np.random.default_rng(1).normal(size=y.shape).astype(np.float32)
     flat = jnp.asarray(other.reshape(-1, *other.shape[2:]))
-    back = _on_devices(lambda x, key: collective.transposed().exact(x), flat) if other.ndim > 2 else None
+    back = _on_devices(lambda x, key: run_exact(collective.transposed(), x), flat) if other.ndim > 2 else None
     assert back is not None
     assert back.shape[1:] == SHAPE
     assert np.vdot(y, other) == pytest.approx(np.vdot(NUMBERS.reshape(8, *SHAPE), back), rel=1e-4)
@@ -105,16 +106,16 @@ def _travelling_bytes(jaxpr) -> float:
 @pytest.mark.parametrize("collective", [c for c in COLLECTIVES if c.kind != "all_to_all" or len(c.axes) == 1])
 @pytest.mark.parametrize("precision", [INT8, INT4], ids=lambda p: p.name)
 def test_counted_bytes_are_those_that_travel(collective, precision):
-    traced = jax.make_jaxpr(lambda x, key: collective.encoded(x, precision, key), axis_env=list(MESH.items()))(
+    traced = jax.make_jaxpr(lambda x, key: run_encoded(collective, x, precision, key), axis_env=list(MESH.items()))(
         jax.ShapeDtypeStruct(SHAPE, jnp.float32), jax.random.key(0)
     )
-    counted = sum(stage.sent_bytes for stage in collective.stages(SHAPE, np.dtype("float32"), precision))
+    counted = sum(stage.sent_bytes for stage in stages_of(collective, SHAPE, np.dtype("float32"), precision))
     assert counted == pytest.approx(_travelling_bytes(traced.jaxpr))
 
 
 def test_exact_bytes_by_hand():
     def sent(collective):
-        return [(s.axis, s.sent_bytes) for s in collective.stages((100, 8), np.dtype("float32"), None)]
+        return [(s.axis, s.sent_bytes) for s in stages_of(collective, (100, 8), np.dtype("float32"), None)]
 
     assert sent(CollectiveOp("all_reduce", ("model",), (4,))) == [("model", 2 * 3200 * 3 / 4)]
     assert sent(CollectiveOp("all_reduce", BOTH, (2, 4))) == [("model", 2 * 3200 * 3 / 4), ("data", 2 * 800 / 2)]

@@ -13,7 +13,7 @@ from cost.collectives import collective_s
 from cost.evaluation import evaluate
 from cost.validation import validate
 from search_spaces.communication.costs import coding_s
-from search_spaces.communication.interpreter import alternatives
+from search_spaces.communication.places import alternatives
 from search_spaces.communication.precision import INT4, INT8
 from search_spaces.communication.space import CommunicationSpace
 from search_spaces.communication.strategies import Encode, ErrorFeedback, EveryK, Exact, Schedule
@@ -452,7 +452,7 @@ def test_damages_pass_functions_with_a_way_back_of_their_own(clip):
         ({"strategies": {"sideways": (Exact(),)}}, "`strategies` has a direction 'sideways'"),
         ({"strategies": {"forward": ["int8"]}}, r"has \['int8'\]; give strategies"),
         ({"strategies": {"forward": ()}}, r"`strategies\['forward'\]` must be at least one"),
-        ({"strategies": {"forward": (EveryK(2),)}}, "which keep residuals: for gradients only"),
+        ({"strategies": {"forward": (EveryK(2),)}}, "which keep residuals; these are for gradients only"),
         ({"strategies": {"gradient": (ErrorFeedback(INT8),) * 2}}, "each with its own name"),
         ({"specs": {**SPECS, "head": P("rows")}}, "`params` 'head' has an axis 'rows'"),
         ({"specs": {**SPECS, "head": P("model", "model")}}, "'model' splits two"),
@@ -487,7 +487,7 @@ def test_choices_and_meshes_that_do_not_fit_are_refused():
         SPACE.loss(PARAMS, BATCH, [jnp.ones(3), 0, 0, 0], KEY)
     with pytest.raises(ValueError, match="`hardware` is None"):
         _ = small_space(hardware=None).problem
-    with pytest.raises(ValueError, match="have no lossless strategy"):
+    with pytest.raises(ValueError, match="have no exact strategy"):
         small_space(strategies={"forward": (Encode(INT8),)}).exact_choice()
     with pytest.raises(ValueError, match="`mesh` has axes"):
         SPACE.on_mesh(jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,)))

@@ -7,8 +7,9 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+from search_spaces.communication.collectives import run_exact
 from search_spaces.communication.emulation import emulate
-from search_spaces.communication.interpreter import Interpreter, find_places
+from search_spaces.communication.places import Interpreter, find_places
 from search_spaces.communication.precision import INT8
 from search_spaces.communication.strategies import Encode
 from tests.search_spaces.communication.small_communication import MESH, mesh, small_space
@@ -74,7 +75,7 @@ def test_every_program_runs_as_it_is_written(fn, kinds, num_notes):
 
     def at_collective(p, x, key):
         seen.add(p)
-        return collectives[p].exact(x)
+        return run_exact(collectives[p], x)
 
     interpreter = Interpreter({place.path: p for p, place in enumerate(places)}, at_collective, lambda *_: [])
 

@@ -12,9 +12,9 @@ from search_spaces.communication.precision import (
     INT4,
     INT8,
     PRECISIONS,
-    bytes_of,
     decode,
     encode,
+    encoded_bytes,
 )
 
 SIZE = 297
@@ -66,13 +66,13 @@ def test_codes_hold_what_is_a_code():
 @pytest.mark.parametrize("precision", PRECISIONS, ids=lambda p: p.name)
 def test_bytes_are_those_of_the_codes(precision):
     encoded = encode(NUMBERS[0], precision)
-    assert bytes_of(precision, SIZE) == encoded.nbytes
+    assert encoded_bytes(precision, SIZE) == encoded.nbytes
 
 
 def test_bytes_by_hand():
-    assert bytes_of(INT4, 200) == 2 * (50 + 4)
-    assert bytes_of(INT8, 33) == 34 + 4
-    assert bytes_of(BFLOAT16, 200) == 400
+    assert encoded_bytes(INT4, 200) == 2 * (50 + 4)
+    assert encoded_bytes(INT8, 33) == 34 + 4
+    assert encoded_bytes(BFLOAT16, 200) == 400
 
 
 def test_stochastic_rounding_needs_a_key():

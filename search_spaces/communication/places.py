@@ -1,7 +1,7 @@
-"""Runs a traced function with other operations in place of its collectives.
+"""Finds the places of a traced loss, and runs the loss with other operations in their stead.
 
-A *place* is a collective equation's operand, or a user's `alternatives`, by its path: the number of the equation in
-each jaxpr on the way down (and of the branch, for a `cond`).
+The loss stays as its author wrote it: it is traced once to a jaxpr, and evaluated equation by equation. Only equations
+that are places, or that hold some, are evaluated differently; all others are bound as they are.
 """
 
 import re
@@ -16,61 +16,47 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend import core, source_info_util
 
-from search_spaces.communication.collectives import CollectiveOp
+from search_spaces.communication.base import CollectiveOp, Path, Place
 from search_spaces.sharding.graph import REMAT
 from search_spaces.sharding.tracing import scan_parts
 
-Path = tuple[int, ...]
 CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr"}
 _INNER = {**CALLS, **dict.fromkeys(REMAT, "jaxpr"), "scan": "jaxpr", "while": "body_jaxpr"}
-_OWN_WAY_BACK = {"custom_vjp_call"}
+_CUSTOM_VJP = {"custom_vjp_call"}
+_COLLECTIVES = {
+    "psum",
+    "all_gather",
+    "reduce_scatter",
+    "all_to_all",
+    "ppermute",
+    "pmax",
+    "pmin",
+    "pgather",
+    "pbroadcast",
+}
 _ALTERNATIVES = re.compile(r"alternatives\[(.*):(.*)\]$")
 
 
-@dataclass(frozen=True)
-class Place:
-    """Where a function's strategy can be chosen.
-
-    Attributes:
-      path: of the equation, and the number of the operand.
-      stack: the name scopes around it.
-      trips: how often it runs: the product of the lengths of the scans around it.
-      collective: what runs there; None for alternatives.
-      labels: of alternatives, in the order of their functions.
-      shape, dtype: of the operand on one device; of alternatives, of the first result.
-      branch: where it lies in a branch of alternatives, their path and the number of the branch.
-    """
-
-    path: Path
-    stack: str
-    trips: int
-    collective: CollectiveOp | None
-    labels: tuple[str, ...]
-    shape: tuple[int, ...]
-    dtype: Any
-    branch: tuple[Path, int] | None = None
-
-
 def alternatives(name: str, functions: Mapping[str, Callable[..., Any]], *operands: Any) -> Any:
-    """A place where the search chooses between functions; the first one runs where nothing was searched.
+    """Runs one of several functions, which the search chooses; the first one runs where nothing was searched.
 
-    All functions must take the operands and return arrays of the same shapes and types, for example an expert layer
-    with different capacity factors, or attention over different windows.
+    All functions must take the operands and return arrays of the same shapes and types. Examples are an expert layer
+    with different capacity factors, and attention over different windows.
 
     Args:
       name: of the place.
-      functions: by label.
-      operands: of each function.
+      functions: by label; the first one is the exact one.
+      operands: of every function.
 
     Raises:
-      ValueError: no mapping of at least two functions by labels, or a label or name with ":", "|" or "/".
+      ValueError: `functions` is not a mapping of at least two functions, or a label or the name has ":", "|" or "/".
     """
     if not isinstance(functions, Mapping) or len(functions) < 2 or not all(map(callable, functions.values())):
         raise ValueError(f"`functions` of {name!r} must be a dict of at least two functions by label, got {functions}.")
     for text in (name, *functions):
         if not isinstance(text, str) or not text or re.search("[:|/]", text):
-            raise ValueError(f"`name` and the labels must not be empty nor hold ':', '|' or '/'; got {text!r}.")
-    # A branch on a number that the compiler may not look into: every transformation of JAX knows what to do with it.
+            raise ValueError(f"`name` and the labels must not be empty, nor contain ':', '|' or '/'; got {text!r}.")
+    # A branch on a number that the compiler cannot simplify away, and that every transformation of JAX accepts.
     first = lax.optimization_barrier(jnp.int32(0))
     with jax.named_scope(f"alternatives[{name}:{'|'.join(functions)}]"):
         try:
@@ -81,7 +67,7 @@ def alternatives(name: str, functions: Mapping[str, Callable[..., Any]], *operan
 
 
 def find_places(jaxpr: core.Jaxpr, mesh_axes: Mapping[str, int]) -> tuple[list[Place], list[str]]:
-    """All places of a function, and notes on collectives that are none."""
+    """Returns all places of a function, and notes on the collectives that cannot be places."""
     notes: list[str] = []
     return list(_walk(jaxpr, mesh_axes, (), "", 1, None, notes)), list(dict.fromkeys(notes))
 
@@ -99,14 +85,14 @@ def _walk(
         name, here = equation.primitive.name, (*path, i)
         scope = "/".join(part for part in (stack, str(equation.source_info.name_stack)) if part)
         if name == "cond":
-            found = _ALTERNATIVES.search(scope)
-            if found:
+            match = _ALTERNATIVES.search(scope)
+            if match:
                 out: Any = equation.outvars[0].aval
-                yield Place(here, scope[: found.start()] + found[1], trips, None, tuple(found[2].split("|")),
+                yield Place(here, scope[: match.start()] + match[1], trips, None, tuple(match[2].split("|")),
                             out.shape, out.dtype, branch)  # fmt: skip
             for b, body in enumerate(equation.params["branches"]):
-                scope_in = scope[: found.start()] + found[1] if found else scope
-                inside = (here, b) if found else branch
+                scope_in = scope[: match.start()] + match[1] if match else scope
+                inside = (here, b) if match else branch
                 yield from _walk(body.jaxpr, mesh_axes, (*here, b), scope_in, trips, inside, notes)
         elif name in _INNER:
             if name == "while" and _holds(equation, _COLLECTIVES):
@@ -117,8 +103,8 @@ def _walk(
         else:
             if equation.params.get("axis_index_groups") is not None:
                 raise ValueError(
-                    f"`loss_fn` has a {name} with `axis_index_groups` in {scope or 'the function'}, which no emulation "
-                    f"of the mesh can run; give the mesh an axis for these groups."
+                    f"`loss_fn` has a {name} with `axis_index_groups` in {scope or 'the function'}, which an emulated "
+                    f"mesh cannot run; give the mesh an axis for these groups."
                 )
             collectives = collectives_of(equation, mesh_axes)
             for k, (var, collective) in enumerate(zip(equation.invars, collectives, strict=False)):
@@ -127,19 +113,6 @@ def _walk(
                 yield Place((*here, k), scope, trips, collective, (), shape, dtype, branch)
             if not collectives and _holds(equation, _COLLECTIVES):
                 notes.append(f"{scope or 'the function'}: {name} stays exact and its bytes are not counted.")
-
-
-_COLLECTIVES = {
-    "psum",
-    "all_gather",
-    "reduce_scatter",
-    "all_to_all",
-    "ppermute",
-    "pmax",
-    "pmin",
-    "pgather",
-    "pbroadcast",
-}
 
 
 def _holds(equation: core.JaxprEqn, primitives: set[str]) -> bool:
@@ -151,7 +124,7 @@ def _holds(equation: core.JaxprEqn, primitives: set[str]) -> bool:
 
 
 def collectives_of(equation: core.JaxprEqn, mesh_axes: Mapping[str, int]) -> list[CollectiveOp]:
-    """The collective that an equation is, once for each operand; none if it is not one that a strategy can run."""
+    """Returns the collective of an equation once for each operand; nothing if no strategy can run it."""
     params, name = equation.params, equation.primitive.name
     axes = params.get("axes", params.get("axis_name", ()))
     axes = axes if isinstance(axes, tuple) else (axes,)
@@ -178,22 +151,22 @@ def collectives_of(equation: core.JaxprEqn, mesh_axes: Mapping[str, int]) -> lis
 
 @dataclass(frozen=True)
 class Interpreter:
-    """Evaluates a jaxpr with `at_collective` and `at_alternatives` in the places' stead.
+    """Evaluates a jaxpr with other operations in the stead of its places.
 
     Attributes:
       places: the number of each place by its path.
       at_collective: called with the place's number, its operand and a random key; returns the result.
-      at_alternatives: called with the place's number, the branches as functions of the flat operands, and those.
-      at_own_way_back: called with an equation that is a `jax.custom_vjp` and its operands, or None to leave them alone.
+      at_alternatives: called with the place's number, the branches as functions of the flat operands, and the operands.
+      at_custom_vjp: called with an equation that is a `jax.custom_vjp` and its operands; None to bind it as it is.
     """
 
     places: Mapping[Path, int]
     at_collective: Callable[[int, jax.Array, jax.Array], jax.Array]
     at_alternatives: Callable[[int, Sequence[Callable[..., list[Any]]], Sequence[Any]], Sequence[Any]]
-    at_own_way_back: Callable[[core.JaxprEqn, Sequence[Any]], Sequence[Any]] | None = None
+    at_custom_vjp: Callable[[core.JaxprEqn, Sequence[Any]], Sequence[Any]] | None = None
 
     def run(self, jaxpr: Any, arguments: Sequence[Any], key: jax.Array, path: Path = ()) -> list[Any]:
-        """The jaxpr's results; places in a loop get another key in each trip."""
+        """Returns the jaxpr's results; a place in a loop gets another key in each trip."""
         consts: Sequence[Any] = ()
         if isinstance(jaxpr, core.ClosedJaxpr):
             jaxpr, consts = jaxpr.jaxpr, jaxpr.consts
@@ -213,15 +186,16 @@ class Interpreter:
         return [read(var) for var in jaxpr.outvars]
 
     @cached_property
-    def _above(self) -> frozenset[Path]:
-        """Paths of equations that are or hold places."""
+    def _paths_to_places(self) -> frozenset[Path]:
+        """The paths of all equations that are places or hold some."""
         return frozenset(place[:n] for place in self.places for n in range(1, len(place) + 1))
 
     def _equation(self, equation: core.JaxprEqn, operands: list[Any], key: jax.Array, path: Path) -> Sequence[Any]:
         name = equation.primitive.name
-        if self.at_own_way_back is not None and name in _OWN_WAY_BACK:
-            return self.at_own_way_back(equation, operands)
-        if path not in self._above and not (self.at_own_way_back and _holds(equation, _OWN_WAY_BACK)):
+        if self.at_custom_vjp is not None and name in _CUSTOM_VJP:
+            return self.at_custom_vjp(equation, operands)
+        has_custom_vjp = self.at_custom_vjp is not None and _holds(equation, _CUSTOM_VJP)
+        if path not in self._paths_to_places and not has_custom_vjp:
             return bind(equation, operands)
         if name in CALLS:
             return self.run(equation.params[CALLS[name]], operands, key, path)
@@ -283,6 +257,6 @@ class Interpreter:
 
 
 def bind(equation: core.JaxprEqn, operands: Sequence[Any]) -> Sequence[Any]:
-    """An equation's results for other operands."""
-    found = equation.primitive.bind(*operands, **equation.primitive.get_bind_params(equation.params))
-    return found if equation.primitive.multiple_results else [found]
+    """Evaluates an equation for other operands."""
+    results = equation.primitive.bind(*operands, **equation.primitive.get_bind_params(equation.params))
+    return results if equation.primitive.multiple_results else [results]
