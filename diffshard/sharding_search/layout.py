@@ -6,10 +6,8 @@ from typing import Any
 from diffshard.base import PlanError
 from diffshard.plans import base as plans
 from diffshard.plans.base import PlanData
-from search_spaces.sharding.graph import Value, Vertex
-from search_spaces.sharding.resharding import Spec
-from search_spaces.sharding.space import Layout, ShardingSpace
-from search_spaces.sharding.strategies import ShardingStrategy
+from search_spaces.sharding.base import Layout, ShardingStrategy, Spec, Value, Vertex
+from search_spaces.sharding.space import ShardingSpace
 
 
 def layout_of(plan: PlanData, space: ShardingSpace) -> Layout:
@@ -39,7 +37,7 @@ def layout_of(plan: PlanData, space: ShardingSpace) -> Layout:
             for specs in (operation.operands, operation.unreduced, operation.results, operation.value_specs)
         )
         gathers = tuple(
-            space.prices.path(before, after) if vertex.kind != "operation" else ()
+            space.reshard_costs.path(before, after) if vertex.kind != "operation" else ()
             for before, after in zip(unreduced, results, strict=True)
         )
         strategies.append(ShardingStrategy(operands, results, 1, gathers, unreduced))

@@ -12,7 +12,7 @@ from cost.base import Hardware
 from cost.presets import hardware_of, preset
 from diffshard.base import Solver
 from diffshard.solving.solve import resolve
-from search_spaces.sharding.given_arguments import check_prefix
+from search_spaces.sharding.given import check_prefix
 
 DEFAULT_SOLVER = "gradient"
 

@@ -1,12 +1,13 @@
 """From a sharding space to a plan."""
 
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any, TypedDict
 
 import numpy as np
 
-from cost.evaluation import change_costs, evaluate
+from cost.evaluation import evaluate
 from cost.memory import least_memory
 from diffshard.base import InfeasibleError, Progress, Solution
 from diffshard.plans import base as plans
@@ -16,10 +17,9 @@ from diffshard.sharding_search.options import Options
 from diffshard.sharding_search.plan import Plan
 from diffshard.sharding_search.traced import TracedFunction
 from diffshard.solving.solve import solve
-from search_spaces.sharding.graph import Value, Vertex
-from search_spaces.sharding.predict import compute_seconds, transfers
-from search_spaces.sharding.resharding import Spec
-from search_spaces.sharding.space import Layout, ShardingSpace
+from search_spaces.sharding.base import Layout, Operand, Spec, Value, Vertex
+from search_spaces.sharding.explaining import NextBest
+from search_spaces.sharding.space import ShardingSpace
 
 
 def make_plan(
@@ -32,26 +32,21 @@ def make_plan(
     """
     solution = _solved(options, space, progress)
     choice = [int(s) for s in solution.choice]
-    layout = space.decode(choice)
-    compute = compute_seconds(space, layout)
-    changes = change_costs(space.problem, choice)
-    collectives = tuple(PredictedCollective(*t) for t in transfers(space, choice, layout))
-    step_s = float(compute.sum()) + sum(c.seconds for c in collectives)
-    lower_bound_s = min(max(solution.lower_bound - space.most_holding_s, 0.0), step_s)
+    prediction = space.predict(choice)
+    compute_s = float(prediction.compute_s.sum())
+    step_s = compute_s + sum(transfer.seconds for transfer in prediction.transfers)
+    lower_bound_s = min(max(solution.lower_bound - space.most_preference_s, 0.0), step_s)
     solver = options.solver
     return Plan(
         function=_name(options.fn),
         mesh_axes=dict(zip(space.axis_names, space.axis_sizes, strict=True)),
         hardware=space.hardware,
         memory_limit_bytes=space.memory_limit_bytes,
-        arguments=_arguments(space, traced, layout, changes),
-        outputs=_outputs(space, traced, layout),
-        operations=tuple(
-            _operation(space, vertex, layout, float(seconds), changes)
-            for vertex, seconds in zip(space.graph.vertices, compute, strict=True)
+        **_arrays(space, traced, choice, prediction.compute_s),
+        compute_s=compute_s,
+        collectives=tuple(
+            PredictedCollective(t.kind, t.axis, t.num_bytes, t.count, t.seconds, t.vertex) for t in prediction.transfers
         ),
-        compute_s=float(compute.sum()),
-        collectives=collectives,
         peak_bytes=float(np.max(evaluate(space.problem, choice).peak)),
         lower_bound_s=lower_bound_s,
         gap=(step_s - lower_bound_s) / step_s if step_s else 0.0,
@@ -59,7 +54,7 @@ def make_plan(
         solver=solver if isinstance(solver, str) else getattr(solver, "__name__", "function"),
         search_s=time.perf_counter() - start,
         history=solution.history,
-        notes=tuple(_notes(space)),
+        notes=space.notes,
         static_argnums=options.static_argnums,
         donate_argnums=options.donate_argnums,
         mesh=options.mesh,
@@ -85,19 +80,45 @@ def _solved(options: Options, space: ShardingSpace, progress: Progress | None) -
     return solution
 
 
-def _operation(
-    space: ShardingSpace, vertex: Vertex, layout: Layout, compute_s: float, changes: Sequence[np.ndarray]
-) -> Operation:
-    strategy = layout.strategy[vertex.index]
+class _Arrays(TypedDict):
+    """How a plan lays out every array."""
 
-    def named(specs: Sequence[Spec]) -> tuple[plans.Spec, ...]:
-        return tuple(named_spec(spec, space.axis_names) for spec in specs)
+    arguments: tuple[Tensor, ...]
+    outputs: tuple[Tensor, ...]
+    operations: tuple[Operation, ...]
 
-    other, other_s = None, 0.0
-    if vertex.results:
-        node = space.hub_node.get(vertex.results[0].id, vertex.index)
-        specs = [s.results[0] for s in space.nodes[node].strategies]
-        other, other_s = _next_best(specs, layout.held[vertex.results[0].id], changes[node], space.axis_names)
+
+def _arrays(space: ShardingSpace, traced: TracedFunction, choice: Sequence[int], compute_s: np.ndarray) -> _Arrays:
+    """Writes down what a choice means for arguments, results and operations; `compute_s` `[vertices]`."""
+    execution, next_best = space.decode(choice), space.next_best(choice)
+    graph, layout, names = space.graph, execution.layout, space.axis_names
+    arguments = zip(graph.inputs, traced.paths, execution.in_specs, next_best.inputs, strict=True)
+    outputs = zip(graph.outputs, traced.out_paths, execution.out_specs, strict=True)
+    operations = zip(graph.vertices, compute_s, next_best.vertices, strict=True)
+    return _Arrays(
+        arguments=tuple(
+            replace(_tensor(path, v.results[0], spec, names), given=i in space.given, **_next_best(other, names))
+            for i, (v, path, spec, other) in enumerate(arguments)
+        ),
+        outputs=tuple(_tensor(path, output, spec, names) for output, path, spec in outputs),
+        operations=tuple(
+            replace(_operation(v, layout, float(seconds), names), **_next_best(other, names))
+            for v, seconds, other in operations
+        ),
+    )
+
+
+def _tensor(path: str, array: Operand, spec: Spec, axis_names: Sequence[str]) -> Tensor:
+    of_type: Any = array if isinstance(array, Value) else array.aval
+    return Tensor(path, tuple(of_type.shape), str(of_type.dtype), named_spec(spec, axis_names))
+
+
+def _operation(vertex: Vertex, layout: Layout, compute_s: float, axis_names: Sequence[str]) -> Operation:
+    strategy = layout.strategies[vertex.index]
+
+    def named(specs: Iterable[Spec]) -> tuple[plans.Spec, ...]:
+        return tuple(named_spec(spec, axis_names) for spec in specs)
+
     return Operation(
         kind=vertex.kind,
         signature=signature_of(vertex),
@@ -106,70 +127,16 @@ def _operation(
         operands=named(strategy.operands),
         unreduced=named(strategy.unreduced),
         results=named(strategy.results),
-        value_specs=named([layout.held[v.id] for v in vertex.results]),
+        value_specs=named(layout.value_specs[v.id] for v in vertex.results),
         count=vertex.weight,
         compute_s=compute_s,
-        next_best_spec=other,
-        next_best_s=other_s,
     )
 
 
-def _next_best(
-    specs: Sequence[Spec], chosen: Spec, added_s: np.ndarray, axis_names: Sequence[str]
-) -> tuple[plans.Spec | None, float]:
-    """The cheapest of the other specs, and what it adds."""
-    others = [(float(added), spec) for spec, added in zip(specs, added_s, strict=True) if spec != chosen]
-    if not others:
-        return None, 0.0
-    added, spec = min(others, key=lambda other: other[0])
-    return named_spec(spec, axis_names), added
-
-
-def _arguments(
-    space: ShardingSpace, traced: TracedFunction, layout: Layout, changes: Sequence[np.ndarray]
-) -> tuple[Tensor, ...]:
-    found = []
-    for i, (vertex, path) in enumerate(zip(space.graph.inputs, traced.paths, strict=True)):
-        value, strategies = vertex.results[0], space.nodes[vertex.index].strategies
-        spec = layout.strategy[vertex.index].unreduced[0]
-        other, other_s = _next_best([s.unreduced[0] for s in strategies], spec, changes[vertex.index], space.axis_names)
-        found.append(
-            Tensor(
-                path,
-                value.shape,
-                str(value.dtype),
-                named_spec(spec, space.axis_names),
-                given=i in space.given,
-                next_best_spec=other,
-                next_best_s=other_s,
-            )
-        )
-    return tuple(found)
-
-
-def _outputs(space: ShardingSpace, traced: TracedFunction, layout: Layout) -> tuple[Tensor, ...]:
-    found = []
-    for output, argument, path in zip(space.graph.outputs, space.graph.feedback, traced.out_paths, strict=True):
-        array: Any = output if isinstance(output, Value) else output.aval
-        if argument is not None:
-            spec = layout.strategy[space.graph.inputs[argument].index].unreduced[0]
-        else:
-            spec = layout.held[output.id] if isinstance(output, Value) else ()
-        found.append(Tensor(path, tuple(array.shape), str(array.dtype), named_spec(spec, space.axis_names)))
-    return tuple(found)
-
-
-def _notes(space: ShardingSpace) -> list[str]:
-    notes = list(space.graph.notes)
-    without: dict[str, list[str]] = {}
-    for vertex in space.without_rule:
-        if any(isinstance(x, Value) and x.shape for x in (*vertex.operands, *vertex.results)):
-            assert vertex.equation is not None
-            without.setdefault(vertex.equation.primitive.name, []).append(vertex.source)
-    for name, sources in sorted(without.items()):
-        where = sorted(set(sources))
-        notes.append(f"{name} has no sharding rule and runs whole on every device ({len(sources)}x, {where[0]}).")
-    return notes
+def _next_best(other: NextBest, axis_names: Sequence[str]) -> dict[str, Any]:
+    """The fields of a tensor or operation that say which other spec would have been the next best."""
+    spec = None if other.spec is None else named_spec(other.spec, axis_names)
+    return {"next_best_spec": spec, "next_best_s": other.added_s}
 
 
 def _name(fn: Any) -> str:

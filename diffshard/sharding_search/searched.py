@@ -82,7 +82,7 @@ class Searched(Generic[PlanT]):
             traced = trace_function(self.options, args)
             space = space_of(self.options, traced)
             plan = self._make_plan(traced, space, start_s, progress)
-            execution = Execution(traced.graph, layout_of(plan, space), self.options.mesh, space.prices.path)
+            execution = space.execution(layout_of(plan, space), self.options.mesh)
             self._prepared[signature] = plan, self._jitted(traced, execution)
         return self._prepared[signature]
 

@@ -17,7 +17,7 @@ from jax import lax
 from jax.extend import core, source_info_util
 
 from search_spaces.communication.base import CollectiveOp, Path, Place
-from search_spaces.sharding.graph import REMAT
+from search_spaces.sharding.base import REMAT
 from search_spaces.sharding.tracing import scan_parts
 
 CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr"}

@@ -1,6 +1,14 @@
 """The sharding space: which dimension of which array of a traced function is split over which mesh axis.
 
-`tracing.py` makes a `graph.py`, `shardy.py` gives each operation its rule; `strategies.py` and `candidates.py` list
-what can be chosen; `resharding.py` and `prices.py` say what lies between two choices, `lifetimes.py` what lives when;
-`space.py` puts it together as a `Problem`, `predict.py` says what a choice costs place by place.
+`base.py` holds the vocabulary and `space.py` puts everything together as a `Problem`, with a table of its terms. Their
+parts, from the function to a plan that runs:
+
+- the function: `tracing.py` makes a graph of it, `given.py` reads the shardings that it fixes;
+- what can be chosen: `shardy.py` gives each operation its rule (`exceptional_rules.py` where Shardy has none,
+  `factors.py` for rules made of several), `dimensions.py` tells which dimensions are the same, `strategies.py` lists
+  what a rule allows and `candidates.py` what a node chooses from;
+- what it costs: `node_costs.py`, `edge_costs.py` and `memory.py`; `resharding.py` finds the steps between two specs and
+  `reshard_costs.py` prices them;
+- what a choice means: `explaining.py` in seconds and names, `execution.py` as a program;
+- what XLA makes of it: `explicit_collectives.py` and `collective_records.py`, for comparison.
 """

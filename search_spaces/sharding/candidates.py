@@ -1,18 +1,62 @@
 """Which strategies a vertex of a graph may choose from: by its rule, by its kind, or by what the function fixes."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from search_spaces.sharding.dimensions import in_order
-from search_spaces.sharding.given import Given, constraint, fits, manual, rank_of
-from search_spaces.sharding.graph import Value, Vertex
+from search_spaces.sharding.base import Axes, Given, Graph, Node, Rule, ShardingStrategy, Spec, Value, Vertex
+from search_spaces.sharding.dimensions import axes_of, in_order, kinds_of_dimensions
+from search_spaces.sharding.edge_costs import readers_of
+from search_spaces.sharding.given import axes_with_meaning, constraint, fits, manual, rank_of
+from search_spaces.sharding.reshard_costs import ReshardCosts
 from search_spaces.sharding.resharding import Paths
-from search_spaces.sharding.rule import Rule
-from search_spaces.sharding.spec import Axes, Spec, divides, placed, shards, specs_of_shape
-from search_spaces.sharding.strategies import ShardingStrategy, collective_bytes, holding, strategies_of_rule, whole
+from search_spaces.sharding.spec import axes_in, divides, shards, specs_of_shape
+from search_spaces.sharding.strategies import collective_bytes, holding, strategies_of_rule, whole
 
 MOST_STRATEGIES = 500
 """Of one vertex. Two axes never come near it, operations of many dimensions on three and four do."""
+
+
+def nodes_of(
+    graph: Graph, rules: Sequence[Rule | None], given: Mapping[int, Given], reshard_costs: ReshardCosts
+) -> list[Node]:
+    """Returns one node for each vertex, in order, then the hubs.
+
+    A value that several operations read gets a hub, so that they share one reshard. Arrays that are stored beside a
+    gathered copy (arguments, what a loop's body reads) need none.
+
+    Args:
+      graph: the traced function.
+      rules: for each vertex its rule or None.
+      given: specs that inputs must keep, by flat argument.
+      reshard_costs: of the mesh.
+    """
+    axis_names, axis_sizes = reshard_costs.axis_names, reshard_costs.axis_sizes
+    shared = [len(readers) > 1 for readers in readers_of(graph)]
+    fixed = axes_with_meaning(graph, given, axis_names, axis_sizes)
+    candidates = Candidates(
+        axis_names,
+        axes_of(axis_sizes, reshard_costs.rates, fixed),
+        reshard_costs.path,
+        kinds_of_dimensions(graph, rules),
+        _new_results(graph),
+    )
+    nodes = []
+    for vertex in graph.vertices:
+        kept_spec = given.get(vertex.index) if vertex.kind == "input" else None
+        copied = bool(vertex.results) and shared[vertex.results[0].id]
+        nodes.append(Node(vertex, None, candidates.of(vertex, rules[vertex.index], kept_spec, copied)))
+    for value in graph.values:
+        vertex = graph.vertices[value.vertex]
+        own_copy = vertex.kind in ("input", "constant", "slice") or (vertex.kind == "carry" and value.result == 0)
+        if value.shape and shared[value.id] and not own_copy:
+            nodes.append(Node(vertex, value, candidates.of_hub(value)))
+    return nodes
+
+
+def _new_results(graph: Graph) -> frozenset[int]:
+    """Results of the function that replace no argument, by id."""
+    pairs = zip(graph.outputs, graph.feedback, strict=True)
+    return frozenset(o.id for o, argument in pairs if isinstance(o, Value) and argument is None)
 
 
 @dataclass(frozen=True)
@@ -24,14 +68,14 @@ class Candidates:
       axes: the mesh's.
       path: the steps between two specs.
       kinds: for each value, by id, the kind of each dimension (see `dimensions.kinds_of_dimensions`).
-      leaving: values, by id, that are results of the function and replace no argument; JAX refuses uneven ones.
+      new_results: values, by id, that are results of the function and replace no argument; JAX refuses uneven ones.
     """
 
     axis_names: tuple[str, ...]
     axes: Axes
     path: Paths
     kinds: Sequence[tuple[int, ...]]
-    leaving: frozenset[int]
+    new_results: frozenset[int]
 
     def of(self, vertex: Vertex, rule: Rule | None, given: Given | None, copied: bool) -> tuple[ShardingStrategy, ...]:
         """What a vertex may choose from.
@@ -45,7 +89,7 @@ class Candidates:
         if vertex.kind == "operation":
             found = self._of_operation(vertex, rule)
             for i, value in enumerate(vertex.results):
-                if value.id in self.leaving:
+                if value.id in self.new_results:
                     found = [s for s in found if divides(s.results[i], value.shape, self.axes.sizes)]
             return _most_useful(found)
         value, num_operands = vertex.results[0], len(vertex.operands)
@@ -54,11 +98,13 @@ class Candidates:
             return tuple(self._joined((s[1:],), s) for s in stored if not s[0])
         if vertex.kind == "join":
             return tuple(self._joined((s,) * num_operands, s) for s in stored)
-        return _most_useful([self._kept(vertex, s, used) for s in stored for used in (_coarser(s) if copied else (s,))])
+        return _most_useful(
+            [self._stored(vertex, s, used) for s in stored for used in (_coarser(s) if copied else (s,))]
+        )
 
     def of_hub(self, value: Value) -> tuple[ShardingStrategy, ...]:
         """What the hub of a value may choose from."""
-        specs = self._specs(value, None, padded=value.id not in self.leaving)
+        specs = self._specs(value, None, padded=value.id not in self.new_results)
         return tuple(holding(spec, self.axes.sizes) for spec in specs)
 
     def _of_operation(self, vertex: Vertex, rule: Rule | None) -> Sequence[ShardingStrategy]:
@@ -89,7 +135,7 @@ class Candidates:
         ]
         return found or [tuple(axes or () for axes in given or ())]
 
-    def _kept(self, vertex: Vertex, stored: Spec, used: Spec) -> ShardingStrategy:
+    def _stored(self, vertex: Vertex, stored: Spec, used: Spec) -> ShardingStrategy:
         """An array that is stored one way and gathered for its readers: a parameter, a carry, a slice of a stack."""
         count = len(vertex.results)
         operand = ((), *stored) if vertex.kind == "slice" else stored
@@ -123,9 +169,9 @@ def _most_useful(strategies: Sequence[ShardingStrategy]) -> tuple[ShardingStrate
 
 def _coarser(spec: Spec) -> list[Spec]:
     """The specs that gathering along some of a spec's axes leaves, itself first."""
-    axes = sorted(placed(spec))
-    found = []
-    for kept in range(2 ** len(axes) - 1, -1, -1):
-        left = {a for i, a in enumerate(axes) if kept >> i & 1}
-        found.append(tuple(tuple(a for a in dim if a in left) for dim in spec))
-    return found
+    axes = sorted(axes_in(spec))
+    specs = []
+    for bits in range(2 ** len(axes) - 1, -1, -1):
+        remaining = {a for i, a in enumerate(axes) if bits >> i & 1}
+        specs.append(tuple(tuple(a for a in dim if a in remaining) for dim in spec))
+    return specs

@@ -10,10 +10,7 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import pairwise
 
-from search_spaces.sharding.graph import Graph, Operand, Value, Vertex
-from search_spaces.sharding.resharding import Rates
-from search_spaces.sharding.rule import Rule
-from search_spaces.sharding.spec import Axes, Spec
+from search_spaces.sharding.base import Axes, Graph, Operand, Rates, Rule, Spec, Value, Vertex
 
 Dimension = tuple[int, int]
 """A value's id and the position of a dimension."""

@@ -8,10 +8,9 @@ import numpy as np
 from jax.extend import core, source_info_util
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from search_spaces.sharding.graph import REMAT, Block, Graph, Operand, Region, Value, Vertex
-from search_spaces.sharding.resharding import Move, Paths
-from search_spaces.sharding.space import Layout
-from search_spaces.sharding.spec import Spec, divides_or_pads
+from search_spaces.sharding.base import REMAT, Block, Graph, Layout, Operand, Region, ReshardStep, Spec, Value, Vertex
+from search_spaces.sharding.resharding import Paths
+from search_spaces.sharding.spec import divides_or_pads
 
 Environment = dict[int, Any]
 
@@ -38,6 +37,10 @@ class Execution:
         self.axis_sizes = tuple(mesh.shape[name] for name in self.axis_names)
         self.path = path
 
+    def on_mesh(self, mesh: Mesh | AbstractMesh) -> "Execution":
+        """The same function and layout on another mesh with the same axes."""
+        return Execution(self.graph, self.layout, mesh, self.path)
+
     def sharding(self, spec: Spec) -> NamedSharding:
         """A spec as a JAX sharding on the mesh."""
         return NamedSharding(self.mesh, partition_spec(spec, self.axis_names))
@@ -45,7 +48,7 @@ class Execution:
     @property
     def in_specs(self) -> list[Spec]:
         """How each flat argument comes in."""
-        return [self.layout.strategy[v.index].unreduced[0] for v in self.graph.inputs]
+        return [self.layout.strategies[v.index].unreduced[0] for v in self.graph.inputs]
 
     @property
     def out_specs(self) -> list[Spec]:
@@ -67,7 +70,7 @@ class Execution:
         return [self._read(env, output, spec) for output, spec in targets]
 
     def _spec(self, operand: Operand) -> Spec:
-        return self.layout.held[operand.id] if isinstance(operand, Value) else ((),) * np.ndim(operand.val)
+        return self.layout.value_specs[operand.id] if isinstance(operand, Value) else ((),) * np.ndim(operand.val)
 
     def _constrain(self, array: Any, value: Value, spec: Spec) -> Any:
         if not value.shape or not divides_or_pads(spec, value.shape, self.axis_sizes):
@@ -75,37 +78,37 @@ class Execution:
         return jax.lax.with_sharding_constraint(array, self.sharding(spec))
 
     def _reshard(self, array: Any, value: Value, source: Spec, target: Spec) -> Any:
-        for move in self.path(source, target):
-            array = self._constrain(array, value, move.spec)
+        for step in self.path(source, target):
+            array = self._constrain(array, value, step.spec)
         return array
 
     def _read(self, env: Environment, operand: Operand, spec: Spec) -> Any:
         if not isinstance(operand, Value):
             return operand.val
-        return self._reshard(env[operand.id], operand, self.layout.held[operand.id], spec)
+        return self._reshard(env[operand.id], operand, self.layout.value_specs[operand.id], spec)
 
     def _operands(self, env: Environment, vertex: Vertex) -> list[Any]:
-        specs = self.layout.strategy[vertex.index].operands
+        specs = self.layout.strategies[vertex.index].operands
         return [self._read(env, operand, spec) for operand, spec in zip(vertex.operands, specs, strict=True)]
 
     def _bind(self, env: Environment, vertex: Vertex, arrays: Iterable[Any]) -> None:
         """Puts a vertex's results into the environment, finished and as their readers find them."""
-        strategy = self.layout.strategy[vertex.index]
-        for value, array, kept, steps, left in zip(
+        strategy = self.layout.strategies[vertex.index]
+        for value, array, unreduced, steps, spec in zip(
             vertex.results, arrays, strategy.unreduced, strategy.reductions, strategy.results, strict=False
         ):
             if vertex.kind == "operation":
-                array = self._constrain(array, value, left)
+                array = self._constrain(array, value, spec)
             else:
-                array = self._gather(array, value, kept, steps)
-            env[value.id] = self._reshard(array, value, left, self.layout.held[value.id])
+                array = self._gather(array, value, unreduced, steps)
+            env[value.id] = self._reshard(array, value, spec, self.layout.value_specs[value.id])
 
-    def _gather(self, array: Any, value: Value, kept: Spec, steps: Sequence[Move]) -> Any:
+    def _gather(self, array: Any, value: Value, stored: Spec, steps: Sequence[ReshardStep]) -> Any:
         if value.result or not value.shape:
             return array
-        array = self._constrain(array, value, kept)
-        for move in steps:
-            array = self._constrain(array, value, move.spec)
+        array = self._constrain(array, value, stored)
+        for step in steps:
+            array = self._constrain(array, value, step.spec)
         return array
 
     def _steps(self, env: Environment, steps: Sequence[Vertex | Region]) -> None:
@@ -152,10 +155,10 @@ class Execution:
             self._bind(env, vertex, [array])
 
     def _leave_carries(self, env: Environment, carries: Sequence[Vertex]) -> list[Any]:
-        return [self._read(env, c.operands[1], self.layout.strategy[c.index].operands[1]) for c in carries]
+        return [self._read(env, c.operands[1], self.layout.strategies[c.index].operands[1]) for c in carries]
 
     def _initial(self, env: Environment, carries: Sequence[Vertex]) -> list[Any]:
-        init = [self._read(env, c.operands[0], self.layout.strategy[c.index].operands[0]) for c in carries]
+        init = [self._read(env, c.operands[0], self.layout.strategies[c.index].operands[0]) for c in carries]
         return [
             jax.numpy.asarray(x, c.results[0].dtype) if not hasattr(x, "dtype") else x
             for x, c in zip(init, carries, strict=True)
@@ -163,9 +166,9 @@ class Execution:
 
     def _final(self, env: Environment, carries: Sequence[Vertex], arrays: Sequence[Any]) -> None:
         for vertex, array in zip(carries, arrays, strict=True):
-            value, stored = vertex.results[1], self.layout.strategy[vertex.index].results[1]
+            value, stored = vertex.results[1], self.layout.strategies[vertex.index].results[1]
             array = self._constrain(array, value, stored)
-            env[value.id] = self._reshard(array, value, stored, self.layout.held[value.id])
+            env[value.id] = self._reshard(array, value, stored, self.layout.value_specs[value.id])
 
     def _scan(self, env: Environment, region: Region) -> None:
         params = region.equation.params
@@ -191,8 +194,10 @@ class Execution:
         )
         self._final(env, region.carries, carry)
         for stack, y in zip(stacks, ys, strict=True):
-            value, left = stack.results[0], self.layout.strategy[stack.index].results[0]
-            env[value.id] = self._reshard(self._constrain(y, value, left), value, left, self.layout.held[value.id])
+            value, spec = stack.results[0], self.layout.strategies[stack.index].results[0]
+            env[value.id] = self._reshard(
+                self._constrain(y, value, spec), value, spec, self.layout.value_specs[value.id]
+            )
 
     def _while(self, env: Environment, region: Region) -> None:
         condition, body = region.blocks
@@ -221,11 +226,11 @@ class Execution:
                 self._steps(inner, block.steps)
                 return [
                     jax.numpy.asarray(
-                        self._read(inner, output, self.layout.strategy[join.index].operands[number]),
+                        self._read(inner, output, self.layout.strategies[join.index].operands[number]),
                         join.results[0].dtype,
                     )
                     if isinstance(output, core.Literal)
-                    else self._read(inner, output, self.layout.strategy[join.index].operands[number])
+                    else self._read(inner, output, self.layout.strategies[join.index].operands[number])
                     for output, join in zip(block.outputs, joins, strict=True)
                 ]
 

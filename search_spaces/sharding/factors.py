@@ -1,8 +1,18 @@
-"""Factors shared by the dimensions of several arrays: a union-find whose elements can be split into major and minor."""
+"""From dimensions that belong together to a `Rule`.
 
+Dimensions of several arrays that must be sharded alike share a factor. The factors are the elements of a union-find
+whose elements can also be split into a major and a minor part, as reshapes need.
+"""
+
+import dataclasses
 import enum
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
+
+from jax.extend.core import JaxprEqn
+
+from search_spaces.sharding.base import Rule
 
 
 class Mark(enum.IntFlag):
@@ -118,3 +128,65 @@ class Factors:
         minor = self.new(minor_size, self._mark[leaf])
         self._parts[leaf] = (major, minor)
         return major, minor
+
+
+def rule_from_factors(
+    factors: Factors,
+    operands: Sequence[Sequence[Sequence[int]]],
+    results: Sequence[Sequence[Sequence[int]]],
+    *,
+    reduction_is_sum: bool = False,
+) -> Rule:
+    """Numbers the factors that operands and results mention, in order of appearance, and collects their marks.
+
+    A factor that occurs twice in one array cannot be sharded, nor can one that operands have and no result, unless it
+    is reduced: a reshape whose sizes have no common parts has such factors, and their data goes to other devices.
+    """
+    leaves = [[factors.leaves(dimension) for dimension in array] for array in [*operands, *results]]
+    remaining = {leaf for array in leaves[len(operands) :] for dim in array for leaf in dim}
+    for array in leaves[: len(operands)]:
+        gone = [leaf for dim in array for leaf in dim if leaf not in remaining]
+        factors.mark([leaf for leaf in gone if Mark.REDUCTION not in factors.mark_of(leaf)], Mark.NEED_REPLICATION)
+    for array in leaves:
+        twice = [leaf for leaf, count in Counter(leaf for dim in array for leaf in dim).items() if count > 1]
+        factors.mark(twice, Mark.NEED_REPLICATION)
+    index: dict[int, int] = {}
+    for array in leaves:
+        for dimension in array:
+            for leaf in dimension:
+                index.setdefault(leaf, len(index))
+    arrays = [tuple(tuple(index[leaf] for leaf in dim) for dim in array) for array in leaves]
+
+    def marked(mark: Mark) -> frozenset[int]:
+        return frozenset(number for leaf, number in index.items() if mark in factors.mark_of(leaf))
+
+    need_replication = marked(Mark.NEED_REPLICATION)
+    return Rule(
+        operands=tuple(arrays[: len(operands)]),
+        results=tuple(arrays[len(operands) :]),
+        sizes=tuple(factors.size(leaf) for leaf in index),
+        reduction=marked(Mark.REDUCTION) - need_replication,
+        need_replication=need_replication,
+        permutation=marked(Mark.PERMUTATION) - need_replication,
+        blocked_propagation=marked(Mark.BLOCKED_PROPAGATION),
+        reduction_is_sum=reduction_is_sum,
+    )
+
+
+def with_windows_whole(equation: JaxprEqn, rule: Rule) -> Rule:
+    """The rule of a convolution with its window's dimensions marked as moving data between neighbours.
+
+    Shardy calls the window of a kernel's gradient a plain reduction, but neighbours' borders enter it (measured: XLA
+    exchanges them by permutes). Dimensions without overlap stay as they are.
+    """
+    if equation.primitive.name != "conv_general_dilated":
+        return rule
+    p = equation.params
+    numbers = p["dimension_numbers"]
+    moved = set(rule.permutation)
+    for d, (i, k, o) in enumerate(zip(numbers.lhs_spec[2:], numbers.rhs_spec[2:], numbers.out_spec[2:], strict=True)):
+        window, image = (math.prod(rule.sizes[f] for f in dims) for dims in (rule.operands[1][k], rule.operands[0][i]))
+        plain = p["window_strides"][d] == p["lhs_dilation"][d] == p["rhs_dilation"][d] == 1 and not any(p["padding"][d])
+        if not (plain and window in (1, image)):
+            moved.update(f for dims in (rule.operands[0][i], rule.operands[1][k], rule.results[0][o]) for f in dims)
+    return dataclasses.replace(rule, permutation=frozenset(moved), reduction=rule.reduction - moved)

@@ -1,4 +1,8 @@
-"""Seconds of collectives and reshards on the axes of one mesh, as matrices over lists of specs."""
+"""Seconds of collectives and reshards on the axes of one mesh, as matrices over lists of specs.
+
+Compilers combine independent collectives into one, so that those of parameters and gradients share one latency;
+`LatencyShares` says which part of it each value pays.
+"""
 
 from collections.abc import Sequence
 
@@ -6,8 +10,8 @@ import numpy as np
 
 from cost.base import COLLECTIVE_KINDS, Hardware, Link
 from cost.collectives import collective_latency_s, collective_transfer_s
-from search_spaces.sharding.resharding import Move, Paths, Rates
-from search_spaces.sharding.spec import Spec
+from search_spaces.sharding.base import CONTRACTIONS, Graph, Rates, ReshardStep, Spec, Value, Vertex
+from search_spaces.sharding.resharding import Paths
 
 _FREE = Link(0.0, 0.0)
 _REDUCTIONS = ("all_reduce", "reduce_scatter")
@@ -37,10 +41,10 @@ class ReshardCosts:
         self._grids: dict[tuple[tuple[Spec, ...], tuple[Spec, ...]], tuple[np.ndarray, np.ndarray]] = {}
         self._matrices: dict[tuple, np.ndarray] = {}
 
-    def move_s(self, move: Move, num_bytes: float, latency_share: float = 1.0) -> float:
+    def step_s(self, step: ReshardStep, num_bytes: float, latency_share: float = 1.0) -> float:
         """Seconds of one step for an array of so many bytes as a whole."""
-        latency, slope = self.path.rate(move)
-        shares = self._combines_gathers or move.kind in _REDUCTIONS
+        latency, slope = self.path.rate(step)
+        shares = self._combines_gathers or step.kind in _REDUCTIONS
         return latency * (latency_share if shares else 1.0) + slope * num_bytes
 
     def reshard_s(
@@ -83,6 +87,49 @@ class ReshardCosts:
         if (source, target) not in self._pairs:
             self._pairs[source, target] = self.path.latency_and_slope(source, target)
         return self._pairs[source, target]
+
+
+class LatencyShares:
+    """The part of a collective's latency that each value of a graph pays: `LatencyShares(graph)(value)`.
+
+    A value that lies between two contractions is an activation or its gradient: its collectives wait for each other, so
+    each pays a whole latency. All others are combined, and share one latency by their bytes.
+    """
+
+    def __init__(self, graph: Graph):
+        self._after = _after_contraction(graph)
+        self._before = _before_contraction(graph)
+        self._stored_bytes = float(max(1, sum(v.results[0].num_bytes for v in graph.inputs)))
+
+    def __call__(self, value: Value) -> float:
+        """Returns a number from 0 to 1."""
+        alone = self._after[value.vertex] and self._before[value.vertex]
+        return 1.0 if alone else min(1.0, value.num_bytes / self._stored_bytes)
+
+
+def _after_contraction(graph: Graph) -> np.ndarray:
+    """For each vertex whether it is a contraction or depends on one, `[vertices]`."""
+    after = np.zeros(len(graph.vertices), bool)
+    for vertex in graph.vertices:
+        after[vertex.index] = _is_contraction(vertex) or any(
+            after[o.vertex] for o in vertex.operands if isinstance(o, Value)
+        )
+    return after
+
+
+def _before_contraction(graph: Graph) -> np.ndarray:
+    """For each vertex whether a contraction depends on it, `[vertices]`."""
+    consumers = graph.consumers()
+    before = np.zeros(len(graph.vertices), bool)
+    for vertex in reversed(graph.vertices):
+        for value in vertex.results:
+            for reader, _ in consumers[value.id]:
+                before[vertex.index] |= _is_contraction(reader) or before[reader.index]
+    return before
+
+
+def _is_contraction(vertex: Vertex) -> bool:
+    return vertex.primitive in CONTRACTIONS
 
 
 def _rates(link: Link, num_devices: int) -> Rates:

@@ -7,41 +7,17 @@ path over specs; equal cases up to the order of dimensions share one search, a f
 """
 
 import heapq
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from itertools import chain
 from math import lcm
 from operator import mod
-from typing import NamedTuple
 
-from search_spaces.sharding.spec import Spec, parts_of, placed, shards
+from search_spaces.sharding.base import Rates, ReshardStep, Spec
+from search_spaces.sharding.spec import axes_in, parts_of, shards
 
 REFERENCE_BYTES = 2.0**20
 """The array for which paths are shortest: larger ones weigh latency less than they could, smaller ones more."""
-
-
-class Move(NamedTuple):
-    """One step of a reshard.
-
-    Attributes:
-      kind: "slice" (free), "all_to_all", "all_gather", "collective_permute", "all_reduce" or "reduce_scatter".
-      axis: the mesh axis; for a permute the slowest of those that change places.
-      fraction: of the whole array's bytes, the size of the collective along its axis in one group (see
-        `cost.collectives`).
-      spec: the sharding after the step.
-    """
-
-    kind: str
-    axis: int
-    fraction: float
-    spec: Spec
-
-
-class Rates(NamedTuple):
-    """What a collective costs on one mesh axis, by kind: seconds of one, and seconds for each byte of its size."""
-
-    latency_s: Mapping[str, float]
-    s_per_byte: Mapping[str, float]
 
 
 class Paths:
@@ -62,11 +38,11 @@ class Paths:
         kinds = list(zip(axis_sizes, rates, strict=True))
         self._equal = {tuple(a for a, other in enumerate(kinds) if other == kind) for kind in kinds}
         self._renamed: dict[tuple[int, ...], dict[int, int]] = {}
-        self._found: dict[tuple[Spec, Spec], tuple[Move, ...]] = {}
+        self._found: dict[tuple[Spec, Spec], tuple[ReshardStep, ...]] = {}
         self._trees: dict[tuple[Spec, tuple[int, ...]], _Tree] = {}
         self._steps_from: dict[Spec, tuple[list[_Step], list[_Step]]] = {}
 
-    def __call__(self, source: Spec, target: Spec) -> tuple[Move, ...]:
+    def __call__(self, source: Spec, target: Spec) -> tuple[ReshardStep, ...]:
         """The steps from one spec to another; none where they are equal."""
         if source == target:
             return ()
@@ -82,14 +58,14 @@ class Paths:
         tree, first, last, _, _ = self._tree_of(source, target)
         return tree[last][2:] if last != first else (0.0, 0.0)
 
-    def rate(self, move: Move) -> tuple[float, float]:
+    def rate(self, move: ReshardStep) -> tuple[float, float]:
         """Seconds of one step, and seconds for each byte of the whole array."""
         if move.kind == "slice":
             return 0.0, 0.0
         rates = self.rates[move.axis]
         return rates.latency_s[move.kind], rates.s_per_byte[move.kind] * move.fraction
 
-    def _path(self, source: Spec, target: Spec) -> tuple[Move, ...]:
+    def _path(self, source: Spec, target: Spec) -> tuple[ReshardStep, ...]:
         tree, first, last, order, names = self._tree_of(source, target)
         own_names = {name: axis for axis, name in names.items()}
         steps = []
@@ -155,27 +131,27 @@ class Paths:
             self._steps_from[spec] = self._with_rates(others), self._with_rates(self._permutes(spec))
         return self._steps_from[spec]
 
-    def _with_rates(self, moves: Iterable[Move]) -> list["_Step"]:
+    def _with_rates(self, moves: Iterable[ReshardStep]) -> list["_Step"]:
         return [(move, *self.rate(move), parts_of(move.spec, self.axis_sizes)) for move in moves]
 
-    def _slices(self, spec: Spec) -> Iterator[Move]:
+    def _slices(self, spec: Spec) -> Iterator[ReshardStep]:
         for axis in self._axes:
-            if axis not in placed(spec):
+            if axis not in axes_in(spec):
                 for d, dim in enumerate(spec):
-                    yield Move("slice", axis, 0.0, _with(spec, d, (*dim, axis)))
+                    yield ReshardStep("slice", axis, 0.0, _with(spec, d, (*dim, axis)))
 
-    def _gathers_and_exchanges(self, spec: Spec) -> Iterator[Move]:
+    def _gathers_and_exchanges(self, spec: Spec) -> Iterator[ReshardStep]:
         local = 1.0 / shards(spec, self.axis_sizes)
         for i, dim in enumerate(spec):
             if dim:
                 axis, left = dim[-1], _with(spec, i, dim[:-1])
                 size = local * self.axis_sizes[axis]
-                yield Move("all_gather", axis, size, left)
+                yield ReshardStep("all_gather", axis, size, left)
                 for j in range(len(spec)):
                     if j != i:
-                        yield Move("all_to_all", axis, size, _with(left, j, (*left[j], axis)))
+                        yield ReshardStep("all_to_all", axis, size, _with(left, j, (*left[j], axis)))
 
-    def _permutes(self, spec: Spec) -> Iterator[Move]:
+    def _permutes(self, spec: Spec) -> Iterator[ReshardStep]:
         """Blocks of the same shape on other devices: within a dimension, across dimensions, or by other axes."""
         local = 1.0 / shards(spec, self.axis_sizes)
         before = _strides(spec, self.axis_sizes)
@@ -183,12 +159,12 @@ class Paths:
             if other != spec:
                 after = _strides(other, self.axis_sizes)
                 moved = [a for a in self._axes if before.get(a) != after.get(a)]
-                yield Move("collective_permute", max(moved, key=self._slowness.__getitem__), local, other)
+                yield ReshardStep("collective_permute", max(moved, key=self._slowness.__getitem__), local, other)
 
 
-_Step = tuple[Move, float, float, tuple[int, ...]]
+_Step = tuple[ReshardStep, float, float, tuple[int, ...]]
 """A move, its latency, its seconds for each byte of the whole array, and the parts that it leaves each dimension in."""
-_Tree = dict[Spec, tuple[Spec, Move, float, float]]
+_Tree = dict[Spec, tuple[Spec, ReshardStep, float, float]]
 """For each spec that can be reached the spec before it, the move, and the rates of the whole path."""
 _START = (None, None, 0.0, 0.0)
 _UNKNOWN = (float("inf"), 0)

@@ -4,7 +4,7 @@ With `explicit_collectives.py` the only file that touches `jaxlib.mlir`.
 
 An equation is lowered to StableHLO, Shardy's `sdy-populate-op-sharding-rules` writes a rule on every operation, and the
 rules of one equation's operations are composed by equating the factors of the values between them. Only what Shardy
-cannot see is written by hand: `exceptions.py`.
+cannot see is written by hand: `exceptional_rules.py`.
 """
 
 import math
@@ -19,9 +19,9 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import sdy
 from jaxlib.mlir.passmanager import PassManager
 
-from search_spaces.sharding.exceptions import exceptional_rule, is_higher_order, reduction_adds, shape_of
-from search_spaces.sharding.factors import Factors, Mark
-from search_spaces.sharding.rule import Rule, rule_from_factors, with_windows_whole
+from search_spaces.sharding.base import Rule
+from search_spaces.sharding.exceptional_rules import exceptional_rule, is_higher_order, reduction_adds, shape_of
+from search_spaces.sharding.factors import Factors, Mark, rule_from_factors, with_windows_whole
 
 _RULES_PASS = "builtin.module(func.func(sdy-populate-op-sharding-rules))"
 # Random bits are a loop on CPU and a custom call on GPU; only the TPU lowering is made of operations that have rules.

@@ -1,52 +1,60 @@
-"""The sharding space: a traced function on a mesh as a `Problem`, and a choice back as a `Layout` that runs."""
+"""The sharding space: a traced function on a mesh as a `Problem`, and a choice back as something that runs.
 
-from collections.abc import Mapping, Sequence
+The cost of a choice x is the predicted time of one step plus a preference that breaks ties. Written as a problem,
+
+    J(x) = Σ_v c_v[x_v] + Σ_(u,v) T_uv[x_u, x_v]    subject to    Σ_(k live at t) m_k[x_(node of k)] ≤ memory limit,
+
+its terms are built by
+
+| term               | meaning                                               | built by                              |
+| ------------------ | ----------------------------------------------------- | ------------------------------------- |
+| v, x_v             | vertices and hubs, and what they choose from          | `candidates.nodes_of`                 |
+| c_v                | node cost, the sum of the next three                  | `node_costs.NodeCosts.node_s`         |
+| - arithmetic       | the slower of one device's FLOPs and memory traffic   | `node_costs.NodeCosts.compute_s`      |
+| - reductions       | collectives that finish partial results, and gathers  | `node_costs.NodeCosts.reduction_s`    |
+| - preference       | a thousandth of the time to read the stored arguments | `node_costs.NodeCosts.preference_s`   |
+| (u, v)             | a value that u makes and v reads, or its hub          | `edge_costs.edges_of`                 |
+| T_uv               | edge cost: the reshards of these values               | `edge_costs.transfer_matrices`        |
+| - reshard          | the cheapest single collectives between two specs     | `resharding.Paths`                    |
+| latency share      | the part of a collective's latency that a value pays  | `reshard_costs.LatencyShares`         |
+| weight of loops    | executions in one step, a factor of c_v and T_uv      | `tracing.build_graph`, as `weight`    |
+| m_k                | usage: bytes on one device                            | `memory.usages_of`                    |
+| times t of k       | when a usage is live                                  | `memory.lifetimes_of`                 |
+
+Reductions and reshards are priced as latency · latency share + bytes · seconds for each byte, times the weight.
+"""
+
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from math import prod
-from typing import NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from cost.base import Hardware, Problem
-from cost.compute import equation_dtype, equation_flops, roofline_s
-from search_spaces.sharding.candidates import Candidates
-from search_spaces.sharding.dimensions import axes_of, kinds_of_dimensions
-from search_spaces.sharding.given import axes_with_meaning, is_constrained
-from search_spaces.sharding.graph import Graph, Value, Vertex
-from search_spaces.sharding.lifetimes import CONTRACTIONS, Lifetimes, lifetimes
-from search_spaces.sharding.reshard_costs import ReshardCosts
-from search_spaces.sharding.rule import Rule
+from cost.base import Hardware, Link, Problem
+from cost.evaluation import checked_choice
+from search_spaces.base import Choice, Part
+from search_spaces.sharding.base import Edge, Given, Graph, Layout, Node, Rule, Value
+from search_spaces.sharding.candidates import nodes_of
+from search_spaces.sharding.edge_costs import edges_of, transfer_matrices
+from search_spaces.sharding.execution import Execution
+from search_spaces.sharding.explaining import (
+    NextBests,
+    Prediction,
+    next_best,
+    node_name,
+    parts_of,
+    predict,
+    strategy_name,
+)
+from search_spaces.sharding.given import is_constrained
+from search_spaces.sharding.memory import Lifetimes, lifetimes_of, usages_of
+from search_spaces.sharding.node_costs import NodeCosts
+from search_spaces.sharding.reshard_costs import LatencyShares, ReshardCosts
 from search_spaces.sharding.shardy import operation_rules
-from search_spaces.sharding.spec import Spec, shards
-from search_spaces.sharding.strategies import ShardingStrategy
-from search_spaces.sharding.traffic import touched_bytes
-
-
-class Node(NamedTuple):
-    """A node of the problem: a vertex of the graph, or the hub of a value that several operations read.
-
-    Attributes:
-      vertex: the vertex; for a hub the one that makes the value.
-      hub: the value, or None.
-      strategies: what can be chosen.
-    """
-
-    vertex: Vertex
-    hub: Value | None
-    strategies: tuple[ShardingStrategy, ...]
-
-
-class Layout(NamedTuple):
-    """A decoded choice: how every value is laid out over the mesh.
-
-    Attributes:
-      strategy: for each vertex the strategy that it runs.
-      held: for each value, by id, the spec that its readers find; None for values without dimensions.
-    """
-
-    strategy: tuple[ShardingStrategy, ...]
-    held: tuple[Spec, ...]
+from search_spaces.sharding.tracing import build_graph, feedback_of
 
 
 @dataclass(frozen=True)
@@ -55,7 +63,7 @@ class ShardingSpace:
 
     Args:
       graph: the traced function.
-      axis_names, axis_sizes: the mesh's axes.
+      axis_names, axis_sizes: `[A]` the mesh's axes.
       hardware: what computing and communicating costs.
       given: specs that inputs must keep, by flat argument; a dimension that is None is free.
       donated: for each flat argument, whether its memory may be used again.
@@ -66,65 +74,82 @@ class ShardingSpace:
     axis_names: tuple[str, ...]
     axis_sizes: tuple[int, ...]
     hardware: Hardware
-    given: Mapping[int, Sequence[tuple[int, ...] | None]]
+    given: Mapping[int, Given]
     donated: tuple[bool, ...]
     memory_limit_bytes: float = np.inf
+
+    @property
+    def problem(self) -> Problem:
+        """The space as a problem in seconds and bytes, built once."""
+        return self._problem
+
+    @property
+    def node_names(self) -> tuple[str, ...]:
+        """`[V]` operations by modules and primitive, arguments by path, hubs by whose readers they serve."""
+        return self._node_names
+
+    def strategy_names(self, node: int) -> tuple[str, ...]:
+        """`[S_v]` the specs of operands and results of each strategy, as `[data, -] [-, -] -> [data, -]`."""
+        return tuple(strategy_name(strategy, self.axis_names) for strategy in self.nodes[node].strategies)
+
+    def decode(self, choice: Choice) -> Execution:
+        """Returns the function with a choice's layout, for flat arguments, on a mesh without devices.
+
+        It can be lowered for the mesh; `on_mesh` of the result gives it devices to run on.
+
+        Raises:
+          ValueError: the choice has the wrong length or an index that its node does not have.
+        """
+        mesh = AbstractMesh(self.axis_sizes, self.axis_names, axis_types=(AxisType.Auto,) * len(self.axis_names))
+        return self.execution(self.layout(choice), mesh)
+
+    def explain(self, choice: Choice) -> tuple[Part, ...]:
+        """Returns what a choice costs: "compute" parts, collectives by kind, and the "preference" that breaks ties.
+
+        Raises:
+          ValueError: as `decode`.
+        """
+        sizes = dict(zip(self.axis_names, self.axis_sizes, strict=True))
+        return parts_of(self.predict(choice), self.graph, self.node_names, sizes)
+
+    def layout(self, choice: Choice) -> Layout:
+        """Returns the strategies and specs that a choice means; raises `ValueError` as `decode`."""
+        choice = checked_choice(self.problem, choice).tolist()
+        chosen = [node.strategies[s] for node, s in zip(self.nodes, choice, strict=True)]
+        value_specs = []
+        for value in self.graph.values:
+            hub = self.hub_node.get(value.id)
+            value_specs.append(chosen[value.vertex].results[value.result] if hub is None else chosen[hub].results[0])
+        return Layout(tuple(chosen[: len(self.graph.vertices)]), tuple(value_specs))
+
+    def execution(self, layout: Layout, mesh: Mesh | AbstractMesh) -> Execution:
+        """Returns the function with a layout on a mesh whose axes are the space's."""
+        return Execution(self.graph, layout, mesh, self.reshard_costs.path)
+
+    def predict(self, choice: Choice) -> Prediction:
+        """Returns what a choice costs as numbers for vertices and collectives; raises `ValueError` as `decode`."""
+        return predict(
+            self.graph, self.nodes, self.edges, self.node_costs, self.axis_names, self.layout(choice), choice
+        )
+
+    def next_best(self, choice: Choice) -> NextBests:
+        """Returns how each array would be split next best, everything else unchanged; raises as `decode`."""
+        return next_best(self.problem, self.graph, self.nodes, self.hub_node, choice)
 
     @cached_property
     def rules(self) -> list[Rule | None]:
         """The rule of each vertex."""
         operations = list(self.graph.operations())
-        found: list[Rule | None] = [None] * len(self.graph.vertices)
+        rules: list[Rule | None] = [None] * len(self.graph.vertices)
         equations = [v.equation for v in operations if v.equation is not None]
         for vertex, rule in zip(operations, operation_rules(equations), strict=True):
-            found[vertex.index] = rule
-        return found
-
-    @cached_property
-    def without_rule(self) -> list[Vertex]:
-        """Operations that Shardy gives no rule for: they run whole on every device."""
-        return [v for v in self.graph.operations() if self.rules[v.index] is None and not is_constrained(v)]
-
-    @cached_property
-    def prices(self) -> ReshardCosts:
-        """What moving arrays costs."""
-        return ReshardCosts(self.axis_names, self.axis_sizes, self.hardware)
-
-    @cached_property
-    def lifetimes(self) -> Lifetimes:
-        """Which values are written to memory, and when they live."""
-        return lifetimes(self.graph, self.rules, self.donated)
+            rules[vertex.index] = rule
+        return rules
 
     @cached_property
     def nodes(self) -> list[Node]:
         """One node for each vertex, in order, then the hubs."""
-        shared = [len(readers) > 1 for readers in self._readers]
-        fixed = axes_with_meaning(self.graph, self.given, self.axis_names, self.axis_sizes)
-        candidates = Candidates(
-            self.axis_names,
-            axes_of(self.axis_sizes, self.prices.rates, fixed),
-            self.prices.path,
-            kinds_of_dimensions(self.graph, self.rules),
-            self._leaving,
-        )
-        nodes = []
-        for vertex in self.graph.vertices:
-            given = self.given.get(vertex.index) if vertex.kind == "input" else None
-            copied = bool(vertex.results) and shared[vertex.results[0].id]
-            nodes.append(Node(vertex, None, candidates.of(vertex, self.rules[vertex.index], given, copied)))
-        for value in self.graph.values:
-            vertex = self.graph.vertices[value.vertex]
-            # Arrays that are kept beside a gathered copy (arguments, what a loop's body reads) need no hub.
-            own_copy = vertex.kind in ("input", "constant", "slice") or (vertex.kind == "carry" and value.result == 0)
-            if value.shape and shared[value.id] and not own_copy:
-                nodes.append(Node(vertex, value, candidates.of_hub(value)))
-        return nodes
-
-    @property
-    def _leaving(self) -> frozenset[int]:
-        """Results of the function that replace no argument, by id."""
-        pairs = zip(self.graph.outputs, self.graph.feedback, strict=True)
-        return frozenset(o.id for o, argument in pairs if isinstance(o, Value) and argument is None)
+        return nodes_of(self.graph, self.rules, self.given, self.reshard_costs)
 
     @cached_property
     def hub_node(self) -> dict[int, int]:
@@ -132,211 +157,86 @@ class ShardingSpace:
         return {n.hub.id: i for i, n in enumerate(self.nodes) if n.hub is not None}
 
     @cached_property
-    def _readers(self) -> list[list[tuple[Vertex, int]]]:
-        """Who reads each value, the arguments that results replace included."""
-        found = self.graph.consumers()
-        for output, argument in zip(self.graph.outputs, self.graph.feedback, strict=True):
-            if isinstance(output, Value) and argument is not None:
-                found[output.id].append((self.graph.inputs[argument], 0))
-        return found
+    def reshard_costs(self) -> ReshardCosts:
+        """What reshards cost on the mesh, and the steps that they take."""
+        return ReshardCosts(self.axis_names, self.axis_sizes, self.hardware)
 
     @cached_property
-    def problem(self) -> Problem:
-        """The space as a problem in seconds and bytes."""
-        edges, matrices = self._edges()
-        usage_node, usage, interval = self._usages()
+    def edges(self) -> list[Edge]:
+        """Every way of a value from one node to another."""
+        return edges_of(self.graph, self.hub_node)
+
+    @cached_property
+    def lifetimes(self) -> Lifetimes:
+        """Which values are written to memory, and when they live."""
+        return lifetimes_of(self.graph, self.rules, self.donated)
+
+    @cached_property
+    def node_costs(self) -> NodeCosts:
+        """What strategies cost by themselves."""
+        shares = LatencyShares(self.graph)
+        return NodeCosts(self.axis_sizes, self.hardware, self.reshard_costs, shares, self.lifetimes.written)
+
+    @property
+    def most_preference_s(self) -> float:
+        """The most that preferences add up to: a bound on cost less this is a bound on the seconds of a step."""
+        return sum(
+            float(np.max(self.node_costs.preference_s(v, self.nodes[v.index].strategies))) for v in self.graph.inputs
+        )
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a reader of a plan should know: loops of unknown length, operations that run whole on every device."""
+        sources: dict[str, list[str]] = {}
+        for vertex in self.graph.operations():
+            arrays = (*vertex.operands, *vertex.results)
+            splittable = any(isinstance(x, Value) and x.shape for x in arrays)
+            if splittable and self.rules[vertex.index] is None and not is_constrained(vertex):
+                sources.setdefault(vertex.primitive, []).append(vertex.source)
+        return (
+            *self.graph.notes,
+            *(
+                f"{name} has no sharding rule and runs whole on every device ({len(where)}x, {min(where)})."
+                for name, where in sorted(sources.items())
+            ),
+        )
+
+    @cached_property
+    def _problem(self) -> Problem:
+        matrices = transfer_matrices(self.edges, self.nodes, self.reshard_costs, self.node_costs.latency_shares)
+        usages = usages_of(self.graph, self.nodes, self.hub_node, self.lifetimes, self.axis_sizes)
         return Problem(
-            node_cost=[self._node_cost(node) for node in self.nodes],
-            edge_nodes=np.array(edges, int).reshape(-1, 2),
-            edge_cost=matrices,
-            usage_node=np.array(usage_node, int),
-            usage=usage,
-            usage_interval=np.array(interval, int).reshape(-1, 2),
+            node_cost=[self.node_costs.node_s(node) for node in self.nodes],
+            edge_nodes=np.array(list(matrices), int).reshape(-1, 2),
+            edge_cost=list(matrices.values()),
+            usage_node=np.array(usages.node, int),
+            usage=usages.num_bytes,
+            usage_interval=np.array(usages.interval, int).reshape(-1, 2),
             memory_limit=self.memory_limit_bytes,
         )
 
-    # Latency: compilers combine independent collectives into one, so those of parameters and gradients share one.
-
     @cached_property
-    def _after_contraction(self) -> np.ndarray:
-        found = np.zeros(len(self.graph.vertices), bool)
-        for vertex in self.graph.vertices:
-            name = vertex.equation.primitive.name if vertex.equation is not None else ""
-            found[vertex.index] = (vertex.kind == "operation" and name in CONTRACTIONS) or any(
-                found[o.vertex] for o in vertex.operands if isinstance(o, Value)
-            )
-        return found
-
-    @cached_property
-    def _before_contraction(self) -> np.ndarray:
-        consumers = self.graph.consumers()
-        found = np.zeros(len(self.graph.vertices), bool)
-        for vertex in reversed(self.graph.vertices):
-            for value in vertex.results:
-                for reader, _ in consumers[value.id]:
-                    name = reader.equation.primitive.name if reader.equation is not None else ""
-                    heavy = reader.kind == "operation" and name in CONTRACTIONS
-                    found[vertex.index] |= heavy or found[reader.index]
-        return found
-
-    @cached_property
-    def _stored_bytes(self) -> float:
-        return float(max(1, sum(v.results[0].num_bytes for v in self.graph.inputs)))
-
-    def latency_share(self, value: Value) -> float:
-        """The part of a collective's latency that a value pays: all of it, unless it is combined with others."""
-        alone = self._after_contraction[value.vertex] and self._before_contraction[value.vertex]
-        return 1.0 if alone else min(1.0, value.num_bytes / self._stored_bytes)
-
-    def local_bytes(self, value: Value, spec: Spec) -> float:
-        """Bytes of one device's part of a value."""
-        return value.num_bytes / shards(spec, self.axis_sizes)
-
-    # Costs of nodes
-
-    def compute_s(self, vertex: Vertex, strategies: Sequence[ShardingStrategy]) -> np.ndarray:
-        """Seconds of one device's arithmetic and memory traffic in one step, `[strategies]`."""
-        if vertex.kind != "operation" or vertex.equation is None:
-            return np.zeros(len(strategies))
-        touched = np.array([touched_bytes(vertex, s, self.lifetimes.written, self.axis_sizes) for s in strategies])
-        flops = equation_flops(vertex.equation) / np.array([s.parts for s in strategies], float)
-        dtype = equation_dtype(vertex.equation)
-        return vertex.weight * roofline_s(flops, touched, dtype, self.hardware)
-
-    def reduction_s(self, node: Node, strategy: ShardingStrategy) -> float:
-        """Seconds of the collectives that a strategy itself causes, in one step."""
-        if node.hub is not None:
-            return 0.0
-        seconds = 0.0
-        for value, steps in zip(node.vertex.results, strategy.reductions, strict=True):
-            for move in steps:
-                seconds += self.prices.move_s(move, value.num_bytes, self.latency_share(value))
-        return seconds * node.vertex.weight
-
-    def _node_cost(self, node: Node) -> np.ndarray:
-        if node.hub is not None:
-            return np.zeros(len(node.strategies))
-        compute = self.compute_s(node.vertex, node.strategies) + self.holding_s(node.vertex, node.strategies)
-        return compute + np.array([self.reduction_s(node, s) for s in node.strategies])
-
-    def holding_s(self, vertex: Vertex, strategies: Sequence[ShardingStrategy]) -> np.ndarray:
-        """A thousandth of the time to read what an argument keeps: of equally fast plans the smallest is chosen.
-
-        Keeping gradients and optimiser state sharded (ZeRO) moves as many bytes as plain data parallelism does. Of
-        equally small plans the one that splits the first dimensions is: layers that are alike are then split alike.
-        """
-        if vertex.kind != "input":
-            return np.zeros(len(strategies))
-        rate = self.hardware.memory_bytes_per_s
-        s_per_byte = 1e-3 / rate if np.isfinite(rate) else 1e-6 * self.prices.dearest_s_per_byte
-        s_per_byte /= prod(self.axis_sizes)  # so that the bound gives up no more than a part of a sharded step
-        stored = [s.unreduced[0] for s in strategies]
-        late = [1 + 0.1 * max((d for d, axes in enumerate(spec) if axes), default=0) for spec in stored]
-        return s_per_byte * np.array(
-            [self.local_bytes(vertex.results[0], s) * w for s, w in zip(stored, late, strict=True)]
-        )
-
-    @cached_property
-    def most_holding_s(self) -> float:
-        """The most that `holding_s` can add up to: what a bound on the problem's cost gives up for one on seconds."""
-        return sum(float(np.max(self.holding_s(v, self.nodes[v.index].strategies))) for v in self.graph.inputs)
-
-    # Edges
-
-    def links(self) -> list[tuple[int, int, int, int, Value, float]]:
-        """Every edge as (node of the producer, its result, node of the reader, its operand, value, weight).
-
-        The reader of a value with a hub is the hub (operand 0), whose own readers follow.
-        """
-        found = []
-        for value in self.graph.values:
-            if not value.shape:
-                continue
-            node, result = value.vertex, value.result
-            hub = self.hub_node.get(value.id)
-            if hub is not None:
-                found.append((node, result, hub, 0, value, self.graph.vertices[value.vertex].weight))
-                node, result = hub, 0
-            for reader, i in self._readers[value.id]:
-                weight = reader.operand_weight[i] if reader.operands else 1.0
-                found.append((node, result, reader.index, i, value, weight))
-        return found
-
-    def _edges(self) -> tuple[list[tuple[int, int]], list[np.ndarray]]:
-        merged: dict[tuple[int, int], np.ndarray] = {}
-        for node, result, reader, i, value, weight in self.links():
-            if node == reader:
-                continue
-            sources = tuple(s.results[result] for s in self.nodes[node].strategies)
-            targets = self._targets(reader, i)
-            share = self.latency_share(value)
-            matrix = self.prices.reshard_s(sources, targets, float(value.num_bytes), share, weight)
-            if (node, reader) in merged:
-                merged[node, reader] = merged[node, reader] + matrix
-            elif (reader, node) in merged:
-                merged[reader, node] = merged[reader, node] + matrix.T
-            else:
-                merged[node, reader] = matrix
-        return list(merged), list(merged.values())
-
-    def _targets(self, node: int, operand: int) -> tuple[Spec, ...]:
-        return tuple(self.target(node, operand, s) for s in range(len(self.nodes[node].strategies)))
-
-    def target(self, node: int, operand: int, strategy: int) -> Spec:
-        """The spec in which a node wants an operand; what comes back to an argument must be as it is stored."""
-        found = self.nodes[node].strategies[strategy]
-        if self.nodes[node].hub is None and self.nodes[node].vertex.kind == "input":
-            return found.unreduced[0]
-        return found.operands[operand]
-
-    # Memory
-
-    def _usages(self) -> tuple[list[int], list[np.ndarray], list[tuple[int, int]]]:
-        nodes, usage, interval = [], [], []
-
-        def add(node: int, num_bytes: Sequence[float], start: int, end: int) -> None:
-            nodes.append(node)
-            usage.append(np.array(num_bytes, float))
-            interval.append((start, max(end, start + 1)))
-
-        written, when, first_use = self.lifetimes
-        for value in self.graph.values:
-            if not value.shape or not written[value.id]:
-                continue
-            start, end = when[value.id]
-            node, result = self.hub_node.get(value.id, value.vertex), value.result
-            strategies = self.nodes[node].strategies
-            if node != value.vertex:
-                add(node, [self.local_bytes(value, s.results[0]) for s in strategies], start, end)
-                continue
-            add(
-                node,
-                [
-                    self.local_bytes(value, s.unreduced[result] if _keeps(s, result) else s.results[result])
-                    for s in strategies
-                ],
-                start,
-                end,
-            )
-            copy = [self.local_bytes(value, s.results[result]) if _keeps(s, result) else 0.0 for s in strategies]
-            if any(copy):
-                add(node, copy, first_use[value.id], max(self.graph.values[value.id].dies + 2, first_use[value.id] + 1))
-        return nodes, usage, interval
-
-    def decode(self, choice: Sequence[int]) -> Layout:
-        """What a choice of the problem means.
-
-        Args:
-          choice: `[nodes]` strategy indices.
-        """
-        chosen = [node.strategies[s] for node, s in zip(self.nodes, choice, strict=True)]
-        held = []
-        for value in self.graph.values:
-            hub = self.hub_node.get(value.id)
-            held.append(chosen[value.vertex].results[value.result] if hub is None else chosen[hub].results[0])
-        return Layout(tuple(chosen[: len(self.graph.vertices)]), tuple(held))
+    def _node_names(self) -> tuple[str, ...]:
+        return tuple(node_name(node) for node in self.nodes)
 
 
-def _keeps(strategy: ShardingStrategy, result: int) -> bool:
-    """Whether an array is kept beside its gathered copy."""
-    return any(m.kind == "all_gather" for m in strategy.reductions[result])
+def _example() -> ShardingSpace:
+    """A step of gradient descent on one layer, on a mesh of 2 x 2 devices."""
+
+    def step(weights: jax.Array, x: jax.Array) -> jax.Array:
+        return weights - 0.1 * jax.grad(lambda w: jnp.tanh(x @ w).sum())(weights)
+
+    arguments = (jax.ShapeDtypeStruct((8, 4), jnp.float32), jax.ShapeDtypeStruct((16, 8), jnp.float32))
+    jaxpr, result = jax.make_jaxpr(step, return_shape=True)(*arguments)
+    links = {"data": Link(1e-6, 1e-9), "model": Link(1e-6, 5e-10)}
+    return ShardingSpace(
+        graph=build_graph(jaxpr, feedback_of(result, arguments), ("weights", "x")),
+        axis_names=("data", "model"),
+        axis_sizes=(2, 2),
+        hardware=Hardware("example", 1e9, 1e9, float("inf"), links),
+        given={},
+        donated=(True, False),
+    )
+
+
+EXAMPLE = _example

@@ -1,15 +1,11 @@
-"""Specs: how a sharding splits an array, as plain tuples.
-
-A spec is, for each dimension, the mesh axes (by index) that split it, major to minor.
-"""
+"""What a spec does to a shape: into how many parts it splits each dimension, and which specs fit a shape."""
 
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import product
 from math import prod
-from typing import NamedTuple
 
-Spec = tuple[tuple[int, ...], ...]
+from search_spaces.sharding.base import Spec, Value
 
 
 def replicated(rank: int) -> Spec:
@@ -17,7 +13,7 @@ def replicated(rank: int) -> Spec:
     return ((),) * rank
 
 
-def placed(spec: Spec) -> frozenset[int]:
+def axes_in(spec: Spec) -> frozenset[int]:
     """The mesh axes that split something."""
     return frozenset(a for axes in spec for a in axes)
 
@@ -32,6 +28,11 @@ def parts_of(spec: Spec, axis_sizes: tuple[int, ...]) -> tuple[int, ...]:
 def shards(spec: Spec, axis_sizes: tuple[int, ...]) -> int:
     """Into how many parts a spec splits an array."""
     return prod(axis_sizes[a] for axes in spec for a in axes)
+
+
+def local_bytes(value: Value, spec: Spec, axis_sizes: tuple[int, ...]) -> float:
+    """Returns the bytes of one device's part of a value."""
+    return value.num_bytes / shards(spec, axis_sizes)
 
 
 def divides(spec: Spec, shape: Sequence[int], axis_sizes: tuple[int, ...]) -> bool:
@@ -76,24 +77,9 @@ def specs_of_shape(shape: tuple[int, ...], axis_sizes: tuple[int, ...], padded: 
       padded: whether dimensions may be padded a little.
     """
     fits = divides_or_pads if padded else divides
-    found = []
+    specs = []
     for places in product(range(-1, len(shape)), repeat=len(axis_sizes)):
         spec = tuple(tuple(a for a, place in enumerate(places) if place == d) for d in range(len(shape)))
         if all(axis_sizes[a] > 1 or place < 0 for a, place in enumerate(places)) and fits(spec, shape, axis_sizes):
-            found.append(spec)
-    return tuple(found)
-
-
-class Axes(NamedTuple):
-    """What strategies need to know of a mesh's axes, which are numbered as in the mesh.
-
-    Attributes:
-      sizes: devices along each.
-      fast_first: all axes, the fastest link first.
-      alike: groups of axes that take kinds of dimensions in order (see `dimensions.axes_of`), so that of the copies of
-        a plan with such axes swapped only one is in the space.
-    """
-
-    sizes: tuple[int, ...]
-    fast_first: tuple[int, ...]
-    alike: tuple[tuple[int, ...], ...] = ()
+            specs.append(spec)
+    return tuple(specs)

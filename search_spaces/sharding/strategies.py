@@ -4,33 +4,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import product
 from math import prod
-from typing import NamedTuple
 
+from search_spaces.sharding.base import Axes, Dimensions, ReshardStep, Rule, ShardingStrategy, Spec
 from search_spaces.sharding.dimensions import in_order
-from search_spaces.sharding.resharding import Move
-from search_spaces.sharding.rule import Dimensions, Rule
-from search_spaces.sharding.spec import Axes, Spec, divides, may_split, replicated, shards
+from search_spaces.sharding.spec import divides, may_split, replicated, shards
 
 AxesOf = Mapping[int, tuple[int, ...]]
 """The mesh axes that split each factor."""
-
-
-class ShardingStrategy(NamedTuple):
-    """One way to run an operation.
-
-    Attributes:
-      operands: the spec that each operand must have.
-      results: the spec that each result is left with, after its reduction.
-      parts: how many devices share the arithmetic.
-      reductions: for each result the collectives that finish its partial sums.
-      unreduced: the specs of the results before those collectives.
-    """
-
-    operands: tuple[Spec, ...]
-    results: tuple[Spec, ...]
-    parts: int
-    reductions: tuple[tuple[Move, ...], ...]
-    unreduced: tuple[Spec, ...]
 
 
 def whole(operand_ranks: Sequence[int], result_ranks: Sequence[int]) -> ShardingStrategy:
@@ -131,7 +111,7 @@ def _shape(rule: Rule, dims: Dimensions) -> tuple[int, ...]:
     return tuple(prod(rule.sizes[f] for f in factors) for factors in dims)
 
 
-def _all_reduce(spec: Spec, partial: Sequence[int], fraction: float, sizes: tuple[int, ...]) -> tuple[Move, ...]:
+def _all_reduce(spec: Spec, partial: Sequence[int], fraction: float, sizes: tuple[int, ...]) -> tuple[ReshardStep, ...]:
     """An all-reduce over several axes, each of which sees what the ones before it have left to one device.
 
     That is how it is run in steps, scattered over the fast links first, and adds up to what one ring over all the
@@ -139,12 +119,14 @@ def _all_reduce(spec: Spec, partial: Sequence[int], fraction: float, sizes: tupl
     """
     moves = []
     for axis in partial:
-        moves.append(Move("all_reduce", axis, fraction, spec))
+        moves.append(ReshardStep("all_reduce", axis, fraction, spec))
         fraction /= sizes[axis]
     return tuple(moves)
 
 
-def _scatters(spec: Spec, shape: tuple[int, ...], partial: Sequence[int], axes: Axes) -> Iterator[tuple[Move, ...]]:
+def _scatters(
+    spec: Spec, shape: tuple[int, ...], partial: Sequence[int], axes: Axes
+) -> Iterator[tuple[ReshardStep, ...]]:
     """Ways to scatter partial sums over some of the axes into dimensions and to all-reduce over the others.
 
     An axis goes below those that split its dimension already; scattered axes take the mesh's order. All go to one
@@ -163,7 +145,7 @@ def _scatters(spec: Spec, shape: tuple[int, ...], partial: Sequence[int], axes: 
         for axis in into:
             done.append(axis)
             kept = tuple(tuple(a for a in split if a in done or a not in into) for split in scattered)
-            moves.append(Move("reduce_scatter", axis, fraction, kept))
+            moves.append(ReshardStep("reduce_scatter", axis, fraction, kept))
             fraction /= axes.sizes[axis]
         rest = [a for a in partial if a not in into]
         yield (*moves, *_all_reduce(moves[-1].spec, rest, fraction, axes.sizes))

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 from jax.extend import core, source_info_util
 
-from search_spaces.sharding.graph import REMAT, Block, Graph, Kind, Operand, Region, Value, Vertex
+from search_spaces.sharding.base import REMAT, Block, Graph, Kind, Operand, Region, Value, Vertex
 
 INLINED = {
     "jit": "jaxpr",
@@ -52,11 +52,11 @@ class _Builder:
     def touch(self, operands: Sequence[Operand]) -> None:
         for operand in operands:
             if isinstance(operand, Value):
-                operand.dies = max(operand.dies, self.position)
+                operand.last_read_at = max(operand.last_read_at, self.position)
 
     def constant(self, aval: Any, array: Any) -> Value:
         vertex = self.vertex("constant", None, [], [aval], 1.0, name=f"constant {len(self.constants)}")
-        vertex.results[0].born = -1
+        vertex.results[0].made_at = -1
         self.constants.append(vertex)
         self.constant_arrays.append(array)
         return vertex.results[0]
@@ -153,7 +153,7 @@ class _Builder:
         results = [c.results[1] for c in carries]
         for out, var in zip(block.outputs[num_carry:], equation.outvars[num_carry:], strict=True):
             stack = self.vertex("stack", equation, [out], [var.aval], trips)
-            stack.results[0].born = start
+            stack.results[0].made_at = start
             results.append(stack.results[0])
         return Region(equation, operands, [block], results, carries, slices)
 
@@ -240,12 +240,12 @@ def build_graph(jaxpr: core.ClosedJaxpr, feedback: Sequence[int | None], names: 
     inputs = []
     for var, name in zip(jaxpr.jaxpr.invars, names, strict=True):
         vertex = builder.vertex("input", None, [], [var.aval], 1.0, name=name)
-        vertex.results[0].born = -1
+        vertex.results[0].made_at = -1
         inputs.append(vertex)
     block = builder.closed(jaxpr, [v.results[0] for v in inputs], 1.0)
     for output in block.outputs:
         if isinstance(output, Value):
-            output.dies = builder.position
+            output.last_read_at = builder.position
     return Graph(
         builder.vertices,
         builder.values,

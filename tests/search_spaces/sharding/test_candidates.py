@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from cost.base import Hardware, Link
+from search_spaces.sharding.base import Value
 from search_spaces.sharding.candidates import MOST_STRATEGIES
 from search_spaces.sharding.dimensions import axes_of, in_order, kinds_of_dimensions
-from search_spaces.sharding.graph import Value
 from search_spaces.sharding.reshard_costs import ReshardCosts
-from search_spaces.sharding.spec import placed, shards, specs_of_shape
+from search_spaces.sharding.spec import axes_in, shards, specs_of_shape
 from tests.search_spaces.sharding.small_spaces import array, graph_of, mlp_arguments, mlp_step, scan_of_layers, space_of
 
 
@@ -63,7 +63,7 @@ def test_loops_stack_and_slice_along_their_whole_first_dimension():
         for s in found:
             assert s.operands == (s.unreduced[0],) * 2
             assert s.results[1] == s.unreduced[0]
-            assert placed(s.results[0]) <= placed(s.unreduced[0])
+            assert axes_in(s.results[0]) <= axes_in(s.unreduced[0])
 
 
 def test_branches_meet_in_one_spec():

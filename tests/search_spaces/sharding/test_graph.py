@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from search_spaces.sharding.graph import Region, Value, Vertex
+from search_spaces.sharding.base import Region, Value, Vertex
 from search_spaces.sharding.tracing import feedback_of
 from tests.search_spaces.sharding.small_spaces import EXAMPLES, array, branches, graph_of, loop_until, scan_of_layers
 
@@ -48,11 +48,11 @@ def test_values_are_born_before_they_are_read_and_live_until_then(name):
         for reader, operand in readers:
             assert reader.operands[operand] is value
             if reader.kind == "operation":
-                assert value.born <= reader.position <= value.dies
+                assert value.made_at <= reader.position <= value.last_read_at
     for output in graph.outputs:
-        assert not isinstance(output, Value) or output.dies == graph.length
+        assert not isinstance(output, Value) or output.last_read_at == graph.length
     for vertex in (*graph.inputs, *graph.constants):
-        assert vertex.results[0].born == -1
+        assert vertex.results[0].made_at == -1
 
 
 def test_lifetimes_by_hand():
@@ -63,7 +63,7 @@ def test_lifetimes_by_hand():
 
     graph = graph_of(fn, array(4, 4), array(4, 4))
     assert names(graph) == ["dot_general", "sin", "add"]
-    lives = {v.vertex: (v.born, v.dies) for v in graph.values}
+    lives = {v.vertex: (v.made_at, v.last_read_at) for v in graph.values}
     assert lives == {0: (-1, 2), 1: (-1, 0), 2: (0, 3), 3: (1, 2), 4: (2, 3)}
     assert graph.length == 3
 
@@ -114,7 +114,7 @@ def test_a_scan_runs_its_body_once_for_each_trip():
     assert (stack.results[0].shape, shape(stack.operands[0]), stack.weight) == ((3, 8), (8,), 3)
     assert region.results[1] is stack.results[0]
     # What is stacked is there before the first trip ends.
-    assert stack.results[0].born <= min(v.position for v in named(graph, "dot_general"))
+    assert stack.results[0].made_at <= min(v.position for v in named(graph, "dot_general"))
 
 
 def test_nested_loops_multiply_their_trips():
@@ -134,8 +134,8 @@ def test_what_a_body_reads_from_outside_lives_until_the_loop_ends():
     graph = graph_of(fn, array(4, 4), array(4, 4))
     weights = graph.inputs[1].results[0]
     last = max(v.position for v in named(graph, "cos"))
-    assert named(graph, "dot_general")[0].position < last < weights.dies
-    assert weights.dies < named(graph, "mul")[-1].position + 1
+    assert named(graph, "dot_general")[0].position < last < weights.last_read_at
+    assert weights.last_read_at < named(graph, "mul")[-1].position + 1
 
 
 def test_a_while_loop_has_a_condition_and_a_body_and_counts_as_one_trip():

@@ -10,8 +10,8 @@ from jax.sharding import AxisType
 
 import diffshard
 from diffshard.checks.collectives import hlo_collectives
-from search_spaces.sharding.rule import Rule
-from search_spaces.sharding.spec import Axes, may_split, specs_of_shape
+from search_spaces.sharding.base import Axes, Rule
+from search_spaces.sharding.spec import may_split, specs_of_shape
 from search_spaces.sharding.strategies import strategies_of_rule
 from tests.search_spaces.sharding.small_spaces import array, space_of
 

@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 
 from cost.base import Hardware, Link
+from search_spaces.sharding.base import ReshardStep
 from search_spaces.sharding.reshard_costs import ReshardCosts
-from search_spaces.sharding.resharding import Move
 from search_spaces.sharding.spec import specs_of_shape
 
 LINKS = {"x": Link(1e-5, 1e-9), "y": Link(1e-6, 1e-10, all_to_all_s_per_byte=4e-10)}
-PRICES = ReshardCosts("xy", (2, 4), Hardware("two", 1.0, 1.0, 1.0, LINKS))
+COSTS = ReshardCosts("xy", (2, 4), Hardware("two", 1.0, 1.0, 1.0, LINKS))
 
 
 @pytest.mark.parametrize(
@@ -25,17 +25,17 @@ PRICES = ReshardCosts("xy", (2, 4), Hardware("two", 1.0, 1.0, 1.0, LINKS))
     ],
 )
 def test_steps_by_hand(kind, axis, seconds):
-    assert PRICES.move_s(Move(kind, axis, 0.5, ()), 2000.0) == pytest.approx(seconds)
+    assert COSTS.step_s(ReshardStep(kind, axis, 0.5, ()), 2000.0) == pytest.approx(seconds)
 
 
 def test_a_share_of_the_latency_leaves_the_bytes():
-    move = Move("all_gather", 0, 1.0, ())
-    assert PRICES.move_s(move, 1000.0, 0.25) == pytest.approx(0.25 * 1e-5 + 500 * 1e-9)
+    move = ReshardStep("all_gather", 0, 1.0, ())
+    assert COSTS.step_s(move, 1000.0, 0.25) == pytest.approx(0.25 * 1e-5 + 500 * 1e-9)
 
 
 def test_reshards_by_hand():
     whole, rows, columns = ((), ()), ((1,), ()), ((), (1,))
-    matrix = PRICES.reshard_s((whole, rows, columns), (whole, rows), 8000.0, 1.0, 3.0)
+    matrix = COSTS.reshard_s((whole, rows, columns), (whole, rows), 8000.0, 1.0, 3.0)
     gather = 3 * (1e-6 + 8000 * 3 / 4 * 1e-10)
     exchange = 3 * (1e-6 + 8000 * 3 / 16 * 4e-10)
     np.testing.assert_allclose(matrix, [[0, 0], [gather, 0], [gather, exchange]], rtol=1e-12)
@@ -43,25 +43,25 @@ def test_reshards_by_hand():
 
 def test_matrices_are_the_sums_of_their_steps():
     specs = specs_of_shape((8, 8), (2, 4))
-    matrix = PRICES.reshard_s(specs, specs, 5e5, 0.5, 2.0)
+    matrix = COSTS.reshard_s(specs, specs, 5e5, 0.5, 2.0)
     for i, source in enumerate(specs):
         for j, target in enumerate(specs):
-            steps = PRICES.path(source, target)
-            assert matrix[i, j] == pytest.approx(2 * sum(PRICES.move_s(move, 5e5, 0.5) for move in steps))
+            steps = COSTS.path(source, target)
+            assert matrix[i, j] == pytest.approx(2 * sum(COSTS.step_s(move, 5e5, 0.5) for move in steps))
     assert (np.diag(matrix) == 0).all()
 
 
 def test_specs_may_occur_more_than_once():
     whole, rows = ((),), ((0,),)
-    once = PRICES.reshard_s((whole, rows), (rows, whole), 100.0, 1.0, 1.0)
-    often = PRICES.reshard_s((whole, rows, whole), (rows, whole, whole), 100.0, 1.0, 1.0)
+    once = COSTS.reshard_s((whole, rows), (rows, whole), 100.0, 1.0, 1.0)
+    often = COSTS.reshard_s((whole, rows, whole), (rows, whole, whole), 100.0, 1.0, 1.0)
     np.testing.assert_array_equal(often, once[np.ix_([0, 1, 0], [0, 1, 1])])
 
 
 def test_equal_requests_share_one_array_that_cannot_be_written():
     specs = specs_of_shape((8,), (2, 4))
-    matrix = PRICES.reshard_s(specs, specs, 100.0, 1.0, 1.0)
-    assert PRICES.reshard_s(specs, specs, 100.0, 1.0, 1.0) is matrix
+    matrix = COSTS.reshard_s(specs, specs, 100.0, 1.0, 1.0)
+    assert COSTS.reshard_s(specs, specs, 100.0, 1.0, 1.0) is matrix
     with pytest.raises(ValueError, match="read-only"):
         matrix[0, 0] = 1.0
 
@@ -72,4 +72,4 @@ def test_an_axis_of_one_device_needs_no_link():
 
 
 def test_the_dearest_rate_is_that_of_the_slowest_kind_on_the_slowest_link():
-    assert PRICES.dearest_s_per_byte == pytest.approx(1e-9)
+    assert COSTS.dearest_s_per_byte == pytest.approx(1e-9)

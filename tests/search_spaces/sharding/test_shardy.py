@@ -12,7 +12,7 @@ from jax import lax
 from jax.extend.core import Literal, Primitive
 
 from search_spaces.sharding import shardy
-from search_spaces.sharding.rule import Rule
+from search_spaces.sharding.base import Rule
 from search_spaces.sharding.shardy import operation_rules
 
 

@@ -8,8 +8,9 @@ import pytest
 from cost.base import num_strategies
 from cost.evaluation import evaluate
 from cost.validation import validate
-from search_spaces.sharding.graph import Value
-from search_spaces.sharding.predict import compute_seconds, transfers
+from search_spaces.sharding.base import Value
+from search_spaces.sharding.edge_costs import read_spec
+from search_spaces.sharding.reshard_costs import LatencyShares
 from search_spaces.sharding.spec import divides, shards
 from tests.search_spaces.sharding.small_spaces import EXAMPLES, array, hardware_of, mlp_arguments, mlp_step, space_of
 
@@ -33,20 +34,17 @@ def test_the_problem_is_valid(example):
 def test_the_cost_of_a_choice_is_the_sum_of_what_its_layout_does(example):
     problem = example.problem
     for choice in random_choices(problem, 25):
-        layout = example.decode(choice)
-        predicted = compute_seconds(example, layout).sum()
-        predicted += sum(t.seconds for t in transfers(example, choice, layout))
-        kept = sum(
-            float(example.holding_s(vertex, (layout.strategy[vertex.index],))[0]) for vertex in example.graph.inputs
-        )
-        assert evaluate(problem, choice).cost == pytest.approx(predicted + kept, rel=1e-9)
+        prediction = example.predict(choice)
+        seconds = prediction.compute_s.sum() + prediction.preference_s.sum()
+        seconds += sum(transfer.seconds for transfer in prediction.transfers)
+        assert evaluate(problem, choice).cost == pytest.approx(seconds, rel=1e-9)
 
 
 def test_whole_arrays_everywhere_move_nothing_and_need_all_the_memory(example):
     choice = [0] * len(example.nodes)
-    layout = example.decode(choice)
-    assert transfers(example, choice, layout) == []
-    assert all(spec == ((),) * len(spec) for spec in layout.held)
+    layout = example.layout(choice)
+    assert example.predict(choice).transfers == ()
+    assert all(spec == ((),) * len(spec) for spec in layout.value_specs)
     assert evaluate(example.problem, choice).peak == pytest.approx(peak_by_hand(example, layout))
 
 
@@ -58,7 +56,9 @@ def peak_by_hand(space, layout):
     for value in space.graph.values:
         if value.shape and written[value.id]:
             start, end = interval[value.id]
-            live[start : max(end, start + 1)] += value.num_bytes / shards(layout.held[value.id], space.axis_sizes)
+            live[start : max(end, start + 1)] += value.num_bytes / shards(
+                layout.value_specs[value.id], space.axis_sizes
+            )
     return live.max()
 
 
@@ -81,16 +81,18 @@ def test_the_first_strategy_of_every_node_is_whole(example):
 
 def test_what_a_vertex_hands_to_itself_is_free(example):
     """Such links are no edges: a carry that its body leaves as it is, an argument that is returned."""
-    for node, result, reader, operand, _, _ in example.links():
+    for node, result, reader, operand, _, _ in example.edges:
         if node == reader:
             for s, strategy in enumerate(example.nodes[node].strategies):
-                path = example.prices.path(strategy.results[result], example.target(reader, operand, s))
-                assert all(move.kind == "slice" for move in path)
+                path = example.reshard_costs.path(
+                    strategy.results[result], read_spec(example.nodes[reader], operand, s)
+                )
+                assert all(step.kind == "slice" for step in path)
 
 
 def test_hubs_stand_between_a_value_and_its_several_readers(example):
     readers = {}
-    for node, _, reader, _, value, _ in example.links():
+    for node, _, reader, _, value, _ in example.edges:
         readers.setdefault((node, value.id), []).append(reader)
     for value_id, hub in example.hub_node.items():
         value = example.graph.values[value_id]
@@ -100,13 +102,13 @@ def test_hubs_stand_between_a_value_and_its_several_readers(example):
 
 def test_an_argument_comes_back_as_it_is_stored():
     space = space_of(mlp_step, *mlp_arguments())
-    for node, result, reader, operand, value, weight in space.links():
+    for node, result, reader, operand, value, weight in space.edges:
         if space.nodes[reader].hub is None and space.nodes[reader].vertex.kind == "input":
             assert (operand, weight) == (0, 1.0)
             assert value in space.graph.outputs
             assert space.graph.feedback[space.graph.outputs.index(value)] == reader
             for s, strategy in enumerate(space.nodes[reader].strategies):
-                assert space.target(reader, 0, s) == strategy.unreduced[0]
+                assert read_spec(space.nodes[reader], 0, s) == strategy.unreduced[0]
             assert space.nodes[node].strategies[0].results[result] == ((),) * len(value.shape)
     returned = [i for i in space.graph.feedback if i is not None]
     assert returned == [0, 1, 2, 3]
@@ -156,14 +158,15 @@ def test_sharded_arrays_take_their_part_of_the_memory():
 def test_latency_of_parameters_is_shared_and_of_activations_is_not():
     """Compilers combine the collectives of parameters and gradients; those between layers wait for each other."""
     space = space_of(mlp_step, *mlp_arguments(), hardware=hardware_of("xy", latency_s=1.0))
+    latency_share = LatencyShares(space.graph)
     stored = sum(v.results[0].num_bytes for v in space.graph.inputs)
     for vertex in space.graph.inputs:
-        assert space.latency_share(vertex.results[0]) == vertex.results[0].num_bytes / stored
+        assert latency_share(vertex.results[0]) == vertex.results[0].num_bytes / stored
     dots = [v for v in space.graph.operations() if v.primitive == "dot_general"]
-    assert space.latency_share(dots[0].results[0]) == 1.0
+    assert latency_share(dots[0].results[0]) == 1.0
     (updated, *_) = space.graph.outputs
     assert isinstance(updated, Value)
-    assert 0 < space.latency_share(updated) < 1
+    assert 0 < latency_share(updated) < 1
 
 
 def test_every_axis_has_its_price():
@@ -173,5 +176,5 @@ def test_every_axis_has_its_price():
     strategies = space.nodes[dot.index].strategies
     reduced = {s.operands[0][1][0]: i for i, s in enumerate(strategies) if s.reductions[0] and s.parts == 2
                and s.reductions[0][0].kind == "all_reduce"}  # fmt: skip
-    seconds = [space.reduction_s(space.nodes[dot.index], strategies[reduced[axis]]) for axis in (0, 1)]
+    seconds = [space.node_costs.reduction_s(dot, strategies[reduced[axis]]) for axis in (0, 1)]
     assert seconds == pytest.approx([2 * 256 / 2 * 1e-9, 2 * 256 / 2 * 0.5e-9])

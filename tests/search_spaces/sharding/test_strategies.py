@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from cost.collectives import collective_sent_bytes
-from search_spaces.sharding.rule import Rule
-from search_spaces.sharding.spec import Axes, divides
+from search_spaces.sharding.base import Axes, Rule
+from search_spaces.sharding.spec import divides
 from search_spaces.sharding.strategies import collective_bytes, strategies_of_rule, whole
 
 # Factors: 0 rows of the left operand, 1 columns of the right one, 2 what is summed over.

@@ -5,8 +5,8 @@ from typing import Any
 
 from jax.extend.core import JaxprEqn
 
-from search_spaces.sharding.factors import Factors, Mark
-from search_spaces.sharding.rule import Rule, rule_from_factors
+from search_spaces.sharding.base import Rule
+from search_spaces.sharding.factors import Factors, Mark, rule_from_factors
 
 # fmt: off
 _HIGHER_ORDER = frozenset(

@@ -6,7 +6,6 @@ import pytest
 from cost.base import num_strategies
 from cost.evaluation import change_costs, evaluate
 from cost.memory import least_memory
-from search_spaces.sharding.predict import transfers
 from search_spaces.sharding.spec import shards
 from tests.search_spaces.sharding.small_spaces import EXAMPLES, array, hardware_of, mlp_arguments, mlp_step, space_of
 
@@ -47,7 +46,7 @@ def test_collectives_of_a_matmul_by_hand():
 
     no, x, y = (), (0,), (1,)
     choice = [find(0, (), (x, no)), find(1, (), (y, no)), find(2, ((no, y), (y, no)), (no, no))]
-    found = transfers(space, choice, space.decode(choice))
+    found = space.predict(choice).transfers
     assert [(t.kind, t.axis, t.num_bytes, t.count) for t in found] == [
         ("all_reduce", "y", 8 * 4 * 4, 1.0),
         ("all_gather", "x", 8 * 16 * 4 / 2, 1.0),
@@ -66,7 +65,7 @@ def test_collectives_in_a_loop_count_as_often_as_it_runs():
     counts = set()
     for _ in range(10):
         choice = rng.integers(num_strategies(space.problem)).tolist()
-        found = transfers(space, choice, space.decode(choice))
+        found = space.predict(choice).transfers
         assert all(t.num_bytes > 0 and t.seconds > 0 for t in found)
         counts |= {t.count for t in found}
     assert counts == {1.0, 3.0}
@@ -76,10 +75,10 @@ def test_layouts_hold_what_their_strategies_leave():
     space = space_of(mlp_step, *mlp_arguments())
     rng = np.random.default_rng(1)
     choice = rng.integers(num_strategies(space.problem)).tolist()
-    layout = space.decode(choice)
-    assert len(layout.strategy) == len(space.graph.vertices)
+    layout = space.layout(choice)
+    assert len(layout.strategies) == len(space.graph.vertices)
     for value in space.graph.values:
         node = space.hub_node.get(value.id, value.vertex)
         left = space.nodes[node].strategies[choice[node]].results[0 if value.id in space.hub_node else value.result]
-        assert layout.held[value.id] == left
+        assert layout.value_specs[value.id] == left
         assert shards(left, space.axis_sizes) in (1, 2, 4)

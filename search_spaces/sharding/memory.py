@@ -1,17 +1,17 @@
-"""Which values of a graph are really written to memory, and from when to when they live.
+"""Which values of a graph are really written to memory, from when to when they live, and how many bytes they hold.
 
 A compiler fuses pointwise operations into the ones that read them, so most values of a jaxpr never exist; what a fused
 operation reads must then live as long as the fusion that reads it. A fusion writes its result over an operand of the
 same size that nobody reads afterwards.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from search_spaces.sharding.graph import REMAT, Block, Graph, Value, Vertex
-from search_spaces.sharding.rule import Rule
+from search_spaces.sharding.base import CONTRACTIONS, REMAT, Block, Graph, Node, Rule, ShardingStrategy, Value, Vertex
+from search_spaces.sharding.spec import local_bytes
 
 # Pointwise but dear: XLA does not compute them again for a second reader.
 DEAR = frozenset(
@@ -40,7 +40,6 @@ DEAR = frozenset(
         "cbrt",
     ]
 )
-CONTRACTIONS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general"})
 # A contraction reads its operands in any layout, so these before it move nothing.
 VIEWS = frozenset({"transpose", "reshape", "squeeze", "expand_dims"})
 # Not pointwise, but written over their first operand.
@@ -70,7 +69,7 @@ def is_pointwise(vertex: Vertex, rule: Rule | None) -> bool:
     return not (rule.reduction or rule.permutation or rule.need_replication)
 
 
-def lifetimes(graph: Graph, rules: Sequence[Rule | None], donated: Sequence[bool]) -> Lifetimes:
+def lifetimes_of(graph: Graph, rules: Sequence[Rule | None], donated: Sequence[bool]) -> Lifetimes:
     """Which values are written and when they live.
 
     Args:
@@ -82,19 +81,21 @@ def lifetimes(graph: Graph, rules: Sequence[Rule | None], donated: Sequence[bool
     fusing = _Fusing(graph, [is_pointwise(v, rules[v.index]) for v in graph.vertices])
     ends = {o.id for o in graph.outputs if isinstance(o, Value)}
     written = np.ones(len(graph.values), bool)
-    dies = np.array([v.dies for v in graph.values], int)
+    last_read = np.array([v.last_read_at for v in graph.values], int)
     for value in reversed(graph.values):
         readers = consumers[value.id]
         if value.id not in ends and readers:
             written[value.id] = not fusing.fuses(graph.vertices[value.vertex], [r for r, _ in readers])
         for reader, _ in readers:
             if fusing.pointwise[reader.index] and not written[reader.results[0].id]:
-                dies[value.id] = max(dies[value.id], dies[reader.results[0].id])
-    interval = np.stack([[v.born for v in graph.values], dies + 1], axis=1) if graph.values else np.zeros((0, 2), int)
-    for overwritten in fusing.overwritten(written, dies):
-        interval[overwritten.id, 1] = max(interval[overwritten.id, 1] - 1, overwritten.born + 1)
-    kept = [v for v, gives in zip(graph.inputs, donated, strict=True) if not gives or v.results[0].id in ends]
-    for vertex in (*kept, *graph.constants):
+                last_read[value.id] = max(last_read[value.id], last_read[reader.results[0].id])
+    interval = (
+        np.stack([[v.made_at for v in graph.values], last_read + 1], axis=1) if graph.values else np.zeros((0, 2), int)
+    )
+    for overwritten in fusing.overwritten(written, last_read):
+        interval[overwritten.id, 1] = max(interval[overwritten.id, 1] - 1, overwritten.made_at + 1)
+    not_reused = [v for v, reused in zip(graph.inputs, donated, strict=True) if not reused or v.results[0].id in ends]
+    for vertex in (*not_reused, *graph.constants):
         interval[vertex.results[0].id, 1] = graph.length + 1
     for vertex in graph.vertices:
         if vertex.kind == "carry":  # one buffer for what the body reads and what the loop leaves
@@ -102,8 +103,66 @@ def lifetimes(graph: Graph, rules: Sequence[Rule | None], donated: Sequence[bool
             interval[inside, 1] = max(interval[inside, 1], interval[outside, 1])
             written[outside] = False
     interval += 1  # inputs are born at -1
-    first = np.array([min((c.position for c, _ in consumers[v.id]), default=v.born) for v in graph.values], int)
+    first = np.array([min((c.position for c, _ in consumers[v.id]), default=v.made_at) for v in graph.values], int)
     return Lifetimes(written, interval, first + 1)
+
+
+class Usages(NamedTuple):
+    """The usages of a problem, K of them.
+
+    Attributes:
+      node: `[K]` the node that each belongs to.
+      num_bytes: K arrays `[S_v]`, bytes on each device.
+      interval: `[K, 2]` half-open positions at which it is live.
+    """
+
+    node: list[int]
+    num_bytes: list[np.ndarray]
+    interval: list[tuple[int, int]]
+
+
+def usages_of(
+    graph: Graph,
+    nodes: Sequence[Node],
+    hub_node: Mapping[int, int],
+    lifetimes: Lifetimes,
+    axis_sizes: tuple[int, ...],
+) -> Usages:
+    """Lists the memory that each node's strategies use: a value that exists belongs to its hub, else to its vertex.
+
+    An array that is stored one way and gathered for its readers has two usages: what is stored, for its whole life, and
+    the gathered copy from its first reader to its last.
+    """
+    usages = Usages([], [], [])
+
+    def add(node: int, num_bytes: Sequence[float], start: int, end: int) -> None:
+        usages.node.append(node)
+        usages.num_bytes.append(np.array(num_bytes, float))
+        usages.interval.append((start, max(end, start + 1)))
+
+    for value in graph.values:
+        if not value.shape or not lifetimes.written[value.id]:
+            continue
+        start, end = lifetimes.interval[value.id]
+        node, result = hub_node.get(value.id, value.vertex), value.result
+        strategies = nodes[node].strategies
+        if node != value.vertex:
+            add(node, [local_bytes(value, s.results[0], axis_sizes) for s in strategies], start, end)
+            continue
+        stored = [s.unreduced[result] if _is_gathered(s, result) else s.results[result] for s in strategies]
+        add(node, [local_bytes(value, spec, axis_sizes) for spec in stored], start, end)
+        copy = [
+            local_bytes(value, s.results[result], axis_sizes) if _is_gathered(s, result) else 0.0 for s in strategies
+        ]
+        if any(copy):
+            first_use = lifetimes.first_use[value.id]
+            add(node, copy, first_use, max(value.last_read_at + 2, first_use + 1))
+    return usages
+
+
+def _is_gathered(strategy: ShardingStrategy, result: int) -> bool:
+    """Whether an array is stored beside its gathered copy."""
+    return any(step.kind == "all_gather" for step in strategy.reductions[result])
 
 
 class _Fusing:
@@ -111,7 +170,7 @@ class _Fusing:
 
     def __init__(self, graph: Graph, pointwise: Sequence[bool]):
         self.graph, self.pointwise = graph, pointwise
-        self.body = dict(_bodies(graph.block, 0))
+        self.body = dict(_bolast_read(graph.block, 0))
 
     def fuses(self, vertex: Vertex, readers: Sequence[Vertex]) -> bool:
         """Whether a vertex is computed inside each of its readers; a loop reads what is before it from memory."""
@@ -133,14 +192,14 @@ class _Fusing:
             return vertex.equation.primitive.name in VIEWS
         return name.startswith(("reduce_", "argm"))
 
-    def overwritten(self, written: np.ndarray, dies: np.ndarray) -> Iterator[Value]:
+    def overwritten(self, written: np.ndarray, last_read: np.ndarray) -> Iterator[Value]:
         """Values that the operation which reads them last writes its result over."""
         for vertex in self.graph.operations():
             result = vertex.results[0] if vertex.results else None
             if result is None or not result.shape or not written[result.id]:
                 continue
             for value in self._read(vertex, written):
-                if dies[value.id] == vertex.position and value.num_bytes == result.num_bytes:
+                if last_read[value.id] == vertex.position and value.num_bytes == result.num_bytes:
                     yield value
                     break
 
@@ -159,7 +218,7 @@ class _Fusing:
                 yield from self._read(self.graph.vertices[operand.vertex], written)
 
 
-def _bodies(block: Block, number: int) -> Iterator[tuple[int, int]]:
+def _bolast_read(block: Block, number: int) -> Iterator[tuple[int, int]]:
     """The loop or branch that each vertex runs in, as a number; a rematerialised region is no border."""
     for step in block.steps:
         if isinstance(step, Vertex):
@@ -167,4 +226,4 @@ def _bodies(block: Block, number: int) -> Iterator[tuple[int, int]]:
             continue
         border = step.equation.primitive.name not in REMAT
         for i, inner in enumerate(step.blocks):
-            yield from _bodies(inner, hash((id(step), i)) if border else number)
+            yield from _bolast_read(inner, hash((id(step), i)) if border else number)

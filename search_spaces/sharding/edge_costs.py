@@ -1,0 +1,76 @@
+"""What lies between two nodes: the reshards of a value on its way from the node that makes it to one that reads it."""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from search_spaces.sharding.base import Edge, Graph, Node, Spec, Value, Vertex
+from search_spaces.sharding.reshard_costs import LatencyShares, ReshardCosts
+
+
+def readers_of(graph: Graph) -> list[list[tuple[Vertex, int]]]:
+    """Returns, for each value by id, the (vertex, operand index) pairs that read it.
+
+    An argument that a result replaces in the next call reads that result, as its operand 0.
+    """
+    readers = graph.consumers()
+    for output, argument in zip(graph.outputs, graph.feedback, strict=True):
+        if isinstance(output, Value) and argument is not None:
+            readers[output.id].append((graph.inputs[argument], 0))
+    return readers
+
+
+def edges_of(graph: Graph, hub_node: Mapping[int, int]) -> list[Edge]:
+    """Returns every way of a value from one node to another, or to itself.
+
+    Args:
+      graph: the traced function.
+      hub_node: the index of the node of a value's hub, by the value's id.
+    """
+    readers = readers_of(graph)
+    edges = []
+    for value in graph.values:
+        if not value.shape:
+            continue
+        node, result = value.vertex, value.result
+        hub = hub_node.get(value.id)
+        if hub is not None:
+            edges.append(Edge(node, result, hub, 0, value, graph.vertices[value.vertex].weight))
+            node, result = hub, 0
+        for reader, i in readers[value.id]:
+            weight = reader.operand_weight[i] if reader.operands else 1.0
+            edges.append(Edge(node, result, reader.index, i, value, weight))
+    return edges
+
+
+def transfer_matrices(
+    edges: Sequence[Edge], nodes: Sequence[Node], reshard_costs: ReshardCosts, latency_shares: LatencyShares
+) -> dict[tuple[int, int], np.ndarray]:
+    """Returns one transfer matrix `[S_u, S_v]` in seconds for each pair of nodes u, v that values go between.
+
+    What a node hands to itself is free: a carry that its body leaves as it is, an argument that is returned.
+    """
+    merged: dict[tuple[int, int], np.ndarray] = {}
+    for edge in edges:
+        node, reader = edge.node, edge.reader
+        if node == reader:
+            continue
+        sources = tuple(s.results[edge.result] for s in nodes[node].strategies)
+        targets = tuple(read_spec(nodes[reader], edge.operand, s) for s in range(len(nodes[reader].strategies)))
+        share, num_bytes = latency_shares(edge.value), float(edge.value.num_bytes)
+        matrix = reshard_costs.reshard_s(sources, targets, num_bytes, share, edge.weight)
+        if (node, reader) in merged:
+            merged[node, reader] = merged[node, reader] + matrix
+        elif (reader, node) in merged:
+            merged[reader, node] = merged[reader, node] + matrix.T
+        else:
+            merged[node, reader] = matrix
+    return merged
+
+
+def read_spec(node: Node, operand: int, strategy: int) -> Spec:
+    """Returns the spec in which a node's strategy reads an operand; a result replaces an argument as that is stored."""
+    chosen = node.strategies[strategy]
+    if node.hub is None and node.vertex.kind == "input":
+        return chosen.unreduced[0]
+    return chosen.operands[operand]

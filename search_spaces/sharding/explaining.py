@@ -1,0 +1,213 @@
+"""What a choice costs, part by part, and what nodes and strategies are called."""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from cost.base import CollectiveKind, Problem
+from cost.collectives import collective_sent_bytes
+from cost.evaluation import change_costs
+from search_spaces.base import Choice, Part, Traffic
+from search_spaces.sharding.base import Edge, Graph, Layout, Node, ReshardStep, ShardingStrategy, Spec, Value
+from search_spaces.sharding.edge_costs import read_spec
+from search_spaces.sharding.node_costs import NodeCosts
+
+REPLICATED = "-"
+"""What a spec's text has for a dimension that no axis splits."""
+
+
+class Transfer(NamedTuple):
+    """A predicted collective of a choice.
+
+    Attributes:
+      kind, axis: the kind of the collective and the mesh axis along which it goes.
+      num_bytes: the full size along the axis in one group of devices (see `cost.collectives`).
+      count: executions in one step.
+      seconds: of all of them.
+      vertex: the index of the vertex that it belongs to.
+      node: the index of the node that pays for it: the vertex's own, or a hub's.
+    """
+
+    kind: CollectiveKind
+    axis: str
+    num_bytes: float
+    count: float  # pyright: ignore[reportIncompatibleMethodOverride]
+    seconds: float
+    vertex: int
+    node: int
+
+
+class Prediction(NamedTuple):
+    """What a choice is predicted to cost; all seconds together are the cost of the choice.
+
+    Attributes:
+      compute_s: for each vertex, seconds of arithmetic and memory traffic in one step.
+      transfers: all collectives: first those that finish reductions or gather copies, then the reshards.
+      preference_s: for each input, a part of the cost that is no time: it breaks ties in favour of small arguments.
+    """
+
+    compute_s: np.ndarray
+    transfers: tuple[Transfer, ...]
+    preference_s: np.ndarray
+
+
+class NextBest(NamedTuple):
+    """The next best way to split one array, everything else unchanged.
+
+    Attributes:
+      spec: the cheapest of the other specs, or None where there is no other.
+      added_s: what it would add to the cost.
+    """
+
+    spec: Spec | None
+    added_s: float
+
+
+class NextBests(NamedTuple):
+    """How each array of a choice would be split next best.
+
+    Attributes:
+      vertices: for each vertex, of its first result.
+      inputs: for each flat argument, of how it is stored.
+    """
+
+    vertices: tuple[NextBest, ...]
+    inputs: tuple[NextBest, ...]
+
+
+def predict(
+    graph: Graph,
+    nodes: Sequence[Node],
+    edges: Sequence[Edge],
+    costs: NodeCosts,
+    axis_names: Sequence[str],
+    layout: Layout,
+    choice: Choice,
+) -> Prediction:
+    """Returns what each part of a choice costs.
+
+    Args:
+      graph: the traced function.
+      nodes: of the space.
+      edges: of the space.
+      costs: of its nodes.
+      axis_names: of the mesh.
+      layout: the decoded choice.
+      choice: `[V]` strategy indices.
+    """
+    chosen = list(zip(graph.vertices, layout.strategies, strict=True))
+    return Prediction(
+        np.array([float(costs.compute_s(vertex, (strategy,))[0]) for vertex, strategy in chosen]),
+        tuple(_transfers(nodes, edges, costs, axis_names, chosen, choice)),
+        np.array([float(costs.preference_s(v, (layout.strategies[v.index],))[0]) for v in graph.inputs]),
+    )
+
+
+def _transfers(
+    nodes: Sequence[Node],
+    edges: Sequence[Edge],
+    costs: NodeCosts,
+    axis_names: Sequence[str],
+    chosen: Sequence[tuple],
+    choice: Choice,
+) -> list[Transfer]:
+    """Every collective of a choice: those that finish reductions or gather copies, then the reshards."""
+    transfers: list[Transfer] = []
+    reshard_costs = costs.reshard_costs
+
+    def add(steps: Sequence[ReshardStep], value: Value, weight: float, vertex: int, node: int) -> None:
+        for step in steps:
+            if step.kind != "slice" and costs.axis_sizes[step.axis] > 1:
+                seconds = weight * reshard_costs.step_s(step, value.num_bytes, costs.latency_shares(value))
+                size = step.fraction * value.num_bytes
+                transfers.append(Transfer(step.kind, axis_names[step.axis], size, weight, seconds, vertex, node))
+
+    for vertex, strategy in chosen:
+        for value, steps in zip(vertex.results, strategy.reductions, strict=True):
+            add(steps, value, vertex.weight, vertex.index, vertex.index)
+    for edge in edges:
+        if edge.node != edge.reader:
+            source = nodes[edge.node].strategies[choice[edge.node]].results[edge.result]
+            target = read_spec(nodes[edge.reader], edge.operand, choice[edge.reader])
+            vertex = nodes[edge.reader].vertex.index
+            add(reshard_costs.path(source, target), edge.value, edge.weight, vertex, edge.reader)
+    return transfers
+
+
+def parts_of(
+    prediction: Prediction, graph: Graph, node_names: Sequence[str], axis_sizes: Mapping[str, int]
+) -> tuple[Part, ...]:
+    """Returns a prediction as parts: "compute", each collective, and the "preference" for storing less."""
+    parts = [
+        Part(node_names[node], "compute", node, float(seconds))
+        for node, seconds in enumerate(prediction.compute_s)
+        if seconds
+    ]
+    for transfer in prediction.transfers:
+        sent = collective_sent_bytes(transfer.kind, transfer.num_bytes, axis_sizes[transfer.axis]) * transfer.count
+        traffic = Traffic("", transfer.kind, (transfer.axis,), transfer.count, float(sent))
+        parts.append(Part(node_names[transfer.node], transfer.kind, transfer.node, transfer.seconds, traffic))
+    for vertex, seconds in zip(graph.inputs, prediction.preference_s, strict=True):
+        if seconds:
+            parts.append(Part(node_names[vertex.index], "preference", vertex.index, float(seconds)))
+    return tuple(parts)
+
+
+def next_best(
+    problem: Problem, graph: Graph, nodes: Sequence[Node], hub_node: Mapping[int, int], choice: Choice
+) -> NextBests:
+    """Returns, for a choice, the next best spec of each vertex's first result and of each input as it is stored."""
+    added_s = change_costs(problem, choice)
+    vertices = []
+    for vertex in graph.vertices:
+        if not vertex.results:
+            vertices.append(NextBest(None, 0.0))
+            continue
+        v = hub_node.get(vertex.results[0].id, vertex.index)
+        vertices.append(_next_best([s.results[0] for s in nodes[v].strategies], choice[v], added_s[v]))
+    inputs = [
+        _next_best([s.unreduced[0] for s in nodes[v].strategies], choice[v], added_s[v])
+        for v in (vertex.index for vertex in graph.inputs)
+    ]
+    return NextBests(tuple(vertices), tuple(inputs))
+
+
+def _next_best(specs: Sequence[Spec], chosen: int, added_s: np.ndarray) -> NextBest:
+    others = [(float(added), spec) for spec, added in zip(specs, added_s, strict=True) if spec != specs[chosen]]
+    if not others:
+        return NextBest(None, 0.0)
+    added, spec = min(others, key=lambda other: other[0])
+    return NextBest(spec, added)
+
+
+def node_name(node: Node) -> str:
+    """Returns a short name: an operation's modules and primitive, an argument's path, or whose readers a hub serves."""
+    vertex = node.vertex
+    own = vertex.name or vertex.primitive
+    if not own:
+        region = "" if vertex.equation is None else f"{vertex.equation.primitive.name} "
+        own = f"{region}{vertex.kind}"
+    name = "/".join(part for part in (vertex.scope, own) if part)
+    if node.hub is None:
+        return name
+    result = f" {node.hub.result}" if len(vertex.results) > 1 else ""
+    return f"readers of {name}{result}"
+
+
+def strategy_name(strategy: ShardingStrategy, axis_names: Sequence[str]) -> str:
+    """Returns the specs of operands and results; where results are finished by collectives, first those before them."""
+    texts = [
+        " ".join(spec_text(spec, axis_names) for spec in specs)
+        for specs in (strategy.operands, strategy.unreduced, strategy.results)
+    ]
+    operands, unreduced, results = texts
+    kinds = dict.fromkeys(step.kind for steps in strategy.reductions for step in steps)
+    middle = [unreduced] if unreduced != results else []
+    return " -> ".join(filter(None, (operands, *middle, *kinds, results)))
+
+
+def spec_text(spec: Spec, axis_names: Sequence[str]) -> str:
+    """Returns a spec for people: `[data, -]` splits the first of two dimensions over the axis data."""
+    dims = ("+".join(axis_names[a] for a in axes) or REPLICATED for axes in spec)
+    return f"[{', '.join(dims)}]"

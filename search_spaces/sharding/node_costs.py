@@ -1,0 +1,123 @@
+"""What a strategy costs by itself: arithmetic and memory traffic, the collectives that finish it, a preference."""
+
+from collections.abc import Sequence
+from math import prod
+
+import numpy as np
+
+from cost.base import Hardware
+from cost.compute import equation_dtype, equation_flops, roofline_s
+from search_spaces.sharding.base import Node, Operand, ShardingStrategy, Spec, Value, Vertex
+from search_spaces.sharding.reshard_costs import LatencyShares, ReshardCosts
+from search_spaces.sharding.spec import local_bytes
+
+PICKS = frozenset({"gather", "slice", "dynamic_slice"})
+"""Operations that read no more of their first operand than they return."""
+UPDATES = {
+    "dynamic_update_slice": 1,
+    "scatter": 2,
+    "scatter-add": 2,
+    "scatter-mul": 2,
+    "scatter-min": 2,
+    "scatter-max": 2,
+}
+"""Operations that write into the first operand's memory, with the number of the operand that is written there."""
+PREFERENCE_SHARE = 1e-3
+"""The preference for small arguments, as a share of the time to read them: it breaks ties and decides nothing else."""
+PREFERENCE_WITHOUT_MEMORY_RATE = 1e-6
+"""The same where memory traffic is free, as a share of the dearest link's seconds for each byte."""
+
+
+class NodeCosts:
+    """Seconds of the nodes of a space on one mesh.
+
+    Args:
+      axis_sizes: `[A]` devices along each mesh axis.
+      hardware: what computing costs.
+      reshard_costs: what collectives cost.
+      latency_shares: the part of a collective's latency that a value pays.
+      written: for each value, by id, whether it exists in memory.
+    """
+
+    def __init__(
+        self,
+        axis_sizes: tuple[int, ...],
+        hardware: Hardware,
+        reshard_costs: ReshardCosts,
+        latency_shares: LatencyShares,
+        written: np.ndarray,
+    ):
+        self.axis_sizes, self.hardware, self.written = axis_sizes, hardware, written
+        self.reshard_costs, self.latency_shares = reshard_costs, latency_shares
+
+    def node_s(self, node: Node) -> np.ndarray:
+        """Returns the node cost `[S_v]`: the sum of the three terms below; a hub costs nothing itself."""
+        if node.hub is not None:
+            return np.zeros(len(node.strategies))
+        vertex, strategies = node.vertex, node.strategies
+        local = self.compute_s(vertex, strategies) + self.preference_s(vertex, strategies)
+        return local + np.array([self.reduction_s(vertex, s) for s in strategies])
+
+    def compute_s(self, vertex: Vertex, strategies: Sequence[ShardingStrategy]) -> np.ndarray:
+        """Returns the seconds of one device's arithmetic and memory traffic in one step, `[strategies]`."""
+        if vertex.kind != "operation" or vertex.equation is None:
+            return np.zeros(len(strategies))
+        touched = np.array([touched_bytes(vertex, s, self.written, self.axis_sizes) for s in strategies])
+        flops = equation_flops(vertex.equation) / np.array([s.parts for s in strategies], float)
+        dtype = equation_dtype(vertex.equation)
+        return vertex.weight * roofline_s(flops, touched, dtype, self.hardware)
+
+    def reduction_s(self, vertex: Vertex, strategy: ShardingStrategy) -> float:
+        """Returns the seconds, in one step, of the collectives that finish a strategy's partial results or gather."""
+        seconds = 0.0
+        for value, steps in zip(vertex.results, strategy.reductions, strict=True):
+            for step in steps:
+                seconds += self.reshard_costs.step_s(step, value.num_bytes, self.latency_shares(value))
+        return seconds * vertex.weight
+
+    def preference_s(self, vertex: Vertex, strategies: Sequence[ShardingStrategy]) -> np.ndarray:
+        """Returns a thousandth of the time to read what an argument stores `[strategies]`: small plans win ties.
+
+        Storing gradients and optimiser state sharded (ZeRO) moves as many bytes as plain data parallelism does. Of
+        equally small plans the one that splits the first dimensions wins: layers that are alike are then split alike.
+        """
+        if vertex.kind != "input":
+            return np.zeros(len(strategies))
+        rate = self.hardware.memory_bytes_per_s
+        s_per_byte = (
+            PREFERENCE_SHARE / rate
+            if np.isfinite(rate)
+            else PREFERENCE_WITHOUT_MEMORY_RATE * self.reshard_costs.dearest_s_per_byte
+        )
+        s_per_byte /= prod(self.axis_sizes)  # so that the bound gives up no more than a part of a sharded step
+        stored = [s.unreduced[0] for s in strategies]
+        late = [1 + 0.1 * max((d for d, axes in enumerate(spec) if axes), default=0) for spec in stored]
+        return s_per_byte * np.array(
+            [local_bytes(vertex.results[0], s, self.axis_sizes) * w for s, w in zip(stored, late, strict=True)]
+        )
+
+
+def touched_bytes(
+    vertex: Vertex, strategy: ShardingStrategy, written: np.ndarray, axis_sizes: tuple[int, ...]
+) -> float:
+    """Returns what an operation reads and writes on one device: nothing that is fused, of a table only what it picks.
+
+    Args:
+      vertex: an operation.
+      strategy: how it runs.
+      written: for each value, by id, whether it exists in memory.
+      axis_sizes: devices along each mesh axis.
+    """
+
+    def local(array: Operand, spec: Spec) -> float:
+        if not isinstance(array, Value) or not written[array.id]:
+            return 0.0
+        return local_bytes(array, spec, axis_sizes)
+
+    reads = [local(o, spec) for o, spec in zip(vertex.operands, strategy.operands, strict=True)]
+    writes = [local(v, spec) for v, spec in zip(vertex.results, strategy.unreduced, strict=True)]
+    if vertex.primitive in PICKS:
+        reads[0] = min(reads[0], writes[0])
+    elif vertex.primitive in UPDATES and reads[0]:
+        reads[0], writes[0] = 0.0, reads[UPDATES[vertex.primitive]]
+    return sum(reads) + sum(writes)
