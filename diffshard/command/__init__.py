@@ -1,1 +1,6 @@
-"""The command `diffshard`: search a plan, show one, solve an instance of the contest."""
+"""The command `diffshard`.
+
+`line.py` parses what is typed and calls one of three commands: search and show in `plan_commands.py`, solve in
+`solve_command.py`. `arguments.py` turns words into values and refuses wrong ones before any work; `terminal.py` shows
+progress.
+"""

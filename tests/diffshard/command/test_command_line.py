@@ -11,7 +11,7 @@ import pytest
 from cost.base import Problem
 from diffshard.base import Solution
 from diffshard.command.line import main
-from diffshard.command.progress import shown
+from diffshard.command.terminal import shown
 from diffshard.sharding_search.plan import Plan
 from diffshard.solving import contest
 from tests.diffshard.plans.small_plan import small_plan
@@ -194,7 +194,7 @@ def test_a_solver_that_refuses_the_instance_has_code_2(tmp_path, monkeypatch, ca
         raise ValueError("`problem` is too wide.")
 
     instance(tmp_path / "two.json", 11)
-    monkeypatch.setattr("diffshard.command.line.solve", refuses)
+    monkeypatch.setattr("diffshard.command.solve_command.solve", refuses)
     assert main(["solve", str(tmp_path / "two.json")]) == 2
     assert capsys.readouterr().err.splitlines()[-1] == "diffshard solve: `problem` is too wide."
 
@@ -202,7 +202,7 @@ def test_a_solver_that_refuses_the_instance_has_code_2(tmp_path, monkeypatch, ca
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a file that is always full")
 def test_a_solution_that_cannot_be_written_goes_to_stdout(tmp_path, monkeypatch, capsys):
     instance(tmp_path / "two.json", 11)
-    monkeypatch.setattr("diffshard.command.line.check_writable", lambda *_: None)  # `/dev` is for root alone
+    monkeypatch.setattr("diffshard.command.solve_command.check_writable", lambda *_: None)  # `/dev` is for root alone
     assert main(["solve", str(tmp_path / "two.json"), "--output", "/dev/full"]) == 1
     out, err = capsys.readouterr()
     assert json.loads(out)["choice"] == [0, 1]
@@ -220,7 +220,7 @@ def test_one_file_for_two_results_is_refused(tmp_path, capsys):
 def test_without_a_bound_there_is_no_gap(tmp_path, monkeypatch, capsys):
     instance(tmp_path / "two.json", 11)
     unbounded = Solution(np.array([0, 1]), 6, -np.inf, np.inf, True, 0.0, ((0.1, 6.0, -np.inf),), "finished")
-    monkeypatch.setattr("diffshard.command.line.solve", lambda *_, **__: unbounded)
+    monkeypatch.setattr("diffshard.command.solve_command.solve", lambda *_, **__: unbounded)
     assert main(["solve", str(tmp_path / "two.json")]) == 0
     assert capsys.readouterr().err.splitlines()[-1] == "finished: cost 6, no bound"
 
@@ -230,7 +230,7 @@ def test_interrupting_before_there_is_a_choice_has_code_1(monkeypatch, tmp_path,
         raise KeyboardInterrupt
 
     instance(tmp_path / "two.json", 11)
-    monkeypatch.setattr("diffshard.command.line.solve", interrupted)
+    monkeypatch.setattr("diffshard.command.solve_command.solve", interrupted)
     assert main(["solve", str(tmp_path / "two.json")]) == 1
     out, err = capsys.readouterr()
     assert out == ""

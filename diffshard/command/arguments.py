@@ -1,4 +1,4 @@
-"""What is typed on the command line, as values; what cannot be meant is refused before any work."""
+"""Words of the command line as values; wrong ones are refused before any work is done."""
 
 import argparse
 import importlib
@@ -17,11 +17,11 @@ _UNITS |= {f"{prefix}ib": 2 ** (10 * i) for i, prefix in enumerate("kmgt", start
 
 
 class UsageError(Exception):
-    """What was typed cannot be meant."""
+    """A word of the command line that is wrong; the message says what it must be."""
 
 
 def mesh_axes(text: str) -> dict[str, int]:
-    """`data=2,model=4`: sizes of a mesh's axes, in order."""
+    """Reads the axes of a mesh in order, such as `data=2,model=4`."""
     axes: dict[str, int] = {}
     for part in text.split(","):
         match = re.fullmatch(r"\s*([A-Za-z_]\w*)=(\d+)\s*", part)
@@ -34,7 +34,7 @@ def mesh_axes(text: str) -> dict[str, int]:
 
 
 def num_bytes(text: str) -> float:
-    """`80GiB`, `16GB` or `1000000`."""
+    """Reads a number of bytes, such as `80GiB`, `16GB` or `1000000`."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*([A-Za-z]*)\s*", text)
     if not match or match.group(2).lower() not in _UNITS or float(match.group(1)) <= 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not a positive size such as 80GiB, 16GB or 1000000")
@@ -42,7 +42,7 @@ def num_bytes(text: str) -> float:
 
 
 def positive_seconds(text: str) -> float:
-    """A positive, finite number."""
+    """Reads a positive, finite number of seconds."""
     try:
         value = float(text)
     except ValueError:
@@ -53,17 +53,17 @@ def positive_seconds(text: str) -> float:
 
 
 def indices(text: str) -> tuple[int, ...]:
-    """`0,2`."""
+    """Reads positions of arguments, such as `0,2`."""
     if not re.fullmatch(r"\d+(,\d+)*", text):
         raise argparse.ArgumentTypeError(f"{text!r} is not a list of argument numbers such as 0 or 0,2")
     return tuple(int(part) for part in text.split(","))
 
 
 def named_function(option: str, text: str) -> Callable[..., Any]:
-    """The function that MODULE:FUNCTION names; the working directory is searched first, as with `python -m`.
+    """Imports the function that MODULE:FUNCTION names, from the working directory first, as `python -m` does.
 
     Raises:
-      UsageError: it names nothing that can be called.
+      UsageError: there is no such module or function, or it cannot be called.
     """
     module_name, colon, path = text.partition(":")
     if not (module_name and colon and path):
@@ -71,25 +71,25 @@ def named_function(option: str, text: str) -> Callable[..., Any]:
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
-        found: Any = importlib.import_module(module_name)
+        value: Any = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
             raise  # an import inside the user's module: its own traceback says more
         raise UsageError(f"{option}: there is no module {error.name!r} here or among those installed") from None
     for part in path.split("."):
-        if not hasattr(found, part):
+        if not hasattr(value, part):
             raise UsageError(f"{option}: {module_name} has no {path!r}")
-        found = getattr(found, part)
-    if not callable(found):
-        raise UsageError(f"{option}: {text} is {type(found).__name__}, not a function")
-    return found
+        value = getattr(value, part)
+    if not callable(value):
+        raise UsageError(f"{option}: {text} is {type(value).__name__}, not a function")
+    return value
 
 
 def check_writable(option: str, path: str | None) -> None:
-    """Finds out before minutes of search that their result could not be written.
+    """Checks that a result can be written, before minutes are spent on it.
 
     Raises:
-      UsageError: the path is no file in a folder that can be written to.
+      UsageError: the path is not that of a file in a folder that can be written to.
     """
     folder = os.path.dirname(os.path.abspath(path)) if path else None
     if folder and (not os.path.isdir(folder) or not os.access(folder, os.W_OK) or os.path.isdir(path or "")):
@@ -97,10 +97,10 @@ def check_writable(option: str, path: str | None) -> None:
 
 
 def check_solver(name: str | None) -> None:
-    """Refuses a name that no solver has.
+    """Checks the name of a solver; None is the default one.
 
     Raises:
-      UsageError: says which there are.
+      UsageError: there is no such solver; says which there are.
     """
     if name is not None and name not in solver_names():
         raise UsageError(f"--solver must be one of {', '.join(solver_names())}, not {name!r}")

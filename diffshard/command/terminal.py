@@ -1,4 +1,4 @@
-"""Shows a search on stderr while it runs: one live line on a terminal, plain lines elsewhere."""
+"""What the command tells on stderr: how a search goes, which files were written, what failed."""
 
 import math
 import sys
@@ -11,17 +11,26 @@ from rich.console import Console
 
 from diffshard.base import Progress
 
-_LINES_APART_S = 0.5  # plain lines go to logs, where hundreds of improvements help nobody
+_MIN_SECONDS_BETWEEN_LINES = 0.5  # plain lines go to logs, which hundreds of improvements would only fill
+
+
+class FailedError(Exception):
+    """Work that could not be done; the message says all that a user needs."""
+
+
+def say_written(path: str) -> None:
+    """Says that a file was written."""
+    print(f"wrote {path}", file=sys.stderr)
 
 
 @contextmanager
 def shown(what: str, format_cost: Callable[[float], str], stream: TextIO | None = None) -> Iterator[Progress]:
-    """A `progress` function for solvers that shows the best cost and the bound for as long as the context lasts.
+    """Gives a `progress` function that shows the best cost and the bound: in one live line on a terminal, else in lines.
 
     Args:
-      what: what is being done: "searching step".
-      format_cost: how a cost is written, its unit included.
-      stream: where to; None is stderr.
+      what: what is being done, such as "searching step".
+      format_cost: writes a cost with its unit.
+      stream: where progress is shown; None is stderr.
     """
     out = sys.stderr if stream is None else stream
     if out.isatty():
@@ -38,7 +47,7 @@ def shown(what: str, format_cost: Callable[[float], str], stream: TextIO | None 
     def plain(seconds: float, cost: float, lower_bound: float) -> None:
         nonlocal last_s, last_line
         last_line = f"  {_state(seconds, cost, lower_bound, format_cost)}"
-        if time.perf_counter() - last_s >= _LINES_APART_S:
+        if time.perf_counter() - last_s >= _MIN_SECONDS_BETWEEN_LINES:
             print(last_line, file=out, flush=True)
             last_s, last_line = time.perf_counter(), ""
 
