@@ -123,9 +123,7 @@ def _draw(figure: Any, solution: Solution, options: argparse.Namespace) -> None:
     bounds = [bound for _, _, bound in solution.history if math.isfinite(bound)]
     if solution.feasible and bounds and solution.cost > bounds[-1]:
         gap = solution.cost - bounds[-1]
-        axes.set_ylim(
-            bounds[-1] - 2 * gap, solution.cost + 2 * gap
-        )  # show the end of the search, not its first choices
+        axes.set_ylim(bounds[-1] - 2 * gap, solution.cost + 2 * gap)  # the first choices would hide the end
     axes.set_title(os.path.basename(options.instance))
     axes.set_xlabel("seconds")
     axes.set_ylabel("cost")

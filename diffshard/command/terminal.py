@@ -25,7 +25,7 @@ def say_written(path: str) -> None:
 
 @contextmanager
 def shown(what: str, format_cost: Callable[[float], str], stream: TextIO | None = None) -> Iterator[Progress]:
-    """Gives a `progress` function that shows the best cost and the bound: in one live line on a terminal, else in lines.
+    """Gives a `progress` function that shows the best cost and the bound, on a terminal in one live line.
 
     Args:
       what: what is being done, such as "searching step".
