@@ -23,10 +23,6 @@ _KINDS: dict[str, CollectiveKind] = {
 }
 # Instructions whose result has the elements of their operand.
 _ELEMENT_BY_ELEMENT = frozenset({"bitcast", "copy", "convert", "reshape", "transpose", "all-reduce-done"})
-_CALLED = re.compile(r"(?:calls|to_apply|body|condition|true_computation|false_computation)=%?([\w.\-]+)")
-_BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
-_TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
-_OP_NAME = re.compile(r'op_name="([^"]*)"')
 
 _Callers = list[tuple[Computation, Instruction]]
 
@@ -53,26 +49,44 @@ def hlo_collectives(hlo: str, axis_sizes: Mapping[str, int]) -> list[CollectiveR
     return list(_of_computation(module, module.entry, 1.0, dict(axis_sizes)))
 
 
+def kind_of(instruction: Instruction) -> CollectiveKind | None:
+    """The kind of a collective or of its asynchronous start; None for every other instruction."""
+    return _KINDS.get(instruction.opcode.removesuffix("-start"))
+
+
+def device_groups(instruction: Instruction, num_devices: int) -> list[list[int]]:
+    """The devices that one collective joins: its replica groups, or the (source, target) pairs of a permute.
+
+    Args:
+      instruction: a collective or its asynchronous start.
+      num_devices: of the whole program.
+
+    Raises:
+      ValueError: replica groups in a spelling that is not known.
+    """
+    if kind_of(instruction) == "collective_permute":
+        pairs = re.search(r"source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}", instruction.attributes)
+        return [[int(s), int(t)] for s, t in re.findall(r"\{(\d+),(\d+)\}", pairs[1] if pairs else "")]
+    return replica_groups(instruction.attributes, num_devices)
+
+
 def _of_computation(
     module: Module, name: str, count: float, axis_sizes: Mapping[str, int]
 ) -> Iterator[CollectiveRecord]:
     computation = module.computations.get(name)
     for instruction in computation.instructions if computation else ():
-        kind = _KINDS.get(instruction.opcode.removesuffix("-start"))
-        if computation and kind:
-            collective = _collective(kind, instruction, count, axis_sizes)
+        if computation and kind_of(instruction):
+            collective = collective_record(instruction, axis_sizes, count)
             if collective.num_devices > 1:
                 yield _with_slices(module, computation, instruction, collective)
             continue
         if instruction.opcode == "conditional":
-            names = _BRANCHES.search(instruction.attributes)
-            names = re.findall(r"[\w.\-]+", names[1]) if names else _CALLED.findall(instruction.attributes)
-            branches = [list(_of_computation(module, n, count, axis_sizes)) for n in names]
+            branches = [list(_of_computation(module, n, count, axis_sizes)) for n in instruction.called]
             yield from max(branches, key=lambda branch: sum(c.num_bytes * c.count for c in branch), default=[])
             continue
-        trips = _TRIP_COUNT.search(instruction.attributes) if instruction.opcode == "while" else None
-        for called in _CALLED.findall(instruction.attributes):
-            yield from _of_computation(module, called, count * float(trips[1]) if trips else count, axis_sizes)
+        trips = instruction.trip_count if instruction.opcode == "while" else None
+        for called in instruction.called:
+            yield from _of_computation(module, called, count * float(1 if trips is None else trips), axis_sizes)
 
 
 def _with_slices(
@@ -87,28 +101,34 @@ def _with_slices(
     return replace(collective, sliced_axes=collective.axes, sliced_bytes=share * collective.num_bytes)
 
 
-def _collective(
-    kind: CollectiveKind, instruction: Instruction, count: float, axis_sizes: Mapping[str, int]
-) -> CollectiveRecord:
+def collective_record(instruction: Instruction, axis_sizes: Mapping[str, int], count: float = 1.0) -> CollectiveRecord:
+    """Reads one collective instruction, or its asynchronous start.
+
+    Args:
+      instruction: one that `kind_of` knows.
+      axis_sizes: `mesh.shape`, devices numbered row-major.
+      count: executions in one step.
+
+    Raises:
+      ValueError: replica groups in a spelling that is not known.
+    """
+    kind = _KINDS[instruction.opcode.removesuffix("-start")]
     tensors = arrays(_result_type(instruction))
     num_bytes = sum(size(dims) * bits_of_dtype(dtype) / 8 for dtype, dims in tensors)
     num_tensors = len(tensors)
+    groups = device_groups(instruction, math.prod(axis_sizes.values()))
     if kind == "collective_permute":
-        pairs = [(int(s), int(t)) for s, t in re.findall(r"\{(\d+),(\d+)\}", instruction.attributes)]
-        axes, num_devices = axes_of_pairs(pairs, axis_sizes), len(pairs) if any(s != t for s, t in pairs) else 1
+        axes = axes_of_pairs([(source, target) for source, target in groups], axis_sizes)
+        num_devices = len(groups) if any(source != target for source, target in groups) else 1
     else:
-        groups = replica_groups(instruction.attributes, math.prod(axis_sizes.values()))
         axes, num_devices = axes_of_groups(groups, axis_sizes), len(groups[0])
     if kind in ("reduce_scatter", "all_to_all"):
         num_bytes *= num_devices
     if kind == "all_to_all" and num_tensors > 1 and "dimensions=" not in instruction.attributes:
         # The CPU backend passes the part of each device as a tensor of its own.
         num_tensors = max(1, num_tensors // num_devices)
-    source = _OP_NAME.search(instruction.attributes)
     dtype = "+".join(dict.fromkeys(dtype for dtype, _ in tensors))
-    return CollectiveRecord(
-        kind, axes, num_devices, num_bytes, dtype, num_tensors, count, source=source[1] if source else ""
-    )
+    return CollectiveRecord(kind, axes, num_devices, num_bytes, dtype, num_tensors, count, source=instruction.source)
 
 
 def _result_type(instruction: Instruction) -> str:

@@ -14,6 +14,13 @@ _INSTRUCTION = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = ")
 _OPCODE = re.compile(r"\s*([\w\-]+)\(")
 _ARRAY = re.compile(r"([a-z]\w*)\[([\d,]*)\]")
 _NAME = re.compile(r"%([\w.\-]+)")
+# XLA counts the parts of long tuples in comments, which stand between a part's comma and its type.
+_COMMENT = re.compile(r"/\*index=\d+\*/")
+_CALLED = re.compile(r"(?:calls|to_apply|body|condition|true_computation|false_computation)=%?([\w.\-]+)")
+_BODY = re.compile(r"body=%?([\w.\-]+)")
+_BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
+_TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
+_OP_NAME = re.compile(r'op_name="([^"]*)"')
 
 
 @dataclass(frozen=True)
@@ -39,6 +46,31 @@ class Instruction:
     def num_elements(self) -> int:
         """Number of elements of the result, all parts of a tuple together."""
         return sum(size(dims) for _, dims in arrays(self.type))
+
+    @property
+    def called(self) -> tuple[str, ...]:
+        """Names of the computations that it calls; the branches of a conditional."""
+        branches = _BRANCHES.search(self.attributes)
+        names = re.findall(r"[\w.\-]+", branches[1]) if branches else _CALLED.findall(self.attributes)
+        return tuple(names)
+
+    @property
+    def body(self) -> str:
+        """The name of a loop's body, or ""."""
+        body = _BODY.search(self.attributes)
+        return body[1] if body else ""
+
+    @property
+    def trip_count(self) -> int | None:
+        """How often a loop runs, where XLA knows it."""
+        trips = _TRIP_COUNT.search(self.attributes)
+        return int(trips[1]) if trips else None
+
+    @property
+    def source(self) -> str:
+        """The operation's name in the traced function, or ""."""
+        name = _OP_NAME.search(self.attributes)
+        return name[1] if name else ""
 
 
 @dataclass(frozen=True)
@@ -92,7 +124,7 @@ def parse(hlo: str) -> Module:
     """
     computations: dict[str, list[Instruction]] = {}
     entry, current = None, ""
-    for line in hlo.splitlines():
+    for line in map(_without_comments, hlo.splitlines()):
         header = _HEADER.match(line)
         if header and not line.startswith("HloModule"):
             current = header[2]
@@ -157,6 +189,10 @@ def replica_groups(text: str, num_devices: int) -> list[list[int]]:
     if match:
         return _mesh_groups(match[1], match[2], match[3])
     raise ValueError(f"`text` must have replica groups in a known spelling: {text[:200]!r}.")
+
+
+def _without_comments(line: str) -> str:
+    return _COMMENT.sub("", line) if "/*" in line else line
 
 
 def _instruction(line: str) -> Instruction | None:
