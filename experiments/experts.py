@@ -45,6 +45,7 @@ _MEGATRON = {
     ("value", "kernel"): -2,
     ("out", "kernel"): -3,
     ("up", "kernel"): -1,
+    ("swish", "kernel"): -1,
     ("up", "bias"): -1,
     ("down", "kernel"): -2,
     ("feed_forward", "up"): -3,

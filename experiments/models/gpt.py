@@ -147,8 +147,11 @@ def next_token_loss(logits: jax.Array, tokens: jax.Array) -> jax.Array:
     return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
 
 
-def training(network: GPT, batch: int, optimizer: optax.GradientTransformation, name: str) -> Model:
-    """The training step of a decoder on tokens `[batch, L + 1]`; losses that its layers sow are added."""
+def training(network: Any, batch: int, optimizer: optax.GradientTransformation, name: str) -> Model:
+    """The training step of a decoder on tokens `[batch, L + 1]`; losses that its layers sow are added.
+
+    The decoder is a flax module from tokens to logits with the attribute `sizes`.
+    """
     shape = (batch, network.sizes.sequence + 1)
 
     def init(key: jax.Array) -> State:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from flax import linen as nn
 
-from experiments.models import convnet, dlrm, gpt, gpt_nnx, mlp, moe, resnet, text
+from experiments.models import convnet, decoder, dlrm, gpt, gpt_nnx, mlp, moe, resnet, text
 from experiments.models.model import abstract_arguments, arguments
 
 SMALL: dict[str, Any] = {"layers": 1, "width": 16, "heads": 2, "key_value_heads": 1, "sequence": 16, "vocabulary": 31}
@@ -19,6 +19,7 @@ MODELS = {
     "gpt-scanned": lambda: gpt.make(batch=4, stack=gpt.scanned, **SMALL),
     "gpt-remat": lambda: gpt.make(batch=4, block=nn.remat(gpt.Block), **SMALL),
     "gpt-nnx": lambda: gpt_nnx.make(batch=4, layers=1, width=16, heads=2, sequence=16, vocabulary=31),
+    "decoder": lambda: decoder.make(batch=4, hidden=32, **SMALL),
     "moe": lambda: moe.make(batch=4, stack=gpt.scanned, **SMALL),
     "resnet": lambda: resnet.make(width=4, stages=2, image=8, batch=8),
     "dlrm": lambda: dlrm.make(rows=(32, 7), width=4, batch=8),
@@ -56,13 +57,25 @@ def test_layers_unrolled_and_scanned_are_one_network():
     np.testing.assert_allclose(*logits, rtol=1e-5, atol=1e-5)
 
 
-def test_a_token_sees_only_what_came_before():
-    network: Any = gpt.GPT(gpt.Sizes(**SMALL))
+@pytest.mark.parametrize("network", [gpt.GPT(gpt.Sizes(**SMALL)), decoder.Decoder(decoder.Sizes(**SMALL))])
+def test_a_token_sees_only_what_came_before(network: Any):
     tokens = jnp.zeros((1, 16), jnp.int32)
     variables, logits = jax.jit(network.init)(jax.random.key(0), tokens), jax.jit(network.apply)
     changed = logits(variables, tokens.at[0, 9].set(5)) - logits(variables, tokens)
     moved = np.abs(np.asarray(changed)).max(axis=(0, 2)) > 0
     np.testing.assert_array_equal(moved, np.arange(16) >= 9)
+
+
+def test_rotary_embedding_keeps_lengths_and_tells_distances_only():
+    query, key = jax.random.normal(jax.random.key(0), (2, 1, 16, 1, 8))
+    # The same vector at each position: products depend on how far apart the positions are.
+    query, key = (jnp.broadcast_to(x[:, :1], x.shape) for x in (query, key))
+    turned = decoder.rotary(query)
+    np.testing.assert_allclose(jnp.linalg.norm(turned, axis=-1), jnp.linalg.norm(query, axis=-1), rtol=1e-5)
+    products = jnp.einsum("blhd,bshd->ls", turned, decoder.rotary(key))
+    for distance in range(16):
+        np.testing.assert_allclose(np.ptp(np.diagonal(products, distance)), 0, atol=1e-4)
+    assert float(jnp.ptp(products)) > 0.1
 
 
 def test_top2_gating_fills_experts_in_order_and_drops_what_finds_no_room():
