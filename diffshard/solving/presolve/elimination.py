@@ -1,23 +1,20 @@
 """Exact reductions on the graph: separable edges, nodes of degree 0, 1 and 2, dominated strategies.
 
-A node is eliminated by the min-plus product of its matrices, which is exact; its strategy is read off on the way back.
-Nodes whose memory or load depends on the choice are not eliminated, only their dominated strategies are.
+A node of degree two is eliminated by the min-plus product of its matrices, which is exact; its strategy is read off on
+the way back. Nodes whose memory or load depends on the choice are not eliminated, only their dominated strategies are.
 """
 
-import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
-from cost.base import FORBIDDEN, Problem
+from cost.base import Problem
 from diffshard.base import InfeasibleError
-from diffshard.solving.presolve.reduction import Reduction
+from diffshard.solving.presolve.base import Memo, Reduction
+from diffshard.solving.presolve.domination import BLOCK, undominated
 
 LARGEST_PRODUCT = 1 << 16
 """Entries of a new transfer matrix beyond which a node of degree two stays: it would cost more than the node."""
-
-_BLOCK = 1 << 20  # numbers in a temporary
-_NUM_MIXTURES = 16
 
 
 def eliminate(problem: Problem, changed: Iterable[int] | None = None) -> Reduction:
@@ -25,7 +22,7 @@ def eliminate(problem: Problem, changed: Iterable[int] | None = None) -> Reducti
 
     Args:
       problem: any.
-      changed: where to look first, if the rest is known to hold nothing to reduce; None looks everywhere.
+      changed: nodes to look at first, if the rest is known to hold nothing to reduce; None looks everywhere.
 
     Raises:
       InfeasibleError: some node has no allowed strategy.
@@ -38,84 +35,74 @@ def eliminate(problem: Problem, changed: Iterable[int] | None = None) -> Reducti
 class _Graph:
     """The problem while it shrinks.
 
-    `near[u][v]` is the transfer matrix with u's strategies as rows; `near[v][u]` its transpose. Matrices that are one
-    array stay one array through every step: each distinct operation is done once, by the identity of its operands.
+    Attributes:
+      problem: as it was given.
+      cost: V arrays of node costs; None for an eliminated node.
+      neighbours: `neighbours[u][v]` is the transfer matrix with u's strategies as rows; `neighbours[v][u]` is its
+        transpose. Matrices that are one array stay one array through every step.
+      strategies: V arrays, which of its original strategies each node still has.
+      tables: usages and loads of each node that depend on the choice, `[S_v, ...]`.
+      constant: what eliminated nodes cost.
+      undo: steps that complete a choice on the way back, the last one first.
     """
 
     def __init__(self, problem: Problem):
         self.problem = problem
         self.cost: list = [np.array(cost, float) for cost in problem.node_cost]
-        self.near: list[dict[int, np.ndarray]] = [{} for _ in problem.node_cost]
+        self.neighbours: list[dict[int, np.ndarray]] = [{} for _ in problem.node_cost]
         self.strategies = [np.arange(len(cost)) for cost in problem.node_cost]
-        self.done: dict[tuple, tuple] = {}  # results by operation and operands; keeps the operands alive with them
-        self.undo: list[Callable[[np.ndarray], None]] = []
+        self.tables = _choice_dependent_tables(problem)
         self.constant = 0.0
-        self.tables: list[list[np.ndarray]] = [[] for _ in problem.node_cost]  # what depends on the choice besides cost
-        for v, usage in zip(problem.usage_node, problem.usage, strict=True):
-            table = np.asarray(usage, float).reshape(len(usage), -1)
-            if (table != table[0]).any():
-                self.tables[v].append(table)
-        for v, load in enumerate(problem.load):
-            if np.any(load):
-                self.tables[v].append(np.asarray(load, float))
+        self.undo: list[Callable[[np.ndarray], None]] = []
+        self._memo = Memo()
         for (u, v), cost in zip(np.asarray(problem.edge_nodes).reshape(-1, 2).tolist(), problem.edge_cost, strict=True):
             self._join(u, v, cost)
 
-    def once(self, name: str, compute: Callable, *operands: np.ndarray):
-        key = (name, *(id(operand) for operand in operands))
-        if key not in self.done:
-            self.done[key] = (compute(*operands), operands)
-        return self.done[key][0]
-
-    def _transposed(self, matrix: np.ndarray) -> np.ndarray:
-        if ("transposed", id(matrix)) not in self.done:
-            turned = np.ascontiguousarray(matrix.T)
-            self.done["transposed", id(matrix)] = (turned, (matrix,))
-            self.done["transposed", id(turned)] = (matrix, (turned,))
-        return self.done["transposed", id(matrix)][0]
-
-    def _join(self, u: int, v: int, matrix: np.ndarray) -> None:
-        """Adds a matrix between u and v, to the one that is there if there is one."""
-        if v in self.near[u]:
-            matrix = self.once("sum", np.add, self.near[u][v], matrix)
-        split = self.once("split", _split, matrix)
-        if split is not None:
-            self.near[u].pop(v, None)
-            self.near[v].pop(u, None)
-            self.cost[u] = self.cost[u] + split[0]
-            self.cost[v] = self.cost[v] + split[1]
-        else:
-            self.near[u][v] = matrix
-            self.near[v][u] = self._transposed(matrix)
-
-    def reduce(self, dirty: set[int]) -> None:
-        while dirty:
-            touched = self._eliminate_all(dirty)
-            dirty = set()
+    def reduce(self, changed: set[int]) -> None:
+        """Eliminates and drops, starting from the changed nodes, until nothing changes any more."""
+        while changed:
+            touched = self._eliminate_all(changed)
+            changed = set()
             for v in sorted(touched):
                 if self.cost[v] is not None and self._drop_dominated(v):
-                    dirty |= {v, *self.near[v]}
+                    changed |= {v, *self.neighbours[v]}
 
-    def _eliminate_all(self, dirty: set[int]) -> set[int]:
-        """Eliminates what it can among the dirty nodes and what becomes so; returns all nodes that changed."""
-        queue, touched = sorted(dirty), set(dirty)
-        waiting = set(queue)
-        while queue:
-            v = queue.pop()
+    def _join(self, u: int, v: int, matrix: np.ndarray) -> None:
+        """Adds a matrix between u and v to the one that is there, if any; a separable sum goes into the node costs."""
+        if v in self.neighbours[u]:
+            matrix = self._memo(np.add, self.neighbours[u][v], matrix)
+        row_and_column = self._memo(_separated, matrix)
+        if row_and_column is not None:
+            self.neighbours[u].pop(v, None)
+            self.neighbours[v].pop(u, None)
+            self.cost[u] = self.cost[u] + row_and_column[0]
+            self.cost[v] = self.cost[v] + row_and_column[1]
+        else:
+            self.neighbours[u][v] = matrix
+            self.neighbours[v][u] = self._memo.transposed(matrix)
+
+    def _eliminate_all(self, changed: set[int]) -> set[int]:
+        """Eliminates what it can of the changed nodes and of those around; returns all nodes that changed."""
+        stack, touched = sorted(changed), set(changed)
+        waiting = set(stack)
+        while stack:
+            v = stack.pop()
             waiting.discard(v)
-            if self.cost[v] is None or self.tables[v] or len(self.near[v]) > 2:
+            if not self._can_go(v):
                 continue
-            ends = list(self.near[v])
-            if len(ends) == 2 and self.near[ends[0]][v].shape[0] * self.near[ends[1]][v].shape[0] > LARGEST_PRODUCT:
-                continue
+            ends = list(self.neighbours[v])
             (self._eliminate_alone, self._eliminate_leaf, self._eliminate_between)[len(ends)](v, *ends)
             self.cost[v] = None
             touched.update(ends)
-            for u in ends:
-                if u not in waiting:
-                    waiting.add(u)
-                    queue.append(u)
+            stack += [u for u in ends if u not in waiting]
+            waiting.update(ends)
         return touched
+
+    def _can_go(self, v: int) -> bool:
+        if self.cost[v] is None or self.tables[v] or len(self.neighbours[v]) > 2:
+            return False
+        ends = list(self.neighbours[v])
+        return len(ends) < 2 or len(self.cost[ends[0]]) * len(self.cost[ends[1]]) <= LARGEST_PRODUCT
 
     def _eliminate_alone(self, v: int) -> None:
         best = int(self.cost[v].argmin())
@@ -125,170 +112,131 @@ class _Graph:
         self.undo.append(lambda choice: choice.__setitem__(v, best))
 
     def _eliminate_leaf(self, v: int, u: int) -> None:
-        through = self.near[u][v] + self.cost[v]
+        through = self.neighbours[u][v] + self.cost[v]
         best = through.argmin(axis=1)
         self.cost[u] = self.cost[u] + through.min(axis=1)
-        self._forget(v)
+        self._disconnect(v)
         self.undo.append(lambda choice: choice.__setitem__(v, best[choice[u]]))
 
     def _eliminate_between(self, v: int, u: int, w: int) -> None:
-        first, second, cost = self.near[u][v], self.near[v][w], self.cost[v]
-        key = ("product", id(first), id(second), cost.tobytes())
-        if key not in self.done:
-            self.done[key] = (_min_plus(first + cost, second), (first, second))
-        self._forget(v)
-        self._join(u, w, self.done[key][0])
+        first, second, cost = self.neighbours[u][v], self.neighbours[v][w], self.cost[v]
+        product = self._memo(_through, first, second, parameter=cost)
+        self._disconnect(v)
+        self._join(u, w, product)
 
-        def undo(choice: np.ndarray) -> None:
+        def choose(choice: np.ndarray) -> None:
             choice[v] = (first[choice[u]] + cost + second[:, choice[w]]).argmin()
 
-        self.undo.append(undo)
+        self.undo.append(choose)
 
-    def _forget(self, v: int) -> None:
-        for u in self.near[v]:
-            del self.near[u][v]
-        self.near[v] = {}
+    def _disconnect(self, v: int) -> None:
+        for u in self.neighbours[v]:
+            del self.neighbours[u][v]
+        self.neighbours[v] = {}
 
     def _drop_dominated(self, v: int) -> bool:
-        """Whether any strategy of v went. One stays that is no worse, whatever the neighbours choose."""
-        keep = np.isfinite(self.cost[v])
-        if not keep.any():
+        """Drops the strategies of v that are forbidden or dominated; returns whether there were any."""
+        if not np.isfinite(self.cost[v]).any():
             self._fail(v)
-        better, worse = self._dominations(v, *self._candidates(v, np.flatnonzero(keep)))
-        for t in np.unique(worse)[::-1]:  # of two that are equal, the first stays
-            keep[t] = not keep[better[worse == t]].any()
+        keep = undominated(self.cost[v], list(self.neighbours[v].values()), self.tables[v], self._memo)
         if keep.all():
             return False
-        self._slice(v, np.flatnonzero(keep))
+        self._restrict(v, np.flatnonzero(keep))
         return True
 
-    def _candidates(self, v: int, live: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Pairs (s, t) of live strategies of v of which s is no worse than t on a few mixtures of the neighbours'.
-
-        This is necessary for domination and costs a hundredth of comparing all pairs on everything.
-        """
-        marks = self.cost[v][live, None] * np.ones(_NUM_MIXTURES)
-        for matrix in self.near[v].values():
-            marks = marks + self.once("mixtures", _mixtures, matrix)[live]
-        marks = np.concatenate([marks, *(table[live] for table in self.tables[v])], axis=1)
-        marks_and_slack = marks + 1e-9 * np.abs(marks).max(axis=0)
-        no_worse = np.empty((len(live), len(live)), bool)
-        block = max(_BLOCK // marks.size, 1)
-        for start in range(0, len(live), block):
-            rows = marks[start : start + block, None]
-            no_worse[start : start + block] = (rows <= marks_and_slack).all(axis=2)
-        np.fill_diagonal(no_worse, False)
-        better, worse = np.nonzero(no_worse)
-        return live[better], live[worse]
-
-    def _dominations(self, v: int, s: np.ndarray, t: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Those of the pairs of which s truly dominates t."""
-        if not len(s):
-            return s, t
-        beyond = self.cost[v][s] - self.cost[v][t]  # how much s can cost beyond t at worst
-        possible = np.ones(
-            len(s), bool
-        )  # to meet: where t is forbidden next to every strategy of a neighbour, t is not
-        for matrix in self.near[v].values():
-            more = _beyond(matrix, s, t)
-            possible &= more > -np.inf
-            beyond = beyond + np.where(more > -np.inf, more, 0.0)
-        holds = (beyond <= 0) | ~possible
-        for table in self.tables[v]:
-            holds &= (table[s] <= table[t]).all(axis=1)
-        return s[holds], t[holds]
-
-    def _slice(self, v: int, kept: np.ndarray) -> None:
-        self.cost[v] = self.cost[v][kept]
-        tables = [table[kept] for table in self.tables[v]]
+    def _restrict(self, v: int, strategies: np.ndarray) -> None:
+        """Leaves v only some of its strategies."""
+        self.cost[v] = self.cost[v][strategies]
+        tables = [table[strategies] for table in self.tables[v]]
         # A usage that no longer depends on the choice does not hold the node; a load does, it must be added somewhere.
         self.tables[v] = [table for table in tables if len(self.problem.load) or (table != table[0]).any()]
-        self.strategies[v] = self.strategies[v][kept]
-        self.undo.append(lambda choice: choice.__setitem__(v, kept[choice[v]]))
-        for u, matrix in list(self.near[v].items()):
-            key = ("rows", id(matrix), kept.tobytes())
-            if key not in self.done:
-                self.done[key] = (matrix[kept], (matrix,))
-            del self.near[v][u], self.near[u][v]
-            self._join(v, u, self.done[key][0])
+        self.strategies[v] = self.strategies[v][strategies]
+        self.undo.append(lambda choice: choice.__setitem__(v, strategies[choice[v]]))
+        for u, matrix in list(self.neighbours[v].items()):
+            del self.neighbours[v][u], self.neighbours[u][v]
+            self._join(v, u, self._memo(_rows, matrix, parameter=strategies))
 
     def _fail(self, v: int) -> None:
         raise InfeasibleError(f"`problem` has no allowed choice: every strategy of node {v} is forbidden.")
 
     def reduction(self) -> Reduction:
-        problem = self.problem
-        kept = [v for v, cost in enumerate(self.cost) if cost is not None]
-        number = {v: i for i, v in enumerate(kept)}
-        pairs = [(u, v) for u in kept for v in self.near[u] if u < v]
-        usages = []
-        for k, v in enumerate(np.asarray(problem.usage_node).tolist()):
-            table = np.asarray(problem.usage[k])
-            table = table[self.strategies[v]]
-            usages.append((number[v], table) if v in number else (0, table[:1]))
-        if usages and not kept:
-            kept, number = [0], {0: 0}
-            self.cost[0], self.strategies[0] = np.zeros(1), np.zeros(1, np.int64)
-        size = len(self.cost[kept[0]]) if kept else 0
-        constants = [v not in number for v in np.asarray(problem.usage_node).tolist()]
-        reduced = problem._replace(
-            node_cost=[self.cost[v] for v in kept],
+        """Returns what is left as a problem, and the way back."""
+        remaining = [v for v, cost in enumerate(self.cost) if cost is not None]
+        if len(self.problem.usage) and not remaining:  # the usages still need a node: one without a choice
+            remaining = [0]
+            self.cost[0], self.strategies[0] = np.zeros(1), self.strategies[0][:1]
+        number = {v: i for i, v in enumerate(remaining)}
+        pairs = [(u, v) for u in remaining for v in self.neighbours[u] if u < v]
+        usage_node, usage = self._usages(remaining)
+        problem = self.problem._replace(
+            node_cost=[self.cost[v] for v in remaining],
             edge_nodes=np.array([(number[u], number[v]) for u, v in pairs], np.int64).reshape(-1, 2),
-            edge_cost=[self.near[u][v] for u, v in pairs],
-            usage_node=np.array([v for v, _ in usages], np.int64),
-            usage=[np.repeat(t, size, axis=0) if c else t for (_, t), c in zip(usages, constants, strict=True)],
-            load=[np.asarray(problem.load[v], float)[self.strategies[v]] for v in kept] if len(problem.load) else (),
+            edge_cost=[self.neighbours[u][v] for u, v in pairs],
+            usage_node=usage_node,
+            usage=usage,
+            load=self._loads(remaining),
         )
-        undo, count = tuple(reversed(self.undo)), len(self.cost)
+        return Reduction(problem, self.constant, self._expansion(remaining))
+
+    def _usages(self, remaining: list[int]) -> tuple[np.ndarray, list[np.ndarray]]:
+        """Returns the nodes and the tables of all usages; those of eliminated nodes are constant and go to node 0."""
+        number = {v: i for i, v in enumerate(remaining)}
+        nodes, tables = [], []
+        for v, usage in zip(np.asarray(self.problem.usage_node).tolist(), self.problem.usage, strict=True):
+            table = np.asarray(usage)[self.strategies[v]]
+            if v not in number:
+                table = np.repeat(table[:1], len(self.cost[remaining[0]]), axis=0)
+            nodes.append(number.get(v, 0))
+            tables.append(table)
+        return np.array(nodes, np.int64), tables
+
+    def _loads(self, remaining: list[int]) -> Sequence[np.ndarray]:
+        load = self.problem.load
+        return [np.asarray(load[v], float)[self.strategies[v]] for v in remaining] if len(load) else ()
+
+    def _expansion(self, remaining: list[int]) -> Callable[[np.ndarray], np.ndarray]:
+        count, steps = len(self.cost), tuple(reversed(self.undo))
 
         def expand(choice: np.ndarray) -> np.ndarray:
-            full = np.zeros(count, np.int64)
-            full[kept] = choice[: len(kept)]
-            for step in undo:
-                step(full)
-            return full
+            expanded = np.zeros(count, np.int64)
+            expanded[remaining] = choice[: len(remaining)]
+            for step in steps:
+                step(expanded)
+            return expanded
 
-        return Reduction(reduced, self.constant, expand)
+        return expand
 
 
-def _split(matrix: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
-    """Row and column costs that sum to the matrix, or None where there are none."""
+def _choice_dependent_tables(problem: Problem) -> list[list[np.ndarray]]:
+    """Returns for each node its usages and loads that depend on the choice, `[S_v, ...]` each."""
+    tables: list[list[np.ndarray]] = [[] for _ in problem.node_cost]
+    for v, usage in zip(problem.usage_node, problem.usage, strict=True):
+        table = np.asarray(usage, float).reshape(len(usage), -1)
+        if (table != table[0]).any():
+            tables[v].append(table)
+    for v, load in enumerate(problem.load):
+        if np.any(load):
+            tables[v].append(np.asarray(load, float))
+    return tables
+
+
+def _separated(matrix: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
+    """Returns row and column costs that sum to the matrix, or None where there are none."""
     if not np.isfinite(matrix).all():
         return None
     row, column = matrix[:, 0], matrix[0] - matrix[0, 0]
     return (row, column) if (row[:, None] + column[None] == matrix).all() else None
 
 
-def _min_plus(first: np.ndarray, second: np.ndarray) -> np.ndarray:
-    """min_y first[x, y] + second[y, z]."""
+def _rows(matrix: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    return matrix[rows]
+
+
+def _through(first: np.ndarray, second: np.ndarray, cost: np.ndarray) -> np.ndarray:
+    """Computes the min-plus product through a node with costs: min_y first[x, y] + cost[y] + second[y, z]."""
+    to_node = first + cost
     product = np.empty((first.shape[0], second.shape[1]))
-    block = max(_BLOCK // second.size, 1)
-    for start in range(0, len(first), block):
-        product[start : start + block] = (first[start : start + block, :, None] + second[None]).min(axis=1)
+    block = max(BLOCK // second.size, 1)
+    for start in range(0, len(to_node), block):
+        product[start : start + block] = (to_node[start : start + block, :, None] + second[None]).min(axis=1)
     return product
-
-
-def _mixtures(matrix: np.ndarray) -> np.ndarray:
-    """`[S, _NUM_MIXTURES]`: what a strategy costs for some columns and some weighted means of columns."""
-    finite = matrix if np.isfinite(matrix).all() else np.where(np.isinf(matrix), FORBIDDEN, matrix)
-    return finite @ _weights(matrix.shape[1])
-
-
-@functools.cache
-def _weights(columns: int) -> np.ndarray:
-    rng = np.random.default_rng(columns)
-    single = np.eye(columns)[:, rng.integers(columns, size=_NUM_MIXTURES // 2)]
-    return np.concatenate([single, rng.dirichlet(np.ones(columns), size=_NUM_MIXTURES - single.shape[1]).T], axis=1)
-
-
-def _beyond(matrix: np.ndarray, s: np.ndarray, t: np.ndarray) -> np.ndarray:
-    """max_y matrix[s, y] - matrix[t, y] for each pair: where t is forbidden it was not chosen, so there s may be."""
-    worst = np.empty(len(s))
-    finite = np.isfinite(matrix).all()
-    block = max(_BLOCK // matrix.shape[1], 1)
-    for start in range(0, len(s), block):
-        part = slice(start, start + block)
-        rows, others = matrix[s[part]], matrix[t[part]]
-        if not finite:
-            rows, others = np.where(np.isinf(others), -np.inf, rows), np.where(np.isinf(others), 0.0, others)
-        worst[part] = (rows - others).max(axis=1)
-    return worst

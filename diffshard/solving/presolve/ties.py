@@ -10,7 +10,7 @@ import numpy as np
 
 from cost.base import Problem, distinct_arrays, is_forbidden, num_strategies
 from diffshard.base import InfeasibleError
-from diffshard.solving.presolve.reduction import Reduction
+from diffshard.solving.presolve.base import Reduction
 
 
 def merge_ties(problem: Problem) -> Reduction:
@@ -25,13 +25,23 @@ def merge_ties(problem: Problem) -> Reduction:
 
 
 class _Ties:
-    """Union-find over nodes; the maps from a root's strategies to a member's are composed on path compression."""
+    """Union-find over nodes; the maps from a root's strategies to a member's are composed on path compression.
+
+    Attributes:
+      problem: as it was given.
+      edges: the ends of each edge.
+      parent: of each node; a root is its own.
+      own_strategy: for each node which of its strategies goes with each strategy of its parent.
+      alive: for each root which strategies are not ruled out.
+      allowed: by edge, which pairs of strategies its matrix allows, where it forbids any.
+      restricting: for each root the edges that forbid something in its group.
+    """
 
     def __init__(self, problem: Problem):
         self.problem = problem
         self.edges = np.asarray(problem.edge_nodes).reshape(-1, 2).tolist()
         self.parent = list(range(len(problem.node_cost)))
-        self.map = [np.arange(size) for size in num_strategies(problem).tolist()]
+        self.own_strategy = [np.arange(size) for size in num_strategies(problem).tolist()]
         self.alive = [~is_forbidden(cost) for cost in problem.node_cost]
         matrices, matrix_of = distinct_arrays(problem.edge_cost)
         allowed = [~is_forbidden(matrix) for matrix in matrices]
@@ -42,19 +52,20 @@ class _Ties:
             for v in self.edges[e]:
                 self.restricting[v].append(e)
 
-    def find(self, v: int) -> tuple[int, np.ndarray]:
-        """The root of v and, for each strategy of the root, that of v."""
+    def root_of(self, v: int) -> tuple[int, np.ndarray]:
+        """Returns the root of v and, for each strategy of the root, that of v."""
         path = []
         while self.parent[v] != v:
             path.append(v)
             v = self.parent[v]
         for node in reversed(path):  # from the root down, so that each parent's map already starts at the root
             if self.parent[node] != v:
-                self.map[node] = self.map[node][self.map[self.parent[node]]]
+                self.own_strategy[node] = self.own_strategy[node][self.own_strategy[self.parent[node]]]
                 self.parent[node] = v
-        return v, (self.map[path[0]] if path else self.map[v])
+        return v, self.own_strategy[path[0] if path else v]
 
     def propagate(self) -> None:
+        """Drops strategies and merges nodes until no edge rules anything out any more."""
         self.queue = deque(self.allowed)
         self.queued = set(self.allowed)
         for v, alive in enumerate(self.alive):
@@ -66,7 +77,7 @@ class _Ties:
             self._restrict(e)
 
     def _restrict(self, e: int) -> None:
-        (u, map_u), (v, map_v) = (self.find(node) for node in self.edges[e])
+        (u, map_u), (v, map_v) = (self.root_of(node) for node in self.edges[e])
         mask = self.allowed[e][np.ix_(map_u, map_v)]
         if u == v:
             self._drop(u, np.diagonal(mask))
@@ -89,7 +100,7 @@ class _Ties:
         self._requeue(v)
 
     def _merge(self, child: int, root: int, partner: np.ndarray) -> None:
-        self.parent[child], self.map[child] = root, partner
+        self.parent[child], self.own_strategy[child] = root, partner
         self._requeue(child)
         self.restricting[root] += self.restricting[child]
         self.restricting[child] = []
@@ -107,46 +118,56 @@ class _Ties:
         )
 
     def reduction(self) -> Reduction:
-        problem, roots = self.problem, [self.find(v) for v in range(len(self.parent))]
-        kept = [v for v, (root, _) in enumerate(roots) if root == v]
-        number = {root: i for i, root in enumerate(kept)}
-        live = [np.flatnonzero(self.alive[root]) for root in kept]
-        # From each node's root to the root's number, and from the root's live strategies to the node's own.
-        root_of = np.array([number[root] for root, _ in roots], np.int64)
-        maps = [to_own[live[number[root]]] for root, to_own in roots]
-        node_cost = [np.zeros(len(strategies)) for strategies in live]
+        """Returns the problem of the roots, and the way back."""
+        problem, roots = self.problem, [self.root_of(v) for v in range(len(self.parent))]
+        remaining = [v for v, (root, _) in enumerate(roots) if root == v]
+        number = {root: i for i, root in enumerate(remaining)}
+        alive = [np.flatnonzero(self.alive[root]) for root in remaining]
+        group = np.array([number[root] for root, _ in roots], np.int64)
+        maps = [own_strategy[alive[number[root]]] for root, own_strategy in roots]
+        node_cost = [np.zeros(len(strategies)) for strategies in alive]
         for v, cost in enumerate(problem.node_cost):
-            node_cost[root_of[v]] += np.asarray(cost, float)[maps[v]]
-        edge_nodes, edge_cost = self._joined_edges(root_of, maps, node_cost)
+            node_cost[group[v]] += np.asarray(cost, float)[maps[v]]
+        edge_nodes, edge_cost = self._joined_edges(group, maps, node_cost)
         reduced = problem._replace(
             node_cost=node_cost,
             edge_nodes=edge_nodes,
             edge_cost=edge_cost,
-            usage_node=root_of[np.asarray(problem.usage_node, np.int64)],
+            usage_node=group[np.asarray(problem.usage_node, np.int64)],
             usage=[np.asarray(u)[maps[v]] for u, v in zip(problem.usage, problem.usage_node, strict=True)],
-            load=_joined_loads(problem, root_of, maps, len(kept)),
+            load=_joined_loads(problem, group, maps, len(remaining)),
         )
-        to_own = np.concatenate(maps)
-        start = np.cumsum([len(own) for own in maps]) - [len(own) for own in maps]
-        return Reduction(reduced, 0.0, lambda choice: to_own[start + choice[root_of]])
+        own_strategy = np.concatenate(maps)
+        lengths = np.array([len(strategies) for strategies in maps])
+        start = np.cumsum(lengths) - lengths
+        return Reduction(reduced, 0.0, lambda choice: own_strategy[start + choice[group]])
 
     def _joined_edges(
-        self, root_of: np.ndarray, maps: list[np.ndarray], node_cost: list[np.ndarray]
+        self, group: np.ndarray, maps: list[np.ndarray], node_cost: list[np.ndarray]
     ) -> tuple[np.ndarray, list[np.ndarray]]:
-        """Matrices are moved only here, summed once for each pair of roots; equal ones stay one array."""
-        taken: dict[tuple, np.ndarray] = {}
+        """Sums the matrices between each pair of groups; those inside a group go into its node cost.
+
+        Matrices are moved only here, once. Edges that share an array and are restricted alike share the result; a
+        transposed view is told by where its numbers lie, as it is a new array each time.
+
+        Args:
+          group: `[V]` the number of each node's root.
+          maps: for each node which of its strategies goes with each live strategy of its root.
+          node_cost: of the groups; it is added to.
+        """
+        restricted: dict[tuple, np.ndarray] = {}
         pairs: dict[tuple[int, int], np.ndarray] = {}
         for (u, v), cost in zip(self.edges, self.problem.edge_cost, strict=True):
-            a, b = int(root_of[u]), int(root_of[v])
+            a, b = int(group[u]), int(group[v])
             if a == b:
                 node_cost[a] += _finite_or_inf(cost[maps[u], maps[v]])
                 continue
             if a > b:
                 a, b, u, v, cost = b, a, v, u, cost.T
             form = (cost.ctypes.data, cost.strides, maps[u].tobytes(), maps[v].tobytes())
-            if form not in taken:
-                taken[form] = _finite_or_inf(cost[np.ix_(maps[u], maps[v])])
-            pairs[a, b] = pairs[a, b] + taken[form] if (a, b) in pairs else taken[form]
+            if form not in restricted:
+                restricted[form] = _finite_or_inf(cost[np.ix_(maps[u], maps[v])])
+            pairs[a, b] = pairs[a, b] + restricted[form] if (a, b) in pairs else restricted[form]
         return np.array(list(pairs), np.int64).reshape(-1, 2), list(pairs.values())
 
 
@@ -154,10 +175,10 @@ def _finite_or_inf(cost: np.ndarray) -> np.ndarray:
     return np.where(is_forbidden(cost), np.inf, np.asarray(cost, float))
 
 
-def _joined_loads(problem: Problem, root_of: np.ndarray, maps: list[np.ndarray], count: int) -> list[np.ndarray]:
+def _joined_loads(problem: Problem, group: np.ndarray, maps: list[np.ndarray], count: int) -> list[np.ndarray]:
     if not len(problem.load):
         return []
     joined: list = [0.0] * count
     for v, load in enumerate(problem.load):
-        joined[root_of[v]] = joined[root_of[v]] + np.asarray(load, float)[maps[v]]
+        joined[group[v]] = joined[group[v]] + np.asarray(load, float)[maps[v]]
     return joined

@@ -7,8 +7,9 @@ import pytest
 
 from cost.base import Problem, is_forbidden, num_strategies
 from cost.evaluation import evaluate
+from diffshard.base import InfeasibleError
 from diffshard.solving import presolve
-from diffshard.solving.presolve import InfeasibleError, memory
+from diffshard.solving.presolve import memory
 from diffshard.solving.solvers.exhaustive import price
 from tests.diffshard.solving.random_problems import layered_problem, small_problem
 
@@ -81,7 +82,7 @@ def test_any_reduced_choice_costs_no_more_when_expanded(kind):
 @pytest.mark.parametrize("step", [presolve.compress_memory, presolve.reduce])
 @pytest.mark.parametrize("compared", [0, 1 << 24])
 def test_limits_of_each_device_bind_where_they_are_finite(step, compared, monkeypatch):
-    monkeypatch.setattr(memory, "_COMPARED", compared)  # 0: all times but the first are kept
+    monkeypatch.setattr(memory, "_MOST_COMPARISONS", compared)  # 0: all times but the first are kept
     bound = free = 0
     for seed in range(120):
         problem = _on_two_devices(seed)
