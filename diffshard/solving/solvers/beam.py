@@ -20,6 +20,7 @@ from scipy.sparse.csgraph import reverse_cuthill_mckee
 
 from cost.base import Problem
 from diffshard.base import Proposal, seeded
+from diffshard.solving.examples import chain
 from diffshard.solving.flat import Flat, chosen_cost, chosen_memory, flatten, memory_price, with_ceiling
 from diffshard.solving.moves.descent import Descent, varying_usages
 from diffshard.solving.solvers.greedy import optimistic
@@ -202,3 +203,6 @@ def _best(felt: np.ndarray, name: np.ndarray, width: int) -> np.ndarray:
     order = np.argsort(felt, kind="stable")
     _, first = np.unique(name[order], return_index=True)
     return order[np.sort(first)[:width]]
+
+
+EXAMPLE = chain

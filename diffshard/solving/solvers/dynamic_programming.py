@@ -21,6 +21,7 @@ import numpy as np
 from cost.base import Problem, num_strategies
 from cost.evaluation import chosen_costs
 from diffshard.base import Proposal
+from diffshard.solving.examples import chain
 from diffshard.solving.flat import flatten, with_ceiling
 from diffshard.solving.moves.descent import Descent
 
@@ -151,3 +152,6 @@ def _magnitude(problem: Problem, choice: np.ndarray) -> float:
     nodes, edges = chosen_costs(problem, choice)
     loads = sum(float(np.abs(load[s]).mean()) for load, s in zip(problem.load, choice, strict=False))
     return float(np.abs(nodes).sum() + np.abs(edges).sum() + loads)
+
+
+EXAMPLE = chain

@@ -27,6 +27,7 @@ import scipy.sparse
 from cost.base import Problem, is_forbidden, num_memory_devices, num_strategies
 from cost.memory import numbered_times
 from diffshard.base import Proposal
+from diffshard.solving.examples import coupled_ring
 from diffshard.solving.flat import ragged
 
 _GAP = 1e-9
@@ -207,3 +208,6 @@ def _memory(problem: Problem, starts: np.ndarray, columns: int) -> tuple[Any, np
     indices = (np.concatenate(row), np.concatenate(column))
     rows = scipy.sparse.coo_array((np.concatenate(value), indices), shape=(count, columns + count))
     return rows, np.tile(limit / unit, len(times))
+
+
+EXAMPLE = coupled_ring

@@ -8,6 +8,7 @@ import numpy as np
 
 from cost.base import Problem, num_strategies
 from diffshard.base import Proposal
+from diffshard.solving.examples import coupled_ring
 
 LARGEST = 10**7
 _BLOCK = 1 << 14
@@ -65,3 +66,6 @@ def _excess(problem: Problem, choices: np.ndarray) -> np.ndarray:
         used = sum((table.reshape(len(choices), -1) for table in tables), start=np.zeros((len(choices), 1)))
         worst = np.maximum(worst, (used - np.asarray(problem.memory_limit)).max(axis=1))
     return worst
+
+
+EXAMPLE = coupled_ring

@@ -14,6 +14,7 @@
 A problem of few choices is enumerated instead.
 """
 
+import functools
 import math
 from collections.abc import Iterator, Sequence
 
@@ -21,6 +22,7 @@ import jax
 
 from cost.base import Problem, num_strategies
 from diffshard.base import CLOSED, Proposal, seeded
+from diffshard.solving.examples import coupled_ring
 from diffshard.solving.flat import flatten, with_ceiling
 from diffshard.solving.moves.forest import Grow, grow
 from diffshard.solving.moves.polish import Polish
@@ -102,3 +104,7 @@ def _improve(search: Search, phases: Sequence[Phase]) -> Iterator[Proposal]:
         if polish.best_excess == 0 and polish.best_cost - bound <= CLOSED * abs(polish.best_cost):
             break
     yield Proposal(polish.best, bound)
+
+
+# 177,147 choices: more than are enumerated.
+EXAMPLE = functools.partial(coupled_ring, 11)

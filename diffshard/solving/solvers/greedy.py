@@ -14,6 +14,7 @@ import numpy as np
 
 from cost.base import Problem
 from diffshard.base import Proposal, seeded
+from diffshard.solving.examples import chain
 from diffshard.solving.flat import Flat, flatten, ragged, with_ceiling
 from diffshard.solving.moves.descent import Descent, spans
 
@@ -72,3 +73,6 @@ def construct(flat: Flat, order: np.ndarray, hopeful: np.ndarray) -> np.ndarray:
                 back = begin[reverse[e]]
                 price[start[u] : start[u + 1]] += flat.entries[row : row + sizes[u]] - hopeful[back : back + sizes[u]]
     return choice
+
+
+EXAMPLE = chain

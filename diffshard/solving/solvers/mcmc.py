@@ -11,6 +11,7 @@ import numpy as np
 
 from cost.base import Problem, num_strategies
 from diffshard.base import Proposal, seeded
+from diffshard.solving.examples import chain
 from diffshard.solving.flat import flatten, with_ceiling
 from diffshard.solving.moves.replicas import Replicas
 
@@ -37,3 +38,6 @@ def solve(problem: Problem, *, time_limit_s: float | None = None, key: jax.Array
             proposed = walks.best_cost
     if walks.best is None:
         yield Proposal(walks.choice[walks.excess.argmin()])
+
+
+EXAMPLE = chain

@@ -21,6 +21,7 @@ import optax
 
 from cost.base import Problem
 from diffshard.base import Proposal, seeded
+from diffshard.solving.examples import chain
 from diffshard.solving.flat import Flat, flatten, ragged, with_ceiling
 from diffshard.solving.moves.descent import Descent
 
@@ -275,3 +276,6 @@ def _expected_edges(flat: Flat, v: int, row: np.ndarray) -> np.ndarray:
     each = np.repeat(widths, size)  # the width of every row of every matrix
     weights = row[ragged(np.repeat(flat.start[flat.target[near]], size), each)]
     return np.add.reduceat(entries * weights, np.cumsum(each) - each).reshape(len(near), size).sum(axis=0)
+
+
+EXAMPLE = chain

@@ -11,6 +11,7 @@ import numpy as np
 
 from cost.base import Problem
 from diffshard.base import Proposal, seeded
+from diffshard.solving.examples import chain
 from diffshard.solving.flat import flatten, with_ceiling
 from diffshard.solving.moves.descent import Descent
 
@@ -29,3 +30,6 @@ def solve(problem: Problem, *, time_limit_s: float | None = None, key: jax.Array
             yield Proposal()
         yield Proposal(descent.choice[np.lexsort((descent.cost(), descent.excess()))[0]])
         done += 1
+
+
+EXAMPLE = chain

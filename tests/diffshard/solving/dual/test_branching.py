@@ -5,11 +5,11 @@ import math
 import numpy as np
 import pytest
 
-from cost.base import FORBIDDEN, Problem, is_forbidden, num_strategies
+from cost.base import FORBIDDEN, Problem
 from diffshard.solving.dual.ascent import Ascent
 from diffshard.solving.dual.branching import Branching
 from diffshard.solving.flat import flatten, with_ceiling
-from diffshard.solving.solvers.exhaustive import price
+from tests.diffshard.solving.random_problems import optimum as least_cost
 from tests.diffshard.solving.random_problems import small_problem
 
 KINDS = {
@@ -41,13 +41,6 @@ def _varied(seed: int, kind: str) -> Problem:
     return problem._replace(node_cost=nodes, edge_cost=edges, load=load)
 
 
-def _optimum(problem: Problem) -> float:
-    sizes = num_strategies(problem).tolist()
-    choices = np.stack(np.unravel_index(np.arange(math.prod(sizes)), sizes), axis=1)
-    cost, excess = price(problem, choices)
-    return float(np.where((excess > 0) | is_forbidden(cost), np.inf, cost).min())
-
-
 def _branching(problem: Problem) -> Branching:
     ascent = Ascent(with_ceiling(flatten(problem)))
     for i in range(10):
@@ -60,7 +53,7 @@ def test_bounds_rise_to_the_optimum_in_hand(kind):
     split = 0
     for seed in range(40):
         problem = _varied(seed, kind)
-        optimum = _optimum(problem)
+        optimum = least_cost(problem)
         if math.isinf(optimum):
             continue
         branching = _branching(problem)
@@ -79,7 +72,7 @@ def test_bounds_rise_to_the_optimum_in_hand(kind):
 def test_bounds_hold_when_a_worse_choice_is_in_hand(kind):
     for seed in range(40, 70):
         problem = _varied(seed, kind)
-        optimum = _optimum(problem)
+        optimum = least_cost(problem)
         branching = _branching(problem)
         for _ in range(30 if math.isfinite(optimum) else 0):
             more = branching.step(optimum + 0.3 * abs(optimum))

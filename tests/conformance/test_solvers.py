@@ -1,0 +1,164 @@
+"""Every solver keeps the rules of `diffshard.base.Solver`; a new one is found by its `EXAMPLE`.
+
+Its `EXAMPLE` also says what a solver promises: the optimum of that problem. If it proves this optimum, it has to prove
+those of all small problems too; those with memory or loads only if its `EXAMPLE` has them.
+"""
+
+import functools
+import math
+import time
+from types import ModuleType
+
+import numpy as np
+import pytest
+
+from cost.base import Problem
+from cost.evaluation import evaluate
+from cost.validation import validate
+from diffshard.base import Solution
+from diffshard.solving import presolve, solvers
+from diffshard.solving.solve import solve, solver_names
+from tests.conformance.discovery import examples
+from tests.diffshard.solving.random_problems import (
+    CHAIN,
+    EMPTY,
+    FORMS,
+    KINDS,
+    layered_problem,
+    optimum,
+    random_graph,
+    small_problem,
+)
+
+MODULES: dict[str, ModuleType] = {module.__name__.rpartition(".")[2]: module for module in examples(solvers)}
+NAMES = tuple(MODULES)
+SEEDS = {"primal": 2, "mcmc": 3}  # these take seconds, to compile or to walk
+_STOPPED_S = 30.0  # that a solver stops, however busy the machine; how near its limit is measured, not tested
+
+
+@functools.cache
+def solved_example(name: str) -> tuple[Problem, Solution]:
+    problem = MODULES[name].EXAMPLE()
+    return problem, solve(problem, solver=name, reduce=presolve.unchanged)
+
+
+def is_coupled(problem: Problem) -> bool:
+    """Whether memory or loads join all nodes."""
+    return bool(len(problem.load) or np.isfinite(problem.memory_limit).any())
+
+
+def proves(name: str, problem: Problem) -> bool:
+    """Whether the solver promises to prove the optimum of a small problem like this one."""
+    example, solution = solved_example(name)
+    return solution.status == "optimal" and (is_coupled(example) or not is_coupled(problem))
+
+
+def test_every_solver_has_an_example():
+    assert set(NAMES) == set(solver_names())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_optimum_of_the_example_is_reached(name):
+    problem, solution = solved_example(name)
+    validate(problem)
+    assert solution.feasible
+    assert solution.cost == optimum(problem)
+    assert solution.lower_bound <= solution.cost
+
+
+def test_exact_solvers_prove_their_examples():
+    plain, coupled = small_problem(0), small_problem(0, memory=True, devices=2)
+    assert {name for name in NAMES if proves(name, plain)} >= {"dynamic_programming", "exact", "exhaustive", "gradient"}
+    assert {name for name in NAMES if proves(name, coupled)} >= {"exact", "exhaustive", "gradient"}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_equal_keys_give_equal_choices(name):
+    problem, first = solved_example(name)
+    again = solve(problem, solver=name, reduce=presolve.unchanged)
+    np.testing.assert_array_equal(first.choice, again.choice)
+    assert again.status == first.status
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_small_problems(name, kind):
+    """No cost below the optimum, no bound above it, feasible where it says so, and proofs where they are promised."""
+    ratios = []
+    for seed in range(SEEDS.get(name, 6)):
+        problem = small_problem(seed, **KINDS[kind])
+        expected = optimum(problem)
+        solution = solve(problem, solver=name, key=seed, reduce=presolve.unchanged)
+        checked = evaluate(problem, solution.choice)
+        assert (solution.cost, solution.feasible, solution.excess) == (checked.cost, checked.feasible, checked.excess)
+        assert solution.lower_bound <= expected * (1 + 1e-9)
+        if math.isinf(expected):
+            assert not solution.feasible
+            continue
+        assert not solution.feasible or solution.cost >= expected - 1e-9
+        ratios.append(solution.cost / max(expected, 1.0) if solution.feasible else math.inf)
+        if proves(name, problem):
+            assert solution.cost == pytest.approx(expected), f"seed {seed}"
+            assert solution.status == "optimal", f"seed {seed}"
+    assert not ratios or np.median(ratios) < 1.3
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_corner_cases(name):
+    single = Problem([np.array([3.0])], EMPTY, [], EMPTY[:, 0], [], EMPTY)
+    apart = Problem([np.array([3.0, 1.0]), np.array([0.0, -2.0, 5.0])], EMPTY, [], EMPTY[:, 0], [], EMPTY)
+    for problem, expected in ((single, 3.0), (apart, -1.0)):
+        solution = solve(problem, solver=name, reduce=presolve.unchanged)
+        assert solution.feasible
+        assert solution.cost == expected
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_forms_of_graphs(name):
+    for form, problem in FORMS.items():
+        least = solve(problem, solver="exhaustive", reduce=presolve.unchanged).cost
+        solution = solve(problem, solver=name, reduce=presolve.unchanged)
+        assert solution.feasible
+        assert solution.lower_bound <= least
+        assert least <= solution.cost <= 1.15 * least, form
+        if proves(name, problem):
+            assert (solution.cost, solution.status) == (least, "optimal"), form
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_negative_costs_and_parallel_edges(name):
+    ring = random_graph(7, [*CHAIN, (5, 0), (0, 5), (0, 1)])  # two edges join 5 and 0, in both directions, and 0 and 1
+    problem = ring._replace(node_cost=[cost - 40 for cost in ring.node_cost], edge_cost=[c - 9 for c in ring.edge_cost])
+    least = solve(problem, solver="exhaustive", reduce=presolve.unchanged).cost
+    solution = solve(problem, solver=name, reduce=presolve.unchanged)
+    assert solution.lower_bound <= least <= solution.cost <= 0.9 * least < 0
+    assert solution.cost == least or not proves(name, problem)
+
+
+@pytest.mark.parametrize("name", ["beam", "greedy", "primal", "random", "dynamic_programming"])
+def test_equal_keys_give_equal_proposals(name):
+    problem = layered_problem(2, 1, width=15, most=6, binding=0.8)
+    runs = [solve(problem, solver=name, key=5, reduce=presolve.unchanged) for _ in range(2)]
+    np.testing.assert_array_equal(runs[0].choice, runs[1].choice)
+    assert runs[0].feasible
+    assert [cost for _, cost, _ in runs[0].history] == [cost for _, cost, _ in runs[1].history]
+
+
+@pytest.mark.parametrize("name", ["beam", "greedy", "mcmc", "random"])
+def test_time_limits_are_kept_and_used_for_better_choices(name):
+    problem = layered_problem(1, 6, binding=0.7)
+    start = time.perf_counter()
+    solution = solve(problem, solver=name, time_limit_s=1.0)
+    assert time.perf_counter() - start < _STOPPED_S
+    assert solution.feasible
+    assert solution.history[-1][1] < solution.history[0][1]  # inf before the first feasible choice
+
+
+@pytest.mark.parametrize("name", ["exact", "primal"])
+def test_time_limits_are_kept_where_others_do_the_work(name):
+    problem = layered_problem(1, 40, binding=0.7)
+    if name == "primal":  # the limit is without compilation
+        solve(problem, solver=name, time_limit_s=1.0)
+    start = time.perf_counter()
+    solve(problem, solver=name, time_limit_s=2.0)
+    assert 1.0 < time.perf_counter() - start < _STOPPED_S
