@@ -7,6 +7,7 @@ from diffshard.base import PlanError
 from diffshard.plans import base as plans
 from diffshard.plans.base import PlanData
 from search_spaces.sharding.base import Layout, ShardingStrategy, Spec, Value, Vertex
+from search_spaces.sharding.execution import make_layout
 from search_spaces.sharding.space import ShardingSpace
 
 
@@ -43,7 +44,7 @@ def layout_of(plan: PlanData, space: ShardingSpace) -> Layout:
         strategies.append(ShardingStrategy(operands, results, 1, gathers, unreduced))
         for value, spec in zip(vertex.results, kept_specs, strict=True):
             value_specs[value.id] = spec
-    return Layout(tuple(strategies), tuple(value_specs))
+    return make_layout(space.graph, strategies, value_specs)
 
 
 def signature_of(vertex: Vertex) -> str:

@@ -62,6 +62,11 @@ class Options:
         object.__setattr__(self, "memory_limit_bytes", float(limit))
 
     @property
+    def function_name(self) -> str:
+        """What the function is called in plans and messages."""
+        return getattr(self.fn, "__qualname__", None) or getattr(self.fn, "__name__", None) or type(self.fn).__name__
+
+    @property
     def axis_names(self) -> tuple[str, ...]:
         """Names of the mesh's axes."""
         return tuple(str(name) for name in self.mesh.axis_names)

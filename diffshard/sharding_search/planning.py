@@ -1,53 +1,41 @@
-"""From a sharding space to a plan."""
+"""From a solved sharding space to a plan: the choice is written down with names of arguments, axes and operations."""
 
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any, TypedDict
 
-import numpy as np
-
-from cost.evaluation import evaluate
-from cost.memory import least_memory
-from diffshard.base import InfeasibleError, Progress, Solution
+from diffshard.base import Solution
 from diffshard.plans import base as plans
 from diffshard.plans.base import Operation, PredictedCollective, Tensor
 from diffshard.sharding_search.layout import named_spec, signature_of
 from diffshard.sharding_search.options import Options
 from diffshard.sharding_search.plan import Plan
 from diffshard.sharding_search.traced import TracedFunction
-from diffshard.solving.solve import solve
 from search_spaces.sharding.base import Layout, Operand, Spec, Value, Vertex
-from search_spaces.sharding.explaining import NextBest
+from search_spaces.sharding.explaining import NextBest, Summary
 from search_spaces.sharding.space import ShardingSpace
 
 
-def make_plan(
-    options: Options, traced: TracedFunction, space: ShardingSpace, start: float, progress: Progress | None
-) -> Plan:
-    """Solves a space and writes the result down; `start` is when the search began, by `time.perf_counter`.
-
-    Raises:
-      InfeasibleError: no plan fits the memory limit.
-    """
-    solution = _solved(options, space, progress)
-    choice = [int(s) for s in solution.choice]
-    prediction = space.predict(choice)
+def make_plan(options: Options, traced: TracedFunction, space: ShardingSpace, solution: Solution, start: float) -> Plan:
+    """Writes a solved space down as a plan; `start` is when the search began, by `time.perf_counter`."""
+    summary = space.summarize([int(s) for s in solution.choice])
+    prediction = summary.prediction
     compute_s = float(prediction.compute_s.sum())
     step_s = compute_s + sum(transfer.seconds for transfer in prediction.transfers)
     lower_bound_s = min(max(solution.lower_bound - space.most_preference_s, 0.0), step_s)
     solver = options.solver
     return Plan(
-        function=_name(options.fn),
-        mesh_axes=dict(zip(space.axis_names, space.axis_sizes, strict=True)),
-        hardware=space.hardware,
-        memory_limit_bytes=space.memory_limit_bytes,
-        **_arrays(space, traced, choice, prediction.compute_s),
+        function=options.function_name,
+        mesh_axes=dict(options.mesh.shape),
+        hardware=options.hardware,
+        memory_limit_bytes=options.memory_limit_bytes,
+        **_arrays(traced, summary, options.axis_names, frozenset(space.given)),
         compute_s=compute_s,
         collectives=tuple(
             PredictedCollective(t.kind, t.axis, t.num_bytes, t.count, t.seconds, t.vertex) for t in prediction.transfers
         ),
-        peak_bytes=float(np.max(evaluate(space.problem, choice).peak)),
+        peak_bytes=summary.peak_bytes,
         lower_bound_s=lower_bound_s,
         gap=(step_s - lower_bound_s) / step_s if step_s else 0.0,
         status=solution.status,
@@ -61,25 +49,6 @@ def make_plan(
     )
 
 
-def _solved(options: Options, space: ShardingSpace, progress: Progress | None) -> Solution:
-    limit, least = space.memory_limit_bytes, float(np.max(least_memory(space.problem)[1]))
-    if least > limit:
-        raise InfeasibleError(
-            f"`memory_limit_bytes` is {limit:,.0f}, but every plan of {_name(options.fn)} on the mesh "
-            f"{dict(options.mesh.shape)} needs at least {least:,.0f} bytes on each device. Give more memory or "
-            "devices, donate the state (`donate_argnums`), or rematerialise (`jax.checkpoint`)."
-        )
-    solution = solve(
-        space.problem, solver=options.solver, time_limit_s=options.time_limit_s, key=options.key, progress=progress
-    )
-    if not solution.feasible:
-        raise InfeasibleError(
-            f"The solver found no plan within `memory_limit_bytes` {limit:,.0f}: its best exceeds it by "
-            f"{solution.excess:,.0f} bytes (status: {solution.status}). At least {least:,.0f} bytes are needed."
-        )
-    return solution
-
-
 class _Arrays(TypedDict):
     """How a plan lays out every array."""
 
@@ -88,22 +57,23 @@ class _Arrays(TypedDict):
     operations: tuple[Operation, ...]
 
 
-def _arrays(space: ShardingSpace, traced: TracedFunction, choice: Sequence[int], compute_s: np.ndarray) -> _Arrays:
-    """Writes down what a choice means for arguments, results and operations; `compute_s` `[vertices]`."""
-    execution, next_best = space.decode(choice), space.next_best(choice)
-    graph, layout, names = space.graph, execution.layout, space.axis_names
-    arguments = zip(graph.inputs, traced.paths, execution.in_specs, next_best.inputs, strict=True)
-    outputs = zip(graph.outputs, traced.out_paths, execution.out_specs, strict=True)
-    operations = zip(graph.vertices, compute_s, next_best.vertices, strict=True)
+def _arrays(traced: TracedFunction, summary: Summary, axis_names: Sequence[str], given: frozenset[int]) -> _Arrays:
+    """Writes down what a choice means for arguments, results and operations; `given` arguments are fixed."""
+    graph, layout, next_best = traced.graph, summary.layout, summary.next_best
+    arguments = zip(graph.inputs, traced.paths, layout.input_specs, next_best.inputs, strict=True)
+    outputs = zip(graph.outputs, traced.out_paths, layout.output_specs, strict=True)
+    operations = zip(graph.vertices, summary.prediction.compute_s, next_best.vertices, strict=True)
     return _Arrays(
         arguments=tuple(
-            replace(_tensor(path, v.results[0], spec, names), given=i in space.given, **_next_best(other, names))
-            for i, (v, path, spec, other) in enumerate(arguments)
+            replace(
+                _tensor(path, vertex.results[0], spec, axis_names), given=i in given, **_next_best(other, axis_names)
+            )
+            for i, (vertex, path, spec, other) in enumerate(arguments)
         ),
-        outputs=tuple(_tensor(path, output, spec, names) for output, path, spec in outputs),
+        outputs=tuple(_tensor(path, output, spec, axis_names) for output, path, spec in outputs),
         operations=tuple(
-            replace(_operation(v, layout, float(seconds), names), **_next_best(other, names))
-            for v, seconds, other in operations
+            replace(_operation(vertex, layout, float(seconds), axis_names), **_next_best(other, axis_names))
+            for vertex, seconds, other in operations
         ),
     )
 
@@ -137,7 +107,3 @@ def _next_best(other: NextBest, axis_names: Sequence[str]) -> dict[str, Any]:
     """The fields of a tensor or operation that say which other spec would have been the next best."""
     spec = None if other.spec is None else named_spec(other.spec, axis_names)
     return {"next_best_spec": spec, "next_best_s": other.added_s}
-
-
-def _name(fn: Any) -> str:
-    return getattr(fn, "__qualname__", None) or getattr(fn, "__name__", None) or type(fn).__name__

@@ -5,14 +5,19 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
-from cost.base import Hardware
-from diffshard.base import Solver
+from cost.base import Hardware, Problem
+from cost.memory import least_memory
+from diffshard.base import InfeasibleError, Progress, Solution, Solver
 from diffshard.sharding_search.options import DEFAULT_SOLVER, Options, hardware_for, positions
 from diffshard.sharding_search.plan import Plan
 from diffshard.sharding_search.planning import make_plan
 from diffshard.sharding_search.searched import Searched
+from diffshard.sharding_search.traced import TracedFunction
+from diffshard.solving.solve import solve
+from search_spaces.sharding.space import ShardingSpace
 
 
 def search(
@@ -67,4 +72,34 @@ def search(
         donate_argnums=positions(donate_argnums),
         static_argnums=positions(static_argnums),
     )
-    return Searched(options, functools.partial(make_plan, options))
+    return Searched(options, functools.partial(_plan, options))
+
+
+def _plan(
+    options: Options, traced: TracedFunction, space: ShardingSpace, start_s: float, progress: Progress | None
+) -> Plan:
+    return make_plan(options, traced, space, _solve(options, space.problem, progress), start_s)
+
+
+def _solve(options: Options, problem: Problem, progress: Progress | None) -> Solution:
+    """Solves the problem of a function's space.
+
+    Raises:
+      InfeasibleError: no plan fits the memory limit.
+    """
+    limit, least = options.memory_limit_bytes, float(np.max(least_memory(problem)[1]))
+    if least > limit:
+        raise InfeasibleError(
+            f"`memory_limit_bytes` is {limit:,.0f}, but every plan of {options.function_name} on the mesh "
+            f"{dict(options.mesh.shape)} needs at least {least:,.0f} bytes on each device. Give more memory or "
+            "devices, donate the state (`donate_argnums`), or rematerialise (`jax.checkpoint`)."
+        )
+    solution = solve(
+        problem, solver=options.solver, time_limit_s=options.time_limit_s, key=options.key, progress=progress
+    )
+    if not solution.feasible:
+        raise InfeasibleError(
+            f"The solver found no plan within `memory_limit_bytes` {limit:,.0f}: its best exceeds it by "
+            f"{solution.excess:,.0f} bytes (status: {solution.status}). At least {least:,.0f} bytes are needed."
+        )
+    return solution

@@ -101,8 +101,10 @@ class Searched(Generic[PlanT]):
         structure = jax.tree.structure(traced.args)
         return jax.jit(
             run,
-            in_shardings=jax.tree.unflatten(structure, [execution.sharding(s) for s in execution.in_specs]),
-            out_shardings=jax.tree.unflatten(traced.out_tree, [execution.sharding(s) for s in execution.out_specs]),
+            in_shardings=jax.tree.unflatten(structure, [execution.sharding(s) for s in execution.layout.input_specs]),
+            out_shardings=jax.tree.unflatten(
+                traced.out_tree, [execution.sharding(s) for s in execution.layout.output_specs]
+            ),
             static_argnums=options.static_argnums or None,
             donate_argnums=options.donate_argnums or None,
         )

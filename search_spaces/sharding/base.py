@@ -314,7 +314,11 @@ class Layout(NamedTuple):
     Attributes:
       strategies: for each vertex the strategy that it runs.
       value_specs: for each value, by id, the spec in which its readers receive it; `()` for values without dimensions.
+      input_specs: for each flat argument, how it comes in.
+      output_specs: for each flat result, how it goes out: as the argument that it replaces, else as it is made.
     """
 
     strategies: tuple[ShardingStrategy, ...]
     value_specs: tuple[Spec, ...]
+    input_specs: tuple[Spec, ...]
+    output_specs: tuple[Spec, ...]

@@ -8,11 +8,38 @@ import numpy as np
 from jax.extend import core, source_info_util
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from search_spaces.sharding.base import REMAT, Block, Graph, Layout, Operand, Region, ReshardStep, Spec, Value, Vertex
+from search_spaces.sharding.base import (
+    REMAT,
+    Block,
+    Graph,
+    Layout,
+    Operand,
+    Region,
+    ReshardStep,
+    ShardingStrategy,
+    Spec,
+    Value,
+    Vertex,
+)
 from search_spaces.sharding.resharding import Paths
-from search_spaces.sharding.spec import divides_or_pads
+from search_spaces.sharding.spec import divides_or_pads, replicated
 
 Environment = dict[int, Any]
+"""The arrays of values, by id."""
+
+
+def make_layout(graph: Graph, strategies: Sequence[ShardingStrategy], value_specs: Sequence[Spec]) -> Layout:
+    """Returns a layout from a strategy for each vertex and a spec for each value."""
+    inputs = [strategies[vertex.index].unreduced[0] for vertex in graph.inputs]
+    outputs = [
+        inputs[argument]
+        if argument is not None
+        else value_specs[output.id]
+        if isinstance(output, Value)
+        else replicated(np.ndim(output.val))
+        for output, argument in zip(graph.outputs, graph.feedback, strict=True)
+    ]
+    return Layout(tuple(strategies), tuple(value_specs), tuple(inputs), tuple(outputs))
 
 
 def partition_spec(spec: Spec, axis_names: Sequence[str]) -> PartitionSpec:
@@ -45,19 +72,6 @@ class Execution:
         """A spec as a JAX sharding on the mesh."""
         return NamedSharding(self.mesh, partition_spec(spec, self.axis_names))
 
-    @property
-    def in_specs(self) -> list[Spec]:
-        """How each flat argument comes in."""
-        return [self.layout.strategies[v.index].unreduced[0] for v in self.graph.inputs]
-
-    @property
-    def out_specs(self) -> list[Spec]:
-        """How each flat result goes out: as the argument that it replaces, else as it is made."""
-        return [
-            self.in_specs[argument] if argument is not None else self._spec(output)
-            for output, argument in zip(self.graph.outputs, self.graph.feedback, strict=True)
-        ]
-
     def __call__(self, *arguments: Any) -> list[Any]:
         """The function's flat results."""
         env: Environment = {}
@@ -66,11 +80,8 @@ class Execution:
         for vertex, array in zip(self.graph.constants, self.graph.constant_arrays, strict=True):
             self._bind(env, vertex, [array])
         self._steps(env, self.graph.block.steps)
-        targets = zip(self.graph.outputs, self.out_specs, strict=True)
+        targets = zip(self.graph.outputs, self.layout.output_specs, strict=True)
         return [self._read(env, output, spec) for output, spec in targets]
-
-    def _spec(self, operand: Operand) -> Spec:
-        return self.layout.value_specs[operand.id] if isinstance(operand, Value) else ((),) * np.ndim(operand.val)
 
     def _constrain(self, array: Any, value: Value, spec: Spec) -> Any:
         if not value.shape or not divides_or_pads(spec, value.shape, self.axis_sizes):

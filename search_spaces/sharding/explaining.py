@@ -76,6 +76,22 @@ class NextBests(NamedTuple):
     inputs: tuple[NextBest, ...]
 
 
+class Summary(NamedTuple):
+    """Everything that a plan says about a choice.
+
+    Attributes:
+      layout: how every value is laid out.
+      prediction: what each part costs.
+      peak_bytes: the most memory that a device needs at any time.
+      next_best: how each array would be split next best.
+    """
+
+    layout: Layout
+    prediction: Prediction
+    peak_bytes: float
+    next_best: NextBests
+
+
 def predict(
     graph: Graph,
     nodes: Sequence[Node],
@@ -154,7 +170,7 @@ def parts_of(
     return tuple(parts)
 
 
-def next_best(
+def next_bests(
     problem: Problem, graph: Graph, nodes: Sequence[Node], hub_node: Mapping[int, int], choice: Choice
 ) -> NextBests:
     """Returns, for a choice, the next best spec of each vertex's first result and of each input as it is stored."""

@@ -34,16 +34,16 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from cost.base import Hardware, Link, Problem
-from cost.evaluation import checked_choice
+from cost.evaluation import checked_choice, evaluate
 from search_spaces.base import Choice, Part
 from search_spaces.sharding.base import Edge, Given, Graph, Layout, Node, Rule, Value
 from search_spaces.sharding.candidates import nodes_of
 from search_spaces.sharding.edge_costs import edges_of, transfer_matrices
-from search_spaces.sharding.execution import Execution
+from search_spaces.sharding.execution import Execution, make_layout
 from search_spaces.sharding.explaining import (
-    NextBests,
     Prediction,
-    next_best,
+    Summary,
+    next_bests,
     node_name,
     parts_of,
     predict,
@@ -112,19 +112,23 @@ class ShardingSpace:
         sizes = dict(zip(self.axis_names, self.axis_sizes, strict=True))
         return parts_of(self.predict(choice), self.graph, self.node_names, sizes)
 
+    def summarize(self, choice: Choice) -> Summary:
+        """Returns everything that a plan says about a choice; raises `ValueError` as `decode`."""
+        return Summary(
+            self.layout(choice),
+            self.predict(choice),
+            float(np.max(evaluate(self.problem, choice).peak)),
+            next_bests(self.problem, self.graph, self.nodes, self.hub_node, choice),
+        )
+
     def layout(self, choice: Choice) -> Layout:
         """Returns the strategies and specs that a choice means; raises `ValueError` as `decode`."""
-        choice = checked_choice(self.problem, choice).tolist()
-        chosen = [node.strategies[s] for node, s in zip(self.nodes, choice, strict=True)]
+        chosen = [node.strategies[s] for node, s in zip(self.nodes, checked_choice(self.problem, choice), strict=True)]
         value_specs = []
         for value in self.graph.values:
             hub = self.hub_node.get(value.id)
             value_specs.append(chosen[value.vertex].results[value.result] if hub is None else chosen[hub].results[0])
-        return Layout(tuple(chosen[: len(self.graph.vertices)]), tuple(value_specs))
-
-    def execution(self, layout: Layout, mesh: Mesh | AbstractMesh) -> Execution:
-        """Returns the function with a layout on a mesh whose axes are the space's."""
-        return Execution(self.graph, layout, mesh, self.reshard_costs.path)
+        return make_layout(self.graph, chosen[: len(self.graph.vertices)], value_specs)
 
     def predict(self, choice: Choice) -> Prediction:
         """Returns what a choice costs as numbers for vertices and collectives; raises `ValueError` as `decode`."""
@@ -132,9 +136,9 @@ class ShardingSpace:
             self.graph, self.nodes, self.edges, self.node_costs, self.axis_names, self.layout(choice), choice
         )
 
-    def next_best(self, choice: Choice) -> NextBests:
-        """Returns how each array would be split next best, everything else unchanged; raises as `decode`."""
-        return next_best(self.problem, self.graph, self.nodes, self.hub_node, choice)
+    def execution(self, layout: Layout, mesh: Mesh | AbstractMesh) -> Execution:
+        """Returns the function with a layout on a mesh whose axes are the space's."""
+        return Execution(self.graph, layout, mesh, self.reshard_costs.path)
 
     @cached_property
     def rules(self) -> list[Rule | None]:
