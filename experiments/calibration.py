@@ -1,7 +1,8 @@
 """How true the cost model is: links against profiles of V100 hosts, arithmetic and whole steps against this machine.
 
-`python -m experiments.calibration` prints the tables; `--profiles PATH` names the V100 profiles, which are skipped
-where they are missing.
+    python -m experiments.calibration [--profiles PATH]
+
+The tables of links are left out if there is no file of profiles.
 """
 
 import argparse
@@ -22,7 +23,7 @@ from cost.calibration import calibrate, fit_latency_and_slope, median_s
 from cost.collectives import collective_s, collective_sent_bytes
 from cost.compute import equation_work, jaxpr_flops
 from cost.presets import preset
-from diffshard.sharding_search.search import search
+from diffshard import search
 from experiments.models import gpt, mlp, resnet
 from experiments.models.model import Model
 from experiments.models.model import arguments as arguments_of
@@ -34,12 +35,12 @@ MODELS: dict[str, Callable[[int], Model]] = {
     "gpt": lambda width: gpt.make(batch=8, width=width, sequence=width // 2, vocabulary=8 * width),
     "resnet": lambda width: resnet.make(batch=max(8, width // 8)),
 }
-# A call that has nothing to send takes this long there; so do calls whose groups have less than an element each.
+# Calls up to this long sent nothing, as their groups had less than one element each; read off the profiles.
 _EMPTY_CALL_S = 20e-6
 
 
 class Ring(NamedTuple):
-    """Where a group's devices are: `members` in each host, `stride` apart, on so many hosts."""
+    """The places of a group's devices: `members` in each of `hosts` hosts, `stride` apart."""
 
     hosts: int
     members: int
@@ -47,7 +48,7 @@ class Ring(NamedTuple):
 
 
 class LinkError(NamedTuple):
-    """A fit and the preset against the measured times of one collective; errors are median and 90% of |relative|."""
+    """A fit and the preset against measured times of one collective; errors are median and 90% quantile of |relative|."""
 
     ring: Ring
     kind: CollectiveKind
@@ -59,7 +60,7 @@ class LinkError(NamedTuple):
 
 
 def read_profiles(path: Path) -> dict[tuple[Ring, CollectiveKind], np.ndarray]:
-    """Measured points by ring and collective: `[points, 2]` full bytes and seconds, extrapolated ones left out."""
+    """Returns measured points by ring and collective, `[points, 2]` full bytes and seconds, without extrapolated ones."""
     series = defaultdict(list)
     with gzip.open(path, "rt") as file:
         for row in csv.DictReader(file):
@@ -77,16 +78,16 @@ def read_profiles(path: Path) -> dict[tuple[Ring, CollectiveKind], np.ndarray]:
 
 
 def _without_extrapolated(measured: list[tuple[int, float]]) -> list[tuple[int, float]]:
-    kept = []
+    points = []
     for i, (size, seconds) in enumerate(measured):
         doubled = i > 0 and abs(seconds / measured[i - 1][1] - 2) < 1e-9
         if size and seconds > _EMPTY_CALL_S and not doubled:
-            kept.append((size, seconds))
-    return kept
+            points.append((size, seconds))
+    return points
 
 
 def v100_links(path: Path) -> list[LinkError]:
-    """Fits a link to each ring and collective of the profiles and holds the preset against the same points."""
+    """Fits a link to each ring and collective of the profiles, and compares the preset with the same points."""
     errors = []
     for (ring, kind), points in sorted(read_profiles(path).items()):
         num_bytes, seconds = points.T
@@ -106,7 +107,7 @@ def _relative(predicted: np.ndarray, measured: np.ndarray) -> tuple[float, float
 
 
 def elementwise_weights(size: int, repeats: int) -> dict[str, float]:
-    """Seconds of elementwise functions relative to those of a multiply-add, on arrays that stay in cache."""
+    """Measures seconds of elementwise functions relative to those of a multiply-add, on arrays that stay in cache."""
     functions: dict[str, Callable[[jax.Array], jax.Array]] = {
         "div": lambda x: 1.5 / x,
         "sqrt": jnp.sqrt,
@@ -133,12 +134,13 @@ def _loop_s(function: Callable[[jax.Array], jax.Array], x: jax.Array, repeats: i
 
 
 class StepWork(NamedTuple):
-    """A whole training step on one device: what the model says against what XLA says and the clock.
+    """A whole training step on one device: the prediction, XLA's counts, and the measured time.
 
     Attributes:
-      flops, compiled_flops: predicted, and XLA's count of the compiled program.
-      moved_bytes, unfused_bytes, compiled_bytes: memory traffic predicted, as if nothing were fused, and XLA's count.
-      predicted_s, measured_s: seconds.
+      flops, compiled_flops: operations as predicted, and as XLA counts them in the compiled program.
+      moved_bytes, unfused_bytes, compiled_bytes: memory traffic as predicted, as it would be if nothing were fused, and
+        as XLA counts it.
+      predicted_s, measured_s: seconds of the step.
     """
 
     model: str
@@ -155,9 +157,9 @@ def whole_step(model: Model, hardware: Hardware, repeats: int) -> StepWork:
     """Runs a step on one device and predicts it.
 
     Args:
-      model: what to run.
-      hardware: measured on one device: what the predicted seconds are for.
-      repeats: the time is the median of so many steps.
+      model: the model with the step.
+      hardware: calibrated on one device; predicts the seconds.
+      repeats: number of steps, whose median is the measured time.
     """
     mesh = jax.sharding.Mesh(jax.devices()[:1], ("one",))
     state, batch = arguments_of(model)
@@ -173,7 +175,7 @@ def whole_step(model: Model, hardware: Hardware, repeats: int) -> StepWork:
     unfused_bytes = sum(_unfused_bytes(equation) for equation in jaxpr.jaxpr.eqns)
     states = [state]
 
-    def call() -> jax.Array:  # reuses its state's memory, as in training: new pages would cost as much again
+    def call() -> jax.Array:  # reuses the memory of its state, as in training; new pages would take as long again
         new, loss = compiled(states.pop(), batch)
         states.append(new)
         return loss

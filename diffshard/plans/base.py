@@ -19,15 +19,15 @@ Spec = tuple[tuple[str, ...], ...]
 
 @dataclass(frozen=True)
 class Tensor:
-    """An argument or result.
+    """An array among the arguments or results of a function.
 
     Attributes:
-      path: where it is in the arguments, as `jax.tree_util.keystr` writes it, or in the result.
+      path: its place in the arguments or in the result, as `jax.tree_util.keystr` writes it.
       shape, dtype: of the whole array.
       spec: how it is split.
-      given: whether the user fixed it.
-      next_best_spec: the next best way to split it with everything else unchanged, or None.
-      next_best_s: what that would add to the step, in seconds.
+      given: whether the user fixed the spec.
+      next_best_spec: the next best spec if everything else is unchanged; None if there is no other.
+      next_best_s: seconds that the next best spec would add to the step.
     """
 
     path: str
@@ -53,21 +53,21 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Operation:
-    """A vertex of the function's graph with its strategy, from which the constraints inside the function follow.
+    """A vertex of the function's graph with its strategy, from which the sharding constraints in the function follow.
 
     Attributes:
-      kind: "operation", or what else holds an array: "input", "constant", "carry", "slice", "stack", "join".
-      signature: primitive and types, by which a plan recognises the function that it was made for.
+      kind: "operation", or another origin of an array: "input", "constant", "carry", "slice", "stack", "join".
+      signature: primitive and types; by these a plan recognises the function for which it was made.
       source: file and line of the user's code.
-      scope: the name stack: modules and transformations.
+      scope: JAX's name stack, of modules and transformations.
       operands: the spec of each operand when the operation reads it.
       unreduced: the spec of each result before it is gathered or its reduction is finished.
       results: the spec of each result when the operation is done.
       value_specs: the spec in which each result is kept for the operations that read it.
       count: executions in one step.
       compute_s: seconds of arithmetic and memory traffic in one step.
-      next_best_spec: the next best way to leave the first result, everything else unchanged, or None.
-      next_best_s: what that would add to the step, in seconds.
+      next_best_spec: the next best spec of the first result if everything else is unchanged; None if there is no other.
+      next_best_s: seconds that the next best spec would add to the step.
     """
 
     kind: str
@@ -86,13 +86,13 @@ class Operation:
 
 @dataclass(frozen=True)
 class PredictedCollective:
-    """Communication of one operation.
+    """A collective that one operation needs.
 
     Attributes:
       kind, axis: "all_gather", "reduce_scatter", "all_reduce", "all_to_all" or "collective_permute" along a mesh axis.
-      num_bytes: the full size along the axis in one group of devices: what is gathered, scattered or reduced.
+      num_bytes: size of the whole array that one group of devices along the axis gathers, scatters or reduces.
       count: executions in one step.
-      seconds: of all of them.
+      seconds: of all executions in one step.
       operation: index into `PlanData.operations`.
     """
 
@@ -111,8 +111,8 @@ class PlanData:
     Attributes:
       function: the function's name.
       mesh_axes: devices along each mesh axis, in order.
-      hardware: what the predictions are for.
-      memory_limit_bytes: of each device; inf for none.
+      hardware: the hardware for which the predictions are made.
+      memory_limit_bytes: of each device; inf if there is no limit.
       arguments, outputs: the flat arguments and results.
       operations: every vertex of the function's graph.
       compute_s: predicted seconds of arithmetic and memory traffic in one step.
@@ -121,12 +121,12 @@ class PlanData:
       lower_bound_s: no plan in the search space is predicted to take less.
       gap: (step_s - lower_bound_s) / step_s.
       status: how the search ended: "optimal", "finished", "time limit" or "interrupted".
-      solver: its name.
+      solver: name of the solver.
       search_s: seconds that tracing and searching took.
       history: (seconds, cost, lower bound) at each improvement of the solver.
-      notes: what a reader should know: operations without a sharding rule, loops of unknown length.
+      notes: what a reader should know, such as operations without a sharding rule or loops of unknown length.
       static_argnums, donate_argnums: as in `jax.jit`.
-      mesh: the mesh; after loading an abstract one unless `load` was given one.
+      mesh: the mesh; after loading it is abstract, unless `load` was given one.
     """
 
     function: str
@@ -157,7 +157,7 @@ class PlanData:
 
     @property
     def collective_bytes(self) -> dict[tuple[str, str], float]:
-        """Predicted bytes of one step by (kind, axis)."""
+        """Predicted bytes of one step, by kind and axis."""
         total: dict[tuple[str, str], float] = {}
         for c in self.collectives:
             total[c.kind, c.axis] = total.get((c.kind, c.axis), 0.0) + c.num_bytes * c.count

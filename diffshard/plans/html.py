@@ -1,4 +1,4 @@
-"""What the pages of all plans are made of: the document with its style, cards of numbers, stacked bars."""
+"""Elements of which the pages of all plans consist: the document with its style, cards of numbers, stacked bars."""
 
 import html
 from collections.abc import Iterable, Sequence
@@ -34,12 +34,12 @@ summary{cursor:pointer;font-weight:600;margin:26px 0 8px}svg text{font:12px syst
 
 
 def escaped(value: object) -> str:
-    """A value as the text of an element or of an attribute."""
+    """Escapes a value for the text of an element or an attribute."""
     return html.escape(str(value))
 
 
 def document(title: str, body: Sequence[str]) -> str:
-    """A page that needs nothing else, of a title and elements."""
+    """Returns a self-contained page with a title and elements."""
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width">'
@@ -49,13 +49,13 @@ def document(title: str, body: Sequence[str]) -> str:
 
 
 def cards(*pairs: tuple[str, str]) -> str:
-    """Numbers, each with what it is."""
+    """Returns boxes of numbers, each with its meaning."""
     boxes = (f"<div class=card><b>{escaped(number)}</b>{escaped(what)}</div>" for number, what in pairs)
     return f"<div class=cards>{''.join(boxes)}</div>"
 
 
 def bar(pieces: Iterable[tuple[str, float, str, str]], whole: float) -> str:
-    """A stacked bar of (label, amount, amount as text, colour) and its key."""
+    """Returns a stacked bar of pieces, (label, amount, amount as text, colour), with a key of the colours."""
     pieces = [p for p in pieces if p[1] > 0]
     key = "".join(
         f'<span><i style="background:{colour}"></i>{escaped(label)} <span class=dim>{escaped(said)}</span></span>'
@@ -65,7 +65,7 @@ def bar(pieces: Iterable[tuple[str, float, str, str]], whole: float) -> str:
 
 
 def plain_bar(pieces: Iterable[tuple[str, float, str, str]], whole: float) -> str:
-    """The bar without its key."""
+    """Returns a stacked bar as `bar` does, without a key."""
     parts = "".join(
         f'<i style="width:{100 * amount / max(whole, 1e-30):.3f}%;background:{colour}" '
         f'title="{escaped(label)}: {escaped(said)}"></i>'

@@ -1,4 +1,4 @@
-"""A plan as one self-contained HTML page: where the time and memory go, and each layer coloured by its shardings."""
+"""A plan as one self-contained HTML page: how time and memory are spent, and each layer coloured by its shardings."""
 
 import math
 import os
@@ -12,18 +12,18 @@ from diffshard.plans.layers import Layer, LayerPart, layers
 from diffshard.plans.summary import alike_arguments, collective_totals, device_bytes, reason, verdict
 from diffshard.plans.text import format_plan
 
-# Light fills with dark text, told apart also by those who don't see red and green: one for each set of mesh axes.
+# One fill for each set of mesh axes: light under dark text, and different also to those who do not see red and green.
 _REPLICATED = "#e9e9ec"
 _FILLS = ("#bcd9f5", "#fbd5a4", "#d9c8f0", "#c5e6c0", "#f6c3d0", "#bfe8e4", "#efe3a0", "#d6cfc7")
 
 
 def save_page(plan: PlanData, path: str | os.PathLike[str]) -> None:
-    """Writes a plan as an HTML page that needs nothing else; the file is replaced whole or not at all."""
+    """Writes a plan as a self-contained HTML page; the file is replaced whole or not at all."""
     write_whole(path, format_page(plan))
 
 
 def format_page(plan: PlanData) -> str:
-    """The page's text."""
+    """Returns a plan as the text of an HTML page."""
     mesh = " × ".join(f"{axis} {size}" for axis, size in plan.mesh_axes.items()) or "no axes"
     devices = math.prod(plan.mesh_axes.values())
     rows = layers(plan)
@@ -45,7 +45,7 @@ def format_page(plan: PlanData) -> str:
 
 
 def _fills(plan: PlanData, rows: Sequence[Layer]) -> dict[frozenset[str], str]:
-    """A colour for each set of mesh axes that something is split over: single axes first, as the mesh lists them."""
+    """Returns a colour for each set of mesh axes that splits an array; single axes first, in the mesh's order."""
     specs = [t.spec for t in plan.arguments]
     specs += [p.spec for row in rows for p in (*row.arguments, *row.forward, *row.backward) if p.spec is not None]
     order = list(plan.mesh_axes)
@@ -79,7 +79,7 @@ def _time(plan: PlanData) -> str:
 
 
 def _memory(plan: PlanData) -> str:
-    """What a device holds by argument, and what the step adds at its peak."""
+    """Draws the bytes of a device by argument, and what the step adds to them at its peak."""
     by_argument: dict[str, float] = {}
     for tensor in plan.arguments:
         name = tensor.path.split("[", 1)[0]
@@ -156,7 +156,7 @@ def _argument_table(plan: PlanData, fills: dict[frozenset[str], str]) -> str:
 
 
 def _history(plan: PlanData) -> str:
-    """Cost and bound over the solver's time, as steps."""
+    """Draws cost and bound over the solver's time as steps."""
     points = [p for p in plan.history if math.isfinite(p[1])]
     if len(points) < 2:
         return ""

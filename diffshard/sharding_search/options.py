@@ -22,7 +22,7 @@ class Options:
     """The arguments of `search`, which explains them. They are checked here, and the mesh's axes made automatic.
 
     Raises:
-      TypeError, ValueError: an argument breaks a rule; it is named, with the value.
+      TypeError, ValueError: an argument breaks a rule; the error names it and its value.
     """
 
     fn: Callable[..., Any]

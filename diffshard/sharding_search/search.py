@@ -1,4 +1,4 @@
-"""`search`: a JAX function and a mesh in, the function parallelised out."""
+"""`search` takes a JAX function and a mesh, and returns the function parallelised."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -33,31 +33,32 @@ def search(
     donate_argnums: int | Sequence[int] = (),
     static_argnums: int | Sequence[int] = (),
 ) -> Searched[Plan]:
-    """Finds how to run a function on a mesh. Like `jax.jit` it returns a callable: nothing happens until it is called.
+    """Finds how to run a function on a mesh. Like `jax.jit` it returns a callable; the search begins with the first call.
 
     >>> step = diffshard.search(train_step, mesh)
     >>> print(step.plan(state, batch))
     >>> state, loss = step(state, batch)
 
-    A result with the structure and shapes of an argument (a training state) is taken to replace it in the next call: it
-    comes out sharded as the argument goes in.
+    A result with the structure and shapes of an argument, such as a training state, is assumed to replace it in the
+    next call: it comes out sharded as the argument goes in.
 
     Args:
-      fn: of positional arguments, any pytrees of arrays, and pytrees of arrays out; a whole training step.
+      fn: a function of positional arguments, usually a whole training step; arguments and results are pytrees of
+        arrays.
       mesh: a `Mesh`, or an `AbstractMesh` to plan for devices that are not here.
-      hardware: what computing and communicating costs: a `Hardware`, the name of a preset, or None for the preset of
-        the mesh's devices.
-      memory_limit_bytes: of each device; None takes the hardware's.
+      hardware: how fast the devices compute and communicate: a `Hardware`, the name of a preset, or None for the preset
+        of the mesh's devices.
+      memory_limit_bytes: of each device; None takes the memory of the hardware.
       in_shardings: shardings to keep: for each argument a pytree prefix of `PartitionSpec`, `NamedSharding` or None
         (free); None leaves all free. Arguments that carry a `NamedSharding` on this mesh keep it, too.
       solver: as in `diffshard.solve`; None is the default one.
-      time_limit_s: seconds for the solver; None lets it end by its own rule.
+      time_limit_s: seconds for the solver; None lets the solver end by its own rule.
       key: random key or seed of the solver.
       donate_argnums: positions of arguments whose memory may be used for results, as in `jax.jit`.
       static_argnums: positions of arguments that are compile-time constants, as in `jax.jit`.
 
     Raises:
-      TypeError, ValueError: an argument breaks a rule; it is named, with the value.
+      TypeError, ValueError: an argument breaks a rule; the error names it and its value.
     """
     priced_for = hardware_for(hardware, mesh)
     options = Options(

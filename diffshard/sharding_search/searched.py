@@ -43,7 +43,7 @@ class Searched(Generic[PlanT]):
           progress: called as `progress(seconds, cost, lower_bound)` while the solver runs.
 
         Raises:
-          InfeasibleError: no plan fits the memory limit; says the least that would do.
+          InfeasibleError: no plan fits the memory limit; the error says how much would be needed.
           ValueError: a given sharding does not fit its argument.
         """
         return self._prepare(args, progress)[0]
@@ -57,7 +57,7 @@ class Searched(Generic[PlanT]):
         if self._last is not None:
             try:
                 return self._last[1](*args)
-            except Exception:  # arguments of other types than last time, or a fault of these
+            except Exception:  # the arguments have other types than the last ones, or the function itself fails
                 if self._signature(args) == self._last[0]:
                     raise
         if not isinstance(self.options.mesh, Mesh):
@@ -72,7 +72,7 @@ class Searched(Generic[PlanT]):
         return result
 
     def lower(self, *args: Any) -> Any:
-        """Lowers the planned function, as `jax.jit(...).lower`; `compile()` it, look at `as_text()`."""
+        """Lowers the planned function, as `jax.jit(...).lower` does; the result has `compile()` and `as_text()`."""
         return self._prepare(args, None)[1].lower(*args)
 
     def _prepare(self, args: Sequence[Any], progress: Progress | None) -> tuple[PlanT, Any]:
@@ -90,7 +90,7 @@ class Searched(Generic[PlanT]):
         options = self.options
         wanted = _types(jax.tree.leaves(traced.args)), _typed(traced.static)
 
-        def run(*args: Any) -> Any:  # traced once: arguments that differ later are another plan's
+        def run(*args: Any) -> Any:  # traced once; other arguments need another plan
             leaves = jax.tree.leaves(options.dynamic(args))
             if (_types(leaves), _typed(options.static(args))) != wanted:
                 raise PlanError("These arguments are not those that the plan was made for.")
@@ -127,11 +127,11 @@ class Searched(Generic[PlanT]):
 
 
 def _types(leaves: Sequence[Any]) -> tuple[tuple[tuple[int, ...], str, bool], ...]:
-    """Shape, dtype and weakness of each array: what the traced function depends on."""
+    """Returns shape, dtype and weakness of each array, on which the traced function depends."""
     avals = (x if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x) for x in leaves)
     return tuple((tuple(a.shape), str(a.dtype), bool(getattr(a, "weak_type", False))) for a in avals)
 
 
 def _typed(values: Sequence[Any]) -> tuple[tuple[type, Any], ...]:
-    """Static values with their types: 1 and 1.0 are equal, but not the same constant."""
+    """Returns static values with their types: 1 and 1.0 are equal, but different constants."""
     return tuple((type(value), value) for value in values)

@@ -17,15 +17,16 @@ from search_spaces.sharding.tracing import build_graph, feedback_of
 
 @dataclass(frozen=True)
 class TracedFunction:
-    """A traced function.
+    """A function traced for arguments of some shapes.
 
     Attributes:
-      graph: its graph.
-      args: the arguments without the static ones, abstract.
-      static: the values of the static ones.
-      donated: for each flat argument, whether its memory may be used again.
+      graph: the graph of the function.
+      args: the arguments without the static ones, as `jax.ShapeDtypeStruct`s.
+      static: the values of the static arguments.
+      donated: for each flat argument, whether its memory may be used for results.
       carried: for each flat argument the spec that it already has, or None.
-      paths: a name for each flat argument; `out_paths` for each flat result.
+      paths: a name for each flat argument.
+      out_paths: a name for each flat result.
       out_tree: structure of the result.
     """
 
@@ -40,10 +41,10 @@ class TracedFunction:
 
 
 def trace_function(options: Options, args: Sequence[Any]) -> TracedFunction:
-    """Traces the function for arguments that are arrays or `jax.ShapeDtypeStruct`; JAX's own errors are kept.
+    """Traces the function for arguments that are arrays or `jax.ShapeDtypeStruct`; errors of JAX are passed on.
 
     Raises:
-      ValueError: a donated or static position that the arguments do not have.
+      ValueError: a donated or static position is beyond the last argument.
     """
     for name, numbers in (("donate_argnums", options.donate_argnums), ("static_argnums", options.static_argnums)):
         if any(n >= len(args) for n in numbers):
@@ -100,7 +101,7 @@ def _argument_names(fn: Callable[..., Any], count: int) -> list[str]:
     try:
         parameters = inspect.signature(fn).parameters.values()
         names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    except (TypeError, ValueError):  # built-in functions have none
+    except (TypeError, ValueError):  # built-in functions have no signature
         names = []
     return names[:count] + [f"argument_{i}" for i in range(len(names), count)]
 
