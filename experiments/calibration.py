@@ -48,7 +48,7 @@ class Ring(NamedTuple):
 
 
 class LinkError(NamedTuple):
-    """A fit and the preset against measured times of one collective; errors are median and 90% quantile of |relative|."""
+    """A fit and the preset against times of a collective; errors are median and 90% quantile of |relative error|."""
 
     ring: Ring
     kind: CollectiveKind
@@ -60,7 +60,7 @@ class LinkError(NamedTuple):
 
 
 def read_profiles(path: Path) -> dict[tuple[Ring, CollectiveKind], np.ndarray]:
-    """Returns measured points by ring and collective, `[points, 2]` full bytes and seconds, without extrapolated ones."""
+    """Returns measured points by ring and collective: `[points, 2]` full bytes and seconds, none extrapolated."""
     series = defaultdict(list)
     with gzip.open(path, "rt") as file:
         for row in csv.DictReader(file):

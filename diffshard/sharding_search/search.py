@@ -33,7 +33,7 @@ def search(
     donate_argnums: int | Sequence[int] = (),
     static_argnums: int | Sequence[int] = (),
 ) -> Searched[Plan]:
-    """Finds how to run a function on a mesh. Like `jax.jit` it returns a callable; the search begins with the first call.
+    """Finds how to run a function on a mesh. Like `jax.jit` it returns a callable, and searches when that is called.
 
     >>> step = diffshard.search(train_step, mesh)
     >>> print(step.plan(state, batch))
