@@ -1,7 +1,8 @@
 # Every target sets itself up: a machine with Python 3.11+ and pip is enough.
 #   make demo   search, explain and run a GPT training step on 8 host devices
 #   make test   the test suite
-#   make lint   ruff and pyright
+#   make lint   ruff, pyright, and a strict build of the documentation
+#   make docs   the documentation as a site; open site/index.html
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -9,9 +10,12 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PYTEST_ARGS ?=
 
+# PATH, because the signatures in the API reference are formatted by the command ruff.
+MKDOCS = NO_MKDOCS_2_WARNING=1 PATH="$(abspath $(BIN)):$$PATH" $(BIN)/mkdocs build --strict --quiet
+
 export JAX_PLATFORMS ?= cpu
 
-.PHONY: demo test lint format clean
+.PHONY: demo test lint docs format clean
 
 demo: $(STAMP)
 	$(BIN)/python -m experiments.demo
@@ -23,6 +27,10 @@ lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
+	$(MKDOCS)
+
+docs: $(STAMP)
+	$(MKDOCS)
 
 format: $(STAMP)
 	$(BIN)/ruff format .
@@ -39,4 +47,4 @@ $(STAMP): pyproject.toml
 	@touch $(STAMP)
 
 clean:
-	rm -rf $(VENV) .cache .pytest_cache .ruff_cache .hypothesis build dist out
+	rm -rf $(VENV) .cache .pytest_cache .ruff_cache .hypothesis build dist out site
