@@ -1,7 +1,7 @@
 """The documentation is true: its programs run and print what the pages say, and every path, name and option exists.
 
-A page's blocks of Python are one program, run from top to bottom in a process of its own. Comments before a block, which
-readers do not see, say what is special about it:
+A page's blocks of Python are one program, run from top to bottom in a process of its own. A comment before a block,
+which readers do not see, says what is special about it:
 
     <!-- prints -->              the block before it prints this; numbers may differ by a quarter
     <!-- file: PATH -->          this is a new file, written into a copy of the repository
@@ -25,7 +25,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FOLDERS = ("cost", "search_spaces", "diffshard", "experiments", "tests")
 MOST_LINES = {"README.md": 200, "docs/glossary.md": 40}
 TOLERANCE = 0.25
-"""Relative difference of a printed number up to which a page counts as true: other versions of JAX predict a little else."""
+"""Relative difference up to which a printed number counts as the same: versions of JAX differ a little."""
 SEPARATOR = "--- next block ---"
 
 _BLOCK = re.compile(r"(?:<!-- (?P<mark>[^\n]*) -->\n)?```(?P<language>\w+)[^\n]*\n(?P<text>.*?)```", re.DOTALL)
