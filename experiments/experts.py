@@ -76,6 +76,18 @@ def fsdp(state: Any, batch: Any, mesh: Mesh | AbstractMesh) -> HandPlan:
     return HandPlan(jax.tree.map(shard, state), batch_shardings, _batch_rules(mesh))
 
 
+def hybrid_fsdp(state: Any, batch: Any, mesh: Mesh | AbstractMesh) -> HandPlan:
+    """FSDP over "model", whose devices are neighbours, and data parallelism over "data".
+
+    Source: Zhao et al., PyTorch FSDP (arXiv:2304.11277), section 3.2.2, hybrid sharding.
+    """
+
+    def shard(leaf: Any) -> NamedSharding:
+        return NamedSharding(mesh, _fully_sharded(P(*[None] * leaf.ndim), leaf.shape, mesh, ("model",)))
+
+    return fsdp(state, batch, mesh)._replace(state=jax.tree.map(shard, state))
+
+
 def megatron(state: Any, batch: Any, mesh: Mesh | AbstractMesh) -> HandPlan:
     """The batch split over "data"; heads, hidden units, vocabulary and experts over "model"."""
 
