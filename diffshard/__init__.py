@@ -12,10 +12,12 @@ if TYPE_CHECKING:  # for type checkers and editors; when the program runs, `__ge
     from cost.calibration import calibrate
     from cost.presets import PRESET_NAMES, preset
     from diffshard.base import InfeasibleError, PlanError, Proposal, Solution, Solver
-    from diffshard.bilevel_search.estimators import curvature, mixture, sampled
+    from diffshard.bilevel_search.estimators.curvature import curvature
+    from diffshard.bilevel_search.estimators.mixture import mixture
+    from diffshard.bilevel_search.estimators.sampled import sampled
     from diffshard.bilevel_search.pareto import Pareto, pareto
     from diffshard.bilevel_search.plan import BilevelPlan
-    from diffshard.bilevel_search.prove import CandidatesData
+    from diffshard.bilevel_search.proving import CandidatesData
     from diffshard.bilevel_search.search import BilevelSearch, bilevel
     from diffshard.initialisation import init_search, kaiming, orthogonal, xavier
     from diffshard.placing import Placement, place
@@ -36,10 +38,12 @@ _NAMES_OF = {
     "cost.calibration": ("calibrate",),
     "cost.presets": ("PRESET_NAMES", "preset"),
     "diffshard.base": ("InfeasibleError", "PlanError", "Proposal", "Solution", "Solver"),
-    "diffshard.bilevel_search.estimators": ("curvature", "mixture", "sampled"),
+    "diffshard.bilevel_search.estimators.curvature": ("curvature",),
+    "diffshard.bilevel_search.estimators.mixture": ("mixture",),
+    "diffshard.bilevel_search.estimators.sampled": ("sampled",),
     "diffshard.bilevel_search.pareto": ("Pareto", "pareto"),
     "diffshard.bilevel_search.plan": ("BilevelPlan",),
-    "diffshard.bilevel_search.prove": ("CandidatesData",),
+    "diffshard.bilevel_search.proving": ("CandidatesData",),
     "diffshard.bilevel_search.search": ("BilevelSearch", "bilevel"),
     "diffshard.initialisation": ("init_search", "kaiming", "orthogonal", "xavier"),
     "diffshard.placing": ("Placement", "place"),

@@ -1,4 +1,4 @@
-"""Successive halving: many candidates get a little training, the better half more, until one is left.
+"""Successive halving: many candidates get a little training, the better half more, until one remains.
 
 Source: Jamieson and Talwalkar, "Non-stochastic Best Arm Identification and Hyperparameter Optimization" (AISTATS 2016),
 algorithm 1.
@@ -17,8 +17,8 @@ Train = Callable[[Sequence[C], int], tuple[Sequence[C], Sequence[Any]]]
 compared, less is better. A number that is NaN counts as infinite."""
 
 
-class Row(NamedTuple):
-    """What one candidate went through.
+class HalvingRecord(NamedTuple):
+    """The training of one candidate.
 
     Attributes:
       name: the candidate's.
@@ -37,14 +37,14 @@ class Halving(NamedTuple, Generic[C]):
     Attributes:
       winner: the best candidate of the last rung, trained.
       position: its place among the candidates that were given.
-      table: a row for each candidate, the winner first, then by how far they came and how they scored there.
-      trained: the candidates as they were left, in the order of the table.
+      table: a record for each candidate, the winner first, then by how far they came and how they scored there.
+      trained: the candidates after their training, in the order of the table.
       steps: of training in all.
     """
 
     winner: C
     position: int
-    table: tuple[Row, ...]
+    table: tuple[HalvingRecord, ...]
     trained: tuple[C, ...]
     steps: int
 
@@ -78,19 +78,19 @@ def halving(
     trained, alive = list(candidates), list(range(len(candidates)))
     scores: list[list[Any]] = [[] for _ in candidates]
     for steps in rungs:
-        after, found = _pair(train([trained[i] for i in alive], steps), len(alive))
-        if all(map(_has_nan, found)):
+        longer, new_scores = _pair(train([trained[i] for i in alive], steps), len(alive))
+        if all(map(_has_nan, new_scores)):
             raise ValueError(f"`train` gave only scores that are NaN for all {len(alive)} candidates; none can win.")
-        for i, candidate, score in zip(alive, after, found, strict=True):
+        for i, candidate, score in zip(alive, longer, new_scores, strict=True):
             trained[i] = candidate
             scores[i].append(_comparable(score))
         alive.sort(key=lambda i: scores[i][-1])
         alive = alive[: max(1, math.ceil(keep * len(alive)))]
     order = sorted(range(len(candidates)), key=lambda i: (-len(scores[i]), scores[i][-1]))
     steps = [sum(rungs[: len(row)]) for row in scores]
-    table = tuple(Row(str(i) if names is None else names[i], tuple(scores[i]), steps[i]) for i in order)
-    left = tuple(trained[i] for i in order)
-    return Halving(left[0], order[0], table, left, sum(steps))
+    table = tuple(HalvingRecord(str(i) if names is None else names[i], tuple(scores[i]), steps[i]) for i in order)
+    ordered = tuple(trained[i] for i in order)
+    return Halving(ordered[0], order[0], table, ordered, sum(steps))
 
 
 def check_rungs(rungs: Any, keep: Any) -> None:

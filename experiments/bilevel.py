@@ -20,7 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from diffshard.bilevel_search.estimators import ESTIMATORS
+from diffshard.bilevel_search.estimators import estimator_names
 from experiments import bilevel_estimators, bilevel_initialisation, bilevel_loss, bilevel_overhead, bilevel_relaxation
 from experiments.bilevel_training import BYTES_PER_S, QUICK, SETTINGS, Setting
 
@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> Any:
     parser.add_argument("--steps", type=int, help="of each training, else the model's; of descent in `relaxation`, 200")
     parser.add_argument("--seconds", type=float, default=10.0, help="for each solver in `relaxation`")
     parser.add_argument("--links", nargs="+", choices=list(BYTES_PER_S), default=list(BYTES_PER_S))
-    parser.add_argument("--estimators", nargs="+", choices=list(ESTIMATORS), default=list(ESTIMATORS))
+    parser.add_argument("--estimators", nargs="+", choices=estimator_names(), default=estimator_names())
     parser.add_argument("--records", type=Path, help="a folder for the runs' records: those already there are taken up")
     parser.add_argument("--quick", action="store_true", help="a tiny model, one seed, few steps, one link speed")
     options = parser.parse_args(arguments)

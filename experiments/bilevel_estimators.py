@@ -1,9 +1,9 @@
-"""Do the estimators rank strategies as training does? Their mean slopes against the measured damage of each strategy.
+"""Do the estimators rank strategies as training does? Their mean slopes beside the measured increases of the loss.
 
-Damage is measured one strategy at a time: all else is exact, training starts anew, and the loss after it is compared
-with the lossless training of the same seed, on validation and test text (nothing is selected here). The same of a
-strategy that is only met, after exact training, says what estimates of forward damage are of. The agreement of one half
-of the seeds with the other says how well any estimator could do.
+An increase is measured one strategy at a time: all else is exact, training starts anew, and the loss after it is
+compared with the exact training of the same seed, on validation and test text (nothing is selected here). The same of a
+strategy that is only met, after exact training, shows what a prediction for forward strategies stands for. The
+agreement of one half of the seeds with the other says how well any estimator could do.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from scipy import stats
 
-from diffshard.bilevel_search.estimators import ESTIMATORS
+from diffshard.bilevel_search.estimators import estimator_names
 from experiments import bilevel_training as task
 from experiments.bilevel_loss import Searches
 from experiments.tables import print_table
@@ -42,15 +42,15 @@ def lossy(space: CommunicationSpace) -> Strategies:
 
 
 def measured(training: task.Training, which: Strategies, seeds: int) -> tuple[np.ndarray, np.ndarray]:
-    """Nats above the lossless training, `[seeds, n]`: of training with one strategy, and of meeting it after that."""
+    """Nats above the exact training, `[seeds, n]`: of training with one strategy, and of meeting it after that."""
     exact = tuple(training.space.exact_choice())
     pairs = zip(which.group.tolist(), which.strategy.tolist(), strict=True)
     choices = [(*exact[:group], strategy, *exact[group + 1 :]) for group, strategy in pairs]
     trained, met = np.zeros((2, seeds, len(choices)))
     for seed in range(seeds):
-        lossless = np.mean(training.losses(seed, exact))
-        trained[seed] = [np.mean(training.losses(seed, choice)) - lossless for choice in choices]
-        met[seed] = [np.mean(losses) - lossless for losses in training.met(seed, choices)]
+        exact_loss = np.mean(training.losses(seed, exact))
+        trained[seed] = [np.mean(training.losses(seed, choice)) - exact_loss for choice in choices]
+        met[seed] = [np.mean(losses) - exact_loss for losses in training.met(seed, choices)]
         print(f"seed {seed}: {len(choices)} strategies trained with", flush=True)
     return trained, met
 
@@ -59,8 +59,8 @@ def estimated(searches: Searches, estimator: str, which: Strategies, seeds: int)
     """`[seeds, n]` mean slope of each strategy over the exact one's, in nats."""
 
     def slopes(seed: int) -> list[float]:
-        seen = [np.asarray(slope, float) for slope in searches.searched(estimator, seed).slopes]
-        over = [slope - slope[exact] for slope, exact in zip(seen, searches.space.exact_choice(), strict=True)]
+        means = [np.asarray(slope, float) for slope in searches.searched(estimator, seed).slopes]
+        over = [slope - slope[exact] for slope, exact in zip(means, searches.space.exact_choice(), strict=True)]
         return [float(over[g][s]) for g, s in zip(which.group, which.strategy, strict=True)]
 
     training = searches.training
@@ -75,18 +75,18 @@ def main(
     *,
     seeds: int,
     records: Path | None = None,
-    estimators: Sequence[str] = tuple(ESTIMATORS),
+    estimators: Sequence[str] = estimator_names(),
 ) -> dict[str, np.ndarray]:
     """Prints both tables; returns what was measured, what met, and what each estimator says, `[seeds, n]` by name."""
     training = task.Training(setting, records)
     searches = Searches(training, "slow")
     which = lossy(training.space)
     trained, met = measured(training, which, seeds)
-    found = {"measured": trained, "met": met}
+    increases = {"measured": trained, "met": met}
     for name in estimators:
-        found[name] = estimated(searches, name, which, seeds)
-    means = {name: values.mean(axis=0) for name, values in found.items()}
-    spread = found["measured"].std(axis=0, ddof=1) if seeds > 1 else np.full(len(which.group), np.nan)
+        increases[name] = estimated(searches, name, which, seeds)
+    means = {name: values.mean(axis=0) for name, values in increases.items()}
+    spread = increases["measured"].std(axis=0, ddof=1) if seeds > 1 else np.full(len(which.group), np.nan)
     print_table(
         f"{setting.name}: nats that one strategy adds, {setting.steps} steps, {seeds} seeds",
         ("site", "strategy", "trained with", "met", *estimators),
@@ -106,11 +106,11 @@ def main(
         for name in (*estimators, "met")
     ]
     if seeds > 1:
-        halves = found["measured"][::2].mean(axis=0), found["measured"][1::2].mean(axis=0)
+        halves = increases["measured"][::2].mean(axis=0), increases["measured"][1::2].mean(axis=0)
         rows.append(("half the seeds", *(f"{_rank_correlation(*(h[m] for h in halves)):+.2f}" for m in kinds.values())))
     columns = ("against measured", *(f"{name} ({mask.sum()})" for name, mask in kinds.items()))
-    print_table("Rank correlation (Spearman) with the damage that training measures", columns, rows)
-    return found
+    print_table("Rank correlation (Spearman) with the increase that training measures", columns, rows)
+    return increases
 
 
 def _rank_correlation(a: np.ndarray, b: np.ndarray) -> float:

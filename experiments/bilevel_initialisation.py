@@ -44,7 +44,7 @@ class Case(NamedTuple):
     optimizer: optax.GradientTransformation
 
 
-class Row(NamedTuple):
+class MethodResult(NamedTuple):
     """A method on a case: test losses `[seeds]`, steps of training for each seed, and seconds in all."""
 
     case: str
@@ -128,7 +128,7 @@ def byte_gpt(quick: bool) -> Case:
 CASES = (two_layers, byte_gpt, phase_retrieval)
 
 
-def compared(case: Case, seeds: int, rungs: tuple[int, ...], starts: int) -> list[Row]:
+def compared(case: Case, seeds: int, rungs: tuple[int, ...], starts: int) -> list[MethodResult]:
     """One row for each method; every method takes as many steps, to within one start's."""
     total = _steps(starts, rungs)
     few = max(round(total / sum(rungs)), 1)
@@ -143,14 +143,14 @@ def compared(case: Case, seeds: int, rungs: tuple[int, ...], starts: int) -> lis
     rows = []
     for name, method in methods.items():
         start = time.perf_counter()
-        found = [method(jax.random.key(100 + seed)) for seed in range(seeds)]
-        losses = np.array([float(jax.jit(case.loss)(params, case.test)) for params, _ in found])
-        rows.append(Row(case.name, name, losses, found[0][1], time.perf_counter() - start))
+        trained = [method(jax.random.key(100 + seed)) for seed in range(seeds)]
+        losses = np.array([float(jax.jit(case.loss)(params, case.test)) for params, _ in trained])
+        rows.append(MethodResult(case.name, name, losses, trained[0][1], time.perf_counter() - start))
         print(f"{case.name}, {name}: {losses.mean():.4f}", flush=True)
     return rows
 
 
-def main(quick: bool, seeds: int) -> list[Row]:
+def main(quick: bool, seeds: int) -> list[MethodResult]:
     """Prints the table; returns its rows."""
     rungs, starts = ((2, 2), 4) if quick else (RUNGS, STARTS)
     rows = [row for make in CASES for row in compared(make(quick), seeds, rungs, starts)]

@@ -18,12 +18,12 @@ import optax
 from scipy import stats
 
 import diffshard
-from diffshard.bilevel_search.estimators import ESTIMATORS, Estimator, Moment, resolve
-from diffshard.bilevel_search.space import Batch, Choice, Params, Rows, Space
-from diffshard.bilevel_search.state import BilevelState
+from diffshard.bilevel_search.base import BilevelState, Estimator, StrategyIndices, TrainingProgress
+from diffshard.bilevel_search.estimators import estimator_names, resolve
 from diffshard.solving.solve import solve
 from experiments import bilevel_training as task
 from experiments.tables import print_table
+from search_spaces.base import Batch, LossySpace, Params, RelaxedChoice
 from search_spaces.communication.space import CommunicationSpace
 
 MARGIN = 0.005
@@ -37,11 +37,11 @@ _MOVES = 500  # until a walk is taken for random
 class Run(NamedTuple):
     """What a method returns for one seed: a choice, and the share of training that is exact before it."""
 
-    choice: Choice
+    choice: StrategyIndices
     exact_share: float = 0.0
 
 
-class Row(NamedTuple):
+class MethodResult(NamedTuple):
     """A method at a link speed.
 
     Attributes:
@@ -49,7 +49,7 @@ class Row(NamedTuple):
       method: for people.
       runs: for each seed.
       milliseconds: mean communication in a step, encoding included.
-      validation: `[seeds]` loss less the lossless training's of the same seed, in nats.
+      validation: `[seeds]` loss less the exact training's of the same seed, in nats.
       test: `[seeds]` the same on the test part.
       search_steps: of training that choosing took, for one seed.
     """
@@ -63,25 +63,36 @@ class Row(NamedTuple):
     search_steps: int
 
 
-def cut(space: Space, params: Params, batch: Batch, rows: Rows, key: jax.Array, moment: Moment) -> jax.Array:
+def cut(
+    space: LossySpace, params: Params, batch: Batch, relaxed: RelaxedChoice, key: jax.Array, progress: TrainingProgress
+) -> jax.Array:
     """An increase of no slope: A follows the cost alone."""
-    del space, params, batch, rows, key, moment
+    del space, params, batch, relaxed, key, progress
     return jnp.zeros(())
 
 
 def shuffled(name: str, where: CommunicationSpace, seed: int) -> Estimator:
     """An estimator whose slopes, over the exact strategy's, are exchanged at random among all lossy strategies."""
     inner = resolve(name)
-    lossless = [np.asarray(group.exact) for group in where.groups]
-    lossy = np.flatnonzero(~np.concatenate(lossless))
+    is_exact = [np.asarray(group.exact) for group in where.groups]
+    lossy = np.flatnonzero(~np.concatenate(is_exact))
     order = lossy[np.random.default_rng(seed).permutation(len(lossy))]
-    ends = np.cumsum([len(row) for row in lossless])[:-1]
+    ends = np.cumsum([len(row) for row in is_exact])[:-1]
 
-    def increase(space: Space, params: Params, batch: Batch, rows: Rows, key: jax.Array, moment: Moment) -> jax.Array:
-        value, slopes = jax.value_and_grad(lambda p: inner.increase(space, params, batch, p, key, moment))(list(rows))
-        over = jnp.concatenate([slope - slope[int(row.argmax())] for slope, row in zip(slopes, lossless, strict=True)])
+    def increase(
+        space: LossySpace,
+        params: Params,
+        batch: Batch,
+        relaxed: RelaxedChoice,
+        key: jax.Array,
+        progress: TrainingProgress,
+    ) -> jax.Array:
+        value, slopes = jax.value_and_grad(lambda p: inner.increase(space, params, batch, p, key, progress))(
+            list(relaxed)
+        )
+        over = jnp.concatenate([slope - slope[int(row.argmax())] for slope, row in zip(slopes, is_exact, strict=True)])
         exchanged = jnp.split(over.at[lossy].set(over[order]), ends)
-        moves = [row - jax.lax.stop_gradient(row) for row in rows]
+        moves = [weights - jax.lax.stop_gradient(weights) for weights in relaxed]
         linear = sum((m @ jax.lax.stop_gradient(s) for m, s in zip(moves, exchanged, strict=True)), jnp.zeros(()))
         return jax.lax.stop_gradient(value) + linear
 
@@ -102,7 +113,7 @@ class Searches:
     def proposals(self, name: str, seeds: int) -> list[Run]:
         """The proposal for each seed, from the records where it is there."""
 
-        def propose(seed: int) -> Choice:
+        def propose(seed: int) -> StrategyIndices:
             return self.search(name).finish(self.searched(name, seed))[0].choice
 
         stem = f"search-{self.training.setting.name}-{self.link}-{name.replace(' ', '-')}-{self.training.steps}"
@@ -130,10 +141,10 @@ class Searches:
     def searched(self, name: str, seed: int) -> BilevelState:
         """The state after all steps of a seed."""
         search = self.search(name)
-        train, held = (task.listed(self.training.batches(seed, name)) for name in ("train", "search"))
+        train, validation = (task.listed(self.training.batches(seed, name)) for name in ("train", "search"))
         state = search.init(jax.random.key(seed), self.training.params(seed), train[0])
-        for train_batch, held_batch in zip(train, held, strict=True):
-            state, _ = search.update(state, train_batch, held_batch)
+        for train_batch, val_batch in zip(train, validation, strict=True):
+            state, _ = search.update(state, train_batch, val_batch)
         return state
 
     def proven(self, name: str) -> dict[str, tuple[Run, int]]:
@@ -152,20 +163,20 @@ class Searches:
             )
             proof = self.search(name).prove(self.searched(name, _PROOF_SEED), data)
             print(proof, flush=True)
-            by_type = [tried for tried in proof.table if self._is_by_kind(tried.choice) and not tried.exact_share]
-            late = [tried for tried in proof.table if tried.exact_share]
+            by_type = [t for t in proof.table if self._is_by_kind(t.choice) and not t.exact_share]
+            late = [trained for trained in proof.table if trained.exact_share]
             first = {"winner": [proof.winner], "best by kind": by_type, "best exact first": late}
             return {
-                method: (Run(tried[0].choice, tried[0].exact_share), proof.steps + training.steps)
-                for method, tried in first.items()
-                if tried
+                method: (Run(trained[0].choice, trained[0].exact_share), proof.steps + training.steps)
+                for method, trained in first.items()
+                if trained
             }
 
         stem = f"proof-{training.setting.name}-{self.link}-{name.replace(' ', '-')}-{training.steps}"
-        found = task.recorded(training.records, stem, prove)
-        return {method: (Run(tuple(run[0]), run[1]), steps) for method, (run, steps) in found.items()}
+        proven = task.recorded(training.records, stem, prove)
+        return {method: (Run(tuple(run[0]), run[1]), steps) for method, (run, steps) in proven.items()}
 
-    def _is_by_kind(self, choice: Choice) -> bool:
+    def _is_by_kind(self, choice: StrategyIndices) -> bool:
         """Whether all groups that choose from the same names take the same one."""
         taken: dict[tuple[str, ...], int] = {}
         return all(taken.setdefault(self.space.strategy_names(g), s) == s for g, s in enumerate(choice))
@@ -176,7 +187,7 @@ class Searches:
         return run.exact_share * exact + (1 - run.exact_share) * self.space.seconds(run.choice)
 
 
-def random_within(space: CommunicationSpace, most_s: float, seed: int) -> Choice:
+def random_within(space: CommunicationSpace, most_s: float, seed: int) -> StrategyIndices:
     """A random choice that takes at most so long, and 90% of it at least where the walk meets one.
 
     A walk from the cheapest choice that exchanges one group's strategy at a time and stays within the time, so that it
@@ -204,10 +215,10 @@ def random_within(space: CommunicationSpace, most_s: float, seed: int) -> Choice
     return slowest[1]
 
 
-def rows_of(link: str, training: task.Training, seeds: int, estimators: Sequence[str]) -> list[Row]:
+def results_at(link: str, training: task.Training, seeds: int, estimators: Sequence[str]) -> list[MethodResult]:
     """All methods at one link speed; prints each as it is done."""
     searches, search_steps = Searches(training, link), training.steps
-    rows: list[Row] = []
+    rows: list[MethodResult] = []
 
     def add(method: str, runs: Sequence[Run], steps: int) -> None:
         rows.append(_row(searches, method, runs, steps))
@@ -217,13 +228,13 @@ def rows_of(link: str, training: task.Training, seeds: int, estimators: Sequence
         add(f"uniform {name}", [Run(task.uniform(searches.space, name))] * seeds, 0)
     add("A, loss gradient cut", searches.proposals("cut", 1) * seeds, search_steps)  # no seed changes the cost
     for name in estimators:
-        found = searches.proposals(name, seeds)
-        add(f"A, {name}", found, search_steps)
+        proposed = searches.proposals(name, seeds)
+        add(f"A, {name}", proposed, search_steps)
         if name == "curvature":
-            drawn = [Run(random_within(searches.space, searches.seconds(run), s)) for s, run in enumerate(found)]
+            drawn = [Run(random_within(searches.space, searches.seconds(run), s)) for s, run in enumerate(proposed)]
             add("random, same time", drawn, 0)
-            found = searches.proposals(f"{name} shuffled", seeds)
-            add(f"A, {name} shuffled", found, search_steps)
+            shuffled_runs = searches.proposals(f"{name} shuffled", seeds)
+            add(f"A, {name} shuffled", shuffled_runs, search_steps)
     for method, (run, steps) in searches.proven("curvature").items():
         add(f"prove: {method}", [run] * seeds, steps)
     if link == _CONTROLLED:  # how far does training candidates come without what the loss's slopes say of them?
@@ -250,35 +261,35 @@ def main(
     *,
     seeds: int,
     records: Path | None = None,
-    estimators: Sequence[str] = tuple(ESTIMATORS),
-) -> list[Row]:
+    estimators: Sequence[str] = estimator_names(),
+) -> list[MethodResult]:
     """Prints a table for each link speed; returns their rows."""
     training = task.Training(setting, records)
-    rows: list[Row] = []
+    rows: list[MethodResult] = []
     for link in links:
-        found = rows_of(link, training, seeds, estimators)
-        exact = [training.losses(seed, found[0].runs[seed].choice).test for seed in range(seeds)]
+        results = results_at(link, training, seeds, estimators)
+        exact = [training.losses(seed, results[0].runs[seed].choice).test for seed in range(seeds)]
         title = (
             f"{setting.name}, {link} links ({task.BYTES_PER_S[link] / 1e9:g} GB/s): {setting.steps} steps, {seeds} "
-            f"seeds; lossless test loss {np.mean(exact):.3f} ± {np.std(exact):.3f} nats; differences to it with "
+            f"seeds; exact test loss {np.mean(exact):.3f} ± {np.std(exact):.3f} nats; differences to it with "
             f"standard deviation"
         )
         space = task.space(setting, link, training.task)
-        columns = ("method", "ms", "of lossless", "validation", "test", f"≤ {MARGIN}?", "search steps", "first choice")
-        print_table(title, columns, [_cells(row, space)[1:] for row in found])
-        rows += found
+        columns = ("method", "ms", "of exact", "validation", "test", f"≤ {MARGIN}?", "search steps", "first choice")
+        print_table(title, columns, [_cells(row, space)[1:] for row in results])
+        rows += results
     return rows
 
 
-def _row(searches: Searches, method: str, runs: Sequence[Run], steps: int) -> Row:
+def _row(searches: Searches, method: str, runs: Sequence[Run], steps: int) -> MethodResult:
     training, exact = searches.training, tuple(searches.space.exact_choice())
-    found = np.array([training.losses(seed, *run) for seed, run in enumerate(runs)])
-    found = found - np.array([training.losses(seed, exact) for seed in range(len(runs))])
+    losses = np.array([training.losses(seed, *run) for seed, run in enumerate(runs)])
+    differences = losses - np.array([training.losses(seed, exact) for seed in range(len(runs))])
     milliseconds = 1e3 * float(np.mean([searches.seconds(run) for run in runs]))
-    return Row(searches.link, method, tuple(runs), milliseconds, found[:, 0], found[:, 1], steps)
+    return MethodResult(searches.link, method, tuple(runs), milliseconds, differences[:, 0], differences[:, 1], steps)
 
 
-def _cells(row: Row, space: CommunicationSpace) -> tuple[str, ...]:
+def _cells(row: MethodResult, space: CommunicationSpace) -> tuple[str, ...]:
     exact = 1e3 * space.seconds(space.exact_choice())
     first = row.runs[0]
     late = f", from {first.exact_share:.0%} on" if first.exact_share else ""

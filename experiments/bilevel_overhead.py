@@ -22,7 +22,7 @@ from experiments.tables import print_table
 SEARCHES = (("curvature", 1), ("mixture", 1), ("mixture", 2), ("sampled", 1), ("sampled", 2))
 
 
-class Row(NamedTuple):
+class StepOverhead(NamedTuple):
     """A compiled step.
 
     Attributes:
@@ -40,11 +40,11 @@ class Row(NamedTuple):
     compile_s: float
 
 
-def main(setting: task.Setting, repeats: int, searches: Sequence[tuple[str, int]] = SEARCHES) -> list[Row]:
+def main(setting: task.Setting, repeats: int, searches: Sequence[tuple[str, int]] = SEARCHES) -> list[StepOverhead]:
     """Prints the table; returns its rows, the plain step first."""
     work, optimizer = setting.task(), setting.optimizer
     space, params = task.space(setting, "slow", work), work.init(jax.random.key(0))
-    train, held = (task.listed(task.batches(work, name, 0, 1))[0] for name in ("train", "search"))
+    train, validation = (task.listed(task.batches(work, name, 0, 1))[0] for name in ("train", "search"))
     exact = space.exact_choice()
 
     def plain(params: Any, weights_state: Any, residuals: Any, batch: Any, step: jax.Array) -> Any:
@@ -52,7 +52,7 @@ def main(setting: task.Setting, repeats: int, searches: Sequence[tuple[str, int]
         updates, weights_state = optimizer.update(gradients, weights_state, params)
         return optax.apply_updates(params, updates), weights_state, residuals, loss
 
-    state = params, optimizer.init(params), space.state(params)
+    state = params, optimizer.init(params), space.init_residuals(params)
     steps = [("training alone", 1, *_compiled(plain, ((*state, train, jnp.int32(0)),)))]
     for estimator, order in searches:
         search = diffshard.bilevel(
@@ -60,7 +60,7 @@ def main(setting: task.Setting, repeats: int, searches: Sequence[tuple[str, int]
         )
         first = search.init(jax.random.key(1), params, train)
         states = first, first._replace(step=first.step + 1)  # with a step of the choice, and without
-        program = _compiled(search.update, [(state, train, held) for state in states])
+        program = _compiled(search.update, [(state, train, validation) for state in states])
         steps.append((f"{estimator}, order {order}", CHOICE_EVERY, *program))
         print(f"compiled {steps[-1][0]} in {program[2]:.1f} s", flush=True)
     times: list[list[list[float]]] = [[[] for _ in calls] for _, _, calls, _, _ in steps]
@@ -74,7 +74,7 @@ def main(setting: task.Setting, repeats: int, searches: Sequence[tuple[str, int]
     for (name, every, _, temporary_bytes, compile_s), taken in zip(steps, times, strict=True):
         medians = [statistics.median(seconds) for seconds in taken]
         mean = (medians[0] + (every - 1) * medians[-1]) / every
-        rows.append(Row(name, mean, medians[0], temporary_bytes, compile_s))
+        rows.append(StepOverhead(name, mean, medians[0], temporary_bytes, compile_s))
     alone = rows[0]
     print_table(
         f"A step of the search beside a training step: medians of {repeats}, the choice in every {CHOICE_EVERY}th",

@@ -20,7 +20,7 @@ import optax
 from cost.base import Problem, num_strategies
 from cost.evaluation import evaluate
 from diffshard.base import Solution
-from diffshard.bilevel_search.marginals import marginal_logits
+from diffshard.bilevel_search.relaxation import marginal_logits
 from diffshard.solving import presolve
 from diffshard.solving.dual.soft_dual import soft_problem
 from diffshard.solving.solve import solve
@@ -39,7 +39,7 @@ Change = Callable[[jax.Array], jax.Array]
 Relaxation = Literal["softmax", "gumbel", "dual-guided"]
 
 
-class Row(NamedTuple):
+class MethodResult(NamedTuple):
     """What a method made of a problem: cost in seconds, inf where it broke a limit, and seconds until it ended."""
 
     problem: str
@@ -69,7 +69,7 @@ def descend(
     ends, scale = np.cumsum(sizes)[:-1].tolist(), _spread(reduced.problem)
     padded = soft_problem(reduced.problem)  # a program of the same length for any number of nodes
 
-    def rows_of(logits: jax.Array) -> jax.Array:
+    def weights_of(logits: jax.Array) -> jax.Array:
         return jax.nn.softmax(jnp.full(padded.node_mask.shape, -jnp.inf).at[np.nonzero(padded.node_mask)].set(logits))
 
     def cost(rows: jax.Array) -> jax.Array:
@@ -80,8 +80,8 @@ def descend(
 
     def energy(logits: jax.Array, heat: jax.Array, key: jax.Array) -> jax.Array:
         if relaxation == "gumbel":
-            return cost(rows_of((logits + jax.random.gumbel(key, logits.shape)) / heat))
-        rows = rows_of(logits)
+            return cost(weights_of((logits + jax.random.gumbel(key, logits.shape)) / heat))
+        rows = weights_of(logits)
         return cost(rows) + heat * jnp.sum(rows * jnp.log(jnp.maximum(rows, 1e-30)))
 
     def step(carried: tuple[jax.Array, optax.OptState], at: tuple[jax.Array, jax.Array]) -> tuple[tuple, None]:
@@ -97,15 +97,15 @@ def descend(
         return jax.lax.scan(step, (logits, _ADAM.init(logits)), (heats, keys))[0][0]
 
     keys = jax.random.split(jax.random.key(seed), restarts)
-    found = np.asarray(jax.jit(jax.vmap(run))(keys))
-    choices = [[int(row.argmax()) for row in np.split(logits, ends)] for logits in found]
+    final_logits = np.asarray(jax.jit(jax.vmap(run))(keys))
+    choices = [[int(row.argmax()) for row in np.split(logits, ends)] for logits in final_logits]
     priced = [evaluate(problem, reduced.expand(np.array(choice, np.int64))) for choice in choices]
     return min((float(p.cost) for p in priced if p.feasible), default=np.inf)
 
 
-def main(quick: bool, seeds: int, steps: int, seconds: float) -> list[Row]:
+def main(quick: bool, seeds: int, steps: int, seconds: float) -> list[MethodResult]:
     """Prints the table; returns its rows: costs are medians over seeds."""
-    rows: list[Row] = []
+    rows: list[MethodResult] = []
     for name, make in problems(quick).items():
         problem = make()
         assert problem is not None  # none of these needs a file
@@ -127,12 +127,12 @@ def main(quick: bool, seeds: int, steps: int, seconds: float) -> list[Row]:
         for method, relaxation, temperature, restarts, change in methods:
             start = time.perf_counter()
             costs = [descend(problem, relaxation, temperature, restarts, steps, change, seed) for seed in range(seeds)]
-            rows.append(Row(name, method, float(np.median(costs)), (time.perf_counter() - start) / seeds))
+            rows.append(MethodResult(name, method, float(np.median(costs)), (time.perf_counter() - start) / seeds))
         for solver in SOLVERS:
             start = time.perf_counter()
-            found = [_solved(problem, solver, seconds, seed) for seed in range(seeds)]
-            costs = [float(solution.cost) if solution.feasible else np.inf for solution in found]
-            rows.append(Row(name, solver, float(np.median(costs)), (time.perf_counter() - start) / seeds))
+            solutions = [_solved(problem, solver, seconds, seed) for seed in range(seeds)]
+            costs = [float(solution.cost) if solution.feasible else np.inf for solution in solutions]
+            rows.append(MethodResult(name, solver, float(np.median(costs)), (time.perf_counter() - start) / seeds))
         best = min(row.cost for row in rows if row.problem == name)
         exact = next(row.cost for row in rows if row.problem == name and row.method == "exact")
         print_table(

@@ -13,8 +13,8 @@ import numpy as np
 import optax
 
 from cost.base import Hardware, Link
-from diffshard.bilevel_search.space import Choice
-from diffshard.bilevel_search.training import TrainingState, gradients_of, stepped
+from diffshard.bilevel_search.base import StrategyIndices
+from diffshard.bilevel_search.training import TrainingState, gradients_of, next_state
 from diffshard.plans.documents import write_whole
 from experiments.models import device_gpt, device_images, device_moe, digits, text
 from search_spaces.communication.base import CollectiveStrategy, Precision
@@ -80,23 +80,23 @@ def images(layers: int = 2, width: int = 32, batch: int = 64) -> Task:
         return pictures[order[begin:end]], labels[order[begin:end]]
 
     def draw(name: str, key: jax.Array, count: int) -> Any:
-        own, digit = map(jnp.asarray, part(name))
+        pictures_in_part, digits_in_part = map(jnp.asarray, part(name))
 
         def shifted(image: jax.Array, by: jax.Array) -> jax.Array:
             padded = jnp.pad(image, 1)
             return jax.lax.dynamic_slice(padded, by, image.shape)
 
         which, by = jax.random.split(key)
-        chosen = jax.random.randint(which, (count, batch), 0, len(own))
+        chosen = jax.random.randint(which, (count, batch), 0, len(pictures_in_part))
         shifts = jax.random.randint(by, (count, batch, 2), 0, 3)
-        return jax.vmap(jax.vmap(shifted))(own[chosen], shifts), digit[chosen]
+        return jax.vmap(jax.vmap(shifted))(pictures_in_part[chosen], shifts), digits_in_part[chosen]
 
     def evaluated(name: str) -> Any:
-        own, digit = part(name)
-        count = len(own) // batch
+        pictures_in_part, digits_in_part = part(name)
+        count = len(pictures_in_part) // batch
         return (
-            jnp.asarray(own[: count * batch]).reshape(count, batch, *own.shape[1:]),
-            jnp.asarray(digit[: count * batch]).reshape(count, batch),
+            jnp.asarray(pictures_in_part[: count * batch]).reshape(count, batch, *pictures_in_part.shape[1:]),
+            jnp.asarray(digits_in_part[: count * batch]).reshape(count, batch),
         )
 
     specs = device_images.BATCH_SPEC, device_images.BATCH_SPEC
@@ -187,13 +187,13 @@ def space(setting: Setting, link: str, task: Task | None = None) -> Communicatio
     )  # fmt: skip
 
 
-def uniform(where: CommunicationSpace, precision: str) -> Choice:
+def uniform(where: CommunicationSpace, precision: str) -> StrategyIndices:
     """One precision everywhere; int4 gradients with error feedback, the first of the user's alternatives."""
-    names = [where.strategy_names(g) for g in range(len(where.groups))]
+    names = [where.strategy_names(g) for g in range(len(where.node_names))]
     return tuple(next((s for s, name in enumerate(row) if name.startswith(precision)), 0) for row in names)
 
 
-def described(where: CommunicationSpace, choice: Choice) -> str:
+def described(where: CommunicationSpace, choice: StrategyIndices) -> str:
     """A choice in one short line: its strategies in the order of the space's groups."""
     return " ".join(_short(where.strategy_names(g)[s]) for g, s in enumerate(choice))
 
@@ -224,7 +224,7 @@ class Training:
         self.space = space(setting, "medium", self.task)
         self.optimizer = setting.optimizer
 
-    def losses(self, seed: int, choice: Choice, exact_share: float = 0.0) -> Losses:
+    def losses(self, seed: int, choice: StrategyIndices, exact_share: float = 0.0) -> Losses:
         """After a training; a schedule's share of exact training is 0 or one half."""
         name = f"training-{self.setting.name}-{self.steps}-{seed}-{'.'.join(map(str, choice))}-{exact_share:g}"
         return Losses(*recorded(self.records, name, lambda: self._run(seed, choice, exact_share)))
@@ -237,7 +237,7 @@ class Training:
         """A seed's batches of a part, one for each step."""
         return batches(self.task, name, seed, self.steps)
 
-    def met(self, seed: int, choices: Sequence[Choice]) -> list[Losses]:
+    def met(self, seed: int, choices: Sequence[StrategyIndices]) -> list[Losses]:
         """Losses with choices that are met only after an exact training."""
         name = f"met-{self.setting.name}-{self.steps}-{seed}"
 
@@ -247,13 +247,13 @@ class Training:
 
         return [Losses(*losses) for losses in recorded(self.records, name, meet)]
 
-    def _run(self, seed: int, choice: Choice, exact_share: float) -> Losses:
+    def _run(self, seed: int, choice: StrategyIndices, exact_share: float) -> Losses:
         return self._tested(self._trained(seed, choice, exact_share), choice)
 
-    def _trained(self, seed: int, choice: Choice, exact_share: float) -> Any:
+    def _trained(self, seed: int, choice: StrategyIndices, exact_share: float) -> Any:
         params, half = self.params(seed), self.steps // 2
         state = TrainingState(
-            params, self.optimizer.init(params), self.space.state(params), jax.random.key(seed), jnp.int32(0)
+            params, self.optimizer.init(params), self.space.init_residuals(params), jax.random.key(seed), jnp.int32(0)
         )
         data = self.batches(seed)
         first = tuple(self.space.exact_choice()) if exact_share else choice
@@ -262,7 +262,7 @@ class Training:
             state = self._steps(_traced(running), state, part)
         return state.params
 
-    def _tested(self, params: Any, choice: Choice) -> Losses:
+    def _tested(self, params: Any, choice: StrategyIndices) -> Losses:
         return Losses(*(float(self._loss(_traced(choice), params, batches)) for batches in self._evaluated))
 
     @cached_property
@@ -272,7 +272,7 @@ class Training:
     @cached_property
     def _steps(self) -> Callable[..., TrainingState]:
         def step(choice: Any, state: TrainingState, batch: Any) -> tuple[TrainingState, None]:
-            return stepped(self.optimizer, state, gradients_of(self.space, state, batch, choice)), None
+            return next_state(self.optimizer, state, gradients_of(self.space, state, batch, choice)), None
 
         return jax.jit(lambda choice, state, data: jax.lax.scan(partial(step, choice), state, data)[0])
 
@@ -290,11 +290,11 @@ def recorded(records: Path | None, name: str, make: Callable[[], Any]) -> Any:
     path = records and records / f"{name}.json"
     if path and path.exists():
         return json.loads(path.read_text(encoding="utf-8"))
-    found = make()
+    record = make()
     if path:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, json.dumps(found))
-    return found
+        write_whole(path, json.dumps(record))
+    return record
 
 
 def _on_text(init: Any, loss: Any, param_specs: Any, batch_specs: Any, sequence: int, batch: int = 8) -> Task:
@@ -308,9 +308,11 @@ def _on_text(init: Any, loss: Any, param_specs: Any, batch_specs: Any, sequence:
         return text.sample(part(name), key, count * batch, sequence).reshape(count, batch, sequence + 1)
 
     def evaluated(name: str) -> jax.Array:
-        own = part(name)
-        starts = np.linspace(0, len(own) - sequence - 1, _EVALUATED * batch).astype(int)
-        return jnp.asarray(own[starts[:, None] + np.arange(sequence + 1)]).reshape(_EVALUATED, batch, sequence + 1)
+        part_tokens = part(name)
+        starts = np.linspace(0, len(part_tokens) - sequence - 1, _EVALUATED * batch).astype(int)
+        return jnp.asarray(part_tokens[starts[:, None] + np.arange(sequence + 1)]).reshape(
+            _EVALUATED, batch, sequence + 1
+        )
 
     return Task(init, loss, param_specs, batch_specs, draw, evaluated)
 

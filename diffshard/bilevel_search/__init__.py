@@ -1,17 +1,19 @@
-"""Searching strategies that change numbers: parameters and choice train together, on training and validation data.
+"""A bilevel search trains a model's parameters and, at the same time, chooses strategies that change its loss.
 
-Parameters θ take steps on the training loss; logits A of the choice take steps on the validation loss and on the cost.
-How the loss reaches A is the estimator; how loss and cost are weighed is the objective:
+Two levels, hence the name: the parameters θ take steps on the training loss; logits A, whose softmax is the relaxed
+choice, take steps on the validation loss and on the cost of a step. `search_spaces.communication` shows the smallest
+example: one `psum` that can send its values exactly or in 8 bits.
 
-- estimator `curvature`, the default: expected damage ⟨softmax(A), ½ E[(g·e)²]⟩ of errors e of results, and ¼ Σ η e² of
-  errors of gradients in steps of size η, from derivatives of the exact model, as which θ trains. The effect of small
-  errors is of second order and this is that order. Take it where the loss is a cross-entropy and the strategies are
-  near exact.
-- estimator `mixture` (DARTS): every strategy runs, mixed by softmax(A). Mixing averages errors away, so it sees less
-  damage than there is. With `order=2` it sees what the choice does to training as well.
-- estimator `sampled`: one strategy of each node is drawn and runs. It sees the whole damage, with more noise.
-- `max_loss_increase`: the least cost at no more than this loss, with a multiplier that finds its own size.
+How the validation loss reaches A is the estimator (`diffshard.bilevel_search.estimators`); how it is weighed against
+the cost is the objective:
+
+- `max_loss_increase`: the least cost at no more than this increase, with a multiplier that finds its own size.
 - `cost_weight`: a fixed trade, when it is known what a percent of step time is worth in loss.
 
-The choice that comes out is a proposal: `prove` trains it from the start beside simpler ones.
+The choice that comes out is a proposal: `BilevelSearch.prove` trains it from the start beside simpler ones.
+
+Where to find what: `base` has the vocabulary, `inputs` checks what users hand in, `search` is the entry. A step
+(`step`) trains the model and asks for the increase of its loss (`model`), and weighs it (`objective`); `relaxation` has
+the relaxed choice and its cost. At the end `rounding` makes a discrete choice; `candidates`, `proving` and `refinement`
+train and improve it. `plan`, with `plan_text`, `plan_page` and `plan_file`, is what users keep, and `training` runs it.
 """

@@ -1,89 +1,89 @@
-"""Candidates beside what a search found: simpler choices and schedules, of which training is to tell the best."""
+"""Choices that are worth a training beside the search's proposal: simpler ones, schedules, and the cheapest.
+
+A prediction of the loss can be wrong, but it still says which choices another beats in both loss and time; those are
+trained last.
+"""
 
 import itertools
 from bisect import bisect_right
 from collections import Counter
-from typing import NamedTuple
+from collections.abc import Sequence
 
 import numpy as np
 
-from cost.base import Problem, is_forbidden, num_strategies
-from cost.evaluation import evaluate
-from diffshard.bilevel_search.rounding import Prediction
-from diffshard.bilevel_search.space import Choice, Space, node_names
-from diffshard.solving.solve import solve
+from cost.base import is_forbidden, num_strategies
+from cost.evaluation import Evaluator
+from diffshard.bilevel_search.base import Candidate, Prediction, StrategyIndices
+from diffshard.bilevel_search.rounding import cheapest
+from search_spaces.base import LossySpace
 
-_MOST_COMBINATIONS = 4096
-_MOST_DESCRIBED = 3  # nodes in the name of a candidate
-_SOLVER_S = 20.0
-
-
-class Candidate(NamedTuple):
-    """A choice, or a schedule: the exact choice for a share of training, then this one."""
-
-    name: str
-    choice: Choice
-    exact_share: float = 0.0
+_MAX_COMBINATIONS = 4096
+"""Choices that are listed before candidates are picked; pricing them takes about a second."""
+_MAX_NAMED_NODES = 3  # in the name of a candidate; more would not fit a table's line
 
 
 def propose(
-    space: Space,
-    problem: Problem,
-    proposal: Choice,
-    prediction: Prediction,
-    reference: Choice,
-    *,
-    most: int,
+    space: LossySpace, proposal: StrategyIndices, prediction: Prediction, *, max_candidates: int
 ) -> list[Candidate]:
-    """The search's proposal, every uniform choice, choices by type, schedules of the first two, and the cheapest.
+    """Returns the search's proposal, every uniform choice, choices by type, schedules of the first two, the cheapest.
 
     Choices by type are all combinations over nodes (whose sites share a type), or, where these are too many, those that
     take one strategy at all nodes of a kind (that choose from the same names), and those that differ from the exact
     choice in one or two nodes. Those that another is predicted to beat in loss and time go last, and so do uniform ones
-    of a name that not every node knows. The cheapest of all is tried in any case: predictions are of damage alone, and
-    what is less than the reference (a narrower window, fewer tokens for an expert) may train better than it.
+    of a name that not every node knows. The cheapest of all is tried in any case: predictions are of increases alone,
+    and what is less than the exact choice (a narrower window, fewer tokens for an expert) may train better than it.
 
     Args:
       space: names the strategies.
-      problem: of the space.
       proposal: of the search.
       prediction: of the loss.
-      reference: the exact choice.
-      most: how many, at most, in this order; the cheapest comes on top.
+      max_candidates: how many, at most, in this order; the cheapest comes on top.
     """
-    proposed, (uniform, partly) = Candidate("found", proposal), _uniform(space, reference)
-    seen = {reference, proposal, *(candidate.choice for candidate in (*uniform, *partly))}
-    by_type = [choice for choice in _combinations(space, problem, reference) if choice not in seen]
-    points = np.array([(prediction.increase(choice), space.seconds(choice)) for choice in by_type]).reshape(-1, 2)
-    named = [Candidate(described(space, problem, choice, reference), choice) for choice in by_type]
-    layer = _layers(points)
-    best = [named[i] for i in np.flatnonzero(layer == 0)]
-    rest = [named[i] for i in np.argsort(layer, kind="stable") if layer[i]]
-    found = [proposed, *uniform, _late(proposed), *best, *partly, *map(_late, uniform), *rest]
-    distinct: dict[tuple[Choice, float], Candidate] = {}
-    for candidate in found:
-        at = candidate.choice, candidate.exact_share
-        if candidate.choice != reference and at not in distinct and _possible(problem, candidate.choice):
-            distinct[at] = candidate
-            if len(distinct) == most:
+    exact, evaluator = tuple(space.exact_choice()), Evaluator(space.problem)
+    proposed, (uniform, uniform_in_part) = Candidate("proposal", proposal), _uniform(space, exact)
+    named = {exact, proposal, *(candidate.choice for candidate in (*uniform, *uniform_in_part))}
+    by_type = [choice for choice in _combinations(space, exact) if choice not in named]
+    costs = [(prediction.increase(choice), float(evaluator(choice).cost)) for choice in by_type]
+    layer = _layers(np.array(costs).reshape(-1, 2))
+    candidates = [Candidate(described(space, choice), choice) for choice in by_type]
+    unbeaten = [candidates[i] for i in np.flatnonzero(layer == 0)]
+    beaten = [candidates[i] for i in np.argsort(layer, kind="stable") if layer[i]]
+    schedules = map(_second_half, uniform)
+    ordered = [proposed, *uniform, _second_half(proposed), *unbeaten, *uniform_in_part, *schedules, *beaten]
+    distinct: dict[tuple[StrategyIndices, float], Candidate] = {}
+    for candidate in ordered:
+        content = candidate.choice, candidate.exact_share
+        if candidate.choice != exact and content not in distinct and _possible(evaluator, candidate.choice):
+            distinct[content] = candidate
+            if len(distinct) == max_candidates:
                 break
-    cheapest = tuple(int(s) for s in solve(problem, time_limit_s=_SOLVER_S).choice)
-    if cheapest != reference and _possible(problem, cheapest):
-        distinct.setdefault((cheapest, 0.0), Candidate("cheapest", cheapest))
+    least = cheapest(space.problem)
+    if least != exact and _possible(evaluator, least):
+        distinct.setdefault((least, 0.0), Candidate("cheapest", least))
     return list(distinct.values())
 
 
-def _possible(problem: Problem, choice: Choice) -> bool:
+def described(space: LossySpace, choice: Sequence[int]) -> str:
+    """Returns where a choice is not exact; where that is at many nodes, only how many take which strategy."""
+    nodes = space.node_names
+    different = [v for v, (s, e) in enumerate(zip(choice, space.exact_choice(), strict=True)) if s != e]
+    if len(different) <= _MAX_NAMED_NODES:
+        return ", ".join(f"{nodes[v]}: {space.strategy_names(v)[choice[v]]}" for v in different)
+    counts = Counter(space.strategy_names(v)[choice[v]] for v in different)
+    return ", ".join(f"{count}x {name}" for name, count in counts.items())
+
+
+def _possible(evaluator: Evaluator, choice: StrategyIndices) -> bool:
     """Whether a choice keeps the problem's own limits and takes nothing that is forbidden."""
-    found = evaluate(problem, choice)
-    return bool(found.feasible) and not is_forbidden(np.asarray(found.cost))
+    evaluation = evaluator(choice)
+    return bool(evaluation.feasible) and not is_forbidden(np.asarray(evaluation.cost))
 
 
-def _late(candidate: Candidate) -> Candidate:
+def _second_half(candidate: Candidate) -> Candidate:
     return Candidate(f"{candidate.name}, second half", candidate.choice, 0.5)
 
 
-def _uniform(space: Space, reference: Choice) -> tuple[list[Candidate], list[Candidate]]:
+def _uniform(space: LossySpace, exact: StrategyIndices) -> tuple[list[Candidate], list[Candidate]]:
     """For each strategy's name the choice that takes it wherever it can be had.
 
     Names that begin with it serve as well, as "int4 with error feedback" does for "int4".
@@ -91,52 +91,42 @@ def _uniform(space: Space, reference: Choice) -> tuple[list[Candidate], list[Can
     Returns:
       Those of names that every node knows, and the others, which are exact elsewhere.
     """
-    names = [list(space.strategy_names(v)) for v in range(len(reference))]
-    everywhere, partly = [], []
+    names = [list(space.strategy_names(v)) for v in range(len(exact))]
+    everywhere, in_part = [], []
     for name in dict.fromkeys(name for row in names for name in row):
-        alike = [[s for s, other in enumerate(row) if f"{other} ".startswith(f"{name} ")] for row in names]
-        exactly = [[row.index(name)] if name in row else found for row, found in zip(names, alike, strict=True)]
-        choice = tuple(found[0] if found else r for found, r in zip(exactly, reference, strict=True))
-        (everywhere if all(exactly) else partly).append(Candidate(f"all {name}", choice))
-    return everywhere, partly
+        begins = [[s for s, other in enumerate(row) if f"{other} ".startswith(f"{name} ")] for row in names]
+        takers = [[row.index(name)] if name in row else similar for row, similar in zip(names, begins, strict=True)]
+        choice = tuple(taker[0] if taker else e for taker, e in zip(takers, exact, strict=True))
+        (everywhere if all(takers) else in_part).append(Candidate(f"all {name}", choice))
+    return everywhere, in_part
 
 
-def _combinations(space: Space, problem: Problem, reference: Choice) -> list[Choice]:
-    sizes = num_strategies(problem).tolist()
-    if np.prod(sizes, dtype=float) <= _MOST_COMBINATIONS:
+def _combinations(space: LossySpace, exact: StrategyIndices) -> list[StrategyIndices]:
+    sizes = num_strategies(space.problem).tolist()
+    if np.prod(sizes, dtype=float) <= _MAX_COMBINATIONS:
         return list(itertools.product(*map(range, sizes)))
     kinds: dict[tuple[str, ...], int] = {}
     kind_of = [kinds.setdefault(tuple(space.strategy_names(v)), len(kinds)) for v in range(len(sizes))]
-    found: dict[Choice, None] = {}
-    if np.prod([len(names) for names in kinds], dtype=float) <= _MOST_COMBINATIONS:
-        for taken in itertools.product(*(range(len(names)) for names in kinds)):
-            found[tuple(taken[kind] for kind in kind_of)] = None
+    choices: dict[StrategyIndices, None] = {}
+    if np.prod([len(names) for names in kinds], dtype=float) <= _MAX_COMBINATIONS:
+        for strategies in itertools.product(*(range(len(names)) for names in kinds)):
+            choices[tuple(strategies[kind] for kind in kind_of)] = None
     for first, second in itertools.combinations_with_replacement(range(len(sizes)), 2):
         for s, t in itertools.product(range(sizes[first]), range(sizes[second])):
-            choice = list(reference)
+            choice = list(exact)
             choice[first], choice[second] = s, t
-            found[tuple(choice)] = None
-            if len(found) >= 2 * _MOST_COMBINATIONS:
-                return list(found)
-    return list(found)
+            choices[tuple(choice)] = None
+            if len(choices) >= 2 * _MAX_COMBINATIONS:
+                return list(choices)
+    return list(choices)
 
 
-def _layers(at: np.ndarray) -> np.ndarray:
-    """`[n]`: 0 for the points `[n, 2]` that none beats in both, 1 for those that none of the rest beats, and so on."""
-    points, place = np.unique(at, axis=0, return_inverse=True)
+def _layers(costs: np.ndarray) -> np.ndarray:
+    """`[n]`: 0 for the points `[n, 2]` that no other beats in both, 1 for those that no other of the rest beats, ..."""
+    points, index = np.unique(costs, axis=0, return_inverse=True)
     least: list[float] = []  # second coordinate so far in each layer: it rises from layer to layer
     layer = np.zeros(len(points), int)
     for i, second in enumerate(points[:, 1].tolist()):
         layer[i] = bisect_right(least, second)
         least[layer[i] : layer[i] + 1] = [second]
-    return layer[place.ravel()]
-
-
-def described(space: Space, problem: Problem, choice: Choice, reference: Choice) -> str:
-    """Where a choice is not exact; of many nodes only how many take what."""
-    nodes = node_names(space, problem)
-    different = [v for v, (s, r) in enumerate(zip(choice, reference, strict=True)) if s != r]
-    if len(different) <= _MOST_DESCRIBED:
-        return ", ".join(f"{nodes[v]}: {space.strategy_names(v)[choice[v]]}" for v in different)
-    counts = Counter(space.strategy_names(v)[choice[v]] for v in different)
-    return ", ".join(f"{count}x {name}" for name, count in counts.items())
+    return layer[index.ravel()]

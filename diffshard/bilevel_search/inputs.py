@@ -1,38 +1,172 @@
-"""What the functions of a search are called with, checked before anything is traced."""
+"""What users hand to a search, checked at its boundary, before anything is traced."""
 
-from collections.abc import Sequence
-from typing import Any
+import math
+import operator
+from collections.abc import Callable, Sequence
+from numbers import Real
+from typing import Any, TypeGuard
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
-from cost.base import Problem, num_strategies
-from diffshard.bilevel_search.prove import CandidatesData
-from diffshard.bilevel_search.scalars import as_whole
-from diffshard.bilevel_search.space import Batch, Params
-from diffshard.bilevel_search.state import BilevelState
-from diffshard.bilevel_search.step import Settings
+from cost.base import Problem, is_forbidden, num_strategies
+from cost.validation import validate
+from diffshard.bilevel_search.base import BilevelState
+from search_spaces.base import Batch, LossySpace, Params, SearchSpace
+from search_spaces.numbered import NumberedSpace
 
 Mesh = jax.sharding.Mesh | jax.sharding.AbstractMesh
+SpaceFn = Callable[..., Any]
+"""`make(loss_fn, mesh_axes, params, batch)`: a function that makes a space."""
+
+
+# Spaces.
+
+
+def is_space_fn(space: Any) -> TypeGuard[SpaceFn]:
+    """Returns whether `space` makes a space rather than being one; a class of spaces makes them."""
+    return callable(space) and (isinstance(space, type) or bool(_missing(space, SearchSpace)))
+
+
+def is_lossy(space: Any) -> TypeGuard[LossySpace]:
+    """Returns whether the loss depends on the choice: whether the space has all members of `LossySpace`.
+
+    `isinstance` would evaluate the properties, `problem` among them, which may be slow or raise.
+    """
+    return not _missing(space, LossySpace)
+
+
+def checked_space(space: Any) -> SearchSpace[Any]:
+    """Returns the space to be searched: the argument itself, or a space of numbered nodes around a `Problem`.
+
+    Raises:
+      ValueError: it does not follow `SearchSpace`, its problem breaks a rule of `Problem`, there is nothing to choose,
+        or a transfer is forbidden (independent weights cannot exclude a pair of strategies).
+    """
+    given = NumberedSpace(space) if isinstance(space, Problem) else space
+    if missing := _missing(given, SearchSpace):
+        raise ValueError(
+            f"`space` must be a Problem, follow `search_spaces.base.SearchSpace`, or be a function that makes a space "
+            f"of (loss_fn, mesh_axes, params, batch); got {type(space).__name__}, which lacks {', '.join(missing)}."
+        )
+    problem = given.problem
+    validate(problem)
+    if any(is_forbidden(cost).any() for cost in problem.edge_cost):
+        raise ValueError(
+            "`space` forbids pairs of strategies (infinite edge costs), which a relaxed choice cannot respect; "
+            "tie these nodes, or use `diffshard.solve`."
+        )
+    if any(is_forbidden(cost).all() for cost in problem.node_cost):
+        raise ValueError("`space` has a node whose strategies are all forbidden; allow one.")
+    if all((~is_forbidden(cost)).sum() < 2 for cost in problem.node_cost):
+        if is_lossy(given) and given.mesh_axes and math.prod(given.mesh_axes.values()) == 1:
+            raise ValueError(
+                f"`mesh` is of one device, {dict(given.mesh_axes)}: nothing is communicated, so there is nothing to "
+                f"choose; give a mesh of more, which may be an AbstractMesh."
+            )
+        raise ValueError(
+            "`space` has no node with two strategies that are allowed, so there is nothing to choose; give it some."
+        )
+    return given
+
+
+def missing_for_loss(space: SearchSpace[Any]) -> list[str]:
+    """Returns the members of `LossySpace` that a space lacks, in alphabetical order."""
+    return _missing(space, LossySpace)
+
+
+def check_arguments(space: LossySpace, **arguments: Any) -> None:
+    """Checks that parameters and batches have the shapes and types that a space was built for.
+
+    Args:
+      space: says what these are in its attribute `arguments`, `(params, batch)`.
+      **arguments: `params` or `batch` or both.
+
+    Raises:
+      ValueError: names the first array that differs, what it must be and what it is.
+    """
+    for name, expected in zip(("params", "batch"), space.arguments, strict=True):
+        if name not in arguments:
+            continue
+        structures = [jax.tree.structure(tree) for tree in (expected, arguments[name])]
+        if structures[0] != structures[1]:
+            raise ValueError(
+                f"`{name}` must have the structure that `space` was built for, {structures[0]}; got {structures[1]}."
+            )
+        leaves = zip(jax.tree_util.tree_leaves_with_path(expected), jax.tree.leaves(arguments[name]), strict=True)
+        for (path, wanted), leaf in leaves:
+            shape, dtype = jnp.shape(leaf), jnp.result_type(leaf)
+            if (shape, dtype) != (wanted.shape, wanted.dtype):
+                raise ValueError(
+                    f"`{name}{jax.tree_util.keystr(path)}` must be {wanted.dtype}{list(wanted.shape)}, which `space` "
+                    f"was built for, got {dtype}{list(shape)}; give such, or build the space anew."
+                )
+
+
+def _missing(space: Any, protocol: type) -> list[str]:
+    """The public members of a protocol that an object lacks; no property is evaluated."""
+    members = {name for name in dir(protocol) if not name.startswith("_")}
+    return sorted(members.difference(dir(space)))
+
+
+# Numbers: of Python, numpy or JAX, and no booleans.
+
+
+def as_real(number: Any) -> float | None:
+    """Returns a real scalar as a float; None for anything else."""
+    if isinstance(number, bool | np.bool):
+        return None
+    if isinstance(number, Real):
+        return float(number)
+    is_scalar = isinstance(number, np.generic | np.ndarray | jax.Array) and number.ndim == 0
+    if is_scalar and any(jnp.issubdtype(number.dtype, kind) for kind in (jnp.floating, jnp.integer)):
+        return float(number)
+    return None
+
+
+def as_whole(number: Any) -> int | None:
+    """Returns an integer scalar as an int; None for anything else."""
+    if isinstance(number, bool | np.bool):
+        return None
+    try:
+        return operator.index(number)
+    except TypeError:
+        return None
 
 
 def checked_steps(order: Any, choice_every: Any) -> tuple[int, int]:
-    """The order of a step and how often the choice takes one, as integers.
+    """Returns the order of a step and how often the choice takes one, as integers.
 
     Raises:
-      ValueError: an order that is not 1 or 2, or a number of steps that is no positive integer.
+      ValueError: an order that is not 1 or 2, or a number of steps that is not a positive integer.
     """
-    found, every = as_whole(order), as_whole(choice_every)
-    if found not in (1, 2):
+    whole_order, every = as_whole(order), as_whole(choice_every)
+    if whole_order not in (1, 2):
         raise ValueError(f"`order` must be 1 or 2, got {order!r}.")
     if every is None or every < 1:
         raise ValueError(f"`choice_every` must be a positive integer, got {choice_every!r}.")
-    return found, every
+    return whole_order, every
+
+
+# Keys, meshes and optimisers.
+
+
+def check_key(key: Any) -> None:
+    """Checks that `key` is a JAX random key. Old-style uint32 keys are accepted.
+
+    Raises:
+      ValueError: says how a key is made.
+    """
+    try:
+        jax.eval_shape(jax.random.split, key)
+    except (TypeError, ValueError):
+        raise ValueError(f"`key` must be a random key, as `jax.random.key(0)` is; got {key!r}.") from None
 
 
 def check_mesh(mesh: Any) -> None:
-    """Refuses what is neither a mesh nor None.
+    """Checks that `mesh` is a mesh or None.
 
     Raises:
       ValueError: says what it is.
@@ -42,7 +176,7 @@ def check_mesh(mesh: Any) -> None:
 
 
 def check_optimizer(name: str, optimizer: Any) -> None:
-    """Refuses what is no optimiser of optax's.
+    """Checks that an argument is an optimiser of optax.
 
     Raises:
       ValueError: names the argument.
@@ -55,7 +189,7 @@ def check_optimizer(name: str, optimizer: Any) -> None:
 
 
 def check_update(name: str, optimizer: optax.GradientTransformation, params: Params) -> None:
-    """Refuses optimisers that need the loss itself, as line searches do.
+    """Checks that an optimiser needs only gradients, its state and parameters; line searches need the loss itself.
 
     Raises:
       ValueError: names the argument and what it lacks.
@@ -68,11 +202,14 @@ def check_update(name: str, optimizer: optax.GradientTransformation, params: Par
         ) from None
 
 
+# States and batches.
+
+
 def check_state(state: Any, problem: Problem) -> None:
-    """Refuses what is no state of a search of a problem, as one that was saved elsewhere may not be.
+    """Checks that `state` is a state of a search of a problem; one that was saved elsewhere may not be.
 
     Raises:
-      ValueError: it is no state, or its rows are of other lengths.
+      ValueError: it is no state, or its logits have other lengths.
     """
     if isinstance(state, tuple) and state and isinstance(state[0], BilevelState):
         raise ValueError(
@@ -84,53 +221,36 @@ def check_state(state: Any, problem: Problem) -> None:
             f"`state` must be a BilevelState, as `init` and `update` give, and comes before batches; "
             f"got {type(state).__name__}."
         )
-    sizes, found = num_strategies(problem).tolist(), [jnp.shape(row) for row in state.logits]
-    if found != [(size,) for size in sizes]:
+    sizes, shapes = num_strategies(problem).tolist(), [jnp.shape(logits) for logits in state.logits]
+    if shapes != [(size,) for size in sizes]:
         raise ValueError(
-            f"`state` is of another search: its rows have shapes {found}, where `space` has {sizes} strategies; "
+            f"`state` is of another search: its logits have shapes {shapes}, where `space` has {sizes} strategies; "
             f"build the space as it was, or begin with `init`."
         )
 
 
-def check_kept(state: BilevelState, settings: Settings) -> None:
-    """Refuses a state that keeps other things for its optimisers than a search's own do.
+def check_optimizer_states(
+    state: BilevelState, weights_optimizer: optax.GradientTransformation, choice_optimizer: optax.GradientTransformation
+) -> None:
+    """Checks that a state holds what these optimisers keep.
 
     Raises:
-      ValueError: names the first optimiser.
+      ValueError: names the first optimiser whose state has another structure.
     """
-    for name, optimizer, kept, params in (
-        ("weights_optimizer", settings.weights_optimizer, state.weights_state, state.params),
-        ("choice_optimizer", settings.choice_optimizer, state.choice_state, state.logits),
+    for name, optimizer, optimizer_state, params in (
+        ("weights_optimizer", weights_optimizer, state.weights_state, state.params),
+        ("choice_optimizer", choice_optimizer, state.choice_state, state.logits),
     ):
         expected = jax.tree.structure(jax.eval_shape(optimizer.init, params))
-        if jax.tree.structure(kept) != expected:
+        if jax.tree.structure(optimizer_state) != expected:
             raise ValueError(
                 f"`state` is of another search: what it keeps for `{name}` is not what this one keeps, {expected}; "
                 f"take the same optimiser, or begin with `init`."
             )
 
 
-def check_data(data: CandidatesData, state: BilevelState, known: Sequence[Any]) -> None:
-    """Refuses candidates' data of other shapes than a search was made with.
-
-    Args:
-      data: to train candidates on.
-      state: of the search.
-      known: shapes of batches that `init` got, each as `shapes_of` has them; of none nothing is known.
-
-    Raises:
-      ValueError: names the first that differs.
-    """
-    params, expected = (jax.tree.map(_aval, tree) for tree in (data.params, state.params))
-    if params != expected:
-        raise ValueError(f"`candidates_data.params` must have the shapes of the search's, {expected}; got {params}.")
-    for name in ("train_batches", "test_batches"):
-        for i, batch in enumerate(getattr(data, name)):
-            check_known(f"{name}[{i}]", shapes_of(f"{name}[{i}]", batch), known)
-
-
 def check_known(name: str, shapes: Any, known: Sequence[Any]) -> None:
-    """Refuses shapes of batches that `init` did not get, if it got any.
+    """Checks that `init` got batches of these shapes, if it got any.
 
     Raises:
       ValueError: names the argument and the shapes.
@@ -139,17 +259,18 @@ def check_known(name: str, shapes: Any, known: Sequence[Any]) -> None:
         raise ValueError(f"`{name}` must have the shapes that `init` got, {known[-1]}; got {shapes}.")
 
 
-def shapes_of(name: str, batch: Batch) -> Any:
-    """Shape and type of each array of a batch.
+def batch_shapes(name: str, batch: Batch) -> Any:
+    """Returns the shape and type of each array of a batch.
 
     Raises:
       ValueError: an array has no rows.
     """
-    shapes = jax.tree.map(_aval, batch)
+    shapes = shapes_of(batch)
     if any(jnp.shape(leaf)[:1] == (0,) for leaf in jax.tree.leaves(batch)):
         raise ValueError(f"`{name}` must have at least one row in each of its arrays; got {shapes}.")
     return shapes
 
 
-def _aval(leaf: Any) -> tuple[tuple[int, ...], str]:
-    return jnp.shape(leaf), str(jnp.result_type(leaf))
+def shapes_of(tree: Any) -> Any:
+    """Returns a pytree's structure with the shape and the type's name in the place of each array."""
+    return jax.tree.map(lambda leaf: (jnp.shape(leaf), str(jnp.result_type(leaf))), tree)

@@ -2,40 +2,21 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 
-from diffshard.bilevel_search.scalars import as_real
-
-
-class Weights(NamedTuple):
-    """What the slopes of the loss (in its own unit) and of the cost ratio are multiplied by; scalars."""
-
-    loss: jax.Array
-    cost: jax.Array
-
-
-class Objective(Protocol):
-    """Weighs a loss increase against a cost ratio; the multiplier `[]` is kept in the search's state."""
-
-    def weights(self, multiplier: jax.Array, increase: jax.Array, step: jax.Array) -> Weights:
-        """The weights of one step."""
-        ...
-
-    def next_multiplier(self, multiplier: jax.Array, increase: jax.Array) -> jax.Array:
-        """The multiplier of the next step."""
-        ...
+from diffshard.bilevel_search.base import Objective, ObjectiveWeights
+from diffshard.bilevel_search.inputs import as_real
 
 
 @dataclass(frozen=True)
 class CostWeight:
     """Minimises loss + weight · cost ratio.
 
-    A schedule is held to finite numbers from 0 on at every step of the choice: where it gives another, its weight is
-    NaN, so that the search refuses the update (`BilevelMetrics.refused`) and stays at that step. Only step 0 is known
-    beforehand, since where a search ends is not.
+    A schedule must give finite numbers from 0 on at every step of the choice: where it gives another, the weight is
+    NaN, so that the search refuses the update (`BilevelMetrics.refused`) and stays at that step. Only step 0 can be
+    checked beforehand, because it is not known where a search ends.
 
     Attributes:
       weight: units of loss that the whole cost of the exact choice is worth: a number or an optax schedule of the step.
@@ -58,76 +39,79 @@ class CostWeight:
             raise ValueError(f"`cost_weight` must be a finite number from 0 on, or a schedule; got {self.weight!r}.")
         object.__setattr__(self, "weight", weight)
 
-    def weights(self, multiplier: jax.Array, increase: jax.Array, step: jax.Array) -> Weights:
-        """As `Objective`."""
+    def weights(self, multiplier: jax.Array, increase: jax.Array, step: jax.Array) -> ObjectiveWeights:
+        """See `Objective`."""
         del multiplier, increase
         cost = jnp.asarray(self.weight(step) if callable(self.weight) else self.weight, jnp.float32)
-        return Weights(jnp.ones(()), jnp.where((cost >= 0) & jnp.isfinite(cost), cost, jnp.nan))
+        return ObjectiveWeights(jnp.ones(()), jnp.where((cost >= 0) & jnp.isfinite(cost), cost, jnp.nan))
 
     def next_multiplier(self, multiplier: jax.Array, increase: jax.Array) -> jax.Array:
-        """As `Objective`: there is none."""
+        """Returns the multiplier as it is: a weight of the cost needs none."""
         del increase
         return multiplier
 
 
 @dataclass(frozen=True)
 class MaxLossIncrease:
-    """Minimises the cost ratio c subject to increase <= most, by an augmented Lagrangian.
+    """Minimises the cost ratio c subject to increase <= limit, by an augmented Lagrangian.
 
-    With r = increase / most - 1 the objective is c + (max(0, μ + ρ r)² - μ²) / 2ρ, whose slope in the increase is
-    max(0, μ + ρ r) / most; after each step μ becomes max(0, μ + η r). Far from the bound r counts as 1, so that the
-    multiplier does not run away while the rows are still uniform.
+    With r = increase / limit - 1 the objective is c + (max(0, μ + ρ r)² - μ²) / 2ρ, whose slope in the increase is
+    max(0, μ + ρ r) / limit; after each step μ becomes max(0, μ + η r). Far from the bound r counts as 1, so that the
+    multiplier does not run away while the relaxed choice is still uniform.
 
     Source: Nocedal and Wright, "Numerical Optimization" (2006), section 17.4, one gradient step for each multiplier's.
 
     Attributes:
-      most: the allowed increase over the exact choice, in units of the loss.
+      limit: the allowed increase over the exact choice, in units of the loss.
       rate: η.
-      penalty: ρ, which damps the oscillation of rows and multiplier.
+      penalty: ρ, which damps the oscillation of the relaxed choice and the multiplier.
 
     Raises:
       ValueError: one of them is not a positive finite number.
     """
 
-    most: float
+    limit: float
     rate: float = 0.02
     penalty: float = 0.5
 
     def __post_init__(self):
-        for name in ("most", "rate", "penalty"):
-            given = getattr(self, name)
+        for name, given, default in (
+            ("limit", self.limit, None),
+            ("rate", self.rate, MaxLossIncrease.rate),
+            ("penalty", self.penalty, MaxLossIncrease.penalty),
+        ):
             number = as_real(given)
             if number is not None and 0 < number < float("inf"):
                 object.__setattr__(self, name, number)
-            elif name == "most":
-                why = "; nothing lossy fits an increase of 0" if number == 0 else ""
+            elif name == "limit":
+                why = "; no lossy strategy fits an increase of 0" if number == 0 else ""
                 raise ValueError(
                     f"`max_loss_increase` must be a positive finite number in units of the loss, got {given!r}{why}."
                 )
             else:
                 raise ValueError(
                     f"`{name}` of `MaxLossIncrease` must be a positive finite number, got {given!r}; "
-                    f"leave it out for {getattr(MaxLossIncrease, name)}."
+                    f"leave it out for {default}."
                 )
 
-    def weights(self, multiplier: jax.Array, increase: jax.Array, step: jax.Array) -> Weights:
-        """As `Objective`."""
+    def weights(self, multiplier: jax.Array, increase: jax.Array, step: jax.Array) -> ObjectiveWeights:
+        """See `Objective`."""
         del step
         pressure = jnp.maximum(multiplier + self.penalty * self._excess(increase), 0.0)
-        return Weights(pressure / self.most, jnp.ones(()))
+        return ObjectiveWeights(pressure / self.limit, jnp.ones(()))
 
     def next_multiplier(self, multiplier: jax.Array, increase: jax.Array) -> jax.Array:
-        """As `Objective`."""
+        """See `Objective`."""
         return jnp.maximum(multiplier + self.rate * self._excess(increase), 0.0)
 
     def _excess(self, increase: jax.Array) -> jax.Array:
-        return jnp.minimum(increase / self.most - 1.0, 1.0)
+        return jnp.minimum(increase / self.limit - 1.0, 1.0)
 
 
 def objective_of(
     max_loss_increase: float | None, cost_weight: float | Callable[[jax.Array], jax.Array] | None
 ) -> Objective | None:
-    """The objective that a user asks for, if any.
+    """Returns the objective that a user asks for, if any.
 
     Raises:
       ValueError: both are given, or the one that is given is out of range.

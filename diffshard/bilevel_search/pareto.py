@@ -5,18 +5,10 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from diffshard.bilevel_search.scalars import as_real
+from diffshard.bilevel_search.base import Point
+from diffshard.bilevel_search.inputs import as_real
 
 _ENDINGS = (".png", ".svg", ".pdf")
-
-
-class Point(NamedTuple):
-    """A choice's name, step time in seconds, loss, and whether it is the one that was taken."""
-
-    name: str
-    seconds: float
-    loss: float
-    chosen: bool = False
 
 
 class Pareto(NamedTuple):

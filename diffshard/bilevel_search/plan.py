@@ -1,134 +1,33 @@
-"""A plan of the bilevel search: one discrete choice, what it costs and what it does to the loss."""
+"""Plans of the bilevel search as users have them: they show, save and load themselves, and make a training step."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from os import PathLike
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
 import optax
 
-from cost.base import Hardware, Problem, num_strategies
-from cost.evaluation import chosen_costs
-from diffshard.bilevel_search.proof import Proof
-from diffshard.bilevel_search.space import Choice, node_names, reference_choice
+from diffshard.bilevel_search.base import BilevelPlanData, GroupPlan, StrategyIndices
+from diffshard.bilevel_search.plan_file import load, save
+from diffshard.bilevel_search.plan_text import format_plan
+from diffshard.bilevel_search.relaxation import exact_cost, first_allowed, mean_cost
+from diffshard.bilevel_search.rounding import RoundedChoice
 from diffshard.bilevel_search.training import Training, training
-from search_spaces.communication.base import Group
-from search_spaces.communication.costs import as_sent
-from search_spaces.communication.space import CommunicationSpace
+from search_spaces.base import LossySpace, Part, SearchSpace, Traffic
 
 
-class Traffic(NamedTuple):
-    """What the sites of a group send in one step.
-
-    Attributes:
-      direction: of values ("forward"), cotangents ("backward") or parameter gradients ("gradient").
-      kind: of the collectives, or "alternatives", which send nothing themselves.
-      axes: the mesh axes over which they go.
-      times: executions in one step as chosen, none in a branch that is not; gradients that travel as one vector count
-        once.
-      sent_bytes: by each device, as chosen.
-      exact_sent_bytes: by each device, as the exact choice.
-    """
-
-    direction: str
-    kind: str
-    axes: tuple[str, ...]
-    times: int
-    sent_bytes: float
-    exact_sent_bytes: float
-
-
-class GroupPlan(NamedTuple):
-    """What was chosen for one node: a group of sites that share a strategy.
-
-    Attributes:
-      name: of the group, or the node's number.
-      strategy: what was chosen.
-      exact_strategy: what the exact choice has there.
-      seconds: of a step, as chosen; the cost of an edge counts with its second node, devices' loads with none.
-      exact_seconds: likewise of the exact choice.
-      traffic: what its sites send; None where the space has no sites.
-    """
-
-    name: str
-    strategy: str
-    exact_strategy: str
-    seconds: float
-    exact_seconds: float
-    traffic: Traffic | None = None
-
-
-class BilevelPlan(NamedTuple):
+class BilevelPlan(BilevelPlanData):
     """A discrete choice, priced exactly: `print` shows it, `training` runs it.
 
-    Attributes:
-      choice: V strategy indices, in the space that was searched.
-      groups: V records of what was chosen for what.
-      mesh_axes: devices along each mesh axis; none where the space has no mesh.
-      hardware: what the seconds are for, or None.
-      seconds: the exact cost of a step; of a schedule the mean over training.
-      cost_ratio: to the exact choice's, or to the mean strategies' where the loss is the same for all.
-      loss_increase: over the exact choice, in units of the loss: predicted by the mean slopes of the search, or
-        measured by training where there is a proof.
-      feasible: whether the increase is within the bound, if there is one, and the problem's own limits are kept.
-      message: what is not feasible and by how much, and what the search could not tell; empty where all is well.
-      exact_share: share of training that runs the exact choice first, 0 unless a schedule won.
-      proof: the table of candidates that were trained, or None.
-      max_loss_increase: the bound, or None.
-      lossless: whether the loss is the same for every choice, and so every choice exact.
-      notes: of the space, on collectives whose bytes are not counted, say.
+    Its fields are those of `diffshard.bilevel_search.base.BilevelPlanData`.
     """
 
-    choice: Choice
-    groups: tuple[GroupPlan, ...]
-    mesh_axes: Mapping[str, int]
-    hardware: Hardware | None
-    seconds: float
-    cost_ratio: float
-    loss_increase: float
-    feasible: bool
-    message: str = ""
-    exact_share: float = 0.0
-    proof: Proof | None = None
-    max_loss_increase: float | None = None
-    lossless: bool = False
-    notes: tuple[str, ...] = ()
-
-    @property
-    def nodes(self) -> tuple[str, ...]:
-        """V names of what was chosen for."""
-        return tuple(group.name for group in self.groups)
-
-    @property
-    def strategies(self) -> tuple[str, ...]:
-        """V names of what was chosen."""
-        return tuple(group.strategy for group in self.groups)
-
-    @property
-    def exact_seconds(self) -> float:
-        """What `cost_ratio` is formed with: of a step with the exact choice, or the mean strategies' without any."""
-        return self.seconds / self.cost_ratio if self.cost_ratio else sum(g.exact_seconds for g in self.groups)
-
-    @property
-    def sent_bytes(self) -> float:
-        """By each device in one step, of a schedule in the mean; 0 where the space has no sites."""
-        chosen = sum(group.traffic.sent_bytes for group in self.groups if group.traffic)
-        return self.exact_share * self.exact_sent_bytes + (1 - self.exact_share) * chosen
-
-    @property
-    def exact_sent_bytes(self) -> float:
-        """Likewise with the exact choice."""
-        return sum(group.traffic.exact_sent_bytes for group in self.groups if group.traffic)
+    __slots__ = ()
 
     def __str__(self) -> str:
-        from diffshard.bilevel_search.plan_text import format_plan
-
         return format_plan(self)
 
     def save(self, path: str | PathLike[str]) -> None:
         """Writes the plan with its proof as JSON; the file is replaced whole or not at all."""
-        from diffshard.bilevel_search.plan_file import save
-
         save(self, path)
 
     @staticmethod
@@ -136,15 +35,13 @@ class BilevelPlan(NamedTuple):
         """Reads a plan back.
 
         Raises:
-          PlanError: the file is no plan of `bilevel`, damaged, or newer than this version.
+          PlanError: the file is not a plan of `bilevel`, is damaged, or is newer than this version.
           OSError: it cannot be read.
         """
-        from diffshard.bilevel_search.plan_file import load
-
-        return load(path)
+        return load(path, BilevelPlan)
 
     def training(self, space: Any, optimizer: optax.GradientTransformation, num_steps: int | None = None) -> Training:
-        """How a model trains with this plan: two pure functions, the step to be jitted or searched like any other.
+        """Returns how a model trains with this plan: two pure functions, the step to be jitted or searched.
 
         >>> init, step = plan.training(space.on_mesh(mesh), optax.adamw(3e-4))
         >>> state = init(params, key)
@@ -159,51 +56,89 @@ class BilevelPlan(NamedTuple):
           num_steps: of the whole training; needed where it runs the exact choice for a share of it.
 
         Raises:
-          PlanError: the space is for another mesh, or has other groups or not their strategies; names the first.
-          ValueError: the space has no loss, `optimizer` is none of optax's, or `num_steps` is missing; of `init`: `key`
-            is no random key; of `init` and `step`: arrays of other shapes or types than the space was built for.
+          PlanError: the space is for another mesh, or has other groups or lacks their strategies; names the first.
+          ValueError: the space has no loss, `optimizer` is not one of optax's, or `num_steps` is missing; from `init`:
+            `key` is not a random key; from `init` and `step`: arrays of other shapes or types than the space was built
+            for.
         """
         return training(self, space, optimizer, num_steps)
 
 
-def groups_of(space: Any, problem: Problem, choice: Choice) -> tuple[GroupPlan, ...]:
-    """A record of each node of a space with a choice in it."""
-    exact, sizes = reference_choice(space, problem), num_strategies(problem)
-    names = getattr(space, "strategy_names", lambda v: [str(s) for s in range(int(sizes[v]))])
-    seconds, exact_seconds = _node_seconds(problem, choice), _node_seconds(problem, exact)
-    traffic: list[Traffic | None] = [None] * len(choice)
-    if isinstance(space, CommunicationSpace):
-        running = _running(space, choice)
-        sent = zip(space.groups, space.group_bytes(choice), space.group_bytes(exact), strict=True)
-        traffic = [_traffic(space, running, *one) for one in sent]
-    return tuple(
-        GroupPlan(node, names(v)[choice[v]], names(v)[exact[v]], seconds[v], exact_seconds[v], traffic[v])
-        for v, node in enumerate(node_names(space, problem))
+def lossy_plan(space: LossySpace, rounded: RoundedChoice, limit: float | None, note: str = "") -> BilevelPlan:
+    """Returns the plan of a choice in a space whose strategies change the loss.
+
+    Args:
+      space: explains the choice.
+      rounded: the choice.
+      limit: the bound on the increase of the loss, or None.
+      note: for the plan's message.
+    """
+    exact, seconds = tuple(int(s) for s in space.exact_choice()), float(rounded.evaluation.cost)
+    return BilevelPlan(
+        choice=rounded.choice,
+        groups=_groups(space, rounded.choice, exact),
+        seconds=seconds,
+        cost_ratio=seconds / exact_cost(space.problem, exact),
+        loss_increase=rounded.increase,
+        feasible=not rounded.message,
+        message="; ".join(filter(None, (rounded.message, note))),
+        max_loss_increase=limit,
+        mesh_axes=dict(space.mesh_axes),
+        hardware=space.hardware,
+        notes=tuple(space.notes),
     )
 
 
-def _running(space: CommunicationSpace, choice: Choice) -> list[bool]:
-    """For each site whether it runs: whether all alternatives around it, which come before it, run its branch."""
-    chosen = {s: strategy for group, strategy in zip(space.groups, choice, strict=True) for s in group.sites}
-    branch_at: dict[int, int | None] = {}  # that runs, by the place of alternatives; None where they do not
-    running = []
-    for s, site in enumerate(space.sites):
-        running.append(site.branch is None or branch_at[site.branch[0]] == site.branch[1])
-        if site.kind == "alternatives":
-            branch_at[site.place] = chosen[s] if running[s] else None
-    return running
+def exact_plan(space: SearchSpace[Any], rounded: RoundedChoice) -> BilevelPlan:
+    """Returns the plan of a choice in a space where every choice has the same loss."""
+    seconds = float(rounded.evaluation.cost)
+    return BilevelPlan(
+        choice=rounded.choice,
+        groups=_groups(space, rounded.choice, first_allowed(space.problem)),
+        mesh_axes={},
+        hardware=None,
+        seconds=seconds,
+        cost_ratio=seconds / mean_cost(space.problem),
+        loss_increase=0.0,
+        feasible=not rounded.message,
+        message=rounded.message,
+        all_exact=True,
+    )
 
 
-def _traffic(
-    space: CommunicationSpace, running: Sequence[bool], group: Group, sent_bytes: float, exact_sent_bytes: float
-) -> Traffic:
-    first = space.sites[group.sites[0]]
-    ran = [space.sites[s] for s in group.sites if running[s]]
-    times = sum(site.trips for site in as_sent(ran)) if ran else 0
-    return Traffic(first.direction, first.kind, first.axes, times, sent_bytes, exact_sent_bytes)
+def _groups(space: SearchSpace[Any], choice: StrategyIndices, exact: StrategyIndices) -> tuple[GroupPlan, ...]:
+    """A record of each node of a space with a choice in it."""
+    nodes = range(len(choice))
+    parts, exact_parts = (
+        [[part for part in explained if part.node == v] for v in nodes]
+        for explained in (space.explain(choice), space.explain(exact))
+    )
+    groups = []
+    for v in nodes:
+        names, exact_traffic = space.strategy_names(v), _traffic(exact_parts[v])
+        groups.append(
+            GroupPlan(
+                name=space.node_names[v],
+                strategy=names[choice[v]],
+                exact_strategy=names[exact[v]],
+                seconds=sum(part.seconds for part in parts[v]),
+                exact_seconds=sum(part.seconds for part in exact_parts[v]),
+                traffic=_traffic(parts[v]),
+                exact_sent_bytes=exact_traffic.sent_bytes if exact_traffic else 0.0,
+            )
+        )
+    return tuple(groups)
 
 
-def _node_seconds(problem: Problem, choice: Choice) -> list[float]:
-    seconds, edge_s = chosen_costs(problem, choice)
-    np.add.at(seconds, np.asarray(problem.edge_nodes, int).reshape(-1, 2)[:, 1], edge_s)
-    return seconds.tolist()
+def _traffic(parts: Sequence[Part]) -> Traffic | None:
+    """What the parts of one node send together; None where the space does not tell."""
+    traffic = [part.traffic for part in parts if part.traffic]
+    if not traffic:
+        return None
+    return Traffic(
+        direction=traffic[0].direction,
+        kind=" and ".join(dict.fromkeys(one.kind for one in traffic)),
+        axes=tuple(dict.fromkeys(axis for one in traffic for axis in one.axes)),
+        count=sum(one.count for one in traffic),
+        sent_bytes=sum(one.sent_bytes for one in traffic),
+    )

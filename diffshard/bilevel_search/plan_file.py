@@ -2,58 +2,101 @@
 
 import math
 import os
+from collections.abc import Mapping
 from os import PathLike
-from typing import Any, get_args
+from typing import Any, TypeVar
 
 from diffshard.base import PlanError
-from diffshard.bilevel_search.plan import BilevelPlan
-from diffshard.bilevel_search.proof import Proof
-from diffshard.bilevel_search.space import Choice
+from diffshard.bilevel_search.base import BilevelPlanData, GroupPlan, Proof, StrategyIndices
 from diffshard.plans.documents import BILEVEL, content, plain, read, restored, write
-from search_spaces.communication.base import Direction
 
-VERSION = 1
+VERSION = 2
+_DIRECTIONS = ("forward", "backward", "gradient", "")
+"""Of traffic; empty where a space does not tell directions apart."""
+
+PlanT = TypeVar("PlanT", bound=BilevelPlanData)
 
 
-def save(plan: BilevelPlan, path: str | PathLike[str]) -> None:
+def save(plan: BilevelPlanData, path: str | PathLike[str]) -> None:
     """Writes a plan; see `BilevelPlan.save`."""
     write(path, to_json(plan))
 
 
-def load(path: str | PathLike[str]) -> BilevelPlan:
-    """Reads a plan; see `BilevelPlan.load`."""
-    return from_json(read(path), os.fspath(path))
+def load(path: str | PathLike[str], kind: type[PlanT]) -> PlanT:
+    """Reads a plan; see `BilevelPlan.load`.
+
+    Args:
+      path: a file that `save` wrote.
+      kind: the class of the plan.
+    """
+    return from_json(read(path), os.fspath(path), kind)
 
 
-def to_json(plan: BilevelPlan) -> dict[str, Any]:
-    """A plan as JSON values."""
+def to_json(plan: BilevelPlanData) -> dict[str, Any]:
+    """Returns a plan as JSON values."""
     return {"format": BILEVEL, "version": VERSION, **plain(plan)}
 
 
-def from_json(found: Any, name: str) -> BilevelPlan:
-    """A plan from JSON values; `name` is where they come from, for errors.
+def from_json(document: Any, name: str, kind: type[PlanT]) -> PlanT:
+    """Returns a plan from JSON values.
+
+    Args:
+      document: JSON values.
+      name: where they come from, for errors.
+      kind: the class of the plan.
 
     Raises:
-      PlanError: they are no plan of `bilevel`, are damaged, or are newer than this version.
+      PlanError: they are not a plan of `bilevel`, are damaged, or are newer than this version.
     """
-    values = content(found, name, BILEVEL, VERSION)
+    values = content(document, name, BILEVEL, VERSION, older=(1,))
     try:
         if "proof" not in values:  # without it what was measured would pass for a prediction
             raise ValueError("it has no `proof`")
-        if isinstance(proof := values["proof"], dict):  # older files repeat the first of its table
-            values["proof"] = {field: value for field, value in proof.items() if field != "winner"}
-        plan: BilevelPlan = restored(BilevelPlan, values)
+        if document["version"] == 1:
+            values = _from_version_1(values)
+        plan: PlanT = restored(kind, values)
         _check(plan)
     except (TypeError, ValueError, RecursionError) as error:
         raise PlanError(f"`{name}` is a damaged plan: {error}.") from None
     return plan
 
 
-def _check(plan: BilevelPlan) -> None:
-    """Refuses values that no search gives.
+def _from_version_1(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of version 1 under the names of version 2; what is damaged stays as it is and is refused later."""
+    renamed = {_NEW_NAMES.get(name, name): value for name, value in values.items()}
+    if isinstance(renamed.get("groups"), list):
+        renamed["groups"] = [_group_from_version_1(group) for group in renamed["groups"]]
+    if isinstance(proof := renamed["proof"], dict):  # the first files of version 1 repeat the first of the table
+        table = [_renamed(candidate, {"row": "record"}) for candidate in proof.get("table", ())]
+        renamed["proof"] = {**{k: v for k, v in proof.items() if k != "winner"}, "table": table}
+    return renamed
+
+
+_NEW_NAMES = {"lossless": "all_exact"}
+
+
+def _group_from_version_1(group: Any) -> Any:
+    if not isinstance(group, dict) or not isinstance(traffic := group.get("traffic"), dict):
+        return group
+    sent = {name: value for name, value in traffic.items() if name != "exact_sent_bytes"}
+    return {
+        **group,
+        "traffic": _renamed(sent, {"times": "count"}),
+        "exact_sent_bytes": traffic.get("exact_sent_bytes"),
+    }
+
+
+def _renamed(record: Any, names: Mapping[str, str]) -> Any:
+    if not isinstance(record, dict):
+        return record
+    return {names.get(name, name): value for name, value in record.items()}
+
+
+def _check(plan: BilevelPlanData) -> None:
+    """Checks that values are such as a search gives.
 
     Raises:
-      ValueError: names the first.
+      ValueError: names the first that is not.
     """
     if not plan.groups:
         raise ValueError("it has no `groups`")
@@ -66,30 +109,34 @@ def _check(plan: BilevelPlan) -> None:
         raise ValueError(f"`max_loss_increase` is {plan.max_loss_increase}, not a positive finite number")
     _check_amounts("", seconds=plan.seconds, cost_ratio=plan.cost_ratio)
     for group in plan.groups:
-        where = f" of group {group.name!r}"
-        _check_amounts(where, seconds=group.seconds, exact_seconds=group.exact_seconds)
-        if (sent := group.traffic) is not None:
-            if sent.direction not in get_args(Direction):
-                raise ValueError(f"`direction`{where} is {sent.direction!r}, none of {', '.join(get_args(Direction))}")
-            amounts = {"times": sent.times, "sent_bytes": sent.sent_bytes, "exact_sent_bytes": sent.exact_sent_bytes}
-            _check_amounts(where, **amounts)
+        _check_group(group)
     if plan.proof is not None:
         _check_proof(plan.proof, len(plan.groups))
+
+
+def _check_group(group: GroupPlan) -> None:
+    where = f" of group {group.name!r}"
+    _check_amounts(where, seconds=group.seconds, exact_seconds=group.exact_seconds)
+    _check_amounts(where, exact_sent_bytes=group.exact_sent_bytes)
+    if (sent := group.traffic) is not None:
+        if sent.direction not in _DIRECTIONS:
+            raise ValueError(f"`direction`{where} is {sent.direction!r}, none of {', '.join(_DIRECTIONS[:-1])}")
+        _check_amounts(where, count=sent.count, sent_bytes=sent.sent_bytes)
 
 
 def _check_proof(proof: Proof, num_groups: int) -> None:
     if not proof.finalists:
         raise ValueError("no candidate of `proof` was trained to the end")
     _check_amounts(" of `proof`", steps=proof.steps)
-    for tried in proof.table:
-        where = f" of candidate {tried.name!r}"
-        _check_choice(where, tried.choice, num_groups)
-        _check_amounts(where, seconds=tried.seconds, steps=tried.row.steps)
-        if not 0 <= tried.exact_share <= 1:
-            raise ValueError(f"`exact_share`{where} is {tried.exact_share}, not from 0 to 1")
+    for trained in proof.table:
+        where = f" of candidate {trained.name!r}"
+        _check_choice(where, trained.choice, num_groups)
+        _check_amounts(where, seconds=trained.seconds, steps=trained.record.steps)
+        if not 0 <= trained.exact_share <= 1:
+            raise ValueError(f"`exact_share`{where} is {trained.exact_share}, not from 0 to 1")
 
 
-def _check_choice(where: str, choice: Choice, num_groups: int) -> None:
+def _check_choice(where: str, choice: StrategyIndices, num_groups: int) -> None:
     if len(choice) != num_groups:
         raise ValueError(f"`choice`{where} has {len(choice)} numbers for {num_groups} groups")
     if min(choice) < 0:

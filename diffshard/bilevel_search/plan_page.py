@@ -4,17 +4,17 @@ import math
 import os
 from collections.abc import Sequence
 
-from diffshard.bilevel_search.plan import BilevelPlan
+from diffshard.bilevel_search.base import BilevelPlanData, Proof, TrainedCandidate
 from diffshard.bilevel_search.plan_text import (
     bytes_line,
+    chosen_and_exact_bytes,
     format_plan,
     group_kind,
     has_traffic,
-    others,
+    reference_name,
     schedule_line,
     title,
 )
-from diffshard.bilevel_search.proof import Proof, Tried
 from diffshard.plans.documents import write_whole
 from diffshard.plans.formats import format_bytes, format_s
 from diffshard.plans.html import COLOURS, cards, document, escaped, plain_bar
@@ -23,13 +23,13 @@ _WIDTH, _HEIGHT, _LEFT, _BOTTOM, _EDGE = 840, 300, 70, 40, 22  # of the picture,
 _CHOSEN, _EXACT, _OTHER = "#d9822b", "#1d4e89", "#a7aeb6"
 
 
-def save_page(plan: BilevelPlan, path: str | os.PathLike[str]) -> None:
+def save_page(plan: BilevelPlanData, path: str | os.PathLike[str]) -> None:
     """Writes a plan as an HTML page that needs nothing else; the file is replaced whole or not at all."""
     write_whole(path, format_page(plan))
 
 
-def format_page(plan: BilevelPlan) -> str:
-    """The page's text."""
+def format_page(plan: BilevelPlanData) -> str:
+    """Returns the page's text."""
     notes = [note for note in (schedule_line(plan), plan.message) if note]
     body = [
         f"<h1>{escaped(title(plan))}</h1>",
@@ -44,9 +44,9 @@ def format_page(plan: BilevelPlan) -> str:
     return document(title(plan), body)
 
 
-def _cards(plan: BilevelPlan) -> str:
-    pairs = [(format_s(plan.seconds), f"predicted step, {plan.cost_ratio:.1%} of {others(plan)}")]
-    if not plan.lossless:
+def _cards(plan: BilevelPlanData) -> str:
+    pairs = [(format_s(plan.seconds), f"predicted step, {plan.cost_ratio:.1%} of {reference_name(plan)}")]
+    if not plan.all_exact:
         bound = "" if plan.max_loss_increase is None else f", {plan.max_loss_increase:.4g} allowed"
         how = "measured" if plan.proof else "predicted, not measured"
         pairs.append((f"{plan.loss_increase:+.4g}", f"loss over the exact choice's, {how}{bound}"))
@@ -57,7 +57,7 @@ def _cards(plan: BilevelPlan) -> str:
     return cards(*pairs)
 
 
-def _bars(plan: BilevelPlan) -> str:
+def _bars(plan: BilevelPlanData) -> str:
     """Seconds by group as the exact choice has them and as chosen, to one scale."""
     if not has_traffic(plan):
         return ""
@@ -67,28 +67,27 @@ def _bars(plan: BilevelPlan) -> str:
         (f"as chosen{', after the exact choice' if plan.exact_share else ''}", [g.seconds for g in plan.groups]),
     ]
     whole = max(sum(seconds) for _, seconds in rows)
-    found = ""
+    bars = ""
     for name, seconds in rows:
         pieces = [(g.name, s, format_s(s), c) for g, s, c in zip(plan.groups, seconds, colours, strict=True)]
-        found += f"<div style='margin:10px 0 3px'>{name} <span class=dim>{format_s(sum(seconds))}</span></div>"
-        found += plain_bar(pieces, whole)
+        bars += f"<div style='margin:10px 0 3px'>{name} <span class=dim>{format_s(sum(seconds))}</span></div>"
+        bars += plain_bar(pieces, whole)
     key = "".join(
         f'<span><i style="background:{colour}"></i>{escaped(group.name)} '
         f"<span class=dim>{format_s(group.exact_seconds)} → {format_s(group.seconds)}</span></span>"
         for group, colour in zip(plan.groups, colours, strict=True)
         if group.exact_seconds or group.seconds
     )
-    return f"<h2>Communication of a step</h2>{found}<div class=key>{key}</div>"
+    return f"<h2>Communication of a step</h2>{bars}<div class=key>{key}</div>"
 
 
-def _groups(plan: BilevelPlan) -> str:
+def _groups(plan: BilevelPlanData) -> str:
     if not has_traffic(plan):
         rows = [(g.name, g.strategy, format_s(g.seconds)) for g in plan.groups]
         return f"<h2>Choices</h2>{_table(('name', 'chosen', 'takes'), rows, right=(2,))}"
     rows = []
     for group in plan.groups:
-        traffic = group.traffic
-        sent = (traffic.sent_bytes, traffic.exact_sent_bytes) if traffic else (0.0, 0.0)
+        sent = chosen_and_exact_bytes(group)
         seconds = (group.seconds, group.exact_seconds)
         rows.append((group.name, *group_kind(group), group.strategy, *map(format_bytes, sent), *map(format_s, seconds)))
     head = ("group", "direction", "collective", "", "chosen", "sends", "exact", "takes", "exact")
@@ -98,9 +97,10 @@ def _groups(plan: BilevelPlan) -> str:
 def _candidates(proof: Proof) -> str:
     """Loss against seconds of those that were trained to the end, numbered as in the table of all."""
     rows = []
-    for number, tried in enumerate(proof.table, start=1):
-        loss = (f"{tried.loss:.4f}", f"{tried.loss_increase:+.4f}", f"{tried.row.steps:,}")
-        rows.append((str(number) if number <= len(proof.finalists) else "", tried.name, format_s(tried.seconds), *loss))
+    for number, trained in enumerate(proof.table, start=1):
+        loss = (f"{trained.loss:.4f}", f"{trained.loss_increase:+.4f}", f"{trained.record.steps:,}")
+        shown_number = str(number) if number <= len(proof.finalists) else ""
+        rows.append((shown_number, trained.name, format_s(trained.seconds), *loss))
     head = ("", "candidate", "step", "loss", "increase", "steps")
     said = (
         f"{len(proof.table)} trained from the start, {proof.steps:,} steps in all; those without a number were dropped"
@@ -111,8 +111,8 @@ def _candidates(proof: Proof) -> str:
     )
 
 
-def _picture(tried: Sequence[Tried]) -> str:
-    points = [(i, t) for i, t in enumerate(tried, start=1) if math.isfinite(t.loss)]
+def _picture(finalists: Sequence[TrainedCandidate]) -> str:
+    points = [(i, t) for i, t in enumerate(finalists, start=1) if math.isfinite(t.loss)]
     if not points:
         return ""
     low_s, high_s = _range([t.seconds for _, t in points])
@@ -149,7 +149,7 @@ def _range(values: Sequence[float]) -> tuple[float, float]:
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int]) -> str:
     def line(cells: Sequence[str], tag: str) -> str:
-        found = (f"<{tag}{' class=n' * (i in right)}>{escaped(cell)}</{tag}>" for i, cell in enumerate(cells))
-        return f"<tr>{''.join(found)}</tr>"
+        texts = (f"<{tag}{' class=n' * (i in right)}>{escaped(cell)}</{tag}>" for i, cell in enumerate(cells))
+        return f"<tr>{''.join(texts)}</tr>"
 
     return f"<table>{line(head, 'th')}{''.join(line(row, 'td') for row in rows)}</table>"

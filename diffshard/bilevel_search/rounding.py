@@ -1,150 +1,155 @@
-"""From rows of weights to one discrete choice."""
+"""From a relaxed choice to one discrete choice.
+
+A bound on the predicted increase of the loss is linear in the choice, as a memory limit is; so the solver finds the
+cheapest choice within the bound on a problem with one more device, whose memory is the allowed increase.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from cost.base import Problem, is_forbidden, num_memory_devices
-from cost.evaluation import evaluate
-from diffshard.bilevel_search.plan import BilevelPlan, groups_of
-from diffshard.bilevel_search.space import Choice, is_lossless, reference_cost
+from cost.base import Evaluation, Problem, is_forbidden, num_memory_devices
+from cost.evaluation import Evaluator, evaluate
+from diffshard.bilevel_search.base import Prediction, StrategyIndices
 from diffshard.solving.solve import solve
 
-_UNITS = 1e6  # of a budget
-_SOLVER_S = 20.0
+SOLVER_S = 20.0
+"""Seconds for each call of the solver; problems of bilevel searches have tens of nodes and take less than one."""
+_BUDGET_UNITS = 1e6
+"""The allowed increase as a memory limit, in bytes: far above rounding errors, far below what a float can hold."""
 
 
-class Prediction(NamedTuple):
-    """The mean loss increase that a search saw, as a linear function of the rows, in units of the loss.
+class RoundedChoice(NamedTuple):
+    """A discrete choice with what it costs and does.
 
     Attributes:
-      offset: at rows of zeros; 0 where the estimator itself is linear.
-      slopes: V arrays `[S_v]`.
+      choice: V strategy indices.
+      evaluation: its exact cost and memory.
+      increase: its predicted or measured increase of the loss.
+      message: which bound or limit it breaks and by how much; empty if none.
     """
 
-    offset: float
-    slopes: Sequence[np.ndarray]
-
-    def increase(self, choice: Choice) -> float:
-        """What a discrete choice adds to the loss."""
-        return self.offset + float(sum(row[s] for row, s in zip(self.slopes, choice, strict=True)))
+    choice: StrategyIndices
+    evaluation: Evaluation
+    increase: float
+    message: str
 
 
 def proposals(
     problem: Problem,
-    rows: Sequence[np.ndarray],
+    relaxed: Sequence[np.ndarray],
     prediction: Prediction,
-    exact: Choice | None,
-    most: float | None,
-) -> dict[Choice, float]:
-    """Choices that the search stands for, with their predicted increase.
+    exact: StrategyIndices,
+    limit: float | None,
+) -> dict[StrategyIndices, float]:
+    """Returns choices that the search stands for, with their predicted increase.
 
     Args:
       problem: of the space.
-      rows: V arrays `[S_v]`.
+      relaxed: V arrays `[S_v]`.
       prediction: of the loss.
-      exact: the exact choice, which is there for the case that nothing else keeps the bound; None if there is none.
-      most: the bound on the loss, or None.
+      exact: the exact choice, which is among them under a bound, in case nothing else keeps it.
+      limit: the bound on the increase of the loss, or None.
     """
-    found = [tuple(int(row.argmax()) for row in rows)]
-    if most is not None:
-        found.append(within(problem, prediction, most))
-    increases = {choice: prediction.increase(choice) for choice in found}
-    return increases if exact is None or most is None else {**increases, exact: 0.0}
+    largest = largest_weights(relaxed)
+    if limit is None:
+        return {largest: prediction.increase(largest)}
+    choices = (largest, within(problem, prediction, limit))
+    return {**{choice: prediction.increase(choice) for choice in choices}, exact: 0.0}
 
 
-def plan_of(
-    space: Any, problem: Problem, increases: Mapping[Choice, float], most: float | None, note: str = ""
-) -> BilevelPlan:
-    """The cheapest choice that keeps the bound and the problem's limits, or else the one that breaks them least.
+def largest_weights(relaxed: Sequence[np.ndarray]) -> StrategyIndices:
+    """Returns the strategy of largest weight at each node, `[V]`."""
+    return tuple(int(weights.argmax()) for weights in relaxed)
 
-    Of choices of the same cost the one of least increase is taken. The note goes into the message.
+
+def best_of(problem: Problem, increases: Mapping[StrategyIndices, float], limit: float | None) -> RoundedChoice:
+    """Returns the cheapest choice that keeps the bound and the problem's limits, or the one that breaks them least.
+
+    Among choices of the same cost it takes the one of least increase.
+
+    Args:
+      problem: prices the choices.
+      increases: of the loss, by choice.
+      limit: the bound on the increase, or None.
     """
-    allowed = np.inf if most is None else most * (1 + 1e-6)
-    priced = {choice: evaluate(problem, choice) for choice in increases}
-    choice = min(
-        increases,
-        key=lambda c: (
-            max(increases[c] - allowed, 0.0),
-            not priced[c].feasible,
-            priced[c].excess,
-            priced[c].cost,
-            increases[c],
-        ),
-    )
-    increase, found, message = increases[choice], priced[choice], ""
+    allowed = np.inf if limit is None else limit * (1 + 1e-6)
+    evaluator = Evaluator(problem)
+    evaluations = {choice: evaluator(choice) for choice in increases}
+
+    def rank(choice: StrategyIndices) -> tuple[Any, ...]:
+        increase, evaluation = increases[choice], evaluations[choice]
+        over_limit = max(increase - allowed, 0.0)
+        return over_limit, not evaluation.feasible, evaluation.excess, evaluation.cost, increase
+
+    choice = min(increases, key=rank)
+    increase, evaluation, message = increases[choice], evaluations[choice], ""
     if not increase <= allowed:
         message = (
             f"infeasible: the least increase of the loss that was reached is {increase:.4g}, above "
-            f"`max_loss_increase` {most:.4g}; allow more, or give the space more exact strategies"
+            f"`max_loss_increase` {limit:.4g}; allow more, or give the space more exact strategies"
         )
-    elif not found.feasible:
-        message = f"infeasible: the memory limit is exceeded by {found.excess:,.0f} bytes; `diffshard.solve` keeps it"
-    return BilevelPlan(
-        choice=choice,
-        groups=groups_of(space, problem, choice),
-        seconds=float(found.cost),
-        cost_ratio=float(found.cost) / reference_cost(space, problem),
-        loss_increase=0.0 if is_lossless(space) else increase,
-        feasible=not message,
-        message="; ".join(filter(None, (message, note))),
-        max_loss_increase=most,
-        lossless=is_lossless(space),
-        mesh_axes=dict(getattr(space, "mesh_axes", {})),
-        hardware=getattr(space, "hardware", None),
-        notes=tuple(getattr(space, "notes", ())),
-    )
+    elif not evaluation.feasible:
+        message = (
+            f"infeasible: the memory limit is exceeded by {evaluation.excess:,.0f} bytes; `diffshard.solve` keeps it"
+        )
+    return RoundedChoice(choice, evaluation, increase, message)
 
 
-def dominates(problem: Problem, exact: Choice, choice: Choice, increase: float) -> bool:
-    """Whether the exact choice is as cheap as another that does not lower the loss, and exceeds no memory more."""
+def dominates(problem: Problem, exact: StrategyIndices, choice: StrategyIndices, increase: float) -> bool:
+    """Returns whether the exact choice is as cheap as another that does not lower the loss, and exceeds no memory more.
+
+    Args:
+      problem: prices both.
+      exact: the exact choice.
+      choice: the other.
+      increase: of the loss by the other.
+    """
     if choice == exact or increase < 0:
         return False
-    here, there = evaluate(problem, exact), evaluate(problem, choice)
-    return bool(here.cost <= there.cost and here.excess <= there.excess)
+    exact_evaluation, other = evaluate(problem, exact), evaluate(problem, choice)
+    return bool(exact_evaluation.cost <= other.cost and exact_evaluation.excess <= other.excess)
 
 
-def unseen(plan: BilevelPlan, exact: Choice, slopes: Sequence[Any]) -> list[str]:
-    """Names of nodes where the plan is not exact and all strategies have the same slope: the loss did not tell them."""
-    rows = zip(plan.nodes, plan.choice, exact, slopes, strict=True)
-    return [node for node, chosen, other, row in rows if chosen != other and np.ptp(np.asarray(row)) == 0]
-
-
-def within(problem: Problem, prediction: Prediction, most: float) -> Choice:
-    """The cheapest choice of predicted increase within the bound: a budget is a memory limit of one more device."""
+def within(problem: Problem, prediction: Prediction, limit: float) -> StrategyIndices:
+    """Returns the cheapest choice whose predicted increase is within a limit, or the one of least increase."""
     slopes = prediction.slopes
     least = tuple(
         int(np.where(is_forbidden(cost), np.inf, row).argmin())
         for cost, row in zip(problem.node_cost, slopes, strict=True)
     )
-    room = most - prediction.increase(least)
-    if room <= 0:
+    budget = limit - prediction.increase(least)
+    if budget <= 0:
         return least
-    spent = [np.maximum(row - row[s], 0.0) / room * _UNITS for row, s in zip(slopes, least, strict=True)]
-    limit, usages = _finite_memory(problem)
+    increases = [np.maximum(row - row[s], 0.0) / budget * _BUDGET_UNITS for row, s in zip(slopes, least, strict=True)]
+    memory_limit, usages = _finite_memory(problem)
     bounded = problem._replace(
         usage_node=np.concatenate([np.asarray(problem.usage_node, np.int64), np.arange(len(slopes))]),
         usage=[
             *(np.pad(u, ((0, 0), (0, 1))) for u in usages),
-            *(np.pad(u[:, None], ((0, 0), (limit.size, 0))) for u in spent),
+            *(np.pad(u[:, None], ((0, 0), (memory_limit.size, 0))) for u in increases),
         ],
         usage_interval=np.concatenate(
             [np.asarray(problem.usage_interval, np.int64).reshape(-1, 2), np.tile([0, 1], (len(slopes), 1))]
         ),
-        memory_limit=np.append(limit, _UNITS),
+        memory_limit=np.append(memory_limit, _BUDGET_UNITS),
     )
-    return tuple(int(s) for s in solve(bounded, time_limit_s=_SOLVER_S).choice)
+    return cheapest(bounded)
 
 
-def weighed(problem: Problem, prediction: Prediction, seconds_per_loss: float) -> Choice:
-    """The choice of least cost, with what it is predicted to add to the loss at a price."""
+def weighed(problem: Problem, prediction: Prediction, seconds_per_loss: float) -> StrategyIndices:
+    """Returns the choice of least cost, with its predicted increase of the loss at a price."""
     node_cost = [
         np.asarray(cost, float) + seconds_per_loss * row
         for cost, row in zip(problem.node_cost, prediction.slopes, strict=True)
     ]
-    found = solve(problem._replace(node_cost=node_cost), time_limit_s=_SOLVER_S)
-    return tuple(int(s) for s in found.choice)
+    return cheapest(problem._replace(node_cost=node_cost))
+
+
+def cheapest(problem: Problem) -> StrategyIndices:
+    """Returns the solver's choice."""
+    return tuple(int(s) for s in solve(problem, time_limit_s=SOLVER_S).choice)
 
 
 def _finite_memory(problem: Problem) -> tuple[np.ndarray, list[np.ndarray]]:

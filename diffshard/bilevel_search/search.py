@@ -10,27 +10,27 @@ import optax
 
 from cost.base import num_strategies
 from diffshard.bilevel_search import inputs
-from diffshard.bilevel_search.candidates import propose
-from diffshard.bilevel_search.estimators import Estimator, Increase, resolve
-from diffshard.bilevel_search.inputs import Mesh
-from diffshard.bilevel_search.marginals import marginal_logits
-from diffshard.bilevel_search.objective import CostWeight, MaxLossIncrease, objective_of
-from diffshard.bilevel_search.plan import BilevelPlan
-from diffshard.bilevel_search.proof import Proof
-from diffshard.bilevel_search.prove import CandidatesData, prove
-from diffshard.bilevel_search.rounding import Prediction, dominates, plan_of, proposals, unseen
-from diffshard.bilevel_search.space import (
-    Batch,
-    HasLossless,
-    Params,
-    check_arguments,
-    check_key,
-    is_function,
-    is_lossless,
-    softmax_rows,
+from diffshard.bilevel_search.base import (
+    BilevelMetrics,
+    BilevelState,
+    Estimator,
+    Increase,
+    LossFn,
+    Prediction,
+    Proof,
+    StrategyIndices,
 )
-from diffshard.bilevel_search.state import BilevelMetrics, BilevelState
-from diffshard.bilevel_search.step import LossFn, Settings, Step, step_in
+from diffshard.bilevel_search.candidates import propose
+from diffshard.bilevel_search.estimators import resolve
+from diffshard.bilevel_search.inputs import Mesh, SpaceFn
+from diffshard.bilevel_search.model import ExactModel, LossyModel
+from diffshard.bilevel_search.objective import CostWeight, MaxLossIncrease, objective_of
+from diffshard.bilevel_search.plan import BilevelPlan, exact_plan, lossy_plan
+from diffshard.bilevel_search.proving import CandidatesData, check_data, prove
+from diffshard.bilevel_search.relaxation import marginal_logits, relaxed_choice
+from diffshard.bilevel_search.rounding import best_of, dominates, largest_weights, proposals
+from diffshard.bilevel_search.step import Settings, Step, step_in
+from search_spaces.base import Batch, Params
 
 CHOICE_EVERY = 8
 """Steps of the parameters to one of the choice, by default: looking at the choice costs several training steps."""
@@ -58,27 +58,28 @@ def bilevel(
     >>> plan, params = search.finish(state)
 
     Args:
-      loss_fn: `loss_fn(params, batch) -> scalar`: what `space` is built of, and what trains where the space is
-        lossless. A space that is built already brings its own loss.
-      mesh: names the axes that a function `space` builds for. A `Mesh` of devices also runs a space there that has a
-        method `on_mesh`; without, and with an `AbstractMesh`, the space runs as it is built: emulated, on one device.
-      space: a `diffshard.bilevel_search.space.Space`; or a function `(loss_fn, mesh_axes, params, batch)` of one,
-        called by the first `init`; or a `Problem`, or an object with a attribute `problem` and no losses, whose choice
-        cannot change the loss: A follows the cost alone.
+      loss_fn: `loss_fn(params, batch) -> scalar`: what a function `space` builds a space of, and what trains where the
+        space has no loss of its own. A space that is built already brings its own loss.
+      mesh: names the axes that a function `space` builds for. On a `Mesh` of devices a `LossySpace` also runs there;
+        without, and with an `AbstractMesh`, it runs as it is built: emulated, on one device.
+      space: a `search_spaces.base.LossySpace`; or a `SearchSpace` or a `Problem`, whose choice cannot change the loss,
+        so that A follows the cost alone; or a function that makes one of these from `(loss_fn, mesh_axes, params,
+        batch)`, called by the first `init`.
       weights_optimizer: of θ.
-      choice_optimizer: of A; None is adam(1e-2). Rows are softmax(A), so steps of adam on A are steps of a row's odds.
+      choice_optimizer: of A; None is adam(1e-2). The relaxed choice is softmax(A), so that steps of adam on A are steps
+        of each node's log odds.
       max_loss_increase: the cheapest choice whose validation loss is at most this much above the exact choice's, in
         units of the loss. Neither this nor `cost_weight` can be given where the loss does not depend on the choice.
       cost_weight: or instead: units of loss that the exact choice's whole cost is worth; a number or a schedule.
-      estimator: "curvature", "mixture", "sampled"; one with options, as `sampled(temperature=0.5)` from
-        `diffshard.bilevel_search.estimators`; or a function `Increase`.
+      estimator: "curvature", "mixture", "sampled"; one with options, as
+        `diffshard.sampled(temperature=0.5)`; or a function that follows `diffshard.bilevel_search.base.Increase`.
       order: 2 lets A see what forward strategies do to training, through one step of θ, for two more gradients.
         Strategies of backward and gradient collectives do not show in it; `curvature` and `prove` see those.
-      choice_every: A takes a step in every so many steps of θ, the first included; looking at the choice costs several
-        training steps, so that 1 is several times slower than training.
+      choice_every: how many steps of θ there are to one of A, which comes with the first of them; looking at the
+        choice costs several training steps, so that 1 is several times slower than training.
 
     Raises:
-      ValueError: an unknown estimator or one that the space cannot serve, an order that is not 1 or 2, an order of 2
+      ValueError: an unknown estimator, an order that is not 1 or 2, an order of 2
         where training does not depend on the choice, both or neither of `max_loss_increase` and `cost_weight`, one of
         them where they have no effect, numbers out of range, or a space without anything to choose.
     """
@@ -87,21 +88,21 @@ def bilevel(
     inputs.check_optimizer("weights_optimizer", weights_optimizer)
     inputs.check_optimizer("choice_optimizer", choice_optimizer)
     inputs.check_mesh(mesh)
-    chosen = resolve(estimator)
-    if order == 2 and chosen.weights is None:
+    resolved = resolve(estimator)
+    if order == 2 and resolved.weights is None:
         raise ValueError(
             f"`order` 2 needs an estimator under which training depends on the choice (mixture, sampled); "
             f"with {estimator!r} it does not. Take order 1."
         )
     objective = objective_of(max_loss_increase, cost_weight)
-    if is_function(space) and (loss_fn is None or mesh is None):
+    if inputs.is_space_fn(space) and (loss_fn is None or mesh is None):
         raise ValueError("`space` is a function that makes a space, which needs `loss_fn` and `mesh`; got None.")
     settings = Settings(
         loss_fn=loss_fn,
         weights_optimizer=weights_optimizer,
         choice_optimizer=choice_optimizer,
         objective=objective,
-        estimator=chosen,
+        estimator=resolved,
         order=order,
         choice_every=choice_every,
     )
@@ -112,26 +113,23 @@ class BilevelSearch:
     """A search of one space: `init`, `update` and `finish`; made by `bilevel`."""
 
     def __init__(self, settings: Settings, mesh: Mesh | None, space: Any):
-        self._settings, self._mesh, self._space = settings, mesh, space
-        self._shapes: list[Any] = []
-        self._structures: set[Any] = set()
+        self._settings, self._mesh = settings, mesh
+        self._space_fn: SpaceFn | None = space if inputs.is_space_fn(space) else None
+        self._batch_shapes: list[Any] = []
+        self._state_structures: set[Any] = set()
         self._step: Step | None = None
-        if not is_function(space):
-            self._take(space)
+        if self._space_fn is None:
+            self._set_space(space)
 
     @property
     def space(self) -> Any:
         """What is searched; a function makes it by the first `init`."""
-        return self._settled().space
-
-    def _take(self, space: Any) -> None:
-        """Checks a space, and makes the step in it."""
-        on_devices = isinstance(self._mesh, jax.sharding.Mesh) and hasattr(space, "on_mesh")
-        self._step = step_in(space.on_mesh(self._mesh) if on_devices else space, self._settings)
-        self._jitted = jax.jit(self._step)
+        return self._made_step().space
 
     def init(self, key: jax.Array, params: Params, batch: Batch) -> BilevelState:
-        """Rows near uniform, or in a lossless space near the solver's marginals; the same key gives the same search.
+        """Returns the first state; the same key gives the same search.
+
+        The relaxed choice starts near uniform, or near the solver's marginals where the loss does not depend on it.
 
         Args:
           key: a JAX random key.
@@ -139,31 +137,32 @@ class BilevelSearch:
           batch: of the shapes of training and validation batches.
 
         Raises:
-          ValueError: `key` is no random key, `batch` has no rows, arrays are not what the space was built for, or the
-            optimiser of θ or of A needs more than gradients, state and parameters, as line searches do; and, where a
-            function makes the space, see `bilevel`.
+          ValueError: `key` is not a random key, `batch` has no rows, arrays are not what the space was built for, or
+            the optimiser of θ or of A needs more than gradients, state and parameters, as line searches do; and, where
+            a function makes the space, see `bilevel`.
         """
-        check_key(key)
-        shapes = inputs.shapes_of("batch", batch)
+        inputs.check_key(key)
+        shapes = inputs.batch_shapes("batch", batch)
         if self._step is None:
             assert self._mesh is not None
-            self._take(self._space(self._settings.loss_fn, dict(self._mesh.shape), params, batch))
-        step = self._settled()
-        check_arguments(step.space, params=params, batch=batch)
-        if shapes not in self._shapes:
-            self._shapes.append(shapes)
+            assert self._space_fn is not None
+            self._set_space(self._space_fn(self._settings.loss_fn, dict(self._mesh.shape), params, batch))
+        step = self._made_step()
+        step.model.check_arguments(params, batch)
+        if shapes not in self._batch_shapes:
+            self._batch_shapes.append(shapes)
         key, noise_key = jax.random.split(key)
         sizes = num_strategies(step.problem).tolist()
         keys = jax.random.split(noise_key, len(sizes))
         logits = [1e-3 * jax.random.normal(k, (size,)) for k, size in zip(keys, sizes, strict=True)]
-        if is_lossless(step.space):
+        if isinstance(step.model, ExactModel):
             logits = jax.tree.map(jnp.add, logits, marginal_logits(step.problem))
         inputs.check_update("weights_optimizer", self._settings.weights_optimizer, params)
         inputs.check_update("choice_optimizer", self._settings.choice_optimizer, logits)
         return BilevelState(
             params=params,
             weights_state=self._settings.weights_optimizer.init(params),
-            residuals=() if is_lossless(step.space) else step.space.state(params),
+            residuals=step.model.init_residuals(params),
             logits=logits,
             choice_state=self._settings.choice_optimizer.init(logits),
             multiplier=jnp.zeros(()),
@@ -175,34 +174,35 @@ class BilevelSearch:
         )
 
     def update(self, state: BilevelState, train_batch: Batch, val_batch: Batch) -> tuple[BilevelState, BilevelMetrics]:
-        """One step of θ on `train_batch`, and in each `choice_every`-th one of A on `val_batch` and the cost.
+        """Takes one step of θ on `train_batch`, and in each `choice_every`-th one of A on `val_batch` and the cost.
 
         Pure, and compiled once for each set of shapes.
 
         Raises:
           ValueError: batches without rows, validation data of other shapes than training data, shapes that no `init`
-            of this search got, what is no state or one of another search (rows of other lengths), or no space yet.
+            of this search got, something that is not a state or is one of another search, or no space yet.
         """
-        self._check(state)
-        train, val = inputs.shapes_of("train_batch", train_batch), inputs.shapes_of("val_batch", val_batch)
+        self._checked_step(state)
+        train, val = inputs.batch_shapes("train_batch", train_batch), inputs.batch_shapes("val_batch", val_batch)
         if train != val:
             raise ValueError(f"`val_batch` must have the shapes of `train_batch`, {train}; got {val}.")
-        inputs.check_known("train_batch", train, self._shapes)
+        inputs.check_known("train_batch", train, self._batch_shapes)
         return self._jitted(state, train_batch, val_batch)
 
-    def rows(self, state: BilevelState) -> list[np.ndarray]:
-        """V arrays `[S_v]`: the weights of each node's strategies."""
-        return [np.asarray(row) for row in softmax_rows(self._check(state).problem, state.logits)]
+    def relaxed_choice(self, state: BilevelState) -> list[np.ndarray]:
+        """Returns the relaxed choice, V arrays `[S_v]`: the weights of each node's strategies."""
+        relaxed = relaxed_choice(self._checked_step(state).problem, state.logits)
+        return [np.asarray(weights) for weights in relaxed]
 
     def finish(
         self, state: BilevelState, *, candidates_data: CandidatesData | None = None
     ) -> tuple[BilevelPlan, Params]:
-        """The discrete choice, and the parameters that training goes on from.
+        """Returns the discrete choice, and the parameters that training goes on from.
 
-        Under a bound on the loss the choice is the cheapest one of predicted increase within it that is found: the rows
-        rounded, or the solver's answer to the cost with mean slopes as a budget; if none is within it, the one that
-        exceeds it least, and the plan says so. Predictions are linear in the rows: good for `curvature`, which is
-        linear itself, and rough for `mixture` and `sampled`, which training (`candidates_data`) should decide.
+        Under a bound on the loss the choice is the cheapest one of predicted increase within it among two: the largest
+        weights, and the solver's answer to the cost with mean slopes as a budget; if neither is within it, the exact
+        choice. Predictions are linear in the relaxed choice: good for `curvature`, which is linear itself, and rough
+        for `mixture` and `sampled`, which training (`candidates_data`) should decide.
 
         Args:
           state: after some `update`s.
@@ -210,89 +210,102 @@ class BilevelSearch:
             in `plan.proof`. None returns the proposal.
 
         Raises:
-          ValueError: `state` is none of this search; or no update was accepted, so that nothing is known of the loss,
-            and the space does not say which choice is exact. Where it does, that is returned and the message says why.
+          ValueError: `state` is not one of this search. Where no update was accepted, nothing is known of the loss: the
+            exact choice is returned and the message says why.
         """
         if not isinstance(candidates_data, CandidatesData | None):
             raise ValueError(f"`candidates_data` must be a CandidatesData or None, got {candidates_data!r}.")
-        step = self._check(state)
-        if candidates_data is None or is_lossless(step.space):
-            return self._proposed(step, state), state.params
+        step = self._checked_step(state)
+        if isinstance(step.model, ExactModel):
+            largest = largest_weights(self.relaxed_choice(state))
+            return exact_plan(step.space, best_of(step.problem, {largest: 0.0}, None)), state.params
+        if candidates_data is None:
+            return self._proposed(step, step.model, state), state.params
         proof = self.prove(state, candidates_data)
-        winner = proof.winner
-        plan = plan_of(step.space, step.problem, {winner.choice: winner.loss_increase}, _bound(step))
-        plan = plan._replace(seconds=winner.seconds, cost_ratio=winner.seconds / step.reference_cost)
-        return plan._replace(exact_share=winner.exact_share, proof=proof), state.params
+        winner, limit = proof.winner, _limit(step)
+        rounded = best_of(step.problem, {winner.choice: winner.loss_increase}, limit)
+        plan = lossy_plan(step.model.space, rounded, limit)._replace(
+            seconds=winner.seconds,
+            cost_ratio=winner.seconds / step.exact_cost,
+            exact_share=winner.exact_share,
+            proof=proof,
+        )
+        return plan, state.params
 
-    def _proposed(self, step: Step, state: BilevelState) -> BilevelPlan:
-        """What the search itself has found."""
-        most = _bound(step)
-        exact = step.reference if isinstance(step.space, HasLossless) else None
-        if is_lossless(step.space) or int(state.step):
-            found, note = proposals(step.problem, self.rows(state), self._prediction(state), exact, most), ""
-            if exact is not None and all(dominates(step.problem, exact, *pair) for pair in found.items()):
+    def prove(self, state: BilevelState, data: CandidatesData) -> Proof:
+        """Trains the proposal, uniform choices, choices by type and schedules from the start; see `proving.prove`.
+
+        Raises:
+          ValueError: the loss does not depend on the choice, so that there is nothing to prove, or the data have other
+            shapes.
+        """
+        step = self._checked_step(state)
+        if isinstance(step.model, ExactModel):
+            raise ValueError("`prove` compares losses, and in this space every choice has the same.")
+        check_data(data, state, self._batch_shapes)
+        space, prediction, objective = step.model.space, _prediction(state, step.exact_choice), step.objective
+        if isinstance(objective, CostWeight):  # the weight that its schedule has reached
+            objective = CostWeight(float(objective.weights(state.multiplier, state.offset, state.step).cost))
+        proposal = self._proposed(step, step.model, state).choice
+        candidates = propose(space, proposal, prediction, max_candidates=data.num_candidates)
+        optimizer = self._settings.weights_optimizer
+        return prove(space, candidates, data, optimizer=optimizer, objective=objective, prediction=prediction)
+
+    def _proposed(self, step: Step, model: LossyModel, state: BilevelState) -> BilevelPlan:
+        """The plan that the search stands for, without training any candidate."""
+        exact, limit, note = step.exact_choice, _limit(step), ""
+        increases = {exact: 0.0}
+        if int(state.step):
+            proposed = proposals(step.problem, self.relaxed_choice(state), _prediction(state, exact), exact, limit)
+            if all(dominates(step.problem, exact, *pair) for pair in proposed.items()):
                 note = "what the search proposed costs no less than the exact choice and loses no less; this is exact"
-                found = {exact: 0.0}
+            else:
+                increases = proposed
         else:
-            note = f"nothing was learnt: 0 updates were accepted, {int(state.num_refused)} refused"
-            if exact is None:
-                raise ValueError(f"`state`: {note}, and `space` names no exact choice; call `update` on finite losses.")
-            found, note = {exact: 0.0}, f"{note}; this is the exact choice"
-        plan = plan_of(step.space, step.problem, found, most, note)
-        if exact is not None and (nodes := unseen(plan, exact, state.slopes)):
+            num_refused = int(state.num_refused)
+            note = f"nothing was learnt: 0 updates were accepted, {num_refused} refused; this is the exact choice"
+        plan = lossy_plan(model.space, best_of(step.problem, increases, limit), limit, note)
+        if nodes := _unmeasured(plan, exact, state):
             note = (
                 f"not measured: the estimator's loss does not depend on {', '.join(nodes)}; training can tell (`prove`)"
             )
             plan = plan._replace(message="; ".join(filter(None, (plan.message, note))))
         return plan
 
-    def prove(self, state: BilevelState, data: CandidatesData) -> Proof:
-        """Trains the proposal, every uniform and by-type choice, and schedules from the start; see `prove.prove`.
+    def _set_space(self, space: Any) -> None:
+        """Checks a space, and makes the step in it, on the mesh's devices if there are some."""
+        step = step_in(space, self._settings)
+        if isinstance(step.model, LossyModel) and isinstance(self._mesh, jax.sharding.Mesh):
+            step = step_in(step.model.space.on_mesh(self._mesh), self._settings)
+        self._step, self._jitted = step, jax.jit(step)
 
-        Raises:
-          ValueError: the space is lossless, so that there is nothing to prove, or the data are of other shapes.
-        """
-        step = self._check(state)
-        if is_lossless(step.space):
-            raise ValueError("`prove` compares losses, and in this space every choice has the same.")
-        inputs.check_data(data, state, self._shapes)
-        plan, objective = self._proposed(step, state), step.objective
-        if isinstance(objective, CostWeight):  # where its schedule has come to
-            objective = CostWeight(float(objective.weights(state.multiplier, state.offset, state.step).cost))
-        prediction, most = self._prediction(state), data.num_candidates
-        candidates = propose(step.space, step.problem, plan.choice, prediction, step.reference, most=most)
-        optimizer = self._settings.weights_optimizer
-        return prove(
-            step.space,
-            candidates,
-            step.reference,
-            data,
-            optimizer=optimizer,
-            objective=objective,
-            prediction=prediction,
-        )
-
-    def _prediction(self, state: BilevelState) -> Prediction:
-        step = self._settled()
-        seen = Prediction(float(state.offset), [np.asarray(slope, float) for slope in state.slopes])
-        if not isinstance(step.space, HasLossless):
-            return seen
-        return seen._replace(offset=seen.offset - seen.increase(step.reference))  # the exact choice adds nothing
-
-    def _check(self, state: BilevelState) -> Step:
+    def _checked_step(self, state: BilevelState) -> Step:
         """The step, if the state is one of this search, as one that was saved elsewhere may not be."""
-        step = self._settled()
+        step = self._made_step()
         inputs.check_state(state, step.problem)
-        if (structure := jax.tree.structure(state)) not in self._structures:
-            inputs.check_kept(state, self._settings)
-            self._structures.add(structure)
+        if (structure := jax.tree.structure(state)) not in self._state_structures:
+            settings = self._settings
+            inputs.check_optimizer_states(state, settings.weights_optimizer, settings.choice_optimizer)
+            self._state_structures.add(structure)
         return step
 
-    def _settled(self) -> Step:
+    def _made_step(self) -> Step:
         if self._step is None:
             raise ValueError("the search has no space yet; call `init(key, params, batch)` first, which makes it.")
         return self._step
 
 
-def _bound(step: Step) -> float | None:
-    return step.objective.most if isinstance(step.objective, MaxLossIncrease) else None
+def _prediction(state: BilevelState, exact: StrategyIndices) -> Prediction:
+    """The mean slopes as a prediction under which the exact choice adds nothing."""
+    mean = Prediction(float(state.offset), [np.asarray(slope, float) for slope in state.slopes])
+    return mean._replace(offset=mean.offset - mean.increase(exact))
+
+
+def _unmeasured(plan: BilevelPlan, exact: StrategyIndices, state: BilevelState) -> list[str]:
+    """Names of nodes where the plan is not exact and all strategies have the same slope: the loss cannot tell them."""
+    nodes = zip(plan.nodes, plan.choice, exact, state.slopes, strict=True)
+    return [node for node, chosen, other, slope in nodes if chosen != other and np.ptp(np.asarray(slope)) == 0]
+
+
+def _limit(step: Step) -> float | None:
+    return step.objective.limit if isinstance(step.objective, MaxLossIncrease) else None

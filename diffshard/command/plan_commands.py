@@ -13,6 +13,7 @@ from cost.presets import preset
 from diffshard.base import InfeasibleError, PlanError
 from diffshard.bilevel_search import plan_file as bilevel_file
 from diffshard.bilevel_search import plan_page as bilevel_page
+from diffshard.bilevel_search.plan import BilevelPlan
 from diffshard.command.arguments import UsageError, check_solver, check_writable, named_function
 from diffshard.command.terminal import FailedError, say_written, shown
 from diffshard.plans import file
@@ -73,7 +74,7 @@ def show_plan(options: argparse.Namespace) -> int:
     except OSError as error:
         raise UsageError(f"{options.plan}: {error.strerror or error}") from None
     if kind_of(document) == BILEVEL:
-        plan = bilevel_file.from_json(document, options.plan)
+        plan = bilevel_file.from_json(document, options.plan, BilevelPlan)
         if options.html:
             bilevel_page.save_page(plan, options.html)
     else:

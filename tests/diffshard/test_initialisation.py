@@ -8,7 +8,7 @@ import pytest
 
 import diffshard
 from diffshard.initialisation import InitRecord, kaiming, loss_of_the_living, orthogonal, xavier
-from diffshard.successive_halving import Halving, Row
+from diffshard.successive_halving import Halving, HalvingRecord
 
 RUNGS = (2, 3)
 OPTIMIZER = optax.sgd(0.05)
@@ -142,6 +142,6 @@ def test_what_is_wrong_is_said(changes, message: str):
 
 
 def test_a_record_is_shown_without_arrays():
-    row = Row("0", (1.0,), 3)
-    halved = Halving({"w": jnp.zeros(1000)}, 0, (row,), ({"w": jnp.zeros(1000)},), 3)
+    record = HalvingRecord("0", (1.0,), 3)
+    halved = Halving({"w": jnp.zeros(1000)}, 0, (record,), ({"w": jnp.zeros(1000)},), 3)
     assert repr(InitRecord(halved, None, 0.5, 3)) == "InitRecord(loss=0.5, steps=3, starts=[1])"

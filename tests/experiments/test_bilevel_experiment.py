@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import diffshard
-from diffshard.bilevel_search.estimators import Estimator, Moment
+from diffshard.bilevel_search.base import Estimator, TrainingProgress
 from experiments import (
     bilevel,
     bilevel_estimators,
@@ -21,7 +21,7 @@ from experiments import bilevel_training as task
 from search_spaces.communication.precision import INT4
 
 KEY = jax.random.key(0)
-MOMENT = Moment(jnp.int32(0), None)
+PROGRESS = TrainingProgress(jnp.int32(0), None)
 
 
 @pytest.fixture(scope="module")
@@ -87,18 +87,18 @@ def test_shuffled_slopes_are_the_same_ones_at_other_lossy_strategies(space, monk
     rng = np.random.default_rng(0)
     loss_increases = [jnp.asarray(rng.normal(size=size)) for size in sizes]
 
-    def linear(space, params, batch, rows, key, moment):
-        return sum((row @ damage for row, damage in zip(rows, loss_increases, strict=True)), jnp.zeros(()))
+    def linear(space, params, batch, relaxed, key, progress):
+        return sum((row @ increase for row, increase in zip(relaxed, loss_increases, strict=True)), jnp.zeros(()))
 
     monkeypatch.setattr(bilevel_loss, "resolve", lambda name: Estimator(linear))
     estimator = bilevel_loss.shuffled("linear", space, seed=0)
     rows = [jnp.full(size, 1 / size) for size in sizes]
-    value, slopes = jax.value_and_grad(lambda rows: estimator.increase(space, {}, None, rows, KEY, MOMENT))(rows)
-    assert float(value) == pytest.approx(float(linear(space, {}, None, rows, KEY, MOMENT)))
+    value, slopes = jax.value_and_grad(lambda rows: estimator.increase(space, {}, None, rows, KEY, PROGRESS))(rows)
+    assert float(value) == pytest.approx(float(linear(space, {}, None, rows, KEY, PROGRESS)))
     over = [d - d[int(group.exact.argmax())] for d, group in zip(loss_increases, space.groups, strict=True)]
-    lossless = np.concatenate([group.exact for group in space.groups])
+    is_exact = np.concatenate([group.exact for group in space.groups])
     before, after = np.concatenate(over), np.concatenate(slopes)
-    assert not after[lossless].any()
+    assert not after[is_exact].any()
     np.testing.assert_allclose(np.sort(after), np.sort(before), rtol=1e-6)
     assert not np.allclose(after, before)
 

@@ -1,18 +1,21 @@
 """A space whose every number is known: a linear model whose strategies add a given error to its output."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
-from cost.base import Problem
+from cost.base import Hardware, Problem
+from search_spaces.base import Batch, LossySpace, Params, RelaxedChoice, Residuals, Selection
+from search_spaces.numbered import NumberedSpace
 
 BATCH, WIDTH = 8, 3
 
 
-class Perturbed:
+class Perturbed(NumberedSpace):
     """The model X w with Σ_v error_v[s_v] · sign_v added, trained by half the mean square to targets.
 
     Signs ±1 differ over the batch for each node, with mean 0 and no correlation between nodes, so that a choice adds
@@ -22,56 +25,87 @@ class Perturbed:
       traces: how many times a loss was traced.
     """
 
+    mesh_axes: Mapping[str, int] = {}
+    hardware: Hardware | None = None
+    notes: tuple[str, ...] = ()
+
     def __init__(self, errors: Sequence[Sequence[float]], seconds: Sequence[Sequence[float]], **fields: Any):
-        self.errors, self.node_seconds, self.fields = [np.array(e, float) for e in errors], seconds, fields
+        """Makes nodes without edges unless `fields` of `Problem` say otherwise."""
+        cost = [np.array(row, float) for row in seconds]
+        super().__init__(Problem(**{"node_cost": cost, "edge_nodes": np.zeros((0, 2), int), "edge_cost": [], **fields}))
+        self.errors = [np.array(row, float) for row in errors]
         self.traces = 0
 
     @property
-    def problem(self) -> Problem:
-        """Nodes without edges unless `fields` say otherwise."""
-        cost = [np.array(row, float) for row in self.node_seconds]
-        return Problem(**{"node_cost": cost, "edge_nodes": np.zeros((0, 2), int), "edge_cost": [], **self.fields})
+    def arguments(self) -> tuple[Any, Any]:
+        """In the precision that is enabled where they are asked for."""
+        return jax.eval_shape(lambda: (start(), batch_of(0)))
 
     def exact_choice(self) -> list[int]:
-        """The first ones."""
+        """The first strategies."""
         return [0] * len(self.errors)
 
-    def strategy_names(self, node: int) -> list[str]:
-        """As `Space`."""
-        return ["exact", "rough", "rougher"][: len(self.errors[node])]
+    def on_mesh(self, mesh: Mesh) -> LossySpace:
+        """The same: there is nothing to split."""
+        del mesh
+        return self
 
-    def seconds(self, choice: Sequence[int]) -> float:
-        """Of the node costs alone."""
-        return float(sum(row[s] for row, s in zip(self.node_seconds, choice, strict=True)))
+    def strategy_names(self, node: int) -> tuple[str, ...]:
+        """At most three names."""
+        return ("exact", "rough", "rougher")[: len(self.errors[node])]
 
-    def mixed_loss(self, params, batch, weights, key, step: Any = 0):
-        """As `Space`."""
+    def init_residuals(self, params: Params) -> Residuals:
+        """None."""
+        del params
+        return ()
+
+    def loss(
+        self, params: Params, batch: Batch, selection: Selection, key: jax.Array, step: jax.Array | int = 0
+    ) -> jax.Array:
+        """Half the mean square."""
         del key, step
         self.traces += 1
         inputs, targets = batch
         output = inputs @ params["w"]
-        for v, (row, errors) in enumerate(zip(weights, self.errors, strict=True)):
-            output = output + (row @ jnp.asarray(errors)) * signs(v)
+        for v, (selected, errors) in enumerate(zip(selection, self.errors, strict=True)):
+            weights = selected if jnp.ndim(selected) else jnp.eye(len(errors))[selected]
+            output = output + (weights @ jnp.asarray(errors)) * signs(v)
         return 0.5 * jnp.mean((output - targets) ** 2)
 
-    def loss(self, params, batch, choice, key, step):
-        """As `Space`."""
-        weights = [c if jnp.ndim(c) else jnp.eye(len(e))[c] for c, e in zip(choice, self.errors, strict=True)]
-        return self.mixed_loss(params, batch, weights, key, step)
+    def loss_and_gradients(
+        self,
+        params: Params,
+        batch: Batch,
+        selection: Selection,
+        residuals: Residuals,
+        key: jax.Array,
+        step: jax.Array | int = 0,
+    ) -> tuple[jax.Array, Params, Residuals]:
+        """The loss with its gradients by autodiff."""
+        loss, gradients = jax.value_and_grad(self.loss)(params, batch, selection, key, step)
+        return loss, gradients, residuals
 
-    def loss_and_gradients(self, params, batch, choice, state, key, step):
-        """As `Space`."""
-        loss, gradients = jax.value_and_grad(self.loss)(params, batch, choice, key, step)
-        return loss, gradients, state
-
-    def loss_increases(self, params, batch, key, *, step_sizes, step):
-        """As `Space`: exact, wherever the residual is."""
-        del params, key, step_sizes, step
+    def loss_increases(
+        self,
+        params: Params,
+        batch: Batch,
+        key: jax.Array,
+        *,
+        validation: Batch | None = None,
+        step_sizes: Params = 1.0,
+        step: jax.Array | int = 0,
+    ) -> RelaxedChoice:
+        """The exact increases where the loss has no residual."""
+        del params, key, validation, step_sizes, step
         return [jnp.asarray(0.5 * errors**2) + 0.0 * batch[1].mean() for errors in self.errors]
 
-    def state(self, params):
-        """Nothing."""
-        return ()
+
+class NothingExact(Perturbed):
+    """The same without an exact choice."""
+
+    def exact_choice(self) -> list[int]:
+        """Raises: there is none."""
+        raise ValueError("node 0 has no exact strategy")
 
 
 def signs(v: int) -> jax.Array:

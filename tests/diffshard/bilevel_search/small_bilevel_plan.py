@@ -1,10 +1,10 @@
 """A plan of the small communication space as training would leave it: two groups changed, a table of candidates."""
 
 from cost.base import Hardware, Link
-from diffshard.bilevel_search.plan import BilevelPlan
-from diffshard.bilevel_search.proof import Proof, Tried
-from diffshard.bilevel_search.rounding import plan_of
-from diffshard.successive_halving import Row
+from diffshard.bilevel_search.base import Proof, TrainedCandidate
+from diffshard.bilevel_search.plan import BilevelPlan, lossy_plan
+from diffshard.bilevel_search.rounding import best_of
+from diffshard.successive_halving import HalvingRecord
 from search_spaces.communication.space import CommunicationSpace
 from tests.search_spaces.communication.small_communication import small_space
 
@@ -30,7 +30,7 @@ def named_choice(space: CommunicationSpace) -> tuple[int, ...]:
 def proposed_plan(space: CommunicationSpace | None = None) -> BilevelPlan:
     """As a search leaves it, without training."""
     space = slow_space() if space is None else space
-    return plan_of(space, space.problem, {named_choice(space): 0.0125}, 0.02)
+    return lossy_plan(space, best_of(space.problem, {named_choice(space): 0.0125}, 0.02), 0.02)
 
 
 def proved_plan(space: CommunicationSpace | None = None) -> BilevelPlan:
@@ -38,14 +38,15 @@ def proved_plan(space: CommunicationSpace | None = None) -> BilevelPlan:
     plan = proposed_plan(space)
     exact = plan.exact_seconds
 
-    def tried(name: str, seconds: float, loss: float, increase: float, *scores: float) -> Tried:
+    def trained(name: str, seconds: float, loss: float, increase: float, *scores: float) -> TrainedCandidate:
         pairs = tuple((score, seconds) for score in scores)
-        return Tried(name, plan.choice, 0.0, seconds, loss, increase, Row(name, pairs, 4 * len(scores)))
+        record = HalvingRecord(name, pairs, 4 * len(scores))
+        return TrainedCandidate(name, plan.choice, 0.0, seconds, loss, increase, record)
 
     table = (
-        tried("found", plan.seconds, 2.5125, 0.0125, 0.0, 0.0),
-        tried("exact", exact, 2.5, 0.0, 0.0, 0.0),
-        tried("all int8", 0.9 * exact, 3.25, 0.25, 0.23),
-        tried("all <int4>", 0.5 * exact, float("nan"), float("nan"), float("inf")),
+        trained("proposal", plan.seconds, 2.5125, 0.0125, 0.0, 0.0),
+        trained("exact", exact, 2.5, 0.0, 0.0, 0.0),
+        trained("all int8", 0.9 * exact, 3.25, 0.25, 0.23),
+        trained("all <int4>", 0.5 * exact, float("nan"), float("nan"), float("inf")),
     )
     return plan._replace(proof=Proof(table, (3.0, 2.5), 24))

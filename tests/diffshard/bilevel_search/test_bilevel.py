@@ -11,10 +11,12 @@ import pytest
 
 import diffshard
 from cost.base import Problem
+from diffshard.bilevel_search.base import BilevelState
+from diffshard.bilevel_search.relaxation import one_hot, relaxed_choice
+from diffshard.bilevel_search.rounding import best_of
 from diffshard.bilevel_search.search import BilevelSearch
-from diffshard.bilevel_search.space import one_hot, softmax_rows
-from diffshard.bilevel_search.state import BilevelState
-from tests.diffshard.bilevel_search.perturbed import Perturbed, batch_of, start
+from search_spaces.numbered import NumberedSpace
+from tests.diffshard.bilevel_search.perturbed import NothingExact, Perturbed, batch_of, start
 
 KEY = jax.random.key(0)
 ERRORS, SECONDS = [[0.0, 0.3, 0.7], [0.0, 0.5]], [[2.0, 1.5, 1.0], [3.0, 1.0]]
@@ -59,8 +61,8 @@ def test_update_compiles_once_trains_and_is_the_same_for_the_same_key(estimator:
 @pytest.mark.parametrize("estimator", ["mixture", "sampled", "curvature"])
 def test_a_loss_in_half_precision_is_searched_between_steps_of_the_choice_too(estimator: str):
     class Half(Perturbed):
-        def mixed_loss(self, *args, **options):
-            return super().mixed_loss(*args, **options).astype(jnp.bfloat16)
+        def loss(self, *args, **options):
+            return super().loss(*args, **options).astype(jnp.bfloat16)
 
     state, seen = _run(_search(Half(ERRORS, SECONDS), estimator=estimator, choice_every=2), 3)
     assert not any(metrics.refused for metrics in seen)
@@ -85,16 +87,16 @@ def test_a_step_of_the_choice_follows_finite_differences_of_loss_and_cost(order:
         after, metrics = search.update(state, train, val)
 
         def objective(logits: list[np.ndarray]) -> float:
-            rows = softmax_rows(space.problem, [jnp.asarray(row) for row in logits])
+            rows = relaxed_choice(space.problem, [jnp.asarray(row) for row in logits])
             params = state.params
             if order == 2:
-                slope = jax.grad(space.mixed_loss)(params, train, rows, KEY)
+                slope = jax.grad(space.loss)(params, train, rows, KEY)
                 params = jax.tree.map(lambda p, g: p - rate * g, params, slope)
             p, q = (np.asarray(row) for row in rows)
             cost = p @ SECONDS[0] + q @ SECONDS[1] + p @ fields["edge_cost"][0] @ q
             cost += (p @ fields["load"][0] + q @ fields["load"][1]).max()
             exact = EXACT_COST + 0.0 + 1.5
-            return float(space.mixed_loss(params, val, rows, KEY)) + weight * cost / exact
+            return float(space.loss(params, val, rows, KEY)) + weight * cost / exact
 
         for v, row in enumerate(state.logits):
             for s in range(row.size):
@@ -113,7 +115,7 @@ def test_the_bound_on_the_loss_finds_the_known_multiplier():
     """One node: c = 1 - p/2 and the increase is p · 0.5; at most 0.125 gives p = 1/4 and μ · 0.5/0.125 = 1/2."""
     search = _search(Perturbed([[0.0, 1.0]], [[2.0, 1.0]]), max_loss_increase=0.125, choice_optimizer=optax.adam(0.02))
     state, seen = _run(search, 1500)
-    assert search.rows(state)[0][1] == pytest.approx(0.25, abs=0.01)
+    assert search.relaxed_choice(state)[0][1] == pytest.approx(0.25, abs=0.01)
     assert float(state.multiplier) == pytest.approx(0.125, abs=0.01)
     assert float(seen[-1].loss_increase) == pytest.approx(0.125, rel=0.03)
     assert float(seen[-1].cost_ratio) == pytest.approx(0.875, abs=0.005)
@@ -165,16 +167,16 @@ def test_nodes_that_the_loss_does_not_see_are_named():
 
 
 def test_a_bound_that_nothing_keeps_is_reported_with_the_best_that_was_reached():
-    class NothingExact(Perturbed):
-        exact_choice = None  # pyright: ignore[reportAssignmentType]
+    rounded = best_of(Perturbed([[1.0, 0.8]], [[2.0, 1.0]]).problem, {(0,): 0.5, (1,): 0.32}, 0.1)
+    assert rounded.choice == (1,)
+    assert rounded.increase == 0.32
+    assert "infeasible: " in rounded.message
+    assert "0.32, above `max_loss_increase` 0.1" in rounded.message
 
-    space = NothingExact([[1.0, 0.8]], [[2.0, 1.0]])
-    search = _search(space, max_loss_increase=0.1)
-    plan, _ = search.finish(_run(search, 3)[0])
-    assert not plan.feasible
-    assert plan.choice == (1,)
-    assert plan.loss_increase == pytest.approx(0.32)
-    assert "0.32, above `max_loss_increase` 0.1" in str(plan)
+
+def test_a_space_without_an_exact_choice_is_refused():
+    with pytest.raises(ValueError, match="node 0 has no exact strategy"):
+        _search(NothingExact([[1.0, 0.8]], [[2.0, 1.0]]))
 
 
 def test_numbers_that_are_not_finite_refuse_the_step_and_training_goes_on():
@@ -205,13 +207,6 @@ def test_where_nothing_was_learnt_the_exact_choice_is_returned_and_the_plan_says
         assert plan.feasible
         assert f"nothing was learnt: 0 updates were accepted, {num_refused} refused" in str(plan)
     assert "nothing" not in _search().finish(_run(_search(), 1)[0])[0].message
-
-    class NothingExact(Perturbed):
-        exact_choice = None  # pyright: ignore[reportAssignmentType]
-
-    search = _search(NothingExact(ERRORS, SECONDS), **options)
-    with pytest.raises(ValueError, match="names no exact choice"):
-        search.finish(state)
 
 
 def _apart_from_key(state: BilevelState) -> BilevelState:
@@ -247,7 +242,7 @@ def test_without_a_loss_of_its_own_a_space_follows_the_cost_and_the_model_trains
         np.array([[0, 1]]),
         [np.array([[0.0, 0.0], [2.0, 0.0], [2.0, 2.0]])],
     )
-    for space in (problem, type("Holder", (), {"problem": lambda self: problem})()):
+    for space in (problem, NumberedSpace(problem)):
         search = diffshard.bilevel(
             _plain_loss, space=space, weights_optimizer=optax.sgd(0.1), choice_optimizer=optax.adam(0.1)
         )
@@ -275,8 +270,8 @@ def test_rows_of_a_lossless_space_start_at_marginals_that_name_the_optimum(seed:
     search = diffshard.bilevel(_plain_loss, space=problem, weights_optimizer=optax.sgd(0.1))
     state = search.init(KEY, start(), batch_of(0))
     optimum = diffshard.solve(problem, solver="exhaustive")
-    assert tuple(int(row.argmax()) for row in search.rows(state)) == tuple(optimum.choice)
-    assert search.rows(state)[2][0] == 0
+    assert tuple(int(row.argmax()) for row in search.relaxed_choice(state)) == tuple(optimum.choice)
+    assert search.relaxed_choice(state)[2][0] == 0
 
 
 def test_an_optimiser_that_needs_the_losss_value_is_refused_and_one_that_keeps_infinities_is_not():
@@ -298,7 +293,7 @@ def test_an_optimiser_that_needs_the_losss_value_is_refused_and_one_that_keeps_i
 def test_a_state_of_another_search_is_refused():
     state, _ = _run(_search(), 1)
     other = _search(Perturbed([[0.0, 0.3], [0.0, 0.5]], [[2.0, 1.5], [3.0, 1.0]]))
-    with pytest.raises(ValueError, match=r"`state` is of another search: its rows have shapes .*\[2, 2\] strategies"):
+    with pytest.raises(ValueError, match=r"`state` is of another search: its logits have shapes .*\[2, 2\] strategies"):
         other.update(state, batch_of(0), batch_of(1))
     with pytest.raises(ValueError, match="`state` is of another search"):
         other.finish(state)
@@ -315,7 +310,7 @@ def test_what_is_no_state_is_refused():
     with pytest.raises(ValueError, match=r"`state` must be a BilevelState, .* comes before batches; got tuple"):
         search.update(batch_of(0), state, batch_of(1))  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match="got NoneType"):
-        search.rows(None)  # pyright: ignore[reportArgumentType]
+        search.relaxed_choice(None)  # pyright: ignore[reportArgumentType]
 
 
 def test_memory_that_the_choice_exceeds_is_reported():
@@ -352,17 +347,17 @@ def test_a_function_makes_the_space_of_the_first_init():
 
 
 def test_a_function_of_the_user_is_an_estimator():
-    def increase(space, params, batch, rows, key, moment):
-        del params, batch, key, moment
+    def increase(space, params, batch, relaxed, key, progress):
+        del params, batch, key, progress
         wanted = one_hot(space.problem, (1, 0))
-        return 10.0 * sum(jnp.sum((row - want) ** 2) for row, want in zip(rows, wanted, strict=True))
+        return 10.0 * sum(jnp.sum((row - want) ** 2) for row, want in zip(relaxed, wanted, strict=True))
 
     search = _search(cost_weight=0.01, estimator=increase, choice_optimizer=optax.adam(0.1))
     assert search.finish(_run(search, 40)[0])[0].choice == (1, 0)
 
 
-class _OnlyLoss:
-    problem, loss = Perturbed(ERRORS, SECONDS).problem, Perturbed(ERRORS, SECONDS).loss
+class _OnlyLoss(NumberedSpace):
+    loss = Perturbed.loss
 
 
 @pytest.mark.parametrize(
@@ -372,7 +367,7 @@ class _OnlyLoss:
         ({"order": True}, "`order` must be 1 or 2, got True"),
         ({"choice_every": True}, "`choice_every` must be a positive integer, got True"),
         ({"max_loss_increase": True}, r"`max_loss_increase` must be a positive .* of the loss, got True\.$"),
-        ({"max_loss_increase": 0}, "got 0; nothing lossy fits an increase of 0"),
+        ({"max_loss_increase": 0}, "got 0; no lossy strategy fits an increase of 0"),
         ({"cost_weight": False}, "`cost_weight` must be a finite number from 0 on, or a schedule; got False"),
         ({"order": 2}, "`order` 2 needs an estimator under which training depends"),
         ({"estimator": "darts"}, "`estimator` must be one of curvature, mixture, sampled"),
@@ -388,7 +383,8 @@ class _OnlyLoss:
         ({"space": Perturbed([[0.0, 0.1]], [[1.0, np.inf]])}, "no node with two strategies that are allowed"),
         ({"space": Perturbed(ERRORS, [[0.0, 1.0, 1.0], [0.0, 1.0]])}, "positive finite cost"),
         ({"space": TWO}, "`loss_fn` must be given"),
-        ({"space": _OnlyLoss()}, "`estimator` needs a method `loss_increases`"),
+        ({"space": _OnlyLoss(TWO)}, "`loss_fn` must be given"),
+        ({"space": object()}, "got object, which lacks decode, explain, node_names, problem, strategy_names"),
         ({"space": "sharding"}, "`space` must be a Problem"),
         ({"mesh": {"data": 2}}, "`mesh` must be a Mesh or an AbstractMesh, got {'data': 2}"),
         ({"choice_optimizer": 3}, "`choice_optimizer` must be an optax gradient transformation"),
@@ -431,8 +427,10 @@ def test_both_a_bound_and_a_weight_are_refused():
 @pytest.mark.parametrize("weighed", [{"max_loss_increase": 1.0}, {"cost_weight": 1.0}])
 def test_what_weighs_a_loss_is_refused_where_every_choice_has_the_same(weighed):
     (name,) = weighed
-    with pytest.raises(ValueError, match=f"`space` is a Problem or has no method `loss`, .* leave out `{name}`"):
+    with pytest.raises(ValueError, match=f"`space` has no loss of its own .* leave out `{name}`"):
         diffshard.bilevel(_plain_loss, space=TWO, weights_optimizer=optax.sgd(0.1), **weighed)
+    with pytest.raises(ValueError, match=f"it lacks arguments, .* loss_and_gradients, .* leave out `{name}`"):
+        diffshard.bilevel(_plain_loss, space=_OnlyLoss(TWO), weights_optimizer=optax.sgd(0.1), **weighed)
 
 
 @pytest.mark.parametrize("key", [0, None, jnp.zeros(2), jax.random.split(KEY)])

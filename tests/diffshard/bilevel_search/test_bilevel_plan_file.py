@@ -2,13 +2,15 @@
 
 import json
 import math
+from typing import Any
 
 import pytest
 
 import diffshard
 from diffshard.base import PlanError
+from diffshard.bilevel_search.plan import BilevelPlan
 from diffshard.bilevel_search.plan_file import from_json, to_json
-from diffshard.successive_halving import Row
+from diffshard.successive_halving import HalvingRecord
 from tests.diffshard.bilevel_search.small_bilevel_plan import proposed_plan, proved_plan
 from tests.diffshard.plans.small_plan import small_plan
 
@@ -22,7 +24,7 @@ def test_a_saved_plan_is_read_back_with_its_proof(tmp_path):
     assert again == finite
     assert str(again) == str(finite)
     assert again.proof is not None
-    assert isinstance(again.proof.table[0].row, Row)
+    assert isinstance(again.proof.table[0].record, HalvingRecord)
     assert [path.name for path in tmp_path.iterdir()] == ["plan.json"]
 
 
@@ -35,7 +37,7 @@ def test_numbers_that_json_lacks_come_back(tmp_path):
     assert again.proof is not None
     diverged = again.proof.table[-1]
     assert math.isnan(diverged.loss)
-    assert diverged.row.scores[0][0] == math.inf
+    assert diverged.record.scores[0][0] == math.inf
 
 
 def test_each_kind_of_file_says_what_it_is(tmp_path):
@@ -57,14 +59,14 @@ def test_fields_of_the_wrong_type_are_damage(field, value):
     found = to_json(proved_plan())
     found[field] = value
     with pytest.raises(PlanError, match=r"`plan\.json` is a damaged plan"):
-        from_json(found, "plan.json")
+        from_json(found, "plan.json", BilevelPlan)
 
 
 def test_a_proof_without_finalists_is_damage():
     found = to_json(proved_plan())
     found["proof"]["table"] = found["proof"]["table"][2:]
     with pytest.raises(PlanError, match="no candidate of `proof` was trained to the end"):
-        from_json(found, "plan.json")
+        from_json(found, "plan.json", BilevelPlan)
 
 
 @pytest.mark.parametrize(
@@ -76,7 +78,7 @@ def test_missing_fields_are_damage(field, message):
     found = to_json(proved_plan())
     del found[field]
     with pytest.raises(PlanError, match=rf"is a damaged plan: {message}\.$"):
-        from_json(found, "plan.json")
+        from_json(found, "plan.json", BilevelPlan)
 
 
 @pytest.mark.parametrize(
@@ -88,8 +90,8 @@ def test_missing_fields_are_damage(field, message):
      (["groups", 0, "seconds"], -1.0, "`seconds` of group 'mlp/all_reduce forward' is -1.0"),
      (["groups", 0, "traffic", "sent_bytes"], "inf", "`sent_bytes` of group 'mlp/all_reduce forward' is inf"),
      (["groups", 0, "traffic", "direction"], "up", "is 'up', none of forward, backward, gradient"),
-     (["groups", 0, "traffic", "times"], -1, "`times` of group 'mlp/all_reduce forward' is -1"),
-     (["proof", "table", 0, "exact_share"], 1.5, "`exact_share` of candidate 'found' is 1.5"),
+     (["groups", 0, "traffic", "count"], -1, "`count` of group 'mlp/all_reduce forward' is -1"),
+     (["proof", "table", 0, "exact_share"], 1.5, "`exact_share` of candidate 'proposal' is 1.5"),
      (["proof", "table", 1, "choice"], [0], "`choice` of candidate 'exact' has 1 numbers for 4 groups"),
      (["proof", "steps"], -1, "`steps` of `proof` is -1")],
 )  # fmt: skip
@@ -100,34 +102,62 @@ def test_values_that_no_search_gives_are_damage(path, value, message):
         where = where[step]
     where[path[-1]] = value
     with pytest.raises(PlanError, match=message):
-        from_json(found, "plan.json")
+        from_json(found, "plan.json", BilevelPlan)
 
 
 def test_a_plan_without_groups_is_damage():
     with pytest.raises(PlanError, match="it has no `groups`"):
-        from_json({**to_json(proposed_plan()), "groups": [], "choice": []}, "plan.json")
+        from_json({**to_json(proposed_plan()), "groups": [], "choice": []}, "plan.json", BilevelPlan)
 
 
-def test_a_file_that_repeats_the_winner_is_read():
+def _version_1(plan: BilevelPlan) -> dict[str, Any]:
+    """A plan as the first version wrote it."""
+    document = to_json(plan)
+    document["version"] = 1
+    document["lossless"] = document.pop("all_exact")
+    for group in document["groups"]:
+        exact_sent_bytes = group.pop("exact_sent_bytes")
+        if group["traffic"]:
+            group["traffic"]["times"] = group["traffic"].pop("count")
+            group["traffic"]["exact_sent_bytes"] = exact_sent_bytes
+    for candidate in document["proof"]["table"] if document["proof"] else ():
+        candidate["row"] = candidate.pop("record")
+    return document
+
+
+@pytest.mark.parametrize("repeats_the_winner", [False, True])
+def test_files_of_version_1_are_read(repeats_the_winner):
     plan = proved_plan()
     assert plan.proof is not None
     finite = plan._replace(proof=plan.proof._replace(table=plan.proof.table[:3]))
-    found = to_json(finite)
-    found["proof"]["winner"] = found["proof"]["table"][0]
-    assert from_json(found, "plan.json") == finite
+    document = _version_1(finite)
+    if repeats_the_winner:  # as the first files did
+        document["proof"]["winner"] = document["proof"]["table"][0]
+    assert from_json(document, "plan.json", BilevelPlan) == finite
+    assert from_json(_version_1(proposed_plan()), "plan.json", BilevelPlan) == proposed_plan()
+
+
+@pytest.mark.parametrize("field", ["row", "traffic"])
+def test_damaged_files_of_version_1_are_refused(field):
+    document = _version_1(proved_plan())
+    del (document["proof"]["table"][0] if field == "row" else document["groups"][0])[field]
+    if field == "traffic":
+        document["groups"][0]["traffic"] = {"times": 1}
+    with pytest.raises(PlanError, match="is a damaged plan"):
+        from_json(document, "plan.json", BilevelPlan)
 
 
 def test_a_file_from_before_there_were_notes_is_read():
-    found = to_json(proposed_plan())
-    del found["notes"]
-    assert from_json(found, "plan.json") == proposed_plan()
+    document = _version_1(proposed_plan())
+    del document["notes"]
+    assert from_json(document, "plan.json", BilevelPlan) == proposed_plan()
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [("{", "is not JSON"), ("[" * 100_000, "is not JSON"), ("[]", "no plan of diffshard"),
      ('{"format": ["diffshard plan"]}', "no plan of diffshard"), ('{"format": "else"}', "no plan of diffshard"),
-     (json.dumps({"format": "diffshard bilevel plan", "version": 2}), "version 2; this diffshard reads version 1")],
+     (json.dumps({"format": "diffshard bilevel plan", "version": 3}), "version 3; this diffshard reads version 1 and")],
 )  # fmt: skip
 def test_files_that_are_no_plan(text, message, tmp_path):
     (tmp_path / "plan.json").write_text(text)

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from diffshard.bilevel_search.candidates import Candidate, _layers, propose
-from diffshard.bilevel_search.rounding import Prediction
+from diffshard.bilevel_search.base import Candidate, Prediction
+from diffshard.bilevel_search.candidates import _layers, propose
 from tests.diffshard.bilevel_search.perturbed import Perturbed
 
 ERRORS, SECONDS = [[0.0, 0.3, 0.7], [0.0, 0.5]], [[2.0, 1.5, 1.0], [3.0, 1.0]]
@@ -16,10 +16,10 @@ def _prediction(space: Perturbed) -> Prediction:
 
 def test_the_proposal_uniform_choices_schedules_and_choices_by_type_are_tried_once():
     space = Perturbed(ERRORS, SECONDS)
-    found = propose(space, space.problem, (1, 1), _prediction(space), (0, 0), most=24)
+    found = propose(space, (1, 1), _prediction(space), max_candidates=24)
     names = [c.name for c in found]
     # All rough is what was found. None of the choices by type beats another: each costs less and loses more.
-    assert names[:2] == ["found", "found, second half"]
+    assert names[:2] == ["proposal", "proposal, second half"]
     assert sorted(names[2:5]) == ["0: rough", "0: rougher, 1: rough", "1: rough"]
     assert names[5:] == ["all rougher"]
     assert len({(c.choice, c.exact_share) for c in found}) == len(found)
@@ -27,8 +27,8 @@ def test_the_proposal_uniform_choices_schedules_and_choices_by_type_are_tried_on
         (s, t) for s in range(3) for t in range(2) if (s, t) != (0, 0)
     }
     assert Candidate("all rougher", (2, 0)) in found  # node 1 has no strategy of that name and stays exact
-    assert Candidate("found, second half", (1, 1), 0.5) in found
-    without = propose(space, space.problem, (1, 1), _prediction(space), (0, 0), most=3)
+    assert Candidate("proposal, second half", (1, 1), 0.5) in found
+    without = propose(space, (1, 1), _prediction(space), max_candidates=3)
     assert without == [*found[:3], Candidate("cheapest", (2, 1))]
 
 
@@ -36,13 +36,13 @@ def test_uniform_choices_take_names_that_begin_alike_and_kinds_of_nodes_are_comb
     """int4 gradients have feedback under a longer name; thirteen nodes are too many for all combinations."""
 
     class Named(Perturbed):
-        def strategy_names(self, node: int) -> list[str]:
-            return ["exact", "int8", "int4" if node < 7 else "int4 with error feedback"]
+        def strategy_names(self, node: int) -> tuple[str, ...]:
+            return ("exact", "int8", "int4" if node < 7 else "int4 with error feedback")
 
     space = Named([[0.0, 0.1, 0.2]] * 13, [[3.0, 2.0, 1.0]] * 13)
     found = {
         c.name: c.choice
-        for c in propose(space, space.problem, (0,) * 13, _prediction(space), (0,) * 13, most=10_000)
+        for c in propose(space, (0,) * 13, _prediction(space), max_candidates=10_000)
         if not c.exact_share
     }
     assert found["all int4"] == (2,) * 13
@@ -55,9 +55,9 @@ def test_uniform_choices_take_names_that_begin_alike_and_kinds_of_nodes_are_comb
 def test_what_another_is_predicted_to_beat_goes_last():
     """Node 0's second strategy costs more than the third and loses more; a second node of two leaves two by type."""
     space = Perturbed([[0.0, 0.9, 0.3], [0.0, 0.5]], [[2.0, 1.5, 1.0], [3.0, 1.0]])
-    found = propose(space, space.problem, (2, 1), _prediction(space), (0, 0), most=24)
+    found = propose(space, (2, 1), _prediction(space), max_candidates=24)
     names = [candidate.name for candidate in found]
-    assert names[:3] == ["found", "all rough", "found, second half"]
+    assert names[:3] == ["proposal", "all rough", "proposal, second half"]
     assert names[3:] == ["1: rough", "all rougher", "all rough, second half", "0: rough"]
 
 
@@ -66,17 +66,19 @@ def test_layers_are_what_is_beaten_by_no_other_of_the_rest(most: int):
     """Points that are equal, in one coordinate or in both, and infinite ones."""
     at = np.random.default_rng(0).integers(most, size=(60, 2)).astype(float)
     at[:2, 1] = np.inf
-    left, expected, depth = set(range(60)), np.full(60, -1), 0
-    while left:
-        kept = {i for i in left if not any((at[j] <= at[i]).all() and (at[j] < at[i]).any() for j in left)}
-        expected[list(kept)], left, depth = depth, left - kept, depth + 1
+    remaining, expected, depth = set(range(60)), np.full(60, -1), 0
+    while remaining:
+        unbeaten = {
+            i for i in remaining if not any((at[j] <= at[i]).all() and (at[j] < at[i]).any() for j in remaining)
+        }
+        expected[list(unbeaten)], remaining, depth = depth, remaining - unbeaten, depth + 1
     np.testing.assert_array_equal(_layers(at), expected)
     assert depth > 2
 
 
 def test_too_many_combinations_become_changes_of_one_or_two_nodes():
     space = Perturbed([[0.0, 0.1]] * 14, [[2.0, 1.0]] * 14)
-    found = propose(space, space.problem, (0,) * 14, _prediction(space), (0,) * 14, most=1000)
+    found = propose(space, (0,) * 14, _prediction(space), max_candidates=1000)
     assert sum(not c.exact_share for c in found) == 1 + 14 + 14 * 13 // 2
 
 
@@ -89,5 +91,5 @@ def test_candidates_keep_the_problems_own_limits():
         "memory_limit": 40.0,
     }
     space = Perturbed(ERRORS, [[2.0, 1.5, 1.0], [3.0, np.inf]], **fields)
-    found = propose(space, space.problem, (1, 0), _prediction(space), (0, 0), most=24)
+    found = propose(space, (1, 0), _prediction(space), max_candidates=24)
     assert {candidate.choice for candidate in found} == {(1, 0)}

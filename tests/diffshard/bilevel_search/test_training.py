@@ -11,9 +11,9 @@ from jax.sharding import PartitionSpec as P
 import diffshard
 from cost.base import Problem
 from diffshard.base import PlanError
-from diffshard.bilevel_search.candidates import Candidate
+from diffshard.bilevel_search.base import Candidate
 from diffshard.bilevel_search.objective import MaxLossIncrease
-from diffshard.bilevel_search.prove import CandidatesData, prove
+from diffshard.bilevel_search.proving import CandidatesData, prove
 from diffshard.bilevel_search.training import Training, TrainingState
 from search_spaces.communication.space import CommunicationSpace
 from tests.diffshard.bilevel_search.small_bilevel_plan import named_choice, proposed_plan
@@ -89,8 +89,7 @@ def test_a_plan_trains_as_its_candidate_was_proved():
     space, (params, batch) = small_space(), arguments()
     data = CandidatesData(params, [batch] * 4, [batch], jax.random.key(3), rungs=(4,), num_candidates=1)
     candidate = Candidate("found", named_choice(space), 0.5)
-    exact = tuple(space.exact_choice())
-    proof = prove(space, [candidate], exact, data, optimizer=OPTIMIZER, objective=MaxLossIncrease(1e9))
+    proof = prove(space, [candidate], data, optimizer=OPTIMIZER, objective=MaxLossIncrease(1e9))
     training = proposed_plan()._replace(exact_share=0.5).training(space, OPTIMIZER, num_steps=4)
     state, _ = _trained(training, jax.jit(training.step), 4)
     loss = space.loss(state.params, batch, named_choice(space), state.key, state.step)
@@ -147,8 +146,11 @@ def _other_mesh():
     ("make_space", "message"),
     [
         (lambda: small_space(strategies=_without("forward", "int8")), "takes 'int8' for 'mlp/all_reduce forward'"),
-        (lambda: small_space(_renamed), "has a group 'mlp/all_reduce forward', which `space` has not"),
-        (lambda: small_space(tie=None), "has a group 'matrices over data and model gradient', which `space` has not"),
+        (lambda: small_space(_renamed), "has a group 'mlp/all_reduce forward', which `space` does not have"),
+        (
+            lambda: small_space(tie=None),
+            "has a group 'matrices over data and model gradient', which `space` does not have",
+        ),
         (_other_mesh, r"for a mesh of axes .*'data': 2, 'model': 4.*, and `space` for .*'data': 4"),
     ],
 )

@@ -7,10 +7,9 @@ import optax
 import pytest
 
 import diffshard
-from diffshard.bilevel_search.candidates import Candidate
+from diffshard.bilevel_search.base import Candidate, Prediction
 from diffshard.bilevel_search.objective import CostWeight, MaxLossIncrease
-from diffshard.bilevel_search.prove import prove
-from diffshard.bilevel_search.rounding import Prediction
+from diffshard.bilevel_search.proving import prove
 from tests.diffshard.bilevel_search.perturbed import Perturbed, batch_of, start
 
 KEY = jax.random.key(0)
@@ -43,7 +42,7 @@ def _trained(space: Perturbed, data, choices) -> float:
 def test_training_decides_and_equals_a_plain_loop(most: float):
     space, data = Perturbed(ERRORS, SECONDS), _data()
     candidates = [Candidate("rough", (1, 1)), Candidate("late", (1, 1), 0.5), Candidate("rougher", (2, 1))]
-    proof = prove(space, candidates, (0, 0), data, optimizer=optax.sgd(0.1), objective=MaxLossIncrease(most))
+    proof = prove(space, candidates, data, optimizer=optax.sgd(0.1), objective=MaxLossIncrease(most))
     exact = _trained(space, data, [(0, 0)] * 12)
     assert proof.exact_losses[-1] == pytest.approx(exact, rel=1e-5)
     tried = {t.name: t for t in proof.table}
@@ -51,8 +50,8 @@ def test_training_decides_and_equals_a_plain_loop(most: float):
     assert proof.winner.loss == pytest.approx(_trained(space, data, [proof.winner.choice] * 12), rel=1e-5)
     assert proof.winner.loss_increase == pytest.approx(proof.winner.loss - exact, abs=1e-6)
     assert tried["late"].seconds == (5.0 + 2.5) / 2
-    assert proof.steps == 12 + sum(t.row.steps for t in proof.table if t.name != "exact")
-    assert {point.name for point in proof.points()} == {t.name for t in proof.table if len(t.row.scores) == 2}
+    assert proof.steps == 12 + sum(t.record.steps for t in proof.table if t.name != "exact")
+    assert {point.name for point in proof.points()} == {t.name for t in proof.table if len(t.record.scores) == 2}
     assert diffshard.pareto(proof.points()).front
     assert len(str(proof).splitlines()) == 5
 
@@ -60,7 +59,7 @@ def test_training_decides_and_equals_a_plain_loop(most: float):
 def test_losses_of_several_trainings_are_means_over_orders_of_the_batches():
     space, data = Perturbed(ERRORS, SECONDS), _data(num_repeats=3)
     options = {"optimizer": optax.sgd(0.1), "objective": MaxLossIncrease(10.0)}
-    proof = prove(space, [Candidate("rough", (1, 1))], (0, 0), data, **options)
+    proof = prove(space, [Candidate("rough", (1, 1))], data, **options)
     found = {tried.name: tried for tried in proof.table}
     assert proof.steps == 3 * 2 * 12
     for name, choice in [("rough", (1, 1)), ("exact", (0, 0))]:
@@ -74,7 +73,7 @@ def test_losses_of_several_trainings_are_means_over_orders_of_the_batches():
 def test_a_schedule_runs_the_exact_choice_first():
     space, data = Perturbed(ERRORS, SECONDS), _data()
     late = [Candidate("late", (2, 1), 0.5)]
-    proof = prove(space, late, (0, 0), data, optimizer=optax.sgd(0.1), objective=MaxLossIncrease(10.0))
+    proof = prove(space, late, data, optimizer=optax.sgd(0.1), objective=MaxLossIncrease(10.0))
     found = next(tried for tried in proof.table if tried.name == "late")
     assert found.loss == pytest.approx(_trained(space, data, [(0, 0)] * 6 + [(2, 1)] * 6), rel=1e-5)
 
@@ -83,9 +82,9 @@ def test_a_weight_of_the_cost_trades_one_for_the_other():
     """The exact choice costs 1, (2, 1) 0.4, for an increase of about 0.37."""
     space, candidates = Perturbed(ERRORS, SECONDS), [Candidate("rougher", (2, 1))]
     for weight, winner in [(0.1, "exact"), (3.0, "rougher")]:
-        proof = prove(space, candidates, (0, 0), _data(), optimizer=optax.sgd(0.1), objective=CostWeight(weight))
+        proof = prove(space, candidates, _data(), optimizer=optax.sgd(0.1), objective=CostWeight(weight))
         assert proof.winner.name == winner
-        assert proof.winner.row.scores[-1] == pytest.approx(
+        assert proof.winner.record.scores[-1] == pytest.approx(
             proof.winner.loss_increase + weight * proof.winner.seconds / 5.0, rel=1e-5
         )
 
@@ -97,31 +96,28 @@ def test_predictions_that_are_ten_times_too_small_are_refined_by_what_was_measur
     low = Prediction(0.0, [0.1 * np.square(errors) / 2 for errors in space.errors])
     tenfold = [Candidate("found", (2, 1))]
     options = {"optimizer": optax.sgd(0.1), "objective": objective}
-    plain = prove(space, tenfold, (0, 0), data, **options)
-    proof = prove(space, tenfold, (0, 0), data, prediction=low, **options)
+    plain = prove(space, tenfold, data, **options)
+    proof = prove(space, tenfold, data, prediction=low, **options)
     assert not any("refined" in tried.name for tried in plain.table)
     every = {
-        (s, t): prove(space, [Candidate("it", (s, t))], (0, 0), data, **options)
-        for s in range(3)
-        for t in range(2)
-        if s or t
+        (s, t): prove(space, [Candidate("it", (s, t))], data, **options) for s in range(3) for t in range(2) if s or t
     }
-    best = min(min(p.table, key=lambda tried: tried.row.scores[-1]).row.scores[-1] for p in every.values())
-    assert proof.winner.row.scores[-1] == best
+    best = min(min(p.table, key=lambda tried: tried.record.scores[-1]).record.scores[-1] for p in every.values())
+    assert proof.winner.record.scores[-1] == best
     assert proof.winner.name.startswith("refined, ")
-    assert proof.steps == sum(tried.row.steps for tried in proof.table)
+    assert proof.steps == sum(tried.record.steps for tried in proof.table)
 
 
 @pytest.mark.parametrize("objective", [MaxLossIncrease(0.5), CostWeight(3.0)])
 def test_candidates_that_diverge_lose_to_the_exact_choice_which_may_not_diverge_itself(objective):
     space, candidates = Perturbed([[0.0, 1e30]], [[2.0, 1.0]]), [Candidate("rough", (1,))]
-    proof = prove(space, candidates, (0,), _data(), optimizer=optax.sgd(0.1), objective=objective)
+    proof = prove(space, candidates, _data(), optimizer=optax.sgd(0.1), objective=objective)
     assert proof.winner.name == "exact"
     assert proof.winner.loss_increase == 0.0
     inputs, targets = batch_of(0)
     data = _data(test_batches=[(inputs, targets * jnp.nan)])
     with pytest.raises(ValueError, match="the exact choice's loss is nan after 4 steps"):
-        prove(space, candidates, (0,), data, optimizer=optax.sgd(0.1), objective=objective)
+        prove(space, candidates, data, optimizer=optax.sgd(0.1), objective=objective)
 
 
 def test_finish_with_data_returns_the_winner_with_its_table():
@@ -135,7 +131,7 @@ def test_finish_with_data_returns_the_winner_with_its_table():
     assert plan.choice == plan.proof.winner.choice
     assert plan.loss_increase == pytest.approx(plan.proof.winner.loss_increase)
     assert plan.loss_increase <= 0.5
-    last = [tried for tried in plan.proof.table if len(tried.row.scores) == 2 and tried.loss_increase <= 0.5]
+    last = [tried for tried in plan.proof.table if len(tried.record.scores) == 2 and tried.loss_increase <= 0.5]
     assert plan.seconds == min(tried.seconds for tried in last) < 5.0
     assert len(plan.proof.table) == 7
     assert jnp.all(params["w"] == state.params["w"])

@@ -1,0 +1,44 @@
+"""How the validation loss reaches the relaxed choice: the estimators, one file each.
+
+`diffshard.bilevel(estimator=NAME)` takes the file's name. How to choose:
+
+- `curvature`, the default: derivatives of the exact model predict the effect of small errors to second order. Take it
+  where the loss is a cross-entropy and the strategies are nearly exact.
+- `mixture` (DARTS): every strategy runs and the results are mixed by their weights. Mixing averages errors away, so
+  that it predicts smaller increases than there are. With `order=2` it sees what the choice does to training as well.
+- `sampled`: one strategy of each node is drawn and runs. It sees the whole increase, with more noise.
+
+A new estimator is a new file with a function that returns a `diffshard.bilevel_search.base.Estimator`, and this
+function as its `EXAMPLE`, which must need no arguments; the conformance tests find it there. Options are arguments of
+the function, as in `diffshard.bilevel(estimator=diffshard.sampled(temperature=0.5))`. A user's own function
+`increase(space, params, batch, relaxed, key, progress)` can be handed in without a file; training then runs the exact
+choice.
+"""
+
+import importlib
+import pkgutil
+from collections.abc import Callable
+
+from diffshard.bilevel_search.base import Estimator, Increase
+
+
+def estimator_names() -> tuple[str, ...]:
+    """Returns the names of all estimators, in alphabetical order."""
+    return tuple(sorted(module.name for module in pkgutil.iter_modules(__path__)))
+
+
+def resolve(estimator: str | Estimator | Increase) -> Estimator:
+    """Returns the estimator of a name or of a function; with a function, training runs the exact choice.
+
+    Raises:
+      ValueError: no estimator has this name.
+    """
+    if isinstance(estimator, Estimator):
+        return estimator
+    if callable(estimator):
+        return Estimator(estimator)
+    names = estimator_names()
+    if not isinstance(estimator, str) or estimator not in names:
+        raise ValueError(f"`estimator` must be one of {', '.join(names)}, or a function; got {estimator!r}.")
+    make: Callable[[], Estimator] = importlib.import_module(f"{__name__}.{estimator}").EXAMPLE
+    return make()
