@@ -27,34 +27,36 @@ def expert_layer(
     num_chosen: int = 2,
     capacity_factors: Sequence[float] = (2.0, 1.25, 1.0),
 ) -> jax.Array:
-    """Each token's best experts applied to it, by their gates; experts are split over a mesh axis.
+    """Applies to each token its best experts, weighted by their gates; experts are split over a mesh axis.
 
-    Tokens go to the devices of their experts and come back by an all-to-all each, in buffers of C tokens for each
-    expert: capacity factor · tokens · chosen / experts, rounded up, and never more than the tokens. First choices find
-    room before second ones and early tokens before late ones; a token that finds none at an expert gets zeros from it.
-    The gates of several chosen experts sum to one; of a single one it is the probability itself.
+    An all-to-all sends the tokens to the devices of their experts, another one returns the results. Each expert has a
+    buffer of C tokens, where C = capacity factor · tokens · chosen / experts, rounded up, and at most the number of
+    tokens. First choices are placed before second ones, and early tokens before late ones; a token that finds an
+    expert's buffer full gets zeros from this expert. The gates of several chosen experts sum to one; the gate of a
+    single one is its probability.
 
-    Example, eight experts over the axis "model"::
+    Example, with eight experts over the axis "model"::
 
         y = expert_layer("experts", x, x @ params["gate"], lambda w, x: jax.nn.gelu(x @ w["up"]) @ w["down"],
                          {"up": params["up"], "down": params["down"]}, "model")
 
     Args:
       name: of the place where the capacity factor is chosen.
-      tokens: this device's, `[T, M]`.
+      tokens: of this device, `[T, M]`.
       logits: of their gates, `[T, E]`.
-      expert: one expert's function of its parameters and any number of tokens `[S, M]`, row by row; `[S, M]`.
+      expert: one expert's function of its parameters and any number S of tokens `[S, M]`; returns `[S, M]`, each row a
+        function of its token alone.
       params: of this device's experts, each leaf `[E / devices, ...]`.
       axis: the mesh axis over which experts are split.
       num_chosen: experts for each token.
-      capacity_factors: what is chosen from, the reference first; a single one leaves no choice.
+      capacity_factors: to choose from, the exact one first; with a single one there is no choice.
 
     Returns:
-      `[T, M]`.
+      The weighted results of the experts, `[T, M]`.
 
     Raises:
-      ValueError: shapes that do not fit, experts that the devices do not divide, more chosen than there are, or
-        capacity factors that are none, not positive and finite, or not distinct to six digits.
+      ValueError: shapes do not fit, the devices do not divide the experts, more experts are chosen than there are, or
+        capacity factors are missing, not positive and finite, or equal in their first six digits.
     """
     num_experts, num_devices = logits.shape[-1], lax.axis_size(axis)
     if tokens.ndim != 2 or logits.shape != (len(tokens), num_experts):
@@ -93,7 +95,9 @@ def expert_layer(
 
 
 def balance_loss(logits: jax.Array) -> jax.Array:
-    """How unevenly gates with logits `[T, E]` spread tokens: E · Σ_e (share of first choices · mean gate), 1 if evenly.
+    """Returns how unevenly gates with logits `[T, E]` spread tokens: 1 if evenly, E if all go to one expert.
+
+    It is E · Σ_e (share of first choices · mean gate).
 
     Source: Switch Transformer (arXiv:2101.03961), equation 4; GShard's l_aux up to a factor.
     """
@@ -112,7 +116,7 @@ def _routed(
     gates: jax.Array,
     chosen: jax.Array,
 ) -> jax.Array:
-    """The layer with buffers of so many tokens, of gates and numbers of experts `[T, K]`."""
+    """Returns the layer's result with buffers of `capacity` tokens; `gates` and `chosen` experts are `[T, K]`."""
     slots = _slots(chosen, num_experts, capacity)
     sent = jnp.zeros((num_experts * capacity, tokens.shape[1]), tokens.dtype)
     sent = sent.at[slots].add(tokens[:, None], mode="drop").reshape(num_experts, capacity, -1)
@@ -126,7 +130,7 @@ def _routed(
 
 
 def _slots(chosen: jax.Array, num_experts: int, capacity: int) -> jax.Array:
-    """Rows `[T, K]` in the experts' buffers, side by side; past their end for tokens that find no room."""
+    """Returns the row of each token in the buffers `[E · capacity]`, `[T, K]`; past their end where one is full."""
     in_turn = chosen.T.ravel()  # all first choices, then all second ones
     of_expert = jax.nn.one_hot(in_turn, num_experts, dtype=jnp.int32)
     place = ((of_expert.cumsum(axis=0) - 1) * of_expert).sum(axis=1)

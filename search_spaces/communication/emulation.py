@@ -1,4 +1,8 @@
-"""A mesh of devices emulated on one: `emulate` does by nested `jax.vmap` what `jax.shard_map` does on a real mesh."""
+"""Runs what every device of a mesh computes, emulated on one device or on real ones.
+
+The emulation is one `jax.vmap` for each mesh axis, with the axis's name: collectives of `jax.lax` find the name there
+as they find it in `jax.shard_map`.
+"""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -10,13 +14,13 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 
 def axes_of(spec: PartitionSpec, rank: int) -> list[tuple[str, ...]]:
-    """The mesh axes that split each dimension, major to minor."""
+    """Returns for each dimension the mesh axes that split it, major to minor."""
     entries = [*spec, *[None] * (rank - len(spec))]
     return [() if e is None else (e,) if isinstance(e, str) else tuple(e) for e in entries]
 
 
 def local_shape(shape: Sequence[int], spec: PartitionSpec, mesh_axes: Mapping[str, int], name: str) -> tuple[int, ...]:
-    """The shape of one device's part of an array.
+    """Returns the shape of one device's part of an array.
 
     Args:
       shape: of the whole array.
@@ -25,8 +29,8 @@ def local_shape(shape: Sequence[int], spec: PartitionSpec, mesh_axes: Mapping[st
       name: of the array, for messages.
 
     Raises:
-      ValueError: the spec has more dimensions than the array, an axis that the mesh has not, one twice, or one that
-        does not divide its dimension.
+      ValueError: the spec has more dimensions than the array, an axis that the mesh does not have, an axis twice, or
+        axes whose devices do not divide their dimension.
     """
     if len(spec) > len(shape):
         raise ValueError(f"The spec of {name} is {spec} with {len(spec)} dimensions, but its shape is {tuple(shape)}.")
@@ -52,16 +56,16 @@ def local_shape(shape: Sequence[int], spec: PartitionSpec, mesh_axes: Mapping[st
 def emulate(
     fn: Callable[..., Any], mesh_axes: Mapping[str, int], in_specs: Sequence[Any], out_specs: Any
 ) -> Callable[..., Any]:
-    """`jax.shard_map(fn, mesh=..., in_specs=..., out_specs=..., check_vma=False)` on one device.
+    """Returns what `jax.shard_map(fn, ..., check_vma=False)` returns, a function of whole arrays, for one device.
 
-    What no axis splits is held once, not once for each device. Results that no axis splits are those of the axis's
-    first device.
+    Arrays that no axis splits are stored once, not once for each device. Of results that an axis does not split, those
+    of its first device are returned.
 
     Args:
       fn: what every device computes, with collectives over the names of axes.
       mesh_axes: devices along each mesh axis.
       in_specs: for each argument a `PartitionSpec`, or a pytree of them that is a prefix of the argument.
-      out_specs: likewise for the result.
+      out_specs: a `PartitionSpec` for the result, or a pytree of them that is a prefix of it.
     """
 
     def run(*arguments: Any) -> Any:
@@ -85,7 +89,7 @@ def emulate(
 
 
 def on_devices(fn: Callable[..., Any], mesh: Mesh, in_specs: Sequence[Any], out_specs: Any) -> Callable[..., Any]:
-    """`jax.shard_map` without checks of replication; arguments may come in any sharding, on explicit meshes too."""
+    """Returns `fn` under `jax.shard_map` without checks of replication; its arguments may have any sharding."""
     mapped = jax.shard_map(fn, mesh=mesh, in_specs=tuple(in_specs), out_specs=out_specs, check_vma=False)
     if AxisType.Explicit not in mesh.axis_types:
         return mapped
@@ -100,13 +104,13 @@ def on_devices(fn: Callable[..., Any], mesh: Mesh, in_specs: Sequence[Any], out_
 
 
 def broadcast_specs(specs: Any, tree: Any) -> list[PartitionSpec]:
-    """One spec for each leaf of a tree, of which `specs` is a prefix."""
+    """Returns one spec for each leaf of a tree, for specs that are a prefix of the tree."""
     full = jax.tree.broadcast(specs, tree, is_leaf=lambda x: isinstance(x, PartitionSpec))
     return jax.tree.leaves(full, is_leaf=lambda x: isinstance(x, PartitionSpec))
 
 
 def _split(x: Any, spec: PartitionSpec, mesh_axes: Mapping[str, int]) -> Any:
-    """`[axes that split it, in the mesh's order..., local shape...]`."""
+    """Returns `[axes that split the array, in the mesh's order..., local shape...]`."""
     split, order, shape = [], [], []
     for size, axes in zip(jnp.shape(x), axes_of(spec, jnp.ndim(x)), strict=True):
         for axis in axes:
@@ -120,13 +124,13 @@ def _split(x: Any, spec: PartitionSpec, mesh_axes: Mapping[str, int]) -> Any:
 
 
 def _join(x: jax.Array, spec: PartitionSpec, mesh_axes: Mapping[str, int]) -> jax.Array:
-    """The whole array from `[all axes in the mesh's order..., local shape...]`."""
+    """Returns the whole array for `[all axes in the mesh's order..., local shape...]`."""
     dimensions = axes_of(spec, x.ndim - len(mesh_axes))
     used = {axis for axes in dimensions for axis in axes}
     x = x[tuple(slice(None) if axis in used else 0 for axis in mesh_axes)]
-    kept = [axis for axis in mesh_axes if axis in used]
+    splitting = [axis for axis in mesh_axes if axis in used]
     order, shape = [], []
     for d, axes in enumerate(dimensions):
-        order += [*(kept.index(axis) for axis in axes), len(kept) + d]
-        shape.append(x.shape[len(kept) + d] * math.prod(mesh_axes[axis] for axis in axes))
+        order += [*(splitting.index(axis) for axis in axes), len(splitting) + d]
+        shape.append(x.shape[len(splitting) + d] * math.prod(mesh_axes[axis] for axis in axes))
     return x.transpose(order).reshape(shape) if used else x

@@ -17,26 +17,25 @@ from search_spaces.communication.places import alternatives
 def windowed_attention(
     name: str, query: jax.Array, key: jax.Array, value: jax.Array, axis: str, *, windows: Sequence[int] = (2, 1)
 ) -> jax.Array:
-    """Causal self-attention of a sequence of which each device along a mesh axis holds a block, in order.
+    """Computes causal self-attention of a sequence that is split into blocks, one for each device along a mesh axis.
 
-    The reference sees the whole past: keys and values are all-gathered. A window of k blocks sees the device's own
-    block and the k - 1 before it, which come by a collective permute each; with k = 1 nothing is sent, and with k of
-    all devices or more the result is that of the whole.
+    The exact choice sees the whole past: keys and values are all-gathered. A window of k blocks sees the device's own
+    block and the k - 1 before it, each of which a collective permute brings. With k = 1 nothing is sent; with k of at
+    least the number of devices the result is that of the whole past.
 
     Args:
       name: of the place where the window is chosen.
-      query: this device's block, `[B, L, H, D]`.
-      key: likewise.
-      value: likewise.
+      query: of this device's block, `[B, L, H, D]`.
+      key: of this device's block, shaped as `query`.
+      value: of this device's block, shaped as `query`.
       axis: the mesh axis over which the sequence is split.
-      windows: in blocks, to choose from beside the whole; none leave no choice.
+      windows: numbers of blocks to choose from, beside the whole past; without any there is no choice.
 
     Returns:
-      `[B, L, H, D]`.
+      The result for this device's block, `[B, L, H, D]`.
 
     Raises:
-      ValueError: shapes that differ or are not of four dimensions, or windows that are no positive whole numbers or
-        not distinct.
+      ValueError: shapes differ or do not have four dimensions, or windows are not distinct positive whole numbers.
     """
     if query.ndim != 4 or not query.shape == key.shape == value.shape:
         raise ValueError(
@@ -59,21 +58,21 @@ def _whole(axis: str, query: jax.Array, key_value: jax.Array) -> jax.Array:
 
 def _windowed(axis: str, num_blocks: int, query: jax.Array, key_value: jax.Array) -> jax.Array:
     num_devices, length = lax.axis_size(axis), query.shape[1]
-    back = range(min(num_blocks, num_devices))  # the block itself first
+    distances = range(min(num_blocks, num_devices))  # in blocks; the device's own block comes first
     blocks = [
         key_value,
-        *(lax.ppermute(key_value, axis, [(i - b, i) for i in range(b, num_devices)]) for b in back[1:]),
+        *(lax.ppermute(key_value, axis, [(i - b, i) for i in range(b, num_devices)]) for b in distances[1:]),
     ]
-    starts = (lax.axis_index(axis) - jnp.array(back)) * length
+    starts = (lax.axis_index(axis) - jnp.array(distances)) * length
     key, value = jnp.concatenate(blocks, axis=2)
     return _attention(axis, query, key, value, (starts[:, None] + jnp.arange(length)).ravel())
 
 
 def _attention(axis: str, query: jax.Array, key: jax.Array, value: jax.Array, positions: jax.Array) -> jax.Array:
-    """Attention of this device's block to keys at positions `[S]`; those before the sequence's begin are none."""
+    """Returns attention of this device's block to keys at positions `[S]`; negative positions are not attended to."""
     length = query.shape[1]
     own = lax.axis_index(axis) * length + jnp.arange(length)
-    seen = (positions >= 0) & (positions <= own[:, None])
+    visible = (positions >= 0) & (positions <= own[:, None])
     scores = jnp.einsum("blhd,bshd->bhls", query, key) * query.shape[-1] ** -0.5
-    weights = jax.nn.softmax(jnp.where(seen, scores, jnp.finfo(scores.dtype).min), axis=-1)
+    weights = jax.nn.softmax(jnp.where(visible, scores, jnp.finfo(scores.dtype).min), axis=-1)
     return jnp.einsum("bhls,bshd->blhd", weights, value)

@@ -64,6 +64,28 @@ def small_space(fn=loss_fn, params=None, batch=None, specs=SPECS, batch_specs: A
     return CommunicationSpace(fn, MESH, params, batch, specs, batch_specs, **options)
 
 
+def _one_site(params, batch):
+    h, target = batch
+    return jnp.square(jnp.tanh(lax.psum(h @ params["w"], "model")) - target).mean()
+
+
+def one_site_space(rows):
+    """A space with one sum over hidden units, of a number of tokens, the same for both parts of the data axis."""
+    params = {"w": arguments()[0]["layers"]["down"][0]}
+    batch = (jax.random.normal(jax.random.key(7), (rows, 64)), arguments()[1][1][:rows])
+    return small_space(_one_site, params, batch, {"w": P("model")}, (P(None, "model"), P())), params, batch
+
+
+def sent_bytes(space, choice):
+    """The bytes that each device sends in one step."""
+    return sum(part.traffic.sent_bytes for part in space.explain(choice))
+
+
+def seconds(space, choice):
+    """The seconds of all parts of a choice."""
+    return sum(part.seconds for part in space.explain(choice))
+
+
 def mesh():
     """Eight host devices."""
     return jax.make_mesh((2, 4), tuple(MESH), axis_types=(AxisType.Auto,) * 2)

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from cost.evaluation import evaluate
 from cost.validation import validate
 from search_spaces.communication.capacity import balance_loss, expert_layer
-from tests.search_spaces.communication.small_communication import MESH, mesh, small_space
+from tests.search_spaces.communication.small_communication import MESH, mesh, seconds, sent_bytes, small_space
 
 KEY = jax.random.key(0)
 TOKENS, EXPERTS, WIDTH = 12, 4, 8  # tokens on each of eight devices
@@ -103,14 +103,14 @@ def _plain_loss(params, batch, factor):
 @pytest.mark.parametrize("on_mesh", [False, True])
 def test_each_capacity_has_the_gradients_of_one_device(on_mesh):
     space = SPACE.on_mesh(mesh()) if on_mesh else SPACE
-    run = jax.jit(lambda c, p: space.loss_and_gradients(p, BATCH, _choice(c), space.state(p), KEY)[:2])
+    run = jax.jit(lambda c, p: space.loss_and_gradients(p, BATCH, _choice(c), space.init_residuals(p), KEY)[:2])
     losses = []
     for number, factor in enumerate(FACTORS):
-        found = run(jnp.int32(number), PARAMS)
+        results = run(jnp.int32(number), PARAMS)
         expected = jax.jit(jax.value_and_grad(_plain_loss), static_argnums=2)(PARAMS, BATCH, factor)
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), found, expected)
-        assert all(np.abs(x).max() > 1e-4 for x in jax.tree.leaves(found))
-        losses.append(float(found[0]))
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), results, expected)
+        assert all(np.abs(x).max() > 1e-4 for x in jax.tree.leaves(results))
+        losses.append(float(results[0]))
     assert len({round(loss, 5) for loss in losses}) == 3
 
 
@@ -118,7 +118,7 @@ def test_a_mixture_of_capacities_with_lossy_sites_on_a_mesh():
     weights = [jnp.array([0.5, 0.3, 0.2]) if g == CAPACITY else jnp.eye(len(group.names))[1]
                for g, group in enumerate(SPACE.groups)]  # fmt: skip
     emulated, real = (
-        jax.jit(jax.value_and_grad(lambda w, space=space: space.mixed_loss(PARAMS, BATCH, w, KEY)))(weights)
+        jax.jit(jax.value_and_grad(lambda w, space=space: space.loss(PARAMS, BATCH, w, KEY)))(weights)
         for space in (SPACE, SPACE.on_mesh(mesh()))
     )
     assert float(emulated[0]) == pytest.approx(float(real[0]), rel=1e-5)
@@ -129,9 +129,9 @@ def test_a_mixture_of_capacities_with_lossy_sites_on_a_mesh():
 def test_each_capacity_sends_its_own_bytes():
     assert SPACE.strategy_names(CAPACITY) == ("capacity 2", "capacity 1.25", "capacity 0.5")
     sites = [site for site in SPACE.sites if site.branch is not None]
-    found = [(site.branch and site.branch[1], site.direction, site.name.split("/")[-2]) for site in sites]
+    results = [(site.branch and site.branch[1], site.direction, site.name.split("/")[-2]) for site in sites]
     ways = itertools.product(range(3), ("forward", "backward"), ("dispatch", "combine"))
-    assert sorted(found) == sorted(ways)
+    assert sorted(results) == sorted(ways)
     groups = [group for group in SPACE.groups if SPACE.sites[group.sites[0]].branch is not None]
     assert [len(group.sites) for group in groups] == [3] * 4  # a precision for each way, whatever the capacity
     problem = SPACE.problem
@@ -139,18 +139,18 @@ def test_each_capacity_sends_its_own_bytes():
     assert [edge.shape for edge in problem.edge_cost] == [(3, 2)] * 4
     assert all((np.diff(edge, axis=0) < 0).all() for edge in problem.edge_cost)
     for choice in itertools.product(range(3), (0, 1)):
-        assert SPACE.seconds(_choice(*choice)) == pytest.approx(evaluate(problem, _choice(*choice)).cost)
-    sent = [SPACE.sent_bytes(_choice(number)) for number in range(3)]
+        assert seconds(SPACE, _choice(*choice)) == pytest.approx(evaluate(problem, _choice(*choice)).cost)
+    sent = [sent_bytes(SPACE, _choice(number)) for number in range(3)]
     row = 4 * EXPERTS * WIDTH * 4 * 3 / 4  # a token's float32s for each expert, of which a fourth stays, at four sites
     assert np.diff(sent) == pytest.approx(row * np.diff([12, 8, 3]))  # of 12 tokens with two choices, four experts
-    assert SPACE.sent_bytes(_choice(2, 1)) < 0.5 * sent[2]
+    assert sent_bytes(SPACE, _choice(2, 1)) < 0.5 * sent[2]
 
 
-def test_smaller_capacities_are_damages():
+def test_smaller_capacities_raise_the_loss():
     loss_increases = jax.jit(lambda p: SPACE.loss_increases(p, BATCH, KEY))(PARAMS)
     assert loss_increases[CAPACITY][0] == 0
     assert 0 <= loss_increases[CAPACITY][1] < loss_increases[CAPACITY][2]
-    assert all(damage[1] > 0 for g, damage in enumerate(loss_increases) if g != CAPACITY)  # every precision is measured
+    assert all(row[1] > 0 for g, row in enumerate(loss_increases) if g != CAPACITY)  # every precision is measured
 
 
 def test_balance_is_one_for_even_gates_and_the_number_of_experts_for_one_expert():
@@ -172,7 +172,7 @@ def test_balance_is_one_for_even_gates_and_the_number_of_experts_for_one_expert(
         ({"capacity_factors": ()}, "`capacity_factors` must be at least one, positive and distinct"),
     ],
 )
-def test_layers_that_make_no_sense_are_refused(options, message):
+def test_layers_that_do_not_fit_are_refused(options, message):
     arguments = {"tokens": jnp.ones((6, 5)), "logits": jnp.ones((6, 8)), "params": {"up": jnp.ones((2, 5, 5))}}
     arguments = {"name": "experts", "expert": lambda w, x: x @ w["up"], "axis": "model", **arguments, **options}
     with pytest.raises(ValueError, match=message):

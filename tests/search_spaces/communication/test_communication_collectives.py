@@ -55,21 +55,21 @@ def test_emulated_and_encoded_results(collective):
     def all_of_them(x, key):
         return [run_exact(collective, x), *(run_encoded(collective, x, precision, key) for precision in precisions)]
 
-    found = _on_devices(all_of_them, NUMBERS)
-    exact, *encoded = found
+    results = _on_devices(all_of_them, NUMBERS)
+    exact, *encoded = results
     assert exact.shape[1:] == collective.result_shape(SHAPE)
     for emulated, real in zip(
-        jax.tree.leaves(found), jax.tree.leaves(_on_devices(all_of_them, NUMBERS, True)), strict=True
+        jax.tree.leaves(results), jax.tree.leaves(_on_devices(all_of_them, NUMBERS, True)), strict=True
     ):
         np.testing.assert_allclose(emulated, real, rtol=0, atol=1e-6)  # one ulp of the sums of eight
     # Each addend is off by at most half a step (a whole one if stochastic), and each sum once more for each axis.
     summed = collective.num_devices if collective.kind in ("all_reduce", "reduce_scatter") else 1
     largest = float(jnp.abs(NUMBERS).max()) * summed
-    for (y, left), step in zip(encoded, (1e-6, 0.5 / 127, 1 / 7), strict=True):
+    for (y, residuals), step in zip(encoded, (1e-6, 0.5 / 127, 1 / 7), strict=True):
         assert np.abs(y - exact).max() <= 2.2 * (2 if summed > 1 else 1) * step * largest
         if collective.kind == "all_reduce":
             copies = 8 // collective.num_devices  # groups, each with a sum of its own
-            own = left.reshape(2, 4, *SHAPE).sum(axis=(0, 1) if copies == 1 else 1)
+            own = residuals.reshape(2, 4, *SHAPE).sum(axis=(0, 1) if copies == 1 else 1)
             missing = (exact - y).reshape(2, 4, *SHAPE)[:, 0]
             np.testing.assert_allclose(own, missing[0] if copies == 1 else missing, atol=2e-5)
 

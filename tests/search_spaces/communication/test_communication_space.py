@@ -1,4 +1,4 @@
-"""The space: gradients as on one device, emulated as on a mesh, residuals, mixtures, loss_increases, costs."""
+"""The space: gradients as on one device, emulated as on a mesh, residuals, mixtures, costs."""
 
 import itertools
 
@@ -20,12 +20,14 @@ from search_spaces.communication.strategies import Encode, ErrorFeedback, EveryK
 from tests.search_spaces.communication.small_communication import (
     HARDWARE,
     SPECS,
-    STRATEGIES,
     WIDTH,
     arguments,
     loss_fn,
     mesh,
+    one_site_space,
     plain_loss,
+    seconds,
+    sent_bytes,
     small_space,
 )
 
@@ -36,7 +38,7 @@ SPACE = small_space()
 
 def _step(space, choice, state=None, step=0):
     run = jax.jit(lambda p, b, s, k, t: space.loss_and_gradients(p, b, choice, s, k, t))
-    return run(PARAMS, BATCH, space.state(PARAMS) if state is None else state, KEY, step)
+    return run(PARAMS, BATCH, space.init_residuals(PARAMS) if state is None else state, KEY, step)
 
 
 def _largest_difference(a, b):
@@ -111,7 +113,7 @@ def test_a_traced_choice_is_the_known_one():
     @jax.jit
     def run(choice):
         compiled.append(choice)
-        return SPACE.loss_and_gradients(PARAMS, BATCH, list(choice), SPACE.state(PARAMS), KEY, 1)
+        return SPACE.loss_and_gradients(PARAMS, BATCH, list(choice), SPACE.init_residuals(PARAMS), KEY, 1)
 
     _close(run(choice), _step(SPACE, choice.tolist(), step=1), 1e-6)
     run(jnp.array([0, 0, 1, 1]))
@@ -122,19 +124,19 @@ def test_a_traced_choice_is_the_known_one():
 def test_what_was_sent_and_what_is_left_make_the_sum_of_gradients(gradients):
     exact = _step(SPACE, (0, 0, 0, 0))[1]
     run = jax.jit(lambda s, t: SPACE.loss_and_gradients(PARAMS, BATCH, (0, 0, gradients, gradients), s, KEY, t)[1:])
-    state, sent, sizes = SPACE.state(PARAMS), [], []
+    state, sent, sizes = SPACE.init_residuals(PARAMS), [], []
     for step in range(3):
         arrived, state = run(state, step)
         sent.append(np.asarray(arrived["head"]))
         sizes.append(np.abs(sent[-1]).max())
-    total, left = np.sum(sent, axis=0), np.asarray(state["head"]).sum(axis=0)
-    missing = np.abs(total + left - 3 * np.asarray(exact["head"])).max()
+    total, residuals = np.sum(sent, axis=0), np.asarray(state["head"]).sum(axis=0)
+    missing = np.abs(total + residuals - 3 * np.asarray(exact["head"])).max()
     if gradients == 1:
-        assert not left.any()
+        assert not residuals.any()
         assert missing > 1e-4
     else:
         assert missing < 1e-5
-        assert np.abs(left).max() > 1e-4
+        assert np.abs(residuals).max() > 1e-4
     if gradients == 3:
         assert [size > 0 for size in sizes] == [False, True, False]
 
@@ -143,19 +145,19 @@ def test_narrow_gradients_travel_as_they_are_and_residuals_stay_wide():
     params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), PARAMS)
     space = small_space(params=params, strategies={"gradient": (Exact(), ErrorFeedback(INT4))})
     exact, fed_back = [0] * 4, [0, 0, 1, 1]
-    assert space.sent_bytes(exact) < 0.8 * SPACE.sent_bytes(exact)
+    assert sent_bytes(space, exact) < 0.8 * sent_bytes(SPACE, exact)
     run = jax.jit(lambda choice, s: space.loss_and_gradients(params, BATCH, list(choice), s, KEY)[1:])
-    plain, left = run(jnp.array(exact), space.state(params))
+    plain, residuals = run(jnp.array(exact), space.init_residuals(params))
     assert plain["head"].dtype == jnp.bfloat16
-    assert not left["head"].any()
-    first, left = run(jnp.array(fed_back), left)
-    second, left = run(jnp.array(fed_back), left)
-    assert left["head"].dtype == jnp.float32
-    total = first["head"].astype(jnp.float32) + second["head"] + left["head"].sum(axis=0)
+    assert not residuals["head"].any()
+    first, residuals = run(jnp.array(fed_back), residuals)
+    second, residuals = run(jnp.array(fed_back), residuals)
+    assert residuals["head"].dtype == jnp.float32
+    total = first["head"].astype(jnp.float32) + second["head"] + residuals["head"].sum(axis=0)
     twice = 2 * plain["head"].astype(jnp.float32)
     rounding = 2**-6 * float(jnp.abs(twice).max())  # of sums of eight in bfloat16
     assert float(jnp.abs(total - twice).max()) < rounding
-    assert float(jnp.abs(left["head"].sum(axis=0)).max()) > 2 * rounding
+    assert float(jnp.abs(residuals["head"].sum(axis=0)).max()) > 2 * rounding
 
 
 def test_a_schedule_switches():
@@ -167,28 +169,16 @@ def test_a_schedule_switches():
     run = jax.jit(lambda step: space.loss(PARAMS, BATCH, [1] * 4, KEY, step))
     assert float(run(4)) == pytest.approx(float(space.loss(PARAMS, BATCH, [0] * 4, KEY)), rel=1e-6)
     assert float(run(5)) == pytest.approx(float(lossy.loss(PARAMS, BATCH, [0] * 4, KEY)), rel=1e-6)
-    exact_bytes, lossy_bytes = space.sent_bytes([0] * 4), lossy.sent_bytes([0] * 4)
-    assert space.sent_bytes([1] * 4) == pytest.approx(0.25 * exact_bytes + 0.75 * lossy_bytes)
-
-
-def _one_site(params, batch):
-    h, target = batch
-    return jnp.square(jnp.tanh(lax.psum(h @ params["w"], "model")) - target).mean()
-
-
-def _one_site_space(rows):
-    """One sum over hidden units, of so many tokens, the same for both parts of the data axis."""
-    params = {"w": PARAMS["layers"]["down"][0]}
-    batch = (jax.random.normal(KEY, (rows, 64)), BATCH[1][:rows])
-    return small_space(_one_site, params, batch, {"w": P("model")}, (P(None, "model"), P())), params, batch
+    exact_bytes, lossy_bytes = sent_bytes(space, [0] * 4), sent_bytes(lossy, [0] * 4)
+    assert sent_bytes(space, [1] * 4) == pytest.approx(0.25 * exact_bytes + 0.75 * lossy_bytes)
 
 
 @pytest.mark.parametrize("on_mesh", [False, True])
 def test_gradients_of_a_mixture(on_mesh):
-    space, params, batch = _one_site_space(2)
+    space, params, batch = one_site_space(2)
     space = space.on_mesh(mesh()) if on_mesh else space
     weights = [jnp.array([0.3, 0.7]), jnp.array([1.0, 0.0]), jnp.full(4, 0.25)]
-    loss = jax.jit(lambda params, weights: space.mixed_loss(params, batch, weights, KEY))
+    loss = jax.jit(lambda params, weights: space.loss(params, batch, weights, KEY))
     of_weights = jax.jit(jax.grad(loss, 1))(params, weights)
     for j in range(2):
         bump = [1e-2 * jnp.eye(2)[j], jnp.zeros(2), jnp.zeros(4)]
@@ -199,7 +189,7 @@ def test_gradients_of_a_mixture(on_mesh):
 
 
 def test_a_mixture_of_exact_strategies_has_the_plain_gradient():
-    loss = jax.jit(lambda params, weights: SPACE.mixed_loss(params, BATCH, weights, KEY))
+    loss = jax.jit(lambda params, weights: SPACE.loss(params, BATCH, weights, KEY))
     gradients = jax.jit(jax.grad(loss))
     exact = jax.jit(jax.grad(plain_loss))(PARAMS, BATCH)
     pure = [jnp.eye(len(group.names))[0] for group in SPACE.groups]
@@ -208,120 +198,17 @@ def test_a_mixture_of_exact_strategies_has_the_plain_gradient():
     assert _largest_difference(gradients(PARAMS, even), exact) > 1e-5
 
 
-def test_damages_are_second_order_terms_of_known_errors():
-    """Errors are read off results and gradients, and multiplied by hand."""
-    space, params, batch = _one_site_space(2)
-    specs = {"w": P("model")}
-    assert [group.name for group in space.groups] == [
-        "all_reduce forward",
-        "all_reduce backward",
-        "matrices over data gradient",
-    ]
-    forward, backward, gradient = jax.jit(lambda p: space.loss_increases(p, batch, KEY, step_sizes=0.5))(params)
-
-    def exact(params):
-        return batch[0] @ params["w"]
-
-    # Forward: the encoded sum is what a loss that returns it sees; both data rows compute the same here.
-    g = jax.grad(lambda y: jnp.square(jnp.tanh(y) - batch[1]).mean())(exact(params))
-    summed = small_space(
-        lambda params, batch: (lax.psum(batch[0] @ params["w"], "model") * batch[1]).sum(), params, batch, specs,
-        (P(None, "model"), P()),
-    )  # fmt: skip
-
-    def one_result(choice):
-        basis = jnp.eye(2 * WIDTH).reshape(2 * WIDTH, 2, WIDTH)
-        read = jax.jit(jax.vmap(lambda b: summed.loss(params, (batch[0], b), [choice, 0, 0], KEY)))
-        return read(basis).reshape(2, WIDTH)
-
-    error = one_result(1) - one_result(0)
-    expected = 0.5 * 2 * jnp.square((g * error).sum(axis=1)).sum()
-    assert float(expected) > 0
-    assert float(forward[1]) == pytest.approx(float(expected), rel=1e-2)
-
-    # Gradient: the error of the gradient that arrives.
-    def arrived(choice):
-        run = jax.jit(lambda p: space.loss_and_gradients(p, batch, choice, space.state(p), KEY))
-        return run(params)[1]["w"]
-
-    error = arrived((0, 0, 1)) - arrived((0, 0, 0))
-    assert float(gradient[1]) == pytest.approx(float(0.25 * 0.5 * jnp.square(error).sum()), rel=1e-3)
-    assert [float(x[0]) for x in (forward, backward, gradient)] == [0, 0, 0]
-
-
-def test_backward_damage_of_one_token_is_that_of_the_gradients_error():
-    """In the mean over random signs; each parameter with a step size of its own."""
-    space, params, batch = _one_site_space(1)
-    sizes = {"w": jax.random.uniform(jax.random.key(3), params["w"].shape)}
-
-    def arrived(back):
-        run = jax.jit(lambda p: space.loss_and_gradients(p, batch, (0, back, 0), space.state(p), KEY))
-        return run(params)[1]["w"]
-
-    # The two rows of data are copies of each other: each sees a half of the error of their sum.
-    error = (arrived(1) - arrived(0)) / 2
-    loss_increases = jax.jit(jax.vmap(lambda key: space.loss_increases(params, batch, key, step_sizes=sizes)[1][1]))
-    found = loss_increases(jax.random.split(KEY, 500))
-    expected = float(0.25 * 2 * (sizes["w"] * jnp.square(error)).sum())
-    assert expected > 0
-    assert float(found.mean()) == pytest.approx(expected, abs=4 * float(found.std()) / 500**0.5)
-    assert float(found.std()) / 500**0.5 < 0.1 * expected
-
-
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
 def test_residuals_stay_float32_and_gradients_have_the_parameters_type(dtype):
     """A state of another type after a step would not fit the step's own branches, loops or compiled code."""
     with jax.enable_x64(True):
         params, batch = jax.tree.map(lambda x: x.astype(dtype), arguments())
         space = small_space(params=params, batch=batch)
-        choice, state = [1] * len(space.groups), space.state(params)
-        found = jax.eval_shape(lambda p: space.loss_and_gradients(p, batch, choice, state, KEY), params)
-        assert {x.dtype for x in jax.tree.leaves(found[1])} == {jnp.dtype(dtype)}
-        assert jax.tree.map(lambda x: x.dtype, found[2]) == jax.tree.map(lambda x: x.dtype, state)
+        choice, state = [1] * len(space.groups), space.init_residuals(params)
+        results = jax.eval_shape(lambda p: space.loss_and_gradients(p, batch, choice, state, KEY), params)
+        assert {x.dtype for x in jax.tree.leaves(results[1])} == {jnp.dtype(dtype)}
+        assert jax.tree.map(lambda x: x.dtype, results[2]) == jax.tree.map(lambda x: x.dtype, state)
         assert state
-
-
-def test_damages_of_narrow_parameters_are_about_those_of_wide_ones():
-    """Tangents have the parameters' type."""
-    params, batch = jax.tree.map(lambda x: x.astype(jnp.bfloat16), arguments())
-    found = jax.jit(lambda p: small_space(params=params, batch=batch).loss_increases(p, batch, KEY))(params)
-    wide = jax.jit(lambda p: SPACE.loss_increases(p, BATCH, KEY))(PARAMS)
-    for narrow, row in zip(found, wide, strict=True):
-        assert 0.5 * row[1] < narrow[1] < 3 * row[1]  # results in bfloat16 round once more
-
-
-def test_damages_on_a_mesh_and_in_loops():
-    emulated = jax.jit(lambda p: SPACE.loss_increases(p, BATCH, KEY))(PARAMS)
-    real = jax.jit(lambda p: SPACE.on_mesh(mesh()).loss_increases(p, BATCH, KEY))(PARAMS)
-    for a, b in zip(emulated, real, strict=True):
-        np.testing.assert_allclose(a, b, rtol=0.02)
-        assert a[0] == 0
-        assert (a[1:] > 0).all()
-
-
-@pytest.mark.parametrize("split_rows", [False, True])
-def test_damages_of_exchanges_in_a_row_are_those_on_the_mesh(split_rows: bool):
-    """Second derivatives pass the collectives' transposes, which `jax.vmap` gets wrong where it does not batch them."""
-
-    def loss(params, batch):
-        hidden = jnp.tanh(batch @ params["e"])
-        sent = lax.all_to_all(hidden.reshape(8, -1, WIDTH), "model", 0, 1, tiled=True)
-        inside = jnp.einsum("erm,emn->ern", sent, params["w"])
-        back = lax.all_to_all(inside, "model", 1, 0, tiled=True).reshape(hidden.shape)
-        gathered = lax.all_gather(back + hidden, ("data", "model"), axis=1, tiled=True)
-        return jnp.square(gathered).mean()
-
-    keys = jax.random.split(jax.random.key(5), 3)
-    params = {"w": jax.random.normal(keys[0], (8, WIDTH, WIDTH)), "e": jax.random.normal(keys[1], (WIDTH, WIDTH))}
-    batch = jax.random.normal(keys[2], (32, WIDTH))
-    rows = P("data") if split_rows else P()
-    strategies = {direction: STRATEGIES[direction][:2] for direction in STRATEGIES}
-    space = small_space(loss, params, batch, {"w": P("model"), "e": P()}, rows, strategies=strategies)
-    emulated = jax.jit(lambda p: space.loss_increases(p, batch, KEY))(params)
-    real = jax.jit(lambda p: space.on_mesh(mesh()).loss_increases(p, batch, KEY))(params)
-    for group, a, b in zip(space.groups, emulated, real, strict=True):
-        np.testing.assert_allclose(a, b, rtol=0.05)
-        assert (a[1:] > 0).all(), group.name
 
 
 def test_costs_by_hand():
@@ -336,8 +223,8 @@ def test_costs_by_hand():
     expected = 2 * (float(encoded) + coded * coding_s(INT8, HARDWARE))
     assert problem.node_cost[0][1] == pytest.approx(expected)
     for choice in itertools.product((0, 1), repeat=4):
-        assert SPACE.seconds(choice) == pytest.approx(evaluate(problem, list(choice)).cost)
-    assert SPACE.sent_bytes((0, 0, 3, 3)) < SPACE.sent_bytes((0, 0, 0, 0))
+        assert seconds(SPACE, choice) == pytest.approx(evaluate(problem, list(choice)).cost)
+    assert sent_bytes(SPACE, (0, 0, 3, 3)) < sent_bytes(SPACE, (0, 0, 0, 0))
 
 
 def test_alternatives_choose_a_function_and_its_communication():
@@ -353,96 +240,23 @@ def test_alternatives_choose_a_function_and_its_communication():
     space = small_space(mixer, params, specs={"head": P()})
     a = next(g for g, group in enumerate(space.groups) if group.names == ("whole", "half"))
     selections = {"whole": 0, "half": 1, "mixed": jnp.array([0.25, 0.75])}
-    found = {}
+    results = {}
     for name, chosen in selections.items():
         choice = space.exact_choice()
-        found[name] = space.loss(params, BATCH, [chosen if g == a else c for g, c in enumerate(choice)], KEY)
+        results[name] = space.loss(params, BATCH, [chosen if g == a else c for g, c in enumerate(choice)], KEY)
     x = BATCH[0] @ params["head"]
     whole, half = x @ jnp.ones((WIDTH, WIDTH)), 0.5 * x
     expected = {"whole": whole, "half": half, "mixed": 0.25 * whole + 0.75 * half}
     for name, y in expected.items():
-        assert float(found[name]) == pytest.approx(float(jnp.square(y).mean()), rel=1e-5)
+        assert float(results[name]) == pytest.approx(float(jnp.square(y).mean()), rel=1e-5)
     validate(space.problem)
     exact = space.exact_choice()
     without = [1 if g == a else c for g, c in enumerate(exact)]
     gradient_only = sum(space.problem.node_cost[g][c] for g, c in enumerate(exact))
-    assert space.seconds(without) == pytest.approx(gradient_only)
-    assert space.seconds(without) < space.seconds(exact)
+    assert seconds(space, without) == pytest.approx(gradient_only)
+    assert seconds(space, without) < seconds(space, exact)
     first, second = jax.jit(lambda p: space.loss_increases(p, BATCH, KEY))(params)[a]
     assert first == 0 < second
-
-
-def test_damages_of_sites_in_other_branches_are_those_of_a_loss_that_runs_them():
-    """Also in alternatives within alternatives, where both run another branch than the first, in two layers."""
-
-    def summed(x):
-        with jax.named_scope("summed"):
-            return lax.psum(jnp.tanh(x), "model")
-
-    def nested(x):
-        return alternatives("inner", {"plain": jnp.tanh, "summed": summed}, 2 * x)
-
-    ways = {
-        "direct": lambda x: summed(2 * x),
-        "nested": lambda x: alternatives("outer", {"plain": jnp.cos, "in": nested}, x),
-    }
-
-    def loss_increases(way):
-        def mixer(params, batch):
-            x = batch[0]
-            for _ in range(2):
-                x = ways[way](x @ params["head"])
-            return jnp.square(x - 1).mean()
-
-        space = small_space(mixer, {"head": PARAMS["head"]}, specs={"head": P()})
-        found = jax.jit(lambda p: space.loss_increases(p, BATCH, KEY))({"head": PARAMS["head"]})
-        names = [group.name.rpartition("/")[2] for group in space.groups]
-        return {name: row for name, row in zip(names, found, strict=True) if name.startswith("all_reduce ")}
-
-    direct, inside = loss_increases("direct"), loss_increases("nested")
-    assert list(direct) == list(inside) == ["all_reduce forward", "all_reduce backward"]
-    for name, row in direct.items():
-        assert row[1] > 0
-        np.testing.assert_allclose(inside[name], row, rtol=1e-5)
-
-
-@pytest.mark.parametrize("clip", [None, 10.0])
-def test_damages_pass_functions_with_a_way_back_of_their_own(clip):
-    """Also in a loop, where the function counts its calls in an integer; the way back is theirs, not the derivative.
-
-    One that clips where nothing is large is as one that does not.
-    """
-
-    @jax.custom_vjp
-    def steep(x, number):
-        return jnp.tanh(x), number + 1
-
-    def pull_back(x, cotangents):
-        of_x = 3.0 * cotangents[0] * (1 - jnp.tanh(x) ** 2)
-        return of_x if clip is None else jnp.clip(of_x, -clip, clip), None
-
-    steep.defvjp(lambda x, number: ((jnp.tanh(x), number + 1), x), pull_back)
-
-    def thrice(x, number):  # the same without one
-        y = jnp.tanh(x)
-        return 3.0 * y - lax.stop_gradient(2.0 * y), number + 1
-
-    def loss_increases(function):
-        def loss(params, batch):
-            def layer(carried, w):
-                x, number = function(*carried)
-                return (lax.psum(x @ w["up"] @ w["down"], "model"), number), None
-
-            x, number = lax.scan(layer, (batch[0], jnp.int32(0)), params["layers"])[0]
-            return jnp.square(x - batch[1]).mean() * number
-
-        params = {"layers": PARAMS["layers"]}
-        space = small_space(loss, params, specs={"layers": SPECS["layers"]})
-        return jax.jit(lambda p: space.loss_increases(p, BATCH, KEY))(params)
-
-    for found, expected in zip(loss_increases(steep), loss_increases(thrice), strict=True):
-        assert expected[1] > 0
-        np.testing.assert_allclose(found, expected, rtol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -473,7 +287,7 @@ def test_damages_pass_functions_with_a_way_back_of_their_own(clip):
         ({"batch": (jnp.ones((3, WIDTH)), jnp.ones((3, WIDTH)))}, r"Dimension 0 of `batch` '0' is 3"),
     ],
 )
-def test_spaces_that_make_no_sense_are_refused(options, message):
+def test_spaces_that_do_not_fit_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         small_space(**options)
 
@@ -482,7 +296,7 @@ def test_choices_and_meshes_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match="one entry for each of 4 groups, got 1"):
         SPACE.loss(PARAMS, BATCH, [0], KEY)
     with pytest.raises(ValueError, match="must be 0 to 1, not 2"):
-        SPACE.seconds([2, 0, 0, 0])
+        seconds(SPACE, [2, 0, 0, 0])
     with pytest.raises(ValueError, match="must be an integer or 2 weights"):
         SPACE.loss(PARAMS, BATCH, [jnp.ones(3), 0, 0, 0], KEY)
     with pytest.raises(ValueError, match="`hardware` is None"):
@@ -526,7 +340,7 @@ def test_an_explanation_has_one_part_for_each_group():
         traffic = [part.traffic for part in parts if part.traffic is not None]
         assert [t.direction for t in traffic] == ["forward", "backward", "gradient", "gradient"]
         assert [t.count for t in traffic] == [2, 2, 1, 1]  # two layers; gradients of a group travel as one vector
-        assert sum(t.sent_bytes for t in traffic) == pytest.approx(SPACE.sent_bytes(choice))
+        assert sum(t.sent_bytes for t in traffic) == pytest.approx(sent_bytes(SPACE, choice))
     with pytest.raises(ValueError, match="must be a strategy's index"):
         SPACE.explain([jnp.ones(2), 0, 0, 0])  # type: ignore[list-item]
 
@@ -552,4 +366,4 @@ def test_what_lies_in_a_branch_that_does_not_run_is_not_executed():
 
 
 def test_hardware_may_be_the_name_of_a_preset():
-    assert small_space(hardware="h100").seconds([0, 0, 0, 0]) > 0
+    assert seconds(small_space(hardware="h100"), [0, 0, 0, 0]) > 0

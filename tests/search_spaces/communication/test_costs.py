@@ -17,10 +17,10 @@ def test_the_roofline_stands_in_for_what_was_not_measured():
 
 
 def test_measuring_gives_what_the_data_file_holds():
-    found = measure(2**12, 3)
-    assert found.keys() == measured().keys()
-    assert json.loads(json.dumps(found)) == found
-    seconds = found["seconds_per_element"]["cpu"]
+    results = measure(2**12, 3)
+    assert results.keys() == measured().keys()
+    assert json.loads(json.dumps(results)) == results
+    seconds = results["seconds_per_element"]["cpu"]
     assert seconds.keys() == measured()["seconds_per_element"]["cpu"].keys()
     assert min(seconds.values()) > 0
     with pytest.raises(ValueError, match="`num_elements` must be a positive multiple of 128, not 100"):

@@ -11,14 +11,14 @@ from jax.sharding import PartitionSpec as P
 from cost.evaluation import evaluate
 from cost.validation import validate
 from search_spaces.communication.window import windowed_attention
-from tests.search_spaces.communication.small_communication import MESH, mesh, small_space
+from tests.search_spaces.communication.small_communication import MESH, mesh, seconds, sent_bytes, small_space
 
 KEY = jax.random.key(0)
 ROWS, LENGTH, WIDTH, HEADS = 4, 12, 8, 2
 BLOCK = LENGTH // MESH["model"]
 WINDOWS = (3, 2, 1, 7)  # the last one is more than there are blocks
 LABELS = ("whole", "3 blocks", "2 blocks", "1 block", "7 blocks")
-SEEN = (4, 3, 2, 1, 4)
+NUM_VISIBLE = (4, 3, 2, 1, 4)
 SPLIT = P("data", "model")
 
 
@@ -35,9 +35,9 @@ def _plain(params, x, num_blocks):
     """Unsplit attention, each token to its own block and those before it."""
     query, key, value = jnp.einsum("blm,cmhd->cblhd", x, params["qkv"])
     block = np.arange(LENGTH) // BLOCK
-    seen = np.tril(np.ones((LENGTH, LENGTH), bool)) & (block[:, None] - block < num_blocks)
+    visible = np.tril(np.ones((LENGTH, LENGTH), bool)) & (block[:, None] - block < num_blocks)
     scores = jnp.einsum("blhd,bshd->bhls", query, key) / np.sqrt(WIDTH // HEADS)
-    return jnp.einsum("bhls,bshd->blhd", jax.nn.softmax(jnp.where(seen, scores, -jnp.inf)), value)
+    return jnp.einsum("bhls,bshd->blhd", jax.nn.softmax(jnp.where(visible, scores, -jnp.inf)), value)
 
 
 def _arguments():
@@ -59,13 +59,15 @@ def _choice(window, lossy=0):
 @pytest.mark.parametrize("on_mesh", [False, True])
 def test_each_window_has_the_gradients_of_unsplit_attention(on_mesh):
     space = SPACE.on_mesh(mesh()) if on_mesh else SPACE
-    run = jax.jit(lambda c, p: space.loss_and_gradients(p, BATCH, _choice(c), space.state(p), KEY)[:2])
-    expected = jax.jit(jax.value_and_grad(lambda p, seen: jnp.square(_plain(p, BATCH[0], seen) - BATCH[1]).mean()))
+    run = jax.jit(lambda c, p: space.loss_and_gradients(p, BATCH, _choice(c), space.init_residuals(p), KEY)[:2])
+    expected = jax.jit(jax.value_and_grad(lambda p, n: jnp.square(_plain(p, BATCH[0], n) - BATCH[1]).mean()))
     losses = []
-    for number, seen in enumerate(SEEN):
-        found = run(jnp.int32(number), PARAMS)
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), found, expected(PARAMS, seen))
-        losses.append(float(found[0]))
+    for number, num_visible in enumerate(NUM_VISIBLE):
+        results = run(jnp.int32(number), PARAMS)
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), results, expected(PARAMS, num_visible)
+        )
+        losses.append(float(results[0]))
     assert np.abs(np.diff(losses)).min() > 1e-4
     assert losses[0] == pytest.approx(losses[-1], rel=1e-6)
 
@@ -86,7 +88,7 @@ def test_a_mixture_of_windows_with_lossy_sites_on_a_mesh():
     weights = [jnp.array([0.3, 0.3, 0.2, 0.1, 0.1]) if g == WINDOW else jnp.eye(len(group.names))[1]
                for g, group in enumerate(SPACE.groups)]  # fmt: skip
     emulated, real = (
-        jax.jit(jax.value_and_grad(lambda w, space=space: space.mixed_loss(PARAMS, BATCH, w, KEY)))(weights)
+        jax.jit(jax.value_and_grad(lambda w, space=space: space.loss(PARAMS, BATCH, w, KEY)))(weights)
         for space in (SPACE, SPACE.on_mesh(mesh()))
     )
     assert float(emulated[0]) == pytest.approx(float(real[0]), rel=1e-5)
@@ -98,21 +100,21 @@ def test_each_window_sends_its_own_blocks():
     assert SPACE.strategy_names(WINDOW) == LABELS
     problem = SPACE.problem
     validate(problem)
-    for choice in itertools.product(range(len(SEEN)), (0, 1)):
-        assert SPACE.seconds(_choice(*choice)) == pytest.approx(evaluate(problem, _choice(*choice)).cost)
-    sent = np.array([SPACE.sent_bytes(_choice(number)) for number in range(len(SEEN))])
+    for choice in itertools.product(range(len(NUM_VISIBLE)), (0, 1)):
+        assert seconds(SPACE, _choice(*choice)) == pytest.approx(evaluate(problem, _choice(*choice)).cost)
+    sent = np.array([sent_bytes(SPACE, _choice(number)) for number in range(len(NUM_VISIBLE))])
     block = 4 * 2 * (ROWS // 2) * BLOCK * WIDTH  # float32 keys and values of one device, there and back
-    assert sent - sent[3] == pytest.approx(2 * block * (np.array(SEEN) - 1))
-    assert SPACE.sent_bytes(_choice(0, 1)) < 0.5 * sent[0]
+    assert sent - sent[3] == pytest.approx(2 * block * (np.array(NUM_VISIBLE) - 1))
+    assert sent_bytes(SPACE, _choice(0, 1)) < 0.5 * sent[0]
 
 
-def test_narrower_windows_are_damages():
-    found = jax.jit(lambda p: SPACE.loss_increases(p, BATCH, KEY))(PARAMS)
-    loss_increases = np.asarray(found[WINDOW])
+def test_narrower_windows_raise_the_loss():
+    results = jax.jit(lambda p: SPACE.loss_increases(p, BATCH, KEY))(PARAMS)
+    loss_increases = np.asarray(results[WINDOW])
     assert loss_increases[0] == 0
     assert 0 < loss_increases[1] < loss_increases[3]
     assert loss_increases[4] < 1e-9
-    assert all(np.asarray(damage).any() for damage in found)  # permutes are measured where they run
+    assert all(np.asarray(row).any() for row in results)  # permutes are measured where they run
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The interpreter: functions with every kind of inner program give what they gave, and every place is found."""
+"""Places: functions with every kind of inner program give what they gave, and every place is found."""
 
 import jax
 import jax.numpy as jnp
@@ -36,15 +36,15 @@ def _nested(x):
 
 
 @jax.custom_jvp
-def _own_rule(x):
+def _custom_rule(x):
     return lax.psum(x, "model")
 
 
-_own_rule.defjvp(lambda primals, tangents: (_own_rule(*primals), 3 * tangents[0]))
+_custom_rule.defjvp(lambda primals, tangents: (_custom_rule(*primals), 3 * tangents[0]))
 
 
-def _kept(x):
-    return _own_rule(x) + lax.pmax(x, "model")
+def _exact_only(x):
+    return _custom_rule(x) + lax.pmax(x, "model")
 
 
 def _several(x):
@@ -57,7 +57,7 @@ CASES = [
     (_loop, ["all_reduce"], 1),
     (_branch, ["collective_permute"], 0),
     (_nested, ["reduce_scatter", "reduce_scatter", "all_gather"], 0),
-    (_kept, [], 2),
+    (_exact_only, [], 2),
     (_several, ["all_reduce", "all_reduce", "all_to_all"], 0),
 ]
 
@@ -71,10 +71,10 @@ def test_every_program_runs_as_it_is_written(fn, kinds, num_notes):
     names = [f"scan {p.trips}: {c.kind}" if p.trips > 1 else c.kind for p, c in zip(places, collectives, strict=True)]
     assert names == kinds
     assert len(notes) == num_notes
-    seen = set()
+    visited = set()
 
     def at_collective(p, x, key):
-        seen.add(p)
+        visited.add(p)
         return run_exact(collectives[p], x)
 
     interpreter = Interpreter({place.path: p for p, place in enumerate(places)}, at_collective, lambda *_: [])
@@ -86,7 +86,7 @@ def test_every_program_runs_as_it_is_written(fn, kinds, num_notes):
     specs = P(("data", "model")) if fn is not _several else P(None, ("data", "model"))
     run = jax.shard_map(local, mesh=mesh(), in_specs=P(), out_specs=specs, check_vma=False)
     written, interpreted = jax.jit(run)(row)
-    assert seen == set(range(len(places)))
+    assert visited == set(range(len(places)))
     for a, b in zip(written, interpreted, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-6)
 
