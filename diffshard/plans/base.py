@@ -12,6 +12,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from cost.base import Hardware
+from search_spaces.partition_specs import partition_spec
 
 Spec = tuple[tuple[str, ...], ...]
 """For each dimension the mesh axes that split it, major to minor."""
@@ -48,7 +49,7 @@ class Tensor:
     @property
     def partition_spec(self) -> PartitionSpec:
         """`spec` as a JAX `PartitionSpec`."""
-        return PartitionSpec(*(None if not axes else axes[0] if len(axes) == 1 else axes for axes in self.spec))
+        return partition_spec(self.spec)
 
 
 @dataclass(frozen=True)

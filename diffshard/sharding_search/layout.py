@@ -1,11 +1,10 @@
 """Between the layouts of a sharding space, which number mesh axes and values, and plans, which write them by name."""
 
-from collections.abc import Sequence
 from typing import Any
 
 from diffshard.base import PlanError
-from diffshard.plans import base as plans
 from diffshard.plans.base import PlanData
+from search_spaces.partition_specs import indexed_spec
 from search_spaces.sharding.base import Layout, ShardingStrategy, Spec, Value, Vertex
 from search_spaces.sharding.execution import make_layout
 from search_spaces.sharding.space import ShardingSpace
@@ -34,7 +33,7 @@ def layout_of(plan: PlanData, space: ShardingSpace) -> Layout:
     strategies = []
     for vertex, operation in zip(vertices, plan.operations, strict=True):
         operands, unreduced, results, kept_specs = (
-            tuple(_indexed_spec(spec, space.axis_names) for spec in specs)
+            tuple(indexed_spec(spec, space.axis_names) for spec in specs)
             for specs in (operation.operands, operation.unreduced, operation.results, operation.value_specs)
         )
         gathers = tuple(
@@ -56,12 +55,3 @@ def signature_of(vertex: Vertex) -> str:
 
     name = vertex.kind if vertex.kind != "operation" or vertex.equation is None else vertex.equation.primitive.name
     return f"{name}({', '.join(map(typed, vertex.operands))}) -> {', '.join(map(typed, vertex.results))}"
-
-
-def named_spec(spec: Spec, axis_names: Sequence[str]) -> plans.Spec:
-    """Writes a spec with the names of the mesh axes in place of their indices."""
-    return tuple(tuple(axis_names[a] for a in axes) for axes in spec)
-
-
-def _indexed_spec(spec: plans.Spec, axis_names: Sequence[str]) -> Spec:
-    return tuple(tuple(axis_names.index(a) for a in axes) for axes in spec)

@@ -8,10 +8,11 @@ from typing import Any, TypedDict
 from diffshard.base import Solution
 from diffshard.plans import base as plans
 from diffshard.plans.base import Operation, PredictedCollective, Tensor
-from diffshard.sharding_search.layout import named_spec, signature_of
+from diffshard.sharding_search.layout import signature_of
 from diffshard.sharding_search.options import Options
 from diffshard.sharding_search.plan import Plan
 from diffshard.sharding_search.traced import TracedFunction
+from search_spaces.partition_specs import named_spec
 from search_spaces.sharding.base import Layout, Operand, Spec, Value, Vertex
 from search_spaces.sharding.explaining import NextBest, Summary
 from search_spaces.sharding.space import ShardingSpace

@@ -12,11 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-
-def axes_of(spec: PartitionSpec, rank: int) -> list[tuple[str, ...]]:
-    """Returns for each dimension the mesh axes that split it, major to minor."""
-    entries = [*spec, *[None] * (rank - len(spec))]
-    return [() if e is None else (e,) if isinstance(e, str) else tuple(e) for e in entries]
+from search_spaces.partition_specs import axes_of
 
 
 def local_shape(shape: Sequence[int], spec: PartitionSpec, mesh_axes: Mapping[str, int], name: str) -> tuple[int, ...]:

@@ -37,7 +37,7 @@ from jax.extend import core
 from search_spaces.communication.base import CollectiveOp
 from search_spaces.communication.collectives import run_exact
 from search_spaces.communication.device_step import DeviceStep, gradient_key, joined
-from search_spaces.communication.places import bind
+from search_spaces.replay import bind
 
 _Branches = Mapping[int, int]
 """By the group of alternatives the branch that runs, where it is not the first."""

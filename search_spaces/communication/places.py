@@ -14,13 +14,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend import core, source_info_util
+from jax.extend import core
 
 from search_spaces.communication.base import CollectiveOp, Path, Place
-from search_spaces.sharding.base import REMAT
-from search_spaces.sharding.tracing import scan_parts
+from search_spaces.replay import CALLS, REMAT, bind, context_of, scan_again, scan_operands, while_operands
 
-CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr"}
 _INNER = {**CALLS, **dict.fromkeys(REMAT, "jaxpr"), "scan": "jaxpr", "while": "body_jaxpr"}
 _CUSTOM_VJP = {"custom_vjp_call"}
 _COLLECTIVES = {
@@ -178,9 +176,7 @@ class Interpreter:
 
         for i, equation in enumerate(jaxpr.eqns):
             operands = [read(var) for var in equation.invars]
-            info = equation.source_info
-            stack = source_info_util.current_name_stack() + info.name_stack
-            with source_info_util.user_context(info.traceback, name_stack=stack), equation.ctx.manager:
+            with context_of(equation):
                 results = self._equation(equation, operands, key, (*path, i))
             env.update(zip(equation.outvars, results, strict=True))
         return [read(var) for var in jaxpr.outvars]
@@ -216,24 +212,19 @@ class Interpreter:
 
     def _scan(self, equation: core.JaxprEqn, operands: list[Any], key: jax.Array, path: Path) -> Sequence[Any]:
         params = equation.params
-        num_consts, num_carry = scan_parts(equation)
-        consts, init = operands[:num_consts], operands[num_consts : num_consts + num_carry]
+        consts, init, xs = scan_operands(equation, operands)
 
         def body(carry: list[Any], trip_and_xs: tuple[jax.Array, list[Any]]) -> tuple[list[Any], list[Any]]:
             trip, xs = trip_and_xs
             results = self.run(params["jaxpr"], [*consts, *carry, *xs], jax.random.fold_in(key, trip), path)
-            return results[:num_carry], results[num_carry:]
+            return results[: len(init)], results[len(init) :]
 
-        xs = (jnp.arange(params["length"]), operands[num_consts + num_carry :])
-        carry, ys = lax.scan(
-            body, init, xs, length=params["length"], reverse=params["reverse"], unroll=params["unroll"]
-        )
+        carry, ys = scan_again(equation, body, init, (jnp.arange(params["length"]), xs))
         return [*carry, *ys]
 
     def _while(self, equation: core.JaxprEqn, operands: list[Any], key: jax.Array, path: Path) -> Sequence[Any]:
         params = equation.params
-        n_cond, n_body = params["cond_nconsts"], params["body_nconsts"]
-        for_condition, for_body = operands[:n_cond], operands[n_cond : n_cond + n_body]
+        for_condition, for_body, init = while_operands(equation, operands)
 
         def proceed(carry: tuple[jax.Array, list[Any]]) -> Any:
             return core.jaxpr_as_fun(params["cond_jaxpr"])(*for_condition, *carry[1])[0]
@@ -242,7 +233,7 @@ class Interpreter:
             trip, values = carry
             return trip + 1, self.run(params["body_jaxpr"], [*for_body, *values], jax.random.fold_in(key, trip), path)
 
-        return lax.while_loop(proceed, body, (jnp.int32(0), operands[n_cond + n_body :]))[1]
+        return lax.while_loop(proceed, body, (jnp.int32(0), init))[1]
 
     def _cond(self, equation: core.JaxprEqn, operands: list[Any], key: jax.Array, path: Path) -> Sequence[Any]:
         index, *xs = operands
@@ -254,9 +245,3 @@ class Interpreter:
         if path in self.places:
             return self.at_alternatives(self.places[path], branches, (key, *xs))
         return lax.switch(index, branches, key, *xs)
-
-
-def bind(equation: core.JaxprEqn, operands: Sequence[Any]) -> Sequence[Any]:
-    """Evaluates an equation for other operands."""
-    results = equation.primitive.bind(*operands, **equation.primitive.get_bind_params(equation.params))
-    return results if equation.primitive.multiple_results else [results]

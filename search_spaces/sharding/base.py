@@ -65,8 +65,6 @@ class Rates(NamedTuple):
 # The graph: the equations of a jaxpr, flat for the search and nested as they run for the execution. When the function
 # runs, loops, branches and rematerialised regions stay regions; for the search their equations are vertices.
 
-REMAT = ("remat2", "checkpoint", "remat")
-"""The names that rematerialisation has had as a primitive."""
 CONTRACTIONS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general"})
 """Products of matrices and convolutions: the operations that a step spends its arithmetic on."""
 Kind = Literal["input", "constant", "operation", "carry", "slice", "stack", "join"]

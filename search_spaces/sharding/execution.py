@@ -5,11 +5,12 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.extend import core, source_info_util
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.extend import core
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
+from search_spaces.partition_specs import named_spec, partition_spec
+from search_spaces.replay import REMAT, bind, context_of, scan_again
 from search_spaces.sharding.base import (
-    REMAT,
     Block,
     Graph,
     Layout,
@@ -42,12 +43,6 @@ def make_layout(graph: Graph, strategies: Sequence[ShardingStrategy], value_spec
     return Layout(tuple(strategies), tuple(value_specs), tuple(inputs), tuple(outputs))
 
 
-def partition_spec(spec: Spec, axis_names: Sequence[str]) -> PartitionSpec:
-    """A spec by axis indices as JAX writes it."""
-    dims = [tuple(axis_names[a] for a in axes) for axes in spec]
-    return PartitionSpec(*(None if not d else d[0] if len(d) == 1 else d for d in dims))
-
-
 class Execution:
     """A graph with a layout on a mesh, as a function of flat arguments.
 
@@ -70,7 +65,7 @@ class Execution:
 
     def sharding(self, spec: Spec) -> NamedSharding:
         """A spec as a JAX sharding on the mesh."""
-        return NamedSharding(self.mesh, partition_spec(spec, self.axis_names))
+        return NamedSharding(self.mesh, partition_spec(named_spec(spec, self.axis_names)))
 
     def __call__(self, *arguments: Any) -> list[Any]:
         """The function's flat results."""
@@ -126,16 +121,11 @@ class Execution:
         for step in steps:
             equation = step.equation
             assert equation is not None
-            info = equation.source_info
-            stack = source_info_util.current_name_stack() + info.name_stack
-            with source_info_util.user_context(info.traceback, name_stack=stack), equation.ctx.manager:
+            with context_of(equation):
                 if isinstance(step, Region):
                     self._region(env, step)
                     continue
-                found = equation.primitive.bind(
-                    *self._operands(env, step), **equation.primitive.get_bind_params(equation.params)
-                )
-                self._bind(env, step, found if equation.primitive.multiple_results else [found])
+                self._bind(env, step, bind(equation, self._operands(env, step)))
 
     def _region(self, env: Environment, region: Region) -> None:
         name = region.equation.primitive.name
@@ -182,7 +172,6 @@ class Execution:
             env[value.id] = self._reshard(array, value, stored, self.layout.value_specs[value.id])
 
     def _scan(self, env: Environment, region: Region) -> None:
-        params = region.equation.params
         stacks = [self.graph.vertices[v.vertex] for v in region.results[len(region.carries) :]]
 
         def body(carry: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
@@ -195,14 +184,7 @@ class Execution:
             return self._leave_carries(inner, region.carries), ys
 
         xs = [self._operands(env, vertex)[0] for vertex in region.slices]
-        carry, ys = jax.lax.scan(
-            body,
-            self._initial(env, region.carries),
-            xs,
-            length=params["length"],
-            reverse=params["reverse"],
-            unroll=params["unroll"],
-        )
+        carry, ys = scan_again(region.equation, body, self._initial(env, region.carries), xs)
         self._final(env, region.carries, carry)
         for stack, y in zip(stacks, ys, strict=True):
             value, spec = stack.results[0], self.layout.strategies[stack.index].results[0]

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
+from search_spaces.partition_specs import constrained_axes_of
 from search_spaces.sharding.base import Given, Graph, Operand, ShardingStrategy, Spec, Value, Vertex
 
 
@@ -25,21 +26,20 @@ def dimensions_of(
     if len(spec) > rank:
         raise ValueError(f"a spec {spec} of {len(spec)} entries does not fit an array of {rank} dimensions.")
     dims: list[tuple[int, ...] | None] = []
-    seen: set[str] = set()
-    for entry in spec:
-        names = () if entry is None else entry if isinstance(entry, tuple) else (entry,)
-        if names and not isinstance(names[0], str):  # PartitionSpec.UNCONSTRAINED
+    used: set[str] = set()
+    for names in constrained_axes_of(spec, rank):
+        if names is None:
             dims.append(None)
             continue
         for name in names:
             if name not in axis_names:
                 raise ValueError(f"a spec {spec} names the axis {name!r}; the mesh has {tuple(axis_names)}.")
-            if name in seen:
+            if name in used:
                 raise ValueError(f"a spec {spec} names the axis {name!r} twice; it can split one dimension only.")
-            seen.add(name)
+            used.add(name)
         axes = [axis_names.index(name) for name in names]
         dims.append(tuple(axis for axis in axes if axis_sizes[axis] > 1))
-    return dims + [()] * (rank - len(dims))
+    return dims
 
 
 def fits(spec: Spec, given: Given) -> bool:

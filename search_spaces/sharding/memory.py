@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from search_spaces.sharding.base import CONTRACTIONS, REMAT, Block, Graph, Node, Rule, ShardingStrategy, Value, Vertex
+from search_spaces.replay import REMAT
+from search_spaces.sharding.base import CONTRACTIONS, Block, Graph, Node, Rule, ShardingStrategy, Value, Vertex
 from search_spaces.sharding.spec import local_bytes
 
 # Pointwise but dear: XLA does not compute them again for a second reader.

@@ -19,6 +19,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import sdy
 from jaxlib.mlir.passmanager import PassManager
 
+from search_spaces.replay import bind
 from search_spaces.sharding.base import Rule
 from search_spaces.sharding.exceptional_rules import exceptional_rule, is_higher_order, reduction_adds, shape_of
 from search_spaces.sharding.factors import Factors, Mark, rule_from_factors, with_windows_whole
@@ -135,7 +136,7 @@ def _rules_of_module(equations: list[JaxprEqn], platform: str) -> list[Rule | No
 def _as_function(equation: JaxprEqn, name: str) -> Callable:
     def call(*args):
         with equation.ctx.manager:
-            return equation.primitive.bind(*args, **equation.primitive.get_bind_params(equation.params))
+            return bind(equation, args)
 
     call.__name__ = name
     return jax.jit(call, keep_unused=True)

@@ -6,13 +6,11 @@ from typing import Any
 import jax
 from jax.extend import core, source_info_util
 
-from search_spaces.sharding.base import REMAT, Block, Graph, Kind, Operand, Region, Value, Vertex
+from search_spaces.replay import CALLS, REMAT, scan_operands, while_operands
+from search_spaces.sharding.base import Block, Graph, Kind, Operand, Region, Value, Vertex
 
 INLINED = {
-    "jit": "jaxpr",
-    "pjit": "jaxpr",
-    "closed_call": "call_jaxpr",
-    "core_call": "call_jaxpr",
+    **CALLS,
     "custom_jvp_call": "call_jaxpr",
     "custom_vjp_call": "call_jaxpr",
     "custom_vjp_call_jaxpr": "call_jaxpr",
@@ -133,19 +131,12 @@ class _Builder:
 
     def scan(self, equation: core.JaxprEqn, operands: list[Operand], weight: float) -> Region:
         params = equation.params
-        num_consts, num_carry = scan_parts(equation)
         trips = weight * params["length"]
-        consts, init = operands[:num_consts], operands[num_consts : num_consts + num_carry]
-        xs = operands[num_consts + num_carry :]
-        inner = params["jaxpr"].jaxpr.invars
-        carries = [
-            self.carry(equation, x, v.aval, weight)
-            for x, v in zip(init, inner[num_consts : num_consts + num_carry], strict=True)
-        ]
-        slices = [
-            self.vertex("slice", equation, [x], [v.aval], trips)
-            for x, v in zip(xs, inner[num_consts + num_carry :], strict=True)
-        ]
+        consts, init, xs = scan_operands(equation, operands)
+        _, inner_carries, inner_slices = scan_operands(equation, params["jaxpr"].jaxpr.invars)
+        num_carry = len(init)
+        carries = [self.carry(equation, x, v.aval, weight) for x, v in zip(init, inner_carries, strict=True)]
+        slices = [self.vertex("slice", equation, [x], [v.aval], trips) for x, v in zip(xs, inner_slices, strict=True)]
         entered = [*consts, *(c.results[0] for c in carries), *(s.results[0] for s in slices)]
         block = self.closed(params["jaxpr"], entered, trips)
         self.close_carries(carries, block.outputs[:num_carry], trips)
@@ -159,12 +150,11 @@ class _Builder:
 
     def while_loop(self, equation: core.JaxprEqn, operands: list[Operand], weight: float) -> Region:
         params = equation.params
-        n_cond, n_body = params["cond_nconsts"], params["body_nconsts"]
-        init = operands[n_cond + n_body :]
+        of_condition, of_body, init = while_operands(equation, operands)
         carries = [self.carry(equation, x, v.aval, weight) for x, v in zip(init, equation.outvars, strict=True)]
         carried = [c.results[0] for c in carries]
-        condition = self.closed(params["cond_jaxpr"], [*operands[:n_cond], *carried], weight)
-        body = self.closed(params["body_jaxpr"], [*operands[n_cond : n_cond + n_body], *carried], weight)
+        condition = self.closed(params["cond_jaxpr"], [*of_condition, *carried], weight)
+        body = self.closed(params["body_jaxpr"], [*of_body, *carried], weight)
         self.close_carries(carries, body.outputs, weight)
         self.note(equation, "the length of this while loop is not known; it is priced as one trip.")
         return Region(equation, operands, [condition, body], [c.results[1] for c in carries], carries)
@@ -179,21 +169,6 @@ class _Builder:
             outs = [block.outputs[i] for block in blocks]
             results += self.vertex("join", equation, outs, [var.aval], weight, [share] * len(outs)).results
         return Region(equation, operands, blocks, results)
-
-
-def scan_parts(equation: core.JaxprEqn) -> tuple[int, int]:
-    """How many of a scan's operands are constants and carries.
-
-    JAX versions name these parameters differently, but what is stacked always has a dimension more than its slice.
-    """
-
-    def rank(var: Any) -> int:
-        return len(var.aval.shape)
-
-    body = equation.params["jaxpr"].jaxpr
-    stacked_in = sum(rank(outer) > rank(v) for outer, v in zip(equation.invars, body.invars, strict=True))
-    num_carry = sum(rank(outer) == rank(v) for outer, v in zip(equation.outvars, body.outvars, strict=True))
-    return len(equation.invars) - stacked_in - num_carry, num_carry
 
 
 def feedback_of(outputs: Any, arguments: Sequence[Any]) -> list[int | None]:

@@ -1,0 +1,88 @@
+"""Evaluating a traced function again: what everyone shares who runs a jaxpr equation by equation.
+
+A jaxpr is run again by reading the operands of each equation from an environment, binding its primitive, and putting
+the results back. Whoever replays changes something on the way (shardings, collectives); everything else must come out
+as it was traced, with the user's source lines and name scopes.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import jax
+from jax.extend import core, source_info_util
+
+CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr"}
+"""Primitives that only call a jaxpr, with the parameter that holds it."""
+REMAT = ("remat2", "checkpoint", "remat")
+"""The names that rematerialisation has had as a primitive."""
+
+
+@contextmanager
+def context_of(equation: core.JaxprEqn) -> Iterator[None]:
+    """Restores, for what is traced inside, the source line, name scope and settings of an equation."""
+    info = equation.source_info
+    stack = source_info_util.current_name_stack() + info.name_stack
+    with source_info_util.user_context(info.traceback, name_stack=stack), equation.ctx.manager:
+        yield
+
+
+def bind(equation: core.JaxprEqn, operands: Sequence[Any]) -> Sequence[Any]:
+    """Evaluates an equation for other operands and returns its results."""
+    results = equation.primitive.bind(*operands, **equation.primitive.get_bind_params(equation.params))
+    return results if equation.primitive.multiple_results else [results]
+
+
+class ScanOperands(NamedTuple):
+    """The operands of a scan, or their variables: the same in each trip, carried, and read slice by slice."""
+
+    constants: list[Any]
+    carries: list[Any]
+    slices: list[Any]
+
+
+def scan_operands(equation: core.JaxprEqn, operands: Sequence[Any]) -> ScanOperands:
+    """Tells the operands of a scan apart.
+
+    JAX versions name the parameters that count them differently, but what is stacked always has a dimension more than
+    its slice.
+
+    Args:
+      equation: a scan.
+      operands: one for each of its invars, or of its body's invars.
+    """
+    operands, body = list(operands), equation.params["jaxpr"].jaxpr
+    num_slices = sum(_rank(outer) > _rank(v) for outer, v in zip(equation.invars, body.invars, strict=True))
+    num_carries = sum(_rank(outer) == _rank(v) for outer, v in zip(equation.outvars, body.outvars, strict=True))
+    first_slice = len(operands) - num_slices
+    first_carry = first_slice - num_carries
+    return ScanOperands(operands[:first_carry], operands[first_carry:first_slice], operands[first_slice:])
+
+
+def scan_again(
+    equation: core.JaxprEqn, body: Callable[[Any, Any], tuple[Any, Any]], carries: Any, slices: Any
+) -> tuple[Any, Any]:
+    """Runs a scan with another body: as long, in the same direction and as far unrolled as it was traced."""
+    params = equation.params
+    return jax.lax.scan(
+        body, carries, slices, length=params["length"], reverse=params["reverse"], unroll=params["unroll"]
+    )
+
+
+class WhileOperands(NamedTuple):
+    """The operands of a while loop: those that only its condition or its body reads, and what it carries."""
+
+    of_condition: list[Any]
+    of_body: list[Any]
+    carries: list[Any]
+
+
+def while_operands(equation: core.JaxprEqn, operands: Sequence[Any]) -> WhileOperands:
+    """Tells the operands of a while loop apart."""
+    operands, first_of_body = list(operands), equation.params["cond_nconsts"]
+    first_carry = first_of_body + equation.params["body_nconsts"]
+    return WhileOperands(operands[:first_of_body], operands[first_of_body:first_carry], operands[first_carry:])
+
+
+def _rank(variable: Any) -> int:
+    return len(variable.aval.shape)
