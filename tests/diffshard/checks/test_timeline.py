@@ -255,6 +255,37 @@ FUSIONS = """\
   ROOT %result = f32[10,100]{1,0} bitcast(%update)
 }
 
+%halves (p: f32[1000], q: s32[5,1]) -> f32[10] {
+  %p = f32[1000]{0} parameter(0)
+  %q = s32[5,1]{1,0} parameter(1)
+  %first = f32[5]{0} slice(%p), slice={[0:5]}
+  %picked = f32[5]{0} gather(%p, %q), offset_dims={}, collapsed_slice_dims={0}, start_index_map={0}, index_vector_dim=1, slice_sizes={1}
+  ROOT %both = f32[10]{0} concatenate(%first, %picked), dimensions={0}
+}
+
+%scattered (p: f32[1000], q: s32[5,1], u: f32[5]) -> f32[1000] {
+  %p = f32[1000]{0} parameter(0)
+  %q = s32[5,1]{1,0} parameter(1)
+  %u = f32[5]{0} parameter(2)
+  ROOT %rows = f32[1000]{0} scatter(%p, %q, %u), inserted_window_dims={0}, scatter_dims_to_operand_dims={0}, index_vector_dim=1, to_apply=%add
+}
+
+%outer (p: f32[1000], q: s32[]) -> f32[5,200] {
+  %p = f32[1000]{0} parameter(0)
+  %q = s32[] parameter(1)
+  %inner = f32[5]{0} fusion(%p, %q), kind=kLoop, calls=%sliced
+  ROOT %wide = f32[5,200]{1,0} broadcast(%inner), dimensions={0}
+}
+
+%replaced (p: f32[1000], u: f32[900], q: s32[]) -> f32[] {
+  %p = f32[1000]{0} parameter(0)
+  %u = f32[900]{0} parameter(1)
+  %q = s32[] parameter(2)
+  %zero = f32[] constant(0)
+  %update = f32[1000]{0} dynamic-update-slice(%p, %u, %q)
+  ROOT %total = f32[] reduce(%update, %zero), dimensions={0}, to_apply=%add
+}
+
 %product (p: bf16[10,20], q: bf16[30,20]) -> (bf16[10,30], f32[30]) {
   %p = bf16[10,20]{1,0} parameter(0)
   %q = bf16[30,20]{1,0} parameter(1)
@@ -263,7 +294,7 @@ FUSIONS = """\
   %sums = f32[30]{0} reduce(%dot, %zero), dimensions={0}, to_apply=%add
   ROOT %both = (bf16[10,30]{1,0}, f32[30]{0}) tuple(%dot, %sums)
 }
-"""
+"""  # noqa: E501 instructions are lines
 
 
 @pytest.mark.parametrize(
@@ -273,14 +304,26 @@ FUSIONS = """\
         ("%k = f32[5]{0} fusion(%big, %i), kind=kLoop, calls=%sliced", 20 + 4 + 20),
         # The update is read and written; the rest of the buffer stays where it is.
         ("%k = f32[10,100]{1,0} fusion(%big, %b, %i), kind=kLoop, calls=%updated", 20 + 4 + 20),
+        # Two slices and their indices are read, both are written.
+        ("%k = f32[10]{0} fusion(%big, %places), kind=kLoop, calls=%halves", 20 + 20 + 20 + 40),
+        # Five entries are added to in place: they, their places and what is added are read, they are written.
+        ("%k = f32[1000]{0} fusion(%big, %places, %b), kind=kInput, calls=%scattered", 20 + 20 + 20 + 20),
+        ("%k = f32[5,200]{1,0} fusion(%big, %i), kind=kLoop, calls=%outer", 20 + 4 + 4000),
+        # What an update replaces is not read.
+        ("%k = f32[] fusion(%big, %most, %i), kind=kInput, calls=%replaced", 400 + 3600 + 4 + 4),
         ("%k = f32[1000]{0} dynamic-update-slice(%big, %b, %i)", 20 + 4 + 20),
         ("%k = f32[5]{0} dynamic-slice(%big, %i), dynamic_slice_sizes={5}", 20 + 4 + 20),
         ("%k = f32[5]{0} bitcast(%b)", 0),
     ],
 )
 def test_a_kernel_moves_what_it_needs(instruction: str, num_bytes: float):
-    big = ("%big = f32[1000]{0} parameter(2)", "%i = s32[] parameter(3)")
-    assert played(*big, instruction, computations=FUSIONS).step_s == pytest.approx(num_bytes / 10)
+    operands = (
+        "%big = f32[1000]{0} parameter(2)",
+        "%i = s32[] parameter(3)",
+        "%places = s32[5,1]{1,0} parameter(4)",
+        "%most = f32[900]{0} parameter(5)",
+    )
+    assert played(*operands, instruction, computations=FUSIONS).step_s == pytest.approx(num_bytes / 10)
 
 
 def test_products_inside_a_fusion_run_at_the_rate_of_their_operands():
