@@ -198,6 +198,7 @@ def as_json(rows: Sequence[TimedPlan]) -> str:
             "mesh": row.mesh, "plan": row.name, "predicted_s": row.predicted_s, "timeline_s": row.timeline.step_s,
             "busy_s": row.timeline.busy_s, "waited_s": {" ".join(k): s for k, s in row.timeline.waited_s.items()},
             "sent_bytes": [predicted, compiled], "peak_bytes": [memory.predicted, memory.compiled] if memory else [],
+            "collectives": [vars(compared) for compared in row.verification.collectives],
             "notes": row.timeline.notes, "search_s": row.search_s, "compile_s": row.compile_s,
         })  # fmt: skip
     return json.dumps(documents, indent=1)
