@@ -1,7 +1,7 @@
-"""The layout is the architecture: imports go one way, and JAX's internals stay out."""
+"""The layout is the architecture: imports go one way and in no circle, and JAX's internals stay out."""
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -16,17 +16,22 @@ MAY_IMPORT = {
 FILES = [path for package in MAY_IMPORT for path in sorted((ROOT / package).rglob("*.py"))]
 
 
-def imported_modules(tree: ast.Module, package: str) -> Iterator[str]:
-    """Full names of all modules that a file imports, relative imports resolved against `package`."""
+def imports(tree: ast.Module, package: str) -> Iterator[tuple[str, str | None]]:
+    """Modules that a file imports, and names that it takes from them; `package` is where relative imports begin."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            yield from ((alias.name, None) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             parents = package.split(".")
             base = ".".join(parents[: len(parents) - node.level + 1]) if node.level else ""
             module = ".".join(part for part in (base, node.module) if part)
-            yield module
-            yield from (f"{module}.{alias.name}" for alias in node.names)
+            yield from ((module, alias.name) for alias in node.names)
+
+
+def imported_modules(tree: ast.Module, package: str) -> list[str]:
+    """Full names of everything that a file imports, without repetitions."""
+    names = (names for module, name in imports(tree, package) for names in (module, name and f"{module}.{name}"))
+    return list(dict.fromkeys(name for name in names if name))
 
 
 def violations(source: str, package: str) -> list[str]:
@@ -70,6 +75,71 @@ def test_two_files_touch_the_compiler():
 )
 def test_the_rule_catches_violations(package: str, source: str, expected: list[str]):
     assert violations(source, package) == expected
+
+
+def imported_files(path: Path) -> list[Path]:
+    """The files of ours that a file imports, inside functions and for type checkers, too."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    if (
+        path == ROOT / "diffshard" / "__init__.py"
+    ):  # its names are imported when they are used; it shows them to editors
+        tree.body = [node for node in tree.body if not isinstance(node, ast.If)]
+    files = {}
+    for module, name in imports(tree, ".".join(path.relative_to(ROOT).parent.parts)):
+        # `from package import module` needs nothing of the package's own file.
+        file = (file_of(f"{module}.{name}") if name else None) or file_of(module)
+        if file is not None:
+            files[file] = None
+    return list(files)
+
+
+def file_of(module: str) -> Path | None:
+    """The file of a module of ours; None for any other name."""
+    place = ROOT.joinpath(*module.split("."))
+    return next((file for file in (place.with_suffix(".py"), place / "__init__.py") if file.is_file()), None)
+
+
+def circle(graph: Mapping[str, list[str]]) -> list[str]:
+    """A path of a graph that ends where it begins, found by a depth-first search; empty if there is none."""
+    finished: set[str] = set()
+    path: list[str] = []
+
+    def visit(node: str) -> list[str]:
+        if node in path:
+            return [*path[path.index(node) :], node]
+        if node in finished:
+            return []
+        path.append(node)
+        for neighbour in graph.get(node, []):
+            if result := visit(neighbour):
+                return result
+        path.pop()
+        finished.add(node)
+        return []
+
+    for node in graph:
+        if result := visit(node):
+            return result
+    return []
+
+
+def test_no_files_import_each_other_in_a_circle():
+    graph = {
+        str(path.relative_to(ROOT)): [str(file.relative_to(ROOT)) for file in imported_files(path)] for path in FILES
+    }
+    assert " → ".join(circle(graph)) == ""
+
+
+@pytest.mark.parametrize(
+    ("graph", "expected"),
+    [
+        ({"a": ["b", "c"], "b": ["c"], "c": []}, []),
+        ({"a": ["b"], "b": ["c"], "c": ["d", "b"], "d": []}, ["b", "c", "b"]),
+        ({"a": ["a"]}, ["a", "a"]),
+    ],
+)
+def test_circles_are_seen(graph: dict[str, list[str]], expected: list[str]):
+    assert circle(graph) == expected
 
 
 def test_every_package_is_seen():
