@@ -18,6 +18,7 @@ import optax
 from scipy import stats
 
 import diffshard
+from cost.evaluation import Evaluator, evaluate
 from diffshard.bilevel_search.base import BilevelState, Estimator, StrategyIndices, TrainingProgress
 from diffshard.bilevel_search.estimators import estimator_names, resolve
 from diffshard.solving.solve import solve
@@ -183,8 +184,10 @@ class Searches:
 
     def seconds(self, run: Run) -> float:
         """Mean communication of a step over the whole training."""
-        exact = self.space.seconds(self.space.exact_choice())
-        return run.exact_share * exact + (1 - run.exact_share) * self.space.seconds(run.choice)
+        exact, chosen = (
+            evaluate(self.space.problem, choice).cost for choice in (self.space.exact_choice(), run.choice)
+        )
+        return run.exact_share * exact + (1 - run.exact_share) * chosen
 
 
 def random_within(space: CommunicationSpace, most_s: float, seed: int) -> StrategyIndices:
@@ -197,15 +200,15 @@ def random_within(space: CommunicationSpace, most_s: float, seed: int) -> Strate
       ValueError: even the cheapest choice takes longer.
     """
     rng, problem = np.random.default_rng(seed), space.problem
-    choice = [int(s) for s in solve(problem).choice]
-    seconds = space.seconds(choice)
+    evaluator, choice = Evaluator(problem), [int(s) for s in solve(problem).choice]
+    seconds = evaluator(choice).cost
     if seconds > most_s * (1 + 1e-9):
         raise ValueError(f"`most_s` is {most_s:.3g} s, but the cheapest choice takes {seconds:.3g} s; allow more.")
     slowest = seconds, tuple(choice)
     for move in range(2 * _MOVES):
         group = int(rng.integers(len(choice)))
         before, choice[group] = choice[group], int(rng.integers(len(problem.node_cost[group])))
-        moved = space.seconds(choice)
+        moved = evaluator(choice).cost
         if moved > most_s * (1 + 1e-9):
             choice[group] = before
         elif moved >= 0.9 * most_s and move >= _MOVES:
@@ -290,7 +293,7 @@ def _row(searches: Searches, method: str, runs: Sequence[Run], steps: int) -> Me
 
 
 def _cells(row: MethodResult, space: CommunicationSpace) -> tuple[str, ...]:
-    exact = 1e3 * space.seconds(space.exact_choice())
+    exact = 1e3 * evaluate(space.problem, space.exact_choice()).cost
     first = row.runs[0]
     late = f", from {first.exact_share:.0%} on" if first.exact_share else ""
     distinct = len(set(row.runs))

@@ -194,18 +194,6 @@ class CommunicationSpace:
     def _sent_bytes(self) -> GroupCosts:
         return group_costs(self.sites, self.groups, site_bytes)
 
-    def seconds(self, choice: Choice) -> float:
-        """Returns the cost of a choice, as `cost.evaluation.evaluate` does."""
-        return sum(self._seconds.of_choice(checked_choice(self.groups, choice)))
-
-    def sent_bytes(self, choice: Choice) -> float:
-        """Returns the bytes that each device sends in an average step."""
-        return sum(self.group_bytes(choice))
-
-    def group_bytes(self, choice: Choice) -> list[float]:
-        """Returns the bytes that each device sends in an average step for each group, `[V]`."""
-        return self._sent_bytes.of_choice(checked_choice(self.groups, choice))
-
     # What a selection computes.
 
     def init_residuals(self, params: Params) -> Residuals:
@@ -220,8 +208,6 @@ class CommunicationSpace:
             for site in (self.sites[s] for s in group.sites)
             if any(strategy.keeps_residual for strategy in group.strategies)
         }
-
-    state = init_residuals
 
     def loss(
         self, params: Params, batch: Batch, selection: Selection, key: jax.Array, step: jax.Array | int = 0
@@ -270,8 +256,6 @@ class CommunicationSpace:
 
         total.defvjp(forward, backward)
         return total(params, weights, (batch, numbers, key, jnp.asarray(step)))
-
-    mixed_loss = loss
 
     def loss_and_gradients(
         self,

@@ -26,7 +26,7 @@ from tests.diffshard.bilevel_search.small_bilevel_plan import (
     slow_space,
 )
 from tests.diffshard.plans.page_checker import checked_page
-from tests.search_spaces.communication.small_communication import MESH, small_space
+from tests.search_spaces.communication.small_communication import MESH, seconds, sent_bytes, small_space
 
 
 def test_groups_add_up_to_the_space():
@@ -35,12 +35,12 @@ def test_groups_add_up_to_the_space():
     assert dict(zip(plan.nodes, plan.strategies, strict=True)) == STRATEGIES
     assert plan.mesh_axes == MESH
     assert plan.hardware == SLOW_LINKS
-    assert sum(group.seconds for group in plan.groups) == pytest.approx(space.seconds(choice))
-    assert plan.seconds == pytest.approx(space.seconds(choice))
-    assert plan.exact_seconds == pytest.approx(space.seconds(exact))
+    assert sum(group.seconds for group in plan.groups) == pytest.approx(seconds(space, choice))
+    assert plan.seconds == pytest.approx(seconds(space, choice))
+    assert plan.exact_seconds == pytest.approx(seconds(space, exact))
     assert plan.cost_ratio == pytest.approx(plan.seconds / plan.exact_seconds)
-    assert plan.sent_bytes == pytest.approx(space.sent_bytes(choice))
-    assert plan.exact_sent_bytes == pytest.approx(space.sent_bytes(exact))
+    assert plan.sent_bytes == pytest.approx(sent_bytes(space, choice))
+    assert plan.exact_sent_bytes == pytest.approx(sent_bytes(space, exact))
     half = plan._replace(exact_share=0.5)
     assert half.sent_bytes == pytest.approx((plan.sent_bytes + plan.exact_sent_bytes) / 2)
 
@@ -72,8 +72,8 @@ def test_a_branch_that_is_not_chosen_sends_nothing():
     inside = [g for g in plan.groups if g.traffic and g.traffic.direction != "gradient" and g.exact_sent_bytes]
     assert {group.traffic.direction for group in inside if group.traffic} == {"forward", "backward"}
     assert all(group.seconds == 0 and group.traffic.sent_bytes == 0 for group in inside if group.traffic)
-    assert sum(group.seconds for group in plan.groups) == pytest.approx(space.seconds(own))
-    assert plan.sent_bytes == pytest.approx(space.sent_bytes(own))
+    assert sum(group.seconds for group in plan.groups) == pytest.approx(seconds(space, own))
+    assert plan.sent_bytes == pytest.approx(sent_bytes(space, own))
     assert re.search(r"mixer.* alternatives +1x  own +0 B +0 B +0 s +0 s", str(plan))
 
 
