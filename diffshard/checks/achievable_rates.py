@@ -73,11 +73,11 @@ class AchievableRates:
 
     def _widest(self, groups: Sequence[Sequence[int]]) -> tuple[int, int, int]:
         """(devices, most devices in one host, hosts) of the group that spans the most hosts."""
-        found = []
+        extents = []
         for group in groups:
             hosts = Counter(device // self.host.num_devices for device in set(group))
-            found.append((len(set(group)), max(hosts.values()), len(hosts)))
-        return max(found, key=lambda row: (row[2], -row[1]))
+            extents.append((len(set(group)), max(hosts.values()), len(hosts)))
+        return max(extents, key=lambda extent: (extent[2], -extent[1]))
 
 
 def achievable_rates(

@@ -18,7 +18,7 @@ from os import PathLike
 
 from diffshard.checks.achievable_rates import HOST_MEMORY, AchievableRates
 from diffshard.checks.collectives import collective_record, device_groups, kind_of
-from diffshard.checks.hlo import Computation, Instruction, Module, parse
+from diffshard.checks.hlo import Computation, Instruction, Module, parse, parts_of_tuple
 from diffshard.checks.kernel_work import custom_call_target, kernel_work, num_bytes_of
 from diffshard.plans.documents import write_whole
 
@@ -215,7 +215,7 @@ class _Player:
     def _transfer(self, instruction: Instruction, clock: _Clock) -> tuple[float, tuple[str, str]] | None:
         """Starts a collective or a copy; returns when it ends and what a wait for it is called, None for kernels."""
         if instruction.opcode == "copy-start":
-            seconds = num_bytes_of(instruction.type) / 2 / self.rates.host_memory_bytes_per_s
+            seconds = num_bytes_of(parts_of_tuple(instruction.type)[0]) / self.rates.host_memory_bytes_per_s
             return clock.send(instruction, (HOST_MEMORY,), seconds), ("copy", "host")
         collective = self._collective(instruction)
         if collective is None:
@@ -254,11 +254,11 @@ class _Player:
             self.notes.add(f"loop {instruction.name!r} has an unknown length and is priced as one trip")
             trips = 1
         previous = clock.fork()
-        for played in range(1, trips + 1):
+        for trip in range(1, trips + 1):
             before = clock.fork()
             self.play(body, clock)
-            if played < trips and (played == _MAX_PLAYED_TRIPS or _is_steady(previous, before, clock)):
-                clock.repeat(before, trips - played, instruction.name)
+            if trip < trips and (trip == _MAX_PLAYED_TRIPS or _is_steady(previous, before, clock)):
+                clock.repeat(before, trips - trip, instruction.name)
                 return
             previous = before
 

@@ -10,7 +10,7 @@ import pytest
 
 from cost.base import Hardware
 from cost.presets import SwitchedHost, preset
-from diffshard.checks.achievable_rates import BETWEEN_HOSTS, INSIDE_HOST, AchievableRates, achievable_rates
+from diffshard.checks.achievable_rates import BETWEEN_HOSTS, HOST_MEMORY, INSIDE_HOST, AchievableRates, achievable_rates
 from diffshard.checks.timeline import COMPUTE, Timeline, simulate, write_perfetto
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -134,7 +134,9 @@ def test_a_copy_to_host_memory_runs_beside_kernels():
     timeline = played(
         "%c = (f32[5]{0:S(5)}, f32[5]{0}, u32[]) copy-start(%b)", COPY, "%d = f32[5]{0:S(5)} copy-done(%c)"
     )
-    assert timeline.step_s == pytest.approx(20 / 5, rel=0.2)
+    # Both take 4 s.
+    assert timeline.step_s == 20 / 5
+    assert timeline.busy_s == {COMPUTE: 4.0, HOST_MEMORY: 4.0}
 
 
 # A trip: the gather of 12 s, started after a kernel of 4 s that runs beside the gather of the trip before.
