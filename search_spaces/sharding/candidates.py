@@ -87,11 +87,11 @@ class Candidates:
           copied: whether the array that the vertex holds has several readers, so that a gathered copy may be kept.
         """
         if vertex.kind == "operation":
-            found = self._of_operation(vertex, rule)
+            strategies = self._of_operation(vertex, rule)
             for i, value in enumerate(vertex.results):
                 if value.id in self.new_results:
-                    found = [s for s in found if divides(s.results[i], value.shape, self.axes.sizes)]
-            return _most_useful(found)
+                    strategies = [s for s in strategies if divides(s.results[i], value.shape, self.axes.sizes)]
+            return _most_useful(strategies)
         value, num_operands = vertex.results[0], len(vertex.operands)
         stored = self._specs(value, given)
         if vertex.kind == "stack":
@@ -122,18 +122,20 @@ class Candidates:
         """The kinds of a vertex's arrays by their rank among each other, so that equal layers ask for the same."""
         if not self.axes.alike:
             return ()
-        found = [self.kinds[x.id] if isinstance(x, Value) else () for x in (*vertex.operands, *vertex.results)]
-        number = {kind: i for i, kind in enumerate(sorted({kind for kinds in found for kind in kinds}))}
-        return tuple(tuple(number[kind] for kind in kinds) for kinds in found)
+        kinds_of_arrays = [
+            self.kinds[x.id] if isinstance(x, Value) else () for x in (*vertex.operands, *vertex.results)
+        ]
+        number = {kind: i for i, kind in enumerate(sorted({kind for kinds in kinds_of_arrays for kind in kinds}))}
+        return tuple(tuple(number[kind] for kind in kinds) for kinds in kinds_of_arrays)
 
     def _specs(self, value: Value, given: Given | None, padded: bool = False) -> list[Spec]:
         """The specs of a value. One that orders axes in its own way is not among ours, but it may be asked for."""
-        found = [
+        specs = [
             spec
             for spec in specs_of_shape(value.shape, self.axes.sizes, padded)
             if (given is None or fits(spec, given)) and in_order(spec, self.kinds[value.id], self.axes.alike)
         ]
-        return found or [tuple(axes or () for axes in given or ())]
+        return specs or [tuple(axes or () for axes in given or ())]
 
     def _stored(self, vertex: Vertex, stored: Spec, used: Spec) -> ShardingStrategy:
         """An array that is stored one way and gathered for its readers: a parameter, a carry, a slice of a stack."""

@@ -48,25 +48,25 @@ def with_reduce_scatters(
     Where the result is sliced along some of the reduced axes only, the reduce-scatter along those comes first and what
     is left is reduced along the others.
     """
-    found = []
+    records = []
     for collective in collectives:
         scattered = tuple(axis for axis in collective.axes if axis in collective.sliced_axes)
         if collective.kind != "all_reduce" or not scattered:
-            found.append(collective)
+            records.append(collective)
             continue
         whole = replace(
             collective, num_bytes=collective.num_bytes - collective.sliced_bytes, sliced_axes=(), sliced_bytes=0
         )
         if whole.num_bytes > 0:
-            found.append(whole)
+            records.append(whole)
         part = replace(whole, num_bytes=collective.sliced_bytes)
         num_devices = math.prod(axis_sizes[axis] for axis in scattered)
-        found.append(replace(part, kind="reduce_scatter", axes=scattered, num_devices=num_devices))
+        records.append(replace(part, kind="reduce_scatter", axes=scattered, num_devices=num_devices))
         rest = tuple(axis for axis in collective.axes if axis not in scattered)
         if rest:
-            left, num_bytes = collective.num_devices // num_devices, part.num_bytes / num_devices
-            found.append(replace(part, axes=rest, num_devices=left, num_bytes=num_bytes))
-    return found
+            num_others, num_bytes = collective.num_devices // num_devices, part.num_bytes / num_devices
+            records.append(replace(part, axes=rest, num_devices=num_others, num_bytes=num_bytes))
+    return records
 
 
 def split_by_axis(collectives: Iterable[CollectiveRecord], axis_sizes: Mapping[str, int]) -> list[CollectiveRecord]:
@@ -76,19 +76,19 @@ def split_by_axis(collectives: Iterable[CollectiveRecord], axis_sizes: Mapping[s
     what is left of it on those before: one ring over hosts crosses between them for each of a host's devices once, so
     that a device's part is all that its slow link carries.
     """
-    found = []
+    records = []
     for collective in collectives:
         num_bytes = collective.num_bytes
         if len(collective.axes) < 2 or collective.kind == "collective_permute":
-            found.append(collective)
+            records.append(collective)
             continue
         for axis in collective.axes if collective.kind == "all_to_all" else reversed(collective.axes):
             size = axis_sizes[axis]
             share = num_bytes * size / collective.num_devices if collective.kind == "all_to_all" else num_bytes
-            found.append(replace(collective, axes=(axis,), num_devices=size, num_bytes=share))
+            records.append(replace(collective, axes=(axis,), num_devices=size, num_bytes=share))
             if collective.kind in ("all_gather", "reduce_scatter", "all_reduce"):
                 num_bytes /= size
-    return found
+    return records
 
 
 def axes_of_groups(groups: Sequence[Sequence[int]], axis_sizes: Mapping[str, int]) -> tuple[str, ...]:
@@ -140,11 +140,11 @@ def bits_of_dtype(name: str) -> int:
 
 
 def _primes(size: int) -> list[int]:
-    found, divisor = [], 2
+    primes, divisor = [], 2
     while size > 1:
         if size % divisor:
             divisor += 1
         else:
-            found.append(divisor)
+            primes.append(divisor)
             size //= divisor
-    return found
+    return primes

@@ -1,4 +1,4 @@
-"""Which dimensions of a function's arrays are one and the same: batch, sequence, width, heads, found in the rules.
+"""Which dimensions of a function's arrays are one and the same: batch, sequence, width, heads, indices in the rules.
 
 Mesh axes of equal size and link are interchangeable: a plan and its copy with two such axes swapped cost the same, and
 on meshes of three and more axes most of a space is such copies. They are told apart by the dimensions: the first
@@ -93,10 +93,10 @@ def in_order(spec: Spec, kinds: tuple[int, ...], alike: tuple[tuple[int, ...], .
     """
     for axes in alike:
         places = [[i for i, axis in enumerate(axes) if axis in split] for split in spec]
-        if any(found and found[-1] - found[0] >= len(found) for found in places):
+        if any(indices and indices[-1] - indices[0] >= len(indices) for indices in places):
             return False
         if len(spec) > 2:
-            taken = sorted((i, kind) for kind, found in zip(kinds, places, strict=True) for i in found)
+            taken = sorted((i, kind) for kind, indices in zip(kinds, places, strict=True) for i in indices)
             if any(before > after for (_, before), (_, after) in pairwise(taken)):
                 return False
     return True

@@ -113,8 +113,8 @@ def _ragged_dot(operands: Sequence[tuple[int, ...]], results: Sequence[tuple[int
     (lhs_contracting, rhs_contracting), (lhs_batch, rhs_batch) = numbers.dot_dimension_numbers
     lhs = [[factors.new(size)] for size in operands[0]]
     rhs = [[factors.new(size)] for size in operands[1]]
-    for left, right in zip((*lhs_contracting, *lhs_batch), (*rhs_contracting, *rhs_batch), strict=True):
-        rhs[right] = lhs[left]
+    for lhs_dim, rhs_dim in zip((*lhs_contracting, *lhs_batch), (*rhs_contracting, *rhs_batch), strict=True):
+        rhs[rhs_dim] = lhs[lhs_dim]
     factors.mark([f for dim in lhs_contracting for f in lhs[dim]], Mark.REDUCTION)
     whole = [lhs[dim] for dim in numbers.lhs_ragged_dimensions] + [rhs[dim] for dim in numbers.rhs_group_dimensions]
     factors.mark([f for dim in whole for f in dim], Mark.NEED_REPLICATION)

@@ -207,8 +207,8 @@ class Execution:
             self._steps(inner, body.steps)
             return self._leave_carries(inner, region.carries)
 
-        found = jax.lax.while_loop(proceed, step, self._initial(env, region.carries))
-        self._final(env, region.carries, found)
+        carry = jax.lax.while_loop(proceed, step, self._initial(env, region.carries))
+        self._final(env, region.carries, carry)
 
     def _cond(self, env: Environment, region: Region) -> None:
         joins = [self.graph.vertices[v.vertex] for v in region.results]
@@ -230,6 +230,6 @@ class Execution:
             return run
 
         index = self._read(env, region.operands[0], ())
-        found = jax.lax.switch(index, [branch(i, b) for i, b in enumerate(region.blocks)])
-        for join, array in zip(joins, found, strict=True):
+        results = jax.lax.switch(index, [branch(i, b) for i, b in enumerate(region.blocks)])
+        for join, array in zip(joins, results, strict=True):
             self._bind(env, join, [array])

@@ -91,7 +91,7 @@ class _Reader:
                 yield from self._region(region, trips)
         elif name in ("stablehlo.case", "stablehlo.if"):
             branches = [list(self._region(region, count)) for region in operation.regions]
-            yield from max(branches, key=lambda found: sum(c.num_bytes * c.count for c in found), default=[])
+            yield from max(branches, key=lambda records: sum(c.num_bytes * c.count for c in records), default=[])
         elif name.startswith("sdy.") and name in _KINDS:
             yield from self._sharded(operation, count)
         elif name in _KINDS:
@@ -164,9 +164,9 @@ class _Reader:
 
     def _axes(self, text: str) -> tuple[tuple[str, ...], int]:
         """Axis names in the mesh's order and the number of devices that they span, of a list like `{"x", "y":(1)2}`."""
-        found = [(name, int(size) if size else self.axis_sizes[name]) for name, size in _AXIS.findall(text)]
-        names = {name for name, _ in found}
-        return tuple(a for a in self.axis_sizes if a in names), math.prod(size for _, size in found)
+        used = [(name, int(size) if size else self.axis_sizes[name]) for name, size in _AXIS.findall(text)]
+        names = {name for name, _ in used}
+        return tuple(a for a in self.axis_sizes if a in names), math.prod(size for _, size in used)
 
     def _permuted(self, operation: Any) -> str:
         """The axes that a permutation moves: those in other places of the sharding after it than before."""
@@ -250,10 +250,10 @@ def _constant(value: Any) -> int | None:
     owner = value.owner
     if isinstance(owner, ir.Block) or owner.operation.name not in ("sdy.constant", "stablehlo.constant"):
         return None
-    found = re.search(r"dense<(-?\d+)>", str(owner.operation.attributes["value"]))
-    return int(found[1]) if found else None
+    match = re.search(r"dense<(-?\d+)>", str(owner.operation.attributes["value"]))
+    return int(match[1]) if match else None
 
 
 def _location(operation: Any) -> str:
-    found = re.search(r'loc\("([^"]*)"', str(operation.location))
-    return found[1] if found else ""
+    match = re.search(r'loc\("([^"]*)"', str(operation.location))
+    return match[1] if match else ""

@@ -57,28 +57,28 @@ class Factors:
 
     def leaves(self, factors: Iterable[int]) -> list[int]:
         """The unsplit representatives of a sequence of factors, major to minor."""
-        found: list[int] = []
+        unsplit: list[int] = []
         for factor in factors:
             root = self._find(factor)
             parts = self._parts[root]
             if parts is None:
-                found.append(root)
+                unsplit.append(root)
             else:
-                found.extend(self.leaves(parts))
-        return found
+                unsplit.extend(self.leaves(parts))
+        return unsplit
 
     def mark(self, factors: Iterable[int], mark: Mark) -> None:
         """Adds marks to all factors of a sequence."""
         for leaf in self.leaves(factors):
             self._mark[leaf] |= mark
 
-    def equate(self, left: Sequence[int], right: Sequence[int]) -> None:
+    def equate(self, one: Sequence[int], other: Sequence[int]) -> None:
         """Makes two sequences of factors describe the same dimension.
 
         Single factors of different sizes are equated too: an operation that slices, pads or concatenates has one factor
         for dimensions of several sizes. The larger size is kept.
         """
-        a, b = self.leaves(left), self.leaves(right)
+        a, b = self.leaves(one), self.leaves(other)
         if len(a) == len(b) == 1:
             self._union(a[0], b[0])
             return
@@ -145,8 +145,8 @@ def rule_from_factors(
     leaves = [[factors.leaves(dimension) for dimension in array] for array in [*operands, *results]]
     remaining = {leaf for array in leaves[len(operands) :] for dim in array for leaf in dim}
     for array in leaves[: len(operands)]:
-        gone = [leaf for dim in array for leaf in dim if leaf not in remaining]
-        factors.mark([leaf for leaf in gone if Mark.REDUCTION not in factors.mark_of(leaf)], Mark.NEED_REPLICATION)
+        missing = [leaf for dim in array for leaf in dim if leaf not in remaining]
+        factors.mark([leaf for leaf in missing if Mark.REDUCTION not in factors.mark_of(leaf)], Mark.NEED_REPLICATION)
     for array in leaves:
         twice = [leaf for leaf, count in Counter(leaf for dim in array for leaf in dim).items() if count > 1]
         factors.mark(twice, Mark.NEED_REPLICATION)

@@ -67,8 +67,8 @@ def manual(vertex: Vertex, axis_names: Sequence[str], sizes: tuple[int, ...]) ->
     params = vertex.equation.params
 
     def specs(given: Sequence[Any], arrays: Sequence[Operand]) -> tuple[Spec, ...]:
-        found = [dimensions_of(s, rank_of(x), axis_names, sizes) for s, x in zip(given, arrays, strict=True)]
-        return tuple(tuple(axes or () for axes in dims) for dims in found)
+        dimensions = [dimensions_of(s, rank_of(x), axis_names, sizes) for s, x in zip(given, arrays, strict=True)]
+        return tuple(tuple(axes or () for axes in dims) for dims in dimensions)
 
     results = specs(params["out_specs"], vertex.results)
     names = params.get("newly_manual_axes", params.get("manual_axes", axis_names))
@@ -80,13 +80,13 @@ def axes_with_meaning(
     graph: Graph, given: Mapping[int, Given], axis_names: Sequence[str], sizes: tuple[int, ...]
 ) -> frozenset[int]:
     """The mesh axes that something fixed names: they cannot change places with others."""
-    found = {axis for dims in given.values() for axes in dims for axis in axes or ()}
+    fixed_axes = {axis for dims in given.values() for axes in dims for axis in axes or ()}
     for vertex in graph.operations():
-        found.update(axis for axes in constraint(vertex, axis_names, sizes) or () for axis in axes or ())
+        fixed_axes.update(axis for axes in constraint(vertex, axis_names, sizes) or () for axis in axes or ())
         strategy = manual(vertex, axis_names, sizes)
         specs = () if strategy is None else (*strategy.operands, *strategy.results)
-        found.update(axis for spec in specs for axes in spec for axis in axes)
-    return frozenset(found)
+        fixed_axes.update(axis for spec in specs for axes in spec for axis in axes)
+    return frozenset(fixed_axes)
 
 
 def rank_of(operand: Operand) -> int:
@@ -139,14 +139,14 @@ def given_dimensions(
                 f"`in_shardings` must have an entry for each of the {len(args)} arguments, not {len(prefix)}."
             )
         asked = [a if a is not None else c for a, c in zip(_broadcast(prefix, args), asked, strict=True)]
-    found = {}
+    kept_specs = {}
     for i, (sharding, leaf) in enumerate(zip(asked, jax.tree.leaves(args), strict=True)):
         if sharding is not None:
             spec, shape = _spec(sharding), jax.numpy.shape(leaf)
             dims = _dimensions(f"`in_shardings` of {paths[i]}", spec, len(shape), mesh)
             _check_divides(paths[i], spec, dims, shape, tuple(mesh.shape.values()))
-            found[i] = dims
-    return found
+            kept_specs[i] = dims
+    return kept_specs
 
 
 def carried_spec(leaf: Any, mesh: Mesh | AbstractMesh) -> PartitionSpec | None:
@@ -200,13 +200,13 @@ def _check_divides(
 
 def _broadcast(prefix: tuple[Any, ...], args: tuple[Any, ...]) -> list[Any]:
     """The prefix's entry for each leaf of the arguments."""
-    found: list[Any] = []
+    specs: list[Any] = []
 
     def spread(spec: Any, subtree: Any) -> None:
-        found.extend([spec] * len(jax.tree.leaves(subtree)))
+        specs.extend([spec] * len(jax.tree.leaves(subtree)))
 
     try:
         jax.tree.map(spread, prefix, args, is_leaf=_is_spec)
     except (ValueError, TypeError) as error:
         raise ValueError(f"`in_shardings` is not a prefix of the arguments: {error}") from None
-    return found
+    return specs

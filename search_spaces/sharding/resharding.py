@@ -38,7 +38,7 @@ class Paths:
         kinds = list(zip(axis_sizes, rates, strict=True))
         self._equal = {tuple(a for a, other in enumerate(kinds) if other == kind) for kind in kinds}
         self._renamed: dict[tuple[int, ...], dict[int, int]] = {}
-        self._found: dict[tuple[Spec, Spec], tuple[ReshardStep, ...]] = {}
+        self._known: dict[tuple[Spec, Spec], tuple[ReshardStep, ...]] = {}
         self._trees: dict[tuple[Spec, tuple[int, ...]], _Tree] = {}
         self._steps_from: dict[Spec, tuple[list[_Step], list[_Step]]] = {}
 
@@ -46,10 +46,10 @@ class Paths:
         """The steps from one spec to another; none where they are equal."""
         if source == target:
             return ()
-        found = self._found.get((source, target))
-        if found is None:
-            found = self._found[source, target] = self._path(source, target)
-        return found
+        steps = self._known.get((source, target))
+        if steps is None:
+            steps = self._known[source, target] = self._path(source, target)
+        return steps
 
     def latency_and_slope(self, source: Spec, target: Spec) -> tuple[float, float]:
         """Seconds of the steps' collectives, and seconds for each byte of the whole array."""
@@ -58,23 +58,23 @@ class Paths:
         tree, first, last, _, _ = self._tree_of(source, target)
         return tree[last][2:] if last != first else (0.0, 0.0)
 
-    def rate(self, move: ReshardStep) -> tuple[float, float]:
+    def rate(self, step: ReshardStep) -> tuple[float, float]:
         """Seconds of one step, and seconds for each byte of the whole array."""
-        if move.kind == "slice":
+        if step.kind == "slice":
             return 0.0, 0.0
-        rates = self.rates[move.axis]
-        return rates.latency_s[move.kind], rates.s_per_byte[move.kind] * move.fraction
+        rates = self.rates[step.axis]
+        return rates.latency_s[step.kind], rates.s_per_byte[step.kind] * step.fraction
 
     def _path(self, source: Spec, target: Spec) -> tuple[ReshardStep, ...]:
         tree, first, last, order, names = self._tree_of(source, target)
         own_names = {name: axis for axis, name in names.items()}
         steps = []
         while last != first:
-            last, move, *_ = tree[last]
+            last, step, *_ = tree[last]
             spec = list(source)
-            for d, axes in zip(order, move.spec, strict=True):
+            for d, axes in zip(order, step.spec, strict=True):
                 spec[d] = tuple([own_names[a] for a in axes])
-            steps.append(move._replace(axis=own_names[move.axis], spec=tuple(spec)))
+            steps.append(step._replace(axis=own_names[step.axis], spec=tuple(spec)))
         return tuple(reversed(steps))
 
     def _tree_of(self, source: Spec, target: Spec) -> tuple["_Tree", Spec, Spec, list[int], dict[int, int]]:
@@ -116,12 +116,12 @@ class Paths:
             _, last, latency, slope = tree.get(spec, _START)
             if last is None or last.kind != "collective_permute":  # two permutes in a row are one
                 steps = steps + permutes
-            for move, more_latency, more_slope, parts in steps:
-                found = (seconds + more_latency + more_slope * REFERENCE_BYTES, count + 1)
-                if found < best.get(move.spec, _UNKNOWN) and not any(map(mod, most, parts)):
-                    best[move.spec] = found
-                    tree[move.spec] = spec, move, latency + more_latency, slope + more_slope
-                    heapq.heappush(queue, (*found, move.spec))
+            for step, more_latency, more_slope, parts in steps:
+                cost = (seconds + more_latency + more_slope * REFERENCE_BYTES, count + 1)
+                if cost < best.get(step.spec, _UNKNOWN) and not any(map(mod, most, parts)):
+                    best[step.spec] = cost
+                    tree[step.spec] = spec, step, latency + more_latency, slope + more_slope
+                    heapq.heappush(queue, (*cost, step.spec))
         return tree
 
     def _steps(self, spec: Spec) -> tuple[list["_Step"], list["_Step"]]:
@@ -131,8 +131,8 @@ class Paths:
             self._steps_from[spec] = self._with_rates(others), self._with_rates(self._permutes(spec))
         return self._steps_from[spec]
 
-    def _with_rates(self, moves: Iterable[ReshardStep]) -> list["_Step"]:
-        return [(move, *self.rate(move), parts_of(move.spec, self.axis_sizes)) for move in moves]
+    def _with_rates(self, steps: Iterable[ReshardStep]) -> list["_Step"]:
+        return [(step, *self.rate(step), parts_of(step.spec, self.axis_sizes)) for step in steps]
 
     def _slices(self, spec: Spec) -> Iterator[ReshardStep]:
         for axis in self._axes:
@@ -144,12 +144,12 @@ class Paths:
         local = 1.0 / shards(spec, self.axis_sizes)
         for i, dim in enumerate(spec):
             if dim:
-                axis, left = dim[-1], _with(spec, i, dim[:-1])
+                axis, gathered = dim[-1], _with(spec, i, dim[:-1])
                 size = local * self.axis_sizes[axis]
-                yield ReshardStep("all_gather", axis, size, left)
+                yield ReshardStep("all_gather", axis, size, gathered)
                 for j in range(len(spec)):
                     if j != i:
-                        yield ReshardStep("all_to_all", axis, size, _with(left, j, (*left[j], axis)))
+                        yield ReshardStep("all_to_all", axis, size, _with(gathered, j, (*gathered[j], axis)))
 
     def _permutes(self, spec: Spec) -> Iterator[ReshardStep]:
         """Blocks of the same shape on other devices: within a dimension, across dimensions, or by other axes."""
@@ -163,9 +163,9 @@ class Paths:
 
 
 _Step = tuple[ReshardStep, float, float, tuple[int, ...]]
-"""A move, its latency, its seconds for each byte of the whole array, and the parts that it leaves each dimension in."""
+"""A step, its latency, its seconds for each byte of the whole array, and the parts that it leaves each dimension in."""
 _Tree = dict[Spec, tuple[Spec, ReshardStep, float, float]]
-"""For each spec that can be reached the spec before it, the move, and the rates of the whole path."""
+"""For each spec that can be reached the spec before it, the step, and the rates of the whole path."""
 _START = (None, None, 0.0, 0.0)
 _UNKNOWN = (float("inf"), 0)
 
@@ -176,13 +176,13 @@ def _with(spec: Spec, dim: int, axes: tuple[int, ...]) -> Spec:
 
 def _strides(spec: Spec, sizes: tuple[int, ...]) -> dict[int, tuple[int, int]]:
     """For each placed axis its dimension and how many parts lie between two of its coordinates."""
-    found = {}
+    strides = {}
     for d, dim in enumerate(spec):
         stride = 1
         for axis in reversed(dim):
-            found[axis] = d, stride
+            strides[axis] = d, stride
             stride *= sizes[axis]
-    return found
+    return strides
 
 
 @lru_cache(maxsize=10_000)
@@ -190,15 +190,15 @@ def _of_parts(parts: tuple[int, ...], axes: tuple[int, ...], sizes: tuple[int, .
     """Every spec over some of the axes that splits each dimension into so many parts."""
     if not parts:
         return ((),)
-    found = []
+    specs = []
 
-    def fill(dim: tuple[int, ...], left: tuple[int, ...], missing: int) -> None:
+    def fill(dim: tuple[int, ...], unused: tuple[int, ...], missing: int) -> None:
         if missing == 1:
-            found.extend((dim, *rest) for rest in _of_parts(parts[1:], left, sizes))
+            specs.extend((dim, *rest) for rest in _of_parts(parts[1:], unused, sizes))
             return
-        for axis in left:
+        for axis in unused:
             if missing % sizes[axis] == 0:
-                fill((*dim, axis), tuple(a for a in left if a != axis), missing // sizes[axis])
+                fill((*dim, axis), tuple(a for a in unused if a != axis), missing // sizes[axis])
 
     fill((), axes, parts[0])
-    return tuple(found)
+    return tuple(specs)

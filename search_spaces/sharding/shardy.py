@@ -46,9 +46,9 @@ def operation_rules(equations: Sequence[JaxprEqn]) -> list[Rule | None]:
     """
     keys = [_signature(equation) for equation in equations]
     missing = {key: equation for key, equation in zip(keys, equations, strict=True) if key not in _cache}
-    found = dict(zip(missing, _new_rules(list(missing.values())), strict=True))
-    rules = [found[key] if key in found else _cache[key] for key in keys]
-    _cache.update(found)
+    new_rules = dict(zip(missing, _new_rules(list(missing.values())), strict=True))
+    rules = [new_rules[key] if key in new_rules else _cache[key] for key in keys]
+    _cache.update(new_rules)
     while len(_cache) > _CACHE_SIZE:
         _cache.popitem(last=False)
     return rules
@@ -76,18 +76,18 @@ def _hashable(value: Any) -> Hashable:
 
 def _new_rules(equations: list[JaxprEqn]) -> list[Rule | None]:
     rules: list[Rule | None] = [None] * len(equations)
-    left = []
+    remaining = []
     for index, equation in enumerate(equations):
         if is_higher_order(equation) or equation.effects:
             continue
         rules[index] = exceptional_rule(equation)
         if rules[index] is None:
-            left.append(index)
+            remaining.append(index)
     for platform in _PLATFORMS:
-        found = _lowered_rules([equations[index] for index in left], platform)
-        for index, rule in zip(left, found, strict=True):
+        lowered = _lowered_rules([equations[index] for index in remaining], platform)
+        for index, rule in zip(remaining, lowered, strict=True):
             rules[index] = rule
-        left = [index for index in left if rules[index] is None]
+        remaining = [index for index in remaining if rules[index] is None]
     return rules
 
 

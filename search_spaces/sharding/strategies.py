@@ -26,7 +26,7 @@ def holding(spec: Spec, axis_sizes: tuple[int, ...]) -> ShardingStrategy:
 
 def collective_bytes(strategy: ShardingStrategy) -> float:
     """Sizes of a strategy's own collectives, as fractions of the results."""
-    return sum(move.fraction for moves in strategy.reductions for move in moves)
+    return sum(step.fraction for steps in strategy.reductions for step in steps)
 
 
 @lru_cache(maxsize=10_000)
@@ -44,13 +44,13 @@ def strategies_of_rule(rule: Rule, axes: Axes, kinds: tuple[tuple[int, ...], ...
     closed = rule.need_replication | rule.permutation | rule.blocked_propagation
     open_factors = [f for f, n in enumerate(rule.sizes) if n > 1 and f not in closed]
     choices = [[-1, *open_factors] if n > 1 else [-1] for n in axes.sizes]
-    found: dict[tuple[tuple[Spec, ...], tuple[Spec, ...]], ShardingStrategy] = {}
+    cheapest: dict[tuple[tuple[Spec, ...], tuple[Spec, ...]], ShardingStrategy] = {}
     for factors in product(*choices):
         for strategy in _of_factors(rule, factors, axes, kinds):
             key = strategy.operands, strategy.results
-            if key not in found or collective_bytes(strategy) < collective_bytes(found[key]):
-                found[key] = strategy
-    return tuple(found.values())
+            if key not in cheapest or collective_bytes(strategy) < collective_bytes(cheapest[key]):
+                cheapest[key] = strategy
+    return tuple(cheapest.values())
 
 
 def _of_factors(
@@ -70,9 +70,9 @@ def _of_factors(
     reductions = tuple(_all_reduce(spec, ordered, 1.0 / shards(spec, axes.sizes), axes.sizes) for spec in results)
     yield ShardingStrategy(operands, results, parts, reductions, results)
     if rule.reduction_is_sum and len(results) == 1:
-        for moves in _scatters(results[0], _shape(rule, rule.results[0]), ordered, axes):
-            if _all_in_order((moves[-1].spec,), kinds[-1:], axes):
-                yield ShardingStrategy(operands, (moves[-1].spec,), parts, (moves,), results)
+        for steps in _scatters(results[0], _shape(rule, rule.results[0]), ordered, axes):
+            if _all_in_order((steps[-1].spec,), kinds[-1:], axes):
+                yield ShardingStrategy(operands, (steps[-1].spec,), parts, (steps,), results)
 
 
 def _may_split(rule: Rule, factor: int, axes: tuple[int, ...], sizes: tuple[int, ...]) -> bool:
@@ -117,11 +117,11 @@ def _all_reduce(spec: Spec, partial: Sequence[int], fraction: float, sizes: tupl
     That is how it is run in steps, scattered over the fast links first, and adds up to what one ring over all the
     devices sends: 2·bytes·(n−1)/n.
     """
-    moves = []
+    steps = []
     for axis in partial:
-        moves.append(ReshardStep("all_reduce", axis, fraction, spec))
+        steps.append(ReshardStep("all_reduce", axis, fraction, spec))
         fraction /= sizes[axis]
-    return tuple(moves)
+    return tuple(steps)
 
 
 def _scatters(
@@ -140,12 +140,12 @@ def _scatters(
         scattered = [tuple(sorted((*split, *(a for a in into if into[a] == d)))) for d, split in enumerate(spec)]
         if not divides(tuple(scattered), shape, axes.sizes):
             continue
-        moves, fraction = [], 1.0 / shards(spec, axes.sizes)
+        steps, fraction = [], 1.0 / shards(spec, axes.sizes)
         done: list[int] = []
         for axis in into:
             done.append(axis)
-            kept = tuple(tuple(a for a in split if a in done or a not in into) for split in scattered)
-            moves.append(ReshardStep("reduce_scatter", axis, fraction, kept))
+            spec_after = tuple(tuple(a for a in split if a in done or a not in into) for split in scattered)
+            steps.append(ReshardStep("reduce_scatter", axis, fraction, spec_after))
             fraction /= axes.sizes[axis]
         rest = [a for a in partial if a not in into]
-        yield (*moves, *_all_reduce(moves[-1].spec, rest, fraction, axes.sizes))
+        yield (*steps, *_all_reduce(steps[-1].spec, rest, fraction, axes.sizes))

@@ -192,8 +192,8 @@ def feedback_of(outputs: Any, arguments: Sequence[Any]) -> list[int | None]:
     def match(tree: Any) -> list[int | None]:
         wanted = key(tree)
         size = len(wanted[1])
-        for i, found in free.items():
-            if size and found == wanted:
+        for i, argument in free.items():
+            if size and argument == wanted:
                 del free[i]
                 return list(range(starts[i], starts[i] + size))
         if type(tree) in (tuple, list):
