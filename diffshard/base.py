@@ -1,4 +1,7 @@
-"""The vocabulary of the engine: what a solver is and gives, and the errors that users see."""
+"""The vocabulary of the engine: what a solver is and yields, what solving returns, and the errors that users see.
+
+Letters for sizes: V nodes.
+"""
 
 import math
 from collections.abc import Callable, Iterator
@@ -10,37 +13,49 @@ import numpy as np
 from cost.base import Problem
 
 Progress = Callable[[float, float, float], None]
-"""Called as `progress(seconds, cost, lower_bound)` whenever either improves; `cost` is inf before a feasible choice."""
+"""A function that is called as `progress(seconds, cost, lower_bound)` whenever the cost or the bound improves.
 
-CLOSED = 1e-7
-"""Relative gap from which on a choice counts as optimal, and a solver may stop."""
+Seconds are since the start; the cost is inf until there is a feasible choice.
+"""
+
+OPTIMAL_GAP = 1e-7
+"""Relative gap up to which a choice counts as optimal and a solver may stop; well above the rounding of sums."""
 
 
 class Proposal(NamedTuple):
-    """What a solver has found: a choice `[V]`, a lower bound on every feasible choice's cost, both, or neither."""
+    """What a solver yields: a choice, a lower bound, both, or neither where it only lets the loop look at the clock.
+
+    Attributes:
+      choice: `[V]` strategy indices, feasible or not; None for no new one.
+      lower_bound: no feasible choice costs less; -inf for no bound.
+    """
 
     choice: np.ndarray | None = None
     lower_bound: float = -math.inf
 
 
 class Solver(Protocol):
-    """The one method of a solver.
+    """A generator of proposals for a problem.
 
-    Args:
-      problem: valid and, unless `solve` was told otherwise, presolved: hardly any forbidden entries, no parallel edges.
-      time_limit_s: seconds from now, by which the solver must have ended. The loop looks at the clock only between
-        two yields: it stops whoever yields often and must wait for whoever does not. None means that the solver ends
-        by its own rule, which must then be deterministic.
-      key: a JAX random key; equal keys and no time limit give equal proposals.
+    The loop of `diffshard.solve` prices every proposed choice exactly and keeps the best, so that a solver need not.
     """
 
     def __call__(self, problem: Problem, *, time_limit_s: float | None, key: jax.Array) -> Iterator[Proposal]:
-        """Yields whatever it finds, best last or not."""
+        """Yields proposals, in any order, for as long as the solver likes.
+
+        Args:
+          problem: valid and, unless `solve` was told otherwise, presolved: hardly any forbidden entries, no parallel
+            edges.
+          time_limit_s: seconds from now by which the solver should have ended. The loop looks at the clock only between
+            two yields: it stops a solver that yields often and has to wait for one that does not. None means that the
+            solver ends by its own rule, which must then be deterministic.
+          key: a JAX random key; equal keys and no time limit give equal proposals.
+        """
         ...
 
 
 class Solution(NamedTuple):
-    """The best choice found, priced exactly on the problem as it was given.
+    """The best choice that was proposed, priced exactly on the problem as it was given.
 
     Attributes:
       choice: `[V]` strategy indices.
@@ -50,8 +65,9 @@ class Solution(NamedTuple):
       gap: (cost - lower_bound) / |cost|: how much cheaper the best possible choice can be at most; inf if not feasible.
       feasible: whether `choice` fits the memory and holds nothing forbidden.
       excess: by how much the memory limit is exceeded, 0 if it is not.
-      history: (seconds, cost, lower_bound) at each improvement.
-      status: "optimal" (the gap is at most `CLOSED`), "finished", "time limit", "interrupted", or "infeasible".
+      history: (seconds, cost, lower_bound) at each improvement, as `Progress` is called.
+      status: "optimal" (the gap is at most `OPTIMAL_GAP`), "finished" (the solver ended by its own rule), "time limit",
+        "interrupted" (by Ctrl-C), or "infeasible" (finished without a feasible choice).
     """
 
     choice: np.ndarray
@@ -70,8 +86,3 @@ class InfeasibleError(ValueError):
 
 class PlanError(ValueError):
     """A plan does not fit what it is applied to, or its file cannot be read."""
-
-
-def seeded(key: jax.Array) -> np.random.Generator:
-    """A NumPy generator from a JAX key, for the ragged parts that are faster in NumPy."""
-    return np.random.default_rng(np.asarray(jax.random.key_data(key)).ravel())

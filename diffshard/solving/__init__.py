@@ -1,7 +1,15 @@
-"""The engine behind the solvers: problems as flat arrays, the dual and its climb, exact moves, and neighbourhoods.
+"""Solving a `Problem`: a cheap choice, and a bound on how cheap any choice can be. The entry is `solve` in `solve.py`.
 
-`flat.py` lays a problem out; `dual.py` passes messages and `ascent.py` climbs with prices, `soft_dual.py` is the same
-sweep for JAX with gradients; `branching.py` raises the dual's bound by forbidding strategies. `tied.py` solves equal
-layers as one, for a start; `forest.py`, `polish.py` and `neighbourhoods.py` improve a choice, `descent.py` and
-`replicas.py` do so node by node for many choices at once.
+A problem passes through these rooms:
+
+- `presolve/` makes the problem smaller without changing its optimum, and leads back from a choice of the smaller one.
+- `loop.py` runs a solver: it prices its proposals exactly, keeps the best, and watches the time and Ctrl-C.
+- `solvers/` has a file for each solver, and says how to choose among them. The default, `gradient`, is composed of the
+  objects in `phases/`.
+- `dual/` has the Lagrangian dual: messages and prices, the climb that gives the lower bound, and branching on it.
+- `moves/` has what improves a choice: exact moves of forests, neighbourhoods, single nodes, and equal layers as one.
+
+All of them work on the same layout, a problem as flat arrays (`flat.py`). Beside them stand `contest.py`, the file
+format of the IOPDDL contest; `violations.py`, what is wrong with an infeasible choice in words; and `examples.py`, two
+small problems for the solvers' `EXAMPLE`s.
 """

@@ -1,4 +1,7 @@
-"""The file format of the IOPDDL contest: an instance in JSON, plain or gzipped, to a `Problem` and back.
+"""The file format of the IOPDDL contest: reads an instance in JSON, plain or gzipped, as a `Problem`, and writes one.
+
+An instance has one usage for each node, integers everywhere, and 10^18 for what must not be chosen. Its edges
+may be parallel or lead from a node to itself; a `Problem`'s may not, so that reading merges them.
 
 Source: the ASPLOS 2025 / EuroSys 2025 contest on intra-operator parallelism, github.com/google/iopddl.
 """
@@ -19,7 +22,7 @@ _GZIP_MAGIC = b"\x1f\x8b"
 
 
 def read(path: str | os.PathLike) -> Problem:
-    """Reads an instance. Costs and usages are 64-bit integers; empty intervals use no memory, as in the contest.
+    """Reads an instance; its costs and usages are 64-bit integers, and empty intervals use no memory.
 
     Parallel edges are merged into one, edges from a node to itself into the node's costs.
 
@@ -38,27 +41,16 @@ def read(path: str | os.PathLike) -> Problem:
 
 
 def parse(document: Any) -> Problem:
-    """The `Problem` of a decoded instance; raises ValueError as `read`."""
+    """Returns the `Problem` of a decoded instance; raises ValueError as `read`."""
     instance = _member(document, "problem", dict, "the document")
     nodes, edges = _member(instance, "nodes", dict, "problem"), _member(instance, "edges", dict, "problem")
     limit = _member(instance, "usage_limit", object, "problem")
     if isinstance(limit, bool) or not isinstance(limit, int) or limit < 0:
         raise ValueError(f"`problem.usage_limit` must be an integer that is not negative, got {limit!r}.")
-    node_cost = _lists(nodes, "costs", "problem.nodes")
-    usage = _lists(nodes, "usages", "problem.nodes", len(node_cost))
-    intervals = _pairs(nodes, "intervals", "problem.nodes", len(node_cost))
-    for v, (cost, used) in enumerate(zip(node_cost, usage, strict=True)):
-        if not len(cost):
-            raise ValueError(f"`problem.nodes.costs[{v}]` is empty; every node needs at least one strategy.")
-        if len(cost) != len(used):
-            raise ValueError(f"`problem.nodes.usages[{v}]` has {len(used)} entries for {len(cost)} strategies.")
+    node_cost, usage, intervals = _nodes(nodes)
     ends = _pairs(edges, "nodes", "problem.edges", remedy="an edge joins two nodes; split those of more")
     entries = _lists(edges, "costs", "problem.edges", len(ends))
     edge_nodes, edge_cost = _merged_edges(node_cost, ends, entries)
-    reversed_ = np.flatnonzero(intervals[:, 0] > intervals[:, 1])
-    if reversed_.size:
-        v = reversed_[0]
-        raise ValueError(f"`problem.nodes.intervals[{v}]` is {intervals[v].tolist()}, which ends before it starts.")
     live = np.flatnonzero(intervals[:, 0] < intervals[:, 1])
     return Problem(
         node_cost, edge_nodes, edge_cost, live, [usage[v] for v in live], intervals[live], memory_limit=limit
@@ -98,9 +90,27 @@ def write(problem: Problem, path: str | os.PathLike) -> None:
     write_whole(path, gzip.compress(raw) if str(path).endswith(".gz") else raw)
 
 
+def _nodes(nodes: dict) -> tuple[list[np.ndarray], list[np.ndarray], np.ndarray]:
+    """Returns each node's costs and usages, V arrays `[S_v]` each, and its interval, `[V, 2]`."""
+    node_cost = _lists(nodes, "costs", "problem.nodes")
+    usage = _lists(nodes, "usages", "problem.nodes", len(node_cost))
+    intervals = _pairs(nodes, "intervals", "problem.nodes", len(node_cost))
+    for v, (cost, used) in enumerate(zip(node_cost, usage, strict=True)):
+        if not len(cost):
+            raise ValueError(f"`problem.nodes.costs[{v}]` is empty; every node needs at least one strategy.")
+        if len(cost) != len(used):
+            raise ValueError(f"`problem.nodes.usages[{v}]` has {len(used)} entries for {len(cost)} strategies.")
+    backwards = np.flatnonzero(intervals[:, 0] > intervals[:, 1])
+    if backwards.size:
+        v = backwards[0]
+        raise ValueError(f"`problem.nodes.intervals[{v}]` is {intervals[v].tolist()}, which ends before it starts.")
+    return node_cost, usage, intervals
+
+
 def _merged_edges(
     node_cost: list[np.ndarray], ends: np.ndarray, entries: list[np.ndarray]
 ) -> tuple[np.ndarray, list[np.ndarray]]:
+    """Returns one edge for each pair of nodes, with the sum of its matrices; loops are added to `node_cost`."""
     merged: dict[tuple[int, int], np.ndarray] = {}
     for e, ((u, v), flat) in enumerate(zip(ends.tolist(), entries, strict=True)):
         if not (0 <= u < len(node_cost) and 0 <= v < len(node_cost)):
@@ -122,7 +132,7 @@ def _merged_edges(
 
 
 def _sum(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Once forbidden, always forbidden: no overflow when forbidden entries meet."""
+    """Adds costs so that what is forbidden stays forbidden, without overflow."""
     return np.minimum(np.minimum(a, FORBIDDEN) + np.minimum(b, FORBIDDEN), FORBIDDEN)
 
 
@@ -137,7 +147,7 @@ def _member(mapping: Any, key: str, kind: type, where: str) -> Any:
 
 
 def _lists(mapping: dict, key: str, where: str, count: int | None = None) -> list[np.ndarray]:
-    """A list of lists of integers in [0, 2^63), each as an array."""
+    """Returns a member that is a list of lists of integers in [0, 2^63), each list as an array."""
     lists = _member(mapping, key, list, where)
     if count is not None and len(lists) != count:
         raise ValueError(f"`{where}.{key}` must have {count} lists, got {len(lists)}.")
@@ -160,6 +170,7 @@ def _lists(mapping: dict, key: str, where: str, count: int | None = None) -> lis
 
 
 def _pairs(mapping: dict, key: str, where: str, count: int | None = None, remedy: str = "") -> np.ndarray:
+    """Returns a member that is a list of pairs of integers, `[len, 2]`."""
     arrays = _lists(mapping, key, where, count)
     for i, array in enumerate(arrays):
         if len(array) != 2:

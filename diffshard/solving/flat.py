@@ -1,4 +1,8 @@
-"""A problem as flat arrays: what the dual and the polishing work on.
+"""A problem as flat arrays, which the dual, the moves and most solvers work on.
+
+Nodes differ in how many strategies they have, so that arrays of one row for each node would be ragged. Here everything
+lies one after the other in one array, with the position where each node's or edge's part starts; work on all nodes or
+edges is then a few calls of NumPy.
 
 Letters for sizes: V nodes, N = ΣS_v strategies of all nodes one after the other, J = 2E directed edges, K usages,
 T times, D devices (1 where the memory is the same on all).
@@ -6,6 +10,7 @@ T times, D devices (1 where the memory is the same on all).
 
 from typing import NamedTuple
 
+import jax
 import numpy as np
 import scipy.sparse
 
@@ -50,7 +55,7 @@ class Flat(NamedTuple):
 
 
 def flatten(problem: Problem) -> Flat:
-    """Lays a problem out; forbidden entries stay infinite."""
+    """Returns a problem as flat arrays; forbidden entries stay as they are."""
     sizes = num_strategies(problem)
     start = np.concatenate([[0], np.cumsum(sizes)])
     pairs = np.asarray(problem.edge_nodes, np.int64).reshape(-1, 2)
@@ -80,21 +85,22 @@ def flatten(problem: Problem) -> Flat:
 
 
 def with_ceiling(flat: Flat) -> Flat:
-    """Forbidden entries become a number above every allowed choice's cost, so that sums and differences stay numbers.
+    """Replaces forbidden entries by a number above every allowed choice's cost, so that all sums are finite.
 
     Only what must not be chosen changes, so a lower bound for the result is one for the problem.
     """
-    no_node, no_entry = is_forbidden(flat.cost), is_forbidden(flat.entries)
-    if not (no_node.any() or no_entry.any()):
+    bad_node, bad_entry = is_forbidden(flat.cost), is_forbidden(flat.entries)
+    if not (bad_node.any() or bad_entry.any()):
         return flat
-    node, entries = np.where(no_node, 0.0, np.abs(flat.cost)), np.where(no_entry, 0.0, np.abs(flat.entries))
+    node, entries = np.where(bad_node, 0.0, np.abs(flat.cost)), np.where(bad_entry, 0.0, np.abs(flat.entries))
     most = node.sum() + len(flat.source) * entries.max(initial=0.0) + np.abs(flat.load).sum()
     ceiling = 2.0 * most or 1.0
-    return flat._replace(cost=np.where(no_node, ceiling, flat.cost), entries=np.where(no_entry, ceiling, flat.entries))
+    cost, entries = np.where(bad_node, ceiling, flat.cost), np.where(bad_entry, ceiling, flat.entries)
+    return flat._replace(cost=cost, entries=entries)
 
 
 def _matrices(problem: Problem) -> tuple[np.ndarray, np.ndarray]:
-    """Where each directed edge's matrix starts, and the distinct matrices in both directions one after the other."""
+    """Returns where each directed edge's matrix starts, and all distinct matrices in both directions as one array."""
     distinct, matrix_of = distinct_arrays(problem.edge_cost)
     matrices = [np.asarray(matrix, float) for matrix in distinct]
     lengths = np.array([matrix.size for matrix in matrices], np.int64)
@@ -107,6 +113,7 @@ def _matrices(problem: Problem) -> tuple[np.ndarray, np.ndarray]:
 def _memory(
     problem: Problem, sizes: np.ndarray, start: np.ndarray
 ) -> tuple[scipy.sparse.csr_array, np.ndarray, np.ndarray, np.ndarray]:
+    """Returns `usage`, `interval`, `base` and `limit` of a `Flat`; without a limit there are no usages and no times."""
     limit = np.atleast_1d(np.asarray(problem.memory_limit, float))
     tables = [np.asarray(u, float).reshape(len(u), -1) for u in problem.usage]
     devices = num_memory_devices(problem)
@@ -132,7 +139,7 @@ def _memory(
 
 
 def ragged(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """The positions starts[i], starts[i] + 1, ... for each i, one after the other."""
+    """Returns, for each i, the `lengths[i]` positions from `starts[i]` on, one after the other."""
     ends = np.cumsum(lengths)
     return np.arange(ends[-1] if len(ends) else 0) + np.repeat(starts - (ends - lengths), lengths)
 
@@ -172,7 +179,7 @@ def memory_of_strategies(
 
 
 def memory_price(flat: Flat, price: np.ndarray) -> np.ndarray:
-    """`[N]` what each strategy's memory costs at prices `[T, D]`."""
+    """Computes what each strategy's memory costs at prices `[T, D]`: `[N]`."""
     below = np.concatenate([np.zeros((1, price.shape[1])), np.cumsum(price, axis=0)])
     return flat.usage @ (below[flat.interval[:, 1]] - below[flat.interval[:, 0]]).ravel()
 
@@ -188,7 +195,12 @@ def chosen_cost(flat: Flat, choice: np.ndarray) -> np.ndarray:
 
 
 def chosen_memory(flat: Flat, choice: np.ndarray) -> np.ndarray:
-    """`[T, D]` live memory of a choice."""
+    """Sums the memory in use at each time in a choice: `[T, D]`."""
     chosen = np.zeros(int(flat.start[-1]))
     chosen[flat.start[:-1] + choice] = 1.0
     return memory_use(flat, flat.usage.T @ chosen)
+
+
+def numpy_generator(key: jax.Array) -> np.random.Generator:
+    """Makes a NumPy generator from a JAX random key, for work on ragged arrays, which is faster in NumPy."""
+    return np.random.default_rng(np.asarray(jax.random.key_data(key)).ravel())

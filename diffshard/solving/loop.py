@@ -14,8 +14,11 @@ from cost.base import Evaluation, Problem, is_forbidden
 from cost.evaluation import Evaluator
 from cost.memory import least_memory
 from cost.validation import validate
-from diffshard.base import CLOSED, Progress, Proposal, Solution, Solver
+from diffshard.base import OPTIMAL_GAP, InfeasibleError, Progress, Proposal, Solution, Solver
 from diffshard.solving import presolve
+
+_LEAST_TIME_S = 1e-3
+"""Seconds that a solver is given even where presolve has used them all, so that its limit stays positive."""
 
 
 def run_solver(
@@ -47,26 +50,33 @@ def run_solver(
     if least is not None:
         best.offer(presolve.unchanged(problem), Proposal(least, math.inf))
         return best.solution("finished")
-    status = "finished"
+    deadline = None if time_limit_s is None else start + time_limit_s
     try:
         try:
-            reduced = reduce(problem)
-        except presolve.InfeasibleError:  # nothing is allowed: the solver still looks for what breaks the rules least
-            reduced = presolve.unchanged(problem)
-        if not reduced.problem.node_cost:
-            best.offer(reduced, Proposal(np.zeros(0, np.int64), 0.0))
-            return best.solution(status)
-        remaining_s = None if time_limit_s is None else max(time_limit_s - (time.perf_counter() - start), 1e-3)
-        for proposal in solver(reduced.problem, time_limit_s=remaining_s, key=key):
-            best.offer(reduced, proposal)
-            if best.closed():
-                break
-            if time_limit_s is not None and time.perf_counter() - start >= time_limit_s:
-                status = "time limit"
-                break
+            reduction = reduce(problem)
+        except InfeasibleError:  # nothing is allowed: the solver still looks for what breaks the rules least
+            reduction = presolve.unchanged(problem)
+        status = _offer_all(best, reduction, solver, deadline, key)
     except KeyboardInterrupt:
         status = "interrupted"
     return best.solution(status)
+
+
+def _offer_all(
+    best: "_Best", reduction: presolve.Reduction, solver: Solver, deadline: float | None, key: jax.Array
+) -> str:
+    """Offers all that the solver proposes, until it ends, the best is optimal or the time is over; returns a status."""
+    if not reduction.problem.node_cost:
+        best.offer(reduction, Proposal(np.zeros(0, np.int64), 0.0))
+        return "finished"
+    remaining_s = None if deadline is None else max(deadline - time.perf_counter(), _LEAST_TIME_S)
+    for proposal in solver(reduction.problem, time_limit_s=remaining_s, key=key):
+        best.offer(reduction, proposal)
+        if best.is_optimal():
+            break
+        if deadline is not None and time.perf_counter() >= deadline:
+            return "time limit"
+    return "finished"
 
 
 class _Best:
@@ -81,36 +91,36 @@ class _Best:
         self._history: list[tuple[float, float, float]] = []
         self._report()
 
-    def offer(self, reduced: presolve.Reduction, proposal: Proposal) -> None:
-        bound = float(reduced.constant + proposal.lower_bound)
+    def offer(self, reduction: presolve.Reduction, proposal: Proposal) -> None:
+        """Prices a proposal for the reduced problem on the problem as it was given, and keeps what is better."""
+        bound = float(reduction.constant + proposal.lower_bound)
         improved = bound > self._lower_bound
         self._lower_bound = max(self._lower_bound, bound)
         if proposal.choice is not None:
-            choice = reduced.expand(np.asarray(proposal.choice, np.int64))
+            choice = reduction.expand(np.asarray(proposal.choice, np.int64))
             evaluation = self._evaluate(choice)
             if _rank(evaluation) < _rank(self._evaluation):
                 self._choice, self._evaluation, improved = choice, evaluation, True
         if improved:
             self._report()
 
-    def closed(self) -> bool:
-        return self._evaluation.feasible and self._evaluation.cost - self._lower_bound <= CLOSED * abs(
-            self._evaluation.cost
-        )
+    def is_optimal(self) -> bool:
+        """Whether the bound proves that no choice is cheaper, up to `OPTIMAL_GAP`."""
+        cost = self._evaluation.cost
+        return self._evaluation.feasible and cost - self._lower_bound <= OPTIMAL_GAP * abs(cost)
 
     def solution(self, status: str) -> Solution:
-        evaluation = self._evaluation
-        cost, gap = evaluation.cost, math.inf
-        if evaluation.feasible:
-            # The last digit of a float must not lift the bound above the cost.
-            bound = min(self._lower_bound, cost)
+        """Returns the best proposal as a solution; the status says how the loop ended."""
+        cost, _, excess, feasible = self._evaluation
+        bound, gap = self._lower_bound, math.inf
+        if feasible:
+            bound = min(bound, cost)  # the last digit of a float must not lift the bound above the cost
             gap = (cost - bound) / abs(cost) if cost else (0.0 if bound == cost else math.inf)
-        else:
-            bound = self._lower_bound
-        status = "optimal" if self.closed() else status if evaluation.feasible else _unsolved(status)
-        return Solution(
-            self._choice, cost, bound, gap, evaluation.feasible, evaluation.excess, tuple(self._history), status
-        )
+        elif status == "finished":
+            status = "infeasible"
+        if self.is_optimal():
+            status = "optimal"
+        return Solution(self._choice, cost, bound, gap, feasible, excess, tuple(self._history), status)
 
     def _report(self) -> None:
         cost = float(self._evaluation.cost) if self._evaluation.feasible else math.inf
@@ -140,11 +150,8 @@ def _least_choice(problem: Problem) -> np.ndarray | None:
     return np.array([order[0] for order in orders], np.int64)
 
 
-def _unsolved(status: str) -> str:
-    return "infeasible" if status == "finished" else status
-
-
 def _rank(evaluation: Evaluation) -> tuple[bool, bool, float, float]:
+    """Returns what choices are sorted by, the best first."""
     return (
         not evaluation.feasible,
         bool(is_forbidden(np.asarray(evaluation.cost))),

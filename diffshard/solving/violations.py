@@ -5,52 +5,57 @@ from collections.abc import Sequence
 import numpy as np
 
 from cost.base import Problem, is_forbidden
-from cost.evaluation import live_usage
+from cost.evaluation import chosen_costs, live_usage
 
-_MOST = 5  # lines of a kind
+_MOST_OF_A_KIND = 5
+"""Sentences about each kind of violation, and nodes that each one names; enough to see what they have in common."""
 
 
 def violations(problem: Problem, choice: Sequence[int] | np.ndarray) -> list[str]:
-    """One sentence for each rule that a choice breaks, at most a few of each kind; empty for a feasible choice.
+    """Returns one sentence for each rule that a choice breaks, at most a few of each kind; none for a feasible choice.
 
     Args:
       problem: a valid problem.
       choice: `[V]` strategy indices.
     """
     choice = np.asarray(choice)
-    nodes = [v for v, cost in enumerate(problem.node_cost) if is_forbidden(cost[choice[v]])]
-    pairs = zip(np.asarray(problem.edge_nodes).reshape(-1, 2).tolist(), problem.edge_cost, strict=True)
-    edges = [(u, v) for (u, v), cost in pairs if is_forbidden(cost[choice[u], choice[v]])]
-    said = [f"Node {v} takes strategy {choice[v]}, which is forbidden." for v in nodes[:_MOST]]
-    said += [
-        f"Nodes {u} and {v} take strategies {choice[u]} and {choice[v]}, which exclude each other."
-        for u, v in edges[:_MOST]
+    node_cost, edge_cost = chosen_costs(problem, choice)
+    nodes = np.flatnonzero(is_forbidden(node_cost))[:_MOST_OF_A_KIND]
+    edges = np.asarray(problem.edge_nodes).reshape(-1, 2)[is_forbidden(edge_cost)][:_MOST_OF_A_KIND]
+    return [
+        *(f"Node {v} takes strategy {choice[v]}, which is forbidden." for v in nodes),
+        *(
+            f"Nodes {u} and {v} take strategies {choice[u]} and {choice[v]}, which exclude each other."
+            for u, v in edges
+        ),
+        *_memory_violations(problem, choice),
     ]
-    return said + _memory(problem, choice)
 
 
-def _memory(problem: Problem, choice: np.ndarray) -> list[str]:
+def _memory_violations(problem: Problem, choice: np.ndarray) -> list[str]:
+    """Returns a sentence for each of the times at which the memory is exceeded most."""
     times, used = live_usage(problem, choice)
-    over = np.asarray(used, float) - np.asarray(problem.memory_limit, float)
-    peaks = over.max(axis=1)
-    said = []
-    for t in np.argsort(-peaks, kind="stable")[:_MOST]:
+    excess = np.asarray(used, float) - np.asarray(problem.memory_limit, float)
+    peaks = excess.max(axis=1)
+    sentences = []
+    for t in np.argsort(-peaks, kind="stable")[:_MOST_OF_A_KIND]:
         if peaks[t] <= 0:
             break
-        device = int(over[t].argmax())
-        where = f" on device {device}" if over.shape[1] > 1 else ""
-        largest = ", ".join(f"{v} ({amount:,.0f})" for v, amount in _largest(problem, choice, int(times[t]), device))
-        said.append(
+        device = int(excess[t].argmax())
+        where = f" on device {device}" if excess.shape[1] > 1 else ""
+        users = _largest_users(problem, choice, int(times[t]), device)
+        sentences.append(
             f"At time {times[t]} the memory{where} exceeds the limit by {peaks[t]:,.0f}; "
-            f"its largest users are nodes {largest}."
+            f"its largest users are nodes {', '.join(f'{v} ({amount:,.0f})' for v, amount in users)}."
         )
-    return said
+    return sentences
 
 
-def _largest(problem: Problem, choice: np.ndarray, time: int, device: int) -> list[tuple[int, float]]:
-    held: dict[int, float] = {}
+def _largest_users(problem: Problem, choice: np.ndarray, time: int, device: int) -> list[tuple[int, float]]:
+    """Returns the nodes that use most of a device's memory at a time, and how much each one uses."""
+    amounts: dict[int, float] = {}
     for v, usage, (start, end) in zip(problem.usage_node, problem.usage, problem.usage_interval, strict=True):
         if start <= time < end:
             amount = np.ravel(np.asarray(usage)[choice[v]])
-            held[int(v)] = held.get(int(v), 0.0) + float(amount[min(device, len(amount) - 1)])
-    return sorted(held.items(), key=lambda item: -item[1])[:_MOST]
+            amounts[int(v)] = amounts.get(int(v), 0.0) + float(amount[min(device, len(amount) - 1)])
+    return sorted(amounts.items(), key=lambda item: -item[1])[:_MOST_OF_A_KIND]

@@ -12,14 +12,12 @@ import functools
 import numpy as np
 
 from cost.base import Problem
-from diffshard.base import InfeasibleError
 from diffshard.solving.presolve.base import Reduction, chain, unchanged
 from diffshard.solving.presolve.elimination import eliminate
 from diffshard.solving.presolve.memory import compress_memory
 from diffshard.solving.presolve.ties import merge_ties
 
 __all__ = [
-    "InfeasibleError",
     "Reduction",
     "chain",
     "compress_memory",

@@ -19,9 +19,17 @@ import scipy.sparse
 from scipy.sparse.csgraph import reverse_cuthill_mckee
 
 from cost.base import Problem
-from diffshard.base import Proposal, seeded
+from diffshard.base import Proposal
 from diffshard.solving.examples import chain
-from diffshard.solving.flat import Flat, chosen_cost, chosen_memory, flatten, memory_price, with_ceiling
+from diffshard.solving.flat import (
+    Flat,
+    chosen_cost,
+    chosen_memory,
+    flatten,
+    memory_price,
+    numpy_generator,
+    with_ceiling,
+)
 from diffshard.solving.moves.descent import Descent, varying_usages
 from diffshard.solving.solvers.greedy import optimistic
 
@@ -33,7 +41,7 @@ _LAST_RATE = 0.03
 
 def solve(problem: Problem, *, time_limit_s: float | None = None, key: jax.Array) -> Iterator[Proposal]:
     """Yields the result of each width, until the time is over or the last width is done; has no bound."""
-    rng, flat = seeded(key), with_ceiling(flatten(problem))
+    rng, flat = numpy_generator(key), with_ceiling(flatten(problem))
     order = narrow_order(flat)
     search = _Beam(flat, order, rng)
     lessons = _LESSONS if flat.base.size else 0

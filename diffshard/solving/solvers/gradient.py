@@ -21,9 +21,9 @@ from collections.abc import Iterator, Sequence
 import jax
 
 from cost.base import Problem, num_strategies
-from diffshard.base import CLOSED, Proposal, seeded
+from diffshard.base import OPTIMAL_GAP, Proposal
 from diffshard.solving.examples import coupled_ring
-from diffshard.solving.flat import flatten, with_ceiling
+from diffshard.solving.flat import flatten, numpy_generator, with_ceiling
 from diffshard.solving.moves.forest import Grow, grow
 from diffshard.solving.moves.polish import Polish
 from diffshard.solving.phases.annealing import Annealing
@@ -75,7 +75,7 @@ def solve(
     if math.prod(num_strategies(problem).tolist()) <= MOST_ENUMERATED:
         yield from exhaustive.solve(problem)
         return
-    clock, flat, rng = Clock(time_limit_s), with_ceiling(flatten(problem)), seeded(key)
+    clock, flat, rng = Clock(time_limit_s), with_ceiling(flatten(problem)), numpy_generator(key)
     ascent = climb.init(flat)
     starts: list[Start] = []
     for start in climb(ascent, clock):
@@ -101,7 +101,7 @@ def _improve(search: Search, phases: Sequence[Phase]) -> Iterator[Proposal]:
             yield Proposal(polish.best, bound)
         else:
             yield Proposal(lower_bound=bound)
-        if polish.best_excess == 0 and polish.best_cost - bound <= CLOSED * abs(polish.best_cost):
+        if polish.best_excess == 0 and polish.best_cost - bound <= OPTIMAL_GAP * abs(polish.best_cost):
             break
     yield Proposal(polish.best, bound)
 

@@ -13,9 +13,9 @@ import jax
 import numpy as np
 
 from cost.base import Problem
-from diffshard.base import Proposal, seeded
+from diffshard.base import Proposal
 from diffshard.solving.examples import chain
-from diffshard.solving.flat import Flat, flatten, ragged, with_ceiling
+from diffshard.solving.flat import Flat, flatten, numpy_generator, ragged, with_ceiling
 from diffshard.solving.moves.descent import Descent, spans
 
 _ORDERS = 8
@@ -24,7 +24,7 @@ _SHUFFLE = 1.0  # standard deviation of the logarithm of the stakes
 
 def solve(problem: Problem, *, time_limit_s: float | None = None, key: jax.Array) -> Iterator[Proposal]:
     """Yields the result of each order, until the time is over or for a fixed number of orders; has no bound."""
-    rng, flat = seeded(key), with_ceiling(flatten(problem))
+    rng, flat = numpy_generator(key), with_ceiling(flatten(problem))
     stake, hopeful = spans(flat), optimistic(flat)
     done = 0
     while time_limit_s is not None or done < _ORDERS:  # the loop of `diffshard.solve` watches the time

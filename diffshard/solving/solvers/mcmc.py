@@ -10,9 +10,9 @@ import jax
 import numpy as np
 
 from cost.base import Problem, num_strategies
-from diffshard.base import Proposal, seeded
+from diffshard.base import Proposal
 from diffshard.solving.examples import chain
-from diffshard.solving.flat import flatten, with_ceiling
+from diffshard.solving.flat import flatten, numpy_generator, with_ceiling
 from diffshard.solving.moves.replicas import Replicas
 
 _REPLICAS = 8
@@ -22,7 +22,7 @@ _TEMPERATURES = 1.0, 1e-4  # first and last, of the mean cost for each node
 
 def solve(problem: Problem, *, time_limit_s: float | None = None, key: jax.Array) -> Iterator[Proposal]:
     """Yields the best of the walks; has no bound."""
-    rng, flat = seeded(key), with_ceiling(flatten(problem))
+    rng, flat = numpy_generator(key), with_ceiling(flatten(problem))
     sizes = num_strategies(problem)
     walks = Replicas(flat, rng, rng.integers(sizes, size=(_REPLICAS, len(sizes))))
     start, planned = time.perf_counter(), _STEPS_PER_NODE * len(sizes)

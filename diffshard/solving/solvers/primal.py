@@ -20,9 +20,9 @@ import numpy as np
 import optax
 
 from cost.base import Problem
-from diffshard.base import Proposal, seeded
+from diffshard.base import Proposal
 from diffshard.solving.examples import chain
-from diffshard.solving.flat import Flat, flatten, ragged, with_ceiling
+from diffshard.solving.flat import Flat, flatten, numpy_generator, ragged, with_ceiling
 from diffshard.solving.moves.descent import Descent
 
 _STARTS = 8
@@ -71,7 +71,7 @@ class _State(NamedTuple):
 
 def solve(problem: Problem, *, time_limit_s: float | None = None, key: jax.Array) -> Iterator[Proposal]:
     """Yields roundings of all starts, at several moments and at the end; has no bound."""
-    start, rng = time.perf_counter(), seeded(key)
+    start, rng = time.perf_counter(), numpy_generator(key)
     flat = with_ceiling(flatten(problem))
     uniform = np.repeat(1.0 / flat.sizes, flat.sizes)
     yield from _rounded(flat, uniform[None], rng)

@@ -10,9 +10,9 @@ import jax
 import numpy as np
 
 from cost.base import Problem
-from diffshard.base import Proposal, seeded
+from diffshard.base import Proposal
 from diffshard.solving.examples import chain
-from diffshard.solving.flat import flatten, with_ceiling
+from diffshard.solving.flat import flatten, numpy_generator, with_ceiling
 from diffshard.solving.moves.descent import Descent
 
 _STARTS = 16  # side by side
@@ -21,7 +21,7 @@ _ROUNDS = 8
 
 def solve(problem: Problem, *, time_limit_s: float | None = None, key: jax.Array) -> Iterator[Proposal]:
     """Yields the best of each round of starts, until the time is over or for a fixed number of rounds; has no bound."""
-    rng, flat = seeded(key), with_ceiling(flatten(problem))
+    rng, flat = numpy_generator(key), with_ceiling(flatten(problem))
     nodes = len(flat.sizes)
     done = 0
     while time_limit_s is not None or done < _ROUNDS:  # the loop of `diffshard.solve` watches the time
