@@ -41,11 +41,11 @@ def checked_choice(problem: Problem, choice: Sequence[int] | np.ndarray) -> np.n
 
 
 def chosen_costs(problem: Problem, choice: Sequence[int] | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Looks up what each node `[V]` and each edge `[E]` costs in a choice, without loads."""
+    """Looks up what each node `[V]` and each edge `[E]` costs in a choice, without loads; integers stay integers."""
     pairs = np.asarray(problem.edge_nodes).reshape(-1, 2).tolist()
-    nodes = [float(cost[s]) for cost, s in zip(problem.node_cost, choice, strict=True)]
-    edges = [float(cost[choice[u], choice[v]]) for (u, v), cost in zip(pairs, problem.edge_cost, strict=True)]
-    return np.array(nodes, float), np.array(edges, float)
+    nodes = [cost[s] for cost, s in zip(problem.node_cost, choice, strict=True)]
+    edges = [cost[choice[u], choice[v]] for (u, v), cost in zip(pairs, problem.edge_cost, strict=True)]
+    return np.array(nodes), np.array(edges)
 
 
 def change_costs(problem: Problem, choice: Sequence[int] | np.ndarray) -> list[np.ndarray]:

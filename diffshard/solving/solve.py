@@ -40,8 +40,8 @@ def solve(
       reduce: the presolve; `presolve.unchanged` hands the problem to the solver as it is.
 
     Returns:
-      The best choice found. It says so if it is not feasible, and by how much; Ctrl-C and the time limit return what
-      was found until then.
+      The best choice that the solver proposed, its exact cost and the bound. It says so if the choice is not feasible,
+      and by how much; Ctrl-C and the time limit return the best until then.
 
     Raises:
       ValueError: the problem breaks a rule of `Problem`, the solver is unknown, the time limit is not positive, or the
@@ -57,12 +57,12 @@ def solve(
 
 
 def solver_names() -> tuple[str, ...]:
-    """The solvers that `solve` knows by name: the files of `diffshard/solving/solvers`."""
+    """Returns the solvers that `solve` knows by name: the files of `diffshard/solving/solvers`."""
     return tuple(sorted(module.name for module in pkgutil.iter_modules(solvers.__path__) if module.name[0] != "_"))
 
 
 def resolve(solver: str | Solver) -> Solver:
-    """The solver of a name; a function is returned as it is.
+    """Returns the solver of a name; a function is returned as it is.
 
     Raises:
       ValueError: no solver has this name.

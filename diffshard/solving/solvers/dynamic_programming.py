@@ -149,7 +149,7 @@ def _traced_back(decided: list[_Table], count: int) -> np.ndarray:
 
 def _magnitude(problem: Problem, choice: np.ndarray) -> float:
     """The absolute values of a choice's terms, summed."""
-    nodes, edges = chosen_costs(problem, choice)
+    nodes, edges = (costs.astype(float) for costs in chosen_costs(problem, choice))
     loads = sum(float(np.abs(load[s]).mean()) for load, s in zip(problem.load, choice, strict=False))
     return float(np.abs(nodes).sum() + np.abs(edges).sum() + loads)
 

@@ -52,13 +52,13 @@ def test_the_optimum_is_the_same_before_and_after(step, kind):
         except InfeasibleError:
             assert math.isinf(expected), f"seed {seed}"
             continue
-        found, choice = _optimum(reduction.problem)
-        assert found + reduction.constant == pytest.approx(expected, abs=1e-9), f"seed {seed}"
+        optimum, choice = _optimum(reduction.problem)
+        assert optimum + reduction.constant == pytest.approx(expected, abs=1e-9), f"seed {seed}"
         if choice is not None:
             solvable += 1
-            back = evaluate(problem, reduction.expand(choice))
-            assert back.feasible, f"seed {seed}"
-            assert back.cost == pytest.approx(expected, abs=1e-9), f"seed {seed}"
+            expanded = evaluate(problem, reduction.expand(choice))
+            assert expanded.feasible, f"seed {seed}"
+            assert expanded.cost == pytest.approx(expected, abs=1e-9), f"seed {seed}"
     assert solvable > 20  # or the test tells nothing
 
 
@@ -93,8 +93,8 @@ def test_limits_of_each_device_bind_where_they_are_finite(step, compared, monkey
             assert math.isinf(expected), f"seed {seed}"
             continue
         assert np.isfinite(reduction.problem.memory_limit).all() or not len(reduction.problem.usage)
-        found, choice = _optimum(reduction.problem)
-        assert found + reduction.constant == pytest.approx(expected, abs=1e-9), f"seed {seed}"
+        optimum, choice = _optimum(reduction.problem)
+        assert optimum + reduction.constant == pytest.approx(expected, abs=1e-9), f"seed {seed}"
         if choice is not None:
             assert evaluate(problem, reduction.expand(choice)).feasible, f"seed {seed}"
             bound += expected > _optimum(problem._replace(memory_limit=np.inf))[0]

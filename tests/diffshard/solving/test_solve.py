@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from cost.base import Problem
+from cost.base import FORBIDDEN, Problem
 from cost.evaluation import evaluate
 from diffshard.base import Proposal
 from diffshard.solving import presolve
@@ -61,38 +61,38 @@ def test_a_broken_problem_is_refused():
 
 
 def test_a_problem_without_nodes_is_solved():
-    found = solve(Problem([], EMPTY, [], EMPTY[:, 0], [], EMPTY))
-    assert (found.cost, found.feasible, found.status, len(found.choice)) == (0, True, "optimal", 0)
+    solution = solve(Problem([], EMPTY, [], EMPTY[:, 0], [], EMPTY))
+    assert (solution.cost, solution.feasible, solution.status, len(solution.choice)) == (0, True, "optimal", 0)
 
 
 def test_the_best_proposal_is_kept_whatever_follows():
     worse, better = np.array([1, 0]), np.array([0, 0])
-    seen = []
-    found = solve(
+    calls = []
+    solution = solve(
         TWO,
         solver=_proposing(Proposal(worse), Proposal(better, 2.0), Proposal(worse), Proposal(None, 1.0)),
         reduce=presolve.unchanged,
-        progress=lambda *numbers: seen.append(numbers),
+        progress=lambda *numbers: calls.append(numbers),
     )
     # The cheapest strategy of each node is there before any solver: 1 + 3.
-    assert (found.cost, found.lower_bound, found.status) == (4.0, 2.0, "finished")
-    assert found.gap == pytest.approx(0.5)
-    assert [cost for _, cost, _ in seen] == [4.0, 4.0]
-    assert found.history == tuple(seen)
+    assert (solution.cost, solution.lower_bound, solution.status) == (4.0, 2.0, "finished")
+    assert solution.gap == pytest.approx(0.5)
+    assert [cost for _, cost, _ in calls] == [4.0, 4.0]
+    assert solution.history == tuple(calls)
 
 
 def test_the_time_limit_returns_the_best_so_far():
-    found = solve(
+    solution = solve(
         TWO, solver=_proposing(*[Proposal()] * 100, pause_s=0.02), reduce=presolve.unchanged, time_limit_s=0.1
     )
-    assert (found.status, found.cost) == ("time limit", 4.0)
-    assert found.history[-1][0] < 1.0
+    assert (solution.status, solution.cost) == ("time limit", 4.0)
+    assert solution.history[-1][0] < 1.0
 
 
 def test_ctrl_c_returns_the_best_so_far():
     stopped = _proposing(Proposal(np.array([0, 1])), then=KeyboardInterrupt)
-    found = solve(TWO, solver=stopped, reduce=presolve.unchanged)
-    assert (found.status, found.cost) == ("interrupted", 4.0)
+    solution = solve(TWO, solver=stopped, reduce=presolve.unchanged)
+    assert (solution.status, solution.cost) == ("interrupted", 4.0)
 
 
 def test_a_closed_gap_stops_the_solver():
@@ -100,8 +100,8 @@ def test_a_closed_gap_stops_the_solver():
         while True:
             yield Proposal(np.array([0, 1]), 4.0)
 
-    found = solve(TWO, solver=endless, reduce=presolve.unchanged)
-    assert (found.status, found.gap) == ("optimal", 0.0)
+    solution = solve(TWO, solver=endless, reduce=presolve.unchanged)
+    assert (solution.status, solution.gap) == ("optimal", 0.0)
 
 
 def test_an_infeasible_problem_says_so_and_by_how_much():
@@ -110,14 +110,14 @@ def test_an_infeasible_problem_says_so_and_by_how_much():
         usage=[np.array([5, 7]), np.array([6, 4])],
         usage_interval=np.array([[0, 2], [1, 3]]),
     )
-    found = solve(tight._replace(memory_limit=8))
-    assert (found.status, found.feasible, found.excess) == ("infeasible", False, 1.0)
-    np.testing.assert_array_equal(found.choice, [0, 1])
-    assert found.gap == math.inf
-    assert violations(tight._replace(memory_limit=8), found.choice) == [
+    solution = solve(tight._replace(memory_limit=8))
+    assert (solution.status, solution.feasible, solution.excess) == ("infeasible", False, 1.0)
+    np.testing.assert_array_equal(solution.choice, [0, 1])
+    assert solution.gap == math.inf
+    assert violations(tight._replace(memory_limit=8), solution.choice) == [
         "At time 1 the memory exceeds the limit by 1; its largest users are nodes 0 (5), 1 (4)."
     ]
-    assert not violations(tight._replace(memory_limit=9), found.choice)
+    assert not violations(tight._replace(memory_limit=9), solution.choice)
 
 
 @pytest.mark.parametrize("limit", [0.0, 1e-30, 0.5])
@@ -130,26 +130,38 @@ def test_where_the_least_usages_exceed_the_limit_no_search_is_needed(num_nodes, 
         list(rng.random((num_nodes, 6))), ends, list(rng.random((len(ends), 6, 6))),
         np.arange(num_nodes), list(usage), np.tile([0, 2], (num_nodes, 1)), limit,
     )  # fmt: skip
-    found = solve(problem, time_limit_s=20.0)
-    assert (found.status, found.feasible, found.lower_bound, found.gap) == ("infeasible", False, math.inf, math.inf)
-    assert found.history[-1][0] < 10
-    np.testing.assert_array_equal(found.choice, usage.argmin(axis=1))
-    assert found.excess == pytest.approx(usage.min(axis=1).sum() - limit)
+    solution = solve(problem, time_limit_s=20.0)
+    assert (solution.status, solution.feasible, solution.lower_bound, solution.gap) == (
+        "infeasible",
+        False,
+        math.inf,
+        math.inf,
+    )
+    assert solution.history[-1][0] < 10
+    np.testing.assert_array_equal(solution.choice, usage.argmin(axis=1))
+    assert solution.excess == pytest.approx(usage.min(axis=1).sum() - limit)
 
 
 def test_contradictory_transfers_are_infeasible_and_named():
     never = TWO._replace(edge_nodes=np.array([[0, 1]]), edge_cost=[np.full((2, 2), np.inf)])
-    found = solve(never)
-    assert (found.status, found.feasible) == ("infeasible", False)
+    solution = solve(never)
+    assert (solution.status, solution.feasible) == ("infeasible", False)
     assert violations(never, [0, 1]) == ["Nodes 0 and 1 take strategies 0 and 1, which exclude each other."]
+
+
+def test_the_largest_cost_that_is_allowed_breaks_no_rule():
+    costs = np.array([FORBIDDEN - 1, FORBIDDEN])
+    problem = TWO._replace(node_cost=[costs, costs], edge_nodes=np.array([[0, 1]]), edge_cost=[np.diag(costs)])
+    assert violations(problem, [0, 0]) == []
+    assert violations(problem, [0, 1]) == ["Node 1 takes strategy 1, which is forbidden."]
 
 
 def test_costs_are_those_of_the_problem_as_given():
     problem = layered_problem(1, 2, width=20)
-    found = solve(problem)
-    assert found.cost == evaluate(problem, found.choice).cost
-    assert 0 < found.lower_bound <= found.cost
-    assert found.gap == pytest.approx(1 - found.lower_bound / found.cost)
+    solution = solve(problem)
+    assert solution.cost == evaluate(problem, solution.choice).cost
+    assert 0 < solution.lower_bound <= solution.cost
+    assert solution.gap == pytest.approx(1 - solution.lower_bound / solution.cost)
 
 
 def test_equal_keys_give_equal_solutions():
