@@ -22,7 +22,7 @@ Initializer = Callable[..., jax.Array]
 
 
 class InitRecord(NamedTuple):
-    """What an `init_search` tried.
+    """The outcome of an `init_search`.
 
     Attributes:
       first: the halving over `keys`.
@@ -37,12 +37,12 @@ class InitRecord(NamedTuple):
     steps: int
 
     def __repr__(self) -> str:
-        starts = [len(found.table) for found in (self.first, self.finer) if found is not None]
+        starts = [len(halved.table) for halved in (self.first, self.finer) if halved is not None]
         return f"InitRecord(loss={self.loss:.4g}, steps={self.steps}, starts={starts})"
 
 
 class _Start(NamedTuple):
-    """One start on its way."""
+    """One start in training."""
 
     initial: Params
     params: Params
@@ -101,12 +101,7 @@ def init_search(
             f"`num_finer` must not be negative and `spread` be above 0 and at most 1; got {num_finer} and {spread}."
         )
     check_rungs(rungs, keep)
-    lengths = {np.shape(leaf)[0] if np.ndim(leaf) else 0 for leaf in jax.tree.leaves(batches)}
-    if lengths != {sum(rungs) + 1}:
-        raise ValueError(
-            f"`batches` must have a leading axis of {sum(rungs) + 1}: one batch for each step of `rungs` and one to "
-            f"score on; got {sorted(lengths)}."
-        )
+    _check_batches(batches, sum(rungs) + 1)
     optimizer = optax.adam(1e-3) if optimizer is None else optimizer
     train = _trainer(loss_fn, optimizer, batches, score, mesh)
 
@@ -168,6 +163,15 @@ def _redrawn(init_fn: InitFn, initializer: Initializer) -> InitFn:
         return jax.tree.unflatten(structure, drawn)
 
     return init
+
+
+def _check_batches(batches: Any, count: int) -> None:
+    lengths = {np.shape(leaf)[0] if np.ndim(leaf) else 0 for leaf in jax.tree.leaves(batches)}
+    if lengths != {count}:
+        raise ValueError(
+            f"`batches` must have a leading axis of {count}: one batch for each step of `rungs` and one to score on; "
+            f"got {sorted(lengths)}."
+        )
 
 
 def _num_distinct(keys: jax.Array) -> int:

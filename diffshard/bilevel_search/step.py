@@ -1,6 +1,7 @@
 """One step of a bilevel search: θ on training data, A on validation data and cost, both from where the state is."""
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -106,20 +107,13 @@ class Step:
         trained = self.model.train(state, relaxed, train_batch, keys)
         params, weights_state = updated(self.settings.weights_optimizer, state, trained.gradients)
         cost, cost_slopes = jax.value_and_grad(self._cost_ratio)(relaxed)
-        unchanged = _ChoiceState(state.logits, state.choice_state, state.multiplier, state.offset, state.slopes)
 
         def choose() -> tuple[_ChoiceState, _ChoiceMetrics]:
             batches = train_batch, val_batch
             value, slopes = self.model.increase(state, relaxed, trained.gradients, *batches, keys)
             return self._choose(state, relaxed, value, slopes, cost_slopes)
 
-        def wait() -> tuple[_ChoiceState, _ChoiceMetrics]:
-            return unchanged, _ChoiceMetrics(_mean_increase(unchanged, relaxed), jnp.zeros(()), jnp.zeros(()))
-
-        if self.settings.choice_every == 1:
-            chosen, measured = choose()
-        else:
-            chosen, measured = jax.lax.cond(state.step % self.settings.choice_every == 0, choose, wait)
+        chosen, measured = self._choose_or_wait(state, relaxed, choose)
         accepted = BilevelState(
             params=params,
             weights_state=weights_state,
@@ -129,8 +123,8 @@ class Step:
             num_refused=state.num_refused,
             key=key,
         )
-        keeps_finite = _stays_finite(state._replace(key=0), accepted._replace(key=0))
-        is_finite = _all_finite((trained.loss, measured, cost)) & keeps_finite
+        is_finite = _all_finite((trained.loss, measured, cost))
+        is_finite = is_finite & _stays_finite(state._replace(key=0), accepted._replace(key=0))
         refused = state._replace(key=key, num_refused=state.num_refused + 1)
         entropy, undershoot, collapsed = self._collapse(relaxed, _mean_increase(chosen, relaxed), cost_slopes)
         metrics = BilevelMetrics(
@@ -146,6 +140,19 @@ class Step:
             refused=~is_finite,
         )
         return jax.lax.cond(is_finite, lambda: accepted, lambda: refused), metrics
+
+    def _choose_or_wait(
+        self, state: BilevelState, relaxed: RelaxedChoice, choose: Callable[[], tuple[_ChoiceState, _ChoiceMetrics]]
+    ) -> tuple[_ChoiceState, _ChoiceMetrics]:
+        """A step of the choice in each `choice_every`-th step of θ, and the state's choice in the others."""
+        unchanged = _ChoiceState(state.logits, state.choice_state, state.multiplier, state.offset, state.slopes)
+
+        def wait() -> tuple[_ChoiceState, _ChoiceMetrics]:
+            return unchanged, _ChoiceMetrics(_mean_increase(unchanged, relaxed), jnp.zeros(()), jnp.zeros(()))
+
+        if self.settings.choice_every == 1:
+            return choose()
+        return jax.lax.cond(state.step % self.settings.choice_every == 0, choose, wait)
 
     def _cost_ratio(self, relaxed: RelaxedChoice) -> jax.Array:
         """The relaxed cost as a ratio to the exact choice's, so that nothing depends on the unit of time."""
