@@ -22,7 +22,7 @@ from jax.sharding import Mesh
 
 import diffshard
 from diffshard import Hardware, Link
-from diffshard.checks.verify import Verification, verify
+from diffshard.checks.verify import ComparedBytes, Verification, verify
 from experiments import experts
 from experiments.host_devices import host_mesh
 from experiments.models import convnet, mlp
@@ -101,18 +101,18 @@ CASES = (
 )
 
 
-class Row(NamedTuple):
-    """What came out of a case.
+class CaseResult(NamedTuple):
+    """What a search made of a case.
 
     Attributes:
       case: the case.
-      plan: the plan found.
-      known, predicted, shardy, compiled: sent bytes in units of a byte on the slow axis: the known plan's, and the
-        found one's by its prediction, by Shardy's partitioner and by XLA's program. XLA for CPU writes a reduce-scatter
-        as an all-reduce, of twice the bytes, so the verdict takes Shardy's there.
+      plan: the plan.
+      known: bytes that the known plan sends, in units of a byte on the slow axis.
+      predicted, shardy, compiled: the same of the plan, by its prediction, by Shardy's partitioner, by XLA's program.
+        XLA for CPU writes a reduce-scatter as an all-reduce, of twice the bytes, so the verdict takes Shardy's there.
       arithmetic: of one device, as a share of the whole; `known_arithmetic` is the known plan's.
-      peak, compiled_peak: bytes of one device by the prediction and by XLA, as shares of the replicated state. A limit
-        is held by the prediction; how true that is, XLA's shows.
+      peak, compiled_peak: bytes of one device by the prediction and by XLA, as shares of the replicated state. The
+        prediction must keep the limit; XLA's bytes show how true the prediction is.
       on_cpu: whether the program was compiled for host devices.
     """
 
@@ -131,14 +131,14 @@ class Row(NamedTuple):
     @property
     def good(self) -> bool:
         """Whether the plan sends no more than the known one, computes 1/n of the whole, and keeps the limit."""
-        found = max(self.predicted, self.shardy if self.on_cpu else self.compiled)
+        sent = max(self.predicted, self.shardy if self.on_cpu else self.compiled)
         divided = self.arithmetic <= (1 + TOLERANCE) * self.known_arithmetic
         fits = self.case.limit is None or self.peak <= self.case.limit
-        return found <= self.known * (1 + TOLERANCE) + LOSS_BYTES and divided and fits
+        return sent <= self.known * (1 + TOLERANCE) + LOSS_BYTES and divided and fits
 
 
 def hardware(case: Case) -> Hardware:
-    """The case's hardware; memory traffic is free."""
+    """Makes the case's hardware, on which memory traffic is free."""
     links = {axis: Link(LATENCY_S, s_per_byte) for axis, s_per_byte in case.links.items()}
     return Hardware(
         "known good", flops_per_s=FLOPS_PER_S, memory_bytes_per_s=float("inf"), memory_bytes=float("inf"), links=links
@@ -146,11 +146,13 @@ def hardware(case: Case) -> Hardware:
 
 
 def slow_bytes(sent: Mapping[str, float], links: Mapping[str, float]) -> float:
-    """Bytes sent along each axis, weighted by the axis's link, in bytes of the slow one."""
+    """Adds up the bytes sent along each axis, weighted by the axis's link, in bytes of the slow one."""
     return sum(num_bytes * links[axis] / SLOW_S_PER_BYTE for axis, num_bytes in sent.items())
 
 
-def run(case: Case, make_mesh: Callable[[Sequence[int]], Mesh], *, solver: str | None, time_limit_s: float) -> Row:
+def run(
+    case: Case, make_mesh: Callable[[Sequence[int]], Mesh], *, solver: str | None, time_limit_s: float
+) -> CaseResult:
     """Searches a case and measures its plan."""
     model, mesh = case.model(), make_mesh(case.shape)
     args = abstract_arguments(model)
@@ -163,35 +165,35 @@ def run(case: Case, make_mesh: Callable[[Sequence[int]], Mesh], *, solver: str |
     plan = step.plan(*args)
     lowered = step.lower(*args)
     compiled = lowered.compile()
-    found = verify(lowered, mesh.shape, plan.collectives, plan.peak_bytes, compiled=compiled)
+    verification = verify(lowered, mesh.shape, plan.collectives, plan.peak_bytes, compiled=compiled)
     known, known_arithmetic = case.known_bytes, 1 / mesh.size
     if known is None:
         known, known_arithmetic = _data_parallel(case, model, mesh)
-    return Row(
+    return CaseResult(
         case=case,
         plan=plan,
         known=known,
-        predicted=_sent_bytes(found, "predicted", case),
-        shardy=_sent_bytes(found, "shardy", case),
-        compiled=_sent_bytes(found, "compiled", case),
+        predicted=_sent_bytes(case, verification, lambda sent: sent.predicted),
+        shardy=_sent_bytes(case, verification, lambda sent: sent.shardy),
+        compiled=_sent_bytes(case, verification, lambda sent: sent.compiled),
         arithmetic=_arithmetic(model, compiled) or plan.compute_s / _one_device(case, model),
         known_arithmetic=known_arithmetic,
         peak=plan.peak_bytes / state_bytes,
-        compiled_peak=found.memory.compiled / state_bytes if found.memory else math.nan,
+        compiled_peak=verification.memory.compiled / state_bytes if verification.memory else math.nan,
         on_cpu=mesh.devices.flat[0].platform == "cpu",
     )
 
 
-def cells(row: Row) -> tuple[object, ...]:
-    """The row for people."""
+def cells(result: CaseResult) -> tuple[object, ...]:
+    """Formats a result as a row of the table."""
     return (
-        row.case.name,
-        *(f"{value:,.0f}" for value in (row.known, row.predicted, row.shardy, row.compiled)),
-        f"1/{1 / row.arithmetic:.2f} (1/{1 / row.known_arithmetic:.2f})",
-        "none" if row.case.limit is None else f"{row.case.limit:.0%}",
-        f"{row.peak:.0%}",
-        f"{row.compiled_peak:.0%}",
-        "good" if row.good else "WORSE",
+        result.case.name,
+        *(f"{value:,.0f}" for value in (result.known, result.predicted, result.shardy, result.compiled)),
+        f"1/{1 / result.arithmetic:.2f} (1/{1 / result.known_arithmetic:.2f})",
+        "none" if result.case.limit is None else f"{result.case.limit:.0%}",
+        f"{result.peak:.0%}",
+        f"{result.compiled_peak:.0%}",
+        "good" if result.good else "WORSE",
     )
 
 
@@ -210,36 +212,37 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--solver", default=None, help="as in diffshard.search; the default is diffshard's")
     parser.add_argument("--time-limit", type=float, default=20.0, help="seconds of the solver for each case")
     options = parser.parse_args(argv)
-    rows = [
+    results = [
         run(CASES[index], MESHES[options.target], solver=options.solver, time_limit_s=options.time_limit)
         for index in options.cases
     ]
-    print_table(TITLE, COLUMNS, map(cells, rows))
-    return 0 if all(row.good for row in rows) else 1
+    print_table(TITLE, COLUMNS, map(cells, results))
+    return 0 if all(result.good for result in results) else 1
 
 
-def _sent_bytes(found: Verification, witness: str, case: Case) -> float:
-    return slow_bytes({row.axis: getattr(row, witness) for row in found.sent}, case.links)
+def _sent_bytes(case: Case, verification: Verification, column: Callable[[ComparedBytes], float]) -> float:
+    """Adds up one column of the bytes that a device sends, weighted as in `slow_bytes`."""
+    return slow_bytes({sent.axis: column(sent) for sent in verification.sent}, case.links)
 
 
 def _data_parallel(case: Case, model: Model, mesh: Mesh) -> tuple[float, float]:
-    """Sent bytes (gradients, norms' statistics) and share of the arithmetic with the batch split by hand."""
+    """Returns sent bytes (gradients, norms' statistics) and share of the arithmetic, with the batch split by hand."""
     state, batch = abstract_arguments(model)
     lowered = experts.lower_by_hand(model.step, state, batch, experts.data_parallel(state, batch, mesh))
     compiled = lowered.compile()
-    sent = _sent_bytes(verify(lowered, mesh.shape, (), 0.0, compiled=compiled), "compiled", case)
-    return sent, _arithmetic(model, compiled) or 1 / mesh.size
+    verification = verify(lowered, mesh.shape, (), 0.0, compiled=compiled)
+    return _sent_bytes(case, verification, lambda sent: sent.compiled), _arithmetic(model, compiled) or 1 / mesh.size
 
 
 def _arithmetic(model: Model, compiled: Any) -> float | None:
-    """One device's share of the arithmetic as XLA counts it; None where XLA does not count."""
+    """Returns one device's share of the arithmetic as XLA counts it; None where XLA does not count."""
     counted = compiled.cost_analysis()
     whole = jax.jit(model.step).lower(*abstract_arguments(model)).compile().cost_analysis()
     return counted["flops"] / whole["flops"] if counted and whole else None
 
 
 def _one_device(case: Case, model: Model) -> float:
-    """Predicted seconds of arithmetic on one device."""
+    """Returns the predicted seconds of arithmetic on one device."""
     mesh = host_mesh((1,))
     step = diffshard.search(model.step, mesh, hardware=hardware(case))
     return step.plan(*abstract_arguments(model)).compute_s

@@ -208,7 +208,7 @@ class Graph:
         return (v for v in self.vertices if v.kind == "operation")
 
     def consumers(self) -> list[list[tuple[Vertex, int]]]:
-        """For each value, by id, the (vertex, operand index) pairs that read it."""
+        """Returns for each value, by id, the (vertex, operand index) pairs that read it."""
         readers: list[list[tuple[Vertex, int]]] = [[] for _ in self.values]
         for vertex in self.vertices:
             for i, operand in enumerate(vertex.operands):

@@ -13,7 +13,7 @@ from search_spaces.sharding.spec import axes_in, divides, shards, specs_of_shape
 from search_spaces.sharding.strategies import collective_bytes, holding, strategies_of_rule, whole
 
 MOST_STRATEGIES = 500
-"""Of one vertex. Two axes never come near it, operations of many dimensions on three and four do."""
+"""The most strategies of one vertex. Two mesh axes never come near it; operations of many dimensions on three do."""
 
 
 def nodes_of(
@@ -78,7 +78,7 @@ class Candidates:
     new_results: frozenset[int]
 
     def of(self, vertex: Vertex, rule: Rule | None, given: Given | None, copied: bool) -> tuple[ShardingStrategy, ...]:
-        """What a vertex may choose from.
+        """Returns what a vertex may choose from.
 
         Args:
           vertex: of the graph.
@@ -103,7 +103,7 @@ class Candidates:
         )
 
     def of_hub(self, value: Value) -> tuple[ShardingStrategy, ...]:
-        """What the hub of a value may choose from."""
+        """Returns what the hub of a value may choose from."""
         specs = self._specs(value, None, padded=value.id not in self.new_results)
         return tuple(holding(spec, self.axes.sizes) for spec in specs)
 
@@ -119,7 +119,7 @@ class Candidates:
         return strategies_of_rule(rule, self.axes, self._kinds_of(vertex))
 
     def _kinds_of(self, vertex: Vertex) -> tuple[tuple[int, ...], ...]:
-        """The kinds of a vertex's arrays by their rank among each other, so that equal layers ask for the same."""
+        """Ranks the kinds of a vertex's arrays among each other, so that equal layers ask for the same strategies."""
         if not self.axes.alike:
             return ()
         kinds_of_arrays = [
@@ -129,7 +129,7 @@ class Candidates:
         return tuple(tuple(number[kind] for kind in kinds) for kinds in kinds_of_arrays)
 
     def _specs(self, value: Value, given: Given | None, padded: bool = False) -> list[Spec]:
-        """The specs of a value. One that orders axes in its own way is not among ours, but it may be asked for."""
+        """Returns the specs of a value. A given spec may order axes in a way that the space itself does not offer."""
         specs = [
             spec
             for spec in specs_of_shape(value.shape, self.axes.sizes, padded)
@@ -138,7 +138,7 @@ class Candidates:
         return specs or [tuple(axes or () for axes in given or ())]
 
     def _stored(self, vertex: Vertex, stored: Spec, used: Spec) -> ShardingStrategy:
-        """An array that is stored one way and gathered for its readers: a parameter, a carry, a slice of a stack."""
+        """Stores an array one way and gathers it for its readers: a parameter, a carry, a slice of a stack."""
         count = len(vertex.results)
         operand = ((), *stored) if vertex.kind == "slice" else stored
         return ShardingStrategy(
@@ -154,7 +154,7 @@ class Candidates:
 
 
 def _most_useful(strategies: Sequence[ShardingStrategy]) -> tuple[ShardingStrategy, ...]:
-    """The first one, which replicates, and of too many those that split the fewest dimensions and the most.
+    """Returns at most `MOST_STRATEGIES`: the first one, which replicates, and those that split the fewest dimensions.
 
     A plan that gives each axis a dimension of its own is rare; one that uses all devices for two or three is not.
     """
@@ -170,7 +170,7 @@ def _most_useful(strategies: Sequence[ShardingStrategy]) -> tuple[ShardingStrate
 
 
 def _coarser(spec: Spec) -> list[Spec]:
-    """The specs that gathering along some of a spec's axes leaves, itself first."""
+    """Returns the specs that gathering along some of its axes makes of a spec, the spec itself first."""
     axes = sorted(axes_in(spec))
     specs = []
     for bits in range(2 ** len(axes) - 1, -1, -1):

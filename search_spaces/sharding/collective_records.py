@@ -92,7 +92,7 @@ def split_by_axis(collectives: Iterable[CollectiveRecord], axis_sizes: Mapping[s
 
 
 def axes_of_groups(groups: Sequence[Sequence[int]], axis_sizes: Mapping[str, int]) -> tuple[str, ...]:
-    """The mesh axes that groups of devices span.
+    """Returns the mesh axes that groups of devices span.
 
     Args:
       groups: devices as positions in the mesh, row-major.
@@ -122,7 +122,7 @@ def axes_of_groups(groups: Sequence[Sequence[int]], axis_sizes: Mapping[str, int
 
 
 def axes_of_pairs(pairs: Iterable[tuple[int, int]], axis_sizes: Mapping[str, int]) -> tuple[str, ...]:
-    """The mesh axes along which the sources and targets of a permutation differ."""
+    """Returns the mesh axes along which the sources and targets of a permutation differ."""
     shape = tuple(axis_sizes.values())
     moved = [np.subtract(np.unravel_index(s, shape), np.unravel_index(t, shape)) for s, t in pairs]
     return tuple(axis for i, axis in enumerate(axis_sizes) if any(difference[i] for difference in moved))

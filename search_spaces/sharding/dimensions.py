@@ -1,4 +1,4 @@
-"""Which dimensions of a function's arrays are one and the same: batch, sequence, width, heads, indices in the rules.
+"""Reads off the rules which dimensions of a function's arrays are the same: batch, sequence, width, heads.
 
 Mesh axes of equal size and link are interchangeable: a plan and its copy with two such axes swapped cost the same, and
 on meshes of three and more axes most of a space is such copies. They are told apart by the dimensions: the first
@@ -17,7 +17,7 @@ Dimension = tuple[int, int]
 
 
 def kinds_of_dimensions(graph: Graph, rules: Sequence[Rule | None]) -> list[tuple[int, ...]]:
-    """For each value, by id, the kind of each of its dimensions: small numbers, equal where dimensions are the same.
+    """Returns, for each value by id, the kind of each dimension: small numbers, equal where dimensions are the same.
 
     Kinds of the data that come in with each call are numbered first, then those that most arrays have: batch and
     sequence before width, width before heads. So data is split over the first axes and parameters, where they are
@@ -86,7 +86,9 @@ def _aligned(arrays: Sequence[Operand]) -> Iterator[list[Dimension]]:
 
 @lru_cache(maxsize=500_000)
 def in_order(spec: Spec, kinds: tuple[int, ...], alike: tuple[tuple[int, ...], ...]) -> bool:
-    """Whether, of axes that are alike, each dimension takes neighbours and the first kind of dimension the first ones.
+    """Tells whether a spec is the one that stands for all its copies with alike axes swapped.
+
+    Of axes that are alike, each dimension takes neighbouring ones, and the first kind of dimension the first ones.
 
     The dimensions of vectors and matrices may come in any order: one layer's weights have the kinds of the next layer's
     in the other order, and specs of matrices are few.
@@ -103,7 +105,7 @@ def in_order(spec: Spec, kinds: tuple[int, ...], alike: tuple[tuple[int, ...], .
 
 
 def axes_of(sizes: tuple[int, ...], rates: Sequence[Rates], fixed: frozenset[int]) -> Axes:
-    """The axes of a mesh, with those taken to be alike.
+    """Returns the axes of a mesh, and which of them are taken to be alike.
 
     On two axes every plan is offered. On three the axes of equal size and link are alike, which loses no plan whose
     arrays agree on what an axis is for. On more all of them are, from the slowest link to the fastest: data and the

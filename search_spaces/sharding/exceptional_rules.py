@@ -35,17 +35,17 @@ _SUMS = frozenset(
 
 
 def shape_of(aval: Any) -> tuple[int, ...]:
-    """The shape of an abstract value; tokens and other values without one count as scalars."""
+    """Returns the shape of an abstract value; tokens and other values without one count as scalars."""
     return tuple(getattr(aval, "shape", ()))
 
 
 def is_higher_order(equation: JaxprEqn) -> bool:
-    """Whether an equation is a loop, call, conditional or custom derivative: its insides are for the graph."""
+    """Tells whether an equation is a loop, call, conditional or custom derivative, whose insides the graph has."""
     return equation.primitive.name in _HIGHER_ORDER
 
 
 def reduction_adds(equation: JaxprEqn) -> bool:
-    """Whether partial results of an equation are to be added, so that they may be reduce-scattered.
+    """Tells whether partial results of an equation are to be added, so that they may be reduce-scattered.
 
     A gather from a sharded dimension counts: each device contributes the rows it holds and zeros elsewhere.
     """
@@ -53,7 +53,7 @@ def reduction_adds(equation: JaxprEqn) -> bool:
 
 
 def exceptional_rule(equation: JaxprEqn) -> Rule | None:
-    """The rule of an equation that Shardy has none or a wrong one for; None for all others."""
+    """Returns the rule of an equation for which Shardy has none or a wrong one; None for all others."""
     name = equation.primitive.name
     operands = [shape_of(v.aval) for v in equation.invars]
     results = [shape_of(v.aval) for v in equation.outvars]
@@ -73,7 +73,7 @@ def exceptional_rule(equation: JaxprEqn) -> Rule | None:
 
 
 def _elementwise(operands: Sequence[tuple[int, ...]], results: Sequence[tuple[int, ...]]) -> Rule:
-    """Operand i has the factors of result i, or of the only result; scalars have none."""
+    """Returns a rule in which operand i has the factors of result i, or of the only result; scalars have none."""
     factors = Factors()
     result_dims = [[[factors.new(size)] for size in shape] for shape in results]
     operand_dims = []
@@ -85,7 +85,7 @@ def _elementwise(operands: Sequence[tuple[int, ...]], results: Sequence[tuple[in
 
 
 def _dynamic_update_slice(operands: Sequence[tuple[int, ...]]) -> Rule:
-    """Updated dimensions are sharded without communication only where the update has size one (a row of a cache).
+    """Returns a rule that shards updated dimensions only where the update has size one (a row of a cache).
 
     Shardy allows more; XLA then gathers the operand.
     """
@@ -104,7 +104,7 @@ def _dynamic_update_slice(operands: Sequence[tuple[int, ...]]) -> Rule:
 
 
 def _ragged_dot(operands: Sequence[tuple[int, ...]], results: Sequence[tuple[int, ...]], numbers: Any) -> Rule:
-    """A product of each group's rows with a matrix of its own.
+    """Returns the rule of a product of each group's rows with a matrix of its own.
 
     The ragged dimension and the groups to choose from stay whole: on GPU XLA gathers them, and on TPU the operation is
     opaque. The result of a ragged contraction has one matrix for each group, which may be split.
@@ -128,7 +128,7 @@ def _ragged_dot(operands: Sequence[tuple[int, ...]], results: Sequence[tuple[int
 
 
 def _batched(operands: Sequence[tuple[int, ...]], results: Sequence[tuple[int, ...]], num_batch_dims: int) -> Rule:
-    """Leading dimensions are shared by all arrays, all others need replication."""
+    """Returns a rule in which all arrays share the leading dimensions, and all others need replication."""
     factors = Factors()
     batch = [[factors.new(size)] for size in operands[0][:num_batch_dims]]
 

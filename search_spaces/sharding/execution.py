@@ -60,15 +60,15 @@ class Execution:
         self.path = path
 
     def on_mesh(self, mesh: Mesh | AbstractMesh) -> "Execution":
-        """The same function and layout on another mesh with the same axes."""
+        """Returns the same function and layout on another mesh, which must have the same axes."""
         return Execution(self.graph, self.layout, mesh, self.path)
 
     def sharding(self, spec: Spec) -> NamedSharding:
-        """A spec as a JAX sharding on the mesh."""
+        """Returns a spec as a JAX sharding on the mesh."""
         return NamedSharding(self.mesh, partition_spec(named_spec(spec, self.axis_names)))
 
     def __call__(self, *arguments: Any) -> list[Any]:
-        """The function's flat results."""
+        """Returns the function's flat results."""
         env: Environment = {}
         for vertex, array in zip(self.graph.inputs, arguments, strict=True):
             self._bind(env, vertex, [array])
@@ -138,7 +138,7 @@ class Execution:
         run[name](env, region)
 
     def _remat(self, env: Environment, region: Region) -> None:
-        """The region's lowering is a barrier on what comes in; without it the work is merged with the forward pass."""
+        """Runs a rematerialised region behind a barrier; without it XLA would merge the work with the forward pass."""
         params = region.equation.params
         inner = dict(env)
         barred = params["prevent_cse"]

@@ -14,7 +14,7 @@ from search_spaces.sharding.edge_costs import read_spec
 from search_spaces.sharding.node_costs import NodeCosts
 
 REPLICATED = "-"
-"""What a spec's text has for a dimension that no axis splits."""
+"""The text for a dimension that no axis splits."""
 
 
 class Transfer(NamedTuple):
@@ -128,7 +128,7 @@ def _transfers(
     chosen: Sequence[tuple],
     choice: Choice,
 ) -> list[Transfer]:
-    """Every collective of a choice: those that finish reductions or gather copies, then the reshards."""
+    """Returns every collective of a choice: those that finish reductions or gather copies, then the reshards."""
     transfers: list[Transfer] = []
     reshard_costs = costs.reshard_costs
 

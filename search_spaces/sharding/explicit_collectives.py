@@ -36,7 +36,7 @@ _AXIS = re.compile(r'"([^"]+)"(?::\(\d+\)(\d+))?')
 
 
 def explicit_collectives(lowered: Any) -> list[CollectiveRecord]:
-    """The collectives that Shardy's partitioner needs for a computation's shardings.
+    """Returns the collectives that Shardy's partitioner needs for a computation's shardings.
 
     Takes milliseconds where XLA takes seconds, and knows less: XLA combines, moves and cancels collectives afterwards,
     turns an all-reduce and a slice into a reduce-scatter (see `with_reduce_scatters`), and moves data between
@@ -73,7 +73,7 @@ class _Reader:
                     self.axis_sizes[axis.name] = axis.size
 
     def function(self, name: str, count: float) -> Iterator[CollectiveRecord]:
-        """The collectives of a function that is called `count` times."""
+        """Yields the collectives of a function that is called `count` times."""
         yield from self._region(self._functions[name].regions[0], count)
 
     def _region(self, region: Any, count: float) -> Iterator[CollectiveRecord]:
@@ -103,7 +103,7 @@ class _Reader:
                 yield from self._region(region, count)
 
     def _sharded(self, operation: Any, count: float) -> Iterator[CollectiveRecord]:
-        """A collective of the Shardy dialect: global types, axes by name."""
+        """Yields a collective of the Shardy dialect: global types, axes by name."""
         kind = _KINDS[operation.name]
         attributes = operation.attributes
         local_bytes, dtype = self._local_bytes(operation.results[0].type, attributes["out_sharding"])
@@ -140,7 +140,7 @@ class _Reader:
             )
 
     def _manual(self, operation: Any, count: float) -> CollectiveRecord:
-        """A collective that a shard_map has written: local types, groups by device."""
+        """Returns a collective that a shard_map has written: local types, groups by device."""
         kind = _KINDS[operation.name]
         result, dtype = _type_bytes(operation.results[0].type)
         operand, _ = _type_bytes(operation.operands[0].type)
@@ -169,7 +169,7 @@ class _Reader:
         return tuple(a for a in self.axis_sizes if a in names), math.prod(size for _, size in used)
 
     def _permuted(self, operation: Any) -> str:
-        """The axes that a permutation moves: those in other places of the sharding after it than before."""
+        """Returns the axes that are in other places of the sharding after a permutation than before."""
         before = _sharding_of(operation.operands[0])
         after = str(operation.attributes["out_sharding"])
         if before is None:
@@ -196,7 +196,7 @@ class _Reader:
 
 
 def _dimensions(sharding: str) -> list[str]:
-    """The axes of each dimension of a sharding such as `<@mesh, [{"x", "y"}, {}]>`."""
+    """Returns the axes of each dimension of a sharding such as `<@mesh, [{"x", "y"}, {}]>`."""
     inside = sharding[sharding.index("[{") if "[{" in sharding else sharding.rindex("[") :]
     return re.findall(r"\{([^}]*)\}", inside[: inside.index("]")])
 

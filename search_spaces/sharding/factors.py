@@ -40,7 +40,7 @@ class Factors:
         self._mark: list[Mark] = []
 
     def new(self, size: int, mark: Mark = Mark.NONE) -> int:
-        """A factor that is equal to no other yet."""
+        """Returns a factor that is equal to no other yet."""
         self._parent.append(len(self._parent))
         self._parts.append(None)
         self._size.append(size)
@@ -48,15 +48,15 @@ class Factors:
         return len(self._parent) - 1
 
     def size(self, leaf: int) -> int:
-        """The size of a factor given by `leaves`."""
+        """Returns the size of a factor given by `leaves`."""
         return self._size[leaf]
 
     def mark_of(self, leaf: int) -> Mark:
-        """The marks of a factor given by `leaves`."""
+        """Returns the marks of a factor given by `leaves`."""
         return self._mark[leaf]
 
     def leaves(self, factors: Iterable[int]) -> list[int]:
-        """The unsplit representatives of a sequence of factors, major to minor."""
+        """Returns the unsplit representatives of a sequence of factors, major to minor."""
         unsplit: list[int] = []
         for factor in factors:
             root = self._find(factor)
@@ -174,7 +174,7 @@ def rule_from_factors(
 
 
 def with_windows_whole(equation: JaxprEqn, rule: Rule) -> Rule:
-    """The rule of a convolution with its window's dimensions marked as moving data between neighbours.
+    """Returns the rule of a convolution with its window's dimensions marked as moving data between neighbours.
 
     Shardy calls the window of a kernel's gradient a plain reduction, but neighbours' borders enter it (measured: XLA
     exchanges them by permutes). Dimensions without overlap stay as they are.

@@ -15,7 +15,7 @@ from search_spaces.sharding.base import Given, Graph, Operand, ShardingStrategy,
 def dimensions_of(
     spec: Any, rank: int, axis_names: Sequence[str], axis_sizes: Sequence[int]
 ) -> list[tuple[int, ...] | None]:
-    """A `PartitionSpec` as axis indices for each dimension; None where it leaves a dimension unconstrained.
+    """Returns a `PartitionSpec` as axis indices for each dimension; None where it leaves a dimension unconstrained.
 
     Axes of one device split nothing and are left out.
 
@@ -43,17 +43,17 @@ def dimensions_of(
 
 
 def fits(spec: Spec, given: Given) -> bool:
-    """Whether a spec is what was given where anything was."""
+    """Tells whether a spec agrees with the given one in every dimension that is not free."""
     return all(wanted is None or tuple(wanted) == axes for axes, wanted in zip(spec, given, strict=True))
 
 
 def is_constrained(vertex: Vertex) -> bool:
-    """Whether the function itself says how an operation is sharded: a sharding constraint or a `shard_map`."""
+    """Tells whether the function itself says how an operation is sharded: a sharding constraint or a `shard_map`."""
     return _primitive(vertex) in ("shard_map", "sharding_constraint")
 
 
 def constraint(vertex: Vertex, axis_names: Sequence[str], sizes: Sequence[int]) -> Given | None:
-    """What a sharding constraint asks for; None for every other vertex."""
+    """Returns what a sharding constraint asks for; None for every other vertex."""
     if vertex.equation is None or _primitive(vertex) != "sharding_constraint":
         return None
     spec = getattr(vertex.equation.params["sharding"], "spec", None)
@@ -61,7 +61,7 @@ def constraint(vertex: Vertex, axis_names: Sequence[str], sizes: Sequence[int]) 
 
 
 def manual(vertex: Vertex, axis_names: Sequence[str], sizes: tuple[int, ...]) -> ShardingStrategy | None:
-    """The one strategy of a `shard_map`, its own specs; None for every other vertex."""
+    """Returns the only strategy of a `shard_map`, which has its own specs; None for every other vertex."""
     if vertex.equation is None or _primitive(vertex) != "shard_map":
         return None
     params = vertex.equation.params
@@ -79,7 +79,7 @@ def manual(vertex: Vertex, axis_names: Sequence[str], sizes: tuple[int, ...]) ->
 def axes_with_meaning(
     graph: Graph, given: Mapping[int, Given], axis_names: Sequence[str], sizes: tuple[int, ...]
 ) -> frozenset[int]:
-    """The mesh axes that something fixed names: they cannot change places with others."""
+    """Returns the mesh axes that given specs, constraints or `shard_map`s name: these cannot be swapped with others."""
     fixed_axes = {axis for dims in given.values() for axes in dims for axis in axes or ()}
     for vertex in graph.operations():
         fixed_axes.update(axis for axes in constraint(vertex, axis_names, sizes) or () for axis in axes or ())
@@ -90,7 +90,7 @@ def axes_with_meaning(
 
 
 def rank_of(operand: Operand) -> int:
-    """The number of dimensions of a value or literal."""
+    """Returns the number of dimensions of a value or literal."""
     return len(operand.shape) if isinstance(operand, Value) else np.ndim(operand.val)
 
 
@@ -118,7 +118,7 @@ def check_prefix(in_shardings: Any, mesh: Mesh | AbstractMesh) -> None:
 def given_dimensions(
     in_shardings: Any, args: tuple[Any, ...], carried: Sequence[PartitionSpec | None], paths: Sequence[str], mesh: Any
 ) -> dict[int, Given]:
-    """What must be kept of each flat argument: what the user gives, else what the argument carries.
+    """Returns the spec that each flat argument must keep: the one that the user gives, else the one that it has.
 
     Args:
       in_shardings: as in `search`.
@@ -150,7 +150,7 @@ def given_dimensions(
 
 
 def carried_spec(leaf: Any, mesh: Mesh | AbstractMesh) -> PartitionSpec | None:
-    """The spec of an array that is already sharded over the mesh, or None."""
+    """Returns the spec of an array that is already sharded over the mesh, or None."""
     sharding = getattr(leaf, "sharding", None)
     if isinstance(sharding, NamedSharding) and getattr(leaf, "committed", True):
         return sharding.spec if _is_same(sharding.mesh, mesh) else None
@@ -158,7 +158,7 @@ def carried_spec(leaf: Any, mesh: Mesh | AbstractMesh) -> PartitionSpec | None:
 
 
 def _is_same(one: Mesh | AbstractMesh, other: Mesh | AbstractMesh) -> bool:
-    """Whether two meshes have the same axes and, where both have devices, the same ones."""
+    """Tells whether two meshes have the same axes and, where both have devices, the same ones."""
     if list(one.shape.items()) != list(other.shape.items()):
         return False
     return not (isinstance(one, Mesh) and isinstance(other, Mesh)) or one.devices.tolist() == other.devices.tolist()
@@ -199,7 +199,7 @@ def _check_divides(
 
 
 def _broadcast(prefix: tuple[Any, ...], args: tuple[Any, ...]) -> list[Any]:
-    """The prefix's entry for each leaf of the arguments."""
+    """Returns the prefix's entry for each leaf of the arguments."""
     specs: list[Any] = []
 
     def spread(spec: Any, subtree: Any) -> None:

@@ -62,7 +62,7 @@ class Lifetimes(NamedTuple):
 
 
 def is_pointwise(vertex: Vertex, rule: Rule | None) -> bool:
-    """Whether each element of the result is made of one element of each operand (in any layout)."""
+    """Tells whether each element of the result is made of one element of each operand (in any layout)."""
     if vertex.kind != "operation" or rule is None or vertex.equation is None:
         return False
     if vertex.equation.primitive.name in CONTRACTIONS or vertex.equation.effects:
@@ -71,7 +71,7 @@ def is_pointwise(vertex: Vertex, rule: Rule | None) -> bool:
 
 
 def lifetimes_of(graph: Graph, rules: Sequence[Rule | None], donated: Sequence[bool]) -> Lifetimes:
-    """Which values are written and when they live.
+    """Returns which values are written and when they live.
 
     Args:
       graph: the traced function.
@@ -109,7 +109,7 @@ def lifetimes_of(graph: Graph, rules: Sequence[Rule | None], donated: Sequence[b
 
 
 class Usages(NamedTuple):
-    """The usages of a problem, K of them.
+    """The usages of a problem, K in total.
 
     Attributes:
       node: `[K]` the node that each belongs to.
@@ -162,7 +162,7 @@ def usages_of(
 
 
 def _is_gathered(strategy: ShardingStrategy, result: int) -> bool:
-    """Whether an array is stored beside its gathered copy."""
+    """Tells whether an array is stored beside its gathered copy."""
     return any(step.kind == "all_gather" for step in strategy.reductions[result])
 
 
@@ -174,7 +174,7 @@ class _Fusing:
         self.body = dict(_bolast_read(graph.block, 0))
 
     def fuses(self, vertex: Vertex, readers: Sequence[Vertex]) -> bool:
-        """Whether a vertex is computed inside each of its readers; a loop reads what is before it from memory."""
+        """Tells whether a vertex is computed inside each of its readers; a loop reads what is before it from memory."""
         if not self.pointwise[vertex.index]:
             return False
         assert vertex.equation is not None
@@ -220,7 +220,7 @@ class _Fusing:
 
 
 def _bolast_read(block: Block, number: int) -> Iterator[tuple[int, int]]:
-    """The loop or branch that each vertex runs in, as a number; a rematerialised region is no border."""
+    """Yields each vertex with a number for the loop or branch in which it runs; rematerialised regions are none."""
     for step in block.steps:
         if isinstance(step, Vertex):
             yield step.index, number

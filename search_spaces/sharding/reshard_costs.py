@@ -18,7 +18,7 @@ _REDUCTIONS = ("all_reduce", "reduce_scatter")
 
 
 class ReshardCosts:
-    """What moving arrays costs on a mesh. Reshard matrices are kept, as a model's layers ask for the same ones.
+    """The costs of reshards on a mesh. Matrices are cached, because the layers of a model ask for the same ones.
 
     Args:
       axis_names: the mesh's axes.
@@ -42,7 +42,7 @@ class ReshardCosts:
         self._matrices: dict[tuple, np.ndarray] = {}
 
     def step_s(self, step: ReshardStep, num_bytes: float, latency_share: float = 1.0) -> float:
-        """Seconds of one step for an array of so many bytes as a whole."""
+        """Returns the seconds of one step for an array with this number of bytes as a whole."""
         latency, slope = self.path.rate(step)
         shares = self._combines_gathers or step.kind in _REDUCTIONS
         return latency * (latency_share if shares else 1.0) + slope * num_bytes
@@ -55,7 +55,7 @@ class ReshardCosts:
         latency_share: float,
         weight: float,
     ) -> np.ndarray:
-        """The transfer matrix `[sources, targets]`, seconds. Equal requests return the same array.
+        """Returns the transfer matrix `[sources, targets]`, seconds. Equal requests return the same array.
 
         Args:
           sources: specs that the producer's strategies leave.
@@ -108,7 +108,7 @@ class LatencyShares:
 
 
 def _after_contraction(graph: Graph) -> np.ndarray:
-    """For each vertex whether it is a contraction or depends on one, `[vertices]`."""
+    """Returns for each vertex whether it is a contraction or depends on one, `[vertices]`."""
     after = np.zeros(len(graph.vertices), bool)
     for vertex in graph.vertices:
         after[vertex.index] = _is_contraction(vertex) or any(
@@ -118,7 +118,7 @@ def _after_contraction(graph: Graph) -> np.ndarray:
 
 
 def _before_contraction(graph: Graph) -> np.ndarray:
-    """For each vertex whether a contraction depends on it, `[vertices]`."""
+    """Returns for each vertex whether a contraction depends on it, `[vertices]`."""
     consumers = graph.consumers()
     before = np.zeros(len(graph.vertices), bool)
     for vertex in reversed(graph.vertices):

@@ -43,7 +43,7 @@ class Paths:
         self._steps_from: dict[Spec, tuple[list[_Step], list[_Step]]] = {}
 
     def __call__(self, source: Spec, target: Spec) -> tuple[ReshardStep, ...]:
-        """The steps from one spec to another; none where they are equal."""
+        """Returns the steps from one spec to another; none where they are equal."""
         if source == target:
             return ()
         steps = self._known.get((source, target))
@@ -52,14 +52,14 @@ class Paths:
         return steps
 
     def latency_and_slope(self, source: Spec, target: Spec) -> tuple[float, float]:
-        """Seconds of the steps' collectives, and seconds for each byte of the whole array."""
+        """Returns the latency of all steps in seconds, and their seconds for each byte of the whole array."""
         if source == target:
             return 0.0, 0.0
         tree, first, last, _, _ = self._tree_of(source, target)
         return tree[last][2:] if last != first else (0.0, 0.0)
 
     def rate(self, step: ReshardStep) -> tuple[float, float]:
-        """Seconds of one step, and seconds for each byte of the whole array."""
+        """Returns the latency of one step in seconds, and its seconds for each byte of the whole array."""
         if step.kind == "slice":
             return 0.0, 0.0
         rates = self.rates[step.axis]
@@ -78,10 +78,10 @@ class Paths:
         return tuple(reversed(steps))
 
     def _tree_of(self, source: Spec, target: Spec) -> tuple["_Tree", Spec, Spec, list[int], dict[int, int]]:
-        """The tree to read a path off, its ends there, which dimensions they are of, and how axes are called there.
+        """Returns the tree of a path, the path's ends in it, their dimensions, and the axes' names in the tree.
 
         Dimensions that are never split are left out, the others put in order, and axes of equal size and rates are
-        renamed in the order in which they occur: all that are alike but for names share a tree.
+        renamed in the order in which they occur: paths that differ in names only share a tree.
         """
         most = map(lcm, parts_of(source, self.axis_sizes), parts_of(target, self.axis_sizes))
         dims = sorted([(m, len(axes), axes, d) for d, (axes, m) in enumerate(zip(source, most, strict=True)) if m > 1])
@@ -104,7 +104,7 @@ class Paths:
         return self._renamed[axes]
 
     def _tree(self, source: Spec, most: tuple[int, ...]) -> "_Tree":
-        """The last step on the cheapest path to every spec: Dijkstra's algorithm, fewest steps among equally dear."""
+        """Finds the last step of the cheapest path to every spec (Dijkstra); of equal paths the shortest wins."""
         best: dict[Spec, tuple[float, int]] = {source: (0.0, 0)}
         tree: _Tree = {}
         queue: list[tuple[float, int, Spec]] = [(0.0, 0, source)]
@@ -125,7 +125,7 @@ class Paths:
         return tree
 
     def _steps(self, spec: Spec) -> tuple[list["_Step"], list["_Step"]]:
-        """Every single collective on a spec: only the minor-most axis of a dimension can leave or enter it."""
+        """Returns every single collective on a spec: only the minor-most axis of a dimension can leave or enter it."""
         if spec not in self._steps_from:
             others = chain(self._slices(spec), self._gathers_and_exchanges(spec))
             self._steps_from[spec] = self._with_rates(others), self._with_rates(self._permutes(spec))
@@ -175,7 +175,7 @@ def _with(spec: Spec, dim: int, axes: tuple[int, ...]) -> Spec:
 
 
 def _strides(spec: Spec, sizes: tuple[int, ...]) -> dict[int, tuple[int, int]]:
-    """For each placed axis its dimension and how many parts lie between two of its coordinates."""
+    """Returns, for each axis in a spec, its dimension and the parts between two of the axis's coordinates."""
     strides = {}
     for d, dim in enumerate(spec):
         stride = 1
@@ -187,7 +187,7 @@ def _strides(spec: Spec, sizes: tuple[int, ...]) -> dict[int, tuple[int, int]]:
 
 @lru_cache(maxsize=10_000)
 def _of_parts(parts: tuple[int, ...], axes: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[Spec, ...]:
-    """Every spec over some of the axes that splits each dimension into so many parts."""
+    """Returns every spec over some of the axes that splits the dimensions into these numbers of parts."""
     if not parts:
         return ((),)
     specs = []

@@ -32,7 +32,7 @@ _cache: OrderedDict[Hashable, Rule | None] = OrderedDict()
 
 
 def operation_rules(equations: Sequence[JaxprEqn]) -> list[Rule | None]:
-    """The sharding rule of each equation, or None where there is none (replicate its operands and results).
+    """Returns the sharding rule of each equation, or None where there is none (replicate its operands and results).
 
     Higher-order equations (loops, calls, conditionals, custom derivatives, remat, shard_map) and equations with effects
     have none. Equal equations are looked up once, all new ones are lowered in a single module, and the newest
@@ -157,7 +157,7 @@ class _Composer:
         self._rules: dict[str, Rule] = {}
 
     def compose(self, name: str) -> tuple[Factors, list[_Dims], list[_Dims]]:
-        """The factors of a function's arguments and results."""
+        """Returns the factors of a function's arguments and results."""
         factors = Factors()
         block = self._functions[name].regions[0].blocks[0]
         dims: dict[Any, _Dims] = {arg: [[factors.new(n)] for n in _shape(arg.type)] for arg in block.arguments}
@@ -245,7 +245,7 @@ def _rule_without_shardy(operation: Any) -> Rule:
 
 
 def _may_stay_partial(operation: Any, reaches_return: dict[Any, bool]) -> bool:
-    """Whether an operation's partial results reach the function's end, all of them and only in their own shape.
+    """Tells whether all partial results of an operation reach the function's end, and keep their shape on the way.
 
     A reduction that is used up inside (a mean that is subtracted, an index found by comparing values) would need its
     own all-reduce in between, which a rule cannot say.

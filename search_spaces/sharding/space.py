@@ -225,7 +225,7 @@ class ShardingSpace:
 
 
 def _example() -> ShardingSpace:
-    """A step of gradient descent on one layer, on a mesh of 2 x 2 devices."""
+    """Makes the space of a step of gradient descent on one layer, on a mesh of 2 x 2 devices."""
 
     def step(weights: jax.Array, x: jax.Array) -> jax.Array:
         return weights - 0.1 * jax.grad(lambda w: jnp.tanh(x @ w).sum())(weights)

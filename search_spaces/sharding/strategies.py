@@ -14,13 +14,13 @@ AxesOf = Mapping[int, tuple[int, ...]]
 
 
 def whole(operand_ranks: Sequence[int], result_ranks: Sequence[int]) -> ShardingStrategy:
-    """Every device does everything."""
+    """Returns the strategy in which every device does everything."""
     results = tuple(replicated(r) for r in result_ranks)
     return ShardingStrategy(tuple(replicated(r) for r in operand_ranks), results, 1, ((),) * len(results), results)
 
 
 def holding(spec: Spec, axis_sizes: tuple[int, ...]) -> ShardingStrategy:
-    """The strategy of a vertex that takes and leaves an array with one spec."""
+    """Returns the strategy of a vertex that reads and returns an array with one spec."""
     return ShardingStrategy((spec,), (spec,), shards(spec, axis_sizes), ((),), (spec,))
 
 
@@ -31,7 +31,7 @@ def collective_bytes(strategy: ShardingStrategy) -> float:
 
 @lru_cache(maxsize=10_000)
 def strategies_of_rule(rule: Rule, axes: Axes, kinds: tuple[tuple[int, ...], ...] = ()) -> tuple[ShardingStrategy, ...]:
-    """Every strategy that a rule allows; the first one replicates.
+    """Lists every strategy that a rule allows; the first one replicates.
 
     A mesh axis goes to one factor or to none. A factor that is reduced leaves partial results, which are all-reduced
     or, where the reduction is a sum, scattered into a dimension of the result.
@@ -56,7 +56,7 @@ def strategies_of_rule(rule: Rule, axes: Axes, kinds: tuple[tuple[int, ...], ...
 def _of_factors(
     rule: Rule, factors: Sequence[int], axes: Axes, kinds: tuple[tuple[int, ...], ...]
 ) -> Iterator[ShardingStrategy]:
-    """The strategies that split the given factor along each mesh axis (-1 for none): one for each way to reduce."""
+    """Yields the strategies that split factor `factors[a]` along mesh axis a (-1: none), one for each way to reduce."""
     axes_of = {f: tuple(a for a, g in enumerate(factors) if g == f) for f in dict.fromkeys(factors) if f >= 0}
     if not all(_may_split(rule, f, split, axes.sizes) for f, split in axes_of.items()):
         return
@@ -76,7 +76,7 @@ def _of_factors(
 
 
 def _may_split(rule: Rule, factor: int, axes: tuple[int, ...], sizes: tuple[int, ...]) -> bool:
-    """Whether axes divide a factor, or it is all of its dimensions and they may be padded."""
+    """Tells whether axes divide a factor, or may pad the dimensions that consist of it alone."""
     if rule.sizes[factor] % prod(sizes[a] for a in axes) == 0:
         return True
     dims = [factors for array in (*rule.operands, *rule.results) for factors in array if factor in factors]
@@ -91,7 +91,7 @@ def _all_in_order(specs: Sequence[Spec], kinds: Sequence[tuple[int, ...]], axes:
 def _specs(
     arrays: Sequence[Dimensions], axes_of: AxesOf, rule: Rule, sizes: tuple[int, ...]
 ) -> tuple[Spec, ...] | None:
-    """The spec of each array; None where a minor factor of a dimension is split although its major is not split up."""
+    """Returns the spec of each array; None where a dimension's minor factor is split but its major one not in full."""
     specs = []
     for dims in arrays:
         spec = []
@@ -112,7 +112,7 @@ def _shape(rule: Rule, dims: Dimensions) -> tuple[int, ...]:
 
 
 def _all_reduce(spec: Spec, partial: Sequence[int], fraction: float, sizes: tuple[int, ...]) -> tuple[ReshardStep, ...]:
-    """An all-reduce over several axes, each of which sees what the ones before it have left to one device.
+    """Returns an all-reduce over several axes, each on the part of the array that the axes before it leave a device.
 
     That is how it is run in steps, scattered over the fast links first, and adds up to what one ring over all the
     devices sends: 2·bytes·(n−1)/n.
@@ -127,7 +127,7 @@ def _all_reduce(spec: Spec, partial: Sequence[int], fraction: float, sizes: tupl
 def _scatters(
     spec: Spec, shape: tuple[int, ...], partial: Sequence[int], axes: Axes
 ) -> Iterator[tuple[ReshardStep, ...]]:
-    """Ways to scatter partial sums over some of the axes into dimensions and to all-reduce over the others.
+    """Yields the ways to scatter partial sums over some axes into a dimension and to all-reduce over the others.
 
     An axis goes below those that split its dimension already; scattered axes take the mesh's order. All go to one
     dimension: into several XLA for GPU reduces in full and slices, which is the all-reduce.

@@ -60,7 +60,7 @@ class _Builder:
         return vertex.results[0]
 
     def closed(self, jaxpr: Any, inputs: Sequence[Operand], weight: float) -> Block:
-        """A closed or open jaxpr entered with the given values bound to its invars."""
+        """Adds the equations of a closed or open jaxpr, with the given values bound to its invars."""
         if isinstance(jaxpr, core.ClosedJaxpr):
             consts = [self.constant(v.aval, c) for v, c in zip(jaxpr.jaxpr.constvars, jaxpr.consts, strict=True)]
             jaxpr = jaxpr.jaxpr
@@ -109,7 +109,7 @@ class _Builder:
         return vertex.results
 
     def note(self, equation: core.JaxprEqn, text: str) -> None:
-        """Something that a reader of the plan should know about an equation."""
+        """Notes something that a reader of the plan should know about an equation."""
         where = source_info_util.summarize(equation.source_info)
         if f"{where}: {text}" not in self.notes:
             self.notes.append(f"{where}: {text}")
@@ -120,7 +120,7 @@ class _Builder:
         return Region(equation, operands, [block], results)
 
     def carry(self, equation: core.JaxprEqn, init: Operand, aval: Any, weight: float) -> Vertex:
-        """A loop's carry: its first result is what the body reads, its second what the loop leaves."""
+        """Adds a loop's carry: its first result is what the body reads, its second what comes out of the loop."""
         return self.vertex("carry", equation, [init], [aval, aval], weight)
 
     def close_carries(self, carries: Sequence[Vertex], outputs: Sequence[Operand], weight: float) -> None:
@@ -172,7 +172,7 @@ class _Builder:
 
 
 def feedback_of(outputs: Any, arguments: Sequence[Any]) -> list[int | None]:
-    """Which argument each flat result replaces in the next call: equal pytrees of equal shapes, each used once.
+    """Tells which argument each flat result replaces in the next call: an equal pytree of equal shapes, used only once.
 
     Args:
       outputs: the function's result as a pytree of things with a shape and a dtype.
@@ -204,7 +204,7 @@ def feedback_of(outputs: Any, arguments: Sequence[Any]) -> list[int | None]:
 
 
 def build_graph(jaxpr: core.ClosedJaxpr, feedback: Sequence[int | None], names: Sequence[str]) -> Graph:
-    """The graph of a traced function.
+    """Makes the graph of a traced function.
 
     Args:
       jaxpr: the function's closed jaxpr.
