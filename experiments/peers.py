@@ -72,8 +72,8 @@ def compare(name: str, model: Model, mesh: Any, **search_options: Any) -> list[P
 
 def best_is_found(rows: Sequence[PeerPlan]) -> bool:
     """Tells whether no expert's plan is predicted to be faster than the found one, which is the first of the rows."""
-    found, *by_hand = (row.plan for row in rows)
-    return found is not None and all(p is None or found.step_s <= (1 + TOLERANCE) * p.step_s for p in by_hand)
+    plan, *by_hand = (row.plan for row in rows)
+    return plan is not None and all(p is None or plan.step_s <= (1 + TOLERANCE) * p.step_s for p in by_hand)
 
 
 def cells(row: PeerPlan, axes: Sequence[str]) -> tuple[object, ...]:

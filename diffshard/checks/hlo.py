@@ -148,7 +148,7 @@ def size(dims: str) -> int:
 
 
 def parts_of_tuple(type_: str) -> list[str]:
-    """Returns the types of which a tuple consists; of any other type, that type alone."""
+    """Returns the types of a tuple's parts; a type that is not a tuple is returned alone."""
     if not type_.startswith("("):
         return [type_]
     parts, depth, part = [], 0, ""

@@ -45,7 +45,7 @@ class ComparedBytes:
 
 @dataclass(frozen=True)
 class ComparedMemory:
-    """Bytes of one device: the predicted peak, and the parts of which XLA's plan of memory consists."""
+    """Bytes of one device: the predicted peak, and the parts of XLA's plan of memory."""
 
     predicted: float
     arguments: float

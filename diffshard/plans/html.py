@@ -1,4 +1,4 @@
-"""Elements of which the pages of all plans consist: the document with its style, cards of numbers, stacked bars."""
+"""The elements that make up the pages of all plans: the document with its style, cards of numbers, stacked bars."""
 
 import html
 from collections.abc import Iterable, Sequence

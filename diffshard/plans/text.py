@@ -23,7 +23,7 @@ from diffshard.plans.summary import (
 )
 
 MAX_OPERATIONS = 24
-"""Lines for operations, the dearest ones; a screen holds about so many beside the rest of the text."""
+"""Lines for operations, the dearest ones: about as many as fit on a screen beside the rest of the text."""
 
 
 def format_plan(plan: PlanData) -> str:
