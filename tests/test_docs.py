@@ -4,6 +4,7 @@ A page's blocks of Python are one program, run from top to bottom in a process o
 which readers do not see, says what is special about it:
 
     <!-- prints -->              the block before it prints this; numbers may differ by a quarter
+    <!-- prints lines -->        it prints these lines among others, with any numbers
     <!-- file: PATH -->          this is a new file, written into a copy of the repository
     <!-- not run: REASON -->     this is not part of the program
 """
@@ -91,9 +92,17 @@ def same_text(shown: str, printed: str) -> bool:
     return all(abs(a - b) <= TOLERANCE * max(abs(a), abs(b)) for a, b in values)
 
 
+def missing_lines(shown: str, printed: str) -> list[str]:
+    """The lines of a text that were not printed; numbers, spaces and the seconds of a search are not compared."""
+    masked = {_NUMBER.sub("#", " ".join(line.split())) for line in printed.splitlines()}
+    lines = [" ".join(line.split()) for line in shown.splitlines()]
+    compared = [line for line in lines if line != "..." and not line.startswith("search ")]
+    return [line for line in compared if _NUMBER.sub("#", line) not in masked]
+
+
 @pytest.mark.parametrize("page", programs(), ids=_name)
 def test_a_page_runs_and_prints_what_it_shows(page: Path, tmp_path: Path):
-    own = [block for block in blocks(page) if _runs(block) or block.mark == "prints"]
+    own = [block for block in blocks(page) if _runs(block) or block.mark.startswith("prints")]
     program = [block.text for block in own if _runs(block)]
     path = ROOT
     if any(block.mark.startswith("file:") for block in blocks(page)):
@@ -106,6 +115,8 @@ def test_a_page_runs_and_prints_what_it_shows(page: Path, tmp_path: Path):
     for block in own:
         if _runs(block):
             index += 1
+        elif block.mark == "prints lines":
+            assert missing_lines(block.text, printed[index]) == []
         else:
             assert same_text(block.text, printed[index]), f"the page shows\n{block.text}\nprinted was\n{printed[index]}"
 
