@@ -44,6 +44,8 @@ EXPERTS: dict[str, experts.Expert] = {
     expert.__name__.replace("_", " "): expert for expert in (*experts.EXPERTS, experts.hybrid_fsdp)
 }
 FOUND = "found"
+# Waits below this are left out of the table, whose times have one digit of a millisecond.
+SHORT_WAIT_S = 5e-5
 
 
 def achievable(mesh: Mesh) -> diffshard.Hardware:
@@ -156,7 +158,7 @@ def sent_bytes(row: TimedPlan) -> tuple[float, float]:
 
 
 COLUMNS = (
-    "mesh", "plan", "predicted", "timeline", "error", "computing", "waiting", "sent GB: predicted", "compiled", "error",
+    "mesh", "plan", "predicted", "timeline", "error", "computing", "waiting, ms", "sent GB: predicted", "compiled", "error",
     "peak GiB: predicted", "compiled", "error",
 )  # fmt: skip
 
@@ -165,7 +167,7 @@ def cells(row: TimedPlan) -> tuple[object, ...]:
     """Formats a row."""
     timeline, memory = row.timeline, row.verification.memory
     predicted, compiled = sent_bytes(row)
-    waits = ", ".join(f"{kind} {1e3 * s:.1f}" for kind, s in waited_s(timeline).items() if s >= 1e-4)
+    waits = "\n".join(f"{kind} {1e3 * s:.1f}" for kind, s in waited_s(timeline).items() if s >= SHORT_WAIT_S)
     return (
         row.mesh,
         row.name,
@@ -239,7 +241,8 @@ def time_plans(model: Model, mesh_text: str, options: argparse.Namespace) -> Ite
             print(f"{mesh_text} {name} is left out: its plan does not split a batch of {options.batch} evenly")
             continue
         row = time_plan(model, mesh, name, hardware, options.time_limit)
-        print(*cells(row), f"{row.search_s:.0f}+{row.compile_s:.0f} s", *row.timeline.notes, sep="  ", flush=True)
+        one_line = [str(cell).replace("\n", ", ") for cell in cells(row)]
+        print(*one_line, f"{row.search_s:.0f}+{row.compile_s:.0f} s", *row.timeline.notes, sep="  ", flush=True)
         if options.traces:
             options.traces.mkdir(parents=True, exist_ok=True)
             write_perfetto(row.timeline, options.traces / f"{mesh_text} {name}.json")
