@@ -6,11 +6,16 @@ from dataclasses import dataclass
 from search_spaces.sharding.base import Axes, Given, Graph, Node, Rule, ShardingStrategy, Spec, Value, Vertex
 from search_spaces.sharding.dimensions import axes_of, in_order, kinds_of_dimensions
 from search_spaces.sharding.edge_costs import readers_of
-from search_spaces.sharding.given import axes_with_meaning, constraint, fits, manual, rank_of
+from search_spaces.sharding.given import axes_with_meaning, constraint_of, fits, rank_of, shard_map_strategy
 from search_spaces.sharding.reshard_costs import ReshardCosts
 from search_spaces.sharding.resharding import Paths
 from search_spaces.sharding.spec import axes_in, divides, shards, specs_of_shape
-from search_spaces.sharding.strategies import collective_bytes, holding, strategies_of_rule, whole
+from search_spaces.sharding.strategies import (
+    collective_bytes,
+    replicated_strategy,
+    strategies_of_rule,
+    strategy_of_spec,
+)
 
 MOST_STRATEGIES = 500
 """The most strategies of one vertex. Two mesh axes never come near it; operations of many dimensions on three do."""
@@ -105,17 +110,17 @@ class Candidates:
     def of_hub(self, value: Value) -> tuple[ShardingStrategy, ...]:
         """Returns what the hub of a value may choose from."""
         specs = self._specs(value, None, padded=value.id not in self.new_results)
-        return tuple(holding(spec, self.axes.sizes) for spec in specs)
+        return tuple(strategy_of_spec(spec, self.axes.sizes) for spec in specs)
 
     def _of_operation(self, vertex: Vertex, rule: Rule | None) -> Sequence[ShardingStrategy]:
-        constrained = constraint(vertex, self.axis_names, self.axes.sizes)
+        constrained = constraint_of(vertex, self.axis_names, self.axes.sizes)
         if constrained is not None:
-            return [holding(s, self.axes.sizes) for s in self._specs(vertex.results[0], constrained)]
-        fixed = manual(vertex, self.axis_names, self.axes.sizes)
+            return [strategy_of_spec(s, self.axes.sizes) for s in self._specs(vertex.results[0], constrained)]
+        fixed = shard_map_strategy(vertex, self.axis_names, self.axes.sizes)
         if fixed is not None:
             return [fixed]
         if rule is None:
-            return [whole([rank_of(o) for o in vertex.operands], [len(r.shape) for r in vertex.results])]
+            return [replicated_strategy([rank_of(o) for o in vertex.operands], [len(r.shape) for r in vertex.results])]
         return strategies_of_rule(rule, self.axes, self._kinds_of(vertex))
 
     def _kinds_of(self, vertex: Vertex) -> tuple[tuple[int, ...], ...]:

@@ -159,9 +159,10 @@ class Execution:
         return [self._read(env, c.operands[1], self.layout.strategies[c.index].operands[1]) for c in carries]
 
     def _initial(self, env: Environment, carries: Sequence[Vertex]) -> list[Any]:
-        init = [self._read(env, c.operands[0], self.layout.strategies[c.index].operands[0]) for c in carries]
+        specs = [self.layout.strategies[c.index].operands[0] for c in carries]
+        init = [self._read(env, c.operands[0], spec) for c, spec in zip(carries, specs, strict=True)]
         return [
-            jax.numpy.asarray(x, c.results[0].dtype) if not hasattr(x, "dtype") else x
+            jax.numpy.asarray(x, c.results[0].dtype) if isinstance(c.operands[0], core.Literal) else x
             for x, c in zip(init, carries, strict=True)
         ]
 

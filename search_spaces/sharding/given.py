@@ -52,7 +52,7 @@ def is_constrained(vertex: Vertex) -> bool:
     return _primitive(vertex) in ("shard_map", "sharding_constraint")
 
 
-def constraint(vertex: Vertex, axis_names: Sequence[str], sizes: Sequence[int]) -> Given | None:
+def constraint_of(vertex: Vertex, axis_names: Sequence[str], sizes: Sequence[int]) -> Given | None:
     """Returns what a sharding constraint asks for; None for every other vertex."""
     if vertex.equation is None or _primitive(vertex) != "sharding_constraint":
         return None
@@ -60,7 +60,7 @@ def constraint(vertex: Vertex, axis_names: Sequence[str], sizes: Sequence[int]) 
     return None if spec is None else dimensions_of(spec, len(vertex.results[0].shape), axis_names, sizes)
 
 
-def manual(vertex: Vertex, axis_names: Sequence[str], sizes: tuple[int, ...]) -> ShardingStrategy | None:
+def shard_map_strategy(vertex: Vertex, axis_names: Sequence[str], sizes: tuple[int, ...]) -> ShardingStrategy | None:
     """Returns the only strategy of a `shard_map`, which has its own specs; None for every other vertex."""
     if vertex.equation is None or _primitive(vertex) != "shard_map":
         return None
@@ -82,8 +82,8 @@ def axes_with_meaning(
     """Returns the mesh axes that given specs, constraints or `shard_map`s name: these cannot be swapped with others."""
     fixed_axes = {axis for dims in given.values() for axes in dims for axis in axes or ()}
     for vertex in graph.operations():
-        fixed_axes.update(axis for axes in constraint(vertex, axis_names, sizes) or () for axis in axes or ())
-        strategy = manual(vertex, axis_names, sizes)
+        fixed_axes.update(axis for axes in constraint_of(vertex, axis_names, sizes) or () for axis in axes or ())
+        strategy = shard_map_strategy(vertex, axis_names, sizes)
         specs = () if strategy is None else (*strategy.operands, *strategy.results)
         fixed_axes.update(axis for spec in specs for axes in spec for axis in axes)
     return frozenset(fixed_axes)

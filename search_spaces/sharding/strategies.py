@@ -13,13 +13,13 @@ AxesOf = Mapping[int, tuple[int, ...]]
 """The mesh axes that split each factor."""
 
 
-def whole(operand_ranks: Sequence[int], result_ranks: Sequence[int]) -> ShardingStrategy:
+def replicated_strategy(operand_ranks: Sequence[int], result_ranks: Sequence[int]) -> ShardingStrategy:
     """Returns the strategy in which every device does everything."""
     results = tuple(replicated(r) for r in result_ranks)
     return ShardingStrategy(tuple(replicated(r) for r in operand_ranks), results, 1, ((),) * len(results), results)
 
 
-def holding(spec: Spec, axis_sizes: tuple[int, ...]) -> ShardingStrategy:
+def strategy_of_spec(spec: Spec, axis_sizes: tuple[int, ...]) -> ShardingStrategy:
     """Returns the strategy of a vertex that reads and returns an array with one spec."""
     return ShardingStrategy((spec,), (spec,), shards(spec, axis_sizes), ((),), (spec,))
 

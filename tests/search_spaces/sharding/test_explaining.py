@@ -1,7 +1,10 @@
 """What a change of one strategy adds, and the least memory, against trying everything."""
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType
 
 from cost.base import num_strategies
 from cost.evaluation import change_costs, evaluate
@@ -82,3 +85,53 @@ def test_layouts_hold_what_their_strategies_leave():
         left = space.nodes[node].strategies[choice[node]].results[0 if value.id in space.hub_node else value.result]
         assert layout.value_specs[value.id] == left
         assert shards(left, space.axis_sizes) in (1, 2, 4)
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_no_two_strategies_of_a_node_share_a_name(name):
+    fn, args = EXAMPLES[name]
+    space = space_of(fn, *args)
+    for node in range(len(space.nodes)):
+        names = space.strategy_names(node)
+        assert len(set(names)) == len(names)
+
+
+def test_names_say_what_is_chosen():
+    def fn(w, x):
+        with jax.named_scope("layer"):
+            y = x @ w
+        return jnp.sin(y) + y
+
+    space = space_of(fn, array(4, 4), array(8, 4))
+    assert space.node_names == ("0", "1", "layer/dot_general", "sin", "add", "readers of layer/dot_general")
+    names = space.strategy_names(2)
+    assert names[0] == "[-, -] [-, -] -> [-, -]"
+    assert "[-, x] [x, -] -> all_reduce -> [-, -]" in names
+    assert "[-, x] [x, -] -> [-, -] -> reduce_scatter -> [x, -]" in names
+
+
+def test_parts_are_computing_collectives_and_a_preference():
+    space = space_of(mlp_step, *mlp_arguments())
+    choice = [int(size) - 1 for size in num_strategies(space.problem)]
+    parts, prediction = space.explain(choice), space.predict(choice)
+    by_kind = {kind: sum(p.seconds for p in parts if p.kind == kind) for kind in {p.kind for p in parts}}
+    assert by_kind.pop("compute") == pytest.approx(prediction.compute_s.sum())
+    assert by_kind.pop("preference") == pytest.approx(prediction.preference_s.sum())
+    assert sum(by_kind.values()) == pytest.approx(sum(t.seconds for t in prediction.transfers))
+    sent = [p.traffic for p in parts if p.traffic is not None]
+    assert [(t.kind, *t.axes, t.count) for t in sent] == [(t.kind, t.axis, t.count) for t in prediction.transfers]
+
+
+def test_a_decoded_choice_runs_on_devices_as_the_function_does():
+    def fn(w, x):
+        return jnp.tanh(x @ w)
+
+    space = space_of(fn, array(8, 4), array(16, 8))
+    choice = [int(size) - 1 for size in num_strategies(space.problem)]
+    decoded = space.decode(choice)
+    assert decoded.layout == space.layout(choice)
+    mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
+    keys = jax.random.split(jax.random.key(0))
+    w, x = jax.random.normal(keys[0], (8, 4)), jax.random.normal(keys[1], (16, 8))
+    (result,) = jax.jit(decoded.on_mesh(mesh))(w, x)
+    np.testing.assert_allclose(result, fn(w, x), rtol=1e-5)

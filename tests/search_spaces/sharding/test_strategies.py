@@ -9,7 +9,7 @@ import pytest
 from cost.collectives import collective_sent_bytes
 from search_spaces.sharding.base import Axes, Rule
 from search_spaces.sharding.spec import divides
-from search_spaces.sharding.strategies import collective_bytes, strategies_of_rule, whole
+from search_spaces.sharding.strategies import collective_bytes, replicated_strategy, strategies_of_rule
 
 # Factors: 0 rows of the left operand, 1 columns of the right one, 2 what is summed over.
 MATMUL = Rule((((0,), (2,)), ((2,), (1,))), (((0,), (1,)),), (8, 8, 8), reduction=frozenset({2}), reduction_is_sum=True)
@@ -33,7 +33,7 @@ def test_a_matmul_on_one_axis_has_six_strategies():
 
 
 def test_the_first_strategy_replicates():
-    assert strategies_of_rule(MATMUL, TWO)[0] == whole((2, 2), (2,))
+    assert strategies_of_rule(MATMUL, TWO)[0] == replicated_strategy((2, 2), (2,))
 
 
 def test_a_matmul_on_two_axes_has_what_combinatorics_says():
