@@ -158,8 +158,8 @@ def sent_bytes(row: TimedPlan) -> tuple[float, float]:
 
 
 COLUMNS = (
-    "mesh", "plan", "predicted", "timeline", "error", "computing", "waiting, ms", "sent GB: predicted", "compiled", "error",
-    "peak GiB: predicted", "compiled", "error",
+    "mesh", "plan", "predicted", "timeline", "error", "computing", "waiting, ms",
+    "sent GB: predicted", "compiled", "error", "peak GiB: predicted", "compiled", "error",
 )  # fmt: skip
 
 
