@@ -184,8 +184,13 @@ def memory_price(flat: Flat, price: np.ndarray) -> np.ndarray:
     return flat.usage @ (below[flat.interval[:, 1]] - below[flat.interval[:, 0]]).ravel()
 
 
-def chosen_cost(flat: Flat, choice: np.ndarray) -> np.ndarray:
-    """Sums the node, edge and load cost of a choice `[V]` or of many `[..., V]`, in float64: a scalar or `[...]`."""
+def chosen_cost(flat: Flat, choice: np.ndarray) -> float:
+    """Sums the node, edge and load cost of a choice `[V]`, in float64."""
+    return float(costs_of_choices(flat, choice))
+
+
+def costs_of_choices(flat: Flat, choice: np.ndarray) -> np.ndarray:
+    """Sums the node, edge and load cost of each of many choices `[..., V]`, in float64: `[...]`."""
     one_way = flat.source < flat.target
     source, target = flat.source[one_way], flat.target[one_way]
     at = flat.matrix[one_way] + choice[..., source] * flat.sizes[target] + choice[..., target]

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from diffshard.solving.flat import Flat, chosen_cost, memory_of_strategies, ragged
+from diffshard.solving.flat import Flat, costs_of_choices, memory_of_strategies, ragged
 
 _NORM = 8
 _PENALTY = 0.1  # of the whole cost for each limit's worth of memory in excess at one time
@@ -25,7 +25,7 @@ class Replicas:
         count = len(choice)
         chosen = flat.start[:-1] + choice
         self.load = flat.load[chosen].sum(axis=1)
-        self.cost = chosen_cost(flat, choice)
+        self.cost = costs_of_choices(flat, choice)
         self._odd = False
         self._movable = np.flatnonzero(flat.sizes > 1)
         self._limit = np.broadcast_to(flat.limit, flat.base.shape)
