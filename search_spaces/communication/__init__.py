@@ -59,7 +59,7 @@ matrices over data gradient ['0e+00', '8e-07']
 
 The vocabulary is in `base.py`. `places.py` finds the places of a loss and `sites.py` its sites and groups;
 `strategies.py` lists what can run there, made of `collectives.py` and `precision.py`. `device_step.py` runs a selection
-on each device and `emulation.py` all devices on one. `loss_increases.py` and `costs.py` predict, and `space.py` puts
-all together. `capacity.py` and `window.py` are ready layers, an expert layer and attention over a split sequence, that
-use `places.alternatives`, a choice between functions of one's own.
+on each device and `emulation.py` all devices on one. `costs.py` prices a choice; `loss_increases.py`, with `probes.py`,
+predicts what errors do to the loss; `space.py` puts all together. `capacity.py` and `window.py` are ready layers, an
+expert layer and attention over a split sequence. They use `places.alternatives`, a choice between functions.
 """

@@ -9,7 +9,6 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
@@ -20,7 +19,7 @@ from search_spaces.communication.base import CollectiveStrategy, Site
 from search_spaces.communication.costs import GroupCosts, explain, group_costs, site_bytes, site_seconds
 from search_spaces.communication.device_step import DeviceStep, checked_choice, merged, split_selection
 from search_spaces.communication.emulation import emulate, on_devices
-from search_spaces.communication.loss_increases import local_loss_increases
+from search_spaces.communication.loss_increases import local_loss_increases, random_direction
 from search_spaces.communication.sites import checked_strategies, find_sites, group_sites, trace_loss
 
 _WHOLE = PartitionSpec()
@@ -307,12 +306,7 @@ class CommunicationSpace:
             the parameters.
           step: number of the training step.
         """
-        whole = jax.tree.broadcast(step_sizes, params)
-        step_sizes = jax.tree.map(lambda size, p: jnp.broadcast_to(size, p.shape).astype(jnp.float32), whole, params)
-        signs: Any = optax.tree.random_like(
-            jax.random.fold_in(key, 2**31 - 2), params, sampler=jax.random.rademacher, dtype=jnp.float32
-        )
-        direction = jax.tree.map(lambda z, size, p: (z * jnp.sqrt(size)).astype(p.dtype), signs, step_sizes, params)
+        step_sizes, direction = random_direction(params, step_sizes, key)
 
         def fn(*arguments: Any) -> list[jax.Array]:
             return lax.psum(local_loss_increases(self._step, *arguments), self._axes)
