@@ -4,8 +4,11 @@ A `PartitionSpec` writes one axis as a string, several as a tuple, none as None,
 Plain tuples write them all alike, one tuple for each dimension, with axes by name or by their index in the mesh.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
 
+import jax
 from jax.sharding import PartitionSpec
 
 NamedSpec = tuple[tuple[str, ...], ...]
@@ -56,3 +59,43 @@ def named_spec(spec: IndexedSpec, axis_names: Sequence[str]) -> NamedSpec:
 def indexed_spec(spec: NamedSpec, axis_names: Sequence[str]) -> IndexedSpec:
     """Returns a spec with the indices of the mesh axes in place of their names."""
     return tuple(tuple(axis_names.index(a) for a in axes) for axes in spec)
+
+
+def broadcast_specs(specs: Any, tree: Any) -> list[PartitionSpec]:
+    """Returns one spec for each leaf of a tree, for specs that are a prefix of the tree."""
+    full = jax.tree.broadcast(specs, tree, is_leaf=lambda x: isinstance(x, PartitionSpec))
+    return jax.tree.leaves(full, is_leaf=lambda x: isinstance(x, PartitionSpec))
+
+
+def local_shape(shape: Sequence[int], spec: PartitionSpec, mesh_axes: Mapping[str, int], name: str) -> tuple[int, ...]:
+    """Returns the shape of one device's part of an array.
+
+    Args:
+      shape: of the whole array.
+      spec: how it is split.
+      mesh_axes: devices along each mesh axis.
+      name: of the array, for messages.
+
+    Raises:
+      ValueError: the spec has more dimensions than the array, an axis that the mesh does not have, an axis twice, or
+        axes whose devices do not divide their dimension.
+    """
+    if len(spec) > len(shape):
+        raise ValueError(f"The spec of {name} is {spec} with {len(spec)} dimensions, but its shape is {tuple(shape)}.")
+    dimensions = axes_of(spec, len(shape))
+    used = [axis for axes in dimensions for axis in axes]
+    for axis in used:
+        if axis not in mesh_axes:
+            raise ValueError(f"The spec of {name} has an axis {axis!r}; the mesh's axes are {tuple(mesh_axes)}.")
+        if used.count(axis) > 1:
+            raise ValueError(
+                f"The spec of {name} is {spec}; an axis can split one dimension only, {axis!r} splits two."
+            )
+    parts = [math.prod(mesh_axes[axis] for axis in axes) for axes in dimensions]
+    for d, (size, count) in enumerate(zip(shape, parts, strict=True)):
+        if size % count:
+            raise ValueError(
+                f"Dimension {d} of {name} is {size}, which {dimensions[d]} of {count} devices do not divide; "
+                "choose another spec or pad the array."
+            )
+    return tuple(size // count for size, count in zip(shape, parts, strict=True))

@@ -22,6 +22,9 @@ from search_spaces.communication.base import CollectiveOp, Direction, Group, Sit
 from search_spaces.communication.collectives import run_exact
 from search_spaces.communication.sites import TracedLoss
 
+Residuals = dict[str, jax.Array]
+"""By the path of a parameter what its gradient's strategy has not sent yet, `[devices, *local shape]` float32."""
+
 
 @dataclass(frozen=True)
 class DeviceStep:

@@ -1,4 +1,4 @@
-"""Runs what every device of a mesh computes, emulated on one device or on real ones.
+"""Runs a training step on whole arrays: on one device that emulates a mesh, or on the devices of a real one.
 
 The emulation is one `jax.vmap` for each mesh axis, with the axis's name: collectives of `jax.lax` find the name there
 as they find it in `jax.shard_map`.
@@ -6,47 +6,115 @@ as they find it in `jax.shard_map`.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from search_spaces.partition_specs import axes_of
+from search_spaces.base import Batch, Params, RelaxedChoice, Selection
+from search_spaces.communication.device_step import DeviceStep, Residuals, merged, split_selection
+from search_spaces.communication.loss_increases import local_loss_increases, random_direction
+from search_spaces.partition_specs import axes_of, broadcast_specs
+
+_WHOLE = PartitionSpec()
 
 
-def local_shape(shape: Sequence[int], spec: PartitionSpec, mesh_axes: Mapping[str, int], name: str) -> tuple[int, ...]:
-    """Returns the shape of one device's part of an array.
+@dataclass(frozen=True)
+class WholeStep:
+    """A training step on whole arrays; `CommunicationSpace` describes the arguments of its methods.
 
-    Args:
-      shape: of the whole array.
-      spec: how it is split.
-      mesh_axes: devices along each mesh axis.
-      name: of the array, for messages.
-
-    Raises:
-      ValueError: the spec has more dimensions than the array, an axis that the mesh does not have, an axis twice, or
-        axes whose devices do not divide their dimension.
+    Attributes:
+      device: what each device computes.
+      axes: of the mesh.
+      param_specs: for each parameter how the mesh splits it, as the parameters.
+      batch_specs: for each array of the batch how the mesh splits it, as the batch.
+      run: `run(fn, in_specs=..., out_specs=...)` returns a function of whole arrays: `emulate` or `on_devices`.
     """
-    if len(spec) > len(shape):
-        raise ValueError(f"The spec of {name} is {spec} with {len(spec)} dimensions, but its shape is {tuple(shape)}.")
-    dimensions = axes_of(spec, len(shape))
-    used = [axis for axes in dimensions for axis in axes]
-    for axis in used:
-        if axis not in mesh_axes:
-            raise ValueError(f"The spec of {name} has an axis {axis!r}; the mesh's axes are {tuple(mesh_axes)}.")
-        if used.count(axis) > 1:
-            raise ValueError(
-                f"The spec of {name} is {spec}; an axis can split one dimension only, {axis!r} splits two."
-            )
-    parts = [math.prod(mesh_axes[axis] for axis in axes) for axes in dimensions]
-    for d, (size, count) in enumerate(zip(shape, parts, strict=True)):
-        if size % count:
-            raise ValueError(
-                f"Dimension {d} of {name} is {size}, which {dimensions[d]} of {count} devices do not divide; "
-                "choose another spec or pad the array."
-            )
-    return tuple(size // count for size, count in zip(shape, parts, strict=True))
+
+    device: DeviceStep
+    axes: tuple[str, ...]
+    param_specs: Any
+    batch_specs: Any
+    run: Callable[..., Callable[..., Any]]
+
+    def loss(
+        self, params: Params, batch: Batch, selection: Selection, key: jax.Array, step: jax.Array | int
+    ) -> jax.Array:
+        """Returns the training loss."""
+        known, traced = split_selection(self.device.groups, selection)
+        numbers = [None if x is None or x.ndim else x for x in traced]
+        weights = [None if x is None or not x.ndim else x for x in traced]
+        in_specs = (self.param_specs, self.batch_specs, *[_WHOLE] * 4)
+
+        def local(params: Any, weights: Any, batch: Any, numbers: Any, key: jax.Array, step: jax.Array) -> jax.Array:
+            return self.device.loss(params, batch, key, step, merged(merged(known, numbers), weights))
+
+        def value(params: Any, batch: Any, weights: Any, *others: Any) -> jax.Array:
+            return lax.psum(local(params, weights, batch, *others), self.axes)
+
+        def value_and_gradients(params: Any, batch: Any, weights: Any, *others: Any) -> Any:
+            loss, (of_params, of_weights) = jax.value_and_grad(local, (0, 1))(params, weights, batch, *others)
+            return lax.psum((loss, of_weights), self.axes), self.device.sum_gradients(of_params)
+
+        # The gradient is taken on the devices: from outside, an emulated device's backward pass has no axes.
+        @jax.custom_vjp
+        def total(params: Any, weights: Any, others: Any) -> jax.Array:
+            return self.run(value, in_specs=in_specs, out_specs=_WHOLE)(params, others[0], weights, *others[1:])
+
+        def forward(params: Any, weights: Any, others: Any) -> Any:
+            run = self.run(value_and_gradients, in_specs=in_specs, out_specs=(_WHOLE, self.param_specs))
+            (loss, of_weights), of_params = run(params, others[0], weights, *others[1:])
+            return loss, (of_params, of_weights)
+
+        def backward(gradients: Any, cotangent: jax.Array) -> Any:
+            return *jax.tree.map(lambda g: (cotangent * g).astype(g.dtype), gradients), None
+
+        total.defvjp(forward, backward)
+        return total(params, weights, (batch, numbers, key, jnp.asarray(step)))
+
+    def loss_and_gradients(
+        self,
+        params: Params,
+        batch: Batch,
+        selection: Selection,
+        residuals: Residuals,
+        key: jax.Array,
+        step: jax.Array | int,
+    ) -> tuple[jax.Array, Params, Residuals]:
+        """Returns the training loss, its gradients as they arrive, and the residuals for the next step."""
+        known, traced = split_selection(self.device.groups, selection)
+
+        def fn(params: Any, batch: Any, residuals: Any, key: jax.Array, step: jax.Array, traced: Any) -> Any:
+            selected = merged(known, traced)
+            loss, gradients = jax.value_and_grad(self.device.loss)(params, batch, key, step, selected)
+            return lax.psum(loss, self.axes), *self.device.send_gradients(gradients, residuals, key, step, selected)
+
+        by_device = PartitionSpec(self.axes)
+        in_specs = (self.param_specs, self.batch_specs, by_device, _WHOLE, _WHOLE, _WHOLE)
+        run = self.run(fn, in_specs=in_specs, out_specs=(_WHOLE, self.param_specs, by_device))
+        return run(params, batch, residuals, key, jnp.asarray(step), traced)
+
+    def loss_increases(
+        self,
+        params: Params,
+        batch: Batch,
+        validation: Batch,
+        step_sizes: Params,
+        key: jax.Array,
+        step: jax.Array | int,
+    ) -> RelaxedChoice:
+        """Returns the predicted increases of the loss for all strategies, `[S]` for each group."""
+        step_sizes, direction = random_direction(params, step_sizes, key)
+
+        def fn(*arguments: Any) -> list[jax.Array]:
+            return lax.psum(local_loss_increases(self.device, *arguments), self.axes)
+
+        by_argument = (self.param_specs, *[self.batch_specs] * 2, *[self.param_specs] * 2, _WHOLE, _WHOLE)
+        run = self.run(fn, in_specs=by_argument, out_specs=_WHOLE)
+        return run(params, batch, validation, step_sizes, direction, key, jnp.asarray(step))
 
 
 def emulate(
@@ -97,12 +165,6 @@ def on_devices(fn: Callable[..., Any], mesh: Mesh, in_specs: Sequence[Any], out_
         return mapped(*jax.tree.unflatten(structure, placed))
 
     return run
-
-
-def broadcast_specs(specs: Any, tree: Any) -> list[PartitionSpec]:
-    """Returns one spec for each leaf of a tree, for specs that are a prefix of the tree."""
-    full = jax.tree.broadcast(specs, tree, is_leaf=lambda x: isinstance(x, PartitionSpec))
-    return jax.tree.leaves(full, is_leaf=lambda x: isinstance(x, PartitionSpec))
 
 
 def _split(x: Any, spec: PartitionSpec, mesh_axes: Mapping[str, int]) -> Any:

@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, Literal
 
@@ -17,14 +17,9 @@ from cost.presets import preset
 from search_spaces.base import Batch, Choice, Params, Part, RelaxedChoice, Selection
 from search_spaces.communication.base import CollectiveStrategy, Site
 from search_spaces.communication.costs import GroupCosts, explain, group_costs, site_bytes, site_seconds
-from search_spaces.communication.device_step import DeviceStep, checked_choice, merged, split_selection
-from search_spaces.communication.emulation import emulate, on_devices
-from search_spaces.communication.loss_increases import local_loss_increases, random_direction
+from search_spaces.communication.device_step import DeviceStep, Residuals, checked_choice
+from search_spaces.communication.emulation import WholeStep, emulate, on_devices
 from search_spaces.communication.sites import checked_strategies, find_sites, group_sites, trace_loss
-
-_WHOLE = PartitionSpec()
-Residuals = dict[str, jax.Array]
-"""By the path of a parameter what its gradient's strategy has not sent yet: `[devices, *local shape]` float32."""
 
 
 class CommunicationSpace:
@@ -98,19 +93,19 @@ class CommunicationSpace:
         self.mesh_axes = dict(mesh_axes)
         self.hardware = preset(hardware, mesh_axes) if isinstance(hardware, str) else hardware
         self.num_devices = int(np.prod(list(mesh_axes.values())))
-        self._axes = tuple(mesh_axes)
         self.arguments = jax.eval_shape(lambda *whole: whole, params, batch)
         self._traced = trace_loss(loss_fn, self.mesh_axes, params, batch, param_specs, batch_specs)
         self.notes = self._traced.notes
         self.sites: tuple[Site, ...] = find_sites(self._traced, self.mesh_axes)
         self.groups = group_sites(self.sites, checked_strategies(strategies or {}), tie)
-        self._step = DeviceStep(self._traced, self.sites, self.groups, self.num_devices)
         params_structure, batch_structure = self._traced.structure.children()
-        self._specs = (
-            jax.tree.unflatten(params_structure, self._traced.param_specs),
-            jax.tree.unflatten(batch_structure, self._traced.batch_specs),
+        self._whole = WholeStep(
+            device=DeviceStep(self._traced, self.sites, self.groups, self.num_devices),
+            axes=tuple(mesh_axes),
+            param_specs=jax.tree.unflatten(params_structure, self._traced.param_specs),
+            batch_specs=jax.tree.unflatten(batch_structure, self._traced.batch_specs),
+            run=partial(emulate, mesh_axes=self.mesh_axes),
         )
-        self._run: Callable[..., Callable[..., Any]] = partial(emulate, mesh_axes=self.mesh_axes)
 
     def on_mesh(self, mesh: Mesh) -> "CommunicationSpace":
         """Returns the same space, running on the devices of a mesh.
@@ -121,7 +116,7 @@ class CommunicationSpace:
         if dict(mesh.shape) != self.mesh_axes:
             raise ValueError(f"`mesh` has axes {dict(mesh.shape)}, but the space is for {self.mesh_axes}.")
         space = copy.copy(self)
-        space._run = partial(on_devices, mesh=mesh)
+        space._whole = replace(self._whole, run=partial(on_devices, mesh=mesh))
         return space
 
     # What there is to choose, and what a choice costs.
@@ -225,36 +220,7 @@ class CommunicationSpace:
           key: a random key, for strategies that round stochastically.
           step: number of the training step, for schedules.
         """
-        known, traced = split_selection(self.groups, selection)
-        numbers = [None if x is None or x.ndim else x for x in traced]
-        weights = [None if x is None or not x.ndim else x for x in traced]
-        in_specs = (*self._specs, *[_WHOLE] * 4)
-
-        def local(params: Any, weights: Any, batch: Any, numbers: Any, key: jax.Array, step: jax.Array) -> jax.Array:
-            return self._step.loss(params, batch, key, step, merged(merged(known, numbers), weights))
-
-        def value(params: Any, batch: Any, weights: Any, *others: Any) -> jax.Array:
-            return lax.psum(local(params, weights, batch, *others), self._axes)
-
-        def value_and_gradients(params: Any, batch: Any, weights: Any, *others: Any) -> Any:
-            loss, (of_params, of_weights) = jax.value_and_grad(local, (0, 1))(params, weights, batch, *others)
-            return lax.psum((loss, of_weights), self._axes), self._step.sum_gradients(of_params)
-
-        # The gradient is taken on the devices: from outside, an emulated device's backward pass has no axes.
-        @jax.custom_vjp
-        def total(params: Any, weights: Any, others: Any) -> jax.Array:
-            return self._run(value, in_specs=in_specs, out_specs=_WHOLE)(params, others[0], weights, *others[1:])
-
-        def forward(params: Any, weights: Any, others: Any) -> Any:
-            run = self._run(value_and_gradients, in_specs=in_specs, out_specs=(_WHOLE, self._specs[0]))
-            (loss, of_weights), of_params = run(params, others[0], weights, *others[1:])
-            return loss, (of_params, of_weights)
-
-        def backward(gradients: Any, cotangent: jax.Array) -> Any:
-            return *jax.tree.map(lambda g: (cotangent * g).astype(g.dtype), gradients), None
-
-        total.defvjp(forward, backward)
-        return total(params, weights, (batch, numbers, key, jnp.asarray(step)))
+        return self._whole.loss(params, batch, selection, key, step)
 
     def loss_and_gradients(
         self,
@@ -269,17 +235,7 @@ class CommunicationSpace:
 
         The arguments are those of `loss`, and `residuals` as `init_residuals` or the step before returned them.
         """
-        known, traced = split_selection(self.groups, selection)
-
-        def fn(params: Any, batch: Any, residuals: Any, key: jax.Array, step: jax.Array, traced: Any) -> Any:
-            selected = merged(known, traced)
-            loss, gradients = jax.value_and_grad(self._step.loss)(params, batch, key, step, selected)
-            return lax.psum(loss, self._axes), *self._step.send_gradients(gradients, residuals, key, step, selected)
-
-        by_device = PartitionSpec(self._axes)
-        in_specs = (*self._specs, by_device, _WHOLE, _WHOLE, _WHOLE)
-        run = self._run(fn, in_specs=in_specs, out_specs=(_WHOLE, self._specs[0], by_device))
-        return run(params, batch, residuals, key, jnp.asarray(step), traced)
+        return self._whole.loss_and_gradients(params, batch, selection, residuals, key, step)
 
     def loss_increases(
         self,
@@ -306,16 +262,8 @@ class CommunicationSpace:
             the parameters.
           step: number of the training step.
         """
-        step_sizes, direction = random_direction(params, step_sizes, key)
-
-        def fn(*arguments: Any) -> list[jax.Array]:
-            return lax.psum(local_loss_increases(self._step, *arguments), self._axes)
-
-        params_spec, batch_spec = self._specs
-        in_specs = (params_spec, batch_spec, batch_spec, params_spec, params_spec, _WHOLE, _WHOLE)
-        run = self._run(fn, in_specs=in_specs, out_specs=_WHOLE)
         validation = batch if validation is None else validation
-        return run(params, batch, validation, step_sizes, direction, key, jnp.asarray(step))
+        return self._whole.loss_increases(params, batch, validation, step_sizes, key, step)
 
 
 @dataclass(frozen=True)
