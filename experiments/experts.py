@@ -19,8 +19,8 @@ class HandPlan(NamedTuple):
 
     Attributes:
       state, batch: a `NamedSharding` for each leaf.
-      rules: the mesh axes of logical activation axes, as flax users write them; the rest is not split. Without rules
-        the compiler's propagation takes split parameters for split activations, and FSDP falls apart.
+      rules: by logical activation axis the mesh axes that split it, as flax users write them; other axes are not split.
+        Without rules the compiler splits activations as it finds parameters split, and FSDP is lost.
     """
 
     state: Any
@@ -35,8 +35,8 @@ class HandPlan(NamedTuple):
 
 Expert = Callable[[Any, Any, Mesh | AbstractMesh], HandPlan]
 
-# Which dimension of a parameter Megatron splits over "model", by the last names of its path, counted from the end so
-# that layers stacked for a scan need no rules of their own. What is not listed is replicated.
+# The dimension of a parameter that Megatron splits over "model", by the last two names of its path. It is counted from
+# the end, so that layers stacked for a scan need no rules of their own. Parameters that are not listed are replicated.
 # Source: Shoeybi et al., Megatron-LM (arXiv:1909.08053), section 3; experts by Lepikhin et al. (arXiv:2006.16668).
 _MEGATRON = {
     ("embed", "embedding"): -2,
@@ -58,13 +58,13 @@ _MEGATRON_RULES = {"batch": "data", "heads": "model", "hidden": "model", "vocabu
 
 
 def data_parallel(state: Any, batch: Any, mesh: Mesh | AbstractMesh) -> HandPlan:
-    """The batch split over all devices, the state on each."""
+    """Splits the batch over all devices and replicates the state."""
     replicated = jax.tree.map(lambda _: NamedSharding(mesh, P()), state)
     return HandPlan(replicated, _split_batch(batch, mesh, mesh.axis_names), _batch_rules(mesh))
 
 
 def fsdp(state: Any, batch: Any, mesh: Mesh | AbstractMesh) -> HandPlan:
-    """The batch and every parameter split over all devices, parameters along their largest dimension that divides.
+    """Splits the batch and every parameter over all devices, parameters along their largest dimension that divides.
 
     Source: Rajbhandari et al., ZeRO (arXiv:1910.02054), stage 3.
     """
@@ -89,7 +89,7 @@ def hybrid_fsdp(state: Any, batch: Any, mesh: Mesh | AbstractMesh) -> HandPlan:
 
 
 def megatron(state: Any, batch: Any, mesh: Mesh | AbstractMesh) -> HandPlan:
-    """The batch split over "data"; heads, hidden units, vocabulary and experts over "model"."""
+    """Splits the batch over "data", and heads, hidden units, vocabulary and experts over "model"."""
 
     def shard(path: Any, leaf: Any) -> NamedSharding:
         return NamedSharding(mesh, _tensor_parallel(path, leaf, mesh))
@@ -100,7 +100,7 @@ def megatron(state: Any, batch: Any, mesh: Mesh | AbstractMesh) -> HandPlan:
 
 
 def megatron_fsdp(state: Any, batch: Any, mesh: Mesh | AbstractMesh) -> HandPlan:
-    """Megatron, and the parameters' other dimensions split over "data"."""
+    """Splits as Megatron does, and another dimension of each parameter over "data"."""
 
     def shard(path: Any, leaf: Any) -> NamedSharding:
         spec = _tensor_parallel(path, leaf, mesh)
@@ -113,11 +113,11 @@ EXPERTS: tuple[Expert, ...] = (data_parallel, fsdp, megatron, megatron_fsdp)
 
 
 def lower_by_hand(step: Callable[..., Any], state: Any, batch: Any, plan: HandPlan, **jit_options: Any) -> Any:
-    """The step lowered as an expert runs it: the plan's shardings in and out, its rules on activations."""
+    """Lowers the step as an expert runs it: with the plan's shardings in and out, and its rules for activations."""
     mesh = jax.tree.leaves(plan.state)[0].mesh
     out = (plan.state, NamedSharding(mesh, P()))
 
-    # A new function each time: jit caches by function, and the rules are none of its keys.
+    # A new function each time: `jax.jit` caches by function, and does not know the rules.
     def by_hand(state: Any, batch: Any) -> Any:
         return step(state, batch)
 
@@ -131,7 +131,7 @@ def _batch_rules(mesh: Mesh | AbstractMesh) -> dict[str, tuple[str, ...]]:
 
 
 def _megatron_rules(state: Any, mesh: Mesh | AbstractMesh) -> dict[str, str | tuple[str, ...]]:
-    """Megatron's rules without those whose dimension does not divide by "model" in this model."""
+    """Returns Megatron's rules, except for dimensions of this model that "model" does not divide."""
     rules: dict[str, str | tuple[str, ...]] = {**_MEGATRON_RULES, "key_value_heads": "model", "expert_batch": "data"}
     dimensions = {
         "heads": ("query", "kernel"),
@@ -162,7 +162,7 @@ def _tensor_parallel(path: Any, leaf: Any, mesh: Mesh | AbstractMesh) -> P:
 
 
 def _megatron_dimension(names: tuple[str, ...]) -> int | None:
-    """The dimension to split, from the end, or None; layers of a plain list take turns as column and row."""
+    """Returns the dimension to split, from the end, or None; layers of a plain list alternate as column and row."""
     layer, name = names[-2:] if len(names) >= 2 else ("", "")
     if layer.isdigit():
         column = int(layer) % 2 == 0
@@ -171,7 +171,7 @@ def _megatron_dimension(names: tuple[str, ...]) -> int | None:
 
 
 def _fully_sharded(spec: P, shape: Sequence[int], mesh: Mesh | AbstractMesh, axes: Sequence[str]) -> P:
-    """The spec with the largest free dimension that divides split over `axes`, unchanged if none divides."""
+    """Returns the spec with its largest free dimension that divides split over `axes`; unchanged if none divides."""
     parts = 1
     for axis in axes:
         parts *= mesh.shape[axis]

@@ -39,7 +39,7 @@ class DeviceSizes:
 
 
 def init(key: jax.Array, sizes: DeviceSizes) -> dict[str, Any]:
-    """Whole parameters; matrices that write into the residual stream are smaller by the root of their number."""
+    """Returns whole parameters; those that write into the residual stream are smaller by the root of their number."""
     keys = jax.random.split(key, 6)
     layers, width, head = sizes.layers, sizes.width, sizes.width // sizes.heads
 
@@ -60,7 +60,7 @@ def init(key: jax.Array, sizes: DeviceSizes) -> dict[str, Any]:
 
 
 def loss_fn(params: dict[str, Any], tokens: jax.Array) -> jax.Array:
-    """One device's mean cross-entropy in nats of its rows `[B, L + 1]` of tokens."""
+    """Returns one device's mean cross-entropy in nats of its rows `[B, L + 1]` of tokens."""
     length = tokens.shape[1] - 1
     causal = jnp.tril(jnp.ones((length, length), bool))
 

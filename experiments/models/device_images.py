@@ -41,7 +41,7 @@ class ImageSizes:
 
 
 def init(key: jax.Array, sizes: ImageSizes) -> dict[str, Any]:
-    """Whole parameters; matrices that write into the residual stream are smaller by the root of their number."""
+    """Returns whole parameters; those that write into the residual stream are smaller by the root of their number."""
     keys = jax.random.split(key, 6)
     layers, width, across = sizes.layers, sizes.width, 2 * NUM_PATCHES
     residual = (2 * layers) ** -0.5
@@ -62,7 +62,7 @@ def init(key: jax.Array, sizes: ImageSizes) -> dict[str, Any]:
 
 
 def logits(params: dict[str, Any], images: jax.Array) -> jax.Array:
-    """One device's scores `[B, CLASSES]` of its images `[B, 8, 8]`."""
+    """Returns one device's scores `[B, CLASSES]` of its images `[B, 8, 8]`."""
 
     def layer(x: jax.Array, w: dict[str, jax.Array]) -> tuple[jax.Array, None]:
         with jax.named_scope("patches"):
@@ -79,6 +79,6 @@ def logits(params: dict[str, Any], images: jax.Array) -> jax.Array:
 
 
 def loss_fn(params: dict[str, Any], batch: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """One device's mean cross-entropy in nats of its images `[B, 8, 8]` and digits `[B]`."""
+    """Returns one device's mean cross-entropy in nats of its images `[B, 8, 8]` and digits `[B]`."""
     images, digits = batch
     return optax.softmax_cross_entropy_with_integer_labels(logits(params, images), digits).mean()

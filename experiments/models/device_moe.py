@@ -48,7 +48,7 @@ class MoeSizes:
 
 
 def init(key: jax.Array, sizes: MoeSizes) -> dict[str, Any]:
-    """Whole parameters; matrices that write into the residual stream are smaller by the root of their number."""
+    """Returns whole parameters; those that write into the residual stream are smaller by the root of their number."""
     keys = jax.random.split(key, 7)
     layers, width, head = sizes.layers, sizes.width, sizes.width // sizes.heads
     residual = (2 * layers) ** -0.5
@@ -77,16 +77,16 @@ def loss_fn(
     windows: Sequence[int] = (2, 1),
     balance_weight: float = 1e-2,
 ) -> jax.Array:
-    """One device's mean cross-entropy in nats of its block of its rows.
+    """Returns one device's mean cross-entropy in nats of its block of its rows.
 
-    The balance loss of the gates adds its gradient but not its value, so that losses of choices compare.
+    The balance loss of the gates adds its gradient but not its value, so that the losses of choices can be compared.
 
     Args:
-      params: this device's.
+      params: of this device.
       tokens: whole rows, `[B, L + 1]`.
       capacity_factors: to choose from (see `expert_layer`).
-      windows: to choose from beside the whole past, in blocks; those of all devices or more are left out.
-      balance_weight: of the balance loss of each layer.
+      windows: to choose from beside the whole past, in blocks; windows that reach over all devices are left out.
+      balance_weight: weight of the balance loss of each layer.
 
     Raises:
       ValueError: devices along "model" do not divide L, or the experts.
