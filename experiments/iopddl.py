@@ -47,7 +47,7 @@ NEAR = 0.01  # of the final cost
 
 
 def run(name: str, seconds: float, seed: int, variant: str = "all") -> dict[str, Any]:
-    """Solves an instance, without the part that `variant` names, and says what came out.
+    """Solves an instance without the part of the solver that `variant` names, and returns what the tables show.
 
     Raises:
       FileNotFoundError: the instance is not there.
@@ -59,7 +59,7 @@ def run(name: str, seconds: float, seed: int, variant: str = "all") -> dict[str,
 
 
 def scale(nodes: int, seconds: float | None) -> dict[str, Any]:
-    """Solves a generated problem of equal layers of about this many nodes; without a limit at a small, fixed effort."""
+    """Solves a generated problem of equal layers with about this many nodes; without a limit by `SHORT_SEARCH`."""
     start = time.perf_counter()
     problem = layered_problem(0, max(nodes // 40, 1), binding=0.7)
     made = time.perf_counter() - start
@@ -72,15 +72,15 @@ def scale(nodes: int, seconds: float | None) -> dict[str, Any]:
     }
 
 
-def _facts(found: Solution, start: float) -> dict[str, Any]:
+def _facts(solution: Solution, start: float) -> dict[str, Any]:
     seconds = time.perf_counter() - start
-    cost = float(found.cost)
+    cost = float(solution.cost)
     return {
         "cost": cost,
-        "bound": found.lower_bound,
-        "feasible": found.feasible,
+        "bound": solution.lower_bound,
+        "feasible": solution.feasible,
         "seconds": seconds,
-        "near_s": next((s for s, c, _ in found.history if c <= cost * (1 + NEAR)), None),
+        "near_s": next((s for s, c, _ in solution.history if c <= cost * (1 + NEAR)), None),
         "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     }
 
@@ -99,20 +99,20 @@ def _apart(call: tuple[Any, ...], records: Path | None) -> dict[str, Any]:
 
 
 def _side_by_side(calls: Sequence[tuple[Any, ...]], jobs: int, records: Path | None) -> list[dict[str, Any]]:
-    """Runs calls of this module, so many at a time: a run keeps one core busy."""
+    """Runs calls of this module, `jobs` at a time; a run keeps one core busy."""
     with ThreadPoolExecutor(jobs) as pool:
-        found = pool.map(lambda call: _apart(call, records), calls)
-        return list(track(found, total=len(calls), console=Console(stderr=True)))
+        results = pool.map(lambda call: _apart(call, records), calls)
+        return list(track(results, total=len(calls), console=Console(stderr=True)))
 
 
 def contest_table(names: Sequence[str], seeds: int, share: float, jobs: int, records: Path | None) -> None:
-    """Our cost and bound as ratios to the best known cost, over seeds."""
+    """Prints our cost and bound as ratios to the best known cost, over seeds."""
     calls = [("run", name, CONTEST[name][0] * share, seed) for name in names for seed in range(seeds)]
-    found = _side_by_side(calls, jobs, records)
+    results = _side_by_side(calls, jobs, records)
     rows = []
     for i, name in enumerate(names):
         limit, best = CONTEST[name]
-        runs = found[i * seeds : (i + 1) * seeds]
+        runs = results[i * seeds : (i + 1) * seeds]
         ratios = [run["cost"] / best if run["feasible"] else np.inf for run in runs]
         gaps = [1 - run["bound"] / run["cost"] for run in runs]
         rows.append((
@@ -127,13 +127,13 @@ def contest_table(names: Sequence[str], seeds: int, share: float, jobs: int, rec
 
 
 def ablation_table(names: Sequence[str], seeds: int, share: float, jobs: int, records: Path | None) -> None:
-    """What each part of the solver is worth, as ratios to the best known cost."""
+    """Prints what each part of the solver is worth, as ratios to the best known cost."""
     keys = [(name, variant) for name in names for variant in VARIANTS]
     calls = [("run", name, CONTEST[name][0] * share, seed, variant) for name, variant in keys for seed in range(seeds)]
-    found = _side_by_side(calls, jobs, records)
+    results = _side_by_side(calls, jobs, records)
     rows = []
     for i, (name, variant) in enumerate(keys):
-        runs, best = found[i * seeds : (i + 1) * seeds], CONTEST[name][1]
+        runs, best = results[i * seeds : (i + 1) * seeds], CONTEST[name][1]
         ratios = [run["cost"] / best if run["feasible"] else np.inf for run in runs]
         bound = np.median([run["bound"] / best for run in runs])
         left_out = variant if variant == "all" else f"without {variant}"
@@ -142,13 +142,14 @@ def ablation_table(names: Sequence[str], seeds: int, share: float, jobs: int, re
 
 
 def scaling_table(sizes: Sequence[int], seconds: float | None) -> None:
-    """Seconds and memory against size."""
+    """Prints seconds and memory against size."""
     rows = []
     for nodes in sizes:
-        found = _apart(("scale", nodes, seconds), None)
+        result = _apart(("scale", nodes, seconds), None)
         rows.append((
-            f"{found['nodes']:,}", f"{found['seconds']:.1f}", f"{found['seconds'] / found['nodes'] * 1e3:.2f}",
-            f"{1 - found['bound'] / found['cost']:.2%}", found["feasible"], f"{found['peak_rss_bytes'] / 2**30:.2f}",
+            f"{result['nodes']:,}", f"{result['seconds']:.1f}", f"{result['seconds'] / result['nodes'] * 1e3:.2f}",
+            f"{1 - result['bound'] / result['cost']:.2%}", result["feasible"],
+            f"{result['peak_rss_bytes'] / 2**30:.2f}",
         ))  # fmt: skip
     print_table("Generated layers", ("nodes", "seconds", "ms a node", "gap", "feasible", "RSS GiB"), rows)
 

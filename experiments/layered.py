@@ -9,7 +9,7 @@ from cost.memory import memory_profile
 def layered_problem(
     seed: int, layers: int, *, width: int = 40, most: int = 30, binding: float | None = None
 ) -> Problem:
-    """A step of many equal layers: chains of nodes, skips, a hub in each layer, matrices that are one array.
+    """Returns a step of many equal layers: chains of nodes, skips, a hub in each layer, matrices that are one array.
 
     Args:
       seed: equal seeds give equal problems.
@@ -28,7 +28,7 @@ def layered_problem(
     links = sorted({tuple(sorted(link)) for link in links})
     matrices = {link: _reshards(rng, sizes[link[0]], sizes[link[1]]) for link in links}
     onward = _reshards(rng, sizes[-1], sizes[0])
-    held = [rng.choice([1, 2, 4, 8], size) * 1e6 for size in sizes]
+    usage = [rng.choice([1, 2, 4, 8], size) * 1e6 for size in sizes]
     edges, costs = [], []
     for layer in range(layers):
         edges += [(layer * width + u, layer * width + v) for u, v in links]
@@ -42,21 +42,21 @@ def layered_problem(
     )
     limit = np.inf
     if binding is not None:
-        cheapest = np.tile([table[cost.argmin()] for table, cost in zip(held, node_cost, strict=True)], layers)
+        cheapest = np.tile([table[cost.argmin()] for table, cost in zip(usage, node_cost, strict=True)], layers)
         limit = binding * memory_profile(intervals.T, cheapest[:, None], count + 1).max()
     return Problem(
         node_cost=node_cost * layers,
         edge_nodes=np.array(edges),
         edge_cost=costs,
         usage_node=np.arange(count),
-        usage=held * layers,
+        usage=usage * layers,
         usage_interval=intervals.T,
         memory_limit=limit,
     )
 
 
 def _reshards(rng: np.random.Generator, rows: int, columns: int) -> np.ndarray:
-    """Zero where source and target agree, else one of few prices, as between layouts."""
+    """Returns zero where source and target agree, else one of few prices, as between layouts."""
     prices = rng.choice([1e-4, 5e-4, 2e-3, 1e-2], (rows, columns))
     kinds = rng.integers(4, size=rows)[:, None] == rng.integers(4, size=columns)[None]
     return np.where(kinds, 0.0, prices)

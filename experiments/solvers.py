@@ -34,13 +34,14 @@ NEAR = 0.01  # of the final cost
 ORACLES = ("exhaustive",)  # of a few nodes only
 
 
-class Row(NamedTuple):
-    """What a solver made of a problem.
+class SolverRun(NamedTuple):
+    """One solver's answer to one problem.
 
     Attributes:
       problem, solver: their names.
-      solution: what was found; None where the solver does not take the problem, which `refusal` says why.
+      solution: None where the solver does not take the problem.
       seconds: until it ended.
+      refusal: why the solver does not take the problem, else empty.
     """
 
     problem: str
@@ -51,14 +52,14 @@ class Row(NamedTuple):
 
 
 def sharding_problem(model: Model, shape: Sequence[int]) -> Problem:
-    """The problem behind the plan of a training step on a mesh of H100s."""
+    """Returns the problem behind the plan of a training step on a mesh of H100s."""
     mesh = AbstractMesh(tuple(shape), AXIS_NAMES[len(shape)])
     options = search(model.step, mesh, hardware="h100", donate_argnums=0).options
     return space_of(options, trace_function(options, abstract_arguments(model))).problem
 
 
 def contest_problem(name: str) -> Problem | None:
-    """An instance of the contest, None where its file is not here."""
+    """Reads an instance of the contest; returns None where its file is not here."""
     path = INSTANCES / f"{name}.json.gz"
     return contest.read(path) if path.exists() else None
 
@@ -75,62 +76,62 @@ PROBLEMS: dict[str, Callable[[], Problem | None]] = {
 QUICK = {"mlp small": lambda: sharding_problem(mlp.make(layers=2, batch=64, width=64), (2,))}
 
 
-def compare(name: str, problem: Problem, solvers: Sequence[str], seconds: float) -> list[Row]:
-    """One row for each solver, in their order."""
-    rows = []
+def compare(name: str, problem: Problem, solvers: Sequence[str], seconds: float) -> list[SolverRun]:
+    """Runs each solver on a problem, in their order."""
+    runs = []
     for solver in solvers:
         start = time.perf_counter()
         try:
             solution, refusal = solve(problem, solver=solver, time_limit_s=seconds), ""
         except ValueError as error:  # too large for this solver
             solution, refusal = None, str(error)
-        rows.append(Row(name, solver, solution, time.perf_counter() - start, refusal))
-    return rows
+        runs.append(SolverRun(name, solver, solution, time.perf_counter() - start, refusal))
+    return runs
 
 
-def best_cost(rows: Sequence[Row]) -> float:
-    """The least feasible cost of the rows, inf if there is none."""
-    return min((float(r.solution.cost) for r in rows if r.solution and r.solution.feasible), default=math.inf)
+def best_cost(runs: Sequence[SolverRun]) -> float:
+    """Returns the least feasible cost of the runs, inf if there is none."""
+    return min((float(r.solution.cost) for r in runs if r.solution and r.solution.feasible), default=math.inf)
 
 
 def near_s(solution: Solution) -> float:
-    """Seconds until the cost was within 1% of the final one."""
+    """Returns the seconds until the cost was within 1% of the final one."""
     last = solution.history[-1][1]
     return next(s for s, cost, _ in solution.history if cost <= last + NEAR * abs(last))
 
 
-def cells(row: Row, best: float) -> tuple[object, ...]:
-    """The row for people."""
-    if row.solution is None:
-        return (row.problem, row.solver, "not taken", "", "", f"{row.seconds:.1f}", row.refusal[:60])
-    found = row.solution
-    bound = f"{found.lower_bound / best:.4f}" if math.isfinite(found.lower_bound) and best else ""
-    ratio = f"{found.cost / best:.4f}" if found.feasible and best else f"infeasible by {found.excess:.3g}"
+def cells(run: SolverRun, best: float) -> tuple[object, ...]:
+    """Returns a row of the table: problem, solver, ratio, bound, seconds to 1%, seconds and status."""
+    if run.solution is None:
+        return (run.problem, run.solver, "not taken", "", "", f"{run.seconds:.1f}", run.refusal[:60])
+    solution = run.solution
+    bound = f"{solution.lower_bound / best:.4f}" if math.isfinite(solution.lower_bound) and best else ""
+    ratio = f"{solution.cost / best:.4f}" if solution.feasible and best else f"infeasible by {solution.excess:.3g}"
     if not best:
-        ratio = f"{found.cost:.4g}"
-    near = f"{near_s(found):.1f}" if found.feasible else ""
-    return (row.problem, row.solver, ratio, bound, near, f"{row.seconds:.1f}", found.status)
+        ratio = f"{solution.cost:.4g}"
+    near = f"{near_s(solution):.1f}" if solution.feasible else ""
+    return (run.problem, run.solver, ratio, bound, near, f"{run.seconds:.1f}", solution.status)
 
 
-def side_by_side(rows: Sequence[Row]) -> list[tuple[object, ...]]:
-    """For each problem and solver its cost, bound, gap and seconds, and its cost as a ratio to the least found."""
+def side_by_side(runs: Sequence[SolverRun]) -> list[tuple[object, ...]]:
+    """Returns a row for each run: its cost, the ratio to the least cost, its bound, gap, seconds and status."""
     shown = []
-    for row in rows:
-        best = best_cost([other for other in rows if other.problem == row.problem])
-        found = row.solution
-        if found is None:
-            shown.append((row.problem, row.solver, "not taken", "", "", "", f"{row.seconds:.1f}", row.refusal[:60]))
+    for run in runs:
+        best = best_cost([other for other in runs if other.problem == run.problem])
+        solution = run.solution
+        if solution is None:
+            shown.append((run.problem, run.solver, "not taken", "", "", "", f"{run.seconds:.1f}", run.refusal[:60]))
             continue
-        cost = f"{float(found.cost):.6g}" if found.feasible else f"infeasible by {found.excess:.3g}"
-        ratio = f"{found.cost / best:.4f}" if found.feasible and best else ""
-        bound = f"{found.lower_bound:.6g}" if math.isfinite(found.lower_bound) else "none"
-        gap = f"{found.gap:.2%}" if math.isfinite(found.gap) else "none"
-        shown.append((row.problem, row.solver, cost, ratio, bound, gap, f"{row.seconds:.1f}", found.status))
+        cost = f"{float(solution.cost):.6g}" if solution.feasible else f"infeasible by {solution.excess:.3g}"
+        ratio = f"{solution.cost / best:.4f}" if solution.feasible and best else ""
+        bound = f"{solution.lower_bound:.6g}" if math.isfinite(solution.lower_bound) else "none"
+        gap = f"{solution.gap:.2%}" if math.isfinite(solution.gap) else "none"
+        shown.append((run.problem, run.solver, cost, ratio, bound, gap, f"{run.seconds:.1f}", solution.status))
     return shown
 
 
-def main(arguments: Sequence[str] | None = None) -> list[Row]:
-    """Prints the table; returns its rows."""
+def main(arguments: Sequence[str] | None = None) -> list[SolverRun]:
+    """Prints the table; returns the runs."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     named = [name for name in solver_names() if name not in ORACLES]
     parser.add_argument("--seconds", type=float, default=10.0, help="for each solver and problem")
@@ -142,23 +143,23 @@ def main(arguments: Sequence[str] | None = None) -> list[Row]:
     solvers = ("gradient", "exact") if options.exact else options.solvers
     seconds = 1.0 if options.quick else options.seconds
     chosen = QUICK if options.quick else {name: PROBLEMS[name] for name in options.problems}
-    rows: list[Row] = []
+    runs: list[SolverRun] = []
     shown = []
     for name, make in chosen.items():
         problem = make()
         if problem is None:
             print(f"{name} is left out: there is no {INSTANCES / name}.json.gz.")
             continue
-        found = compare(name, problem, solvers, seconds)
-        rows += found
-        shown += [cells(row, best_cost(found)) for row in found]
+        problem_runs = compare(name, problem, solvers, seconds)
+        runs += problem_runs
+        shown += [cells(run, best_cost(problem_runs)) for run in problem_runs]
     if options.exact:
         columns = ("problem", "solver", "cost", "ratio", "lower bound", "gap", "seconds", "status")
-        print_table(f"The default beside HiGHS at {seconds:g} s each", columns, side_by_side(rows))
+        print_table(f"The default beside HiGHS at {seconds:g} s each", columns, side_by_side(runs))
     else:
         columns = ("problem", "solver", "ratio", "bound", "s to 1%", "seconds", "status")
         print_table(f"Solvers at {seconds:g} s each", columns, shown)
-    return rows
+    return runs
 
 
 if __name__ == "__main__":

@@ -48,7 +48,7 @@ def plan_gpt(layers: int, stack: str, **sizes: int) -> dict[str, float]:
 
 
 def dispatch_s(repeats: int = 2000, rounds: int = 9) -> tuple[list[float], list[float]]:
-    """Seconds of a call of a searched step and of the same jitted function alone, in turns.
+    """Measures the seconds of a call of a searched step and of the same jitted function alone, in turns.
 
     The function is small and on one device, so that a call is dispatch and little else; its state has 100 arrays.
     """
@@ -61,13 +61,13 @@ def dispatch_s(repeats: int = 2000, rounds: int = 9) -> tuple[list[float], list[
     state, x = [jnp.zeros(()) for _ in range(100)], jnp.zeros(())
     state, x = searched.plan(state, x).shard(state, x)
     plain = jax.jit(step)
-    found: tuple[list[float], list[float]] = ([], [])
+    times_s: tuple[list[float], list[float]] = ([], [])
     for round_ in range(rounds + 1):
         for i, run in enumerate((searched, plain)):
             seconds = _loop_s(run, state, x, repeats)
             if round_:  # the first compiles
-                found[i].append(seconds)
-    return found
+                times_s[i].append(seconds)
+    return times_s
 
 
 def _loop_s(run: Callable[..., Any], state: Any, x: Any, repeats: int) -> float:
@@ -95,10 +95,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     for layers, stack, wanted_s in cases:
         command = [sys.executable, "-m", "experiments.speed", "--case", f"{layers},{stack}"]
         done = subprocess.run(command, capture_output=True, text=True, check=True)
-        found = json.loads(done.stdout.splitlines()[-1])
+        result = json.loads(done.stdout.splitlines()[-1])
         rows.append(
-            (f"GPT {layers} layers, {stack}", f"{found['operations']:,.0f}", f"{found['seconds']:.1f}", wanted_s,
-             f"{found['gap']:.2%}", f"{found['peak_rss_bytes'] / 2**30:.2f}")
+            (f"GPT {layers} layers, {stack}", f"{result['operations']:,.0f}", f"{result['seconds']:.1f}", wanted_s,
+             f"{result['gap']:.2%}", f"{result['peak_rss_bytes'] / 2**30:.2f}")
         )  # fmt: skip
     print_table(
         "Planning a training step on a 2x4 mesh",

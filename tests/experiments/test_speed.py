@@ -12,6 +12,6 @@ def test_prints_both_tables(capsys):
 
 
 def test_plans_with_a_certificate():
-    found = speed.plan_gpt(1, "unrolled", width=32, heads=4, key_value_heads=4, sequence=16)
-    assert found["operations"] > 100
-    assert 0 <= found["gap"] < 0.05
+    result = speed.plan_gpt(1, "unrolled", width=32, heads=4, key_value_heads=4, sequence=16)
+    assert result["operations"] > 100
+    assert 0 <= result["gap"] < 0.05

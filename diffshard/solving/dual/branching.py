@@ -1,8 +1,9 @@
-"""Branch and bound on the dual: what memory and loads leave open between the best choice and the bound.
+"""Branch and bound on the dual: two halves of a problem have higher bounds than the whole.
 
-Prices let a relaxed choice mix strategies of one node, which a discrete one cannot. A branch therefore forbids either
-the strategies of a node that use much or those that use little; its dual starts from its parent's messages and prices.
-The bound is the least over all open branches, and it rises because the branch with the least is split first.
+The dual's bound is low because at its prices a relaxed choice mixes strategies of one node, which a discrete choice
+cannot. A branch therefore forbids either the strategies of a node that use much or those that use little, and its dual
+starts from its parent's messages and prices. The bound of the problem is the least over all open branches. It rises
+because the branch with the least bound is split first.
 
 Source: Land & Doig, "An automatic method of solving discrete programming problems" (1960); bounds of the Lagrangian
 dual as in Fisher, "The Lagrangian Relaxation Method" (1981), section 5.
@@ -15,25 +16,27 @@ from typing import NamedTuple
 
 import numpy as np
 
+from diffshard.base import CLOSED
 from diffshard.solving.dual.ascent import SUM_ERROR, Ascent, is_coupled, softmin_weights
 from diffshard.solving.dual.dual import lay_out
 from diffshard.solving.flat import Flat, chosen_cost, chosen_memory, memory_price
 from diffshard.solving.moves.forest import first_least
 
-_SWEEPS = 40  # of a branch
-_PROGRESS = 0.2, 0.8  # of the temperature and of the prices' rate in these sweeps
-_RANGE = 0.1  # weight of what strategies could use beside what the relaxed choice mixes
-_CUT = 1e-7  # relative gap at which a branch is closed
+_SWEEPS_PER_BRANCH = 40  # chosen by hand on the contest's instances, as all numbers here
+_PROGRESS = 0.2, 0.8  # of a climb, in the first and the last sweep of a branch
+_RANGE_WEIGHT = 0.1  # of the range of what a node's strategies use, beside the spread that the relaxed choice mixes
+_MEMORY_TOLERANCE = 1e-7  # of the memory in use: what a choice may exceed the limit by, before its branch is closed
+_NO_USE = 1e-12  # of the largest use at the prices: a smaller spread counts as none
 
 
 class Branch(NamedTuple):
-    """A part of the choices.
+    """The choices that take no forbidden strategy.
 
     Attributes:
       bound: on the cost of all of them.
       forbidden: `[N]` bool.
       ascent: the climb of its dual.
-      weights: `[N]` the mean of the relaxed choices.
+      weights: `[N]` the mean of the relaxed choices in the second half of the climb.
     """
 
     bound: float
@@ -43,7 +46,7 @@ class Branch(NamedTuple):
 
 
 class Branching:
-    """The open branches.
+    """The branches of one problem, each waiting to be climbed, open or closed.
 
     Attributes:
       last_ascent: the dual of the branch that was made last.
@@ -61,7 +64,7 @@ class Branching:
 
     @property
     def bound(self) -> float:
-        """No choice costs less."""
+        """A lower bound on the cost of every choice."""
         waiting = [branch.bound for branch in self._pending]
         return max(self._root, min([self._closed, *waiting, *(self._open[0][:1] if self._open else ())]))
 
@@ -69,12 +72,12 @@ class Branching:
         """Makes one branch; returns whether there are more.
 
         Args:
-          best_cost: of a choice in hand: branches that cannot be cheaper are closed.
+          best_cost: of the best choice so far; branches that cannot be cheaper are closed.
         """
         if not self._pending and not self._split():
             return False
         branch = self._climb(self._pending.pop(), best_cost)
-        if branch.bound >= best_cost - _CUT * abs(best_cost):
+        if branch.bound >= best_cost - CLOSED * abs(best_cost):
             self._closed = min(self._closed, branch.bound)
         else:
             heapq.heappush(self._open, (branch.bound, next(self._count), branch))
@@ -92,15 +95,15 @@ class Branching:
         return False
 
     def _climb(self, branch: Branch, best_cost: float) -> Branch:
-        """The branch with a dual of its own, its bound certified."""
+        """Climbs the branch's own dual; returns the branch with it and its certified bound."""
         penalty = 2 * (abs(best_cost) + abs(branch.bound))
         flat = self.flat._replace(cost=self.flat.cost + penalty * branch.forbidden)
         ascent = self.last_ascent = Ascent(flat, branch.ascent)
         first, last = _PROGRESS
         weights = np.zeros(len(flat.cost))
-        for i in range(_SWEEPS):
-            ascent.step(first + (last - first) * i / _SWEEPS)
-            if i >= _SWEEPS // 2:
+        for i in range(_SWEEPS_PER_BRANCH):
+            ascent.step(first + (last - first) * i / _SWEEPS_PER_BRANCH)
+            if i >= _SWEEPS_PER_BRANCH // 2:
                 weights += ascent.weights if is_coupled(flat) else softmin_weights(flat, ascent.absorbed, ascent.scale)
             if ascent.bound >= best_cost:
                 break
@@ -110,19 +113,20 @@ class Branching:
 
 
 def _least_cost(flat: Flat, allowed: np.ndarray) -> float:
-    """A bound on the only choice that `allowed` `[N]` leaves: its cost, or inf if it exceeds the memory."""
+    """Returns a bound on the only choice that `allowed` `[N]` leaves: its cost, or inf if it exceeds the memory."""
     choice = first_least((~allowed).astype(float), flat.sizes)
     used = chosen_memory(flat, choice) if flat.base.size else flat.base
-    if (used - flat.limit > _CUT * used.max(initial=0.0)).any():
+    if (used - flat.limit > _MEMORY_TOLERANCE * used.max(initial=0.0)).any():
         return math.inf
     size = chosen_cost(flat._replace(cost=np.abs(flat.cost), entries=np.abs(flat.entries)), choice)
-    return chosen_cost(flat, choice) - SUM_ERROR * size
+    return float(chosen_cost(flat, choice) - SUM_ERROR * size)
 
 
 def _halves(flat: Flat, branch: Branch) -> tuple[np.ndarray, np.ndarray] | None:
-    """What to forbid `[N]` on either side: the strategies of a node that use more, or less, than the relaxed choice.
+    """Returns what to forbid `[N]` on either side: the strategies of a node that use more, or less, than the mean.
 
-    None where one choice is left.
+    The node is the one whose use of memory and loads, at the prices, the relaxed choice spreads most. Returns None
+    where only one choice remains.
     """
     _, prices = branch.ascent.best
     use = memory_price(flat, prices.memory) + flat.load @ prices.load
@@ -131,14 +135,14 @@ def _halves(flat: Flat, branch: Branch) -> tuple[np.ndarray, np.ndarray] | None:
     spread = np.add.reduceat(branch.weights * (use - np.repeat(mean, flat.sizes)) ** 2, starts)
     most = np.maximum.reduceat(np.where(allowed, use, -np.inf), starts)
     least = np.minimum.reduceat(np.where(allowed, use, np.inf), starts)
-    score = np.where(most > least, np.sqrt(spread) + _RANGE * (most - least), 0.0)
+    score = np.where(most > least, np.sqrt(spread) + _RANGE_WEIGHT * (most - least), 0.0)
     node = int(score.argmax())
-    if score[node] > 1e-12 * np.abs(use).max(initial=1e-300):
+    if score[node] > _NO_USE * np.abs(use).max(initial=1e-300):
         middle = mean[node] if least[node] <= mean[node] < most[node] else (least[node] + most[node]) / 2
         large = use > middle
-    else:  # nothing is priced: what the sweeps mix on cycles
-        left = np.add.reduceat(allowed, starts)
-        mixed = np.where(left > 1, 1 - np.maximum.reduceat(branch.weights, starts), -1.0)
+    else:  # no node's use is priced: split what the messages mix on cycles
+        num_allowed = np.add.reduceat(allowed, starts)
+        mixed = np.where(num_allowed > 1, 1 - np.maximum.reduceat(branch.weights, starts), -1.0)
         node = int(mixed.argmax())
         if mixed[node] < 0:
             return None

@@ -1,8 +1,9 @@
-"""The Lagrangian dual of a problem: messages on edges, prices on memory and loads, and the lower bound they give.
+"""The Lagrangian dual: every node and edge picks its cheapest entry by itself, which can only be cheaper than a choice.
 
-One iteration is sequential tree-reweighted message passing with the nodes of one colour at a time: up the colours, then
-down. The bound holds for any messages and prices; they only make it larger. Everything is NumPy: rows of different
-lengths, no compilation, and on two cores as fast as a compiled sweep.
+Messages move cost between a node and its edges without changing what any choice costs, and prices add memory and loads
+to the nodes; so the sum of all minima is a lower bound for any messages and prices. One iteration of sequential
+tree-reweighted message passing raises it, with the nodes of one colour at a time: up the colours, then down. Everything
+is NumPy: rows have different lengths, nothing is compiled, and on two cores it is as fast as a compiled sweep.
 
 Source: Kolmogorov, "Convergent Tree-Reweighted Message Passing" (2006), section 3.4, figure 3.
 """
@@ -13,16 +14,22 @@ import numpy as np
 
 from diffshard.solving.flat import Flat, ragged
 
-_WIDTHS = np.array([1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 128, 160, 192, 256, 384, 512, 768])
-_ROWWISE = 1 << 15  # numbers in a temporary from which on it is added row by row, to stay in the cache
+# Sizes that sources are padded to, so that edges of about equal size are computed together; chosen by hand: more sizes
+# make more calls, fewer waste more entries.
+_PADDED_SIZES = np.array(
+    [1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 128, 160, 192, 256, 384, 512, 768]
+)
+# Numbers in a temporary array (256 KiB) up to which it is made at once; larger ones would leave the cache and are added
+# row by row. Measured on the contest's instances.
+_MOST_CACHED_NUMBERS = 1 << 15
 
 
 class _Group(NamedTuple):
-    """Directed edges from one colour with sources of about equal size X; n of them, R rows (edge, target strategy)."""
+    """n directed edges from one colour, whose sources have about equal size X; R rows (edge, target strategy)."""
 
     matrix: np.ndarray  # [X, R]
     node: np.ndarray  # [X, n] positions of the source's strategies in arrays of length N + 1
-    back: np.ndarray  # [X, n] positions of the reverse message in arrays of length M + 1
+    opposite: np.ndarray  # [X, n] positions of the reverse message in arrays of length M + 1
     share: np.ndarray  # [n] of the source's cost
     edge: np.ndarray  # [R] which of the n
     first: np.ndarray  # [n] where each edge's rows start
@@ -39,6 +46,7 @@ class Sweep(NamedTuple):
       nodes: for each colour the positions of its strategies, and where each node starts among them.
       num_messages: M, the sum of the target sizes of all directed edges.
       num_strategies: N.
+      edge_at: `[J]` where each directed edge's messages start.
     """
 
     up: list[list[_Group]]
@@ -46,11 +54,11 @@ class Sweep(NamedTuple):
     nodes: list[tuple[np.ndarray, np.ndarray]]
     num_messages: int
     num_strategies: int
-    edge_at: np.ndarray  # [J] where each directed edge's messages start
+    edge_at: np.ndarray
 
 
 def colours(flat: Flat) -> np.ndarray:
-    """`[V]` colours, no edge between equal ones: greedily, nodes of many neighbours first."""
+    """Returns `[V]` colours, no edge between equal ones: greedily, nodes of many neighbours first."""
     colour = np.full(len(flat.sizes), -1)
     degree = np.diff(flat.first)
     for v in np.argsort(-degree, kind="stable"):
@@ -67,7 +75,7 @@ def lay_out(flat: Flat, dtype: type = np.float32) -> Sweep:
     later = np.bincount(flat.source, rising, len(flat.sizes))
     earlier = np.bincount(flat.source, ~rising, len(flat.sizes))
     share = 1.0 / np.maximum(np.maximum(later, earlier), 1)
-    width = _WIDTHS[np.minimum(np.searchsorted(_WIDTHS, flat.sizes), len(_WIDTHS) - 1)]
+    width = _PADDED_SIZES[np.minimum(np.searchsorted(_PADDED_SIZES, flat.sizes), len(_PADDED_SIZES) - 1)]
     width = np.maximum(width, flat.sizes)
     key = np.lexsort((flat.source, width[flat.source], colour[flat.source], ~rising))
     edge_at = np.empty(len(key), np.int64)
@@ -99,7 +107,7 @@ def _group(
     x = np.arange(width)[:, None]
     inside = x < flat.sizes[source]
     node = np.where(inside, flat.start[source] + x, flat.start[-1])
-    back = np.where(inside, edge_at[flat.reverse[edges]] + x, total)
+    opposite = np.where(inside, edge_at[flat.reverse[edges]] + x, total)
     at = flat.matrix[edges][edge] + x * rows[edge] + column
     matrix = flat.entries[np.where(inside[:, edge], at, 0)].astype(dtype)
     first = np.cumsum(rows) - rows
@@ -107,7 +115,7 @@ def _group(
     return _Group(
         matrix=matrix,
         node=node,
-        back=back,
+        opposite=opposite,
         share=share[source].astype(dtype),
         edge=edge,
         first=first,
@@ -117,7 +125,7 @@ def _group(
 
 
 def sweep(layout: Sweep, cost: np.ndarray, messages: np.ndarray) -> tuple[float, np.ndarray]:
-    """One iteration, up and down, in place.
+    """Makes one iteration, up and down, and changes the messages in place.
 
     Args:
       layout: of the problem.
@@ -154,9 +162,9 @@ def _normalise(total: np.ndarray, members: np.ndarray, starts: np.ndarray) -> fl
 
 
 def _send(group: _Group, total: np.ndarray, messages: np.ndarray) -> float:
-    """New messages along a group's edges; returns the sum of the minima subtracted from them."""
-    at_source = total[group.node] * group.share - messages[group.back]
-    if group.matrix.size < _ROWWISE:
+    """Sends new messages along a group's edges; returns the sum of the minima subtracted from them."""
+    at_source = total[group.node] * group.share - messages[group.opposite]
+    if group.matrix.size < _MOST_CACHED_NUMBERS:
         out = (group.matrix + at_source[:, group.edge]).min(axis=0)
     else:
         out = group.matrix[0] + at_source[0][group.edge]

@@ -1,4 +1,4 @@
-"""The differentiable relaxation: the smoothed dual of a problem, climbed by soft-minimum sweeps, in JAX.
+"""The dual with soft minima in the place of minima: it can be differentiated, and its gradient is a relaxed choice.
 
 For messages m and prices, with c the node costs at these prices and T the edge costs,
 
@@ -116,7 +116,7 @@ def soft_problem(problem: Problem) -> SoftProblem:
 
 
 def free_prices(problem: Problem) -> Prices:
-    """Prices to start from, as JAX arrays: memory is free, every device's time counts alike."""
+    """Returns prices to start from, as JAX arrays: memory is free, and every device's time counts alike."""
     memory, load = initial_prices(flatten(problem))
     return Prices(jnp.asarray(memory), jnp.asarray(load))  # pyright: ignore[reportArgumentType]
 
@@ -157,7 +157,7 @@ def soft_dual(
 
 @jax.jit
 def dual_value(problem: SoftProblem, prices: Prices, messages: jax.Array, temperature: jax.Array | float) -> jax.Array:
-    """D_t of any messages and prices; its gradient with respect to `node_cost` are the marginals of `soft_dual`."""
+    """Computes D_t of any messages and prices; its gradient for `node_cost` are the marginals of `soft_dual`."""
     cost = priced_nodes(problem, prices)
     nodes = _softmin(_absorbed(problem, cost, messages), problem.node_mask, temperature)
     u, v = problem.edge_nodes.T
@@ -170,13 +170,13 @@ def dual_value(problem: SoftProblem, prices: Prices, messages: jax.Array, temper
 
 
 def largest_gap(problem: SoftProblem, temperature: float) -> float:
-    """By how much min-plus can exceed D_t at the same messages: t · (Σ_v log S_v + Σ_e log(S_u · S_v))."""
+    """Returns by how much min-plus can exceed D_t at the same messages: t · (Σ_v log S_v + Σ_e log(S_u · S_v))."""
     logs = np.log(np.asarray(problem.node_mask).sum(axis=1))
     return float(temperature * (logs.sum() + logs[np.asarray(problem.edge_nodes)].sum()))
 
 
 def priced_nodes(problem: SoftProblem, prices: Prices) -> jax.Array:
-    """`[V, S]` node costs with their memory and loads at these prices."""
+    """Returns `[V, S]` node costs with their memory and loads at these prices."""
     cost = problem.node_cost + problem.load @ jnp.asarray(prices.load, problem.node_cost.dtype)
     if not problem.slack.size or not problem.usage.size:
         return cost
@@ -190,7 +190,7 @@ def priced_nodes(problem: SoftProblem, prices: Prices) -> jax.Array:
 def _update(
     problem: SoftProblem, cost: jax.Array, temperature: jax.Array, messages: jax.Array, star: jax.Array
 ) -> jax.Array:
-    """The exact maximum over all messages at the nodes of one colour, whose directed edges are `star`."""
+    """Maximises exactly over all messages at the nodes of one colour, whose directed edges are `star`."""
     count = len(problem.edge_nodes)
     edge = star % count
     first = (star >= count)[:, None]  # to the edge's first node, so its rows stay and its columns are minimised over
@@ -209,14 +209,14 @@ def _update(
 
 
 def _absorbed(problem: SoftProblem, cost: jax.Array, messages: jax.Array) -> jax.Array:
-    """`[V, S]` node costs with all messages."""
+    """Returns `[V, S]` node costs with all messages."""
     to_v, to_u = jnp.split(messages, 2)
     u, v = problem.edge_nodes.T
     return cost.at[v].add(to_v).at[u].add(to_u)
 
 
 def _softmin(x: jax.Array, mask: jax.Array, temperature: jax.Array | float) -> jax.Array:
-    """-t log Σ exp(-x / t) along the last axis over what the mask allows, 0 where it allows nothing."""
+    """Returns -t log Σ exp(-x / t) along the last axis over what the mask allows, 0 where it allows nothing."""
     weights, least, temperature = _shifted(x, mask, temperature)
     total = weights.sum(axis=-1)
     return least[..., 0] - temperature * jnp.log(jnp.where(total > 0, total, 1.0))
@@ -228,7 +228,10 @@ def _softmin_weights(x: jax.Array, mask: jax.Array, temperature: jax.Array | flo
 
 
 def _shifted(x: jax.Array, mask: jax.Array, temperature: jax.Array | float) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """exp(-(x - least) / t), the least, which is a constant as no result depends on it, and t, never quite 0."""
+    """Returns exp(-(x - least) / t), the least, and t, which is kept above 0.
+
+    Results do not depend on the least, which only keeps numbers small; so no gradient goes through it.
+    """
     temperature = jnp.maximum(temperature, jnp.finfo(x.dtype).tiny ** 0.5)
     least = jax.lax.stop_gradient(jnp.min(jnp.where(mask, x, jnp.inf), axis=-1, keepdims=True, initial=jnp.inf))
     least = jnp.where(jnp.isfinite(least), least, 0.0)
@@ -237,7 +240,7 @@ def _shifted(x: jax.Array, mask: jax.Array, temperature: jax.Array | float) -> t
 
 
 def _stars(pairs: np.ndarray, colour: np.ndarray) -> np.ndarray:
-    """`[C, J']` directed edges by the colour of the node that they end in."""
+    """Returns `[C, J']` directed edges by the colour of the node that they end in."""
     ends = np.concatenate([pairs[:, 1], pairs[:, 0]])
     groups = [np.flatnonzero(colour[ends] == c) for c in range(int(colour.max(initial=0)) + 1)]
     longest = max(len(group) for group in groups)

@@ -1,6 +1,7 @@
-"""Single-node descent of many choices side by side: node after node takes its best strategy, priced exactly.
+"""Single-node descent: node after node takes its best strategy given all others, for many choices side by side.
 
-What comes down is cost + weight · excess, where the excess is the memory above the limit, summed over times and
+Moves are priced exactly, largest load and memory included, and choices share the lookups that one node's move needs.
+The descent minimises cost + weight · excess, where the excess is the memory above the limit, summed over times and
 devices, in units of the limit. `repaired` raises the weight until the excess is gone or nothing moves any more.
 """
 
@@ -12,11 +13,11 @@ import scipy.sparse
 
 from diffshard.solving.flat import Flat, ragged
 
-_PAUSE = 256  # nodes between two yields: milliseconds
-_MOST_PASSES = 50
-_RISE = 32.0
-_MOST_RISES = 8
-_NUMBERS = 1 << 22  # in a temporary
+_NODES_PER_YIELD = 256  # a few milliseconds; chosen by hand
+_MOST_PASSES = 50  # over the nodes near a change; few problems need ten; chosen by hand
+_WEIGHT_FACTOR = 32.0  # from one weight of the excess to the next; chosen by hand
+_MOST_WEIGHTS = 8  # the last is 10^10 times the cost of the choice; chosen by hand
+_MOST_TEMPORARY_NUMBERS = 1 << 22  # 32 MiB in one temporary array; chosen by hand
 
 
 class Descent:
@@ -44,7 +45,7 @@ class Descent:
             self._put(v, self.choice[:, v], 1.0)
 
     def cost(self) -> np.ndarray:
-        """`[R]` node, edge and load cost of the choices."""
+        """Returns `[R]` node, edge and load cost of the choices."""
         flat = self.flat
         forward = flat.source < flat.target
         source, target = flat.source[forward], flat.target[forward]
@@ -53,13 +54,13 @@ class Descent:
         return nodes + flat.entries[at].sum(axis=1) + self.load.max(axis=1, initial=0.0)
 
     def excess(self) -> np.ndarray:
-        """`[R]` memory above the limit, in units of the limit."""
+        """Returns `[R]` memory above the limit, in units of the limit."""
         if not self.used.size:
             return np.zeros(len(self.choice))
         return (np.maximum(self.used - self._limit, 0.0) / self._unit).sum(axis=(1, 2))
 
     def descend(self, order: np.ndarray, weight: np.ndarray | float = 0.0) -> Iterator[None]:
-        """Passes over `order`, then over the nodes near a change, until nothing changes; yields to be stopped at.
+        """Passes over `order`, then over the nodes near a change, until nothing changes; yields every few milliseconds.
 
         Args:
           order: nodes, each once.
@@ -74,7 +75,7 @@ class Descent:
                     coupled |= bool(self._coupled[v])
                 dirty[v] = False
                 since += 1
-                if since % _PAUSE == 0:
+                if since % _NODES_PER_YIELD == 0:
                     yield
             if coupled:
                 dirty |= self._coupled
@@ -82,25 +83,25 @@ class Descent:
                 return
 
     def repaired(self, order: np.ndarray) -> Iterator[None]:
-        """Descends, and again at a higher weight for as long as some choice exceeds the memory."""
+        """Descends at higher and higher weights, as long as some choice exceeds the memory."""
         weight = np.maximum(np.abs(self.cost()), 1e-30)
-        for _ in range(_MOST_RISES):
+        for _ in range(_MOST_WEIGHTS):
             yield from self.descend(order, weight)
             over = self.excess() > 0
             if not over.any():
                 return
-            weight = np.where(over, weight * _RISE, weight)
+            weight = np.where(over, weight * _WEIGHT_FACTOR, weight)
 
     def price(self, v: int, weight: np.ndarray | float) -> np.ndarray:
-        """`[R, S_v]` what each strategy of a node costs, given the rest, up to a constant for each choice."""
+        """Returns `[R, S_v]` what each strategy of a node costs, given the rest, up to a constant for each choice."""
         flat = self.flat
         first, size = int(flat.start[v]), int(flat.sizes[v])
         strategies = np.arange(size)
         price = np.repeat(flat.cost[None, first : first + size], len(self.choice), axis=0)
         near = self._near[v]
         if len(near):
-            back = flat.reverse[near]  # the neighbour's strategies are the rows: v's lie one after the other
-            at = flat.matrix[back] + self.choice[:, flat.target[near]] * size
+            inward = flat.reverse[near]  # the neighbour's strategies are the rows: v's lie one after the other
+            at = flat.matrix[inward] + self.choice[:, flat.target[near]] * size
             price += flat.entries[at[:, :, None] + strategies].sum(axis=1)
         if flat.load.shape[1]:
             others = self.load - flat.load[first + self.choice[:, v]]
@@ -116,7 +117,7 @@ class Descent:
         now = self.choice[:, v]
         best = price.argmin(axis=1)
         least, current = price[rows, best], price[rows, now]
-        better = least < current - 1e-12 * np.abs(current)  # sums in another order must not move back and forth
+        better = least < current - 1e-12 * np.abs(current)  # rounding must not move a node to and fro
         if not better.any():
             return False
         self._put(v, now, -1.0)
@@ -132,7 +133,7 @@ class Descent:
             self.load += sign * self.flat.load[self.flat.start[v] + strategy]
 
     def _excess(self, v: int) -> np.ndarray:
-        """`[R, S_v]` the excess in the node's intervals with each of its strategies."""
+        """Returns `[R, S_v]` the excess in the node's intervals with each of its strategies."""
         total = np.zeros((len(self.choice), int(self.flat.sizes[v])))
         usages = self._usages[v]
         # Usages of one node that live at the same time on a device are priced together.
@@ -150,7 +151,7 @@ class Descent:
         room = self.used[:, start:end, device] - own[:, None] - self._limit[device]
         tight = np.flatnonzero((room + table.max() > 0).any(axis=0))
         total = np.zeros((len(room), len(table)))
-        block = max(1, _NUMBERS // total.size)
+        block = max(1, _MOST_TEMPORARY_NUMBERS // total.size)
         for i in range(0, len(tight), block):
             above = room[:, None, tight[i : i + block]] + table[:, None]
             total += np.maximum(above, 0.0).sum(axis=2)
@@ -158,11 +159,11 @@ class Descent:
 
 
 def varying_usages(flat: Flat) -> list[list[tuple[int, int, int, np.ndarray]]]:
-    """For each node its varying usages on devices with a limit as (start, end, device, `[S_v]`)."""
-    found: list[list[tuple[int, int, int, np.ndarray]]] = [[] for _ in flat.sizes]
+    """Returns for each node its varying usages on devices with a limit as (start, end, device, `[S_v]`)."""
+    usages_of: list[list[tuple[int, int, int, np.ndarray]]] = [[] for _ in flat.sizes]
     times, devices = flat.base.shape
     if not times:
-        return found
+        return usages_of
     columns = scipy.sparse.csc_array(flat.usage)
     indices, values, first = columns.indices, columns.data, columns.indptr
     limit = np.broadcast_to(flat.limit, (devices,))
@@ -175,12 +176,12 @@ def varying_usages(flat: Flat) -> list[list[tuple[int, int, int, np.ndarray]]]:
         table = np.zeros(int(flat.sizes[v]))
         table[rows - flat.start[v]] = values[first[column] : first[column + 1]]
         start, end = flat.interval[usage].tolist()
-        found[v].append((start, end, device, table))
-    return found
+        usages_of[v].append((start, end, device, table))
+    return usages_of
 
 
 def spans(flat: Flat) -> np.ndarray:
-    """`[V]` how much can be at stake in a node: the spread of its costs and those of its edges."""
+    """Returns `[V]` how much can be at stake in a node: the spread of its costs and those of its edges."""
     least = np.minimum.reduceat(flat.cost, flat.start[:-1])
     most = np.maximum.reduceat(flat.cost, flat.start[:-1])
     length = flat.sizes[flat.source] * flat.sizes[flat.target]

@@ -1,7 +1,7 @@
-"""Large-neighbourhood search: many disjoint neighbourhoods are perturbed and polished at once, each accepted by itself.
+"""Large-neighbourhood search: many parts of a choice are perturbed at once, and each is accepted by itself.
 
-A partition splits the graph into balls that no edge joins, by freezing nodes between them. What happens in one ball
-then costs the same whatever happens in the others; only the memory is shared, and acceptance looks after it.
+A partition splits the graph into balls that no edge joins, by freezing nodes between them. What a change in one ball
+costs then does not depend on the others; only the memory is shared, so balls are accepted while it lasts.
 """
 
 from typing import NamedTuple
@@ -74,7 +74,7 @@ def _voronoi(flat: Flat, rng: np.random.Generator, num_balls: int) -> np.ndarray
 
 
 def _inside(flat: Flat, rng: np.random.Generator, label: np.ndarray) -> np.ndarray:
-    """Greedily, ball by ball in random order: a node is inside unless a neighbour of another ball is."""
+    """Returns `[V]` which nodes stay in their balls: greedily, those without a neighbour inside another ball."""
     degree = np.diff(flat.first)
     frozen = (degree > _HUB_DEGREE_RATIO * max(degree.mean(), 1.0)) & (rng.random(len(label)) < _FROZEN_HUB_SHARE)
     rank = rng.permutation(label.max() + 1)
@@ -87,13 +87,13 @@ def _inside(flat: Flat, rng: np.random.Generator, label: np.ndarray) -> np.ndarr
     return np.array(inside, bool)
 
 
-def perturb(polish: Polish, partition: Partition, passes: int, temperature: float, spread: float) -> int:
-    """Perturbs all balls, polishes them, and accepts those that together are cheaper and fit. Returns how many.
+def perturb(polish: Polish, partition: Partition, num_moves: int, temperature: float, spread: float) -> int:
+    """Perturbs all balls, polishes them, and accepts those that together are cheaper and fit; returns their number.
 
     Args:
       polish: where the search is; its best feasible choice is where all balls start.
       partition: the balls.
-      passes: forest moves.
+      num_moves: of random forests.
       temperature: of the noise on costs, largest first and none in the last moves; each ball draws its own below it.
       spread: standard deviation of the logarithm of the factors on the price of memory, of balls and of nodes.
     """
@@ -103,15 +103,15 @@ def perturb(polish: Polish, partition: Partition, passes: int, temperature: floa
     of_node = np.zeros(len(flat.sizes))
     of_node[partition.node] = heat[partition.label[partition.node]]
     noise = np.repeat(of_node, flat.sizes)
-    # Equal layers would all change at the same price: a ball, or a node, that pays less takes what others leave.
+    # At one price equal layers would all change together; a ball or node that pays less changes before the others.
     factors = np.exp(spread * rng.normal(size=len(flat.sizes)))
     if partition.num_balls > 1:
         factors[partition.node] *= np.exp(spread * rng.normal(size=partition.num_balls))[
             partition.label[partition.node]
         ]
     weight = np.repeat(factors, flat.sizes) if flat.base.size else 1.0
-    for i in range(passes):
-        cooling = max(1 - i / max(passes - 2, 1), 0.0)
+    for i in range(num_moves):
+        cooling = max(1 - i / max(num_moves - 2, 1), 0.0)
         polish.move(partition.forests[rng.integers(len(partition.forests))], noise * cooling, weight)
         exceeded = polish.offer(polish.choice)
         polish.reprice(exceeded, _PRICE_RISE, _PRICE_FALL)
@@ -119,7 +119,11 @@ def perturb(polish: Polish, partition: Partition, passes: int, temperature: floa
 
 
 def _accept(polish: Polish, partition: Partition, start: np.ndarray, moved: np.ndarray) -> int:
-    """Takes over balls from `moved`: those that are cheaper, or with them those that free memory at a good price."""
+    """Takes over the balls of `moved` that are cheaper, and in a second try those that free memory at a good price.
+
+    Returns:
+      How many balls were taken over in the last try that gave a better choice.
+    """
     flat = polish.flat
     change = _change(flat, partition, start, moved, flat.cost)
     orders = [np.argsort(change)[: (change < 0).sum()]]
@@ -143,7 +147,7 @@ def _accept(polish: Polish, partition: Partition, start: np.ndarray, moved: np.n
 
 
 def _change(flat: Flat, partition: Partition, start: np.ndarray, moved: np.ndarray, cost: np.ndarray) -> np.ndarray:
-    """`[num_balls]` what each ball changes by, with node costs `cost` `[N]`."""
+    """Returns `[num_balls]` what each ball's change costs, with node costs `cost` `[N]`."""
     edge, node = partition.edge, partition.node
     source, target = flat.source[edge], flat.target[edge]
     row = flat.matrix[edge]
@@ -155,14 +159,14 @@ def _change(flat: Flat, partition: Partition, start: np.ndarray, moved: np.ndarr
 
 
 class _Room:
-    """The memory in use, and whether a change fits."""
+    """The memory that is in use, and what fits beside it."""
 
     def __init__(self, flat: Flat, choice: np.ndarray):
         self._flat = flat
         self._used = chosen_memory(flat, choice) if flat.base.size else None
 
     def takes(self, nodes: np.ndarray, before: np.ndarray, after: np.ndarray) -> bool:
-        """Books the change if it fits."""
+        """Adds the change of some nodes to the memory in use if it fits; returns whether it did."""
         if self._used is None:
             return True
         flat = self._flat

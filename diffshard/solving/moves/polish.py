@@ -116,7 +116,7 @@ class Polish:
             excess = chosen_memory(self.flat, choice) - self.flat.limit
         most = max(excess.max(initial=0.0), 0.0)
         if most < self.best_excess or (most == self.best_excess == 0):
-            cost = chosen_cost(self.flat, choice)
+            cost = float(chosen_cost(self.flat, choice))
             if most > 0 or cost < self.best_cost:
                 self.best, self.best_excess = choice.copy(), most
                 self.best_cost = np.inf if most > 0 else cost

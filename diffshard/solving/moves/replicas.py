@@ -1,12 +1,18 @@
-"""Metropolis walks of many replicas at once: one node of each changes its strategy at a time, priced exactly."""
+"""Metropolis walks: a random change of one node is taken if it is cheaper, or else with a probability that falls.
+
+Many replicas walk at once, because NumPy takes about as long for one step of 32 as for one of a single replica. Changes
+are priced exactly.
+
+Source: Metropolis et al., "Equation of state calculations by fast computing machines" (1953).
+"""
 
 import numpy as np
 
 from diffshard.solving.flat import Flat, costs_of_choices, memory_of_strategies, ragged
 
-_NORM = 8
-_PENALTY = 0.1  # of the whole cost for each limit's worth of memory in excess at one time
-_DENSE = 1 << 24  # numbers in the table of what every strategy uses at every time
+_SMOOTH_MAX_NORM = 8  # of the loads, in the place of their maximum; chosen by hand on placements of layers
+_EXCESS_PENALTY = 0.1  # of the whole cost, for a limit's worth of memory in excess at one time; chosen by hand
+_MOST_TABLE_NUMBERS = 1 << 24  # 128 MiB in the table of what every strategy uses at every time; chosen by hand
 
 
 class Replicas:
@@ -16,7 +22,7 @@ class Replicas:
       choice: `[R, V]`.
       cost: `[R]` node, edge and load cost.
       excess: `[R]` memory above the limit, summed over times and devices, in units of the limit.
-      best: the feasible choice of least cost seen, None before there is one.
+      best: the feasible choice of least cost so far, None before there is one.
       best_cost: its cost, inf before there is one.
     """
 
@@ -29,7 +35,7 @@ class Replicas:
         self._odd = False
         self._movable = np.flatnonzero(flat.sizes > 1)
         self._limit = np.broadcast_to(flat.limit, flat.base.shape)
-        self._use = _dense_use(flat) if flat.base.size * int(flat.start[-1]) <= _DENSE else None
+        self._use = _dense_use(flat) if flat.base.size * int(flat.start[-1]) <= _MOST_TABLE_NUMBERS else None
         replica = np.repeat(np.arange(count), len(flat.sizes))
         self._used = memory_of_strategies(flat, chosen.ravel(), np.ones(chosen.size), replica, count) + flat.base
         self.excess = self._over(self._used).sum(axis=(1, 2))
@@ -37,7 +43,7 @@ class Replicas:
         self._keep(np.arange(count))
 
     def step(self, temperature: np.ndarray | float) -> None:
-        """One Metropolis step of every replica, `[R]` or common temperature in units of cost."""
+        """Makes one Metropolis step of every replica, at a common temperature or `[R]`, in units of cost."""
         if not len(self._movable):
             return
         flat, rng, rows = self.flat, self._rng, np.arange(len(self.choice))
@@ -51,12 +57,12 @@ class Replicas:
             felt = change + _smooth_max(load) - _smooth_max(self.load)
             change = change + load.max(axis=1) - self.load.max(axis=1)
         threshold = np.asarray(temperature) * rng.exponential(size=len(rows))
-        # What costs too much already needs no look at its memory, unless memory is what it might save.
+        # A change that costs too much already is refused without a look at its memory, unless it might free some.
         maybe = np.flatnonzero((felt <= threshold) | (self.excess > 0))
         if not len(maybe):
             return
         used, excess = self._memory(maybe, v[maybe], old[maybe], new[maybe])
-        penalty = _PENALTY * np.abs(self.cost[maybe]) * (excess - self.excess[maybe])
+        penalty = _EXCESS_PENALTY * np.abs(self.cost[maybe]) * (excess - self.excess[maybe])
         accept = felt[maybe] + penalty <= threshold[maybe]
         taken = maybe[accept]
         self.choice[taken, v[taken]] = new[taken]
@@ -67,12 +73,12 @@ class Replicas:
         self._keep(taken)
 
     def temper(self, temperatures: np.ndarray) -> None:
-        """Parallel tempering: neighbours in temperature `[R]` exchange places, by chance.
+        """Lets neighbours in temperature `[R]` exchange places by chance: parallel tempering.
 
         Replicas are kept in the order of their temperatures, which must not fall. Source: Syed et al., "Non-reversible
         parallel tempering" (2022).
         """
-        energy = self.cost + _PENALTY * np.abs(self.cost) * self.excess
+        energy = self.cost + _EXCESS_PENALTY * np.abs(self.cost) * self.excess
         inverse = 1 / temperatures
         self._odd = not self._odd  # in turn, not by chance: replicas then travel instead of diffusing
         lower = np.arange(int(self._odd), len(energy) - 1, 2)
@@ -97,7 +103,7 @@ class Replicas:
     def _memory(
         self, rows: np.ndarray, v: np.ndarray, old: np.ndarray, new: np.ndarray
     ) -> tuple[np.ndarray | None, np.ndarray]:
-        """`[n, T, D]` and `[n]`: memory in use and excess of some replicas after their change."""
+        """Returns `[n, T, D]` and `[n]`: memory in use and excess of some replicas after their change."""
         flat = self.flat
         if not flat.base.size:
             return None, self.excess[rows]
@@ -124,13 +130,13 @@ class Replicas:
 
 
 def _dense_use(flat: Flat) -> np.ndarray:
-    """`[N, T, D]` what every strategy adds to the memory in use."""
+    """Returns `[N, T, D]` what every strategy adds to the memory in use."""
     strategies = np.arange(int(flat.start[-1]))
     return memory_of_strategies(flat, strategies, np.ones(len(strategies)), strategies, len(strategies))
 
 
 def _smooth_max(load: np.ndarray) -> np.ndarray:
-    """`[R]` a norm near the maximum: what the walk feels, or all plans with one busiest device would feel the same."""
+    """Returns `[R]` a norm of the loads, near their maximum but lower where fewer devices are busy."""
     most = load.max(axis=1, initial=0.0)
     unit = np.where(most > 0, most, 1.0)
-    return most * ((load / unit[:, None]) ** _NORM).sum(axis=1) ** (1 / _NORM)
+    return most * ((load / unit[:, None]) ** _SMOOTH_MAX_NORM).sum(axis=1) ** (1 / _SMOOTH_MAX_NORM)

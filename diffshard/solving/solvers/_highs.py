@@ -1,8 +1,8 @@
-"""HiGHS on one mixed-integer programme, as a script of its own that `exact` can stop at any moment.
+"""HiGHS in a process of its own, so that `exact` can stop it at any moment: its presolve ignores the clock for seconds.
 
-HiGHS looks at the clock seldom: its presolve can go on for seconds. Reads a pickled dictionary from stdin, writes
-pickled (values of the whole variables or None, lower bound) to stdout whenever either improves, and at the end. It
-imports nothing of ours, so that it starts quickly.
+The script reads a pickled dictionary from stdin. It writes pickled pairs to stdout, of the values of the integer
+variables or None and of a lower bound, whenever either improves and at the end. It imports nothing of ours, so that it
+starts quickly.
 """
 
 import os
@@ -16,51 +16,55 @@ import numpy as np
 
 
 def main() -> None:
-    """Solves what stdin holds."""
+    """Solves the programme on stdin."""
     out = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # whatever a library prints must not come between
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for whoever started this
+    os.dup2(2, 1)  # what a library prints must not mix with the answers
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that started this one answers Ctrl-C
     parent = os.getppid()
-    given = pickle.load(sys.stdin.buffer)
-    whole, best = given["num_whole"], -np.inf
+    programme = pickle.load(sys.stdin.buffer)
+    num_integers, best_bound = programme["num_integers"], -np.inf
 
-    def tell(values: Any, bound: float) -> None:
-        pickle.dump((None if values is None else np.asarray(values)[:whole], float(bound)), out)
+    def answer(values: Any, bound: float) -> None:
+        pickle.dump((None if values is None else np.asarray(values)[:num_integers], float(bound)), out)
         out.flush()
 
-    def found(event: Any) -> None:
-        tell(event.data_out.mip_solution, event.data_out.mip_dual_bound)
+    def on_solution(event: Any) -> None:
+        answer(event.data_out.mip_solution, event.data_out.mip_dual_bound)
 
-    def checked(event: Any) -> None:
-        nonlocal best
+    def on_check(event: Any) -> None:
+        nonlocal best_bound
         if os.getppid() != parent:
-            event.interrupt()  # nobody listens any more
-        if event.data_out.mip_dual_bound > best:
-            best = event.data_out.mip_dual_bound
-            tell(None, best)
+            event.interrupt()  # the process that listened is gone
+        if event.data_out.mip_dual_bound > best_bound:
+            best_bound = event.data_out.mip_dual_bound
+            answer(None, best_bound)
 
     solver = highspy.Highs()
-    for name, value in given["options"].items():
+    for name, value in programme["options"].items():
         solver.setOptionValue(name, value)
-    solver.cbMipImprovingSolution += found
-    solver.cbMipInterrupt += checked
-    solver.passModel(_model(given))
+    solver.cbMipImprovingSolution += on_solution
+    solver.cbMipInterrupt += on_check
+    solver.passModel(_model(programme))
     solver.run()
     info = solver.getInfo()
     feasible = info.primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible
-    tell(solver.getSolution().col_value if feasible else None, info.mip_dual_bound)
+    answer(solver.getSolution().col_value if feasible else None, info.mip_dual_bound)
 
 
-def _model(given: dict[str, Any]) -> highspy.HighsLp:
+def _model(programme: dict[str, Any]) -> highspy.HighsLp:
     model = highspy.HighsLp()
-    columns = len(given["cost"])
-    model.num_col_, model.num_row_ = columns, len(given["lower"])
-    model.col_cost_, model.col_lower_, model.col_upper_ = given["cost"], np.zeros(columns), given["column_upper"]
-    model.row_lower_, model.row_upper_ = given["lower"], given["upper"]
+    columns = len(programme["cost"])
+    model.num_col_, model.num_row_ = columns, len(programme["lower"])
+    model.col_cost_, model.col_lower_, model.col_upper_ = (
+        programme["cost"],
+        np.zeros(columns),
+        programme["column_upper"],
+    )
+    model.row_lower_, model.row_upper_ = programme["lower"], programme["upper"]
     model.a_matrix_.format_ = highspy.MatrixFormat.kColwise
-    model.a_matrix_.start_, model.a_matrix_.index_, model.a_matrix_.value_ = given["rows"]
+    model.a_matrix_.start_, model.a_matrix_.index_, model.a_matrix_.value_ = programme["rows"]
     kinds = highspy.HighsVarType.kInteger, highspy.HighsVarType.kContinuous
-    model.integrality_ = [kinds[0]] * given["num_whole"] + [kinds[1]] * (columns - given["num_whole"])
+    model.integrality_ = [kinds[0]] * programme["num_integers"] + [kinds[1]] * (columns - programme["num_integers"])
     return model
 
 

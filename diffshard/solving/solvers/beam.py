@@ -1,10 +1,10 @@
-"""Beam search: nodes are decided in an order that keeps few of them open, and the best partial choices go on.
+"""Beam search: nodes are decided one after the other, and after each only the best partial choices go on.
 
-A partial choice costs what is decided and the least that its edges to open nodes can cost. Of partial choices that
-agree on all nodes which still have open neighbours only the best goes on, so without memory and loads a beam that is
-wide enough is dynamic programming. The width quadruples from run to run; each result comes down by single-node moves.
-Memory has prices, which narrow beams learn first, one after the other: they rise where the last result exceeded the
-limit and fall elsewhere.
+A decided node is open while it has undecided neighbours; the order of the nodes keeps few of them open. A partial
+choice costs what is decided and the least that its edges to undecided nodes can cost. Among partial choices that agree
+on all open nodes only the best goes on, so without memory and loads a beam that is wide enough is dynamic programming.
+The width quadruples from run to run, and each result comes down by single-node moves. Memory has prices, which narrow
+beams learn in the first runs: prices rise where the last result exceeded the limit and fall elsewhere.
 
 Source: Lowerre, "The HARPY speech recognition system" (1976); the order is that of Cuthill and McKee, "Reducing the
 bandwidth of sparse symmetric matrices" (1969).
@@ -31,12 +31,16 @@ from diffshard.solving.flat import (
     with_ceiling,
 )
 from diffshard.solving.moves.descent import Descent, varying_usages
-from diffshard.solving.solvers.greedy import optimistic
+from diffshard.solving.solvers.greedy import least_entries
 
-_WIDTHS = 4, 256, 1 << 14
-_LESSONS = 24
-_GAIN = 10.0
-_LAST_RATE = 0.03
+_FIRST_WIDTH = 4  # partial choices; chosen by hand on generated layers, as all numbers here
+_LAST_WIDTH = 256  # without a time limit
+_LAST_WIDTH_LIMITED = 1 << 14  # with one
+_PRICE_RUNS = 24  # of the first width, in which the prices of memory are learned
+_PRICE_GAIN = 10.0  # of the logarithm of a price, for each limit's worth of excess
+_EXCESS_RANGE = -0.1, 0.3  # limits' worth of excess that count in one step
+_LEAST_PRICE = 1e-4  # of a whole limit, in parts of the cost: lower prices are zero
+_LAST_RATE = 0.03  # of the price steps at the end, where the first ones have rate 1
 
 
 def solve(problem: Problem, *, time_limit_s: float | None = None, key: jax.Array) -> Iterator[Proposal]:
@@ -44,11 +48,11 @@ def solve(problem: Problem, *, time_limit_s: float | None = None, key: jax.Array
     rng, flat = numpy_generator(key), with_ceiling(flatten(problem))
     order = narrow_order(flat)
     search = _Beam(flat, order, rng)
-    lessons = _LESSONS if flat.base.size else 0
-    widths = [_WIDTHS[0]] * lessons
-    widths += [w for w in 4 ** np.arange(10) if _WIDTHS[0] <= w <= _WIDTHS[1 if time_limit_s is None else 2]]
+    price_runs = _PRICE_RUNS if flat.base.size else 0
+    last_width = _LAST_WIDTH if time_limit_s is None else _LAST_WIDTH_LIMITED
+    widths = [_FIRST_WIDTH] * price_runs + [w for w in 4 ** np.arange(10) if _FIRST_WIDTH <= w <= last_width]
     for run, width in enumerate(widths):
-        for _ in search.run(int(width), 0.0 if run < lessons else 1.0):
+        for _ in search.run(int(width), 0.0 if run < price_runs else 1.0):
             yield Proposal()
         search.reprice(_LAST_RATE ** (run / len(widths)))
         descent = Descent(flat, search.choice[None])
@@ -59,7 +63,7 @@ def solve(problem: Problem, *, time_limit_s: float | None = None, key: jax.Array
 
 
 def narrow_order(flat: Flat) -> np.ndarray:
-    """`[V]` the nodes, neighbours close to each other."""
+    """Returns `[V]` the nodes in an order that puts neighbours close to each other."""
     count = len(flat.sizes)
     graph = scipy.sparse.csr_array((np.ones(len(flat.source)), (flat.source, flat.target)), shape=(count, count))
     return np.asarray(reverse_cuthill_mckee(scipy.sparse.csr_matrix(graph), symmetric_mode=True), np.int64)
@@ -70,8 +74,8 @@ class _Partials(NamedTuple):
 
     Attributes:
       open: decided nodes with undecided neighbours.
-      held: `[len(open), B]` their strategies.
-      name: `[B]` equal where all held strategies are: the exclusive or of their random numbers.
+      strategy: `[len(open), B]` the strategies of the open nodes.
+      digest: `[B]` equal where all strategies of open nodes are: the exclusive or of their random numbers.
       cost: `[B]` without loads.
       load: `[B, D']`.
       used: `[B, T, D]` live memory; undecided nodes count with their least.
@@ -79,8 +83,8 @@ class _Partials(NamedTuple):
     """
 
     open: list[int]
-    held: np.ndarray
-    name: np.ndarray
+    strategy: np.ndarray
+    digest: np.ndarray
     cost: np.ndarray
     load: np.ndarray
     used: np.ndarray
@@ -95,7 +99,7 @@ class _Beam:
         rank = np.empty_like(order)
         rank[order] = np.arange(len(order))
         self._rank = rank
-        self._hopeful = optimistic(flat)
+        self._least_entry = least_entries(flat)
         rows = flat.sizes[flat.source]
         self._begin = np.cumsum(rows) - rows
         self._numbers = rng.integers(1 << 62, size=len(flat.cost))
@@ -105,17 +109,17 @@ class _Beam:
         for v, step in enumerate(last.tolist()):
             self._closing[step].add(v)
         self._usages = varying_usages(flat)
-        self._stake = 0.0
-        self._memory = np.zeros(flat.base.shape)
+        self._cost_size = 0.0
+        self._memory_price = np.zeros(flat.base.shape)
         self._cost = flat.cost
         self.choice = np.zeros(len(order), np.int64)
 
-    def run(self, width: int, strict: float = 0.0) -> Iterator[None]:
+    def run(self, width: int, excess_weight: float = 0.0) -> Iterator[None]:
         """One pass over the nodes; sets `choice` at its end.
 
         Args:
           width: how many partial choices go on.
-          strict: what a limit's worth too much memory at one time costs, in costs of the last result.
+          excess_weight: the cost of a limit's worth of memory in excess at one time, in costs of the last result.
         """
         flat, none = self._flat, np.zeros(1)
         beam = _Partials(
@@ -127,75 +131,84 @@ class _Beam:
             flat.base[None],
             none,
         )
-        back = []
+        steps = []
         for step, v in enumerate(self._order.tolist()):
-            beam, parent, strategy = self._step(beam, v, self._closing[step], width, strict * self._stake)
-            back.append((v, parent, strategy))
+            beam, parent, strategy = self._step(beam, v, self._closing[step], width, excess_weight * self._cost_size)
+            steps.append((v, parent, strategy))
             yield
-        at, self.choice = 0, np.zeros(len(self._order), np.int64)
-        for v, parent, strategy in reversed(back):
-            self.choice[v] = strategy[at]
-            at = parent[at]
-        self._stake = abs(chosen_cost(flat, self.choice))
+        partial, self.choice = 0, np.zeros(len(self._order), np.int64)
+        for v, parent, strategy in reversed(steps):
+            self.choice[v] = strategy[partial]
+            partial = parent[partial]
+        self._cost_size = abs(float(chosen_cost(flat, self.choice)))
 
     def reprice(self, rate: float) -> None:
-        """The prices' answer to the choice of the last run."""
+        """Raises the prices of memory where the choice of the last run exceeds the limit, and lowers them elsewhere."""
         flat = self._flat
         if flat.base.size:
             unit = np.maximum(flat.limit, 1e-30)
-            over = np.clip(chosen_memory(flat, self.choice) / unit - 1, -0.1, 0.3)
-            floor = 1e-4 * self._stake / unit
-            price = np.maximum(self._memory, floor) * np.exp(_GAIN * rate * over)
-            self._memory = np.where(price <= floor, 0.0, price)
-            self._cost = flat.cost + memory_price(flat, self._memory)
+            excess = np.clip(chosen_memory(flat, self.choice) / unit - 1, *_EXCESS_RANGE)
+            least = _LEAST_PRICE * self._cost_size / unit
+            price = np.maximum(self._memory_price, least) * np.exp(_PRICE_GAIN * rate * excess)
+            self._memory_price = np.where(price <= least, 0.0, price)
+            self._cost = flat.cost + memory_price(flat, self._memory_price)
 
     def _step(
         self, beam: _Partials, v: int, closing: set[int], width: int, weight: float
     ) -> tuple[_Partials, np.ndarray, np.ndarray]:
-        """Decides a node: the partial choices that go on, which each comes from, and its strategy of the node."""
+        """Decides a node; returns the partial choices that go on, the one that each comes from, and its strategy."""
         flat = self._flat
         own = slice(flat.start[v], flat.start[v + 1])
         cost = beam.cost[:, None] + self._price(v, beam)
         excess = beam.excess[:, None] + self._excess(v, beam.used)
         load = beam.load[:, None] + flat.load[own]
-        name = beam.name[:, None] ^ self._numbers[own]
+        digest = beam.digest[:, None] ^ self._numbers[own]
         for row, u in enumerate(beam.open):
             if u in closing:
-                name ^= self._numbers[flat.start[u] + beam.held[row]][:, None]
+                digest ^= self._numbers[flat.start[u] + beam.strategy[row]][:, None]
         if v in closing:
-            name ^= self._numbers[own]
-        felt = cost + load.max(axis=2, initial=0.0) + weight * excess
-        kept = _best(felt.ravel(), name.ravel(), width)
-        parent, strategy = np.divmod(kept, flat.sizes[v])
+            digest ^= self._numbers[own]
+        priority = cost + load.max(axis=2, initial=0.0) + weight * excess
+        best = _best(priority.ravel(), digest.ravel(), width)
+        parent, strategy = np.divmod(best, flat.sizes[v])
         staying = [row for row, u in enumerate(beam.open) if u not in closing]
-        held, nodes = beam.held[staying][:, parent], [beam.open[row] for row in staying]
+        open_strategy, nodes = beam.strategy[staying][:, parent], [beam.open[row] for row in staying]
         if v not in closing:
-            held, nodes = np.concatenate([held, strategy[None]]), [*nodes, v]
+            open_strategy, nodes = np.concatenate([open_strategy, strategy[None]]), [*nodes, v]
         used = beam.used[parent] if beam.used.size else np.repeat(beam.used[:1], len(parent), axis=0)
         for start, end, device, table in self._usages[v]:
             used[:, start:end, device] += table[strategy][:, None]
         survivors = _Partials(
-            nodes, held, name.ravel()[kept], cost.ravel()[kept], load[parent, strategy], used, excess.ravel()[kept]
+            nodes,
+            open_strategy,
+            digest.ravel()[best],
+            cost.ravel()[best],
+            load[parent, strategy],
+            used,
+            excess.ravel()[best],
         )
         return survivors, parent, strategy
 
     def _price(self, v: int, beam: _Partials) -> np.ndarray:
-        """`[B, S_v]` the node, its edges to decided nodes less what was hoped, and the least of those to open ones."""
+        """Returns `[B, S_v]` what each strategy adds: its cost, edges to decided nodes, and the least of other edges.
+
+        The least of an edge to a decided node was added when that node was decided, so it is taken away again.
+        """
         flat, size = self._flat, int(self._flat.sizes[v])
         row_of = {u: row for row, u in enumerate(beam.open)}
         price = np.repeat(self._cost[None, flat.start[v] : flat.start[v + 1]], len(beam.cost), axis=0)
         for e in range(flat.first[v], flat.first[v + 1]):
             u = int(flat.target[e])
             if u in row_of:
-                held, back = beam.held[row_of[u]], int(flat.reverse[e])
-                price += flat.entries[(flat.matrix[back] + held * size)[:, None] + np.arange(size)]
-                price -= self._hopeful[self._begin[back] + held][:, None]
+                taken, inward = beam.strategy[row_of[u]], int(flat.reverse[e])
+                price += flat.entries[(flat.matrix[inward] + taken * size)[:, None] + np.arange(size)]
+                price -= self._least_entry[self._begin[inward] + taken][:, None]
             else:
-                price += self._hopeful[self._begin[e] : self._begin[e] + size]
+                price += self._least_entry[self._begin[e] : self._begin[e] + size]
         return price
 
     def _excess(self, v: int, used: np.ndarray) -> np.ndarray:
-        """`[B, S_v]` what each strategy adds to the excess; usages of one node are looked at one by one."""
+        """Returns `[B, S_v]` what each strategy adds to the excess, one usage of the node after the other."""
         total = np.zeros((len(used), int(self._flat.sizes[v])))
         for start, end, device, table in self._usages[v]:
             limit = float(self._flat.limit[device])
@@ -206,10 +219,10 @@ class _Beam:
         return total
 
 
-def _best(felt: np.ndarray, name: np.ndarray, width: int) -> np.ndarray:
-    """The `width` least of those that are the least of their name, sorted."""
-    order = np.argsort(felt, kind="stable")
-    _, first = np.unique(name[order], return_index=True)
+def _best(priority: np.ndarray, digest: np.ndarray, width: int) -> np.ndarray:
+    """Returns the positions of the `width` least priorities, only the least of each digest, in their order."""
+    order = np.argsort(priority, kind="stable")
+    _, first = np.unique(digest[order], return_index=True)
     return order[np.sort(first)[:width]]
 
 

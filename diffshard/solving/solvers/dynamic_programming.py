@@ -1,11 +1,12 @@
-"""Dynamic programming: exact on chains, trees and all graphs that come apart at few nodes.
+"""Dynamic programming: a node's best cost depends on its neighbours only, so nodes can be eliminated one by one.
 
-Nodes are eliminated one after the other, the one with the smallest table first; each leaves a table of its best cost
-for every combination of its neighbours. On a chain or a tree these are the min-plus products of the matrices.
+The node with the smallest table goes first; it is replaced by a table of its best cost for every combination of its
+neighbours' strategies. On a chain or a tree the tables are the min-plus products of the matrices. It is exact on all
+graphs that a few nodes take apart.
 
-Memory limits and the largest load join all nodes, which tables cannot follow. The mean load stands in for the largest,
-and the limit is left out: the result is then a lower bound, and a choice that is brought into the memory by single-node
-moves. Where devices do equal work and the choice fits, it is the optimum.
+Memory limits and the largest load join all nodes, which tables cannot follow. So the mean load takes the place of the
+largest, and the limit is dropped: the result is then a lower bound, and its choice is brought into the memory by
+single-node moves. Where devices do equal work and the choice fits, it is the optimum.
 
 Source: Bertelè and Brioschi, "Nonserial Dynamic Programming" (1972), chapter 2; Dechter, "Bucket elimination" (1999).
 """
@@ -25,8 +26,9 @@ from diffshard.solving.examples import chain
 from diffshard.solving.flat import flatten, with_ceiling
 from diffshard.solving.moves.descent import Descent
 
-LARGEST = 1 << 24  # entries of a table
-_MARGIN = 4 * np.finfo(float).eps  # each sum may err by so much of its terms
+LARGEST = 1 << 24
+"""Entries of a table at most: 128 MiB."""
+_ERROR_PER_TERM = 4 * np.finfo(float).eps  # of a sum, in parts of the sum of its terms' sizes
 
 
 class _Table(NamedTuple):
@@ -53,20 +55,20 @@ def solve(problem: Problem, *, time_limit_s: float | None = None, key: jax.Array
         rest = joined.nodes[:axis] + joined.nodes[axis + 1 :]
         best = joined.cost.argmin(axis=axis)
         decided.append(_Table((v, *rest), best.astype(np.int32)))
-        left = joined.cost.min(axis=axis)
+        least = joined.cost.min(axis=axis)
         for table in mine:
             for u in table.nodes:
                 tables[u] = [other for other in tables[u] if other is not table]
         if rest:
-            left_table = _Table(rest, left)
+            rest_table = _Table(rest, least)
             for u in rest:
-                tables[u].append(left_table)
+                tables[u].append(rest_table)
         else:
-            constant += float(left)
+            constant += float(least)
         yield Proposal()
     choice = _traced_back(decided, len(problem.node_cost))
     size = len(problem.node_cost) + len(problem.edge_cost)
-    bound = constant - _MARGIN * size * _magnitude(problem, choice) if math.isfinite(constant) else -math.inf
+    bound = constant - _ERROR_PER_TERM * size * _magnitude(problem, choice) if math.isfinite(constant) else -math.inf
     if math.isinf(constant):  # every choice holds something forbidden
         yield Proposal(choice)
         return
@@ -80,7 +82,7 @@ def solve(problem: Problem, *, time_limit_s: float | None = None, key: jax.Array
 
 
 def _tables(problem: Problem) -> list[list[_Table]]:
-    """For each node the tables that it is in."""
+    """Returns for each node the tables that it is in."""
     tables: list[list[_Table]] = []
     for v, cost in enumerate(problem.node_cost):
         own = np.asarray(cost, float)
@@ -96,7 +98,7 @@ def _tables(problem: Problem) -> list[list[_Table]]:
 
 
 def _order(problem: Problem) -> list[int]:
-    """Nodes by the size of the table that they leave, smallest first, kept up to date as neighbours become joined."""
+    """Returns the nodes in the order of their elimination: always the one whose table is smallest at that moment."""
     sizes = num_strategies(problem).tolist()
     near: list[set[int]] = [set() for _ in sizes]
     for u, v in np.asarray(problem.edge_nodes).reshape(-1, 2).tolist():
@@ -108,10 +110,10 @@ def _order(problem: Problem) -> list[int]:
 
     heap = [(entries(v), v) for v in range(len(sizes))]
     heapq.heapify(heap)
-    order, gone = [], [False] * len(sizes)
+    order, eliminated = [], [False] * len(sizes)
     while heap:
         count, v = heapq.heappop(heap)
-        if gone[v] or count != entries(v):
+        if eliminated[v] or count != entries(v):
             continue
         if count > LARGEST:
             raise ValueError(
@@ -119,7 +121,7 @@ def _order(problem: Problem) -> list[int]:
                 f"this one needs a table of {count:.3g} entries for node {v} and its neighbours, and at most "
                 f"{LARGEST:,} are allowed. Take 'gradient'."
             )
-        gone[v] = True
+        eliminated[v] = True
         order.append(v)
         for u in near[v]:
             near[u] |= near[v]
@@ -130,7 +132,7 @@ def _order(problem: Problem) -> list[int]:
 
 
 def _joined(tables: list[_Table], problem: Problem) -> _Table:
-    """The sum of tables, over all of their nodes."""
+    """Returns the sum of tables, over all of their nodes."""
     nodes = tuple(sorted({v for table in tables for v in table.nodes}))
     cost = np.zeros([len(problem.node_cost[v]) for v in nodes])
     for table in tables:
@@ -139,7 +141,7 @@ def _joined(tables: list[_Table], problem: Problem) -> _Table:
 
 
 def _traced_back(decided: list[_Table], count: int) -> np.ndarray:
-    """`[V]` the choice: each node's best, given those eliminated after it."""
+    """Returns `[V]` the choice: each node's best strategy, given those of the nodes eliminated after it."""
     choice = np.zeros(count, np.int64)
     for table in reversed(decided):
         v, *rest = table.nodes
@@ -148,7 +150,7 @@ def _traced_back(decided: list[_Table], count: int) -> np.ndarray:
 
 
 def _magnitude(problem: Problem, choice: np.ndarray) -> float:
-    """The absolute values of a choice's terms, summed."""
+    """Returns the sum of the absolute values of a choice's terms."""
     nodes, edges = (costs.astype(float) for costs in chosen_costs(problem, choice))
     loads = sum(float(np.abs(load[s]).mean()) for load, s in zip(problem.load, choice, strict=False))
     return float(np.abs(nodes).sum() + np.abs(edges).sum() + loads)

@@ -1,7 +1,14 @@
-"""Proven optima by HiGHS: a mixed-integer programme over the local marginal polytope. Needs `pip install highspy`.
+"""Proven optima by HiGHS, on a mixed-integer programme whose linear relaxation is tight. Needs `pip install highspy`.
 
-Variables are x[v, s] in {0, 1} and y[e, s, t] in [0, 1] with Σ_t y[e, s, t] = x[u, s] and Σ_s y[e, s, t] = x[v, t];
-whole x make y whole. Its linear relaxation is the one whose dual the gradient solver climbs.
+Each constraint is built by one function:
+
+    Σ_s x[v, s] = 1                                                        `_one_each`
+    Σ_t y[e, s, t] = x[u, s] and Σ_s y[e, s, t] = x[v, t], e = (u, v)      `_marginals`
+    m[i] >= m[i - 1] + what starts - what ends, m[i] <= limit              `_memory`
+    z >= Σ_v Σ_s L[v, s, d] x[v, s] for each device d                      `_programme`
+
+over integer x in {0, 1} and continuous y in [0, 1], m and z, with the cost Σ c x + Σ T y + z. Integer x make y integer.
+The relaxation is the one whose dual the gradient solver climbs.
 
 Source: Zheng et al., "Alpa" (OSDI 2022), section 4.2, with the tighter edge constraints of Wainwright and Jordan,
 "Graphical Models, Exponential Families, and Variational Inference" (2008), eq. 4.4.
@@ -30,20 +37,20 @@ from diffshard.base import Proposal
 from diffshard.solving.examples import coupled_ring
 from diffshard.solving.flat import ragged
 
-_GAP = 1e-9
-_PAUSE_S = 0.05
-_SHARE = 0.95  # of the time limit is HiGHS's own: where it ends by itself, it tells its last bound
+_RELATIVE_GAP = 1e-9  # at which HiGHS stops; far below `CLOSED`
+_POLL_INTERVAL_S = 0.05  # between two looks at HiGHS's answers; chosen by hand
+_HIGHS_TIME_SHARE = 0.95  # of the time limit: if HiGHS ends by itself, it gives its last bound; chosen by hand
 
 
 class _Programme(NamedTuple):
-    """Minimise cost·x over lower <= rows·x <= upper, 0 <= x <= column_upper; the first `num_whole` x are whole."""
+    """Minimise cost·x for lower <= rows·x <= upper, 0 <= x <= column_upper and integer x[:num_integers]."""
 
     cost: np.ndarray
     column_upper: np.ndarray
     rows: Any
     lower: np.ndarray
     upper: np.ndarray
-    num_whole: int
+    num_integers: int
 
 
 def solve(problem: Problem, *, time_limit_s: float | None = None, key: jax.Array | None = None) -> Iterator[Proposal]:
@@ -64,14 +71,14 @@ def solve(problem: Problem, *, time_limit_s: float | None = None, key: jax.Array
             scale = _scale(problem)
             programme = _programme(problem, scale)
             yield Proposal()
-            options = {"output_flag": False, "mip_rel_gap": _GAP, "mip_abs_gap": 0.0}
+            options = {"output_flag": False, "mip_rel_gap": _RELATIVE_GAP, "mip_abs_gap": 0.0}
             if time_limit_s is not None:
-                options["time_limit"] = max(_SHARE * time_limit_s - (time.perf_counter() - start), 0.1)
+                options["time_limit"] = max(_HIGHS_TIME_SHARE * time_limit_s - (time.perf_counter() - start), 0.1)
             with contextlib.closing(_messages(process, programme, options)) as messages:
                 for values, bound in messages:
                     yield _proposal(sizes, values, bound * scale)
-            while time_limit_s is not None and _SHARE < (time.perf_counter() - start) / time_limit_s < 1:
-                time.sleep(_PAUSE_S)  # it ended by its own limit: until ours is over nothing is proven
+            while time_limit_s is not None and _HIGHS_TIME_SHARE < (time.perf_counter() - start) / time_limit_s < 1:
+                time.sleep(_POLL_INTERVAL_S)  # HiGHS ended by its own limit; the loop says so when ours is over
                 yield Proposal()
         finally:
             process.kill()
@@ -81,20 +88,20 @@ def _proposal(sizes: np.ndarray, values: np.ndarray | None, bound: float) -> Pro
     choice = None
     if values is not None:
         choice = np.array([np.argmax(row) for row in np.split(values, np.cumsum(sizes)[:-1])], np.int64)
-    # HiGHS's own tolerances are relative to its scaled numbers; the bound gives them away.
-    return Proposal(choice, bound - _GAP * abs(bound) if math.isfinite(bound) else -math.inf)
+    # HiGHS may err by its tolerance, so the bound is lowered by as much.
+    return Proposal(choice, bound - _RELATIVE_GAP * abs(bound) if math.isfinite(bound) else -math.inf)
 
 
 def _messages(
     process: subprocess.Popen[bytes], programme: _Programme, options: dict[str, Any]
 ) -> Generator[tuple[np.ndarray | None, float]]:
-    """What HiGHS tells, until it ends; nothing new (None, -inf) several times a second.
+    """Yields HiGHS's answers, values and a bound, until it ends; (None, -inf) several times a second without one.
 
     Raises:
-      RuntimeError: it ended before it was done.
+      RuntimeError: HiGHS ended with an error.
     """
     rows = programme.rows.indptr, programme.rows.indices, programme.rows.data
-    given = programme._asdict() | {"rows": rows, "options": options}
+    message = programme._asdict() | {"rows": rows, "options": options}
     told: queue.SimpleQueue[tuple[np.ndarray | None, float] | None] = queue.SimpleQueue()
 
     def talk() -> None:
@@ -102,7 +109,7 @@ def _messages(
         assert process.stdout is not None
         with contextlib.suppress(EOFError, BrokenPipeError, pickle.UnpicklingError):
             with process.stdin as stdin:
-                pickle.dump(given, stdin)
+                pickle.dump(message, stdin)
             while True:
                 told.put(pickle.load(process.stdout))
         told.put(None)
@@ -112,7 +119,7 @@ def _messages(
     try:
         while True:
             try:
-                message = told.get(timeout=_PAUSE_S)
+                message = told.get(timeout=_POLL_INTERVAL_S)
             except queue.Empty:
                 yield None, -math.inf
                 continue
@@ -127,7 +134,7 @@ def _messages(
 
 
 def _scale(problem: Problem) -> float:
-    """Costs are divided by this, so that HiGHS's absolute tolerances mean the same for all units."""
+    """Returns what costs are divided by, so that HiGHS's absolute tolerances mean the same in all units."""
     arrays = [*problem.node_cost, *problem.edge_cost, *problem.load]
     largest = [np.max(np.abs(a), initial=0, where=~is_forbidden(a)) for a in arrays]
     return float(max([*largest, 0])) / 1e3 or 1.0
@@ -168,7 +175,7 @@ def _one_each(sizes: np.ndarray) -> scipy.sparse.coo_array:
 
 
 def _marginals(problem: Problem, starts: np.ndarray, sizes: np.ndarray) -> scipy.sparse.coo_array:
-    """For each edge the rows Σ_t y[s, t] - x[u, s] = 0 and Σ_s y[s, t] - x[v, t] = 0."""
+    """Returns for each edge the rows Σ_t y[s, t] - x[u, s] = 0 and Σ_s y[s, t] - x[v, t] = 0."""
     u, v = np.asarray(problem.edge_nodes, np.int64).reshape(-1, 2).T
     m, n = sizes[u], sizes[v]
     first = np.cumsum(m + n) - (m + n)  # row of each edge

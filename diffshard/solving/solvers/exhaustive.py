@@ -1,4 +1,4 @@
-"""Every choice, a block at a time: the oracle of the tests, for problems of at most ten million choices."""
+"""Enumeration: every choice is priced, a block at a time. It is the oracle of the tests, for small problems."""
 
 import math
 from collections.abc import Iterator
@@ -11,11 +11,12 @@ from diffshard.base import Proposal
 from diffshard.solving.examples import coupled_ring
 
 LARGEST = 10**7
-_BLOCK = 1 << 14
+"""Choices at most, which take about a second for ten nodes."""
+_CHOICES_PER_BLOCK = 1 << 14  # about a millisecond; chosen by hand
 
 
 def solve(problem: Problem, *, time_limit_s: float | None = None, key: jax.Array | None = None) -> Iterator[Proposal]:
-    """Yields each block's improvement and, when all choices are seen, the optimum as the bound.
+    """Yields each block's improvement and, after the last block, the optimum as the bound.
 
     Raises:
       ValueError: there are more than `LARGEST` choices.
@@ -29,14 +30,14 @@ def solve(problem: Problem, *, time_limit_s: float | None = None, key: jax.Array
             "Take 'gradient'."
         )
     best: tuple[float, float] = (math.inf, math.inf)
-    for start in range(0, count, _BLOCK):
-        block = np.arange(start, min(start + _BLOCK, count))
+    for start in range(0, count, _CHOICES_PER_BLOCK):
+        block = np.arange(start, min(start + _CHOICES_PER_BLOCK, count))
         choices = np.stack(np.unravel_index(block, sizes.tolist()), axis=1) if len(sizes) else np.zeros((1, 0), int)
         cost, excess = price(problem, choices)
         first = np.lexsort((cost, excess))[0]
-        found = float(excess[first]), float(cost[first])
-        if found < best:
-            best = found
+        rank = float(excess[first]), float(cost[first])
+        if rank < best:
+            best = rank
             yield Proposal(choices[first])
         else:
             yield Proposal()

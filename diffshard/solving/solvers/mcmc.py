@@ -1,4 +1,4 @@
-"""Markov chain Monte Carlo: annealed Metropolis walks from random choices, as FlexFlow searches.
+"""Markov chain Monte Carlo, as FlexFlow searches: random changes are taken if cheaper, or by a chance that falls.
 
 Source: Jia et al., "Beyond Data and Model Parallelism for Deep Neural Networks" (MLSys 2019), section 6.
 """
@@ -15,16 +15,17 @@ from diffshard.solving.examples import chain
 from diffshard.solving.flat import flatten, numpy_generator, with_ceiling
 from diffshard.solving.moves.replicas import Replicas
 
-_REPLICAS = 8
-_STEPS_PER_NODE = 100
-_TEMPERATURES = 1.0, 1e-4  # first and last, of the mean cost for each node
+_NUM_WALKS = 8  # from random choices; chosen by hand
+_STEPS_PER_NODE = 100  # of each walk, without a time limit; chosen by hand
+_STEPS_PER_PROPOSAL = 10  # chosen by hand
+_TEMPERATURES = 1.0, 1e-4  # first and last, in the best walk's cost per node; chosen by hand
 
 
 def solve(problem: Problem, *, time_limit_s: float | None = None, key: jax.Array) -> Iterator[Proposal]:
     """Yields the best of the walks; has no bound."""
     rng, flat = numpy_generator(key), with_ceiling(flatten(problem))
     sizes = num_strategies(problem)
-    walks = Replicas(flat, rng, rng.integers(sizes, size=(_REPLICAS, len(sizes))))
+    walks = Replicas(flat, rng, rng.integers(sizes, size=(_NUM_WALKS, len(sizes))))
     start, planned = time.perf_counter(), _STEPS_PER_NODE * len(sizes)
     hot, cold = _TEMPERATURES
     proposed, done, step = np.inf, 0.0, 0
@@ -33,7 +34,7 @@ def solve(problem: Problem, *, time_limit_s: float | None = None, key: jax.Array
         walks.step(scale * hot * (cold / hot) ** done)
         step += 1
         done = step / planned if time_limit_s is None else (time.perf_counter() - start) / time_limit_s
-        if step % 10 == 0 or done >= 1:
+        if step % _STEPS_PER_PROPOSAL == 0 or done >= 1:
             yield Proposal(walks.best if walks.best_cost < proposed else None)
             proposed = walks.best_cost
     if walks.best is None:

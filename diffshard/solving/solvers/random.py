@@ -1,4 +1,6 @@
-"""Random restarts: uniform choices, each brought down to a local optimum by single-node moves; the plainest baseline.
+"""Random restarts: single-node moves bring random choices down to local optima, of which the best is returned.
+
+It is the plainest baseline.
 
 Source: multi-start local search, as in Martí, Resende and Ribeiro, "Multi-start methods for combinatorial optimization"
 (European Journal of Operational Research, 2013), without its memory of earlier starts.
@@ -15,8 +17,8 @@ from diffshard.solving.examples import chain
 from diffshard.solving.flat import flatten, numpy_generator, with_ceiling
 from diffshard.solving.moves.descent import Descent
 
-_STARTS = 16  # side by side
-_ROUNDS = 8
+_STARTS_PER_ROUND = 16  # side by side; chosen by hand
+_NUM_ROUNDS = 8  # without a time limit; chosen by hand
 
 
 def solve(problem: Problem, *, time_limit_s: float | None = None, key: jax.Array) -> Iterator[Proposal]:
@@ -24,8 +26,8 @@ def solve(problem: Problem, *, time_limit_s: float | None = None, key: jax.Array
     rng, flat = numpy_generator(key), with_ceiling(flatten(problem))
     nodes = len(flat.sizes)
     done = 0
-    while time_limit_s is not None or done < _ROUNDS:  # the loop of `diffshard.solve` watches the time
-        descent = Descent(flat, rng.integers(flat.sizes, size=(_STARTS, nodes)))
+    while time_limit_s is not None or done < _NUM_ROUNDS:  # the loop of `diffshard.solve` watches the time
+        descent = Descent(flat, rng.integers(flat.sizes, size=(_STARTS_PER_ROUND, nodes)))
         for _ in descent.repaired(rng.permutation(nodes)):
             yield Proposal()
         yield Proposal(descent.choice[np.lexsort((descent.cost(), descent.excess()))[0]])
