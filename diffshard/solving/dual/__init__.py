@@ -1,1 +1,1 @@
-"""The Lagrangian dual: messages, prices, the climb, the same sweep for JAX, and branching on it."""
+"""The lower bound: messages and prices, the climb, the same dual for JAX with gradients, and branching on it."""

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from diffshard.base import CLOSED
+from diffshard.base import OPTIMAL_GAP
 from diffshard.solving.dual.ascent import SUM_ERROR, Ascent, is_coupled, softmin_weights
 from diffshard.solving.dual.dual import lay_out
 from diffshard.solving.flat import Flat, chosen_cost, chosen_memory, memory_price
@@ -77,7 +77,7 @@ class Branching:
         if not self._pending and not self._split():
             return False
         branch = self._climb(self._pending.pop(), best_cost)
-        if branch.bound >= best_cost - CLOSED * abs(best_cost):
+        if branch.bound >= best_cost - OPTIMAL_GAP * abs(best_cost):
             self._closed = min(self._closed, branch.bound)
         else:
             heapq.heappush(self._open, (branch.bound, next(self._count), branch))

@@ -1,1 +1,1 @@
-"""Moves that improve choices: forests, neighbourhoods, single nodes of many choices at once, and tied layers."""
+"""Changes of a choice: of single nodes, of forests, of neighbourhoods, at random, and of equal layers at once."""

@@ -10,6 +10,8 @@ How to choose:
 - `primal`: the plain relaxation, softmax logits and Adam: differentiable, so other losses can join; small problems.
 - `mcmc`, `beam`, `greedy`, `random`: what others use and what is easy, to compare with. None of them has a bound.
 
-A new solver is a new file with a function `solve` that follows `diffshard.base.Solver`; the conformance tests find it
-there and hold it to the same rules as the others.
+A new solver is a new file with a function `solve` that follows `diffshard.base.Solver` and an `EXAMPLE`: a function
+without arguments that makes a small problem whose optimum the solver reaches, such as those of
+`diffshard/solving/examples.py`. The conformance tests find it there and hold it to the same rules as the others. If it
+proves the optimum of its example, it has to prove those of other small problems too.
 """

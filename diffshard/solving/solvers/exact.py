@@ -37,7 +37,7 @@ from diffshard.base import Proposal
 from diffshard.solving.examples import coupled_ring
 from diffshard.solving.flat import ragged
 
-_RELATIVE_GAP = 1e-9  # at which HiGHS stops; far below `CLOSED`
+_RELATIVE_GAP = 1e-9  # at which HiGHS stops; far below `OPTIMAL_GAP`
 _POLL_INTERVAL_S = 0.05  # between two looks at HiGHS's answers; chosen by hand
 _HIGHS_TIME_SHARE = 0.95  # of the time limit: if HiGHS ends by itself, it gives its last bound; chosen by hand
 
