@@ -1,9 +1,10 @@
-"""Softmax logits by gradient descent: the relaxed cost, with an entropy that cools down, by adam from many starts.
+"""The plain relaxation: a softmax over each node's logits makes the cost differentiable, and Adam minimises it.
 
-What is minimised is the relaxed cost (`cost.relaxed`) of rows p = softmax(logits), less temperature times their
-entropy, plus a price on the expected memory in excess: an augmented Lagrangian whose multipliers rise where the limit
-is exceeded. Rows are rounded node by node, each to what is cheapest given the other rows, and come down by single-node
-moves. Uniform rows are rounded first, so that there is an answer while the gradient is compiled.
+It starts at several random logits, with an entropy whose temperature falls. The objective is the relaxed cost
+(`cost.relaxed`) of rows p = softmax(logits), less temperature times their entropy, plus a penalty on the expected
+memory in excess: an augmented Lagrangian whose multipliers rise where the limit is exceeded. Rows are rounded node by
+node, each to the cheapest strategy given the other rows, and the choices come down by single-node moves. Uniform rows
+are rounded first, so that there is an answer while the gradient is compiled.
 
 Source: the relaxation of Liu, Simonyan and Yang, "DARTS" (ICLR 2019), section 2.2, annealed as in mean-field annealing
 (Peterson and Anderson, 1987); the rounding is the method of conditional expectations (Raghavan, 1988).
@@ -25,20 +26,21 @@ from diffshard.solving.examples import chain
 from diffshard.solving.flat import Flat, flatten, numpy_generator, ragged, with_ceiling
 from diffshard.solving.moves.descent import Descent
 
-_STARTS = 8
-_STEPS = 600  # without a time limit
-_CHUNK = 25  # steps of one call, at most
-_PAUSE = 0.01  # of the time limit, for one call
+# All numbers were chosen by hand on generated layers.
+_NUM_STARTS = 8  # random logits, side by side
+_NUM_STEPS = 600  # of Adam, without a time limit
+_MOST_STEPS_PER_CALL = 25  # of the compiled function, between two looks at the clock
+_CALL_TIME_SHARE = 0.01  # of the time limit, for one call
 _ADAM = optax.adam(0.1)
-_TEMPERATURES = 0.3, 1e-3  # first and last, of the cost of a random choice for each node
-_RISE = 0.3  # of the multipliers, for a whole limit's worth in excess
-_SHARE = 0.6  # of the time limit, for the gradient
-_ROUNDINGS = 4
-_MOST = 30.0  # costs for each node, in the energy's units, that an entry counts at most: forbidden ones would hide all
-_ROOMY = 1e6  # limits' worth, where there is none
-_SHORTEST = 32  # length of an array
-_NARROWEST = 4  # width of a block
-_FEW = 1 << 18  # entries that one block may have for the sake of fewer programs
+_TEMPERATURES = 0.3, 1e-3  # first and last, in the cost per node of a random choice
+_MULTIPLIER_GAIN = 0.3  # of the multipliers in one step, for a whole limit's worth in excess
+_DESCENT_TIME_SHARE = 0.6  # of the time limit, for the gradient
+_NUM_ROUNDINGS = 4  # during the descent
+_LARGEST_ENTRY_PER_NODE = 30.0  # in the energy's units: larger entries, such as forbidden ones, would hide all others
+_UNLIMITED_ROOM = 1e6  # limits' worth of memory, where there is no limit
+_LEAST_LENGTH = 32  # of an array
+_LEAST_WIDTH = 4  # of a block
+_MOST_SINGLE_BLOCK_ENTRIES = 1 << 18  # 1 MiB up to which all edges share one block, so that less is compiled
 
 
 class _Energy(NamedTuple):
@@ -66,7 +68,7 @@ class _Energy(NamedTuple):
 class _State(NamedTuple):
     logits: Any  # [N]
     moments: optax.OptState
-    price: jax.Array  # [T, D]
+    multiplier: jax.Array  # [T, D]
 
 
 def solve(problem: Problem, *, time_limit_s: float | None = None, key: jax.Array) -> Iterator[Proposal]:
@@ -80,18 +82,18 @@ def solve(problem: Problem, *, time_limit_s: float | None = None, key: jax.Array
     state = _begin(energy, key)
     hot, cold = np.array(_TEMPERATURES) * _typical(flat, rng)
     state = jax.block_until_ready(_descend(energy, state, jnp.float32(hot), 0, count))  # compiles
-    done, step, rounded, steps = 0.0, 0, 0, _CHUNK if time_limit_s is None else 1
+    done, step, rounded, steps = 0.0, 0, 0, _MOST_STEPS_PER_CALL if time_limit_s is None else 1
     while done < 1:
         begun = time.perf_counter()
         state = jax.block_until_ready(_descend(energy, state, jnp.float32(hot * (cold / hot) ** done), steps, count))
         step += steps
         if time_limit_s is None:
-            done = step / _STEPS
+            done = step / _NUM_STEPS
         else:
             now = time.perf_counter()
-            done = (now - start) / (_SHARE * time_limit_s)
-            steps = int(np.clip(_PAUSE * time_limit_s * steps / (now - begun), 1, _CHUNK))
-        if done >= (rounded + 1) / _ROUNDINGS or done >= 1:
+            done = (now - start) / (_DESCENT_TIME_SHARE * time_limit_s)
+            steps = int(np.clip(_CALL_TIME_SHARE * time_limit_s * steps / (now - begun), 1, _MOST_STEPS_PER_CALL))
+        if done >= (rounded + 1) / _NUM_ROUNDINGS or done >= 1:
             rounded += 1
             rows = np.asarray(_rows(energy, state.logits, count), float)
             yield from _rounded(flat, rows[:, : len(flat.cost)], rng)
@@ -101,29 +103,29 @@ def solve(problem: Problem, *, time_limit_s: float | None = None, key: jax.Array
 
 @jax.jit
 def _begin(energy: _Energy, key: jax.Array) -> _State:
-    logits = jax.random.normal(key, (_STARTS, len(energy.cost)))
+    logits = jax.random.normal(key, (_NUM_STARTS, len(energy.cost)))
     return jax.vmap(lambda row: _State(row, _ADAM.init(row), jnp.zeros_like(energy.room)))(logits)
 
 
 @functools.partial(jax.jit, static_argnums=4)
 def _descend(energy: _Energy, states: _State, temperature: jax.Array, steps: int, count: int) -> _State:
-    """Some steps of every start at one temperature."""
+    """Makes some steps of every start at one temperature."""
 
     def step(_: int, state: _State) -> _State:
-        gradient, over = jax.grad(_objective, argnums=1, has_aux=True)(
-            energy, state.logits, state.price, temperature, count
+        gradient, excess = jax.grad(_objective, argnums=1, has_aux=True)(
+            energy, state.logits, state.multiplier, temperature, count
         )
         update, moments = _ADAM.update(gradient, state.moments)
-        price = jnp.maximum(state.price + _RISE * over, 0.0)
-        return _State(optax.apply_updates(state.logits, update), moments, price)
+        multiplier = jnp.maximum(state.multiplier + _MULTIPLIER_GAIN * excess, 0.0)
+        return _State(optax.apply_updates(state.logits, update), moments, multiplier)
 
     return jax.vmap(lambda state: jax.lax.fori_loop(0, steps, step, state))(states)
 
 
 def _objective(
-    energy: _Energy, logits: jax.Array, price: jax.Array, temperature: jax.Array, count: int
+    energy: _Energy, logits: jax.Array, multiplier: jax.Array, temperature: jax.Array, count: int
 ) -> tuple[jax.Array, jax.Array]:
-    """The energy of one start, and the expected memory beyond the limit `[T, D]`, negative where there is room."""
+    """Returns the objective of one start, and the expected excess of memory `[T, D]`, negative where there is room."""
     rows = _softmax(energy.node, logits, count)
     padded = jnp.append(rows, 0.0)
     total = energy.cost @ rows
@@ -131,10 +133,10 @@ def _objective(
         total += jnp.einsum("na,nab,nb->", padded[source], matrices, padded[target])
     if energy.load.shape[1]:
         total += jnp.max(rows @ energy.load)
-    scale = jax.lax.stop_gradient(jnp.abs(total))  # prices are in costs of the whole
+    scale = jax.lax.stop_gradient(jnp.abs(total))  # multipliers are in parts of the whole cost
     total += temperature * jnp.sum(rows * jnp.log(jnp.maximum(rows, 1e-30)))
-    over = _expected_memory(energy, rows) - energy.room
-    return total + scale * jnp.sum(price * over + 0.5 * _RISE * jnp.maximum(over, 0.0) ** 2), over
+    excess = _expected_memory(energy, rows) - energy.room
+    return total + scale * jnp.sum(multiplier * excess + 0.5 * _MULTIPLIER_GAIN * jnp.maximum(excess, 0.0) ** 2), excess
 
 
 def _softmax(node: jax.Array, logits: jax.Array, count: int) -> jax.Array:
@@ -159,15 +161,15 @@ def _expected_memory(energy: _Energy, rows: jax.Array) -> jax.Array:
 
 
 def _energy(flat: Flat) -> _Energy:
-    """Lengths are rounded up so that problems of about equal size share one compiled program."""
-    scale, most = _mean(np.concatenate([flat.cost, flat.entries])), _MOST * len(flat.sizes)
+    """Lays the problem out; lengths are rounded up so that problems of about equal size share one compiled program."""
+    scale, most = _mean(np.concatenate([flat.cost, flat.entries])), _LARGEST_ENTRY_PER_NODE * len(flat.sizes)
 
     def scaled(costs: np.ndarray) -> jax.Array:
         return jnp.asarray(np.clip(costs / scale, -most, most), jnp.float32)
 
     times, devices = flat.base.shape
     unit = np.where(np.isfinite(flat.limit) & (flat.limit > 0), flat.limit, 1.0)
-    room = np.where(np.isfinite(flat.limit), (flat.limit - flat.base) / unit, _ROOMY)
+    room = np.where(np.isfinite(flat.limit), (flat.limit - flat.base) / unit, _UNLIMITED_ROOM)
     usage = flat.usage.tocoo()
     row, column = usage.coords
     amount = usage.data / unit[column % max(devices, 1)]
@@ -182,28 +184,28 @@ def _energy(flat: Flat) -> _Energy:
             jnp.asarray(_filled(amount, 0.0), jnp.float32),
         ),
         interval=jnp.asarray(_filled(flat.interval, _rounded_up(times) if times else 0)),
-        room=jnp.asarray(_filled(room, _ROOMY) if times else room, jnp.float32),
+        room=jnp.asarray(_filled(room, _UNLIMITED_ROOM) if times else room, jnp.float32),
         load=scaled(_filled(flat.load, 0.0)),
     )
 
 
 def _rounded_up(length: int) -> int:
-    return max(_SHORTEST, 1 << max(length - 1, 0).bit_length())
+    return max(_LEAST_LENGTH, 1 << max(length - 1, 0).bit_length())
 
 
 def _filled(array: np.ndarray, value: float) -> np.ndarray:
-    """Longer by `value`s, up to a power of two."""
+    """Returns the array with `value`s at its end, up to a power of two."""
     rest = np.full((_rounded_up(len(array)) - len(array), *array.shape[1:]), value, array.dtype)
     return np.concatenate([array, rest])
 
 
 def _blocks(flat: Flat) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """Edges of about equal shape together: their padded matrices, and the positions of their rows and columns."""
+    """Yields edges of about equal shape together: padded matrices, and the positions of their rows and columns."""
     forward = np.flatnonzero(flat.source < flat.target)
-    width = 4 ** np.ceil(np.log2(np.maximum(flat.sizes, _NARROWEST)) / 2).astype(
+    width = 4 ** np.ceil(np.log2(np.maximum(flat.sizes, _LEAST_WIDTH)) / 2).astype(
         int
     )  # each shape takes long to compile
-    if len(forward) * width.max() ** 2 <= _FEW:
+    if len(forward) * width.max() ** 2 <= _MOST_SINGLE_BLOCK_ENTRIES:
         width[:] = width.max()
     shapes = np.stack([width[flat.source[forward]], width[flat.target[forward]]], axis=1)
     nothing = _rounded_up(len(flat.cost))
@@ -221,25 +223,25 @@ def _blocks(flat: Flat) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
 
 
 def _positions(flat: Flat, nodes: np.ndarray, width: int, nothing: int) -> np.ndarray:
-    """`[n, width]` positions of the nodes' strategies, filled up with `nothing`."""
+    """Returns `[n, width]` positions of the nodes' strategies, filled up with `nothing`."""
     steps = np.arange(width)
     return np.where(steps < flat.sizes[nodes][:, None], flat.start[nodes][:, None] + steps, nothing)
 
 
 def _mean(costs: np.ndarray) -> float:
-    """A typical size of a cost: the mean of the smaller ones, which forbidden entries do not move."""
+    """Returns a typical size of a cost: the mean of the lower 90% of sizes, so that forbidden entries do not count."""
     sizes = np.abs(costs[costs != 0])
     return float(sizes[sizes <= np.quantile(sizes, 0.9)].mean()) if len(sizes) else 1.0
 
 
 def _typical(flat: Flat, rng: np.random.Generator) -> float:
-    """What a random choice costs for each node, in units of the energy."""
+    """Returns the cost per node of a random choice, in units of the energy."""
     descent = Descent(flat, rng.integers(flat.sizes, size=(4, len(flat.sizes))))
     return float(np.median(np.abs(descent.cost()))) / len(flat.sizes) / _mean(np.concatenate([flat.cost, flat.entries]))
 
 
 def _rounded(flat: Flat, rows: np.ndarray, rng: np.random.Generator) -> Iterator[Proposal]:
-    """All starts, each node to what is cheapest given the others' rows, then brought down."""
+    """Rounds all starts node by node, brings the choices down, and yields them and the best."""
     order = rng.permutation(len(flat.sizes))
     choices = []
     for row in rows:
@@ -252,7 +254,10 @@ def _rounded(flat: Flat, rows: np.ndarray, rng: np.random.Generator) -> Iterator
 
 
 def _conditional(flat: Flat, row: np.ndarray, order: np.ndarray) -> np.ndarray:
-    """`[V]` rounded node by node in `order`: the cost of rows does not rise, as each node's is linear in its own."""
+    """Returns `[V]` strategies, each the cheapest given the rows of the nodes that follow in `order`.
+
+    The relaxed cost is linear in the row of one node, so it does not rise.
+    """
     choice = np.zeros(len(order), np.int64)
     load = row @ flat.load
     for v in order.tolist():
@@ -267,7 +272,7 @@ def _conditional(flat: Flat, row: np.ndarray, order: np.ndarray) -> np.ndarray:
 
 
 def _expected_edges(flat: Flat, v: int, row: np.ndarray) -> np.ndarray:
-    """`[S_v]` what the edges of each strategy cost at the neighbours' rows."""
+    """Returns `[S_v]` what the edges of each strategy cost at the neighbours' rows."""
     size, near = flat.sizes[v], np.arange(flat.first[v], flat.first[v + 1])
     if not len(near):
         return np.zeros(size)
