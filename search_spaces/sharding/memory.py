@@ -6,6 +6,7 @@ same size that nobody reads afterwards.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import count
 from typing import NamedTuple
 
 import numpy as np
@@ -14,8 +15,8 @@ from search_spaces.replay import REMAT
 from search_spaces.sharding.base import CONTRACTIONS, Block, Graph, Node, Rule, ShardingStrategy, Value, Vertex
 from search_spaces.sharding.spec import local_bytes
 
-# Pointwise but dear: XLA does not compute them again for a second reader.
-DEAR = frozenset(
+# Pointwise but expensive: XLA does not compute them again for a second reader.
+NEVER_RECOMPUTED = frozenset(
     [
         "cos",
         "digamma",
@@ -44,7 +45,7 @@ DEAR = frozenset(
 # A contraction reads its operands in any layout, so these before it move nothing.
 VIEWS = frozenset({"transpose", "reshape", "squeeze", "expand_dims"})
 # Not pointwise, but written over their first operand.
-UPDATES = ("scatter", "dynamic_update_slice")
+IN_PLACE = ("scatter", "dynamic_update_slice")
 
 
 class Lifetimes(NamedTuple):
@@ -171,17 +172,17 @@ class _Fusing:
 
     def __init__(self, graph: Graph, pointwise: Sequence[bool]):
         self.graph, self.pointwise = graph, pointwise
-        self.body = dict(_bolast_read(graph.block, 0))
+        self.body_of_vertex = dict(_body_numbers(graph.block, 0, count(1)))
 
     def fuses(self, vertex: Vertex, readers: Sequence[Vertex]) -> bool:
         """Tells whether a vertex is computed inside each of its readers; a loop reads what is before it from memory."""
         if not self.pointwise[vertex.index]:
             return False
         assert vertex.equation is not None
-        if vertex.equation.primitive.name in DEAR and len(readers) > 1:
+        if vertex.equation.primitive.name in NEVER_RECOMPUTED and len(readers) > 1:
             return False
-        body = self.body.get(vertex.index)
-        return all(self.body.get(r.index) == body and self._takes(r, vertex) for r in readers)
+        body = self.body_of_vertex.get(vertex.index)
+        return all(self.body_of_vertex.get(r.index) == body and self._takes(r, vertex) for r in readers)
 
     def _takes(self, reader: Vertex, vertex: Vertex) -> bool:
         if self.pointwise[reader.index]:
@@ -208,7 +209,7 @@ class _Fusing:
         """Operands in memory that a vertex could write over, those of what is fused into it included."""
         assert vertex.equation is not None
         operands = [o for o in vertex.operands if isinstance(o, Value)]
-        if vertex.equation.primitive.name.startswith(UPDATES):
+        if vertex.equation.primitive.name.startswith(IN_PLACE):
             operands = operands[:1]
         elif not self.pointwise[vertex.index]:
             return
@@ -219,12 +220,15 @@ class _Fusing:
                 yield from self._read(self.graph.vertices[operand.vertex], written)
 
 
-def _bolast_read(block: Block, number: int) -> Iterator[tuple[int, int]]:
-    """Yields each vertex with a number for the loop or branch in which it runs; rematerialised regions are none."""
+def _body_numbers(block: Block, number: int, fresh_numbers: Iterator[int]) -> Iterator[tuple[int, int]]:
+    """Yields each vertex with the number of the loop body or branch in which it runs.
+
+    Rematerialised regions are no bodies of their own; their vertices have the number of what surrounds them.
+    """
     for step in block.steps:
         if isinstance(step, Vertex):
             yield step.index, number
             continue
-        border = step.equation.primitive.name not in REMAT
-        for i, inner in enumerate(step.blocks):
-            yield from _bolast_read(inner, hash((id(step), i)) if border else number)
+        is_body = step.equation.primitive.name not in REMAT
+        for inner in step.blocks:
+            yield from _body_numbers(inner, next(fresh_numbers) if is_body else number, fresh_numbers)
