@@ -1,7 +1,8 @@
 """Ways to run a collective: exact, encoded, with error feedback, every k-th step, one way first and another later.
 
 Each is a frozen dataclass that follows `base.CollectiveStrategy`. A new one needs no registration: give it in the
-`strategies` of a space.
+`strategies` of a space. Whether a strategy is exact or keeps a residual follows from its class, so these are attributes
+without a type: `dataclass` makes no arguments of them.
 """
 
 from dataclasses import dataclass, replace
@@ -18,9 +19,9 @@ from search_spaces.communication.precision import BFLOAT16, FLOAT8, INT4, INT8
 class Exact:
     """The plain collective, in the data's own type."""
 
-    name: str = "exact"
-    is_exact: bool = True
-    keeps_residual: bool = False
+    name = "exact"
+    is_exact = True
+    keeps_residual = False
 
     def run(self, collective, x, key, step):  # noqa: D102
         return run_exact(collective, x), jnp.zeros(x.shape, jnp.float32)
@@ -34,8 +35,8 @@ class Encode:
     """The operand is sent as codes; what rounding loses is lost."""
 
     precision: Precision
-    is_exact: bool = False
-    keeps_residual: bool = False
+    is_exact = False
+    keeps_residual = False
 
     @property
     def name(self) -> str:  # noqa: D102
@@ -57,8 +58,8 @@ class ErrorFeedback:
     """
 
     precision: Precision
-    is_exact: bool = False
-    keeps_residual: bool = True
+    is_exact = False
+    keeps_residual = True
 
     @property
     def name(self) -> str:  # noqa: D102
@@ -87,8 +88,8 @@ class EveryK:
 
     k: int
     strategy: CollectiveStrategy = Exact()
-    is_exact: bool = False
-    keeps_residual: bool = True
+    is_exact = False
+    keeps_residual = True
 
     def __post_init__(self):
         if self.k < 2:

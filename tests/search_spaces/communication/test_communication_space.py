@@ -1,6 +1,7 @@
 """The space: gradients as on one device, emulated as on a mesh, residuals, mixtures, costs."""
 
 import itertools
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -367,3 +368,10 @@ def test_what_lies_in_a_branch_that_does_not_run_is_not_executed():
 
 def test_hardware_may_be_the_name_of_a_preset():
     assert seconds(small_space(hardware="h100"), [0, 0, 0, 0]) > 0
+
+
+@pytest.mark.parametrize("make", [Exact, partial(Encode, INT8), partial(ErrorFeedback, INT8), partial(EveryK, 2)])
+@pytest.mark.parametrize("fact", ["is_exact", "keeps_residual"])
+def test_whether_a_strategy_is_exact_is_no_argument(make, fact):
+    with pytest.raises(TypeError, match=fact):
+        make(**{fact: True})
