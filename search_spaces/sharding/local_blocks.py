@@ -1,0 +1,167 @@
+"""Reshards and reductions of one device's block, with the collectives written out, inside a `jax.shard_map`.
+
+A block is what one device has of an array with a spec. Every step of a reshard is one collective over one mesh axis
+(see `resharding.py`), and because only the minor-most axis of a dimension enters or leaves, each step is a tiled
+collective of `jax.lax` on that dimension: no step permutes elements within a block.
+
+A dimension that its parts do not divide is padded at its end: all blocks have the size of the largest, and what lies
+beyond the array's own size is arbitrary, so that whoever sums over it must mask it first (`masked`).
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import groupby
+from math import prod
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from search_spaces.sharding.resharding import Move
+from search_spaces.sharding.spec import Spec, parts_of
+
+REDUCERS: dict[str, Callable[..., Any]] = {"sum": lax.psum, "max": lax.pmax, "min": lax.pmin}
+"""Collectives that finish partial results, by what combines them."""
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """One device's view of the arrays on a mesh; the methods run inside a mapping over all of its axes.
+
+    Attributes:
+      axis_names: of the mesh, in its order.
+      axis_sizes: devices along each axis.
+    """
+
+    axis_names: tuple[str, ...]
+    axis_sizes: tuple[int, ...]
+
+    def shape(self, shape: Sequence[int], spec: Spec) -> tuple[int, ...]:
+        """The shape of a block of an array of the given shape."""
+        return tuple(-(-size // parts) for size, parts in zip(shape, parts_of(spec, self.axis_sizes), strict=True))
+
+    def index(self, axes: Sequence[int]) -> jax.Array:
+        """The position of this device along some mesh axes together, the first one major; 0 for none."""
+        position = jnp.int32(0)
+        for axis in axes:
+            position = position * self.axis_sizes[axis] + lax.axis_index(self.axis_names[axis])
+        return position
+
+    def reshard(self, block: Any, shape: Sequence[int], source: Spec, steps: Sequence[Move]) -> Any:
+        """The block after some steps.
+
+        Args:
+          block: of an array with the spec `source`.
+          shape: of the whole array.
+          source: the spec before the first step.
+          steps: of `resharding.Paths`.
+        """
+        spec = source
+        for step in steps:
+            block = self._step(block, shape, spec, step)
+            spec = step.spec
+        return block
+
+    def reduce(self, block: Any, unreduced: Spec, steps: Sequence[Move], combine: str = "sum") -> Any:
+        """The block after its partial results have been combined over the devices that share it.
+
+        Scatters over several axes are one collective over all of them: one axis after the other, the fast one first,
+        would leave the parts in another order than the spec has.
+
+        Args:
+          block: of partial results.
+          unreduced: the spec of the partial results.
+          steps: reductions ("all_reduce", "reduce_scatter"), those of one kind next to each other.
+          combine: a key of `REDUCERS`; scattered results are always sums.
+        """
+        spec = unreduced
+        for kind, group in groupby(steps, key=lambda step: step.kind):
+            members = list(group)
+            names = tuple(self.axis_names[axis] for axis in sorted(step.axis for step in members))
+            if kind == "all_reduce":
+                block = _reduced(block, names, combine)
+            elif kind == "reduce_scatter":
+                dim = next(d for d, axes in enumerate(members[-1].spec) if axes != spec[d])
+                block = lax.psum_scatter(block, names, scatter_dimension=dim, tiled=True)
+            else:
+                raise ValueError(f"`steps` must be reductions, not {kind!r}.")
+            spec = members[-1].spec
+        return block
+
+    def masked(self, block: Any, shape: Sequence[int], spec: Spec, dims: Sequence[int], fill: Any) -> Any:
+        """The block with `fill` instead of the padding of some dimensions."""
+        for dim in dims:
+            parts = parts_of((spec[dim],), self.axis_sizes)[0]
+            if shape[dim] % parts:
+                size = block.shape[dim]
+                position = self.index(spec[dim]) * size + lax.broadcasted_iota(jnp.int32, block.shape, dim)
+                block = jnp.where(position < shape[dim], block, jnp.asarray(fill, block.dtype))
+        return block
+
+    def _step(self, block: Any, shape: Sequence[int], spec: Spec, step: Move) -> Any:
+        name = self.axis_names[step.axis]
+        grown = [d for d, (before, after) in enumerate(zip(spec, step.spec, strict=True)) if len(after) > len(before)]
+        shrunk = [d for d, (before, after) in enumerate(zip(spec, step.spec, strict=True)) if len(after) < len(before)]
+        match step.kind:
+            case "slice":
+                return self._sliced(block, shape, step.spec, grown[0], step.axis)
+            case "all_gather":
+                gathered = lax.all_gather(block, name, axis=shrunk[0], tiled=True)
+                return self._trimmed(gathered, shape, step.spec, shrunk[0])
+            case "all_to_all":
+                block = self._padded(block, shape, step.spec, grown[0], step.axis)
+                exchanged = lax.all_to_all(block, name, split_axis=grown[0], concat_axis=shrunk[0], tiled=True)
+                return self._trimmed(exchanged, shape, step.spec, shrunk[0])
+            case "collective_permute":
+                return lax.ppermute(block, self.axis_names, _permutation(spec, step.spec, self.axis_sizes))
+        raise ValueError(f"`steps` must not hold a reduction, but one is {step.kind!r}.")
+
+    def _sliced(self, block: Any, shape: Sequence[int], spec: Spec, dim: int, axis: int) -> Any:
+        size = self.shape(shape, spec)[dim]
+        block = self._padded(block, shape, spec, dim, axis)
+        return lax.dynamic_slice_in_dim(block, lax.axis_index(self.axis_names[axis]) * size, size, dim)
+
+    def _padded(self, block: Any, shape: Sequence[int], spec: Spec, dim: int, axis: int) -> Any:
+        """With as much padding at the end of a dimension as splitting it evenly over one more axis takes."""
+        missing = self.shape(shape, spec)[dim] * self.axis_sizes[axis] - block.shape[dim]
+        return jnp.pad(block, [(0, missing if d == dim else 0) for d in range(block.ndim)]) if missing else block
+
+    def _trimmed(self, block: Any, shape: Sequence[int], spec: Spec, dim: int) -> Any:
+        """Without the padding that gathering uneven blocks leaves at the end."""
+        size = self.shape(shape, spec)[dim]
+        return block if block.shape[dim] == size else lax.slice_in_dim(block, 0, size, axis=dim)
+
+
+def _reduced(block: Any, names: tuple[str, ...], combine: str) -> Any:
+    if block.dtype != jnp.bool:
+        return REDUCERS[combine](block, names)
+    return REDUCERS[combine](block.astype(jnp.int8), names).astype(jnp.bool)  # XLA combines numbers only
+
+
+@lru_cache(maxsize=10_000)
+def _permutation(source: Spec, target: Spec, axis_sizes: tuple[int, ...]) -> list[tuple[int, int]]:
+    """(from, to) pairs of devices, numbered row-major, that bring every device the block it has with `target`.
+
+    Where several devices hold a block, a device that needs the block which it has keeps it, and the others are served
+    in order.
+    """
+    before, after = _blocks_of_devices(source, axis_sizes), _blocks_of_devices(target, axis_sizes)
+    stays = before == after
+    holders: dict[int, list[int]] = {}
+    for device in np.flatnonzero(~stays).tolist():
+        holders.setdefault(int(before[device]), []).append(device)
+    pairs = [(device, device) for device in np.flatnonzero(stays).tolist()]
+    return pairs + [(holders[int(after[device])].pop(0), device) for device in np.flatnonzero(~stays).tolist()]
+
+
+def _blocks_of_devices(spec: Spec, axis_sizes: tuple[int, ...]) -> np.ndarray:
+    """The number of the block that each device has, `[devices]`."""
+    coordinates = np.unravel_index(np.arange(prod(axis_sizes)), axis_sizes)
+    number = np.zeros(prod(axis_sizes), np.int64)
+    for axes in spec:
+        for axis in axes:
+            number = number * axis_sizes[axis] + coordinates[axis]
+    return number

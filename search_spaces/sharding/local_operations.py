@@ -1,0 +1,381 @@
+"""Operations on one device's blocks: what each equation becomes when its arrays are split as a strategy says.
+
+Most operations are the same on blocks as on whole arrays. Some have shapes among their parameters, which become the
+shapes of blocks (`_PARAMETERS`); a few need to know where the block lies (`_PLACED`): an iota starts further on, a
+gather from a split table looks up the rows that it has. Every other operation that a strategy splits is run whole: its
+operands are gathered, and its results sliced (`runs_whole` tells which, so that a plan can say and price it).
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend import core
+
+from search_spaces.sharding.graph import Value, Vertex
+from search_spaces.sharding.local_blocks import Blocks
+from search_spaces.sharding.spec import parts_of
+from search_spaces.sharding.strategies import ShardingStrategy
+
+# fmt: off
+_ELEMENTWISE = frozenset(
+    ("abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2", "atanh", "bessel_i0e", "bessel_i1e",
+     "bitcast_convert_type", "cbrt", "ceil", "clamp", "clz", "complex", "conj", "convert_element_type", "copy", "copy_p",
+     "cos", "cosh", "device_put", "digamma", "div", "eq", "eq_to", "erf", "erf_inv", "erfc", "exp", "exp2", "expm1", "floor",
+     "ge", "gt", "igamma", "igamma_grad_a", "igammac", "imag", "integer_pow", "is_finite", "le", "le_to", "lgamma", "log",
+     "log1p", "logistic", "lt", "lt_to", "max", "min", "mul", "ne", "neg", "nextafter", "not", "optimization_barrier", "or",
+     "polygamma", "population_count", "pow", "random_gamma_grad", "real", "reduce_precision", "regularized_incomplete_beta",
+     "rem", "round", "rsqrt", "select_n", "shift_left", "shift_right_arithmetic", "shift_right_logical", "sign", "sin",
+     "sinh", "sqrt", "square", "stop_gradient", "sub", "tan", "tanh", "threefry2x32", "xor", "zeta", "random_unwrap",
+     "random_wrap", "random_fold_in")
+)
+# Same on blocks, because a rule never splits the dimensions that they look along.
+_ALONG_WHOLE_DIMENSIONS = frozenset(
+    ("concatenate", "cumlogsumexp", "cummax", "cummin", "cumprod", "cumsum", "expand_dims", "rev", "sort", "split",
+     "squeeze", "stack", "top_k", "transpose", "unstack",
+     "cholesky", "eigh", "householder_product", "lu", "lu_pivots_to_permutation", "qr", "svd", "triangular_solve",
+     "tridiagonal_solve")
+)
+# What combines their partial results, where a dimension that they reduce is split.
+_REDUCTIONS: Mapping[str, str] = {
+    "dot_general": "sum", "conv_general_dilated": "sum", "ragged_dot_general": "sum", "reduce_sum": "sum",
+    "gather": "sum", "scatter-add": "sum", "reduce_max": "max", "reduce_min": "min", "reduce_or": "max",
+    "reduce_and": "min",
+}
+# fmt: on
+
+
+class LocalCall(NamedTuple):
+    """An operation on one device.
+
+    Attributes:
+      vertex: the operation.
+      strategy: how its arrays are split.
+      blocks: the device's view of the mesh.
+    """
+
+    vertex: Vertex
+    strategy: ShardingStrategy
+    blocks: Blocks
+
+    @property
+    def equation(self) -> core.JaxprEqn:
+        """The operation's equation."""
+        assert self.vertex.equation is not None
+        return self.vertex.equation
+
+    @property
+    def result_shapes(self) -> list[tuple[int, ...]]:
+        """The shapes of the results' blocks before their reduction."""
+        pairs = zip(self.vertex.results, self.strategy.unreduced, strict=True)
+        return [self.blocks.shape(value.shape, spec) for value, spec in pairs]
+
+    def operand_shape(self, position: int) -> tuple[int, ...]:
+        """The shape of a whole operand."""
+        operand = self.vertex.operands[position]
+        return tuple(operand.shape) if isinstance(operand, Value) else np.shape(operand.val)
+
+    def bind(self, operands: Sequence[Any], **changed: Any) -> list[Any]:
+        """The results of the equation's primitive, with some of its parameters changed."""
+        primitive = self.equation.primitive
+        results = primitive.bind(*operands, **primitive.get_bind_params({**self.equation.params, **changed}))
+        return list(results) if primitive.multiple_results else [results]
+
+
+def combiner(vertex: Vertex) -> str:
+    """What combines the partial results of an operation: a key of `local_blocks.REDUCERS`."""
+    return _REDUCTIONS.get(vertex.primitive, "sum")
+
+
+def runs_whole(vertex: Vertex, strategy: ShardingStrategy, axis_sizes: tuple[int, ...]) -> bool:
+    """Whether an operation has no form on blocks with a strategy, and so runs whole on every device."""
+    specs = (*strategy.operands, *strategy.unreduced)
+    if not any(axes for spec in specs for axes in spec):
+        return False
+    name = vertex.primitive
+    if any(strategy.reductions) and name not in _REDUCTIONS:
+        return True
+    if name in _CONDITIONS and not _CONDITIONS[name](vertex, strategy, axis_sizes):
+        return True
+    return name not in _ELEMENTWISE | _ALONG_WHOLE_DIMENSIONS | _PARAMETERS.keys() | _PLACED.keys() | _REDUCTIONS.keys()
+
+
+def run_local(call: LocalCall, operands: Sequence[Any]) -> list[Any]:
+    """The results' blocks before their reduction; the operation must not be one that `runs_whole`.
+
+    Args:
+      call: the operation.
+      operands: blocks as the strategy wants them.
+    """
+    name = call.vertex.primitive
+    if name in _PLACED:
+        return _PLACED[name](call, operands)
+    if name in _PARAMETERS:
+        return call.bind(operands, **_PARAMETERS[name](call))
+    return call.bind(operands)
+
+
+# Operations whose parameters hold shapes.
+
+
+def _slice_parameters(call: LocalCall) -> dict[str, Any]:
+    params, (spec, shape) = call.equation.params, (call.strategy.operands[0], call.result_shapes[0])
+    start, limit = list(params["start_indices"]), list(params["limit_indices"])
+    for d, axes in enumerate(spec):
+        if axes:
+            start[d], limit[d] = 0, shape[d]
+    return {"start_indices": tuple(start), "limit_indices": tuple(limit)}
+
+
+_PARAMETERS: dict[str, Callable[[LocalCall], dict[str, Any]]] = {
+    "broadcast_in_dim": lambda call: {"shape": call.result_shapes[0]},
+    "reshape": lambda call: {"new_sizes": call.result_shapes[0]},
+    "slice": _slice_parameters,
+    "dynamic_slice": lambda call: {"slice_sizes": call.result_shapes[0]},
+    "pad": lambda call: {},
+    "reduce_window_max": lambda call: {},
+    "reduce_window_min": lambda call: {},
+    "reduce_window_sum": lambda call: {},
+    "select_and_scatter_add": lambda call: {},
+    "select_and_gather_add": lambda call: {},
+}
+
+
+# Operations that depend on where a block lies.
+
+
+def _iota(call: LocalCall, operands: Sequence[Any]) -> list[Any]:
+    dim = call.equation.params["dimension"]
+    (shape,), axes = call.result_shapes, call.strategy.unreduced[0][dim]
+    (numbers,) = call.bind(operands, shape=shape)
+    return [numbers + (call.blocks.index(axes) * shape[dim]).astype(numbers.dtype) if axes else numbers]
+
+
+def _contraction(call: LocalCall, operands: Sequence[Any]) -> list[Any]:
+    """A product whose contracted dimensions may be padded: the padding counts 0 on both sides."""
+    (lhs_dims, rhs_dims), _ = call.equation.params["dimension_numbers"]
+    padded = [
+        call.blocks.masked(operand, call.operand_shape(i), call.strategy.operands[i], dims, 0)
+        for i, (operand, dims) in enumerate(zip(operands, (lhs_dims, rhs_dims), strict=True))
+    ]
+    return call.bind(padded)
+
+
+def _reduction(call: LocalCall, operands: Sequence[Any]) -> list[Any]:
+    """A reduction over dimensions that may be padded: the padding counts as what changes nothing."""
+    neutral = _NEUTRAL[call.vertex.primitive](operands[0].dtype)
+    axes = call.equation.params["axes"]
+    return call.bind([call.blocks.masked(operands[0], call.operand_shape(0), call.strategy.operands[0], axes, neutral)])
+
+
+def _least(dtype: Any) -> Any:
+    if dtype == jnp.bool:
+        return False
+    return -jnp.inf if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo(dtype).min
+
+
+def _greatest(dtype: Any) -> Any:
+    if dtype == jnp.bool:
+        return True
+    return jnp.inf if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo(dtype).max
+
+
+_NEUTRAL: dict[str, Callable[[Any], Any]] = {
+    "reduce_sum": lambda dtype: 0,
+    "reduce_max": _least,
+    "reduce_min": _greatest,
+    "reduce_or": lambda dtype: False,
+    "reduce_and": lambda dtype: True,
+}
+
+
+def _gather(call: LocalCall, operands: Sequence[Any]) -> list[Any]:
+    """A lookup. In a table whose rows are split, a device gives the rows that it has and zeros for all others."""
+    params, spec = call.equation.params, call.strategy.operands[0]
+    numbers, (table, indices) = params["dimension_numbers"], operands
+    sizes = _window_sizes(params["slice_sizes"], call.operand_shape(0), table.shape)
+    looked_up = [(k, d) for k, d in enumerate(numbers.start_index_map) if spec[d] and params["slice_sizes"][d] == 1]
+    if not any(call.operand_shape(0)[d] > 1 for _, d in looked_up):
+        return call.bind(operands, slice_sizes=sizes)
+    has_row, in_table, shifted = _rows_here(call, indices, table.shape, looked_up, params["mode"])
+    (rows,) = call.bind(
+        (table, shifted), slice_sizes=sizes, mode=lax.GatherScatterMode.PROMISE_IN_BOUNDS, fill_value=None
+    )
+    batch_dims = [d for d in range(rows.ndim) if d not in numbers.offset_dims]
+    rows = jnp.where(lax.broadcast_in_dim(has_row, rows.shape, batch_dims), rows, jnp.zeros((), rows.dtype))
+    if params["mode"] == lax.GatherScatterMode.FILL_OR_DROP:  # one of the devices adds what is for missing rows
+        axes = [axis for _, d in looked_up for axis in spec[d]]
+        missing = ~in_table & (call.blocks.index(axes) == 0)
+        fill = jnp.asarray(_fill_value(params["fill_value"], rows.dtype), rows.dtype)
+        rows = jnp.where(lax.broadcast_in_dim(missing, rows.shape, batch_dims), fill, rows)
+    return [rows]
+
+
+def _scatter(call: LocalCall, operands: Sequence[Any]) -> list[Any]:
+    """Updates of rows. A device whose rows are a part drops the updates of others; of several that have a part of the
+    updates each, only the first counts the operand, and their results are summed."""  # noqa: D205, D209
+    params, spec = call.equation.params, call.strategy.operands[0]
+    numbers, (table, indices, updates) = params["dimension_numbers"], operands
+    if summed := [step.axis for step in call.strategy.reductions[0]]:
+        table = jnp.where(call.blocks.index(sorted(summed)) == 0, table, jnp.zeros((), table.dtype))
+    rows = [
+        (k, d)
+        for k, d in enumerate(numbers.scatter_dims_to_operand_dims)
+        if spec[d] and d in numbers.inserted_window_dims
+    ]
+    if not rows:
+        return call.bind((table, indices, updates))
+    has_row, _, shifted = _rows_here(call, indices, table.shape, rows, params["mode"])
+    for k, d in rows:
+        shifted = shifted.at[..., k].set(jnp.where(has_row, shifted[..., k], table.shape[d]))
+    return call.bind((table, shifted, updates), mode=lax.GatherScatterMode.FILL_OR_DROP)
+
+
+def _rows_here(
+    call: LocalCall, indices: Any, block_shape: Sequence[int], looked_up: Sequence[tuple[int, int]], mode: Any
+) -> tuple[Any, Any, Any]:
+    """Which indices are of rows of this block, which of the whole table, and the indices within the block."""
+    has_row = in_table = jnp.ones(indices.shape[:-1], jnp.bool)
+    for k, d in looked_up:
+        index, size = indices[..., k], call.operand_shape(0)[d]
+        if mode == lax.GatherScatterMode.CLIP:
+            index = jnp.clip(index, 0, size - 1)
+        local = index - (call.blocks.index(call.strategy.operands[0][d]) * block_shape[d]).astype(index.dtype)
+        in_table &= (index >= 0) & (index < size)
+        has_row &= (local >= 0) & (local < block_shape[d])
+        indices = indices.at[..., k].set(jnp.clip(local, 0, block_shape[d] - 1))
+    return has_row & in_table, in_table, indices
+
+
+def _window_sizes(sizes: Sequence[int], shape: Sequence[int], block_shape: Sequence[int]) -> tuple[int, ...]:
+    """The window of a gather on a block: whole dimensions stay whole."""
+    return tuple(b if s == n else s for s, n, b in zip(sizes, shape, block_shape, strict=True))
+
+
+def _fill_value(given: Any, dtype: Any) -> Any:
+    """What `lax.gather` gives for indices that are out of bounds."""
+    if given is not None:
+        return given
+    if jnp.issubdtype(dtype, jnp.inexact):
+        return jnp.nan
+    return jnp.iinfo(dtype).min if jnp.issubdtype(dtype, jnp.signedinteger) else _greatest(dtype)
+
+
+def _dynamic_update_slice(call: LocalCall, operands: Sequence[Any]) -> list[Any]:
+    """An update of one row of a dimension that is split is made by the device that has the row."""
+    whole, update, *starts = operands
+    spec, has_row = call.strategy.operands[0], jnp.bool(True)
+    for d, axes in enumerate(spec):
+        if axes and update.shape[d] != whole.shape[d]:
+            start = jnp.clip(starts[d], 0, call.operand_shape(0)[d] - 1)
+            local = start - (call.blocks.index(axes) * whole.shape[d]).astype(jnp.result_type(start))
+            has_row &= (local >= 0) & (local < whole.shape[d])
+            starts[d] = jnp.clip(local, 0, whole.shape[d] - 1)
+    (updated,) = call.bind((whole, update, *starts))
+    return [jnp.where(has_row, updated, whole)]
+
+
+def _users_shard_map(call: LocalCall, operands: Sequence[Any]) -> list[Any]:
+    """The body of a user's own `shard_map`, which is written for blocks; its collectives name the mesh's axes."""
+    body = call.equation.params["jaxpr"]
+    return list(core.jaxpr_as_fun(core.ClosedJaxpr(body, ()))(*operands))
+
+
+_PLACED: dict[str, Callable[[LocalCall, Sequence[Any]], list[Any]]] = {
+    "iota": _iota,
+    "dot_general": _contraction,
+    **dict.fromkeys(_NEUTRAL, _reduction),
+    "gather": _gather,
+    "scatter-add": _scatter,
+    "scatter": _scatter,
+    "scatter-mul": _scatter,
+    "scatter-min": _scatter,
+    "scatter-max": _scatter,
+    "dynamic_update_slice": _dynamic_update_slice,
+    "sharding_constraint": lambda call, operands: list(operands),
+    "shard_map": _users_shard_map,
+}
+
+
+# When an operation has a form on blocks.
+
+_Condition = Callable[[Vertex, ShardingStrategy, tuple[int, ...]], bool]
+
+
+def _windows_are_whole(vertex: Vertex, strategy: ShardingStrategy, axis_sizes: tuple[int, ...]) -> bool:
+    """Whether no split dimension has a window or padding."""
+    del axis_sizes
+    assert vertex.equation is not None
+    params, spec = vertex.equation.params, strategy.operands[0]
+    windows = params.get("window_dimensions", (1,) * len(spec))
+    padding = params.get("padding_config", params.get("padding", ((0, 0),) * len(spec)))
+    return all(not axes or (w == 1 and not any(p)) for axes, w, p in zip(spec, windows, padding, strict=True))
+
+
+def _no_groups(vertex: Vertex, strategy: ShardingStrategy, axis_sizes: tuple[int, ...]) -> bool:
+    """Whether a convolution is of one group, or of groups that are not split."""
+    assert vertex.equation is not None
+    params = vertex.equation.params
+    if params["feature_group_count"] == params["batch_group_count"] == 1:
+        return _is_even(vertex, strategy, axis_sizes)
+    lhs, rhs, _ = params["dimension_numbers"]
+    grouped = (strategy.operands[0][lhs[1]], strategy.operands[1][rhs[0]], strategy.operands[1][rhs[1]])
+    batch_is_whole = params["batch_group_count"] == 1 or not strategy.operands[0][lhs[0]]
+    return not any(grouped) and batch_is_whole and _is_even(vertex, strategy, axis_sizes)
+
+
+def _is_even(vertex: Vertex, strategy: ShardingStrategy, axis_sizes: tuple[int, ...]) -> bool:
+    """Whether no block is padded."""
+    arrays = (*vertex.operands, *vertex.results)
+    return all(
+        size % parts == 0
+        for array, spec in zip(arrays, (*strategy.operands, *strategy.unreduced), strict=True)
+        if isinstance(array, Value)
+        for size, parts in zip(array.shape, parts_of(spec, axis_sizes), strict=True)
+    )
+
+
+def _gathers_rows(vertex: Vertex, strategy: ShardingStrategy, axis_sizes: tuple[int, ...]) -> bool:
+    """Whether each split dimension of a table is looked up row by row, taken whole, or goes along with the indices."""
+    del axis_sizes
+    assert vertex.equation is not None
+    numbers, sizes = vertex.equation.params["dimension_numbers"], vertex.equation.params["slice_sizes"]
+    shape, is_boolean = vertex.operands[0].shape, vertex.results[0].dtype == jnp.bool  # pyright: ignore[reportAttributeAccessIssue]
+    if strategy.operands[1] and strategy.operands[1][-1]:
+        return False
+    for d, axes in enumerate(strategy.operands[0]):
+        is_row = sizes[d] == 1 and d in numbers.start_index_map and d in numbers.collapsed_slice_dims
+        is_taken_whole = sizes[d] == shape[d] and d not in numbers.start_index_map
+        if axes and not (is_taken_whole or d in numbers.operand_batching_dims or (is_row and not is_boolean)):
+            return False
+    return True
+
+
+def _scatters_rows(vertex: Vertex, strategy: ShardingStrategy, axis_sizes: tuple[int, ...]) -> bool:
+    """Whether each split dimension is updated row by row, as a whole, or goes along with the indices."""
+    del axis_sizes
+    assert vertex.equation is not None
+    numbers = vertex.equation.params["dimension_numbers"]
+    if strategy.operands[1] and strategy.operands[1][-1]:
+        return False
+    for d, axes in enumerate(strategy.operands[0]):
+        is_indexed = d in numbers.scatter_dims_to_operand_dims
+        is_row = is_indexed and d in numbers.inserted_window_dims
+        if axes and not (is_row or not is_indexed or d in numbers.operand_batching_dims):
+            return False
+    return vertex.primitive == "scatter-add" or not any(strategy.reductions)
+
+
+_CONDITIONS: dict[str, _Condition] = {
+    **dict.fromkeys(
+        ("pad", "reduce_window_max", "reduce_window_min", "reduce_window_sum", "select_and_scatter_add",
+         "select_and_gather_add"),
+        _windows_are_whole,
+    ),
+    "conv_general_dilated": _no_groups,
+    "ragged_dot_general": _is_even,
+    "gather": _gathers_rows,
+    **dict.fromkeys(("scatter", "scatter-add", "scatter-mul", "scatter-min", "scatter-max"), _scatters_rows),
+}  # fmt: skip
