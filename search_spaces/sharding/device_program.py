@@ -17,13 +17,12 @@ from jax.experimental.compute_on import compute_on
 from jax.extend import core, source_info_util
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
+from search_spaces.sharding.base import REMAT, Block, Graph, Layout, Operand, Region, Spec, Value, Vertex
 from search_spaces.sharding.execution import partition_spec
-from search_spaces.sharding.graph import REMAT, Block, Graph, Operand, Region, Value, Vertex
 from search_spaces.sharding.local_blocks import Blocks
 from search_spaces.sharding.local_operations import LocalCall, combiner, run_local, runs_whole
 from search_spaces.sharding.resharding import Paths
-from search_spaces.sharding.space import Layout
-from search_spaces.sharding.spec import Spec, replicated
+from search_spaces.sharding.spec import replicated
 
 Environment = dict[int, Any]
 """The block of each value, by id, with the spec in which its readers find it."""
@@ -47,35 +46,24 @@ class DeviceProgram:
         """A spec as a JAX sharding on the mesh."""
         return NamedSharding(self.mesh, partition_spec(spec, self.blocks.axis_names))
 
-    @property
-    def in_specs(self) -> list[Spec]:
-        """How each flat argument comes in."""
-        return [self.layout.strategy[v.index].unreduced[0] for v in self.graph.inputs]
-
-    @property
-    def out_specs(self) -> list[Spec]:
-        """How each flat result goes out: as the argument that it replaces, else as it is made."""
-        return [
-            self.in_specs[argument] if argument is not None else self._spec(output)
-            for output, argument in zip(self.graph.outputs, self.graph.feedback, strict=True)
-        ]
-
     def whole_operations(self) -> list[Vertex]:
         """Operations that the layout splits but that have no form on blocks: they run whole on every device."""
         return [
             vertex
             for vertex in self.graph.operations()
-            if runs_whole(vertex, self.layout.strategy[vertex.index], self.blocks.axis_sizes)
+            if runs_whole(vertex, self.layout.strategies[vertex.index], self.blocks.axis_sizes)
         ]
 
     def __call__(self, *arguments: Any) -> list[Any]:
         """The function's flat results."""
-        stored = [self.layout.strategy[v.index].unreduced[0] for v in self.graph.constants]
+        stored = [self.layout.strategies[v.index].unreduced[0] for v in self.graph.constants]
         program = jax.shard_map(
             self._run,
             mesh=self.mesh,
-            in_specs=tuple(partition_spec(spec, self.blocks.axis_names) for spec in (*self.in_specs, *stored)),
-            out_specs=[partition_spec(spec, self.blocks.axis_names) for spec in self.out_specs],
+            in_specs=tuple(
+                partition_spec(spec, self.blocks.axis_names) for spec in (*self.layout.input_specs, *stored)
+            ),
+            out_specs=[partition_spec(spec, self.blocks.axis_names) for spec in self.layout.output_specs],
             check_vma=False,
         )
         return program(*arguments, *self.graph.constant_arrays)
@@ -86,11 +74,8 @@ class DeviceProgram:
         for vertex, block in zip((*self.graph.inputs, *self.graph.constants), blocks, strict=True):
             self._enter(env, vertex, block)
         self._steps(env, self.graph.block.steps)
-        targets = zip(self.graph.outputs, self.out_specs, strict=True)
+        targets = zip(self.graph.outputs, self.layout.output_specs, strict=True)
         return [self._read(env, output, spec) for output, spec in targets]
-
-    def _spec(self, operand: Operand) -> Spec:
-        return self.layout.held[operand.id] if isinstance(operand, Value) else replicated(np.ndim(operand.val))
 
     def _reshard(self, block: Any, value: Value, source: Spec, target: Spec) -> Any:
         return self.blocks.reshard(block, value.shape, source, self.path(source, target)) if value.shape else block
@@ -98,18 +83,18 @@ class DeviceProgram:
     def _read(self, env: Environment, operand: Operand, spec: Spec) -> Any:
         if not isinstance(operand, Value):
             return operand.val
-        return self._reshard(env[operand.id], operand, self.layout.held[operand.id], spec)
+        return self._reshard(env[operand.id], operand, self.layout.value_specs[operand.id], spec)
 
     def _operands(self, env: Environment, vertex: Vertex) -> list[Any]:
-        specs = self.layout.strategy[vertex.index].operands
+        specs = self.layout.strategies[vertex.index].operands
         return [self._read(env, operand, spec) for operand, spec in zip(vertex.operands, specs, strict=True)]
 
     def _enter(self, env: Environment, vertex: Vertex, block: Any) -> None:
         """Puts an array that a vertex stores into the environment, gathered as the strategy has it."""
-        strategy, value = self.layout.strategy[vertex.index], vertex.results[0]
+        strategy, value = self.layout.strategies[vertex.index], vertex.results[0]
         if value.shape:
             block = self.blocks.reshard(block, value.shape, strategy.unreduced[0], strategy.reductions[0])
-        env[value.id] = self._reshard(block, value, strategy.results[0], self.layout.held[value.id])
+        env[value.id] = self._reshard(block, value, strategy.results[0], self.layout.value_specs[value.id])
 
     def _steps(self, env: Environment, steps: Sequence[Vertex | Region]) -> None:
         for step in steps:
@@ -121,7 +106,7 @@ class DeviceProgram:
                     self._operation(env, step)
 
     def _operation(self, env: Environment, vertex: Vertex) -> None:
-        strategy = self.layout.strategy[vertex.index]
+        strategy = self.layout.strategies[vertex.index]
         call = LocalCall(vertex, strategy, self.blocks)
         if runs_whole(vertex, strategy, self.blocks.axis_sizes):
             whole = call.bind([self._read(env, o, replicated(_rank(o))) for o in vertex.operands])
@@ -137,7 +122,7 @@ class DeviceProgram:
                 )
             ]
         for value, block, spec in zip(vertex.results, results, strategy.results, strict=True):
-            env[value.id] = self._reshard(block, value, spec, self.layout.held[value.id])
+            env[value.id] = self._reshard(block, value, spec, self.layout.value_specs[value.id])
 
     def _region(self, env: Environment, region: Region) -> None:
         run: dict[str, Callable[[Environment, Region], None]] = {
@@ -164,18 +149,18 @@ class DeviceProgram:
 
     def _initial(self, env: Environment, carries: Sequence[Vertex]) -> list[Any]:
         return [
-            jnp.asarray(self._read(env, c.operands[0], self.layout.strategy[c.index].operands[0]), c.results[0].dtype)
+            jnp.asarray(self._read(env, c.operands[0], self.layout.strategies[c.index].operands[0]), c.results[0].dtype)
             for c in carries
         ]
 
     def _next(self, env: Environment, carries: Sequence[Vertex]) -> list[Any]:
-        return [self._read(env, c.operands[1], self.layout.strategy[c.index].operands[1]) for c in carries]
+        return [self._read(env, c.operands[1], self.layout.strategies[c.index].operands[1]) for c in carries]
 
     def _leave(self, env: Environment, carries: Sequence[Vertex], blocks: Sequence[Any]) -> None:
         """What a loop leaves of its carries."""
         for vertex, block in zip(carries, blocks, strict=True):
-            value, spec = vertex.results[1], self.layout.strategy[vertex.index].results[1]
-            env[value.id] = self._reshard(block, value, spec, self.layout.held[value.id])
+            value, spec = vertex.results[1], self.layout.strategies[vertex.index].results[1]
+            env[value.id] = self._reshard(block, value, spec, self.layout.value_specs[value.id])
 
     def _inside(self, env: Environment, carries: Sequence[Vertex], blocks: Sequence[Any]) -> Environment:
         inner = dict(env)
@@ -199,8 +184,8 @@ class DeviceProgram:
         carry, ys = jax.lax.scan(body, self._initial(env, region.carries), xs, **loop)
         self._leave(env, region.carries, carry)
         for stack, y in zip(stacks, ys, strict=True):
-            value, spec = stack.results[0], self.layout.strategy[stack.index].results[0]
-            env[value.id] = self._reshard(y, value, spec, self.layout.held[value.id])
+            value, spec = stack.results[0], self.layout.strategies[stack.index].results[0]
+            env[value.id] = self._reshard(y, value, spec, self.layout.value_specs[value.id])
 
     def _while(self, env: Environment, region: Region) -> None:
         condition, body = region.blocks
@@ -224,7 +209,7 @@ class DeviceProgram:
             def run() -> list[Any]:
                 inner = dict(env)
                 self._steps(inner, block.steps)
-                specs = [self.layout.strategy[join.index].operands[number] for join in joins]
+                specs = [self.layout.strategies[join.index].operands[number] for join in joins]
                 read = [self._read(inner, output, spec) for output, spec in zip(block.outputs, specs, strict=True)]
                 return [jnp.asarray(x, join.results[0].dtype) for x, join in zip(read, joins, strict=True)]
 

@@ -20,8 +20,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from search_spaces.sharding.resharding import Move
-from search_spaces.sharding.spec import Spec, parts_of
+from search_spaces.sharding.base import ReshardStep, Spec
+from search_spaces.sharding.spec import parts_of
 
 REDUCERS: dict[str, Callable[..., Any]] = {"sum": lax.psum, "max": lax.pmax, "min": lax.pmin}
 """Collectives that finish partial results, by what combines them."""
@@ -50,7 +50,7 @@ class Blocks:
             position = position * self.axis_sizes[axis] + lax.axis_index(self.axis_names[axis])
         return position
 
-    def reshard(self, block: Any, shape: Sequence[int], source: Spec, steps: Sequence[Move]) -> Any:
+    def reshard(self, block: Any, shape: Sequence[int], source: Spec, steps: Sequence[ReshardStep]) -> Any:
         """The block after some steps.
 
         Args:
@@ -65,7 +65,7 @@ class Blocks:
             spec = step.spec
         return block
 
-    def reduce(self, block: Any, unreduced: Spec, steps: Sequence[Move], combine: str = "sum") -> Any:
+    def reduce(self, block: Any, unreduced: Spec, steps: Sequence[ReshardStep], combine: str = "sum") -> Any:
         """The block after its partial results have been combined over the devices that share it.
 
         Scatters over several axes are one collective over all of them: one axis after the other, the fast one first,
@@ -101,7 +101,7 @@ class Blocks:
                 block = jnp.where(position < shape[dim], block, jnp.asarray(fill, block.dtype))
         return block
 
-    def _step(self, block: Any, shape: Sequence[int], spec: Spec, step: Move) -> Any:
+    def _step(self, block: Any, shape: Sequence[int], spec: Spec, step: ReshardStep) -> Any:
         name = self.axis_names[step.axis]
         grown = [d for d, (before, after) in enumerate(zip(spec, step.spec, strict=True)) if len(after) > len(before)]
         shrunk = [d for d, (before, after) in enumerate(zip(spec, step.spec, strict=True)) if len(after) < len(before)]

@@ -18,7 +18,7 @@ def run(fn, arrays, choose, sizes):
     """Results of a function by a layout, and by one device."""
     space = space_of(fn, *jax.tree.map(lambda a: array(*a.shape, dtype=a.dtype), arrays), sizes=sizes)
     mesh = jax.make_mesh(sizes, AXES[: len(sizes)], axis_types=(AxisType.Auto,) * len(sizes))
-    program = DeviceProgram(space.graph, space.decode(choose(space)), mesh, space.prices.path)
+    program = DeviceProgram(space.graph, space.layout(choose(space)), mesh, space.reshard_costs.path)
     results = jax.jit(program)(*jax.tree.leaves(arrays))
     return results, jax.tree.leaves(jax.jit(fn)(*arrays)), program
 
@@ -95,7 +95,8 @@ OPERATIONS = {
     "reshape": (lambda x: jnp.sin(x.reshape(8, 4, 16)).reshape(32, 16) @ x.reshape(32, 16).T, (array(8, 64),)),
     "slices": (lambda x: jnp.concatenate([x[:, 8:], x[:, :8]], axis=1) + jnp.pad(x[:, 4:], ((0, 0), (4, 0))),
                (array(8, 16),)),
-    "dynamic_slice": (lambda x, i: lax.dynamic_slice_in_dim(x, i[0], 4, axis=1), (array(8, 16), array(1, dtype=jnp.int32))),
+    "dynamic_slice": (lambda x, i: lax.dynamic_slice_in_dim(x, i[0], 4, axis=1),
+                      (array(8, 16), array(1, dtype=jnp.int32))),
     "row_written": (row_written, (array(8, 16, 4), array(8, 1, 4), array(1, dtype=jnp.int32))),
     "convolution": (convolved, (array(8, 6, 6, 8), array(3, 3, 8, 16))),
     "convolution_gradient": (jax.grad(lambda w, x: (convolved(x, w) ** 2).sum()), (array(3, 3, 8, 16),
