@@ -1,0 +1,207 @@
+"""Evaluates a graph with a layout: what every executor shares, whatever its arrays are.
+
+A graph is evaluated vertex by vertex: operands are brought to the specs that the vertex's strategy wants, the operation
+runs, and its results are brought to the specs in which their readers look for them. Loops, branches and rematerialised
+regions run as they were traced. What an array is (a whole array with sharding constraints, or one device's block) and
+how it is resharded and computed with is left to `Arrays`.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core
+
+from search_spaces.replay import REMAT, scan_again
+from search_spaces.sharding.base import Block, Graph, Layout, Operand, Region, ReshardStep, Spec, Value, Vertex
+from search_spaces.sharding.resharding import Paths
+
+Environment = dict[int, Any]
+"""The array of each value, by id, with the spec in which its readers receive it."""
+Read = Callable[[Operand, Spec], Any]
+"""`read(operand, spec)`: the array of an operand, brought to a spec."""
+
+
+class Arrays(Protocol):
+    """What an executor does with arrays."""
+
+    def reshard(self, array: Any, value: Value, source: Spec, steps: Sequence[ReshardStep]) -> Any:
+        """Brings an array of a value from a spec along some steps."""
+        ...
+
+    def fix(self, array: Any, value: Value, spec: Spec) -> Any:
+        """Fixes the spec of an array that comes out of a loop or is stored, where the executor has to say so."""
+        ...
+
+    def operate(self, vertex: Vertex, read: Read) -> Sequence[Any]:
+        """Runs an operation; its results have the specs of the strategy's `results`."""
+        ...
+
+    def context_of(self, equation: core.JaxprEqn) -> AbstractContextManager[None]:
+        """Restores what an equation was traced with, as far as it holds for these arrays."""
+        ...
+
+
+class Evaluation:
+    """A graph with a layout on an executor's arrays.
+
+    Args:
+      graph: the traced function.
+      layout: for every vertex its strategy, for every value the spec in which its readers receive it.
+      path: the steps between two specs: those that were priced.
+      arrays: what the executor does with arrays.
+    """
+
+    def __init__(self, graph: Graph, layout: Layout, path: Paths, arrays: Arrays):
+        self.graph, self.layout, self.path, self.arrays = graph, layout, path, arrays
+
+    def __call__(self, arguments: Sequence[Any], constants: Sequence[Any]) -> list[Any]:
+        """Returns the function's flat results, with the layout's output specs."""
+        env: Environment = {}
+        for vertex, array in zip((*self.graph.inputs, *self.graph.constants), (*arguments, *constants), strict=True):
+            self._enter(env, vertex, array)
+        self._steps(env, self.graph.block.steps)
+        targets = zip(self.graph.outputs, self.layout.output_specs, strict=True)
+        return [self._read(env, output, spec) for output, spec in targets]
+
+    def _reshard(self, array: Any, value: Value, source: Spec, target: Spec) -> Any:
+        return self.arrays.reshard(array, value, source, self.path(source, target)) if value.shape else array
+
+    def _read(self, env: Environment, operand: Operand, spec: Spec) -> Any:
+        if not isinstance(operand, Value):
+            return operand.val
+        return self._reshard(env[operand.id], operand, self.layout.value_specs[operand.id], spec)
+
+    def _read_array(self, env: Environment, operand: Operand, spec: Spec, dtype: Any) -> Any:
+        """As `_read`, but a literal becomes an array of the given type."""
+        array = self._read(env, operand, spec)
+        return array if isinstance(operand, Value) else jnp.asarray(array, dtype)
+
+    def _operand(self, env: Environment, vertex: Vertex, position: int) -> Any:
+        return self._read(env, vertex.operands[position], self.layout.strategies[vertex.index].operands[position])
+
+    def _put(self, env: Environment, value: Value, array: Any, spec: Spec) -> None:
+        env[value.id] = self._reshard(array, value, spec, self.layout.value_specs[value.id])
+
+    def _enter(self, env: Environment, vertex: Vertex, array: Any) -> None:
+        """Puts an array that a vertex stores into the environment, gathered as the strategy has it."""
+        strategy, value = self.layout.strategies[vertex.index], vertex.results[0]
+        if value.shape:
+            array = self.arrays.fix(array, value, strategy.unreduced[0])
+            array = self.arrays.reshard(array, value, strategy.unreduced[0], strategy.reductions[0])
+        self._put(env, value, array, strategy.results[0])
+
+    def _leave(self, env: Environment, vertex: Vertex, array: Any, result: int) -> None:
+        """Puts what a loop leaves into the environment."""
+        value, spec = vertex.results[result], self.layout.strategies[vertex.index].results[result]
+        self._put(env, value, self.arrays.fix(array, value, spec), spec)
+
+    def _steps(self, env: Environment, steps: Sequence[Vertex | Region]) -> None:
+        for step in steps:
+            assert step.equation is not None
+            with self.arrays.context_of(step.equation):
+                if isinstance(step, Region):
+                    self._region(env, step)
+                else:
+                    self._operation(env, step)
+
+    def _operation(self, env: Environment, vertex: Vertex) -> None:
+        results = self.arrays.operate(vertex, lambda operand, spec: self._read(env, operand, spec))
+        specs = self.layout.strategies[vertex.index].results
+        for value, array, spec in zip(vertex.results, results, specs, strict=True):
+            self._put(env, value, array, spec)
+
+    def _region(self, env: Environment, region: Region) -> None:
+        run: dict[str, Callable[[Environment, Region], None]] = {
+            "scan": self._scan,
+            "while": self._while,
+            "cond": self._cond,
+            **dict.fromkeys(REMAT, self._remat),
+        }
+        run[region.equation.primitive.name](env, region)
+
+    def _remat(self, env: Environment, region: Region) -> None:
+        """Runs a rematerialised region behind a barrier; without it XLA would merge the work with the forward pass."""
+        params = region.equation.params
+        inner = dict(env)
+        barred = params["prevent_cse"]
+        barred = (barred,) * len(region.operands) if isinstance(barred, bool) else barred
+        values = [o for o, bar in zip(region.operands, barred, strict=True) if bar and isinstance(o, Value)]
+        if params["differentiated"] and values:
+            arrays = jax.lax.optimization_barrier([env[v.id] for v in values])
+            inner.update(zip((v.id for v in values), arrays, strict=True))
+        self._steps(inner, region.blocks[0].steps)
+        for value in region.results:
+            env.setdefault(value.id, inner[value.id])
+
+    def _initial(self, env: Environment, carries: Sequence[Vertex]) -> list[Any]:
+        specs = [self.layout.strategies[carry.index].operands[0] for carry in carries]
+        return [
+            self._read_array(env, carry.operands[0], spec, carry.results[0].dtype)
+            for carry, spec in zip(carries, specs, strict=True)
+        ]
+
+    def _inside(self, env: Environment, carries: Sequence[Vertex], arrays: Sequence[Any]) -> Environment:
+        """The environment of a loop's body."""
+        inner = dict(env)
+        for vertex, array in zip(carries, arrays, strict=True):
+            self._enter(inner, vertex, array)
+        return inner
+
+    def _next(self, env: Environment, carries: Sequence[Vertex]) -> list[Any]:
+        return [self._operand(env, carry, 1) for carry in carries]
+
+    def _scan(self, env: Environment, region: Region) -> None:
+        stacks = [self.graph.vertices[v.vertex] for v in region.results[len(region.carries) :]]
+
+        def body(carry: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
+            inner = self._inside(env, [*region.carries, *region.slices], [*carry, *xs])
+            self._steps(inner, region.blocks[0].steps)
+            return self._next(inner, region.carries), [self._operand(inner, stack, 0) for stack in stacks]
+
+        xs = [self._operand(env, vertex, 0) for vertex in region.slices]
+        carry, ys = scan_again(region.equation, body, self._initial(env, region.carries), xs)
+        for vertex, array in zip(region.carries, carry, strict=True):
+            self._leave(env, vertex, array, 1)
+        for stack, array in zip(stacks, ys, strict=True):
+            self._leave(env, stack, array, 0)
+
+    def _while(self, env: Environment, region: Region) -> None:
+        condition, body = region.blocks
+
+        def proceed(carry: list[Any]) -> Any:
+            inner = self._inside(env, region.carries, carry)
+            self._steps(inner, condition.steps)
+            return self._read(inner, condition.outputs[0], ())
+
+        def step(carry: list[Any]) -> list[Any]:
+            inner = self._inside(env, region.carries, carry)
+            self._steps(inner, body.steps)
+            return self._next(inner, region.carries)
+
+        carry = jax.lax.while_loop(proceed, step, self._initial(env, region.carries))
+        for vertex, array in zip(region.carries, carry, strict=True):
+            self._leave(env, vertex, array, 1)
+
+    def _cond(self, env: Environment, region: Region) -> None:
+        joins = [self.graph.vertices[v.vertex] for v in region.results]
+
+        def branch(number: int, block: Block) -> Callable[[], list[Any]]:
+            specs = [self.layout.strategies[join.index].operands[number] for join in joins]
+
+            def run() -> list[Any]:
+                inner = dict(env)
+                self._steps(inner, block.steps)
+                return [
+                    self._read_array(inner, output, spec, join.results[0].dtype)
+                    for output, spec, join in zip(block.outputs, specs, joins, strict=True)
+                ]
+
+            return run
+
+        index = self._read(env, region.operands[0], ())
+        results = jax.lax.switch(index, [branch(i, b) for i, b in enumerate(region.blocks)])
+        for join, array in zip(joins, results, strict=True):
+            self._enter(env, join, array)
