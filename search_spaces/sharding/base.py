@@ -136,6 +136,11 @@ class Vertex:
         return self.equation.primitive.name if self.kind == "operation" and self.equation is not None else ""
 
     @property
+    def reduction_weight(self) -> float:
+        """How often a step runs the collectives of the strategy: those of a loop's carry run in every trip."""
+        return self.operand_weight[-1] if self.kind == "carry" else self.weight
+
+    @property
     def source(self) -> str:
         """File and line of the user's code that the operation comes from."""
         return "" if self.equation is None else source_info_util.summarize(self.equation.source_info)

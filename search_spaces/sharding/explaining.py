@@ -141,7 +141,7 @@ def _transfers(
 
     for vertex, strategy in chosen:
         for value, steps in zip(vertex.results, strategy.reductions, strict=True):
-            add(steps, value, vertex.weight, vertex.index, vertex.index)
+            add(steps, value, vertex.reduction_weight, vertex.index, vertex.index)
     for edge in edges:
         if edge.node != edge.reader:
             source = nodes[edge.node].strategies[choice[edge.node]].results[edge.result]

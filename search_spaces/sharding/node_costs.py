@@ -73,7 +73,7 @@ class NodeCosts:
         for value, steps in zip(vertex.results, strategy.reductions, strict=True):
             for step in steps:
                 seconds += self.reshard_costs.step_s(step, value.num_bytes, self.latency_shares(value))
-        return seconds * vertex.weight
+        return seconds * vertex.reduction_weight
 
     def preference_s(self, vertex: Vertex, strategies: Sequence[ShardingStrategy]) -> np.ndarray:
         """Returns a thousandth of the time to read what an argument stores `[strategies]`: small plans win ties.

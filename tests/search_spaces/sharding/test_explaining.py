@@ -10,7 +10,15 @@ from cost.base import num_strategies
 from cost.evaluation import change_costs, evaluate
 from cost.memory import least_memory
 from search_spaces.sharding.spec import shards
-from tests.search_spaces.sharding.small_spaces import EXAMPLES, array, hardware_of, mlp_arguments, mlp_step, space_of
+from tests.search_spaces.sharding.small_spaces import (
+    EXAMPLES,
+    array,
+    hardware_of,
+    mlp_arguments,
+    mlp_step,
+    scan_of_layers,
+    space_of,
+)
 
 
 @pytest.mark.parametrize("name", ["mlp_step", "scan_backward", "branches"])
@@ -135,3 +143,19 @@ def test_a_decoded_choice_runs_on_devices_as_the_function_does():
     w, x = jax.random.normal(keys[0], (8, 4)), jax.random.normal(keys[1], (16, 8))
     (result,) = jax.jit(decoded.on_mesh(mesh))(w, x)
     np.testing.assert_allclose(result, fn(w, x), rtol=1e-5)
+
+
+def test_a_carry_that_is_gathered_for_its_loop_is_gathered_in_every_trip():
+    space = space_of(scan_of_layers, array(3, 8, 8), array(4, 8), sizes=(4,))
+    (carry,) = [v.index for v in space.graph.vertices if v.kind == "carry"]
+    gathering = [any(step.kind == "all_gather" for step in s.reductions[0]) for s in space.nodes[carry].strategies]
+    choice = [0] * len(space.nodes)
+    choice[carry] = gathering.index(True)
+    gathers = [t for t in space.predict(choice).transfers if t.vertex == carry and t.kind == "all_gather"]
+    # One gather of 4 x 8 float32 in each of 3 trips: its count, its size, and its seconds in the problem.
+    assert [(t.count, t.num_bytes) for t in gathers] == [(3.0, 128.0)]
+    step = space.nodes[carry].strategies[choice[carry]].reductions[0][0]
+    value = space.graph.vertices[carry].results[0]
+    once_s = space.reshard_costs.step_s(step, 128, space.node_costs.latency_shares(value))
+    assert gathers[0].seconds == pytest.approx(3 * once_s)
+    assert space.problem.node_cost[carry][choice[carry]] == pytest.approx(3 * once_s)
