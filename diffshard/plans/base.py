@@ -69,6 +69,8 @@ class Operation:
       compute_s: seconds of arithmetic and memory traffic in one step.
       next_best_spec: the next best spec of the first result if everything else is unchanged; None if there is no other.
       next_best_s: seconds that the next best spec would add to the step.
+      reductions: for each result of an operation the collectives that finish its partial results, as (kind, mesh axis)
+        in order; empty in plans that were saved before they were written down.
     """
 
     kind: str
@@ -83,6 +85,7 @@ class Operation:
     compute_s: float
     next_best_spec: Spec | None = None
     next_best_s: float = 0.0
+    reductions: tuple[tuple[tuple[str, str], ...], ...] = ()
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,12 @@
 """Between the layouts of a sharding space, which number mesh axes and values, and plans, which write them by name."""
 
-from typing import Any
+from typing import Any, cast
 
+from cost.base import CollectiveKind
 from diffshard.base import PlanError
-from diffshard.plans.base import PlanData
+from diffshard.plans.base import Operation, PlanData
 from search_spaces.partition_specs import indexed_spec
-from search_spaces.sharding.base import Layout, ShardingStrategy, Spec, Value, Vertex
+from search_spaces.sharding.base import Layout, ReshardStep, ShardingStrategy, Spec, Value, Vertex
 from search_spaces.sharding.execution import make_layout
 from search_spaces.sharding.space import ShardingSpace
 
@@ -36,14 +37,30 @@ def layout_of(plan: PlanData, space: ShardingSpace) -> Layout:
             tuple(indexed_spec(spec, space.axis_names) for spec in specs)
             for specs in (operation.operands, operation.unreduced, operation.results, operation.value_specs)
         )
-        gathers = tuple(
-            space.reshard_costs.path(before, after) if vertex.kind != "operation" else ()
-            for before, after in zip(unreduced, results, strict=True)
-        )
-        strategies.append(ShardingStrategy(operands, results, 1, gathers, unreduced))
+        if vertex.kind == "operation":
+            reductions = _reductions(operation, results, space.axis_names)
+        else:
+            reductions = tuple(map(space.reshard_costs.path, unreduced, results))
+        strategies.append(ShardingStrategy(operands, results, 1, reductions, unreduced))
         for value, spec in zip(vertex.results, kept_specs, strict=True):
             value_specs[value.id] = spec
     return make_layout(space.graph, strategies, value_specs)
+
+
+def has_reductions(plan: PlanData) -> bool:
+    """Whether a plan says how partial results are finished; one that an older version saved does not."""
+    return all(len(o.reductions) == len(o.results) for o in plan.operations if o.kind == "operation")
+
+
+def _reductions(
+    operation: Operation, results: tuple[Spec, ...], axis_names: tuple[str, ...]
+) -> tuple[tuple[ReshardStep, ...], ...]:
+    """Returns the collectives that finish each result; all have the spec that the last one leaves."""
+    written = operation.reductions or ((),) * len(results)
+    return tuple(
+        tuple(ReshardStep(cast(CollectiveKind, kind), axis_names.index(axis), 1.0, spec) for kind, axis in steps)
+        for steps, spec in zip(written, results, strict=True)
+    )
 
 
 def signature_of(vertex: Vertex) -> str:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from numbers import Real
-from typing import Any
+from typing import Any, Literal, get_args
 
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh
@@ -15,6 +15,8 @@ from diffshard.solving.solve import resolve
 from search_spaces.sharding.given import check_prefix
 
 DEFAULT_SOLVER = "gradient"
+Executor = Literal["constraints", "program"]
+"""How a planned function runs: sharding constraints that a compiler follows, or an explicit program for each device."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +37,7 @@ class Options:
     key: jax.Array | int | None = None
     donate_argnums: tuple[int, ...] = ()
     static_argnums: tuple[int, ...] = ()
+    executor: Executor = "constraints"
 
     def __post_init__(self):
         if not callable(self.fn):
@@ -51,6 +54,8 @@ class Options:
         if not (isinstance(self.solver, str) or callable(self.solver)):
             raise TypeError(f"`solver` must be a name or a function, not {self.solver!r}.")
         resolve(self.solver)
+        if self.executor not in get_args(Executor):
+            raise ValueError(f"`executor` must be one of {get_args(Executor)}, not {self.executor!r}.")
         check_prefix(self.in_shardings, self.mesh)
         _check_positions("donate_argnums", self.donate_argnums)
         _check_positions("static_argnums", self.static_argnums)

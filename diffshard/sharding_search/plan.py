@@ -12,7 +12,7 @@ from diffshard.base import PlanError, Progress
 from diffshard.plans.base import PlanData
 from diffshard.plans.file import load, save
 from diffshard.plans.text import format_plan
-from diffshard.sharding_search.options import Options, with_automatic_axes
+from diffshard.sharding_search.options import Executor, Options, with_automatic_axes
 from diffshard.sharding_search.searched import Searched
 from diffshard.sharding_search.traced import TracedFunction, path_inside
 from search_spaces.sharding.space import ShardingSpace
@@ -60,8 +60,15 @@ class Plan(PlanData):
         result = tuple(a if i in self.static_argnums else next(placed) for i, a in enumerate(args))
         return result[0] if len(result) == 1 else result
 
-    def apply(self, fn: Callable[..., Any], mesh: Mesh | AbstractMesh | None = None) -> "Searched[Plan]":
+    def apply(
+        self, fn: Callable[..., Any], mesh: Mesh | AbstractMesh | None = None, *, executor: Executor = "constraints"
+    ) -> "Searched[Plan]":
         """Gives a function this plan without a search; returns a callable as `diffshard.search` does.
+
+        Args:
+          fn: the function that the plan was made for.
+          mesh: of devices or abstract, with the plan's axes; None takes the plan's own.
+          executor: as in `diffshard.search`.
 
         Raises:
           PlanError: the plan was made for another function or mesh; names the first difference.
@@ -77,6 +84,7 @@ class Plan(PlanData):
             memory_limit_bytes=self.memory_limit_bytes,
             donate_argnums=self.donate_argnums,
             static_argnums=self.static_argnums,
+            executor=executor,
         )
         return Searched(options, self._checked_for)
 

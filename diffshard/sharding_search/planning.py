@@ -43,11 +43,25 @@ def make_plan(options: Options, traced: TracedFunction, space: ShardingSpace, so
         solver=solver if isinstance(solver, str) else getattr(solver, "__name__", "function"),
         search_s=time.perf_counter() - start,
         history=solution.history,
-        notes=space.notes,
+        notes=(*space.notes, *_whole_notes(options, space, summary)),
         static_argnums=options.static_argnums,
         donate_argnums=options.donate_argnums,
         mesh=options.mesh,
     )
+
+
+def _whole_notes(options: Options, space: ShardingSpace, summary: Summary) -> list[str]:
+    """Names the operations that the plan splits but an explicit program for each device cannot."""
+    if options.executor == "constraints":
+        return []
+    sources: dict[str, list[str]] = {}
+    for vertex in space.device_program(summary.layout, options.mesh).whole_operations():
+        sources.setdefault(vertex.primitive, []).append(vertex.source)
+    return [
+        f"{name} is split by the plan, but has no form on one device's part: it runs whole on every device, and the "
+        f"price does not say so ({len(where)}x, {min(where)})."
+        for name, where in sorted(sources.items())
+    ]
 
 
 class _Arrays(TypedDict):
@@ -101,6 +115,9 @@ def _operation(vertex: Vertex, layout: Layout, compute_s: float, axis_names: Seq
         value_specs=named(layout.value_specs[v.id] for v in vertex.results),
         count=vertex.weight,
         compute_s=compute_s,
+        reductions=tuple(tuple((step.kind, axis_names[step.axis]) for step in steps) for steps in strategy.reductions)
+        if vertex.kind == "operation"
+        else (),
     )
 
 

@@ -11,7 +11,7 @@ from jax.sharding import AbstractMesh, Mesh
 from cost.base import Hardware, Problem
 from cost.memory import least_memory
 from diffshard.base import InfeasibleError, Progress, Solution, Solver
-from diffshard.sharding_search.options import DEFAULT_SOLVER, Options, hardware_for, positions
+from diffshard.sharding_search.options import DEFAULT_SOLVER, Executor, Options, hardware_for, positions
 from diffshard.sharding_search.plan import Plan
 from diffshard.sharding_search.planning import make_plan
 from diffshard.sharding_search.searched import Searched
@@ -32,6 +32,7 @@ def search(
     key: jax.Array | int | None = None,
     donate_argnums: int | Sequence[int] = (),
     static_argnums: int | Sequence[int] = (),
+    executor: Executor = "constraints",
 ) -> Searched[Plan]:
     """Finds how to run a function on a mesh. Like `jax.jit` it returns a callable, and searches when that is called.
 
@@ -56,6 +57,9 @@ def search(
       key: random key or seed of the solver.
       donate_argnums: positions of arguments whose memory may be used for results, as in `jax.jit`.
       static_argnums: positions of arguments that are compile-time constants, as in `jax.jit`.
+      executor: how the planned function runs. With "constraints" XLA partitions it, told by a sharding constraint at
+        every place that the plan names; it does not always follow them. With "program" every device runs an explicit
+        program (one `jax.shard_map`) whose collectives are the plan's.
 
     Raises:
       TypeError, ValueError: an argument breaks a rule; the error names it and its value.
@@ -72,6 +76,7 @@ def search(
         key=key,
         donate_argnums=positions(donate_argnums),
         static_argnums=positions(static_argnums),
+        executor=executor,
     )
     return Searched(options, functools.partial(_plan, options))
 

@@ -6,17 +6,20 @@ from typing import Any, Generic, TypeVar
 
 import jax
 from jax.core import Tracer
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from diffshard.base import PlanError, Progress
 from diffshard.plans.base import PlanData
-from diffshard.sharding_search.layout import layout_of
+from diffshard.sharding_search.layout import has_reductions, layout_of
 from diffshard.sharding_search.options import Options, with_automatic_axes
 from diffshard.sharding_search.traced import TracedFunction, space_of, trace_function
+from search_spaces.sharding.base import Layout
+from search_spaces.sharding.device_program import DeviceProgram
 from search_spaces.sharding.execution import Execution
 from search_spaces.sharding.space import ShardingSpace
 
 PlanT = TypeVar("PlanT", bound=PlanData)
+_Execution = Execution | DeviceProgram
 MakePlan = Callable[[TracedFunction, ShardingSpace, float, Progress | None], PlanT]
 
 
@@ -82,11 +85,22 @@ class Searched(Generic[PlanT]):
             traced = trace_function(self.options, args)
             space = space_of(self.options, traced)
             plan = self._make_plan(traced, space, start_s, progress)
-            execution = space.execution(layout_of(plan, space), self.options.mesh)
+            execution = self._executor(plan, space)(layout_of(plan, space), self.options.mesh)
             self._prepared[signature] = plan, self._jitted(traced, execution)
         return self._prepared[signature]
 
-    def _jitted(self, traced: TracedFunction, execution: Execution) -> Any:
+    def _executor(self, plan: PlanData, space: ShardingSpace) -> Callable[[Layout, Mesh | AbstractMesh], _Execution]:
+        """Returns what makes a layout of the space run, as the options ask for."""
+        if self.options.executor == "constraints":
+            return space.execution
+        if not has_reductions(plan):
+            raise PlanError(
+                "The plan does not say how partial results are finished, because an older version saved it. "
+                'Use `executor="constraints"`, or search again.'
+            )
+        return space.device_program
+
+    def _jitted(self, traced: TracedFunction, execution: _Execution) -> Any:
         options = self.options
         wanted = _types(jax.tree.leaves(traced.args)), _typed(traced.static)
 

@@ -38,6 +38,7 @@ from cost.evaluation import checked_choice, evaluate
 from search_spaces.base import Choice, Part
 from search_spaces.sharding.base import Edge, Given, Graph, Layout, Node, Rule, Value
 from search_spaces.sharding.candidates import nodes_of
+from search_spaces.sharding.device_program import DeviceProgram
 from search_spaces.sharding.edge_costs import edges_of, transfer_matrices
 from search_spaces.sharding.execution import Execution, make_layout
 from search_spaces.sharding.explaining import (
@@ -139,6 +140,10 @@ class ShardingSpace:
     def execution(self, layout: Layout, mesh: Mesh | AbstractMesh) -> Execution:
         """Returns the function with a layout on a mesh whose axes are the space's."""
         return Execution(self.graph, layout, mesh, self.reshard_costs.path)
+
+    def device_program(self, layout: Layout, mesh: Mesh | AbstractMesh) -> DeviceProgram:
+        """Returns the function with a layout on a mesh as an explicit program for each device."""
+        return DeviceProgram(self.graph, layout, mesh, self.reshard_costs.path)
 
     @cached_property
     def rules(self) -> list[Rule | None]:

@@ -1,0 +1,124 @@
+"""A plan runs as constraints or as an explicit program for each device, with equal results."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType
+
+import diffshard
+from diffshard.checks.verify import verify
+
+SLOW = diffshard.Hardware(
+    # Arithmetic that costs, so that plans split it.
+    "slow", 1e7, float("inf"), float("inf"), {axis: diffshard.Link(1e-9, 1e-7) for axis in ("x", "y")}
+)  # fmt: skip
+OPTIMIZER = optax.adam(1e-3)
+
+
+def mesh_2x2():
+    return jax.make_mesh((2, 2), ("x", "y"), (AxisType.Auto,) * 2, devices=jax.devices()[:4])
+
+
+def train_step(state, batch, key):
+    """Scanned, rematerialised layers with dropout, a lookup and its scatter, an optimiser."""
+    params, opt_state = state
+
+    def loss_fn(params):
+        x = params["table"][batch]
+
+        @jax.checkpoint
+        def layer(x, layer_and_key):
+            (w, out), key = layer_and_key
+            h = jax.nn.relu(x @ w)
+            return x + jnp.where(jax.random.bernoulli(key, 0.9, h.shape), h, 0.0) @ out, None
+
+        keys = jax.random.split(key, len(params["layers"][0]))
+        x, _ = jax.lax.scan(layer, x, (params["layers"], keys))
+        log_probabilities = jax.nn.log_softmax(x @ params["table"].T)
+        return -jnp.take_along_axis(log_probabilities, batch[..., None], axis=-1).mean()
+
+    loss, gradients = jax.value_and_grad(loss_fn)(params)
+    updates, opt_state = OPTIMIZER.update(gradients, opt_state, params)
+    return (optax.apply_updates(params, updates), opt_state), loss
+
+
+def arguments():
+    keys = jax.random.split(jax.random.key(0), 4)
+    layers = (0.3 * jax.random.normal(keys[0], (3, 16, 32)), 0.2 * jax.random.normal(keys[1], (3, 32, 16)))
+    params = {"table": jax.random.normal(keys[2], (64, 16)), "layers": layers}
+    return (params, OPTIMIZER.init(params)), jax.random.randint(keys[3], (8, 4), 0, 64), jax.random.key(7)
+
+
+def searched(executor, **options):
+    return diffshard.search(train_step, mesh_2x2(), hardware=SLOW, executor=executor, **options)
+
+
+def run(step, steps=2):
+    state, batch, key = arguments()
+    plan = step.plan(state, batch, key)
+    losses = []
+    for _ in range(steps):
+        state, loss = step(*plan.shard(state, batch, key))
+        losses.append(float(loss))
+    return state, losses
+
+
+@pytest.mark.parametrize("executor", ["constraints", "program"])
+def test_both_train_as_one_device_does(executor):
+    state, losses = run(searched(executor))
+    expected, plain = arguments()[0], []
+    for _ in losses:
+        expected, loss = jax.jit(train_step)(expected, *arguments()[1:])
+        plain.append(float(loss))
+    np.testing.assert_allclose(losses, plain, rtol=1e-5)
+    for a, b in zip(jax.tree.leaves(state), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=2e-3, atol=2e-5)
+
+
+def test_the_collectives_of_the_program_are_those_of_the_plan():
+    step = searched("program")
+    plan = step.plan(*arguments())
+    verification = verify(step.lower(*arguments()), mesh_2x2().shape, plan.collectives, plan.peak_bytes)
+    for row in verification.sent:
+        assert row.compiled == pytest.approx(row.predicted, rel=0.1), row
+
+
+def test_a_saved_plan_runs_as_a_program(tmp_path):
+    plan = searched("constraints").plan(*arguments())
+    plan.save(tmp_path / "plan.json")
+    loaded = diffshard.Plan.load(tmp_path / "plan.json", mesh_2x2())
+    assert loaded == plan
+    _, losses = run(loaded.apply(train_step, executor="program"))
+    np.testing.assert_allclose(losses, run(searched("program"))[1], rtol=1e-6)
+
+
+def test_a_plan_without_reductions_is_refused_as_a_program():
+    plan = searched("constraints").plan(*arguments())
+    operations = tuple(without_reductions(o) for o in plan.operations)
+
+    older = dataclasses.replace(plan, operations=operations)
+    with pytest.raises(diffshard.PlanError, match="older version"):
+        older.apply(train_step, executor="program").lower(*arguments())
+    older.apply(train_step).lower(*arguments())
+
+
+def without_reductions(operation):
+
+    return dataclasses.replace(operation, reductions=())
+
+
+def test_donated_arguments_are_given_up():
+    step = searched("program", donate_argnums=0)
+    state, batch, key = arguments()
+    state, batch, key = step.plan(state, batch, key).shard(state, batch, key)
+    step(state, batch, key)
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state))
+
+
+def test_an_unknown_executor_is_refused():
+    with pytest.raises(ValueError, match=r"`executor` must be one of .*'constraints', 'program'.*, not 'xla'"):
+        searched("xla")
