@@ -6,6 +6,7 @@ those of all small problems too; those with memory or loads only if its `EXAMPLE
 
 import functools
 import math
+import os
 import time
 from types import ModuleType
 
@@ -33,7 +34,9 @@ from tests.diffshard.solving.random_problems import (
 MODULES: dict[str, ModuleType] = {module.__name__.rpartition(".")[2]: module for module in examples(solvers)}
 NAMES = tuple(MODULES)
 SEEDS = {"primal": 2, "mcmc": 3}  # these take seconds, to compile or to walk
-_STOPPED_S = 30.0  # that a solver stops, however busy the machine; how near its limit is measured, not tested
+_TIME_LIMIT_S = 1.0
+_MOST_OVERTIME_S = 1.5
+"""Computing beyond the time limit: an idle core needs 0.4 s to import HiGHS or to make a beam's last step."""
 
 
 @functools.cache
@@ -135,30 +138,44 @@ def test_negative_costs_and_parallel_edges(name):
     assert solution.cost == least or not proves(name, problem)
 
 
-@pytest.mark.parametrize("name", ["beam", "greedy", "primal", "random", "dynamic_programming"])
+def solution_or_refusal(name: str, problem: Problem, *, time_limit_s: float | None) -> Solution | None:
+    """What a solver finds; None where the problem is larger than what it takes, which it has to say at once."""
+    try:
+        return solve(problem, solver=name, key=5, time_limit_s=time_limit_s, reduce=presolve.unchanged)
+    except ValueError as error:
+        assert "at most" in str(error)
+        return None
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_equal_keys_give_equal_proposals(name):
     problem = layered_problem(2, 1, width=15, most=6, binding=0.8)
-    runs = [solve(problem, solver=name, key=5, reduce=presolve.unchanged) for _ in range(2)]
+    runs = [solution_or_refusal(name, problem, time_limit_s=None) for _ in range(2)]
+    if runs[0] is None or runs[1] is None:
+        assert runs == [None, None]
+        return
     np.testing.assert_array_equal(runs[0].choice, runs[1].choice)
     assert runs[0].feasible
-    assert [cost for _, cost, _ in runs[0].history] == [cost for _, cost, _ in runs[1].history]
+    assert [facts for _, *facts in runs[0].history] == [facts for _, *facts in runs[1].history]
 
 
-@pytest.mark.parametrize("name", ["beam", "greedy", "mcmc", "random"])
-def test_time_limits_are_kept_and_used_for_better_choices(name):
+@pytest.mark.parametrize("name", NAMES)
+def test_time_limits_are_kept_and_used_for_better_choices(name, monkeypatch):
+    """Counts seconds of computing, of solvers and of processes that they start: a busy machine makes these no longer.
+
+    The first call compiles, which no limit stops.
+    """
     problem = layered_problem(1, 6, binding=0.7)
-    start = time.perf_counter()
-    solution = solve(problem, solver=name, time_limit_s=1.0)
-    assert time.perf_counter() - start < _STOPPED_S
-    assert solution.feasible
-    assert solution.history[-1][1] < solution.history[0][1]  # inf before the first feasible choice
+    solution_or_refusal(name, problem, time_limit_s=_TIME_LIMIT_S)
+    monkeypatch.setattr(time, "perf_counter", time.process_time)
+    start_s = computing_s()
+    solution = solution_or_refusal(name, problem, time_limit_s=_TIME_LIMIT_S)
+    assert computing_s() - start_s < _TIME_LIMIT_S + _MOST_OVERTIME_S
+    if solution is not None and solution.status == "time limit":
+        assert solution.feasible
+        assert solution.history[-1][1] < solution.history[0][1]  # inf before the first feasible choice
 
 
-@pytest.mark.parametrize("name", ["exact", "primal"])
-def test_time_limits_are_kept_where_others_do_the_work(name):
-    problem = layered_problem(1, 40, binding=0.7)
-    if name == "primal":  # the limit is without compilation
-        solve(problem, solver=name, time_limit_s=1.0)
-    start = time.perf_counter()
-    solve(problem, solver=name, time_limit_s=2.0)
-    assert 1.0 < time.perf_counter() - start < _STOPPED_S
+def computing_s() -> float:
+    """The seconds for which this process, and those of its children that have ended, have kept cores busy."""
+    return sum(os.times()[:4])
