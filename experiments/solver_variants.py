@@ -1,20 +1,23 @@
 """The default solver without each of its parts, to see what they are worth, and a short one for comparing sizes.
 
-Each variant is a list of phases of its own; the time that the missing part had goes to the others.
+Each variant edits the default's list of phases; the time that the missing part had goes to the others.
 """
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, cast
 
 import numpy as np
 
+from cost.base import Problem
 from diffshard.base import Solver
 from diffshard.solving.dual.ascent import Ascent, Prices
 from diffshard.solving.flat import Flat
-from diffshard.solving.moves.forest import Forest, grow
+from diffshard.solving.moves.forest import Forest, grow_forest
 from diffshard.solving.moves.polish import rounded
 from diffshard.solving.phases.annealing import Annealing
-from diffshard.solving.phases.base import Clock, Search, Start
+from diffshard.solving.phases.base import Clock, Phase, Search, Start
 from diffshard.solving.phases.branches import Branches
 from diffshard.solving.phases.climb import DualClimb
 from diffshard.solving.phases.neighbourhoods import Neighbourhoods
@@ -23,9 +26,6 @@ from diffshard.solving.phases.side_by_side import SideBySide
 from diffshard.solving.phases.starts import DualStarts, moves_from
 from diffshard.solving.phases.walks import Walks
 from diffshard.solving.solvers import gradient
-
-_TIED = QuotientStart(gradient.solve)
-_IMPROVEMENTS = Neighbourhoods(), Branches(), Walks()
 
 
 class NoClimb:
@@ -51,12 +51,45 @@ def grow_single_nodes(flat: Flat, order: np.ndarray) -> Forest:
     alone = [False] * len(flat.sizes)
     for v in order.tolist():
         alone[v] = not any(alone[u] for u in target[first[v] : first[v + 1]])
-    return grow(flat, order[np.array(alone, bool)[order]])
+    return grow_forest(flat, order[np.array(alone, bool)[order]])
 
 
 def last_start_only(search: Search) -> Iterator[float]:
     """Makes forest moves from the climbed dual's own rounding; a phase in the place of `DualStarts`."""
     return moves_from(search, search.starts[0], DualStarts().num_moves)
+
+
+def edited_phases(problem: Problem, edit: Callable[[Phase], Phase | None]) -> tuple[Phase, ...]:
+    """Returns the default phases, each as `edit` returns it; those for which it returns None are left out."""
+
+    def edited(phases: Sequence[Phase]) -> tuple[Phase, ...]:
+        results = (
+            replace(phase, phases=edited(phase.phases)) if isinstance(phase, SideBySide) else edit(phase)
+            for phase in phases
+        )
+        return tuple(phase for phase in results if phase is not None)
+
+    return edited(gradient.default_phases(problem))
+
+
+def without(kind: type) -> Solver:
+    """Returns the default solver without the phases of a class."""
+    edit = functools.partial(_unless, kind)
+    return functools.partial(gradient.solve, phases=functools.partial(edited_phases, edit=edit))
+
+
+def with_settings(phase: Phase, settings: Mapping[type, Mapping[str, Any]]) -> Phase:
+    """Returns a phase with the settings that its class has in `settings`, where it has any."""
+    chosen = settings.get(type(phase))
+    return replace(cast(Any, phase), **chosen) if chosen else phase
+
+
+def _unless(kind: type, phase: Phase) -> Phase | None:
+    return None if isinstance(phase, kind) else phase
+
+
+def _starts_replaced(phase: Phase) -> Phase:
+    return last_start_only if isinstance(phase, DualStarts) else phase
 
 
 VARIANTS: dict[str, Solver] = {
@@ -65,35 +98,30 @@ VARIANTS: dict[str, Solver] = {
     "dual": functools.partial(
         gradient.solve,
         climb=NoClimb(),
-        phases=(_TIED, DualStarts(num_sweeps=0), Annealing(), SideBySide(_IMPROVEMENTS)),
+        phases=functools.partial(
+            edited_phases, edit=functools.partial(with_settings, settings={DualStarts: {"num_sweeps": 0}})
+        ),
     ),
     "prices": functools.partial(gradient.solve, climb=DualClimb(price_step=constant_prices)),
-    "tying": functools.partial(gradient.solve, phases=(DualStarts(), Annealing(), SideBySide(_IMPROVEMENTS))),
-    "starts": functools.partial(
-        gradient.solve, phases=(_TIED, last_start_only, Annealing(), SideBySide(_IMPROVEMENTS))
-    ),
+    "tying": without(QuotientStart),
+    "starts": functools.partial(gradient.solve, phases=functools.partial(edited_phases, edit=_starts_replaced)),
     "forests": functools.partial(gradient.solve, grow=grow_single_nodes),
-    "annealing": functools.partial(gradient.solve, phases=(_TIED, DualStarts(), SideBySide(_IMPROVEMENTS))),
-    "neighbourhoods": functools.partial(
-        gradient.solve, phases=(_TIED, DualStarts(), Annealing(), SideBySide((Branches(), Walks())))
-    ),
-    "walks": functools.partial(
-        gradient.solve, phases=(_TIED, DualStarts(), Annealing(), SideBySide((Neighbourhoods(), Branches())))
-    ),
-    "branches": functools.partial(
-        gradient.solve, phases=(_TIED, DualStarts(), Annealing(), SideBySide((Neighbourhoods(), Walks())))
-    ),
+    "annealing": without(Annealing),
+    "neighbourhoods": without(Neighbourhoods),
+    "walks": without(Walks),
+    "branches": without(Branches),
 }
 """The search as it is, and without what the name says; "presolve" is left out by `iopddl.run`."""
 
+_SHORT_SETTINGS = {
+    QuotientStart: {"num_moves": 5},
+    DualStarts: {"num_starts": 2, "num_moves": 5},
+    Annealing: {"num_moves": 5},
+    Neighbourhoods: {"num_rounds": 5},
+}
 SHORT_SEARCH = functools.partial(
     gradient.solve,
     climb=DualClimb(num_sweeps=40),
-    phases=(
-        QuotientStart(gradient.solve, num_moves=5),
-        DualStarts(num_starts=2, num_moves=5),
-        Annealing(num_moves=5),
-        SideBySide((Neighbourhoods(num_rounds=5), Branches(), Walks())),
-    ),
+    phases=functools.partial(edited_phases, edit=functools.partial(with_settings, settings=_SHORT_SETTINGS)),
 )
 """A search that does the same work at every size."""

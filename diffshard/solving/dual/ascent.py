@@ -5,6 +5,7 @@ gradient of the smoothed dual with respect to the prices, so prices follow it in
 temperature falls; between two steps a sweep brings the messages up to date.
 """
 
+import copy
 import math
 from typing import NamedTuple, Protocol
 
@@ -110,28 +111,34 @@ class Ascent:
       weights: `[N]` the relaxed choice of the last step that had prices to move.
     """
 
-    def __init__(self, flat: Flat, parent: "Ascent | None" = None, *, price_step: PriceStep = step_along_excess):
-        """Starts from zero messages, or from the best of a climb on the same graph with other node costs.
+    def __init__(self, flat: Flat, *, price_step: PriceStep = step_along_excess):
+        """Starts from zero messages and from prices at which memory is free.
 
         Args:
           flat: the problem.
-          parent: the other climb; its `price_step` is taken over.
           price_step: how prices answer to relaxed choices.
         """
         self.flat = flat
-        self._price_step: PriceStep = parent._price_step if parent else price_step
-        self.layout: Sweep = parent.layout if parent else lay_out(flat)
-        self.scale = parent.scale if parent else _largest_cost(flat)
+        self._price_step: PriceStep = price_step
+        self.layout: Sweep = lay_out(flat)
+        self.scale = _largest_cost(flat)
         # No choice costs more than this.
         self._most = self.scale * (len(flat.sizes) + len(flat.source)) + np.abs(flat.load).sum()
-        if parent:
-            messages, self.prices = parent.best
-        else:
-            messages, self.prices = np.zeros(self.layout.num_messages + 1), initial_prices(flat)
-        self.messages = messages.astype(np.float32)
-        self.bound, self._parent_size = -math.inf, abs(parent.bound) if parent else 0.0
+        self._parent_size = 0.0
+        self._begin(np.zeros(self.layout.num_messages + 1), initial_prices(flat))
+
+    def branch(self, flat: Flat) -> "Ascent":
+        """Returns a climb that starts from the best of this one, for a problem with other node costs on its graph."""
+        child = copy.copy(self)
+        child.flat, child._parent_size = flat, abs(self.bound)
+        child._begin(*self.best)
+        return child
+
+    def _begin(self, messages: np.ndarray, prices: Prices) -> None:
+        self.messages, self.prices = messages.astype(np.float32), prices
+        self.bound = -math.inf
         self.best = (self.messages.copy(), self.prices)
-        self.absorbed = self.weights = flat.cost
+        self.absorbed = self.weights = self.flat.cost
 
     def step(self, progress: float) -> float:
         """Makes a sweep and then a step of the prices; returns the bound. `progress` goes from 0 to 1."""

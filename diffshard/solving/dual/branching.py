@@ -98,7 +98,7 @@ class Branching:
         """Climbs the branch's own dual; returns the branch with it and its certified bound."""
         penalty = 2 * (abs(best_cost) + abs(branch.bound))
         flat = self.flat._replace(cost=self.flat.cost + penalty * branch.forbidden)
-        ascent = self.last_ascent = Ascent(flat, branch.ascent)
+        ascent = self.last_ascent = branch.ascent.branch(flat)
         first, last = _PROGRESS
         weights = np.zeros(len(flat.cost))
         for i in range(_SWEEPS_PER_BRANCH):

@@ -45,7 +45,7 @@ Grow = Callable[[Flat, np.ndarray], Forest]
 """Makes a forest of some of the nodes `[n]`, which come in the order in which they should be taken."""
 
 
-def grow(flat: Flat, order: np.ndarray) -> Forest:
+def grow_forest(flat: Flat, order: np.ndarray) -> Forest:
     """Returns the forest that takes the nodes of `order` `[n]` one by one, except those that would close a cycle."""
     taken = _acyclic(flat, order)
     inside = np.flatnonzero(taken[flat.source] & taken[flat.target])

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from diffshard.solving.flat import Flat, chosen_memory, memory_of_strategies
-from diffshard.solving.moves.forest import Forest, Grow, grow
+from diffshard.solving.moves.forest import Forest, Grow, grow_forest
 from diffshard.solving.moves.polish import Polish
 
 _FORESTS_PER_PARTITION = 4  # chosen by hand on the contest's instances, as all numbers here
@@ -42,7 +42,7 @@ class Partition(NamedTuple):
     first: np.ndarray
 
 
-def split(flat: Flat, rng: np.random.Generator, num_balls: int, grow: Grow = grow) -> Partition:
+def split(flat: Flat, rng: np.random.Generator, num_balls: int, grow: Grow = grow_forest) -> Partition:
     """Grows balls around random nodes, breadth first, and freezes what separates them."""
     label = _voronoi(flat, rng, num_balls) if num_balls > 1 else np.zeros(len(flat.sizes), np.int64)
     if num_balls > 1:

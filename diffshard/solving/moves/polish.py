@@ -8,7 +8,7 @@ import numpy as np
 
 from diffshard.solving.dual.ascent import Prices
 from diffshard.solving.flat import Flat, chosen_cost, chosen_memory, memory_price, ragged
-from diffshard.solving.moves.forest import Forest, Grow, best_choice, first_least, grow
+from diffshard.solving.moves.forest import Forest, Grow, best_choice, first_least, grow_forest
 
 _MOST_POOL_NUMBERS = 1 << 25  # 256 MiB that the forests in a pool may hold; chosen by hand
 _MOST_FORESTS = 40  # in a pool; chosen by hand on the contest's instances
@@ -41,7 +41,7 @@ class Field:
 class Pool:
     """Random forests, kept because growing one takes longer than using it."""
 
-    def __init__(self, flat: Flat, rng: np.random.Generator, grow: Grow = grow):
+    def __init__(self, flat: Flat, rng: np.random.Generator, grow: Grow = grow_forest):
         self._flat, self._rng, self._grow = flat, rng, grow
         self._forests: list[Forest] = []
         self._numbers = 0
@@ -76,7 +76,7 @@ class Polish:
         choice: np.ndarray,
         prices: Prices,
         bound: float,
-        grow: Grow = grow,
+        grow: Grow = grow_forest,
     ):
         """Begins at a choice.
 

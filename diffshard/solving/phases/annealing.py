@@ -8,12 +8,11 @@ from diffshard.solving.phases.base import NO_BOUND, Search
 
 @dataclass(frozen=True)
 class Annealing:
-    """Annealed forest moves, where no loads join all nodes; all numbers were chosen by hand on the contest's instances.
+    """Annealed forest moves, which do not see loads; all numbers were chosen by hand on the contest's instances.
 
     Attributes:
       num_moves: without a time limit.
       end_share: of the time limit, when the phase ends.
-      end_share_of_small: the same for small graphs.
       first_temperature: in the bound's cost per node.
       cooling: the last temperature as a share of the first.
       noise_end: how far the phase is when its noise stops.
@@ -22,7 +21,6 @@ class Annealing:
 
     num_moves: int = 300
     end_share: float = 0.75
-    end_share_of_small: float = 0.2
     first_temperature: float = 0.1
     cooling: float = 0.01
     noise_end: float = 0.85
@@ -30,11 +28,8 @@ class Annealing:
 
     def __call__(self, search: Search) -> Iterator[float]:
         """Makes one move of a random forest after the other; has no bound."""
-        if search.has_loads:
-            return
         polish = search.polish
-        end_share = self.end_share_of_small if search.is_small else self.end_share
-        progress = search.clock.progress(self.num_moves, end_share)
+        progress = search.clock.progress(self.num_moves, self.end_share)
         polish.begin(polish.best.copy(), polish.best_memory)
         i = 0
         while (done := progress(i)) < 1:

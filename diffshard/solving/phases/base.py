@@ -17,10 +17,6 @@ from diffshard.solving.dual.ascent import Ascent
 from diffshard.solving.flat import Flat
 from diffshard.solving.moves.polish import Polish
 
-MOST_NODES_OF_SMALL = 500
-"""Nodes up to which a graph is one neighbourhood and worth branches and walks; chosen by hand on the contest's
-instances."""
-
 NO_BOUND = -math.inf
 """What a phase yields after a move that gives no lower bound."""
 
@@ -60,9 +56,9 @@ class Clock:
         return lambda done: (self.elapsed_share() - begin_share) / max(end_share - begin_share, 1e-9)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Search:
-    """One run of the search: what its phases read, and the choice under improvement, which they change.
+    """One run of the search, mutable: phases change `polish`, which holds the choice under improvement.
 
     Attributes:
       problem: what is solved.
@@ -92,16 +88,6 @@ class Search:
         """The size of the bound per node: the unit of all temperatures."""
         return max(abs(self.bound), 1e-30) / len(self.flat.sizes)
 
-    @property
-    def has_loads(self) -> bool:
-        """Whether devices do different work: then the largest load joins all nodes."""
-        return bool(self.flat.load.shape[1])
-
-    @property
-    def is_small(self) -> bool:
-        """Whether the graph has at most `MOST_NODES_OF_SMALL` nodes."""
-        return len(self.flat.sizes) <= MOST_NODES_OF_SMALL
-
 
 class Climb(Protocol):
     """What raises the dual's bound before there is a choice."""
@@ -121,7 +107,6 @@ class Phase(Protocol):
     def __call__(self, search: Search) -> Iterator[float]:
         """Improves `search.polish`, and yields a lower bound, or `NO_BOUND`, after each move.
 
-        A phase yields often, since the search looks at the clock between two yields, and nothing at all where it does
-        not apply.
+        A phase yields often, since the search looks at the clock between two yields.
         """
         ...

@@ -14,7 +14,7 @@ from diffshard.solving.phases.base import Search
 
 @dataclass(frozen=True)
 class Branches:
-    """Branches of the dual, on small graphs; all numbers were chosen by hand on the contest's instances.
+    """Branches of the dual, for small graphs; all numbers were chosen by hand on the contest's instances.
 
     Attributes:
       num_branches: at most, without a time limit.
@@ -30,8 +30,6 @@ class Branches:
 
     def __call__(self, search: Search) -> Iterator[float]:
         """Makes one branch after the other and yields the bound of all."""
-        if not search.is_small:
-            return
         polish = search.polish
         branching, reviewed_bound = Branching(search.ascent, search.bound), search.bound
         progress = search.clock.progress(self.num_branches, 1.0)

@@ -12,7 +12,7 @@ class SideBySide:
     """Phases that take turns under a time limit and run one after the other without one.
 
     Attributes:
-      phases: those that do not apply to a problem take no time.
+      phases: in the order in which they run without a time limit.
       idle_factor: how much more the time of a phase counts that improved nothing in the last half of its own time;
         chosen by hand on the contest's instances.
     """

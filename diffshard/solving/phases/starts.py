@@ -22,7 +22,6 @@ class DualStarts:
       num_starts: without a time limit.
       num_moves: forest moves from each start.
       end_share: of the time limit, when the phase ends.
-      end_share_of_small: the same for small graphs, where branches and walks do more.
       num_sweeps: of each perturbed dual.
       most_noise: of a perturbed dual's costs, in the bound's cost per node.
     """
@@ -30,20 +29,18 @@ class DualStarts:
     num_starts: int = 8
     num_moves: int = 60
     end_share: float = 0.6
-    end_share_of_small: float = 0.15
     num_sweeps: int = 80
     most_noise: float = 0.03
 
     def __call__(self, search: Search) -> Iterator[float]:
         """Tries start after start until the time or the number is reached; has no bound."""
-        end_share = self.end_share_of_small if search.is_small else self.end_share
-        progress = search.clock.progress(self.num_starts, end_share)
+        progress = search.clock.progress(self.num_starts, self.end_share)
         trial = 0
         while progress(trial) < 1:
             start = search.starts[trial] if trial < len(search.starts) else self._perturbed(search)
             for _ in moves_from(search, start, self.num_moves):
                 yield NO_BOUND
-                if search.clock.elapsed_share() > end_share:
+                if search.clock.elapsed_share() > self.end_share:
                     return
             trial += 1
 

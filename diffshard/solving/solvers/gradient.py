@@ -11,20 +11,20 @@
    `Walks` are Metropolis walks under parallel tempering, where the graph is small or devices do different work, so that
    the largest load joins all nodes.
 
-A problem of few choices is enumerated instead.
+`default_phases` chooses those that suit a problem. A problem of few choices is enumerated instead.
 """
 
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import jax
 
-from cost.base import Problem, num_strategies
+from cost.base import Problem, num_devices, num_strategies
 from diffshard.base import OPTIMAL_GAP, Proposal
 from diffshard.solving.examples import coupled_ring
 from diffshard.solving.flat import flatten, numpy_generator, with_ceiling
-from diffshard.solving.moves.forest import Grow, grow
+from diffshard.solving.moves.forest import Grow, grow_forest
 from diffshard.solving.moves.polish import Polish
 from diffshard.solving.phases.annealing import Annealing
 from diffshard.solving.phases.base import Climb, Clock, Phase, Search, Start
@@ -39,18 +39,28 @@ from diffshard.solving.solvers import exhaustive
 
 MOST_ENUMERATED = 1 << 16
 """Choices up to which all are enumerated, which takes about 10 ms; chosen by hand."""
-_MOVES_PER_PROPOSAL = 10  # a proposal's exact price takes about as long as a move; chosen by hand
+_MOST_NODES_OF_SMALL = 500  # up to which a graph is worth branches and walks; chosen by hand on the contest's instances
+_YIELDS_PER_PROPOSAL = 10  # a proposal's exact price takes about as long as a move; chosen by hand
 _CLIMB = DualClimb()
 
 
-def default_phases() -> tuple[Phase, ...]:
-    """Returns what improves the choice after the climb, in this order."""
-    return (
-        QuotientStart(solve),
-        DualStarts(),
-        Annealing(),
-        SideBySide((Neighbourhoods(), Branches(), Walks())),
-    )
+def default_phases(problem: Problem) -> tuple[Phase, ...]:
+    """Returns the phases that suit a problem, in their order; all numbers were chosen by hand.
+
+    Loads join all nodes, and forest moves do not see them: walks do, so these take the place of annealing and
+    neighbourhoods, from hotter and random starts. On a small graph starts and annealing end early, because branches and
+    walks do more there, and all its nodes are one neighbourhood.
+    """
+    is_small = len(problem.node_cost) <= _MOST_NODES_OF_SMALL
+    branches = (Branches(),) if is_small else ()
+    starts = QuotientStart(solve), DualStarts(end_share=0.15 if is_small else 0.6)
+    if num_devices(problem):
+        walks = Walks(num_random_starts=16, steps_per_node=200, temperatures=(1e-4, 1.0))
+        return *starts, SideBySide((*branches, walks))
+    if is_small:
+        neighbourhoods = Neighbourhoods(nodes_per_ball=math.inf, memory_spread=1.0)
+        return *starts, Annealing(end_share=0.2), SideBySide((neighbourhoods, *branches, Walks()))
+    return *starts, Annealing(end_share=0.75), Neighbourhoods(nodes_per_ball=50, memory_spread=0.3)
 
 
 def solve(
@@ -59,8 +69,8 @@ def solve(
     time_limit_s: float | None = None,
     key: jax.Array,
     climb: Climb = _CLIMB,
-    phases: Sequence[Phase] | None = None,
-    grow: Grow = grow,
+    phases: Callable[[Problem], Sequence[Phase]] = default_phases,
+    grow: Grow = grow_forest,
 ) -> Iterator[Proposal]:
     """Yields the dual's bound and better and better choices, until all phases have ended or the gap is closed.
 
@@ -69,7 +79,7 @@ def solve(
       time_limit_s: the same.
       key: the same.
       climb: raises the bound and reads starts off the dual.
-      phases: what improves the choice, one after the other; None is `default_phases()`.
+      phases: returns what improves the choice, one after the other.
       grow: makes the forests whose nodes move together.
     """
     if math.prod(num_strategies(problem).tolist()) <= MOST_ENUMERATED:
@@ -86,17 +96,17 @@ def solve(
     polish = Polish(flat, rng, starts[-1].choice, ascent.best[1], bound, grow)
     last_starts = tuple(starts[: -MOST_CLIMB_STARTS - 1 : -1])
     search = Search(problem, ascent, polish, last_starts, bound, clock, key)
-    yield from _improve(search, default_phases() if phases is None else phases)
+    yield from _improve(search, phases(problem))
 
 
 def _improve(search: Search, phases: Sequence[Phase]) -> Iterator[Proposal]:
     """Runs one phase after the other, until the gap is closed; yields the bounds and, now and then, the best choice."""
     polish, bound = search.polish, search.bound
     proposed_cost = math.inf
-    moves = (move for phase in phases for move in phase(search))
-    for i, move_bound in enumerate(moves):
-        bound = max(bound, move_bound)
-        if i % _MOVES_PER_PROPOSAL == 0 and polish.best_cost < proposed_cost:
+    bounds = (phase_bound for phase in phases for phase_bound in phase(search))
+    for i, phase_bound in enumerate(bounds):
+        bound = max(bound, phase_bound)
+        if i % _YIELDS_PER_PROPOSAL == 0 and polish.best_cost < proposed_cost:
             proposed_cost = polish.best_cost
             yield Proposal(polish.best, bound)
         else:

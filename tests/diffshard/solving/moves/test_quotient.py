@@ -150,7 +150,7 @@ def test_ctrl_c_in_the_quotient_stops_the_whole_search():
         raise KeyboardInterrupt
         yield Proposal()
 
-    solver = functools.partial(gradient.solve, phases=(QuotientStart(pressed),))
+    solver = functools.partial(gradient.solve, phases=lambda _: (QuotientStart(pressed),))
     found = solve(layered_problem(0, 12, width=12, most=6, binding=0.7), solver=solver, reduce=unchanged)
     assert found.status == "interrupted"
     assert found.lower_bound > 0  # from the dual, before

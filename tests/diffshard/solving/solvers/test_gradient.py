@@ -11,33 +11,32 @@ from cost.base import Problem
 from cost.evaluation import evaluate
 from diffshard.solving import presolve
 from diffshard.solving.phases.annealing import Annealing
+from diffshard.solving.phases.base import Phase
 from diffshard.solving.phases.branches import Branches
 from diffshard.solving.phases.climb import DualClimb
 from diffshard.solving.phases.neighbourhoods import Neighbourhoods
 from diffshard.solving.phases.quotient_start import QuotientStart
-from diffshard.solving.phases.side_by_side import SideBySide
 from diffshard.solving.phases.starts import DualStarts
 from diffshard.solving.phases.walks import Walks
 from diffshard.solving.solve import solve
 from diffshard.solving.solvers import gradient
+from experiments.solver_variants import edited_phases, with_settings
 from tests.diffshard.solving.random_problems import KINDS, layered_problem, optimum, small_problem
 
-_short = functools.partial(
-    gradient.solve,
-    climb=DualClimb(num_sweeps=40),
-    phases=(
-        QuotientStart(gradient.solve, num_moves=5),
-        DualStarts(num_starts=2, num_moves=5),
-        Annealing(num_moves=20),
-        SideBySide(
-            (
-                Neighbourhoods(num_rounds=5),
-                Branches(num_branches=100),
-                Walks(steps_per_node=1, steps_per_node_with_loads=5),
-            )
-        ),
-    ),
-)
+
+def _short_phases(problem: Problem) -> tuple[Phase, ...]:
+    settings = {
+        QuotientStart: {"num_moves": 5},
+        DualStarts: {"num_starts": 2, "num_moves": 5},
+        Annealing: {"num_moves": 20},
+        Neighbourhoods: {"num_rounds": 5},
+        Branches: {"num_branches": 100},
+        Walks: {"steps_per_node": 5 if len(problem.load) else 1},
+    }
+    return edited_phases(problem, functools.partial(with_settings, settings=settings))
+
+
+_short = functools.partial(gradient.solve, climb=DualClimb(num_sweeps=40), phases=_short_phases)
 
 
 @pytest.fixture(scope="module")
