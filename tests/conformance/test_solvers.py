@@ -94,7 +94,8 @@ def test_small_problems(name, kind):
         solution = solve(problem, solver=name, key=seed, reduce=presolve.unchanged)
         checked = evaluate(problem, solution.choice)
         assert (solution.cost, solution.feasible, solution.excess) == (checked.cost, checked.feasible, checked.excess)
-        assert solution.lower_bound <= expected * (1 + 1e-9)
+        # The history has the bounds as the solver gave them; the solution's own is never above its cost.
+        assert max(bound for *_, bound in solution.history) <= expected * (1 + 1e-9)
         if math.isinf(expected):
             assert not solution.feasible
             continue
