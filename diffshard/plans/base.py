@@ -12,10 +12,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from cost.base import Hardware
-from search_spaces.partition_specs import partition_spec
-
-Spec = tuple[tuple[str, ...], ...]
-"""For each dimension the mesh axes that split it, major to minor."""
+from search_spaces.partition_specs import NamedSpec, partition_spec
 
 
 @dataclass(frozen=True)
@@ -34,9 +31,9 @@ class Tensor:
     path: str
     shape: tuple[int, ...]
     dtype: str
-    spec: Spec
+    spec: NamedSpec
     given: bool = False
-    next_best_spec: Spec | None = None
+    next_best_spec: NamedSpec | None = None
     next_best_s: float = 0.0
 
     @property
@@ -77,13 +74,13 @@ class Operation:
     signature: str
     source: str
     scope: str
-    operands: tuple[Spec, ...]
-    unreduced: tuple[Spec, ...]
-    results: tuple[Spec, ...]
-    value_specs: tuple[Spec, ...]
+    operands: tuple[NamedSpec, ...]
+    unreduced: tuple[NamedSpec, ...]
+    results: tuple[NamedSpec, ...]
+    value_specs: tuple[NamedSpec, ...]
     count: float
     compute_s: float
-    next_best_spec: Spec | None = None
+    next_best_spec: NamedSpec | None = None
     next_best_s: float = 0.0
     reductions: tuple[tuple[tuple[str, str], ...], ...] = ()
 

@@ -12,8 +12,9 @@ from typing import Any, TypeVar
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from diffshard.base import PlanError
-from diffshard.plans.base import Operation, PlanData, PredictedCollective, Spec, Tensor
+from diffshard.plans.base import Operation, PlanData, PredictedCollective, Tensor
 from diffshard.plans.documents import SHARDING, content, plain, read, restored, write
+from search_spaces.partition_specs import NamedSpec
 
 VERSION = 2
 _OLDER_VERSIONS = (1,)
@@ -89,7 +90,7 @@ def _renamed(operation: Mapping[str, Any]) -> dict[str, Any]:
 def _restored_plan(values: dict[str, Any], kind: type[PlanT], mesh: Mesh | AbstractMesh | None) -> PlanT:
     specs = [tuple(tuple(axes) for axes in spec) for spec in values.pop("specs")]
     plan: PlanT = restored(
-        kind, values, {Spec: specs.__getitem__, Spec | None: lambda i: None if i is None else specs[i]}
+        kind, values, {NamedSpec: specs.__getitem__, NamedSpec | None: lambda i: None if i is None else specs[i]}
     )
     axes = plan.mesh_axes
     if not all(n > 0 for n in axes.values()):

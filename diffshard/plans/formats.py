@@ -3,7 +3,8 @@
 import math
 from collections.abc import Mapping, Sequence
 
-from diffshard.plans.base import Spec, Tensor
+from diffshard.plans.base import Tensor
+from search_spaces.partition_specs import NamedSpec
 
 _NO_SHARE = 1e-8  # less is rounding of float64 sums
 
@@ -49,7 +50,7 @@ def short_name(function: str) -> str:
     return function.rsplit("<locals>.", 1)[-1]
 
 
-def format_spec(spec: Spec) -> str:
+def format_spec(spec: NamedSpec) -> str:
     """Writes a spec as `replicated`, or with the mesh axes of each dimension, a dot for none: `·, model`."""
     if not any(spec):
         return "replicated"

@@ -4,10 +4,11 @@ import statistics
 from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
-from diffshard.plans.base import Operation, PlanData, Spec
+from diffshard.plans.base import Operation, PlanData
 from diffshard.plans.formats import format_array
 from diffshard.plans.patterns import group_names, readable_path
 from diffshard.plans.summary import Communication, communication, device_bytes, module_path, result_type
+from search_spaces.partition_specs import NamedSpec
 
 _SMALL_SHARE = 0.03  # of a layer's time: operations that take less are shown together; fits a layer on a screen
 
@@ -27,7 +28,7 @@ class LayerPart(NamedTuple):
     """
 
     name: str
-    spec: Spec | None
+    spec: NamedSpec | None
     array: str
     times: int
     seconds: float
@@ -142,7 +143,7 @@ def _operation_parts(operations: _Operations, members: Sequence[int], layer: str
     """Returns parts in program order, and all that take little as one part at the end."""
     records = operations.plan.operations
     costly = [i for i in members if records[i].results and operations.seconds(i) > 0]
-    keys: list[tuple[Spec, str, tuple[str, ...]]] = [
+    keys: list[tuple[NamedSpec, str, tuple[str, ...]]] = [
         (records[i].value_specs[0], result_type(records[i]), operations.collectives(i)) for i in costly
     ]
     groups = group_names([_name_inside(records[i], layer) for i in costly], keys)

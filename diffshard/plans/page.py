@@ -4,13 +4,14 @@ import math
 import os
 from collections.abc import Sequence
 
-from diffshard.plans.base import PlanData, Spec
+from diffshard.plans.base import PlanData
 from diffshard.plans.documents import write_whole
 from diffshard.plans.formats import format_array, format_bytes, format_s, format_spec, short_name
 from diffshard.plans.html import COLOURS, COMPUTE, bar, cards, document, escaped
 from diffshard.plans.layers import Layer, LayerPart, layers
 from diffshard.plans.summary import alike_arguments, collective_totals, device_bytes, reason, verdict
 from diffshard.plans.text import format_plan
+from search_spaces.partition_specs import NamedSpec
 
 # One fill for each set of mesh axes: light under dark text, and different also to those who do not see red and green.
 _REPLICATED = "#e9e9ec"
@@ -53,7 +54,7 @@ def _fills(plan: PlanData, rows: Sequence[Layer]) -> dict[frozenset[str], str]:
     return {frozenset(): _REPLICATED} | {axes: _FILLS[i % len(_FILLS)] for i, axes in enumerate(sets)}
 
 
-def _axes(spec: Spec) -> frozenset[str]:
+def _axes(spec: NamedSpec) -> frozenset[str]:
     return frozenset(axis for axes in spec for axis in axes)
 
 

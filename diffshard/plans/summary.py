@@ -4,9 +4,10 @@ import math
 import re
 from typing import NamedTuple
 
-from diffshard.plans.base import Operation, PlanData, Spec, Tensor
+from diffshard.plans.base import Operation, PlanData, Tensor
 from diffshard.plans.formats import format_percent, format_s, format_spec
 from diffshard.plans.patterns import NamePattern, group_names, readable_path
+from search_spaces.partition_specs import NamedSpec
 
 _EQUAL_SHARE = 1e-6  # of a step: shardings that differ by less take the same time up to rounding
 _OF_JAX = ("checkpoint", "rematted_computation", "while", "body", "closed_call")  # parts of scopes that are no modules
@@ -27,7 +28,7 @@ class AlikeOperations(NamedTuple):
     name: str
     operations: tuple[int, ...]
     result: str
-    spec: Spec
+    spec: NamedSpec
     compute_s: float
     collective_s: float
     collectives: tuple[tuple[str, str], ...]
@@ -161,7 +162,7 @@ def reason(plan: PlanData, tensor: Tensor | Operation) -> str:
     return f"{other}: +{format_s(tensor.next_best_s)}"
 
 
-def _reason_key(plan: PlanData, tensor: Tensor) -> tuple[Spec | None, str]:
+def _reason_key(plan: PlanData, tensor: Tensor) -> tuple[NamedSpec | None, str]:
     # Which of several equally good shardings comes first is chance, so it is not used to group rows.
     is_tie = tensor.next_best_s <= _EQUAL_SHARE * plan.step_s
     return (None, "tie") if is_tie else (tensor.next_best_spec, f"{tensor.next_best_s:.2g}")

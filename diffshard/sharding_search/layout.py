@@ -5,9 +5,10 @@ from typing import Any, cast
 from cost.base import CollectiveKind
 from diffshard.base import PlanError
 from diffshard.plans.base import Operation, PlanData
-from search_spaces.partition_specs import indexed_spec
-from search_spaces.sharding.base import Layout, ReshardStep, ShardingStrategy, Spec, Value, Vertex
+from search_spaces.partition_specs import IndexedSpec, indexed_spec
+from search_spaces.sharding.base import Layout, ReshardStep, ShardingStrategy
 from search_spaces.sharding.execution import make_layout
+from search_spaces.sharding.graph import Value, Vertex
 from search_spaces.sharding.space import ShardingSpace
 
 
@@ -30,7 +31,7 @@ def layout_of(plan: PlanData, space: ShardingSpace) -> Layout:
             f"The plan does not fit the function: it has {len(plan.operations)} operations, "
             f"the function {len(vertices)}."
         )
-    value_specs: list[Spec] = [()] * len(space.graph.values)
+    value_specs: list[IndexedSpec] = [()] * len(space.graph.values)
     strategies = []
     for vertex, operation in zip(vertices, plan.operations, strict=True):
         operands, unreduced, results, kept_specs = (
@@ -53,7 +54,7 @@ def has_reductions(plan: PlanData) -> bool:
 
 
 def _reductions(
-    operation: Operation, results: tuple[Spec, ...], axis_names: tuple[str, ...]
+    operation: Operation, results: tuple[IndexedSpec, ...], axis_names: tuple[str, ...]
 ) -> tuple[tuple[ReshardStep, ...], ...]:
     """Returns the collectives that finish each result; all have the spec that the last one leaves."""
     written = operation.reductions or ((),) * len(results)

@@ -6,15 +6,15 @@ from dataclasses import replace
 from typing import Any, TypedDict
 
 from diffshard.base import Solution
-from diffshard.plans import base as plans
 from diffshard.plans.base import Operation, PredictedCollective, Tensor
 from diffshard.sharding_search.layout import signature_of
 from diffshard.sharding_search.options import Options
 from diffshard.sharding_search.plan import Plan
 from diffshard.sharding_search.traced import TracedFunction
-from search_spaces.partition_specs import named_spec
-from search_spaces.sharding.base import Layout, Operand, Spec, Value, Vertex
+from search_spaces.partition_specs import IndexedSpec, NamedSpec, named_spec
+from search_spaces.sharding.base import Layout
 from search_spaces.sharding.explaining import NextBest, Summary
+from search_spaces.sharding.graph import Operand, Value, Vertex
 from search_spaces.sharding.space import ShardingSpace
 
 
@@ -93,7 +93,7 @@ def _arrays(traced: TracedFunction, summary: Summary, axis_names: Sequence[str],
     )
 
 
-def _tensor(path: str, array: Operand, spec: Spec, axis_names: Sequence[str]) -> Tensor:
+def _tensor(path: str, array: Operand, spec: IndexedSpec, axis_names: Sequence[str]) -> Tensor:
     of_type: Any = array if isinstance(array, Value) else array.aval
     return Tensor(path, tuple(of_type.shape), str(of_type.dtype), named_spec(spec, axis_names))
 
@@ -101,7 +101,7 @@ def _tensor(path: str, array: Operand, spec: Spec, axis_names: Sequence[str]) ->
 def _operation(vertex: Vertex, layout: Layout, compute_s: float, axis_names: Sequence[str]) -> Operation:
     strategy = layout.strategies[vertex.index]
 
-    def named(specs: Iterable[Spec]) -> tuple[plans.Spec, ...]:
+    def named(specs: Iterable[IndexedSpec]) -> tuple[NamedSpec, ...]:
         return tuple(named_spec(spec, axis_names) for spec in specs)
 
     return Operation(

@@ -9,8 +9,8 @@ import jax
 from jax.sharding import PartitionSpec
 
 from diffshard.sharding_search.options import Options, with_automatic_axes
-from search_spaces.sharding.base import Graph
 from search_spaces.sharding.given import carried_spec, given_dimensions
+from search_spaces.sharding.graph import Graph
 from search_spaces.sharding.space import ShardingSpace
 from search_spaces.sharding.tracing import build_graph, feedback_of
 

@@ -1,7 +1,7 @@
 """The sharding space: which dimension of which array of a traced function is split over which mesh axis.
 
-`base.py` holds the vocabulary and `space.py` puts everything together as a `Problem`, with a table of its terms. Their
-parts, from the function to a plan that runs:
+`base.py` and `graph.py` hold the vocabulary; `space.py` puts everything together as a `Problem`, with a table of its
+terms. Their parts, from the function to a plan that runs:
 
 - the function: `tracing.py` makes a graph of it, `given.py` reads the shardings that it fixes;
 - what can be chosen: `shardy.py` gives each operation its rule (`exceptional_rules.py` where Shardy has none,

@@ -3,10 +3,12 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from search_spaces.sharding.base import Axes, Given, Graph, Node, Rule, ShardingStrategy, Spec, Value, Vertex
-from search_spaces.sharding.dimensions import axes_of, in_order, kinds_of_dimensions
+from search_spaces.partition_specs import IndexedSpec
+from search_spaces.sharding.base import Axes, Given, Node, Rule, ShardingStrategy
+from search_spaces.sharding.dimensions import in_order, interchangeable_axes, kinds_of_dimensions
 from search_spaces.sharding.edge_costs import readers_of
 from search_spaces.sharding.given import axes_with_meaning, constraint_of, fits, rank_of, shard_map_strategy
+from search_spaces.sharding.graph import Graph, Value, Vertex
 from search_spaces.sharding.reshard_costs import ReshardCosts
 from search_spaces.sharding.resharding import Paths
 from search_spaces.sharding.spec import axes_in, divides, shards, specs_of_shape
@@ -40,7 +42,7 @@ def nodes_of(
     fixed = axes_with_meaning(graph, given, axis_names, axis_sizes)
     candidates = Candidates(
         axis_names,
-        axes_of(axis_sizes, reshard_costs.rates, fixed),
+        interchangeable_axes(axis_sizes, reshard_costs.rates, fixed),
         reshard_costs.path,
         kinds_of_dimensions(graph, rules),
         _new_results(graph),
@@ -133,7 +135,7 @@ class Candidates:
         number = {kind: i for i, kind in enumerate(sorted({kind for kinds in kinds_of_arrays for kind in kinds}))}
         return tuple(tuple(number[kind] for kind in kinds) for kinds in kinds_of_arrays)
 
-    def _specs(self, value: Value, given: Given | None, padded: bool = False) -> list[Spec]:
+    def _specs(self, value: Value, given: Given | None, padded: bool = False) -> list[IndexedSpec]:
         """Returns the specs of a value. A given spec may order axes in a way that the space itself does not offer."""
         specs = [
             spec
@@ -142,7 +144,7 @@ class Candidates:
         ]
         return specs or [tuple(axes or () for axes in given or ())]
 
-    def _stored(self, vertex: Vertex, stored: Spec, used: Spec) -> ShardingStrategy:
+    def _stored(self, vertex: Vertex, stored: IndexedSpec, used: IndexedSpec) -> ShardingStrategy:
         """Stores an array one way and gathers it for its readers: a parameter, a carry, a slice of a stack."""
         count = len(vertex.results)
         operand = ((), *stored) if vertex.kind == "slice" else stored
@@ -154,7 +156,7 @@ class Candidates:
             (stored, stored)[:count],
         )
 
-    def _joined(self, operands: tuple[Spec, ...], result: Spec) -> ShardingStrategy:
+    def _joined(self, operands: tuple[IndexedSpec, ...], result: IndexedSpec) -> ShardingStrategy:
         return ShardingStrategy(operands, (result,), shards(result, self.axes.sizes), ((),), (result,))
 
 
@@ -174,7 +176,7 @@ def _most_useful(strategies: Sequence[ShardingStrategy]) -> tuple[ShardingStrate
     return (strategies[0], *sorted(strategies[1:], key=rank)[: MOST_STRATEGIES - 1])
 
 
-def _coarser(spec: Spec) -> list[Spec]:
+def _coarser(spec: IndexedSpec) -> list[IndexedSpec]:
     """Returns the specs that gathering along some of its axes makes of a spec, the spec itself first."""
     axes = sorted(axes_in(spec))
     specs = []

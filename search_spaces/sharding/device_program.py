@@ -16,10 +16,11 @@ from jax.experimental.compute_on import compute_on
 from jax.extend import core, source_info_util
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
-from search_spaces.partition_specs import named_spec, partition_spec
+from search_spaces.partition_specs import IndexedSpec, named_spec, partition_spec
 from search_spaces.replay import bind
-from search_spaces.sharding.base import Graph, Layout, Operand, ReshardStep, Spec, Value, Vertex
+from search_spaces.sharding.base import Layout, ReshardStep
 from search_spaces.sharding.evaluation import Evaluation, Read
+from search_spaces.sharding.graph import Graph, Operand, Value, Vertex
 from search_spaces.sharding.local_blocks import Blocks
 from search_spaces.sharding.local_operations import LocalCall, combiner, run_local, runs_whole
 from search_spaces.sharding.resharding import Paths
@@ -44,7 +45,7 @@ class DeviceProgram:
         """The same function and layout on another mesh with the same axes."""
         return DeviceProgram(self.graph, self.layout, mesh, self.path)
 
-    def sharding(self, spec: Spec) -> NamedSharding:
+    def sharding(self, spec: IndexedSpec) -> NamedSharding:
         """A spec as a JAX sharding on the mesh."""
         return NamedSharding(self.mesh, partition_spec(named_spec(spec, self.blocks.axis_names)))
 
@@ -71,11 +72,11 @@ class DeviceProgram:
 
     # `evaluation.Arrays`: blocks of one device.
 
-    def reshard(self, array: Any, value: Value, source: Spec, steps: Sequence[ReshardStep]) -> Any:
+    def reshard(self, array: Any, value: Value, source: IndexedSpec, steps: Sequence[ReshardStep]) -> Any:
         """Runs the collective of each step."""
         return self.blocks.reshard(array, value.shape, source, steps)
 
-    def fix(self, array: Any, value: Value, spec: Spec) -> Any:
+    def fix(self, array: Any, value: Value, spec: IndexedSpec) -> Any:
         """Returns the block as it is: its spec is known."""
         del value, spec
         return array
@@ -97,7 +98,7 @@ class DeviceProgram:
             for block, unreduced, steps in zip(partial, strategy.unreduced, strategy.reductions, strict=True)
         ]
 
-    def _sliced(self, array: Any, value: Value, spec: Spec) -> Any:
+    def _sliced(self, array: Any, value: Value, spec: IndexedSpec) -> Any:
         whole = replicated(len(value.shape))
         return self.blocks.reshard(array, value.shape, whole, self.path(whole, spec)) if value.shape else array
 

@@ -10,7 +10,9 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import pairwise
 
-from search_spaces.sharding.base import Axes, Graph, Operand, Rates, Rule, Spec, Value, Vertex
+from search_spaces.partition_specs import IndexedSpec
+from search_spaces.sharding.base import Axes, Rates, Rule
+from search_spaces.sharding.graph import Graph, Operand, Value, Vertex
 
 Dimension = tuple[int, int]
 """A value's id and the position of a dimension."""
@@ -85,7 +87,7 @@ def _aligned(arrays: Sequence[Operand]) -> Iterator[list[Dimension]]:
 
 
 @lru_cache(maxsize=500_000)
-def in_order(spec: Spec, kinds: tuple[int, ...], alike: tuple[tuple[int, ...], ...]) -> bool:
+def in_order(spec: IndexedSpec, kinds: tuple[int, ...], alike: tuple[tuple[int, ...], ...]) -> bool:
     """Tells whether a spec is the one that stands for all its copies with alike axes swapped.
 
     Of axes that are alike, each dimension takes neighbouring ones, and the first kind of dimension the first ones.
@@ -104,7 +106,7 @@ def in_order(spec: Spec, kinds: tuple[int, ...], alike: tuple[tuple[int, ...], .
     return True
 
 
-def axes_of(sizes: tuple[int, ...], rates: Sequence[Rates], fixed: frozenset[int]) -> Axes:
+def interchangeable_axes(sizes: tuple[int, ...], rates: Sequence[Rates], fixed: frozenset[int]) -> Axes:
     """Returns the axes of a mesh, and which of them are taken to be alike.
 
     On two axes every plan is offered. On three the axes of equal size and link are alike, which loses no plan whose

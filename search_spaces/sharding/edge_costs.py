@@ -4,7 +4,9 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from search_spaces.sharding.base import Edge, Graph, Node, Spec, Value, Vertex
+from search_spaces.partition_specs import IndexedSpec
+from search_spaces.sharding.base import Edge, Node
+from search_spaces.sharding.graph import Graph, Value, Vertex
 from search_spaces.sharding.reshard_costs import LatencyShares, ReshardCosts
 
 
@@ -68,7 +70,7 @@ def transfer_matrices(
     return merged
 
 
-def read_spec(node: Node, operand: int, strategy: int) -> Spec:
+def read_spec(node: Node, operand: int, strategy: int) -> IndexedSpec:
     """Returns the spec in which a node's strategy reads an operand; a result replaces an argument as that is stored."""
     chosen = node.strategies[strategy]
     if node.hub is None and node.vertex.kind == "input":

@@ -14,24 +14,26 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
+from search_spaces.partition_specs import IndexedSpec
 from search_spaces.replay import REMAT, scan_again
-from search_spaces.sharding.base import Block, Graph, Layout, Operand, Region, ReshardStep, Spec, Value, Vertex
+from search_spaces.sharding.base import Layout, ReshardStep
+from search_spaces.sharding.graph import Block, Graph, Operand, Region, Value, Vertex
 from search_spaces.sharding.resharding import Paths
 
 Environment = dict[int, Any]
 """The array of each value, by id, with the spec in which its readers receive it."""
-Read = Callable[[Operand, Spec], Any]
+Read = Callable[[Operand, IndexedSpec], Any]
 """`read(operand, spec)`: the array of an operand, brought to a spec."""
 
 
 class Arrays(Protocol):
     """What an executor does with arrays."""
 
-    def reshard(self, array: Any, value: Value, source: Spec, steps: Sequence[ReshardStep]) -> Any:
+    def reshard(self, array: Any, value: Value, source: IndexedSpec, steps: Sequence[ReshardStep]) -> Any:
         """Brings an array of a value from a spec along some steps."""
         ...
 
-    def fix(self, array: Any, value: Value, spec: Spec) -> Any:
+    def fix(self, array: Any, value: Value, spec: IndexedSpec) -> Any:
         """Fixes the spec of an array that comes out of a loop or is stored, where the executor has to say so."""
         ...
 
@@ -66,15 +68,15 @@ class Evaluation:
         targets = zip(self.graph.outputs, self.layout.output_specs, strict=True)
         return [self._read(env, output, spec) for output, spec in targets]
 
-    def _reshard(self, array: Any, value: Value, source: Spec, target: Spec) -> Any:
+    def _reshard(self, array: Any, value: Value, source: IndexedSpec, target: IndexedSpec) -> Any:
         return self.arrays.reshard(array, value, source, self.path(source, target)) if value.shape else array
 
-    def _read(self, env: Environment, operand: Operand, spec: Spec) -> Any:
+    def _read(self, env: Environment, operand: Operand, spec: IndexedSpec) -> Any:
         if not isinstance(operand, Value):
             return operand.val
         return self._reshard(env[operand.id], operand, self.layout.value_specs[operand.id], spec)
 
-    def _read_array(self, env: Environment, operand: Operand, spec: Spec, dtype: Any) -> Any:
+    def _read_array(self, env: Environment, operand: Operand, spec: IndexedSpec, dtype: Any) -> Any:
         """As `_read`, but a literal becomes an array of the given type."""
         array = self._read(env, operand, spec)
         return array if isinstance(operand, Value) else jnp.asarray(array, dtype)
@@ -82,7 +84,7 @@ class Evaluation:
     def _operand(self, env: Environment, vertex: Vertex, position: int) -> Any:
         return self._read(env, vertex.operands[position], self.layout.strategies[vertex.index].operands[position])
 
-    def _put(self, env: Environment, value: Value, array: Any, spec: Spec) -> None:
+    def _put(self, env: Environment, value: Value, array: Any, spec: IndexedSpec) -> None:
         env[value.id] = self._reshard(array, value, spec, self.layout.value_specs[value.id])
 
     def _enter(self, env: Environment, vertex: Vertex, array: Any) -> None:

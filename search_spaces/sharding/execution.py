@@ -13,15 +13,16 @@ import numpy as np
 from jax.extend import core
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
-from search_spaces.partition_specs import named_spec, partition_spec
+from search_spaces.partition_specs import IndexedSpec, named_spec, partition_spec
 from search_spaces.replay import bind, context_of
-from search_spaces.sharding.base import Graph, Layout, ReshardStep, ShardingStrategy, Spec, Value, Vertex
+from search_spaces.sharding.base import Layout, ReshardStep, ShardingStrategy
 from search_spaces.sharding.evaluation import Evaluation, Read
+from search_spaces.sharding.graph import Graph, Value, Vertex
 from search_spaces.sharding.resharding import Paths
 from search_spaces.sharding.spec import divides_or_pads, replicated
 
 
-def make_layout(graph: Graph, strategies: Sequence[ShardingStrategy], value_specs: Sequence[Spec]) -> Layout:
+def make_layout(graph: Graph, strategies: Sequence[ShardingStrategy], value_specs: Sequence[IndexedSpec]) -> Layout:
     """Returns a layout from a strategy for each vertex and a spec for each value."""
     inputs = [strategies[vertex.index].unreduced[0] for vertex in graph.inputs]
     outputs = [
@@ -54,7 +55,7 @@ class Execution:
         """The same function and layout on another mesh with the same axes."""
         return Execution(self.graph, self.layout, mesh, self.path)
 
-    def sharding(self, spec: Spec) -> NamedSharding:
+    def sharding(self, spec: IndexedSpec) -> NamedSharding:
         """A spec as a JAX sharding on the mesh."""
         return NamedSharding(self.mesh, partition_spec(named_spec(spec, self.axis_names)))
 
@@ -64,14 +65,14 @@ class Execution:
 
     # `evaluation.Arrays`: whole arrays with constraints.
 
-    def reshard(self, array: Any, value: Value, source: Spec, steps: Sequence[ReshardStep]) -> Any:
+    def reshard(self, array: Any, value: Value, source: IndexedSpec, steps: Sequence[ReshardStep]) -> Any:
         """Constrains an array to the spec after each step."""
         del source
         for step in steps:
             array = self.fix(array, value, step.spec)
         return array
 
-    def fix(self, array: Any, value: Value, spec: Spec) -> Any:
+    def fix(self, array: Any, value: Value, spec: IndexedSpec) -> Any:
         """Constrains an array to a spec."""
         if not value.shape or not divides_or_pads(spec, value.shape, self.axis_sizes):
             return array  # on the way between padded splits

@@ -9,8 +9,10 @@ from cost.base import CollectiveKind, Problem
 from cost.collectives import collective_sent_bytes
 from cost.evaluation import change_costs
 from search_spaces.base import Choice, Part, Traffic
-from search_spaces.sharding.base import Edge, Graph, Layout, Node, ReshardStep, ShardingStrategy, Spec, Value
+from search_spaces.partition_specs import IndexedSpec
+from search_spaces.sharding.base import Edge, Layout, Node, ReshardStep, ShardingStrategy
 from search_spaces.sharding.edge_costs import read_spec
+from search_spaces.sharding.graph import Graph, Value
 from search_spaces.sharding.node_costs import NodeCosts
 
 REPLICATED = "-"
@@ -60,7 +62,7 @@ class NextBest(NamedTuple):
       added_s: what it would add to the cost.
     """
 
-    spec: Spec | None
+    spec: IndexedSpec | None
     added_s: float
 
 
@@ -189,7 +191,7 @@ def next_bests(
     return NextBests(tuple(vertices), tuple(inputs))
 
 
-def _next_best(specs: Sequence[Spec], chosen: int, added_s: np.ndarray) -> NextBest:
+def _next_best(specs: Sequence[IndexedSpec], chosen: int, added_s: np.ndarray) -> NextBest:
     others = [(float(added), spec) for spec, added in zip(specs, added_s, strict=True) if spec != specs[chosen]]
     if not others:
         return NextBest(None, 0.0)
@@ -223,7 +225,7 @@ def strategy_name(strategy: ShardingStrategy, axis_names: Sequence[str]) -> str:
     return " -> ".join(filter(None, (operands, *middle, *kinds, results)))
 
 
-def spec_text(spec: Spec, axis_names: Sequence[str]) -> str:
+def spec_text(spec: IndexedSpec, axis_names: Sequence[str]) -> str:
     """Returns a spec for people: `[data, -]` splits the first of two dimensions over the axis data."""
     dims = ("+".join(axis_names[a] for a in axes) or REPLICATED for axes in spec)
     return f"[{', '.join(dims)}]"

@@ -8,8 +8,9 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from search_spaces.partition_specs import constrained_axes_of
-from search_spaces.sharding.base import Given, Graph, Operand, ShardingStrategy, Spec, Value, Vertex
+from search_spaces.partition_specs import IndexedSpec, constrained_axes_of
+from search_spaces.sharding.base import Given, ShardingStrategy
+from search_spaces.sharding.graph import Graph, Operand, Value, Vertex
 
 
 def dimensions_of(
@@ -42,7 +43,7 @@ def dimensions_of(
     return dims
 
 
-def fits(spec: Spec, given: Given) -> bool:
+def fits(spec: IndexedSpec, given: Given) -> bool:
     """Tells whether a spec agrees with the given one in every dimension that is not free."""
     return all(wanted is None or tuple(wanted) == axes for axes, wanted in zip(spec, given, strict=True))
 
@@ -66,7 +67,7 @@ def shard_map_strategy(vertex: Vertex, axis_names: Sequence[str], sizes: tuple[i
         return None
     params = vertex.equation.params
 
-    def specs(given: Sequence[Any], arrays: Sequence[Operand]) -> tuple[Spec, ...]:
+    def specs(given: Sequence[Any], arrays: Sequence[Operand]) -> tuple[IndexedSpec, ...]:
         dimensions = [dimensions_of(s, rank_of(x), axis_names, sizes) for s, x in zip(given, arrays, strict=True)]
         return tuple(tuple(axes or () for axes in dims) for dims in dimensions)
 

@@ -20,7 +20,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from search_spaces.sharding.base import ReshardStep, Spec
+from search_spaces.partition_specs import IndexedSpec
+from search_spaces.sharding.base import ReshardStep
 from search_spaces.sharding.spec import parts_of
 
 REDUCERS: dict[str, Callable[..., Any]] = {"sum": lax.psum, "max": lax.pmax, "min": lax.pmin}
@@ -39,7 +40,7 @@ class Blocks:
     axis_names: tuple[str, ...]
     axis_sizes: tuple[int, ...]
 
-    def shape(self, shape: Sequence[int], spec: Spec) -> tuple[int, ...]:
+    def shape(self, shape: Sequence[int], spec: IndexedSpec) -> tuple[int, ...]:
         """The shape of a block of an array of the given shape."""
         return tuple(-(-size // parts) for size, parts in zip(shape, parts_of(spec, self.axis_sizes), strict=True))
 
@@ -50,7 +51,7 @@ class Blocks:
             position = position * self.axis_sizes[axis] + lax.axis_index(self.axis_names[axis])
         return position
 
-    def reshard(self, block: Any, shape: Sequence[int], source: Spec, steps: Sequence[ReshardStep]) -> Any:
+    def reshard(self, block: Any, shape: Sequence[int], source: IndexedSpec, steps: Sequence[ReshardStep]) -> Any:
         """The block after some steps.
 
         Args:
@@ -65,7 +66,7 @@ class Blocks:
             spec = step.spec
         return block
 
-    def reduce(self, block: Any, unreduced: Spec, steps: Sequence[ReshardStep], combine: str = "sum") -> Any:
+    def reduce(self, block: Any, unreduced: IndexedSpec, steps: Sequence[ReshardStep], combine: str = "sum") -> Any:
         """The block after its partial results have been combined over the devices that share it.
 
         Scatters over several axes are one collective over all of them: one axis after the other, the fast one first,
@@ -91,7 +92,7 @@ class Blocks:
             spec = members[-1].spec
         return block
 
-    def masked(self, block: Any, shape: Sequence[int], spec: Spec, dims: Sequence[int], fill: Any) -> Any:
+    def masked(self, block: Any, shape: Sequence[int], spec: IndexedSpec, dims: Sequence[int], fill: Any) -> Any:
         """The block with `fill` instead of the padding of some dimensions."""
         for dim in dims:
             parts = parts_of((spec[dim],), self.axis_sizes)[0]
@@ -101,7 +102,7 @@ class Blocks:
                 block = jnp.where(position < shape[dim], block, jnp.asarray(fill, block.dtype))
         return block
 
-    def _step(self, block: Any, shape: Sequence[int], spec: Spec, step: ReshardStep) -> Any:
+    def _step(self, block: Any, shape: Sequence[int], spec: IndexedSpec, step: ReshardStep) -> Any:
         name = self.axis_names[step.axis]
         grown = [d for d, (before, after) in enumerate(zip(spec, step.spec, strict=True)) if len(after) > len(before)]
         shrunk = [d for d, (before, after) in enumerate(zip(spec, step.spec, strict=True)) if len(after) < len(before)]
@@ -119,17 +120,17 @@ class Blocks:
                 return lax.ppermute(block, self.axis_names, _permutation(spec, step.spec, self.axis_sizes))
         raise ValueError(f"`steps` must not hold a reduction, but one is {step.kind!r}.")
 
-    def _sliced(self, block: Any, shape: Sequence[int], spec: Spec, dim: int, axis: int) -> Any:
+    def _sliced(self, block: Any, shape: Sequence[int], spec: IndexedSpec, dim: int, axis: int) -> Any:
         size = self.shape(shape, spec)[dim]
         block = self._padded(block, shape, spec, dim, axis)
         return lax.dynamic_slice_in_dim(block, lax.axis_index(self.axis_names[axis]) * size, size, dim)
 
-    def _padded(self, block: Any, shape: Sequence[int], spec: Spec, dim: int, axis: int) -> Any:
+    def _padded(self, block: Any, shape: Sequence[int], spec: IndexedSpec, dim: int, axis: int) -> Any:
         """With as much padding at the end of a dimension as splitting it evenly over one more axis takes."""
         missing = self.shape(shape, spec)[dim] * self.axis_sizes[axis] - block.shape[dim]
         return jnp.pad(block, [(0, missing if d == dim else 0) for d in range(block.ndim)]) if missing else block
 
-    def _trimmed(self, block: Any, shape: Sequence[int], spec: Spec, dim: int) -> Any:
+    def _trimmed(self, block: Any, shape: Sequence[int], spec: IndexedSpec, dim: int) -> Any:
         """Without the padding that gathering uneven blocks leaves at the end."""
         size = self.shape(shape, spec)[dim]
         return block if block.shape[dim] == size else lax.slice_in_dim(block, 0, size, axis=dim)
@@ -142,7 +143,7 @@ def _reduced(block: Any, names: tuple[str, ...], combine: str) -> Any:
 
 
 @lru_cache(maxsize=10_000)
-def _permutation(source: Spec, target: Spec, axis_sizes: tuple[int, ...]) -> list[tuple[int, int]]:
+def _permutation(source: IndexedSpec, target: IndexedSpec, axis_sizes: tuple[int, ...]) -> list[tuple[int, int]]:
     """(from, to) pairs of devices, numbered row-major, that bring every device the block it has with `target`.
 
     Where several devices hold a block, a device that needs the block which it has keeps it, and the others are served
@@ -157,7 +158,7 @@ def _permutation(source: Spec, target: Spec, axis_sizes: tuple[int, ...]) -> lis
     return pairs + [(holders[int(after[device])].pop(0), device) for device in np.flatnonzero(~stays).tolist()]
 
 
-def _blocks_of_devices(spec: Spec, axis_sizes: tuple[int, ...]) -> np.ndarray:
+def _blocks_of_devices(spec: IndexedSpec, axis_sizes: tuple[int, ...]) -> np.ndarray:
     """The number of the block that each device has, `[devices]`."""
     coordinates = np.unravel_index(np.arange(prod(axis_sizes)), axis_sizes)
     number = np.zeros(prod(axis_sizes), np.int64)

@@ -14,7 +14,8 @@ import numpy as np
 from jax import lax
 from jax.extend import core
 
-from search_spaces.sharding.base import ShardingStrategy, Value, Vertex
+from search_spaces.sharding.base import ShardingStrategy
+from search_spaces.sharding.graph import Value, Vertex
 from search_spaces.sharding.local_blocks import Blocks
 from search_spaces.sharding.spec import parts_of
 

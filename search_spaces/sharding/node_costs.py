@@ -7,7 +7,9 @@ import numpy as np
 
 from cost.base import Hardware
 from cost.compute import equation_dtype, equation_flops, roofline_s
-from search_spaces.sharding.base import Node, Operand, ShardingStrategy, Spec, Value, Vertex
+from search_spaces.partition_specs import IndexedSpec
+from search_spaces.sharding.base import Node, ShardingStrategy
+from search_spaces.sharding.graph import Operand, Value, Vertex
 from search_spaces.sharding.reshard_costs import LatencyShares, ReshardCosts
 from search_spaces.sharding.spec import local_bytes
 
@@ -109,7 +111,7 @@ def touched_bytes(
       axis_sizes: devices along each mesh axis.
     """
 
-    def local(array: Operand, spec: Spec) -> float:
+    def local(array: Operand, spec: IndexedSpec) -> float:
         if not isinstance(array, Value) or not written[array.id]:
             return 0.0
         return local_bytes(array, spec, axis_sizes)

@@ -10,7 +10,9 @@ import numpy as np
 
 from cost.base import COLLECTIVE_KINDS, Hardware, Link
 from cost.collectives import collective_latency_s, collective_transfer_s
-from search_spaces.sharding.base import CONTRACTIONS, Graph, Rates, ReshardStep, Spec, Value, Vertex
+from search_spaces.partition_specs import IndexedSpec
+from search_spaces.sharding.base import Rates, ReshardStep
+from search_spaces.sharding.graph import CONTRACTIONS, Graph, Value, Vertex
 from search_spaces.sharding.resharding import Paths
 
 _FREE = Link(0.0, 0.0)
@@ -37,8 +39,8 @@ class ReshardCosts:
         self.path = Paths(axis_sizes, self.rates)
         self._combines_gathers = hardware.combines_gathers
         self.dearest_s_per_byte = max((slope for r in self.rates for slope in r.s_per_byte.values()), default=0.0)
-        self._pairs: dict[tuple[Spec, Spec], tuple[float, float]] = {}
-        self._grids: dict[tuple[tuple[Spec, ...], tuple[Spec, ...]], tuple[np.ndarray, np.ndarray]] = {}
+        self._pairs: dict[tuple[IndexedSpec, IndexedSpec], tuple[float, float]] = {}
+        self._grids: dict[tuple[tuple[IndexedSpec, ...], tuple[IndexedSpec, ...]], tuple[np.ndarray, np.ndarray]] = {}
         self._matrices: dict[tuple, np.ndarray] = {}
 
     def step_s(self, step: ReshardStep, num_bytes: float, latency_share: float = 1.0) -> float:
@@ -49,8 +51,8 @@ class ReshardCosts:
 
     def reshard_s(
         self,
-        sources: tuple[Spec, ...],
-        targets: tuple[Spec, ...],
+        sources: tuple[IndexedSpec, ...],
+        targets: tuple[IndexedSpec, ...],
         num_bytes: float,
         latency_share: float,
         weight: float,
@@ -73,7 +75,9 @@ class ReshardCosts:
             self._matrices[key] = matrix
         return self._matrices[key]
 
-    def _grid(self, sources: tuple[Spec, ...], targets: tuple[Spec, ...]) -> tuple[np.ndarray, np.ndarray]:
+    def _grid(
+        self, sources: tuple[IndexedSpec, ...], targets: tuple[IndexedSpec, ...]
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Latency and slope of every pair, `[sources, targets]` each; specs that occur often are priced once."""
         if (sources, targets) not in self._grids:
             rows = {spec: i for i, spec in enumerate(dict.fromkeys(sources))}
@@ -83,7 +87,7 @@ class ReshardCosts:
             self._grids[sources, targets] = np.ascontiguousarray(grid[..., 0]), np.ascontiguousarray(grid[..., 1])
         return self._grids[sources, targets]
 
-    def _pair(self, source: Spec, target: Spec) -> tuple[float, float]:
+    def _pair(self, source: IndexedSpec, target: IndexedSpec) -> tuple[float, float]:
         if (source, target) not in self._pairs:
             self._pairs[source, target] = self.path.latency_and_slope(source, target)
         return self._pairs[source, target]

@@ -13,7 +13,8 @@ from itertools import chain
 from math import lcm
 from operator import mod
 
-from search_spaces.sharding.base import Rates, ReshardStep, Spec
+from search_spaces.partition_specs import IndexedSpec
+from search_spaces.sharding.base import Rates, ReshardStep
 from search_spaces.sharding.spec import axes_in, parts_of, shards
 
 REFERENCE_BYTES = 2.0**20
@@ -38,11 +39,11 @@ class Paths:
         kinds = list(zip(axis_sizes, rates, strict=True))
         self._equal = {tuple(a for a, other in enumerate(kinds) if other == kind) for kind in kinds}
         self._renamed: dict[tuple[int, ...], dict[int, int]] = {}
-        self._known: dict[tuple[Spec, Spec], tuple[ReshardStep, ...]] = {}
-        self._trees: dict[tuple[Spec, tuple[int, ...]], _Tree] = {}
-        self._steps_from: dict[Spec, tuple[list[_Step], list[_Step]]] = {}
+        self._known: dict[tuple[IndexedSpec, IndexedSpec], tuple[ReshardStep, ...]] = {}
+        self._trees: dict[tuple[IndexedSpec, tuple[int, ...]], _Tree] = {}
+        self._steps_from: dict[IndexedSpec, tuple[list[_Step], list[_Step]]] = {}
 
-    def __call__(self, source: Spec, target: Spec) -> tuple[ReshardStep, ...]:
+    def __call__(self, source: IndexedSpec, target: IndexedSpec) -> tuple[ReshardStep, ...]:
         """Returns the steps from one spec to another; none where they are equal."""
         if source == target:
             return ()
@@ -51,7 +52,7 @@ class Paths:
             steps = self._known[source, target] = self._path(source, target)
         return steps
 
-    def latency_and_slope(self, source: Spec, target: Spec) -> tuple[float, float]:
+    def latency_and_slope(self, source: IndexedSpec, target: IndexedSpec) -> tuple[float, float]:
         """Returns the latency of all steps in seconds, and their seconds for each byte of the whole array."""
         if source == target:
             return 0.0, 0.0
@@ -65,7 +66,7 @@ class Paths:
         rates = self.rates[step.axis]
         return rates.latency_s[step.kind], rates.s_per_byte[step.kind] * step.fraction
 
-    def _path(self, source: Spec, target: Spec) -> tuple[ReshardStep, ...]:
+    def _path(self, source: IndexedSpec, target: IndexedSpec) -> tuple[ReshardStep, ...]:
         tree, first, last, order, names = self._tree_of(source, target)
         own_names = {name: axis for axis, name in names.items()}
         steps = []
@@ -77,7 +78,9 @@ class Paths:
             steps.append(step._replace(axis=own_names[step.axis], spec=tuple(spec)))
         return tuple(reversed(steps))
 
-    def _tree_of(self, source: Spec, target: Spec) -> tuple["_Tree", Spec, Spec, list[int], dict[int, int]]:
+    def _tree_of(
+        self, source: IndexedSpec, target: IndexedSpec
+    ) -> tuple["_Tree", IndexedSpec, IndexedSpec, list[int], dict[int, int]]:
         """Returns the tree of a path, the path's ends in it, their dimensions, and the axes' names in the tree.
 
         Dimensions that are never split are left out, the others put in order, and axes of equal size and rates are
@@ -103,11 +106,11 @@ class Paths:
             self._renamed[axes] = names
         return self._renamed[axes]
 
-    def _tree(self, source: Spec, most: tuple[int, ...]) -> "_Tree":
+    def _tree(self, source: IndexedSpec, most: tuple[int, ...]) -> "_Tree":
         """Finds the last step of the cheapest path to every spec (Dijkstra); of equal paths the shortest wins."""
-        best: dict[Spec, tuple[float, int]] = {source: (0.0, 0)}
+        best: dict[IndexedSpec, tuple[float, int]] = {source: (0.0, 0)}
         tree: _Tree = {}
-        queue: list[tuple[float, int, Spec]] = [(0.0, 0, source)]
+        queue: list[tuple[float, int, IndexedSpec]] = [(0.0, 0, source)]
         while queue:
             seconds, count, spec = heapq.heappop(queue)
             if (seconds, count) > best[spec]:
@@ -124,7 +127,7 @@ class Paths:
                     heapq.heappush(queue, (*cost, step.spec))
         return tree
 
-    def _steps(self, spec: Spec) -> tuple[list["_Step"], list["_Step"]]:
+    def _steps(self, spec: IndexedSpec) -> tuple[list["_Step"], list["_Step"]]:
         """Returns every single collective on a spec: only the minor-most axis of a dimension can leave or enter it."""
         if spec not in self._steps_from:
             others = chain(self._slices(spec), self._gathers_and_exchanges(spec))
@@ -134,13 +137,13 @@ class Paths:
     def _with_rates(self, steps: Iterable[ReshardStep]) -> list["_Step"]:
         return [(step, *self.rate(step), parts_of(step.spec, self.axis_sizes)) for step in steps]
 
-    def _slices(self, spec: Spec) -> Iterator[ReshardStep]:
+    def _slices(self, spec: IndexedSpec) -> Iterator[ReshardStep]:
         for axis in self._axes:
             if axis not in axes_in(spec):
                 for d, dim in enumerate(spec):
                     yield ReshardStep("slice", axis, 0.0, _with(spec, d, (*dim, axis)))
 
-    def _gathers_and_exchanges(self, spec: Spec) -> Iterator[ReshardStep]:
+    def _gathers_and_exchanges(self, spec: IndexedSpec) -> Iterator[ReshardStep]:
         local = 1.0 / shards(spec, self.axis_sizes)
         for i, dim in enumerate(spec):
             if dim:
@@ -151,7 +154,7 @@ class Paths:
                     if j != i:
                         yield ReshardStep("all_to_all", axis, size, _with(gathered, j, (*gathered[j], axis)))
 
-    def _permutes(self, spec: Spec) -> Iterator[ReshardStep]:
+    def _permutes(self, spec: IndexedSpec) -> Iterator[ReshardStep]:
         """Blocks of the same shape on other devices: within a dimension, across dimensions, or by other axes."""
         local = 1.0 / shards(spec, self.axis_sizes)
         before = _strides(spec, self.axis_sizes)
@@ -164,17 +167,17 @@ class Paths:
 
 _Step = tuple[ReshardStep, float, float, tuple[int, ...]]
 """A step, its latency, its seconds for each byte of the whole array, and the parts that it leaves each dimension in."""
-_Tree = dict[Spec, tuple[Spec, ReshardStep, float, float]]
+_Tree = dict[IndexedSpec, tuple[IndexedSpec, ReshardStep, float, float]]
 """For each spec that can be reached the spec before it, the step, and the rates of the whole path."""
 _START = (None, None, 0.0, 0.0)
 _UNKNOWN = (float("inf"), 0)
 
 
-def _with(spec: Spec, dim: int, axes: tuple[int, ...]) -> Spec:
+def _with(spec: IndexedSpec, dim: int, axes: tuple[int, ...]) -> IndexedSpec:
     return (*spec[:dim], axes, *spec[dim + 1 :])
 
 
-def _strides(spec: Spec, sizes: tuple[int, ...]) -> dict[int, tuple[int, int]]:
+def _strides(spec: IndexedSpec, sizes: tuple[int, ...]) -> dict[int, tuple[int, int]]:
     """Returns, for each axis in a spec, its dimension and the parts between two of the axis's coordinates."""
     strides = {}
     for d, dim in enumerate(spec):
@@ -186,7 +189,7 @@ def _strides(spec: Spec, sizes: tuple[int, ...]) -> dict[int, tuple[int, int]]:
 
 
 @lru_cache(maxsize=10_000)
-def _of_parts(parts: tuple[int, ...], axes: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[Spec, ...]:
+def _of_parts(parts: tuple[int, ...], axes: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[IndexedSpec, ...]:
     """Returns every spec over some of the axes that splits the dimensions into these numbers of parts."""
     if not parts:
         return ((),)

@@ -36,7 +36,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 from cost.base import Hardware, Link, Problem
 from cost.evaluation import checked_choice, evaluate
 from search_spaces.base import Choice, Part
-from search_spaces.sharding.base import Edge, Given, Graph, Layout, Node, Rule, Value
+from search_spaces.sharding.base import Edge, Given, Layout, Node, Rule
 from search_spaces.sharding.candidates import nodes_of
 from search_spaces.sharding.device_program import DeviceProgram
 from search_spaces.sharding.edge_costs import edges_of, transfer_matrices
@@ -51,6 +51,7 @@ from search_spaces.sharding.explaining import (
     strategy_name,
 )
 from search_spaces.sharding.given import is_constrained
+from search_spaces.sharding.graph import Graph, Value
 from search_spaces.sharding.memory import Lifetimes, lifetimes_of, usages_of
 from search_spaces.sharding.node_costs import NodeCosts
 from search_spaces.sharding.reshard_costs import LatencyShares, ReshardCosts

@@ -5,37 +5,38 @@ from functools import lru_cache
 from itertools import product
 from math import prod
 
-from search_spaces.sharding.base import Spec, Value
+from search_spaces.partition_specs import IndexedSpec
+from search_spaces.sharding.graph import Value
 
 
-def replicated(rank: int) -> Spec:
+def replicated(rank: int) -> IndexedSpec:
     """Returns the spec of an array that every device holds whole."""
     return ((),) * rank
 
 
-def axes_in(spec: Spec) -> frozenset[int]:
+def axes_in(spec: IndexedSpec) -> frozenset[int]:
     """Returns the mesh axes that split something."""
     return frozenset(a for axes in spec for a in axes)
 
 
 @lru_cache(maxsize=500_000)
-def parts_of(spec: Spec, axis_sizes: tuple[int, ...]) -> tuple[int, ...]:
+def parts_of(spec: IndexedSpec, axis_sizes: tuple[int, ...]) -> tuple[int, ...]:
     """Counts the parts into which a spec splits each dimension."""
     return tuple(prod(axis_sizes[a] for a in axes) for axes in spec)
 
 
 @lru_cache(maxsize=500_000)
-def shards(spec: Spec, axis_sizes: tuple[int, ...]) -> int:
+def shards(spec: IndexedSpec, axis_sizes: tuple[int, ...]) -> int:
     """Counts the parts into which a spec splits an array."""
     return prod(axis_sizes[a] for axes in spec for a in axes)
 
 
-def local_bytes(value: Value, spec: Spec, axis_sizes: tuple[int, ...]) -> float:
+def local_bytes(value: Value, spec: IndexedSpec, axis_sizes: tuple[int, ...]) -> float:
     """Returns the bytes of one device's part of a value."""
     return value.num_bytes / shards(spec, axis_sizes)
 
 
-def divides(spec: Spec, shape: Sequence[int], axis_sizes: tuple[int, ...]) -> bool:
+def divides(spec: IndexedSpec, shape: Sequence[int], axis_sizes: tuple[int, ...]) -> bool:
     """Tells whether every dimension is a multiple of the number of its parts."""
     return all(n % parts == 0 for n, parts in zip(shape, parts_of(spec, axis_sizes), strict=True))
 
@@ -62,13 +63,15 @@ def may_split(size: int, axes: Sequence[int], axis_sizes: Sequence[int]) -> bool
     return len(axes) == 1 and parts == max(axis_sizes) and -size % parts <= MOST_PADDING * size
 
 
-def divides_or_pads(spec: Spec, shape: Sequence[int], axis_sizes: tuple[int, ...]) -> bool:
+def divides_or_pads(spec: IndexedSpec, shape: Sequence[int], axis_sizes: tuple[int, ...]) -> bool:
     """Tells whether axes may split every dimension as they do (see `may_split`)."""
     return all(may_split(n, axes, axis_sizes) for n, axes in zip(shape, spec, strict=True))
 
 
 @lru_cache(maxsize=100_000)
-def specs_of_shape(shape: tuple[int, ...], axis_sizes: tuple[int, ...], padded: bool = False) -> tuple[Spec, ...]:
+def specs_of_shape(
+    shape: tuple[int, ...], axis_sizes: tuple[int, ...], padded: bool = False
+) -> tuple[IndexedSpec, ...]:
     """Lists every spec that divides a shape, with each mesh axis on one dimension or on none; replicated comes first.
 
     Args:

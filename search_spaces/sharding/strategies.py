@@ -5,11 +5,12 @@ from functools import lru_cache
 from itertools import product
 from math import prod
 
-from search_spaces.sharding.base import Axes, Dimensions, ReshardStep, Rule, ShardingStrategy, Spec
+from search_spaces.partition_specs import IndexedSpec
+from search_spaces.sharding.base import Axes, Dimensions, ReshardStep, Rule, ShardingStrategy
 from search_spaces.sharding.dimensions import in_order
 from search_spaces.sharding.spec import divides, may_split, replicated, shards
 
-AxesOf = Mapping[int, tuple[int, ...]]
+AxesOfFactor = Mapping[int, tuple[int, ...]]
 """The mesh axes that split each factor."""
 
 
@@ -19,7 +20,7 @@ def replicated_strategy(operand_ranks: Sequence[int], result_ranks: Sequence[int
     return ShardingStrategy(tuple(replicated(r) for r in operand_ranks), results, 1, ((),) * len(results), results)
 
 
-def strategy_of_spec(spec: Spec, axis_sizes: tuple[int, ...]) -> ShardingStrategy:
+def strategy_of_spec(spec: IndexedSpec, axis_sizes: tuple[int, ...]) -> ShardingStrategy:
     """Returns the strategy of a vertex that reads and returns an array with one spec."""
     return ShardingStrategy((spec,), (spec,), shards(spec, axis_sizes), ((),), (spec,))
 
@@ -44,7 +45,7 @@ def strategies_of_rule(rule: Rule, axes: Axes, kinds: tuple[tuple[int, ...], ...
     closed = rule.need_replication | rule.permutation | rule.blocked_propagation
     open_factors = [f for f, n in enumerate(rule.sizes) if n > 1 and f not in closed]
     choices = [[-1, *open_factors] if n > 1 else [-1] for n in axes.sizes]
-    cheapest: dict[tuple[tuple[Spec, ...], tuple[Spec, ...]], ShardingStrategy] = {}
+    cheapest: dict[tuple[tuple[IndexedSpec, ...], tuple[IndexedSpec, ...]], ShardingStrategy] = {}
     for factors in product(*choices):
         for strategy in _of_factors(rule, factors, axes, kinds):
             key = strategy.operands, strategy.results
@@ -57,15 +58,15 @@ def _of_factors(
     rule: Rule, factors: Sequence[int], axes: Axes, kinds: tuple[tuple[int, ...], ...]
 ) -> Iterator[ShardingStrategy]:
     """Yields the strategies that split factor `factors[a]` along mesh axis a (-1: none), one for each way to reduce."""
-    axes_of = {f: tuple(a for a, g in enumerate(factors) if g == f) for f in dict.fromkeys(factors) if f >= 0}
-    if not all(_may_split(rule, f, split, axes.sizes) for f, split in axes_of.items()):
+    axes_of_factor = {f: tuple(a for a, g in enumerate(factors) if g == f) for f in dict.fromkeys(factors) if f >= 0}
+    if not all(_may_split(rule, f, split, axes.sizes) for f, split in axes_of_factor.items()):
         return
-    specs = _specs((*rule.operands, *rule.results), axes_of, rule, axes.sizes)
+    specs = _specs((*rule.operands, *rule.results), axes_of_factor, rule, axes.sizes)
     if specs is None or not _all_in_order(specs, kinds, axes):
         return
     operands, results = specs[: len(rule.operands)], specs[len(rule.operands) :]
-    parts = prod(axes.sizes[a] for split in axes_of.values() for a in split)
-    partial = {a for f, split in axes_of.items() if f in rule.reduction for a in split}
+    parts = prod(axes.sizes[a] for split in axes_of_factor.values() for a in split)
+    partial = {a for f, split in axes_of_factor.items() if f in rule.reduction for a in split}
     ordered = [a for a in axes.fast_first if a in partial]
     reductions = tuple(_all_reduce(spec, ordered, 1.0 / shards(spec, axes.sizes), axes.sizes) for spec in results)
     yield ShardingStrategy(operands, results, parts, reductions, results)
@@ -84,19 +85,19 @@ def _may_split(rule: Rule, factor: int, axes: tuple[int, ...], sizes: tuple[int,
     return alone and may_split(rule.sizes[factor], axes, sizes)
 
 
-def _all_in_order(specs: Sequence[Spec], kinds: Sequence[tuple[int, ...]], axes: Axes) -> bool:
+def _all_in_order(specs: Sequence[IndexedSpec], kinds: Sequence[tuple[int, ...]], axes: Axes) -> bool:
     return all(in_order(spec, of_array, axes.alike) for spec, of_array in zip(specs, kinds, strict=False))
 
 
 def _specs(
-    arrays: Sequence[Dimensions], axes_of: AxesOf, rule: Rule, sizes: tuple[int, ...]
-) -> tuple[Spec, ...] | None:
+    arrays: Sequence[Dimensions], axes_of_factor: AxesOfFactor, rule: Rule, sizes: tuple[int, ...]
+) -> tuple[IndexedSpec, ...] | None:
     """Returns the spec of each array; None where a dimension's minor factor is split but its major one not in full."""
     specs = []
     for dims in arrays:
         spec = []
         for factors in dims:
-            split = [axes_of.get(f, ()) for f in factors]
+            split = [axes_of_factor.get(f, ()) for f in factors]
             last = max((i for i, axes in enumerate(split) if axes), default=0)
             if any(
                 prod(sizes[a] for a in axes) != rule.sizes[f] for f, axes in zip(factors[:last], split, strict=False)
@@ -111,7 +112,9 @@ def _shape(rule: Rule, dims: Dimensions) -> tuple[int, ...]:
     return tuple(prod(rule.sizes[f] for f in factors) for factors in dims)
 
 
-def _all_reduce(spec: Spec, partial: Sequence[int], fraction: float, sizes: tuple[int, ...]) -> tuple[ReshardStep, ...]:
+def _all_reduce(
+    spec: IndexedSpec, partial: Sequence[int], fraction: float, sizes: tuple[int, ...]
+) -> tuple[ReshardStep, ...]:
     """Returns an all-reduce over several axes, each on the part of the array that the axes before it leave a device.
 
     That is how it is run in steps, scattered over the fast links first, and adds up to what one ring over all the
@@ -125,7 +128,7 @@ def _all_reduce(spec: Spec, partial: Sequence[int], fraction: float, sizes: tupl
 
 
 def _scatters(
-    spec: Spec, shape: tuple[int, ...], partial: Sequence[int], axes: Axes
+    spec: IndexedSpec, shape: tuple[int, ...], partial: Sequence[int], axes: Axes
 ) -> Iterator[tuple[ReshardStep, ...]]:
     """Yields the ways to scatter partial sums over some axes into a dimension and to all-reduce over the others.
 

@@ -7,7 +7,7 @@ import jax
 from jax.extend import core, source_info_util
 
 from search_spaces.replay import CALLS, REMAT, scan_operands, while_operands
-from search_spaces.sharding.base import Block, Graph, Kind, Operand, Region, Value, Vertex
+from search_spaces.sharding.graph import Block, Graph, Kind, Operand, Region, Value, Vertex
 
 INLINED = {
     **CALLS,

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from cost.base import Hardware, Link
-from search_spaces.sharding.base import Value
 from search_spaces.sharding.candidates import MOST_STRATEGIES
-from search_spaces.sharding.dimensions import axes_of, in_order, kinds_of_dimensions
+from search_spaces.sharding.dimensions import in_order, interchangeable_axes, kinds_of_dimensions
+from search_spaces.sharding.graph import Value
 from search_spaces.sharding.reshard_costs import ReshardCosts
 from search_spaces.sharding.spec import axes_in, shards, specs_of_shape
 from tests.search_spaces.sharding.small_spaces import array, graph_of, mlp_arguments, mlp_step, scan_of_layers, space_of
@@ -108,7 +108,7 @@ def test_axes_of_equal_size_and_link_are_alike_from_three_on():
         names = "xyzw"[: len(sizes)]
         links = {n: Link(0.0, s) for n, s in zip(names, speeds, strict=True)}
         rates = ReshardCosts(names, sizes, Hardware("some", 1.0, 1.0, 1.0, links)).rates
-        return axes_of(sizes, rates, frozenset(fixed)).alike
+        return interchangeable_axes(sizes, rates, frozenset(fixed)).alike
 
     assert alike((2, 2), (1, 1)) == ()
     assert alike((2, 2, 2), (1, 1, 1)) == ((0, 1, 2),)
@@ -123,7 +123,7 @@ def test_axes_of_equal_size_and_link_are_alike_from_three_on():
 def test_the_fastest_link_comes_first_and_of_equal_ones_the_last_axis():
     links = {n: Link(0.0, s) for n, s in zip("xyz", (2.0, 1.0, 2.0), strict=True)}
     rates = ReshardCosts("xyz", (2, 2, 2), Hardware("some", 1.0, 1.0, 1.0, links)).rates
-    assert axes_of((2, 2, 2), rates, frozenset()).fast_first == (1, 2, 0)
+    assert interchangeable_axes((2, 2, 2), rates, frozenset()).fast_first == (1, 2, 0)
 
 
 @pytest.mark.parametrize(

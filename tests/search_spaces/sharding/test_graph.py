@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from search_spaces.sharding.base import Region, Value, Vertex
+from search_spaces.sharding.graph import Region, Value, Vertex
 from search_spaces.sharding.tracing import feedback_of
 from tests.search_spaces.sharding.small_spaces import EXAMPLES, array, branches, graph_of, loop_until, scan_of_layers
 

@@ -8,8 +8,8 @@ import pytest
 from cost.base import num_strategies
 from cost.evaluation import evaluate
 from cost.validation import validate
-from search_spaces.sharding.base import Value
 from search_spaces.sharding.edge_costs import read_spec
+from search_spaces.sharding.graph import Value
 from search_spaces.sharding.reshard_costs import LatencyShares
 from search_spaces.sharding.spec import divides, shards
 from tests.search_spaces.sharding.small_spaces import EXAMPLES, array, hardware_of, mlp_arguments, mlp_step, space_of

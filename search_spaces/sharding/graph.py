@@ -1,0 +1,167 @@
+"""The traced function as a graph: the vocabulary that `tracing.py` makes and everything else reads.
+
+The equations of a jaxpr are flat for the search and nested as they run for the execution. When the function runs,
+loops, branches and rematerialised regions stay regions; for the search their equations are vertices.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from jax.extend import core, source_info_util
+
+CONTRACTIONS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general"})
+"""Products of matrices and convolutions: the operations that a step spends its arithmetic on."""
+Kind = Literal["input", "constant", "operation", "carry", "slice", "stack", "join"]
+
+
+@dataclass(eq=False)
+class Value:
+    """An array that flows between vertices: result `result` of vertex `vertex`.
+
+    Attributes:
+      id: its index in `Graph.values`.
+      shape, dtype: of the whole array; tokens have the dtype None.
+      vertex: the index of the vertex that makes it.
+      result: its index among the results of that vertex.
+      made_at: position of the operation that makes it, -1 for inputs.
+      last_read_at: position of the last operation that reads it; the length of the program for outputs.
+    """
+
+    id: int
+    shape: tuple[int, ...]
+    dtype: Any
+    vertex: int
+    result: int
+    made_at: int
+    last_read_at: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the whole array."""
+        size = 1
+        for n in self.shape:
+            size *= n
+        return size * (4 if self.dtype is None else self.dtype.itemsize)
+
+
+Operand = Value | core.Literal
+
+
+@dataclass(eq=False)
+class Vertex:
+    """An equation, an argument or an array at the border of a loop: what a strategy is chosen for.
+
+    Attributes:
+      index: its index in `Graph.vertices`.
+      kind: "operation" for an equation; "input" and "constant" for arrays that come in; "carry", "slice", "stack"
+        for what a loop carries, reads and writes at each trip; "join" for the result of a branch.
+      equation: the jaxpr's equation of an operation, else the region's equation or None.
+      operands: values and literals that it reads.
+      operand_weight: for each operand, how often a step moves it.
+      results: values that it makes.
+      weight: executions in one call of the function (the product of the trip counts around it).
+      position: its index in program order.
+      name: the path of an argument, the number of a constant; empty for all others.
+    """
+
+    index: int
+    kind: Kind
+    equation: core.JaxprEqn | None
+    operands: list[Operand]
+    operand_weight: list[float]
+    results: list[Value]
+    weight: float
+    position: int
+    name: str = ""
+
+    @property
+    def primitive(self) -> str:
+        """The name of an operation's primitive; empty for every other vertex."""
+        return self.equation.primitive.name if self.kind == "operation" and self.equation is not None else ""
+
+    @property
+    def reduction_weight(self) -> float:
+        """How often a step runs the collectives of the strategy: those of a loop's carry run in every trip."""
+        return self.operand_weight[-1] if self.kind == "carry" else self.weight
+
+    @property
+    def source(self) -> str:
+        """File and line of the user's code that the operation comes from."""
+        return "" if self.equation is None else source_info_util.summarize(self.equation.source_info)
+
+    @property
+    def scope(self) -> str:
+        """The name stack of the operation: modules and transformations."""
+        return "" if self.equation is None else str(self.equation.source_info.name_stack)
+
+
+@dataclass(eq=False)
+class Region:
+    """An equation that runs blocks: a scan, a while loop, a branch, a rematerialised region.
+
+    Attributes:
+      equation: the equation as traced.
+      operands: what it reads, in the equation's order.
+      blocks: scan and remat (body,), while (condition, body), cond one for each branch.
+      results: the values outside that its outvars are.
+      carries: for loops, the carry vertices in order.
+      slices: for scans, the vertices of what each trip reads of the stacked operands.
+    """
+
+    equation: core.JaxprEqn
+    operands: list[Operand]
+    blocks: list["Block"]
+    results: list[Value]
+    carries: list[Vertex] = field(default_factory=list)
+    slices: list[Vertex] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class Block:
+    """Steps that run in order: `inputs` are bound when it is entered, other values come from the blocks around it."""
+
+    inputs: list[Value]
+    steps: list[Vertex | Region]
+    outputs: list[Operand]
+
+
+@dataclass(eq=False)
+class Graph:
+    """A traced function.
+
+    Attributes:
+      vertices: all that strategies are chosen for, in the order in which tracing meets them.
+      values: all arrays.
+      inputs: one vertex for each flat argument.
+      constants: vertices of captured arrays, with their arrays in `constant_arrays`.
+      block: the program as it runs.
+      outputs: the flat results.
+      feedback: for each flat result the index of the flat argument that it replaces in the next call, or None.
+      length: number of positions in program order.
+      notes: what a user should know about the trace (loops of unknown length, say).
+    """
+
+    vertices: list[Vertex]
+    values: list[Value]
+    inputs: list[Vertex]
+    constants: list[Vertex]
+    constant_arrays: list[Any]
+    block: Block
+    outputs: list[Operand]
+    feedback: list[int | None]
+    length: int
+    notes: list[str]
+
+    def operations(self) -> Iterator[Vertex]:
+        """Returns the vertices that are equations."""
+        return (v for v in self.vertices if v.kind == "operation")
+
+    def consumers(self) -> list[list[tuple[Vertex, int]]]:
+        """Returns for each value, by id, the (vertex, operand index) pairs that read it."""
+        readers: list[list[tuple[Vertex, int]]] = [[] for _ in self.values]
+        for vertex in self.vertices:
+            for i, operand in enumerate(vertex.operands):
+                if isinstance(operand, Value):
+                    readers[operand.id].append((vertex, i))
+        return readers
