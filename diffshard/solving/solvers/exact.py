@@ -1,4 +1,4 @@
-"""Proven optima by HiGHS, on a mixed-integer programme whose linear relaxation is tight. Needs `pip install highspy`.
+"""Proven optima by HiGHS, on a mixed-integer programme whose linear relaxation is tight. Needs the extra `exact`.
 
 Each constraint is built by one function:
 
@@ -61,7 +61,8 @@ def solve(problem: Problem, *, time_limit_s: float | None = None, key: jax.Array
     """
     if importlib.util.find_spec("highspy") is None:
         raise ModuleNotFoundError(
-            "`solver` 'exact' needs HiGHS, which is not installed: pip install highspy, or take 'gradient'."
+            "`solver` 'exact' needs HiGHS, which is not installed: pip install highspy (the extra `exact`), "
+            "or take 'gradient'."
         )
     del key  # HiGHS has a fixed seed
     start, sizes = time.perf_counter(), num_strategies(problem)
