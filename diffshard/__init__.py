@@ -26,12 +26,12 @@ if TYPE_CHECKING:  # for type checkers and editors; when the program runs, `__ge
     from diffshard.sharding_search.searched import Searched
     from diffshard.solving.solve import solve
     from diffshard.successive_halving import halving
-    from search_spaces.communication.capacity import expert_layer
+    from search_spaces.communication.layers.attention import windowed_attention
+    from search_spaces.communication.layers.expert import expert_layer
     from search_spaces.communication.places import alternatives
     from search_spaces.communication.precision import BFLOAT16, FLOAT8, INT4, INT8
     from search_spaces.communication.space import CommunicationSpace
     from search_spaces.communication.strategies import Encode, ErrorFeedback, EveryK, Exact, Schedule
-    from search_spaces.communication.window import windowed_attention
 
 _NAMES_OF = {
     "cost.base": ("Hardware", "Link", "Problem"),
@@ -52,12 +52,12 @@ _NAMES_OF = {
     "diffshard.sharding_search.searched": ("Searched",),
     "diffshard.solving.solve": ("solve",),
     "diffshard.successive_halving": ("halving",),
-    "search_spaces.communication.capacity": ("expert_layer",),
+    "search_spaces.communication.layers.expert": ("expert_layer",),
     "search_spaces.communication.places": ("alternatives",),
     "search_spaces.communication.precision": ("BFLOAT16", "FLOAT8", "INT4", "INT8"),
     "search_spaces.communication.space": ("CommunicationSpace",),
     "search_spaces.communication.strategies": ("Encode", "ErrorFeedback", "EveryK", "Exact", "Schedule"),
-    "search_spaces.communication.window": ("windowed_attention",),
+    "search_spaces.communication.layers.attention": ("windowed_attention",),
 }
 _MODULE_OF = {name: module for module, names in _NAMES_OF.items() for name in names}
 

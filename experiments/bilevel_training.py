@@ -15,7 +15,7 @@ import optax
 from cost.base import Hardware, Link
 from diffshard.bilevel_search.base import StrategyIndices
 from diffshard.bilevel_search.training import TrainingState, gradients_of, next_state
-from diffshard.plans.documents import write_whole
+from diffshard.files import write_whole
 from experiments.bilevel_tasks import PARTS, Task, experts, gpt, images
 from search_spaces.communication.base import CollectiveStrategy, Precision
 from search_spaces.communication.precision import BFLOAT16, INT4, INT8

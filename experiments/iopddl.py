@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.progress import track
 
 from diffshard.base import Solution
-from diffshard.plans.documents import write_whole
+from diffshard.files import write_whole
 from diffshard.solving import contest, presolve
 from diffshard.solving.solve import solve
 from experiments.layered import layered_problem

@@ -15,9 +15,9 @@ from diffshard.bilevel_search.plan_text import (
     schedule_line,
     title,
 )
-from diffshard.plans.documents import write_whole
+from diffshard.files import write_whole
 from diffshard.plans.formats import format_bytes, format_s
-from diffshard.plans.html import COLOURS, cards, document, escaped, plain_bar
+from diffshard.plans.page_elements import COLOURS, cards, document, escaped, plain_bar
 
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM, _EDGE = 840, 300, 70, 40, 22  # of the picture, its axes and their ends, in pixels
 _CHOSEN, _EXACT, _OTHER = "#d9822b", "#1d4e89", "#a7aeb6"

@@ -10,8 +10,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from cost.base import CollectiveKind
+from diffshard.checks.collective_records import CollectiveRecord, axes_of_groups, axes_of_pairs, bits_of_dtype
 from diffshard.checks.hlo import Computation, Instruction, Module, arrays, parse, parts_of_tuple, replica_groups, size
-from search_spaces.sharding.collective_records import CollectiveRecord, axes_of_groups, axes_of_pairs, bits_of_dtype
 
 _KINDS: dict[str, CollectiveKind] = {
     "all-gather": "all_gather",

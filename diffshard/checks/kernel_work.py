@@ -11,8 +11,8 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
+from diffshard.checks.collective_records import bits_of_dtype
 from diffshard.checks.hlo import Computation, Instruction, Module, arrays, parts_of_tuple, size
-from search_spaces.sharding.collective_records import bits_of_dtype
 
 # Instructions that start no kernel: names for buffers, and constants.
 _FREE = frozenset(

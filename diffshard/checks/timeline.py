@@ -20,7 +20,7 @@ from diffshard.checks.achievable_rates import HOST_MEMORY, AchievableRates
 from diffshard.checks.collectives import collective_record, device_groups, kind_of
 from diffshard.checks.hlo import Computation, Instruction, Module, parse, parts_of_tuple
 from diffshard.checks.kernel_work import custom_call_target, kernel_work, num_bytes_of
-from diffshard.plans.documents import write_whole
+from diffshard.files import write_whole
 
 COMPUTE = "compute"
 # Trips of a loop that are played one by one before the rest is taken to be like the last. Most loops are steady after

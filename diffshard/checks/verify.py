@@ -15,10 +15,10 @@ import numpy as np
 
 from cost.base import CollectiveKind
 from cost.collectives import collective_sent_bytes
+from diffshard.checks.collective_records import CollectiveRecord, split_by_axis, with_reduce_scatters
 from diffshard.checks.collectives import hlo_collectives
+from diffshard.checks.explicit_collectives import explicit_collectives
 from diffshard.plans.base import PredictedCollective
-from search_spaces.sharding.collective_records import CollectiveRecord, split_by_axis, with_reduce_scatters
-from search_spaces.sharding.explicit_collectives import explicit_collectives
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from cost.base import Problem
 from diffshard.base import Solution
 from diffshard.command.arguments import UsageError, check_solver, check_writable
 from diffshard.command.terminal import FailedError, shown
-from diffshard.plans.documents import write_whole
+from diffshard.files import write_whole
 from diffshard.solving import contest
 from diffshard.solving.solve import solve
 from diffshard.solving.violations import violations

@@ -5,5 +5,5 @@ facts from `summary.py`, which shows arguments and operations that are alike onl
 The page also shows the plan by `layers.py`. `file.py` saves and loads plans as JSON.
 
 Plans of the bilevel search share what is of use to all plans: `documents.py` for JSON, `formats.py` for quantities and
-tables, `html.py` for the parts of a page.
+tables, `page_elements.py` for the parts of a page.
 """

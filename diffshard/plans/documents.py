@@ -10,7 +10,6 @@ import inspect
 import json
 import math
 import os
-import secrets
 import types
 from collections.abc import Mapping, Sequence
 from typing import Any, Union, get_args, get_origin, get_type_hints
@@ -18,6 +17,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 import numpy as np
 
 from diffshard.base import PlanError
+from diffshard.files import write_whole
 
 SHARDING, BILEVEL = "diffshard plan", "diffshard bilevel plan"
 _LOADED_BY = {SHARDING: "`diffshard.Plan.load`", BILEVEL: "`diffshard.BilevelPlan.load`"}
@@ -28,34 +28,6 @@ _NUMBERS = {float: (int, float), int: (int,), bool: (bool,), str: (str,)}
 def write(path: str | os.PathLike[str], document: Mapping[str, Any]) -> None:
     """Writes JSON values to a file, which is replaced whole or not at all."""
     write_whole(path, json.dumps(document, indent=None, separators=(",", ":"), allow_nan=False))
-
-
-def write_whole(path: str | os.PathLike[str], content: str | bytes) -> None:
-    """Writes a file so that a reader finds the old one or the new one, never a part of one. Text is written as UTF-8.
-
-    A path that exists and is not a plain file, such as a pipe or `/dev/stdout`, is written to and not replaced.
-
-    Raises:
-      OSError: the file cannot be written; an old one is unchanged, and no temporary file stays behind.
-    """
-    raw = content.encode() if isinstance(content, str) else content
-    if os.path.exists(path) and not os.path.isfile(path):
-        with open(path, "wb") as file:
-            file.write(raw)
-        return
-    folder = os.path.dirname(os.path.abspath(path))
-    if not os.path.isdir(folder):
-        raise FileNotFoundError(f"`{os.fspath(path)}` cannot be written: there is no folder {folder!r}.")
-    temporary = os.path.join(folder, f".{secrets.token_hex(8)}.part")
-    try:
-        # Files of `tempfile` can be read by their owner only; this one gets the mode that any new file gets.
-        with open(temporary, "xb") as file:
-            file.write(raw)
-        os.replace(temporary, path)
-    except BaseException:
-        if os.path.exists(temporary):
-            os.unlink(temporary)
-        raise
 
 
 def read(path: str | os.PathLike[str]) -> Any:
@@ -69,7 +41,7 @@ def read(path: str | os.PathLike[str]) -> Any:
         with open(path, encoding="utf-8") as file:
             return json.load(file)
     except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise PlanError(f"`{os.fspath(path)}` is no plan: it is not JSON ({error}).") from None
+        raise PlanError(f"`{os.fspath(path)}` is not a plan file: it is not JSON ({error}).") from None
 
 
 def kind_of(document: Any) -> Any:
@@ -94,7 +66,7 @@ def content(document: Any, name: str, kind: str, version: int, older: Sequence[i
     if isinstance(own_kind, str) and own_kind != kind and own_kind in _LOADED_BY:
         raise PlanError(f"`{name}` is a {own_kind}, not a {kind}: load it with {_LOADED_BY[own_kind]}.")
     if own_kind != kind:
-        raise PlanError(f"`{name}` is no plan of diffshard: its `format` is not {kind!r}.")
+        raise PlanError(f"`{name}` is not a plan file of diffshard: its `format` is not {kind!r}.")
     if document.get("version") not in (*older, version):
         readable = " and ".join(map(str, (*older, version)))
         raise PlanError(

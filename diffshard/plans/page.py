@@ -4,11 +4,11 @@ import math
 import os
 from collections.abc import Sequence
 
+from diffshard.files import write_whole
 from diffshard.plans.base import PlanData
-from diffshard.plans.documents import write_whole
 from diffshard.plans.formats import format_array, format_bytes, format_s, format_spec, short_name
-from diffshard.plans.html import COLOURS, COMPUTE, bar, cards, document, escaped
 from diffshard.plans.layers import Layer, LayerPart, layers
+from diffshard.plans.page_elements import COLOURS, COMPUTE, bar, cards, document, escaped
 from diffshard.plans.summary import alike_arguments, collective_totals, device_bytes, reason, verdict
 from diffshard.plans.text import format_plan
 from search_spaces.partition_specs import NamedSpec

@@ -41,7 +41,7 @@ class Plan(PlanData):
           mesh: the devices to use it on; without it the plan can be shown but not run.
 
         Raises:
-          PlanError: the file is no plan, damaged, or newer than this version; or the mesh has other axes.
+          PlanError: the file is not a plan file, damaged, or newer than this version; or the mesh has other axes.
         """
         return load(path, Plan, mesh)
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from cost.base import FORBIDDEN, Problem
-from diffshard.plans.documents import write_whole
+from diffshard.files import write_whole
 
 _GZIP_MAGIC = b"\x1f\x8b"
 

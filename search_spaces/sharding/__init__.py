@@ -9,6 +9,5 @@ terms. Their parts, from the function to a plan that runs:
   what a rule allows and `candidates.py` what a node chooses from;
 - what it costs: `node_costs.py`, `edge_costs.py` and `memory.py`; `resharding.py` finds the steps between two specs and
   `reshard_costs.py` prices them;
-- what a choice means: `explaining.py` in seconds and names, `execution.py` as a program;
-- what XLA makes of it: `explicit_collectives.py` and `collective_records.py`, for comparison.
+- what a choice means: `explaining.py` in seconds and names, `execution.py` as a program.
 """

@@ -1,6 +1,6 @@
 """Sharding rules of jaxpr equations, as Shardy gives them.
 
-With `explicit_collectives.py` the only file that touches `jaxlib.mlir`.
+With `diffshard/checks/explicit_collectives.py` the only file that touches `jaxlib.mlir`.
 
 An equation is lowered to StableHLO, Shardy's `sdy-populate-op-sharding-rules` writes a rule on every operation, and the
 rules of one equation's operations are composed by equating the factors of the values between them. Only what Shardy

@@ -155,8 +155,8 @@ def test_a_file_from_before_there_were_notes_is_read():
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("{", "is not JSON"), ("[" * 100_000, "is not JSON"), ("[]", "no plan of diffshard"),
-     ('{"format": ["diffshard plan"]}', "no plan of diffshard"), ('{"format": "else"}', "no plan of diffshard"),
+    [("{", "is not JSON"), ("[" * 100_000, "is not JSON"), ("[]", "not a plan file"),
+     ('{"format": ["diffshard plan"]}', "not a plan file"), ('{"format": "else"}', "not a plan file"),
      (json.dumps({"format": "diffshard bilevel plan", "version": 3}), "version 3; this diffshard reads version 1 and")],
 )  # fmt: skip
 def test_files_that_are_no_plan(text, message, tmp_path):

@@ -117,7 +117,7 @@ def test_show_refuses_what_is_no_plan(tmp_path, capsys):
     assert main(["show", str(tmp_path / "none.json")]) == 2
     (tmp_path / "bad.json").write_text("{")
     assert main(["show", str(tmp_path / "bad.json")]) == 1
-    assert "is no plan" in capsys.readouterr().err
+    assert "is not a plan file" in capsys.readouterr().err
     small_plan().save(tmp_path / "plan.json")
     assert main(["show", str(tmp_path / "plan.json"), "--html", str(tmp_path / "plan.html")]) == 0
     assert capsys.readouterr() == ("", f"wrote {tmp_path / 'plan.html'}\n")

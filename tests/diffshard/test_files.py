@@ -1,4 +1,4 @@
-"""Files of plans are replaced whole: contents, modes, and what a failure leaves behind."""
+"""Files are replaced whole: contents, modes, and what a failure leaves behind."""
 
 import os
 import threading
@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from cost.base import Problem
-from diffshard.plans.documents import write_whole
+from diffshard.files import write_whole
 from diffshard.solving import contest
 
 

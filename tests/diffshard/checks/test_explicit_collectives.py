@@ -9,8 +9,8 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from search_spaces.sharding.collective_records import with_reduce_scatters
-from search_spaces.sharding.explicit_collectives import explicit_collectives
+from diffshard.checks.collective_records import with_reduce_scatters
+from diffshard.checks.explicit_collectives import explicit_collectives
 
 
 @pytest.fixture(scope="module")

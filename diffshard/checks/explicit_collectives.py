@@ -1,6 +1,6 @@
 """Every collective of a sharded computation without compiling it: Shardy's partitioner, run to its explicit form.
 
-Like `shardy.py` this touches `jaxlib.mlir`; nothing else does.
+Like `search_spaces/sharding/shardy.py` this touches `jaxlib.mlir`; nothing else does.
 """
 
 import math
@@ -13,7 +13,7 @@ from jaxlib.mlir.dialects import sdy
 from jaxlib.mlir.passmanager import PassManager
 
 from cost.base import CollectiveKind
-from search_spaces.sharding.collective_records import CollectiveRecord, axes_of_groups, axes_of_pairs, bits_of_dtype
+from diffshard.checks.collective_records import CollectiveRecord, axes_of_groups, axes_of_pairs, bits_of_dtype
 
 _PASSES = (
     "builtin.module(sdy-propagation-pipeline,"

@@ -1,0 +1,32 @@
+"""Files that are written whole: a temporary file beside the old one takes its place, which no reader sees half done."""
+
+import os
+import secrets
+
+
+def write_whole(path: str | os.PathLike[str], content: str | bytes) -> None:
+    """Writes a file so that a reader finds the old one or the new one, never a part of one. Text is written as UTF-8.
+
+    A path that exists and is not a plain file, such as a pipe or `/dev/stdout`, is written to and not replaced.
+
+    Raises:
+      OSError: the file cannot be written; an old one is unchanged, and no temporary file stays behind.
+    """
+    raw = content.encode() if isinstance(content, str) else content
+    if os.path.exists(path) and not os.path.isfile(path):
+        with open(path, "wb") as file:
+            file.write(raw)
+        return
+    folder = os.path.dirname(os.path.abspath(path))
+    if not os.path.isdir(folder):
+        raise FileNotFoundError(f"`{os.fspath(path)}` cannot be written: there is no folder {folder!r}.")
+    temporary = os.path.join(folder, f".{secrets.token_hex(8)}.part")
+    try:
+        # Files of `tempfile` can be read by their owner only; this one gets the mode that any new file gets.
+        with open(temporary, "xb") as file:
+            file.write(raw)
+        os.replace(temporary, path)
+    except BaseException:
+        if os.path.exists(temporary):
+            os.unlink(temporary)
+        raise
