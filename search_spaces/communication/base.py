@@ -103,8 +103,8 @@ class CollectiveOp:
             cut = self.dimensions[0]
             shape[cut : cut + 1] = [shape[cut] // n] if self.tiled else []
         if self.kind in ("all_gather", "all_to_all"):
-            joined = self.dimensions[-1]
-            shape[joined : joined + self.tiled] = [shape[joined] * n] if self.tiled else [n]
+            grown = self.dimensions[-1]
+            shape[grown : grown + self.tiled] = [shape[grown] * n] if self.tiled else [n]
         return tuple(shape)
 
 
@@ -196,6 +196,11 @@ class Place:
     dtype: Any
     branch: tuple[Path, int] | None = None
 
+    @property
+    def is_alternatives(self) -> bool:
+        """Whether functions can be chosen here, and not ways to run a collective."""
+        return bool(self.labels)
+
 
 @dataclass(frozen=True)
 class Site:
@@ -211,7 +216,8 @@ class Site:
       type: the name scopes without numbers, kind and direction; sites of one type are chosen together.
       trips: executions in one step.
       collective: that runs there; None for alternatives.
-      place: the number of its place in the loss, or of its parameter's leaf.
+      place: the number of its place in the loss; None for gradients.
+      leaf: of gradients the number of the parameter's leaf; None for all other sites.
       labels: of alternatives.
       branch: the number of the place of the alternatives that it lies in and of their branch; None outside.
     """
@@ -225,9 +231,15 @@ class Site:
     type: str
     trips: int
     collective: CollectiveOp | None
-    place: int
+    place: int | None = None
+    leaf: int | None = None
     labels: tuple[str, ...] = ()
     branch: tuple[int, int] | None = None
+
+    @property
+    def is_alternatives(self) -> bool:
+        """Whether functions are chosen here, and not ways to run a collective."""
+        return bool(self.labels)
 
 
 class Group(NamedTuple):
@@ -247,8 +259,13 @@ class Group(NamedTuple):
     names: tuple[str, ...]
 
     @property
+    def is_alternatives(self) -> bool:
+        """Whether functions are chosen here, and not ways to run a collective."""
+        return not self.strategies
+
+    @property
     def exact(self) -> np.ndarray:
         """Which strategies are exact, `[S]` booleans; of alternatives the first one is."""
-        if not self.strategies:
+        if self.is_alternatives:
             return np.arange(len(self.names)) == 0
         return np.array([strategy.is_exact for strategy in self.strategies])

@@ -23,7 +23,7 @@ from cost.calibration import median_s
 from cost.collectives import collective_latency_s, collective_transfer_s
 from search_spaces.base import Choice, Part, Traffic
 from search_spaces.communication.base import CollectiveStrategy, Group, Precision, Site, Stage
-from search_spaces.communication.precision import BLOCK, PRECISIONS, decode, encode
+from search_spaces.communication.precision import ELEMENTS_PER_SCALE, PRECISIONS, decode, encode
 
 _DATA = "encoding_seconds.json"
 
@@ -51,11 +51,11 @@ def group_costs(
     sites: Sequence[Site], groups: Sequence[Group], site_cost: Callable[[Site, CollectiveStrategy], float]
 ) -> GroupCosts:
     """Returns the costs of all groups, with `site_cost` the cost of one site with a strategy."""
-    group_at = {sites[s].place: g for g, group in enumerate(groups) for s in group.sites if not group.strategies}
+    group_at = {sites[s].place: g for g, group in enumerate(groups) for s in group.sites if group.is_alternatives}
     nodes = [np.zeros(len(group.names)) for group in groups]
     edges: dict[tuple[int, int], np.ndarray] = {}
     for v, group in enumerate(groups):
-        for site in as_sent([sites[s] for s in group.sites]) if group.strategies else ():
+        for site in as_sent([sites[s] for s in group.sites]) if not group.is_alternatives else ():
             costs = np.array([site_cost(site, strategy) for strategy in group.strategies])
             if site.branch is None:
                 nodes[v] += costs
@@ -86,10 +86,10 @@ def sites_that_run(sites: Sequence[Site], groups: Sequence[Group], choice: Choic
     """Returns for each site whether all alternatives around it run the branch that it lies in."""
     strategy_at = {s: strategy for group, strategy in zip(groups, choice, strict=True) for s in group.sites}
     runs: list[bool] = []
-    running_branch: dict[int, int | None] = {}  # by the place of alternatives; None where they do not run
+    running_branch: dict[int | None, int | None] = {}  # by the place of alternatives; None where they do not run
     for s, site in enumerate(sites):  # alternatives come before the sites in their branches
         runs.append(site.branch is None or running_branch[site.branch[0]] == site.branch[1])
-        if site.kind == "alternatives":
+        if site.is_alternatives:
             running_branch[site.place] = strategy_at[s] if runs[s] else None
     return runs
 
@@ -153,8 +153,8 @@ def measure(num_elements: int = 2**20, repeats: int = 9) -> dict:
     Raises:
       ValueError: `num_elements` is not a positive multiple of a block.
     """
-    if num_elements < BLOCK or num_elements % BLOCK:
-        raise ValueError(f"`num_elements` must be a positive multiple of {BLOCK}, not {num_elements}.")
+    if num_elements < ELEMENTS_PER_SCALE or num_elements % ELEMENTS_PER_SCALE:
+        raise ValueError(f"`num_elements` must be a positive multiple of {ELEMENTS_PER_SCALE}, not {num_elements}.")
     device, key = jax.devices()[0], jax.random.key(0)
     x = jax.random.normal(key, (num_elements,))
     seconds = {}

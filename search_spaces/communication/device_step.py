@@ -22,22 +22,19 @@ from search_spaces.communication.base import CollectiveOp, Direction, Group, Sit
 from search_spaces.communication.collectives import run_exact
 from search_spaces.communication.sites import TracedLoss
 
-Residuals = dict[str, jax.Array]
-"""By the path of a parameter what its gradient's strategy has not sent yet, `[devices, *local shape]` float32."""
-
 
 @dataclass(frozen=True)
 class DeviceStep:
     """A traced loss with strategies at its sites; its methods run inside a mapping over the mesh's axes.
 
     Attributes:
-      traced: the loss.
+      traced_loss: the loss, with its places.
       sites: of the loss.
       groups: of the sites.
       num_devices: of the mesh.
     """
 
-    traced: TracedLoss
+    traced_loss: TracedLoss
     sites: tuple[Site, ...]
     groups: tuple[Group, ...]
     num_devices: int
@@ -50,18 +47,18 @@ class DeviceStep:
     @cached_property
     def site_at(self) -> dict[tuple[Direction, int], int]:
         """The site of a place in a direction."""
-        return {(site.direction, site.place): s for s, site in enumerate(self.sites)}
+        return {(site.direction, site.place): s for s, site in enumerate(self.sites) if site.place is not None}
 
     def loss(self, params: Any, batch: Any, key: jax.Array, step: jax.Array, selection: Selection) -> jax.Array:
         """Returns this device's share of the training loss for a selection."""
 
-        def traced_part(s: int | None) -> Any:
-            """What `custom_vjp` must see as an argument: it cannot capture tracers."""
+        def dynamic_part(s: int | None) -> Any:
+            """Returns what `custom_vjp` must see as an argument, because it cannot capture tracers."""
             selected = None if s is None else selection[self.group_of[s]]
             return None if isinstance(selected, int) else selected
 
-        def run(s: int, x: jax.Array, traced: Any, key: jax.Array, step: jax.Array) -> jax.Array:
-            selected = selection[self.group_of[s]] if traced is None else traced
+        def run(s: int, x: jax.Array, dynamic: Any, key: jax.Array, step: jax.Array) -> jax.Array:
+            selected = selection[self.group_of[s]] if dynamic is None else dynamic
             return _run_selected(self.strategy_functions(s), selected, x, key, step)[0]
 
         def at_collective(p: int, x: jax.Array, key: jax.Array) -> jax.Array:
@@ -69,16 +66,16 @@ class DeviceStep:
             if not jnp.issubdtype(x.dtype, jnp.floating):
                 return run_exact(self.collective(forward_site), x)
 
-            def forward(x: jax.Array, traced: Any, keys: jax.Array, step: jax.Array) -> jax.Array:
-                return run(forward_site, x, traced, keys[0], step)
+            def forward(x: jax.Array, dynamic: Any, keys: jax.Array, step: jax.Array) -> jax.Array:
+                return run(forward_site, x, dynamic, keys[0], step)
 
-            def backward(cotangent: jax.Array, traced: Any, keys: jax.Array, step: jax.Array) -> jax.Array:
+            def backward(cotangent: jax.Array, dynamic: Any, keys: jax.Array, step: jax.Array) -> jax.Array:
                 if backward_site is None:  # no parameter's gradient needs it, but another derivative may
                     return run_exact(self.collective(forward_site).transposed(), cotangent)
-                return run(backward_site, cotangent, traced, keys[1], step)
+                return run(backward_site, cotangent, dynamic, keys[1], step)
 
-            traced = traced_part(forward_site), traced_part(backward_site)
-            return _with_backward(forward, backward, x, *traced, self.keys(p, key), step)
+            dynamic = dynamic_part(forward_site), dynamic_part(backward_site)
+            return _with_backward(forward, backward, x, *dynamic, self.keys(p, key), step)
 
         def at_alternatives(p: int, branches: Sequence[Callable[..., Any]], operands: Sequence[Any]) -> Any:
             return _run_selected(branches, selection[self.group_of[self.site_at["forward", p]]], *operands)
@@ -98,8 +95,8 @@ class DeviceStep:
         next_residuals = {}
         for g, numbers in self.gradient_groups():
             own = [leaves[leaf] for leaf in numbers]
-            names = [self.traced.param_names[leaf] for leaf in numbers]
-            with_residuals = joined(
+            names = [self.traced_loss.param_names[leaf] for leaf in numbers]
+            with_residuals = as_vector(
                 [x + residuals[name][0] if name in residuals else x for x, name in zip(own, names, strict=True)]
             )
             operand = with_residuals.astype(own[0].dtype)
@@ -117,8 +114,8 @@ class DeviceStep:
         """Returns the parameters' gradients summed exactly over devices."""
         leaves, structure = jax.tree.flatten(gradients)
         for s, site in enumerate(self.sites):
-            if site.direction == "gradient":
-                leaves[site.place] = run_exact(self.collective(s), leaves[site.place])
+            if site.leaf is not None:
+                leaves[site.leaf] = run_exact(self.collective(s), leaves[site.leaf])
         return jax.tree.unflatten(structure, leaves)
 
     def evaluated(
@@ -131,7 +128,7 @@ class DeviceStep:
         at_custom_vjp: Callable[..., Any] | None = None,
     ) -> jax.Array:
         """Returns this device's share of the loss with other operations at its places (see `places.Interpreter`)."""
-        loss = self.traced.loss(params, batch, key, at_collective, at_alternatives, at_custom_vjp)
+        loss = self.traced_loss.loss(params, batch, key, at_collective, at_alternatives, at_custom_vjp)
         return loss / self.num_devices
 
     def keys(self, place: int, key: jax.Array) -> jax.Array:
@@ -140,8 +137,9 @@ class DeviceStep:
 
     def gradient_groups(self) -> list[tuple[int, list[int]]]:
         """Returns the groups of gradient sites with the parameter leaves of each, which are sent as one vector."""
-        of_gradients = [g for g, group in enumerate(self.groups) if self.sites[group.sites[0]].direction == "gradient"]
-        return [(g, [self.sites[s].place for s in self.groups[g].sites]) for g in of_gradients]
+        leaves = [[self.sites[s].leaf for s in group.sites] for group in self.groups]
+        of_gradients = [(g, [leaf for leaf in numbers if leaf is not None]) for g, numbers in enumerate(leaves)]
+        return [(g, numbers) for g, numbers in of_gradients if numbers]
 
     def collective(self, s: int) -> CollectiveOp:
         """Returns the collective of a site; alternatives have none."""
@@ -154,16 +152,18 @@ class DeviceStep:
         return [partial(strategy.run, self.collective(s)) for strategy in self.groups[self.group_of[s]].strategies]
 
 
-def split_selection(groups: Sequence[Group], selection: Selection) -> tuple[list[int | None], list[Any]]:
-    """Splits a selection into the indices that are known now and what is traced, `[V]` each; None in the other's place.
+def partition_selection(groups: Sequence[Group], selection: Selection) -> tuple[list[int | None], list[Any]]:
+    """Splits a selection into static and dynamic entries, `[V]` each, with None where an entry is of the other kind.
+
+    Static indices are known when the step is compiled; traced indices and weights are dynamic.
 
     Raises:
       ValueError: the selection has the wrong length, an index that a group does not have, or weights of another length.
     """
     if len(selection) != len(groups):
         raise ValueError(f"`choice` must have one entry for each of {len(groups)} groups, got {len(selection)}.")
-    known: list[int | None] = []
-    traced: list[Any] = []
+    static: list[int | None] = []
+    dynamic: list[Any] = []
     for group, selected in zip(groups, selection, strict=True):
         number = isinstance(selected, (int, np.integer)) and not isinstance(selected, bool)
         if number and not 0 <= int(selected) < len(group.names):
@@ -173,23 +173,23 @@ def split_selection(groups: Sequence[Group], selection: Selection) -> tuple[list
             raise ValueError(
                 f"`choice` of {group.name!r} must be an integer or {len(group.names)} weights, not {selected!r}."
             )
-        known.append(int(selected) if number else None)  # type: ignore[arg-type]
-        traced.append(None if number else jnp.asarray(selected))
-    return known, traced
+        static.append(int(selected) if number else None)  # type: ignore[arg-type]
+        dynamic.append(None if number else jnp.asarray(selected))
+    return static, dynamic
 
 
-def merged(known: Sequence[Any], traced: Sequence[Any]) -> list[Any]:
-    """Undoes `split_selection`."""
-    return [t if k is None else k for k, t in zip(known, traced, strict=True)]
+def combine(static: Sequence[Any], dynamic: Sequence[Any]) -> list[Any]:
+    """Undoes `partition_selection`."""
+    return [d if s is None else s for s, d in zip(static, dynamic, strict=True)]
 
 
-def checked_choice(groups: Sequence[Group], choice: Choice) -> tuple[int, ...]:
-    """Returns a choice as integers; raises as `split_selection`, and for weights and traced indices."""
-    known, _ = split_selection(groups, choice)
-    for group, strategy in zip(groups, known, strict=True):
+def choice_as_indices(groups: Sequence[Group], choice: Choice) -> tuple[int, ...]:
+    """Returns a choice as integers; raises as `partition_selection`, and for weights and traced indices."""
+    static, _ = partition_selection(groups, choice)
+    for group, strategy in zip(groups, static, strict=True):
         if strategy is None:
             raise ValueError(f"`choice` of {group.name!r} must be a strategy's index, an int; got weights or a tracer.")
-    return tuple(strategy for strategy in known if strategy is not None)
+    return tuple(strategy for strategy in static if strategy is not None)
 
 
 def gradient_key(key: jax.Array, group: int) -> jax.Array:
@@ -197,7 +197,7 @@ def gradient_key(key: jax.Array, group: int) -> jax.Array:
     return jax.random.fold_in(jax.random.fold_in(key, 2**31 - 1), group)
 
 
-def joined(arrays: Sequence[jax.Array]) -> jax.Array:
+def as_vector(arrays: Sequence[jax.Array]) -> jax.Array:
     """Returns arrays as one vector."""
     return jnp.concatenate([x.ravel() for x in arrays])
 
@@ -226,26 +226,26 @@ def _with_backward(
     forward: Callable[..., jax.Array],
     backward: Callable[..., jax.Array],
     x: jax.Array,
-    forward_traced: Any,
-    backward_traced: Any,
+    forward_dynamic: Any,
+    backward_dynamic: Any,
     *others: Any,
 ) -> jax.Array:
-    """Returns `forward(x, forward_traced, *others)`; its backward is `backward(cotangent, backward_traced, *others)`.
+    """Returns `forward(x, forward_dynamic, *others)`; its backward is `backward(cotangent, backward_dynamic, *others)`.
 
-    Derivatives with respect to `forward_traced` are those of `forward`; with respect to the others they are zero.
+    Derivatives with respect to `forward_dynamic` are those of `forward`; with respect to the others they are zero.
     """
 
     @jax.custom_vjp
-    def op(x: jax.Array, forward_traced: Any, backward_traced: Any, others: Any) -> jax.Array:
-        return forward(x, forward_traced, *others)
+    def op(x: jax.Array, forward_dynamic: Any, backward_dynamic: Any, others: Any) -> jax.Array:
+        return forward(x, forward_dynamic, *others)
 
-    def op_forward(x: jax.Array, forward_traced: Any, backward_traced: Any, others: Any) -> Any:
-        y, pull = jax.vjp(lambda traced: forward(x, traced, *others), forward_traced)
-        return y, (pull, backward_traced, others)
+    def op_forward(x: jax.Array, forward_dynamic: Any, backward_dynamic: Any, others: Any) -> Any:
+        y, pull = jax.vjp(lambda dynamic: forward(x, dynamic, *others), forward_dynamic)
+        return y, (pull, backward_dynamic, others)
 
     def op_backward(saved: Any, cotangent: jax.Array) -> Any:
-        pull, backward_traced, others = saved
-        return backward(cotangent, backward_traced, *others), *pull(cotangent), None, None
+        pull, backward_dynamic, others = saved
+        return backward(cotangent, backward_dynamic, *others), *pull(cotangent), None, None
 
     op.defvjp(op_forward, op_backward)
-    return op(x, forward_traced, backward_traced, others)
+    return op(x, forward_dynamic, backward_dynamic, others)

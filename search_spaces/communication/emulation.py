@@ -14,8 +14,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from search_spaces.base import Batch, Params, RelaxedChoice, Selection
-from search_spaces.communication.device_step import DeviceStep, Residuals, merged, split_selection
+from search_spaces.base import Batch, Params, RelaxedChoice, Residuals, Selection
+from search_spaces.communication.device_step import DeviceStep, combine, partition_selection
 from search_spaces.communication.loss_increases import local_loss_increases, random_direction
 from search_spaces.partition_specs import axes_of, broadcast_specs
 
@@ -44,13 +44,13 @@ class WholeStep:
         self, params: Params, batch: Batch, selection: Selection, key: jax.Array, step: jax.Array | int
     ) -> jax.Array:
         """Returns the training loss."""
-        known, traced = split_selection(self.device.groups, selection)
-        numbers = [None if x is None or x.ndim else x for x in traced]
-        weights = [None if x is None or not x.ndim else x for x in traced]
+        static, dynamic = partition_selection(self.device.groups, selection)
+        numbers = [None if x is None or x.ndim else x for x in dynamic]
+        weights = [None if x is None or not x.ndim else x for x in dynamic]
         in_specs = (self.param_specs, self.batch_specs, *[_WHOLE] * 4)
 
         def local(params: Any, weights: Any, batch: Any, numbers: Any, key: jax.Array, step: jax.Array) -> jax.Array:
-            return self.device.loss(params, batch, key, step, merged(merged(known, numbers), weights))
+            return self.device.loss(params, batch, key, step, combine(combine(static, numbers), weights))
 
         def value(params: Any, batch: Any, weights: Any, *others: Any) -> jax.Array:
             return lax.psum(local(params, weights, batch, *others), self.axes)
@@ -85,17 +85,17 @@ class WholeStep:
         step: jax.Array | int,
     ) -> tuple[jax.Array, Params, Residuals]:
         """Returns the training loss, its gradients as they arrive, and the residuals for the next step."""
-        known, traced = split_selection(self.device.groups, selection)
+        static, dynamic = partition_selection(self.device.groups, selection)
 
-        def fn(params: Any, batch: Any, residuals: Any, key: jax.Array, step: jax.Array, traced: Any) -> Any:
-            selected = merged(known, traced)
+        def fn(params: Any, batch: Any, residuals: Any, key: jax.Array, step: jax.Array, dynamic: Any) -> Any:
+            selected = combine(static, dynamic)
             loss, gradients = jax.value_and_grad(self.device.loss)(params, batch, key, step, selected)
             return lax.psum(loss, self.axes), *self.device.send_gradients(gradients, residuals, key, step, selected)
 
         by_device = PartitionSpec(self.axes)
         in_specs = (self.param_specs, self.batch_specs, by_device, _WHOLE, _WHOLE, _WHOLE)
         run = self.run(fn, in_specs=in_specs, out_specs=(_WHOLE, self.param_specs, by_device))
-        return run(params, batch, residuals, key, jnp.asarray(step), traced)
+        return run(params, batch, residuals, key, jnp.asarray(step), dynamic)
 
     def loss_increases(
         self,
@@ -146,8 +146,8 @@ def emulate(
         results = mapped(*parts)
         flat, structure_out = jax.tree.flatten(results)
         specs_out = broadcast_specs(out_specs, results)
-        joined = [_join(x, spec, mesh_axes) for x, spec in zip(flat, specs_out, strict=True)]
-        return jax.tree.unflatten(structure_out, joined)
+        whole = [_join(x, spec, mesh_axes) for x, spec in zip(flat, specs_out, strict=True)]
+        return jax.tree.unflatten(structure_out, whole)
 
     return run
 

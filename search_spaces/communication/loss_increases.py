@@ -30,7 +30,7 @@ import optax
 from jax import lax
 
 from search_spaces.communication.collectives import run_exact
-from search_spaces.communication.device_step import DeviceStep, gradient_key, joined
+from search_spaces.communication.device_step import DeviceStep, as_vector, gradient_key
 from search_spaces.communication.probes import custom_vjp_with_tangents, probed, probed_backward, with_tangent
 
 _Branches = Mapping[int, int]
@@ -190,9 +190,9 @@ def _gradient_increases(
     increases = [jnp.zeros(len(group.names)) for group in device.groups]
     sizes, own = jax.tree.leaves(step_sizes), jax.tree.leaves(gradients)
     for g, numbers in device.gradient_groups():
-        first, x = device.groups[g].sites[0], joined([own[leaf] for leaf in numbers])
+        first, x = device.groups[g].sites[0], as_vector([own[leaf] for leaf in numbers])
         collective = device.collective(first)
-        weights = joined([sizes[leaf] for leaf in numbers]) / (4 * collective.num_copies)
+        weights = as_vector([sizes[leaf] for leaf in numbers]) / (4 * collective.num_copies)
         for j, run in enumerate(device.strategy_functions(first)):
             error = (run(x, gradient_key(key, g), step)[0] - run_exact(collective, x)).astype(jnp.float32)
             increases[g] = increases[g].at[j].add(weights @ jnp.square(error))

@@ -1,4 +1,4 @@
-"""Finds the places of a traced loss, and runs the loss with other operations in their stead.
+"""Finds the places of a traced loss, and runs the loss with other operations there.
 
 The loss stays as its author wrote it: it is traced once to a jaxpr, and evaluated equation by equation. Only equations
 that are places, or that hold some, are evaluated differently; all others are bound as they are.
@@ -149,7 +149,7 @@ def collectives_of(equation: core.JaxprEqn, mesh_axes: Mapping[str, int]) -> lis
 
 @dataclass(frozen=True)
 class Interpreter:
-    """Evaluates a jaxpr with other operations in the stead of its places.
+    """Evaluates a jaxpr with other operations at its places.
 
     Attributes:
       places: the number of each place by its path.

@@ -60,7 +60,7 @@ class TracedLoss:
         at_alternatives: Callable[..., Any],
         at_custom_vjp: Callable[..., Any] | None = None,
     ) -> jax.Array:
-        """Returns this device's loss with other operations in the stead of its places (see `places.Interpreter`)."""
+        """Returns this device's loss with other operations at its places (see `places.Interpreter`)."""
         interpreter = Interpreter(self.place_numbers, at_collective, at_alternatives, at_custom_vjp)
         return interpreter.run(self.jaxpr, jax.tree.leaves((params, batch)), key)[0]
 
@@ -114,7 +114,7 @@ def find_sites(traced: TracedLoss, mesh_axes: Mapping[str, int]) -> tuple[Site, 
     sites = []
     for direction in ("forward", "backward"):
         for p, place in enumerate(traced.places):
-            if direction == "forward" or (place.collective is not None and p in places_with_gradients):
+            if direction == "forward" or (not place.is_alternatives and p in places_with_gradients):
                 sites.append(_site_at(traced, p, direction, counts))
     return *sites, *_gradient_sites(traced, mesh_axes)
 
@@ -134,7 +134,7 @@ def group_sites(
     num_of_name: Counter[str] = Counter()
     for numbers in members.values():
         first = sites[numbers[0]]
-        listed = () if first.kind == "alternatives" else _worthwhile([sites[s] for s in numbers], strategies)
+        listed = () if first.is_alternatives else _worthwhile([sites[s] for s in numbers], strategies)
         names = first.labels or tuple(strategy.name for strategy in listed)
         name = first.type if tie else first.name
         num_of_name[name] += 1
@@ -237,7 +237,7 @@ def _gradient_sites(traced: TracedLoss, mesh_axes: Mapping[str, int]) -> Iterato
                 type=f"{'matrices' if len(aval.shape) > 1 else 'vectors'} over {' and '.join(axes)} gradient",
                 trips=1,
                 collective=CollectiveOp("all_reduce", axes, tuple(mesh_axes[axis] for axis in axes)),
-                place=leaf,
+                leaf=leaf,
             )
 
 

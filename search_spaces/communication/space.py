@@ -14,10 +14,10 @@ from jax.sharding import Mesh, PartitionSpec
 
 from cost.base import Hardware, Problem
 from cost.presets import preset
-from search_spaces.base import Batch, Choice, Params, Part, RelaxedChoice, Selection
+from search_spaces.base import Batch, Choice, Params, Part, RelaxedChoice, Residuals, Selection
 from search_spaces.communication.base import CollectiveStrategy, Site
 from search_spaces.communication.costs import GroupCosts, explain, group_costs, site_bytes, site_seconds
-from search_spaces.communication.device_step import DeviceStep, Residuals, checked_choice
+from search_spaces.communication.device_step import DeviceStep, choice_as_indices
 from search_spaces.communication.emulation import WholeStep, emulate, on_devices
 from search_spaces.communication.sites import checked_strategies, find_sites, group_sites, trace_loss
 
@@ -94,16 +94,16 @@ class CommunicationSpace:
         self.hardware = preset(hardware, mesh_axes) if isinstance(hardware, str) else hardware
         self.num_devices = int(np.prod(list(mesh_axes.values())))
         self.arguments = jax.eval_shape(lambda *whole: whole, params, batch)
-        self._traced = trace_loss(loss_fn, self.mesh_axes, params, batch, param_specs, batch_specs)
-        self.notes = self._traced.notes
-        self.sites: tuple[Site, ...] = find_sites(self._traced, self.mesh_axes)
+        self._traced_loss = trace_loss(loss_fn, self.mesh_axes, params, batch, param_specs, batch_specs)
+        self.notes = self._traced_loss.notes
+        self.sites: tuple[Site, ...] = find_sites(self._traced_loss, self.mesh_axes)
         self.groups = group_sites(self.sites, checked_strategies(strategies or {}), tie)
-        params_structure, batch_structure = self._traced.structure.children()
+        params_structure, batch_structure = self._traced_loss.structure.children()
         self._whole = WholeStep(
-            device=DeviceStep(self._traced, self.sites, self.groups, self.num_devices),
+            device=DeviceStep(self._traced_loss, self.sites, self.groups, self.num_devices),
             axes=tuple(mesh_axes),
-            param_specs=jax.tree.unflatten(params_structure, self._traced.param_specs),
-            batch_specs=jax.tree.unflatten(batch_structure, self._traced.batch_specs),
+            param_specs=jax.tree.unflatten(params_structure, self._traced_loss.param_specs),
+            batch_specs=jax.tree.unflatten(batch_structure, self._traced_loss.batch_specs),
             run=partial(emulate, mesh_axes=self.mesh_axes),
         )
 
@@ -162,7 +162,7 @@ class CommunicationSpace:
         Raises:
           ValueError: the choice has the wrong length or an index that its group does not have.
         """
-        return ChosenStep(self, checked_choice(self.groups, choice))
+        return ChosenStep(self, choice_as_indices(self.groups, choice))
 
     def explain(self, choice: Choice) -> tuple[Part, ...]:
         """Returns one part for each group: its seconds in one step, without overlap, and what its sites send.
@@ -170,7 +170,7 @@ class CommunicationSpace:
         Raises:
           ValueError: the choice does not fit the space, or the space has no hardware.
         """
-        choice = checked_choice(self.groups, choice)
+        choice = choice_as_indices(self.groups, choice)
         return explain(self.sites, self.groups, choice, self._seconds, self._sent_bytes)
 
     @cached_property
@@ -197,10 +197,10 @@ class CommunicationSpace:
         """
         del params  # shapes are known since tracing
         return {
-            self._traced.param_names[site.place]: jnp.zeros((self.num_devices, *site.shape), jnp.float32)
+            self._traced_loss.param_names[site.leaf]: jnp.zeros((self.num_devices, *site.shape), jnp.float32)
             for group in self.groups
             for site in (self.sites[s] for s in group.sites)
-            if any(strategy.keeps_residual for strategy in group.strategies)
+            if site.leaf is not None and any(strategy.keeps_residual for strategy in group.strategies)
         }
 
     def loss(
