@@ -4,7 +4,7 @@ Letters for sizes: V nodes, S_v strategies of node v, E edges, K usages, D devic
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
@@ -73,6 +73,29 @@ def distinct_arrays(arrays: Sequence[np.ndarray]) -> tuple[list[np.ndarray], np.
     first = {id(array): array for array in arrays}
     number = {name: i for i, name in enumerate(first)}
     return list(first.values()), np.array([number[id(array)] for array in arrays], np.int64)
+
+
+def merge_edges(
+    edges: Iterable[tuple[int, int, np.ndarray]], add: Callable[[np.ndarray, np.ndarray], np.ndarray] = np.add
+) -> dict[tuple[int, int], np.ndarray]:
+    """Sums the matrices of all edges that join the same two nodes, whichever of them comes first.
+
+    Args:
+      edges: (u, v, matrix) with u's strategies as rows; u != v.
+      add: adds two matrices.
+
+    Returns:
+      The sum for each pair of nodes, by the ends of its first edge. A matrix that is alone stays the array that it is.
+    """
+    merged: dict[tuple[int, int], np.ndarray] = {}
+    for u, v, matrix in edges:
+        if (u, v) in merged:
+            merged[u, v] = add(merged[u, v], matrix)
+        elif (v, u) in merged:
+            merged[v, u] = add(merged[v, u], matrix.T)
+        else:
+            merged[u, v] = matrix
+    return merged
 
 
 class Evaluation(NamedTuple):

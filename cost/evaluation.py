@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -40,12 +41,29 @@ def checked_choice(problem: Problem, choice: Sequence[int] | np.ndarray) -> np.n
     return _checked(num_strategies(problem), choice)
 
 
-def chosen_costs(problem: Problem, choice: Sequence[int] | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Looks up what each node `[V]` and each edge `[E]` costs in a choice, without loads; integers stay integers."""
+class ChosenCosts(NamedTuple):
+    """The parts of a choice's cost, which are the sums of `nodes` and `edges` and the largest of `loads`.
+
+    Attributes:
+      nodes: `[V]`.
+      edges: `[E]`.
+      loads: `[D]` of each device; `[0]` where all devices do equal work.
+    """
+
+    nodes: np.ndarray
+    edges: np.ndarray
+    loads: np.ndarray
+
+
+def chosen_costs(problem: Problem, choice: Sequence[int] | np.ndarray) -> ChosenCosts:
+    """Looks up what each node, each edge and each device costs in a choice; integers stay integers."""
     pairs = np.asarray(problem.edge_nodes).reshape(-1, 2).tolist()
     nodes = [cost[s] for cost, s in zip(problem.node_cost, choice, strict=True)]
     edges = [cost[choice[u], choice[v]] for (u, v), cost in zip(pairs, problem.edge_cost, strict=True)]
-    return np.array(nodes), np.array(edges)
+    if not len(problem.load):
+        return ChosenCosts(np.array(nodes), np.array(edges), np.zeros(0))
+    loads = np.sum([np.asarray(load)[s] for load, s in zip(problem.load, choice, strict=True)], axis=0)
+    return ChosenCosts(np.array(nodes), np.array(edges), loads)
 
 
 def change_costs(problem: Problem, choice: Sequence[int] | np.ndarray) -> list[np.ndarray]:
@@ -56,10 +74,9 @@ def change_costs(problem: Problem, choice: Sequence[int] | np.ndarray) -> list[n
         total[u] = total[u] + matrix[:, choice[v]]
         total[v] = total[v] + matrix[choice[u], :]
     if len(problem.load):
-        chosen = [np.asarray(load, float)[s] for load, s in zip(problem.load, choice, strict=True)]
-        of_devices = np.sum(chosen, axis=0)
-        for v, load in enumerate(problem.load):
-            total[v] = total[v] + (of_devices - chosen[v] + load).max(axis=1)
+        loads = chosen_costs(problem, choice).loads
+        for v, load in enumerate(np.asarray(load, float) for load in problem.load):
+            total[v] = total[v] + (loads - load[choice[v]] + load).max(axis=1)
     return [costs - costs[s] for costs, s in zip(total, choice, strict=True)]
 
 
@@ -70,13 +87,15 @@ class Evaluator:
         self._problem = problem
         self._sizes = num_strategies(problem)
         self._start = np.cumsum(self._sizes) - self._sizes
-        self._node_cost = _joined(problem.node_cost)
+        self._node_cost = _concatenated(problem.node_cost)
         self._edges = np.asarray(problem.edge_nodes, np.int64).reshape(-1, 2)
         matrices, matrix_of = distinct_arrays(problem.edge_cost)
         lengths = np.array([np.size(matrix) for matrix in matrices], np.int64)
         self._edge_start = (np.cumsum(lengths) - lengths)[matrix_of]
-        self._edge_cost = _joined([np.ravel(matrix) for matrix in matrices])
-        self._load = [_joined([np.asarray(load)[:, d] for load in problem.load]) for d in range(num_devices(problem))]
+        self._edge_cost = _concatenated([np.ravel(matrix) for matrix in matrices])
+        self._load = [
+            _concatenated([np.asarray(load)[:, d] for load in problem.load]) for d in range(num_devices(problem))
+        ]
         self._devices = num_memory_devices(problem)
         tables = [np.asarray(usage) for usage in problem.usage]
         if any(table.ndim > 1 for table in tables) or self._devices > 1:
@@ -84,7 +103,7 @@ class Evaluator:
         lengths = np.array([len(table) for table in tables], np.int64)
         self._usage_start = np.cumsum(lengths) - lengths
         self._usage_node = np.asarray(problem.usage_node, np.int64)
-        self._usage = _joined([table.ravel() for table in tables])
+        self._usage = _concatenated([table.ravel() for table in tables])
         self._times, self._interval = numbered_times(problem.usage_interval)
 
     def __call__(self, choice: Sequence[int] | np.ndarray) -> Evaluation:
@@ -123,7 +142,7 @@ def _checked(sizes: np.ndarray, choice: Sequence[int] | np.ndarray) -> np.ndarra
     return choice.astype(np.int64)
 
 
-def _joined(arrays: Sequence[np.ndarray]) -> np.ndarray:
+def _concatenated(arrays: Sequence[np.ndarray]) -> np.ndarray:
     """Concatenates arrays; integers beside floats stay Python integers where a float could not hold them."""
     if not len(arrays):
         return np.zeros(0, np.int64)

@@ -41,6 +41,11 @@ def memory_profile(interval: np.ndarray, amounts: np.ndarray, num_times: int) ->
     return np.cumsum(change, axis=0)[:num_times]
 
 
+def limit_unit(limit: np.ndarray) -> np.ndarray:
+    """Returns the unit in which memory counts beside each limit: the limit itself, 1 where it is 0 or infinite."""
+    return np.where(np.isfinite(limit) & (limit > 0), limit, 1.0)
+
+
 def least_memory(problem: Problem) -> tuple[np.ndarray, np.ndarray]:
     """Returns times `[T]` and the memory `[T, D]` from each until the next if every usage took its least.
 

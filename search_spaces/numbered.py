@@ -42,16 +42,15 @@ class NumberedSpace:
           ValueError: as `decode`.
         """
         choice, names = self.decode(choice), self.node_names
-        node_s, edge_s = chosen_costs(self.problem, choice)
+        node_s, edge_s, load_s = chosen_costs(self.problem, choice)
         parts = [Part(names[v], "node", v, float(seconds)) for v, seconds in enumerate(node_s)]
         edges = np.asarray(self.problem.edge_nodes, np.int64).reshape(-1, 2).tolist()
         parts += [
             Part(f"{names[u]} to {names[v]}", "edge", v, float(seconds))
             for (u, v), seconds in zip(edges, edge_s, strict=True)
         ]
-        if len(self.problem.load):
-            loads = sum(np.asarray(load, float)[s] for load, s in zip(self.problem.load, choice, strict=True))
-            parts.append(Part("the busiest device", "load", None, float(np.max(loads))))
+        if len(load_s):
+            parts.append(Part("the busiest device", "load", None, float(load_s.max())))
         return tuple(parts)
 
 

@@ -102,12 +102,12 @@ class PlacementSpace:
           ValueError: the choice has the wrong length or a device that there is not.
         """
         assignment = checked_choice(self.problem, choice)
-        layer_s, edge_s = chosen_costs(self.problem, assignment)
+        layer_s, edge_s, load_s = chosen_costs(self.problem, assignment)
         layers, num_devices = np.arange(len(self._times)), self._times.shape[1]
         return DecodedPlacement(
             assignment=assignment,
             transfer_s=math.fsum(edge_s),
-            compute_s=math.fsum(layer_s) + float(self._load_s(assignment).max()),
+            compute_s=math.fsum(layer_s) + float(load_s.max()),
             device_s=np.bincount(assignment, self._times[layers, assignment], num_devices),
         )
 
@@ -118,16 +118,12 @@ class PlacementSpace:
           ValueError: as `decode`.
         """
         assignment = checked_choice(self.problem, choice)
-        layer_s, edge_s = chosen_costs(self.problem, assignment)
+        layer_s, edge_s, load_s = chosen_costs(self.problem, assignment)
         layers, devices = self.node_names, self.strategy_names(0)
-        load_s = self._load_s(assignment)
         busiest = int(load_s.argmax())
         own = [Part(layers[v], "compute", v, float(s)) for v, s in enumerate(layer_s) if s]
         moved = [Part(f"{layers[v - 1]} to {layers[v]}", "transfer", v, float(s)) for v, s in enumerate(edge_s, 1) if s]
         return (*own, *moved, Part(devices[busiest], "compute", None, float(load_s[busiest])))
-
-    def _load_s(self, assignment: np.ndarray) -> np.ndarray:
-        return np.sum([load[d] for load, d in zip(self.problem.load, assignment, strict=True)], axis=0)
 
 
 def transitions(assignment: jax.Array | np.ndarray) -> jax.Array:

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from cost.base import FORBIDDEN, Problem
+from cost.base import FORBIDDEN, Problem, merge_edges
 from diffshard.files import write_whole
 
 _GZIP_MAGIC = b"\x1f\x8b"
@@ -111,7 +111,7 @@ def _merged_edges(
     node_cost: list[np.ndarray], ends: np.ndarray, entries: list[np.ndarray]
 ) -> tuple[np.ndarray, list[np.ndarray]]:
     """Returns one edge for each pair of nodes, with the sum of its matrices; loops are added to `node_cost`."""
-    merged: dict[tuple[int, int], np.ndarray] = {}
+    edges: list[tuple[int, int, np.ndarray]] = []
     for e, ((u, v), flat) in enumerate(zip(ends.tolist(), entries, strict=True)):
         if not (0 <= u < len(node_cost) and 0 <= v < len(node_cost)):
             raise ValueError(f"`problem.edges.nodes[{e}]` is [{u}, {v}], but the nodes are 0 to {len(node_cost) - 1}.")
@@ -124,10 +124,9 @@ def _merged_edges(
         cost = flat.reshape(shape)
         if u == v:
             node_cost[u] = _sum(node_cost[u], np.diagonal(cost))
-        elif (v, u) in merged:
-            merged[v, u] = _sum(merged[v, u], cost.T)
         else:
-            merged[u, v] = _sum(merged[u, v], cost) if (u, v) in merged else cost
+            edges.append((u, v, cost))
+    merged = merge_edges(edges, _sum)
     return np.array(list(merged), np.int64).reshape(-1, 2), list(merged.values())
 
 

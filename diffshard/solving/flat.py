@@ -15,7 +15,7 @@ import numpy as np
 import scipy.sparse
 
 from cost.base import Problem, distinct_arrays, is_forbidden, num_memory_devices, num_strategies
-from cost.memory import memory_profile, numbered_times
+from cost.memory import limit_unit, memory_profile, numbered_times
 
 
 class Flat(NamedTuple):
@@ -150,6 +150,11 @@ def memory_use(flat: Flat, used: np.ndarray) -> np.ndarray:
     return memory_profile(flat.interval, used.reshape(-1, devices), times) + flat.base
 
 
+def excess_in_limits(flat: Flat, used: np.ndarray) -> np.ndarray:
+    """Returns the part of memory in use `[..., T, D]` that is above the limit, in units of the limit."""
+    return np.maximum(used - flat.limit, 0.0) / limit_unit(flat.limit)
+
+
 def memory_of_strategies(
     flat: Flat, strategies: np.ndarray, weight: np.ndarray, group: np.ndarray, num_groups: int
 ) -> np.ndarray:
@@ -191,12 +196,16 @@ def chosen_cost(flat: Flat, choice: np.ndarray) -> float:
 
 def costs_of_choices(flat: Flat, choice: np.ndarray) -> np.ndarray:
     """Sums the node, edge and load cost of each of many choices `[..., V]`, in float64: `[...]`."""
+    load = flat.load[flat.start[:-1] + choice].sum(axis=-2)
+    return costs_without_load(flat, choice) + load.max(axis=-1, initial=0.0)
+
+
+def costs_without_load(flat: Flat, choice: np.ndarray) -> np.ndarray:
+    """Sums the node and edge cost of each of many choices `[..., V]`, in float64: `[...]`."""
     one_way = flat.source < flat.target
     source, target = flat.source[one_way], flat.target[one_way]
     at = flat.matrix[one_way] + choice[..., source] * flat.sizes[target] + choice[..., target]
-    chosen = flat.start[:-1] + choice
-    load = flat.load[chosen].sum(axis=-2).max(axis=-1, initial=0.0)
-    return flat.cost[chosen].sum(axis=-1) + flat.entries[at].sum(axis=-1) + load
+    return flat.cost[flat.start[:-1] + choice].sum(axis=-1) + flat.entries[at].sum(axis=-1)
 
 
 def chosen_memory(flat: Flat, choice: np.ndarray) -> np.ndarray:

@@ -19,7 +19,7 @@ def violations(problem: Problem, choice: Sequence[int] | np.ndarray) -> list[str
       choice: `[V]` strategy indices.
     """
     choice = np.asarray(choice)
-    node_cost, edge_cost = chosen_costs(problem, choice)
+    node_cost, edge_cost, _ = chosen_costs(problem, choice)
     nodes = np.flatnonzero(is_forbidden(node_cost))[:_MOST_OF_A_KIND]
     edges = np.asarray(problem.edge_nodes).reshape(-1, 2)[is_forbidden(edge_cost)][:_MOST_OF_A_KIND]
     return [

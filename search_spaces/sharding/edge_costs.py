@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from cost.base import merge_edges
 from search_spaces.partition_specs import IndexedSpec
 from search_spaces.sharding.base import Edge, Node
 from search_spaces.sharding.graph import Graph, Value, Vertex
@@ -52,22 +53,15 @@ def transfer_matrices(
 
     What a node hands to itself is free: a carry that its body leaves as it is, an argument that is returned.
     """
-    merged: dict[tuple[int, int], np.ndarray] = {}
-    for edge in edges:
-        node, reader = edge.node, edge.reader
-        if node == reader:
-            continue
-        sources = tuple(s.results[edge.result] for s in nodes[node].strategies)
-        targets = tuple(read_spec(nodes[reader], edge.operand, s) for s in range(len(nodes[reader].strategies)))
+
+    def matrix(edge: Edge) -> np.ndarray:
+        reader = nodes[edge.reader]
+        sources = tuple(s.results[edge.result] for s in nodes[edge.node].strategies)
+        targets = tuple(read_spec(reader, edge.operand, s) for s in range(len(reader.strategies)))
         share, num_bytes = latency_shares(edge.value), float(edge.value.num_bytes)
-        matrix = reshard_costs.reshard_s(sources, targets, num_bytes, share, edge.weight)
-        if (node, reader) in merged:
-            merged[node, reader] = merged[node, reader] + matrix
-        elif (reader, node) in merged:
-            merged[reader, node] = merged[reader, node] + matrix.T
-        else:
-            merged[node, reader] = matrix
-    return merged
+        return reshard_costs.reshard_s(sources, targets, num_bytes, share, edge.weight)
+
+    return merge_edges((edge.node, edge.reader, matrix(edge)) for edge in edges if edge.node != edge.reader)
 
 
 def read_spec(node: Node, operand: int, strategy: int) -> IndexedSpec:

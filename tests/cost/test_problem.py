@@ -79,7 +79,7 @@ def test_changes_are_the_differences_between_evaluations():
     rng = np.random.default_rng(0)
     problem = SMALL._replace(load=[rng.uniform(0, 50, (len(c), 2)) for c in SMALL.node_cost])
     choice = [1, 0, 2, 1, 0]
-    nodes, edges = chosen_costs(problem, choice)
+    nodes, edges, _ = chosen_costs(problem, choice)
     largest = np.sum([load[s] for load, s in zip(problem.load, choice, strict=True)], axis=0).max()
     before = evaluate(problem, choice).cost
     assert before == pytest.approx(nodes.sum() + edges.sum() + largest)

@@ -88,13 +88,25 @@ def step_along_excess(flat: Flat, prices: Prices, weights: np.ndarray, bound_siz
         unit = np.where(flat.limit > 0, flat.limit, 1.0)
         excess = memory_use(flat, flat.usage.T @ weights) / unit - (flat.limit > 0)
         least = _LEAST_PRICE * bound_size / unit
-        memory = np.maximum(memory, least) * np.exp(_MEMORY_GAIN * rate * np.clip(excess, *_EXCESS_RANGE))
-        memory = np.where(memory <= least, 0.0, memory)
+        memory = step_memory_prices(memory, excess, least, _MEMORY_GAIN * rate)
     if flat.load.shape[1]:
         loads = weights @ flat.load
         load = load * np.exp(rate * (loads / max(loads.max(), 1e-30) - 1))
         load = load / load.sum()
     return Prices(memory, load)
+
+
+def step_memory_prices(memory: np.ndarray, excess: np.ndarray, least: np.ndarray, gain: float) -> np.ndarray:
+    """Returns memory prices `[T, D]` that rose where the limit is exceeded and fell elsewhere.
+
+    Args:
+      memory: the present prices.
+      excess: `[T, D]` in units of the limit, negative where there is room.
+      least: `[D]` the least price: a lower one becomes zero, and one that is zero rises from here.
+      gain: how far the logarithm of a price moves for each limit's worth of excess.
+    """
+    risen = np.maximum(memory, least) * np.exp(gain * np.clip(excess, *_EXCESS_RANGE))
+    return np.where(risen <= least, 0.0, risen)
 
 
 class Ascent:

@@ -11,7 +11,8 @@ from collections.abc import Iterator
 import numpy as np
 import scipy.sparse
 
-from diffshard.solving.flat import Flat, ragged
+from cost.memory import limit_unit
+from diffshard.solving.flat import Flat, costs_without_load, excess_in_limits, ragged
 
 _NODES_PER_YIELD = 256  # a few milliseconds; chosen by hand
 _MOST_PASSES = 50  # over the nodes near a change; few problems need ten; chosen by hand
@@ -35,7 +36,7 @@ class Descent:
         self._near = [np.arange(a, b) for a, b in zip(flat.first[:-1], flat.first[1:], strict=True)]
         times, devices = flat.base.shape
         self._limit = np.broadcast_to(flat.limit, (devices,)) if times else np.zeros(0)
-        self._unit = np.where(np.isfinite(self._limit) & (self._limit > 0), self._limit, 1.0)
+        self._unit = limit_unit(self._limit)
         self._usages = varying_usages(flat)
         # What one node takes of memory and of a device's time changes what all of these should do.
         self._coupled = np.array([bool(usages) for usages in self._usages], bool) | (flat.load.shape[1] > 0)
@@ -46,18 +47,13 @@ class Descent:
 
     def cost(self) -> np.ndarray:
         """Returns `[R]` node, edge and load cost of the choices."""
-        flat = self.flat
-        forward = flat.source < flat.target
-        source, target = flat.source[forward], flat.target[forward]
-        at = flat.matrix[forward] + self.choice[:, source] * flat.sizes[target] + self.choice[:, target]
-        nodes = flat.cost[flat.start[:-1] + self.choice].sum(axis=1)
-        return nodes + flat.entries[at].sum(axis=1) + self.load.max(axis=1, initial=0.0)
+        return costs_without_load(self.flat, self.choice) + self.load.max(axis=1, initial=0.0)
 
     def excess(self) -> np.ndarray:
         """Returns `[R]` memory above the limit, in units of the limit."""
         if not self.used.size:
             return np.zeros(len(self.choice))
-        return (np.maximum(self.used - self._limit, 0.0) / self._unit).sum(axis=(1, 2))
+        return excess_in_limits(self.flat, self.used).sum(axis=(1, 2))
 
     def descend(self, order: np.ndarray, weight: np.ndarray | float = 0.0) -> Iterator[None]:
         """Passes over `order`, then over the nodes near a change, until nothing changes; yields every few milliseconds.

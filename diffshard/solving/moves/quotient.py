@@ -15,7 +15,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from cost.base import Problem, distinct_arrays, is_forbidden, num_devices, num_strategies
+from cost.base import Problem, distinct_arrays, is_forbidden, merge_edges, num_devices, num_strategies
 from diffshard.base import Solver
 from diffshard.solving.loop import run_solver
 
@@ -107,14 +107,13 @@ def merge_classes(problem: Problem, node_class: np.ndarray) -> Problem:
     cost = [np.zeros(n) for n in size]
     for c, own in zip(node_class.tolist(), problem.node_cost, strict=True):
         cost[c] += own
-    between: dict[tuple[int, int], np.ndarray] = {}
+    edges: list[tuple[int, int, np.ndarray]] = []
     for u, v, matrix, count in _counted(problem, node_class):
         if u == v:
             cost[u] += count * np.diagonal(matrix)
-        elif (u, v) in between:
-            between[u, v] += count * matrix
         else:
-            between[u, v] = count * np.asarray(matrix, float)
+            edges.append((u, v, count * np.asarray(matrix, float)))
+    between = merge_edges(edges)
     load = [np.zeros((n, num_devices(problem))) for n in size] if len(problem.load) else []
     for c, own in zip(node_class.tolist() if load else (), problem.load, strict=True):
         load[c] += own

@@ -8,7 +8,7 @@ Source: Metropolis et al., "Equation of state calculations by fast computing mac
 
 import numpy as np
 
-from diffshard.solving.flat import Flat, costs_of_choices, memory_of_strategies, ragged
+from diffshard.solving.flat import Flat, costs_of_choices, excess_in_limits, memory_of_strategies, ragged
 
 _SMOOTH_MAX_NORM = 8  # of the loads, in the place of their maximum; chosen by hand on placements of layers
 _EXCESS_PENALTY = 0.1  # of the whole cost, for a limit's worth of memory in excess at one time; chosen by hand
@@ -34,11 +34,10 @@ class Replicas:
         self.cost = costs_of_choices(flat, choice)
         self._odd = False
         self._movable = np.flatnonzero(flat.sizes > 1)
-        self._limit = np.broadcast_to(flat.limit, flat.base.shape)
         self._use = _dense_use(flat) if flat.base.size * int(flat.start[-1]) <= _MOST_TABLE_NUMBERS else None
         replica = np.repeat(np.arange(count), len(flat.sizes))
         self._used = memory_of_strategies(flat, chosen.ravel(), np.ones(chosen.size), replica, count) + flat.base
-        self.excess = self._over(self._used).sum(axis=(1, 2))
+        self.excess = excess_in_limits(flat, self._used).sum(axis=(1, 2))
         self.best, self.best_cost = None, np.inf
         self._keep(np.arange(count))
 
@@ -109,17 +108,13 @@ class Replicas:
             return None, self.excess[rows]
         if self._use is not None:
             used = self._used[rows] + self._use[flat.start[v] + new] - self._use[flat.start[v] + old]
-            return used, self._over(used).sum(axis=(1, 2))
+            return used, excess_in_limits(flat, used).sum(axis=(1, 2))
         count = len(rows)
         strategies = np.concatenate([flat.start[v] + new, flat.start[v] + old])
         weight = np.repeat([1.0, -1.0], count)
         used = self._used[rows]
         used += memory_of_strategies(flat, strategies, weight, np.tile(np.arange(count), 2), count)
-        return used, self._over(used).sum(axis=(1, 2))
-
-    def _over(self, used: np.ndarray) -> np.ndarray:
-        unit = np.where(np.isfinite(self._limit) & (self._limit > 0), self._limit, 1.0)
-        return np.maximum(used - self._limit, 0.0) / unit
+        return used, excess_in_limits(flat, used).sum(axis=(1, 2))
 
     def _keep(self, changed: np.ndarray) -> None:
         fits = changed[self.excess[changed] <= 0]

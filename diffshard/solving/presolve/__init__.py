@@ -12,14 +12,14 @@ import functools
 import numpy as np
 
 from cost.base import Problem
-from diffshard.solving.presolve.base import Reduction, chain, unchanged
+from diffshard.solving.presolve.base import Reduction, compose, unchanged
 from diffshard.solving.presolve.elimination import eliminate
 from diffshard.solving.presolve.memory import compress_memory
 from diffshard.solving.presolve.ties import merge_ties
 
 __all__ = [
     "Reduction",
-    "chain",
+    "compose",
     "compress_memory",
     "eliminate",
     "merge_ties",
@@ -40,14 +40,14 @@ def reduce(problem: Problem) -> Reduction:
     """
     if not len(problem.node_cost):
         return unchanged(problem)
-    reduction = chain(problem, merge_ties, compress_memory, eliminate)
+    reduction = compose(problem, merge_ties, compress_memory, eliminate)
     for _ in range(_MOST_ROUNDS):
         nodes_with_memory = set(reduction.problem.usage_node.tolist())
-        reduction = chain(reduction, compress_memory)
+        reduction = compose(reduction, compress_memory)
         # Strategies that cannot fit leave less room for others, and nodes whose memory is free now can be eliminated.
         changed = nodes_with_memory - set(reduction.problem.usage_node.tolist())
         changed |= {v for v, cost in enumerate(reduction.problem.node_cost) if np.isinf(cost).any()}
         if not changed:
             break
-        reduction = chain(reduction, functools.partial(eliminate, changed=changed))
+        reduction = compose(reduction, functools.partial(eliminate, changed=changed))
     return reduction

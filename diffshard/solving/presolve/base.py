@@ -30,7 +30,7 @@ def unchanged(problem: Problem) -> Reduction:
     return Reduction(problem, 0.0, lambda choice: choice)
 
 
-def chain(first: Problem | Reduction, *steps: Callable[[Problem], Reduction]) -> Reduction:
+def compose(first: Problem | Reduction, *steps: Callable[[Problem], Reduction]) -> Reduction:
     """Applies reductions one after the other and returns them as one; the first may have been made already."""
     reduction = unchanged(first) if isinstance(first, Problem) else first
     for step in steps:

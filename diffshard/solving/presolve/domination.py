@@ -17,7 +17,7 @@ import numpy as np
 from cost.base import FORBIDDEN
 from diffshard.solving.presolve.base import Memo
 
-BLOCK = 1 << 20
+NUMBERS_PER_BLOCK = 1 << 20
 """Numbers in a temporary array, 8 MB: what fits a processor's cache several times over, but not its memory."""
 _NUM_MIXTURES = 16
 """Mixtures of a neighbour's strategies on which pairs are compared first; more leave hardly fewer pairs."""
@@ -58,7 +58,7 @@ def _candidates(
     marks = np.concatenate([marks, *(table[allowed] for table in tables)], axis=1)
     marks_and_slack = marks + _ROUNDING * np.abs(marks).max(axis=0)
     no_worse = np.empty((len(allowed), len(allowed)), bool)
-    block = max(BLOCK // marks.size, 1)
+    block = max(NUMBERS_PER_BLOCK // marks.size, 1)
     for start in range(0, len(allowed), block):
         rows = marks[start : start + block, None]
         no_worse[start : start + block] = (rows <= marks_and_slack).all(axis=2)
@@ -102,7 +102,7 @@ def _largest_differences(matrix: np.ndarray, s: np.ndarray, t: np.ndarray) -> np
     """Computes max_y matrix[s, y] - matrix[t, y] for each pair, over the columns y where t is allowed."""
     largest = np.empty(len(s))
     finite = np.isfinite(matrix).all()
-    block = max(BLOCK // matrix.shape[1], 1)
+    block = max(NUMBERS_PER_BLOCK // matrix.shape[1], 1)
     for start in range(0, len(s), block):
         part = slice(start, start + block)
         rows, others = matrix[s[part]], matrix[t[part]]

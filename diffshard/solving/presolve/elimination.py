@@ -11,7 +11,7 @@ import numpy as np
 from cost.base import Problem
 from diffshard.base import InfeasibleError
 from diffshard.solving.presolve.base import Memo, Reduction
-from diffshard.solving.presolve.domination import BLOCK, undominated
+from diffshard.solving.presolve.domination import NUMBERS_PER_BLOCK, undominated
 
 LARGEST_PRODUCT = 1 << 16
 """Entries of a new transfer matrix beyond which a node of degree two stays: it would cost more than the node."""
@@ -236,7 +236,7 @@ def _through(first: np.ndarray, second: np.ndarray, cost: np.ndarray) -> np.ndar
     """Computes the min-plus product through a node with costs: min_y first[x, y] + cost[y] + second[y, z]."""
     to_node = first + cost
     product = np.empty((first.shape[0], second.shape[1]))
-    block = max(BLOCK // second.size, 1)
+    block = max(NUMBERS_PER_BLOCK // second.size, 1)
     for start in range(0, len(to_node), block):
         product[start : start + block] = (to_node[start : start + block, :, None] + second[None]).min(axis=1)
     return product

@@ -65,7 +65,7 @@ def compress_memory(problem: Problem) -> Reduction:
     worst = _worst_times(usages.interval, base - limit)
     usages, base = usages.at_times(worst), base[worst]
     binding = _undominated_times(problem, usages, base - limit)
-    usages, base = _joined(usages.at_times(binding)), base[binding]
+    usages, base = _merged(usages.at_times(binding)), base[binding]
     return _reduction(_without_misfits(problem, usages, limit - base), usages, base)
 
 
@@ -95,7 +95,7 @@ def _split_off_base(usages: _Usages, limit: np.ndarray, devices: int) -> tuple[_
     usages = usages.at_times(can_bind)
     base = memory_profile(usages.interval, least, len(can_bind))
     varying = usages.at(np.flatnonzero((least < most).any(axis=1)))
-    return _joined(varying._replace(tables=[table - table.min(axis=0) for table in varying.tables])), base
+    return _merged(varying._replace(tables=[table - table.min(axis=0) for table in varying.tables])), base
 
 
 def _on_all_devices(rows: list[np.ndarray], devices: int) -> np.ndarray:
@@ -105,7 +105,7 @@ def _on_all_devices(rows: list[np.ndarray], devices: int) -> np.ndarray:
     return np.stack([np.broadcast_to(row, (devices,)) for row in rows])
 
 
-def _joined(usages: _Usages) -> _Usages:
+def _merged(usages: _Usages) -> _Usages:
     """Adds up usages of one node over one interval, and leaves out those with an empty interval."""
     tables: dict[tuple[int, int, int], np.ndarray] = {}
     for v, table, (start, end) in zip(usages.nodes, usages.tables, usages.interval.tolist(), strict=True):

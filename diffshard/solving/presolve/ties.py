@@ -8,7 +8,7 @@ from collections import deque
 
 import numpy as np
 
-from cost.base import Problem, distinct_arrays, is_forbidden, num_strategies
+from cost.base import Problem, distinct_arrays, is_forbidden, merge_edges, num_strategies
 from diffshard.base import InfeasibleError
 from diffshard.solving.presolve.base import Reduction
 
@@ -128,21 +128,21 @@ class _Ties:
         node_cost = [np.zeros(len(strategies)) for strategies in alive]
         for v, cost in enumerate(problem.node_cost):
             node_cost[group[v]] += np.asarray(cost, float)[maps[v]]
-        edge_nodes, edge_cost = self._joined_edges(group, maps, node_cost)
+        edge_nodes, edge_cost = self._merged_edges(group, maps, node_cost)
         reduced = problem._replace(
             node_cost=node_cost,
             edge_nodes=edge_nodes,
             edge_cost=edge_cost,
             usage_node=group[np.asarray(problem.usage_node, np.int64)],
             usage=[np.asarray(u)[maps[v]] for u, v in zip(problem.usage, problem.usage_node, strict=True)],
-            load=_joined_loads(problem, group, maps, len(remaining)),
+            load=_summed_loads(problem, group, maps, len(remaining)),
         )
         own_strategy = np.concatenate(maps)
         lengths = np.array([len(strategies) for strategies in maps])
         start = np.cumsum(lengths) - lengths
         return Reduction(reduced, 0.0, lambda choice: own_strategy[start + choice[group]])
 
-    def _joined_edges(
+    def _merged_edges(
         self, group: np.ndarray, maps: list[np.ndarray], node_cost: list[np.ndarray]
     ) -> tuple[np.ndarray, list[np.ndarray]]:
         """Sums the matrices between each pair of groups; those inside a group go into its node cost.
@@ -156,7 +156,7 @@ class _Ties:
           node_cost: of the groups; it is added to.
         """
         restricted: dict[tuple, np.ndarray] = {}
-        pairs: dict[tuple[int, int], np.ndarray] = {}
+        between: list[tuple[int, int, np.ndarray]] = []
         for (u, v), cost in zip(self.edges, self.problem.edge_cost, strict=True):
             a, b = int(group[u]), int(group[v])
             if a == b:
@@ -167,15 +167,16 @@ class _Ties:
             form = (cost.ctypes.data, cost.strides, maps[u].tobytes(), maps[v].tobytes())
             if form not in restricted:
                 restricted[form] = _finite_or_inf(cost[np.ix_(maps[u], maps[v])])
-            pairs[a, b] = pairs[a, b] + restricted[form] if (a, b) in pairs else restricted[form]
-        return np.array(list(pairs), np.int64).reshape(-1, 2), list(pairs.values())
+            between.append((a, b, restricted[form]))
+        merged = merge_edges(between)
+        return np.array(list(merged), np.int64).reshape(-1, 2), list(merged.values())
 
 
 def _finite_or_inf(cost: np.ndarray) -> np.ndarray:
     return np.where(is_forbidden(cost), np.inf, np.asarray(cost, float))
 
 
-def _joined_loads(problem: Problem, group: np.ndarray, maps: list[np.ndarray], count: int) -> list[np.ndarray]:
+def _summed_loads(problem: Problem, group: np.ndarray, maps: list[np.ndarray], count: int) -> list[np.ndarray]:
     if not len(problem.load):
         return []
     joined: list = [0.0] * count

@@ -20,6 +20,7 @@ from scipy.sparse.csgraph import reverse_cuthill_mckee
 
 from cost.base import Problem
 from diffshard.base import Proposal
+from diffshard.solving.dual.ascent import step_memory_prices
 from diffshard.solving.examples import chain
 from diffshard.solving.flat import (
     Flat,
@@ -38,7 +39,6 @@ _LAST_WIDTH = 256  # without a time limit
 _LAST_WIDTH_LIMITED = 1 << 14  # with one
 _PRICE_RUNS = 24  # of the first width, in which the prices of memory are learned
 _PRICE_GAIN = 10.0  # of the logarithm of a price, for each limit's worth of excess
-_EXCESS_RANGE = -0.1, 0.3  # limits' worth of excess that count in one step
 _LEAST_PRICE = 1e-4  # of a whole limit, in parts of the cost: lower prices are zero
 _LAST_RATE = 0.03  # of the price steps at the end, where the first ones have rate 1
 
@@ -147,10 +147,9 @@ class _Beam:
         flat = self._flat
         if flat.base.size:
             unit = np.maximum(flat.limit, 1e-30)
-            excess = np.clip(chosen_memory(flat, self.choice) / unit - 1, *_EXCESS_RANGE)
+            excess = chosen_memory(flat, self.choice) / unit - 1
             least = _LEAST_PRICE * self._cost_size / unit
-            price = np.maximum(self._memory_price, least) * np.exp(_PRICE_GAIN * rate * excess)
-            self._memory_price = np.where(price <= least, 0.0, price)
+            self._memory_price = step_memory_prices(self._memory_price, excess, least, _PRICE_GAIN * rate)
             self._cost = flat.cost + memory_price(flat, self._memory_price)
 
     def _step(

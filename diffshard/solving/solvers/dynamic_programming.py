@@ -26,7 +26,7 @@ from diffshard.solving.examples import chain
 from diffshard.solving.flat import flatten, with_ceiling
 from diffshard.solving.moves.descent import Descent
 
-LARGEST = 1 << 24
+MOST_TABLE_ENTRIES = 1 << 24
 """Entries of a table at most: 128 MiB."""
 _ERROR_PER_TERM = 4 * np.finfo(float).eps  # of a sum, in parts of the sum of its terms' sizes
 
@@ -42,7 +42,7 @@ def solve(problem: Problem, *, time_limit_s: float | None = None, key: jax.Array
     """Yields the optimum with its proof; where more than edges joins nodes, a lower bound and a choice near it.
 
     Raises:
-      ValueError: a table would have more than `LARGEST` entries.
+      ValueError: a table would have more than `MOST_TABLE_ENTRIES` entries.
     """
     del time_limit_s, key  # the loop stops it; nothing is random
     tables = _tables(problem)
@@ -50,7 +50,7 @@ def solve(problem: Problem, *, time_limit_s: float | None = None, key: jax.Array
     constant = 0.0
     for v in _order(problem):
         mine = tables[v]
-        joined = _joined(mine, problem)
+        joined = _summed(mine, problem)
         axis = joined.nodes.index(v)
         rest = joined.nodes[:axis] + joined.nodes[axis + 1 :]
         best = joined.cost.argmin(axis=axis)
@@ -115,11 +115,11 @@ def _order(problem: Problem) -> list[int]:
         count, v = heapq.heappop(heap)
         if eliminated[v] or count != entries(v):
             continue
-        if count > LARGEST:
+        if count > MOST_TABLE_ENTRIES:
             raise ValueError(
                 "`solver` 'dynamic_programming' takes graphs that come apart at few nodes, such as chains and trees; "
                 f"this one needs a table of {count:.3g} entries for node {v} and its neighbours, and at most "
-                f"{LARGEST:,} are allowed. Take 'gradient'."
+                f"{MOST_TABLE_ENTRIES:,} are allowed. Take 'gradient'."
             )
         eliminated[v] = True
         order.append(v)
@@ -131,7 +131,7 @@ def _order(problem: Problem) -> list[int]:
     return order
 
 
-def _joined(tables: list[_Table], problem: Problem) -> _Table:
+def _summed(tables: list[_Table], problem: Problem) -> _Table:
     """Returns the sum of tables, over all of their nodes."""
     nodes = tuple(sorted({v for table in tables for v in table.nodes}))
     cost = np.zeros([len(problem.node_cost[v]) for v in nodes])
@@ -151,7 +151,7 @@ def _traced_back(decided: list[_Table], count: int) -> np.ndarray:
 
 def _magnitude(problem: Problem, choice: np.ndarray) -> float:
     """Returns the sum of the absolute values of a choice's terms."""
-    nodes, edges = (costs.astype(float) for costs in chosen_costs(problem, choice))
+    nodes, edges, _ = (costs.astype(float) for costs in chosen_costs(problem, choice))
     loads = sum(float(np.abs(load[s]).mean()) for load, s in zip(problem.load, choice, strict=False))
     return float(np.abs(nodes).sum() + np.abs(edges).sum() + loads)
 

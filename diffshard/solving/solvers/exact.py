@@ -32,7 +32,7 @@ import numpy as np
 import scipy.sparse
 
 from cost.base import Problem, is_forbidden, num_memory_devices, num_strategies
-from cost.memory import numbered_times
+from cost.memory import limit_unit, numbered_times
 from diffshard.base import Proposal
 from diffshard.solving.examples import coupled_ring
 from diffshard.solving.flat import ragged
@@ -200,7 +200,7 @@ def _memory(problem: Problem, starts: np.ndarray, columns: int) -> tuple[Any, np
         return scipy.sparse.coo_array((0, columns)), np.zeros(0)
     devices = num_memory_devices(problem)
     limit = np.broadcast_to(limit, (devices,))
-    unit = np.where(np.isfinite(limit) & (limit > 0), limit, 1.0)
+    unit = limit_unit(limit)
     times, intervals = numbered_times(problem.usage_interval)
     count = len(times) * devices
     row, column = [np.arange(count), np.arange(devices, count)], [columns + np.arange(count)]

@@ -10,7 +10,7 @@ from cost.base import Problem, num_strategies
 from diffshard.base import Proposal
 from diffshard.solving.examples import coupled_ring
 
-LARGEST = 10**7
+MOST_CHOICES = 10**7
 """Choices at most, which take about a second for ten nodes."""
 _CHOICES_PER_BLOCK = 1 << 14  # about a millisecond; chosen by hand
 
@@ -19,15 +19,15 @@ def solve(problem: Problem, *, time_limit_s: float | None = None, key: jax.Array
     """Yields each block's improvement and, after the last block, the optimum as the bound.
 
     Raises:
-      ValueError: there are more than `LARGEST` choices.
+      ValueError: there are more than `MOST_CHOICES` choices.
     """
     del time_limit_s, key  # the loop stops it; nothing is random
     sizes = num_strategies(problem)
     count = math.prod(sizes.tolist())
-    if count > LARGEST:
+    if count > MOST_CHOICES:
         raise ValueError(
-            f"`solver` 'exhaustive' takes at most {LARGEST:,} choices; this problem has 10^{math.log10(count):.0f}. "
-            "Take 'gradient'."
+            f"`solver` 'exhaustive' takes at most {MOST_CHOICES:,} choices; this problem has "
+            f"10^{math.log10(count):.0f}. Take 'gradient'."
         )
     best: tuple[float, float] = (math.inf, math.inf)
     for start in range(0, count, _CHOICES_PER_BLOCK):

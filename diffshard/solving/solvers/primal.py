@@ -21,6 +21,7 @@ import numpy as np
 import optax
 
 from cost.base import Problem
+from cost.memory import limit_unit
 from diffshard.base import Proposal
 from diffshard.solving.examples import chain
 from diffshard.solving.flat import Flat, flatten, numpy_generator, ragged, with_ceiling
@@ -168,7 +169,7 @@ def _energy(flat: Flat) -> _Energy:
         return jnp.asarray(np.clip(costs / scale, -most, most), jnp.float32)
 
     times, devices = flat.base.shape
-    unit = np.where(np.isfinite(flat.limit) & (flat.limit > 0), flat.limit, 1.0)
+    unit = limit_unit(flat.limit)
     room = np.where(np.isfinite(flat.limit), (flat.limit - flat.base) / unit, _UNLIMITED_ROOM)
     usage = flat.usage.tocoo()
     row, column = usage.coords

@@ -59,6 +59,6 @@ def test_dynamic_programming_gives_a_bound_where_memory_or_loads_join_all_nodes(
 
 
 def test_dynamic_programming_says_when_tables_are_too_large(monkeypatch):
-    monkeypatch.setattr(dynamic_programming, "LARGEST", 100)
+    monkeypatch.setattr(dynamic_programming, "MOST_TABLE_ENTRIES", 100)
     with pytest.raises(ValueError, match=r"needs a table of 729 entries for node 0 .* at most 100 .* Take 'gradient'"):
         solve(FORMS["complete"], solver="dynamic_programming", reduce=presolve.unchanged)
