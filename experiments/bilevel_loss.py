@@ -19,12 +19,12 @@ from scipy import stats
 
 import diffshard
 from cost.evaluation import Evaluator, evaluate
-from diffshard.bilevel_search.base import BilevelState, Estimator, StrategyIndices, TrainingProgress
-from diffshard.bilevel_search.estimators import estimator_names, resolve
+from diffshard.bilevel_search.base import BilevelState, Estimator, TrainingProgress
+from diffshard.bilevel_search.estimator_names import estimator_names, resolve
 from diffshard.solving.solve import solve
 from experiments import bilevel_training as task
 from experiments.tables import print_table
-from search_spaces.base import Batch, LossySpace, Params, RelaxedChoice
+from search_spaces.base import Batch, Choice, LossySpace, Params, RelaxedChoice
 from search_spaces.communication.space import CommunicationSpace
 
 MARGIN = 0.005
@@ -38,7 +38,7 @@ _MOVES = 500  # until a walk is taken for random
 class Run(NamedTuple):
     """What a method returns for one seed: a choice, and the share of training that is exact before it."""
 
-    choice: StrategyIndices
+    choice: Choice
     exact_share: float = 0.0
 
 
@@ -114,7 +114,7 @@ class Searches:
     def proposals(self, name: str, seeds: int) -> list[Run]:
         """The proposal for each seed, from the records where it is there."""
 
-        def propose(seed: int) -> StrategyIndices:
+        def propose(seed: int) -> Choice:
             return self.search(name).finish(self.searched(name, seed))[0].choice
 
         stem = f"search-{self.training.setting.name}-{self.link}-{name.replace(' ', '-')}-{self.training.steps}"
@@ -177,7 +177,7 @@ class Searches:
         proven = task.recorded(training.records, stem, prove)
         return {method: (Run(tuple(run[0]), run[1]), steps) for method, (run, steps) in proven.items()}
 
-    def _is_by_kind(self, choice: StrategyIndices) -> bool:
+    def _is_by_kind(self, choice: Choice) -> bool:
         """Whether all groups that choose from the same names take the same one."""
         taken: dict[tuple[str, ...], int] = {}
         return all(taken.setdefault(self.space.strategy_names(g), s) == s for g, s in enumerate(choice))
@@ -190,7 +190,7 @@ class Searches:
         return run.exact_share * exact + (1 - run.exact_share) * chosen
 
 
-def random_within(space: CommunicationSpace, most_s: float, seed: int) -> StrategyIndices:
+def random_within(space: CommunicationSpace, most_s: float, seed: int) -> Choice:
     """A random choice that takes at most so long, and 90% of it at least where the walk meets one.
 
     A walk from the cheapest choice that exchanges one group's strategy at a time and stays within the time, so that it

@@ -47,10 +47,10 @@ def main(setting: task.Setting, repeats: int, searches: Sequence[tuple[str, int]
     train, validation = (task.listed(task.batches(work, name, 0, 1))[0] for name in ("train", "search"))
     exact = space.exact_choice()
 
-    def plain(params: Any, weights_state: Any, residuals: Any, batch: Any, step: jax.Array) -> Any:
+    def plain(params: Any, params_state: Any, residuals: Any, batch: Any, step: jax.Array) -> Any:
         loss, gradients, residuals = space.loss_and_gradients(params, batch, exact, residuals, jax.random.key(0), step)
-        updates, weights_state = optimizer.update(gradients, weights_state, params)
-        return optax.apply_updates(params, updates), weights_state, residuals, loss
+        updates, params_state = optimizer.update(gradients, params_state, params)
+        return optax.apply_updates(params, updates), params_state, residuals, loss
 
     state = params, optimizer.init(params), space.init_residuals(params)
     steps = [("training alone", 1, *_compiled(plain, ((*state, train, jnp.int32(0)),)))]

@@ -13,10 +13,10 @@ import numpy as np
 import optax
 
 from cost.base import Hardware, Link
-from diffshard.bilevel_search.base import StrategyIndices
 from diffshard.bilevel_search.training import TrainingState, gradients_of, next_state
 from diffshard.files import write_whole
 from experiments.bilevel_tasks import PARTS, Task, experts, gpt, images
+from search_spaces.base import Choice
 from search_spaces.communication.base import CollectiveStrategy, Precision
 from search_spaces.communication.precision import BFLOAT16, INT4, INT8
 from search_spaces.communication.space import CommunicationSpace
@@ -112,13 +112,13 @@ def space(setting: Setting, link: str, task: Task | None = None) -> Communicatio
     )  # fmt: skip
 
 
-def uniform(where: CommunicationSpace, precision: str) -> StrategyIndices:
+def uniform(where: CommunicationSpace, precision: str) -> Choice:
     """One precision everywhere; int4 gradients with error feedback, the first of the user's alternatives."""
     names = [where.strategy_names(g) for g in range(len(where.node_names))]
     return tuple(next((s for s, name in enumerate(row) if name.startswith(precision)), 0) for row in names)
 
 
-def described(where: CommunicationSpace, choice: StrategyIndices) -> str:
+def described(where: CommunicationSpace, choice: Choice) -> str:
     """A choice in one short line: its strategies in the order of the space's groups."""
     return " ".join(_short(where.strategy_names(g)[s]) for g, s in enumerate(choice))
 
@@ -149,7 +149,7 @@ class Training:
         self.space = space(setting, "medium", self.task)
         self.optimizer = setting.optimizer
 
-    def losses(self, seed: int, choice: StrategyIndices, exact_share: float = 0.0) -> Losses:
+    def losses(self, seed: int, choice: Choice, exact_share: float = 0.0) -> Losses:
         """After a training; a schedule's share of exact training is 0 or one half."""
         name = f"training-{self.setting.name}-{self.steps}-{seed}-{'.'.join(map(str, choice))}-{exact_share:g}"
         return Losses(*recorded(self.records, name, lambda: self._run(seed, choice, exact_share)))
@@ -162,7 +162,7 @@ class Training:
         """A seed's batches of a part, one for each step."""
         return batches(self.task, name, seed, self.steps)
 
-    def met(self, seed: int, choices: Sequence[StrategyIndices]) -> list[Losses]:
+    def met(self, seed: int, choices: Sequence[Choice]) -> list[Losses]:
         """Losses with choices that are met only after an exact training."""
         name = f"met-{self.setting.name}-{self.steps}-{seed}"
 
@@ -172,10 +172,10 @@ class Training:
 
         return [Losses(*losses) for losses in recorded(self.records, name, meet)]
 
-    def _run(self, seed: int, choice: StrategyIndices, exact_share: float) -> Losses:
+    def _run(self, seed: int, choice: Choice, exact_share: float) -> Losses:
         return self._tested(self._trained(seed, choice, exact_share), choice)
 
-    def _trained(self, seed: int, choice: StrategyIndices, exact_share: float) -> Any:
+    def _trained(self, seed: int, choice: Choice, exact_share: float) -> Any:
         params, half = self.params(seed), self.steps // 2
         state = TrainingState(
             params, self.optimizer.init(params), self.space.init_residuals(params), jax.random.key(seed), jnp.int32(0)
@@ -187,7 +187,7 @@ class Training:
             state = self._steps(_traced(running), state, part)
         return state.params
 
-    def _tested(self, params: Any, choice: StrategyIndices) -> Losses:
+    def _tested(self, params: Any, choice: Choice) -> Losses:
         return Losses(*(float(self._loss(_traced(choice), params, batches)) for batches in self._evaluated))
 
     @cached_property

@@ -8,40 +8,42 @@ Letters for sizes: V nodes, S_v strategies of node v.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import jax
 from jax.sharding import Mesh
 
 from cost.base import Hardware, Problem
 
-Choice = Sequence[int]
-"""One strategy's index for each node, `[V]`."""
-RelaxedChoice = list[jax.Array]
-"""V arrays `[S_v]` of weights on the simplex: a choice whose strategies are all taken in part."""
+Choice = tuple[int, ...]
+"""One strategy's index for each node, `[V]`. Functions that take a choice take any sequence of integers."""
+PerStrategy = list[jax.Array]
+"""V arrays `[S_v]`: a number for each strategy of each node, such as logits, slopes or increases of the loss."""
+RelaxedChoice = PerStrategy
+"""V arrays `[S_v]` of weights on the simplex: a choice in which every strategy has a share."""
 Selected = int | jax.Array
 """What runs at one node: a strategy's index, known when the program is compiled or traced, or weights `[S_v]` for the
 weighted sum of all strategies' results."""
 Selection = Sequence[Selected]
-"""What runs at each node, `[V]`: a choice, a relaxed choice, or a mixture of both."""
+"""What runs at each node, `[V]`: for each either an index or weights."""
 Params = Any
 """A pytree of a model's parameters."""
 Batch = Any
 """A pytree of arrays, the data of one training step."""
 Residuals = Any
-"""A pytree of what strategies have not sent yet and carry to the next training step."""
+"""A pytree of arrays that strategies have not sent yet and add to the next training step."""
 
 
 class Traffic(NamedTuple):
-    """What a part of a choice sends in one step.
+    """The data that a part of a choice sends in one step.
 
     Attributes:
-      direction: of values ("forward"), of cotangents ("backward") or of parameter gradients ("gradient"); empty where
-        the space does not tell them apart.
-      kind: of the collectives, or "alternatives", which send nothing themselves.
-      axes: the mesh axes over which they go.
-      count: executions in one step; none in a branch that does not run.
-      sent_bytes: by each device.
+      direction: "forward" for values, "backward" for cotangents, "gradient" for gradients of parameters; empty where
+        the space does not distinguish them.
+      kind: the kind of the collectives, or "alternatives", which send nothing themselves.
+      axes: the mesh axes over which they communicate.
+      count: executions in one step; 0 in a branch that does not run.
+      sent_bytes: bytes that each device sends.
     """
 
     direction: str
@@ -52,15 +54,15 @@ class Traffic(NamedTuple):
 
 
 class Part(NamedTuple):
-    """A part of what a choice costs; the seconds of all parts add up to the cost of the choice.
+    """One entry in the explanation of a choice's cost; the seconds of all parts add up to the cost of the choice.
 
     Attributes:
-      name: for people: an operation, an argument, a group of collectives, the busiest device.
-      kind: what the time is spent on, as "compute" or the kind of a collective.
-      node: the index of the node that pays; of a transfer the one that receives; None for what all nodes share, such as
-        the largest load.
-      seconds: in one step.
-      traffic: what it sends, where the space knows.
+      name: a name for people: an operation, an argument, a group of collectives, the busiest device.
+      kind: what the time is spent on, such as "compute" or the kind of a collective.
+      node: the index of the node that pays. A transfer is paid by the node that receives. None for a cost that all
+        nodes share, such as the largest load.
+      seconds: seconds in one step.
+      traffic: the data that it sends; None where the space does not know.
     """
 
     name: str
@@ -70,54 +72,85 @@ class Part(NamedTuple):
     traffic: Traffic | None = None
 
 
+class LossAndGradients(NamedTuple):
+    """The results of one training step before its optimiser.
+
+    Attributes:
+      loss: a scalar.
+      gradients: as the parameters.
+      residuals: for the next step.
+    """
+
+    loss: jax.Array
+    gradients: Params
+    residuals: Residuals
+
+
+class TrainingStep(Protocol):
+    """A training step with one choice: what `LossySpace.decode` returns."""
+
+    def __call__(
+        self, params: Params, batch: Batch, residuals: Residuals, key: jax.Array, step: jax.Array | int = 0
+    ) -> LossAndGradients:
+        """Returns the loss at the parameters, its gradients, and the residuals for the next step.
+
+        Args:
+          params: whole arrays.
+          batch: whole arrays.
+          residuals: as `LossySpace.init_residuals` or the step before returned them.
+          key: a random key, for strategies that round stochastically.
+          step: the number of the training step, for schedules.
+        """
+        ...
+
+
 RunnableT = TypeVar("RunnableT", covariant=True)
 
 
 class SearchSpace(Protocol[RunnableT]):
-    """Everything that can be chosen about one input, and what a choice means."""
+    """A search space: all that can be chosen about one input, and the meaning and cost of each choice."""
 
     @property
     def problem(self) -> Problem:
-        """A node for each choice that is to be made, costs in seconds; built once."""
+        """The problem, with a node for each decision and costs in seconds; it is built once."""
         ...
 
     @property
     def node_names(self) -> tuple[str, ...]:
-        """What is chosen for, `[V]` names for people."""
+        """The names of the nodes, `[V]`, for people."""
         ...
 
     def strategy_names(self, node: int) -> tuple[str, ...]:
-        """What one node chooses from, `[S_v]` names, no two alike."""
+        """Returns the names of one node's strategies, `[S_v]`, all different."""
         ...
 
-    def decode(self, choice: Choice) -> RunnableT:
-        """What a choice means, as something that runs.
+    def decode(self, choice: Sequence[int]) -> RunnableT:
+        """Turns a choice into something that runs.
 
         Raises:
           ValueError: the choice has the wrong length or an index that its node does not have.
         """
         ...
 
-    def explain(self, choice: Choice) -> tuple[Part, ...]:
-        """What a choice costs, part by part.
+    def explain(self, choice: Sequence[int]) -> tuple[Part, ...]:
+        """Splits the cost of a choice into parts.
 
         Raises:
-          ValueError: as `decode`.
+          ValueError: the choice has the wrong length or an index that its node does not have.
         """
         ...
 
 
-@runtime_checkable
-class LossySpace(SearchSpace[Any], Protocol):
+class LossySpace(SearchSpace[TrainingStep], Protocol):
     """A space whose strategies change a model's loss as well as its cost.
 
     Losses, gradients and predicted increases are pure functions that can be jitted; parameters and batches are whole
-    arrays. Everything runs emulated on one device until `on_mesh` moves it onto real ones.
+    arrays. One device emulates the mesh until `on_mesh` moves the space onto real devices.
 
     Attributes:
-      mesh_axes: devices along each mesh axis.
-      hardware: what the seconds are for, or None.
-      notes: what a reader should know, such as collectives whose bytes are not counted.
+      mesh_axes: the number of devices along each mesh axis.
+      hardware: the hardware that the seconds are predicted for, or None.
+      notes: sentences for the reader of a plan, such as which collectives' bytes are not counted.
       arguments: `(params, batch)` that the space was built for, as `jax.ShapeDtypeStruct`s.
     """
 
@@ -131,15 +164,15 @@ class LossySpace(SearchSpace[Any], Protocol):
     def arguments(self) -> tuple[Any, Any]: ...  # noqa: D102
 
     def exact_choice(self) -> Choice:
-        """The choice that leaves the loss as it is, `[V]`.
+        """Returns the choice that leaves the loss unchanged, `[V]`.
 
         Raises:
-          ValueError: a node has no exact strategy; names it.
+          ValueError: a node has no exact strategy; the error names the node.
         """
         ...
 
     def on_mesh(self, mesh: Mesh) -> "LossySpace":
-        """The same space, running on the devices of a mesh.
+        """Returns the same space, running on a mesh's devices.
 
         Raises:
           ValueError: the mesh's axes are not `mesh_axes`.
@@ -147,13 +180,13 @@ class LossySpace(SearchSpace[Any], Protocol):
         ...
 
     def init_residuals(self, params: Params) -> Residuals:
-        """What strategies carry from step to step, before the first one."""
+        """Returns the residuals before the first step."""
         ...
 
     def loss(
         self, params: Params, batch: Batch, selection: Selection, key: jax.Array, step: jax.Array | int = 0
     ) -> jax.Array:
-        """The loss of a selection, a scalar; differentiable in `params` and in weights."""
+        """Returns the loss with a selection, a scalar; it is differentiable in `params` and in weights."""
         ...
 
     def loss_and_gradients(
@@ -164,8 +197,8 @@ class LossySpace(SearchSpace[Any], Protocol):
         residuals: Residuals,
         key: jax.Array,
         step: jax.Array | int = 0,
-    ) -> tuple[jax.Array, Params, Residuals]:
-        """The loss of a selection, its gradients as they arrive, and the residuals for the next step."""
+    ) -> LossAndGradients:
+        """Returns the loss with a selection, its gradients after they were sent, and the next step's residuals."""
         ...
 
     def loss_increases(
@@ -177,6 +210,19 @@ class LossySpace(SearchSpace[Any], Protocol):
         validation: Batch | None = None,
         step_sizes: Params = 1.0,
         step: jax.Array | int = 0,
-    ) -> RelaxedChoice:
-        """By how much each strategy is predicted to increase the loss: V arrays `[S_v]`, 0 for exact strategies."""
+    ) -> PerStrategy:
+        """Predicts by how much each strategy increases the loss.
+
+        Args:
+          params: whole arrays.
+          batch: of the training step.
+          key: a random key.
+          validation: the batch whose loss is predicted; None takes `batch`.
+          step_sizes: how far a unit of each parameter's gradient moves it: one number, or arrays that broadcast to the
+            parameters.
+          step: the number of the training step.
+
+        Returns:
+          V arrays `[S_v]`, in units of the loss; 0 for exact strategies.
+        """
         ...

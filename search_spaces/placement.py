@@ -24,7 +24,7 @@ import numpy as np
 
 from cost.base import Problem
 from cost.evaluation import checked_choice, chosen_costs
-from search_spaces.base import Choice, Part
+from search_spaces.base import Part
 
 
 class DecodedPlacement(NamedTuple):
@@ -95,7 +95,7 @@ class PlacementSpace:
         kind = "device" if self._num_microbatches is None else "stage"
         return tuple(f"{kind} {d}" for d in range(self._times.shape[1]))
 
-    def decode(self, choice: Choice) -> DecodedPlacement:
+    def decode(self, choice: Sequence[int]) -> DecodedPlacement:
         """Returns where each layer runs and how long each device computes.
 
         Raises:
@@ -111,7 +111,7 @@ class PlacementSpace:
             device_s=np.bincount(assignment, self._times[layers, assignment], num_devices),
         )
 
-    def explain(self, choice: Choice) -> tuple[Part, ...]:
+    def explain(self, choice: Sequence[int]) -> tuple[Part, ...]:
         """Returns each layer's own time where the cost counts it, each transfer that takes time, and the largest load.
 
         Raises:

@@ -13,18 +13,17 @@ import numpy as np
 
 from cost.base import is_forbidden, num_strategies
 from cost.evaluation import Evaluator
-from diffshard.bilevel_search.base import Candidate, Prediction, StrategyIndices
+from diffshard.bilevel_search.base import LossPrediction
+from diffshard.bilevel_search.plan_data import Candidate
 from diffshard.bilevel_search.rounding import cheapest
-from search_spaces.base import LossySpace
+from search_spaces.base import Choice, LossySpace
 
 _MAX_COMBINATIONS = 4096
 """Choices that are listed before candidates are picked; pricing them takes about a second."""
 _MAX_NAMED_NODES = 3  # in the name of a candidate; more would not fit a table's line
 
 
-def propose(
-    space: LossySpace, proposal: StrategyIndices, prediction: Prediction, *, max_candidates: int
-) -> list[Candidate]:
+def propose(space: LossySpace, proposal: Choice, prediction: LossPrediction, *, max_candidates: int) -> list[Candidate]:
     """Returns the search's proposal, every uniform choice, choices by type, schedules of the first two, the cheapest.
 
     Choices by type are all combinations over nodes (whose sites share a type), or, where these are too many, those that
@@ -50,7 +49,7 @@ def propose(
     beaten = [candidates[i] for i in np.argsort(layer, kind="stable") if layer[i]]
     schedules = map(_second_half, uniform)
     ordered = [proposed, *uniform, _second_half(proposed), *unbeaten, *uniform_in_part, *schedules, *beaten]
-    distinct: dict[tuple[StrategyIndices, float], Candidate] = {}
+    distinct: dict[tuple[Choice, float], Candidate] = {}
     for candidate in ordered:
         content = candidate.choice, candidate.exact_share
         if candidate.choice != exact and content not in distinct and _possible(evaluator, candidate.choice):
@@ -73,7 +72,7 @@ def described(space: LossySpace, choice: Sequence[int]) -> str:
     return ", ".join(f"{count}x {name}" for name, count in counts.items())
 
 
-def _possible(evaluator: Evaluator, choice: StrategyIndices) -> bool:
+def _possible(evaluator: Evaluator, choice: Choice) -> bool:
     """Whether a choice keeps the problem's own limits and takes nothing that is forbidden."""
     evaluation = evaluator(choice)
     return bool(evaluation.feasible) and not is_forbidden(np.asarray(evaluation.cost))
@@ -83,7 +82,7 @@ def _second_half(candidate: Candidate) -> Candidate:
     return Candidate(f"{candidate.name}, second half", candidate.choice, 0.5)
 
 
-def _uniform(space: LossySpace, exact: StrategyIndices) -> tuple[list[Candidate], list[Candidate]]:
+def _uniform(space: LossySpace, exact: Choice) -> tuple[list[Candidate], list[Candidate]]:
     """For each strategy's name the choice that takes it wherever it can be had.
 
     Names that begin with it serve as well, as "int4 with error feedback" does for "int4".
@@ -101,13 +100,13 @@ def _uniform(space: LossySpace, exact: StrategyIndices) -> tuple[list[Candidate]
     return everywhere, in_part
 
 
-def _combinations(space: LossySpace, exact: StrategyIndices) -> list[StrategyIndices]:
+def _combinations(space: LossySpace, exact: Choice) -> list[Choice]:
     sizes = num_strategies(space.problem).tolist()
     if np.prod(sizes, dtype=float) <= _MAX_COMBINATIONS:
         return list(itertools.product(*map(range, sizes)))
     kinds: dict[tuple[str, ...], int] = {}
     kind_of = [kinds.setdefault(tuple(space.strategy_names(v)), len(kinds)) for v in range(len(sizes))]
-    choices: dict[StrategyIndices, None] = {}
+    choices: dict[Choice, None] = {}
     if np.prod([len(names) for names in kinds], dtype=float) <= _MAX_COMBINATIONS:
         for strategies in itertools.product(*(range(len(names)) for names in kinds)):
             choices[tuple(strategies[kind] for kind in kind_of)] = None

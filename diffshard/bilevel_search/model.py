@@ -1,11 +1,9 @@
 """How the model trains while its choice is searched, and how its loss depends on the relaxed choice.
 
-Both questions have no answer but training itself where strategies are exact (`ExactModel`); where they change the loss,
-an estimator answers them (`LossyModel`). Two things need derivatives through the optimiser of the parameters: how far
-a unit of each gradient moves its parameter, and the step of order 2, which looks at the loss after one step.
+Where every choice has the same loss there is nothing to estimate (`ExactModel`); where strategies change the loss, an
+estimator answers them (`LossyModel`).
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -13,19 +11,28 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from diffshard.bilevel_search.base import (
-    BilevelState,
-    Estimator,
-    LossAndGradients,
-    LossFn,
-    StrategyIndices,
-    TrainingProgress,
-)
+from cost.base import num_strategies
+from diffshard.bilevel_search.base import BilevelState, Estimator, LossFn, TrainingProgress
+from diffshard.bilevel_search.candidates import propose
 from diffshard.bilevel_search.inputs import check_arguments
-from search_spaces.base import Batch, LossySpace, Params, RelaxedChoice, Residuals
-
-_STEPS = 8
-"""Steps of the optimiser that are followed; momentum of 0.9 has shown more than half of an impulse by then."""
+from diffshard.bilevel_search.optimizer_derivatives import step_sizes, unrolled, updated
+from diffshard.bilevel_search.plan import BilevelPlan, exact_plan
+from diffshard.bilevel_search.plan_data import Proof
+from diffshard.bilevel_search.proposal import Outcome, predicted, proposed_plan, proved_plan
+from diffshard.bilevel_search.proving import CandidatesData, check_data, prove
+from diffshard.bilevel_search.relaxation import marginal_logits
+from diffshard.bilevel_search.rounding import best_of, largest_weights
+from search_spaces.base import (
+    Batch,
+    Choice,
+    LossAndGradients,
+    LossySpace,
+    Params,
+    PerStrategy,
+    RelaxedChoice,
+    Residuals,
+    SearchSpace,
+)
 
 
 class StepKeys(NamedTuple):
@@ -37,7 +44,20 @@ class StepKeys(NamedTuple):
 
 
 class Model(Protocol):
-    """A model whose parameters train while a choice is searched."""
+    """A model whose parameters train while a choice is searched.
+
+    Attributes:
+      space: where the choice is made.
+      baseline_choice: the choice that others are compared with, `[V]`.
+      baseline_seconds: seconds that cost ratios are formed with.
+    """
+
+    @property
+    def space(self) -> SearchSpace[Any]: ...  # noqa: D102
+    @property
+    def baseline_choice(self) -> Choice: ...  # noqa: D102
+    @property
+    def baseline_seconds(self) -> float: ...  # noqa: D102
 
     def check_arguments(self, params: Params, batch: Batch) -> None:
         """Raises `ValueError` where arrays have other shapes or types than the model was built for."""
@@ -45,6 +65,10 @@ class Model(Protocol):
 
     def init_residuals(self, params: Params) -> Residuals:
         """Returns the residuals before the first step."""
+        ...
+
+    def init_logits(self) -> PerStrategy:
+        """Returns the logits that the search starts near, V arrays `[S_v]`."""
         ...
 
     def train(self, state: BilevelState, relaxed: RelaxedChoice, batch: Batch, keys: StepKeys) -> LossAndGradients:
@@ -59,15 +83,42 @@ class Model(Protocol):
         train_batch: Batch,
         val_batch: Batch,
         keys: StepKeys,
-    ) -> tuple[jax.Array, RelaxedChoice]:
+    ) -> tuple[jax.Array, PerStrategy]:
         """Returns by how much the relaxed choice raises the validation loss, and the slopes of this in it."""
+        ...
+
+    def plan(self, outcome: Outcome, data: CandidatesData | None) -> BilevelPlan:
+        """Returns the plan that a search ends with.
+
+        Args:
+          outcome: of the search.
+          data: to train candidates on, where the loss depends on the choice; None takes the search's proposal.
+        """
+        ...
+
+    def prove(self, outcome: Outcome, data: CandidatesData) -> Proof:
+        """Trains the search's proposal and simpler choices from the start.
+
+        Raises:
+          ValueError: the loss does not depend on the choice, or the data have other shapes than the search.
+        """
         ...
 
 
 @dataclass(frozen=True)
 class ExactModel:
-    """A model whose loss does not depend on the choice: it trains on the user's loss."""
+    """A model whose loss does not depend on the choice: it trains on the user's loss.
 
+    Attributes:
+      space: where the choice is made.
+      baseline_choice: the first allowed strategies.
+      baseline_seconds: the cost of uniform weights.
+      loss_fn: the loss.
+    """
+
+    space: SearchSpace[Any]
+    baseline_choice: Choice
+    baseline_seconds: float
     loss_fn: LossFn
 
     def check_arguments(self, params: Params, batch: Batch) -> None:
@@ -77,6 +128,10 @@ class ExactModel:
         """Returns an empty pytree."""
         del params
         return ()
+
+    def init_logits(self) -> PerStrategy:
+        """Returns the logits of the solver's marginals."""
+        return marginal_logits(self.space.problem)
 
     def train(self, state: BilevelState, relaxed: RelaxedChoice, batch: Batch, keys: StepKeys) -> LossAndGradients:
         """See `Model`."""
@@ -91,10 +146,19 @@ class ExactModel:
         train_batch: Batch,
         val_batch: Batch,
         keys: StepKeys,
-    ) -> tuple[jax.Array, RelaxedChoice]:
+    ) -> tuple[jax.Array, PerStrategy]:
         """Returns zeros."""
         del state, gradients, train_batch, val_batch, keys
         return jnp.zeros(()), jax.tree.map(jnp.zeros_like, relaxed)
+
+    def plan(self, outcome: Outcome, data: CandidatesData | None) -> BilevelPlan:
+        """Returns the plan of the largest weights; no data are needed, because the loss is the same for all choices."""
+        del data
+        return exact_plan(self.space, best_of(self.space.problem, {largest_weights(outcome.relaxed): 0.0}, None))
+
+    def prove(self, outcome: Outcome, data: CandidatesData) -> Proof:
+        """Raises `ValueError`: there is nothing to compare."""
+        raise ValueError("`prove` compares losses, and in this space every choice has the same.")
 
 
 @dataclass(frozen=True)
@@ -103,14 +167,16 @@ class LossyModel:
 
     Attributes:
       space: its strategies.
-      exact_choice: the choice that leaves the loss as it is.
+      baseline_choice: the exact choice.
+      baseline_seconds: the cost of the exact choice.
       estimator: see `Estimator`.
       optimizer: of the parameters.
       order: 1 looks at the loss at the parameters, 2 at the loss after one step of them.
     """
 
     space: LossySpace
-    exact_choice: StrategyIndices
+    baseline_choice: Choice
+    baseline_seconds: float
     estimator: Estimator
     optimizer: optax.GradientTransformation
     order: int
@@ -123,13 +189,15 @@ class LossyModel:
         """See `Model`."""
         return self.space.init_residuals(params)
 
+    def init_logits(self) -> PerStrategy:
+        """Returns zeros: uniform weights."""
+        return [jnp.zeros(size) for size in num_strategies(self.space.problem).tolist()]
+
     def train(self, state: BilevelState, relaxed: RelaxedChoice, batch: Batch, keys: StepKeys) -> LossAndGradients:
         """See `Model`."""
         select = self.estimator.selection
-        selection = self.exact_choice if select is None else select(relaxed, keys.draw)
-        return LossAndGradients(
-            *self.space.loss_and_gradients(state.params, batch, selection, state.residuals, keys.noise, state.step)
-        )
+        selection = self.baseline_choice if select is None else select(relaxed, keys.draw)
+        return self.space.loss_and_gradients(state.params, batch, selection, state.residuals, keys.noise, state.step)
 
     def increase(
         self,
@@ -139,122 +207,43 @@ class LossyModel:
         train_batch: Batch,
         val_batch: Batch,
         keys: StepKeys,
-    ) -> tuple[jax.Array, RelaxedChoice]:
+    ) -> tuple[jax.Array, PerStrategy]:
         """See `Model`."""
         val_key, sizes_key = jax.random.split(keys.validation)
-        sizes = step_sizes(self.optimizer, state.weights_state, state.params, gradients, sizes_key)
+        sizes = step_sizes(self.optimizer, state.params_state, state.params, gradients, sizes_key)
         progress = TrainingProgress(state.step, sizes)
 
         def increase(params: Params, relaxed: RelaxedChoice) -> jax.Array:
             return self.estimator.increase(self.space, params, val_batch, relaxed, val_key, progress)
 
-        weigh = self.estimator.weights
-        if self.order == 1 or weigh is None:
+        relax = self.estimator.relaxed
+        if self.order == 1 or relax is None:
             return jax.value_and_grad(increase, argnums=1)(state.params, relaxed)
 
         def train_loss(params: Params, relaxed: RelaxedChoice) -> jax.Array:
-            return self.space.loss(params, train_batch, weigh(relaxed, keys.draw), keys.noise, state.step)
+            return self.space.loss(params, train_batch, relax(relaxed, keys.draw), keys.noise, state.step)
 
         def step(gradients: Params) -> Params:
             return updated(self.optimizer, state, gradients)[0]
 
         return unrolled(increase, train_loss, step, state.params, relaxed, gradients)
 
+    def plan(self, outcome: Outcome, data: CandidatesData | None) -> BilevelPlan:
+        """Returns the plan of the search's proposal, or with data the plan of the candidate that trained best."""
+        if data is None:
+            return proposed_plan(self.space, self.baseline_choice, outcome)
+        return proved_plan(self.space, self.baseline_seconds, self.prove(outcome, data), outcome.objective.limit)
 
-def updated(
-    optimizer: optax.GradientTransformation, state: BilevelState, gradients: Params
-) -> tuple[Params, optax.OptState]:
-    """Returns the parameters after a step of their optimiser, and its state."""
-    updates, weights_state = optimizer.update(gradients, state.weights_state, state.params)
-    return optax.apply_updates(state.params, updates), weights_state
-
-
-def step_sizes(
-    optimizer: optax.GradientTransformation,
-    state: optax.OptState,
-    params: Params,
-    gradients: Params,
-    key: jax.Array,
-) -> Params:
-    """Returns how far a unit of each parameter's gradient moves it in all, with an optimiser as it stands.
-
-    This is minus the diagonal of the derivative of the next updates' sum with respect to the next gradient, or 0 where
-    that is negative. For gradient descent it is the rate, with momentum the rate over 1 - momentum as far as the steps
-    show it, for adam about the rate over the root of the mean square. It is estimated with random signs z as
-    z ⊙ (derivative along z), which is exact for optimisers that treat each parameter by itself.
-
-    Optimisers that take the gradient's sign have no such derivative, nor has adam in its first step: where half a leaf
-    has none, all of its sizes are the root mean square of a step, decay of weights included, over that of the gradient,
-    which for adam is about the same.
-
-    Args:
-      optimizer: of the parameters.
-      state: of the optimiser.
-      params: where it stands.
-      gradients: which it gets in each of the steps.
-      key: of the signs.
-    """
-    signs: Any = optax.tree.random_like(key, gradients, sampler=jax.random.rademacher)
-
-    def total_update(first: Params) -> Params:
-        def follow(carry: tuple[Params, optax.OptState], number: jax.Array) -> Any:
-            total, state = carry
-            gradient = jax.tree.map(lambda one, other: jnp.where(number == 0, one, other), first, gradients)
-            updates, state = optimizer.update(gradient, state, params)
-            return (jax.tree.map(lambda t, u: t + u.astype(t.dtype), total, updates), state), None
-
-        begin = jax.tree.map(lambda g: jnp.zeros(g.shape, jnp.float32), gradients), state
-        return jax.lax.scan(follow, begin, jnp.arange(_STEPS))[0][0]
-
-    total, along = jax.jvp(total_update, (gradients,), (signs,))
-
-    def size(gradient: jax.Array, sign: jax.Array, total: jax.Array, along: jax.Array) -> jax.Array:
-        # The root in adam-like optimisers has no derivative where a gradient is exactly 0.
-        slope = -along * sign.astype(jnp.float32)
-        slope = jnp.where((slope > 0) & jnp.isfinite(slope), slope, 0.0)
-        rms, step_rms = (jnp.sqrt(jnp.square(x.astype(jnp.float32)).mean()) for x in (gradient, total / _STEPS))
-        by_steps = jnp.where(rms > 0, step_rms / jnp.where(rms > 0, rms, 1.0), 0.0)
-        return jnp.where((slope > 0).mean() > 0.5, slope, by_steps)
-
-    return jax.tree.map(size, gradients, signs, total, along)
-
-
-def unrolled(
-    increase: Callable[[Params, RelaxedChoice], jax.Array],
-    train_loss: Callable[[Params, RelaxedChoice], jax.Array],
-    step: Callable[[Params], Params],
-    params: Params,
-    relaxed: RelaxedChoice,
-    gradients: Params,
-) -> tuple[jax.Array, RelaxedChoice]:
-    """Returns the increase after the step that θ is about to take, and its slope in the relaxed choice through it.
-
-    With θ' = step(g(θ, p)), g = ∇θ L_train, the slope is ∂p L_val(θ', p) + ∂p ⟨g(θ, p), u⟩, u = (∂step/∂g)ᵀ ∇θ' L_val.
-    For gradient descent u = -ξ ∇θ' L_val. The second term is a difference of two slopes of the training loss, taken at
-    θ + εu and θ - εu.
-
-    Source: Liu, Simonyan and Yang, "DARTS" (ICLR 2019), equations 7 and 8, ε = 0.01 / |u|; here for any optimiser.
-
-    Args:
-      increase: of parameters and the relaxed choice.
-      train_loss: of parameters and the relaxed choice, whose gradient in the parameters is `gradients` at `params`.
-      step: new parameters of gradients.
-      params: θ.
-      relaxed: p.
-      gradients: g(θ, p).
-    """
-    next_params, pull_back = jax.vjp(step, gradients)
-    value, (params_slope, slope) = jax.value_and_grad(increase, argnums=(0, 1))(next_params, relaxed)
-    (direction,) = pull_back(params_slope)
-    # The root in adam-like optimisers has no derivative where a gradient is exactly 0.
-    direction = jax.tree.map(lambda u: jnp.where(jnp.isfinite(u), u, 0.0), direction)
-    norm = optax.tree.norm(direction)
-    size = 0.01 / jnp.where(norm > 0, norm, 1.0)
-    train_slope = jax.grad(train_loss, argnums=1)
-    above = train_slope(_shifted(params, size, direction), relaxed)
-    below = train_slope(_shifted(params, -size, direction), relaxed)
-    return value, jax.tree.map(lambda s, a, b: s + (a - b) / (2 * size), slope, above, below)
-
-
-def _shifted(params: Params, size: jax.Array, direction: Params) -> Params:
-    return jax.tree.map(lambda p, u: p + (size * u).astype(p.dtype), params, direction)
+    def prove(self, outcome: Outcome, data: CandidatesData) -> Proof:
+        """See `Model`."""
+        check_data(data, outcome.state, outcome.batch_shapes)
+        prediction = predicted(outcome.state, self.baseline_choice)
+        proposal = proposed_plan(self.space, self.baseline_choice, outcome).choice
+        return prove(
+            self.space,
+            propose(self.space, proposal, prediction, max_candidates=data.num_candidates),
+            data,
+            optimizer=self.optimizer,
+            objective=outcome.objective.frozen_at(outcome.state.step),
+            prediction=prediction,
+        )

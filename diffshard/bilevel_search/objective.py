@@ -6,8 +6,19 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from diffshard.bilevel_search.base import Objective, ObjectiveWeights
+from cost.base import Problem
+from diffshard.bilevel_search.base import LossPrediction, Objective, ObjectiveScales
 from diffshard.bilevel_search.inputs import as_real
+from diffshard.bilevel_search.rounding import weighed, within
+from search_spaces.base import Choice
+
+_BOUND_SHARES = (1.0, 0.7, 0.4)
+"""Of the bound, that refinements are proposed for: measurements are noisy, so that the full bound may be too much."""
+_BOUND_PER_NOISE = 4
+"""The bound as a multiple of a measurement's noise, assumed: a bound is chosen such that training can resolve it."""
+_LOSS_PER_NOISE = 1000
+"""The loss as a multiple of a measurement's noise: by about this share repeated trainings of small models differ."""
+_LEAST_NOISE = 1e-12  # in units of the loss; it must be positive
 
 
 @dataclass(frozen=True)
@@ -39,16 +50,40 @@ class CostWeight:
             raise ValueError(f"`cost_weight` must be a finite number from 0 on, or a schedule; got {self.weight!r}.")
         object.__setattr__(self, "weight", weight)
 
-    def weights(self, multiplier: jax.Array, increase: jax.Array, step: jax.Array) -> ObjectiveWeights:
+    def scales(self, multiplier: jax.Array, increase: jax.Array, step: jax.Array) -> ObjectiveScales:
         """See `Objective`."""
         del multiplier, increase
         cost = jnp.asarray(self.weight(step) if callable(self.weight) else self.weight, jnp.float32)
-        return ObjectiveWeights(jnp.ones(()), jnp.where((cost >= 0) & jnp.isfinite(cost), cost, jnp.nan))
+        return ObjectiveScales(jnp.ones(()), jnp.where((cost >= 0) & jnp.isfinite(cost), cost, jnp.nan))
 
     def next_multiplier(self, multiplier: jax.Array, increase: jax.Array) -> jax.Array:
         """Returns the multiplier as it is: a weight of the cost needs none."""
         del increase
         return multiplier
+
+    @property
+    def limit(self) -> None:
+        """None: any increase is allowed at its price."""
+
+    def frozen_at(self, step: jax.Array) -> "CostWeight":
+        """Returns the weight that a schedule has at a step."""
+        return CostWeight(self._at(step))
+
+    def score(self, increase: float, seconds: float, exact_seconds: float) -> float:
+        """Returns increase + weight · cost ratio, with a schedule's weight at step 0."""
+        return increase + self._at(jnp.int32(0)) * seconds / exact_seconds
+
+    def noise(self, loss: float) -> float:
+        """Returns a share of the loss, or the least number that a loss of 0 is measured to."""
+        return max(loss / _LOSS_PER_NOISE, _LEAST_NOISE)
+
+    def choices(self, problem: Problem, prediction: LossPrediction, exact_seconds: float) -> list[Choice]:
+        """Returns the choice of least loss and cost; none where the cost has no weight."""
+        weight = self._at(jnp.int32(0))
+        return [weighed(problem, prediction, exact_seconds / weight)] if weight else []
+
+    def _at(self, step: jax.Array) -> float:
+        return float(self.scales(jnp.zeros(()), jnp.zeros(()), step).cost)
 
 
 @dataclass(frozen=True)
@@ -94,15 +129,35 @@ class MaxLossIncrease:
                     f"leave it out for {default}."
                 )
 
-    def weights(self, multiplier: jax.Array, increase: jax.Array, step: jax.Array) -> ObjectiveWeights:
+    def scales(self, multiplier: jax.Array, increase: jax.Array, step: jax.Array) -> ObjectiveScales:
         """See `Objective`."""
         del step
         pressure = jnp.maximum(multiplier + self.penalty * self._excess(increase), 0.0)
-        return ObjectiveWeights(pressure / self.limit, jnp.ones(()))
+        return ObjectiveScales(pressure / self.limit, jnp.ones(()))
 
     def next_multiplier(self, multiplier: jax.Array, increase: jax.Array) -> jax.Array:
         """See `Objective`."""
         return jnp.maximum(multiplier + self.rate * self._excess(increase), 0.0)
+
+    def frozen_at(self, step: jax.Array) -> "MaxLossIncrease":
+        """Returns the same: the bound has no schedule."""
+        del step
+        return self
+
+    def score(self, increase: float, seconds: float, exact_seconds: float) -> tuple[float, float]:
+        """Returns (increase beyond the bound, seconds), which are compared in this order."""
+        del exact_seconds
+        return max(increase - self.limit, 0.0), seconds
+
+    def noise(self, loss: float) -> float:
+        """Returns a share of the bound."""
+        del loss
+        return self.limit / _BOUND_PER_NOISE
+
+    def choices(self, problem: Problem, prediction: LossPrediction, exact_seconds: float) -> list[Choice]:
+        """Returns the cheapest choices within the bound and within shares of it."""
+        del exact_seconds
+        return [within(problem, prediction, share * self.limit) for share in _BOUND_SHARES]
 
     def _excess(self, increase: jax.Array) -> jax.Array:
         return jnp.minimum(increase / self.limit - 1.0, 1.0)

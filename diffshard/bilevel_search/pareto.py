@@ -1,12 +1,12 @@
-"""Loss against step time: which choices no other beats in both, and a drawing of them."""
+"""Loss against step time: the choices that no other choice beats in both, and a drawing of them."""
 
 import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from diffshard.bilevel_search.base import Point
 from diffshard.bilevel_search.inputs import as_real
+from diffshard.bilevel_search.plan_data import Point
 
 _ENDINGS = (".png", ".svg", ".pdf")
 
@@ -54,13 +54,13 @@ class Pareto(NamedTuple):
 
 
 def pareto(points: Sequence[Point | tuple[str, float, float]]) -> Pareto:
-    """The front of (name, seconds, loss).
+    """Returns the points that no other point beats in both time and loss.
 
     >>> [p.name for p in pareto([("exact", 2.0, 1.0), ("int8", 1.0, 1.1), ("int4", 1.5, 1.2)]).front]
     ['int8', 'exact']
 
     Raises:
-      ValueError: no points, what is no (name, seconds, loss), or seconds that are negative or not finite.
+      ValueError: there are no points, an entry is not (name, seconds, loss), or seconds are negative or not finite.
     """
     if not isinstance(points, Iterable) or isinstance(points, str):
         raise ValueError(f"`points` must be a sequence of (name, seconds, loss), got {points!r}.")

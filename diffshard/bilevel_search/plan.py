@@ -6,13 +6,13 @@ from typing import Any
 
 import optax
 
-from diffshard.bilevel_search.base import BilevelPlanData, GroupPlan, StrategyIndices
+from diffshard.bilevel_search.plan_data import BilevelPlanData, NodePlan
 from diffshard.bilevel_search.plan_file import load, save
 from diffshard.bilevel_search.plan_text import format_plan
 from diffshard.bilevel_search.relaxation import exact_cost, first_allowed, mean_cost
 from diffshard.bilevel_search.rounding import RoundedChoice
 from diffshard.bilevel_search.training import Training, training
-from search_spaces.base import LossySpace, Part, SearchSpace, Traffic
+from search_spaces.base import Choice, LossySpace, Part, SearchSpace, Traffic
 
 
 class BilevelPlan(BilevelPlanData):
@@ -40,7 +40,9 @@ class BilevelPlan(BilevelPlanData):
         """
         return load(path, BilevelPlan)
 
-    def training(self, space: Any, optimizer: optax.GradientTransformation, num_steps: int | None = None) -> Training:
+    def training(
+        self, space: SearchSpace[Any], optimizer: optax.GradientTransformation, num_steps: int | None = None
+    ) -> Training:
         """Returns how a model trains with this plan: two pure functions, the step to be jitted or searched.
 
         >>> init, step = plan.training(space.on_mesh(mesh), optax.adamw(3e-4))
@@ -51,12 +53,13 @@ class BilevelPlan(BilevelPlanData):
         Strategies are found by name, so that the space may be built anew and list others, in another order.
 
         Args:
-          space: of the plan's groups; it emulates the mesh on one device, unless it comes from `space.on_mesh(mesh)`.
+          space: the space that the plan was made for, or one that has its nodes and strategies. It emulates the mesh on
+            one device, unless it comes from `space.on_mesh(mesh)`.
           optimizer: of the parameters.
           num_steps: of the whole training; needed where it runs the exact choice for a share of it.
 
         Raises:
-          PlanError: the space is for another mesh, or has other groups or lacks their strategies; names the first.
+          PlanError: the space is for another mesh, or has other nodes or lacks their strategies; names the first.
           ValueError: the space has no loss, `optimizer` is not one of optax's, or `num_steps` is missing; from `init`:
             `key` is not a random key; from `init` and `step`: arrays of other shapes or types than the space was built
             for.
@@ -76,7 +79,7 @@ def lossy_plan(space: LossySpace, rounded: RoundedChoice, limit: float | None, n
     exact, seconds = tuple(int(s) for s in space.exact_choice()), float(rounded.evaluation.cost)
     return BilevelPlan(
         choice=rounded.choice,
-        groups=_groups(space, rounded.choice, exact),
+        nodes=_nodes(space, rounded.choice, exact),
         seconds=seconds,
         cost_ratio=seconds / exact_cost(space.problem, exact),
         loss_increase=rounded.increase,
@@ -94,7 +97,7 @@ def exact_plan(space: SearchSpace[Any], rounded: RoundedChoice) -> BilevelPlan:
     seconds = float(rounded.evaluation.cost)
     return BilevelPlan(
         choice=rounded.choice,
-        groups=_groups(space, rounded.choice, first_allowed(space.problem)),
+        nodes=_nodes(space, rounded.choice, first_allowed(space.problem)),
         mesh_axes={},
         hardware=None,
         seconds=seconds,
@@ -106,18 +109,18 @@ def exact_plan(space: SearchSpace[Any], rounded: RoundedChoice) -> BilevelPlan:
     )
 
 
-def _groups(space: SearchSpace[Any], choice: StrategyIndices, exact: StrategyIndices) -> tuple[GroupPlan, ...]:
+def _nodes(space: SearchSpace[Any], choice: Choice, exact: Choice) -> tuple[NodePlan, ...]:
     """A record of each node of a space with a choice in it."""
     nodes = range(len(choice))
     parts, exact_parts = (
         [[part for part in explained if part.node == v] for v in nodes]
         for explained in (space.explain(choice), space.explain(exact))
     )
-    groups = []
+    records = []
     for v in nodes:
         names, exact_traffic = space.strategy_names(v), _traffic(exact_parts[v])
-        groups.append(
-            GroupPlan(
+        records.append(
+            NodePlan(
                 name=space.node_names[v],
                 strategy=names[choice[v]],
                 exact_strategy=names[exact[v]],
@@ -127,7 +130,7 @@ def _groups(space: SearchSpace[Any], choice: StrategyIndices, exact: StrategyInd
                 exact_sent_bytes=exact_traffic.sent_bytes if exact_traffic else 0.0,
             )
         )
-    return tuple(groups)
+    return tuple(records)
 
 
 def _traffic(parts: Sequence[Part]) -> Traffic | None:

@@ -7,10 +7,11 @@ from os import PathLike
 from typing import Any, TypeVar
 
 from diffshard.base import PlanError
-from diffshard.bilevel_search.base import BilevelPlanData, GroupPlan, Proof, StrategyIndices
+from diffshard.bilevel_search.plan_data import BilevelPlanData, NodePlan, Proof
 from diffshard.plans.documents import BILEVEL, content, plain, read, restored, write
+from search_spaces.base import Choice
 
-VERSION = 2
+VERSION = 3
 _DIRECTIONS = ("forward", "backward", "gradient", "")
 """Of traffic; empty where a space does not tell directions apart."""
 
@@ -48,12 +49,14 @@ def from_json(document: Any, name: str, kind: type[PlanT]) -> PlanT:
     Raises:
       PlanError: they are not a plan of `bilevel`, are damaged, or are newer than this version.
     """
-    values = content(document, name, BILEVEL, VERSION, older=(1,))
+    values = content(document, name, BILEVEL, VERSION, older=(1, 2))
     try:
         if "proof" not in values:  # without it what was measured would pass for a prediction
             raise ValueError("it has no `proof`")
         if document["version"] == 1:
             values = _from_version_1(values)
+        if document["version"] < 3:
+            values = _renamed(values, {"groups": "nodes"})
         plan: PlanT = restored(kind, values)
         _check(plan)
     except (TypeError, ValueError, RecursionError) as error:
@@ -62,7 +65,7 @@ def from_json(document: Any, name: str, kind: type[PlanT]) -> PlanT:
 
 
 def _from_version_1(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of version 1 under the names of version 2; what is damaged stays as it is and is refused later."""
+    """Returns the fields of version 1 under the names of version 2; damaged values stay and are refused later."""
     renamed = {_NEW_NAMES.get(name, name): value for name, value in values.items()}
     if isinstance(renamed.get("groups"), list):
         renamed["groups"] = [_group_from_version_1(group) for group in renamed["groups"]]
@@ -93,14 +96,14 @@ def _renamed(record: Any, names: Mapping[str, str]) -> Any:
 
 
 def _check(plan: BilevelPlanData) -> None:
-    """Checks that values are such as a search gives.
+    """Checks that the values are in the ranges that a search produces.
 
     Raises:
       ValueError: names the first that is not.
     """
-    if not plan.groups:
-        raise ValueError("it has no `groups`")
-    _check_choice("", plan.choice, len(plan.groups))
+    if not plan.nodes:
+        raise ValueError("it has no `nodes`")
+    _check_choice("", plan.choice, len(plan.nodes))
     if any(devices < 1 for devices in plan.mesh_axes.values()):
         raise ValueError(f"`mesh_axes` is {dict(plan.mesh_axes)}, not axes with their numbers of devices")
     if not 0 <= plan.exact_share < 1:
@@ -108,37 +111,37 @@ def _check(plan: BilevelPlanData) -> None:
     if plan.max_loss_increase is not None and not 0 < plan.max_loss_increase < math.inf:
         raise ValueError(f"`max_loss_increase` is {plan.max_loss_increase}, not a positive finite number")
     _check_amounts("", seconds=plan.seconds, cost_ratio=plan.cost_ratio)
-    for group in plan.groups:
-        _check_group(group)
+    for node in plan.nodes:
+        _check_node(node)
     if plan.proof is not None:
-        _check_proof(plan.proof, len(plan.groups))
+        _check_proof(plan.proof, len(plan.nodes))
 
 
-def _check_group(group: GroupPlan) -> None:
-    where = f" of group {group.name!r}"
-    _check_amounts(where, seconds=group.seconds, exact_seconds=group.exact_seconds)
-    _check_amounts(where, exact_sent_bytes=group.exact_sent_bytes)
-    if (sent := group.traffic) is not None:
+def _check_node(node: NodePlan) -> None:
+    where = f" of node {node.name!r}"
+    _check_amounts(where, seconds=node.seconds, exact_seconds=node.exact_seconds)
+    _check_amounts(where, exact_sent_bytes=node.exact_sent_bytes)
+    if (sent := node.traffic) is not None:
         if sent.direction not in _DIRECTIONS:
             raise ValueError(f"`direction`{where} is {sent.direction!r}, none of {', '.join(_DIRECTIONS[:-1])}")
         _check_amounts(where, count=sent.count, sent_bytes=sent.sent_bytes)
 
 
-def _check_proof(proof: Proof, num_groups: int) -> None:
+def _check_proof(proof: Proof, num_nodes: int) -> None:
     if not proof.finalists:
         raise ValueError("no candidate of `proof` was trained to the end")
     _check_amounts(" of `proof`", steps=proof.steps)
     for trained in proof.table:
         where = f" of candidate {trained.name!r}"
-        _check_choice(where, trained.choice, num_groups)
+        _check_choice(where, trained.choice, num_nodes)
         _check_amounts(where, seconds=trained.seconds, steps=trained.record.steps)
         if not 0 <= trained.exact_share <= 1:
             raise ValueError(f"`exact_share`{where} is {trained.exact_share}, not from 0 to 1")
 
 
-def _check_choice(where: str, choice: StrategyIndices, num_groups: int) -> None:
-    if len(choice) != num_groups:
-        raise ValueError(f"`choice`{where} has {len(choice)} numbers for {num_groups} groups")
+def _check_choice(where: str, choice: Choice, num_nodes: int) -> None:
+    if len(choice) != num_nodes:
+        raise ValueError(f"`choice`{where} has {len(choice)} numbers for {num_nodes} nodes")
     if min(choice) < 0:
         raise ValueError(f"`choice`{where} is {choice}, with a number below 0")
 

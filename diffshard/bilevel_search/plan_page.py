@@ -4,16 +4,16 @@ import math
 import os
 from collections.abc import Sequence
 
-from diffshard.bilevel_search.base import BilevelPlanData, Proof, TrainedCandidate
+from diffshard.bilevel_search.plan_data import BilevelPlanData, Proof, TrainedCandidate
 from diffshard.bilevel_search.plan_text import (
+    baseline_name,
     bytes_line,
     chosen_and_exact_bytes,
     format_plan,
-    group_kind,
     has_traffic,
-    reference_name,
     schedule_line,
     title,
+    traffic_texts,
 )
 from diffshard.files import write_whole
 from diffshard.plans.formats import format_bytes, format_s
@@ -36,7 +36,7 @@ def format_page(plan: BilevelPlanData) -> str:
         "".join(f"<div class=dim>{escaped(note)}</div>" for note in notes),
         _cards(plan),
         _bars(plan),
-        _groups(plan),
+        _nodes(plan),
         _candidates(plan.proof) if plan.proof else "",
         "".join(["<h2>Notes</h2><ul>", *(f"<li>{escaped(n)}</li>" for n in plan.notes), "</ul>"]) if plan.notes else "",
         f"<details><summary>As text</summary><pre>{escaped(format_plan(plan))}</pre></details>",
@@ -45,51 +45,51 @@ def format_page(plan: BilevelPlanData) -> str:
 
 
 def _cards(plan: BilevelPlanData) -> str:
-    pairs = [(format_s(plan.seconds), f"predicted step, {plan.cost_ratio:.1%} of {reference_name(plan)}")]
+    pairs = [(format_s(plan.seconds), f"predicted step, {plan.cost_ratio:.1%} of {baseline_name(plan)}")]
     if not plan.all_exact:
         bound = "" if plan.max_loss_increase is None else f", {plan.max_loss_increase:.4g} allowed"
         how = "measured" if plan.proof else "predicted, not measured"
         pairs.append((f"{plan.loss_increase:+.4g}", f"loss over the exact choice's, {how}{bound}"))
-        changed = sum(group.strategy != group.exact_strategy for group in plan.groups)
-        pairs.append((f"{changed} of {len(plan.groups)}", "groups differ from the exact choice"))
+        changed = sum(node.strategy != node.exact_strategy for node in plan.nodes)
+        pairs.append((f"{changed} of {len(plan.nodes)}", "groups differ from the exact choice"))
     if has_traffic(plan):
         pairs.insert(2, (format_bytes(plan.sent_bytes), bytes_line(plan).split(" ", 2)[2]))
     return cards(*pairs)
 
 
 def _bars(plan: BilevelPlanData) -> str:
-    """Seconds by group as the exact choice has them and as chosen, to one scale."""
+    """Draws the seconds of each node, with the exact choice and as chosen, to one scale."""
     if not has_traffic(plan):
         return ""
-    colours = [COLOURS[i % len(COLOURS)] for i in range(len(plan.groups))]
+    colours = [COLOURS[i % len(COLOURS)] for i in range(len(plan.nodes))]
     rows = [
-        ("the exact choice", [group.exact_seconds for group in plan.groups]),
-        (f"as chosen{', after the exact choice' if plan.exact_share else ''}", [g.seconds for g in plan.groups]),
+        ("the exact choice", [node.exact_seconds for node in plan.nodes]),
+        (f"as chosen{', after the exact choice' if plan.exact_share else ''}", [node.seconds for node in plan.nodes]),
     ]
     whole = max(sum(seconds) for _, seconds in rows)
     bars = ""
     for name, seconds in rows:
-        pieces = [(g.name, s, format_s(s), c) for g, s, c in zip(plan.groups, seconds, colours, strict=True)]
+        pieces = [(node.name, s, format_s(s), c) for node, s, c in zip(plan.nodes, seconds, colours, strict=True)]
         bars += f"<div style='margin:10px 0 3px'>{name} <span class=dim>{format_s(sum(seconds))}</span></div>"
         bars += plain_bar(pieces, whole)
     key = "".join(
-        f'<span><i style="background:{colour}"></i>{escaped(group.name)} '
-        f"<span class=dim>{format_s(group.exact_seconds)} → {format_s(group.seconds)}</span></span>"
-        for group, colour in zip(plan.groups, colours, strict=True)
-        if group.exact_seconds or group.seconds
+        f'<span><i style="background:{colour}"></i>{escaped(node.name)} '
+        f"<span class=dim>{format_s(node.exact_seconds)} → {format_s(node.seconds)}</span></span>"
+        for node, colour in zip(plan.nodes, colours, strict=True)
+        if node.exact_seconds or node.seconds
     )
     return f"<h2>Communication of a step</h2>{bars}<div class=key>{key}</div>"
 
 
-def _groups(plan: BilevelPlanData) -> str:
+def _nodes(plan: BilevelPlanData) -> str:
     if not has_traffic(plan):
-        rows = [(g.name, g.strategy, format_s(g.seconds)) for g in plan.groups]
+        rows = [(node.name, node.strategy, format_s(node.seconds)) for node in plan.nodes]
         return f"<h2>Choices</h2>{_table(('name', 'chosen', 'takes'), rows, right=(2,))}"
     rows = []
-    for group in plan.groups:
-        sent = chosen_and_exact_bytes(group)
-        seconds = (group.seconds, group.exact_seconds)
-        rows.append((group.name, *group_kind(group), group.strategy, *map(format_bytes, sent), *map(format_s, seconds)))
+    for node in plan.nodes:
+        sent = chosen_and_exact_bytes(node)
+        seconds = (node.seconds, node.exact_seconds)
+        rows.append((node.name, *traffic_texts(node), node.strategy, *map(format_bytes, sent), *map(format_s, seconds)))
     head = ("group", "direction", "collective", "", "chosen", "sends", "exact", "takes", "exact")
     return f"<h2>Groups of sites</h2>{_table(head, rows, right=(3, 5, 6, 7, 8))}"
 

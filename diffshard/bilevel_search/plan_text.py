@@ -1,6 +1,6 @@
-"""A plan of the bilevel search as text: what each group of collectives does, and what that saves and costs."""
+"""A plan of the bilevel search as text: what each node takes, and what that saves and costs."""
 
-from diffshard.bilevel_search.base import BilevelPlanData, GroupPlan
+from diffshard.bilevel_search.plan_data import BilevelPlanData, NodePlan
 from diffshard.plans.formats import format_bytes, format_count, format_devices, format_s, format_table
 
 _MAX_CANDIDATES = 12
@@ -9,30 +9,30 @@ _MAX_CANDIDATES = 12
 
 def format_plan(plan: BilevelPlanData) -> str:
     """Returns the table that `print(plan)` shows."""
-    return "\n\n".join(filter(None, (_header(plan), _groups(plan), _candidates(plan), _notes(plan))))
+    return "\n\n".join(filter(None, (_header(plan), _nodes(plan), _candidates(plan), _notes(plan))))
 
 
 def title(plan: BilevelPlanData) -> str:
-    """Returns what it is a plan of, in a line."""
-    what = "communication" if has_traffic(plan) else format_count(len(plan.groups), "choice")
+    """Returns the title of a plan: what it is for, in one line."""
+    what = "communication" if has_traffic(plan) else format_count(len(plan.nodes), "choice")
     where = f" on {format_devices(plan.mesh_axes)}" if plan.mesh_axes else ""
     return f"Plan of {what}{where}{f', {plan.hardware.name}' if plan.hardware else ''}"
 
 
 def has_traffic(plan: BilevelPlanData) -> bool:
-    """Returns whether the space told what its groups send."""
-    return any(group.traffic for group in plan.groups)
+    """Returns whether the space told what its nodes send."""
+    return any(node.traffic for node in plan.nodes)
 
 
-def reference_name(plan: BilevelPlanData) -> str:
-    """Returns whose cost ratios are formed with."""
+def baseline_name(plan: BilevelPlanData) -> str:
+    """Returns whose seconds cost ratios are formed with."""
     return "the mean strategies'" if plan.all_exact else "the exact choice's"
 
 
 def seconds_line(plan: BilevelPlanData) -> str:
     """Returns predicted seconds beside the exact choice's."""
-    reference = f"{reference_name(plan)} {format_s(plan.exact_seconds)}"
-    return f"{format_s(plan.seconds)} predicted, {plan.cost_ratio:.1%} of {reference}"
+    baseline = f"{baseline_name(plan)} {format_s(plan.baseline_seconds)}"
+    return f"{format_s(plan.seconds)} predicted, {plan.cost_ratio:.1%} of {baseline}"
 
 
 def loss_line(plan: BilevelPlanData) -> str:
@@ -62,17 +62,17 @@ def schedule_line(plan: BilevelPlanData) -> str:
     )
 
 
-def group_kind(group: GroupPlan) -> tuple[str, str, str]:
+def traffic_texts(node: NodePlan) -> tuple[str, str, str]:
     """Returns direction, kind with its axes, and executions in a step."""
-    traffic = group.traffic
+    traffic = node.traffic
     if traffic is None:
         return "", "", ""
     return traffic.direction, " ".join((traffic.kind, "+".join(traffic.axes))).strip(), f"{traffic.count:,g}x"
 
 
-def chosen_and_exact_bytes(group: GroupPlan) -> tuple[float, float]:
-    """Returns what each device sends for a group, as chosen and as the exact choice."""
-    return (group.traffic.sent_bytes if group.traffic else 0.0), group.exact_sent_bytes
+def chosen_and_exact_bytes(node: NodePlan) -> tuple[float, float]:
+    """Returns what each device sends for a node, as chosen and as the exact choice."""
+    return (node.traffic.sent_bytes if node.traffic else 0.0), node.exact_sent_bytes
 
 
 def _header(plan: BilevelPlanData) -> str:
@@ -86,17 +86,20 @@ def _header(plan: BilevelPlanData) -> str:
     return "\n".join([title(plan), "", *format_table([row for row in rows if row[1]], "  ")])
 
 
-def _groups(plan: BilevelPlanData) -> str:
-    changed = sum(group.strategy != group.exact_strategy for group in plan.groups)
+def _nodes(plan: BilevelPlanData) -> str:
+    changed = sum(node.strategy != node.exact_strategy for node in plan.nodes)
     if not has_traffic(plan):
-        rows = [("name", "chosen", "takes"), *((g.name, g.strategy, format_s(g.seconds)) for g in plan.groups)]
+        rows = [
+            ("name", "chosen", "takes"),
+            *((node.name, node.strategy, format_s(node.seconds)) for node in plan.nodes),
+        ]
         return "\n".join(["Choices", "", *format_table(rows, "  ", right=(2,))])
     rows = [("name", "direction", "collective", "", "chosen", "sends", "exact", "takes", "exact")]
-    for group in plan.groups:
-        chosen, exact = (format_bytes(num_bytes) for num_bytes in chosen_and_exact_bytes(group))
-        times = (format_s(group.seconds), format_s(group.exact_seconds))
-        rows.append((group.name, *group_kind(group), group.strategy, chosen, exact, *times))
-    heading = f"Groups of sites: {len(plan.groups)}, {changed} of them differ from the exact choice"
+    for node in plan.nodes:
+        chosen, exact = (format_bytes(num_bytes) for num_bytes in chosen_and_exact_bytes(node))
+        times = (format_s(node.seconds), format_s(node.exact_seconds))
+        rows.append((node.name, *traffic_texts(node), node.strategy, chosen, exact, *times))
+    heading = f"Groups of sites: {len(plan.nodes)}, {changed} of them differ from the exact choice"
     return "\n".join([heading, "", *format_table(rows, "  ", right=(3, 5, 6, 7, 8))])
 
 

@@ -11,22 +11,13 @@ import numpy as np
 import optax
 
 from cost.evaluation import Evaluator
-from diffshard.bilevel_search.base import (
-    BilevelState,
-    Candidate,
-    Measurement,
-    Objective,
-    Prediction,
-    Proof,
-    StrategyIndices,
-    TrainedCandidate,
-)
+from diffshard.bilevel_search.base import BilevelState, LossPrediction, Objective
 from diffshard.bilevel_search.inputs import as_whole, batch_shapes, check_key, check_known, shapes_of
-from diffshard.bilevel_search.objective import MaxLossIncrease
+from diffshard.bilevel_search.plan_data import Candidate, Measurement, Proof, TrainedCandidate
 from diffshard.bilevel_search.refinement import refined
 from diffshard.bilevel_search.training import TrainingState, gradients_of, next_state
 from diffshard.successive_halving import HalvingRecord, check_rungs, each, halving
-from search_spaces.base import Batch, LossySpace, Params
+from search_spaces.base import Batch, Choice, LossySpace, Params
 
 
 @dataclass(frozen=True)
@@ -107,7 +98,7 @@ def prove(
     *,
     optimizer: optax.GradientTransformation,
     objective: Objective,
-    prediction: Prediction | None = None,
+    prediction: LossPrediction | None = None,
 ) -> Proof:
     """Trains the exact choice and the candidates, then what measurements make of the predictions; the best one wins.
 
@@ -188,10 +179,8 @@ class _Trials:
 
     @property
     def noise(self) -> float:
-        """Of a measured increase that is near 0: a quarter of the bound, or a thousandth of the loss without one."""
-        objective, loss = self._objective, abs(self.exact.losses[-1])
-        of_one = objective.limit / 4 if isinstance(objective, MaxLossIncrease) else max(loss / 1000, 1e-12)
-        return of_one / self._data.num_repeats**0.5
+        """The standard deviation of a measured increase near 0, in units of the loss."""
+        return self._objective.noise(abs(self.exact.losses[-1])) / self._data.num_repeats**0.5
 
     def halved(self, candidates: Sequence[Candidate]) -> list[TrainedCandidate]:
         """Trains candidates by successive halving."""
@@ -221,7 +210,7 @@ class _Trials:
             candidate, tuple(TrainingState(params, *states, key, first) for key in self._keys), 0, ()
         )
 
-    def _choice_at(self, candidate: Candidate, step: int) -> StrategyIndices:
+    def _choice_at(self, candidate: Candidate, step: int) -> Choice:
         return self._exact_choice if step < candidate.exact_share * self._num_steps else candidate.choice
 
     def _train(self, training: _CandidateTraining, num_steps: int) -> _CandidateTraining:
@@ -246,7 +235,8 @@ class _Trials:
         return training.losses[-1] - self.exact.losses[len(training.losses) - 1]
 
     def _score(self, candidate: Candidate, increase: float) -> Any:
-        return _score(self._objective, increase, self._seconds(candidate), self._exact_seconds)
+        finite = increase if math.isfinite(increase) else math.inf  # a training that diverges has lost
+        return self._objective.score(finite, self._seconds(candidate), self._exact_seconds)
 
     def _seconds(self, candidate: Candidate) -> float:
         share, seconds = candidate.exact_share, float(self._evaluator(candidate.choice).cost)
@@ -256,14 +246,6 @@ class _Trials:
         candidate = training.candidate
         losses = training.losses[-1], self._increase(training)
         return TrainedCandidate(*candidate, self._seconds(candidate), *losses, record)
-
-
-def _score(objective: Objective, increase: float, seconds: float, exact_seconds: float) -> Any:
-    increase = increase if math.isfinite(increase) else math.inf  # a training that diverges has lost
-    if isinstance(objective, MaxLossIncrease):
-        return (max(increase - objective.limit, 0.0), seconds)
-    weights = objective.weights(jnp.zeros(()), jnp.float32(increase), jnp.int32(0))
-    return increase + float(weights.cost) * seconds / exact_seconds
 
 
 def _steps(space: LossySpace, optimizer: optax.GradientTransformation, data: CandidatesData) -> tuple[Any, Any]:
@@ -277,11 +259,11 @@ def _steps(space: LossySpace, optimizer: optax.GradientTransformation, data: Can
     def loss(choice, params, batch, step):
         return space.loss(params, batch, choice, data.key, step)
 
-    def test(choice: StrategyIndices, params: Params, step: jax.Array) -> float:
+    def test(choice: Choice, params: Params, step: jax.Array) -> float:
         return float(np.mean([float(loss(_traced(choice), params, batch, step)) for batch in data.test_batches]))
 
     return take_step, test
 
 
-def _traced(choice: StrategyIndices) -> list[jax.Array]:
+def _traced(choice: Choice) -> list[jax.Array]:
     return [jnp.int32(strategy) for strategy in choice]

@@ -6,19 +6,15 @@ correct the predictions of others.
 
 from collections.abc import Sequence
 
-import jax.numpy as jnp
 import numpy as np
 from scipy.optimize import nnls
 
 from cost.evaluation import evaluate
-from diffshard.bilevel_search.base import Candidate, Measurement, Objective, Prediction
+from diffshard.bilevel_search.base import LossPrediction, Objective
 from diffshard.bilevel_search.candidates import described
-from diffshard.bilevel_search.objective import MaxLossIncrease
-from diffshard.bilevel_search.rounding import weighed, within
+from diffshard.bilevel_search.plan_data import Candidate, Measurement
 from search_spaces.base import LossySpace
 
-_BOUND_SHARES = (1.0, 0.7, 0.4)
-"""Of the bound, that refinements are proposed for: measurements are noisy, so that the full bound may be too much."""
 _RELATIVE_NOISE = 0.25
 """Standard deviation of an increase that a whole training measured, as a share of it, beside that which does not shrink
 with it."""
@@ -26,7 +22,7 @@ with it."""
 
 def refined(
     space: LossySpace,
-    prediction: Prediction,
+    prediction: LossPrediction,
     measurements: Sequence[Measurement],
     objective: Objective,
     *,
@@ -47,11 +43,7 @@ def refined(
     problem, exact = space.problem, tuple(space.exact_choice())
     names = [space.strategy_names(v) for v in range(len(exact))]
     fitted = calibrated(prediction, names, exact, measurements, noise)
-    if isinstance(objective, MaxLossIncrease):
-        choices = [within(problem, fitted, share * objective.limit) for share in _BOUND_SHARES]
-    else:
-        weight = float(objective.weights(jnp.zeros(()), jnp.zeros(()), jnp.int32(0)).cost)
-        choices = [weighed(problem, fitted, float(evaluate(problem, exact).cost) / weight)] if weight else []
+    choices = objective.choices(problem, fitted, float(evaluate(problem, exact).cost))
     known = {exact, *(measurement.choice for measurement in measurements)}
     return [
         Candidate(f"refined, {described(space, choice)}", choice)
@@ -61,12 +53,12 @@ def refined(
 
 
 def calibrated(
-    prediction: Prediction,
+    prediction: LossPrediction,
     names: Sequence[Sequence[str]],
     exact: Sequence[int],
     measurements: Sequence[Measurement],
     noise: float,
-) -> Prediction:
+) -> LossPrediction:
     """Returns the prediction with each slope multiplied by a factor, so that it meets measured increases.
 
     Slopes are over the exact choice's, and what is predicted to lower the loss counts as 0: no factor mends a sign.
@@ -105,7 +97,7 @@ def calibrated(
     slopes = [
         row * (factors[v] + factors[column]) for v, (row, column) in enumerate(zip(over_exact, columns, strict=True))
     ]
-    return Prediction(0.0, slopes)
+    return LossPrediction(0.0, slopes)
 
 
 def _terms(

@@ -14,7 +14,7 @@ from cost.base import Problem, is_forbidden, num_strategies
 from cost.evaluation import evaluate
 from cost.relaxed import relaxed_cost
 from diffshard.solving.dual.soft_dual import free_prices, soft_dual, soft_problem
-from search_spaces.base import RelaxedChoice
+from search_spaces.base import Choice, PerStrategy, RelaxedChoice
 
 _TEMPERATURES = np.geomspace(1.0, 0.05, 6)
 """Of the cooled dual, in units of the mean spread of a node's and an edge's costs."""
@@ -23,7 +23,7 @@ _LEAST_MARGINAL = 1e-4
 """Weight that every strategy starts with at least, so that a gradient can still raise it."""
 
 
-def relaxed_choice(problem: Problem, logits: RelaxedChoice) -> RelaxedChoice:
+def relaxed_choice(problem: Problem, logits: PerStrategy) -> RelaxedChoice:
     """Returns the softmax of logits, V arrays `[S_v]`; forbidden strategies have weight 0."""
     masked = zip(allowed(problem), logits, strict=True)
     return [jax.nn.softmax(jnp.where(mask, row, -jnp.inf)) for mask, row in masked]
@@ -46,7 +46,7 @@ def relaxed_seconds(problem: Problem, relaxed: RelaxedChoice) -> jax.Array:
     return relaxed_cost(problem._replace(node_cost=costs), relaxed)
 
 
-def marginal_logits(problem: Problem) -> RelaxedChoice:
+def marginal_logits(problem: Problem) -> PerStrategy:
     """Returns V arrays `[S_v]`: logits whose softmax are the marginals of the cooled dual, with memory free.
 
     Args:
@@ -77,7 +77,7 @@ def _mean_range(costs: Sequence[Any]) -> float:
     return float(np.mean(ranges)) if ranges else 1.0
 
 
-def first_allowed(problem: Problem) -> tuple[int, ...]:
+def first_allowed(problem: Problem) -> Choice:
     """Returns the first allowed strategy of each node, `[V]`."""
     return tuple(int(np.argmax(mask)) for mask in allowed(problem))
 

@@ -11,8 +11,9 @@ import numpy as np
 
 from cost.base import Evaluation, Problem, is_forbidden, num_memory_devices
 from cost.evaluation import Evaluator, evaluate
-from diffshard.bilevel_search.base import Prediction, StrategyIndices
+from diffshard.bilevel_search.base import LossPrediction
 from diffshard.solving.solve import solve
+from search_spaces.base import Choice
 
 SOLVER_S = 20.0
 """Seconds for each call of the solver; problems of bilevel searches have tens of nodes and take less than one."""
@@ -30,7 +31,7 @@ class RoundedChoice(NamedTuple):
       message: which bound or limit it breaks and by how much; empty if none.
     """
 
-    choice: StrategyIndices
+    choice: Choice
     evaluation: Evaluation
     increase: float
     message: str
@@ -39,10 +40,10 @@ class RoundedChoice(NamedTuple):
 def proposals(
     problem: Problem,
     relaxed: Sequence[np.ndarray],
-    prediction: Prediction,
-    exact: StrategyIndices,
+    prediction: LossPrediction,
+    exact: Choice,
     limit: float | None,
-) -> dict[StrategyIndices, float]:
+) -> dict[Choice, float]:
     """Returns choices that the search stands for, with their predicted increase.
 
     Args:
@@ -59,12 +60,12 @@ def proposals(
     return {**{choice: prediction.increase(choice) for choice in choices}, exact: 0.0}
 
 
-def largest_weights(relaxed: Sequence[np.ndarray]) -> StrategyIndices:
+def largest_weights(relaxed: Sequence[np.ndarray]) -> Choice:
     """Returns the strategy of largest weight at each node, `[V]`."""
     return tuple(int(weights.argmax()) for weights in relaxed)
 
 
-def best_of(problem: Problem, increases: Mapping[StrategyIndices, float], limit: float | None) -> RoundedChoice:
+def best_of(problem: Problem, increases: Mapping[Choice, float], limit: float | None) -> RoundedChoice:
     """Returns the cheapest choice that keeps the bound and the problem's limits, or the one that breaks them least.
 
     Among choices of the same cost it takes the one of least increase.
@@ -78,7 +79,7 @@ def best_of(problem: Problem, increases: Mapping[StrategyIndices, float], limit:
     evaluator = Evaluator(problem)
     evaluations = {choice: evaluator(choice) for choice in increases}
 
-    def rank(choice: StrategyIndices) -> tuple[Any, ...]:
+    def rank(choice: Choice) -> tuple[Any, ...]:
         increase, evaluation = increases[choice], evaluations[choice]
         over_limit = max(increase - allowed, 0.0)
         return over_limit, not evaluation.feasible, evaluation.excess, evaluation.cost, increase
@@ -97,7 +98,7 @@ def best_of(problem: Problem, increases: Mapping[StrategyIndices, float], limit:
     return RoundedChoice(choice, evaluation, increase, message)
 
 
-def dominates(problem: Problem, exact: StrategyIndices, choice: StrategyIndices, increase: float) -> bool:
+def dominates(problem: Problem, exact: Choice, choice: Choice, increase: float) -> bool:
     """Returns whether the exact choice is as cheap as another that does not lower the loss, and exceeds no memory more.
 
     Args:
@@ -112,7 +113,7 @@ def dominates(problem: Problem, exact: StrategyIndices, choice: StrategyIndices,
     return bool(exact_evaluation.cost <= other.cost and exact_evaluation.excess <= other.excess)
 
 
-def within(problem: Problem, prediction: Prediction, limit: float) -> StrategyIndices:
+def within(problem: Problem, prediction: LossPrediction, limit: float) -> Choice:
     """Returns the cheapest choice whose predicted increase is within a limit, or the one of least increase."""
     slopes = prediction.slopes
     least = tuple(
@@ -138,7 +139,7 @@ def within(problem: Problem, prediction: Prediction, limit: float) -> StrategyIn
     return cheapest(bounded)
 
 
-def weighed(problem: Problem, prediction: Prediction, seconds_per_loss: float) -> StrategyIndices:
+def weighed(problem: Problem, prediction: LossPrediction, seconds_per_loss: float) -> Choice:
     """Returns the choice of least cost, with its predicted increase of the loss at a price."""
     node_cost = [
         np.asarray(cost, float) + seconds_per_loss * row
@@ -147,7 +148,7 @@ def weighed(problem: Problem, prediction: Prediction, seconds_per_loss: float) -
     return cheapest(problem._replace(node_cost=node_cost))
 
 
-def cheapest(problem: Problem) -> StrategyIndices:
+def cheapest(problem: Problem) -> Choice:
     """Returns the solver's choice."""
     return tuple(int(s) for s in solve(problem, time_limit_s=SOLVER_S).choice)
 

@@ -1,4 +1,4 @@
-"""`bilevel`: parameters on training data and the choice on validation data and cost, one jitted step for both."""
+"""The entry `bilevel`: one jitted step trains the parameters and updates the choice."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,29 +8,19 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from cost.base import num_strategies
+from cost.base import Problem, num_strategies
 from diffshard.bilevel_search import inputs
-from diffshard.bilevel_search.base import (
-    BilevelMetrics,
-    BilevelState,
-    Estimator,
-    Increase,
-    LossFn,
-    Prediction,
-    Proof,
-    StrategyIndices,
-)
-from diffshard.bilevel_search.candidates import propose
-from diffshard.bilevel_search.estimators import resolve
-from diffshard.bilevel_search.inputs import Mesh, SpaceFn
-from diffshard.bilevel_search.model import ExactModel, LossyModel
-from diffshard.bilevel_search.objective import CostWeight, MaxLossIncrease, objective_of
-from diffshard.bilevel_search.plan import BilevelPlan, exact_plan, lossy_plan
-from diffshard.bilevel_search.proving import CandidatesData, check_data, prove
-from diffshard.bilevel_search.relaxation import marginal_logits, relaxed_choice
-from diffshard.bilevel_search.rounding import best_of, dominates, largest_weights, proposals
+from diffshard.bilevel_search.base import BilevelMetrics, BilevelState, Estimator, Increase, LossFn
+from diffshard.bilevel_search.estimator_names import resolve
+from diffshard.bilevel_search.inputs import Mesh, Space
+from diffshard.bilevel_search.objective import objective_of
+from diffshard.bilevel_search.plan import BilevelPlan
+from diffshard.bilevel_search.plan_data import Proof
+from diffshard.bilevel_search.proposal import Outcome
+from diffshard.bilevel_search.proving import CandidatesData
+from diffshard.bilevel_search.relaxation import relaxed_choice
 from diffshard.bilevel_search.step import Settings, Step, step_in
-from search_spaces.base import Batch, Params
+from search_spaces.base import Batch, Params, SearchSpace
 
 CHOICE_EVERY = 8
 """Steps of the parameters to one of the choice, by default: looking at the choice costs several training steps."""
@@ -40,7 +30,7 @@ def bilevel(
     loss_fn: LossFn | None,
     mesh: Mesh | None = None,
     *,
-    space: Any,
+    space: Space,
     weights_optimizer: optax.GradientTransformation,
     choice_optimizer: optax.GradientTransformation | None = None,
     max_loss_increase: float | None = None,
@@ -69,7 +59,8 @@ def bilevel(
       choice_optimizer: of A; None is adam(1e-2). The relaxed choice is softmax(A), so that steps of adam on A are steps
         of each node's log odds.
       max_loss_increase: the cheapest choice whose validation loss is at most this much above the exact choice's, in
-        units of the loss. Neither this nor `cost_weight` can be given where the loss does not depend on the choice.
+        units of the loss. This and `cost_weight` also say that the loss depends on the choice: with either, `space`
+        must be a `LossySpace`; without both, it must not have a loss of its own.
       cost_weight: or instead: units of loss that the exact choice's whole cost is worth; a number or a schedule.
       estimator: "curvature", "mixture", "sampled"; one with options, as
         `diffshard.sampled(temperature=0.5)`; or a function that follows `diffshard.bilevel_search.base.Increase`.
@@ -89,13 +80,13 @@ def bilevel(
     inputs.check_optimizer("choice_optimizer", choice_optimizer)
     inputs.check_mesh(mesh)
     resolved = resolve(estimator)
-    if order == 2 and resolved.weights is None:
+    if order == 2 and resolved.relaxed is None:
         raise ValueError(
             f"`order` 2 needs an estimator under which training depends on the choice (mixture, sampled); "
             f"with {estimator!r} it does not. Take order 1."
         )
     objective = objective_of(max_loss_increase, cost_weight)
-    if inputs.is_space_fn(space) and (loss_fn is None or mesh is None):
+    if inputs.as_space_fn(space) is not None and (loss_fn is None or mesh is None):
         raise ValueError("`space` is a function that makes a space, which needs `loss_fn` and `mesh`; got None.")
     settings = Settings(
         loss_fn=loss_fn,
@@ -112,19 +103,20 @@ def bilevel(
 class BilevelSearch:
     """A search of one space: `init`, `update` and `finish`; made by `bilevel`."""
 
-    def __init__(self, settings: Settings, mesh: Mesh | None, space: Any):
+    def __init__(self, settings: Settings, mesh: Mesh | None, space: Space):
         self._settings, self._mesh = settings, mesh
-        self._space_fn: SpaceFn | None = space if inputs.is_space_fn(space) else None
+        self._space_fn = inputs.as_space_fn(space)
         self._batch_shapes: list[Any] = []
         self._state_structures: set[Any] = set()
         self._step: Step | None = None
         if self._space_fn is None:
-            self._set_space(space)
+            made: Any = space
+            self._set_space(made)
 
     @property
-    def space(self) -> Any:
-        """What is searched; a function makes it by the first `init`."""
-        return self._made_step().space
+    def space(self) -> SearchSpace[Any]:
+        """The space that is searched; where a function makes it, the first `init` calls that function."""
+        return self._made_step().model.space
 
     def init(self, key: jax.Array, params: Params, batch: Batch) -> BilevelState:
         """Returns the first state; the same key gives the same search.
@@ -155,13 +147,12 @@ class BilevelSearch:
         sizes = num_strategies(step.problem).tolist()
         keys = jax.random.split(noise_key, len(sizes))
         logits = [1e-3 * jax.random.normal(k, (size,)) for k, size in zip(keys, sizes, strict=True)]
-        if isinstance(step.model, ExactModel):
-            logits = jax.tree.map(jnp.add, logits, marginal_logits(step.problem))
+        logits = jax.tree.map(jnp.add, logits, step.model.init_logits())
         inputs.check_update("weights_optimizer", self._settings.weights_optimizer, params)
         inputs.check_update("choice_optimizer", self._settings.choice_optimizer, logits)
         return BilevelState(
             params=params,
-            weights_state=self._settings.weights_optimizer.init(params),
+            params_state=self._settings.weights_optimizer.init(params),
             residuals=step.model.init_residuals(params),
             logits=logits,
             choice_state=self._settings.choice_optimizer.init(logits),
@@ -215,22 +206,7 @@ class BilevelSearch:
         """
         if not isinstance(candidates_data, CandidatesData | None):
             raise ValueError(f"`candidates_data` must be a CandidatesData or None, got {candidates_data!r}.")
-        step = self._checked_step(state)
-        if isinstance(step.model, ExactModel):
-            largest = largest_weights(self.relaxed_choice(state))
-            return exact_plan(step.space, best_of(step.problem, {largest: 0.0}, None)), state.params
-        if candidates_data is None:
-            return self._proposed(step, step.model, state), state.params
-        proof = self.prove(state, candidates_data)
-        winner, limit = proof.winner, _limit(step)
-        rounded = best_of(step.problem, {winner.choice: winner.loss_increase}, limit)
-        plan = lossy_plan(step.model.space, rounded, limit)._replace(
-            seconds=winner.seconds,
-            cost_ratio=winner.seconds / step.exact_cost,
-            exact_share=winner.exact_share,
-            proof=proof,
-        )
-        return plan, state.params
+        return self._checked_step(state).model.plan(self._outcome(state), candidates_data), state.params
 
     def prove(self, state: BilevelState, data: CandidatesData) -> Proof:
         """Trains the proposal, uniform choices, choices by type and schedules from the start; see `proving.prove`.
@@ -239,45 +215,15 @@ class BilevelSearch:
           ValueError: the loss does not depend on the choice, so that there is nothing to prove, or the data have other
             shapes.
         """
-        step = self._checked_step(state)
-        if isinstance(step.model, ExactModel):
-            raise ValueError("`prove` compares losses, and in this space every choice has the same.")
-        check_data(data, state, self._batch_shapes)
-        space, prediction, objective = step.model.space, _prediction(state, step.exact_choice), step.objective
-        if isinstance(objective, CostWeight):  # the weight that its schedule has reached
-            objective = CostWeight(float(objective.weights(state.multiplier, state.offset, state.step).cost))
-        proposal = self._proposed(step, step.model, state).choice
-        candidates = propose(space, proposal, prediction, max_candidates=data.num_candidates)
-        optimizer = self._settings.weights_optimizer
-        return prove(space, candidates, data, optimizer=optimizer, objective=objective, prediction=prediction)
+        return self._checked_step(state).model.prove(self._outcome(state), data)
 
-    def _proposed(self, step: Step, model: LossyModel, state: BilevelState) -> BilevelPlan:
-        """The plan that the search stands for, without training any candidate."""
-        exact, limit, note = step.exact_choice, _limit(step), ""
-        increases = {exact: 0.0}
-        if int(state.step):
-            proposed = proposals(step.problem, self.relaxed_choice(state), _prediction(state, exact), exact, limit)
-            if all(dominates(step.problem, exact, *pair) for pair in proposed.items()):
-                note = "what the search proposed costs no less than the exact choice and loses no less; this is exact"
-            else:
-                increases = proposed
-        else:
-            num_refused = int(state.num_refused)
-            note = f"nothing was learnt: 0 updates were accepted, {num_refused} refused; this is the exact choice"
-        plan = lossy_plan(model.space, best_of(step.problem, increases, limit), limit, note)
-        if nodes := _unmeasured(plan, exact, state):
-            note = (
-                f"not measured: the estimator's loss does not depend on {', '.join(nodes)}; training can tell (`prove`)"
-            )
-            plan = plan._replace(message="; ".join(filter(None, (plan.message, note))))
-        return plan
+    def _outcome(self, state: BilevelState) -> Outcome:
+        return Outcome(state, self.relaxed_choice(state), self._made_step().objective, self._batch_shapes)
 
-    def _set_space(self, space: Any) -> None:
+    def _set_space(self, space: SearchSpace[Any] | Problem) -> None:
         """Checks a space, and makes the step in it, on the mesh's devices if there are some."""
-        step = step_in(space, self._settings)
-        if isinstance(step.model, LossyModel) and isinstance(self._mesh, jax.sharding.Mesh):
-            step = step_in(step.model.space.on_mesh(self._mesh), self._settings)
-        self._step, self._jitted = step, jax.jit(step)
+        self._step = step_in(space, self._settings, self._mesh)
+        self._jitted = jax.jit(self._step)
 
     def _checked_step(self, state: BilevelState) -> Step:
         """The step, if the state is one of this search, as one that was saved elsewhere may not be."""
@@ -293,19 +239,3 @@ class BilevelSearch:
         if self._step is None:
             raise ValueError("the search has no space yet; call `init(key, params, batch)` first, which makes it.")
         return self._step
-
-
-def _prediction(state: BilevelState, exact: StrategyIndices) -> Prediction:
-    """The mean slopes as a prediction under which the exact choice adds nothing."""
-    mean = Prediction(float(state.offset), [np.asarray(slope, float) for slope in state.slopes])
-    return mean._replace(offset=mean.offset - mean.increase(exact))
-
-
-def _unmeasured(plan: BilevelPlan, exact: StrategyIndices, state: BilevelState) -> list[str]:
-    """Names of nodes where the plan is not exact and all strategies have the same slope: the loss cannot tell them."""
-    nodes = zip(plan.nodes, plan.choice, exact, state.slopes, strict=True)
-    return [node for node, chosen, other, slope in nodes if chosen != other and np.ptp(np.asarray(slope)) == 0]
-
-
-def _limit(step: Step) -> float | None:
-    return step.objective.limit if isinstance(step.objective, MaxLossIncrease) else None

@@ -11,17 +11,11 @@ import numpy as np
 import optax
 
 from cost.base import Problem
-from diffshard.bilevel_search.base import (
-    BilevelMetrics,
-    BilevelState,
-    Estimator,
-    LossFn,
-    Objective,
-    StrategyIndices,
-)
-from diffshard.bilevel_search.inputs import checked_space, is_lossy, missing_for_loss
-from diffshard.bilevel_search.model import ExactModel, LossyModel, StepKeys, updated
-from diffshard.bilevel_search.objective import CostWeight, MaxLossIncrease
+from diffshard.bilevel_search.base import BilevelMetrics, BilevelState, Estimator, LossFn, Objective
+from diffshard.bilevel_search.inputs import Mesh, checked_exact_space, checked_lossy_space
+from diffshard.bilevel_search.model import ExactModel, LossyModel, Model, StepKeys
+from diffshard.bilevel_search.objective import CostWeight
+from diffshard.bilevel_search.optimizer_derivatives import updated
 from diffshard.bilevel_search.relaxation import (
     allowed,
     exact_cost,
@@ -30,7 +24,7 @@ from diffshard.bilevel_search.relaxation import (
     relaxed_choice,
     relaxed_seconds,
 )
-from search_spaces.base import Batch, RelaxedChoice, SearchSpace
+from search_spaces.base import Batch, PerStrategy, RelaxedChoice, SearchSpace
 
 _DECIDED_ENTROPY = 0.01
 """Share of uniform weights' entropy; below it the softmax is so flat that no gradient moves the logits any more."""
@@ -41,7 +35,7 @@ _LEAST_UPDATE_SHARE = 0.005
 
 @dataclass(frozen=True)
 class Settings:
-    """What the user of a search has chosen; see `bilevel`."""
+    """The settings of a search, as its user gave them; see `bilevel`."""
 
     loss_fn: LossFn | None
     weights_optimizer: optax.GradientTransformation
@@ -55,15 +49,15 @@ class Settings:
 class _ChoiceState(NamedTuple):
     """The fields of `BilevelState` that a step of the choice changes."""
 
-    logits: RelaxedChoice
+    logits: PerStrategy
     choice_state: optax.OptState
     multiplier: jax.Array
     offset: jax.Array
-    slopes: RelaxedChoice
+    slopes: PerStrategy
 
 
 class _ChoiceMetrics(NamedTuple):
-    """What a step of the choice measured: the increase, norms of the weighed slopes of loss and of cost."""
+    """The measurements of a step of the choice: the increase, and norms of the scaled slopes of loss and of cost."""
 
     increase: jax.Array
     loss_slope: jax.Array
@@ -76,24 +70,18 @@ class Step:
 
     Attributes:
       settings: of the user.
-      space: where the choice is made.
       model: how θ trains, and how its loss depends on the choice.
-      exact_choice: where the loss does not depend on the choice, the first allowed strategies.
-      exact_cost: in seconds; where the loss does not depend on the choice, the mean strategies'.
       objective: how loss and cost are weighed here.
     """
 
     settings: Settings
-    space: SearchSpace[Any]
-    model: ExactModel | LossyModel
-    exact_choice: StrategyIndices
-    exact_cost: float
+    model: Model
     objective: Objective
 
     @property
     def problem(self) -> Problem:
-        """The space's."""
-        return self.space.problem
+        """The problem of the space."""
+        return self.model.space.problem
 
     def __call__(
         self, state: BilevelState, train_batch: Batch, val_batch: Batch
@@ -105,7 +93,7 @@ class Step:
         keys = StepKeys(draw_key, noise_key, val_key)
         relaxed = relaxed_choice(self.problem, state.logits)
         trained = self.model.train(state, relaxed, train_batch, keys)
-        params, weights_state = updated(self.settings.weights_optimizer, state, trained.gradients)
+        params, params_state = updated(self.settings.weights_optimizer, state, trained.gradients)
         cost, cost_slopes = jax.value_and_grad(self._cost_ratio)(relaxed)
 
         def choose() -> tuple[_ChoiceState, _ChoiceMetrics]:
@@ -116,7 +104,7 @@ class Step:
         chosen, measured = self._choose_or_wait(state, relaxed, choose)
         accepted = BilevelState(
             params=params,
-            weights_state=weights_state,
+            params_state=params_state,
             residuals=trained.residuals,
             **chosen._asdict(),
             step=state.step + 1,
@@ -144,7 +132,7 @@ class Step:
     def _choose_or_wait(
         self, state: BilevelState, relaxed: RelaxedChoice, choose: Callable[[], tuple[_ChoiceState, _ChoiceMetrics]]
     ) -> tuple[_ChoiceState, _ChoiceMetrics]:
-        """A step of the choice in each `choice_every`-th step of θ, and the state's choice in the others."""
+        """Takes a step of the choice in each `choice_every`-th step of θ; the others leave the choice as it is."""
         unchanged = _ChoiceState(state.logits, state.choice_state, state.multiplier, state.offset, state.slopes)
 
         def wait() -> tuple[_ChoiceState, _ChoiceMetrics]:
@@ -155,18 +143,18 @@ class Step:
         return jax.lax.cond(state.step % self.settings.choice_every == 0, choose, wait)
 
     def _cost_ratio(self, relaxed: RelaxedChoice) -> jax.Array:
-        """The relaxed cost as a ratio to the exact choice's, so that nothing depends on the unit of time."""
-        return relaxed_seconds(self.problem, relaxed) / self.exact_cost
+        """Returns the relaxed cost as a ratio to the baseline's, so that nothing depends on the unit of time."""
+        return relaxed_seconds(self.problem, relaxed) / self.model.baseline_seconds
 
     def _choose(
         self,
         state: BilevelState,
         relaxed: RelaxedChoice,
         value: jax.Array,
-        slopes: RelaxedChoice,
-        cost_slopes: RelaxedChoice,
+        slopes: PerStrategy,
+        cost_slopes: PerStrategy,
     ) -> tuple[_ChoiceState, _ChoiceMetrics]:
-        """A step of the choice."""
+        """Takes a step of the choice."""
         value = value.astype(state.offset.dtype)  # whatever the loss is computed in
         # The first step's slopes are replaced in the second: adam's first step does not tell the size of later ones.
         share = jnp.maximum(_LEAST_UPDATE_SHARE, 1.0 / jnp.maximum(state.step // self.settings.choice_every, 1))
@@ -175,10 +163,10 @@ class Step:
             lambda old, new: old + share * (new - old), (state.offset, state.slopes), (new_offset, slopes)
         )
         increase = offset + optax.tree.vdot(means, relaxed)  # the noise of one batch would bias the multiplier
-        weights = self.objective.weights(state.multiplier, increase, state.step)
+        scales = self.objective.scales(state.multiplier, increase, state.step)
         _, pull_back = jax.vjp(functools.partial(relaxed_choice, self.problem), state.logits)
-        (loss_gradient,) = pull_back(jax.tree.map(lambda slope: weights.loss * slope, slopes))
-        (cost_gradient,) = pull_back(jax.tree.map(lambda slope: weights.cost * slope, cost_slopes))
+        (loss_gradient,) = pull_back(jax.tree.map(lambda slope: scales.loss * slope, slopes))
+        (cost_gradient,) = pull_back(jax.tree.map(lambda slope: scales.cost * slope, cost_slopes))
         updates, choice_state = self.settings.choice_optimizer.update(
             jax.tree.map(jnp.add, loss_gradient, cost_gradient), state.choice_state, state.logits
         )
@@ -188,9 +176,9 @@ class Step:
         return _ChoiceState(logits, choice_state, multiplier, offset, means), metrics
 
     def _collapse(
-        self, relaxed: RelaxedChoice, increase: jax.Array, cost_slopes: RelaxedChoice
+        self, relaxed: RelaxedChoice, increase: jax.Array, cost_slopes: PerStrategy
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Entropy, undershoot and whether the relaxed choice has collapsed, as `BilevelMetrics` has them."""
+        """Returns entropy, undershoot and whether the relaxed choice has collapsed; see `BilevelMetrics`."""
         entropy = jnp.mean(jnp.stack([_entropy(weights) for weights in relaxed if weights.size > 1]))
         # By how much the linearised cost could still fall (the Frank-Wolfe gap), as a ratio to the exact choice's.
         possible_saving = sum(
@@ -198,45 +186,54 @@ class Step:
             for weights, slope, mask in zip(relaxed, cost_slopes, allowed(self.problem), strict=True)
         )
         undershoot = jnp.zeros(())
-        if isinstance(self.objective, MaxLossIncrease):
+        if self.objective.limit is not None:
             undershoot = 1.0 - increase / self.objective.limit
         collapsed = (entropy < _DECIDED_ENTROPY) & (undershoot > 0.5) & (possible_saving > _WORTHWHILE_SAVING)
         return entropy, undershoot, collapsed
 
 
-def step_in(space: Any, settings: Settings) -> Step:
-    """Returns the step in a space, checked against the settings; decides whether the loss depends on the choice.
+def step_in(space: SearchSpace[Any] | Problem, settings: Settings, mesh: Mesh | None) -> Step:
+    """Returns the step in a space, on the devices of a mesh if it has some.
+
+    The user says whether the loss depends on the choice: with an objective the space must be a `LossySpace`, without
+    one every choice must have the same loss.
 
     Raises:
       ValueError: see `bilevel`.
     """
-    checked, objective = checked_space(space), settings.objective
-    problem = checked.problem
-    if is_lossy(checked):
-        if objective is None:
-            raise ValueError("give `max_loss_increase` or `cost_weight`: this space trades loss for cost.")
-        exact = tuple(int(strategy) for strategy in checked.exact_choice())
-        model = LossyModel(checked, exact, settings.estimator, settings.weights_optimizer, settings.order)
-        return Step(settings, checked, model, exact, exact_cost(problem, exact), objective)
+    if settings.objective is None:
+        return _exact_step(space, settings)
+    lossy = checked_lossy_space(space)
+    if isinstance(mesh, jax.sharding.Mesh):
+        lossy = lossy.on_mesh(mesh)
+    exact = tuple(int(strategy) for strategy in lossy.exact_choice())
+    model = LossyModel(
+        space=lossy,
+        baseline_choice=exact,
+        baseline_seconds=exact_cost(lossy.problem, exact),
+        estimator=settings.estimator,
+        optimizer=settings.weights_optimizer,
+        order=settings.order,
+    )
+    return Step(settings, model, settings.objective)
+
+
+def _exact_step(space: SearchSpace[Any] | Problem, settings: Settings) -> Step:
+    exact = checked_exact_space(space)
     if settings.loss_fn is None:
         raise ValueError("`loss_fn` must be given where `space` is a Problem or has no loss of its own; got None.")
-    if objective is not None:
-        argument = "max_loss_increase" if isinstance(objective, MaxLossIncrease) else "cost_weight"
-        raise ValueError(
-            f"`space` has no loss of its own (it lacks {', '.join(missing_for_loss(checked))} of "
-            f"`search_spaces.base.LossySpace`), so every choice has the same loss; leave out `{argument}`."
-        )
-    model = ExactModel(settings.loss_fn)
-    return Step(settings, checked, model, first_allowed(problem), mean_cost(problem), CostWeight(1.0))
+    problem = exact.problem
+    model = ExactModel(exact, first_allowed(problem), mean_cost(problem), settings.loss_fn)
+    return Step(settings, model, CostWeight(1.0))
 
 
 def _mean_increase(choice: _ChoiceState, relaxed: RelaxedChoice) -> jax.Array:
-    """The increase of the loss by the mean slopes."""
+    """Returns the increase of the loss by the mean slopes."""
     return choice.offset + optax.tree.vdot(choice.slopes, relaxed)
 
 
 def _entropy(weights: jax.Array) -> jax.Array:
-    """The entropy as a share of uniform weights'."""
+    """Returns the entropy as a share of uniform weights'."""
     return -jnp.sum(weights * jnp.log(jnp.maximum(weights, 1e-30))) / np.log(weights.size)
 
 
@@ -246,7 +243,7 @@ def _all_finite(tree: Any) -> jax.Array:
 
 
 def _stays_finite(before: Any, after: Any) -> jax.Array:
-    """Whether everything is finite that was before; an optimiser may keep an infinity as the least of nothing."""
+    """Returns whether everything is finite that was before; an optimiser may keep an infinite least value."""
     return _all_finite(
         jax.tree.map(lambda old, new: jnp.where(jnp.isfinite(old), new, jnp.zeros_like(new)), before, after)
     )

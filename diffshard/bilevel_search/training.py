@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import optax
 
 from diffshard.base import PlanError
-from diffshard.bilevel_search.base import BilevelPlanData, LossAndGradients, StrategyIndices
-from diffshard.bilevel_search.inputs import as_whole, check_arguments, check_key, is_lossy
-from search_spaces.base import Batch, LossySpace, Params, Residuals, Selection
+from diffshard.bilevel_search.inputs import as_lossy, as_whole, check_arguments, check_key, missing_for_loss
+from diffshard.bilevel_search.plan_data import BilevelPlanData
+from search_spaces.base import Batch, Choice, LossAndGradients, LossySpace, Params, Residuals, SearchSpace, Selection
 
 
 class TrainingState(NamedTuple):
@@ -45,18 +45,24 @@ class Training(NamedTuple):
 
 
 def training(
-    plan: BilevelPlanData, space: Any, optimizer: optax.GradientTransformation, num_steps: int | None = None
+    plan: BilevelPlanData,
+    space: SearchSpace[Any],
+    optimizer: optax.GradientTransformation,
+    num_steps: int | None = None,
 ) -> Training:
     """Returns how a model trains with a plan; see `BilevelPlan.training`."""
-    if not is_lossy(space):
-        raise ValueError("`space` has no loss to train on; give the space of strategies that the plan was made for.")
-    lossy: LossySpace = space
+    lossy = as_lossy(space)
+    if lossy is None:
+        raise ValueError(
+            f"`space` has no loss to train on: it lacks {', '.join(missing_for_loss(space))} of "
+            f"`search_spaces.base.LossySpace`; give the space of strategies that the plan was made for."
+        )
     chosen = choice_in(plan, plan.strategies, lossy)
     if not isinstance(optimizer, optax.GradientTransformation):
         raise ValueError(f"`optimizer` must be an optax optimiser, as adamw(3e-4); got {optimizer!r}.")
     num_exact_steps, exact = _num_exact_steps(plan, num_steps), chosen
     if num_exact_steps:
-        exact = choice_in(plan, [group.exact_strategy for group in plan.groups], lossy)
+        exact = choice_in(plan, [node.exact_strategy for node in plan.nodes], lossy)
 
     def init(params: Params, key: jax.Array) -> TrainingState:
         check_key(key)
@@ -84,7 +90,7 @@ def training(
 def gradients_of(space: LossySpace, state: TrainingState, batch: Batch, choice: Selection) -> LossAndGradients:
     """Returns the loss before a step, its gradients with a choice, and the next residuals."""
     key = jax.random.fold_in(state.key, state.step)
-    return LossAndGradients(*space.loss_and_gradients(state.params, batch, choice, state.residuals, key, state.step))
+    return space.loss_and_gradients(state.params, batch, choice, state.residuals, key, state.step)
 
 
 def next_state(
@@ -96,39 +102,39 @@ def next_state(
     return TrainingState(params, optimizer_state, result.residuals, state.key, state.step + 1)
 
 
-def choice_in(plan: BilevelPlanData, strategies: Sequence[str], space: LossySpace) -> StrategyIndices:
-    """Returns the indices in a space of strategies that are named for the groups of a plan.
+def choice_in(plan: BilevelPlanData, strategies: Sequence[str], space: LossySpace) -> Choice:
+    """Returns the indices in a space of strategies that are named for the nodes of a plan.
 
-    Groups are looked up by name, and those of equal names (a type's sites in several branches, say) in their order.
+    Nodes are looked up by name, and those of equal names (a type's sites in several branches, say) in their order.
 
     Args:
-      plan: names the groups.
-      strategies: one name for each group.
+      plan: names the nodes.
+      strategies: one name for each node.
       space: where they are looked up.
 
     Raises:
-      PlanError: the space is for another mesh, or lacks a group or a strategy, or has a group more; names the first.
+      PlanError: the space is for another mesh, or lacks a node or a strategy, or has a node more; names the first.
     """
     if dict(plan.mesh_axes) != dict(space.mesh_axes):
         raise PlanError(
             f"The plan is for a mesh of axes {dict(plan.mesh_axes)}, and `space` for {dict(space.mesh_axes)}."
         )
-    nodes: dict[str, list[int]] = {}
+    unused: dict[str, list[int]] = {}
     for v, name in enumerate(space.node_names):
-        nodes.setdefault(name, []).append(v)
+        unused.setdefault(name, []).append(v)
     choice: dict[int, int] = {}
-    for group, strategy in zip(plan.groups, strategies, strict=True):
-        v = _next_node(nodes, group.name)
+    for node, strategy in zip(plan.nodes, strategies, strict=True):
+        v = _next_node(unused, node.name)
         names = list(space.strategy_names(v))
         if strategy not in names:
             raise PlanError(
-                f"The plan takes {strategy!r} for {group.name!r}, where `space` has {names}; "
+                f"The plan takes {strategy!r} for {node.name!r}, where `space` has {names}; "
                 "build the space with that strategy, or search again."
             )
         choice[v] = names.index(strategy)
     for v, name in enumerate(space.node_names):
         if v not in choice:
-            raise PlanError(f"`space` has a group {name!r}, which the plan does not choose for; search again.")
+            raise PlanError(f"`space` has a node {name!r}, which the plan does not choose for; search again.")
     return tuple(choice[v] for v in range(len(choice)))
 
 
@@ -136,7 +142,7 @@ def _next_node(nodes: Mapping[str, list[int]], name: str) -> int:
     """Takes the next node of a name out of the lists."""
     if not nodes.get(name):
         raise PlanError(
-            f"The plan has a group {name!r}, which `space` does not have; "
+            f"The plan has a node {name!r}, which `space` does not have; "
             "give it the space that the plan was made for, or search again."
         )
     return nodes[name].pop(0)

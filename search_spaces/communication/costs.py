@@ -21,7 +21,7 @@ import numpy as np
 from cost.base import Hardware
 from cost.calibration import median_s
 from cost.collectives import collective_latency_s, collective_transfer_s
-from search_spaces.base import Choice, Part, Traffic
+from search_spaces.base import Part, Traffic
 from search_spaces.communication.base import CollectiveStrategy, Group, Precision, Site, Stage
 from search_spaces.communication.precision import ELEMENTS_PER_SCALE, PRECISIONS, decode, encode
 
@@ -39,7 +39,7 @@ class GroupCosts(NamedTuple):
     nodes: list[np.ndarray]
     edges: dict[tuple[int, int], np.ndarray]
 
-    def of_choice(self, choice: Choice) -> list[float]:
+    def of_choice(self, choice: Sequence[int]) -> list[float]:
         """Returns what each group costs, `[V]`; an edge counts for its second group."""
         totals = [float(node[strategy]) for node, strategy in zip(self.nodes, choice, strict=True)]
         for (u, v), edge in self.edges.items():
@@ -68,7 +68,7 @@ def group_costs(
 
 
 def explain(
-    sites: Sequence[Site], groups: Sequence[Group], choice: Choice, seconds: GroupCosts, sent_bytes: GroupCosts
+    sites: Sequence[Site], groups: Sequence[Group], choice: Sequence[int], seconds: GroupCosts, sent_bytes: GroupCosts
 ) -> tuple[Part, ...]:
     """Returns one part for each group: its seconds in one step and what its sites send."""
     runs, parts = sites_that_run(sites, groups, choice), []
@@ -82,7 +82,7 @@ def explain(
     return tuple(parts)
 
 
-def sites_that_run(sites: Sequence[Site], groups: Sequence[Group], choice: Choice) -> list[bool]:
+def sites_that_run(sites: Sequence[Site], groups: Sequence[Group], choice: Sequence[int]) -> list[bool]:
     """Returns for each site whether all alternatives around it run the branch that it lies in."""
     strategy_at = {s: strategy for group, strategy in zip(groups, choice, strict=True) for s in group.sites}
     runs: list[bool] = []

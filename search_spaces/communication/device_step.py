@@ -183,7 +183,7 @@ def combine(static: Sequence[Any], dynamic: Sequence[Any]) -> list[Any]:
     return [d if s is None else s for s, d in zip(static, dynamic, strict=True)]
 
 
-def choice_as_indices(groups: Sequence[Group], choice: Choice) -> tuple[int, ...]:
+def choice_as_indices(groups: Sequence[Group], choice: Sequence[int]) -> Choice:
     """Returns a choice as integers; raises as `partition_selection`, and for weights and traced indices."""
     static, _ = partition_selection(groups, choice)
     for group, strategy in zip(groups, static, strict=True):

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from search_spaces.base import Batch, Params, RelaxedChoice, Residuals, Selection
+from search_spaces.base import Batch, LossAndGradients, Params, PerStrategy, Residuals, Selection
 from search_spaces.communication.device_step import DeviceStep, combine, partition_selection
 from search_spaces.communication.loss_increases import local_loss_increases, random_direction
 from search_spaces.partition_specs import axes_of, broadcast_specs
@@ -83,7 +83,7 @@ class WholeStep:
         residuals: Residuals,
         key: jax.Array,
         step: jax.Array | int,
-    ) -> tuple[jax.Array, Params, Residuals]:
+    ) -> LossAndGradients:
         """Returns the training loss, its gradients as they arrive, and the residuals for the next step."""
         static, dynamic = partition_selection(self.device.groups, selection)
 
@@ -95,7 +95,7 @@ class WholeStep:
         by_device = PartitionSpec(self.axes)
         in_specs = (self.param_specs, self.batch_specs, by_device, _WHOLE, _WHOLE, _WHOLE)
         run = self.run(fn, in_specs=in_specs, out_specs=(_WHOLE, self.param_specs, by_device))
-        return run(params, batch, residuals, key, jnp.asarray(step), dynamic)
+        return LossAndGradients(*run(params, batch, residuals, key, jnp.asarray(step), dynamic))
 
     def loss_increases(
         self,
@@ -105,7 +105,7 @@ class WholeStep:
         step_sizes: Params,
         key: jax.Array,
         step: jax.Array | int,
-    ) -> RelaxedChoice:
+    ) -> PerStrategy:
         """Returns the predicted increases of the loss for all strategies, `[S]` for each group."""
         step_sizes, direction = random_direction(params, step_sizes, key)
 

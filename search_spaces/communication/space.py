@@ -14,7 +14,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from cost.base import Hardware, Problem
 from cost.presets import preset
-from search_spaces.base import Batch, Choice, Params, Part, RelaxedChoice, Residuals, Selection
+from search_spaces.base import Batch, Choice, LossAndGradients, Params, Part, PerStrategy, Residuals, Selection
 from search_spaces.communication.base import CollectiveStrategy, Site
 from search_spaces.communication.costs import GroupCosts, explain, group_costs, site_bytes, site_seconds
 from search_spaces.communication.device_step import DeviceStep, choice_as_indices
@@ -130,7 +130,7 @@ class CommunicationSpace:
         """Returns the names of the strategies that a group chooses from."""
         return self.groups[node].names
 
-    def exact_choice(self) -> list[int]:
+    def exact_choice(self) -> Choice:
         """Returns the first exact strategy of each group.
 
         Raises:
@@ -142,7 +142,7 @@ class CommunicationSpace:
                     f"The sites {group.name!r} have no exact strategy among {group.names}; "
                     f"add `diffshard.Exact()` to `strategies`."
                 )
-        return [int(group.exact.argmax()) for group in self.groups]
+        return tuple(int(group.exact.argmax()) for group in self.groups)
 
     @property
     def problem(self) -> Problem:
@@ -156,7 +156,7 @@ class CommunicationSpace:
         """
         return self._problem
 
-    def decode(self, choice: Choice) -> "ChosenStep":
+    def decode(self, choice: Sequence[int]) -> "ChosenStep":
         """Returns the loss and gradients of a training step with a choice, as a function.
 
         Raises:
@@ -164,7 +164,7 @@ class CommunicationSpace:
         """
         return ChosenStep(self, choice_as_indices(self.groups, choice))
 
-    def explain(self, choice: Choice) -> tuple[Part, ...]:
+    def explain(self, choice: Sequence[int]) -> tuple[Part, ...]:
         """Returns one part for each group: its seconds in one step, without overlap, and what its sites send.
 
         Raises:
@@ -230,7 +230,7 @@ class CommunicationSpace:
         residuals: Residuals,
         key: jax.Array,
         step: jax.Array | int = 0,
-    ) -> tuple[jax.Array, Params, Residuals]:
+    ) -> LossAndGradients:
         """Returns the training loss, its gradients as they arrive, and the residuals for the next step.
 
         The arguments are those of `loss`, and `residuals` as `init_residuals` or the step before returned them.
@@ -246,7 +246,7 @@ class CommunicationSpace:
         validation: Batch | None = None,
         step_sizes: Params = 1.0,
         step: jax.Array | int = 0,
-    ) -> RelaxedChoice:
+    ) -> PerStrategy:
         """Returns by how much each strategy is predicted to increase the loss, `[S]` for each group; 0 where exact.
 
         The prediction is of second order in the error of the strategy; `loss_increases.py` has the formulas and their
@@ -276,11 +276,11 @@ class ChosenStep:
     """
 
     space: CommunicationSpace
-    choice: tuple[int, ...]
+    choice: Choice
 
     def __call__(
         self, params: Params, batch: Batch, residuals: Residuals, key: jax.Array, step: jax.Array | int = 0
-    ) -> tuple[jax.Array, Params, Residuals]:
+    ) -> LossAndGradients:
         """Returns the loss, its gradients and the next residuals; see `CommunicationSpace.loss_and_gradients`."""
         return self.space.loss_and_gradients(params, batch, self.choice, residuals, key, step)
 

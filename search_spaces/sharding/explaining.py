@@ -8,7 +8,7 @@ import numpy as np
 from cost.base import CollectiveKind, Problem
 from cost.collectives import collective_sent_bytes
 from cost.evaluation import change_costs
-from search_spaces.base import Choice, Part, Traffic
+from search_spaces.base import Part, Traffic
 from search_spaces.partition_specs import IndexedSpec
 from search_spaces.sharding.base import Edge, Layout, Node, ReshardStep, ShardingStrategy
 from search_spaces.sharding.edge_costs import read_spec
@@ -101,7 +101,7 @@ def predict(
     costs: NodeCosts,
     axis_names: Sequence[str],
     layout: Layout,
-    choice: Choice,
+    choice: Sequence[int],
 ) -> Prediction:
     """Returns what each part of a choice costs.
 
@@ -128,7 +128,7 @@ def _transfers(
     costs: NodeCosts,
     axis_names: Sequence[str],
     chosen: Sequence[tuple],
-    choice: Choice,
+    choice: Sequence[int],
 ) -> list[Transfer]:
     """Returns every collective of a choice: those that finish reductions or gather copies, then the reshards."""
     transfers: list[Transfer] = []
@@ -173,7 +173,7 @@ def parts_of(
 
 
 def next_bests(
-    problem: Problem, graph: Graph, nodes: Sequence[Node], hub_node: Mapping[int, int], choice: Choice
+    problem: Problem, graph: Graph, nodes: Sequence[Node], hub_node: Mapping[int, int], choice: Sequence[int]
 ) -> NextBests:
     """Returns, for a choice, the next best spec of each vertex's first result and of each input as it is stored."""
     added_s = change_costs(problem, choice)

@@ -24,7 +24,7 @@ its terms are built by
 Reductions and reshards are priced as latency · latency share + bytes · seconds for each byte, times the weight.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -35,7 +35,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from cost.base import Hardware, Link, Problem
 from cost.evaluation import checked_choice, evaluate
-from search_spaces.base import Choice, Part
+from search_spaces.base import Part
 from search_spaces.sharding.base import Edge, Given, Layout, Node, Rule
 from search_spaces.sharding.candidates import nodes_of
 from search_spaces.sharding.device_program import DeviceProgram
@@ -94,7 +94,7 @@ class ShardingSpace:
         """`[S_v]` the specs of operands and results of each strategy, as `[data, -] [-, -] -> [data, -]`."""
         return tuple(strategy_name(strategy, self.axis_names) for strategy in self.nodes[node].strategies)
 
-    def decode(self, choice: Choice) -> Execution:
+    def decode(self, choice: Sequence[int]) -> Execution:
         """Returns the function with a choice's layout, for flat arguments, on a mesh without devices.
 
         It can be lowered for the mesh; `on_mesh` of the result gives it devices to run on.
@@ -105,7 +105,7 @@ class ShardingSpace:
         mesh = AbstractMesh(self.axis_sizes, self.axis_names, axis_types=(AxisType.Auto,) * len(self.axis_names))
         return self.execution(self.layout(choice), mesh)
 
-    def explain(self, choice: Choice) -> tuple[Part, ...]:
+    def explain(self, choice: Sequence[int]) -> tuple[Part, ...]:
         """Returns what a choice costs: "compute" parts, collectives by kind, and the "preference" that breaks ties.
 
         Raises:
@@ -114,7 +114,7 @@ class ShardingSpace:
         sizes = dict(zip(self.axis_names, self.axis_sizes, strict=True))
         return parts_of(self.predict(choice), self.graph, self.node_names, sizes)
 
-    def summarize(self, choice: Choice) -> Summary:
+    def summarize(self, choice: Sequence[int]) -> Summary:
         """Returns everything that a plan says about a choice; raises `ValueError` as `decode`."""
         return Summary(
             self.layout(choice),
@@ -123,7 +123,7 @@ class ShardingSpace:
             next_bests(self.problem, self.graph, self.nodes, self.hub_node, choice),
         )
 
-    def layout(self, choice: Choice) -> Layout:
+    def layout(self, choice: Sequence[int]) -> Layout:
         """Returns the strategies and specs that a choice means; raises `ValueError` as `decode`."""
         chosen = [node.strategies[s] for node, s in zip(self.nodes, checked_choice(self.problem, choice), strict=True)]
         value_specs = []
@@ -132,7 +132,7 @@ class ShardingSpace:
             value_specs.append(chosen[value.vertex].results[value.result] if hub is None else chosen[hub].results[0])
         return make_layout(self.graph, chosen[: len(self.graph.vertices)], value_specs)
 
-    def predict(self, choice: Choice) -> Prediction:
+    def predict(self, choice: Sequence[int]) -> Prediction:
         """Returns what a choice costs as numbers for vertices and collectives; raises `ValueError` as `decode`."""
         return predict(
             self.graph, self.nodes, self.edges, self.node_costs, self.axis_names, self.layout(choice), choice

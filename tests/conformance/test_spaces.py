@@ -1,5 +1,6 @@
 """Every search space keeps the rules of `search_spaces.base`; a new one is found by its `EXAMPLE`."""
 
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
@@ -7,21 +8,27 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType
 
 import search_spaces
 from cost.base import is_forbidden, num_strategies
 from cost.evaluation import evaluate
 from cost.validation import validate
+from diffshard.bilevel_search.inputs import lossy_methods, missing_for_loss
 from diffshard.solving.solve import solve
-from search_spaces.base import LossySpace, Part
+from search_spaces import numbered
+from search_spaces.base import Part
+from search_spaces.numbered import NumberedSpace
 from tests.conformance.discovery import examples
+from tests.diffshard.bilevel_search import perturbed
+from tests.diffshard.bilevel_search.perturbed import Perturbed
 
-SPACES = examples(search_spaces)
+SPACES = [*examples(search_spaces), perturbed]
 KEY = jax.random.key(0)
 
 
 def _name(module: ModuleType) -> str:
-    return module.__name__.removeprefix("search_spaces.")
+    return module.__name__.rpartition("search_spaces.")[2].rpartition("bilevel_search.")[2]
 
 
 @pytest.fixture(scope="module", params=SPACES, ids=_name)
@@ -31,8 +38,10 @@ def space(request: pytest.FixtureRequest) -> Any:
 
 @pytest.fixture(scope="module")
 def lossy(space: Any) -> Any:
-    if not isinstance(space, LossySpace):
+    """A space with any method of a lossy space, which must then have all members."""
+    if not lossy_methods(space):
         pytest.skip("the loss does not depend on the choice")
+    assert missing_for_loss(space) == []
     return space
 
 
@@ -44,8 +53,8 @@ def _choices(space: Any, count: int) -> list[list[int]]:
     return [best.tolist(), *(rng.integers(sizes).tolist() for _ in range(count))]
 
 
-def test_there_are_at_least_three_spaces():
-    assert len(SPACES) >= 3
+def test_the_spaces_are_found_by_their_examples():
+    assert {_name(module).split(".")[0] for module in SPACES} >= {"sharding", "communication", "placement", "numbered"}
 
 
 def test_the_problem_keeps_the_rules_and_is_built_once(space: Any):
@@ -96,37 +105,132 @@ def test_a_choice_that_does_not_fit_is_refused(space: Any):
 
 
 def test_decoding_is_a_function_of_the_choice(space: Any):
-    best = _choices(space, 0)[0]
-    first, second = space.decode(best), space.decode(tuple(best))
-    assert type(first) is type(second)
-    assert first is not None
+    """Equal choices mean the same, and some choice means something else."""
+    best, *others = _choices(space, 2)
+    first = _meaning(space, best)
+    assert _equal(first, _meaning(space, tuple(best)))
+    assert not all(_equal(first, _meaning(space, other)) for other in others if other != best)
 
 
-def test_the_exact_choice_increases_no_loss(lossy: Any):
+def _meaning(space: Any, choice: Sequence[int]) -> Any:
+    """What a choice decodes to, as a pytree: results of a training step, fields of another function, or a value."""
+    decoded = space.decode(choice)
+    if lossy_methods(space):
+        params, batch = _arrays(space)
+        return decoded(params, batch, space.init_residuals(params), KEY, 0)
+    return vars(decoded) if callable(decoded) else decoded
+
+
+def _equal(first: Any, second: Any) -> bool:
+    if jax.tree.structure(first) != jax.tree.structure(second):
+        return False
+    pairs = zip(jax.tree.leaves(first), jax.tree.leaves(second), strict=True)
+    return all(a is b or np.array_equal(a, b) for a, b in pairs)
+
+
+def test_the_exact_choice_increases_no_loss_and_others_do(lossy: Any):
     params, batch = _arrays(lossy)
-    exact = lossy.exact_choice()
     increases = lossy.loss_increases(params, batch, KEY)
     assert [row.shape for row in increases] == [(size,) for size in num_strategies(lossy.problem).tolist()]
-    for row, strategy in zip(increases, exact, strict=True):
+    for row, strategy in zip(increases, lossy.exact_choice(), strict=True):
         assert row[strategy] == 0
         assert jnp.isfinite(row).all()
+    assert any((row > 0).any() for row in increases)
+
+
+def test_predicted_increases_rank_what_strategies_do_to_the_loss(lossy: Any):
+    """Over several batches the mean measured change of the loss is larger where more is predicted."""
+    params, _ = _arrays(lossy)
+    exact, predicted, measured = lossy.exact_choice(), [], []
+    for v, size in enumerate(num_strategies(lossy.problem).tolist()):
+        rows = []
+        for s in range(size):
+            changes = [_change(lossy, params, _with(exact, v, s), seed) for seed in range(4)]
+            rows.append(np.mean(np.square(changes)))
+        if any(rows):
+            row = np.mean([lossy.loss_increases(params, _arrays(lossy, seed)[1], KEY)[v] for seed in range(4)], axis=0)
+            predicted.append(row)
+            measured.append(rows)
+    assert measured, "no strategy of any node changes the loss"
+    for row, rows in zip(predicted, measured, strict=True):
+        assert np.argmax(row) == np.argmax(rows)
+        assert all((p == 0) == (m == 0) for p, m in zip(row, rows, strict=True))
+
+
+def _change(space: Any, params: Any, choice: Sequence[int], seed: int) -> float:
+    _, batch = _arrays(space, seed)
+    return float(space.loss(params, batch, choice, KEY) - space.loss(params, batch, space.exact_choice(), KEY))
+
+
+def _with(choice: Sequence[int], node: int, strategy: int) -> list[int]:
+    """A choice with another strategy at one node."""
+    return [strategy if v == node else s for v, s in enumerate(choice)]
 
 
 def test_a_one_hot_relaxed_choice_is_the_choice(lossy: Any):
     params, batch = _arrays(lossy)
-    exact = lossy.exact_choice()
-    one_hot = [jax.nn.one_hot(s, n) for s, n in zip(exact, num_strategies(lossy.problem).tolist(), strict=True)]
-    by_index, by_weights = (lossy.loss(params, batch, selection, KEY) for selection in (exact, one_hot))
-    np.testing.assert_allclose(by_weights, by_index, rtol=1e-5)
+    for choice in (lossy.exact_choice(), _lossiest(lossy)):
+        one_hot = [jax.nn.one_hot(s, n) for s, n in zip(choice, num_strategies(lossy.problem).tolist(), strict=True)]
+        by_index, by_weights = (lossy.loss(params, batch, selection, KEY) for selection in (choice, one_hot))
+        np.testing.assert_allclose(by_weights, by_index, rtol=1e-5)
 
 
-def test_the_decoded_choice_runs_a_training_step(lossy: Any):
+def _lossiest(space: Any) -> tuple[int, ...]:
+    """The strategies of largest predicted increase."""
+    params, batch = _arrays(space)
+    return tuple(int(row.argmax()) for row in space.loss_increases(params, batch, KEY))
+
+
+def test_the_decoded_choice_runs_training_steps_and_compiles_once(lossy: Any):
+    """Two steps, the second with the first one's residuals; an exact choice and a lossy one."""
     params, batch = _arrays(lossy)
-    choice, residuals = lossy.exact_choice(), lossy.init_residuals(params)
-    expected = lossy.loss_and_gradients(params, batch, choice, residuals, KEY, 0)
-    result = jax.jit(lossy.decode(choice))(params, batch, residuals, KEY, 0)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), result, expected)
-    assert jax.tree.structure(result[1]) == jax.tree.structure(params)
+    for choice in (lossy.exact_choice(), _lossiest(lossy)):
+        residuals, expected_residuals = lossy.init_residuals(params), lossy.init_residuals(params)
+        run, traces = _jitted(lossy.decode(choice))
+        for step in range(2):
+            expected = lossy.loss_and_gradients(params, batch, choice, expected_residuals, KEY, step)
+            result = run(params, batch, residuals, KEY, step)
+            jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), result, expected)
+            assert jax.tree.structure(result.gradients) == jax.tree.structure(params)
+            residuals, expected_residuals = result.residuals, expected.residuals
+        assert len(traces) == 1
+
+
+def _jitted(step: Any) -> tuple[Any, list[int]]:
+    """A step under `jit`, and a list that grows with each trace."""
+    traces: list[int] = []
+
+    def run(*arguments: Any) -> Any:
+        traces.append(1)
+        return step(*arguments)
+
+    return jax.jit(run), traces
+
+
+def test_a_lossy_choice_changes_the_step(lossy: Any):
+    params, batch = _arrays(lossy)
+    results = [
+        lossy.loss_and_gradients(params, batch, choice, lossy.init_residuals(params), KEY, 0)
+        for choice in (lossy.exact_choice(), _lossiest(lossy))
+    ]
+    assert not _equal(results[0].gradients, results[1].gradients)
+
+
+def test_a_mesh_of_devices_gives_the_same_numbers(lossy: Any):
+    axes = lossy.mesh_axes
+    if not axes:
+        pytest.skip("the space has no mesh")
+    mesh = jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
+    params, batch = _arrays(lossy)
+    choice = _lossiest(lossy)
+    on_mesh = lossy.on_mesh(mesh)
+    results = [
+        jax.jit(space.decode(choice))(params, batch, space.init_residuals(params), KEY, 0) for space in (lossy, on_mesh)
+    ]
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), *results)
+    other = jax.make_mesh((1,), ("other",), axis_types=(AxisType.Auto,))
+    with pytest.raises(ValueError, match="mesh"):
+        lossy.on_mesh(other)
 
 
 def test_gradients_are_those_of_the_exact_loss(lossy: Any):
@@ -137,12 +241,74 @@ def test_gradients_are_those_of_the_exact_loss(lossy: Any):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), gradients, expected)
 
 
-def _arrays(space: Any) -> tuple[Any, Any]:
-    """Random parameters and a batch of the shapes that a space was built for."""
-    leaves, structure = jax.tree.flatten(space.arguments)
-    keys = jax.random.split(KEY, len(leaves))
-    arrays = [
-        0.5 * jax.random.normal(key, leaf.shape).astype(leaf.dtype) for key, leaf in zip(keys, leaves, strict=True)
-    ]
-    params, batch = jax.tree.unflatten(structure, arrays)
+class _Wrong(Perturbed):
+    """A space that breaks one rule at a time."""
+
+
+class _PredictsNothing(_Wrong):
+    def loss_increases(self, *arguments: Any, **options: Any) -> Any:
+        return [0.0 * row for row in super().loss_increases(*arguments, **options)]
+
+
+class _PredictsForTheExactChoice(_Wrong):
+    def loss_increases(self, *arguments: Any, **options: Any) -> Any:
+        return [row + 1.0 for row in super().loss_increases(*arguments, **options)]
+
+
+class _PredictsInReverse(_Wrong):
+    def loss_increases(self, *arguments: Any, **options: Any) -> Any:
+        rows = super().loss_increases(*arguments, **options)
+        return [jnp.concatenate([row[:1], row[1:][::-1]]) for row in rows]
+
+
+class _DecodesTheExactChoice(_Wrong):
+    def decode(self, choice: Any) -> Any:
+        return super().decode([0 for _ in choice])
+
+
+class _LosesResiduals(_Wrong):
+    def decode(self, choice: Any) -> Any:
+        run = super().decode(choice)
+        return lambda *arguments: run(*arguments)._replace(residuals=(jnp.zeros(2),))
+
+
+class _HasOneMore(NumberedSpace):
+    loss = Perturbed.loss
+
+
+_FAULTS = [
+    (_PredictsNothing, test_the_exact_choice_increases_no_loss_and_others_do),
+    (_PredictsForTheExactChoice, test_the_exact_choice_increases_no_loss_and_others_do),
+    (_PredictsInReverse, test_predicted_increases_rank_what_strategies_do_to_the_loss),
+    (_DecodesTheExactChoice, test_decoding_is_a_function_of_the_choice),
+    (_DecodesTheExactChoice, test_the_decoded_choice_runs_training_steps_and_compiles_once),
+    (_LosesResiduals, test_the_decoded_choice_runs_training_steps_and_compiles_once),
+]
+
+
+@pytest.mark.parametrize(("wrong", "rule"), _FAULTS)
+def test_the_rules_catch_a_space_that_breaks_them(wrong: Any, rule: Any):
+    space = wrong(*perturbed.EXAMPLE.args)
+    with pytest.raises((AssertionError, ValueError)):
+        rule(space)
+
+
+def test_a_space_with_one_member_of_a_lossy_one_must_have_all():
+    space = _HasOneMore(numbered.EXAMPLE().problem)
+    assert lossy_methods(space) == ["loss"]
+    assert "loss_increases" in missing_for_loss(space)
+
+
+def _arrays(space: Any, seed: int = 0) -> tuple[Any, Any]:
+    """Random parameters, the same for every seed, and a batch, of the shapes that a space was built for."""
+    params, batch = (
+        _random(shapes, key) for shapes, key in zip(space.arguments, (KEY, jax.random.key(seed + 1)), strict=True)
+    )
     return params, batch
+
+
+def _random(shapes: Any, key: jax.Array) -> Any:
+    leaves, structure = jax.tree.flatten(shapes)
+    keys = jax.random.split(key, len(leaves))
+    arrays = [0.5 * jax.random.normal(k, leaf.shape).astype(leaf.dtype) for k, leaf in zip(keys, leaves, strict=True)]
+    return jax.tree.unflatten(structure, arrays)

@@ -14,31 +14,3 @@ the function, as in `diffshard.bilevel(estimator=diffshard.sampled(temperature=0
 `increase(space, params, batch, relaxed, key, progress)` can be handed in without a file; training then runs the exact
 choice.
 """
-
-import importlib
-import pkgutil
-from collections.abc import Callable
-
-from diffshard.bilevel_search.base import Estimator, Increase
-
-
-def estimator_names() -> tuple[str, ...]:
-    """Returns the names of all estimators, in alphabetical order."""
-    return tuple(sorted(module.name for module in pkgutil.iter_modules(__path__)))
-
-
-def resolve(estimator: str | Estimator | Increase) -> Estimator:
-    """Returns the estimator of a name or of a function; with a function, training runs the exact choice.
-
-    Raises:
-      ValueError: no estimator has this name.
-    """
-    if isinstance(estimator, Estimator):
-        return estimator
-    if callable(estimator):
-        return Estimator(estimator)
-    names = estimator_names()
-    if not isinstance(estimator, str) or estimator not in names:
-        raise ValueError(f"`estimator` must be one of {', '.join(names)}, or a function; got {estimator!r}.")
-    make: Callable[[], Estimator] = importlib.import_module(f"{__name__}.{estimator}").EXAMPLE
-    return make()

@@ -20,7 +20,7 @@ def mixed_increase(
     space: LossySpace,
     params: Params,
     batch: Batch,
-    weights: RelaxedChoice,
+    relaxed: RelaxedChoice,
     key: jax.Array,
     progress: TrainingProgress,
 ) -> jax.Array:
@@ -28,7 +28,7 @@ def mixed_increase(
     exact = one_hot(space.problem, space.exact_choice())
     # The exact loss is a constant: what the choice does to the parameters must show in the loss, not cancel.
     exact_loss = lax.stop_gradient(space.loss(params, batch, exact, key, progress.step))
-    return space.loss(params, batch, weights, key, progress.step) - exact_loss
+    return space.loss(params, batch, relaxed, key, progress.step) - exact_loss
 
 
 def _unchanged(relaxed: RelaxedChoice, key: jax.Array) -> RelaxedChoice:

@@ -1,6 +1,7 @@
 """A space whose every number is known: a linear model whose strategies add a given error to its output."""
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -9,13 +10,24 @@ import numpy as np
 from jax.sharding import Mesh
 
 from cost.base import Hardware, Problem
-from search_spaces.base import Batch, LossySpace, Params, RelaxedChoice, Residuals, Selection
+from search_spaces.base import (
+    Batch,
+    Choice,
+    LossAndGradients,
+    LossySpace,
+    Params,
+    Part,
+    PerStrategy,
+    Residuals,
+    Selection,
+    TrainingStep,
+)
 from search_spaces.numbered import NumberedSpace
 
 BATCH, WIDTH = 8, 3
 
 
-class Perturbed(NumberedSpace):
+class Perturbed:
     """The model X w with Σ_v error_v[s_v] · sign_v added, trained by half the mean square to targets.
 
     Signs ±1 differ over the batch for each node, with mean 0 and no correlation between nodes, so that a choice adds
@@ -32,7 +44,9 @@ class Perturbed(NumberedSpace):
     def __init__(self, errors: Sequence[Sequence[float]], seconds: Sequence[Sequence[float]], **fields: Any):
         """Makes nodes without edges unless `fields` of `Problem` say otherwise."""
         cost = [np.array(row, float) for row in seconds]
-        super().__init__(Problem(**{"node_cost": cost, "edge_nodes": np.zeros((0, 2), int), "edge_cost": [], **fields}))
+        self.problem = Problem(**{"node_cost": cost, "edge_nodes": np.zeros((0, 2), int), "edge_cost": [], **fields})
+        self._numbered = NumberedSpace(self.problem)
+        self.node_names = self._numbered.node_names
         self.errors = [np.array(row, float) for row in errors]
         self.traces = 0
 
@@ -41,9 +55,9 @@ class Perturbed(NumberedSpace):
         """In the precision that is enabled where they are asked for."""
         return jax.eval_shape(lambda: (start(), batch_of(0)))
 
-    def exact_choice(self) -> list[int]:
+    def exact_choice(self) -> Choice:
         """The first strategies."""
-        return [0] * len(self.errors)
+        return (0,) * len(self.errors)
 
     def on_mesh(self, mesh: Mesh) -> LossySpace:
         """The same: there is nothing to split."""
@@ -53,6 +67,21 @@ class Perturbed(NumberedSpace):
     def strategy_names(self, node: int) -> tuple[str, ...]:
         """At most three names."""
         return ("exact", "rough", "rougher")[: len(self.errors[node])]
+
+    def decode(self, choice: Sequence[int]) -> TrainingStep:
+        """The loss and gradients of a choice."""
+        decoded = self._numbered.decode(choice)
+
+        def run(
+            params: Params, batch: Batch, residuals: Residuals, key: jax.Array, step: jax.Array | int = 0
+        ) -> LossAndGradients:
+            return self.loss_and_gradients(params, batch, decoded, residuals, key, step)
+
+        return run
+
+    def explain(self, choice: Sequence[int]) -> tuple[Part, ...]:
+        """A part for each node."""
+        return self._numbered.explain(choice)
 
     def init_residuals(self, params: Params) -> Residuals:
         """None."""
@@ -80,10 +109,10 @@ class Perturbed(NumberedSpace):
         residuals: Residuals,
         key: jax.Array,
         step: jax.Array | int = 0,
-    ) -> tuple[jax.Array, Params, Residuals]:
+    ) -> LossAndGradients:
         """The loss with its gradients by autodiff."""
         loss, gradients = jax.value_and_grad(self.loss)(params, batch, selection, key, step)
-        return loss, gradients, residuals
+        return LossAndGradients(loss, gradients, residuals)
 
     def loss_increases(
         self,
@@ -94,16 +123,20 @@ class Perturbed(NumberedSpace):
         validation: Batch | None = None,
         step_sizes: Params = 1.0,
         step: jax.Array | int = 0,
-    ) -> RelaxedChoice:
+    ) -> PerStrategy:
         """The exact increases where the loss has no residual."""
         del params, key, validation, step_sizes, step
         return [jnp.asarray(0.5 * errors**2) + 0.0 * batch[1].mean() for errors in self.errors]
 
 
+EXAMPLE = partial(Perturbed, [[0.0, 0.3, 0.7], [0.0, 0.5]], [[2.0, 1.5, 1.0], [3.0, 1.0]])
+"""Makes two nodes with three and two strategies."""
+
+
 class NothingExact(Perturbed):
     """The same without an exact choice."""
 
-    def exact_choice(self) -> list[int]:
+    def exact_choice(self) -> Choice:
         """Raises: there is none."""
         raise ValueError("node 0 has no exact strategy")
 

@@ -1,8 +1,8 @@
 """A plan of the small communication space as training would leave it: two groups changed, a table of candidates."""
 
 from cost.base import Hardware, Link
-from diffshard.bilevel_search.base import Proof, TrainedCandidate
 from diffshard.bilevel_search.plan import BilevelPlan, lossy_plan
+from diffshard.bilevel_search.plan_data import Proof, TrainedCandidate
 from diffshard.bilevel_search.rounding import best_of
 from diffshard.successive_halving import HalvingRecord
 from search_spaces.communication.space import CommunicationSpace
@@ -36,7 +36,7 @@ def proposed_plan(space: CommunicationSpace | None = None) -> BilevelPlan:
 def proved_plan(space: CommunicationSpace | None = None) -> BilevelPlan:
     """As training leaves it; one candidate was dropped early, one diverged."""
     plan = proposed_plan(space)
-    exact = plan.exact_seconds
+    exact = plan.baseline_seconds
 
     def trained(name: str, seconds: float, loss: float, increase: float, *scores: float) -> TrainedCandidate:
         pairs = tuple((score, seconds) for score in scores)

@@ -382,8 +382,9 @@ class _OnlyLoss(NumberedSpace):
         ({"space": Perturbed([[0.0], [0.0]], [[1.0], [1.0]])}, "no node with two strategies"),
         ({"space": Perturbed([[0.0, 0.1]], [[1.0, np.inf]])}, "no node with two strategies that are allowed"),
         ({"space": Perturbed(ERRORS, [[0.0, 1.0, 1.0], [0.0, 1.0]])}, "positive finite cost"),
-        ({"space": TWO}, "`loss_fn` must be given"),
-        ({"space": _OnlyLoss(TWO)}, "`loss_fn` must be given"),
+        ({"space": TWO, "max_loss_increase": None}, "`loss_fn` must be given"),
+        ({"space": _OnlyLoss(TWO)}, "it lacks arguments, .* loss_and_gradients, "),
+        ({"space": _OnlyLoss(TWO), "max_loss_increase": None}, "it has loss of `search_spaces.base.LossySpace`"),
         ({"space": object()}, "got object, which lacks decode, explain, node_names, problem, strategy_names"),
         ({"space": "sharding"}, "`space` must be a Problem"),
         ({"mesh": {"data": 2}}, "`mesh` must be a Mesh or an AbstractMesh, got {'data': 2}"),
@@ -394,7 +395,8 @@ class _OnlyLoss(NumberedSpace):
             {
                 "space": Problem(
                     [np.ones(2), np.ones(2)], np.array([[0, 1]]), [np.array([[0.0, np.inf], [np.inf, 0.0]])]
-                )
+                ),
+                "max_loss_increase": None,
             },
             "forbids pairs",
         ),
@@ -426,11 +428,29 @@ def test_both_a_bound_and_a_weight_are_refused():
 
 @pytest.mark.parametrize("weighed", [{"max_loss_increase": 1.0}, {"cost_weight": 1.0}])
 def test_what_weighs_a_loss_is_refused_where_every_choice_has_the_same(weighed):
-    (name,) = weighed
-    with pytest.raises(ValueError, match=f"`space` has no loss of its own .* leave out `{name}`"):
+    leave_out = "leave out `max_loss_increase` and `cost_weight`"
+    with pytest.raises(ValueError, match=f"`space` has no loss of its own .* {leave_out}"):
         diffshard.bilevel(_plain_loss, space=TWO, weights_optimizer=optax.sgd(0.1), **weighed)
-    with pytest.raises(ValueError, match=f"it lacks arguments, .* loss_and_gradients, .* leave out `{name}`"):
+    with pytest.raises(ValueError, match=f"it lacks arguments, .* loss_and_gradients, .* {leave_out}"):
         diffshard.bilevel(_plain_loss, space=_OnlyLoss(TWO), weights_optimizer=optax.sgd(0.1), **weighed)
+
+
+class _WithoutNotes:
+    """A lossy space that lacks one member of `LossySpace`."""
+
+    def __init__(self):
+        complete = Perturbed(ERRORS, SECONDS)
+        names = {name for name in dir(complete) if not name.startswith("_")} - {"notes"}
+        vars(self).update({name: getattr(complete, name) for name in names})
+
+
+def test_a_lossy_space_that_lacks_a_member_never_trains_as_an_exact_one():
+    space: Any = _WithoutNotes()
+    options = {"space": space, "weights_optimizer": optax.sgd(0.1)}
+    with pytest.raises(ValueError, match=r"give `max_loss_increase` or `cost_weight`: .* it has exact_choice, "):
+        diffshard.bilevel(_plain_loss, **options)
+    with pytest.raises(ValueError, match=r"`space` has no loss of its own \(it lacks notes of"):
+        diffshard.bilevel(_plain_loss, max_loss_increase=0.1, **options)
 
 
 @pytest.mark.parametrize("key", [0, None, jnp.zeros(2), jax.random.split(KEY)])

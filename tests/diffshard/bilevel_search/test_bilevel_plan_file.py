@@ -71,7 +71,7 @@ def test_a_proof_without_finalists_is_damage():
 
 @pytest.mark.parametrize(
     ("field", "message"),
-    [("seconds", "BilevelPlan lacks `seconds`"), ("groups", "BilevelPlan lacks `groups`"),
+    [("seconds", "BilevelPlan lacks `seconds`"), ("nodes", "BilevelPlan lacks `nodes`"),
      ("choice", "BilevelPlan lacks `choice`"), ("proof", "it has no `proof`")],
 )  # fmt: skip
 def test_missing_fields_are_damage(field, message):
@@ -85,14 +85,14 @@ def test_missing_fields_are_damage(field, message):
     ("path", "value", "message"),
     [(["seconds"], -1.0, "`seconds` is -1.0, not a finite number from 0 on"), (["seconds"], "inf", "`seconds` is inf"),
      (["cost_ratio"], "nan", "`cost_ratio` is nan"), (["choice"], [0, 0, 0, -1], "a number below 0"),
-     (["choice"], [0, 0], "`choice` has 2 numbers for 4 groups"), (["mesh_axes", "data"], 0, "`mesh_axes` is"),
+     (["choice"], [0, 0], "`choice` has 2 numbers for 4 nodes"), (["mesh_axes", "data"], 0, "`mesh_axes` is"),
      (["exact_share"], 1.0, "`exact_share` is 1.0"), (["max_loss_increase"], 0.0, "`max_loss_increase` is 0.0"),
-     (["groups", 0, "seconds"], -1.0, "`seconds` of group 'mlp/all_reduce forward' is -1.0"),
-     (["groups", 0, "traffic", "sent_bytes"], "inf", "`sent_bytes` of group 'mlp/all_reduce forward' is inf"),
-     (["groups", 0, "traffic", "direction"], "up", "is 'up', none of forward, backward, gradient"),
-     (["groups", 0, "traffic", "count"], -1, "`count` of group 'mlp/all_reduce forward' is -1"),
+     (["nodes", 0, "seconds"], -1.0, "`seconds` of node 'mlp/all_reduce forward' is -1.0"),
+     (["nodes", 0, "traffic", "sent_bytes"], "inf", "`sent_bytes` of node 'mlp/all_reduce forward' is inf"),
+     (["nodes", 0, "traffic", "direction"], "up", "is 'up', none of forward, backward, gradient"),
+     (["nodes", 0, "traffic", "count"], -1, "`count` of node 'mlp/all_reduce forward' is -1"),
      (["proof", "table", 0, "exact_share"], 1.5, "`exact_share` of candidate 'proposal' is 1.5"),
-     (["proof", "table", 1, "choice"], [0], "`choice` of candidate 'exact' has 1 numbers for 4 groups"),
+     (["proof", "table", 1, "choice"], [0], "`choice` of candidate 'exact' has 1 numbers for 4 nodes"),
      (["proof", "steps"], -1, "`steps` of `proof` is -1")],
 )  # fmt: skip
 def test_values_that_no_search_gives_are_damage(path, value, message):
@@ -105,14 +105,22 @@ def test_values_that_no_search_gives_are_damage(path, value, message):
         from_json(found, "plan.json", BilevelPlan)
 
 
-def test_a_plan_without_groups_is_damage():
-    with pytest.raises(PlanError, match="it has no `groups`"):
-        from_json({**to_json(proposed_plan()), "groups": [], "choice": []}, "plan.json", BilevelPlan)
+def test_a_plan_without_nodes_is_damage():
+    with pytest.raises(PlanError, match="it has no `nodes`"):
+        from_json({**to_json(proposed_plan()), "nodes": [], "choice": []}, "plan.json", BilevelPlan)
+
+
+def _version_2(plan: BilevelPlan) -> dict[str, Any]:
+    """A plan as the second version wrote it."""
+    document = to_json(plan)
+    document["version"] = 2
+    document["groups"] = document.pop("nodes")
+    return document
 
 
 def _version_1(plan: BilevelPlan) -> dict[str, Any]:
     """A plan as the first version wrote it."""
-    document = to_json(plan)
+    document = _version_2(plan)
     document["version"] = 1
     document["lossless"] = document.pop("all_exact")
     for group in document["groups"]:
@@ -123,6 +131,10 @@ def _version_1(plan: BilevelPlan) -> dict[str, Any]:
     for candidate in document["proof"]["table"] if document["proof"] else ():
         candidate["row"] = candidate.pop("record")
     return document
+
+
+def test_files_of_version_2_are_read():
+    assert from_json(_version_2(proposed_plan()), "plan.json", BilevelPlan) == proposed_plan()
 
 
 @pytest.mark.parametrize("repeats_the_winner", [False, True])
@@ -157,7 +169,7 @@ def test_a_file_from_before_there_were_notes_is_read():
     ("text", "message"),
     [("{", "is not JSON"), ("[" * 100_000, "is not JSON"), ("[]", "not a plan file"),
      ('{"format": ["diffshard plan"]}', "not a plan file"), ('{"format": "else"}', "not a plan file"),
-     (json.dumps({"format": "diffshard bilevel plan", "version": 3}), "version 3; this diffshard reads version 1 and")],
+     (json.dumps({"format": "diffshard bilevel plan", "version": 4}), "version 4; this diffshard reads version 1 and")],
 )  # fmt: skip
 def test_files_that_are_no_plan(text, message, tmp_path):
     (tmp_path / "plan.json").write_text(text)

@@ -3,15 +3,16 @@
 import numpy as np
 import pytest
 
-from diffshard.bilevel_search.base import Candidate, Prediction
+from diffshard.bilevel_search.base import LossPrediction
 from diffshard.bilevel_search.candidates import _layers, propose
+from diffshard.bilevel_search.plan_data import Candidate
 from tests.diffshard.bilevel_search.perturbed import Perturbed
 
 ERRORS, SECONDS = [[0.0, 0.3, 0.7], [0.0, 0.5]], [[2.0, 1.5, 1.0], [3.0, 1.0]]
 
 
-def _prediction(space: Perturbed) -> Prediction:
-    return Prediction(0.0, [0.5 * errors**2 for errors in space.errors])
+def _prediction(space: Perturbed) -> LossPrediction:
+    return LossPrediction(0.0, [0.5 * errors**2 for errors in space.errors])
 
 
 def test_the_proposal_uniform_choices_schedules_and_choices_by_type_are_tried_once():

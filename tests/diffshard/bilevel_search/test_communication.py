@@ -85,7 +85,7 @@ def test_every_estimator_searches_it(estimator: str, order: int):
     plan, params = search.finish(state)
     assert plan.feasible
     assert plan.cost_ratio <= 1
-    assert len(plan.strategies) == len(search.space.groups)
+    assert len(plan.strategies) == len(search.space.node_names)
     assert jax.tree.map(jnp.shape, params) == jax.tree.map(jnp.shape, _params())
 
 

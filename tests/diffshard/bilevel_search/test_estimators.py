@@ -9,11 +9,11 @@ import optax
 import pytest
 
 from diffshard.bilevel_search.base import Estimator, TrainingProgress
-from diffshard.bilevel_search.estimators import resolve
+from diffshard.bilevel_search.estimator_names import resolve
 from diffshard.bilevel_search.estimators.curvature import curvature
 from diffshard.bilevel_search.estimators.mixture import mixture
 from diffshard.bilevel_search.estimators.sampled import sampled
-from diffshard.bilevel_search.model import unrolled
+from diffshard.bilevel_search.optimizer_derivatives import unrolled
 from diffshard.bilevel_search.relaxation import relaxed_choice
 from tests.diffshard.bilevel_search.perturbed import Perturbed, batch_of, start
 
@@ -84,8 +84,8 @@ def test_curvature_is_the_mean_predicted_increase():
 
 def test_sampled_runs_one_strategy_of_each_node_as_often_as_it_weighs():
     estimator = sampled()
-    assert estimator.weights is not None
-    weights = estimator.weights
+    assert estimator.relaxed is not None
+    weights = estimator.relaxed
     drawn = jax.vmap(lambda key: weights(_relaxed(), key))(jax.random.split(KEY, 4000))
     assert estimator.selection is not None
     assert estimator.selection(_relaxed(), KEY) == [row.argmax() for row in weights(_relaxed(), KEY)]
@@ -98,7 +98,7 @@ def test_sampled_runs_one_strategy_of_each_node_as_often_as_it_weighs():
 def test_sampled_slopes_are_those_of_the_softened_draw():
     """With a linear function of the row the straight-through slope is that of softmax(log p + gumbel)."""
     row, weights = _relaxed()[0], jnp.array([1.0, -2.0, 0.5])
-    drawn = sampled(temperature=0.7).weights
+    drawn = sampled(temperature=0.7).relaxed
     assert drawn is not None
     slope = jax.grad(lambda r: drawn([r], KEY)[0] @ weights)(row)
     noise = jax.random.gumbel(jax.random.split(KEY, 1)[0], (3,))

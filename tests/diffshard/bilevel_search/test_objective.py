@@ -14,8 +14,8 @@ from tests.diffshard.bilevel_search.perturbed import Perturbed, batch_of, start
 @pytest.mark.parametrize("late", [-1.0, np.inf, np.nan])
 def test_a_schedule_that_leaves_its_range_gives_no_weight(late):
     objective = CostWeight(lambda step: jnp.where(step < 2, 0.5, late))
-    assert [float(objective.weights(jnp.zeros(()), jnp.zeros(()), jnp.int32(n)).cost) for n in (0, 1)] == [0.5, 0.5]
-    assert np.isnan(objective.weights(jnp.zeros(()), jnp.zeros(()), jnp.int32(2)).cost)
+    assert [float(objective.scales(jnp.zeros(()), jnp.zeros(()), jnp.int32(n)).cost) for n in (0, 1)] == [0.5, 0.5]
+    assert np.isnan(objective.scales(jnp.zeros(()), jnp.zeros(()), jnp.int32(2)).cost)
 
 
 @pytest.mark.parametrize("late", [-1.0, np.inf])

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import diffshard
-from diffshard.bilevel_search.base import Point
+from diffshard.bilevel_search.plan_data import Point
 from tests.diffshard.bilevel_search.small_bilevel_plan import proved_plan
 
 

@@ -7,8 +7,9 @@ import optax
 import pytest
 
 import diffshard
-from diffshard.bilevel_search.base import Candidate, Prediction
+from diffshard.bilevel_search.base import LossPrediction
 from diffshard.bilevel_search.objective import CostWeight, MaxLossIncrease
+from diffshard.bilevel_search.plan_data import Candidate
 from diffshard.bilevel_search.proving import prove
 from tests.diffshard.bilevel_search.perturbed import Perturbed, batch_of, start
 
@@ -93,7 +94,7 @@ def test_a_weight_of_the_cost_trades_one_for_the_other():
 def test_predictions_that_are_ten_times_too_small_are_refined_by_what_was_measured(objective):
     """Node 0 adds up to 0.245, node 1 up to 0.125 to the loss; the prediction says a tenth of it."""
     space, data = Perturbed(ERRORS, SECONDS), _data()
-    low = Prediction(0.0, [0.1 * np.square(errors) / 2 for errors in space.errors])
+    low = LossPrediction(0.0, [0.1 * np.square(errors) / 2 for errors in space.errors])
     tenfold = [Candidate("found", (2, 1))]
     options = {"optimizer": optax.sgd(0.1), "objective": objective}
     plain = prove(space, tenfold, data, **options)

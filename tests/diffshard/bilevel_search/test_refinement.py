@@ -3,11 +3,12 @@
 import numpy as np
 import pytest
 
-from diffshard.bilevel_search.base import Measurement, Prediction
+from diffshard.bilevel_search.base import LossPrediction
+from diffshard.bilevel_search.plan_data import Measurement
 from diffshard.bilevel_search.refinement import calibrated
 
 SLOPES = [np.array([0.0, 1e-3, 4e-3]), np.array([0.0, 2e-3]), np.array([0.0, 1e-3])]
-PREDICTION = Prediction(0.0, SLOPES)
+PREDICTION = LossPrediction(0.0, SLOPES)
 EXACT = (0, 0, 0)
 NAMES = [["exact", f"a{v}", f"b{v}"][: len(row)] for v, row in enumerate(SLOPES)]
 
@@ -32,7 +33,7 @@ def test_names_that_measurements_tell_apart_get_their_own_at_every_node():
     """One strategy is 10 times as bad as predicted and the other as predicted, at eight nodes."""
     slopes, names = [np.array([0.0, 1e-3, 1e-3])] * 8, [["exact", "early", "late"]] * 8
     measured = [Measurement((1,) * n + (2,) * (8 - n), 1e-3 * (10 * n + (8 - n))) for n in range(9)]
-    found = calibrated(Prediction(0.0, slopes), names, (0,) * 8, measured * 20, noise=1e-5)
+    found = calibrated(LossPrediction(0.0, slopes), names, (0,) * 8, measured * 20, noise=1e-5)
     for row in found.slopes:
         assert row[1] / row[2] > 5
         np.testing.assert_allclose(row[1], 10e-3, rtol=0.25)
@@ -60,7 +61,7 @@ def test_that_nothing_raised_the_loss_is_no_reason_to_believe_that_nothing_can()
 
 
 def test_the_exact_choice_adds_nothing_wherever_it_is_and_what_diverged_is_left_out():
-    shifted = Prediction(3.0, [np.array([2e-3, 1e-3]), np.array([-1.0, 1.0])])
+    shifted = LossPrediction(3.0, [np.array([2e-3, 1e-3]), np.array([-1.0, 1.0])])
     found = calibrated(
         shifted,
         [["a", "exact"], ["exact", "b"]],

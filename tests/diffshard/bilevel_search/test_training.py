@@ -11,11 +11,12 @@ from jax.sharding import PartitionSpec as P
 import diffshard
 from cost.base import Problem
 from diffshard.base import PlanError
-from diffshard.bilevel_search.base import Candidate
 from diffshard.bilevel_search.objective import MaxLossIncrease
+from diffshard.bilevel_search.plan_data import Candidate
 from diffshard.bilevel_search.proving import CandidatesData, prove
 from diffshard.bilevel_search.training import Training, TrainingState
 from search_spaces.communication.space import CommunicationSpace
+from search_spaces.numbered import NumberedSpace
 from tests.diffshard.bilevel_search.small_bilevel_plan import named_choice, proposed_plan
 from tests.search_spaces.communication.small_communication import (
     HARDWARE,
@@ -73,7 +74,7 @@ def test_the_plan_changes_numbers_and_a_schedule_does_so_late():
     space = small_space()
     training = proposed_plan().training(space, OPTIMIZER)
     exact_plan = proposed_plan()._replace(
-        groups=tuple(group._replace(strategy="exact") for group in proposed_plan().groups)
+        nodes=tuple(group._replace(strategy="exact") for group in proposed_plan().nodes)
     )
     exact = exact_plan.training(space, OPTIMIZER)
     late = proposed_plan()._replace(exact_share=0.5).training(space, OPTIMIZER, num_steps=5)
@@ -146,10 +147,10 @@ def _other_mesh():
     ("make_space", "message"),
     [
         (lambda: small_space(strategies=_without("forward", "int8")), "takes 'int8' for 'mlp/all_reduce forward'"),
-        (lambda: small_space(_renamed), "has a group 'mlp/all_reduce forward', which `space` does not have"),
+        (lambda: small_space(_renamed), "has a node 'mlp/all_reduce forward', which `space` does not have"),
         (
             lambda: small_space(tie=None),
-            "has a group 'matrices over data and model gradient', which `space` does not have",
+            "has a node 'matrices over data and model gradient', which `space` does not have",
         ),
         (_other_mesh, r"for a mesh of axes .*'data': 2, 'model': 4.*, and `space` for .*'data': 4"),
     ],
@@ -159,12 +160,10 @@ def test_a_space_that_does_not_fit_is_refused(make_space, message):
         proposed_plan().training(make_space(), OPTIMIZER)
 
 
-def test_a_group_that_the_plan_does_not_know_is_refused():
+def test_a_node_that_the_plan_does_not_know_is_refused():
     plan = proposed_plan()
-    fewer = plan._replace(groups=plan.groups[1:])
-    with pytest.raises(
-        PlanError, match=r"`space` has a group 'mlp/all_reduce forward', which the plan does not choose"
-    ):
+    fewer = plan._replace(nodes=plan.nodes[1:])
+    with pytest.raises(PlanError, match=r"`space` has a node 'mlp/all_reduce forward', which the plan does not choose"):
         fewer.training(small_space(), OPTIMIZER)
 
 
@@ -203,6 +202,6 @@ def test_what_training_needs():
     init, params = proposed_plan().training(small_space(), OPTIMIZER).init, arguments()[0]
     with pytest.raises(ValueError, match=r"`key` must be a random key, as `jax\.random\.key\(0\)` is; got 0"):
         init(params, 0)  # pyright: ignore[reportArgumentType]
-    problem = Problem([np.zeros(2)], np.zeros((0, 2), int), [])
+    space = NumberedSpace(Problem([np.zeros(2)], np.zeros((0, 2), int), []))
     with pytest.raises(ValueError, match="`space` has no loss"):
-        plan.training(problem, OPTIMIZER)
+        plan.training(space, OPTIMIZER)
