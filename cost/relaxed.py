@@ -9,22 +9,23 @@ import numpy as np
 from cost.base import Problem, is_forbidden, num_strategies
 
 
-def relaxed_cost(problem: Problem, rows: Sequence[jax.Array] | jax.Array) -> jax.Array:
+def relaxed_cost(problem: Problem, relaxed: Sequence[jax.Array] | jax.Array) -> jax.Array:
     """Computes J(p), the cost of weights, differentiable in them: exact for a choice, a lower estimate elsewhere.
 
     J(p) = Σ_v ⟨c_v, p_v⟩ + Σ_e ⟨T_e, p_u p_vᵀ⟩ + max_d Σ_v ⟨p_v, L_v[:, d]⟩
 
     Args:
       problem: its memory limit is a constraint, not a part of J.
-      rows: the relaxed choice, V arrays `[S_v]` on the simplex, or their concatenation `[ΣS_v]`.
+      relaxed: the relaxed choice, V arrays `[S_v]` on the simplex, or their concatenation `[ΣS_v]`.
 
     Returns:
       A scalar. It is infinite where a forbidden entry has weight; its gradient is then that of the allowed entries.
     """
-    flat = rows if isinstance(rows, jax.Array) else jnp.concatenate([jnp.ravel(row) for row in rows])
+    flat = relaxed if isinstance(relaxed, jax.Array) else jnp.concatenate([jnp.ravel(weights) for weights in relaxed])
     if flat.shape != (num_strategies(problem).sum(),):
         raise ValueError(
-            f"`rows` must have one weight for each strategy, {num_strategies(problem).sum()} in all, got {flat.shape}."
+            f"`relaxed` must have one weight for each strategy, {num_strategies(problem).sum()} in all, "
+            f"got {flat.shape}."
         )
     source, target, entries = _flat_edges(problem)
     total = _weighed(np.concatenate([np.asarray(c, float) for c in problem.node_cost]), flat)
@@ -41,7 +42,7 @@ def _weighed(costs: np.ndarray, weights: jax.Array) -> jax.Array:
 
 
 def _flat_edges(problem: Problem) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Returns every transfer matrix entry's two positions in the concatenated rows, and its cost."""
+    """Returns every transfer matrix entry's two positions in the concatenated weights, and its cost."""
     sizes = num_strategies(problem)
     starts = (np.cumsum(sizes) - sizes).tolist()
     source, target, entries = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)], [np.zeros(0)]

@@ -21,8 +21,8 @@ from cost.base import Problem, num_strategies
 from cost.evaluation import evaluate
 from diffshard.base import Solution
 from diffshard.bilevel_search.relaxation import marginal_logits
-from diffshard.solving import presolve
 from diffshard.solving.dual.soft_dual import soft_problem
+from diffshard.solving.presolve.ties import merge_ties
 from diffshard.solving.solve import solve
 from experiments.layered import layered_problem
 from experiments.solvers import PROBLEMS
@@ -64,7 +64,7 @@ def descend(
     problem: Problem, relaxation: Relaxation, temperature: float, restarts: int, steps: int, change: Change, seed: int
 ) -> float:
     """The least exact cost of rounded rows after descending from random starts; inf if none keeps the limits."""
-    reduced = presolve.merge_ties(problem)
+    reduced = merge_ties(problem)
     sizes = num_strategies(reduced.problem)
     ends, scale = np.cumsum(sizes)[:-1].tolist(), _spread(reduced.problem)
     padded = soft_problem(reduced.problem)  # a program of the same length for any number of nodes
@@ -109,7 +109,7 @@ def main(quick: bool, seeds: int, steps: int, seconds: float) -> list[MethodResu
     for name, make in problems(quick).items():
         problem = make()
         assert problem is not None  # none of these needs a file
-        size = int(num_strategies(presolve.merge_ties(problem).problem).sum())
+        size = int(num_strategies(merge_ties(problem).problem).sum())
         order = np.random.default_rng(0).permutation(size)
         temperatures = TEMPERATURES[1:2] if quick else TEMPERATURES
         methods: list[tuple[str, Relaxation, float, int, Change]] = [
@@ -150,7 +150,7 @@ def main(quick: bool, seeds: int, steps: int, seconds: float) -> list[MethodResu
 
 
 def _solved(problem: Problem, solver: str, seconds: float, seed: int) -> Solution:
-    return solve(problem, solver=solver, time_limit_s=seconds, key=seed, reduce=presolve.merge_ties)
+    return solve(problem, solver=solver, time_limit_s=seconds, key=seed, reduce=merge_ties)
 
 
 def _spread(problem: Problem) -> float:

@@ -25,7 +25,9 @@ from rich.progress import track
 
 from diffshard.base import Solution
 from diffshard.files import write_whole
-from diffshard.solving import contest, presolve
+from diffshard.solving import contest
+from diffshard.solving.presolve.pipeline import presolve
+from diffshard.solving.presolve.ties import merge_ties
 from diffshard.solving.solve import solve
 from experiments.layered import layered_problem
 from experiments.solver_variants import SHORT_SEARCH, VARIANTS
@@ -54,7 +56,7 @@ def run(name: str, seconds: float, seed: int, variant: str = "all") -> dict[str,
     """
     problem = contest.read(INSTANCES / f"{name}.json.gz")
     start = time.perf_counter()
-    reduce = presolve.merge_ties if variant == "presolve" else presolve.reduce
+    reduce = merge_ties if variant == "presolve" else presolve
     return _facts(solve(problem, solver=VARIANTS[variant], time_limit_s=seconds, key=seed, reduce=reduce), start)
 
 

@@ -144,3 +144,13 @@ def test_circles_are_seen(graph: dict[str, list[str]], expected: list[str]):
 
 def test_every_package_is_seen():
     assert {path.relative_to(ROOT).parts[0] for path in FILES} == set(MAY_IMPORT)
+
+
+def test_packages_hold_only_their_docstring():
+    """Code in an `__init__` runs whenever one of its submodules is imported, so it could hide a circle."""
+    public = ROOT / "diffshard" / "__init__.py"  # the names that users import
+    for path in FILES:
+        if path.name == "__init__.py" and path != public:
+            tree = ast.parse(path.read_text(encoding="utf-8"))
+            assert ast.get_docstring(tree), f"{path} has no docstring"
+            assert len(tree.body) == 1, f"{path} holds more than a docstring"

@@ -7,9 +7,10 @@ A problem passes through these rooms:
 - `solvers/` has a file for each solver, and says how to choose among them. The default, `gradient`, is composed of the
   objects in `phases/`.
 - `dual/` has the Lagrangian dual: messages and prices, the climb that gives the lower bound, and branching on it.
-- `moves/` has what improves a choice: exact moves of forests, neighbourhoods, single nodes, and equal layers as one.
+- `moves/` has what improves a choice: exact moves of forests, neighbourhoods, single nodes and random walks.
 
-All of them work on the same layout, a problem as flat arrays (`flat.py`). Beside them stand `contest.py`, the file
+All of them work on the same layout, a problem as flat arrays (`flat.py`). Beside them stand `quotient.py`, a problem in
+which equal layers take equal strategies; `contest.py`, the file
 format of the IOPDDL contest; `violations.py`, what is wrong with an infeasible choice in words; and `examples.py`, two
 small problems for the solvers' `EXAMPLE`s.
 """

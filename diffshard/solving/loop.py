@@ -15,7 +15,8 @@ from cost.evaluation import Evaluator
 from cost.memory import least_memory
 from cost.validation import validate
 from diffshard.base import OPTIMAL_GAP, InfeasibleError, Progress, Proposal, Solution, Solver
-from diffshard.solving import presolve
+from diffshard.solving.presolve.base import Reduction, unchanged
+from diffshard.solving.presolve.pipeline import presolve
 
 _LEAST_TIME_S = 1e-3
 """Seconds that a solver is given even where presolve has used them all, so that its limit stays positive."""
@@ -28,7 +29,7 @@ def run_solver(
     time_limit_s: float | None,
     key: jax.Array,
     progress: Progress | None = None,
-    reduce: Callable[[Problem], presolve.Reduction] = presolve.reduce,
+    reduce: Callable[[Problem], Reduction] = presolve,
 ) -> Solution:
     """Checks and presolves a problem, lets the solver run until it ends or is stopped, and returns the best proposal.
 
@@ -48,23 +49,21 @@ def run_solver(
     best = _Best(problem, progress, start)
     least = _least_choice(problem)
     if least is not None:
-        best.offer(presolve.unchanged(problem), Proposal(least, math.inf))
+        best.offer(unchanged(problem), Proposal(least, math.inf))
         return best.solution("finished")
     deadline = None if time_limit_s is None else start + time_limit_s
     try:
         try:
             reduction = reduce(problem)
         except InfeasibleError:  # nothing is allowed: the solver still looks for what breaks the rules least
-            reduction = presolve.unchanged(problem)
+            reduction = unchanged(problem)
         status = _offer_all(best, reduction, solver, deadline, key)
     except KeyboardInterrupt:
         status = "interrupted"
     return best.solution(status)
 
 
-def _offer_all(
-    best: "_Best", reduction: presolve.Reduction, solver: Solver, deadline: float | None, key: jax.Array
-) -> str:
+def _offer_all(best: "_Best", reduction: Reduction, solver: Solver, deadline: float | None, key: jax.Array) -> str:
     """Offers all that the solver proposes, until it ends, the best is optimal or the time is over; returns a status."""
     if not reduction.problem.node_cost:
         best.offer(reduction, Proposal(np.zeros(0, np.int64), 0.0))
@@ -91,7 +90,7 @@ class _Best:
         self._history: list[tuple[float, float, float]] = []
         self._report()
 
-    def offer(self, reduction: presolve.Reduction, proposal: Proposal) -> None:
+    def offer(self, reduction: Reduction, proposal: Proposal) -> None:
         """Prices a proposal for the reduced problem on the problem as it was given, and keeps what is better."""
         bound = float(reduction.constant + proposal.lower_bound)
         improved = bound > self._lower_bound

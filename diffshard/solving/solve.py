@@ -15,8 +15,10 @@ import jax
 
 from cost.base import Problem
 from diffshard.base import Progress, Solution, Solver
-from diffshard.solving import presolve, solvers
+from diffshard.solving import solvers
 from diffshard.solving.loop import run_solver
+from diffshard.solving.presolve.base import Reduction
+from diffshard.solving.presolve.pipeline import presolve
 
 
 def solve(
@@ -26,7 +28,7 @@ def solve(
     time_limit_s: float | None = None,
     key: jax.Array | int | None = None,
     progress: Progress | None = None,
-    reduce: Callable[[Problem], presolve.Reduction] = presolve.reduce,
+    reduce: Callable[[Problem], Reduction] = presolve,
 ) -> Solution:
     """Finds a cheap choice of strategies and a bound on how cheap any can be.
 
@@ -37,7 +39,7 @@ def solve(
         about two seconds for ten thousand); None lets the solver end by its own rule.
       key: a JAX random key or a seed; None is seed 0.
       progress: called at each improvement.
-      reduce: the presolve; `presolve.unchanged` hands the problem to the solver as it is.
+      reduce: the presolve; `unchanged` hands the problem to the solver as it is.
 
     Returns:
       The best choice that the solver proposed, its exact cost and the bound. It says so if the choice is not feasible,

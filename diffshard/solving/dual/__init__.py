@@ -1,1 +1,7 @@
-"""The lower bound: messages and prices, the climb, the same dual for JAX with gradients, and branching on it."""
+"""The lower bound: the Lagrangian dual of a problem, with messages on its edges and prices on its limits.
+
+- `sweeps.py`: one min-plus pass over all edges, which raises the bound at given prices.
+- `ascent.py`: the climb, sweeps and price steps in turn.
+- `branching.py`: branch and bound on the dual.
+- `soft_dual.py`: the same dual for JAX, smoothed and with gradients.
+"""

@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from diffshard.solving.dual.dual import Sweep, lay_out, sweep
+from diffshard.solving.dual.sweeps import Sweep, lay_out, sweep
 from diffshard.solving.flat import Flat, memory_price, memory_use
 
 # How far a price moves in one step: its logarithm, for each limit's worth of excess. Measured on the contest's

@@ -18,7 +18,7 @@ import numpy as np
 
 from diffshard.base import OPTIMAL_GAP
 from diffshard.solving.dual.ascent import SUM_ERROR, Ascent, is_coupled, softmin_weights
-from diffshard.solving.dual.dual import lay_out
+from diffshard.solving.dual.sweeps import lay_out
 from diffshard.solving.flat import Flat, chosen_cost, chosen_memory, memory_price
 from diffshard.solving.moves.forest import first_least
 

@@ -27,7 +27,7 @@ import numpy as np
 
 from cost.base import Problem, num_strategies
 from diffshard.solving.dual.ascent import Prices, initial_prices
-from diffshard.solving.dual.dual import colours
+from diffshard.solving.dual.sweeps import colours
 from diffshard.solving.flat import flatten, with_ceiling
 
 

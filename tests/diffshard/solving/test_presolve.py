@@ -8,8 +8,11 @@ import pytest
 from cost.base import Problem, is_forbidden, num_strategies
 from cost.evaluation import evaluate
 from diffshard.base import InfeasibleError
-from diffshard.solving import presolve
 from diffshard.solving.presolve import memory
+from diffshard.solving.presolve.elimination import eliminate
+from diffshard.solving.presolve.memory import compress_memory
+from diffshard.solving.presolve.pipeline import presolve
+from diffshard.solving.presolve.ties import merge_ties
 from diffshard.solving.solvers.exhaustive import price
 from tests.diffshard.solving.random_problems import layered_problem, small_problem
 
@@ -40,7 +43,7 @@ def _optimum(problem: Problem) -> tuple[float, np.ndarray | None]:
     return float(cost.min()), choices[cost.argmin()] if np.isfinite(cost.min()) else None
 
 
-@pytest.mark.parametrize("step", [presolve.merge_ties, presolve.compress_memory, presolve.eliminate, presolve.reduce])
+@pytest.mark.parametrize("step", [merge_ties, compress_memory, eliminate, presolve])
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_optimum_is_the_same_before_and_after(step, kind):
     solvable = 0
@@ -67,7 +70,7 @@ def test_any_reduced_choice_costs_no_more_when_expanded(kind):
     for seed in range(60):
         problem = small_problem(seed, **KINDS[kind])
         try:
-            reduction = presolve.reduce(problem)
+            reduction = presolve(problem)
         except InfeasibleError:
             continue
         rng = np.random.default_rng(seed)
@@ -79,7 +82,7 @@ def test_any_reduced_choice_costs_no_more_when_expanded(kind):
                 assert full.excess <= reduced.excess + 1e-9
 
 
-@pytest.mark.parametrize("step", [presolve.compress_memory, presolve.reduce])
+@pytest.mark.parametrize("step", [compress_memory, presolve])
 @pytest.mark.parametrize("compared", [0, 1 << 24])
 def test_limits_of_each_device_bind_where_they_are_finite(step, compared, monkeypatch):
     monkeypatch.setattr(memory, "_MOST_COMPARISONS", compared)  # 0: all times but the first are kept
@@ -108,7 +111,7 @@ def test_times_that_never_use_more_than_another_are_left_out():
     usage = [np.array([2, 5]), np.array([1, 4])]
     nodes, intervals = [0, 1, 0, 1], np.array([[0, 1], [2, 3], [4, 5], [4, 5]])
     problem = Problem([np.zeros(2)] * 2, np.zeros((0, 2), int), [], np.array(nodes), usage * 2, intervals, 6)
-    reduced = presolve.compress_memory(problem._replace(memory_limit=np.array([6.0, np.inf]))).problem
+    reduced = compress_memory(problem._replace(memory_limit=np.array([6.0, np.inf]))).problem
     assert np.unique(reduced.usage_interval).tolist() == [0, 1]  # one time
     assert sorted(map(tuple, reduced.usage_interval.tolist())) == [(0, 1)] * len(reduced.usage)
 
@@ -117,7 +120,7 @@ def test_a_determined_node_is_merged():
     only = np.array([[0.0, np.inf], [np.inf, 3.0]])
     empty = np.zeros((0, 2), int)
     problem = Problem([np.array([1.0, 2.0]), np.array([5.0, 0.0])], np.array([[0, 1]]), [only], empty[:, 0], [], empty)
-    merged = presolve.merge_ties(problem)
+    merged = merge_ties(problem)
     assert len(merged.problem.node_cost) == 1
     np.testing.assert_array_equal(merged.problem.node_cost[0], [1 + 5 + 0, 2 + 0 + 3])
     np.testing.assert_array_equal(merged.expand(np.array([1])), [1, 1])
@@ -128,7 +131,7 @@ def test_a_contradiction_names_the_node():
     empty = np.zeros((0, 2), int)
     problem = Problem([np.zeros(2), np.zeros(2)], np.array([[0, 1]]), [never], empty[:, 0], [], empty)
     with pytest.raises(InfeasibleError, match="strategy of node 0"):
-        presolve.reduce(problem)
+        presolve(problem)
 
 
 def test_a_chain_of_any_length_is_eliminated():
@@ -138,7 +141,7 @@ def test_a_chain_of_any_length_is_eliminated():
     costs = [rng.random((5, 5)) for _ in edges]
     empty = np.zeros((0, 2), int)
     problem = Problem([rng.random(5) for _ in range(count)], edges, costs, empty[:, 0], [], empty)
-    reduced = presolve.reduce(problem)
+    reduced = presolve(problem)
     assert not reduced.problem.node_cost
     choice = reduced.expand(np.zeros(0, int))
     assert evaluate(problem, choice).cost == pytest.approx(reduced.constant)
@@ -154,14 +157,14 @@ def test_strategies_that_never_fit_are_gone_and_free_times_are_forgotten():
     both = Problem(
         [np.array([5.0, 0.0]), np.array([1.0, 0.0])], empty, [], np.array([0, 1]), usage, np.array([[0, 2], [1, 3]]), 8
     )
-    reduced = presolve.reduce(both)
+    reduced = presolve(both)
     assert not reduced.problem.node_cost  # 9 > 8 - 3 leaves one strategy for node 0, and then both of node 1 fit
     np.testing.assert_array_equal(reduced.expand(np.zeros(0, int)), [0, 1])
 
 
 def test_shared_matrices_stay_one_array():
     problem = layered_problem(0, 6)
-    reduced = presolve.reduce(problem)
+    reduced = presolve(problem)
     distinct = {id(cost) for cost in reduced.problem.edge_cost}
     assert len(distinct) < len(reduced.problem.edge_cost) / 3
     assert len(reduced.problem.node_cost) < len(problem.node_cost)

@@ -9,7 +9,6 @@ import pytest
 
 from cost.base import Problem
 from cost.evaluation import evaluate
-from diffshard.solving import presolve
 from diffshard.solving.phases.annealing import Annealing
 from diffshard.solving.phases.base import Phase
 from diffshard.solving.phases.branches import Branches
@@ -18,6 +17,8 @@ from diffshard.solving.phases.neighbourhoods import Neighbourhoods
 from diffshard.solving.phases.quotient_start import QuotientStart
 from diffshard.solving.phases.starts import DualStarts
 from diffshard.solving.phases.walks import Walks
+from diffshard.solving.presolve.base import unchanged
+from diffshard.solving.presolve.pipeline import presolve
 from diffshard.solving.solve import solve
 from diffshard.solving.solvers import gradient
 from experiments.solver_variants import edited_phases, with_settings
@@ -49,7 +50,7 @@ def layered() -> tuple[Problem, float]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("reduce", [presolve.unchanged, presolve.reduce])
+@pytest.mark.parametrize("reduce", [unchanged, presolve])
 def test_gradient_is_exact_where_it_searches_instead_of_enumerating(kind, reduce, monkeypatch):
     monkeypatch.setattr(gradient, "MOST_ENUMERATED", 0)
     for seed in range(20, 28):
@@ -71,7 +72,7 @@ def test_gradient_says_by_how_much_nothing_fits(limit):
     if np.ndim(limit):
         problem = problem._replace(usage=[np.stack([row, row], axis=1) for row in problem.usage])
     cheapest = [np.argmin(cost) for cost in problem.node_cost]
-    for reduce in (presolve.unchanged, presolve.reduce):
+    for reduce in (unchanged, presolve):
         solution = solve(problem, solver=_short, reduce=reduce)
         assert (solution.status, solution.feasible) == ("infeasible", False)
         assert 0 < solution.excess < evaluate(problem, np.array(cheapest)).excess
@@ -113,7 +114,7 @@ def test_costs_below_zero_are_proven_in_any_unit(name, unit, monkeypatch):
         problem = small_problem(seed)
         nodes, edges = ([unit * (c - 100) for c in costs] for costs in (problem.node_cost, problem.edge_cost))
         problem = problem._replace(node_cost=nodes, edge_cost=edges)
-        solution = solve(problem, solver=name, reduce=presolve.unchanged)
+        solution = solve(problem, solver=name, reduce=unchanged)
         assert solution.cost == pytest.approx(optimum(problem), rel=1e-12), f"seed {seed}"
         assert solution.lower_bound <= optimum(problem)
         assert solution.status == "optimal"

@@ -12,12 +12,9 @@ Source: Weisfeiler and Leman, "The reduction of a graph to canonical form" (1968
 from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
-import jax
 import numpy as np
 
-from cost.base import Problem, distinct_arrays, is_forbidden, merge_edges, num_devices, num_strategies
-from diffshard.base import Solver
-from diffshard.solving.loop import run_solver
+from cost.base import Problem, distinct_arrays, merge_edges, num_devices, num_strategies
 
 # A node's class depends on what lies up to this many edges away: on the inside of a layer, not on its number. Chosen by
 # hand on generated layers.
@@ -52,31 +49,6 @@ def quotient_by_equality(problem: Problem, rounds: int = _REFINEMENT_ROUNDS) -> 
     if not len(node_class) or node_class.max() + 1 > _MOST_CLASSES_PER_NODE * len(node_class):
         return None
     return Quotient(merge_classes(problem, node_class), node_class)
-
-
-def quotient_start(problem: Problem, solver: Solver, key: jax.Array, time_limit_s: float | None) -> np.ndarray | None:
-    """Returns a choice `[V]` in which equal nodes take equal strategies, as good as the solver finds one.
-
-    Args:
-      problem: the whole.
-      solver: for the quotient.
-      key: a JAX random key.
-      time_limit_s: seconds for the quotient; None lets the solver end by its own rule.
-
-    Returns:
-      The choice, which may exceed the memory: a start to be improved. None where few nodes are equal, or where the
-      members of a class exclude each other's strategies.
-
-    Raises:
-      KeyboardInterrupt: Ctrl-C was pressed while the quotient was solved; it means to stop the whole search.
-    """
-    quotient = quotient_by_equality(problem)
-    if quotient is None:
-        return None
-    solution = run_solver(quotient.problem, solver, time_limit_s=time_limit_s, key=key)
-    if solution.status == "interrupted":
-        raise KeyboardInterrupt
-    return None if is_forbidden(np.asarray(solution.cost)) else quotient.expand(solution.choice)
 
 
 def classes(problem: Problem, rounds: int = _REFINEMENT_ROUNDS) -> np.ndarray:

@@ -11,9 +11,9 @@ import pytest
 from cost.base import Problem, num_strategies
 from cost.evaluation import evaluate
 from diffshard.base import Proposal
-from diffshard.solving.moves.quotient import classes, merge_classes, quotient_by_equality, quotient_start
-from diffshard.solving.phases.quotient_start import QuotientStart
-from diffshard.solving.presolve import unchanged
+from diffshard.solving.phases.quotient_start import QuotientStart, best_equal_choice
+from diffshard.solving.presolve.base import unchanged
+from diffshard.solving.quotient import classes, merge_classes, quotient_by_equality
 from diffshard.solving.solve import solve
 from diffshard.solving.solvers import gradient
 from tests.diffshard.solving.random_problems import layered_problem, small_problem
@@ -105,7 +105,7 @@ def test_layers_are_tied_and_their_number_does_not_matter():
 
 def test_what_does_not_repeat_is_left():
     assert quotient_by_equality(layered_problem(0, 1)) is None
-    assert quotient_start(layered_problem(0, 1), gradient.solve, KEY, 1.0) is None
+    assert best_equal_choice(layered_problem(0, 1), gradient.solve, KEY, 1.0) is None
     assert quotient_by_equality(Problem([], np.zeros((0, 2), int), [])) is None
 
 
@@ -117,7 +117,7 @@ def test_the_start_is_the_best_of_the_tied_choices():
         options = itertools.product(*(range(size) for size in num_strategies(tied.problem)))
         found = [evaluate(problem, tied.expand(np.array(choice))) for choice in options]
         best = min((e.cost for e in found if e.feasible), default=None)
-        start = quotient_start(problem, gradient.solve, KEY, None)
+        start = best_equal_choice(problem, gradient.solve, KEY, None)
         assert start is not None
         if best is None:  # then the least excess
             assert evaluate(problem, start).excess == min(e.excess for e in found)
@@ -129,12 +129,12 @@ def test_there_is_no_start_where_equal_nodes_exclude_each_other():
     differ = np.array([[np.inf, 0.0], [0.0, np.inf]])
     ring = Problem([np.zeros(2)] * 4, np.array([[0, 1], [1, 2], [2, 3], [3, 0]]), [differ] * 4)
     assert solve(ring).feasible
-    assert quotient_start(ring, gradient.solve, KEY, None) is None
+    assert best_equal_choice(ring, gradient.solve, KEY, None) is None
 
 
 def test_a_start_from_layers_is_close_to_what_the_whole_finds():
     problem = layered_problem(3, 8, width=12, most=6)
-    start = quotient_start(problem, gradient.solve, KEY, None)
+    start = best_equal_choice(problem, gradient.solve, KEY, None)
     assert start is not None
     assert evaluate(problem, start).cost <= 1.05 * solve(problem).cost
 
