@@ -70,7 +70,7 @@ def place(
 
     Raises:
       ValueError: sizes that do not fit, negative or NaN numbers, a memory limit without `layer_bytes`, fewer
-        layers than stages, micro-batches that are no positive integer, an unknown solver.
+        layers than stages, micro-batches that are not a positive integer, an unknown solver.
     """
     space = PlacementSpace(
         layer_times,

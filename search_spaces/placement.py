@@ -61,7 +61,7 @@ class PlacementSpace:
 
     Raises:
       ValueError: sizes that do not fit, negative or NaN numbers, a memory limit without `layer_bytes`, fewer layers
-        than stages, micro-batches that are no positive integer.
+        than stages, micro-batches that are not a positive integer.
     """
 
     def __init__(

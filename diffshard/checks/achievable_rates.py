@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from cost.base import CollectiveKind, Hardware
 from cost.collectives import collective_s
-from cost.presets import SwitchedHost
+from cost.networks import SwitchedHost
 
 INSIDE_HOST = "links inside a host"
 BETWEEN_HOSTS = "links between hosts"

@@ -269,8 +269,8 @@ class _Player:
             self.play(name, outcome)
             outcomes.append(outcome)
         if outcomes:
-            dearest = max(outcomes, key=lambda outcome: max([outcome.now_s, *outcome.free_s.values()]))
-            vars(clock).update(vars(dearest))
+            slowest = max(outcomes, key=lambda outcome: max([outcome.now_s, *outcome.free_s.values()]))
+            vars(clock).update(vars(slowest))
 
 
 def _is_steady(previous: _Clock, before: _Clock, after: _Clock) -> bool:

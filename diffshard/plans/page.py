@@ -27,8 +27,8 @@ def format_page(plan: PlanData) -> str:
     """Returns a plan as the text of an HTML page."""
     mesh = " × ".join(f"{axis} {size}" for axis, size in plan.mesh_axes.items()) or "no axes"
     devices = math.prod(plan.mesh_axes.values())
-    rows = layers(plan)
-    fills = _fills(plan, rows)
+    shown_layers = layers(plan)
+    fills = _fills(plan, shown_layers)
     body = [
         f"<h1>{escaped(short_name(plan.function))} on {devices} device{'s' if devices != 1 else ''}</h1>",
         f"<div class=dim>mesh {escaped(mesh)} · {escaped(plan.hardware.name)} · {escaped(plan.solver)} solver, "
@@ -36,7 +36,7 @@ def format_page(plan: PlanData) -> str:
         _cards(plan),
         _time(plan),
         _memory(plan),
-        _graph(rows, fills),
+        _graph(shown_layers, fills),
         _argument_table(plan, fills),
         _history(plan),
         "".join(["<h2>Notes</h2><ul>", *(f"<li>{escaped(n)}</li>" for n in plan.notes), "</ul>"]) if plan.notes else "",
@@ -45,10 +45,15 @@ def format_page(plan: PlanData) -> str:
     return document(f"Plan of {short_name(plan.function)}", body)
 
 
-def _fills(plan: PlanData, rows: Sequence[Layer]) -> dict[frozenset[str], str]:
+def _fills(plan: PlanData, shown_layers: Sequence[Layer]) -> dict[frozenset[str], str]:
     """Returns a colour for each set of mesh axes that splits an array; single axes first, in the mesh's order."""
     specs = [t.spec for t in plan.arguments]
-    specs += [p.spec for row in rows for p in (*row.arguments, *row.forward, *row.backward) if p.spec is not None]
+    specs += [
+        p.spec
+        for layer in shown_layers
+        for p in (*layer.arguments, *layer.forward, *layer.backward)
+        if p.spec is not None
+    ]
     order = list(plan.mesh_axes)
     sets = sorted({_axes(spec) for spec in specs} - {frozenset()}, key=lambda s: (len(s), sorted(map(order.index, s))))
     return {frozenset(): _REPLICATED} | {axes: _FILLS[i % len(_FILLS)] for i, axes in enumerate(sets)}
@@ -95,27 +100,27 @@ def _memory(plan: PlanData) -> str:
     return f"<h2>{title}</h2>{bar(pieces, limit if is_close else max(plan.peak_bytes, sum(by_argument.values())))}"
 
 
-def _graph(rows: Sequence[Layer], fills: dict[frozenset[str], str]) -> str:
+def _graph(shown_layers: Sequence[Layer], fills: dict[frozenset[str], str]) -> str:
     key = "".join(
         f'<span><i style="background:{colour}"></i>{escaped(" + ".join(sorted(axes)) or "replicated")}</span>'
         for axes, colour in fills.items()
     )
     head = "<div class='layer head'><div>layer</div><div>arguments</div><div>forward</div><div>backward</div></div>"
     return f"<h2>Layers</h2><div class=key style='margin-bottom:14px'>split over:&nbsp;{key}</div>{head}" + "".join(
-        _layer(row, fills) for row in rows
+        _layer(layer, fills) for layer in shown_layers
     )
 
 
-def _layer(row: Layer, fills: dict[frozenset[str], str]) -> str:
-    times = f" <span class=dim>× {row.times}</span>" if row.times > 1 else ""
-    seconds = f"{format_s(row.compute_s)} computing"
-    if row.collective_s:
-        seconds += f"<br>{format_s(row.collective_s)} communicating"
-    if not row.compute_s and not row.collective_s:
+def _layer(layer: Layer, fills: dict[frozenset[str], str]) -> str:
+    times = f" <span class=dim>× {layer.times}</span>" if layer.times > 1 else ""
+    seconds = f"{format_s(layer.compute_s)} computing"
+    if layer.collective_s:
+        seconds += f"<br>{format_s(layer.collective_s)} communicating"
+    if not layer.compute_s and not layer.collective_s:
         seconds = ""
-    columns = (row.arguments, row.forward, row.backward)
+    columns = (layer.arguments, layer.forward, layer.backward)
     return (
-        f"<div class=layer><div><div class=name>{escaped(row.name)}{times}</div><div class=dim>{seconds}</div></div>"
+        f"<div class=layer><div><div class=name>{escaped(layer.name)}{times}</div><div class=dim>{seconds}</div></div>"
         + "".join(f"<div>{''.join(_part(p, fills) for p in parts)}</div>" for parts in columns)
         + "</div>"
     )

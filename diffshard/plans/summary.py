@@ -1,4 +1,4 @@
-"""What texts and pages say of a plan: arguments and operations that are alike told once, totals, and reasons."""
+"""Facts that texts and pages show: similar arguments and operations grouped, totals, and reasons."""
 
 import math
 import re
@@ -164,5 +164,5 @@ def reason(plan: PlanData, tensor: Tensor | Operation) -> str:
 
 def _reason_key(plan: PlanData, tensor: Tensor) -> tuple[NamedSpec | None, str]:
     # Which of several equally good shardings comes first is chance, so it is not used to group rows.
-    is_tie = tensor.next_best_s <= _EQUAL_SHARE * plan.step_s
-    return (None, "tie") if is_tie else (tensor.next_best_spec, f"{tensor.next_best_s:.2g}")
+    is_equal = tensor.next_best_s <= _EQUAL_SHARE * plan.step_s
+    return (None, "equal") if is_equal else (tensor.next_best_spec, f"{tensor.next_best_s:.2g}")

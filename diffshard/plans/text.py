@@ -23,7 +23,7 @@ from diffshard.plans.summary import (
 )
 
 MAX_OPERATIONS = 24
-"""Lines for operations, the dearest ones: about as many as fit on a screen beside the rest of the text."""
+"""Lines for operations, the most expensive ones: about as many as fit on a screen beside the rest of the text."""
 
 
 def format_plan(plan: PlanData) -> str:
@@ -84,7 +84,7 @@ def _operations(plan: PlanData) -> str:
         communicate = format_s(g.collective_s) if g.collective_s else ""
         why = reason(plan, plan.operations[min(g.operations)])
         rows.append((g.name, times, g.result, format_spec(g.spec), format_s(g.compute_s), communicate, kinds, why))
-    title = f"Operations: {len(plan.operations):,}, the {len(shown)} dearest kinds in the program's order"
+    title = f"Operations: {len(plan.operations):,}, the {len(shown)} most expensive kinds, in program order"
     lines = [title, "", *format_table(rows, "  ", right=(1, 4, 5))]
     if others:
         others_s = sum(g.compute_s + g.collective_s for g in others)

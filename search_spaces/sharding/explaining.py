@@ -40,13 +40,14 @@ class Transfer(NamedTuple):
     node: int
 
 
-class Prediction(NamedTuple):
+class StepPrediction(NamedTuple):
     """What a choice is predicted to cost; all seconds together are the cost of the choice.
 
     Attributes:
       compute_s: for each vertex, seconds of arithmetic and memory traffic in one step.
       transfers: all collectives: first those that finish reductions or gather copies, then the reshards.
-      preference_s: for each input, a part of the cost that is no time: it breaks ties in favour of small arguments.
+      preference_s: for each input, a part of the cost that is not time: of two equally fast choices
+        the one with smaller arguments wins.
     """
 
     compute_s: np.ndarray
@@ -89,7 +90,7 @@ class Summary(NamedTuple):
     """
 
     layout: Layout
-    prediction: Prediction
+    prediction: StepPrediction
     peak_bytes: float
     next_best: NextBests
 
@@ -102,7 +103,7 @@ def predict(
     axis_names: Sequence[str],
     layout: Layout,
     choice: Sequence[int],
-) -> Prediction:
+) -> StepPrediction:
     """Returns what each part of a choice costs.
 
     Args:
@@ -115,7 +116,7 @@ def predict(
       choice: `[V]` strategy indices.
     """
     chosen = list(zip(graph.vertices, layout.strategies, strict=True))
-    return Prediction(
+    return StepPrediction(
         np.array([float(costs.compute_s(vertex, (strategy,))[0]) for vertex, strategy in chosen]),
         tuple(_transfers(nodes, edges, costs, axis_names, chosen, choice)),
         np.array([float(costs.preference_s(v, (layout.strategies[v.index],))[0]) for v in graph.inputs]),
@@ -154,7 +155,7 @@ def _transfers(
 
 
 def parts_of(
-    prediction: Prediction, graph: Graph, node_names: Sequence[str], axis_sizes: Mapping[str, int]
+    prediction: StepPrediction, graph: Graph, node_names: Sequence[str], axis_sizes: Mapping[str, int]
 ) -> tuple[Part, ...]:
     """Returns a prediction as parts: "compute", each collective, and the "preference" for storing less."""
     parts = [

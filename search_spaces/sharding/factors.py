@@ -173,7 +173,7 @@ def rule_from_factors(
     )
 
 
-def with_windows_whole(equation: JaxprEqn, rule: Rule) -> Rule:
+def with_window_halos(equation: JaxprEqn, rule: Rule) -> Rule:
     """Returns the rule of a convolution with its window's dimensions marked as moving data between neighbours.
 
     Shardy calls the window of a kernel's gradient a plain reduction, but neighbours' borders enter it (measured: XLA

@@ -21,8 +21,8 @@ def dimensions_of(
     Axes of one device split nothing and are left out.
 
     Raises:
-      ValueError: the spec has more entries than the array has dimensions, names an axis that the mesh has not, or
-        names one twice.
+      ValueError: the spec has more entries than the array has dimensions, names an axis that the mesh does not have,
+        or names one twice.
     """
     if len(spec) > rank:
         raise ValueError(f"a spec {spec} of {len(spec)} entries does not fit an array of {rank} dimensions.")
@@ -103,8 +103,8 @@ def check_prefix(in_shardings: Any, mesh: Mesh | AbstractMesh) -> None:
     """Holds `in_shardings` against the mesh, as far as that goes without the arguments.
 
     Raises:
-      TypeError: something in it is no sharding.
-      ValueError: a spec names an axis that the mesh has not.
+      TypeError: an entry is not a sharding.
+      ValueError: a spec names an axis that the mesh does not have.
     """
     for path, leaf in jax.tree.leaves_with_path(in_shardings, is_leaf=_is_spec):
         name = f"`in_shardings`{jax.tree_util.keystr(path)}"
@@ -129,7 +129,7 @@ def given_dimensions(
       mesh: the mesh.
 
     Raises:
-      ValueError: `in_shardings` is no prefix of the arguments, or a spec does not fit its argument.
+      ValueError: `in_shardings` is not a prefix of the arguments, or a spec does not fit its argument.
     """
     asked: list[Any] = list(carried)
     if in_shardings is not None:

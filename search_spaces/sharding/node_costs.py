@@ -25,9 +25,9 @@ UPDATES = {
 }
 """Operations that write into the first operand's memory, with the number of the operand that is written there."""
 PREFERENCE_SHARE = 1e-3
-"""The preference for small arguments, as a share of the time to read them: it breaks ties and decides nothing else."""
+"""The preference for small arguments, as a share of the time to read them; it decides only between equal times."""
 PREFERENCE_WITHOUT_MEMORY_RATE = 1e-6
-"""The same where memory traffic is free, as a share of the dearest link's seconds for each byte."""
+"""The same where memory traffic is free, as a share of the slowest link's seconds for each byte."""
 
 
 class NodeCosts:
@@ -78,7 +78,7 @@ class NodeCosts:
         return seconds * vertex.reduction_weight
 
     def preference_s(self, vertex: Vertex, strategies: Sequence[ShardingStrategy]) -> np.ndarray:
-        """Returns a thousandth of the time to read what an argument stores `[strategies]`: small plans win ties.
+        """Returns a thousandth of the time to read what an argument stores `[strategies]`; it decides between equal times.
 
         Storing gradients and optimiser state sharded (ZeRO) moves as many bytes as plain data parallelism does. Of
         equally small plans the one that splits the first dimensions wins: layers that are alike are then split alike.
@@ -89,7 +89,7 @@ class NodeCosts:
         s_per_byte = (
             PREFERENCE_SHARE / rate
             if np.isfinite(rate)
-            else PREFERENCE_WITHOUT_MEMORY_RATE * self.reshard_costs.dearest_s_per_byte
+            else PREFERENCE_WITHOUT_MEMORY_RATE * self.reshard_costs.largest_s_per_byte
         )
         s_per_byte /= prod(self.axis_sizes)  # so that the bound gives up no more than a part of a sharded step
         stored = [s.unreduced[0] for s in strategies]

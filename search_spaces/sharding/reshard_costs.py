@@ -29,7 +29,7 @@ class ReshardCosts:
 
     Attributes:
       path: the steps of a reshard on this mesh, as a function of two specs.
-      dearest_s_per_byte: of all kinds of collectives on all axes.
+      largest_s_per_byte: of all kinds of collectives on all axes.
     """
 
     def __init__(self, axis_names: Sequence[str], axis_sizes: tuple[int, ...], hardware: Hardware):
@@ -38,7 +38,7 @@ class ReshardCosts:
         self.rates = tuple(_rates(link, n) for link, n in zip(links, axis_sizes, strict=True))
         self.path = Paths(axis_sizes, self.rates)
         self._combines_gathers = hardware.combines_gathers
-        self.dearest_s_per_byte = max((slope for r in self.rates for slope in r.s_per_byte.values()), default=0.0)
+        self.largest_s_per_byte = max((slope for r in self.rates for slope in r.s_per_byte.values()), default=0.0)
         self._pairs: dict[tuple[IndexedSpec, IndexedSpec], tuple[float, float]] = {}
         self._grids: dict[tuple[tuple[IndexedSpec, ...], tuple[IndexedSpec, ...]], tuple[np.ndarray, np.ndarray]] = {}
         self._matrices: dict[tuple, np.ndarray] = {}

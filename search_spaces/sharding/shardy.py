@@ -22,7 +22,7 @@ from jaxlib.mlir.passmanager import PassManager
 from search_spaces.replay import bind
 from search_spaces.sharding.base import Rule
 from search_spaces.sharding.exceptional_rules import exceptional_rule, is_higher_order, reduction_adds, shape_of
-from search_spaces.sharding.factors import Factors, Mark, rule_from_factors, with_windows_whole
+from search_spaces.sharding.factors import Factors, Mark, rule_from_factors, with_window_halos
 
 _RULES_PASS = "builtin.module(func.func(sdy-populate-op-sharding-rules))"
 # Random bits are a loop on CPU and a custom call on GPU; only the TPU lowering is made of operations that have rules.
@@ -129,7 +129,7 @@ def _rules_of_module(equations: list[JaxprEqn], platform: str) -> list[Rule | No
         operands = [dims[:rank] for dims, rank in zip(operands, operand_ranks, strict=True)]
         results = [dims[:rank] for dims, rank in zip(results, result_ranks, strict=True)]
         rule = rule_from_factors(factors, operands, results, reduction_is_sum=reduction_adds(equation))
-        rules.append(with_windows_whole(equation, rule))
+        rules.append(with_window_halos(equation, rule))
     return rules
 
 

@@ -1,6 +1,6 @@
 """The sharding space: a traced function on a mesh as a `Problem`, and a choice back as something that runs.
 
-The cost of a choice x is the predicted time of one step plus a preference that breaks ties. Written as a problem,
+The cost of a choice x is the predicted time of one step plus a preference for small arguments. Written as a problem,
 
     J(x) = Σ_v c_v[x_v] + Σ_(u,v) T_uv[x_u, x_v]    subject to    Σ_(k live at t) m_k[x_(node of k)] ≤ memory limit,
 
@@ -42,7 +42,7 @@ from search_spaces.sharding.device_program import DeviceProgram
 from search_spaces.sharding.edge_costs import edges_of, transfer_matrices
 from search_spaces.sharding.execution import Execution, make_layout
 from search_spaces.sharding.explaining import (
-    Prediction,
+    StepPrediction,
     Summary,
     next_bests,
     node_name,
@@ -106,7 +106,7 @@ class ShardingSpace:
         return self.execution(self.layout(choice), mesh)
 
     def explain(self, choice: Sequence[int]) -> tuple[Part, ...]:
-        """Returns what a choice costs: "compute" parts, collectives by kind, and the "preference" that breaks ties.
+        """Returns what a choice costs: "compute" parts, collectives by kind, and the "preference" for small arguments.
 
         Raises:
           ValueError: as `decode`.
@@ -132,7 +132,7 @@ class ShardingSpace:
             value_specs.append(chosen[value.vertex].results[value.result] if hub is None else chosen[hub].results[0])
         return make_layout(self.graph, chosen[: len(self.graph.vertices)], value_specs)
 
-    def predict(self, choice: Sequence[int]) -> Prediction:
+    def predict(self, choice: Sequence[int]) -> StepPrediction:
         """Returns what a choice costs as numbers for vertices and collectives; raises `ValueError` as `decode`."""
         return predict(
             self.graph, self.nodes, self.edges, self.node_costs, self.axis_names, self.layout(choice), choice

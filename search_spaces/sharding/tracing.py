@@ -26,7 +26,7 @@ class _Builder:
         self.notes: list[str] = []
         self.position = 0
 
-    def vertex(
+    def add_vertex(
         self,
         kind: Kind,
         equation: core.JaxprEqn | None,
@@ -52,17 +52,17 @@ class _Builder:
             if isinstance(operand, Value):
                 operand.last_read_at = max(operand.last_read_at, self.position)
 
-    def constant(self, aval: Any, array: Any) -> Value:
-        vertex = self.vertex("constant", None, [], [aval], 1.0, name=f"constant {len(self.constants)}")
+    def add_constant(self, aval: Any, array: Any) -> Value:
+        vertex = self.add_vertex("constant", None, [], [aval], 1.0, name=f"constant {len(self.constants)}")
         vertex.results[0].made_at = -1
         self.constants.append(vertex)
         self.constant_arrays.append(array)
         return vertex.results[0]
 
-    def closed(self, jaxpr: Any, inputs: Sequence[Operand], weight: float) -> Block:
+    def add_jaxpr(self, jaxpr: Any, inputs: Sequence[Operand], weight: float) -> Block:
         """Adds the equations of a closed or open jaxpr, with the given values bound to its invars."""
         if isinstance(jaxpr, core.ClosedJaxpr):
-            consts = [self.constant(v.aval, c) for v, c in zip(jaxpr.jaxpr.constvars, jaxpr.consts, strict=True)]
+            consts = [self.add_constant(v.aval, c) for v, c in zip(jaxpr.jaxpr.constvars, jaxpr.consts, strict=True)]
             jaxpr = jaxpr.jaxpr
         else:
             consts = []
@@ -71,26 +71,30 @@ class _Builder:
         steps: list[Vertex | Region] = []
         for equation in jaxpr.eqns:
             operands = [v if isinstance(v, core.Literal) else env[v] for v in equation.invars]
-            results = self.equation(equation, operands, weight, steps)
+            results = self.add_equation(equation, operands, weight, steps)
             env.update(zip(equation.outvars, results, strict=True))
         outputs = [v if isinstance(v, core.Literal) else env[v] for v in jaxpr.outvars]
         return Block([v for v in inputs if isinstance(v, Value)], steps, outputs)
 
-    def equation(
+    def add_equation(
         self, equation: core.JaxprEqn, operands: list[Operand], weight: float, steps: list[Vertex | Region]
     ) -> Sequence[Operand]:
         name = equation.primitive.name
         if name in INLINED and INLINED[name] in equation.params:
             if any(getattr(sharding, "spec", None) is not None for sharding in equation.params.get("in_shardings", ())):
-                self.note(
+                self.add_note(
                     equation, "the shardings of this jit are not kept; give them as `in_shardings` of the search."
                 )
-            block = self.closed(equation.params[INLINED[name]], operands, weight)
+            block = self.add_jaxpr(equation.params[INLINED[name]], operands, weight)
             steps.extend(block.steps)
             return block.outputs
-        regions: dict[str, Callable[..., Region]] = {"scan": self.scan, "while": self.while_loop, "cond": self.cond}
+        regions: dict[str, Callable[..., Region]] = {
+            "scan": self.add_scan,
+            "while": self.add_while,
+            "cond": self.add_cond,
+        }
         if name in REMAT:
-            region = self.remat(equation, operands, weight)
+            region = self.add_remat(equation, operands, weight)
             steps.append(region)
             return region.blocks[0].outputs
         if name in regions:
@@ -102,26 +106,26 @@ class _Builder:
             steps.append(region)
             return region.results
         if name in ("shard_map", "pallas_call"):
-            self.note(equation, f"what a {name} communicates inside is not priced.")
-        vertex = self.vertex("operation", equation, operands, [v.aval for v in equation.outvars], weight)
+            self.add_note(equation, f"what a {name} communicates inside is not priced.")
+        vertex = self.add_vertex("operation", equation, operands, [v.aval for v in equation.outvars], weight)
         self.position += 1
         steps.append(vertex)
         return vertex.results
 
-    def note(self, equation: core.JaxprEqn, text: str) -> None:
+    def add_note(self, equation: core.JaxprEqn, text: str) -> None:
         """Notes something that a reader of the plan should know about an equation."""
         where = source_info_util.summarize(equation.source_info)
         if f"{where}: {text}" not in self.notes:
             self.notes.append(f"{where}: {text}")
 
-    def remat(self, equation: core.JaxprEqn, operands: list[Operand], weight: float) -> Region:
-        block = self.closed(equation.params["jaxpr"], operands, weight)
+    def add_remat(self, equation: core.JaxprEqn, operands: list[Operand], weight: float) -> Region:
+        block = self.add_jaxpr(equation.params["jaxpr"], operands, weight)
         results = [v for v in block.outputs if isinstance(v, Value)]
         return Region(equation, operands, [block], results)
 
-    def carry(self, equation: core.JaxprEqn, init: Operand, aval: Any, weight: float) -> Vertex:
+    def add_carry(self, equation: core.JaxprEqn, init: Operand, aval: Any, weight: float) -> Vertex:
         """Adds a loop's carry: its first result is what the body reads, its second what comes out of the loop."""
-        return self.vertex("carry", equation, [init], [aval, aval], weight)
+        return self.add_vertex("carry", equation, [init], [aval, aval], weight)
 
     def close_carries(self, carries: Sequence[Vertex], outputs: Sequence[Operand], weight: float) -> None:
         for vertex, output in zip(carries, outputs, strict=True):
@@ -129,45 +133,47 @@ class _Builder:
             vertex.operand_weight.append(weight)
         self.touch(outputs)
 
-    def scan(self, equation: core.JaxprEqn, operands: list[Operand], weight: float) -> Region:
+    def add_scan(self, equation: core.JaxprEqn, operands: list[Operand], weight: float) -> Region:
         params = equation.params
         trips = weight * params["length"]
         consts, init, xs = scan_operands(equation, operands)
         _, inner_carries, inner_slices = scan_operands(equation, params["jaxpr"].jaxpr.invars)
         num_carry = len(init)
-        carries = [self.carry(equation, x, v.aval, weight) for x, v in zip(init, inner_carries, strict=True)]
-        slices = [self.vertex("slice", equation, [x], [v.aval], trips) for x, v in zip(xs, inner_slices, strict=True)]
+        carries = [self.add_carry(equation, x, v.aval, weight) for x, v in zip(init, inner_carries, strict=True)]
+        slices = [
+            self.add_vertex("slice", equation, [x], [v.aval], trips) for x, v in zip(xs, inner_slices, strict=True)
+        ]
         entered = [*consts, *(c.results[0] for c in carries), *(s.results[0] for s in slices)]
-        block = self.closed(params["jaxpr"], entered, trips)
+        block = self.add_jaxpr(params["jaxpr"], entered, trips)
         self.close_carries(carries, block.outputs[:num_carry], trips)
         start = min((v.position for v in (*carries, *slices)), default=self.position)
         results = [c.results[1] for c in carries]
         for out, var in zip(block.outputs[num_carry:], equation.outvars[num_carry:], strict=True):
-            stack = self.vertex("stack", equation, [out], [var.aval], trips)
+            stack = self.add_vertex("stack", equation, [out], [var.aval], trips)
             stack.results[0].made_at = start
             results.append(stack.results[0])
         return Region(equation, operands, [block], results, carries, slices)
 
-    def while_loop(self, equation: core.JaxprEqn, operands: list[Operand], weight: float) -> Region:
+    def add_while(self, equation: core.JaxprEqn, operands: list[Operand], weight: float) -> Region:
         params = equation.params
         of_condition, of_body, init = while_operands(equation, operands)
-        carries = [self.carry(equation, x, v.aval, weight) for x, v in zip(init, equation.outvars, strict=True)]
+        carries = [self.add_carry(equation, x, v.aval, weight) for x, v in zip(init, equation.outvars, strict=True)]
         carried = [c.results[0] for c in carries]
-        condition = self.closed(params["cond_jaxpr"], [*of_condition, *carried], weight)
-        body = self.closed(params["body_jaxpr"], [*of_body, *carried], weight)
+        condition = self.add_jaxpr(params["cond_jaxpr"], [*of_condition, *carried], weight)
+        body = self.add_jaxpr(params["body_jaxpr"], [*of_body, *carried], weight)
         self.close_carries(carries, body.outputs, weight)
-        self.note(equation, "the length of this while loop is not known; it is priced as one trip.")
+        self.add_note(equation, "the length of this while loop is not known; it is priced as one trip.")
         return Region(equation, operands, [condition, body], [c.results[1] for c in carries], carries)
 
-    def cond(self, equation: core.JaxprEqn, operands: list[Operand], weight: float) -> Region:
+    def add_cond(self, equation: core.JaxprEqn, operands: list[Operand], weight: float) -> Region:
         branches = equation.params["branches"]
-        self.note(equation, "each branch is priced as if it ran equally often.")
+        self.add_note(equation, "each branch is priced as if it ran equally often.")
         share = weight / len(branches)
-        blocks = [self.closed(branch, operands[1:], share) for branch in branches]
+        blocks = [self.add_jaxpr(branch, operands[1:], share) for branch in branches]
         results = []
         for i, var in enumerate(equation.outvars):
             outs = [block.outputs[i] for block in blocks]
-            results += self.vertex("join", equation, outs, [var.aval], weight, [share] * len(outs)).results
+            results += self.add_vertex("join", equation, outs, [var.aval], weight, [share] * len(outs)).results
         return Region(equation, operands, blocks, results)
 
 
@@ -214,10 +220,10 @@ def build_graph(jaxpr: core.ClosedJaxpr, feedback: Sequence[int | None], names: 
     builder = _Builder()
     inputs = []
     for var, name in zip(jaxpr.jaxpr.invars, names, strict=True):
-        vertex = builder.vertex("input", None, [], [var.aval], 1.0, name=name)
+        vertex = builder.add_vertex("input", None, [], [var.aval], 1.0, name=name)
         vertex.results[0].made_at = -1
         inputs.append(vertex)
-    block = builder.closed(jaxpr, [v.results[0] for v in inputs], 1.0)
+    block = builder.add_jaxpr(jaxpr, [v.results[0] for v in inputs], 1.0)
     for output in block.outputs:
         if isinstance(output, Value):
             output.last_read_at = builder.position

@@ -58,21 +58,8 @@ def expert_layer(
       ValueError: shapes do not fit, the devices do not divide the experts, more experts are chosen than there are, or
         capacity factors are missing, not positive and finite, or equal in their first six digits.
     """
-    num_experts, num_devices = logits.shape[-1], lax.axis_size(axis)
-    if tokens.ndim != 2 or logits.shape != (len(tokens), num_experts):
-        raise ValueError(f"`tokens` must be [T, M] and `logits` [T, E], got {tokens.shape} and {logits.shape}.")
-    if num_experts % num_devices:
-        raise ValueError(
-            f"`logits` are of {num_experts} experts; the {num_devices} devices of {axis!r} must divide it."
-        )
-    local = num_experts // num_devices
-    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
-        if jnp.shape(leaf)[:1] != (local,):
-            keys = jax.tree_util.keystr(path, simple=True, separator="/")
-            name = f"`params` {keys!r}" if keys else "`params`"
-            raise ValueError(f"{name} must begin with this device's {local} experts, got {jnp.shape(leaf)}.")
-    if not 1 <= num_chosen <= num_experts:
-        raise ValueError(f"`num_chosen` must be from 1 to the {num_experts} experts, not {num_chosen}.")
+    num_experts = logits.shape[-1]
+    _check(tokens, logits, params, axis, num_chosen)
     factors = tuple(capacity_factors) if isinstance(capacity_factors, Sequence) else ()
     labels = [f"capacity {factor:g}" for factor in factors]
     if not factors or not all(0 < f < math.inf for f in factors) or len(set(labels)) < len(labels):
@@ -106,6 +93,25 @@ def balance_loss(logits: jax.Array) -> jax.Array:
     return num_experts * jnp.vdot(first.mean(axis=0), jax.nn.softmax(logits).mean(axis=0))
 
 
+def _check(tokens: jax.Array, logits: jax.Array, params: Any, axis: str, num_chosen: int) -> None:
+    """Raises `ValueError` where the shapes of an expert layer do not fit."""
+    num_experts, num_devices = logits.shape[-1], lax.axis_size(axis)
+    if tokens.ndim != 2 or logits.shape != (len(tokens), num_experts):
+        raise ValueError(f"`tokens` must be [T, M] and `logits` [T, E], got {tokens.shape} and {logits.shape}.")
+    if num_experts % num_devices:
+        raise ValueError(
+            f"`logits` are of {num_experts} experts; the {num_devices} devices of {axis!r} must divide it."
+        )
+    local = num_experts // num_devices
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        if jnp.shape(leaf)[:1] != (local,):
+            keys = jax.tree_util.keystr(path, simple=True, separator="/")
+            name = f"`params` {keys!r}" if keys else "`params`"
+            raise ValueError(f"{name} must begin with this device's {local} experts, got {jnp.shape(leaf)}.")
+    if not 1 <= num_chosen <= num_experts:
+        raise ValueError(f"`num_chosen` must be from 1 to the {num_experts} experts, not {num_chosen}.")
+
+
 def _routed(
     expert: Callable[[Any, jax.Array], jax.Array],
     axis: str,
@@ -133,6 +139,6 @@ def _slots(chosen: jax.Array, num_experts: int, capacity: int) -> jax.Array:
     """Returns the row of each token in the buffers `[E · capacity]`, `[T, K]`; past their end where one is full."""
     in_turn = chosen.T.ravel()  # all first choices, then all second ones
     of_expert = jax.nn.one_hot(in_turn, num_experts, dtype=jnp.int32)
-    place = ((of_expert.cumsum(axis=0) - 1) * of_expert).sum(axis=1)
-    slots = jnp.where(place < capacity, in_turn * capacity + place, num_experts * capacity)
+    position = ((of_expert.cumsum(axis=0) - 1) * of_expert).sum(axis=1)
+    slots = jnp.where(position < capacity, in_turn * capacity + position, num_experts * capacity)
     return slots.reshape(chosen.shape[::-1]).T

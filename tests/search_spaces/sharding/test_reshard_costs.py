@@ -71,5 +71,5 @@ def test_an_axis_of_one_device_needs_no_link():
     assert prices.reshard_s((((0,),),), (((),),), 1000.0, 1.0, 1.0)[0, 0] == pytest.approx(1e-5 + 500 * 1e-9)
 
 
-def test_the_dearest_rate_is_that_of_the_slowest_kind_on_the_slowest_link():
-    assert COSTS.dearest_s_per_byte == pytest.approx(1e-9)
+def test_the_largest_rate_is_that_of_the_slowest_kind_on_the_slowest_link():
+    assert COSTS.largest_s_per_byte == pytest.approx(1e-9)
