@@ -87,9 +87,7 @@ class CommunicationSpace:
         if tie not in ("type", None):
             raise ValueError(f"`tie` must be 'type' or None, not {tie!r}.")
         if not mesh_axes or min(mesh_axes.values()) < 1:
-            raise ValueError(
-                f"`mesh_axes` must name at least one axis with at least one device, got {dict(mesh_axes)}."
-            )
+            raise ValueError(f"`mesh_axes` must name an axis, each with at least one device, got {dict(mesh_axes)}.")
         self.mesh_axes = dict(mesh_axes)
         self.hardware = preset(hardware, mesh_axes) if isinstance(hardware, str) else hardware
         self.num_devices = int(np.prod(list(mesh_axes.values())))

@@ -78,7 +78,7 @@ class NodeCosts:
         return seconds * vertex.reduction_weight
 
     def preference_s(self, vertex: Vertex, strategies: Sequence[ShardingStrategy]) -> np.ndarray:
-        """Returns a thousandth of the time to read what an argument stores `[strategies]`; it decides between equal times.
+        """Returns a thousandth of the time to read what an argument stores, `[strategies]`; it decides between equals.
 
         Storing gradients and optimiser state sharded (ZeRO) moves as many bytes as plain data parallelism does. Of
         equally small plans the one that splits the first dimensions wins: layers that are alike are then split alike.
