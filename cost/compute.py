@@ -108,7 +108,7 @@ def equation_flops(equation: core.JaxprEqn) -> float:
     """Counts the arithmetic operations of one equation on whole arrays; a multiply-add counts as two.
 
     Elementwise functions count by what they take relative to an addition. Data movement counts nothing. A scan counts
-    its body times its length, a while loop its body once (its trip count is unknown), a branch its dearest side.
+    its body times its length, a while loop its body once (its trip count is unknown), a branch its most expensive side.
     """
     name = equation.primitive.name
     if name in _MOVES or not equation.outvars:
@@ -231,13 +231,13 @@ def _branch(equation: core.JaxprEqn) -> float:
 
 
 def _call_of_rule(equation: core.JaxprEqn) -> float:
-    """A function with a derivative of its own: the primal runs, the rule doesn't."""
+    """Counts the function that runs; its custom derivative rule does not run."""
     body = equation.params.get("call_jaxpr", equation.params.get("fun_jaxpr"))
     return jaxpr_flops(body) if body is not None else 0.0
 
 
 def _shard_map(equation: core.JaxprEqn) -> float:
-    """The body is what one device does; JAX versions name the axes that it is spread over differently."""
+    """Counts one device's body times the devices of the manual axes, which JAX versions name differently."""
     mesh = equation.params["mesh"]
     manual = equation.params.get("newly_manual_axes", equation.params.get("manual_axes", mesh.axis_names))
     return jaxpr_flops(equation.params["jaxpr"]) * math.prod(mesh.shape[axis] for axis in manual)

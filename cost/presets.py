@@ -8,6 +8,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from jax.sharding import AbstractMesh
+
 from cost.base import Hardware, Link
 from cost.networks import SharedProcessor, SwitchedHost, TorusPod
 
@@ -181,8 +183,8 @@ def hardware_of(mesh: Any) -> Hardware:
       ValueError: an abstract mesh without a device, or devices without a preset.
     """
     per_host = None
-    if hasattr(mesh, "abstract_device"):
-        kind = getattr(mesh.abstract_device, "device_kind", None)
+    if isinstance(mesh, AbstractMesh):
+        kind = None if mesh.abstract_device is None else mesh.abstract_device.device_kind
     else:
         devices = list(mesh.devices.flat)
         kind = devices[0].device_kind

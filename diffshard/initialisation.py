@@ -1,4 +1,4 @@
-"""`init_search`: many random initialisations side by side, a short plunge each, the best one's parameters.
+"""`init_search`: trains many random initialisations briefly, side by side, and returns the best one's parameters.
 
 Source: the idea of comparing starts by their first steps is old; the budget is spent by successive halving
 (`diffshard.halving`), and the neighbourhood of the survivors is sampled by rotating their initial values towards new
@@ -50,8 +50,8 @@ class _Start(NamedTuple):
     step: int
 
 
-def loss_of_the_living(loss: jax.Array, gradient_norm: jax.Array) -> jax.Array:
-    """The loss; infinite where the gradient has vanished or exploded, as training would not go on from there."""
+def loss_unless_diverged(loss: jax.Array, gradient_norm: jax.Array) -> jax.Array:
+    """Returns the loss, or infinity where the gradient has vanished or exploded."""
     alive = jnp.isfinite(gradient_norm) & (gradient_norm > 1e-8)
     return jnp.where(alive, loss, jnp.inf)
 
@@ -65,7 +65,7 @@ def init_search(
     optimizer: optax.GradientTransformation | None = None,
     rungs: Sequence[int] = (5, 10, 20),
     keep: float = 0.5,
-    score: Callable[[jax.Array, jax.Array], jax.Array] = loss_of_the_living,
+    score: Callable[[jax.Array, jax.Array], jax.Array] = loss_unless_diverged,
     num_finer: int = 0,
     spread: float = 0.3,
     mesh: jax.sharding.Mesh | None = None,
@@ -93,7 +93,7 @@ def init_search(
       The best start's parameters, trained for all rungs, and a record.
 
     Raises:
-      ValueError: keys that are no keys or alike, too few batches, or numbers out of range.
+      ValueError: `keys` are not random keys, or two are equal; too few batches, or numbers out of range.
     """
     count = _num_distinct(keys)
     if num_finer < 0 or not 0 < spread <= 1:
@@ -194,9 +194,11 @@ def _trainer(
     score: Callable[[jax.Array, jax.Array], jax.Array],
     mesh: jax.sharding.Mesh | None,
 ) -> Callable[[Sequence[_Start], int], tuple[list[_Start], list[float]]]:
-    """All starts of a rung in one program, each step on the same batch."""
+    """Returns a function that trains all starts of a rung in one program, each step on the same batch."""
 
-    def plunge(params: Params, opt_state: optax.OptState, steps: Any) -> tuple[Params, optax.OptState, jax.Array]:
+    def train_briefly(
+        params: Params, opt_state: optax.OptState, steps: Any
+    ) -> tuple[Params, optax.OptState, jax.Array]:
         def step(carry: tuple[Params, optax.OptState], batch: Any) -> tuple[tuple[Params, optax.OptState], None]:
             params, opt_state = carry
             updates, opt_state = optimizer.update(jax.grad(loss_fn)(params, batch), opt_state, params)
@@ -206,7 +208,7 @@ def _trainer(
         loss, gradient = jax.value_and_grad(loss_fn)(params, _at(batches, -1))
         return params, opt_state, score(loss, optax.tree.norm(gradient))
 
-    plunge_all = jax.jit(jax.vmap(plunge, in_axes=(0, 0, None)))
+    train_all_briefly = jax.jit(jax.vmap(train_briefly, in_axes=(0, 0, None)))
 
     def train(starts: Sequence[_Start], num_steps: int) -> tuple[list[_Start], list[float]]:
         begin = starts[0].step
@@ -217,7 +219,7 @@ def _trainer(
             spec = jax.sharding.PartitionSpec(mesh.axis_names)
             stacked = jax.device_put(stacked, jax.sharding.NamedSharding(mesh, spec))
         steps = jax.tree.map(lambda leaf: leaf[begin : begin + num_steps], batches)
-        params, opt_state, scores = jax.device_get(plunge_all(*stacked, steps))
+        params, opt_state, scores = jax.device_get(train_all_briefly(*stacked, steps))
         trained = [
             _Start(start.initial, _at(params, i), _at(opt_state, i), begin + num_steps)
             for i, start in enumerate(starts)

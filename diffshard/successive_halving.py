@@ -94,10 +94,10 @@ def halving(
 
 
 def check_rungs(rungs: Any, keep: Any) -> None:
-    """Refuses what `halving` cannot run.
+    """Checks that `rungs` and `keep` are valid for `halving`.
 
     Raises:
-      ValueError: rungs that are no positive numbers of steps, or a share that is not between 0 and 1.
+      ValueError: `rungs` are not positive whole numbers of steps, or `keep` is not between 0 and 1.
     """
     numbers = list(rungs) if isinstance(rungs, Iterable) and not isinstance(rungs, str) else []
     if not numbers or not all(isinstance(steps, int | np.integer) and steps > 0 for steps in numbers):
@@ -107,7 +107,7 @@ def check_rungs(rungs: Any, keep: Any) -> None:
 
 
 def each(train_one: Callable[[C, int], tuple[C, Any]]) -> Train[C]:
-    """`train` for `halving`, one candidate after the other."""
+    """Returns a `train` for `halving` that trains one candidate after the other."""
 
     def train(candidates: Sequence[C], num_steps: int) -> tuple[Sequence[C], Sequence[Any]]:
         pairs = [_pair(train_one(candidate, num_steps)) for candidate in candidates]
