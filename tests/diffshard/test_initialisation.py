@@ -7,7 +7,7 @@ import optax
 import pytest
 
 import diffshard
-from diffshard.initialisation import InitRecord, kaiming, loss_of_the_living, orthogonal, xavier
+from diffshard.initialisation import InitRecord, kaiming, loss_unless_diverged, orthogonal, xavier
 from diffshard.successive_halving import Halving, HalvingRecord
 
 RUNGS = (2, 3)
@@ -99,9 +99,9 @@ def test_a_finer_sample_lies_around_the_survivors_and_wins_only_if_it_is_better(
 
 
 def test_the_dead_and_the_diverged_lose():
-    assert loss_of_the_living(jnp.float32(0.1), jnp.float32(0.0)) == np.inf
-    assert loss_of_the_living(jnp.float32(0.1), jnp.float32(np.nan)) == np.inf
-    assert loss_of_the_living(jnp.float32(0.1), jnp.float32(2.0)) == np.float32(0.1)
+    assert loss_unless_diverged(jnp.float32(0.1), jnp.float32(0.0)) == np.inf
+    assert loss_unless_diverged(jnp.float32(0.1), jnp.float32(np.nan)) == np.inf
+    assert loss_unless_diverged(jnp.float32(0.1), jnp.float32(2.0)) == np.float32(0.1)
     with pytest.raises(ValueError, match="no start that can be trained"):
         diffshard.init_search(_init, _loss, _keys(2), _batches(), optimizer=optax.sgd(1e30), rungs=RUNGS)
 
