@@ -14,7 +14,6 @@ import optax
 from cost.base import num_strategies
 from diffshard.bilevel_search.base import BilevelState, Estimator, LossFn, TrainingProgress
 from diffshard.bilevel_search.candidates import propose
-from diffshard.bilevel_search.inputs import check_arguments
 from diffshard.bilevel_search.optimizer_derivatives import step_sizes, unrolled, updated
 from diffshard.bilevel_search.plan import BilevelPlan, exact_plan
 from diffshard.bilevel_search.plan_data import Proof
@@ -22,6 +21,7 @@ from diffshard.bilevel_search.proposal import Outcome, predicted, proposed_plan,
 from diffshard.bilevel_search.proving import CandidatesData, check_data, prove
 from diffshard.bilevel_search.relaxation import marginal_logits
 from diffshard.bilevel_search.rounding import best_of, largest_weights
+from diffshard.bilevel_search.spaces import check_arguments
 from search_spaces.base import (
     Batch,
     Choice,

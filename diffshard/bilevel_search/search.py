@@ -12,13 +12,14 @@ from cost.base import Problem, num_strategies
 from diffshard.bilevel_search import inputs
 from diffshard.bilevel_search.base import BilevelMetrics, BilevelState, Estimator, Increase, LossFn
 from diffshard.bilevel_search.estimator_names import resolve
-from diffshard.bilevel_search.inputs import Mesh, Space
+from diffshard.bilevel_search.inputs import Mesh
 from diffshard.bilevel_search.objective import objective_of
 from diffshard.bilevel_search.plan import BilevelPlan
 from diffshard.bilevel_search.plan_data import Proof
 from diffshard.bilevel_search.proposal import Outcome
 from diffshard.bilevel_search.proving import CandidatesData
 from diffshard.bilevel_search.relaxation import relaxed_choice
+from diffshard.bilevel_search.spaces import Space, as_space_fn
 from diffshard.bilevel_search.step import Settings, Step, step_in
 from search_spaces.base import Batch, Params, SearchSpace
 
@@ -86,7 +87,7 @@ def bilevel(
             f"with {estimator!r} it does not. Take order 1."
         )
     objective = objective_of(max_loss_increase, cost_weight)
-    if inputs.as_space_fn(space) is not None and (loss_fn is None or mesh is None):
+    if as_space_fn(space) is not None and (loss_fn is None or mesh is None):
         raise ValueError("`space` is a function that makes a space, which needs `loss_fn` and `mesh`; got None.")
     settings = Settings(
         loss_fn=loss_fn,
@@ -105,7 +106,7 @@ class BilevelSearch:
 
     def __init__(self, settings: Settings, mesh: Mesh | None, space: Space):
         self._settings, self._mesh = settings, mesh
-        self._space_fn = inputs.as_space_fn(space)
+        self._space_fn = as_space_fn(space)
         self._batch_shapes: list[Any] = []
         self._state_structures: set[Any] = set()
         self._step: Step | None = None

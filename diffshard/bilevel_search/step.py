@@ -12,7 +12,7 @@ import optax
 
 from cost.base import Problem
 from diffshard.bilevel_search.base import BilevelMetrics, BilevelState, Estimator, LossFn, Objective
-from diffshard.bilevel_search.inputs import Mesh, checked_exact_space, checked_lossy_space
+from diffshard.bilevel_search.inputs import Mesh
 from diffshard.bilevel_search.model import ExactModel, LossyModel, Model, StepKeys
 from diffshard.bilevel_search.objective import CostWeight
 from diffshard.bilevel_search.optimizer_derivatives import updated
@@ -24,6 +24,7 @@ from diffshard.bilevel_search.relaxation import (
     relaxed_choice,
     relaxed_seconds,
 )
+from diffshard.bilevel_search.spaces import checked_exact_space, checked_lossy_space
 from search_spaces.base import Batch, PerStrategy, RelaxedChoice, SearchSpace
 
 _DECIDED_ENTROPY = 0.01
