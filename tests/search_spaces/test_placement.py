@@ -182,7 +182,9 @@ def test_sizes_that_do_not_fit_are_refused(arguments, more, message):
 
 
 def test_the_pipeline_is_a_valid_problem():
-    validate(PlacementSpace(np.ones(5), np.ones((3, 3)), num_microbatches=2).problem)
+    problem = PlacementSpace(np.ones(5), np.ones((3, 3)), num_microbatches=2).problem
+    validate(problem)
+    assert [len(cost) for cost in problem.node_cost] == [3] * 5
 
 
 def test_the_worked_example_part_by_part():

@@ -169,12 +169,6 @@ def dual_value(problem: SoftProblem, prices: Prices, messages: jax.Array, temper
     return nodes.sum() + edge_values.sum() - jnp.sum(prices.memory * problem.slack)
 
 
-def largest_gap(problem: SoftProblem, temperature: float) -> float:
-    """Returns by how much min-plus can exceed D_t at the same messages: t · (Σ_v log S_v + Σ_e log(S_u · S_v))."""
-    logs = np.log(np.asarray(problem.node_mask).sum(axis=1))
-    return float(temperature * (logs.sum() + logs[np.asarray(problem.edge_nodes)].sum()))
-
-
 def priced_nodes(problem: SoftProblem, prices: Prices) -> jax.Array:
     """Returns `[V, S]` node costs with their memory and loads at these prices."""
     cost = problem.node_cost + problem.load @ jnp.asarray(prices.load, problem.node_cost.dtype)

@@ -9,7 +9,7 @@ import pytest
 
 from cost.base import Problem
 from diffshard.solving.dual.ascent import Prices
-from diffshard.solving.dual.soft_dual import dual_value, free_prices, largest_gap, soft_dual, soft_problem
+from diffshard.solving.dual.soft_dual import SoftProblem, dual_value, free_prices, soft_dual, soft_problem
 from diffshard.solving.solve import solve
 from tests.diffshard.solving.random_problems import small_problem
 
@@ -23,6 +23,12 @@ PAIR = Problem(
     [],
     EMPTY,
 )
+
+
+def largest_gap(problem: SoftProblem, temperature: float) -> float:
+    """Returns by how much min-plus can exceed D_t at the same messages: t · (Σ_v log S_v + Σ_e log(S_u · S_v))."""
+    logs = np.log(np.asarray(problem.node_mask).sum(axis=1))
+    return float(temperature * (logs.sum() + logs[np.asarray(problem.edge_nodes)].sum()))
 
 
 @pytest.fixture(autouse=True)
