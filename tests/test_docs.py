@@ -186,6 +186,14 @@ def test_commands_exist(page: Path):
             assert [o for o in re.findall(r"\s(--[\w-]+)", command) if f'"{o}"' not in source] == [], line
 
 
+def test_the_glossary_has_the_words_in_italics():
+    page, glossary = ((ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("how-it-works.md", "glossary.md"))
+    words = re.findall(r"(?<!\*)\*([a-z ]+)\*(?!\*)", page)
+    terms = ", ".join(re.findall(r"^\| ([^|]+) \|", glossary, re.MULTILINE)).split(", ")
+    assert len(words) > 5
+    assert {word.removesuffix("s") for word in words} <= set(terms)
+
+
 @pytest.mark.parametrize(("name", "most"), MOST_LINES.items())
 def test_pages_that_must_stay_short(name: str, most: int):
     assert len((ROOT / name).read_text(encoding="utf-8").splitlines()) <= most
