@@ -8,7 +8,8 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-PYTEST_ARGS ?=
+# A file of tests for each process at a time: most of a test is one thread that compiles.
+PYTEST_ARGS ?= --numprocesses=auto --maxprocesses=4 --dist=loadfile
 
 # PATH, because the signatures in the API reference are formatted by the command ruff.
 MKDOCS = NO_MKDOCS_2_WARNING=1 PATH="$(abspath $(BIN)):$$PATH" $(BIN)/mkdocs build --strict --quiet
