@@ -9,5 +9,8 @@ terms. Their parts, from the function to a plan that runs:
   what a rule allows and `candidates.py` what a node chooses from;
 - what it costs: `node_costs.py`, `edge_costs.py` and `memory.py`; `resharding.py` finds the steps between two specs and
   `reshard_costs.py` prices them;
-- what a choice means: `explaining.py` in seconds and names, `execution.py` as a program.
+- what a choice means: `explaining.py` in seconds and names; as something that runs, `evaluation.py` with one of two
+  executors: `execution.py` constrains whole arrays, and `device_program.py` runs on the blocks of each device
+  (`local_blocks.py` has the collectives, `local_operations.py` the operations, `whole_operations.py` those that have no
+  form on blocks).
 """

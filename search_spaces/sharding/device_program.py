@@ -22,9 +22,10 @@ from search_spaces.sharding.base import Layout, ReshardStep
 from search_spaces.sharding.evaluation import Evaluation, Read
 from search_spaces.sharding.graph import Graph, Operand, Value, Vertex
 from search_spaces.sharding.local_blocks import Blocks
-from search_spaces.sharding.local_operations import LocalCall, combiner, run_local, runs_whole
+from search_spaces.sharding.local_operations import LocalCall, combiner, run_local
 from search_spaces.sharding.resharding import Paths
 from search_spaces.sharding.spec import replicated
+from search_spaces.sharding.whole_operations import runs_whole
 
 
 class DeviceProgram:

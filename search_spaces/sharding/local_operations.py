@@ -1,9 +1,9 @@
 """Operations on one device's blocks: what each equation becomes when its arrays are split as a strategy says.
 
 Most operations are the same on blocks as on whole arrays. Some have shapes among their parameters, which become the
-shapes of blocks (`_PARAMETERS`); a few need to know where the block lies (`_PLACED`): an iota starts further on, a
-gather from a split table looks up the rows that it has. Every other operation that a strategy splits is run whole: its
-operands are gathered, and its results sliced (`runs_whole` tells which, so that a plan can say and price it).
+shapes of blocks (`PARAMETERS`); a few need to know where the block lies (`PLACED`): an iota starts further on, a
+gather from a split table looks up the rows that it has. Every other operation that a strategy splits is run whole:
+`whole_operations.py` tells which.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -17,30 +17,10 @@ from jax.extend import core
 from search_spaces.sharding.base import ShardingStrategy
 from search_spaces.sharding.graph import Value, Vertex
 from search_spaces.sharding.local_blocks import Blocks
-from search_spaces.sharding.spec import parts_of
 
 # fmt: off
-_ELEMENTWISE = frozenset(
-    ("abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2", "atanh", "bessel_i0e",
-     "bessel_i1e", "bitcast_convert_type", "cbrt", "ceil", "clamp", "clz", "complex", "conj",
-     "convert_element_type", "copy", "copy_p", "cos", "cosh", "device_put", "digamma", "div", "eq", "eq_to",
-     "erf", "erf_inv", "erfc", "exp", "exp2", "expm1", "floor", "ge", "gt", "igamma", "igamma_grad_a", "igammac",
-     "imag", "integer_pow", "is_finite", "le", "le_to", "lgamma", "log", "log1p", "logistic", "lt", "lt_to",
-     "max", "min", "mul", "ne", "neg", "nextafter", "not", "optimization_barrier", "or", "polygamma",
-     "population_count", "pow", "random_gamma_grad", "real", "reduce_precision", "regularized_incomplete_beta",
-     "rem", "round", "rsqrt", "select_n", "shift_left", "shift_right_arithmetic", "shift_right_logical", "sign",
-     "sin", "sinh", "sqrt", "square", "stop_gradient", "sub", "tan", "tanh", "threefry2x32", "xor", "zeta",
-     "random_unwrap", "random_wrap", "random_fold_in")
-)
-# Same on blocks, because a rule never splits the dimensions that they look along.
-_ALONG_WHOLE_DIMENSIONS = frozenset(
-    ("concatenate", "cumlogsumexp", "cummax", "cummin", "cumprod", "cumsum", "expand_dims", "rev", "sort", "split",
-     "squeeze", "stack", "top_k", "transpose", "unstack",
-     "cholesky", "eigh", "householder_product", "lu", "lu_pivots_to_permutation", "qr", "svd", "triangular_solve",
-     "tridiagonal_solve")
-)
 # What combines their partial results, where a dimension that they reduce is split.
-_REDUCTIONS: Mapping[str, str] = {
+REDUCTIONS: Mapping[str, str] = {
     "dot_general": "sum", "conv_general_dilated": "sum", "ragged_dot_general": "sum", "reduce_sum": "sum",
     "gather": "sum", "scatter-add": "sum", "reduce_max": "max", "reduce_min": "min", "reduce_or": "max",
     "reduce_and": "min",
@@ -87,20 +67,7 @@ class LocalCall(NamedTuple):
 
 def combiner(vertex: Vertex) -> str:
     """What combines the partial results of an operation: a key of `local_blocks.REDUCERS`."""
-    return _REDUCTIONS.get(vertex.primitive, "sum")
-
-
-def runs_whole(vertex: Vertex, strategy: ShardingStrategy, axis_sizes: tuple[int, ...]) -> bool:
-    """Whether an operation has no form on blocks with a strategy, and so runs whole on every device."""
-    specs = (*strategy.operands, *strategy.unreduced)
-    if not any(axes for spec in specs for axes in spec):
-        return False
-    name = vertex.primitive
-    if any(strategy.reductions) and name not in _REDUCTIONS:
-        return True
-    if name in _CONDITIONS and not _CONDITIONS[name](vertex, strategy, axis_sizes):
-        return True
-    return name not in _ELEMENTWISE | _ALONG_WHOLE_DIMENSIONS | _PARAMETERS.keys() | _PLACED.keys() | _REDUCTIONS.keys()
+    return REDUCTIONS.get(vertex.primitive, "sum")
 
 
 def run_local(call: LocalCall, operands: Sequence[Any]) -> list[Any]:
@@ -111,10 +78,10 @@ def run_local(call: LocalCall, operands: Sequence[Any]) -> list[Any]:
       operands: blocks as the strategy wants them.
     """
     name = call.vertex.primitive
-    if name in _PLACED:
-        return _PLACED[name](call, operands)
-    if name in _PARAMETERS:
-        return call.bind(operands, **_PARAMETERS[name](call))
+    if name in PLACED:
+        return PLACED[name](call, operands)
+    if name in PARAMETERS:
+        return call.bind(operands, **PARAMETERS[name](call))
     return call.bind(operands)
 
 
@@ -130,7 +97,7 @@ def _slice_parameters(call: LocalCall) -> dict[str, Any]:
     return {"start_indices": tuple(start), "limit_indices": tuple(limit)}
 
 
-_PARAMETERS: dict[str, Callable[[LocalCall], dict[str, Any]]] = {
+PARAMETERS: dict[str, Callable[[LocalCall], dict[str, Any]]] = {
     "broadcast_in_dim": lambda call: {"shape": call.result_shapes[0]},
     "reshape": lambda call: {"new_sizes": call.result_shapes[0]},
     "slice": _slice_parameters,
@@ -284,7 +251,7 @@ def _users_shard_map(call: LocalCall, operands: Sequence[Any]) -> list[Any]:
     return list(core.jaxpr_as_fun(core.ClosedJaxpr(body, ()))(*operands))
 
 
-_PLACED: dict[str, Callable[[LocalCall, Sequence[Any]], list[Any]]] = {
+PLACED: dict[str, Callable[[LocalCall, Sequence[Any]], list[Any]]] = {
     "iota": _iota,
     "dot_general": _contraction,
     **dict.fromkeys(_NEUTRAL, _reduction),
@@ -298,85 +265,3 @@ _PLACED: dict[str, Callable[[LocalCall, Sequence[Any]], list[Any]]] = {
     "sharding_constraint": lambda call, operands: list(operands),
     "shard_map": _users_shard_map,
 }
-
-
-# When an operation has a form on blocks.
-
-_Condition = Callable[[Vertex, ShardingStrategy, tuple[int, ...]], bool]
-
-
-def _windows_are_whole(vertex: Vertex, strategy: ShardingStrategy, axis_sizes: tuple[int, ...]) -> bool:
-    """Whether no split dimension has a window or padding."""
-    del axis_sizes
-    assert vertex.equation is not None
-    params, spec = vertex.equation.params, strategy.operands[0]
-    windows = params.get("window_dimensions", (1,) * len(spec))
-    padding = params.get("padding_config", params.get("padding", ((0, 0),) * len(spec)))
-    return all(not axes or (w == 1 and not any(p)) for axes, w, p in zip(spec, windows, padding, strict=True))
-
-
-def _no_groups(vertex: Vertex, strategy: ShardingStrategy, axis_sizes: tuple[int, ...]) -> bool:
-    """Whether a convolution is of one group, or of groups that are not split."""
-    assert vertex.equation is not None
-    params = vertex.equation.params
-    if params["feature_group_count"] == params["batch_group_count"] == 1:
-        return _is_even(vertex, strategy, axis_sizes)
-    lhs, rhs, _ = params["dimension_numbers"]
-    grouped = (strategy.operands[0][lhs[1]], strategy.operands[1][rhs[0]], strategy.operands[1][rhs[1]])
-    batch_is_whole = params["batch_group_count"] == 1 or not strategy.operands[0][lhs[0]]
-    return not any(grouped) and batch_is_whole and _is_even(vertex, strategy, axis_sizes)
-
-
-def _is_even(vertex: Vertex, strategy: ShardingStrategy, axis_sizes: tuple[int, ...]) -> bool:
-    """Whether no block is padded."""
-    arrays = (*vertex.operands, *vertex.results)
-    return all(
-        size % parts == 0
-        for array, spec in zip(arrays, (*strategy.operands, *strategy.unreduced), strict=True)
-        if isinstance(array, Value)
-        for size, parts in zip(array.shape, parts_of(spec, axis_sizes), strict=True)
-    )
-
-
-def _gathers_rows(vertex: Vertex, strategy: ShardingStrategy, axis_sizes: tuple[int, ...]) -> bool:
-    """Whether each split dimension of a table is looked up row by row, taken whole, or goes along with the indices."""
-    del axis_sizes
-    assert vertex.equation is not None
-    numbers, sizes = vertex.equation.params["dimension_numbers"], vertex.equation.params["slice_sizes"]
-    shape, is_boolean = vertex.operands[0].shape, vertex.results[0].dtype == jnp.bool  # pyright: ignore[reportAttributeAccessIssue]
-    if strategy.operands[1] and strategy.operands[1][-1]:
-        return False
-    for d, axes in enumerate(strategy.operands[0]):
-        is_row = sizes[d] == 1 and d in numbers.start_index_map and d in numbers.collapsed_slice_dims
-        is_taken_whole = sizes[d] == shape[d] and d not in numbers.start_index_map
-        if axes and not (is_taken_whole or d in numbers.operand_batching_dims or (is_row and not is_boolean)):
-            return False
-    return True
-
-
-def _scatters_rows(vertex: Vertex, strategy: ShardingStrategy, axis_sizes: tuple[int, ...]) -> bool:
-    """Whether each split dimension is updated row by row, as a whole, or goes along with the indices."""
-    del axis_sizes
-    assert vertex.equation is not None
-    numbers = vertex.equation.params["dimension_numbers"]
-    if strategy.operands[1] and strategy.operands[1][-1]:
-        return False
-    for d, axes in enumerate(strategy.operands[0]):
-        is_indexed = d in numbers.scatter_dims_to_operand_dims
-        is_row = is_indexed and d in numbers.inserted_window_dims
-        if axes and not (is_row or not is_indexed or d in numbers.operand_batching_dims):
-            return False
-    return vertex.primitive == "scatter-add" or not any(strategy.reductions)
-
-
-_CONDITIONS: dict[str, _Condition] = {
-    **dict.fromkeys(
-        ("pad", "reduce_window_max", "reduce_window_min", "reduce_window_sum", "select_and_scatter_add",
-         "select_and_gather_add"),
-        _windows_are_whole,
-    ),
-    "conv_general_dilated": _no_groups,
-    "ragged_dot_general": _is_even,
-    "gather": _gathers_rows,
-    **dict.fromkeys(("scatter", "scatter-add", "scatter-mul", "scatter-min", "scatter-max"), _scatters_rows),
-}  # fmt: skip

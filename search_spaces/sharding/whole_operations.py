@@ -1,0 +1,132 @@
+"""Which operations run whole on every device although a strategy splits them: those that have no form on blocks.
+
+An operation has a form on blocks if it is the same there as on whole arrays (it is elementwise, or looks only along
+dimensions that a rule never splits), or if `local_operations.py` says what becomes of it. Of all others the operands
+are gathered and the results sliced, and a plan names them.
+"""
+
+from collections.abc import Callable
+
+import jax.numpy as jnp
+
+from search_spaces.sharding.base import ShardingStrategy
+from search_spaces.sharding.graph import Value, Vertex
+from search_spaces.sharding.local_operations import PARAMETERS, PLACED, REDUCTIONS
+from search_spaces.sharding.spec import parts_of
+
+# fmt: off
+_ELEMENTWISE = frozenset(
+    ("abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2", "atanh", "bessel_i0e",
+     "bessel_i1e", "bitcast_convert_type", "cbrt", "ceil", "clamp", "clz", "complex", "conj",
+     "convert_element_type", "copy", "copy_p", "cos", "cosh", "device_put", "digamma", "div", "eq", "eq_to",
+     "erf", "erf_inv", "erfc", "exp", "exp2", "expm1", "floor", "ge", "gt", "igamma", "igamma_grad_a", "igammac",
+     "imag", "integer_pow", "is_finite", "le", "le_to", "lgamma", "log", "log1p", "logistic", "lt", "lt_to",
+     "max", "min", "mul", "ne", "neg", "nextafter", "not", "optimization_barrier", "or", "polygamma",
+     "population_count", "pow", "random_gamma_grad", "real", "reduce_precision", "regularized_incomplete_beta",
+     "rem", "round", "rsqrt", "select_n", "shift_left", "shift_right_arithmetic", "shift_right_logical", "sign",
+     "sin", "sinh", "sqrt", "square", "stop_gradient", "sub", "tan", "tanh", "threefry2x32", "xor", "zeta",
+     "random_unwrap", "random_wrap", "random_fold_in")
+)
+# Same on blocks, because a rule never splits the dimensions that they look along.
+_ALONG_WHOLE_DIMENSIONS = frozenset(
+    ("concatenate", "cumlogsumexp", "cummax", "cummin", "cumprod", "cumsum", "expand_dims", "rev", "sort", "split",
+     "squeeze", "stack", "top_k", "transpose", "unstack",
+     "cholesky", "eigh", "householder_product", "lu", "lu_pivots_to_permutation", "qr", "svd", "triangular_solve",
+     "tridiagonal_solve")
+)
+# fmt: on
+
+
+def runs_whole(vertex: Vertex, strategy: ShardingStrategy, axis_sizes: tuple[int, ...]) -> bool:
+    """Whether an operation has no form on blocks with a strategy, and so runs whole on every device."""
+    specs = (*strategy.operands, *strategy.unreduced)
+    if not any(axes for spec in specs for axes in spec):
+        return False
+    name = vertex.primitive
+    if any(strategy.reductions) and name not in REDUCTIONS:
+        return True
+    if name in _CONDITIONS and not _CONDITIONS[name](vertex, strategy, axis_sizes):
+        return True
+    return name not in _ELEMENTWISE | _ALONG_WHOLE_DIMENSIONS | PARAMETERS.keys() | PLACED.keys() | REDUCTIONS.keys()
+
+
+# When an operation has a form on blocks.
+
+_Condition = Callable[[Vertex, ShardingStrategy, tuple[int, ...]], bool]
+
+
+def _windows_are_whole(vertex: Vertex, strategy: ShardingStrategy, axis_sizes: tuple[int, ...]) -> bool:
+    """Whether no split dimension has a window or padding."""
+    del axis_sizes
+    assert vertex.equation is not None
+    params, spec = vertex.equation.params, strategy.operands[0]
+    windows = params.get("window_dimensions", (1,) * len(spec))
+    padding = params.get("padding_config", params.get("padding", ((0, 0),) * len(spec)))
+    return all(not axes or (w == 1 and not any(p)) for axes, w, p in zip(spec, windows, padding, strict=True))
+
+
+def _no_groups(vertex: Vertex, strategy: ShardingStrategy, axis_sizes: tuple[int, ...]) -> bool:
+    """Whether a convolution is of one group, or of groups that are not split."""
+    assert vertex.equation is not None
+    params = vertex.equation.params
+    if params["feature_group_count"] == params["batch_group_count"] == 1:
+        return _is_even(vertex, strategy, axis_sizes)
+    lhs, rhs, _ = params["dimension_numbers"]
+    grouped = (strategy.operands[0][lhs[1]], strategy.operands[1][rhs[0]], strategy.operands[1][rhs[1]])
+    batch_is_whole = params["batch_group_count"] == 1 or not strategy.operands[0][lhs[0]]
+    return not any(grouped) and batch_is_whole and _is_even(vertex, strategy, axis_sizes)
+
+
+def _is_even(vertex: Vertex, strategy: ShardingStrategy, axis_sizes: tuple[int, ...]) -> bool:
+    """Whether no block is padded."""
+    arrays = (*vertex.operands, *vertex.results)
+    return all(
+        size % parts == 0
+        for array, spec in zip(arrays, (*strategy.operands, *strategy.unreduced), strict=True)
+        if isinstance(array, Value)
+        for size, parts in zip(array.shape, parts_of(spec, axis_sizes), strict=True)
+    )
+
+
+def _gathers_rows(vertex: Vertex, strategy: ShardingStrategy, axis_sizes: tuple[int, ...]) -> bool:
+    """Whether each split dimension of a table is looked up row by row, taken whole, or goes along with the indices."""
+    del axis_sizes
+    assert vertex.equation is not None
+    numbers, sizes = vertex.equation.params["dimension_numbers"], vertex.equation.params["slice_sizes"]
+    shape, is_boolean = vertex.operands[0].shape, vertex.results[0].dtype == jnp.bool  # pyright: ignore[reportAttributeAccessIssue]
+    if strategy.operands[1] and strategy.operands[1][-1]:
+        return False
+    for d, axes in enumerate(strategy.operands[0]):
+        is_row = sizes[d] == 1 and d in numbers.start_index_map and d in numbers.collapsed_slice_dims
+        is_taken_whole = sizes[d] == shape[d] and d not in numbers.start_index_map
+        if axes and not (is_taken_whole or d in numbers.operand_batching_dims or (is_row and not is_boolean)):
+            return False
+    return True
+
+
+def _scatters_rows(vertex: Vertex, strategy: ShardingStrategy, axis_sizes: tuple[int, ...]) -> bool:
+    """Whether each split dimension is updated row by row, as a whole, or goes along with the indices."""
+    del axis_sizes
+    assert vertex.equation is not None
+    numbers = vertex.equation.params["dimension_numbers"]
+    if strategy.operands[1] and strategy.operands[1][-1]:
+        return False
+    for d, axes in enumerate(strategy.operands[0]):
+        is_indexed = d in numbers.scatter_dims_to_operand_dims
+        is_row = is_indexed and d in numbers.inserted_window_dims
+        if axes and not (is_row or not is_indexed or d in numbers.operand_batching_dims):
+            return False
+    return vertex.primitive == "scatter-add" or not any(strategy.reductions)
+
+
+_CONDITIONS: dict[str, _Condition] = {
+    **dict.fromkeys(
+        ("pad", "reduce_window_max", "reduce_window_min", "reduce_window_sum", "select_and_scatter_add",
+         "select_and_gather_add"),
+        _windows_are_whole,
+    ),
+    "conv_general_dilated": _no_groups,
+    "ragged_dot_general": _is_even,
+    "gather": _gathers_rows,
+    **dict.fromkeys(("scatter", "scatter-add", "scatter-mul", "scatter-min", "scatter-max"), _scatters_rows),
+}  # fmt: skip
