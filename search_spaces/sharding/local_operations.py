@@ -246,7 +246,16 @@ def _dynamic_update_slice(call: LocalCall, operands: Sequence[Any]) -> list[Any]
 
 
 def _users_shard_map(call: LocalCall, operands: Sequence[Any]) -> list[Any]:
-    """The body of a user's own `shard_map`, which is written for blocks; its collectives name the mesh's axes."""
+    """The body of a user's own `shard_map`, which is written for blocks; its collectives name the mesh's axes.
+
+    Raises:
+      ValueError: the `shard_map` tracks which values vary over which axes, as blocks in a device's program do not.
+    """
+    if call.equation.params.get("check_vma"):
+        raise ValueError(
+            f'`executor` "program" cannot run a `jax.shard_map` with `check_vma=True` ({call.vertex.source}). '
+            'Give it `check_vma=False`, or take `executor="constraints"`.'
+        )
     body = call.equation.params["jaxpr"]
     return list(core.jaxpr_as_fun(core.ClosedJaxpr(body, ()))(*operands))
 

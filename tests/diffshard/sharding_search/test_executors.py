@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType
+from jax.sharding import AxisType, PartitionSpec
 
 import diffshard
 from diffshard.checks.verify import verify
@@ -122,3 +122,23 @@ def test_donated_arguments_are_given_up():
 def test_an_unknown_executor_is_refused():
     with pytest.raises(ValueError, match=r"`executor` must be one of .*'constraints', 'program'.*, not 'xla'"):
         searched("xla")
+
+
+@pytest.mark.parametrize("check_vma", [False, True])
+def test_a_users_shard_map_runs_in_the_program_unless_it_tracks_varying_values(check_vma):
+    mesh, spec = mesh_2x2(), PartitionSpec("x", "y")
+
+    def fn(w, x):
+        doubled = jax.shard_map(
+            lambda block: 2 * block + jax.lax.psum(block, "y"), mesh=mesh, in_specs=spec, out_specs=spec,
+            check_vma=check_vma,
+        )  # fmt: skip
+        return jnp.tanh(doubled(x @ w)) @ w.T
+
+    arrays = 0.2 * jnp.cos(jnp.arange(256.0)).reshape(16, 16), jnp.sin(jnp.arange(128.0)).reshape(8, 16)
+    step = diffshard.search(fn, mesh, hardware=SLOW, executor="program")
+    if check_vma:
+        with pytest.raises(ValueError, match=r'`executor` "program" cannot run .* with `check_vma=True` \(.*test_exec'):
+            step.lower(*arrays)
+        return
+    np.testing.assert_allclose(step(*step.plan(*arrays).shard(*arrays)), jax.jit(fn)(*arrays), rtol=1e-4, atol=1e-5)
