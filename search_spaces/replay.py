@@ -6,7 +6,7 @@ as it was traced, with the user's source lines and name scopes.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
 import jax
@@ -21,15 +21,21 @@ REMAT = ("remat2", "checkpoint", "remat")
 @contextmanager
 def context_of(equation: core.JaxprEqn) -> Iterator[None]:
     """Restores, for what is traced inside, the source line, name scope and settings of an equation."""
-    info = equation.source_info
-    stack = source_info_util.current_name_stack() + info.name_stack
-    with source_info_util.user_context(info.traceback, name_stack=stack), equation.ctx.manager:
+    with source_of(equation), equation.ctx.manager:
         yield
 
 
-def bind(equation: core.JaxprEqn, operands: Sequence[Any]) -> Sequence[Any]:
-    """Evaluates an equation for other operands and returns its results."""
-    results = equation.primitive.bind(*operands, **equation.primitive.get_bind_params(equation.params))
+def source_of(equation: core.JaxprEqn) -> AbstractContextManager[None]:
+    """Restores, for what is traced inside, the source line and name scope of an equation alone."""
+    info = equation.source_info
+    stack = source_info_util.current_name_stack() + info.name_stack
+    return source_info_util.user_context(info.traceback, name_stack=stack)
+
+
+def bind(equation: core.JaxprEqn, operands: Sequence[Any], **changed: Any) -> Sequence[Any]:
+    """Evaluates an equation for other operands, with some of its parameters changed, and returns its results."""
+    params = equation.primitive.get_bind_params({**equation.params, **changed})
+    results = equation.primitive.bind(*operands, **params)
     return results if equation.primitive.multiple_results else [results]
 
 

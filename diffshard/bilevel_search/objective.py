@@ -13,7 +13,7 @@ from diffshard.bilevel_search.rounding import weighed, within
 from search_spaces.base import Choice
 
 _BOUND_SHARES = (1.0, 0.7, 0.4)
-"""Of the bound, that refinements are proposed for: measurements are noisy, so that the full bound may be too much."""
+"""Shares of the bound for which refinements are proposed. Noise may let the one at the full bound exceed it."""
 _BOUND_PER_NOISE = 4
 """The bound as a multiple of a measurement's noise, assumed: a bound is chosen such that training can resolve it."""
 _LOSS_PER_NOISE = 1000

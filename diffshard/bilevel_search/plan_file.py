@@ -13,7 +13,7 @@ from search_spaces.base import Choice
 
 VERSION = 3
 _DIRECTIONS = ("forward", "backward", "gradient", "")
-"""Of traffic; empty where a space does not tell directions apart."""
+"""The directions that traffic may have; the empty one is of spaces that do not tell directions apart."""
 
 PlanT = TypeVar("PlanT", bound=BilevelPlanData)
 

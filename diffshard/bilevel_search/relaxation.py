@@ -17,7 +17,7 @@ from diffshard.solving.dual.soft_dual import free_prices, soft_dual, soft_proble
 from search_spaces.base import Choice, PerStrategy, RelaxedChoice
 
 _TEMPERATURES = np.geomspace(1.0, 0.05, 6)
-"""Of the cooled dual, in units of the mean spread of a node's and an edge's costs."""
+"""Temperatures of the dual as it cools, in units of the mean spread of a node's and an edge's costs."""
 _SWEEPS = 30  # of the dual at each temperature
 _LEAST_MARGINAL = 1e-4
 """Weight that every strategy starts with at least, so that a gradient can still raise it."""

@@ -11,16 +11,16 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 from jax.experimental.compute_on import compute_on
-from jax.extend import core, source_info_util
+from jax.extend import core
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from search_spaces.partition_specs import IndexedSpec, named_spec, partition_spec
-from search_spaces.replay import bind
+from search_spaces.replay import bind, source_of
 from search_spaces.sharding.base import Layout, ReshardStep
 from search_spaces.sharding.evaluation import Evaluation, Read
-from search_spaces.sharding.graph import Graph, Operand, Value, Vertex
+from search_spaces.sharding.given import rank_of
+from search_spaces.sharding.graph import Graph, Value, Vertex
 from search_spaces.sharding.local_blocks import Blocks
 from search_spaces.sharding.local_operations import LocalCall, combiner, run_local
 from search_spaces.sharding.resharding import Paths
@@ -87,7 +87,9 @@ class DeviceProgram:
         strategy = self.layout.strategies[vertex.index]
         if runs_whole(vertex, strategy, self.blocks.axis_sizes):
             assert vertex.equation is not None
-            results = bind(vertex.equation, [read(operand, replicated(_rank(operand))) for operand in vertex.operands])
+            results = bind(
+                vertex.equation, [read(operand, replicated(rank_of(operand))) for operand in vertex.operands]
+            )
             return [
                 self._sliced(array, value, spec)
                 for array, value, spec in zip(results, vertex.results, strategy.results, strict=True)
@@ -106,15 +108,10 @@ class DeviceProgram:
     @contextlib.contextmanager
     def context_of(self, equation: core.JaxprEqn) -> Iterator[None]:
         """Restores the source line, name scope, random numbers and place of an equation, but not its mesh."""
-        info, context = equation.source_info, equation.ctx
-        stack = source_info_util.current_name_stack() + info.name_stack
+        context = equation.ctx
         with contextlib.ExitStack() as entered:
-            entered.enter_context(source_info_util.user_context(info.traceback, name_stack=stack))
+            entered.enter_context(source_of(equation))
             entered.enter_context(jax.threefry_partitionable(context.threefry_partitionable))
             if context.compute_type is not None:
                 entered.enter_context(compute_on(context.compute_type))
             yield
-
-
-def _rank(operand: Operand) -> int:
-    return len(operand.shape) if isinstance(operand, Value) else np.ndim(operand.val)

@@ -14,6 +14,7 @@ import numpy as np
 from jax import lax
 from jax.extend import core
 
+from search_spaces.replay import bind
 from search_spaces.sharding.base import ShardingStrategy
 from search_spaces.sharding.graph import Value, Vertex
 from search_spaces.sharding.local_blocks import Blocks
@@ -60,9 +61,7 @@ class LocalCall(NamedTuple):
 
     def bind(self, operands: Sequence[Any], **changed: Any) -> list[Any]:
         """The results of the equation's primitive, with some of its parameters changed."""
-        primitive = self.equation.primitive
-        results = primitive.bind(*operands, **primitive.get_bind_params({**self.equation.params, **changed}))
-        return list(results) if primitive.multiple_results else [results]
+        return list(bind(self.equation, operands, **changed))
 
 
 def combiner(vertex: Vertex) -> str:
@@ -102,12 +101,6 @@ PARAMETERS: dict[str, Callable[[LocalCall], dict[str, Any]]] = {
     "reshape": lambda call: {"new_sizes": call.result_shapes[0]},
     "slice": _slice_parameters,
     "dynamic_slice": lambda call: {"slice_sizes": call.result_shapes[0]},
-    "pad": lambda call: {},
-    "reduce_window_max": lambda call: {},
-    "reduce_window_min": lambda call: {},
-    "reduce_window_sum": lambda call: {},
-    "select_and_scatter_add": lambda call: {},
-    "select_and_gather_add": lambda call: {},
 }
 
 
@@ -182,8 +175,10 @@ def _gather(call: LocalCall, operands: Sequence[Any]) -> list[Any]:
 
 
 def _scatter(call: LocalCall, operands: Sequence[Any]) -> list[Any]:
-    """Updates of rows. A device whose rows are a part drops the updates of others; of several that have a part of the
-    updates each, only the first counts the operand, and their results are summed."""  # noqa: D205, D209
+    """Updates of rows. Where the rows are split, a device drops the updates of rows that it does not have.
+
+    Where the updates are split, the results of several devices are summed, so that only the first counts the operand.
+    """
     params, spec = call.equation.params, call.strategy.operands[0]
     numbers, (table, indices, updates) = params["dimension_numbers"], operands
     if summed := [step.axis for step in call.strategy.reductions[0]]:

@@ -45,8 +45,8 @@ def runs_whole(vertex: Vertex, strategy: ShardingStrategy, axis_sizes: tuple[int
     name = vertex.primitive
     if any(strategy.reductions) and name not in REDUCTIONS:
         return True
-    if name in _CONDITIONS and not _CONDITIONS[name](vertex, strategy, axis_sizes):
-        return True
+    if name in _CONDITIONS:
+        return not _CONDITIONS[name](vertex, strategy, axis_sizes)
     return name not in _ELEMENTWISE | _ALONG_WHOLE_DIMENSIONS | PARAMETERS.keys() | PLACED.keys() | REDUCTIONS.keys()
 
 
