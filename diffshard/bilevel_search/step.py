@@ -31,7 +31,7 @@ _DECIDED_ENTROPY = 0.01
 """Share of uniform weights' entropy; below it the softmax is so flat that no gradient moves the logits any more."""
 _WORTHWHILE_SAVING = 0.01  # of the exact choice's cost: a saving for which a change of the choice would be worth it
 _LEAST_UPDATE_SHARE = 0.005
-"""Share of the mean slopes that each step of the choice replaces, so that slopes of later training count, too."""
+"""Least share of the mean slopes that a step of the choice replaces, so that slopes of later training count, too."""
 
 
 @dataclass(frozen=True)
