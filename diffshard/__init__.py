@@ -22,8 +22,8 @@ if TYPE_CHECKING:  # for type checkers and editors; when the program runs, `__ge
     from diffshard.initialisation import init_search, kaiming, orthogonal, xavier
     from diffshard.placing import Placement, place
     from diffshard.sharding_search.plan import Plan
+    from diffshard.sharding_search.planned_function import PlannedFunction
     from diffshard.sharding_search.search import search
-    from diffshard.sharding_search.searched import Searched
     from diffshard.solving.solve import solve
     from diffshard.successive_halving import halving
     from search_spaces.communication.layers.attention import windowed_attention
@@ -49,7 +49,7 @@ _NAMES_OF = {
     "diffshard.placing": ("Placement", "place"),
     "diffshard.sharding_search.plan": ("Plan",),
     "diffshard.sharding_search.search": ("search",),
-    "diffshard.sharding_search.searched": ("Searched",),
+    "diffshard.sharding_search.planned_function": ("PlannedFunction",),
     "diffshard.solving.solve": ("solve",),
     "diffshard.successive_halving": ("halving",),
     "search_spaces.communication.layers.expert": ("expert_layer",),
@@ -83,10 +83,10 @@ __all__ = [
     "Placement",
     "Plan",
     "PlanError",
+    "PlannedFunction",
     "Problem",
     "Proposal",
     "Schedule",
-    "Searched",
     "Solution",
     "Solver",
     "alternatives",

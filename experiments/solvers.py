@@ -21,7 +21,7 @@ from jax.sharding import AbstractMesh
 from cost.base import Problem
 from diffshard.base import Solution
 from diffshard.sharding_search.search import search
-from diffshard.sharding_search.traced import space_of, trace_function
+from diffshard.sharding_search.tracing import space_of, trace_function
 from diffshard.solving import contest
 from diffshard.solving.solve import solve, solver_names
 from experiments.host_devices import AXIS_NAMES

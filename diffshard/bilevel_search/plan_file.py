@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from diffshard.base import PlanError
 from diffshard.bilevel_search.plan_data import BilevelPlanData, NodePlan, Proof
-from diffshard.plans.documents import BILEVEL, content, plain, read, restored, write
+from diffshard.plans.documents import BILEVEL, content, from_json_values, read, to_json_values, write
 from search_spaces.base import Choice
 
 VERSION = 3
@@ -35,7 +35,7 @@ def load(path: str | PathLike[str], kind: type[PlanT]) -> PlanT:
 
 def to_json(plan: BilevelPlanData) -> dict[str, Any]:
     """Returns a plan as JSON values."""
-    return {"format": BILEVEL, "version": VERSION, **plain(plan)}
+    return {"format": BILEVEL, "version": VERSION, **to_json_values(plan)}
 
 
 def from_json(document: Any, name: str, kind: type[PlanT]) -> PlanT:
@@ -57,7 +57,7 @@ def from_json(document: Any, name: str, kind: type[PlanT]) -> PlanT:
             values = _from_version_1(values)
         if document["version"] < 3:
             values = _renamed(values, {"groups": "nodes"})
-        plan: PlanT = restored(kind, values)
+        plan: PlanT = from_json_values(kind, values)
         _check(plan)
     except (TypeError, ValueError, RecursionError) as error:
         raise PlanError(f"`{name}` is a damaged plan: {error}.") from None

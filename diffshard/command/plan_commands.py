@@ -21,8 +21,8 @@ from diffshard.plans.documents import BILEVEL, kind_of, read
 from diffshard.plans.formats import format_s
 from diffshard.plans.page import save_page
 from diffshard.sharding_search.plan import Plan
+from diffshard.sharding_search.planned_function import PlannedFunction
 from diffshard.sharding_search.search import search
-from diffshard.sharding_search.searched import Searched
 
 
 def search_plan(options: argparse.Namespace) -> int:
@@ -56,7 +56,7 @@ def search_plan(options: argparse.Namespace) -> int:
     return 0
 
 
-def _planned(searched: Searched[Plan], args: tuple[Any, ...], name: str) -> Plan:
+def _planned(searched: PlannedFunction[Plan], args: tuple[Any, ...], name: str) -> Plan:
     with shown(f"searching {name}", format_s) as progress:
         try:
             return searched.plan(*args, progress=progress)

@@ -1,7 +1,7 @@
 """JSON documents, the form in which plans of all kinds are saved.
 
 A document begins with its kind and version. Records are written field by field, and read back by the annotations of
-their fields: `restored(Hardware, values)` needs nothing but the class.
+their fields: `from_json_values(Hardware, values)` needs nothing but the class.
 """
 
 import dataclasses
@@ -76,22 +76,22 @@ def content(document: Any, name: str, kind: str, version: int, older: Sequence[i
     return {key: value for key, value in document.items() if key not in ("format", "version")}
 
 
-def plain(value: Any) -> Any:
+def to_json_values(value: Any) -> Any:
     """Returns records as JSON values. JSON has no numbers for infinity and NaN, so they are written as words."""
     if isinstance(value, np.generic):
         value = value.item()
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if dataclasses.is_dataclass(value):
-        return {item.name: plain(getattr(value, item.name)) for item in dataclasses.fields(value)}
+        return {item.name: to_json_values(getattr(value, item.name)) for item in dataclasses.fields(value)}
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return {name: plain(getattr(value, name)) for name in value._fields}  # pyright: ignore[reportAttributeAccessIssue]
+        return {name: to_json_values(getattr(value, name)) for name in value._fields}  # pyright: ignore[reportAttributeAccessIssue]
     if isinstance(value, Mapping):
-        return {str(k): plain(v) for k, v in value.items()}
-    return [plain(v) for v in value] if isinstance(value, list | tuple) else value
+        return {str(k): to_json_values(v) for k, v in value.items()}
+    return [to_json_values(v) for v in value] if isinstance(value, list | tuple) else value
 
 
-def restored(hint: Any, value: Any, known: Mapping[Any, Any] | None = None) -> Any:
+def from_json_values(hint: Any, value: Any, known: Mapping[Any, Any] | None = None) -> Any:
     """Returns JSON values as the type that an annotation states; for `Any`, lists become tuples.
 
     Words stand for infinity and NaN only where a number is expected: an argument may well be called `nan`.
@@ -112,7 +112,7 @@ def restored(hint: Any, value: Any, known: Mapping[Any, Any] | None = None) -> A
         return _one_of(get_args(hint), value, known)
     if hint is Any:
         if isinstance(value, list):
-            return tuple(restored(Any, item) for item in value)
+            return tuple(from_json_values(Any, item) for item in value)
         return float(value) if value in _NOT_FINITE else value
     if origin in (tuple, Mapping):
         return _collection(hint, value, known)
@@ -130,11 +130,11 @@ def restored(hint: Any, value: Any, known: Mapping[Any, Any] | None = None) -> A
 def _collection(hint: Any, value: Any, known: Mapping[Any, Any]) -> Any:
     inner = get_args(hint)
     if get_origin(hint) is Mapping and isinstance(value, dict):
-        return {key: restored(inner[1], item, known) for key, item in value.items()}
+        return {key: from_json_values(inner[1], item, known) for key, item in value.items()}
     hints = [inner[0]] * len(value) if inner[-1] is Ellipsis and isinstance(value, list) else inner
     if not isinstance(value, list) or get_origin(hint) is not tuple or len(hints) != len(value):
         raise TypeError(f"{value!r} is not of type {hint}")
-    return tuple(restored(h, item, known) for h, item in zip(hints, value, strict=True))
+    return tuple(from_json_values(h, item, known) for h, item in zip(hints, value, strict=True))
 
 
 def _one_of(hints: tuple[Any, ...], value: Any, known: Mapping[Any, Any]) -> Any:
@@ -142,10 +142,10 @@ def _one_of(hints: tuple[Any, ...], value: Any, known: Mapping[Any, Any]) -> Any
         return None
     for hint in hints[:-1]:
         try:
-            return restored(hint, value, known)
+            return from_json_values(hint, value, known)
         except TypeError:
             continue
-    return restored(hints[-1], value, known)
+    return from_json_values(hints[-1], value, known)
 
 
 @functools.cache
@@ -162,7 +162,7 @@ def _record(kind: Any, value: Any, known: Mapping[Any, Any]) -> Any:
         if name not in hints:
             raise TypeError(f"{kind.__name__} has no field {name!r}")
         try:
-            fields[name] = restored(hints[name], item, known)
+            fields[name] = from_json_values(hints[name], item, known)
         except TypeError as error:
             raise TypeError(f"`{name}`: {error}") from None
     parameters = inspect.signature(kind).parameters.values()

@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from diffshard.base import PlanError
 from diffshard.plans.base import Operation, PlanData, PredictedCollective, Tensor
-from diffshard.plans.documents import SHARDING, content, plain, read, restored, write
+from diffshard.plans.documents import SHARDING, content, from_json_values, read, to_json_values, write
 from search_spaces.partition_specs import NamedSpec
 
 VERSION = 2
@@ -62,7 +62,7 @@ def to_json(plan: PlanData) -> dict[str, Any]:
             value = getattr(plan, item.name)
             document[item.name] = [record(x) for x in value] if item.name in _RECORDS else value
     document["specs"] = list(specs)
-    return plain(document)
+    return to_json_values(document)
 
 
 def from_json(document: Any, name: str, kind: type[PlanT], mesh: Mesh | AbstractMesh | None = None) -> PlanT:
@@ -75,7 +75,7 @@ def from_json(document: Any, name: str, kind: type[PlanT], mesh: Mesh | Abstract
     try:
         if document["version"] == 1:
             values["operations"] = [_renamed(operation) for operation in values["operations"]]
-        plan = _restored_plan(values, kind, mesh)
+        plan = _plan_from_values(values, kind, mesh)
     except (KeyError, TypeError, ValueError, IndexError, AttributeError, RecursionError) as error:
         raise PlanError(f"`{name}` is a damaged plan: {type(error).__name__}: {error}.") from None
     if mesh is not None and dict(mesh.shape) != dict(plan.mesh_axes):
@@ -87,9 +87,9 @@ def _renamed(operation: Mapping[str, Any]) -> dict[str, Any]:
     return {_RENAMED_SINCE_1.get(field, field): value for field, value in operation.items()}
 
 
-def _restored_plan(values: dict[str, Any], kind: type[PlanT], mesh: Mesh | AbstractMesh | None) -> PlanT:
+def _plan_from_values(values: dict[str, Any], kind: type[PlanT], mesh: Mesh | AbstractMesh | None) -> PlanT:
     specs = [tuple(tuple(axes) for axes in spec) for spec in values.pop("specs")]
-    plan: PlanT = restored(
+    plan: PlanT = from_json_values(
         kind, values, {NamedSpec: specs.__getitem__, NamedSpec | None: lambda i: None if i is None else specs[i]}
     )
     axes = plan.mesh_axes

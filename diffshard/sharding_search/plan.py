@@ -13,8 +13,8 @@ from diffshard.plans.base import PlanData
 from diffshard.plans.file import load, save
 from diffshard.plans.text import format_plan
 from diffshard.sharding_search.options import Executor, Options, with_automatic_axes
-from diffshard.sharding_search.searched import Searched
-from diffshard.sharding_search.traced import TracedFunction, path_inside
+from diffshard.sharding_search.planned_function import PlannedFunction
+from diffshard.sharding_search.tracing import TracedFunction, path_inside
 from search_spaces.sharding.space import ShardingSpace
 
 
@@ -62,7 +62,7 @@ class Plan(PlanData):
 
     def apply(
         self, fn: Callable[..., Any], mesh: Mesh | AbstractMesh | None = None, *, executor: Executor = "constraints"
-    ) -> "Searched[Plan]":
+    ) -> "PlannedFunction[Plan]":
         """Gives a function this plan without a search; returns a callable as `diffshard.search` does.
 
         Args:
@@ -86,12 +86,12 @@ class Plan(PlanData):
             static_argnums=self.static_argnums,
             executor=executor,
         )
-        return Searched(options, self._checked_for)
+        return PlannedFunction(options, self._checked_for)
 
     def _checked_for(
         self, traced: TracedFunction, space: ShardingSpace, start_s: float, progress: Progress | None
     ) -> "Plan":
-        """Returns this plan for a traced function that it fits; what `Searched` calls in place of a search."""
+        """Returns this plan for a traced function that it fits; what `PlannedFunction` calls in place of a search."""
         del space, start_s, progress
         self.check_arguments(traced.args)
         return self

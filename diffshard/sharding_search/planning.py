@@ -10,7 +10,7 @@ from diffshard.plans.base import Operation, PredictedCollective, Tensor
 from diffshard.sharding_search.layout import signature_of
 from diffshard.sharding_search.options import Options
 from diffshard.sharding_search.plan import Plan
-from diffshard.sharding_search.traced import TracedFunction
+from diffshard.sharding_search.tracing import TracedFunction
 from search_spaces.partition_specs import IndexedSpec, NamedSpec, named_spec
 from search_spaces.sharding.base import Layout
 from search_spaces.sharding.explaining import NextBest, Summary

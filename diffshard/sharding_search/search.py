@@ -13,9 +13,9 @@ from cost.memory import least_memory
 from diffshard.base import InfeasibleError, Progress, Solution, Solver
 from diffshard.sharding_search.options import DEFAULT_SOLVER, Executor, Options, hardware_for, positions
 from diffshard.sharding_search.plan import Plan
+from diffshard.sharding_search.planned_function import PlannedFunction
 from diffshard.sharding_search.planning import make_plan
-from diffshard.sharding_search.searched import Searched
-from diffshard.sharding_search.traced import TracedFunction
+from diffshard.sharding_search.tracing import TracedFunction
 from diffshard.solving.solve import solve
 from search_spaces.sharding.space import ShardingSpace
 
@@ -33,7 +33,7 @@ def search(
     donate_argnums: int | Sequence[int] = (),
     static_argnums: int | Sequence[int] = (),
     executor: Executor = "constraints",
-) -> Searched[Plan]:
+) -> PlannedFunction[Plan]:
     """Finds how to run a function on a mesh. Like `jax.jit` it returns a callable, and searches when that is called.
 
     >>> step = diffshard.search(train_step, mesh)
@@ -78,7 +78,7 @@ def search(
         static_argnums=positions(static_argnums),
         executor=executor,
     )
-    return Searched(options, functools.partial(_plan, options))
+    return PlannedFunction(options, functools.partial(_plan, options))
 
 
 def _plan(

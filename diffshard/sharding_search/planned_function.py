@@ -12,7 +12,7 @@ from diffshard.base import PlanError, Progress
 from diffshard.plans.base import PlanData
 from diffshard.sharding_search.layout import has_reductions, layout_of
 from diffshard.sharding_search.options import Options, with_automatic_axes
-from diffshard.sharding_search.traced import TracedFunction, space_of, trace_function
+from diffshard.sharding_search.tracing import TracedFunction, space_of, trace_function
 from search_spaces.sharding.base import Layout
 from search_spaces.sharding.device_program import DeviceProgram
 from search_spaces.sharding.execution import Execution
@@ -23,7 +23,7 @@ _Execution = Execution | DeviceProgram
 MakePlan = Callable[[TracedFunction, ShardingSpace, float, Progress | None], PlanT]
 
 
-class Searched(Generic[PlanT]):
+class PlannedFunction(Generic[PlanT]):
     """A function that runs as its plan says; made by `diffshard.search` and by `Plan.apply`.
 
     Args:
