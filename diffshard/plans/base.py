@@ -7,12 +7,24 @@ is `diffshard.sharding_search.plan.Plan`.
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 import jax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from cost.base import Hardware
 from search_spaces.partition_specs import NamedSpec, partition_spec
+
+Executor = Literal["constraints", "program", "propagation"]
+"""How a planned function runs.
+
+"constraints": XLA partitions it, told by a sharding constraint at every place that the plan names. "program": every
+device runs an explicit program, whose collectives are the plan's. "propagation": XLA partitions it and is told the
+shardings of arguments and results only.
+"""
+
+LogicalAxisRules = tuple[tuple[str, tuple[str, ...]], ...]
+"""Pairs of a logical axis, as flax's names for dimensions, and the mesh axes that split it; empty for none."""
 
 
 @dataclass(frozen=True)
@@ -127,6 +139,9 @@ class PlanData:
       history: (seconds, cost, lower bound) at each improvement of the solver.
       notes: what a reader should know, such as operations without a sharding rule or loops of unknown length.
       static_argnums, donate_argnums: as in `jax.jit`.
+      executor: how the function runs with this plan.
+      logical_axis_rules: what flax's logical names of activations mean while the function is traced; an expert's plan
+        has them.
       mesh: the mesh; after loading it is abstract, unless `load` was given one.
     """
 
@@ -149,6 +164,8 @@ class PlanData:
     notes: tuple[str, ...]
     static_argnums: tuple[int, ...] = ()
     donate_argnums: tuple[int, ...] = ()
+    executor: Executor = "constraints"
+    logical_axis_rules: LogicalAxisRules = ()
     mesh: Mesh | AbstractMesh | None = field(default=None, compare=False, repr=False)
 
     @property

@@ -7,12 +7,12 @@ import dataclasses
 import os
 from collections.abc import Mapping
 from os import PathLike
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from diffshard.base import PlanError
-from diffshard.plans.base import Operation, PlanData, PredictedCollective, Tensor
+from diffshard.plans.base import Executor, Operation, PlanData, PredictedCollective, Tensor
 from diffshard.plans.documents import SHARDING, content, from_json_values, read, to_json_values, write
 from search_spaces.partition_specs import NamedSpec
 
@@ -90,7 +90,13 @@ def _renamed(operation: Mapping[str, Any]) -> dict[str, Any]:
 def _plan_from_values(values: dict[str, Any], kind: type[PlanT], mesh: Mesh | AbstractMesh | None) -> PlanT:
     specs = [tuple(tuple(axes) for axes in spec) for spec in values.pop("specs")]
     plan: PlanT = from_json_values(
-        kind, values, {NamedSpec: specs.__getitem__, NamedSpec | None: lambda i: None if i is None else specs[i]}
+        kind,
+        values,
+        {
+            NamedSpec: specs.__getitem__,
+            NamedSpec | None: lambda i: None if i is None else specs[i],
+            Executor: _executor,
+        },
     )
     axes = plan.mesh_axes
     if not all(n > 0 for n in axes.values()):
@@ -98,3 +104,9 @@ def _plan_from_values(values: dict[str, Any], kind: type[PlanT], mesh: Mesh | Ab
     if mesh is None:
         mesh = AbstractMesh(tuple(axes.values()), tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
     return dataclasses.replace(plan, mesh=mesh)
+
+
+def _executor(value: Any) -> Executor:
+    if value not in get_args(Executor):
+        raise ValueError(f"`executor` is {value!r}, not one of {get_args(Executor)}")
+    return value

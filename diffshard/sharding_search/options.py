@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from numbers import Real
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh
@@ -11,17 +11,18 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 from cost.base import Hardware
 from cost.presets import hardware_of, preset
 from diffshard.base import Solver
+from diffshard.plans.base import Executor, LogicalAxisRules
 from diffshard.solving.solve import resolve
 from search_spaces.sharding.given import check_prefix
 
 DEFAULT_SOLVER = "gradient"
-Executor = Literal["constraints", "program"]
-"""How a planned function runs: sharding constraints that a compiler follows, or an explicit program for each device."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
     """The arguments of `search`, which explains them. They are checked here, and the mesh's axes made automatic.
+
+    `logical_axis_rules` hold for flax's logical names while `fn` is traced; without any those of the context hold.
 
     Raises:
       TypeError, ValueError: an argument breaks a rule; the error names it and its value.
@@ -38,6 +39,7 @@ class Options:
     donate_argnums: tuple[int, ...] = ()
     static_argnums: tuple[int, ...] = ()
     executor: Executor = "constraints"
+    logical_axis_rules: LogicalAxisRules = ()
 
     def __post_init__(self):
         if not callable(self.fn):

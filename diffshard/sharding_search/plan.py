@@ -1,7 +1,7 @@
 """A plan as users have it: data that can be shown, saved, loaded, and applied to a function and its arguments."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from os import PathLike
 from typing import Any
 
@@ -9,10 +9,10 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from diffshard.base import PlanError, Progress
-from diffshard.plans.base import PlanData
+from diffshard.plans.base import Executor, PlanData
 from diffshard.plans.file import load, save
 from diffshard.plans.text import format_plan
-from diffshard.sharding_search.options import Executor, Options, with_automatic_axes
+from diffshard.sharding_search.options import Options, with_automatic_axes
 from diffshard.sharding_search.planned_function import PlannedFunction
 from diffshard.sharding_search.tracing import TracedFunction, path_inside
 from search_spaces.sharding.space import ShardingSpace
@@ -61,14 +61,15 @@ class Plan(PlanData):
         return result[0] if len(result) == 1 else result
 
     def apply(
-        self, fn: Callable[..., Any], mesh: Mesh | AbstractMesh | None = None, *, executor: Executor = "constraints"
+        self, fn: Callable[..., Any], mesh: Mesh | AbstractMesh | None = None, *, executor: Executor | None = None
     ) -> "PlannedFunction[Plan]":
         """Gives a function this plan without a search; returns a callable as `diffshard.search` does.
 
         Args:
           fn: the function that the plan was made for.
           mesh: of devices or abstract, with the plan's axes; None takes the plan's own.
-          executor: as in `diffshard.search`.
+          executor: as in `diffshard.search`, or "propagation", which tells XLA's partitioner the shardings of arguments
+            and results only; None takes the one that the plan is meant for.
 
         Raises:
           PlanError: the plan was made for another function or mesh; names the first difference.
@@ -84,9 +85,10 @@ class Plan(PlanData):
             memory_limit_bytes=self.memory_limit_bytes,
             donate_argnums=self.donate_argnums,
             static_argnums=self.static_argnums,
-            executor=executor,
+            executor=self.executor if executor is None else executor,
+            logical_axis_rules=self.logical_axis_rules,
         )
-        return PlannedFunction(options, self._checked_for)
+        return PlannedFunction(options, replace(self, executor=options.executor)._checked_for)
 
     def _checked_for(
         self, traced: TracedFunction, space: ShardingSpace, start_s: float, progress: Progress | None

@@ -2,24 +2,21 @@
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
 import jax
 from jax.core import Tracer
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import Mesh
 
 from diffshard.base import PlanError, Progress
 from diffshard.plans.base import PlanData
-from diffshard.sharding_search.layout import has_reductions, layout_of
-from diffshard.sharding_search.options import Options, with_automatic_axes
-from diffshard.sharding_search.tracing import TracedFunction, space_of, trace_function
-from search_spaces.sharding.base import Layout
-from search_spaces.sharding.device_program import DeviceProgram
-from search_spaces.sharding.execution import Execution
+from diffshard.sharding_search.executors import FlatFunction, flat_function
+from diffshard.sharding_search.options import Options
+from diffshard.sharding_search.tracing import TracedFunction, abstract_arguments, space_of, trace_function
 from search_spaces.sharding.space import ShardingSpace
 
 PlanT = TypeVar("PlanT", bound=PlanData)
-_Execution = Execution | DeviceProgram
 MakePlan = Callable[[TracedFunction, ShardingSpace, float, Progress | None], PlanT]
 
 
@@ -75,8 +72,14 @@ class PlannedFunction(Generic[PlanT]):
         return result
 
     def lower(self, *args: Any) -> Any:
-        """Lowers the planned function, as `jax.jit(...).lower` does; the result has `compile()` and `as_text()`."""
-        return self._prepare(args, None)[1].lower(*args)
+        """Lowers the planned function, as `jax.jit(...).lower` does; the result has `compile()` and `as_text()`.
+
+        For an abstract mesh it is lowered for the default backend's platform, and cannot be compiled.
+        """
+        jitted = self._prepare(args, None)[1]
+        if isinstance(self.options.mesh, Mesh):
+            return jitted.lower(*args)
+        return jitted.trace(*abstract_arguments(self.options, args)).lower(lowering_platforms=(jax.default_backend(),))
 
     def _prepare(self, args: Sequence[Any], progress: Progress | None) -> tuple[PlanT, Any]:
         signature = self._signature(args)
@@ -85,22 +88,15 @@ class PlannedFunction(Generic[PlanT]):
             traced = trace_function(self.options, args)
             space = space_of(self.options, traced)
             plan = self._make_plan(traced, space, start_s, progress)
-            execution = self._executor(plan, space)(layout_of(plan, space), self.options.mesh)
-            self._prepared[signature] = plan, self._jitted(traced, execution)
+            if plan.logical_axis_rules != self.options.logical_axis_rules:  # an expert's plan was found to be the best
+                options = replace(self.options, logical_axis_rules=plan.logical_axis_rules)
+                traced = trace_function(options, args)
+                space = space_of(options, traced)
+            flat = flat_function(plan, traced, space, self.options.mesh)
+            self._prepared[signature] = plan, self._jitted(traced, flat)
         return self._prepared[signature]
 
-    def _executor(self, plan: PlanData, space: ShardingSpace) -> Callable[[Layout, Mesh | AbstractMesh], _Execution]:
-        """Returns what makes a layout of the space run, as the options ask for."""
-        if self.options.executor == "constraints":
-            return space.execution
-        if not has_reductions(plan):
-            raise PlanError(
-                "The plan does not say how partial results are finished, because an older version saved it. "
-                'Use `executor="constraints"`, or search again.'
-            )
-        return space.device_program
-
-    def _jitted(self, traced: TracedFunction, execution: _Execution) -> Any:
+    def _jitted(self, traced: TracedFunction, flat: FlatFunction) -> Any:
         options = self.options
         wanted = _types(jax.tree.leaves(traced.args)), _typed(traced.static)
 
@@ -108,17 +104,13 @@ class PlannedFunction(Generic[PlanT]):
             leaves = jax.tree.leaves(options.dynamic(args))
             if (_types(leaves), _typed(options.static(args))) != wanted:
                 raise PlanError("These arguments are not those that the plan was made for.")
-            with jax.sharding.use_abstract_mesh(with_automatic_axes(jax.sharding.get_abstract_mesh())):
-                return jax.tree.unflatten(traced.out_tree, execution(*leaves))
+            return jax.tree.unflatten(traced.out_tree, flat.run(*leaves))
 
         run.__name__ = getattr(options.fn, "__name__", "function")
-        structure = jax.tree.structure(traced.args)
         return jax.jit(
             run,
-            in_shardings=jax.tree.unflatten(structure, [execution.sharding(s) for s in execution.layout.input_specs]),
-            out_shardings=jax.tree.unflatten(
-                traced.out_tree, [execution.sharding(s) for s in execution.layout.output_specs]
-            ),
+            in_shardings=jax.tree.unflatten(jax.tree.structure(traced.args), flat.in_shardings),
+            out_shardings=jax.tree.unflatten(traced.out_tree, flat.out_shardings),
             static_argnums=options.static_argnums or None,
             donate_argnums=options.donate_argnums or None,
         )

@@ -46,13 +46,15 @@ def make_plan(options: Options, traced: TracedFunction, space: ShardingSpace, so
         notes=(*space.notes, *_whole_notes(options, space, summary)),
         static_argnums=options.static_argnums,
         donate_argnums=options.donate_argnums,
+        executor=options.executor,
+        logical_axis_rules=options.logical_axis_rules,
         mesh=options.mesh,
     )
 
 
 def _whole_notes(options: Options, space: ShardingSpace, summary: Summary) -> list[str]:
     """Names the operations that the plan splits but an explicit program for each device cannot."""
-    if options.executor == "constraints":
+    if options.executor != "program":
         return []
     sources: dict[str, list[str]] = {}
     for vertex in space.device_program(summary.layout, options.mesh).whole_operations():

@@ -11,7 +11,8 @@ from jax.sharding import AbstractMesh, Mesh
 from cost.base import Hardware, Problem
 from cost.memory import least_memory
 from diffshard.base import InfeasibleError, Progress, Solution, Solver
-from diffshard.sharding_search.options import DEFAULT_SOLVER, Executor, Options, hardware_for, positions
+from diffshard.plans.base import Executor
+from diffshard.sharding_search.options import DEFAULT_SOLVER, Options, hardware_for, positions
 from diffshard.sharding_search.plan import Plan
 from diffshard.sharding_search.planned_function import PlannedFunction
 from diffshard.sharding_search.planning import make_plan
@@ -59,7 +60,8 @@ def search(
       static_argnums: positions of arguments that are compile-time constants, as in `jax.jit`.
       executor: how the planned function runs. With "constraints" XLA partitions it, told by a sharding constraint at
         every place that the plan names; it does not always follow them. With "program" every device runs an explicit
-        program (one `jax.shard_map`) whose collectives are the plan's.
+        program (one `jax.shard_map`) whose collectives are the plan's. With "propagation" XLA's partitioner is told
+        the shardings of arguments and results only, as most plans by hand run.
 
     Raises:
       TypeError, ValueError: an argument breaks a rule; the error names it and its value.

@@ -6,8 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-from jax.sharding import PartitionSpec
+from jax.extend import core
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
+from diffshard.plans.base import LogicalAxisRules
 from diffshard.sharding_search.options import Options, with_automatic_axes
 from search_spaces.sharding.given import carried_spec, given_dimensions
 from search_spaces.sharding.graph import Graph
@@ -20,6 +22,7 @@ class TracedFunction:
     """A function traced for arguments of some shapes.
 
     Attributes:
+      jaxpr: the function as JAX traces it.
       graph: the graph of the function.
       args: the arguments without the static ones, as `jax.ShapeDtypeStruct`s.
       static: the values of the static arguments.
@@ -30,6 +33,7 @@ class TracedFunction:
       out_tree: structure of the result.
     """
 
+    jaxpr: core.ClosedJaxpr
     graph: Graph
     args: tuple[Any, ...]
     static: list[Any]
@@ -49,15 +53,17 @@ def trace_function(options: Options, args: Sequence[Any]) -> TracedFunction:
     for name, numbers in (("donate_argnums", options.donate_argnums), ("static_argnums", options.static_argnums)):
         if any(n >= len(args) for n in numbers):
             raise ValueError(f"`{name}` {numbers} names a position that the {len(args)} arguments do not have.")
-    abstract = [a if i in options.static_argnums else jax.tree.map(_abstract, a) for i, a in enumerate(args)]
+    abstract = abstract_arguments(options, args)
     # In a context mesh of explicit axes JAX would ask for a sharding in the types of every operation.
     with jax.sharding.use_abstract_mesh(with_automatic_axes(jax.sharding.get_abstract_mesh())):
-        traced = jax.jit(options.fn, static_argnums=options.static_argnums or None).trace(*abstract)
+        fn = _under_rules(options.fn, options.logical_axis_rules, options.mesh)
+        traced = jax.jit(fn, static_argnums=options.static_argnums or None).trace(*abstract)
     dynamic = options.dynamic(abstract)
     names = _argument_names(options.fn, len(args))
     paths = _argument_paths(dynamic, options.dynamic(names))
     donated = [[i in options.donate_argnums] * len(jax.tree.leaves(a)) for i, a in enumerate(abstract)]
     return TracedFunction(
+        jaxpr=traced.jaxpr,
         graph=build_graph(traced.jaxpr, feedback_of(traced.out_info, dynamic), paths),
         args=dynamic,
         static=options.static(args),
@@ -67,6 +73,11 @@ def trace_function(options: Options, args: Sequence[Any]) -> TracedFunction:
         out_paths=["result" + jax.tree_util.keystr(p) for p, _ in jax.tree.leaves_with_path(traced.out_info)],
         out_tree=jax.tree.structure(traced.out_info),
     )
+
+
+def abstract_arguments(options: Options, args: Sequence[Any]) -> list[Any]:
+    """Returns the arguments with shapes and dtypes in place of arrays; static ones as they are."""
+    return [a if i in options.static_argnums else jax.tree.map(_abstract, a) for i, a in enumerate(args)]
 
 
 def space_of(options: Options, traced: TracedFunction) -> ShardingSpace:
@@ -84,6 +95,20 @@ def space_of(options: Options, traced: TracedFunction) -> ShardingSpace:
         traced.donated,
         options.memory_limit_bytes,
     )
+
+
+def _under_rules(fn: Callable[..., Any], rules: LogicalAxisRules, mesh: Mesh | AbstractMesh) -> Callable[..., Any]:
+    """Returns a function whose flax modules read logical axis names by the rules, on the mesh."""
+    if not rules:
+        return fn
+    from flax import linen as nn  # imported here, because few users need it and it takes a second
+
+    def ruled(*args: Any) -> Any:  # a new function each time: `jax.jit` caches by function, and does not know the rules
+        named = nn.logical_axis_rules([(name, axes or None) for name, axes in rules])
+        with named, jax.sharding.use_abstract_mesh(mesh.abstract_mesh if isinstance(mesh, Mesh) else mesh):
+            return fn(*args)
+
+    return ruled
 
 
 def path_inside(path: Sequence[Any]) -> str:

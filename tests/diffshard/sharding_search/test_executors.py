@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 import diffshard
 from diffshard.checks.verify import verify
@@ -67,8 +67,8 @@ def run(step, steps=2):
     return state, losses
 
 
-@pytest.mark.parametrize("executor", ["constraints", "program"])
-def test_both_train_as_one_device_does(executor):
+@pytest.mark.parametrize("executor", ["constraints", "program", "propagation"])
+def test_all_train_as_one_device_does(executor):
     state, losses = run(searched(executor))
     expected, plain = arguments()[0], []
     for _ in losses:
@@ -94,6 +94,36 @@ def test_a_saved_plan_runs_as_a_program(tmp_path):
     assert loaded == plan
     _, losses = run(loaded.apply(train_step, executor="program"))
     np.testing.assert_allclose(losses, run(searched("program"))[1], rtol=1e-6)
+
+
+def test_a_plan_runs_by_the_executor_that_it_names(tmp_path):
+    plan = searched("program").plan(*arguments())
+    assert plan.executor == "program"
+    plan.save(tmp_path / "plan.json")
+    loaded = diffshard.Plan.load(tmp_path / "plan.json", mesh_2x2())
+    assert loaded == plan
+    programs = {
+        name: loaded.apply(train_step, executor=name).lower(*arguments()).as_text()
+        for name in (None, "constraints", "program", "propagation")
+    }
+    # Only the explicit program has a region for each device, only constraints have shardings inside the function.
+    assert {name for name, text in programs.items() if "manual_computation" in text} == {None, "program"}
+    assert {name for name, text in programs.items() if "sdy.sharding_constraint" in text} == {"constraints"}
+
+
+def test_a_file_with_an_unknown_executor_is_damaged(tmp_path):
+    plan = searched("constraints").plan(*arguments())
+    plan.save(tmp_path / "plan.json")
+    text = (tmp_path / "plan.json").read_text()
+    (tmp_path / "plan.json").write_text(text.replace('"executor":"constraints"', '"executor":"magic"'))
+    with pytest.raises(diffshard.PlanError, match="`executor` is 'magic'"):
+        diffshard.Plan.load(tmp_path / "plan.json")
+
+
+def test_a_plan_for_an_abstract_mesh_can_be_lowered():
+    mesh = AbstractMesh((2, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
+    step = diffshard.search(train_step, mesh, hardware=SLOW, executor="program")
+    assert "manual_computation" in step.lower(*arguments()).as_text()
 
 
 def test_a_plan_without_reductions_is_refused_as_a_program():

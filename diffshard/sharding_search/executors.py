@@ -1,0 +1,80 @@
+"""What runs a function with its plan: a function of flat arrays, and the shardings between which it runs.
+
+The three executors differ in how much they leave to XLA's partitioner: nothing, what a sharding constraint at every
+place does not say, or everything inside the function.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+from jax.extend import core
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
+
+from diffshard.base import PlanError
+from diffshard.plans.base import PlanData, Tensor
+from diffshard.sharding_search.layout import has_reductions, layout_of
+from diffshard.sharding_search.options import with_automatic_axes
+from diffshard.sharding_search.tracing import TracedFunction
+from search_spaces.sharding.space import ShardingSpace
+
+
+class FlatFunction(NamedTuple):
+    """A planned function of flat arguments, ready for `jax.jit`.
+
+    Attributes:
+      run: takes the flat arguments without the static ones and returns the flat results.
+      in_shardings, out_shardings: of each flat argument and result.
+      donate_argnums: positions of flat arguments whose memory may be used for results.
+    """
+
+    run: Callable[..., list[Any]]
+    in_shardings: tuple[NamedSharding, ...]
+    out_shardings: tuple[NamedSharding, ...]
+    donate_argnums: tuple[int, ...]
+
+    def jitted(self) -> Any:
+        """The function under `jax.jit`."""
+        return jax.jit(
+            lambda *arrays: self.run(*arrays),  # a new function each time: `jax.jit` caches by function
+            in_shardings=self.in_shardings,
+            out_shardings=list(self.out_shardings),
+            donate_argnums=self.donate_argnums or None,
+        )
+
+
+def flat_function(
+    plan: PlanData, traced: TracedFunction, space: ShardingSpace, mesh: Mesh | AbstractMesh
+) -> FlatFunction:
+    """Returns a traced function as the plan's executor runs it on a mesh.
+
+    Raises:
+      PlanError: the plan was made for another function, or does not have what its executor needs.
+    """
+    evaluate = _evaluator(plan, traced, space, mesh)
+
+    def run(*arrays: Any) -> list[Any]:
+        with jax.sharding.use_abstract_mesh(with_automatic_axes(jax.sharding.get_abstract_mesh())):
+            return list(evaluate(*arrays))
+
+    def shardings(tensors: Sequence[Tensor]) -> tuple[NamedSharding, ...]:
+        return tuple(NamedSharding(mesh, tensor.partition_spec) for tensor in tensors)
+
+    donated = tuple(i for i, is_donated in enumerate(traced.donated) if is_donated)
+    return FlatFunction(run, shardings(plan.arguments), shardings(plan.outputs), donated)
+
+
+def _evaluator(
+    plan: PlanData, traced: TracedFunction, space: ShardingSpace, mesh: Mesh | AbstractMesh
+) -> Callable[..., Sequence[Any]]:
+    layout = layout_of(plan, space)
+    if plan.executor == "propagation":
+        return core.jaxpr_as_fun(traced.jaxpr)
+    if plan.executor == "constraints":
+        return space.execution(layout, mesh)
+    if not has_reductions(plan):
+        raise PlanError(
+            "The plan does not say how partial results are finished, because an older version saved it. "
+            'Use `executor="constraints"`, or search again.'
+        )
+    return space.device_program(layout, mesh)
