@@ -87,15 +87,15 @@ def merge_edges(
     Returns:
       The sum for each pair of nodes, by the ends of its first edge. A matrix that is alone stays the array that it is.
     """
-    merged: dict[tuple[int, int], np.ndarray] = {}
+    matrices: dict[tuple[int, int], np.ndarray] = {}
     for u, v, matrix in edges:
-        if (u, v) in merged:
-            merged[u, v] = add(merged[u, v], matrix)
-        elif (v, u) in merged:
-            merged[v, u] = add(merged[v, u], matrix.T)
+        if (u, v) in matrices:
+            matrices[u, v] = add(matrices[u, v], matrix)
+        elif (v, u) in matrices:
+            matrices[v, u] = add(matrices[v, u], matrix.T)
         else:
-            merged[u, v] = matrix
-    return merged
+            matrices[u, v] = matrix
+    return matrices
 
 
 class Evaluation(NamedTuple):
@@ -250,12 +250,12 @@ class Hardware:
         if dtype in self.flops_per_s:
             return float(self.flops_per_s[dtype])
         kind, bits = _kind_and_bits(dtype)
-        listed = [(*_kind_and_bits(name), rate) for name, rate in self.flops_per_s.items()]
-        for candidates in ([entry for entry in listed if entry[0] == kind], listed):
+        rates = [(*_kind_and_bits(name), rate) for name, rate in self.flops_per_s.items()]
+        for candidates in ([entry for entry in rates if entry[0] == kind], rates):
             wide_enough = [(width, rate) for _, width, rate in candidates if width >= bits]
             if wide_enough:
                 return float(min(wide_enough)[1])
-        _, width, rate = max(listed, key=lambda entry: entry[1])
+        _, width, rate = max(rates, key=lambda entry: entry[1])
         return float(rate) * width / bits
 
 

@@ -124,16 +124,16 @@ def _memory_bytes(mesh: Mesh) -> float:
 def _link(mesh: Mesh, axis: str, largest_bytes: int, repeats: int) -> Link:
     if mesh.shape[axis] == 1:
         return Link(0.0, 0.0)
-    rings = [_timed(mesh, axis, kind, largest_bytes, repeats) for kind in ("all_gather", "all_reduce")]
-    sent, seconds = np.concatenate(rings, axis=1)
-    latency_s, s_per_byte = fit_latency_and_slope(sent, seconds)
-    _, all_to_all = fit_latency_and_slope(*_timed(mesh, axis, "all_to_all", largest_bytes, repeats))
+    rings = [_times(mesh, axis, kind, largest_bytes, repeats) for kind in ("all_gather", "all_reduce")]
+    sent_bytes, seconds = np.concatenate(rings, axis=1)
+    latency_s, s_per_byte = fit_latency_and_slope(sent_bytes, seconds)
+    _, all_to_all = fit_latency_and_slope(*_times(mesh, axis, "all_to_all", largest_bytes, repeats))
     # What XLA compiles a reduce-scatter to on CPU is an all-reduce.
     reduce_scatter = 2 * s_per_byte if mesh.devices.flat[0].platform == "cpu" else None
     return Link(latency_s, s_per_byte, all_to_all, reduce_scatter)
 
 
-def _timed(mesh: Mesh, axis: str, kind: CollectiveKind, largest_bytes: int, repeats: int) -> np.ndarray:
+def _times(mesh: Mesh, axis: str, kind: CollectiveKind, largest_bytes: int, repeats: int) -> np.ndarray:
     """Measures one kind of collective at sizes a factor of four apart: bytes sent and seconds, `[2, sizes]`."""
     n = mesh.shape[axis]
     points = []

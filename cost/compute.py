@@ -146,21 +146,21 @@ def _jaxprs(value: Any) -> list[core.Jaxpr | core.ClosedJaxpr]:
 
 
 def _dot(equation: core.JaxprEqn) -> float:
-    (contracted, _), _ = equation.params["dimension_numbers"]
+    (lhs_contracting, _), _ = equation.params["dimension_numbers"]
     lhs = _aval(equation.invars[0]).shape
-    return 2.0 * _size(_aval(equation.outvars[0])) * math.prod(lhs[d] for d in contracted)
+    return 2.0 * _size(_aval(equation.outvars[0])) * math.prod(lhs[d] for d in lhs_contracting)
 
 
 def _ragged_dot(equation: core.JaxprEqn) -> float:
     numbers = equation.params["ragged_dot_dimension_numbers"]
-    (contracted, _), _ = numbers.dot_dimension_numbers
+    (lhs_contracting, _), _ = numbers.dot_dimension_numbers
     lhs, _, groups = (_aval(v) for v in equation.invars[:3])
     size = _size(_aval(equation.outvars[0]))
     # Each row meets one group only. If rows are what is summed, the result has a slice for each group and each slice
     # sums its own rows only.
-    if any(d in contracted for d in numbers.lhs_ragged_dimensions):
+    if any(d in lhs_contracting for d in numbers.lhs_ragged_dimensions):
         size //= max(1, groups.shape[-1])
-    return 2.0 * size * math.prod(lhs.shape[d] for d in contracted)
+    return 2.0 * size * math.prod(lhs.shape[d] for d in lhs_contracting)
 
 
 def _convolution(equation: core.JaxprEqn) -> float:

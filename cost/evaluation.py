@@ -38,7 +38,7 @@ def checked_choice(problem: Problem, choice: Sequence[int] | np.ndarray) -> np.n
     Raises:
       ValueError: `choice` has the wrong length or an index that its node does not have.
     """
-    return _checked(num_strategies(problem), choice)
+    return _checked_choice(num_strategies(problem), choice)
 
 
 class ChosenCosts(NamedTuple):
@@ -87,14 +87,14 @@ class Evaluator:
         self._problem = problem
         self._sizes = num_strategies(problem)
         self._start = np.cumsum(self._sizes) - self._sizes
-        self._node_cost = _concatenated(problem.node_cost)
+        self._node_cost = _concatenate(problem.node_cost)
         self._edges = np.asarray(problem.edge_nodes, np.int64).reshape(-1, 2)
         matrices, matrix_of = distinct_arrays(problem.edge_cost)
         lengths = np.array([np.size(matrix) for matrix in matrices], np.int64)
         self._edge_start = (np.cumsum(lengths) - lengths)[matrix_of]
-        self._edge_cost = _concatenated([np.ravel(matrix) for matrix in matrices])
+        self._edge_cost = _concatenate([np.ravel(matrix) for matrix in matrices])
         self._load = [
-            _concatenated([np.asarray(load)[:, d] for load in problem.load]) for d in range(num_devices(problem))
+            _concatenate([np.asarray(load)[:, d] for load in problem.load]) for d in range(num_devices(problem))
         ]
         self._devices = num_memory_devices(problem)
         tables = [np.asarray(usage) for usage in problem.usage]
@@ -103,17 +103,19 @@ class Evaluator:
         lengths = np.array([len(table) for table in tables], np.int64)
         self._usage_start = np.cumsum(lengths) - lengths
         self._usage_node = np.asarray(problem.usage_node, np.int64)
-        self._usage = _concatenated([table.ravel() for table in tables])
+        self._usage = _concatenate([table.ravel() for table in tables])
         self._times, self._interval = numbered_times(problem.usage_interval)
 
     def __call__(self, choice: Sequence[int] | np.ndarray) -> Evaluation:
         """Prices `choice` exactly; raises ValueError as `evaluate`."""
-        choice = _checked(self._sizes, choice)
-        chosen = self._start + choice
+        choice = _checked_choice(self._sizes, choice)
+        position = self._start + choice
         u, v = self._edges.T
-        nodes = self._node_cost[chosen]
+        nodes = self._node_cost[position]
         edges = self._edge_cost[self._edge_start + choice[u] * self._sizes[v] + choice[v]]
-        cost = _exact_sum(nodes) + _exact_sum(edges) + max((_exact_sum(load[chosen]) for load in self._load), default=0)
+        cost = (
+            _exact_sum(nodes) + _exact_sum(edges) + max((_exact_sum(load[position]) for load in self._load), default=0)
+        )
         limit = self._problem.memory_limit
         peak = self.live_usage(choice)[1].max(axis=0)
         excess = float(max(np.maximum(peak - np.asarray(limit), 0).max(), 0))
@@ -129,7 +131,7 @@ class Evaluator:
         return self._times, memory_profile(self._interval, self._usage[rows], len(self._times))
 
 
-def _checked(sizes: np.ndarray, choice: Sequence[int] | np.ndarray) -> np.ndarray:
+def _checked_choice(sizes: np.ndarray, choice: Sequence[int] | np.ndarray) -> np.ndarray:
     choice = np.asarray(choice)
     if choice.shape != sizes.shape or (not np.issubdtype(choice.dtype, np.integer) and choice.size):
         raise ValueError(
@@ -142,13 +144,13 @@ def _checked(sizes: np.ndarray, choice: Sequence[int] | np.ndarray) -> np.ndarra
     return choice.astype(np.int64)
 
 
-def _concatenated(arrays: Sequence[np.ndarray]) -> np.ndarray:
+def _concatenate(arrays: Sequence[np.ndarray]) -> np.ndarray:
     """Concatenates arrays; integers beside floats stay Python integers where a float could not hold them."""
     if not len(arrays):
         return np.zeros(0, np.int64)
-    whole = [np.issubdtype(np.asarray(array).dtype, np.integer) for array in arrays]
-    if any(whole) and not all(whole):
-        largest = max(np.abs(a).max(initial=0) for a, is_whole in zip(arrays, whole, strict=True) if is_whole)
+    are_integers = [np.issubdtype(np.asarray(array).dtype, np.integer) for array in arrays]
+    if any(are_integers) and not all(are_integers):
+        largest = max(np.abs(a).max(initial=0) for a, is_whole in zip(arrays, are_integers, strict=True) if is_whole)
         if largest > 2**53:
             arrays = [np.asarray(array).astype(object) for array in arrays]
     return np.concatenate(arrays)
@@ -157,8 +159,8 @@ def _concatenated(arrays: Sequence[np.ndarray]) -> np.ndarray:
 def _exact_sum(terms: np.ndarray) -> float:
     """Sums integers as integers of any size and floats by fsum, without rounding until the last step."""
     if terms.dtype == object:
-        whole = [term for term in terms if isinstance(term, int)]
-        return sum(whole) + math.fsum(term for term in terms if not isinstance(term, int))
+        integers = [term for term in terms if isinstance(term, int)]
+        return sum(integers) + math.fsum(term for term in terms if not isinstance(term, int))
     if np.issubdtype(terms.dtype, np.integer):
         small = np.abs(terms).sum(dtype=float) < 2**62
         return int(terms.sum()) if small else sum(terms.tolist())

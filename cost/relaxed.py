@@ -28,17 +28,17 @@ def relaxed_cost(problem: Problem, relaxed: Sequence[jax.Array] | jax.Array) -> 
             f"got {flat.shape}."
         )
     source, target, entries = _flat_edges(problem)
-    total = _weighed(np.concatenate([np.asarray(c, float) for c in problem.node_cost]), flat)
-    total = total + _weighed(entries, flat[source] * flat[target])
+    total = _expected_cost(np.concatenate([np.asarray(c, float) for c in problem.node_cost]), flat)
+    total = total + _expected_cost(entries, flat[source] * flat[target])
     if len(problem.load):
         total = total + jnp.max(flat @ jnp.asarray(np.concatenate([np.asarray(row, float) for row in problem.load])))
     return total
 
 
-def _weighed(costs: np.ndarray, weights: jax.Array) -> jax.Array:
-    allowed = ~is_forbidden(costs)
-    total = jnp.where(allowed, costs, 0.0) @ weights
-    return total if allowed.all() else jnp.where(jnp.any(weights[~allowed] > 0), jnp.inf, total)
+def _expected_cost(costs: np.ndarray, weights: jax.Array) -> jax.Array:
+    is_allowed = ~is_forbidden(costs)
+    total = jnp.where(is_allowed, costs, 0.0) @ weights
+    return total if is_allowed.all() else jnp.where(jnp.any(weights[~is_allowed] > 0), jnp.inf, total)
 
 
 def _flat_edges(problem: Problem) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -91,8 +91,8 @@ def _check_array(array: np.ndarray, name: str) -> None:
 def _check_costs(cost: np.ndarray, shape: tuple, name: str) -> None:
     _check_array(cost, name)
     if np.shape(cost) != tuple(shape):
-        wanted = ", ".join(map(str, shape)) + ("," if len(shape) == 1 else "")
-        raise ValueError(f"{name} must have shape ({wanted}), got {np.shape(cost)}.")
+        shape_text = ", ".join(map(str, shape)) + ("," if len(shape) == 1 else "")
+        raise ValueError(f"{name} must have shape ({shape_text}), got {np.shape(cost)}.")
     if not np.issubdtype(np.asarray(cost).dtype, np.number) or np.iscomplexobj(cost):
         raise ValueError(f"{name} must hold real numbers, got {np.asarray(cost).dtype}.")
     if np.isnan(cost).any() or np.isneginf(cost).any():

@@ -37,7 +37,7 @@ class InitRecord(NamedTuple):
     steps: int
 
     def __repr__(self) -> str:
-        starts = [len(halved.table) for halved in (self.first, self.finer) if halved is not None]
+        starts = [len(halving.table) for halving in (self.first, self.finer) if halving is not None]
         return f"InitRecord(loss={self.loss:.4g}, steps={self.steps}, starts={starts})"
 
 
@@ -116,7 +116,7 @@ def init_search(
         survivors = [s for s, row in zip(first.trained, first.table, strict=True) if len(row.scores) == len(rungs)]
         centres = _stack([survivors[i % len(survivors)].initial for i in range(num_finer)])
         fresh = jax.random.split(jax.random.fold_in(keys[0], count), num_finer)
-        finer = search(_rotated(centres, jax.jit(jax.vmap(init_fn))(fresh), spread), num_finer)
+        finer = search(_rotate(centres, jax.jit(jax.vmap(init_fn))(fresh), spread), num_finer)
         if finer.table[0].scores[-1] < first.table[0].scores[-1]:
             best = finer
     loss = float(jax.jit(loss_fn)(best.winner.params, _at(batches, -1)))
@@ -133,7 +133,7 @@ def xavier(init_fn: InitFn) -> InitFn:
 
     Source: Glorot and Bengio, "Understanding the difficulty of training deep feedforward neural networks" (2010).
     """
-    return _redrawn(init_fn, jax.nn.initializers.glorot_normal())
+    return _redraw(init_fn, jax.nn.initializers.glorot_normal())
 
 
 def kaiming(init_fn: InitFn) -> InitFn:
@@ -141,7 +141,7 @@ def kaiming(init_fn: InitFn) -> InitFn:
 
     Source: He et al., "Delving Deep into Rectifiers" (ICCV 2015).
     """
-    return _redrawn(init_fn, jax.nn.initializers.he_normal())
+    return _redraw(init_fn, jax.nn.initializers.he_normal())
 
 
 def orthogonal(init_fn: InitFn) -> InitFn:
@@ -149,18 +149,18 @@ def orthogonal(init_fn: InitFn) -> InitFn:
 
     Source: Saxe, McClelland and Ganguli, "Exact solutions to the nonlinear dynamics of learning" (ICLR 2014).
     """
-    return _redrawn(init_fn, jax.nn.initializers.orthogonal())
+    return _redraw(init_fn, jax.nn.initializers.orthogonal())
 
 
-def _redrawn(init_fn: InitFn, initializer: Initializer) -> InitFn:
+def _redraw(init_fn: InitFn, initializer: Initializer) -> InitFn:
     def init(key: jax.Array) -> Params:
         leaves, structure = jax.tree.flatten(init_fn(key))
         keys = jax.random.split(jax.random.fold_in(key, 1), len(leaves))
-        drawn = [
+        new_leaves = [
             initializer(k, leaf.shape, leaf.dtype) if leaf.ndim > 1 else leaf
             for k, leaf in zip(keys, leaves, strict=True)
         ]
-        return jax.tree.unflatten(structure, drawn)
+        return jax.tree.unflatten(structure, new_leaves)
 
     return init
 
@@ -213,23 +213,23 @@ def _trainer(
     def train(starts: Sequence[_Start], num_steps: int) -> tuple[list[_Start], list[float]]:
         begin = starts[0].step
         num_devices = mesh.size if mesh is not None else 1
-        padded = [*starts, *[starts[-1]] * (-len(starts) % num_devices)]
-        stacked = _stack([(start.params, start.opt_state) for start in padded])
+        all_starts = [*starts, *[starts[-1]] * (-len(starts) % num_devices)]
+        stack = _stack([(start.params, start.opt_state) for start in all_starts])
         if mesh is not None:
             spec = jax.sharding.PartitionSpec(mesh.axis_names)
-            stacked = jax.device_put(stacked, jax.sharding.NamedSharding(mesh, spec))
+            stack = jax.device_put(stack, jax.sharding.NamedSharding(mesh, spec))
         steps = jax.tree.map(lambda leaf: leaf[begin : begin + num_steps], batches)
-        params, opt_state, scores = jax.device_get(train_all_briefly(*stacked, steps))
-        trained = [
+        params, opt_state, scores = jax.device_get(train_all_briefly(*stack, steps))
+        ends = [
             _Start(start.initial, _at(params, i), _at(opt_state, i), begin + num_steps)
             for i, start in enumerate(starts)
         ]
-        return trained, [float(s) for s in scores[: len(starts)]]
+        return ends, [float(s) for s in scores[: len(starts)]]
 
     return train
 
 
-def _rotated(centres: Params, fresh: Params, spread: float) -> Params:
+def _rotate(centres: Params, fresh: Params, spread: float) -> Params:
     """√(1 - s²) centre + s fresh, where the two differ: the variance stays, and so do constants (biases, scales)."""
     keep = math.sqrt(1 - spread**2)
     return jax.tree.map(lambda a, b: jnp.where(a == b, a, keep * a + spread * b).astype(a.dtype), centres, fresh)

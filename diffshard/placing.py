@@ -80,13 +80,13 @@ def place(
         memory_limit_bytes=memory_limit_bytes,
     )
     solution = solve(space.problem, solver=solver, time_limit_s=time_limit_s, key=key, progress=progress)
-    decoded = space.decode(solution.choice.tolist())
+    placement = space.decode(solution.choice.tolist())
     return Placement(
-        assignment=decoded.assignment,
+        assignment=placement.assignment,
         cost=float(solution.cost),
-        transfer=decoded.transfer_s,
-        compute=decoded.compute_s,
-        device_times=decoded.device_s,
+        transfer=placement.transfer_s,
+        compute=placement.compute_s,
+        device_times=placement.device_s,
         feasible=solution.feasible,
         solution=solution,
     )

@@ -89,8 +89,8 @@ def halving(
     order = sorted(range(len(candidates)), key=lambda i: (-len(scores[i]), scores[i][-1]))
     steps = [sum(rungs[: len(row)]) for row in scores]
     table = tuple(HalvingRecord(str(i) if names is None else names[i], tuple(scores[i]), steps[i]) for i in order)
-    ordered = tuple(trained[i] for i in order)
-    return Halving(ordered[0], order[0], table, ordered, sum(steps))
+    ranking = tuple(trained[i] for i in order)
+    return Halving(ranking[0], order[0], table, ranking, sum(steps))
 
 
 def check_rungs(rungs: Any, keep: Any) -> None:
@@ -116,17 +116,17 @@ def each(train_one: Callable[[C, int], tuple[C, Any]]) -> Train[C]:
     return train
 
 
-def _pair(returned: Any, num_candidates: int | None = None) -> Any:
+def _pair(result: Any, num_candidates: int | None = None) -> Any:
     """What `train` returned, if it is candidates and scores; of one candidate where no number is given."""
     what = "candidate and score" if num_candidates is None else "candidates and scores"
-    if not isinstance(returned, tuple | list) or len(returned) != 2:
-        raise ValueError(f"`train` must return a pair, {what}; got {type(returned).__name__}.")
-    if num_candidates is not None and {len(part) for part in returned} != {num_candidates}:
+    if not isinstance(result, tuple | list) or len(result) != 2:
+        raise ValueError(f"`train` must return a pair, {what}; got {type(result).__name__}.")
+    if num_candidates is not None and {len(part) for part in result} != {num_candidates}:
         raise ValueError(
             f"`train` must return one candidate and one score for each of {num_candidates} candidates; "
-            f"got {len(returned[0])} and {len(returned[1])}."
+            f"got {len(result[0])} and {len(result[1])}."
         )
-    return returned
+    return result
 
 
 def _has_nan(score: Any) -> bool:

@@ -15,7 +15,7 @@ from diffshard.base import Solver
 from diffshard.solving.dual.ascent import Ascent, Prices
 from diffshard.solving.flat import Flat
 from diffshard.solving.moves.forest import Forest, grow_forest
-from diffshard.solving.moves.polish import rounded
+from diffshard.solving.moves.polish import rounded_choice
 from diffshard.solving.phases.annealing import Annealing
 from diffshard.solving.phases.base import Clock, Phase, Search, Start
 from diffshard.solving.phases.branches import Branches
@@ -37,7 +37,7 @@ class NoClimb:
 
     def __call__(self, ascent: Ascent, clock: Clock) -> Iterator[Start]:
         """Yields the start."""
-        yield Start(rounded(ascent.flat, ascent.absorbed), ascent.prices.memory)
+        yield Start(rounded_choice(ascent.flat, ascent.absorbed_cost), ascent.prices.memory)
 
 
 def constant_prices(flat: Flat, prices: Prices, weights: np.ndarray, bound_size: float, progress: float) -> Prices:

@@ -21,10 +21,10 @@ PerStrategy = list[jax.Array]
 """V arrays `[S_v]`: a number for each strategy of each node, such as logits, slopes or increases of the loss."""
 RelaxedChoice = PerStrategy
 """V arrays `[S_v]` of weights on the simplex: a choice in which every strategy has a share."""
-Selected = int | jax.Array
+NodeSelection = int | jax.Array
 """What runs at one node: a strategy's index, known when the program is compiled or traced, or weights `[S_v]` for the
 weighted sum of all strategies' results."""
-Selection = Sequence[Selected]
+Selection = Sequence[NodeSelection]
 """What runs at each node, `[V]`: for each either an index or weights."""
 Params = Any
 """A pytree of a model's parameters."""

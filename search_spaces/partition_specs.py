@@ -83,11 +83,11 @@ def local_shape(shape: Sequence[int], spec: PartitionSpec, mesh_axes: Mapping[st
     if len(spec) > len(shape):
         raise ValueError(f"The spec of {name} is {spec} with {len(spec)} dimensions, but its shape is {tuple(shape)}.")
     dimensions = axes_of(spec, len(shape))
-    used = [axis for axes in dimensions for axis in axes]
-    for axis in used:
+    axes_in_use = [axis for axes in dimensions for axis in axes]
+    for axis in axes_in_use:
         if axis not in mesh_axes:
             raise ValueError(f"The spec of {name} has an axis {axis!r}; the mesh's axes are {tuple(mesh_axes)}.")
-        if used.count(axis) > 1:
+        if axes_in_use.count(axis) > 1:
             raise ValueError(
                 f"The spec of {name} is {spec}; an axis can split one dimension only, {axis!r} splits two."
             )

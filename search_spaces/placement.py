@@ -4,7 +4,7 @@ Each layer is a node and each device a strategy. The transfer between neighbouri
 one for every edge, and what each device computes is a load: the cost takes the largest.
 
     free:      J = Σ_l T[x_l, x_{l+1}] + max_d Σ_{l on d} C[l, d]                        (`_free_problem`)
-    pipeline:  J = Σ_l T[x_l, x_{l+1}] + (B - 1) · max_d Σ_{l on d} C[l, d] [+ Σ_l C[l, x_l]]   (`_pipelined`)
+    pipeline:  J = Σ_l T[x_l, x_{l+1}] + (B - 1) · max_d Σ_{l on d} C[l, d] [+ Σ_l C[l, x_l]]   (`_with_pipeline`)
 
 Letters for sizes: L layers, D devices, B micro-batches. An assignment matrix X `[L, D]` has a row of weights for each
 layer.
@@ -77,7 +77,7 @@ class PlacementSpace:
         self._times = _times_on_devices(layer_times, len(transfer))
         free = _with_memory(_free_problem(self._times, transfer), layer_bytes, memory_limit_bytes)
         self._num_microbatches = num_microbatches
-        self._problem = free if num_microbatches is None else _pipelined(free, self._times, num_microbatches)
+        self._problem = free if num_microbatches is None else _with_pipeline(free, self._times, num_microbatches)
 
     @property
     def problem(self) -> Problem:
@@ -121,9 +121,11 @@ class PlacementSpace:
         layer_s, edge_s, load_s = chosen_costs(self.problem, assignment)
         layers, devices = self.node_names, self.strategy_names(0)
         busiest = int(load_s.argmax())
-        own = [Part(layers[v], "compute", v, float(s)) for v, s in enumerate(layer_s) if s]
-        moved = [Part(f"{layers[v - 1]} to {layers[v]}", "transfer", v, float(s)) for v, s in enumerate(edge_s, 1) if s]
-        return (*own, *moved, Part(devices[busiest], "compute", None, float(load_s[busiest])))
+        layer_parts = [Part(layers[v], "compute", v, float(s)) for v, s in enumerate(layer_s) if s]
+        transfer_parts = [
+            Part(f"{layers[v - 1]} to {layers[v]}", "transfer", v, float(s)) for v, s in enumerate(edge_s, 1) if s
+        ]
+        return (*layer_parts, *transfer_parts, Part(devices[busiest], "compute", None, float(load_s[busiest])))
 
 
 def transitions(assignment: jax.Array | np.ndarray) -> jax.Array:
@@ -151,7 +153,7 @@ def _free_problem(times: np.ndarray, transfer: np.ndarray) -> Problem:
     )
 
 
-def _pipelined(free: Problem, times: np.ndarray, num_microbatches: int) -> Problem:
+def _with_pipeline(free: Problem, times: np.ndarray, num_microbatches: int) -> Problem:
     """Restricts a free problem to contiguous stages in device order, none empty, and counts micro-batches.
 
     The stage after each layer's is the same or the next one: everything else is forbidden, and so are a first layer
@@ -188,12 +190,12 @@ def _with_memory(
 ) -> Problem:
     """Adds the bytes that each layer holds on its device, `[L]`, and the limit of each device, a number or `[D]`."""
     num_layers, num_devices = len(problem.node_cost), len(problem.node_cost[0])
-    limit = _checked(memory_limit_bytes, "memory_limit_bytes")
+    limit = _checked_numbers(memory_limit_bytes, "memory_limit_bytes")
     if layer_bytes is None:
         if np.isfinite(limit).any():
             raise ValueError(f"`memory_limit_bytes` is {limit.tolist()}, which needs `layer_bytes` to be held against.")
         return problem
-    layer_bytes = _checked(layer_bytes, "layer_bytes")
+    layer_bytes = _checked_numbers(layer_bytes, "layer_bytes")
     if layer_bytes.shape != (num_layers,):
         raise ValueError(
             f"`layer_bytes` must have one number for each of {num_layers} layers, got {layer_bytes.shape}."
@@ -210,7 +212,7 @@ def _with_memory(
 
 def _times_on_devices(layer_times: np.ndarray | Sequence, num_devices: int) -> np.ndarray:
     """Returns layer times as `[L, D]` seconds, with equal columns where `[L]` was given."""
-    times = _checked(layer_times, "layer_times")
+    times = _checked_numbers(layer_times, "layer_times")
     if times.ndim == 1:
         times = np.repeat(times[:, None], num_devices, axis=1)
     if times.ndim != 2 or times.shape[1] != num_devices or not len(times):
@@ -219,13 +221,13 @@ def _times_on_devices(layer_times: np.ndarray | Sequence, num_devices: int) -> n
 
 
 def _checked_transfer(transfer: np.ndarray | Sequence) -> np.ndarray:
-    transfer = _checked(transfer, "transfer")
+    transfer = _checked_numbers(transfer, "transfer")
     if transfer.ndim != 2 or transfer.shape[0] != transfer.shape[1] or not transfer.size:
         raise ValueError(f"`transfer` must be square, a row and a column for each device; got shape {transfer.shape}.")
     return transfer
 
 
-def _checked(numbers: np.ndarray | Sequence | float, name: str) -> np.ndarray:
+def _checked_numbers(numbers: np.ndarray | Sequence | float, name: str) -> np.ndarray:
     numbers = np.asarray(numbers, float)
     if np.isnan(numbers).any() or (numbers < 0).any():
         raise ValueError(f"`{name}` must not be negative or NaN, got {numbers.tolist()}.")

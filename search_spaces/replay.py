@@ -32,9 +32,9 @@ def source_of(equation: core.JaxprEqn) -> AbstractContextManager[None]:
     return source_info_util.user_context(info.traceback, name_stack=stack)
 
 
-def bind(equation: core.JaxprEqn, operands: Sequence[Any], **changed: Any) -> Sequence[Any]:
+def bind(equation: core.JaxprEqn, operands: Sequence[Any], **parameters: Any) -> Sequence[Any]:
     """Evaluates an equation for other operands, with some of its parameters changed, and returns its results."""
-    params = equation.primitive.get_bind_params({**equation.params, **changed})
+    params = equation.primitive.get_bind_params({**equation.params, **parameters})
     results = equation.primitive.bind(*operands, **params)
     return results if equation.primitive.multiple_results else [results]
 

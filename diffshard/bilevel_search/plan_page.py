@@ -17,7 +17,7 @@ from diffshard.bilevel_search.plan_text import (
 )
 from diffshard.files import write_whole
 from diffshard.plans.formats import format_bytes, format_s
-from diffshard.plans.page_elements import COLOURS, cards, document, escaped, plain_bar
+from diffshard.plans.page_elements import COLOURS, cards, document, escape, plain_bar
 
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM, _EDGE = 840, 300, 70, 40, 22  # of the picture, its axes and their ends, in pixels
 _CHOSEN, _EXACT, _OTHER = "#d9822b", "#1d4e89", "#a7aeb6"
@@ -32,14 +32,14 @@ def format_page(plan: BilevelPlanData) -> str:
     """Returns the page's text."""
     notes = [note for note in (schedule_line(plan), plan.message) if note]
     body = [
-        f"<h1>{escaped(title(plan))}</h1>",
-        "".join(f"<div class=dim>{escaped(note)}</div>" for note in notes),
+        f"<h1>{escape(title(plan))}</h1>",
+        "".join(f"<div class=dim>{escape(note)}</div>" for note in notes),
         _cards(plan),
         _bars(plan),
         _nodes(plan),
         _candidates(plan.proof) if plan.proof else "",
-        "".join(["<h2>Notes</h2><ul>", *(f"<li>{escaped(n)}</li>" for n in plan.notes), "</ul>"]) if plan.notes else "",
-        f"<details><summary>As text</summary><pre>{escaped(format_plan(plan))}</pre></details>",
+        "".join(["<h2>Notes</h2><ul>", *(f"<li>{escape(n)}</li>" for n in plan.notes), "</ul>"]) if plan.notes else "",
+        f"<details><summary>As text</summary><pre>{escape(format_plan(plan))}</pre></details>",
     ]
     return document(title(plan), body)
 
@@ -73,7 +73,7 @@ def _bars(plan: BilevelPlanData) -> str:
         bars += f"<div style='margin:10px 0 3px'>{name} <span class=dim>{format_s(sum(seconds))}</span></div>"
         bars += plain_bar(pieces, whole)
     key = "".join(
-        f'<span><i style="background:{colour}"></i>{escaped(node.name)} '
+        f'<span><i style="background:{colour}"></i>{escape(node.name)} '
         f"<span class=dim>{format_s(node.exact_seconds)} → {format_s(node.seconds)}</span></span>"
         for node, colour in zip(plan.nodes, colours, strict=True)
         if node.exact_seconds or node.seconds
@@ -126,7 +126,7 @@ def _picture(finalists: Sequence[TrainedCandidate]) -> str:
         colour = _CHOSEN if i == 1 else _EXACT if t.name == "exact" else _OTHER
         name = "chosen" if i == 1 else "exact" if t.name == "exact" else ""
         dots += (
-            f'<circle cx="{x:.1f}" cy="{y:.1f}" r="5" fill="{colour}"><title>{escaped(t.name)}: '
+            f'<circle cx="{x:.1f}" cy="{y:.1f}" r="5" fill="{colour}"><title>{escape(t.name)}: '
             f"{format_s(t.seconds)}, {t.loss:.4f}</title></circle>"
             f'<text x="{x + beside:.1f}" y="{y - 6:.1f}" text-anchor="{anchor}">{i} {name}</text>'
         )
@@ -149,7 +149,7 @@ def _range(values: Sequence[float]) -> tuple[float, float]:
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int]) -> str:
     def line(cells: Sequence[str], tag: str) -> str:
-        texts = (f"<{tag}{' class=n' * (i in right)}>{escaped(cell)}</{tag}>" for i, cell in enumerate(cells))
+        texts = (f"<{tag}{' class=n' * (i in right)}>{escape(cell)}</{tag}>" for i, cell in enumerate(cells))
         return f"<tr>{''.join(texts)}</tr>"
 
     return f"<table>{line(head, 'th')}{''.join(line(row, 'td') for row in rows)}</table>"

@@ -50,19 +50,19 @@ def with_reduce_scatters(
     """
     records = []
     for collective in collectives:
-        scattered = tuple(axis for axis in collective.axes if axis in collective.sliced_axes)
-        if collective.kind != "all_reduce" or not scattered:
+        scattered_axes = tuple(axis for axis in collective.axes if axis in collective.sliced_axes)
+        if collective.kind != "all_reduce" or not scattered_axes:
             records.append(collective)
             continue
-        whole = replace(
+        all_reduce = replace(
             collective, num_bytes=collective.num_bytes - collective.sliced_bytes, sliced_axes=(), sliced_bytes=0
         )
-        if whole.num_bytes > 0:
-            records.append(whole)
-        part = replace(whole, num_bytes=collective.sliced_bytes)
-        num_devices = math.prod(axis_sizes[axis] for axis in scattered)
-        records.append(replace(part, kind="reduce_scatter", axes=scattered, num_devices=num_devices))
-        rest = tuple(axis for axis in collective.axes if axis not in scattered)
+        if all_reduce.num_bytes > 0:
+            records.append(all_reduce)
+        part = replace(all_reduce, num_bytes=collective.sliced_bytes)
+        num_devices = math.prod(axis_sizes[axis] for axis in scattered_axes)
+        records.append(replace(part, kind="reduce_scatter", axes=scattered_axes, num_devices=num_devices))
+        rest = tuple(axis for axis in collective.axes if axis not in scattered_axes)
         if rest:
             num_others, num_bytes = collective.num_devices // num_devices, part.num_bytes / num_devices
             records.append(replace(part, axes=rest, num_devices=num_others, num_bytes=num_bytes))
@@ -105,37 +105,37 @@ def axes_of_groups(groups: Sequence[Sequence[int]], axis_sizes: Mapping[str, int
     # Prime parts of axes are the finest that Shardy and XLA split.
     parts = [(axis, prime) for axis, size in axis_sizes.items() for prime in _primes(size)]
     devices = np.arange(math.prod(axis_sizes.values())).reshape([size for _, size in parts])
-    wanted = {frozenset(group) for group in groups}
-    group_size = len(next(iter(wanted), ()))
+    group_set = {frozenset(group) for group in groups}
+    group_size = len(next(iter(group_set), ()))
     for count in range(len(parts) + 1):
-        for chosen in itertools.combinations(range(len(parts)), count):
-            if math.prod(parts[i][1] for i in chosen) != group_size:
+        for subset in itertools.combinations(range(len(parts)), count):
+            if math.prod(parts[i][1] for i in subset) != group_size:
                 continue
             rows = (
-                np.moveaxis(devices, chosen, range(-count, 0)).reshape(-1, group_size)
-                if chosen
+                np.moveaxis(devices, subset, range(-count, 0)).reshape(-1, group_size)
+                if subset
                 else devices.reshape(-1, 1)
             )
-            if {frozenset(row.tolist()) for row in rows} == wanted:
-                return tuple(dict.fromkeys(parts[i][0] for i in chosen))
+            if {frozenset(row.tolist()) for row in rows} == group_set:
+                return tuple(dict.fromkeys(parts[i][0] for i in subset))
     return tuple(axis for axis, size in axis_sizes.items() if size > 1)
 
 
 def axes_of_pairs(pairs: Iterable[tuple[int, int]], axis_sizes: Mapping[str, int]) -> tuple[str, ...]:
     """Returns the mesh axes along which the sources and targets of a permutation differ."""
     shape = tuple(axis_sizes.values())
-    moved = [np.subtract(np.unravel_index(s, shape), np.unravel_index(t, shape)) for s, t in pairs]
-    return tuple(axis for i, axis in enumerate(axis_sizes) if any(difference[i] for difference in moved))
+    offsets = [np.subtract(np.unravel_index(s, shape), np.unravel_index(t, shape)) for s, t in pairs]
+    return tuple(axis for i, axis in enumerate(axis_sizes) if any(difference[i] for difference in offsets))
 
 
 def bits_of_dtype(name: str) -> int:
     """Bits of one element by the name that StableHLO or HLO gives its type; booleans take a byte."""
-    lowered = name.lower()
-    if lowered in ("i1", "pred"):
+    lower_case = name.lower()
+    if lower_case in ("i1", "pred"):
         return 8
-    if lowered.startswith("complex<"):
-        return 2 * bits_of_dtype(lowered[8:-1])
-    digits = "".join(itertools.takewhile(str.isdigit, lowered.lstrip("abcdefghijklmnopqrstuvwxyz")))
+    if lower_case.startswith("complex<"):
+        return 2 * bits_of_dtype(lower_case[8:-1])
+    digits = "".join(itertools.takewhile(str.isdigit, lower_case.lstrip("abcdefghijklmnopqrstuvwxyz")))
     return int(digits) if digits else 0
 
 

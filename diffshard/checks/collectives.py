@@ -81,12 +81,12 @@ def _of_computation(
                 yield _with_slices(module, computation, instruction, collective)
             continue
         if instruction.opcode == "conditional":
-            branches = [list(_of_computation(module, n, count, axis_sizes)) for n in instruction.called]
+            branches = [list(_of_computation(module, n, count, axis_sizes)) for n in instruction.callees]
             yield from max(branches, key=lambda branch: sum(c.num_bytes * c.count for c in branch), default=[])
             continue
         trips = instruction.trip_count if instruction.opcode == "while" else None
-        for called in instruction.called:
-            yield from _of_computation(module, called, count * float(1 if trips is None else trips), axis_sizes)
+        for callee in instruction.callees:
+            yield from _of_computation(module, callee, count * float(1 if trips is None else trips), axis_sizes)
 
 
 def _with_slices(
@@ -139,22 +139,22 @@ def _result_type(instruction: Instruction) -> str:
     return parts_of_tuple(instruction.type)[1]
 
 
-def _sliced_elements(module: Module, computation: Computation, reduced: Instruction, num_devices: int) -> int:
+def _sliced_elements(module: Module, computation: Computation, all_reduce: Instruction, num_devices: int) -> int:
     """Counts the elements of an all-reduce's results that are used only as the slice that belongs to the device.
 
     Args:
       module: the whole program.
       computation: the computation with the all-reduce.
-      reduced: the all-reduce.
+      all_reduce: the all-reduce.
       num_devices: devices in its group; a slice is smaller by this factor than what it is taken from.
 
     Returns:
       Elements of all results that are only used in slices; 0 if whole results are used.
     """
-    if not reduced.type.startswith("("):
-        return reduced.num_elements if _only_sliced(module, [], computation, reduced, num_devices) else 0
+    if not all_reduce.type.startswith("("):
+        return all_reduce.num_elements if _only_sliced(module, [], computation, all_reduce, num_devices) else 0
     total = 0
-    for user in computation.users[reduced.name]:
+    for user in computation.users[all_reduce.name]:
         if user.opcode == "get-tuple-element" and _only_sliced(module, [], computation, user, num_devices):
             total += user.num_elements
     return total
@@ -177,11 +177,11 @@ def _only_sliced(
             if not _only_sliced(module, callers, computation, user, num_devices):
                 return False
         elif user.opcode == "fusion":
-            fused = _called(module, user)
+            fusion = _callee(module, user)
             inside = [*callers, (computation, user)]
             for number, operand in enumerate(user.operands):
-                parameter = fused.by_name[fused.parameters[number]]
-                if operand == value.name and not _only_sliced(module, inside, fused, parameter, num_devices):
+                parameter = fusion.by_name[fusion.parameters[number]]
+                if operand == value.name and not _only_sliced(module, inside, fusion, parameter, num_devices):
                     return False
         else:
             return False
@@ -207,6 +207,6 @@ def _is_by_device(module: Module, callers: _Callers, computation: Computation, n
     return False
 
 
-def _called(module: Module, fusion: Instruction) -> Computation:
+def _callee(module: Module, fusion: Instruction) -> Computation:
     name = fusion.attributes.split("calls=", 1)[1].lstrip("%")
     return module.computations[name.split(",", 1)[0].split(" ", 1)[0]]

@@ -93,7 +93,7 @@ class _Reader:
             branches = [list(self._region(region, count)) for region in operation.regions]
             yield from max(branches, key=lambda records: sum(c.num_bytes * c.count for c in records), default=[])
         elif name.startswith("sdy.") and name in _KINDS:
-            yield from self._sharded(operation, count)
+            yield from self._from_shardy(operation, count)
         elif name in _KINDS:
             collective = self._manual(operation, count)
             if collective.num_devices > 1:
@@ -102,16 +102,16 @@ class _Reader:
             for region in operation.regions:
                 yield from self._region(region, count)
 
-    def _sharded(self, operation: Any, count: float) -> Iterator[CollectiveRecord]:
+    def _from_shardy(self, operation: Any, count: float) -> Iterator[CollectiveRecord]:
         """Yields a collective of the Shardy dialect: global types, axes by name."""
         kind = _KINDS[operation.name]
         attributes = operation.attributes
         local_bytes, dtype = self._local_bytes(operation.results[0].type, attributes["out_sharding"])
-        sliced: tuple[str, ...] = ()
+        sliced_axes: tuple[str, ...] = ()
         if kind == "all_to_all":
             groups = re.findall(r"\{([^}]*)\}: *\d+ *-> *\d+", str(attributes["params"]))
         elif kind == "collective_permute":
-            groups = [self._permuted(operation)]
+            groups = [self._permuted_axis(operation)]
         else:
             attribute = {
                 "all_gather": "gathering_axes",
@@ -119,7 +119,7 @@ class _Reader:
                 "all_reduce": "reduction_axes",
             }[kind]
             groups = [str(attributes[attribute])]
-            sliced = self._sliced_axes(operation) if kind == "all_reduce" else ()
+            sliced_axes = self._sliced_axes(operation) if kind == "all_reduce" else ()
         for text in groups:
             axes, num_devices = self._axes(text)
             if num_devices == 1:
@@ -134,8 +134,8 @@ class _Reader:
                 dtype,
                 1,
                 count,
-                sliced,
-                num_bytes if sliced else 0.0,
+                sliced_axes,
+                num_bytes if sliced_axes else 0.0,
                 _location(operation),
             )
 
@@ -164,11 +164,11 @@ class _Reader:
 
     def _axes(self, text: str) -> tuple[tuple[str, ...], int]:
         """Axis names in the mesh's order and the number of devices that they span, of a list like `{"x", "y":(1)2}`."""
-        used = [(name, int(size) if size else self.axis_sizes[name]) for name, size in _AXIS.findall(text)]
-        names = {name for name, _ in used}
-        return tuple(a for a in self.axis_sizes if a in names), math.prod(size for _, size in used)
+        axes = [(name, int(size) if size else self.axis_sizes[name]) for name, size in _AXIS.findall(text)]
+        names = {name for name, _ in axes}
+        return tuple(a for a in self.axis_sizes if a in names), math.prod(size for _, size in axes)
 
-    def _permuted(self, operation: Any) -> str:
+    def _permuted_axis(self, operation: Any) -> str:
         """Returns the axes that are in other places of the sharding after a permutation than before."""
         before = _sharding_of(operation.operands[0])
         after = str(operation.attributes["out_sharding"])
@@ -177,8 +177,8 @@ class _Reader:
         places = [
             {name: i for i, dim in enumerate(_dimensions(s)) for name, _ in _AXIS.findall(dim)} for s in (before, after)
         ]
-        moved = {a for a in {**places[0], **places[1]} if places[0].get(a) != places[1].get(a)}
-        return " ".join(f'"{a}"' for a in self.axis_sizes if a in moved) or after
+        moved_axes = {a for a in {**places[0], **places[1]} if places[0].get(a) != places[1].get(a)}
+        return " ".join(f'"{a}"' for a in self.axis_sizes if a in moved_axes) or after
 
     def _sliced_axes(self, operation: Any) -> tuple[str, ...]:
         users = [use.owner.operation for use in operation.results[0].uses]

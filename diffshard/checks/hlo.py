@@ -16,7 +16,7 @@ _ARRAY = re.compile(r"([a-z]\w*)\[([\d,]*)\]")
 _NAME = re.compile(r"%([\w.\-]+)")
 # XLA counts the parts of long tuples in comments, which stand between a part's comma and its type.
 _COMMENT = re.compile(r"/\*index=\d+\*/")
-_CALLED = re.compile(r"(?:calls|to_apply|body|condition|true_computation|false_computation)=%?([\w.\-]+)")
+_CALLEES = re.compile(r"(?:calls|to_apply|body|condition|true_computation|false_computation)=%?([\w.\-]+)")
 _BODY = re.compile(r"body=%?([\w.\-]+)")
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 _TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
@@ -48,10 +48,10 @@ class Instruction:
         return sum(size(dims) for _, dims in arrays(self.type))
 
     @property
-    def called(self) -> tuple[str, ...]:
+    def callees(self) -> tuple[str, ...]:
         """Names of the computations that it calls; the branches of a conditional."""
         branches = _BRANCHES.search(self.attributes)
-        names = re.findall(r"[\w.\-]+", branches[1]) if branches else _CALLED.findall(self.attributes)
+        names = re.findall(r"[\w.\-]+", branches[1]) if branches else _CALLEES.findall(self.attributes)
         return tuple(names)
 
     @property
@@ -96,8 +96,8 @@ class Computation:
     @cached_property
     def parameters(self) -> Mapping[int, str]:
         """Names of the parameters by their number."""
-        numbered = [i for i in self.instructions if i.opcode == "parameter"]
-        return {int(re.findall(r"\d+", i.attributes)[0]): i.name for i in numbered}
+        unordered = [i for i in self.instructions if i.opcode == "parameter"]
+        return {int(re.findall(r"\d+", i.attributes)[0]): i.name for i in unordered}
 
 
 @dataclass(frozen=True)
@@ -223,7 +223,7 @@ def _closing(line: str, start: int) -> int:
     return len(line)
 
 
-def _mesh_groups(mesh: str, device_ids: str | None, spanned: str) -> list[list[int]]:
+def _mesh_groups(mesh: str, device_ids: str | None, axes_text: str) -> list[list[int]]:
     axes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", mesh)}
     if device_ids is None:
         devices = np.arange(math.prod(axes.values()))
@@ -231,14 +231,14 @@ def _mesh_groups(mesh: str, device_ids: str | None, spanned: str) -> list[list[i
         devices = _iota(device_ids) if device_ids.startswith("[") else np.array(_numbers(device_ids))
     # Each axis becomes three, so that a part of it, `'b':(before)size`, is an axis of its own.
     parts = {name: (1, length, 1) for name, length in axes.items()}
-    for name, before, part in re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", spanned):
+    for name, before, part in re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", axes_text):
         if part:
             parts[name] = (int(before), int(part), axes[name] // (int(before) * int(part)))
-    names = re.findall(r"'([^']+)'", spanned)
-    chosen = [3 * list(axes).index(name) + 1 for name in names]
-    shaped = devices.reshape([length for lengths in parts.values() for length in lengths])
-    num_members = math.prod(shaped.shape[i] for i in chosen)
-    return np.moveaxis(shaped, chosen, range(-len(chosen), 0)).reshape(-1, num_members).tolist()
+    names = re.findall(r"'([^']+)'", axes_text)
+    positions = [3 * list(axes).index(name) + 1 for name in names]
+    grid = devices.reshape([length for lengths in parts.values() for length in lengths])
+    num_members = math.prod(grid.shape[i] for i in positions)
+    return np.moveaxis(grid, positions, range(-len(positions), 0)).reshape(-1, num_members).tolist()
 
 
 def _iota(text: str) -> np.ndarray:

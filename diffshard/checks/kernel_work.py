@@ -20,7 +20,7 @@ _FREE = frozenset(
 )
 # The result has the first operand's entries at places that the other operands tell.
 _SELECT = ("slice", "dynamic-slice", "gather")
-_CONTRACTED = re.compile(r"lhs_contracting_dim(?:ension)?s\"?[=:][{\[]([\d,\"]*)[}\]]")
+_CONTRACTED_DIMS = re.compile(r"lhs_contracting_dim(?:ension)?s\"?[=:][{\[]([\d,\"]*)[}\]]")
 _DIM_LABELS = re.compile(r"dim_labels=\w+_(\w+)->\w+")
 _TARGET = re.compile(r'custom_call_target="([^"]*)"')
 _PREFIXES = (("bf", "bfloat"), ("f8", "float8_"), ("f4", "float4_"), ("f", "float"), ("c", "complex"), ("s", "int"))
@@ -32,12 +32,12 @@ class KernelWork(NamedTuple):
     Attributes:
       flops: operations of matrix products and convolutions by the dtype that they run in; a multiply-add counts as two.
       num_bytes: read from and written to the device's memory.
-      known: whether all of its arithmetic was recognised; the operations inside a custom call may not be.
+      is_known: whether all of its arithmetic was recognised; the operations inside a custom call may not be.
     """
 
     flops: Mapping[str, float]
     num_bytes: float
-    known: bool = True
+    is_known: bool = True
 
 
 def kernel_work(module: Module, computation: Computation, instruction: Instruction) -> KernelWork | None:
@@ -59,7 +59,7 @@ def kernel_work(module: Module, computation: Computation, instruction: Instructi
         return _custom_call(computation, instruction)
     flops: dict[str, float] = defaultdict(float)
     if instruction.opcode == "fusion":
-        inner = module.computations[instruction.called[0]]
+        inner = module.computations[instruction.callees[0]]
         shares = _shares(module, inner, 1.0, in_place=True)
         num_bytes = sum(shares[name] * num_bytes_of(inner.by_name[name].type) for name in inner.parameters.values())
         for part in _result_parts(inner):
@@ -98,24 +98,24 @@ def custom_call_target(instruction: Instruction) -> str:
 def _shares(module: Module, computation: Computation, share: float, *, in_place: bool) -> Mapping[str, float]:
     """The share of each result's entries that is needed for `share` of the computation's result, at most 1."""
     shares: dict[str, float] = defaultdict(float)
-    sliced: dict[str, float] = defaultdict(float)
-    updated = set()
+    slice_shares: dict[str, float] = defaultdict(float)
+    in_place_names = set()
     for part in _result_parts(computation):
         shares[part.name] = share
         if in_place:
-            updated.add(_behind_bitcasts(computation, part).name)
+            in_place_names.add(_behind_bitcasts(computation, part).name)
     for instruction in reversed(computation.instructions):
-        needed = shares[instruction.name] = min(1.0, shares[instruction.name] + sliced[instruction.name])
+        needed_share = shares[instruction.name] = min(1.0, shares[instruction.name] + slice_shares[instruction.name])
         if instruction.is_root and instruction.opcode == "tuple":
             continue
         in_order = instruction.opcode not in _SELECT
-        updates = instruction.name in updated
-        for operand, part in _demands(module, computation, instruction, needed, in_place=updates):
+        updates = instruction.name in in_place_names
+        for operand, part in _demands(module, computation, instruction, needed_share, in_place=updates):
             # Readers in the same order share what they read; slices are of different places.
             if in_order:
                 shares[operand] = max(shares[operand], part)
             else:
-                sliced[operand] += part
+                slice_shares[operand] += part
     return shares
 
 
@@ -125,7 +125,7 @@ def _demands(
     """Operands with the share of them that `share` of the instruction's result needs."""
     opcode, operands = instruction.opcode, instruction.operands
     if opcode == "fusion":
-        inner = module.computations[instruction.called[0]]
+        inner = module.computations[instruction.callees[0]]
         shares = _shares(module, inner, share, in_place=False)
         yield from ((operands[number], shares[name]) for number, name in inner.parameters.items())
         return
@@ -133,8 +133,8 @@ def _demands(
         num_elements = computation.by_name[operand].num_elements if operand in computation.by_name else 0
         ratio = instruction.num_elements / num_elements if num_elements else 1.0
         if index == 0 and opcode in ("dynamic-update-slice", "scatter"):
-            replaced = _update_elements(computation, instruction) / max(1, instruction.num_elements)
-            yield operand, 0.0 if in_place else share * max(0.0, 1 - replaced if opcode != "scatter" else 1.0)
+            replaced_share = _update_elements(computation, instruction) / max(1, instruction.num_elements)
+            yield operand, 0.0 if in_place else share * max(0.0, 1 - replaced_share if opcode != "scatter" else 1.0)
         elif opcode in ("dot", "convolution"):
             yield operand, float(share > 0)
         elif index == 0 and opcode in _SELECT:
@@ -186,7 +186,7 @@ def _add_flops(module: Module, computation: Computation, shares: Mapping[str, fl
         if instruction.opcode in ("dot", "convolution"):
             flops[_product_dtype(computation, instruction)] += _product_flops(computation, instruction)
         elif instruction.opcode == "fusion":
-            inner = module.computations[instruction.called[0]]
+            inner = module.computations[instruction.callees[0]]
             _add_flops(module, inner, _shares(module, inner, 1.0, in_place=False), flops)
 
 
@@ -200,13 +200,13 @@ def _product_flops(computation: Computation, instruction: Instruction) -> float:
     """Operations of a matrix product or convolution; those of a convolution on padding are counted as well."""
     dims = [_dims(computation.by_name[name].type) for name in instruction.operands[:2]]
     if instruction.opcode == "dot":
-        return 2.0 * instruction.num_elements * _contracted(instruction, dims[0])
+        return 2.0 * instruction.num_elements * _contracted_size(instruction, dims[0])
     return _convolution_flops(instruction, _dims(instruction.type), dims[1])
 
 
-def _contracted(instruction: Instruction, dims: list[int]) -> int:
-    contracted = _CONTRACTED.search(instruction.attributes)
-    return math.prod(dims[int(d)] for d in re.findall(r"\d+", contracted[1])) if contracted else 1
+def _contracted_size(instruction: Instruction, dims: list[int]) -> int:
+    match = _CONTRACTED_DIMS.search(instruction.attributes)
+    return math.prod(dims[int(d)] for d in re.findall(r"\d+", match[1])) if match else 1
 
 
 def _convolution_flops(instruction: Instruction, output: list[int], kernel: list[int]) -> float:
@@ -227,13 +227,13 @@ def _custom_call(computation: Computation, instruction: Instruction) -> KernelWo
     result = parts_of_tuple(instruction.type)[0]
     target = custom_call_target(instruction)
     is_library = target.startswith(("__cublas", "__cudnn$conv"))
-    written = result if is_library else instruction.type
-    num_bytes = sum(map(num_bytes_of, operands)) + num_bytes_of(written)
+    result_type = result if is_library else instruction.type
+    num_bytes = sum(map(num_bytes_of, operands)) + num_bytes_of(result_type)
     if not is_library or len(operands) < 2:
-        return KernelWork({}, num_bytes, known=False)
+        return KernelWork({}, num_bytes, is_known=False)
     dtype = dtype_name(max((arrays(type_)[0][0] for type_ in operands[:2]), key=bits_of_dtype))
     if target.startswith("__cublas"):
-        flops = 2.0 * math.prod(_dims(result)) * _contracted(instruction, _dims(operands[0]))
+        flops = 2.0 * math.prod(_dims(result)) * _contracted_size(instruction, _dims(operands[0]))
         return KernelWork({dtype: flops}, num_bytes)
     # Source: XLA's cuDNN custom calls keep the forward convolution's labels; the operands are (input, kernel), the
     # gradient and the kernel, or the input and the gradient.

@@ -28,7 +28,7 @@ COMPUTE = "compute"
 _MAX_PLAYED_TRIPS = 32
 # Seconds within which two trips leave the links alike: far below a kernel's launch.
 _SAME_S = 1e-12
-_UNPRICED = ("send", "recv", "infeed", "outfeed")
+_WITHOUT_PRICE = ("send", "recv", "infeed", "outfeed")
 
 
 @dataclass(frozen=True)
@@ -196,7 +196,7 @@ class _Player:
             elif opcode == "conditional":
                 self._branch(instruction, clock)
             elif opcode == "call":
-                self.play(instruction.called[0], clock)
+                self.play(instruction.callees[0], clock)
             elif opcode.endswith(("-done", "-update")):
                 pending = ends.get(instruction.operands[0]) if instruction.operands else None
                 if pending and opcode.endswith("-done"):
@@ -206,8 +206,8 @@ class _Player:
             elif transfer := self._transfer(instruction, clock):
                 ends[instruction.name] = transfer
             elif opcode == "async-start":
-                self.play(instruction.called[0], clock)
-            elif opcode in _UNPRICED:
+                self.play(instruction.callees[0], clock)
+            elif opcode in _WITHOUT_PRICE:
                 self.notes.add(f"{opcode} is not priced")
             else:
                 self._kernel(computation, instruction, clock)
@@ -237,14 +237,14 @@ class _Player:
             return instruction
         if instruction.opcode not in ("async-start", "fusion"):
             return None
-        inner = self.module.computations[instruction.called[0]].instructions
+        inner = self.module.computations[instruction.callees[0]].instructions
         return next((i for i in inner if kind_of(i)), None)
 
     def _kernel(self, computation: Computation, instruction: Instruction, clock: _Clock) -> None:
         work = kernel_work(self.module, computation, instruction)
         if work is None:
             return
-        if not work.known:
+        if not work.is_known:
             self.notes.add(f"custom call {custom_call_target(instruction)!r} is priced by its bytes alone")
         clock.run(instruction, self.rates.kernel_s(work.flops, work.num_bytes))
 
@@ -264,7 +264,7 @@ class _Player:
 
     def _branch(self, instruction: Instruction, clock: _Clock) -> None:
         outcomes = []
-        for name in instruction.called:
+        for name in instruction.callees:
             outcome = clock.fork()
             self.play(name, outcome)
             outcomes.append(outcome)

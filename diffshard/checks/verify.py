@@ -116,16 +116,16 @@ def verify(
     compiled = lowered.compile() if compiled is None else compiled
     axis_sizes = dict(axis_sizes)
     program = hlo_collectives(compiled.as_text(), axis_sizes)
-    intended = with_reduce_scatters(program, axis_sizes) if _is_for_cpu(compiled) else program
-    partitioned = with_reduce_scatters(explicit_collectives(lowered), axis_sizes)
+    intended_records = with_reduce_scatters(program, axis_sizes) if _is_for_cpu(compiled) else program
+    explicit_records = with_reduce_scatters(explicit_collectives(lowered), axis_sizes)
     totals = [
         _totals((p.kind, p.axis, p.num_bytes * p.count) for p in predicted),
-        _totals(_by_axis(partitioned, axis_sizes)),
-        _totals(_by_axis(intended, axis_sizes)),
+        _totals(_by_axis(explicit_records, axis_sizes)),
+        _totals(_by_axis(intended_records, axis_sizes)),
     ]
     return Verification(
-        collectives=_compared(totals),
-        sent=_compared([_totals(_sent(total, axis_sizes)) for total in totals]),
+        collectives=_compare(totals),
+        sent=_compare([_totals(_sent_bytes(total, axis_sizes)) for total in totals]),
         memory=_memory(compiled, predicted_peak_bytes),
         num_collectives=sum(c.count for c in program),
     )
@@ -156,13 +156,15 @@ def _totals(entries: Iterable[tuple[str, str, float]]) -> dict[tuple[str, str], 
     return total
 
 
-def _compared(totals: Sequence[Mapping[tuple[str, str], float]]) -> tuple[ComparedBytes, ...]:
+def _compare(totals: Sequence[Mapping[tuple[str, str], float]]) -> tuple[ComparedBytes, ...]:
     """Sets the predicted totals, Shardy's and XLA's side by side, sorted by kind and axis."""
     keys = sorted({key for total in totals for key in total})
     return tuple(ComparedBytes(*key, *(total.get(key, 0.0) for total in totals)) for key in keys)
 
 
-def _sent(totals: Mapping[tuple[str, str], float], axis_sizes: Mapping[str, int]) -> Iterable[tuple[str, str, float]]:
+def _sent_bytes(
+    totals: Mapping[tuple[str, str], float], axis_sizes: Mapping[str, int]
+) -> Iterable[tuple[str, str, float]]:
     for (kind, axis), num_bytes in totals.items():
         num_devices = axis_sizes[axis.split("+")[0]]
         yield "sent", axis, float(collective_sent_bytes(cast(CollectiveKind, kind), num_bytes, num_devices))

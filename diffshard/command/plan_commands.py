@@ -15,7 +15,7 @@ from diffshard.bilevel_search import plan_file as bilevel_file
 from diffshard.bilevel_search import plan_page as bilevel_page
 from diffshard.bilevel_search.plan import BilevelPlan
 from diffshard.command.arguments import UsageError, check_solver, check_writable, named_function
-from diffshard.command.terminal import FailedError, say_written, shown
+from diffshard.command.terminal import FailedError, say_written, show_progress
 from diffshard.plans import file
 from diffshard.plans.documents import BILEVEL, kind_of, read
 from diffshard.plans.formats import format_s
@@ -41,11 +41,11 @@ def search_plan(options: argparse.Namespace) -> int:
     mesh = AbstractMesh(
         tuple(options.mesh.values()), tuple(options.mesh), axis_types=(AxisType.Auto,) * len(options.mesh)
     )
-    searched = search(
+    planned_function = search(
         function, mesh, hardware=hardware, memory_limit_bytes=options.memory_limit, solver=options.solver,
         time_limit_s=options.time_limit, key=options.seed, donate_argnums=options.donate,
     )  # fmt: skip
-    plan = _planned(searched, args, options.function)
+    plan = _plan(planned_function, args, options.function)
     if options.output:
         plan.save(options.output)
         say_written(options.output)
@@ -56,10 +56,10 @@ def search_plan(options: argparse.Namespace) -> int:
     return 0
 
 
-def _planned(searched: PlannedFunction[Plan], args: tuple[Any, ...], name: str) -> Plan:
-    with shown(f"searching {name}", format_s) as progress:
+def _plan(planned_function: PlannedFunction[Plan], args: tuple[Any, ...], name: str) -> Plan:
+    with show_progress(f"searching {name}", format_s) as progress:
         try:
-            return searched.plan(*args, progress=progress)
+            return planned_function.plan(*args, progress=progress)
         except (InfeasibleError, PlanError):
             raise
         except Exception as error:

@@ -12,7 +12,7 @@ from typing import Any
 from cost.base import Problem
 from diffshard.base import Solution
 from diffshard.command.arguments import UsageError, check_solver, check_writable
-from diffshard.command.terminal import FailedError, shown
+from diffshard.command.terminal import FailedError, show_progress
 from diffshard.files import write_whole
 from diffshard.solving import contest
 from diffshard.solving.solve import solve
@@ -33,7 +33,7 @@ def solve_instance(options: argparse.Namespace) -> int:
         raise UsageError(f"{options.instance}: {error.strerror or error}") from None
     except ValueError as error:
         raise UsageError(str(error)) from None
-    solution, seconds = _solved(problem, options)
+    solution, seconds = _solve(problem, options)
     _write_solution(solution, seconds, options.output)
     if figure is not None:
         try:
@@ -43,13 +43,13 @@ def solve_instance(options: argparse.Namespace) -> int:
     return _say_result(problem, solution)
 
 
-def _solved(problem: Problem, options: argparse.Namespace) -> tuple[Solution, float]:
+def _solve(problem: Problem, options: argparse.Namespace) -> tuple[Solution, float]:
     """Returns the solution, and how many seconds it took."""
-    with shown(f"solving {options.instance}", lambda cost: f"{cost:,.0f}") as progress:
-        named = {} if options.solver is None else {"solver": options.solver}
+    with show_progress(f"solving {options.instance}", lambda cost: f"{cost:,.0f}") as progress:
+        solver = {} if options.solver is None else {"solver": options.solver}
         start = time.perf_counter()
         try:
-            solution = solve(problem, time_limit_s=options.time_limit, key=options.seed, progress=progress, **named)
+            solution = solve(problem, time_limit_s=options.time_limit, key=options.seed, progress=progress, **solver)
         except ValueError as error:
             raise UsageError(str(error)) from None
         return solution, time.perf_counter() - start
@@ -108,9 +108,9 @@ def _figure(path: str) -> Any:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4), layout="constrained")
-    known = figure.canvas.get_supported_filetypes()
-    if os.path.splitext(path)[1][1:].lower() not in known:
-        raise UsageError(f"--plot {path}: the name must end in one of {', '.join(f'.{k}' for k in sorted(known))}")
+    formats = figure.canvas.get_supported_filetypes()
+    if os.path.splitext(path)[1][1:].lower() not in formats:
+        raise UsageError(f"--plot {path}: the name must end in one of {', '.join(f'.{k}' for k in sorted(formats))}")
     return figure
 
 
@@ -129,6 +129,6 @@ def _draw(figure: Any, solution: Solution, options: argparse.Namespace) -> None:
     axes.set_ylabel("cost")
     if axes.lines:
         axes.legend()
-    drawn = io.BytesIO()
-    figure.savefig(drawn, format=os.path.splitext(path)[1][1:].lower())
-    write_whole(path, drawn.getvalue())
+    image = io.BytesIO()
+    figure.savefig(image, format=os.path.splitext(path)[1][1:].lower())
+    write_whole(path, image.getvalue())

@@ -24,7 +24,7 @@ def say_written(path: str) -> None:
 
 
 @contextmanager
-def shown(what: str, format_cost: Callable[[float], str], stream: TextIO | None = None) -> Iterator[Progress]:
+def show_progress(what: str, format_cost: Callable[[float], str], stream: TextIO | None = None) -> Iterator[Progress]:
     """Gives a `progress` function that shows the best cost and the bound, on a terminal in one live line.
 
     Args:
@@ -44,14 +44,14 @@ def shown(what: str, format_cost: Callable[[float], str], stream: TextIO | None 
     print(what, file=out, flush=True)
     last_s, last_line = -math.inf, ""
 
-    def plain(seconds: float, cost: float, lower_bound: float) -> None:
+    def print_line(seconds: float, cost: float, lower_bound: float) -> None:
         nonlocal last_s, last_line
         last_line = f"  {_state(seconds, cost, lower_bound, format_cost)}"
         if time.perf_counter() - last_s >= _MIN_SECONDS_BETWEEN_LINES:
             print(last_line, file=out, flush=True)
             last_s, last_line = time.perf_counter(), ""
 
-    yield plain
+    yield print_line
     if last_line:
         print(last_line, file=out, flush=True)
 

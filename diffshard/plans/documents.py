@@ -91,7 +91,7 @@ def to_json_values(value: Any) -> Any:
     return [to_json_values(v) for v in value] if isinstance(value, list | tuple) else value
 
 
-def from_json_values(hint: Any, value: Any, known: Mapping[Any, Any] | None = None) -> Any:
+def from_json_values(hint: Any, value: Any, converters: Mapping[Any, Any] | None = None) -> Any:
     """Returns JSON values as the type that an annotation states; for `Any`, lists become tuples.
 
     Words stand for infinity and NaN only where a number is expected: an argument may well be called `nan`.
@@ -99,25 +99,25 @@ def from_json_values(hint: Any, value: Any, known: Mapping[Any, Any] | None = No
     Args:
       hint: a type, an alias such as `tuple[int, ...]`, a union, a dataclass or a named tuple.
       value: JSON values.
-      known: functions that restore values, by the annotation for which they are used.
+      converters: functions that restore values, by the annotation for which they are used.
 
     Raises:
       TypeError: the values are of other types, or a record has unknown fields or lacks some.
     """
-    known = known or {}
-    if hint in known:
-        return known[hint](value)
+    converters = converters or {}
+    if hint in converters:
+        return converters[hint](value)
     origin = get_origin(hint)
     if origin in (types.UnionType, Union):
-        return _one_of(get_args(hint), value, known)
+        return _one_of(get_args(hint), value, converters)
     if hint is Any:
         if isinstance(value, list):
             return tuple(from_json_values(Any, item) for item in value)
         return float(value) if value in _NOT_FINITE else value
     if origin in (tuple, Mapping):
-        return _collection(hint, value, known)
+        return _collection(hint, value, converters)
     if dataclasses.is_dataclass(hint) or hasattr(hint, "_fields"):
-        return _record(hint, value, known)
+        return _record(hint, value, converters)
     if hint is float and value in _NOT_FINITE:
         return float(value)
     if hint in _NUMBERS and isinstance(value, _NUMBERS[hint]) and (hint is bool or not isinstance(value, bool)):
@@ -127,25 +127,25 @@ def from_json_values(hint: Any, value: Any, known: Mapping[Any, Any] | None = No
     raise TypeError(f"{value!r} is not of type {getattr(hint, '__name__', hint)}")
 
 
-def _collection(hint: Any, value: Any, known: Mapping[Any, Any]) -> Any:
+def _collection(hint: Any, value: Any, converters: Mapping[Any, Any]) -> Any:
     inner = get_args(hint)
     if get_origin(hint) is Mapping and isinstance(value, dict):
-        return {key: from_json_values(inner[1], item, known) for key, item in value.items()}
+        return {key: from_json_values(inner[1], item, converters) for key, item in value.items()}
     hints = [inner[0]] * len(value) if inner[-1] is Ellipsis and isinstance(value, list) else inner
     if not isinstance(value, list) or get_origin(hint) is not tuple or len(hints) != len(value):
         raise TypeError(f"{value!r} is not of type {hint}")
-    return tuple(from_json_values(h, item, known) for h, item in zip(hints, value, strict=True))
+    return tuple(from_json_values(h, item, converters) for h, item in zip(hints, value, strict=True))
 
 
-def _one_of(hints: tuple[Any, ...], value: Any, known: Mapping[Any, Any]) -> Any:
+def _one_of(hints: tuple[Any, ...], value: Any, converters: Mapping[Any, Any]) -> Any:
     if value is None and type(None) in hints:
         return None
     for hint in hints[:-1]:
         try:
-            return from_json_values(hint, value, known)
+            return from_json_values(hint, value, converters)
         except TypeError:
             continue
-    return from_json_values(hints[-1], value, known)
+    return from_json_values(hints[-1], value, converters)
 
 
 @functools.cache
@@ -153,7 +153,7 @@ def _hints(kind: Any) -> dict[str, Any]:
     return get_type_hints(kind)
 
 
-def _record(kind: Any, value: Any, known: Mapping[Any, Any]) -> Any:
+def _record(kind: Any, value: Any, converters: Mapping[Any, Any]) -> Any:
     """A dataclass or named tuple; a field that is not there has its default."""
     if not isinstance(value, dict):
         raise TypeError(f"{value!r} is not the fields of {kind.__name__}")
@@ -162,7 +162,7 @@ def _record(kind: Any, value: Any, known: Mapping[Any, Any]) -> Any:
         if name not in hints:
             raise TypeError(f"{kind.__name__} has no field {name!r}")
         try:
-            fields[name] = from_json_values(hints[name], item, known)
+            fields[name] = from_json_values(hints[name], item, converters)
         except TypeError as error:
             raise TypeError(f"`{name}`: {error}") from None
     parameters = inspect.signature(kind).parameters.values()

@@ -74,7 +74,7 @@ def from_json(document: Any, name: str, kind: type[PlanT], mesh: Mesh | Abstract
     values = content(document, name, SHARDING, VERSION, _OLDER_VERSIONS)
     try:
         if document["version"] == 1:
-            values["operations"] = [_renamed(operation) for operation in values["operations"]]
+            values["operations"] = [_with_new_names(operation) for operation in values["operations"]]
         plan = _plan_from_values(values, kind, mesh)
     except (KeyError, TypeError, ValueError, IndexError, AttributeError, RecursionError) as error:
         raise PlanError(f"`{name}` is a damaged plan: {type(error).__name__}: {error}.") from None
@@ -83,7 +83,7 @@ def from_json(document: Any, name: str, kind: type[PlanT], mesh: Mesh | Abstract
     return plan
 
 
-def _renamed(operation: Mapping[str, Any]) -> dict[str, Any]:
+def _with_new_names(operation: Mapping[str, Any]) -> dict[str, Any]:
     return {_RENAMED_SINCE_1.get(field, field): value for field, value in operation.items()}
 
 

@@ -86,15 +86,15 @@ def layers(plan: PlanData) -> list[Layer]:
     result = []
     for name in [*members, *(name for name in arguments if name not in members)]:
         forward, backward = members.get(name, ([], []))
-        own = arguments.get(name, [])
+        arguments_inside = arguments.get(name, [])
         layer = Layer(
             name,
             1,
-            _argument_parts(operations, own, name),
+            _argument_parts(operations, arguments_inside, name),
             _operation_parts(operations, forward, name),
             _operation_parts(operations, backward, name),
             sum(plan.operations[i].compute_s for i in (*forward, *backward)),
-            sum(operations.communication.seconds[i] for i in (*forward, *backward, *own)),
+            sum(operations.communication.seconds[i] for i in (*forward, *backward, *arguments_inside)),
         )
         if layer.compute_s or layer.collective_s or layer.arguments:
             result.append(layer)
@@ -179,7 +179,7 @@ def _without_repetition(all_layers: Sequence[Layer]) -> list[Layer]:
 def _content(layer: Layer) -> Hashable:
     """Returns what equal layers share: all of their parts, with times to three digits."""
 
-    def rounded(parts: Sequence[LayerPart]) -> Hashable:
+    def round_parts(parts: Sequence[LayerPart]) -> Hashable:
         return tuple((*p[:4], f"{p.seconds:.3g}", *p[5:7]) for p in parts)
 
-    return rounded(layer.arguments), rounded(layer.forward), rounded(layer.backward)
+    return round_parts(layer.arguments), round_parts(layer.forward), round_parts(layer.backward)

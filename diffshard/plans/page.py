@@ -8,13 +8,13 @@ from diffshard.files import write_whole
 from diffshard.plans.base import PlanData
 from diffshard.plans.formats import format_array, format_bytes, format_s, format_spec, short_name
 from diffshard.plans.layers import Layer, LayerPart, layers
-from diffshard.plans.page_elements import COLOURS, COMPUTE, bar, cards, document, escaped
+from diffshard.plans.page_elements import COLOURS, COMPUTE, bar, cards, document, escape
 from diffshard.plans.summary import alike_arguments, collective_totals, device_bytes, reason, verdict
 from diffshard.plans.text import format_plan
 from search_spaces.partition_specs import NamedSpec
 
 # One fill for each set of mesh axes: light under dark text, and different also to those who do not see red and green.
-_REPLICATED = "#e9e9ec"
+_REPLICATED_COLOUR = "#e9e9ec"
 _FILLS = ("#bcd9f5", "#fbd5a4", "#d9c8f0", "#c5e6c0", "#f6c3d0", "#bfe8e4", "#efe3a0", "#d6cfc7")
 
 
@@ -30,17 +30,17 @@ def format_page(plan: PlanData) -> str:
     shown_layers = layers(plan)
     fills = _fills(plan, shown_layers)
     body = [
-        f"<h1>{escaped(short_name(plan.function))} on {devices} device{'s' if devices != 1 else ''}</h1>",
-        f"<div class=dim>mesh {escaped(mesh)} · {escaped(plan.hardware.name)} · {escaped(plan.solver)} solver, "
-        f"{escaped(format_s(plan.search_s))} · {escaped(verdict(plan))}</div>",
+        f"<h1>{escape(short_name(plan.function))} on {devices} device{'s' if devices != 1 else ''}</h1>",
+        f"<div class=dim>mesh {escape(mesh)} · {escape(plan.hardware.name)} · {escape(plan.solver)} solver, "
+        f"{escape(format_s(plan.search_s))} · {escape(verdict(plan))}</div>",
         _cards(plan),
         _time(plan),
         _memory(plan),
         _graph(shown_layers, fills),
         _argument_table(plan, fills),
         _history(plan),
-        "".join(["<h2>Notes</h2><ul>", *(f"<li>{escaped(n)}</li>" for n in plan.notes), "</ul>"]) if plan.notes else "",
-        f"<details><summary>As text</summary><pre>{escaped(format_plan(plan))}</pre></details>",
+        "".join(["<h2>Notes</h2><ul>", *(f"<li>{escape(n)}</li>" for n in plan.notes), "</ul>"]) if plan.notes else "",
+        f"<details><summary>As text</summary><pre>{escape(format_plan(plan))}</pre></details>",
     ]
     return document(f"Plan of {short_name(plan.function)}", body)
 
@@ -56,7 +56,7 @@ def _fills(plan: PlanData, shown_layers: Sequence[Layer]) -> dict[frozenset[str]
     ]
     order = list(plan.mesh_axes)
     sets = sorted({_axes(spec) for spec in specs} - {frozenset()}, key=lambda s: (len(s), sorted(map(order.index, s))))
-    return {frozenset(): _REPLICATED} | {axes: _FILLS[i % len(_FILLS)] for i, axes in enumerate(sets)}
+    return {frozenset(): _REPLICATED_COLOUR} | {axes: _FILLS[i % len(_FILLS)] for i, axes in enumerate(sets)}
 
 
 def _axes(spec: NamedSpec) -> frozenset[str]:
@@ -65,14 +65,17 @@ def _axes(spec: NamedSpec) -> frozenset[str]:
 
 def _cards(plan: PlanData) -> str:
     limit = plan.memory_limit_bytes
-    used = "no limit" if math.isinf(limit) else f"{plan.peak_bytes / limit:.0%} of {format_bytes(limit)}"
-    bounded = math.isfinite(plan.lower_bound_s)
+    share = "no limit" if math.isinf(limit) else f"{plan.peak_bytes / limit:.0%} of {format_bytes(limit)}"
+    has_bound = math.isfinite(plan.lower_bound_s)
     gap = "0%" if plan.gap < 1e-8 else f"{100 * plan.gap:.2g}%"
     return cards(
         (format_s(plan.step_s), "predicted step"),
         (f"{(plan.step_s - plan.compute_s) / max(plan.step_s, 1e-30):.0%}", "of it communicates"),
-        (format_bytes(plan.peak_bytes), f"peak memory of a device: {used}"),
-        (gap if bounded else "unknown", f"gap to the lower bound {format_s(plan.lower_bound_s)}" if bounded else "gap"),
+        (format_bytes(plan.peak_bytes), f"peak memory of a device: {share}"),
+        (
+            gap if has_bound else "unknown",
+            f"gap to the lower bound {format_s(plan.lower_bound_s)}" if has_bound else "gap",
+        ),
     )
 
 
@@ -102,7 +105,7 @@ def _memory(plan: PlanData) -> str:
 
 def _graph(shown_layers: Sequence[Layer], fills: dict[frozenset[str], str]) -> str:
     key = "".join(
-        f'<span><i style="background:{colour}"></i>{escaped(" + ".join(sorted(axes)) or "replicated")}</span>'
+        f'<span><i style="background:{colour}"></i>{escape(" + ".join(sorted(axes)) or "replicated")}</span>'
         for axes, colour in fills.items()
     )
     head = "<div class='layer head'><div>layer</div><div>arguments</div><div>forward</div><div>backward</div></div>"
@@ -120,7 +123,7 @@ def _layer(layer: Layer, fills: dict[frozenset[str], str]) -> str:
         seconds = ""
     columns = (layer.arguments, layer.forward, layer.backward)
     return (
-        f"<div class=layer><div><div class=name>{escaped(layer.name)}{times}</div><div class=dim>{seconds}</div></div>"
+        f"<div class=layer><div><div class=name>{escape(layer.name)}{times}</div><div class=dim>{seconds}</div></div>"
         + "".join(f"<div>{''.join(_part(p, fills) for p in parts)}</div>" for parts in columns)
         + "</div>"
     )
@@ -131,12 +134,12 @@ def _part(part: LayerPart, fills: dict[frozenset[str], str]) -> str:
     amount = format_bytes(part.num_bytes) if part.num_bytes else format_s(part.seconds) if part.seconds else ""
     if part.spec is None:
         noun = "small operation" if part.times == 1 else "small operations"
-        return f"<div class='part small'>{part.times} {noun}, {escaped(amount)}</div>"
-    moves = f"<div class=moves>{escaped(', '.join(part.collectives))}</div>" if part.collectives else ""
-    where = escaped(f"{part.array} {part.source}")
+        return f"<div class='part small'>{part.times} {noun}, {escape(amount)}</div>"
+    moves = f"<div class=moves>{escape(', '.join(part.collectives))}</div>" if part.collectives else ""
+    where = escape(f"{part.array} {part.source}")
     return (
-        f'<div class=part style="background:{fills[_axes(part.spec)]}" title="{where}">{escaped(part.name)}{times}'
-        f"<div class=how><span>{escaped(format_spec(part.spec))}</span><span>{escaped(amount)}</span></div>"
+        f'<div class=part style="background:{fills[_axes(part.spec)]}" title="{where}">{escape(part.name)}{times}'
+        f"<div class=how><span>{escape(format_spec(part.spec))}</span><span>{escape(amount)}</span></div>"
         f"{moves}</div>"
     )
 
@@ -150,9 +153,9 @@ def _argument_table(plan: PlanData, fills: dict[frozenset[str], str]) -> str:
         times = f"{len(members)}×" if len(members) > 1 else ""
         swatch = f'<i class=swatch style="background:{fills[_axes(first.spec)]}"></i>'
         rows.append(
-            f"<tr><td>{escaped(group.pattern)}</td><td class=n>{times}</td><td>{escaped(format_array(first))}</td>"
-            f"<td>{swatch}{escaped(format_spec(first.spec))}</td><td class=n>{size}</td>"
-            f"<td>{escaped(reason(plan, first))}</td></tr>"
+            f"<tr><td>{escape(group.pattern)}</td><td class=n>{times}</td><td>{escape(format_array(first))}</td>"
+            f"<td>{swatch}{escape(format_spec(first.spec))}</td><td class=n>{size}</td>"
+            f"<td>{escape(reason(plan, first))}</td></tr>"
         )
     head = (
         "<tr><th>name</th><th></th><th>type</th><th>sharding</th><th class=n>on a device</th>"
@@ -181,9 +184,9 @@ def _history(plan: PlanData) -> str:
         "<h2>Search</h2><div class=key><span><i style='background:#1d4e89'></i>cost of the best plan</span>"
         "<span><i style='background:#d9822b'></i>lower bound</span></div>"
         '<svg viewBox="0 0 840 200" width="840" role="img"><path d="M60 10 V170 H820" fill="none" stroke="#c5cad0"/>'
-        f'<text x="54" y="16" text-anchor="end">{escaped(format_s(top))}</text>'
+        f'<text x="54" y="16" text-anchor="end">{escape(format_s(top))}</text>'
         '<text x="54" y="174" text-anchor="end">0</text>'
-        f'<text x="820" y="190" text-anchor="end">{escaped(format_s(end))}</text>{lines}</svg>'
+        f'<text x="820" y="190" text-anchor="end">{escape(format_s(end))}</text>{lines}</svg>'
     )
 
 

@@ -37,7 +37,7 @@ table{display:block;overflow-x:auto}td,th{overflow-wrap:normal}}
 """
 
 
-def escaped(value: object) -> str:
+def escape(value: object) -> str:
     """Escapes a value for the text of an element or an attribute."""
     return html.escape(str(value))
 
@@ -47,32 +47,32 @@ def document(title: str, body: Sequence[str]) -> str:
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width">'
-        f"<title>{escaped(title)}</title><style>{_STYLE}</style></head>"
+        f"<title>{escape(title)}</title><style>{_STYLE}</style></head>"
         f"<body><main>{''.join(body)}</main></body></html>\n"
     )
 
 
 def cards(*pairs: tuple[str, str]) -> str:
     """Returns boxes of numbers, each with its meaning."""
-    boxes = (f"<div class=card><b>{escaped(number)}</b>{escaped(what)}</div>" for number, what in pairs)
+    boxes = (f"<div class=card><b>{escape(number)}</b>{escape(what)}</div>" for number, what in pairs)
     return f"<div class=cards>{''.join(boxes)}</div>"
 
 
-def bar(pieces: Iterable[tuple[str, float, str, str]], whole: float) -> str:
+def bar(pieces: Iterable[tuple[str, float, str, str]], total: float) -> str:
     """Returns a stacked bar of pieces, (label, amount, amount as text, colour), with a key of the colours."""
     pieces = [p for p in pieces if p[1] > 0]
     key = "".join(
-        f'<span><i style="background:{colour}"></i>{escaped(label)} <span class=dim>{escaped(said)}</span></span>'
+        f'<span><i style="background:{colour}"></i>{escape(label)} <span class=dim>{escape(said)}</span></span>'
         for label, _, said, colour in pieces
     )
-    return f"{plain_bar(pieces, whole)}<div class=key>{key}</div>"
+    return f"{plain_bar(pieces, total)}<div class=key>{key}</div>"
 
 
-def plain_bar(pieces: Iterable[tuple[str, float, str, str]], whole: float) -> str:
+def plain_bar(pieces: Iterable[tuple[str, float, str, str]], total: float) -> str:
     """Returns a stacked bar as `bar` does, without a key."""
     parts = "".join(
-        f'<i style="width:{100 * amount / max(whole, 1e-30):.3f}%;background:{colour}" '
-        f'title="{escaped(label)}: {escaped(said)}"></i>'
+        f'<i style="width:{100 * amount / max(total, 1e-30):.3f}%;background:{colour}" '
+        f'title="{escape(label)}: {escape(said)}"></i>'
         for label, amount, said, colour in pieces
         if amount > 0
     )

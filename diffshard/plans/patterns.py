@@ -39,9 +39,9 @@ def group_names(names: Sequence[str], keys: Sequence[Hashable]) -> list[NamePatt
         members.setdefault((tuple(frozenset((part,)) for part in parts), key), []).append(i)
     longest = max(map(len, tokens), default=0)
     for position in range(longest):
-        members = _joined(members, position, is_number=True)
+        members = _join(members, position, is_number=True)
     for position in reversed(range(longest)):
-        members = _joined(members, position, is_number=False)
+        members = _join(members, position, is_number=False)
     numbers = _numbers_after(tokens)
     patterns = [
         NamePattern(_pattern(parts, numbers), tuple(sorted(indices))) for (parts, _), indices in members.items()
@@ -54,7 +54,7 @@ def readable_path(path: str) -> str:
     return re.sub(r"\['([^']*)'\]", r"/\1", path)
 
 
-def _joined(members: _Members, position: int, *, is_number: bool) -> _Members:
+def _join(members: _Members, position: int, *, is_number: bool) -> _Members:
     """Joins names that differ at one position only, if numbers (or words) stand there."""
     alike: dict[Hashable, list[tuple[_Alternatives, Hashable]]] = {}
     for parts, key in members:
@@ -69,12 +69,12 @@ def _joined(members: _Members, position: int, *, is_number: bool) -> _Members:
             result.update({entry: members[entry] for entry in same})
             continue
         parts, key = same[0]
-        joined = (*parts[:position], words, *parts[position + 1 :])
-        result[joined, key] = [i for entry in same for i in members[entry]]
+        pattern = (*parts[:position], words, *parts[position + 1 :])
+        result[pattern, key] = [i for entry in same for i in members[entry]]
     return result
 
 
-def _masked(parts: Sequence[str]) -> tuple[str, ...]:
+def _mask(parts: Sequence[str]) -> tuple[str, ...]:
     return tuple("0" if part.isdigit() else part for part in parts)
 
 
@@ -84,7 +84,7 @@ def _numbers_after(tokens: Sequence[Sequence[str]]) -> dict[tuple[str, ...], set
     for parts in tokens:
         for i, part in enumerate(parts):
             if part.isdigit():
-                numbers.setdefault(_masked(parts[:i]), set()).add(part)
+                numbers.setdefault(_mask(parts[:i]), set()).add(part)
     return numbers
 
 
@@ -97,16 +97,16 @@ def _pattern(parts: _Alternatives, numbers: dict[tuple[str, ...], set[str]]) -> 
         elif not first.isdigit():
             text.append("{" + ",".join(sorted(alternatives)) + "}")
         else:
-            everything = numbers.get(_masked(before), set())
+            everything = numbers.get(_mask(before), set())
             text.append("*" if alternatives >= everything else "{" + _ranges(alternatives) + "}")
         before.append(first)
     return "".join(text)
 
 
 def _ranges(numbers: frozenset[str]) -> str:
-    ordered = sorted(map(int, numbers))
+    sorted_numbers = sorted(map(int, numbers))
     runs: list[list[int]] = []
-    for number in ordered:
+    for number in sorted_numbers:
         if runs and number == runs[-1][1] + 1:
             runs[-1][1] = number
         else:

@@ -48,8 +48,8 @@ def _header(plan: PlanData) -> str:
     ]
     lines += format_table(rows, "        ", right=(3, 4, 5))
     limit = plan.memory_limit_bytes
-    used = "" if math.isinf(limit) else f" of {format_bytes(limit)} ({plan.peak_bytes / limit:.0%})"
-    lines.append(f"  memory   {format_bytes(plan.peak_bytes)} at the peak on each device{used}")
+    share = "" if math.isinf(limit) else f" of {format_bytes(limit)} ({plan.peak_bytes / limit:.0%})"
+    lines.append(f"  memory   {format_bytes(plan.peak_bytes)} at the peak on each device{share}")
     bound = format_s(plan.lower_bound_s) if math.isfinite(plan.lower_bound_s) else "none"
     lines.append(f"  bound    {bound}, gap {format_percent(plan.gap)}: {verdict(plan)}")
     lines.append(f"  search   {format_s(plan.search_s)}, solver {plan.solver}, {plan.status}")
@@ -57,10 +57,10 @@ def _header(plan: PlanData) -> str:
 
 
 def _arguments(plan: PlanData) -> str:
-    whole = sum(t.num_bytes for t in plan.arguments)
+    total = sum(t.num_bytes for t in plan.arguments)
     local = sum(device_bytes(plan, t) for t in plan.arguments)
     title = (
-        f"Arguments: {len(plan.arguments)} arrays, {format_bytes(whole)}, of which a device holds {format_bytes(local)}"
+        f"Arguments: {len(plan.arguments)} arrays, {format_bytes(total)}, of which a device holds {format_bytes(local)}"
     )
     rows = [("name", "", "type", "sharding", "device", "next best, what it adds")]
     for group in alike_arguments(plan):
@@ -75,16 +75,16 @@ def _arguments(plan: PlanData) -> str:
 def _operations(plan: PlanData) -> str:
     groups = alike_operations(plan)
     by_cost = sorted(range(len(groups)), key=lambda i: -(groups[i].compute_s + groups[i].collective_s))
-    shown = [groups[i] for i in sorted(by_cost[:MAX_OPERATIONS])]
+    top_groups = [groups[i] for i in sorted(by_cost[:MAX_OPERATIONS])]
     others = [groups[i] for i in sorted(by_cost[MAX_OPERATIONS:])]
     rows = [("name", "", "result", "sharding", "compute", "communicate", "", "next best, what it adds")]
-    for g in shown:
+    for g in top_groups:
         kinds = ", ".join(f"{kind} {axis}" for kind, axis in g.collectives)
         times = f"{len(g.operations)}x" if len(g.operations) > 1 else ""
         communicate = format_s(g.collective_s) if g.collective_s else ""
         why = reason(plan, plan.operations[min(g.operations)])
         rows.append((g.name, times, g.result, format_spec(g.spec), format_s(g.compute_s), communicate, kinds, why))
-    title = f"Operations: {len(plan.operations):,}, the {len(shown)} most expensive kinds, in program order"
+    title = f"Operations: {len(plan.operations):,}, the {len(top_groups)} most expensive kinds, in program order"
     lines = [title, "", *format_table(rows, "  ", right=(1, 4, 5))]
     if others:
         others_s = sum(g.compute_s + g.collective_s for g in others)

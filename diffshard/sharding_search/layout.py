@@ -57,19 +57,19 @@ def _reductions(
     operation: Operation, results: tuple[IndexedSpec, ...], axis_names: tuple[str, ...]
 ) -> tuple[tuple[ReshardStep, ...], ...]:
     """Returns the collectives that finish each result; all have the spec that the last one leaves."""
-    written = operation.reductions or ((),) * len(results)
+    reductions = operation.reductions or ((),) * len(results)
     return tuple(
         tuple(ReshardStep(cast(CollectiveKind, kind), axis_names.index(axis), 1.0, spec) for kind, axis in steps)
-        for steps, spec in zip(written, results, strict=True)
+        for steps, spec in zip(reductions, results, strict=True)
     )
 
 
 def signature_of(vertex: Vertex) -> str:
     """Writes primitive and types of a vertex, by which a plan recognises the function that it was made for."""
 
-    def typed(x: Any) -> str:
+    def type_name(x: Any) -> str:
         dtype, shape = (x.dtype, x.shape) if isinstance(x, Value) else (x.aval.dtype, x.aval.shape)
         return f"{dtype}[{','.join(map(str, shape))}]"
 
     name = vertex.kind if vertex.kind != "operation" or vertex.equation is None else vertex.equation.primitive.name
-    return f"{name}({', '.join(map(typed, vertex.operands))}) -> {', '.join(map(typed, vertex.results))}"
+    return f"{name}({', '.join(map(type_name, vertex.operands))}) -> {', '.join(map(type_name, vertex.results))}"

@@ -56,8 +56,8 @@ class Plan(PlanData):
         leaves, structure = jax.tree.flatten(tuple(dynamic))
         self.check_arguments(tuple(dynamic))
         shardings = [NamedSharding(mesh, t.partition_spec) for t in self.arguments]
-        placed = iter(jax.tree.unflatten(structure, jax.device_put(leaves, shardings)))
-        result = tuple(a if i in self.static_argnums else next(placed) for i, a in enumerate(args))
+        placed_arguments = iter(jax.tree.unflatten(structure, jax.device_put(leaves, shardings)))
+        result = tuple(a if i in self.static_argnums else next(placed_arguments) for i, a in enumerate(args))
         return result[0] if len(result) == 1 else result
 
     def apply(
@@ -91,11 +91,11 @@ class Plan(PlanData):
         return PlannedFunction(options, replace(self, executor=options.executor)._checked_for)
 
     def _checked_for(
-        self, traced: TracedFunction, space: ShardingSpace, start_s: float, progress: Progress | None
+        self, traced_function: TracedFunction, space: ShardingSpace, start_s: float, progress: Progress | None
     ) -> "Plan":
         """Returns this plan for a traced function that it fits; what `PlannedFunction` calls in place of a search."""
         del space, start_s, progress
-        self.check_arguments(traced.args)
+        self.check_arguments(traced_function.args)
         return self
 
     @property

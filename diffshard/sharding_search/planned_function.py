@@ -32,7 +32,7 @@ class PlannedFunction(Generic[PlanT]):
     def __init__(self, options: Options, make_plan: MakePlan[PlanT]):
         self.options = options
         self._make_plan = make_plan
-        self._prepared: dict[Any, tuple[PlanT, Any]] = {}  # by signature of the arguments: the plan, and what runs it
+        self._plans: dict[Any, tuple[PlanT, Any]] = {}  # by signature of the arguments: the plan, and what runs it
         self._last: tuple[Any, Any] | None = None  # signature of the last arguments, and what runs them
 
     def plan(self, *args: Any, progress: Progress | None = None) -> PlanT:
@@ -83,34 +83,34 @@ class PlannedFunction(Generic[PlanT]):
 
     def _prepare(self, args: Sequence[Any], progress: Progress | None) -> tuple[PlanT, Any]:
         signature = self._signature(args)
-        if signature not in self._prepared:
+        if signature not in self._plans:
             start_s = time.perf_counter()
-            traced = trace_function(self.options, args)
-            space = space_of(self.options, traced)
-            plan = self._make_plan(traced, space, start_s, progress)
+            traced_function = trace_function(self.options, args)
+            space = space_of(self.options, traced_function)
+            plan = self._make_plan(traced_function, space, start_s, progress)
             if plan.logical_axis_rules != self.options.logical_axis_rules:  # an expert's plan was found to be the best
                 options = replace(self.options, logical_axis_rules=plan.logical_axis_rules)
-                traced = trace_function(options, args)
-                space = space_of(options, traced)
-            flat = flat_function(plan, traced, space, self.options.mesh)
-            self._prepared[signature] = plan, self._jitted(traced, flat)
-        return self._prepared[signature]
+                traced_function = trace_function(options, args)
+                space = space_of(options, traced_function)
+            flat = flat_function(plan, traced_function, space, self.options.mesh)
+            self._plans[signature] = plan, self._jit(traced_function, flat)
+        return self._plans[signature]
 
-    def _jitted(self, traced: TracedFunction, flat: FlatFunction) -> Any:
+    def _jit(self, traced_function: TracedFunction, flat: FlatFunction) -> Any:
         options = self.options
-        wanted = _types(jax.tree.leaves(traced.args)), _typed(traced.static)
+        signature = _types(jax.tree.leaves(traced_function.args)), _with_types(traced_function.static)
 
         def run(*args: Any) -> Any:  # traced once; other arguments need another plan
             leaves = jax.tree.leaves(options.dynamic(args))
-            if (_types(leaves), _typed(options.static(args))) != wanted:
+            if (_types(leaves), _with_types(options.static(args))) != signature:
                 raise PlanError("These arguments are not those that the plan was made for.")
-            return jax.tree.unflatten(traced.out_tree, flat.run(*leaves))
+            return jax.tree.unflatten(traced_function.out_tree, flat.run(*leaves))
 
         run.__name__ = getattr(options.fn, "__name__", "function")
         return jax.jit(
             run,
-            in_shardings=jax.tree.unflatten(jax.tree.structure(traced.args), flat.in_shardings),
-            out_shardings=jax.tree.unflatten(traced.out_tree, flat.out_shardings),
+            in_shardings=jax.tree.unflatten(jax.tree.structure(traced_function.args), flat.in_shardings),
+            out_shardings=jax.tree.unflatten(traced_function.out_tree, flat.out_shardings),
             static_argnums=options.static_argnums or None,
             donate_argnums=options.donate_argnums or None,
         )
@@ -119,8 +119,8 @@ class PlannedFunction(Generic[PlanT]):
         """Names the array that is committed to another sharding; JAX's own error would not."""
         for tensor, leaf in zip(plan.arguments, jax.tree.leaves(self.options.dynamic(args)), strict=True):
             if isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and leaf.committed:
-                wanted = jax.sharding.NamedSharding(self.options.mesh, tensor.partition_spec)
-                if not leaf.sharding.is_equivalent_to(wanted, leaf.ndim):
+                sharding = jax.sharding.NamedSharding(self.options.mesh, tensor.partition_spec)
+                if not leaf.sharding.is_equivalent_to(sharding, leaf.ndim):
                     raise ValueError(
                         f"`{tensor.path}` is placed as {leaf.sharding}, but the plan wants {tensor.partition_spec} "
                         f"on the mesh {dict(plan.mesh_axes)}. Use `plan.shard(...)`, or place it so before planning to "
@@ -129,7 +129,7 @@ class PlannedFunction(Generic[PlanT]):
 
     def _signature(self, args: Sequence[Any]) -> Any:
         leaves, structure = jax.tree.flatten(self.options.dynamic(args))
-        return _typed(self.options.static(args)), structure, _types(leaves)
+        return _with_types(self.options.static(args)), structure, _types(leaves)
 
 
 def _types(leaves: Sequence[Any]) -> tuple[tuple[tuple[int, ...], str, bool], ...]:
@@ -138,6 +138,6 @@ def _types(leaves: Sequence[Any]) -> tuple[tuple[tuple[int, ...], str, bool], ..
     return tuple((tuple(a.shape), str(a.dtype), bool(getattr(a, "weak_type", False))) for a in avals)
 
 
-def _typed(values: Sequence[Any]) -> tuple[tuple[type, Any], ...]:
+def _with_types(values: Sequence[Any]) -> tuple[tuple[type, Any], ...]:
     """Returns static values with their types: 1 and 1.0 are equal, but different constants."""
     return tuple((type(value), value) for value in values)

@@ -18,7 +18,9 @@ from search_spaces.sharding.graph import Operand, Value, Vertex
 from search_spaces.sharding.space import ShardingSpace
 
 
-def make_plan(options: Options, traced: TracedFunction, space: ShardingSpace, solution: Solution, start: float) -> Plan:
+def make_plan(
+    options: Options, traced_function: TracedFunction, space: ShardingSpace, solution: Solution, start: float
+) -> Plan:
     """Writes a solved space down as a plan; `start` is when the search began, by `time.perf_counter`."""
     summary = space.summarize([int(s) for s in solution.choice])
     prediction = summary.prediction
@@ -31,7 +33,7 @@ def make_plan(options: Options, traced: TracedFunction, space: ShardingSpace, so
         mesh_axes=dict(options.mesh.shape),
         hardware=options.hardware,
         memory_limit_bytes=options.memory_limit_bytes,
-        **_arrays(traced, summary, options.axis_names, frozenset(space.given)),
+        **_arrays(traced_function, summary, options.axis_names, frozenset(space.given)),
         compute_s=compute_s,
         collectives=tuple(
             PredictedCollective(t.kind, t.axis, t.num_bytes, t.count, t.seconds, t.vertex) for t in prediction.transfers
@@ -74,11 +76,13 @@ class _Arrays(TypedDict):
     operations: tuple[Operation, ...]
 
 
-def _arrays(traced: TracedFunction, summary: Summary, axis_names: Sequence[str], given: frozenset[int]) -> _Arrays:
+def _arrays(
+    traced_function: TracedFunction, summary: Summary, axis_names: Sequence[str], given: frozenset[int]
+) -> _Arrays:
     """Writes down what a choice means for arguments, results and operations; `given` arguments are fixed."""
-    graph, layout, next_best = traced.graph, summary.layout, summary.next_best
-    arguments = zip(graph.inputs, traced.paths, layout.input_specs, next_best.inputs, strict=True)
-    outputs = zip(graph.outputs, traced.out_paths, layout.output_specs, strict=True)
+    graph, layout, next_best = traced_function.graph, summary.layout, summary.next_best
+    arguments = zip(graph.inputs, traced_function.paths, layout.input_specs, next_best.inputs, strict=True)
+    outputs = zip(graph.outputs, traced_function.out_paths, layout.output_specs, strict=True)
     operations = zip(graph.vertices, summary.prediction.compute_s, next_best.vertices, strict=True)
     return _Arrays(
         arguments=tuple(
@@ -103,7 +107,7 @@ def _tensor(path: str, array: Operand, spec: IndexedSpec, axis_names: Sequence[s
 def _operation(vertex: Vertex, layout: Layout, compute_s: float, axis_names: Sequence[str]) -> Operation:
     strategy = layout.strategies[vertex.index]
 
-    def named(specs: Iterable[IndexedSpec]) -> tuple[NamedSpec, ...]:
+    def named_specs(specs: Iterable[IndexedSpec]) -> tuple[NamedSpec, ...]:
         return tuple(named_spec(spec, axis_names) for spec in specs)
 
     return Operation(
@@ -111,10 +115,10 @@ def _operation(vertex: Vertex, layout: Layout, compute_s: float, axis_names: Seq
         signature=signature_of(vertex),
         source=vertex.source,
         scope=vertex.scope,
-        operands=named(strategy.operands),
-        unreduced=named(strategy.unreduced),
-        results=named(strategy.results),
-        value_specs=named(layout.value_specs[v.id] for v in vertex.results),
+        operands=named_specs(strategy.operands),
+        unreduced=named_specs(strategy.unreduced),
+        results=named_specs(strategy.results),
+        value_specs=named_specs(layout.value_specs[v.id] for v in vertex.results),
         count=vertex.weight,
         compute_s=compute_s,
         reductions=tuple(tuple((step.kind, axis_names[step.axis]) for step in steps) for steps in strategy.reductions)

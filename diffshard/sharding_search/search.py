@@ -84,9 +84,9 @@ def search(
 
 
 def _plan(
-    options: Options, traced: TracedFunction, space: ShardingSpace, start_s: float, progress: Progress | None
+    options: Options, traced_function: TracedFunction, space: ShardingSpace, start_s: float, progress: Progress | None
 ) -> Plan:
-    return make_plan(options, traced, space, _solve(options, space.problem, progress), start_s)
+    return make_plan(options, traced_function, space, _solve(options, space.problem, progress), start_s)
 
 
 def _solve(options: Options, problem: Problem, progress: Progress | None) -> Solution:

@@ -57,21 +57,21 @@ def trace_function(options: Options, args: Sequence[Any]) -> TracedFunction:
     # In a context mesh of explicit axes JAX would ask for a sharding in the types of every operation.
     with jax.sharding.use_abstract_mesh(with_automatic_axes(jax.sharding.get_abstract_mesh())):
         fn = _under_rules(options.fn, options.logical_axis_rules, options.mesh)
-        traced = jax.jit(fn, static_argnums=options.static_argnums or None).trace(*abstract)
+        trace = jax.jit(fn, static_argnums=options.static_argnums or None).trace(*abstract)
     dynamic = options.dynamic(abstract)
     names = _argument_names(options.fn, len(args))
     paths = _argument_paths(dynamic, options.dynamic(names))
     donated = [[i in options.donate_argnums] * len(jax.tree.leaves(a)) for i, a in enumerate(abstract)]
     return TracedFunction(
-        jaxpr=traced.jaxpr,
-        graph=build_graph(traced.jaxpr, feedback_of(traced.out_info, dynamic), paths),
+        jaxpr=trace.jaxpr,
+        graph=build_graph(trace.jaxpr, feedback_of(trace.out_info, dynamic), paths),
         args=dynamic,
         static=options.static(args),
         donated=tuple(d for flags in options.dynamic(donated) for d in flags),
         carried=[carried_spec(leaf, options.mesh) for leaf in jax.tree.leaves(options.dynamic(args))],
         paths=paths,
-        out_paths=["result" + jax.tree_util.keystr(p) for p, _ in jax.tree.leaves_with_path(traced.out_info)],
-        out_tree=jax.tree.structure(traced.out_info),
+        out_paths=["result" + jax.tree_util.keystr(p) for p, _ in jax.tree.leaves_with_path(trace.out_info)],
+        out_tree=jax.tree.structure(trace.out_info),
     )
 
 
@@ -80,19 +80,19 @@ def abstract_arguments(options: Options, args: Sequence[Any]) -> list[Any]:
     return [a if i in options.static_argnums else jax.tree.map(_abstract, a) for i, a in enumerate(args)]
 
 
-def space_of(options: Options, traced: TracedFunction) -> ShardingSpace:
+def space_of(options: Options, traced_function: TracedFunction) -> ShardingSpace:
     """Returns the space of everything that can be chosen about a traced function.
 
     Raises:
       ValueError: a given sharding does not fit its argument.
     """
     return ShardingSpace(
-        traced.graph,
+        traced_function.graph,
         options.axis_names,
         options.axis_sizes,
         options.hardware,
-        given_dimensions(options.in_shardings, traced.args, traced.carried, traced.paths, options.mesh),
-        traced.donated,
+        given_dimensions(options.in_shardings, traced_function.args, traced_function.carried, traced_function.paths, options.mesh),
+        traced_function.donated,
         options.memory_limit_bytes,
     )
 

@@ -95,11 +95,11 @@ def _nodes(nodes: dict) -> tuple[list[np.ndarray], list[np.ndarray], np.ndarray]
     node_cost = _lists(nodes, "costs", "problem.nodes")
     usage = _lists(nodes, "usages", "problem.nodes", len(node_cost))
     intervals = _pairs(nodes, "intervals", "problem.nodes", len(node_cost))
-    for v, (cost, used) in enumerate(zip(node_cost, usage, strict=True)):
+    for v, (cost, node_usage) in enumerate(zip(node_cost, usage, strict=True)):
         if not len(cost):
             raise ValueError(f"`problem.nodes.costs[{v}]` is empty; every node needs at least one strategy.")
-        if len(cost) != len(used):
-            raise ValueError(f"`problem.nodes.usages[{v}]` has {len(used)} entries for {len(cost)} strategies.")
+        if len(cost) != len(node_usage):
+            raise ValueError(f"`problem.nodes.usages[{v}]` has {len(node_usage)} entries for {len(cost)} strategies.")
     backwards = np.flatnonzero(intervals[:, 0] > intervals[:, 1])
     if backwards.size:
         v = backwards[0]
@@ -126,8 +126,8 @@ def _merged_edges(
             node_cost[u] = _sum(node_cost[u], np.diagonal(cost))
         else:
             edges.append((u, v, cost))
-    merged = merge_edges(edges, _sum)
-    return np.array(list(merged), np.int64).reshape(-1, 2), list(merged.values())
+    matrices = merge_edges(edges, _sum)
+    return np.array(list(matrices), np.int64).reshape(-1, 2), list(matrices.values())
 
 
 def _sum(a: np.ndarray, b: np.ndarray) -> np.ndarray:

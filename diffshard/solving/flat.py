@@ -138,21 +138,21 @@ def _memory(
     return usage, interval[varying], base, limit
 
 
-def ragged(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+def ragged_positions(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     """Returns, for each i, the `lengths[i]` positions from `starts[i]` on, one after the other."""
     ends = np.cumsum(lengths)
     return np.arange(ends[-1] if len(ends) else 0) + np.repeat(starts - (ends - lengths), lengths)
 
 
-def memory_use(flat: Flat, used: np.ndarray) -> np.ndarray:
-    """Sums the memory in use at each time, `[T, D]`, where the varying usages take `used` `[K * D]`."""
+def memory_use(flat: Flat, column_use: np.ndarray) -> np.ndarray:
+    """Sums the memory in use at each time, `[T, D]`, where the varying usages take `column_use` `[K * D]`."""
     times, devices = flat.base.shape
-    return memory_profile(flat.interval, used.reshape(-1, devices), times) + flat.base
+    return memory_profile(flat.interval, column_use.reshape(-1, devices), times) + flat.base
 
 
-def excess_in_limits(flat: Flat, used: np.ndarray) -> np.ndarray:
+def excess_in_limits(flat: Flat, memory: np.ndarray) -> np.ndarray:
     """Returns the part of memory in use `[..., T, D]` that is above the limit, in units of the limit."""
-    return np.maximum(used - flat.limit, 0.0) / limit_unit(flat.limit)
+    return np.maximum(memory - flat.limit, 0.0) / limit_unit(flat.limit)
 
 
 def memory_of_strategies(
@@ -210,9 +210,9 @@ def costs_without_load(flat: Flat, choice: np.ndarray) -> np.ndarray:
 
 def chosen_memory(flat: Flat, choice: np.ndarray) -> np.ndarray:
     """Sums the memory in use at each time in a choice: `[T, D]`."""
-    chosen = np.zeros(int(flat.start[-1]))
-    chosen[flat.start[:-1] + choice] = 1.0
-    return memory_use(flat, flat.usage.T @ chosen)
+    indicator = np.zeros(int(flat.start[-1]))
+    indicator[flat.start[:-1] + choice] = 1.0
+    return memory_use(flat, flat.usage.T @ indicator)
 
 
 def numpy_generator(key: jax.Array) -> np.random.Generator:

@@ -15,7 +15,7 @@ from cost.evaluation import Evaluator
 from cost.memory import least_memory
 from cost.validation import validate
 from diffshard.base import OPTIMAL_GAP, InfeasibleError, Progress, Proposal, Solution, Solver
-from diffshard.solving.presolve.base import Reduction, unchanged
+from diffshard.solving.presolve.base import Reduction, identity
 from diffshard.solving.presolve.pipeline import presolve
 
 _LEAST_TIME_S = 1e-3
@@ -49,14 +49,14 @@ def run_solver(
     best = _Best(problem, progress, start)
     least = _least_choice(problem)
     if least is not None:
-        best.offer(unchanged(problem), Proposal(least, math.inf))
+        best.offer(identity(problem), Proposal(least, math.inf))
         return best.solution("finished")
     deadline = None if time_limit_s is None else start + time_limit_s
     try:
         try:
             reduction = reduce(problem)
         except InfeasibleError:  # nothing is allowed: the solver still looks for what breaks the rules least
-            reduction = unchanged(problem)
+            reduction = identity(problem)
         status = _offer_all(best, reduction, solver, deadline, key)
     except KeyboardInterrupt:
         status = "interrupted"
@@ -93,14 +93,14 @@ class _Best:
     def offer(self, reduction: Reduction, proposal: Proposal) -> None:
         """Prices a proposal for the reduced problem on the problem as it was given, and keeps what is better."""
         bound = float(reduction.constant + proposal.lower_bound)
-        improved = bound > self._lower_bound
+        is_better = bound > self._lower_bound
         self._lower_bound = max(self._lower_bound, bound)
         if proposal.choice is not None:
             choice = reduction.expand(np.asarray(proposal.choice, np.int64))
             evaluation = self._evaluate(choice)
             if _rank(evaluation) < _rank(self._evaluation):
-                self._choice, self._evaluation, improved = choice, evaluation, True
-        if improved:
+                self._choice, self._evaluation, is_better = choice, evaluation, True
+        if is_better:
             self._report()
 
     def is_optimal(self) -> bool:
@@ -139,12 +139,12 @@ def _least_choice(problem: Problem) -> np.ndarray | None:
     worst = times[np.argmax(excess)]
     at_worst, total = ([np.zeros(len(cost)) for cost in problem.node_cost] for _ in range(2))
     for v, usage, (start, end) in zip(problem.usage_node, problem.usage, problem.usage_interval, strict=True):
-        used = np.asarray(usage, float).reshape(len(usage), -1).sum(axis=1)
-        total[v] += used
-        at_worst[v] += used * (start <= worst < end)
+        total_use = np.asarray(usage, float).reshape(len(usage), -1).sum(axis=1)
+        total[v] += total_use
+        at_worst[v] += total_use * (start <= worst < end)
     orders = (
-        np.lexsort((cost, used, used_then, is_forbidden(cost)))
-        for cost, used, used_then in zip(problem.node_cost, total, at_worst, strict=True)
+        np.lexsort((cost, total_use, used_then, is_forbidden(cost)))
+        for cost, total_use, used_then in zip(problem.node_cost, total, at_worst, strict=True)
     )
     return np.array([order[0] for order in orders], np.int64)
 

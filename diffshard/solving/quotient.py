@@ -53,15 +53,15 @@ def quotient_by_equality(problem: Problem, rounds: int = _REFINEMENT_ROUNDS) -> 
 
 def classes(problem: Problem, rounds: int = _REFINEMENT_ROUNDS) -> np.ndarray:
     """Returns `[V]` the class of each node, 0 and up: nodes that `rounds` of refinement do not tell apart."""
-    source, target, label = _directed(problem)
-    colour = _own(problem)
+    source, target, label = _directed_edges(problem)
+    colour = _node_numbers(problem)
     for _ in range(rounds):
         neighbours = np.zeros(len(colour), np.uint64)
-        np.add.at(neighbours, source, _mixed(label + _mixed(colour[target])))  # the order of neighbours does not count
-        refined = np.unique(_mixed(colour) + neighbours, return_inverse=True)[1].astype(np.uint64)
-        if refined.max(initial=0) == colour.max(initial=0):
+        np.add.at(neighbours, source, _mix(label + _mix(colour[target])))  # the order of neighbours does not count
+        finer = np.unique(_mix(colour) + neighbours, return_inverse=True)[1].astype(np.uint64)
+        if finer.max(initial=0) == colour.max(initial=0):
             break
-        colour = refined
+        colour = finer
     _, first, which = np.unique(colour, return_index=True, return_inverse=True)
     return np.argsort(np.argsort(first))[which]  # in the order of their first nodes
 
@@ -77,18 +77,18 @@ def merge_classes(problem: Problem, node_class: np.ndarray) -> Problem:
     size = np.zeros(node_class.max(initial=-1) + 1, np.int64)
     size[node_class] = sizes
     cost = [np.zeros(n) for n in size]
-    for c, own in zip(node_class.tolist(), problem.node_cost, strict=True):
-        cost[c] += own
+    for c, array in zip(node_class.tolist(), problem.node_cost, strict=True):
+        cost[c] += array
     edges: list[tuple[int, int, np.ndarray]] = []
-    for u, v, matrix, count in _counted(problem, node_class):
+    for u, v, matrix, count in _count_edges(problem, node_class):
         if u == v:
             cost[u] += count * np.diagonal(matrix)
         else:
             edges.append((u, v, count * np.asarray(matrix, float)))
     between = merge_edges(edges)
     load = [np.zeros((n, num_devices(problem))) for n in size] if len(problem.load) else []
-    for c, own in zip(node_class.tolist() if load else (), problem.load, strict=True):
-        load[c] += own
+    for c, array in zip(node_class.tolist() if load else (), problem.load, strict=True):
+        load[c] += array
     return problem._replace(
         node_cost=cost,
         edge_nodes=np.array(list(between), np.int64).reshape(-1, 2),
@@ -98,7 +98,7 @@ def merge_classes(problem: Problem, node_class: np.ndarray) -> Problem:
     )
 
 
-def _counted(problem: Problem, node_class: np.ndarray) -> list[tuple[int, int, np.ndarray, int]]:
+def _count_edges(problem: Problem, node_class: np.ndarray) -> list[tuple[int, int, np.ndarray, int]]:
     """Returns (u, v, matrix, count) for classes u <= v: how many edges between them have one and the same array."""
     ends = node_class[np.asarray(problem.edge_nodes, np.int64).reshape(-1, 2)]
     matrices, matrix_of = distinct_arrays(problem.edge_cost)
@@ -106,12 +106,12 @@ def _counted(problem: Problem, node_class: np.ndarray) -> list[tuple[int, int, n
     rows = np.column_stack([ends.min(axis=1, initial=1 << 62), ends.max(axis=1, initial=-1), matrix_of, flip])
     groups, counts = np.unique(rows, axis=0, return_counts=True)
     return [
-        (u, v, matrices[m].T if flipped else matrices[m], count)
-        for (u, v, m, flipped), count in zip(groups.tolist(), counts.tolist(), strict=True)
+        (u, v, matrices[m].T if is_flipped else matrices[m], count)
+        for (u, v, m, is_flipped), count in zip(groups.tolist(), counts.tolist(), strict=True)
     ]
 
 
-def _own(problem: Problem) -> np.ndarray:
+def _node_numbers(problem: Problem) -> np.ndarray:
     """Returns `[V]` a first class for each node: by its costs, its usages in any order and its loads."""
     names: dict[Hashable, int] = {}
     usages: list[list[int]] = [[] for _ in problem.node_cost]
@@ -119,20 +119,20 @@ def _own(problem: Problem) -> np.ndarray:
         usages[v].append(usage)
     loads = _contents(names, problem.load) or [0] * len(usages)
     costs = _contents(names, problem.node_cost)
-    own = [
-        _name(names, (cost, tuple(sorted(used)), load)) for cost, used, load in zip(costs, usages, loads, strict=True)
+    numbers = [
+        _name(names, (cost, tuple(sorted(usage)), load)) for cost, usage, load in zip(costs, usages, loads, strict=True)
     ]
-    return np.unique(np.array(own, np.uint64), return_inverse=True)[1].astype(np.uint64)
+    return np.unique(np.array(numbers, np.uint64), return_inverse=True)[1].astype(np.uint64)
 
 
-def _directed(problem: Problem) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _directed_edges(problem: Problem) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Returns `[2E]` source, target and a number for the matrix from source to target, for both directions."""
     names: dict[Hashable, int] = {}
     matrices, matrix_of = distinct_arrays(problem.edge_cost)
     forward = np.array(_contents(names, matrices), np.uint64)[matrix_of]
     backward = np.array(_contents(names, [np.asarray(matrix).T for matrix in matrices]), np.uint64)[matrix_of]
     u, v = np.asarray(problem.edge_nodes, np.int64).reshape(-1, 2).T
-    return np.concatenate([u, v]), np.concatenate([v, u]), _mixed(np.concatenate([forward, backward]))
+    return np.concatenate([u, v]), np.concatenate([v, u]), _mix(np.concatenate([forward, backward]))
 
 
 def _name(names: dict[Hashable, int], content: Hashable) -> int:
@@ -152,7 +152,7 @@ def _contents(names: dict[Hashable, int], arrays: Sequence[np.ndarray]) -> list[
     return [numbers[i] for i in which.tolist()]
 
 
-def _mixed(numbers: np.ndarray) -> np.ndarray:
+def _mix(numbers: np.ndarray) -> np.ndarray:
     """Returns a pseudo-random 64-bit number for each number (SplitMix64)."""
     z = numbers + np.uint64(0x9E3779B97F4A7C15)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

@@ -39,7 +39,7 @@ def solve(
         about two seconds for ten thousand); None lets the solver end by its own rule.
       key: a JAX random key or a seed; None is seed 0.
       progress: called at each improvement.
-      reduce: the presolve; `unchanged` hands the problem to the solver as it is.
+      reduce: the presolve; `identity` hands the problem to the solver as it is.
 
     Returns:
       The best choice that the solver proposed, its exact cost and the bound. It says so if the choice is not feasible,

@@ -34,8 +34,8 @@ def violations(problem: Problem, choice: Sequence[int] | np.ndarray) -> list[str
 
 def _memory_violations(problem: Problem, choice: np.ndarray) -> list[str]:
     """Returns a sentence for each of the times at which the memory is exceeded most."""
-    times, used = live_usage(problem, choice)
-    excess = np.asarray(used, float) - np.asarray(problem.memory_limit, float)
+    times, memory = live_usage(problem, choice)
+    excess = np.asarray(memory, float) - np.asarray(problem.memory_limit, float)
     peaks = excess.max(axis=1)
     sentences = []
     for t in np.argsort(-peaks, kind="stable")[:_MOST_OF_A_KIND]:

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from search_spaces.base import Choice, Selected, Selection
+from search_spaces.base import Choice, NodeSelection, Selection
 from search_spaces.communication.base import CollectiveOp, Direction, Group, Site
 from search_spaces.communication.collectives import run_exact
 from search_spaces.communication.sites import TracedLoss
@@ -208,7 +208,7 @@ def _split(x: jax.Array, like: Sequence[jax.Array]) -> list[jax.Array]:
     return [part.reshape(y.shape) for part, y in zip(jnp.split(x, ends[:-1]), like, strict=True)]
 
 
-def _run_selected(functions: Sequence[Callable[..., Any]], selected: Selected, *operands: Any) -> Any:
+def _run_selected(functions: Sequence[Callable[..., Any]], selected: NodeSelection, *operands: Any) -> Any:
     """Returns the selected function's result, or for weights the weighted sum of all results."""
     if isinstance(selected, int):
         return functions[selected](*operands)

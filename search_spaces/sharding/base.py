@@ -15,7 +15,7 @@ from cost.base import CollectiveKind
 from search_spaces.partition_specs import IndexedSpec
 from search_spaces.sharding.graph import Value, Vertex
 
-Given = Sequence[tuple[int, ...] | None]
+GivenSpec = Sequence[tuple[int, ...] | None]
 """A spec that must be kept: for each dimension the axes that split it, or None where it is free."""
 
 

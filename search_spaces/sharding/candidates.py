@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from search_spaces.partition_specs import IndexedSpec
-from search_spaces.sharding.base import Axes, Given, Node, Rule, ShardingStrategy
+from search_spaces.sharding.base import Axes, GivenSpec, Node, Rule, ShardingStrategy
 from search_spaces.sharding.dimensions import in_order, interchangeable_axes, kinds_of_dimensions
 from search_spaces.sharding.edge_costs import readers_of
 from search_spaces.sharding.given import axes_with_meaning, constraint_of, fits, rank_of, shard_map_strategy
@@ -24,7 +24,7 @@ MOST_STRATEGIES = 500
 
 
 def nodes_of(
-    graph: Graph, rules: Sequence[Rule | None], given: Mapping[int, Given], reshard_costs: ReshardCosts
+    graph: Graph, rules: Sequence[Rule | None], given: Mapping[int, GivenSpec], reshard_costs: ReshardCosts
 ) -> list[Node]:
     """Returns one node for each vertex, in order, then the hubs.
 
@@ -38,11 +38,11 @@ def nodes_of(
       reshard_costs: of the mesh.
     """
     axis_names, axis_sizes = reshard_costs.axis_names, reshard_costs.axis_sizes
-    shared = [len(readers) > 1 for readers in readers_of(graph)]
-    fixed = axes_with_meaning(graph, given, axis_names, axis_sizes)
+    is_shared = [len(readers) > 1 for readers in readers_of(graph)]
+    fixed_axes = axes_with_meaning(graph, given, axis_names, axis_sizes)
     candidates = Candidates(
         axis_names,
-        interchangeable_axes(axis_sizes, reshard_costs.rates, fixed),
+        interchangeable_axes(axis_sizes, reshard_costs.rates, fixed_axes),
         reshard_costs.path,
         kinds_of_dimensions(graph, rules),
         _new_results(graph),
@@ -50,12 +50,12 @@ def nodes_of(
     nodes = []
     for vertex in graph.vertices:
         kept_spec = given.get(vertex.index) if vertex.kind == "input" else None
-        copied = bool(vertex.results) and shared[vertex.results[0].id]
-        nodes.append(Node(vertex, None, candidates.of(vertex, rules[vertex.index], kept_spec, copied)))
+        is_copied = bool(vertex.results) and is_shared[vertex.results[0].id]
+        nodes.append(Node(vertex, None, candidates.of(vertex, rules[vertex.index], kept_spec, is_copied)))
     for value in graph.values:
         vertex = graph.vertices[value.vertex]
         own_copy = vertex.kind in ("input", "constant", "slice") or (vertex.kind == "carry" and value.result == 0)
-        if value.shape and shared[value.id] and not own_copy:
+        if value.shape and is_shared[value.id] and not own_copy:
             nodes.append(Node(vertex, value, candidates.of_hub(value)))
     return nodes
 
@@ -84,14 +84,16 @@ class Candidates:
     kinds: Sequence[tuple[int, ...]]
     new_results: frozenset[int]
 
-    def of(self, vertex: Vertex, rule: Rule | None, given: Given | None, copied: bool) -> tuple[ShardingStrategy, ...]:
+    def of(
+        self, vertex: Vertex, rule: Rule | None, given: GivenSpec | None, is_copied: bool
+    ) -> tuple[ShardingStrategy, ...]:
         """Returns what a vertex may choose from.
 
         Args:
           vertex: of the graph.
           rule: of its operation; None replicates.
           given: what the user fixed of an input.
-          copied: whether the array that the vertex holds has several readers, so that a gathered copy may be kept.
+          is_copied: whether the array that the vertex holds has several readers, so that a gathered copy may be kept.
         """
         if vertex.kind == "operation":
             strategies = self._of_operation(vertex, rule)
@@ -100,27 +102,31 @@ class Candidates:
                     strategies = [s for s in strategies if divides(s.results[i], value.shape, self.axes.sizes)]
             return _most_useful(strategies)
         value, num_operands = vertex.results[0], len(vertex.operands)
-        stored = self._specs(value, given)
+        stored_specs = self._specs(value, given)
         if vertex.kind == "stack":
-            return tuple(self._joined((s[1:],), s) for s in stored if not s[0])
+            return tuple(self._join((s[1:],), s) for s in stored_specs if not s[0])
         if vertex.kind == "join":
-            return tuple(self._joined((s,) * num_operands, s) for s in stored)
+            return tuple(self._join((s,) * num_operands, s) for s in stored_specs)
         return _most_useful(
-            [self._stored(vertex, s, used) for s in stored for used in (_coarser(s) if copied else (s,))]
+            [
+                self._storage(vertex, s, read_spec)
+                for s in stored_specs
+                for read_spec in (_coarser(s) if is_copied else (s,))
+            ]
         )
 
     def of_hub(self, value: Value) -> tuple[ShardingStrategy, ...]:
         """Returns what the hub of a value may choose from."""
-        specs = self._specs(value, None, padded=value.id not in self.new_results)
+        specs = self._specs(value, None, with_padding=value.id not in self.new_results)
         return tuple(strategy_of_spec(spec, self.axes.sizes) for spec in specs)
 
     def _of_operation(self, vertex: Vertex, rule: Rule | None) -> Sequence[ShardingStrategy]:
-        constrained = constraint_of(vertex, self.axis_names, self.axes.sizes)
-        if constrained is not None:
-            return [strategy_of_spec(s, self.axes.sizes) for s in self._specs(vertex.results[0], constrained)]
-        fixed = shard_map_strategy(vertex, self.axis_names, self.axes.sizes)
-        if fixed is not None:
-            return [fixed]
+        constraint = constraint_of(vertex, self.axis_names, self.axes.sizes)
+        if constraint is not None:
+            return [strategy_of_spec(s, self.axes.sizes) for s in self._specs(vertex.results[0], constraint)]
+        only_strategy = shard_map_strategy(vertex, self.axis_names, self.axes.sizes)
+        if only_strategy is not None:
+            return [only_strategy]
         if rule is None:
             return [replicated_strategy([rank_of(o) for o in vertex.operands], [len(r.shape) for r in vertex.results])]
         return strategies_of_rule(rule, self.axes, self._kinds_of(vertex))
@@ -135,28 +141,28 @@ class Candidates:
         number = {kind: i for i, kind in enumerate(sorted({kind for kinds in kinds_of_arrays for kind in kinds}))}
         return tuple(tuple(number[kind] for kind in kinds) for kinds in kinds_of_arrays)
 
-    def _specs(self, value: Value, given: Given | None, padded: bool = False) -> list[IndexedSpec]:
+    def _specs(self, value: Value, given: GivenSpec | None, with_padding: bool = False) -> list[IndexedSpec]:
         """Returns the specs of a value. A given spec may order axes in a way that the space itself does not offer."""
         specs = [
             spec
-            for spec in specs_of_shape(value.shape, self.axes.sizes, padded)
+            for spec in specs_of_shape(value.shape, self.axes.sizes, with_padding)
             if (given is None or fits(spec, given)) and in_order(spec, self.kinds[value.id], self.axes.alike)
         ]
         return specs or [tuple(axes or () for axes in given or ())]
 
-    def _stored(self, vertex: Vertex, stored: IndexedSpec, used: IndexedSpec) -> ShardingStrategy:
+    def _storage(self, vertex: Vertex, stored_spec: IndexedSpec, read_spec: IndexedSpec) -> ShardingStrategy:
         """Stores an array one way and gathers it for its readers: a parameter, a carry, a slice of a stack."""
         count = len(vertex.results)
-        operand = ((), *stored) if vertex.kind == "slice" else stored
+        operand = ((), *stored_spec) if vertex.kind == "slice" else stored_spec
         return ShardingStrategy(
             (operand,) * len(vertex.operands),
-            (used, stored)[:count],
-            shards(stored, self.axes.sizes),
-            (self.path(stored, used), ())[:count],
-            (stored, stored)[:count],
+            (read_spec, stored_spec)[:count],
+            shards(stored_spec, self.axes.sizes),
+            (self.path(stored_spec, read_spec), ())[:count],
+            (stored_spec, stored_spec)[:count],
         )
 
-    def _joined(self, operands: tuple[IndexedSpec, ...], result: IndexedSpec) -> ShardingStrategy:
+    def _join(self, operands: tuple[IndexedSpec, ...], result: IndexedSpec) -> ShardingStrategy:
         return ShardingStrategy(operands, (result,), shards(result, self.axes.sizes), ((),), (result,))
 
 

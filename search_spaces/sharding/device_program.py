@@ -18,13 +18,13 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from search_spaces.partition_specs import IndexedSpec, named_spec, partition_spec
 from search_spaces.replay import bind, source_of
 from search_spaces.sharding.base import Layout, ReshardStep
-from search_spaces.sharding.evaluation import Evaluation, Read
+from search_spaces.sharding.evaluation import Evaluation, ReadOperand
 from search_spaces.sharding.given import rank_of
 from search_spaces.sharding.graph import Graph, Value, Vertex
 from search_spaces.sharding.local_blocks import Blocks
 from search_spaces.sharding.local_operations import LocalCall, combiner, run_local
 from search_spaces.sharding.resharding import Paths
-from search_spaces.sharding.spec import replicated
+from search_spaces.sharding.spec import replicated_spec
 from search_spaces.sharding.whole_operations import runs_whole
 
 
@@ -82,16 +82,16 @@ class DeviceProgram:
         del value, spec
         return array
 
-    def operate(self, vertex: Vertex, read: Read) -> Sequence[Any]:
+    def operate(self, vertex: Vertex, read: ReadOperand) -> Sequence[Any]:
         """Runs an operation on blocks and finishes its reduction, or runs it whole and slices its results."""
         strategy = self.layout.strategies[vertex.index]
         if runs_whole(vertex, strategy, self.blocks.axis_sizes):
             assert vertex.equation is not None
             results = bind(
-                vertex.equation, [read(operand, replicated(rank_of(operand))) for operand in vertex.operands]
+                vertex.equation, [read(operand, replicated_spec(rank_of(operand))) for operand in vertex.operands]
             )
             return [
-                self._sliced(array, value, spec)
+                self._slice(array, value, spec)
                 for array, value, spec in zip(results, vertex.results, strategy.results, strict=True)
             ]
         operands = [read(operand, spec) for operand, spec in zip(vertex.operands, strategy.operands, strict=True)]
@@ -101,17 +101,19 @@ class DeviceProgram:
             for block, unreduced, steps in zip(partial, strategy.unreduced, strategy.reductions, strict=True)
         ]
 
-    def _sliced(self, array: Any, value: Value, spec: IndexedSpec) -> Any:
-        whole = replicated(len(value.shape))
-        return self.blocks.reshard(array, value.shape, whole, self.path(whole, spec)) if value.shape else array
+    def _slice(self, array: Any, value: Value, spec: IndexedSpec) -> Any:
+        whole_spec = replicated_spec(len(value.shape))
+        return (
+            self.blocks.reshard(array, value.shape, whole_spec, self.path(whole_spec, spec)) if value.shape else array
+        )
 
     @contextlib.contextmanager
     def context_of(self, equation: core.JaxprEqn) -> Iterator[None]:
         """Restores the source line, name scope, random numbers and place of an equation, but not its mesh."""
         context = equation.ctx
-        with contextlib.ExitStack() as entered:
-            entered.enter_context(source_of(equation))
-            entered.enter_context(jax.threefry_partitionable(context.threefry_partitionable))
+        with contextlib.ExitStack() as contexts:
+            contexts.enter_context(source_of(equation))
+            contexts.enter_context(jax.threefry_partitionable(context.threefry_partitionable))
             if context.compute_type is not None:
-                entered.enter_context(compute_on(context.compute_type))
+                contexts.enter_context(compute_on(context.compute_type))
             yield

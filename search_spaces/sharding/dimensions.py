@@ -41,11 +41,11 @@ def kinds_of_dimensions(graph: Graph, rules: Sequence[Rule | None]) -> list[tupl
         for dimension in group[1:]:
             parent[root(dimension)] = root(group[0])
     count = Counter(root(dimension) for dimension in parent)
-    replaced = {argument for argument in graph.feedback if argument is not None}
+    fed_back = {argument for argument in graph.feedback if argument is not None}
     data = {
         root((vertex.results[0].id, d))
         for i, vertex in enumerate(graph.inputs)
-        if replaced and i not in replaced
+        if fed_back and i not in fed_back
         for d in range(len(vertex.results[0].shape))
     }
     order = sorted(count, key=lambda r: (r not in data, -count[r], r))
@@ -59,10 +59,10 @@ def _same(graph: Graph, rules: Sequence[Rule | None]) -> Iterator[list[Dimension
         if vertex.kind == "operation":
             yield from _of_rule(vertex, rule)
         else:
-            yield from _aligned([*vertex.operands, *vertex.results])
+            yield from _aligned_dimensions([*vertex.operands, *vertex.results])
     for output, argument in zip(graph.outputs, graph.feedback, strict=True):
         if argument is not None:
-            yield from _aligned([output, graph.inputs[argument].results[0]])
+            yield from _aligned_dimensions([output, graph.inputs[argument].results[0]])
 
 
 def _of_rule(vertex: Vertex, rule: Rule | None) -> Iterator[list[Dimension]]:
@@ -79,7 +79,7 @@ def _of_rule(vertex: Vertex, rule: Rule | None) -> Iterator[list[Dimension]]:
     yield from groups.values()
 
 
-def _aligned(arrays: Sequence[Operand]) -> Iterator[list[Dimension]]:
+def _aligned_dimensions(arrays: Sequence[Operand]) -> Iterator[list[Dimension]]:
     """Dimensions counted from the last: what a loop reads of a stack, or leaves in it, lacks the stack's first one."""
     values = [array for array in arrays if isinstance(array, Value)]
     for back in range(1, min((len(value.shape) for value in values), default=0) + 1):
@@ -96,17 +96,17 @@ def in_order(spec: IndexedSpec, kinds: tuple[int, ...], alike: tuple[tuple[int, 
     in the other order, and specs of matrices are few.
     """
     for axes in alike:
-        places = [[i for i, axis in enumerate(axes) if axis in split] for split in spec]
+        places = [[i for i, axis in enumerate(axes) if axis in dimension] for dimension in spec]
         if any(indices and indices[-1] - indices[0] >= len(indices) for indices in places):
             return False
         if len(spec) > 2:
-            taken = sorted((i, kind) for kind, indices in zip(kinds, places, strict=True) for i in indices)
-            if any(before > after for (_, before), (_, after) in pairwise(taken)):
+            order = sorted((i, kind) for kind, indices in zip(kinds, places, strict=True) for i in indices)
+            if any(before > after for (_, before), (_, after) in pairwise(order)):
                 return False
     return True
 
 
-def interchangeable_axes(sizes: tuple[int, ...], rates: Sequence[Rates], fixed: frozenset[int]) -> Axes:
+def interchangeable_axes(sizes: tuple[int, ...], rates: Sequence[Rates], fixed_axes: frozenset[int]) -> Axes:
     """Returns the axes of a mesh, and which of them are taken to be alike.
 
     On two axes every plan is offered. On three the axes of equal size and link are alike, which loses no plan whose
@@ -119,15 +119,15 @@ def interchangeable_axes(sizes: tuple[int, ...], rates: Sequence[Rates], fixed: 
     Args:
       sizes: devices along each axis.
       rates: what collectives cost on each axis.
-      fixed: axes that the user or the function has given a meaning; they are like no other.
+      fixed_axes: axes that the user or the function has given a meaning; they are like no other.
     """
     slowness = [rate.s_per_byte["all_gather"] for rate in rates]
     fast_first = tuple(sorted(range(len(sizes)), key=lambda a: (slowness[a], -a)))
-    free = [a for a in reversed(fast_first) if sizes[a] > 1 and a not in fixed]
-    used = sum(n > 1 for n in sizes)
-    if used <= 2:
+    free = [a for a in reversed(fast_first) if sizes[a] > 1 and a not in fixed_axes]
+    num_axes = sum(n > 1 for n in sizes)
+    if num_axes <= 2:
         groups = []
-    elif used == 3:
+    elif num_axes == 3:
         groups = [[b for b in free if (sizes[b], rates[b]) == (sizes[a], rates[a])] for a in free]
     else:
         groups = [free]

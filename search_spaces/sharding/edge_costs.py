@@ -66,7 +66,7 @@ def transfer_matrices(
 
 def read_spec(node: Node, operand: int, strategy: int) -> IndexedSpec:
     """Returns the spec in which a node's strategy reads an operand; a result replaces an argument as that is stored."""
-    chosen = node.strategies[strategy]
+    chosen_strategy = node.strategies[strategy]
     if node.hub is None and node.vertex.kind == "input":
-        return chosen.unreduced[0]
-    return chosen.operands[operand]
+        return chosen_strategy.unreduced[0]
+    return chosen_strategy.operands[operand]

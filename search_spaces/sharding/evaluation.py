@@ -22,7 +22,7 @@ from search_spaces.sharding.resharding import Paths
 
 Environment = dict[int, Any]
 """The array of each value, by id, with the spec in which its readers receive it."""
-Read = Callable[[Operand, IndexedSpec], Any]
+ReadOperand = Callable[[Operand, IndexedSpec], Any]
 """`read(operand, spec)`: the array of an operand, brought to a spec."""
 
 
@@ -37,7 +37,7 @@ class Arrays(Protocol):
         """Fixes the spec of an array that comes out of a loop or is stored, where the executor has to say so."""
         ...
 
-    def operate(self, vertex: Vertex, read: Read) -> Sequence[Any]:
+    def operate(self, vertex: Vertex, read: ReadOperand) -> Sequence[Any]:
         """Runs an operation; its results have the specs of the strategy's `results`."""
         ...
 
@@ -66,25 +66,27 @@ class Evaluation:
             self._enter(env, vertex, array)
         self._steps(env, self.graph.block.steps)
         targets = zip(self.graph.outputs, self.layout.output_specs, strict=True)
-        return [self._read(env, output, spec) for output, spec in targets]
+        return [self._read_operand(env, output, spec) for output, spec in targets]
 
     def _reshard(self, array: Any, value: Value, source: IndexedSpec, target: IndexedSpec) -> Any:
         return self.arrays.reshard(array, value, source, self.path(source, target)) if value.shape else array
 
-    def _read(self, env: Environment, operand: Operand, spec: IndexedSpec) -> Any:
+    def _read_operand(self, env: Environment, operand: Operand, spec: IndexedSpec) -> Any:
         if not isinstance(operand, Value):
             return operand.val
         return self._reshard(env[operand.id], operand, self.layout.value_specs[operand.id], spec)
 
     def _read_array(self, env: Environment, operand: Operand, spec: IndexedSpec, dtype: Any) -> Any:
-        """As `_read`, but a literal becomes an array of the given type."""
-        array = self._read(env, operand, spec)
+        """As `_read_operand`, but a literal becomes an array of the given type."""
+        array = self._read_operand(env, operand, spec)
         return array if isinstance(operand, Value) else jnp.asarray(array, dtype)
 
     def _operand(self, env: Environment, vertex: Vertex, position: int) -> Any:
-        return self._read(env, vertex.operands[position], self.layout.strategies[vertex.index].operands[position])
+        return self._read_operand(
+            env, vertex.operands[position], self.layout.strategies[vertex.index].operands[position]
+        )
 
-    def _put(self, env: Environment, value: Value, array: Any, spec: IndexedSpec) -> None:
+    def _store(self, env: Environment, value: Value, array: Any, spec: IndexedSpec) -> None:
         env[value.id] = self._reshard(array, value, spec, self.layout.value_specs[value.id])
 
     def _enter(self, env: Environment, vertex: Vertex, array: Any) -> None:
@@ -93,12 +95,12 @@ class Evaluation:
         if value.shape:
             array = self.arrays.fix(array, value, strategy.unreduced[0])
             array = self.arrays.reshard(array, value, strategy.unreduced[0], strategy.reductions[0])
-        self._put(env, value, array, strategy.results[0])
+        self._store(env, value, array, strategy.results[0])
 
     def _leave(self, env: Environment, vertex: Vertex, array: Any, result: int) -> None:
         """Puts what a loop leaves into the environment."""
         value, spec = vertex.results[result], self.layout.strategies[vertex.index].results[result]
-        self._put(env, value, self.arrays.fix(array, value, spec), spec)
+        self._store(env, value, self.arrays.fix(array, value, spec), spec)
 
     def _steps(self, env: Environment, steps: Sequence[Vertex | Region]) -> None:
         for step in steps:
@@ -110,10 +112,10 @@ class Evaluation:
                     self._operation(env, step)
 
     def _operation(self, env: Environment, vertex: Vertex) -> None:
-        results = self.arrays.operate(vertex, lambda operand, spec: self._read(env, operand, spec))
+        results = self.arrays.operate(vertex, lambda operand, spec: self._read_operand(env, operand, spec))
         specs = self.layout.strategies[vertex.index].results
         for value, array, spec in zip(vertex.results, results, specs, strict=True):
-            self._put(env, value, array, spec)
+            self._store(env, value, array, spec)
 
     def _region(self, env: Environment, region: Region) -> None:
         run: dict[str, Callable[[Environment, Region], None]] = {
@@ -128,9 +130,9 @@ class Evaluation:
         """Runs a rematerialised region behind a barrier; without it XLA would merge the work with the forward pass."""
         params = region.equation.params
         inner = dict(env)
-        barred = params["prevent_cse"]
-        barred = (barred,) * len(region.operands) if isinstance(barred, bool) else barred
-        values = [o for o, bar in zip(region.operands, barred, strict=True) if bar and isinstance(o, Value)]
+        has_barrier = params["prevent_cse"]
+        has_barrier = (has_barrier,) * len(region.operands) if isinstance(has_barrier, bool) else has_barrier
+        values = [o for o, bar in zip(region.operands, has_barrier, strict=True) if bar and isinstance(o, Value)]
         if params["differentiated"] and values:
             arrays = jax.lax.optimization_barrier([env[v.id] for v in values])
             inner.update(zip((v.id for v in values), arrays, strict=True))
@@ -176,7 +178,7 @@ class Evaluation:
         def proceed(carry: list[Any]) -> Any:
             inner = self._inside(env, region.carries, carry)
             self._steps(inner, condition.steps)
-            return self._read(inner, condition.outputs[0], ())
+            return self._read_operand(inner, condition.outputs[0], ())
 
         def step(carry: list[Any]) -> list[Any]:
             inner = self._inside(env, region.carries, carry)
@@ -203,7 +205,7 @@ class Evaluation:
 
             return run
 
-        index = self._read(env, region.operands[0], ())
+        index = self._read_operand(env, region.operands[0], ())
         results = jax.lax.switch(index, [branch(i, b) for i, b in enumerate(region.blocks)])
         for join, array in zip(joins, results, strict=True):
             self._enter(env, join, array)

@@ -68,7 +68,7 @@ def exceptional_rule(equation: JaxprEqn) -> Rule | None:
     if name == "ragged_dot_general":
         return _ragged_dot(operands, results, equation.params["ragged_dot_dimension_numbers"])
     if name in _MATRICES or name in _VECTORS:
-        return _batched(operands, results, len(operands[0]) - (2 if name in _MATRICES else 1))
+        return _batch_rule(operands, results, len(operands[0]) - (2 if name in _MATRICES else 1))
     return None
 
 
@@ -90,14 +90,14 @@ def _dynamic_update_slice(operands: Sequence[tuple[int, ...]]) -> Rule:
     Shardy allows more; XLA then gathers the operand.
     """
     factors = Factors()
-    whole, update = operands[:2]
+    operand, update = operands[:2]
     marks = [
-        Mark.NONE if part in (1, size) else Mark.NEED_REPLICATION for part, size in zip(update, whole, strict=True)
+        Mark.NONE if part in (1, size) else Mark.NEED_REPLICATION for part, size in zip(update, operand, strict=True)
     ]
-    dims = [[factors.new(size, mark)] for size, mark in zip(whole, marks, strict=True)]
+    dims = [[factors.new(size, mark)] for size, mark in zip(operand, marks, strict=True)]
     part_dims = [
         dim if part == size else [factors.new(part, Mark.NEED_REPLICATION)]
-        for dim, part, size in zip(dims, update, whole, strict=True)
+        for dim, part, size in zip(dims, update, operand, strict=True)
     ]
     scalars: list[list[list[int]]] = [[] for _ in operands[2:]]
     return rule_from_factors(factors, [dims, part_dims, *scalars], [dims])
@@ -116,18 +116,20 @@ def _ragged_dot(operands: Sequence[tuple[int, ...]], results: Sequence[tuple[int
     for lhs_dim, rhs_dim in zip((*lhs_contracting, *lhs_batch), (*rhs_contracting, *rhs_batch), strict=True):
         rhs[rhs_dim] = lhs[lhs_dim]
     factors.mark([f for dim in lhs_contracting for f in lhs[dim]], Mark.REDUCTION)
-    whole = [lhs[dim] for dim in numbers.lhs_ragged_dimensions] + [rhs[dim] for dim in numbers.rhs_group_dimensions]
-    factors.mark([f for dim in whole for f in dim], Mark.NEED_REPLICATION)
+    whole_factors = [lhs[dim] for dim in numbers.lhs_ragged_dimensions] + [
+        rhs[dim] for dim in numbers.rhs_group_dimensions
+    ]
+    factors.mark([f for dim in whole_factors for f in dim], Mark.NEED_REPLICATION)
     free = [dim for i, dim in enumerate(lhs) if i not in (*lhs_contracting, *lhs_batch)]
-    taken = (*rhs_contracting, *rhs_batch, *numbers.rhs_group_dimensions)
-    free += [dim for i, dim in enumerate(rhs) if i not in taken]
+    rhs_taken = (*rhs_contracting, *rhs_batch, *numbers.rhs_group_dimensions)
+    free += [dim for i, dim in enumerate(rhs) if i not in rhs_taken]
     result = [lhs[dim] for dim in lhs_batch] + free
     groups = [[factors.new(size)] for size in results[0][: len(results[0]) - len(result)]]
     sizes = [[[factors.new(size, Mark.NEED_REPLICATION)] for size in shape] for shape in operands[2:]]
     return rule_from_factors(factors, [lhs, rhs, *sizes], [groups + result], reduction_is_sum=True)
 
 
-def _batched(operands: Sequence[tuple[int, ...]], results: Sequence[tuple[int, ...]], num_batch_dims: int) -> Rule:
+def _batch_rule(operands: Sequence[tuple[int, ...]], results: Sequence[tuple[int, ...]], num_batch_dims: int) -> Rule:
     """Returns a rule in which all arrays share the leading dimensions, and all others need replication."""
     factors = Factors()
     batch = [[factors.new(size)] for size in operands[0][:num_batch_dims]]

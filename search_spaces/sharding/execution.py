@@ -16,10 +16,10 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from search_spaces.partition_specs import IndexedSpec, named_spec, partition_spec
 from search_spaces.replay import bind, context_of
 from search_spaces.sharding.base import Layout, ReshardStep, ShardingStrategy
-from search_spaces.sharding.evaluation import Evaluation, Read
+from search_spaces.sharding.evaluation import Evaluation, ReadOperand
 from search_spaces.sharding.graph import Graph, Value, Vertex
 from search_spaces.sharding.resharding import Paths
-from search_spaces.sharding.spec import divides_or_pads, replicated
+from search_spaces.sharding.spec import divides_or_pads, replicated_spec
 
 
 def make_layout(graph: Graph, strategies: Sequence[ShardingStrategy], value_specs: Sequence[IndexedSpec]) -> Layout:
@@ -30,7 +30,7 @@ def make_layout(graph: Graph, strategies: Sequence[ShardingStrategy], value_spec
         if argument is not None
         else value_specs[output.id]
         if isinstance(output, Value)
-        else replicated(np.ndim(output.val))
+        else replicated_spec(np.ndim(output.val))
         for output, argument in zip(graph.outputs, graph.feedback, strict=True)
     ]
     return Layout(tuple(strategies), tuple(value_specs), tuple(inputs), tuple(outputs))
@@ -78,14 +78,14 @@ class Execution:
             return array  # on the way between padded splits
         return jax.lax.with_sharding_constraint(array, self.sharding(spec))
 
-    def operate(self, vertex: Vertex, read: Read) -> Sequence[Any]:
+    def operate(self, vertex: Vertex, read: ReadOperand) -> Sequence[Any]:
         """Runs an operation on whole arrays, and constrains its results."""
         assert vertex.equation is not None
         strategy = self.layout.strategies[vertex.index]
         operands = [read(operand, spec) for operand, spec in zip(vertex.operands, strategy.operands, strict=True)]
         results = bind(vertex.equation, operands)
-        constrained = zip(results, vertex.results, strategy.results, strict=True)
-        return [self.fix(array, value, spec) for array, value, spec in constrained]
+        constraints = zip(results, vertex.results, strategy.results, strict=True)
+        return [self.fix(array, value, spec) for array, value, spec in constraints]
 
     def context_of(self, equation: core.JaxprEqn) -> AbstractContextManager[None]:
         """Restores the source line, name scope and settings of an equation."""

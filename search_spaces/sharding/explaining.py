@@ -15,7 +15,7 @@ from search_spaces.sharding.edge_costs import read_spec
 from search_spaces.sharding.graph import Graph, Value
 from search_spaces.sharding.node_costs import NodeCosts
 
-REPLICATED = "-"
+NO_AXES = "-"
 """The text for a dimension that no axis splits."""
 
 
@@ -115,10 +115,10 @@ def predict(
       layout: the decoded choice.
       choice: `[V]` strategy indices.
     """
-    chosen = list(zip(graph.vertices, layout.strategies, strict=True))
+    strategies = list(zip(graph.vertices, layout.strategies, strict=True))
     return StepPrediction(
-        np.array([float(costs.compute_s(vertex, (strategy,))[0]) for vertex, strategy in chosen]),
-        tuple(_transfers(nodes, edges, costs, axis_names, chosen, choice)),
+        np.array([float(costs.compute_s(vertex, (strategy,))[0]) for vertex, strategy in strategies]),
+        tuple(_transfers(nodes, edges, costs, axis_names, strategies, choice)),
         np.array([float(costs.preference_s(v, (layout.strategies[v.index],))[0]) for v in graph.inputs]),
     )
 
@@ -128,7 +128,7 @@ def _transfers(
     edges: Sequence[Edge],
     costs: NodeCosts,
     axis_names: Sequence[str],
-    chosen: Sequence[tuple],
+    strategies: Sequence[tuple],
     choice: Sequence[int],
 ) -> list[Transfer]:
     """Returns every collective of a choice: those that finish reductions or gather copies, then the reshards."""
@@ -142,7 +142,7 @@ def _transfers(
                 size = step.fraction * value.num_bytes
                 transfers.append(Transfer(step.kind, axis_names[step.axis], size, weight, seconds, vertex, node))
 
-    for vertex, strategy in chosen:
+    for vertex, strategy in strategies:
         for value, steps in zip(vertex.results, strategy.reductions, strict=True):
             add(steps, value, vertex.reduction_weight, vertex.index, vertex.index)
     for edge in edges:
@@ -164,8 +164,10 @@ def parts_of(
         if seconds
     ]
     for transfer in prediction.transfers:
-        sent = collective_sent_bytes(transfer.kind, transfer.num_bytes, axis_sizes[transfer.axis]) * transfer.count
-        traffic = Traffic("", transfer.kind, (transfer.axis,), transfer.count, float(sent))
+        sent_bytes = (
+            collective_sent_bytes(transfer.kind, transfer.num_bytes, axis_sizes[transfer.axis]) * transfer.count
+        )
+        traffic = Traffic("", transfer.kind, (transfer.axis,), transfer.count, float(sent_bytes))
         parts.append(Part(node_names[transfer.node], transfer.kind, transfer.node, transfer.seconds, traffic))
     for vertex, seconds in zip(graph.inputs, prediction.preference_s, strict=True):
         if seconds:
@@ -192,22 +194,22 @@ def next_bests(
     return NextBests(tuple(vertices), tuple(inputs))
 
 
-def _next_best(specs: Sequence[IndexedSpec], chosen: int, added_s: np.ndarray) -> NextBest:
-    others = [(float(added), spec) for spec, added in zip(specs, added_s, strict=True) if spec != specs[chosen]]
+def _next_best(specs: Sequence[IndexedSpec], strategy: int, added_s: np.ndarray) -> NextBest:
+    others = [(float(seconds), spec) for spec, seconds in zip(specs, added_s, strict=True) if spec != specs[strategy]]
     if not others:
         return NextBest(None, 0.0)
-    added, spec = min(others, key=lambda other: other[0])
-    return NextBest(spec, added)
+    seconds, spec = min(others, key=lambda other: other[0])
+    return NextBest(spec, seconds)
 
 
 def node_name(node: Node) -> str:
     """Returns a short name: an operation's modules and primitive, an argument's path, or whose readers a hub serves."""
     vertex = node.vertex
-    own = vertex.name or vertex.primitive
-    if not own:
+    last = vertex.name or vertex.primitive
+    if not last:
         region = "" if vertex.equation is None else f"{vertex.equation.primitive.name} "
-        own = f"{region}{vertex.kind}"
-    name = "/".join(part for part in (vertex.scope, own) if part)
+        last = f"{region}{vertex.kind}"
+    name = "/".join(part for part in (vertex.scope, last) if part)
     if node.hub is None:
         return name
     result = f" {node.hub.result}" if len(vertex.results) > 1 else ""
@@ -228,5 +230,5 @@ def strategy_name(strategy: ShardingStrategy, axis_names: Sequence[str]) -> str:
 
 def spec_text(spec: IndexedSpec, axis_names: Sequence[str]) -> str:
     """Returns a spec for people: `[data, -]` splits the first of two dimensions over the axis data."""
-    dims = ("+".join(axis_names[a] for a in axes) or REPLICATED for axes in spec)
+    dims = ("+".join(axis_names[a] for a in axes) or NO_AXES for axes in spec)
     return f"[{', '.join(dims)}]"

@@ -93,11 +93,11 @@ class Factors:
             if size_x == size_y:
                 self._union(x, y)
             elif size_x % size_y == 0:
-                major, minor = self._split(x, size_y)
+                major, minor = self._split_leaf(x, size_y)
                 self._union(minor, y)
                 a.append(major)
             elif size_y % size_x == 0:
-                major, minor = self._split(y, size_x)
+                major, minor = self._split_leaf(y, size_x)
                 self._union(x, minor)
                 b.append(major)
             else:
@@ -123,7 +123,7 @@ class Factors:
         self._size[x] = max(self._size[x], self._size[y])
         self._mark[x] |= self._mark[y]
 
-    def _split(self, leaf: int, minor_size: int) -> tuple[int, int]:
+    def _split_leaf(self, leaf: int, minor_size: int) -> tuple[int, int]:
         major = self.new(self._size[leaf] // minor_size, self._mark[leaf])
         minor = self.new(minor_size, self._mark[leaf])
         self._parts[leaf] = (major, minor)
@@ -157,18 +157,18 @@ def rule_from_factors(
                 index.setdefault(leaf, len(index))
     arrays = [tuple(tuple(index[leaf] for leaf in dim) for dim in array) for array in leaves]
 
-    def marked(mark: Mark) -> frozenset[int]:
+    def factors_marked(mark: Mark) -> frozenset[int]:
         return frozenset(number for leaf, number in index.items() if mark in factors.mark_of(leaf))
 
-    need_replication = marked(Mark.NEED_REPLICATION)
+    need_replication = factors_marked(Mark.NEED_REPLICATION)
     return Rule(
         operands=tuple(arrays[: len(operands)]),
         results=tuple(arrays[len(operands) :]),
         sizes=tuple(factors.size(leaf) for leaf in index),
-        reduction=marked(Mark.REDUCTION) - need_replication,
+        reduction=factors_marked(Mark.REDUCTION) - need_replication,
         need_replication=need_replication,
-        permutation=marked(Mark.PERMUTATION) - need_replication,
-        blocked_propagation=marked(Mark.BLOCKED_PROPAGATION),
+        permutation=factors_marked(Mark.PERMUTATION) - need_replication,
+        blocked_propagation=factors_marked(Mark.BLOCKED_PROPAGATION),
         reduction_is_sum=reduction_is_sum,
     )
 
@@ -183,10 +183,14 @@ def with_window_halos(equation: JaxprEqn, rule: Rule) -> Rule:
         return rule
     p = equation.params
     numbers = p["dimension_numbers"]
-    moved = set(rule.permutation)
+    permutation = set(rule.permutation)
     for d, (i, k, o) in enumerate(zip(numbers.lhs_spec[2:], numbers.rhs_spec[2:], numbers.out_spec[2:], strict=True)):
         window, image = (math.prod(rule.sizes[f] for f in dims) for dims in (rule.operands[1][k], rule.operands[0][i]))
-        plain = p["window_strides"][d] == p["lhs_dilation"][d] == p["rhs_dilation"][d] == 1 and not any(p["padding"][d])
-        if not (plain and window in (1, image)):
-            moved.update(f for dims in (rule.operands[0][i], rule.operands[1][k], rule.results[0][o]) for f in dims)
-    return dataclasses.replace(rule, permutation=frozenset(moved), reduction=rule.reduction - moved)
+        is_dense = p["window_strides"][d] == p["lhs_dilation"][d] == p["rhs_dilation"][d] == 1 and not any(
+            p["padding"][d]
+        )
+        if not (is_dense and window in (1, image)):
+            permutation.update(
+                f for dims in (rule.operands[0][i], rule.operands[1][k], rule.results[0][o]) for f in dims
+            )
+    return dataclasses.replace(rule, permutation=frozenset(permutation), reduction=rule.reduction - permutation)

@@ -9,7 +9,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from search_spaces.partition_specs import IndexedSpec, constrained_axes_of
-from search_spaces.sharding.base import Given, ShardingStrategy
+from search_spaces.sharding.base import GivenSpec, ShardingStrategy
 from search_spaces.sharding.graph import Graph, Operand, Value, Vertex
 
 
@@ -27,7 +27,7 @@ def dimensions_of(
     if len(spec) > rank:
         raise ValueError(f"a spec {spec} of {len(spec)} entries does not fit an array of {rank} dimensions.")
     dims: list[tuple[int, ...] | None] = []
-    used: set[str] = set()
+    used_axes: set[str] = set()
     for names in constrained_axes_of(spec, rank):
         if names is None:
             dims.append(None)
@@ -35,17 +35,17 @@ def dimensions_of(
         for name in names:
             if name not in axis_names:
                 raise ValueError(f"a spec {spec} names the axis {name!r}; the mesh has {tuple(axis_names)}.")
-            if name in used:
+            if name in used_axes:
                 raise ValueError(f"a spec {spec} names the axis {name!r} twice; it can split one dimension only.")
-            used.add(name)
+            used_axes.add(name)
         axes = [axis_names.index(name) for name in names]
         dims.append(tuple(axis for axis in axes if axis_sizes[axis] > 1))
     return dims
 
 
-def fits(spec: IndexedSpec, given: Given) -> bool:
+def fits(spec: IndexedSpec, given: GivenSpec) -> bool:
     """Tells whether a spec agrees with the given one in every dimension that is not free."""
-    return all(wanted is None or tuple(wanted) == axes for axes, wanted in zip(spec, given, strict=True))
+    return all(given_axes is None or tuple(given_axes) == axes for axes, given_axes in zip(spec, given, strict=True))
 
 
 def is_constrained(vertex: Vertex) -> bool:
@@ -53,7 +53,7 @@ def is_constrained(vertex: Vertex) -> bool:
     return _primitive(vertex) in ("shard_map", "sharding_constraint")
 
 
-def constraint_of(vertex: Vertex, axis_names: Sequence[str], sizes: Sequence[int]) -> Given | None:
+def constraint_of(vertex: Vertex, axis_names: Sequence[str], sizes: Sequence[int]) -> GivenSpec | None:
     """Returns what a sharding constraint asks for; None for every other vertex."""
     if vertex.equation is None or _primitive(vertex) != "sharding_constraint":
         return None
@@ -78,7 +78,7 @@ def shard_map_strategy(vertex: Vertex, axis_names: Sequence[str], sizes: tuple[i
 
 
 def axes_with_meaning(
-    graph: Graph, given: Mapping[int, Given], axis_names: Sequence[str], sizes: tuple[int, ...]
+    graph: Graph, given: Mapping[int, GivenSpec], axis_names: Sequence[str], sizes: tuple[int, ...]
 ) -> frozenset[int]:
     """Returns the mesh axes that given specs, constraints or `shard_map`s name: these cannot be swapped with others."""
     fixed_axes = {axis for dims in given.values() for axes in dims for axis in axes or ()}
@@ -118,7 +118,7 @@ def check_prefix(in_shardings: Any, mesh: Mesh | AbstractMesh) -> None:
 
 def given_dimensions(
     in_shardings: Any, args: tuple[Any, ...], carried: Sequence[PartitionSpec | None], paths: Sequence[str], mesh: Any
-) -> dict[int, Given]:
+) -> dict[int, GivenSpec]:
     """Returns the spec that each flat argument must keep: the one that the user gives, else the one that it has.
 
     Args:
@@ -131,7 +131,7 @@ def given_dimensions(
     Raises:
       ValueError: `in_shardings` is not a prefix of the arguments, or a spec does not fit its argument.
     """
-    asked: list[Any] = list(carried)
+    wanted_specs: list[Any] = list(carried)
     if in_shardings is not None:
         tuples = isinstance(in_shardings, tuple | list) and not _is_spec(in_shardings)
         prefix = tuple(in_shardings) if tuples else (in_shardings,)
@@ -139,9 +139,9 @@ def given_dimensions(
             raise ValueError(
                 f"`in_shardings` must have an entry for each of the {len(args)} arguments, not {len(prefix)}."
             )
-        asked = [a if a is not None else c for a, c in zip(_broadcast(prefix, args), asked, strict=True)]
+        wanted_specs = [a if a is not None else c for a, c in zip(_broadcast(prefix, args), wanted_specs, strict=True)]
     kept_specs = {}
-    for i, (sharding, leaf) in enumerate(zip(asked, jax.tree.leaves(args), strict=True)):
+    for i, (sharding, leaf) in enumerate(zip(wanted_specs, jax.tree.leaves(args), strict=True)):
         if sharding is not None:
             spec, shape = _spec(sharding), jax.numpy.shape(leaf)
             dims = _dimensions(f"`in_shardings` of {paths[i]}", spec, len(shape), mesh)
@@ -180,7 +180,7 @@ def _spec(sharding: PartitionSpec | NamedSharding) -> PartitionSpec:
     return sharding.spec if isinstance(sharding, NamedSharding) else sharding
 
 
-def _dimensions(name: str, spec: PartitionSpec, rank: int, mesh: Mesh | AbstractMesh) -> Given:
+def _dimensions(name: str, spec: PartitionSpec, rank: int, mesh: Mesh | AbstractMesh) -> GivenSpec:
     try:
         return dimensions_of(spec, rank, tuple(mesh.axis_names), tuple(mesh.shape.values()))
     except ValueError as error:
@@ -188,7 +188,7 @@ def _dimensions(name: str, spec: PartitionSpec, rank: int, mesh: Mesh | Abstract
 
 
 def _check_divides(
-    path: str, spec: PartitionSpec, dims: Given, shape: Sequence[int], axis_sizes: Sequence[int]
+    path: str, spec: PartitionSpec, dims: GivenSpec, shape: Sequence[int], axis_sizes: Sequence[int]
 ) -> None:
     for d, (axes, n) in enumerate(zip(dims, shape, strict=True)):
         parts = math.prod(axis_sizes[a] for a in axes or ())

@@ -5,7 +5,7 @@ A block is what one device has of an array with a spec. Every step of a reshard 
 collective of `jax.lax` on that dimension: no step permutes elements within a block.
 
 A dimension that its parts do not divide is padded at its end: all blocks have the size of the largest, and what lies
-beyond the array's own size is arbitrary, so that whoever sums over it must mask it first (`masked`).
+beyond the array's own size is arbitrary, so that whoever sums over it must mask it first (`mask`).
 """
 
 from collections.abc import Callable, Sequence
@@ -83,7 +83,7 @@ class Blocks:
             members = list(group)
             names = tuple(self.axis_names[axis] for axis in sorted(step.axis for step in members))
             if kind == "all_reduce":
-                block = _reduced(block, names, combine)
+                block = _all_reduce(block, names, combine)
             elif kind == "reduce_scatter":
                 dim = next(d for d, axes in enumerate(members[-1].spec) if axes != spec[d])
                 block = lax.psum_scatter(block, names, scatter_dimension=dim, tiled=True)
@@ -92,7 +92,7 @@ class Blocks:
             spec = members[-1].spec
         return block
 
-    def masked(self, block: Any, shape: Sequence[int], spec: IndexedSpec, dims: Sequence[int], fill: Any) -> Any:
+    def mask(self, block: Any, shape: Sequence[int], spec: IndexedSpec, dims: Sequence[int], fill: Any) -> Any:
         """The block with `fill` instead of the padding of some dimensions."""
         for dim in dims:
             parts = parts_of((spec[dim],), self.axis_sizes)[0]
@@ -108,35 +108,35 @@ class Blocks:
         shrunk = [d for d, (before, after) in enumerate(zip(spec, step.spec, strict=True)) if len(after) < len(before)]
         match step.kind:
             case "slice":
-                return self._sliced(block, shape, step.spec, grown[0], step.axis)
+                return self._slice(block, shape, step.spec, grown[0], step.axis)
             case "all_gather":
-                gathered = lax.all_gather(block, name, axis=shrunk[0], tiled=True)
-                return self._trimmed(gathered, shape, step.spec, shrunk[0])
+                result = lax.all_gather(block, name, axis=shrunk[0], tiled=True)
+                return self._trim(result, shape, step.spec, shrunk[0])
             case "all_to_all":
-                block = self._padded(block, shape, step.spec, grown[0], step.axis)
-                exchanged = lax.all_to_all(block, name, split_axis=grown[0], concat_axis=shrunk[0], tiled=True)
-                return self._trimmed(exchanged, shape, step.spec, shrunk[0])
+                block = self._pad(block, shape, step.spec, grown[0], step.axis)
+                result = lax.all_to_all(block, name, split_axis=grown[0], concat_axis=shrunk[0], tiled=True)
+                return self._trim(result, shape, step.spec, shrunk[0])
             case "collective_permute":
                 return lax.ppermute(block, self.axis_names, _permutation(spec, step.spec, self.axis_sizes))
         raise ValueError(f"`steps` must not hold a reduction, but one is {step.kind!r}.")
 
-    def _sliced(self, block: Any, shape: Sequence[int], spec: IndexedSpec, dim: int, axis: int) -> Any:
+    def _slice(self, block: Any, shape: Sequence[int], spec: IndexedSpec, dim: int, axis: int) -> Any:
         size = self.shape(shape, spec)[dim]
-        block = self._padded(block, shape, spec, dim, axis)
+        block = self._pad(block, shape, spec, dim, axis)
         return lax.dynamic_slice_in_dim(block, lax.axis_index(self.axis_names[axis]) * size, size, dim)
 
-    def _padded(self, block: Any, shape: Sequence[int], spec: IndexedSpec, dim: int, axis: int) -> Any:
+    def _pad(self, block: Any, shape: Sequence[int], spec: IndexedSpec, dim: int, axis: int) -> Any:
         """With as much padding at the end of a dimension as splitting it evenly over one more axis takes."""
         missing = self.shape(shape, spec)[dim] * self.axis_sizes[axis] - block.shape[dim]
         return jnp.pad(block, [(0, missing if d == dim else 0) for d in range(block.ndim)]) if missing else block
 
-    def _trimmed(self, block: Any, shape: Sequence[int], spec: IndexedSpec, dim: int) -> Any:
+    def _trim(self, block: Any, shape: Sequence[int], spec: IndexedSpec, dim: int) -> Any:
         """Without the padding that gathering uneven blocks leaves at the end."""
         size = self.shape(shape, spec)[dim]
         return block if block.shape[dim] == size else lax.slice_in_dim(block, 0, size, axis=dim)
 
 
-def _reduced(block: Any, names: tuple[str, ...], combine: str) -> Any:
+def _all_reduce(block: Any, names: tuple[str, ...], combine: str) -> Any:
     if block.dtype != jnp.bool:
         return REDUCERS[combine](block, names)
     return REDUCERS[combine](block.astype(jnp.int8), names).astype(jnp.bool)  # XLA combines numbers only

@@ -1,9 +1,9 @@
 """Operations on one device's blocks: what each equation becomes when its arrays are split as a strategy says.
 
 Most operations are the same on blocks as on whole arrays. Some have shapes among their parameters, which become the
-shapes of blocks (`PARAMETERS`); a few need to know where the block lies (`PLACED`): an iota starts further on, a
-gather from a split table looks up the rows that it has. Every other operation that a strategy splits is run whole:
-`whole_operations.py` tells which.
+shapes of blocks (`PARAMETERS`); a few need to know where the block lies (`PLACED_OPERATIONS`): an iota starts further
+on, a gather from a split table looks up the rows that it has. Every other operation that a strategy splits is run
+whole: `whole_operations.py` tells which.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -59,9 +59,9 @@ class LocalCall(NamedTuple):
         operand = self.vertex.operands[position]
         return tuple(operand.shape) if isinstance(operand, Value) else np.shape(operand.val)
 
-    def bind(self, operands: Sequence[Any], **changed: Any) -> list[Any]:
+    def bind(self, operands: Sequence[Any], **parameters: Any) -> list[Any]:
         """The results of the equation's primitive, with some of its parameters changed."""
-        return list(bind(self.equation, operands, **changed))
+        return list(bind(self.equation, operands, **parameters))
 
 
 def combiner(vertex: Vertex) -> str:
@@ -77,8 +77,8 @@ def run_local(call: LocalCall, operands: Sequence[Any]) -> list[Any]:
       operands: blocks as the strategy wants them.
     """
     name = call.vertex.primitive
-    if name in PLACED:
-        return PLACED[name](call, operands)
+    if name in PLACED_OPERATIONS:
+        return PLACED_OPERATIONS[name](call, operands)
     if name in PARAMETERS:
         return call.bind(operands, **PARAMETERS[name](call))
     return call.bind(operands)
@@ -117,18 +117,18 @@ def _iota(call: LocalCall, operands: Sequence[Any]) -> list[Any]:
 def _contraction(call: LocalCall, operands: Sequence[Any]) -> list[Any]:
     """A product whose contracted dimensions may be padded: the padding counts 0 on both sides."""
     (lhs_dims, rhs_dims), _ = call.equation.params["dimension_numbers"]
-    padded = [
-        call.blocks.masked(operand, call.operand_shape(i), call.strategy.operands[i], dims, 0)
+    blocks = [
+        call.blocks.mask(operand, call.operand_shape(i), call.strategy.operands[i], dims, 0)
         for i, (operand, dims) in enumerate(zip(operands, (lhs_dims, rhs_dims), strict=True))
     ]
-    return call.bind(padded)
+    return call.bind(blocks)
 
 
 def _reduction(call: LocalCall, operands: Sequence[Any]) -> list[Any]:
     """A reduction over dimensions that may be padded: the padding counts as what changes nothing."""
     neutral = _NEUTRAL[call.vertex.primitive](operands[0].dtype)
     axes = call.equation.params["axes"]
-    return call.bind([call.blocks.masked(operands[0], call.operand_shape(0), call.strategy.operands[0], axes, neutral)])
+    return call.bind([call.blocks.mask(operands[0], call.operand_shape(0), call.strategy.operands[0], axes, neutral)])
 
 
 def _least(dtype: Any) -> Any:
@@ -160,9 +160,9 @@ def _gather(call: LocalCall, operands: Sequence[Any]) -> list[Any]:
     looked_up = [(k, d) for k, d in enumerate(numbers.start_index_map) if spec[d] and params["slice_sizes"][d] == 1]
     if not any(call.operand_shape(0)[d] > 1 for _, d in looked_up):
         return call.bind(operands, slice_sizes=sizes)
-    has_row, in_table, shifted = _rows_here(call, indices, table.shape, looked_up, params["mode"])
+    has_row, in_table, local_indices = _rows_here(call, indices, table.shape, looked_up, params["mode"])
     (rows,) = call.bind(
-        (table, shifted), slice_sizes=sizes, mode=lax.GatherScatterMode.PROMISE_IN_BOUNDS, fill_value=None
+        (table, local_indices), slice_sizes=sizes, mode=lax.GatherScatterMode.PROMISE_IN_BOUNDS, fill_value=None
     )
     batch_dims = [d for d in range(rows.ndim) if d not in numbers.offset_dims]
     rows = jnp.where(lax.broadcast_in_dim(has_row, rows.shape, batch_dims), rows, jnp.zeros((), rows.dtype))
@@ -181,8 +181,8 @@ def _scatter(call: LocalCall, operands: Sequence[Any]) -> list[Any]:
     """
     params, spec = call.equation.params, call.strategy.operands[0]
     numbers, (table, indices, updates) = params["dimension_numbers"], operands
-    if summed := [step.axis for step in call.strategy.reductions[0]]:
-        table = jnp.where(call.blocks.index(sorted(summed)) == 0, table, jnp.zeros((), table.dtype))
+    if summed_axes := [step.axis for step in call.strategy.reductions[0]]:
+        table = jnp.where(call.blocks.index(sorted(summed_axes)) == 0, table, jnp.zeros((), table.dtype))
     rows = [
         (k, d)
         for k, d in enumerate(numbers.scatter_dims_to_operand_dims)
@@ -190,10 +190,10 @@ def _scatter(call: LocalCall, operands: Sequence[Any]) -> list[Any]:
     ]
     if not rows:
         return call.bind((table, indices, updates))
-    has_row, _, shifted = _rows_here(call, indices, table.shape, rows, params["mode"])
+    has_row, _, local_indices = _rows_here(call, indices, table.shape, rows, params["mode"])
     for k, d in rows:
-        shifted = shifted.at[..., k].set(jnp.where(has_row, shifted[..., k], table.shape[d]))
-    return call.bind((table, shifted, updates), mode=lax.GatherScatterMode.FILL_OR_DROP)
+        local_indices = local_indices.at[..., k].set(jnp.where(has_row, local_indices[..., k], table.shape[d]))
+    return call.bind((table, local_indices, updates), mode=lax.GatherScatterMode.FILL_OR_DROP)
 
 
 def _rows_here(
@@ -228,16 +228,16 @@ def _fill_value(given: Any, dtype: Any) -> Any:
 
 def _dynamic_update_slice(call: LocalCall, operands: Sequence[Any]) -> list[Any]:
     """An update of one row of a dimension that is split is made by the device that has the row."""
-    whole, update, *starts = operands
+    operand, update, *starts = operands
     spec, has_row = call.strategy.operands[0], jnp.bool(True)
     for d, axes in enumerate(spec):
-        if axes and update.shape[d] != whole.shape[d]:
+        if axes and update.shape[d] != operand.shape[d]:
             start = jnp.clip(starts[d], 0, call.operand_shape(0)[d] - 1)
-            local = start - (call.blocks.index(axes) * whole.shape[d]).astype(jnp.result_type(start))
-            has_row &= (local >= 0) & (local < whole.shape[d])
-            starts[d] = jnp.clip(local, 0, whole.shape[d] - 1)
-    (updated,) = call.bind((whole, update, *starts))
-    return [jnp.where(has_row, updated, whole)]
+            local = start - (call.blocks.index(axes) * operand.shape[d]).astype(jnp.result_type(start))
+            has_row &= (local >= 0) & (local < operand.shape[d])
+            starts[d] = jnp.clip(local, 0, operand.shape[d] - 1)
+    (result,) = call.bind((operand, update, *starts))
+    return [jnp.where(has_row, result, operand)]
 
 
 def _users_shard_map(call: LocalCall, operands: Sequence[Any]) -> list[Any]:
@@ -255,7 +255,7 @@ def _users_shard_map(call: LocalCall, operands: Sequence[Any]) -> list[Any]:
     return list(core.jaxpr_as_fun(core.ClosedJaxpr(body, ()))(*operands))
 
 
-PLACED: dict[str, Callable[[LocalCall, Sequence[Any]], list[Any]]] = {
+PLACED_OPERATIONS: dict[str, Callable[[LocalCall, Sequence[Any]], list[Any]]] = {
     "iota": _iota,
     "dot_general": _contraction,
     **dict.fromkeys(_NEUTRAL, _reduction),

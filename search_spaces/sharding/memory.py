@@ -53,12 +53,12 @@ class Lifetimes(NamedTuple):
     """Indexed by value id.
 
     Attributes:
-      written: `[values]` booleans, whether the value exists in memory.
+      is_written: `[values]` booleans, whether the value exists in memory.
       interval: `[values, 2]` half-open positions at which it lives.
       first_use: `[values]` position of the first operation that reads it.
     """
 
-    written: np.ndarray
+    is_written: np.ndarray
     interval: np.ndarray
     first_use: np.ndarray
 
@@ -83,31 +83,33 @@ def lifetimes_of(graph: Graph, rules: Sequence[Rule | None], donated: Sequence[b
     consumers = graph.consumers()
     fusing = _Fusing(graph, [is_pointwise(v, rules[v.index]) for v in graph.vertices])
     ends = {o.id for o in graph.outputs if isinstance(o, Value)}
-    written = np.ones(len(graph.values), bool)
+    is_written = np.ones(len(graph.values), bool)
     last_read = np.array([v.last_read_at for v in graph.values], int)
     for value in reversed(graph.values):
         readers = consumers[value.id]
         if value.id not in ends and readers:
-            written[value.id] = not fusing.fuses(graph.vertices[value.vertex], [r for r, _ in readers])
+            is_written[value.id] = not fusing.fuses(graph.vertices[value.vertex], [r for r, _ in readers])
         for reader, _ in readers:
-            if fusing.pointwise[reader.index] and not written[reader.results[0].id]:
+            if fusing.pointwise[reader.index] and not is_written[reader.results[0].id]:
                 last_read[value.id] = max(last_read[value.id], last_read[reader.results[0].id])
     interval = (
         np.stack([[v.made_at for v in graph.values], last_read + 1], axis=1) if graph.values else np.zeros((0, 2), int)
     )
-    for overwritten in fusing.overwritten(written, last_read):
+    for overwritten in fusing.overwritten(is_written, last_read):
         interval[overwritten.id, 1] = max(interval[overwritten.id, 1] - 1, overwritten.made_at + 1)
-    not_reused = [v for v, reused in zip(graph.inputs, donated, strict=True) if not reused or v.results[0].id in ends]
+    not_reused = [
+        v for v, is_reused in zip(graph.inputs, donated, strict=True) if not is_reused or v.results[0].id in ends
+    ]
     for vertex in (*not_reused, *graph.constants):
         interval[vertex.results[0].id, 1] = graph.length + 1
     for vertex in graph.vertices:
         if vertex.kind == "carry":  # one buffer for what the body reads and what the loop leaves
             inside, outside = (r.id for r in vertex.results)
             interval[inside, 1] = max(interval[inside, 1], interval[outside, 1])
-            written[outside] = False
+            is_written[outside] = False
     interval += 1  # inputs are born at -1
     first = np.array([min((c.position for c, _ in consumers[v.id]), default=v.made_at) for v in graph.values], int)
-    return Lifetimes(written, interval, first + 1)
+    return Lifetimes(is_written, interval, first + 1)
 
 
 class Usages(NamedTuple):
@@ -144,7 +146,7 @@ def usages_of(
         usages.interval.append((start, max(end, start + 1)))
 
     for value in graph.values:
-        if not value.shape or not lifetimes.written[value.id]:
+        if not value.shape or not lifetimes.is_written[value.id]:
             continue
         start, end = lifetimes.interval[value.id]
         node, result = hub_node.get(value.id, value.vertex), value.result
@@ -152,8 +154,8 @@ def usages_of(
         if node != value.vertex:
             add(node, [local_bytes(value, s.results[0], axis_sizes) for s in strategies], start, end)
             continue
-        stored = [s.unreduced[result] if _is_gathered(s, result) else s.results[result] for s in strategies]
-        add(node, [local_bytes(value, spec, axis_sizes) for spec in stored], start, end)
+        stored_specs = [s.unreduced[result] if _is_gathered(s, result) else s.results[result] for s in strategies]
+        add(node, [local_bytes(value, spec, axis_sizes) for spec in stored_specs], start, end)
         copy = [
             local_bytes(value, s.results[result], axis_sizes) if _is_gathered(s, result) else 0.0 for s in strategies
         ]
@@ -195,18 +197,18 @@ class _Fusing:
             return vertex.equation.primitive.name in VIEWS
         return name.startswith(("reduce_", "argm"))
 
-    def overwritten(self, written: np.ndarray, last_read: np.ndarray) -> Iterator[Value]:
+    def overwritten(self, is_written: np.ndarray, last_read: np.ndarray) -> Iterator[Value]:
         """Values that the operation which reads them last writes its result over."""
         for vertex in self.graph.operations():
             result = vertex.results[0] if vertex.results else None
-            if result is None or not result.shape or not written[result.id]:
+            if result is None or not result.shape or not is_written[result.id]:
                 continue
-            for value in self._read(vertex, written):
+            for value in self._read_operands(vertex, is_written):
                 if last_read[value.id] == vertex.position and value.num_bytes == result.num_bytes:
                     yield value
                     break
 
-    def _read(self, vertex: Vertex, written: np.ndarray) -> Iterator[Value]:
+    def _read_operands(self, vertex: Vertex, is_written: np.ndarray) -> Iterator[Value]:
         """Operands in memory that a vertex could write over, those of what is fused into it included."""
         assert vertex.equation is not None
         operands = [o for o in vertex.operands if isinstance(o, Value)]
@@ -215,10 +217,10 @@ class _Fusing:
         elif not self.pointwise[vertex.index]:
             return
         for operand in operands:
-            if written[operand.id]:
+            if is_written[operand.id]:
                 yield operand
             else:
-                yield from self._read(self.graph.vertices[operand.vertex], written)
+                yield from self._read_operands(self.graph.vertices[operand.vertex], is_written)
 
 
 def _body_numbers(block: Block, number: int, fresh_numbers: Iterator[int]) -> Iterator[tuple[int, int]]:

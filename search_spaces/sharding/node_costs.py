@@ -38,7 +38,7 @@ class NodeCosts:
       hardware: what computing costs.
       reshard_costs: what collectives cost.
       latency_shares: the part of a collective's latency that a value pays.
-      written: for each value, by id, whether it exists in memory.
+      is_written: for each value, by id, whether it exists in memory.
     """
 
     def __init__(
@@ -47,9 +47,9 @@ class NodeCosts:
         hardware: Hardware,
         reshard_costs: ReshardCosts,
         latency_shares: LatencyShares,
-        written: np.ndarray,
+        is_written: np.ndarray,
     ):
-        self.axis_sizes, self.hardware, self.written = axis_sizes, hardware, written
+        self.axis_sizes, self.hardware, self.is_written = axis_sizes, hardware, is_written
         self.reshard_costs, self.latency_shares = reshard_costs, latency_shares
 
     def node_s(self, node: Node) -> np.ndarray:
@@ -64,10 +64,10 @@ class NodeCosts:
         """Returns the seconds of one device's arithmetic and memory traffic in one step, `[strategies]`."""
         if vertex.kind != "operation" or vertex.equation is None:
             return np.zeros(len(strategies))
-        touched = np.array([touched_bytes(vertex, s, self.written, self.axis_sizes) for s in strategies])
+        num_bytes = np.array([touched_bytes(vertex, s, self.is_written, self.axis_sizes) for s in strategies])
         flops = equation_flops(vertex.equation) / np.array([s.parts for s in strategies], float)
         dtype = equation_dtype(vertex.equation)
-        return vertex.weight * roofline_s(flops, touched, dtype, self.hardware)
+        return vertex.weight * roofline_s(flops, num_bytes, dtype, self.hardware)
 
     def reduction_s(self, vertex: Vertex, strategy: ShardingStrategy) -> float:
         """Returns the seconds, in one step, of the collectives that finish a strategy's partial results or gather."""
@@ -92,27 +92,27 @@ class NodeCosts:
             else PREFERENCE_WITHOUT_MEMORY_RATE * self.reshard_costs.largest_s_per_byte
         )
         s_per_byte /= prod(self.axis_sizes)  # so that the bound gives up no more than a part of a sharded step
-        stored = [s.unreduced[0] for s in strategies]
-        late = [1 + 0.1 * max((d for d, axes in enumerate(spec) if axes), default=0) for spec in stored]
+        stored_specs = [s.unreduced[0] for s in strategies]
+        late = [1 + 0.1 * max((d for d, axes in enumerate(spec) if axes), default=0) for spec in stored_specs]
         return s_per_byte * np.array(
-            [local_bytes(vertex.results[0], s, self.axis_sizes) * w for s, w in zip(stored, late, strict=True)]
+            [local_bytes(vertex.results[0], s, self.axis_sizes) * w for s, w in zip(stored_specs, late, strict=True)]
         )
 
 
 def touched_bytes(
-    vertex: Vertex, strategy: ShardingStrategy, written: np.ndarray, axis_sizes: tuple[int, ...]
+    vertex: Vertex, strategy: ShardingStrategy, is_written: np.ndarray, axis_sizes: tuple[int, ...]
 ) -> float:
     """Returns what an operation reads and writes on one device: nothing that is fused, of a table only what it picks.
 
     Args:
       vertex: an operation.
       strategy: how it runs.
-      written: for each value, by id, whether it exists in memory.
+      is_written: for each value, by id, whether it exists in memory.
       axis_sizes: devices along each mesh axis.
     """
 
     def local(array: Operand, spec: IndexedSpec) -> float:
-        if not isinstance(array, Value) or not written[array.id]:
+        if not isinstance(array, Value) or not is_written[array.id]:
             return 0.0
         return local_bytes(array, spec, axis_sizes)
 

@@ -38,8 +38,8 @@ class Paths:
         self._axes = tuple(a for a, n in enumerate(axis_sizes) if n > 1)
         kinds = list(zip(axis_sizes, rates, strict=True))
         self._equal = {tuple(a for a, other in enumerate(kinds) if other == kind) for kind in kinds}
-        self._renamed: dict[tuple[int, ...], dict[int, int]] = {}
-        self._known: dict[tuple[IndexedSpec, IndexedSpec], tuple[ReshardStep, ...]] = {}
+        self._renumberings: dict[tuple[int, ...], dict[int, int]] = {}
+        self._paths: dict[tuple[IndexedSpec, IndexedSpec], tuple[ReshardStep, ...]] = {}
         self._trees: dict[tuple[IndexedSpec, tuple[int, ...]], _Tree] = {}
         self._steps_from: dict[IndexedSpec, tuple[list[_Step], list[_Step]]] = {}
 
@@ -47,9 +47,9 @@ class Paths:
         """Returns the steps from one spec to another; none where they are equal."""
         if source == target:
             return ()
-        steps = self._known.get((source, target))
+        steps = self._paths.get((source, target))
         if steps is None:
-            steps = self._known[source, target] = self._path(source, target)
+            steps = self._paths[source, target] = self._path(source, target)
         return steps
 
     def latency_and_slope(self, source: IndexedSpec, target: IndexedSpec) -> tuple[float, float]:
@@ -99,12 +99,12 @@ class Paths:
 
     def _names(self, axes: tuple[int, ...]) -> dict[int, int]:
         """Renames axes within their groups of equal ones so that the given ones come first, in the given order."""
-        if axes not in self._renamed:
+        if axes not in self._renumberings:
             names = {}
             for group in self._equal:
                 names.update(zip(sorted(group, key=(*axes, *group).index), group, strict=True))
-            self._renamed[axes] = names
-        return self._renamed[axes]
+            self._renumberings[axes] = names
+        return self._renumberings[axes]
 
     def _tree(self, source: IndexedSpec, most: tuple[int, ...]) -> "_Tree":
         """Finds the last step of the cheapest path to every spec (Dijkstra); of equal paths the shortest wins."""
@@ -147,12 +147,12 @@ class Paths:
         local = 1.0 / shards(spec, self.axis_sizes)
         for i, dim in enumerate(spec):
             if dim:
-                axis, gathered = dim[-1], _with(spec, i, dim[:-1])
+                axis, spec_after = dim[-1], _with(spec, i, dim[:-1])
                 size = local * self.axis_sizes[axis]
-                yield ReshardStep("all_gather", axis, size, gathered)
+                yield ReshardStep("all_gather", axis, size, spec_after)
                 for j in range(len(spec)):
                     if j != i:
-                        yield ReshardStep("all_to_all", axis, size, _with(gathered, j, (*gathered[j], axis)))
+                        yield ReshardStep("all_to_all", axis, size, _with(spec_after, j, (*spec_after[j], axis)))
 
     def _permutes(self, spec: IndexedSpec) -> Iterator[ReshardStep]:
         """Blocks of the same shape on other devices: within a dimension, across dimensions, or by other axes."""
@@ -161,8 +161,8 @@ class Paths:
         for other in _of_parts(parts_of(spec, self.axis_sizes), self._axes, self.axis_sizes):
             if other != spec:
                 after = _strides(other, self.axis_sizes)
-                moved = [a for a in self._axes if before.get(a) != after.get(a)]
-                yield ReshardStep("collective_permute", max(moved, key=self._slowness.__getitem__), local, other)
+                moved_axes = [a for a in self._axes if before.get(a) != after.get(a)]
+                yield ReshardStep("collective_permute", max(moved_axes, key=self._slowness.__getitem__), local, other)
 
 
 _Step = tuple[ReshardStep, float, float, tuple[int, ...]]
@@ -195,13 +195,13 @@ def _of_parts(parts: tuple[int, ...], axes: tuple[int, ...], sizes: tuple[int, .
         return ((),)
     specs = []
 
-    def fill(dim: tuple[int, ...], unused: tuple[int, ...], missing: int) -> None:
+    def fill(dim: tuple[int, ...], unused_axes: tuple[int, ...], missing: int) -> None:
         if missing == 1:
-            specs.extend((dim, *rest) for rest in _of_parts(parts[1:], unused, sizes))
+            specs.extend((dim, *rest) for rest in _of_parts(parts[1:], unused_axes, sizes))
             return
-        for axis in unused:
+        for axis in unused_axes:
             if missing % sizes[axis] == 0:
-                fill((*dim, axis), tuple(a for a in unused if a != axis), missing // sizes[axis])
+                fill((*dim, axis), tuple(a for a in unused_axes if a != axis), missing // sizes[axis])
 
     fill((), axes, parts[0])
     return tuple(specs)

@@ -84,8 +84,8 @@ def _new_rules(equations: list[JaxprEqn]) -> list[Rule | None]:
         if rules[index] is None:
             remaining.append(index)
     for platform in _PLATFORMS:
-        lowered = _lowered_rules([equations[index] for index in remaining], platform)
-        for index, rule in zip(remaining, lowered, strict=True):
+        lowered_rules = _lowered_rules([equations[index] for index in remaining], platform)
+        for index, rule in zip(remaining, lowered_rules, strict=True):
             rules[index] = rule
         remaining = [index for index in remaining if rules[index] is None]
     return rules
@@ -183,15 +183,15 @@ class _Composer:
         ):
             for member in members:
                 marks[member] |= mark
-        own = [factors.new(size, marks[index]) for index, size in enumerate(rule.sizes)]
+        rule_factors = [factors.new(size, marks[index]) for index, size in enumerate(rule.sizes)]
         for value, array in zip(operation.operands, rule.operands, strict=True):
-            for size, known, dimension in zip(_shape(value.type), dims[value], array, strict=True):
-                factors.equate(known, [own[index] for index in dimension])
+            for size, value_factors, dimension in zip(_shape(value.type), dims[value], array, strict=True):
+                factors.equate(value_factors, [rule_factors[index] for index in dimension])
                 # A convolution's rule gives the window's dimensions factors of size one: they stay whole.
                 if math.prod(rule.sizes[index] for index in dimension) < size:
-                    factors.mark(known, Mark.NEED_REPLICATION)
+                    factors.mark(value_factors, Mark.NEED_REPLICATION)
         for value, array in zip(operation.results, rule.results, strict=True):
-            dims[value] = [[own[index] for index in dimension] for dimension in array]
+            dims[value] = [[rule_factors[index] for index in dimension] for dimension in array]
 
     def _operation_rule(self, operation: Any) -> Rule:
         if "sdy.sharding_rule" in operation.attributes:
@@ -228,17 +228,17 @@ def _rule_without_shardy(operation: Any) -> Rule:
     operands = [_shape(value.type) for value in operation.operands]
     results = [_shape(value.type) for value in operation.results]
     if operation.name == "stablehlo.optimization_barrier":
-        shared = [[[factors.new(n)] for n in shape] for shape in operands]
-        return rule_from_factors(factors, shared, shared)
+        shared_factors = [[[factors.new(n)] for n in shape] for shape in operands]
+        return rule_from_factors(factors, shared_factors, shared_factors)
     is_chlo = operation.name.startswith("chlo.")
     if operation.name == "chlo.top_k":
         *batch, _ = operands[0]
-        shared = [[factors.new(n)] for n in batch]
+        shared_factors = [[factors.new(n)] for n in batch]
         last = [factors.new(operands[0][-1], Mark.NEED_REPLICATION)]
-        return rule_from_factors(factors, [[*shared, last]], [[*shared, last] for _ in results])
+        return rule_from_factors(factors, [[*shared_factors, last]], [[*shared_factors, last] for _ in results])
     if is_chlo and len({*operands, *results}) == 1:
-        shared = [[factors.new(n)] for n in results[0]]
-        return rule_from_factors(factors, [shared for _ in operands], [shared for _ in results])
+        shared_factors = [[factors.new(n)] for n in results[0]]
+        return rule_from_factors(factors, [shared_factors for _ in operands], [shared_factors for _ in results])
     mark = Mark.NEED_REPLICATION if operands else Mark.NONE
     fresh = [[[factors.new(n, mark)] for n in shape] for shape in (*operands, *results)]
     return rule_from_factors(factors, fresh[: len(operands)], fresh[len(operands) :])
@@ -253,19 +253,19 @@ def _may_stay_partial(operation: Any, reaches_return: dict[Any, bool]) -> bool:
     return all(_reaches_return(value, reaches_return) for value in operation.results)
 
 
-def _reaches_return(value: Any, known: dict[Any, bool]) -> bool:
-    if value not in known:
+def _reaches_return(value: Any, memo: dict[Any, bool]) -> bool:
+    if value not in memo:
         owners = [use.owner.operation for use in value.uses]
-        known[value] = bool(owners) and all(
+        memo[value] = bool(owners) and all(
             owner.name == "func.return"
             or (
                 len(owner.results) == 1
                 and _num_elements(owner.results[0]) == _num_elements(value)
-                and _reaches_return(owner.results[0], known)
+                and _reaches_return(owner.results[0], memo)
             )
             for owner in owners
         )
-    return known[value]
+    return memo[value]
 
 
 def _num_elements(value: Any) -> int:

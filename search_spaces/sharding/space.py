@@ -36,7 +36,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 from cost.base import Hardware, Link, Problem
 from cost.evaluation import checked_choice, evaluate
 from search_spaces.base import Part
-from search_spaces.sharding.base import Edge, Given, Layout, Node, Rule
+from search_spaces.sharding.base import Edge, GivenSpec, Layout, Node, Rule
 from search_spaces.sharding.candidates import nodes_of
 from search_spaces.sharding.device_program import DeviceProgram
 from search_spaces.sharding.edge_costs import edges_of, transfer_matrices
@@ -76,7 +76,7 @@ class ShardingSpace:
     axis_names: tuple[str, ...]
     axis_sizes: tuple[int, ...]
     hardware: Hardware
-    given: Mapping[int, Given]
+    given: Mapping[int, GivenSpec]
     donated: tuple[bool, ...]
     memory_limit_bytes: float = np.inf
 
@@ -125,12 +125,16 @@ class ShardingSpace:
 
     def layout(self, choice: Sequence[int]) -> Layout:
         """Returns the strategies and specs that a choice means; raises `ValueError` as `decode`."""
-        chosen = [node.strategies[s] for node, s in zip(self.nodes, checked_choice(self.problem, choice), strict=True)]
+        strategies = [
+            node.strategies[s] for node, s in zip(self.nodes, checked_choice(self.problem, choice), strict=True)
+        ]
         value_specs = []
         for value in self.graph.values:
             hub = self.hub_node.get(value.id)
-            value_specs.append(chosen[value.vertex].results[value.result] if hub is None else chosen[hub].results[0])
-        return make_layout(self.graph, chosen[: len(self.graph.vertices)], value_specs)
+            value_specs.append(
+                strategies[value.vertex].results[value.result] if hub is None else strategies[hub].results[0]
+            )
+        return make_layout(self.graph, strategies[: len(self.graph.vertices)], value_specs)
 
     def predict(self, choice: Sequence[int]) -> StepPrediction:
         """Returns what a choice costs as numbers for vertices and collectives; raises `ValueError` as `decode`."""
@@ -185,7 +189,7 @@ class ShardingSpace:
     def node_costs(self) -> NodeCosts:
         """What strategies cost by themselves."""
         shares = LatencyShares(self.graph)
-        return NodeCosts(self.axis_sizes, self.hardware, self.reshard_costs, shares, self.lifetimes.written)
+        return NodeCosts(self.axis_sizes, self.hardware, self.reshard_costs, shares, self.lifetimes.is_written)
 
     @property
     def most_preference_s(self) -> float:

@@ -9,7 +9,7 @@ from search_spaces.partition_specs import IndexedSpec
 from search_spaces.sharding.graph import Value
 
 
-def replicated(rank: int) -> IndexedSpec:
+def replicated_spec(rank: int) -> IndexedSpec:
     """Returns the spec of an array that every device holds whole."""
     return ((),) * rank
 
@@ -70,16 +70,16 @@ def divides_or_pads(spec: IndexedSpec, shape: Sequence[int], axis_sizes: tuple[i
 
 @lru_cache(maxsize=100_000)
 def specs_of_shape(
-    shape: tuple[int, ...], axis_sizes: tuple[int, ...], padded: bool = False
+    shape: tuple[int, ...], axis_sizes: tuple[int, ...], with_padding: bool = False
 ) -> tuple[IndexedSpec, ...]:
     """Lists every spec that divides a shape, with each mesh axis on one dimension or on none; replicated comes first.
 
     Args:
       shape: of the array.
       axis_sizes: devices along each mesh axis.
-      padded: whether dimensions may be padded a little.
+      with_padding: whether dimensions may be padded a little.
     """
-    fits = divides_or_pads if padded else divides
+    fits = divides_or_pads if with_padding else divides
     specs = []
     for places in product(range(-1, len(shape)), repeat=len(axis_sizes)):
         spec = tuple(tuple(a for a, place in enumerate(places) if place == d) for d in range(len(shape)))

@@ -8,7 +8,7 @@ from math import prod
 from search_spaces.partition_specs import IndexedSpec
 from search_spaces.sharding.base import Axes, Dimensions, ReshardStep, Rule, ShardingStrategy
 from search_spaces.sharding.dimensions import in_order
-from search_spaces.sharding.spec import divides, may_split, replicated, shards
+from search_spaces.sharding.spec import divides, may_split, replicated_spec, shards
 
 AxesOfFactor = Mapping[int, tuple[int, ...]]
 """The mesh axes that split each factor."""
@@ -16,8 +16,8 @@ AxesOfFactor = Mapping[int, tuple[int, ...]]
 
 def replicated_strategy(operand_ranks: Sequence[int], result_ranks: Sequence[int]) -> ShardingStrategy:
     """Returns the strategy in which every device does everything."""
-    results = tuple(replicated(r) for r in result_ranks)
-    return ShardingStrategy(tuple(replicated(r) for r in operand_ranks), results, 1, ((),) * len(results), results)
+    results = tuple(replicated_spec(r) for r in result_ranks)
+    return ShardingStrategy(tuple(replicated_spec(r) for r in operand_ranks), results, 1, ((),) * len(results), results)
 
 
 def strategy_of_spec(spec: IndexedSpec, axis_sizes: tuple[int, ...]) -> ShardingStrategy:
@@ -42,8 +42,8 @@ def strategies_of_rule(rule: Rule, axes: Axes, kinds: tuple[tuple[int, ...], ...
       axes: of the mesh.
       kinds: of the dimensions of each operand and result, where axes are alike.
     """
-    closed = rule.need_replication | rule.permutation | rule.blocked_propagation
-    open_factors = [f for f, n in enumerate(rule.sizes) if n > 1 and f not in closed]
+    closed_factors = rule.need_replication | rule.permutation | rule.blocked_propagation
+    open_factors = [f for f, n in enumerate(rule.sizes) if n > 1 and f not in closed_factors]
     choices = [[-1, *open_factors] if n > 1 else [-1] for n in axes.sizes]
     cheapest: dict[tuple[tuple[IndexedSpec, ...], tuple[IndexedSpec, ...]], ShardingStrategy] = {}
     for factors in product(*choices):
@@ -59,19 +59,19 @@ def _of_factors(
 ) -> Iterator[ShardingStrategy]:
     """Yields the strategies that split factor `factors[a]` along mesh axis a (-1: none), one for each way to reduce."""
     axes_of_factor = {f: tuple(a for a, g in enumerate(factors) if g == f) for f in dict.fromkeys(factors) if f >= 0}
-    if not all(_may_split(rule, f, split, axes.sizes) for f, split in axes_of_factor.items()):
+    if not all(_may_split(rule, f, split_axes, axes.sizes) for f, split_axes in axes_of_factor.items()):
         return
     specs = _specs((*rule.operands, *rule.results), axes_of_factor, rule, axes.sizes)
     if specs is None or not _all_in_order(specs, kinds, axes):
         return
     operands, results = specs[: len(rule.operands)], specs[len(rule.operands) :]
-    parts = prod(axes.sizes[a] for split in axes_of_factor.values() for a in split)
-    partial = {a for f, split in axes_of_factor.items() if f in rule.reduction for a in split}
-    ordered = [a for a in axes.fast_first if a in partial]
-    reductions = tuple(_all_reduce(spec, ordered, 1.0 / shards(spec, axes.sizes), axes.sizes) for spec in results)
+    parts = prod(axes.sizes[a] for split_axes in axes_of_factor.values() for a in split_axes)
+    partial = {a for f, split_axes in axes_of_factor.items() if f in rule.reduction for a in split_axes}
+    axis_order = [a for a in axes.fast_first if a in partial]
+    reductions = tuple(_all_reduce(spec, axis_order, 1.0 / shards(spec, axes.sizes), axes.sizes) for spec in results)
     yield ShardingStrategy(operands, results, parts, reductions, results)
     if rule.reduction_is_sum and len(results) == 1:
-        for steps in _scatters(results[0], _shape(rule, rule.results[0]), ordered, axes):
+        for steps in _scatters(results[0], _shape(rule, rule.results[0]), axis_order, axes):
             if _all_in_order((steps[-1].spec,), kinds[-1:], axes):
                 yield ShardingStrategy(operands, (steps[-1].spec,), parts, (steps,), results)
 
@@ -97,13 +97,14 @@ def _specs(
     for dims in arrays:
         spec = []
         for factors in dims:
-            split = [axes_of_factor.get(f, ()) for f in factors]
-            last = max((i for i, axes in enumerate(split) if axes), default=0)
+            axes_of_dimension = [axes_of_factor.get(f, ()) for f in factors]
+            last = max((i for i, axes in enumerate(axes_of_dimension) if axes), default=0)
             if any(
-                prod(sizes[a] for a in axes) != rule.sizes[f] for f, axes in zip(factors[:last], split, strict=False)
+                prod(sizes[a] for a in axes) != rule.sizes[f]
+                for f, axes in zip(factors[:last], axes_of_dimension, strict=False)
             ):
                 return None
-            spec.append(tuple(a for axes in split for a in axes))
+            spec.append(tuple(a for axes in axes_of_dimension for a in axes))
         specs.append(tuple(spec))
     return tuple(specs)
 
@@ -140,14 +141,18 @@ def _scatters(
         below = all(not spec[d] or a > max(spec[d]) for a, d in into.items())
         if not below or len(set(into.values())) != 1:
             continue
-        scattered = [tuple(sorted((*split, *(a for a in into if into[a] == d)))) for d, split in enumerate(spec)]
-        if not divides(tuple(scattered), shape, axes.sizes):
+        scattered_spec = [
+            tuple(sorted((*dimension, *(a for a in into if into[a] == d)))) for d, dimension in enumerate(spec)
+        ]
+        if not divides(tuple(scattered_spec), shape, axes.sizes):
             continue
         steps, fraction = [], 1.0 / shards(spec, axes.sizes)
-        done: list[int] = []
+        axes_done: list[int] = []
         for axis in into:
-            done.append(axis)
-            spec_after = tuple(tuple(a for a in split if a in done or a not in into) for split in scattered)
+            axes_done.append(axis)
+            spec_after = tuple(
+                tuple(a for a in dimension if a in axes_done or a not in into) for dimension in scattered_spec
+            )
             steps.append(ReshardStep("reduce_scatter", axis, fraction, spec_after))
             fraction /= axes.sizes[axis]
         rest = [a for a in partial if a not in into]

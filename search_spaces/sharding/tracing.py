@@ -9,7 +9,7 @@ from jax.extend import core, source_info_util
 from search_spaces.replay import CALLS, REMAT, scan_operands, while_operands
 from search_spaces.sharding.graph import Block, Graph, Kind, Operand, Region, Value, Vertex
 
-INLINED = {
+INLINED_BODIES = {
     **CALLS,
     "custom_jvp_call": "call_jaxpr",
     "custom_vjp_call": "call_jaxpr",
@@ -80,12 +80,12 @@ class _Builder:
         self, equation: core.JaxprEqn, operands: list[Operand], weight: float, steps: list[Vertex | Region]
     ) -> Sequence[Operand]:
         name = equation.primitive.name
-        if name in INLINED and INLINED[name] in equation.params:
+        if name in INLINED_BODIES and INLINED_BODIES[name] in equation.params:
             if any(getattr(sharding, "spec", None) is not None for sharding in equation.params.get("in_shardings", ())):
                 self.add_note(
                     equation, "the shardings of this jit are not kept; give them as `in_shardings` of the search."
                 )
-            block = self.add_jaxpr(equation.params[INLINED[name]], operands, weight)
+            block = self.add_jaxpr(equation.params[INLINED_BODIES[name]], operands, weight)
             steps.extend(block.steps)
             return block.outputs
         regions: dict[str, Callable[..., Region]] = {
@@ -143,8 +143,8 @@ class _Builder:
         slices = [
             self.add_vertex("slice", equation, [x], [v.aval], trips) for x, v in zip(xs, inner_slices, strict=True)
         ]
-        entered = [*consts, *(c.results[0] for c in carries), *(s.results[0] for s in slices)]
-        block = self.add_jaxpr(params["jaxpr"], entered, trips)
+        body_inputs = [*consts, *(c.results[0] for c in carries), *(s.results[0] for s in slices)]
+        block = self.add_jaxpr(params["jaxpr"], body_inputs, trips)
         self.close_carries(carries, block.outputs[:num_carry], trips)
         start = min((v.position for v in (*carries, *slices)), default=self.position)
         results = [c.results[1] for c in carries]
@@ -158,9 +158,9 @@ class _Builder:
         params = equation.params
         of_condition, of_body, init = while_operands(equation, operands)
         carries = [self.add_carry(equation, x, v.aval, weight) for x, v in zip(init, equation.outvars, strict=True)]
-        carried = [c.results[0] for c in carries]
-        condition = self.add_jaxpr(params["cond_jaxpr"], [*of_condition, *carried], weight)
-        body = self.add_jaxpr(params["body_jaxpr"], [*of_body, *carried], weight)
+        carried_values = [c.results[0] for c in carries]
+        condition = self.add_jaxpr(params["cond_jaxpr"], [*of_condition, *carried_values], weight)
+        body = self.add_jaxpr(params["body_jaxpr"], [*of_body, *carried_values], weight)
         self.close_carries(carries, body.outputs, weight)
         self.add_note(equation, "the length of this while loop is not known; it is priced as one trip.")
         return Region(equation, operands, [condition, body], [c.results[1] for c in carries], carries)
@@ -196,10 +196,10 @@ def feedback_of(outputs: Any, arguments: Sequence[Any]) -> list[int | None]:
     free = {i: key(a) for i, a in enumerate(arguments) if jax.tree.leaves(a)}
 
     def match(tree: Any) -> list[int | None]:
-        wanted = key(tree)
-        size = len(wanted[1])
+        wanted_key = key(tree)
+        size = len(wanted_key[1])
         for i, argument in free.items():
-            if size and argument == wanted:
+            if size and argument == wanted_key:
                 del free[i]
                 return list(range(starts[i], starts[i] + size))
         if type(tree) in (tuple, list):

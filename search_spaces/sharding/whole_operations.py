@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from search_spaces.sharding.base import ShardingStrategy
 from search_spaces.sharding.graph import Value, Vertex
-from search_spaces.sharding.local_operations import PARAMETERS, PLACED, REDUCTIONS
+from search_spaces.sharding.local_operations import PARAMETERS, PLACED_OPERATIONS, REDUCTIONS
 from search_spaces.sharding.spec import parts_of
 
 # fmt: off
@@ -47,7 +47,10 @@ def runs_whole(vertex: Vertex, strategy: ShardingStrategy, axis_sizes: tuple[int
         return True
     if name in _CONDITIONS:
         return not _CONDITIONS[name](vertex, strategy, axis_sizes)
-    return name not in _ELEMENTWISE | _ALONG_WHOLE_DIMENSIONS | PARAMETERS.keys() | PLACED.keys() | REDUCTIONS.keys()
+    return (
+        name
+        not in _ELEMENTWISE | _ALONG_WHOLE_DIMENSIONS | PARAMETERS.keys() | PLACED_OPERATIONS.keys() | REDUCTIONS.keys()
+    )
 
 
 # When an operation has a form on blocks.
@@ -72,9 +75,9 @@ def _no_groups(vertex: Vertex, strategy: ShardingStrategy, axis_sizes: tuple[int
     if params["feature_group_count"] == params["batch_group_count"] == 1:
         return _is_even(vertex, strategy, axis_sizes)
     lhs, rhs, _ = params["dimension_numbers"]
-    grouped = (strategy.operands[0][lhs[1]], strategy.operands[1][rhs[0]], strategy.operands[1][rhs[1]])
+    group_axes = (strategy.operands[0][lhs[1]], strategy.operands[1][rhs[0]], strategy.operands[1][rhs[1]])
     batch_is_whole = params["batch_group_count"] == 1 or not strategy.operands[0][lhs[0]]
-    return not any(grouped) and batch_is_whole and _is_even(vertex, strategy, axis_sizes)
+    return not any(group_axes) and batch_is_whole and _is_even(vertex, strategy, axis_sizes)
 
 
 def _is_even(vertex: Vertex, strategy: ShardingStrategy, axis_sizes: tuple[int, ...]) -> bool:

@@ -18,7 +18,7 @@ from cost.evaluation import evaluate
 from cost.validation import validate
 from diffshard.base import Solution
 from diffshard.solving import solvers
-from diffshard.solving.presolve.base import unchanged
+from diffshard.solving.presolve.base import identity
 from diffshard.solving.solve import solve, solver_names
 from tests.conformance.discovery import examples
 from tests.diffshard.solving.random_problems import (
@@ -43,7 +43,7 @@ _MOST_OVERTIME_S = 1.5
 @functools.cache
 def solved_example(name: str) -> tuple[Problem, Solution]:
     problem = MODULES[name].EXAMPLE()
-    return problem, solve(problem, solver=name, reduce=unchanged)
+    return problem, solve(problem, solver=name, reduce=identity)
 
 
 def is_coupled(problem: Problem) -> bool:
@@ -79,7 +79,7 @@ def test_exact_solvers_prove_their_examples():
 @pytest.mark.parametrize("name", NAMES)
 def test_equal_keys_give_equal_choices(name):
     problem, first = solved_example(name)
-    again = solve(problem, solver=name, reduce=unchanged)
+    again = solve(problem, solver=name, reduce=identity)
     np.testing.assert_array_equal(first.choice, again.choice)
     assert again.status == first.status
 
@@ -92,7 +92,7 @@ def test_small_problems(name, kind):
     for seed in range(SEEDS.get(name, 6)):
         problem = small_problem(seed, **KINDS[kind])
         expected = optimum(problem)
-        solution = solve(problem, solver=name, key=seed, reduce=unchanged)
+        solution = solve(problem, solver=name, key=seed, reduce=identity)
         checked = evaluate(problem, solution.choice)
         assert (solution.cost, solution.feasible, solution.excess) == (checked.cost, checked.feasible, checked.excess)
         # The history has the bounds as the solver gave them; the solution's own is never above its cost.
@@ -113,7 +113,7 @@ def test_corner_cases(name):
     single = Problem([np.array([3.0])], EMPTY, [], EMPTY[:, 0], [], EMPTY)
     apart = Problem([np.array([3.0, 1.0]), np.array([0.0, -2.0, 5.0])], EMPTY, [], EMPTY[:, 0], [], EMPTY)
     for problem, expected in ((single, 3.0), (apart, -1.0)):
-        solution = solve(problem, solver=name, reduce=unchanged)
+        solution = solve(problem, solver=name, reduce=identity)
         assert solution.feasible
         assert solution.cost == expected
 
@@ -121,8 +121,8 @@ def test_corner_cases(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_forms_of_graphs(name):
     for form, problem in FORMS.items():
-        least = solve(problem, solver="exhaustive", reduce=unchanged).cost
-        solution = solve(problem, solver=name, reduce=unchanged)
+        least = solve(problem, solver="exhaustive", reduce=identity).cost
+        solution = solve(problem, solver=name, reduce=identity)
         assert solution.feasible
         assert solution.lower_bound <= least
         assert least <= solution.cost <= 1.15 * least, form
@@ -134,8 +134,8 @@ def test_forms_of_graphs(name):
 def test_negative_costs_and_parallel_edges(name):
     ring = random_graph(7, [*CHAIN, (5, 0), (0, 5), (0, 1)])  # two edges join 5 and 0, in both directions, and 0 and 1
     problem = ring._replace(node_cost=[cost - 40 for cost in ring.node_cost], edge_cost=[c - 9 for c in ring.edge_cost])
-    least = solve(problem, solver="exhaustive", reduce=unchanged).cost
-    solution = solve(problem, solver=name, reduce=unchanged)
+    least = solve(problem, solver="exhaustive", reduce=identity).cost
+    solution = solve(problem, solver=name, reduce=identity)
     assert solution.lower_bound <= least <= solution.cost <= 0.9 * least < 0
     assert solution.cost == least or not proves(name, problem)
 
@@ -143,7 +143,7 @@ def test_negative_costs_and_parallel_edges(name):
 def solution_or_refusal(name: str, problem: Problem, *, time_limit_s: float | None) -> Solution | None:
     """What a solver finds; None where the problem is larger than what it takes, which it has to say at once."""
     try:
-        return solve(problem, solver=name, key=5, time_limit_s=time_limit_s, reduce=unchanged)
+        return solve(problem, solver=name, key=5, time_limit_s=time_limit_s, reduce=identity)
     except ValueError as error:
         if "at most" not in str(error):
             raise

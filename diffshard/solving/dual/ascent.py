@@ -51,7 +51,7 @@ def is_coupled(flat: Flat) -> bool:
     return bool(flat.base.size or flat.load.shape[1])
 
 
-def priced(flat: Flat, prices: Prices) -> np.ndarray:
+def cost_at_prices(flat: Flat, prices: Prices) -> np.ndarray:
     """Returns `[N]` node costs with their memory and loads at these prices."""
     cost = flat.cost + flat.load @ prices.load
     return cost + memory_price(flat, prices.memory) if prices.memory.any() else cost
@@ -59,9 +59,9 @@ def priced(flat: Flat, prices: Prices) -> np.ndarray:
 
 def credit(flat: Flat, prices: Prices) -> float:
     """Returns what a bound with these prices gains or loses for the limits: Σ price · (base - limit)."""
-    limited = np.isfinite(flat.limit)
-    excess = flat.base[:, limited] - flat.limit[limited]
-    return float((prices.memory[:, limited] * excess).sum()) if prices.memory.any() else 0.0
+    has_limit = np.isfinite(flat.limit)
+    excess = flat.base[:, has_limit] - flat.limit[has_limit]
+    return float((prices.memory[:, has_limit] * excess).sum()) if prices.memory.any() else 0.0
 
 
 class PriceStep(Protocol):
@@ -110,7 +110,7 @@ def step_memory_prices(memory: np.ndarray, excess: np.ndarray, least: np.ndarray
 
 
 class Ascent:
-    """The state of the climb. `step` is one iteration; `certified` turns the best of it into a valid bound.
+    """The state of the climb. `step` is one iteration; `certified_bound` turns the best of it into a valid bound.
 
     Attributes:
       flat: the problem.
@@ -119,7 +119,7 @@ class Ascent:
       bound: the best so far, in float32 sums.
       best: the messages and prices that gave it.
       prices: the present ones.
-      absorbed: `[N]` costs with all messages of the last sweep absorbed.
+      absorbed_cost: `[N]` costs with all messages of the last sweep absorbed.
       weights: `[N]` the relaxed choice of the last step that had prices to move.
     """
 
@@ -150,12 +150,12 @@ class Ascent:
         self.messages, self.prices = messages.astype(np.float32), prices
         self.bound = -math.inf
         self.best = (self.messages.copy(), self.prices)
-        self.absorbed = self.weights = self.flat.cost
+        self.absorbed_cost = self.weights = self.flat.cost
 
     def step(self, progress: float) -> float:
         """Makes a sweep and then a step of the prices; returns the bound. `progress` goes from 0 to 1."""
-        cost = np.minimum(priced(self.flat, self.prices), _LARGEST_COST).astype(np.float32)
-        bound, self.absorbed = sweep(self.layout, cost, self.messages)
+        cost = np.minimum(cost_at_prices(self.flat, self.prices), _LARGEST_COST).astype(np.float32)
+        bound, self.absorbed_cost = sweep(self.layout, cost, self.messages)
         bound += credit(self.flat, self.prices)
         if bound > self.bound:
             self.bound, self.best = bound, (self.messages.copy(), self.prices)
@@ -163,7 +163,7 @@ class Ascent:
             self._reprice(progress)
         return bound
 
-    def perturbed(self, rng: np.random.Generator, sweeps: int, noise: float) -> tuple[np.ndarray, np.ndarray]:
+    def perturbed_costs(self, rng: np.random.Generator, sweeps: int, noise: float) -> tuple[np.ndarray, np.ndarray]:
         """Returns costs with all messages absorbed `[N]`, and memory prices `[T, D]`, for a problem near this one.
 
         Other prices and noise on the costs bring the messages to another good choice. A factor for each node's memory
@@ -180,19 +180,19 @@ class Ascent:
         weight = np.repeat(np.exp(_PERTURBED_NODE_SPREAD * rng.normal(size=len(flat.sizes))), flat.sizes)
         cost = flat.cost + flat.load @ prices.load + memory_price(flat, memory) * weight
         cost = np.minimum(cost - noise * rng.gumbel(size=len(cost)), _LARGEST_COST).astype(np.float32)
-        messages, absorbed = messages.copy(), cost
+        messages, absorbed_cost = messages.copy(), cost
         for _ in range(sweeps):
-            _, absorbed = sweep(self.layout, cost, messages)
-        return absorbed, memory
+            _, absorbed_cost = sweep(self.layout, cost, messages)
+        return absorbed_cost, memory
 
     def _reprice(self, progress: float) -> None:
         size = max(self._parent_size, abs(self.bound), 1e-3 * self.scale)
         first, last = _TEMPERATURES
         temperature = size / len(self.flat.sizes) * first * (last / first) ** progress
-        self.weights = softmin_weights(self.flat, self.absorbed, temperature)
+        self.weights = softmin_weights(self.flat, self.absorbed_cost, temperature)
         self.prices = self._price_step(self.flat, self.prices, self.weights, size, progress)
 
-    def certified(self, layout: Sweep | None = None) -> float:
+    def certified_bound(self, layout: Sweep | None = None) -> float:
         """Returns the best bound, computed again in float64.
 
         Args:
@@ -200,7 +200,7 @@ class Ascent:
         """
         messages, prices = self.best
         layout = layout or lay_out(self.flat, np.float64)
-        cost = priced(self.flat, prices)
+        cost = cost_at_prices(self.flat, prices)
         bound, _ = sweep(layout, np.minimum(cost, _LARGEST_COST), messages.astype(np.float64))
         numbers = np.abs(np.where(np.isfinite(cost), cost, 0)).sum() + np.abs(messages).sum(dtype=np.float64)
         return bound + credit(self.flat, prices) - SUM_ERROR * (numbers + abs(bound))

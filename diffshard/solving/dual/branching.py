@@ -57,8 +57,8 @@ class Branching:
         self._exact = lay_out(self.flat, np.float64)
         self._count = itertools.count()
         self._open: list[tuple[float, int, Branch]] = []
-        self._closed = math.inf
-        weights = softmin_weights(self.flat, ascent.absorbed, ascent.scale)
+        self._least_closed_bound = math.inf
+        weights = softmin_weights(self.flat, ascent.absorbed_cost, ascent.scale)
         self._pending = [Branch(bound, np.zeros(len(self.flat.cost), bool), ascent, weights)]
         self._root = bound
 
@@ -66,7 +66,7 @@ class Branching:
     def bound(self) -> float:
         """A lower bound on the cost of every choice."""
         waiting = [branch.bound for branch in self._pending]
-        return max(self._root, min([self._closed, *waiting, *(self._open[0][:1] if self._open else ())]))
+        return max(self._root, min([self._least_closed_bound, *waiting, *(self._open[0][:1] if self._open else ())]))
 
     def step(self, best_cost: float) -> bool:
         """Makes one branch; returns whether there are more.
@@ -74,21 +74,23 @@ class Branching:
         Args:
           best_cost: of the best choice so far; branches that cannot be cheaper are closed.
         """
-        if not self._pending and not self._split():
+        if not self._pending and not self._branch():
             return False
         branch = self._climb(self._pending.pop(), best_cost)
         if branch.bound >= best_cost - OPTIMAL_GAP * abs(best_cost):
-            self._closed = min(self._closed, branch.bound)
+            self._least_closed_bound = min(self._least_closed_bound, branch.bound)
         else:
             heapq.heappush(self._open, (branch.bound, next(self._count), branch))
         return bool(self._pending or self._open)
 
-    def _split(self) -> bool:
+    def _branch(self) -> bool:
         while self._open:
             _, _, branch = heapq.heappop(self._open)
             halves = _halves(self.flat, branch)
             if halves is None:
-                self._closed = min(self._closed, max(branch.bound, _least_cost(self.flat, ~branch.forbidden)))
+                self._least_closed_bound = min(
+                    self._least_closed_bound, max(branch.bound, _least_cost(self.flat, ~branch.forbidden))
+                )
                 continue
             self._pending = [branch._replace(forbidden=branch.forbidden | half) for half in halves]
             return True
@@ -104,19 +106,21 @@ class Branching:
         for i in range(_SWEEPS_PER_BRANCH):
             ascent.step(first + (last - first) * i / _SWEEPS_PER_BRANCH)
             if i >= _SWEEPS_PER_BRANCH // 2:
-                weights += ascent.weights if is_coupled(flat) else softmin_weights(flat, ascent.absorbed, ascent.scale)
+                weights += (
+                    ascent.weights if is_coupled(flat) else softmin_weights(flat, ascent.absorbed_cost, ascent.scale)
+                )
             if ascent.bound >= best_cost:
                 break
-        bound = max(branch.bound, ascent.certified(self._exact))
+        bound = max(branch.bound, ascent.certified_bound(self._exact))
         total = np.maximum(np.add.reduceat(weights, flat.start[:-1]), 1e-30)
         return Branch(bound, branch.forbidden, ascent, weights / np.repeat(total, flat.sizes))
 
 
-def _least_cost(flat: Flat, allowed: np.ndarray) -> float:
-    """Returns a bound on the only choice that `allowed` `[N]` leaves: its cost, or inf if it exceeds the memory."""
-    choice = first_least((~allowed).astype(float), flat.sizes)
-    used = chosen_memory(flat, choice) if flat.base.size else flat.base
-    if (used - flat.limit > _MEMORY_TOLERANCE * used.max(initial=0.0)).any():
+def _least_cost(flat: Flat, is_allowed: np.ndarray) -> float:
+    """Returns a bound on the only choice that `is_allowed` `[N]` leaves: its cost, or inf if it exceeds the memory."""
+    choice = first_least((~is_allowed).astype(float), flat.sizes)
+    memory = chosen_memory(flat, choice) if flat.base.size else flat.base
+    if (memory - flat.limit > _MEMORY_TOLERANCE * memory.max(initial=0.0)).any():
         return math.inf
     size = chosen_cost(flat._replace(cost=np.abs(flat.cost), entries=np.abs(flat.entries)), choice)
     return float(chosen_cost(flat, choice) - SUM_ERROR * size)
@@ -130,25 +134,25 @@ def _halves(flat: Flat, branch: Branch) -> tuple[np.ndarray, np.ndarray] | None:
     """
     _, prices = branch.ascent.best
     use = memory_price(flat, prices.memory) + flat.load @ prices.load
-    allowed, starts = ~branch.forbidden, flat.start[:-1]
+    is_allowed, starts = ~branch.forbidden, flat.start[:-1]
     mean = np.add.reduceat(branch.weights * use, starts)
     spread = np.add.reduceat(branch.weights * (use - np.repeat(mean, flat.sizes)) ** 2, starts)
-    most = np.maximum.reduceat(np.where(allowed, use, -np.inf), starts)
-    least = np.minimum.reduceat(np.where(allowed, use, np.inf), starts)
+    most = np.maximum.reduceat(np.where(is_allowed, use, -np.inf), starts)
+    least = np.minimum.reduceat(np.where(is_allowed, use, np.inf), starts)
     score = np.where(most > least, np.sqrt(spread) + _RANGE_WEIGHT * (most - least), 0.0)
     node = int(score.argmax())
     if score[node] > _NO_USE * np.abs(use).max(initial=1e-300):
         middle = mean[node] if least[node] <= mean[node] < most[node] else (least[node] + most[node]) / 2
         large = use > middle
     else:  # no node's use is priced: split what the messages mix on cycles
-        num_allowed = np.add.reduceat(allowed, starts)
-        mixed = np.where(num_allowed > 1, 1 - np.maximum.reduceat(branch.weights, starts), -1.0)
-        node = int(mixed.argmax())
-        if mixed[node] < 0:
+        num_allowed = np.add.reduceat(is_allowed, starts)
+        mixedness = np.where(num_allowed > 1, 1 - np.maximum.reduceat(branch.weights, starts), -1.0)
+        node = int(mixedness.argmax())
+        if mixedness[node] < 0:
             return None
-        own = slice(starts[node], starts[node] + flat.sizes[node])
+        strategies = slice(starts[node], starts[node] + flat.sizes[node])
         large = np.ones(len(flat.cost), bool)
-        large[flat.start[node] + np.where(allowed[own], branch.weights[own], -1.0).argmax()] = False
+        large[flat.start[node] + np.where(is_allowed[strategies], branch.weights[strategies], -1.0).argmax()] = False
     inside = np.zeros(len(flat.cost), bool)
     inside[flat.start[node] : flat.start[node + 1]] = True
     return inside & large, inside & ~large

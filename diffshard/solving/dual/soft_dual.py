@@ -90,10 +90,10 @@ def soft_problem(problem: Problem) -> SoftProblem:
     load[mask] = flat.load
     forward = np.flatnonzero(flat.source < flat.target)
     edge_cost = np.zeros((len(forward), width, width))
-    for padded, e in zip(edge_cost, forward.tolist(), strict=True):
+    for matrix, e in zip(edge_cost, forward.tolist(), strict=True):
         rows, columns = int(flat.sizes[flat.source[e]]), int(flat.sizes[flat.target[e]])
         entries = flat.entries[flat.matrix[e] : flat.matrix[e] + rows * columns]
-        padded[:rows, :columns] = entries.reshape(rows, columns)
+        matrix[:rows, :columns] = entries.reshape(rows, columns)
     pairs = np.stack([flat.source[forward], flat.target[forward]], axis=1)
     usage = flat.usage.tocoo()
     row, column = usage.coords
@@ -151,7 +151,7 @@ def soft_dual(
 
     messages = jax.lax.scan(one_sweep, messages, length=sweeps)[0] if len(problem.edge_nodes) else messages
     value = dual_value(problem, prices, messages, temperature)
-    rows = _softmin_weights(_absorbed(problem, cost, messages), problem.node_mask, temperature)
+    rows = _softmin_weights(_absorb(problem, cost, messages), problem.node_mask, temperature)
     return SoftDual(value, rows, messages)
 
 
@@ -159,7 +159,7 @@ def soft_dual(
 def dual_value(problem: SoftProblem, prices: Prices, messages: jax.Array, temperature: jax.Array | float) -> jax.Array:
     """Computes D_t of any messages and prices; its gradient for `node_cost` are the marginals of `soft_dual`."""
     cost = priced_nodes(problem, prices)
-    nodes = _softmin(_absorbed(problem, cost, messages), problem.node_mask, temperature)
+    nodes = _softmin(_absorb(problem, cost, messages), problem.node_mask, temperature)
     u, v = problem.edge_nodes.T
     to_v, to_u = jnp.split(messages, 2)
     edges = problem.edge_cost - to_u[:, :, None] - to_v[:, None, :]
@@ -202,7 +202,7 @@ def _update(
     return messages.at[star].set(new, mode="drop")
 
 
-def _absorbed(problem: SoftProblem, cost: jax.Array, messages: jax.Array) -> jax.Array:
+def _absorb(problem: SoftProblem, cost: jax.Array, messages: jax.Array) -> jax.Array:
     """Returns `[V, S]` node costs with all messages."""
     to_v, to_u = jnp.split(messages, 2)
     u, v = problem.edge_nodes.T
@@ -211,17 +211,17 @@ def _absorbed(problem: SoftProblem, cost: jax.Array, messages: jax.Array) -> jax
 
 def _softmin(x: jax.Array, mask: jax.Array, temperature: jax.Array | float) -> jax.Array:
     """Returns -t log Σ exp(-x / t) along the last axis over what the mask allows, 0 where it allows nothing."""
-    weights, least, temperature = _shifted(x, mask, temperature)
+    weights, least, temperature = _shift(x, mask, temperature)
     total = weights.sum(axis=-1)
     return least[..., 0] - temperature * jnp.log(jnp.where(total > 0, total, 1.0))
 
 
 def _softmin_weights(x: jax.Array, mask: jax.Array, temperature: jax.Array | float) -> jax.Array:
-    weights, _, _ = _shifted(x, mask, temperature)
+    weights, _, _ = _shift(x, mask, temperature)
     return weights / weights.sum(axis=-1, keepdims=True)
 
 
-def _shifted(x: jax.Array, mask: jax.Array, temperature: jax.Array | float) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _shift(x: jax.Array, mask: jax.Array, temperature: jax.Array | float) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns exp(-(x - least) / t), the least, and t, which is kept above 0.
 
     Results do not depend on the least, which only keeps numbers small; so no gradient goes through it.

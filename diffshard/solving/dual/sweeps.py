@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from diffshard.solving.flat import Flat, ragged
+from diffshard.solving.flat import Flat, ragged_positions
 
 # Sizes that sources are padded to, so that edges of about equal size are computed together; chosen by hand: more sizes
 # make more calls, fewer waste more entries.
@@ -62,8 +62,8 @@ def colours(flat: Flat) -> np.ndarray:
     colour = np.full(len(flat.sizes), -1)
     degree = np.diff(flat.first)
     for v in np.argsort(-degree, kind="stable"):
-        taken = set(colour[flat.target[flat.first[v] : flat.first[v + 1]]].tolist())
-        colour[v] = next(c for c in range(len(taken) + 1) if c not in taken)
+        neighbour_colours = set(colour[flat.target[flat.first[v] : flat.first[v + 1]]].tolist())
+        colour[v] = next(c for c in range(len(neighbour_colours) + 1) if c not in neighbour_colours)
     return colour
 
 
@@ -93,7 +93,7 @@ def lay_out(flat: Flat, dtype: type = np.float32) -> Sweep:
     for c in range(num_colours):
         members = np.flatnonzero(colour == c)
         starts = np.cumsum(flat.sizes[members]) - flat.sizes[members]
-        nodes.append((ragged(flat.start[members], flat.sizes[members]), starts))
+        nodes.append((ragged_positions(flat.start[members], flat.sizes[members]), starts))
     return Sweep(up, down, nodes, total, int(flat.start[-1]), edge_at)
 
 
@@ -103,7 +103,7 @@ def _group(
     source, target = flat.source[edges], flat.target[edges]
     rows = flat.sizes[target]
     edge = np.repeat(np.arange(len(edges)), rows)
-    column = ragged(np.zeros(len(edges), np.int64), rows)
+    column = ragged_positions(np.zeros(len(edges), np.int64), rows)
     x = np.arange(width)[:, None]
     inside = x < flat.sizes[source]
     node = np.where(inside, flat.start[source] + x, flat.start[-1])

@@ -2,7 +2,7 @@
 
 Moves are priced exactly, largest load and memory included, and choices share the lookups that one node's move needs.
 The descent minimises cost + weight · excess, where the excess is the memory above the limit, summed over times and
-devices, in units of the limit. `repaired` raises the weight until the excess is gone or nothing moves any more.
+devices, in units of the limit. `repair` raises the weight until the excess is gone or nothing moves any more.
 """
 
 import itertools
@@ -12,7 +12,7 @@ import numpy as np
 import scipy.sparse
 
 from cost.memory import limit_unit
-from diffshard.solving.flat import Flat, costs_without_load, excess_in_limits, ragged
+from diffshard.solving.flat import Flat, costs_without_load, excess_in_limits, ragged_positions
 
 _NODES_PER_YIELD = 256  # a few milliseconds; chosen by hand
 _MOST_PASSES = 50  # over the nodes near a change; few problems need ten; chosen by hand
@@ -26,7 +26,7 @@ class Descent:
 
     Attributes:
       choice: `[R, V]`.
-      used: `[R, T, D]` live memory.
+      memory: `[R, T, D]` live memory.
       load: `[R, D']` seconds of each device.
     """
 
@@ -39,11 +39,11 @@ class Descent:
         self._unit = limit_unit(self._limit)
         self._usages = varying_usages(flat)
         # What one node takes of memory and of a device's time changes what all of these should do.
-        self._coupled = np.array([bool(usages) for usages in self._usages], bool) | (flat.load.shape[1] > 0)
-        self.used = np.repeat(flat.base[None], count, axis=0)
+        self._is_coupled = np.array([bool(usages) for usages in self._usages], bool) | (flat.load.shape[1] > 0)
+        self.memory = np.repeat(flat.base[None], count, axis=0)
         self.load = np.zeros((count, flat.load.shape[1]))
         for v in range(len(flat.sizes)):
-            self._put(v, self.choice[:, v], 1.0)
+            self._add(v, self.choice[:, v], 1.0)
 
     def cost(self) -> np.ndarray:
         """Returns `[R]` node, edge and load cost of the choices."""
@@ -51,9 +51,9 @@ class Descent:
 
     def excess(self) -> np.ndarray:
         """Returns `[R]` memory above the limit, in units of the limit."""
-        if not self.used.size:
+        if not self.memory.size:
             return np.zeros(len(self.choice))
-        return excess_in_limits(self.flat, self.used).sum(axis=(1, 2))
+        return excess_in_limits(self.flat, self.memory).sum(axis=(1, 2))
 
     def descend(self, order: np.ndarray, weight: np.ndarray | float = 0.0) -> Iterator[None]:
         """Passes over `order`, then over the nodes near a change, until nothing changes; yields every few milliseconds.
@@ -64,21 +64,21 @@ class Descent:
         """
         dirty, since = np.ones(len(self.flat.sizes), bool), 0
         for _ in range(_MOST_PASSES):
-            coupled = False
+            reached_coupled_node = False
             for v in order[dirty[order]].tolist():
                 if dirty[v] and self._improve(v, weight):
                     dirty[self.flat.target[self._near[v]]] = True
-                    coupled |= bool(self._coupled[v])
+                    reached_coupled_node |= bool(self._is_coupled[v])
                 dirty[v] = False
                 since += 1
                 if since % _NODES_PER_YIELD == 0:
                     yield
-            if coupled:
-                dirty |= self._coupled
+            if reached_coupled_node:
+                dirty |= self._is_coupled
             if not dirty[order].any():
                 return
 
-    def repaired(self, order: np.ndarray) -> Iterator[None]:
+    def repair(self, order: np.ndarray) -> Iterator[None]:
         """Descends at higher and higher weights, as long as some choice exceeds the memory."""
         weight = np.maximum(np.abs(self.cost()), 1e-30)
         for _ in range(_MOST_WEIGHTS):
@@ -116,15 +116,15 @@ class Descent:
         better = least < current - 1e-12 * np.abs(current)  # rounding must not move a node to and fro
         if not better.any():
             return False
-        self._put(v, now, -1.0)
+        self._add(v, now, -1.0)
         self.choice[:, v] = np.where(better, best, now)
-        self._put(v, self.choice[:, v], 1.0)
+        self._add(v, self.choice[:, v], 1.0)
         return True
 
-    def _put(self, v: int, strategy: np.ndarray, sign: float) -> None:
+    def _add(self, v: int, strategy: np.ndarray, sign: float) -> None:
         """Adds or takes away what a node uses with a strategy of each choice."""
         for start, end, device, table in self._usages[v]:
-            self.used[:, start:end, device] += sign * table[strategy][:, None]
+            self.memory[:, start:end, device] += sign * table[strategy][:, None]
         if self.flat.load.shape[1]:
             self.load += sign * self.flat.load[self.flat.start[v] + strategy]
 
@@ -143,8 +143,8 @@ class Descent:
         return total
 
     def _excess_between(self, v: int, start: int, end: int, device: int, table: np.ndarray) -> np.ndarray:
-        own = table[self.choice[:, v]]
-        room = self.used[:, start:end, device] - own[:, None] - self._limit[device]
+        rows = table[self.choice[:, v]]
+        room = self.memory[:, start:end, device] - rows[:, None] - self._limit[device]
         tight = np.flatnonzero((room + table.max() > 0).any(axis=0))
         total = np.zeros((len(room), len(table)))
         block = max(1, _MOST_TEMPORARY_NUMBERS // total.size)
@@ -183,7 +183,7 @@ def spans(flat: Flat) -> np.ndarray:
     length = flat.sizes[flat.source] * flat.sizes[flat.target]
     spread = most - least
     if len(length):
-        entries = flat.entries[ragged(flat.matrix, length)]
+        entries = flat.entries[ragged_positions(flat.matrix, length)]
         begin = np.cumsum(length) - length
         edge = np.maximum.reduceat(entries, begin) - np.minimum.reduceat(entries, begin)
         spread = spread + np.bincount(flat.source, edge, len(flat.sizes))

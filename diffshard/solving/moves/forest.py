@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from diffshard.solving.flat import Flat, ragged
+from diffshard.solving.flat import Flat, ragged_positions
 
 
 class _Level(NamedTuple):
@@ -19,7 +19,7 @@ class _Level(NamedTuple):
     node: np.ndarray  # [n]
     parent: np.ndarray  # [n]
     entries: np.ndarray  # [Σ S_parent * S_node] the matrices, a row for each strategy of the parent
-    own: np.ndarray  # the same length: positions of the node's strategies
+    own_position: np.ndarray  # the same length: positions of the node's strategies
     row: np.ndarray  # [Σ S_parent] where each row starts in `entries`
     above: np.ndarray  # [Σ S_parent] positions of the parent's strategies
     matrix: np.ndarray  # [n] where the matrix starts in the problem's entries
@@ -47,12 +47,12 @@ Grow = Callable[[Flat, np.ndarray], Forest]
 
 def grow_forest(flat: Flat, order: np.ndarray) -> Forest:
     """Returns the forest that takes the nodes of `order` `[n]` one by one, except those that would close a cycle."""
-    taken = _acyclic(flat, order)
-    inside = np.flatnonzero(taken[flat.source] & taken[flat.target])
-    near: dict[int, list[tuple[int, int]]] = {v: [] for v in np.flatnonzero(taken).tolist()}
+    in_forest = _acyclic(flat, order)
+    inside = np.flatnonzero(in_forest[flat.source] & in_forest[flat.target])
+    near: dict[int, list[tuple[int, int]]] = {v: [] for v in np.flatnonzero(in_forest).tolist()}
     for e, u, v in zip(inside.tolist(), flat.source[inside].tolist(), flat.target[inside].tolist(), strict=True):
         near[u].append((v, e))
-    roots, layers = _layers(order[taken[order]], near)
+    roots, layers = _layers(order[in_forest[order]], near)
     levels = [_level(flat, np.array(layer, np.int64)) for layer in reversed(layers)]
     return Forest(np.array(roots, np.int64), levels, inside)
 
@@ -61,11 +61,11 @@ def _acyclic(flat: Flat, order: np.ndarray) -> np.ndarray:
     """Returns `[V]` which nodes are taken, by union-find over the trees so far."""
     first, target = flat.first.tolist(), flat.target.tolist()
     parent = list(range(len(flat.sizes)))
-    taken = [False] * len(parent)
+    in_forest = [False] * len(parent)
     for v in order.tolist():
         trees = set()
         for u in target[first[v] : first[v + 1]]:
-            if taken[u]:
+            if in_forest[u]:
                 while parent[u] != u:
                     parent[u] = parent[parent[u]]
                     u = parent[u]
@@ -73,29 +73,29 @@ def _acyclic(flat: Flat, order: np.ndarray) -> np.ndarray:
                     break
                 trees.add(u)
         else:
-            taken[v] = True
+            in_forest[v] = True
             for u in trees:
                 parent[u] = v
-    return np.array(taken, bool)
+    return np.array(in_forest, bool)
 
 
 def _layers(order: np.ndarray, near: dict) -> tuple[list[int], list[list[tuple[int, int, int]]]]:
     """Returns the root of each tree, and breadth first the layers below as (node, parent, edge to the parent)."""
-    reached: set[int] = set()
+    visited_nodes: set[int] = set()
     roots: list[int] = []
     layers: list[list[tuple[int, int, int]]] = []
     for root in order.tolist():
-        if root in reached:
+        if root in visited_nodes:
             continue
         roots.append(root)
-        reached.add(root)
+        visited_nodes.add(root)
         layer, depth = [root], 0
         while layer:
             below = []
             for u in layer:
                 for v, e in near[u]:
-                    if v not in reached:
-                        reached.add(v)
+                    if v not in visited_nodes:
+                        visited_nodes.add(v)
                         below.append((v, u, e))
             if below:
                 if depth == len(layers):
@@ -110,14 +110,14 @@ def _level(flat: Flat, layer: np.ndarray) -> _Level:
     size, above = flat.sizes[node], flat.sizes[parent]
     matrix = flat.matrix[edge]
     row = np.cumsum(np.repeat(size, above))
-    own = ragged(np.repeat(flat.start[node], above), np.repeat(size, above))
+    own_position = ragged_positions(np.repeat(flat.start[node], above), np.repeat(size, above))
     return _Level(
         node=node,
         parent=parent,
-        entries=flat.entries[ragged(matrix, size * above)],
-        own=own,
+        entries=flat.entries[ragged_positions(matrix, size * above)],
+        own_position=own_position,
         row=np.concatenate([[0], row[:-1]]),
-        above=ragged(flat.start[parent], above),
+        above=ragged_positions(flat.start[parent], above),
         matrix=matrix,
         size=size,
         start=flat.start[node],
@@ -140,19 +140,19 @@ def best_choice(flat: Flat, forest: Forest, field: np.ndarray, choice: np.ndarra
     if len(edge):  # neighbours inside the forest change as well, so their present strategies do not count
         target = flat.target[edge]
         size = flat.sizes[target]
-        at = ragged(flat.matrix[edge] + choice[flat.source[edge]] * size, size)
+        at = ragged_positions(flat.matrix[edge] + choice[flat.source[edge]] * size, size)
         inside = np.zeros(len(field))
-        np.add.at(inside, ragged(flat.start[target], size), flat.entries[at])
+        np.add.at(inside, ragged_positions(flat.start[target], size), flat.entries[at])
         field -= inside
     for level in forest.levels:
-        through = field[level.own] + level.entries
+        through = field[level.own_position] + level.entries
         np.add.at(field, level.above, np.minimum.reduceat(through, level.row))
     best, size = choice.copy(), flat.sizes[forest.roots]
-    best[forest.roots] = first_least(field[ragged(flat.start[forest.roots], size)], size)
+    best[forest.roots] = first_least(field[ragged_positions(flat.start[forest.roots], size)], size)
     for level in reversed(forest.levels):
-        at = ragged(level.matrix + best[level.parent] * level.size, level.size)
-        own = ragged(level.start, level.size)
-        best[level.node] = first_least(field[own] + flat.entries[at], level.size)
+        at = ragged_positions(level.matrix + best[level.parent] * level.size, level.size)
+        positions = ragged_positions(level.start, level.size)
+        best[level.node] = first_least(field[positions] + flat.entries[at], level.size)
     return best
 
 

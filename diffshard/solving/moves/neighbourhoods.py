@@ -113,49 +113,51 @@ def perturb(polish: Polish, partition: Partition, num_moves: int, temperature: f
     for i in range(num_moves):
         cooling = max(1 - i / max(num_moves - 2, 1), 0.0)
         polish.move(partition.forests[rng.integers(len(partition.forests))], noise * cooling, weight)
-        exceeded = polish.offer(polish.choice)
-        polish.reprice(exceeded, _PRICE_RISE, _PRICE_FALL)
+        is_exceeded = polish.offer(polish.choice)
+        polish.reprice(is_exceeded, _PRICE_RISE, _PRICE_FALL)
     return _accept(polish, partition, start, polish.choice)
 
 
-def _accept(polish: Polish, partition: Partition, start: np.ndarray, moved: np.ndarray) -> int:
-    """Takes over the balls of `moved` that are cheaper, and in a second try those that free memory at a good price.
+def _accept(polish: Polish, partition: Partition, start: np.ndarray, target_choice: np.ndarray) -> int:
+    """Takes over the balls of a choice that are cheaper, and in a second try those that free memory at a good price.
 
     Returns:
       How many balls were taken over in the last try that gave a better choice.
     """
     flat = polish.flat
-    change = _change(flat, partition, start, moved, flat.cost)
+    change = _change(flat, partition, start, target_choice, flat.cost)
     orders = [np.argsort(change)[: (change < 0).sum()]]
     if flat.base.size:
-        at_prices = _change(flat, partition, start, moved, polish.costs())
+        at_prices = _change(flat, partition, start, target_choice, polish.costs())
         good = np.flatnonzero(at_prices < 0)
         frees = change[good] > at_prices[good]
         orders.append(good[np.lexsort((at_prices[good], ~frees))])
-    accepted = 0
+    num_accepted = 0
     for order in orders:
         current, room, count = start.copy(), _Room(flat, start), 0
         for b in order.tolist():
             nodes = partition.node[partition.first[b] : partition.first[b + 1]]
-            nodes = nodes[moved[nodes] != start[nodes]]
-            if len(nodes) and room.takes(nodes, start[nodes], moved[nodes]):
-                current[nodes] = moved[nodes]
+            nodes = nodes[target_choice[nodes] != start[nodes]]
+            if len(nodes) and room.takes(nodes, start[nodes], target_choice[nodes]):
+                current[nodes] = target_choice[nodes]
                 count += 1
         if count and polish.offers_better(current):
-            accepted = count
-    return accepted
+            num_accepted = count
+    return num_accepted
 
 
-def _change(flat: Flat, partition: Partition, start: np.ndarray, moved: np.ndarray, cost: np.ndarray) -> np.ndarray:
+def _change(
+    flat: Flat, partition: Partition, start: np.ndarray, target_choice: np.ndarray, cost: np.ndarray
+) -> np.ndarray:
     """Returns `[num_balls]` what each ball's change costs, with node costs `cost` `[N]`."""
     edge, node = partition.edge, partition.node
     source, target = flat.source[edge], flat.target[edge]
     row = flat.matrix[edge]
     before = flat.entries[row + start[source] * flat.sizes[target] + start[target]]
-    after = flat.entries[row + moved[source] * flat.sizes[target] + moved[target]]
+    after = flat.entries[row + target_choice[source] * flat.sizes[target] + target_choice[target]]
     change = np.bincount(partition.label[source], (after - before) * partition.share, partition.num_balls)
-    own = cost[flat.start[node] + moved[node]] - cost[flat.start[node] + start[node]]
-    return change + np.bincount(partition.label[node], own, partition.num_balls)
+    node_change = cost[flat.start[node] + target_choice[node]] - cost[flat.start[node] + start[node]]
+    return change + np.bincount(partition.label[node], node_change, partition.num_balls)
 
 
 class _Room:
@@ -163,17 +165,17 @@ class _Room:
 
     def __init__(self, flat: Flat, choice: np.ndarray):
         self._flat = flat
-        self._used = chosen_memory(flat, choice) if flat.base.size else None
+        self._memory = chosen_memory(flat, choice) if flat.base.size else None
 
     def takes(self, nodes: np.ndarray, before: np.ndarray, after: np.ndarray) -> bool:
         """Adds the change of some nodes to the memory in use if it fits; returns whether it did."""
-        if self._used is None:
+        if self._memory is None:
             return True
         flat = self._flat
         strategies = np.concatenate([flat.start[nodes] + after, flat.start[nodes] + before])
         weight = np.repeat([1.0, -1.0], len(nodes))
-        total = self._used + memory_of_strategies(flat, strategies, weight, np.zeros_like(strategies), 1)[0]
-        if ((total > flat.limit) & (total > self._used)).any():
+        total = self._memory + memory_of_strategies(flat, strategies, weight, np.zeros_like(strategies), 1)[0]
+        if ((total > flat.limit) & (total > self._memory)).any():
             return False
-        self._used = total
+        self._memory = total
         return True

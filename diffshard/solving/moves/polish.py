@@ -7,7 +7,7 @@ limit, on both sides, and those on the feasible side are kept. Noise on the cost
 import numpy as np
 
 from diffshard.solving.dual.ascent import Prices
-from diffshard.solving.flat import Flat, chosen_cost, chosen_memory, memory_price, ragged
+from diffshard.solving.flat import Flat, chosen_cost, chosen_memory, memory_price, ragged_positions
 from diffshard.solving.moves.forest import Forest, Grow, best_choice, first_least, grow_forest
 
 _MOST_POOL_NUMBERS = 1 << 25  # 256 MiB that the forests in a pool may hold; chosen by hand
@@ -27,14 +27,14 @@ class Field:
         self.flat = flat
         self._size = flat.sizes[flat.target]
         self._row = flat.matrix
-        self._to = ragged(flat.start[flat.target], self._size)
+        self._to = ragged_positions(flat.start[flat.target], self._size)
 
     def __call__(self, cost: np.ndarray, choice: np.ndarray) -> np.ndarray:
         """Returns `[N]`: `cost` `[N]` and the edges to the chosen strategies of the neighbours."""
         if not len(self._to):
             return cost.copy()
         flat = self.flat
-        at = ragged(self._row + choice[flat.source] * self._size, self._size)
+        at = ragged_positions(self._row + choice[flat.source] * self._size, self._size)
         return cost + np.bincount(self._to, flat.entries[at], len(cost))
 
 
@@ -149,17 +149,17 @@ class Polish:
             field -= temperature * self.rng.gumbel(size=len(field))
         self.choice = best_choice(self.flat, forest, field, self.choice)
 
-    def reprice(self, exceeded: np.ndarray, rise: float, fall: float) -> None:
+    def reprice(self, is_exceeded: np.ndarray, rise: float, fall: float) -> None:
         """Raises the prices by a factor where the memory is exceeded, and lowers them elsewhere.
 
         Args:
-          exceeded: `[T, D]`, as `offer` returns.
+          is_exceeded: `[T, D]`, as `offer` returns.
           rise: added to 1 for the factor.
           fall: subtracted from 1 for the factor.
         """
         if self.flat.base.size:
             risen = np.minimum(np.maximum(self.memory, self._least_price) * (1 + rise), self._most_price)
-            self.memory = np.where(exceeded, risen, self.memory * (1 - fall))
+            self.memory = np.where(is_exceeded, risen, self.memory * (1 - fall))
 
     def anneal(self, temperature: float, rate: float) -> None:
         """Moves a random forest with noise of a temperature, and lets the prices answer at a rate."""
@@ -167,6 +167,6 @@ class Polish:
         self.reprice(self.offer(self.choice), rate, _FALL_SHARE * rate)
 
 
-def rounded(flat: Flat, absorbed: np.ndarray) -> np.ndarray:
+def rounded_choice(flat: Flat, absorbed_cost: np.ndarray) -> np.ndarray:
     """Returns `[V]` the cheapest strategy of each node by costs `[N]` with all messages absorbed."""
-    return first_least(absorbed, flat.sizes)
+    return first_least(absorbed_cost, flat.sizes)

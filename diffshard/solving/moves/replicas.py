@@ -8,7 +8,7 @@ Source: Metropolis et al., "Equation of state calculations by fast computing mac
 
 import numpy as np
 
-from diffshard.solving.flat import Flat, costs_of_choices, excess_in_limits, memory_of_strategies, ragged
+from diffshard.solving.flat import Flat, costs_of_choices, excess_in_limits, memory_of_strategies, ragged_positions
 
 _SMOOTH_MAX_NORM = 8  # of the loads, in the place of their maximum; chosen by hand on placements of layers
 _EXCESS_PENALTY = 0.1  # of the whole cost, for a limit's worth of memory in excess at one time; chosen by hand
@@ -29,15 +29,17 @@ class Replicas:
     def __init__(self, flat: Flat, rng: np.random.Generator, choice: np.ndarray):
         self.flat, self._rng, self.choice = flat, rng, choice.copy()
         count = len(choice)
-        chosen = flat.start[:-1] + choice
-        self.load = flat.load[chosen].sum(axis=1)
+        position = flat.start[:-1] + choice
+        self.load = flat.load[position].sum(axis=1)
         self.cost = costs_of_choices(flat, choice)
         self._odd = False
         self._movable = np.flatnonzero(flat.sizes > 1)
         self._use = _dense_use(flat) if flat.base.size * int(flat.start[-1]) <= _MOST_TABLE_NUMBERS else None
         replica = np.repeat(np.arange(count), len(flat.sizes))
-        self._used = memory_of_strategies(flat, chosen.ravel(), np.ones(chosen.size), replica, count) + flat.base
-        self.excess = excess_in_limits(flat, self._used).sum(axis=(1, 2))
+        self._memory_in_use = (
+            memory_of_strategies(flat, position.ravel(), np.ones(position.size), replica, count) + flat.base
+        )
+        self.excess = excess_in_limits(flat, self._memory_in_use).sum(axis=(1, 2))
         self.best, self.best_cost = None, np.inf
         self._keep(np.arange(count))
 
@@ -60,16 +62,16 @@ class Replicas:
         maybe = np.flatnonzero((felt <= threshold) | (self.excess > 0))
         if not len(maybe):
             return
-        used, excess = self._memory(maybe, v[maybe], old[maybe], new[maybe])
+        memory, excess = self._memory(maybe, v[maybe], old[maybe], new[maybe])
         penalty = _EXCESS_PENALTY * np.abs(self.cost[maybe]) * (excess - self.excess[maybe])
         accept = felt[maybe] + penalty <= threshold[maybe]
-        taken = maybe[accept]
-        self.choice[taken, v[taken]] = new[taken]
-        self.cost[taken] += change[taken]
-        self.load[taken] = load[taken]
-        if used is not None:
-            self._used[taken], self.excess[taken] = used[accept], excess[accept]
-        self._keep(taken)
+        movers = maybe[accept]
+        self.choice[movers, v[movers]] = new[movers]
+        self.cost[movers] += change[movers]
+        self.load[movers] = load[movers]
+        if memory is not None:
+            self._memory_in_use[movers], self.excess[movers] = memory[accept], excess[accept]
+        self._keep(movers)
 
     def temper(self, temperatures: np.ndarray) -> None:
         """Lets neighbours in temperature `[R]` exchange places by chance: parallel tempering.
@@ -86,12 +88,12 @@ class Replicas:
         order = np.arange(len(energy))
         order[lower], order[lower + 1] = lower + 1, lower
         self.choice, self.cost, self.load = self.choice[order], self.cost[order], self.load[order]
-        self.excess, self._used = self.excess[order], self._used[order]
+        self.excess, self._memory_in_use = self.excess[order], self._memory_in_use[order]
 
     def _edges(self, v: np.ndarray, old: np.ndarray, new: np.ndarray) -> np.ndarray:
         flat = self.flat
         degree = flat.first[v + 1] - flat.first[v]
-        edge = ragged(flat.first[v], degree)
+        edge = ragged_positions(flat.first[v], degree)
         replica = np.repeat(np.arange(len(v)), degree)
         target = flat.target[edge]
         column = flat.matrix[edge] + self.choice[replica, target]
@@ -107,17 +109,17 @@ class Replicas:
         if not flat.base.size:
             return None, self.excess[rows]
         if self._use is not None:
-            used = self._used[rows] + self._use[flat.start[v] + new] - self._use[flat.start[v] + old]
-            return used, excess_in_limits(flat, used).sum(axis=(1, 2))
+            memory = self._memory_in_use[rows] + self._use[flat.start[v] + new] - self._use[flat.start[v] + old]
+            return memory, excess_in_limits(flat, memory).sum(axis=(1, 2))
         count = len(rows)
         strategies = np.concatenate([flat.start[v] + new, flat.start[v] + old])
         weight = np.repeat([1.0, -1.0], count)
-        used = self._used[rows]
-        used += memory_of_strategies(flat, strategies, weight, np.tile(np.arange(count), 2), count)
-        return used, excess_in_limits(flat, used).sum(axis=(1, 2))
+        memory = self._memory_in_use[rows]
+        memory += memory_of_strategies(flat, strategies, weight, np.tile(np.arange(count), 2), count)
+        return memory, excess_in_limits(flat, memory).sum(axis=(1, 2))
 
-    def _keep(self, changed: np.ndarray) -> None:
-        fits = changed[self.excess[changed] <= 0]
+    def _keep(self, replicas: np.ndarray) -> None:
+        fits = replicas[self.excess[replicas] <= 0]
         if len(fits):
             least = int(fits[self.cost[fits].argmin()])
             if self.cost[least] < self.best_cost:

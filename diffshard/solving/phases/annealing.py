@@ -32,8 +32,8 @@ class Annealing:
         progress = search.clock.progress(self.num_moves, self.end_share)
         polish.begin(polish.best.copy(), polish.best_memory)
         i = 0
-        while (done := progress(i)) < 1:
-            temperature = self.first_temperature * search.cost_per_node * self.cooling**done
-            polish.anneal(temperature if done < self.noise_end else 0.0, self.price_rate ** (1 + done))
+        while (share := progress(i)) < 1:
+            temperature = self.first_temperature * search.cost_per_node * self.cooling**share
+            polish.anneal(temperature if share < self.noise_end else 0.0, self.price_rate ** (1 + share))
             yield NO_BOUND
             i += 1

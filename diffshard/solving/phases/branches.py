@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from diffshard.solving.dual.branching import Branching
-from diffshard.solving.moves.polish import rounded
+from diffshard.solving.moves.polish import rounded_choice
 from diffshard.solving.phases.base import Search
 
 
@@ -39,7 +39,7 @@ class Branches:
                 return
             more = branching.step(polish.best_cost)
             ascent = branching.last_ascent
-            polish.begin(rounded(search.flat, ascent.absorbed), ascent.best[1].memory)
+            polish.begin(rounded_choice(search.flat, ascent.absorbed_cost), ascent.best[1].memory)
             for _ in range(self.num_moves):
                 polish.anneal(0.0, 0.1)
             yield branching.bound

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from diffshard.solving.dual.ascent import Ascent, PriceStep, step_along_excess
 from diffshard.solving.flat import Flat
-from diffshard.solving.moves.polish import rounded
+from diffshard.solving.moves.polish import rounded_choice
 from diffshard.solving.phases.base import Clock, Start
 
 
@@ -50,14 +50,14 @@ class DualClimb:
         progress = clock.progress(self.num_sweeps, self.end_share)
         for i in itertools.count():
             # Whichever of the two ends the climb, the temperature must have fallen by then.
-            done = max(progress(i), i / self.most_sweeps)
-            if done >= 1:
+            share = max(progress(i), i / self.most_sweeps)
+            if share >= 1:
                 break
-            ascent.step(done)
+            ascent.step(share)
             bounds.append(ascent.bound)
             if not ascent.flat.base.size and self._stalls(bounds):
                 break
-            if done >= next_start:
+            if share >= next_start:
                 next_start += self.start_interval
                 yield _read_off(ascent)
         yield _read_off(ascent)
@@ -69,4 +69,4 @@ class DualClimb:
 
 
 def _read_off(ascent: Ascent) -> Start:
-    return Start(rounded(ascent.flat, ascent.absorbed), ascent.prices.memory)
+    return Start(rounded_choice(ascent.flat, ascent.absorbed_cost), ascent.prices.memory)

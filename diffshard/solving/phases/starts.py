@@ -7,7 +7,7 @@ costs and other prices of memory, round to starts far enough from each other to 
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from diffshard.solving.moves.polish import rounded
+from diffshard.solving.moves.polish import rounded_choice
 from diffshard.solving.phases.base import NO_BOUND, Search, Start
 
 MOST_CLIMB_STARTS = 3
@@ -37,18 +37,18 @@ class DualStarts:
         progress = search.clock.progress(self.num_starts, self.end_share)
         trial = 0
         while progress(trial) < 1:
-            start = search.starts[trial] if trial < len(search.starts) else self._perturbed(search)
+            start = search.starts[trial] if trial < len(search.starts) else self._perturb(search)
             for _ in moves_from(search, start, self.num_moves):
                 yield NO_BOUND
                 if search.clock.elapsed_share() > self.end_share:
                     return
             trial += 1
 
-    def _perturbed(self, search: Search) -> Start:
+    def _perturb(self, search: Search) -> Start:
         rng = search.polish.rng
         noise = self.most_noise * search.cost_per_node * rng.random() ** 3  # mostly little
-        absorbed, memory = search.ascent.perturbed(rng, self.num_sweeps, noise)
-        return Start(rounded(search.flat, absorbed), memory)
+        costs, memory = search.ascent.perturbed_costs(rng, self.num_sweeps, noise)
+        return Start(rounded_choice(search.flat, costs), memory)
 
 
 def moves_from(search: Search, start: Start, num_moves: int) -> Iterator[float]:

@@ -25,14 +25,14 @@ class Reduction(NamedTuple):
     expand: Callable[[np.ndarray], np.ndarray]
 
 
-def unchanged(problem: Problem) -> Reduction:
+def identity(problem: Problem) -> Reduction:
     """Returns the reduction that leaves the problem as it is."""
     return Reduction(problem, 0.0, lambda choice: choice)
 
 
 def compose(first: Problem | Reduction, *steps: Callable[[Problem], Reduction]) -> Reduction:
     """Applies reductions one after the other and returns them as one; the first may have been made already."""
-    reduction = unchanged(first) if isinstance(first, Problem) else first
+    reduction = identity(first) if isinstance(first, Problem) else first
     for step in steps:
         reduction = _after(reduction, step(reduction.problem))
     return reduction
@@ -62,12 +62,12 @@ class Memo:
             self._results[key] = (operation(*arrays, *value), arrays)
         return self._results[key][0]
 
-    def transposed(self, matrix: np.ndarray) -> np.ndarray:
+    def transpose(self, matrix: np.ndarray) -> np.ndarray:
         """Returns the transposed matrix as an array of its own, whose transposed one is `matrix` itself."""
-        result = self(_transposed, matrix)
-        self._results.setdefault((_transposed, id(result)), (matrix, (result,)))
+        result = self(_transpose, matrix)
+        self._results.setdefault((_transpose, id(result)), (matrix, (result,)))
         return result
 
 
-def _transposed(matrix: np.ndarray) -> np.ndarray:
+def _transpose(matrix: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(matrix.T)

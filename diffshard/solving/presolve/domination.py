@@ -25,7 +25,7 @@ _ROUNDING = 1e-9
 """Relative tolerance of that first comparison, so that rounding hides no pair."""
 
 
-def undominated(
+def undominated_strategies(
     cost: np.ndarray, matrices: Sequence[np.ndarray], tables: Sequence[np.ndarray], memo: Memo
 ) -> np.ndarray:
     """Returns which strategies of a node are allowed and not dominated, `[S]` booleans.
@@ -36,35 +36,35 @@ def undominated(
       tables: usages and loads `[S, ...]`.
       memo: of the reduction.
     """
-    allowed = np.isfinite(cost)
-    pairs = _candidates(cost, matrices, tables, memo, np.flatnonzero(allowed))
+    is_allowed = np.isfinite(cost)
+    pairs = _candidates(cost, matrices, tables, memo, np.flatnonzero(is_allowed))
     better, worse = _dominations(cost, matrices, tables, *pairs)
-    keep = allowed.copy()
+    keep = is_allowed.copy()
     for t in np.unique(worse)[::-1]:  # of two that are equal, the first stays
         keep[t] = not keep[better[worse == t]].any()
     return keep
 
 
 def _candidates(
-    cost: np.ndarray, matrices: Sequence[np.ndarray], tables: Sequence[np.ndarray], memo: Memo, allowed: np.ndarray
+    cost: np.ndarray, matrices: Sequence[np.ndarray], tables: Sequence[np.ndarray], memo: Memo, strategies: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """Returns pairs (s, t) of allowed strategies where s is no worse than t on every mixture.
 
     This is necessary for domination and takes a hundredth of the time of comparing all pairs on everything.
     """
-    marks = cost[allowed, None] * np.ones(_NUM_MIXTURES)
+    marks = cost[strategies, None] * np.ones(_NUM_MIXTURES)
     for matrix in matrices:
-        marks = marks + memo(_mixtures, matrix)[allowed]
-    marks = np.concatenate([marks, *(table[allowed] for table in tables)], axis=1)
+        marks = marks + memo(_mixtures, matrix)[strategies]
+    marks = np.concatenate([marks, *(table[strategies] for table in tables)], axis=1)
     marks_and_slack = marks + _ROUNDING * np.abs(marks).max(axis=0)
-    no_worse = np.empty((len(allowed), len(allowed)), bool)
+    no_worse = np.empty((len(strategies), len(strategies)), bool)
     block = max(NUMBERS_PER_BLOCK // marks.size, 1)
-    for start in range(0, len(allowed), block):
+    for start in range(0, len(strategies), block):
         rows = marks[start : start + block, None]
         no_worse[start : start + block] = (rows <= marks_and_slack).all(axis=2)
     np.fill_diagonal(no_worse, False)
     better, worse = np.nonzero(no_worse)
-    return allowed[better], allowed[worse]
+    return strategies[better], strategies[worse]
 
 
 def _dominations(

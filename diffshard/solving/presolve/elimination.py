@@ -11,24 +11,24 @@ import numpy as np
 from cost.base import Problem
 from diffshard.base import InfeasibleError
 from diffshard.solving.presolve.base import Memo, Reduction
-from diffshard.solving.presolve.domination import NUMBERS_PER_BLOCK, undominated
+from diffshard.solving.presolve.domination import NUMBERS_PER_BLOCK, undominated_strategies
 
 LARGEST_PRODUCT = 1 << 16
 """Entries of a new transfer matrix beyond which a node of degree two stays: it would cost more than the node."""
 
 
-def eliminate(problem: Problem, changed: Iterable[int] | None = None) -> Reduction:
+def eliminate(problem: Problem, changed_nodes: Iterable[int] | None = None) -> Reduction:
     """Folds separable edges, eliminates nodes of degree up to two, drops dominated strategies, until nothing changes.
 
     Args:
       problem: any.
-      changed: nodes to look at first, if the rest is known to hold nothing to reduce; None looks everywhere.
+      changed_nodes: nodes to look at first, if the rest is known to hold nothing to reduce; None looks everywhere.
 
     Raises:
       InfeasibleError: some node has no allowed strategy.
     """
     graph = _Graph(problem)
-    graph.reduce(set(range(len(problem.node_cost)) if changed is None else changed))
+    graph.reduce(set(range(len(problem.node_cost)) if changed_nodes is None else changed_nodes))
     return graph.reduction()
 
 
@@ -58,20 +58,20 @@ class _Graph:
         for (u, v), cost in zip(np.asarray(problem.edge_nodes).reshape(-1, 2).tolist(), problem.edge_cost, strict=True):
             self._join(u, v, cost)
 
-    def reduce(self, changed: set[int]) -> None:
+    def reduce(self, changed_nodes: set[int]) -> None:
         """Eliminates and drops, starting from the changed nodes, until nothing changes any more."""
-        while changed:
-            touched = self._eliminate_all(changed)
-            changed = set()
-            for v in sorted(touched):
+        while changed_nodes:
+            touched_nodes = self._eliminate_all(changed_nodes)
+            changed_nodes = set()
+            for v in sorted(touched_nodes):
                 if self.cost[v] is not None and self._drop_dominated(v):
-                    changed |= {v, *self.neighbours[v]}
+                    changed_nodes |= {v, *self.neighbours[v]}
 
     def _join(self, u: int, v: int, matrix: np.ndarray) -> None:
         """Adds a matrix between u and v to the one that is there, if any; a separable sum goes into the node costs."""
         if v in self.neighbours[u]:
             matrix = self._memo(np.add, self.neighbours[u][v], matrix)
-        row_and_column = self._memo(_separated, matrix)
+        row_and_column = self._memo(_separate, matrix)
         if row_and_column is not None:
             self.neighbours[u].pop(v, None)
             self.neighbours[v].pop(u, None)
@@ -79,11 +79,11 @@ class _Graph:
             self.cost[v] = self.cost[v] + row_and_column[1]
         else:
             self.neighbours[u][v] = matrix
-            self.neighbours[v][u] = self._memo.transposed(matrix)
+            self.neighbours[v][u] = self._memo.transpose(matrix)
 
-    def _eliminate_all(self, changed: set[int]) -> set[int]:
+    def _eliminate_all(self, changed_nodes: set[int]) -> set[int]:
         """Eliminates what it can of the changed nodes and of those around; returns all nodes that changed."""
-        stack, touched = sorted(changed), set(changed)
+        stack, touched_nodes = sorted(changed_nodes), set(changed_nodes)
         waiting = set(stack)
         while stack:
             v = stack.pop()
@@ -93,10 +93,10 @@ class _Graph:
             ends = list(self.neighbours[v])
             (self._eliminate_alone, self._eliminate_leaf, self._eliminate_between)[len(ends)](v, *ends)
             self.cost[v] = None
-            touched.update(ends)
+            touched_nodes.update(ends)
             stack += [u for u in ends if u not in waiting]
             waiting.update(ends)
-        return touched
+        return touched_nodes
 
     def _can_go(self, v: int) -> bool:
         if self.cost[v] is None or self.tables[v] or len(self.neighbours[v]) > 2:
@@ -138,7 +138,7 @@ class _Graph:
         """Drops the strategies of v that are forbidden or dominated; returns whether there were any."""
         if not np.isfinite(self.cost[v]).any():
             self._fail(v)
-        keep = undominated(self.cost[v], list(self.neighbours[v].values()), self.tables[v], self._memo)
+        keep = undominated_strategies(self.cost[v], list(self.neighbours[v].values()), self.tables[v], self._memo)
         if keep.all():
             return False
         self._restrict(v, np.flatnonzero(keep))
@@ -198,11 +198,11 @@ class _Graph:
         count, steps = len(self.cost), tuple(reversed(self.undo))
 
         def expand(choice: np.ndarray) -> np.ndarray:
-            expanded = np.zeros(count, np.int64)
-            expanded[remaining] = choice[: len(remaining)]
+            full_choice = np.zeros(count, np.int64)
+            full_choice[remaining] = choice[: len(remaining)]
             for step in steps:
-                step(expanded)
-            return expanded
+                step(full_choice)
+            return full_choice
 
         return expand
 
@@ -220,7 +220,7 @@ def _choice_dependent_tables(problem: Problem) -> list[list[np.ndarray]]:
     return tables
 
 
-def _separated(matrix: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
+def _separate(matrix: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
     """Returns row and column costs that sum to the matrix, or None where there are none."""
     if not np.isfinite(matrix).all():
         return None

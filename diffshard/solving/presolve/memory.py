@@ -65,18 +65,18 @@ def compress_memory(problem: Problem) -> Reduction:
     worst = _worst_times(usages.interval, base - limit)
     usages, base = usages.at_times(worst), base[worst]
     binding = _undominated_times(problem, usages, base - limit)
-    usages, base = _merged(usages.at_times(binding)), base[binding]
+    usages, base = _merge(usages.at_times(binding)), base[binding]
     return _reduction(_without_misfits(problem, usages, limit - base), usages, base)
 
 
 def _on_limited_devices(problem: Problem) -> Problem:
     """Leaves out the devices without a limit; all usages of the result are `[S_v, 1]` or `[S_v, D]` floats."""
     tables = [np.asarray(usage, float).reshape(len(usage), -1) for usage in problem.usage]
-    limited = np.atleast_1d(np.isfinite(problem.memory_limit))
-    if limited.all() or not limited.any():
+    has_limit = np.atleast_1d(np.isfinite(problem.memory_limit))
+    if has_limit.all() or not has_limit.any():
         return problem._replace(usage=tables)
-    tables = [table[:, limited] if table.shape[1] > 1 else table for table in tables]
-    return problem._replace(usage=tables, memory_limit=np.asarray(problem.memory_limit)[limited])
+    tables = [table[:, has_limit] if table.shape[1] > 1 else table for table in tables]
+    return problem._replace(usage=tables, memory_limit=np.asarray(problem.memory_limit)[has_limit])
 
 
 def _peaks(intervals: np.ndarray) -> np.ndarray:
@@ -95,7 +95,7 @@ def _split_off_base(usages: _Usages, limit: np.ndarray, devices: int) -> tuple[_
     usages = usages.at_times(can_bind)
     base = memory_profile(usages.interval, least, len(can_bind))
     varying = usages.at(np.flatnonzero((least < most).any(axis=1)))
-    return _merged(varying._replace(tables=[table - table.min(axis=0) for table in varying.tables])), base
+    return _merge(varying._replace(tables=[table - table.min(axis=0) for table in varying.tables])), base
 
 
 def _on_all_devices(rows: list[np.ndarray], devices: int) -> np.ndarray:
@@ -105,7 +105,7 @@ def _on_all_devices(rows: list[np.ndarray], devices: int) -> np.ndarray:
     return np.stack([np.broadcast_to(row, (devices,)) for row in rows])
 
 
-def _merged(usages: _Usages) -> _Usages:
+def _merge(usages: _Usages) -> _Usages:
     """Adds up usages of one node over one interval, and leaves out those with an empty interval."""
     tables: dict[tuple[int, int, int], np.ndarray] = {}
     for v, table, (start, end) in zip(usages.nodes, usages.tables, usages.interval.tolist(), strict=True):
@@ -145,22 +145,22 @@ def _undominated_times(problem: Problem, usages: _Usages, over: np.ndarray) -> n
     if not usages.nodes or num_strategies(problem).sum() * devices * times > _LARGEST_TABLE:
         return np.arange(times)
     use = _use_at_each_time(problem, usages, over)
-    undominated = np.zeros(times, np.int64)
+    undominated_times = np.zeros(times, np.int64)
     count = comparisons = 0
     order = np.argsort(-use.sum(axis=1), kind="stable")
     for i, t in enumerate(order.tolist()):
         if comparisons > _MOST_COMPARISONS:
-            return np.sort(np.append(undominated[:count], order[i:]))
-        larger = undominated[:count]
+            return np.sort(np.append(undominated_times[:count], order[i:]))
+        larger = undominated_times[:count]
         for first in range(0, use.shape[1], _COLUMNS_AT_ONCE):
             columns = slice(first, first + _COLUMNS_AT_ONCE)
             comparisons += len(larger) * _COLUMNS_AT_ONCE
             larger = larger[(use[larger, columns] >= use[t, columns]).all(axis=1)]
             if not len(larger):
-                undominated[count] = t
+                undominated_times[count] = t
                 count += 1
                 break
-    return np.sort(undominated[:count])
+    return np.sort(undominated_times[:count])
 
 
 def _use_at_each_time(problem: Problem, usages: _Usages, over: np.ndarray) -> np.ndarray:
@@ -170,8 +170,8 @@ def _use_at_each_time(problem: Problem, usages: _Usages, over: np.ndarray) -> np
     start = np.concatenate([[0], np.cumsum(sizes)])
     use = np.zeros((times, int(start[-1]) * devices + devices))
     for v, table, (begin, end) in zip(usages.nodes, usages.tables, usages.interval, strict=True):
-        own = np.broadcast_to(table, (int(sizes[v]), devices)).ravel()
-        use[begin:end, start[v] * devices : start[v + 1] * devices] += own
+        flat_table = np.broadcast_to(table, (int(sizes[v]), devices)).ravel()
+        use[begin:end, start[v] * devices : start[v + 1] * devices] += flat_table
     use[:, -devices:] = over
     return np.ascontiguousarray(use[:, np.argsort(-use.std(axis=0))])  # columns that tell times apart come first
 
@@ -188,16 +188,16 @@ def _without_misfits(problem: Problem, usages: _Usages, room: np.ndarray) -> Pro
     for k, v in enumerate(usages.nodes):
         of_node.setdefault(v, []).append(k)
     node_cost = list(problem.node_cost)
-    for v, own in of_node.items():
-        events = np.unique(usages.interval[own])
+    for v, usage_numbers in of_node.items():
+        events = np.unique(usages.interval[usage_numbers])
         least_room = np.minimum.reduceat(room, events[:-1], axis=0)  # from each event to the next, `[events - 1, D]`
         if events[-1] < len(room):
             least_room[-1] = room[events[-2] : events[-1]].min(axis=0)
-        used = np.zeros((len(node_cost[v]), *least_room.shape))
-        for k in own:
+        least_use = np.zeros((len(node_cost[v]), *least_room.shape))
+        for k in usage_numbers:
             first, last = np.searchsorted(events, usages.interval[k])
-            used[:, first:last] += usages.tables[k][:, None, :]
-        fits = (used <= least_room).all(axis=(1, 2))
+            least_use[:, first:last] += usages.tables[k][:, None, :]
+        fits = (least_use <= least_room).all(axis=(1, 2))
         if fits.any() and not fits.all():  # where none fits the problem is infeasible, and the solver says by how much
             node_cost[v] = np.where(fits, node_cost[v], np.inf)
     return problem._replace(node_cost=node_cost)
@@ -213,10 +213,10 @@ def _reduction(problem: Problem, usages: _Usages, base: np.ndarray) -> Reduction
         tables = [*tables, *(np.broadcast_to(base[t], (size, base.shape[1])) for t in times)]
         interval = np.concatenate([interval, np.stack([times, times + 1], axis=1)])
     scalar = base.shape[1] == 1 and np.ndim(problem.memory_limit) == 0
-    reduced = problem._replace(
+    smaller = problem._replace(
         usage_node=np.array(nodes, np.int64),
         usage=[table[:, 0] if scalar else table for table in tables],
         usage_interval=interval,
         memory_limit=problem.memory_limit if nodes else np.inf,
     )
-    return Reduction(reduced, 0.0, lambda choice: choice)
+    return Reduction(smaller, 0.0, lambda choice: choice)

@@ -5,7 +5,7 @@ import functools
 import numpy as np
 
 from cost.base import Problem
-from diffshard.solving.presolve.base import Reduction, compose, unchanged
+from diffshard.solving.presolve.base import Reduction, compose, identity
 from diffshard.solving.presolve.elimination import eliminate
 from diffshard.solving.presolve.memory import compress_memory
 from diffshard.solving.presolve.ties import merge_ties
@@ -21,15 +21,15 @@ def presolve(problem: Problem) -> Reduction:
       InfeasibleError: some node has no allowed strategy.
     """
     if not len(problem.node_cost):
-        return unchanged(problem)
+        return identity(problem)
     reduction = compose(problem, merge_ties, compress_memory, eliminate)
     for _ in range(_MOST_ROUNDS):
         nodes_with_memory = set(reduction.problem.usage_node.tolist())
         reduction = compose(reduction, compress_memory)
         # Strategies that cannot fit leave less room for others, and nodes whose memory is free now can be eliminated.
-        changed = nodes_with_memory - set(reduction.problem.usage_node.tolist())
-        changed |= {v for v, cost in enumerate(reduction.problem.node_cost) if np.isinf(cost).any()}
-        if not changed:
+        freed_nodes = nodes_with_memory - set(reduction.problem.usage_node.tolist())
+        freed_nodes |= {v for v, cost in enumerate(reduction.problem.node_cost) if np.isinf(cost).any()}
+        if not freed_nodes:
             break
-        reduction = compose(reduction, functools.partial(eliminate, changed=changed))
+        reduction = compose(reduction, functools.partial(eliminate, changed_nodes=freed_nodes))
     return reduction

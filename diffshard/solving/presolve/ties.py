@@ -44,9 +44,9 @@ class _Ties:
         self.own_strategy = [np.arange(size) for size in num_strategies(problem).tolist()]
         self.alive = [~is_forbidden(cost) for cost in problem.node_cost]
         matrices, matrix_of = distinct_arrays(problem.edge_cost)
-        allowed = [~is_forbidden(matrix) for matrix in matrices]
-        restricts = np.array([not mask.all() for mask in allowed], bool)
-        self.allowed = {e: allowed[matrix_of[e]] for e in np.flatnonzero(restricts[matrix_of]).tolist()}
+        masks = [~is_forbidden(matrix) for matrix in matrices]
+        restricts = np.array([not mask.all() for mask in masks], bool)
+        self.allowed = {e: masks[matrix_of[e]] for e in np.flatnonzero(restricts[matrix_of]).tolist()}
         self.restricting: list[list[int]] = [[] for _ in problem.node_cost]
         for e in self.allowed:
             for v in self.edges[e]:
@@ -67,13 +67,13 @@ class _Ties:
     def propagate(self) -> None:
         """Drops strategies and merges nodes until no edge rules anything out any more."""
         self.queue = deque(self.allowed)
-        self.queued = set(self.allowed)
+        self.in_queue = set(self.allowed)
         for v, alive in enumerate(self.alive):
             if not alive.any():
                 self._fail(v)
         while self.queue:
             e = self.queue.popleft()
-            self.queued.discard(e)
+            self.in_queue.discard(e)
             self._restrict(e)
 
     def _restrict(self, e: int) -> None:
@@ -107,8 +107,8 @@ class _Ties:
 
     def _requeue(self, v: int) -> None:
         for e in self.restricting[v]:
-            if e not in self.queued:
-                self.queued.add(e)
+            if e not in self.in_queue:
+                self.in_queue.add(e)
                 self.queue.append(e)
 
     def _fail(self, v: int) -> None:
@@ -129,7 +129,7 @@ class _Ties:
         for v, cost in enumerate(problem.node_cost):
             node_cost[group[v]] += np.asarray(cost, float)[maps[v]]
         edge_nodes, edge_cost = self._merged_edges(group, maps, node_cost)
-        reduced = problem._replace(
+        smaller = problem._replace(
             node_cost=node_cost,
             edge_nodes=edge_nodes,
             edge_cost=edge_cost,
@@ -140,7 +140,7 @@ class _Ties:
         own_strategy = np.concatenate(maps)
         lengths = np.array([len(strategies) for strategies in maps])
         start = np.cumsum(lengths) - lengths
-        return Reduction(reduced, 0.0, lambda choice: own_strategy[start + choice[group]])
+        return Reduction(smaller, 0.0, lambda choice: own_strategy[start + choice[group]])
 
     def _merged_edges(
         self, group: np.ndarray, maps: list[np.ndarray], node_cost: list[np.ndarray]
@@ -155,7 +155,7 @@ class _Ties:
           maps: for each node which of its strategies goes with each live strategy of its root.
           node_cost: of the groups; it is added to.
         """
-        restricted: dict[tuple, np.ndarray] = {}
+        restrictions: dict[tuple, np.ndarray] = {}
         between: list[tuple[int, int, np.ndarray]] = []
         for (u, v), cost in zip(self.edges, self.problem.edge_cost, strict=True):
             a, b = int(group[u]), int(group[v])
@@ -165,11 +165,11 @@ class _Ties:
             if a > b:
                 a, b, u, v, cost = b, a, v, u, cost.T
             form = (cost.ctypes.data, cost.strides, maps[u].tobytes(), maps[v].tobytes())
-            if form not in restricted:
-                restricted[form] = _finite_or_inf(cost[np.ix_(maps[u], maps[v])])
-            between.append((a, b, restricted[form]))
-        merged = merge_edges(between)
-        return np.array(list(merged), np.int64).reshape(-1, 2), list(merged.values())
+            if form not in restrictions:
+                restrictions[form] = _finite_or_inf(cost[np.ix_(maps[u], maps[v])])
+            between.append((a, b, restrictions[form]))
+        matrices = merge_edges(between)
+        return np.array(list(matrices), np.int64).reshape(-1, 2), list(matrices.values())
 
 
 def _finite_or_inf(cost: np.ndarray) -> np.ndarray:
@@ -179,7 +179,7 @@ def _finite_or_inf(cost: np.ndarray) -> np.ndarray:
 def _summed_loads(problem: Problem, group: np.ndarray, maps: list[np.ndarray], count: int) -> list[np.ndarray]:
     if not len(problem.load):
         return []
-    joined: list = [0.0] * count
+    loads: list = [0.0] * count
     for v, load in enumerate(problem.load):
-        joined[group[v]] = joined[group[v]] + np.asarray(load, float)[maps[v]]
-    return joined
+        loads[group[v]] = loads[group[v]] + np.asarray(load, float)[maps[v]]
+    return loads

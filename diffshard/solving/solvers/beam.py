@@ -57,7 +57,7 @@ def solve(problem: Problem, *, time_limit_s: float | None = None, key: jax.Array
         search.reprice(_LAST_RATE ** (run / len(widths)))
         descent = Descent(flat, search.choice[None])
         yield Proposal(search.choice)
-        for _ in descent.repaired(order[::-1]):
+        for _ in descent.repair(order[::-1]):
             yield Proposal()
         yield Proposal(descent.choice[0])
 
@@ -78,7 +78,7 @@ class _Partials(NamedTuple):
       digest: `[B]` equal where all strategies of open nodes are: the exclusive or of their random numbers.
       cost: `[B]` without loads.
       load: `[B, D']`.
-      used: `[B, T, D]` live memory; undecided nodes count with their least.
+      memory: `[B, T, D]` live memory; undecided nodes count with their least.
       excess: `[B]` memory above the limit, in units of the limit.
     """
 
@@ -87,7 +87,7 @@ class _Partials(NamedTuple):
     digest: np.ndarray
     cost: np.ndarray
     load: np.ndarray
-    used: np.ndarray
+    memory: np.ndarray
     excess: np.ndarray
 
 
@@ -157,16 +157,16 @@ class _Beam:
     ) -> tuple[_Partials, np.ndarray, np.ndarray]:
         """Decides a node; returns the partial choices that go on, the one that each comes from, and its strategy."""
         flat = self._flat
-        own = slice(flat.start[v], flat.start[v + 1])
+        positions = slice(flat.start[v], flat.start[v + 1])
         cost = beam.cost[:, None] + self._price(v, beam)
-        excess = beam.excess[:, None] + self._excess(v, beam.used)
-        load = beam.load[:, None] + flat.load[own]
-        digest = beam.digest[:, None] ^ self._numbers[own]
+        excess = beam.excess[:, None] + self._excess(v, beam.memory)
+        load = beam.load[:, None] + flat.load[positions]
+        digest = beam.digest[:, None] ^ self._numbers[positions]
         for row, u in enumerate(beam.open):
             if u in closing:
                 digest ^= self._numbers[flat.start[u] + beam.strategy[row]][:, None]
         if v in closing:
-            digest ^= self._numbers[own]
+            digest ^= self._numbers[positions]
         priority = cost + load.max(axis=2, initial=0.0) + weight * excess
         best = _best(priority.ravel(), digest.ravel(), width)
         parent, strategy = np.divmod(best, flat.sizes[v])
@@ -174,16 +174,16 @@ class _Beam:
         open_strategy, nodes = beam.strategy[staying][:, parent], [beam.open[row] for row in staying]
         if v not in closing:
             open_strategy, nodes = np.concatenate([open_strategy, strategy[None]]), [*nodes, v]
-        used = beam.used[parent] if beam.used.size else np.repeat(beam.used[:1], len(parent), axis=0)
+        memory = beam.memory[parent] if beam.memory.size else np.repeat(beam.memory[:1], len(parent), axis=0)
         for start, end, device, table in self._usages[v]:
-            used[:, start:end, device] += table[strategy][:, None]
+            memory[:, start:end, device] += table[strategy][:, None]
         survivors = _Partials(
             nodes,
             open_strategy,
             digest.ravel()[best],
             cost.ravel()[best],
             load[parent, strategy],
-            used,
+            memory,
             excess.ravel()[best],
         )
         return survivors, parent, strategy
@@ -199,19 +199,19 @@ class _Beam:
         for e in range(flat.first[v], flat.first[v + 1]):
             u = int(flat.target[e])
             if u in row_of:
-                taken, inward = beam.strategy[row_of[u]], int(flat.reverse[e])
-                price += flat.entries[(flat.matrix[inward] + taken * size)[:, None] + np.arange(size)]
-                price -= self._least_entry[self._begin[inward] + taken][:, None]
+                neighbour_strategy, inward = beam.strategy[row_of[u]], int(flat.reverse[e])
+                price += flat.entries[(flat.matrix[inward] + neighbour_strategy * size)[:, None] + np.arange(size)]
+                price -= self._least_entry[self._begin[inward] + neighbour_strategy][:, None]
             else:
                 price += self._least_entry[self._begin[e] : self._begin[e] + size]
         return price
 
-    def _excess(self, v: int, used: np.ndarray) -> np.ndarray:
+    def _excess(self, v: int, memory: np.ndarray) -> np.ndarray:
         """Returns `[B, S_v]` what each strategy adds to the excess, one usage of the node after the other."""
-        total = np.zeros((len(used), int(self._flat.sizes[v])))
+        total = np.zeros((len(memory), int(self._flat.sizes[v])))
         for start, end, device, table in self._usages[v]:
             limit = float(self._flat.limit[device])
-            room = used[:, start:end, device] - limit
+            room = memory[:, start:end, device] - limit
             room = room[:, (room + table.max() > 0).any(axis=0)]
             for s, amount in enumerate(table):
                 total[:, s] += (np.maximum(room + amount, 0.0) - np.maximum(room, 0.0)).sum(axis=1) / max(limit, 1.0)

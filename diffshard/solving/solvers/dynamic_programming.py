@@ -46,16 +46,16 @@ def solve(problem: Problem, *, time_limit_s: float | None = None, key: jax.Array
     """
     del time_limit_s, key  # the loop stops it; nothing is random
     tables = _tables(problem)
-    decided: list[_Table] = []
+    decisions: list[_Table] = []
     constant = 0.0
     for v in _order(problem):
         mine = tables[v]
-        joined = _summed(mine, problem)
-        axis = joined.nodes.index(v)
-        rest = joined.nodes[:axis] + joined.nodes[axis + 1 :]
-        best = joined.cost.argmin(axis=axis)
-        decided.append(_Table((v, *rest), best.astype(np.int32)))
-        least = joined.cost.min(axis=axis)
+        total = _sum(mine, problem)
+        axis = total.nodes.index(v)
+        rest = total.nodes[:axis] + total.nodes[axis + 1 :]
+        best = total.cost.argmin(axis=axis)
+        decisions.append(_Table((v, *rest), best.astype(np.int32)))
+        least = total.cost.min(axis=axis)
         for table in mine:
             for u in table.nodes:
                 tables[u] = [other for other in tables[u] if other is not table]
@@ -66,7 +66,7 @@ def solve(problem: Problem, *, time_limit_s: float | None = None, key: jax.Array
         else:
             constant += float(least)
         yield Proposal()
-    choice = _traced_back(decided, len(problem.node_cost))
+    choice = _trace_back(decisions, len(problem.node_cost))
     size = len(problem.node_cost) + len(problem.edge_cost)
     bound = constant - _ERROR_PER_TERM * size * _magnitude(problem, choice) if math.isfinite(constant) else -math.inf
     if math.isinf(constant):  # every choice holds something forbidden
@@ -76,7 +76,7 @@ def solve(problem: Problem, *, time_limit_s: float | None = None, key: jax.Array
     flat = with_ceiling(flatten(problem))
     if flat.load.shape[1] or flat.base.size:
         descent = Descent(flat, choice[None])
-        for _ in descent.repaired(np.arange(len(choice))):
+        for _ in descent.repair(np.arange(len(choice))):
             yield Proposal()
         yield Proposal(descent.choice[0])
 
@@ -85,10 +85,10 @@ def _tables(problem: Problem) -> list[list[_Table]]:
     """Returns for each node the tables that it is in."""
     tables: list[list[_Table]] = []
     for v, cost in enumerate(problem.node_cost):
-        own = np.asarray(cost, float)
+        node_cost = np.asarray(cost, float)
         if len(problem.load):
-            own = own + np.asarray(problem.load[v], float).mean(axis=1)
-        tables.append([_Table((v,), own)])
+            node_cost = node_cost + np.asarray(problem.load[v], float).mean(axis=1)
+        tables.append([_Table((v,), node_cost)])
     for (u, v), cost in zip(np.asarray(problem.edge_nodes).reshape(-1, 2).tolist(), problem.edge_cost, strict=True):
         matrix = np.asarray(cost, float)
         table = _Table((u, v), matrix) if u < v else _Table((v, u), matrix.T)
@@ -110,10 +110,10 @@ def _order(problem: Problem) -> list[int]:
 
     heap = [(entries(v), v) for v in range(len(sizes))]
     heapq.heapify(heap)
-    order, eliminated = [], [False] * len(sizes)
+    order, is_eliminated = [], [False] * len(sizes)
     while heap:
         count, v = heapq.heappop(heap)
-        if eliminated[v] or count != entries(v):
+        if is_eliminated[v] or count != entries(v):
             continue
         if count > MOST_TABLE_ENTRIES:
             raise ValueError(
@@ -121,7 +121,7 @@ def _order(problem: Problem) -> list[int]:
                 f"this one needs a table of {count:.3g} entries for node {v} and its neighbours, and at most "
                 f"{MOST_TABLE_ENTRIES:,} are allowed. Take 'gradient'."
             )
-        eliminated[v] = True
+        is_eliminated[v] = True
         order.append(v)
         for u in near[v]:
             near[u] |= near[v]
@@ -131,7 +131,7 @@ def _order(problem: Problem) -> list[int]:
     return order
 
 
-def _summed(tables: list[_Table], problem: Problem) -> _Table:
+def _sum(tables: list[_Table], problem: Problem) -> _Table:
     """Returns the sum of tables, over all of their nodes."""
     nodes = tuple(sorted({v for table in tables for v in table.nodes}))
     cost = np.zeros([len(problem.node_cost[v]) for v in nodes])
@@ -140,10 +140,10 @@ def _summed(tables: list[_Table], problem: Problem) -> _Table:
     return _Table(nodes, cost)
 
 
-def _traced_back(decided: list[_Table], count: int) -> np.ndarray:
+def _trace_back(decisions: list[_Table], count: int) -> np.ndarray:
     """Returns `[V]` the choice: each node's best strategy, given those of the nodes eliminated after it."""
     choice = np.zeros(count, np.int64)
-    for table in reversed(decided):
+    for table in reversed(decisions):
         v, *rest = table.nodes
         choice[v] = table.cost[tuple(choice[rest])]
     return choice

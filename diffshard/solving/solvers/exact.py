@@ -35,7 +35,7 @@ from cost.base import Problem, is_forbidden, num_memory_devices, num_strategies
 from cost.memory import limit_unit, numbered_times
 from diffshard.base import Proposal
 from diffshard.solving.examples import coupled_ring
-from diffshard.solving.flat import ragged
+from diffshard.solving.flat import ragged_positions
 
 _RELATIVE_GAP = 1e-9  # at which HiGHS stops; far below `OPTIMAL_GAP`
 _POLL_INTERVAL_S = 0.05  # between two looks at HiGHS's answers; chosen by hand
@@ -181,10 +181,10 @@ def _marginals(problem: Problem, starts: np.ndarray, sizes: np.ndarray) -> scipy
     m, n = sizes[u], sizes[v]
     first = np.cumsum(m + n) - (m + n)  # row of each edge
     edge = np.repeat(np.arange(len(u)), m * n)
-    s, t = np.divmod(ragged(np.zeros(len(u), np.int64), m * n), n[edge])
+    s, t = np.divmod(ragged_positions(np.zeros(len(u), np.int64), m * n), n[edge])
     entry = int(sizes.sum()) + np.arange(len(edge))
-    row = [first[edge] + s, first[edge] + m[edge] + t, ragged(first, m), ragged(first + m, n)]
-    column = [entry, entry, ragged(starts[u], m), ragged(starts[v], n)]
+    row = [first[edge] + s, first[edge] + m[edge] + t, ragged_positions(first, m), ragged_positions(first + m, n)]
+    column = [entry, entry, ragged_positions(starts[u], m), ragged_positions(starts[v], n)]
     value = np.repeat([1.0, -1.0], [2 * len(entry), int((m + n).sum())])
     shape = (int((m + n).sum()), int(sizes.sum()) + len(entry))
     return scipy.sparse.coo_array((value, (np.concatenate(row), np.concatenate(column))), shape=shape)

@@ -64,8 +64,8 @@ def _excess(problem: Problem, choices: np.ndarray) -> np.ndarray:
         live = np.flatnonzero((intervals[:, 0] <= time) & (time < intervals[:, 1])).tolist()
         tables = [np.asarray(problem.usage[k])[choices[:, problem.usage_node[k]]] for k in live]
         # `[C, 1]` where all devices use alike, else `[C, D]`.
-        used = sum((table.reshape(len(choices), -1) for table in tables), start=np.zeros((len(choices), 1)))
-        worst = np.maximum(worst, (used - np.asarray(problem.memory_limit)).max(axis=1))
+        memory = sum((table.reshape(len(choices), -1) for table in tables), start=np.zeros((len(choices), 1)))
+        worst = np.maximum(worst, (memory - np.asarray(problem.memory_limit)).max(axis=1))
     return worst
 
 

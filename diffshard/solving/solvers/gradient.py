@@ -91,7 +91,7 @@ def solve(
     for start in climb(ascent, clock):
         starts.append(start)
         yield Proposal(start.choice)
-    bound = ascent.certified()
+    bound = ascent.certified_bound()
     yield Proposal(lower_bound=bound)
     polish = Polish(flat, rng, starts[-1].choice, ascent.best[1], bound, grow)
     last_starts = tuple(starts[: -MOST_CLIMB_STARTS - 1 : -1])

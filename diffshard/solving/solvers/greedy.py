@@ -15,7 +15,7 @@ import numpy as np
 from cost.base import Problem
 from diffshard.base import Proposal
 from diffshard.solving.examples import chain
-from diffshard.solving.flat import Flat, flatten, numpy_generator, ragged, with_ceiling
+from diffshard.solving.flat import Flat, flatten, numpy_generator, ragged_positions, with_ceiling
 from diffshard.solving.moves.descent import Descent, spans
 
 _NUM_ORDERS = 8  # without a time limit; chosen by hand
@@ -26,15 +26,15 @@ def solve(problem: Problem, *, time_limit_s: float | None = None, key: jax.Array
     """Yields the result of each order, until the time is over or for a fixed number of orders; has no bound."""
     rng, flat = numpy_generator(key), with_ceiling(flatten(problem))
     stake, least_entry = spans(flat), least_entries(flat)
-    done = 0
-    while time_limit_s is not None or done < _NUM_ORDERS:  # the loop of `diffshard.solve` watches the time
-        noise = np.exp(_ORDER_SPREAD * rng.normal(size=len(stake))) if done else 1.0
+    num_done = 0
+    while time_limit_s is not None or num_done < _NUM_ORDERS:  # the loop of `diffshard.solve` watches the time
+        noise = np.exp(_ORDER_SPREAD * rng.normal(size=len(stake))) if num_done else 1.0
         order = np.argsort(-stake * noise, kind="stable")
         descent = Descent(flat, construct(flat, order, least_entry)[None])
-        for _ in descent.repaired(order):
+        for _ in descent.repair(order):
             yield Proposal()
         yield Proposal(descent.choice[0])
-        done += 1
+        num_done += 1
 
 
 def least_entries(flat: Flat) -> np.ndarray:
@@ -43,7 +43,7 @@ def least_entries(flat: Flat) -> np.ndarray:
     if not len(rows):
         return np.zeros(0)
     width = np.repeat(columns, rows)
-    return np.minimum.reduceat(flat.entries[ragged(flat.matrix, rows * columns)], np.cumsum(width) - width)
+    return np.minimum.reduceat(flat.entries[ragged_positions(flat.matrix, rows * columns)], np.cumsum(width) - width)
 
 
 def construct(flat: Flat, order: np.ndarray, least_entry: np.ndarray) -> np.ndarray:
@@ -55,26 +55,26 @@ def construct(flat: Flat, order: np.ndarray, least_entry: np.ndarray) -> np.ndar
       least_entry: what `least_entries` returns.
     """
     rows = flat.sizes[flat.source]
-    at = ragged(flat.start[flat.source], rows)  # the strategy of each row
+    at = ragged_positions(flat.start[flat.source], rows)  # the strategy of each row
     price = flat.cost + np.bincount(at, least_entry, len(flat.cost))
     begin = np.cumsum(rows) - rows
     first, start, target = flat.first.tolist(), flat.start.tolist(), flat.target.tolist()
     sizes, reverse = flat.sizes.tolist(), flat.reverse.tolist()
     load = np.zeros(flat.load.shape[1])
     choice = np.zeros(len(sizes), np.int64)
-    chosen = np.zeros(len(sizes), bool)
+    is_chosen = np.zeros(len(sizes), bool)
     for v in order.tolist():
-        own = slice(start[v], start[v + 1])
-        node_price = price[own]
+        positions = slice(start[v], start[v + 1])
+        node_price = price[positions]
         if len(load):
-            node_price = node_price + (load + flat.load[own]).max(axis=1)
+            node_price = node_price + (load + flat.load[positions]).max(axis=1)
         s = choice[v] = int(node_price.argmin())
-        chosen[v] = True
+        is_chosen[v] = True
         if len(load):
             load += flat.load[start[v] + s]
         for e in range(first[v], first[v + 1]):
             u = target[e]
-            if not chosen[u]:  # the edge's real cost takes the place of the least one
+            if not is_chosen[u]:  # the edge's real cost takes the place of the least one
                 row = flat.matrix[e] + s * sizes[u]
                 inward = begin[reverse[e]]
                 price[start[u] : start[u + 1]] += (

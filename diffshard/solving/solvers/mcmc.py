@@ -26,17 +26,17 @@ def solve(problem: Problem, *, time_limit_s: float | None = None, key: jax.Array
     rng, flat = numpy_generator(key), with_ceiling(flatten(problem))
     sizes = num_strategies(problem)
     walks = Replicas(flat, rng, rng.integers(sizes, size=(_NUM_WALKS, len(sizes))))
-    start, planned = time.perf_counter(), _STEPS_PER_NODE * len(sizes)
+    start, num_steps = time.perf_counter(), _STEPS_PER_NODE * len(sizes)
     hot, cold = _TEMPERATURES
-    proposed, done, step = np.inf, 0.0, 0
-    while done < 1:
+    proposed_cost, share, step = np.inf, 0.0, 0
+    while share < 1:
         scale = np.abs(walks.cost).min() / len(sizes)
-        walks.step(scale * hot * (cold / hot) ** done)
+        walks.step(scale * hot * (cold / hot) ** share)
         step += 1
-        done = step / planned if time_limit_s is None else (time.perf_counter() - start) / time_limit_s
-        if step % _STEPS_PER_PROPOSAL == 0 or done >= 1:
-            yield Proposal(walks.best if walks.best_cost < proposed else None)
-            proposed = walks.best_cost
+        share = step / num_steps if time_limit_s is None else (time.perf_counter() - start) / time_limit_s
+        if step % _STEPS_PER_PROPOSAL == 0 or share >= 1:
+            yield Proposal(walks.best if walks.best_cost < proposed_cost else None)
+            proposed_cost = walks.best_cost
     if walks.best is None:
         yield Proposal(walks.choice[walks.excess.argmin()])
 

@@ -24,7 +24,7 @@ from cost.base import Problem
 from cost.memory import limit_unit
 from diffshard.base import Proposal
 from diffshard.solving.examples import chain
-from diffshard.solving.flat import Flat, flatten, numpy_generator, ragged, with_ceiling
+from diffshard.solving.flat import Flat, flatten, numpy_generator, ragged_positions, with_ceiling
 from diffshard.solving.moves.descent import Descent
 
 # All numbers were chosen by hand on generated layers.
@@ -77,27 +77,27 @@ def solve(problem: Problem, *, time_limit_s: float | None = None, key: jax.Array
     start, rng = time.perf_counter(), numpy_generator(key)
     flat = with_ceiling(flatten(problem))
     uniform = np.repeat(1.0 / flat.sizes, flat.sizes)
-    yield from _rounded(flat, uniform[None], rng)
+    yield from _roundings(flat, uniform[None], rng)
     energy = _energy(flat)
     count = _rounded_up(len(flat.sizes) + 1)
     state = _begin(energy, key)
     hot, cold = np.array(_TEMPERATURES) * _typical(flat, rng)
     state = jax.block_until_ready(_descend(energy, state, jnp.float32(hot), 0, count))  # compiles
-    done, step, rounded, steps = 0.0, 0, 0, _MOST_STEPS_PER_CALL if time_limit_s is None else 1
-    while done < 1:
+    share, step, num_roundings, steps = 0.0, 0, 0, _MOST_STEPS_PER_CALL if time_limit_s is None else 1
+    while share < 1:
         begun = time.perf_counter()
-        state = jax.block_until_ready(_descend(energy, state, jnp.float32(hot * (cold / hot) ** done), steps, count))
+        state = jax.block_until_ready(_descend(energy, state, jnp.float32(hot * (cold / hot) ** share), steps, count))
         step += steps
         if time_limit_s is None:
-            done = step / _NUM_STEPS
+            share = step / _NUM_STEPS
         else:
             now = time.perf_counter()
-            done = (now - start) / (_DESCENT_TIME_SHARE * time_limit_s)
+            share = (now - start) / (_DESCENT_TIME_SHARE * time_limit_s)
             steps = int(np.clip(_CALL_TIME_SHARE * time_limit_s * steps / (now - begun), 1, _MOST_STEPS_PER_CALL))
-        if done >= (rounded + 1) / _NUM_ROUNDINGS or done >= 1:
-            rounded += 1
+        if share >= (num_roundings + 1) / _NUM_ROUNDINGS or share >= 1:
+            num_roundings += 1
             rows = np.asarray(_rows(energy, state.logits, count), float)
-            yield from _rounded(flat, rows[:, : len(flat.cost)], rng)
+            yield from _roundings(flat, rows[:, : len(flat.cost)], rng)
         else:
             yield Proposal()
 
@@ -128,10 +128,10 @@ def _objective(
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the objective of one start, and the expected excess of memory `[T, D]`, negative where there is room."""
     rows = _softmax(energy.node, logits, count)
-    padded = jnp.append(rows, 0.0)
+    padded_rows = jnp.append(rows, 0.0)
     total = energy.cost @ rows
     for matrices, source, target in energy.blocks:
-        total += jnp.einsum("na,nab,nb->", padded[source], matrices, padded[target])
+        total += jnp.einsum("na,nab,nb->", padded_rows[source], matrices, padded_rows[target])
     if energy.load.shape[1]:
         total += jnp.max(rows @ energy.load)
     scale = jax.lax.stop_gradient(jnp.abs(total))  # multipliers are in parts of the whole cost
@@ -156,8 +156,10 @@ def _expected_memory(energy: _Energy, rows: jax.Array) -> jax.Array:
     if not times:
         return energy.room
     row, column, amount = energy.usage
-    used = jax.ops.segment_sum(rows[row] * amount, column, len(energy.interval) * devices).reshape(-1, devices)
-    change = jnp.zeros((times + 1, devices)).at[energy.interval[:, 0]].add(used).at[energy.interval[:, 1]].add(-used)
+    memory = jax.ops.segment_sum(rows[row] * amount, column, len(energy.interval) * devices).reshape(-1, devices)
+    change = (
+        jnp.zeros((times + 1, devices)).at[energy.interval[:, 0]].add(memory).at[energy.interval[:, 1]].add(-memory)
+    )
     return jnp.cumsum(change, axis=0)[:-1]
 
 
@@ -165,7 +167,7 @@ def _energy(flat: Flat) -> _Energy:
     """Lays the problem out; lengths are rounded up so that problems of about equal size share one compiled program."""
     scale, most = _mean(np.concatenate([flat.cost, flat.entries])), _LARGEST_ENTRY_PER_NODE * len(flat.sizes)
 
-    def scaled(costs: np.ndarray) -> jax.Array:
+    def scale_costs(costs: np.ndarray) -> jax.Array:
         return jnp.asarray(np.clip(costs / scale, -most, most), jnp.float32)
 
     times, devices = flat.base.shape
@@ -176,17 +178,17 @@ def _energy(flat: Flat) -> _Energy:
     amount = usage.data / unit[column % max(devices, 1)]
     node = np.repeat(np.arange(len(flat.sizes)), flat.sizes)
     return _Energy(
-        node=jnp.asarray(_filled(node, _rounded_up(len(flat.sizes) + 1) - 1)),
-        cost=scaled(_filled(flat.cost, 0.0)),
-        blocks=[(scaled(m), jnp.asarray(a), jnp.asarray(b)) for m, a, b in _blocks(flat)],
+        node=jnp.asarray(_fill(node, _rounded_up(len(flat.sizes) + 1) - 1)),
+        cost=scale_costs(_fill(flat.cost, 0.0)),
+        blocks=[(scale_costs(m), jnp.asarray(a), jnp.asarray(b)) for m, a, b in _blocks(flat)],
         usage=(
-            jnp.asarray(_filled(row, 0)),
-            jnp.asarray(_filled(column, 0)),
-            jnp.asarray(_filled(amount, 0.0), jnp.float32),
+            jnp.asarray(_fill(row, 0)),
+            jnp.asarray(_fill(column, 0)),
+            jnp.asarray(_fill(amount, 0.0), jnp.float32),
         ),
-        interval=jnp.asarray(_filled(flat.interval, _rounded_up(times) if times else 0)),
-        room=jnp.asarray(_filled(room, _UNLIMITED_ROOM) if times else room, jnp.float32),
-        load=scaled(_filled(flat.load, 0.0)),
+        interval=jnp.asarray(_fill(flat.interval, _rounded_up(times) if times else 0)),
+        room=jnp.asarray(_fill(room, _UNLIMITED_ROOM) if times else room, jnp.float32),
+        load=scale_costs(_fill(flat.load, 0.0)),
     )
 
 
@@ -194,7 +196,7 @@ def _rounded_up(length: int) -> int:
     return max(_LEAST_LENGTH, 1 << max(length - 1, 0).bit_length())
 
 
-def _filled(array: np.ndarray, value: float) -> np.ndarray:
+def _fill(array: np.ndarray, value: float) -> np.ndarray:
     """Returns the array with `value`s at its end, up to a power of two."""
     rest = np.full((_rounded_up(len(array)) - len(array), *array.shape[1:]), value, array.dtype)
     return np.concatenate([array, rest])
@@ -217,9 +219,9 @@ def _blocks(flat: Flat) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
         for m, e, rows, columns in zip(matrices, edges, flat.sizes[source], flat.sizes[target], strict=True):
             m[:rows, :columns] = flat.entries[flat.matrix[e] + np.arange(rows * columns)].reshape(rows, columns)
         yield (
-            _filled(matrices, 0.0),
-            _filled(_positions(flat, source, a, nothing), nothing),
-            _filled(_positions(flat, target, b, nothing), nothing),
+            _fill(matrices, 0.0),
+            _fill(_positions(flat, source, a, nothing), nothing),
+            _fill(_positions(flat, target, b, nothing), nothing),
         )
 
 
@@ -241,7 +243,7 @@ def _typical(flat: Flat, rng: np.random.Generator) -> float:
     return float(np.median(np.abs(descent.cost()))) / len(flat.sizes) / _mean(np.concatenate([flat.cost, flat.entries]))
 
 
-def _rounded(flat: Flat, rows: np.ndarray, rng: np.random.Generator) -> Iterator[Proposal]:
+def _roundings(flat: Flat, rows: np.ndarray, rng: np.random.Generator) -> Iterator[Proposal]:
     """Rounds all starts node by node, brings the choices down, and yields them and the best."""
     order = rng.permutation(len(flat.sizes))
     choices = []
@@ -249,7 +251,7 @@ def _rounded(flat: Flat, rows: np.ndarray, rng: np.random.Generator) -> Iterator
         choices.append(_conditional(flat, row.copy(), order))
         yield Proposal(choices[-1])
     descent = Descent(flat, np.stack(choices))
-    for _ in descent.repaired(order):
+    for _ in descent.repair(order):
         yield Proposal()
     yield Proposal(descent.choice[np.lexsort((descent.cost(), descent.excess()))[0]])
 
@@ -262,11 +264,11 @@ def _conditional(flat: Flat, row: np.ndarray, order: np.ndarray) -> np.ndarray:
     choice = np.zeros(len(order), np.int64)
     load = row @ flat.load
     for v in order.tolist():
-        own = slice(flat.start[v], flat.start[v + 1])
-        price = flat.cost[own] + _expected_edges(flat, v, row)
-        others = load - row[own] @ flat.load[own]
-        s = choice[v] = int((price + (others + flat.load[own]).max(axis=1, initial=0.0)).argmin())
-        row[own] = 0.0
+        positions = slice(flat.start[v], flat.start[v + 1])
+        price = flat.cost[positions] + _expected_edges(flat, v, row)
+        others = load - row[positions] @ flat.load[positions]
+        s = choice[v] = int((price + (others + flat.load[positions]).max(axis=1, initial=0.0)).argmin())
+        row[positions] = 0.0
         row[flat.start[v] + s] = 1.0
         load = others + flat.load[flat.start[v] + s]
     return choice
@@ -278,9 +280,9 @@ def _expected_edges(flat: Flat, v: int, row: np.ndarray) -> np.ndarray:
     if not len(near):
         return np.zeros(size)
     widths = flat.sizes[flat.target[near]]
-    entries = flat.entries[ragged(flat.matrix[near], size * widths)]
+    entries = flat.entries[ragged_positions(flat.matrix[near], size * widths)]
     each = np.repeat(widths, size)  # the width of every row of every matrix
-    weights = row[ragged(np.repeat(flat.start[flat.target[near]], size), each)]
+    weights = row[ragged_positions(np.repeat(flat.start[flat.target[near]], size), each)]
     return np.add.reduceat(entries * weights, np.cumsum(each) - each).reshape(len(near), size).sum(axis=0)
 
 

@@ -25,13 +25,13 @@ def solve(problem: Problem, *, time_limit_s: float | None = None, key: jax.Array
     """Yields the best of each round of starts, until the time is over or for a fixed number of rounds; has no bound."""
     rng, flat = numpy_generator(key), with_ceiling(flatten(problem))
     nodes = len(flat.sizes)
-    done = 0
-    while time_limit_s is not None or done < _NUM_ROUNDS:  # the loop of `diffshard.solve` watches the time
+    num_done = 0
+    while time_limit_s is not None or num_done < _NUM_ROUNDS:  # the loop of `diffshard.solve` watches the time
         descent = Descent(flat, rng.integers(flat.sizes, size=(_STARTS_PER_ROUND, nodes)))
-        for _ in descent.repaired(rng.permutation(nodes)):
+        for _ in descent.repair(rng.permutation(nodes)):
             yield Proposal()
         yield Proposal(descent.choice[np.lexsort((descent.cost(), descent.excess()))[0]])
-        done += 1
+        num_done += 1
 
 
 EXAMPLE = chain

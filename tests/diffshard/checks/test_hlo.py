@@ -39,9 +39,9 @@ def test_comments_in_tuples_hide_nothing():
 
 def test_what_an_instruction_calls():
     entry = parse(PROGRAM).computations["main"].by_name
-    assert (entry["w"].called, entry["w"].body, entry["w"].trip_count) == (("condition", "body"), "body", 6)
+    assert (entry["w"].callees, entry["w"].body, entry["w"].trip_count) == (("condition", "body"), "body", 6)
     assert entry["w"].source == "jit(step)/while"
-    assert (entry["c"].called, entry["c"].trip_count, entry["c"].source) == (("one", "other"), None, "")
+    assert (entry["c"].callees, entry["c"].trip_count, entry["c"].source) == (("one", "other"), None, "")
 
 
 @pytest.mark.parametrize(

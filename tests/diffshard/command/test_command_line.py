@@ -11,7 +11,7 @@ import pytest
 from cost.base import Problem
 from diffshard.base import Solution
 from diffshard.command.line import main
-from diffshard.command.terminal import shown
+from diffshard.command.terminal import show_progress
 from diffshard.sharding_search.plan import Plan
 from diffshard.solving import contest
 from tests.diffshard.plans.small_plan import small_plan
@@ -238,7 +238,7 @@ def test_interrupting_before_there_is_a_choice_has_code_1(monkeypatch, tmp_path,
 
 
 def test_progress_goes_out_as_plain_lines_and_the_last_is_never_lost(capsys):
-    with shown("working", str) as progress:
+    with show_progress("working", str) as progress:
         for i in range(100):
             progress(i / 10, 100.0 - i, 0.5)
     lines = capsys.readouterr().err.splitlines()

@@ -12,7 +12,7 @@ from cost.base import Problem, num_strategies
 from cost.evaluation import evaluate
 from diffshard.base import Proposal
 from diffshard.solving.phases.quotient_start import QuotientStart, best_equal_choice
-from diffshard.solving.presolve.base import unchanged
+from diffshard.solving.presolve.base import identity
 from diffshard.solving.quotient import classes, merge_classes, quotient_by_equality
 from diffshard.solving.solve import solve
 from diffshard.solving.solvers import gradient
@@ -151,6 +151,6 @@ def test_ctrl_c_in_the_quotient_stops_the_whole_search():
         yield Proposal()
 
     solver = functools.partial(gradient.solve, phases=lambda _: (QuotientStart(pressed),))
-    found = solve(layered_problem(0, 12, width=12, most=6, binding=0.7), solver=solver, reduce=unchanged)
+    found = solve(layered_problem(0, 12, width=12, most=6, binding=0.7), solver=solver, reduce=identity)
     assert found.status == "interrupted"
     assert found.lower_bound > 0  # from the dual, before

@@ -10,7 +10,7 @@ import pytest
 from cost.base import FORBIDDEN, Problem
 from cost.evaluation import evaluate
 from diffshard.base import Proposal
-from diffshard.solving.presolve.base import unchanged
+from diffshard.solving.presolve.base import identity
 from diffshard.solving.solve import solve, solver_names
 from diffshard.solving.violations import violations
 from tests.diffshard.solving.random_problems import layered_problem, small_problem
@@ -71,7 +71,7 @@ def test_the_best_proposal_is_kept_whatever_follows():
     solution = solve(
         TWO,
         solver=_proposing(Proposal(worse), Proposal(better, 2.0), Proposal(worse), Proposal(None, 1.0)),
-        reduce=unchanged,
+        reduce=identity,
         progress=lambda *numbers: calls.append(numbers),
     )
     # The cheapest strategy of each node is there before any solver: 1 + 3.
@@ -82,14 +82,14 @@ def test_the_best_proposal_is_kept_whatever_follows():
 
 
 def test_the_time_limit_returns_the_best_so_far():
-    solution = solve(TWO, solver=_proposing(*[Proposal()] * 100, pause_s=0.02), reduce=unchanged, time_limit_s=0.1)
+    solution = solve(TWO, solver=_proposing(*[Proposal()] * 100, pause_s=0.02), reduce=identity, time_limit_s=0.1)
     assert (solution.status, solution.cost) == ("time limit", 4.0)
     assert solution.history[-1][0] < 1.0
 
 
 def test_ctrl_c_returns_the_best_so_far():
     stopped = _proposing(Proposal(np.array([0, 1])), then=KeyboardInterrupt)
-    solution = solve(TWO, solver=stopped, reduce=unchanged)
+    solution = solve(TWO, solver=stopped, reduce=identity)
     assert (solution.status, solution.cost) == ("interrupted", 4.0)
 
 
@@ -98,7 +98,7 @@ def test_a_closed_gap_stops_the_solver():
         while True:
             yield Proposal(np.array([0, 1]), 4.0)
 
-    solution = solve(TWO, solver=endless, reduce=unchanged)
+    solution = solve(TWO, solver=endless, reduce=identity)
     assert (solution.status, solution.gap) == ("optimal", 0.0)
 
 

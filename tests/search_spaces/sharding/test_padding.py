@@ -43,7 +43,7 @@ def test_long_dimensions_may_be_padded_and_short_ones_not():
 
 def test_padded_dimensions_are_split_by_one_longest_axis():
     """Parts of different numbers would not start at the same places."""
-    assert {axes for (axes,) in specs_of_shape((1003,), (2, 4, 4), padded=True)} == {(), (1,), (2,)}
+    assert {axes for (axes,) in specs_of_shape((1003,), (2, 4, 4), with_padding=True)} == {(), (1,), (2,)}
     assert {axes for (axes,) in specs_of_shape((1003,), (2, 4, 4))} == {()}
 
 

@@ -15,7 +15,7 @@ from cost.collectives import collective_sent_bytes
 from diffshard.checks.collectives import hlo_collectives
 from search_spaces.sharding.reshard_costs import ReshardCosts
 from search_spaces.sharding.resharding import REFERENCE_BYTES
-from search_spaces.sharding.spec import axes_in, divides, parts_of, replicated, specs_of_shape
+from search_spaces.sharding.spec import axes_in, divides, parts_of, replicated_spec, specs_of_shape
 
 KINDS = ("slice", "all_gather", "all_to_all", "collective_permute")
 AXES = ("x", "y", "z")
@@ -32,7 +32,7 @@ def paths(sizes, seed=0):
 @cache
 def ordered_specs(rank, sizes):
     """Every spec of so many dimensions, the axes of a dimension in every order."""
-    found = {replicated(rank)}
+    found = {replicated_spec(rank)}
     for count in range(1, len(sizes) + 1):
         for axes in permutations(range(len(sizes)), count):
             for places in product(range(rank), repeat=count):

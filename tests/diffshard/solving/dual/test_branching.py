@@ -45,7 +45,7 @@ def _branching(problem: Problem) -> Branching:
     ascent = Ascent(with_ceiling(flatten(problem)))
     for i in range(10):
         ascent.step(i / 10)
-    return Branching(ascent, ascent.certified())
+    return Branching(ascent, ascent.certified_bound())
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -40,7 +40,7 @@ def test_repaired_choices_fit_where_single_moves_can_make_them():
     flat = with_ceiling(flatten(problem))
     descent = Descent(flat, np.stack([flat.sizes - 1, 0 * flat.sizes]))
     assert descent.excess().any()
-    for _ in descent.repaired(np.arange(len(flat.sizes))):
+    for _ in descent.repair(np.arange(len(flat.sizes))):
         pass
     assert not descent.excess().any()
     assert (chosen_memory(flat, descent.choice[0]) <= flat.limit).all()

@@ -5,7 +5,7 @@ import pytest
 
 from cost.base import Problem
 from diffshard.base import Proposal
-from diffshard.solving.presolve.base import unchanged
+from diffshard.solving.presolve.base import identity
 from diffshard.solving.solve import solve
 from diffshard.solving.solvers import dynamic_programming
 from diffshard.solving.solvers.dynamic_programming import solve as dynamic
@@ -24,11 +24,11 @@ def _tree(seed: int, count: int) -> Problem:
 def test_dynamic_programming_is_exact_on_forests():
     for seed in range(20):
         problem = _tree(seed, 7)
-        solution = solve(problem, solver="dynamic_programming", reduce=unchanged)
+        solution = solve(problem, solver="dynamic_programming", reduce=identity)
         assert solution.cost == optimum(problem)
         assert solution.status == "optimal"
     large = _tree(0, 2000)
-    solution = solve(large, solver="dynamic_programming", reduce=unchanged)
+    solution = solve(large, solver="dynamic_programming", reduce=identity)
     assert solution.cost == solve(large).cost  # eliminated by presolve alone
 
 
@@ -44,7 +44,7 @@ def test_dynamic_programming_of_ten_thousand_nodes_in_seconds():
         [],
         EMPTY,
     )
-    solution = solve(problem, solver="dynamic_programming", reduce=unchanged)
+    solution = solve(problem, solver="dynamic_programming", reduce=identity)
     assert solution.status == "optimal"
     assert solution.cost == pytest.approx(solve(problem).cost)  # presolve alone eliminates a chain
 
@@ -61,4 +61,4 @@ def test_dynamic_programming_gives_a_bound_where_memory_or_loads_join_all_nodes(
 def test_dynamic_programming_says_when_tables_are_too_large(monkeypatch):
     monkeypatch.setattr(dynamic_programming, "MOST_TABLE_ENTRIES", 100)
     with pytest.raises(ValueError, match=r"needs a table of 729 entries for node 0 .* at most 100 .* Take 'gradient'"):
-        solve(FORMS["complete"], solver="dynamic_programming", reduce=unchanged)
+        solve(FORMS["complete"], solver="dynamic_programming", reduce=identity)

@@ -17,7 +17,7 @@ from diffshard.solving.phases.neighbourhoods import Neighbourhoods
 from diffshard.solving.phases.quotient_start import QuotientStart
 from diffshard.solving.phases.starts import DualStarts
 from diffshard.solving.phases.walks import Walks
-from diffshard.solving.presolve.base import unchanged
+from diffshard.solving.presolve.base import identity
 from diffshard.solving.presolve.pipeline import presolve
 from diffshard.solving.solve import solve
 from diffshard.solving.solvers import gradient
@@ -50,7 +50,7 @@ def layered() -> tuple[Problem, float]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("reduce", [unchanged, presolve])
+@pytest.mark.parametrize("reduce", [identity, presolve])
 def test_gradient_is_exact_where_it_searches_instead_of_enumerating(kind, reduce, monkeypatch):
     monkeypatch.setattr(gradient, "MOST_ENUMERATED", 0)
     for seed in range(20, 28):
@@ -72,7 +72,7 @@ def test_gradient_says_by_how_much_nothing_fits(limit):
     if np.ndim(limit):
         problem = problem._replace(usage=[np.stack([row, row], axis=1) for row in problem.usage])
     cheapest = [np.argmin(cost) for cost in problem.node_cost]
-    for reduce in (unchanged, presolve):
+    for reduce in (identity, presolve):
         solution = solve(problem, solver=_short, reduce=reduce)
         assert (solution.status, solution.feasible) == ("infeasible", False)
         assert 0 < solution.excess < evaluate(problem, np.array(cheapest)).excess
@@ -114,7 +114,7 @@ def test_costs_below_zero_are_proven_in_any_unit(name, unit, monkeypatch):
         problem = small_problem(seed)
         nodes, edges = ([unit * (c - 100) for c in costs] for costs in (problem.node_cost, problem.edge_cost))
         problem = problem._replace(node_cost=nodes, edge_cost=edges)
-        solution = solve(problem, solver=name, reduce=unchanged)
+        solution = solve(problem, solver=name, reduce=identity)
         assert solution.cost == pytest.approx(optimum(problem), rel=1e-12), f"seed {seed}"
         assert solution.lower_bound <= optimum(problem)
         assert solution.status == "optimal"

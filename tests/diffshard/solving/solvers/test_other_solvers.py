@@ -8,7 +8,7 @@ import pytest
 
 from cost.base import Problem
 from diffshard.solving.flat import chosen_cost, flatten, with_ceiling
-from diffshard.solving.presolve.base import unchanged
+from diffshard.solving.presolve.base import identity
 from diffshard.solving.solve import solve
 from diffshard.solving.solvers import beam, exact, primal
 from tests.diffshard.solving.random_problems import CHAIN, FORMS, layered_problem, random_graph
@@ -16,8 +16,8 @@ from tests.diffshard.solving.random_problems import CHAIN, FORMS, layered_proble
 
 def test_a_beam_wide_enough_is_dynamic_programming():
     problem = layered_problem(4, 3, width=15, most=6)
-    best = solve(problem, solver="dynamic_programming", reduce=unchanged)
-    wide = solve(problem, solver="beam", reduce=unchanged)
+    best = solve(problem, solver="dynamic_programming", reduce=identity)
+    wide = solve(problem, solver="beam", reduce=identity)
     assert best.status == "optimal"
     assert best.cost == solve(problem).cost
     assert best.cost <= wide.cost <= 1.1 * best.cost
@@ -31,16 +31,16 @@ def test_a_beam_wide_enough_is_dynamic_programming():
 def test_the_end_of_highs_is_noticed_and_the_lack_of_it_said(monkeypatch):
     monkeypatch.setattr(exact.sys, "executable", shutil.which("false"))
     with pytest.raises(RuntimeError, match="HiGHS ended with exit code 1; take 'gradient'"):
-        solve(FORMS["ring"], solver="exact", reduce=unchanged)
+        solve(FORMS["ring"], solver="exact", reduce=identity)
     monkeypatch.setattr(exact.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ModuleNotFoundError, match="pip install highspy"):
-        solve(FORMS["ring"], solver="exact", reduce=unchanged)
+        solve(FORMS["ring"], solver="exact", reduce=identity)
 
 
 def test_exhaustive_says_how_many_choices_however_many():
     problem = layered_problem(1, 20)
     with pytest.raises(ValueError, match=r"takes at most 10,000,000 choices; this problem has 10\^\d{3}\. Take"):
-        solve(problem, solver="exhaustive", reduce=unchanged)
+        solve(problem, solver="exhaustive", reduce=identity)
 
 
 def test_primal_problems_of_like_size_share_one_program():
@@ -62,5 +62,5 @@ def test_usages_alike_on_all_devices_and_of_each_device_go_together():
         memory_limit=np.array([5.0, 6.0]),
     )
     for solver in ("exhaustive", "gradient"):
-        solution = solve(problem, solver=solver, reduce=unchanged)
+        solution = solve(problem, solver=solver, reduce=identity)
         assert (solution.cost, solution.choice.tolist()) == (2.0, [0, 1])
