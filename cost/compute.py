@@ -204,7 +204,7 @@ def _fft(equation: core.JaxprEqn) -> float:
 
 
 def _factorisation(cubic: float) -> Callable[[core.JaxprEqn], float]:
-    """Dense linear algebra on `[..., m, n]`: `cubic` times m·n·min(m, n). Source: Golub, Van Loan, appendix tables."""
+    """Counts dense linear algebra on `[..., m, n]`: `cubic` times m·n·min(m, n), by Golub and Van Loan."""
 
     def flops(equation: core.JaxprEqn) -> float:
         *batch, m, n = _aval(equation.invars[0]).shape

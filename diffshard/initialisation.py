@@ -126,7 +126,7 @@ def init_search(
 
 
 def xavier(init_fn: InitFn) -> InitFn:
-    """`init_fn` with all matrices drawn by Glorot's normal initialiser; vectors (biases, scales) as they were.
+    """Returns `init_fn` with all matrices drawn by Glorot's normal initialiser; vectors (biases, scales) as they were.
 
     Convolution kernels count as spatial dimensions before (in, out); layers that are stacked on a leading axis would be
     taken for such and need an initialiser of their own.
@@ -137,7 +137,7 @@ def xavier(init_fn: InitFn) -> InitFn:
 
 
 def kaiming(init_fn: InitFn) -> InitFn:
-    """As `xavier`, by He's normal initialiser.
+    """Returns what `xavier` does, by He's normal initialiser.
 
     Source: He et al., "Delving Deep into Rectifiers" (ICCV 2015).
     """
@@ -145,7 +145,7 @@ def kaiming(init_fn: InitFn) -> InitFn:
 
 
 def orthogonal(init_fn: InitFn) -> InitFn:
-    """As `xavier`, with orthogonal matrices; leading dimensions count as rows.
+    """Returns what `xavier` does, with orthogonal matrices; leading dimensions count as rows.
 
     Source: Saxe, McClelland and Ganguli, "Exact solutions to the nonlinear dynamics of learning" (ICLR 2014).
     """
@@ -230,7 +230,7 @@ def _trainer(
 
 
 def _rotate(centres: Params, fresh: Params, spread: float) -> Params:
-    """√(1 - s²) centre + s fresh, where the two differ: the variance stays, and so do constants (biases, scales)."""
+    """Returns √(1 - s²) centre + s fresh where the two differ: the variance stays, and so do biases and scales."""
     keep = math.sqrt(1 - spread**2)
     return jax.tree.map(lambda a, b: jnp.where(a == b, a, keep * a + spread * b).astype(a.dtype), centres, fresh)
 

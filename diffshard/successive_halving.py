@@ -117,7 +117,7 @@ def each(train_one: Callable[[C, int], tuple[C, Any]]) -> Train[C]:
 
 
 def _pair(result: Any, num_candidates: int | None = None) -> Any:
-    """What `train` returned, if it is candidates and scores; of one candidate where no number is given."""
+    """Returns what `train` returned, if it is candidates and scores; of one candidate where no number is given."""
     what = "candidate and score" if num_candidates is None else "candidates and scores"
     if not isinstance(result, tuple | list) or len(result) != 2:
         raise ValueError(f"`train` must return a pair, {what}; got {type(result).__name__}.")
@@ -134,7 +134,7 @@ def _has_nan(score: Any) -> bool:
 
 
 def _comparable(score: Any) -> Any:
-    """NaN is neither less nor more than anything, so no order would hold."""
+    """Turns NaN into infinity: NaN is neither less nor more than anything, so no order would hold."""
     if isinstance(score, tuple):
         return tuple(_comparable(part) for part in score)
     return math.inf if math.isnan(score) else score

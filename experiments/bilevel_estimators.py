@@ -35,14 +35,14 @@ class Strategies(NamedTuple):
 
 
 def lossy(space: CommunicationSpace) -> Strategies:
-    """All lossy strategies, by group."""
+    """Returns all lossy strategies, by group."""
     pairs = [(g, int(s)) for g, group in enumerate(space.groups) for s in np.flatnonzero(~group.exact)]
     groups, strategies = np.array(pairs).T
     return Strategies(groups, strategies, np.array([space.sites[space.groups[g].sites[0]].direction for g in groups]))
 
 
 def measured(training: task.Training, which: Strategies, seeds: int) -> tuple[np.ndarray, np.ndarray]:
-    """Nats above the exact training, `[seeds, n]`: of training with one strategy, and of meeting it after that."""
+    """Measures nats above the exact training, `[seeds, n]`: of training with one strategy, and of meeting it after."""
     exact = tuple(training.space.exact_choice())
     pairs = zip(which.group.tolist(), which.strategy.tolist(), strict=True)
     choices = [(*exact[:group], strategy, *exact[group + 1 :]) for group, strategy in pairs]
@@ -56,7 +56,7 @@ def measured(training: task.Training, which: Strategies, seeds: int) -> tuple[np
 
 
 def estimated(searches: Searches, estimator: str, which: Strategies, seeds: int) -> np.ndarray:
-    """`[seeds, n]` mean slope of each strategy over the exact one's, in nats."""
+    """Returns `[seeds, n]` mean slope of each strategy over the exact one's, in nats."""
 
     def slopes(seed: int) -> list[float]:
         means = [np.asarray(slope, float) for slope in searches.searched(estimator, seed).slopes]

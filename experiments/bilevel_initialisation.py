@@ -55,7 +55,7 @@ class MethodResult(NamedTuple):
 
 
 def two_layers(quick: bool) -> Case:
-    """A narrow network fits a wider one's outputs: it has bad local minima."""
+    """Makes a narrow network fit a wider one's outputs: it has bad local minima."""
     width, hidden = (4, 4) if quick else (8, 8)
     teacher = jax.random.normal(jax.random.key(7), (2 * hidden, width))
 
@@ -80,7 +80,7 @@ def two_layers(quick: bool) -> Case:
 
 
 def phase_retrieval(quick: bool) -> Case:
-    """A vector from the squares of its products with few known ones: many starts end in a local minimum."""
+    """Seeks a vector from the squares of its products with few known ones: many starts end in a local minimum."""
     width = 8 if quick else 32
     hidden = jax.random.normal(jax.random.key(9), (width,))
     hidden = hidden / jnp.linalg.norm(hidden)
@@ -105,7 +105,7 @@ def phase_retrieval(quick: bool) -> Case:
 
 
 def byte_gpt(quick: bool) -> Case:
-    """A small GPT on bytes of text; the last fifth of the text is the test."""
+    """Trains a small GPT on bytes of text; the last fifth of the text is the test."""
     sizes = gpt.Sizes(layers=1, width=16, heads=2, sequence=16) if quick else gpt.Sizes(layers=2, width=32, sequence=32)
     network, tokens = gpt.GPT(sizes), text.load()
     cut = len(tokens) * 4 // 5
@@ -129,7 +129,7 @@ CASES = (two_layers, byte_gpt, phase_retrieval)
 
 
 def compared(case: Case, seeds: int, rungs: tuple[int, ...], starts: int) -> list[MethodResult]:
-    """One row for each method; every method takes as many steps, to within one start's."""
+    """Returns one row for each method; every method takes as many steps, to within one start's."""
     total = _steps(starts, rungs)
     few = max(round(total / sum(rungs)), 1)
     half = max(starts // 2, 1)

@@ -67,13 +67,13 @@ class MethodResult(NamedTuple):
 def cut(
     space: LossySpace, params: Params, batch: Batch, relaxed: RelaxedChoice, key: jax.Array, progress: TrainingProgress
 ) -> jax.Array:
-    """An increase of no slope: A follows the cost alone."""
+    """Estimates no increase, which has no slope: A follows the cost alone."""
     del space, params, batch, relaxed, key, progress
     return jnp.zeros(())
 
 
 def shuffled(name: str, where: CommunicationSpace, seed: int) -> Estimator:
-    """An estimator whose slopes, over the exact strategy's, are exchanged at random among all lossy strategies."""
+    """Returns an estimator whose slopes over the exact strategy's are exchanged at random among lossy strategies."""
     inner = resolve(name)
     is_exact = [np.asarray(group.exact) for group in where.groups]
     lossy = np.flatnonzero(~np.concatenate(is_exact))
@@ -112,7 +112,7 @@ class Searches:
         self._made: dict[str, diffshard.BilevelSearch] = {}
 
     def proposals(self, name: str, seeds: int) -> list[Run]:
-        """The proposal for each seed, from the records where it is there."""
+        """Returns the proposal for each seed, from the records where it is there."""
 
         def propose(seed: int) -> Choice:
             return self.search(name).finish(self.searched(name, seed))[0].choice
@@ -125,7 +125,7 @@ class Searches:
         ]
 
     def search(self, name: str) -> diffshard.BilevelSearch:
-        """A search of the cheapest choice within the margin; made and compiled once."""
+        """Returns a search of the cheapest choice within the margin; made and compiled once."""
         if name not in self._made:
             named = name.removesuffix(" shuffled")
             estimator = cut if name == "cut" else named if name == named else shuffled(named, self.space, seed=0)
@@ -140,7 +140,7 @@ class Searches:
         return self._made[name]
 
     def searched(self, name: str, seed: int) -> BilevelState:
-        """The state after all steps of a seed."""
+        """Returns the state after all steps of a seed."""
         search = self.search(name)
         train, validation = (task.listed(self.training.batches(seed, name)) for name in ("train", "search"))
         state = search.init(jax.random.key(seed), self.training.params(seed), train[0])
@@ -149,7 +149,7 @@ class Searches:
         return state
 
     def proven(self, name: str) -> dict[str, tuple[Run, int]]:
-        """What `prove` finds after a search with a seed of its own: runs by method, and steps taken."""
+        """Returns what `prove` finds after a search with a seed of its own: runs by method, and steps taken."""
         training = self.training
 
         def prove() -> dict[str, tuple[Run, int]]:
@@ -178,12 +178,12 @@ class Searches:
         return {method: (Run(tuple(run[0]), run[1]), steps) for method, (run, steps) in proven.items()}
 
     def _is_by_kind(self, choice: Choice) -> bool:
-        """Whether all groups that choose from the same names take the same one."""
+        """Tells whether all groups that choose from the same names take the same one."""
         taken: dict[tuple[str, ...], int] = {}
         return all(taken.setdefault(self.space.strategy_names(g), s) == s for g, s in enumerate(choice))
 
     def seconds(self, run: Run) -> float:
-        """Mean communication of a step over the whole training."""
+        """Returns mean communication of a step over the whole training."""
         exact, chosen = (
             evaluate(self.space.problem, choice).cost for choice in (self.space.exact_choice(), run.choice)
         )
@@ -191,7 +191,7 @@ class Searches:
 
 
 def random_within(space: CommunicationSpace, most_s: float, seed: int) -> Choice:
-    """A random choice that takes at most so long, and 90% of it at least where the walk meets one.
+    """Returns a random choice that takes at most so long, and 90% of it at least where the walk meets one.
 
     A walk from the cheapest choice that exchanges one group's strategy at a time and stays within the time, so that it
     is at every such choice equally often.
@@ -219,7 +219,7 @@ def random_within(space: CommunicationSpace, most_s: float, seed: int) -> Choice
 
 
 def results_at(link: str, training: task.Training, seeds: int, estimators: Sequence[str]) -> list[MethodResult]:
-    """All methods at one link speed; prints each as it is done."""
+    """Runs all methods at one link speed; prints each as it is done."""
     searches, search_steps = Searches(training, link), training.steps
     rows: list[MethodResult] = []
 
@@ -247,7 +247,7 @@ def results_at(link: str, training: task.Training, seeds: int, estimators: Seque
 
 
 def verdict(differences: np.ndarray) -> str:
-    """Whether the mean is at most `MARGIN`, by a one-sided t interval of 95% over seeds, either way or open."""
+    """Tells whether the mean is at most `MARGIN`, by a one-sided t interval of 95% over seeds, either way or open."""
     count = len(differences)
     if not differences.any():
         return "yes"

@@ -94,7 +94,7 @@ def main(setting: task.Setting, repeats: int, searches: Sequence[tuple[str, int]
 def _compiled(
     fn: Callable[..., Any], arguments: Sequence[tuple[Any, ...]]
 ) -> tuple[list[Callable[[], Any]], int, float]:
-    """A call with each of these arguments, temporaries in bytes, and the seconds that compiling took."""
+    """Returns a call with each of these arguments, temporaries in bytes, and the seconds that compiling took."""
     start = time.perf_counter()
     program = jax.jit(fn).lower(*arguments[0]).compile()
     seconds = time.perf_counter() - start

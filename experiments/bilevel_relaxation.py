@@ -49,7 +49,7 @@ class MethodResult(NamedTuple):
 
 
 def problems(quick: bool) -> dict[str, Callable[[], Problem | None]]:
-    """Generated ones, and sharding problems of real training steps."""
+    """Returns generated ones, and sharding problems of real training steps."""
     small: dict[str, Callable[[], Problem | None]] = {
         name: lambda sizes=sizes: layered_problem(*sizes[:2], width=sizes[2], most=6) for name, sizes in _LAYERS.items()
     }
@@ -63,7 +63,7 @@ def problems(quick: bool) -> dict[str, Callable[[], Problem | None]]:
 def descend(
     problem: Problem, relaxation: Relaxation, temperature: float, restarts: int, steps: int, change: Change, seed: int
 ) -> float:
-    """The least exact cost of rounded rows after descending from random starts; inf if none keeps the limits."""
+    """Returns the least exact cost of rounded rows after descents from random starts; inf if none keeps the limits."""
     reduced = merge_ties(problem)
     sizes = num_strategies(reduced.problem)
     ends, scale = np.cumsum(sizes)[:-1].tolist(), _spread(reduced.problem)
@@ -154,7 +154,7 @@ def _solved(problem: Problem, solver: str, seconds: float, seed: int) -> Solutio
 
 
 def _spread(problem: Problem) -> float:
-    """The mean over nodes of the cost's standard deviation when all strategies are drawn at random."""
+    """Returns the mean over nodes of the cost's standard deviation when all strategies are drawn at random."""
     rng = np.random.default_rng(0)
     draws = [float(evaluate(problem, rng.integers(num_strategies(problem))).cost) for _ in range(64)]
     deviation = float(np.std(draws)) / len(problem.node_cost) ** 0.5

@@ -37,7 +37,7 @@ class Task(NamedTuple):
 
 
 def gpt(layers: int = 2, width: int = 64, heads: int = 4, sequence: int = 64) -> Task:
-    """A byte GPT, tensor parallel, on the Python reference."""
+    """Makes a byte GPT, tensor parallel, on the Python reference."""
     sizes = device_gpt.DeviceSizes(layers, width, heads, sequence)
     return _on_text(
         partial(device_gpt.init, sizes=sizes), device_gpt.loss_fn, device_gpt.SPECS, device_gpt.BATCH_SPEC, sequence
@@ -45,7 +45,7 @@ def gpt(layers: int = 2, width: int = 64, heads: int = 4, sequence: int = 64) ->
 
 
 def experts(layers: int = 2, width: int = 64, sequence: int = 64) -> Task:
-    """A byte model with experts and a split sequence, on the Python reference; capacity and window are chosen too."""
+    """Makes a byte model with experts and a split sequence, on the Python reference; capacity and window vary."""
     sizes = device_moe.MoeSizes(layers=layers, width=width, sequence=sequence)
     return _on_text(
         partial(device_moe.init, sizes=sizes), device_moe.loss_fn, device_moe.SPECS, device_moe.BATCH_SPEC, sequence
@@ -53,7 +53,7 @@ def experts(layers: int = 2, width: int = 64, sequence: int = 64) -> Task:
 
 
 def images(layers: int = 2, width: int = 32, batch: int = 64) -> Task:
-    """An MLP-Mixer on handwritten digits, which training shifts by up to a pixel."""
+    """Makes an MLP-Mixer on handwritten digits, which training shifts by up to a pixel."""
     sizes = device_images.ImageSizes(layers=layers, width=width)
     pictures, labels = digits.load()
     order = np.random.default_rng(0).permutation(len(labels))  # writers come in turn

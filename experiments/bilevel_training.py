@@ -95,14 +95,14 @@ class Losses(NamedTuple):
 
 
 def hardware(link: str) -> Hardware:
-    """Devices with links of a speed in `BYTES_PER_S`; only communication and encoding count."""
+    """Returns devices with links of a speed in `BYTES_PER_S`; only communication and encoding count."""
     return Hardware(
         f"{link} links", 1e15, MEMORY_BYTES_PER_S, np.inf, {a: Link(LATENCY_S, 1 / BYTES_PER_S[link]) for a in MESH}
     )
 
 
 def space(setting: Setting, link: str, task: Task | None = None) -> CommunicationSpace:
-    """The choices at the collectives of the model's training step."""
+    """Returns the choices at the collectives of the model's training step."""
     task = task or setting.task()
     params = jax.eval_shape(task.init, jax.random.key(0))
     batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), task.evaluated("test"))
@@ -113,23 +113,23 @@ def space(setting: Setting, link: str, task: Task | None = None) -> Communicatio
 
 
 def uniform(where: CommunicationSpace, precision: str) -> Choice:
-    """One precision everywhere; int4 gradients with error feedback, the first of the user's alternatives."""
+    """Chooses one precision everywhere; int4 gradients with error feedback, the first of the user's alternatives."""
     names = [where.strategy_names(g) for g in range(len(where.node_names))]
     return tuple(next((s for s, name in enumerate(row) if name.startswith(precision)), 0) for row in names)
 
 
 def described(where: CommunicationSpace, choice: Choice) -> str:
-    """A choice in one short line: its strategies in the order of the space's groups."""
+    """Returns a choice in one short line: its strategies in the order of the space's groups."""
     return " ".join(_short(where.strategy_names(g)[s]) for g, s in enumerate(choice))
 
 
 def batches(task: Task, name: str, seed: int, count: int) -> Any:
-    """Random batches of a part, `[count, ...]`; the same seed gives the same."""
+    """Returns random batches of a part, `[count, ...]`; the same seed gives the same."""
     return task.draw(name, jax.random.fold_in(jax.random.key(seed), PARTS.index(name)), count)
 
 
 def listed(batches: Any) -> list[Any]:
-    """Batches `[count, ...]` one by one."""
+    """Returns batches `[count, ...]` one by one."""
     return [jax.tree.map(lambda x, i=i: x[i], batches) for i in range(len(jax.tree.leaves(batches)[0]))]
 
 
@@ -150,20 +150,20 @@ class Training:
         self.optimizer = setting.optimizer
 
     def losses(self, seed: int, choice: Choice, exact_share: float = 0.0) -> Losses:
-        """After a training; a schedule's share of exact training is 0 or one half."""
+        """Returns losses after a training; a schedule's share of exact training is 0 or one half."""
         name = f"training-{self.setting.name}-{self.steps}-{seed}-{'.'.join(map(str, choice))}-{exact_share:g}"
         return Losses(*recorded(self.records, name, lambda: self._run(seed, choice, exact_share)))
 
     def params(self, seed: int) -> Any:
-        """A seed's initial parameters."""
+        """Returns a seed's initial parameters."""
         return self.task.init(jax.random.key(1000 + seed))
 
     def batches(self, seed: int, name: str = "train") -> Any:
-        """A seed's batches of a part, one for each step."""
+        """Returns a seed's batches of a part, one for each step."""
         return batches(self.task, name, seed, self.steps)
 
     def met(self, seed: int, choices: Sequence[Choice]) -> list[Losses]:
-        """Losses with choices that are met only after an exact training."""
+        """Returns losses with choices that are met only after an exact training."""
         name = f"met-{self.setting.name}-{self.steps}-{seed}"
 
         def meet() -> list[Losses]:
@@ -211,7 +211,7 @@ class Training:
 
 
 def recorded(records: Path | None, name: str, make: Callable[[], Any]) -> Any:
-    """What `make` gives, in JSON's terms, from the records where it is there already."""
+    """Returns what `make` gives, in JSON's terms, from the records where it is there already."""
     path = records and records / f"{name}.json"
     if path and path.exists():
         return json.loads(path.read_text(encoding="utf-8"))

@@ -77,7 +77,7 @@ def fsdp(state: Any, batch: Any, mesh: Mesh | AbstractMesh) -> HandPlan:
 
 
 def hybrid_fsdp(state: Any, batch: Any, mesh: Mesh | AbstractMesh) -> HandPlan:
-    """FSDP over "model", whose devices are neighbours, and data parallelism over "data".
+    """Returns FSDP over "model", whose devices are neighbours, and data parallelism over "data".
 
     Source: Zhao et al., PyTorch FSDP (arXiv:2304.11277), section 3.2.2, hybrid sharding.
     """

@@ -58,7 +58,7 @@ class Case(NamedTuple):
 
 
 def all_reduce_bytes(num_bytes: float, devices: int) -> float:
-    """Bytes that a device sends in a ring all-reduce."""
+    """Returns bytes that a device sends in a ring all-reduce."""
     return 2 * num_bytes * (devices - 1) / devices
 
 

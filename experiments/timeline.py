@@ -50,7 +50,7 @@ SHORT_WAIT_S = 5e-5
 
 
 def achievable(mesh: Mesh) -> diffshard.Hardware:
-    """H100s with the rates at which the timeline runs, for plans whose cost knows them."""
+    """Returns H100s with the rates at which the timeline runs, for plans whose cost knows them."""
     rates = achievable_rates(diffshard.preset("h100", dict(mesh.shape)))
     links = {}
     stride = 1
@@ -116,7 +116,7 @@ def time_plan(model: Model, mesh: Mesh, name: str, hardware: diffshard.Hardware,
 
 
 def divides(model: Model, mesh: Mesh, name: str) -> bool:
-    """Whether an expert's plan splits the model's batch evenly; a found plan always does."""
+    """Tells whether an expert's plan splits the model's batch evenly; a found plan always does."""
     state, batch = abstract_arguments(model)
     if name == FOUND:
         return True
@@ -129,7 +129,7 @@ def divides(model: Model, mesh: Mesh, name: str) -> bool:
 
 
 def waited_s(timeline: Timeline) -> dict[str, float]:
-    """Seconds that the compute stream waits for each kind of collective, the longest first."""
+    """Returns seconds that the compute stream waits for each kind of collective, the longest first."""
     total: dict[str, float] = defaultdict(float)
     for (kind, _), seconds in timeline.waited_s.items():
         total[kind] += seconds
@@ -137,14 +137,14 @@ def waited_s(timeline: Timeline) -> dict[str, float]:
 
 
 def over_best_expert(rows: Sequence[TimedPlan]) -> float:
-    """The found plan's time over the best expert's; NaN without both."""
+    """Returns the found plan's time over the best expert's; NaN without both."""
     found = [row.timeline.step_s for row in rows if row.name == FOUND]
     by_hand = [row.timeline.step_s for row in rows if row.name != FOUND]
     return found[0] / min(by_hand) if found and by_hand else float("nan")
 
 
 def ranking(rows: Sequence[TimedPlan]) -> float:
-    """Kendall's tau between predicted and simulated times; NaN below two plans with a prediction."""
+    """Returns Kendall's tau of predicted and simulated times; NaN below two plans with a prediction."""
     pairs = [(row.predicted_s, row.timeline.step_s) for row in rows if np.isfinite(row.predicted_s)]
     if len(pairs) < 2:
         return float("nan")
@@ -153,7 +153,7 @@ def ranking(rows: Sequence[TimedPlan]) -> float:
 
 
 def sent_bytes(row: TimedPlan) -> tuple[float, float]:
-    """Bytes that a device sends in a step, predicted and compiled."""
+    """Returns bytes that a device sends in a step, predicted and compiled."""
     sent = row.verification.sent
     return sum(r.predicted for r in sent), sum(r.compiled for r in sent)
 

@@ -47,12 +47,12 @@ class AchievableRates:
     host_memory_bytes_per_s: float = HOST_MEMORY_BYTES_PER_S
 
     def kernel_s(self, flops: Mapping[str, float], num_bytes: float) -> float:
-        """Seconds of a kernel by roofline: its launch, and the slower of its arithmetic and its memory traffic."""
+        """Returns a kernel's seconds by roofline: launch, and the slower of its arithmetic and its memory traffic."""
         arithmetic_s = sum(count / self.device.peak_flops_per_s(dtype) for dtype, count in flops.items())
         return self.kernel_launch_s + max(arithmetic_s, num_bytes / self.device.memory_bytes_per_s)
 
     def collective_s(self, kind: CollectiveKind, num_bytes: float, groups: Sequence[Sequence[int]]) -> float:
-        """Seconds of one collective alone on its links.
+        """Returns seconds of one collective alone on its links.
 
         Args:
           kind: what it does.
@@ -66,13 +66,13 @@ class AchievableRates:
         return float(collective_s(kind, num_bytes, size, link))
 
     def links(self, groups: Sequence[Sequence[int]]) -> tuple[str, ...]:
-        """The classes of links that a collective over these groups takes."""
+        """Returns the classes of links that a collective over these groups takes."""
         _, members, num_hosts = self._widest(groups)
         inside = (INSIDE_HOST,) if members > 1 else ()
         return (*inside, BETWEEN_HOSTS) if num_hosts > 1 else (INSIDE_HOST,)
 
     def _widest(self, groups: Sequence[Sequence[int]]) -> tuple[int, int, int]:
-        """(devices, most devices in one host, hosts) of the group that spans the most hosts."""
+        """Returns (devices, most devices in one host, hosts) of the group that spans the most hosts."""
         extents = []
         for group in groups:
             hosts = Counter(device // self.host.num_devices for device in set(group))

@@ -129,7 +129,7 @@ def axes_of_pairs(pairs: Iterable[tuple[int, int]], axis_sizes: Mapping[str, int
 
 
 def bits_of_dtype(name: str) -> int:
-    """Bits of one element by the name that StableHLO or HLO gives its type; booleans take a byte."""
+    """Returns the bits of an element by the name that StableHLO or HLO gives its type; booleans take a byte."""
     lower_case = name.lower()
     if lower_case in ("i1", "pred"):
         return 8

@@ -50,12 +50,12 @@ def hlo_collectives(hlo: str, axis_sizes: Mapping[str, int]) -> list[CollectiveR
 
 
 def kind_of(instruction: Instruction) -> CollectiveKind | None:
-    """The kind of a collective or of its asynchronous start; None for every other instruction."""
+    """Returns the kind of a collective or of its asynchronous start; None for every other instruction."""
     return _KINDS.get(instruction.opcode.removesuffix("-start"))
 
 
 def device_groups(instruction: Instruction, num_devices: int) -> list[list[int]]:
-    """The devices that one collective joins: its replica groups, or the (source, target) pairs of a permute.
+    """Returns the devices that one collective joins: its replica groups, or the (source, target) pairs of a permute.
 
     Args:
       instruction: a collective or its asynchronous start.

@@ -155,7 +155,7 @@ class _Reader:
         return CollectiveRecord(kind, axes, num_devices, size * factor, dtype, count=count, source=_location(operation))
 
     def _manual_groups(self, attribute: Any) -> tuple[tuple[str, ...], int]:
-        """Axes and size of groups, which JAX writes as devices before 0.11 and as axes of a mesh since."""
+        """Returns axes and size of groups, which JAX writes as devices before 0.11 and as axes of a mesh since."""
         names = re.findall(r'axis_ref<name = "([^"]+)"', str(attribute))
         if names:
             return self._axes(" ".join(f'"{name}"' for name in names))
@@ -163,7 +163,7 @@ class _Reader:
         return axes_of_groups(groups, self.axis_sizes), len(groups[0])
 
     def _axes(self, text: str) -> tuple[tuple[str, ...], int]:
-        """Axis names in the mesh's order and the number of devices that they span, of a list like `{"x", "y":(1)2}`."""
+        """Reads a list like `{"x", "y":(1)2}`: axis names in the mesh's order, and how many devices they span."""
         axes = [(name, int(size) if size else self.axis_sizes[name]) for name, size in _AXIS.findall(text)]
         names = {name for name, _ in axes}
         return tuple(a for a in self.axis_sizes if a in names), math.prod(size for _, size in axes)
@@ -227,7 +227,7 @@ def _integers(attribute: Any) -> list[list[int]]:
 
 
 def _trip_count(loop: Any) -> float:
-    """Trips of a loop that counts from a constant by a constant to a constant, as scans do; one where it does not."""
+    """Counts the trips of a loop from a constant by a constant to a constant, as scans have; one for other loops."""
     condition, body = (region.blocks[0] for region in loop.regions)
     test = condition.operations[len(condition.operations) - 1].operation.operands[0].owner
     if isinstance(test, ir.Block) or test.operation.name != "stablehlo.compare":

@@ -75,12 +75,12 @@ def kernel_work(module: Module, computation: Computation, instruction: Instructi
 
 
 def num_bytes_of(type_: str) -> float:
-    """Bytes of an array's type, or of all parts of a tuple's."""
+    """Counts the bytes of an array's type, or of all parts of a tuple's."""
     return sum(size(dims) * bits_of_dtype(dtype) / 8 for dtype, dims in arrays(type_))
 
 
 def dtype_name(hlo_dtype: str) -> str:
-    """The name that JAX gives an HLO type: "bf16" is "bfloat16", "s8" is "int8"."""
+    """Returns the name that JAX gives an HLO type: "bf16" is "bfloat16", "s8" is "int8"."""
     if hlo_dtype == "pred":
         return "bool"
     for prefix, name in _PREFIXES:
@@ -90,13 +90,13 @@ def dtype_name(hlo_dtype: str) -> str:
 
 
 def custom_call_target(instruction: Instruction) -> str:
-    """The library function that a custom call runs."""
+    """Returns the library function that a custom call runs."""
     target = _TARGET.search(instruction.attributes)
     return target[1] if target else ""
 
 
 def _shares(module: Module, computation: Computation, share: float, *, in_place: bool) -> Mapping[str, float]:
-    """The share of each result's entries that is needed for `share` of the computation's result, at most 1."""
+    """Returns what share of each result's entries `share` of the computation's result needs, at most 1."""
     shares: dict[str, float] = defaultdict(float)
     slice_shares: dict[str, float] = defaultdict(float)
     in_place_names = set()
@@ -122,7 +122,7 @@ def _shares(module: Module, computation: Computation, share: float, *, in_place:
 def _demands(
     module: Module, computation: Computation, instruction: Instruction, share: float, *, in_place: bool
 ) -> Iterator[tuple[str, float]]:
-    """Operands with the share of them that `share` of the instruction's result needs."""
+    """Yields operands with the share of them that `share` of the instruction's result needs."""
     opcode, operands = instruction.opcode, instruction.operands
     if opcode == "fusion":
         inner = module.computations[instruction.callees[0]]
@@ -159,7 +159,7 @@ def _behind_bitcasts(computation: Computation, instruction: Instruction) -> Inst
 
 
 def _written_bytes(computation: Computation, part: Instruction) -> float:
-    """Bytes that a result takes to write; an update in place writes itself only, a scatter reads that as well."""
+    """Counts the bytes to write a result: an update in place writes itself only, a scatter reads that as well."""
     writer = _behind_bitcasts(computation, part)
     if writer.opcode not in ("dynamic-update-slice", "scatter"):
         return num_bytes_of(part.type)
@@ -169,7 +169,7 @@ def _written_bytes(computation: Computation, part: Instruction) -> float:
 
 
 def _updates(instruction: Instruction) -> tuple[str, ...]:
-    """The operands of an update that hold the new entries."""
+    """Returns the operands of an update that hold the new entries."""
     if instruction.opcode == "dynamic-update-slice":
         return instruction.operands[1:2]
     return instruction.operands[len(instruction.operands) // 2 + 1 :]
@@ -191,13 +191,13 @@ def _add_flops(module: Module, computation: Computation, shares: Mapping[str, fl
 
 
 def _product_dtype(computation: Computation, instruction: Instruction) -> str:
-    """The wider of the operands' types: a product of bfloat16 that is summed in float32 runs at bfloat16's rate."""
+    """Returns the wider of the operands' types: a product of bfloat16 summed in float32 runs at bfloat16's rate."""
     types = [arrays(computation.by_name[name].type)[0][0] for name in instruction.operands[:2]]
     return dtype_name(max(types, key=bits_of_dtype))
 
 
 def _product_flops(computation: Computation, instruction: Instruction) -> float:
-    """Operations of a matrix product or convolution; those of a convolution on padding are counted as well."""
+    """Counts operations of a matrix product or convolution; those of a convolution on padding are counted as well."""
     dims = [_dims(computation.by_name[name].type) for name in instruction.operands[:2]]
     if instruction.opcode == "dot":
         return 2.0 * instruction.num_elements * _contracted_size(instruction, dims[0])
@@ -210,14 +210,14 @@ def _contracted_size(instruction: Instruction, dims: list[int]) -> int:
 
 
 def _convolution_flops(instruction: Instruction, output: list[int], kernel: list[int]) -> float:
-    """Each output entry sums over the kernel's entries of one output feature."""
+    """Counts a convolution's operations: an output entry sums over the kernel's entries of one output feature."""
     labels = _DIM_LABELS.search(instruction.attributes)
     features = kernel[labels[1].index("o")] if labels else 1
     return 2.0 * math.prod(output) * math.prod(kernel) / features
 
 
 def _dims(type_: str) -> list[int]:
-    """Sizes of an array, or of the first one in a tuple."""
+    """Returns the sizes of an array, or of the first one in a tuple."""
     return [int(d) for d in arrays(type_)[0][1].split(",") if d]
 
 

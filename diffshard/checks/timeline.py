@@ -151,11 +151,11 @@ class _Clock:
         self.spans.append(Span(instruction.name, resource, start_s, end_s, instruction.source))
 
     def lags_s(self) -> dict[str, float]:
-        """How much longer each link is busy; links that are free are left out."""
+        """Returns how much longer each link is busy; links that are free are left out."""
         return {link: free - self.now_s for link, free in self.free_s.items() if free > self.now_s + _SAME_S}
 
     def fork(self) -> "_Clock":
-        """A clock of its own that goes on from here."""
+        """Returns a clock of its own that goes on from here."""
         free_s, busy_s = defaultdict(float, self.free_s), defaultdict(float, self.busy_s)
         return _Clock(self.now_s, free_s, busy_s, defaultdict(float, self.waited_s), list(self.spans))
 
@@ -172,7 +172,7 @@ class _Clock:
         self.spans.append(Span(f"{times} more trips of {name}", COMPUTE, start_s, self.now_s))
 
     def advance_s(self, before: "_Clock") -> tuple[float, dict[str, float]]:
-        """By how much the compute stream and the busy links have advanced."""
+        """Returns by how much the compute stream and the busy links have advanced."""
         links = {link: self.free_s[link] - max(before.now_s, before.free_s[link]) for link in self.lags_s()}
         return self.now_s - before.now_s, links
 
@@ -232,7 +232,7 @@ class _Player:
         return end_s, reason
 
     def _collective(self, instruction: Instruction) -> Instruction | None:
-        """The collective that an instruction is or wraps."""
+        """Returns the collective that an instruction is or wraps."""
         if kind_of(instruction):
             return instruction
         if instruction.opcode not in ("async-start", "fusion"):
@@ -274,7 +274,7 @@ class _Player:
 
 
 def _is_steady(previous: _Clock, before: _Clock, after: _Clock) -> bool:
-    """Whether the trips after the one from `before` to `after` are copies of it.
+    """Tells whether the trips after the one from `before` to `after` are copies of it.
 
     They are where the links are as busy after the trip as before it, and where a link falls behind the stream by as
     much as in the trip from `previous` to `before`: nothing in the body waits for that link.

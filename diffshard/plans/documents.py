@@ -154,7 +154,7 @@ def _hints(kind: Any) -> dict[str, Any]:
 
 
 def _record(kind: Any, value: Any, converters: Mapping[Any, Any]) -> Any:
-    """A dataclass or named tuple; a field that is not there has its default."""
+    """Reads a dataclass or named tuple; a field that is not there has its default."""
     if not isinstance(value, dict):
         raise TypeError(f"{value!r} is not the fields of {kind.__name__}")
     hints, fields = _hints(kind), {}

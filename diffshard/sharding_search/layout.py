@@ -49,7 +49,7 @@ def layout_of(plan: PlanData, space: ShardingSpace) -> Layout:
 
 
 def has_reductions(plan: PlanData) -> bool:
-    """Whether a plan says how partial results are finished; one that an older version saved does not."""
+    """Tells whether a plan says how partial results are finished; one that an older version saved does not."""
     return all(len(o.reductions) == len(o.results) for o in plan.operations if o.kind == "operation")
 
 

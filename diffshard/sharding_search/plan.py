@@ -131,5 +131,5 @@ class Plan(PlanData):
 
 
 def _dtype_name(array: Any) -> str:
-    """The name of the dtype that JAX gives to an array or a Python number."""
+    """Returns the name of the dtype that JAX gives to an array or a Python number."""
     return str(array.dtype if isinstance(array, jax.ShapeDtypeStruct) else jax.typeof(array).dtype)

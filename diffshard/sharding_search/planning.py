@@ -128,6 +128,6 @@ def _operation(vertex: Vertex, layout: Layout, compute_s: float, axis_names: Seq
 
 
 def _next_best(other: NextBest, axis_names: Sequence[str]) -> dict[str, Any]:
-    """The fields of a tensor or operation that say which other spec would have been the next best."""
+    """Returns the fields of a tensor or operation that say which other spec would have been the next best."""
     spec = None if other.spec is None else named_spec(other.spec, axis_names)
     return {"next_best_spec": spec, "next_best_s": other.added_s}

@@ -91,7 +91,9 @@ def space_of(options: Options, traced_function: TracedFunction) -> ShardingSpace
         options.axis_names,
         options.axis_sizes,
         options.hardware,
-        given_dimensions(options.in_shardings, traced_function.args, traced_function.carried, traced_function.paths, options.mesh),
+        given_dimensions(
+            options.in_shardings, traced_function.args, traced_function.carried, traced_function.paths, options.mesh
+        ),
         traced_function.donated,
         options.memory_limit_bytes,
     )

@@ -104,7 +104,7 @@ class _Best:
             self._report()
 
     def is_optimal(self) -> bool:
-        """Whether the bound proves that no choice is cheaper, up to `OPTIMAL_GAP`."""
+        """Tells whether the bound proves that no choice is cheaper, up to `OPTIMAL_GAP`."""
         cost = self._evaluation.cost
         return self._evaluation.feasible and cost - self._lower_bound <= OPTIMAL_GAP * abs(cost)
 

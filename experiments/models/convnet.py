@@ -22,7 +22,7 @@ class _ConvNet(nn.Module):
 
 
 def make(*, layers: int = 3, channels: int = 4, image: int = 16, batch: int = 16) -> Model:
-    """Strided convolutions with batch norm; squared error on the last feature map; adam.
+    """Makes strided convolutions with batch norm; squared error on the last feature map; adam.
 
     Source: Alpa's test of the same network (alpa-projects/alpa, tests/shard_parallel/test_conv.py).
     """

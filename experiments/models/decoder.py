@@ -106,7 +106,7 @@ class Decoder(nn.Module):
 
     @nn.compact
     def __call__(self, tokens):
-        """Logits `[B, L, V]` in float32 of the next token from tokens `[B, L]`."""
+        """Returns logits `[B, L, V]` in float32 of the next token from tokens `[B, L]`."""
         embed = nn.Embed(self.sizes.vocabulary, self.sizes.width, dtype=jnp.bfloat16, name="embed")
         x = named(embed(tokens), ("batch", "sequence", "width"))
         x = _norm("final_norm")(self.stack(nn.remat(Block), self.sizes, x))
@@ -121,7 +121,7 @@ def make(
     optimizer: optax.GradientTransformation | None = None,
     **sizes: Any,
 ) -> Model:
-    """A decoder training step: `batch` is tokens `[B, L + 1]`; other sizes are those of `Sizes`; adamw by default."""
+    """Makes a decoder's training step: `batch` is tokens `[B, L + 1]`; sizes are those of `Sizes`; adamw by default."""
     network = Decoder(Sizes(**sizes), stack)
     optimizer = optax.adamw(1e-3) if optimizer is None else optimizer
     return gpt.training(network, batch, optimizer, f"decoder-{network.sizes.layers}-{stack.__name__}")

@@ -14,6 +14,6 @@ SIDE = 8
 
 
 def load() -> tuple[np.ndarray, np.ndarray]:
-    """All images `[1797, 8, 8]` float32 from 0 to 1, and their digits `[1797]` int32."""
+    """Loads all images `[1797, 8, 8]` float32 from 0 to 1, and their digits `[1797]` int32."""
     rows = np.loadtxt(Path(__file__).parent / "digits.csv.gz", delimiter=",", dtype=np.float32)
     return rows[:, :-1].reshape(-1, SIDE, SIDE) / 16, rows[:, -1].astype(np.int32)

@@ -23,7 +23,7 @@ class DLRM(nn.Module):
 
     @nn.compact
     def __call__(self, dense, categories):
-        """Logits `[B]` from dense features `[B, 13]` and one category for each table, `[B, T]` integers."""
+        """Returns logits `[B]` from dense features `[B, 13]` and a category for each table, `[B, T]` integers."""
         bottom = nn.relu(nn.Dense(4 * self.width, name="bottom_0")(dense))
         bottom = nn.relu(nn.Dense(self.width, name="bottom_1")(bottom))
         looked_up = [
@@ -39,7 +39,7 @@ class DLRM(nn.Module):
 
 
 def make(*, rows: Sequence[int] = (4096, 1000, 509, 64, 64, 24, 8, 3), width: int = 16, batch: int = 64) -> Model:
-    """A DLRM training step with a table of each of `rows` rows; some do not divide by any mesh."""
+    """Makes a DLRM training step with a table of each of `rows` rows; some do not divide by any mesh."""
     network = DLRM(tuple(rows), width)
     optimizer = optax.adamw(1e-3)
 

@@ -22,5 +22,5 @@ gpt_7b_step = _GPT_7B.step
 
 
 def gpt_7b_arguments() -> tuple[Any, Any]:
-    """State and batch of a GPT with 6.6 billion parameters, as shapes."""
+    """Returns state and batch of a GPT with 6.6 billion parameters, as shapes."""
     return abstract_arguments(_GPT_7B)

@@ -107,14 +107,14 @@ Stack = Callable[[type[nn.Module], Sizes, jax.Array], jax.Array]
 
 
 def unrolled(block: type[nn.Module], sizes: Sizes, x: jax.Array) -> jax.Array:
-    """Layers one after the other, each with parameters of its own."""
+    """Runs layers one after the other, each with parameters of its own."""
     for index in range(sizes.layers):
         x = block(sizes, name=f"layer_{index}")(x)
     return x
 
 
 def scanned(block: type[nn.Module], sizes: Sizes, x: jax.Array) -> jax.Array:
-    """One `scan` over layers, whose parameters are stacked along a leading dimension."""
+    """Runs one `scan` over layers, whose parameters are stacked along a leading dimension."""
     scan = nn.scan(
         lambda module, carry, _: (module(carry), None),
         variable_axes={"params": 0, "losses": 0},
@@ -133,7 +133,7 @@ class GPT(nn.Module):
 
     @nn.compact
     def __call__(self, tokens):
-        """Logits `[B, L, V]` of the next token from tokens `[B, L]`."""
+        """Returns logits `[B, L, V]` of the next token from tokens `[B, L]`."""
         embed = nn.Embed(self.sizes.vocabulary, self.sizes.width, name="embed")
         shape = (self.sizes.sequence, self.sizes.width)
         positions = self.param("positions", nn.initializers.normal(0.02), shape)
@@ -143,12 +143,12 @@ class GPT(nn.Module):
 
 
 def next_token_loss(logits: jax.Array, tokens: jax.Array) -> jax.Array:
-    """Mean cross-entropy of tokens `[B, L + 1]` after the first, in nats; logits are `[B, L, V]`."""
+    """Returns mean cross-entropy of tokens `[B, L + 1]` after the first, in nats; logits are `[B, L, V]`."""
     return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
 
 
 def training(network: Any, batch: int, optimizer: optax.GradientTransformation, name: str) -> Model:
-    """The training step of a decoder on tokens `[batch, L + 1]`; losses that its layers sow are added.
+    """Makes the training step of a decoder on tokens `[batch, L + 1]`; losses that its layers sow are added.
 
     The decoder is a flax module from tokens to logits with the attribute `sizes`.
     """
@@ -176,7 +176,7 @@ def make(
     optimizer: optax.GradientTransformation | None = None,
     **sizes: Any,
 ) -> Model:
-    """A GPT training step: `batch` is tokens `[B, L + 1]`; other sizes are those of `Sizes`; adamw by default."""
+    """Makes a GPT training step: `batch` is tokens `[B, L + 1]`; other sizes are those of `Sizes`; adamw by default."""
     network = GPT(Sizes(**sizes), block, stack)
     optimizer = optax.adamw(1e-3) if optimizer is None else optimizer
     return training(network, batch, optimizer, f"gpt-{network.sizes.layers}-{stack.__name__}")

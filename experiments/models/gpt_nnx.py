@@ -38,7 +38,7 @@ class GPT(nnx.Module):
         self.head = nnx.Linear(sizes.width, sizes.vocabulary, use_bias=False, rngs=rngs)
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
-        """Logits `[B, L, V]` of the next token from tokens `[B, L]`."""
+        """Returns logits `[B, L, V]` of the next token from tokens `[B, L]`."""
         mask = nnx.make_causal_mask(tokens)
         x = self.embed(tokens) + self.positions[...]
         for layer in self.layers:
@@ -47,7 +47,7 @@ class GPT(nnx.Module):
 
 
 def make(*, batch: int = 16, **sizes: Any) -> Model:
-    """A GPT training step on nnx states with adamw; sizes are those of `gpt.Sizes`."""
+    """Makes a GPT training step on nnx states with adamw; sizes are those of `gpt.Sizes`."""
     config = Sizes(**sizes)
 
     def build(key: jax.Array) -> tuple[GPT, nnx.Optimizer]:

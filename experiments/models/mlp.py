@@ -16,7 +16,7 @@ def make(
     batch: int = 64,
     optimizer: optax.GradientTransformation | None = None,
 ) -> Model:
-    """An MLP of `layers` square dense layers with relu between them; adam unless another optimizer is given.
+    """Makes an MLP of `layers` square dense layers with relu between them; adam unless another optimizer is given.
 
     Source: Alpa's test of the same network (alpa-projects/alpa, tests/shard_parallel/test_mlp.py), whose best plans
     are known by hand.

@@ -39,13 +39,13 @@ class Model(NamedTuple):
 
 
 def abstract_arguments(model: Model) -> tuple[Any, Any]:
-    """State and batch as `jax.ShapeDtypeStruct`, for planning without touching device memory."""
+    """Returns state and batch as `jax.ShapeDtypeStruct`, for planning without touching device memory."""
     key = jax.eval_shape(lambda: jax.random.key(0))
     return jax.eval_shape(model.init, key), jax.eval_shape(model.make_batch, key)
 
 
 def arguments(model: Model, seed: int = 0) -> tuple[Any, Any]:
-    """State and batch as arrays, made in one compiled program each."""
+    """Returns state and batch as arrays, made in one compiled program each."""
     state_key, batch_key = jax.random.split(jax.random.key(seed))
     # Run once: optimised machine code would take longer to make than it saves.
     make = partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
@@ -55,7 +55,7 @@ def arguments(model: Model, seed: int = 0) -> tuple[Any, Any]:
 def gradient_step(
     loss: Callable[[Any, Any, Any], tuple[jax.Array, Any]], optimizer: optax.GradientTransformation
 ) -> Callable[[State, Any], tuple[State, jax.Array]]:
-    """A training step from `loss(params, statistics, batch) -> (scalar, new statistics)`."""
+    """Makes a training step from `loss(params, statistics, batch) -> (scalar, new statistics)`."""
 
     def step(state: State, batch: Any) -> tuple[State, jax.Array]:
         differentiate = jax.value_and_grad(loss, has_aux=True)

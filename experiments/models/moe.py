@@ -20,7 +20,7 @@ BALANCE_WEIGHT = 1e-2
 
 
 def top2_gating(probabilities: jax.Array, capacity: int) -> tuple[jax.Array, jax.Array]:
-    """Combine weights `[G, S, E, C]` and balance loss from gate probabilities `[G, S, E]`.
+    """Returns combine weights `[G, S, E, C]` and balance loss from gate probabilities `[G, S, E]`.
 
     Each of G groups sends its S tokens to their two best experts, which take at most C tokens of a group, the first
     choices first; a token that finds no room is dropped by that expert.
@@ -74,6 +74,6 @@ class _Block(gpt.Block):
 
 
 def make(*, batch: int = 16, stack: gpt.Stack = gpt.unrolled, **sizes: Any) -> Model:
-    """A mixture-of-experts GPT training step with adamw; sizes are those of `gpt.Sizes`."""
+    """Makes a mixture-of-experts GPT training step with adamw; sizes are those of `gpt.Sizes`."""
     network = gpt.GPT(gpt.Sizes(**sizes), _Block, stack)
     return gpt.training(network, batch, optax.adamw(1e-3), f"moe-{network.sizes.layers}-{stack.__name__}")

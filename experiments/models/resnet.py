@@ -41,7 +41,7 @@ class ResNet(nn.Module):
 
     @nn.compact
     def __call__(self, x):
-        """Logits `[B, classes]` from images `[B, H, W, 3]`."""
+        """Returns logits `[B, classes]` from images `[B, H, W, 3]`."""
         x = nn.Conv(self.width, (3, 3), use_bias=False)(x)
         x = nn.relu(nn.BatchNorm(use_running_average=False, momentum=0.9)(x))
         for stage in range(self.stages):
@@ -53,7 +53,7 @@ class ResNet(nn.Module):
 def make(
     *, width: int = 16, stages: int = 3, blocks: int = 1, image: int = 16, classes: int = 10, batch: int = 32
 ) -> Model:
-    """A ResNet training step: stages of `blocks` residual blocks; running statistics are part of the state."""
+    """Makes a ResNet training step: stages of `blocks` residual blocks; running statistics are part of the state."""
     network = ResNet(width, blocks, classes, stages)
     optimizer = optax.adamw(1e-3)
 

@@ -18,17 +18,17 @@ NAMES = ("alice", "python_reference")
 
 
 def encode(text: str) -> np.ndarray:
-    """Tokens of a text: its UTF-8 bytes, `[length]` int32."""
+    """Returns the tokens of a text: its UTF-8 bytes, `[length]` int32."""
     return np.frombuffer(text.encode(), np.uint8).astype(np.int32)
 
 
 def decode(tokens: np.ndarray) -> str:
-    """The text of tokens; what is no UTF-8 becomes a replacement character."""
+    """Returns the text of tokens; what is no UTF-8 becomes a replacement character."""
     return bytes(np.asarray(tokens, np.uint8)).decode(errors="replace")
 
 
 def load(name: Literal["alice", "python_reference"] = "alice") -> np.ndarray:
-    """A bundled text as tokens, `[length]` int32.
+    """Loads a bundled text as tokens, `[length]` int32.
 
     Raises:
       ValueError: there is no text of the name.
@@ -39,6 +39,6 @@ def load(name: Literal["alice", "python_reference"] = "alice") -> np.ndarray:
 
 
 def sample(tokens: np.ndarray, key: jax.Array, batch: int, sequence: int) -> jax.Array:
-    """Random windows of the text with the token after each, `[batch, sequence + 1]`."""
+    """Draws random windows of the text with the token after each, `[batch, sequence + 1]`."""
     starts = jax.random.randint(key, (batch, 1), 0, len(tokens) - sequence)
     return jnp.asarray(tokens)[starts + jnp.arange(sequence + 1)]

@@ -61,7 +61,7 @@ def nodes_of(
 
 
 def _new_results(graph: Graph) -> frozenset[int]:
-    """Results of the function that replace no argument, by id."""
+    """Returns the results of the function that replace no argument, by id."""
     pairs = zip(graph.outputs, graph.feedback, strict=True)
     return frozenset(o.id for o, argument in pairs if isinstance(o, Value) and argument is None)
 

@@ -43,15 +43,15 @@ class DeviceProgram:
         self.blocks = Blocks(tuple(mesh.axis_names), tuple(mesh.shape[name] for name in mesh.axis_names))
 
     def on_mesh(self, mesh: Mesh | AbstractMesh) -> "DeviceProgram":
-        """The same function and layout on another mesh with the same axes."""
+        """Returns the same function and layout on another mesh with the same axes."""
         return DeviceProgram(self.graph, self.layout, mesh, self.path)
 
     def sharding(self, spec: IndexedSpec) -> NamedSharding:
-        """A spec as a JAX sharding on the mesh."""
+        """Returns a spec as a JAX sharding on the mesh."""
         return NamedSharding(self.mesh, partition_spec(named_spec(spec, self.blocks.axis_names)))
 
     def whole_operations(self) -> list[Vertex]:
-        """Operations that the layout splits but that have no form on blocks: they run whole on every device."""
+        """Returns operations that the layout splits but that have no form on blocks: they run whole on every device."""
         return [
             vertex
             for vertex in self.graph.operations()
@@ -59,7 +59,7 @@ class DeviceProgram:
         ]
 
     def __call__(self, *arguments: Any) -> list[Any]:
-        """The function's flat results."""
+        """Runs the function; returns its flat results."""
         constants = [self.layout.strategies[v.index].unreduced[0] for v in self.graph.constants]
         evaluate = Evaluation(self.graph, self.layout, self.path, self)
         program = jax.shard_map(

@@ -80,7 +80,7 @@ def _of_rule(vertex: Vertex, rule: Rule | None) -> Iterator[list[Dimension]]:
 
 
 def _aligned_dimensions(arrays: Sequence[Operand]) -> Iterator[list[Dimension]]:
-    """Dimensions counted from the last: what a loop reads of a stack, or leaves in it, lacks the stack's first one."""
+    """Pairs dimensions from the last: what a loop reads of a stack, or leaves in it, lacks the stack's first one."""
     values = [array for array in arrays if isinstance(array, Value)]
     for back in range(1, min((len(value.shape) for value in values), default=0) + 1):
         yield [(value.id, len(value.shape) - back) for value in values]

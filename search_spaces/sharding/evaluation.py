@@ -77,7 +77,7 @@ class Evaluation:
         return self._reshard(env[operand.id], operand, self.layout.value_specs[operand.id], spec)
 
     def _read_array(self, env: Environment, operand: Operand, spec: IndexedSpec, dtype: Any) -> Any:
-        """As `_read_operand`, but a literal becomes an array of the given type."""
+        """Returns what `_read_operand` does, but a literal becomes an array of the given type."""
         array = self._read_operand(env, operand, spec)
         return array if isinstance(operand, Value) else jnp.asarray(array, dtype)
 
@@ -148,7 +148,7 @@ class Evaluation:
         ]
 
     def _inside(self, env: Environment, carries: Sequence[Vertex], arrays: Sequence[Any]) -> Environment:
-        """The environment of a loop's body."""
+        """Returns the environment of a loop's body."""
         inner = dict(env)
         for vertex, array in zip(carries, arrays, strict=True):
             self._enter(inner, vertex, array)

@@ -52,15 +52,15 @@ class Execution:
         self.axis_sizes = tuple(mesh.shape[name] for name in self.axis_names)
 
     def on_mesh(self, mesh: Mesh | AbstractMesh) -> "Execution":
-        """The same function and layout on another mesh with the same axes."""
+        """Returns the same function and layout on another mesh with the same axes."""
         return Execution(self.graph, self.layout, mesh, self.path)
 
     def sharding(self, spec: IndexedSpec) -> NamedSharding:
-        """A spec as a JAX sharding on the mesh."""
+        """Returns a spec as a JAX sharding on the mesh."""
         return NamedSharding(self.mesh, partition_spec(named_spec(spec, self.axis_names)))
 
     def __call__(self, *arguments: Any) -> list[Any]:
-        """The function's flat results."""
+        """Runs the function; returns its flat results."""
         return Evaluation(self.graph, self.layout, self.path, self)(arguments, self.graph.constant_arrays)
 
     # `evaluation.Arrays`: whole arrays with constraints.

@@ -41,18 +41,18 @@ class Blocks:
     axis_sizes: tuple[int, ...]
 
     def shape(self, shape: Sequence[int], spec: IndexedSpec) -> tuple[int, ...]:
-        """The shape of a block of an array of the given shape."""
+        """Returns the shape of a block of an array of the given shape."""
         return tuple(-(-size // parts) for size, parts in zip(shape, parts_of(spec, self.axis_sizes), strict=True))
 
     def index(self, axes: Sequence[int]) -> jax.Array:
-        """The position of this device along some mesh axes together, the first one major; 0 for none."""
+        """Returns the position of this device along some mesh axes together, the first one major; 0 for none."""
         position = jnp.int32(0)
         for axis in axes:
             position = position * self.axis_sizes[axis] + lax.axis_index(self.axis_names[axis])
         return position
 
     def reshard(self, block: Any, shape: Sequence[int], source: IndexedSpec, steps: Sequence[ReshardStep]) -> Any:
-        """The block after some steps.
+        """Returns the block after some steps.
 
         Args:
           block: of an array with the spec `source`.
@@ -67,7 +67,7 @@ class Blocks:
         return block
 
     def reduce(self, block: Any, unreduced: IndexedSpec, steps: Sequence[ReshardStep], combine: str = "sum") -> Any:
-        """The block after its partial results have been combined over the devices that share it.
+        """Returns the block with its partial results combined over the devices that share it.
 
         Scatters over several axes are one collective over all of them: one axis after the other, the fast one first,
         would leave the parts in another order than the spec has.
@@ -93,7 +93,7 @@ class Blocks:
         return block
 
     def mask(self, block: Any, shape: Sequence[int], spec: IndexedSpec, dims: Sequence[int], fill: Any) -> Any:
-        """The block with `fill` instead of the padding of some dimensions."""
+        """Returns the block with `fill` instead of the padding of some dimensions."""
         for dim in dims:
             parts = parts_of((spec[dim],), self.axis_sizes)[0]
             if shape[dim] % parts:
@@ -126,12 +126,12 @@ class Blocks:
         return lax.dynamic_slice_in_dim(block, lax.axis_index(self.axis_names[axis]) * size, size, dim)
 
     def _pad(self, block: Any, shape: Sequence[int], spec: IndexedSpec, dim: int, axis: int) -> Any:
-        """With as much padding at the end of a dimension as splitting it evenly over one more axis takes."""
+        """Pads the end of a dimension by as much as splitting it evenly over one more axis takes."""
         missing = self.shape(shape, spec)[dim] * self.axis_sizes[axis] - block.shape[dim]
         return jnp.pad(block, [(0, missing if d == dim else 0) for d in range(block.ndim)]) if missing else block
 
     def _trim(self, block: Any, shape: Sequence[int], spec: IndexedSpec, dim: int) -> Any:
-        """Without the padding that gathering uneven blocks leaves at the end."""
+        """Cuts off the padding that gathering uneven blocks leaves at the end."""
         size = self.shape(shape, spec)[dim]
         return block if block.shape[dim] == size else lax.slice_in_dim(block, 0, size, axis=dim)
 
@@ -144,7 +144,7 @@ def _all_reduce(block: Any, names: tuple[str, ...], combine: str) -> Any:
 
 @lru_cache(maxsize=10_000)
 def _permutation(source: IndexedSpec, target: IndexedSpec, axis_sizes: tuple[int, ...]) -> list[tuple[int, int]]:
-    """(from, to) pairs of devices, numbered row-major, that bring every device the block it has with `target`.
+    """Returns (from, to) pairs of devices, numbered row-major, that give every device the block of `target`.
 
     Where several devices hold a block, a device that needs the block which it has keeps it, and the others are served
     in order.
@@ -159,7 +159,7 @@ def _permutation(source: IndexedSpec, target: IndexedSpec, axis_sizes: tuple[int
 
 
 def _blocks_of_devices(spec: IndexedSpec, axis_sizes: tuple[int, ...]) -> np.ndarray:
-    """The number of the block that each device has, `[devices]`."""
+    """Returns the number of the block that each device has, `[devices]`."""
     coordinates = np.unravel_index(np.arange(prod(axis_sizes)), axis_sizes)
     number = np.zeros(prod(axis_sizes), np.int64)
     for axes in spec:

@@ -55,22 +55,22 @@ class LocalCall(NamedTuple):
         return [self.blocks.shape(value.shape, spec) for value, spec in pairs]
 
     def operand_shape(self, position: int) -> tuple[int, ...]:
-        """The shape of a whole operand."""
+        """Returns the shape of a whole operand."""
         operand = self.vertex.operands[position]
         return tuple(operand.shape) if isinstance(operand, Value) else np.shape(operand.val)
 
     def bind(self, operands: Sequence[Any], **parameters: Any) -> list[Any]:
-        """The results of the equation's primitive, with some of its parameters changed."""
+        """Returns the results of the equation's primitive, with some of its parameters changed."""
         return list(bind(self.equation, operands, **parameters))
 
 
 def combiner(vertex: Vertex) -> str:
-    """What combines the partial results of an operation: a key of `local_blocks.REDUCERS`."""
+    """Returns what combines the partial results of an operation: a key of `local_blocks.REDUCERS`."""
     return REDUCTIONS.get(vertex.primitive, "sum")
 
 
 def run_local(call: LocalCall, operands: Sequence[Any]) -> list[Any]:
-    """The results' blocks before their reduction; the operation must not be one that `runs_whole`.
+    """Returns the results' blocks before their reduction; the operation must not be one that `runs_whole`.
 
     Args:
       call: the operation.
@@ -115,7 +115,7 @@ def _iota(call: LocalCall, operands: Sequence[Any]) -> list[Any]:
 
 
 def _contraction(call: LocalCall, operands: Sequence[Any]) -> list[Any]:
-    """A product whose contracted dimensions may be padded: the padding counts 0 on both sides."""
+    """Runs a product whose contracted dimensions may be padded: the padding counts 0 on both sides."""
     (lhs_dims, rhs_dims), _ = call.equation.params["dimension_numbers"]
     blocks = [
         call.blocks.mask(operand, call.operand_shape(i), call.strategy.operands[i], dims, 0)
@@ -125,7 +125,7 @@ def _contraction(call: LocalCall, operands: Sequence[Any]) -> list[Any]:
 
 
 def _reduction(call: LocalCall, operands: Sequence[Any]) -> list[Any]:
-    """A reduction over dimensions that may be padded: the padding counts as what changes nothing."""
+    """Runs a reduction over dimensions that may be padded: the padding counts as what changes nothing."""
     neutral = _NEUTRAL[call.vertex.primitive](operands[0].dtype)
     axes = call.equation.params["axes"]
     return call.bind([call.blocks.mask(operands[0], call.operand_shape(0), call.strategy.operands[0], axes, neutral)])
@@ -153,7 +153,7 @@ _NEUTRAL: dict[str, Callable[[Any], Any]] = {
 
 
 def _gather(call: LocalCall, operands: Sequence[Any]) -> list[Any]:
-    """A lookup. In a table whose rows are split, a device gives the rows that it has and zeros for all others."""
+    """Looks rows up. Of a table whose rows are split, a device gives those that it has and zeros for all others."""
     params, spec = call.equation.params, call.strategy.operands[0]
     numbers, (table, indices) = params["dimension_numbers"], operands
     sizes = _window_sizes(params["slice_sizes"], call.operand_shape(0), table.shape)
@@ -199,7 +199,7 @@ def _scatter(call: LocalCall, operands: Sequence[Any]) -> list[Any]:
 def _rows_here(
     call: LocalCall, indices: Any, block_shape: Sequence[int], looked_up: Sequence[tuple[int, int]], mode: Any
 ) -> tuple[Any, Any, Any]:
-    """Which indices are of rows of this block, which of the whole table, and the indices within the block."""
+    """Tells which indices are of rows of this block, which of the whole table, and gives those within the block."""
     has_row = in_table = jnp.ones(indices.shape[:-1], jnp.bool)
     for k, d in looked_up:
         index, size = indices[..., k], call.operand_shape(0)[d]
@@ -213,12 +213,12 @@ def _rows_here(
 
 
 def _window_sizes(sizes: Sequence[int], shape: Sequence[int], block_shape: Sequence[int]) -> tuple[int, ...]:
-    """The window of a gather on a block: whole dimensions stay whole."""
+    """Returns the window of a gather on a block: whole dimensions stay whole."""
     return tuple(b if s == n else s for s, n, b in zip(sizes, shape, block_shape, strict=True))
 
 
 def _fill_value(given: Any, dtype: Any) -> Any:
-    """What `lax.gather` gives for indices that are out of bounds."""
+    """Returns what `lax.gather` gives for indices that are out of bounds."""
     if given is not None:
         return given
     if jnp.issubdtype(dtype, jnp.inexact):
@@ -227,7 +227,7 @@ def _fill_value(given: Any, dtype: Any) -> Any:
 
 
 def _dynamic_update_slice(call: LocalCall, operands: Sequence[Any]) -> list[Any]:
-    """An update of one row of a dimension that is split is made by the device that has the row."""
+    """Updates one row of a dimension that is split, on the device that has the row."""
     operand, update, *starts = operands
     spec, has_row = call.strategy.operands[0], jnp.bool(True)
     for d, axes in enumerate(spec):
@@ -241,7 +241,7 @@ def _dynamic_update_slice(call: LocalCall, operands: Sequence[Any]) -> list[Any]
 
 
 def _users_shard_map(call: LocalCall, operands: Sequence[Any]) -> list[Any]:
-    """The body of a user's own `shard_map`, which is written for blocks; its collectives name the mesh's axes.
+    """Runs the body of a user's own `shard_map`, which is written for blocks and names the mesh's axes.
 
     Raises:
       ValueError: the `shard_map` tracks which values vary over which axes, as blocks in a device's program do not.

@@ -198,7 +198,7 @@ class _Fusing:
         return name.startswith(("reduce_", "argm"))
 
     def overwritten(self, is_written: np.ndarray, last_read: np.ndarray) -> Iterator[Value]:
-        """Values that the operation which reads them last writes its result over."""
+        """Yields values that the operation which reads them last writes its result over."""
         for vertex in self.graph.operations():
             result = vertex.results[0] if vertex.results else None
             if result is None or not result.shape or not is_written[result.id]:
@@ -209,7 +209,7 @@ class _Fusing:
                     break
 
     def _read_operands(self, vertex: Vertex, is_written: np.ndarray) -> Iterator[Value]:
-        """Operands in memory that a vertex could write over, those of what is fused into it included."""
+        """Yields operands in memory that a vertex could write over, those of what is fused into it included."""
         assert vertex.equation is not None
         operands = [o for o in vertex.operands if isinstance(o, Value)]
         if vertex.equation.primitive.name.startswith(IN_PLACE):

@@ -78,7 +78,7 @@ class ReshardCosts:
     def _grid(
         self, sources: tuple[IndexedSpec, ...], targets: tuple[IndexedSpec, ...]
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Latency and slope of every pair, `[sources, targets]` each; specs that occur often are priced once."""
+        """Returns latency and slope of all pairs, `[sources, targets]` each; specs that occur often are priced once."""
         if (sources, targets) not in self._grids:
             rows = {spec: i for i, spec in enumerate(dict.fromkeys(sources))}
             columns = {spec: j for j, spec in enumerate(dict.fromkeys(targets))}

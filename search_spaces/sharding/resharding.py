@@ -155,7 +155,7 @@ class Paths:
                         yield ReshardStep("all_to_all", axis, size, _with(spec_after, j, (*spec_after[j], axis)))
 
     def _permutes(self, spec: IndexedSpec) -> Iterator[ReshardStep]:
-        """Blocks of the same shape on other devices: within a dimension, across dimensions, or by other axes."""
+        """Yields steps to blocks of the same shape on other devices: within a dimension, across, or by other axes."""
         local = 1.0 / shards(spec, self.axis_sizes)
         before = _strides(spec, self.axis_sizes)
         for other in _of_parts(parts_of(spec, self.axis_sizes), self._axes, self.axis_sizes):

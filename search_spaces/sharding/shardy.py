@@ -92,7 +92,7 @@ def _new_rules(equations: list[JaxprEqn]) -> list[Rule | None]:
 
 
 def _lowered_rules(equations: list[JaxprEqn], platform: str) -> list[Rule | None]:
-    """Rules of all equations from one module; halves the list where something in it cannot be lowered."""
+    """Returns the rules of all equations from one module; halves the list where something cannot be lowered."""
     if not equations:
         return []
     try:
@@ -223,7 +223,7 @@ def _rule_from_attribute(attribute: Any) -> Rule:
 
 
 def _rule_without_shardy(operation: Any) -> Rule:
-    """Constants and iotas are free, CHLO is elementwise but for `top_k`, everything else is not to be sharded."""
+    """Returns a rule by name: constants and iotas are free, CHLO is elementwise but for `top_k`, the rest is whole."""
     factors = Factors()
     operands = [_shape(value.type) for value in operation.operands]
     results = [_shape(value.type) for value in operation.results]

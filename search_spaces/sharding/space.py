@@ -91,7 +91,7 @@ class ShardingSpace:
         return self._node_names
 
     def strategy_names(self, node: int) -> tuple[str, ...]:
-        """`[S_v]` the specs of operands and results of each strategy, as `[data, -] [-, -] -> [data, -]`."""
+        """Returns `[S_v]` the specs of operands and results of each strategy, as `[data, -] [-, -] -> [data, -]`."""
         return tuple(strategy_name(strategy, self.axis_names) for strategy in self.nodes[node].strategies)
 
     def decode(self, choice: Sequence[int]) -> Execution:

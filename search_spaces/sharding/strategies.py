@@ -26,7 +26,7 @@ def strategy_of_spec(spec: IndexedSpec, axis_sizes: tuple[int, ...]) -> Sharding
 
 
 def collective_bytes(strategy: ShardingStrategy) -> float:
-    """Sizes of a strategy's own collectives, as fractions of the results."""
+    """Returns the sizes of a strategy's own collectives, as fractions of the results."""
     return sum(step.fraction for steps in strategy.reductions for step in steps)
 
 

@@ -38,7 +38,7 @@ _ALONG_WHOLE_DIMENSIONS = frozenset(
 
 
 def runs_whole(vertex: Vertex, strategy: ShardingStrategy, axis_sizes: tuple[int, ...]) -> bool:
-    """Whether an operation has no form on blocks with a strategy, and so runs whole on every device."""
+    """Tells whether an operation has no form on blocks with a strategy, and so runs whole on every device."""
     specs = (*strategy.operands, *strategy.unreduced)
     if not any(axes for spec in specs for axes in spec):
         return False
@@ -59,7 +59,7 @@ _Condition = Callable[[Vertex, ShardingStrategy, tuple[int, ...]], bool]
 
 
 def _windows_are_whole(vertex: Vertex, strategy: ShardingStrategy, axis_sizes: tuple[int, ...]) -> bool:
-    """Whether no split dimension has a window or padding."""
+    """Tells whether no split dimension has a window or padding."""
     del axis_sizes
     assert vertex.equation is not None
     params, spec = vertex.equation.params, strategy.operands[0]
@@ -69,7 +69,7 @@ def _windows_are_whole(vertex: Vertex, strategy: ShardingStrategy, axis_sizes: t
 
 
 def _no_groups(vertex: Vertex, strategy: ShardingStrategy, axis_sizes: tuple[int, ...]) -> bool:
-    """Whether a convolution is of one group, or of groups that are not split."""
+    """Tells whether a convolution is of one group, or of groups that are not split."""
     assert vertex.equation is not None
     params = vertex.equation.params
     if params["feature_group_count"] == params["batch_group_count"] == 1:
@@ -81,7 +81,7 @@ def _no_groups(vertex: Vertex, strategy: ShardingStrategy, axis_sizes: tuple[int
 
 
 def _is_even(vertex: Vertex, strategy: ShardingStrategy, axis_sizes: tuple[int, ...]) -> bool:
-    """Whether no block is padded."""
+    """Tells whether no block is padded."""
     arrays = (*vertex.operands, *vertex.results)
     return all(
         size % parts == 0
@@ -92,7 +92,7 @@ def _is_even(vertex: Vertex, strategy: ShardingStrategy, axis_sizes: tuple[int, 
 
 
 def _gathers_rows(vertex: Vertex, strategy: ShardingStrategy, axis_sizes: tuple[int, ...]) -> bool:
-    """Whether each split dimension of a table is looked up row by row, taken whole, or goes along with the indices."""
+    """Tells whether a table's split dimensions are looked up by row, taken whole, or go along with the indices."""
     del axis_sizes
     assert vertex.equation is not None
     numbers, sizes = vertex.equation.params["dimension_numbers"], vertex.equation.params["slice_sizes"]
@@ -108,7 +108,7 @@ def _gathers_rows(vertex: Vertex, strategy: ShardingStrategy, axis_sizes: tuple[
 
 
 def _scatters_rows(vertex: Vertex, strategy: ShardingStrategy, axis_sizes: tuple[int, ...]) -> bool:
-    """Whether each split dimension is updated row by row, as a whole, or goes along with the indices."""
+    """Tells whether split dimensions are updated by row, as a whole, or go along with the indices."""
     del axis_sizes
     assert vertex.equation is not None
     numbers = vertex.equation.params["dimension_numbers"]

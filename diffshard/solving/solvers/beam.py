@@ -115,7 +115,7 @@ class _Beam:
         self.choice = np.zeros(len(order), np.int64)
 
     def run(self, width: int, excess_weight: float = 0.0) -> Iterator[None]:
-        """One pass over the nodes; sets `choice` at its end.
+        """Makes one pass over the nodes; sets `choice` at its end.
 
         Args:
           width: how many partial choices go on.

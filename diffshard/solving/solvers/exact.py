@@ -191,7 +191,7 @@ def _marginals(problem: Problem, starts: np.ndarray, sizes: np.ndarray) -> scipy
 
 
 def _memory(problem: Problem, starts: np.ndarray, columns: int) -> tuple[Any, np.ndarray]:
-    """Live memory m[i] in units of the limit, a column for each time and device, and the limits of these columns.
+    """Returns live memory m[i] in units of the limit, a column for each time and device, and the columns' limits.
 
     The rows are m[i] >= m[i - 1] + what starts - what ends: few entries, however long usages live.
     """

@@ -46,7 +46,7 @@ def solve(problem: Problem, *, time_limit_s: float | None = None, key: jax.Array
 
 
 def price(problem: Problem, choices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Cost `[N]` and memory excess `[N]` of many choices `[N, V]` at once, in float64."""
+    """Returns cost `[N]` and memory excess `[N]` of many choices `[N, V]` at once, in float64."""
     total = np.zeros(len(choices))
     for v, cost in enumerate(problem.node_cost):
         total += cost[choices[:, v]]
