@@ -30,6 +30,8 @@ class _Ties:
     Attributes:
       problem: as it was given.
       edges: the ends of each edge.
+      matrices: the distinct arrays among the edges' matrices.
+      matrix_of: `[E]` which of them each edge has.
       parent: of each node; a root is its own.
       own_strategy: for each node which of its strategies goes with each strategy of its parent.
       alive: for each root which strategies are not ruled out.
@@ -43,10 +45,10 @@ class _Ties:
         self.parent = list(range(len(problem.node_cost)))
         self.own_strategy = [np.arange(size) for size in num_strategies(problem).tolist()]
         self.alive = [~is_forbidden(cost) for cost in problem.node_cost]
-        matrices, matrix_of = distinct_arrays(problem.edge_cost)
-        masks = [~is_forbidden(matrix) for matrix in matrices]
+        self.matrices, self.matrix_of = distinct_arrays(problem.edge_cost)
+        masks = [~is_forbidden(matrix) for matrix in self.matrices]
         restricts = np.array([not mask.all() for mask in masks], bool)
-        self.allowed = {e: masks[matrix_of[e]] for e in np.flatnonzero(restricts[matrix_of]).tolist()}
+        self.allowed = {e: masks[self.matrix_of[e]] for e in np.flatnonzero(restricts[self.matrix_of]).tolist()}
         self.restricting: list[list[int]] = [[] for _ in problem.node_cost]
         for e in self.allowed:
             for v in self.edges[e]:
@@ -147,8 +149,8 @@ class _Ties:
     ) -> tuple[np.ndarray, list[np.ndarray]]:
         """Sums the matrices between each pair of groups; those inside a group go into its node cost.
 
-        Matrices are moved only here, once. Edges that share an array and are restricted alike share the result; a
-        transposed view is told by where its numbers lie, as it is a new array each time.
+        Matrices are moved only here, once. Edges that share an array, point the same way and are restricted alike share
+        the result.
 
         Args:
           group: `[V]` the number of each node's root.
@@ -157,14 +159,15 @@ class _Ties:
         """
         restrictions: dict[tuple, np.ndarray] = {}
         between: list[tuple[int, int, np.ndarray]] = []
-        for (u, v), cost in zip(self.edges, self.problem.edge_cost, strict=True):
-            a, b = int(group[u]), int(group[v])
+        for (u, v), m in zip(self.edges, self.matrix_of.tolist(), strict=True):
+            a, b, cost = int(group[u]), int(group[v]), self.matrices[m]
             if a == b:
                 node_cost[a] += _finite_or_inf(cost[maps[u], maps[v]])
                 continue
-            if a > b:
+            is_flipped = a > b
+            if is_flipped:
                 a, b, u, v, cost = b, a, v, u, cost.T
-            form = (cost.ctypes.data, cost.strides, maps[u].tobytes(), maps[v].tobytes())
+            form = (m, is_flipped, maps[u].tobytes(), maps[v].tobytes())
             if form not in restrictions:
                 restrictions[form] = _finite_or_inf(cost[np.ix_(maps[u], maps[v])])
             between.append((a, b, restrictions[form]))
