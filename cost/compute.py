@@ -14,6 +14,8 @@ from numpy.typing import ArrayLike
 
 from cost.base import CostModel, Hardware, Work
 
+CONTRACTIONS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general"})
+"""Products of matrices and convolutions: the operations that a step spends its arithmetic on."""
 # Operations on one element of the result, where it isn't one: near what was measured on XLA's CPU backend as time in
 # cache relative to an addition (python -m experiments.calibration: div 1.6, sqrt 2.1, logistic 6.3, exp 7.6, erf 3.9,
 # log 21, tanh 29, sin 86, pow 121, lgamma 184), lower where GPUs have special function units for it, which run at a
@@ -95,7 +97,7 @@ def equation_dtype(equation: core.JaxprEqn) -> str:
 
     A product of two bfloat16 arrays that accumulates in float32 runs at the rate of bfloat16.
     """
-    if equation.primitive.name in ("dot_general", "conv_general_dilated", "ragged_dot_general"):
+    if equation.primitive.name in CONTRACTIONS:
         dtypes = [_aval(v).dtype for v in equation.invars[:2]]
         return str(max(dtypes, key=lambda dtype: dtype.itemsize))
     for var in equation.outvars:

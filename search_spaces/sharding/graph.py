@@ -10,8 +10,6 @@ from typing import Any, Literal
 
 from jax.extend import core, source_info_util
 
-CONTRACTIONS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general"})
-"""Products of matrices and convolutions: the operations that a step spends its arithmetic on."""
 Kind = Literal["input", "constant", "operation", "carry", "slice", "stack", "join"]
 
 

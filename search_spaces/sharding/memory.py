@@ -11,9 +11,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from cost.compute import CONTRACTIONS
 from search_spaces.replay import REMAT
 from search_spaces.sharding.base import Node, Rule, ShardingStrategy
-from search_spaces.sharding.graph import CONTRACTIONS, Block, Graph, Value, Vertex
+from search_spaces.sharding.graph import Block, Graph, Value, Vertex
 from search_spaces.sharding.spec import local_bytes
 
 # Pointwise but expensive: XLA does not compute them again for a second reader.

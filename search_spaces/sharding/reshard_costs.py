@@ -10,9 +10,10 @@ import numpy as np
 
 from cost.base import COLLECTIVE_KINDS, Hardware, Link
 from cost.collectives import collective_latency_s, collective_transfer_s
+from cost.compute import CONTRACTIONS
 from search_spaces.partition_specs import IndexedSpec
 from search_spaces.sharding.base import Rates, ReshardStep
-from search_spaces.sharding.graph import CONTRACTIONS, Graph, Value, Vertex
+from search_spaces.sharding.graph import Graph, Value, Vertex
 from search_spaces.sharding.resharding import Paths
 
 _FREE = Link(0.0, 0.0)
