@@ -9,9 +9,33 @@ experiments/calibration.py). An all-to-all crosses once for each pair of devices
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Protocol
 
-from cost.base import Link
+from cost.base import Hardware, Link
+
+
+class Network(Protocol):
+    """How the devices of one kind are connected, and what each of them has for itself; a dataclass.
+
+    Attributes:
+      num_devices: devices in a host or pod; None where no link depends on it.
+    """
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    @property
+    def num_devices(self) -> int | None:
+        """Devices in a host or pod."""
+        ...
+
+    def link(self, size: int, stride: int) -> Link:
+        """Returns the link of an axis of `size` devices whose neighbours are `stride` devices apart."""
+        ...
+
+    def share(self, device: Hardware, num_devices: int) -> Hardware:
+        """Returns what each of so many devices has of the rates and the memory of `device`."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -45,6 +69,11 @@ class SwitchedHost:
             share = self.network_bytes_per_s / self.num_devices
             ring, all_to_all = min(ring, share * members), min(all_to_all, share)
         return Link(latency_s, 1 / ring, 1 / all_to_all)
+
+    def share(self, device: Hardware, num_devices: int) -> Hardware:
+        """Returns the device as it is: every one has its own rates and memory."""
+        del num_devices
+        return device
 
 
 @dataclass(frozen=True)
@@ -81,6 +110,11 @@ class TorusPod:
         all_to_all = busiest / max(size - 1, 1) / self.link_bytes_per_s
         return Link(self.launch_s + hops * self.hop_s, 1 / bytes_per_s, max(all_to_all, 1 / bytes_per_s))
 
+    def share(self, device: Hardware, num_devices: int) -> Hardware:
+        """Returns the device as it is: every one has its own rates and memory."""
+        del num_devices
+        return device
+
 
 @dataclass(frozen=True)
 class SharedProcessor:
@@ -102,3 +136,14 @@ class SharedProcessor:
         del stride
         slope = 1 / self.bytes_per_s
         return Link(self.launch_s + (size - 1) * self.hop_s, slope, reduce_scatter_s_per_byte=2 * slope)
+
+    def share(self, device: Hardware, num_devices: int) -> Hardware:
+        """Returns an equal part of the processor's rates, by dtype, and of its memory."""
+        assert isinstance(device.flops_per_s, Mapping)
+        return replace(
+            device,
+            name=device.name if num_devices == 1 else f"{device.name}, shared by {num_devices} devices",
+            flops_per_s={dtype: rate / num_devices for dtype, rate in device.flops_per_s.items()},
+            memory_bytes_per_s=device.memory_bytes_per_s / num_devices,
+            memory_bytes=device.memory_bytes / num_devices,
+        )

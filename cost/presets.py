@@ -11,7 +11,7 @@ from typing import Any
 from jax.sharding import AbstractMesh
 
 from cost.base import Hardware, Link
-from cost.networks import SharedProcessor, SwitchedHost, TorusPod
+from cost.networks import Network, SharedProcessor, SwitchedHost, TorusPod
 
 _TB = 1e12
 _GB = 1e9
@@ -39,7 +39,7 @@ _HOPPER_FLOPS_PER_S = {
 # DGX/HGX H100: NVLink 4 at 450 GB/s each way, 8 ConnectX-7 at 400 Gbit/s (nvidia.com/en-us/data-center/dgx-h100).
 _HOPPER_HOST = SwitchedHost(8, 450 * _GB * _NVLINK, 400 * _GB * _NETWORK, _LAUNCH_S, _HOP_S, _NETWORK_HOP_S)
 
-_PRESETS: dict[str, tuple[Hardware, SwitchedHost | TorusPod | SharedProcessor]] = {
+_PRESETS: dict[str, tuple[Hardware, Network]] = {
     "v100": (
         # p3.16xlarge. Rates of products measured in `v100_collective_profiles.csv.gz` (10^12 FLOP in 67.7 and 9.18 ms);
         # memory 900 GB/s and 16 GB, float64 7.8 TFLOP/s: V100 datasheet (nvidia.com/en-us/data-center/v100).
@@ -158,19 +158,17 @@ def preset(
     if key not in _PRESETS:
         raise ValueError(f"`hardware` {name!r} is unknown; there are {', '.join(PRESET_NAMES)}. Or give a `Hardware`.")
     _check_axes(mesh_axes, links or {})
-    device, host = _PRESETS[key]
+    device, network = _PRESETS[key]
     if devices_per_host is not None:
-        host = dataclasses.replace(host, num_devices=devices_per_host)
+        network = dataclasses.replace(network, num_devices=devices_per_host)
     all_links: dict[str, Link] = {}
     stride = 1
     for axis, size in reversed(list(mesh_axes.items())):
-        all_links[axis] = host.link(size, stride)
+        all_links[axis] = network.link(size, stride)
         stride *= size
     given = dict(links or {})
     all_links = {axis: given.get(axis, all_links[axis]) for axis in mesh_axes}
-    if isinstance(host, SharedProcessor):
-        return _share(device, stride, all_links)
-    return dataclasses.replace(device, links=all_links)
+    return dataclasses.replace(network.share(device, stride), links=all_links)
 
 
 def hardware_of(mesh: Any) -> Hardware:
@@ -201,19 +199,6 @@ def hardware_of(mesh: Any) -> Hardware:
     raise ValueError(
         f"`hardware` has no preset for devices of the kind {kind!r}; there are {', '.join(PRESET_NAMES)}. "
         "Give a `Hardware`, or measure one with `diffshard.calibrate(mesh)`."
-    )
-
-
-def _share(device: Hardware, num_devices: int, links: Mapping[str, Link]) -> Hardware:
-    rates = device.flops_per_s
-    assert isinstance(rates, Mapping)
-    return Hardware(
-        device.name if num_devices == 1 else f"{device.name}, shared by {num_devices} devices",
-        {dtype: rate / num_devices for dtype, rate in rates.items()},
-        device.memory_bytes_per_s / num_devices,
-        device.memory_bytes / num_devices,
-        links,
-        device.combines_gathers,
     )
 
 
