@@ -30,6 +30,8 @@ from search_spaces.base import Part
 class DecodedPlacement(NamedTuple):
     """Where each layer runs and what that costs, in seconds.
 
+    A type of its own beside `diffshard.Placement`, which adds a solver's result that a search space knows nothing of.
+
     Attributes:
       assignment: `[L]`, the device of each layer.
       transfer_s: between the devices of neighbouring layers.
