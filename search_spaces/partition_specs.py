@@ -5,19 +5,21 @@ Plain tuples write them all alike, one tuple for each dimension, with axes by na
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 from jax.sharding import PartitionSpec
 
-NamedSpec = tuple[tuple[str, ...], ...]
+NamedAxes = tuple[str, ...]
+"""The names of the mesh axes that split one dimension, major to minor."""
+NamedSpec = tuple[NamedAxes, ...]
 """For each dimension of an array the names of the mesh axes that split it, major to minor."""
 IndexedSpec = tuple[tuple[int, ...], ...]
 """The same with axes by their index in the mesh."""
 
 
-def axes_of(spec: PartitionSpec, rank: int) -> list[tuple[str, ...]]:
+def axes_of(spec: PartitionSpec, rank: int) -> list[NamedAxes]:
     """Returns the mesh axes that split each dimension, major to minor.
 
     Args:
@@ -35,9 +37,9 @@ def axes_of(spec: PartitionSpec, rank: int) -> list[tuple[str, ...]]:
     return dimensions
 
 
-def constrained_axes_of(spec: PartitionSpec, rank: int) -> list[tuple[str, ...] | None]:
+def constrained_axes_of(spec: PartitionSpec, rank: int) -> list[NamedAxes | None]:
     """Returns the mesh axes that split each dimension; None where `PartitionSpec.UNCONSTRAINED` leaves it free."""
-    dimensions: list[tuple[str, ...] | None] = []
+    dimensions: list[NamedAxes | None] = []
     for entry in (*spec, *[None] * (rank - len(spec))):
         if entry is PartitionSpec.UNCONSTRAINED:
             dimensions.append(None)
@@ -61,10 +63,52 @@ def indexed_spec(spec: NamedSpec, axis_names: Sequence[str]) -> IndexedSpec:
     return tuple(tuple(axis_names.index(a) for a in axes) for axes in spec)
 
 
-def broadcast_specs(specs: Any, tree: Any) -> list[PartitionSpec]:
-    """Returns one spec for each leaf of a tree, for specs that are a prefix of the tree."""
-    full = jax.tree.broadcast(specs, tree, is_leaf=lambda x: isinstance(x, PartitionSpec))
-    return jax.tree.leaves(full, is_leaf=lambda x: isinstance(x, PartitionSpec))
+def broadcast_specs(
+    specs: Any, tree: Any, is_leaf: Callable[[Any], bool] = lambda x: isinstance(x, PartitionSpec)
+) -> list[Any]:
+    """Returns one spec for each leaf of a tree, for specs that are a prefix of the tree.
+
+    Args:
+      specs: a prefix of the tree.
+      tree: a pytree of arrays.
+      is_leaf: tells what counts as one spec in `specs`.
+
+    Raises:
+      ValueError: `specs` is not a prefix of the tree.
+    """
+    result: list[Any] = []
+
+    def spread(spec: Any, subtree: Any) -> None:
+        result.extend([spec] * len(jax.tree.leaves(subtree)))
+
+    jax.tree.map(spread, specs, tree, is_leaf=is_leaf)
+    return result
+
+
+def checked_axes_of(spec: PartitionSpec, rank: int, axis_names: Sequence[str], name: str) -> list[NamedAxes | None]:
+    """Returns what `constrained_axes_of` does for a spec that fits an array of this rank on a mesh of these axes.
+
+    Args:
+      spec: how the array is split.
+      rank: number of dimensions of the array.
+      axis_names: of the mesh.
+      name: of the array, for messages.
+
+    Raises:
+      ValueError: the spec has more dimensions than the array, an axis that the mesh does not have, or an axis twice.
+    """
+    if len(spec) > rank:
+        raise ValueError(f"The spec of {name} is {spec} with {len(spec)} dimensions, but the array has {rank}.")
+    dimensions = constrained_axes_of(spec, rank)
+    axes_in_use = [axis for axes in dimensions for axis in axes or ()]
+    for axis in axes_in_use:
+        if axis not in axis_names:
+            raise ValueError(f"The spec of {name} has an axis {axis!r}; the mesh's axes are {tuple(axis_names)}.")
+        if axes_in_use.count(axis) > 1:
+            raise ValueError(
+                f"The spec of {name} is {spec}; an axis can split one dimension only, {axis!r} splits two."
+            )
+    return dimensions
 
 
 def local_shape(shape: Sequence[int], spec: PartitionSpec, mesh_axes: Mapping[str, int], name: str) -> tuple[int, ...]:
@@ -77,21 +121,21 @@ def local_shape(shape: Sequence[int], spec: PartitionSpec, mesh_axes: Mapping[st
       name: of the array, for messages.
 
     Raises:
-      ValueError: the spec has more dimensions than the array, an axis that the mesh does not have, an axis twice, or
-        axes whose devices do not divide their dimension.
+      ValueError: as `checked_axes_of` and `split_shape`, or the spec leaves a dimension unconstrained.
     """
-    if len(spec) > len(shape):
-        raise ValueError(f"The spec of {name} is {spec} with {len(spec)} dimensions, but its shape is {tuple(shape)}.")
-    dimensions = axes_of(spec, len(shape))
-    axes_in_use = [axis for axes in dimensions for axis in axes]
-    for axis in axes_in_use:
-        if axis not in mesh_axes:
-            raise ValueError(f"The spec of {name} has an axis {axis!r}; the mesh's axes are {tuple(mesh_axes)}.")
-        if axes_in_use.count(axis) > 1:
-            raise ValueError(
-                f"The spec of {name} is {spec}; an axis can split one dimension only, {axis!r} splits two."
-            )
-    parts = [math.prod(mesh_axes[axis] for axis in axes) for axes in dimensions]
+    checked_axes_of(spec, len(shape), tuple(mesh_axes), name)
+    return split_shape(shape, axes_of(spec, len(shape)), mesh_axes, name)
+
+
+def split_shape(
+    shape: Sequence[int], dimensions: Sequence[NamedAxes | None], mesh_axes: Mapping[str, int], name: str
+) -> tuple[int, ...]:
+    """Returns a shape with each dimension divided by the devices of the axes that split it; None splits nothing.
+
+    Raises:
+      ValueError: the devices do not divide a dimension; `name` is the array's, for the message.
+    """
+    parts = [math.prod(mesh_axes[axis] for axis in axes or ()) for axes in dimensions]
     for d, (size, count) in enumerate(zip(shape, parts, strict=True)):
         if size % count:
             raise ValueError(

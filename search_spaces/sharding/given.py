@@ -8,39 +8,26 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from search_spaces.partition_specs import IndexedSpec, constrained_axes_of
+from search_spaces.partition_specs import IndexedSpec, broadcast_specs, checked_axes_of, split_shape
 from search_spaces.sharding.base import GivenSpec, ShardingStrategy
 from search_spaces.sharding.graph import Graph, Operand, Value, Vertex
 
 
 def dimensions_of(
-    spec: Any, rank: int, axis_names: Sequence[str], axis_sizes: Sequence[int]
+    spec: PartitionSpec, rank: int, axis_names: Sequence[str], axis_sizes: Sequence[int], name: str
 ) -> list[tuple[int, ...] | None]:
     """Returns a `PartitionSpec` as axis indices for each dimension; None where it leaves a dimension unconstrained.
 
     Axes of one device split nothing and are left out.
 
     Raises:
-      ValueError: the spec has more entries than the array has dimensions, names an axis that the mesh does not have,
-        or names one twice.
+      ValueError: as `checked_axes_of`; `name` is the array's, for the message.
     """
-    if len(spec) > rank:
-        raise ValueError(f"a spec {spec} of {len(spec)} entries does not fit an array of {rank} dimensions.")
-    dims: list[tuple[int, ...] | None] = []
-    used_axes: set[str] = set()
-    for names in constrained_axes_of(spec, rank):
-        if names is None:
-            dims.append(None)
-            continue
-        for name in names:
-            if name not in axis_names:
-                raise ValueError(f"a spec {spec} names the axis {name!r}; the mesh has {tuple(axis_names)}.")
-            if name in used_axes:
-                raise ValueError(f"a spec {spec} names the axis {name!r} twice; it can split one dimension only.")
-            used_axes.add(name)
-        axes = [axis_names.index(name) for name in names]
-        dims.append(tuple(axis for axis in axes if axis_sizes[axis] > 1))
-    return dims
+    sizes = dict(zip(axis_names, axis_sizes, strict=True))
+    return [
+        None if axes is None else tuple(axis_names.index(axis) for axis in axes if sizes[axis] > 1)
+        for axes in checked_axes_of(spec, rank, axis_names, name)
+    ]
 
 
 def fits(spec: IndexedSpec, given: GivenSpec) -> bool:
@@ -58,7 +45,9 @@ def constraint_of(vertex: Vertex, axis_names: Sequence[str], sizes: Sequence[int
     if vertex.equation is None or _primitive(vertex) != "sharding_constraint":
         return None
     spec = getattr(vertex.equation.params["sharding"], "spec", None)
-    return None if spec is None else dimensions_of(spec, len(vertex.results[0].shape), axis_names, sizes)
+    if spec is None:
+        return None
+    return dimensions_of(spec, len(vertex.results[0].shape), axis_names, sizes, "a sharding constraint's array")
 
 
 def shard_map_strategy(vertex: Vertex, axis_names: Sequence[str], sizes: tuple[int, ...]) -> ShardingStrategy | None:
@@ -68,7 +57,10 @@ def shard_map_strategy(vertex: Vertex, axis_names: Sequence[str], sizes: tuple[i
     params = vertex.equation.params
 
     def specs(given: Sequence[Any], arrays: Sequence[Operand]) -> tuple[IndexedSpec, ...]:
-        dimensions = [dimensions_of(s, rank_of(x), axis_names, sizes) for s, x in zip(given, arrays, strict=True)]
+        dimensions = [
+            dimensions_of(s, rank_of(x), axis_names, sizes, "a `shard_map`'s array")
+            for s, x in zip(given, arrays, strict=True)
+        ]
         return tuple(tuple(axes or () for axes in dims) for dims in dimensions)
 
     results = specs(params["out_specs"], vertex.results)
@@ -112,7 +104,7 @@ def check_prefix(in_shardings: Any, mesh: Mesh | AbstractMesh) -> None:
             raise TypeError(f"{name} must be a PartitionSpec, a NamedSharding or None, not {leaf!r}.")
         if leaf is not None:
             spec = _spec(leaf)
-            _dimensions(name, spec, max(len(spec), 1), mesh)
+            checked_axes_of(spec, len(spec), tuple(mesh.axis_names), name)
             _check_mesh(name, leaf, mesh)
 
 
@@ -139,14 +131,17 @@ def given_dimensions(
             raise ValueError(
                 f"`in_shardings` must have an entry for each of the {len(args)} arguments, not {len(prefix)}."
             )
-        wanted_specs = [a if a is not None else c for a, c in zip(_broadcast(prefix, args), wanted_specs, strict=True)]
+        try:
+            specs = broadcast_specs(prefix, args, _is_spec)
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"`in_shardings` is not a prefix of the arguments: {error}") from None
+        wanted_specs = [a if a is not None else c for a, c in zip(specs, wanted_specs, strict=True)]
     kept_specs = {}
     for i, (sharding, leaf) in enumerate(zip(wanted_specs, jax.tree.leaves(args), strict=True)):
         if sharding is not None:
-            spec, shape = _spec(sharding), jax.numpy.shape(leaf)
-            dims = _dimensions(f"`in_shardings` of {paths[i]}", spec, len(shape), mesh)
-            _check_divides(paths[i], spec, dims, shape, tuple(mesh.shape.values()))
-            kept_specs[i] = dims
+            spec, shape, name = _spec(sharding), jax.numpy.shape(leaf), f"{paths[i]} in `in_shardings`"
+            split_shape(shape, checked_axes_of(spec, len(shape), tuple(mesh.axis_names), name), mesh.shape, name)
+            kept_specs[i] = dimensions_of(spec, len(shape), tuple(mesh.axis_names), tuple(mesh.shape.values()), name)
     return kept_specs
 
 
@@ -178,36 +173,3 @@ def _is_spec(x: Any) -> bool:
 
 def _spec(sharding: PartitionSpec | NamedSharding) -> PartitionSpec:
     return sharding.spec if isinstance(sharding, NamedSharding) else sharding
-
-
-def _dimensions(name: str, spec: PartitionSpec, rank: int, mesh: Mesh | AbstractMesh) -> GivenSpec:
-    try:
-        return dimensions_of(spec, rank, tuple(mesh.axis_names), tuple(mesh.shape.values()))
-    except ValueError as error:
-        raise ValueError(f"{name}: {error}") from None
-
-
-def _check_divides(
-    path: str, spec: PartitionSpec, dims: GivenSpec, shape: Sequence[int], axis_sizes: Sequence[int]
-) -> None:
-    for d, (axes, n) in enumerate(zip(dims, shape, strict=True)):
-        parts = math.prod(axis_sizes[a] for a in axes or ())
-        if n % parts:
-            raise ValueError(
-                f"`in_shardings` of {path}: {spec} splits dimension {d} of {tuple(shape)} into {parts} parts, "
-                "which do not divide it. Pad the array or choose another dimension."
-            )
-
-
-def _broadcast(prefix: tuple[Any, ...], args: tuple[Any, ...]) -> list[Any]:
-    """Returns the prefix's entry for each leaf of the arguments."""
-    specs: list[Any] = []
-
-    def spread(spec: Any, subtree: Any) -> None:
-        specs.extend([spec] * len(jax.tree.leaves(subtree)))
-
-    try:
-        jax.tree.map(spread, prefix, args, is_leaf=_is_spec)
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"`in_shardings` is not a prefix of the arguments: {error}") from None
-    return specs
