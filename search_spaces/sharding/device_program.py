@@ -13,7 +13,7 @@ from typing import Any
 import jax
 from jax.experimental.compute_on import compute_on
 from jax.extend import core
-from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from search_spaces.partition_specs import IndexedSpec, named_spec, partition_spec
 from search_spaces.replay import bind, source_of
@@ -29,7 +29,7 @@ from search_spaces.sharding.whole_operations import runs_whole
 
 
 class DeviceProgram:
-    """A graph with a layout on a mesh, as a function of flat arguments; used like `execution.Execution`.
+    """A graph with a layout on a mesh, as a function of flat arguments; called like `execution.Execution`.
 
     Args:
       graph: the traced function.
@@ -41,14 +41,6 @@ class DeviceProgram:
     def __init__(self, graph: Graph, layout: Layout, mesh: Mesh | AbstractMesh, path: Paths):
         self.graph, self.layout, self.mesh, self.path = graph, layout, mesh, path
         self.blocks = Blocks(tuple(mesh.axis_names), tuple(mesh.shape[name] for name in mesh.axis_names))
-
-    def on_mesh(self, mesh: Mesh | AbstractMesh) -> "DeviceProgram":
-        """Returns the same function and layout on another mesh with the same axes."""
-        return DeviceProgram(self.graph, self.layout, mesh, self.path)
-
-    def sharding(self, spec: IndexedSpec) -> NamedSharding:
-        """Returns a spec as a JAX sharding on the mesh."""
-        return NamedSharding(self.mesh, partition_spec(named_spec(spec, self.blocks.axis_names)))
 
     def whole_operations(self) -> list[Vertex]:
         """Returns operations that the layout splits but that have no form on blocks: they run whole on every device."""
@@ -65,11 +57,14 @@ class DeviceProgram:
         program = jax.shard_map(
             lambda *blocks: evaluate(blocks[: len(arguments)], blocks[len(arguments) :]),
             mesh=self.mesh,
-            in_specs=tuple(self.sharding(spec).spec for spec in (*self.layout.input_specs, *constants)),
-            out_specs=[self.sharding(spec).spec for spec in self.layout.output_specs],
+            in_specs=tuple(self._partition_spec(spec) for spec in (*self.layout.input_specs, *constants)),
+            out_specs=[self._partition_spec(spec) for spec in self.layout.output_specs],
             check_vma=False,
         )
         return program(*arguments, *self.graph.constant_arrays)
+
+    def _partition_spec(self, spec: IndexedSpec) -> PartitionSpec:
+        return partition_spec(named_spec(spec, self.blocks.axis_names))
 
     # `evaluation.Arrays`: blocks of one device.
 

@@ -55,10 +55,6 @@ class Execution:
         """Returns the same function and layout on another mesh with the same axes."""
         return Execution(self.graph, self.layout, mesh, self.path)
 
-    def sharding(self, spec: IndexedSpec) -> NamedSharding:
-        """Returns a spec as a JAX sharding on the mesh."""
-        return NamedSharding(self.mesh, partition_spec(named_spec(spec, self.axis_names)))
-
     def __call__(self, *arguments: Any) -> list[Any]:
         """Runs the function; returns its flat results."""
         return Evaluation(self.graph, self.layout, self.path, self)(arguments, self.graph.constant_arrays)
@@ -76,7 +72,8 @@ class Execution:
         """Constrains an array to a spec."""
         if not value.shape or not divides_or_pads(spec, value.shape, self.axis_sizes):
             return array  # on the way between padded splits
-        return jax.lax.with_sharding_constraint(array, self.sharding(spec))
+        sharding = NamedSharding(self.mesh, partition_spec(named_spec(spec, self.axis_names)))
+        return jax.lax.with_sharding_constraint(array, sharding)
 
     def operate(self, vertex: Vertex, read: ReadOperand) -> Sequence[Any]:
         """Runs an operation on whole arrays, and constrains its results."""

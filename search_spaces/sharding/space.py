@@ -63,6 +63,9 @@ from search_spaces.sharding.tracing import build_graph, feedback_of
 class ShardingSpace:
     """Everything that can be chosen about a traced function on a mesh.
 
+    `diffshard.search` writes a choice down before it runs, so it takes the two halves of `decode`, `layout` and
+    `execution`, one at a time, and the numbers behind `explain` from `summarize`.
+
     Args:
       graph: the traced function.
       axis_names, axis_sizes: `[A]` the mesh's axes.
