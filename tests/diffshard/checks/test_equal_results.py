@@ -1,33 +1,11 @@
 """Results in parallel beside results on one device."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from diffshard.checks.equal_results import assert_equal_results
-
-
-@pytest.fixture(scope="module")
-def mesh():
-    return jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
-
-
-def _step(w, v, x):
-    return jnp.tanh(x @ w) @ v
-
-
-@pytest.fixture(scope="module")
-def parallel(mesh):
-    specs = (P(None, "model"), P("model"), P("data"))
-    place = functools.partial(jax.tree.map, lambda spec: NamedSharding(mesh, spec))
-    return jax.jit(_step, in_shardings=place(specs), out_shardings=place(P("data")))
-
-
-SHAPES = ((32, 64), (64, 32), (16, 32))
+from tests.diffshard.checks.megatron_block import SHAPES, block, block_mesh, parallel_block
 
 
 def _arguments():
@@ -35,8 +13,9 @@ def _arguments():
     return tuple(jax.random.normal(key, shape) for key, shape in zip(keys, SHAPES, strict=True))
 
 
-def test_equal_results_pass_with_their_difference(parallel):
-    assert assert_equal_results(_step, parallel, _arguments(), tolerance=1e-5) <= 1e-5
+def test_equal_results_pass_with_their_difference():
+    parallel = parallel_block(block_mesh())
+    assert assert_equal_results(block, parallel, _arguments(), tolerance=1e-5) <= 1e-5
 
 
 def test_donated_arguments_and_random_keys_are_copied():

@@ -1,39 +1,23 @@
 """Predictions beside Shardy's collectives and XLA's program."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from diffshard.checks.verify import relative_error, verify
 from diffshard.plans.base import PredictedCollective
+from tests.diffshard.checks.megatron_block import SHAPES, block_mesh, parallel_block
 
 
 @pytest.fixture(scope="module")
 def mesh():
-    return jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    return block_mesh()
 
 
-def _step(w, v, x):
-    return jnp.tanh(x @ w) @ v
-
-
-@pytest.fixture(scope="module")
-def parallel(mesh):
-    specs = (P(None, "model"), P("model"), P("data"))
-    place = functools.partial(jax.tree.map, lambda spec: NamedSharding(mesh, spec))
-    return jax.jit(_step, in_shardings=place(specs), out_shardings=place(P("data")))
-
-
-SHAPES = ((32, 64), (64, 32), (16, 32))
-
-
-def test_three_witnesses_agree_on_a_megatron_block(mesh, parallel):
-    lowered = parallel.lower(*(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in SHAPES))
+def test_three_witnesses_agree_on_a_megatron_block(mesh):
+    lowered = parallel_block(mesh).lower(*(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in SHAPES))
     predicted = [
         PredictedCollective("all_reduce", "model", 8 * 32 * 4.0, 1.0, 1e-3, 0),
         PredictedCollective("all_gather", "data", 100.0, 2.0, 1e-3, 0),

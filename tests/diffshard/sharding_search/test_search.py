@@ -1,157 +1,23 @@
-"""Every kind of program that a training step is made of runs under its plan as it runs on one device."""
+"""Searching, planning and running: state that comes back as it goes in, given shardings, limits, types of arguments."""
 
 import contextlib
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 import diffshard
 from diffshard.base import Proposal
-
-SLOW = diffshard.Hardware(
-    # Arithmetic that costs, so that plans split it.
-    "slow",
-    1e7,
-    float("inf"),
-    float("inf"),
-    {a: diffshard.Link(1e-9, 1e-7) for a in ("x", "y")},
+from tests.diffshard.sharding_search.small_searches import (
+    SLOW,
+    assert_equal,
+    mesh_2x2,
+    train_arguments,
+    train_step,
+    weights,
 )
-
-
-def mesh_2x2():
-    return jax.make_mesh((2, 2), ("x", "y"), (AxisType.Auto,) * 2, devices=jax.devices()[:4])
-
-
-def assert_equal(found, expected):
-    assert jax.tree.structure(found) == jax.tree.structure(expected)
-    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        assert (a.shape, a.dtype) == (b.shape, b.dtype)
-        np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=2e-4, atol=1e-5)
-
-
-def weights(*shape):
-    return jax.random.normal(jax.random.key(sum(shape)), shape) / shape[-2] ** 0.5
-
-
-def scanned(w, x):
-    def body(c, wi):
-        c = jnp.tanh(c @ wi)
-        return c, c.sum(axis=0)
-
-    return jax.lax.scan(body, x, w)
-
-
-def scanned_backward(w, x):
-    return jax.value_and_grad(lambda w: (scanned(w, x)[0] ** 2).mean())(w)
-
-
-def nested_scan(w, x):
-    def outer(c, wi):
-        return jax.lax.fori_loop(0, 2, lambda _, c: jnp.tanh(c @ wi), c), None
-
-    return jax.lax.scan(outer, x, w, reverse=True)[0]
-
-
-def remat(w, x):
-    layer = jax.checkpoint(lambda h, wi: jax.nn.gelu(h @ wi) @ wi.T)
-    return jax.grad(lambda w: (layer(layer(x, w[0]), w[1]) ** 2).mean())(w)
-
-
-def remat_in_scan(w, x):
-    @jax.checkpoint
-    def body(c, wi):
-        return jnp.sin(c @ wi), None
-
-    return jax.value_and_grad(lambda w: jax.lax.scan(body, x, w)[0].var())(w)
-
-
-def while_loop(w, x):
-    def proceed(c):
-        return jnp.logical_and(c[0] < 5, jnp.abs(c[1]).max() > 0.1)
-
-    return jax.lax.while_loop(proceed, lambda c: (c[0] + 1, 0.5 * c[1] @ w[0]), (0, x))
-
-
-def branches(w, x):
-    y = jax.lax.cond(x.sum() > 0, lambda a: a @ w[0], lambda a: a * 2.0, x)
-    return jax.lax.switch(jnp.int32(2), [lambda a: a, lambda a: a @ w[1], lambda a: (a.T @ a).sum() + a], y)
-
-
-def custom_derivative(w, x):
-    @jax.custom_vjp
-    def f(a):
-        return jnp.exp(a)
-
-    f.defvjp(lambda a: (jnp.exp(a), a), lambda a, g: (g * 0.5 * jnp.exp(a),))
-    return jax.grad(lambda w: jax.nn.relu(f(x @ w[0]) - 1.0).sum())(w), f(x)
-
-
-def indexing(w, x):
-    table = w.reshape(-1, w.shape[-1])
-    ids = (jnp.abs(x[:, 0]) * 10).astype(jnp.int32) % table.shape[0]
-    return jax.value_and_grad(lambda t: (t[ids] * x).sum())(table), jnp.sort(x, axis=0), jax.lax.top_k(x, 3)
-
-
-def randomness(w, x):
-    key = jax.random.key(3)
-    mask = jax.random.bernoulli(key, 0.5, x.shape)
-    return jnp.where(mask, x, 0) @ w[0] + jax.random.normal(jax.random.split(key)[1], x.shape)
-
-
-def decompositions(w, x):
-    a = x.T @ x + jnp.eye(x.shape[1])
-    return jnp.linalg.cholesky(a), jnp.linalg.eigvalsh(a), jnp.fft.rfft(x), jnp.cumsum(x, axis=0)
-
-
-def reshapes(w, x):
-    y = x.reshape(4, 4, 4, 2).transpose(2, 0, 3, 1)[:, ::2].reshape(8, -1)
-    return jnp.concatenate([y, y[:, ::-1]], axis=1), jnp.pad(x, ((1, 2), (0, 0))), jnp.split(x, 2, axis=1)
-
-
-def already_result(w, x):
-    return w, x, 3.0, x.sum(), x
-
-
-FUNCTIONS = [
-    scanned, scanned_backward, nested_scan, remat, remat_in_scan, while_loop, branches, custom_derivative, indexing,
-    randomness, decompositions, reshapes, already_result,
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("fn", FUNCTIONS, ids=lambda f: f.__name__)
-def test_runs_as_on_one_device(fn):
-    w, x = weights(3, 8, 8), weights(16, 8)
-    step = diffshard.search(fn, mesh_2x2(), hardware=SLOW)
-    assert_equal(step(w, x), jax.jit(fn)(w, x))
-
-
-def test_shard_map_is_left_as_it_is():
-    mesh = mesh_2x2()
-
-    def fn(x):
-        local = jax.shard_map(
-            lambda a: jax.lax.psum(a * a, "x"), mesh=mesh, in_specs=PartitionSpec("x"), out_specs=PartitionSpec()
-        )
-        return local(x) @ jnp.ones((8, 4))
-
-    x = weights(16, 8)
-    assert_equal(diffshard.search(fn, mesh, hardware=SLOW)(x), jax.jit(fn)(x))
-
-
-def train_step(state, batch):
-    params, opt_state = state
-    loss, gradients = jax.value_and_grad(lambda p: ((jnp.tanh(batch @ p["a"]) @ p["b"] - 1.0) ** 2).mean())(params)
-    updates, opt_state = optax.adam(1e-2).update(gradients, opt_state, params)
-    return (optax.apply_updates(params, updates), opt_state), loss
-
-
-def train_arguments():
-    params = {"a": weights(8, 32), "b": weights(32, 4)}
-    return (params, optax.adam(1e-2).init(params)), weights(16, 8)
 
 
 def test_state_comes_back_as_it_goes_in_and_is_searched_once():
@@ -245,15 +111,6 @@ def test_reason_of_a_choice_is_what_the_next_best_costs():
     assert all(o.next_best_spec not in (None, o.value_specs[0]) and o.next_best_s > 0 for o in products)
 
 
-def test_arguments_placed_otherwise_are_named():
-    state, batch = train_arguments()
-    step = diffshard.search(train_step, mesh_2x2(), hardware=SLOW)
-    step.plan(state, batch)
-    elsewhere = jax.device_put(batch, jax.devices()[5])
-    with pytest.raises(ValueError, match=r"`batch` is placed as .*plan.shard"):
-        step(state, elsewhere)
-
-
 @pytest.mark.parametrize("types", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("in_context", [False, True])
 @pytest.mark.parametrize("placed", [False, True])
@@ -330,19 +187,6 @@ def test_the_tie_break_does_not_inflate_the_gap():
     assert 0 <= plan.gap < 0.02
 
 
-def test_abstract_mesh_plans_and_says_that_it_cannot_run():
-    state, batch = train_arguments()
-    mesh = AbstractMesh((16, 16), ("x", "y"))
-    step = diffshard.search(train_step, mesh, hardware="h100")
-    shapes = jax.eval_shape(lambda: (state, batch))
-    plan = step.plan(*shapes)
-    assert dict(plan.mesh_axes) == {"x": 16, "y": 16}
-    with pytest.raises(ValueError, match=r"`mesh`.*abstract"):
-        step(state, batch)
-    with pytest.raises(diffshard.PlanError, match="abstract"):
-        plan.shard(state, batch)
-
-
 def test_plans_are_saved_loaded_and_applied(tmp_path):
     state, batch = train_arguments()
     mesh = mesh_2x2()
@@ -355,59 +199,3 @@ def test_plans_are_saved_loaded_and_applied(tmp_path):
         loaded.apply(lambda s, b: (s, b.sum()))(state, batch)
     with pytest.raises(diffshard.PlanError, match=r"batch.*\[16, 8\].*\[4, 8\]"):
         loaded.shard(state, batch[:4])
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [("{", "not JSON"), ("[]", "format"), ('{"format": "diffshard plan", "version": 99}', "version 99"),
-     ('{"format": "diffshard plan", "version": 1}', "damaged")],
-)  # fmt: skip
-def test_foreign_files_are_refused(tmp_path, text, message):
-    (tmp_path / "plan.json").write_text(text)
-    with pytest.raises(diffshard.PlanError, match=message):
-        diffshard.Plan.load(tmp_path / "plan.json")
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"hardware": "h1000"}, ValueError, "`hardware` 'h1000'"),
-        ({"hardware": SLOW, "solver": "magic"}, ValueError, "`solver` must be one of"),
-        ({"hardware": SLOW, "time_limit_s": 0}, ValueError, "`time_limit_s`"),
-        ({"hardware": SLOW, "memory_limit_bytes": -1.0}, ValueError, "`memory_limit_bytes`"),
-        ({"hardware": SLOW, "donate_argnums": -1}, ValueError, "`donate_argnums`"),
-        ({"hardware": SLOW, "in_shardings": PartitionSpec("modle")}, ValueError, "'modle'.*'x', 'y'"),
-        ({"hardware": SLOW, "in_shardings": ("x",)}, TypeError, "`in_shardings`"),
-        ({"hardware": SLOW, "in_shardings": PartitionSpec("x", "x")}, ValueError, "'x' splits two"),
-        ({"hardware": SLOW, "solver": 5}, TypeError, "`solver`"),
-        ({"hardware": SLOW, "donate_argnums": 1, "static_argnums": 1}, ValueError, "share a position"),
-    ],
-)
-def test_bad_options_are_refused_before_tracing(options, error, message):
-    with pytest.raises(error, match=message):
-        diffshard.search(train_step, mesh_2x2(), **options)
-
-
-def test_given_sharding_that_does_not_divide_is_refused():
-    step = diffshard.search(lambda x: x + 1, mesh_2x2(), hardware=SLOW, in_shardings=(PartitionSpec("x"),))
-    with pytest.raises(
-        ValueError, match=r"Dimension 0 of .* in `in_shardings` is 7, which .* of 2 devices do not divide"
-    ):
-        step.plan(jnp.zeros(7))
-
-
-def test_shardings_on_another_mesh_are_refused():
-    other = jax.make_mesh((2, 4), ("x", "y"), (AxisType.Auto,) * 2)
-    with pytest.raises(ValueError, match="not on `mesh`"):
-        diffshard.search(train_step, mesh_2x2(), hardware=SLOW, in_shardings=NamedSharding(other, PartitionSpec("x")))
-
-
-def test_donated_positions_must_exist():
-    with pytest.raises(ValueError, match=r"`donate_argnums` \(7,\)"):
-        diffshard.search(lambda x: x, mesh_2x2(), hardware=SLOW, donate_argnums=7).plan(jnp.zeros(4))
-
-
-def test_errors_of_the_function_itself_are_kept():
-    step = diffshard.search(lambda x: x @ jnp.zeros((3, 3)), mesh_2x2(), hardware=SLOW)
-    with pytest.raises(TypeError, match="dot_general"):
-        step.plan(jnp.zeros((4, 4)))

@@ -1,0 +1,87 @@
+"""What a search and a plan refuse, and what the errors say."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+
+import diffshard
+from tests.diffshard.sharding_search.small_searches import SLOW, mesh_2x2, train_arguments, train_step
+
+
+def test_arguments_placed_otherwise_are_named():
+    state, batch = train_arguments()
+    step = diffshard.search(train_step, mesh_2x2(), hardware=SLOW)
+    step.plan(state, batch)
+    elsewhere = jax.device_put(batch, jax.devices()[5])
+    with pytest.raises(ValueError, match=r"`batch` is placed as .*plan.shard"):
+        step(state, elsewhere)
+
+
+def test_abstract_mesh_plans_and_says_that_it_cannot_run():
+    state, batch = train_arguments()
+    mesh = AbstractMesh((16, 16), ("x", "y"))
+    step = diffshard.search(train_step, mesh, hardware="h100")
+    shapes = jax.eval_shape(lambda: (state, batch))
+    plan = step.plan(*shapes)
+    assert dict(plan.mesh_axes) == {"x": 16, "y": 16}
+    with pytest.raises(ValueError, match=r"`mesh`.*abstract"):
+        step(state, batch)
+    with pytest.raises(diffshard.PlanError, match="abstract"):
+        plan.shard(state, batch)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("{", "not JSON"), ("[]", "format"), ('{"format": "diffshard plan", "version": 99}', "version 99"),
+     ('{"format": "diffshard plan", "version": 1}', "damaged")],
+)  # fmt: skip
+def test_foreign_files_are_refused(tmp_path, text, message):
+    (tmp_path / "plan.json").write_text(text)
+    with pytest.raises(diffshard.PlanError, match=message):
+        diffshard.Plan.load(tmp_path / "plan.json")
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"hardware": "h1000"}, ValueError, "`hardware` 'h1000'"),
+        ({"hardware": SLOW, "solver": "magic"}, ValueError, "`solver` must be one of"),
+        ({"hardware": SLOW, "time_limit_s": 0}, ValueError, "`time_limit_s`"),
+        ({"hardware": SLOW, "memory_limit_bytes": -1.0}, ValueError, "`memory_limit_bytes`"),
+        ({"hardware": SLOW, "donate_argnums": -1}, ValueError, "`donate_argnums`"),
+        ({"hardware": SLOW, "in_shardings": PartitionSpec("modle")}, ValueError, "'modle'.*'x', 'y'"),
+        ({"hardware": SLOW, "in_shardings": ("x",)}, TypeError, "`in_shardings`"),
+        ({"hardware": SLOW, "in_shardings": PartitionSpec("x", "x")}, ValueError, "'x' splits two"),
+        ({"hardware": SLOW, "solver": 5}, TypeError, "`solver`"),
+        ({"hardware": SLOW, "donate_argnums": 1, "static_argnums": 1}, ValueError, "share a position"),
+    ],
+)
+def test_bad_options_are_refused_before_tracing(options, error, message):
+    with pytest.raises(error, match=message):
+        diffshard.search(train_step, mesh_2x2(), **options)
+
+
+def test_given_sharding_that_does_not_divide_is_refused():
+    step = diffshard.search(lambda x: x + 1, mesh_2x2(), hardware=SLOW, in_shardings=(PartitionSpec("x"),))
+    with pytest.raises(
+        ValueError, match=r"Dimension 0 of .* in `in_shardings` is 7, which .* of 2 devices do not divide"
+    ):
+        step.plan(jnp.zeros(7))
+
+
+def test_shardings_on_another_mesh_are_refused():
+    other = jax.make_mesh((2, 4), ("x", "y"), (AxisType.Auto,) * 2)
+    with pytest.raises(ValueError, match="not on `mesh`"):
+        diffshard.search(train_step, mesh_2x2(), hardware=SLOW, in_shardings=NamedSharding(other, PartitionSpec("x")))
+
+
+def test_donated_positions_must_exist():
+    with pytest.raises(ValueError, match=r"`donate_argnums` \(7,\)"):
+        diffshard.search(lambda x: x, mesh_2x2(), hardware=SLOW, donate_argnums=7).plan(jnp.zeros(4))
+
+
+def test_errors_of_the_function_itself_are_kept():
+    step = diffshard.search(lambda x: x @ jnp.zeros((3, 3)), mesh_2x2(), hardware=SLOW)
+    with pytest.raises(TypeError, match="dot_general"):
+        step.plan(jnp.zeros((4, 4)))
