@@ -19,8 +19,10 @@ if TYPE_CHECKING:  # for type checkers and editors; when the program runs, `__ge
     from diffshard.bilevel_search.plan import BilevelPlan
     from diffshard.bilevel_search.proving import CandidatesData
     from diffshard.bilevel_search.search import BilevelSearch, bilevel
+    from diffshard.comparison.compare import compare
     from diffshard.initialisation import init_search, kaiming, orthogonal, xavier
     from diffshard.placing import Placement, place
+    from diffshard.plans.comparison import Comparison
     from diffshard.sharding_search.plan import Plan
     from diffshard.sharding_search.planned_function import PlannedFunction
     from diffshard.sharding_search.search import search
@@ -45,8 +47,10 @@ _NAMES_OF = {
     "diffshard.bilevel_search.plan": ("BilevelPlan",),
     "diffshard.bilevel_search.proving": ("CandidatesData",),
     "diffshard.bilevel_search.search": ("BilevelSearch", "bilevel"),
+    "diffshard.comparison.compare": ("compare",),
     "diffshard.initialisation": ("init_search", "kaiming", "orthogonal", "xavier"),
     "diffshard.placing": ("Placement", "place"),
+    "diffshard.plans.comparison": ("Comparison",),
     "diffshard.sharding_search.plan": ("Plan",),
     "diffshard.sharding_search.search": ("search",),
     "diffshard.sharding_search.planned_function": ("PlannedFunction",),
@@ -72,6 +76,7 @@ __all__ = [
     "BilevelSearch",
     "CandidatesData",
     "CommunicationSpace",
+    "Comparison",
     "Encode",
     "ErrorFeedback",
     "EveryK",
@@ -92,6 +97,7 @@ __all__ = [
     "alternatives",
     "bilevel",
     "calibrate",
+    "compare",
     "curvature",
     "expert_layer",
     "halving",

@@ -131,6 +131,25 @@ def verify(
     )
 
 
+def predicted_sent_bytes(predicted: Iterable[PredictedCollective], axis_sizes: Mapping[str, int]) -> float:
+    """Returns the bytes that one device is predicted to send in a step, all collectives together."""
+    total = _totals((p.kind, p.axis, p.num_bytes * p.count) for p in predicted)
+    return sum(num_bytes for _, _, num_bytes in _sent_bytes(total, axis_sizes))
+
+
+def compiled_sent_bytes(hlo: str, axis_sizes: Mapping[str, int], *, platform: str) -> float:
+    """Returns the bytes that one device sends in a step of a compiled program, all collectives together.
+
+    Args:
+      hlo: the program's text.
+      axis_sizes: `mesh.shape`, axes in order.
+      platform: "cpu", whose backend writes every reduce-scatter as an all-reduce and a slice, or another.
+    """
+    program = hlo_collectives(hlo, axis_sizes)
+    intended = with_reduce_scatters(program, axis_sizes) if platform == "cpu" else program
+    return sum(num_bytes for _, _, num_bytes in _sent_bytes(_totals(_by_axis(intended, axis_sizes)), axis_sizes))
+
+
 def relative_error(predicted: float, actual: float) -> float:
     """Returns (predicted − actual) / actual; 0 if both are zero, inf if only `actual` is."""
     if actual == 0:

@@ -13,6 +13,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from cost.base import Hardware
+from diffshard.plans.comparison import Comparison
 from search_spaces.partition_specs import NamedSpec, partition_spec
 
 Executor = Literal["constraints", "program", "propagation"]
@@ -142,6 +143,7 @@ class PlanData:
       executor: how the function runs with this plan.
       logical_axis_rules: what flax's logical names of activations mean while the function is traced; an expert's plan
         has them.
+      comparison: the compiled programs of this plan and of others, where the search was asked to judge by these.
       mesh: the mesh; after loading it is abstract, unless `load` was given one.
     """
 
@@ -166,6 +168,7 @@ class PlanData:
     donate_argnums: tuple[int, ...] = ()
     executor: Executor = "constraints"
     logical_axis_rules: LogicalAxisRules = ()
+    comparison: Comparison | None = None
     mesh: Mesh | AbstractMesh | None = field(default=None, compare=False, repr=False)
 
     @property

@@ -2,8 +2,8 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Protocol
 
-from diffshard.plans.base import Tensor
 from search_spaces.partition_specs import NamedSpec
 
 _NO_SHARE = 1e-8  # less is rounding of float64 sums
@@ -57,9 +57,23 @@ def format_spec(spec: NamedSpec) -> str:
     return ", ".join("+".join(axes) or "·" for axes in spec)
 
 
-def format_array(tensor: Tensor) -> str:
+class Array(Protocol):
+    """What has the type of an array."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Dimensions of the whole array."""
+        ...
+
+    @property
+    def dtype(self) -> str:
+        """The name of its dtype."""
+        ...
+
+
+def format_array(array: Array) -> str:
     """Writes the type of an array as JAX does: `float32[512,2048]`."""
-    return f"{tensor.dtype}[{','.join(map(str, tensor.shape))}]"
+    return f"{array.dtype}[{','.join(map(str, array.shape))}]"
 
 
 def format_table(rows: Sequence[Sequence[str]], indent: str, right: Sequence[int] = ()) -> list[str]:

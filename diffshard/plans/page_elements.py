@@ -52,6 +52,16 @@ def document(title: str, body: Sequence[str]) -> str:
     )
 
 
+def table(head: Sequence[str], rows: Iterable[Sequence[str]], right: Sequence[int] = ()) -> str:
+    """Returns a table of texts; columns `right` align to the right."""
+
+    def line(cells: Sequence[str], tag: str) -> str:
+        texts = (f"<{tag}{' class=n' * (i in right)}>{escape(cell)}</{tag}>" for i, cell in enumerate(cells))
+        return f"<tr>{''.join(texts)}</tr>"
+
+    return f"<table>{line(head, 'th')}{''.join(line(row, 'td') for row in rows)}</table>"
+
+
 def cards(*pairs: tuple[str, str]) -> str:
     """Returns boxes of numbers, each with its meaning."""
     boxes = (f"<div class=card><b>{escape(number)}</b>{escape(what)}</div>" for number, what in pairs)

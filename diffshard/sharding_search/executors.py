@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+from jax import export
 from jax.extend import core
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
@@ -42,16 +43,20 @@ class FlatFunction(NamedTuple):
             donate_argnums=self.donate_argnums or None,
         )
 
+    def exported(self, platform: str, args: Sequence[jax.ShapeDtypeStruct]) -> bytes:
+        """Returns the function lowered for a platform, such as "cuda", as `jax.export` writes it."""
+        return bytes(export.export(self.jitted(), platforms=[platform])(*args).serialize())
+
 
 def flat_function(
-    plan: PlanData, traced: TracedFunction, space: ShardingSpace, mesh: Mesh | AbstractMesh
+    plan: PlanData, traced_function: TracedFunction, space: ShardingSpace, mesh: Mesh | AbstractMesh
 ) -> FlatFunction:
     """Returns a traced function as the plan's executor runs it on a mesh.
 
     Raises:
       PlanError: the plan was made for another function, or does not have what its executor needs.
     """
-    evaluate = _evaluator(plan, traced, space, mesh)
+    evaluate = _evaluator(plan, traced_function, space, mesh)
 
     def run(*arrays: Any) -> list[Any]:
         with jax.sharding.use_abstract_mesh(with_automatic_axes(jax.sharding.get_abstract_mesh())):
@@ -60,16 +65,16 @@ def flat_function(
     def shardings(tensors: Sequence[Tensor]) -> tuple[NamedSharding, ...]:
         return tuple(NamedSharding(mesh, tensor.partition_spec) for tensor in tensors)
 
-    donated = tuple(i for i, is_donated in enumerate(traced.donated) if is_donated)
+    donated = tuple(i for i, is_donated in enumerate(traced_function.donated) if is_donated)
     return FlatFunction(run, shardings(plan.arguments), shardings(plan.outputs), donated)
 
 
 def _evaluator(
-    plan: PlanData, traced: TracedFunction, space: ShardingSpace, mesh: Mesh | AbstractMesh
+    plan: PlanData, traced_function: TracedFunction, space: ShardingSpace, mesh: Mesh | AbstractMesh
 ) -> Callable[..., Sequence[Any]]:
     layout = layout_of(plan, space)
     if plan.executor == "propagation":
-        return core.jaxpr_as_fun(traced.jaxpr)
+        return core.jaxpr_as_fun(traced_function.jaxpr)
     if plan.executor == "constraints":
         return space.execution(layout, mesh)
     if not has_reductions(plan):

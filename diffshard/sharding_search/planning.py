@@ -1,21 +1,76 @@
-"""From a solved sharding space to a plan: the choice is written down with names of arguments, axes and operations."""
+"""From a sharding space to a plan: the space is solved, and the choice written down with names.
+
+Arguments, mesh axes and operations have names in a plan, so that it can be read, saved, and applied in another process.
+"""
 
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any, TypedDict
 
-from diffshard.base import Solution
+import numpy as np
+
+from cost.base import Problem
+from cost.memory import least_memory
+from diffshard.base import InfeasibleError, Progress, Solution
 from diffshard.plans.base import Operation, PredictedCollective, Tensor
 from diffshard.sharding_search.layout import signature_of
 from diffshard.sharding_search.options import Options
 from diffshard.sharding_search.plan import Plan
 from diffshard.sharding_search.tracing import TracedFunction
+from diffshard.solving.solve import solve
 from search_spaces.partition_specs import IndexedSpec, NamedSpec, named_spec
 from search_spaces.sharding.base import Layout
 from search_spaces.sharding.explaining import NextBest, Summary
 from search_spaces.sharding.graph import Operand, Value, Vertex
 from search_spaces.sharding.space import ShardingSpace
+
+
+def find_plan(
+    options: Options,
+    traced_function: TracedFunction,
+    space: ShardingSpace,
+    start_s: float,
+    progress: Progress | None = None,
+) -> Plan:
+    """Solves a traced function's space within the options' memory limit, and writes the solution down as a plan.
+
+    Args:
+      options: what was asked for; the solver and its limits are taken from here.
+      traced_function: the function.
+      space: its space, of any memory limit.
+      start_s: when the search began, by `time.perf_counter`.
+      progress: as in `PlannedFunction.plan`.
+
+    Raises:
+      InfeasibleError: no plan fits the memory limit.
+    """
+    problem = space.problem._replace(memory_limit=options.memory_limit_bytes)
+    return make_plan(options, traced_function, space, _solve(options, problem, progress), start_s)
+
+
+def _solve(options: Options, problem: Problem, progress: Progress | None) -> Solution:
+    """Solves the problem of a function's space.
+
+    Raises:
+      InfeasibleError: no plan fits the memory limit.
+    """
+    limit, least = options.memory_limit_bytes, float(np.max(least_memory(problem)[1]))
+    if least > limit:
+        raise InfeasibleError(
+            f"`memory_limit_bytes` is {limit:,.0f}, but every plan of {options.function_name} on the mesh "
+            f"{dict(options.mesh.shape)} needs at least {least:,.0f} bytes on each device. Give more memory or "
+            "devices, donate the state (`donate_argnums`), or rematerialise (`jax.checkpoint`)."
+        )
+    solution = solve(
+        problem, solver=options.solver, time_limit_s=options.time_limit_s, key=options.key, progress=progress
+    )
+    if not solution.feasible:
+        raise InfeasibleError(
+            f"The solver found no plan within `memory_limit_bytes` {limit:,.0f}: its best exceeds it by "
+            f"{solution.excess:,.0f} bytes (status: {solution.status}). At least {least:,.0f} bytes are needed."
+        )
+    return solution
 
 
 def make_plan(

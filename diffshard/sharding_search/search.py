@@ -5,20 +5,15 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
-from cost.base import Hardware, Problem
-from cost.memory import least_memory
-from diffshard.base import InfeasibleError, Progress, Solution, Solver
+from cost.base import Hardware
+from diffshard.base import Solver
 from diffshard.plans.base import Executor
 from diffshard.sharding_search.options import DEFAULT_SOLVER, Options, hardware_for, positions
 from diffshard.sharding_search.plan import Plan
 from diffshard.sharding_search.planned_function import PlannedFunction
-from diffshard.sharding_search.planning import make_plan
-from diffshard.sharding_search.tracing import TracedFunction
-from diffshard.solving.solve import solve
-from search_spaces.sharding.space import ShardingSpace
+from diffshard.sharding_search.planning import find_plan
 
 
 def search(
@@ -80,34 +75,4 @@ def search(
         static_argnums=positions(static_argnums),
         executor=executor,
     )
-    return PlannedFunction(options, functools.partial(_plan, options))
-
-
-def _plan(
-    options: Options, traced_function: TracedFunction, space: ShardingSpace, start_s: float, progress: Progress | None
-) -> Plan:
-    return make_plan(options, traced_function, space, _solve(options, space.problem, progress), start_s)
-
-
-def _solve(options: Options, problem: Problem, progress: Progress | None) -> Solution:
-    """Solves the problem of a function's space.
-
-    Raises:
-      InfeasibleError: no plan fits the memory limit.
-    """
-    limit, least = options.memory_limit_bytes, float(np.max(least_memory(problem)[1]))
-    if least > limit:
-        raise InfeasibleError(
-            f"`memory_limit_bytes` is {limit:,.0f}, but every plan of {options.function_name} on the mesh "
-            f"{dict(options.mesh.shape)} needs at least {least:,.0f} bytes on each device. Give more memory or "
-            "devices, donate the state (`donate_argnums`), or rematerialise (`jax.checkpoint`)."
-        )
-    solution = solve(
-        problem, solver=options.solver, time_limit_s=options.time_limit_s, key=options.key, progress=progress
-    )
-    if not solution.feasible:
-        raise InfeasibleError(
-            f"The solver found no plan within `memory_limit_bytes` {limit:,.0f}: its best exceeds it by "
-            f"{solution.excess:,.0f} bytes (status: {solution.status}). At least {least:,.0f} bytes are needed."
-        )
-    return solution
+    return PlannedFunction(options, functools.partial(find_plan, options))

@@ -1,0 +1,139 @@
+"""Steps compiled for a target in processes of their own, so that a crash or a hang of a compiler loses one step only.
+
+A step travels as `jax.export` writes it. The process compiles it between the same shardings and with the same donated
+arguments, and returns the program's text and its memory; nothing is run.
+"""
+
+import contextlib
+import json
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+
+from diffshard.checks.compile_process import HLO, JOB, MEMORY, Job
+
+_POLL_S = 0.05
+_LAST_CHARACTERS = 400  # of what a failed process said: its last lines name the cause
+_INVOLUNTARY = "Involuntary full rematerialization"
+
+
+@dataclass(frozen=True)
+class CompiledStep:
+    """What XLA made of a step, for one device.
+
+    Attributes:
+      hlo: the text of the program.
+      argument_bytes, output_bytes, aliased_bytes, temporary_bytes: XLA's plan of memory, None where it does not tell.
+      num_involuntary: arrays that XLA's partitioner replicated because it found no way between two shardings.
+      compile_s: seconds that the process took.
+    """
+
+    hlo: str
+    memory: Mapping[str, int] | None
+    num_involuntary: int
+    compile_s: float
+
+    @property
+    def peak_bytes(self) -> float | None:
+        """The peak of XLA's plan of memory; outputs that reuse donated arguments count once."""
+        if self.memory is None:
+            return None
+        return self.memory["argument"] + self.memory["output"] - self.memory["alias"] + self.memory["temp"]
+
+
+def compile_steps(
+    jobs: Mapping[str, Job], *, timeout_s: float, num_processes: int | None = None
+) -> dict[str, CompiledStep | str]:
+    """Compiles jobs in processes of their own.
+
+    Args:
+      jobs: by name.
+      timeout_s: seconds after which a process is ended.
+      num_processes: how many run at a time; None takes the number of processors, at most four.
+
+    Returns:
+      For each name the compiled step, or a sentence that says why there is none.
+    """
+    if num_processes is None:
+        num_processes = max(1, min(4, os.cpu_count() or 1))
+    results: dict[str, CompiledStep | str] = {}
+    with contextlib.ExitStack() as running:
+        waiting, processes = list(jobs), {}
+        try:
+            while waiting or processes:
+                while waiting and len(processes) < num_processes:
+                    name = waiting.pop(0)
+                    folder = running.enter_context(tempfile.TemporaryDirectory(prefix="diffshard-"))
+                    processes[name] = _Process(jobs[name], Path(folder), timeout_s)
+                for name in [name for name, process in processes.items() if process.has_ended()]:
+                    results[name] = processes.pop(name).result()
+                time.sleep(_POLL_S)
+        finally:
+            for process in processes.values():
+                process.end()
+    return {name: results[name] for name in jobs}
+
+
+class _Process:
+    """A running compilation."""
+
+    def __init__(self, job: Job, folder: Path, timeout_s: float) -> None:
+        self.folder, self.timeout_s, self.start_s = folder, timeout_s, time.perf_counter()
+        (folder / JOB).write_bytes(pickle.dumps(job))
+        num_devices = 1
+        for size in job.mesh_axes.values():
+            num_devices *= size
+        environment = {
+            **os.environ,
+            **job.target.environment(num_devices),
+            "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+            "TF_CPP_MIN_LOG_LEVEL": "1",  # warnings, which say where the partitioner gave up
+        }
+        if cache := jax.config.values.get("jax_compilation_cache_dir"):
+            environment["JAX_COMPILATION_CACHE_DIR"] = str(cache)
+        self.stderr = (folder / "stderr").open("w+", encoding="utf-8", errors="replace")
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "diffshard.checks.compile_process", str(folder)],
+            env=environment, stdout=subprocess.DEVNULL, stderr=self.stderr, stdin=subprocess.DEVNULL,
+        )  # fmt: skip
+        self.is_late = False
+
+    def has_ended(self) -> bool:
+        """Whether the process is over; ends it when its time is up."""
+        if self.process.poll() is None and time.perf_counter() - self.start_s > self.timeout_s:
+            self.is_late = True
+            self.end()
+        return self.process.poll() is not None
+
+    def end(self) -> None:
+        """Kills the process and waits for it."""
+        self.process.kill()
+        self.process.wait()
+
+    def result(self) -> CompiledStep | str:
+        """What an ended process has written, or why there is nothing."""
+        self.stderr.seek(0)
+        said = self.stderr.read()
+        self.stderr.close()
+        if self.is_late:
+            return f"The compiler was stopped after {self.timeout_s:g} s."
+        if self.process.returncode < 0:
+            return f"The compiler crashed with signal {-self.process.returncode}: {_last(said)}"
+        if self.process.returncode:
+            return f"The compiler failed: {_last(said)}"
+        hlo = (self.folder / HLO).read_text(encoding="utf-8")
+        memory = json.loads((self.folder / MEMORY).read_text(encoding="utf-8"))
+        return CompiledStep(hlo, memory, said.count(_INVOLUNTARY), time.perf_counter() - self.start_s)
+
+
+def _last(said: str) -> str:
+    lines = [line.strip() for line in said.strip().splitlines() if line.strip()]
+    return (lines[-1] if lines else "it said nothing")[-_LAST_CHARACTERS:]

@@ -1,0 +1,115 @@
+"""`compare` compiles plans of one function for a target, and sets predictions and programs side by side."""
+
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from jax.sharding import AbstractMesh, Mesh
+
+from cost.base import Hardware
+from diffshard.base import InfeasibleError, PlanError
+from diffshard.checks.targets import Target, target_for
+from diffshard.comparison.judging import TIMEOUT_S, Candidate, judge
+from diffshard.plans.comparison import Comparison
+from diffshard.sharding_search.options import Options, hardware_for, positions
+from diffshard.sharding_search.plan import Plan
+from diffshard.sharding_search.planning import find_plan
+from diffshard.sharding_search.tracing import space_of, trace_function
+
+
+def compare(
+    fn: Callable[..., Any],
+    mesh: Mesh | AbstractMesh,
+    *args: Any,
+    plans: Mapping[str, Any],
+    target: Target | str | None = None,
+    hardware: Hardware | str | None = None,
+    memory_limit_bytes: float | None = None,
+    donate_argnums: int | Sequence[int] = (),
+    static_argnums: int | Sequence[int] = (),
+    time_limit_s: float | None = None,
+    timeout_s: float = TIMEOUT_S,
+) -> Comparison:
+    """Compiles plans for a target, and sets their predictions beside what XLA makes of them; nothing is run.
+
+    >>> print(diffshard.compare(train_step, mesh, state, batch, plans={"found": plan, "mine": (P(), P("data"))}))
+
+    Each plan is compiled in a process of its own, as its executor runs it. A compiler that crashes or hangs leaves a
+    note in its row. Time is that of `diffshard.checks.timeline`, a simulation of the compiled schedule; the target
+    "host" has none, and shows bytes and memory only.
+
+    Args:
+      fn: the function that the plans were made for.
+      mesh: the mesh, whose devices need not be the target's; an abstract one will do.
+      *args: as for the function itself: arrays or `jax.ShapeDtypeStruct`.
+      plans: by name a `Plan`, the path of a saved one, or shardings of the arguments as `in_shardings` of `search`.
+        Shardings are completed to the plan that is predicted to be the fastest, and compiled by propagation.
+      target: "h100", "a100", "host" or a `Target`; None takes the one of the plans' hardware.
+      hardware: as in `search`, for plans that are given as shardings; None takes that of the first `Plan`, if there is
+        one. The four arguments that follow are for plans that are given as shardings, too: a `Plan` has its own.
+      memory_limit_bytes: of each device; None takes the memory of the hardware.
+      donate_argnums: positions of arguments whose memory may be used for results, as in `jax.jit`.
+      static_argnums: positions of arguments that are compile-time constants, as in `jax.jit`.
+      time_limit_s: seconds for the solver to complete each of them; None lets it end by its own rule.
+      timeout_s: seconds for each compilation.
+
+    Raises:
+      TypeError, ValueError: an argument breaks a rule; the error names it and its value.
+      PlanError: a plan was made for another function, other arguments or another mesh.
+      RuntimeError: the target's compiler is not installed; names the extra that brings it.
+    """
+    if not isinstance(plans, Mapping) or not plans:
+        raise ValueError(f"`plans` must map at least one name to a plan, not {plans!r}.")
+    loaded = {name: _loaded(plan, mesh) for name, plan in plans.items()}
+    known = [plan for plan in loaded.values() if isinstance(plan, Plan)]
+    priced_for = known[0].hardware if hardware is None and known else hardware_for(hardware, mesh)
+    compiled_for = target_for(target, priced_for)
+    compiled_for.check()
+    options = Options(
+        fn=fn,
+        mesh=mesh,
+        hardware=priced_for,
+        memory_limit_bytes=priced_for.memory_bytes if memory_limit_bytes is None else memory_limit_bytes,
+        donate_argnums=positions(donate_argnums),
+        static_argnums=positions(static_argnums),
+        time_limit_s=time_limit_s,
+        executor="propagation",
+    )
+    candidates, notes = [], []
+    for name, plan in loaded.items():
+        try:
+            candidates.append(_candidate(name, plan, options, args))
+        except InfeasibleError as error:
+            notes.append(f"{name} is left out: {error}")
+    rows = judge(candidates, compiled_for, timeout_s=timeout_s)
+    return Comparison(options.function_name, dict(options.mesh.shape), compiled_for.name, tuple(rows), tuple(notes))
+
+
+def _loaded(plan: Any, mesh: Mesh | AbstractMesh) -> Any:
+    """Returns a plan, read from its file where a path is given; anything else as it is."""
+    if isinstance(plan, str | os.PathLike):
+        plan = Plan.load(plan)
+    if isinstance(plan, Plan) and dict(plan.mesh_axes) != dict(mesh.shape):
+        raise PlanError(f"`mesh` has the axes {dict(mesh.shape)}; a plan was made for {dict(plan.mesh_axes)}.")
+    return plan
+
+
+def _candidate(name: str, plan: Any, options: Options, args: Sequence[Any]) -> Candidate:
+    """Traces the function for a plan; shardings are completed to one by a search."""
+    start_s = time.perf_counter()
+    if not isinstance(plan, Plan):
+        options = replace(options, in_shardings=plan)
+        traced_function = trace_function(options, args)
+        space = space_of(options, traced_function)
+        return Candidate(name, find_plan(options, traced_function, space, start_s), traced_function, space)
+    options = replace(
+        options,
+        donate_argnums=plan.donate_argnums,
+        static_argnums=plan.static_argnums,
+        logical_axis_rules=plan.logical_axis_rules,
+    )
+    traced_function = trace_function(options, args)
+    plan.check_arguments(traced_function.args)
+    return Candidate(name, replace(plan, mesh=options.mesh), traced_function, space_of(options, traced_function))

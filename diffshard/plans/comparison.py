@@ -1,0 +1,157 @@
+"""Plans of one function, each with its predictions and with what XLA compiled it to: as data, as a table, as a page."""
+
+import io
+import math
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from rich.console import Console
+from rich.table import Table
+
+from diffshard.files import write_whole
+from diffshard.plans.formats import format_bytes, format_devices, format_s, short_name
+from diffshard.plans.page_elements import COLOURS, COMPUTE, cards, document, escape, plain_bar, table
+
+_WIDTH = 160  # of the table in characters, more than it takes: a string is as wide as it needs to be
+_COLUMNS = (
+    "plan", "executor", "step: predicted", "timeline", "sent: predicted", "compiled", "peak: predicted", "compiled"
+)  # fmt: skip
+_QUANTITIES = range(2, len(_COLUMNS))
+_UNKNOWN = "-"
+
+
+@dataclass(frozen=True)
+class ComparedPlan:
+    """A plan's predictions beside what XLA compiled it to; a field is None where the compiler gave nothing.
+
+    Attributes:
+      name: of the plan.
+      executor: how it was compiled: "constraints", "program" or "propagation".
+      predicted_s: seconds of one step by the cost model.
+      timeline_s: seconds of one step by the timeline of the compiled program.
+      computing_s: seconds in which kernels run; the rest of `timeline_s` waits for communication.
+      predicted_sent_bytes, compiled_sent_bytes: what one device sends in a step.
+      predicted_peak_bytes, compiled_peak_bytes: peak memory of one device.
+      notes: what a reader should know, such as why it was not compiled.
+    """
+
+    name: str
+    executor: str
+    predicted_s: float
+    timeline_s: float | None
+    computing_s: float | None
+    predicted_sent_bytes: float
+    compiled_sent_bytes: float | None
+    predicted_peak_bytes: float
+    compiled_peak_bytes: float | None
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Plans of one function beside the programs that XLA makes of them; `print` shows a table.
+
+    Attributes:
+      function: the function's name.
+      mesh_axes: devices along each mesh axis, in order.
+      target: the name of what was compiled for.
+      rows: one for each plan and executor.
+      notes: what holds for the whole table, such as plans that were left out.
+    """
+
+    function: str
+    mesh_axes: Mapping[str, int]
+    target: str
+    rows: tuple[ComparedPlan, ...]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def best(self) -> ComparedPlan | None:
+        """The row with the shortest timeline; None where no timeline is known."""
+        timed = [row for row in self.rows if row.timeline_s is not None]
+        return min(timed, key=lambda row: row.timeline_s or 0.0, default=None)
+
+    @property
+    def all_notes(self) -> tuple[str, ...]:
+        """The notes of the rows, each with its plan's name, and those of the table."""
+        own = [f"{row.name}, {row.executor}: {note}" for row in self.rows for note in row.notes]
+        return (*own, *self.notes)
+
+    def __str__(self) -> str:
+        shown = Table(title=_title(self), title_justify="left", title_style="none")
+        for index, column in enumerate(_COLUMNS):
+            shown.add_column(column, justify="right" if index in _QUANTITIES else "left")
+        for row in self.rows:
+            shown.add_row(*_cells(row, self.best))
+        text = io.StringIO()
+        Console(file=text, width=_WIDTH, color_system=None).print(shown)
+        lines = [line.rstrip() for line in text.getvalue().splitlines()]
+        return "\n".join([*lines, *(f"  {note}" for note in self.all_notes)])
+
+    def save_html(self, path: str | os.PathLike[str]) -> None:
+        """Writes the comparison as a self-contained HTML page; the file is replaced whole or not at all."""
+        write_whole(path, document(_title(self), [f"<h1>{escape(_title(self))}</h1>", *page_elements(self)]))
+
+
+def page_elements(comparison: Comparison) -> list[str]:
+    """Returns a comparison as elements of a page: its best plan, a bar for each timeline, the table, the notes."""
+    best = comparison.best
+    notes = "".join(f"<li>{escape(note)}</li>" for note in comparison.all_notes)
+    return [
+        _cards(best) if best else "",
+        _bars(comparison),
+        table(_COLUMNS, (_cells(row, best) for row in comparison.rows), right=_QUANTITIES),
+        f"<ul>{notes}</ul>" if notes else "",
+    ]
+
+
+def _title(comparison: Comparison) -> str:
+    devices = format_devices(comparison.mesh_axes)
+    return f"{short_name(comparison.function)} on {devices}, compiled for {comparison.target}"
+
+
+def _cells(row: ComparedPlan, best: ComparedPlan | None) -> tuple[str, ...]:
+    return (
+        f"{row.name} (best)" if row is best else row.name,
+        row.executor,
+        _shown(row.predicted_s, format_s),
+        _shown(row.timeline_s, format_s),
+        _shown(row.predicted_sent_bytes, format_bytes),
+        _shown(row.compiled_sent_bytes, format_bytes),
+        _shown(row.predicted_peak_bytes, format_bytes),
+        _shown(row.compiled_peak_bytes, format_bytes),
+    )
+
+
+def _shown(value: float | None, text: Callable[[float], str]) -> str:
+    return _UNKNOWN if value is None or math.isnan(value) else text(value)
+
+
+def _cards(best: ComparedPlan) -> str:
+    pairs = [(_shown(best.timeline_s, format_s), f"timeline of the best, {best.name} by {best.executor}")]
+    pairs.append((_shown(best.predicted_s, format_s), "predicted for it"))
+    pairs.append((_shown(best.compiled_peak_bytes, format_bytes), "its compiled peak memory of a device"))
+    return cards(*pairs)
+
+
+def _bars(comparison: Comparison) -> str:
+    """Draws each timeline to one scale: how long kernels run, and how long they wait."""
+    timed = [row for row in comparison.rows if row.timeline_s is not None]
+    whole = max((row.timeline_s or 0.0 for row in timed), default=0.0)
+    bars = []
+    for row in sorted(timed, key=lambda row: row.timeline_s or 0.0):
+        step_s, computing_s = row.timeline_s or 0.0, row.computing_s or 0.0
+        name = f"{escape(row.name)}, {escape(row.executor)}"
+        bars.append(f"<div style='margin:10px 0 3px'>{name} <span class=dim>{format_s(step_s)}</span></div>")
+        waiting_s = max(step_s - computing_s, 0.0)
+        pieces = [("computing", computing_s, format_s(computing_s), COMPUTE)]
+        pieces.append(("waiting for communication", waiting_s, format_s(waiting_s), COLOURS[0]))
+        bars.append(plain_bar(pieces, whole))
+    if not bars:
+        return ""
+    key = (
+        f'<div class=key><span><i style="background:{COMPUTE}"></i>computing</span>'
+        f'<span><i style="background:{COLOURS[0]}"></i>waiting for communication</span></div>'
+    )
+    return f"<h2>Timelines</h2>{''.join(bars)}{key}<h2>Predicted and compiled</h2>"
