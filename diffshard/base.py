@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from cost.base import Problem
+from search_spaces.base import Choice
 
 Progress = Callable[[float, float, float], None]
 """A function that is called as `progress(seconds, cost, lower_bound)` whenever the cost or the bound improves.
@@ -58,7 +59,7 @@ class Solution(NamedTuple):
     """The best choice that was proposed, priced exactly on the problem as it was given.
 
     Attributes:
-      choice: `[V]` strategy indices.
+      choice: `[V]` strategy indices, as search spaces take them.
       cost: the exact cost of `choice`.
       lower_bound: no feasible choice costs less; -inf where the solver has no bound, inf where even the least usages
         exceed the limit.
@@ -70,7 +71,7 @@ class Solution(NamedTuple):
         "interrupted" (by Ctrl-C), or "infeasible" (finished without a feasible choice).
     """
 
-    choice: np.ndarray
+    choice: Choice
     cost: float
     lower_bound: float
     gap: float

@@ -80,7 +80,7 @@ def place(
         memory_limit_bytes=memory_limit_bytes,
     )
     solution = solve(space.problem, solver=solver, time_limit_s=time_limit_s, key=key, progress=progress)
-    placement = space.decode(solution.choice.tolist())
+    placement = space.decode(solution.choice)
     return Placement(
         assignment=placement.assignment,
         cost=float(solution.cost),

@@ -82,7 +82,7 @@ def _say_result(problem: Problem, solution: Solution) -> int:
 def _document(solution: Solution, seconds: float) -> dict[str, Any]:
     bound = solution.lower_bound  # may be the cost itself: as a float it could be above an integer cost
     return {
-        "choice": [int(strategy) for strategy in solution.choice],
+        "choice": solution.choice,
         "cost": _number(solution.cost),
         "lower_bound": _number(min(bound, solution.cost) if solution.feasible else bound),
         "feasible": bool(solution.feasible),

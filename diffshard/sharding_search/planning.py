@@ -77,7 +77,7 @@ def make_plan(
     options: Options, traced_function: TracedFunction, space: ShardingSpace, solution: Solution, start: float
 ) -> Plan:
     """Writes a solved space down as a plan; `start` is when the search began, by `time.perf_counter`."""
-    summary = space.summarize([int(s) for s in solution.choice])
+    summary = space.summarize(solution.choice)
     prediction = summary.prediction
     compute_s = float(prediction.compute_s.sum())
     step_s = compute_s + sum(transfer.seconds for transfer in prediction.transfers)

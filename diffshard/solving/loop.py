@@ -5,7 +5,8 @@ It takes the solver as a function, so that a solver can run the loop on a smalle
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import jax
 import numpy as np
@@ -42,7 +43,8 @@ def run_solver(
       reduce: the presolve.
 
     Raises:
-      ValueError: the problem breaks a rule of `Problem`.
+      ValueError: the problem breaks a rule of `Problem`, or a proposal does not have a strategy for each node.
+      TypeError: the solver yields something that is no `Proposal`.
     """
     start = time.perf_counter()
     validate(problem)
@@ -69,7 +71,10 @@ def _offer_all(best: "_Best", reduction: Reduction, solver: Solver, deadline: fl
         best.offer(reduction, Proposal(np.zeros(0, np.int64), 0.0))
         return "finished"
     remaining_s = None if deadline is None else max(deadline - time.perf_counter(), _LEAST_TIME_S)
-    for proposal in solver(reduction.problem, time_limit_s=remaining_s, key=key):
+    proposals = solver(reduction.problem, time_limit_s=remaining_s, key=key)
+    if not isinstance(proposals, Iterable):
+        raise TypeError(f"`solver` must be a generator of diffshard.Proposal, but it returned {proposals!r}.")
+    for proposal in proposals:
         best.offer(reduction, proposal)
         if best.is_optimal():
             break
@@ -92,6 +97,7 @@ class _Best:
 
     def offer(self, reduction: Reduction, proposal: Proposal) -> None:
         """Prices a proposal for the reduced problem on the problem as it was given, and keeps what is better."""
+        _check_proposal(proposal, len(reduction.problem.node_cost))
         bound = float(reduction.constant + proposal.lower_bound)
         is_better = bound > self._lower_bound
         self._lower_bound = max(self._lower_bound, bound)
@@ -119,13 +125,23 @@ class _Best:
             status = "infeasible"
         if self.is_optimal():
             status = "optimal"
-        return Solution(self._choice, cost, bound, gap, feasible, excess, tuple(self._history), status)
+        return Solution(tuple(self._choice.tolist()), cost, bound, gap, feasible, excess, tuple(self._history), status)
 
     def _report(self) -> None:
         cost = float(self._evaluation.cost) if self._evaluation.feasible else math.inf
         self._history.append((time.perf_counter() - self._start, cost, self._lower_bound))
         if self._progress is not None:
             self._progress(*self._history[-1])
+
+
+def _check_proposal(proposal: Any, num_nodes: int) -> None:
+    if not isinstance(proposal, Proposal):
+        raise TypeError(f"`solver` must yield diffshard.Proposal(choice, lower_bound), not {proposal!r}.")
+    if proposal.choice is not None and np.shape(proposal.choice) != (num_nodes,):
+        raise ValueError(
+            f"`solver` must propose one strategy index for each of the {num_nodes} nodes of the problem that it gets, "
+            f"`[{num_nodes}]`, not a choice of shape {np.shape(proposal.choice)}."
+        )
 
 
 def _least_choice(problem: Problem) -> np.ndarray | None:

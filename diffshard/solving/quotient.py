@@ -33,7 +33,7 @@ class Quotient(NamedTuple):
     problem: Problem
     node_class: np.ndarray
 
-    def expand(self, choice: np.ndarray) -> np.ndarray:
+    def expand(self, choice: Sequence[int] | np.ndarray) -> np.ndarray:
         """Returns the choice of the whole problem, `[V]`, for one strategy of each class."""
         return np.asarray(choice)[self.node_class]
 

@@ -46,8 +46,9 @@ def solve(
       and by how much; Ctrl-C and the time limit return the best until then.
 
     Raises:
-      ValueError: the problem breaks a rule of `Problem`, the solver is unknown, the time limit is not positive, or the
-        key is neither a key nor a seed.
+      ValueError: the problem breaks a rule of `Problem`, the solver is unknown, the time limit is not positive, the key
+        is neither a key nor a seed, or a proposal does not have a strategy for each node.
+      TypeError: the solver yields something that is no `Proposal`.
     """
     run = resolve(solver)
     if time_limit_s is not None and not (isinstance(time_limit_s, numbers.Real) and time_limit_s > 0):

@@ -8,7 +8,9 @@ import functools
 import math
 import os
 import time
+from collections.abc import Iterator
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,11 +18,12 @@ import pytest
 from cost.base import Problem
 from cost.evaluation import evaluate
 from cost.validation import validate
-from diffshard.base import Solution
+from diffshard.base import Proposal, Solution
 from diffshard.solving import solvers
 from diffshard.solving.presolve.base import identity
-from diffshard.solving.solve import solve, solver_names
+from diffshard.solving.solve import resolve, solve, solver_names
 from tests.conformance.discovery import examples
+from tests.conformance.endless import ending, time_budget
 from tests.diffshard.solving.random_problems import (
     CHAIN,
     EMPTY,
@@ -40,10 +43,16 @@ _MOST_OVERTIME_S = 1.5
 """Computing beyond the time limit: an idle core needs 0.4 s to import HiGHS or to make a beam's last step."""
 
 
+def solved(name: str, problem: Problem, **options: Any) -> Solution:
+    """What a solver finds without presolve; it must end."""
+    with time_budget():
+        return solve(problem, solver=ending(resolve(name)), reduce=identity, **options)
+
+
 @functools.cache
 def solved_example(name: str) -> tuple[Problem, Solution]:
     problem = MODULES[name].EXAMPLE()
-    return problem, solve(problem, solver=name, reduce=identity)
+    return problem, solved(name, problem)
 
 
 def is_coupled(problem: Problem) -> bool:
@@ -55,6 +64,23 @@ def proves(name: str, problem: Problem) -> bool:
     """Whether the solver promises to prove the optimum of a small problem like this one."""
     example, solution = solved_example(name)
     return solution.status == "optimal" and (is_coupled(example) or not is_coupled(problem))
+
+
+def propose_for_ever(problem: Problem, *, time_limit_s: float | None, key: Any) -> Iterator[Proposal]:
+    while True:
+        yield Proposal()
+
+
+def think_for_ever(problem: Problem, *, time_limit_s: float | None, key: Any) -> Iterator[Proposal]:
+    while True:
+        pass
+    yield Proposal()
+
+
+@pytest.mark.parametrize("solver", [propose_for_ever, think_for_ever])
+def test_a_solver_that_never_ends_fails_with_a_sentence(solver):
+    with pytest.raises(pytest.fail.Exception, match=r"must end by itself"), time_budget(1.0):
+        solve(small_problem(0), solver=ending(solver, most=100), reduce=identity)
 
 
 def test_every_solver_has_an_example():
@@ -79,7 +105,7 @@ def test_exact_solvers_prove_their_examples():
 @pytest.mark.parametrize("name", NAMES)
 def test_equal_keys_give_equal_choices(name):
     problem, first = solved_example(name)
-    again = solve(problem, solver=name, reduce=identity)
+    again = solved(name, problem)
     np.testing.assert_array_equal(first.choice, again.choice)
     assert again.status == first.status
 
@@ -92,7 +118,7 @@ def test_small_problems(name, kind):
     for seed in range(SEEDS.get(name, 6)):
         problem = small_problem(seed, **KINDS[kind])
         expected = optimum(problem)
-        solution = solve(problem, solver=name, key=seed, reduce=identity)
+        solution = solved(name, problem, key=seed)
         checked = evaluate(problem, solution.choice)
         assert (solution.cost, solution.feasible, solution.excess) == (checked.cost, checked.feasible, checked.excess)
         # The history has the bounds as the solver gave them; the solution's own is never above its cost.
@@ -113,7 +139,7 @@ def test_corner_cases(name):
     single = Problem([np.array([3.0])], EMPTY, [], EMPTY[:, 0], [], EMPTY)
     apart = Problem([np.array([3.0, 1.0]), np.array([0.0, -2.0, 5.0])], EMPTY, [], EMPTY[:, 0], [], EMPTY)
     for problem, expected in ((single, 3.0), (apart, -1.0)):
-        solution = solve(problem, solver=name, reduce=identity)
+        solution = solved(name, problem)
         assert solution.feasible
         assert solution.cost == expected
 
@@ -122,7 +148,7 @@ def test_corner_cases(name):
 def test_forms_of_graphs(name):
     for form, problem in FORMS.items():
         least = solve(problem, solver="exhaustive", reduce=identity).cost
-        solution = solve(problem, solver=name, reduce=identity)
+        solution = solved(name, problem)
         assert solution.feasible
         assert solution.lower_bound <= least
         assert least <= solution.cost <= 1.15 * least, form
@@ -135,7 +161,7 @@ def test_negative_costs_and_parallel_edges(name):
     ring = random_graph(7, [*CHAIN, (5, 0), (0, 5), (0, 1)])  # two edges join 5 and 0, in both directions, and 0 and 1
     problem = ring._replace(node_cost=[cost - 40 for cost in ring.node_cost], edge_cost=[c - 9 for c in ring.edge_cost])
     least = solve(problem, solver="exhaustive", reduce=identity).cost
-    solution = solve(problem, solver=name, reduce=identity)
+    solution = solved(name, problem)
     assert solution.lower_bound <= least <= solution.cost <= 0.9 * least < 0
     assert solution.cost == least or not proves(name, problem)
 
@@ -143,7 +169,7 @@ def test_negative_costs_and_parallel_edges(name):
 def solution_or_refusal(name: str, problem: Problem, *, time_limit_s: float | None) -> Solution | None:
     """What a solver finds; None where the problem is larger than what it takes, which it has to say at once."""
     try:
-        return solve(problem, solver=name, key=5, time_limit_s=time_limit_s, reduce=identity)
+        return solved(name, problem, key=5, time_limit_s=time_limit_s)
     except ValueError as error:
         if "at most" not in str(error):
             raise

@@ -20,6 +20,7 @@ from search_spaces import numbered
 from search_spaces.base import Part
 from search_spaces.numbered import NumberedSpace
 from tests.conformance.discovery import examples
+from tests.conformance.meanings import equal, parts_of
 from tests.diffshard.bilevel_search import perturbed
 from tests.diffshard.bilevel_search.perturbed import Perturbed
 
@@ -50,7 +51,7 @@ def _choices(space: Any, count: int) -> list[list[int]]:
     rng = np.random.default_rng(0)
     sizes = num_strategies(space.problem)
     best = solve(space.problem, time_limit_s=2.0).choice
-    return [best.tolist(), *(rng.integers(sizes).tolist() for _ in range(count))]
+    return [list(best), *(rng.integers(sizes).tolist() for _ in range(count))]
 
 
 def test_the_spaces_are_found_by_their_examples():
@@ -108,8 +109,11 @@ def test_decoding_is_a_function_of_the_choice(space: Any):
     """Equal choices mean the same, and some choice means something else."""
     best, *others = _choices(space, 2)
     first = _meaning(space, best)
-    assert _equal(first, _meaning(space, tuple(best)))
-    assert not all(_equal(first, _meaning(space, other)) for other in others if other != best)
+    assert equal(first, _meaning(space, tuple(best))), "`decode` returns another thing for an equal choice"
+    assert not all(equal(first, _meaning(space, other)) for other in others if other != best), (
+        "`decode` returns the same for every choice; of functions the fields are compared, what a closure keeps, and "
+        "what a partial or a method is bound to"
+    )
 
 
 def _meaning(space: Any, choice: Sequence[int]) -> Any:
@@ -118,14 +122,7 @@ def _meaning(space: Any, choice: Sequence[int]) -> Any:
     if lossy_methods(space):
         params, batch = _arrays(space)
         return decoded(params, batch, space.init_residuals(params), KEY, 0)
-    return vars(decoded) if callable(decoded) else decoded
-
-
-def _equal(first: Any, second: Any) -> bool:
-    if jax.tree.structure(first) != jax.tree.structure(second):
-        return False
-    pairs = zip(jax.tree.leaves(first), jax.tree.leaves(second), strict=True)
-    return all(a is b or np.array_equal(a, b) for a, b in pairs)
+    return parts_of(decoded) if callable(decoded) else decoded
 
 
 def test_the_exact_choice_increases_no_loss_and_others_do(lossy: Any):
@@ -213,7 +210,7 @@ def test_a_lossy_choice_changes_the_step(lossy: Any):
         lossy.loss_and_gradients(params, batch, choice, lossy.init_residuals(params), KEY, 0)
         for choice in (lossy.exact_choice(), _lossiest(lossy))
     ]
-    assert not _equal(results[0].gradients, results[1].gradients)
+    assert not equal(results[0].gradients, results[1].gradients)
 
 
 def test_a_mesh_of_devices_gives_the_same_numbers(lossy: Any):

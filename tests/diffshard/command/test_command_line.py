@@ -219,7 +219,7 @@ def test_one_file_for_two_results_is_refused(tmp_path, capsys):
 
 def test_without_a_bound_there_is_no_gap(tmp_path, monkeypatch, capsys):
     instance(tmp_path / "two.json", 11)
-    unbounded = Solution(np.array([0, 1]), 6, -np.inf, np.inf, True, 0.0, ((0.1, 6.0, -np.inf),), "finished")
+    unbounded = Solution((0, 1), 6, -np.inf, np.inf, True, 0.0, ((0.1, 6.0, -np.inf),), "finished")
     monkeypatch.setattr("diffshard.command.solve_command.solve", lambda *_, **__: unbounded)
     assert main(["solve", str(tmp_path / "two.json")]) == 0
     assert capsys.readouterr().err.splitlines()[-1] == "finished: cost 6, no bound"

@@ -3,6 +3,7 @@
 import math
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ EMPTY = np.zeros((0, 2), int)
 TWO = Problem([np.array([1.0, 2.0]), np.array([4.0, 3.0])], EMPTY, [], EMPTY[:, 0], [], EMPTY)
 
 
-def _proposing(*proposals: Proposal, pause_s: float = 0.0, then: type[BaseException] | None = None):
+def _proposing(*proposals: Any, pause_s: float = 0.0, then: type[BaseException] | None = None):
     def solver(problem: Problem, *, time_limit_s, key) -> Iterator[Proposal]:
         for proposal in proposals:
             time.sleep(pause_s)
@@ -102,6 +103,21 @@ def test_a_closed_gap_stops_the_solver():
     assert (solution.status, solution.gap) == ("optimal", 0.0)
 
 
+@pytest.mark.parametrize(
+    ("solver", "error", "said"),
+    [
+        (_proposing((np.array([0, 1]), 4.0)), TypeError, r"`solver` must yield diffshard.Proposal.*, not \(array"),
+        (_proposing(np.array([0, 1])), TypeError, "`solver` must yield diffshard.Proposal"),
+        (_proposing(Proposal(np.array([0]))), ValueError, r"each of the 2 nodes .*, not a choice of shape \(1,\)"),
+        (_proposing(Proposal(np.ones((2, 2)))), ValueError, r"not a choice of shape \(2, 2\)"),
+        (lambda problem, *, time_limit_s, key: None, TypeError, "must be a generator of .*, but it returned None"),
+    ],
+)
+def test_a_solver_that_yields_no_proposals_is_told_so(solver, error, said):
+    with pytest.raises(error, match=said):
+        solve(TWO, solver=solver, reduce=identity)
+
+
 def test_an_infeasible_problem_says_so_and_by_how_much():
     tight = TWO._replace(
         usage_node=np.array([0, 1]),
@@ -110,7 +126,7 @@ def test_an_infeasible_problem_says_so_and_by_how_much():
     )
     solution = solve(tight._replace(memory_limit=8))
     assert (solution.status, solution.feasible, solution.excess) == ("infeasible", False, 1.0)
-    np.testing.assert_array_equal(solution.choice, [0, 1])
+    assert solution.choice == (0, 1)
     assert solution.gap == math.inf
     assert violations(tight._replace(memory_limit=8), solution.choice) == [
         "At time 1 the memory exceeds the limit by 1; its largest users are nodes 0 (5), 1 (4)."
