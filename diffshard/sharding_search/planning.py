@@ -10,7 +10,6 @@ from typing import Any, TypedDict
 
 import numpy as np
 
-from cost.base import Problem
 from cost.memory import least_memory
 from diffshard.base import InfeasibleError, Progress, Solution
 from diffshard.plans.base import Operation, PredictedCollective, Tensor
@@ -45,16 +44,16 @@ def find_plan(
     Raises:
       InfeasibleError: no plan fits the memory limit.
     """
-    problem = space.problem._replace(memory_limit=options.memory_limit_bytes)
-    return make_plan(options, traced_function, space, _solve(options, problem, progress), start_s)
+    return make_plan(options, traced_function, space, _solve(options, space, progress), start_s)
 
 
-def _solve(options: Options, problem: Problem, progress: Progress | None) -> Solution:
-    """Solves the problem of a function's space.
+def _solve(options: Options, space: ShardingSpace, progress: Progress | None) -> Solution:
+    """Solves the problem of a function's space, equal layers alike where that costs next to nothing.
 
     Raises:
       InfeasibleError: no plan fits the memory limit.
     """
+    problem = space.problem._replace(memory_limit=options.memory_limit_bytes)
     limit, least = options.memory_limit_bytes, float(np.max(least_memory(problem)[1]))
     if least > limit:
         raise InfeasibleError(
@@ -63,7 +62,12 @@ def _solve(options: Options, problem: Problem, progress: Progress | None) -> Sol
             "devices, donate the state (`donate_argnums`), or rematerialise (`jax.checkpoint`)."
         )
     solution = solve(
-        problem, solver=options.solver, time_limit_s=options.time_limit_s, key=options.key, progress=progress
+        problem,
+        solver=options.solver,
+        time_limit_s=options.time_limit_s,
+        key=options.key,
+        progress=progress,
+        alike=space.alike,
     )
     if not solution.feasible:
         raise InfeasibleError(

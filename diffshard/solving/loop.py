@@ -5,7 +5,7 @@ It takes the solver as a function, so that a solver can run the loop on a smalle
 
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -31,6 +31,7 @@ def run_solver(
     key: jax.Array,
     progress: Progress | None = None,
     reduce: Callable[[Problem], Reduction] = presolve,
+    stop_gap: float = OPTIMAL_GAP,
 ) -> Solution:
     """Checks and presolves a problem, lets the solver run until it ends or is stopped, and returns the best proposal.
 
@@ -41,6 +42,7 @@ def run_solver(
       key: a JAX random key.
       progress: called at each improvement.
       reduce: the presolve.
+      stop_gap: the relative gap at which the solver is stopped.
 
     Raises:
       ValueError: the problem breaks a rule of `Problem`, or a proposal does not have a strategy for each node.
@@ -48,88 +50,121 @@ def run_solver(
     """
     start = time.perf_counter()
     validate(problem)
-    best = _Best(problem, progress, start)
-    least = _least_choice(problem)
-    if least is not None:
-        best.offer(identity(problem), Proposal(least, math.inf))
+    best = Best(problem, progress, start)
+    if best.offer_least():
         return best.solution("finished")
     deadline = None if time_limit_s is None else start + time_limit_s
+    status = "finished"
     try:
-        try:
-            reduction = reduce(problem)
-        except InfeasibleError:  # nothing is allowed: the solver still looks for what breaks the rules least
-            reduction = identity(problem)
-        status = _offer_all(best, reduction, solver, deadline, key)
+        for _ in proposals(best, reduction_of(problem, reduce), solver, deadline, key):
+            if best.gap() <= stop_gap:
+                break
+            if deadline is not None and time.perf_counter() >= deadline:
+                status = "time limit"
+                break
     except KeyboardInterrupt:
         status = "interrupted"
     return best.solution(status)
 
 
-def _offer_all(best: "_Best", reduction: Reduction, solver: Solver, deadline: float | None, key: jax.Array) -> str:
-    """Offers all that the solver proposes, until it ends, the best is optimal or the time is over; returns a status."""
+def reduction_of(problem: Problem, reduce: Callable[[Problem], Reduction]) -> Reduction:
+    """Returns the presolved problem; where nothing is allowed the problem as it is.
+
+    There the solver still looks for what breaks the rules least.
+    """
+    try:
+        return reduce(problem)
+    except InfeasibleError:
+        return identity(problem)
+
+
+def proposals(
+    best: "Best", reduction: Reduction, solver: Solver, deadline: float | None, key: jax.Array
+) -> Iterator[np.ndarray | None]:
+    """Offers all that a solver proposes to `best`, and yields the choice `[V]` of each proposal, or None."""
     if not reduction.problem.node_cost:
-        best.offer(reduction, Proposal(np.zeros(0, np.int64), 0.0))
-        return "finished"
+        yield best.offer(reduction, Proposal(np.zeros(0, np.int64), 0.0))
+        return
     remaining_s = None if deadline is None else max(deadline - time.perf_counter(), _LEAST_TIME_S)
-    proposals = solver(reduction.problem, time_limit_s=remaining_s, key=key)
-    if not isinstance(proposals, Iterable):
-        raise TypeError(f"`solver` must be a generator of diffshard.Proposal, but it returned {proposals!r}.")
-    for proposal in proposals:
-        best.offer(reduction, proposal)
-        if best.is_optimal():
-            break
-        if deadline is not None and time.perf_counter() >= deadline:
-            return "time limit"
-    return "finished"
+    proposed = solver(reduction.problem, time_limit_s=remaining_s, key=key)
+    if not isinstance(proposed, Iterable):
+        raise TypeError(f"`solver` must be a generator of diffshard.Proposal, but it returned {proposed!r}.")
+    for proposal in proposed:
+        yield best.offer(reduction, proposal)
 
 
-class _Best:
-    """The best proposal so far, by exact price: any feasible one before any other, then less excess, then less cost."""
+class Best:
+    """The best proposal so far, by exact price: any feasible one before any other, then less excess, then less cost.
+
+    Attributes:
+      problem: as it was given.
+      evaluate: prices a choice of it.
+      evaluation: of the best choice.
+      lower_bound: the largest bound that was offered.
+    """
 
     def __init__(self, problem: Problem, progress: Progress | None, start: float):
-        self._evaluate, self._progress, self._start = Evaluator(problem), progress, start
+        self.problem = problem
+        self.evaluate, self._progress, self._start = Evaluator(problem), progress, start
         cheapest = [int(np.argmin(cost)) for cost in problem.node_cost]
         self._choice = np.array(cheapest, np.int64)  # so that there is an answer whenever the loop is stopped
-        self._evaluation = self._evaluate(self._choice)
-        self._lower_bound = -math.inf
+        self.evaluation = self.evaluate(self._choice)
+        self.lower_bound = -math.inf
         self._history: list[tuple[float, float, float]] = []
         self._report()
 
-    def offer(self, reduction: Reduction, proposal: Proposal) -> None:
-        """Prices a proposal for the reduced problem on the problem as it was given, and keeps what is better."""
+    def offer(self, reduction: Reduction, proposal: Proposal) -> np.ndarray | None:
+        """Prices a proposal for the reduced problem on the problem as it was given, and keeps what is better.
+
+        Returns:
+          The choice of the problem as it was given, `[V]`; None where the proposal has none.
+        """
         _check_proposal(proposal, len(reduction.problem.node_cost))
         bound = float(reduction.constant + proposal.lower_bound)
-        is_better = bound > self._lower_bound
-        self._lower_bound = max(self._lower_bound, bound)
+        is_better = bound > self.lower_bound
+        self.lower_bound = max(self.lower_bound, bound)
+        choice = None
         if proposal.choice is not None:
             choice = reduction.expand(np.asarray(proposal.choice, np.int64))
-            evaluation = self._evaluate(choice)
-            if _rank(evaluation) < _rank(self._evaluation):
-                self._choice, self._evaluation, is_better = choice, evaluation, True
+            evaluation = self.evaluate(choice)
+            if _rank(evaluation) < _rank(self.evaluation):
+                self._choice, self.evaluation, is_better = choice, evaluation, True
         if is_better:
             self._report()
+        return choice
 
-    def is_optimal(self) -> bool:
-        """Tells whether the bound proves that no choice is cheaper, up to `OPTIMAL_GAP`."""
-        cost = self._evaluation.cost
-        return self._evaluation.feasible and cost - self._lower_bound <= OPTIMAL_GAP * abs(cost)
+    def offer_least(self) -> bool:
+        """Offers the choice of least memory where even that exceeds the limit; returns whether it does."""
+        least = _least_choice(self.problem)
+        if least is not None:
+            self.offer(identity(self.problem), Proposal(least, math.inf))
+        return least is not None
+
+    def prefer(self, choice: np.ndarray) -> None:
+        """Makes a choice `[V]` the best one, though another may be a little cheaper."""
+        self._choice, self.evaluation = choice, self.evaluate(choice)
+
+    def gap(self) -> float:
+        """Returns how much cheaper the best possible choice can be, relative to the cost; inf if not feasible."""
+        cost = self.evaluation.cost
+        if not self.evaluation.feasible:
+            return math.inf
+        bound = min(self.lower_bound, cost)  # the last digit of a float must not lift the bound above the cost
+        return (cost - bound) / abs(cost) if cost else (0.0 if bound == cost else math.inf)
 
     def solution(self, status: str) -> Solution:
         """Returns the best proposal as a solution; the status says how the loop ended."""
-        cost, _, excess, feasible = self._evaluation
-        bound, gap = self._lower_bound, math.inf
-        if feasible:
-            bound = min(bound, cost)  # the last digit of a float must not lift the bound above the cost
-            gap = (cost - bound) / abs(cost) if cost else (0.0 if bound == cost else math.inf)
-        elif status == "finished":
-            status = "infeasible"
-        if self.is_optimal():
+        cost, _, excess, feasible = self.evaluation
+        bound, gap = min(self.lower_bound, cost) if feasible else self.lower_bound, self.gap()
+        if gap <= OPTIMAL_GAP:
             status = "optimal"
+        elif not feasible and status == "finished":
+            status = "infeasible"
         return Solution(tuple(self._choice.tolist()), cost, bound, gap, feasible, excess, tuple(self._history), status)
 
     def _report(self) -> None:
-        cost = float(self._evaluation.cost) if self._evaluation.feasible else math.inf
-        self._history.append((time.perf_counter() - self._start, cost, self._lower_bound))
+        cost = float(self.evaluation.cost) if self.evaluation.feasible else math.inf
+        self._history.append((time.perf_counter() - self._start, cost, self.lower_bound))
         if self._progress is not None:
             self._progress(*self._history[-1])
 

@@ -12,13 +12,15 @@ import pkgutil
 from collections.abc import Callable
 
 import jax
+import numpy as np
 
-from cost.base import Problem
+from cost.base import Problem, num_strategies
 from diffshard.base import Progress, Solution, Solver
 from diffshard.solving import solvers
 from diffshard.solving.loop import run_solver
 from diffshard.solving.presolve.base import Reduction
 from diffshard.solving.presolve.pipeline import presolve
+from diffshard.solving.stages import run_in_stages
 
 
 def solve(
@@ -29,6 +31,7 @@ def solve(
     key: jax.Array | int | None = None,
     progress: Progress | None = None,
     reduce: Callable[[Problem], Reduction] = presolve,
+    alike: np.ndarray | None = None,
 ) -> Solution:
     """Finds a cheap choice of strategies and a bound on how cheap any can be.
 
@@ -40,6 +43,8 @@ def solve(
       key: a JAX random key or a seed; None is seed 0.
       progress: called at each improvement.
       reduce: the presolve; `identity` hands the problem to the solver as it is.
+      alike: `[V]` numbers, equal for nodes that shall take equal strategies where that costs at most a ten-thousandth
+        more, as those of equal layers; a large problem of many such nodes is solved much faster. None ties none.
 
     Returns:
       The best choice that the solver proposed, its exact cost and the bound. It says so if the choice is not feasible,
@@ -47,7 +52,8 @@ def solve(
 
     Raises:
       ValueError: the problem breaks a rule of `Problem`, the solver is unknown, the time limit is not positive, the key
-        is neither a key nor a seed, or a proposal does not have a strategy for each node.
+        is neither a key nor a seed, alike nodes have different numbers of strategies, or a proposal does not have a
+        strategy for each node.
       TypeError: the solver yields something that is no `Proposal`.
     """
     run = resolve(solver)
@@ -56,7 +62,21 @@ def solve(
     if not (key is None or isinstance(key, int | jax.Array)):
         raise ValueError(f"`key` must be a seed, a JAX random key or None, got {key!r}.")
     key = jax.random.key(0 if key is None else key) if key is None or isinstance(key, int) else key
+    if alike is not None:
+        _check_alike(problem, alike)
+        return run_in_stages(problem, run, alike, time_limit_s=time_limit_s, key=key, progress=progress, reduce=reduce)
     return run_solver(problem, run, time_limit_s=time_limit_s, key=key, progress=progress, reduce=reduce)
+
+
+def _check_alike(problem: Problem, alike: np.ndarray) -> None:
+    sizes, alike = num_strategies(problem), np.asarray(alike)
+    if alike.shape != sizes.shape:
+        raise ValueError(f"`alike` must have one number for each of the {len(sizes)} nodes, got shape {alike.shape}.")
+    _, first, number = np.unique(alike, return_index=True, return_inverse=True)
+    wrong = np.flatnonzero(sizes != sizes[first][number])
+    if wrong.size:
+        v, u = int(wrong[0]), int(first[number[wrong[0]]])
+        raise ValueError(f"`alike` ties nodes {u} and {v}, which have {sizes[u]} and {sizes[v]} strategies.")
 
 
 def solver_names() -> tuple[str, ...]:

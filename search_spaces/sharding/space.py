@@ -54,6 +54,7 @@ from search_spaces.sharding.given import is_constrained
 from search_spaces.sharding.graph import Graph, Value
 from search_spaces.sharding.memory import Lifetimes, lifetimes_of, usages_of
 from search_spaces.sharding.node_costs import NodeCosts
+from search_spaces.sharding.repetition import alike_nodes
 from search_spaces.sharding.reshard_costs import LatencyShares, ReshardCosts
 from search_spaces.sharding.shardy import operation_rules
 from search_spaces.sharding.tracing import build_graph, feedback_of
@@ -172,6 +173,11 @@ class ShardingSpace:
     def hub_node(self) -> dict[int, int]:
         """The index of the node of a value's hub, by the value's id."""
         return {n.hub.id: i for i, n in enumerate(self.nodes) if n.hub is not None}
+
+    @cached_property
+    def alike(self) -> np.ndarray:
+        """`[V]` numbers of the nodes, equal for those at the same place of equal layers."""
+        return alike_nodes(self.graph, self.rules, self.nodes, self.hub_node)
 
     @cached_property
     def reshard_costs(self) -> ReshardCosts:

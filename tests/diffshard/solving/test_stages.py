@@ -1,0 +1,179 @@
+"""Solving in stages: bounds hold against brute force, the limit is kept, and ties are kept where they cost little."""
+
+import math
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from cost.base import Problem, num_strategies
+from cost.evaluation import Evaluator, evaluate
+from diffshard.base import Proposal
+from diffshard.solving.limited_times import LimitedTimes
+from diffshard.solving.presolve.base import identity
+from diffshard.solving.quotient import merge_classes
+from diffshard.solving.solve import solve
+from diffshard.solving.stages import TIE_GAP
+from tests.diffshard.solving.random_problems import optimum, small_problem
+
+MOST_CHOICES = 30_000  # that brute force looks at
+
+
+def repeated(seed: int, copies: int, binding: float | None, **features) -> tuple[Problem, np.ndarray]:
+    """Copies of a small problem in a chain, each live a while later, and which nodes are alike.
+
+    `binding` is where the memory limit lies between the least and the largest peak; None is no limit.
+    """
+    rng = np.random.default_rng(seed)
+    one = small_problem(seed, memory=binding is not None, **features)
+    count = len(one.node_cost)
+    onward = rng.integers(0, 30, (len(one.node_cost[0]),) * 2).astype(float)
+    later = np.repeat(3 * np.arange(copies), len(one.usage))[:, None]
+    problem = one._replace(
+        node_cost=list(one.node_cost) * copies,
+        edge_nodes=np.concatenate(
+            [
+                *(one.edge_nodes + i * count for i in range(copies)),
+                np.array([(i * count, (i + 1) * count) for i in range(copies - 1)]).reshape(-1, 2),
+            ]
+        ),
+        edge_cost=[*one.edge_cost] * copies + [onward] * (copies - 1),
+        usage_node=np.concatenate([one.usage_node + i * count for i in range(copies)]),
+        usage=list(one.usage) * copies,
+        usage_interval=np.tile(one.usage_interval, (copies, 1)) + later,
+        load=list(one.load) * copies,
+    )
+    if binding is not None:
+        peaks = [np.max(evaluate(problem, rng.integers(num_strategies(problem))).peak) for _ in range(30)]
+        problem = problem._replace(memory_limit=float(min(peaks) + binding * (max(peaks) - min(peaks))))
+    return problem, np.tile(np.arange(count), copies)
+
+
+def small_repeated(binding: float | None, **features) -> Iterator[tuple[Problem, np.ndarray]]:
+    for seed in range(40):
+        problem, alike = repeated(seed, 2 + seed % 2, binding, **features)
+        if math.prod(num_strategies(problem).tolist()) <= MOST_CHOICES:
+            yield problem, alike
+
+
+@pytest.mark.parametrize("features", [{}, {"forbidden": 0.1}, {"devices": 2}])
+@pytest.mark.parametrize("binding", [None, 0.0, 0.3, 0.8])
+def test_the_choice_is_nearly_optimal_and_the_bound_holds(binding, features):
+    count = 0
+    for problem, alike in small_repeated(binding, **features):
+        best, found = optimum(problem), solve(problem, alike=alike)
+        assert found.feasible == (best < math.inf)
+        if found.feasible:
+            count += 1
+            assert found.cost == evaluate(problem, found.choice).cost
+            assert best <= found.cost <= best + TIE_GAP * abs(best)
+            assert found.lower_bound <= best * (1 + 1e-9)
+    assert count >= 5
+
+
+@pytest.mark.parametrize("binding", [None, 0.3])
+def test_bounds_of_a_solver_that_is_not_exact_hold(binding):
+    for problem, alike in small_repeated(binding):
+        best, found = optimum(problem), solve(problem, alike=alike, solver="greedy", reduce=identity)
+        if best < math.inf:
+            assert found.lower_bound <= best * (1 + 1e-9)
+            assert found.cost >= best or not found.feasible
+
+
+def test_ties_are_kept_where_they_cost_little_and_dropped_where_they_cost_more():
+    cost, prefer = np.array([1.0, 1.0]), np.array([[0.0, 5.0], [5.0, 0.0]])
+    chain = Problem([cost] * 6, np.array([(v, v + 1) for v in range(5)]), [prefer] * 5)
+    alike = np.zeros(6, int)
+    for push, tied in ((1e-5, True), (1.0, False)):  # the ends would rather differ, by a little or by a lot
+        ends = [np.array([0.0, 5 + push]), cost, cost, cost, cost, np.array([5 + push, 0.0])]
+        pushed = chain._replace(node_cost=ends)
+        found = solve(pushed, alike=alike)
+        assert (len(set(found.choice)) == 1) == tied
+        assert found.cost <= optimum(pushed) * (1 + TIE_GAP)
+
+
+def test_a_limited_problem_uses_at_its_times_what_the_whole_does():
+    rng = np.random.default_rng(0)
+    for seed in range(20):
+        problem, _ = repeated(seed, 3, 0.3)
+        whole, times = Evaluator(problem), LimitedTimes(problem)
+        assert np.isinf(times.relaxation(problem).memory_limit)
+        choices = [rng.integers(num_strategies(problem)) for _ in range(20)]
+        exceeded = [times.exceeded_by(choice) for choice in choices]
+        times.add(np.concatenate(exceeded[:5]))
+        relaxed = times.relaxation(problem)
+        kept_times = np.unique(np.concatenate(exceeded[:5]))
+        for choice, own in zip(choices, exceeded, strict=True):
+            assert bool(len(own)) == (evaluate(problem, choice).excess > 0)
+            at, used = whole.live_usage(choice)
+            before = np.searchsorted(at, kept_times, side="right") - 1
+            most = used[before].max() if len(kept_times) else 0
+            assert evaluate(relaxed, choice).excess == max(most - problem.memory_limit, 0)
+            assert evaluate(relaxed, choice).cost == evaluate(problem, choice).cost
+        assert all(evaluate(relaxed, choice).excess > 0 for choice in choices[:5] if len(times.exceeded_by(choice)))
+
+
+def test_all_times_are_limited_in_the_end():
+    problem, _ = repeated(1, 3, 0.3)
+    times = LimitedTimes(problem)
+    for i in range(20):
+        times.add(np.array([i]))
+    assert times.all
+    assert times.relaxation(problem) is problem
+    assert LimitedTimes(problem._replace(memory_limit=np.inf)).all
+
+
+def test_a_limit_that_does_not_bind_changes_nothing():
+    free, alike = repeated(4, 3, None)
+    loose = free._replace(
+        usage_node=np.array([0]), usage=[np.ones(len(free.node_cost[0]))], usage_interval=np.array([[0, 9]]),
+        memory_limit=1.0,
+    )  # fmt: skip
+    one, other = solve(free, alike=alike), solve(loose, alike=alike)
+    assert one.choice == other.choice
+    assert one.lower_bound == other.lower_bound
+
+
+def test_many_layers_with_a_binding_limit_are_solved_as_well_as_without_ties():
+    problem, alike = repeated(12, 12, 0.4)
+    found, plain = (solve(problem, alike=a, time_limit_s=3) for a in (alike, None))
+    assert found.feasible
+    assert found.cost <= plain.cost * 1.01
+    assert found.lower_bound <= plain.cost
+
+
+def test_alike_nodes_must_have_equally_many_strategies():
+    problem = Problem([np.zeros(2), np.zeros(3)], np.zeros((0, 2), int), [])
+    with pytest.raises(ValueError, match=r"`alike` ties nodes 0 and 1, which have 2 and 3 strategies"):
+        solve(problem, alike=np.zeros(2, int))
+    with pytest.raises(ValueError, match=r"`alike` must have one number for each of the 2 nodes, got shape \(3,\)"):
+        solve(problem, alike=np.zeros(3, int))
+
+
+def test_ctrl_c_in_the_tied_problem_stops_the_whole_search():
+    calls = []
+
+    def pressed(problem: Problem, *, time_limit_s, key) -> Iterator[Proposal]:
+        calls.append(problem)
+        raise KeyboardInterrupt
+        yield Proposal()
+
+    problem, alike = repeated(4, 3, None)
+    assert solve(problem, alike=alike, solver=pressed, reduce=identity).status == "interrupted"
+    assert len(calls) == 1
+
+
+def test_a_tied_choice_is_found_though_the_whole_problem_is_never_reached():
+    problem, alike = repeated(4, 3, None)
+    tied = merge_classes(problem, alike)
+    calls: list[int] = []
+
+    def only_tied(problem: Problem, *, time_limit_s, key) -> Iterator[Proposal]:
+        calls.append(len(problem.node_cost))
+        yield Proposal(np.zeros(len(problem.node_cost), int))
+        if len(calls) > 1:
+            raise KeyboardInterrupt
+
+    found = solve(problem, alike=alike, solver=only_tied, reduce=identity)
+    assert calls == [len(tied.node_cost), len(problem.node_cost)]
+    assert found.cost <= evaluate(problem, np.zeros(len(alike), int)).cost

@@ -1,0 +1,99 @@
+"""Equal layers are found in the traced program, whatever they are called and in whichever order they come."""
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+from search_spaces.sharding.repetition import repetitions
+from search_spaces.sharding.space import ShardingSpace
+from tests.search_spaces.sharding.small_spaces import array, mlp_arguments, mlp_step, space_of
+
+
+def test_stretches_that_repeat():
+    layer = list("abacad")
+    letters = [*"xy", *layer * 5, *"z", *"pq" * 4, *"w"]
+    symbols = np.unique(letters, return_inverse=True)[1]
+    assert repetitions(symbols) == [(2, 32, 6), (33, 41, 2)]
+    assert repetitions(np.arange(20)) == []
+    assert repetitions(np.zeros(0, int)) == []
+
+
+def test_stretches_do_not_overlap_and_do_repeat():
+    rng = np.random.default_rng(0)
+    for _ in range(50):
+        parts = [np.tile(rng.integers(0, 4, rng.integers(1, 9)), rng.integers(1, 5)) for _ in range(6)]
+        symbols = np.concatenate(parts)
+        taken = np.zeros(len(symbols), bool)
+        for start, stop, period in repetitions(symbols):
+            assert stop - start >= 2 * period
+            assert (symbols[start + period : stop] == symbols[start : stop - period]).all()
+            assert not taken[start:stop].any()
+            taken[start:stop] = True
+
+
+def _layer(params, x):
+    up, query, key, down = params
+    mixed = jax.nn.softmax((x @ query) @ (x @ key).T) @ x
+    return x + jax.nn.relu(mixed @ up) @ down
+
+
+def _training(num_layers: int, checkpoint: bool, width: int = 8) -> ShardingSpace:
+    """The space of an Adam step on layers with two equal matrices each, without any names."""
+    layer = jax.checkpoint(_layer) if checkpoint else _layer
+    optimizer = optax.adam(1e-3)
+
+    def loss(params, x):
+        first, layers, last = params
+        x = x @ first
+        for own in layers:
+            x = layer(own, x)
+        return (x @ last).sum()
+
+    def step(state, x):
+        params, moments = state
+        updates, moments = optimizer.update(jax.grad(loss)(params, x), moments)
+        return optax.apply_updates(params, updates), moments
+
+    square = array(width, width)
+    layers = [(array(width, 4 * width), square, square, array(4 * width, width)) for _ in range(num_layers)]
+    params = array(6, width), layers, array(width, 2)
+    return space_of(step, (params, jax.eval_shape(optimizer.init, params)), array(16, 6))
+
+
+@pytest.mark.parametrize("checkpoint", [False, True])
+def test_the_arguments_of_all_layers_are_alike(checkpoint):
+    space = _training(5, checkpoint)
+    alike = space.alike
+    per_layer = 4
+    of_layers = np.concatenate([[0], np.ones(5 * per_layer), [0]]).astype(bool)
+    inputs = [alike[v.index] for v in space.graph.inputs]
+    params = np.array(inputs[:22])
+    layers = params[of_layers].reshape(5, per_layer)
+    assert (layers == layers[0]).all()
+    assert len(set(layers[0].tolist())) == per_layer  # query and key of a layer are two
+    assert params[0] not in layers
+    assert params[-1] not in layers
+    for moments in (np.array(inputs[23:45]), np.array(inputs[45:67])):
+        own = moments[of_layers].reshape(5, per_layer)
+        assert (own == own[0]).all()
+
+
+def test_alike_nodes_have_the_same_strategies():
+    space = _training(4, False)
+    for number in np.unique(space.alike):
+        members = np.flatnonzero(space.alike == number)
+        assert len({space.nodes[v].strategies for v in members}) == 1
+    assert len(np.unique(space.alike)) < 0.6 * len(space.nodes)
+
+
+def test_more_layers_make_no_more_kinds():
+    few, many = _training(4, True), _training(9, True)
+    assert len(np.unique(few.alike)) == len(np.unique(many.alike))
+
+
+def test_what_does_not_repeat_is_tied_to_nothing():
+    space = space_of(mlp_step, *mlp_arguments())
+    inputs = [space.alike[v.index] for v in space.graph.inputs]
+    assert len(set(inputs[:4])) == 4
+    assert len(space.alike) == len(space.nodes)
