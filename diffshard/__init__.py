@@ -20,6 +20,7 @@ if TYPE_CHECKING:  # for type checkers and editors; when the program runs, `__ge
     from diffshard.bilevel_search.proving import CandidatesData
     from diffshard.bilevel_search.search import BilevelSearch, bilevel
     from diffshard.comparison.compare import compare
+    from diffshard.experts.plans import ExpertPlans, expert_plans
     from diffshard.initialisation import init_search, kaiming, orthogonal, xavier
     from diffshard.placing import Placement, place
     from diffshard.plans.comparison import Comparison
@@ -48,6 +49,7 @@ _NAMES_OF = {
     "diffshard.bilevel_search.proving": ("CandidatesData",),
     "diffshard.bilevel_search.search": ("BilevelSearch", "bilevel"),
     "diffshard.comparison.compare": ("compare",),
+    "diffshard.experts.plans": ("ExpertPlans", "expert_plans"),
     "diffshard.initialisation": ("init_search", "kaiming", "orthogonal", "xavier"),
     "diffshard.placing": ("Placement", "place"),
     "diffshard.plans.comparison": ("Comparison",),
@@ -81,6 +83,7 @@ __all__ = [
     "ErrorFeedback",
     "EveryK",
     "Exact",
+    "ExpertPlans",
     "Hardware",
     "InfeasibleError",
     "Link",
@@ -100,6 +103,7 @@ __all__ = [
     "compare",
     "curvature",
     "expert_layer",
+    "expert_plans",
     "halving",
     "init_search",
     "kaiming",

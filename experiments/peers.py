@@ -29,6 +29,7 @@ MODELS: dict[str, Callable[[], Model]] = {
     "moe": lambda: _sized(moe.make),
     "mlp": lambda: mlp.make(layers=4, width=4096, batch=4096),
 }
+EXPERTS = ("data parallel", "fsdp", "megatron", "megatron fsdp")
 # The search ends before its gap is closed: a found plan counts as no worse within this share of an expert's prediction.
 TOLERANCE = 1e-3
 
@@ -55,8 +56,8 @@ def compare(name: str, model: Model, mesh: Any, **search_options: Any) -> list[P
     step = diffshard.search(model.step, mesh, donate_argnums=0, **search_options)
     plan = step.plan(*args)
     rows = [PeerPlan(name, "found", plan, verify(step.lower(*args), mesh.shape, plan.collectives, plan.peak_bytes))]
-    for expert in experts.EXPERTS:
-        by_hand = expert(*args, mesh)
+    for expert in EXPERTS:
+        by_hand = experts.EXPERTS[expert](*args, mesh)
         given = diffshard.search(
             model.step, mesh, donate_argnums=0, in_shardings=by_hand.in_shardings, **search_options
         )
@@ -66,7 +67,7 @@ def compare(name: str, model: Model, mesh: Any, **search_options: Any) -> list[P
             plan = None
         lowered = experts.lower_by_hand(model.step, *args, by_hand, donate_argnums=0)
         predicted = (plan.collectives, plan.peak_bytes) if plan else ((), float("nan"))
-        rows.append(PeerPlan(name, expert.__name__.replace("_", " "), plan, verify(lowered, mesh.shape, *predicted)))
+        rows.append(PeerPlan(name, expert, plan, verify(lowered, mesh.shape, *predicted)))
     return rows
 
 

@@ -1,0 +1,242 @@
+"""`expert_plans` completes experts' shardings to plans, whose predictions stand beside those of a found plan."""
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+
+from cost.base import Hardware
+from diffshard.base import InfeasibleError, Solver
+from diffshard.experts.arguments import describe_arguments
+from diffshard.experts.base import Argument, DoesNotApplyError, ExpertMesh, ExpertShardings
+from diffshard.experts.shardings import EXPERTS
+from diffshard.plans.base import LogicalAxisRules
+from diffshard.sharding_search.options import DEFAULT_SOLVER, Options, hardware_for, positions
+from diffshard.sharding_search.plan import Plan
+from diffshard.sharding_search.planning import find_plan
+from diffshard.sharding_search.tracing import TracedFunction, space_of, trace_function
+
+BY_RULES = "logical axis rules"
+"""The name of the plan that follows a user's own rules."""
+_NO_NAMES = "The function names no logical axes, so XLA's partitioner alone decides how activations are split."
+
+
+@dataclass(frozen=True)
+class ExpertPlans(Mapping[str, Plan]):
+    """Experts' plans by name, and why others are missing.
+
+    Attributes:
+      plans: those that apply.
+      left_out: by the name of an expert, a sentence that says why there is no plan.
+    """
+
+    plans: Mapping[str, Plan]
+    left_out: Mapping[str, str] = field(default_factory=dict)
+
+    def __getitem__(self, name: str) -> Plan:
+        return self.plans[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.plans)
+
+    def __len__(self) -> int:
+        return len(self.plans)
+
+
+def expert_plans(
+    fn: Callable[..., Any],
+    mesh: Mesh | AbstractMesh,
+    *args: Any,
+    names: Sequence[str] | None = None,
+    hardware: Hardware | str | None = None,
+    memory_limit_bytes: float | None = None,
+    solver: str | Solver | None = None,
+    time_limit_s: float | None = None,
+    donate_argnums: int | Sequence[int] = (),
+    static_argnums: int | Sequence[int] = (),
+    state_argnums: int | Sequence[int] | None = None,
+    logical_axis_rules: Sequence[tuple[str, Any]] | None = None,
+    tensor_dimensions: Mapping[tuple[str, ...], int | None] | None = None,
+) -> ExpertPlans:
+    """Makes the plans that experts write by hand: data parallel, FSDP, Megatron, and mixtures of them.
+
+    >>> plans = diffshard.expert_plans(train_step, mesh, state, batch, hardware="h100", donate_argnums=0)
+    >>> print(diffshard.compare(train_step, mesh, state, batch, plans=plans))
+
+    An expert gives shardings of arguments, and rules for flax's logical names of activations. The search completes
+    them to the fastest plan that has these shardings, which is what the prediction is for. The plan runs as experts'
+    plans do, by propagation: XLA's partitioner is told nothing else.
+
+    State is what the function updates: arguments that come back with equal structure and shapes, and donated ones;
+    where there is neither, the first argument. All others are batch, and are split along their leading dimension.
+    Which dimension of a parameter Megatron splits follows from flax's metadata, else from the words that models use
+    (query, up, down, ...), else from shapes. It splits over the inner axis, the one with the fastest links.
+
+    Args:
+      fn: as for `search`.
+      mesh: as for `search`.
+      *args: as for the function itself: arrays or `jax.ShapeDtypeStruct`.
+      names: some of "data parallel", "fsdp", "hybrid fsdp", "megatron", "megatron fsdp" and "megatron sequence"; None
+        takes all.
+      hardware: as in `search`.
+      memory_limit_bytes: as in `search`.
+      solver: as in `search`.
+      time_limit_s: seconds for the solver to complete each plan.
+      donate_argnums: as in `search`.
+      static_argnums: as in `search`.
+      state_argnums: positions of arguments that are state; None takes those that the function updates.
+      logical_axis_rules: rules of your own, pairs of a logical axis and mesh axes as flax takes them. They give one
+        more plan, "logical axis rules", for arguments with flax's metadata (`nn.with_logical_partitioning`).
+      tensor_dimensions: exceptions to the dimension that Megatron splits, by the last names of a path and counted from
+        the end: `{("experts", "up"): -3}`; None leaves a parameter whole.
+
+    Returns:
+      Plans by name; an expert whose plan does not divide the batch or does not fit the memory is in `left_out`.
+
+    Raises:
+      TypeError, ValueError: an argument breaks a rule; the error names it and its value.
+    """
+    unknown = [name for name in names or () if name not in EXPERTS]
+    if unknown:
+        raise ValueError(f"`names` must be some of {', '.join(EXPERTS)}, not {unknown[0]!r}.")
+    priced_for = hardware_for(hardware, mesh)
+    options = Options(
+        fn=fn,
+        mesh=mesh,
+        hardware=priced_for,
+        memory_limit_bytes=priced_for.memory_bytes if memory_limit_bytes is None else memory_limit_bytes,
+        solver=DEFAULT_SOLVER if solver is None else solver,
+        time_limit_s=time_limit_s,
+        donate_argnums=positions(donate_argnums),
+        static_argnums=positions(static_argnums),
+        executor="propagation",
+    )
+    return plans_of_experts(
+        options,
+        args,
+        trace_function(options, args),
+        names=tuple(EXPERTS) if names is None else names,
+        state_argnums=None if state_argnums is None else positions(state_argnums),
+        rules=_checked_rules(logical_axis_rules, options),
+        dimensions=tensor_dimensions or {},
+    )
+
+
+def plans_of_experts(
+    options: Options,
+    args: Sequence[Any],
+    traced_function: TracedFunction,
+    *,
+    names: Sequence[str] = tuple(EXPERTS),
+    state_argnums: tuple[int, ...] | None = None,
+    rules: LogicalAxisRules = (),
+    dimensions: Mapping[tuple[str, ...], int | None] | None = None,
+) -> ExpertPlans:
+    """Returns `expert_plans` for checked options and a function that is traced already, without rules."""
+    arguments = arguments_of(options, args, traced_function, state_argnums)
+    expert_mesh = expert_mesh_of(options)
+    plans: dict[str, Plan] = {}
+    left_out: dict[str, str] = {}
+    for name in (*names, *([BY_RULES] if rules else [])):
+        try:
+            if name == BY_RULES:
+                shardings = _by_rules(arguments, rules)
+            else:
+                shardings = EXPERTS[name](arguments, expert_mesh, dimensions or {})
+            plans[name] = _completed(name, shardings, options, args, traced_function)
+        except (DoesNotApplyError, InfeasibleError) as error:
+            left_out[name] = str(error)
+    return ExpertPlans(plans, left_out)
+
+
+def arguments_of(
+    options: Options, args: Sequence[Any], traced_function: TracedFunction, state_argnums: tuple[int, ...] | None
+) -> list[Argument]:
+    """Returns what experts know about the flat arguments of a traced function."""
+    numbers = [
+        number
+        for number, argument in enumerate(args)
+        if number not in options.static_argnums
+        for _ in jax.tree.leaves(argument)
+    ]
+    if state_argnums is not None:
+        is_state = [number in state_argnums for number in numbers]
+    else:
+        updated = {argument for argument in traced_function.graph.feedback if argument is not None}
+        is_state = [i in updated or is_donated for i, is_donated in enumerate(traced_function.donated)]
+    if not any(is_state) and state_argnums is None:
+        is_state = [number == numbers[0] for number in numbers]
+    return describe_arguments(options.dynamic(args), is_state, traced_function.paths)
+
+
+def expert_mesh_of(options: Options) -> ExpertMesh:
+    """Returns the mesh as experts see it; of equally fast axes the last is the inner one."""
+    sizes = dict(zip(options.axis_names, options.axis_sizes, strict=True))
+    longer = [axis for axis, size in sizes.items() if size > 1] or list(sizes)
+    seconds = {axis: options.hardware.link(axis).s_per_byte if sizes[axis] > 1 else 0.0 for axis in longer}
+    return ExpertMesh(sizes, min(reversed(longer), key=lambda axis: seconds[axis]))
+
+
+def _completed(
+    name: str, shardings: ExpertShardings, options: Options, args: Sequence[Any], traced_function: TracedFunction
+) -> Plan:
+    """Returns the fastest plan that has an expert's shardings of arguments and activations."""
+    start_s = time.perf_counter()
+    structure = jax.tree.structure(traced_function.args)
+    options = replace(options, in_shardings=jax.tree.unflatten(structure, shardings.specs))
+    named = replace(options, logical_axis_rules=shardings.rules)
+    try:
+        traced_by_rules = trace_function(named, args) if shardings.rules else traced_function
+    except ValueError as error:  # such as a dimension of an activation that its axes do not divide
+        raise DoesNotApplyError(f"Its rules for activations do not fit the function: {error}") from error
+    has_names = _num_constraints(traced_by_rules) > _num_constraints(traced_function)
+    if has_names:
+        options, traced_function = named, traced_by_rules
+    elif name == "megatron sequence":
+        raise DoesNotApplyError("The function names no logical axes, so there is no sequence to split.")
+    plan = find_plan(options, traced_function, space_of(options, traced_function), start_s)
+    return plan if has_names else replace(plan, notes=(*plan.notes, _NO_NAMES))
+
+
+def _num_constraints(traced_function: TracedFunction) -> int:
+    return sum(vertex.primitive == "sharding_constraint" for vertex in traced_function.graph.vertices)
+
+
+def _by_rules(arguments: Sequence[Argument], rules: LogicalAxisRules) -> ExpertShardings:
+    """Splits what has flax's metadata by a user's rules: the first that fits a dimension, and no mesh axis twice."""
+    if not any(argument.logical_axes for argument in arguments):
+        raise DoesNotApplyError("No argument has flax's logical metadata (`nn.with_logical_partitioning`).")
+    from flax.linen import spmd  # imported here, because only users of flax get here
+
+    pairs = [(name, axes or None) for name, axes in rules]
+    batch_axes = next((axes for name, axes in rules if name == "batch"), ())
+    specs = []
+    for argument in arguments:
+        if argument.logical_axes is not None:
+            specs.append(spmd.logical_to_mesh_axes(argument.logical_axes, pairs) or PartitionSpec())
+        elif argument.is_state or argument.is_key or not argument.shape or not batch_axes:
+            specs.append(PartitionSpec())
+        else:
+            specs.append(PartitionSpec(batch_axes))
+    return ExpertShardings(tuple(specs), rules)
+
+
+def _checked_rules(rules: Sequence[tuple[str, Any]] | None, options: Options) -> LogicalAxisRules:
+    """Returns a user's rules with tuples of mesh axes.
+
+    Raises:
+      ValueError: a rule names an axis that the mesh does not have.
+    """
+    checked = []
+    for name, axes in rules or ():
+        split = () if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)
+        for axis in split:
+            if axis not in options.axis_names:
+                raise ValueError(
+                    f"`logical_axis_rules` has the mesh axis {axis!r} for {name!r}; the mesh has {options.axis_names}."
+                )
+        checked.append((str(name), split))
+    return tuple(checked)
