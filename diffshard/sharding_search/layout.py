@@ -1,5 +1,6 @@
 """Between the layouts of a sharding space, which number mesh axes and values, and plans, which write them by name."""
 
+import math
 from typing import Any, cast
 
 from cost.base import CollectiveKind
@@ -10,6 +11,7 @@ from search_spaces.sharding.base import Layout, ReshardStep, ShardingStrategy
 from search_spaces.sharding.execution import make_layout
 from search_spaces.sharding.graph import Value, Vertex
 from search_spaces.sharding.space import ShardingSpace
+from search_spaces.sharding.spec import axes_in, shards
 
 
 def layout_of(plan: PlanData, space: ShardingSpace) -> Layout:
@@ -39,10 +41,12 @@ def layout_of(plan: PlanData, space: ShardingSpace) -> Layout:
             for specs in (operation.operands, operation.unreduced, operation.results, operation.value_specs)
         )
         if vertex.kind == "operation":
-            reductions = _reductions(operation, results, space.axis_names)
+            reductions = _reductions(operation, unreduced, results, space)
         else:
             reductions = tuple(map(space.reshard_costs.path, unreduced, results))
-        strategies.append(ShardingStrategy(operands, results, 1, reductions, unreduced))
+        split = {axis for spec in (*operands, *unreduced) for axis in axes_in(spec)}
+        parts = math.prod(space.axis_sizes[axis] for axis in split)
+        strategies.append(ShardingStrategy(operands, results, parts, reductions, unreduced))
         for value, spec in zip(vertex.results, kept_specs, strict=True):
             value_specs[value.id] = spec
     return make_layout(space.graph, strategies, value_specs)
@@ -54,14 +58,21 @@ def has_reductions(plan: PlanData) -> bool:
 
 
 def _reductions(
-    operation: Operation, results: tuple[IndexedSpec, ...], axis_names: tuple[str, ...]
+    operation: Operation,
+    unreduced: tuple[IndexedSpec, ...],
+    results: tuple[IndexedSpec, ...],
+    space: ShardingSpace,
 ) -> tuple[tuple[ReshardStep, ...], ...]:
     """Returns the collectives that finish each result; all have the spec that the last one leaves."""
-    reductions = operation.reductions or ((),) * len(results)
-    return tuple(
-        tuple(ReshardStep(cast(CollectiveKind, kind), axis_names.index(axis), 1.0, spec) for kind, axis in steps)
-        for steps, spec in zip(reductions, results, strict=True)
-    )
+    reductions = []
+    for written, before, after in zip(operation.reductions or ((),) * len(results), unreduced, results, strict=True):
+        fraction, steps = 1.0 / shards(before, space.axis_sizes), []
+        for kind, name in written:
+            axis = space.axis_names.index(name)
+            steps.append(ReshardStep(cast(CollectiveKind, kind), axis, fraction, after))
+            fraction /= space.axis_sizes[axis]
+        reductions.append(tuple(steps))
+    return tuple(reductions)
 
 
 def signature_of(vertex: Vertex) -> str:

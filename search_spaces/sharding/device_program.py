@@ -24,6 +24,7 @@ from search_spaces.sharding.graph import Graph, Value, Vertex
 from search_spaces.sharding.local_blocks import Blocks
 from search_spaces.sharding.local_operations import LocalCall, combiner, run_local
 from search_spaces.sharding.resharding import Paths
+from search_spaces.sharding.schedule import Schedule
 from search_spaces.sharding.spec import replicated_spec
 from search_spaces.sharding.whole_operations import runs_whole
 
@@ -36,24 +37,22 @@ class DeviceProgram:
       layout: for every vertex its strategy, for every value the spec in which its readers receive it.
       mesh: the mesh; an abstract one can be lowered for, not run on.
       path: the steps between two specs: those that were priced.
+      schedule: when collectives start and end.
     """
 
-    def __init__(self, graph: Graph, layout: Layout, mesh: Mesh | AbstractMesh, path: Paths):
+    def __init__(self, graph: Graph, layout: Layout, mesh: Mesh | AbstractMesh, path: Paths, schedule: Schedule):
         self.graph, self.layout, self.mesh, self.path = graph, layout, mesh, path
+        self.schedule = schedule
         self.blocks = Blocks(tuple(mesh.axis_names), tuple(mesh.shape[name] for name in mesh.axis_names))
 
     def whole_operations(self) -> list[Vertex]:
         """Returns operations that the layout splits but that have no form on blocks: they run whole on every device."""
-        return [
-            vertex
-            for vertex in self.graph.operations()
-            if runs_whole(vertex, self.layout.strategies[vertex.index], self.blocks.axis_sizes)
-        ]
+        return [vertex for vertex in self.graph.operations() if self._runs_whole(vertex)]
 
     def __call__(self, *arguments: Any) -> list[Any]:
         """Runs the function; returns its flat results."""
         constants = [self.layout.strategies[v.index].unreduced[0] for v in self.graph.constants]
-        evaluate = Evaluation(self.graph, self.layout, self.path, self)
+        evaluate = Evaluation(self.graph, self.layout, self.path, self, self.schedule)
         program = jax.shard_map(
             lambda *blocks: evaluate(blocks[: len(arguments)], blocks[len(arguments) :]),
             mesh=self.mesh,
@@ -78,29 +77,36 @@ class DeviceProgram:
         return array
 
     def operate(self, vertex: Vertex, read: ReadOperand) -> Sequence[Any]:
-        """Runs an operation on blocks and finishes its reduction, or runs it whole and slices its results."""
+        """Runs an operation on blocks, or runs it whole and slices its results."""
         strategy = self.layout.strategies[vertex.index]
-        if runs_whole(vertex, strategy, self.blocks.axis_sizes):
-            assert vertex.equation is not None
-            results = bind(
-                vertex.equation, [read(operand, replicated_spec(rank_of(operand))) for operand in vertex.operands]
-            )
-            return [
-                self._slice(array, value, spec)
-                for array, value, spec in zip(results, vertex.results, strategy.results, strict=True)
-            ]
-        operands = [read(operand, spec) for operand, spec in zip(vertex.operands, strategy.operands, strict=True)]
-        partial = run_local(LocalCall(vertex, strategy, self.blocks), operands)
+        if not self._runs_whole(vertex):
+            operands = [read(operand, spec) for operand, spec in zip(vertex.operands, strategy.operands, strict=True)]
+            return run_local(LocalCall(vertex, strategy, self.blocks), operands)
+        assert vertex.equation is not None
+        results = bind(
+            vertex.equation, [read(operand, replicated_spec(rank_of(operand))) for operand in vertex.operands]
+        )
         return [
-            self.blocks.reduce(block, unreduced, steps, combiner(vertex))
-            for block, unreduced, steps in zip(partial, strategy.unreduced, strategy.reductions, strict=True)
+            self._slice(array, value, spec)
+            for array, value, spec in zip(results, vertex.results, strategy.results, strict=True)
         ]
 
+    def reduce(self, vertex: Vertex, results: Sequence[Any]) -> Sequence[Any]:
+        """Finishes the reduction of an operation on blocks."""
+        strategy = self.layout.strategies[vertex.index]
+        if self._runs_whole(vertex):
+            return results
+        return [
+            self.blocks.reduce(block, unreduced, steps, combiner(vertex))
+            for block, unreduced, steps in zip(results, strategy.unreduced, strategy.reductions, strict=True)
+        ]
+
+    def _runs_whole(self, vertex: Vertex) -> bool:
+        return runs_whole(vertex, self.layout.strategies[vertex.index], self.blocks.axis_sizes)
+
     def _slice(self, array: Any, value: Value, spec: IndexedSpec) -> Any:
-        whole_spec = replicated_spec(len(value.shape))
-        return (
-            self.blocks.reshard(array, value.shape, whole_spec, self.path(whole_spec, spec)) if value.shape else array
-        )
+        whole = replicated_spec(len(value.shape))
+        return self.blocks.reshard(array, value.shape, whole, self.path(whole, spec)) if value.shape else array
 
     @contextlib.contextmanager
     def context_of(self, equation: core.JaxprEqn) -> Iterator[None]:

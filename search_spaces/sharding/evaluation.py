@@ -6,6 +6,7 @@ regions run as they were traced. What an array is (a whole array with sharding c
 how it is resharded and computed with is left to `Arrays`.
 """
 
+from collections import ChainMap
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
@@ -19,9 +20,14 @@ from search_spaces.replay import REMAT, scan_again
 from search_spaces.sharding.base import Layout, ReshardStep
 from search_spaces.sharding.graph import Block, Graph, Operand, Region, Value, Vertex
 from search_spaces.sharding.resharding import Paths
+from search_spaces.sharding.schedule import Pause, Schedule, Stage
 
-Environment = dict[int, Any]
-"""The array of each value, by id, with the spec in which its readers receive it."""
+Environment = ChainMap[Any, Any]
+"""The array of each value, by id, with the spec in which its readers receive it; a region's arrays come first.
+
+The last map is that of the straight line. There a fetch's array stands under its `Fetch`, and partial results that wait
+for their reduction under their vertex.
+"""
 ReadOperand = Callable[[Operand, IndexedSpec], Any]
 """`read(operand, spec)`: the array of an operand, brought to a spec."""
 
@@ -38,7 +44,11 @@ class Arrays(Protocol):
         ...
 
     def operate(self, vertex: Vertex, read: ReadOperand) -> Sequence[Any]:
-        """Runs an operation; its results have the specs of the strategy's `results`."""
+        """Runs an operation; its results have the specs of the strategy's `unreduced`."""
+        ...
+
+    def reduce(self, vertex: Vertex, results: Sequence[Any]) -> Sequence[Any]:
+        """Finishes what an operation left: the results have the specs of the strategy's `results`."""
         ...
 
     def context_of(self, equation: core.JaxprEqn) -> AbstractContextManager[None]:
@@ -54,14 +64,15 @@ class Evaluation:
       layout: for every vertex its strategy, for every value the spec in which its readers receive it.
       path: the steps between two specs: those that were priced.
       arrays: what the executor does with arrays.
+      schedule: where the program pauses; without pauses the compiler orders it.
     """
 
-    def __init__(self, graph: Graph, layout: Layout, path: Paths, arrays: Arrays):
-        self.graph, self.layout, self.path, self.arrays = graph, layout, path, arrays
+    def __init__(self, graph: Graph, layout: Layout, path: Paths, arrays: Arrays, schedule: Schedule):
+        self.graph, self.layout, self.path, self.arrays, self.schedule = graph, layout, path, arrays, schedule
 
     def __call__(self, arguments: Sequence[Any], constants: Sequence[Any]) -> list[Any]:
         """Returns the function's flat results, with the layout's output specs."""
-        env: Environment = {}
+        env: Environment = ChainMap()
         for vertex, array in zip((*self.graph.inputs, *self.graph.constants), (*arguments, *constants), strict=True):
             self._enter(env, vertex, array)
         self._steps(env, self.graph.block.steps)
@@ -94,6 +105,9 @@ class Evaluation:
         strategy, value = self.layout.strategies[vertex.index], vertex.results[0]
         if value.shape:
             array = self.arrays.fix(array, value, strategy.unreduced[0])
+            if vertex.index in self.schedule.bare_inputs:
+                env[value.id] = array
+                return
             array = self.arrays.reshard(array, value, strategy.unreduced[0], strategy.reductions[0])
         self._store(env, value, array, strategy.results[0])
 
@@ -112,10 +126,72 @@ class Evaluation:
                     self._operation(env, step)
 
     def _operation(self, env: Environment, vertex: Vertex) -> None:
-        results = self.arrays.operate(vertex, lambda operand, spec: self._read_operand(env, operand, spec))
+        if vertex.index in self.schedule.pauses:
+            self._pause(env, self.schedule.pauses[vertex.index])
+        if vertex.index not in self.schedule.late_operations:
+            self._run(env, vertex)
+
+    def _run(self, env: Environment, vertex: Vertex) -> None:
+        def read(operand: Operand, spec: IndexedSpec) -> Any:
+            fetch = self.schedule.fetches.get((vertex.index, operand.id)) if isinstance(operand, Value) else None
+            if fetch is None or fetch not in env:
+                return self._read_operand(env, operand, spec)
+            return self._reshard(env[fetch], fetch.value, fetch.spec, spec)
+
+        results = self.arrays.operate(vertex, read)
+        if vertex.index in self.schedule.late_reductions:
+            env.maps[-1][vertex] = results
+        else:
+            self._finish(env, vertex, results)
+
+    def _finish(self, env: Environment, vertex: Vertex, partial: Sequence[Any]) -> None:
+        results = self.arrays.reduce(vertex, partial)
         specs = self.layout.strategies[vertex.index].results
         for value, array, spec in zip(vertex.results, results, specs, strict=True):
             self._store(env, value, array, spec)
+
+    def _pause(self, env: Environment, pause: Pause) -> None:
+        """Joins what must have ended behind one barrier, and starts what may start now."""
+        keys: dict[Any, None] = dict.fromkeys(v.id for v in pause.values if v.id in env)
+        keys.update(dict.fromkeys((*pause.arrivals, *pause.reductions)))
+        roots = dict.fromkeys(stage.fetch.root.id for stage in pause.stages if stage.is_first)
+        if not keys and not roots:
+            return
+        after = jax.lax.optimization_barrier([env[key] for key in (*keys, *roots)])
+        for key, array in zip(keys, after, strict=False):
+            next(arrays for arrays in env.maps if key in arrays)[key] = array
+        line: Environment = ChainMap(env.maps[-1])
+        for vertex in pause.reductions:
+            with self._context_of(vertex):
+                self._finish(line, vertex, line[vertex])
+        for vertex in pause.operations:
+            with self._context_of(vertex):
+                self._run(line, vertex)
+        stored = env.new_child(dict(zip(roots, after[len(keys) :], strict=True)))
+        for stage in pause.stages:
+            line[stage.fetch] = self._start_stage(stored, stage)
+
+    def _start_stage(self, env: Environment, stage: Stage) -> Any:
+        """Returns the array of a fetch after a stage; the stored arrays stand in the first map."""
+        fetch = stage.fetch
+        reader = self.graph.vertices[fetch.readers[0]]
+        if not stage.is_first:
+            with self._context_of(reader):
+                return self.arrays.reshard(env[fetch], fetch.value, stage.before, stage.steps)
+        env = env.new_child()
+        array = env[fetch.root.id]
+        for vertex in fetch.chain:
+            with self._context_of(vertex):
+                results = self.arrays.operate(vertex, lambda operand, spec: self._read_operand(env, operand, spec))
+                (array,) = self.arrays.reduce(vertex, results)
+            if vertex is not fetch.chain[-1]:
+                self._store(env, vertex.results[0], array, self.layout.strategies[vertex.index].results[0])
+        with self._context_of(reader):
+            return self.arrays.reshard(array, fetch.value, stage.before, stage.steps)
+
+    def _context_of(self, vertex: Vertex) -> AbstractContextManager[None]:
+        assert vertex.equation is not None
+        return self.arrays.context_of(vertex.equation)
 
     def _region(self, env: Environment, region: Region) -> None:
         run: dict[str, Callable[[Environment, Region], None]] = {
@@ -129,7 +205,7 @@ class Evaluation:
     def _remat(self, env: Environment, region: Region) -> None:
         """Runs a rematerialised region behind a barrier; without it XLA would merge the work with the forward pass."""
         params = region.equation.params
-        inner = dict(env)
+        inner = env.new_child()
         has_barrier = params["prevent_cse"]
         has_barrier = (has_barrier,) * len(region.operands) if isinstance(has_barrier, bool) else has_barrier
         values = [o for o, bar in zip(region.operands, has_barrier, strict=True) if bar and isinstance(o, Value)]
@@ -138,7 +214,8 @@ class Evaluation:
             inner.update(zip((v.id for v in values), arrays, strict=True))
         self._steps(inner, region.blocks[0].steps)
         for value in region.results:
-            env.setdefault(value.id, inner[value.id])
+            if value.id in inner:  # others wait for a pause
+                env.setdefault(value.id, inner[value.id])
 
     def _initial(self, env: Environment, carries: Sequence[Vertex]) -> list[Any]:
         specs = [self.layout.strategies[carry.index].operands[0] for carry in carries]
@@ -149,7 +226,7 @@ class Evaluation:
 
     def _inside(self, env: Environment, carries: Sequence[Vertex], arrays: Sequence[Any]) -> Environment:
         """Returns the environment of a loop's body."""
-        inner = dict(env)
+        inner = ChainMap(dict(env))
         for vertex, array in zip(carries, arrays, strict=True):
             self._enter(inner, vertex, array)
         return inner
@@ -196,7 +273,7 @@ class Evaluation:
             specs = [self.layout.strategies[join.index].operands[number] for join in joins]
 
             def run() -> list[Any]:
-                inner = dict(env)
+                inner = ChainMap(dict(env))
                 self._steps(inner, block.steps)
                 return [
                     self._read_array(inner, output, spec, join.results[0].dtype)

@@ -19,6 +19,7 @@ from search_spaces.sharding.base import Layout, ReshardStep, ShardingStrategy
 from search_spaces.sharding.evaluation import Evaluation, ReadOperand
 from search_spaces.sharding.graph import Graph, Value, Vertex
 from search_spaces.sharding.resharding import Paths
+from search_spaces.sharding.schedule import Schedule
 from search_spaces.sharding.spec import divides_or_pads, replicated_spec
 
 
@@ -57,7 +58,7 @@ class Execution:
 
     def __call__(self, *arguments: Any) -> list[Any]:
         """Runs the function; returns its flat results."""
-        return Evaluation(self.graph, self.layout, self.path, self)(arguments, self.graph.constant_arrays)
+        return Evaluation(self.graph, self.layout, self.path, self, Schedule())(arguments, self.graph.constant_arrays)
 
     # `evaluation.Arrays`: whole arrays with constraints.
 
@@ -76,11 +77,15 @@ class Execution:
         return jax.lax.with_sharding_constraint(array, sharding)
 
     def operate(self, vertex: Vertex, read: ReadOperand) -> Sequence[Any]:
-        """Runs an operation on whole arrays, and constrains its results."""
+        """Runs an operation on whole arrays."""
         assert vertex.equation is not None
         strategy = self.layout.strategies[vertex.index]
         operands = [read(operand, spec) for operand, spec in zip(vertex.operands, strategy.operands, strict=True)]
-        results = bind(vertex.equation, operands)
+        return bind(vertex.equation, operands)
+
+    def reduce(self, vertex: Vertex, results: Sequence[Any]) -> Sequence[Any]:
+        """Constrains the results of an operation."""
+        strategy = self.layout.strategies[vertex.index]
         constraints = zip(results, vertex.results, strategy.results, strict=True)
         return [self.fix(array, value, spec) for array, value, spec in constraints]
 

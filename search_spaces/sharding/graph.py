@@ -8,7 +8,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import numpy as np
 from jax.extend import core, source_info_util
+
+from cost.compute import CONTRACTIONS
 
 Kind = Literal["input", "constant", "operation", "carry", "slice", "stack", "join"]
 
@@ -163,3 +166,29 @@ class Graph:
                 if isinstance(operand, Value):
                     readers[operand.id].append((vertex, i))
         return readers
+
+
+def is_contraction(vertex: Vertex) -> bool:
+    """Tells whether a vertex is a product of matrices or a convolution."""
+    return vertex.primitive in CONTRACTIONS
+
+
+def follows_contraction(graph: Graph) -> np.ndarray:
+    """Returns for each vertex whether it is a contraction or depends on one, `[vertices]`."""
+    follows = np.zeros(len(graph.vertices), bool)
+    for vertex in graph.vertices:
+        follows[vertex.index] = is_contraction(vertex) or any(
+            follows[o.vertex] for o in vertex.operands if isinstance(o, Value)
+        )
+    return follows
+
+
+def leads_to_contraction(graph: Graph) -> np.ndarray:
+    """Returns for each vertex whether a contraction depends on it, `[vertices]`."""
+    consumers = graph.consumers()
+    leads = np.zeros(len(graph.vertices), bool)
+    for vertex in reversed(graph.vertices):
+        for value in vertex.results:
+            for reader, _ in consumers[value.id]:
+                leads[vertex.index] |= is_contraction(reader) or leads[reader.index]
+    return leads

@@ -69,6 +69,11 @@ class NodeCosts:
         dtype = equation_dtype(vertex.equation)
         return vertex.weight * roofline_s(flops, num_bytes, dtype, self.hardware)
 
+    def execution_s(self, vertices: Sequence[Vertex], strategies: Sequence[ShardingStrategy]) -> np.ndarray:
+        """Returns the seconds of arithmetic and memory traffic of one execution of each vertex, `[vertices]`."""
+        pairs = zip(vertices, strategies, strict=True)
+        return np.array([float(self.compute_s(v, (s,))[0]) / (v.weight or 1.0) for v, s in pairs])
+
     def reduction_s(self, vertex: Vertex, strategy: ShardingStrategy) -> float:
         """Returns the seconds, in one step, of the collectives that finish a strategy's partial results or gather."""
         seconds = 0.0

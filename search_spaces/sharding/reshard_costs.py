@@ -10,10 +10,9 @@ import numpy as np
 
 from cost.base import COLLECTIVE_KINDS, Hardware, Link
 from cost.collectives import collective_latency_s, collective_transfer_s
-from cost.compute import CONTRACTIONS
 from search_spaces.partition_specs import IndexedSpec
 from search_spaces.sharding.base import Rates, ReshardStep
-from search_spaces.sharding.graph import Graph, Value, Vertex
+from search_spaces.sharding.graph import Graph, Value, follows_contraction, leads_to_contraction
 from search_spaces.sharding.resharding import Paths
 
 _FREE = Link(0.0, 0.0)
@@ -102,39 +101,14 @@ class LatencyShares:
     """
 
     def __init__(self, graph: Graph):
-        self._after = _after_contraction(graph)
-        self._before = _before_contraction(graph)
+        self._after = follows_contraction(graph)
+        self._before = leads_to_contraction(graph)
         self._stored_bytes = float(max(1, sum(v.results[0].num_bytes for v in graph.inputs)))
 
     def __call__(self, value: Value) -> float:
         """Returns a number from 0 to 1."""
         alone = self._after[value.vertex] and self._before[value.vertex]
         return 1.0 if alone else min(1.0, value.num_bytes / self._stored_bytes)
-
-
-def _after_contraction(graph: Graph) -> np.ndarray:
-    """Returns for each vertex whether it is a contraction or depends on one, `[vertices]`."""
-    after = np.zeros(len(graph.vertices), bool)
-    for vertex in graph.vertices:
-        after[vertex.index] = _is_contraction(vertex) or any(
-            after[o.vertex] for o in vertex.operands if isinstance(o, Value)
-        )
-    return after
-
-
-def _before_contraction(graph: Graph) -> np.ndarray:
-    """Returns for each vertex whether a contraction depends on it, `[vertices]`."""
-    consumers = graph.consumers()
-    before = np.zeros(len(graph.vertices), bool)
-    for vertex in reversed(graph.vertices):
-        for value in vertex.results:
-            for reader, _ in consumers[value.id]:
-                before[vertex.index] |= _is_contraction(reader) or before[reader.index]
-    return before
-
-
-def _is_contraction(vertex: Vertex) -> bool:
-    return vertex.primitive in CONTRACTIONS
 
 
 def _rates(link: Link, num_devices: int) -> Rates:

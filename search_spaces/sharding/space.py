@@ -56,6 +56,7 @@ from search_spaces.sharding.memory import Lifetimes, lifetimes_of, usages_of
 from search_spaces.sharding.node_costs import NodeCosts
 from search_spaces.sharding.repetition import alike_nodes
 from search_spaces.sharding.reshard_costs import LatencyShares, ReshardCosts
+from search_spaces.sharding.scheduling import make_schedule
 from search_spaces.sharding.shardy import operation_rules
 from search_spaces.sharding.tracing import build_graph, feedback_of
 
@@ -152,7 +153,9 @@ class ShardingSpace:
 
     def device_program(self, layout: Layout, mesh: Mesh | AbstractMesh) -> DeviceProgram:
         """Returns the function with a layout on a mesh as an explicit program for each device."""
-        return DeviceProgram(self.graph, layout, mesh, self.reshard_costs.path)
+        compute_s = self.node_costs.execution_s(self.graph.vertices, layout.strategies)
+        schedule = make_schedule(self.graph, layout, self.reshard_costs.path, compute_s)
+        return DeviceProgram(self.graph, layout, mesh, self.reshard_costs.path, schedule)
 
     @cached_property
     def rules(self) -> list[Rule | None]:

@@ -1,0 +1,70 @@
+"""Straight runs of equations, cut into windows of about equal arithmetic.
+
+A window ends after a contraction on which others depend: a product whose result the next window goes on from. There a
+barrier costs nothing, because the result is written to memory in any case; before a contraction it would keep the
+compiler from laying the operands out as the contraction wants them.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from search_spaces.replay import REMAT
+from search_spaces.sharding.graph import Block, Region, Vertex, is_contraction
+
+Line = Sequence[tuple[Vertex | Region, int]]
+"""Steps in order, each with a number that tells the rematerialised regions apart; those are part of the line."""
+
+
+def straight_lines(block: Block) -> Iterator[Line]:
+    """Yields the steps of a block, in which rematerialised regions lie flat, then those of its loops and branches."""
+    line: list[tuple[Vertex | Region, int]] = []
+    inner: list[Block] = []
+
+    def add(steps: Sequence[Vertex | Region], region: int) -> None:
+        for step in steps:
+            if isinstance(step, Region) and step.equation.primitive.name in REMAT:
+                add(step.blocks[0].steps, len(line) + 1)
+                continue
+            line.append((step, region))
+            if isinstance(step, Region):
+                inner.extend(step.blocks)
+
+    add(block.steps, 0)
+    yield line
+    for other in inner:
+        yield from straight_lines(other)
+
+
+class Windows:
+    """A line cut after contractions that others depend on.
+
+    Args:
+      line: the steps.
+      compute_s: `[vertices]` seconds of each vertex.
+      is_needed: `[vertices]` whether a contraction depends on a vertex.
+      least_s: seconds of contractions in a window, at least.
+
+    Attributes:
+      line: the steps.
+      start: `[windows]` the place in the line at which each window starts.
+      seconds: `[windows]` of each one's contractions.
+      of_place: `[len(line)]` the window of each place.
+    """
+
+    def __init__(self, line: Line, compute_s: np.ndarray, is_needed: np.ndarray, least_s: float):
+        self.line = line
+        self.start, self.seconds, self.of_place = [0], [0.0], []
+        for place, (step, _) in enumerate(line):
+            self.of_place.append(len(self.start) - 1)
+            if isinstance(step, Region) or not is_contraction(step):
+                continue
+            self.seconds[-1] += float(compute_s[step.index])
+            can_end = is_needed[step.index] and place + 1 < len(line) and isinstance(line[place + 1][0], Vertex)
+            if can_end and self.seconds[-1] >= least_s:
+                self.start.append(place + 1)
+                self.seconds.append(0.0)
+
+    def __len__(self) -> int:
+        """Returns how many windows there are."""
+        return len(self.start)
