@@ -209,12 +209,13 @@ class Evaluation:
         has_barrier = params["prevent_cse"]
         has_barrier = (has_barrier,) * len(region.operands) if isinstance(has_barrier, bool) else has_barrier
         values = [o for o, bar in zip(region.operands, has_barrier, strict=True) if bar and isinstance(o, Value)]
+        values = [v for v in values if v.id in env]  # others wait for a pause, or are fetched
         if params["differentiated"] and values:
             arrays = jax.lax.optimization_barrier([env[v.id] for v in values])
             inner.update(zip((v.id for v in values), arrays, strict=True))
         self._steps(inner, region.blocks[0].steps)
         for value in region.results:
-            if value.id in inner:  # others wait for a pause
+            if value.id in inner:
                 env.setdefault(value.id, inner[value.id])
 
     def _initial(self, env: Environment, carries: Sequence[Vertex]) -> list[Any]:

@@ -8,7 +8,7 @@ from jax import lax
 from jax.sharding import AxisType
 
 from cost.base import num_strategies
-from search_spaces.sharding.device_program import DeviceProgram
+from search_spaces.sharding import scheduling
 from tests.search_spaces.sharding.small_spaces import EXAMPLES, array, space_of
 
 AXES = ("x", "y", "z")
@@ -18,7 +18,7 @@ def run(fn, arrays, choose, sizes):
     """Results of a function by a layout, and by one device."""
     space = space_of(fn, *jax.tree.map(lambda a: array(*a.shape, dtype=a.dtype), arrays), sizes=sizes)
     mesh = jax.make_mesh(sizes, AXES[: len(sizes)], axis_types=(AxisType.Auto,) * len(sizes))
-    program = DeviceProgram(space.graph, space.layout(choose(space)), mesh, space.reshard_costs.path)
+    program = space.device_program(space.layout(choose(space)), mesh)
     results = jax.jit(program)(*jax.tree.leaves(arrays))
     return results, jax.tree.leaves(jax.jit(fn)(*arrays)), program
 
@@ -53,6 +53,14 @@ def check(fn, avals, seed, sizes):
 def test_random_layouts_of_programs(name, seed, sizes):
     fn, avals = EXAMPLES[name]
     check(fn, avals, seed, sizes)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_random_layouts_with_a_pause_after_every_contraction(name, seed, monkeypatch):
+    monkeypatch.setattr(scheduling, "_LATENCIES_IN_WINDOW", 0)
+    fn, avals = EXAMPLES[name]
+    check(fn, avals, 10 + seed, (2, 4))
 
 
 def lookup(mode):

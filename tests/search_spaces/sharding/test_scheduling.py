@@ -1,0 +1,124 @@
+"""Schedules: which collectives of a device program wait for which windows."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractMesh, AxisType
+
+import diffshard
+from search_spaces.sharding import scheduling
+from search_spaces.sharding.graph import is_contraction, leads_to_contraction
+from search_spaces.sharding.windows import Windows, straight_lines
+from tests.search_spaces.sharding.small_spaces import array, graph_of, hardware_of, space_of
+
+LAYERS, WIDTH, ROWS = 5, 32, 4096
+
+
+def training_step(weights, x):
+    """Gradient descent on dense layers, each rematerialised, whose weights are stored in float32."""
+
+    def loss(weights):
+        y = x
+        for w in weights:
+            y = jax.checkpoint(lambda y, w: jnp.tanh(y @ w.astype(jnp.bfloat16)))(y, w)
+        return y.astype(jnp.float32).sum()
+
+    return jax.tree.map(lambda w, g: w - 0.1 * g, weights, jax.grad(loss)(weights))
+
+
+@pytest.fixture
+def program(monkeypatch):
+    """The step on 8 devices with weights and rows split (FSDP), and a pause after every contraction."""
+    monkeypatch.setattr(scheduling, "_LATENCIES_IN_WINDOW", 0)
+    hardware = hardware_of("x", latency_s=0.0, flops_per_s=1e9)
+    arguments = [array(WIDTH, WIDTH) for _ in range(LAYERS)], array(ROWS, WIDTH, dtype=jnp.bfloat16)
+    split = dict.fromkeys(range(LAYERS + 1), ((0,), ()))
+    space = space_of(training_step, *arguments, sizes=(8,), given=split, hardware=hardware)
+    solution = diffshard.solve(space.problem, solver="exact", time_limit_s=30)
+    mesh = AbstractMesh((8,), ("x",), axis_types=(AxisType.Auto,))
+    return space.device_program(space.layout(solution.choice), mesh)
+
+
+def body_of(program):
+    """The equations that each device runs."""
+    arguments = [jax.ShapeDtypeStruct(v.results[0].shape, v.results[0].dtype) for v in program.graph.inputs]
+    (outer,) = jax.make_jaxpr(lambda *arrays: program(*arrays))(*arguments).jaxpr.eqns
+    return getattr(outer.params["jaxpr"], "jaxpr", outer.params["jaxpr"]).eqns
+
+
+def depends_on(equations):
+    """For each equation the set of equations that it depends on."""
+    made_by, before = {}, []
+    for i, equation in enumerate(equations):
+        parents = {made_by[v] for v in equation.invars if not hasattr(v, "val") and v in made_by}
+        before.append(parents.union(*(before[p] for p in parents)))
+        made_by.update(dict.fromkeys(equation.outvars, i))
+    return before
+
+
+def places(equations, name):
+    return [i for i, equation in enumerate(equations) if equation.primitive.name == name]
+
+
+def test_weights_are_gathered_one_window_before_their_product(program):
+    equations = body_of(program)
+    before = depends_on(equations)
+    gathers, products = places(equations, "all_gather"), places(equations, "dot_general")
+    assert len(gathers) == 2 * LAYERS  # in the forward and in the backward pass
+    num_earlier, num_beside = [], []
+    for gather in gathers:
+        reader = next(p for p in products if gather in before[p])
+        earlier = {p for p in products if p in before[gather]}
+        num_earlier.append(len(earlier))
+        num_beside.append(sum(p in before[reader] and p not in earlier for p in products))
+    assert num_beside.count(0) == 1, "only the first product's weight has nothing to run beside"
+    assert max(num_beside) <= 3, "a gather starts earlier than it needs to"
+    assert num_earlier.count(0) == 2, "only the weights of the first two products are gathered at once"
+
+
+def test_gradients_are_reduced_beside_the_next_product(program):
+    equations = body_of(program)
+    before = depends_on(equations)
+    products = places(equations, "dot_general")
+    scatters = places(equations, "reduce_scatter")
+    assert len(scatters) == LAYERS
+    barriers = places(equations, "optimization_barrier")
+    for scatter in scatters[:-1]:
+        after = [b for b in barriers if scatter in before[b]]
+        assert after, "nothing forces the reduction to end"
+        # A later product waits for that barrier, so the reduction ends while the backward pass still runs.
+        assert any(after[0] in before[p] for p in products)
+
+
+def test_no_collective_is_added_or_lost(program, monkeypatch):
+    paused = [equation.primitive.name for equation in body_of(program)]
+    monkeypatch.setattr(program, "schedule", type(program.schedule)())
+    free = [equation.primitive.name for equation in body_of(program)]
+    for kind in ("all_gather", "reduce_scatter", "psum", "all_to_all", "dot_general"):
+        assert paused.count(kind) == free.count(kind)
+    assert paused.count("optimization_barrier") > free.count("optimization_barrier")
+
+
+def test_windows_end_after_products_on_which_others_depend():
+    def fn(a, b, c):
+        hidden = a @ b
+        aside = a.T @ hidden
+        return (hidden @ c).sum(), aside
+
+    graph = graph_of(fn, *[array(8, 8)] * 3)
+    (line,) = straight_lines(graph.block)
+    windows = Windows(line, np.ones(len(graph.vertices)), leads_to_contraction(graph), 1.0)
+    products = [i for i, (step, _) in enumerate(line) if is_contraction(step)]
+    assert windows.start == [0, products[0] + 1]
+    assert windows.seconds == [1.0, 2.0]
+    assert windows.of_place[products[0]] == 0 and windows.of_place[products[1]] == 1
+
+
+def test_loops_have_lines_of_their_own():
+    def fn(x):
+        return jax.lax.scan(lambda y, _: (jnp.tanh(y @ y), None), x, length=3)[0] @ x
+
+    lines = list(straight_lines(graph_of(fn, array(8, 8)).block))
+    assert len(lines) == 2
+    assert [sum(getattr(step, "primitive", "") == "dot_general" for step, _ in line) for line in lines] == [1, 1]
