@@ -8,8 +8,9 @@ import json
 import pickle
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import jax
 from jax import export
@@ -28,12 +29,14 @@ class Job:
       donate_argnums: positions of arguments whose memory may be used for results.
       mesh_axes: devices along each axis of the mesh.
       target: what to compile for.
+      compiler_options: as for `jax.jit`.
     """
 
     step: bytes
     donate_argnums: tuple[int, ...]
     mesh_axes: dict[str, int]
     target: Target
+    compiler_options: dict[str, Any] = field(default_factory=dict)
 
 
 def compile_job(job: Job, folder: Path) -> None:
@@ -45,6 +48,7 @@ def compile_job(job: Job, folder: Path) -> None:
         in_shardings=tuple(step.in_shardings_jax(mesh)),
         out_shardings=list(step.out_shardings_jax(mesh)),
         donate_argnums=job.donate_argnums or None,
+        compiler_options=job.compiler_options,
     )
     compiled = jitted.lower(*(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in step.in_avals)).compile()
     (folder / HLO).write_text(compiled.as_text() or "", encoding="utf-8")

@@ -66,7 +66,7 @@ def _job(candidate: Candidate, target: Target) -> Job:
     # Without devices, so that one that is here does not stand in the way of lowering for another platform.
     flat = flat_function(plan, traced_function, space, plan.mesh.abstract_mesh)
     step = flat.exported(target.platform, jax.tree.leaves(traced_function.args))
-    return Job(step, flat.donate_argnums, dict(plan.mesh_axes), target)
+    return Job(step, flat.donate_argnums, dict(plan.mesh_axes), target, flat.compiler_options)
 
 
 def _row(candidate: Candidate, result: CompiledStep | str, target: Target) -> ComparedPlan:

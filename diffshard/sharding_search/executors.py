@@ -19,6 +19,10 @@ from diffshard.sharding_search.options import with_automatic_axes
 from diffshard.sharding_search.tracing import TracedFunction
 from search_spaces.sharding.space import ShardingSpace
 
+# A program for each device says itself what runs beside what: the gathers for the next window, the reductions of the
+# last one, and a window's own collectives are under way together. By default XLA for GPU has one under way at a time.
+_PROGRAM_OPTIONS = {"xla_gpu_experimental_parallel_collective_overlap_limit": 4}
+
 
 class FlatFunction(NamedTuple):
     """A planned function of flat arguments, ready for `jax.jit`.
@@ -27,12 +31,14 @@ class FlatFunction(NamedTuple):
       run: takes the flat arguments without the static ones and returns the flat results.
       in_shardings, out_shardings: of each flat argument and result.
       donate_argnums: positions of flat arguments whose memory may be used for results.
+      compiler_options: for `jax.jit`; XLA ignores those for other backends.
     """
 
     run: Callable[..., list[Any]]
     in_shardings: tuple[NamedSharding, ...]
     out_shardings: tuple[NamedSharding, ...]
     donate_argnums: tuple[int, ...]
+    compiler_options: dict[str, Any]
 
     def jitted(self) -> Any:
         """The function under `jax.jit`."""
@@ -41,6 +47,7 @@ class FlatFunction(NamedTuple):
             in_shardings=self.in_shardings,
             out_shardings=list(self.out_shardings),
             donate_argnums=self.donate_argnums or None,
+            compiler_options=self.compiler_options,
         )
 
     def exported(self, platform: str, args: Sequence[jax.ShapeDtypeStruct]) -> bytes:
@@ -66,7 +73,8 @@ def flat_function(
         return tuple(NamedSharding(mesh, tensor.partition_spec) for tensor in tensors)
 
     donated = tuple(i for i, is_donated in enumerate(traced_function.donated) if is_donated)
-    return FlatFunction(run, shardings(plan.arguments), shardings(plan.outputs), donated)
+    options = _PROGRAM_OPTIONS if plan.executor == "program" else {}
+    return FlatFunction(run, shardings(plan.arguments), shardings(plan.outputs), donated, dict(options))
 
 
 def _evaluator(

@@ -113,6 +113,7 @@ class PlannedFunction(Generic[PlanT]):
             out_shardings=jax.tree.unflatten(traced_function.out_tree, flat.out_shardings),
             static_argnums=options.static_argnums or None,
             donate_argnums=options.donate_argnums or None,
+            compiler_options=flat.compiler_options,
         )
 
     def _check_placed(self, plan: PlanT, args: Sequence[Any]) -> None:

@@ -12,5 +12,6 @@ terms. Their parts, from the function to a plan that runs:
 - what a choice means: `explaining.py` in seconds and names; as something that runs, `evaluation.py` with one of two
   executors: `execution.py` constrains whole arrays, and `device_program.py` runs on the blocks of each device
   (`local_blocks.py` has the collectives, `local_operations.py` the operations, `whole_operations.py` those that have no
-  form on blocks).
+  form on blocks); `schedule.py` says when a device's collectives run, `scheduling.py` decides it, window by window of
+  `windows.py`.
 """

@@ -118,7 +118,9 @@ class _Scheduling:
                     fetch = requests[key].fetch
                     requests[key] = requests[key]._replace(fetch=fetch._replace(readers=(*fetch.readers, step.index)))
                 elif _gathers(steps) and (chain := self._chain(operand)) is not None:
-                    requests[key] = _Request(place, before, steps, Fetch(operand, chain[1], chain[0], spec, (step.index,)))
+                    requests[key] = _Request(
+                        place, before, steps, Fetch(operand, chain[1], chain[0], spec, (step.index,))
+                    )
         yield from requests.values()
 
     def _leave_out(self, fetch: Fetch) -> None:
