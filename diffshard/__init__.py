@@ -15,8 +15,8 @@ if TYPE_CHECKING:  # for type checkers and editors; when the program runs, `__ge
     from diffshard.bilevel_search.estimators.curvature import curvature
     from diffshard.bilevel_search.estimators.mixture import mixture
     from diffshard.bilevel_search.estimators.sampled import sampled
-    from diffshard.bilevel_search.pareto import Pareto, pareto
-    from diffshard.bilevel_search.plan import BilevelPlan
+    from diffshard.bilevel_search.plans.pareto import Pareto, pareto
+    from diffshard.bilevel_search.plans.plan import BilevelPlan
     from diffshard.bilevel_search.proving import CandidatesData
     from diffshard.bilevel_search.search import BilevelSearch, bilevel
     from diffshard.comparison.compare import compare
@@ -44,8 +44,8 @@ _NAMES_OF = {
     "diffshard.bilevel_search.estimators.curvature": ("curvature",),
     "diffshard.bilevel_search.estimators.mixture": ("mixture",),
     "diffshard.bilevel_search.estimators.sampled": ("sampled",),
-    "diffshard.bilevel_search.pareto": ("Pareto", "pareto"),
-    "diffshard.bilevel_search.plan": ("BilevelPlan",),
+    "diffshard.bilevel_search.plans.pareto": ("Pareto", "pareto"),
+    "diffshard.bilevel_search.plans.plan": ("BilevelPlan",),
     "diffshard.bilevel_search.proving": ("CandidatesData",),
     "diffshard.bilevel_search.search": ("BilevelSearch", "bilevel"),
     "diffshard.comparison.compare": ("compare",),

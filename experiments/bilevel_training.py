@@ -13,7 +13,7 @@ import numpy as np
 import optax
 
 from cost.base import Hardware, Link
-from diffshard.bilevel_search.training import TrainingState, gradients_of, next_state
+from diffshard.bilevel_search.plans.training import TrainingState, gradients_of, next_state
 from diffshard.files import write_whole
 from experiments.bilevel_tasks import PARTS, Task, experts, gpt, images
 from search_spaces.base import Choice

@@ -12,10 +12,10 @@ the cost is the objective:
 
 The choice that comes out is a proposal: `BilevelSearch.prove` trains it from the start beside simpler ones.
 
-Where to find what: `base` has the vocabulary and `plan_data` the data of plans; `inputs` and `spaces` check arguments,
+Where to find what: `base` has the vocabulary; `inputs` and `spaces` check arguments,
 `search` is the entry. A step (`step`) trains the model and asks for the increase of its loss (`model`, with derivatives
 through the optimiser in `optimizer_derivatives`), and weighs it (`objective`); `relaxation` has the relaxed choice and
 its cost. At the end `proposal` makes the plan: `rounding` finds a discrete choice; `candidates`, `proving` and
-`refinement` train and improve it. `plan`, with `plan_text`, `plan_page` and `plan_file`, is what users keep, and
-`training` runs it. `estimator_names` finds an estimator by its name, and `pareto` draws loss against step time.
+`refinement` train and improve it. The folder `plans` has what users keep, and how a model trains with it.
+`estimator_names` finds an estimator by its name.
 """

@@ -14,7 +14,7 @@ import numpy as np
 from cost.base import is_forbidden, num_strategies
 from cost.evaluation import Evaluator
 from diffshard.bilevel_search.base import LossPrediction
-from diffshard.bilevel_search.plan_data import Candidate
+from diffshard.bilevel_search.plans.base import Candidate
 from diffshard.bilevel_search.rounding import cheapest
 from search_spaces.base import Choice, LossySpace
 

@@ -15,8 +15,8 @@ from cost.base import num_strategies
 from diffshard.bilevel_search.base import BilevelState, Estimator, LossFn, TrainingProgress
 from diffshard.bilevel_search.candidates import propose
 from diffshard.bilevel_search.optimizer_derivatives import step_sizes, unrolled, updated
-from diffshard.bilevel_search.plan import BilevelPlan, exact_plan
-from diffshard.bilevel_search.plan_data import Proof
+from diffshard.bilevel_search.plans.base import Proof
+from diffshard.bilevel_search.plans.plan import BilevelPlan, exact_plan
 from diffshard.bilevel_search.proposal import Outcome, predicted, proposed_plan, proved_plan
 from diffshard.bilevel_search.proving import CandidatesData, check_data, prove
 from diffshard.bilevel_search.relaxation import marginal_logits

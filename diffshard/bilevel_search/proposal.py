@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from diffshard.bilevel_search.base import BilevelState, LossPrediction, Objective
-from diffshard.bilevel_search.plan import BilevelPlan, lossy_plan
-from diffshard.bilevel_search.plan_data import Proof
+from diffshard.bilevel_search.plans.base import Proof
+from diffshard.bilevel_search.plans.plan import BilevelPlan, lossy_plan
 from diffshard.bilevel_search.rounding import best_of, dominates, proposals
 from search_spaces.base import Choice, LossySpace
 

@@ -12,7 +12,7 @@ from scipy.optimize import nnls
 from cost.evaluation import evaluate
 from diffshard.bilevel_search.base import LossPrediction, Objective
 from diffshard.bilevel_search.candidates import described
-from diffshard.bilevel_search.plan_data import Candidate, Measurement
+from diffshard.bilevel_search.plans.base import Candidate, Measurement
 from search_spaces.base import LossySpace
 
 _RELATIVE_NOISE = 0.25

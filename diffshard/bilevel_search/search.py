@@ -14,8 +14,8 @@ from diffshard.bilevel_search.base import BilevelMetrics, BilevelState, Estimato
 from diffshard.bilevel_search.estimator_names import resolve
 from diffshard.bilevel_search.inputs import Mesh
 from diffshard.bilevel_search.objective import objective_of
-from diffshard.bilevel_search.plan import BilevelPlan
-from diffshard.bilevel_search.plan_data import Proof
+from diffshard.bilevel_search.plans.base import Proof
+from diffshard.bilevel_search.plans.plan import BilevelPlan
 from diffshard.bilevel_search.proposal import Outcome
 from diffshard.bilevel_search.proving import CandidatesData
 from diffshard.bilevel_search.relaxation import relaxed_choice

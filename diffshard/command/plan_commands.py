@@ -11,9 +11,9 @@ from jax.sharding import AbstractMesh, AxisType
 
 from cost.presets import preset
 from diffshard.base import InfeasibleError, PlanError
-from diffshard.bilevel_search import plan_file as bilevel_file
-from diffshard.bilevel_search import plan_page as bilevel_page
-from diffshard.bilevel_search.plan import BilevelPlan
+from diffshard.bilevel_search.plans import file as bilevel_file
+from diffshard.bilevel_search.plans import page as bilevel_page
+from diffshard.bilevel_search.plans.plan import BilevelPlan
 from diffshard.command.arguments import UsageError, check_solver, check_writable, named_function
 from diffshard.command.terminal import FailedError, say_written, show_progress
 from diffshard.plans import file

@@ -5,7 +5,7 @@ import pytest
 
 from diffshard.bilevel_search.base import LossPrediction
 from diffshard.bilevel_search.candidates import _layers, propose
-from diffshard.bilevel_search.plan_data import Candidate
+from diffshard.bilevel_search.plans.base import Candidate
 from tests.diffshard.bilevel_search.perturbed import Perturbed
 
 ERRORS, SECONDS = [[0.0, 0.3, 0.7], [0.0, 0.5]], [[2.0, 1.5, 1.0], [3.0, 1.0]]

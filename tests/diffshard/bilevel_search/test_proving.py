@@ -9,7 +9,7 @@ import pytest
 import diffshard
 from diffshard.bilevel_search.base import LossPrediction
 from diffshard.bilevel_search.objective import CostWeight, MaxLossIncrease
-from diffshard.bilevel_search.plan_data import Candidate
+from diffshard.bilevel_search.plans.base import Candidate
 from diffshard.bilevel_search.proving import prove
 from tests.diffshard.bilevel_search.perturbed import Perturbed, batch_of, start
 

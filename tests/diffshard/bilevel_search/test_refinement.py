@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from diffshard.bilevel_search.base import LossPrediction
-from diffshard.bilevel_search.plan_data import Measurement
+from diffshard.bilevel_search.plans.base import Measurement
 from diffshard.bilevel_search.refinement import calibrated
 
 SLOPES = [np.array([0.0, 1e-3, 4e-3]), np.array([0.0, 2e-3]), np.array([0.0, 1e-3])]

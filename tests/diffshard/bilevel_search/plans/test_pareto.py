@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 import diffshard
-from diffshard.bilevel_search.plan_data import Point
-from tests.diffshard.bilevel_search.small_bilevel_plan import proved_plan
+from diffshard.bilevel_search.plans.base import Point
+from tests.diffshard.bilevel_search.plans.small_bilevel_plan import proved_plan
 
 
 def test_worked_by_hand():

@@ -6,19 +6,19 @@ from typing import Any
 
 import optax
 
-from diffshard.bilevel_search.plan_data import BilevelPlanData, NodePlan
-from diffshard.bilevel_search.plan_file import load, save
-from diffshard.bilevel_search.plan_text import format_plan
+from diffshard.bilevel_search.plans.base import BilevelPlanData, NodePlan
+from diffshard.bilevel_search.plans.file import load, save
+from diffshard.bilevel_search.plans.text import format_plan
+from diffshard.bilevel_search.plans.training import Training, training
 from diffshard.bilevel_search.relaxation import exact_cost, first_allowed, mean_cost
 from diffshard.bilevel_search.rounding import RoundedChoice
-from diffshard.bilevel_search.training import Training, training
 from search_spaces.base import Choice, LossySpace, Part, SearchSpace, Traffic
 
 
 class BilevelPlan(BilevelPlanData):
     """A discrete choice, priced exactly: `print` shows it, `training` runs it.
 
-    Its fields are those of `diffshard.bilevel_search.base.BilevelPlanData`.
+    Its fields are those of `diffshard.bilevel_search.plans.base.BilevelPlanData`.
     """
 
     __slots__ = ()

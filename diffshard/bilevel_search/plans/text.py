@@ -1,6 +1,6 @@
 """A plan of the bilevel search as text: what each node takes, and what that saves and costs."""
 
-from diffshard.bilevel_search.plan_data import BilevelPlanData, NodePlan
+from diffshard.bilevel_search.plans.base import BilevelPlanData, NodePlan
 from diffshard.plans.formats import format_bytes, format_count, format_devices, format_s, format_table
 
 _MAX_CANDIDATES = 12

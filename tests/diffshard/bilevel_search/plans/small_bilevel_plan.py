@@ -1,8 +1,8 @@
 """A plan of the small communication space as training would leave it: two groups changed, a table of candidates."""
 
 from cost.base import Hardware, Link
-from diffshard.bilevel_search.plan import BilevelPlan, lossy_plan
-from diffshard.bilevel_search.plan_data import Proof, TrainedCandidate
+from diffshard.bilevel_search.plans.base import Proof, TrainedCandidate
+from diffshard.bilevel_search.plans.plan import BilevelPlan, lossy_plan
 from diffshard.bilevel_search.rounding import best_of
 from diffshard.successive_halving import HalvingRecord
 from search_spaces.communication.space import CommunicationSpace

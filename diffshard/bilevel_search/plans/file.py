@@ -7,7 +7,7 @@ from os import PathLike
 from typing import Any, TypeVar
 
 from diffshard.base import PlanError
-from diffshard.bilevel_search.plan_data import BilevelPlanData, NodePlan, Proof
+from diffshard.bilevel_search.plans.base import BilevelPlanData, NodePlan, Proof
 from diffshard.plans.documents import BILEVEL, content, from_json_values, read, to_json_values, write
 from search_spaces.base import Choice
 

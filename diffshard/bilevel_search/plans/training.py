@@ -10,7 +10,7 @@ import optax
 
 from diffshard.base import PlanError
 from diffshard.bilevel_search.inputs import as_whole, check_key
-from diffshard.bilevel_search.plan_data import BilevelPlanData
+from diffshard.bilevel_search.plans.base import BilevelPlanData
 from diffshard.bilevel_search.spaces import as_lossy, check_arguments, missing_for_loss
 from search_spaces.base import Batch, Choice, LossAndGradients, LossySpace, Params, Residuals, SearchSpace, Selection
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from diffshard.bilevel_search.inputs import as_real
-from diffshard.bilevel_search.plan_data import Point
+from diffshard.bilevel_search.plans.base import Point
 
 _ENDINGS = (".png", ".svg", ".pdf")
 

@@ -12,12 +12,12 @@ import diffshard
 from cost.base import Problem
 from diffshard.base import PlanError
 from diffshard.bilevel_search.objective import MaxLossIncrease
-from diffshard.bilevel_search.plan_data import Candidate
+from diffshard.bilevel_search.plans.base import Candidate
+from diffshard.bilevel_search.plans.training import Training, TrainingState
 from diffshard.bilevel_search.proving import CandidatesData, prove
-from diffshard.bilevel_search.training import Training, TrainingState
 from search_spaces.communication.space import CommunicationSpace
 from search_spaces.numbered import NumberedSpace
-from tests.diffshard.bilevel_search.small_bilevel_plan import named_choice, proposed_plan
+from tests.diffshard.bilevel_search.plans.small_bilevel_plan import named_choice, proposed_plan
 from tests.search_spaces.communication.small_communication import (
     HARDWARE,
     MESH,

@@ -11,13 +11,13 @@ from jax.sharding import PartitionSpec
 
 import diffshard
 from cost.base import Problem
-from diffshard.bilevel_search.plan import lossy_plan
-from diffshard.bilevel_search.plan_page import format_page
+from diffshard.bilevel_search.plans.page import format_page
+from diffshard.bilevel_search.plans.plan import lossy_plan
 from diffshard.bilevel_search.rounding import best_of
 from diffshard.command.line import main
 from search_spaces.communication.places import alternatives
 from tests.diffshard.bilevel_search.perturbed import Perturbed, batch_of, start
-from tests.diffshard.bilevel_search.small_bilevel_plan import (
+from tests.diffshard.bilevel_search.plans.small_bilevel_plan import (
     SLOW_LINKS,
     STRATEGIES,
     named_choice,

@@ -4,8 +4,8 @@ import math
 import os
 from collections.abc import Sequence
 
-from diffshard.bilevel_search.plan_data import BilevelPlanData, Proof, TrainedCandidate
-from diffshard.bilevel_search.plan_text import (
+from diffshard.bilevel_search.plans.base import BilevelPlanData, Proof, TrainedCandidate
+from diffshard.bilevel_search.plans.text import (
     baseline_name,
     bytes_line,
     chosen_and_exact_bytes,
