@@ -20,7 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from diffshard.bilevel_search.estimator_names import estimator_names
+from diffshard.bilevel_search.search import estimator_names
 from experiments import bilevel_estimators, bilevel_initialisation, bilevel_loss, bilevel_overhead, bilevel_relaxation
 from experiments.bilevel_training import BYTES_PER_S, QUICK, SETTINGS, Setting
 

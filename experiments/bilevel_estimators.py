@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from scipy import stats
 
-from diffshard.bilevel_search.estimator_names import estimator_names
+from diffshard.bilevel_search.search import estimator_names
 from experiments import bilevel_training as task
 from experiments.bilevel_loss import Searches
 from experiments.tables import print_table

@@ -20,7 +20,7 @@ from scipy import stats
 import diffshard
 from cost.evaluation import Evaluator, evaluate
 from diffshard.bilevel_search.base import BilevelState, Estimator, TrainingProgress
-from diffshard.bilevel_search.estimator_names import estimator_names, resolve
+from diffshard.bilevel_search.search import estimator_names, resolve
 from diffshard.solving.solve import solve
 from experiments import bilevel_training as task
 from experiments.tables import print_table

@@ -12,10 +12,10 @@ the cost is the objective:
 
 The choice that comes out is a proposal: `BilevelSearch.prove` trains it from the start beside simpler ones.
 
-Where to find what: `base` has the vocabulary; `inputs` and `spaces` check arguments,
-`search` is the entry. A step (`step`) trains the model and asks for the increase of its loss (`model`, with derivatives
-through the optimiser in `optimizer_derivatives`), and weighs it (`objective`); `relaxation` has the relaxed choice and
-its cost. At the end `proposal` makes the plan: `rounding` finds a discrete choice; `candidates`, `proving` and
-`refinement` train and improve it. The folder `plans` has what users keep, and how a model trains with it.
-`estimator_names` finds an estimator by its name.
+Where to find what: `base` has the vocabulary. `search` is the entry, which also finds estimators by their names; what
+users give it is checked by `inputs`, and their space by `spaces`. A step (`step`) trains the model and asks for the
+increase of its loss (`model`, with derivatives through the optimiser in `optimizer_derivatives`), and weighs it against
+the cost (`objective`). `relaxation` has the relaxed choice, its cost, and the way back to a discrete choice. At the end
+`candidates` lists choices that are worth a training, and `proving` trains them. The folder `plans` has the plan that
+comes out, and how a model trains with it.
 """

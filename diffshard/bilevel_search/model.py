@@ -16,11 +16,9 @@ from diffshard.bilevel_search.base import BilevelState, Estimator, LossFn, Train
 from diffshard.bilevel_search.candidates import propose
 from diffshard.bilevel_search.optimizer_derivatives import step_sizes, unrolled, updated
 from diffshard.bilevel_search.plans.base import Proof
-from diffshard.bilevel_search.plans.plan import BilevelPlan, exact_plan
-from diffshard.bilevel_search.proposal import Outcome, predicted, proposed_plan, proved_plan
+from diffshard.bilevel_search.plans.plan import BilevelPlan, Outcome, exact_plan, predicted, proposed_plan, proved_plan
 from diffshard.bilevel_search.proving import CandidatesData, check_data, prove
-from diffshard.bilevel_search.relaxation import marginal_logits
-from diffshard.bilevel_search.rounding import best_of, largest_weights
+from diffshard.bilevel_search.relaxation import best_of, largest_weights, marginal_logits
 from diffshard.bilevel_search.spaces import check_arguments
 from search_spaces.base import (
     Batch,

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from cost.base import Problem
 from diffshard.bilevel_search.base import LossPrediction, Objective, ObjectiveScales
 from diffshard.bilevel_search.inputs import as_real
-from diffshard.bilevel_search.rounding import weighed, within
+from diffshard.bilevel_search.relaxation import weighed, within
 from search_spaces.base import Choice
 
 _BOUND_SHARES = (1.0, 0.7, 0.4)

@@ -12,10 +12,10 @@ import optax
 
 from cost.evaluation import Evaluator
 from diffshard.bilevel_search.base import BilevelState, LossPrediction, Objective
+from diffshard.bilevel_search.candidates import refined
 from diffshard.bilevel_search.inputs import as_whole, batch_shapes, check_key, check_known, shapes_of
 from diffshard.bilevel_search.plans.base import Candidate, Measurement, Proof, TrainedCandidate
 from diffshard.bilevel_search.plans.training import TrainingState, gradients_of, next_state
-from diffshard.bilevel_search.refinement import refined
 from diffshard.successive_halving import HalvingRecord, check_rungs, each, halving
 from search_spaces.base import Batch, Choice, LossySpace, Params
 

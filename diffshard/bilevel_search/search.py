@@ -1,5 +1,10 @@
-"""The entry `bilevel`: one jitted step trains the parameters and updates the choice."""
+"""The entry `bilevel`: one jitted step trains the parameters and updates the choice.
 
+Estimators are found by name: each file of the folder `estimators` is one, and its name is the file's.
+"""
+
+import importlib
+import pkgutil
 from collections.abc import Callable
 from typing import Any
 
@@ -9,14 +14,12 @@ import numpy as np
 import optax
 
 from cost.base import Problem, num_strategies
-from diffshard.bilevel_search import inputs
+from diffshard.bilevel_search import estimators, inputs
 from diffshard.bilevel_search.base import BilevelMetrics, BilevelState, Estimator, Increase, LossFn
-from diffshard.bilevel_search.estimator_names import resolve
 from diffshard.bilevel_search.inputs import Mesh
 from diffshard.bilevel_search.objective import objective_of
 from diffshard.bilevel_search.plans.base import Proof
-from diffshard.bilevel_search.plans.plan import BilevelPlan
-from diffshard.bilevel_search.proposal import Outcome
+from diffshard.bilevel_search.plans.plan import BilevelPlan, Outcome
 from diffshard.bilevel_search.proving import CandidatesData
 from diffshard.bilevel_search.relaxation import relaxed_choice
 from diffshard.bilevel_search.spaces import Space, as_space_fn
@@ -99,6 +102,28 @@ def bilevel(
         choice_every=choice_every,
     )
     return BilevelSearch(settings, mesh, space)
+
+
+def estimator_names() -> tuple[str, ...]:
+    """Returns the names of all estimators, in alphabetical order."""
+    return tuple(sorted(module.name for module in pkgutil.iter_modules(estimators.__path__)))
+
+
+def resolve(estimator: str | Estimator | Increase) -> Estimator:
+    """Returns the estimator of a name or of a function; with a function, training runs the exact choice.
+
+    Raises:
+      ValueError: no estimator has this name.
+    """
+    if isinstance(estimator, Estimator):
+        return estimator
+    if callable(estimator):
+        return Estimator(estimator)
+    names = estimator_names()
+    if not isinstance(estimator, str) or estimator not in names:
+        raise ValueError(f"`estimator` must be one of {', '.join(names)}, or a function; got {estimator!r}.")
+    make: Callable[[], Estimator] = importlib.import_module(f"{estimators.__name__}.{estimator}").EXAMPLE
+    return make()
 
 
 class BilevelSearch:

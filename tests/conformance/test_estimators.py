@@ -14,8 +14,8 @@ import diffshard
 from cost.base import num_strategies
 from diffshard.bilevel_search import estimators
 from diffshard.bilevel_search.base import Estimator, TrainingProgress
-from diffshard.bilevel_search.estimator_names import estimator_names
 from diffshard.bilevel_search.relaxation import one_hot
+from diffshard.bilevel_search.search import estimator_names
 from tests.conformance.discovery import examples
 from tests.diffshard.bilevel_search.perturbed import Perturbed, batch_of, start
 

@@ -12,8 +12,7 @@ import pytest
 import diffshard
 from cost.base import Problem
 from diffshard.bilevel_search.base import BilevelState
-from diffshard.bilevel_search.relaxation import one_hot, relaxed_choice
-from diffshard.bilevel_search.rounding import best_of
+from diffshard.bilevel_search.relaxation import best_of, one_hot, relaxed_choice
 from diffshard.bilevel_search.search import BilevelSearch
 from search_spaces.numbered import NumberedSpace
 from tests.diffshard.bilevel_search.perturbed import NothingExact, Perturbed, batch_of, start

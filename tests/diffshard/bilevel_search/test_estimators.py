@@ -9,12 +9,12 @@ import optax
 import pytest
 
 from diffshard.bilevel_search.base import Estimator, TrainingProgress
-from diffshard.bilevel_search.estimator_names import resolve
 from diffshard.bilevel_search.estimators.curvature import curvature
 from diffshard.bilevel_search.estimators.mixture import mixture
 from diffshard.bilevel_search.estimators.sampled import sampled
 from diffshard.bilevel_search.optimizer_derivatives import unrolled
 from diffshard.bilevel_search.relaxation import relaxed_choice
+from diffshard.bilevel_search.search import resolve
 from tests.diffshard.bilevel_search.perturbed import Perturbed, batch_of, start
 
 SPACE = Perturbed([[0.0, 0.3, -0.7], [0.0, 0.5]], [[2.0, 1.5, 1.0], [3.0, 1.0]])

@@ -3,7 +3,7 @@
 from cost.base import Hardware, Link
 from diffshard.bilevel_search.plans.base import Proof, TrainedCandidate
 from diffshard.bilevel_search.plans.plan import BilevelPlan, lossy_plan
-from diffshard.bilevel_search.rounding import best_of
+from diffshard.bilevel_search.relaxation import best_of
 from diffshard.successive_halving import HalvingRecord
 from search_spaces.communication.space import CommunicationSpace
 from tests.search_spaces.communication.small_communication import small_space

@@ -13,7 +13,7 @@ import diffshard
 from cost.base import Problem
 from diffshard.bilevel_search.plans.page import format_page
 from diffshard.bilevel_search.plans.plan import lossy_plan
-from diffshard.bilevel_search.rounding import best_of
+from diffshard.bilevel_search.relaxation import best_of
 from diffshard.command.line import main
 from search_spaces.communication.places import alternatives
 from tests.diffshard.bilevel_search.perturbed import Perturbed, batch_of, start
