@@ -29,10 +29,10 @@ if TYPE_CHECKING:  # for type checkers and editors; when the program runs, `__ge
     from diffshard.sharding_search.search import search
     from diffshard.solving.solve import solve
     from diffshard.successive_halving import halving
+    from search_spaces.communication.base import BFLOAT16, FLOAT8, INT4, INT8
     from search_spaces.communication.layers.attention import windowed_attention
     from search_spaces.communication.layers.expert import expert_layer
     from search_spaces.communication.places import alternatives
-    from search_spaces.communication.precision import BFLOAT16, FLOAT8, INT4, INT8
     from search_spaces.communication.space import CommunicationSpace
     from search_spaces.communication.strategies import Encode, ErrorFeedback, EveryK, Exact, Schedule
 
@@ -60,7 +60,7 @@ _NAMES_OF = {
     "diffshard.successive_halving": ("halving",),
     "search_spaces.communication.layers.expert": ("expert_layer",),
     "search_spaces.communication.places": ("alternatives",),
-    "search_spaces.communication.precision": ("BFLOAT16", "FLOAT8", "INT4", "INT8"),
+    "search_spaces.communication.base": ("BFLOAT16", "FLOAT8", "INT4", "INT8"),
     "search_spaces.communication.space": ("CommunicationSpace",),
     "search_spaces.communication.strategies": ("Encode", "ErrorFeedback", "EveryK", "Exact", "Schedule"),
     "search_spaces.communication.layers.attention": ("windowed_attention",),

@@ -17,8 +17,7 @@ from diffshard.bilevel_search.plans.training import TrainingState, gradients_of,
 from diffshard.files import write_whole
 from experiments.bilevel_tasks import PARTS, Task, experts, gpt, images
 from search_spaces.base import Choice
-from search_spaces.communication.base import CollectiveStrategy, Precision
-from search_spaces.communication.precision import BFLOAT16, INT4, INT8
+from search_spaces.communication.base import BFLOAT16, INT4, INT8, CollectiveStrategy, Precision
 from search_spaces.communication.space import CommunicationSpace
 from search_spaces.communication.strategies import Encode, ErrorFeedback, Exact, Schedule
 

@@ -5,11 +5,13 @@ the results back. Whoever replays changes something on the way (shardings, colle
 as it was traced, with the user's source lines and name scopes.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+from jax import lax
 from jax.extend import core, source_info_util
 
 CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr"}
@@ -70,9 +72,7 @@ def scan_again(
 ) -> tuple[Any, Any]:
     """Runs a scan with another body: as long, in the same direction and as far unrolled as it was traced."""
     params = equation.params
-    return jax.lax.scan(
-        body, carries, slices, length=params["length"], reverse=params["reverse"], unroll=params["unroll"]
-    )
+    return lax.scan(body, carries, slices, length=params["length"], reverse=params["reverse"], unroll=params["unroll"])
 
 
 class WhileOperands(NamedTuple):
@@ -90,5 +90,48 @@ def while_operands(equation: core.JaxprEqn, operands: Sequence[Any]) -> WhileOpe
     return WhileOperands(operands[:first_of_body], operands[first_of_body:first_carry], operands[first_carry:])
 
 
+def custom_vjp_with_tangents(equation: core.JaxprEqn, operands: Sequence[Any]) -> Sequence[Any]:
+    """Runs a user's `jax.custom_vjp` under `jax.jvp`: its tangents are the transpose of its custom backward.
+
+    A custom backward that is not linear, such as one that clips, counts with its derivative at cotangents of 0.
+    """
+    differentiable = [_has_tangents(x) for x in operands]
+
+    def results(numbers: Sequence[jax.Array], others: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        return _separated(bind(equation, _interleaved(differentiable, numbers, others)))
+
+    @jax.custom_jvp
+    def op(numbers: Sequence[jax.Array], others: Sequence[Any]) -> list[jax.Array]:
+        return results(numbers, others)[0]
+
+    @op.defjvp
+    def _(primals: Any, tangents: Any) -> Any:
+        numbers, others = primals
+        y, pull, _ = jax.vjp(lambda x: results(x, others), lax.stop_gradient(numbers), has_aux=True)
+        _, push = jax.vjp(lambda cotangents: pull(cotangents)[0], jax.tree.map(jnp.zeros_like, y))
+        return results(numbers, others)[0], push(lax.stop_gradient(tangents[0]))[0]
+
+    numbers, others = _separated(operands)
+    kinds = [jnp.issubdtype(var.aval.dtype, jnp.inexact) for var in equation.outvars]  # type: ignore[attr-defined]
+    other_results = [] if all(kinds) else results(lax.stop_gradient(numbers), others)[1]
+    return _interleaved(kinds, op(numbers, others), other_results)
+
+
 def _rank(variable: Any) -> int:
     return len(variable.aval.shape)
+
+
+def _has_tangents(x: Any) -> bool:
+    return jnp.issubdtype(jnp.result_type(x), jnp.inexact)
+
+
+def _separated(values: Iterable[Any]) -> tuple[list[Any], list[Any]]:
+    """Separates the values that have tangents from the others."""
+    values = list(values)
+    return [x for x in values if _has_tangents(x)], [x for x in values if not _has_tangents(x)]
+
+
+def _interleaved(differentiable: Sequence[bool], numbers: Sequence[Any], others: Sequence[Any]) -> list[Any]:
+    """Undoes `_separated`."""
+    next_number, next_other = iter(numbers), iter(others)
+    return [next(next_number if is_one else next_other) for is_one in differentiable]

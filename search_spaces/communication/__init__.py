@@ -6,7 +6,7 @@ Devices along "model" each hold a part of the rows of `w`, devices along "data" 
 >>> import jax, jax.numpy as jnp
 >>> from jax.sharding import PartitionSpec as P
 >>> from cost.base import Hardware, Link
->>> from search_spaces.communication.precision import INT8
+>>> from search_spaces.communication.base import INT8
 >>> from search_spaces.communication.space import CommunicationSpace
 >>> from search_spaces.communication.strategies import Encode, Exact
 >>> def loss_fn(params, x):  # as each device computes it
@@ -58,8 +58,8 @@ mlp/all_reduce backward ['0e+00', '1e-07']
 matrices over data gradient ['0e+00', '8e-07']
 
 The vocabulary is in `base.py`. `places.py` finds the places of a loss and `sites.py` its sites and groups;
-`strategies.py` lists what can run there, made of `collectives.py` and `precision.py`. `device_step.py` runs a selection
-on each device and `emulation.py` all devices on one. `costs.py` prices a choice; `loss_increases.py`, with `probes.py`,
-predicts what errors do to the loss; `space.py` puts all together. The folder `layers` has ready layers, an expert layer
-and attention over a split sequence. They use `places.alternatives`, a choice between functions.
+`strategies.py` lists what can run there, with the collectives and codes of `collectives.py`. `device_step.py` runs a
+selection on each device and `emulation.py` all devices on one. `costs.py` prices a choice, `loss_increases.py` predicts
+what errors do to the loss, and `space.py` puts all together. The folder `layers` has ready layers, an expert layer and
+attention over a split sequence. They use `places.alternatives`, a choice between functions.
 """

@@ -57,6 +57,14 @@ class Precision:
         return replace(self, name=f"{self.name} stochastic", rounding="stochastic")
 
 
+FLOAT32 = Precision("float32", "float32", 32, math.inf, 23, -126)
+BFLOAT16 = Precision("bfloat16", "bfloat16", 16, math.inf, 7, -126)
+FLOAT8 = Precision("float8_e4m3", "float8_e4m3fn", 8, 448.0, 3, -6)
+INT8 = Precision("int8", "int8", 8, 127.0)
+INT4 = Precision("int4", "int8", 4, 7.0)
+PRECISIONS = (FLOAT32, BFLOAT16, FLOAT8, INT8, INT4)
+
+
 @dataclass(frozen=True)
 class CollectiveOp:
     """A linear collective, as one device takes part in it; `collectives.py` runs it.

@@ -8,22 +8,17 @@ branch of alternatives depends on two choices, so it stands in a matrix for a pa
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from datetime import date
 from functools import cache
 from importlib import resources
-from importlib.metadata import version
 from math import prod
 from typing import NamedTuple
 
-import jax
 import numpy as np
 
 from cost.base import Hardware
-from cost.calibration import median_s
 from cost.collectives import collective_latency_s, collective_transfer_s
 from search_spaces.base import Part, Traffic
 from search_spaces.communication.base import CollectiveStrategy, Group, Precision, Site, Stage
-from search_spaces.communication.precision import ELEMENTS_PER_SCALE, PRECISIONS, decode, encode
 
 _DATA = "encoding_seconds.json"
 
@@ -139,36 +134,8 @@ def coding_s(precision: Precision, hardware: Hardware) -> float:
 
 @cache
 def measured() -> dict:
-    """Returns the measured seconds for each element, by kind of device and precision, with date and versions."""
-    return json.loads(resources.files("search_spaces.communication").joinpath(_DATA).read_text())
+    """Returns the measured seconds for each element, by kind of device and precision, with date and versions.
 
-
-def measure(num_elements: int = 2**20, repeats: int = 9) -> dict:
-    """Measures encoding and decoding on the first device; returns the contents of the data file.
-
-    Args:
-      num_elements: of the array, a multiple of a block.
-      repeats: the number of calls, whose median time is taken.
-
-    Raises:
-      ValueError: `num_elements` is not a positive multiple of a block.
+    `python -m experiments.encoding_seconds` measures them.
     """
-    if num_elements < ELEMENTS_PER_SCALE or num_elements % ELEMENTS_PER_SCALE:
-        raise ValueError(f"`num_elements` must be a positive multiple of {ELEMENTS_PER_SCALE}, not {num_elements}.")
-    device, key = jax.devices()[0], jax.random.key(0)
-    x = jax.random.normal(key, (num_elements,))
-    seconds = {}
-    for precision in (p for nearest in PRECISIONS for p in (nearest, nearest.stochastic)):
-        codes = jax.jit(lambda x, precision=precision: encode(x, precision, key))
-        values = jax.jit(lambda e, precision=precision: decode(e, precision, num_elements))
-        encoded = codes(x)
-        total = median_s(lambda codes=codes: codes(x), repeats) + median_s(
-            lambda values=values, encoded=encoded: values(encoded), repeats
-        )
-        seconds[precision.name] = total / 2 / num_elements
-    return {
-        "date": date.today().isoformat(),
-        "versions": {name: version(name) for name in ("jax", "jaxlib")},
-        "num_elements": num_elements,
-        "seconds_per_element": {device.device_kind.lower(): seconds},
-    }
+    return json.loads(resources.files("search_spaces.communication").joinpath(_DATA).read_text())

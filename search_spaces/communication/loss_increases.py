@@ -1,4 +1,9 @@
-"""Predicts how much each strategy increases the loss, with one probe for each site (see `probes.py`).
+"""Predicts how much each strategy increases the loss, with one probe for each site.
+
+A probe is an array `[S]` of zeros that leaves the site's exact result as it is. A custom derivative stands in for its
+gradient: the backward pass brings the cotangent g of the result, and from g and the error e_j of strategy j (its result
+minus the exact one) follows the predicted increase. `jax.grad` with respect to the probes of all sites thus returns the
+increases of all strategies, at the price of one backward pass.
 
 Each error is taken alone, in training that is exact otherwise. In units of the loss, the increases are:
 
@@ -29,9 +34,10 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
+from search_spaces.communication.base import CollectiveOp
 from search_spaces.communication.collectives import run_exact
 from search_spaces.communication.device_step import DeviceStep, as_vector, gradient_key
-from search_spaces.communication.probes import custom_vjp_with_tangents, probed, probed_backward, with_tangent
+from search_spaces.replay import custom_vjp_with_tangents
 
 _Branches = Mapping[int, int]
 """By the group of alternatives the branch that runs, where it is not the first."""
@@ -202,3 +208,92 @@ def _gradient_increases(
 def _errors(device: DeviceStep, s: int, x: jax.Array, exact: jax.Array, key: jax.Array, step: jax.Array) -> jax.Array:
     """Returns each strategy's result minus the exact one, `[S, ...]`."""
     return jnp.stack([run(x, key, step)[0] - exact for run in device.strategy_functions(s)])
+
+
+def probed(
+    y: jax.Array, errors: jax.Array, probe: jax.Array, axes: tuple[str, ...], num_copies: int, scale: float
+) -> jax.Array:
+    """Returns `y`; the gradient of `probe` is scale/2 · Σ_t (g_t · e_t)² `[S]`, t over all dimensions but the last.
+
+    Args:
+      y: the exact result of a site.
+      errors: `[S, *y.shape]`, each strategy's result minus `y`.
+      probe: `[S]`, of any value.
+      axes: over which the result is copied, if it is.
+      num_copies: how many devices hold the same result; their cotangents are summed, and each counts for its share.
+      scale: of the increase.
+    """
+
+    @jax.custom_vjp
+    def op(y: jax.Array, errors: jax.Array, probe: jax.Array) -> jax.Array:
+        return y
+
+    def op_backward(errors: jax.Array, cotangent: jax.Array) -> Any:
+        whole = lax.psum(cotangent, axes) if num_copies > 1 else cotangent
+        return cotangent, jnp.zeros_like(errors), scale / num_copies * _second_order(whole, errors)
+
+    op.defvjp(lambda y, errors, probe: (y, errors), op_backward)
+    return op(y, lax.stop_gradient(errors), probe)
+
+
+def probed_backward(
+    collective: CollectiveOp, errors: Callable[..., jax.Array], x: jax.Array, probe: jax.Array, others: Any
+) -> jax.Array:
+    """Runs a collective exactly, with a probe of its backward site; to be run under `jax.jvp` within a gradient.
+
+    For a tangent ẋ of x along v in the parameters, ẋ · e is the inner product of v and of what e changes in the
+    gradients of the parameters. The gradient of `probe` is ½ · Σ_t (ẋ_t · e_t)² `[S]`, t over all dimensions of `x` but
+    the last; tangents of copies of the backward site's result are summed.
+
+    Args:
+      collective: of the forward site.
+      errors: `errors(cotangent, result, others)`, `[S, *x.shape]`: each strategy's result at the backward site minus
+        the exact one.
+      x: the operand of the forward site.
+      probe: `[S]`, of any value.
+      others: arrays for `errors`.
+    """
+    transposed = collective.transposed()
+
+    @jax.custom_vjp
+    def run(x: jax.Array, tangent: jax.Array, probe: jax.Array, others: Any) -> jax.Array:
+        return run_exact(collective, x)
+
+    def run_backward(saved: Any, cotangent: jax.Array) -> Any:
+        tangent, others = saved
+        result = run_exact(transposed, cotangent)
+        whole = lax.psum(tangent, transposed.axes) if transposed.num_copies > 1 else tangent
+        increase = _second_order(whole, errors(cotangent, result, others)) / transposed.num_copies
+        return result, None, increase, None
+
+    run.defvjp(lambda x, tangent, probe, others: (run_exact(collective, x), (tangent, others)), run_backward)
+
+    @jax.custom_jvp
+    def op(x: jax.Array, probe: jax.Array, others: Any) -> jax.Array:
+        return run_exact(collective, x)
+
+    @op.defjvp
+    def _(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+        x, probe, others = primals
+        tangent = lax.stop_gradient(tangents[0])
+        return run(x, tangent, probe, others), run_exact(collective, tangent)
+
+    return op(x, probe, others)
+
+
+def _second_order(adjoint: jax.Array, errors: jax.Array) -> jax.Array:
+    """Returns ½ Σ_t (a_t · e_t)² `[S]` for adjoints `[..., elements]` and errors `[S, ..., elements]`."""
+    product = adjoint.astype(jnp.float32) * errors
+    rows = product.sum(axis=-1) if product.ndim > 1 else product
+    return 0.5 * jnp.square(rows).reshape(len(errors), -1).sum(axis=1)
+
+
+def with_tangent(collective: CollectiveOp, x: jax.Array) -> jax.Array:
+    """Runs a collective exactly under `jax.jvp`, which cannot differentiate a `jax.custom_vjp` by itself."""
+
+    @jax.custom_jvp
+    def op(x: jax.Array) -> jax.Array:
+        return run_exact(collective, x)
+
+    op.defjvp(lambda primals, tangents: (run_exact(collective, *primals), run_exact(collective, *tangents)))
+    return op(x)

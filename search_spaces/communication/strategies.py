@@ -5,14 +5,27 @@ Each is a frozen dataclass that follows `base.CollectiveStrategy`. A new one nee
 without a type: `dataclass` makes no arguments of them.
 """
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
-from search_spaces.communication.base import CollectiveStrategy, Precision, Stage
-from search_spaces.communication.collectives import run_encoded, run_exact, stages_of
-from search_spaces.communication.precision import BFLOAT16, FLOAT8, INT4, INT8
+from cost.base import CollectiveKind
+from search_spaces.communication.base import (
+    BFLOAT16,
+    FLOAT8,
+    INT4,
+    INT8,
+    CollectiveOp,
+    CollectiveStrategy,
+    Precision,
+    Stage,
+)
+from search_spaces.communication.collectives import encoded_bytes, run_encoded, run_exact
 
 
 @dataclass(frozen=True)
@@ -165,10 +178,6 @@ class Schedule:
         return first + _scaled(self.second.stages(collective, shape, dtype), 1 - share)
 
 
-def _scaled(stages: list[Stage], share: float) -> list[Stage]:
-    return [replace(stage, count=stage.count * share) for stage in stages]
-
-
 _NARROW = tuple(Encode(precision) for precision in (BFLOAT16, FLOAT8, INT8, INT4))
 DEFAULT: dict[str, tuple[CollectiveStrategy, ...]] = {
     "forward": (Exact(), *_NARROW),
@@ -176,3 +185,52 @@ DEFAULT: dict[str, tuple[CollectiveStrategy, ...]] = {
     "gradient": (Exact(), *_NARROW, ErrorFeedback(INT8), ErrorFeedback(INT4), EveryK(4)),
 }
 """What each direction chooses from where the user gives nothing; the plain collective comes first."""
+
+
+def stages_of(
+    collective: CollectiveOp, shape: Sequence[int], dtype: np.dtype, precision: Precision | None
+) -> list[Stage]:
+    """Returns the stages for an operand of a shape and type on each device; exact where `precision` is None.
+
+    Over several axes the whole size goes along the last one, the fastest by convention, and what each of its devices
+    keeps along those before. An exact all-reduce is one stage on each axis, an encoded one two.
+    """
+    sizes, size = collective.sizes, math.prod(shape)
+
+    def nbytes(elements: int) -> float:
+        return elements * np.dtype(dtype).itemsize if precision is None else encoded_bytes(precision, elements)
+
+    stage = partial(_stage, collective)
+    if collective.kind == "collective_permute":
+        stages, coded = [stage("collective_permute", 0, nbytes(size))], 2 * size
+    elif collective.kind == "all_to_all":
+        whole = collective.num_devices * nbytes(size // collective.num_devices)
+        stages, coded = [stage("all_to_all", i, whole * n) for i, n in enumerate(sizes)], 2 * size
+    elif collective.kind == "all_gather":
+        stages, coded = _gather_stages(collective, nbytes(size)), size * (1 + collective.num_devices)
+    else:
+        stages, coded, part = [], 0, size
+        for i in reversed(range(len(sizes))):
+            smaller = math.ceil(part / sizes[i])
+            exact = stage(collective.kind, i, nbytes(part))
+            encoded = stage("all_to_all", i, sizes[i] ** 2 * nbytes(smaller))
+            stages.append(exact if precision is None else encoded)
+            coded, part = coded + 2 * part, smaller
+        if collective.kind == "all_reduce" and precision is not None:
+            stages, coded = stages + _gather_stages(collective, nbytes(part)), coded + part + size
+    if precision is None:
+        return stages
+    return [replace(stages[0], num_coded=coded, precision=precision), *stages[1:]]
+
+
+def _stage(collective: CollectiveOp, kind: CollectiveKind, i: int, num_bytes: float) -> Stage:
+    return Stage(kind, collective.axes[i], collective.sizes[i], num_bytes)
+
+
+def _gather_stages(collective: CollectiveOp, num_bytes: float) -> list[Stage]:
+    ends = range(1, len(collective.axes) + 1)
+    return [_stage(collective, "all_gather", i - 1, num_bytes * math.prod(collective.sizes[:i])) for i in ends]
+
+
+def _scaled(stages: list[Stage], share: float) -> list[Stage]:
+    return [replace(stage, count=stage.count * share) for stage in stages]

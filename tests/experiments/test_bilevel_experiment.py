@@ -19,7 +19,7 @@ from experiments import (
     bilevel_relaxation,
 )
 from experiments import bilevel_training as task
-from search_spaces.communication.precision import INT4
+from search_spaces.communication.base import INT4
 
 KEY = jax.random.key(0)
 PROGRESS = TrainingProgress(jnp.int32(0), None)

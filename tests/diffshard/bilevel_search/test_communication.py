@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 import diffshard
-from search_spaces.communication.precision import INT4, INT8
+from search_spaces.communication.base import INT4, INT8
 from search_spaces.communication.space import CommunicationSpace
 from search_spaces.communication.strategies import Encode, ErrorFeedback, Exact
 

@@ -9,7 +9,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from cost.base import Hardware, Link
-from search_spaces.communication.precision import INT8
+from search_spaces.communication.base import INT8
 from search_spaces.communication.space import CommunicationSpace
 from search_spaces.communication.strategies import Encode, ErrorFeedback, EveryK, Exact
 

@@ -9,10 +9,10 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from search_spaces.communication.base import CollectiveOp
-from search_spaces.communication.collectives import run_encoded, run_exact, stages_of
+from search_spaces.communication.base import FLOAT32, INT4, INT8, CollectiveOp
+from search_spaces.communication.collectives import run_encoded, run_exact
 from search_spaces.communication.emulation import emulate
-from search_spaces.communication.precision import FLOAT32, INT4, INT8
+from search_spaces.communication.strategies import stages_of
 
 MESH = {"data": 2, "model": 4}
 BOTH = ("data", "model")

@@ -13,9 +13,9 @@ from jax.sharding import PartitionSpec as P
 from cost.collectives import collective_s
 from cost.evaluation import evaluate
 from cost.validation import validate
+from search_spaces.communication.base import INT4, INT8
 from search_spaces.communication.costs import coding_s
 from search_spaces.communication.places import alternatives
-from search_spaces.communication.precision import INT4, INT8
 from search_spaces.communication.space import CommunicationSpace
 from search_spaces.communication.strategies import Encode, ErrorFeedback, EveryK, Exact, Schedule
 from tests.search_spaces.communication.small_communication import (

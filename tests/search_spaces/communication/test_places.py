@@ -7,10 +7,10 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+from search_spaces.communication.base import INT8
 from search_spaces.communication.collectives import run_exact
 from search_spaces.communication.emulation import emulate
 from search_spaces.communication.places import Interpreter, find_places
-from search_spaces.communication.precision import INT8
 from search_spaces.communication.strategies import Encode
 from tests.search_spaces.communication.small_communication import MESH, mesh, small_space
 

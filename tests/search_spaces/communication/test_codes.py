@@ -5,17 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from search_spaces.communication.precision import (
-    BFLOAT16,
-    FLOAT8,
-    FLOAT32,
-    INT4,
-    INT8,
-    PRECISIONS,
-    decode,
-    encode,
-    encoded_bytes,
-)
+from search_spaces.communication.base import BFLOAT16, FLOAT8, FLOAT32, INT4, INT8, PRECISIONS
+from search_spaces.communication.collectives import decode, encode, encoded_bytes
 
 SIZE = 297
 SIZE_OF_BLOCK = 100  # three of them, of an even size, and none longer than 128
