@@ -41,8 +41,8 @@ class TrainingProgress(NamedTuple):
 
 
 Increase = Callable[[LossySpace, Params, Batch, RelaxedChoice, jax.Array, TrainingProgress], jax.Array]
-"""`increase(space, params, batch, relaxed, key, progress)`: by how much the relaxed choice raises the loss over the
-exact choice, a scalar. It is differentiated with respect to `relaxed`, and with `order=2` to `params`."""
+"""`increase(space, params, batch, relaxed_choice, key, progress)`: by how much the relaxed choice raises the loss over
+the exact choice, a scalar. It is differentiated with respect to `relaxed_choice`, and with `order=2` to `params`."""
 
 
 class Estimator(NamedTuple):
@@ -51,13 +51,13 @@ class Estimator(NamedTuple):
     Attributes:
       increase: see `Increase`.
       selection: what training runs, made of the relaxed choice and a key; None is the exact choice.
-      relaxed: the same as weights that can be differentiated with respect to the relaxed choice, for `order=2`; None
-        where training does not depend on the choice.
+      relaxed_selection: the same as weights that can be differentiated with respect to the relaxed choice, for
+        `order=2`; None where training does not depend on the choice.
     """
 
     increase: Increase
     selection: Callable[[RelaxedChoice, jax.Array], Selection] | None = None
-    relaxed: Callable[[RelaxedChoice, jax.Array], RelaxedChoice] | None = None
+    relaxed_selection: Callable[[RelaxedChoice, jax.Array], RelaxedChoice] | None = None
 
 
 class ObjectiveScales(NamedTuple):

@@ -17,7 +17,7 @@ from cost.base import is_forbidden, num_strategies
 from cost.evaluation import Evaluator, evaluate
 from diffshard.bilevel_search.base import LossPrediction, Objective
 from diffshard.bilevel_search.plans.base import Candidate, Measurement
-from diffshard.bilevel_search.relaxation import cheapest
+from diffshard.bilevel_search.relaxation import cheapest_choice
 from search_spaces.base import Choice, LossySpace
 
 _MAX_COMBINATIONS = 4096
@@ -44,40 +44,40 @@ def propose(space: LossySpace, proposal: Choice, prediction: LossPrediction, *, 
       max_candidates: how many, at most, in this order; the cheapest comes on top.
     """
     exact, evaluator = tuple(space.exact_choice()), Evaluator(space.problem)
-    proposed, (uniform, uniform_in_part) = Candidate("proposal", proposal), _uniform(space, exact)
-    named = {exact, proposal, *(candidate.choice for candidate in (*uniform, *uniform_in_part))}
-    by_type = [choice for choice in _combinations(space, exact) if choice not in named]
+    first, (uniform, uniform_in_part) = Candidate("proposal", proposal), _uniform_candidates(space, exact)
+    known_choices = {exact, proposal, *(candidate.choice for candidate in (*uniform, *uniform_in_part))}
+    by_type = [choice for choice in _combinations(space, exact) if choice not in known_choices]
     costs = [(prediction.increase(choice), float(evaluator(choice).cost)) for choice in by_type]
     layer = _layers(np.array(costs).reshape(-1, 2))
-    candidates = [Candidate(described(space, choice), choice) for choice in by_type]
-    unbeaten = [candidates[i] for i in np.flatnonzero(layer == 0)]
-    beaten = [candidates[i] for i in np.argsort(layer, kind="stable") if layer[i]]
+    candidates = [Candidate(choice_description(space, choice), choice) for choice in by_type]
+    best_by_type = [candidates[i] for i in np.flatnonzero(layer == 0)]
+    others_by_type = [candidates[i] for i in np.argsort(layer, kind="stable") if layer[i]]
     schedules = map(_second_half, uniform)
-    ordered = [proposed, *uniform, _second_half(proposed), *unbeaten, *uniform_in_part, *schedules, *beaten]
-    distinct: dict[tuple[Choice, float], Candidate] = {}
-    for candidate in ordered:
+    queue = [first, *uniform, _second_half(first), *best_by_type, *uniform_in_part, *schedules, *others_by_type]
+    by_content: dict[tuple[Choice, float], Candidate] = {}
+    for candidate in queue:
         content = candidate.choice, candidate.exact_share
-        if candidate.choice != exact and content not in distinct and _possible(evaluator, candidate.choice):
-            distinct[content] = candidate
-            if len(distinct) == max_candidates:
+        if candidate.choice != exact and content not in by_content and _is_possible(evaluator, candidate.choice):
+            by_content[content] = candidate
+            if len(by_content) == max_candidates:
                 break
-    least = cheapest(space.problem)
-    if least != exact and _possible(evaluator, least):
-        distinct.setdefault((least, 0.0), Candidate("cheapest", least))
-    return list(distinct.values())
+    least_cost_choice = cheapest_choice(space.problem)
+    if least_cost_choice != exact and _is_possible(evaluator, least_cost_choice):
+        by_content.setdefault((least_cost_choice, 0.0), Candidate("cheapest", least_cost_choice))
+    return list(by_content.values())
 
 
-def described(space: LossySpace, choice: Sequence[int]) -> str:
+def choice_description(space: LossySpace, choice: Sequence[int]) -> str:
     """Returns where a choice is not exact; where that is at many nodes, only how many take which strategy."""
     nodes = space.node_names
-    different = [v for v, (s, e) in enumerate(zip(choice, space.exact_choice(), strict=True)) if s != e]
-    if len(different) <= _MAX_NAMED_NODES:
-        return ", ".join(f"{nodes[v]}: {space.strategy_names(v)[choice[v]]}" for v in different)
-    counts = Counter(space.strategy_names(v)[choice[v]] for v in different)
+    different_nodes = [v for v, (s, e) in enumerate(zip(choice, space.exact_choice(), strict=True)) if s != e]
+    if len(different_nodes) <= _MAX_NAMED_NODES:
+        return ", ".join(f"{nodes[v]}: {space.strategy_names(v)[choice[v]]}" for v in different_nodes)
+    counts = Counter(space.strategy_names(v)[choice[v]] for v in different_nodes)
     return ", ".join(f"{count}x {name}" for name, count in counts.items())
 
 
-def refined(
+def refined_candidates(
     space: LossySpace,
     prediction: LossPrediction,
     measurements: Sequence[Measurement],
@@ -99,17 +99,17 @@ def refined(
     """
     problem, exact = space.problem, tuple(space.exact_choice())
     names = [space.strategy_names(v) for v in range(len(exact))]
-    fitted = calibrated(prediction, names, exact, measurements, noise)
-    choices = objective.choices(problem, fitted, float(evaluate(problem, exact).cost))
-    known = {exact, *(measurement.choice for measurement in measurements)}
+    corrected_prediction = calibrated_prediction(prediction, names, exact, measurements, noise)
+    choices = objective.choices(problem, corrected_prediction, float(evaluate(problem, exact).cost))
+    known_choices = {exact, *(measurement.choice for measurement in measurements)}
     return [
-        Candidate(f"refined, {described(space, choice)}", choice)
+        Candidate(f"refined, {choice_description(space, choice)}", choice)
         for choice in dict.fromkeys(choices)
-        if choice not in known
+        if choice not in known_choices
     ]
 
 
-def calibrated(
+def calibrated_prediction(
     prediction: LossPrediction,
     names: Sequence[Sequence[str]],
     exact: Sequence[int],
@@ -138,27 +138,28 @@ def calibrated(
     if not noise > 0:
         raise ValueError(f"`noise` must be positive, in units of the loss; got {noise}.")
     over_exact = [np.maximum(row - row[s], 0.0) for row, s in zip(prediction.slopes, exact, strict=True)]
-    finite = [measurement for measurement in measurements if np.isfinite(measurement.increase)]
-    terms, columns = _terms(over_exact, [tuple(row) for row in names], finite)
+    measurements = [measurement for measurement in measurements if np.isfinite(measurement.increase)]
+    terms, columns = _terms(over_exact, [tuple(row) for row in names], measurements)
     if not terms.any():
         return prediction
-    shares = np.array([measurement.share for measurement in finite])
-    increases = np.array([measurement.increase for measurement in finite]) / shares
+    shares = np.array([measurement.share for measurement in measurements])
+    increases = np.array([measurement.increase for measurement in measurements]) / shares
     deviation = (noise + _RELATIVE_NOISE * np.abs(increases)) / shares
     terms, targets = terms / deviation[:, None], increases / deviation
-    shared = nnls(terms.sum(axis=1, keepdims=True), targets)[0][0]
-    if not shared:  # nothing raised the loss: that is no reason to believe that nothing can
+    shared_factor = nnls(terms.sum(axis=1, keepdims=True), targets)[0][0]
+    if not shared_factor:  # nothing raised the loss: that is no reason to believe that nothing can
         return prediction
     count = terms.shape[1]
-    factors = shared * nnls(np.vstack([terms * shared, np.eye(count)]), np.concatenate([targets, np.ones(count)]))[0]
+    rows, targets = np.vstack([terms * shared_factor, np.eye(count)]), np.concatenate([targets, np.ones(count)])
+    factors = shared_factor * nnls(rows, targets)[0]
     slopes = [
         row * (factors[v] + factors[column]) for v, (row, column) in enumerate(zip(over_exact, columns, strict=True))
     ]
     return LossPrediction(0.0, slopes)
 
 
-def _possible(evaluator: Evaluator, choice: Choice) -> bool:
-    """Whether a choice keeps the problem's own limits and takes nothing that is forbidden."""
+def _is_possible(evaluator: Evaluator, choice: Choice) -> bool:
+    """Returns whether a choice keeps the problem's own limits and takes nothing that is forbidden."""
     evaluation = evaluator(choice)
     return bool(evaluation.feasible) and not is_forbidden(np.asarray(evaluation.cost))
 
@@ -167,8 +168,8 @@ def _second_half(candidate: Candidate) -> Candidate:
     return Candidate(f"{candidate.name}, second half", candidate.choice, 0.5)
 
 
-def _uniform(space: LossySpace, exact: Choice) -> tuple[list[Candidate], list[Candidate]]:
-    """For each strategy's name the choice that takes it wherever it can be had.
+def _uniform_candidates(space: LossySpace, exact: Choice) -> tuple[list[Candidate], list[Candidate]]:
+    """Finds for each strategy's name the choice that takes it wherever it can be had.
 
     Names that begin with it serve as well, as "int4 with error feedback" does for "int4".
 
@@ -206,20 +207,20 @@ def _combinations(space: LossySpace, exact: Choice) -> list[Choice]:
 
 
 def _layers(costs: np.ndarray) -> np.ndarray:
-    """`[n]`: 0 for the points `[n, 2]` that no other beats in both, 1 for those that no other of the rest beats, ..."""
+    """Returns the layer `[n]` of points `[n, 2]`: 0 where no other beats it in both, 1 where none of the rest does."""
     points, index = np.unique(costs, axis=0, return_inverse=True)
-    least: list[float] = []  # second coordinate so far in each layer: it rises from layer to layer
+    least_second: list[float] = []  # second coordinate so far in each layer: it rises from layer to layer
     layer = np.zeros(len(points), int)
     for i, second in enumerate(points[:, 1].tolist()):
-        layer[i] = bisect_right(least, second)
-        least[layer[i] : layer[i] + 1] = [second]
+        layer[i] = bisect_right(least_second, second)
+        least_second[layer[i] : layer[i] + 1] = [second]
     return layer[index.ravel()]
 
 
 def _terms(
     over_exact: Sequence[np.ndarray], names: Sequence[tuple[str, ...]], measurements: Sequence[Measurement]
 ) -> tuple[np.ndarray, list[np.ndarray]]:
-    """The least squares' matrix `[measurements, factors]`, and for each node its strategies' columns `[S_v]`.
+    """Returns the least squares' matrix `[measurements, factors]`, and for each node its strategies' columns `[S_v]`.
 
     The first V factors are the nodes', the others those of strategies of nodes that choose from the same names.
     """

@@ -147,22 +147,22 @@ def check_optimizer_states(
         ("weights_optimizer", weights_optimizer, state.params_state, state.params),
         ("choice_optimizer", choice_optimizer, state.choice_state, state.logits),
     ):
-        expected = jax.tree.structure(jax.eval_shape(optimizer.init, params))
-        if jax.tree.structure(optimizer_state) != expected:
+        structure = jax.tree.structure(jax.eval_shape(optimizer.init, params))
+        if jax.tree.structure(optimizer_state) != structure:
             raise ValueError(
-                f"`state` is of another search: what it keeps for `{name}` is not what this one keeps, {expected}; "
+                f"`state` is of another search: what it keeps for `{name}` is not what this one keeps, {structure}; "
                 f"take the same optimiser, or begin with `init`."
             )
 
 
-def check_known(name: str, shapes: Any, known: Sequence[Any]) -> None:
+def check_known(name: str, shapes: Any, known_shapes: Sequence[Any]) -> None:
     """Checks that `init` got batches of these shapes, if it got any.
 
     Raises:
       ValueError: names the argument and the shapes.
     """
-    if known and shapes not in known:
-        raise ValueError(f"`{name}` must have the shapes that `init` got, {known[-1]}; got {shapes}.")
+    if known_shapes and shapes not in known_shapes:
+        raise ValueError(f"`{name}` must have the shapes that `init` got, {known_shapes[-1]}; got {shapes}.")
 
 
 def batch_shapes(name: str, batch: Batch) -> Any:

@@ -14,9 +14,16 @@ import optax
 from cost.base import num_strategies
 from diffshard.bilevel_search.base import BilevelState, Estimator, LossFn, TrainingProgress
 from diffshard.bilevel_search.candidates import propose
-from diffshard.bilevel_search.optimizer_derivatives import step_sizes, unrolled, updated
+from diffshard.bilevel_search.optimizer_derivatives import params_after_step, step_sizes, unrolled_increase
 from diffshard.bilevel_search.plans.base import Proof
-from diffshard.bilevel_search.plans.plan import BilevelPlan, Outcome, exact_plan, predicted, proposed_plan, proved_plan
+from diffshard.bilevel_search.plans.plan import (
+    BilevelPlan,
+    Outcome,
+    exact_plan,
+    mean_prediction,
+    proposed_plan,
+    proved_plan,
+)
 from diffshard.bilevel_search.proving import CandidatesData, check_data, prove
 from diffshard.bilevel_search.relaxation import best_of, largest_weights, marginal_logits
 from diffshard.bilevel_search.spaces import check_arguments
@@ -69,14 +76,16 @@ class Model(Protocol):
         """Returns the logits that the search starts near, V arrays `[S_v]`."""
         ...
 
-    def train(self, state: BilevelState, relaxed: RelaxedChoice, batch: Batch, keys: StepKeys) -> LossAndGradients:
+    def train(
+        self, state: BilevelState, relaxed_choice: RelaxedChoice, batch: Batch, keys: StepKeys
+    ) -> LossAndGradients:
         """Returns the training loss at the state's parameters, its gradients and the next residuals."""
         ...
 
     def increase(
         self,
         state: BilevelState,
-        relaxed: RelaxedChoice,
+        relaxed_choice: RelaxedChoice,
         gradients: Params,
         train_batch: Batch,
         val_batch: Batch,
@@ -131,15 +140,17 @@ class ExactModel:
         """Returns the logits of the solver's marginals."""
         return marginal_logits(self.space.problem)
 
-    def train(self, state: BilevelState, relaxed: RelaxedChoice, batch: Batch, keys: StepKeys) -> LossAndGradients:
+    def train(
+        self, state: BilevelState, relaxed_choice: RelaxedChoice, batch: Batch, keys: StepKeys
+    ) -> LossAndGradients:
         """See `Model`."""
-        del relaxed, keys
+        del relaxed_choice, keys
         return LossAndGradients(*jax.value_and_grad(self.loss_fn)(state.params, batch), state.residuals)
 
     def increase(
         self,
         state: BilevelState,
-        relaxed: RelaxedChoice,
+        relaxed_choice: RelaxedChoice,
         gradients: Params,
         train_batch: Batch,
         val_batch: Batch,
@@ -147,12 +158,12 @@ class ExactModel:
     ) -> tuple[jax.Array, PerStrategy]:
         """Returns zeros."""
         del state, gradients, train_batch, val_batch, keys
-        return jnp.zeros(()), jax.tree.map(jnp.zeros_like, relaxed)
+        return jnp.zeros(()), jax.tree.map(jnp.zeros_like, relaxed_choice)
 
     def plan(self, outcome: Outcome, data: CandidatesData | None) -> BilevelPlan:
         """Returns the plan of the largest weights; no data are needed, because the loss is the same for all choices."""
         del data
-        return exact_plan(self.space, best_of(self.space.problem, {largest_weights(outcome.relaxed): 0.0}, None))
+        return exact_plan(self.space, best_of(self.space.problem, {largest_weights(outcome.relaxed_choice): 0.0}, None))
 
     def prove(self, outcome: Outcome, data: CandidatesData) -> Proof:
         """Raises `ValueError`: there is nothing to compare."""
@@ -191,16 +202,18 @@ class LossyModel:
         """Returns zeros: uniform weights."""
         return [jnp.zeros(size) for size in num_strategies(self.space.problem).tolist()]
 
-    def train(self, state: BilevelState, relaxed: RelaxedChoice, batch: Batch, keys: StepKeys) -> LossAndGradients:
+    def train(
+        self, state: BilevelState, relaxed_choice: RelaxedChoice, batch: Batch, keys: StepKeys
+    ) -> LossAndGradients:
         """See `Model`."""
         select = self.estimator.selection
-        selection = self.baseline_choice if select is None else select(relaxed, keys.draw)
+        selection = self.baseline_choice if select is None else select(relaxed_choice, keys.draw)
         return self.space.loss_and_gradients(state.params, batch, selection, state.residuals, keys.noise, state.step)
 
     def increase(
         self,
         state: BilevelState,
-        relaxed: RelaxedChoice,
+        relaxed_choice: RelaxedChoice,
         gradients: Params,
         train_batch: Batch,
         val_batch: Batch,
@@ -211,20 +224,20 @@ class LossyModel:
         sizes = step_sizes(self.optimizer, state.params_state, state.params, gradients, sizes_key)
         progress = TrainingProgress(state.step, sizes)
 
-        def increase(params: Params, relaxed: RelaxedChoice) -> jax.Array:
-            return self.estimator.increase(self.space, params, val_batch, relaxed, val_key, progress)
+        def increase(params: Params, relaxed_choice: RelaxedChoice) -> jax.Array:
+            return self.estimator.increase(self.space, params, val_batch, relaxed_choice, val_key, progress)
 
-        relax = self.estimator.relaxed
+        relax = self.estimator.relaxed_selection
         if self.order == 1 or relax is None:
-            return jax.value_and_grad(increase, argnums=1)(state.params, relaxed)
+            return jax.value_and_grad(increase, argnums=1)(state.params, relaxed_choice)
 
-        def train_loss(params: Params, relaxed: RelaxedChoice) -> jax.Array:
-            return self.space.loss(params, train_batch, relax(relaxed, keys.draw), keys.noise, state.step)
+        def train_loss(params: Params, relaxed_choice: RelaxedChoice) -> jax.Array:
+            return self.space.loss(params, train_batch, relax(relaxed_choice, keys.draw), keys.noise, state.step)
 
         def step(gradients: Params) -> Params:
-            return updated(self.optimizer, state, gradients)[0]
+            return params_after_step(self.optimizer, state, gradients)[0]
 
-        return unrolled(increase, train_loss, step, state.params, relaxed, gradients)
+        return unrolled_increase(increase, train_loss, step, state.params, relaxed_choice, gradients)
 
     def plan(self, outcome: Outcome, data: CandidatesData | None) -> BilevelPlan:
         """Returns the plan of the search's proposal, or with data the plan of the candidate that trained best."""
@@ -235,7 +248,7 @@ class LossyModel:
     def prove(self, outcome: Outcome, data: CandidatesData) -> Proof:
         """See `Model`."""
         check_data(data, outcome.state, outcome.batch_shapes)
-        prediction = predicted(outcome.state, self.baseline_choice)
+        prediction = mean_prediction(outcome.state, self.baseline_choice)
         proposal = proposed_plan(self.space, self.baseline_choice, outcome).choice
         return prove(
             self.space,

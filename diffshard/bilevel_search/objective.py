@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from cost.base import Problem
 from diffshard.bilevel_search.base import LossPrediction, Objective, ObjectiveScales
 from diffshard.bilevel_search.inputs import as_real
-from diffshard.bilevel_search.relaxation import weighed, within
+from diffshard.bilevel_search.relaxation import cheapest_at_price, cheapest_within
 from search_spaces.base import Choice
 
 _BOUND_SHARES = (1.0, 0.7, 0.4)
@@ -80,7 +80,7 @@ class CostWeight:
     def choices(self, problem: Problem, prediction: LossPrediction, exact_seconds: float) -> list[Choice]:
         """Returns the choice of least loss and cost; none where the cost has no weight."""
         weight = self._at(jnp.int32(0))
-        return [weighed(problem, prediction, exact_seconds / weight)] if weight else []
+        return [cheapest_at_price(problem, prediction, exact_seconds / weight)] if weight else []
 
     def _at(self, step: jax.Array) -> float:
         return float(self.scales(jnp.zeros(()), jnp.zeros(()), step).cost)
@@ -110,22 +110,22 @@ class MaxLossIncrease:
     penalty: float = 0.5
 
     def __post_init__(self):
-        for name, given, default in (
+        for name, number, default in (
             ("limit", self.limit, None),
             ("rate", self.rate, MaxLossIncrease.rate),
             ("penalty", self.penalty, MaxLossIncrease.penalty),
         ):
-            number = as_real(given)
-            if number is not None and 0 < number < float("inf"):
-                object.__setattr__(self, name, number)
+            real = as_real(number)
+            if real is not None and 0 < real < float("inf"):
+                object.__setattr__(self, name, real)
             elif name == "limit":
-                why = "; no lossy strategy fits an increase of 0" if number == 0 else ""
+                why = "; no lossy strategy fits an increase of 0" if real == 0 else ""
                 raise ValueError(
-                    f"`max_loss_increase` must be a positive finite number in units of the loss, got {given!r}{why}."
+                    f"`max_loss_increase` must be a positive finite number in units of the loss, got {number!r}{why}."
                 )
             else:
                 raise ValueError(
-                    f"`{name}` of `MaxLossIncrease` must be a positive finite number, got {given!r}; "
+                    f"`{name}` of `MaxLossIncrease` must be a positive finite number, got {number!r}; "
                     f"leave it out for {default}."
                 )
 
@@ -157,7 +157,7 @@ class MaxLossIncrease:
     def choices(self, problem: Problem, prediction: LossPrediction, exact_seconds: float) -> list[Choice]:
         """Returns the cheapest choices within the bound and within shares of it."""
         del exact_seconds
-        return [within(problem, prediction, share * self.limit) for share in _BOUND_SHARES]
+        return [cheapest_within(problem, prediction, share * self.limit) for share in _BOUND_SHARES]
 
     def _excess(self, increase: jax.Array) -> jax.Array:
         return jnp.minimum(increase / self.limit - 1.0, 1.0)

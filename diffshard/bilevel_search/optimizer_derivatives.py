@@ -18,7 +18,7 @@ _NUM_STEPS = 8
 """Steps of the optimiser that are followed; momentum of 0.9 has shown more than half of an impulse by then."""
 
 
-def updated(
+def params_after_step(
     optimizer: optax.GradientTransformation, state: BilevelState, gradients: Params
 ) -> tuple[Params, optax.OptState]:
     """Returns the parameters after a step of their optimiser, and its state."""
@@ -76,12 +76,12 @@ def step_sizes(
     return jax.tree.map(size, gradients, signs, total, along)
 
 
-def unrolled(
+def unrolled_increase(
     increase: Callable[[Params, RelaxedChoice], jax.Array],
     train_loss: Callable[[Params, RelaxedChoice], jax.Array],
     step: Callable[[Params], Params],
     params: Params,
-    relaxed: RelaxedChoice,
+    relaxed_choice: RelaxedChoice,
     gradients: Params,
 ) -> tuple[jax.Array, PerStrategy]:
     """Returns the increase after the step that θ is about to take, and its slope in the relaxed choice through it.
@@ -97,21 +97,21 @@ def unrolled(
       train_loss: of parameters and the relaxed choice, whose gradient in the parameters is `gradients` at `params`.
       step: new parameters of gradients.
       params: θ.
-      relaxed: p.
+      relaxed_choice: p.
       gradients: g(θ, p).
     """
     next_params, pull_back = jax.vjp(step, gradients)
-    value, (params_slope, slope) = jax.value_and_grad(increase, argnums=(0, 1))(next_params, relaxed)
+    value, (params_slope, slope) = jax.value_and_grad(increase, argnums=(0, 1))(next_params, relaxed_choice)
     (direction,) = pull_back(params_slope)
     # The root in adam-like optimisers has no derivative where a gradient is exactly 0.
     direction = jax.tree.map(lambda u: jnp.where(jnp.isfinite(u), u, 0.0), direction)
     norm = optax.tree.norm(direction)
     size = 0.01 / jnp.where(norm > 0, norm, 1.0)
     train_slope = jax.grad(train_loss, argnums=1)
-    above = train_slope(_shifted(params, size, direction), relaxed)
-    below = train_slope(_shifted(params, -size, direction), relaxed)
+    above = train_slope(_shifted_params(params, size, direction), relaxed_choice)
+    below = train_slope(_shifted_params(params, -size, direction), relaxed_choice)
     return value, jax.tree.map(lambda s, a, b: s + (a - b) / (2 * size), slope, above, below)
 
 
-def _shifted(params: Params, size: jax.Array, direction: Params) -> Params:
+def _shifted_params(params: Params, size: jax.Array, direction: Params) -> Params:
     return jax.tree.map(lambda p, u: p + (size * u).astype(p.dtype), params, direction)

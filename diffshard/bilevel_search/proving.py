@@ -12,7 +12,7 @@ import optax
 
 from cost.evaluation import Evaluator
 from diffshard.bilevel_search.base import BilevelState, LossPrediction, Objective
-from diffshard.bilevel_search.candidates import refined
+from diffshard.bilevel_search.candidates import refined_candidates
 from diffshard.bilevel_search.inputs import as_whole, batch_shapes, check_key, check_known, shapes_of
 from diffshard.bilevel_search.plans.base import Candidate, Measurement, Proof, TrainedCandidate
 from diffshard.bilevel_search.plans.training import TrainingState, gradients_of, next_state
@@ -61,34 +61,34 @@ class CandidatesData:
             )
         if not len(self.test_batches):
             raise ValueError("`test_batches` must hold at least one batch, got none.")
-        for name, given, least in (
+        for name, count, least_count in (
             ("num_candidates", self.num_candidates, 1),
             ("num_repeats", self.num_repeats, 1),
             ("num_refinements", self.num_refinements, 0),
         ):
-            number = as_whole(given)
-            if number is None or number < least:
-                raise ValueError(f"`{name}` must be a whole number of at least {least}, got {given!r}.")
+            whole_count = as_whole(count)
+            if whole_count is None or whole_count < least_count:
+                raise ValueError(f"`{name}` must be a whole number of at least {least_count}, got {count!r}.")
         check_key(self.key)
 
 
-def check_data(data: CandidatesData, state: BilevelState, known: Sequence[Any]) -> None:
+def check_data(data: CandidatesData, state: BilevelState, known_shapes: Sequence[Any]) -> None:
     """Checks that candidates' data have the shapes that a search was made with.
 
     Args:
       data: to train candidates on.
       state: of the search.
-      known: shapes of batches that `init` got; where there are none, nothing is known.
+      known_shapes: shapes of batches that `init` got; where there are none, nothing is known.
 
     Raises:
       ValueError: names the first that differs.
     """
-    params, expected = (shapes_of(tree) for tree in (data.params, state.params))
-    if params != expected:
-        raise ValueError(f"`candidates_data.params` must have the shapes of the search's, {expected}; got {params}.")
+    params, shapes = (shapes_of(tree) for tree in (data.params, state.params))
+    if params != shapes:
+        raise ValueError(f"`candidates_data.params` must have the shapes of the search's, {shapes}; got {params}.")
     for name, batches in (("train_batches", data.train_batches), ("test_batches", data.test_batches)):
         for i, batch in enumerate(batches):
-            check_known(f"{name}[{i}]", batch_shapes(f"{name}[{i}]", batch), known)
+            check_known(f"{name}[{i}]", batch_shapes(f"{name}[{i}]", batch), known_shapes)
 
 
 def prove(
@@ -121,15 +121,18 @@ def prove(
       ValueError: the exact choice's own loss is not finite, so that there is nothing to compare with.
     """
     trials = _Trials(space, data, optimizer, objective)
-    trained = trials.halved(candidates)
+    trained_candidates = trials.train_by_halving(candidates)
     for _ in range(data.num_refinements):
-        measurements, noise = trials.measurements(trained), trials.noise
-        new = [] if prediction is None else refined(space, prediction, measurements, objective, noise=noise)
+        measurements, noise = trials.measurements(trained_candidates), trials.noise
+        new = [] if prediction is None else refined_candidates(space, prediction, measurements, objective, noise=noise)
         if not new:
             break
         for candidate in new:
-            trained += trials.halved([candidate])  # alone it goes through all rungs
-    table = sorted([trials.trained_exact(), *trained], key=lambda t: (-len(t.record.scores), t.record.scores[-1]))
+            trained_candidates += trials.train_by_halving([candidate])  # alone it goes through all rungs
+    table = sorted(
+        [trials.trained_exact_candidate(), *trained_candidates],
+        key=lambda t: (-len(t.record.scores), t.record.scores[-1]),
+    )
     return Proof(tuple(table), trials.exact.losses, data.num_repeats * sum(t.record.steps for t in table))
 
 
@@ -182,26 +185,26 @@ class _Trials:
         """The standard deviation of a measured increase near 0, in units of the loss."""
         return self._objective.noise(abs(self.exact.losses[-1])) / self._data.num_repeats**0.5
 
-    def halved(self, candidates: Sequence[Candidate]) -> list[TrainedCandidate]:
+    def train_by_halving(self, candidates: Sequence[Candidate]) -> list[TrainedCandidate]:
         """Trains candidates by successive halving."""
         starts, names = [self._start(candidate) for candidate in candidates], [c.name for c in candidates]
         data = self._data
-        halved = halving(starts, each(self._train_and_score), rungs=data.rungs, keep=data.keep, names=names)
-        pairs = zip(halved.trained, halved.table, strict=True)
-        return [self._trained(training, record) for training, record in pairs]
+        result = halving(starts, each(self._train_and_score), rungs=data.rungs, keep=data.keep, names=names)
+        pairs = zip(result.trained, result.table, strict=True)
+        return [self._trained_candidate(training, record) for training, record in pairs]
 
-    def measurements(self, trained: Sequence[TrainedCandidate]) -> list[Measurement]:
+    def measurements(self, trained_candidates: Sequence[TrainedCandidate]) -> list[Measurement]:
         """Returns what training measured of those that ran one choice from the start."""
         return [
             Measurement(t.choice, t.loss_increase, t.record.steps / self._num_steps)
-            for t in trained
+            for t in trained_candidates
             if not t.exact_share
         ]
 
-    def trained_exact(self) -> TrainedCandidate:
+    def trained_exact_candidate(self) -> TrainedCandidate:
         """Returns the exact choice as a row of the table."""
         scores = (self._score(self.exact.candidate, 0.0),) * len(self._data.rungs)
-        return self._trained(self.exact, HalvingRecord("exact", scores, self.exact.step))
+        return self._trained_candidate(self.exact, HalvingRecord("exact", scores, self.exact.step))
 
     def _start(self, candidate: Candidate) -> _CandidateTraining:
         params, first = self._data.params, jnp.zeros((), jnp.int32)
@@ -220,7 +223,7 @@ class _Trials:
         for repeat, state in enumerate(states):
             shift = repeat * len(batches) // len(states)
             for step in range(begin, end):
-                choice, batch = _traced(self._choice_at(candidate, step)), batches[(step + shift) % len(batches)]
+                choice, batch = _traced_choice(self._choice_at(candidate, step)), batches[(step + shift) % len(batches)]
                 state = self._take_step(choice, state, batch)
             new_states.append(state)
             # Tested as it was trained last: an increase that was never trained with would mislead.
@@ -242,14 +245,14 @@ class _Trials:
         share, seconds = candidate.exact_share, float(self._evaluator(candidate.choice).cost)
         return share * self._exact_seconds + (1 - share) * seconds
 
-    def _trained(self, training: _CandidateTraining, record: HalvingRecord) -> TrainedCandidate:
+    def _trained_candidate(self, training: _CandidateTraining, record: HalvingRecord) -> TrainedCandidate:
         candidate = training.candidate
         losses = training.losses[-1], self._increase(training)
         return TrainedCandidate(*candidate, self._seconds(candidate), *losses, record)
 
 
 def _steps(space: LossySpace, optimizer: optax.GradientTransformation, data: CandidatesData) -> tuple[Any, Any]:
-    """A jitted training step and a test, compiled once for all choices."""
+    """Returns a jitted training step and a test, compiled once for all choices."""
 
     @jax.jit
     def take_step(choice, state, batch):
@@ -260,10 +263,10 @@ def _steps(space: LossySpace, optimizer: optax.GradientTransformation, data: Can
         return space.loss(params, batch, choice, data.key, step)
 
     def test(choice: Choice, params: Params, step: jax.Array) -> float:
-        return float(np.mean([float(loss(_traced(choice), params, batch, step)) for batch in data.test_batches]))
+        return float(np.mean([float(loss(_traced_choice(choice), params, batch, step)) for batch in data.test_batches]))
 
     return take_step, test
 
 
-def _traced(choice: Choice) -> list[jax.Array]:
+def _traced_choice(choice: Choice) -> list[jax.Array]:
     return [jnp.int32(strategy) for strategy in choice]

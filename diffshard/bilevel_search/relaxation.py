@@ -34,10 +34,10 @@ _BUDGET_UNITS = 1e6
 """The allowed increase as a memory limit, in bytes: far above rounding errors, far below what a float can hold."""
 
 
-def relaxed_choice(problem: Problem, logits: PerStrategy) -> RelaxedChoice:
+def softmax_choice(problem: Problem, logits: PerStrategy) -> RelaxedChoice:
     """Returns the softmax of logits, V arrays `[S_v]`; forbidden strategies have weight 0."""
-    masked = zip(allowed(problem), logits, strict=True)
-    return [jax.nn.softmax(jnp.where(mask, row, -jnp.inf)) for mask, row in masked]
+    rows = zip(allowed_strategies(problem), logits, strict=True)
+    return [jax.nn.softmax(jnp.where(mask, row, -jnp.inf)) for mask, row in rows]
 
 
 def one_hot(problem: Problem, choice: Sequence[int]) -> RelaxedChoice:
@@ -46,15 +46,15 @@ def one_hot(problem: Problem, choice: Sequence[int]) -> RelaxedChoice:
     return [jax.nn.one_hot(strategy, size) for strategy, size in zip(choice, sizes, strict=True)]
 
 
-def allowed(problem: Problem) -> list[np.ndarray]:
+def allowed_strategies(problem: Problem) -> list[np.ndarray]:
     """Returns V arrays `[S_v]`: which strategies may be chosen."""
     return [~is_forbidden(cost) for cost in problem.node_cost]
 
 
-def relaxed_seconds(problem: Problem, relaxed: RelaxedChoice) -> jax.Array:
+def relaxed_seconds(problem: Problem, relaxed_choice: RelaxedChoice) -> jax.Array:
     """Returns the relaxed cost; forbidden strategies never have weight, so any finite cost does for them."""
     costs = [np.where(is_forbidden(cost), 0.0, np.asarray(cost, float)) for cost in problem.node_cost]
-    return relaxed_cost(problem._replace(node_cost=costs), relaxed)
+    return relaxed_cost(problem._replace(node_cost=costs), relaxed_choice)
 
 
 def marginal_logits(problem: Problem) -> PerStrategy:
@@ -68,8 +68,8 @@ def marginal_logits(problem: Problem) -> PerStrategy:
         [np.asarray(cost, float) / scale for cost in costs]
         for costs in (problem.node_cost, problem.edge_cost, problem.load)
     )
-    scaled = problem._replace(node_cost=node_cost, edge_cost=edge_cost, load=load)
-    soft, prices = soft_problem(scaled), free_prices(scaled)
+    scaled_problem = problem._replace(node_cost=node_cost, edge_cost=edge_cost, load=load)
+    soft, prices = soft_problem(scaled_problem), free_prices(scaled_problem)
     messages, marginals = None, jnp.zeros(())
     for temperature in _TEMPERATURES:
         dual = soft_dual(soft, prices, temperature=float(temperature), sweeps=_SWEEPS, messages=messages)
@@ -81,7 +81,7 @@ def marginal_logits(problem: Problem) -> PerStrategy:
 
 
 def _mean_range(costs: Sequence[Any]) -> float:
-    """The mean over arrays of the range of their allowed entries, where there is one; otherwise 1."""
+    """Returns the mean over arrays of the range of their allowed entries, where there is one; otherwise 1."""
     arrays = [np.asarray(cost, float) for cost in costs]
     allowed_entries = [cost[~is_forbidden(cost)] for cost in arrays]
     ranges = [np.ptp(entries) for entries in allowed_entries if entries.size and np.ptp(entries) > 0]
@@ -90,7 +90,7 @@ def _mean_range(costs: Sequence[Any]) -> float:
 
 def first_allowed(problem: Problem) -> Choice:
     """Returns the first allowed strategy of each node, `[V]`."""
-    return tuple(int(np.argmax(mask)) for mask in allowed(problem))
+    return tuple(int(np.argmax(mask)) for mask in allowed_strategies(problem))
 
 
 def exact_cost(problem: Problem, exact_choice: Sequence[int]) -> float:
@@ -108,7 +108,7 @@ def mean_cost(problem: Problem) -> float:
     Raises:
       ValueError: it is not positive and finite, so that there is nothing to save.
     """
-    uniform = relaxed_choice(problem, [jnp.zeros(size) for size in num_strategies(problem)])
+    uniform = softmax_choice(problem, [jnp.zeros(size) for size in num_strategies(problem)])
     return _checked_cost(float(relaxed_seconds(problem, uniform)), "uniform weights")
 
 
@@ -136,7 +136,7 @@ class RoundedChoice(NamedTuple):
 
 def proposals(
     problem: Problem,
-    relaxed: Sequence[np.ndarray],
+    relaxed_choice: Sequence[np.ndarray],
     prediction: LossPrediction,
     exact: Choice,
     limit: float | None,
@@ -145,21 +145,21 @@ def proposals(
 
     Args:
       problem: of the space.
-      relaxed: V arrays `[S_v]`.
+      relaxed_choice: V arrays `[S_v]`.
       prediction: of the loss.
       exact: the exact choice, which is among them under a bound, in case nothing else keeps it.
       limit: the bound on the increase of the loss, or None.
     """
-    largest = largest_weights(relaxed)
+    largest = largest_weights(relaxed_choice)
     if limit is None:
         return {largest: prediction.increase(largest)}
-    choices = (largest, within(problem, prediction, limit))
+    choices = (largest, cheapest_within(problem, prediction, limit))
     return {**{choice: prediction.increase(choice) for choice in choices}, exact: 0.0}
 
 
-def largest_weights(relaxed: Sequence[np.ndarray]) -> Choice:
+def largest_weights(relaxed_choice: Sequence[np.ndarray]) -> Choice:
     """Returns the strategy of largest weight at each node, `[V]`."""
-    return tuple(int(weights.argmax()) for weights in relaxed)
+    return tuple(int(weights.argmax()) for weights in relaxed_choice)
 
 
 def best_of(problem: Problem, increases: Mapping[Choice, float], limit: float | None) -> RoundedChoice:
@@ -172,18 +172,18 @@ def best_of(problem: Problem, increases: Mapping[Choice, float], limit: float | 
       increases: of the loss, by choice.
       limit: the bound on the increase, or None.
     """
-    allowed = np.inf if limit is None else limit * (1 + 1e-6)
+    largest_increase = np.inf if limit is None else limit * (1 + 1e-6)
     evaluator = Evaluator(problem)
     evaluations = {choice: evaluator(choice) for choice in increases}
 
     def rank(choice: Choice) -> tuple[Any, ...]:
         increase, evaluation = increases[choice], evaluations[choice]
-        over_limit = max(increase - allowed, 0.0)
+        over_limit = max(increase - largest_increase, 0.0)
         return over_limit, not evaluation.feasible, evaluation.excess, evaluation.cost, increase
 
     choice = min(increases, key=rank)
     increase, evaluation, message = increases[choice], evaluations[choice], ""
-    if not increase <= allowed:
+    if not increase <= largest_increase:
         message = (
             f"infeasible: the least increase of the loss that was reached is {increase:.4g}, above "
             f"`max_loss_increase` {limit:.4g}; allow more, or give the space more exact strategies"
@@ -210,19 +210,21 @@ def dominates(problem: Problem, exact: Choice, choice: Choice, increase: float) 
     return bool(exact_evaluation.cost <= other.cost and exact_evaluation.excess <= other.excess)
 
 
-def within(problem: Problem, prediction: LossPrediction, limit: float) -> Choice:
+def cheapest_within(problem: Problem, prediction: LossPrediction, limit: float) -> Choice:
     """Returns the cheapest choice whose predicted increase is within a limit, or the one of least increase."""
     slopes = prediction.slopes
-    least = tuple(
+    least_choice = tuple(
         int(np.where(is_forbidden(cost), np.inf, row).argmin())
         for cost, row in zip(problem.node_cost, slopes, strict=True)
     )
-    budget = limit - prediction.increase(least)
+    budget = limit - prediction.increase(least_choice)
     if budget <= 0:
-        return least
-    increases = [np.maximum(row - row[s], 0.0) / budget * _BUDGET_UNITS for row, s in zip(slopes, least, strict=True)]
+        return least_choice
+    increases = [
+        np.maximum(row - row[s], 0.0) / budget * _BUDGET_UNITS for row, s in zip(slopes, least_choice, strict=True)
+    ]
     memory_limit, usages = _finite_memory(problem)
-    bounded = problem._replace(
+    bounded_problem = problem._replace(
         usage_node=np.concatenate([np.asarray(problem.usage_node, np.int64), np.arange(len(slopes))]),
         usage=[
             *(np.pad(u, ((0, 0), (0, 1))) for u in usages),
@@ -233,25 +235,25 @@ def within(problem: Problem, prediction: LossPrediction, limit: float) -> Choice
         ),
         memory_limit=np.append(memory_limit, _BUDGET_UNITS),
     )
-    return cheapest(bounded)
+    return cheapest_choice(bounded_problem)
 
 
-def weighed(problem: Problem, prediction: LossPrediction, seconds_per_loss: float) -> Choice:
+def cheapest_at_price(problem: Problem, prediction: LossPrediction, seconds_per_loss: float) -> Choice:
     """Returns the choice of least cost, with its predicted increase of the loss at a price."""
     node_cost = [
         np.asarray(cost, float) + seconds_per_loss * row
         for cost, row in zip(problem.node_cost, prediction.slopes, strict=True)
     ]
-    return cheapest(problem._replace(node_cost=node_cost))
+    return cheapest_choice(problem._replace(node_cost=node_cost))
 
 
-def cheapest(problem: Problem) -> Choice:
+def cheapest_choice(problem: Problem) -> Choice:
     """Returns the solver's choice."""
     return tuple(int(s) for s in solve(problem, time_limit_s=SOLVER_S).choice)
 
 
 def _finite_memory(problem: Problem) -> tuple[np.ndarray, list[np.ndarray]]:
-    """Limits `[D]` of the devices that have one, and the usages `[S_v, D]` there."""
+    """Returns limits `[D]` of the devices that have one, and the usages `[S_v, D]` there."""
     devices = num_memory_devices(problem)
     limit = np.broadcast_to(np.asarray(problem.memory_limit, float), (devices,))
     usages = [np.asarray(usage, float).reshape(len(usage), -1) for usage in problem.usage]

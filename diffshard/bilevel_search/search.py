@@ -21,7 +21,7 @@ from diffshard.bilevel_search.objective import objective_of
 from diffshard.bilevel_search.plans.base import Proof
 from diffshard.bilevel_search.plans.plan import BilevelPlan, Outcome
 from diffshard.bilevel_search.proving import CandidatesData
-from diffshard.bilevel_search.relaxation import relaxed_choice
+from diffshard.bilevel_search.relaxation import softmax_choice
 from diffshard.bilevel_search.spaces import Space, as_space_fn
 from diffshard.bilevel_search.step import Settings, Step, step_in
 from search_spaces.base import Batch, Params, SearchSpace
@@ -83,8 +83,8 @@ def bilevel(
     inputs.check_optimizer("weights_optimizer", weights_optimizer)
     inputs.check_optimizer("choice_optimizer", choice_optimizer)
     inputs.check_mesh(mesh)
-    resolved = resolve(estimator)
-    if order == 2 and resolved.relaxed is None:
+    resolved_estimator = resolve(estimator)
+    if order == 2 and resolved_estimator.relaxed_selection is None:
         raise ValueError(
             f"`order` 2 needs an estimator under which training depends on the choice (mixture, sampled); "
             f"with {estimator!r} it does not. Take order 1."
@@ -97,7 +97,7 @@ def bilevel(
         weights_optimizer=weights_optimizer,
         choice_optimizer=choice_optimizer,
         objective=objective,
-        estimator=resolved,
+        estimator=resolved_estimator,
         order=order,
         choice_every=choice_every,
     )
@@ -136,8 +136,8 @@ class BilevelSearch:
         self._state_structures: set[Any] = set()
         self._step: Step | None = None
         if self._space_fn is None:
-            made: Any = space
-            self._set_space(made)
+            search_space: Any = space
+            self._set_space(search_space)
 
     @property
     def space(self) -> SearchSpace[Any]:
@@ -208,8 +208,8 @@ class BilevelSearch:
 
     def relaxed_choice(self, state: BilevelState) -> list[np.ndarray]:
         """Returns the relaxed choice, V arrays `[S_v]`: the weights of each node's strategies."""
-        relaxed = relaxed_choice(self._checked_step(state).problem, state.logits)
-        return [np.asarray(weights) for weights in relaxed]
+        weights = softmax_choice(self._checked_step(state).problem, state.logits)
+        return [np.asarray(row) for row in weights]
 
     def finish(
         self, state: BilevelState, *, candidates_data: CandidatesData | None = None
@@ -252,7 +252,7 @@ class BilevelSearch:
         self._jitted = jax.jit(self._step)
 
     def _checked_step(self, state: BilevelState) -> Step:
-        """The step, if the state is one of this search, as one that was saved elsewhere may not be."""
+        """Returns the step if the state is one of this search; one that was saved elsewhere may not be."""
         step = self._made_step()
         inputs.check_state(state, step.problem)
         if (structure := jax.tree.structure(state)) not in self._state_structures:

@@ -39,14 +39,14 @@ def checked_exact_space(space: SearchSpace[Any] | Problem) -> SearchSpace[Any]:
       ValueError: it does not follow `SearchSpace`, it has a method that only a `LossySpace` has, or its problem cannot
         be searched; see `check_problem`.
     """
-    given = _as_space(space)
-    if methods := lossy_methods(given):
+    checked_space = _as_space(space)
+    if methods := lossy_methods(checked_space):
         raise ValueError(
             f"give `max_loss_increase` or `cost_weight`: this space trades loss for cost, because it has "
             f"{', '.join(methods)} of `search_spaces.base.LossySpace`."
         )
-    check_problem(given.problem, {})
-    return given
+    check_problem(checked_space.problem, {})
+    return checked_space
 
 
 def checked_lossy_space(space: SearchSpace[Any] | Problem) -> LossySpace:
@@ -55,11 +55,11 @@ def checked_lossy_space(space: SearchSpace[Any] | Problem) -> LossySpace:
     Raises:
       ValueError: it does not follow `LossySpace`, or its problem cannot be searched; see `check_problem`.
     """
-    given = _as_space(space)
-    lossy = as_lossy(given)
+    checked_space = _as_space(space)
+    lossy = as_lossy(checked_space)
     if lossy is None:
         raise ValueError(
-            f"`space` has no loss of its own (it lacks {', '.join(missing_for_loss(given))} of "
+            f"`space` has no loss of its own (it lacks {', '.join(missing_for_loss(checked_space))} of "
             f"`search_spaces.base.LossySpace`). If every choice has the same loss, leave out `max_loss_increase` and "
             f"`cost_weight`; otherwise add what it lacks."
         )
@@ -127,33 +127,33 @@ def check_arguments(space: LossySpace, **arguments: Any) -> None:
     Raises:
       ValueError: names the first array that differs, what it must be and what it is.
     """
-    for name, expected in zip(("params", "batch"), space.arguments, strict=True):
+    for name, shapes in zip(("params", "batch"), space.arguments, strict=True):
         if name not in arguments:
             continue
-        structures = [jax.tree.structure(tree) for tree in (expected, arguments[name])]
+        structures = [jax.tree.structure(tree) for tree in (shapes, arguments[name])]
         if structures[0] != structures[1]:
             raise ValueError(
                 f"`{name}` must have the structure that `space` was built for, {structures[0]}; got {structures[1]}."
             )
-        leaves = zip(jax.tree_util.tree_leaves_with_path(expected), jax.tree.leaves(arguments[name]), strict=True)
-        for (path, wanted), leaf in leaves:
+        leaves = zip(jax.tree_util.tree_leaves_with_path(shapes), jax.tree.leaves(arguments[name]), strict=True)
+        for (path, target), leaf in leaves:
             shape, dtype = jnp.shape(leaf), jnp.result_type(leaf)
-            if (shape, dtype) != (wanted.shape, wanted.dtype):
+            if (shape, dtype) != (target.shape, target.dtype):
                 raise ValueError(
-                    f"`{name}{jax.tree_util.keystr(path)}` must be {wanted.dtype}{list(wanted.shape)}, which `space` "
+                    f"`{name}{jax.tree_util.keystr(path)}` must be {target.dtype}{list(target.shape)}, which `space` "
                     f"was built for, got {dtype}{list(shape)}; pass arrays of that shape, or rebuild the space."
                 )
 
 
 def _as_space(space: SearchSpace[Any] | Problem) -> SearchSpace[Any]:
-    """The argument itself, or a space of numbered nodes around a `Problem`."""
-    given = NumberedSpace(space) if isinstance(space, Problem) else space
-    if missing := _missing(given, SearchSpace):
+    """Returns the argument itself, or a space of numbered nodes around a `Problem`."""
+    search_space = NumberedSpace(space) if isinstance(space, Problem) else space
+    if members := _missing(search_space, SearchSpace):
         raise ValueError(
             f"`space` must be a Problem, follow `search_spaces.base.SearchSpace`, or be a function that makes a space "
-            f"of (loss_fn, mesh_axes, params, batch); got {type(space).__name__}, which lacks {', '.join(missing)}."
+            f"of (loss_fn, mesh_axes, params, batch); got {type(space).__name__}, which lacks {', '.join(members)}."
         )
-    return given
+    return search_space
 
 
 def _missing(space: Any, protocol: type) -> list[str]:

@@ -15,14 +15,14 @@ from diffshard.bilevel_search.base import BilevelMetrics, BilevelState, Estimato
 from diffshard.bilevel_search.inputs import Mesh
 from diffshard.bilevel_search.model import ExactModel, LossyModel, Model, StepKeys
 from diffshard.bilevel_search.objective import CostWeight
-from diffshard.bilevel_search.optimizer_derivatives import updated
+from diffshard.bilevel_search.optimizer_derivatives import params_after_step
 from diffshard.bilevel_search.relaxation import (
-    allowed,
+    allowed_strategies,
     exact_cost,
     first_allowed,
     mean_cost,
-    relaxed_choice,
     relaxed_seconds,
+    softmax_choice,
 )
 from diffshard.bilevel_search.spaces import checked_exact_space, checked_lossy_space
 from search_spaces.base import Batch, PerStrategy, RelaxedChoice, SearchSpace
@@ -92,65 +92,72 @@ class Step:
         key, run_key, val_key = jax.random.split(state.key, 3)
         draw_key, noise_key = jax.random.split(run_key)
         keys = StepKeys(draw_key, noise_key, val_key)
-        relaxed = relaxed_choice(self.problem, state.logits)
-        trained = self.model.train(state, relaxed, train_batch, keys)
-        params, params_state = updated(self.settings.weights_optimizer, state, trained.gradients)
-        cost, cost_slopes = jax.value_and_grad(self._cost_ratio)(relaxed)
+        relaxed_choice = softmax_choice(self.problem, state.logits)
+        training_result = self.model.train(state, relaxed_choice, train_batch, keys)
+        params, params_state = params_after_step(self.settings.weights_optimizer, state, training_result.gradients)
+        cost, cost_slopes = jax.value_and_grad(self._cost_ratio)(relaxed_choice)
 
         def choose() -> tuple[_ChoiceState, _ChoiceMetrics]:
             batches = train_batch, val_batch
-            value, slopes = self.model.increase(state, relaxed, trained.gradients, *batches, keys)
-            return self._choose(state, relaxed, value, slopes, cost_slopes)
+            value, slopes = self.model.increase(state, relaxed_choice, training_result.gradients, *batches, keys)
+            return self._choose(state, relaxed_choice, value, slopes, cost_slopes)
 
-        chosen, measured = self._choose_or_wait(state, relaxed, choose)
-        accepted = BilevelState(
+        next_choice, choice_metrics = self._choose_or_wait(state, relaxed_choice, choose)
+        accepted_state = BilevelState(
             params=params,
             params_state=params_state,
-            residuals=trained.residuals,
-            **chosen._asdict(),
+            residuals=training_result.residuals,
+            **next_choice._asdict(),
             step=state.step + 1,
             num_refused=state.num_refused,
             key=key,
         )
-        is_finite = _all_finite((trained.loss, measured, cost))
-        is_finite = is_finite & _stays_finite(state._replace(key=0), accepted._replace(key=0))
-        refused = state._replace(key=key, num_refused=state.num_refused + 1)
-        entropy, undershoot, collapsed = self._collapse(relaxed, _mean_increase(chosen, relaxed), cost_slopes)
+        is_finite = _all_finite((training_result.loss, choice_metrics, cost))
+        is_finite = is_finite & _stays_finite(state._replace(key=0), accepted_state._replace(key=0))
+        refused_state = state._replace(key=key, num_refused=state.num_refused + 1)
+        entropy, undershoot, is_collapsed = self._collapse(
+            relaxed_choice, _mean_increase(next_choice, relaxed_choice), cost_slopes
+        )
         metrics = BilevelMetrics(
-            train_loss=trained.loss,
-            loss_increase=measured.increase,
+            train_loss=training_result.loss,
+            loss_increase=choice_metrics.increase,
             cost_ratio=cost,
             multiplier=state.multiplier,
-            loss_slope=measured.loss_slope,
-            cost_slope=measured.cost_slope,
+            loss_slope=choice_metrics.loss_slope,
+            cost_slope=choice_metrics.cost_slope,
             entropy=entropy,
             undershoot=undershoot,
-            collapsed=collapsed,
+            collapsed=is_collapsed,
             refused=~is_finite,
         )
-        return jax.lax.cond(is_finite, lambda: accepted, lambda: refused), metrics
+        return jax.lax.cond(is_finite, lambda: accepted_state, lambda: refused_state), metrics
 
     def _choose_or_wait(
-        self, state: BilevelState, relaxed: RelaxedChoice, choose: Callable[[], tuple[_ChoiceState, _ChoiceMetrics]]
+        self,
+        state: BilevelState,
+        relaxed_choice: RelaxedChoice,
+        choose: Callable[[], tuple[_ChoiceState, _ChoiceMetrics]],
     ) -> tuple[_ChoiceState, _ChoiceMetrics]:
         """Takes a step of the choice in each `choice_every`-th step of θ; the others leave the choice as it is."""
-        unchanged = _ChoiceState(state.logits, state.choice_state, state.multiplier, state.offset, state.slopes)
+        choice_before = _ChoiceState(state.logits, state.choice_state, state.multiplier, state.offset, state.slopes)
 
         def wait() -> tuple[_ChoiceState, _ChoiceMetrics]:
-            return unchanged, _ChoiceMetrics(_mean_increase(unchanged, relaxed), jnp.zeros(()), jnp.zeros(()))
+            return choice_before, _ChoiceMetrics(
+                _mean_increase(choice_before, relaxed_choice), jnp.zeros(()), jnp.zeros(())
+            )
 
         if self.settings.choice_every == 1:
             return choose()
         return jax.lax.cond(state.step % self.settings.choice_every == 0, choose, wait)
 
-    def _cost_ratio(self, relaxed: RelaxedChoice) -> jax.Array:
+    def _cost_ratio(self, relaxed_choice: RelaxedChoice) -> jax.Array:
         """Returns the relaxed cost as a ratio to the baseline's, so that nothing depends on the unit of time."""
-        return relaxed_seconds(self.problem, relaxed) / self.model.baseline_seconds
+        return relaxed_seconds(self.problem, relaxed_choice) / self.model.baseline_seconds
 
     def _choose(
         self,
         state: BilevelState,
-        relaxed: RelaxedChoice,
+        relaxed_choice: RelaxedChoice,
         value: jax.Array,
         slopes: PerStrategy,
         cost_slopes: PerStrategy,
@@ -159,13 +166,13 @@ class Step:
         value = value.astype(state.offset.dtype)  # whatever the loss is computed in
         # The first step's slopes are replaced in the second: adam's first step does not tell the size of later ones.
         share = jnp.maximum(_LEAST_UPDATE_SHARE, 1.0 / jnp.maximum(state.step // self.settings.choice_every, 1))
-        new_offset = value - optax.tree.vdot(slopes, relaxed)
+        new_offset = value - optax.tree.vdot(slopes, relaxed_choice)
         offset, means = jax.tree.map(
             lambda old, new: old + share * (new - old), (state.offset, state.slopes), (new_offset, slopes)
         )
-        increase = offset + optax.tree.vdot(means, relaxed)  # the noise of one batch would bias the multiplier
+        increase = offset + optax.tree.vdot(means, relaxed_choice)  # the noise of one batch would bias the multiplier
         scales = self.objective.scales(state.multiplier, increase, state.step)
-        _, pull_back = jax.vjp(functools.partial(relaxed_choice, self.problem), state.logits)
+        _, pull_back = jax.vjp(functools.partial(softmax_choice, self.problem), state.logits)
         (loss_gradient,) = pull_back(jax.tree.map(lambda slope: scales.loss * slope, slopes))
         (cost_gradient,) = pull_back(jax.tree.map(lambda slope: scales.cost * slope, cost_slopes))
         updates, choice_state = self.settings.choice_optimizer.update(
@@ -177,20 +184,20 @@ class Step:
         return _ChoiceState(logits, choice_state, multiplier, offset, means), metrics
 
     def _collapse(
-        self, relaxed: RelaxedChoice, increase: jax.Array, cost_slopes: PerStrategy
+        self, relaxed_choice: RelaxedChoice, increase: jax.Array, cost_slopes: PerStrategy
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Returns entropy, undershoot and whether the relaxed choice has collapsed; see `BilevelMetrics`."""
-        entropy = jnp.mean(jnp.stack([_entropy(weights) for weights in relaxed if weights.size > 1]))
+        entropy = jnp.mean(jnp.stack([_entropy(weights) for weights in relaxed_choice if weights.size > 1]))
         # By how much the linearised cost could still fall (the Frank-Wolfe gap), as a ratio to the exact choice's.
         possible_saving = sum(
             weights @ slope - jnp.min(jnp.where(mask, slope, jnp.inf))
-            for weights, slope, mask in zip(relaxed, cost_slopes, allowed(self.problem), strict=True)
+            for weights, slope, mask in zip(relaxed_choice, cost_slopes, allowed_strategies(self.problem), strict=True)
         )
         undershoot = jnp.zeros(())
         if self.objective.limit is not None:
             undershoot = 1.0 - increase / self.objective.limit
-        collapsed = (entropy < _DECIDED_ENTROPY) & (undershoot > 0.5) & (possible_saving > _WORTHWHILE_SAVING)
-        return entropy, undershoot, collapsed
+        is_collapsed = (entropy < _DECIDED_ENTROPY) & (undershoot > 0.5) & (possible_saving > _WORTHWHILE_SAVING)
+        return entropy, undershoot, is_collapsed
 
 
 def step_in(space: SearchSpace[Any] | Problem, settings: Settings, mesh: Mesh | None) -> Step:
@@ -228,9 +235,9 @@ def _exact_step(space: SearchSpace[Any] | Problem, settings: Settings) -> Step:
     return Step(settings, model, CostWeight(1.0))
 
 
-def _mean_increase(choice: _ChoiceState, relaxed: RelaxedChoice) -> jax.Array:
+def _mean_increase(choice: _ChoiceState, relaxed_choice: RelaxedChoice) -> jax.Array:
     """Returns the increase of the loss by the mean slopes."""
-    return choice.offset + optax.tree.vdot(choice.slopes, relaxed)
+    return choice.offset + optax.tree.vdot(choice.slopes, relaxed_choice)
 
 
 def _entropy(weights: jax.Array) -> jax.Array:

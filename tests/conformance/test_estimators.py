@@ -118,9 +118,9 @@ def test_training_runs_a_selection_of_the_spaces_strategies(estimator: Estimator
 
 
 def test_weights_are_on_the_simplex_and_pass_derivatives_on(estimator: Estimator):
-    if estimator.relaxed is None:
+    if estimator.relaxed_selection is None:
         pytest.skip("training does not depend on the choice")
-    weigh = estimator.relaxed
+    weigh = estimator.relaxed_selection
     for weights in weigh(_relaxed(), KEY):
         assert float(weights.sum()) == pytest.approx(1.0)
     slopes = jax.grad(lambda relaxed: sum(w @ jnp.arange(w.size) for w in weigh(relaxed, KEY)))(_relaxed())
@@ -129,7 +129,7 @@ def test_weights_are_on_the_simplex_and_pass_derivatives_on(estimator: Estimator
 
 @pytest.mark.parametrize("order", [1, 2])
 def test_a_search_takes_steps_consumes_its_key_and_compiles_once(estimator: Estimator, space: Perturbed, order: int):
-    if order == 2 and estimator.relaxed is None:
+    if order == 2 and estimator.relaxed_selection is None:
         with pytest.raises(ValueError, match="`order` 2 needs an estimator under which training depends"):
             _search(space, estimator, order=2)
         return

@@ -26,13 +26,13 @@ def increase(
     space: LossySpace,
     params: Params,
     batch: Batch,
-    relaxed: RelaxedChoice,
+    relaxed_choice: RelaxedChoice,
     key: jax.Array,
     progress: TrainingProgress,
 ) -> jax.Array:
     """Returns the mean predicted increase under the relaxed choice; see `Increase`."""
     increases = space.loss_increases(params, batch, key, step_sizes=progress.step_sizes, step=progress.step)
-    terms = zip(relaxed, jax.lax.stop_gradient(increases), strict=True)
+    terms = zip(relaxed_choice, jax.lax.stop_gradient(increases), strict=True)
     return sum((weights @ increase for weights, increase in terms), start=jnp.zeros(()))
 
 

@@ -13,14 +13,14 @@ from search_spaces.base import Batch, LossySpace, Params, RelaxedChoice
 
 def mixture() -> Estimator:
     """Returns the estimator under which training and validation both run the mixture."""
-    return Estimator(mixed_increase, _unchanged, _unchanged)
+    return Estimator(mixed_increase, _unchanged_choice, _unchanged_choice)
 
 
 def mixed_increase(
     space: LossySpace,
     params: Params,
     batch: Batch,
-    relaxed: RelaxedChoice,
+    relaxed_choice: RelaxedChoice,
     key: jax.Array,
     progress: TrainingProgress,
 ) -> jax.Array:
@@ -28,12 +28,12 @@ def mixed_increase(
     exact = one_hot(space.problem, space.exact_choice())
     # The exact loss is a constant: what the choice does to the parameters must show in the loss, not cancel.
     exact_loss = lax.stop_gradient(space.loss(params, batch, exact, key, progress.step))
-    return space.loss(params, batch, relaxed, key, progress.step) - exact_loss
+    return space.loss(params, batch, relaxed_choice, key, progress.step) - exact_loss
 
 
-def _unchanged(relaxed: RelaxedChoice, key: jax.Array) -> RelaxedChoice:
+def _unchanged_choice(relaxed_choice: RelaxedChoice, key: jax.Array) -> RelaxedChoice:
     del key
-    return relaxed
+    return relaxed_choice
 
 
 EXAMPLE = mixture

@@ -25,29 +25,29 @@ def sampled(temperature: float = 1.0) -> Estimator:
     if not temperature > 0:
         raise ValueError(f"`temperature` must be positive, got {temperature}.")
 
-    def draw(relaxed: RelaxedChoice, key: jax.Array) -> RelaxedChoice:
-        keys = jax.random.split(key, len(relaxed))
-        return [_straight_through(weights, k, temperature) for weights, k in zip(relaxed, keys, strict=True)]
+    def draw(relaxed_choice: RelaxedChoice, key: jax.Array) -> RelaxedChoice:
+        keys = jax.random.split(key, len(relaxed_choice))
+        return [_straight_through(weights, k, temperature) for weights, k in zip(relaxed_choice, keys, strict=True)]
 
     def increase(
         space: LossySpace,
         params: Params,
         batch: Batch,
-        relaxed: RelaxedChoice,
+        relaxed_choice: RelaxedChoice,
         key: jax.Array,
         progress: TrainingProgress,
     ) -> jax.Array:
         draw_key, run_key = jax.random.split(key)
-        return mixed_increase(space, params, batch, draw(relaxed, draw_key), run_key, progress)
+        return mixed_increase(space, params, batch, draw(relaxed_choice, draw_key), run_key, progress)
 
-    def selection(relaxed: RelaxedChoice, key: jax.Array) -> Selection:
-        return [weights.argmax() for weights in draw(relaxed, key)]
+    def selection(relaxed_choice: RelaxedChoice, key: jax.Array) -> Selection:
+        return [weights.argmax() for weights in draw(relaxed_choice, key)]
 
     return Estimator(increase, selection, draw)
 
 
 def _straight_through(weights: jax.Array, key: jax.Array, temperature: float) -> jax.Array:
-    """A one-hot draw `[S]` whose derivative is that of softmax((log p + Gumbel noise) / temperature)."""
+    """Returns a one-hot draw `[S]` whose derivative is that of softmax((log p + Gumbel noise) / temperature)."""
     noisy = jnp.log(jnp.maximum(weights, 1e-20)) + jax.random.gumbel(key, weights.shape)
     soft = jax.nn.softmax(noisy / temperature)
     hard = jax.nn.one_hot(noisy.argmax(), weights.size)

@@ -90,10 +90,10 @@ class Proof(NamedTuple):
     @property
     def finalists(self) -> tuple[TrainedCandidate, ...]:
         """The candidates that were trained to the end, first in the table: only their losses can be compared."""
-        return tuple(trained for trained in self.table if len(trained.record.scores) == len(self.exact_losses))
+        return tuple(candidate for candidate in self.table if len(candidate.record.scores) == len(self.exact_losses))
 
     def points(self) -> list[Point]:
-        """Loss against step time of the finalists, for `pareto`; the winner is the one that is chosen."""
+        """Returns loss against step time of the finalists, for `pareto`; the winner is the one that is chosen."""
         return [Point(t.name, t.seconds, t.loss, t is self.winner) for t in self.finalists]
 
 
@@ -173,8 +173,8 @@ class BilevelPlanData(NamedTuple):
     @property
     def sent_bytes(self) -> float:
         """Bytes that each device sends in one step, of a schedule in the mean; 0 where the space does not tell."""
-        chosen = sum(node.traffic.sent_bytes for node in self.nodes if node.traffic)
-        return self.exact_share * self.exact_sent_bytes + (1 - self.exact_share) * chosen
+        chosen_bytes = sum(node.traffic.sent_bytes for node in self.nodes if node.traffic)
+        return self.exact_share * self.exact_sent_bytes + (1 - self.exact_share) * chosen_bytes
 
     @property
     def exact_sent_bytes(self) -> float:

@@ -56,7 +56,7 @@ def from_json(document: Any, name: str, kind: type[PlanT]) -> PlanT:
         if document["version"] == 1:
             values = _from_version_1(values)
         if document["version"] < 3:
-            values = _renamed(values, {"groups": "nodes"})
+            values = _with_new_names(values, {"groups": "nodes"})
         plan: PlanT = from_json_values(kind, values)
         _check(plan)
     except (TypeError, ValueError, RecursionError) as error:
@@ -66,13 +66,13 @@ def from_json(document: Any, name: str, kind: type[PlanT]) -> PlanT:
 
 def _from_version_1(values: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the fields of version 1 under the names of version 2; damaged values stay and are refused later."""
-    renamed = {_NEW_NAMES.get(name, name): value for name, value in values.items()}
-    if isinstance(renamed.get("groups"), list):
-        renamed["groups"] = [_group_from_version_1(group) for group in renamed["groups"]]
-    if isinstance(proof := renamed["proof"], dict):  # the first files of version 1 repeat the first of the table
-        table = [_renamed(candidate, {"row": "record"}) for candidate in proof.get("table", ())]
-        renamed["proof"] = {**{k: v for k, v in proof.items() if k != "winner"}, "table": table}
-    return renamed
+    new_values = {_NEW_NAMES.get(name, name): value for name, value in values.items()}
+    if isinstance(new_values.get("groups"), list):
+        new_values["groups"] = [_group_from_version_1(group) for group in new_values["groups"]]
+    if isinstance(proof := new_values["proof"], dict):  # the first files of version 1 repeat the first of the table
+        table = [_with_new_names(candidate, {"row": "record"}) for candidate in proof.get("table", ())]
+        new_values["proof"] = {**{k: v for k, v in proof.items() if k != "winner"}, "table": table}
+    return new_values
 
 
 _NEW_NAMES = {"lossless": "all_exact"}
@@ -81,15 +81,15 @@ _NEW_NAMES = {"lossless": "all_exact"}
 def _group_from_version_1(group: Any) -> Any:
     if not isinstance(group, dict) or not isinstance(traffic := group.get("traffic"), dict):
         return group
-    sent = {name: value for name, value in traffic.items() if name != "exact_sent_bytes"}
+    new_traffic = {name: value for name, value in traffic.items() if name != "exact_sent_bytes"}
     return {
         **group,
-        "traffic": _renamed(sent, {"times": "count"}),
+        "traffic": _with_new_names(new_traffic, {"times": "count"}),
         "exact_sent_bytes": traffic.get("exact_sent_bytes"),
     }
 
 
-def _renamed(record: Any, names: Mapping[str, str]) -> Any:
+def _with_new_names(record: Any, names: Mapping[str, str]) -> Any:
     if not isinstance(record, dict):
         return record
     return {names.get(name, name): value for name, value in record.items()}
@@ -121,22 +121,22 @@ def _check_node(node: NodePlan) -> None:
     where = f" of node {node.name!r}"
     _check_amounts(where, seconds=node.seconds, exact_seconds=node.exact_seconds)
     _check_amounts(where, exact_sent_bytes=node.exact_sent_bytes)
-    if (sent := node.traffic) is not None:
-        if sent.direction not in _DIRECTIONS:
-            raise ValueError(f"`direction`{where} is {sent.direction!r}, none of {', '.join(_DIRECTIONS[:-1])}")
-        _check_amounts(where, count=sent.count, sent_bytes=sent.sent_bytes)
+    if (traffic := node.traffic) is not None:
+        if traffic.direction not in _DIRECTIONS:
+            raise ValueError(f"`direction`{where} is {traffic.direction!r}, none of {', '.join(_DIRECTIONS[:-1])}")
+        _check_amounts(where, count=traffic.count, sent_bytes=traffic.sent_bytes)
 
 
 def _check_proof(proof: Proof, num_nodes: int) -> None:
     if not proof.finalists:
         raise ValueError("no candidate of `proof` was trained to the end")
     _check_amounts(" of `proof`", steps=proof.steps)
-    for trained in proof.table:
-        where = f" of candidate {trained.name!r}"
-        _check_choice(where, trained.choice, num_nodes)
-        _check_amounts(where, seconds=trained.seconds, steps=trained.record.steps)
-        if not 0 <= trained.exact_share <= 1:
-            raise ValueError(f"`exact_share`{where} is {trained.exact_share}, not from 0 to 1")
+    for candidate in proof.table:
+        where = f" of candidate {candidate.name!r}"
+        _check_choice(where, candidate.choice, num_nodes)
+        _check_amounts(where, seconds=candidate.seconds, steps=candidate.record.steps)
+        if not 0 <= candidate.exact_share <= 1:
+            raise ValueError(f"`exact_share`{where} is {candidate.exact_share}, not from 0 to 1")
 
 
 def _check_choice(where: str, choice: Choice, num_nodes: int) -> None:

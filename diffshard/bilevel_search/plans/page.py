@@ -50,8 +50,8 @@ def _cards(plan: BilevelPlanData) -> str:
         bound = "" if plan.max_loss_increase is None else f", {plan.max_loss_increase:.4g} allowed"
         how = "measured" if plan.proof else "predicted, not measured"
         pairs.append((f"{plan.loss_increase:+.4g}", f"loss over the exact choice's, {how}{bound}"))
-        changed = sum(node.strategy != node.exact_strategy for node in plan.nodes)
-        pairs.append((f"{changed} of {len(plan.nodes)}", "groups differ from the exact choice"))
+        num_changed = sum(node.strategy != node.exact_strategy for node in plan.nodes)
+        pairs.append((f"{num_changed} of {len(plan.nodes)}", "groups differ from the exact choice"))
     if has_traffic(plan):
         pairs.insert(2, (format_bytes(plan.sent_bytes), bytes_line(plan).split(" ", 2)[2]))
     return cards(*pairs)
@@ -87,26 +87,28 @@ def _nodes(plan: BilevelPlanData) -> str:
         return f"<h2>Choices</h2>{_table(('name', 'chosen', 'takes'), rows, right=(2,))}"
     rows = []
     for node in plan.nodes:
-        sent = chosen_and_exact_bytes(node)
+        num_bytes = chosen_and_exact_bytes(node)
         seconds = (node.seconds, node.exact_seconds)
-        rows.append((node.name, *traffic_texts(node), node.strategy, *map(format_bytes, sent), *map(format_s, seconds)))
+        rows.append(
+            (node.name, *traffic_texts(node), node.strategy, *map(format_bytes, num_bytes), *map(format_s, seconds))
+        )
     head = ("group", "direction", "collective", "", "chosen", "sends", "exact", "takes", "exact")
     return f"<h2>Groups of sites</h2>{_table(head, rows, right=(3, 5, 6, 7, 8))}"
 
 
 def _candidates(proof: Proof) -> str:
-    """Loss against seconds of those that were trained to the end, numbered as in the table of all."""
+    """Draws loss against seconds of those that were trained to the end, numbered as in the table of all."""
     rows = []
-    for number, trained in enumerate(proof.table, start=1):
-        loss = (f"{trained.loss:.4f}", f"{trained.loss_increase:+.4f}", f"{trained.record.steps:,}")
+    for number, candidate in enumerate(proof.table, start=1):
+        loss = (f"{candidate.loss:.4f}", f"{candidate.loss_increase:+.4f}", f"{candidate.record.steps:,}")
         shown_number = str(number) if number <= len(proof.finalists) else ""
-        rows.append((shown_number, trained.name, format_s(trained.seconds), *loss))
+        rows.append((shown_number, candidate.name, format_s(candidate.seconds), *loss))
     head = ("", "candidate", "step", "loss", "increase", "steps")
-    said = (
+    summary = (
         f"{len(proof.table)} trained from the start, {proof.steps:,} steps in all; those without a number were dropped"
     )
     return (
-        f"<h2>Candidates</h2><div class=dim>{said} on the way, with fewer steps</div>"
+        f"<h2>Candidates</h2><div class=dim>{summary} on the way, with fewer steps</div>"
         f"{_picture(proof.finalists)}{_table(head, rows, right=(0, 2, 3, 4, 5))}"
     )
 
@@ -142,7 +144,7 @@ def _picture(finalists: Sequence[TrainedCandidate]) -> str:
 
 
 def _range(values: Sequence[float]) -> tuple[float, float]:
-    """Least and largest, apart even where all are equal."""
+    """Returns the least and the largest value, apart even where all are equal."""
     low, high = min(values), max(values)
     return (low, high) if high > low else (low - abs(low) / 2 - 1e-9, high + abs(high) / 2 + 1e-9)
 

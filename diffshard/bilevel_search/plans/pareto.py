@@ -37,15 +37,16 @@ class Pareto(NamedTuple):
             raise ValueError("`draw` needs matplotlib: pip install 'diffshard[plot]'") from None
         figure = Figure(figsize=(7, 4.5), layout="constrained")
         axes = figure.add_subplot()
-        shown = [point for point in self.points if math.isfinite(point.loss)]
-        axes.scatter([1e3 * p.seconds for p in shown], [p.loss for p in shown], s=18, color="0.6", label="candidates")
+        finite_points = [point for point in self.points if math.isfinite(point.loss)]
+        at = [1e3 * p.seconds for p in finite_points], [p.loss for p in finite_points]
+        axes.scatter(*at, s=18, color="0.6", label="candidates")
         axes.step([1e3 * p.seconds for p in self.front], [p.loss for p in self.front], where="post", label="best")
-        for point in shown:
+        for point in finite_points:
             color = "black" if point in self.front else "0.5"
             at = (1e3 * point.seconds, point.loss)
             axes.annotate(point.name, at, (4, 4), textcoords="offset points", fontsize=8, color=color)
-        if chosen := [point for point in shown if point.chosen]:
-            at = [1e3 * p.seconds for p in chosen], [p.loss for p in chosen]
+        if chosen_points := [point for point in finite_points if point.chosen]:
+            at = [1e3 * p.seconds for p in chosen_points], [p.loss for p in chosen_points]
             axes.scatter(*at, s=90, marker="*", color="#d9822b", zorder=3, label="chosen")
         axes.margins(x=0.15, y=0.1)
         axes.set(xlabel="step time / ms", ylabel="loss", title=title)
@@ -64,22 +65,22 @@ def pareto(points: Sequence[Point | tuple[str, float, float]]) -> Pareto:
     """
     if not isinstance(points, Iterable) or isinstance(points, str):
         raise ValueError(f"`points` must be a sequence of (name, seconds, loss), got {points!r}.")
-    named = tuple(_point(i, point) for i, point in enumerate(points))
-    if not named:
+    all_points = tuple(_point(i, point) for i, point in enumerate(points))
+    if not all_points:
         raise ValueError("`points` must hold at least one (name, seconds, loss), got none.")
-    for point in named:
+    for point in all_points:
         if not 0 <= point.seconds < math.inf:
             raise ValueError(f"`points` must have finite seconds from 0 on; {point.name!r} has {point.seconds}.")
     front: list[Point] = []
-    for point in sorted(named, key=lambda p: (p.seconds, p.loss)):
+    for point in sorted(all_points, key=lambda p: (p.seconds, p.loss)):
         if math.isfinite(point.loss) and (not front or point.loss < front[-1].loss):
             front.append(point)
-    return Pareto(named, tuple(front))
+    return Pareto(all_points, tuple(front))
 
 
-def _point(number: int, given: Any) -> Point:
-    fields = tuple(given) if isinstance(given, tuple | list) else ()
+def _point(number: int, point: Any) -> Point:
+    fields = tuple(point) if isinstance(point, tuple | list) else ()
     numbers = [as_real(field) for field in fields[1:3]]
     if len(fields) not in (3, 4) or None in numbers:
-        raise ValueError(f"`points[{number}]` must be (name, seconds, loss), got {given!r}.")
-    return given if isinstance(given, Point) else Point(*fields)
+        raise ValueError(f"`points[{number}]` must be (name, seconds, loss), got {point!r}.")
+    return point if isinstance(point, Point) else Point(*fields)

@@ -84,18 +84,18 @@ class Outcome(NamedTuple):
 
     Attributes:
       state: the last one.
-      relaxed: its relaxed choice, V arrays `[S_v]`.
+      relaxed_choice: its relaxed choice, V arrays `[S_v]`.
       objective: how loss and cost are weighed.
       batch_shapes: shapes of batches that the search was made with, if any are known.
     """
 
     state: BilevelState
-    relaxed: list[np.ndarray]
+    relaxed_choice: list[np.ndarray]
     objective: Objective
     batch_shapes: Sequence[Any]
 
 
-def predicted(state: BilevelState, exact: Choice) -> LossPrediction:
+def mean_prediction(state: BilevelState, exact: Choice) -> LossPrediction:
     """Returns the mean slopes as a prediction under which the exact choice adds nothing."""
     mean = LossPrediction(float(state.offset), [np.asarray(slope, float) for slope in state.slopes])
     return mean._replace(offset=mean.offset - mean.increase(exact))
@@ -112,16 +112,16 @@ def proposed_plan(space: LossySpace, exact: Choice, outcome: Outcome) -> Bilevel
     state, problem, limit, note = outcome.state, space.problem, outcome.objective.limit, ""
     increases = {exact: 0.0}
     if int(state.step):
-        proposed = proposals(problem, outcome.relaxed, predicted(state, exact), exact, limit)
-        if all(dominates(problem, exact, *pair) for pair in proposed.items()):
+        proposed_choices = proposals(problem, outcome.relaxed_choice, mean_prediction(state, exact), exact, limit)
+        if all(dominates(problem, exact, *pair) for pair in proposed_choices.items()):
             note = "what the search proposed costs no less than the exact choice and loses no less; this is exact"
         else:
-            increases = proposed
+            increases = proposed_choices
     else:
         num_refused = int(state.num_refused)
         note = f"nothing was learnt: 0 updates were accepted, {num_refused} refused; this is the exact choice"
     plan = lossy_plan(space, best_of(problem, increases, limit), limit, note)
-    if nodes := _unmeasured(plan, exact, state):
+    if nodes := _unmeasured_nodes(plan, exact, state):
         note = f"not measured: the estimator's loss does not depend on {', '.join(nodes)}; training can tell (`prove`)"
         plan = plan._replace(message="; ".join(filter(None, (plan.message, note))))
     return plan
@@ -146,24 +146,24 @@ def proved_plan(space: LossySpace, exact_seconds: float, proof: Proof, limit: fl
     )
 
 
-def lossy_plan(space: LossySpace, rounded: RoundedChoice, limit: float | None, note: str = "") -> BilevelPlan:
+def lossy_plan(space: LossySpace, rounded_choice: RoundedChoice, limit: float | None, note: str = "") -> BilevelPlan:
     """Returns the plan of a choice in a space whose strategies change the loss.
 
     Args:
       space: explains the choice.
-      rounded: the choice.
+      rounded_choice: the choice.
       limit: the bound on the increase of the loss, or None.
       note: for the plan's message.
     """
-    exact, seconds = tuple(int(s) for s in space.exact_choice()), float(rounded.evaluation.cost)
+    exact, seconds = tuple(int(s) for s in space.exact_choice()), float(rounded_choice.evaluation.cost)
     return BilevelPlan(
-        choice=rounded.choice,
-        nodes=_nodes(space, rounded.choice, exact),
+        choice=rounded_choice.choice,
+        nodes=_nodes(space, rounded_choice.choice, exact),
         seconds=seconds,
         cost_ratio=seconds / exact_cost(space.problem, exact),
-        loss_increase=rounded.increase,
-        feasible=not rounded.message,
-        message="; ".join(filter(None, (rounded.message, note))),
+        loss_increase=rounded_choice.increase,
+        feasible=not rounded_choice.message,
+        message="; ".join(filter(None, (rounded_choice.message, note))),
         max_loss_increase=limit,
         mesh_axes=dict(space.mesh_axes),
         hardware=space.hardware,
@@ -171,29 +171,29 @@ def lossy_plan(space: LossySpace, rounded: RoundedChoice, limit: float | None, n
     )
 
 
-def exact_plan(space: SearchSpace[Any], rounded: RoundedChoice) -> BilevelPlan:
+def exact_plan(space: SearchSpace[Any], rounded_choice: RoundedChoice) -> BilevelPlan:
     """Returns the plan of a choice in a space where every choice has the same loss."""
-    seconds = float(rounded.evaluation.cost)
+    seconds = float(rounded_choice.evaluation.cost)
     return BilevelPlan(
-        choice=rounded.choice,
-        nodes=_nodes(space, rounded.choice, first_allowed(space.problem)),
+        choice=rounded_choice.choice,
+        nodes=_nodes(space, rounded_choice.choice, first_allowed(space.problem)),
         mesh_axes={},
         hardware=None,
         seconds=seconds,
         cost_ratio=seconds / mean_cost(space.problem),
         loss_increase=0.0,
-        feasible=not rounded.message,
-        message=rounded.message,
+        feasible=not rounded_choice.message,
+        message=rounded_choice.message,
         all_exact=True,
     )
 
 
 def _nodes(space: SearchSpace[Any], choice: Choice, exact: Choice) -> tuple[NodePlan, ...]:
-    """A record of each node of a space with a choice in it."""
+    """Returns a record of each node of a space with a choice in it."""
     nodes = range(len(choice))
     parts, exact_parts = (
-        [[part for part in explained if part.node == v] for v in nodes]
-        for explained in (space.explain(choice), space.explain(exact))
+        [[part for part in explanation if part.node == v] for v in nodes]
+        for explanation in (space.explain(choice), space.explain(exact))
     )
     records = []
     for v in nodes:
@@ -213,7 +213,7 @@ def _nodes(space: SearchSpace[Any], choice: Choice, exact: Choice) -> tuple[Node
 
 
 def _traffic(parts: Sequence[Part]) -> Traffic | None:
-    """What the parts of one node send together; None where the space does not tell."""
+    """Returns what the parts of one node send together; None where the space does not tell."""
     traffic = [part.traffic for part in parts if part.traffic]
     if not traffic:
         return None
@@ -226,7 +226,7 @@ def _traffic(parts: Sequence[Part]) -> Traffic | None:
     )
 
 
-def _unmeasured(plan: BilevelPlan, exact: Choice, state: BilevelState) -> list[str]:
-    """Names of nodes where the plan is not exact and all strategies have the same slope: the loss cannot tell them."""
+def _unmeasured_nodes(plan: BilevelPlan, exact: Choice, state: BilevelState) -> list[str]:
+    """Returns the names of nodes where the plan is not exact and all slopes are equal: the loss tells nothing."""
     nodes = zip(plan.node_names, plan.choice, exact, state.slopes, strict=True)
-    return [node for node, chosen, other, slope in nodes if chosen != other and np.ptp(np.asarray(slope)) == 0]
+    return [node for node, s, exact_s, slopes in nodes if s != exact_s and np.ptp(np.asarray(slopes)) == 0]

@@ -48,9 +48,10 @@ def bytes_line(plan: BilevelPlanData) -> str:
     """Returns what a device sends beside the exact choice's; empty where the space does not tell."""
     if not has_traffic(plan):
         return ""
-    sent, exact = plan.sent_bytes, plan.exact_sent_bytes
-    share = f"{sent / exact:.1%} of the exact choice's {format_bytes(exact)}" if exact else "as the exact choice"
-    return f"{format_bytes(sent)} by each device in a step, {share}"
+    exact_bytes, share = plan.exact_sent_bytes, "as the exact choice"
+    if exact_bytes:
+        share = f"{plan.sent_bytes / exact_bytes:.1%} of the exact choice's {format_bytes(exact_bytes)}"
+    return f"{format_bytes(plan.sent_bytes)} by each device in a step, {share}"
 
 
 def schedule_line(plan: BilevelPlanData) -> str:
@@ -87,7 +88,7 @@ def _header(plan: BilevelPlanData) -> str:
 
 
 def _nodes(plan: BilevelPlanData) -> str:
-    changed = sum(node.strategy != node.exact_strategy for node in plan.nodes)
+    num_changed = sum(node.strategy != node.exact_strategy for node in plan.nodes)
     if not has_traffic(plan):
         rows = [
             ("name", "chosen", "takes"),
@@ -96,10 +97,10 @@ def _nodes(plan: BilevelPlanData) -> str:
         return "\n".join(["Choices", "", *format_table(rows, "  ", right=(2,))])
     rows = [("name", "direction", "collective", "", "chosen", "sends", "exact", "takes", "exact")]
     for node in plan.nodes:
-        chosen, exact = (format_bytes(num_bytes) for num_bytes in chosen_and_exact_bytes(node))
+        chosen_bytes, exact_bytes = (format_bytes(num_bytes) for num_bytes in chosen_and_exact_bytes(node))
         times = (format_s(node.seconds), format_s(node.exact_seconds))
-        rows.append((node.name, *traffic_texts(node), node.strategy, chosen, exact, *times))
-    heading = f"Groups of sites: {len(plan.nodes)}, {changed} of them differ from the exact choice"
+        rows.append((node.name, *traffic_texts(node), node.strategy, chosen_bytes, exact_bytes, *times))
+    heading = f"Groups of sites: {len(plan.nodes)}, {num_changed} of them differ from the exact choice"
     return "\n".join([heading, "", *format_table(rows, "  ", right=(3, 5, 6, 7, 8))])
 
 
@@ -108,9 +109,9 @@ def _candidates(plan: BilevelPlanData) -> str:
         return ""
     table, steps = plan.proof.table, plan.proof.steps
     rows = [("step", "loss", "increase", "trained", "name")]
-    for trained in table[:_MAX_CANDIDATES]:
-        loss, increase = f"{trained.loss:.4f}", f"{trained.loss_increase:+.4f}"
-        rows.append((format_s(trained.seconds), loss, increase, f"{trained.record.steps:,} steps", trained.name))
+    for candidate in table[:_MAX_CANDIDATES]:
+        loss, increase = f"{candidate.loss:.4f}", f"{candidate.loss_increase:+.4f}"
+        rows.append((format_s(candidate.seconds), loss, increase, f"{candidate.record.steps:,} steps", candidate.name))
     heading = f"Candidates: {len(table)} trained from the start for {steps:,} steps in all, the best first"
     more = [f"  ... and {len(table) - _MAX_CANDIDATES} more"] if len(table) > _MAX_CANDIDATES else []
     return "\n".join([heading, "", *format_table(rows, "  ", right=(0, 1, 2, 3)), *more])

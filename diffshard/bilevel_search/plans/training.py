@@ -58,12 +58,12 @@ def training(
             f"`space` has no loss to train on: it lacks {', '.join(missing_for_loss(space))} of "
             f"`search_spaces.base.LossySpace`; give the space of strategies that the plan was made for."
         )
-    chosen = choice_in(plan, plan.strategies, lossy)
+    plan_choice = choice_in(plan, plan.strategies, lossy)
     if not isinstance(optimizer, optax.GradientTransformation):
         raise ValueError(f"`optimizer` must be an optax optimiser, as adamw(3e-4); got {optimizer!r}.")
-    num_exact_steps, exact = _num_exact_steps(plan, num_steps), chosen
+    num_exact_steps, first_choice = _num_exact_steps(plan, num_steps), plan_choice
     if num_exact_steps:
-        exact = choice_in(plan, [node.exact_strategy for node in plan.nodes], lossy)
+        first_choice = choice_in(plan, [node.exact_strategy for node in plan.nodes], lossy)
 
     def init(params: Params, key: jax.Array) -> TrainingState:
         check_key(key)
@@ -80,9 +80,9 @@ def training(
 
         if num_exact_steps:
             # Of a schedule both whole steps are compiled, rather than every strategy at every site.
-            result = jax.lax.cond(state.step < num_exact_steps, lambda: run(exact), lambda: run(chosen))
+            result = jax.lax.cond(state.step < num_exact_steps, lambda: run(first_choice), lambda: run(plan_choice))
         else:
-            result = run(chosen)
+            result = run(plan_choice)
         return next_state(optimizer, state, result), result.loss
 
     return Training(init, step)
@@ -120,12 +120,12 @@ def choice_in(plan: BilevelPlanData, strategies: Sequence[str], space: LossySpac
         raise PlanError(
             f"The plan is for a mesh of axes {dict(plan.mesh_axes)}, and `space` for {dict(space.mesh_axes)}."
         )
-    unused: dict[str, list[int]] = {}
+    unused_nodes: dict[str, list[int]] = {}
     for v, name in enumerate(space.node_names):
-        unused.setdefault(name, []).append(v)
+        unused_nodes.setdefault(name, []).append(v)
     choice: dict[int, int] = {}
     for node, strategy in zip(plan.nodes, strategies, strict=True):
-        v = _next_node(unused, node.name)
+        v = _next_node(unused_nodes, node.name)
         names = list(space.strategy_names(v))
         if strategy not in names:
             raise PlanError(

@@ -12,7 +12,7 @@ import pytest
 import diffshard
 from cost.base import Problem
 from diffshard.bilevel_search.base import BilevelState
-from diffshard.bilevel_search.relaxation import best_of, one_hot, relaxed_choice
+from diffshard.bilevel_search.relaxation import best_of, one_hot, softmax_choice
 from diffshard.bilevel_search.search import BilevelSearch
 from search_spaces.numbered import NumberedSpace
 from tests.diffshard.bilevel_search.perturbed import NothingExact, Perturbed, batch_of, start
@@ -86,7 +86,7 @@ def test_a_step_of_the_choice_follows_finite_differences_of_loss_and_cost(order:
         after, metrics = search.update(state, train, val)
 
         def objective(logits: list[np.ndarray]) -> float:
-            rows = relaxed_choice(space.problem, [jnp.asarray(row) for row in logits])
+            rows = softmax_choice(space.problem, [jnp.asarray(row) for row in logits])
             params = state.params
             if order == 2:
                 slope = jax.grad(space.loss)(params, train, rows, KEY)

@@ -12,8 +12,8 @@ from diffshard.bilevel_search.base import Estimator, TrainingProgress
 from diffshard.bilevel_search.estimators.curvature import curvature
 from diffshard.bilevel_search.estimators.mixture import mixture
 from diffshard.bilevel_search.estimators.sampled import sampled
-from diffshard.bilevel_search.optimizer_derivatives import unrolled
-from diffshard.bilevel_search.relaxation import relaxed_choice
+from diffshard.bilevel_search.optimizer_derivatives import unrolled_increase
+from diffshard.bilevel_search.relaxation import softmax_choice
 from diffshard.bilevel_search.search import resolve
 from tests.diffshard.bilevel_search.perturbed import Perturbed, batch_of, start
 
@@ -34,7 +34,7 @@ def _logits() -> list[jax.Array]:
 
 
 def _relaxed() -> list[jax.Array]:
-    return relaxed_choice(SPACE.problem, _logits())
+    return softmax_choice(SPACE.problem, _logits())
 
 
 def _params() -> dict[str, jax.Array]:
@@ -84,8 +84,8 @@ def test_curvature_is_the_mean_predicted_increase():
 
 def test_sampled_runs_one_strategy_of_each_node_as_often_as_it_weighs():
     estimator = sampled()
-    assert estimator.relaxed is not None
-    weights = estimator.relaxed
+    assert estimator.relaxed_selection is not None
+    weights = estimator.relaxed_selection
     drawn = jax.vmap(lambda key: weights(_relaxed(), key))(jax.random.split(KEY, 4000))
     assert estimator.selection is not None
     assert estimator.selection(_relaxed(), KEY) == [row.argmax() for row in weights(_relaxed(), KEY)]
@@ -98,7 +98,7 @@ def test_sampled_runs_one_strategy_of_each_node_as_often_as_it_weighs():
 def test_sampled_slopes_are_those_of_the_softened_draw():
     """With a linear function of the row the straight-through slope is that of softmax(log p + gumbel)."""
     row, weights = _relaxed()[0], jnp.array([1.0, -2.0, 0.5])
-    drawn = sampled(temperature=0.7).relaxed
+    drawn = sampled(temperature=0.7).relaxed_selection
     assert drawn is not None
     slope = jax.grad(lambda r: drawn([r], KEY)[0] @ weights)(row)
     noise = jax.random.gumbel(jax.random.split(KEY, 1)[0], (3,))
@@ -113,7 +113,7 @@ def test_the_unrolled_slope_is_that_of_the_loss_after_the_step(name: str):
     opt_state = optimizer.update(jax.grad(_train_loss)({"w": jnp.ones(3)}, relaxed), optimizer.init(params), params)[1]
     move = functools.partial(_move, optimizer, params, opt_state)
     gradients = jax.grad(_train_loss)(params, relaxed)
-    value, slopes = unrolled(_increase, _train_loss, move, params, relaxed, gradients)
+    value, slopes = unrolled_increase(_increase, _train_loss, move, params, relaxed, gradients)
 
     def after(relaxed):
         return _increase_over_constant(move(jax.grad(_train_loss)(params, relaxed)), relaxed)
@@ -139,7 +139,7 @@ def test_the_unrolled_slope_by_an_explicit_hessian():
     direct = jax.grad(_increase, argnums=1)(next_params, relaxed)
     expected = [d - rate * params_slope @ m for d, m in zip(direct, mixed, strict=True)]
     move = functools.partial(_move, optax.sgd(rate), params, optax.sgd(rate).init(params))
-    _, slopes = unrolled(_increase, _train_loss, move, params, relaxed, gradients)
+    _, slopes = unrolled_increase(_increase, _train_loss, move, params, relaxed, gradients)
     for slope, other, d in zip(slopes, expected, direct, strict=True):
         np.testing.assert_allclose(slope, other, rtol=1e-7)
         assert np.abs(np.asarray(other) - np.asarray(d)).max() > 1e-4  # there is something to unroll
@@ -156,7 +156,7 @@ def test_a_gradient_of_zero_has_no_derivative_through_adam_and_does_not_spoil_th
     optimizer = optax.adam(0.1)
     move = functools.partial(_move, optimizer, params, optimizer.init(params))
     gradients = jax.grad(train_loss)(params, _relaxed())
-    _, slopes = unrolled(increase, train_loss, move, params, _relaxed(), gradients)
+    _, slopes = unrolled_increase(increase, train_loss, move, params, _relaxed(), gradients)
     assert all(np.isfinite(slope).all() for slope in slopes)
 
 
