@@ -98,7 +98,7 @@ def custom_vjp_with_tangents(equation: core.JaxprEqn, operands: Sequence[Any]) -
     differentiable = [_has_tangents(x) for x in operands]
 
     def results(numbers: Sequence[jax.Array], others: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        return _separated(bind(equation, _interleaved(differentiable, numbers, others)))
+        return _separate(bind(equation, _interleave(differentiable, numbers, others)))
 
     @jax.custom_jvp
     def op(numbers: Sequence[jax.Array], others: Sequence[Any]) -> list[jax.Array]:
@@ -111,10 +111,10 @@ def custom_vjp_with_tangents(equation: core.JaxprEqn, operands: Sequence[Any]) -
         _, push = jax.vjp(lambda cotangents: pull(cotangents)[0], jax.tree.map(jnp.zeros_like, y))
         return results(numbers, others)[0], push(lax.stop_gradient(tangents[0]))[0]
 
-    numbers, others = _separated(operands)
+    numbers, others = _separate(operands)
     kinds = [jnp.issubdtype(var.aval.dtype, jnp.inexact) for var in equation.outvars]  # type: ignore[attr-defined]
     other_results = [] if all(kinds) else results(lax.stop_gradient(numbers), others)[1]
-    return _interleaved(kinds, op(numbers, others), other_results)
+    return _interleave(kinds, op(numbers, others), other_results)
 
 
 def _rank(variable: Any) -> int:
@@ -125,13 +125,13 @@ def _has_tangents(x: Any) -> bool:
     return jnp.issubdtype(jnp.result_type(x), jnp.inexact)
 
 
-def _separated(values: Iterable[Any]) -> tuple[list[Any], list[Any]]:
+def _separate(values: Iterable[Any]) -> tuple[list[Any], list[Any]]:
     """Separates the values that have tangents from the others."""
     values = list(values)
     return [x for x in values if _has_tangents(x)], [x for x in values if not _has_tangents(x)]
 
 
-def _interleaved(differentiable: Sequence[bool], numbers: Sequence[Any], others: Sequence[Any]) -> list[Any]:
-    """Undoes `_separated`."""
+def _interleave(differentiable: Sequence[bool], numbers: Sequence[Any], others: Sequence[Any]) -> list[Any]:
+    """Undoes `_separate`."""
     next_number, next_other = iter(numbers), iter(others)
     return [next(next_number if is_one else next_other) for is_one in differentiable]

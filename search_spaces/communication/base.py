@@ -96,7 +96,7 @@ class CollectiveOp:
         """How many of these devices hold the same result."""
         return self.num_devices if self.kind in ("all_reduce", "all_gather") else 1
 
-    def transposed(self) -> "CollectiveOp":
+    def transpose(self) -> "CollectiveOp":
         """Returns the collective that carries the cotangents of the result to the operand."""
         kinds: dict[CollectiveKind, CollectiveKind] = {"all_gather": "reduce_scatter", "reduce_scatter": "all_gather"}
         reverse = tuple((target, source) for source, target in self.permutation)
@@ -108,11 +108,11 @@ class CollectiveOp:
         """Returns the shape of the result on one device for an operand of a shape."""
         shape, n = list(shape), self.num_devices
         if self.kind in ("reduce_scatter", "all_to_all"):
-            cut = self.dimensions[0]
-            shape[cut : cut + 1] = [shape[cut] // n] if self.tiled else []
+            cut_dimension = self.dimensions[0]
+            shape[cut_dimension : cut_dimension + 1] = [shape[cut_dimension] // n] if self.tiled else []
         if self.kind in ("all_gather", "all_to_all"):
-            grown = self.dimensions[-1]
-            shape[grown : grown + self.tiled] = [shape[grown] * n] if self.tiled else [n]
+            grown_dimension = self.dimensions[-1]
+            shape[grown_dimension : grown_dimension + self.tiled] = [shape[grown_dimension] * n] if self.tiled else [n]
         return tuple(shape)
 
 

@@ -25,8 +25,8 @@ ELEMENTS_PER_SCALE = 128
 
 
 def run_exact(collective: CollectiveOp, x: jax.Array) -> jax.Array:
-    """Runs the plain `jax.lax` collective; its derivatives of any order pass `transposed` collectives."""
-    return _differentiable(collective, x) if jnp.issubdtype(x.dtype, jnp.floating) else _plain(collective, x)
+    """Runs the plain `jax.lax` collective; its derivatives of any order pass transposed collectives."""
+    return _run_differentiable(collective, x) if jnp.issubdtype(x.dtype, jnp.floating) else _run_plain(collective, x)
 
 
 def run_encoded(
@@ -43,24 +43,24 @@ def run_encoded(
     residual = None
     match collective.kind:
         case "all_reduce":
-            y, residual = _reduced(x.ravel().astype(jnp.float32), axes, sizes, precision, key)
+            y, residual = _sum_everywhere(x.ravel().astype(jnp.float32), axes, sizes, precision, key)
             y, residual = y.reshape(x.shape), residual.reshape(x.shape)
         case "all_gather":
-            rows = _gathered(encode(x.ravel(), precision, key), axes)
+            rows = _gather(encode(x.ravel(), precision, key), axes)
             rows = decode(rows, precision, x.size).reshape(n, *x.shape)
-            y = _merged(rows, collective.dimensions[0], collective.tiled)
+            y = _join_parts(rows, collective.dimensions[0], collective.tiled)
         case "reduce_scatter":
-            rows = _parts(x, collective.dimensions[0], n, collective.tiled)
-            y = _scattered(rows.reshape(n, -1), axes, sizes, precision, key)[0]
+            rows = _cut_into_parts(x, collective.dimensions[0], n, collective.tiled)
+            y = _sum_and_scatter(rows.reshape(n, -1), axes, sizes, precision, key)[0]
             y = y.reshape(rows.shape[1:])
         case "all_to_all":
-            rows = _parts(x, collective.dimensions[0], n, collective.tiled)
+            rows = _cut_into_parts(x, collective.dimensions[0], n, collective.tiled)
             flat = rows.reshape(n, -1)
-            codes = _exchanged(encode(flat, precision, key), axes)
+            codes = _exchange(encode(flat, precision, key), axes)
             rows = decode(codes, precision, flat.shape[1]).reshape(rows.shape)
-            y = _merged(rows, collective.dimensions[1], collective.tiled)
+            y = _join_parts(rows, collective.dimensions[1], collective.tiled)
         case "collective_permute":
-            codes = _permuted(collective, encode(x.ravel(), precision, key))
+            codes = _permute(collective, encode(x.ravel(), precision, key))
             y = decode(codes, precision, x.size).reshape(x.shape)
     return y.astype(x.dtype), residual
 
@@ -84,22 +84,22 @@ def encode(x: jax.Array, precision: Precision, key: jax.Array | None = None) -> 
         raise ValueError(f"`key` is None, but {precision.name!r} rounds stochastically; give a `jax.random.key`.")
     x = x.astype(jnp.float32)
     if math.isinf(precision.largest):
-        return _rounded(x, precision, key).astype(precision.dtype)
+        return _round(x, precision, key).astype(precision.dtype)
     blocks = _blocks(x)
     scales = jnp.max(jnp.abs(blocks), axis=-1) / precision.largest
-    scaled = blocks / jnp.where(scales > 0, scales, 1.0)[..., None]
-    codes = _rounded(jnp.clip(scaled, -precision.largest, precision.largest), precision, key).astype(precision.dtype)
-    codes = lax.bitcast_convert_type(codes, jnp.uint8)
+    scaled_blocks = blocks / jnp.where(scales > 0, scales, 1.0)[..., None]
+    numbers = _round(jnp.clip(scaled_blocks, -precision.largest, precision.largest), precision, key)
+    codes = lax.bitcast_convert_type(numbers.astype(precision.dtype), jnp.uint8)
     if precision.bits == 4:
         codes = (codes[..., 0::2] & 0xF) | (codes[..., 1::2] << 4)
     return jnp.concatenate([codes, lax.bitcast_convert_type(scales, jnp.uint8)], axis=-1)
 
 
-def decode(encoded: jax.Array, precision: Precision, num_elements: int) -> jax.Array:
+def decode(encoded_numbers: jax.Array, precision: Precision, num_elements: int) -> jax.Array:
     """Decodes what `encode` returned; returns `[..., num_elements]` float32."""
     if math.isinf(precision.largest):
-        return encoded.astype(jnp.float32)
-    codes, scales = encoded[..., :-4], lax.bitcast_convert_type(encoded[..., -4:], jnp.float32)
+        return encoded_numbers.astype(jnp.float32)
+    codes, scales = encoded_numbers[..., :-4], lax.bitcast_convert_type(encoded_numbers[..., -4:], jnp.float32)
     if precision.bits == 4:
         codes = jnp.stack([codes & 0xF, codes >> 4], axis=-1).reshape(*codes.shape[:-1], -1)
         codes = jnp.where(codes > 7, codes | 0xF0, codes)
@@ -116,52 +116,52 @@ def encoded_bytes(precision: Precision, num_elements: int) -> int:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _differentiable(collective: CollectiveOp, x: jax.Array) -> jax.Array:
-    """Runs the plain collective with its own transpose: JAX's transposes are wrong under `jax.vmap` (see `_plain`)."""
-    return _plain(collective, x)
+def _run_differentiable(collective: CollectiveOp, x: jax.Array) -> jax.Array:
+    """Runs the plain collective with its own transpose: JAX's are wrong under `jax.vmap` (see `_run_plain`)."""
+    return _run_plain(collective, x)
 
 
-_differentiable.defvjp(
-    lambda collective, x: (_plain(collective, x), None),
-    lambda collective, _, cotangent: (run_exact(collective.transposed(), cotangent),),
+_run_differentiable.defvjp(
+    lambda collective, x: (_run_plain(collective, x), None),
+    lambda collective, _, cotangent: (run_exact(collective.transpose(), cotangent),),
 )
 
 
-def _plain(collective: CollectiveOp, x: jax.Array) -> jax.Array:
+def _run_plain(collective: CollectiveOp, x: jax.Array) -> jax.Array:
     match collective.kind:
         case "all_reduce":
             return lax.psum(x, collective.axes)
         case "all_gather":
-            return _merged(_gathered(x, collective.axes), collective.dimensions[0], collective.tiled)
+            return _join_parts(_gather(x, collective.axes), collective.dimensions[0], collective.tiled)
         case "reduce_scatter":
-            rows = _parts(x, collective.dimensions[0], collective.num_devices, collective.tiled)
+            rows = _cut_into_parts(x, collective.dimensions[0], collective.num_devices, collective.tiled)
             rows = rows.reshape(*collective.sizes, *rows.shape[1:])
             for i in reversed(range(len(collective.axes))):  # `jax.vmap` is right for the first dimension only
                 rows = lax.psum_scatter(jnp.moveaxis(rows, i, 0), collective.axes[i])
             return rows
         case "all_to_all":
-            split, concatenated = collective.dimensions
-            x = _varying(x, collective.axes)
-            return lax.all_to_all(x, collective.axes, split, concatenated, tiled=collective.tiled)
+            split_dimension, concatenated_dimension = collective.dimensions
+            x = _as_varying(x, collective.axes)
+            return lax.all_to_all(x, collective.axes, split_dimension, concatenated_dimension, tiled=collective.tiled)
         case "collective_permute":
-            return _permuted(collective, x)
+            return _permute(collective, x)
 
 
-def _permuted(collective: CollectiveOp, x: jax.Array) -> jax.Array:
+def _permute(collective: CollectiveOp, x: jax.Array) -> jax.Array:
     """Runs a permute; devices that receive from nobody get zeros, as with `lax.ppermute`.
 
     `jax.vmap` takes complete permutations only: devices without a target send to those without a source, which then
     discard what they received.
     """
     sources, targets = zip(*collective.permutation, strict=True)
-    unused = [[i for i in range(collective.num_devices) if i not in used] for used in (sources, targets)]
-    pairs = [*collective.permutation, *zip(*unused, strict=True)]
-    y = lax.ppermute(_varying(x, collective.axes), collective.axes, pairs)
+    others = [[i for i in range(collective.num_devices) if i not in ends] for ends in (sources, targets)]
+    pairs = [*collective.permutation, *zip(*others, strict=True)]
+    y = lax.ppermute(_as_varying(x, collective.axes), collective.axes, pairs)
     receives = np.isin(np.arange(collective.num_devices), targets)
     return jnp.where(jnp.asarray(receives)[lax.axis_index(collective.axes)], y, jnp.zeros_like(y))
 
 
-def _varying(x: jax.Array, axes: Sequence[str]) -> jax.Array:
+def _as_varying(x: jax.Array, axes: Sequence[str]) -> jax.Array:
     """Returns `x` as an array that may differ between devices; `jax.vmap` is wrong for one that it does not batch.
 
     The condition always holds, but depends on the device.
@@ -169,13 +169,13 @@ def _varying(x: jax.Array, axes: Sequence[str]) -> jax.Array:
     return jnp.where(lax.axis_index(axes) >= 0, x, x)
 
 
-def _exchanged(x: jax.Array, axes: str | Sequence[str]) -> jax.Array:
+def _exchange(x: jax.Array, axes: str | Sequence[str]) -> jax.Array:
     """Sends row i of each device to device i, `[n, ...]` to `[n, ...]`."""
     names = (axes,) if isinstance(axes, str) else tuple(axes)
-    return lax.all_to_all(_varying(x, names), names, 0, 0, tiled=True)
+    return lax.all_to_all(_as_varying(x, names), names, 0, 0, tiled=True)
 
 
-def _gathered(x: jax.Array, axes: Sequence[str]) -> jax.Array:
+def _gather(x: jax.Array, axes: Sequence[str]) -> jax.Array:
     """Gathers the arrays of all devices in order, `[n, ...]`."""
     shape = x.shape
     for i, axis in enumerate(axes):  # `jax.vmap` cannot gather over several axes at once
@@ -183,7 +183,7 @@ def _gathered(x: jax.Array, axes: Sequence[str]) -> jax.Array:
     return x.reshape(-1, *shape)
 
 
-def _scattered(
+def _sum_and_scatter(
     rows: jax.Array, axes: Sequence[str], sizes: Sequence[int], precision: Precision, key: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """Sums rows `[n, elements]` over devices, each sum on the device of its row; the last axis goes first.
@@ -198,16 +198,16 @@ def _scattered(
     codes = encode(by_device, precision, key)
     width = by_device.shape[1]
     residual = by_device - decode(codes, precision, width)
-    sums = decode(_exchanged(codes, axis), precision, width).sum(axis=0)
+    sums = decode(_exchange(codes, axis), precision, width).sum(axis=0)
     if outer:
-        sums, residual_of_sums = _scattered(
+        sums, residual_of_sums = _sum_and_scatter(
             sums.reshape(-1, rows.shape[1]), outer, sizes[:-1], precision, jax.random.fold_in(key, 0)
         )
         residual = residual.at[lax.axis_index(axis)].add(residual_of_sums.ravel())
     return sums, jnp.moveaxis(residual.reshape(n, -1, rows.shape[1]), 0, 1).reshape(rows.shape)
 
 
-def _reduced(
+def _sum_everywhere(
     x: jax.Array, axes: Sequence[str], sizes: Sequence[int], precision: Precision, key: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """Sums `[elements]` over devices; returns the sum and this device's residual.
@@ -216,14 +216,14 @@ def _reduced(
     """
     num_devices = math.prod(sizes)
     rows = jnp.pad(x, (0, -x.size % num_devices)).reshape(num_devices, -1)
-    sums, residual = _scattered(rows, axes, sizes, precision, key)
+    sums, residual = _sum_and_scatter(rows, axes, sizes, precision, key)
     codes = encode(sums, precision, jax.random.fold_in(key, 1))
     residual = residual.at[lax.axis_index(tuple(axes))].add(sums - decode(codes, precision, sums.size))
-    whole = decode(_gathered(codes, axes), precision, sums.size)
+    whole = decode(_gather(codes, axes), precision, sums.size)
     return whole.ravel()[: x.size], residual.ravel()[: x.size]
 
 
-def _parts(x: jax.Array, dimension: int, count: int, tiled: bool) -> jax.Array:
+def _cut_into_parts(x: jax.Array, dimension: int, count: int, tiled: bool) -> jax.Array:
     """Cuts a dimension into `[count, ...]` parts, which keep the dimension if tiled."""
     if not tiled:
         return jnp.moveaxis(x, dimension, 0)
@@ -231,7 +231,7 @@ def _parts(x: jax.Array, dimension: int, count: int, tiled: bool) -> jax.Array:
     return jnp.moveaxis(x.reshape(shape), dimension, 0)
 
 
-def _merged(rows: jax.Array, dimension: int, tiled: bool) -> jax.Array:
+def _join_parts(rows: jax.Array, dimension: int, tiled: bool) -> jax.Array:
     """Joins parts `[count, ...]` along a dimension, which they have already if tiled and which is new if not."""
     x = jnp.moveaxis(rows, 0, dimension)
     if not tiled:
@@ -251,7 +251,7 @@ def _blocks(x: jax.Array) -> jax.Array:
     return jnp.pad(x, padding).reshape(*x.shape[:-1], num_blocks, block)
 
 
-def _rounded(x: jax.Array, precision: Precision, key: jax.Array | None) -> jax.Array:
+def _round(x: jax.Array, precision: Precision, key: jax.Array | None) -> jax.Array:
     """Rounds to numbers that the codes can hold, unless the cast to the codes' type does so itself."""
     if precision.rounding == "nearest":
         return x if precision.mantissa_bits else jnp.round(x)

@@ -126,14 +126,14 @@ def coding_s(precision: Precision, hardware: Hardware) -> float:
     They were measured for some kinds of devices; for others they are what the memory needs to read a float32 and write
     its code, or the reverse.
     """
-    for kind, seconds in measured()["seconds_per_element"].items():
+    for kind, seconds in encoding_seconds()["seconds_per_element"].items():
         if hardware.name.lower().startswith(kind) and precision.name in seconds:
             return seconds[precision.name]
     return (4 + precision.bits / 8) / hardware.memory_bytes_per_s
 
 
 @cache
-def measured() -> dict:
+def encoding_seconds() -> dict:
     """Returns the measured seconds for each element, by kind of device and precision, with date and versions.
 
     `python -m experiments.encoding_seconds` measures them.

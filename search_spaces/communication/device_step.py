@@ -54,12 +54,12 @@ class DeviceStep:
 
         def dynamic_part(s: int | None) -> Any:
             """Returns what `custom_vjp` must see as an argument, because it cannot capture tracers."""
-            selected = None if s is None else selection[self.group_of[s]]
-            return None if isinstance(selected, int) else selected
+            node_selection = None if s is None else selection[self.group_of[s]]
+            return None if isinstance(node_selection, int) else node_selection
 
         def run(s: int, x: jax.Array, dynamic: Any, key: jax.Array, step: jax.Array) -> jax.Array:
-            selected = selection[self.group_of[s]] if dynamic is None else dynamic
-            return _run_selected(self.strategy_functions(s), selected, x, key, step)[0]
+            node_selection = selection[self.group_of[s]] if dynamic is None else dynamic
+            return _run_selected(self.strategy_functions(s), node_selection, x, key, step)[0]
 
         def at_collective(p: int, x: jax.Array, key: jax.Array) -> jax.Array:
             forward_site, backward_site = self.site_at["forward", p], self.site_at.get(("backward", p))
@@ -71,7 +71,7 @@ class DeviceStep:
 
             def backward(cotangent: jax.Array, dynamic: Any, keys: jax.Array, step: jax.Array) -> jax.Array:
                 if backward_site is None:  # no parameter's gradient needs it, but another derivative may
-                    return run_exact(self.collective(forward_site).transposed(), cotangent)
+                    return run_exact(self.collective(forward_site).transpose(), cotangent)
                 return run(backward_site, cotangent, dynamic, keys[1], step)
 
             dynamic = dynamic_part(forward_site), dynamic_part(backward_site)
@@ -80,7 +80,7 @@ class DeviceStep:
         def at_alternatives(p: int, branches: Sequence[Callable[..., Any]], operands: Sequence[Any]) -> Any:
             return _run_selected(branches, selection[self.group_of[self.site_at["forward", p]]], *operands)
 
-        return self.evaluated(params, batch, key, at_collective, at_alternatives)
+        return self.loss_with(params, batch, key, at_collective, at_alternatives)
 
     def send_gradients(
         self,
@@ -94,20 +94,20 @@ class DeviceStep:
         leaves, structure = jax.tree.flatten(gradients)
         next_residuals = {}
         for g, numbers in self.gradient_groups():
-            own = [leaves[leaf] for leaf in numbers]
+            parts = [leaves[leaf] for leaf in numbers]
             names = [self.traced_loss.param_names[leaf] for leaf in numbers]
             with_residuals = as_vector(
-                [x + residuals[name][0] if name in residuals else x for x, name in zip(own, names, strict=True)]
+                [x + residuals[name][0] if name in residuals else x for x, name in zip(parts, names, strict=True)]
             )
-            operand = with_residuals.astype(own[0].dtype)
+            operand = with_residuals.astype(parts[0].dtype)
             functions = self.strategy_functions(self.groups[g].sites[0])
             y, residual = _run_selected(functions, selection[g], operand, gradient_key(key, g), step)
             residual = residual + (with_residuals - operand)  # what the cast to a narrower type lost
-            split = zip(numbers, names, _split(y, own), _split(residual, own), strict=True)
-            for leaf, name, arrived, own_residual in split:
-                leaves[leaf] = arrived.astype(operand.dtype)
+            by_leaf = zip(numbers, names, _split(y, parts), _split(residual, parts), strict=True)
+            for leaf, name, gradient, leaf_residual in by_leaf:
+                leaves[leaf] = gradient.astype(operand.dtype)
                 if name in residuals:
-                    next_residuals[name] = own_residual[None].astype(jnp.float32)
+                    next_residuals[name] = leaf_residual[None].astype(jnp.float32)
         return jax.tree.unflatten(structure, leaves), next_residuals
 
     def sum_gradients(self, gradients: Any) -> Any:
@@ -118,7 +118,7 @@ class DeviceStep:
                 leaves[site.leaf] = run_exact(self.collective(s), leaves[site.leaf])
         return jax.tree.unflatten(structure, leaves)
 
-    def evaluated(
+    def loss_with(
         self,
         params: Any,
         batch: Any,
@@ -164,17 +164,17 @@ def partition_selection(groups: Sequence[Group], selection: Selection) -> tuple[
         raise ValueError(f"`choice` must have one entry for each of {len(groups)} groups, got {len(selection)}.")
     static: list[int | None] = []
     dynamic: list[Any] = []
-    for group, selected in zip(groups, selection, strict=True):
-        number = isinstance(selected, (int, np.integer)) and not isinstance(selected, bool)
-        if number and not 0 <= int(selected) < len(group.names):
-            raise ValueError(f"`choice` of {group.name!r} must be 0 to {len(group.names) - 1}, not {selected}.")
-        whole = jnp.ndim(selected) == 0 and jnp.issubdtype(jnp.asarray(selected).dtype, jnp.integer)
-        if not number and not whole and jnp.shape(selected) != (len(group.names),):
+    for group, node_selection in zip(groups, selection, strict=True):
+        number = isinstance(node_selection, (int, np.integer)) and not isinstance(node_selection, bool)
+        if number and not 0 <= int(node_selection) < len(group.names):
+            raise ValueError(f"`choice` of {group.name!r} must be 0 to {len(group.names) - 1}, not {node_selection}.")
+        whole = jnp.ndim(node_selection) == 0 and jnp.issubdtype(jnp.asarray(node_selection).dtype, jnp.integer)
+        if not number and not whole and jnp.shape(node_selection) != (len(group.names),):
             raise ValueError(
-                f"`choice` of {group.name!r} must be an integer or {len(group.names)} weights, not {selected!r}."
+                f"`choice` of {group.name!r} must be an integer or {len(group.names)} weights, not {node_selection!r}."
             )
-        static.append(int(selected) if number else None)  # type: ignore[arg-type]
-        dynamic.append(None if number else jnp.asarray(selected))
+        static.append(int(node_selection) if number else None)  # type: ignore[arg-type]
+        dynamic.append(None if number else jnp.asarray(node_selection))
     return static, dynamic
 
 
@@ -208,18 +208,18 @@ def _split(x: jax.Array, like: Sequence[jax.Array]) -> list[jax.Array]:
     return [part.reshape(y.shape) for part, y in zip(jnp.split(x, ends[:-1]), like, strict=True)]
 
 
-def _run_selected(functions: Sequence[Callable[..., Any]], selected: NodeSelection, *operands: Any) -> Any:
+def _run_selected(functions: Sequence[Callable[..., Any]], node_selection: NodeSelection, *operands: Any) -> Any:
     """Returns the selected function's result, or for weights the weighted sum of all results."""
-    if isinstance(selected, int):
-        return functions[selected](*operands)
-    if jnp.ndim(selected) == 0:
-        return lax.switch(selected, functions, *operands)
+    if isinstance(node_selection, int):
+        return functions[node_selection](*operands)
+    if jnp.ndim(node_selection) == 0:
+        return lax.switch(node_selection, functions, *operands)
     results = [function(*operands) for function in functions]
 
-    def mixed(*xs: jax.Array) -> jax.Array:
-        return reduce(jnp.add, [w * x for w, x in zip(selected, xs, strict=True)]).astype(xs[0].dtype)
+    def weighted_sum(*xs: jax.Array) -> jax.Array:
+        return reduce(jnp.add, [w * x for w, x in zip(node_selection, xs, strict=True)]).astype(xs[0].dtype)
 
-    return jax.tree.map(mixed, *results)
+    return jax.tree.map(weighted_sum, *results)
 
 
 def _with_backward(
@@ -243,8 +243,8 @@ def _with_backward(
         y, pull = jax.vjp(lambda dynamic: forward(x, dynamic, *others), forward_dynamic)
         return y, (pull, backward_dynamic, others)
 
-    def op_backward(saved: Any, cotangent: jax.Array) -> Any:
-        pull, backward_dynamic, others = saved
+    def op_backward(saved_values: Any, cotangent: jax.Array) -> Any:
+        pull, backward_dynamic, others = saved_values
         return backward(cotangent, backward_dynamic, *others), *pull(cotangent), None, None
 
     op.defvjp(op_forward, op_backward)

@@ -88,9 +88,9 @@ class WholeStep:
         static, dynamic = partition_selection(self.device.groups, selection)
 
         def fn(params: Any, batch: Any, residuals: Any, key: jax.Array, step: jax.Array, dynamic: Any) -> Any:
-            selected = combine(static, dynamic)
-            loss, gradients = jax.value_and_grad(self.device.loss)(params, batch, key, step, selected)
-            return lax.psum(loss, self.axes), *self.device.send_gradients(gradients, residuals, key, step, selected)
+            selection = combine(static, dynamic)
+            loss, gradients = jax.value_and_grad(self.device.loss)(params, batch, key, step, selection)
+            return lax.psum(loss, self.axes), *self.device.send_gradients(gradients, residuals, key, step, selection)
 
         by_device = PartitionSpec(self.axes)
         in_specs = (self.param_specs, self.batch_specs, by_device, _WHOLE, _WHOLE, _WHOLE)
@@ -137,13 +137,13 @@ def emulate(
         specs = broadcast_specs(tuple(in_specs), arguments)
         parts = [_split(x, spec, mesh_axes) for x, spec in zip(leaves, specs, strict=True)]
 
-        def mapped(*flat: Any) -> Any:
+        def mapped_fn(*flat: Any) -> Any:
             return fn(*jax.tree.unflatten(structure, flat))
 
         for axis in reversed(list(mesh_axes)):
             in_axes = tuple(0 if any(axis in axes for axes in axes_of(s, len(s))) else None for s in specs)
-            mapped = jax.vmap(mapped, in_axes=in_axes, axis_name=axis, axis_size=mesh_axes[axis])
-        results = mapped(*parts)
+            mapped_fn = jax.vmap(mapped_fn, in_axes=in_axes, axis_name=axis, axis_size=mesh_axes[axis])
+        results = mapped_fn(*parts)
         flat, structure_out = jax.tree.flatten(results)
         specs_out = broadcast_specs(out_specs, results)
         whole = [_join(x, spec, mesh_axes) for x, spec in zip(flat, specs_out, strict=True)]
@@ -154,41 +154,41 @@ def emulate(
 
 def on_devices(fn: Callable[..., Any], mesh: Mesh, in_specs: Sequence[Any], out_specs: Any) -> Callable[..., Any]:
     """Returns `fn` under `jax.shard_map` without checks of replication; its arguments may have any sharding."""
-    mapped = jax.shard_map(fn, mesh=mesh, in_specs=tuple(in_specs), out_specs=out_specs, check_vma=False)
+    mapped_fn = jax.shard_map(fn, mesh=mesh, in_specs=tuple(in_specs), out_specs=out_specs, check_vma=False)
     if AxisType.Explicit not in mesh.axis_types:
-        return mapped
+        return mapped_fn
 
     def run(*arguments: Any) -> Any:
         leaves, structure = jax.tree.flatten(arguments)
         specs = broadcast_specs(tuple(in_specs), arguments)
-        placed = [jax.reshard(x, NamedSharding(mesh, spec)) for x, spec in zip(leaves, specs, strict=True)]
-        return mapped(*jax.tree.unflatten(structure, placed))
+        resharded_leaves = [jax.reshard(x, NamedSharding(mesh, spec)) for x, spec in zip(leaves, specs, strict=True)]
+        return mapped_fn(*jax.tree.unflatten(structure, resharded_leaves))
 
     return run
 
 
 def _split(x: Any, spec: PartitionSpec, mesh_axes: Mapping[str, int]) -> Any:
     """Returns `[axes that split the array, in the mesh's order..., local shape...]`."""
-    split, order, shape = [], [], []
+    positions, order, shape = [], [], []
     for size, axes in zip(jnp.shape(x), axes_of(spec, jnp.ndim(x)), strict=True):
         for axis in axes:
-            split.append((list(mesh_axes).index(axis), len(shape)))
+            positions.append((list(mesh_axes).index(axis), len(shape)))
             shape.append(mesh_axes[axis])
         order.append(len(shape))
         shape.append(size // math.prod(mesh_axes[axis] for axis in axes))
-    if not split:
+    if not positions:
         return x
-    return jnp.reshape(x, shape).transpose([*(place for _, place in sorted(split)), *order])
+    return jnp.reshape(x, shape).transpose([*(position for _, position in sorted(positions)), *order])
 
 
 def _join(x: jax.Array, spec: PartitionSpec, mesh_axes: Mapping[str, int]) -> jax.Array:
     """Returns the whole array for `[all axes in the mesh's order..., local shape...]`."""
     dimensions = axes_of(spec, x.ndim - len(mesh_axes))
-    used = {axis for axes in dimensions for axis in axes}
-    x = x[tuple(slice(None) if axis in used else 0 for axis in mesh_axes)]
-    splitting = [axis for axis in mesh_axes if axis in used]
+    used_axes = {axis for axes in dimensions for axis in axes}
+    x = x[tuple(slice(None) if axis in used_axes else 0 for axis in mesh_axes)]
+    splitting = [axis for axis in mesh_axes if axis in used_axes]
     order, shape = [], []
     for d, axes in enumerate(dimensions):
         order += [*(splitting.index(axis) for axis in axes), len(splitting) + d]
         shape.append(x.shape[len(splitting) + d] * math.prod(mesh_axes[axis] for axis in axes))
-    return x.transpose(order).reshape(shape) if used else x
+    return x.transpose(order).reshape(shape) if used_axes else x

@@ -72,24 +72,24 @@ def local_loss_increases(
     def measure(running: _Branches) -> tuple[list[Any], Any]:
         """Returns increases of forward and backward sites in these branches, None for other groups; and gradients."""
         probes = [
-            jnp.zeros(len(group.names)) if own == running else None
-            for group, own in zip(device.groups, branches, strict=True)
+            jnp.zeros(len(group.names)) if group_branches == running else None
+            for group, group_branches in zip(device.groups, branches, strict=True)
         ]
-        forward = jax.grad(lambda p: _forward_probed(device, params, validation, key, step, p, running))(probes)
+        forward = jax.grad(lambda p: _forward_loss(device, params, validation, key, step, p, running))(probes)
         # The barrier runs one pass after the other: at the same time, both would hold their activations in memory.
         same_params, forward = lax.optimization_barrier((params, forward))
         backward, gradients = jax.grad(
-            lambda p, params: _backward_probed(device, params, batch, direction, key, step, p, running), argnums=(0, 1)
+            lambda p, params: _backward_loss(device, params, batch, direction, key, step, p, running), argnums=(0, 1)
         )(probes, same_params)
         increases = [None if f is None else f + b / 2 for f, b in zip(forward, backward, strict=True)]
         return increases, gradients
 
-    measured, gradients = measure({})
+    measured_increases, gradients = measure({})
     of_gradients = _gradient_increases(device, step_sizes, gradients, key, step)
-    increases = [g if m is None else m + g for m, g in zip(measured, of_gradients, strict=True)]
+    increases = [g if m is None else m + g for m, g in zip(measured_increases, of_gradients, strict=True)]
     for running in [b for i, b in enumerate(branches) if b and b not in branches[:i]]:
-        measured, _ = measure(running)
-        increases = [old if m is None else m for m, old in zip(measured, increases, strict=True)]
+        measured_increases, _ = measure(running)
+        increases = [old if m is None else m for m, old in zip(measured_increases, increases, strict=True)]
     return increases
 
 
@@ -109,14 +109,14 @@ def _branches_around(device: DeviceStep, s: int) -> dict[int, int]:
     branch, branches = device.sites[s].branch, {}
     while branch is not None:
         place, number = branch
-        around = device.site_at["forward", place]
+        outer_site = device.site_at["forward", place]
         if number:
-            branches[device.group_of[around]] = number
-        branch = device.sites[around].branch
+            branches[device.group_of[outer_site]] = number
+        branch = device.sites[outer_site].branch
     return branches
 
 
-def _forward_probed(
+def _forward_loss(
     device: DeviceStep,
     params: Any,
     batch: Any,
@@ -137,7 +137,7 @@ def _forward_probed(
         if probe is None or not jnp.issubdtype(x.dtype, jnp.floating):
             return y
         errors = _errors(device, s, operand, lax.stop_gradient(y), device.keys(p, key)[0], step)
-        return probed(y, errors, probe, collective.axes, copies, num_tokens(y, copies))
+        return with_probe(y, errors, probe, collective.axes, copies, num_tokens(y, copies))
 
     def at_alternatives(p: int, branches: Sequence[Callable[..., Any]], operands: Sequence[Any]) -> Any:
         g = device.group_of[device.site_at["forward", p]]
@@ -148,13 +148,13 @@ def _forward_probed(
         results = []
         for i, y in enumerate(first):
             errors = jnp.stack([jnp.zeros_like(y), *(other[i] - y for other in others)])
-            results.append(probed(y, errors, probe, (), 1, num_tokens(y, 1)))
+            results.append(with_probe(y, errors, probe, (), 1, num_tokens(y, 1)))
         return results
 
-    return device.evaluated(params, batch, key, at_collective, at_alternatives)
+    return device.loss_with(params, batch, key, at_collective, at_alternatives)
 
 
-def _backward_probed(
+def _backward_loss(
     device: DeviceStep,
     params: Any,
     batch: Any,
@@ -178,13 +178,13 @@ def _backward_probed(
         def errors(cotangent: jax.Array, result: jax.Array, others: Any) -> jax.Array:
             return _errors(device, backward_site, cotangent, result, *others)
 
-        return probed_backward(collective, errors, x, probe, (device.keys(p, key)[1], step))
+        return with_backward_probe(collective, errors, x, probe, (device.keys(p, key)[1], step))
 
     def at_alternatives(p: int, branches: Sequence[Callable[..., Any]], operands: Sequence[Any]) -> Any:
         return branches[running.get(device.group_of[device.site_at["forward", p]], 0)](*operands)
 
     def loss(params: Any) -> jax.Array:
-        return device.evaluated(params, batch, key, at_collective, at_alternatives, custom_vjp_with_tangents)
+        return device.loss_with(params, batch, key, at_collective, at_alternatives, custom_vjp_with_tangents)
 
     return jax.jvp(loss, (params,), (direction,))[0]
 
@@ -194,9 +194,9 @@ def _gradient_increases(
 ) -> list[jax.Array]:
     """Returns ¼ Σ_i η_i e_i² for each group `[S]`, zeros for groups that are not of gradients."""
     increases = [jnp.zeros(len(group.names)) for group in device.groups]
-    sizes, own = jax.tree.leaves(step_sizes), jax.tree.leaves(gradients)
+    sizes, gradient_leaves = jax.tree.leaves(step_sizes), jax.tree.leaves(gradients)
     for g, numbers in device.gradient_groups():
-        first, x = device.groups[g].sites[0], as_vector([own[leaf] for leaf in numbers])
+        first, x = device.groups[g].sites[0], as_vector([gradient_leaves[leaf] for leaf in numbers])
         collective = device.collective(first)
         weights = as_vector([sizes[leaf] for leaf in numbers]) / (4 * collective.num_copies)
         for j, run in enumerate(device.strategy_functions(first)):
@@ -210,7 +210,7 @@ def _errors(device: DeviceStep, s: int, x: jax.Array, exact: jax.Array, key: jax
     return jnp.stack([run(x, key, step)[0] - exact for run in device.strategy_functions(s)])
 
 
-def probed(
+def with_probe(
     y: jax.Array, errors: jax.Array, probe: jax.Array, axes: tuple[str, ...], num_copies: int, scale: float
 ) -> jax.Array:
     """Returns `y`; the gradient of `probe` is scale/2 · Σ_t (g_t · e_t)² `[S]`, t over all dimensions but the last.
@@ -236,7 +236,7 @@ def probed(
     return op(y, lax.stop_gradient(errors), probe)
 
 
-def probed_backward(
+def with_backward_probe(
     collective: CollectiveOp, errors: Callable[..., jax.Array], x: jax.Array, probe: jax.Array, others: Any
 ) -> jax.Array:
     """Runs a collective exactly, with a probe of its backward site; to be run under `jax.jvp` within a gradient.
@@ -253,17 +253,17 @@ def probed_backward(
       probe: `[S]`, of any value.
       others: arrays for `errors`.
     """
-    transposed = collective.transposed()
+    backward_collective = collective.transpose()
 
     @jax.custom_vjp
     def run(x: jax.Array, tangent: jax.Array, probe: jax.Array, others: Any) -> jax.Array:
         return run_exact(collective, x)
 
-    def run_backward(saved: Any, cotangent: jax.Array) -> Any:
-        tangent, others = saved
-        result = run_exact(transposed, cotangent)
-        whole = lax.psum(tangent, transposed.axes) if transposed.num_copies > 1 else tangent
-        increase = _second_order(whole, errors(cotangent, result, others)) / transposed.num_copies
+    def run_backward(saved_values: Any, cotangent: jax.Array) -> Any:
+        tangent, others = saved_values
+        result = run_exact(backward_collective, cotangent)
+        whole = lax.psum(tangent, backward_collective.axes) if backward_collective.num_copies > 1 else tangent
+        increase = _second_order(whole, errors(cotangent, result, others)) / backward_collective.num_copies
         return result, None, increase, None
 
     run.defvjp(lambda x, tangent, probe, others: (run_exact(collective, x), (tangent, others)), run_backward)

@@ -82,9 +82,10 @@ def trace_loss(
                 f"`params` {name!r} is {aval.dtype}; parameters must be floating-point, put it in `batch`."
             )
     structure = jax.tree.structure((params, batch))
-    local = jax.tree.unflatten(structure, [*params_parts.avals, *batch_parts.avals])
+    local_arguments = jax.tree.unflatten(structure, [*params_parts.avals, *batch_parts.avals])
     try:
-        closed, out = jax.make_jaxpr(loss_fn, axis_env=list(mesh_axes.items()), return_shape=True)(*local)
+        trace = jax.make_jaxpr(loss_fn, axis_env=list(mesh_axes.items()), return_shape=True)
+        jaxpr, out = trace(*local_arguments)
     except NameError as error:
         if not (match := re.search(r"unbound axis name: (\w+)", str(error))):
             raise
@@ -93,9 +94,9 @@ def trace_loss(
         ) from error
     if not isinstance(out, jax.ShapeDtypeStruct) or out.shape != () or not jnp.issubdtype(out.dtype, jnp.floating):
         raise ValueError(f"`loss_fn` must return one floating-point scalar, this device's loss; it returns {out}.")
-    places, notes = find_places(closed.jaxpr, mesh_axes)
+    places, notes = find_places(jaxpr.jaxpr, mesh_axes)
     return TracedLoss(
-        jaxpr=closed,
+        jaxpr=jaxpr,
         structure=structure,
         places=tuple(places),
         notes=tuple(notes),
@@ -107,16 +108,16 @@ def trace_loss(
     )
 
 
-def find_sites(traced: TracedLoss, mesh_axes: Mapping[str, int]) -> tuple[Site, ...]:
+def find_sites(traced_loss: TracedLoss, mesh_axes: Mapping[str, int]) -> tuple[Site, ...]:
     """Returns all sites of a loss: forward ones in program order, backward ones, then the gradients of parameters."""
-    places_with_gradients = _places_with_gradients(traced, mesh_axes)
+    places_with_gradients = _places_with_gradients(traced_loss, mesh_axes)
     counts: Counter[str] = Counter()
     sites = []
     for direction in ("forward", "backward"):
-        for p, place in enumerate(traced.places):
+        for p, place in enumerate(traced_loss.places):
             if direction == "forward" or (not place.is_alternatives and p in places_with_gradients):
-                sites.append(_site_at(traced, p, direction, counts))
-    return *sites, *_gradient_sites(traced, mesh_axes)
+                sites.append(_site_at(traced_loss, p, direction, counts))
+    return *sites, *_gradient_sites(traced_loss, mesh_axes)
 
 
 def group_sites(
@@ -134,12 +135,12 @@ def group_sites(
     num_of_name: Counter[str] = Counter()
     for numbers in members.values():
         first = sites[numbers[0]]
-        listed = () if first.is_alternatives else _worthwhile([sites[s] for s in numbers], strategies)
-        names = first.labels or tuple(strategy.name for strategy in listed)
+        options = () if first.is_alternatives else _worthwhile_strategies([sites[s] for s in numbers], strategies)
+        names = first.labels or tuple(strategy.name for strategy in options)
         name = first.type if tie else first.name
         num_of_name[name] += 1
         number = f" {num_of_name[name]}" if num_of_name[name] > 1 else ""
-        groups.append(Group(f"{name}{number}", tuple(numbers), listed, names))
+        groups.append(Group(f"{name}{number}", tuple(numbers), options, names))
     return tuple(groups)
 
 
@@ -147,23 +148,23 @@ def checked_strategies(
     strategies: Mapping[str, Sequence[CollectiveStrategy]],
 ) -> dict[str, tuple[CollectiveStrategy, ...]]:
     """Returns the strategies of each direction, the user's or the default ones; raises as `CommunicationSpace`."""
-    for direction, listed in strategies.items():
+    for direction, options in strategies.items():
         if direction not in DEFAULT:
             raise ValueError(f"`strategies` has a direction {direction!r}; directions are {tuple(DEFAULT)}.")
-        if words := [strategy for strategy in listed if isinstance(strategy, str)]:
+        if words := [strategy for strategy in options if isinstance(strategy, str)]:
             raise ValueError(
                 f"`strategies[{direction!r}]` has {words}; give strategies, such as `diffshard.Exact()` and "
                 f"`diffshard.Encode(diffshard.INT8)`."
             )
-        names = [strategy.name for strategy in listed]
+        names = [strategy.name for strategy in options]
         if not names or len(set(names)) < len(names):
             raise ValueError(f"`strategies[{direction!r}]` must be at least one, each with its own name, got {names}.")
-        with_residual = [strategy.name for strategy in listed if strategy.keeps_residual]
+        with_residual = [strategy.name for strategy in options if strategy.keeps_residual]
         if with_residual and direction != "gradient":
             raise ValueError(
                 f"`strategies[{direction!r}]` has {with_residual}, which keep residuals; these are for gradients only."
             )
-    return {**DEFAULT, **{direction: tuple(listed) for direction, listed in strategies.items()}}
+    return {**DEFAULT, **{direction: tuple(options) for direction, options in strategies.items()}}
 
 
 @dataclass(frozen=True)
@@ -194,12 +195,12 @@ def _local_parts(label: str, tree: Any, prefix: Any, mesh_axes: Mapping[str, int
     return _Parts(tuple(specs), names, avals)
 
 
-def _site_at(traced: TracedLoss, p: int, direction: Direction, counts: Counter[str]) -> Site:
+def _site_at(traced_loss: TracedLoss, p: int, direction: Direction, counts: Counter[str]) -> Site:
     """Returns the site of a place in a direction; `counts` numbers the sites of one name."""
-    place = traced.places[p]
+    place = traced_loss.places[p]
     collective, shape = place.collective, place.shape
     if collective is not None and direction == "backward":
-        collective, shape = collective.transposed(), collective.result_shape(shape)
+        collective, shape = collective.transpose(), collective.result_shape(shape)
     kind = "alternatives" if collective is None else collective.kind
     stem = "/".join(part for part in (place.stack, kind) if part)
     counts[f"{stem} {direction}"] += 1
@@ -216,13 +217,13 @@ def _site_at(traced: TracedLoss, p: int, direction: Direction, counts: Counter[s
         collective=collective,
         place=p,
         labels=place.labels,
-        branch=None if place.branch is None else (traced.place_numbers[place.branch[0]], place.branch[1]),
+        branch=None if place.branch is None else (traced_loss.place_numbers[place.branch[0]], place.branch[1]),
     )
 
 
-def _gradient_sites(traced: TracedLoss, mesh_axes: Mapping[str, int]) -> Iterator[Site]:
+def _gradient_sites(traced_loss: TracedLoss, mesh_axes: Mapping[str, int]) -> Iterator[Site]:
     """Yields a site for each parameter whose gradient is summed: over the axes that do not split the parameter."""
-    leaves = zip(traced.param_names, traced.param_avals, traced.param_specs, strict=True)
+    leaves = zip(traced_loss.param_names, traced_loss.param_avals, traced_loss.param_specs, strict=True)
     for leaf, (name, aval, spec) in enumerate(leaves):
         splitting = {axis for axes in axes_of(spec, len(aval.shape)) for axis in axes}
         axes = tuple(axis for axis, size in mesh_axes.items() if axis not in splitting and size > 1)
@@ -241,41 +242,41 @@ def _gradient_sites(traced: TracedLoss, mesh_axes: Mapping[str, int]) -> Iterato
             )
 
 
-def _worthwhile(
+def _worthwhile_strategies(
     sites: Sequence[Site], strategies: Mapping[str, tuple[CollectiveStrategy, ...]]
 ) -> tuple[CollectiveStrategy, ...]:
     """Leaves out lossy strategies that send as much as an exact one; for integers, all lossy strategies."""
-    listed, sites = strategies[sites[0].direction], as_sent(sites)
-    exact = [strategy for strategy in listed if strategy.is_exact]
+    options, sites = strategies[sites[0].direction], as_sent(sites)
+    exact = [strategy for strategy in options if strategy.is_exact]
     if not exact:
-        return listed
+        return options
     if not jnp.issubdtype(sites[0].dtype, jnp.floating):
         return tuple(exact)
-    least = min(sum(site_bytes(site, strategy) for site in sites) for strategy in exact)
+    exact_bytes = min(sum(site_bytes(site, strategy) for site in sites) for strategy in exact)
     return tuple(
         strategy
-        for strategy in listed
-        if strategy.is_exact or sum(site_bytes(site, strategy) for site in sites) < least
+        for strategy in options
+        if strategy.is_exact or sum(site_bytes(site, strategy) for site in sites) < exact_bytes
     )
 
 
-def _places_with_gradients(traced: TracedLoss, mesh_axes: Mapping[str, int]) -> set[int]:
+def _places_with_gradients(traced_loss: TracedLoss, mesh_axes: Mapping[str, int]) -> set[int]:
     """Returns the places whose cotangents the gradients of parameters need.
 
     The backward pass is traced with a collective at each place that records its own transposition.
     """
-    transposed: set[int] = set()
+    transposed_places: set[int] = set()
 
     def at_collective(p: int, x: jax.Array, key: jax.Array) -> jax.Array:
-        collective = traced.places[p].collective
+        collective = traced_loss.places[p].collective
         assert collective is not None
         if not jnp.issubdtype(x.dtype, jnp.floating):
             return run_exact(collective, x)
         op = jax.custom_vjp(partial(run_exact, collective))
 
         def backward(p: int, _: None, cotangent: jax.Array) -> tuple[jax.Array]:
-            transposed.add(p)
-            return (run_exact(collective.transposed(), cotangent),)
+            transposed_places.add(p)
+            return (run_exact(collective.transpose(), cotangent),)
 
         op.defvjp(lambda x: (run_exact(collective, x), None), partial(backward, p))
         return op(x)
@@ -284,7 +285,7 @@ def _places_with_gradients(traced: TracedLoss, mesh_axes: Mapping[str, int]) -> 
         return jax.lax.switch(jax.lax.optimization_barrier(jnp.int32(0)), branches, *operands)
 
     def loss(params: Any, batch: Any) -> jax.Array:
-        return traced.loss(params, batch, jax.random.key(0), at_collective, at_alternatives)
+        return traced_loss.loss(params, batch, jax.random.key(0), at_collective, at_alternatives)
 
-    jax.make_jaxpr(jax.grad(loss), axis_env=list(mesh_axes.items()))(traced.param_avals, traced.batch_avals)
-    return transposed
+    jax.make_jaxpr(jax.grad(loss), axis_env=list(mesh_axes.items()))(traced_loss.param_avals, traced_loss.batch_avals)
+    return transposed_places

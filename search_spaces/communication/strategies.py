@@ -122,7 +122,7 @@ class EveryK:
         )
 
     def stages(self, collective, shape, dtype):  # noqa: D102
-        return _scaled(self.strategy.stages(collective, shape, dtype), 1 / self.k)
+        return _scaled_stages(self.strategy.stages(collective, shape, dtype), 1 / self.k)
 
 
 @dataclass(frozen=True)
@@ -174,8 +174,8 @@ class Schedule:
 
     def stages(self, collective, shape, dtype):  # noqa: D102
         share = self.switch_step / self.num_steps
-        first = _scaled(self.first.stages(collective, shape, dtype), share)
-        return first + _scaled(self.second.stages(collective, shape, dtype), 1 - share)
+        first = _scaled_stages(self.first.stages(collective, shape, dtype), share)
+        return first + _scaled_stages(self.second.stages(collective, shape, dtype), 1 - share)
 
 
 _NARROW = tuple(Encode(precision) for precision in (BFLOAT16, FLOAT8, INT8, INT4))
@@ -202,25 +202,25 @@ def stages_of(
 
     stage = partial(_stage, collective)
     if collective.kind == "collective_permute":
-        stages, coded = [stage("collective_permute", 0, nbytes(size))], 2 * size
+        stages, num_coded = [stage("collective_permute", 0, nbytes(size))], 2 * size
     elif collective.kind == "all_to_all":
         whole = collective.num_devices * nbytes(size // collective.num_devices)
-        stages, coded = [stage("all_to_all", i, whole * n) for i, n in enumerate(sizes)], 2 * size
+        stages, num_coded = [stage("all_to_all", i, whole * n) for i, n in enumerate(sizes)], 2 * size
     elif collective.kind == "all_gather":
-        stages, coded = _gather_stages(collective, nbytes(size)), size * (1 + collective.num_devices)
+        stages, num_coded = _gather_stages(collective, nbytes(size)), size * (1 + collective.num_devices)
     else:
-        stages, coded, part = [], 0, size
+        stages, num_coded, part = [], 0, size
         for i in reversed(range(len(sizes))):
             smaller = math.ceil(part / sizes[i])
-            exact = stage(collective.kind, i, nbytes(part))
-            encoded = stage("all_to_all", i, sizes[i] ** 2 * nbytes(smaller))
-            stages.append(exact if precision is None else encoded)
-            coded, part = coded + 2 * part, smaller
+            exact_stage = stage(collective.kind, i, nbytes(part))
+            encoded_stage = stage("all_to_all", i, sizes[i] ** 2 * nbytes(smaller))
+            stages.append(exact_stage if precision is None else encoded_stage)
+            num_coded, part = num_coded + 2 * part, smaller
         if collective.kind == "all_reduce" and precision is not None:
-            stages, coded = stages + _gather_stages(collective, nbytes(part)), coded + part + size
+            stages, num_coded = stages + _gather_stages(collective, nbytes(part)), num_coded + part + size
     if precision is None:
         return stages
-    return [replace(stages[0], num_coded=coded, precision=precision), *stages[1:]]
+    return [replace(stages[0], num_coded=num_coded, precision=precision), *stages[1:]]
 
 
 def _stage(collective: CollectiveOp, kind: CollectiveKind, i: int, num_bytes: float) -> Stage:
@@ -232,5 +232,5 @@ def _gather_stages(collective: CollectiveOp, num_bytes: float) -> list[Stage]:
     return [_stage(collective, "all_gather", i - 1, num_bytes * math.prod(collective.sizes[:i])) for i in ends]
 
 
-def _scaled(stages: list[Stage], share: float) -> list[Stage]:
+def _scaled_stages(stages: list[Stage], share: float) -> list[Stage]:
     return [replace(stage, count=stage.count * share) for stage in stages]

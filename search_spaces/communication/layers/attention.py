@@ -45,18 +45,18 @@ def windowed_attention(
     whole = isinstance(windows, Sequence) and all(isinstance(k, (int, np.integer)) and k >= 1 for k in windows)
     if not whole or len(set(windows)) < len(windows):
         raise ValueError(f"`windows` must be positive and distinct whole numbers of blocks, as (2, 1); got {windows}.")
-    functions: dict[str, Callable[..., jax.Array]] = {"whole": partial(_whole, axis)}
-    functions |= {f"{k} blocks" if k > 1 else "1 block": partial(_windowed, axis, k) for k in windows}
+    functions: dict[str, Callable[..., jax.Array]] = {"whole": partial(_attend_to_all, axis)}
+    functions |= {f"{k} blocks" if k > 1 else "1 block": partial(_attend_to_window, axis, k) for k in windows}
     operands = query, jnp.stack([key, value])
-    return alternatives(name, functions, *operands) if windows else _whole(axis, *operands)
+    return alternatives(name, functions, *operands) if windows else _attend_to_all(axis, *operands)
 
 
-def _whole(axis: str, query: jax.Array, key_value: jax.Array) -> jax.Array:
+def _attend_to_all(axis: str, query: jax.Array, key_value: jax.Array) -> jax.Array:
     key, value = lax.all_gather(key_value, axis, axis=2, tiled=True)
     return _attention(axis, query, key, value, jnp.arange(key.shape[1]))
 
 
-def _windowed(axis: str, num_blocks: int, query: jax.Array, key_value: jax.Array) -> jax.Array:
+def _attend_to_window(axis: str, num_blocks: int, query: jax.Array, key_value: jax.Array) -> jax.Array:
     num_devices, length = lax.axis_size(axis), query.shape[1]
     distances = range(min(num_blocks, num_devices))  # in blocks; the device's own block comes first
     blocks = [
@@ -71,8 +71,8 @@ def _windowed(axis: str, num_blocks: int, query: jax.Array, key_value: jax.Array
 def _attention(axis: str, query: jax.Array, key: jax.Array, value: jax.Array, positions: jax.Array) -> jax.Array:
     """Returns attention of this device's block to keys at positions `[S]`; negative positions are not attended to."""
     length = query.shape[1]
-    own = lax.axis_index(axis) * length + jnp.arange(length)
-    visible = (positions >= 0) & (positions <= own[:, None])
+    query_positions = lax.axis_index(axis) * length + jnp.arange(length)
+    visible = (positions >= 0) & (positions <= query_positions[:, None])
     scores = jnp.einsum("blhd,bshd->bhls", query, key) * query.shape[-1] ** -0.5
     weights = jax.nn.softmax(jnp.where(visible, scores, jnp.finfo(scores.dtype).min), axis=-1)
     return jnp.einsum("bhls,bshd->blhd", weights, value)

@@ -67,15 +67,15 @@ def expert_layer(
             f"`capacity_factors` must be at least one, positive and distinct to six digits, got {capacity_factors}."
         )
 
-    gates, chosen = lax.top_k(jax.nn.softmax(logits), num_chosen)
+    gates, chosen_experts = lax.top_k(jax.nn.softmax(logits), num_chosen)
     if num_chosen > 1:
         gates = gates / gates.sum(axis=-1, keepdims=True)
     capacities = [min(math.ceil(f * len(tokens) * num_chosen / num_experts), len(tokens)) for f in factors]
     functions = {
-        label: partial(_routed, expert, axis, num_experts, capacity)
+        label: partial(_apply_experts, expert, axis, num_experts, capacity)
         for label, capacity in zip(labels, capacities, strict=True)
     }
-    operands = params, tokens, gates.astype(tokens.dtype), chosen
+    operands = params, tokens, gates.astype(tokens.dtype), chosen_experts
     if len(functions) == 1:
         return next(iter(functions.values()))(*operands)
     return alternatives(name, functions, *operands)
@@ -112,7 +112,7 @@ def _check(tokens: jax.Array, logits: jax.Array, params: Any, axis: str, num_cho
         raise ValueError(f"`num_chosen` must be from 1 to the {num_experts} experts, not {num_chosen}.")
 
 
-def _routed(
+def _apply_experts(
     expert: Callable[[Any, jax.Array], jax.Array],
     axis: str,
     num_experts: int,
@@ -120,25 +120,25 @@ def _routed(
     params: Any,
     tokens: jax.Array,
     gates: jax.Array,
-    chosen: jax.Array,
+    chosen_experts: jax.Array,
 ) -> jax.Array:
-    """Returns the layer's result with buffers of `capacity` tokens; `gates` and `chosen` experts are `[T, K]`."""
-    slots = _slots(chosen, num_experts, capacity)
-    sent = jnp.zeros((num_experts * capacity, tokens.shape[1]), tokens.dtype)
-    sent = sent.at[slots].add(tokens[:, None], mode="drop").reshape(num_experts, capacity, -1)
+    """Returns the layer's result with buffers of `capacity` tokens; `gates` and `chosen_experts` are `[T, K]`."""
+    slots = _slots(chosen_experts, num_experts, capacity)
+    buffers = jnp.zeros((num_experts * capacity, tokens.shape[1]), tokens.dtype)
+    buffers = buffers.at[slots].add(tokens[:, None], mode="drop").reshape(num_experts, capacity, -1)
     with jax.named_scope("dispatch"):
-        arrived = lax.all_to_all(sent, axis, split_axis=0, concat_axis=1, tiled=True)
-    results = jax.vmap(expert)(params, arrived)
+        received_buffers = lax.all_to_all(buffers, axis, split_axis=0, concat_axis=1, tiled=True)
+    results = jax.vmap(expert)(params, received_buffers)
     with jax.named_scope("combine"):
-        returned = lax.all_to_all(results, axis, split_axis=1, concat_axis=0, tiled=True)
-    rows = returned.reshape(num_experts * capacity, -1).at[slots].get(mode="fill", fill_value=0)
+        returned_buffers = lax.all_to_all(results, axis, split_axis=1, concat_axis=0, tiled=True)
+    rows = returned_buffers.reshape(num_experts * capacity, -1).at[slots].get(mode="fill", fill_value=0)
     return jnp.einsum("tk,tkm->tm", gates, rows)
 
 
-def _slots(chosen: jax.Array, num_experts: int, capacity: int) -> jax.Array:
+def _slots(chosen_experts: jax.Array, num_experts: int, capacity: int) -> jax.Array:
     """Returns the row of each token in the buffers `[E · capacity]`, `[T, K]`; past their end where one is full."""
-    in_turn = chosen.T.ravel()  # all first choices, then all second ones
+    in_turn = chosen_experts.T.ravel()  # all first choices, then all second ones
     of_expert = jax.nn.one_hot(in_turn, num_experts, dtype=jnp.int32)
     position = ((of_expert.cumsum(axis=0) - 1) * of_expert).sum(axis=1)
     slots = jnp.where(position < capacity, in_turn * capacity + position, num_experts * capacity)
-    return slots.reshape(chosen.shape[::-1]).T
+    return slots.reshape(chosen_experts.shape[::-1]).T

@@ -79,7 +79,7 @@ def test_transposes_are_adjoint(collective):
     y = _on_devices(lambda x, key: run_exact(collective, x), NUMBERS)
     other = np.random.default_rng(1).normal(size=y.shape).astype(np.float32)
     flat = jnp.asarray(other.reshape(-1, *other.shape[2:]))
-    back = _on_devices(lambda x, key: run_exact(collective.transposed(), x), flat) if other.ndim > 2 else None
+    back = _on_devices(lambda x, key: run_exact(collective.transpose(), x), flat) if other.ndim > 2 else None
     assert back is not None
     assert back.shape[1:] == SHAPE
     assert np.vdot(y, other) == pytest.approx(np.vdot(NUMBERS.reshape(8, *SHAPE), back), rel=1e-4)
