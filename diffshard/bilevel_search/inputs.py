@@ -178,5 +178,5 @@ def batch_shapes(name: str, batch: Batch) -> Any:
 
 
 def shapes_of(tree: Any) -> Any:
-    """Returns a pytree's structure with the shape and the type's name in the place of each array."""
+    """Returns a pytree's structure with the shape and the type's name instead of each array."""
     return jax.tree.map(lambda leaf: (jnp.shape(leaf), str(jnp.result_type(leaf))), tree)

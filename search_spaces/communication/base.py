@@ -1,9 +1,10 @@
 """The vocabulary of the space of communication strategies; the package's docstring has a worked example.
 
-- A *place* is where a traced loss communicates: an operand of a collective, or `alternatives` between functions.
+- A *place* is where something can be chosen in a traced loss: an operand of a collective, or `alternatives` between
+  functions.
 - A *site* is one direction of a place: its values ("forward") or their cotangents ("backward"); or the sum of one
   parameter's gradient over devices ("gradient").
-- A *group* is what is chosen together: sites that share a strategy. Each group is a node of the problem.
+- A *group* is sites that share a strategy. Each group is a *node* of the problem.
 - A *strategy* is a way to run the collective of a site. It is made of *stages*, the steps along one mesh axis each.
 
 Letters for sizes: V groups, S_v strategies of group v, n devices that take part in a collective, K parameter leaves.
@@ -183,7 +184,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class Place:
-    """A point of a traced loss where a strategy or an alternative can be chosen.
+    """A place of a traced loss: an operand of a collective, or alternatives between functions.
 
     Attributes:
       path: of the equation; for a collective also the number of the operand.
@@ -212,7 +213,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Site:
-    """A collective of the training step, or alternatives.
+    """One direction of a place, or the sum of a parameter's gradient; it runs a collective or alternatives.
 
     Attributes:
       name: unique, from the name scopes around it or from the parameter's path.
