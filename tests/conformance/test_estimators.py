@@ -17,7 +17,7 @@ from diffshard.bilevel_search.base import Estimator, TrainingProgress
 from diffshard.bilevel_search.relaxation import one_hot
 from diffshard.bilevel_search.search import estimator_names
 from tests.conformance.discovery import examples
-from tests.diffshard.bilevel_search.perturbed import Perturbed, batch_of, start
+from tests.diffshard.bilevel_search.perturbed import ERRORS, SECONDS, Perturbed, batch_of, start
 
 KEY = jax.random.key(0)
 MODULES = examples(estimators)
@@ -35,7 +35,7 @@ def estimator(request: pytest.FixtureRequest) -> Estimator:
 
 @pytest.fixture
 def space() -> Perturbed:
-    return Perturbed([[0.0, 0.3, 0.7], [0.0, 0.5]], [[2.0, 1.5, 1.0], [3.0, 1.0]])
+    return Perturbed(ERRORS, SECONDS)
 
 
 def _relaxed() -> list[jax.Array]:

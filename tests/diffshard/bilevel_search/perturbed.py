@@ -25,6 +25,8 @@ from search_spaces.base import (
 from search_spaces.numbered import NumberedSpace
 
 BATCH, WIDTH = 8, 3
+ERRORS, SECONDS = [[0.0, 0.3, 0.7], [0.0, 0.5]], [[2.0, 1.5, 1.0], [3.0, 1.0]]
+"""Of two nodes with three and two strategies."""
 
 
 class Perturbed:
@@ -129,7 +131,7 @@ class Perturbed:
         return [jnp.asarray(0.5 * errors**2) + 0.0 * batch[1].mean() for errors in self.errors]
 
 
-EXAMPLE = partial(Perturbed, [[0.0, 0.3, 0.7], [0.0, 0.5]], [[2.0, 1.5, 1.0], [3.0, 1.0]])
+EXAMPLE = partial(Perturbed, ERRORS, SECONDS)
 """Makes two nodes with three and two strategies."""
 
 

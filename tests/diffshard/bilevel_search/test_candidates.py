@@ -6,9 +6,8 @@ import pytest
 from diffshard.bilevel_search.base import LossPrediction
 from diffshard.bilevel_search.candidates import _layers, calibrated_prediction, propose
 from diffshard.bilevel_search.plans.base import Candidate, Measurement
-from tests.diffshard.bilevel_search.perturbed import Perturbed
+from tests.diffshard.bilevel_search.perturbed import ERRORS, SECONDS, Perturbed
 
-ERRORS, SECONDS = [[0.0, 0.3, 0.7], [0.0, 0.5]], [[2.0, 1.5, 1.0], [3.0, 1.0]]
 SLOPES = [np.array([0.0, 1e-3, 4e-3]), np.array([0.0, 2e-3]), np.array([0.0, 1e-3])]
 PREDICTION = LossPrediction(0.0, SLOPES)
 EXACT = (0, 0, 0)

@@ -11,10 +11,9 @@ from diffshard.bilevel_search.base import LossPrediction
 from diffshard.bilevel_search.objective import CostWeight, MaxLossIncrease
 from diffshard.bilevel_search.plans.base import Candidate
 from diffshard.bilevel_search.proving import prove
-from tests.diffshard.bilevel_search.perturbed import Perturbed, batch_of, start
+from tests.diffshard.bilevel_search.perturbed import ERRORS, SECONDS, Perturbed, batch_of, start
 
 KEY = jax.random.key(0)
-ERRORS, SECONDS = [[0.0, 0.3, 0.7], [0.0, 0.5]], [[2.0, 1.5, 1.0], [3.0, 1.0]]
 RUNGS = (4, 8)
 
 

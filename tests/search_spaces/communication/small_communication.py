@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
@@ -89,3 +90,19 @@ def seconds(space, choice):
 def mesh():
     """Eight host devices."""
     return jax.make_mesh((2, 4), tuple(MESH), axis_types=(AxisType.Auto,) * 2)
+
+
+KEY = jax.random.key(7)
+PARAMS, BATCH = arguments()
+SPACE = small_space()
+
+
+def run_step(space, choice, state=None, step=0):
+    """Loss, gradients and residuals of a step of the small network."""
+    run = jax.jit(lambda p, b, s, k, t: space.loss_and_gradients(p, b, choice, s, k, t))
+    return run(PARAMS, BATCH, space.init_residuals(PARAMS) if state is None else state, KEY, step)
+
+
+def assert_close(a, b, atol):
+    """Compares two pytrees array by array."""
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=0, atol=atol), a, b)
