@@ -112,9 +112,8 @@ class _Graph:
         self.undo.append(lambda choice: choice.__setitem__(v, best))
 
     def _eliminate_leaf(self, v: int, u: int) -> None:
-        through = self.neighbours[u][v] + self.cost[v]
-        best = through.argmin(axis=1)
-        self.cost[u] = self.cost[u] + through.min(axis=1)
+        least, best = self._memo(_through_leaf, self.neighbours[u][v], parameter=self.cost[v])
+        self.cost[u] = self.cost[u] + least
         self._disconnect(v)
         self.undo.append(lambda choice: choice.__setitem__(v, best[choice[u]]))
 
@@ -138,11 +137,22 @@ class _Graph:
         """Drops the strategies of v that are forbidden or dominated; returns whether there were any."""
         if not np.isfinite(self.cost[v]).any():
             self._fail(v)
-        keep = undominated_strategies(self.cost[v], list(self.neighbours[v].values()), self.tables[v], self._memo)
-        if keep.all():
+        own = np.concatenate([self.cost[v][:, None], *self.tables[v]], axis=1)
+        keep = self._memo(self._undominated, *self.neighbours[v].values(), parameter=own)
+        if keep is None:
             return False
-        self._restrict(v, np.flatnonzero(keep))
+        self._restrict(v, keep)
         return True
+
+    def _undominated(self, *matrices_and_own: np.ndarray) -> np.ndarray | None:
+        """Returns which strategies of a node are not dominated, or None if none is.
+
+        Args:
+          matrices_and_own: matrices to the neighbours; last the node's costs and tables, side by side.
+        """
+        *matrices, own = matrices_and_own
+        keep = undominated_strategies(own[:, 0], matrices, [own[:, 1:]], self._memo)
+        return None if keep.all() else np.flatnonzero(keep)
 
     def _restrict(self, v: int, strategies: np.ndarray) -> None:
         """Leaves v only some of its strategies."""
@@ -230,6 +240,12 @@ def _separate(matrix: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
 
 def _rows(matrix: np.ndarray, rows: np.ndarray) -> np.ndarray:
     return matrix[rows]
+
+
+def _through_leaf(matrix: np.ndarray, cost: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Returns what a leaf with costs adds to each of its neighbour's strategies, and its best strategy for each."""
+    through = matrix + cost
+    return through.min(axis=1), through.argmin(axis=1)
 
 
 def _through(first: np.ndarray, second: np.ndarray, cost: np.ndarray) -> np.ndarray:
