@@ -1,6 +1,6 @@
 """Which strategies a vertex of a graph may choose from: by its rule, by its kind, or by what the function fixes."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 from search_spaces.partition_specs import IndexedSpec
@@ -24,9 +24,13 @@ MOST_STRATEGIES = 500
 
 
 def nodes_of(
-    graph: Graph, rules: Sequence[Rule | None], given: Mapping[int, GivenSpec], reshard_costs: ReshardCosts
+    graph: Graph,
+    rules: Sequence[Rule | None],
+    forms: Sequence[int],
+    given: Mapping[int, GivenSpec],
+    reshard_costs: ReshardCosts,
 ) -> list[Node]:
-    """Returns one node for each vertex, in order, then the hubs.
+    """Returns one node for each vertex, in order, then the hubs; equal ones share their strategies.
 
     A value that several operations read gets a hub, so that they share one reshard. Arrays that are stored beside a
     gathered copy (arguments, what a loop's body reads) need none.
@@ -34,29 +38,35 @@ def nodes_of(
     Args:
       graph: the traced function.
       rules: for each vertex its rule or None.
+      forms: of the vertices (see `forms.forms_of`).
       given: specs that inputs must keep, by flat argument.
       reshard_costs: of the mesh.
     """
     axis_names, axis_sizes = reshard_costs.axis_names, reshard_costs.axis_sizes
     is_shared = [len(readers) > 1 for readers in readers_of(graph)]
     fixed_axes = axes_with_meaning(graph, given, axis_names, axis_sizes)
-    candidates = Candidates(
-        axis_names,
-        interchangeable_axes(axis_sizes, reshard_costs.rates, fixed_axes),
-        reshard_costs.path,
-        kinds_of_dimensions(graph, rules),
-        _new_results(graph),
-    )
+    axes = interchangeable_axes(axis_sizes, reshard_costs.rates, fixed_axes)
+    kinds = kinds_of_dimensions(graph, rules) if axes.alike else [()] * len(graph.values)
+    candidates = Candidates(axis_names, axes, reshard_costs.path, kinds, _new_results(graph))
     nodes = []
+    known: dict[Hashable, tuple[ShardingStrategy, ...]] = {}
     for vertex in graph.vertices:
         kept_spec = given.get(vertex.index) if vertex.kind == "input" else None
         is_copied = bool(vertex.results) and is_shared[vertex.results[0].id]
-        nodes.append(Node(vertex, None, candidates.of(vertex, rules[vertex.index], kept_spec, is_copied)))
+        are_new = tuple(value.id in candidates.new_results for value in vertex.results)
+        spec = None if kept_spec is None else tuple(kept_spec)
+        key = forms[vertex.index], spec, is_copied, are_new, candidates.kinds_of(vertex)
+        if key not in known:
+            known[key] = candidates.of(vertex, rules[vertex.index], kept_spec, is_copied)
+        nodes.append(Node(vertex, None, known[key]))
     for value in graph.values:
         vertex = graph.vertices[value.vertex]
         own_copy = vertex.kind in ("input", "constant", "slice") or (vertex.kind == "carry" and value.result == 0)
         if value.shape and is_shared[value.id] and not own_copy:
-            nodes.append(Node(vertex, value, candidates.of_hub(value)))
+            key = value.shape, value.id in candidates.new_results, kinds[value.id]
+            if key not in known:
+                known[key] = candidates.of_hub(value)
+            nodes.append(Node(vertex, value, known[key]))
     return nodes
 
 
@@ -74,7 +84,8 @@ class Candidates:
       axis_names: the mesh's.
       axes: the mesh's.
       path: the steps between two specs.
-      kinds: for each value, by id, the kind of each dimension (see `dimensions.kinds_of_dimensions`).
+      kinds: for each value, by id, the kind of each dimension (see `dimensions.kinds_of_dimensions`); empty where no
+        axes are alike.
       new_results: values, by id, that are results of the function and replace no argument; JAX refuses uneven ones.
     """
 
@@ -129,9 +140,9 @@ class Candidates:
             return [only_strategy]
         if rule is None:
             return [replicated_strategy([rank_of(o) for o in vertex.operands], [len(r.shape) for r in vertex.results])]
-        return strategies_of_rule(rule, self.axes, self._kinds_of(vertex))
+        return strategies_of_rule(rule, self.axes, self.kinds_of(vertex))
 
-    def _kinds_of(self, vertex: Vertex) -> tuple[tuple[int, ...], ...]:
+    def kinds_of(self, vertex: Vertex) -> tuple[tuple[int, ...], ...]:
         """Ranks the kinds of a vertex's arrays among each other, so that equal layers ask for the same strategies."""
         if not self.axes.alike:
             return ()

@@ -1,6 +1,6 @@
 """What lies between two nodes: the reshards of a value on its way from the node that makes it to one that reads it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 
 import numpy as np
 
@@ -51,15 +51,22 @@ def transfer_matrices(
 ) -> dict[tuple[int, int], np.ndarray]:
     """Returns one transfer matrix `[S_u, S_v]` in seconds for each pair of nodes u, v that values go between.
 
-    What a node hands to itself is free: a carry that its body leaves as it is, an argument that is returned.
+    What a node hands to itself is free: a carry that its body leaves as it is, an argument that is returned. The edges
+    of equal layers share a matrix.
     """
+    known: dict[Hashable, np.ndarray] = {}
 
     def matrix(edge: Edge) -> np.ndarray:
-        reader = nodes[edge.reader]
-        sources = tuple(s.results[edge.result] for s in nodes[edge.node].strategies)
-        targets = tuple(read_spec(reader, edge.operand, s) for s in range(len(reader.strategies)))
+        node, reader = nodes[edge.node], nodes[edge.reader]
         share, num_bytes = latency_shares(edge.value), float(edge.value.num_bytes)
-        return reshard_costs.reshard_s(sources, targets, num_bytes, share, edge.weight)
+        is_stored = reader.hub is None and reader.vertex.kind == "input"
+        ends = id(node.strategies), edge.result, id(reader.strategies), edge.operand, is_stored
+        key = *ends, num_bytes, share, edge.weight
+        if key not in known:
+            sources = tuple(s.results[edge.result] for s in node.strategies)
+            targets = tuple(read_spec(reader, edge.operand, s) for s in range(len(reader.strategies)))
+            known[key] = reshard_costs.reshard_s(sources, targets, num_bytes, share, edge.weight)
+        return known[key]
 
     return merge_edges((edge.node, edge.reader, matrix(edge)) for edge in edges if edge.node != edge.reader)
 

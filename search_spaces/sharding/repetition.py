@@ -13,8 +13,8 @@ from functools import lru_cache
 
 import numpy as np
 
-from search_spaces.sharding.base import Node, Rule
-from search_spaces.sharding.graph import Graph, Operand, Value, Vertex
+from search_spaces.sharding.base import Node
+from search_spaces.sharding.graph import Graph, Value, Vertex
 
 _NEIGHBOURS_COMPARED = 4  # vertices that must be alike one after the other before their distance counts as a period
 _MOST_PERIODS = 64  # distances that are tried, the most frequent ones; chosen by hand on training steps
@@ -22,20 +22,18 @@ _LEAST_INNER_SHARE = 0.5  # of a period that a repetition inside it must fill: q
 _NUMBER = re.compile(r"\d+")
 
 
-def alike_nodes(
-    graph: Graph, rules: Sequence[Rule | None], nodes: Sequence[Node], hub_node: Mapping[int, int]
-) -> np.ndarray:
+def alike_nodes(graph: Graph, forms: Sequence[int], nodes: Sequence[Node], hub_node: Mapping[int, int]) -> np.ndarray:
     """Returns `[V]` numbers of the nodes of a space, equal for nodes at the same place of equal layers.
 
     Nodes of equal numbers have the same strategies.
 
     Args:
       graph: the traced function.
-      rules: for each vertex its rule or None.
+      forms: of the vertices (see `forms.forms_of`).
       nodes: of the space: the vertices, then the hubs.
       hub_node: the index of the node of a value's hub, by the value's id.
     """
-    group = alike_vertices(graph, rules)
+    group = alike_vertices(graph, forms)
     node_group = np.arange(len(nodes))
     node_group[: len(group)] = group
     first_hub: dict[tuple[int, int], int] = {}
@@ -43,15 +41,17 @@ def alike_nodes(
         if value.id in hub_node:
             place = int(group[value.vertex]), value.result
             node_group[hub_node[value.id]] = first_hub.setdefault(place, hub_node[value.id])
+    distinct = {id(node.strategies): node.strategies for node in nodes}
     first: dict[Hashable, int] = {}
-    strategies = [first.setdefault(node.strategies, v) for v, node in enumerate(nodes)]
+    number = {name: first.setdefault(strategies, len(first)) for name, strategies in distinct.items()}
+    strategies = [number[id(node.strategies)] for node in nodes]
     return np.unique(np.stack([node_group, strategies]), axis=1, return_inverse=True)[1].ravel()
 
 
-def alike_vertices(graph: Graph, rules: Sequence[Rule | None]) -> np.ndarray:
+def alike_vertices(graph: Graph, forms: Sequence[int]) -> np.ndarray:
     """Returns for each vertex the index of the first one that is at the same place of an equal layer, `[vertices]`."""
     names: dict[Hashable, int] = {}
-    symbols = np.array([names.setdefault(_form(v, rules[v.index]), len(names)) for v in graph.vertices], np.int64)
+    symbols = np.array([names.setdefault(_named(v, forms[v.index]), len(names)) for v in graph.vertices], np.int64)
     group = np.arange(len(symbols))
     inside = np.array([v.kind not in ("input", "constant") for v in graph.vertices], bool)
     place = np.flatnonzero(inside)
@@ -135,18 +135,9 @@ def _join_arguments(graph: Graph, symbols: np.ndarray, group: np.ndarray) -> Non
                     group[group == high] = low
 
 
-def _form(vertex: Vertex, rule: Rule | None) -> Hashable:
-    """Returns what alike vertices have in common: all that their strategies depend on, and the names around them."""
-    return (
-        vertex.kind, vertex.primitive, id(rule), vertex.weight, tuple(vertex.operand_weight),
-        tuple(map(_type, vertex.operands)), tuple(map(_type, vertex.results)), _unnumbered(vertex.scope),
-        _unnumbered(vertex.name),
-    )  # fmt: skip
-
-
-def _type(array: Operand) -> Hashable:
-    of_type = array if isinstance(array, Value) else array.aval
-    return isinstance(array, Value), getattr(of_type, "shape", ()), getattr(of_type, "dtype", None)
+def _named(vertex: Vertex, form: int) -> Hashable:
+    """Returns what alike vertices have in common: what they compute, and the names around them."""
+    return form, _unnumbered(vertex.scope), _unnumbered(vertex.name)
 
 
 @lru_cache(maxsize=10_000)

@@ -24,7 +24,7 @@ its terms are built by
 Reductions and reshards are priced as latency · latency share + bytes · seconds for each byte, times the weight.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -50,6 +50,7 @@ from search_spaces.sharding.explaining import (
     predict,
     strategy_name,
 )
+from search_spaces.sharding.forms import forms_of
 from search_spaces.sharding.given import is_constrained
 from search_spaces.sharding.graph import Graph, Value
 from search_spaces.sharding.memory import Lifetimes, lifetimes_of, usages_of
@@ -170,7 +171,12 @@ class ShardingSpace:
     @cached_property
     def nodes(self) -> list[Node]:
         """One node for each vertex, in order, then the hubs."""
-        return nodes_of(self.graph, self.rules, self.given, self.reshard_costs)
+        return nodes_of(self.graph, self.rules, self.forms, self.given, self.reshard_costs)
+
+    @cached_property
+    def forms(self) -> list[int]:
+        """A number for each vertex, equal for those that compute the same."""
+        return forms_of(self.graph, self.rules)
 
     @cached_property
     def hub_node(self) -> dict[int, int]:
@@ -180,7 +186,7 @@ class ShardingSpace:
     @cached_property
     def alike(self) -> np.ndarray:
         """`[V]` numbers of the nodes, equal for those at the same place of equal layers."""
-        return alike_nodes(self.graph, self.rules, self.nodes, self.hub_node)
+        return alike_nodes(self.graph, self.forms, self.nodes, self.hub_node)
 
     @cached_property
     def reshard_costs(self) -> ReshardCosts:
@@ -232,7 +238,7 @@ class ShardingSpace:
         matrices = transfer_matrices(self.edges, self.nodes, self.reshard_costs, self.node_costs.latency_shares)
         usages = usages_of(self.graph, self.nodes, self.hub_node, self.lifetimes, self.axis_sizes)
         return Problem(
-            node_cost=[self.node_costs.node_s(node) for node in self.nodes],
+            node_cost=self._node_costs_s(),
             edge_nodes=np.array(list(matrices), int).reshape(-1, 2),
             edge_cost=list(matrices.values()),
             usage_node=np.array(usages.node, int),
@@ -240,6 +246,22 @@ class ShardingSpace:
             usage_interval=np.array(usages.interval, int).reshape(-1, 2),
             memory_limit=self.memory_limit_bytes,
         )
+
+    def _node_costs_s(self) -> list[np.ndarray]:
+        """Returns the node costs, computed once for all nodes that agree in what they depend on."""
+        costs, is_written = self.node_costs, self.lifetimes.is_written
+        known: dict[Hashable, np.ndarray] = {}
+        node_costs_s = []
+        for node in self.nodes:
+            vertex = node.vertex
+            arrays = [x for x in (*vertex.operands, *vertex.results) if isinstance(x, Value)]
+            shares = tuple(costs.latency_shares(value) for value in vertex.results)
+            in_memory = tuple(is_written[value.id] for value in arrays)
+            key = self.forms[vertex.index], node.hub is None, id(node.strategies), shares, in_memory
+            if key not in known:
+                known[key] = costs.node_s(node)
+            node_costs_s.append(known[key])
+        return node_costs_s
 
     @cached_property
     def _node_names(self) -> tuple[str, ...]:

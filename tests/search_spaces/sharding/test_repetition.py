@@ -5,6 +5,7 @@ import numpy as np
 import optax
 import pytest
 
+from search_spaces.sharding.candidates import nodes_of
 from search_spaces.sharding.repetition import repetitions
 from search_spaces.sharding.space import ShardingSpace
 from tests.search_spaces.sharding.small_spaces import array, mlp_arguments, mlp_step, space_of
@@ -85,6 +86,15 @@ def test_alike_nodes_have_the_same_strategies():
         members = np.flatnonzero(space.alike == number)
         assert len({space.nodes[v].strategies for v in members}) == 1
     assert len(np.unique(space.alike)) < 0.6 * len(space.nodes)
+
+
+def test_what_is_built_once_for_equal_layers_is_what_each_needs():
+    space = _training(3, True)
+    for node, node_cost in zip(space.nodes, space.problem.node_cost, strict=True):
+        assert node_cost.tolist() == space.node_costs.node_s(node).tolist()
+    each_apart = nodes_of(space.graph, space.rules, range(len(space.graph.vertices)), space.given, space.reshard_costs)
+    assert [node.strategies for node in space.nodes] == [node.strategies for node in each_apart]
+    assert len({id(node.strategies) for node in space.nodes}) < 0.5 * len(space.nodes)
 
 
 def test_more_layers_make_no_more_kinds():
