@@ -6,6 +6,7 @@ Plain tuples write them all alike, one tuple for each dimension, with axes by na
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import jax
@@ -55,11 +56,21 @@ def partition_spec(spec: NamedSpec) -> PartitionSpec:
 
 def named_spec(spec: IndexedSpec, axis_names: Sequence[str]) -> NamedSpec:
     """Returns a spec with the names of the mesh axes in place of their indices."""
+    return _named_spec(spec, tuple(axis_names))
+
+
+@lru_cache(maxsize=10_000)
+def _named_spec(spec: IndexedSpec, axis_names: tuple[str, ...]) -> NamedSpec:
     return tuple(tuple(axis_names[a] for a in axes) for axes in spec)
 
 
 def indexed_spec(spec: NamedSpec, axis_names: Sequence[str]) -> IndexedSpec:
     """Returns a spec with the indices of the mesh axes in place of their names."""
+    return _indexed_spec(spec, tuple(axis_names))
+
+
+@lru_cache(maxsize=10_000)
+def _indexed_spec(spec: NamedSpec, axis_names: tuple[str, ...]) -> IndexedSpec:
     return tuple(tuple(axis_names.index(a) for a in axes) for axes in spec)
 
 

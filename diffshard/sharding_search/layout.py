@@ -1,6 +1,7 @@
 """Between the layouts of a sharding space, which number mesh axes and values, and plans, which write them by name."""
 
 import math
+from functools import lru_cache
 from typing import Any, cast
 
 from cost.base import CollectiveKind
@@ -79,8 +80,12 @@ def signature_of(vertex: Vertex) -> str:
     """Writes primitive and types of a vertex, by which a plan recognises the function that it was made for."""
 
     def type_name(x: Any) -> str:
-        dtype, shape = (x.dtype, x.shape) if isinstance(x, Value) else (x.aval.dtype, x.aval.shape)
-        return f"{dtype}[{','.join(map(str, shape))}]"
+        return _type_name(x.dtype, x.shape) if isinstance(x, Value) else _type_name(x.aval.dtype, x.aval.shape)
 
     name = vertex.kind if vertex.kind != "operation" or vertex.equation is None else vertex.equation.primitive.name
     return f"{name}({', '.join(map(type_name, vertex.operands))}) -> {', '.join(map(type_name, vertex.results))}"
+
+
+@lru_cache(maxsize=10_000)
+def _type_name(dtype: Any, shape: tuple[int, ...]) -> str:
+    return f"{dtype}[{','.join(map(str, shape))}]"
