@@ -189,9 +189,11 @@ class Hardware:
       links: the link of each mesh axis.
       combines_gathers: whether the compiler joins small all-gathers, all-to-alls and permutes, so that they share a
         latency. XLA does for GPU and TPU; for CPU it joins all-reduces only.
+      exposed_share: of the seconds of collectives that have time (gathers of weights, reductions of their gradients),
+        the part that a step waits for because they do not run beside arithmetic; 1 where collectives hold arithmetic.
 
     Raises:
-      ValueError: a rate or size is NaN, negative or zero, or `flops_per_s` names no dtype.
+      ValueError: a rate or size is NaN, negative or zero, `flops_per_s` names no dtype, or a share is not from 0 to 1.
       TypeError: a link is not a `Link`.
     """
 
@@ -201,10 +203,13 @@ class Hardware:
     memory_bytes: float
     links: Mapping[str, Link]
     combines_gathers: bool = True
+    exposed_share: float = 1.0
 
     def __post_init__(self):
         _check_rate("Hardware.memory_bytes_per_s", self.memory_bytes_per_s)
         _check_rate("Hardware.memory_bytes", self.memory_bytes)
+        if not 0 <= self.exposed_share <= 1:
+            raise ValueError(f"`Hardware.exposed_share` must be a share from 0 to 1, not {self.exposed_share!r}.")
         if isinstance(self.flops_per_s, Mapping):
             if not self.flops_per_s:
                 raise ValueError("`Hardware.flops_per_s` has no dtype; give at least one, such as {'float32': 1e12}.")
@@ -223,7 +228,8 @@ class Hardware:
         rates = self.flops_per_s
         rates = tuple(sorted(rates.items())) if isinstance(rates, Mapping) else rates
         links = tuple(sorted(self.links.items(), key=lambda item: item[0]))
-        return hash((self.name, rates, self.memory_bytes_per_s, self.memory_bytes, links, self.combines_gathers))
+        memory = self.memory_bytes_per_s, self.memory_bytes
+        return hash((self.name, rates, *memory, links, self.combines_gathers, self.exposed_share))
 
     def link(self, axis: str) -> Link:
         """Returns the link of a mesh axis.

@@ -14,6 +14,7 @@ import json
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -55,8 +56,7 @@ def achievable(mesh: Mesh) -> diffshard.Hardware:
     for axis, size in reversed(list(mesh.shape.items())):
         links[axis] = H100_HOST.link(size, stride)
         stride *= size
-    flops, name = rates.device.flops_per_s, "H100-80GB, achievable"
-    return diffshard.Hardware(name, flops, rates.device.memory_bytes_per_s, rates.device.memory_bytes, links)
+    return replace(rates.device, name="H100-80GB, achievable", links=links)
 
 
 HARDWARE: dict[str, Callable[[Mesh], diffshard.Hardware]] = {

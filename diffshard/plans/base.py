@@ -106,8 +106,10 @@ class PredictedCollective:
       kind, axis: "all_gather", "reduce_scatter", "all_reduce", "all_to_all" or "collective_permute" along a mesh axis.
       num_bytes: size of the whole array that one group of devices along the axis gathers, scatters or reduces.
       count: executions in one step.
-      seconds: of all executions in one step.
+      seconds: that the step waits for all executions.
       operation: index into `PlanData.operations`.
+      link_s: that all executions keep their link busy, more than `seconds` where they run beside arithmetic; None in
+        plans of older versions, which count all of it as waiting.
     """
 
     kind: str
@@ -116,6 +118,7 @@ class PredictedCollective:
     count: float
     seconds: float
     operation: int
+    link_s: float | None = None
 
 
 @dataclass(frozen=True)

@@ -95,7 +95,8 @@ def make_plan(
         **_arrays(traced_function, summary, options.axis_names, frozenset(space.given)),
         compute_s=compute_s,
         collectives=tuple(
-            PredictedCollective(t.kind, t.axis, t.num_bytes, t.count, t.seconds, t.vertex) for t in prediction.transfers
+            PredictedCollective(t.kind, t.axis, t.num_bytes, t.count, t.seconds, t.vertex, t.link_s)
+            for t in prediction.transfers
         ),
         peak_bytes=summary.peak_bytes,
         lower_bound_s=lower_bound_s,

@@ -8,7 +8,7 @@ from cost.base import merge_edges
 from search_spaces.partition_specs import IndexedSpec
 from search_spaces.sharding.base import Edge, Node
 from search_spaces.sharding.graph import Graph, Value, Vertex
-from search_spaces.sharding.reshard_costs import LatencyShares, ReshardCosts
+from search_spaces.sharding.reshard_costs import CollectiveShares, ReshardCosts
 
 
 def readers_of(graph: Graph) -> list[list[tuple[Vertex, int]]]:
@@ -47,9 +47,9 @@ def edges_of(graph: Graph, hub_node: Mapping[int, int]) -> list[Edge]:
 
 
 def transfer_matrices(
-    edges: Sequence[Edge], nodes: Sequence[Node], reshard_costs: ReshardCosts, latency_shares: LatencyShares
+    edges: Sequence[Edge], nodes: Sequence[Node], reshard_costs: ReshardCosts, shares: CollectiveShares
 ) -> dict[tuple[int, int], np.ndarray]:
-    """Returns one transfer matrix `[S_u, S_v]` in seconds for each pair of nodes u, v that values go between.
+    """Returns one transfer matrix `[S_u, S_v]` for each pair of nodes u, v that values go between, in seconds of waiting.
 
     What a node hands to itself is free: a carry that its body leaves as it is, an argument that is returned. The edges
     of equal layers share a matrix.
@@ -58,14 +58,15 @@ def transfer_matrices(
 
     def matrix(edge: Edge) -> np.ndarray:
         node, reader = nodes[edge.node], nodes[edge.reader]
-        share, num_bytes = latency_shares(edge.value), float(edge.value.num_bytes)
+        latency_share, num_bytes = shares.latency(edge.value), float(edge.value.num_bytes)
+        weight = edge.weight * shares.exposed(edge.value)
         is_stored = reader.hub is None and reader.vertex.kind == "input"
         ends = id(node.strategies), edge.result, id(reader.strategies), edge.operand, is_stored
-        key = *ends, num_bytes, share, edge.weight
+        key = *ends, num_bytes, latency_share, weight
         if key not in known:
             sources = tuple(s.results[edge.result] for s in node.strategies)
             targets = tuple(read_spec(reader, edge.operand, s) for s in range(len(reader.strategies)))
-            known[key] = reshard_costs.reshard_s(sources, targets, num_bytes, share, edge.weight)
+            known[key] = reshard_costs.reshard_s(sources, targets, num_bytes, latency_share, weight)
         return known[key]
 
     return merge_edges((edge.node, edge.reader, matrix(edge)) for edge in edges if edge.node != edge.reader)

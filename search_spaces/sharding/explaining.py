@@ -26,7 +26,8 @@ class Transfer(NamedTuple):
       kind, axis: the kind of the collective and the mesh axis along which it goes.
       num_bytes: the full size along the axis in one group of devices (see `cost.collectives`).
       count: executions in one step.
-      seconds: of all of them.
+      seconds: that the step waits for all of them.
+      link_s: that all of them keep their link busy.
       vertex: the index of the vertex that it belongs to.
       node: the index of the node that pays for it: the vertex's own, or a hub's.
     """
@@ -36,6 +37,7 @@ class Transfer(NamedTuple):
     num_bytes: float
     count: float  # pyright: ignore[reportIncompatibleMethodOverride]
     seconds: float
+    link_s: float
     vertex: int
     node: int
 
@@ -138,9 +140,12 @@ def _transfers(
     def add(steps: Sequence[ReshardStep], value: Value, weight: float, vertex: int, node: int) -> None:
         for step in steps:
             if step.kind != "slice" and costs.axis_sizes[step.axis] > 1:
-                seconds = weight * reshard_costs.step_s(step, value.num_bytes, costs.latency_shares(value))
+                link_s = weight * reshard_costs.step_s(step, value.num_bytes, costs.shares.latency(value))
+                seconds = costs.shares.exposed(value) * link_s
                 size = step.fraction * value.num_bytes
-                transfers.append(Transfer(step.kind, axis_names[step.axis], size, weight, seconds, vertex, node))
+                transfers.append(
+                    Transfer(step.kind, axis_names[step.axis], size, weight, seconds, link_s, vertex, node)
+                )
 
     for vertex, strategy in strategies:
         for value, steps in zip(vertex.results, strategy.reductions, strict=True):

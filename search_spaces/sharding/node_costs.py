@@ -10,7 +10,7 @@ from cost.compute import equation_dtype, equation_flops, roofline_s
 from search_spaces.partition_specs import IndexedSpec
 from search_spaces.sharding.base import Node, ShardingStrategy
 from search_spaces.sharding.graph import Operand, Value, Vertex
-from search_spaces.sharding.reshard_costs import LatencyShares, ReshardCosts
+from search_spaces.sharding.reshard_costs import CollectiveShares, ReshardCosts
 from search_spaces.sharding.spec import local_bytes
 
 PICKS = frozenset({"gather", "slice", "dynamic_slice"})
@@ -37,7 +37,7 @@ class NodeCosts:
       axis_sizes: `[A]` devices along each mesh axis.
       hardware: what computing costs.
       reshard_costs: what collectives cost.
-      latency_shares: the part of a collective's latency that a value pays.
+      shares: which parts of a collective's latency and time count for a value.
       is_written: for each value, by id, whether it exists in memory.
     """
 
@@ -46,11 +46,11 @@ class NodeCosts:
         axis_sizes: tuple[int, ...],
         hardware: Hardware,
         reshard_costs: ReshardCosts,
-        latency_shares: LatencyShares,
+        shares: CollectiveShares,
         is_written: np.ndarray,
     ):
         self.axis_sizes, self.hardware, self.is_written = axis_sizes, hardware, is_written
-        self.reshard_costs, self.latency_shares = reshard_costs, latency_shares
+        self.reshard_costs, self.shares = reshard_costs, shares
 
     def node_s(self, node: Node) -> np.ndarray:
         """Returns the node cost `[S_v]`: the sum of the three terms below; a hub costs nothing itself."""
@@ -75,11 +75,12 @@ class NodeCosts:
         return np.array([float(self.compute_s(v, (s,))[0]) / (v.weight or 1.0) for v, s in pairs])
 
     def reduction_s(self, vertex: Vertex, strategy: ShardingStrategy) -> float:
-        """Returns the seconds, in one step, of the collectives that finish a strategy's partial results or gather."""
+        """Returns how long a step waits for the collectives that finish a strategy's partial results or gather."""
         seconds = 0.0
         for value, steps in zip(vertex.results, strategy.reductions, strict=True):
+            latency_share, exposed = self.shares.latency(value), self.shares.exposed(value)
             for step in steps:
-                seconds += self.reshard_costs.step_s(step, value.num_bytes, self.latency_shares(value))
+                seconds += exposed * self.reshard_costs.step_s(step, value.num_bytes, latency_share)
         return seconds * vertex.reduction_weight
 
     def preference_s(self, vertex: Vertex, strategies: Sequence[ShardingStrategy]) -> np.ndarray:

@@ -1,7 +1,7 @@
 """Seconds of collectives and reshards on the axes of one mesh, as matrices over lists of specs.
 
-Compilers combine independent collectives into one, so that those of parameters and gradients share one latency;
-`LatencyShares` says which part of it each value pays.
+Collectives of weights and of their gradients run beside arithmetic, and compilers combine them. `CollectiveShares` says
+which part of their time the step waits for, and which part of a latency each value pays.
 """
 
 from collections.abc import Sequence
@@ -44,7 +44,7 @@ class ReshardCosts:
         self._matrices: dict[tuple, np.ndarray] = {}
 
     def step_s(self, step: ReshardStep, num_bytes: float, latency_share: float = 1.0) -> float:
-        """Returns the seconds of one step for an array with this number of bytes as a whole."""
+        """Returns the seconds that one step takes on its link, for an array with this number of bytes as a whole."""
         latency, slope = self.path.rate(step)
         shares = self._combines_gathers or step.kind in _REDUCTIONS
         return latency * (latency_share if shares else 1.0) + slope * num_bytes
@@ -93,22 +93,35 @@ class ReshardCosts:
         return self._pairs[source, target]
 
 
-class LatencyShares:
-    """The part of a collective's latency that each value of a graph pays: `LatencyShares(graph)(value)`.
+class CollectiveShares:
+    """The parts of a collective's latency and time that count for a value of a graph.
 
-    A value that lies between two contractions is an activation or its gradient: its collectives wait for each other, so
-    each pays a whole latency. All others are combined, and share one latency by their bytes.
+    A value that lies between two contractions is an activation or its gradient: its collectives wait for each other and
+    the arithmetic waits for them, so each counts in full. All others, weights and what becomes of their gradients, are
+    combined, so that they share one latency by their bytes; and they have time: a gather can start before the product
+    that reads the weight, a reduction end long after the product that made the gradient. Of these the step waits for a
+    share of their seconds only.
+
+    Source for what has time: values that derive from parameters alone, and those that lead to outputs alone, as in
+    autoparallel's overlap model (github.com/meta-pytorch/autoparallel, pull request 353).
+
+    Args:
+      graph: the traced function.
+      exposed_share: the part of the seconds of collectives with time that a step waits for, from 0 to 1.
     """
 
-    def __init__(self, graph: Graph):
-        self._after = follows_contraction(graph)
-        self._before = leads_to_contraction(graph)
+    def __init__(self, graph: Graph, exposed_share: float = 1.0):
+        self._is_critical = follows_contraction(graph) & leads_to_contraction(graph)
         self._stored_bytes = float(max(1, sum(v.results[0].num_bytes for v in graph.inputs)))
+        self._exposed_share = exposed_share
 
-    def __call__(self, value: Value) -> float:
-        """Returns a number from 0 to 1."""
-        alone = self._after[value.vertex] and self._before[value.vertex]
-        return 1.0 if alone else min(1.0, value.num_bytes / self._stored_bytes)
+    def latency(self, value: Value) -> float:
+        """Returns the part of a latency that is the value's own, from 0 to 1."""
+        return 1.0 if self._is_critical[value.vertex] else min(1.0, value.num_bytes / self._stored_bytes)
+
+    def exposed(self, value: Value) -> float:
+        """Returns the part of a collective's seconds that the step waits for, from 0 to 1."""
+        return 1.0 if self._is_critical[value.vertex] else self._exposed_share
 
 
 def _rates(link: Link, num_devices: int) -> Rates:

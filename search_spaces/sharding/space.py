@@ -16,12 +16,13 @@ its terms are built by
 | (u, v)             | a value that u makes and v reads, or its hub          | `edge_costs.edges_of`                 |
 | T_uv               | edge cost: the reshards of these values               | `edge_costs.transfer_matrices`        |
 | - reshard          | the cheapest single collectives between two specs     | `resharding.Paths`                    |
-| latency share      | the part of a collective's latency that a value pays  | `reshard_costs.LatencyShares`         |
+| shares             | what counts of a collective's latency and time        | `reshard_costs.CollectiveShares`      |
 | weight of loops    | executions in one step, a factor of c_v and T_uv      | `tracing.build_graph`, as `weight`    |
 | m_k                | usage: bytes on one device                            | `memory.usages_of`                    |
 | times t of k       | when a usage is live                                  | `memory.lifetimes_of`                 |
 
-Reductions and reshards are priced as latency · latency share + bytes · seconds for each byte, times the weight.
+Reductions and reshards are priced as latency · latency share + bytes · seconds for each byte, times the weight, and
+times the share of it that the step waits for.
 """
 
 from collections.abc import Hashable, Mapping, Sequence
@@ -56,7 +57,7 @@ from search_spaces.sharding.graph import Graph, Value
 from search_spaces.sharding.memory import Lifetimes, lifetimes_of, usages_of
 from search_spaces.sharding.node_costs import NodeCosts
 from search_spaces.sharding.repetition import alike_nodes
-from search_spaces.sharding.reshard_costs import LatencyShares, ReshardCosts
+from search_spaces.sharding.reshard_costs import CollectiveShares, ReshardCosts
 from search_spaces.sharding.scheduling import make_schedule
 from search_spaces.sharding.shardy import operation_rules
 from search_spaces.sharding.tracing import build_graph, feedback_of
@@ -206,7 +207,7 @@ class ShardingSpace:
     @cached_property
     def node_costs(self) -> NodeCosts:
         """What strategies cost by themselves."""
-        shares = LatencyShares(self.graph)
+        shares = CollectiveShares(self.graph, self.hardware.exposed_share)
         return NodeCosts(self.axis_sizes, self.hardware, self.reshard_costs, shares, self.lifetimes.is_written)
 
     @property
@@ -235,7 +236,7 @@ class ShardingSpace:
 
     @cached_property
     def _problem(self) -> Problem:
-        matrices = transfer_matrices(self.edges, self.nodes, self.reshard_costs, self.node_costs.latency_shares)
+        matrices = transfer_matrices(self.edges, self.nodes, self.reshard_costs, self.node_costs.shares)
         usages = usages_of(self.graph, self.nodes, self.hub_node, self.lifetimes, self.axis_sizes)
         return Problem(
             node_cost=self._node_costs_s(),

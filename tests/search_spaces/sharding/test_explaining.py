@@ -158,6 +158,6 @@ def test_a_carry_that_is_gathered_for_its_loop_is_gathered_in_every_trip():
     assert [(t.count, t.num_bytes) for t in gathers] == [(3.0, 128.0)]
     step = space.nodes[carry].strategies[choice[carry]].reductions[0][0]
     value = space.graph.vertices[carry].results[0]
-    once_s = space.reshard_costs.step_s(step, 128, space.node_costs.latency_shares(value))
+    once_s = space.reshard_costs.step_s(step, 128, space.node_costs.shares.latency(value))
     assert gathers[0].seconds == pytest.approx(3 * once_s)
     assert space.problem.node_cost[carry][choice[carry]] == pytest.approx(3 * once_s)

@@ -10,7 +10,7 @@ from cost.evaluation import evaluate
 from cost.validation import validate
 from search_spaces.sharding.edge_costs import read_spec
 from search_spaces.sharding.graph import Value
-from search_spaces.sharding.reshard_costs import LatencyShares
+from search_spaces.sharding.reshard_costs import CollectiveShares
 from search_spaces.sharding.spec import divides, shards
 from tests.search_spaces.sharding.small_spaces import EXAMPLES, array, hardware_of, mlp_arguments, mlp_step, space_of
 
@@ -158,15 +158,17 @@ def test_sharded_arrays_take_their_part_of_the_memory():
 def test_latency_of_parameters_is_shared_and_of_activations_is_not():
     """Compilers combine the collectives of parameters and gradients; those between layers wait for each other."""
     space = space_of(mlp_step, *mlp_arguments(), hardware=hardware_of("xy", latency_s=1.0))
-    latency_share = LatencyShares(space.graph)
+    shares = CollectiveShares(space.graph, exposed_share=0.25)
     stored = sum(v.results[0].num_bytes for v in space.graph.inputs)
     for vertex in space.graph.inputs:
-        assert latency_share(vertex.results[0]) == vertex.results[0].num_bytes / stored
+        assert shares.latency(vertex.results[0]) == vertex.results[0].num_bytes / stored
     dots = [v for v in space.graph.operations() if v.primitive == "dot_general"]
-    assert latency_share(dots[0].results[0]) == 1.0
+    assert shares.latency(dots[0].results[0]) == 1.0
+    assert shares.exposed(dots[0].results[0]) == 1.0
     (updated, *_) = space.graph.outputs
     assert isinstance(updated, Value)
-    assert 0 < latency_share(updated) < 1
+    assert 0 < shares.latency(updated) < 1
+    assert shares.exposed(updated) == 0.25
 
 
 def test_every_axis_has_its_price():
