@@ -49,7 +49,7 @@ def edges_of(graph: Graph, hub_node: Mapping[int, int]) -> list[Edge]:
 def transfer_matrices(
     edges: Sequence[Edge], nodes: Sequence[Node], reshard_costs: ReshardCosts, shares: CollectiveShares
 ) -> dict[tuple[int, int], np.ndarray]:
-    """Returns one transfer matrix `[S_u, S_v]` for each pair of nodes u, v that values go between, in seconds of waiting.
+    """Returns one transfer matrix `[S_u, S_v]`, seconds of waiting, for each pair of nodes u, v that values go between.
 
     What a node hands to itself is free: a carry that its body leaves as it is, an argument that is returned. The edges
     of equal layers share a matrix.

@@ -256,7 +256,7 @@ class ShardingSpace:
         for node in self.nodes:
             vertex = node.vertex
             arrays = [x for x in (*vertex.operands, *vertex.results) if isinstance(x, Value)]
-            shares = tuple(costs.latency_shares(value) for value in vertex.results)
+            shares = tuple((costs.shares.latency(value), costs.shares.exposed(value)) for value in vertex.results)
             in_memory = tuple(is_written[value.id] for value in arrays)
             key = self.forms[vertex.index], node.hub is None, id(node.strategies), shares, in_memory
             if key not in known:

@@ -165,3 +165,9 @@ def test_hosts_of_a_real_mesh_are_its_processes():
     result = hardware_of(TwoHosts())
     assert result == preset("h200", {"data": 2, "model": 2}, devices_per_host=2)
     assert result.link("data").s_per_byte > result.link("model").s_per_byte
+
+
+@pytest.mark.parametrize("share", [-0.1, 1.5, float("nan")])
+def test_the_exposed_share_is_a_share(share):
+    with pytest.raises(ValueError, match="exposed_share` must be a share from 0 to 1"):
+        Hardware("h", 1.0, 1.0, 1.0, {}, exposed_share=share)
