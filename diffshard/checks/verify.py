@@ -146,8 +146,12 @@ def compiled_sent_bytes(hlo: str, axis_sizes: Mapping[str, int], *, platform: st
       platform: "cpu", whose backend writes every reduce-scatter as an all-reduce and a slice, or another.
     """
     program = hlo_collectives(hlo, axis_sizes)
-    intended = with_reduce_scatters(program, axis_sizes) if platform == "cpu" else program
-    return sum(num_bytes for _, _, num_bytes in _sent_bytes(_totals(_by_axis(intended, axis_sizes)), axis_sizes))
+    return sent_bytes(with_reduce_scatters(program, axis_sizes) if platform == "cpu" else program, axis_sizes)
+
+
+def sent_bytes(collectives: list[CollectiveRecord], axis_sizes: Mapping[str, int]) -> float:
+    """Returns the bytes that one device sends in a step, all collectives together."""
+    return sum(num_bytes for _, _, num_bytes in _sent_bytes(_totals(_by_axis(collectives, axis_sizes)), axis_sizes))
 
 
 def relative_error(predicted: float, actual: float) -> float:

@@ -8,14 +8,16 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, get_args
 
 from cost.presets import PRESET_NAMES
 from diffshard.base import InfeasibleError, PlanError
+from diffshard.checks.targets import TARGETS
 from diffshard.command.arguments import UsageError, indices, mesh_axes, num_bytes, positive_seconds
 from diffshard.command.plan_commands import search_plan, show_plan
 from diffshard.command.solve_command import solve_instance
 from diffshard.command.terminal import FailedError
+from diffshard.comparison.checked_search import Check
 from diffshard.solving.solve import solver_names
 
 
@@ -63,6 +65,12 @@ def _add_search(commands: Any) -> None:
     parser.add_argument("--memory-limit", type=num_bytes, metavar="SIZE", help="of a device, such as 80GiB")
     parser.add_argument(
         "--donate", type=indices, default=(), metavar="I[,I...]", help="arguments whose memory may be reused"
+    )
+    parser.add_argument(
+        "--check", choices=get_args(Check), help="let a compiler judge the plan; compile also tries experts' plans"
+    )
+    parser.add_argument(
+        "--target", choices=TARGETS, help="for --check compile: what to compile for; default: the hardware"
     )
     parser.add_argument("-o", "--output", metavar="FILE", help="write the plan as JSON")
     parser.add_argument("--html", metavar="FILE", help="write the plan as a page")

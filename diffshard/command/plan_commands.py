@@ -41,10 +41,14 @@ def search_plan(options: argparse.Namespace) -> int:
     mesh = AbstractMesh(
         tuple(options.mesh.values()), tuple(options.mesh), axis_types=(AxisType.Auto,) * len(options.mesh)
     )
-    planned_function = search(
-        function, mesh, hardware=hardware, memory_limit_bytes=options.memory_limit, solver=options.solver,
-        time_limit_s=options.time_limit, key=options.seed, donate_argnums=options.donate,
-    )  # fmt: skip
+    try:
+        planned_function = search(
+            function, mesh, hardware=hardware, memory_limit_bytes=options.memory_limit, solver=options.solver,
+            time_limit_s=options.time_limit, key=options.seed, donate_argnums=options.donate,
+            check=options.check, target=options.target,
+        )  # fmt: skip
+    except (RuntimeError, ValueError) as error:  # no compiler, or no target for the hardware
+        raise UsageError(str(error)) from None
     plan = _plan(planned_function, args, options.function)
     if options.output:
         plan.save(options.output)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from diffshard.files import write_whole
 from diffshard.plans.base import PlanData
+from diffshard.plans.comparison import page_elements
 from diffshard.plans.formats import format_array, format_bytes, format_s, format_spec, short_name
 from diffshard.plans.layers import Layer, LayerPart, layers
 from diffshard.plans.page_elements import COLOURS, COMPUTE, bar, cards, document, escape
@@ -36,6 +37,7 @@ def format_page(plan: PlanData) -> str:
         _cards(plan),
         _time(plan),
         _memory(plan),
+        _comparison(plan),
         _graph(shown_layers, fills),
         _argument_table(plan, fills),
         _history(plan),
@@ -101,6 +103,12 @@ def _memory(plan: PlanData) -> str:
     is_close = not math.isinf(limit) and plan.peak_bytes > limit / 10
     title = "Memory of a device" + (f", of {format_bytes(limit)}" if is_close else "")
     return f"<h2>{title}</h2>{bar(pieces, limit if is_close else max(plan.peak_bytes, sum(by_argument.values())))}"
+
+
+def _comparison(plan: PlanData) -> str:
+    if plan.comparison is None:
+        return ""
+    return f"<h2>Compiled for {escape(plan.comparison.target)}</h2>{''.join(page_elements(plan.comparison))}"
 
 
 def _graph(shown_layers: Sequence[Layer], fills: dict[frozenset[str], str]) -> str:

@@ -29,6 +29,8 @@ MAX_OPERATIONS = 24
 def format_plan(plan: PlanData) -> str:
     """Returns the text that `print(plan)` shows."""
     parts = [_header(plan), _arguments(plan), _operations(plan)]
+    if plan.comparison:
+        parts.append(str(plan.comparison))
     if plan.notes:
         parts.append("Notes\n" + "\n".join(f"  {note}" for note in plan.notes))
     return "\n\n".join(parts)

@@ -5,7 +5,8 @@ place does not say, or everything inside the function.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 from jax import export
@@ -13,11 +14,14 @@ from jax.extend import core
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from diffshard.base import PlanError
-from diffshard.plans.base import PlanData, Tensor
+from diffshard.plans.base import Executor, PlanData, Tensor
 from diffshard.sharding_search.layout import has_reductions, layout_of
 from diffshard.sharding_search.options import with_automatic_axes
 from diffshard.sharding_search.tracing import TracedFunction
+from search_spaces.sharding.base import Layout
 from search_spaces.sharding.space import ShardingSpace
+
+PlanT = TypeVar("PlanT", bound=PlanData)
 
 # A program for each device says itself what runs beside what: the gathers for the next window, the reductions of the
 # last one, and a window's own collectives are under way together. By default XLA for GPU has one under way at a time.
@@ -75,6 +79,30 @@ def flat_function(
     donated = tuple(i for i, is_donated in enumerate(traced_function.donated) if is_donated)
     options = _PROGRAM_OPTIONS if plan.executor == "program" else {}
     return FlatFunction(run, shardings(plan.arguments), shardings(plan.outputs), donated, dict(options))
+
+
+def with_executor(plan: PlanT, executor: Executor, space: ShardingSpace) -> PlanT:
+    """Returns a plan that was made for "constraints" or "propagation" with another executor and its notes."""
+    mesh = plan.mesh
+    assert mesh is not None
+    notes = executor_notes(executor, space, layout_of(plan, space), mesh)
+    return replace(plan, executor=executor, notes=(*plan.notes, *notes))
+
+
+def executor_notes(
+    executor: Executor, space: ShardingSpace, layout: Layout, mesh: Mesh | AbstractMesh
+) -> tuple[str, ...]:
+    """Names the operations that a layout splits but an explicit program for each device cannot."""
+    if executor != "program":
+        return ()
+    sources: dict[str, list[str]] = {}
+    for vertex in space.device_program(layout, mesh).whole_operations():
+        sources.setdefault(vertex.primitive, []).append(vertex.source)
+    return tuple(
+        f"{name} is split by the plan, but has no form on one device's part: it runs whole on every device, and the "
+        f"price does not say so ({len(where)}x, {min(where)})."
+        for name, where in sorted(sources.items())
+    )
 
 
 def _evaluator(

@@ -13,6 +13,7 @@ import numpy as np
 from cost.memory import least_memory
 from diffshard.base import InfeasibleError, Progress, Solution
 from diffshard.plans.base import Operation, PredictedCollective, Tensor
+from diffshard.sharding_search.executors import executor_notes
 from diffshard.sharding_search.layout import signature_of
 from diffshard.sharding_search.options import Options
 from diffshard.sharding_search.plan import Plan
@@ -105,27 +106,13 @@ def make_plan(
         solver=solver if isinstance(solver, str) else getattr(solver, "__name__", "function"),
         search_s=time.perf_counter() - start,
         history=solution.history,
-        notes=(*space.notes, *_whole_notes(options, space, summary)),
+        notes=(*space.notes, *executor_notes(options.executor, space, summary.layout, options.mesh)),
         static_argnums=options.static_argnums,
         donate_argnums=options.donate_argnums,
         executor=options.executor,
         logical_axis_rules=options.logical_axis_rules,
         mesh=options.mesh,
     )
-
-
-def _whole_notes(options: Options, space: ShardingSpace, summary: Summary) -> list[str]:
-    """Names the operations that the plan splits but an explicit program for each device cannot."""
-    if options.executor != "program":
-        return []
-    sources: dict[str, list[str]] = {}
-    for vertex in space.device_program(summary.layout, options.mesh).whole_operations():
-        sources.setdefault(vertex.primitive, []).append(vertex.source)
-    return [
-        f"{name} is split by the plan, but has no form on one device's part: it runs whole on every device, and the "
-        f"price does not say so ({len(where)}x, {min(where)})."
-        for name, where in sorted(sources.items())
-    ]
 
 
 class _Arrays(TypedDict):

@@ -2,13 +2,16 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, get_args
 
 import jax
 from jax.sharding import AbstractMesh, Mesh
 
 from cost.base import Hardware
 from diffshard.base import Solver
+from diffshard.checks.targets import Target, target_for
+from diffshard.comparison.checked_search import Check, plan_by_compiling, plan_by_shardy
+from diffshard.comparison.judging import TIMEOUT_S
 from diffshard.plans.base import Executor
 from diffshard.sharding_search.options import DEFAULT_SOLVER, Options, hardware_for, positions
 from diffshard.sharding_search.plan import Plan
@@ -29,6 +32,8 @@ def search(
     donate_argnums: int | Sequence[int] = (),
     static_argnums: int | Sequence[int] = (),
     executor: Executor = "constraints",
+    check: Check | None = None,
+    target: Target | str | None = None,
 ) -> PlannedFunction[Plan]:
     """Finds how to run a function on a mesh. Like `jax.jit` it returns a callable, and searches when that is called.
 
@@ -57,9 +62,16 @@ def search(
         every place that the plan names; it does not always follow them. With "program" every device runs an explicit
         program (one `jax.shard_map`) whose collectives are the plan's. With "propagation" XLA's partitioner is told
         the shardings of arguments and results only, as most plans by hand run.
+      check: which compiler judges the plan, None for none. "shardy" runs Shardy's partitioner, which takes a second or
+        more, and notes in the plan where it would send other bytes. "compile" compiles the found plan under each
+        executor, and experts' plans, in processes of their own; it returns the one whose program is the fastest by its
+        timeline and fits the memory limit by XLA's number, with a table of all in `plan.comparison`. That takes a few
+        minutes, and needs the extra `gpu-compile`.
+      target: for `check="compile"` what is compiled for, as in `compare`; None takes the hardware's.
 
     Raises:
       TypeError, ValueError: an argument breaks a rule; the error names it and its value.
+      RuntimeError: the compiler of the target is not installed; names the extra that brings it.
     """
     priced_for = hardware_for(hardware, mesh)
     options = Options(
@@ -75,4 +87,12 @@ def search(
         static_argnums=positions(static_argnums),
         executor=executor,
     )
-    return PlannedFunction(options, functools.partial(find_plan, options))
+    if check is not None and check not in get_args(Check):
+        raise ValueError(f"`check` must be one of {get_args(Check)} or None, not {check!r}.")
+    if check != "compile":
+        if target is not None:
+            raise ValueError(f'`target` is for `check="compile"`, not {check!r}.')
+        return PlannedFunction(options, functools.partial(plan_by_shardy if check else find_plan, options))
+    compiled_for = target_for(target, priced_for)
+    compiled_for.check()
+    return PlannedFunction(options, functools.partial(plan_by_compiling, compiled_for, TIMEOUT_S, options))

@@ -50,6 +50,14 @@ def search(*more, function="step", args="args", mesh="data=2,model=2", hardware=
     return main([*words, "--hardware", hardware, "--solver", "exact", *more])
 
 
+def test_search_lets_a_compiler_judge(module, capsys):
+    assert search("--check", "shardy") == 0
+    assert search("--target", "host") == 2
+    assert "`target` is for" in capsys.readouterr().err
+    assert search("--check", "compile", hardware="tpu_v5e") == 2
+    assert "there is none for 'TPU v5e'" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("args", ["args", "shapes"])
 def test_search_prints_saves_and_draws(module, capsys, args):
     assert search("-o", "plan.json", "--html", "plan.html", "--donate", "0", "--memory-limit", "1GiB", args=args) == 0

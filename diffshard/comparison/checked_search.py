@@ -1,0 +1,229 @@
+"""A search whose plan a compiler has judged, by Shardy's partitioner or by XLA's compiled programs.
+
+A plan is optimal by the cost model, which knows neither what overlaps nor what a partitioner does. `compile` therefore
+lets several plans compete as programs: the found one under each executor, and those of experts. A memory limit then
+holds for XLA's number: where no program of the found plan fits, the search gets a limit that is tighter by the excess.
+"""
+
+import math
+import time
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, get_args
+
+import jax
+
+from diffshard.base import InfeasibleError, Progress
+from diffshard.checks.collective_records import with_reduce_scatters
+from diffshard.checks.explicit_collectives import explicit_collectives
+from diffshard.checks.targets import Target
+from diffshard.checks.verify import predicted_sent_bytes, sent_bytes
+from diffshard.comparison.judging import Candidate, judge
+from diffshard.experts.plans import plans_of_experts
+from diffshard.plans.base import Executor
+from diffshard.plans.comparison import ComparedPlan, Comparison
+from diffshard.plans.formats import format_bytes, format_s
+from diffshard.sharding_search.executors import flat_function, with_executor
+from diffshard.sharding_search.options import Options
+from diffshard.sharding_search.plan import Plan
+from diffshard.sharding_search.planning import find_plan
+from diffshard.sharding_search.tracing import TracedFunction, space_of, trace_function
+from search_spaces.sharding.space import ShardingSpace
+
+Check = Literal["shardy", "compile"]
+"""Which compiler judges a plan."""
+MAX_ROUNDS = 4
+"""Searches with ever tighter memory limits: the excess halves in most, so that a fifth would gain a few percent."""
+NOTED_DIFFERENCE = 0.05
+"""Share of the plan's bytes by which Shardy's must differ for a note: single values differ by a few scalars."""
+FOUND = "found"
+
+
+def plan_by_shardy(
+    options: Options,
+    traced_function: TracedFunction,
+    space: ShardingSpace,
+    start_s: float,
+    progress: Progress | None = None,
+) -> Plan:
+    """Returns the found plan, with a note where Shardy's partitioner would send other bytes than the plan has.
+
+    Takes what `find_plan` takes, and raises as it does.
+    """
+    plan = find_plan(options, traced_function, space, start_s, progress)
+    axes = dict(plan.mesh_axes)
+    flat = flat_function(plan, traced_function, space, options.mesh.abstract_mesh)
+    args = jax.tree.leaves(traced_function.args)
+    lowered = flat.jitted().trace(*args).lower(lowering_platforms=(jax.default_backend(),))
+    partitioned = sent_bytes(with_reduce_scatters(explicit_collectives(lowered), axes), axes)
+    predicted = predicted_sent_bytes(plan.collectives, axes)
+    notes = plan.notes
+    if abs(partitioned - predicted) > NOTED_DIFFERENCE * max(predicted, partitioned):
+        notes = (
+            *notes,
+            f"By {plan.executor}, Shardy's partitioner lets a device send {format_bytes(partitioned)} in a step, where "
+            f"the plan has {format_bytes(predicted)}.",
+        )
+    return replace(plan, notes=notes, search_s=time.perf_counter() - start_s)
+
+
+def plan_by_compiling(
+    target: Target,
+    timeout_s: float,
+    options: Options,
+    traced_function: TracedFunction,
+    space: ShardingSpace,
+    start_s: float,
+    progress: Progress | None = None,
+) -> Plan:
+    """Returns the plan whose compiled program is the fastest by the timeline, among those that fit the memory limit.
+
+    Without a timeline it is the fastest by prediction. If nothing can be compiled, it is the found plan, with a note.
+
+    Args:
+      target: what to compile for.
+      timeout_s: seconds for each compilation.
+      options: as for `find_plan`.
+      traced_function: as for `find_plan`.
+      space: as for `find_plan`.
+      start_s: as for `find_plan`.
+      progress: as for `find_plan`.
+
+    Raises:
+      InfeasibleError: no plan fits the memory limit by prediction, or none by its compiled program.
+    """
+    contest = _Contest(options, target, timeout_s)
+    contest.add_experts(traced_function)
+    limit_bytes = options.memory_limit_bytes
+    for number in range(MAX_ROUNDS):
+        tightened = replace(options, executor="constraints", memory_limit_bytes=limit_bytes)
+        try:
+            found = find_plan(tightened, traced_function, space, start_s, progress)
+        except InfeasibleError:
+            if number == 0:
+                raise
+            break
+        name = FOUND if number == 0 else f"{FOUND} within {format_bytes(limit_bytes)}"
+        excess = contest.hold(name, found, traced_function, space)
+        if excess <= 0:
+            break
+        limit_bytes = min(limit_bytes, found.peak_bytes) - excess
+        if limit_bytes <= 0:
+            break
+    return contest.winner(start_s)
+
+
+@dataclass
+class _Contest:
+    """Candidates, and what their programs were.
+
+    Attributes:
+      options: what was asked for.
+      target: what programs are compiled for.
+      timeout_s: seconds for each compilation.
+      waiting: candidates that will be compiled with the next found plan.
+      entries: candidates and what became of them.
+      notes: plans that were left out.
+    """
+
+    options: Options
+    target: Target
+    timeout_s: float
+    waiting: list[Candidate] = field(default_factory=list)
+    entries: list[tuple[Candidate, ComparedPlan]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def add_experts(self, traced_function: TracedFunction) -> None:
+        """Adds the plans of experts, unless the user has given shardings, which these would not keep."""
+        if self.options.in_shardings is not None or any(spec is not None for spec in traced_function.carried):
+            self.notes.append("No expert's plan takes part, because shardings are given.")
+            return
+        args = _all_arguments(self.options, traced_function)
+        plans = plans_of_experts(replace(self.options, executor="propagation"), args, traced_function)
+        for name, plan in plans.items():
+            traced = traced_function
+            options = replace(self.options, logical_axis_rules=plan.logical_axis_rules)
+            if plan.logical_axis_rules:
+                traced = trace_function(options, args)
+            self.waiting.append(Candidate(name, plan, traced, space_of(options, traced)))
+        self.notes += [f"{name} is left out: {reason}" for name, reason in plans.left_out.items()]
+
+    def hold(self, name: str, found: Plan, traced_function: TracedFunction, space: ShardingSpace) -> float:
+        """Compiles a found plan under each executor, and all that waits.
+
+        Returns:
+          Bytes by which the smallest program of the found plan exceeds the memory limit; 0 or less if one fits.
+        """
+        found = replace(found, memory_limit_bytes=self.options.memory_limit_bytes)
+        executors = sorted(get_args(Executor), key=lambda executor: executor != self.options.executor)
+        own = [Candidate(name, with_executor(found, e, space), traced_function, space) for e in executors]
+        candidates = [*own, *self.waiting]
+        self.waiting = []
+        rows = judge(candidates, self.target, timeout_s=self.timeout_s)
+        self.entries += zip(candidates, rows, strict=True)
+        peaks = [row.compiled_peak_bytes for row in rows[: len(own)] if row.compiled_peak_bytes is not None]
+        return min(peaks) - self.options.memory_limit_bytes if peaks else 0.0
+
+    def winner(self, start_s: float) -> Plan:
+        """Returns the best plan with the table of all.
+
+        Raises:
+          InfeasibleError: programs were compiled, and none fits the memory limit.
+        """
+        limit = self.options.memory_limit_bytes
+        found = self.entries[0][0].plan
+        axes = dict(self.options.mesh.shape)
+        rows = tuple(row for _, row in self.entries)
+        comparison = Comparison(self.options.function_name, axes, self.target.name, rows, tuple(self.notes))
+        compiled = [entry for entry in self.entries if entry[1].compiled_sent_bytes is not None]
+        fitting = [entry for entry in compiled if (entry[1].compiled_peak_bytes or 0.0) <= limit]
+        if compiled and not fitting:
+            smallest = min(compiled, key=lambda entry: entry[1].compiled_peak_bytes or math.inf)[1]
+            raise InfeasibleError(
+                f"`memory_limit_bytes` is {limit:,.0f}, but the smallest of {len(compiled)} programs compiled "
+                f"for {self.target.name}, {smallest.name} by {smallest.executor}, needs "
+                f"{smallest.compiled_peak_bytes or 0.0:,.0f} bytes on each device, and was predicted to need "
+                f"{smallest.predicted_peak_bytes:,.0f}. Give more memory or devices, donate the state "
+                "(`donate_argnums`), or rematerialise (`jax.checkpoint`)."
+            )
+        best, row = min(fitting or self.entries[:1], key=lambda entry: _order(entry[1]))
+        plan = best.plan
+        assert isinstance(plan, Plan)
+        assert isinstance(found, Plan)
+        bound_s = min(found.lower_bound_s, plan.step_s)
+        return replace(
+            plan,
+            # An expert's own bound is one for plans with its shardings only.
+            lower_bound_s=bound_s,
+            gap=(plan.step_s - bound_s) / plan.step_s if plan.step_s else 0.0,
+            status=found.status,
+            history=found.history,
+            notes=(*plan.notes, _verdict(row, comparison)),
+            comparison=comparison,
+            search_s=time.perf_counter() - start_s,
+        )
+
+
+def _order(row: ComparedPlan) -> tuple[float, float]:
+    """What the best plan has least of: seconds of the timeline, or by prediction where there is none."""
+    return math.inf if row.timeline_s is None else row.timeline_s, row.predicted_s
+
+
+def _verdict(row: ComparedPlan, comparison: Comparison) -> str:
+    """Says in a sentence why a plan won."""
+    name = f"{row.name} by {row.executor}"
+    if row.compiled_sent_bytes is None:
+        return f"No plan could be compiled for {comparison.target}; this one is {name}."
+    count = sum(other.compiled_sent_bytes is not None for other in comparison.rows)
+    if row.timeline_s is None:
+        return f"Of {count} programs compiled for {comparison.target}, {name} fits and is predicted to be the fastest."
+    return (
+        f"Of {count} programs compiled for {comparison.target}, {name} is the fastest that fits: "
+        f"{format_s(row.timeline_s)} in the timeline."
+    )
+
+
+def _all_arguments(options: Options, traced_function: TracedFunction) -> list[Any]:
+    """Returns the arguments of a traced function with the static ones at their places."""
+    dynamic, static = iter(traced_function.args), iter(traced_function.static)
+    count = len(traced_function.args) + len(traced_function.static)
+    return [next(static) if i in options.static_argnums else next(dynamic) for i in range(count)]

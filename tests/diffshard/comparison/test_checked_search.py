@@ -1,0 +1,213 @@
+"""Searches whose plans compilers judge; most rows are given here, so that each test knows which plan must win."""
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+from flax.linen.spmd import with_logical_constraint
+from jax.sharding import AbstractMesh, AxisType, Mesh
+from jax.sharding import PartitionSpec as P
+
+import diffshard
+from diffshard.checks import targets
+from diffshard.comparison import checked_search
+from diffshard.plans.comparison import ComparedPlan
+from diffshard.plans.page import format_page
+from tests.diffshard.comparison.crashing_target import CrashingTarget
+from tests.diffshard.plans.page_checker import checked_page
+
+ROOT = Path(__file__).resolve().parents[3]
+AXES = (AxisType.Auto,) * 2
+MESH = AbstractMesh((2, 4), ("data", "model"), axis_types=AXES)
+STATE = {"up": jax.ShapeDtypeStruct((64, 256), jnp.float32), "down": jax.ShapeDtypeStruct((256, 64), jnp.float32)}
+BATCH = jax.ShapeDtypeStruct((128, 64), jnp.float32)
+
+
+def step(state, x):
+    def loss_fn(state):
+        return jnp.mean((jax.nn.gelu(x @ state["up"]) @ state["down"] - x) ** 2)
+
+    loss, gradients = jax.value_and_grad(loss_fn)(state)
+    return jax.tree.map(lambda w, g: w - 0.1 * g, state, gradients), loss
+
+
+def compiled_as(monkeypatch, timeline_s, memory_factor=1.0):
+    """Lets every plan compile to `timeline_s(name, executor)` and a multiple of its predicted memory."""
+    rounds = []
+
+    def judge(candidates, target, *, timeout_s):
+        del target, timeout_s
+        rounds.append([(candidate.name, candidate.plan.executor) for candidate in candidates])
+        rows = []
+        for name, plan in ((c.name, c.plan) for c in candidates):
+            seconds = timeline_s(name, plan.executor)
+            peak = memory_factor * plan.peak_bytes
+            rows.append(ComparedPlan(name, plan.executor, plan.step_s, seconds, seconds, 0, 0, plan.peak_bytes, peak))
+        return rows
+
+    monkeypatch.setattr(checked_search, "judge", judge)
+    return rounds
+
+
+def search(fn=step, mesh: Mesh | AbstractMesh = MESH, **options):
+    return diffshard.search(fn, mesh, hardware="h100", check="compile", target="host", **options)
+
+
+def test_the_fastest_program_wins(monkeypatch, tmp_path):
+    seconds = {("found", "program"): 2.0, ("fsdp", "propagation"): 1.0}
+    rounds = compiled_as(monkeypatch, lambda *key: seconds.get(key, 3.0))
+    plan = search(donate_argnums=0).plan(STATE, BATCH)
+    (names,) = rounds
+    assert names[:3] == [("found", "constraints"), ("found", "program"), ("found", "propagation")]
+    assert {name for name, executor in names[3:] if executor == "propagation"} == {
+        "data parallel", "fsdp", "hybrid fsdp", "megatron", "megatron fsdp"
+    }  # fmt: skip
+    assert plan.executor == "propagation"
+    assert plan.arguments[0].partition_spec == P(("data", "model"), None)
+    assert plan.comparison is not None
+    assert plan.comparison.best == plan.comparison.rows[names.index(("fsdp", "propagation"))]
+    assert plan.notes[-1] == "Of 8 programs compiled for host, fsdp by propagation is the fastest that fits: " + (
+        "1.00 s in the timeline."
+    )
+    # The bound is that of the free search, which an expert's plan may miss.
+    found = diffshard.search(step, MESH, hardware="h100", donate_argnums=0).plan(STATE, BATCH)
+    assert plan.lower_bound_s == pytest.approx(found.lower_bound_s)
+    assert plan.gap == pytest.approx((plan.step_s - found.lower_bound_s) / plan.step_s)
+    plan.save(tmp_path / "plan.json")
+    assert diffshard.Plan.load(tmp_path / "plan.json") == plan
+    assert "fsdp (best)" in str(plan)
+    page = checked_page(format_page(plan))
+    assert "Compiled for host" in page.texts
+    assert "fsdp (best)" in page.texts
+
+
+def test_a_found_plan_wins_by_its_fastest_executor(monkeypatch):
+    compiled_as(monkeypatch, lambda name, executor: 1.0 if (name, executor) == ("found", "program") else 2.0)
+    assert search().plan(STATE, BATCH).executor == "program"
+
+
+def test_the_memory_limit_holds_for_the_compiled_program(monkeypatch):
+    free = diffshard.search(step, MESH, hardware="h100").plan(STATE, BATCH)
+    limit = 0.9 * free.peak_bytes
+    rounds = compiled_as(monkeypatch, lambda name, executor: 1.0 + ("found" not in name), memory_factor=1.3)
+    plan = search(memory_limit_bytes=limit).plan(STATE, BATCH)
+    assert len(rounds) > 1
+    assert all(name.startswith("found within ") for name, _ in rounds[1])
+    assert 1.3 * plan.peak_bytes <= limit < 1.3 * free.peak_bytes
+    assert plan.memory_limit_bytes == limit
+    assert plan.executor == "constraints"
+
+
+def test_a_limit_that_no_program_keeps_is_an_error_with_numbers(monkeypatch):
+    compiled_as(monkeypatch, lambda name, executor: 1.0, memory_factor=1000.0)
+    with pytest.raises(diffshard.InfeasibleError, match=r"`memory_limit_bytes` is 400,000, but the smallest of \d+"):
+        search(memory_limit_bytes=400_000).plan(STATE, BATCH)
+
+
+def test_a_limit_that_no_prediction_keeps_is_found_before_anything_is_compiled(monkeypatch):
+    rounds = compiled_as(monkeypatch, lambda name, executor: 1.0)
+    with pytest.raises(diffshard.InfeasibleError, match="needs at least"):
+        search(memory_limit_bytes=10_000).plan(STATE, BATCH)
+    assert rounds == []
+
+
+def test_given_shardings_are_kept(monkeypatch):
+    rounds = compiled_as(monkeypatch, lambda name, executor: 1.0)
+    plan = search(in_shardings=(None, P("data"))).plan(STATE, BATCH)
+    assert {name for name, _ in rounds[0]} == {"found"}
+    assert plan.comparison is not None
+    assert plan.comparison.notes == ("No expert's plan takes part, because shardings are given.",)
+    assert plan.arguments[-1].partition_spec == P("data", None)
+
+
+def test_a_compiler_that_always_crashes_does_not_lose_the_search():
+    crashing = diffshard.search(
+        step, MESH, hardware="h100", in_shardings=(None, P("data")), check="compile", target=CrashingTarget("crashing")
+    )
+    plan = crashing.plan(STATE, BATCH)
+    assert plan.notes[-1] == "No plan could be compiled for crashing; this one is found by constraints."
+    assert plan.executor == "constraints"
+    assert "crashed with signal 6" in str(plan.comparison)
+
+
+class Named(nn.Module):
+    """A layer whose activations have logical axes."""
+
+    @nn.compact
+    def __call__(self, x):  # noqa: D102
+        x = with_logical_constraint(x, ("batch", "sequence", "embed"))
+        hidden = with_logical_constraint(nn.gelu(nn.Dense(32, name="up")(x)), ("batch", "sequence", "mlp"))
+        return with_logical_constraint(nn.Dense(16, name="down")(hidden), ("batch", "sequence", "embed"))
+
+
+def named_step(params, x):
+    loss, gradients = jax.value_and_grad(lambda p: jnp.mean((Named().apply(p, x) - x) ** 2))(params)
+    return jax.tree.map(lambda w, g: w - 0.1 * g, params, gradients), loss
+
+
+def test_an_experts_plan_runs_with_its_rules_for_activations(monkeypatch):
+    compiled_as(monkeypatch, lambda name, executor: 1.0 + (name != "megatron sequence"))
+    x = jax.random.normal(jax.random.key(1), (16, 8, 16))
+    params = Named().init(jax.random.key(0), x)
+    searched = search(named_step, jax.make_mesh((2, 4), ("data", "model"), AXES))
+    plan = searched.plan(params, x)
+    assert ("length", ("model",)) in plan.logical_axis_rules
+    text = searched.lower(params, x).as_text()
+    assert "sdy.sharding_constraint" in text
+    expected, expected_loss = jax.jit(named_step)(params, x)
+    result, loss = searched(*plan.shard(params, x))
+    np.testing.assert_allclose(loss, expected_loss, rtol=1e-5)
+    for one, many in zip(jax.tree.leaves(expected), jax.tree.leaves(result), strict=True):
+        np.testing.assert_allclose(many, one, rtol=1e-4, atol=1e-6)
+
+
+def test_shardys_partitioner_notes_a_difference():
+    given = ({"up": P(None, "model"), "down": P(None, "data")}, P("data"))
+    program = diffshard.search(step, MESH, hardware="h100", executor="program", check="shardy", in_shardings=given)
+    assert not any("Shardy" in note for note in program.plan(STATE, BATCH).notes)
+    free = diffshard.search(step, MESH, hardware="h100", executor="propagation", check="shardy", in_shardings=given)
+    assert "By propagation, Shardy's partitioner lets a device send" in free.plan(STATE, BATCH).notes[-1]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"check": "hope"}, "`check` must be one of"),
+        ({"check": "shardy", "target": "host"}, "`target` is for"),
+        ({"check": "compile", "target": "h9"}, "`target` must be one of"),
+    ],
+)
+def test_bad_arguments_are_named(options, message):
+    with pytest.raises(ValueError, match=message):
+        diffshard.search(step, MESH, hardware="h100", **options)
+
+
+def test_a_missing_compiler_is_named_before_the_search(monkeypatch):
+    monkeypatch.setattr(targets.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(RuntimeError, match=r"diffshard\[gpu-compile\]"):
+        diffshard.search(step, MESH, hardware="h100", check="compile")
+
+
+SCRIPT = """
+import diffshard
+from tests.diffshard.comparison.test_checked_search import BATCH, MESH, STATE, step
+
+plan = diffshard.search(step, MESH, hardware="h100", donate_argnums=0, check="compile").plan(STATE, BATCH)
+rows = plan.comparison.rows
+assert len(rows) == 8 and all(row.timeline_s is not None for row in rows), plan.comparison
+assert plan.executor == plan.comparison.best.executor
+assert f"{plan.comparison.best.name} by {plan.executor} is the fastest" in plan.notes[-1], plan.notes
+"""
+
+
+@pytest.mark.skipif(importlib.util.find_spec("jax_cuda12_plugin") is None, reason="needs the extra gpu-compile")
+def test_the_fastest_program_for_h100s():
+    # A process of its own: JAX looks for plugins once, when its first backend starts.
+    result = subprocess.run([sys.executable, "-c", SCRIPT], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr[-2000:]
