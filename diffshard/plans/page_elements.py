@@ -29,6 +29,7 @@ table{border-collapse:collapse;width:100%;background:#fff;font-size:13px}
 td,th{text-align:left;padding:4px 10px;border-bottom:1px solid #eceef1;vertical-align:top;overflow-wrap:anywhere}
 td.n,th.n{text-align:right;white-space:nowrap}th{color:#5d6975;font-weight:600}
 pre{overflow-x:auto;background:#fff;border:1px solid #e2e4e8;border-radius:8px;padding:14px;font-size:12px}
+li{overflow-wrap:anywhere}
 summary{cursor:pointer;font-weight:600;margin:26px 0 8px}svg text{font:12px system-ui,sans-serif;fill:#5d6975}
 @media(max-width:700px){main{padding:20px 12px 40px}.layer{grid-template-columns:1fr}.head{display:none}
 .layer>div::before{color:#5d6975;font-weight:600}.layer>:nth-child(2):not(:empty)::before{content:"arguments"}
