@@ -10,6 +10,7 @@ from typing import TextIO
 from rich.console import Console
 
 from diffshard.base import Progress
+from diffshard.live_progress import state_text
 
 _MIN_SECONDS_BETWEEN_LINES = 0.5  # plain lines go to logs, which hundreds of improvements would only fill
 
@@ -37,7 +38,7 @@ def show_progress(what: str, format_cost: Callable[[float], str], stream: TextIO
         with Console(file=out).status(what) as status:
 
             def live(seconds: float, cost: float, lower_bound: float) -> None:
-                status.update(f"{what}: {_state(seconds, cost, lower_bound, format_cost)}")
+                status.update(f"{what}: {state_text(seconds, cost, lower_bound, format_cost)}")
 
             yield live
         return
@@ -46,7 +47,7 @@ def show_progress(what: str, format_cost: Callable[[float], str], stream: TextIO
 
     def print_line(seconds: float, cost: float, lower_bound: float) -> None:
         nonlocal last_s, last_line
-        last_line = f"  {_state(seconds, cost, lower_bound, format_cost)}"
+        last_line = f"  {state_text(seconds, cost, lower_bound, format_cost)}"
         if time.perf_counter() - last_s >= _MIN_SECONDS_BETWEEN_LINES:
             print(last_line, file=out, flush=True)
             last_s, last_line = time.perf_counter(), ""
@@ -54,10 +55,3 @@ def show_progress(what: str, format_cost: Callable[[float], str], stream: TextIO
     yield print_line
     if last_line:
         print(last_line, file=out, flush=True)
-
-
-def _state(seconds: float, cost: float, lower_bound: float, format_cost: Callable[[float], str]) -> str:
-    best = f"best {format_cost(cost)}" if math.isfinite(cost) else "nothing feasible yet"
-    bound = f", lower bound {format_cost(lower_bound)}" if math.isfinite(lower_bound) else ""
-    gap = f", gap {(cost - lower_bound) / abs(cost):.2%}" if bound and math.isfinite(cost) and cost else ""
-    return f"{seconds:.1f} s, {best}{bound}{gap}"

@@ -11,6 +11,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 from cost.base import Hardware
 from cost.presets import hardware_of, preset
 from diffshard.base import Solver
+from diffshard.live_progress import ProgressDisplay
 from diffshard.plans.base import Executor, LogicalAxisRules
 from diffshard.solving.solve import resolve
 from search_spaces.sharding.given import check_prefix
@@ -40,6 +41,7 @@ class Options:
     static_argnums: tuple[int, ...] = ()
     executor: Executor = "constraints"
     logical_axis_rules: LogicalAxisRules = ()
+    progress: ProgressDisplay = "terminal"
 
     def __post_init__(self):
         if not callable(self.fn):
@@ -58,6 +60,11 @@ class Options:
         resolve(self.solver)
         if self.executor not in get_args(Executor):
             raise ValueError(f"`executor` must be one of {get_args(Executor)}, not {self.executor!r}.")
+        if self.progress not in get_args(ProgressDisplay):
+            raise ValueError(
+                f"`progress` must be one of {get_args(ProgressDisplay)}, not {self.progress!r}. Give a function to "
+                "`plan(..., progress=...)` of what the search returns."
+            )
         check_prefix(self.in_shardings, self.mesh)
         _check_positions("donate_argnums", self.donate_argnums)
         _check_positions("static_argnums", self.static_argnums)

@@ -10,6 +10,7 @@ from jax.core import Tracer
 from jax.sharding import Mesh
 
 from diffshard.base import PlanError, Progress
+from diffshard.live_progress import ProgressDisplay, live_line
 from diffshard.plans.base import PlanData
 from diffshard.sharding_search.executors import FlatFunction, flat_function
 from diffshard.sharding_search.options import Options
@@ -40,7 +41,8 @@ class PlannedFunction(Generic[PlanT]):
 
         Args:
           *args: as for the function itself.
-          progress: called as `progress(seconds, cost, lower_bound)` while the solver runs.
+          progress: called as `progress(seconds, cost, lower_bound)` while the solver runs, in place of what `search`
+            shows.
 
         Raises:
           InfeasibleError: no plan fits the memory limit; the error says how much would be needed.
@@ -84,10 +86,13 @@ class PlannedFunction(Generic[PlanT]):
     def _prepare(self, args: Sequence[Any], progress: Progress | None) -> tuple[PlanT, Any]:
         signature = self._signature(args)
         if signature not in self._plans:
-            start_s = time.perf_counter()
-            traced_function = trace_function(self.options, args)
-            space = space_of(self.options, traced_function)
-            plan = self._make_plan(traced_function, space, start_s, progress)
+            with live_line(f"searching {self.options.function_name}", self._display(progress)) as line:
+                start_s = time.perf_counter()
+                line.step("tracing")
+                traced_function = trace_function(self.options, args)
+                space = space_of(self.options, traced_function)
+                line.step("listing strategies")
+                plan = self._make_plan(traced_function, space, start_s, progress or line.progress)
             if plan.logical_axis_rules != self.options.logical_axis_rules:  # an expert's plan was found to be the best
                 options = replace(self.options, logical_axis_rules=plan.logical_axis_rules)
                 traced_function = trace_function(options, args)
@@ -95,6 +100,10 @@ class PlannedFunction(Generic[PlanT]):
             flat = flat_function(plan, traced_function, space, self.options.mesh)
             self._plans[signature] = plan, self._jit(traced_function, flat)
         return self._plans[signature]
+
+    def _display(self, progress: Progress | None) -> ProgressDisplay:
+        """Returns where the search shows how it goes, where it may be given a function that is told."""
+        return self.options.progress if progress is None else "none"
 
     def _jit(self, traced_function: TracedFunction, flat: FlatFunction) -> Any:
         options = self.options

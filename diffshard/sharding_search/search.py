@@ -12,6 +12,7 @@ from diffshard.base import Solver
 from diffshard.checks.targets import Target, target_for
 from diffshard.comparison.checked_search import Check, plan_by_compiling, plan_by_shardy
 from diffshard.comparison.judging import TIMEOUT_S
+from diffshard.live_progress import ProgressDisplay
 from diffshard.plans.base import Executor
 from diffshard.sharding_search.options import DEFAULT_SOLVER, Options, hardware_for, positions
 from diffshard.sharding_search.plan import Plan
@@ -34,6 +35,7 @@ def search(
     executor: Executor = "constraints",
     check: Check | None = None,
     target: Target | str | None = None,
+    progress: ProgressDisplay = "terminal",
 ) -> PlannedFunction[Plan]:
     """Finds how to run a function on a mesh. Like `jax.jit` it returns a callable, and searches when that is called.
 
@@ -68,6 +70,8 @@ def search(
         timeline and fits the memory limit by XLA's number, with a table of all in `plan.comparison`. That takes a few
         minutes, and needs the extra `gpu-compile`.
       target: for `check="compile"` what is compiled for, as in `compare`; None takes the hardware's.
+      progress: "terminal" shows the best cost and the bound in one live line on stderr once a search lasts over two
+        seconds, but only on a terminal; "none" shows nothing. `plan(..., progress=...)` takes a function instead.
 
     Raises:
       TypeError, ValueError: an argument breaks a rule; the error names it and its value.
@@ -86,6 +90,7 @@ def search(
         donate_argnums=positions(donate_argnums),
         static_argnums=positions(static_argnums),
         executor=executor,
+        progress=progress,
     )
     if check is not None and check not in get_args(Check):
         raise ValueError(f"`check` must be one of {get_args(Check)} or None, not {check!r}.")
