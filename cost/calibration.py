@@ -13,6 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from cost.base import CollectiveKind, Hardware, Link
 from cost.collectives import collective_sent_bytes
+from cost.presets import EXPOSED_ON_GPU
 
 
 def calibrate(
@@ -59,6 +60,7 @@ def calibrate(
         memory_bytes=_memory_bytes(mesh),
         links={axis: _link(mesh, axis, largest_bytes, repeats) for axis in mesh.axis_names},
         combines_gathers=device.platform != "cpu",
+        exposed_share=EXPOSED_ON_GPU if device.platform == "gpu" else 1.0,
     )
 
 

@@ -17,9 +17,9 @@ _TB = 1e12
 _GB = 1e9
 _GIB = 2**30
 
-# The part of the collectives of weights and gradients that a step waits for. On a decoder as a program for each device,
-# compiled for 8, 32 and 64 H100s, it is 0.1 to 0.3 (python -m experiments.timeline).
-_EXPOSED_ON_GPU = 0.25
+EXPOSED_ON_GPU = 0.25
+"""`Hardware.exposed_share` of GPUs: on a decoder as a program for each device, compiled for 8, 32 and 64 H100s, steps
+wait for a tenth to a quarter of these collectives' time (python -m experiments.timeline)."""
 
 # NCCL's own tuning model (github.com/NVIDIA/nccl, src/graph/tuning.cc), protocol LL128: base 14 µs, 1.9 µs for a step
 # over NVLink and 4.0 µs over a network. NVLink reaches 0.82 of its nominal rate: 741 of 900 GB/s on an HGX H100
@@ -52,7 +52,7 @@ _PRESETS: dict[str, tuple[Hardware, Network]] = {
             900 * _GB,
             16 * _GIB,
             {},
-            exposed_share=_EXPOSED_ON_GPU,
+            exposed_share=EXPOSED_ON_GPU,
         ),
         # Fitted to the same profiles by relative error (experiments/calibration.py): NVLink 2 as a hybrid cube mesh,
         # so that a ring's speed depends on which devices it joins; 25 Gbit/s between hosts.
@@ -88,18 +88,18 @@ _PRESETS: dict[str, tuple[Hardware, Network]] = {
             2039 * _GB,
             80 * _GIB,
             {},
-            exposed_share=_EXPOSED_ON_GPU,
+            exposed_share=EXPOSED_ON_GPU,
         ),
         SwitchedHost(8, 300 * _GB * _NVLINK, 200 * _GB * _NETWORK, _LAUNCH_S, _HOP_S, _NETWORK_HOP_S),
     ),
     # H100 SXM datasheet (nvidia.com/en-us/data-center/h100): the rates above without sparsity, 3.35 TB/s, 80 GB.
     "h100": (
-        Hardware("H100-80GB", _HOPPER_FLOPS_PER_S, 3350 * _GB, 80 * _GIB, {}, exposed_share=_EXPOSED_ON_GPU),
+        Hardware("H100-80GB", _HOPPER_FLOPS_PER_S, 3350 * _GB, 80 * _GIB, {}, exposed_share=EXPOSED_ON_GPU),
         _HOPPER_HOST,
     ),
     # H200 SXM datasheet (nvidia.com/en-us/data-center/h200): the H100's rates, 4.8 TB/s, 141 GB.
     "h200": (
-        Hardware("H200-141GB", _HOPPER_FLOPS_PER_S, 4800 * _GB, 141 * _GB, {}, exposed_share=_EXPOSED_ON_GPU),
+        Hardware("H200-141GB", _HOPPER_FLOPS_PER_S, 4800 * _GB, 141 * _GB, {}, exposed_share=EXPOSED_ON_GPU),
         _HOPPER_HOST,
     ),
     # cloud.google.com/tpu/docs/v5e: 197 TFLOP/s bfloat16, 393 int8, 16 GB at 819 GB/s, 2D torus of 256 chips, 400 GB/s

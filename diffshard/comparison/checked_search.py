@@ -154,7 +154,7 @@ class _Contest:
           Bytes by which the smallest program of the found plan exceeds the memory limit; 0 or less if one fits.
         """
         found = replace(found, memory_limit_bytes=self.options.memory_limit_bytes)
-        executors = sorted(get_args(Executor), key=lambda executor: executor != self.options.executor)
+        executors = sorted(get_args(Executor), key=lambda executor: executor != found.executor)
         own = [Candidate(name, with_executor(found, e, space), traced_function, space) for e in executors]
         candidates = [*own, *self.waiting]
         self.waiting = []

@@ -19,6 +19,7 @@ from diffshard.sharding_search.layout import has_reductions, layout_of
 from diffshard.sharding_search.options import with_automatic_axes
 from diffshard.sharding_search.tracing import TracedFunction
 from search_spaces.sharding.base import Layout
+from search_spaces.sharding.graph import Vertex
 from search_spaces.sharding.space import ShardingSpace
 
 PlanT = TypeVar("PlanT", bound=PlanData)
@@ -89,20 +90,46 @@ def with_executor(plan: PlanT, executor: Executor, space: ShardingSpace) -> Plan
     return replace(plan, executor=executor, notes=(*plan.notes, *notes))
 
 
+def default_executor(
+    space: ShardingSpace, layout: Layout, mesh: Mesh | AbstractMesh
+) -> tuple[Executor, tuple[str, ...]]:
+    """Returns what runs a layout if nobody says it, and what a reader of the plan should know about that.
+
+    A program decides what runs beside what, so it is the default where collectives run beside arithmetic, and every
+    operation has a form on one device's part.
+    """
+    if space.hardware.exposed_share == 1:
+        return "constraints", ()
+    program = space.device_program(layout, mesh)
+    misfits = _places([*program.impossible_operations(), *program.whole_operations()])
+    if not misfits:
+        return "program", ()
+    return "constraints", tuple(
+        f"{place} has no form on one device's part, so XLA partitions the function, by constraints that it does not "
+        "always follow."
+        for place in misfits
+    )
+
+
 def executor_notes(
     executor: Executor, space: ShardingSpace, layout: Layout, mesh: Mesh | AbstractMesh
 ) -> tuple[str, ...]:
     """Names the operations that a layout splits but an explicit program for each device cannot."""
     if executor != "program":
         return ()
-    sources: dict[str, list[str]] = {}
-    for vertex in space.device_program(layout, mesh).whole_operations():
-        sources.setdefault(vertex.primitive, []).append(vertex.source)
     return tuple(
-        f"{name} is split by the plan, but has no form on one device's part: it runs whole on every device, and the "
-        f"price does not say so ({len(where)}x, {min(where)})."
-        for name, where in sorted(sources.items())
+        f"{place} is split by the plan, but has no form on one device's part: it runs whole on every device, and the "
+        "price does not say so."
+        for place in _places(space.device_program(layout, mesh).whole_operations())
     )
+
+
+def _places(vertices: Sequence[Vertex]) -> list[str]:
+    """Names the operations of vertices, each with the number of its places and one of them."""
+    sources: dict[str, list[str]] = {}
+    for vertex in vertices:
+        sources.setdefault(vertex.primitive, []).append(vertex.source)
+    return [f"{name} ({len(where)}x, {min(where)})" for name, where in sorted(sources.items())]
 
 
 def _evaluator(

@@ -39,7 +39,7 @@ class Options:
     key: jax.Array | int | None = None
     donate_argnums: tuple[int, ...] = ()
     static_argnums: tuple[int, ...] = ()
-    executor: Executor = "constraints"
+    executor: Executor | None = None
     logical_axis_rules: LogicalAxisRules = ()
     progress: ProgressDisplay = "terminal"
 
@@ -58,7 +58,7 @@ class Options:
         if not (isinstance(self.solver, str) or callable(self.solver)):
             raise TypeError(f"`solver` must be a name or a function, not {self.solver!r}.")
         resolve(self.solver)
-        if self.executor not in get_args(Executor):
+        if self.executor is not None and self.executor not in get_args(Executor):
             raise ValueError(f"`executor` must be one of {get_args(Executor)}, not {self.executor!r}.")
         if self.progress not in get_args(ProgressDisplay):
             raise ValueError(

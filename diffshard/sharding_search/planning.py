@@ -13,7 +13,7 @@ import numpy as np
 from cost.memory import least_memory
 from diffshard.base import InfeasibleError, Progress, Solution
 from diffshard.plans.base import Operation, PredictedCollective, Tensor
-from diffshard.sharding_search.executors import executor_notes
+from diffshard.sharding_search.executors import default_executor, executor_notes
 from diffshard.sharding_search.layout import signature_of
 from diffshard.sharding_search.options import Options
 from diffshard.sharding_search.plan import Plan
@@ -88,6 +88,10 @@ def make_plan(
     step_s = compute_s + sum(transfer.seconds for transfer in prediction.transfers)
     lower_bound_s = min(max(solution.lower_bound - space.most_preference_s, 0.0), step_s)
     solver = options.solver
+    executor, notes = options.executor, ()
+    if executor is None:
+        executor, notes = default_executor(space, summary.layout, options.mesh)
+    notes = (*space.notes, *notes, *executor_notes(executor, space, summary.layout, options.mesh))
     return Plan(
         function=options.function_name,
         mesh_axes=dict(options.mesh.shape),
@@ -106,10 +110,10 @@ def make_plan(
         solver=solver if isinstance(solver, str) else getattr(solver, "__name__", "function"),
         search_s=time.perf_counter() - start,
         history=solution.history,
-        notes=(*space.notes, *executor_notes(options.executor, space, summary.layout, options.mesh)),
+        notes=notes,
         static_argnums=options.static_argnums,
         donate_argnums=options.donate_argnums,
-        executor=options.executor,
+        executor=executor,
         logical_axis_rules=options.logical_axis_rules,
         mesh=options.mesh,
     )

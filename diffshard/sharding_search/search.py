@@ -32,7 +32,7 @@ def search(
     key: jax.Array | int | None = None,
     donate_argnums: int | Sequence[int] = (),
     static_argnums: int | Sequence[int] = (),
-    executor: Executor = "constraints",
+    executor: Executor | None = None,
     check: Check | None = None,
     target: Target | str | None = None,
     progress: ProgressDisplay = "terminal",
@@ -60,10 +60,12 @@ def search(
       key: random key or seed of the solver.
       donate_argnums: positions of arguments whose memory may be used for results, as in `jax.jit`.
       static_argnums: positions of arguments that are compile-time constants, as in `jax.jit`.
-      executor: how the planned function runs. With "constraints" XLA partitions it, told by a sharding constraint at
-        every place that the plan names; it does not always follow them. With "program" every device runs an explicit
-        program (one `jax.shard_map`) whose collectives are the plan's. With "propagation" XLA's partitioner is told
-        the shardings of arguments and results only, as most plans by hand run.
+      executor: how the planned function runs; the plan says which it is. With "program" every device runs an explicit
+        program (one `jax.shard_map`) whose collectives are the plan's. With "constraints" XLA partitions it, told by a
+        sharding constraint at every place that the plan names; it does not always follow them. With "propagation" XLA's
+        partitioner is told the shardings of arguments and results only, as most plans by hand run. None takes "program"
+        for GPUs (hardware on which collectives run beside arithmetic, see `Hardware.exposed_share`) if every operation
+        has a form on one device's part, else "constraints".
       check: which compiler judges the plan, None for none. "shardy" runs Shardy's partitioner, which takes a second or
         more, and notes in the plan where it would send other bytes. "compile" compiles the found plan under each
         executor, and experts' plans, in processes of their own; it returns the one whose program is the fastest by its

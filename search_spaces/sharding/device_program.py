@@ -49,6 +49,10 @@ class DeviceProgram:
         """Returns operations that the layout splits but that have no form on blocks: they run whole on every device."""
         return [vertex for vertex in self.graph.operations() if self._runs_whole(vertex)]
 
+    def impossible_operations(self) -> list[Vertex]:
+        """Returns what cannot run on blocks at all: users' own mappings that track over which axes values vary."""
+        return [v for v in self.graph.operations() if v.equation is not None and v.equation.params.get("check_vma")]
+
     def __call__(self, *arguments: Any) -> list[Any]:
         """Runs the function; returns its flat results."""
         constants = [self.layout.strategies[v.index].unreduced[0] for v in self.graph.constants]

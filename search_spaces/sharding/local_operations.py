@@ -9,10 +9,12 @@ whole: `whole_operations.py` tells which.
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend import core
+from jax.extend.random import threefry2x32_p
 
 from search_spaces.replay import bind
 from search_spaces.sharding.base import ShardingStrategy
@@ -255,8 +257,30 @@ def _users_shard_map(call: LocalCall, operands: Sequence[Any]) -> list[Any]:
     return list(core.jaxpr_as_fun(core.ClosedJaxpr(body, ()))(*operands))
 
 
+def _random_bits(call: LocalCall, operands: Sequence[Any]) -> list[Any]:
+    """Draws the bits of a block: element i of an array is threefry of the key and the counter i.
+
+    Source: Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3" (2011); the counters are JAX's for
+    `jax_threefry_partitionable`, of arrays of less than 2^32 elements.
+    """
+    (value,), (shape,), spec = call.vertex.results, call.result_shapes, call.strategy.unreduced[0]
+    counter = jnp.zeros(shape, jnp.uint32)
+    for dim, axes in enumerate(spec):
+        position = call.blocks.index(axes).astype(jnp.uint32) * shape[dim] + lax.broadcasted_iota(
+            jnp.uint32, shape, dim
+        )
+        counter = counter * value.shape[dim] + position
+    first, second = jax.random.key_data(operands[0])
+    high, low = threefry2x32_p.bind(first, second, jnp.zeros_like(counter), counter)
+    width = call.equation.params["bit_width"]
+    if width == 64:
+        return [high.astype(jnp.uint64) << 32 | low.astype(jnp.uint64)]
+    return [(high ^ low).astype(f"uint{width}")]
+
+
 PLACED_OPERATIONS: dict[str, Callable[[LocalCall, Sequence[Any]], list[Any]]] = {
     "iota": _iota,
+    "random_bits": _random_bits,
     "dot_general": _contraction,
     **dict.fromkeys(_NEUTRAL, _reduction),
     "gather": _gather,

@@ -6,6 +6,7 @@ are gathered and the results sliced, and a plan names them.
 """
 
 from collections.abc import Callable
+from math import prod
 
 import jax.numpy as jnp
 
@@ -122,6 +123,15 @@ def _scatters_rows(vertex: Vertex, strategy: ShardingStrategy, axis_sizes: tuple
     return vertex.primitive == "scatter-add" or not any(strategy.reductions)
 
 
+def _counts_its_bits(vertex: Vertex, strategy: ShardingStrategy, axis_sizes: tuple[int, ...]) -> bool:
+    """Tells whether random bits are those of one threefry key, each of which has its own counter below 2^32."""
+    del strategy, axis_sizes
+    assert vertex.equation is not None
+    (key,), (bits,) = vertex.operands, vertex.results
+    is_one_key = isinstance(key, Value) and not key.shape and str(key.dtype) == "key<fry>"
+    return is_one_key and vertex.equation.ctx.threefry_partitionable and prod(bits.shape) < 2**32
+
+
 _CONDITIONS: dict[str, _Condition] = {
     **dict.fromkeys(
         ("pad", "reduce_window_max", "reduce_window_min", "reduce_window_sum", "select_and_scatter_add",
@@ -131,5 +141,6 @@ _CONDITIONS: dict[str, _Condition] = {
     "conv_general_dilated": _no_groups,
     "ragged_dot_general": _is_even,
     "gather": _gathers_rows,
+    "random_bits": _counts_its_bits,
     **dict.fromkeys(("scatter", "scatter-add", "scatter-mul", "scatter-min", "scatter-max"), _scatters_rows),
 }  # fmt: skip

@@ -172,3 +172,25 @@ def test_a_users_shard_map_runs_in_the_program_unless_it_tracks_varying_values(c
             step.lower(*arrays)
         return
     np.testing.assert_allclose(step(*step.plan(*arrays).shard(*arrays)), jax.jit(fn)(*arrays), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("exposed_share", "executor"), [(0.25, "program"), (1.0, "constraints")])
+def test_where_collectives_overlap_a_program_is_the_default(exposed_share, executor):
+    hardware = dataclasses.replace(SLOW, exposed_share=exposed_share)
+    plan = diffshard.search(train_step, mesh_2x2(), hardware=hardware).plan(*arguments())
+    assert plan.executor == executor
+
+
+def test_what_has_no_form_on_blocks_is_left_to_the_partitioner():
+    mesh, spec = mesh_2x2(), PartitionSpec("x", "y")
+
+    def fn(x):
+        return jax.shard_map(jnp.sin, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=True)(x)
+
+    hardware = dataclasses.replace(SLOW, exposed_share=0.25)
+    step = diffshard.search(fn, mesh, hardware=hardware)
+    x = jnp.arange(16.0).reshape(4, 4)
+    plan = step.plan(x)
+    assert plan.executor == "constraints"
+    assert any("shard_map (1x" in note and "XLA partitions the function" in note for note in plan.notes)
+    np.testing.assert_allclose(step(x), jnp.sin(x), rtol=1e-6)

@@ -81,6 +81,14 @@ def row_written(cache, row, at):
 
 IDS, TABLE, ROWS = array(16, dtype=jnp.int32), array(8, 16), array(16, 16)
 OPERATIONS = {
+    **{
+        f"random bits of {width}": (
+            lambda x, width=width: jax.random.bits(jax.random.key(3), x.shape, f"uint{width}").astype(jnp.float32) + x,
+            (array(8, 6, 16),),
+        )
+        for width in (8, 16, 32)
+    },
+    "dropout": (lambda x: jnp.where(jax.random.bernoulli(jax.random.key(1), 0.7, x.shape), x, 0.0), (array(16, 24),)),
     "softmax": (lambda x: jax.nn.softmax(x, axis=1), (array(8, 16),)),
     "norm": (lambda x: x * lax.rsqrt((x**2).mean(axis=-1, keepdims=True)), (array(8, 16),)),
     "attention": (
