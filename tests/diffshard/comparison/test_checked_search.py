@@ -56,7 +56,7 @@ def compiled_as(monkeypatch, timeline_s, memory_factor=1.0):
     return rounds
 
 
-def search(fn=step, mesh: Mesh | AbstractMesh = MESH, hardware="h100", **options):
+def search(fn=step, mesh: Mesh | AbstractMesh = MESH, hardware: diffshard.Hardware | str = "h100", **options):
     return diffshard.search(fn, mesh, hardware=hardware, check="compile", target="host", **options)
 
 
