@@ -71,14 +71,15 @@ def _job(candidate: Candidate, target: Target) -> Job:
 
 def _row(candidate: Candidate, result: CompiledStep | str, target: Target) -> ComparedPlan:
     plan, axes = candidate.plan, dict(candidate.plan.mesh_axes)
-    timeline, notes = None, []
+    timeline, notes, fits = None, [], True
     if isinstance(result, str):
         notes.append(result)
     else:
         if result.num_involuntary:
             arrays = format_count(result.num_involuntary, "array")
             notes.append(f"XLA's partitioner replicates {arrays} on the way between two shardings.")
-        if (result.peak_bytes or 0.0) > plan.memory_limit_bytes:
+        fits = (result.peak_bytes or 0.0) <= plan.memory_limit_bytes
+        if not fits:
             limit = format_bytes(plan.memory_limit_bytes)
             notes.append(f"It does not fit the memory limit of {limit}.")
         if target.rates is not None:
@@ -95,5 +96,6 @@ def _row(candidate: Candidate, result: CompiledStep | str, target: Target) -> Co
         compiled_sent_bytes=sent,
         predicted_peak_bytes=plan.peak_bytes,
         compiled_peak_bytes=None if isinstance(result, str) else result.peak_bytes,
+        fits=fits,
         notes=tuple(notes),
     )

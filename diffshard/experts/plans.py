@@ -147,8 +147,10 @@ def plans_of_experts(
             else:
                 shardings = EXPERTS[name](arguments, expert_mesh, dimensions or {})
             plans[name] = _completed(name, shardings, options, args, traced_function)
-        except (DoesNotApplyError, InfeasibleError) as error:
+        except DoesNotApplyError as error:
             left_out[name] = str(error)
+        except InfeasibleError as error:  # its first sentence says how much memory is needed, the next what to do
+            left_out[name] = f"{str(error).partition('. ')[0]}."
     return ExpertPlans(plans, left_out)
 
 

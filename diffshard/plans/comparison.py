@@ -33,6 +33,7 @@ class ComparedPlan:
       computing_s: seconds in which kernels run; the rest of `timeline_s` waits for communication.
       predicted_sent_bytes, compiled_sent_bytes: what one device sends in a step.
       predicted_peak_bytes, compiled_peak_bytes: peak memory of one device.
+      fits: whether `compiled_peak_bytes` is within the plan's memory limit; true where it is not known.
       notes: what a reader should know, such as why it was not compiled.
     """
 
@@ -45,6 +46,7 @@ class ComparedPlan:
     compiled_sent_bytes: float | None
     predicted_peak_bytes: float
     compiled_peak_bytes: float | None
+    fits: bool = True
     notes: tuple[str, ...] = ()
 
 
@@ -68,8 +70,8 @@ class Comparison:
 
     @property
     def best(self) -> ComparedPlan | None:
-        """The row with the shortest timeline; None where no timeline is known."""
-        timed = [row for row in self.rows if row.timeline_s is not None]
+        """The row with the shortest timeline among those that fit the memory; None where no timeline is known."""
+        timed = [row for row in self.rows if row.timeline_s is not None and row.fits]
         return min(timed, key=lambda row: row.timeline_s or 0.0, default=None)
 
     @property

@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib.util
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -49,7 +50,9 @@ def compiled_as(monkeypatch, timeline_s, memory_factor=1.0):
         for name, plan in ((c.name, c.plan) for c in candidates):
             seconds = timeline_s(name, plan.executor)
             peak = memory_factor * plan.peak_bytes
-            rows.append(ComparedPlan(name, plan.executor, plan.step_s, seconds, seconds, 0, 0, plan.peak_bytes, peak))
+            fits = peak <= plan.memory_limit_bytes
+            row = ComparedPlan(name, plan.executor, plan.step_s, seconds, seconds, 0, 0, plan.peak_bytes, peak, fits)
+            rows.append(row)
         return rows
 
     monkeypatch.setattr(checked_search, "judge", judge)
@@ -104,7 +107,20 @@ def test_the_memory_limit_holds_for_the_compiled_program(monkeypatch):
     assert all(name.startswith("found within ") for name, _ in rounds[1])
     assert 1.3 * plan.peak_bytes <= limit < 1.3 * free.peak_bytes
     assert plan.memory_limit_bytes == limit
+    assert plan.comparison is not None
+    assert plan.comparison.best is not None
+    assert plan.comparison.best.fits
     assert plan.executor == "constraints"
+
+
+def test_a_plan_that_is_predicted_not_to_fit_may_do_so_as_a_program(monkeypatch):
+    with pytest.raises(diffshard.InfeasibleError) as error:
+        diffshard.search(step, MESH, hardware="h100", memory_limit_bytes=10_000).plan(STATE, BATCH)
+    least = float(re.findall(r"at least ([\d,]+)", str(error.value))[0].replace(",", ""))
+    compiled_as(monkeypatch, lambda name, executor: 1.0, memory_factor=0.75)
+    plan = search(memory_limit_bytes=0.9 * least).plan(STATE, BATCH)
+    assert 0.75 * plan.peak_bytes <= 0.9 * least < plan.peak_bytes
+    assert plan.memory_limit_bytes == 0.9 * least
 
 
 def test_a_limit_that_no_program_keeps_is_an_error_with_numbers(monkeypatch):

@@ -106,6 +106,7 @@ def test_a_plan_above_the_memory_limit_is_marked():
     (row,) = result.rows
     assert row.compiled_peak_bytes is not None
     fits = row.compiled_peak_bytes <= 200_000
+    assert row.fits == fits
     assert row.notes == (() if fits else ("It does not fit the memory limit of 195 KiB.",))
 
 
