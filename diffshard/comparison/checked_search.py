@@ -24,7 +24,8 @@ from diffshard.experts.plans import plans_of_experts
 from diffshard.plans.base import Executor
 from diffshard.plans.comparison import ComparedPlan, Comparison
 from diffshard.plans.formats import format_bytes, format_s
-from diffshard.sharding_search.executors import flat_function, with_executor
+from diffshard.sharding_search.executors import default_executor, flat_function, with_executor
+from diffshard.sharding_search.layout import layout_of
 from diffshard.sharding_search.options import Options
 from diffshard.sharding_search.plan import Plan
 from diffshard.sharding_search.planning import find_plan
@@ -161,7 +162,10 @@ class _Contest:
           Bytes by which the smallest program of the found plan exceeds the memory limit; 0 or less if one fits.
         """
         found = replace(found, memory_limit_bytes=self.options.memory_limit_bytes)
-        executors = sorted(get_args(Executor), key=lambda executor: executor != found.executor)
+        usual = self.options.executor
+        if usual is None:
+            usual, _ = default_executor(space, layout_of(found, space), self.options.mesh)
+        executors = sorted(get_args(Executor), key=lambda executor: executor != usual)  # the first wins where all fail
         own = [Candidate(name, with_executor(found, e, space), traced_function, space) for e in executors]
         candidates = [*own, *self.waiting]
         self.waiting = []
