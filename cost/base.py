@@ -11,6 +11,8 @@ from typing import Literal, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import ArrayLike
 
+from cost.dtypes import kind_and_bits
+
 FORBIDDEN = 10**18
 """Costs from here on, infinity included, stand for what must not be chosen (IOPDDL's convention)."""
 
@@ -138,16 +140,6 @@ class Work(NamedTuple):
     dtype: str
 
 
-_KIND_AND_BITS = {
-    **{f"float{bits}": ("float", bits) for bits in (16, 32, 64)},
-    **{f"{sign}int{bits}": ("int", bits) for sign in ("", "u") for bits in (2, 4, 8, 16, 32, 64)},
-    "bfloat16": ("float", 16),
-    "complex64": ("float", 32),
-    "complex128": ("float", 64),
-    "bool": ("int", 8),
-}
-
-
 @dataclass(frozen=True)
 class Link:
     """A mesh axis's link by the α–β model: a message of b bytes takes `latency_s + b * s_per_byte` seconds.
@@ -191,9 +183,12 @@ class Hardware:
         latency. XLA does for GPU and TPU; for CPU it joins all-reduces only.
       exposed_share: of the seconds of collectives that have time (gathers of weights, reductions of their gradients),
         the part that a step waits for because they do not run beside arithmetic; 1 where collectives hold arithmetic.
+      matrix_share: the part of `flops_per_s` that large matrix products reach, above 0; 1 where the rate was measured.
+      memory_share: the part of `memory_bytes_per_s` that kernels reach, likewise.
+      kernel_launch_s: seconds from one kernel's end to the next one's start.
 
     Raises:
-      ValueError: a rate or size is NaN, negative or zero, `flops_per_s` names no dtype, or a share is not from 0 to 1.
+      ValueError: a number is beyond its bounds, or `flops_per_s` names no dtype.
       TypeError: a link is not a `Link`.
     """
 
@@ -204,6 +199,9 @@ class Hardware:
     links: Mapping[str, Link]
     combines_gathers: bool = True
     exposed_share: float = 1.0
+    matrix_share: float = 1.0
+    memory_share: float = 1.0
+    kernel_launch_s: float = 0.0
 
     def __post_init__(self):
         _check_rate("Hardware.memory_bytes_per_s", self.memory_bytes_per_s)
@@ -214,11 +212,16 @@ class Hardware:
             if not self.flops_per_s:
                 raise ValueError("`Hardware.flops_per_s` has no dtype; give at least one, such as {'float32': 1e12}.")
             for dtype, rate in self.flops_per_s.items():
-                _kind_and_bits(dtype)
+                kind_and_bits(dtype)
                 _check_rate(f"Hardware.flops_per_s[{dtype!r}]", rate)
             object.__setattr__(self, "flops_per_s", dict(self.flops_per_s))
         else:
             _check_rate("Hardware.flops_per_s", self.flops_per_s)
+        for name, share in (("matrix_share", self.matrix_share), ("memory_share", self.memory_share)):
+            _check_rate(f"Hardware.{name}", share)
+            if share > 1:
+                raise ValueError(f"`Hardware.{name}` must be at most 1, not {share!r}.")
+        _check_cost("Hardware.kernel_launch_s", self.kernel_launch_s)
         for axis, link in self.links.items():
             if not isinstance(link, Link):
                 raise TypeError(f"`Hardware.links[{axis!r}]` must be a Link(latency_s, s_per_byte), not {link!r}.")
@@ -228,8 +231,9 @@ class Hardware:
         rates = self.flops_per_s
         rates = tuple(sorted(rates.items())) if isinstance(rates, Mapping) else rates
         links = tuple(sorted(self.links.items(), key=lambda item: item[0]))
-        memory = self.memory_bytes_per_s, self.memory_bytes
-        return hash((self.name, rates, *memory, links, self.combines_gathers, self.exposed_share))
+        return hash(
+            (self.name, rates, self.memory_bytes_per_s, self.memory_bytes, links)
+        )  # equal ones have equal hashes
 
     def link(self, axis: str) -> Link:
         """Returns the link of a mesh axis.
@@ -244,6 +248,15 @@ class Hardware:
             )
         return self.links[axis]
 
+    def reached_flops_per_s(self, dtype: str) -> float:
+        """Returns the rate that large matrix products in a dtype reach; raises as `peak_flops_per_s`."""
+        return self.matrix_share * self.peak_flops_per_s(dtype)
+
+    @property
+    def reached_memory_bytes_per_s(self) -> float:
+        """The memory's bandwidth that kernels reach."""
+        return self.memory_share * self.memory_bytes_per_s
+
     def peak_flops_per_s(self, dtype: str) -> float:
         """Returns the peak rate for a dtype by name.
 
@@ -255,8 +268,8 @@ class Hardware:
             return float(self.flops_per_s)
         if dtype in self.flops_per_s:
             return float(self.flops_per_s[dtype])
-        kind, bits = _kind_and_bits(dtype)
-        rates = [(*_kind_and_bits(name), rate) for name, rate in self.flops_per_s.items()]
+        kind, bits = kind_and_bits(dtype)
+        rates = [(*kind_and_bits(name), rate) for name, rate in self.flops_per_s.items()]
         for candidates in ([entry for entry in rates if entry[0] == kind], rates):
             wide_enough = [(width, rate) for _, width, rate in candidates if width >= bits]
             if wide_enough:
@@ -277,17 +290,6 @@ class CostModel(Protocol):
     def __call__(self, size: ArrayLike, hardware: Hardware) -> np.ndarray:
         """Computes seconds, of the shape of `size`, which is in the model's own unit, such as bytes."""
         ...
-
-
-def _kind_and_bits(dtype: str) -> tuple[str, int]:
-    if dtype.startswith(("float8", "float4")):
-        return "float", int(dtype[5])
-    if dtype in _KIND_AND_BITS:
-        return _KIND_AND_BITS[dtype]
-    # Random keys and whatever dtype comes next: 32 bits of integer arithmetic is what they are made of.
-    if dtype.startswith("key<") or dtype == "float0":
-        return "int", 32
-    raise ValueError(f"`dtype` {dtype!r} is not a dtype's name such as 'float32', 'bfloat16' or 'int8'.")
 
 
 def _check_rate(field: str, value: float) -> None:

@@ -76,12 +76,13 @@ _REDUCTIONS = ("reduce_", "argmax", "argmin", "cumsum", "cumprod", "cummax", "cu
 def roofline_s(flops: ArrayLike, num_bytes: ArrayLike, dtype: str, hardware: Hardware) -> np.ndarray:
     """Computes the seconds of work that overlaps arithmetic and memory traffic: the slower of both.
 
-    Work and bytes broadcast against each other.
+    Work and bytes broadcast against each other. Rates are those that large products reach; small or narrow ones reach
+    less, which is not modelled.
 
     Source: Williams, Waterman, Patterson, "Roofline" (2009).
     """
-    arithmetic_s = np.asarray(flops, np.float64) / hardware.peak_flops_per_s(dtype)
-    traffic_s = np.asarray(num_bytes, np.float64) / hardware.memory_bytes_per_s
+    arithmetic_s = np.asarray(flops, np.float64) / hardware.reached_flops_per_s(dtype)
+    traffic_s = np.asarray(num_bytes, np.float64) / hardware.reached_memory_bytes_per_s
     return np.maximum(arithmetic_s, traffic_s)
 
 

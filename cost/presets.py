@@ -42,17 +42,39 @@ _HOPPER_FLOPS_PER_S = {
 # DGX/HGX H100: NVLink 4 at 450 GB/s each way, 8 ConnectX-7 at 400 Gbit/s (nvidia.com/en-us/data-center/dgx-h100).
 _HOPPER_HOST = SwitchedHost(8, 450 * _GB * _NVLINK, 400 * _GB * _NETWORK, _LAUNCH_S, _HOP_S, _NETWORK_HOP_S)
 
+# What XLA's kernels reach on GPUs: 70% of the rate in large matrix products and 80% of the memory's bandwidth are round
+# numbers for H100s, assumed and not measured. From one kernel to the next it takes 1 µs: XLA,
+# xla/service/gpu/model/gpu_performance_model_base.h, `kKernelLaunchOverhead`.
+_MATRIX_SHARE, _MEMORY_SHARE, _KERNEL_LAUNCH_S = 0.70, 0.80, 1e-6
+
+
+def _gpu(
+    name: str, flops_per_s: dict[str, float], memory_rate: float, memory: float, *, matrix_share: float = _MATRIX_SHARE
+) -> Hardware:
+    """Returns a GPU with a datasheet's rates and what programs reach of them; its links follow from the mesh."""
+    return Hardware(
+        name,
+        flops_per_s,
+        memory_rate,
+        memory,
+        {},
+        exposed_share=EXPOSED_ON_GPU,
+        matrix_share=matrix_share,
+        memory_share=_MEMORY_SHARE,
+        kernel_launch_s=_KERNEL_LAUNCH_S,
+    )
+
+
 _PRESETS: dict[str, tuple[Hardware, Network]] = {
     "v100": (
         # p3.16xlarge. Rates of products measured in `v100_collective_profiles.csv.gz` (10^12 FLOP in 67.7 and 9.18 ms);
         # memory 900 GB/s and 16 GB, float64 7.8 TFLOP/s: V100 datasheet (nvidia.com/en-us/data-center/v100).
-        Hardware(
+        _gpu(
             "V100-16GB",
             {"float64": 7.8 * _TB, "float32": 15.5 * _TB, "float16": 114 * _TB, "bfloat16": 15.5 * _TB},
             900 * _GB,
             16 * _GIB,
-            {},
-            exposed_share=EXPOSED_ON_GPU,
+            matrix_share=1.0,
         ),
         # Fitted to the same profiles by relative error (experiments/calibration.py): NVLink 2 as a hybrid cube mesh,
         # so that a ring's speed depends on which devices it joins; 25 Gbit/s between hosts.
@@ -76,7 +98,7 @@ _PRESETS: dict[str, tuple[Hardware, Network]] = {
     "a100": (
         # A100-SXM4-80GB datasheet (nvidia.com/en-us/data-center/a100): TF32 156, bfloat16 312, int8 624, FP64 tensor
         # 19.5 TFLOP/s; 2039 GB/s; DGX A100: NVLink 3 at 300 GB/s each way, 8 ConnectX-6 at 200 Gbit/s.
-        Hardware(
+        _gpu(
             "A100-80GB",
             {
                 "float64": 19.5 * _TB,
@@ -87,19 +109,17 @@ _PRESETS: dict[str, tuple[Hardware, Network]] = {
             },
             2039 * _GB,
             80 * _GIB,
-            {},
-            exposed_share=EXPOSED_ON_GPU,
         ),
         SwitchedHost(8, 300 * _GB * _NVLINK, 200 * _GB * _NETWORK, _LAUNCH_S, _HOP_S, _NETWORK_HOP_S),
     ),
     # H100 SXM datasheet (nvidia.com/en-us/data-center/h100): the rates above without sparsity, 3.35 TB/s, 80 GB.
     "h100": (
-        Hardware("H100-80GB", _HOPPER_FLOPS_PER_S, 3350 * _GB, 80 * _GIB, {}, exposed_share=EXPOSED_ON_GPU),
+        _gpu("H100-80GB", _HOPPER_FLOPS_PER_S, 3350 * _GB, 80 * _GIB),
         _HOPPER_HOST,
     ),
     # H200 SXM datasheet (nvidia.com/en-us/data-center/h200): the H100's rates, 4.8 TB/s, 141 GB.
     "h200": (
-        Hardware("H200-141GB", _HOPPER_FLOPS_PER_S, 4800 * _GB, 141 * _GB, {}, exposed_share=EXPOSED_ON_GPU),
+        _gpu("H200-141GB", _HOPPER_FLOPS_PER_S, 4800 * _GB, 141 * _GB),
         _HOPPER_HOST,
     ),
     # cloud.google.com/tpu/docs/v5e: 197 TFLOP/s bfloat16, 393 int8, 16 GB at 819 GB/s, 2D torus of 256 chips, 400 GB/s

@@ -1,13 +1,14 @@
 """The rates that programs reach on GPUs in hosts, and which links a collective takes.
 
-A datasheet's rate is not what a kernel reaches, so a timeline is priced at a share of it. Links come in two classes:
-those inside a host and those between hosts. A group of devices that stays in a host takes the first; one with a single
-device in each host takes the second; a ring over several devices in several hosts takes both.
+A datasheet's rate is not what a kernel reaches, so a timeline is priced at the share of it that a `Hardware` names.
+Links come in two classes: those inside a host and those between hosts. A group of devices that stays in a host takes
+the first; one with a single device in each host takes the second; a ring over several devices in several hosts takes
+both.
 """
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from cost.base import CollectiveKind, Hardware
 from cost.collectives import collective_s
@@ -17,11 +18,6 @@ INSIDE_HOST = "links inside a host"
 BETWEEN_HOSTS = "links between hosts"
 HOST_MEMORY = "link to host memory"
 
-# Shares of the datasheet's rates that large matrix products and elementwise kernels reach on H100s with XLA.
-MATRIX_SHARE, MEMORY_SHARE = 0.70, 0.80
-# Seconds from one kernel's end to the next one's start.
-# Source: XLA, xla/service/gpu/model/gpu_performance_model_base.h, `kKernelLaunchOverhead`.
-KERNEL_LAUNCH_S = 1e-6
 # What one GPU of an HGX H100 sends: NVLink at 80% of 450 GB/s, and its own InfiniBand card at 90% of 50 GB/s.
 # Latencies are those of NCCL's tuning model, as in `cost.presets`.
 H100_HOST = SwitchedHost(8, 360e9, 8 * 45e9, launch_s=14e-6, hop_s=1.9e-6, network_hop_s=4e-6)
@@ -34,22 +30,21 @@ class AchievableRates:
     """What one device and its links reach.
 
     Attributes:
-      device: rates of arithmetic by dtype and of memory, as reached; its links are not used.
+      device: rates of arithmetic by dtype and of memory, what kernels reach of them, and what a launch takes; its links
+        are not used.
       host: the devices that share a host, and the rates inside and between hosts. Devices are numbered row-major over
         the mesh, and each `host.num_devices` neighbours in that order share a host.
-      kernel_launch_s: seconds that each kernel takes besides its work.
       host_memory_bytes_per_s: of copies between the device's and the host's memory.
     """
 
     device: Hardware
     host: SwitchedHost = H100_HOST
-    kernel_launch_s: float = KERNEL_LAUNCH_S
     host_memory_bytes_per_s: float = HOST_MEMORY_BYTES_PER_S
 
     def kernel_s(self, flops: Mapping[str, float], num_bytes: float) -> float:
         """Returns a kernel's seconds by roofline: launch, and the slower of its arithmetic and its memory traffic."""
-        arithmetic_s = sum(count / self.device.peak_flops_per_s(dtype) for dtype, count in flops.items())
-        return self.kernel_launch_s + max(arithmetic_s, num_bytes / self.device.memory_bytes_per_s)
+        arithmetic_s = sum(count / self.device.reached_flops_per_s(dtype) for dtype, count in flops.items())
+        return self.device.kernel_launch_s + max(arithmetic_s, num_bytes / self.device.reached_memory_bytes_per_s)
 
     def collective_s(self, kind: CollectiveKind, num_bytes: float, groups: Sequence[Sequence[int]]) -> float:
         """Returns seconds of one collective alone on its links.
@@ -80,22 +75,11 @@ class AchievableRates:
         return max(extents, key=lambda extent: (extent[2], -extent[1]))
 
 
-def achievable_rates(
-    hardware: Hardware,
-    *,
-    matrix_share: float = MATRIX_SHARE,
-    memory_share: float = MEMORY_SHARE,
-    host: SwitchedHost = H100_HOST,
-) -> AchievableRates:
-    """Scales a datasheet's rates to what programs reach.
+def achievable_rates(hardware: Hardware, *, host: SwitchedHost = H100_HOST) -> AchievableRates:
+    """Returns the rates at which programs run.
 
     Args:
-      hardware: with the datasheet's rates of arithmetic and memory.
-      matrix_share: of the rate of arithmetic that matrix products reach.
-      memory_share: of the memory's bandwidth that kernels reach.
+      hardware: the device's rates and the shares of them that programs reach.
       host: the links, with the rates that collectives reach.
     """
-    flops = hardware.flops_per_s
-    flops = {k: matrix_share * v for k, v in flops.items()} if isinstance(flops, Mapping) else matrix_share * flops
-    device = replace(hardware, flops_per_s=flops, memory_bytes_per_s=memory_share * hardware.memory_bytes_per_s)
-    return AchievableRates(device, host)
+    return AchievableRates(hardware, host)

@@ -2,7 +2,8 @@
 
 A compiler fuses pointwise operations into the ones that read them, so most values of a jaxpr never exist; what a fused
 operation reads must then live as long as the fusion that reads it. A fusion writes its result over an operand of the
-same size that nobody reads afterwards.
+same size that nobody reads afterwards. What counts as fused is less than `fusion.py` says, so that the peak errs on the
+side of more memory: an expensive operation with several readers is written, and so is one that broadcasts.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

@@ -9,12 +9,12 @@ from cost.base import Hardware
 from cost.compute import equation_dtype, equation_flops, roofline_s
 from search_spaces.partition_specs import IndexedSpec
 from search_spaces.sharding.base import Node, ShardingStrategy
+from search_spaces.sharding.fusion import PICKS
 from search_spaces.sharding.graph import Operand, Value, Vertex
+from search_spaces.sharding.kernels import Kernels
 from search_spaces.sharding.reshard_costs import CollectiveShares, ReshardCosts
 from search_spaces.sharding.spec import local_bytes
 
-PICKS = frozenset({"gather", "slice", "dynamic_slice"})
-"""Operations that read no more of their first operand than they return."""
 UPDATES = {
     "dynamic_update_slice": 1,
     "scatter": 2,
@@ -38,7 +38,7 @@ class NodeCosts:
       hardware: what computing costs.
       reshard_costs: what collectives cost.
       shares: which parts of a collective's latency and time count for a value.
-      is_written: for each value, by id, whether it exists in memory.
+      kernels: what is read from memory and written to it.
     """
 
     def __init__(
@@ -47,9 +47,9 @@ class NodeCosts:
         hardware: Hardware,
         reshard_costs: ReshardCosts,
         shares: CollectiveShares,
-        is_written: np.ndarray,
+        kernels: Kernels,
     ):
-        self.axis_sizes, self.hardware, self.is_written = axis_sizes, hardware, is_written
+        self.axis_sizes, self.hardware, self.kernels = axis_sizes, hardware, kernels
         self.reshard_costs, self.shares = reshard_costs, shares
 
     def node_s(self, node: Node) -> np.ndarray:
@@ -64,10 +64,17 @@ class NodeCosts:
         """Returns the seconds of one device's arithmetic and memory traffic in one step, `[strategies]`."""
         if vertex.kind != "operation" or vertex.equation is None:
             return np.zeros(len(strategies))
-        num_bytes = np.array([touched_bytes(vertex, s, self.is_written, self.axis_sizes) for s in strategies])
+        num_bytes = np.array([touched_bytes(vertex, s, self.kernels, self.axis_sizes) for s in strategies])
+        copied_bytes = np.array([self._copied_bytes(vertex, s) for s in strategies])
         flops = equation_flops(vertex.equation) / np.array([s.parts for s in strategies], float)
         dtype = equation_dtype(vertex.equation)
-        return vertex.weight * roofline_s(flops, num_bytes, dtype, self.hardware)
+        launch_s = self.kernels.launches[vertex.index] * self.hardware.kernel_launch_s
+        copy_s = roofline_s(0.0, copied_bytes, dtype, self.hardware)
+        return vertex.weight * (launch_s + copy_s + roofline_s(flops, num_bytes, dtype, self.hardware))
+
+    def _copied_bytes(self, vertex: Vertex, strategy: ShardingStrategy) -> float:
+        copies = zip(self.kernels.copies[vertex.index], vertex.operands, strategy.operands, strict=True)
+        return sum(times * local_bytes(o, spec, self.axis_sizes) for times, o, spec in copies if isinstance(o, Value))
 
     def execution_s(self, vertices: Sequence[Vertex], strategies: Sequence[ShardingStrategy]) -> np.ndarray:
         """Returns the seconds of arithmetic and memory traffic of one execution of each vertex, `[vertices]`."""
@@ -105,27 +112,27 @@ class NodeCosts:
         )
 
 
-def touched_bytes(
-    vertex: Vertex, strategy: ShardingStrategy, is_written: np.ndarray, axis_sizes: tuple[int, ...]
-) -> float:
+def touched_bytes(vertex: Vertex, strategy: ShardingStrategy, kernels: Kernels, axis_sizes: tuple[int, ...]) -> float:
     """Returns what an operation reads and writes on one device: nothing that is fused, of a table only what it picks.
 
     Args:
       vertex: an operation.
       strategy: how it runs.
-      is_written: for each value, by id, whether it exists in memory.
+      kernels: what is read from memory and written to it.
       axis_sizes: devices along each mesh axis.
     """
 
     def local(array: Operand, spec: IndexedSpec) -> float:
-        if not isinstance(array, Value) or not is_written[array.id]:
-            return 0.0
-        return local_bytes(array, spec, axis_sizes)
+        return local_bytes(array, spec, axis_sizes) if isinstance(array, Value) else 0.0
 
-    reads = [local(o, spec) for o, spec in zip(vertex.operands, strategy.operands, strict=True)]
-    writes = [local(v, spec) for v, spec in zip(vertex.results, strategy.unreduced, strict=True)]
+    operands = [local(o, spec) for o, spec in zip(vertex.operands, strategy.operands, strict=True)]
+    results = [local(v, spec) for v, spec in zip(vertex.results, strategy.unreduced, strict=True)]
+    reads = [n * num_bytes for n, num_bytes in zip(kernels.reads[vertex.index], operands, strict=True)]
+    writes = [kernels.writes[v.id] * num_bytes for v, num_bytes in zip(vertex.results, results, strict=True)]
     if vertex.primitive in PICKS:
-        reads[0] = min(reads[0], writes[0])
-    elif vertex.primitive in UPDATES and reads[0]:
-        reads[0], writes[0] = 0.0, reads[UPDATES[vertex.primitive]]
+        reads[0] = min(reads[0], results[0])
+    elif vertex.primitive in UPDATES and writes[0]:
+        update = operands[UPDATES[vertex.primitive]]
+        # A scatter adds to what is there, which it reads.
+        reads[0], writes[0] = (update if vertex.primitive.startswith("scatter-") else 0.0), update
     return sum(reads) + sum(writes)

@@ -11,6 +11,7 @@ its terms are built by
 | v, x_v             | vertices and hubs, and what they choose from          | `candidates.nodes_of`                 |
 | c_v                | node cost, the sum of the next three                  | `node_costs.NodeCosts.node_s`         |
 | - arithmetic       | the slower of one device's FLOPs and memory traffic   | `node_costs.NodeCosts.compute_s`      |
+| - traffic          | what kernels read and write, whatever lies between    | `kernels.kernels_of`                  |
 | - reductions       | collectives that finish partial results, and gathers  | `node_costs.NodeCosts.reduction_s`    |
 | - preference       | a thousandth of the time to read the stored arguments | `node_costs.NodeCosts.preference_s`   |
 | (u, v)             | a value that u makes and v reads, or its hub          | `edge_costs.edges_of`                 |
@@ -54,6 +55,7 @@ from search_spaces.sharding.explaining import (
 from search_spaces.sharding.forms import forms_of
 from search_spaces.sharding.given import is_constrained
 from search_spaces.sharding.graph import Graph, Value
+from search_spaces.sharding.kernels import Kernels, kernels_of
 from search_spaces.sharding.memory import Lifetimes, lifetimes_of, usages_of
 from search_spaces.sharding.node_costs import NodeCosts
 from search_spaces.sharding.repetition import alike_nodes
@@ -200,6 +202,11 @@ class ShardingSpace:
         return edges_of(self.graph, self.hub_node)
 
     @cached_property
+    def kernels(self) -> Kernels:
+        """What is read from memory and written to it."""
+        return kernels_of(self.graph, self.rules, self.donated)
+
+    @cached_property
     def lifetimes(self) -> Lifetimes:
         """Which values are written to memory, and when they live."""
         return lifetimes_of(self.graph, self.rules, self.donated)
@@ -208,7 +215,7 @@ class ShardingSpace:
     def node_costs(self) -> NodeCosts:
         """What strategies cost by themselves."""
         shares = CollectiveShares(self.graph, self.hardware.exposed_share)
-        return NodeCosts(self.axis_sizes, self.hardware, self.reshard_costs, shares, self.lifetimes.is_written)
+        return NodeCosts(self.axis_sizes, self.hardware, self.reshard_costs, shares, self.kernels)
 
     @property
     def most_preference_s(self) -> float:
@@ -250,15 +257,13 @@ class ShardingSpace:
 
     def _node_costs_s(self) -> list[np.ndarray]:
         """Returns the node costs, computed once for all nodes that agree in what they depend on."""
-        costs, is_written = self.node_costs, self.lifetimes.is_written
+        costs = self.node_costs
         known: dict[Hashable, np.ndarray] = {}
         node_costs_s = []
         for node in self.nodes:
             vertex = node.vertex
-            arrays = [x for x in (*vertex.operands, *vertex.results) if isinstance(x, Value)]
             shares = tuple((costs.shares.latency(value), costs.shares.exposed(value)) for value in vertex.results)
-            in_memory = tuple(is_written[value.id] for value in arrays)
-            key = self.forms[vertex.index], node.hub is None, id(node.strategies), shares, in_memory
+            key = self.forms[vertex.index], node.hub is None, id(node.strategies), shares, self.kernels.at(vertex)
             if key not in known:
                 known[key] = costs.node_s(node)
             node_costs_s.append(known[key])

@@ -8,6 +8,7 @@ import pytest
 from jax.sharding import AbstractMesh
 
 from cost.base import Hardware, Link
+from cost.compute import roofline_s
 from cost.presets import PRESET_NAMES, hardware_of, preset
 
 LINK = Link(1e-6, 1e-9)
@@ -36,6 +37,24 @@ def test_rates_must_be_positive_numbers(field, value):
 def test_link_costs_must_be_finite_and_not_negative(field, value):
     with pytest.raises(ValueError, match=f"`Link.{field}` must be a finite number"):
         dataclasses.replace(LINK, **{field: value})
+
+
+@pytest.mark.parametrize("field", ["matrix_share", "memory_share"])
+def test_shares_of_rates_are_above_0_and_at_most_1(field):
+    with pytest.raises(ValueError, match=f"`Hardware.{field}` must be a positive number"):
+        hardware(**{field: 0.0})
+    with pytest.raises(ValueError, match=f"`Hardware.{field}` must be at most 1"):
+        hardware(**{field: 1.5})
+    with pytest.raises(ValueError, match=r"`Hardware\.kernel_launch_s` must be a finite number of seconds"):
+        hardware(kernel_launch_s=math.inf)
+
+
+def test_programs_reach_a_share_of_the_rates():
+    half = hardware(matrix_share=0.5, memory_share=0.25)
+    assert (half.reached_flops_per_s("bfloat16"), half.reached_memory_bytes_per_s) == (4.0, 0.25)
+    assert float(roofline_s(8.0, 0.0, "bfloat16", half)) == 2.0
+    assert float(roofline_s(0.0, 1.0, "bfloat16", half)) == 4.0
+    assert half != hardware()
 
 
 def test_a_bad_rate_of_one_dtype_is_named():

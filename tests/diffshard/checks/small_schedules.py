@@ -11,7 +11,6 @@ MESH = {"data": 2, "model": 4}
 RATES = AchievableRates(
     Hardware("toy", {"bfloat16": 100.0, "float32": 50.0}, 10.0, float("inf"), {}),
     SwitchedHost(4, 10.0, 8.0, launch_s=0.0, hop_s=0.0, network_hop_s=0.0),
-    kernel_launch_s=0.0,
     host_memory_bytes_per_s=5.0,
 )
 BY_MODEL = "replica_groups=[2,4]<=[8]"

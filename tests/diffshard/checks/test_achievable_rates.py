@@ -8,8 +8,8 @@ from diffshard.checks.achievable_rates import BETWEEN_HOSTS, INSIDE_HOST, achiev
 
 def test_achievable_rates_are_shares_of_the_datasheets():
     rates = achievable_rates(preset("h100", {"data": 4, "model": 8}))
-    assert rates.device.peak_flops_per_s("bfloat16") == pytest.approx(0.7 * 989e12)
-    assert rates.device.memory_bytes_per_s == pytest.approx(0.8 * 3350e9)
+    assert rates.kernel_s({"bfloat16": 989e12}, 0) == pytest.approx(1e-6 + 1 / 0.7)
+    assert rates.kernel_s({}, 3350e9) == pytest.approx(1e-6 + 1 / 0.8)
     inside = [list(range(8 * host, 8 * host + 8)) for host in range(4)]
     between = [list(range(device, 32, 8)) for device in range(8)]
     assert rates.links(inside) == (INSIDE_HOST,)

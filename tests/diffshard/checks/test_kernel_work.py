@@ -100,8 +100,8 @@ def test_products_inside_a_fusion_run_at_the_rate_of_their_operands():
     # 2 * 10 * 20 * 30 operations in 120 s; 400 + 1200 bytes read and 600 + 120 written would take 232.
     fusion = "%k = (bf16[10,30]{1,0}, f32[30]{0}) fusion(%p, %q), kind=kCustom, calls=%product"
     operands = ("%p = bf16[10,20]{1,0} parameter(2)", "%q = bf16[30,20]{1,0} parameter(3)")
-    fast_memory = Hardware("toy", {"bfloat16": 100.0, "float32": 50.0}, 100.0, float("inf"), {})
-    rates = AchievableRates(fast_memory, RATES.host, kernel_launch_s=1.0)
+    fast_memory = Hardware("toy", {"bfloat16": 100.0, "float32": 50.0}, 100.0, float("inf"), {}, kernel_launch_s=1.0)
+    rates = AchievableRates(fast_memory, RATES.host)
     timeline = simulate(program(*operands, fusion, computations=FUSIONS), MESH, rates)
     assert timeline.step_s == 1 + 120
     assert played(*operands, fusion, computations=FUSIONS).step_s == 232
@@ -136,7 +136,7 @@ def test_products_of_libraries(call: str, flops: float):
         "%gradient = f32[2,9,9,8]{3,2,1,0} parameter(5)",
     )
     fast_memory = Hardware("toy", 50.0, float("inf"), float("inf"), {})
-    timeline = simulate(program(*operands, call), MESH, AchievableRates(fast_memory, RATES.host, kernel_launch_s=0.0))
+    timeline = simulate(program(*operands, call), MESH, AchievableRates(fast_memory, RATES.host))
     assert timeline.step_s == flops / 50
     assert timeline.notes == ()
 

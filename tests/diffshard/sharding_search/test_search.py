@@ -171,12 +171,12 @@ def test_what_a_lookup_and_an_update_touch_is_what_they_move():
     table, ids = jax.ShapeDtypeStruct((2**20, 64), jnp.float32), jax.ShapeDtypeStruct((16,), jnp.int32)
     mesh = AbstractMesh((1,), ("x",))
     lookup = diffshard.search(lambda t, i: t[i], mesh, hardware="h100").plan(table, ids)
-    assert lookup.compute_s < 1e-7  # the whole table takes 80 microseconds
+    assert lookup.compute_s < 1.1e-6  # a kernel's launch takes a microsecond, the whole table 100
     row = jax.ShapeDtypeStruct((1, 64), jnp.float32)
     write = diffshard.search(
         lambda t, r: jax.lax.dynamic_update_slice(t, r, (5, 0)), mesh, hardware="h100", donate_argnums=0
     ).plan(table, row)
-    assert write.compute_s < 1e-7
+    assert write.compute_s < 1.1e-6
     assert write.peak_bytes < 1.01 * 2**20 * 64 * 4
 
 

@@ -1,0 +1,187 @@
+"""Which operations a compiler for GPUs computes inside their readers' kernels, so that their results never exist.
+
+Values are visited from the last to the first. One goes into all kernels that read it or into none: with several it is
+computed again in each, which pays where it moves no more bytes than writing the value and reading it back. So both
+reductions of a softmax, and the division after them, start from the scores, and no exponential is ever written.
+
+Source: XLA, xla/service/gpu/transforms/priority_fusion.cc (a producer goes into all of its consumers if that takes less
+time) and xla/service/gpu/gpu_fusible.cc (what can be computed where).
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import count
+
+import numpy as np
+
+from cost.compute import CONTRACTIONS
+from search_spaces.replay import REMAT
+from search_spaces.sharding.base import Rule
+from search_spaces.sharding.graph import Block, Graph, Value, Vertex
+
+REDUCTIONS = ("reduce_and", "reduce_max", "reduce_min", "reduce_or", "reduce_prod", "reduce_sum", "argm")
+"""How the names of operations begin that compute what they read inside their own kernel."""
+PICKS = frozenset({"gather", "slice", "dynamic_slice"})
+"""Operations that read no more of their first operand than they return."""
+SPLITS = frozenset({"split", "unstack"})
+"""Operations whose results are parts of their operand."""
+VIEWS = frozenset({"transpose", "reshape", "squeeze", "expand_dims"})
+"""Operations that a contraction computes while it reads."""
+# Computed at each element of a reader, although their sharding rules say that elements move.
+_ALSO_FUSIBLE = PICKS | SPLITS | {"concatenate", "iota", "pad", "reshape", "rev", "squeeze", "stack"}
+# Not computed again in a second kernel. Divisions, roots, exponentials and logistic functions are cheap on GPUs.
+# Source: XLA, `PriorityFusion::IsExpensive` and `InstructionFusion::IsExpensive`.
+_EXPENSIVE = frozenset(
+    (
+        *("acos", "acosh", "asin", "asinh", "atan", "atan2", "atanh", "cos", "cosh", "sin", "sinh", "tan", "tanh"),
+        *("cbrt", "digamma", "erf", "erf_inv", "erfc", "expm1", "lgamma", "log", "log1p", "pow", "rem"),
+        *("random_bits", "threefry2x32"),
+    )
+)
+
+Kernel = int
+"""A kernel, named by the index of a vertex whose results it writes."""
+
+
+class Fusion:
+    """Divides the vertices of a graph among kernels.
+
+    Args:
+      graph: the traced function.
+      rules: for each vertex its rule or None.
+      group_of: what is known of kernels that are merged: the group of each, by kernel.
+
+    Attributes:
+      consumers: as `Graph.consumers`.
+      is_written: `[values]` booleans, by value id, whether the value exists in memory.
+      is_fusible: for each vertex whether it can be computed inside its readers.
+      kernels_with: for each vertex the kernels that compute it.
+      reads_of: for each vertex the values, by id, that the kernel of this name reads.
+    """
+
+    def __init__(self, graph: Graph, rules: Sequence[Rule | None], group_of: Mapping[Kernel, int]):
+        self.graph, self.group_of = graph, group_of
+        self.consumers = graph.consumers()
+        self.is_fusible = [_is_fusible(v, rules[v.index]) for v in graph.vertices]
+        self.is_written = np.ones(len(graph.values), bool)
+        self.kernels_with: list[set[Kernel]] = [{v.index} for v in graph.vertices]
+        self.reads_of = [value_ids(v) for v in graph.vertices]
+        self._region_of = dict(_regions(graph.block, 0, (), count(1)))
+        self._source_bytes = self._bytes_to_compute()
+        outputs = {o.id for o in graph.outputs if isinstance(o, Value)}
+        for vertex in reversed(graph.vertices):
+            if vertex.kind == "operation":
+                self._visit(vertex, outputs)
+
+    def runs_with(self, vertex: Vertex, other: Vertex) -> bool:
+        """Tells whether two vertices run in the same trip of a loop, the same branch and the same remat region."""
+        return self._region_of.get(vertex.index) == self._region_of.get(other.index)
+
+    def _visit(self, vertex: Vertex, outputs: set[int]) -> None:
+        for value in vertex.results:
+            if value.id in outputs:
+                continue
+            kernels = set().union(*(self.kernels_with[reader.index] for reader, _ in self.consumers[value.id]))
+            if not self.consumers[value.id] or (self.is_fusible[vertex.index] and self._fuses(vertex, value, kernels)):
+                self.is_written[value.id] = False
+                self.kernels_with[vertex.index] |= kernels
+                for kernel in kernels:
+                    self.reads_of[kernel].discard(value.id)
+                    self.reads_of[kernel] |= value_ids(vertex)
+        assert vertex.equation is not None
+        if vertex.results and not vertex.equation.effects and not any(self.is_written[v.id] for v in vertex.results):
+            self.kernels_with[vertex.index].discard(vertex.index)
+
+    def _fuses(self, vertex: Vertex, value: Value, kernels: set[Kernel]) -> bool:
+        """Tells whether a value is computed in each of these kernels, which read it."""
+        operands = value_ids(vertex)
+        for reader, operand in self.consumers[value.id]:
+            if not self._takes(reader, operand, vertex):
+                return False
+        if len(kernels) == 1 or not operands:
+            return True
+        if vertex.primitive in _EXPENSIVE or moves_elements(vertex):
+            others = {k for k in kernels if self.graph.vertices[k].primitive not in CONTRACTIONS}
+            if len({self.group_of.get(k, -1 - k) for k in others}) > 1:
+                return False
+        source_bytes = self._source_bytes
+        apart = value.num_bytes * (1 + len(kernels)) + sum(source_bytes[i] for i in operands)
+        return sum(source_bytes[i] for k in kernels for i in operands - self.reads_of[k]) <= apart
+
+    def _takes(self, reader: Vertex, operand: int, vertex: Vertex) -> bool:
+        """Tells whether the kernels of a reader can compute a vertex whose result is the reader's operand."""
+        if reader.kind != "operation" or (value_ids(vertex) and not self._reaches(reader, vertex)):
+            return False
+        if not self.is_fusible[reader.index]:
+            return self._root_takes(reader, operand, vertex)
+        roots = (self.graph.vertices[k] for k in self.kernels_with[reader.index])
+        return all(root is reader or self._root_takes(root, 1, vertex) for root in roots)
+
+    def _root_takes(self, root: Vertex, operand: int, vertex: Vertex) -> bool:
+        if root.primitive in CONTRACTIONS:
+            return vertex.primitive in VIEWS
+        if root.primitive.startswith("scatter") or root.primitive == "dynamic_update_slice":
+            return operand > 0  # the first operand is the buffer that is written
+        return self.is_fusible[root.index] or root.primitive.startswith(REDUCTIONS)
+
+    def _reaches(self, reader: Vertex, vertex: Vertex) -> bool:
+        """Tells whether no border of a loop, branch or remat region keeps a vertex out of its reader's kernels.
+
+        What a remat region reads has to exist; what it makes can be computed by readers outside.
+        """
+        body, remats = self._region_of[vertex.index]
+        reader_body, reader_remats = self._region_of[reader.index]
+        return body == reader_body and remats[: len(reader_remats)] == reader_remats
+
+    def _bytes_to_compute(self) -> list[int]:
+        """Returns for each value the bytes from which a kernel computes it if it is not in memory, at most its own.
+
+        A broadcast array is read as the elements that it repeats, and a converted one in its first type.
+        """
+        num_bytes = [value.num_bytes for value in self.graph.values]
+        for vertex in self.graph.vertices:
+            if self.is_fusible[vertex.index] and vertex.primitive not in _EXPENSIVE:
+                source_bytes = sum(num_bytes[i] for i in value_ids(vertex))
+                for value in vertex.results:
+                    num_bytes[value.id] = min(num_bytes[value.id], source_bytes)
+        return num_bytes
+
+
+def value_ids(vertex: Vertex) -> set[int]:
+    """Returns the ids of the values that a vertex reads."""
+    return {o.id for o in vertex.operands if isinstance(o, Value)}
+
+
+def moves_elements(vertex: Vertex) -> bool:
+    """Tells whether a vertex is a transposition that changes the order in memory; dimensions of one element do not."""
+    if vertex.primitive != "transpose" or vertex.equation is None or not isinstance(vertex.operands[0], Value):
+        return False
+    shape = vertex.operands[0].shape
+    order = [d for d in vertex.equation.params["permutation"] if shape[d] > 1]
+    return order != sorted(order)
+
+
+def _is_fusible(vertex: Vertex, rule: Rule | None) -> bool:
+    """Tells whether each element of the results is made of one element of each operand, in any layout."""
+    if vertex.kind != "operation" or vertex.equation is None or vertex.equation.effects:
+        return False
+    if vertex.primitive in _ALSO_FUSIBLE:
+        return True
+    if rule is None or vertex.primitive in CONTRACTIONS or rule.reduction or rule.permutation:
+        return False
+    return all(rule.sizes[f] == 1 for f in rule.need_replication)  # those of one element are broadcast
+
+
+def _regions(
+    block: Block, body: int, remats: tuple[int, ...], fresh_numbers: Iterator[int]
+) -> Iterator[tuple[int, tuple[int, tuple[int, ...]]]]:
+    """Yields each vertex with the number of its loop body or branch, and those of the remat regions around it there."""
+    for step in block.steps:
+        if isinstance(step, Vertex):
+            yield step.index, (body, remats)
+            continue
+        is_remat = step.equation.primitive.name in REMAT
+        has_barrier = is_remat and step.equation.params["differentiated"]
+        for inner in step.blocks:
+            number = next(fresh_numbers)
+            inner_remats = (*remats, number) if has_barrier else remats
+            yield from _regions(inner, *((body, inner_remats) if is_remat else (number, ())), fresh_numbers)

@@ -1,0 +1,229 @@
+"""What the kernels of a traced function read from memory and write to it.
+
+A chain of elementwise operations costs the bytes that its kernel moves: each array once for each kernel that reads it,
+and what lies between nothing. Kernels follow from the graph alone and not from how it is sharded, so the bytes stay a
+sum over vertices: a write belongs to the vertex that makes the array, and a kernel's read of it to one of the vertices
+that read it there.
+
+`fusion.py` says what a kernel computes. Here kernels that run over the same elements are merged into one that writes
+several arrays, as the three results of an adam update are, and the copies are added that a compiler inserts.
+
+Source: XLA, xla/service/gpu/transforms/multi_output_fusion.cc (siblings that share an operand, and a producer with its
+consumer), `ShapesCompatibleForMultiOutputFusion` in xla/service/gpu/gpu_fusible.cc (which loops can be one).
+"""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from math import prod
+from typing import NamedTuple
+
+import numpy as np
+
+from cost.compute import CONTRACTIONS
+from search_spaces.sharding.base import Rule
+from search_spaces.sharding.copies import copies_of
+from search_spaces.sharding.fusion import (
+    PICKS,
+    REDUCTIONS,
+    SPLITS,
+    Fusion,
+    Kernel,
+    moves_elements,
+    value_ids,
+)
+from search_spaces.sharding.graph import Graph, Value, Vertex
+
+BITCASTS = frozenset({"reshape", "squeeze", "expand_dims", "optimization_barrier", "sharding_constraint", "copy_p"})
+"""Operations that only give an array in memory another name."""
+
+
+class Kernels(NamedTuple):
+    """What is moved in one run of each vertex.
+
+    Attributes:
+      reads: for each vertex and operand, how often the operand's bytes are read: once for each kernel whose read is
+        counted here, or less where a kernel needs only a part of the operand.
+      copies: for each vertex and operand, how often the operand's bytes are moved before the vertex's kernel begins.
+      writes: `[values]` by value id, how often the value's bytes are moved to write it; 0 if it is not in memory.
+      launches: `[vertices]` the kernels that are counted at the vertex.
+    """
+
+    reads: list[list[float]]
+    copies: list[list[float]]
+    writes: np.ndarray
+    launches: np.ndarray
+
+    def at(self, vertex: Vertex) -> tuple[float, ...]:
+        """Returns all that is counted at a vertex: reads, copies, writes, launches."""
+        writes = (self.writes[value.id] for value in vertex.results)
+        return (*self.reads[vertex.index], *self.copies[vertex.index], *writes, self.launches[vertex.index])
+
+
+def kernels_of(graph: Graph, rules: Sequence[Rule | None], donated: Sequence[bool]) -> Kernels:
+    """Divides a graph into kernels and counts what they move.
+
+    What is expensive is computed again in a second kernel only if both are merged later, so there are two rounds: the
+    second one knows what the first one merged.
+
+    Args:
+      graph: the traced function.
+      rules: for each vertex its rule or None.
+      donated: for each flat argument whether its memory may be used again.
+    """
+    first_round = _Merging(Fusion(graph, rules, {}))
+    return _count(_Merging(Fusion(graph, rules, first_round.group_of)), donated)
+
+
+class _Merging:
+    """Merges kernels that run over the same elements.
+
+    Attributes:
+      group_of: the group of each kernel.
+      members: the kernels of each group, in program order.
+    """
+
+    def __init__(self, fusion: Fusion):
+        self.fusion, self.graph = fusion, fusion.graph
+        self.group_of: dict[Kernel, int] = {}
+        self.members: list[list[Kernel]] = []
+        self._depends_on: list[int] = []  # for each group a set of groups, as bits
+        self._loops: list[list[tuple[int, tuple[int, ...] | None]]] = []
+        for vertex in self.graph.operations():
+            if vertex.index in fusion.kernels_with[vertex.index] and not self._is_bitcast(vertex):
+                self._add(vertex)
+
+    def _is_bitcast(self, vertex: Vertex) -> bool:
+        return vertex.primitive in BITCASTS and all(self.fusion.is_written[i] for i in value_ids(vertex))
+
+    def _add(self, root: Vertex) -> None:
+        """Puts a kernel into the group that it shares the most bytes with, or into a group of its own."""
+        fusion, values, loop = self.fusion, self.graph.values, _loop(root)
+        makers, depends_on = {}, 0
+        shared_bytes: dict[int, float] = defaultdict(float)
+        for i in fusion.reads_of[root.index]:
+            maker = self._maker(values[i])
+            if maker is not None:
+                makers[i] = maker
+                depends_on |= 1 << maker | self._depends_on[maker]
+            if prod(values[i].shape) != loop[0]:
+                continue
+            sharing = {k for reader, _ in fusion.consumers[i] for k in fusion.kernels_with[reader.index]}
+            groups = {self.group_of[k] for k in sharing if k in self.group_of}
+            for group in groups if maker is None else groups | {maker}:
+                shared_bytes[group] += values[i].num_bytes
+        for group in sorted(shared_bytes, key=lambda g: -shared_bytes[g]):
+            if self._fits(root, loop, group) and self._can_join(makers, group):
+                break
+        else:
+            group = len(self.members)
+            self.members.append([])
+            self._loops.append([])
+            self._depends_on.append(0)
+        self.group_of[root.index] = group
+        self.members[group].append(root.index)
+        self._loops[group].append(loop)
+        self._depends_on[group] |= depends_on & ~(1 << group)
+
+    def _maker(self, value: Value) -> int | None:
+        """Returns the group that makes a value, behind other names of it; None for what no kernel makes."""
+        vertex = self.graph.vertices[value.vertex]
+        while vertex.index not in self.group_of and self._is_bitcast(vertex):
+            operand = vertex.operands[value.result if len(vertex.results) > 1 else 0]
+            if not isinstance(operand, Value):
+                return None
+            value, vertex = operand, self.graph.vertices[operand.vertex]
+        return self.group_of.get(vertex.index)
+
+    def _fits(self, root: Vertex, loop: tuple[int, tuple[int, ...] | None], group: int) -> bool:
+        """Tells whether a kernel runs over the elements that a group runs over, and reduces the same dimensions."""
+        first = self.graph.vertices[self.members[group][0]]
+        if not (self._can_merge(first) and self._can_merge(root) and self.fusion.runs_with(first, root)):
+            return False
+        dimensions = {reduced for _, reduced in (*self._loops[group], loop)} - {None}
+        return self._loops[group][0][0] == loop[0] and len(dimensions) <= 1
+
+    def _can_merge(self, root: Vertex) -> bool:
+        return self.fusion.is_fusible[root.index] or root.primitive.startswith(REDUCTIONS)
+
+    def _can_join(self, makers: dict[int, int], group: int) -> bool:
+        """Tells whether what a kernel reads is there when the group runs, or is made element by element in it."""
+        for i, maker in makers.items():
+            vertex = self.graph.values[i].vertex
+            if maker == group and not (vertex in self.group_of and self.fusion.is_fusible[vertex]):
+                return False
+            if maker != group and self._depends_on[maker] >> group & 1:
+                return False
+        return True
+
+
+def _count(merging: _Merging, donated: Sequence[bool]) -> Kernels:
+    """Counts what kernels move: each group reads a value once, and nothing that it makes itself."""
+    graph, is_written = merging.graph, merging.fusion.is_written
+    reads = [[0.0] * len(v.operands) for v in graph.vertices]
+    writes, launches = np.zeros(len(graph.values)), np.zeros(len(graph.vertices))
+    feedback = zip(graph.outputs, graph.feedback, strict=True)
+    overwriting = {o.id for o, i in feedback if isinstance(o, Value) and i is not None and donated[i]}
+    for members in merging.members:
+        launches[members[0]] += 1
+        made = {v.id for k in members for v in graph.vertices[k].results if is_written[v.id]}
+        places: dict[int, tuple[float, int, int]] = {}
+        is_transposing = False
+        for kernel in members:
+            inside, places_of_kernel = _inside(graph, is_written, kernel)
+            is_transposing |= any(moves_elements(graph.vertices[i]) for i in inside)
+            for value, place in places_of_kernel:
+                if value not in made:
+                    places[value] = max(places.get(value, place), place)
+        for share, vertex, operand in places.values():
+            reads[vertex][operand] += share
+        for value in made:
+            # A kernel that transposes cannot write over its operands: XLA copies what belongs in their memory.
+            writes[value] = 3 if is_transposing and value in overwriting else 1
+    return Kernels(reads, [copies_of(v, graph, is_written) for v in graph.vertices], writes, launches)
+
+
+def _inside(
+    graph: Graph, is_written: np.ndarray, kernel: Kernel
+) -> tuple[set[int], list[tuple[int, tuple[float, int, int]]]]:
+    """Follows a kernel from its result to what it reads.
+
+    Returns:
+      The vertices that it computes, and the values that it reads, each with the place of the read: the share of the
+      operand that is needed, the vertex and the operand. A contraction's reads are its own, through views as well.
+    """
+    shares, waiting = {kernel: 1.0}, {kernel}
+    places = []
+    is_contraction = graph.vertices[kernel].primitive in CONTRACTIONS
+    while waiting:
+        vertex = graph.vertices[max(waiting)]
+        waiting.discard(vertex.index)
+        for number, operand in enumerate(vertex.operands):
+            if not isinstance(operand, Value):
+                continue
+            share = min(1.0, shares[vertex.index] * _needed_share(vertex, number, operand))
+            if is_written[operand.id] or is_contraction:
+                places.append((operand.id, (share, vertex.index, number)))
+                continue
+            maker, before = graph.vertices[operand.vertex], shares.get(operand.vertex, 0.0)
+            if maker.primitive in SPLITS:
+                share *= prod(operand.shape) / max(1, sum(prod(v.shape) for v in maker.results))
+            is_part = vertex.primitive in PICKS or maker.primitive in SPLITS
+            shares[operand.vertex] = min(1.0, before + share) if is_part else max(before, share)
+            waiting.add(operand.vertex)
+    return set(shares), places
+
+
+def _needed_share(vertex: Vertex, number: int, operand: Value) -> float:
+    """Returns what share of an operand a share of the vertex's result needs, as the quotient of the two."""
+    ratio = prod(vertex.results[0].shape) / max(1, prod(operand.shape))
+    if vertex.primitive in PICKS and number == 0:
+        return min(1.0, ratio)
+    return max(1.0, ratio) if vertex.primitive == "broadcast_in_dim" else 1.0
+
+
+def _loop(root: Vertex) -> tuple[int, tuple[int, ...] | None]:
+    """Returns how many elements a kernel runs over, and which dimensions it reduces; None for no reduction."""
+    if root.primitive.startswith(REDUCTIONS) and root.equation is not None:
+        operands = [o for o in root.operands if isinstance(o, Value)]
+        return (prod(operands[0].shape) if operands else 1), tuple(root.equation.params["axes"])
+    return max((prod(v.shape) for v in root.results), default=0), None
