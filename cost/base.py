@@ -217,10 +217,8 @@ class Hardware:
             object.__setattr__(self, "flops_per_s", dict(self.flops_per_s))
         else:
             _check_rate("Hardware.flops_per_s", self.flops_per_s)
-        for name, share in (("matrix_share", self.matrix_share), ("memory_share", self.memory_share)):
-            _check_rate(f"Hardware.{name}", share)
-            if share > 1:
-                raise ValueError(f"`Hardware.{name}` must be at most 1, not {share!r}.")
+        for name in ("matrix_share", "memory_share"):
+            _check_rate(f"Hardware.{name}", getattr(self, name), most=1)
         _check_cost("Hardware.kernel_launch_s", self.kernel_launch_s)
         for axis, link in self.links.items():
             if not isinstance(link, Link):
@@ -292,9 +290,9 @@ class CostModel(Protocol):
         ...
 
 
-def _check_rate(field: str, value: float) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or math.isnan(value) or value <= 0:
-        raise ValueError(f"`{field}` must be a positive number (inf: costs nothing), not {value!r}.")
+def _check_rate(field: str, value: float, most: float = math.inf) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= most:
+        raise ValueError(f"`{field}` must be a positive number (at most {most}; inf costs nothing), not {value!r}.")
 
 
 def _check_cost(field: str, value: float) -> None:

@@ -43,7 +43,7 @@ def test_link_costs_must_be_finite_and_not_negative(field, value):
 def test_shares_of_rates_are_above_0_and_at_most_1(field):
     with pytest.raises(ValueError, match=f"`Hardware.{field}` must be a positive number"):
         hardware(**{field: 0.0})
-    with pytest.raises(ValueError, match=f"`Hardware.{field}` must be at most 1"):
+    with pytest.raises(ValueError, match=rf"`Hardware\.{field}` must be a positive number \(at most 1;"):
         hardware(**{field: 1.5})
     with pytest.raises(ValueError, match=r"`Hardware\.kernel_launch_s` must be a finite number of seconds"):
         hardware(kernel_launch_s=math.inf)
