@@ -100,7 +100,7 @@ def test_the_memory_limit_holds_for_the_compiled_program(monkeypatch):
     # Without overlap large plans are the fast ones, so that the limit has something to do.
     hardware = dataclasses.replace(diffshard.preset("h100", dict(MESH.shape)), exposed_share=1.0)
     free = diffshard.search(step, MESH, hardware=hardware).plan(STATE, BATCH)
-    limit = 0.9 * free.peak_bytes
+    limit = 1.1 * free.peak_bytes  # the plan fits, its compiled program does not
     rounds = compiled_as(monkeypatch, lambda name, executor: 1.0 + ("found" not in name), memory_factor=1.3)
     plan = search(hardware=hardware, memory_limit_bytes=limit).plan(STATE, BATCH)
     assert len(rounds) > 1
