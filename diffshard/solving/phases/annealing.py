@@ -13,6 +13,7 @@ class Annealing:
     Attributes:
       num_moves: without a time limit.
       end_share: of the time limit, when the phase ends.
+      least_share: of the time limit, that the phase has where those before it took long.
       first_temperature: in the bound's cost per node.
       cooling: the last temperature as a share of the first.
       noise_end: how far the phase is when its noise stops.
@@ -21,6 +22,7 @@ class Annealing:
 
     num_moves: int = 300
     end_share: float = 0.75
+    least_share: float = 0.05
     first_temperature: float = 0.1
     cooling: float = 0.01
     noise_end: float = 0.85
@@ -29,7 +31,7 @@ class Annealing:
     def __call__(self, search: Search) -> Iterator[float]:
         """Makes one move of a random forest after the other; has no bound."""
         polish = search.polish
-        progress = search.clock.progress(self.num_moves, self.end_share)
+        progress = search.clock.progress(self.num_moves, self.end_share, self.least_share)
         polish.begin(polish.best.copy(), polish.best_memory)
         i = 0
         while (share := progress(i)) < 1:

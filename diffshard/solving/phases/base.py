@@ -43,16 +43,18 @@ class Clock:
         """Returns the share of the time limit that is over, 0 without a limit."""
         return 0.0 if self.time_limit_s is None else (time.perf_counter() - self._start) / self.time_limit_s
 
-    def progress(self, num_planned: int, end_share: float) -> Callable[[int], float]:
+    def progress(self, num_planned: int, end_share: float, least_share: float = 0.0) -> Callable[[int], float]:
         """Returns a function from what is done to 0 at this moment and 1 at the end.
 
         Args:
           num_planned: what there is to do without a time limit.
           end_share: where the end is in the time limit.
+          least_share: of the time limit, how far from this moment the end is at least.
         """
         if self.time_limit_s is None:
             return lambda num_done: num_done / num_planned
         begin_share = self.elapsed_share()
+        end_share = max(end_share, begin_share + least_share)
         return lambda num_done: (self.elapsed_share() - begin_share) / max(end_share - begin_share, 1e-9)
 
 

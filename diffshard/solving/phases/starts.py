@@ -22,6 +22,7 @@ class DualStarts:
       num_starts: without a time limit.
       num_moves: forest moves from each start.
       end_share: of the time limit, when the phase ends.
+      least_share: of the time limit, that the phase has where the climb took long.
       num_sweeps: of each perturbed dual.
       most_noise: of a perturbed dual's costs, in the bound's cost per node.
     """
@@ -29,18 +30,19 @@ class DualStarts:
     num_starts: int = 8
     num_moves: int = 60
     end_share: float = 0.6
+    least_share: float = 0.12
     num_sweeps: int = 80
     most_noise: float = 0.03
 
     def __call__(self, search: Search) -> Iterator[float]:
         """Tries start after start until the time or the number is reached; has no bound."""
-        progress = search.clock.progress(self.num_starts, self.end_share)
+        progress = search.clock.progress(self.num_starts, self.end_share, self.least_share)
         trial = 0
         while progress(trial) < 1:
             start = search.starts[trial] if trial < len(search.starts) else self._perturb(search)
             for _ in moves_from(search, start, self.num_moves):
                 yield NO_BOUND
-                if search.clock.elapsed_share() > self.end_share:
+                if progress(trial) >= 1:
                     return
             trial += 1
 
