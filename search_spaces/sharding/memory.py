@@ -134,11 +134,20 @@ def usages_of(
     hub_node: Mapping[int, int],
     lifetimes: Lifetimes,
     axis_sizes: tuple[int, ...],
+    fetch_from: Mapping[int, int],
 ) -> Usages:
     """Lists the memory that each node's strategies use: a value that exists belongs to its hub, else to its vertex.
 
     An array that is stored one way and gathered for its readers has two usages: what is stored, for its whole life, and
     the gathered copy from its first reader to its last.
+
+    Args:
+      graph: the traced function.
+      nodes: of the space.
+      hub_node: the index of the node of a value's hub, by the value's id.
+      lifetimes: of the values.
+      axis_sizes: devices along each mesh axis.
+      fetch_from: for weights that are gathered before they are read, by the value's id, the position of the gather.
     """
     usages = Usages([], [], [])
 
@@ -154,6 +163,7 @@ def usages_of(
         node, result = hub_node.get(value.id, value.vertex), value.result
         strategies = nodes[node].strategies
         if node != value.vertex:
+            start = min(start, fetch_from.get(value.id, start) + 1)  # inputs are born at -1, as in `lifetimes_of`
             add(node, [local_bytes(value, s.results[0], axis_sizes) for s in strategies], start, end)
             continue
         stored_specs = [s.unreduced[result] if _is_gathered(s, result) else s.results[result] for s in strategies]
@@ -162,7 +172,7 @@ def usages_of(
             local_bytes(value, s.results[result], axis_sizes) if _is_gathered(s, result) else 0.0 for s in strategies
         ]
         if any(copy):
-            first_use = lifetimes.first_use[value.id]
+            first_use = min(lifetimes.first_use[value.id], fetch_from.get(value.id, graph.length) + 1)
             add(node, copy, first_use, max(value.last_read_at + 2, first_use + 1))
     return usages
 

@@ -2,16 +2,27 @@
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from math import prod
 from typing import NamedTuple
 
 import numpy as np
 
+from cost.base import Hardware
+from cost.compute import equation_dtype, equation_flops
 from search_spaces.partition_specs import IndexedSpec
 from search_spaces.sharding.base import Layout, ReshardStep
-from search_spaces.sharding.graph import Graph, Region, Value, Vertex, is_contraction, leads_to_contraction
+from search_spaces.sharding.graph import (
+    Graph,
+    Region,
+    Value,
+    Vertex,
+    follows_contraction,
+    is_contraction,
+    leads_to_contraction,
+)
 from search_spaces.sharding.resharding import Paths
 from search_spaces.sharding.schedule import Fetch, Pause, Schedule, Stage
-from search_spaces.sharding.windows import Windows, straight_lines
+from search_spaces.sharding.windows import Windows, starts_of_windows_before, straight_lines
 
 # A window's products take at least this many latencies of the slowest link, so that a collective's latency is a small
 # part of the window. On a decoder for 32 GPUs 6, 12, 24 and 40 gave steps of 44.1, 43.4, 42.4 and 43.2 ms.
@@ -33,14 +44,39 @@ def make_schedule(graph: Graph, layout: Layout, path: Paths, compute_s: np.ndarr
       path: the steps between two specs, with their rates.
       compute_s: `[vertices]` seconds of the arithmetic of one execution on one device.
     """
-    schedule = Schedule()
-    least_s = _LATENCIES_IN_WINDOW * max((s for rates in path.rates for s in rates.latency_s.values()), default=0.0)
+    schedule, least_s = Schedule(), _least_window_s(path)
     is_needed = leads_to_contraction(graph)
     for line in straight_lines(graph.block):
         windows = Windows(line, compute_s, is_needed, least_s)
         if len(windows) > 1:
             _Scheduling(graph, layout, path, windows, schedule).run()
     return schedule
+
+
+def fetch_positions(graph: Graph, axis_sizes: tuple[int, ...], hardware: Hardware, path: Paths) -> dict[int, int]:
+    """Returns from which position of the program on a schedule holds each gathered weight, by the value's id.
+
+    The schedule itself depends on what is chosen; this is that of a program whose devices do equal shares of each
+    product. Where collectives hold arithmetic, no weight is gathered early.
+    """
+    if hardware.exposed_share == 1:
+        return {}
+    compute_s = np.zeros(len(graph.vertices))
+    for vertex in filter(is_contraction, graph.operations()):
+        assert vertex.equation is not None
+        flops_per_s = hardware.peak_flops_per_s(equation_dtype(vertex.equation)) * prod(axis_sizes)
+        compute_s[vertex.index] = equation_flops(vertex.equation) / flops_per_s
+    starts = starts_of_windows_before(graph, compute_s, _least_window_s(path))
+    consumers, is_weight = graph.consumers(), ~follows_contraction(graph)
+    return {
+        value.id: min(int(starts[reader.index]) for reader, _ in consumers[value.id])
+        for value in graph.values
+        if is_weight[value.vertex] and consumers[value.id]
+    }
+
+
+def _least_window_s(path: Paths) -> float:
+    return _LATENCIES_IN_WINDOW * max((s for rates in path.rates for s in rates.latency_s.values()), default=0.0)
 
 
 class _Request(NamedTuple):
@@ -76,9 +112,9 @@ class _Scheduling:
         """Plans fetches from the last to the first, then reductions from the first to the last."""
         requests = [*self._gathers_for_all(), *self._gathers_for_one()]
         for request in sorted(requests, key=lambda request: -request.place):
-            fetch = request.fetch
-            if self._plan_fetch(request) and fetch.spec == self.layout.value_specs[fetch.value.id]:
-                self._leave_out(fetch)
+            value = request.fetch.value
+            if self._plan_fetch(request) and request.fetch.spec == self.layout.value_specs[value.id]:
+                self._leave_out(request.fetch)
         for place, (step, _) in enumerate(self.line):
             self._plan_results(place, step)
         for window, place in enumerate(self.windows.start):
@@ -198,7 +234,7 @@ class _Scheduling:
         if isinstance(step, Vertex) and not is_contraction(step):
             return
         window = self.windows.of_place[place]
-        if window + 1 >= len(self.windows):
+        if window + 1 == len(self.windows):
             return
         border = self.windows.start[window + 1]
         for number, value in enumerate(step.results):
@@ -222,10 +258,9 @@ class _Scheduling:
         later = range(window, min(window + _FARTHEST, len(self.windows)))
         end = self._reserve(later, {step.axis for step in steps}, seconds)
         assert end is not None
-        if end + 1 < len(self.windows):
-            form = self._form_at(value, self.windows.start[end + 1])
-            if form is not None:
-                self.pauses[end + 1].values.append(form)
+        border = self.windows.start[end + 1] if end + 1 < len(self.windows) else None
+        if border is not None and (form := self._form_at(value, border)) is not None:
+            self.pauses[end + 1].values.append(form)
 
     def _late(self, value: Value, border: int) -> list[Vertex] | None:
         """The cheap operations on a value before a place, if nothing else reads it there; None if something does."""

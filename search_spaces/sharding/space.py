@@ -60,7 +60,7 @@ from search_spaces.sharding.memory import Lifetimes, lifetimes_of, usages_of
 from search_spaces.sharding.node_costs import NodeCosts
 from search_spaces.sharding.repetition import alike_nodes
 from search_spaces.sharding.reshard_costs import CollectiveShares, ReshardCosts
-from search_spaces.sharding.scheduling import make_schedule
+from search_spaces.sharding.scheduling import fetch_positions, make_schedule
 from search_spaces.sharding.shardy import operation_rules
 from search_spaces.sharding.tracing import build_graph, feedback_of
 
@@ -244,7 +244,8 @@ class ShardingSpace:
     @cached_property
     def _problem(self) -> Problem:
         matrices = transfer_matrices(self.edges, self.nodes, self.reshard_costs, self.node_costs.shares)
-        usages = usages_of(self.graph, self.nodes, self.hub_node, self.lifetimes, self.axis_sizes)
+        fetch_from = fetch_positions(self.graph, self.axis_sizes, self.hardware, self.reshard_costs.path)
+        usages = usages_of(self.graph, self.nodes, self.hub_node, self.lifetimes, self.axis_sizes, fetch_from)
         return Problem(
             node_cost=self._node_costs_s(),
             edge_nodes=np.array(list(matrices), int).reshape(-1, 2),

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from search_spaces.replay import REMAT
-from search_spaces.sharding.graph import Block, Region, Vertex, is_contraction
+from search_spaces.sharding.graph import Block, Graph, Region, Vertex, is_contraction, leads_to_contraction
 
 Line = Sequence[tuple[Vertex | Region, int]]
 """Steps in order, each with a number that tells the rematerialised regions apart; those are part of the line."""
@@ -68,3 +68,24 @@ class Windows:
     def __len__(self) -> int:
         """Returns how many windows there are."""
         return len(self.start)
+
+
+def starts_of_windows_before(graph: Graph, compute_s: np.ndarray, least_s: float) -> np.ndarray:
+    """Returns for each vertex the position at which the window before its own starts, `[vertices]`.
+
+    Vertices of a line's first window, and those that are no part of a line, have their own position.
+
+    Args:
+      graph: the traced function.
+      compute_s: `[vertices]` seconds of each vertex.
+      least_s: seconds of contractions in a window, at least.
+    """
+    starts = np.array([vertex.position for vertex in graph.vertices], np.int64)
+    is_needed = leads_to_contraction(graph)
+    for line in straight_lines(graph.block):
+        windows = Windows(line, compute_s, is_needed, least_s)
+        for (step, _), window in zip(line, windows.of_place, strict=True):
+            first = line[windows.start[window - 1]][0] if window else step
+            if isinstance(step, Vertex) and isinstance(first, Vertex):
+                starts[step.index] = first.position
+    return starts

@@ -1,5 +1,7 @@
 """Schedules: which collectives of a device program wait for which windows."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -122,3 +124,24 @@ def test_loops_have_lines_of_their_own():
     lines = list(straight_lines(graph_of(fn, array(8, 8)).block))
     assert len(lines) == 2
     assert [sum(getattr(step, "primitive", "") == "dot_general" for step, _ in line) for line in lines] == [1, 1]
+
+
+@pytest.mark.parametrize("exposed_share", [0.25, 1.0])
+def test_weights_take_memory_from_the_window_before_their_reader(exposed_share, monkeypatch):
+    monkeypatch.setattr(scheduling, "_LATENCIES_IN_WINDOW", 0)
+    weights, x = [array(WIDTH, WIDTH) for _ in range(LAYERS)], array(ROWS, WIDTH, dtype=jnp.bfloat16)
+    hardware = dataclasses.replace(hardware_of("x", latency_s=0.0), exposed_share=exposed_share)
+    space = space_of(training_step, weights, x, sizes=(8,), hardware=hardware)
+    positions = scheduling.fetch_positions(space.graph, (8,), hardware, space.reshard_costs.path)
+    if exposed_share == 1.0:
+        assert positions == {}
+        return
+    readers = space.graph.consumers()
+    products = [v for v in space.graph.operations() if is_contraction(v)]
+    bfloat16_weights = [v for v in space.graph.values if v.shape == (WIDTH, WIDTH) and v.dtype == jnp.bfloat16]
+    gathers = [v for v in bfloat16_weights if v.id in positions]
+    assert len(gathers) >= LAYERS
+    for value in gathers[1:]:
+        first_reader = min(reader.position for reader, _ in readers[value.id])
+        beside = [p for p in products if positions[value.id] <= p.position < first_reader]
+        assert 1 <= len(beside) <= 4
