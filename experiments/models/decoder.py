@@ -89,13 +89,15 @@ class Block(nn.Module):
     """One layer with residual connections around attention and feed-forward, `[B, L, M] -> [B, L, M]`."""
 
     sizes: Sizes
+    feed_forward: type[nn.Module] = FeedForward
 
     @nn.compact
     def __call__(self, x):
         """Applies the layer."""
         stream = ("batch", "sequence", "width")
         x = named(x + Attention(self.sizes, name="attention")(_norm("attention_norm")(x)), stream)
-        return named(x + FeedForward(self.sizes, name="feed_forward")(_norm("feed_forward_norm")(x)), stream)
+        feed_forward = self.feed_forward(self.sizes, name="feed_forward")
+        return named(x + feed_forward(_norm("feed_forward_norm")(x)), stream)
 
 
 class Decoder(nn.Module):
@@ -103,13 +105,14 @@ class Decoder(nn.Module):
 
     sizes: Sizes
     stack: gpt.Stack = gpt.unrolled
+    block: type[nn.Module] = Block
 
     @nn.compact
     def __call__(self, tokens):
         """Returns logits `[B, L, V]` in float32 of the next token from tokens `[B, L]`."""
         embed = nn.Embed(self.sizes.vocabulary, self.sizes.width, dtype=jnp.bfloat16, name="embed")
         x = named(embed(tokens), ("batch", "sequence", "width"))
-        x = _norm("final_norm")(self.stack(nn.remat(Block), self.sizes, x))
+        x = _norm("final_norm")(self.stack(nn.remat(self.block), self.sizes, x))
         logits = named(_dense(self.sizes.vocabulary, "head")(x), ("batch", "sequence", "vocabulary"))
         return logits.astype(jnp.float32)
 

@@ -11,7 +11,7 @@ import optax
 from flax import linen as nn
 from flax.linen.spmd import with_logical_constraint as named
 
-from experiments.models import gpt
+from experiments.models import decoder, gpt
 from experiments.models.model import Model
 
 EXPERTS = 8
@@ -45,7 +45,10 @@ def top2_gating(probabilities: jax.Array, capacity: int) -> tuple[jax.Array, jax
 
 
 class MixtureOfExperts(nn.Module):
-    """Expert feed-forward layers behind a top-2 gate, `[G, S, M] -> [G, S, M]`; the batch rows are the groups."""
+    """Expert feed-forward layers behind a top-2 gate, `[G, S, M] -> [G, S, M]`; the batch rows are the groups.
+
+    They compute in the dtype of what they get; the gate is in float32.
+    """
 
     sizes: gpt.Sizes
 
@@ -59,8 +62,9 @@ class MixtureOfExperts(nn.Module):
         self.sow("losses", "balance", BALANCE_WEIGHT * balance)
 
         initializer = nn.initializers.lecun_normal(batch_axis=0)
-        up = self.param("up", initializer, (EXPERTS, width, hidden))
-        down = self.param("down", initializer, (EXPERTS, hidden, width))
+        up = self.param("up", initializer, (EXPERTS, width, hidden)).astype(x.dtype)
+        down = self.param("down", initializer, (EXPERTS, hidden, width)).astype(x.dtype)
+        combine = combine.astype(x.dtype)
         dispatched = jnp.einsum("gsec,gsm->egcm", (combine > 0).astype(x.dtype), x)
         dispatched = named(dispatched, ("experts", "expert_batch", "slot", "width"))
         inside = nn.gelu(jnp.einsum("egcm,emh->egch", dispatched, up))
@@ -77,3 +81,16 @@ def make(*, batch: int = 16, stack: gpt.Stack = gpt.unrolled, **sizes: Any) -> M
     """Makes a mixture-of-experts GPT training step with adamw; sizes are those of `gpt.Sizes`."""
     network = gpt.GPT(gpt.Sizes(**sizes), _Block, stack)
     return gpt.training(network, batch, optax.adamw(1e-3), f"moe-{network.sizes.layers}-{stack.__name__}")
+
+
+class _DecoderBlock(decoder.Block):
+    feed_forward: type[nn.Module] = MixtureOfExperts
+
+
+def make_decoder(*, batch: int = 16, **sizes: Any) -> Model:
+    """Makes the training step of `experiments.models.decoder` with mixtures of experts; sizes are those of its `Sizes`.
+
+    Experts are four times as wide inside; `hidden` is not used.
+    """
+    network = decoder.Decoder(decoder.Sizes(**sizes), block=_DecoderBlock)
+    return gpt.training(network, batch, optax.adamw(1e-3), f"moe-decoder-{network.sizes.layers}")
