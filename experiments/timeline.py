@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 from jax.sharding import Mesh
 
@@ -48,10 +49,19 @@ HARDWARE: dict[str, Callable[[Mesh], diffshard.Hardware]] = {
 }
 
 
-def time_plan(
-    model: Model, mesh: Mesh, plan_name: str, hardware: diffshard.Hardware, time_limit_s: float, **names: object
-) -> tuple[Row, Timeline]:
-    """Plans, compiles and plays back the found plan or an expert's; `names` are the row's model and batch."""
+class Setting(NamedTuple):
+    """What plans are made for: a model with its name in the table and its batch, on a mesh of some hardware."""
+
+    name: str
+    batch: int
+    model: Model
+    mesh: Mesh
+    hardware: diffshard.Hardware
+
+
+def time_plan(setting: Setting, plan_name: str, time_limit_s: float) -> tuple[Row, Timeline]:
+    """Plans, compiles and plays back the found plan or an expert's."""
+    _, _, model, mesh, hardware = setting
     args = abstract_arguments(model)
     by_hand = None if plan_name == FOUND else experts.EXPERTS[plan_name](*args, mesh)
     step = diffshard.search(
@@ -73,7 +83,8 @@ def time_plan(
     verification = verify(lowered, mesh.shape, *predicted, compiled=compiled)
     memory = verification.memory
     row = Row(
-        **names,  # pyright: ignore[reportArgumentType]
+        model=setting.name,
+        batch=setting.batch,
         mesh="x".join(map(str, mesh.shape.values())),
         plan=plan_name,
         executor="propagation" if by_hand or plan is None else plan.executor,
@@ -141,7 +152,7 @@ def time_plans(
     batch = options.batch or case.batches[mesh_text]
     model = case.make(batch=batch, **(case.full if options.sizes == "full" else case.small))
     mesh = MESHES[options.target](parse_mesh(mesh_text))
-    hardware = HARDWARE[options.hardware](mesh)
+    setting = Setting(name, batch, model, mesh, HARDWARE[options.hardware](mesh))
     for plan_name in (FOUND, *options.experts):
         key = name, mesh_text, batch, plan_name
         if key in known:
@@ -150,7 +161,7 @@ def time_plans(
         if not divides(model, mesh, plan_name):
             print(f"{name} {mesh_text} {plan_name} is left out: its plan does not split a batch of {batch} evenly")
             continue
-        row, timeline = time_plan(model, mesh, plan_name, hardware, options.time_limit, model=name, batch=batch)
+        row, timeline = time_plan(setting, plan_name, options.time_limit)
         print(name, mesh_text, *cells(row), f"+{row.compile_s:.0f} s", *row.notes, sep="  ", flush=True)
         if options.output:
             append_row(row, options.output)

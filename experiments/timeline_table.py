@@ -1,7 +1,7 @@
 """The table of `experiments.timeline`: rows in a file, one JSON document a line, and what they say together."""
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import groupby
 from pathlib import Path
@@ -142,8 +142,7 @@ def percent(error: float) -> str:
 
 def print_rows(rows: Sequence[Row], heading: str) -> None:
     """Prints a table for each model and mesh, then the found plans over the best experts'."""
-    setting: Callable[[Row], tuple[str, str, int]] = lambda row: (row.model, row.mesh, row.batch)
-    settings = [(key, list(group)) for key, group in groupby(rows, setting)]
+    settings = [(key, list(group)) for key, group in groupby(rows, lambda row: row.key[:3])]
     for (model, mesh, batch), group in settings:
         best_s = best_expert_s(group)
         print_table(f"{model}, {mesh}, batch {batch}, {heading}", COLUMNS, (cells(row, best_s) for row in group))

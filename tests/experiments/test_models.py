@@ -8,7 +8,21 @@ import numpy as np
 import pytest
 from flax import linen as nn
 
-from experiments.models import convnet, decoder, dlrm, gpt, gpt_nnx, mlp, moe, resnet, text
+from experiments.models import (
+    convnet,
+    decoder,
+    dlrm,
+    encoder_decoder,
+    gpt,
+    gpt_nnx,
+    mlp,
+    moe,
+    resnet,
+    text,
+    tied_gpt,
+    unet,
+    vision_transformer,
+)
 from experiments.models.model import abstract_arguments, arguments
 
 SMALL: dict[str, Any] = {"layers": 1, "width": 16, "heads": 2, "key_value_heads": 1, "sequence": 16, "vocabulary": 31}
@@ -21,6 +35,11 @@ MODELS = {
     "gpt-nnx": lambda: gpt_nnx.make(batch=4, layers=1, width=16, heads=2, sequence=16, vocabulary=31),
     "decoder": lambda: decoder.make(batch=4, hidden=32, **SMALL),
     "moe": lambda: moe.make(batch=4, stack=gpt.scanned, **SMALL),
+    "moe-decoder": lambda: moe.make_decoder(batch=4, **SMALL),
+    "encoder-decoder": lambda: encoder_decoder.make(batch=4),
+    "unet": lambda: unet.make(batch=4),
+    "vision-transformer": lambda: vision_transformer.make(batch=4),
+    "tied-gpt": lambda: tied_gpt.make(batch=4, **{**SMALL, "key_value_heads": None}),
     "resnet": lambda: resnet.make(width=4, stages=2, image=8, batch=8),
     "dlrm": lambda: dlrm.make(rows=(32, 7), width=4, batch=8),
 }

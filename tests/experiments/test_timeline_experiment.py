@@ -1,40 +1,78 @@
 """Found plans against experts' by their compiled programs' timelines."""
 
-import json
+import math
 from pathlib import Path
 
 import pytest
 
 from experiments import timeline
+from experiments.timeline_table import (
+    Row,
+    append_row,
+    best_expert_s,
+    cells,
+    geometric_mean,
+    over_best_expert,
+    ranking,
+    read_rows,
+)
+
+ARGUMENTS = ["--meshes", "2x4", "--batch", "4", "--sizes", "small", "--target", "host", "--time-limit", "1"]
 
 
 def test_main_times_found_and_expert_plans(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    output, traces = tmp_path / "rows.json", tmp_path / "traces"
-    arguments = ["--meshes", "2x4", "--batch", "4", "--sizes", "small", "--target", "host", "--time-limit", "1"]
+    output, traces = tmp_path / "rows.jsonl", tmp_path / "traces"
     # FSDP would split 4 sequences over 8 devices.
-    chosen = ["--experts", "fsdp", "megatron", "-o", str(output), "--traces", str(traces)]
-    assert timeline.main([*arguments, *chosen]) == 0
-    rows = json.loads(output.read_text())
-    assert [row["plan"] for row in rows] == ["found", "megatron"]
+    chosen = ["--models", "decoder", "--experts", "fsdp", "megatron", "-o", str(output)]
+    assert timeline.main([*ARGUMENTS, *chosen, "--traces", str(traces)]) == 0
+    rows = read_rows(output)
+    assert [(row.plan, row.executor) for row in rows] == [("found", "constraints"), ("megatron", "propagation")]
     for row in rows:
         # The CPU backend runs every collective on the compute stream.
-        assert row["timeline_s"] == pytest.approx(row["busy_s"]["compute"] + sum(row["waited_s"].values()))
-        assert min(row["predicted_s"], *row["sent_bytes"], *row["peak_bytes"]) > 0
-    found, by_hand = (row["timeline_s"] for row in rows)
+        assert row.timeline_s == pytest.approx(row.busy_s["compute"] + sum(row.waited_s.values()))
+        assert min(row.predicted_s, *row.sent_bytes, *row.peak_bytes) > 0
+    found, by_hand = (row.timeline_s for row in rows)
     printed = capsys.readouterr().out
-    assert "2x4 fsdp is left out" in printed
-    assert f"2x4: found / best expert {found / by_hand:.2f}" in printed
-    assert {path.stem for path in traces.iterdir()} == {"2x4 found", "2x4 megatron"}
+    assert "decoder 2x4 fsdp is left out" in printed
+    assert f"decoder 2x4: found / best expert {found / by_hand:.3f}" in printed
+    assert {path.stem for path in traces.iterdir()} == {"decoder 2x4 found", "decoder 2x4 megatron"}
+
+
+def test_main_keeps_the_rows_that_its_file_has(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    output = tmp_path / "rows.jsonl"
+    append_row(_row("found", 1.0, 1.5, model="unet"), output)
+    chosen = ["--models", "unet", "--experts", "megatron", "-o", str(output)]
+    assert timeline.main([*ARGUMENTS, *chosen]) == 0
+    kept, made = read_rows(output)
+    assert kept == _row("found", 1.0, 1.5, model="unet")
+    assert (made.model, made.plan, made.batch) == ("unet", "megatron", 4)
+    assert f"unet 2x4: found / best expert {1.5 / made.timeline_s:.3f}" in capsys.readouterr().out
+
+
+def test_main_wants_a_batch_for_a_mesh_without_a_published_one(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit):
+        timeline.main(["--models", "decoder", "--meshes", "2x2"])
+    assert "`--batch` must be given for a mesh without a published one; got 2x2." in capsys.readouterr().err
 
 
 def test_the_ranking_of_plans():
-    plans = [_timed("found", 1.0, 4.0), _timed("fsdp", 2.0, 5.0), _timed("megatron", 3.0, 2.0)]
+    rows = [_row("found", 1.0, 4.0), _row("fsdp", 2.0, 5.0), _row("megatron", 3.0, 2.0)]
     # Of three pairs one is in the order of the prediction.
-    assert timeline.ranking(plans) == pytest.approx((1 - 2) / 3)
-    assert timeline.over_best_expert(plans) == 2.0
+    assert ranking(rows) == pytest.approx((1 - 2) / 3)
+    assert over_best_expert(rows) == 2.0
 
 
-def _timed(name: str, predicted_s: float, step_s: float) -> timeline.TimedPlan:
-    played = timeline.Timeline(step_s, {}, {}, ())
-    verification = timeline.Verification((), (), None, 0)
-    return timeline.TimedPlan("2x4", name, predicted_s, verification, played, 0.0, 0.0)
+def test_an_expert_without_a_prediction_counts_as_an_expert_but_not_in_the_ranking():
+    rows = [_row("found", 1.0, 3.0), _row("fsdp", math.nan, 2.0), _row("megatron", 2.0, 4.0)]
+    assert ranking(rows) == 1
+    assert best_expert_s(rows) == 2.0
+    assert cells(rows[0], 2.0)[:6] == ("found", "3000.0", "1.50", "1000.0", "-67%", "0.0")
+
+
+def test_the_geometric_mean_leaves_out_what_is_unknown():
+    assert geometric_mean([0.5, math.nan, 2.0]) == pytest.approx(1.0)
+    assert math.isnan(geometric_mean([math.nan]))
+
+
+def _row(plan: str, predicted_s: float, step_s: float, model: str = "decoder") -> Row:
+    return Row(model, "2x4", 4, plan, "constraints", predicted_s, step_s, {}, {}, [1e9, 1e9], [], [], [], 0.0, 0.0)
