@@ -26,7 +26,7 @@ def test_main_times_found_and_expert_plans(tmp_path: Path, capsys: pytest.Captur
     chosen = ["--models", "decoder", "--experts", "fsdp", "megatron", "-o", str(output)]
     assert timeline.main([*ARGUMENTS, *chosen, "--traces", str(traces)]) == 0
     rows = read_rows(output)
-    assert [(row.plan, row.executor) for row in rows] == [("found", "constraints"), ("megatron", "propagation")]
+    assert [(row.plan, row.executor) for row in rows] == [("found", "program"), ("megatron", "propagation")]
     for row in rows:
         # The CPU backend runs every collective on the compute stream.
         assert row.timeline_s == pytest.approx(row.busy_s["compute"] + sum(row.waited_s.values()))
@@ -40,13 +40,13 @@ def test_main_times_found_and_expert_plans(tmp_path: Path, capsys: pytest.Captur
 
 def test_main_keeps_the_rows_that_its_file_has(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     output = tmp_path / "rows.jsonl"
-    append_row(_row("found", 1.0, 1.5, model="unet"), output)
-    chosen = ["--models", "unet", "--experts", "megatron", "-o", str(output)]
+    append_row(_row("found", 1.0, 1.5, model="vision transformer"), output)
+    chosen = ["--models", "vision transformer", "--experts", "megatron", "-o", str(output)]
     assert timeline.main([*ARGUMENTS, *chosen]) == 0
     kept, made = read_rows(output)
-    assert kept == _row("found", 1.0, 1.5, model="unet")
-    assert (made.model, made.plan, made.batch) == ("unet", "megatron", 4)
-    assert f"unet 2x4: found / best expert {1.5 / made.timeline_s:.3f}" in capsys.readouterr().out
+    assert kept == _row("found", 1.0, 1.5, model="vision transformer")
+    assert (made.model, made.plan, made.batch) == ("vision transformer", "megatron", 4)
+    assert f"vision transformer 2x4: found / best expert {1.5 / made.timeline_s:.3f}" in capsys.readouterr().out
 
 
 def test_main_wants_a_batch_for_a_mesh_without_a_published_one(capsys: pytest.CaptureFixture[str]):
