@@ -23,12 +23,13 @@ from experiments.models import convnet, decoder, dlrm, gpt, mlp, moe, resnet
 from experiments.models.model import Model, abstract_arguments
 from experiments.tables import print_table
 from experiments.targets import MESHES
-from experiments.timeline import SIZES, achievable
+from experiments.timeline import achievable
+from experiments.timeline_models import CASES as TIMELINE_CASES
 
 _GPT: dict[str, Any] = {"batch": 32, "width": 2048, "heads": 16, "vocabulary": 16384, "sequence": 1024}
 _TABLES = (1_000_000, 200_000, 50_000, 5_000, 999, 64, 24, 3)
 CASES: dict[str, tuple[Callable[[], Model], tuple[str, ...]]] = {
-    "decoder": (lambda: decoder.make(batch=32, **SIZES["full"]), ("2x4", "4x8")),
+    "decoder": (lambda: decoder.make(batch=32, **TIMELINE_CASES["decoder"].full), ("2x4", "4x8")),
     "gpt": (lambda: gpt.make(layers=2, **_GPT), ("2x4",)),
     "gpt, scanned, remat": (
         lambda: gpt.make(layers=4, block=nn.remat(gpt.Block), stack=gpt.scanned, **_GPT),
