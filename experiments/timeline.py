@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
+import jax
 from jax.sharding import Mesh
 
 import diffshard
@@ -161,7 +162,11 @@ def time_plans(
         if not divides(model, mesh, plan_name):
             print(f"{name} {mesh_text} {plan_name} is left out: its plan does not split a batch of {batch} evenly")
             continue
-        row, timeline = time_plan(setting, plan_name, options.time_limit)
+        try:
+            row, timeline = time_plan(setting, plan_name, options.time_limit)
+        except jax.errors.JaxRuntimeError as error:
+            print(f"{name} {mesh_text} {plan_name} is not compiled: {error}", flush=True)
+            continue
         print(name, mesh_text, *cells(row), f"+{row.compile_s:.0f} s", *row.notes, sep="  ", flush=True)
         if options.output:
             append_row(row, options.output)

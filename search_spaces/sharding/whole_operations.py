@@ -30,8 +30,8 @@ _ELEMENTWISE = frozenset(
 )
 # Same on blocks, because a rule never splits the dimensions that they look along.
 _ALONG_WHOLE_DIMENSIONS = frozenset(
-    ("concatenate", "cumlogsumexp", "cummax", "cummin", "cumprod", "cumsum", "expand_dims", "rev", "sort", "split",
-     "squeeze", "stack", "top_k", "transpose", "unstack",
+    ("argmax", "argmin", "concatenate", "cumlogsumexp", "cummax", "cummin", "cumprod", "cumsum", "expand_dims", "rev",
+     "sort", "split", "squeeze", "stack", "top_k", "transpose", "unstack",
      "cholesky", "eigh", "householder_product", "lu", "lu_pivots_to_permutation", "qr", "svd", "triangular_solve",
      "tridiagonal_solve")
 )

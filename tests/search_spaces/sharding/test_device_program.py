@@ -104,7 +104,7 @@ OPERATIONS = {
     "iota": (lambda x: x + lax.broadcasted_iota(jnp.int32, x.shape, 1), (array(8, 16),)),
     "causal": (lambda x: jnp.where(jnp.tril(jnp.ones((16, 16), bool)), x, -1.0).max(axis=1), (array(16, 16),)),
     "any_all": (lambda x: (jnp.any(x > 0.5, axis=0), jnp.all(x > -1.0, axis=1)), (array(8, 16),)),
-    "argmax": (lambda x: jnp.argmax(x, axis=1), (array(8, 16),)),
+    "argmax": (lambda x: (jnp.argmax(x, axis=1), jnp.argmin(x, axis=0)), (array(8, 16),)),
     "sort": (lambda x: jnp.sort(x, axis=1), (array(8, 16),)),
     "top_k": (lambda x: lax.top_k(x, 3), (array(8, 16),)),
     "cumsum": (lambda x: jnp.cumsum(x, axis=1), (array(8, 16),)),
