@@ -194,3 +194,15 @@ def test_what_has_no_form_on_blocks_is_left_to_the_partitioner():
     assert plan.executor == "constraints"
     assert any("shard_map (1x" in note and "XLA partitions the function" in note for note in plan.notes)
     np.testing.assert_allclose(step(x), jnp.sin(x), rtol=1e-6)
+
+
+def test_an_argmax_of_a_whole_dimension_has_a_form_on_blocks():
+    def fn(x):
+        return x * jnp.argmax(x, axis=1)[:, None]
+
+    hardware = dataclasses.replace(SLOW, exposed_share=0.25)
+    step = diffshard.search(fn, mesh_2x2(), hardware=hardware, in_shardings=PartitionSpec(("x", "y")))
+    x = jnp.sin(jnp.arange(16.0)).reshape(4, 4)
+    plan = step.plan(x)
+    assert plan.executor == "program"
+    np.testing.assert_allclose(step(*plan.shard(x)), fn(x), rtol=1e-6)
