@@ -205,4 +205,4 @@ def test_an_argmax_of_a_whole_dimension_has_a_form_on_blocks():
     x = jnp.sin(jnp.arange(16.0)).reshape(4, 4)
     plan = step.plan(x)
     assert plan.executor == "program"
-    np.testing.assert_allclose(step(*plan.shard(x)), fn(x), rtol=1e-6)
+    np.testing.assert_allclose(step(plan.shard(x)), fn(x), rtol=1e-6)
