@@ -1,0 +1,78 @@
+"""What the schedule of a device program is worth: a plan in XLA's own order, and with windows of several lengths.
+
+    python -m experiments.schedule [--mesh 4x8] [--batch 32]
+
+The decoder of `experiments.timeline` is planned once and compiled for H100s that need not be there (the extra
+`gpu-compile`); the timeline plays each program back. The first two rows have no pauses, and let XLA have one or four
+collectives under way at a time.
+"""
+
+import argparse
+import contextlib
+import math
+from collections.abc import Iterator, Sequence
+
+import diffshard
+from diffshard.checks.achievable_rates import achievable_rates
+from diffshard.checks.timeline import COMPUTE, simulate
+from experiments.host_devices import parse_mesh
+from experiments.models import decoder
+from experiments.models.model import abstract_arguments
+from experiments.tables import print_table
+from experiments.targets import MESHES
+from experiments.timeline import SIZES
+from search_spaces.sharding import scheduling
+
+_AT_ONCE = "xla_gpu_experimental_parallel_collective_overlap_limit"
+# Latencies of the slowest link in a window (inf: no pauses), and collectives that XLA has under way at a time.
+VARIANTS = ((math.inf, 1), (math.inf, 4), (6, 4), (12, 4), (24, 1), (24, 4), (40, 4))
+COLUMNS = ("latencies in a window", "collectives at a time", "timeline ms", "computing ms", "waiting ms", "peak GiB")
+
+
+@contextlib.contextmanager
+def windows_of(latencies: float) -> Iterator[None]:
+    """Gives schedules windows of at least so many latencies while it is open."""
+    usual = scheduling._LATENCIES_IN_WINDOW
+    scheduling._LATENCIES_IN_WINDOW = latencies
+    try:
+        yield
+    finally:
+        scheduling._LATENCIES_IN_WINDOW = usual
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--mesh", default="4x8", help="data x model, in hosts of 8")
+    parser.add_argument("--batch", type=int, default=32, help="sequences in a batch")
+    parser.add_argument("--sizes", choices=SIZES, default="full")
+    parser.add_argument("--target", choices=MESHES, default="h100", help="what the programs are compiled for")
+    parser.add_argument("--time-limit", type=float, default=30.0, help="seconds of the solver")
+    options = parser.parse_args(argv)
+    model = decoder.make(batch=options.batch, **SIZES[options.sizes])
+    mesh = MESHES[options.target](parse_mesh(options.mesh))
+    hardware = diffshard.preset("h100", dict(mesh.shape))
+    args = abstract_arguments(model)
+    search = diffshard.search(
+        model.step, mesh, hardware=hardware, time_limit_s=options.time_limit, donate_argnums=0, executor="program"
+    )
+    plan = search.plan(*args)
+    rows = []
+    for latencies, at_once in VARIANTS:
+        with windows_of(latencies):
+            compiled = plan.apply(model.step).lower(*args).compile(compiler_options={_AT_ONCE: at_once})
+        timeline = simulate(compiled.as_text() or "", mesh.shape, achievable_rates(hardware))
+        waiting_s = sum(timeline.waited_s.values())
+        peak = compiled.memory_analysis().peak_memory_in_bytes / 2**30
+        times = (1e3 * s for s in (timeline.step_s, timeline.busy_s[COMPUTE], waiting_s))
+        name = "no pauses" if math.isinf(latencies) else f"{latencies:g}"
+        rows.append((name, at_once, *(f"{ms:.1f}" for ms in times), f"{peak:.2f}"))
+        print(*rows[-1], sep="  ", flush=True)
+    print_table(
+        f"{model.name}, batch {options.batch}, {options.mesh}; planned {plan.peak_bytes / 2**30:.2f} GiB", COLUMNS, rows
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
