@@ -16,11 +16,10 @@ import diffshard
 from diffshard.checks.achievable_rates import achievable_rates
 from diffshard.checks.timeline import COMPUTE, simulate
 from experiments.host_devices import parse_mesh
-from experiments.models import decoder
 from experiments.models.model import abstract_arguments
 from experiments.tables import print_table
 from experiments.targets import MESHES
-from experiments.timeline import SIZES
+from experiments.timeline_models import CASES
 from search_spaces.sharding import scheduling
 
 _AT_ONCE = "xla_gpu_experimental_parallel_collective_overlap_limit"
@@ -45,11 +44,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mesh", default="4x8", help="data x model, in hosts of 8")
     parser.add_argument("--batch", type=int, default=32, help="sequences in a batch")
-    parser.add_argument("--sizes", choices=SIZES, default="full")
+    parser.add_argument("--sizes", choices=("full", "small"), default="full")
     parser.add_argument("--target", choices=MESHES, default="h100", help="what the programs are compiled for")
     parser.add_argument("--time-limit", type=float, default=30.0, help="seconds of the solver")
     options = parser.parse_args(argv)
-    model = decoder.make(batch=options.batch, **SIZES[options.sizes])
+    case = CASES["decoder"]
+    model = case.make(batch=options.batch, **(case.full if options.sizes == "full" else case.small))
     mesh = MESHES[options.target](parse_mesh(options.mesh))
     hardware = diffshard.preset("h100", dict(mesh.shape))
     args = abstract_arguments(model)

@@ -10,12 +10,14 @@ from typing import Any, TypedDict
 
 import numpy as np
 
+from cost.evaluation import evaluate
 from cost.memory import least_memory
 from diffshard.base import InfeasibleError, Progress, Solution
 from diffshard.plans.base import Operation, PredictedCollective, Tensor
 from diffshard.sharding_search.executors import default_executor, executor_notes
 from diffshard.sharding_search.layout import signature_of
 from diffshard.sharding_search.options import Options
+from diffshard.sharding_search.overlap import is_bound_by_links, step_s, waiting_transfers, without_overlap
 from diffshard.sharding_search.plan import Plan
 from diffshard.sharding_search.tracing import TracedFunction
 from diffshard.solving.solve import solve
@@ -45,7 +47,26 @@ def find_plan(
     Raises:
       InfeasibleError: no plan fits the memory limit.
     """
-    return make_plan(options, traced_function, space, _solve(options, space, progress), start_s)
+    solution = _solve(options, space, progress)
+    if is_bound_by_links(space.predict(solution.choice)):
+        solution = _with_fewer_collectives(options, space, solution, progress)
+    return make_plan(options, traced_function, space, solution, start_s)
+
+
+def _with_fewer_collectives(
+    options: Options, space: ShardingSpace, solution: Solution, progress: Progress | None
+) -> Solution:
+    """Solves the space without overlap as well, and returns the solution with the faster step; the bound stays."""
+    try:
+        other = _solve(options, without_overlap(space), progress)
+    except InfeasibleError:  # the first solution fits because the solver found it; the second search did not
+        return solution
+    problem = space.problem._replace(memory_limit=options.memory_limit_bytes)
+    fits = evaluate(problem, other.choice).feasible
+    if not fits or step_s(space.predict(other.choice)) >= step_s(space.predict(solution.choice)):
+        return solution
+    history = (*solution.history, *other.history)
+    return solution._replace(choice=other.choice, cost=other.cost, history=history, status="finished")
 
 
 def _solve(options: Options, space: ShardingSpace, progress: Progress | None) -> Solution:
@@ -84,9 +105,8 @@ def make_plan(
     """Writes a solved space down as a plan; `start` is when the search began, by `time.perf_counter`."""
     summary = space.summarize(solution.choice)
     prediction = summary.prediction
-    compute_s = float(prediction.compute_s.sum())
-    step_s = compute_s + sum(transfer.seconds for transfer in prediction.transfers)
-    lower_bound_s = min(max(solution.lower_bound - space.most_preference_s, 0.0), step_s)
+    compute_s, predicted_s = float(prediction.compute_s.sum()), step_s(prediction)
+    lower_bound_s = min(max(solution.lower_bound - space.most_preference_s, 0.0), predicted_s)
     solver = options.solver
     executor, notes = options.executor, ()
     if executor is None:
@@ -101,11 +121,11 @@ def make_plan(
         compute_s=compute_s,
         collectives=tuple(
             PredictedCollective(t.kind, t.axis, t.num_bytes, t.count, t.seconds, t.vertex, t.link_s)
-            for t in prediction.transfers
+            for t in waiting_transfers(prediction)
         ),
         peak_bytes=summary.peak_bytes,
         lower_bound_s=lower_bound_s,
-        gap=(step_s - lower_bound_s) / step_s if step_s else 0.0,
+        gap=(predicted_s - lower_bound_s) / predicted_s if predicted_s else 0.0,
         status=solution.status,
         solver=solver if isinstance(solver, str) else getattr(solver, "__name__", "function"),
         search_s=time.perf_counter() - start,

@@ -69,6 +69,8 @@ def is_pointwise(vertex: Vertex, rule: Rule | None) -> bool:
     """Tells whether each element of the result is made of one element of each operand (in any layout)."""
     if vertex.kind != "operation" or rule is None or vertex.equation is None:
         return False
+    if vertex.primitive == "broadcast_in_dim" and not any(isinstance(o, Value) and o.shape for o in vertex.operands):
+        return True  # copies of one number
     if vertex.equation.primitive.name in CONTRACTIONS or vertex.equation.effects:
         return False
     return not (rule.reduction or rule.permutation or rule.need_replication)

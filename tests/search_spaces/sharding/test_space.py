@@ -180,3 +180,13 @@ def test_every_axis_has_its_price():
                and s.reductions[0][0].kind == "all_reduce"}  # fmt: skip
     seconds = [space.node_costs.reduction_s(dot, strategies[reduced[axis]]) for axis in (0, 1)]
     assert seconds == pytest.approx([2 * 256 / 2 * 1e-9, 2 * 256 / 2 * 0.5e-9])
+
+
+def test_copies_of_one_number_take_no_memory():
+    def fn(x):
+        return jnp.where(x > 0, x, jnp.full(x.shape, -7.0)).sum(), jnp.where(x > 1, jnp.full(x.shape, -7.0), x).sum()
+
+    space = space_of(fn, array(64, 64))
+    broadcasts = [v.results[0].id for v in space.graph.operations() if v.primitive == "broadcast_in_dim"]
+    assert broadcasts
+    assert not space.lifetimes.is_written[broadcasts].any()
