@@ -25,8 +25,8 @@ from search_spaces.sharding.schedule import Fetch, Pause, Schedule, Stage
 from search_spaces.sharding.windows import Windows, starts_of_windows_before, straight_lines
 
 # A window's products take at least this many latencies of the slowest link, so that a collective's latency is a small
-# part of the window. Chosen by `python -m experiments.schedule`: on a decoder for 32 GPUs 6, 12, 24 and 40 give steps of
-# 42.4, 42.4, 40.2 and 42.6 ms, no pauses 45.2.
+# part of the window. Chosen by `python -m experiments.schedule`: on a decoder for 32 GPUs 6, 12, 24 and 40 give steps
+# of 42.4, 42.4, 40.2 and 42.6 ms, no pauses 45.2.
 _LATENCIES_IN_WINDOW = 24
 # How many windows before its reader a weight is gathered at most, and how many after its product a gradient is reduced:
 # what is gathered early or reduced late takes memory.
