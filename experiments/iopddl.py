@@ -1,6 +1,6 @@
 """The contest on intra-operator parallelism: our cost and bound against the best known, ablation, and scaling.
 
-    python -m experiments.iopddl [--instances A B G K M N S V] [--seeds 3] [--share 1.0] [--jobs 2] [--records FOLDER]
+    python -m experiments.iopddl [--instances A B D G K M N S V] [--seeds 3] [--share 1.0] [--jobs 2] [--records FOLDER]
     python -m experiments.iopddl --ablation [--instances G V]
     python -m experiments.iopddl --scaling [--nodes 1000 10000 100000]
 
@@ -38,6 +38,7 @@ INSTANCES = Path(__file__).resolve().parents[2] / "shared" / "data" / "iopddl"
 CONTEST = {
     "A": (60, 6_548_641_531),
     "B": (60, 532_843),
+    "D": (60, 313_613_524_736),
     "G": (120, 217_039),
     "K": (180, 2_274_276_676),
     "M": (180, 49_928_460_991),

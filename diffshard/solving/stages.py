@@ -169,11 +169,11 @@ def _solve_whole(run: _Run, alike: np.ndarray) -> str:
                 bound = run.best.lower_bound
                 if len(exceeded_times):
                     break  # the limit binds: a bound without it is low, and so are the choices
-                if not is_loosened:
-                    is_loosened = True
-                    _solve_tied(run, _loosened(run.problem, alike))
-                    if run.is_good():
-                        return "finished"
+            elif bound > -np.inf and not is_loosened:  # the bound no longer rises at each proposal
+                is_loosened = True
+                _solve_tied(run, _loosened(run.problem, alike))
+                if run.is_good():
+                    return "finished"
         if not len(exceeded_times):
             return "finished"
         run.times.add(exceeded_times)

@@ -13,7 +13,7 @@ class Annealing:
     Attributes:
       num_moves: without a time limit.
       end_share: of the time limit, when the phase ends.
-      least_share: of the time limit, that the phase has where those before it took long.
+      least_share: of the time limit, that the phase has where those before it lasted beyond that end.
       first_temperature: in the bound's cost per node.
       cooling: the last temperature as a share of the first.
       noise_end: how far the phase is when its noise stops.

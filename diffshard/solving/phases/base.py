@@ -49,12 +49,13 @@ class Clock:
         Args:
           num_planned: what there is to do without a time limit.
           end_share: where the end is in the time limit.
-          least_share: of the time limit, how far from this moment the end is at least.
+          least_share: of the time limit, how far from this moment the end is where that end is past.
         """
         if self.time_limit_s is None:
             return lambda num_done: num_done / num_planned
         begin_share = self.elapsed_share()
-        end_share = max(end_share, begin_share + least_share)
+        if begin_share >= end_share:
+            end_share = begin_share + least_share
         return lambda num_done: (self.elapsed_share() - begin_share) / max(end_share - begin_share, 1e-9)
 
 

@@ -22,7 +22,7 @@ class DualStarts:
       num_starts: without a time limit.
       num_moves: forest moves from each start.
       end_share: of the time limit, when the phase ends.
-      least_share: of the time limit, that the phase has where the climb took long.
+      least_share: of the time limit, that the phase has where the climb lasted beyond that end.
       num_sweeps: of each perturbed dual.
       most_noise: of a perturbed dual's costs, in the bound's cost per node.
     """

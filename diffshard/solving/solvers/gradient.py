@@ -19,9 +19,11 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 
 import jax
+import numpy as np
 
 from cost.base import Problem, num_devices, num_strategies
 from diffshard.base import OPTIMAL_GAP, Proposal
+from diffshard.solving.dual.sweeps import lay_out
 from diffshard.solving.examples import coupled_ring
 from diffshard.solving.flat import flatten, numpy_generator, with_ceiling
 from diffshard.solving.moves.forest import Grow, grow_forest
@@ -87,11 +89,13 @@ def solve(
         return
     clock, flat, rng = Clock(time_limit_s), with_ceiling(flatten(problem)), numpy_generator(key)
     ascent = climb.init(flat)
+    exact_layout = lay_out(flat, np.float64)
     starts: list[Start] = []
     for start in climb(ascent, clock):
         starts.append(start)
-        yield Proposal(start.choice)
-    bound = ascent.certified_bound()
+        # Without a time limit an early bound can end the search; with one, the time is better spent on the climb.
+        yield Proposal(start.choice, ascent.certified_bound(exact_layout) if time_limit_s is None else -math.inf)
+    bound = ascent.certified_bound(exact_layout)
     yield Proposal(lower_bound=bound)
     polish = Polish(flat, rng, starts[-1].choice, ascent.best[1], bound, grow)
     last_starts = tuple(starts[: -MOST_CLIMB_STARTS - 1 : -1])
