@@ -16,7 +16,7 @@ def readers_of(graph: Graph) -> list[list[tuple[Vertex, int]]]:
 
     An argument that a result replaces in the next call reads that result, as its operand 0.
     """
-    readers = graph.consumers()
+    readers = [list(pairs) for pairs in graph.consumers()]
     for output, argument in zip(graph.outputs, graph.feedback, strict=True):
         if isinstance(output, Value) and argument is not None:
             readers[output.id].append((graph.inputs[argument], 0))

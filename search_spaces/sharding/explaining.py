@@ -119,7 +119,7 @@ def predict(
     """
     strategies = list(zip(graph.vertices, layout.strategies, strict=True))
     return StepPrediction(
-        np.array([float(costs.compute_s(vertex, (strategy,))[0]) for vertex, strategy in strategies]),
+        np.array([costs.chosen_compute_s(vertex, strategy) for vertex, strategy in strategies]),
         tuple(_transfers(nodes, edges, costs, axis_names, strategies, choice)),
         np.array([float(costs.preference_s(v, (layout.strategies[v.index],))[0]) for v in graph.inputs]),
     )

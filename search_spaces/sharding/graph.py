@@ -6,6 +6,7 @@ loops, branches and rematerialised regions stay regions; for the search their eq
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
@@ -159,7 +160,11 @@ class Graph:
         return (v for v in self.vertices if v.kind == "operation")
 
     def consumers(self) -> list[list[tuple[Vertex, int]]]:
-        """Returns for each value, by id, the (vertex, operand index) pairs that read it."""
+        """Returns for each value, by id, the (vertex, operand index) pairs that read it; not to be changed."""
+        return self._consumers
+
+    @cached_property
+    def _consumers(self) -> list[list[tuple[Vertex, int]]]:
         readers: list[list[tuple[Vertex, int]]] = [[] for _ in self.values]
         for vertex in self.vertices:
             for i, operand in enumerate(vertex.operands):

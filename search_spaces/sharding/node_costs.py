@@ -51,6 +51,7 @@ class NodeCosts:
     ):
         self.axis_sizes, self.hardware, self.kernels = axis_sizes, hardware, kernels
         self.reshard_costs, self.shares = reshard_costs, shares
+        self._chosen_compute_s: dict[tuple[int, ShardingStrategy], float] = {}
 
     def node_s(self, node: Node) -> np.ndarray:
         """Returns the node cost `[S_v]`: the sum of the three terms below; a hub costs nothing itself."""
@@ -72,6 +73,13 @@ class NodeCosts:
         copy_s = roofline_s(0.0, copied_bytes, dtype, self.hardware)
         return vertex.weight * (launch_s + copy_s + roofline_s(flops, num_bytes, dtype, self.hardware))
 
+    def chosen_compute_s(self, vertex: Vertex, strategy: ShardingStrategy) -> float:
+        """Returns `compute_s` of one strategy; a plan's strategies are asked for several times."""
+        key = vertex.index, strategy
+        if key not in self._chosen_compute_s:
+            self._chosen_compute_s[key] = float(self.compute_s(vertex, (strategy,))[0])
+        return self._chosen_compute_s[key]
+
     def _copied_bytes(self, vertex: Vertex, strategy: ShardingStrategy) -> float:
         copies = zip(self.kernels.copies[vertex.index], vertex.operands, strategy.operands, strict=True)
         return sum(times * local_bytes(o, spec, self.axis_sizes) for times, o, spec in copies if isinstance(o, Value))
@@ -79,7 +87,7 @@ class NodeCosts:
     def execution_s(self, vertices: Sequence[Vertex], strategies: Sequence[ShardingStrategy]) -> np.ndarray:
         """Returns the seconds of arithmetic and memory traffic of one execution of each vertex, `[vertices]`."""
         pairs = zip(vertices, strategies, strict=True)
-        return np.array([float(self.compute_s(v, (s,))[0]) / (v.weight or 1.0) for v, s in pairs])
+        return np.array([self.chosen_compute_s(v, s) / (v.weight or 1.0) for v, s in pairs])
 
     def reduction_s(self, vertex: Vertex, strategy: ShardingStrategy) -> float:
         """Returns how long a step waits for the collectives that finish a strategy's partial results or gather."""
