@@ -10,14 +10,14 @@ from typing import Any, TypedDict
 
 import numpy as np
 
-from cost.evaluation import evaluate
+from cost.base import Problem
 from cost.memory import least_memory
 from diffshard.base import InfeasibleError, Progress, Solution
 from diffshard.plans.base import Operation, PredictedCollective, Tensor
 from diffshard.sharding_search.executors import default_executor, executor_notes
 from diffshard.sharding_search.layout import signature_of
 from diffshard.sharding_search.options import Options
-from diffshard.sharding_search.overlap import is_bound_by_links, step_s, waiting_transfers, without_overlap
+from diffshard.sharding_search.overlap import fastest_step, step_s, waiting_transfers
 from diffshard.sharding_search.plan import Plan
 from diffshard.sharding_search.tracing import TracedFunction
 from diffshard.solving.solve import solve
@@ -47,35 +47,21 @@ def find_plan(
     Raises:
       InfeasibleError: no plan fits the memory limit.
     """
-    solution = _solve(options, space, progress)
-    if is_bound_by_links(space.predict(solution.choice)):
-        solution = _with_fewer_collectives(options, space, solution, progress)
+
+    def solve_within_limits(problem: Problem) -> Solution:
+        return _solve(options, problem, space.alike, progress)
+
+    solution = fastest_step(space, solve_within_limits).solution
     return make_plan(options, traced_function, space, solution, start_s)
 
 
-def _with_fewer_collectives(
-    options: Options, space: ShardingSpace, solution: Solution, progress: Progress | None
-) -> Solution:
-    """Solves the space without overlap as well, and returns the solution with the faster step; the bound stays."""
-    try:
-        other = _solve(options, without_overlap(space), progress)
-    except InfeasibleError:  # the first solution fits because the solver found it; the second search did not
-        return solution
-    problem = space.problem._replace(memory_limit=options.memory_limit_bytes)
-    fits = evaluate(problem, other.choice).feasible
-    if not fits or step_s(space.predict(other.choice)) >= step_s(space.predict(solution.choice)):
-        return solution
-    history = (*solution.history, *other.history)
-    return solution._replace(choice=other.choice, cost=other.cost, history=history, status="finished")
-
-
-def _solve(options: Options, space: ShardingSpace, progress: Progress | None) -> Solution:
-    """Solves the problem of a function's space, equal layers alike where that costs next to nothing.
+def _solve(options: Options, problem: Problem, alike: np.ndarray, progress: Progress | None) -> Solution:
+    """Solves a problem of a function's space, equal layers alike where that costs next to nothing.
 
     Raises:
       InfeasibleError: no plan fits the memory limit.
     """
-    problem = space.problem._replace(memory_limit=options.memory_limit_bytes)
+    problem = problem._replace(memory_limit=options.memory_limit_bytes)
     limit, least = options.memory_limit_bytes, float(np.max(least_memory(problem)[1]))
     if least > limit:
         raise InfeasibleError(
@@ -89,7 +75,7 @@ def _solve(options: Options, space: ShardingSpace, progress: Progress | None) ->
         time_limit_s=options.time_limit_s,
         key=options.key,
         progress=progress,
-        alike=space.alike,
+        alike=alike,
     )
     if not solution.feasible:
         raise InfeasibleError(

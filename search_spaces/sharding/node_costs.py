@@ -1,6 +1,6 @@
 """What a strategy costs by itself: arithmetic and memory traffic, the collectives that finish it, a preference."""
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from math import prod
 
 import numpy as np
@@ -53,12 +53,36 @@ class NodeCosts:
         self.reshard_costs, self.shares = reshard_costs, shares
         self._chosen_compute_s: dict[tuple[int, ShardingStrategy], float] = {}
 
-    def node_s(self, node: Node) -> np.ndarray:
-        """Returns the node cost `[S_v]`: the sum of the three terms below; a hub costs nothing itself."""
+    def all_s(self, nodes: Sequence[Node], forms: Sequence[int], compute_share: float = 1.0) -> list[np.ndarray]:
+        """Returns the node costs, computed once for all nodes that agree in what they depend on.
+
+        Args:
+          nodes: of the space.
+          forms: a number for each vertex, equal for those that compute the same.
+          compute_share: as for `node_s`.
+        """
+        known: dict[Hashable, np.ndarray] = {}
+        node_costs_s = []
+        for node in nodes:
+            vertex = node.vertex
+            shares = tuple((self.shares.latency(value), self.shares.exposed(value)) for value in vertex.results)
+            key = forms[vertex.index], node.hub is None, id(node.strategies), shares, self.kernels.at(vertex)
+            if key not in known:
+                known[key] = self.node_s(node, compute_share)
+            node_costs_s.append(known[key])
+        return node_costs_s
+
+    def node_s(self, node: Node, compute_share: float = 1.0) -> np.ndarray:
+        """Returns the node cost `[S_v]`: the sum of the three terms below; a hub costs nothing itself.
+
+        Args:
+          node: of the space.
+          compute_share: the part of arithmetic and memory traffic that counts.
+        """
         if node.hub is not None:
             return np.zeros(len(node.strategies))
         vertex, strategies = node.vertex, node.strategies
-        local = self.compute_s(vertex, strategies) + self.preference_s(vertex, strategies)
+        local = compute_share * self.compute_s(vertex, strategies) + self.preference_s(vertex, strategies)
         return local + np.array([self.reduction_s(vertex, s) for s in strategies])
 
     def compute_s(self, vertex: Vertex, strategies: Sequence[ShardingStrategy]) -> np.ndarray:

@@ -26,7 +26,7 @@ Reductions and reshards are priced as latency · latency share + bytes · second
 times the share of it that the step waits for.
 """
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -214,8 +214,7 @@ class ShardingSpace:
     @cached_property
     def node_costs(self) -> NodeCosts:
         """What strategies cost by themselves."""
-        shares = CollectiveShares(self.graph, self.hardware.exposed_share)
-        return NodeCosts(self.axis_sizes, self.hardware, self.reshard_costs, shares, self.kernels)
+        return self._node_costs(self.hardware.exposed_share)
 
     @property
     def most_preference_s(self) -> float:
@@ -241,13 +240,26 @@ class ShardingSpace:
             ),
         )
 
+    def priced(self, compute_share: float, exposed_share: float) -> Problem:
+        """Returns the problem of the same choices with other prices.
+
+        Args:
+          compute_share: the part of each operation's arithmetic and memory traffic that counts.
+          exposed_share: the part of the seconds of collectives that have time; it stands for the hardware's own.
+        """
+        node_costs = self._node_costs(exposed_share)
+        matrices = transfer_matrices(self.edges, self.nodes, self.reshard_costs, node_costs.shares)
+        return self._problem._replace(
+            node_cost=node_costs.all_s(self.nodes, self.forms, compute_share), edge_cost=list(matrices.values())
+        )
+
     @cached_property
     def _problem(self) -> Problem:
         matrices = transfer_matrices(self.edges, self.nodes, self.reshard_costs, self.node_costs.shares)
         fetch_from = fetch_positions(self.graph, self.axis_sizes, self.hardware, self.reshard_costs.path)
         usages = usages_of(self.graph, self.nodes, self.hub_node, self.lifetimes, self.axis_sizes, fetch_from)
         return Problem(
-            node_cost=self._node_costs_s(),
+            node_cost=self.node_costs.all_s(self.nodes, self.forms),
             edge_nodes=np.array(list(matrices), int).reshape(-1, 2),
             edge_cost=list(matrices.values()),
             usage_node=np.array(usages.node, int),
@@ -256,19 +268,9 @@ class ShardingSpace:
             memory_limit=self.memory_limit_bytes,
         )
 
-    def _node_costs_s(self) -> list[np.ndarray]:
-        """Returns the node costs, computed once for all nodes that agree in what they depend on."""
-        costs = self.node_costs
-        known: dict[Hashable, np.ndarray] = {}
-        node_costs_s = []
-        for node in self.nodes:
-            vertex = node.vertex
-            shares = tuple((costs.shares.latency(value), costs.shares.exposed(value)) for value in vertex.results)
-            key = self.forms[vertex.index], node.hub is None, id(node.strategies), shares, self.kernels.at(vertex)
-            if key not in known:
-                known[key] = costs.node_s(node)
-            node_costs_s.append(known[key])
-        return node_costs_s
+    def _node_costs(self, exposed_share: float) -> NodeCosts:
+        shares = CollectiveShares(self.graph, exposed_share)
+        return NodeCosts(self.axis_sizes, self.hardware, self.reshard_costs, shares, self.kernels)
 
     @cached_property
     def _node_names(self) -> tuple[str, ...]:

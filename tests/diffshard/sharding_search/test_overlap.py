@@ -1,6 +1,7 @@
 """What a step waits for where its links are busier than its arithmetic."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,8 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType
 
 import diffshard
-from diffshard.sharding_search.overlap import is_bound_by_links, step_s, waiting_transfers
+from diffshard.base import Solution
+from diffshard.sharding_search.overlap import fastest_step, is_bound_by_links, step_s, waiting_transfers
 from search_spaces.sharding.explaining import StepPrediction, Transfer
 
 
@@ -45,3 +47,52 @@ def test_a_search_that_is_bound_by_links_also_looks_for_fewer_collectives():
     assert plan.step_s <= other.step_s * (1 + 1e-6)
     assert plan.lower_bound_s <= plan.step_s
     assert plan.gap == pytest.approx((plan.step_s - plan.lower_bound_s) / plan.step_s)
+
+
+class _TripleSpace:
+    """A space whose choices have seconds of arithmetic, of collectives that it waits for, and of those beside."""
+
+    def __init__(self, seconds, exposed_share):
+        self.seconds, self.hardware = seconds, SimpleNamespace(exposed_share=exposed_share)
+
+    def priced(self, compute_share, exposed_share):
+        compute_s, waited_s, link_s = self.seconds.T
+        return [compute_share * compute_s + waited_s + exposed_share * link_s]
+
+    @property
+    def problem(self):
+        return self.priced(1.0, self.hardware.exposed_share)
+
+    def predict(self, choice):
+        compute_s, waited_s, link_s = self.seconds[choice]
+        transfers = transfer(waited_s, waited_s), transfer(self.hardware.exposed_share * link_s, link_s)
+        return StepPrediction(np.array([compute_s]), transfers, np.zeros(0))
+
+
+def least(costs):
+    choice = int(np.argmin(costs[0]))
+    return Solution(choice, costs[0][choice], costs[0][choice], 0.0, True, 0.0, (), "optimal")
+
+
+def test_the_weight_between_both_sums_finds_what_neither_finds_alone():
+    # T = A + max(C + O/4, O). The first has the least C + A + O/4, but links of 8 s; the second has the least A + O.
+    space = _TripleSpace(np.array([[1.0, 0, 8], [10, 0, 1], [5, 0, 4.5]]), 0.25)
+    found = fastest_step(space, least)
+    assert found.solution.choice == 2
+    assert found.solution.lower_bound <= found.solution.cost == step_s(found.prediction) == 5 + 4.5 / 4
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_bound_holds_and_is_the_dual_of_the_maximum(seed):
+    rng = np.random.default_rng(seed)
+    seconds = rng.uniform(size=(50, 3)) * [1.0, 0.2, 5.0]
+    found = fastest_step(_TripleSpace(seconds, 0.25), least)
+    compute_s, waited_s, link_s = seconds.T
+    first_s, second_s = waited_s + compute_s + 0.25 * link_s, waited_s + link_s
+    weights = np.linspace(0, 1, 1001)[:, None]
+    dual_s = (weights * first_s + (1 - weights) * second_s).min(1).max()
+    steps_s = np.maximum(first_s, second_s)
+    assert found.solution.lower_bound <= dual_s * (1 + 1e-3)
+    assert found.solution.lower_bound >= 0.9 * dual_s
+    assert found.solution.lower_bound <= steps_s.min() <= found.solution.cost
+    assert found.solution.cost == pytest.approx(steps_s[found.solution.choice])
