@@ -32,7 +32,7 @@ on GPTs and decoders of 8 to 32 layers."""
 _SOLVED_GAP = 1e-5
 """The gap at which a tied problem counts as solved; a tenth of what ties may cost."""
 _TIED_TIME_SHARE = 0.2
-"""Of the time limit, for each tied problem; chosen by hand."""
+"""The share of the time limit that each tied problem may take; chosen by hand."""
 
 
 @dataclass
@@ -130,7 +130,7 @@ def _solve_tied(run: _Run, node_class: np.ndarray) -> None:
         return
     quotient = Quotient(merge_classes(run.problem, node_class), node_class)
     limit_s = None if run.time_limit_s is None else _TIED_TIME_SHARE * run.time_limit_s
-    while not run.is_over():
+    while True:
         relaxation = run.times.relaxation(quotient.problem)
         solution = run_solver(
             relaxation, run.solver, time_limit_s=limit_s, key=run.key, reduce=run.reduce, stop_gap=_SOLVED_GAP
@@ -144,7 +144,7 @@ def _solve_tied(run: _Run, node_class: np.ndarray) -> None:
             run.tied_choices.append((choice, float(evaluation.cost)))
             return
         exceeded_times = run.times.exceeded_by(choice)
-        if run.times.all or not len(exceeded_times) or not run.times.permits(exceeded_times):
+        if run.is_over() or run.times.all or not len(exceeded_times) or not run.times.permits(exceeded_times):
             return
         run.times.add(exceeded_times)
 
@@ -152,7 +152,7 @@ def _solve_tied(run: _Run, node_class: np.ndarray) -> None:
 def _solve_whole(run: _Run, alike: np.ndarray) -> str:
     """Lets the solver work on the whole problem, at first for a bound; returns how it ended."""
     is_loosened = False
-    while not run.is_over():
+    while not (run.is_over() and run.tied_choices):  # however short the time is, there is an answer
         exceeded_times = np.zeros(0, np.int64)
         cheapest = np.inf
         bound = run.best.lower_bound

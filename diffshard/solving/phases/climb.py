@@ -25,7 +25,8 @@ class DualClimb:
       start_interval: how much further it is at each next one.
       stall_sweeps: where no memory can run out, the climb ends when the bound rose by at most `stall_rise` in so many.
       stall_rise: as a share of the bound.
-      least_sweeps: made before the climb can stall.
+      least_sweeps: made however short the time is, as a dual at its first messages has no good choices, and before the
+        climb can stall.
       price_step: how prices answer to the relaxed choice.
     """
 
@@ -50,7 +51,7 @@ class DualClimb:
         progress = clock.progress(self.num_sweeps, self.end_share)
         for i in itertools.count():
             # Whichever of the two ends the climb, the temperature must have fallen by then.
-            share = max(progress(i), i / self.most_sweeps)
+            share = min(max(progress(i), i / self.most_sweeps), i / self.least_sweeps)
             if share >= 1:
                 break
             ascent.step(share)

@@ -142,6 +142,15 @@ def test_many_layers_with_a_binding_limit_are_solved_as_well_as_without_ties():
     assert found.lower_bound <= plain.cost
 
 
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_however_short_the_time_is_there_is_a_good_choice(is_tied):
+    problem, alike = repeated(12, 12, None)
+    hurried, patient = (solve(problem, alike=alike if is_tied else None, time_limit_s=t) for t in (1e-9, None))
+    cheapest = [int(np.argmin(cost)) for cost in problem.node_cost]
+    assert hurried.status in ("optimal", "time limit")
+    assert hurried.cost <= patient.cost * 1.1 < evaluate(problem, cheapest).cost
+
+
 def test_alike_nodes_must_have_equally_many_strategies():
     problem = Problem([np.zeros(2), np.zeros(3)], np.zeros((0, 2), int), [])
     with pytest.raises(ValueError, match=r"`alike` ties nodes 0 and 1, which have 2 and 3 strategies"):
