@@ -164,7 +164,7 @@ class _Contest:
         found = replace(found, memory_limit_bytes=self.options.memory_limit_bytes)
         usual = self.options.executor
         if usual is None:
-            usual, _ = default_executor(space, layout_of(found, space), self.options.mesh)
+            usual, _ = default_executor(space, layout_of(found, space))
         executors = sorted(get_args(Executor), key=lambda executor: executor != usual)  # the first wins where all fail
         own = [Candidate(name, with_executor(found, e, space), traced_function, space) for e in executors]
         candidates = [*own, *self.waiting]

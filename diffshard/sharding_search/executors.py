@@ -19,8 +19,9 @@ from diffshard.sharding_search.layout import has_reductions, layout_of
 from diffshard.sharding_search.options import with_automatic_axes
 from diffshard.sharding_search.tracing import TracedFunction
 from search_spaces.sharding.base import Layout
-from search_spaces.sharding.graph import Vertex
+from search_spaces.sharding.explaining import sources_of
 from search_spaces.sharding.space import ShardingSpace
+from search_spaces.sharding.whole_operations import impossible_operations, whole_operations
 
 PlanT = TypeVar("PlanT", bound=PlanData)
 
@@ -84,15 +85,11 @@ def flat_function(
 
 def with_executor(plan: PlanT, executor: Executor, space: ShardingSpace) -> PlanT:
     """Returns a plan that was made for "constraints" or "propagation" with another executor and its notes."""
-    mesh = plan.mesh
-    assert mesh is not None
-    notes = executor_notes(executor, space, layout_of(plan, space), mesh)
+    notes = executor_notes(executor, space, layout_of(plan, space))
     return replace(plan, executor=executor, notes=(*plan.notes, *notes))
 
 
-def default_executor(
-    space: ShardingSpace, layout: Layout, mesh: Mesh | AbstractMesh
-) -> tuple[Executor, tuple[str, ...]]:
+def default_executor(space: ShardingSpace, layout: Layout) -> tuple[Executor, tuple[str, ...]]:
     """Returns what runs a layout if nobody says it, and what a reader of the plan should know about that.
 
     A program decides what runs beside what, so it is the default where collectives run beside arithmetic, and every
@@ -100,36 +97,26 @@ def default_executor(
     """
     if space.hardware.exposed_share == 1:
         return "constraints", ()
-    program = space.device_program(layout, mesh)
-    misfits = _places([*program.impossible_operations(), *program.whole_operations()])
+    whole = whole_operations(space.graph, layout.strategies, space.axis_sizes)
+    misfits = sources_of([*impossible_operations(space.graph), *whole])
     if not misfits:
         return "program", ()
     return "constraints", tuple(
-        f"{place} has no form on one device's part, so XLA partitions the function, by constraints that it does not "
-        "always follow."
-        for place in misfits
+        f"{name} ({sources}) has no form on one device's part, so XLA partitions the function, by constraints that it "
+        "does not always follow."
+        for name, sources in misfits
     )
 
 
-def executor_notes(
-    executor: Executor, space: ShardingSpace, layout: Layout, mesh: Mesh | AbstractMesh
-) -> tuple[str, ...]:
+def executor_notes(executor: Executor, space: ShardingSpace, layout: Layout) -> tuple[str, ...]:
     """Names the operations that a layout splits but an explicit program for each device cannot."""
     if executor != "program":
         return ()
     return tuple(
-        f"{place} is split by the plan, but has no form on one device's part: it runs whole on every device, and the "
-        "price does not say so."
-        for place in _places(space.device_program(layout, mesh).whole_operations())
+        f"{name} ({sources}) is split by the plan, but has no form on one device's part: it runs whole on every device, "
+        "and the price does not say so."
+        for name, sources in sources_of(whole_operations(space.graph, layout.strategies, space.axis_sizes))
     )
-
-
-def _places(vertices: Sequence[Vertex]) -> list[str]:
-    """Names the operations of vertices, each with the number of its places and one of them."""
-    sources: dict[str, list[str]] = {}
-    for vertex in vertices:
-        sources.setdefault(vertex.primitive, []).append(vertex.source)
-    return [f"{name} ({len(where)}x, {min(where)})" for name, where in sorted(sources.items())]
 
 
 def _evaluator(

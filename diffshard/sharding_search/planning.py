@@ -96,8 +96,8 @@ def make_plan(
     solver = options.solver
     executor, notes = options.executor, ()
     if executor is None:
-        executor, notes = default_executor(space, summary.layout, options.mesh)
-    notes = (*space.notes, *notes, *executor_notes(executor, space, summary.layout, options.mesh))
+        executor, notes = default_executor(space, summary.layout)
+    notes = (*space.notes, *notes, *executor_notes(executor, space, summary.layout))
     return Plan(
         function=options.function_name,
         mesh_axes=dict(options.mesh.shape),

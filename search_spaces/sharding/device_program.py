@@ -45,14 +45,6 @@ class DeviceProgram:
         self.schedule = schedule
         self.blocks = Blocks(tuple(mesh.axis_names), tuple(mesh.shape[name] for name in mesh.axis_names))
 
-    def whole_operations(self) -> list[Vertex]:
-        """Returns operations that the layout splits but that have no form on blocks: they run whole on every device."""
-        return [vertex for vertex in self.graph.operations() if self._runs_whole(vertex)]
-
-    def impossible_operations(self) -> list[Vertex]:
-        """Returns what cannot run on blocks at all: users' own mappings that track over which axes values vary."""
-        return [v for v in self.graph.operations() if v.equation is not None and v.equation.params.get("check_vma")]
-
     def __call__(self, *arguments: Any) -> list[Any]:
         """Runs the function; returns its flat results."""
         constants = [self.layout.strategies[v.index].unreduced[0] for v in self.graph.constants]

@@ -1,6 +1,6 @@
 """What a choice costs, part by part, and what nodes and strategies are called."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -12,7 +12,7 @@ from search_spaces.base import Part, Traffic
 from search_spaces.partition_specs import IndexedSpec
 from search_spaces.sharding.base import Edge, Layout, Node, ReshardStep, ShardingStrategy
 from search_spaces.sharding.edge_costs import read_spec
-from search_spaces.sharding.graph import Graph, Value
+from search_spaces.sharding.graph import Graph, Value, Vertex
 from search_spaces.sharding.node_costs import NodeCosts
 
 NO_AXES = "-"
@@ -159,7 +159,7 @@ def _transfers(
     return transfers
 
 
-def parts_of(
+def parts_of_prediction(
     prediction: StepPrediction, graph: Graph, node_names: Sequence[str], axis_sizes: Mapping[str, int]
 ) -> tuple[Part, ...]:
     """Returns a prediction as parts: "compute", each collective, and the "preference" for storing less."""
@@ -219,6 +219,14 @@ def node_name(node: Node) -> str:
         return name
     result = f" {node.hub.result}" if len(vertex.results) > 1 else ""
     return f"readers of {name}{result}"
+
+
+def sources_of(vertices: Iterable[Vertex]) -> list[tuple[str, str]]:
+    """Returns the operations among vertices by name, each with their number and the place of one: `3x, gpt.py:12`."""
+    sources: dict[str, list[str]] = {}
+    for vertex in vertices:
+        sources.setdefault(vertex.primitive, []).append(vertex.source)
+    return [(name, f"{len(where)}x, {min(where)}") for name, where in sorted(sources.items())]
 
 
 def strategy_name(strategy: ShardingStrategy, axis_names: Sequence[str]) -> str:

@@ -48,8 +48,9 @@ from search_spaces.sharding.explaining import (
     Summary,
     next_bests,
     node_name,
-    parts_of,
+    parts_of_prediction,
     predict,
+    sources_of,
     strategy_name,
 )
 from search_spaces.sharding.forms import forms_of
@@ -121,7 +122,7 @@ class ShardingSpace:
           ValueError: as `decode`.
         """
         sizes = dict(zip(self.axis_names, self.axis_sizes, strict=True))
-        return parts_of(self.predict(choice), self.graph, self.node_names, sizes)
+        return parts_of_prediction(self.predict(choice), self.graph, self.node_names, sizes)
 
     def summarize(self, choice: Sequence[int]) -> Summary:
         """Returns everything that a plan says about a choice; raises `ValueError` as `decode`."""
@@ -226,17 +227,18 @@ class ShardingSpace:
     @property
     def notes(self) -> tuple[str, ...]:
         """What a reader of a plan should know: loops of unknown length, operations that run whole on every device."""
-        sources: dict[str, list[str]] = {}
-        for vertex in self.graph.operations():
-            arrays = (*vertex.operands, *vertex.results)
-            splittable = any(isinstance(x, Value) and x.shape for x in arrays)
-            if splittable and self.rules[vertex.index] is None and not is_constrained(vertex):
-                sources.setdefault(vertex.primitive, []).append(vertex.source)
+        without_rule = [
+            vertex
+            for vertex in self.graph.operations()
+            if self.rules[vertex.index] is None
+            and not is_constrained(vertex)
+            and any(isinstance(x, Value) and x.shape for x in (*vertex.operands, *vertex.results))
+        ]
         return (
             *self.graph.notes,
             *(
-                f"{name} has no sharding rule and runs whole on every device ({len(where)}x, {min(where)})."
-                for name, where in sorted(sources.items())
+                f"{name} has no sharding rule and runs whole on every device ({sources})."
+                for name, sources in sources_of(without_rule)
             ),
         )
 

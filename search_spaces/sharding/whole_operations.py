@@ -5,13 +5,13 @@ dimensions that a rule never splits), or if `local_operations.py` says what beco
 are gathered and the results sliced, and a plan names them.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from math import prod
 
 import jax.numpy as jnp
 
 from search_spaces.sharding.base import ShardingStrategy
-from search_spaces.sharding.graph import Value, Vertex
+from search_spaces.sharding.graph import Graph, Value, Vertex
 from search_spaces.sharding.local_operations import PARAMETERS, PLACED_OPERATIONS, REDUCTIONS
 from search_spaces.sharding.spec import parts_of
 
@@ -36,6 +36,22 @@ _ALONG_WHOLE_DIMENSIONS = frozenset(
      "tridiagonal_solve")
 )
 # fmt: on
+
+
+def whole_operations(graph: Graph, strategies: Sequence[ShardingStrategy], axis_sizes: tuple[int, ...]) -> list[Vertex]:
+    """Returns the operations that strategies split but that have no form on blocks.
+
+    Args:
+      graph: the traced function.
+      strategies: for each vertex the one that it runs.
+      axis_sizes: devices along each mesh axis.
+    """
+    return [v for v in graph.operations() if runs_whole(v, strategies[v.index], axis_sizes)]
+
+
+def impossible_operations(graph: Graph) -> list[Vertex]:
+    """Returns what cannot run on blocks at all: users' own mappings that track over which axes values vary."""
+    return [v for v in graph.operations() if v.equation is not None and v.equation.params.get("check_vma")]
 
 
 def runs_whole(vertex: Vertex, strategy: ShardingStrategy, axis_sizes: tuple[int, ...]) -> bool:
