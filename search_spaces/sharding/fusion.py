@@ -25,7 +25,7 @@ PICKS = frozenset({"gather", "slice", "dynamic_slice"})
 SPLITS = frozenset({"split", "unstack"})
 """Operations whose results are parts of their operand."""
 VIEWS = frozenset({"transpose", "reshape", "squeeze", "expand_dims"})
-"""Operations that a contraction computes while it reads."""
+"""Operations that move nothing before a contraction, which reads its operands in any layout."""
 # Computed at each element of a reader, although their sharding rules say that elements move.
 _ALSO_FUSIBLE = PICKS | SPLITS | {"concatenate", "iota", "pad", "reshape", "rev", "squeeze", "stack"}
 # Not computed again in a second kernel. Divisions, roots, exponentials and logistic functions are cheap on GPUs.

@@ -15,6 +15,7 @@ import numpy as np
 from cost.compute import CONTRACTIONS
 from search_spaces.replay import REMAT
 from search_spaces.sharding.base import Node, Rule, ShardingStrategy
+from search_spaces.sharding.fusion import VIEWS
 from search_spaces.sharding.graph import Block, Graph, Value, Vertex
 from search_spaces.sharding.spec import local_bytes
 
@@ -45,8 +46,6 @@ NEVER_RECOMPUTED = frozenset(
         "cbrt",
     ]
 )
-# A contraction reads its operands in any layout, so these before it move nothing.
-VIEWS = frozenset({"transpose", "reshape", "squeeze", "expand_dims"})
 # Not pointwise, but written over their first operand.
 IN_PLACE = ("scatter", "dynamic_update_slice")
 
