@@ -22,21 +22,10 @@ from diffshard.comparison import checked_search
 from diffshard.plans.comparison import ComparedPlan
 from diffshard.plans.page import format_page
 from tests.diffshard.comparison.crashing_target import CrashingTarget
+from tests.diffshard.comparison.small_step import BATCH, MESH, STATE, step
 from tests.diffshard.plans.page_checker import checked_page
 
 ROOT = Path(__file__).resolve().parents[3]
-AXES = (AxisType.Auto,) * 2
-MESH = AbstractMesh((2, 4), ("data", "model"), axis_types=AXES)
-STATE = {"up": jax.ShapeDtypeStruct((64, 256), jnp.float32), "down": jax.ShapeDtypeStruct((256, 64), jnp.float32)}
-BATCH = jax.ShapeDtypeStruct((128, 64), jnp.float32)
-
-
-def step(state, x):
-    def loss_fn(state):
-        return jnp.mean((jax.nn.gelu(x @ state["up"]) @ state["down"] - x) ** 2)
-
-    loss, gradients = jax.value_and_grad(loss_fn)(state)
-    return jax.tree.map(lambda w, g: w - 0.1 * g, state, gradients), loss
 
 
 def compiled_as(monkeypatch, timeline_s, memory_factor=1.0):
@@ -174,7 +163,7 @@ def test_an_experts_plan_runs_with_its_rules_for_activations(monkeypatch):
     compiled_as(monkeypatch, lambda name, executor: 1.0 + (name != "megatron sequence"))
     x = jax.random.normal(jax.random.key(1), (16, 8, 16))
     params = Named().init(jax.random.key(0), x)
-    searched = search(named_step, jax.make_mesh((2, 4), ("data", "model"), AXES))
+    searched = search(named_step, jax.make_mesh((2, 4), ("data", "model"), (AxisType.Auto,) * 2))
     plan = searched.plan(params, x)
     assert ("length", ("model",)) in plan.logical_axis_rules
     text = searched.lower(params, x).as_text()
@@ -215,7 +204,7 @@ def test_a_missing_compiler_is_named_before_the_search(monkeypatch):
 
 SCRIPT = """
 import diffshard
-from tests.diffshard.comparison.test_checked_search import BATCH, MESH, STATE, step
+from tests.diffshard.comparison.small_step import BATCH, MESH, STATE, step
 
 plan = diffshard.search(step, MESH, hardware="h100", donate_argnums=0, check="compile").plan(STATE, BATCH)
 rows = plan.comparison.rows

@@ -5,8 +5,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import jax
-import jax.numpy as jnp
 import pytest
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
@@ -16,19 +14,9 @@ from diffshard.checks import targets
 from diffshard.checks.achievable_rates import achievable_rates
 from diffshard.checks.targets import Target
 from tests.diffshard.comparison.crashing_target import CrashingTarget
+from tests.diffshard.comparison.small_step import BATCH, MESH, STATE, step
 
 ROOT = Path(__file__).resolve().parents[3]
-MESH = AbstractMesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
-STATE = {"up": jax.ShapeDtypeStruct((64, 256), jnp.float32), "down": jax.ShapeDtypeStruct((256, 64), jnp.float32)}
-BATCH = jax.ShapeDtypeStruct((128, 64), jnp.float32)
-
-
-def step(state, x):
-    def loss_fn(state):
-        return jnp.mean((jax.nn.gelu(x @ state["up"]) @ state["down"] - x) ** 2)
-
-    loss, gradients = jax.value_and_grad(loss_fn)(state)
-    return jax.tree.map(lambda w, g: w - 0.1 * g, state, gradients), loss
 
 
 def found_plan(**options):
@@ -152,9 +140,11 @@ def test_a_missing_compiler_is_named_with_what_to_install(monkeypatch):
 
 SCRIPT = """
 import diffshard
-from tests.diffshard.comparison.test_compare import BATCH, MESH, STATE, P, found_plan, step
+from jax.sharding import PartitionSpec as P
+from tests.diffshard.comparison.small_step import BATCH, MESH, STATE, step
 
-plans = {"found": found_plan(executor="program"), "batch": (P(), P(("data", "model")))}
+found = diffshard.search(step, MESH, hardware="h100", donate_argnums=0, executor="program").plan(STATE, BATCH)
+plans = {"found": found, "batch": (P(), P(("data", "model")))}
 result = diffshard.compare(step, MESH, STATE, BATCH, plans=plans)
 assert result.target == "H100", result
 assert all(row.notes == () and row.timeline_s >= row.computing_s > 0 for row in result.rows), result
