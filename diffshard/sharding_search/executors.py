@@ -113,8 +113,8 @@ def executor_notes(executor: Executor, space: ShardingSpace, layout: Layout) -> 
     if executor != "program":
         return ()
     return tuple(
-        f"{name} ({sources}) is split by the plan, but has no form on one device's part: it runs whole on every device, "
-        "and the price does not say so."
+        f"{name} ({sources}) is split by the plan, but has no form on one device's part: it runs whole on every "
+        "device, and the price does not say so."
         for name, sources in sources_of(whole_operations(space.graph, layout.strategies, space.axis_sizes))
     )
 

@@ -1,5 +1,6 @@
 """Plans beside the programs that XLA makes of them, compiled in processes of their own."""
 
+import dataclasses
 import importlib.util
 import subprocess
 import sys
@@ -89,13 +90,15 @@ def test_a_compiler_that_crashes_or_fails_leaves_a_note(monkeypatch):
 
 
 def test_a_plan_above_the_memory_limit_is_marked():
-    plan = found_plan(memory_limit_bytes=200_000)
-    result = diffshard.compare(step, MESH, STATE, BATCH, plans={"found": plan}, target="host")
-    (row,) = result.rows
-    assert row.compiled_peak_bytes is not None
-    fits = row.compiled_peak_bytes <= 200_000
-    assert row.fits == fits
-    assert row.notes == (() if fits else ("It does not fit the memory limit of 195 KiB.",))
+    plan = found_plan()
+    limits = {"narrow": 100_000, "wide": 10_000_000}
+    plans = {name: dataclasses.replace(plan, memory_limit_bytes=limit) for name, limit in limits.items()}
+    narrow, wide = diffshard.compare(step, MESH, STATE, BATCH, plans=plans, target="host").rows
+    # A device holds an eighth of the batch and of the state at least, and gathers a whole matrix of 64 KiB at a time.
+    assert narrow.compiled_peak_bytes == wide.compiled_peak_bytes
+    assert (narrow.fits, wide.fits) == (False, True)
+    assert narrow.notes == ("It does not fit the memory limit of 97.7 KiB.",)
+    assert wide.notes == ()
 
 
 def test_shardings_without_a_plan_that_fits_are_left_out():
