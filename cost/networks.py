@@ -34,7 +34,7 @@ class Network(Protocol):
         ...
 
     def share(self, device: Hardware, num_devices: int) -> Hardware:
-        """Returns what each of so many devices has of the rates and the memory of `device`."""
+        """Returns what one of `num_devices` devices has: its own rates and memory, or its part of what they share."""
         ...
 
 

@@ -30,7 +30,7 @@ COLUMNS = ("latencies in a window", "collectives at a time", "timeline ms", "com
 
 @contextlib.contextmanager
 def windows_of(latencies: float) -> Iterator[None]:
-    """Gives schedules windows of at least so many latencies while it is open."""
+    """Sets how long the windows of schedules are at least inside a `with`, in latencies of the slowest link."""
     usual = scheduling._LATENCIES_IN_WINDOW
     scheduling._LATENCIES_IN_WINDOW = latencies
     try:

@@ -23,8 +23,8 @@ from diffshard.checks.kernel_work import custom_call_target, kernel_work, num_by
 from diffshard.files import write_whole
 
 COMPUTE = "compute"
-# At most this many trips of a loop are played one by one; the others are copies of the last. Most loops are steady
-# after two or three trips; only a link that was busy for many trips when the loop began takes longer.
+# Trips of a loop that are played one by one, at most; all further ones are copies of the last. Most loops are steady
+# after two or three trips. It takes longer only where a link is still busy with much that was sent before the loop.
 _MAX_PLAYED_TRIPS = 32
 # Seconds within which two trips leave the links alike: far below a kernel's launch.
 _SAME_S = 1e-12

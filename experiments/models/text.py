@@ -23,7 +23,7 @@ def encode(text: str) -> np.ndarray:
 
 
 def decode(tokens: np.ndarray) -> str:
-    """Returns the text of tokens; what is no UTF-8 becomes a replacement character."""
+    """Returns the text of tokens; bytes that are not valid UTF-8 become replacement characters."""
     return bytes(np.asarray(tokens, np.uint8)).decode(errors="replace")
 
 

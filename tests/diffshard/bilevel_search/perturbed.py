@@ -26,7 +26,7 @@ from search_spaces.numbered import NumberedSpace
 
 BATCH, WIDTH = 8, 3
 ERRORS, SECONDS = [[0.0, 0.3, 0.7], [0.0, 0.5]], [[2.0, 1.5, 1.0], [3.0, 1.0]]
-"""Of two nodes with three and two strategies."""
+"""The error and the seconds of each strategy, for two nodes with three and two strategies."""
 
 
 class Perturbed:

@@ -8,7 +8,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 SHAPES = ((32, 64), (64, 32), (16, 32))
-"""Of the two matrices and the batch."""
+"""The shapes of the two matrices and of the batch."""
 
 
 def block_mesh() -> Mesh:
