@@ -23,7 +23,7 @@ class Problem(NamedTuple):
     A choice is one strategy index for each node, `[V]` integers. Its cost is the sum of the chosen node costs and edge
     costs plus the largest device load; at every time the chosen usages that are live must fit the memory limit.
     Costs are in seconds and usages in bytes for our own spaces; contest instances have units of their own. Costs from
-    `FORBIDDEN` (1e18) on are no costs but mark what must not be chosen: scale larger ones down.
+    `FORBIDDEN` (1e18) on are not costs: they mark what must not be chosen, so scale larger ones down.
 
     Attributes:
       node_cost: V arrays `[S_v]`.

@@ -1,8 +1,8 @@
-"""Evaluating a traced function again: what everyone shares who runs a jaxpr equation by equation.
+"""Evaluates a traced function again: what all code shares that runs a jaxpr equation by equation.
 
 A jaxpr is run again by reading the operands of each equation from an environment, binding its primitive, and putting
-the results back. Whoever replays changes something on the way (shardings, collectives); everything else must come out
-as it was traced, with the user's source lines and name scopes.
+the results back. A replay changes something on the way (shardings, collectives); everything else must come out as it
+was traced, with the user's source lines and name scopes.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence

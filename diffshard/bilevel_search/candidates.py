@@ -147,7 +147,7 @@ def calibrated_prediction(
     deviation = (noise + _RELATIVE_NOISE * np.abs(increases)) / shares
     terms, targets = terms / deviation[:, None], increases / deviation
     shared_factor = nnls(terms.sum(axis=1, keepdims=True), targets)[0][0]
-    if not shared_factor:  # nothing raised the loss: that is no reason to believe that nothing can
+    if not shared_factor:  # nothing raised the loss, which does not mean that nothing can
         return prediction
     count = terms.shape[1]
     rows, targets = np.vstack([terms * shared_factor, np.eye(count)]), np.concatenate([targets, np.ones(count)])

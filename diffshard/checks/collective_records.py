@@ -1,4 +1,4 @@
-"""One record for every collective, whoever names it: Shardy's passes, XLA's program, a plan's prediction."""
+"""One record for collectives from all sources: Shardy's passes, XLA's program, a plan's prediction."""
 
 import itertools
 import math
@@ -23,7 +23,7 @@ class CollectiveRecord:
       dtype: of the data, as NumPy and ml_dtypes name it; several joined by "+" where XLA has combined tensors.
       num_tensors: how many tensors XLA has combined into it.
       count: executions in one step: the product of the trip counts around it, where they are known.
-      sliced_axes: for an all-reduce, the axes along which its result is sliced at once and by nobody used whole.
+      sliced_axes: for an all-reduce, the axes along which its result is only ever used in slices.
       sliced_bytes: the part of `num_bytes` for which that holds, where tensors are combined.
       source: where it comes from, for people.
     """

@@ -107,7 +107,7 @@ class _Process:
         self.is_late = False
 
     def has_ended(self) -> bool:
-        """Whether the process is over; ends it when its time is up."""
+        """Tells whether the process is over; ends it when its time is up."""
         if self.process.poll() is None and time.perf_counter() - self.start_s > self.timeout_s:
             self.is_late = True
             self.end()
@@ -119,7 +119,7 @@ class _Process:
         self.process.wait()
 
     def result(self) -> CompiledStep | str:
-        """What an ended process has written, or why there is nothing."""
+        """Returns what an ended process has written, or a sentence that says why there is nothing."""
         self.stderr.seek(0)
         said = self.stderr.read()
         self.stderr.close()

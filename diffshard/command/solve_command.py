@@ -62,7 +62,7 @@ def _write_solution(solution: Solution, seconds: float, output: str | None) -> N
         return
     try:
         write_whole(output, text)
-    except OSError as error:  # minutes of search shall not be lost
+    except OSError as error:  # what minutes of search have found goes to stdout instead
         sys.stdout.write(text)
         raise FailedError(f"--output {output}: {error.strerror or error}") from None
 

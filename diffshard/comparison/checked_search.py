@@ -215,7 +215,7 @@ class _Contest:
 
 
 def _order(row: ComparedPlan) -> tuple[float, float]:
-    """What the best plan has least of: seconds of the timeline, or by prediction where there is none."""
+    """Returns what plans are sorted by, the best first: seconds of the timeline, or of the prediction without one."""
     return math.inf if row.timeline_s is None else row.timeline_s, row.predicted_s
 
 

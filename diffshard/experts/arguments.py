@@ -28,7 +28,7 @@ def describe_arguments(args: Sequence[Any], is_state: Sequence[bool], paths: Seq
 
 def _logical_axes(tree: Any) -> list[tuple[str | None, ...] | None]:
     """Returns for each leaf the logical axes that flax's metadata name, or None."""
-    meta = sys.modules.get("flax.core.meta")  # whoever has such metadata has imported flax
+    meta = sys.modules.get("flax.core.meta")  # arguments have such metadata only where flax is imported
     if meta is None:
         return [None] * len(jax.tree.leaves(tree))
     axes: list[tuple[str | None, ...] | None] = []
@@ -46,6 +46,6 @@ def _names(path: Sequence[Any]) -> tuple[str, ...]:
 
 
 def _is_key(leaf: Any) -> bool:
-    """Whether an array is a random key: of JAX's own type, or the two words of an old-style one."""
+    """Tells whether an array is a random key: of JAX's own type, or the two words of an old-style one."""
     dtype = leaf.dtype if hasattr(leaf, "dtype") else jnp.asarray(leaf).dtype
     return jnp.issubdtype(dtype, jax.dtypes.prng_key) or (dtype == jnp.uint32 and jnp.shape(leaf) == (2,))

@@ -10,7 +10,7 @@ from diffshard.plans.patterns import NamePattern, group_names, readable_path
 from search_spaces.partition_specs import NamedSpec
 
 _EQUAL_SHARE = 1e-6  # of a step: shardings that differ by less take the same time up to rounding
-_OF_JAX = ("checkpoint", "rematted_computation", "while", "body", "closed_call")  # parts of scopes that are no modules
+_OF_JAX = ("checkpoint", "rematted_computation", "while", "body", "closed_call")  # parts of scopes that are not modules
 
 
 class AlikeOperations(NamedTuple):

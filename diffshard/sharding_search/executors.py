@@ -90,7 +90,7 @@ def with_executor(plan: PlanT, executor: Executor, space: ShardingSpace) -> Plan
 
 
 def default_executor(space: ShardingSpace, layout: Layout) -> tuple[Executor, tuple[str, ...]]:
-    """Returns what runs a layout if nobody says it, and what a reader of the plan should know about that.
+    """Returns the executor of a layout where the user names none, and notes on it for the reader of the plan.
 
     A program decides what runs beside what, so it is the default where collectives run beside arithmetic, and every
     operation has a form on one device's part.

@@ -5,7 +5,7 @@ A block is what one device has of an array with a spec. Every step of a reshard 
 collective of `jax.lax` on that dimension: no step permutes elements within a block.
 
 A dimension that its parts do not divide is padded at its end: all blocks have the size of the largest, and what lies
-beyond the array's own size is arbitrary, so that whoever sums over it must mask it first (`mask`).
+beyond the array's own size is arbitrary and has to be masked before it is summed (`mask`).
 """
 
 from collections.abc import Callable, Sequence

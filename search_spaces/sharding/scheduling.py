@@ -124,7 +124,7 @@ class _Scheduling:
                 self.schedule.pauses[vertex.index] = self.pauses[window]
 
     def _gathers_for_all(self) -> Iterator["_Request"]:
-        """Weights that are gathered as soon as they are made or stored, with the place of the first reader."""
+        """Yields weights that are gathered as soon as they are made or stored, with the place of the first reader."""
         for vertex in (*self.graph.inputs, *(step for step, _ in self.line if isinstance(step, Vertex))):
             strategy = self.layout.strategies[vertex.index]
             if len(vertex.results) != 1 or not (value := vertex.results[0]).shape or value.id in self.read_last:
@@ -141,7 +141,7 @@ class _Scheduling:
                     yield _Request(min(places), before, steps, Fetch(value, chain[1], chain[0], target, readers))
 
     def _gathers_for_one(self) -> Iterator["_Request"]:
-        """Reshards of weights for some of their readers, with the place of the first one."""
+        """Yields reshards of weights for some of their readers, with the place of the first one."""
         requests: dict[tuple, _Request] = {}
         for place, (step, region) in enumerate(self.line):
             if not isinstance(step, Vertex) or step.kind != "operation":
@@ -168,7 +168,7 @@ class _Scheduling:
             self.schedule.bare_inputs.add(fetch.root.vertex)
 
     def _chain(self, value: Value) -> tuple[tuple[Vertex, ...], Value] | None:
-        """The cheap operations that make a value of a stored array, and that array; None if it is made otherwise."""
+        """Returns the cheap operations that make a value of a stored array, and that array; None if it is made otherwise."""
         chain: list[Vertex] = []
         while True:
             vertex = self.graph.vertices[value.vertex]
@@ -264,7 +264,7 @@ class _Scheduling:
             self.pauses[end + 1].values.append(form)
 
     def _late(self, value: Value, border: int) -> list[Vertex] | None:
-        """The cheap operations on a value before a place, if nothing else reads it there; None if something does."""
+        """Returns the cheap operations on a value before a place; None if anything else reads it there."""
         late: list[Vertex] = []
         unread = [value]
         while unread:
@@ -280,7 +280,7 @@ class _Scheduling:
         return late
 
     def _form_at(self, value: Value, place: int) -> Value | None:
-        """The value, or what cheap operations have made of it, that is read at or after a place; None if nothing is."""
+        """Returns what is read at or after a place: the value, or what cheap operations make of it; None if neither is."""
         while not self._is_read_after(value, place):
             steps = (self.line[i][0] for i in self.readers[value.id])
             made = [step.results[0] for step in steps if isinstance(step, Vertex) and step.primitive in _CHEAP]

@@ -73,7 +73,7 @@ class Windows:
 def starts_of_windows_before(graph: Graph, compute_s: np.ndarray, least_s: float) -> np.ndarray:
     """Returns for each vertex the position at which the window before its own starts, `[vertices]`.
 
-    Vertices of a line's first window, and those that are no part of a line, have their own position.
+    Vertices of a line's first window, and those outside of all lines, have their own position.
 
     Args:
       graph: the traced function.
