@@ -70,12 +70,12 @@ def kernels_of(graph: Graph, rules: Sequence[Rule | None], donated: Sequence[boo
       rules: for each vertex its rule or None.
       donated: for each flat argument whether its memory may be used again.
     """
-    first_round = _Merging(Fusion(graph, rules, {}))
-    return _count(_Merging(Fusion(graph, rules, first_round.group_of)), donated)
+    first_round = _MergedKernels(Fusion(graph, rules, {}))
+    return _count(_MergedKernels(Fusion(graph, rules, first_round.group_of)), donated)
 
 
-class _Merging:
-    """Merges kernels that run over the same elements.
+class _MergedKernels:
+    """The kernels of a graph, those that run over the same elements in one group.
 
     Attributes:
       group_of: the group of each kernel.
@@ -156,14 +156,14 @@ class _Merging:
         return True
 
 
-def _count(merging: _Merging, donated: Sequence[bool]) -> Kernels:
+def _count(kernels: _MergedKernels, donated: Sequence[bool]) -> Kernels:
     """Counts what kernels move: each group reads a value once, and nothing that it makes itself."""
-    graph, is_written = merging.graph, merging.fusion.is_written
+    graph, is_written = kernels.graph, kernels.fusion.is_written
     reads = [[0.0] * len(v.operands) for v in graph.vertices]
     writes, launches = np.zeros(len(graph.values)), np.zeros(len(graph.vertices))
     feedback = zip(graph.outputs, graph.feedback, strict=True)
     overwriting = {o.id for o, i in feedback if isinstance(o, Value) and i is not None and donated[i]}
-    for members in merging.members:
+    for members in kernels.members:
         launches[members[0]] += 1
         made = {v.id for k in members for v in graph.vertices[k].results if is_written[v.id]}
         places: dict[int, tuple[float, int, int]] = {}

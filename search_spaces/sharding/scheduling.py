@@ -50,7 +50,7 @@ def make_schedule(graph: Graph, layout: Layout, path: Paths, compute_s: np.ndarr
     for line in straight_lines(graph.block):
         windows = Windows(line, compute_s, is_needed, least_s)
         if len(windows) > 1:
-            _Scheduling(graph, layout, path, windows, schedule).run()
+            _LineScheduler(graph, layout, path, windows, schedule).run()
     return schedule
 
 
@@ -89,8 +89,8 @@ class _Request(NamedTuple):
     fetch: Fetch
 
 
-class _Scheduling:
-    """Fills in a schedule for one line."""
+class _LineScheduler:
+    """A scheduler of one line, which fills in the schedule of the program."""
 
     def __init__(self, graph: Graph, layout: Layout, path: Paths, windows: Windows, schedule: Schedule):
         self.graph, self.layout, self.path, self.windows, self.schedule = graph, layout, path, windows, schedule
@@ -155,9 +155,8 @@ class _Scheduling:
                     fetch = requests[key].fetch
                     requests[key] = requests[key]._replace(fetch=fetch._replace(readers=(*fetch.readers, step.index)))
                 elif _gathers(steps) and (chain := self._chain(operand)) is not None:
-                    requests[key] = _Request(
-                        place, before, steps, Fetch(operand, chain[1], chain[0], spec, (step.index,))
-                    )
+                    fetch = Fetch(operand, chain[1], chain[0], spec, (step.index,))
+                    requests[key] = _Request(place, before, steps, fetch)
         yield from requests.values()
 
     def _leave_out(self, fetch: Fetch) -> None:
@@ -168,7 +167,7 @@ class _Scheduling:
             self.schedule.bare_inputs.add(fetch.root.vertex)
 
     def _chain(self, value: Value) -> tuple[tuple[Vertex, ...], Value] | None:
-        """Returns the cheap operations that make a value of a stored array, and that array; None if it is made otherwise."""
+        """Returns the cheap operations that make a value of a stored array, and that array; None for other values."""
         chain: list[Vertex] = []
         while True:
             vertex = self.graph.vertices[value.vertex]
@@ -280,7 +279,7 @@ class _Scheduling:
         return late
 
     def _form_at(self, value: Value, place: int) -> Value | None:
-        """Returns what is read at or after a place: the value, or what cheap operations make of it; None if neither is."""
+        """Returns what is read from a place on: the value, or what cheap operations make of it; None if neither is."""
         while not self._is_read_after(value, place):
             steps = (self.line[i][0] for i in self.readers[value.id])
             made = [step.results[0] for step in steps if isinstance(step, Vertex) and step.primitive in _CHEAP]
