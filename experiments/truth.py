@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from flax import linen as nn
@@ -22,6 +22,7 @@ from jax.sharding import Mesh
 
 import diffshard
 from diffshard import Hardware
+from diffshard.checks.memory_plan import memory_plan
 from diffshard.checks.verify import ComparedBytes, Verification, relative_error, verify
 from experiments.equal_results import slow_arithmetic
 from experiments.host_devices import parse_mesh
@@ -109,18 +110,12 @@ def check(
     compile_s = time.perf_counter() - searched
     memory, in_order = verification.memory, None
     if memory and abs(memory.error) > MEMORY_TOLERANCE and mesh.devices.flat[0].platform != "cpu":
-        in_order = peak_bytes(lowered.compile(compiler_options=IN_ORDER))
+        in_order_plan = memory_plan(lowered.compile(compiler_options=IN_ORDER))
+        in_order = None if in_order_plan is None else in_order_plan.peak
     count = sum(c.count for c in plan.collectives)
     return CheckedPlan(
         name, mesh_text, hardware, verification, count, in_order, plan.step_s, plan.gap, searched - start, compile_s
     )
-
-
-def peak_bytes(compiled: Any) -> float:
-    """Returns the peak of one device in XLA's plan of memory."""
-    stats = compiled.memory_analysis()
-    arrays = stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
-    return float(arrays + stats.temp_size_in_bytes)
 
 
 def substantial(rows: Sequence[ComparedBytes]) -> list[ComparedBytes]:
@@ -230,10 +225,10 @@ def as_json(results: Sequence[CheckedPlan]) -> str:
                 **{k: v for k, v in result._asdict().items() if k != "verification"},
                 "rows": [vars(r) for r in result.verification.collectives],
                 "sent": [vars(r) for r in result.verification.sent],
-                "memory": vars(result.verification.memory) if result.verification.memory else None,
+                "memory": {"predicted": memory.predicted, **memory.plan._asdict()} if memory else None,
                 "compiled_collectives": result.verification.num_collectives,
             }
-            for result in results
+            for result, memory in ((result, result.verification.memory) for result in results)
         ],
         indent=1,
     )

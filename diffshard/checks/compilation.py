@@ -6,6 +6,7 @@ arguments, and returns the program's text and its memory; nothing is run.
 
 import contextlib
 import json
+import math
 import os
 import pickle
 import subprocess
@@ -19,6 +20,7 @@ from pathlib import Path
 import jax
 
 from diffshard.checks.compile_process import HLO, JOB, MEMORY, Job
+from diffshard.checks.memory_plan import MemoryPlan
 
 _POLL_S = 0.05
 _LAST_CHARACTERS = 400  # of what a failed process said: its last lines name the cause
@@ -31,22 +33,20 @@ class CompiledStep:
 
     Attributes:
       hlo: the text of the program.
-      argument_bytes, output_bytes, aliased_bytes, temporary_bytes: XLA's plan of memory, None where it does not tell.
+      memory: XLA's plan of memory; None where the backend has none.
       num_involuntary: arrays that XLA's partitioner replicated because it found no way between two shardings.
       compile_s: seconds that the process took.
     """
 
     hlo: str
-    memory: Mapping[str, int] | None
+    memory: MemoryPlan | None
     num_involuntary: int
     compile_s: float
 
     @property
     def peak_bytes(self) -> float | None:
-        """The peak of XLA's plan of memory; outputs that reuse donated arguments count once."""
-        if self.memory is None:
-            return None
-        return self.memory["argument"] + self.memory["output"] - self.memory["alias"] + self.memory["temp"]
+        """The peak of XLA's plan of memory; None where the backend has none."""
+        return None if self.memory is None else self.memory.peak
 
 
 def compile_steps(
@@ -88,12 +88,9 @@ class _Process:
     def __init__(self, job: Job, folder: Path, timeout_s: float) -> None:
         self.folder, self.timeout_s, self.start_s = folder, timeout_s, time.perf_counter()
         (folder / JOB).write_bytes(pickle.dumps(job))
-        num_devices = 1
-        for size in job.mesh_axes.values():
-            num_devices *= size
         environment = {
             **os.environ,
-            **job.target.environment(num_devices),
+            **job.target.environment(math.prod(job.mesh_axes.values())),
             "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
             "TF_CPP_MIN_LOG_LEVEL": "1",  # warnings, which say where the partitioner gave up
         }
@@ -130,7 +127,8 @@ class _Process:
         if self.process.returncode:
             return f"The compiler failed: {_last(said)}"
         hlo = (self.folder / HLO).read_text(encoding="utf-8")
-        memory = json.loads((self.folder / MEMORY).read_text(encoding="utf-8"))
+        sizes = json.loads((self.folder / MEMORY).read_text(encoding="utf-8"))
+        memory = None if sizes is None else MemoryPlan(**sizes)
         return CompiledStep(hlo, memory, said.count(_INVOLUNTARY), time.perf_counter() - self.start_s)
 
 

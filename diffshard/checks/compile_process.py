@@ -15,6 +15,7 @@ from typing import Any
 import jax
 from jax import export
 
+from diffshard.checks.memory_plan import memory_plan
 from diffshard.checks.targets import Target
 
 JOB, HLO, MEMORY = "job.pickle", "program.hlo", "memory.json"
@@ -52,10 +53,8 @@ def compile_job(job: Job, folder: Path) -> None:
     )
     compiled = jitted.lower(*(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in step.in_avals)).compile()
     (folder / HLO).write_text(compiled.as_text() or "", encoding="utf-8")
-    memory = compiled.memory_analysis()
-    parts = ("argument", "output", "alias", "temp")
-    sizes = {part: int(getattr(memory, f"{part}_size_in_bytes")) for part in parts} if memory is not None else None
-    (folder / MEMORY).write_text(json.dumps(sizes), encoding="utf-8")
+    memory = memory_plan(compiled)
+    (folder / MEMORY).write_text(json.dumps(memory and memory._asdict()), encoding="utf-8")
 
 
 def main(arguments: Sequence[str]) -> None:

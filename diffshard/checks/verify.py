@@ -18,6 +18,7 @@ from cost.collectives import collective_sent_bytes
 from diffshard.checks.collective_records import CollectiveRecord, split_by_axis, with_reduce_scatters
 from diffshard.checks.collectives import hlo_collectives
 from diffshard.checks.explicit_collectives import explicit_collectives
+from diffshard.checks.memory_plan import MemoryPlan, memory_plan
 from diffshard.plans.base import PredictedCollective
 
 
@@ -45,18 +46,15 @@ class ComparedBytes:
 
 @dataclass(frozen=True)
 class ComparedMemory:
-    """Bytes of one device: the predicted peak, and the parts of XLA's plan of memory."""
+    """Bytes of one device: the predicted peak, and XLA's plan of memory."""
 
     predicted: float
-    arguments: float
-    outputs: float
-    aliased: float
-    temporaries: float
+    plan: MemoryPlan
 
     @property
     def compiled(self) -> float:
-        """The peak of XLA's plan; outputs that reuse donated arguments count once."""
-        return self.arguments + self.outputs - self.aliased + self.temporaries
+        """The peak of XLA's plan."""
+        return self.plan.peak
 
     @property
     def error(self) -> float:
@@ -90,8 +88,8 @@ class Verification:
             m = self.memory
             lines.append(
                 f"{'peak memory':<32}{m.predicted:>14,.0f}{'':>14}{m.compiled:>14,.0f}{_percent(m.error):>9}   "
-                f"= {m.arguments:,.0f} arguments + {m.outputs:,.0f} outputs - {m.aliased:,.0f} aliased "
-                f"+ {m.temporaries:,.0f} temporaries"
+                f"= {m.plan.arguments:,} arguments + {m.plan.outputs:,} outputs - {m.plan.aliased:,} aliased "
+                f"+ {m.plan.temporaries:,} temporaries"
             )
         return "\n".join(lines)
 
@@ -116,12 +114,12 @@ def verify(
     compiled = lowered.compile() if compiled is None else compiled
     axis_sizes = dict(axis_sizes)
     program = hlo_collectives(compiled.as_text(), axis_sizes)
-    intended_records = with_reduce_scatters(program, axis_sizes) if _is_for_cpu(compiled) else program
-    explicit_records = with_reduce_scatters(explicit_collectives(lowered), axis_sizes)
+    by_shardy = with_reduce_scatters(explicit_collectives(lowered), axis_sizes)
+    by_xla = with_reduce_scatters(program, axis_sizes) if _is_for_cpu(compiled) else program
     totals = [
         _totals((p.kind, p.axis, p.num_bytes * p.count) for p in predicted),
-        _totals(_by_axis(explicit_records, axis_sizes)),
-        _totals(_by_axis(intended_records, axis_sizes)),
+        _totals(_by_axis(by_shardy, axis_sizes)),
+        _totals(_by_axis(by_xla, axis_sizes)),
     ]
     return Verification(
         collectives=_compare(totals),
@@ -194,16 +192,8 @@ def _sent_bytes(
 
 
 def _memory(compiled: Any, predicted: float) -> ComparedMemory | None:
-    stats = compiled.memory_analysis()
-    if stats is None:
-        return None
-    return ComparedMemory(
-        predicted,
-        stats.argument_size_in_bytes,
-        stats.output_size_in_bytes,
-        stats.alias_size_in_bytes,
-        stats.temp_size_in_bytes,
-    )
+    plan = memory_plan(compiled)
+    return None if plan is None else ComparedMemory(predicted, plan)
 
 
 def _percent(error: float) -> str:

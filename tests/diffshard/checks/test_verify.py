@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from diffshard.checks.verify import relative_error, verify
+from diffshard.checks.memory_plan import MemoryPlan
+from diffshard.checks.verify import ComparedMemory, verify
 from diffshard.plans.base import PredictedCollective
 from tests.diffshard.checks.megatron_block import SHAPES, block_mesh, parallel_block
 
@@ -38,13 +39,19 @@ def test_three_witnesses_agree_on_a_megatron_block(mesh):
     assert sent == {"model": (2 * 1024 * 3 / 4, 2 * 1024 * 3 / 4), "data": (100.0, 0.0)}
     assert found.num_collectives == 1
     assert found.memory is not None
-    assert found.memory.arguments == (32 * 16 + 16 * 32 + 8 * 32) * 4
-    assert found.memory.outputs == 8 * 32 * 4
-    assert found.memory.error == relative_error(5000.0, found.memory.compiled)
+    assert found.memory.plan.arguments == (32 * 16 + 16 * 32 + 8 * 32) * 4
+    assert found.memory.plan.outputs == 8 * 32 * 4
+    assert found.memory.predicted == 5000.0
     table = str(found)
     assert "all_reduce" in table
     assert "+0.0%" in table
     assert "peak memory" in table
+
+
+def test_outputs_over_donated_arguments_count_once():
+    memory = ComparedMemory(150.0, MemoryPlan(arguments=60, outputs=40, aliased=30, temporaries=30))
+    assert memory.compiled == 100
+    assert memory.error == 0.5
 
 
 def test_a_permutation_that_moves_nothing_is_no_row(mesh):
