@@ -109,6 +109,23 @@ A100 = GpuTarget(
 )
 
 
+def check_compiler(name: str) -> None:
+    """Checks that XLA's GPU compiler is here.
+
+    Args:
+      name: of what is compiled for, for the message.
+
+    Raises:
+      RuntimeError: JAX's CUDA plugin is missing; names the extra that brings it.
+    """
+    if not any(importlib.util.find_spec(plugin) for plugin in ("jax_cuda12_plugin", "jax_cuda13_plugin")):
+        raise RuntimeError(
+            f"Compiling for {name} needs JAX's CUDA plugin and ptxas: pip install 'diffshard[gpu-compile]' "
+            '(no GPU, driver or CUDA libraries are needed). A check of a plan can also take `target="host"`, which '
+            "judges bytes and memory by XLA's CPU compiler."
+        )
+
+
 def gpu_mesh(axis_sizes: Mapping[str, int], target: GpuTarget = H100, *, gpus_per_host: int = 8) -> Mesh:
     """Makes a mesh of GPUs for which programs can be compiled, but on which they cannot be run.
 
@@ -127,11 +144,7 @@ def gpu_mesh(axis_sizes: Mapping[str, int], target: GpuTarget = H100, *, gpus_pe
             f"`axis_sizes` must fill whole hosts of `gpus_per_host` = {gpus_per_host} GPUs, not {num_devices} devices "
             f"{dict(axis_sizes)}."
         )
-    if importlib.util.find_spec("jax_cuda12_plugin") is None and importlib.util.find_spec("jax_cuda13_plugin") is None:
-        raise RuntimeError(
-            "Compiling for GPUs needs JAX's CUDA plugin and ptxas: pip install 'diffshard[gpu-compile]' "
-            "(no GPU, driver or CUDA libraries are needed)."
-        )
+    check_compiler("GPUs")
     num_hosts = max(1, num_devices // gpus_per_host)
     devices = _topology_devices(target, num_hosts, num_devices // num_hosts)
     return Mesh(np.array(devices).reshape(tuple(axis_sizes.values())), tuple(axis_sizes))

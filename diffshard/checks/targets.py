@@ -4,7 +4,6 @@ A target with rates tells how long a compiled step takes (`timeline.py`). The ho
 nothing beside anything, so that only bytes and memory of its programs mean something.
 """
 
-import importlib.util
 import os
 from dataclasses import dataclass, replace
 
@@ -16,7 +15,7 @@ from cost.base import Hardware
 from cost.networks import SwitchedHost
 from cost.presets import preset
 from diffshard.checks.achievable_rates import H100_HOST, AchievableRates, achievable_rates
-from diffshard.checks.gpu_target import A100, H100, GpuTarget, gpu_mesh
+from diffshard.checks.gpu_target import A100, H100, GpuTarget, check_compiler, gpu_mesh
 
 # What one GPU of an HGX A100 sends: NVLink at 80% of 300 GB/s, and its own InfiniBand card at 90% of 25 GB/s, the
 # shares of `H100_HOST`.
@@ -49,13 +48,8 @@ class Target:
         Raises:
           RuntimeError: JAX's CUDA plugin is missing; names the extra that brings it.
         """
-        plugins = ("jax_cuda12_plugin", "jax_cuda13_plugin")
-        if self.gpu is not None and not any(importlib.util.find_spec(name) for name in plugins):
-            raise RuntimeError(
-                f"Compiling for {self.name} needs JAX's CUDA plugin and ptxas: pip install 'diffshard[gpu-compile]' "
-                '(no GPU, driver or CUDA libraries are needed). Or give `target="host"`, which judges bytes and memory '
-                "by XLA's CPU compiler."
-            )
+        if self.gpu is not None:
+            check_compiler(self.name)
 
     def mesh(self, axis_sizes: dict[str, int]) -> Mesh:
         """Makes the mesh of devices for which programs can be compiled.
