@@ -38,6 +38,21 @@ class Network(Protocol):
         ...
 
 
+def links_of(network: Network, mesh_axes: Mapping[str, int]) -> dict[str, Link]:
+    """Returns the link of each axis of a mesh.
+
+    Args:
+      network: of the mesh's devices.
+      mesh_axes: devices along each axis, slowest first.
+    """
+    links: dict[str, Link] = {}
+    stride = 1
+    for axis, size in reversed(list(mesh_axes.items())):
+        links[axis] = network.link(size, stride)
+        stride *= size
+    return {axis: links[axis] for axis in mesh_axes}
+
+
 @dataclass(frozen=True)
 class SwitchedHost:
     """A host whose devices see each other at one speed, and a network between hosts.

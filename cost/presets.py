@@ -5,13 +5,14 @@
 """
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any
 
 from jax.sharding import AbstractMesh
 
 from cost.base import Hardware, Link
-from cost.networks import Network, SharedProcessor, SwitchedHost, TorusPod
+from cost.networks import Network, SharedProcessor, SwitchedHost, TorusPod, links_of
 
 _TB = 1e12
 _GB = 1e9
@@ -192,14 +193,10 @@ def preset(
     device, network = _PRESETS[key]
     if devices_per_host is not None:
         network = dataclasses.replace(network, num_devices=devices_per_host)
-    all_links: dict[str, Link] = {}
-    stride = 1
-    for axis, size in reversed(list(mesh_axes.items())):
-        all_links[axis] = network.link(size, stride)
-        stride *= size
-    given = dict(links or {})
-    all_links = {axis: given.get(axis, all_links[axis]) for axis in mesh_axes}
-    return dataclasses.replace(network.share(device, stride), links=all_links)
+    num_devices = math.prod(mesh_axes.values())
+    return dataclasses.replace(
+        network.share(device, num_devices), links={**links_of(network, mesh_axes), **(links or {})}
+    )
 
 
 def hardware_of(mesh: Any) -> Hardware:

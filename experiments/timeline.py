@@ -20,6 +20,7 @@ import jax
 from jax.sharding import Mesh
 
 import diffshard
+from cost.networks import links_of
 from diffshard.checks.achievable_rates import H100_HOST, achievable_rates
 from diffshard.checks.timeline import Timeline, simulate, write_perfetto
 from diffshard.checks.verify import verify
@@ -36,11 +37,7 @@ PUBLISHED = ("fsdp", "hybrid fsdp", "data parallel", "megatron fsdp", "megatron"
 
 def achievable(mesh: Mesh) -> diffshard.Hardware:
     """Returns H100s with the links at whose rates the timeline runs, for plans whose cost knows them."""
-    links = {}
-    stride = 1
-    for axis, size in reversed(list(mesh.shape.items())):
-        links[axis] = H100_HOST.link(size, stride)
-        stride *= size
+    links = links_of(H100_HOST, mesh.shape)
     return replace(diffshard.preset("h100", {}), name="H100-80GB, achievable links", links=links)
 
 
