@@ -74,6 +74,6 @@ def lower_by_hand(step: Callable[..., Any], state: Any, batch: Any, plan: HandPl
     def by_hand(state: Any, batch: Any) -> Any:
         return step(state, batch)
 
-    jitted = jax.jit(by_hand, in_shardings=plan.in_shardings, out_shardings=out, **jit_options)
+    run = jax.jit(by_hand, in_shardings=plan.in_shardings, out_shardings=out, **jit_options)
     with nn.logical_axis_rules(tuple(plan.rules.items())), jax.set_mesh(mesh):
-        return jitted.lower(state, batch)
+        return run.lower(state, batch)

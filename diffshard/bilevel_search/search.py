@@ -204,7 +204,7 @@ class BilevelSearch:
         if train != val:
             raise ValueError(f"`val_batch` must have the shapes of `train_batch`, {train}; got {val}.")
         inputs.check_known("train_batch", train, self._batch_shapes)
-        return self._jitted(state, train_batch, val_batch)
+        return self._run_step(state, train_batch, val_batch)
 
     def relaxed_choice(self, state: BilevelState) -> list[np.ndarray]:
         """Returns the relaxed choice, V arrays `[S_v]`: the weights of each node's strategies."""
@@ -249,7 +249,7 @@ class BilevelSearch:
     def _set_space(self, space: SearchSpace[Any] | Problem) -> None:
         """Checks a space, and makes the step in it, on the mesh's devices if there are some."""
         self._step = step_in(space, self._settings, self._mesh)
-        self._jitted = jax.jit(self._step)
+        self._run_step = jax.jit(self._step)
 
     def _checked_step(self, state: BilevelState) -> Step:
         """Returns the step if the state is one of this search; one that was saved elsewhere may not be."""

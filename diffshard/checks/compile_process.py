@@ -44,14 +44,14 @@ def compile_job(job: Job, folder: Path) -> None:
     """Compiles a job and writes the results into a folder."""
     mesh = job.target.mesh(job.mesh_axes)
     step = export.deserialize(bytearray(job.step))
-    jitted = jax.jit(
+    run = jax.jit(
         lambda *arrays: step.call(*arrays),
         in_shardings=tuple(step.in_shardings_jax(mesh)),
         out_shardings=list(step.out_shardings_jax(mesh)),
         donate_argnums=job.donate_argnums or None,
         compiler_options=job.compiler_options,
     )
-    compiled = jitted.lower(*(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in step.in_avals)).compile()
+    compiled = run.lower(*(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in step.in_avals)).compile()
     (folder / HLO).write_text(compiled.as_text() or "", encoding="utf-8")
     memory = memory_plan(compiled)
     (folder / MEMORY).write_text(json.dumps(memory and memory._asdict()), encoding="utf-8")

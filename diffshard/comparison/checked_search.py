@@ -19,7 +19,7 @@ from diffshard.checks.collective_records import with_reduce_scatters
 from diffshard.checks.explicit_collectives import explicit_collectives
 from diffshard.checks.targets import Target
 from diffshard.checks.verify import predicted_sent_bytes, sent_bytes
-from diffshard.comparison.judging import Candidate, judge
+from diffshard.comparison.judging import CompilablePlan, judge
 from diffshard.experts.plans import plans_of_experts
 from diffshard.plans.base import Executor
 from diffshard.plans.comparison import ComparedPlan, Comparison
@@ -58,7 +58,7 @@ def plan_by_shardy(
     axes = dict(plan.mesh_axes)
     flat = flat_function(plan, traced_function, space, options.mesh.abstract_mesh)
     args = jax.tree.leaves(traced_function.args)
-    lowered = flat.jitted().trace(*args).lower(lowering_platforms=(jax.default_backend(),))
+    lowered = flat.jit().trace(*args).lower(lowering_platforms=(jax.default_backend(),))
     partitioned = sent_bytes(with_reduce_scatters(explicit_collectives(lowered), axes), axes)
     predicted = predicted_sent_bytes(plan.collectives, axes)
     notes = plan.notes
@@ -96,7 +96,7 @@ def plan_by_compiling(
     Raises:
       InfeasibleError: no plan is predicted to come near the memory limit, or none fits by its compiled program.
     """
-    contest = _Contest(options, target, timeout_s)
+    compiled_plans = _CompiledPlans(options, target, timeout_s)
     limit_bytes = options.memory_limit_bytes
     if float(np.max(least_memory(space.problem)[1])) > limit_bytes:
         limit_bytes *= MAX_OVERESTIMATE
@@ -109,35 +109,35 @@ def plan_by_compiling(
                 raise
             break
         if number == 0:
-            contest.add_experts(traced_function)
+            compiled_plans.add_experts(traced_function)
         name = FOUND if limit_bytes == options.memory_limit_bytes else f"{FOUND} within {format_bytes(limit_bytes)}"
-        excess = contest.hold(name, found, traced_function, space)
+        excess = compiled_plans.add_found(name, found, traced_function, space)
         if excess <= 0:
             break
         limit_bytes = min(limit_bytes, found.peak_bytes) - excess
         if limit_bytes <= 0:
             break
-    return contest.winner(start_s)
+    return compiled_plans.best(start_s)
 
 
 @dataclass
-class _Contest:
-    """Candidates, and what their programs were.
+class _CompiledPlans:
+    """Plans of one function, and what their programs were.
 
     Attributes:
       options: what was asked for.
       target: what programs are compiled for.
       timeout_s: seconds for each compilation.
-      waiting: candidates that will be compiled with the next found plan.
-      entries: candidates and what became of them.
+      expert_plans: those that will be compiled with the next found plan.
+      entries: plans that were compiled, and what became of them.
       notes: plans that were left out.
     """
 
     options: Options
     target: Target
     timeout_s: float
-    waiting: list[Candidate] = field(default_factory=list)
-    entries: list[tuple[Candidate, ComparedPlan]] = field(default_factory=list)
+    expert_plans: list[CompilablePlan] = field(default_factory=list)
+    entries: list[tuple[CompilablePlan, ComparedPlan]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
     def add_experts(self, traced_function: TracedFunction) -> None:
@@ -148,33 +148,31 @@ class _Contest:
         args = _all_arguments(self.options, traced_function)
         plans = plans_of_experts(replace(self.options, executor="propagation"), args, traced_function)
         for name, plan in plans.items():
-            traced = traced_function
             options = replace(self.options, logical_axis_rules=plan.logical_axis_rules)
-            if plan.logical_axis_rules:
-                traced = trace_function(options, args)
-            self.waiting.append(Candidate(name, plan, traced, space_of(options, traced)))
+            by_rules = trace_function(options, args) if plan.logical_axis_rules else traced_function
+            self.expert_plans.append(CompilablePlan(name, plan, by_rules, space_of(options, by_rules)))
         self.notes += [f"{name} is left out: {reason}" for name, reason in plans.left_out.items()]
 
-    def hold(self, name: str, found: Plan, traced_function: TracedFunction, space: ShardingSpace) -> float:
-        """Compiles a found plan under each executor, and all that waits.
+    def add_found(self, name: str, found: Plan, traced_function: TracedFunction, space: ShardingSpace) -> float:
+        """Compiles a found plan under each executor, and experts' plans that were not compiled yet.
 
         Returns:
           Bytes by which the smallest program of the found plan exceeds the memory limit; 0 or less if one fits.
         """
         found = replace(found, memory_limit_bytes=self.options.memory_limit_bytes)
-        usual = self.options.executor
-        if usual is None:
-            usual, _ = default_executor(space, layout_of(found, space))
-        executors = sorted(get_args(Executor), key=lambda executor: executor != usual)  # the first wins where all fail
-        own = [Candidate(name, with_executor(found, e, space), traced_function, space) for e in executors]
-        candidates = [*own, *self.waiting]
-        self.waiting = []
-        rows = judge(candidates, self.target, timeout_s=self.timeout_s)
-        self.entries += zip(candidates, rows, strict=True)
-        peaks = [row.compiled_peak_bytes for row in rows[: len(own)] if row.compiled_peak_bytes is not None]
+        first_executor = self.options.executor
+        if first_executor is None:
+            first_executor, _ = default_executor(space, layout_of(found, space))
+        executors = sorted(get_args(Executor), key=lambda e: e != first_executor)  # the first wins where all fail
+        found_plans = [CompilablePlan(name, with_executor(found, e, space), traced_function, space) for e in executors]
+        plans = [*found_plans, *self.expert_plans]
+        self.expert_plans = []
+        rows = judge(plans, self.target, timeout_s=self.timeout_s)
+        self.entries += zip(plans, rows, strict=True)
+        peaks = [row.compiled_peak_bytes for row in rows[: len(found_plans)] if row.compiled_peak_bytes is not None]
         return min(peaks) - self.options.memory_limit_bytes if peaks else 0.0
 
-    def winner(self, start_s: float) -> Plan:
+    def best(self, start_s: float) -> Plan:
         """Returns the best plan with the table of all.
 
         Raises:
@@ -185,18 +183,18 @@ class _Contest:
         axes = dict(self.options.mesh.shape)
         rows = tuple(row for _, row in self.entries)
         comparison = Comparison(self.options.function_name, axes, self.target.name, rows, tuple(self.notes))
-        compiled = [entry for entry in self.entries if entry[1].compiled_sent_bytes is not None]
-        fitting = [entry for entry in compiled if entry[1].fits]
-        if compiled and not fitting:
-            smallest = min(compiled, key=lambda entry: entry[1].compiled_peak_bytes or math.inf)[1]
+        with_program = [entry for entry in self.entries if entry[1].compiled_sent_bytes is not None]
+        entries_that_fit = [entry for entry in with_program if entry[1].fits]
+        if with_program and not entries_that_fit:
+            smallest = min(with_program, key=lambda entry: entry[1].compiled_peak_bytes or math.inf)[1]
             raise InfeasibleError(
-                f"`memory_limit_bytes` is {limit:,.0f}, but the smallest of {len(compiled)} programs compiled "
+                f"`memory_limit_bytes` is {limit:,.0f}, but the smallest of {len(with_program)} programs compiled "
                 f"for {self.target.name}, {smallest.name} by {smallest.executor}, needs "
                 f"{smallest.compiled_peak_bytes or 0.0:,.0f} bytes on each device, and was predicted to need "
                 f"{smallest.predicted_peak_bytes:,.0f}. Give more memory or devices, donate the state "
                 "(`donate_argnums`), or rematerialise (`jax.checkpoint`)."
             )
-        best, row = min(fitting or self.entries[:1], key=lambda entry: _order(entry[1]))
+        best, row = min(entries_that_fit or self.entries[:1], key=lambda entry: _order(entry[1]))
         plan = best.plan
         assert isinstance(plan, Plan)
         assert isinstance(found, Plan)

@@ -11,7 +11,7 @@ from jax.sharding import AbstractMesh, Mesh
 from cost.base import Hardware
 from diffshard.base import InfeasibleError, PlanError
 from diffshard.checks.targets import Target, target_for
-from diffshard.comparison.judging import TIMEOUT_S, Candidate, judge
+from diffshard.comparison.judging import TIMEOUT_S, CompilablePlan, judge
 from diffshard.plans.comparison import Comparison
 from diffshard.sharding_search.options import Options, hardware_for, positions
 from diffshard.sharding_search.plan import Plan
@@ -62,9 +62,9 @@ def compare(
     """
     if not isinstance(plans, Mapping) or not plans:
         raise ValueError(f"`plans` must map at least one name to a plan, not {plans!r}.")
-    loaded = {name: _loaded(plan, mesh) for name, plan in plans.items()}
-    known = [plan for plan in loaded.values() if isinstance(plan, Plan)]
-    priced_for = known[0].hardware if hardware is None and known else hardware_for(hardware, mesh)
+    plans = {name: _plan_or_shardings(plan, mesh) for name, plan in plans.items()}
+    hardware_of_plans = [plan.hardware for plan in plans.values() if isinstance(plan, Plan)]
+    priced_for = hardware_of_plans[0] if hardware is None and hardware_of_plans else hardware_for(hardware, mesh)
     compiled_for = target_for(target, priced_for)
     compiled_for.check()
     options = Options(
@@ -77,17 +77,17 @@ def compare(
         time_limit_s=time_limit_s,
         executor="propagation",
     )
-    candidates, notes = [], []
-    for name, plan in loaded.items():
+    compilable_plans, notes = [], []
+    for name, plan in plans.items():
         try:
-            candidates.append(_candidate(name, plan, options, args))
+            compilable_plans.append(_compilable_plan(name, plan, options, args))
         except InfeasibleError as error:
             notes.append(f"{name} is left out: {error}")
-    rows = judge(candidates, compiled_for, timeout_s=timeout_s)
+    rows = judge(compilable_plans, compiled_for, timeout_s=timeout_s)
     return Comparison(options.function_name, dict(options.mesh.shape), compiled_for.name, tuple(rows), tuple(notes))
 
 
-def _loaded(plan: Any, mesh: Mesh | AbstractMesh) -> Any:
+def _plan_or_shardings(plan: Any, mesh: Mesh | AbstractMesh) -> Any:
     """Returns a plan, read from its file where a path is given; anything else as it is."""
     if isinstance(plan, str | os.PathLike):
         plan = Plan.load(plan)
@@ -96,14 +96,14 @@ def _loaded(plan: Any, mesh: Mesh | AbstractMesh) -> Any:
     return plan
 
 
-def _candidate(name: str, plan: Any, options: Options, args: Sequence[Any]) -> Candidate:
+def _compilable_plan(name: str, plan: Any, options: Options, args: Sequence[Any]) -> CompilablePlan:
     """Traces the function for a plan; shardings are completed to one by a search."""
     start_s = time.perf_counter()
     if not isinstance(plan, Plan):
         options = replace(options, in_shardings=plan)
         traced_function = trace_function(options, args)
         space = space_of(options, traced_function)
-        return Candidate(name, find_plan(options, traced_function, space, start_s), traced_function, space)
+        return CompilablePlan(name, find_plan(options, traced_function, space, start_s), traced_function, space)
     options = replace(
         options,
         donate_argnums=plan.donate_argnums,
@@ -112,4 +112,4 @@ def _candidate(name: str, plan: Any, options: Options, args: Sequence[Any]) -> C
     )
     traced_function = trace_function(options, args)
     plan.check_arguments(traced_function.args)
-    return Candidate(name, replace(plan, mesh=options.mesh), traced_function, space_of(options, traced_function))
+    return CompilablePlan(name, replace(plan, mesh=options.mesh), traced_function, space_of(options, traced_function))

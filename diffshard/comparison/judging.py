@@ -21,7 +21,7 @@ TIMEOUT_S = 600.0
 """Seconds for one compilation: XLA takes under a minute for four layers, several for fifty that are not scanned."""
 
 
-class Candidate(NamedTuple):
+class CompilablePlan(NamedTuple):
     """A plan that can be compiled.
 
     Attributes:
@@ -37,11 +37,11 @@ class Candidate(NamedTuple):
     space: ShardingSpace
 
 
-def judge(candidates: Sequence[Candidate], target: Target, *, timeout_s: float = TIMEOUT_S) -> list[ComparedPlan]:
-    """Compiles candidates in processes of their own; one that fails has a note that says why.
+def judge(plans: Sequence[CompilablePlan], target: Target, *, timeout_s: float = TIMEOUT_S) -> list[ComparedPlan]:
+    """Compiles plans in processes of their own; one that fails has a note that says why.
 
     Args:
-      candidates: plans for one mesh.
+      plans: for one mesh.
       target: what to compile for.
       timeout_s: seconds for each compilation.
 
@@ -51,26 +51,26 @@ def judge(candidates: Sequence[Candidate], target: Target, *, timeout_s: float =
     target.check()
     jobs: dict[str, Job] = {}
     failures: dict[str, str] = {}
-    for index, candidate in enumerate(candidates):
+    for index, plan in enumerate(plans):
         try:
-            jobs[str(index)] = _job(candidate, target)
-        except Exception as error:  # whatever a user's function or JAX raises loses this candidate, not the others
+            jobs[str(index)] = _job(plan, target)
+        except Exception as error:  # whatever a user's function or JAX raises loses this plan, not the others
             failures[str(index)] = f"It could not be lowered: {type(error).__name__}: {error}"
     results: Mapping[str, CompiledStep | str] = {**compile_steps(jobs, timeout_s=timeout_s), **failures}
-    return [_row(candidate, results[str(index)], target) for index, candidate in enumerate(candidates)]
+    return [_row(plan, results[str(index)], target) for index, plan in enumerate(plans)]
 
 
-def _job(candidate: Candidate, target: Target) -> Job:
-    plan, traced_function, space = candidate.plan, candidate.traced_function, candidate.space
+def _job(compilable: CompilablePlan, target: Target) -> Job:
+    _, plan, traced_function, space = compilable
     assert plan.mesh is not None
     # Without devices, so that one that is here does not stand in the way of lowering for another platform.
     flat = flat_function(plan, traced_function, space, plan.mesh.abstract_mesh)
-    step = flat.exported(target.platform, jax.tree.leaves(traced_function.args))
+    step = flat.export_for(target.platform, jax.tree.leaves(traced_function.args))
     return Job(step, flat.donate_argnums, dict(plan.mesh_axes), target, flat.compiler_options)
 
 
-def _row(candidate: Candidate, result: CompiledStep | str, target: Target) -> ComparedPlan:
-    plan, axes = candidate.plan, dict(candidate.plan.mesh_axes)
+def _row(compilable: CompilablePlan, result: CompiledStep | str, target: Target) -> ComparedPlan:
+    plan, axes = compilable.plan, dict(compilable.plan.mesh_axes)
     timeline, notes, fits = None, [], True
     if isinstance(result, str):
         notes.append(result)
@@ -87,7 +87,7 @@ def _row(candidate: Candidate, result: CompiledStep | str, target: Target) -> Co
             notes += timeline.notes
     sent = None if isinstance(result, str) else compiled_sent_bytes(result.hlo, axes, platform=target.platform)
     return ComparedPlan(
-        name=candidate.name,
+        name=compilable.name,
         executor=plan.executor,
         predicted_s=plan.step_s,
         timeline_s=timeline.step_s if timeline else None,

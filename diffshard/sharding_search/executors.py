@@ -46,8 +46,8 @@ class FlatFunction(NamedTuple):
     donate_argnums: tuple[int, ...]
     compiler_options: dict[str, Any]
 
-    def jitted(self) -> Any:
-        """The function under `jax.jit`."""
+    def jit(self) -> Any:
+        """Returns the function under `jax.jit`."""
         return jax.jit(
             lambda *arrays: self.run(*arrays),  # a new function each time: `jax.jit` caches by function
             in_shardings=self.in_shardings,
@@ -56,9 +56,9 @@ class FlatFunction(NamedTuple):
             compiler_options=self.compiler_options,
         )
 
-    def exported(self, platform: str, args: Sequence[jax.ShapeDtypeStruct]) -> bytes:
+    def export_for(self, platform: str, args: Sequence[jax.ShapeDtypeStruct]) -> bytes:
         """Returns the function lowered for a platform, such as "cuda", as `jax.export` writes it."""
-        return bytes(export.export(self.jitted(), platforms=[platform])(*args).serialize())
+        return bytes(export.export(self.jit(), platforms=[platform])(*args).serialize())
 
 
 def flat_function(

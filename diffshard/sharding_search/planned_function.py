@@ -78,10 +78,10 @@ class PlannedFunction(Generic[PlanT]):
 
         For an abstract mesh it is lowered for the default backend's platform, and cannot be compiled.
         """
-        jitted = self._prepare(args, None)[1]
+        run = self._prepare(args, None)[1]
         if isinstance(self.options.mesh, Mesh):
-            return jitted.lower(*args)
-        return jitted.trace(*abstract_arguments(self.options, args)).lower(lowering_platforms=(jax.default_backend(),))
+            return run.lower(*args)
+        return run.trace(*abstract_arguments(self.options, args)).lower(lowering_platforms=(jax.default_backend(),))
 
     def _prepare(self, args: Sequence[Any], progress: Progress | None) -> tuple[PlanT, Any]:
         signature = self._signature(args)
