@@ -6,12 +6,14 @@ terms. Their parts, from the function to a plan that runs:
 - the function: `tracing.py` makes a graph of it, `given.py` reads the shardings that it fixes;
 - what can be chosen: `shardy.py` gives each operation its rule (`exceptional_rules.py` where Shardy has none,
   `factors.py` for rules made of several), `dimensions.py` tells which dimensions are the same, `strategies.py` lists
-  what a rule allows and `candidates.py` what a node chooses from;
-- what it costs: `node_costs.py`, `edge_costs.py` and `memory.py`; `resharding.py` finds the steps between two specs and
+  what a rule allows and `nodes.py` what a node chooses from; `spec.py` has the functions of specs, `forms.py` and
+  `repetition.py` find what is equal, so that it is built and solved once;
+- what it costs: `node_costs.py`, `edge_costs.py` and `memory.py`. `kernels.py` counts what is read and written, by what
+  a compiler fuses (`fusion.py`) and copies (`copies.py`); `resharding.py` finds the steps between two specs and
   `reshard_costs.py` prices them;
-- what a choice means: `explaining.py` in seconds and names; as something that runs, `evaluation.py` with one of two
-  executors: `execution.py` constrains whole arrays, and `device_program.py` runs on the blocks of each device
+- what a choice means: in seconds and names by `explaining.py`; as something that runs by `interpreter.py`, with one of
+  two executors: `execution.py` constrains whole arrays, and `device_program.py` runs on the blocks of each device
   (`local_blocks.py` has the collectives, `local_operations.py` the operations, `whole_operations.py` those that have no
-  form on blocks); `schedule.py` says when a device's collectives run, `scheduling.py` decides it, window by window of
-  `windows.py`.
+  form on blocks). `schedule.py` has the vocabulary of when collectives start and end, and `scheduling.py` decides it,
+  window by window of `windows.py`.
 """

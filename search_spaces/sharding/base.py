@@ -1,7 +1,7 @@
 """The vocabulary of the sharding space: given specs, reshards, rules, strategies, layouts.
 
 Everything here is data. `graph.py` has the vocabulary of a traced function, and `tracing.py` makes its `Graph`;
-`shardy.py` makes `Rule`s, `candidates.py` makes `Node`s, and `space.py` turns a choice into a `Layout`.
+`shardy.py` makes `Rule`s, `nodes.py` makes `Node`s, and `space.py` turns a choice into a `Layout`.
 
 Letters for sizes: A mesh axes, F factors of a rule, V nodes (the vertices of the graph, then the hubs), S_v strategies
 of node v.

@@ -18,9 +18,9 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from search_spaces.partition_specs import IndexedSpec, named_spec, partition_spec
 from search_spaces.replay import bind, source_of
 from search_spaces.sharding.base import Layout, ReshardStep
-from search_spaces.sharding.evaluation import Evaluation, ReadOperand
 from search_spaces.sharding.given import rank_of
 from search_spaces.sharding.graph import Graph, Value, Vertex
+from search_spaces.sharding.interpreter import GraphInterpreter, ReadOperand
 from search_spaces.sharding.local_blocks import Blocks
 from search_spaces.sharding.local_operations import LocalCall, combiner, run_local
 from search_spaces.sharding.resharding import Paths
@@ -48,9 +48,9 @@ class DeviceProgram:
     def __call__(self, *arguments: Any) -> list[Any]:
         """Runs the function; returns its flat results."""
         constants = [self.layout.strategies[v.index].unreduced[0] for v in self.graph.constants]
-        evaluate = Evaluation(self.graph, self.layout, self.path, self, self.schedule)
+        run = GraphInterpreter(self.graph, self.layout, self.path, self, self.schedule)
         program = jax.shard_map(
-            lambda *blocks: evaluate(blocks[: len(arguments)], blocks[len(arguments) :]),
+            lambda *blocks: run(blocks[: len(arguments)], blocks[len(arguments) :]),
             mesh=self.mesh,
             in_specs=tuple(self._partition_spec(spec) for spec in (*self.layout.input_specs, *constants)),
             out_specs=[self._partition_spec(spec) for spec in self.layout.output_specs],
@@ -61,7 +61,7 @@ class DeviceProgram:
     def _partition_spec(self, spec: IndexedSpec) -> PartitionSpec:
         return partition_spec(named_spec(spec, self.blocks.axis_names))
 
-    # `evaluation.Arrays`: blocks of one device.
+    # `interpreter.Arrays`: blocks of one device.
 
     def reshard(self, array: Any, value: Value, source: IndexedSpec, steps: Sequence[ReshardStep]) -> Any:
         """Runs the collective of each step."""

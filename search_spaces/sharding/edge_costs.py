@@ -54,7 +54,7 @@ def transfer_matrices(
     What a node hands to itself is free: a carry that its body leaves as it is, an argument that is returned. The edges
     of equal layers share a matrix.
     """
-    known: dict[Hashable, np.ndarray] = {}
+    matrix_of_key: dict[Hashable, np.ndarray] = {}
 
     def matrix(edge: Edge) -> np.ndarray:
         node, reader = nodes[edge.node], nodes[edge.reader]
@@ -63,11 +63,11 @@ def transfer_matrices(
         is_stored = reader.hub is None and reader.vertex.kind == "input"
         ends = id(node.strategies), edge.result, id(reader.strategies), edge.operand, is_stored
         key = *ends, num_bytes, latency_share, weight
-        if key not in known:
+        if key not in matrix_of_key:
             sources = tuple(s.results[edge.result] for s in node.strategies)
             targets = tuple(read_spec(reader, edge.operand, s) for s in range(len(reader.strategies)))
-            known[key] = reshard_costs.reshard_s(sources, targets, num_bytes, latency_share, weight)
-        return known[key]
+            matrix_of_key[key] = reshard_costs.reshard_s(sources, targets, num_bytes, latency_share, weight)
+        return matrix_of_key[key]
 
     return merge_edges((edge.node, edge.reader, matrix(edge)) for edge in edges if edge.node != edge.reader)
 

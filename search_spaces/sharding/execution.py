@@ -16,8 +16,8 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from search_spaces.partition_specs import IndexedSpec, named_spec, partition_spec
 from search_spaces.replay import bind, context_of
 from search_spaces.sharding.base import Layout, ReshardStep, ShardingStrategy
-from search_spaces.sharding.evaluation import Evaluation, ReadOperand
 from search_spaces.sharding.graph import Graph, Value, Vertex
+from search_spaces.sharding.interpreter import GraphInterpreter, ReadOperand
 from search_spaces.sharding.resharding import Paths
 from search_spaces.sharding.schedule import Schedule
 from search_spaces.sharding.spec import divides_or_pads, replicated_spec
@@ -58,9 +58,10 @@ class Execution:
 
     def __call__(self, *arguments: Any) -> list[Any]:
         """Runs the function; returns its flat results."""
-        return Evaluation(self.graph, self.layout, self.path, self, Schedule())(arguments, self.graph.constant_arrays)
+        run = GraphInterpreter(self.graph, self.layout, self.path, self, Schedule())
+        return run(arguments, self.graph.constant_arrays)
 
-    # `evaluation.Arrays`: whole arrays with constraints.
+    # `interpreter.Arrays`: whole arrays with constraints.
 
     def reshard(self, array: Any, value: Value, source: IndexedSpec, steps: Sequence[ReshardStep]) -> Any:
         """Constrains an array to the spec after each step."""

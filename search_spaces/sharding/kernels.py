@@ -165,18 +165,18 @@ def _count(kernels: _MergedKernels, donated: Sequence[bool]) -> Kernels:
     overwriting = {o.id for o, i in feedback if isinstance(o, Value) and i is not None and donated[i]}
     for members in kernels.members:
         launches[members[0]] += 1
-        made = {v.id for k in members for v in graph.vertices[k].results if is_written[v.id]}
+        written_values = {v.id for k in members for v in graph.vertices[k].results if is_written[v.id]}
         places: dict[int, tuple[float, int, int]] = {}
         is_transposing = False
         for kernel in members:
             inside, places_of_kernel = _inside(graph, is_written, kernel)
             is_transposing |= any(moves_elements(graph.vertices[i]) for i in inside)
             for value, place in places_of_kernel:
-                if value not in made:
+                if value not in written_values:
                     places[value] = max(places.get(value, place), place)
         for share, vertex, operand in places.values():
             reads[vertex][operand] += share
-        for value in made:
+        for value in written_values:
             # A kernel that transposes cannot write over its operands: XLA copies what belongs in their memory.
             writes[value] = 3 if is_transposing and value in overwriting else 1
     return Kernels(reads, [copies_of(v, graph, is_written) for v in graph.vertices], writes, launches)

@@ -12,7 +12,7 @@ the next window goes on from with everything that must have ended by then. So
 - the reduction of such a gradient runs in the windows after the product.
 
 Every window's collectives depend on those of the windows before, so that XLA combines only what belongs together.
-`scheduling.py` makes a schedule, and `evaluation.py` follows it.
+`scheduling.py` makes a schedule, and `interpreter.py` follows it.
 """
 
 from dataclasses import dataclass, field

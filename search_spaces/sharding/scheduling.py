@@ -129,9 +129,9 @@ class _LineScheduler:
             strategy = self.layout.strategies[vertex.index]
             if len(vertex.results) != 1 or not (value := vertex.results[0]).shape or value.id in self.read_last:
                 continue
-            target, made = self.layout.value_specs[value.id], strategy.results[0]
-            before = strategy.unreduced[0] if vertex.kind == "input" else made
-            steps = (*(strategy.reductions[0] if vertex.kind == "input" else ()), *self.path(made, target))
+            target, result_spec = self.layout.value_specs[value.id], strategy.results[0]
+            before = strategy.unreduced[0] if vertex.kind == "input" else result_spec
+            steps = (*(strategy.reductions[0] if vertex.kind == "input" else ()), *self.path(result_spec, target))
             places = self.readers[value.id]
             read_here = len(places) == self.num_readers[value.id]
             if places and read_here and _gathers(steps) and (chain := self._chain(value)) is not None:
@@ -186,8 +186,8 @@ class _LineScheduler:
     def _plan_fetch(self, request: _Request) -> bool:
         """Finds windows for the steps of a fetch, the last one first; tells whether there are any."""
         fetch, before, reader = request.fetch, request.before, self.windows.of_place[request.place]
-        made = self.made_at.get(fetch.root.id)
-        earliest = self.first_pause if made is None else self.windows.of_place[made] + 1
+        made_at = self.made_at.get(fetch.root.id)
+        earliest = self.first_pause if made_at is None else self.windows.of_place[made_at] + 1
         stages: list[tuple[int, list[ReshardStep]]] = []
         latest = reader - 1
         for step in reversed(request.steps):
@@ -216,7 +216,7 @@ class _LineScheduler:
 
         Returns None without windows. Where they have too little time, the collective is waited for.
         """
-        needed = None
+        last_window = None
         for window in windows:
             free_s = min(self.free_s[axis][window] for axis in axes)
             if free_s <= 0 and window != windows[-1]:
@@ -224,10 +224,10 @@ class _LineScheduler:
             taken_s = min(seconds, max(free_s, 0.0))
             for axis in axes:
                 self.free_s[axis][window] -= taken_s
-            seconds, needed = seconds - taken_s, window
+            seconds, last_window = seconds - taken_s, window
             if seconds <= 0:
                 break
-        return needed
+        return last_window
 
     def _plan_results(self, place: int, step: Vertex | Region) -> None:
         """Says by when the results of a product or a loop must be there."""
@@ -282,10 +282,10 @@ class _LineScheduler:
         """Returns what is read from a place on: the value, or what cheap operations make of it; None if neither is."""
         while not self._is_read_after(value, place):
             steps = (self.line[i][0] for i in self.readers[value.id])
-            made = [step.results[0] for step in steps if isinstance(step, Vertex) and step.primitive in _CHEAP]
-            if not made:
+            forms = [step.results[0] for step in steps if isinstance(step, Vertex) and step.primitive in _CHEAP]
+            if not forms:
                 return None
-            value = made[0]
+            value = forms[0]
         return value
 
     def _is_read_after(self, value: Value, place: int) -> bool:

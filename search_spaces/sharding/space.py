@@ -8,7 +8,7 @@ its terms are built by
 
 | term               | meaning                                               | built by                              |
 | ------------------ | ----------------------------------------------------- | ------------------------------------- |
-| v, x_v             | vertices and hubs, and what they choose from          | `candidates.nodes_of`                 |
+| v, x_v             | vertices and hubs, and what they choose from          | `nodes.nodes_of`                      |
 | c_v                | node cost, the sum of the next three                  | `node_costs.NodeCosts.node_s`         |
 | - arithmetic       | the slower of one device's FLOPs and memory traffic   | `node_costs.NodeCosts.compute_s`      |
 | - traffic          | what kernels read and write, whatever lies between    | `kernels.kernels_of`                  |
@@ -39,7 +39,6 @@ from cost.base import Hardware, Link, Problem
 from cost.evaluation import checked_choice, evaluate
 from search_spaces.base import Part
 from search_spaces.sharding.base import Edge, GivenSpec, Layout, Node, Rule
-from search_spaces.sharding.candidates import nodes_of
 from search_spaces.sharding.device_program import DeviceProgram
 from search_spaces.sharding.edge_costs import edges_of, transfer_matrices
 from search_spaces.sharding.execution import Execution, make_layout
@@ -59,6 +58,7 @@ from search_spaces.sharding.graph import Graph, Value
 from search_spaces.sharding.kernels import Kernels, kernels_of
 from search_spaces.sharding.memory import Lifetimes, lifetimes_of, usages_of
 from search_spaces.sharding.node_costs import NodeCosts
+from search_spaces.sharding.nodes import nodes_of
 from search_spaces.sharding.repetition import alike_nodes
 from search_spaces.sharding.reshard_costs import CollectiveShares, ReshardCosts
 from search_spaces.sharding.scheduling import fetch_positions, make_schedule

@@ -5,7 +5,7 @@ import numpy as np
 import optax
 import pytest
 
-from search_spaces.sharding.candidates import nodes_of
+from search_spaces.sharding.nodes import nodes_of
 from search_spaces.sharding.repetition import repetitions
 from search_spaces.sharding.space import ShardingSpace
 from tests.search_spaces.sharding.small_spaces import array, mlp_arguments, mlp_step, space_of

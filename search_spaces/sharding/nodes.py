@@ -47,26 +47,26 @@ def nodes_of(
     fixed_axes = axes_with_meaning(graph, given, axis_names, axis_sizes)
     axes = interchangeable_axes(axis_sizes, reshard_costs.rates, fixed_axes)
     kinds = kinds_of_dimensions(graph, rules) if axes.alike else [()] * len(graph.values)
-    candidates = Candidates(axis_names, axes, reshard_costs.path, kinds, _new_results(graph))
+    strategies = _StrategiesOnMesh(axis_names, axes, reshard_costs.path, kinds, _new_results(graph))
     nodes = []
-    known: dict[Hashable, tuple[ShardingStrategy, ...]] = {}
+    strategies_of_key: dict[Hashable, tuple[ShardingStrategy, ...]] = {}
     for vertex in graph.vertices:
         kept_spec = given.get(vertex.index) if vertex.kind == "input" else None
         is_copied = bool(vertex.results) and is_shared[vertex.results[0].id]
-        are_new = tuple(value.id in candidates.new_results for value in vertex.results)
+        are_new = tuple(value.id in strategies.new_results for value in vertex.results)
         spec = None if kept_spec is None else tuple(kept_spec)
-        key = forms[vertex.index], spec, is_copied, are_new, candidates.kinds_of(vertex)
-        if key not in known:
-            known[key] = candidates.of(vertex, rules[vertex.index], kept_spec, is_copied)
-        nodes.append(Node(vertex, None, known[key]))
+        key = forms[vertex.index], spec, is_copied, are_new, strategies.kinds_of(vertex)
+        if key not in strategies_of_key:
+            strategies_of_key[key] = strategies.of(vertex, rules[vertex.index], kept_spec, is_copied)
+        nodes.append(Node(vertex, None, strategies_of_key[key]))
     for value in graph.values:
         vertex = graph.vertices[value.vertex]
-        own_copy = vertex.kind in ("input", "constant", "slice") or (vertex.kind == "carry" and value.result == 0)
-        if value.shape and is_shared[value.id] and not own_copy:
-            key = value.shape, value.id in candidates.new_results, kinds[value.id]
-            if key not in known:
-                known[key] = candidates.of_hub(value)
-            nodes.append(Node(vertex, value, known[key]))
+        has_own_copy = vertex.kind in ("input", "constant", "slice") or (vertex.kind == "carry" and value.result == 0)
+        if value.shape and is_shared[value.id] and not has_own_copy:
+            key = value.shape, value.id in strategies.new_results, kinds[value.id]
+            if key not in strategies_of_key:
+                strategies_of_key[key] = strategies.of_hub(value)
+            nodes.append(Node(vertex, value, strategies_of_key[key]))
     return nodes
 
 
@@ -77,7 +77,7 @@ def _new_results(graph: Graph) -> frozenset[int]:
 
 
 @dataclass(frozen=True)
-class Candidates:
+class _StrategiesOnMesh:
     """The strategies of vertices on a mesh.
 
     Attributes:

@@ -56,8 +56,8 @@ class Arrays(Protocol):
         ...
 
 
-class Evaluation:
-    """A graph with a layout on an executor's arrays.
+class GraphInterpreter:
+    """An interpreter of a graph with a layout, on an executor's arrays.
 
     Args:
       graph: the traced function.
