@@ -4,9 +4,8 @@ from itertools import groupby
 
 import numpy as np
 
-from cost.compute import CONTRACTIONS
 from search_spaces.sharding.fusion import VIEWS
-from search_spaces.sharding.graph import Graph, Value, Vertex
+from search_spaces.sharding.graph import Graph, Value, Vertex, is_contraction
 
 
 def copies_of(vertex: Vertex, graph: Graph, is_written: np.ndarray) -> list[float]:
@@ -23,7 +22,7 @@ def copies_of(vertex: Vertex, graph: Graph, is_written: np.ndarray) -> list[floa
       is_written: for each value, by id, whether it exists in memory.
     """
     copies = [0.0] * len(vertex.operands)
-    if vertex.primitive in CONTRACTIONS:
+    if is_contraction(vertex):
         for number, operand in enumerate(vertex.operands):
             if isinstance(operand, Value):
                 is_slice = graph.vertices[operand.vertex].kind == "slice"
@@ -48,7 +47,7 @@ def _is_rearranged(vertex: Vertex, number: int, graph: Graph, is_written: np.nda
     if vertex.primitive != "dot_general" or vertex.equation is None or not isinstance(operand, Value):
         return False
     order, maker = _in_memory(operand, graph, is_written)
-    if maker.primitive not in CONTRACTIONS:
+    if not is_contraction(maker):
         return False
     if order is None:
         return True

@@ -13,10 +13,9 @@ from itertools import count
 
 import numpy as np
 
-from cost.compute import CONTRACTIONS
 from search_spaces.replay import REMAT
 from search_spaces.sharding.base import Rule
-from search_spaces.sharding.graph import Block, Graph, Value, Vertex
+from search_spaces.sharding.graph import Block, Graph, Value, Vertex, is_contraction
 
 REDUCTIONS = ("reduce_and", "reduce_max", "reduce_min", "reduce_or", "reduce_prod", "reduce_sum", "argm")
 """How the names of operations begin that compute what they read inside their own kernel."""
@@ -100,7 +99,7 @@ class Fusion:
         if len(kernels) == 1 or not operands:
             return True
         if vertex.primitive in _EXPENSIVE or moves_elements(vertex):
-            others = {k for k in kernels if self.graph.vertices[k].primitive not in CONTRACTIONS}
+            others = {k for k in kernels if not is_contraction(self.graph.vertices[k])}
             if len({self.group_of.get(k, -1 - k) for k in others}) > 1:
                 return False
         source_bytes = self._source_bytes
@@ -117,7 +116,7 @@ class Fusion:
         return all(root is reader or self._root_takes(root, 1, vertex) for root in roots)
 
     def _root_takes(self, root: Vertex, operand: int, vertex: Vertex) -> bool:
-        if root.primitive in CONTRACTIONS:
+        if is_contraction(root):
             return vertex.primitive in VIEWS
         if root.primitive.startswith("scatter") or root.primitive == "dynamic_update_slice":
             return operand > 0  # the first operand is the buffer that is written
@@ -166,7 +165,7 @@ def _is_fusible(vertex: Vertex, rule: Rule | None) -> bool:
         return False
     if vertex.primitive in _ALSO_FUSIBLE:
         return True
-    if rule is None or vertex.primitive in CONTRACTIONS or rule.reduction or rule.permutation:
+    if rule is None or is_contraction(vertex) or rule.reduction or rule.permutation:
         return False
     return all(rule.sizes[f] == 1 for f in rule.need_replication)  # those of one element are broadcast
 

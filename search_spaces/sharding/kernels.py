@@ -19,7 +19,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cost.compute import CONTRACTIONS
 from search_spaces.sharding.base import Rule
 from search_spaces.sharding.copies import copies_of
 from search_spaces.sharding.fusion import (
@@ -31,7 +30,7 @@ from search_spaces.sharding.fusion import (
     moves_elements,
     value_ids,
 )
-from search_spaces.sharding.graph import Graph, Value, Vertex
+from search_spaces.sharding.graph import Graph, Value, Vertex, is_contraction
 
 BITCASTS = frozenset({"reshape", "squeeze", "expand_dims", "optimization_barrier", "sharding_constraint", "copy_p"})
 """Operations that only give an array in memory another name."""
@@ -193,7 +192,7 @@ def _inside(
     """
     shares, waiting = {kernel: 1.0}, {kernel}
     places = []
-    is_contraction = graph.vertices[kernel].primitive in CONTRACTIONS
+    reads_views = is_contraction(graph.vertices[kernel])
     while waiting:
         vertex = graph.vertices[max(waiting)]
         waiting.discard(vertex.index)
@@ -201,7 +200,7 @@ def _inside(
             if not isinstance(operand, Value):
                 continue
             share = min(1.0, shares[vertex.index] * _needed_share(vertex, number, operand))
-            if is_written[operand.id] or is_contraction:
+            if is_written[operand.id] or reads_views:
                 places.append((operand.id, (share, vertex.index, number)))
                 continue
             maker, before = graph.vertices[operand.vertex], shares.get(operand.vertex, 0.0)
