@@ -47,7 +47,7 @@ FOUND = "found"
 PLANS: dict[str, Any] = {FOUND: None, "fsdp": experts.fsdp, "data parallel": experts.data_parallel}
 
 
-class Compared(NamedTuple):
+class ComputingTimes(NamedTuple):
     """A plan's seconds of computing in one step, predicted and of the compiled program."""
 
     model: str
@@ -62,7 +62,7 @@ class Compared(NamedTuple):
         return self.predicted_s / self.compiled_s - 1
 
 
-def compare(name: str, mesh_text: str, plan_name: str, time_limit_s: float) -> Compared:
+def compare(name: str, mesh_text: str, plan_name: str, time_limit_s: float) -> ComputingTimes:
     """Plans and compiles one model, as found or with an expert's shardings of state and batch."""
     model, mesh = CASES[name][0](), MESHES["h100"](parse_mesh(mesh_text))
     args = abstract_arguments(model)
@@ -74,10 +74,10 @@ def compare(name: str, mesh_text: str, plan_name: str, time_limit_s: float) -> C
     plan = step.plan(*args)
     hlo = step.lower(*args).compile().as_text() or ""
     timeline = simulate(hlo, mesh.shape, achievable_rates(plan.hardware))
-    return Compared(name, mesh_text, plan_name, plan.compute_s, timeline.busy_s[COMPUTE])
+    return ComputingTimes(name, mesh_text, plan_name, plan.compute_s, timeline.busy_s[COMPUTE])
 
 
-def rows(models: Sequence[str], plans: Sequence[str], time_limit_s: float) -> Iterator[Compared]:
+def rows(models: Sequence[str], plans: Sequence[str], time_limit_s: float) -> Iterator[ComputingTimes]:
     """Compares plans on all meshes of the models, and prints each comparison as soon as it is made."""
     for name in models:
         for mesh_text in CASES[name][1]:
@@ -87,7 +87,7 @@ def rows(models: Sequence[str], plans: Sequence[str], time_limit_s: float) -> It
                 yield row
 
 
-def cells(row: Compared) -> tuple[str, ...]:
+def cells(row: ComputingTimes) -> tuple[str, ...]:
     """Formats a row."""
     seconds = (f"{1e3 * row.predicted_s:.2f}", f"{1e3 * row.compiled_s:.2f}")
     return (row.model, row.mesh, row.plan, *seconds, f"{100 * row.error:+.0f}%")
@@ -101,10 +101,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--plans", nargs="+", choices=PLANS, default=list(PLANS))
     parser.add_argument("--time-limit", type=float, default=30.0, help="seconds of the solver for each plan")
     options = parser.parse_args(argv)
-    compared = list(rows(options.models, options.plans, options.time_limit))
+    times = list(rows(options.models, options.plans, options.time_limit))
     columns = ("model", "mesh", "plan", "predicted ms", "compiled ms", "error")
-    print_table("Seconds of computing", columns, map(cells, compared))
-    print(f"largest error {100 * max(abs(row.error) for row in compared):.0f}%")
+    print_table("Seconds of computing", columns, map(cells, times))
+    print(f"largest error {100 * max(abs(row.error) for row in times):.0f}%")
     return 0
 
 

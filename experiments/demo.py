@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import diffshard
 from diffshard.plans.page import save_page
 from experiments import experts
-from experiments.equal_results import Comparison, compare
+from experiments.equal_results import RunDifference, compare
 from experiments.host_devices import host_mesh
 from experiments.models import gpt, text
 from experiments.models.model import Model, abstract_arguments, arguments
@@ -45,8 +45,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     state, _ = plan.shard(*arguments(model))
     planned = train(step, state, batches)
     reference = train(jax.jit(model.step, donate_argnums=0), arguments(model)[0], batches)
-    comparison = compare(reference, planned)
-    _print_training(reference[1], planned[1], comparison)
+    difference = compare(reference, planned)
+    _print_training(reference[1], planned[1], difference)
 
     print("\nTiming the plan against data parallelism, in turns.")
     _print_ratio(*time_in_turns(step, data_parallel_step(model, mesh), model, batches[0], plan, mesh, options.rounds))
@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     plan.save(options.output / "plan.json")
     save_page(plan, options.output / "plan.html")
     print(f"\nWrote {options.output / 'plan.json'} and {options.output / 'plan.html'}.")
-    return 0 if comparison.equal else 1
+    return 0 if difference.equal else 1
 
 
 def train(step: Callable[..., Any], state: Any, batches: Sequence[jax.Array]) -> tuple[Any, list[float]]:
@@ -117,13 +117,13 @@ def _num_parameters(model: Model) -> int:
     return sum(leaf.size for leaf in jax.tree.leaves(abstract_arguments(model)[0].params))
 
 
-def _print_training(reference: Sequence[float], planned: Sequence[float], comparison: Comparison) -> None:
+def _print_training(reference: Sequence[float], planned: Sequence[float], difference: RunDifference) -> None:
     print(f"{'step':>6}{'one device':>14}{'plan':>14}")
     for index in sorted({0, *range(4, len(planned), 5), len(planned) - 1}):
         print(f"{index + 1:>6}{reference[index]:>14.6f}{planned[index]:>14.6f}")
     print(
-        f"{'Equal' if comparison.equal else 'NOT EQUAL'}: losses differ by at most {comparison.loss:.1e} of their "
-        f"size, parameters and optimiser state by at most {comparison.state:.1e} of each tensor's largest entry."
+        f"{'Equal' if difference.equal else 'NOT EQUAL'}: losses differ by at most {difference.loss:.1e} of their "
+        f"size, parameters and optimiser state by at most {difference.state:.1e} of each tensor's largest entry."
     )
 
 

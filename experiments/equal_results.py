@@ -43,7 +43,7 @@ STATE_TOLERANCE = 1e-4
 NOISY_SHARE = 1e-4
 
 
-class Comparison(NamedTuple):
+class RunDifference(NamedTuple):
     """How far the planned run is from the run on one device.
 
     Attributes:
@@ -70,7 +70,7 @@ class PlannedRun(NamedTuple):
     mesh: str
     plan: diffshard.Plan
     search_s: float
-    comparison: Comparison
+    difference: RunDifference
 
 
 def slow_arithmetic(mesh: Mesh) -> Hardware:
@@ -79,7 +79,7 @@ def slow_arithmetic(mesh: Mesh) -> Hardware:
     return Hardware("slow arithmetic", flops_per_s=1e7, memory_bytes_per_s=1e9, memory_bytes=1e10, links=links)
 
 
-def compare(reference: tuple[Any, Sequence[Any]], planned: tuple[Any, Sequence[Any]]) -> Comparison:
+def compare(reference: tuple[Any, Sequence[Any]], planned: tuple[Any, Sequence[Any]]) -> RunDifference:
     """Compares `(state, losses)` of two runs."""
     losses = [np.asarray(run[1], np.float64) for run in (reference, planned)]
     differences = [
@@ -90,7 +90,7 @@ def compare(reference: tuple[Any, Sequence[Any]], planned: tuple[Any, Sequence[A
     everything = np.sort(np.concatenate(differences))
     quiet = everything[: len(everything) - int(NOISY_SHARE * len(everything))]
     loss = float(np.max(np.abs(losses[1] - losses[0]) / np.abs(losses[0])))
-    return Comparison(loss, float(quiet[-1]), float(np.mean(~(everything <= STATE_TOLERANCE))))
+    return RunDifference(loss, float(quiet[-1]), float(np.mean(~(everything <= STATE_TOLERANCE))))
 
 
 def run_steps(step: Callable[..., Any], state: Any, batch: Any, steps: int) -> tuple[Any, list[Any]]:
@@ -117,16 +117,16 @@ def check(
 
 def cells(row: PlannedRun) -> tuple[object, ...]:
     """Returns the cells of a run's row in the table."""
-    comparison = row.comparison
+    difference = row.difference
     return (
         row.model,
         row.mesh,
         f"{row.search_s:.1f} s",
         f"{sum(any(tensor.spec) for tensor in row.plan.arguments)} of {len(row.plan.arguments)}",
         len(row.plan.collectives),
-        f"{comparison.loss:.1e}",
-        f"{comparison.state:.1e}",
-        "equal" if comparison.equal else f"DIFFERS ({comparison.noisy:.1%} of elements)",
+        f"{difference.loss:.1e}",
+        f"{difference.state:.1e}",
+        "equal" if difference.equal else f"DIFFERS ({difference.noisy:.1%} of elements)",
     )
 
 
@@ -149,7 +149,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         ]
     columns = ("model", "mesh", "search", "arguments split", "collectives", "loss differs", "state differs", "verdict")
     print_table(f"Equal results: {STEPS} steps with the plan against one device", columns, map(cells, rows))
-    return 0 if all(row.comparison.equal for row in rows) else 1
+    return 0 if all(row.difference.equal for row in rows) else 1
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from diffshard.checks.timeline import COMPUTE
-from diffshard.checks.verify import relative_error
+from diffshard.checks.verify import format_error, relative_error
 from experiments.tables import print_table
 
 FOUND = "found"
@@ -110,7 +110,7 @@ def cells(row: Row, best_s: float = float("nan")) -> tuple[str, ...]:
         f"{1e3 * row.timeline_s:.1f}",
         f"{row.timeline_s / best_s:.2f}" if np.isfinite(best_s) else "",
         f"{1e3 * row.predicted_s:.1f}",
-        percent(relative_error(row.predicted_s, row.timeline_s)),
+        format_error(relative_error(row.predicted_s, row.timeline_s), 0),
         f"{1e3 * row.busy_s.get(COMPUTE, 0.0):.1f}",
         ", ".join(waits),
         *_compared(row.sent_bytes, 1e9, "{:.2f}"),
@@ -123,7 +123,8 @@ def _compared(values: Sequence[float], unit: float, form: str) -> tuple[str, str
     if not values:
         return "", "", ""
     predicted, compiled = values
-    return form.format(predicted / unit), form.format(compiled / unit), percent(relative_error(predicted, compiled))
+    error = format_error(relative_error(predicted, compiled), 0)
+    return form.format(predicted / unit), form.format(compiled / unit), error
 
 
 def _waits_by_kind(row: Row) -> dict[str, float]:
@@ -133,11 +134,6 @@ def _waits_by_kind(row: Row) -> dict[str, float]:
         kind = reason.split(" ")[0]
         total[kind] = total.get(kind, 0.0) + seconds
     return dict(sorted(total.items(), key=lambda item: -item[1]))
-
-
-def percent(error: float) -> str:
-    """Formats a relative error; inf means that the program has no such bytes."""
-    return "new" if np.isinf(error) else f"{100 * error:+.0f}%"
 
 
 def print_rows(rows: Sequence[Row], heading: str) -> None:

@@ -23,7 +23,7 @@ from jax.sharding import Mesh
 import diffshard
 from diffshard import Hardware
 from diffshard.checks.memory_plan import memory_plan
-from diffshard.checks.verify import ComparedBytes, Verification, relative_error, verify
+from diffshard.checks.verify import ComparedBytes, Verification, format_error, relative_error, verify
 from experiments.equal_results import slow_arithmetic
 from experiments.host_devices import parse_mesh
 from experiments.models import dlrm, gpt, mlp, moe, resnet
@@ -144,13 +144,15 @@ def cells(result: CheckedPlan) -> tuple[object, ...]:
         result.mesh,
         result.hardware,
         *(f"{num_bytes / 1e6:.1f}" for num_bytes in sent),
-        percent(sent_error(verification)),
-        f"{percent(row.error)} {row.kind} {row.axis}" if row else "",
+        format_error(sent_error(verification)),
+        f"{format_error(row.error)} {row.kind} {row.axis}" if row else "",
         f"{result.predicted_collectives:.0f} → {verification.num_collectives:.0f}",
         f"{memory.predicted / 1e6:.0f}" if memory else "",
         f"{memory.compiled / 1e6:.0f}" if memory else "",
-        percent(memory.error) if memory else "",
-        percent(relative_error(memory.predicted, result.in_order_bytes)) if memory and result.in_order_bytes else "",
+        format_error(memory.error) if memory else "",
+        format_error(relative_error(memory.predicted, result.in_order_bytes))
+        if memory and result.in_order_bytes
+        else "",
     )
 
 
@@ -169,11 +171,6 @@ COLUMNS = (
     "error",
     "in order",
 )
-
-
-def percent(error: float) -> str:
-    """Writes a relative error; "new" if something was predicted that the program does not have."""
-    return "new" if np.isinf(error) else f"{100 * error:+.1f}%"
 
 
 def summary(results: Sequence[CheckedPlan]) -> list[tuple[str, list[tuple[str, float]], float]]:
@@ -206,7 +203,7 @@ def print_summary(results: Sequence[CheckedPlan]) -> None:
                 name,
                 len(errors),
                 f"{100 * np.median(sizes):.1f}%",
-                f"{percent(worst_error)} ({worst_name})",
+                f"{format_error(worst_error)} ({worst_name})",
                 f"{outside} beyond {tolerance:.0%}",
             )
         )
@@ -214,7 +211,7 @@ def print_summary(results: Sequence[CheckedPlan]) -> None:
     for name, errors, tolerance in summary(results):
         for row, error in errors:
             if abs(error) > tolerance:
-                print(f"beyond {tolerance:.0%}, {name}: {row} {percent(error)}")
+                print(f"beyond {tolerance:.0%}, {name}: {row} {format_error(error)}")
 
 
 def as_json(results: Sequence[CheckedPlan]) -> str:

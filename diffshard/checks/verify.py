@@ -83,11 +83,11 @@ class Verification:
         lines = [f"{'collective':<20}{'axis':<12}{'predicted':>14}{'Shardy':>14}{'XLA':>14}{'error':>9}   (bytes)"]
         for row in (*self.collectives, *self.sent):
             values = "".join(f"{value:>14,.0f}" for value in (row.predicted, row.shardy, row.compiled))
-            lines.append(f"{row.kind:<20}{row.axis:<12}{values}{_percent(row.error):>9}")
+            lines.append(f"{row.kind:<20}{row.axis:<12}{values}{format_error(row.error):>9}")
         if self.memory:
             m = self.memory
             lines.append(
-                f"{'peak memory':<32}{m.predicted:>14,.0f}{'':>14}{m.compiled:>14,.0f}{_percent(m.error):>9}   "
+                f"{'peak memory':<32}{m.predicted:>14,.0f}{'':>14}{m.compiled:>14,.0f}{format_error(m.error):>9}   "
                 f"= {m.plan.arguments:,} arguments + {m.plan.outputs:,} outputs - {m.plan.aliased:,} aliased "
                 f"+ {m.plan.temporaries:,} temporaries"
             )
@@ -159,6 +159,11 @@ def relative_error(predicted: float, actual: float) -> float:
     return (predicted - actual) / actual
 
 
+def format_error(error: float, digits: int = 1) -> str:
+    """Writes a relative error in percent; "new" where something was predicted that the program does not have."""
+    return "new" if np.isinf(error) else f"{100 * error:+.{digits}f}%"
+
+
 def _is_for_cpu(compiled: Any) -> bool:
     # The CPU backend writes every reduce-scatter as an all-reduce and a slice; in a GPU's program that is what runs.
     shardings = jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
@@ -194,7 +199,3 @@ def _sent_bytes(
 def _memory(compiled: Any, predicted: float) -> ComparedMemory | None:
     plan = memory_plan(compiled)
     return None if plan is None else ComparedMemory(predicted, plan)
-
-
-def _percent(error: float) -> str:
-    return "new" if np.isinf(error) else f"{100 * error:+.1f}%"

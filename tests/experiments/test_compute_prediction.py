@@ -7,11 +7,11 @@ import sys
 import pytest
 
 from experiments import compute_prediction
-from experiments.compute_prediction import Compared
+from experiments.compute_prediction import ComputingTimes
 
 
 def test_a_row_shows_milliseconds_and_the_error():
-    row = Compared("gpt", "2x4", "found", 0.0225, 0.018)
+    row = ComputingTimes("gpt", "2x4", "found", 0.0225, 0.018)
     assert compute_prediction.cells(row) == ("gpt", "2x4", "found", "22.50", "18.00", "+25%")
 
 
