@@ -61,15 +61,15 @@ class NodeCosts:
           forms: a number for each vertex, equal for those that compute the same.
           compute_share: as for `node_s`.
         """
-        known: dict[Hashable, np.ndarray] = {}
+        cost_of_key: dict[Hashable, np.ndarray] = {}
         node_costs_s = []
         for node in nodes:
             vertex = node.vertex
             shares = tuple((self.shares.latency(value), self.shares.exposed(value)) for value in vertex.results)
             key = forms[vertex.index], node.hub is None, id(node.strategies), shares, self.kernels.at(vertex)
-            if key not in known:
-                known[key] = self.node_s(node, compute_share)
-            node_costs_s.append(known[key])
+            if key not in cost_of_key:
+                cost_of_key[key] = self.node_s(node, compute_share)
+            node_costs_s.append(cost_of_key[key])
         return node_costs_s
 
     def node_s(self, node: Node, compute_share: float = 1.0) -> np.ndarray:

@@ -234,13 +234,11 @@ class ShardingSpace:
             and not is_constrained(vertex)
             and any(isinstance(x, Value) and x.shape for x in (*vertex.operands, *vertex.results))
         ]
-        return (
-            *self.graph.notes,
-            *(
-                f"{name} has no sharding rule and runs whole on every device ({sources})."
-                for name, sources in sources_of(without_rule)
-            ),
-        )
+        notes = [
+            f"{name} has no sharding rule and runs whole on every device ({sources})."
+            for name, sources in sources_of(without_rule)
+        ]
+        return (*self.graph.notes, *notes)
 
     def priced(self, compute_share: float, exposed_share: float) -> Problem:
         """Returns the problem of the same choices with other prices.
