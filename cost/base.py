@@ -5,13 +5,14 @@ Letters for sizes: V nodes, S_v strategies of node v, E edges, K usages, D devic
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from cost.dtypes import kind_and_bits
+from cost.lines import Line
 
 FORBIDDEN = 10**18
 """Costs from here on, infinity included, stand for what must not be chosen (IOPDDL's convention)."""
@@ -142,31 +143,41 @@ class Work(NamedTuple):
 
 @dataclass(frozen=True)
 class Link:
-    """A mesh axis's link by the α–β model: a message of b bytes takes `latency_s + b * s_per_byte` seconds.
+    """A mesh axis's link: a message of b bytes takes `latency_s + b * s_per_byte` seconds, or what its kind has.
 
     Attributes:
       latency_s: seconds of one collective however small.
       s_per_byte: inverse of the bandwidth at which one device sends around the ring of its axis.
-      all_to_all_s_per_byte: the same for all-to-all, where it differs: a ring crosses from host to host once, an
-        all-to-all once for each pair of devices. None means `s_per_byte`.
-      reduce_scatter_s_per_byte: the same for reduce-scatter, where it differs: XLA for CPU writes it as an all-reduce,
-        of twice the bytes. None means `s_per_byte`.
+      by_kind: for kinds of collectives that differ, the lines of which a message takes the fastest one. Examples: a
+        ring crosses from host to host once, an all-to-all once for each pair of devices; XLA for CPU writes a
+        reduce-scatter as an all-reduce, of twice the bytes; NCCL has one protocol for small messages and another for
+        large ones.
 
     Raises:
-      ValueError: a field is NaN, infinite or negative.
+      ValueError: a number is NaN, infinite or negative; a kind is unknown or has no line.
     """
 
     latency_s: float
     s_per_byte: float
-    all_to_all_s_per_byte: float | None = None
-    reduce_scatter_s_per_byte: float | None = None
+    by_kind: Mapping[CollectiveKind, tuple[Line, ...]] = field(default_factory=dict)
 
     def __post_init__(self):
-        _check_cost("Link.latency_s", self.latency_s)
-        _check_cost("Link.s_per_byte", self.s_per_byte)
-        for name in ("all_to_all_s_per_byte", "reduce_scatter_s_per_byte"):
-            if getattr(self, name) is not None:
-                _check_cost(f"Link.{name}", getattr(self, name))
+        _check_line("Link", self.latency_s, self.s_per_byte)
+        for kind, lines in self.by_kind.items():
+            if kind not in COLLECTIVE_KINDS:
+                raise ValueError(f"`Link.by_kind` must have keys of {COLLECTIVE_KINDS}, not {kind!r}.")
+            if not lines or not all(isinstance(line, Line) for line in lines):
+                raise ValueError(f"`Link.by_kind[{kind!r}]` must be a tuple of one Line or more, not {lines!r}.")
+            for line in lines:
+                _check_line(f"Link.by_kind[{kind!r}]", *line)
+        object.__setattr__(self, "by_kind", {kind: tuple(lines) for kind, lines in self.by_kind.items()})
+
+    def __hash__(self) -> int:
+        return hash((self.latency_s, self.s_per_byte, frozenset(self.by_kind.items())))
+
+    def lines(self, kind: CollectiveKind) -> tuple[Line, ...]:
+        """Returns the lines of a kind of collective, over the bytes that one device sends."""
+        return self.by_kind.get(kind) or (Line(self.latency_s, self.s_per_byte),)
 
 
 @dataclass(frozen=True)
@@ -290,11 +301,16 @@ class CostModel(Protocol):
         ...
 
 
-def _check_rate(field: str, value: float, most: float = math.inf) -> None:
+def _check_rate(name: str, value: float, most: float = math.inf) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= most:
-        raise ValueError(f"`{field}` must be a positive number (at most {most}; inf costs nothing), not {value!r}.")
+        raise ValueError(f"`{name}` must be a positive number (at most {most}; inf costs nothing), not {value!r}.")
 
 
-def _check_cost(field: str, value: float) -> None:
+def _check_line(name: str, latency_s: float, s_per_byte: float) -> None:
+    _check_cost(f"{name}.latency_s", latency_s)
+    _check_cost(f"{name}.s_per_byte", s_per_byte)
+
+
+def _check_cost(name: str, value: float) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
-        raise ValueError(f"`{field}` must be a finite number of seconds, zero or more, not {value!r}.")
+        raise ValueError(f"`{name}` must be a finite number of seconds, zero or more, not {value!r}.")

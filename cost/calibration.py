@@ -11,8 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from cost.base import CollectiveKind, Hardware, Link
+from cost.base import COLLECTIVE_KINDS, CollectiveKind, Hardware, Link
 from cost.collectives import collective_sent_bytes
+from cost.line_fitting import fit_latency_and_slope, fit_lines
 from cost.presets import EXPOSED_ON_GPU
 
 
@@ -64,31 +65,6 @@ def calibrate(
     )
 
 
-def fit_latency_and_slope(sent_bytes: np.ndarray, seconds: np.ndarray) -> tuple[float, float]:
-    """Fits seconds = latency + slope · bytes by the least sum of absolute *relative* errors; neither is negative.
-
-    Least squares would fit the largest sizes only: with R² = 0.99999 such a fit is wrong by 15% in the median on V100
-    hosts, most of all on the small messages that a training step is full of.
-
-    Source: iteratively reweighted least squares for L1 (Schlossmacher 1973).
-    """
-    x, t = np.asarray(sent_bytes, float), np.asarray(seconds, float)
-    weight = 1 / t
-    latency = slope = 0.0
-    for _ in range(100):
-        rows = np.stack([weight, weight * x], axis=1)
-        scale = np.linalg.norm(rows, axis=0)
-        scale[scale == 0] = 1.0
-        latency, slope = np.linalg.lstsq(rows / scale, weight * t, rcond=None)[0] / scale
-        if slope < 0:
-            latency, slope = np.average(t, weights=weight**2), 0.0
-        elif latency < 0:
-            latency, slope = 0.0, np.sum(weight**2 * x * t) / np.sum((weight * x) ** 2)
-        error = np.abs(latency + slope * x - t) / t
-        weight = 1 / (t * np.sqrt(np.maximum(error, 1e-3)))
-    return float(latency), float(slope)
-
-
 def _everywhere(mesh: Mesh, shape: tuple[int, ...], dtype: str) -> jax.Array:
     """Makes an array with one block of `shape` on each device, stacked along a new first dimension."""
     sharding = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
@@ -126,13 +102,9 @@ def _memory_bytes(mesh: Mesh) -> float:
 def _link(mesh: Mesh, axis: str, largest_bytes: int, repeats: int) -> Link:
     if mesh.shape[axis] == 1:
         return Link(0.0, 0.0)
-    rings = [_times(mesh, axis, kind, largest_bytes, repeats) for kind in ("all_gather", "all_reduce")]
-    sent_bytes, seconds = np.concatenate(rings, axis=1)
-    latency_s, s_per_byte = fit_latency_and_slope(sent_bytes, seconds)
-    _, all_to_all = fit_latency_and_slope(*_times(mesh, axis, "all_to_all", largest_bytes, repeats))
-    # What XLA compiles a reduce-scatter to on CPU is an all-reduce.
-    reduce_scatter = 2 * s_per_byte if mesh.devices.flat[0].platform == "cpu" else None
-    return Link(latency_s, s_per_byte, all_to_all, reduce_scatter)
+    points = {kind: _times(mesh, axis, kind, largest_bytes, repeats) for kind in COLLECTIVE_KINDS}
+    rings = np.concatenate([points["all_gather"], points["all_reduce"]], axis=1)
+    return Link(*fit_latency_and_slope(*rings), {kind: fit_lines(*points[kind]) for kind in COLLECTIVE_KINDS})
 
 
 def _times(mesh: Mesh, axis: str, kind: CollectiveKind, largest_bytes: int, repeats: int) -> np.ndarray:
@@ -142,24 +114,30 @@ def _times(mesh: Mesh, axis: str, kind: CollectiveKind, largest_bytes: int, repe
     largest_local_bytes = largest_bytes // (n if kind == "all_gather" else 1)
     local_bytes = min(2**12, largest_local_bytes)
     while local_bytes <= largest_local_bytes:
-        x = _everywhere(mesh, (max(1, local_bytes // (4 * n)), n), "float32")
-        full_bytes = x.nbytes // mesh.size * (1 if kind == "all_reduce" else n)
-        call = jax.jit(_collective(mesh, axis, kind))
+        x = _everywhere(mesh, (n, max(1, local_bytes // (4 * n))), "float32")
+        full_bytes = x.nbytes // mesh.size * (n if kind in ("all_gather", "all_to_all") else 1)
+        call = jax.jit(collective_on_blocks(mesh, axis, kind))
         seconds = median_s(partial(call, x), repeats)
         points.append((float(collective_sent_bytes(kind, full_bytes, n)), seconds))
         local_bytes *= 4
     return np.array(points).T
 
 
-def _collective(mesh: Mesh, axis: str, kind: CollectiveKind) -> Callable[[jax.Array], jax.Array]:
-    """Returns a function that runs one collective along an axis on local blocks `[1, rows, n]`."""
+def collective_on_blocks(mesh: Mesh, axis: str, kind: CollectiveKind) -> Callable[[jax.Array], jax.Array]:
+    """Returns a function that runs one collective along an axis on blocks `[1, n, columns]` of n devices each."""
+    n = mesh.shape[axis]
 
     def local(x: jax.Array) -> jax.Array:
-        if kind == "all_gather":
-            return jax.lax.all_gather(x, axis, axis=1, tiled=True)
-        if kind == "all_reduce":
-            return jax.lax.psum(x, axis)
-        return jax.lax.all_to_all(x, axis, split_axis=2, concat_axis=1, tiled=True)
+        match kind:
+            case "all_gather":
+                return jax.lax.all_gather(x, axis, axis=1, tiled=True)
+            case "all_reduce":
+                return jax.lax.psum(x, axis)
+            case "reduce_scatter":
+                return jax.lax.psum_scatter(x, axis, scatter_dimension=1, tiled=True)
+            case "all_to_all":
+                return jax.lax.all_to_all(x, axis, split_axis=1, concat_axis=1, tiled=True)
+        return jax.lax.ppermute(x, axis, [(i, (i + 1) % n) for i in range(n)])
 
     spec = PartitionSpec(mesh.axis_names)
     return jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)

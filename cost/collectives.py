@@ -1,6 +1,6 @@
-"""The seconds of a collective on one mesh axis by the α–β model, in two parts that are priced apart.
+"""The seconds of a collective on one mesh axis: by the α–β model, or by the fastest of a few such lines for its kind.
 
-Compilers combine collectives, so the latency belongs to a combinable group and the bytes to each tensor. Sizes are
+Compilers combine collectives, so a line's latency belongs to a combinable group and its bytes to each tensor. Sizes are
 the *full* size along the axis within one group of `num_devices` devices:
 
 | kind               | `num_bytes`                    | bytes that one device sends |
@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from cost.base import COLLECTIVE_KINDS, CollectiveKind, CostModel, Hardware, Link
+from cost.lines import FREE, Line, fastest_lines, least_s
 
 
 def collective_sent_bytes(kind: CollectiveKind, num_bytes: ArrayLike, num_devices: ArrayLike) -> np.ndarray:
@@ -46,31 +47,30 @@ def collective_sent_bytes(kind: CollectiveKind, num_bytes: ArrayLike, num_device
     raise ValueError(f"`kind` must be one of {COLLECTIVE_KINDS}, not {kind!r}.")
 
 
-def collective_transfer_s(kind: CollectiveKind, num_bytes: ArrayLike, num_devices: ArrayLike, link: Link) -> np.ndarray:
-    """Computes the seconds in proportion to bytes, which each tensor pays."""
-    s_per_byte = link.s_per_byte
-    if kind == "all_to_all" and link.all_to_all_s_per_byte is not None:
-        s_per_byte = link.all_to_all_s_per_byte
-    if kind == "reduce_scatter" and link.reduce_scatter_s_per_byte is not None:
-        s_per_byte = link.reduce_scatter_s_per_byte
-    return collective_sent_bytes(kind, num_bytes, num_devices) * s_per_byte
+def collective_lines(kind: CollectiveKind, num_devices: int, link: Link) -> tuple[Line, ...]:
+    """Returns the lines of one kind of collective over its full size; free for one device.
 
-
-def collective_latency_s(kind: CollectiveKind, num_devices: ArrayLike, link: Link) -> np.ndarray:
-    """Computes the seconds that do not depend on bytes, which each combined group pays once; zero for one device."""
-    if kind not in COLLECTIVE_KINDS:
-        raise ValueError(f"`kind` must be one of {COLLECTIVE_KINDS}, not {kind!r}.")
-    return np.where(np.asarray(num_devices) > 1, link.latency_s, 0.0)
+    Raises:
+      ValueError: `kind` is none of `COLLECTIVE_KINDS`.
+    """
+    sent = float(collective_sent_bytes(kind, 1.0, num_devices))
+    if num_devices == 1:
+        return FREE
+    return fastest_lines(Line(latency_s, s_per_byte * sent) for latency_s, s_per_byte in link.lines(kind))
 
 
 def collective_s(kind: CollectiveKind, num_bytes: ArrayLike, num_devices: ArrayLike, link: Link) -> np.ndarray:
     """Computes the seconds of one collective alone: latency and transfer; zero for one device or no bytes.
 
+    Arguments broadcast against each other.
+
     Example: an all-reduce of 1 GB over 4 devices at 1 GB/s takes 2 · 3/4 s.
+
+    Raises:
+      ValueError: `kind` is none of `COLLECTIVE_KINDS`.
     """
-    latency = collective_latency_s(kind, num_devices, link)
-    transfer = collective_transfer_s(kind, num_bytes, num_devices, link)
-    return np.where(np.asarray(num_bytes) > 0, latency + transfer, 0.0)
+    seconds = least_s(link.lines(kind), collective_sent_bytes(kind, num_bytes, num_devices))
+    return np.where((np.asarray(num_bytes) > 0) & (np.asarray(num_devices) > 1), seconds, 0.0)
 
 
 def _all_kinds(axis: str, num_devices: int) -> tuple[CostModel, ...]:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Protocol
 
 from cost.base import Hardware, Link
+from cost.lines import Line
 
 
 class Network(Protocol):
@@ -83,7 +84,7 @@ class SwitchedHost:
         if hosts > 1:
             share = self.network_bytes_per_s / self.num_devices
             ring, all_to_all = min(ring, share * members), min(all_to_all, share)
-        return Link(latency_s, 1 / ring, 1 / all_to_all)
+        return Link(latency_s, 1 / ring, {"all_to_all": (Line(latency_s, 1 / all_to_all),)})
 
     def share(self, device: Hardware, num_devices: int) -> Hardware:
         """Returns the device as it is: every one has its own rates and memory."""
@@ -123,7 +124,9 @@ class TorusPod:
         # counts (n − 1)/n² of the bytes, so the rest of the factor is here.
         busiest = size**2 / 4 if not is_ring else size**2 / 8
         all_to_all = busiest / max(size - 1, 1) / self.link_bytes_per_s
-        return Link(self.launch_s + hops * self.hop_s, 1 / bytes_per_s, max(all_to_all, 1 / bytes_per_s))
+        latency_s = self.launch_s + hops * self.hop_s
+        exchange = Line(latency_s, max(all_to_all, 1 / bytes_per_s))
+        return Link(latency_s, 1 / bytes_per_s, {"all_to_all": (exchange,)})
 
     def share(self, device: Hardware, num_devices: int) -> Hardware:
         """Returns the device as it is: every one has its own rates and memory."""
@@ -149,8 +152,8 @@ class SharedProcessor:
     def link(self, size: int, stride: int) -> Link:
         """Returns the link of an axis of `size` devices, which does not depend on the stride."""
         del stride
-        slope = 1 / self.bytes_per_s
-        return Link(self.launch_s + (size - 1) * self.hop_s, slope, reduce_scatter_s_per_byte=2 * slope)
+        latency_s, slope = self.launch_s + (size - 1) * self.hop_s, 1 / self.bytes_per_s
+        return Link(latency_s, slope, {"reduce_scatter": (Line(latency_s, 2 * slope),)})
 
     def share(self, device: Hardware, num_devices: int) -> Hardware:
         """Returns an equal part of the processor's rates, by dtype, and of its memory."""

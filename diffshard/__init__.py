@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:  # for type checkers and editors; when the program runs, `__getattr__` reads `_NAMES_OF` below
     from cost.base import Hardware, Link, Problem
     from cost.calibration import calibrate
+    from cost.lines import Line
     from cost.presets import PRESET_NAMES, preset
     from diffshard.base import InfeasibleError, PlanError, Proposal, Solution, Solver
     from diffshard.bilevel_search.estimators.curvature import curvature
@@ -39,6 +40,7 @@ if TYPE_CHECKING:  # for type checkers and editors; when the program runs, `__ge
 _NAMES_OF = {
     "cost.base": ("Hardware", "Link", "Problem"),
     "cost.calibration": ("calibrate",),
+    "cost.lines": ("Line",),
     "cost.presets": ("PRESET_NAMES", "preset"),
     "diffshard.base": ("InfeasibleError", "PlanError", "Proposal", "Solution", "Solver"),
     "diffshard.bilevel_search.estimators.curvature": ("curvature",),
@@ -86,6 +88,7 @@ __all__ = [
     "ExpertPlans",
     "Hardware",
     "InfeasibleError",
+    "Line",
     "Link",
     "Pareto",
     "Placement",

@@ -19,9 +19,10 @@ import numpy as np
 from jax.extend import core
 
 from cost.base import CollectiveKind, Hardware
-from cost.calibration import calibrate, fit_latency_and_slope, median_s
+from cost.calibration import calibrate, median_s
 from cost.collectives import collective_s, collective_sent_bytes
 from cost.compute import equation_work, jaxpr_flops
+from cost.line_fitting import fit_latency_and_slope
 from cost.presets import preset
 from diffshard import search
 from experiments.models import gpt, mlp, resnet

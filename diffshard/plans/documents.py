@@ -16,6 +16,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 import numpy as np
 
+from cost.base import Link
 from diffshard.base import PlanError
 from diffshard.files import write_whole
 
@@ -169,3 +170,18 @@ def _record(kind: Any, value: Any, converters: Mapping[Any, Any]) -> Any:
     if missing := [f"`{p.name}`" for p in parameters if p.default is p.empty and p.name not in fields]:
         raise TypeError(f"{kind.__name__} lacks {', '.join(missing)}")
     return kind(**fields)
+
+
+def link_from_json(values: Any) -> Link:
+    """Returns a link from JSON values, also from those that were saved before links had lines by kind.
+
+    Raises:
+      TypeError: as `from_json_values`.
+    """
+    values = dict(values) if isinstance(values, dict) else values
+    by_kind = {}
+    for kind in ("all_to_all", "reduce_scatter"):
+        s_per_byte = values.pop(f"{kind}_s_per_byte", None) if isinstance(values, dict) else None
+        if s_per_byte is not None:
+            by_kind[kind] = [{"latency_s": values.get("latency_s"), "s_per_byte": s_per_byte}]
+    return from_json_values(Link, {**values, "by_kind": by_kind} if by_kind else values)

@@ -11,9 +11,10 @@ from typing import Any, TypeVar, get_args
 
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
+from cost.base import Link
 from diffshard.base import PlanError
 from diffshard.plans.base import Executor, Operation, PlanData, PredictedCollective, Tensor
-from diffshard.plans.documents import SHARDING, content, from_json_values, read, to_json_values, write
+from diffshard.plans.documents import SHARDING, content, from_json_values, link_from_json, read, to_json_values, write
 from search_spaces.partition_specs import NamedSpec
 
 VERSION = 2
@@ -96,6 +97,7 @@ def _plan_from_values(values: dict[str, Any], kind: type[PlanT], mesh: Mesh | Ab
             NamedSpec: specs.__getitem__,
             NamedSpec | None: lambda i: None if i is None else specs[i],
             Executor: _executor,
+            Link: link_from_json,
         },
     )
     axes = plan.mesh_axes

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from cost.base import Hardware
-from cost.collectives import collective_latency_s, collective_transfer_s
+from cost.collectives import collective_s
 from search_spaces.base import Part, Traffic
 from search_spaces.communication.base import CollectiveStrategy, Group, Precision, Site, Stage
 
@@ -113,11 +113,9 @@ def site_seconds(site: Site, strategy: CollectiveStrategy, hardware: Hardware) -
 
 
 def _stage_seconds(stage: Stage, hardware: Hardware) -> float:
-    link = hardware.link(stage.axis)
-    latency = float(collective_latency_s(stage.kind, stage.num_devices, link))
-    transfer = float(collective_transfer_s(stage.kind, stage.num_bytes, stage.num_devices, link))
+    seconds = float(collective_s(stage.kind, stage.num_bytes, stage.num_devices, hardware.link(stage.axis)))
     coding = 0.0 if stage.precision is None else stage.num_coded * coding_s(stage.precision, hardware)
-    return latency + transfer + coding
+    return seconds + coding
 
 
 def coding_s(precision: Precision, hardware: Hardware) -> float:

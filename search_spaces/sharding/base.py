@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from cost.base import CollectiveKind
+from cost.lines import Line
 from search_spaces.partition_specs import IndexedSpec
 from search_spaces.sharding.graph import Value, Vertex
 
@@ -52,10 +53,21 @@ class ReshardStep(NamedTuple):
 
 
 class Rates(NamedTuple):
-    """What a collective costs on one mesh axis, by kind: seconds of one, and seconds for each byte of its size."""
+    """What a collective costs on one mesh axis: by kind, lines over the bytes of its size.
 
-    latency_s: Mapping[str, float]
-    s_per_byte: Mapping[str, float]
+    Attributes:
+      lines: of each kind, those that are the fastest at some size, from the smallest to the largest.
+    """
+
+    lines: Mapping[CollectiveKind, tuple[Line, ...]]
+
+    def latency_s(self, kind: CollectiveKind) -> float:
+        """Returns the seconds of the smallest collective of a kind."""
+        return self.lines[kind][0].latency_s
+
+    def s_per_byte(self, kind: CollectiveKind) -> float:
+        """Returns the seconds for each byte of the size of a large collective."""
+        return self.lines[kind][-1].s_per_byte
 
 
 Dimensions = tuple[tuple[int, ...], ...]

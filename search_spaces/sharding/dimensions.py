@@ -121,7 +121,7 @@ def interchangeable_axes(sizes: tuple[int, ...], rates: Sequence[Rates], fixed_a
       rates: what collectives cost on each axis.
       fixed_axes: axes that the user or the function has given a meaning; they are like no other.
     """
-    slowness = [rate.s_per_byte["all_gather"] for rate in rates]
+    slowness = [rate.s_per_byte("all_gather") for rate in rates]
     fast_first = tuple(sorted(range(len(sizes)), key=lambda a: (slowness[a], -a)))
     free = [a for a in reversed(fast_first) if sizes[a] > 1 and a not in fixed_axes]
     num_axes = sum(n > 1 for n in sizes)

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from cost.base import COLLECTIVE_KINDS, Hardware, Link
-from cost.collectives import collective_latency_s, collective_transfer_s
+from cost.collectives import collective_lines
+from cost.lines import Line
 from search_spaces.partition_specs import IndexedSpec
 from search_spaces.sharding.base import Rates, ReshardStep
 from search_spaces.sharding.graph import Graph, Value, follows_contraction, leads_to_contraction
@@ -29,7 +30,7 @@ class ReshardCosts:
 
     Attributes:
       path: the steps of a reshard on this mesh, as a function of two specs.
-      largest_s_per_byte: of all kinds of collectives on all axes.
+      largest_s_per_byte: of all kinds of large collectives on all axes.
     """
 
     def __init__(self, axis_names: Sequence[str], axis_sizes: tuple[int, ...], hardware: Hardware):
@@ -38,16 +39,15 @@ class ReshardCosts:
         self.rates = tuple(_rates(link, n) for link, n in zip(links, axis_sizes, strict=True))
         self.path = Paths(axis_sizes, self.rates)
         self._combines_gathers = hardware.combines_gathers
-        self.largest_s_per_byte = max((slope for r in self.rates for slope in r.s_per_byte.values()), default=0.0)
-        self._pairs: dict[tuple[IndexedSpec, IndexedSpec], tuple[float, float]] = {}
+        self.largest_s_per_byte = max((r.s_per_byte(kind) for r in self.rates for kind in r.lines), default=0.0)
+        self._pairs: dict[tuple[IndexedSpec, IndexedSpec], tuple[Line, ...]] = {}
         self._grids: dict[tuple[tuple[IndexedSpec, ...], tuple[IndexedSpec, ...]], tuple[np.ndarray, np.ndarray]] = {}
         self._matrices: dict[tuple, np.ndarray] = {}
 
     def step_s(self, step: ReshardStep, num_bytes: float, latency_share: float = 1.0) -> float:
         """Returns the seconds that one step takes on its link, for an array with this number of bytes as a whole."""
-        latency, slope = self.path.rate(step)
         shares = self._combines_gathers or step.kind in _REDUCTIONS
-        return latency * (latency_share if shares else 1.0) + slope * num_bytes
+        return self.path.step_s(step, num_bytes, latency_share if shares else 1.0)
 
     def reshard_s(
         self,
@@ -70,7 +70,8 @@ class ReshardCosts:
         key = (sources, targets, num_bytes, latency_share, weight)
         if key not in self._matrices:
             latency, slope = self._grid(sources, targets)
-            matrix = weight * (latency * latency_share + slope * num_bytes)
+            seconds = latency * latency_share + slope * num_bytes
+            matrix = weight * (seconds[0] if len(seconds) == 1 else seconds.min(axis=0))
             matrix.flags.writeable = False
             self._matrices[key] = matrix
         return self._matrices[key]
@@ -78,18 +79,24 @@ class ReshardCosts:
     def _grid(
         self, sources: tuple[IndexedSpec, ...], targets: tuple[IndexedSpec, ...]
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Returns latency and slope of all pairs, `[sources, targets]` each; specs that occur often are priced once."""
+        """Returns latency and slope of all pairs, `[lines, sources, targets]` each; equal specs are priced once.
+
+        Where pairs have different numbers of lines, those with fewer repeat their last one.
+        """
         if (sources, targets) not in self._grids:
             rows = {spec: i for i, spec in enumerate(dict.fromkeys(sources))}
             columns = {spec: j for j, spec in enumerate(dict.fromkeys(targets))}
-            small = np.array([[self._pair(s, t) for t in columns] for s in rows]).reshape(len(rows), len(columns), 2)
-            grid = small[np.ix_([rows[s] for s in sources], [columns[t] for t in targets])]
-            self._grids[sources, targets] = np.ascontiguousarray(grid[..., 0]), np.ascontiguousarray(grid[..., 1])
+            pairs = [self._pair(s, t) for s in rows for t in columns]
+            most = max(map(len, pairs), default=1)
+            padded = [lines + lines[-1:] * (most - len(lines)) for lines in pairs]
+            small = np.array(padded).reshape(len(rows), len(columns), most, 2)
+            grid = small[np.ix_([rows[s] for s in sources], [columns[t] for t in targets])].transpose(3, 2, 0, 1)
+            self._grids[sources, targets] = np.ascontiguousarray(grid[0]), np.ascontiguousarray(grid[1])
         return self._grids[sources, targets]
 
-    def _pair(self, source: IndexedSpec, target: IndexedSpec) -> tuple[float, float]:
+    def _pair(self, source: IndexedSpec, target: IndexedSpec) -> tuple[Line, ...]:
         if (source, target) not in self._pairs:
-            self._pairs[source, target] = self.path.latency_and_slope(source, target)
+            self._pairs[source, target] = self.path.lines(source, target)
         return self._pairs[source, target]
 
 
@@ -125,7 +132,4 @@ class CollectiveShares:
 
 
 def _rates(link: Link, num_devices: int) -> Rates:
-    latency_s = {kind: float(collective_latency_s(kind, num_devices, link)) for kind in COLLECTIVE_KINDS}
-    return Rates(
-        latency_s, {kind: float(collective_transfer_s(kind, 1.0, num_devices, link)) for kind in COLLECTIVE_KINDS}
-    )
+    return Rates({kind: collective_lines(kind, num_devices, link) for kind in COLLECTIVE_KINDS})

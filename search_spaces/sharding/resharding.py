@@ -13,6 +13,7 @@ from itertools import chain
 from math import lcm
 from operator import mod
 
+from cost.lines import FREE, Line, added_lines
 from search_spaces.partition_specs import IndexedSpec
 from search_spaces.sharding.base import Rates, ReshardStep
 from search_spaces.sharding.spec import axes_in, parts_of, shards
@@ -34,7 +35,7 @@ class Paths:
 
     def __init__(self, axis_sizes: tuple[int, ...], rates: tuple[Rates, ...]):
         self.axis_sizes, self.rates = axis_sizes, rates
-        self._slowness = [rate.s_per_byte["collective_permute"] for rate in rates]
+        self._slowness = [rate.s_per_byte("collective_permute") for rate in rates]
         self._axes = tuple(a for a, n in enumerate(axis_sizes) if n > 1)
         kinds = list(zip(axis_sizes, rates, strict=True))
         self._equal = {tuple(a for a, other in enumerate(kinds) if other == kind) for kind in kinds}
@@ -52,19 +53,22 @@ class Paths:
             steps = self._paths[source, target] = self._path(source, target)
         return steps
 
-    def latency_and_slope(self, source: IndexedSpec, target: IndexedSpec) -> tuple[float, float]:
-        """Returns the latency of all steps in seconds, and their seconds for each byte of the whole array."""
+    def lines(self, source: IndexedSpec, target: IndexedSpec) -> tuple[Line, ...]:
+        """Returns the lines of all steps one after the other, over the bytes of the whole array."""
         if source == target:
-            return 0.0, 0.0
+            return FREE
         tree, first, last, _, _ = self._tree_of(source, target)
-        return tree[last][2:] if last != first else (0.0, 0.0)
+        return tree[last][2] if last != first else FREE
 
-    def rate(self, step: ReshardStep) -> tuple[float, float]:
-        """Returns the latency of one step in seconds, and its seconds for each byte of the whole array."""
+    def step_lines(self, step: ReshardStep) -> tuple[Line, ...]:
+        """Returns the lines of one step, over the bytes of the whole array."""
         if step.kind == "slice":
-            return 0.0, 0.0
-        rates = self.rates[step.axis]
-        return rates.latency_s[step.kind], rates.s_per_byte[step.kind] * step.fraction
+            return FREE
+        return tuple([Line(a, b * step.fraction) for a, b in self.rates[step.axis].lines[step.kind]])
+
+    def step_s(self, step: ReshardStep, num_bytes: float, latency_share: float = 1.0) -> float:
+        """Returns the seconds of one step for an array with this number of bytes as a whole, as `least_s` does."""
+        return min([a * latency_share + b * num_bytes for a, b in self.step_lines(step)])
 
     def _path(self, source: IndexedSpec, target: IndexedSpec) -> tuple[ReshardStep, ...]:
         tree, first, last, order, names = self._tree_of(source, target)
@@ -116,14 +120,14 @@ class Paths:
             if (seconds, count) > best[spec]:
                 continue
             steps, permutes = self._steps(spec)
-            _, last, latency, slope = tree.get(spec, _START)
+            _, last, lines = tree.get(spec, _START)
             if last is None or last.kind != "collective_permute":  # two permutes in a row are one
                 steps = steps + permutes
-            for step, more_latency, more_slope, parts in steps:
-                cost = (seconds + more_latency + more_slope * REFERENCE_BYTES, count + 1)
+            for step, more_seconds, parts in steps:
+                cost = (seconds + more_seconds, count + 1)
                 if cost < best.get(step.spec, _UNKNOWN) and not any(map(mod, most, parts)):
                     best[step.spec] = cost
-                    tree[step.spec] = spec, step, latency + more_latency, slope + more_slope
+                    tree[step.spec] = spec, step, added_lines(lines, self.step_lines(step))
                     heapq.heappush(queue, (*cost, step.spec))
         return tree
 
@@ -135,7 +139,7 @@ class Paths:
         return self._steps_from[spec]
 
     def _with_rates(self, steps: Iterable[ReshardStep]) -> list["_Step"]:
-        return [(step, *self.rate(step), parts_of(step.spec, self.axis_sizes)) for step in steps]
+        return [(step, self.step_s(step, REFERENCE_BYTES), parts_of(step.spec, self.axis_sizes)) for step in steps]
 
     def _slices(self, spec: IndexedSpec) -> Iterator[ReshardStep]:
         for axis in self._axes:
@@ -165,11 +169,11 @@ class Paths:
                 yield ReshardStep("collective_permute", max(moved_axes, key=self._slowness.__getitem__), local, other)
 
 
-_Step = tuple[ReshardStep, float, float, tuple[int, ...]]
-"""A step, its latency, its seconds for each byte of the whole array, and the parts that it leaves each dimension in."""
-_Tree = dict[IndexedSpec, tuple[IndexedSpec, ReshardStep, float, float]]
-"""For each spec that can be reached the spec before it, the step, and the rates of the whole path."""
-_START = (None, None, 0.0, 0.0)
+_Step = tuple[ReshardStep, float, tuple[int, ...]]
+"""A step, its seconds for an array of `REFERENCE_BYTES`, and the parts that it leaves each dimension in."""
+_Tree = dict[IndexedSpec, tuple[IndexedSpec, ReshardStep, tuple[Line, ...]]]
+"""For each spec that can be reached the spec before it, the step, and the lines of the whole path."""
+_START = (None, None, FREE)
 _UNKNOWN = (float("inf"), 0)
 
 

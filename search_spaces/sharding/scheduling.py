@@ -77,7 +77,7 @@ def fetch_positions(graph: Graph, axis_sizes: tuple[int, ...], hardware: Hardwar
 
 
 def _least_window_s(path: Paths) -> float:
-    return _LATENCIES_IN_WINDOW * max((s for rates in path.rates for s in rates.latency_s.values()), default=0.0)
+    return _LATENCIES_IN_WINDOW * max((r.latency_s(kind) for r in path.rates for kind in r.lines), default=0.0)
 
 
 class _Request(NamedTuple):
@@ -292,8 +292,7 @@ class _LineScheduler:
         return value.id in self.read_last or any(reader >= place for reader in self.readers[value.id])
 
     def _step_s(self, step: ReshardStep, value: Value) -> float:
-        latency, slope = self.path.rate(step)
-        return latency + slope * value.num_bytes
+        return self.path.step_s(step, value.num_bytes)
 
 
 def _gathers(steps: Sequence[ReshardStep]) -> bool:

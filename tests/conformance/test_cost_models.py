@@ -9,6 +9,7 @@ import pytest
 
 import cost
 from cost.base import CostModel, Hardware, Link
+from cost.lines import Line
 from cost.presets import PRESET_NAMES, preset
 from tests.conformance.discovery import examples
 
@@ -18,8 +19,11 @@ MODELS = [
     for module in MODULES
     for i, model in enumerate(module.EXAMPLE())
 ]
+PLAIN_LINK = Link(
+    1e-5, 1e-9, {"all_to_all": (Line(1e-5, 3e-9), Line(1e-3, 1e-9)), "reduce_scatter": (Line(1e-5, 2e-9),)}
+)
 HARDWARE = [
-    Hardware("plain", {"float32": 2e12, "bfloat16": 4e12}, 1e11, 1e10, {"data": Link(1e-5, 1e-9, 3e-9, 2e-9)}),
+    Hardware("plain", {"float32": 2e12, "bfloat16": 4e12}, 1e11, 1e10, {"data": PLAIN_LINK}),
     *(preset(name, {"data": 4}) for name in PRESET_NAMES),
 ]
 SIZES = np.concatenate([[0.0], np.geomspace(1.0, 1e12, 25)])
@@ -32,13 +36,18 @@ def _faster(hardware: Hardware) -> Iterator[tuple[str, Hardware]]:
         yield dtype, dataclasses.replace(hardware, flops_per_s={**hardware.flops_per_s, dtype: 2 * rate})
     yield "memory", dataclasses.replace(hardware, memory_bytes_per_s=2 * hardware.memory_bytes_per_s)
     link = hardware.link("data")
-    for field in dataclasses.fields(link):
-        value = getattr(link, field.name)
-        if value:
-            yield (
-                field.name,
-                dataclasses.replace(hardware, links={"data": dataclasses.replace(link, **{field.name: value / 2})}),
-            )
+    for name, better in _better_links(link):
+        yield name, dataclasses.replace(hardware, links={"data": better})
+
+
+def _better_links(link: Link) -> Iterator[tuple[str, Link]]:
+    yield "latency_s", dataclasses.replace(link, latency_s=link.latency_s / 2)
+    yield "s_per_byte", dataclasses.replace(link, s_per_byte=link.s_per_byte / 2)
+    for kind, lines in link.by_kind.items():
+        for i, line in enumerate(lines):
+            for field, value in line._asdict().items():
+                better = (*lines[:i], line._replace(**{field: value / 2}), *lines[i + 1 :])
+                yield f"{field} of {kind}", dataclasses.replace(link, by_kind={**link.by_kind, kind: better})
 
 
 def violations(model: CostModel, hardware: Hardware) -> list[str]:

@@ -1,36 +1,13 @@
-"""The fit on made-up times, and a real measurement of emulated devices."""
+"""A real measurement of emulated devices."""
 
 import jax
 import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, AxisType
 
-from cost.calibration import calibrate, fit_latency_and_slope
-
-
-def test_fit_finds_latency_and_slope_from_exact_points():
-    x = 4.0 ** np.arange(3, 14)
-    np.testing.assert_allclose(fit_latency_and_slope(x, 2e-5 + 3e-9 * x), (2e-5, 3e-9), rtol=1e-6)
-
-
-def test_fit_is_by_relative_error_so_small_messages_count_and_outliers_do_not():
-    rng = np.random.default_rng(0)
-    x = 4.0 ** np.arange(3, 14)
-    seconds = (2e-5 + 3e-9 * x) * rng.uniform(0.97, 1.03, x.size)
-    seconds[4] *= 10
-    latency_s, slope = fit_latency_and_slope(x, seconds)
-    assert latency_s == pytest.approx(2e-5, rel=0.05)
-    assert slope == pytest.approx(3e-9, rel=0.05)
-    plain_latency = np.polyfit(x, seconds, 1)[1]
-    assert abs(plain_latency / 2e-5 - 1) > 0.2  # what least squares makes of the same points
-
-
-def test_fit_is_never_negative():
-    x = np.array([1.0, 2.0, 4.0])
-    assert fit_latency_and_slope(x, np.array([4.0, 2.0, 1.0]))[1] == 0
-    latency_s, slope = fit_latency_and_slope(x, np.array([1.0, 4.0, 16.0]))
-    assert latency_s == 0
-    assert slope > 0
+from cost.base import COLLECTIVE_KINDS
+from cost.calibration import calibrate, collective_on_blocks
+from cost.collectives import collective_s
 
 
 def test_measures_every_axis_of_a_mesh():
@@ -45,6 +22,25 @@ def test_measures_every_axis_of_a_mesh():
     assert result.link("one").latency_s == result.link("one").s_per_byte == 0
     for axis in ("data", "model"):
         assert 1e-7 < result.link(axis).latency_s + 2**16 * result.link(axis).s_per_byte < 10
+        assert set(result.link(axis).by_kind) == set(COLLECTIVE_KINDS)
+        for kind in COLLECTIVE_KINDS:
+            assert 1e-7 < collective_s(kind, 2**16, 2, result.link(axis)) < 10
+
+
+def test_what_is_measured_is_the_collective_of_that_name():
+    if len(jax.devices()) < 4:
+        pytest.skip("needs 4 devices")
+    mesh = jax.make_mesh((4,), ("x",), devices=jax.devices()[:4], axis_types=(AxisType.Auto,))
+    blocks = np.arange(4.0 * 4 * 3).reshape(4, 4, 3)  # [devices, rows, columns]
+    expected = {
+        "all_gather": np.broadcast_to(blocks.reshape(16, 3), (4, 16, 3)),
+        "all_reduce": np.broadcast_to(blocks.sum(0), (4, 4, 3)),
+        "reduce_scatter": blocks.sum(0)[:, None],
+        "all_to_all": blocks.transpose(1, 0, 2),
+        "collective_permute": np.roll(blocks, 1, axis=0),
+    }
+    for kind in COLLECTIVE_KINDS:
+        np.testing.assert_array_equal(jax.jit(collective_on_blocks(mesh, "x", kind))(blocks), expected[kind])
 
 
 def test_the_least_size_is_enough_for_the_longest_axis():

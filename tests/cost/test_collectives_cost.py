@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from cost.base import COLLECTIVE_KINDS, Link
-from cost.collectives import collective_latency_s, collective_s, collective_sent_bytes, collective_transfer_s
+from cost.collectives import collective_lines, collective_s, collective_sent_bytes
+from cost.lines import Line, least_s
 
 LINK = Link(latency_s=10.0, s_per_byte=2.0)
 
@@ -45,17 +46,18 @@ def test_bytes_equal_those_of_a_simulated_ring(kind, n):
 def test_one_device_or_no_bytes_cost_nothing(kind):
     assert collective_s(kind, 1e9, 1, LINK) == 0
     assert collective_s(kind, 0, 4, LINK) == 0
-    assert collective_latency_s(kind, 1, LINK) == 0
+    assert collective_lines(kind, 1, LINK) == (Line(0.0, 0.0),)
 
 
 @pytest.mark.parametrize("kind", COLLECTIVE_KINDS)
-def test_arrays_broadcast_and_parts_add_up(kind):
+def test_arrays_broadcast_and_lines_are_those_of_the_full_size(kind):
     num_bytes, n = np.array([[8.0], [64.0], [512.0]]), np.array([1, 2, 4, 8])
-    whole = collective_s(kind, num_bytes, n, LINK)
+    link = Link(10.0, 2.0, {kind: (Line(3.0, 5.0), Line(10.0, 2.0))})
+    whole = collective_s(kind, num_bytes, n, link)
     assert whole.shape == (3, 4)
-    parts = collective_transfer_s(kind, num_bytes, n, LINK) + collective_latency_s(kind, n, LINK)
-    np.testing.assert_allclose(whole, parts)
-    assert whole[2, 3] == collective_s(kind, 512, 8, LINK)
+    lines = [least_s(collective_lines(kind, devices, link), num_bytes[:, 0]) for devices in n]
+    np.testing.assert_allclose(whole, np.transpose(lines))
+    assert whole[2, 3] == collective_s(kind, 512, 8, link)
 
 
 def test_all_reduce_has_the_bytes_of_reduce_scatter_and_all_gather_but_one_latency():
@@ -63,15 +65,15 @@ def test_all_reduce_has_the_bytes_of_reduce_scatter_and_all_gather_but_one_laten
     assert apart - collective_s("all_reduce", 64, 4, LINK) == LINK.latency_s
 
 
-def test_all_to_all_has_a_rate_of_its_own_where_given():
-    link = Link(0.0, 2.0, all_to_all_s_per_byte=7.0)
-    assert collective_s("all_to_all", 64, 4, link) == 7 * 12
+def test_a_kind_takes_the_fastest_of_its_own_lines():
+    link = Link(0.0, 2.0, {"all_to_all": (Line(1.0, 7.0), Line(40.0, 3.0))})
+    assert collective_s("all_to_all", 16, 4, link) == 1 + 7 * 3
+    assert collective_s("all_to_all", 64, 4, link) == 40 + 3 * 12  # below 1 + 7 · 12
     assert collective_s("all_gather", 64, 4, link) == 2 * 48
 
 
 def test_unknown_kind_is_named():
-    for function in (collective_s, collective_transfer_s):
-        with pytest.raises(ValueError, match="`kind` must be one of"):
-            function("gather", 1, 2, LINK)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="`kind` must be one of"):
+        collective_s("gather", 1, 2, LINK)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="not 'gather'"):
-        collective_latency_s("gather", 2, LINK)  # type: ignore[arg-type]
+        collective_lines("gather", 2, LINK)  # type: ignore[arg-type]

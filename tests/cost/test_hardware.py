@@ -7,8 +7,9 @@ import jax
 import pytest
 from jax.sharding import AbstractMesh
 
-from cost.base import Hardware, Link
+from cost.base import CollectiveKind, Hardware, Link
 from cost.compute import roofline_s
+from cost.lines import Line
 from cost.presets import PRESET_NAMES, hardware_of, preset
 
 LINK = Link(1e-6, 1e-9)
@@ -33,10 +34,37 @@ def test_rates_must_be_positive_numbers(field, value):
 
 
 @pytest.mark.parametrize("value", [math.nan, -1e-9, math.inf])
-@pytest.mark.parametrize("field", ["latency_s", "s_per_byte", "all_to_all_s_per_byte"])
+@pytest.mark.parametrize("field", ["latency_s", "s_per_byte"])
 def test_link_costs_must_be_finite_and_not_negative(field, value):
     with pytest.raises(ValueError, match=f"`Link.{field}` must be a finite number"):
         dataclasses.replace(LINK, **{field: value})
+    line = Line(1e-6, 1e-9)._replace(**{field: value})
+    with pytest.raises(ValueError, match=rf"`Link\.by_kind\['all_to_all'\]\.{field}` must be a finite number"):
+        Link(1e-6, 1e-9, {"all_to_all": (line,)})
+
+
+@pytest.mark.parametrize(
+    ("by_kind", "message"),
+    [
+        ({"gather": (Line(1.0, 1.0),)}, "must have keys of .*, not 'gather'"),
+        ({"all_gather": ()}, "must be a tuple of one Line or more, not "),
+        ({"all_gather": ((1.0, 1.0),)}, "must be a tuple of one Line or more, not "),
+    ],
+)
+def test_links_have_lines_for_known_kinds(by_kind, message):
+    with pytest.raises(ValueError, match=message):
+        Link(1e-6, 1e-9, by_kind)
+
+
+def test_equal_links_have_equal_hashes_and_links_that_differ_in_a_kind_do_not():
+    lines: dict[CollectiveKind, tuple[Line, ...]] = {
+        "all_gather": (Line(1.0, 2.0),),
+        "all_to_all": (Line(1.0, 3.0), Line(2.0, 1.0)),
+    }
+    one, other = Link(1.0, 1.0, lines), Link(1.0, 1.0, dict(reversed(lines.items())))
+    assert one == other
+    assert hash(one) == hash(other)
+    assert one != Link(1.0, 1.0)
 
 
 @pytest.mark.parametrize("field", ["matrix_share", "memory_share"])
@@ -122,7 +150,8 @@ def test_axis_in_the_host_is_fast_and_axes_across_hosts_share_its_network():
     # The same 32 devices as one axis: a ring leaves each host once and has all of its network.
     flat = preset("h100", {"data": 32})
     assert 1 / flat.link("data").s_per_byte == pytest.approx(450e9 * 0.82)
-    assert flat.link("data").all_to_all_s_per_byte == pytest.approx(h100.link("data").s_per_byte)
+    (exchange,) = flat.link("data").lines("all_to_all")
+    assert exchange.s_per_byte == pytest.approx(h100.link("data").s_per_byte)
     half = preset("h100", {"data": 4, "model": 4})  # two members of each data group in a host
     assert 1 / half.link("data").s_per_byte == pytest.approx(2 * 400e9 * 0.93 / 8)
 

@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from os import PathLike
 from typing import Any, TypeVar
 
+from cost.base import Link
 from diffshard.base import PlanError
 from diffshard.bilevel_search.plans.base import BilevelPlanData, NodePlan, Proof
-from diffshard.plans.documents import BILEVEL, content, from_json_values, read, to_json_values, write
+from diffshard.plans.documents import BILEVEL, content, from_json_values, link_from_json, read, to_json_values, write
 from search_spaces.base import Choice
 
 VERSION = 3
@@ -57,7 +58,7 @@ def from_json(document: Any, name: str, kind: type[PlanT]) -> PlanT:
             values = _from_version_1(values)
         if document["version"] < 3:
             values = _with_new_names(values, {"groups": "nodes"})
-        plan: PlanT = from_json_values(kind, values)
+        plan: PlanT = from_json_values(kind, values, {Link: link_from_json})
         _check(plan)
     except (TypeError, ValueError, RecursionError) as error:
         raise PlanError(f"`{name}` is a damaged plan: {error}.") from None

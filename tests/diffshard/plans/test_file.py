@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from cost.base import Hardware, Link
+from cost.base import CollectiveKind, Hardware, Link
+from cost.lines import Line
 from diffshard.base import PlanError
 from diffshard.plans.file import from_json, to_json
 from diffshard.sharding_search.plan import Plan
@@ -69,6 +70,28 @@ def test_a_file_of_version_1_is_read_and_written_as_version_2():
     document = to_json(plan)
     assert document["version"] == 2
     assert {"unreduced", "value_specs"} < document["operations"][0].keys()
+
+
+def test_lines_by_kind_are_saved_and_rates_of_a_kind_that_older_files_have_are_read():
+    lines: dict[CollectiveKind, tuple[Line, ...]] = {
+        "all_to_all": (Line(1e-6, 4e-10), Line(1e-5, 1e-10)),
+        "reduce_scatter": (Line(1e-6, 2e-10),),
+    }
+    hardware = Hardware("own rates", 1e9, 1e9, 4096.0, {a: Link(1e-6, 1e-10, lines) for a in ("data", "model")})
+    plan = small_plan(hardware=hardware)
+    assert _through_json(plan) == plan
+    document = json.loads(json.dumps(to_json(plan)))
+    older = {"latency_s": 1e-6, "s_per_byte": 1e-10, "reduce_scatter_s_per_byte": 2e-10}
+    document["hardware"]["links"] = {
+        "data": {**older, "all_to_all_s_per_byte": 4e-10},
+        "model": {**older, "reduce_scatter_s_per_byte": None, "all_to_all_s_per_byte": None},
+    }
+    links = from_json(document, "plan.json", Plan).hardware.links
+    assert links["data"] == Link(1e-6, 1e-10, {kind: of_kind[:1] for kind, of_kind in lines.items()})
+    assert links["model"] == Link(1e-6, 1e-10)
+    del document["hardware"]["links"]["data"]["latency_s"]
+    with pytest.raises(PlanError, match="damaged"):
+        from_json(document, "plan.json", Plan)
 
 
 @pytest.mark.parametrize("version", [0, 3, "2", None])

@@ -1,13 +1,16 @@
 """What a change of one strategy adds, and the least memory, against trying everything."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType
 
-from cost.base import num_strategies
+from cost.base import Link, num_strategies
 from cost.evaluation import change_costs, evaluate
+from cost.lines import Line
 from cost.memory import least_memory
 from search_spaces.sharding.spec import shards
 from tests.search_spaces.sharding.small_spaces import (
@@ -66,6 +69,36 @@ def test_collectives_of_a_matmul_by_hand():
     assert (reduce.vertex, gather.vertex) == (dot.index, dot.index)
     assert reduce.seconds == pytest.approx(1e-3 * 128 / stored + 2 * 128 / 2 * 0.5e-9)
     assert gather.seconds == pytest.approx(1e-3 * 512 / stored + 256 / 2 * 1e-9)
+
+
+def test_each_kind_of_collective_has_its_own_rates_in_the_problem_and_in_the_prediction():
+    """The left operand is exchanged from rows to columns, the product summed in pieces; by hand, on two devices."""
+    ring = Link(0.0, 1e-9)
+    own = replace(ring, by_kind={"reduce_scatter": (Line(2e-5, 3e-9),), "all_to_all": (Line(4e-5, 1.5e-9),)})
+    fn, args = (lambda a, b: a @ b), (array(8, 16), array(16, 4))
+    no, x = (), (0,)
+    seconds = []
+    for link in (ring, own):
+        hardware = replace(hardware_of("x"), links={"x": link})
+        space = space_of(fn, *args, sizes=(2,), hardware=hardware)
+
+        def find(node, operands, result, strategies=space.nodes):
+            (found,) = [
+                i for i, s in enumerate(strategies[node].strategies) if (s.operands, s.results[0]) == (operands, result)
+            ]
+            return found
+
+        choice = [find(0, (), (x, no)), find(1, (), (x, no)), find(2, ((no, x), (x, no)), (x, no))]
+        transfers = space.predict(choice).transfers
+        assert [t.kind for t in transfers] == ["reduce_scatter", "all_to_all"]
+        seconds.append([*(t.seconds for t in transfers), evaluate(space.problem, choice).cost])
+    (scatter, exchange, cost), (own_scatter, own_exchange, own_cost) = seconds
+    stored = (8 * 16 + 16 * 4) * 4
+    assert scatter == pytest.approx(128 / 2 * 1e-9)
+    assert own_scatter == pytest.approx(2e-5 * 128 / stored + 128 / 2 * 3e-9)
+    assert exchange == pytest.approx(512 / 4 * 1e-9)
+    assert own_exchange == pytest.approx(4e-5 * 512 / stored + 512 / 4 * 1.5e-9)
+    assert own_cost - cost == pytest.approx(own_scatter + own_exchange - scatter - exchange)
 
 
 def test_collectives_in_a_loop_count_as_often_as_it_runs():

@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from cost.base import Hardware, Link
 from cost.collectives import collective_sent_bytes
+from cost.lines import Line, least_s
 from diffshard.checks.collectives import hlo_collectives
 from search_spaces.sharding.reshard_costs import ReshardCosts
 from search_spaces.sharding.resharding import REFERENCE_BYTES
@@ -23,9 +24,13 @@ AXES = ("x", "y", "z")
 
 @cache
 def paths(sizes, seed=0):
-    """Links with bandwidths up to a thousand times apart."""
+    """Links with bandwidths up to a thousand times apart; with odd seeds each kind has three lines of its own."""
     rng = random.Random(seed)
-    links = {a: Link(10 ** rng.uniform(-7, -5), 10 ** rng.uniform(-12, -9)) for a in AXES[: len(sizes)]}
+
+    def line():
+        return Line(10 ** rng.uniform(-7, -5), 10 ** rng.uniform(-12, -9))
+
+    links = {a: Link(*line(), {k: (line(), line(), line()) for k in KINDS[1:]} if seed % 2 else {}) for a in AXES}
     return ReshardCosts(AXES[: len(sizes)], sizes, Hardware("random", 1.0, 1.0, 1.0, links)).path
 
 
@@ -124,9 +129,9 @@ def test_every_step_is_the_collective_that_it_says(rank, sizes):
 
 
 def test_a_permute_belongs_to_the_slowest_axis_that_changes_place():
-    for seed in range(5):
+    for seed in range(0, 10, 2):
         path = paths((2, 2, 2), seed)
-        slowness = [rates.s_per_byte["collective_permute"] for rates in path.rates]
+        slowness = [rates.s_per_byte("collective_permute") for rates in path.rates]
         (move,) = path(((0,), (1,), (2,)), ((1,), (0,), (2,)))
         assert (move.kind, move.fraction) == ("collective_permute", 1 / 8)
         assert move.axis == max((0, 1), key=slowness.__getitem__)
@@ -153,16 +158,12 @@ def single_steps(rank, sizes, path):
         for kind, axis in product(KINDS, range(len(sizes))):
             if kind != "collective_permute" and does(kind, axis, before, after, sizes):
                 size = size_along_axis(kind, axis, before, after, sizes) * REFERENCE_BYTES
-                rates = path.rates[axis]
-                cost[i, j] = min(
-                    cost[i, j], 0 if kind == "slice" else rates.latency_s[kind] + rates.s_per_byte[kind] * size
-                )
+                seconds = 0 if kind == "slice" else least_s(path.rates[axis].lines[kind], size)
+                cost[i, j] = min(cost[i, j], seconds)
         if does("collective_permute", 0, before, after, sizes):
             axis = slowest_of_a_permute(before, after, sizes, path)
             size = size_along_axis("collective_permute", axis, before, after, sizes) * REFERENCE_BYTES
-            rates = path.rates[axis]
-            seconds = rates.latency_s["collective_permute"] + rates.s_per_byte["collective_permute"] * size
-            cost[i, j] = min(cost[i, j], seconds)
+            cost[i, j] = min(cost[i, j], least_s(path.rates[axis].lines["collective_permute"], size))
     return specs, cost
 
 
@@ -175,7 +176,7 @@ def slowest_of_a_permute(before, after, sizes, path):
         return [start.flat[0] for start in starts]
 
     moved = [a for a in range(len(sizes)) if dependence(before, a) != dependence(after, a)]
-    return max(moved, key=lambda a: path.rates[a].s_per_byte["collective_permute"])
+    return max(moved, key=lambda a: path.rates[a].s_per_byte("collective_permute"))
 
 
 @pytest.mark.parametrize(("rank", "sizes"), [(2, (2, 2)), (2, (2, 4)), (3, (2, 2)), (2, (2, 2, 2))])
@@ -194,15 +195,17 @@ def test_no_other_way_is_cheaper(rank, sizes):
                 if (shorter == best).all():
                     break
                 best = shorter
-            found = sum(latency + slope * REFERENCE_BYTES for latency, slope in map(path.rate, path(source, target)))
+            found = sum(path.step_s(move, REFERENCE_BYTES) for move in path(source, target))
             assert found == pytest.approx(best[np.count_nonzero(allowed[:j])], rel=1e-9, abs=1e-15), (source, target)
 
 
-def test_rates_of_a_path_are_those_of_its_steps():
-    path = paths((2, 3, 2))
+@pytest.mark.parametrize("seed", [0, 1])
+def test_lines_of_a_path_are_the_sums_of_those_of_its_steps(seed):
+    path = paths((2, 3, 2), seed)
+    sizes = np.geomspace(1.0, 1e12, 40)
     for source, target in product(ordered_specs(2, (2, 3, 2)), repeat=2):
-        rates = np.array([path.rate(move) for move in path(source, target)]).reshape(-1, 2)
-        np.testing.assert_allclose(path.latency_and_slope(source, target), rates.sum(axis=0), rtol=1e-12)
+        seconds = sum(least_s(path.step_lines(move), sizes) for move in path(source, target))
+        np.testing.assert_allclose(least_s(path.lines(source, target), sizes), seconds, rtol=1e-12)
 
 
 def test_equal_axes_may_change_places():
