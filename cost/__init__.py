@@ -3,7 +3,8 @@
 - `base.py`: the vocabulary. A `Problem` (nodes with strategies, edges, memory usages, loads), the `Evaluation` of a
   choice, `Hardware` and its `Link`s, `Work`, `CostModel`. `lines.py`: seconds as the least of a few lines in bytes.
 - A problem: `evaluation.py` prices a choice exactly, `relaxed.py` prices weights and has a gradient, `memory.py` sums
-  usages over time, `validation.py` holds a problem from outside against the rules.
+  usages over time, `edges.py` merges the matrices of edges, `validation.py` holds a problem from outside against the
+  rules.
 - Cost models, from sizes and hardware to seconds: `collectives.py` by such lines, `compute.py` by roofline. A new
   one is a file with an `EXAMPLE`; `tests/conformance/test_cost_models.py` finds it.
 - Hardware: `presets.py` has the common kinds, `networks.py` says which link a mesh axis gets, `calibration.py` measures

@@ -4,7 +4,7 @@ Letters for sizes: V nodes, S_v strategies of node v, E edges, K usages, D devic
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Protocol
 
@@ -65,40 +65,6 @@ def num_devices(problem: Problem) -> int:
 def num_memory_devices(problem: Problem) -> int:
     """Returns D of the memory: devices that have limits or usages of their own, 1 where all are alike."""
     return max([np.size(problem.memory_limit), *(np.size(usage[0]) for usage in problem.usage)])
-
-
-def distinct_arrays(arrays: Sequence[np.ndarray]) -> tuple[list[np.ndarray], np.ndarray]:
-    """Tells which entries of a sequence are one and the same array object, as edges of equal matrices may share one.
-
-    Returns:
-      The distinct arrays in the order of their first appearance, and for each entry which of them it is, `[len]`.
-    """
-    first = {id(array): array for array in arrays}
-    number = {name: i for i, name in enumerate(first)}
-    return list(first.values()), np.array([number[id(array)] for array in arrays], np.int64)
-
-
-def merge_edges(
-    edges: Iterable[tuple[int, int, np.ndarray]], add: Callable[[np.ndarray, np.ndarray], np.ndarray] = np.add
-) -> dict[tuple[int, int], np.ndarray]:
-    """Sums the matrices of all edges that join the same two nodes, whichever of them comes first.
-
-    Args:
-      edges: (u, v, matrix) with u's strategies as rows; u != v.
-      add: adds two matrices.
-
-    Returns:
-      The sum for each pair of nodes, by the ends of its first edge. A matrix that is alone stays the array that it is.
-    """
-    matrices: dict[tuple[int, int], np.ndarray] = {}
-    for u, v, matrix in edges:
-        if (u, v) in matrices:
-            matrices[u, v] = add(matrices[u, v], matrix)
-        elif (v, u) in matrices:
-            matrices[v, u] = add(matrices[v, u], matrix.T)
-        else:
-            matrices[u, v] = matrix
-    return matrices
 
 
 class Evaluation(NamedTuple):

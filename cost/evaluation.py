@@ -6,15 +6,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cost.base import (
-    Evaluation,
-    Problem,
-    distinct_arrays,
-    is_forbidden,
-    num_devices,
-    num_memory_devices,
-    num_strategies,
-)
+from cost.base import Evaluation, Problem, is_forbidden, num_devices, num_memory_devices, num_strategies
+from cost.edges import distinct_arrays
 from cost.memory import memory_profile, numbered_times
 
 

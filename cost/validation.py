@@ -2,7 +2,8 @@
 
 import numpy as np
 
-from cost.base import Problem, distinct_arrays, num_strategies
+from cost.base import Problem, num_strategies
+from cost.edges import distinct_arrays
 
 
 def validate(problem: Problem) -> None:

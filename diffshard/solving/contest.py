@@ -15,7 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from cost.base import FORBIDDEN, Problem, merge_edges
+from cost.base import FORBIDDEN, Problem
+from cost.edges import merge_edges
 from diffshard.files import write_whole
 
 _GZIP_MAGIC = b"\x1f\x8b"

@@ -14,7 +14,8 @@ import jax
 import numpy as np
 import scipy.sparse
 
-from cost.base import Problem, distinct_arrays, is_forbidden, num_memory_devices, num_strategies
+from cost.base import Problem, is_forbidden, num_memory_devices, num_strategies
+from cost.edges import distinct_arrays
 from cost.memory import limit_unit, memory_profile, numbered_times
 
 

@@ -14,7 +14,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cost.base import Problem, distinct_arrays, merge_edges, num_devices, num_strategies
+from cost.base import Problem, num_devices, num_strategies
+from cost.edges import distinct_arrays, merge_edges
 
 # A node's class depends on what lies up to this many edges away: on the inside of a layer, not on its number. Chosen by
 # hand on generated layers.

@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from cost.base import Problem, distinct_arrays
+from cost.base import Problem
+from cost.edges import distinct_arrays
 from cost.evaluation import change_costs, chosen_costs, evaluate, live_usage
 from cost.relaxed import relaxed_cost
 from cost.validation import validate

@@ -8,7 +8,8 @@ from collections import deque
 
 import numpy as np
 
-from cost.base import Problem, distinct_arrays, is_forbidden, merge_edges, num_strategies
+from cost.base import Problem, is_forbidden, num_strategies
+from cost.edges import distinct_arrays, merge_edges
 from diffshard.base import InfeasibleError
 from diffshard.solving.presolve.base import Reduction
 

@@ -1,0 +1,39 @@
+"""Matrices of edges: those of the same two nodes are one, and equal ones may be one array."""
+
+from collections.abc import Callable, Iterable, Sequence
+
+import numpy as np
+
+
+def distinct_arrays(arrays: Sequence[np.ndarray]) -> tuple[list[np.ndarray], np.ndarray]:
+    """Tells which entries of a sequence are one and the same array object, as edges of equal matrices may share one.
+
+    Returns:
+      The distinct arrays in the order of their first appearance, and for each entry which of them it is, `[len]`.
+    """
+    first = {id(array): array for array in arrays}
+    number = {name: i for i, name in enumerate(first)}
+    return list(first.values()), np.array([number[id(array)] for array in arrays], np.int64)
+
+
+def merge_edges(
+    edges: Iterable[tuple[int, int, np.ndarray]], add: Callable[[np.ndarray, np.ndarray], np.ndarray] = np.add
+) -> dict[tuple[int, int], np.ndarray]:
+    """Sums the matrices of all edges that join the same two nodes, whichever of them comes first.
+
+    Args:
+      edges: (u, v, matrix) with u's strategies as rows; u != v.
+      add: adds two matrices.
+
+    Returns:
+      The sum for each pair of nodes, by the ends of its first edge. A matrix that is alone stays the array that it is.
+    """
+    matrices: dict[tuple[int, int], np.ndarray] = {}
+    for u, v, matrix in edges:
+        if (u, v) in matrices:
+            matrices[u, v] = add(matrices[u, v], matrix)
+        elif (v, u) in matrices:
+            matrices[v, u] = add(matrices[v, u], matrix.T)
+        else:
+            matrices[u, v] = matrix
+    return matrices
