@@ -108,10 +108,13 @@ def module_path(operation: Operation) -> tuple[tuple[str, ...], bool]:
     """Returns the modules of an operation, or else its function's name, and whether it is of a backward pass."""
     modules = []
     for part in operation.scope.split("/"):
-        while match := re.fullmatch(r"\w+\((.*)\)", part):
-            part = match.group(1)
-        if part and "->" not in part and part not in _OF_JAX:
-            modules.append(part)
+        module = part
+        while match := re.fullmatch(r"\w+\((.*)\)", module):
+            module = match.group(1)
+        # A rematerialised body repeats the module around it: `transpose(jvp(Net))/jvp(Net)/layer_0`.
+        is_repeated = module != part and modules[-1:] == [module]
+        if module and "->" not in module and module not in _OF_JAX and not is_repeated:
+            modules.append(module)
     if not modules:
         function = re.search(r"\(([\w.<>]+)\)$", operation.source)
         modules = [function.group(1).split(".")[-1]] if function else []

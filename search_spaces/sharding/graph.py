@@ -65,6 +65,7 @@ class Vertex:
       weight: executions in one call of the function (the product of the trip counts around it).
       position: its index in program order.
       name: the path of an argument, the number of a constant; empty for all others.
+      scope: its name stack of modules and transformations, with those of the equations whose bodies it is in before it.
     """
 
     index: int
@@ -76,6 +77,7 @@ class Vertex:
     weight: float
     position: int
     name: str = ""
+    scope: str = ""
 
     @property
     def primitive(self) -> str:
@@ -91,11 +93,6 @@ class Vertex:
     def source(self) -> str:
         """File and line of the user's code that the operation comes from."""
         return "" if self.equation is None else source_info_util.summarize(self.equation.source_info)
-
-    @property
-    def scope(self) -> str:
-        """The name stack of the operation: modules and transformations."""
-        return "" if self.equation is None else str(self.equation.source_info.name_stack)
 
 
 @dataclass(eq=False)

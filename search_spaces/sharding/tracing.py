@@ -25,6 +25,7 @@ class _Builder:
         self.constant_arrays: list[Any] = []
         self.notes: list[str] = []
         self.position = 0
+        self.scopes: list[str] = []  # name stacks of the equations whose bodies are being added, the outermost first
 
     def add_vertex(
         self,
@@ -37,7 +38,19 @@ class _Builder:
         name: str = "",
     ) -> Vertex:
         weights = [weight] * len(operands) if operand_weight is None else list(operand_weight)
-        vertex = Vertex(len(self.vertices), kind, equation, list(operands), weights, [], weight, self.position, name)
+        own = "" if equation is None else str(equation.source_info.name_stack)
+        vertex = Vertex(
+            index=len(self.vertices),
+            kind=kind,
+            equation=equation,
+            operands=list(operands),
+            operand_weight=weights,
+            results=[],
+            weight=weight,
+            position=self.position,
+            name=name,
+            scope="/".join(part for part in (*self.scopes, own) if part),
+        )
         self.vertices.append(vertex)
         for i, aval in enumerate(avals):
             shape, dtype = getattr(aval, "shape", ()), getattr(aval, "dtype", None)
@@ -58,6 +71,13 @@ class _Builder:
         self.constants.append(vertex)
         self.constant_arrays.append(array)
         return vertex.results[0]
+
+    def add_body(self, equation: core.JaxprEqn, jaxpr: Any, inputs: Sequence[Operand], weight: float) -> Block:
+        """Adds the jaxpr of an equation, whose name stack goes before those of the equations inside."""
+        self.scopes.append(str(equation.source_info.name_stack))
+        block = self.add_jaxpr(jaxpr, inputs, weight)
+        self.scopes.pop()
+        return block
 
     def add_jaxpr(self, jaxpr: Any, inputs: Sequence[Operand], weight: float) -> Block:
         """Adds the equations of a closed or open jaxpr, with the given values bound to its invars."""
@@ -85,7 +105,7 @@ class _Builder:
                 self.add_note(
                     equation, "the shardings of this jit are not kept; give them as `in_shardings` of the search."
                 )
-            block = self.add_jaxpr(equation.params[INLINED_BODIES[name]], operands, weight)
+            block = self.add_body(equation, equation.params[INLINED_BODIES[name]], operands, weight)
             steps.extend(block.steps)
             return block.outputs
         regions: dict[str, Callable[..., Region]] = {
@@ -119,7 +139,7 @@ class _Builder:
             self.notes.append(f"{where}: {text}")
 
     def add_remat(self, equation: core.JaxprEqn, operands: list[Operand], weight: float) -> Region:
-        block = self.add_jaxpr(equation.params["jaxpr"], operands, weight)
+        block = self.add_body(equation, equation.params["jaxpr"], operands, weight)
         results = [v for v in block.outputs if isinstance(v, Value)]
         return Region(equation, operands, [block], results)
 
@@ -144,7 +164,7 @@ class _Builder:
             self.add_vertex("slice", equation, [x], [v.aval], trips) for x, v in zip(xs, inner_slices, strict=True)
         ]
         body_inputs = [*consts, *(c.results[0] for c in carries), *(s.results[0] for s in slices)]
-        block = self.add_jaxpr(params["jaxpr"], body_inputs, trips)
+        block = self.add_body(equation, params["jaxpr"], body_inputs, trips)
         self.close_carries(carries, block.outputs[:num_carry], trips)
         start = min((v.position for v in (*carries, *slices)), default=self.position)
         results = [c.results[1] for c in carries]
@@ -159,8 +179,8 @@ class _Builder:
         of_condition, of_body, init = while_operands(equation, operands)
         carries = [self.add_carry(equation, x, v.aval, weight) for x, v in zip(init, equation.outvars, strict=True)]
         carried_values = [c.results[0] for c in carries]
-        condition = self.add_jaxpr(params["cond_jaxpr"], [*of_condition, *carried_values], weight)
-        body = self.add_jaxpr(params["body_jaxpr"], [*of_body, *carried_values], weight)
+        condition = self.add_body(equation, params["cond_jaxpr"], [*of_condition, *carried_values], weight)
+        body = self.add_body(equation, params["body_jaxpr"], [*of_body, *carried_values], weight)
         self.close_carries(carries, body.outputs, weight)
         self.add_note(equation, "the length of this while loop is not known; it is priced as one trip.")
         return Region(equation, operands, [condition, body], [c.results[1] for c in carries], carries)
@@ -169,7 +189,7 @@ class _Builder:
         branches = equation.params["branches"]
         self.add_note(equation, "each branch is priced as if it ran equally often.")
         share = weight / len(branches)
-        blocks = [self.add_jaxpr(branch, operands[1:], share) for branch in branches]
+        blocks = [self.add_body(equation, branch, operands[1:], share) for branch in branches]
         results = []
         for i, var in enumerate(equation.outvars):
             outs = [block.outputs[i] for block in blocks]

@@ -207,3 +207,18 @@ def test_operations_know_where_they_come_from():
     (vertex,) = graph_of(fn, array(3)).operations()
     assert "test_graph.py" in vertex.source
     assert vertex.scope == "layer"
+
+
+def test_operations_inside_a_body_have_the_names_around_it():
+    @jax.checkpoint
+    def block(x):
+        with jax.named_scope("block"):
+            return jax.jit(jnp.sin)(x)
+
+    def fn(x):
+        with jax.named_scope("outer"):
+            return jax.lax.scan(lambda x, _: (block(x), None), x, length=2)[0]
+
+    (vertex,) = (v for v in graph_of(fn, array(3)).operations() if v.primitive == "sin")
+    assert vertex.scope.startswith("outer/")
+    assert vertex.scope.endswith("/block") or "/block/" in vertex.scope
