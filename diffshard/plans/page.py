@@ -7,16 +7,16 @@ from collections.abc import Sequence
 from diffshard.files import write_whole
 from diffshard.plans.base import PlanData
 from diffshard.plans.comparison import page_elements
+from diffshard.plans.drawings import Curve, Mark, plot
 from diffshard.plans.formats import format_array, format_bytes, format_s, format_spec, short_name
 from diffshard.plans.layers import Layer, LayerPart, layers
-from diffshard.plans.page_elements import COLOURS, COMPUTE, bar, cards, document, escape
+from diffshard.plans.page_elements import COLOURS, COMPUTE, Html, bar, cards, document, escape, table
+from diffshard.plans.page_style import NUM_FILLS
 from diffshard.plans.summary import alike_arguments, collective_totals, device_bytes, reason, verdict
 from diffshard.plans.text import format_plan
 from search_spaces.partition_specs import NamedSpec
 
-# One fill for each set of mesh axes: light under dark text, and different also to those who do not see red and green.
-_REPLICATED_COLOUR = "#e9e9ec"
-_FILLS = ("#bcd9f5", "#fbd5a4", "#d9c8f0", "#c5e6c0", "#f6c3d0", "#bfe8e4", "#efe3a0", "#d6cfc7")
+_MOST_OF_LAST_COST = 3.0  # of a solver's first choices those that cost more end at the drawing's upper edge
 
 
 def save_page(plan: PlanData, path: str | os.PathLike[str]) -> None:
@@ -58,7 +58,7 @@ def _fills(plan: PlanData, shown_layers: Sequence[Layer]) -> dict[frozenset[str]
     ]
     order = list(plan.mesh_axes)
     sets = sorted({_axes(spec) for spec in specs} - {frozenset()}, key=lambda s: (len(s), sorted(map(order.index, s))))
-    return {frozenset(): _REPLICATED_COLOUR} | {axes: _FILLS[i % len(_FILLS)] for i, axes in enumerate(sets)}
+    return {frozenset(): "var(--replicated)"} | {axes: f"var(--fill{i % NUM_FILLS})" for i, axes in enumerate(sets)}
 
 
 def _axes(spec: NamedSpec) -> frozenset[str]:
@@ -157,19 +157,19 @@ def _argument_table(plan: PlanData, fills: dict[frozenset[str], str]) -> str:
     for group in alike_arguments(plan):
         members = [plan.arguments[i] for i in group.members]
         first = members[0]
-        size = format_bytes(sum(device_bytes(plan, t) for t in members))
-        times = f"{len(members)}×" if len(members) > 1 else ""
         swatch = f'<i class=swatch style="background:{fills[_axes(first.spec)]}"></i>'
         rows.append(
-            f"<tr><td>{escape(group.pattern)}</td><td class=n>{times}</td><td>{escape(format_array(first))}</td>"
-            f"<td>{swatch}{escape(format_spec(first.spec))}</td><td class=n>{size}</td>"
-            f"<td>{escape(reason(plan, first))}</td></tr>"
+            (
+                group.pattern,
+                f"{len(members)}×" if len(members) > 1 else "",
+                format_array(first),
+                Html(f"<span>{swatch}{escape(format_spec(first.spec))}</span>"),
+                format_bytes(sum(device_bytes(plan, t) for t in members)),
+                reason(plan, first),
+            )
         )
-    head = (
-        "<tr><th>name</th><th></th><th>type</th><th>sharding</th><th class=n>on a device</th>"
-        "<th>next best, what it adds</th></tr>"
-    )
-    return f"<h2>Arguments</h2><table>{head}{''.join(rows)}</table>"
+    head = ("name", "how many", "type", "sharding", "on a device", "next best, what it adds")
+    return f"<h2>Arguments</h2>{table(head, rows, right=(1, 4))}"
 
 
 def _history(plan: PlanData) -> str:
@@ -178,25 +178,19 @@ def _history(plan: PlanData) -> str:
     if len(points) < 2:
         return ""
     end = points[-1][0] or 1.0
-    top = max(p[1] for p in points)
-    curves = [([(t, cost) for t, cost, _ in points], "#1d4e89")]
-    curves.append(([(t, bound) for t, _, bound in points if math.isfinite(bound)], "#d9822b"))
-    lines = ""
-    for curve, colour in curves:
-        path = " ".join(
-            f"{'M' if i == 0 else 'H'}{60 + 760 * t / end:.1f}" + (f" {_y(c, top)}" if i == 0 else f" V{_y(c, top)}")
-            for i, (t, c) in enumerate(curve)
-        )
-        lines += f'<path d="{path} H820" fill="none" stroke="{colour}" stroke-width="2"/>' if curve else ""
-    return (
-        "<h2>Search</h2><div class=key><span><i style='background:#1d4e89'></i>cost of the best plan</span>"
-        "<span><i style='background:#d9822b'></i>lower bound</span></div>"
-        '<svg viewBox="0 0 840 200" width="840" role="img"><path d="M60 10 V170 H820" fill="none" stroke="#c5cad0"/>'
-        f'<text x="54" y="16" text-anchor="end">{escape(format_s(top))}</text>'
-        '<text x="54" y="174" text-anchor="end">0</text>'
-        f'<text x="820" y="190" text-anchor="end">{escape(format_s(end))}</text>{lines}</svg>'
+    top = min(max(p[1] for p in points), _MOST_OF_LAST_COST * points[-1][1])
+    costs = Curve(tuple((t, cost) for t, cost, _ in points), "first")
+    bounds = Curve(tuple((t, bound) for t, _, bound in points if math.isfinite(bound)), "second")
+    key = (
+        "<div class=key><span><i style='background:var(--first)'></i>cost of the best plan</span>"
+        "<span><i style='background:var(--second)'></i>lower bound</span></div>"
     )
-
-
-def _y(cost: float, top: float) -> str:
-    return f"{170 - 155 * max(cost, 0.0) / max(top, 1e-300):.1f}"
+    drawing = plot(
+        "Cost and bound over time",
+        (costs, bounds),
+        right=end,
+        top=1.1 * top,
+        ends=("0 s", format_s(end)),
+        marks=(Mark(format_s(points[-1][1]), "first", y=points[-1][1]),),
+    )
+    return f"<h2>Search</h2>{drawing}{key}"

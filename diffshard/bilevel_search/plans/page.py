@@ -16,11 +16,9 @@ from diffshard.bilevel_search.plans.text import (
     traffic_texts,
 )
 from diffshard.files import write_whole
+from diffshard.plans.drawings import Dot, scatter
 from diffshard.plans.formats import format_bytes, format_s
-from diffshard.plans.page_elements import COLOURS, cards, document, escape, plain_bar
-
-_WIDTH, _HEIGHT, _LEFT, _BOTTOM, _EDGE = 840, 300, 70, 40, 22  # of the picture, its axes and their ends, in pixels
-_CHOSEN, _EXACT, _OTHER = "#d9822b", "#1d4e89", "#a7aeb6"
+from diffshard.plans.page_elements import COLOURS, cards, document, escape, plain_bar, table
 
 
 def save_page(plan: BilevelPlanData, path: str | os.PathLike[str]) -> None:
@@ -84,7 +82,7 @@ def _bars(plan: BilevelPlanData) -> str:
 def _nodes(plan: BilevelPlanData) -> str:
     if not has_traffic(plan):
         rows = [(node.name, node.strategy, format_s(node.seconds)) for node in plan.nodes]
-        return f"<h2>Choices</h2>{_table(('name', 'chosen', 'takes'), rows, right=(2,))}"
+        return f"<h2>Choices</h2>{table(('name', 'chosen', 'takes'), rows, right=(2,))}"
     rows = []
     for node in plan.nodes:
         num_bytes = chosen_and_exact_bytes(node)
@@ -93,7 +91,7 @@ def _nodes(plan: BilevelPlanData) -> str:
             (node.name, *traffic_texts(node), node.strategy, *map(format_bytes, num_bytes), *map(format_s, seconds))
         )
     head = ("group", "direction", "collective", "", "chosen", "sends", "exact", "takes", "exact")
-    return f"<h2>Groups of sites</h2>{_table(head, rows, right=(3, 5, 6, 7, 8))}"
+    return f"<h2>Groups of sites</h2>{table(head, rows, right=(3, 5, 6, 7, 8))}"
 
 
 def _candidates(proof: Proof) -> str:
@@ -109,49 +107,25 @@ def _candidates(proof: Proof) -> str:
     )
     return (
         f"<h2>Candidates</h2><div class=dim>{summary} on the way, with fewer steps</div>"
-        f"{_picture(proof.finalists)}{_table(head, rows, right=(0, 2, 3, 4, 5))}"
+        f"{_picture(proof.finalists)}{table(head, rows, right=(0, 2, 3, 4, 5))}"
     )
 
 
 def _picture(finalists: Sequence[TrainedCandidate]) -> str:
-    points = [(i, t) for i, t in enumerate(finalists, start=1) if math.isfinite(t.loss)]
-    if not points:
+    """Draws loss against seconds, the finalists by their numbers; those whose loss is not finite are left out."""
+    dots = []
+    for i, t in enumerate(finalists, start=1):
+        if not math.isfinite(t.loss):
+            continue
+        name = " chosen" if i == 1 else " exact" if t.name == "exact" else ""
+        colour = "second" if i == 1 else "first" if t.name == "exact" else "other"
+        dots.append(Dot(t.seconds, t.loss, f"{i}{name}", f"{t.name}: {format_s(t.seconds)}, {t.loss:.4f}", colour))
+    if not dots:
         return ""
-    low_s, high_s = _range([t.seconds for _, t in points])
-    low, high = _range([t.loss for _, t in points])
-    right, floor = _WIDTH - _EDGE, _HEIGHT - _BOTTOM
-    dots = ""
-    for i, t in reversed(points):  # the best on top
-        x = _LEFT + _EDGE + (right - _LEFT - 2 * _EDGE) * (t.seconds - low_s) / (high_s - low_s)
-        y = floor - _EDGE - (floor - 2 * _EDGE) * (t.loss - low) / (high - low)
-        beside, anchor = (8, "start") if x < _WIDTH / 2 else (-8, "end")
-        colour = _CHOSEN if i == 1 else _EXACT if t.name == "exact" else _OTHER
-        name = "chosen" if i == 1 else "exact" if t.name == "exact" else ""
-        dots += (
-            f'<circle cx="{x:.1f}" cy="{y:.1f}" r="5" fill="{colour}"><title>{escape(t.name)}: '
-            f"{format_s(t.seconds)}, {t.loss:.4f}</title></circle>"
-            f'<text x="{x + beside:.1f}" y="{y - 6:.1f}" text-anchor="{anchor}">{i} {name}</text>'
-        )
-    ends = [(_LEFT - 6, floor - _EDGE + 4, "end", f"{low:.4f}"), (_LEFT - 6, _EDGE + 4, "end", f"{high:.4f}")]
-    ends += [(_LEFT + _EDGE, floor + 18, "middle", format_s(low_s))]
-    ends += [(right - _EDGE, floor + 18, "middle", format_s(high_s))]
-    ends += [((_LEFT + right) / 2, floor + 34, "middle", "predicted step"), (_LEFT + 6, 12, "start", "loss")]
-    labels = "".join(f'<text x="{x}" y="{y}" text-anchor="{anchor}">{what}</text>' for x, y, anchor, what in ends)
-    return (
-        f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" width="{_WIDTH}" role="img" aria-label="Loss against predicted step">'
-        f'<path d="M{_LEFT} 6 V{floor} H{right}" fill="none" stroke="#c5cad0"/>{labels}{dots}</svg>'
+    seconds, losses = [dot.x for dot in dots], [dot.y for dot in dots]
+    return scatter(
+        "Loss against predicted step",
+        dots,
+        across=(format_s(min(seconds)), "predicted step", format_s(max(seconds))),
+        up=(f"loss {min(losses):.4f}", f"loss {max(losses):.4f}"),
     )
-
-
-def _range(values: Sequence[float]) -> tuple[float, float]:
-    """Returns the least and the largest value, apart even where all are equal."""
-    low, high = min(values), max(values)
-    return (low, high) if high > low else (low - abs(low) / 2 - 1e-9, high + abs(high) / 2 + 1e-9)
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int]) -> str:
-    def line(cells: Sequence[str], tag: str) -> str:
-        texts = (f"<{tag}{' class=n' * (i in right)}>{escape(cell)}</{tag}>" for i, cell in enumerate(cells))
-        return f"<tr>{''.join(texts)}</tr>"
-
-    return f"<table>{line(head, 'th')}{''.join(line(row, 'td') for row in rows)}</table>"

@@ -5,6 +5,7 @@ import re
 
 from diffshard.plans.layers import layer_name, layers
 from diffshard.plans.page import format_page, save_page
+from diffshard.plans.page_style import STYLE
 from tests.diffshard.plans.page_checker import checked_page
 from tests.diffshard.plans.small_plan import operation, small_plan
 
@@ -70,6 +71,31 @@ def test_operations_outside_modules_are_loss_or_update():
     assert layer_name(operation("add() -> float32[]", "transpose(jvp())", (), 1.0)) == ("loss", True)
     assert layer_name(operation("add() -> float32[]", "", (), 1.0)) == ("update", False)
     assert layer_name(operation("add() -> float32[]", "jvp(checkpoint)/Net/a/b", (), 1.0))[0] == "Net/a"
+
+
+def test_rematerialised_operations_belong_to_the_layer_whose_results_they_compute_again():
+    scope = "transpose(jvp(Net))/jvp(Net)/rematted_computation/layer_0/dense"
+    assert layer_name(operation("add() -> float32[]", scope, (), 1.0)) == ("Net/layer_0", True)
+
+
+def test_both_schemes_define_every_colour_that_a_page_names():
+    page = format_page(small_plan())
+    light, dark = STYLE.split("@media(prefers-color-scheme:dark)", 1)
+    dark = dark.split("}}", 1)[0]
+    named = set(re.findall(r"var\((--\w+)\)", page))
+    assert len(named) > 5
+    for name in named:
+        assert f"{name}:" in light
+        assert f"{name}:" in dark
+
+
+def test_each_cell_has_the_title_of_its_column_for_narrow_screens():
+    found = checked(small_plan())
+    cells = [attributes for tag, attributes in found.elements if tag == "td"]
+    assert cells
+    assert {c["data-of"] for c in cells} == {
+        "name", "how many", "type", "sharding", "on a device", "next best, what it adds"
+    }  # fmt: skip
 
 
 def test_pages_of_plans_without_limits_bounds_or_history(tmp_path):

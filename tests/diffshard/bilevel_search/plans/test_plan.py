@@ -200,7 +200,7 @@ def test_page_is_well_formed_and_self_contained(plan):
     text = " ".join(found.texts)
     for group in plan.nodes:
         assert group.name in text
-    dots = [attributes for tag, attributes in found.elements if tag == "circle"]
+    dots = [attributes for _, attributes in found.elements if attributes.get("class") == "dot"]
     assert len(dots) == (2 if plan.proof else 0)  # the proposal and exact were trained to the end
     assert ("not measured" in text) == (plan.proof is None)
     assert ("runs the exact choice" in text) == bool(plan.exact_share)
@@ -216,9 +216,12 @@ def test_dots_of_equal_time_and_loss_stay_inside():
     assert plan.proof is not None
     one = plan.proof.table[1]._replace(seconds=plan.seconds, loss=2.5125)
     alike = plan._replace(proof=plan.proof._replace(table=(plan.proof.table[0], one)))
-    dots = [attributes for tag, attributes in checked_page(format_page(alike)).elements if tag == "circle"]
+    dots = [
+        attributes for _, attributes in checked_page(format_page(alike)).elements if attributes.get("class") == "dot"
+    ]
     assert len(dots) == 2
-    assert all(70 <= float(dot["cx"]) <= 840 and 0 <= float(dot["cy"]) <= 260 for dot in dots)
+    places = [float(place) for dot in dots for place in re.findall(r"(?:left|bottom):([\d.]+)%", dot["style"])]
+    assert places == [50.0] * 4
 
 
 def test_the_command_shows_and_draws_it(tmp_path, capsys):
