@@ -13,6 +13,7 @@ from search_spaces.partition_specs import IndexedSpec
 from search_spaces.sharding.base import Edge, Layout, Node, ReshardStep, ShardingStrategy
 from search_spaces.sharding.edge_costs import read_spec
 from search_spaces.sharding.graph import Graph, Value, Vertex
+from search_spaces.sharding.memory_use import MemoryUse
 from search_spaces.sharding.node_costs import NodeCosts
 
 NO_AXES = "-"
@@ -87,14 +88,19 @@ class Summary(NamedTuple):
     Attributes:
       layout: how every value is laid out.
       prediction: what each part costs.
-      peak_bytes: the most memory that a device needs at any time.
+      memory: what a device has in memory at any time.
       next_best: how each array would be split next best.
     """
 
     layout: Layout
     prediction: StepPrediction
-    peak_bytes: float
+    memory: MemoryUse
     next_best: NextBests
+
+    @property
+    def peak_bytes(self) -> float:
+        """The most memory that a device needs at any time."""
+        return float(np.max(self.memory.num_bytes))
 
 
 def predict(

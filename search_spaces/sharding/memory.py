@@ -86,11 +86,12 @@ def lifetimes_of(graph: Graph, rules: Sequence[Rule | None], donated: Sequence[b
     consumers = graph.consumers()
     fusing = _Fusing(graph, [is_pointwise(v, rules[v.index]) for v in graph.vertices])
     ends = {o.id for o in graph.outputs if isinstance(o, Value)}
-    is_written = np.ones(len(graph.values), bool)
+    is_needed = _needed(graph)
+    is_written = np.array([is_needed[v.vertex] for v in graph.values], bool)
     last_read = np.array([v.last_read_at for v in graph.values], int)
     for value in reversed(graph.values):
         readers = consumers[value.id]
-        if value.id not in ends and readers:
+        if is_written[value.id] and value.id not in ends and readers:
             is_written[value.id] = not fusing.fuses(graph.vertices[value.vertex], [r for r, _ in readers])
         for reader, _ in readers:
             if fusing.pointwise[reader.index] and not is_written[reader.results[0].id]:
@@ -115,6 +116,23 @@ def lifetimes_of(graph: Graph, rules: Sequence[Rule | None], donated: Sequence[b
     return Lifetimes(is_written, interval, first + 1)
 
 
+def _needed(graph: Graph) -> list[bool]:
+    """Tells for each vertex whether a result or an effect depends on it; a compiler removes the other operations.
+
+    Derivatives leave such operations behind, above all in rematerialised bodies.
+    """
+    consumers = graph.consumers()
+    ends = {o.id for o in graph.outputs if isinstance(o, Value)}
+    is_needed = [True] * len(graph.vertices)
+    for vertex in reversed(graph.vertices):  # only a loop's carry reads what comes after it, and carries stay
+        if vertex.kind == "operation" and vertex.equation is not None and not vertex.equation.effects:
+            is_needed[vertex.index] = any(
+                value.id in ends or any(is_needed[reader.index] for reader, _ in consumers[value.id])
+                for value in vertex.results
+            )
+    return is_needed
+
+
 class Usages(NamedTuple):
     """The usages of a problem, K in total.
 
@@ -122,11 +140,15 @@ class Usages(NamedTuple):
       node: `[K]` the node that each belongs to.
       num_bytes: K arrays `[S_v]`, bytes on each device.
       interval: `[K, 2]` half-open positions at which it is live.
+      value: `[K]` the id of the value that it holds.
+      is_copy: `[K]` whether it is the gathered copy of a value that is stored as well.
     """
 
     node: list[int]
     num_bytes: list[np.ndarray]
     interval: list[tuple[int, int]]
+    value: list[int]
+    is_copy: list[bool]
 
 
 def usages_of(
@@ -150,12 +172,14 @@ def usages_of(
       axis_sizes: devices along each mesh axis.
       fetch_from: for weights that are gathered before they are read, by the value's id, the position of the gather.
     """
-    usages = Usages([], [], [])
+    usages = Usages([], [], [], [], [])
 
-    def add(node: int, num_bytes: Sequence[float], start: int, end: int) -> None:
+    def add(node: int, value: Value, num_bytes: Sequence[float], start: int, end: int, *, is_copy: bool) -> None:
         usages.node.append(node)
         usages.num_bytes.append(np.array(num_bytes, float))
         usages.interval.append((start, max(end, start + 1)))
+        usages.value.append(value.id)
+        usages.is_copy.append(is_copy)
 
     for value in graph.values:
         if not value.shape or not lifetimes.is_written[value.id]:
@@ -165,16 +189,18 @@ def usages_of(
         strategies = nodes[node].strategies
         if node != value.vertex:
             start = min(start, fetch_from.get(value.id, start) + 1)  # inputs are born at -1, as in `lifetimes_of`
-            add(node, [local_bytes(value, s.results[0], axis_sizes) for s in strategies], start, end)
+            sizes = [local_bytes(value, s.results[0], axis_sizes) for s in strategies]
+            add(node, value, sizes, start, end, is_copy=False)
             continue
         stored_specs = [s.unreduced[result] if _is_gathered(s, result) else s.results[result] for s in strategies]
-        add(node, [local_bytes(value, spec, axis_sizes) for spec in stored_specs], start, end)
+        sizes = [local_bytes(value, spec, axis_sizes) for spec in stored_specs]
+        add(node, value, sizes, start, end, is_copy=False)
         copy = [
             local_bytes(value, s.results[result], axis_sizes) if _is_gathered(s, result) else 0.0 for s in strategies
         ]
         if any(copy):
             first_use = min(lifetimes.first_use[value.id], fetch_from.get(value.id, graph.length) + 1)
-            add(node, copy, first_use, max(value.last_read_at + 2, first_use + 1))
+            add(node, value, copy, first_use, max(value.last_read_at + 2, first_use + 1), is_copy=True)
     return usages
 
 

@@ -36,7 +36,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from cost.base import Hardware, Link, Problem
-from cost.evaluation import checked_choice, evaluate
+from cost.evaluation import checked_choice
 from search_spaces.base import Part
 from search_spaces.sharding.base import Edge, GivenSpec, Layout, Node, Rule
 from search_spaces.sharding.device_program import DeviceProgram
@@ -56,7 +56,8 @@ from search_spaces.sharding.forms import forms_of
 from search_spaces.sharding.given import is_constrained
 from search_spaces.sharding.graph import Graph, Value
 from search_spaces.sharding.kernels import Kernels, kernels_of
-from search_spaces.sharding.memory import Lifetimes, lifetimes_of, usages_of
+from search_spaces.sharding.memory import Lifetimes, Usages, lifetimes_of, usages_of
+from search_spaces.sharding.memory_use import memory_use
 from search_spaces.sharding.node_costs import NodeCosts
 from search_spaces.sharding.nodes import nodes_of
 from search_spaces.sharding.repetition import alike_nodes
@@ -129,21 +130,19 @@ class ShardingSpace:
         return Summary(
             self.layout(choice),
             self.predict(choice),
-            float(np.max(evaluate(self.problem, choice).peak)),
+            memory_use(self.usages, choice),
             next_bests(self.problem, self.graph, self.nodes, self.hub_node, choice),
         )
 
     def layout(self, choice: Sequence[int]) -> Layout:
         """Returns the strategies and specs that a choice means; raises `ValueError` as `decode`."""
-        strategies = [
-            node.strategies[s] for node, s in zip(self.nodes, checked_choice(self.problem, choice), strict=True)
-        ]
+        pairs = zip(self.nodes, checked_choice(self.problem, choice), strict=True)
+        strategies = [node.strategies[s] for node, s in pairs]
         value_specs = []
         for value in self.graph.values:
             hub = self.hub_node.get(value.id)
-            value_specs.append(
-                strategies[value.vertex].results[value.result] if hub is None else strategies[hub].results[0]
-            )
+            made_spec = strategies[value.vertex].results[value.result]
+            value_specs.append(made_spec if hub is None else strategies[hub].results[0])
         return make_layout(self.graph, strategies[: len(self.graph.vertices)], value_specs)
 
     def predict(self, choice: Sequence[int]) -> StepPrediction:
@@ -213,6 +212,12 @@ class ShardingSpace:
         return lifetimes_of(self.graph, self.rules, self.donated)
 
     @cached_property
+    def usages(self) -> Usages:
+        """What each node's strategies hold in memory, and when."""
+        fetch_from = fetch_positions(self.graph, self.axis_sizes, self.hardware, self.reshard_costs.path)
+        return usages_of(self.graph, self.nodes, self.hub_node, self.lifetimes, self.axis_sizes, fetch_from)
+
+    @cached_property
     def node_costs(self) -> NodeCosts:
         """What strategies cost by themselves."""
         return self._node_costs(self.hardware.exposed_share)
@@ -256,15 +261,13 @@ class ShardingSpace:
     @cached_property
     def _problem(self) -> Problem:
         matrices = transfer_matrices(self.edges, self.nodes, self.reshard_costs, self.node_costs.shares)
-        fetch_from = fetch_positions(self.graph, self.axis_sizes, self.hardware, self.reshard_costs.path)
-        usages = usages_of(self.graph, self.nodes, self.hub_node, self.lifetimes, self.axis_sizes, fetch_from)
         return Problem(
             node_cost=self.node_costs.all_s(self.nodes, self.forms),
             edge_nodes=np.array(list(matrices), int).reshape(-1, 2),
             edge_cost=list(matrices.values()),
-            usage_node=np.array(usages.node, int),
-            usage=usages.num_bytes,
-            usage_interval=np.array(usages.interval, int).reshape(-1, 2),
+            usage_node=np.array(self.usages.node, int),
+            usage=self.usages.num_bytes,
+            usage_interval=np.array(self.usages.interval, int).reshape(-1, 2),
             memory_limit=self.memory_limit_bytes,
         )
 
