@@ -122,6 +122,42 @@ class PredictedCollective:
 
 
 @dataclass(frozen=True)
+class HeldTensor:
+    """An array in a device's memory.
+
+    Attributes:
+      operation: index into `PlanData.operations` of the operation that makes it, or of the argument.
+      result: which of its results it is.
+      num_bytes: on each device.
+      is_copy: whether it is a gathered copy of an array that is stored as well.
+    """
+
+    operation: int
+    result: int
+    num_bytes: float
+    is_copy: bool = False
+
+
+@dataclass(frozen=True)
+class MemoryProfile:
+    """The predicted memory of a device in one step, in program order; the body of a loop is there once.
+
+    Attributes:
+      changes: (index into `PlanData.operations`, bytes in use from the start of that operation until the next entry),
+        ascending; the first entry has the index -1 and what is in use before all operations.
+      at_peak: what is in memory where the peak is first reached, the largest first, without arrays below
+        `LEAST_SHARE_AT_PEAK` of it.
+    """
+
+    changes: tuple[tuple[int, float], ...]
+    at_peak: tuple[HeldTensor, ...]
+
+
+LEAST_SHARE_AT_PEAK = 1e-3
+"""Smaller arrays are not listed one by one: a thousand lines of a table already say more than anybody reads."""
+
+
+@dataclass(frozen=True)
 class PlanData:
     """How a function runs on a mesh, and the predictions for it.
 
@@ -147,6 +183,7 @@ class PlanData:
       logical_axis_rules: what flax's logical names of activations mean while the function is traced; an expert's plan
         has them.
       comparison: the compiled programs of this plan and of others, where the search was asked to judge by these.
+      memory: where in the step how much memory is in use; None in plans of older versions.
       mesh: the mesh; after loading it is abstract, unless `load` was given one.
     """
 
@@ -172,6 +209,7 @@ class PlanData:
     executor: Executor = "constraints"
     logical_axis_rules: LogicalAxisRules = ()
     comparison: Comparison | None = None
+    memory: MemoryProfile | None = None
     mesh: Mesh | AbstractMesh | None = field(default=None, compare=False, repr=False)
 
     @property

@@ -141,6 +141,7 @@ def _collection(hint: Any, value: Any, converters: Mapping[Any, Any]) -> Any:
 def _one_of(hints: tuple[Any, ...], value: Any, converters: Mapping[Any, Any]) -> Any:
     if value is None and type(None) in hints:
         return None
+    hints = tuple(hint for hint in hints if hint is not type(None))
     for hint in hints[:-1]:
         try:
             return from_json_values(hint, value, converters)

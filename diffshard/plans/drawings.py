@@ -12,6 +12,7 @@ from diffshard.plans.page_elements import escape
 _WIDTH, _HEIGHT = 1000, 200  # units of the SVG; a thousandth of the width is about a pixel
 _MARGIN = 12.0  # percent between the outermost dots and the edges, for the texts beside them
 _EDGES = ("bottom", "top")
+_ROOM_ON_NARROW, _ROOM_ON_WIDE = 14.0, 4.2  # percent of the width from which on a text of eight letters has room
 MAX_COLUMNS = 1000
 """The most steps of a curve that are drawn: more would be narrower than a pixel."""
 
@@ -102,6 +103,7 @@ def plot(
     top: float,
     ends: tuple[str, str],
     marks: Sequence[Mark] = (),
+    below: str = "",
 ) -> str:
     """Returns a drawing of curves.
 
@@ -112,15 +114,31 @@ def plot(
       top: the largest y; the lower edge is 0.
       ends: texts below the left and the right end.
       marks: lines across the drawing, with texts.
+      below: an element between the drawing and the texts of its ends, such as a strip.
     """
     right, top = right or 1.0, top or 1.0
     paths = "".join(_path(curve, right, top) for curve in curves) + "".join(_line(m, right, top) for m in marks)
     texts = "".join(_text(mark, right, top) for mark in marks)
     return (
         f'<div class=plot><svg viewBox="0 0 {_WIDTH} {_HEIGHT}" preserveAspectRatio="none" role="img" '
-        f'aria-label="{escape(label)}">{paths}</svg>{texts}</div>'
+        f'aria-label="{escape(label)}">{paths}</svg>{texts}</div>{below}'
         f"<div class=ends><span>{escape(ends[0])}</span><span>{escape(ends[1])}</span></div>"
     )
+
+
+def strip(pieces: Sequence[tuple[str, str, float, str]], total: float) -> str:
+    """Returns a row of pieces as wide as their amounts, (text, title, amount, colour's name).
+
+    A piece has its text where there is room for it: on a narrow screen only the wide ones do.
+    """
+    parts = []
+    for text, title, amount, colour in pieces:
+        share = 100 * amount / (total or 1.0)
+        room = "" if share >= _ROOM_ON_NARROW else " class=wide"
+        shown = f"<span{room}>{escape(text)}</span>" if share >= _ROOM_ON_WIDE else ""
+        style = f"width:{share:.2f}%;background:var(--{colour})"
+        parts.append(f'<div style="{style}" title="{escape(title)}">{shown}</div>')
+    return f"<div class=strip>{''.join(parts)}</div>"
 
 
 def largest_in_columns(points: Sequence[tuple[float, float]], right: float) -> tuple[tuple[float, float], ...]:
@@ -168,9 +186,9 @@ def _text(mark: Mark, right: float, top: float) -> str:
     if mark.x is None:
         place = f"right:4px;bottom:{100 * (1 - _y(mark.y or 0.0, top) / _HEIGHT):.1f}%"
     elif mark.x < right / 2:
-        place = f"left:calc({100 * mark.x / right:.1f}% + 5px);bottom:4px"
+        place = f"left:calc({100 * mark.x / right:.1f}% + 5px);top:3px"
     else:
-        place = f"right:calc({100 * (1 - mark.x / right):.1f}% + 5px);bottom:4px"
+        place = f"right:calc({100 * (1 - mark.x / right):.1f}% + 5px);top:3px"
     return f'<span style="color:var(--{mark.colour});{place}">{escape(mark.text)}</span>'
 
 

@@ -10,6 +10,7 @@ from diffshard.plans.comparison import page_elements
 from diffshard.plans.drawings import Curve, Mark, plot
 from diffshard.plans.formats import format_array, format_bytes, format_s, format_spec, short_name
 from diffshard.plans.layers import Layer, LayerPart, layers
+from diffshard.plans.memory import memory_elements
 from diffshard.plans.page_elements import COLOURS, COMPUTE, Html, bar, cards, document, escape, table
 from diffshard.plans.page_style import NUM_FILLS
 from diffshard.plans.summary import alike_arguments, collective_totals, device_bytes, reason, verdict
@@ -36,7 +37,7 @@ def format_page(plan: PlanData) -> str:
         f"{escape(format_s(plan.search_s))} · {escape(verdict(plan))}</div>",
         _cards(plan),
         _time(plan),
-        _memory(plan),
+        memory_elements(plan),
         _comparison(plan),
         _graph(shown_layers, fills),
         _argument_table(plan, fills),
@@ -87,22 +88,6 @@ def _time(plan: PlanData) -> str:
         amounts = f"{format_s(total.seconds)}, {total.count:,.0f}×, {format_bytes(total.num_bytes)}"
         pieces.append((f"{total.kind} {total.axis}", total.seconds, amounts, COLOURS[i % len(COLOURS)]))
     return f"<h2>Time of a step</h2>{bar(pieces, plan.step_s)}"
-
-
-def _memory(plan: PlanData) -> str:
-    """Draws the bytes of a device by argument, and what the step adds to them at its peak."""
-    by_argument: dict[str, float] = {}
-    for tensor in plan.arguments:
-        name = tensor.path.split("[", 1)[0]
-        by_argument[name] = by_argument.get(name, 0.0) + device_bytes(plan, tensor)
-    rest = plan.peak_bytes - sum(by_argument.values())
-    by_argument["activations, gradients and copies at the peak"] = max(rest, 0.0)
-    colours = (COMPUTE, *COLOURS)
-    pieces = [(n, b, format_bytes(b), colours[i % len(colours)]) for i, (n, b) in enumerate(by_argument.items())]
-    limit = plan.memory_limit_bytes
-    is_close = not math.isinf(limit) and plan.peak_bytes > limit / 10
-    title = "Memory of a device" + (f", of {format_bytes(limit)}" if is_close else "")
-    return f"<h2>{title}</h2>{bar(pieces, limit if is_close else max(plan.peak_bytes, sum(by_argument.values())))}"
 
 
 def _comparison(plan: PlanData) -> str:

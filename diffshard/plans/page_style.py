@@ -45,11 +45,15 @@ summary{cursor:pointer;font-weight:600;margin:26px 0 8px}
 .plot span{position:absolute;font-size:12px;font-weight:600;max-width:60%;background:var(--card);padding:0 3px;
 border-radius:3px}
 .dot{position:absolute;width:10px;height:10px;border-radius:5px;margin:0 0 -5px -5px}
+.strip{display:flex;height:20px;margin:3px 0 0;border-radius:4px;overflow:hidden;font-size:11.5px;line-height:20px}
+.strip div{overflow:hidden;white-space:nowrap;
+text-align:center;border-right:1px solid var(--page);box-sizing:border-box}
 .ends{display:flex;justify-content:space-between;gap:12px;font-size:12px;color:var(--dim);margin:2px 0 0}
 svg text{font:12px system-ui,sans-serif;fill:var(--dim)}
 @media(max-width:700px){main{padding:20px 12px 40px}.layer{grid-template-columns:minmax(0,1fr)}.head{display:none}
 .layer>div::before{color:var(--dim);font-weight:600}.layer>:nth-child(2):not(:empty)::before{content:"arguments"}
 .layer>:nth-child(3):not(:empty)::before{content:"forward"}.layer>:nth-child(4):not(:empty)::before{content:"backward"}
+.wide{display:none}
 .card{padding:8px 12px;min-width:130px}.card b{font-size:17px}
 table,tbody,tr,td,td.n{display:block;text-align:left;white-space:normal}table{background:none}
 tr{background:var(--card);border:1px solid var(--line);border-radius:8px;padding:6px 12px;margin:0 0 8px}

@@ -121,10 +121,17 @@ def module_path(operation: Operation) -> tuple[tuple[str, ...], bool]:
     return tuple(modules), "transpose(" in operation.scope
 
 
-def result_type(operation: Operation) -> str:
-    """Returns the type of an operation's first result, empty if it has none."""
-    after = operation.signature.split(" -> ", 1)
-    return after[1].split("], ", 1)[0].rstrip("]") + "]" if len(after) == 2 and after[1] else ""
+def result_type(operation: Operation, result: int = 0) -> str:
+    """Returns the type of one of an operation's results, empty if it has no such result."""
+    types = operation.signature.partition(" -> ")[2].split("], ")
+    return types[result].rstrip("]") + "]" if result < len(types) and types[result] else ""
+
+
+def type_bytes(array: str) -> int:
+    """Returns the bytes of a whole array from its type, such as `float32[512,2048]`."""
+    dtype, _, dimensions = array.partition("[")
+    shape = tuple(int(size) for size in dimensions.rstrip("]").split(",") if size.strip())
+    return Tensor("", shape, dtype, ()).num_bytes
 
 
 def verdict(plan: PlanData) -> str:

@@ -16,6 +16,7 @@ from diffshard.base import InfeasibleError, Progress, Solution
 from diffshard.plans.base import Operation, PredictedCollective, Tensor
 from diffshard.sharding_search.executors import default_executor, executor_notes
 from diffshard.sharding_search.layout import signature_of
+from diffshard.sharding_search.memory_profile import memory_profile_of
 from diffshard.sharding_search.options import Options
 from diffshard.sharding_search.overlap import fastest_step, step_s, waiting_transfers
 from diffshard.sharding_search.plan import Plan
@@ -121,6 +122,7 @@ def make_plan(
         donate_argnums=options.donate_argnums,
         executor=executor,
         logical_axis_rules=options.logical_axis_rules,
+        memory=memory_profile_of(traced_function.graph, summary.memory),
         mesh=options.mesh,
     )
 

@@ -3,10 +3,15 @@
 import math
 
 from cost.base import Hardware, Link
-from diffshard.plans.base import Operation, PredictedCollective, Tensor
+from diffshard.plans.base import HeldTensor, MemoryProfile, Operation, PredictedCollective, Tensor
 from diffshard.sharding_search.plan import Plan
 
 DATA, MODEL = ("data",), ("model",)
+# A device holds 256 bytes of each argument, and as much of the product of layer_1 while layer_1 runs forward.
+MEMORY = MemoryProfile(
+    changes=((-1, 768.0), (4, 1024.0), (5, 768.0)),
+    at_peak=(HeldTensor(4, 0, 256.0), HeldTensor(0, 0, 256.0), HeldTensor(1, 0, 256.0), HeldTensor(2, 0, 256.0)),
+)
 
 
 def operation(signature, scope, spec, compute_s, source="/home/me/net.py:7:3 (Net.__call__)"):
@@ -15,7 +20,7 @@ def operation(signature, scope, spec, compute_s, source="/home/me/net.py:7:3 (Ne
 
 
 def small_plan(**changes):
-    """Two layers on 2 x 4 devices: step 10 ms = 6 ms + 3 ms + 1 ms; a device holds 2 x 128 + 256 bytes of arguments."""
+    """Two layers on 2 x 4 devices: step 10 ms = 6 ms + 3 ms + 1 ms; a device holds 3 x 256 bytes of arguments."""
     column = ((), MODEL)
     arguments = (
         Tensor("state['layer_0']['w']", (16, 16), "float32", column, False, ((), ()), 2e-3),

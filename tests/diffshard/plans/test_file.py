@@ -12,7 +12,7 @@ from cost.lines import Line
 from diffshard.base import PlanError
 from diffshard.plans.file import from_json, to_json
 from diffshard.sharding_search.plan import Plan
-from tests.diffshard.plans.small_plan import small_plan
+from tests.diffshard.plans.small_plan import MEMORY, small_plan
 
 
 def _through_json(plan):
@@ -109,4 +109,28 @@ def test_fields_of_the_wrong_type_are_damage(field, value):
     found = to_json(small_plan())
     found[field] = value
     with pytest.raises(PlanError, match="damaged"):
+        from_json(found, "plan.json", Plan)
+
+
+def test_a_memory_profile_is_read_back():
+    plan = small_plan(memory=MEMORY)
+    assert _through_json(plan) == plan
+
+
+@pytest.mark.parametrize(
+    ("changes", "at_peak", "message"),
+    [
+        ([[0, 1024.0]], [], "must ascend from -1"),
+        ([[-1, 0.0], [5, 1024.0], [4, 0.0]], [], "must ascend from -1"),
+        ([[-1, 0.0], [8, 1024.0]], [], "to at most 7"),
+        ([], [], "must ascend from -1"),
+        ([[-1, 1023.0], [4, 2048.0]], [], "have the peak 2,048, where `peak_bytes` is 1,024"),
+        ([[-1, 1024.0]], [{"operation": 8, "result": 0, "num_bytes": 1.0}], "none of the 8 operations makes"),
+        ([[-1, 1024.0]], [{"operation": 4, "result": 1, "num_bytes": 1.0}], "none of the 8 operations makes"),
+        ([[-1, 1024.0]], [{"operation": 4, "result": 0}], "lacks `num_bytes`"),
+    ],
+)
+def test_a_profile_that_does_not_fit_its_plan_is_damage(changes, at_peak, message):
+    found = to_json(small_plan()) | {"memory": {"changes": changes, "at_peak": at_peak}}
+    with pytest.raises(PlanError, match=message):
         from_json(found, "plan.json", Plan)

@@ -1,0 +1,68 @@
+"""Which layer runs when: the operations of a plan as a sequence of passes through its layers."""
+
+from typing import Literal, NamedTuple
+
+from diffshard.plans.base import PlanData
+from diffshard.plans.layers import layer_name
+
+Direction = Literal["forward", "backward", "update"]
+_LEAST_SHARE = 0.004  # of all operations: a shorter pass belongs to the one before it, as it would be too narrow to see
+
+
+class Phase(NamedTuple):
+    """Operations of one layer and direction that run after each other.
+
+    Attributes:
+      layer: as `layers.layer_name` says.
+      direction: "update" for what is outside the loss and its derivative.
+      start, end: numbers of operations that ran before it and until its end.
+    """
+
+    layer: str
+    direction: Direction
+    start: int
+    end: int
+
+
+def operations_before(plan: PlanData) -> list[int]:
+    """Returns for each entry of `PlanData.operations` how many that compute something have run when it is done."""
+    counts, count = [], 0
+    for operation in plan.operations:
+        count += operation.kind == "operation"
+        counts.append(count)
+    return counts
+
+
+def direction_of(plan: PlanData, index: int) -> Direction:
+    """Returns in which pass an operation runs."""
+    name, is_backward = layer_name(plan.operations[index])
+    return "backward" if is_backward else "update" if name == "update" else "forward"
+
+
+def phases(plan: PlanData) -> list[Phase]:
+    """Returns the passes through the layers in program order."""
+    result: list[Phase] = []
+    count = 0
+    for index, operation in enumerate(plan.operations):
+        if operation.kind != "operation":
+            continue
+        layer, _ = layer_name(operation)
+        direction = direction_of(plan, index)
+        if result and (result[-1].layer, result[-1].direction) == (layer, direction):
+            result[-1] = result[-1]._replace(end=count + 1)
+        else:
+            result.append(Phase(layer, direction, count, count + 1))
+        count += 1
+    return _without_short_ones(result, _LEAST_SHARE * count)
+
+
+def _without_short_ones(found: list[Phase], least: float) -> list[Phase]:
+    """Joins phases of fewer operations than `least` to the one before, and neighbours that are then alike."""
+    result: list[Phase] = []
+    for phase in found:
+        is_short = phase.end - phase.start < least
+        if result and (is_short or result[-1][:2] == phase[:2]):
+            result[-1] = result[-1]._replace(end=phase.end)
+        else:
+            result.append(phase)
+    return result
