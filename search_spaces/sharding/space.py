@@ -96,10 +96,10 @@ class ShardingSpace:
         """The space as a problem in seconds and bytes, built once."""
         return self._problem
 
-    @property
+    @cached_property
     def node_names(self) -> tuple[str, ...]:
         """`[V]` operations by modules and primitive, arguments by path, hubs by whose readers they serve."""
-        return self._node_names
+        return tuple(node_name(node) for node in self.nodes)
 
     def strategy_names(self, node: int) -> tuple[str, ...]:
         """Returns `[S_v]` the specs of operands and results of each strategy, as `[data, -] [-, -] -> [data, -]`."""
@@ -274,10 +274,6 @@ class ShardingSpace:
     def _node_costs(self, exposed_share: float) -> NodeCosts:
         shares = CollectiveShares(self.graph, exposed_share)
         return NodeCosts(self.axis_sizes, self.hardware, self.reshard_costs, shares, self.kernels)
-
-    @cached_property
-    def _node_names(self) -> tuple[str, ...]:
-        return tuple(node_name(node) for node in self.nodes)
 
 
 def _example() -> ShardingSpace:
