@@ -110,6 +110,10 @@ class PredictedCollective:
       operation: index into `PlanData.operations`.
       link_s: that all executions keep their link busy, more than `seconds` where they run beside arithmetic; None in
         plans of older versions, which count all of it as waiting.
+      made_by: index into `PlanData.operations` of the operation, or argument, whose result it moves; None in plans of
+        older versions.
+      read_by: index of the operation that reads what it leaves, the first of several, or of the argument that this
+        replaces in the next call; None where nothing reads it.
     """
 
     kind: str
@@ -119,6 +123,8 @@ class PredictedCollective:
     seconds: float
     operation: int
     link_s: float | None = None
+    made_by: int | None = None
+    read_by: int | None = None
 
 
 @dataclass(frozen=True)

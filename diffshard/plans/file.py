@@ -106,6 +106,7 @@ def _plan_from_values(values: dict[str, Any], kind: type[PlanT], mesh: Mesh | Ab
     if not all(n > 0 for n in axes.values()):
         raise ValueError(f"`mesh_axes` is {axes!r}, not axes with their numbers of devices")
     _check_memory(plan)
+    _check_collectives(plan)
     if mesh is None:
         mesh = AbstractMesh(tuple(axes.values()), tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
     return dataclasses.replace(plan, mesh=mesh)
@@ -125,6 +126,15 @@ def _check_memory(plan: PlanData) -> None:
     for tensor in plan.memory.at_peak:
         if not 0 <= tensor.operation <= last or not 0 <= tensor.result < len(plan.operations[tensor.operation].results):
             raise ValueError(f"`memory.at_peak` has {tensor}, which none of the {last + 1} operations makes")
+
+
+def _check_collectives(plan: PlanData) -> None:
+    """Raises `ValueError` unless each collective is between operations of the plan."""
+    for collective in plan.collectives:
+        for name in ("made_by", "read_by"):
+            index = getattr(collective, name)
+            if index is not None and not 0 <= index < len(plan.operations):
+                raise ValueError(f"`{name}` of a collective is {index}, not one of {len(plan.operations)} operations")
 
 
 def _shown(indices: list[int]) -> str:

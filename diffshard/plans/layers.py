@@ -45,6 +45,7 @@ class Layer(NamedTuple):
       times: how many layers there are of this content.
       arguments, forward, backward: the parts of one of them.
       compute_s, collective_s: seconds of one of them in one step.
+      members: the names of the layers that it stands for.
     """
 
     name: str
@@ -54,6 +55,7 @@ class Layer(NamedTuple):
     backward: tuple[LayerPart, ...]
     compute_s: float
     collective_s: float
+    members: tuple[str, ...]
 
 
 class _Operations(NamedTuple):
@@ -95,6 +97,7 @@ def layers(plan: PlanData) -> list[Layer]:
             _operation_parts(operations, backward, name),
             sum(plan.operations[i].compute_s for i in (*forward, *backward)),
             sum(operations.communication.seconds[i] for i in (*forward, *backward, *arguments_inside)),
+            (name,),
         )
         if layer.compute_s or layer.collective_s or layer.arguments:
             result.append(layer)
@@ -108,6 +111,16 @@ def layer_name(operation: Operation) -> tuple[str, bool]:
     if operation.scope and modules and modules[0] in operation.scope:
         return "/".join(modules[:2]), is_backward
     return ("loss" if "jvp(" in operation.scope else "update"), is_backward
+
+
+def layers_of_operations(plan: PlanData) -> list[str]:
+    """Returns the name of the layer of each entry of `PlanData.operations`, arguments included."""
+    names = [layer_name(o)[0] if o.kind != "input" else "" for o in plan.operations]
+    arguments = _arguments_of(plan, list(dict.fromkeys(name for name in names if name)))
+    for layer, members in arguments.items():
+        for index in members:
+            names[index] = layer
+    return names
 
 
 def _arguments_of(plan: PlanData, names: Sequence[str]) -> dict[str, list[int]]:
@@ -173,7 +186,12 @@ def _name_inside(operation: Operation, layer: str) -> str:
 def _without_repetition(all_layers: Sequence[Layer]) -> list[Layer]:
     """Joins layers of equal content."""
     groups = group_names([layer.name for layer in all_layers], [_content(layer) for layer in all_layers])
-    return [all_layers[g.members[0]]._replace(name=g.pattern, times=len(g.members)) for g in groups]
+    return [
+        all_layers[g.members[0]]._replace(
+            name=g.pattern, times=len(g.members), members=tuple(all_layers[m].name for m in g.members)
+        )
+        for g in groups
+    ]
 
 
 def _content(layer: Layer) -> Hashable:

@@ -9,6 +9,7 @@ from diffshard.plans.base import PlanData
 from diffshard.plans.comparison import page_elements
 from diffshard.plans.drawings import Curve, Mark, plot
 from diffshard.plans.formats import format_array, format_bytes, format_s, format_spec, short_name
+from diffshard.plans.layer_edges import LayerTraffic, edge_elements, edges_below, inside_element, layer_traffic
 from diffshard.plans.layers import Layer, LayerPart, layers
 from diffshard.plans.memory import memory_elements
 from diffshard.plans.page_elements import COLOURS, COMPUTE, Html, bar, cards, document, escape, table
@@ -39,7 +40,7 @@ def format_page(plan: PlanData) -> str:
         _time(plan),
         memory_elements(plan),
         _comparison(plan),
-        _graph(shown_layers, fills),
+        _graph(plan, shown_layers, fills),
         _argument_table(plan, fills),
         _history(plan),
         "".join(["<h2>Notes</h2><ul>", *(f"<li>{escape(n)}</li>" for n in plan.notes), "</ul>"]) if plan.notes else "",
@@ -96,18 +97,31 @@ def _comparison(plan: PlanData) -> str:
     return f"<h2>Compiled for {escape(plan.comparison.target)}</h2>{''.join(page_elements(plan.comparison))}"
 
 
-def _graph(shown_layers: Sequence[Layer], fills: dict[frozenset[str], str]) -> str:
+def _graph(plan: PlanData, shown_layers: Sequence[Layer], fills: dict[frozenset[str], str]) -> str:
     key = "".join(
         f'<span><i style="background:{colour}"></i>{escape(" + ".join(sorted(axes)) or "replicated")}</span>'
         for axes, colour in fills.items()
     )
     head = "<div class='layer head'><div>layer</div><div>arguments</div><div>forward</div><div>backward</div></div>"
-    return f"<h2>Layers</h2><div class=key style='margin-bottom:14px'>split over:&nbsp;{key}</div>{head}" + "".join(
-        _layer(layer, fills) for layer in shown_layers
+    traffic = layer_traffic(plan, shown_layers)
+    most_bytes = max((edge.num_bytes for edge in traffic.edges), default=0.0)
+    below = edges_below(traffic, shown_layers)
+    cards_and_edges = (
+        f"{_layer(layer, traffic, fills)}{edge_elements(layer, edges, most_bytes)}"
+        for layer, edges in zip(shown_layers, below, strict=True)
+    )
+    between, inside = (sum(edge.num_bytes for edge in edges) for edges in (traffic.edges, traffic.inside))
+    sums = (
+        f"In one step, collectives move {format_bytes(between)} between layers and {format_bytes(inside)} inside them."
+    )
+    sums = "" if traffic.unknown_bytes else f"<div class=dim>{sums}</div>"
+    return (
+        f"<h2>Layers</h2>{sums}<div class=key style='margin-bottom:14px'>split over:&nbsp;{key}</div>{head}"
+        f"{''.join(cards_and_edges)}"
     )
 
 
-def _layer(layer: Layer, fills: dict[frozenset[str], str]) -> str:
+def _layer(layer: Layer, traffic: LayerTraffic, fills: dict[frozenset[str], str]) -> str:
     times = f" <span class=dim>× {layer.times}</span>" if layer.times > 1 else ""
     seconds = f"{format_s(layer.compute_s)} computing"
     if layer.collective_s:
@@ -116,7 +130,8 @@ def _layer(layer: Layer, fills: dict[frozenset[str], str]) -> str:
         seconds = ""
     columns = (layer.arguments, layer.forward, layer.backward)
     return (
-        f"<div class=layer><div><div class=name>{escape(layer.name)}{times}</div><div class=dim>{seconds}</div></div>"
+        f"<div class=layer><div><div class=name>{escape(layer.name)}{times}</div><div class=dim>{seconds}</div>"
+        f"{inside_element(layer, traffic)}</div>"
         + "".join(f"<div>{''.join(_part(p, fills) for p in parts)}</div>" for parts in columns)
         + "</div>"
     )

@@ -107,7 +107,9 @@ def make_plan(
         **_arrays(traced_function, summary, options.axis_names, frozenset(space.given)),
         compute_s=compute_s,
         collectives=tuple(
-            PredictedCollective(t.kind, t.axis, t.num_bytes, t.count, t.seconds, t.vertex, t.link_s)
+            PredictedCollective(
+                t.kind, t.axis, t.num_bytes, t.count, t.seconds, t.vertex, t.link_s, t.made_by, t.read_by
+            )
             for t in waiting_transfers(prediction)
         ),
         peak_bytes=summary.peak_bytes,

@@ -11,7 +11,7 @@ from cost.evaluation import change_costs
 from search_spaces.base import Part, Traffic
 from search_spaces.partition_specs import IndexedSpec
 from search_spaces.sharding.base import Edge, Layout, Node, ReshardStep, ShardingStrategy
-from search_spaces.sharding.edge_costs import read_spec
+from search_spaces.sharding.edge_costs import read_spec, readers_of
 from search_spaces.sharding.graph import Graph, Value, Vertex
 from search_spaces.sharding.memory_use import MemoryUse
 from search_spaces.sharding.node_costs import NodeCosts
@@ -31,6 +31,8 @@ class Transfer(NamedTuple):
       link_s: that all of them keep their link busy.
       vertex: the index of the vertex that it belongs to.
       node: the index of the node that pays for it: the vertex's own, or a hub's.
+      made_by: the index of the vertex that makes the array it moves.
+      read_by: the index of the vertex that reads the result, the first of several; None where nothing does.
     """
 
     kind: CollectiveKind
@@ -41,6 +43,8 @@ class Transfer(NamedTuple):
     link_s: float
     vertex: int
     node: int
+    made_by: int
+    read_by: int | None
 
 
 class StepPrediction(NamedTuple):
@@ -126,12 +130,13 @@ def predict(
     strategies = list(zip(graph.vertices, layout.strategies, strict=True))
     return StepPrediction(
         np.array([costs.chosen_compute_s(vertex, strategy) for vertex, strategy in strategies]),
-        tuple(_transfers(nodes, edges, costs, axis_names, strategies, choice)),
+        tuple(_transfers(graph, nodes, edges, costs, axis_names, strategies, choice)),
         np.array([float(costs.preference_s(v, (layout.strategies[v.index],))[0]) for v in graph.inputs]),
     )
 
 
 def _transfers(
+    graph: Graph,
     nodes: Sequence[Node],
     edges: Sequence[Edge],
     costs: NodeCosts,
@@ -142,15 +147,24 @@ def _transfers(
     """Returns every collective of a choice: those that finish reductions or gather copies, then the reshards."""
     transfers: list[Transfer] = []
     reshard_costs = costs.reshard_costs
+    # Operations come first: an argument or a carry that the value replaces reads it only when the step or trip is over.
+    first_reader = [
+        min(((reader.kind != "operation", reader.index) for reader, _ in pairs), default=(True, None))[1]
+        for pairs in readers_of(graph)
+    ]
 
-    def add(steps: Sequence[ReshardStep], value: Value, weight: float, vertex: int, node: int) -> None:
+    def add(
+        steps: Sequence[ReshardStep], value: Value, weight: float, vertex: int, node: int, reader: int | None = None
+    ) -> None:
+        read_by = first_reader[value.id] if reader is None else reader
         for step in steps:
             if step.kind != "slice" and costs.axis_sizes[step.axis] > 1:
                 link_s = weight * reshard_costs.step_s(step, value.num_bytes, costs.shares.latency(value))
                 seconds = costs.shares.exposed(value) * link_s
                 size = step.fraction * value.num_bytes
+                ends = value.vertex, read_by
                 transfers.append(
-                    Transfer(step.kind, axis_names[step.axis], size, weight, seconds, link_s, vertex, node)
+                    Transfer(step.kind, axis_names[step.axis], size, weight, seconds, link_s, vertex, node, *ends)
                 )
 
     for vertex, strategy in strategies:
@@ -160,8 +174,9 @@ def _transfers(
         if edge.node != edge.reader:
             source = nodes[edge.node].strategies[choice[edge.node]].results[edge.result]
             target = read_spec(nodes[edge.reader], edge.operand, choice[edge.reader])
-            vertex = nodes[edge.reader].vertex.index
-            add(reshard_costs.path(source, target), edge.value, edge.weight, vertex, edge.reader)
+            vertex, hub = nodes[edge.reader].vertex.index, nodes[edge.reader].hub
+            reader = vertex if hub is None else None
+            add(reshard_costs.path(source, target), edge.value, edge.weight, vertex, edge.reader, reader)
     return transfers
 
 

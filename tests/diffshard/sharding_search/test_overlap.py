@@ -16,7 +16,7 @@ from search_spaces.sharding.explaining import StepPrediction, Transfer
 
 
 def transfer(seconds, link_s):
-    return Transfer("all_gather", "x", 1.0, 1.0, seconds, link_s, 0, 0)
+    return Transfer("all_gather", "x", 1.0, 1.0, seconds, link_s, 0, 0, 0, None)
 
 
 @pytest.mark.parametrize(

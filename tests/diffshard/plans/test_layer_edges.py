@@ -1,0 +1,150 @@
+"""What is sent between layers is all of a plan's collectives but those inside layers, each counted once."""
+
+import dataclasses
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import PartitionSpec as P
+
+import diffshard
+from diffshard.base import PlanError
+from diffshard.plans.file import from_json, to_json
+from diffshard.plans.layer_edges import LayerEdge, edge_elements, edges_below, layer_traffic
+from diffshard.plans.layers import layers
+from diffshard.plans.page import format_page
+from diffshard.sharding_search.plan import Plan
+from tests.diffshard.plans.page_checker import checked_page
+from tests.diffshard.plans.small_plan import small_plan
+
+MESH = AbstractMesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+
+
+class Layer(nn.Module):
+    """A product and a nonlinearity."""
+
+    @nn.compact
+    def __call__(self, x):
+        """Returns numbers of the same shape."""
+        return jnp.tanh(nn.Dense(2048, name="dense")(x))
+
+
+class Network(nn.Module):
+    """Three layers and a head."""
+
+    @nn.compact
+    def __call__(self, x):
+        """Returns numbers of the same shape."""
+        for i in range(3):
+            x = Layer(name=f"layer_{i}")(x)
+        return nn.Dense(2048, name="head")(x)
+
+
+@pytest.fixture(scope="module")
+def found():
+    """A plan whose batch and columns of weights are split, so that activations are gathered or reduced on their way."""
+    network = Network()
+
+    def step(params, x):
+        return jax.grad(lambda params: jnp.mean((network.apply(params, x) - x) ** 2))(params)
+
+    x = jax.ShapeDtypeStruct((64, 2048), jnp.float32)
+    params = jax.eval_shape(network.init, jax.random.key(0), x)
+    specs = jax.tree.map(lambda leaf: P(None, "model") if len(leaf.shape) == 2 else P("model"), params)
+    return diffshard.search(step, MESH, hardware="h100", in_shardings=(specs, P("data"))).plan(params, x)
+
+
+def plan_by_hand(**changes):
+    """The small plan with a reader for each collective; both all-reduces are of gradients that the update reads."""
+    all_reduces = [dataclasses.replace(c, made_by=c.operation, read_by=7) for c in small_plan().collectives[:2]]
+    gather = dataclasses.replace(small_plan().collectives[2], made_by=3, read_by=4)
+    return small_plan(collectives=(*all_reduces, gather), **changes)
+
+
+def test_every_byte_is_between_layers_or_inside_one(found):
+    traffic = layer_traffic(found, layers(found))
+    between = sum(edge.num_bytes for edge in traffic.edges)
+    inside = sum(edge.num_bytes for edge in traffic.inside)
+    assert traffic.unknown_bytes == 0
+    assert between > 0
+    assert inside > 0
+    assert between + inside == pytest.approx(sum(found.collective_bytes.values()))
+    seconds = sum(edge.seconds for edge in (*traffic.edges, *traffic.inside))
+    assert seconds == pytest.approx(found.step_s - found.compute_s)
+
+
+def test_bytes_between_layers_are_those_whose_maker_and_reader_differ(found):
+    def module(index):
+        return next((p for p in found.operations[index].scope.split("/") if p.startswith(("layer_", "head"))), "")
+
+    expected = sum(
+        c.num_bytes * c.count
+        for c in found.collectives
+        if c.made_by is not None
+        and c.read_by is not None
+        and found.operations[c.made_by].kind == "operation"
+        and found.operations[c.read_by].kind == "operation"
+        and module(c.made_by) != module(c.read_by)
+        and module(c.made_by)
+        and module(c.read_by)
+    )
+    traffic = layer_traffic(found, layers(found))
+    names = {layer.name for layer in layers(found) if layer.name.startswith("Network/")}
+    between = sum(e.num_bytes for e in traffic.edges if e.source in names and e.target in names)
+    assert between == pytest.approx(expected)
+    assert between > 0
+
+
+def test_every_collective_knows_who_makes_and_who_reads_its_array(found):
+    for collective in found.collectives:
+        assert collective.made_by is not None
+        # A reshard belongs to the operation that reads, everything else to the one that makes.
+        assert collective.operation in (collective.made_by, collective.read_by)
+
+
+def test_edges_by_hand():
+    plan = plan_by_hand()
+    shown = layers(plan)
+    assert [layer.name for layer in shown if layer.name != "arguments"] == ["Net/layer_*", "update"]
+    traffic = layer_traffic(plan, shown)
+    assert traffic.edges == (
+        LayerEdge("Net/layer_*", "Net/layer_*", "forward", "all_gather", "model", 1.0, 2048.0, 1e-3),
+        LayerEdge("Net/layer_*", "update", "backward", "all_reduce", "data", 2.0, 1024.0, 3e-3),
+    )
+    assert traffic.inside == ()
+    page = format_page(plan)
+    text = " ".join(checked_page(page).texts)
+    assert "In one step, collectives move 3.00 KiB between layers and 0 B inside them." in text
+    assert "forward to the next of them" in text
+    assert "backward to update" in text
+    assert page.count("class=edge>") == 2
+
+
+def test_each_edge_is_drawn_once_below_the_upper_of_its_layers(found):
+    shown = layers(found)
+    traffic = layer_traffic(found, shown)
+    below = edges_below(traffic, shown)
+    assert sorted(edge for edges in below for edge in edges) == sorted(traffic.edges)
+    order = [layer.name for layer in shown]
+    for layer, edges in zip(shown, below, strict=True):
+        for edge in edges:
+            if edge.source in order and edge.target in order:
+                assert min(order.index(edge.source), order.index(edge.target)) == order.index(layer.name)
+        assert edge_elements(layer, edges, 1e9).count("class=edge>") == len(edges)
+
+
+def test_plans_of_older_versions_have_no_edges():
+    traffic = layer_traffic(small_plan(), layers(small_plan()))
+    assert (traffic.edges, traffic.inside) == ((), ())
+    assert traffic.unknown_bytes == sum(small_plan().collective_bytes.values())
+    assert "between layers" not in format_page(small_plan())
+
+
+@pytest.mark.parametrize(("field", "index"), [("made_by", 8), ("made_by", -1), ("read_by", 8)])
+def test_a_collective_of_an_unknown_operation_is_damage(field, index):
+    document = to_json(plan_by_hand())
+    document["collectives"][0][field] = index
+    with pytest.raises(PlanError, match=f"`{field}` of a collective is {index}, not one of 8 operations"):
+        from_json(document, "plan.json", Plan)
