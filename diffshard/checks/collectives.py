@@ -191,9 +191,9 @@ def _only_sliced(
 def _is_by_device(module: Module, callers: _Callers, computation: Computation, name: str) -> bool:
     """Tells whether a scalar is computed from the device's number, which a loop may get as part of its state."""
     numbers = {parameter: number for number, parameter in computation.parameters.items()}
-    waiting, visited = [name], {name}
-    while waiting:
-        value = computation.by_name[waiting.pop()]
+    names_left, visited = [name], {name}
+    while names_left:
+        value = computation.by_name[names_left.pop()]
         if value.opcode == "partition-id" or (value.opcode == "get-tuple-element" and value.type.startswith("u32[]")):
             return True
         if value.opcode == "parameter" and callers:
@@ -203,7 +203,7 @@ def _is_by_device(module: Module, callers: _Callers, computation: Computation, n
         elif value.num_elements == 1:
             new = [operand for operand in value.operands if operand not in visited]
             visited.update(new)
-            waiting.extend(new)
+            names_left.extend(new)
     return False
 
 

@@ -65,13 +65,13 @@ def compile_steps(
     if num_processes is None:
         num_processes = max(1, min(4, os.cpu_count() or 1))
     results: dict[str, CompiledStep | str] = {}
-    with contextlib.ExitStack() as running:
-        waiting, processes = list(jobs), {}
+    with contextlib.ExitStack() as folders:
+        names_left, processes = list(jobs), {}
         try:
-            while waiting or processes:
-                while waiting and len(processes) < num_processes:
-                    name = waiting.pop(0)
-                    folder = running.enter_context(tempfile.TemporaryDirectory(prefix="diffshard-"))
+            while names_left or processes:
+                while names_left and len(processes) < num_processes:
+                    name = names_left.pop(0)
+                    folder = folders.enter_context(tempfile.TemporaryDirectory(prefix="diffshard-"))
                     processes[name] = _Process(jobs[name], Path(folder), timeout_s)
                 for name in [name for name, process in processes.items() if process.has_ended()]:
                     results[name] = processes.pop(name).result()
@@ -118,20 +118,20 @@ class _Process:
     def result(self) -> CompiledStep | str:
         """Returns what an ended process has written, or a sentence that says why there is nothing."""
         self.stderr.seek(0)
-        said = self.stderr.read()
+        output = self.stderr.read()
         self.stderr.close()
         if self.is_late:
             return f"The compiler was stopped after {self.timeout_s:g} s."
         if self.process.returncode < 0:
-            return f"The compiler crashed with signal {-self.process.returncode}: {_last(said)}"
+            return f"The compiler crashed with signal {-self.process.returncode}: {_last_line(output)}"
         if self.process.returncode:
-            return f"The compiler failed: {_last(said)}"
+            return f"The compiler failed: {_last_line(output)}"
         hlo = (self.folder / HLO).read_text(encoding="utf-8")
         sizes = json.loads((self.folder / MEMORY).read_text(encoding="utf-8"))
         memory = None if sizes is None else MemoryPlan(**sizes)
-        return CompiledStep(hlo, memory, said.count(_INVOLUNTARY), time.perf_counter() - self.start_s)
+        return CompiledStep(hlo, memory, output.count(_INVOLUNTARY), time.perf_counter() - self.start_s)
 
 
-def _last(said: str) -> str:
-    lines = [line.strip() for line in said.strip().splitlines() if line.strip()]
+def _last_line(output: str) -> str:
+    lines = [line.strip() for line in output.strip().splitlines() if line.strip()]
     return (lines[-1] if lines else "it said nothing")[-_LAST_CHARACTERS:]

@@ -189,14 +189,14 @@ def _completed(
     start_s = time.perf_counter()
     structure = jax.tree.structure(traced_function.args)
     options = replace(options, in_shardings=jax.tree.unflatten(structure, shardings.specs))
-    named = replace(options, logical_axis_rules=shardings.rules)
+    by_rules = replace(options, logical_axis_rules=shardings.rules)
     try:
-        traced_by_rules = trace_function(named, args) if shardings.rules else traced_function
+        traced_by_rules = trace_function(by_rules, args) if shardings.rules else traced_function
     except ValueError as error:  # such as a dimension of an activation that its axes do not divide
         raise DoesNotApplyError(f"Its rules for activations do not fit the function: {error}") from error
     has_names = _num_constraints(traced_by_rules) > _num_constraints(traced_function)
     if has_names:
-        options, traced_function = named, traced_by_rules
+        options, traced_function = by_rules, traced_by_rules
     elif name == "megatron sequence":
         raise DoesNotApplyError("The function names no logical axes, so there is no sequence to split.")
     plan = find_plan(options, traced_function, space_of(options, traced_function), start_s)
@@ -232,7 +232,7 @@ def _checked_rules(rules: Sequence[tuple[str, Any]] | None, options: Options) ->
     Raises:
       ValueError: a rule names an axis that the mesh does not have.
     """
-    checked = []
+    checked_rules = []
     for name, axes in rules or ():
         split = () if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)
         for axis in split:
@@ -240,5 +240,5 @@ def _checked_rules(rules: Sequence[tuple[str, Any]] | None, options: Options) ->
                 raise ValueError(
                     f"`logical_axis_rules` has the mesh axis {axis!r} for {name!r}; the mesh has {options.axis_names}."
                 )
-        checked.append((str(name), split))
-    return tuple(checked)
+        checked_rules.append((str(name), split))
+    return tuple(checked_rules)

@@ -141,12 +141,14 @@ def _fully_sharded_state(
 def _with_split(spec: PartitionSpec, argument: Argument, mesh: ExpertMesh, axes: Sequence[str]) -> PartitionSpec:
     num_parts = mesh.num_parts(axes)
     free = [
-        d for d, taken in enumerate(spec) if taken is None and argument.shape[d] and argument.shape[d] % num_parts == 0
+        d
+        for d, split_axes in enumerate(spec)
+        if split_axes is None and argument.shape[d] and argument.shape[d] % num_parts == 0
     ]
     if not free:
         return spec
     largest = max(free, key=lambda d: argument.shape[d])
-    return PartitionSpec(*(tuple(axes) if d == largest else taken for d, taken in enumerate(spec)))
+    return PartitionSpec(*(tuple(axes) if d == largest else split_axes for d, split_axes in enumerate(spec)))
 
 
 def _check_two_axes(mesh: ExpertMesh, same: str) -> None:

@@ -125,5 +125,5 @@ def _layer(names: tuple[str, ...]) -> str:
     """Returns the word that says what a parameter does: its own name, or its layer's where it is called kernel."""
     if len(names) < 2 or names[-1] not in (*_WEIGHTS, *_BIASES):
         return names[-1] if names else ""
-    known = {**_COLUMN_OF, **_ROW_OF}
-    return names[-1] if names[-1] in known and names[-2] not in known else names[-2]
+    group_of_word = {**_COLUMN_OF, **_ROW_OF}
+    return names[-1] if names[-1] in group_of_word and names[-2] not in group_of_word else names[-2]

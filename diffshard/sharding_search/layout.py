@@ -66,9 +66,11 @@ def _reductions(
 ) -> tuple[tuple[ReshardStep, ...], ...]:
     """Returns the collectives that finish each result; all have the spec that the last one leaves."""
     reductions = []
-    for written, before, after in zip(operation.reductions or ((),) * len(results), unreduced, results, strict=True):
+    for kinds_and_axes, before, after in zip(
+        operation.reductions or ((),) * len(results), unreduced, results, strict=True
+    ):
         fraction, steps = 1.0 / shards(before, space.axis_sizes), []
-        for kind, name in written:
+        for kind, name in kinds_and_axes:
             axis = space.axis_names.index(name)
             steps.append(ReshardStep(cast(CollectiveKind, kind), axis, fraction, after))
             fraction /= space.axis_sizes[axis]

@@ -106,8 +106,8 @@ def _under_rules(fn: Callable[..., Any], rules: LogicalAxisRules, mesh: Mesh | A
     from flax import linen as nn  # imported here, because few users need it and it takes a second
 
     def ruled(*args: Any) -> Any:  # a new function each time: `jax.jit` caches by function, and does not know the rules
-        named = nn.logical_axis_rules([(name, axes or None) for name, axes in rules])
-        with named, jax.sharding.use_abstract_mesh(mesh.abstract_mesh if isinstance(mesh, Mesh) else mesh):
+        by_rules = nn.logical_axis_rules([(name, axes or None) for name, axes in rules])
+        with by_rules, jax.sharding.use_abstract_mesh(mesh.abstract_mesh if isinstance(mesh, Mesh) else mesh):
             return fn(*args)
 
     return ruled

@@ -70,8 +70,8 @@ def explain(
     costs = zip(groups, seconds.of_choice(choice), sent_bytes.of_choice(choice), strict=True)
     for v, (group, group_seconds, group_bytes) in enumerate(costs):
         first = sites[group.sites[0]]
-        running = [sites[s] for s in group.sites if runs[s]]
-        count = sum(site.trips for site in as_sent(running)) if running else 0
+        active_sites = [sites[s] for s in group.sites if runs[s]]
+        count = sum(site.trips for site in as_sent(active_sites)) if active_sites else 0
         traffic = Traffic(first.direction, first.kind, first.axes, count, group_bytes)
         parts.append(Part(group.name, first.kind, v, group_seconds, traffic))
     return tuple(parts)

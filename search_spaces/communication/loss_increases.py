@@ -69,17 +69,18 @@ def local_loss_increases(
     """
     branches = [min((_branches_around(device, s) for s in group.sites), key=len) for group in device.groups]
 
-    def measure(running: _Branches) -> tuple[list[Any], Any]:
+    def measure(active_branches: _Branches) -> tuple[list[Any], Any]:
         """Returns increases of forward and backward sites in these branches, None for other groups; and gradients."""
         probes = [
-            jnp.zeros(len(group.names)) if group_branches == running else None
+            jnp.zeros(len(group.names)) if group_branches == active_branches else None
             for group, group_branches in zip(device.groups, branches, strict=True)
         ]
-        forward = jax.grad(lambda p: _forward_loss(device, params, validation, key, step, p, running))(probes)
+        forward = jax.grad(lambda p: _forward_loss(device, params, validation, key, step, p, active_branches))(probes)
         # The barrier runs one pass after the other: at the same time, both would hold their activations in memory.
         same_params, forward = lax.optimization_barrier((params, forward))
         backward, gradients = jax.grad(
-            lambda p, params: _backward_loss(device, params, batch, direction, key, step, p, running), argnums=(0, 1)
+            lambda p, params: _backward_loss(device, params, batch, direction, key, step, p, active_branches),
+            argnums=(0, 1),
         )(probes, same_params)
         increases = [None if f is None else f + b / 2 for f, b in zip(forward, backward, strict=True)]
         return increases, gradients
@@ -87,8 +88,8 @@ def local_loss_increases(
     measured_increases, gradients = measure({})
     of_gradients = _gradient_increases(device, step_sizes, gradients, key, step)
     increases = [g if m is None else m + g for m, g in zip(measured_increases, of_gradients, strict=True)]
-    for running in [b for i, b in enumerate(branches) if b and b not in branches[:i]]:
-        measured_increases, _ = measure(running)
+    for active_branches in [b for i, b in enumerate(branches) if b and b not in branches[:i]]:
+        measured_increases, _ = measure(active_branches)
         increases = [old if m is None else m for m, old in zip(measured_increases, increases, strict=True)]
     return increases
 
@@ -123,7 +124,7 @@ def _forward_loss(
     key: jax.Array,
     step: jax.Array,
     probes: _Probes,
-    running: _Branches,
+    active_branches: _Branches,
 ) -> jax.Array:
     """Returns the exact loss; gradients of `probes` are increases of forward sites and of alternatives."""
 
@@ -142,8 +143,8 @@ def _forward_loss(
     def at_alternatives(p: int, branches: Sequence[Callable[..., Any]], operands: Sequence[Any]) -> Any:
         g = device.group_of[device.site_at["forward", p]]
         probe = probes[g]
-        if probe is None or g in running:
-            return branches[running.get(g, 0)](*operands)
+        if probe is None or g in active_branches:
+            return branches[active_branches.get(g, 0)](*operands)
         first, *others = [branch(*operands) for branch in branches]
         results = []
         for i, y in enumerate(first):
@@ -162,7 +163,7 @@ def _backward_loss(
     key: jax.Array,
     step: jax.Array,
     probes: _Probes,
-    running: _Branches,
+    active_branches: _Branches,
 ) -> jax.Array:
     """Returns the exact loss; gradients of `probes` are ½ Σ_t (a_t · e_t)² of backward sites, a along `direction`."""
 
@@ -181,7 +182,7 @@ def _backward_loss(
         return with_backward_probe(collective, errors, x, probe, (device.keys(p, key)[1], step))
 
     def at_alternatives(p: int, branches: Sequence[Callable[..., Any]], operands: Sequence[Any]) -> Any:
-        return branches[running.get(device.group_of[device.site_at["forward", p]], 0)](*operands)
+        return branches[active_branches.get(device.group_of[device.site_at["forward", p]], 0)](*operands)
 
     def loss(params: Any) -> jax.Array:
         return device.loss_with(params, batch, key, at_collective, at_alternatives, custom_vjp_with_tangents)

@@ -74,5 +74,5 @@ def _in_memory(value: Value, graph: Graph, is_written: np.ndarray) -> tuple[list
         permutation = list(maker.equation.params["permutation"])
         return None if order is None else [permutation.index(d) for d in order], first_maker
     order, first_maker = _in_memory(source, graph, is_written)
-    moved = [] if order is None else [d for d in order if source.shape[d] > 1]
-    return None if order is None or moved != sorted(moved) else identity, first_maker
+    kept_order = [] if order is None else [d for d in order if source.shape[d] > 1]
+    return None if order is None or kept_order != sorted(kept_order) else identity, first_maker

@@ -167,9 +167,9 @@ class GraphInterpreter:
         for vertex in pause.operations:
             with self._context_of(vertex):
                 self._run(line, vertex)
-        stored = env.new_child(dict(zip(roots, after[len(keys) :], strict=True)))
+        with_stored = env.new_child(dict(zip(roots, after[len(keys) :], strict=True)))
         for stage in pause.stages:
-            line[stage.fetch] = self._start_stage(stored, stage)
+            line[stage.fetch] = self._start_stage(with_stored, stage)
 
     def _start_stage(self, env: Environment, stage: Stage) -> Any:
         """Returns the array of a fetch after a stage; the stored arrays stand in the first map."""

@@ -190,12 +190,12 @@ def _inside(
       The vertices that it computes, and the values that it reads, each with the place of the read: the share of the
       operand that is needed, the vertex and the operand. A contraction's reads are its own, through views as well.
     """
-    shares, waiting = {kernel: 1.0}, {kernel}
+    shares, vertices_left = {kernel: 1.0}, {kernel}
     places = []
     reads_views = is_contraction(graph.vertices[kernel])
-    while waiting:
-        vertex = graph.vertices[max(waiting)]
-        waiting.discard(vertex.index)
+    while vertices_left:
+        vertex = graph.vertices[max(vertices_left)]
+        vertices_left.discard(vertex.index)
         for number, operand in enumerate(vertex.operands):
             if not isinstance(operand, Value):
                 continue
@@ -208,7 +208,7 @@ def _inside(
                 share *= prod(operand.shape) / max(1, sum(prod(v.shape) for v in maker.results))
             is_part = vertex.primitive in PICKS or maker.primitive in SPLITS
             shares[operand.vertex] = min(1.0, before + share) if is_part else max(before, share)
-            waiting.add(operand.vertex)
+            vertices_left.add(operand.vertex)
     return set(shares), places
 
 

@@ -88,13 +88,13 @@ def repetitions(symbols: np.ndarray) -> list[tuple[int, int, int]]:
     runs = ((period, run) for period in _periods(symbols) for run in _runs(symbols, period))
     stretches = [(stop - start, period, start) for period, (start, stop) in runs]
     free = np.ones(len(symbols), bool)
-    chosen = []
+    result = []
     for length, period, start in sorted(stretches, key=lambda s: (-s[0], s[1], s[2])):
         for first, last in _true_runs(free[start : start + length]):
             if last - first >= 2 * period:
-                chosen.append((start + first, start + last, period))
+                result.append((start + first, start + last, period))
                 free[start + first : start + last] = False
-    return chosen
+    return result
 
 
 def _periods(symbols: np.ndarray) -> list[int]:
