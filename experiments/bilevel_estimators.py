@@ -15,7 +15,7 @@ from scipy import stats
 
 from diffshard.bilevel_search.search import estimator_names
 from experiments import bilevel_training as task
-from experiments.bilevel_loss import Searches
+from experiments.bilevel_searches import Searches
 from experiments.tables import print_table
 from search_spaces.communication.space import CommunicationSpace
 
@@ -41,32 +41,32 @@ def lossy(space: CommunicationSpace) -> Strategies:
     return Strategies(groups, strategies, np.array([space.sites[space.groups[g].sites[0]].direction for g in groups]))
 
 
-def measured(training: task.Training, which: Strategies, seeds: int) -> tuple[np.ndarray, np.ndarray]:
+def measure_increases(training: task.Training, which: Strategies, seeds: int) -> tuple[np.ndarray, np.ndarray]:
     """Measures nats above the exact training, `[seeds, n]`: of training with one strategy, and of meeting it after."""
     exact = tuple(training.space.exact_choice())
     pairs = zip(which.group.tolist(), which.strategy.tolist(), strict=True)
     choices = [(*exact[:group], strategy, *exact[group + 1 :]) for group, strategy in pairs]
-    trained, met = np.zeros((2, seeds, len(choices)))
+    increases_trained, increases_met = np.zeros((2, seeds, len(choices)))
     for seed in range(seeds):
         exact_loss = np.mean(training.losses(seed, exact))
-        trained[seed] = [np.mean(training.losses(seed, choice)) - exact_loss for choice in choices]
-        met[seed] = [np.mean(losses) - exact_loss for losses in training.met(seed, choices)]
+        increases_trained[seed] = [np.mean(training.losses(seed, choice)) - exact_loss for choice in choices]
+        increases_met[seed] = [np.mean(losses) - exact_loss for losses in training.losses_after_exact(seed, choices)]
         print(f"seed {seed}: {len(choices)} strategies trained with", flush=True)
-    return trained, met
+    return increases_trained, increases_met
 
 
-def estimated(searches: Searches, estimator: str, which: Strategies, seeds: int) -> np.ndarray:
+def estimate_increases(searches: Searches, estimator: str, which: Strategies, seeds: int) -> np.ndarray:
     """Returns `[seeds, n]` mean slope of each strategy over the exact one's, in nats."""
 
     def slopes(seed: int) -> list[float]:
-        means = [np.asarray(slope, float) for slope in searches.searched(estimator, seed).slopes]
+        means = [np.asarray(slope, float) for slope in searches.state_after(estimator, seed).slopes]
         over = [slope - slope[exact] for slope, exact in zip(means, searches.space.exact_choice(), strict=True)]
         return [float(over[g][s]) for g, s in zip(which.group, which.strategy, strict=True)]
 
     training = searches.training
     stem = f"slopes-{training.setting.name}-{estimator}-{training.steps}"
     return np.array(
-        [task.recorded(training.records, f"{stem}-{seed}", lambda seed=seed: slopes(seed)) for seed in range(seeds)]
+        [task.with_record(training.records, f"{stem}-{seed}", lambda seed=seed: slopes(seed)) for seed in range(seeds)]
     )
 
 
@@ -81,10 +81,10 @@ def main(
     training = task.Training(setting, records)
     searches = Searches(training, "slow")
     which = lossy(training.space)
-    trained, met = measured(training, which, seeds)
-    increases = {"measured": trained, "met": met}
+    increases_trained, increases_met = measure_increases(training, which, seeds)
+    increases = {"measured": increases_trained, "met": increases_met}
     for name in estimators:
-        increases[name] = estimated(searches, name, which, seeds)
+        increases[name] = estimate_increases(searches, name, which, seeds)
     means = {name: values.mean(axis=0) for name, values in increases.items()}
     spread = increases["measured"].std(axis=0, ddof=1) if seeds > 1 else np.full(len(which.group), np.nan)
     print_table(

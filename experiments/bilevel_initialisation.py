@@ -76,7 +76,7 @@ def two_layers(quick: bool) -> Case:
     def batches(key: jax.Array, count: int) -> Any:
         return jax.vmap(batch)(jax.random.split(key, count))
 
-    return Case("two layers", init, loss, batches, _joined(batches(jax.random.key(8), 16)), optax.adam(1e-2))
+    return Case("two layers", init, loss, batches, _join(batches(jax.random.key(8), 16)), optax.adam(1e-2))
 
 
 def phase_retrieval(quick: bool) -> Case:
@@ -89,14 +89,14 @@ def phase_retrieval(quick: bool) -> Case:
         x = jax.random.normal(key, (count, width))
         return x, jnp.square(x @ hidden)
 
-    known = products(jax.random.key(10), round(_PRODUCTS * width))
+    products_given = products(jax.random.key(10), round(_PRODUCTS * width))
 
     def loss(params: jax.Array, data: tuple[jax.Array, jax.Array]) -> jax.Array:
         return jnp.square(jnp.square(data[0] @ params) - data[1]).mean()
 
     def batches(key: jax.Array, count: int) -> Any:
-        del key  # all that is known, in every step
-        return jax.tree.map(lambda x: jnp.broadcast_to(x, (count, *x.shape)), known)
+        del key  # all products, in every step
+        return jax.tree.map(lambda x: jnp.broadcast_to(x, (count, *x.shape)), products_given)
 
     def init(key: jax.Array) -> jax.Array:
         return jax.random.normal(key, (width,)) * width**-0.5
@@ -128,24 +128,24 @@ def byte_gpt(quick: bool) -> Case:
 CASES = (two_layers, byte_gpt, phase_retrieval)
 
 
-def compared(case: Case, seeds: int, rungs: tuple[int, ...], starts: int) -> list[MethodResult]:
+def compare_methods(case: Case, seeds: int, rungs: tuple[int, ...], starts: int) -> list[MethodResult]:
     """Returns one row for each method; every method takes as many steps, to within one start's."""
     total = _steps(starts, rungs)
     few = max(round(total / sum(rungs)), 1)
     half = max(starts // 2, 1)
     methods: dict[str, Callable[[jax.Array], tuple[Any, int]]] = {
-        "one start, all steps": lambda key: _searched(case, key, 1, (total,)),
-        f"best of {few}": lambda key: _searched(case, key, few, (sum(rungs),)),
-        f"init_search, {starts} starts": lambda key: _searched(case, key, starts, rungs),
-        f"init_search, {half} starts and {half} finer": lambda key: _searched(case, key, half, rungs, half),
-        "one start, one training's steps": lambda key: _searched(case, key, 1, (sum(rungs),)),
+        "one start, all steps": lambda key: _search(case, key, 1, (total,)),
+        f"best of {few}": lambda key: _search(case, key, few, (sum(rungs),)),
+        f"init_search, {starts} starts": lambda key: _search(case, key, starts, rungs),
+        f"init_search, {half} starts and {half} finer": lambda key: _search(case, key, half, rungs, half),
+        "one start, one training's steps": lambda key: _search(case, key, 1, (sum(rungs),)),
     }
     rows = []
     for name, method in methods.items():
         start = time.perf_counter()
-        trained = [method(jax.random.key(100 + seed)) for seed in range(seeds)]
-        losses = np.array([float(jax.jit(case.loss)(params, case.test)) for params, _ in trained])
-        rows.append(MethodResult(case.name, name, losses, trained[0][1], time.perf_counter() - start))
+        results = [method(jax.random.key(100 + seed)) for seed in range(seeds)]
+        losses = np.array([float(jax.jit(case.loss)(params, case.test)) for params, _ in results])
+        rows.append(MethodResult(case.name, name, losses, results[0][1], time.perf_counter() - start))
         print(f"{case.name}, {name}: {losses.mean():.4f}", flush=True)
     return rows
 
@@ -153,7 +153,7 @@ def compared(case: Case, seeds: int, rungs: tuple[int, ...], starts: int) -> lis
 def main(quick: bool, seeds: int) -> list[MethodResult]:
     """Prints the table; returns its rows."""
     rungs, starts = ((2, 2), 4) if quick else (RUNGS, STARTS)
-    rows = [row for make in CASES for row in compared(make(quick), seeds, rungs, starts)]
+    rows = [row for make in CASES for row in compare_methods(make(quick), seeds, rungs, starts)]
     print_table(
         f"Starts: test loss over {seeds} seeds",
         ("case", "method", "mean", "median", "worst", "steps", "seconds"),
@@ -168,7 +168,7 @@ def main(quick: bool, seeds: int) -> list[MethodResult]:
     return rows
 
 
-def _searched(case: Case, key: jax.Array, starts: int, rungs: tuple[int, ...], finer: int = 0) -> tuple[Any, int]:
+def _search(case: Case, key: jax.Array, starts: int, rungs: tuple[int, ...], finer: int = 0) -> tuple[Any, int]:
     keys_key, data_key = jax.random.split(key)
     batches = case.batches(data_key, sum(rungs) + 1)
     keys = jax.random.split(keys_key, starts)
@@ -187,5 +187,5 @@ def _steps(starts: int, rungs: tuple[int, ...]) -> int:
     return steps
 
 
-def _joined(batches: Any) -> Any:
+def _join(batches: Any) -> Any:
     return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), batches)

@@ -11,35 +11,20 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
 from scipy import stats
 
-import diffshard
 from cost.evaluation import Evaluator, evaluate
-from diffshard.bilevel_search.base import BilevelState, Estimator, TrainingProgress
-from diffshard.bilevel_search.search import estimator_names, resolve
+from diffshard.bilevel_search.search import estimator_names
 from diffshard.solving.solve import solve
 from experiments import bilevel_training as task
+from experiments.bilevel_searches import MARGIN, Run, Searches
 from experiments.tables import print_table
-from search_spaces.base import Batch, Choice, LossySpace, Params, RelaxedChoice
+from search_spaces.base import Choice
 from search_spaces.communication.space import CommunicationSpace
 
-MARGIN = 0.005
-"""Nats that a choice may cost and still counts as not inferior; also the bound that searches are given."""
-CHOICE_OPTIMIZER = optax.adam(0.1)
-_PROOF_SEED = 100  # of no row
 _CONTROLLED = "slow"  # the link at which `prove` is also run with shuffled slopes
 _MOVES = 500  # until a walk is taken for random
-
-
-class Run(NamedTuple):
-    """What a method returns for one seed: a choice, and the share of training that is exact before it."""
-
-    choice: Choice
-    exact_share: float = 0.0
 
 
 class MethodResult(NamedTuple):
@@ -64,132 +49,6 @@ class MethodResult(NamedTuple):
     search_steps: int
 
 
-def cut(
-    space: LossySpace, params: Params, batch: Batch, relaxed: RelaxedChoice, key: jax.Array, progress: TrainingProgress
-) -> jax.Array:
-    """Estimates no increase, which has no slope: A follows the cost alone."""
-    del space, params, batch, relaxed, key, progress
-    return jnp.zeros(())
-
-
-def shuffled(name: str, where: CommunicationSpace, seed: int) -> Estimator:
-    """Returns an estimator whose slopes over the exact strategy's are exchanged at random among lossy strategies."""
-    inner = resolve(name)
-    is_exact = [np.asarray(group.exact) for group in where.groups]
-    lossy = np.flatnonzero(~np.concatenate(is_exact))
-    order = lossy[np.random.default_rng(seed).permutation(len(lossy))]
-    ends = np.cumsum([len(row) for row in is_exact])[:-1]
-
-    def increase(
-        space: LossySpace,
-        params: Params,
-        batch: Batch,
-        relaxed: RelaxedChoice,
-        key: jax.Array,
-        progress: TrainingProgress,
-    ) -> jax.Array:
-        value, slopes = jax.value_and_grad(lambda p: inner.increase(space, params, batch, p, key, progress))(
-            list(relaxed)
-        )
-        over = jnp.concatenate([slope - slope[int(row.argmax())] for slope, row in zip(slopes, is_exact, strict=True)])
-        exchanged = jnp.split(over.at[lossy].set(over[order]), ends)
-        moves = [weights - jax.lax.stop_gradient(weights) for weights in relaxed]
-        linear = sum((m @ jax.lax.stop_gradient(s) for m, s in zip(moves, exchanged, strict=True)), jnp.zeros(()))
-        return jax.lax.stop_gradient(value) + linear
-
-    return inner._replace(increase=increase)
-
-
-class Searches:
-    """Bilevel searches in the space of one link speed, each with training from the start.
-
-    They are named for their estimator, "curvature" say, "curvature shuffled" or "cut".
-    """
-
-    def __init__(self, training: task.Training, link: str):
-        self.training, self.link = training, link
-        self.space = task.space(training.setting, link, training.task)
-        self._made: dict[str, diffshard.BilevelSearch] = {}
-
-    def proposals(self, name: str, seeds: int) -> list[Run]:
-        """Returns the proposal for each seed, from the records where it is there."""
-
-        def propose(seed: int) -> Choice:
-            return self.search(name).finish(self.searched(name, seed))[0].choice
-
-        stem = f"search-{self.training.setting.name}-{self.link}-{name.replace(' ', '-')}-{self.training.steps}"
-        records = self.training.records
-        return [
-            Run(tuple(task.recorded(records, f"{stem}-{seed}", lambda seed=seed: propose(seed))))
-            for seed in range(seeds)
-        ]
-
-    def search(self, name: str) -> diffshard.BilevelSearch:
-        """Returns a search of the cheapest choice within the margin; made and compiled once."""
-        if name not in self._made:
-            named = name.removesuffix(" shuffled")
-            estimator = cut if name == "cut" else named if name == named else shuffled(named, self.space, seed=0)
-            self._made[name] = diffshard.bilevel(
-                None,
-                space=self.space,
-                weights_optimizer=self.training.optimizer,
-                choice_optimizer=CHOICE_OPTIMIZER,
-                max_loss_increase=MARGIN,
-                estimator=estimator,
-            )
-        return self._made[name]
-
-    def searched(self, name: str, seed: int) -> BilevelState:
-        """Returns the state after all steps of a seed."""
-        search = self.search(name)
-        train, validation = (task.listed(self.training.batches(seed, name)) for name in ("train", "search"))
-        state = search.init(jax.random.key(seed), self.training.params(seed), train[0])
-        for train_batch, val_batch in zip(train, validation, strict=True):
-            state, _ = search.update(state, train_batch, val_batch)
-        return state
-
-    def proven(self, name: str) -> dict[str, tuple[Run, int]]:
-        """Returns what `prove` finds after a search with a seed of its own: runs by method, and steps taken."""
-        training = self.training
-
-        def prove() -> dict[str, tuple[Run, int]]:
-            rungs = (training.steps // 4, training.steps // 4, training.steps // 2)
-            data = diffshard.CandidatesData(
-                training.params(_PROOF_SEED),
-                task.listed(training.batches(_PROOF_SEED)),
-                task.listed(training.task.evaluated("validation")),
-                jax.random.key(_PROOF_SEED),
-                rungs=rungs,
-                num_repeats=training.setting.repeats,
-            )
-            proof = self.search(name).prove(self.searched(name, _PROOF_SEED), data)
-            print(proof, flush=True)
-            by_type = [t for t in proof.table if self._is_by_kind(t.choice) and not t.exact_share]
-            late = [trained for trained in proof.table if trained.exact_share]
-            first = {"winner": [proof.winner], "best by kind": by_type, "best exact first": late}
-            return {
-                method: (Run(trained[0].choice, trained[0].exact_share), proof.steps + training.steps)
-                for method, trained in first.items()
-                if trained
-            }
-
-        stem = f"proof-{training.setting.name}-{self.link}-{name.replace(' ', '-')}-{training.steps}"
-        proven = task.recorded(training.records, stem, prove)
-        return {method: (Run(tuple(run[0]), run[1]), steps) for method, (run, steps) in proven.items()}
-
-    def _is_by_kind(self, choice: Choice) -> bool:
-        """Tells whether all groups that choose from the same names take the same one."""
-        taken: dict[tuple[str, ...], int] = {}
-        return all(taken.setdefault(self.space.strategy_names(g), s) == s for g, s in enumerate(choice))
-
-    def seconds(self, run: Run) -> float:
-        """Returns mean communication of a step over the whole training."""
-        exact, chosen = (
-            evaluate(self.space.problem, choice).cost for choice in (self.space.exact_choice(), run.choice)
-        )
-        return run.exact_share * exact + (1 - run.exact_share) * chosen
-
-
 def random_within(space: CommunicationSpace, most_s: float, seed: int) -> Choice:
     """Returns a random choice that takes at most so long, and 90% of it at least where the walk meets one.
 
@@ -208,13 +67,13 @@ def random_within(space: CommunicationSpace, most_s: float, seed: int) -> Choice
     for move in range(2 * _MOVES):
         group = int(rng.integers(len(choice)))
         before, choice[group] = choice[group], int(rng.integers(len(problem.node_cost[group])))
-        moved = evaluator(choice).cost
-        if moved > most_s * (1 + 1e-9):
+        cost_after = evaluator(choice).cost
+        if cost_after > most_s * (1 + 1e-9):
             choice[group] = before
-        elif moved >= 0.9 * most_s and move >= _MOVES:
+        elif cost_after >= 0.9 * most_s and move >= _MOVES:
             return tuple(choice)
         else:
-            slowest = max(slowest, (moved, tuple(choice)))
+            slowest = max(slowest, (cost_after, tuple(choice)))
     return slowest[1]
 
 
@@ -231,17 +90,19 @@ def results_at(link: str, training: task.Training, seeds: int, estimators: Seque
         add(f"uniform {name}", [Run(task.uniform(searches.space, name))] * seeds, 0)
     add("A, loss gradient cut", searches.proposals("cut", 1) * seeds, search_steps)  # no seed changes the cost
     for name in estimators:
-        proposed = searches.proposals(name, seeds)
-        add(f"A, {name}", proposed, search_steps)
+        proposals = searches.proposals(name, seeds)
+        add(f"A, {name}", proposals, search_steps)
         if name == "curvature":
-            drawn = [Run(random_within(searches.space, searches.seconds(run), s)) for s, run in enumerate(proposed)]
-            add("random, same time", drawn, 0)
+            random_runs = [
+                Run(random_within(searches.space, searches.seconds(run), s)) for s, run in enumerate(proposals)
+            ]
+            add("random, same time", random_runs, 0)
             shuffled_runs = searches.proposals(f"{name} shuffled", seeds)
             add(f"A, {name} shuffled", shuffled_runs, search_steps)
-    for method, (run, steps) in searches.proven("curvature").items():
+    for method, (run, steps) in searches.prove("curvature").items():
         add(f"prove: {method}", [run] * seeds, steps)
     if link == _CONTROLLED:  # how far does training candidates come without what the loss's slopes say of them?
-        run, steps = searches.proven("curvature shuffled")["winner"]
+        run, steps = searches.prove("curvature shuffled")["winner"]
         add("prove, slopes shuffled: winner", [run] * seeds, steps)
     return rows
 
@@ -301,7 +162,7 @@ def _cells(row: MethodResult, space: CommunicationSpace) -> tuple[str, ...]:
     return (
         row.link, row.method, f"{row.milliseconds:.3f}", f"{row.milliseconds / exact:.0%}", _spread(row.validation),
         _spread(row.test), verdict(row.test), str(row.search_steps),
-        task.described(space, first.choice) + late + differ,
+        task.describe(space, first.choice) + late + differ,
     )  # fmt: skip
 
 

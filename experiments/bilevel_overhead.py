@@ -16,7 +16,7 @@ import optax
 import diffshard
 from diffshard.bilevel_search.search import CHOICE_EVERY
 from experiments import bilevel_training as task
-from experiments.bilevel_loss import MARGIN
+from experiments.bilevel_searches import MARGIN
 from experiments.tables import print_table
 
 SEARCHES = (("curvature", 1), ("mixture", 1), ("mixture", 2), ("sampled", 1), ("sampled", 2))
@@ -44,7 +44,7 @@ def main(setting: task.Setting, repeats: int, searches: Sequence[tuple[str, int]
     """Prints the table; returns its rows, the plain step first."""
     work, optimizer = setting.task(), setting.optimizer
     space, params = task.space(setting, "slow", work), work.init(jax.random.key(0))
-    train, validation = (task.listed(task.batches(work, name, 0, 1))[0] for name in ("train", "search"))
+    train, validation = (task.as_list(task.batches(work, name, 0, 1))[0] for name in ("train", "search"))
     exact = space.exact_choice()
 
     def plain(params: Any, params_state: Any, residuals: Any, batch: Any, step: jax.Array) -> Any:
@@ -65,14 +65,14 @@ def main(setting: task.Setting, repeats: int, searches: Sequence[tuple[str, int]
         print(f"compiled {steps[-1][0]} in {program[2]:.1f} s", flush=True)
     times: list[list[list[float]]] = [[[] for _ in calls] for _, _, calls, _, _ in steps]
     for _ in range(repeats):  # in turns, so that other work on the machine meets all alike
-        for (_, _, calls, _, _), taken in zip(steps, times, strict=True):
-            for call, seconds in zip(calls, taken, strict=True):
+        for (_, _, calls, _, _), times_of_step in zip(steps, times, strict=True):
+            for call, seconds in zip(calls, times_of_step, strict=True):
                 start = time.perf_counter()
                 jax.block_until_ready(call())
                 seconds.append(time.perf_counter() - start)
     rows = []
-    for (name, every, _, temporary_bytes, compile_s), taken in zip(steps, times, strict=True):
-        medians = [statistics.median(seconds) for seconds in taken]
+    for (name, every, _, temporary_bytes, compile_s), times_of_step in zip(steps, times, strict=True):
+        medians = [statistics.median(seconds) for seconds in times_of_step]
         mean = (medians[0] + (every - 1) * medians[-1]) / every
         rows.append(StepOverhead(name, mean, medians[0], temporary_bytes, compile_s))
     alone = rows[0]

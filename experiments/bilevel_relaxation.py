@@ -64,10 +64,10 @@ def descend(
     problem: Problem, relaxation: Relaxation, temperature: float, restarts: int, steps: int, change: Change, seed: int
 ) -> float:
     """Returns the least exact cost of rounded rows after descents from random starts; inf if none keeps the limits."""
-    reduced = merge_ties(problem)
-    sizes = num_strategies(reduced.problem)
-    ends, scale = np.cumsum(sizes)[:-1].tolist(), _spread(reduced.problem)
-    padded = soft_problem(reduced.problem)  # a program of the same length for any number of nodes
+    reduction = merge_ties(problem)
+    sizes = num_strategies(reduction.problem)
+    ends, scale = np.cumsum(sizes)[:-1].tolist(), _spread(reduction.problem)
+    padded = soft_problem(reduction.problem)  # a program of the same length for any number of nodes
 
     def weights_of(logits: jax.Array) -> jax.Array:
         return jax.nn.softmax(jnp.full(padded.node_mask.shape, -jnp.inf).at[np.nonzero(padded.node_mask)].set(logits))
@@ -89,7 +89,7 @@ def descend(
         updates, moments = _ADAM.update(change(jax.grad(energy)(logits, *at)), moments)
         return (optax.apply_updates(logits, updates), moments), None
 
-    guide = jnp.concatenate(marginal_logits(reduced.problem)) if relaxation == "dual-guided" else jnp.zeros(())
+    guide = jnp.concatenate(marginal_logits(reduction.problem)) if relaxation == "dual-guided" else jnp.zeros(())
 
     def run(key: jax.Array) -> jax.Array:
         logits = guide + 0.1 * jax.random.normal(key, (int(sizes.sum()),))
@@ -99,7 +99,7 @@ def descend(
     keys = jax.random.split(jax.random.key(seed), restarts)
     final_logits = np.asarray(jax.jit(jax.vmap(run))(keys))
     choices = [[int(row.argmax()) for row in np.split(logits, ends)] for logits in final_logits]
-    priced = [evaluate(problem, reduced.expand(np.array(choice, np.int64))) for choice in choices]
+    priced = [evaluate(problem, reduction.expand(np.array(choice, np.int64))) for choice in choices]
     return min((float(p.cost) for p in priced if p.feasible), default=np.inf)
 
 
@@ -130,7 +130,7 @@ def main(quick: bool, seeds: int, steps: int, seconds: float) -> list[MethodResu
             rows.append(MethodResult(name, method, float(np.median(costs)), (time.perf_counter() - start) / seeds))
         for solver in SOLVERS:
             start = time.perf_counter()
-            solutions = [_solved(problem, solver, seconds, seed) for seed in range(seeds)]
+            solutions = [_solve(problem, solver, seconds, seed) for seed in range(seeds)]
             costs = [float(solution.cost) if solution.feasible else np.inf for solution in solutions]
             rows.append(MethodResult(name, solver, float(np.median(costs)), (time.perf_counter() - start) / seeds))
         best = min(row.cost for row in rows if row.problem == name)
@@ -149,7 +149,7 @@ def main(quick: bool, seeds: int, steps: int, seconds: float) -> list[MethodResu
     return rows
 
 
-def _solved(problem: Problem, solver: str, seconds: float, seed: int) -> Solution:
+def _solve(problem: Problem, solver: str, seconds: float, seed: int) -> Solution:
     return solve(problem, solver=solver, time_limit_s=seconds, key=seed, reduce=merge_ties)
 
 

@@ -70,9 +70,9 @@ def images(layers: int = 2, width: int = 32, batch: int = 64) -> Task:
             return jax.lax.dynamic_slice(padded, by, image.shape)
 
         which, by = jax.random.split(key)
-        chosen = jax.random.randint(which, (count, batch), 0, len(pictures_in_part))
+        picks = jax.random.randint(which, (count, batch), 0, len(pictures_in_part))
         shifts = jax.random.randint(by, (count, batch, 2), 0, 3)
-        return jax.vmap(jax.vmap(shifted))(pictures_in_part[chosen], shifts), digits_in_part[chosen]
+        return jax.vmap(jax.vmap(shifted))(pictures_in_part[picks], shifts), digits_in_part[picks]
 
     def evaluated(name: str) -> Any:
         pictures_in_part, digits_in_part = part(name)

@@ -117,7 +117,7 @@ def uniform(where: CommunicationSpace, precision: str) -> Choice:
     return tuple(next((s for s, name in enumerate(row) if name.startswith(precision)), 0) for row in names)
 
 
-def described(where: CommunicationSpace, choice: Choice) -> str:
+def describe(where: CommunicationSpace, choice: Choice) -> str:
     """Returns a choice in one short line: its strategies in the order of the space's groups."""
     return " ".join(_short(where.strategy_names(g)[s]) for g, s in enumerate(choice))
 
@@ -127,7 +127,7 @@ def batches(task: Task, name: str, seed: int, count: int) -> Any:
     return task.draw(name, jax.random.fold_in(jax.random.key(seed), PARTS.index(name)), count)
 
 
-def listed(batches: Any) -> list[Any]:
+def as_list(batches: Any) -> list[Any]:
     """Returns batches `[count, ...]` one by one."""
     return [jax.tree.map(lambda x, i=i: x[i], batches) for i in range(len(jax.tree.leaves(batches)[0]))]
 
@@ -151,7 +151,7 @@ class Training:
     def losses(self, seed: int, choice: Choice, exact_share: float = 0.0) -> Losses:
         """Returns losses after a training; a schedule's share of exact training is 0 or one half."""
         name = f"training-{self.setting.name}-{self.steps}-{seed}-{'.'.join(map(str, choice))}-{exact_share:g}"
-        return Losses(*recorded(self.records, name, lambda: self._run(seed, choice, exact_share)))
+        return Losses(*with_record(self.records, name, lambda: self._run(seed, choice, exact_share)))
 
     def params(self, seed: int) -> Any:
         """Returns a seed's initial parameters."""
@@ -161,32 +161,32 @@ class Training:
         """Returns a seed's batches of a part, one for each step."""
         return batches(self.task, name, seed, self.steps)
 
-    def met(self, seed: int, choices: Sequence[Choice]) -> list[Losses]:
+    def losses_after_exact(self, seed: int, choices: Sequence[Choice]) -> list[Losses]:
         """Returns losses with choices that are met only after an exact training."""
         name = f"met-{self.setting.name}-{self.steps}-{seed}"
 
         def meet() -> list[Losses]:
-            params = self._trained(seed, tuple(self.space.exact_choice()), 0.0)
-            return [self._tested(params, choice) for choice in choices]
+            params = self._train(seed, tuple(self.space.exact_choice()), 0.0)
+            return [self._test(params, choice) for choice in choices]
 
-        return [Losses(*losses) for losses in recorded(self.records, name, meet)]
+        return [Losses(*losses) for losses in with_record(self.records, name, meet)]
 
     def _run(self, seed: int, choice: Choice, exact_share: float) -> Losses:
-        return self._tested(self._trained(seed, choice, exact_share), choice)
+        return self._test(self._train(seed, choice, exact_share), choice)
 
-    def _trained(self, seed: int, choice: Choice, exact_share: float) -> Any:
+    def _train(self, seed: int, choice: Choice, exact_share: float) -> Any:
         params, half = self.params(seed), self.steps // 2
         state = TrainingState(
             params, self.optimizer.init(params), self.space.init_residuals(params), jax.random.key(seed), jnp.int32(0)
         )
         data = self.batches(seed)
         first = tuple(self.space.exact_choice()) if exact_share else choice
-        for begin, running in ((0, first), (half, choice)):
+        for begin, part_choice in ((0, first), (half, choice)):
             part = jax.tree.map(lambda x, begin=begin: x[begin : begin + half], data)
-            state = self._steps(_traced(running), state, part)
+            state = self._steps(_traced(part_choice), state, part)
         return state.params
 
-    def _tested(self, params: Any, choice: Choice) -> Losses:
+    def _test(self, params: Any, choice: Choice) -> Losses:
         return Losses(*(float(self._loss(_traced(choice), params, batches)) for batches in self._evaluated))
 
     @cached_property
@@ -209,7 +209,7 @@ class Training:
         return jax.jit(loss)
 
 
-def recorded(records: Path | None, name: str, make: Callable[[], Any]) -> Any:
+def with_record(records: Path | None, name: str, make: Callable[[], Any]) -> Any:
     """Returns what `make` gives, in JSON's terms, from the records where it is there already."""
     path = records and records / f"{name}.json"
     if path and path.exists():

@@ -73,15 +73,15 @@ def read_profiles(path: Path) -> dict[tuple[Ring, CollectiveKind], np.ndarray]:
                 key = (ring, row["op"], row["num_hosts"], row["num_groups"], row["dtype"])
                 series[key].append((int(row["size"]) * itemsize, float(row["seconds"])))
     points = defaultdict(list)
-    for (ring, kind, *_), measured in series.items():
-        points[ring, kind] += _without_extrapolated(sorted(measured))
+    for (ring, kind, *_), samples in series.items():
+        points[ring, kind] += _without_extrapolated(sorted(samples))
     return {key: np.array(value) for key, value in points.items() if len(value) > 10}
 
 
-def _without_extrapolated(measured: list[tuple[int, float]]) -> list[tuple[int, float]]:
+def _without_extrapolated(samples: list[tuple[int, float]]) -> list[tuple[int, float]]:
     points = []
-    for i, (size, seconds) in enumerate(measured):
-        doubled = i > 0 and abs(seconds / measured[i - 1][1] - 2) < 1e-9
+    for i, (size, seconds) in enumerate(samples):
+        doubled = i > 0 and abs(seconds / samples[i - 1][1] - 2) < 1e-9
         if size and seconds > _EMPTY_CALL_S and not doubled:
             points.append((size, seconds))
     return points
@@ -102,8 +102,8 @@ def v100_links(path: Path) -> list[LinkError]:
     return errors
 
 
-def _relative(predicted: np.ndarray, measured: np.ndarray) -> tuple[float, float]:
-    error = np.abs(predicted / measured - 1)
+def _relative(predicted: np.ndarray, seconds: np.ndarray) -> tuple[float, float]:
+    error = np.abs(predicted / seconds - 1)
     return float(np.median(error)), float(np.quantile(error, 0.9))
 
 
@@ -166,8 +166,8 @@ def whole_step(model: Model, hardware: Hardware, repeats: int) -> StepWork:
     state, batch = arguments_of(model)
 
     def predicted(hardware: Hardware) -> float:
-        searched = search(model.step, mesh, hardware=hardware, memory_limit_bytes=np.inf, solver="exhaustive")
-        return searched.plan(state, batch).compute_s
+        step = search(model.step, mesh, hardware=hardware, memory_limit_bytes=np.inf, solver="exhaustive")
+        return step.plan(state, batch).compute_s
 
     moved_bytes = predicted(Hardware("a second for each byte", np.inf, 1.0, np.inf, {}))
     compiled = jax.jit(model.step, donate_argnums=0).lower(state, batch).compile()

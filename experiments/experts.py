@@ -53,10 +53,10 @@ def hand_plan(expert: shardings.Expert, state: Any, batch: Any, mesh: Mesh | Abs
     is_state = [path[0].idx == 0 for path, _ in leaves]
     paths = [jax.tree_util.keystr(path) for path, _ in leaves]
     arguments = describe_arguments((state, batch), is_state, paths)
-    given = expert(arguments, ExpertMesh(dict(mesh.shape), mesh.axis_names[-1]), TENSOR_DIMENSIONS)
-    placed = [NamedSharding(mesh, spec) for spec in given.specs]
-    state_shardings, batch_shardings = jax.tree.unflatten(structure, placed)
-    return HandPlan(state_shardings, batch_shardings, dict(given.rules))
+    expert_shardings = expert(arguments, ExpertMesh(dict(mesh.shape), mesh.axis_names[-1]), TENSOR_DIMENSIONS)
+    named_shardings = [NamedSharding(mesh, spec) for spec in expert_shardings.specs]
+    state_shardings, batch_shardings = jax.tree.unflatten(structure, named_shardings)
+    return HandPlan(state_shardings, batch_shardings, dict(expert_shardings.rules))
 
 
 EXPERTS: dict[str, Expert] = {name: functools.partial(hand_plan, expert) for name, expert in shardings.EXPERTS.items()}

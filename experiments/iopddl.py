@@ -65,13 +65,13 @@ def scale(nodes: int, seconds: float | None) -> dict[str, Any]:
     """Solves a generated problem of equal layers with about this many nodes; without a limit by `SHORT_SEARCH`."""
     start = time.perf_counter()
     problem = layered_problem(0, max(nodes // 40, 1), binding=0.7)
-    made = time.perf_counter() - start
+    made_s = time.perf_counter() - start
     start = time.perf_counter()
     solver = "gradient" if seconds else SHORT_SEARCH
     return {
         **_facts(solve(problem, solver=solver, time_limit_s=seconds), start),
         "nodes": len(problem.node_cost),
-        "made_s": made,
+        "made_s": made_s,
     }
 
 

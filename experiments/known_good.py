@@ -236,9 +236,9 @@ def _data_parallel(case: Case, model: Model, mesh: Mesh) -> tuple[float, float]:
 
 def _arithmetic(model: Model, compiled: Any) -> float | None:
     """Returns one device's share of the arithmetic as XLA counts it; None where XLA does not count."""
-    counted = compiled.cost_analysis()
+    of_device = compiled.cost_analysis()
     whole = jax.jit(model.step).lower(*abstract_arguments(model)).compile().cost_analysis()
-    return counted["flops"] / whole["flops"] if counted and whole else None
+    return of_device["flops"] / whole["flops"] if of_device and whole else None
 
 
 def _one_device(case: Case, model: Model) -> float:

@@ -58,11 +58,11 @@ def compare(name: str, model: Model, mesh: Any, **search_options: Any) -> list[P
     rows = [PeerPlan(name, "found", plan, verify(step.lower(*args), mesh.shape, plan.collectives, plan.peak_bytes))]
     for expert in EXPERTS:
         by_hand = experts.EXPERTS[expert](*args, mesh)
-        given = diffshard.search(
+        with_shardings = diffshard.search(
             model.step, mesh, donate_argnums=0, in_shardings=by_hand.in_shardings, **search_options
         )
         try:
-            plan = given.plan(*args)
+            plan = with_shardings.plan(*args)
         except diffshard.InfeasibleError:
             plan = None
         lowered = experts.lower_by_hand(model.step, *args, by_hand, donate_argnums=0)

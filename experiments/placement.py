@@ -49,7 +49,7 @@ PIPELINES = tuple(
 )
 
 
-def placed(case: Case, solver: str, time_limit_s: float | None = None) -> Placement:
+def place_case(case: Case, solver: str, time_limit_s: float | None = None) -> Placement:
     """Places the layers of a case."""
     return place(
         case.layer_times,
@@ -70,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for case in (WORKED, *PIPELINES)[: 2 if options.quick else None]:
         for solver in options.solvers:
             start = time.perf_counter()
-            result = placed(case, solver)
+            result = place_case(case, solver)
             seconds = time.perf_counter() - start
             bound = result.solution.lower_bound
             costs = (case.optimum, result.cost, result.transfer, result.compute)

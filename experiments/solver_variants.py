@@ -80,8 +80,8 @@ def without(kind: type) -> Solver:
 
 def with_settings(phase: Phase, settings: Mapping[type, Mapping[str, Any]]) -> Phase:
     """Returns a phase with the settings that its class has in `settings`, where it has any."""
-    chosen = settings.get(type(phase))
-    return replace(cast(Any, phase), **chosen) if chosen else phase
+    own_settings = settings.get(type(phase))
+    return replace(cast(Any, phase), **own_settings) if own_settings else phase
 
 
 def _unless(kind: type, phase: Phase) -> Phase | None:

@@ -115,50 +115,50 @@ def cells(run: SolverRun, best: float) -> tuple[object, ...]:
 
 def side_by_side(runs: Sequence[SolverRun]) -> list[tuple[object, ...]]:
     """Returns a row for each run: its cost, the ratio to the least cost, its bound, gap, seconds and status."""
-    shown = []
+    rows = []
     for run in runs:
         best = best_cost([other for other in runs if other.problem == run.problem])
         solution = run.solution
         if solution is None:
-            shown.append((run.problem, run.solver, "not taken", "", "", "", f"{run.seconds:.1f}", run.refusal[:60]))
+            rows.append((run.problem, run.solver, "not taken", "", "", "", f"{run.seconds:.1f}", run.refusal[:60]))
             continue
         cost = f"{float(solution.cost):.6g}" if solution.feasible else f"infeasible by {solution.excess:.3g}"
         ratio = f"{solution.cost / best:.4f}" if solution.feasible and best else ""
         bound = f"{solution.lower_bound:.6g}" if math.isfinite(solution.lower_bound) else "none"
         gap = f"{solution.gap:.2%}" if math.isfinite(solution.gap) else "none"
-        shown.append((run.problem, run.solver, cost, ratio, bound, gap, f"{run.seconds:.1f}", solution.status))
-    return shown
+        rows.append((run.problem, run.solver, cost, ratio, bound, gap, f"{run.seconds:.1f}", solution.status))
+    return rows
 
 
 def main(arguments: Sequence[str] | None = None) -> list[SolverRun]:
     """Prints the table; returns the runs."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    named = [name for name in solver_names() if name not in ORACLES]
+    names = [name for name in solver_names() if name not in ORACLES]
     parser.add_argument("--seconds", type=float, default=10.0, help="for each solver and problem")
     parser.add_argument("--problems", nargs="+", choices=list(PROBLEMS), default=list(PROBLEMS))
-    parser.add_argument("--solvers", nargs="+", choices=solver_names(), default=named)
+    parser.add_argument("--solvers", nargs="+", choices=solver_names(), default=names)
     parser.add_argument("--exact", action="store_true", help="the default solver beside HiGHS, with bounds and gaps")
     parser.add_argument("--quick", action="store_true", help="one small problem, one second each")
     options = parser.parse_args(arguments)
     solvers = ("gradient", "exact") if options.exact else options.solvers
     seconds = 1.0 if options.quick else options.seconds
-    chosen = QUICK if options.quick else {name: PROBLEMS[name] for name in options.problems}
+    problems = QUICK if options.quick else {name: PROBLEMS[name] for name in options.problems}
     runs: list[SolverRun] = []
-    shown = []
-    for name, make in chosen.items():
+    rows = []
+    for name, make in problems.items():
         problem = make()
         if problem is None:
             print(f"{name} is left out: there is no {INSTANCES / name}.json.gz.")
             continue
         problem_runs = compare(name, problem, solvers, seconds)
         runs += problem_runs
-        shown += [cells(run, best_cost(problem_runs)) for run in problem_runs]
+        rows += [cells(run, best_cost(problem_runs)) for run in problem_runs]
     if options.exact:
         columns = ("problem", "solver", "cost", "ratio", "lower bound", "gap", "seconds", "status")
         print_table(f"The default beside HiGHS at {seconds:g} s each", columns, side_by_side(runs))
     else:
         columns = ("problem", "solver", "ratio", "bound", "s to 1%", "seconds", "status")
-        print_table(f"Solvers at {seconds:g} s each", columns, shown)
+        print_table(f"Solvers at {seconds:g} s each", columns, rows)
     return runs
 
 

@@ -57,10 +57,8 @@ def _plan(model: Model, mesh_shape: tuple[int, int], memory_limit_bytes: float |
     state, batch = abstract_arguments(model)
     mesh = jax.sharding.AbstractMesh(mesh_shape, ("data", "model"))
     start, start_cpu = time.perf_counter(), time.process_time()
-    searched = diffshard.search(
-        model.step, mesh, hardware="h100", donate_argnums=0, memory_limit_bytes=memory_limit_bytes
-    )
-    plan = searched.plan(state, batch)
+    step = diffshard.search(model.step, mesh, hardware="h100", donate_argnums=0, memory_limit_bytes=memory_limit_bytes)
+    plan = step.plan(state, batch)
     return {
         "operations": len(plan.operations),
         "seconds": time.perf_counter() - start,
@@ -91,13 +89,13 @@ def dispatch_s(repeats: int = 2000, rounds: int = 9) -> tuple[list[float], list[
         return [s + 1 for s in state], x * 2
 
     mesh = jax.make_mesh((1,), ("x",), devices=jax.devices()[:1])
-    searched = diffshard.search(step, mesh, hardware="cpu")
+    planned_step = diffshard.search(step, mesh, hardware="cpu")
     state, x = [jnp.zeros(()) for _ in range(100)], jnp.zeros(())
-    state, x = searched.plan(state, x).shard(state, x)
-    plain = jax.jit(step)
+    state, x = planned_step.plan(state, x).shard(state, x)
+    plain_step = jax.jit(step)
     times_s: tuple[list[float], list[float]] = ([], [])
     for round_ in range(rounds + 1):
-        for i, run in enumerate((searched, plain)):
+        for i, run in enumerate((planned_step, plain_step)):
             seconds = _loop_s(run, state, x, repeats)
             if round_:  # the first compiles
                 times_s[i].append(seconds)
@@ -110,9 +108,9 @@ def _apart(case: str) -> dict[str, float]:
     return json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[-1])
 
 
-def _cells(result: dict[str, float], wanted: str) -> tuple[str, ...]:
+def _cells(result: dict[str, float], wanted_s: str) -> tuple[str, ...]:
     return (
-        f"{result['operations']:,.0f}", f"{result['seconds']:.1f}", f"{result['cpu_s']:.1f}", wanted,
+        f"{result['operations']:,.0f}", f"{result['seconds']:.1f}", f"{result['cpu_s']:.1f}", wanted_s,
         f"{result['gap']:.3%}", f"{result['unlike_layers']:.0f}", f"{result['peak_rss_bytes'] / 2**30:.2f}",
     )  # fmt: skip
 

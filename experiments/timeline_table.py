@@ -72,8 +72,8 @@ def read_rows(path: Path) -> list[Row]:
 
 def over_best_expert(rows: Sequence[Row]) -> float:
     """Returns the found plan's time over the best expert's; NaN without both."""
-    found = [row.timeline_s for row in rows if row.plan == FOUND]
-    return found[0] / best_expert_s(rows) if found else float("nan")
+    found_s = [row.timeline_s for row in rows if row.plan == FOUND]
+    return found_s[0] / best_expert_s(rows) if found_s else float("nan")
 
 
 def best_expert_s(rows: Iterable[Row]) -> float:
@@ -86,14 +86,14 @@ def ranking(rows: Sequence[Row]) -> float:
     pairs = [(row.predicted_s, row.timeline_s) for row in rows if np.isfinite(row.predicted_s)]
     if len(pairs) < 2:
         return float("nan")
-    predicted, played = (np.sign(np.subtract.outer(times, times)) for times in zip(*pairs, strict=True))
-    return float(np.sum(predicted * played) / (len(pairs) * (len(pairs) - 1)))
+    predicted_order, timeline_order = (np.sign(np.subtract.outer(times, times)) for times in zip(*pairs, strict=True))
+    return float(np.sum(predicted_order * timeline_order) / (len(pairs) * (len(pairs) - 1)))
 
 
 def geometric_mean(values: Iterable[float]) -> float:
     """Returns the geometric mean of those values that are numbers; NaN without one."""
-    known = [value for value in values if np.isfinite(value)]
-    return float(np.exp(np.mean(np.log(known)))) if known else float("nan")
+    numbers = [value for value in values if np.isfinite(value)]
+    return float(np.exp(np.mean(np.log(numbers)))) if numbers else float("nan")
 
 
 COLUMNS = (

@@ -17,6 +17,7 @@ from experiments import (
     bilevel_loss,
     bilevel_overhead,
     bilevel_relaxation,
+    bilevel_searches,
 )
 from experiments import bilevel_training as task
 from search_spaces.communication.base import INT4
@@ -91,8 +92,8 @@ def test_shuffled_slopes_are_the_same_ones_at_other_lossy_strategies(space, monk
     def linear(space, params, batch, relaxed, key, progress):
         return sum((row @ increase for row, increase in zip(relaxed, loss_increases, strict=True)), jnp.zeros(()))
 
-    monkeypatch.setattr(bilevel_loss, "resolve", lambda name: Estimator(linear))
-    estimator = bilevel_loss.shuffled("linear", space, seed=0)
+    monkeypatch.setattr(bilevel_searches, "resolve", lambda name: Estimator(linear))
+    estimator = bilevel_searches.shuffled("linear", space, seed=0)
     rows = [jnp.full(size, 1 / size) for size in sizes]
     value, slopes = jax.value_and_grad(lambda rows: estimator.increase(space, {}, None, rows, KEY, PROGRESS))(rows)
     assert float(value) == pytest.approx(float(linear(space, {}, None, rows, KEY, PROGRESS)))
@@ -158,7 +159,7 @@ def test_the_gradient_decides_where_nothing_is_lossy():
 
 def test_starts_are_compared_at_equal_compute():
     case = bilevel_initialisation.phase_retrieval(True)
-    rows = bilevel_initialisation.compared(case, 1, (2, 2), 4)
+    rows = bilevel_initialisation.compare_methods(case, 1, (2, 2), 4)
     assert {row.steps for row in rows[:4]} == {12}
     assert rows[4].steps == 4
     assert all(np.isfinite(row.losses).all() for row in rows)

@@ -12,4 +12,4 @@ def test_prints_costs_beside_the_optima(capsys):
 
 def test_all_cases_have_their_optimum_within_reach():
     for case in (placement.WORKED, *placement.PIPELINES[:2]):
-        assert placement.placed(case, "gradient").cost == case.optimum
+        assert placement.place_case(case, "gradient").cost == case.optimum

@@ -1,0 +1,161 @@
+"""Bilevel searches of a space of communication, each with training from the start: proposals, and proofs of them.
+
+Beside the estimators' own there are two controls: slopes of the loss that are shuffled over lossy strategies, and
+slopes that are cut, so that A follows the cost alone.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import diffshard
+from cost.evaluation import evaluate
+from diffshard.bilevel_search.base import BilevelState, Estimator, TrainingProgress
+from diffshard.bilevel_search.search import resolve
+from experiments import bilevel_training as task
+from search_spaces.base import Batch, Choice, LossySpace, Params, RelaxedChoice
+from search_spaces.communication.space import CommunicationSpace
+
+MARGIN = 0.005
+"""Nats that a choice may cost and still counts as not inferior; also the bound that searches are given."""
+CHOICE_OPTIMIZER = optax.adam(0.1)
+_PROOF_SEED = 100  # of no row
+
+
+class Run(NamedTuple):
+    """What a method returns for one seed: a choice, and the share of training that is exact before it."""
+
+    choice: Choice
+    exact_share: float = 0.0
+
+
+def cut(
+    space: LossySpace, params: Params, batch: Batch, relaxed: RelaxedChoice, key: jax.Array, progress: TrainingProgress
+) -> jax.Array:
+    """Estimates no increase, which has no slope: A follows the cost alone."""
+    del space, params, batch, relaxed, key, progress
+    return jnp.zeros(())
+
+
+def shuffled(name: str, where: CommunicationSpace, seed: int) -> Estimator:
+    """Returns an estimator whose slopes over the exact strategy's are exchanged at random among lossy strategies."""
+    inner = resolve(name)
+    is_exact = [np.asarray(group.exact) for group in where.groups]
+    lossy = np.flatnonzero(~np.concatenate(is_exact))
+    order = lossy[np.random.default_rng(seed).permutation(len(lossy))]
+    ends = np.cumsum([len(row) for row in is_exact])[:-1]
+
+    def increase(
+        space: LossySpace,
+        params: Params,
+        batch: Batch,
+        relaxed: RelaxedChoice,
+        key: jax.Array,
+        progress: TrainingProgress,
+    ) -> jax.Array:
+        value, slopes = jax.value_and_grad(lambda p: inner.increase(space, params, batch, p, key, progress))(
+            list(relaxed)
+        )
+        over = jnp.concatenate([slope - slope[int(row.argmax())] for slope, row in zip(slopes, is_exact, strict=True)])
+        exchanged = jnp.split(over.at[lossy].set(over[order]), ends)
+        moves = [weights - jax.lax.stop_gradient(weights) for weights in relaxed]
+        linear = sum((m @ jax.lax.stop_gradient(s) for m, s in zip(moves, exchanged, strict=True)), jnp.zeros(()))
+        return jax.lax.stop_gradient(value) + linear
+
+    return inner._replace(increase=increase)
+
+
+class Searches:
+    """Bilevel searches in the space of one link speed, each with training from the start.
+
+    They are named for their estimator, "curvature" say, "curvature shuffled" or "cut".
+    """
+
+    def __init__(self, training: task.Training, link: str):
+        self.training, self.link = training, link
+        self.space = task.space(training.setting, link, training.task)
+        self._search_of: dict[str, diffshard.BilevelSearch] = {}
+
+    def proposals(self, name: str, seeds: int) -> list[Run]:
+        """Returns the proposal for each seed, from the records where it is there."""
+
+        def propose(seed: int) -> Choice:
+            return self.search(name).finish(self.state_after(name, seed))[0].choice
+
+        stem = f"search-{self.training.setting.name}-{self.link}-{name.replace(' ', '-')}-{self.training.steps}"
+        records = self.training.records
+        return [
+            Run(tuple(task.with_record(records, f"{stem}-{seed}", lambda seed=seed: propose(seed))))
+            for seed in range(seeds)
+        ]
+
+    def search(self, name: str) -> diffshard.BilevelSearch:
+        """Returns a search of the cheapest choice within the margin; made and compiled once."""
+        if name not in self._search_of:
+            estimator_name = name.removesuffix(" shuffled")
+            if name == "cut":
+                estimator = cut
+            elif name == estimator_name:
+                estimator = name
+            else:
+                estimator = shuffled(estimator_name, self.space, seed=0)
+            self._search_of[name] = diffshard.bilevel(
+                None,
+                space=self.space,
+                weights_optimizer=self.training.optimizer,
+                choice_optimizer=CHOICE_OPTIMIZER,
+                max_loss_increase=MARGIN,
+                estimator=estimator,
+            )
+        return self._search_of[name]
+
+    def state_after(self, name: str, seed: int) -> BilevelState:
+        """Returns the state after all steps of a seed."""
+        search = self.search(name)
+        train, validation = (task.as_list(self.training.batches(seed, name)) for name in ("train", "search"))
+        state = search.init(jax.random.key(seed), self.training.params(seed), train[0])
+        for train_batch, val_batch in zip(train, validation, strict=True):
+            state, _ = search.update(state, train_batch, val_batch)
+        return state
+
+    def prove(self, name: str) -> dict[str, tuple[Run, int]]:
+        """Returns what `prove` finds after a search with a seed of its own: runs by method, and steps taken."""
+        training = self.training
+
+        def run() -> dict[str, tuple[Run, int]]:
+            rungs = (training.steps // 4, training.steps // 4, training.steps // 2)
+            data = diffshard.CandidatesData(
+                training.params(_PROOF_SEED),
+                task.as_list(training.batches(_PROOF_SEED)),
+                task.as_list(training.task.evaluated("validation")),
+                jax.random.key(_PROOF_SEED),
+                rungs=rungs,
+                num_repeats=training.setting.repeats,
+            )
+            proof = self.search(name).prove(self.state_after(name, _PROOF_SEED), data)
+            print(proof, flush=True)
+            by_type = [t for t in proof.table if self._is_by_kind(t.choice) and not t.exact_share]
+            exact_first = [candidate for candidate in proof.table if candidate.exact_share]
+            first = {"winner": [proof.winner], "best by kind": by_type, "best exact first": exact_first}
+            return {
+                method: (Run(candidates[0].choice, candidates[0].exact_share), proof.steps + training.steps)
+                for method, candidates in first.items()
+                if candidates
+            }
+
+        stem = f"proof-{training.setting.name}-{self.link}-{name.replace(' ', '-')}-{training.steps}"
+        runs_by_method = task.with_record(training.records, stem, run)
+        return {method: (Run(tuple(run[0]), run[1]), steps) for method, (run, steps) in runs_by_method.items()}
+
+    def _is_by_kind(self, choice: Choice) -> bool:
+        """Tells whether all groups that choose from the same names take the same one."""
+        strategy_of: dict[tuple[str, ...], int] = {}
+        return all(strategy_of.setdefault(self.space.strategy_names(g), s) == s for g, s in enumerate(choice))
+
+    def seconds(self, run: Run) -> float:
+        """Returns mean communication of a step over the whole training."""
+        exact, lossy = (evaluate(self.space.problem, choice).cost for choice in (self.space.exact_choice(), run.choice))
+        return run.exact_share * exact + (1 - run.exact_share) * lossy
