@@ -7,6 +7,6 @@
   rules.
 - Cost models, from sizes and hardware to seconds: `collectives.py` by such lines, `compute.py` by roofline. A new
   one is a file with an `EXAMPLE`; `tests/conformance/test_cost_models.py` finds it.
-- Hardware: `presets.py` has the common kinds, `networks.py` says which link a mesh axis gets, `calibration.py` measures
-  it and `line_fitting.py` fits lines to what was measured.
+- Hardware: `presets.py` has the common kinds, `dtypes.py` the widths of their types, `networks.py` says which link a
+  mesh axis gets, `calibration.py` measures it and `line_fitting.py` fits lines to what was measured.
 """
