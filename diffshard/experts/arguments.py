@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from diffshard.experts.base import Argument
+from diffshard.sharding_search.tracing import abstract_array
 
 
 def describe_arguments(args: Sequence[Any], is_state: Sequence[bool], paths: Sequence[str]) -> list[Argument]:
@@ -47,5 +48,5 @@ def _names(path: Sequence[Any]) -> tuple[str, ...]:
 
 def _is_key(leaf: Any) -> bool:
     """Tells whether an array is a random key: of JAX's own type, or the two words of an old-style one."""
-    dtype = leaf.dtype if hasattr(leaf, "dtype") else jnp.asarray(leaf).dtype
-    return jnp.issubdtype(dtype, jax.dtypes.prng_key) or (dtype == jnp.uint32 and jnp.shape(leaf) == (2,))
+    array = abstract_array(leaf)
+    return jnp.issubdtype(array.dtype, jax.dtypes.prng_key) or (array.dtype == jnp.uint32 and array.shape == (2,))

@@ -14,7 +14,7 @@ from diffshard.plans.file import load, save
 from diffshard.plans.text import format_plan
 from diffshard.sharding_search.options import Options, with_automatic_axes
 from diffshard.sharding_search.planned_function import PlannedFunction
-from diffshard.sharding_search.tracing import TracedFunction, path_inside
+from diffshard.sharding_search.tracing import TracedFunction, abstract_array, path_inside
 from search_spaces.sharding.space import ShardingSpace
 
 
@@ -120,7 +120,8 @@ class Plan(PlanData):
         """
         leaves = jax.tree_util.tree_leaves_with_path(tuple(args))
         for tensor, (path, leaf) in zip(self.arguments, leaves, strict=False):
-            shape, dtype = tuple(jax.numpy.shape(leaf)), _dtype_name(leaf)
+            array = abstract_array(leaf)
+            shape, dtype = array.shape, str(array.dtype)
             if (tensor.shape, tensor.dtype) != (shape, dtype) or not tensor.path.endswith(path_inside(path)):
                 raise PlanError(
                     f"The plan was made for `{tensor.path}` of {tensor.dtype}{list(tensor.shape)}, and was given "
@@ -128,8 +129,3 @@ class Plan(PlanData):
                 )
         if len(leaves) != len(self.arguments):
             raise PlanError(f"The plan was made for {len(self.arguments)} arrays in its arguments, not {len(leaves)}.")
-
-
-def _dtype_name(array: Any) -> str:
-    """Returns the name of the dtype that JAX gives to an array or a Python number."""
-    return str(array.dtype if isinstance(array, jax.ShapeDtypeStruct) else jax.typeof(array).dtype)

@@ -14,7 +14,13 @@ from diffshard.live_progress import ProgressDisplay, live_line
 from diffshard.plans.base import PlanData
 from diffshard.sharding_search.executors import FlatFunction, flat_function
 from diffshard.sharding_search.options import Options
-from diffshard.sharding_search.tracing import TracedFunction, abstract_arguments, space_of, trace_function
+from diffshard.sharding_search.tracing import (
+    TracedFunction,
+    abstract_arguments,
+    abstract_array,
+    space_of,
+    trace_function,
+)
 from search_spaces.sharding.space import ShardingSpace
 
 PlanT = TypeVar("PlanT", bound=PlanData)
@@ -144,8 +150,8 @@ class PlannedFunction(Generic[PlanT]):
 
 def _types(leaves: Sequence[Any]) -> tuple[tuple[tuple[int, ...], str, bool], ...]:
     """Returns shape, dtype and weakness of each array, on which the traced function depends."""
-    avals = (x if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x) for x in leaves)
-    return tuple((tuple(a.shape), str(a.dtype), bool(getattr(a, "weak_type", False))) for a in avals)
+    arrays = map(abstract_array, leaves)
+    return tuple((a.shape, str(a.dtype), a.weak_type) for a in arrays)
 
 
 def _with_types(values: Sequence[Any]) -> tuple[tuple[type, Any], ...]:

@@ -77,7 +77,13 @@ def trace_function(options: Options, args: Sequence[Any]) -> TracedFunction:
 
 def abstract_arguments(options: Options, args: Sequence[Any]) -> list[Any]:
     """Returns the arguments with shapes and dtypes in place of arrays; static ones as they are."""
-    return [a if i in options.static_argnums else jax.tree.map(_abstract, a) for i, a in enumerate(args)]
+    return [a if i in options.static_argnums else jax.tree.map(abstract_array, a) for i, a in enumerate(args)]
+
+
+def abstract_array(leaf: Any) -> jax.ShapeDtypeStruct:
+    """Returns shape, dtype and weak type of an array, a `jax.ShapeDtypeStruct` or a Python number."""
+    aval = leaf if isinstance(leaf, jax.ShapeDtypeStruct) else jax.typeof(leaf)
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False))
 
 
 def space_of(options: Options, traced_function: TracedFunction) -> ShardingSpace:
@@ -131,10 +137,3 @@ def _argument_names(fn: Callable[..., Any], count: int) -> list[str]:
     except (TypeError, ValueError):  # built-in functions have no signature
         names = []
     return names[:count] + [f"argument_{i}" for i in range(len(names), count)]
-
-
-def _abstract(leaf: Any) -> jax.ShapeDtypeStruct:
-    if isinstance(leaf, jax.ShapeDtypeStruct):
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=leaf.weak_type)
-    aval = jax.typeof(leaf)
-    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False))
