@@ -57,11 +57,13 @@ class Lifetimes(NamedTuple):
       is_written: `[values]` booleans, whether the value exists in memory.
       interval: `[values, 2]` half-open positions at which it lives.
       first_use: `[values]` position of the first operation that reads it.
+      last_use: `[values]` position of the last operation that reads it, by itself or through what is fused into it.
     """
 
     is_written: np.ndarray
     interval: np.ndarray
     first_use: np.ndarray
+    last_use: np.ndarray
 
 
 def is_pointwise(vertex: Vertex, rule: Rule | None) -> bool:
@@ -113,7 +115,7 @@ def lifetimes_of(graph: Graph, rules: Sequence[Rule | None], donated: Sequence[b
             is_written[outside] = False
     interval += 1  # inputs are born at -1
     first = np.array([min((c.position for c, _ in consumers[v.id]), default=v.made_at) for v in graph.values], int)
-    return Lifetimes(is_written, interval, first + 1)
+    return Lifetimes(is_written, interval, first + 1, last_read + 1)
 
 
 def _needed(graph: Graph) -> list[bool]:
@@ -200,7 +202,7 @@ def usages_of(
         ]
         if any(copy):
             first_use = min(lifetimes.first_use[value.id], fetch_from.get(value.id, graph.length) + 1)
-            add(node, value, copy, first_use, max(value.last_read_at + 2, first_use + 1), is_copy=True)
+            add(node, value, copy, first_use, int(lifetimes.last_use[value.id]) + 1, is_copy=True)
     return usages
 
 

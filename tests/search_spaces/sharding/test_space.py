@@ -11,7 +11,7 @@ from cost.validation import validate
 from search_spaces.sharding.edge_costs import read_spec
 from search_spaces.sharding.graph import Value
 from search_spaces.sharding.reshard_costs import CollectiveShares
-from search_spaces.sharding.spec import divides, shards
+from search_spaces.sharding.spec import divides
 from tests.search_spaces.sharding.small_spaces import EXAMPLES, array, hardware_of, mlp_arguments, mlp_step, space_of
 
 
@@ -40,26 +40,10 @@ def test_the_cost_of_a_choice_is_the_sum_of_what_its_layout_does(example):
         assert evaluate(problem, choice).cost == pytest.approx(seconds, rel=1e-9)
 
 
-def test_whole_arrays_everywhere_move_nothing_and_need_all_the_memory(example):
+def test_whole_arrays_everywhere_move_nothing(example):
     choice = [0] * len(example.nodes)
-    layout = example.layout(choice)
     assert example.predict(choice).transfers == ()
-    assert all(spec == ((),) * len(spec) for spec in layout.value_specs)
-    assert evaluate(example.problem, choice).peak == pytest.approx(peak_by_hand(example, layout))
-
-
-def peak_by_hand(space, layout):
-    """The largest sum over positions of the parts of the arrays that are in memory."""
-    written, interval, _ = space.lifetimes
-    ends = int(interval.max()) + 2
-    live = np.zeros(ends)
-    for value in space.graph.values:
-        if value.shape and written[value.id]:
-            start, end = interval[value.id]
-            live[start : max(end, start + 1)] += value.num_bytes / shards(
-                layout.value_specs[value.id], space.axis_sizes
-            )
-    return live.max()
+    assert all(spec == ((),) * len(spec) for spec in example.layout(choice).value_specs)
 
 
 def test_every_spec_of_even_dimensions_divides_its_array(example):
