@@ -118,7 +118,7 @@ class Fusion:
     def _root_takes(self, root: Vertex, operand: int, vertex: Vertex) -> bool:
         if is_contraction(root):
             return vertex.primitive in VIEWS
-        if root.primitive.startswith("scatter") or root.primitive == "dynamic_update_slice":
+        if _is_update(root):
             return operand > 0  # the first operand is the buffer that is written
         return self.is_fusible[root.index] or root.primitive.startswith(REDUCTIONS)
 
@@ -159,13 +159,18 @@ def moves_elements(vertex: Vertex) -> bool:
     return order != sorted(order)
 
 
+def _is_update(vertex: Vertex) -> bool:
+    """Tells whether a vertex writes a part of its first operand, in place; for one index the rule does not say so."""
+    return vertex.primitive.startswith("scatter") or vertex.primitive == "dynamic_update_slice"
+
+
 def _is_fusible(vertex: Vertex, rule: Rule | None) -> bool:
     """Tells whether each element of the results is made of one element of each operand, in any layout."""
     if vertex.kind != "operation" or vertex.equation is None or vertex.equation.effects:
         return False
     if vertex.primitive in _ALSO_FUSIBLE:
         return True
-    if rule is None or is_contraction(vertex) or rule.reduction or rule.permutation:
+    if rule is None or is_contraction(vertex) or _is_update(vertex) or rule.reduction or rule.permutation:
         return False
     return all(rule.sizes[f] == 1 for f in rule.need_replication)  # those of one element are broadcast
 
