@@ -24,7 +24,7 @@ from search_spaces.sharding.interpreter import GraphInterpreter, ReadOperand
 from search_spaces.sharding.local_blocks import Blocks
 from search_spaces.sharding.local_operations import LocalCall, combiner, run_local
 from search_spaces.sharding.resharding import Paths
-from search_spaces.sharding.schedule import Schedule
+from search_spaces.sharding.schedule import ProgramSchedule
 from search_spaces.sharding.spec import replicated_spec
 from search_spaces.sharding.whole_operations import runs_whole
 
@@ -40,7 +40,7 @@ class DeviceProgram:
       schedule: when collectives start and end.
     """
 
-    def __init__(self, graph: Graph, layout: Layout, mesh: Mesh | AbstractMesh, path: Paths, schedule: Schedule):
+    def __init__(self, graph: Graph, layout: Layout, mesh: Mesh | AbstractMesh, path: Paths, schedule: ProgramSchedule):
         self.graph, self.layout, self.mesh, self.path = graph, layout, mesh, path
         self.schedule = schedule
         self.blocks = Blocks(tuple(mesh.axis_names), tuple(mesh.shape[name] for name in mesh.axis_names))

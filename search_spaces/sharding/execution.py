@@ -19,7 +19,7 @@ from search_spaces.sharding.base import Layout, ReshardStep, ShardingStrategy
 from search_spaces.sharding.graph import Graph, Value, Vertex
 from search_spaces.sharding.interpreter import GraphInterpreter, ReadOperand
 from search_spaces.sharding.resharding import Paths
-from search_spaces.sharding.schedule import Schedule
+from search_spaces.sharding.schedule import ProgramSchedule
 from search_spaces.sharding.spec import divides_or_pads, replicated_spec
 
 
@@ -58,7 +58,7 @@ class Execution:
 
     def __call__(self, *arguments: Any) -> list[Any]:
         """Runs the function; returns its flat results."""
-        run = GraphInterpreter(self.graph, self.layout, self.path, self, Schedule())
+        run = GraphInterpreter(self.graph, self.layout, self.path, self, ProgramSchedule())
         return run(arguments, self.graph.constant_arrays)
 
     # `interpreter.Arrays`: whole arrays with constraints.

@@ -20,7 +20,7 @@ from search_spaces.replay import REMAT, scan_again
 from search_spaces.sharding.base import Layout, ReshardStep
 from search_spaces.sharding.graph import Block, Graph, Operand, Region, Value, Vertex
 from search_spaces.sharding.resharding import Paths
-from search_spaces.sharding.schedule import Pause, Schedule, Stage
+from search_spaces.sharding.schedule import FetchStage, Pause, ProgramSchedule
 
 Environment = ChainMap[Any, Any]
 """The array of each value, by id, with the spec in which its readers receive it; a region's arrays come first.
@@ -67,7 +67,7 @@ class GraphInterpreter:
       schedule: where the program pauses; without pauses the compiler orders it.
     """
 
-    def __init__(self, graph: Graph, layout: Layout, path: Paths, arrays: Arrays, schedule: Schedule):
+    def __init__(self, graph: Graph, layout: Layout, path: Paths, arrays: Arrays, schedule: ProgramSchedule):
         self.graph, self.layout, self.path, self.arrays, self.schedule = graph, layout, path, arrays, schedule
 
     def __call__(self, arguments: Sequence[Any], constants: Sequence[Any]) -> list[Any]:
@@ -171,7 +171,7 @@ class GraphInterpreter:
         for stage in pause.stages:
             line[stage.fetch] = self._start_stage(with_stored, stage)
 
-    def _start_stage(self, env: Environment, stage: Stage) -> Any:
+    def _start_stage(self, env: Environment, stage: FetchStage) -> Any:
         """Returns the array of a fetch after a stage; the stored arrays stand in the first map."""
         fetch = stage.fetch
         reader = self.graph.vertices[fetch.readers[0]]

@@ -41,7 +41,7 @@ class Fetch(NamedTuple):
     readers: tuple[int, ...]
 
 
-class Stage(NamedTuple):
+class FetchStage(NamedTuple):
     """A part of a fetch: from the spec `before` along `steps`; the first stage runs the fetch's chain before that."""
 
     fetch: Fetch
@@ -64,13 +64,13 @@ class Pause:
 
     values: list[Value] = field(default_factory=list)
     arrivals: list[Fetch] = field(default_factory=list)
-    stages: list[Stage] = field(default_factory=list)
+    stages: list[FetchStage] = field(default_factory=list)
     reductions: list[Vertex] = field(default_factory=list)
     operations: list[Vertex] = field(default_factory=list)
 
 
 @dataclass
-class Schedule:
+class ProgramSchedule:
     """The pauses of a program; without any, the compiler orders it.
 
     Attributes:

@@ -21,7 +21,7 @@ from search_spaces.sharding.graph import (
     leads_to_contraction,
 )
 from search_spaces.sharding.resharding import Paths
-from search_spaces.sharding.schedule import Fetch, Pause, Schedule, Stage
+from search_spaces.sharding.schedule import Fetch, FetchStage, Pause, ProgramSchedule
 from search_spaces.sharding.windows import Windows, starts_of_windows_before, straight_lines
 
 # A window's products take at least this many latencies of the slowest link, so that a collective's latency is a small
@@ -36,7 +36,7 @@ _FARTHEST = 6
 _CHEAP = frozenset(("convert_element_type", "reshape", "transpose", "squeeze", "expand_dims", "copy"))
 
 
-def make_schedule(graph: Graph, layout: Layout, path: Paths, compute_s: np.ndarray) -> Schedule:
+def make_schedule(graph: Graph, layout: Layout, path: Paths, compute_s: np.ndarray) -> ProgramSchedule:
     """Returns when the collectives of a layout start and end.
 
     Args:
@@ -45,7 +45,7 @@ def make_schedule(graph: Graph, layout: Layout, path: Paths, compute_s: np.ndarr
       path: the steps between two specs, with their rates.
       compute_s: `[vertices]` seconds of the arithmetic of one execution on one device.
     """
-    schedule, least_s = Schedule(), _least_window_s(path)
+    schedule, least_s = ProgramSchedule(), _least_window_s(path)
     is_needed = leads_to_contraction(graph)
     for line in straight_lines(graph.block):
         windows = Windows(line, compute_s, is_needed, least_s)
@@ -92,7 +92,7 @@ class _Request(NamedTuple):
 class _LineScheduler:
     """A scheduler of one line, which fills in the schedule of the program."""
 
-    def __init__(self, graph: Graph, layout: Layout, path: Paths, windows: Windows, schedule: Schedule):
+    def __init__(self, graph: Graph, layout: Layout, path: Paths, windows: Windows, schedule: ProgramSchedule):
         self.graph, self.layout, self.path, self.windows, self.schedule = graph, layout, path, windows, schedule
         self.line = windows.line
         self.in_line = {step.index for step, _ in self.line if isinstance(step, Vertex)}
@@ -205,7 +205,7 @@ class _LineScheduler:
                 stages[0][1].insert(0, step)
         ends = [window for window, _ in stages[1:]] + [reader]
         for number, ((window, part), end) in enumerate(zip(stages, ends, strict=True)):
-            self.pauses[window].stages.append(Stage(fetch, number == 0, before, tuple(part)))
+            self.pauses[window].stages.append(FetchStage(fetch, number == 0, before, tuple(part)))
             self.pauses[end].arrivals.append(fetch)
             before = part[-1].spec
         self.schedule.fetches.update(((reader, fetch.value.id), fetch) for reader in fetch.readers)
