@@ -1,0 +1,31 @@
+"""Which operations have no form on blocks is a question about a graph and its strategies alone."""
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, AxisType, PartitionSpec
+
+from search_spaces.sharding.strategies import replicated_strategy
+from search_spaces.sharding.whole_operations import impossible_operations, whole_operations
+from tests.search_spaces.sharding.small_spaces import array, graph_of, space_of
+
+
+def test_only_operations_that_a_strategy_splits_run_whole():
+    space = space_of(lambda x: jnp.sin(x) + jnp.prod(x), array(4, 6))
+    whole = [replicated_strategy([2], [2])] * len(space.graph.vertices)
+    assert whole_operations(space.graph, whole, space.axis_sizes) == []
+    # The first axis splits the rows of every array: the sine is the same on blocks, a product of all has no form there.
+    rows = [s._replace(operands=(((0,), ()),), unreduced=(((0,), ()),)) for s in whole]
+    names = [vertex.primitive for vertex in whole_operations(space.graph, rows, space.axis_sizes)]
+    assert names == ["reduce_prod"]
+
+
+def test_mappings_that_track_varying_values_are_impossible():
+    mesh = AbstractMesh((2, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
+
+    def fn(x, check_vma):
+        return jax.shard_map(
+            jnp.sin, mesh=mesh, in_specs=PartitionSpec("x"), out_specs=PartitionSpec("x"), check_vma=check_vma
+        )(x)
+
+    assert [v.primitive for v in impossible_operations(graph_of(lambda x: fn(x, True), array(4, 4)))] == ["shard_map"]
+    assert impossible_operations(graph_of(lambda x: fn(x, False), array(4, 4))) == []
