@@ -18,11 +18,17 @@ from diffshard.bilevel_search.spaces import lossy_methods, missing_for_loss
 from diffshard.solving.solve import solve
 from search_spaces import numbered
 from search_spaces.base import Part
-from search_spaces.numbered import NumberedSpace
 from tests.conformance.discovery import examples
+from tests.conformance.faulty_spaces import (
+    DecodesTheExactChoice,
+    HasOneMore,
+    LosesResiduals,
+    PredictsForTheExactChoice,
+    PredictsInReverse,
+    PredictsNothing,
+)
 from tests.conformance.meanings import equal, parts_of
 from tests.diffshard.bilevel_search import perturbed
-from tests.diffshard.bilevel_search.perturbed import Perturbed
 
 SPACES = [*examples(search_spaces), perturbed]
 KEY = jax.random.key(0)
@@ -238,48 +244,13 @@ def test_gradients_are_those_of_the_exact_loss(lossy: Any):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), gradients, expected)
 
 
-class _Wrong(Perturbed):
-    """A space that breaks one rule at a time."""
-
-
-class _PredictsNothing(_Wrong):
-    def loss_increases(self, *arguments: Any, **options: Any) -> Any:
-        return [0.0 * row for row in super().loss_increases(*arguments, **options)]
-
-
-class _PredictsForTheExactChoice(_Wrong):
-    def loss_increases(self, *arguments: Any, **options: Any) -> Any:
-        return [row + 1.0 for row in super().loss_increases(*arguments, **options)]
-
-
-class _PredictsInReverse(_Wrong):
-    def loss_increases(self, *arguments: Any, **options: Any) -> Any:
-        rows = super().loss_increases(*arguments, **options)
-        return [jnp.concatenate([row[:1], row[1:][::-1]]) for row in rows]
-
-
-class _DecodesTheExactChoice(_Wrong):
-    def decode(self, choice: Any) -> Any:
-        return super().decode([0 for _ in choice])
-
-
-class _LosesResiduals(_Wrong):
-    def decode(self, choice: Any) -> Any:
-        run = super().decode(choice)
-        return lambda *arguments: run(*arguments)._replace(residuals=(jnp.zeros(2),))
-
-
-class _HasOneMore(NumberedSpace):
-    loss = Perturbed.loss
-
-
 _FAULTS = [
-    (_PredictsNothing, test_the_exact_choice_increases_no_loss_and_others_do),
-    (_PredictsForTheExactChoice, test_the_exact_choice_increases_no_loss_and_others_do),
-    (_PredictsInReverse, test_predicted_increases_rank_what_strategies_do_to_the_loss),
-    (_DecodesTheExactChoice, test_decoding_is_a_function_of_the_choice),
-    (_DecodesTheExactChoice, test_the_decoded_choice_runs_training_steps_and_compiles_once),
-    (_LosesResiduals, test_the_decoded_choice_runs_training_steps_and_compiles_once),
+    (PredictsNothing, test_the_exact_choice_increases_no_loss_and_others_do),
+    (PredictsForTheExactChoice, test_the_exact_choice_increases_no_loss_and_others_do),
+    (PredictsInReverse, test_predicted_increases_rank_what_strategies_do_to_the_loss),
+    (DecodesTheExactChoice, test_decoding_is_a_function_of_the_choice),
+    (DecodesTheExactChoice, test_the_decoded_choice_runs_training_steps_and_compiles_once),
+    (LosesResiduals, test_the_decoded_choice_runs_training_steps_and_compiles_once),
 ]
 
 
@@ -291,7 +262,7 @@ def test_the_rules_catch_a_space_that_breaks_them(wrong: Any, rule: Any):
 
 
 def test_a_space_with_one_member_of_a_lossy_one_must_have_all():
-    space = _HasOneMore(numbered.EXAMPLE().problem)
+    space = HasOneMore(numbered.EXAMPLE().problem)
     assert lossy_methods(space) == ["loss"]
     assert "loss_increases" in missing_for_loss(space)
 

@@ -14,130 +14,7 @@ from jax.extend.core import Literal, Primitive
 from search_spaces.sharding import shardy
 from search_spaces.sharding.base import Rule
 from search_spaces.sharding.shardy import operation_rules
-
-
-def _f(*shape):
-    return np.random.default_rng(len(shape)).uniform(0.1, 0.9, shape).astype(np.float32)
-
-
-def _i(*values):
-    return np.array(values, np.int32)
-
-
-def _conv(feature_group_count=1, **options):
-    return lambda x, k: lax.conv_general_dilated(
-        x, k, (1, 1), dimension_numbers=("NHWC", "HWIO", "NHWC"), feature_group_count=feature_group_count, **options
-    )
-
-
-def _embed(mode):
-    numbers = lax.GatherDimensionNumbers(offset_dims=(2,), collapsed_slice_dims=(0,), start_index_map=(0,))
-    return lambda table, index: lax.gather(table, index, numbers, (1, 6), mode=mode)
-
-
-def _scatter_add(table, index, rows):
-    numbers = lax.ScatterDimensionNumbers(
-        update_window_dims=(1,), inserted_window_dims=(0,), scatter_dims_to_operand_dims=(0,)
-    )
-    return lax.scatter_add(table, index, rows, numbers, mode="fill")
-
-
-_KEY = jax.random.key(3)
-_POSITIVE_DEFINITE = np.eye(4, dtype=np.float32) + 0.1 * np.ones((6, 4, 4), np.float32)
-
-# One letter for a factor, in order of appearance: capitals must not be sharded, "1" has size one, "(ab)" is one
-# dimension with a the major factor. After "|" come the factors that leave partial results, "+" where these are sums.
-CASES = {
-    "add": (lambda x, y: x + y, [_f(4, 6), _f(4, 6)], "ab,ab->ab"),
-    "add_scalar": (lambda x: x + 1, [_f(4, 6)], "ab,->ab"),
-    "select_n": (lambda c, x, y: lax.select_n(c, x, y), [_f(4, 6) > 0.5, _f(4, 6), _f(4, 6)], "ab,ab,ab->ab"),
-    "clamp": (lambda x: lax.clamp(0.2, x, 0.6), [_f(4, 6)], ",ab,->ab"),
-    "logistic": (lax.logistic, [_f(4, 6)], "ab->ab"),
-    "erf": (lax.erf, [_f(4, 6)], "ab->ab"),
-    "erf_inv": (lax.erf_inv, [_f(4, 6)], "ab->ab"),
-    "lgamma": (lax.lgamma, [_f(4, 6)], "ab->ab"),
-    "digamma": (lax.digamma, [_f(4, 6)], "ab->ab"),
-    "igamma": (lax.igamma, [_f(4, 6), _f(4, 6)], "ab,ab->ab"),
-    "integer_pow": (lambda x: x**3, [_f(4, 6)], "ab->ab"),
-    "convert": (lambda x: x.astype(jnp.bfloat16), [_f(4, 6)], "ab->ab"),
-    "barrier": (lax.optimization_barrier, [(_f(4, 6), _f(8))], "ab,c->ab,c"),
-    "iota": (lambda: lax.broadcasted_iota(jnp.int32, (4, 6), 1), [], "->ab"),
-    "broadcast": (lambda x: lax.broadcast_in_dim(x, (8, 4, 6), (1, 2)), [_f(4, 1)], "a1->bac"),
-    "transpose": (lambda x: lax.transpose(x, (2, 0, 1)), [_f(4, 6, 8)], "abc->cab"),
-    "rev": (lambda x: lax.rev(x, (1,)), [_f(4, 6)], "aB->aB"),
-    "reshape_merge": (lambda x: x.reshape(24, 8), [_f(4, 6, 8)], "abc->(ab)c"),
-    "reshape_split": (lambda x: x.reshape(4, 2, 12), [_f(8, 12)], "(ab)c->abc"),
-    "reshape_both": (lambda x: x.reshape(16, 6), [_f(4, 24)], "a(bc)->(ab)c"),
-    "expand_dims": (lambda x: lax.expand_dims(x, (1,)), [_f(4, 6)], "ab->a1b"),
-    "squeeze": (lambda x: lax.squeeze(x, (1,)), [_f(4, 1, 6)], "a1b->ab"),
-    "concatenate": (lambda x, y: lax.concatenate([x, y], 1), [_f(4, 6), _f(4, 2)], "aB,aB->aB"),
-    "slice": (lambda x: lax.slice(x, (0, 1), (4, 5)), [_f(4, 8)], "aB->aB"),
-    "split": (lambda x: lax.split(x, (2, 6), axis=1), [_f(4, 8)], "aB->aB,aB"),
-    "pad": (lambda x: lax.pad(x, 0.0, ((0, 0, 0), (1, 1, 0))), [_f(4, 6)], "aB,->aB"),
-    "dynamic_slice": (lambda x, i: lax.dynamic_slice(x, (0, i), (4, 2)), [_f(4, 6), np.int32(3)], "aB,,->aB"),
-    "dynamic_update_slice": (
-        lambda x, u, i: lax.dynamic_update_slice(x, u, (0, i)),
-        [_f(4, 6), _f(4, 2), np.int32(3)],
-        "aB,aC,,->aB",
-    ),
-    "dynamic_update_row": (
-        lambda x, u, i: lax.dynamic_update_slice(x, u, (0, i)),
-        [_f(4, 6), _f(4, 1), np.int32(3)],
-        "ab,a1,,->ab",
-    ),
-    "reduce_sum": (lambda x: lax.reduce_sum_p.bind(x, axes=(1,), out_sharding=None), [_f(4, 6)], "ab->a|b+"),
-    "reduce_max": (lambda x: x.max(0), [_f(4, 6)], "ab->b|a"),
-    "reduce_and": (lambda x: x.all(0), [_f(4, 6) > 0.2], "ab->b|a"),
-    "argmax": (lambda x: lax.argmax(x, 1, jnp.int32), [_f(4, 6)], "aB->a"),
-    "cumsum": (lambda x: lax.cumsum(x, 1), [_f(4, 6)], "aB->aB"),
-    "cumlogsumexp": (lambda x: lax.cumlogsumexp(x, 0), [_f(4, 6)], "Ab->Ab"),
-    "sort": (lambda x: lax.sort(x, dimension=1), [_f(4, 6)], "aB->aB"),
-    "sort_pairs": (lambda x, y: lax.sort((x, y), dimension=0, num_keys=1), [_f(4, 6), _f(4, 6)], "Ab,Ab->Ab,Ab"),
-    "top_k": (lambda x: lax.top_k(x, 3), [_f(4, 6)], "aB->aB,aB"),
-    "dot": (lambda x, y: x @ y, [_f(4, 6), _f(6, 8)], "ab,bc->ac|b+"),
-    "dot_batched": (lambda x, y: jnp.einsum("abc,abd->acd", x, y), [_f(4, 6, 2), _f(4, 6, 8)], "abc,abd->acd|b+"),
-    "dot_bfloat16": (
-        lambda x, y: lax.dot(x, y, preferred_element_type=jnp.float32),
-        [jnp.asarray(_f(4, 6), jnp.bfloat16), jnp.asarray(_f(6, 8), jnp.bfloat16)],
-        "ab,bc->ac|b+",
-    ),
-    "convolution": (_conv(padding="SAME"), [_f(2, 8, 8, 4), _f(3, 3, 4, 6)], "aBCd,EFdg->aBCg|d+"),
-    "convolution_depthwise": (_conv(4, padding="VALID"), [_f(2, 8, 8, 4), _f(3, 3, 1, 4)], "aBCd,EF1d->aBCd"),
-    "max_pool": (
-        lambda x: lax.reduce_window(x, -jnp.inf, lax.max, (1, 2, 1), (1, 2, 1), "VALID"),
-        [_f(4, 8, 6)],
-        "aBc->aBc",
-    ),
-    "embed": (_embed("clip"), [_f(8, 6), _i([[1], [3]], [[0], [5]])], "ab,cd1->cdb|a+"),
-    "embed_fill": (_embed("fill"), [_f(8, 6), _i([[1], [3]], [[0], [5]])], "ab,cd1->cdb|a+"),
-    "scatter_add": (_scatter_add, [_f(8, 6), _i([1], [3], [1], [5]), _f(4, 6)], "ab,c1,cb->ab|c+"),
-    "ragged_dot": (lax.ragged_dot, [_f(8, 6), _f(2, 6, 4), _i(3, 5)], "Ab,Cbd,E->Ad|b+"),
-    "ragged_contraction": (
-        lambda x, y, sizes: lax.ragged_dot_general(
-            x, y, sizes, lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), (0,), ())
-        ),
-        [_f(8, 6), _f(8, 4), _i(3, 5)],
-        "Ab,Ac,D->ebc",
-    ),
-    "reshape_uncommon": (lambda x: x.reshape(3, 8), [_f(4, 6)], "A(Bc)->d(ec)"),
-    "fft": (lambda x: jnp.fft.fft(x), [_f(4, 6).astype(np.complex64)], "aB->aB"),
-    "cholesky": (lambda x: lax.linalg.cholesky_p.bind(x), [_POSITIVE_DEFINITE], "aBC->aDE"),
-    "eigh": (lambda x: lax.linalg.eigh(x), [_POSITIVE_DEFINITE], "aBC->aDE,aF"),
-    "qr": (lambda x: lax.linalg.qr(x, full_matrices=False), [_POSITIVE_DEFINITE], "aBC->aDE,aFG"),
-    "triangular_solve": (
-        lambda a, b: lax.linalg.triangular_solve(a, b, left_side=True, lower=True),
-        [_POSITIVE_DEFINITE, _f(6, 4, 2)],
-        "aBC,aDE->aFG",
-    ),
-    "random_bits": (lambda k: jax.random.bits(k, (4, 6)), [_KEY], "->ab"),
-    "random_bits_keys": (
-        lambda k: jax.vmap(lambda k: jax.random.bits(k, (6,)))(k),
-        [jax.random.split(_KEY, 4)],
-        "a->ab",
-    ),
-    "random_split": (lambda k: jax.random.split(k, 4), [_KEY], "->a"),
-    "fold_in": (lambda k, i: jax.random.fold_in(k, i), [_KEY, np.uint32(1)], ",->"),
-}
+from tests.search_spaces.sharding.rule_cases import CASES, f32, i32
 
 
 def _last_equation(function, arguments):
@@ -280,7 +157,7 @@ def _equations(function, *arguments):
 
 
 def test_higher_order_equations_and_effects_have_no_rule():
-    x = _f(4)
+    x = f32(4)
 
     def function(x):
         jax.debug.print("{}", x)
@@ -298,13 +175,13 @@ def test_higher_order_equations_and_effects_have_no_rule():
 def test_a_primitive_that_cannot_be_lowered_costs_no_other_its_rule():
     unknown = Primitive("unknown")
     unknown.def_abstract_eval(lambda x: x)
-    equations = _equations(lambda x: jnp.sin(unknown.bind(jnp.cos(x))), _f(5, 3))
+    equations = _equations(lambda x: jnp.sin(unknown.bind(jnp.cos(x))), f32(5, 3))
     assert [rule is not None for rule in operation_rules(equations)] == [True, False, True]
 
 
 def test_equal_equations_of_two_traces_are_looked_up_once(monkeypatch):
     def trace():  # a new function each time: JAX caches traces by identity
-        return _equations(lambda x, i, u: x.at[i].add(u) * 3, _f(7, 5), _i(1, 2), _f(2, 5))
+        return _equations(lambda x, i, u: x.at[i].add(u) * 3, f32(7, 5), i32(1, 2), f32(2, 5))
 
     first = operation_rules(trace())
     monkeypatch.setattr(shardy, "_new_rules", lambda equations: pytest.fail("looked up again") if equations else [])
@@ -312,7 +189,7 @@ def test_equal_equations_of_two_traces_are_looked_up_once(monkeypatch):
 
 
 def test_rules_do_not_depend_on_what_is_lowered_beside_them():
-    x = _f(4, 6, 9)
+    x = f32(4, 6, 9)
     together = operation_rules(_equations(lambda x: (x.sum(0), x.reshape(24, 9), jnp.sort(x, 1)), x))
     alone = [operation_rules(_equations(f, x))[-1] for f in (lambda x: x.sum(0), lambda x: x.reshape(24, 9))]
     assert together[:2] == alone
