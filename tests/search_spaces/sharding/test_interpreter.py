@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import AbstractMesh, AxisType
 
-from search_spaces.sharding.schedule import Schedule
+from search_spaces.sharding.schedule import ProgramSchedule
 from tests.search_spaces.sharding.small_spaces import array, space_of
 
 MESH = AbstractMesh((2, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
@@ -30,7 +30,7 @@ def both_executors(space, choice):
     """A layout by constraints, and as a program that the compiler orders."""
     layout = space.layout(choice)
     program = space.device_program(layout, MESH)
-    program.schedule = Schedule()
+    program.schedule = ProgramSchedule()
     return {"constraints": space.execution(layout, MESH), "program": program}
 
 
