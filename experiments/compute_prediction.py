@@ -16,7 +16,8 @@ from flax import linen as nn
 
 import diffshard
 from diffshard.checks.achievable_rates import achievable_rates
-from diffshard.checks.timeline import COMPUTE, simulate
+from diffshard.checks.spans import COMPUTE
+from diffshard.checks.timeline import simulate
 from experiments import experts
 from experiments.host_devices import parse_mesh
 from experiments.models import convnet, decoder, dlrm, gpt, mlp, moe, resnet

@@ -14,7 +14,8 @@ from collections.abc import Iterator, Sequence
 
 import diffshard
 from diffshard.checks.achievable_rates import achievable_rates
-from diffshard.checks.timeline import COMPUTE, simulate
+from diffshard.checks.spans import COMPUTE
+from diffshard.checks.timeline import simulate
 from experiments.host_devices import parse_mesh
 from experiments.models.model import abstract_arguments
 from experiments.tables import print_table

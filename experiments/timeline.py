@@ -22,7 +22,8 @@ from jax.sharding import Mesh
 import diffshard
 from cost.networks import links_of
 from diffshard.checks.achievable_rates import H100_HOST, achievable_rates
-from diffshard.checks.timeline import Timeline, simulate, write_perfetto
+from diffshard.checks.perfetto import write_perfetto
+from diffshard.checks.timeline import Timeline, simulate
 from diffshard.checks.verify import verify
 from diffshard.experts.base import DoesNotApplyError
 from experiments import experts

@@ -7,6 +7,7 @@
 - Compilers: `gpu_target.py` has GPUs that need not be there, `targets.py` everything that can be compiled for, with the
   rates of timelines. `compilation.py` compiles steps in processes of their own, each of which is `compile_process.py`.
 - Time: `timeline.py` plays a compiled GPU program back: when each kernel and each collective runs, by the work that
-  `kernel_work.py` counts and the rates of `achievable_rates.py`.
+  `kernel_work.py` counts and the rates of `achievable_rates.py`. It consists of the spans of `spans.py`, which
+  `perfetto.py` writes as a trace.
 - Results: `equal_results.py` runs a function with and without its plan.
 """

@@ -9,44 +9,23 @@ Not modelled: collectives slow the kernels that run beside them a little, device
 collectives on different links one after the other. Rates are those of `diffshard.checks.achievable_rates`.
 """
 
-import json
 import math
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from os import PathLike
 
 from diffshard.checks.achievable_rates import HOST_MEMORY, AchievableRates
 from diffshard.checks.collectives import collective_record, device_groups, kind_of
 from diffshard.checks.hlo import Computation, Instruction, Module, parse, parts_of_tuple
 from diffshard.checks.kernel_work import custom_call_target, kernel_work, num_bytes_of
-from diffshard.files import write_whole
+from diffshard.checks.spans import COMPUTE, Repetition, Span
 
-COMPUTE = "compute"
 # Trips of a loop that are played one by one, at most; all further ones are copies of the last. Most loops are steady
 # after two or three trips. It takes longer only where a link is still busy with much that was sent before the loop.
 _MAX_PLAYED_TRIPS = 32
 # Seconds within which two trips leave the links alike: far below a kernel's launch.
 _SAME_S = 1e-12
 _WITHOUT_PRICE = ("send", "recv", "infeed", "outfeed")
-
-
-@dataclass(frozen=True)
-class Span:
-    """A time in which a resource is busy.
-
-    Attributes:
-      name: of the instruction.
-      resource: `COMPUTE` or a class of links.
-      start_s, end_s: from the step's start.
-      source: the operation's name in the traced function, or "".
-    """
-
-    name: str
-    resource: str
-    start_s: float
-    end_s: float
-    source: str = ""
 
 
 @dataclass(frozen=True)
@@ -58,7 +37,8 @@ class Timeline:
       busy_s: seconds that each resource is busy.
       waited_s: seconds that the compute stream waits, by what it waits for: a kind of collective and the mesh axes that
         it spans, joined by "+".
-      spans: what runs when, in the order of the schedule. A loop's trips that are alike are one span.
+      spans: what runs when, in the order of the schedule. A loop's trips that are alike are one span, which
+        `spans.unroll` writes out.
       notes: what is priced roughly: custom calls by their bytes, loops of unknown length as one trip.
     """
 
@@ -97,26 +77,6 @@ def simulate(hlo: str, axis_sizes: Mapping[str, int], rates: AchievableRates) ->
     return Timeline(step_s, dict(clock.busy_s), dict(clock.waited_s), tuple(clock.spans), tuple(sorted(player.notes)))
 
 
-def write_perfetto(timeline: Timeline, path: str | PathLike[str]) -> None:
-    """Writes a trace that ui.perfetto.dev and chrome://tracing open, one row for each resource.
-
-    Source: Chrome's Trace Event Format, complete events ("X") with times in microseconds.
-
-    Raises:
-      OSError: the file cannot be written; what was there is as it was.
-    """
-    rows = {resource: row for row, resource in enumerate(dict.fromkeys([COMPUTE, *sorted(timeline.busy_s)]))}
-    events: list[dict[str, object]] = [
-        {"ph": "M", "name": "thread_name", "pid": 0, "tid": row, "args": {"name": resource}}
-        for resource, row in rows.items()
-    ]
-    for span in timeline.spans:
-        times = {"ts": 1e6 * span.start_s, "dur": 1e6 * (span.end_s - span.start_s)}
-        place = {"ph": "X", "pid": 0, "tid": rows[span.resource]}
-        events.append({"name": span.name, **place, **times, "args": {"op_name": span.source}})
-    write_whole(path, json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
-
-
 @dataclass
 class _Clock:
     """How far a simulation is: the compute stream's time, when each link is free, and what was counted so far."""
@@ -132,11 +92,11 @@ class _Clock:
         self._occupy(instruction, COMPUTE, self.now_s, self.now_s + seconds)
         self.now_s += seconds
 
-    def send(self, instruction: Instruction, links: tuple[str, ...], seconds: float) -> float:
+    def send(self, instruction: Instruction, links: tuple[str, ...], seconds: float, reason: tuple[str, str]) -> float:
         """Puts a transfer on its links, from when all of them are free; returns when it ends."""
         start_s = max([self.now_s, *(self.free_s[link] for link in links)])
         for link in links:
-            self._occupy(instruction, link, start_s, start_s + seconds)
+            self._occupy(instruction, link, start_s, start_s + seconds, " ".join(reason))
             self.free_s[link] = start_s + seconds
         return start_s + seconds
 
@@ -146,9 +106,11 @@ class _Clock:
             self.waited_s[reason] += until_s - self.now_s
             self.now_s = until_s
 
-    def _occupy(self, instruction: Instruction, resource: str, start_s: float, end_s: float) -> None:
+    def _occupy(
+        self, instruction: Instruction, resource: str, start_s: float, end_s: float, transfer: str = ""
+    ) -> None:
         self.busy_s[resource] += end_s - start_s
-        self.spans.append(Span(instruction.name, resource, start_s, end_s, instruction.source))
+        self.spans.append(Span(instruction.name, resource, start_s, end_s, instruction.source, transfer))
 
     def lags_s(self) -> dict[str, float]:
         """Returns how much longer each link is busy; links that are free are left out."""
@@ -169,7 +131,9 @@ class _Clock:
         trip_s, advance_s = self.advance_s(before)
         self.now_s += times * trip_s
         self.free_s.update({link: self.free_s[link] + times * seconds for link, seconds in advance_s.items()})
-        self.spans.append(Span(f"{times} more trips of {name}", COMPUTE, start_s, self.now_s))
+        period_s = {resource: advance_s.get(resource, trip_s) for resource in self.busy_s}
+        repeats = Repetition(len(before.spans), times, period_s)
+        self.spans.append(Span(f"{times} more trips of {name}", COMPUTE, start_s, self.now_s, repeats=repeats))
 
     def advance_s(self, before: "_Clock") -> tuple[float, dict[str, float]]:
         """Returns by how much the compute stream and the busy links have advanced."""
@@ -216,7 +180,8 @@ class _Player:
         """Starts a collective or a copy; returns when it ends and what a wait for it is called, None for kernels."""
         if instruction.opcode == "copy-start":
             seconds = num_bytes_of(parts_of_tuple(instruction.type)[0]) / self.rates.host_memory_bytes_per_s
-            return clock.send(instruction, (HOST_MEMORY,), seconds), ("copy", "host")
+            reason = "copy", "host"
+            return clock.send(instruction, (HOST_MEMORY,), seconds, reason), reason
         collective = self._collective(instruction)
         if collective is None:
             return None
@@ -226,7 +191,7 @@ class _Player:
             return clock.now_s, reason
         groups = device_groups(collective, self.num_devices)
         seconds = self.rates.collective_s(record.kind, record.num_bytes, groups)
-        end_s = clock.send(instruction, self.rates.links(groups), seconds)
+        end_s = clock.send(instruction, self.rates.links(groups), seconds, reason)
         if not instruction.opcode.endswith("-start") or '"is_sync":true' in instruction.attributes:
             clock.wait(end_s, reason)
         return end_s, reason

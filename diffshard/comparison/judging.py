@@ -7,9 +7,11 @@ import jax
 
 from diffshard.checks.compilation import CompiledStep, compile_steps
 from diffshard.checks.compile_process import Job
+from diffshard.checks.spans import COMPUTE
 from diffshard.checks.targets import Target
-from diffshard.checks.timeline import COMPUTE, simulate
+from diffshard.checks.timeline import simulate
 from diffshard.checks.verify import compiled_sent_bytes, predicted_sent_bytes
+from diffshard.comparison.timeline_lanes import lanes_of
 from diffshard.plans.base import PlanData
 from diffshard.plans.comparison import ComparedPlan
 from diffshard.plans.formats import format_bytes, format_count
@@ -98,4 +100,5 @@ def _row(compilable: CompilablePlan, result: CompiledStep | str, target: Target)
         compiled_peak_bytes=None if isinstance(result, str) else result.peak_bytes,
         fits=fits,
         notes=tuple(notes),
+        lanes=lanes_of(timeline) if timeline else (),
     )

@@ -11,11 +11,17 @@ from rich.table import Table
 
 from diffshard.files import write_whole
 from diffshard.plans.formats import format_bytes, format_devices, format_s, short_name
+from diffshard.plans.lanes import Lane, lane_elements
 from diffshard.plans.page_elements import COLOURS, COMPUTE, cards, document, escape, plain_bar, table
 
 _WIDTH = 160  # of the table in characters, more than it takes: a string is as wide as it needs to be
 _COLUMNS = (
     "plan", "executor", "step: predicted", "timeline", "sent: predicted", "compiled", "peak: predicted", "compiled"
+)  # fmt: skip
+# Each column says what it is, because on a narrow screen it stands alone.
+_COLUMN_TITLES = (
+    "plan", "executor", "step: predicted", "step: timeline", "sent: predicted", "sent: compiled", "peak: predicted",
+    "peak: compiled",
 )  # fmt: skip
 _QUANTITIES = range(2, len(_COLUMNS))
 _UNKNOWN = "-"
@@ -35,6 +41,7 @@ class ComparedPlan:
       predicted_peak_bytes, compiled_peak_bytes: peak memory of one device.
       fits: whether `compiled_peak_bytes` is within the plan's memory limit; true where it is not known.
       notes: what a reader should know, such as why it was not compiled.
+      lanes: when the timeline does what; empty where there is no timeline, and in files of older versions.
     """
 
     name: str
@@ -48,6 +55,7 @@ class ComparedPlan:
     compiled_peak_bytes: float | None
     fits: bool = True
     notes: tuple[str, ...] = ()
+    lanes: tuple[Lane, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -103,7 +111,9 @@ def page_elements(comparison: Comparison) -> list[str]:
     return [
         _cards(best) if best else "",
         _bars(comparison),
-        table(_COLUMNS, (_cells(row, best) for row in comparison.rows), right=_QUANTITIES),
+        _lanes(comparison),
+        "<h3>Predicted and compiled</h3>",
+        table(_COLUMN_TITLES, (_cells(row, best) for row in comparison.rows), right=_QUANTITIES),
         f"<ul>{notes}</ul>" if notes else "",
     ]
 
@@ -156,4 +166,23 @@ def _bars(comparison: Comparison) -> str:
         f'<div class=key><span><i style="background:{COMPUTE}"></i>computing</span>'
         f'<span><i style="background:{COLOURS[0]}"></i>waiting for communication</span></div>'
     )
-    return f"<h2>Timelines</h2>{''.join(bars)}{key}<h2>Predicted and compiled</h2>"
+    return f"<h3>Timelines</h3>{''.join(bars)}{key}"
+
+
+def _lanes(comparison: Comparison) -> str:
+    """Draws what runs when: in the best program, and in each other one behind a line that opens."""
+    best = comparison.best
+    if best is None:
+        return ""
+    drawings = [
+        f"<h3>What runs when in the best, {_whose(best)}</h3>{lane_elements(best.lanes, best.timeline_s or 0.0)}"
+    ]
+    for row in comparison.rows:
+        if row is not best and row.lanes:
+            drawing = lane_elements(row.lanes, row.timeline_s or 0.0)
+            drawings.append(f"<details><summary>What runs when in {_whose(row)}</summary>{drawing}</details>")
+    return "".join(drawings) if best.lanes else ""
+
+
+def _whose(row: ComparedPlan) -> str:
+    return f"{escape(row.name)} by {escape(row.executor)}, {format_s(row.timeline_s or 0.0)}"

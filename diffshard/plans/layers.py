@@ -7,7 +7,7 @@ from typing import NamedTuple
 from diffshard.plans.base import Operation, PlanData
 from diffshard.plans.formats import format_array
 from diffshard.plans.patterns import group_names, readable_path
-from diffshard.plans.summary import Communication, communication, device_bytes, module_path, result_type
+from diffshard.plans.summary import Communication, communication, device_bytes, module_path, modules_of, result_type
 from search_spaces.partition_specs import NamedSpec
 
 _SMALL_SHARE = 0.03  # of a layer's time: operations that take less are shown together; fits a layer on a screen
@@ -107,10 +107,14 @@ def layers(plan: PlanData) -> list[Layer]:
 
 def layer_name(operation: Operation) -> tuple[str, bool]:
     """Returns the layer of an operation, its two outermost modules, and whether it is of a backward pass."""
-    modules, is_backward = module_path(operation)
-    if operation.scope and modules and modules[0] in operation.scope:
-        return "/".join(modules[:2]), is_backward
-    return ("loss" if "jvp(" in operation.scope else "update"), is_backward
+    return layer_of_scope(operation.scope)
+
+
+def layer_of_scope(scope: str) -> tuple[str, bool]:
+    """Returns the layer of what a name stack is of, and whether that is of a backward pass."""
+    modules = modules_of(scope)
+    name = "/".join(modules[:2]) or ("loss" if "jvp(" in scope else "update")
+    return name, "transpose(" in scope
 
 
 def layers_of_operations(plan: PlanData) -> list[str]:

@@ -54,6 +54,10 @@ border-radius:3px}
 .strip{display:flex;height:20px;margin:3px 0 0;border-radius:4px;overflow:hidden;font-size:11.5px;line-height:20px}
 .strip div{overflow:hidden;white-space:nowrap;
 text-align:center;border-right:1px solid var(--page);box-sizing:border-box}
+.lanes .title{margin:8px 0 2px;font-size:13px}
+.lane{position:relative;height:24px;background:var(--track);border-radius:4px;overflow:hidden}
+.lane div{position:absolute;top:0;height:100%;min-width:1px;overflow:hidden;white-space:nowrap;text-align:center;
+font-size:11.5px;line-height:24px}
 .ends{display:flex;justify-content:space-between;gap:12px;font-size:12px;color:var(--dim);margin:2px 0 0}
 svg text{font:12px system-ui,sans-serif;fill:var(--dim)}
 @media(max-width:700px){main{padding:20px 12px 40px}.layer{grid-template-columns:minmax(0,1fr)}.head{display:none}

@@ -3,7 +3,7 @@
 from typing import Literal, NamedTuple
 
 from diffshard.plans.base import PlanData
-from diffshard.plans.layers import layer_name
+from diffshard.plans.layers import layer_of_scope
 
 Direction = Literal["forward", "backward", "update"]
 _LEAST_SHARE = 0.004  # of all operations: a shorter pass belongs to the one before it, as it would be too narrow to see
@@ -35,19 +35,23 @@ def operations_before(plan: PlanData) -> list[int]:
 
 def direction_of(plan: PlanData, index: int) -> Direction:
     """Returns in which pass an operation runs."""
-    name, is_backward = layer_name(plan.operations[index])
-    return "backward" if is_backward else "update" if name == "update" else "forward"
+    return pass_of_scope(plan.operations[index].scope)[1]
+
+
+def pass_of_scope(scope: str) -> tuple[str, Direction]:
+    """Returns the layer and the pass of what a name stack is of."""
+    layer, is_backward = layer_of_scope(scope)
+    return layer, "backward" if is_backward else "update" if layer == "update" else "forward"
 
 
 def phases(plan: PlanData) -> list[Phase]:
     """Returns the passes through the layers in program order."""
     result: list[Phase] = []
     count = 0
-    for index, operation in enumerate(plan.operations):
+    for operation in plan.operations:
         if operation.kind != "operation":
             continue
-        layer, _ = layer_name(operation)
-        direction = direction_of(plan, index)
+        layer, direction = pass_of_scope(operation.scope)
         if result and (result[-1].layer, result[-1].direction) == (layer, direction):
             result[-1] = result[-1]._replace(end=count + 1)
         else:

@@ -106,19 +106,27 @@ def operation_name(plan: PlanData, index: int) -> str:
 
 def module_path(operation: Operation) -> tuple[tuple[str, ...], bool]:
     """Returns the modules of an operation, or else its function's name, and whether it is of a backward pass."""
-    modules = []
-    for part in operation.scope.split("/"):
+    modules = modules_of(operation.scope)
+    if not modules:
+        function = re.search(r"\(([\w.<>]+)\)$", operation.source)
+        modules = (function.group(1).split(".")[-1],) if function else ()
+    return modules, "transpose(" in operation.scope
+
+
+def modules_of(scope: str) -> tuple[str, ...]:
+    """Returns the modules in a name stack, without the transformations around them."""
+    modules: list[str] = []
+    for part in scope.split("/"):
         module = part
         while match := re.fullmatch(r"\w+\((.*)\)", module):
             module = match.group(1)
-        # A rematerialised body repeats the module around it: `transpose(jvp(Net))/jvp(Net)/layer_0`.
-        is_repeated = module != part and modules[-1:] == [module]
-        if module and "->" not in module and module not in _OF_JAX and not is_repeated:
-            modules.append(module)
-    if not modules:
-        function = re.search(r"\(([\w.<>]+)\)$", operation.source)
-        modules = [function.group(1).split(".")[-1]] if function else []
-    return tuple(modules), "transpose(" in operation.scope
+        if not module or "->" in module or module in _OF_JAX:
+            continue
+        if module != part and module in modules:
+            # A body repeats the module that it was traced in: `transpose(jvp(Net))/jvp(Net)/layer_0`.
+            del modules[modules.index(module) :]
+        modules.append(module)
+    return tuple(modules)
 
 
 def result_type(operation: Operation, result: int = 0) -> str:

@@ -6,10 +6,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from diffshard.checks.achievable_rates import BETWEEN_HOSTS, HOST_MEMORY, INSIDE_HOST
-from diffshard.checks.timeline import COMPUTE, simulate, write_perfetto
+from diffshard.checks.perfetto import write_perfetto
+from diffshard.checks.spans import COMPUTE, unroll
+from diffshard.checks.timeline import simulate
 from tests.diffshard.checks.small_schedules import BY_DATA, BY_MODEL, MESH, RATES, played, program
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -178,6 +181,25 @@ def test_a_loop_takes_as_long_as_its_trips_written_out(busy: int, body: tuple[st
     assert looped.busy_s == pytest.approx(written_out.busy_s)
     assert looped.waited_s == pytest.approx(written_out.waited_s)
     assert len(looped.spans) < len(written_out.spans)
+    # Written out, every trip is where it is in the program without the loop.
+    found, expected = (
+        [(span.name, span.resource, span.transfer, span.start_s, span.end_s) for span in unroll(spans)]
+        for spans in (looped.spans, written_out.spans)
+    )
+    assert [span[:3] for span in found] == [span[:3] for span in expected]
+    assert np.array([span[3:] for span in found]) == pytest.approx(np.array([span[3:] for span in expected]))
+
+
+def test_loops_in_loops_are_written_out():
+    inner = f"%body (a: f32[10], b: f32[5]) -> f32[5] {{\n  %b = f32[5]{{0}} parameter(1)\n  {COPY}\n}}\n"
+    loop = '%w = f32[5]{0} while(%b), condition=%add, body=%body, backend_config={"known_trip_count":{"n":"5"}}'
+    outer = f"%outer (b: f32[5]) -> f32[5] {{\n  %b = f32[5]{{0}} parameter(0)\n  {loop}\n}}\n"
+    around = '%o = f32[5]{0} while(%b), condition=%add, body=%outer, backend_config={"known_trip_count":{"n":"3"}}'
+    timeline = played(around, computations=inner + outer)
+    spans = list(unroll(timeline.spans))
+    assert [span.name for span in spans] == ["copy"] * 15
+    assert [span.start_s for span in spans] == pytest.approx([4.0 * i for i in range(15)])
+    assert [span.name for span in unroll(timeline.spans, max_spans=3)][-1] == "2 more trips of o"
 
 
 def test_a_loop_of_unknown_length_counts_once_and_says_so():
