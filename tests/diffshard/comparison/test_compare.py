@@ -66,7 +66,7 @@ def test_a_target_with_rates_has_timelines_and_a_best_plan(tmp_path):
     assert result.best is not None
     result.save_html(tmp_path / "page.html")
     page = (tmp_path / "page.html").read_text()
-    assert page.count("<tr>") == 3
+    assert page.count("<tr>") == 2  # one for each plan, below the titles
     assert f"{result.best.name} (best)" in page
 
 
