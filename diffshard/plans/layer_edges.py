@@ -116,7 +116,7 @@ def edge_elements(layer: Layer, edges: Sequence[LayerEdge], most_bytes: float) -
         amounts = f"{edge.count:,.0f}×, {format_bytes(edge.num_bytes)}, {format_s(edge.seconds)}"
         share = 100 * edge.num_bytes / (most_bytes or 1.0)
         lines.append(
-            f"<div class=edge><b>{arrow}</b><span>{edge.direction} {escape(other)}</span>"
+            f"<div class=edge><b>{arrow}</b><span>{escape(other)}, {edge.direction}</span>"
             f"<span><span class=moves>{escape(edge.kind)} {escape(edge.axis)}</span> {amounts}</span>"
             f'<i><i style="width:{share:.1f}%"></i></i></div>'
         )

@@ -10,6 +10,7 @@ from diffshard.plans.patterns import NamePattern, group_names, readable_path
 from search_spaces.partition_specs import NamedSpec
 
 _EQUAL_SHARE = 1e-6  # of a step: shardings that differ by less take the same time up to rounding
+_SCAN = ".<lambda>"  # flax's name for the scan over a module, before the module's own: `layers.<lambda>/layers`
 _OF_JAX = ("checkpoint", "rematted_computation", "while", "body", "closed_call")  # parts of scopes that are not modules
 
 
@@ -125,8 +126,10 @@ def modules_of(scope: str) -> tuple[str, ...]:
         if module != part and module in modules:
             # A body repeats the module that it was traced in: `transpose(jvp(Net))/jvp(Net)/layer_0`.
             del modules[modules.index(module) :]
+        if modules and modules[-1] == f"{module}{_SCAN}":
+            modules.pop()
         modules.append(module)
-    return tuple(modules)
+    return tuple(module.removesuffix(_SCAN) for module in modules)
 
 
 def result_type(operation: Operation, result: int = 0) -> str:

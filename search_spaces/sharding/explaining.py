@@ -147,10 +147,10 @@ def _transfers(
     """Returns every collective of a choice: those that finish reductions or gather copies, then the reshards."""
     transfers: list[Transfer] = []
     reshard_costs = costs.reshard_costs
-    # Operations come first: an argument or a carry that the value replaces reads it only when the step or trip is over.
+    # An argument or carry that the value replaces is before it, and reads it when the step or the trip is over.
     first_reader = [
-        min(((reader.kind != "operation", reader.index) for reader, _ in pairs), default=(True, None))[1]
-        for pairs in readers_of(graph)
+        min(((reader.index <= value.vertex, reader.index) for reader, _ in pairs), default=(True, None))[1]
+        for value, pairs in zip(graph.values, readers_of(graph), strict=True)
     ]
 
     def add(

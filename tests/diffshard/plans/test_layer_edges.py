@@ -117,8 +117,8 @@ def test_edges_by_hand():
     page = format_page(plan)
     text = " ".join(checked_page(page).texts)
     assert "In one step, collectives move 3.00 KiB between layers and 0 B inside them." in text
-    assert "forward to the next of them" in text
-    assert "backward to update" in text
+    assert "to the next of them, forward" in text
+    assert "to update, backward" in text
     assert page.count("class=edge>") == 2
 
 

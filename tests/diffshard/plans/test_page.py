@@ -6,6 +6,7 @@ import re
 from diffshard.plans.layers import layer_name, layers
 from diffshard.plans.page import format_page, save_page
 from diffshard.plans.page_style import STYLE
+from diffshard.plans.summary import modules_of
 from tests.diffshard.plans.page_checker import checked_page
 from tests.diffshard.plans.small_plan import operation, small_plan
 
@@ -76,6 +77,10 @@ def test_operations_outside_modules_are_loss_or_update():
 def test_rematerialised_operations_belong_to_the_layer_whose_results_they_compute_again():
     scope = "transpose(jvp(Net))/jvp(Net)/rematted_computation/layer_0/dense"
     assert layer_name(operation("add() -> float32[]", scope, (), 1.0)) == ("Net/layer_0", True)
+    scanned = "jvp(Net)/layers.<lambda>/layers/dense"
+    assert layer_name(operation("add() -> float32[]", scanned, (), 1.0)) == ("Net/layers", False)
+    assert modules_of("transpose(jvp(Net))/layers.<lambda>") == ("Net", "layers")
+    assert modules_of("Net/block/block/sin") == ("Net", "block", "block", "sin")
 
 
 def test_both_schemes_define_every_colour_that_a_page_names():
