@@ -11,8 +11,9 @@ the *full* size along the axis within one group of `num_devices` devices:
 | all_to_all         | the operand on one device × n  | bytes·(n−1)/n²              |
 | collective_permute | the operand on one device      | bytes                       |
 
-An all-reduce has one latency, not two: on V100 hosts it starts as fast as an all-gather (68 and 69 µs on 2 devices, 104
-and 107 µs on 4), so it beats a reduce-scatter followed by an all-gather by one latency and ties in bytes.
+An all-reduce of a link without lines by kind has one latency, not two: on V100 hosts it starts as fast as an all-gather
+(68 and 69 µs on 2 devices, 104 and 107 µs on 4), so it beats a reduce-scatter followed by an all-gather by one latency
+and ties in bytes. Between hosts it has almost two (269 and 143 µs), which lines by kind can say.
 
 Source: Thakur, Rabenseifner, Gropp, "Optimization of Collective Communication Operations in MPICH" (2005), ring
 algorithms; Alpa (Zheng et al. 2022) section 4.2 uses the same forms.

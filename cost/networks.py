@@ -3,8 +3,9 @@
 A mesh's axes are listed slowest first, as `jax.make_mesh` and `mesh_utils.create_device_mesh` lay devices out: the last
 axis's neighbours are neighbours in the host. An axis whose groups fit in a host of g devices gets the in-host link; one
 that crosses hosts shares the host's network with the other groups: a ring with k members in each host gets k/g of the
-host's bandwidth. On hosts of 8 V100s that rule is within 20% of rings measured at k = 1, 2, 4 and 8 (see
-experiments/calibration.py). An all-to-all crosses once for each pair of devices, so it gets one device's share only.
+host's bandwidth. An all-to-all crosses once for each pair of devices, so it gets one device's share only. Where links
+were measured they come before such rules: on hosts of 8 V100s a rule that was fitted to other rings is off by 12% in
+the median, and by far more in all-reduces between hosts (python -m experiments.collectives).
 """
 
 import math
@@ -12,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Protocol
 
-from cost.base import Hardware, Link
+from cost.base import CollectiveKind, Hardware, Link
 from cost.lines import Line
 
 
@@ -65,6 +66,8 @@ class SwitchedHost:
       launch_s, hop_s, network_hop_s: a ring's latency is the launch and a hop for each of its steps.
       rings: exceptions to `device_bytes_per_s` where devices are not all alike: from (group size, stride between
         members) to bytes/s of a ring and of an all-to-all.
+      measured_lines: of kinds of collectives, which come before the rules: from (devices in a host, devices of the axis,
+        stride). Kinds and axes that were not measured follow the rules.
     """
 
     num_devices: int
@@ -74,6 +77,9 @@ class SwitchedHost:
     hop_s: float
     network_hop_s: float
     rings: Mapping[tuple[int, int], tuple[float, float]] = field(default_factory=dict)
+    measured_lines: Mapping[tuple[int, int, int], Mapping[CollectiveKind, tuple[Line, ...]]] = field(
+        default_factory=dict
+    )
 
     def link(self, size: int, stride: int) -> Link:
         """Returns the link of an axis of `size` devices whose neighbours are `stride` devices apart."""
@@ -84,7 +90,8 @@ class SwitchedHost:
         if hosts > 1:
             share = self.network_bytes_per_s / self.num_devices
             ring, all_to_all = min(ring, share * members), min(all_to_all, share)
-        return Link(latency_s, 1 / ring, {"all_to_all": (Line(latency_s, 1 / all_to_all),)})
+        lines = self.measured_lines.get((self.num_devices, size, stride), {})
+        return Link(latency_s, 1 / ring, {"all_to_all": (Line(latency_s, 1 / all_to_all),), **lines})
 
     def share(self, device: Hardware, num_devices: int) -> Hardware:
         """Returns the device as it is: every one has its own rates and memory."""

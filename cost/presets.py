@@ -5,13 +5,16 @@
 """
 
 import dataclasses
+import json
 import math
 from collections.abc import Mapping
+from importlib import resources
 from typing import Any
 
 from jax.sharding import AbstractMesh
 
-from cost.base import Hardware, Link
+from cost.base import CollectiveKind, Hardware, Link
+from cost.lines import Line
 from cost.networks import Network, SharedProcessor, SwitchedHost, TorusPod, links_of
 
 _TB = 1e12
@@ -66,6 +69,17 @@ def _gpu(
     )
 
 
+def _lines_by_ring(file: str) -> dict[tuple[int, int, int], dict[CollectiveKind, tuple[Line, ...]]]:
+    """Returns the lines that `SwitchedHost.measured_lines` takes, from a file beside this one."""
+    links = json.loads(resources.files("cost").joinpath(file).read_text())
+    return {
+        (link["devices_in_host"], link["size"], link["stride"]): {
+            kind: tuple(Line(*line) for line in lines) for kind, lines in link["by_kind"].items()
+        }
+        for link in links
+    }
+
+
 _PRESETS: dict[str, tuple[Hardware, Network]] = {
     "v100": (
         # p3.16xlarge. Rates of products measured in `v100_collective_profiles.csv.gz` (10^12 FLOP in 67.7 and 9.18 ms);
@@ -77,8 +91,9 @@ _PRESETS: dict[str, tuple[Hardware, Network]] = {
             16 * _GIB,
             matrix_share=1.0,
         ),
-        # Fitted to the same profiles by relative error (experiments/calibration.py): NVLink 2 as a hybrid cube mesh,
-        # so that a ring's speed depends on which devices it joins; 25 Gbit/s between hosts.
+        # Fitted to the same profiles by relative error: NVLink 2 as a hybrid cube mesh, so that a ring's speed depends
+        # on which devices it joins; 25 Gbit/s between hosts. The lines were written by
+        # `python -m experiments.collectives --write cost/v100_links.json`.
         SwitchedHost(
             8,
             21.8 * _GB,
@@ -94,6 +109,7 @@ _PRESETS: dict[str, tuple[Hardware, Network]] = {
                 (4, 2): (43.9 * _GB, 9.9 * _GB),
                 (8, 1): (130.0 * _GB, 7.5 * _GB),
             },
+            measured_lines=_lines_by_ring("v100_links.json"),
         ),
     ),
     "a100": (

@@ -1,16 +1,12 @@
-"""How true the cost model is: links against profiles of V100 hosts, arithmetic and whole steps against this machine.
+"""How true the cost model is: arithmetic and whole steps against this machine.
 
-    python -m experiments.calibration [--profiles PATH]
+    python -m experiments.calibration
 
-The tables of links are left out if there is no file of profiles.
+Collectives have an experiment of their own, `python -m experiments.collectives`.
 """
 
 import argparse
-import csv
-import gzip
-from collections import defaultdict
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 import jax
@@ -18,93 +14,20 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from cost.base import CollectiveKind, Hardware
+from cost.base import Hardware
 from cost.calibration import calibrate, median_s
-from cost.collectives import collective_s, collective_sent_bytes
 from cost.compute import equation_work, jaxpr_flops
-from cost.line_fitting import fit_latency_and_slope
-from cost.presets import preset
 from diffshard import search
 from experiments.models import gpt, mlp, resnet
 from experiments.models.model import Model
 from experiments.models.model import arguments as arguments_of
 
-PROFILES = Path(__file__).parents[2] / "shared/data/v100_collective_profiles.csv.gz"
 MODELS: dict[str, Callable[[int], Model]] = {
     "wide batch": lambda width: mlp.make(layers=6, width=2 * width, batch=4 * width),
     "wide layers": lambda width: mlp.make(layers=6, width=4 * width, batch=width // 8),
     "gpt": lambda width: gpt.make(batch=8, width=width, sequence=width // 2, vocabulary=8 * width),
     "resnet": lambda width: resnet.make(batch=max(8, width // 8)),
 }
-# Calls up to this long sent nothing, as their groups had less than one element each; read off the profiles.
-_EMPTY_CALL_S = 20e-6
-
-
-class Ring(NamedTuple):
-    """The places of a group's devices: `members` in each of `hosts` hosts, `stride` apart."""
-
-    hosts: int
-    members: int
-    stride: int
-
-
-class LinkError(NamedTuple):
-    """A fit and the preset against times of a collective; errors are median and 90% quantile of |relative error|."""
-
-    ring: Ring
-    kind: CollectiveKind
-    num_points: int
-    latency_s: float
-    bytes_per_s: float
-    fit_error: tuple[float, float]
-    preset_error: tuple[float, float]
-
-
-def read_profiles(path: Path) -> dict[tuple[Ring, CollectiveKind], np.ndarray]:
-    """Returns measured points by ring and collective: `[points, 2]` full bytes and seconds, none extrapolated."""
-    series = defaultdict(list)
-    with gzip.open(path, "rt") as file:
-        for row in csv.DictReader(file):
-            size, stride, per_host = int(row["group_size"]), int(row["stride"]), int(row["gpus_per_host"])
-            if row["op"] != "dot" and size > 1:
-                members = max(1, min(size, per_host // stride))
-                ring = Ring(size // members, members, stride)
-                itemsize = {"f16": 2, "f32": 4}[row["dtype"]]
-                key = (ring, row["op"], row["num_hosts"], row["num_groups"], row["dtype"])
-                series[key].append((int(row["size"]) * itemsize, float(row["seconds"])))
-    points = defaultdict(list)
-    for (ring, kind, *_), samples in series.items():
-        points[ring, kind] += _without_extrapolated(sorted(samples))
-    return {key: np.array(value) for key, value in points.items() if len(value) > 10}
-
-
-def _without_extrapolated(samples: list[tuple[int, float]]) -> list[tuple[int, float]]:
-    points = []
-    for i, (size, seconds) in enumerate(samples):
-        doubled = i > 0 and abs(seconds / samples[i - 1][1] - 2) < 1e-9
-        if size and seconds > _EMPTY_CALL_S and not doubled:
-            points.append((size, seconds))
-    return points
-
-
-def v100_links(path: Path) -> list[LinkError]:
-    """Fits a link to each ring and collective of the profiles, and compares the preset with the same points."""
-    errors = []
-    for (ring, kind), points in sorted(read_profiles(path).items()):
-        num_bytes, seconds = points.T
-        n = ring.hosts * ring.members
-        sent = collective_sent_bytes(kind, num_bytes, n)
-        latency_s, slope = fit_latency_and_slope(sent, seconds)
-        link = preset("v100", {"outer": n, "inner": ring.stride}).links["outer"]
-        predicted = collective_s(kind, num_bytes, n, link)
-        fit_error, preset_error = _relative(latency_s + slope * sent, seconds), _relative(predicted, seconds)
-        errors.append(LinkError(ring, kind, len(points), latency_s, 1 / slope, fit_error, preset_error))
-    return errors
-
-
-def _relative(predicted: np.ndarray, seconds: np.ndarray) -> tuple[float, float]:
-    error = np.abs(predicted / seconds - 1)
-    return float(np.median(error)), float(np.quantile(error, 0.9))
 
 
 def elementwise_weights(size: int, repeats: int) -> dict[str, float]:
@@ -197,26 +120,13 @@ def _unfused_bytes(equation: core.JaxprEqn) -> float:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Prints all tables."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--profiles", type=Path, default=PROFILES)
     parser.add_argument("--size", type=int, default=8192, help="elements of an elementwise function")
     parser.add_argument("--matrix-size", type=int, default=1024)
     parser.add_argument("--width", type=int, default=256, help="of the models whose steps are timed")
     parser.add_argument("--models", nargs="*", choices=MODELS, default=list(MODELS))
     parser.add_argument("--repeats", type=int, default=7)
     options = parser.parse_args(arguments)
-    if options.profiles.exists():
-        print(
-            "hosts members stride  collective      points  fit: latency  bandwidth  median  90%   preset: median  90%"
-        )
-        for e in v100_links(options.profiles):
-            print(
-                f"{e.ring.hosts:5} {e.ring.members:7} {e.ring.stride:6}  {e.kind:15} {e.num_points:6}   "
-                f"{e.latency_s * 1e6:8.0f} µs {e.bytes_per_s / 1e9:6.2f} GB/s {e.fit_error[0]:6.0%} "
-                f"{e.fit_error[1]:5.0%}           {e.preset_error[0]:6.0%} {e.preset_error[1]:5.0%}"
-            )
-    else:
-        print(f"{options.profiles} is missing: V100 links are not compared.")
-    print("\nelementwise functions, operations relative to an addition")
+    print("elementwise functions, operations relative to an addition")
     for name, weight in elementwise_weights(options.size, options.repeats).items():
         print(f"  {name:10} {weight:6.1f}")
     mesh = jax.make_mesh((len(jax.devices()),), ("devices",), axis_types=(jax.sharding.AxisType.Auto,))
