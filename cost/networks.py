@@ -66,8 +66,8 @@ class SwitchedHost:
       launch_s, hop_s, network_hop_s: a ring's latency is the launch and a hop for each of its steps.
       rings: exceptions to `device_bytes_per_s` where devices are not all alike: from (group size, stride between
         members) to bytes/s of a ring and of an all-to-all.
-      measured_lines: of kinds of collectives, which come before the rules: from (devices in a host, devices of the axis,
-        stride). Kinds and axes that were not measured follow the rules.
+      measured_lines: of kinds of collectives, which come before the rules: from (devices in a host, devices of the
+        axis, stride). Kinds and axes that were not measured follow the rules.
     """
 
     num_devices: int

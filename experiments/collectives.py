@@ -165,7 +165,7 @@ def rule_between_hosts(curves: Sequence[Curve]) -> Prediction:
         own = [curve for curve in curves if curve.kind == kind]
         terms, seconds = np.concatenate([*map(_terms, own)]), np.concatenate([curve.seconds for curve in own])
         scale = np.maximum(np.linalg.norm(terms / seconds[:, None], axis=0), np.finfo(float).tiny)
-        weight = 1 / seconds
+        weight, factors = 1 / seconds, np.zeros(len(scale))
         for _ in range(_ITERATIONS):  # the least sum of absolute relative errors, as in `fit_latency_and_slope`
             factors = nnls(terms * weight[:, None] / scale, seconds * weight)[0] / scale
             error = np.abs(terms @ factors / seconds - 1)
