@@ -44,6 +44,22 @@ def test_what_an_instruction_calls():
     assert (entry["c"].callees, entry["c"].trip_count, entry["c"].source) == (("one", "other"), None, "")
 
 
+def test_parameters_and_users_in_any_order():
+    entry = parse(
+        "ENTRY %main (a: f32[8], b: f32[2,3]) -> f32[8] {\n"
+        "  %b = f32[2,3]{1,0} parameter(1)\n"
+        "  %a = f32[8]{0} parameter(0)\n"
+        "  ROOT %twice = f32[8]{0} add(%a, %a)\n"
+        "}\n"
+    ).computations["main"]
+    assert entry.parameters == {0: "a", 1: "b"}
+    assert [user.name for user in entry.users["a"]] == ["twice"]
+    assert parts_of_tuple("(f32[2,3]{1,0}, (s32[], f32[4]{0:T(256)}))") == [
+        "f32[2,3]{1,0}",
+        "(s32[], f32[4]{0:T(256)})",
+    ]
+
+
 @pytest.mark.parametrize(
     ("text", "expected"),
     [

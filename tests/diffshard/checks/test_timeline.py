@@ -69,6 +69,46 @@ def test_a_ring_over_several_devices_of_several_hosts_takes_both_links():
     assert timeline.waited_s == {("all_gather", "data+model"): 35.0}
 
 
+def test_a_collective_on_two_links_waits_for_both():
+    # The link between hosts is busy for 10 s when the ring over both links, of 35 s, could start.
+    between = f"%s = f32[5]{{0}} all-reduce-start(%b), {BY_DATA}, to_apply=%add"
+    ring = "%all = (f32[10]{0}, f32[80]{0}) all-gather-start(%a), replica_groups=[1,8]<=[8], dimensions={0}"
+    assert played(between, ring).step_s == 10 + 35
+
+
+def test_what_has_no_price_is_named():
+    sent = "%s = (f32[5]{0}, u32[], token[]) send(%b, %token), channel_id=1"
+    assert played(sent, COPY).notes == ("send is not priced",)
+
+
+def test_kernels_that_are_wrapped_run_on_the_compute_stream():
+    wrapped = """\
+%copied (p: f32[5]) -> f32[5] {
+  %p = f32[5]{0} parameter(0)
+  ROOT %twice = f32[5]{0} copy(%p)
+}
+"""
+    start = "%s = ((f32[5]{0}), f32[5]{0}, s32[]) async-start(%b), calls=%copied"
+    assert played(start, "%d = f32[5]{0} async-done(%s)", COPY, computations=wrapped).step_s == 4 + 4
+
+
+def test_a_conditional_takes_the_branch_whose_links_are_busy_longest():
+    branches = f"""\
+%sending (p: f32[10]) -> f32[5] {{
+  %a = f32[10]{{0}} parameter(0)
+  {GATHER}
+}}
+
+%computing (p: f32[5]) -> f32[5] {{
+  %b = f32[5]{{0}} parameter(0)
+  {COPY}
+}}
+"""
+    # One starts a gather of 12 s and ends at once, the other takes 4 s.
+    conditional = "%c = f32[5]{0} conditional(%i, %a, %b), branch_computations={%computing, %sending}"
+    assert played(conditional, computations=branches).step_s == 12
+
+
 WRAPPED = f"""\
 %wrapped (p: f32[40]) -> f32[10] {{
   %p = f32[40]{{0}} parameter(0)

@@ -12,10 +12,11 @@ from jax.sharding import PartitionSpec as P
 import diffshard
 from diffshard.experts.arguments import describe_arguments
 from diffshard.experts.base import Argument, DoesNotApplyError, ExpertMesh
-from diffshard.experts.plans import expert_mesh_of
+from diffshard.experts.plans import arguments_of, expert_mesh_of
 from diffshard.experts.shardings import EXPERTS
 from diffshard.experts.tensor_parallel import tensor_splits
 from diffshard.sharding_search.options import Options
+from diffshard.sharding_search.tracing import trace_function
 
 MESH = AbstractMesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
 EXPERT_MESH = ExpertMesh({"data": 2, "model": 4}, "model")
@@ -170,6 +171,50 @@ def test_experts_that_do_not_apply_are_left_out_with_a_reason():
     assert plans["megatron"].arguments[-1].partition_spec == P(None, None)
 
 
+def test_hybrid_fsdp_splits_state_over_the_inner_axis_and_the_batch_over_all():
+    arguments = described({"up": shape(64, 32)}, {"x": shape(16, 8)})
+    assert EXPERTS["hybrid fsdp"](arguments, EXPERT_MESH, {}).specs == (P(("model",), None), P(("data", "model"), None))
+
+
+def test_hidden_units_come_before_the_sequence():
+    rules = [name for name, _ in EXPERTS["megatron sequence"](described({"up": shape(64, 32)}), EXPERT_MESH, {}).rules]
+    assert rules.index("sequence") > max(rules.index(name) for name in ("heads", "mlp", "vocab"))
+
+
+def test_an_exception_before_the_last_two_dimensions_is_one_of_experts():
+    arguments = described({"moe": {"up": shape(6, 64, 256)}, "dense": {"up": shape(64, 256)}})
+    exceptions = {("moe", "up"): -3}
+    splits = tensor_splits(arguments, exceptions)
+    assert dict(zip(("dense", "moe"), splits, strict=True)) == {"dense": (-1, "hidden"), "moe": (-3, "experts")}
+    # Six experts do not divide among four devices: they stay whole, and so do activations by experts.
+    rules = dict(EXPERTS["megatron"](arguments, EXPERT_MESH, exceptions).rules)
+    assert "expert" not in rules
+    assert rules["mlp"] == ("model",)
+
+
+def test_an_output_matrix_is_split_by_heads_only_if_it_has_as_many():
+    def split(rows):
+        layer = {"query": {"kernel": shape(64, 8, 16)}, "out": {"kernel": shape(*rows, 64)}}
+        return split_dimensions({"attention": layer})["attention/out/kernel"]
+
+    assert split((8, 16)) == -3
+    assert split((3, 128)) == -2  # a stack of three matrices of 128 rows
+
+
+def test_an_axis_of_one_device_is_not_the_inner_one():
+    mesh = AbstractMesh((4, 1), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    hardware = diffshard.Hardware("test", 1e12, 1e12, 1e9, {"data": diffshard.Link(1e-6, 1e-9)})
+    assert expert_mesh_of(Options(fn=abs, mesh=mesh, hardware=hardware, memory_limit_bytes=1.0)).inner == "data"
+
+
+OPTIONS = Options(
+    fn=lambda x, weights: weights - 0.1 * x.T @ x,
+    mesh=MESH,
+    hardware=diffshard.preset("h100", {"data": 2, "model": 4}),
+    memory_limit_bytes=1e9,
+)
+
+
 def test_state_is_what_is_updated_or_donated_or_the_first_argument():
     def predict(params, x):
         return x @ params
@@ -184,6 +229,9 @@ def test_state_is_what_is_updated_or_donated_or_the_first_argument():
     assert specs() == [whole, split]
     assert specs(donate_argnums=1) == [split, whole]
     assert specs(state_argnums=(0, 1)) == [whole, whole]
+    assert specs(state_argnums=()) == [split, split]
+    updated = trace_function(OPTIONS, (shape(16, 64), shape(64, 64)))
+    assert [a.is_state for a in arguments_of(OPTIONS, (shape(16, 64), shape(64, 64)), updated, None)] == [False, True]
 
 
 class Named(nn.Module):

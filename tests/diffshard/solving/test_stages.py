@@ -113,6 +113,16 @@ def test_a_limited_problem_uses_at_its_times_what_the_whole_does():
         assert all(evaluate(relaxed, choice).excess > 0 for choice in choices[:5] if len(times.exceeded_by(choice)))
 
 
+def test_a_run_of_exceeded_times_is_limited_at_its_peak():
+    # Two nodes of one strategy; the limit of 10 is exceeded from 2 to 5, most at 3, and from 8 to 9.
+    amounts, intervals = [8.0, 4.0, 3.0, 12.0], [(0, 6), (2, 5), (3, 4), (8, 9)]
+    problem = Problem(
+        [np.zeros(1)] * 2, np.zeros((0, 2), int), [], usage_node=np.array([0, 1, 0, 1]),
+        usage=[np.array([amount]) for amount in amounts], usage_interval=np.array(intervals), memory_limit=10.0,
+    )  # fmt: skip
+    assert LimitedTimes(problem).exceeded_by(np.zeros(2, int)).tolist() == [3, 8]
+
+
 def test_all_times_are_limited_in_the_end():
     problem, _ = repeated(1, 3, 0.3)
     times = LimitedTimes(problem)
@@ -170,6 +180,23 @@ def test_ctrl_c_in_the_tied_problem_stops_the_whole_search():
     problem, alike = repeated(4, 3, None)
     assert solve(problem, alike=alike, solver=pressed, reduce=identity).status == "interrupted"
     assert len(calls) == 1
+
+
+def test_ties_are_loosened_where_neighbours_differ_once_the_bound_no_longer_rises():
+    prefer = np.array([[0.0, 5.0], [5.0, 0.0]])
+    chain = Problem([np.ones(2)] * 8, np.array([(v, v + 1) for v in range(7)]), [prefer] * 7)
+    calls: list[tuple[int, float]] = []
+
+    def stuck(problem: Problem, *, time_limit_s, key) -> Iterator[Proposal]:
+        calls.append((len(problem.node_cost), time_limit_s))
+        for _ in range(3):
+            yield Proposal(np.zeros(len(problem.node_cost), int), 0.0)
+
+    solve(chain, alike=np.zeros(8, int), solver=stuck, reduce=identity, time_limit_s=100.0)
+    # All nodes as one; the whole chain; both ends, the nodes beside them, and the four between. Each tied problem has
+    # a fifth of the time.
+    assert [size for size, _ in calls] == [1, 8, 3]
+    assert [calls[i][1] for i in (0, 2)] == pytest.approx([20.0, 20.0], rel=0.1)
 
 
 def test_a_tied_choice_is_found_though_the_whole_problem_is_never_reached():

@@ -1,6 +1,7 @@
 """Equal layers are found in the traced program, whatever they are called and in whichever order they come."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -107,3 +108,58 @@ def test_what_does_not_repeat_is_tied_to_nothing():
     inputs = [space.alike[v.index] for v in space.graph.inputs]
     assert len(set(inputs[:4])) == 4
     assert len(space.alike) == len(space.nodes)
+
+
+def _layers(layer, num_layers, *args, scopes=(), given=None):
+    """The space of equal layers; `args` are those of one layer, which come before x in the flat arguments."""
+
+    def fn(layers, x):
+        for i, own in enumerate(layers):
+            with jax.named_scope(scopes[i] if scopes else "layer"):
+                x = layer(x, *own)
+        return x
+
+    return space_of(fn, [args] * num_layers, array(8, 8), given=given)
+
+
+def _argument_groups(space, per_layer):
+    inputs = [space.alike[v.index] for v in space.graph.inputs]
+    return np.array(inputs[:-1]).reshape(-1, per_layer)
+
+
+def test_arguments_at_different_operands_of_one_operation_are_not_alike():
+    groups = _argument_groups(_layers(lambda x, a, b: jnp.sin(jnp.tanh(a * b) @ x) + 1, 5, *[array(8, 8)] * 2), 2)
+    assert (groups == groups[0]).all()
+    assert groups[0, 0] != groups[0, 1]
+
+
+def test_layers_with_other_names_or_given_shardings_are_not_alike():
+    def layer(x, w):
+        return jnp.sin(jnp.tanh(x @ w)) + 1
+
+    weight = array(8, 8)
+    assert len(np.unique(_argument_groups(_layers(layer, 6, weight), 1))) == 1
+    numbered = [f"layer_{i}" for i in range(6)]
+    assert len(np.unique(_argument_groups(_layers(layer, 6, weight, scopes=numbered), 1))) == 1
+    named = ["encoder"] * 3 + ["decoder"] * 3
+    groups = _argument_groups(_layers(layer, 6, weight, scopes=named), 1).ravel()
+    assert (groups == groups[0]).tolist() == [True] * 3 + [False] * 3
+    assert (groups[3:] == groups[3]).all()
+    with_given = _layers(layer, 6, weight, given={2: [(0,), ()]})
+    groups = _argument_groups(with_given, 1).ravel()
+    assert (groups == groups[0]).tolist() == [True, True, False, True, True, True]
+
+
+def test_hubs_of_different_results_are_not_alike():
+    def layer(x, w):
+        first, second = jnp.split(x @ w, 2, axis=1)
+        return jnp.concatenate([jnp.sin(first) + first, jnp.cos(second) * second], axis=1)
+
+    space = _layers(layer, 5, array(8, 8))
+    hubs = {}
+    for value_id, node in space.hub_node.items():
+        value = space.graph.values[value_id]
+        if space.graph.vertices[value.vertex].primitive == "split":
+            hubs.setdefault(value.result, []).append(int(space.alike[node]))
+    assert [len(set(numbers)) for numbers in hubs.values()] == [1, 1]
+    assert hubs[0][0] != hubs[1][0]

@@ -9,6 +9,7 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType
 
 import diffshard
+from cost.base import Hardware, Link
 from search_spaces.sharding import scheduling
 from search_spaces.sharding.graph import Vertex, is_contraction, leads_to_contraction
 from search_spaces.sharding.windows import Windows, straight_lines
@@ -145,3 +146,114 @@ def test_weights_take_memory_from_the_window_before_their_reader(exposed_share, 
         first_reader = min(reader.position for reader, _ in readers[value.id])
         beside = [p for p in products if positions[value.id] <= p.position < first_reader]
         assert 1 <= len(beside) <= 4
+
+
+def test_windows_are_at_least_as_long_as_they_should_be():
+    def fn(x, w):
+        for _ in range(7):
+            x = jnp.tanh(x @ w)
+        return x
+
+    graph = graph_of(fn, array(8, 8), array(8, 8))
+    (line,) = straight_lines(graph.block)
+    windows = Windows(line, np.full(len(graph.vertices), 0.25), leads_to_contraction(graph), 0.7)
+    # Three products are 0.75 s, and each is followed by a tanh; the last product is in a window of its own.
+    assert windows.start == [0, 5, 11]
+    assert windows.seconds == [0.75, 0.75, 0.25]
+
+
+def test_each_rematerialised_region_of_a_line_has_a_number():
+    graph = graph_of(training_step, [array(8, 8)] * 3, array(8, 8, dtype=jnp.bfloat16))
+    (line,) = straight_lines(graph.block)
+    products = [region for step, region in line if isinstance(step, Vertex) and is_contraction(step)]
+    outside, *regions = dict.fromkeys(products)
+    assert outside == 0
+    assert len(regions) == 3
+
+
+def chain_of_products(gather_s, num_products=8):
+    """In which pause each weight's gather starts, if each product takes a second: all rows and weights are split."""
+
+    def fn(weights, x):
+        for w in weights:
+            x = jnp.tanh(x @ w)
+        return x
+
+    weight = array(WIDTH, WIDTH)
+    # A gather over 8 devices receives 7/8 of a weight.
+    link = Link(0.0, gather_s / (7 / 8 * WIDTH * WIDTH * 4))
+    hardware = Hardware("test", 1e9, 1e9, float("inf"), {"x": link}, exposed_share=0.25)
+    given = {argument: ((0,), ()) for argument in range(num_products + 1)}
+    space = space_of(fn, [weight] * num_products, array(64, WIDTH), sizes=(8,), hardware=hardware, given=given)
+    rows = ((0,), ())
+    choice = [0] * len(space.nodes)
+    for node, index in ((node, i) for i, node in enumerate(space.nodes)):
+        specs = [(s.operands, s.results) for s in node.strategies]
+        if node.vertex.primitive == "dot_general":
+            choice[index] = specs.index(((rows, ((), ())), (rows,)))
+        elif node.vertex.kind == "operation":
+            choice[index] = specs.index(((rows,), (rows,)))
+    seconds = np.array([float(is_contraction(v)) for v in space.graph.vertices])
+    schedule = scheduling.make_schedule(space.graph, space.layout(choice), space.reshard_costs.path, seconds)
+    return {
+        stage.fetch.root.vertex: number
+        for number, pause in enumerate(schedule.pauses[i] for i in sorted(schedule.pauses))
+        for stage in pause.stages
+    }
+
+
+@pytest.mark.parametrize(
+    ("gather_s", "windows"),
+    [
+        (0.5, [0, 1, 2, 3, 4, 5, 6]),  # beside the product before
+        # From the last to the first: two windows for each of the last three, and what is left for the others.
+        (2.0, [0, 0, 0, 0, 1, 3, 5]),
+        # No gather starts more than six windows before its product, however long it takes.
+        (20.0, [0, 0, 0, 0, 0, 0, 1]),
+    ],
+)
+def test_gathers_take_the_windows_before_their_product_in_which_links_are_free(gather_s, windows, monkeypatch):
+    monkeypatch.setattr(scheduling, "_LATENCIES_IN_WINDOW", 0)
+    starts = chain_of_products(gather_s)
+    assert [starts[weight] for weight in range(1, 8)] == windows
+
+
+def test_what_a_window_gathers_and_reduces_passes_its_barriers(program):
+    equations = body_of(program)
+    maker = {v: equation for equation in equations for v in equation.outvars}
+    cheap = ("convert_element_type", "reshape", "transpose", "squeeze")
+
+    def source(equation):
+        """What makes the operand of an equation, behind operations that move one array."""
+        equation = maker[equation.invars[0]]
+        return source(equation) if equation.primitive.name in cheap else equation
+
+    readers = [
+        [reader.primitive.name for reader in equations if any(v is equation.outvars[0] for v in reader.invars)]
+        for equation in equations
+        if equation.primitive.name == "all_gather"
+    ]
+    # One gather has no window before its product; the others end at the barrier before theirs.
+    assert sum("optimization_barrier" not in names for names in readers) <= 1
+    scatters = [equation for equation in equations if equation.primitive.name == "reduce_scatter"]
+    late = [source(equation).primitive.name == "optimization_barrier" for equation in scatters]
+    assert late.count(True) >= LAYERS - 1, "a gradient is reduced before its window ends"
+
+
+def test_windows_of_the_memory_model_count_one_devices_share_of_each_product(monkeypatch):
+    monkeypatch.setattr(scheduling, "_LATENCIES_IN_WINDOW", 1)
+
+    def fn(weights, x):
+        for w in weights:
+            x = x @ w
+        return x
+
+    weights, x = [array(8, 8)] * 6, array(8, 8)
+    # A product has 2 * 8^3 = 1024 operations: 1024 s on one device, 256 s on each of four. The latency of 400 s of
+    # the slowest link makes windows of two products.
+    links = {"x": Link(400.0, 0.0), "y": Link(1.0, 0.0)}
+    hardware = Hardware("test", 1.0, 1.0, float("inf"), links, exposed_share=0.25)
+    space = space_of(fn, weights, x, sizes=(2, 2), hardware=hardware)
+    positions = scheduling.fetch_positions(space.graph, (2, 2), hardware, space.reshard_costs.path)
+    # In the first window a weight is there when it is read; afterwards from the start of the window before.
+    assert [positions[v.results[0].id] for v in space.graph.inputs[:6]] == [0, 1, 0, 0, 2, 2]
