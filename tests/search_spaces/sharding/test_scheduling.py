@@ -183,7 +183,7 @@ def chain_of_products(gather_s, num_products=8):
     # A gather over 8 devices receives 7/8 of a weight.
     link = Link(0.0, gather_s / (7 / 8 * WIDTH * WIDTH * 4))
     hardware = Hardware("test", 1e9, 1e9, float("inf"), {"x": link}, exposed_share=0.25)
-    given = {argument: ((0,), ()) for argument in range(num_products + 1)}
+    given = dict.fromkeys(range(num_products + 1), ((0,), ()))
     space = space_of(fn, [weight] * num_products, array(64, WIDTH), sizes=(8,), hardware=hardware, given=given)
     rows = ((0,), ())
     choice = [0] * len(space.nodes)
