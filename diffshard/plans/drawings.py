@@ -12,7 +12,8 @@ from diffshard.plans.page_elements import escape
 _WIDTH, _HEIGHT = 1000, 200  # units of the SVG; a thousandth of the width is about a pixel
 _MARGIN = 12.0  # percent between the outermost dots and the edges, for the texts beside them
 _EDGES = ("bottom", "top")
-_ROOM_ON_NARROW, _ROOM_ON_WIDE = 14.0, 4.2  # percent of the width from which on a text of eight letters has room
+_NARROW, _WIDE = 350, 1000  # pixels of a drawing on a narrow screen and on others
+_LETTER, _PADDING = 6.5, 6  # pixels that a text takes: for each letter, and at its sides
 MAX_COLUMNS = 1000
 """The most steps of a curve that are drawn: more would be narrower than a pixel."""
 
@@ -134,11 +135,17 @@ def strip(pieces: Sequence[tuple[str, str, float, str]], total: float) -> str:
     parts = []
     for text, title, amount, colour in pieces:
         share = 100 * amount / (total or 1.0)
-        room = "" if share >= _ROOM_ON_NARROW else " class=wide"
-        shown = f"<span{room}>{escape(text)}</span>" if share >= _ROOM_ON_WIDE else ""
         style = f"width:{share:.2f}%;background:var(--{colour})"
-        parts.append(f'<div style="{style}" title="{escape(title)}">{shown}</div>')
+        parts.append(f'<div style="{style}" title="{escape(title)}">{text_in(share, text)}</div>')
     return f"<div class=strip>{''.join(parts)}</div>"
+
+
+def text_in(share: float, text: str) -> str:
+    """Returns the text of a piece that takes a share of the width, in percent: only where there is room for it."""
+    needed = _LETTER * len(text) + _PADDING
+    if share * _NARROW >= 100 * needed:
+        return f"<span>{escape(text)}</span>"
+    return f"<span class=wide>{escape(text)}</span>" if share * _WIDE >= 100 * needed else ""
 
 
 def largest_in_columns(points: Sequence[tuple[float, float]], right: float) -> tuple[tuple[float, float], ...]:

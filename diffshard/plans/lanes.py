@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from diffshard.plans.drawings import text_in
 from diffshard.plans.formats import format_count, format_s
 from diffshard.plans.page_elements import COLOURS, escape
 
@@ -10,7 +11,6 @@ _PASSES = {"forward": "var(--fill0)", "backward": "var(--fill1)", "update": "var
 _KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "collective_permute", "copy", "other")
 _COLOURS = _PASSES | {kind: COLOURS[i] for i, kind in enumerate(_KINDS)} | {"trips": "var(--other)"}
 _LEAST_WITH_EDGE = 0.6  # percent of the width from which on a bar is parted from the next by a line
-_ROOM_ON_WIDE, _ROOM_ON_NARROW = 4.2, 14.0  # percent of the width from which on a text of eight letters has room
 
 
 @dataclass(frozen=True)
@@ -73,8 +73,7 @@ def _bar(bar: LaneBar, step_s: float) -> str:
     noun = "trip" if bar.kind == "trips" else "kernel" if bar.kind in _PASSES else "transfer"
     duration = format_s(bar.end_s - bar.start_s)
     title = f"{bar.label}, {bar.kind}: {format_count(bar.count, noun)}, {duration} from {format_s(bar.start_s)}"
-    room = "" if width >= _ROOM_ON_NARROW else " class=wide"
     edge = ";box-shadow:inset -1px 0 var(--card)" if width >= _LEAST_WITH_EDGE else ""
-    text = f"<span{room}>{escape(bar.label.split('/')[-1])}</span>" if width >= _ROOM_ON_WIDE else ""
+    text = text_in(width, bar.label.split("/")[-1])
     style = f"left:{left:.2f}%;width:{width:.2f}%;background:{_COLOURS.get(bar.kind, _COLOURS['other'])}{edge}"
     return f'<div style="{style}" title="{escape(title)}">{text}</div>'

@@ -80,10 +80,10 @@ def layers(plan: PlanData) -> list[Layer]:
     """
     operations = _Operations(plan, communication(plan))
     members: dict[str, tuple[list[int], list[int]]] = {}
+    names = _names_of(plan)
     for i, operation in enumerate(plan.operations):
         if operation.kind != "input":
-            name, is_backward = layer_name(operation)
-            members.setdefault(name, ([], []))[is_backward].append(i)
+            members.setdefault(names[i], ([], []))["transpose(" in operation.scope].append(i)
     arguments = _arguments_of(plan, list(members))
     result = []
     for name in [*members, *(name for name in arguments if name not in members)]:
@@ -119,11 +119,31 @@ def layer_of_scope(scope: str) -> tuple[str, bool]:
 
 def layers_of_operations(plan: PlanData) -> list[str]:
     """Returns the name of the layer of each entry of `PlanData.operations`, arguments included."""
-    names = [layer_name(o)[0] if o.kind != "input" else "" for o in plan.operations]
+    names = _names_of(plan)
     arguments = _arguments_of(plan, list(dict.fromkeys(name for name in names if name)))
     for layer, members in arguments.items():
         for index in members:
             names[index] = layer
+    return names
+
+
+def _names_of(plan: PlanData) -> list[str]:
+    """Returns the name of the layer of each entry of `PlanData.operations`, empty for arguments.
+
+    What a loop reads, carries and writes belongs to the layer of its body. An operation that was moved out of a loop
+    has lost the module around its layer, and gets it back: `layers/attention` belongs to `Net/layers`.
+    """
+    names = [layer_name(o)[0] if o.kind != "input" else "" for o in plan.operations]
+    pairs = [name.split("/") for name in dict.fromkeys(names) if "/" in name]
+    inner = {last for _, last in pairs}
+    whole_names = {last: f"{first}/{last}" for first, last in pairs if first not in inner}
+    names = [whole_names.get(name.split("/")[0], name) for name in names]
+    for i in reversed(range(len(names) - 1)):
+        if plan.operations[i].kind in ("slice", "carry"):
+            names[i] = names[i + 1]
+    for i in range(1, len(names)):
+        if plan.operations[i].kind == "stack":
+            names[i] = names[i - 1]
     return names
 
 

@@ -174,7 +174,7 @@ def _table(plan: PlanData, groups: list[HeldGroup]) -> str:
     rest = plan.peak_bytes - sum(g.num_bytes for g in groups[:MAX_ROWS])
     if rest > 1e-6 * plan.peak_bytes:
         rows.append(("all others", "", "", "", "", format_bytes(rest), _percent(rest, plan)))
-    head = ("name", "how many", "type", "made in", "a device has", "on a device", "of the peak")
+    head = ("name", "how many", "type", "made in", "part", "on a device", "of the peak")
     return table(head, rows, right=(1, 5, 6))
 
 

@@ -40,7 +40,8 @@ border:1px solid var(--line);border-radius:8px;padding:10px 14px;margin:0 0 8px;
 .edge span{overflow-wrap:anywhere}.edge>i{height:7px;border-radius:3px;background:var(--track)}
 .edge>i>i{display:block;height:100%;border-radius:3px;background:var(--second)}
 table{border-collapse:collapse;width:100%;background:var(--card);font-size:13px}
-td,th{text-align:left;padding:4px 10px;border-bottom:1px solid var(--line);vertical-align:top;overflow-wrap:anywhere}
+td,th{text-align:left;padding:4px 10px;border-bottom:1px solid var(--line);vertical-align:top;overflow-wrap:break-word}
+td:first-child{overflow-wrap:anywhere;min-width:190px}
 td.n,th.n{text-align:right;white-space:nowrap}th{color:var(--dim);font-weight:600}
 pre{overflow-x:auto;background:var(--card);border:1px solid var(--line);border-radius:8px;padding:14px;font-size:12px}
 li{overflow-wrap:anywhere}
@@ -65,10 +66,11 @@ svg text{font:12px system-ui,sans-serif;fill:var(--dim)}
 .layer>:nth-child(3):not(:empty)::before{content:"forward"}.layer>:nth-child(4):not(:empty)::before{content:"backward"}
 .wide{display:none}.edges{margin-left:8px}.edge{grid-template-columns:14px minmax(0,1fr);margin:0 0 6px}
 .edge>:nth-child(3),.edge>i{grid-column:2}
-.card{padding:8px 12px;min-width:130px}.card b{font-size:17px}
-table,tbody,tr,td,td.n{display:block;text-align:left;white-space:normal}table{background:none}
+.card{padding:8px 12px;min-width:130px}.card b{font-size:17px}}
+@media(max-width:900px){table,tbody,tr,td,td.n{overflow-wrap:anywhere;display:block;text-align:left;white-space:normal}
+table{background:none}
 tr{background:var(--card);border:1px solid var(--line);border-radius:8px;padding:6px 12px;margin:0 0 8px}
 tr.titles{display:none}td{border:none;padding:1px 0;display:flex!important;gap:10px}td:empty{display:none!important}
-td::before{content:attr(data-of);color:var(--dim);flex:0 0 38%}td:first-child{font-weight:600}
+td::before{content:attr(data-of);color:var(--dim);flex:0 0 min(38%,170px)}td:first-child{font-weight:600}
 td:first-child::before{display:none}}
 """

@@ -126,7 +126,7 @@ def modules_of(scope: str) -> tuple[str, ...]:
         if module != part and module in modules:
             # A body repeats the module that it was traced in: `transpose(jvp(Net))/jvp(Net)/layer_0`.
             del modules[modules.index(module) :]
-        if modules and modules[-1] == f"{module}{_SCAN}":
+        while modules and modules[-1] == f"{module.removesuffix(_SCAN)}{_SCAN}":
             modules.pop()
         modules.append(module)
     return tuple(module.removesuffix(_SCAN) for module in modules)

@@ -5,7 +5,7 @@ import re
 import numpy as np
 
 from diffshard.plans import drawings
-from diffshard.plans.drawings import Curve, Dot, Mark, largest_in_columns, plot, scatter
+from diffshard.plans.drawings import Curve, Dot, Mark, largest_in_columns, plot, scatter, strip
 from tests.diffshard.plans.page_checker import checked_page
 
 
@@ -50,3 +50,14 @@ def test_dots_lie_between_the_edges_and_the_first_is_on_top():
     assert [dot["title"] for dot in dots] == ["b", "a"]
     places = [[float(place) for place in re.findall(r"(?:left|bottom):([\d.]+)%", dot["style"])] for dot in dots]
     assert places == [[88.0, 12.0], [12.0, 88.0]]
+
+
+def test_pieces_are_as_wide_as_their_amounts_and_have_text_where_it_fits():
+    pieces = [("layer_0", "first", 30.0, "fill0"), ("layer_1", "second", 9.0, "fill0"), ("head", "third", 1.0, "fill1")]
+    page = strip(pieces, 40.0)
+    shown = [attributes for tag, attributes in checked_page(page).elements if "width" in attributes.get("style", "")]
+    assert [re.findall(r"width:([\d.]+)%", a["style"]) for a in shown] == [["75.00"], ["22.50"], ["2.50"]]
+    assert "<span>layer_0</span>" in page
+    assert "<span>layer_1</span>" in page  # 22.5% of 350 pixels are 79, and seven letters take 52
+    assert "head" not in page
+    assert "<span class=wide>layer_0</span>" in strip([(*pieces[0][:2], 10.0, "fill0")], 100.0)

@@ -1,9 +1,10 @@
 """The page holds what the plan says, needs nothing from elsewhere, and is well-formed."""
 
+import dataclasses
 import math
 import re
 
-from diffshard.plans.layers import layer_name, layers
+from diffshard.plans.layers import layer_name, layers, layers_of_operations
 from diffshard.plans.page import format_page, save_page
 from diffshard.plans.page_style import STYLE
 from diffshard.plans.summary import modules_of
@@ -80,7 +81,27 @@ def test_rematerialised_operations_belong_to_the_layer_whose_results_they_comput
     scanned = "jvp(Net)/layers.<lambda>/layers/dense"
     assert layer_name(operation("add() -> float32[]", scanned, (), 1.0)) == ("Net/layers", False)
     assert modules_of("transpose(jvp(Net))/layers.<lambda>") == ("Net", "layers")
+    repeated = "transpose(jvp(Net))/layers.<lambda>/layers.<lambda>/rematted_computation/layers/dense"
+    assert modules_of(repeated) == ("Net", "layers", "dense")
     assert modules_of("Net/block/block/sin") == ("Net", "block", "block", "sin")
+
+
+def test_a_loop_belongs_to_the_layer_of_its_body():
+    kinds_and_scopes = [
+        ("operation", "layers/dense"),  # moved out of the loop
+        ("operation", "jvp(Net)/embed"),
+        ("carry", "jvp(Net)"),
+        ("slice", "jvp(Net)"),
+        ("operation", "jvp(Net)/layers/dense"),
+        ("stack", "jvp(Net)"),
+        ("operation", "jvp(Net)"),
+    ]
+    one = operation("add() -> float32[]", "", (), 1.0)
+    operations = tuple(dataclasses.replace(one, kind=kind, scope=scope) for kind, scope in kinds_and_scopes)
+    plan = small_plan(operations=operations, arguments=(), collectives=())
+    layer, embed = "Net/layers", "Net/embed"
+    assert layers_of_operations(plan) == [layer, embed, layer, layer, layer, layer, "Net"]
+    assert {found.name for found in layers(plan)} == {layer, embed, "Net"}
 
 
 def test_both_schemes_define_every_colour_that_a_page_names():
