@@ -206,3 +206,18 @@ def test_an_argmax_of_a_whole_dimension_has_a_form_on_blocks():
     plan = step.plan(x)
     assert plan.executor == "program"
     np.testing.assert_allclose(step(plan.shard(x)), fn(x), rtol=1e-6)
+
+
+def test_a_program_names_what_it_runs_whole_and_is_not_the_default_then():
+    def fn(x):
+        return jnp.abs(jnp.fft.fft(x, axis=1))
+
+    mesh = AbstractMesh((2, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
+    hardware = dataclasses.replace(SLOW, exposed_share=0.25)
+    options = {"hardware": hardware, "in_shardings": PartitionSpec(("x", "y"))}
+    x = jax.ShapeDtypeStruct((8, 16), jnp.float32)
+    program = diffshard.search(fn, mesh, executor="program", **options).plan(x)
+    assert any("fft (1x" in note and "runs whole on every device" in note for note in program.notes)
+    usual = diffshard.search(fn, mesh, **options).plan(x)
+    assert usual.executor == "constraints"
+    assert any("fft (1x" in note and "XLA partitions the function" in note for note in usual.notes)

@@ -50,11 +50,12 @@ def test_three_operands_are_read_again_by_a_second_kernel():
 def test_what_is_broadcast_is_read_as_the_elements_that_it_repeats():
     def fn(x, a, b):
         y = x + a + b
-        return y.sum(0), y.sum(1), y.sum()
+        return y.sum(0), y.sum(1), y.sum(), 2 * y
 
-    # If the rows a and b counted as whole arrays, three kernels that read all three would be too many.
+    # If the rows a and b counted as whole arrays, four readers would be too many. The product is made by a kernel of a
+    # sum, which runs over the same elements.
     row = array(16)
-    assert moved(fn, X, row, row)[0] == 3 * (N + 2 * COLUMNS) + COLUMNS + ROWS + 4
+    assert moved(fn, X, row, row) == (3 * (N + 2 * COLUMNS) + COLUMNS + ROWS + 4 + N, 0, 3)
     # A slice of what is broadcast still reads all of a row.
     assert moved(lambda a: jnp.broadcast_to(a, (8, 16))[:2] * 2, row) == (COLUMNS + 2 * COLUMNS, 0, 1)
 
