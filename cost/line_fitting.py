@@ -21,7 +21,9 @@ _MOST_ITERATIONS = 100
 def fit_lines(sent_bytes: np.ndarray, seconds: np.ndarray, most: int = MOST_LINES) -> tuple[Line, ...]:
     """Fits seconds = the fastest of a few lines in bytes, by the least mean absolute relative error.
 
-    Each line is fitted to a range of sizes; all ways to cut the sizes into ranges are tried.
+    Each line is fitted to a range of sizes; all ways to cut the sizes into ranges are tried. Larger messages than any
+    that was measured follow the last line, so of several lines the last one's bytes must take at least as long as its
+    latency at the largest size: noise could make it flat, and large messages free.
 
     Args:
       sent_bytes: `[points]`, what one device sends.
@@ -59,7 +61,8 @@ def fit_lines(sent_bytes: np.ndarray, seconds: np.ndarray, most: int = MOST_LINE
             ends = (0, *cuts, len(sizes))
             if min(np.diff(ends)) >= _SIZES_OF_A_LINE:
                 lines = fastest_lines([line(a, b) for a, b in pairwise(ends)])
-                candidates.append((_error(lines, x, t), lines))
+                if lines[-1].s_per_byte * sizes[-1] >= lines[-1].latency_s:
+                    candidates.append((_error(lines, x, t), lines))
         error, lines = min(candidates, default=(np.inf, ()))
         if error < _BETTER * best_error:
             best_error, best = error, lines

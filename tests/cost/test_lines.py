@@ -82,6 +82,15 @@ def test_fit_of_noise_stays_one_line_and_few_sizes_have_no_more_than_one():
     assert len(fit_lines(x[:10], least_s((Line(1e-4, 1e-6), Line(2e-4, 0.0)), x[:10]))) == 1
 
 
+def test_the_last_of_several_lines_is_never_flat_where_larger_messages_follow_it():
+    x = 2.0 ** np.arange(6, 26)
+    seconds = least_s((Line(1e-5, 1e-9),), x)
+    seconds[-3:] = seconds[-3]  # three outliers, by which larger messages would be free
+    assert fit_lines(x, seconds)[-1].s_per_byte * x[-1] > 0.5 * seconds[-1]
+    flat = np.full(x.shape, 1e-4)  # one line may be flat: these messages are too small to tell
+    np.testing.assert_allclose(fit_lines(x, flat), [(1e-4, 0.0)], atol=1e-15)
+
+
 @pytest.mark.parametrize(("x", "t"), [([], []), ([1.0], [1.0, 2.0]), ([1.0], [0.0]), ([[1.0]], [[1.0]])])
 def test_points_without_a_time_are_named(x, t):
     with pytest.raises(ValueError, match="`sent_bytes` and `seconds` must be equally long lists"):
