@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from cost.memory import least_memory
-from diffshard.base import InfeasibleError, Progress
+from diffshard.base import InfeasibleError
 from diffshard.checks.collective_records import with_reduce_scatters
 from diffshard.checks.explicit_collectives import explicit_collectives
 from diffshard.checks.targets import Target
@@ -29,6 +29,7 @@ from diffshard.sharding_search.layout import layout_of
 from diffshard.sharding_search.options import Options
 from diffshard.sharding_search.plan import Plan
 from diffshard.sharding_search.planning import find_plan
+from diffshard.sharding_search.request import PlanRequest
 from diffshard.sharding_search.tracing import TracedFunction, space_of, trace_function
 from search_spaces.sharding.space import ShardingSpace
 
@@ -43,21 +44,16 @@ NOTED_DIFFERENCE = 0.05
 FOUND = "found"
 
 
-def plan_by_shardy(
-    options: Options,
-    traced_function: TracedFunction,
-    space: ShardingSpace,
-    start_s: float,
-    progress: Progress | None = None,
-) -> Plan:
+def plan_by_shardy(request: PlanRequest) -> Plan:
     """Returns the found plan, with a note where Shardy's partitioner would send other bytes than the plan has.
 
-    Takes what `find_plan` takes, and raises as it does.
+    Raises:
+      InfeasibleError: as `find_plan`.
     """
-    plan = find_plan(options, traced_function, space, start_s, progress)
+    plan = find_plan(request)
     axes = dict(plan.mesh_axes)
-    flat = flat_function(plan, traced_function, space, options.mesh.abstract_mesh)
-    args = jax.tree.leaves(traced_function.args)
+    flat = flat_function(plan, request.traced_function, request.space, request.options.mesh.abstract_mesh)
+    args = jax.tree.leaves(request.traced_function.args)
     lowered = flat.jit().trace(*args).lower(lowering_platforms=(jax.default_backend(),))
     partitioned = sent_bytes(with_reduce_scatters(explicit_collectives(lowered), axes), axes)
     predicted = predicted_sent_bytes(plan.collectives, axes)
@@ -68,18 +64,10 @@ def plan_by_shardy(
             f"By {plan.executor}, Shardy's partitioner lets a device send {format_bytes(partitioned)} in a step, where "
             f"the plan has {format_bytes(predicted)}.",
         )
-    return replace(plan, notes=notes, search_s=time.perf_counter() - start_s)
+    return replace(plan, notes=notes, search_s=time.perf_counter() - request.start_s)
 
 
-def plan_by_compiling(
-    target: Target,
-    timeout_s: float,
-    options: Options,
-    traced_function: TracedFunction,
-    space: ShardingSpace,
-    start_s: float,
-    progress: Progress | None = None,
-) -> Plan:
+def plan_by_compiling(target: Target, timeout_s: float, request: PlanRequest) -> Plan:
     """Returns the plan whose compiled program is the fastest by the timeline, among those that fit the memory limit.
 
     Without a timeline it is the fastest by prediction. If nothing can be compiled, it is the found plan, with a note.
@@ -87,15 +75,12 @@ def plan_by_compiling(
     Args:
       target: what to compile for.
       timeout_s: seconds for each compilation.
-      options: as for `find_plan`.
-      traced_function: as for `find_plan`.
-      space: as for `find_plan`.
-      start_s: as for `find_plan`.
-      progress: as for `find_plan`.
+      request: the function with its space, and what was asked for.
 
     Raises:
       InfeasibleError: no plan is predicted to come near the memory limit, or none fits by its compiled program.
     """
+    options, traced_function, space, start_s, _ = request
     compiled_plans = _CompiledPlans(options, target, timeout_s)
     limit_bytes = options.memory_limit_bytes
     if float(np.max(least_memory(space.problem)[1])) > limit_bytes:
@@ -103,7 +88,7 @@ def plan_by_compiling(
     for number in range(MAX_ROUNDS):
         own_options = replace(options, executor="constraints", memory_limit_bytes=limit_bytes)
         try:
-            found = find_plan(own_options, traced_function, space, start_s, progress)
+            found = find_plan(request._replace(options=own_options))
         except InfeasibleError:
             if number == 0:
                 raise

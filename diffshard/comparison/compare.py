@@ -16,6 +16,7 @@ from diffshard.plans.comparison import Comparison
 from diffshard.sharding_search.options import Options, hardware_for, positions
 from diffshard.sharding_search.plan import Plan
 from diffshard.sharding_search.planning import find_plan
+from diffshard.sharding_search.request import PlanRequest
 from diffshard.sharding_search.tracing import space_of, trace_function
 
 
@@ -102,8 +103,8 @@ def _compilable_plan(name: str, plan: Any, options: Options, args: Sequence[Any]
     if not isinstance(plan, Plan):
         options = replace(options, in_shardings=plan)
         traced_function = trace_function(options, args)
-        space = space_of(options, traced_function)
-        return CompilablePlan(name, find_plan(options, traced_function, space, start_s), traced_function, space)
+        request = PlanRequest(options, traced_function, space_of(options, traced_function), start_s)
+        return CompilablePlan(name, find_plan(request), traced_function, request.space)
     options = replace(
         options,
         donate_argnums=plan.donate_argnums,

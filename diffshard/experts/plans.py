@@ -17,6 +17,7 @@ from diffshard.plans.base import LogicalAxisRules
 from diffshard.sharding_search.options import DEFAULT_SOLVER, Options, hardware_for, positions
 from diffshard.sharding_search.plan import Plan
 from diffshard.sharding_search.planning import find_plan
+from diffshard.sharding_search.request import PlanRequest
 from diffshard.sharding_search.tracing import TracedFunction, space_of, trace_function
 
 BY_RULES = "logical axis rules"
@@ -199,7 +200,7 @@ def _completed(
         options, traced_function = by_rules, traced_by_rules
     elif name == "megatron sequence":
         raise DoesNotApplyError("The function names no logical axes, so there is no sequence to split.")
-    plan = find_plan(options, traced_function, space_of(options, traced_function), start_s)
+    plan = find_plan(PlanRequest(options, traced_function, space_of(options, traced_function), start_s))
     return plan if has_names else replace(plan, notes=(*plan.notes, _NO_NAMES))
 
 

@@ -8,14 +8,14 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
-from diffshard.base import PlanError, Progress
+from diffshard.base import PlanError
 from diffshard.plans.base import Executor, PlanData
 from diffshard.plans.file import load, save
 from diffshard.plans.text import format_plan
 from diffshard.sharding_search.options import Options, with_automatic_axes
 from diffshard.sharding_search.planned_function import PlannedFunction
-from diffshard.sharding_search.tracing import TracedFunction, abstract_array, path_inside
-from search_spaces.sharding.space import ShardingSpace
+from diffshard.sharding_search.request import PlanRequest
+from diffshard.sharding_search.tracing import abstract_array, path_inside
 
 
 @dataclass(frozen=True)
@@ -90,12 +90,9 @@ class Plan(PlanData):
         )
         return PlannedFunction(options, replace(self, executor=options.executor)._checked_for)
 
-    def _checked_for(
-        self, traced_function: TracedFunction, space: ShardingSpace, start_s: float, progress: Progress | None
-    ) -> "Plan":
+    def _checked_for(self, request: PlanRequest) -> "Plan":
         """Returns this plan for a traced function that it fits; what `PlannedFunction` calls in place of a search."""
-        del space, start_s, progress
-        self.check_arguments(traced_function.args)
+        self.check_arguments(request.traced_function.args)
         return self
 
     @property

@@ -14,6 +14,7 @@ from diffshard.live_progress import ProgressDisplay, live_line
 from diffshard.plans.base import PlanData
 from diffshard.sharding_search.executors import FlatFunction, flat_function
 from diffshard.sharding_search.options import Options
+from diffshard.sharding_search.request import PlanRequest
 from diffshard.sharding_search.tracing import (
     TracedFunction,
     abstract_arguments,
@@ -21,10 +22,9 @@ from diffshard.sharding_search.tracing import (
     space_of,
     trace_function,
 )
-from search_spaces.sharding.space import ShardingSpace
 
 PlanT = TypeVar("PlanT", bound=PlanData)
-MakePlan = Callable[[TracedFunction, ShardingSpace, float, Progress | None], PlanT]
+MakePlan = Callable[[PlanRequest], PlanT]
 
 
 class PlannedFunction(Generic[PlanT]):
@@ -32,8 +32,7 @@ class PlannedFunction(Generic[PlanT]):
 
     Args:
       options: what was asked for.
-      make_plan: `make_plan(traced, space, start_s, progress) -> plan` gives the plan for a traced function, whose space
-        and progress function it gets; `start_s` is when the search began, by `time.perf_counter`.
+      make_plan: gives the plan for a traced function.
     """
 
     def __init__(self, options: Options, make_plan: MakePlan[PlanT]):
@@ -98,7 +97,9 @@ class PlannedFunction(Generic[PlanT]):
                 traced_function = trace_function(self.options, args)
                 space = space_of(self.options, traced_function)
                 line.step("listing strategies")
-                plan = self._make_plan(traced_function, space, start_s, progress or line.progress)
+                plan = self._make_plan(
+                    PlanRequest(self.options, traced_function, space, start_s, progress or line.progress)
+                )
             if plan.logical_axis_rules != self.options.logical_axis_rules:  # an expert's plan was found to be the best
                 options = replace(self.options, logical_axis_rules=plan.logical_axis_rules)
                 traced_function = trace_function(options, args)

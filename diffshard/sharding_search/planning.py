@@ -20,40 +20,26 @@ from diffshard.sharding_search.memory_profile import memory_profile_of
 from diffshard.sharding_search.options import Options
 from diffshard.sharding_search.overlap import fastest_step, step_s, waiting_transfers
 from diffshard.sharding_search.plan import Plan
+from diffshard.sharding_search.request import PlanRequest
 from diffshard.sharding_search.tracing import TracedFunction
 from diffshard.solving.solve import solve
 from search_spaces.partition_specs import IndexedSpec, NamedSpec, named_spec
 from search_spaces.sharding.base import Layout
 from search_spaces.sharding.explaining import NextBest, Summary
 from search_spaces.sharding.graph import Operand, Value, Vertex
-from search_spaces.sharding.space import ShardingSpace
 
 
-def find_plan(
-    options: Options,
-    traced_function: TracedFunction,
-    space: ShardingSpace,
-    start_s: float,
-    progress: Progress | None = None,
-) -> Plan:
+def find_plan(request: PlanRequest) -> Plan:
     """Solves a traced function's space within the options' memory limit, and writes the solution down as a plan.
-
-    Args:
-      options: what was asked for; the solver and its limits are taken from here.
-      traced_function: the function.
-      space: its space, of any memory limit.
-      start_s: when the search began, by `time.perf_counter`.
-      progress: as in `PlannedFunction.plan`.
 
     Raises:
       InfeasibleError: no plan fits the memory limit.
     """
 
     def solve_within_limits(problem: Problem) -> Solution:
-        return _solve(options, problem, space.alike, progress)
+        return _solve(request.options, problem, request.space.alike, request.progress)
 
-    solution = fastest_step(space, solve_within_limits).solution
-    return make_plan(options, traced_function, space, solution, start_s)
+    return make_plan(request, fastest_step(request.space, solve_within_limits).solution)
 
 
 def _solve(options: Options, problem: Problem, alike: np.ndarray, progress: Progress | None) -> Solution:
@@ -86,10 +72,9 @@ def _solve(options: Options, problem: Problem, alike: np.ndarray, progress: Prog
     return solution
 
 
-def make_plan(
-    options: Options, traced_function: TracedFunction, space: ShardingSpace, solution: Solution, start: float
-) -> Plan:
-    """Writes a solved space down as a plan; `start` is when the search began, by `time.perf_counter`."""
+def make_plan(request: PlanRequest, solution: Solution) -> Plan:
+    """Writes the solution of a space down as a plan."""
+    options, traced_function, space, start_s, _ = request
     summary = space.summarize(solution.choice)
     prediction = summary.prediction
     compute_s, predicted_s = float(prediction.compute_s.sum()), step_s(prediction)
@@ -117,7 +102,7 @@ def make_plan(
         gap=(predicted_s - lower_bound_s) / predicted_s if predicted_s else 0.0,
         status=solution.status,
         solver=solver if isinstance(solver, str) else getattr(solver, "__name__", "function"),
-        search_s=time.perf_counter() - start,
+        search_s=time.perf_counter() - start_s,
         history=solution.history,
         notes=notes,
         static_argnums=options.static_argnums,

@@ -99,7 +99,7 @@ def search(
     if check != "compile":
         if target is not None:
             raise ValueError(f'`target` is for `check="compile"`, not {check!r}.')
-        return PlannedFunction(options, functools.partial(plan_by_shardy if check else find_plan, options))
+        return PlannedFunction(options, plan_by_shardy if check else find_plan)
     compiled_for = target_for(target, priced_for)
     compiled_for.check()
-    return PlannedFunction(options, functools.partial(plan_by_compiling, compiled_for, TIMEOUT_S, options))
+    return PlannedFunction(options, functools.partial(plan_by_compiling, compiled_for, TIMEOUT_S))

@@ -1,0 +1,26 @@
+"""What a search is about: the arguments of `search`, the function traced for its own arguments, and their space."""
+
+from typing import NamedTuple
+
+from diffshard.base import Progress
+from diffshard.sharding_search.options import Options
+from diffshard.sharding_search.tracing import TracedFunction
+from search_spaces.sharding.space import ShardingSpace
+
+
+class PlanRequest(NamedTuple):
+    """A function that wants a plan, with all that finding one takes.
+
+    Attributes:
+      options: the arguments of the search.
+      traced_function: the function.
+      space: its space, of any memory limit; that of the options holds.
+      start_s: when the search began, by `time.perf_counter`.
+      progress: called as `progress(seconds, cost, lower_bound)` while a solver runs; None for nothing.
+    """
+
+    options: Options
+    traced_function: TracedFunction
+    space: ShardingSpace
+    start_s: float
+    progress: Progress | None = None
