@@ -2,6 +2,7 @@
 
 import dataclasses
 from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -64,21 +65,21 @@ class _TripleSpace:
         return self.priced(1.0, self.hardware.exposed_share)
 
     def predict(self, choice):
-        compute_s, waited_s, link_s = self.seconds[choice]
+        compute_s, waited_s, link_s = self.seconds[choice[0]]
         transfers = transfer(waited_s, waited_s), transfer(self.hardware.exposed_share * link_s, link_s)
         return StepPrediction(np.array([compute_s]), transfers, np.zeros(0))
 
 
 def least(costs):
     choice = int(np.argmin(costs[0]))
-    return Solution(choice, costs[0][choice], costs[0][choice], 0.0, True, 0.0, (), "optimal")
+    return Solution((choice,), costs[0][choice], costs[0][choice], 0.0, True, 0.0, (), "optimal")
 
 
 def test_the_weight_between_both_sums_finds_what_neither_finds_alone():
     # T = A + max(C + O/4, O). The first has the least C + A + O/4, but links of 8 s; the second has the least A + O.
-    space = _TripleSpace(np.array([[1.0, 0, 8], [10, 0, 1], [5, 0, 4.5]]), 0.25)
+    space: Any = _TripleSpace(np.array([[1.0, 0, 8], [10, 0, 1], [5, 0, 4.5]]), 0.25)
     found = fastest_step(space, least)
-    assert found.solution.choice == 2
+    assert found.solution.choice == (2,)
     assert found.solution.lower_bound <= found.solution.cost == step_s(found.prediction) == 5 + 4.5 / 4
 
 
@@ -86,7 +87,8 @@ def test_the_weight_between_both_sums_finds_what_neither_finds_alone():
 def test_the_bound_holds_and_is_the_dual_of_the_maximum(seed):
     rng = np.random.default_rng(seed)
     seconds = rng.uniform(size=(50, 3)) * [1.0, 0.2, 5.0]
-    found = fastest_step(_TripleSpace(seconds, 0.25), least)
+    space: Any = _TripleSpace(seconds, 0.25)
+    found = fastest_step(space, least)
     compute_s, waited_s, link_s = seconds.T
     first_s, second_s = waited_s + compute_s + 0.25 * link_s, waited_s + link_s
     weights = np.linspace(0, 1, 1001)[:, None]
