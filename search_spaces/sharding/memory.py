@@ -3,7 +3,7 @@
 A compiler fuses pointwise operations into the ones that read them, so most values of a jaxpr never exist; what a fused
 operation reads must then live as long as the fusion that reads it. A fusion writes its result over an operand of the
 same size that nobody reads afterwards. What counts as fused is less than `fusion.py` says, so that the peak errs on the
-side of more memory: an expensive operation with several readers is written, and so is one that broadcasts.
+side of more memory: an expensive operation with several readers is written.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,6 +17,7 @@ from search_spaces.replay import REMAT
 from search_spaces.sharding.base import Node, Rule, ShardingStrategy
 from search_spaces.sharding.fusion import VIEWS
 from search_spaces.sharding.graph import Block, Graph, Value, Vertex
+from search_spaces.sharding.held_positions import HeldPositions
 from search_spaces.sharding.spec import local_bytes
 
 # Pointwise but expensive: XLA does not compute them again for a second reader.
@@ -74,7 +75,8 @@ def is_pointwise(vertex: Vertex, rule: Rule | None) -> bool:
         return True  # copies of one number
     if vertex.equation.primitive.name in CONTRACTIONS or vertex.equation.effects:
         return False
-    return not (rule.reduction or rule.permutation or rule.need_replication)
+    repeats_only = all(rule.sizes[factor] == 1 for factor in rule.need_replication)  # one element is broadcast
+    return repeats_only and not (rule.reduction or rule.permutation)
 
 
 def lifetimes_of(graph: Graph, rules: Sequence[Rule | None], donated: Sequence[bool]) -> Lifetimes:
@@ -159,12 +161,13 @@ def usages_of(
     hub_node: Mapping[int, int],
     lifetimes: Lifetimes,
     axis_sizes: tuple[int, ...],
-    fetch_from: Mapping[int, int],
+    held: HeldPositions,
 ) -> Usages:
     """Lists the memory that each node's strategies use: a value that exists belongs to its hub, else to its vertex.
 
     An array that is stored one way and gathered for its readers has two usages: what is stored, for its whole life, and
-    the gathered copy from its first reader to its last.
+    the gathered copy from its first reader to its last. So has the gradient of a weight: what is left of its reduction,
+    and what was there before it, until the window after the product has ended.
 
     Args:
       graph: the traced function.
@@ -172,7 +175,7 @@ def usages_of(
       hub_node: the index of the node of a value's hub, by the value's id.
       lifetimes: of the values.
       axis_sizes: devices along each mesh axis.
-      fetch_from: for weights that are gathered before they are read, by the value's id, the position of the gather.
+      held: from when gathered weights are held, and until when gradients that are not reduced yet.
     """
     usages = Usages([], [], [], [], [])
 
@@ -187,10 +190,15 @@ def usages_of(
         if not value.shape or not lifetimes.is_written[value.id]:
             continue
         start, end = lifetimes.interval[value.id]
+        if value.id in held.reduce_until:
+            makers = nodes[value.vertex].strategies
+            partial = [_bytes_before_reduction(value, s, axis_sizes) for s in makers]
+            if any(partial):
+                add(value.vertex, value, partial, start, held.reduce_until[value.id] + 2, is_copy=False)
         node, result = hub_node.get(value.id, value.vertex), value.result
         strategies = nodes[node].strategies
         if node != value.vertex:
-            start = min(start, fetch_from.get(value.id, start) + 1)  # inputs are born at -1, as in `lifetimes_of`
+            start = min(start, held.fetch_from.get(value.id, start) + 1)  # inputs are born at -1, as in `lifetimes_of`
             sizes = [local_bytes(value, s.results[0], axis_sizes) for s in strategies]
             add(node, value, sizes, start, end, is_copy=False)
             continue
@@ -201,7 +209,7 @@ def usages_of(
             local_bytes(value, s.results[result], axis_sizes) if _is_gathered(s, result) else 0.0 for s in strategies
         ]
         if any(copy):
-            first_use = min(lifetimes.first_use[value.id], fetch_from.get(value.id, graph.length) + 1)
+            first_use = min(lifetimes.first_use[value.id], held.fetch_from.get(value.id, graph.length) + 1)
             add(node, value, copy, first_use, int(lifetimes.last_use[value.id]) + 1, is_copy=True)
     return usages
 
@@ -209,6 +217,14 @@ def usages_of(
 def _is_gathered(strategy: ShardingStrategy, result: int) -> bool:
     """Tells whether an array is stored beside its gathered copy."""
     return any(step.kind == "all_gather" for step in strategy.reductions[result])
+
+
+def _bytes_before_reduction(value: Value, strategy: ShardingStrategy, axis_sizes: tuple[int, ...]) -> float:
+    """Returns by how many bytes a partial result is larger than the finished one that takes its place."""
+    if not strategy.reductions[value.result]:
+        return 0.0
+    finished, partial = (spec[value.result] for spec in (strategy.results, strategy.unreduced))
+    return max(0.0, local_bytes(value, partial, axis_sizes) - local_bytes(value, finished, axis_sizes))
 
 
 class _Fusing:

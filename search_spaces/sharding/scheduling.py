@@ -2,13 +2,10 @@
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from math import prod
 from typing import NamedTuple
 
 import numpy as np
 
-from cost.base import Hardware
-from cost.compute import equation_dtype, equation_flops
 from search_spaces.partition_specs import IndexedSpec
 from search_spaces.sharding.base import Layout, ReshardStep
 from search_spaces.sharding.graph import (
@@ -16,13 +13,12 @@ from search_spaces.sharding.graph import (
     Region,
     Value,
     Vertex,
-    follows_contraction,
     is_contraction,
     leads_to_contraction,
 )
 from search_spaces.sharding.resharding import Paths
 from search_spaces.sharding.schedule import Fetch, FetchStage, Pause, ProgramSchedule
-from search_spaces.sharding.windows import Windows, starts_of_windows_before, straight_lines
+from search_spaces.sharding.windows import Windows, straight_lines
 
 # A window's products take at least this many latencies of the slowest link, so that a collective's latency is a small
 # part of the window. Chosen by `python -m experiments.schedule`: on a decoder for 32 GPUs 6, 12, 24 and 40 give steps
@@ -45,7 +41,7 @@ def make_schedule(graph: Graph, layout: Layout, path: Paths, compute_s: np.ndarr
       path: the steps between two specs, with their rates.
       compute_s: `[vertices]` seconds of the arithmetic of one execution on one device.
     """
-    schedule, least_s = ProgramSchedule(), _least_window_s(path)
+    schedule, least_s = ProgramSchedule(), least_window_s(path)
     is_needed = leads_to_contraction(graph)
     for line in straight_lines(graph.block):
         windows = Windows(line, compute_s, is_needed, least_s)
@@ -54,29 +50,8 @@ def make_schedule(graph: Graph, layout: Layout, path: Paths, compute_s: np.ndarr
     return schedule
 
 
-def fetch_positions(graph: Graph, axis_sizes: tuple[int, ...], hardware: Hardware, path: Paths) -> dict[int, int]:
-    """Returns from which position of the program on a schedule holds each gathered weight, by the value's id.
-
-    The schedule itself depends on what is chosen; this is that of a program whose devices do equal shares of each
-    product. Where collectives hold arithmetic, no weight is gathered early.
-    """
-    if hardware.exposed_share == 1:
-        return {}
-    compute_s = np.zeros(len(graph.vertices))
-    for vertex in filter(is_contraction, graph.operations()):
-        assert vertex.equation is not None
-        flops_per_s = hardware.peak_flops_per_s(equation_dtype(vertex.equation)) * prod(axis_sizes)
-        compute_s[vertex.index] = equation_flops(vertex.equation) / flops_per_s
-    starts = starts_of_windows_before(graph, compute_s, _least_window_s(path))
-    consumers, is_weight = graph.consumers(), ~follows_contraction(graph)
-    return {
-        value.id: min(int(starts[reader.index]) for reader, _ in consumers[value.id])
-        for value in graph.values
-        if is_weight[value.vertex] and consumers[value.id]
-    }
-
-
-def _least_window_s(path: Paths) -> float:
+def least_window_s(path: Paths) -> float:
+    """Returns the seconds of contractions that a window has at least."""
     return _LATENCIES_IN_WINDOW * max((r.latency_s(kind) for r in path.rates for kind in r.lines), default=0.0)
 
 

@@ -55,6 +55,7 @@ from search_spaces.sharding.explaining import (
 from search_spaces.sharding.forms import forms_of
 from search_spaces.sharding.given import is_constrained
 from search_spaces.sharding.graph import Graph, Value
+from search_spaces.sharding.held_positions import held_positions
 from search_spaces.sharding.kernels import Kernels, kernels_of
 from search_spaces.sharding.memory import Lifetimes, Usages, lifetimes_of, usages_of
 from search_spaces.sharding.memory_use import memory_use
@@ -62,7 +63,7 @@ from search_spaces.sharding.node_costs import NodeCosts
 from search_spaces.sharding.nodes import nodes_of
 from search_spaces.sharding.repetition import alike_nodes
 from search_spaces.sharding.reshard_costs import CollectiveShares, ReshardCosts
-from search_spaces.sharding.scheduling import fetch_positions, make_schedule
+from search_spaces.sharding.scheduling import make_schedule
 from search_spaces.sharding.shardy import operation_rules
 from search_spaces.sharding.tracing import build_graph, feedback_of
 
@@ -214,8 +215,8 @@ class ShardingSpace:
     @cached_property
     def usages(self) -> Usages:
         """What each node's strategies hold in memory, and when."""
-        fetch_from = fetch_positions(self.graph, self.axis_sizes, self.hardware, self.reshard_costs.path)
-        return usages_of(self.graph, self.nodes, self.hub_node, self.lifetimes, self.axis_sizes, fetch_from)
+        held = held_positions(self.graph, self.axis_sizes, self.hardware, self.reshard_costs.path)
+        return usages_of(self.graph, self.nodes, self.hub_node, self.lifetimes, self.axis_sizes, held)
 
     @cached_property
     def node_costs(self) -> NodeCosts:

@@ -70,22 +70,30 @@ class Windows:
         return len(self.start)
 
 
-def starts_of_windows_before(graph: Graph, compute_s: np.ndarray, least_s: float) -> np.ndarray:
-    """Returns for each vertex the position at which the window before its own starts, `[vertices]`.
+def windows_around(graph: Graph, compute_s: np.ndarray, least_s: float, num_after: int) -> np.ndarray:
+    """Returns where the window before that of each vertex starts, and where the ones after it end, `[vertices, 2]`.
 
-    Vertices of a line's first window, and those outside of all lines, have their own position.
+    Both are positions. Vertices of a line's first window start, and those of its last one end, at their own position;
+    so do those that are no part of a line.
 
     Args:
       graph: the traced function.
       compute_s: `[vertices]` seconds of each vertex.
       least_s: seconds of contractions in a window, at least.
+      num_after: how many windows after.
     """
-    starts = np.array([vertex.position for vertex in graph.vertices], np.int64)
+    around = np.array([[vertex.position] * 2 for vertex in graph.vertices], np.int64).reshape(-1, 2)
     is_needed = leads_to_contraction(graph)
     for line in straight_lines(graph.block):
         windows = Windows(line, compute_s, is_needed, least_s)
         for (step, _), window in zip(line, windows.of_place, strict=True):
+            if not isinstance(step, Vertex):
+                continue
             first = line[windows.start[window - 1]][0] if window else step
-            if isinstance(step, Vertex) and isinstance(first, Vertex):
-                starts[step.index] = first.position
-    return starts
+            end = min(window + num_after, len(windows) - 1)
+            last = line[windows.start[end + 1] - 1 if end + 1 < len(windows) else -1][0] if end > window else step
+            if isinstance(first, Vertex):
+                around[step.index, 0] = first.position
+            if isinstance(last, Vertex):
+                around[step.index, 1] = last.position
+    return around

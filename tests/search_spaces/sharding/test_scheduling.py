@@ -12,6 +12,7 @@ import diffshard
 from cost.base import Hardware, Link
 from search_spaces.sharding import scheduling
 from search_spaces.sharding.graph import Vertex, is_contraction, leads_to_contraction
+from search_spaces.sharding.held_positions import held_positions
 from search_spaces.sharding.windows import Windows, straight_lines
 from tests.search_spaces.sharding.small_spaces import array, graph_of, hardware_of, space_of
 
@@ -133,10 +134,11 @@ def test_weights_take_memory_from_the_window_before_their_reader(exposed_share, 
     weights, x = [array(WIDTH, WIDTH) for _ in range(LAYERS)], array(ROWS, WIDTH, dtype=jnp.bfloat16)
     hardware = dataclasses.replace(hardware_of("x", latency_s=0.0), exposed_share=exposed_share)
     space = space_of(training_step, weights, x, sizes=(8,), hardware=hardware)
-    positions = scheduling.fetch_positions(space.graph, (8,), hardware, space.reshard_costs.path)
+    held = held_positions(space.graph, (8,), hardware, space.reshard_costs.path)
     if exposed_share == 1.0:
-        assert positions == {}
+        assert held == ({}, {})
         return
+    positions = held.fetch_from
     readers = space.graph.consumers()
     products = [v for v in space.graph.operations() if is_contraction(v)]
     bfloat16_weights = [v for v in space.graph.values if v.shape == (WIDTH, WIDTH) and v.dtype == jnp.bfloat16]
@@ -254,6 +256,33 @@ def test_windows_of_the_memory_model_count_one_devices_share_of_each_product(mon
     links = {"x": Link(400.0, 0.0), "y": Link(1.0, 0.0)}
     hardware = Hardware("test", 1.0, 1.0, float("inf"), links, exposed_share=0.25)
     space = space_of(fn, weights, x, sizes=(2, 2), hardware=hardware)
-    positions = scheduling.fetch_positions(space.graph, (2, 2), hardware, space.reshard_costs.path)
+    positions = held_positions(space.graph, (2, 2), hardware, space.reshard_costs.path).fetch_from
     # In the first window a weight is there when it is read; afterwards from the start of the window before.
     assert [positions[v.results[0].id] for v in space.graph.inputs[:6]] == [0, 1, 0, 0, 2, 2]
+
+
+def test_gradients_are_held_until_the_window_after_their_product_has_ended(monkeypatch):
+    monkeypatch.setattr(scheduling, "_LATENCIES_IN_WINDOW", 0)  # a window ends after every product that others need
+    weights, x = [array(WIDTH, WIDTH) for _ in range(LAYERS)], array(ROWS, WIDTH, dtype=jnp.bfloat16)
+    hardware = dataclasses.replace(hardware_of("x", latency_s=0.0), exposed_share=0.25)
+    space = space_of(training_step, weights, x, sizes=(8,), hardware=hardware)
+    until = held_positions(space.graph, (8,), hardware, space.reshard_costs.path).reduce_until
+    products = [v for v in space.graph.operations() if is_contraction(v)]
+    gradients = [v for v in products if v.results[0].id in until and v.results[0].shape == (WIDTH, WIDTH)]
+    assert len(gradients) == LAYERS
+    for number, vertex in enumerate(gradients[:-1]):
+        later = [p for p in products if vertex.position < p.position <= until[vertex.results[0].id]]
+        assert 1 <= len(later) <= 4, number
+    held = [
+        (interval, num_bytes)
+        for value, interval, num_bytes in zip(
+            space.usages.value, space.usages.interval, space.usages.num_bytes, strict=True
+        )
+        if value == gradients[0].results[0].id
+    ]
+    # 32 x 32 numbers of two bytes: whole on each device until they are reduced, an eighth of that if scattered.
+    whole, scattered = 2 * WIDTH * WIDTH, 2 * WIDTH * WIDTH / 8
+    assert any(
+        max(num_bytes) == whole - scattered and end == until[gradients[0].results[0].id] + 2
+        for (_, end), num_bytes in held
+    )
