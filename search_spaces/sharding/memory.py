@@ -68,15 +68,20 @@ class Lifetimes(NamedTuple):
 
 
 def is_pointwise(vertex: Vertex, rule: Rule | None) -> bool:
-    """Tells whether each element of the result is made of one element of each operand (in any layout)."""
+    """Tells whether each element of the result is made of one element of each operand, in any layout.
+
+    A dimension of one element may be broadcast.
+    """
     if vertex.kind != "operation" or rule is None or vertex.equation is None:
         return False
     if vertex.primitive == "broadcast_in_dim" and not any(isinstance(o, Value) and o.shape for o in vertex.operands):
         return True  # copies of one number
     if vertex.equation.primitive.name in CONTRACTIONS or vertex.equation.effects:
         return False
-    repeats_only = all(rule.sizes[factor] == 1 for factor in rule.need_replication)  # one element is broadcast
-    return repeats_only and not (rule.reduction or rule.permutation)
+    if rule.reduction or rule.permutation:
+        return False
+    is_update = vertex.primitive.startswith(IN_PLACE)
+    return not rule.need_replication or (not is_update and all(rule.sizes[f] == 1 for f in rule.need_replication))
 
 
 def lifetimes_of(graph: Graph, rules: Sequence[Rule | None], donated: Sequence[bool]) -> Lifetimes:
