@@ -83,7 +83,7 @@ def test_memory_limit_shards_the_state():
     free = diffshard.search(train_step, mesh_2x2(), hardware=SLOW, donate_argnums=0).plan(state, batch)
     with pytest.raises(diffshard.InfeasibleError, match="at least"):
         diffshard.search(train_step, mesh_2x2(), hardware=SLOW, memory_limit_bytes=100.0).plan(state, batch)
-    limit = 0.92 * free.peak_bytes
+    limit = 0.84 * free.peak_bytes  # of all limits below the free plan's peak one of the fastest to prove optimal
     tight = diffshard.search(train_step, mesh_2x2(), hardware=SLOW, memory_limit_bytes=limit, donate_argnums=0)
     plan = tight.plan(state, batch)
     assert plan.peak_bytes <= limit

@@ -33,6 +33,17 @@ def test_operations_that_run_more_often_have_another_form():
     assert one != other
 
 
+def test_operations_without_operands_that_run_more_often_have_another_form():
+    def counted(trips, x):
+        return jax.lax.scan(lambda c, _: (c + jax.lax.broadcasted_iota(jnp.float32, (8, 8), 0), None), x, length=trips)[
+            0
+        ]
+
+    one, other, again = forms(lambda x: counted(3, counted(5, counted(3, x))), X, primitive="iota")
+    assert one == again
+    assert one != other
+
+
 def test_carries_of_longer_loops_have_another_form():
     space = space_of(lambda x, w: scan(3, scan(5, scan(3, x, w), w), w), X, X)
     one, other, again = (space.forms[v.index] for v in space.graph.vertices if v.kind == "carry")
