@@ -9,7 +9,7 @@ from diffshard.plans.base import PlanData
 from diffshard.plans.comparison import page_elements
 from diffshard.plans.drawings import Curve, Mark, plot
 from diffshard.plans.formats import format_array, format_bytes, format_s, format_spec, short_name
-from diffshard.plans.layer_edges import LayerTraffic, edge_elements, edges_below, inside_element, layer_traffic
+from diffshard.plans.layer_flows import LayerTraffic, flow_elements, flows_below, inside_element, layer_traffic
 from diffshard.plans.layers import Layer, LayerPart, layers
 from diffshard.plans.memory import memory_elements
 from diffshard.plans.page_elements import COLOURS, COMPUTE, Html, bar, cards, document, escape, table
@@ -104,20 +104,20 @@ def _graph(plan: PlanData, shown_layers: Sequence[Layer], fills: dict[frozenset[
     )
     head = "<div class='layer head'><div>layer</div><div>arguments</div><div>forward</div><div>backward</div></div>"
     traffic = layer_traffic(plan, shown_layers)
-    most_bytes = max((edge.num_bytes for edge in traffic.edges), default=0.0)
-    below = edges_below(traffic, shown_layers)
-    cards_and_edges = (
-        f"{_layer(layer, traffic, fills)}{edge_elements(layer, edges, most_bytes)}"
-        for layer, edges in zip(shown_layers, below, strict=True)
+    most_bytes = max((flow.num_bytes for flow in traffic.between), default=0.0)
+    below = flows_below(traffic, shown_layers)
+    cards_and_flows = (
+        f"{_layer(layer, traffic, fills)}{flow_elements(layer, flows, most_bytes)}"
+        for layer, flows in zip(shown_layers, below, strict=True)
     )
-    between, inside = (sum(edge.num_bytes for edge in edges) for edges in (traffic.edges, traffic.inside))
+    between, inside = (sum(flow.num_bytes for flow in flows) for flows in (traffic.between, traffic.inside))
     sums = (
         f"In one step, collectives move {format_bytes(between)} between layers and {format_bytes(inside)} inside them."
     )
     sums = "" if traffic.unknown_bytes else f"<div class=dim>{sums}</div>"
     return (
         f"<h2>Layers</h2>{sums}<div class=key style='margin-bottom:14px'>split over:&nbsp;{key}</div>{head}"
-        f"{''.join(cards_and_edges)}"
+        f"{''.join(cards_and_flows)}"
     )
 
 

@@ -35,10 +35,10 @@ border:1px solid var(--line);border-radius:8px;padding:10px 14px;margin:0 0 8px;
 .small{background:none;color:var(--dim);padding-top:0}
 .moves{color:var(--moves);font-weight:600}
 .inside{font-size:12px;margin:4px 0 0}
-.edges{margin:0 0 8px 20px;border-left:2px solid var(--dim);padding:1px 0 1px 12px;font-size:12.5px}
-.edge{display:grid;grid-template-columns:14px 210px minmax(0,1fr) 160px;gap:0 10px;align-items:center}
-.edge span{overflow-wrap:anywhere}.edge>i{height:7px;border-radius:3px;background:var(--track)}
-.edge>i>i{display:block;height:100%;border-radius:3px;background:var(--second)}
+.flows{margin:0 0 8px 20px;border-left:2px solid var(--dim);padding:1px 0 1px 12px;font-size:12.5px}
+.flow{display:grid;grid-template-columns:14px 210px minmax(0,1fr) 160px;gap:0 10px;align-items:center}
+.flow span{overflow-wrap:anywhere}.flow>i{height:7px;border-radius:3px;background:var(--track)}
+.flow>i>i{display:block;height:100%;border-radius:3px;background:var(--second)}
 table{border-collapse:collapse;width:100%;background:var(--card);font-size:13px}
 td,th{text-align:left;padding:4px 10px;border-bottom:1px solid var(--line);vertical-align:top;overflow-wrap:break-word}
 td:first-child{overflow-wrap:anywhere;min-width:190px}
@@ -64,8 +64,8 @@ svg text{font:12px system-ui,sans-serif;fill:var(--dim)}
 @media(max-width:700px){main{padding:20px 12px 40px}.layer{grid-template-columns:minmax(0,1fr)}.head{display:none}
 .layer>div::before{color:var(--dim);font-weight:600}.layer>:nth-child(2):not(:empty)::before{content:"arguments"}
 .layer>:nth-child(3):not(:empty)::before{content:"forward"}.layer>:nth-child(4):not(:empty)::before{content:"backward"}
-.wide{display:none}.edges{margin-left:8px}.edge{grid-template-columns:14px minmax(0,1fr);margin:0 0 6px}
-.edge>:nth-child(3),.edge>i{grid-column:2}
+.wide{display:none}.flows{margin-left:8px}.flow{grid-template-columns:14px minmax(0,1fr);margin:0 0 6px}
+.flow>:nth-child(3),.flow>i{grid-column:2}
 .card{padding:8px 12px;min-width:130px}.card b{font-size:17px}}
 @media(max-width:900px){table,tbody,tr,td,td.n{overflow-wrap:anywhere;display:block;text-align:left;white-space:normal}
 table{background:none}

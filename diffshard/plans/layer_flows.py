@@ -10,7 +10,7 @@ from diffshard.plans.page_elements import escape
 from diffshard.plans.phases import Direction, direction_of
 
 
-class LayerEdge(NamedTuple):
+class LayerFlow(NamedTuple):
     """Collectives of one kind along one mesh axis, on arrays from one shown layer to another.
 
     Attributes:
@@ -34,16 +34,16 @@ class LayerEdge(NamedTuple):
 
 
 class LayerTraffic(NamedTuple):
-    """The collectives of a plan, in bytes of one step as in `LayerEdge`.
+    """The collectives of a plan, in bytes of one step as in `LayerFlow`.
 
     Attributes:
-      edges: those between layers, in the order of the layers that make the arrays.
+      between: those between layers, in the order of the layers that make the arrays.
       inside: those on arrays that are made and read in one layer.
       unknown_bytes: in plans of older versions, which do not say who reads.
     """
 
-    edges: tuple[LayerEdge, ...]
-    inside: tuple[LayerEdge, ...]
+    between: tuple[LayerFlow, ...]
+    inside: tuple[LayerFlow, ...]
     unknown_bytes: float
 
 
@@ -66,30 +66,30 @@ def layer_traffic(plan: PlanData, shown_layers: Sequence[Layer]) -> LayerTraffic
         entry = totals.setdefault((source == target, *ends, direction, c.kind, c.axis), [0.0, 0.0, 0.0])
         for i, amount in enumerate(amounts):
             entry[i] += amount
-    edges = [(key[0], LayerEdge(*key[1:], *entry)) for key, entry in totals.items()]
-    edges.sort(key=lambda pair: [order.get(name, len(order)) for name in pair[1][:2]])
-    inside, between = (tuple(edge for is_inside, edge in edges if is_inside == wanted) for wanted in (True, False))
+    flows = [(key[0], LayerFlow(*key[1:], *entry)) for key, entry in totals.items()]
+    flows.sort(key=lambda pair: [order.get(name, len(order)) for name in pair[1][:2]])
+    inside, between = (tuple(flow for is_inside, flow in flows if is_inside == wanted) for wanted in (True, False))
     return LayerTraffic(between, inside, unknown_bytes)
 
 
-def edges_below(traffic: LayerTraffic, shown_layers: Sequence[Layer]) -> list[list[LayerEdge]]:
-    """Returns for each layer the edges to draw below it: those between it and itself or a layer further down."""
+def flows_below(traffic: LayerTraffic, shown_layers: Sequence[Layer]) -> list[list[LayerFlow]]:
+    """Returns for each layer the flows to draw below it: those between it and itself or a layer further down."""
     order = {layer.name: i for i, layer in enumerate(shown_layers)}
-    result: list[list[LayerEdge]] = [[] for _ in shown_layers]
+    result: list[list[LayerFlow]] = [[] for _ in shown_layers]
     last = len(shown_layers) - 1
-    for edge in traffic.edges:
-        result[min(order.get(edge.source, last), order.get(edge.target, last))].append(edge)
+    for flow in traffic.between:
+        result[min(order.get(flow.source, last), order.get(flow.target, last))].append(flow)
     return result
 
 
 def inside_element(layer: Layer, traffic: LayerTraffic) -> str:
     """Returns the collectives inside one layer, each kind with its executions and bytes in a step."""
     totals: dict[tuple[str, str], list[float]] = {}
-    for edge in traffic.inside:
-        if edge.source == layer.name:
-            entry = totals.setdefault((edge.kind, edge.axis), [0.0, 0.0])
-            entry[0] += edge.count / layer.times
-            entry[1] += edge.num_bytes / layer.times
+    for flow in traffic.inside:
+        if flow.source == layer.name:
+            entry = totals.setdefault((flow.kind, flow.axis), [0.0, 0.0])
+            entry[0] += flow.count / layer.times
+            entry[1] += flow.num_bytes / layer.times
     lines = (
         f"<div><span class=moves>{escape(kind)} {escape(axis)}</span> {count:,.0f}×, {format_bytes(num_bytes)}</div>"
         for (kind, axis), (count, num_bytes) in sorted(totals.items(), key=lambda item: -item[1][1])
@@ -97,27 +97,27 @@ def inside_element(layer: Layer, traffic: LayerTraffic) -> str:
     return f"<div class=inside>{''.join(lines)}</div>" if totals else ""
 
 
-def edge_elements(layer: Layer, edges: Sequence[LayerEdge], most_bytes: float) -> str:
+def flow_elements(layer: Layer, flows: Sequence[LayerFlow], most_bytes: float) -> str:
     """Returns the element below a layer: an arrow for each other layer and direction, with the collectives on it.
 
     Args:
       layer: below which it stands.
-      edges: of `edges_below`.
-      most_bytes: the largest number of bytes of any edge, as wide as the column of bars.
+      flows: of `flows_below`.
+      most_bytes: the largest number of bytes of any flow, as wide as the column of bars.
     """
     lines = []
-    for edge in edges:
-        if edge.source == edge.target:
-            arrow, other = ("↓" if edge.direction != "backward" else "↑"), "to the next of them"
-        elif edge.source == layer.name:
-            arrow, other = "↓", f"to {edge.target}"
+    for flow in flows:
+        if flow.source == flow.target:
+            arrow, other = ("↓" if flow.direction != "backward" else "↑"), "to the next of them"
+        elif flow.source == layer.name:
+            arrow, other = "↓", f"to {flow.target}"
         else:
-            arrow, other = "↑", f"from {edge.source}"
-        amounts = f"{edge.count:,.0f}×, {format_bytes(edge.num_bytes)}, {format_s(edge.seconds)}"
-        share = 100 * edge.num_bytes / (most_bytes or 1.0)
+            arrow, other = "↑", f"from {flow.source}"
+        amounts = f"{flow.count:,.0f}×, {format_bytes(flow.num_bytes)}, {format_s(flow.seconds)}"
+        share = 100 * flow.num_bytes / (most_bytes or 1.0)
         lines.append(
-            f"<div class=edge><b>{arrow}</b><span>{escape(other)}, {edge.direction}</span>"
-            f"<span><span class=moves>{escape(edge.kind)} {escape(edge.axis)}</span> {amounts}</span>"
+            f"<div class=flow><b>{arrow}</b><span>{escape(other)}, {flow.direction}</span>"
+            f"<span><span class=moves>{escape(flow.kind)} {escape(flow.axis)}</span> {amounts}</span>"
             f'<i><i style="width:{share:.1f}%"></i></i></div>'
         )
-    return f"<div class=edges>{''.join(lines)}</div>" if lines else ""
+    return f"<div class=flows>{''.join(lines)}</div>" if lines else ""

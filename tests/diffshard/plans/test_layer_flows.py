@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 import diffshard
 from diffshard.base import PlanError
 from diffshard.plans.file import from_json, to_json
-from diffshard.plans.layer_edges import LayerEdge, edge_elements, edges_below, layer_traffic
+from diffshard.plans.layer_flows import LayerFlow, flow_elements, flows_below, layer_traffic
 from diffshard.plans.layers import layers
 from diffshard.plans.page import format_page
 from diffshard.sharding_search.plan import Plan
@@ -65,13 +65,13 @@ def plan_by_hand(**changes):
 
 def test_every_byte_is_between_layers_or_inside_one(found):
     traffic = layer_traffic(found, layers(found))
-    between = sum(edge.num_bytes for edge in traffic.edges)
-    inside = sum(edge.num_bytes for edge in traffic.inside)
+    between = sum(flow.num_bytes for flow in traffic.between)
+    inside = sum(flow.num_bytes for flow in traffic.inside)
     assert traffic.unknown_bytes == 0
     assert between > 0
     assert inside > 0
     assert between + inside == pytest.approx(sum(found.collective_bytes.values()))
-    seconds = sum(edge.seconds for edge in (*traffic.edges, *traffic.inside))
+    seconds = sum(flow.seconds for flow in (*traffic.between, *traffic.inside))
     assert seconds == pytest.approx(found.step_s - found.compute_s)
 
 
@@ -92,7 +92,7 @@ def test_bytes_between_layers_are_those_whose_maker_and_reader_differ(found):
     )
     traffic = layer_traffic(found, layers(found))
     names = {layer.name for layer in layers(found) if layer.name.startswith("Network/")}
-    between = sum(e.num_bytes for e in traffic.edges if e.source in names and e.target in names)
+    between = sum(e.num_bytes for e in traffic.between if e.source in names and e.target in names)
     assert between == pytest.approx(expected)
     assert between > 0
 
@@ -104,14 +104,14 @@ def test_every_collective_knows_who_makes_and_who_reads_its_array(found):
         assert collective.operation in (collective.made_by, collective.read_by)
 
 
-def test_edges_by_hand():
+def test_flows_by_hand():
     plan = plan_by_hand()
     shown = layers(plan)
     assert [layer.name for layer in shown if layer.name != "arguments"] == ["Net/layer_*", "update"]
     traffic = layer_traffic(plan, shown)
-    assert traffic.edges == (
-        LayerEdge("Net/layer_*", "Net/layer_*", "forward", "all_gather", "model", 1.0, 2048.0, 1e-3),
-        LayerEdge("Net/layer_*", "update", "backward", "all_reduce", "data", 2.0, 1024.0, 3e-3),
+    assert traffic.between == (
+        LayerFlow("Net/layer_*", "Net/layer_*", "forward", "all_gather", "model", 1.0, 2048.0, 1e-3),
+        LayerFlow("Net/layer_*", "update", "backward", "all_reduce", "data", 2.0, 1024.0, 3e-3),
     )
     assert traffic.inside == ()
     page = format_page(plan)
@@ -119,25 +119,25 @@ def test_edges_by_hand():
     assert "In one step, collectives move 3.00 KiB between layers and 0 B inside them." in text
     assert "to the next of them, forward" in text
     assert "to update, backward" in text
-    assert page.count("class=edge>") == 2
+    assert page.count("class=flow>") == 2
 
 
-def test_each_edge_is_drawn_once_below_the_upper_of_its_layers(found):
+def test_each_flow_is_drawn_once_below_the_upper_of_its_layers(found):
     shown = layers(found)
     traffic = layer_traffic(found, shown)
-    below = edges_below(traffic, shown)
-    assert sorted(edge for edges in below for edge in edges) == sorted(traffic.edges)
+    below = flows_below(traffic, shown)
+    assert sorted(flow for flows in below for flow in flows) == sorted(traffic.between)
     order = [layer.name for layer in shown]
-    for layer, edges in zip(shown, below, strict=True):
-        for edge in edges:
-            if edge.source in order and edge.target in order:
-                assert min(order.index(edge.source), order.index(edge.target)) == order.index(layer.name)
-        assert edge_elements(layer, edges, 1e9).count("class=edge>") == len(edges)
+    for layer, flows in zip(shown, below, strict=True):
+        for flow in flows:
+            if flow.source in order and flow.target in order:
+                assert min(order.index(flow.source), order.index(flow.target)) == order.index(layer.name)
+        assert flow_elements(layer, flows, 1e9).count("class=flow>") == len(flows)
 
 
-def test_plans_of_older_versions_have_no_edges():
+def test_plans_of_older_versions_have_no_flows():
     traffic = layer_traffic(small_plan(), layers(small_plan()))
-    assert (traffic.edges, traffic.inside) == ((), ())
+    assert (traffic.between, traffic.inside) == ((), ())
     assert traffic.unknown_bytes == sum(small_plan().collective_bytes.values())
     assert "between layers" not in format_page(small_plan())
 
