@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from diffshard.checks.spans import COMPUTE, Span, unroll
 from diffshard.checks.timeline import Timeline
 from diffshard.plans.lanes import Lane, LaneBar
-from diffshard.plans.phases import pass_of_scope
+from diffshard.plans.layer_passes import pass_of_scope
 
 RESOLUTION = 1 / 1000
 """The shortest pause that is kept, as a share of the step: about a pixel of a page."""

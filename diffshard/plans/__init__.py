@@ -3,8 +3,8 @@
 `base.py` has the records of a plan. `text.py` is what `print(plan)` shows and `page.py` the HTML page; both take their
 facts from `summary.py`, which shows arguments and operations that are alike only once, with names from `patterns.py`.
 The page also shows the plan by `layers.py`, what is sent between them by `layer_flows.py`, its memory by `memory.py`,
-and which layer runs when by `phases.py`. `file.py` saves and loads plans as JSON. `comparison.py` has plans beside the
-programs that XLA makes of them, and `lanes.py` what these do when.
+and which layer runs when by `layer_passes.py`. `file.py` saves and loads plans as JSON. `comparison.py` has plans
+beside the programs that XLA makes of them, and `lanes.py` what these do when.
 
 Plans of the bilevel search share what is of use to all plans: `documents.py` for JSON, `formats.py` for quantities and
 tables, `page_elements.py` for the parts of a page, `drawings.py` for curves and dots, `page_style.py` for the style.

@@ -5,9 +5,9 @@ from typing import NamedTuple
 
 from diffshard.plans.base import PlanData
 from diffshard.plans.formats import format_bytes, format_s
+from diffshard.plans.layer_passes import Direction, direction_of
 from diffshard.plans.layers import Layer, layers_of_operations
 from diffshard.plans.page_elements import escape
-from diffshard.plans.phases import Direction, direction_of
 
 
 class LayerFlow(NamedTuple):

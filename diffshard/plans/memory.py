@@ -6,9 +6,9 @@ from typing import NamedTuple
 from diffshard.plans.base import HeldTensor, PlanData
 from diffshard.plans.drawings import Curve, Mark, largest_in_columns, plot, strip
 from diffshard.plans.formats import format_bytes, format_count
+from diffshard.plans.layer_passes import LayerPass, direction_of, layer_passes, operations_before
 from diffshard.plans.page_elements import COLOURS, COMPUTE, bar, escape, table
 from diffshard.plans.patterns import group_names
-from diffshard.plans.phases import Phase, direction_of, operations_before, phases
 from diffshard.plans.summary import device_bytes, operation_name, result_type, type_bytes
 
 MAX_ROWS = 14
@@ -125,7 +125,7 @@ def _drawing(plan: PlanData) -> str:
     for index, num_bytes in plan.memory.changes:
         x = float(counts[index] - 1) if index >= 0 else 0.0
         points[max(x, 0.0)] = max(points.get(max(x, 0.0), 0.0), num_bytes)
-    passes = phases(plan)
+    passes = layer_passes(plan)
     peak_at = next((x for x, num_bytes in points.items() if num_bytes >= plan.peak_bytes * (1 - 1e-9)), 0.0)
     where = next((f" in {p.layer}, {p.direction}" for p in passes if p.start <= peak_at < p.end), "")
     marks = [Mark(f"peak {format_bytes(plan.peak_bytes)}", "first", x=peak_at)]
@@ -151,10 +151,10 @@ def _drawing(plan: PlanData) -> str:
     )
 
 
-def _strip_piece(phase: Phase) -> tuple[str, str, float, str]:
-    last = phase.layer.split("/")[-1]
-    count = format_count(phase.end - phase.start, "operation")
-    return last, f"{phase.layer}, {phase.direction}, {count}", phase.end - phase.start, _FILLS[phase.direction]
+def _strip_piece(layer_pass: LayerPass) -> tuple[str, str, float, str]:
+    layer, direction, start, end = layer_pass
+    title = f"{layer}, {direction}, {format_count(end - start, 'operation')}"
+    return layer.split("/")[-1], title, end - start, _FILLS[direction]
 
 
 def _table(plan: PlanData, groups: list[HeldGroup]) -> str:

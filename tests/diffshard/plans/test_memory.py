@@ -10,9 +10,9 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType
 
 import diffshard
+from diffshard.plans.layer_passes import LayerPass, layer_passes
 from diffshard.plans.memory import MAX_ROWS, held_groups, memory_elements
 from diffshard.plans.page import format_page
-from diffshard.plans.phases import Phase, phases
 from diffshard.plans.summary import type_bytes
 from tests.diffshard.plans.page_checker import checked_page
 from tests.diffshard.plans.small_plan import MEMORY, operation, small_plan
@@ -90,18 +90,18 @@ def test_plans_of_older_versions_have_a_bar_of_their_arguments():
     assert "<svg" not in page
 
 
-def test_phases_follow_each_other_and_short_ones_join_those_before():
-    assert phases(small_plan()) == [
-        Phase("Net/layer_0", "forward", 0, 1),
-        Phase("Net/layer_1", "forward", 1, 2),
-        Phase("Net/layer_1", "backward", 2, 3),
-        Phase("Net/layer_0", "backward", 3, 4),
-        Phase("update", "update", 4, 5),
+def test_passes_follow_each_other_and_short_ones_join_those_before():
+    assert layer_passes(small_plan()) == [
+        LayerPass("Net/layer_0", "forward", 0, 1),
+        LayerPass("Net/layer_1", "forward", 1, 2),
+        LayerPass("Net/layer_1", "backward", 2, 3),
+        LayerPass("Net/layer_0", "backward", 3, 4),
+        LayerPass("update", "update", 4, 5),
     ]
     many = [operation("add() -> float32[]", "jvp(Net)/a", (), 0.0)] * 400
     one = operation("add() -> float32[]", "jvp(Net)/b", (), 0.0)
-    assert phases(dataclasses.replace(small_plan(), operations=(*many, one, *many))) == [
-        Phase("Net/a", "forward", 0, 801)
+    assert layer_passes(dataclasses.replace(small_plan(), operations=(*many, one, *many))) == [
+        LayerPass("Net/a", "forward", 0, 801)
     ]
 
 

@@ -9,7 +9,7 @@ Direction = Literal["forward", "backward", "update"]
 _LEAST_SHARE = 0.004  # of all operations: a shorter pass belongs to the one before it, as it would be too narrow to see
 
 
-class Phase(NamedTuple):
+class LayerPass(NamedTuple):
     """Operations of one layer and direction that run after each other.
 
     Attributes:
@@ -44,9 +44,9 @@ def pass_of_scope(scope: str) -> tuple[str, Direction]:
     return layer, "backward" if is_backward else "update" if layer == "update" else "forward"
 
 
-def phases(plan: PlanData) -> list[Phase]:
+def layer_passes(plan: PlanData) -> list[LayerPass]:
     """Returns the passes through the layers in program order."""
-    result: list[Phase] = []
+    result: list[LayerPass] = []
     count = 0
     for operation in plan.operations:
         if operation.kind != "operation":
@@ -55,18 +55,18 @@ def phases(plan: PlanData) -> list[Phase]:
         if result and (result[-1].layer, result[-1].direction) == (layer, direction):
             result[-1] = result[-1]._replace(end=count + 1)
         else:
-            result.append(Phase(layer, direction, count, count + 1))
+            result.append(LayerPass(layer, direction, count, count + 1))
         count += 1
     return _without_short_ones(result, _LEAST_SHARE * count)
 
 
-def _without_short_ones(found: list[Phase], least: float) -> list[Phase]:
-    """Joins phases of fewer operations than `least` to the one before, and neighbours that are then alike."""
-    result: list[Phase] = []
-    for phase in found:
-        is_short = phase.end - phase.start < least
-        if result and (is_short or result[-1][:2] == phase[:2]):
-            result[-1] = result[-1]._replace(end=phase.end)
+def _without_short_ones(found: list[LayerPass], least: float) -> list[LayerPass]:
+    """Joins passes of fewer operations than `least` to the one before, and neighbours that are then alike."""
+    result: list[LayerPass] = []
+    for layer_pass in found:
+        is_short = layer_pass.end - layer_pass.start < least
+        if result and (is_short or result[-1][:2] == layer_pass[:2]):
+            result[-1] = result[-1]._replace(end=layer_pass.end)
         else:
-            result.append(phase)
+            result.append(layer_pass)
     return result
