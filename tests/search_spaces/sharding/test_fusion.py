@@ -52,8 +52,8 @@ def test_what_is_broadcast_is_read_as_the_elements_that_it_repeats():
         y = x + a + b
         return y.sum(0), y.sum(1), y.sum(), 2 * y
 
-    # If the rows a and b counted as whole arrays, four readers would be too many. The product is made by a kernel of a
-    # sum, which runs over the same elements.
+    # Of the rows a and b each of three kernels reads 64 bytes. The product is made by the kernel of a sum, which runs
+    # over the same elements.
     row = array(16)
     assert moved(fn, X, row, row) == (3 * (N + 2 * COLUMNS) + COLUMNS + ROWS + 4 + N, 0, 3)
     # A slice of what is broadcast still reads all of a row.
