@@ -25,7 +25,6 @@ from diffshard.plans.base import Executor
 from diffshard.plans.comparison import ComparedPlan, Comparison
 from diffshard.plans.formats import format_bytes, format_s
 from diffshard.sharding_search.executors import default_executor, flat_function, with_executor
-from diffshard.sharding_search.layout import layout_of
 from diffshard.sharding_search.options import Options
 from diffshard.sharding_search.plan import Plan
 from diffshard.sharding_search.planning import find_plan
@@ -147,7 +146,7 @@ class _CompiledPlans:
         found = replace(found, memory_limit_bytes=self.options.memory_limit_bytes)
         first_executor = self.options.executor
         if first_executor is None:
-            first_executor, _ = default_executor(space, layout_of(found, space))
+            first_executor, _ = default_executor(space)
         executors = sorted(get_args(Executor), key=lambda e: e != first_executor)  # the first wins where all fail
         found_plans = [CompilablePlan(name, with_executor(found, e, space), traced_function, space) for e in executors]
         plans = [*found_plans, *self.expert_plans]

@@ -17,7 +17,7 @@ from diffshard.base import PlanError
 from diffshard.plans.base import Executor, PlanData, Tensor
 from diffshard.sharding_search.layout import has_reductions, layout_of
 from diffshard.sharding_search.options import with_automatic_axes
-from diffshard.sharding_search.tracing import TracedFunction
+from diffshard.sharding_search.tracing import TracedFunction, runs_as_program
 from search_spaces.sharding.base import Layout
 from search_spaces.sharding.explaining import sources_of
 from search_spaces.sharding.space import ShardingSpace
@@ -89,22 +89,16 @@ def with_executor(plan: PlanT, executor: Executor, space: ShardingSpace) -> Plan
     return replace(plan, executor=executor, notes=(*plan.notes, *notes))
 
 
-def default_executor(space: ShardingSpace, layout: Layout) -> tuple[Executor, tuple[str, ...]]:
-    """Returns the executor of a layout where the user names none, and notes on it for the reader of the plan.
-
-    A program decides what runs beside what, so it is the default where collectives run beside arithmetic, and every
-    operation has a form on one device's part.
-    """
+def default_executor(space: ShardingSpace) -> tuple[Executor, tuple[str, ...]]:
+    """Returns the executor of a space's plans where the user names none, and notes on it for the reader of a plan."""
+    if runs_as_program(space.hardware, space.graph):
+        return "program", ()
     if space.hardware.exposed_share == 1:
         return "constraints", ()
-    whole = whole_operations(space.graph, layout.strategies, space.axis_sizes)
-    misfits = sources_of([*impossible_operations(space.graph), *whole])
-    if not misfits:
-        return "program", ()
     return "constraints", tuple(
         f"{name} ({sources}) has no form on one device's part, so XLA partitions the function, by constraints that it "
         "does not always follow."
-        for name, sources in misfits
+        for name, sources in sources_of(impossible_operations(space.graph))
     )
 
 

@@ -1,7 +1,7 @@
 """A plan as users have it: data that can be shown, saved, loaded, and applied to a function and its arguments."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from os import PathLike
 from typing import Any
 
@@ -12,6 +12,7 @@ from diffshard.base import PlanError
 from diffshard.plans.base import Executor, PlanData
 from diffshard.plans.file import load, save
 from diffshard.plans.text import format_plan
+from diffshard.sharding_search.executors import with_executor
 from diffshard.sharding_search.options import Options, with_automatic_axes
 from diffshard.sharding_search.planned_function import PlannedFunction
 from diffshard.sharding_search.request import PlanRequest
@@ -88,12 +89,13 @@ class Plan(PlanData):
             executor=self.executor if executor is None else executor,
             logical_axis_rules=self.logical_axis_rules,
         )
-        return PlannedFunction(options, replace(self, executor=options.executor)._checked_for)
+        return PlannedFunction(options, self._checked_for)
 
     def _checked_for(self, request: PlanRequest) -> "Plan":
         """Returns this plan for a traced function that it fits; what `PlannedFunction` calls in place of a search."""
         self.check_arguments(request.traced_function.args)
-        return self
+        executor = request.options.executor
+        return self if executor in (None, self.executor) else with_executor(self, executor, request.space)
 
     @property
     def placed_mesh(self) -> Mesh:

@@ -82,7 +82,7 @@ def make_plan(request: PlanRequest, solution: Solution) -> Plan:
     solver = options.solver
     executor, notes = options.executor, ()
     if executor is None:
-        executor, notes = default_executor(space, summary.layout)
+        executor, notes = default_executor(space)
     notes = (*space.notes, *notes, *executor_notes(executor, space, summary.layout))
     return Plan(
         function=options.function_name,

@@ -9,12 +9,14 @@ import jax
 from jax.extend import core
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
+from cost.base import Hardware
 from diffshard.plans.base import LogicalAxisRules
 from diffshard.sharding_search.options import Options, with_automatic_axes
 from search_spaces.sharding.given import carried_spec, given_dimensions
 from search_spaces.sharding.graph import Graph
 from search_spaces.sharding.space import ShardingSpace
 from search_spaces.sharding.tracing import build_graph, feedback_of
+from search_spaces.sharding.whole_operations import impossible_operations
 
 
 @dataclass(frozen=True)
@@ -87,11 +89,12 @@ def abstract_array(leaf: Any) -> jax.ShapeDtypeStruct:
 
 
 def space_of(options: Options, traced_function: TracedFunction) -> ShardingSpace:
-    """Returns the space of everything that can be chosen about a traced function.
+    """Returns the space of everything that can be chosen about a traced function, as its executor can run it.
 
     Raises:
       ValueError: a given sharding does not fit its argument.
     """
+    is_default = options.executor is None and runs_as_program(options.hardware, traced_function.graph)
     return ShardingSpace(
         traced_function.graph,
         options.axis_names,
@@ -102,7 +105,17 @@ def space_of(options: Options, traced_function: TracedFunction) -> ShardingSpace
         ),
         traced_function.donated,
         options.memory_limit_bytes,
+        as_program=is_default or options.executor == "program",
     )
+
+
+def runs_as_program(hardware: Hardware, graph: Graph) -> bool:
+    """Tells whether a function runs as a program for each device if the user names no executor.
+
+    A program decides what runs beside what, so it is the default where collectives run beside arithmetic, unless there
+    is an operation that cannot be part of one.
+    """
+    return hardware.exposed_share < 1 and not impossible_operations(graph)
 
 
 def _under_rules(fn: Callable[..., Any], rules: LogicalAxisRules, mesh: Mesh | AbstractMesh) -> Callable[..., Any]:

@@ -203,7 +203,7 @@ def usages_of(
         node, result = hub_node.get(value.id, value.vertex), value.result
         strategies = nodes[node].strategies
         if node != value.vertex:
-            start = min(start, held.fetch_from.get(value.id, start) + 1)  # inputs are born at -1, as in `lifetimes_of`
+            start = min(start, held.fetch_from.get(value.id, int(start)) + 1)  # inputs are born at -1
             sizes = [local_bytes(value, s.results[0], axis_sizes) for s in strategies]
             add(node, value, sizes, start, end, is_copy=False)
             continue

@@ -18,6 +18,7 @@ from search_spaces.sharding.strategies import (
     strategies_of_rule,
     strategy_of_spec,
 )
+from search_spaces.sharding.whole_operations import runs_whole
 
 MOST_STRATEGIES = 500
 """The most strategies of one vertex. Two mesh axes never come near it; operations of many dimensions on three do."""
@@ -29,6 +30,7 @@ def nodes_of(
     forms: Sequence[int],
     given: Mapping[int, GivenSpec],
     reshard_costs: ReshardCosts,
+    as_program: bool,
 ) -> list[Node]:
     """Returns one node for each vertex, in order, then the hubs; equal ones share their strategies.
 
@@ -41,13 +43,14 @@ def nodes_of(
       forms: of the vertices (see `forms.forms_of`).
       given: specs that inputs must keep, by flat argument.
       reshard_costs: of the mesh.
+      as_program: whether operations are split only in ways that have a form on one device's part.
     """
     axis_names, axis_sizes = reshard_costs.axis_names, reshard_costs.axis_sizes
     is_shared = [len(readers) > 1 for readers in readers_of(graph)]
     fixed_axes = axes_with_meaning(graph, given, axis_names, axis_sizes)
     axes = interchangeable_axes(axis_sizes, reshard_costs.rates, fixed_axes)
     kinds = kinds_of_dimensions(graph, rules) if axes.alike else [()] * len(graph.values)
-    strategies = _StrategiesOnMesh(axis_names, axes, reshard_costs.path, kinds, _new_results(graph))
+    strategies = _StrategiesOnMesh(axis_names, axes, reshard_costs.path, kinds, _new_results(graph), as_program)
     nodes = []
     strategies_of_key: dict[Hashable, tuple[ShardingStrategy, ...]] = {}
     for vertex in graph.vertices:
@@ -87,6 +90,7 @@ class _StrategiesOnMesh:
       kinds: for each value, by id, the kind of each dimension (see `dimensions.kinds_of_dimensions`); empty where no
         axes are alike.
       new_results: values, by id, that are results of the function and replace no argument; JAX refuses uneven ones.
+      as_program: whether operations are split only in ways that have a form on one device's part.
     """
 
     axis_names: tuple[str, ...]
@@ -94,6 +98,7 @@ class _StrategiesOnMesh:
     path: Paths
     kinds: Sequence[tuple[int, ...]]
     new_results: frozenset[int]
+    as_program: bool
 
     def of(
         self, vertex: Vertex, rule: Rule | None, given: GivenSpec | None, is_copied: bool
@@ -140,7 +145,10 @@ class _StrategiesOnMesh:
             return [only_strategy]
         if rule is None:
             return [replicated_strategy([rank_of(o) for o in vertex.operands], [len(r.shape) for r in vertex.results])]
-        return strategies_of_rule(rule, self.axes, self.kinds_of(vertex))
+        strategies = strategies_of_rule(rule, self.axes, self.kinds_of(vertex))
+        if not self.as_program:
+            return strategies
+        return [s for s in strategies if not runs_whole(vertex, s, self.axes.sizes)]
 
     def kinds_of(self, vertex: Vertex) -> tuple[tuple[int, ...], ...]:
         """Ranks the kinds of a vertex's arrays among each other, so that equal layers ask for the same strategies."""

@@ -72,8 +72,7 @@ from search_spaces.sharding.tracing import build_graph, feedback_of
 class ShardingSpace:
     """Everything that can be chosen about a traced function on a mesh.
 
-    `diffshard.search` writes a choice down before it runs, so it takes the two halves of `decode`, `layout` and
-    `execution`, one at a time, and the numbers behind `explain` from `summarize`.
+    `diffshard.search` writes a choice down before it runs: it takes `layout` and `execution`, the halves of `decode`.
 
     Args:
       graph: the traced function.
@@ -82,6 +81,7 @@ class ShardingSpace:
       given: specs that inputs must keep, by flat argument; a dimension that is None is free.
       donated: for each flat argument, whether its memory may be used again.
       memory_limit_bytes: for each device; `inf` for none.
+      as_program: whether operations are split only in ways that have a form on one device's part (`whole_operations`).
     """
 
     graph: Graph
@@ -91,6 +91,7 @@ class ShardingSpace:
     given: Mapping[int, GivenSpec]
     donated: tuple[bool, ...]
     memory_limit_bytes: float = np.inf
+    as_program: bool = False
 
     @property
     def problem(self) -> Problem:
@@ -175,7 +176,7 @@ class ShardingSpace:
     @cached_property
     def nodes(self) -> list[Node]:
         """One node for each vertex, in order, then the hubs."""
-        return nodes_of(self.graph, self.rules, self.forms, self.given, self.reshard_costs)
+        return nodes_of(self.graph, self.rules, self.forms, self.given, self.reshard_costs, self.as_program)
 
     @cached_property
     def forms(self) -> list[int]:

@@ -208,16 +208,23 @@ def test_an_argmax_of_a_whole_dimension_has_a_form_on_blocks():
     np.testing.assert_allclose(step(plan.shard(x)), fn(x), rtol=1e-6)
 
 
-def test_a_program_names_what_it_runs_whole_and_is_not_the_default_then():
+def test_a_plan_for_a_program_splits_only_what_has_a_form_on_one_devices_part():
     def fn(x):
         return jnp.abs(jnp.fft.fft(x, axis=1))
 
-    mesh = AbstractMesh((2, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
-    hardware = dataclasses.replace(SLOW, exposed_share=0.25)
-    options = {"hardware": hardware, "in_shardings": PartitionSpec(("x", "y"))}
-    x = jax.ShapeDtypeStruct((8, 16), jnp.float32)
-    program = diffshard.search(fn, mesh, executor="program", **options).plan(x)
-    assert any("fft (1x" in note and "runs whole on every device" in note for note in program.notes)
-    usual = diffshard.search(fn, mesh, **options).plan(x)
-    assert usual.executor == "constraints"
-    assert any("fft (1x" in note and "XLA partitions the function" in note for note in usual.notes)
+    mesh = mesh_2x2()
+    options = {"hardware": dataclasses.replace(SLOW, exposed_share=0.25), "in_shardings": PartitionSpec(("x", "y"))}
+    x = jnp.sin(jnp.arange(128.0)).reshape(8, 16)
+    step = diffshard.search(fn, mesh, **options)
+    plan = step.plan(x)
+    assert plan.executor == "program"
+    (fft,) = (operation for operation in plan.operations if operation.signature.startswith("fft"))
+    assert fft.operands == (((), ()),)
+    # An eighth of 8 x 16 floats is on each device, and the other three quarters of a gather are priced.
+    assert sum(c.num_bytes * c.count for c in plan.collectives if c.kind == "all_gather") >= 8 * 16 * 4
+    np.testing.assert_allclose(step(plan.shard(x)), fn(x), rtol=1e-5, atol=1e-5)
+    # Partitioned by XLA the same operation runs on parts of the batch, and a program of that plan says what it does.
+    constraints = diffshard.search(fn, mesh, executor="constraints", **options).plan(x)
+    assert any(axes for operation in constraints.operations for spec in operation.operands for axes in spec)
+    moved = constraints.apply(fn, executor="program").plan(x)
+    assert any("fft (1x" in note and "runs whole on every device" in note for note in moved.notes)
