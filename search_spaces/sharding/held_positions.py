@@ -39,7 +39,7 @@ def held_positions(graph: Graph, axis_sizes: tuple[int, ...], hardware: Hardware
     compute_s = np.zeros(len(graph.vertices))
     for vertex in filter(is_contraction, graph.operations()):
         assert vertex.equation is not None
-        flops_per_s = hardware.peak_flops_per_s(equation_dtype(vertex.equation)) * prod(axis_sizes)
+        flops_per_s = hardware.reached_flops_per_s(equation_dtype(vertex.equation)) * prod(axis_sizes)
         compute_s[vertex.index] = equation_flops(vertex.equation) / flops_per_s
     around = windows_around(graph, compute_s, least_window_s(path), num_after=1)
     consumers, is_weight = graph.consumers(), ~follows_contraction(graph)
