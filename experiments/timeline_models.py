@@ -7,7 +7,16 @@ layer's times are real. The held-out models were first planned for the published
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from experiments.models import decoder, encoder_decoder, moe, tied_gpt, unet, vision_transformer
+from experiments.models import (
+    contrastive,
+    decoder,
+    diffusion_transformer,
+    encoder_decoder,
+    moe,
+    tied_gpt,
+    unet,
+    vision_transformer,
+)
 from experiments.models.model import Model
 
 
@@ -76,6 +85,25 @@ CASES: dict[str, Case] = {
         {"layers": 2, "width": 2048, "heads": 16, "vocabulary": 50257, "sequence": 8192},
         {"layers": 1, "width": 32, "heads": 4, "vocabulary": 61, "sequence": 32},
         {"2x4": 8, "4x8": 32, "8x8": 64},
+    ),
+    "diffusion transformer": Case(
+        diffusion_transformer.make,
+        {
+            "layers": 4, "width": 1152, "heads": 16, "hidden": 4608, "patch": 2, "latent": 32, "channels": 4,
+            "classes": 1000,
+        },
+        {"layers": 1},
+        {"2x4": 128, "4x8": 512, "8x8": 1024},
+        is_held_out=True,
+    ),
+    "contrastive": Case(
+        contrastive.make,
+        {
+            "layers": 3, "width": 1024, "heads": 16, "hidden": 4096, "embedding": 1024, "patch": 16, "image": 256,
+            "vocabulary": 49408, "sequence": 64,
+        },
+        {"layers": 1},
+        {"2x4": 256, "4x8": 1024, "8x8": 2048},
         is_held_out=True,
     ),
 }  # fmt: skip

@@ -112,3 +112,25 @@ class Embedding(nn.Module):
     def logits(self, x):
         """Returns float32 logits `[B, L, V]` of `[B, L, M]` by the table of tokens."""
         return named(self.embed.attend(x), ("batch", "sequence", "vocabulary")).astype(jnp.float32)
+
+
+class Patches(nn.Module):
+    """Embeddings of an image's square patches and of their positions."""
+
+    patch: int
+    width: int
+
+    @nn.compact
+    def __call__(self, image):
+        """Returns `[B, L, M]` for images `[B, H, W, C]`.
+
+        Raises:
+          ValueError: patches do not cut height and width evenly.
+        """
+        if image.shape[1] % self.patch or image.shape[2] % self.patch:
+            raise ValueError(f"`patch` must divide height and width, {image.shape[1:3]}; got {self.patch}.")
+        size = (self.patch, self.patch)
+        x = nn.Conv(self.width, size, strides=size, padding="VALID", dtype=jnp.bfloat16, name="pixels")(image)
+        x = x.reshape(x.shape[0], -1, self.width)
+        positions = self.param("positions", nn.initializers.normal(0.02), x.shape[1:])
+        return named(x + positions.astype(jnp.bfloat16), _STREAM)
