@@ -8,7 +8,7 @@ from diffshard.files import write_whole
 from diffshard.plans.base import PlanData
 from diffshard.plans.comparison import page_elements
 from diffshard.plans.drawings import Curve, Mark, plot
-from diffshard.plans.formats import format_array, format_bytes, format_s, format_spec, short_name
+from diffshard.plans.formats import format_array, format_bytes, format_percent, format_s, format_spec, short_name
 from diffshard.plans.layer_flows import LayerTraffic, flow_elements, flows_below, inside_element, layer_traffic
 from diffshard.plans.layers import Layer, LayerPart, layers
 from diffshard.plans.memory import memory_elements
@@ -35,7 +35,7 @@ def format_page(plan: PlanData) -> str:
     body = [
         f"<h1>{escape(short_name(plan.function))} on {devices} device{'s' if devices != 1 else ''}</h1>",
         f"<div class=dim>mesh {escape(mesh)} · {escape(plan.hardware.name)} · {escape(plan.solver)} solver, "
-        f"{escape(format_s(plan.search_s))} · {escape(verdict(plan))}</div>",
+        f"{escape(format_s(plan.search_s))} · gap {format_percent(plan.gap)}: {escape(verdict(plan))}</div>",
         _cards(plan),
         _time(plan),
         memory_elements(plan),
@@ -71,13 +71,12 @@ def _cards(plan: PlanData) -> str:
     limit = plan.memory_limit_bytes
     share = "no limit" if math.isinf(limit) else f"{plan.peak_bytes / limit:.0%} of {format_bytes(limit)}"
     has_bound = math.isfinite(plan.lower_bound_s)
-    gap = "0%" if plan.gap < 1e-8 else f"{100 * plan.gap:.2g}%"
     return cards(
         (format_s(plan.step_s), "predicted step"),
         (f"{(plan.step_s - plan.compute_s) / max(plan.step_s, 1e-30):.0%}", "of it communicates"),
         (format_bytes(plan.peak_bytes), f"peak memory of a device: {share}"),
         (
-            gap if has_bound else "unknown",
+            format_percent(plan.gap),
             f"gap to the lower bound {format_s(plan.lower_bound_s)}" if has_bound else "gap",
         ),
     )

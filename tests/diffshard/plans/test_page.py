@@ -130,3 +130,8 @@ def test_pages_of_plans_without_limits_bounds_or_history(tmp_path):
     save_page(plan, tmp_path / "plan.html")
     assert (tmp_path / "plan.html").read_text() == format_page(plan)
     assert [p.name for p in tmp_path.iterdir()] == ["plan.html"]
+
+
+def test_the_sentence_about_the_gap_names_it():
+    texts = checked_page(format_page(small_plan(status="optimal"))).texts
+    assert any("gap 10%: no plan in the search space is predicted to be faster by more than that" in t for t in texts)
