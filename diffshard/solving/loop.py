@@ -172,11 +172,16 @@ class Best:
 def _check_proposal(proposal: Any, num_nodes: int) -> None:
     if not isinstance(proposal, Proposal):
         raise TypeError(f"`solver` must yield diffshard.Proposal(choice, lower_bound), not {proposal!r}.")
-    if proposal.choice is not None and np.shape(proposal.choice) != (num_nodes,):
+    if proposal.choice is None:
+        return
+    choice = np.asarray(proposal.choice)
+    if choice.shape != (num_nodes,):
         raise ValueError(
             f"`solver` must propose one strategy index for each of the {num_nodes} nodes of the problem that it gets, "
-            f"`[{num_nodes}]`, not a choice of shape {np.shape(proposal.choice)}."
+            f"`[{num_nodes}]`, not a choice of shape {choice.shape}."
         )
+    if choice.size and not np.issubdtype(choice.dtype, np.integer):
+        raise ValueError(f"`solver` must propose strategy indices, which are integers, not {choice.dtype}.")
 
 
 def _least_choice(problem: Problem) -> np.ndarray | None:
