@@ -10,8 +10,11 @@ def validate(problem: Problem) -> None:
     """Checks that a problem keeps the rules of `Problem`.
 
     Raises:
+      TypeError: it is no `Problem`.
       ValueError: names the field, the rule, the place and the value.
     """
+    if not isinstance(problem, Problem):
+        raise TypeError(f"`problem` must be a Problem, not {type(problem).__name__}.")
     for name in ("edge_nodes", "usage_node", "usage_interval"):
         _check_array(getattr(problem, name), f"`{name}`")
     for v, cost in enumerate(problem.node_cost):

@@ -54,7 +54,7 @@ def solve(
       ValueError: the problem breaks a rule of `Problem`, the solver is unknown, the time limit is not positive, the key
         is neither a key nor a seed, alike nodes have different numbers of strategies, or a proposal does not have a
         strategy for each node.
-      TypeError: the solver yields something that is no `Proposal`.
+      TypeError: the problem is no `Problem`, or the solver yields something that is no `Proposal`.
     """
     run = resolve(solver)
     if time_limit_s is not None and not (isinstance(time_limit_s, numbers.Real) and time_limit_s > 0):

@@ -56,6 +56,11 @@ def test_time_limits_are_positive(limit):
         solve(TWO, time_limit_s=limit)
 
 
+def test_what_is_no_problem_is_refused():
+    with pytest.raises(TypeError, match="`problem` must be a Problem, not list"):
+        solve([TWO])
+
+
 def test_a_broken_problem_is_refused():
     with pytest.raises(ValueError, match=r"`node_cost\[0\]` must not hold NaN"):
         solve(TWO._replace(node_cost=[np.array([math.nan]), TWO.node_cost[1]]))
