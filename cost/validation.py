@@ -32,7 +32,7 @@ def validate(problem: Problem) -> None:
 
 
 def _check_edges(problem: Problem, sizes: np.ndarray) -> None:
-    edges = _checked_pairs(problem.edge_nodes, len(problem.edge_cost), "`edge_nodes`")
+    edges = _checked_pairs(problem.edge_nodes, len(problem.edge_cost), "`edge_nodes`", "`edge_cost`")
     wrong = np.flatnonzero(((edges < 0) | (edges >= len(sizes))).any(axis=1))
     if wrong.size:
         e = wrong[0]
@@ -58,7 +58,7 @@ def _check_usages(problem: Problem, sizes: np.ndarray) -> None:
         raise ValueError(f"`usage_node` must have one node for each of {len(problem.usage)} usages, got {nodes.shape}.")
     if nodes.size and not np.issubdtype(nodes.dtype, np.integer):
         raise ValueError(f"`usage_node` must be integers, got {nodes.dtype}.")
-    intervals = _checked_pairs(problem.usage_interval, len(problem.usage), "`usage_interval`")
+    intervals = _checked_pairs(problem.usage_interval, len(problem.usage), "`usage_interval`", "`usage`")
     first: tuple[int, int] | None = None  # the first usage that differs between devices, and between how many
     for k, (usage, v, (start, end)) in enumerate(zip(problem.usage, nodes.tolist(), intervals.tolist(), strict=True)):
         if not 0 <= v < len(sizes):
@@ -103,10 +103,13 @@ def _check_costs(cost: np.ndarray, shape: tuple, name: str) -> None:
         raise ValueError(f"{name} must not hold NaN or -inf; `inf` marks what must not be chosen.")
 
 
-def _checked_pairs(pairs: np.ndarray, count: int, name: str) -> np.ndarray:
+def _checked_pairs(pairs: np.ndarray, count: int, name: str, of: str) -> np.ndarray:
     pairs = np.asarray(pairs)
     if pairs.size == 0 and count == 0:
         return np.zeros((0, 2), np.int64)
     if pairs.shape != (count, 2) or not np.issubdtype(pairs.dtype, np.integer):
-        raise ValueError(f"{name} must be integers of shape {(count, 2)}, got {pairs.dtype} {pairs.shape}.")
+        raise ValueError(
+            f"{name} must be integers of shape {(count, 2)}, a pair for each array of {of}; "
+            f"got {pairs.dtype} {pairs.shape}."
+        )
     return pairs

@@ -128,7 +128,7 @@ def test_weight_on_a_forbidden_entry_is_infinite_with_a_finite_gradient():
         ({"node_cost": [np.array([1, np.nan, 2]), *SMALL.node_cost[1:]]}, r"`node_cost\[0\]` must not hold NaN"),
         ({"edge_nodes": np.array([[0, 1], [1, 7]])}, r"`edge_nodes\[1\]` is \[1, 7\].*0 to 4"),
         ({"edge_nodes": np.array([[0, 1], [2, 2]])}, "joins node 2 to itself"),
-        ({"edge_nodes": np.array([[0, 1]])}, r"`edge_nodes` must be integers of shape \(2, 2\)"),
+        ({"edge_nodes": np.array([[0, 1]])}, r"`edge_nodes` .* shape \(2, 2\), a pair for each array of `edge_cost`"),
         (
             {"edge_nodes": np.array([[1, 0], [1, 2]])},
             r"`edge_cost\[0\]` between nodes 1 and 0 must have shape \(2, 3\)",
