@@ -45,7 +45,7 @@ class Options:
 
     def __post_init__(self):
         if not callable(self.fn):
-            raise TypeError(f"`fn` must be a function of positional arguments, not {self.fn!r}.")
+            raise TypeError(f"`fn` must be a function of positional arguments, not {type(self.fn).__name__}.")
         _check_mesh(self.mesh)
         for name, size in self.mesh.shape.items():
             if size > 1:
