@@ -40,6 +40,7 @@ def _name(module: ModuleType) -> str:
 
 @pytest.fixture(scope="module", params=SPACES, ids=_name)
 def space(request: pytest.FixtureRequest) -> Any:
+    assert callable(request.param.EXAMPLE), "`EXAMPLE` must be a function without arguments that makes a small space"
     return request.param.EXAMPLE()
 
 
@@ -66,19 +67,20 @@ def test_the_spaces_are_found_by_their_examples():
 
 def test_the_problem_keeps_the_rules_and_is_built_once(space: Any):
     validate(space.problem)
-    assert space.problem is space.problem
+    assert space.problem is space.problem, "`problem` is built again each time; make it a `cached_property`"
     assert num_strategies(space.problem).max() > 1, "an example must leave something to choose"
 
 
 def test_every_node_and_strategy_has_a_name(space: Any):
     sizes = num_strategies(space.problem).tolist()
-    assert len(space.node_names) == len(sizes)
-    assert all(space.node_names)
+    assert len(space.node_names) == len(sizes), "`node_names` must have one name for each node of the problem"
+    assert all(space.node_names), "a name in `node_names` is empty"
     for node, size in enumerate(sizes):
         names = space.strategy_names(node)
-        assert len(names) == size
-        assert len(set(names)) == size, f"strategies of {space.node_names[node]} share a name: {names}"
-        assert all(names)
+        where = f"of {space.node_names[node]} (node {node})"
+        assert len(names) == size, f"`strategy_names` {where} must have one name for each strategy, not {names}"
+        assert len(set(names)) == size, f"strategies {where} share a name: {names}"
+        assert all(names), f"a strategy {where} has an empty name: {names}"
 
 
 def test_parts_add_up_to_the_cost(space: Any):
@@ -87,7 +89,10 @@ def test_parts_add_up_to_the_cost(space: Any):
         parts = space.explain(choice)
         if is_forbidden(np.asarray(evaluation.cost)):
             continue  # a forbidden choice has no price that could be taken apart
-        assert sum(part.seconds for part in parts) == pytest.approx(evaluation.cost, rel=1e-9)
+        assert sum(part.seconds for part in parts) == pytest.approx(evaluation.cost, rel=1e-9), (
+            f"the seconds of the parts that `explain` returns for {choice} are not the cost of that choice: does every "
+            "node, every edge and the largest load have its part?"
+        )
 
 
 def test_parts_name_their_nodes_and_what_they_send(space: Any):
@@ -104,7 +109,7 @@ def test_parts_name_their_nodes_and_what_they_send(space: Any):
 
 def test_a_choice_that_does_not_fit_is_refused(space: Any):
     sizes = num_strategies(space.problem).tolist()
-    for wrong in ([0] * (len(sizes) + 1), [*sizes]):
+    for wrong in ([0] * (len(sizes) + 1), [*sizes]):  # `checked_choice` of `cost.evaluation` refuses both
         with pytest.raises(ValueError, match=r"choice"):
             space.decode(wrong)
         with pytest.raises(ValueError, match=r"choice"):
