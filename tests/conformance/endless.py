@@ -2,7 +2,7 @@
 
 import contextlib
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import pytest
 
@@ -18,7 +18,11 @@ def ending(solver: Solver, most: int = MOST_PROPOSALS) -> Solver:
     """The solver, which fails its test where it goes on proposing without a time limit."""
 
     def run(problem, *, time_limit_s, key) -> Iterator[Proposal]:
-        for count, proposal in enumerate(solver(problem, time_limit_s=time_limit_s, key=key)):
+        proposed = solver(problem, time_limit_s=time_limit_s, key=key)
+        return counted(proposed, time_limit_s) if isinstance(proposed, Iterable) else proposed  # which is refused
+
+    def counted(proposed: Iterable[Proposal], time_limit_s: float | None) -> Iterator[Proposal]:
+        for count, proposal in enumerate(proposed):
             if time_limit_s is None and count >= most:
                 pytest.fail(f"The solver goes on after {most:,} proposals: without a time limit it must end by itself.")
             yield proposal

@@ -42,6 +42,9 @@ _TIME_LIMIT_S = 1.0
 _MOST_OVERTIME_S = 1.5
 """Computing beyond the time limit: an idle core needs 0.4 s to import HiGHS or to make a beam's last step."""
 
+_FALSE_BOUND = "a `lower_bound` that the solver gave is above the optimum; it must hold for every feasible choice"
+_NOT_AGAIN = "the solver must do the same each time for the same `key`"
+
 
 def solved(name: str, problem: Problem, **options: Any) -> Solution:
     """What a solver finds without presolve; it must end."""
@@ -51,7 +54,9 @@ def solved(name: str, problem: Problem, **options: Any) -> Solution:
 
 @functools.cache
 def solved_example(name: str) -> tuple[Problem, Solution]:
-    problem = MODULES[name].EXAMPLE()
+    example = MODULES[name].EXAMPLE
+    assert callable(example), "`EXAMPLE` must be a function without arguments that makes a small problem"
+    problem = example()
     return problem, solved(name, problem)
 
 
@@ -92,7 +97,8 @@ def test_the_optimum_of_the_example_is_reached(name):
     problem, solution = solved_example(name)
     validate(problem)
     assert solution.feasible
-    assert solution.cost == optimum(problem)
+    assert max(bound for *_, bound in solution.history) <= optimum(problem) * (1 + 1e-9), _FALSE_BOUND
+    assert solution.cost == optimum(problem), "the solver must reach the optimum of its `EXAMPLE`"
     assert solution.lower_bound <= solution.cost
 
 
@@ -106,7 +112,7 @@ def test_exact_solvers_prove_their_examples():
 def test_equal_keys_give_equal_choices(name):
     problem, first = solved_example(name)
     again = solved(name, problem)
-    np.testing.assert_array_equal(first.choice, again.choice)
+    np.testing.assert_array_equal(first.choice, again.choice, _NOT_AGAIN)
     assert again.status == first.status
 
 
@@ -122,7 +128,7 @@ def test_small_problems(name, kind):
         checked = evaluate(problem, solution.choice)
         assert (solution.cost, solution.feasible, solution.excess) == (checked.cost, checked.feasible, checked.excess)
         # The history has the bounds as the solver gave them; the solution's own is never above its cost.
-        assert max(bound for *_, bound in solution.history) <= expected * (1 + 1e-9)
+        assert max(bound for *_, bound in solution.history) <= expected * (1 + 1e-9), _FALSE_BOUND
         if math.isinf(expected):
             assert not solution.feasible
             continue
@@ -131,7 +137,7 @@ def test_small_problems(name, kind):
         if proves(name, problem):
             assert solution.cost == pytest.approx(expected), f"seed {seed}"
             assert solution.status == "optimal", f"seed {seed}"
-    assert not ratios or np.median(ratios) < 1.3
+    assert not ratios or np.median(ratios) < 1.3, "costs relative to the optima; inf: not feasible"
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -150,7 +156,7 @@ def test_forms_of_graphs(name):
         least = solve(problem, solver="exhaustive", reduce=identity).cost
         solution = solved(name, problem)
         assert solution.feasible
-        assert solution.lower_bound <= least
+        assert solution.lower_bound <= least, _FALSE_BOUND
         assert least <= solution.cost <= 1.15 * least, form
         if proves(name, problem):
             assert (solution.cost, solution.status) == (least, "optimal"), form
@@ -172,6 +178,7 @@ def solution_or_refusal(name: str, problem: Problem, *, time_limit_s: float | No
         return solved(name, problem, key=5, time_limit_s=time_limit_s)
     except ValueError as error:
         if "at most" not in str(error):
+            error.add_note("If this is to refuse a large problem, it needs the words: at most.")
             raise
         return None
 
@@ -183,9 +190,9 @@ def test_equal_keys_give_equal_proposals(name):
     if runs[0] is None or runs[1] is None:
         assert runs == [None, None]
         return
-    np.testing.assert_array_equal(runs[0].choice, runs[1].choice)
+    np.testing.assert_array_equal(runs[0].choice, runs[1].choice, _NOT_AGAIN)
     assert runs[0].feasible
-    assert [facts for _, *facts in runs[0].history] == [facts for _, *facts in runs[1].history]
+    assert [facts for _, *facts in runs[0].history] == [facts for _, *facts in runs[1].history], _NOT_AGAIN
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -201,7 +208,10 @@ def test_time_limits_are_kept_and_used_for_better_choices(name, monkeypatch):
     solution = solution_or_refusal(name, problem, time_limit_s=_TIME_LIMIT_S)
     assert computing_s() - start_s < _TIME_LIMIT_S + _MOST_OVERTIME_S
     if solution is not None and solution.status == "time limit":
-        assert solution.feasible
+        assert solution.feasible, (
+            f"{_TIME_LIMIT_S} s brought no feasible choice: find one first, or refuse so many nodes "
+            f"({len(problem.node_cost)}) by a ValueError that has the words: at most"
+        )
         assert solution.history[-1][1] < solution.history[0][1]  # inf before the first feasible choice
 
 
