@@ -86,7 +86,8 @@ def _operations(plan: PlanData) -> str:
         communicate = format_s(g.collective_s) if g.collective_s else ""
         why = reason(plan, plan.operations[min(g.operations)])
         rows.append((g.name, times, g.result, format_spec(g.spec), format_s(g.compute_s), communicate, kinds, why))
-    title = f"Operations: {len(plan.operations):,}, the {len(top_groups)} most expensive kinds, in program order"
+    count = sum(operation.kind == "operation" for operation in plan.operations)
+    title = f"Operations: {count:,}, the {len(top_groups)} most expensive kinds, in program order"
     lines = [title, "", *format_table(rows, "  ", right=(1, 4, 5))]
     if others:
         others_s = sum(g.compute_s + g.collective_s for g in others)

@@ -96,3 +96,10 @@ def test_specs_and_bytes():
     assert [device_bytes(plan, t) for t in plan.arguments] == [256, 256, 256]
     assert [g.members for g in alike_arguments(plan)] == [(0, 1), (2,)]
     assert [row[:2] for row in collective_totals(plan)] == [("all_reduce", "data"), ("all_gather", "model")]
+
+
+def test_arguments_are_not_counted_as_operations():
+    plan = small_plan()
+    count = sum(operation.kind == "operation" for operation in plan.operations)
+    assert 0 < count < len(plan.operations)
+    assert f"\nOperations: {count}, the " in format_plan(plan)
