@@ -54,9 +54,9 @@ def solved(name: str, problem: Problem, **options: Any) -> Solution:
 
 @functools.cache
 def solved_example(name: str) -> tuple[Problem, Solution]:
-    example = MODULES[name].EXAMPLE
-    assert callable(example), "`EXAMPLE` must be a function without arguments that makes a small problem"
-    problem = example()
+    module = MODULES[name]
+    assert callable(module.EXAMPLE), "`EXAMPLE` must be a function without arguments that makes a small problem"
+    problem: Problem = module.EXAMPLE()  # pyright: ignore[reportAssignmentType]
     return problem, solved(name, problem)
 
 

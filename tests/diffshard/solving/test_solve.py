@@ -58,7 +58,7 @@ def test_time_limits_are_positive(limit):
 
 def test_what_is_no_problem_is_refused():
     with pytest.raises(TypeError, match="`problem` must be a Problem, not list"):
-        solve([TWO])
+        solve([TWO])  # pyright: ignore[reportArgumentType]
 
 
 def test_a_broken_problem_is_refused():
@@ -116,7 +116,7 @@ def test_a_closed_gap_stops_the_solver():
         (_proposing(Proposal(np.array([0]))), ValueError, r"each of the 2 nodes .*, not a choice of shape \(1,\)"),
         (_proposing(Proposal(np.ones((2, 2)))), ValueError, r"not a choice of shape \(2, 2\)"),
         (_proposing(Proposal(np.array([0.6, 1.0]))), ValueError, "must propose strategy indices.*, not float64"),
-        (_proposing(Proposal([None, 1])), ValueError, "must propose strategy indices.*, not object"),
+        (_proposing(Proposal(np.array([None, 1]))), ValueError, "must propose strategy indices.*, not object"),
         (lambda problem, *, time_limit_s, key: None, TypeError, "must be a generator of .*, but it returned None"),
     ],
 )
