@@ -32,7 +32,7 @@ _ALSO_FUSIBLE = PICKS | SPLITS | {"concatenate", "iota", "pad", "reshape", "rev"
 _EXPENSIVE = frozenset(
     (
         *("acos", "acosh", "asin", "asinh", "atan", "atan2", "atanh", "cos", "cosh", "sin", "sinh", "tan", "tanh"),
-        *("cbrt", "digamma", "erf", "erf_inv", "erfc", "expm1", "lgamma", "log", "log1p", "pow", "rem"),
+        *("cbrt", "digamma", "erf", "erf_inv", "erfc", "expm1", "lgamma", "log", "log1p", "log2", "pow", "rem"),
         *("random_bits", "threefry2x32"),
     )
 )

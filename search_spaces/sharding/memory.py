@@ -35,6 +35,7 @@ NEVER_RECOMPUTED = frozenset(
         "lgamma",
         "log",
         "log1p",
+        "log2",
         "logistic",
         "pow",
         "random_bits",

@@ -2,10 +2,11 @@
 
 import jax
 import jax.numpy as jnp
+import pytest
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from search_spaces.sharding.strategies import replicated_strategy
-from search_spaces.sharding.whole_operations import impossible_operations, whole_operations
+from search_spaces.sharding.whole_operations import impossible_operations, runs_whole, whole_operations
 from tests.search_spaces.sharding.small_spaces import array, graph_of, space_of
 
 
@@ -29,3 +30,31 @@ def test_mappings_that_track_varying_values_are_impossible():
 
     assert [v.primitive for v in impossible_operations(graph_of(lambda x: fn(x, True), array(4, 4)))] == ["shard_map"]
     assert impossible_operations(graph_of(lambda x: fn(x, False), array(4, 4))) == []
+
+
+def elementwise_functions():
+    """The functions of `jax.lax` that are one operation on an array of floats and keep its shape."""
+    for name in sorted(dir(jax.lax)):
+        function = getattr(jax.lax, name)
+        try:
+            (equation,) = jax.make_jaxpr(function)(jnp.ones((4, 4))).eqns
+        except (TypeError, ValueError, AttributeError):
+            continue
+        if [getattr(v.aval, "shape", None) for v in equation.outvars] == [(4, 4)] and not equation.effects:
+            yield name, function
+
+
+@pytest.mark.parametrize(("name", "function"), [pytest.param(*pair, id=pair[0]) for pair in elementwise_functions()])
+def test_what_works_element_by_element_has_a_form_on_blocks(name, function):
+    def step(x):
+        y, pull = jax.vjp(function, x)
+        return y, pull(y)
+
+    try:
+        space = space_of(step, array(4, 4), sizes=(2,))
+    except TypeError:  # it has no derivative with respect to floats
+        space = space_of(function, array(4, 4), sizes=(2,))
+    for node in space.nodes:
+        if node.vertex.kind == "operation" and node.hub is None:
+            whole = [s for s in node.strategies if runs_whole(node.vertex, s, space.axis_sizes)]
+            assert whole == [], f"{node.vertex.primitive} of {name} is split, but runs whole"
