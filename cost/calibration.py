@@ -28,7 +28,7 @@ def calibrate(
     """Measures one device and the links of a mesh by running on it.
 
     All devices work at the same time, as they do in a step, so what they share (the cores of emulated devices, a
-    host's memory) is shared in the result too. Takes seconds to a minute.
+    host's memory) is shared in the result too. Takes seconds to a few minutes.
 
     Args:
       mesh: real devices.

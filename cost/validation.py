@@ -36,7 +36,7 @@ def _check_edges(problem: Problem, sizes: np.ndarray) -> None:
     wrong = np.flatnonzero(((edges < 0) | (edges >= len(sizes))).any(axis=1))
     if wrong.size:
         e = wrong[0]
-        raise ValueError(f"`edge_nodes[{e}]` is {edges[e].tolist()}, but the nodes are 0 to {len(sizes) - 1}.")
+        raise ValueError(f"`edge_nodes[{e}]` is {edges[e].tolist()}, but {_nodes_text(sizes)}.")
     loops = np.flatnonzero(edges[:, 0] == edges[:, 1])
     if loops.size:
         e = loops[0]
@@ -62,7 +62,7 @@ def _check_usages(problem: Problem, sizes: np.ndarray) -> None:
     first: tuple[int, int] | None = None  # the first usage that differs between devices, and between how many
     for k, (usage, v, (start, end)) in enumerate(zip(problem.usage, nodes.tolist(), intervals.tolist(), strict=True)):
         if not 0 <= v < len(sizes):
-            raise ValueError(f"`usage_node[{k}]` is {v}, but the nodes are 0 to {len(sizes) - 1}.")
+            raise ValueError(f"`usage_node[{k}]` is {v}, but {_nodes_text(sizes)}.")
         if start >= end:
             raise ValueError(f"`usage_interval[{k}]` is [{start}, {end}), which is empty; leave the usage out.")
         _check_array(usage, f"`usage[{k}]`")
@@ -113,3 +113,7 @@ def _checked_pairs(pairs: np.ndarray, count: int, name: str, of: str) -> np.ndar
             f"got {pairs.dtype} {pairs.shape}."
         )
     return pairs
+
+
+def _nodes_text(sizes: np.ndarray) -> str:
+    return f"the nodes are 0 to {len(sizes) - 1}" if len(sizes) else "there are no nodes"

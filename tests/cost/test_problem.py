@@ -180,3 +180,8 @@ def test_usages_are_for_the_same_devices():
     with pytest.raises(ValueError, match=r"`usage\[2\]` is for 3 devices, but `usage\[0\]` for 2"):
         validate(SMALL._replace(usage=usage))
     validate(SMALL._replace(usage=[*usage[:2], np.ones((3, 2))]))
+
+
+def test_an_edge_between_no_nodes_is_refused():
+    with pytest.raises(ValueError, match=r"`edge_nodes\[0\]` is \[0, 1\], but there are no nodes"):
+        validate(Problem([], np.array([[0, 1]]), [np.zeros((1, 1))]))
