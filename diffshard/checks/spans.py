@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 COMPUTE = "compute"
 MAX_UNROLLED_SPANS = 50_000
-"""Trips of a loop that would be more spans stay one span: a trace of so many is slow to open, and too fine to see."""
+"""The most spans that a loop is written out as. A longer loop stays one span: its trace would be slow to open."""
 
 
 @dataclass(frozen=True)

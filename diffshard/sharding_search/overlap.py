@@ -19,7 +19,6 @@ Source: J. E. Kelley, "The Cutting-Plane Method for Solving Convex Programs" (19
 
 from collections.abc import Callable, Sequence
 from itertools import combinations
-from typing import NamedTuple
 
 from cost.base import Problem
 from diffshard.base import InfeasibleError, Solution
@@ -28,18 +27,6 @@ from search_spaces.sharding.space import ShardingSpace
 
 _MOST_WEIGHTS = 5
 _LEAST_GAIN = 1e-3  # of the bound; a further weight that promises less is not tried
-
-
-class FastestStep(NamedTuple):
-    """The choice with the fastest step that was found.
-
-    Attributes:
-      solution: the choice; its cost and lower bound are those of the step's seconds and the preference together.
-      prediction: what its parts cost.
-    """
-
-    solution: Solution
-    prediction: StepPrediction
 
 
 def waiting_transfers(prediction: StepPrediction) -> tuple[Transfer, ...]:
@@ -70,8 +57,10 @@ def is_bound_by_links(prediction: StepPrediction) -> bool:
     return links_s > priced_s
 
 
-def fastest_step(space: ShardingSpace, solve: Callable[[Problem], Solution]) -> FastestStep:
+def fastest_step(space: ShardingSpace, solve: Callable[[Problem], Solution]) -> Solution:
     """Returns the choice with the fastest step among the best for several weights of the two sums.
+
+    Its cost and lower bound are those of the step's seconds and the preference together.
 
     Args:
       space: its problem is solved first; only if links are busier than arithmetic there, others follow.
@@ -80,12 +69,12 @@ def fastest_step(space: ShardingSpace, solve: Callable[[Problem], Solution]) -> 
     Raises:
       InfeasibleError: as `solve` for the first problem.
     """
-    solution = solve(space.problem)
-    best = FastestStep(solution, space.predict(solution.choice))
-    lines = [_both_s(best.prediction)]
-    bound, history = solution.lower_bound, list(solution.history)
-    weight = 1.0
-    while len(lines) < _MOST_WEIGHTS and (len(lines) > 1 or is_bound_by_links(best.prediction)):
+    best = solve(space.problem)
+    prediction = space.predict(best.choice)
+    if not is_bound_by_links(prediction):
+        return best
+    lines, bound, history, weight = [_both_s(prediction)], best.lower_bound, list(best.history), 1.0
+    while len(lines) < _MOST_WEIGHTS:
         weight, most_s = _next_weight(lines, weight)
         if most_s - bound < _LEAST_GAIN * most_s:
             break
@@ -93,17 +82,15 @@ def fastest_step(space: ShardingSpace, solve: Callable[[Problem], Solution]) -> 
             other = solve(space.priced(weight, weight * space.hardware.exposed_share + 1 - weight))
         except InfeasibleError:  # the first choice fits because the solver found it; this search found none
             break
-        prediction = space.predict(other.choice)
-        lines.append(_both_s(prediction))
+        other_prediction = space.predict(other.choice)
+        lines.append(_both_s(other_prediction))
         bound, history = max(bound, other.lower_bound), [*history, *other.history]
-        if step_s(prediction) < step_s(best.prediction):
-            best = FastestStep(other, prediction)
+        if step_s(other_prediction) < step_s(prediction):
+            best, prediction = other, other_prediction
     if len(lines) == 1:
         return best
-    cost = step_s(best.prediction) + float(best.prediction.preference_s.sum())
-    return best._replace(
-        solution=best.solution._replace(cost=cost, lower_bound=bound, history=tuple(history), status="finished")
-    )
+    cost = step_s(prediction) + float(prediction.preference_s.sum())
+    return best._replace(cost=cost, lower_bound=bound, history=tuple(history), status="finished")
 
 
 def _next_weight(lines: Sequence[tuple[float, float]], weight: float) -> tuple[float, float]:

@@ -39,7 +39,7 @@ def find_plan(request: PlanRequest) -> Plan:
     def solve_within_limits(problem: Problem) -> Solution:
         return _solve(request.options, problem, request.space.alike, request.progress)
 
-    return make_plan(request, fastest_step(request.space, solve_within_limits).solution)
+    return make_plan(request, fastest_step(request.space, solve_within_limits))
 
 
 def _solve(options: Options, problem: Problem, alike: np.ndarray, progress: Progress | None) -> Solution:

@@ -254,17 +254,16 @@ class ShardingSpace:
           compute_share: the part of each operation's arithmetic and memory traffic that counts.
           exposed_share: the part of the seconds of collectives that have time; it stands for the hardware's own.
         """
-        node_costs = self._node_costs(exposed_share)
-        matrices = transfer_matrices(self.edges, self.nodes, self.reshard_costs, node_costs.shares)
-        return self._problem._replace(
-            node_cost=node_costs.all_s(self.nodes, self.forms, compute_share), edge_cost=list(matrices.values())
-        )
+        return self._priced(self._node_costs(exposed_share), compute_share)
 
     @cached_property
     def _problem(self) -> Problem:
-        matrices = transfer_matrices(self.edges, self.nodes, self.reshard_costs, self.node_costs.shares)
+        return self._priced(self.node_costs, 1.0)
+
+    def _priced(self, node_costs: NodeCosts, compute_share: float) -> Problem:
+        matrices = transfer_matrices(self.edges, self.nodes, self.reshard_costs, node_costs.shares)
         return Problem(
-            node_cost=self.node_costs.all_s(self.nodes, self.forms),
+            node_cost=node_costs.all_s(self.nodes, self.forms, compute_share),
             edge_nodes=np.array(list(matrices), int).reshape(-1, 2),
             edge_cost=list(matrices.values()),
             usage_node=np.array(self.usages.node, int),

@@ -79,8 +79,8 @@ def test_the_weight_between_both_sums_finds_what_neither_finds_alone():
     # T = A + max(C + O/4, O). The first has the least C + A + O/4, but links of 8 s; the second has the least A + O.
     space: Any = _TripleSpace(np.array([[1.0, 0, 8], [10, 0, 1], [5, 0, 4.5]]), 0.25)
     found = fastest_step(space, least)
-    assert found.solution.choice == (2,)
-    assert found.solution.lower_bound <= found.solution.cost == step_s(found.prediction) == 5 + 4.5 / 4
+    assert found.choice == (2,)
+    assert found.lower_bound <= found.cost == step_s(space.predict(found.choice)) == 5 + 4.5 / 4
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -94,7 +94,7 @@ def test_the_bound_holds_and_is_the_dual_of_the_maximum(seed):
     weights = np.linspace(0, 1, 1001)[:, None]
     dual_s = (weights * first_s + (1 - weights) * second_s).min(1).max()
     steps_s = np.maximum(first_s, second_s)
-    assert found.solution.lower_bound <= dual_s * (1 + 1e-3)
-    assert found.solution.lower_bound >= 0.9 * dual_s
-    assert found.solution.lower_bound <= steps_s.min() <= found.solution.cost
-    assert found.solution.cost == pytest.approx(steps_s[found.solution.choice])
+    assert found.lower_bound <= dual_s * (1 + 1e-3)
+    assert found.lower_bound >= 0.9 * dual_s
+    assert found.lower_bound <= steps_s.min() <= found.cost
+    assert found.cost == pytest.approx(steps_s[found.choice])
