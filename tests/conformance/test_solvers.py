@@ -209,8 +209,8 @@ def test_time_limits_are_kept_and_used_for_better_choices(name, monkeypatch):
     assert computing_s() - start_s < _TIME_LIMIT_S + _MOST_OVERTIME_S
     if solution is not None and solution.status == "time limit":
         assert solution.feasible, (
-            f"{_TIME_LIMIT_S} s brought no feasible choice: find one first, or refuse so many nodes "
-            f"({len(problem.node_cost)}) by a ValueError that has the words: at most"
+            f"There was no feasible choice after {_TIME_LIMIT_S} s. Propose one early, or refuse a problem of "
+            f"{len(problem.node_cost)} nodes by a ValueError with the words: at most"
         )
         assert solution.history[-1][1] < solution.history[0][1]  # inf before the first feasible choice
 
