@@ -36,6 +36,7 @@ from cost.memory import limit_unit, numbered_times
 from diffshard.base import Proposal
 from diffshard.solving.examples import coupled_ring
 from diffshard.solving.flat import ragged_positions
+from diffshard.solving.solvers import greedy
 
 _RELATIVE_GAP = 1e-9  # at which HiGHS stops; far below `OPTIMAL_GAP`
 _POLL_INTERVAL_S = 0.05  # between two looks at HiGHS's answers; chosen by hand
@@ -56,6 +57,8 @@ class _Programme(NamedTuple):
 def solve(problem: Problem, *, time_limit_s: float | None = None, key: jax.Array | None = None) -> Iterator[Proposal]:
     """Yields HiGHS's choices and bounds as they improve, until it has proven its optimum or the time is over.
 
+    While HiGHS presolves, which can take longer than a short time limit, a greedy choice is made beside it.
+
     Raises:
       ModuleNotFoundError: `highspy` is not installed.
     """
@@ -64,7 +67,7 @@ def solve(problem: Problem, *, time_limit_s: float | None = None, key: jax.Array
             "`solver` 'exact' needs HiGHS, which is not installed: pip install highspy (the extra `exact`), "
             "or take 'gradient'."
         )
-    del key  # HiGHS has a fixed seed
+    del key  # HiGHS and the first greedy order have none
     start, sizes = time.perf_counter(), num_strategies(problem)
     command = [sys.executable, str(Path(__file__).with_name("_highs.py"))]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:  # starts while we build
@@ -76,13 +79,22 @@ def solve(problem: Problem, *, time_limit_s: float | None = None, key: jax.Array
             if time_limit_s is not None:
                 options["time_limit"] = max(_HIGHS_TIME_SHARE * time_limit_s - (time.perf_counter() - start), 0.1)
             with contextlib.closing(_messages(process, programme, options)) as messages:
-                for values, bound in messages:
+                for i, (values, bound) in enumerate(messages):
                     yield _proposal(sizes, values, bound * scale)
+                    if i == 0:
+                        yield from _greedy_choice(problem)
             while time_limit_s is not None and _HIGHS_TIME_SHARE < (time.perf_counter() - start) / time_limit_s < 1:
                 time.sleep(_POLL_INTERVAL_S)  # HiGHS ended by its own limit; the loop says so when ours is over
                 yield Proposal()
         finally:
             process.kill()
+
+
+def _greedy_choice(problem: Problem) -> Iterator[Proposal]:
+    for proposal in greedy.solve(problem, key=jax.random.key(0)):
+        yield proposal
+        if proposal.choice is not None:
+            return
 
 
 def _proposal(sizes: np.ndarray, values: np.ndarray | None, bound: float) -> Proposal:
