@@ -18,7 +18,6 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import diffshard
-from diffshard.plans.page import save_page
 from experiments import experts
 from experiments.equal_results import RunDifference, compare
 from experiments.host_devices import host_mesh
@@ -53,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     options.output.mkdir(parents=True, exist_ok=True)
     plan.save(options.output / "plan.json")
-    save_page(plan, options.output / "plan.html")
+    (options.output / "plan.html").write_text(plan.html())
     print(f"\nWrote {options.output / 'plan.json'} and {options.output / 'plan.html'}.")
     return 0 if difference.equal else 1
 

@@ -12,14 +12,13 @@ from jax.sharding import AbstractMesh, AxisType
 from cost.presets import preset
 from diffshard.base import InfeasibleError, PlanError
 from diffshard.bilevel_search.plans import file as bilevel_file
-from diffshard.bilevel_search.plans import page as bilevel_page
 from diffshard.bilevel_search.plans.plan import BilevelPlan
 from diffshard.command.arguments import UsageError, check_solver, check_writable, named_function
 from diffshard.command.terminal import FailedError, say_written, show_progress
+from diffshard.files import write_whole
 from diffshard.plans import file
 from diffshard.plans.documents import BILEVEL, kind_of, read
 from diffshard.plans.formats import format_s
-from diffshard.plans.page import save_page
 from diffshard.sharding_search.plan import Plan
 from diffshard.sharding_search.planned_function import PlannedFunction
 from diffshard.sharding_search.search import search
@@ -54,7 +53,7 @@ def search_plan(options: argparse.Namespace) -> int:
         plan.save(options.output)
         say_written(options.output)
     if options.html:
-        save_page(plan, options.html)
+        write_whole(options.html, plan.html())
         say_written(options.html)
     print(plan)
     return 0
@@ -79,13 +78,10 @@ def show_plan(options: argparse.Namespace) -> int:
         raise UsageError(f"{options.plan}: {error.strerror or error}") from None
     if kind_of(document) == BILEVEL:
         plan = bilevel_file.from_json(document, options.plan, BilevelPlan)
-        if options.html:
-            bilevel_page.save_page(plan, options.html)
     else:
         plan = file.from_json(document, options.plan, Plan)
-        if options.html:
-            save_page(plan, options.html)
     if options.html:
+        write_whole(options.html, plan.html())
         say_written(options.html)
     else:
         print(plan)

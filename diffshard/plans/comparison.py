@@ -2,16 +2,15 @@
 
 import io
 import math
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from rich.console import Console
 from rich.table import Table
 
-from diffshard.files import write_whole
 from diffshard.plans.formats import format_bytes, format_devices, format_s, short_name
 from diffshard.plans.lanes import Lane, lane_elements
+from diffshard.plans.notebook import framed
 from diffshard.plans.page_elements import COLOURS, COMPUTE, cards, document, escape, plain_bar, table
 
 _WIDTH = 160  # of the table in characters, more than it takes: a string is as wide as it needs to be
@@ -99,9 +98,12 @@ class Comparison:
         lines = [line.rstrip() for line in text.getvalue().splitlines()]
         return "\n".join([*lines, *(f"  {note}" for note in self.all_notes)])
 
-    def save_html(self, path: str | os.PathLike[str]) -> None:
-        """Writes the comparison as a self-contained HTML page; the file is replaced whole or not at all."""
-        write_whole(path, document(_title(self), [f"<h1>{escape(_title(self))}</h1>", *page_elements(self)]))
+    def html(self) -> str:
+        """Returns the comparison as a self-contained page for a browser."""
+        return document(_title(self), [f"<h1>{escape(_title(self))}</h1>", *page_elements(self)])
+
+    def _repr_html_(self) -> str:
+        return framed(self.html())
 
 
 def page_elements(comparison: Comparison) -> list[str]:

@@ -1,10 +1,8 @@
 """A plan as one self-contained HTML page: how time and memory are spent, and each layer coloured by its shardings."""
 
 import math
-import os
 from collections.abc import Sequence
 
-from diffshard.files import write_whole
 from diffshard.plans.base import PlanData
 from diffshard.plans.comparison import page_elements
 from diffshard.plans.drawings import Curve, Mark, plot
@@ -19,11 +17,6 @@ from diffshard.plans.text import format_plan
 from search_spaces.partition_specs import NamedSpec
 
 _MOST_OF_LAST_COST = 3.0  # of a solver's first choices those that cost more end at the drawing's upper edge
-
-
-def save_page(plan: PlanData, path: str | os.PathLike[str]) -> None:
-    """Writes a plan as a self-contained HTML page; the file is replaced whole or not at all."""
-    write_whole(path, format_page(plan))
 
 
 def format_page(plan: PlanData) -> str:

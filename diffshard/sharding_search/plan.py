@@ -11,6 +11,8 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from diffshard.base import PlanError
 from diffshard.plans.base import Executor, PlanData
 from diffshard.plans.file import load, save
+from diffshard.plans.notebook import framed
+from diffshard.plans.page import format_page
 from diffshard.plans.text import format_plan
 from diffshard.sharding_search.executors import with_executor
 from diffshard.sharding_search.options import Options, with_automatic_axes
@@ -28,6 +30,13 @@ class Plan(PlanData):
 
     def __str__(self) -> str:
         return format_plan(self)
+
+    def html(self) -> str:
+        """Returns the plan as a self-contained page for a browser; in a notebook a plan shows itself as this page."""
+        return format_page(self)
+
+    def _repr_html_(self) -> str:
+        return framed(self.html())
 
     def save(self, path: str | PathLike[str]) -> None:
         """Writes the plan as JSON; the file is replaced whole or not at all."""

@@ -12,6 +12,9 @@ from jax.sharding import Mesh
 from diffshard.base import PlanError, Progress
 from diffshard.live_progress import ProgressDisplay, live_line
 from diffshard.plans.base import PlanData
+from diffshard.plans.formats import format_bytes, format_count, format_devices, format_s, short_name
+from diffshard.plans.notebook import planned_function_element
+from diffshard.plans.page import format_page
 from diffshard.sharding_search.executors import FlatFunction, flat_function
 from diffshard.sharding_search.options import Options
 from diffshard.sharding_search.request import PlanRequest
@@ -88,6 +91,23 @@ class PlannedFunction(Generic[PlanT]):
             return run.lower(*args)
         return run.trace(*abstract_arguments(self.options, args)).lower(lowering_platforms=(jax.default_backend(),))
 
+    def __repr__(self) -> str:
+        name = type(self).__name__
+        return f"<{name} {self._headline()}, {format_count(len(self._plans), 'plan')}>"
+
+    def _repr_html_(self) -> str:
+        if not self._plans:
+            advice = "Not planned yet: call plan(*args) with arrays or jax.ShapeDtypeStructs, or the function itself."
+            return planned_function_element(self._headline(), advice, ())
+        plans = [plan for plan, _ in self._plans.values()]
+        return planned_function_element(
+            self._headline(), "", [(_page_title(plan), format_page(plan)) for plan in plans]
+        )
+
+    def _headline(self) -> str:
+        options = self.options
+        return f"{short_name(options.function_name)} on {format_devices(options.mesh.shape)}, {options.hardware.name}"
+
     def _prepare(self, args: Sequence[Any], progress: Progress | None) -> tuple[PlanT, Any]:
         signature = self._signature(args)
         if signature not in self._plans:
@@ -147,6 +167,11 @@ class PlannedFunction(Generic[PlanT]):
     def _signature(self, args: Sequence[Any]) -> Any:
         leaves, structure = jax.tree.flatten(self.options.dynamic(args))
         return _with_types(self.options.static(args)), structure, _types(leaves)
+
+
+def _page_title(plan: PlanData) -> str:
+    arrays, size = format_count(len(plan.arguments), "array"), format_bytes(sum(t.num_bytes for t in plan.arguments))
+    return f"Plan for arguments of {size} in {arrays}: {format_s(plan.step_s)} predicted"
 
 
 def _types(leaves: Sequence[Any]) -> tuple[tuple[tuple[int, ...], str, bool], ...]:

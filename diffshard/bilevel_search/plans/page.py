@@ -1,7 +1,6 @@
 """A plan of the bilevel search as one self-contained HTML page: what it saves, where, and what training said of it."""
 
 import math
-import os
 from collections.abc import Sequence
 
 from diffshard.bilevel_search.plans.base import BilevelPlanData, Proof, TrainedCandidate
@@ -15,15 +14,9 @@ from diffshard.bilevel_search.plans.text import (
     title,
     traffic_texts,
 )
-from diffshard.files import write_whole
 from diffshard.plans.drawings import Dot, scatter
 from diffshard.plans.formats import format_bytes, format_s
 from diffshard.plans.page_elements import COLOURS, cards, document, escape, plain_bar, table
-
-
-def save_page(plan: BilevelPlanData, path: str | os.PathLike[str]) -> None:
-    """Writes a plan as an HTML page that needs nothing else; the file is replaced whole or not at all."""
-    write_whole(path, format_page(plan))
 
 
 def format_page(plan: BilevelPlanData) -> str:

@@ -13,6 +13,7 @@ import optax
 from diffshard.bilevel_search.base import BilevelState, LossPrediction, Objective
 from diffshard.bilevel_search.plans.base import BilevelPlanData, NodePlan, Proof
 from diffshard.bilevel_search.plans.file import load, save
+from diffshard.bilevel_search.plans.page import format_page
 from diffshard.bilevel_search.plans.text import format_plan
 from diffshard.bilevel_search.plans.training import Training, training
 from diffshard.bilevel_search.relaxation import (
@@ -24,6 +25,7 @@ from diffshard.bilevel_search.relaxation import (
     mean_cost,
     proposals,
 )
+from diffshard.plans.notebook import framed
 from search_spaces.base import Choice, LossySpace, Part, SearchSpace, Traffic
 
 
@@ -37,6 +39,13 @@ class BilevelPlan(BilevelPlanData):
 
     def __str__(self) -> str:
         return format_plan(self)
+
+    def html(self) -> str:
+        """Returns the plan as a self-contained page for a browser; in a notebook a plan shows itself as this page."""
+        return format_page(self)
+
+    def _repr_html_(self) -> str:
+        return framed(self.html())
 
     def save(self, path: str | PathLike[str]) -> None:
         """Writes the plan with its proof as JSON; the file is replaced whole or not at all."""

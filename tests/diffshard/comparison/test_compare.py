@@ -64,8 +64,7 @@ def test_a_target_with_rates_has_timelines_and_a_best_plan(tmp_path):
     assert split.compiled_sent_bytes == pytest.approx(2 * 7 / 8 * (2 * 64 * 256 * 4 + 4))
     assert result.best == min(result.rows, key=lambda row: row.timeline_s or 0.0)
     assert result.best is not None
-    result.save_html(tmp_path / "page.html")
-    page = (tmp_path / "page.html").read_text()
+    page = result.html()
     assert page.count("<tr>") == 2  # one for each plan, below the titles
     assert f"{result.best.name} (best)" in page
 
