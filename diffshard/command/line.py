@@ -6,6 +6,7 @@ work failed; 2 for usage.
 
 import argparse
 import os
+import shutil
 import sys
 from collections.abc import Sequence
 from typing import Any, get_args
@@ -18,6 +19,7 @@ from diffshard.command.plan_commands import search_plan, show_plan
 from diffshard.command.solve_command import solve_instance
 from diffshard.command.terminal import FailedError
 from diffshard.comparison.checked_search import Check
+from diffshard.plans.text_table import TEXT_WIDTH
 from diffshard.solving.solve import solver_names
 
 
@@ -41,7 +43,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="diffshard", description="Automatic parallelisation for JAX.")
+    parser = argparse.ArgumentParser(
+        prog="diffshard", description="Automatic parallelisation for JAX.", formatter_class=_help_formatter
+    )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_search(commands)
     _add_show(commands)
@@ -49,8 +53,14 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _help_formatter(prog: str) -> argparse.HelpFormatter:
+    return argparse.HelpFormatter(prog, width=min(shutil.get_terminal_size().columns, TEXT_WIDTH))
+
+
 def _add_search(commands: Any) -> None:
-    parser = commands.add_parser("search", help="find how to run a function on a mesh; no devices are needed")
+    parser = commands.add_parser(
+        "search", help="find how to run a function on a mesh; no devices are needed", formatter_class=_help_formatter
+    )
     parser.add_argument("function", metavar="MODULE:FUNCTION", help="the function: a whole training step, say")
     parser.add_argument(
         "--args",
@@ -79,14 +89,18 @@ def _add_search(commands: Any) -> None:
 
 
 def _add_show(commands: Any) -> None:
-    parser = commands.add_parser("show", help="print a plan that was saved, of `search` or of `bilevel`")
+    parser = commands.add_parser(
+        "show", help="print a plan that was saved, of `search` or of `bilevel`", formatter_class=_help_formatter
+    )
     parser.add_argument("plan", metavar="PLAN.json")
     parser.add_argument("--html", metavar="FILE", help="write it as a page instead")
     parser.set_defaults(run=show_plan)
 
 
 def _add_solve(commands: Any) -> None:
-    parser = commands.add_parser("solve", help="solve an instance in the format of the IOPDDL contest")
+    parser = commands.add_parser(
+        "solve", help="solve an instance in the format of the IOPDDL contest", formatter_class=_help_formatter
+    )
     parser.add_argument("instance", metavar="INSTANCE.json[.gz]")
     parser.add_argument("--output", metavar="FILE", help="write the solution there instead of stdout")
     parser.add_argument(

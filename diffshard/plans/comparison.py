@@ -1,28 +1,25 @@
 """Plans of one function, each with its predictions and with what XLA compiled it to: as data, as a table, as a page."""
 
-import io
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-
-from rich.console import Console
-from rich.table import Table
 
 from diffshard.plans.formats import format_bytes, format_devices, format_s, short_name
 from diffshard.plans.lanes import Lane, lane_elements
 from diffshard.plans.notebook import framed
 from diffshard.plans.page_elements import COLOURS, COMPUTE, cards, document, escape, plain_bar, table
+from diffshard.plans.text_table import format_table, wrapped
 
-_WIDTH = 160  # of the table in characters, more than it takes: a string is as wide as it needs to be
 _COLUMNS = (
-    "plan", "executor", "step: predicted", "timeline", "sent: predicted", "compiled", "peak: predicted", "compiled"
-)  # fmt: skip
+    ("", "", "step", "", "sent", "", "peak", ""),
+    ("plan", "executor", "predicted", "timeline", "predicted", "compiled", "predicted", "compiled"),
+)
 # Each column says what it is, because on a narrow screen it stands alone.
 _COLUMN_TITLES = (
     "plan", "executor", "step: predicted", "step: timeline", "sent: predicted", "sent: compiled", "peak: predicted",
     "peak: compiled",
 )  # fmt: skip
-_QUANTITIES = range(2, len(_COLUMNS))
+_QUANTITIES = range(2, len(_COLUMN_TITLES))
 _UNKNOWN = "-"
 
 
@@ -88,15 +85,10 @@ class Comparison:
         return (*own, *self.notes)
 
     def __str__(self) -> str:
-        shown = Table(title=_title(self), title_justify="left", title_style="none")
-        for index, column in enumerate(_COLUMNS):
-            shown.add_column(column, justify="right" if index in _QUANTITIES else "left")
-        for row in self.rows:
-            shown.add_row(*_cells(row, self.best))
-        text = io.StringIO()
-        Console(file=text, width=_WIDTH, color_system=None).print(shown)
-        lines = [line.rstrip() for line in text.getvalue().splitlines()]
-        return "\n".join([*lines, *(f"  {note}" for note in self.all_notes)])
+        cells = (*_COLUMNS, *(_cells(row, self.best) for row in self.rows))
+        lines = [*wrapped(_title(self)), "", *format_table(cells, "  ", right=_QUANTITIES, wrap=(0,))]
+        notes = [line for note in self.all_notes for line in wrapped(note, "  ", "    ")]
+        return "\n".join([*lines, *([""] if notes else []), *notes])
 
     def html(self) -> str:
         """Returns the comparison as a self-contained page for a browser."""

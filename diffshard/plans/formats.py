@@ -1,12 +1,13 @@
-"""Quantities, types and tables as text, for everything that shows plans."""
+"""Quantities and types as text, for everything that shows plans."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Protocol
 
 from search_spaces.partition_specs import NamedSpec
 
 _NO_SHARE = 1e-8  # less is rounding of float64 sums
+_NO_SECONDS = 0.5e-11  # less would be written as 0.00 ns
 
 
 def format_s(seconds: float) -> str:
@@ -14,7 +15,7 @@ def format_s(seconds: float) -> str:
     for unit, size in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
         if abs(seconds) >= 0.9995 * size:
             return f"{_three_digits(seconds / size)} {unit}"
-    return "0 s" if seconds == 0 else f"{_three_digits(seconds / 1e-9)} ns"
+    return "0 s" if abs(seconds) < _NO_SECONDS else f"{_three_digits(seconds / 1e-9)} ns"
 
 
 def format_bytes(num_bytes: float) -> str:
@@ -25,6 +26,11 @@ def format_bytes(num_bytes: float) -> str:
         if abs(num_bytes) >= 0.9995 * size:
             return f"{_three_digits(num_bytes / size)} {unit}"
     return f"{num_bytes:.0f} B"
+
+
+def is_shown(num_bytes: float) -> bool:
+    """Tells whether bytes are not written as `0 B`; rows of nothing are left out."""
+    return num_bytes > 0.5
 
 
 def format_count(number: int, noun: str) -> str:
@@ -74,18 +80,6 @@ class Array(Protocol):
 def format_array(array: Array) -> str:
     """Writes the type of an array as JAX does: `float32[512,2048]`."""
     return f"{array.dtype}[{','.join(map(str, array.shape))}]"
-
-
-def format_table(rows: Sequence[Sequence[str]], indent: str, right: Sequence[int] = ()) -> list[str]:
-    """Returns lines of columns as wide as their widest cells, two spaces apart; columns `right` align to the right."""
-    if not rows:
-        return []
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = []
-    for row in rows:
-        cells = [c.rjust(w) if i in right else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))]
-        lines.append((indent + "  ".join(cells)).rstrip())
-    return lines
 
 
 def _three_digits(value: float) -> str:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from diffshard.plans.base import PlanData
-from diffshard.plans.formats import format_bytes, format_s
+from diffshard.plans.formats import format_bytes, format_s, is_shown
 from diffshard.plans.layer_passes import Direction, direction_of
 from diffshard.plans.layers import Layer, layers_of_operations
 from diffshard.plans.page_elements import escape
@@ -68,7 +68,8 @@ def layer_traffic(plan: PlanData, shown_layers: Sequence[Layer]) -> LayerTraffic
             entry[i] += amount
     flows = [(key[0], LayerFlow(*key[1:], *entry)) for key, entry in totals.items()]
     flows.sort(key=lambda pair: [order.get(name, len(order)) for name in pair[1][:2]])
-    inside, between = (tuple(flow for is_inside, flow in flows if is_inside == wanted) for wanted in (True, False))
+    shown_flows = [(is_inside, flow) for is_inside, flow in flows if is_shown(flow.num_bytes)]
+    inside, between = (tuple(f for is_inside, f in shown_flows if is_inside == wanted) for wanted in (True, False))
     return LayerTraffic(between, inside, unknown_bytes)
 
 

@@ -5,7 +5,7 @@ from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
 from diffshard.plans.base import Operation, PlanData
-from diffshard.plans.formats import format_array
+from diffshard.plans.formats import format_array, is_shown
 from diffshard.plans.patterns import group_names, readable_path
 from diffshard.plans.summary import Communication, communication, device_bytes, module_path, modules_of, result_type
 from search_spaces.partition_specs import NamedSpec
@@ -170,6 +170,8 @@ def _argument_parts(operations: _Operations, members: Sequence[int], layer: str)
         spec, array = keys[group.members[0]]
         indices = [members[m] for m in group.members]
         size = sum(device_bytes(operations.plan, operations.plan.arguments[i]) for i in indices)
+        if not is_shown(size):
+            continue
         seconds = sum(operations.communication.seconds[i] for i in indices)
         collectives = operations.collectives(*indices)
         parts.append(LayerPart(group.pattern, spec, array, len(indices), seconds, size, collectives, ""))

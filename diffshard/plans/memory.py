@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from diffshard.plans.base import HeldTensor, PlanData
 from diffshard.plans.drawings import Curve, Mark, largest_in_columns, plot, strip
-from diffshard.plans.formats import format_bytes, format_count
+from diffshard.plans.formats import format_bytes, format_count, is_shown
 from diffshard.plans.layer_passes import LayerPass, direction_of, layer_passes, operations_before
 from diffshard.plans.page_elements import COLOURS, COMPUTE, bar, escape, table
 from diffshard.plans.patterns import group_names
@@ -39,7 +39,7 @@ class HeldGroup(NamedTuple):
 
 def held_groups(plan: PlanData) -> list[HeldGroup]:
     """Returns what is in memory at the peak, the largest groups first; empty for plans without a profile."""
-    held = plan.memory.at_peak if plan.memory else ()
+    held = [t for t in plan.memory.at_peak if is_shown(t.num_bytes)] if plan.memory else []
     keys = [(result_type(plan.operations[t.operation], t.result), _origin(plan, t), t.num_bytes) for t in held]
     names = [_name(plan, t) for t in held]
     groups = []

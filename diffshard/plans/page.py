@@ -6,7 +6,15 @@ from collections.abc import Sequence
 from diffshard.plans.base import PlanData
 from diffshard.plans.comparison import page_elements
 from diffshard.plans.drawings import Curve, Mark, plot
-from diffshard.plans.formats import format_array, format_bytes, format_percent, format_s, format_spec, short_name
+from diffshard.plans.formats import (
+    format_array,
+    format_bytes,
+    format_percent,
+    format_s,
+    format_spec,
+    is_shown,
+    short_name,
+)
 from diffshard.plans.layer_flows import LayerTraffic, flow_elements, flows_below, inside_element, layer_traffic
 from diffshard.plans.layers import Layer, LayerPart, layers
 from diffshard.plans.memory import memory_elements
@@ -77,7 +85,8 @@ def _cards(plan: PlanData) -> str:
 
 def _time(plan: PlanData) -> str:
     pieces = [("computing", plan.compute_s, format_s(plan.compute_s), COMPUTE)]
-    for i, total in enumerate(collective_totals(plan)):
+    totals = [total for total in collective_totals(plan) if is_shown(total.num_bytes)]
+    for i, total in enumerate(totals):
         amounts = f"{format_s(total.seconds)}, {total.count:,.0f}×, {format_bytes(total.num_bytes)}"
         pieces.append((f"{total.kind} {total.axis}", total.seconds, amounts, COLOURS[i % len(COLOURS)]))
     return f"<h2>Time of a step</h2>{bar(pieces, plan.step_s)}"
@@ -148,6 +157,8 @@ def _argument_table(plan: PlanData, fills: dict[frozenset[str], str]) -> str:
     rows = []
     for group in alike_arguments(plan):
         members = [plan.arguments[i] for i in group.members]
+        if not is_shown(sum(t.num_bytes for t in members)):
+            continue
         first = members[0]
         swatch = f'<i class=swatch style="background:{fills[_axes(first.spec)]}"></i>'
         rows.append(

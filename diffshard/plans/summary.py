@@ -5,7 +5,7 @@ import re
 from typing import NamedTuple
 
 from diffshard.plans.base import Operation, PlanData, Tensor
-from diffshard.plans.formats import format_percent, format_s, format_spec
+from diffshard.plans.formats import format_percent, format_s, format_spec, is_shown
 from diffshard.plans.patterns import NamePattern, group_names, readable_path
 from search_spaces.partition_specs import NamedSpec
 
@@ -50,7 +50,7 @@ class Communication(NamedTuple):
 
     Attributes:
       seconds: for each operation, in one step.
-      kinds: for each operation the (kind, axis) of its collectives, each once.
+      kinds: for each operation the (kind, axis) of its collectives, each once, without those of 0 bytes.
     """
 
     seconds: list[float]
@@ -75,7 +75,8 @@ def communication(plan: PlanData) -> Communication:
     kinds: list[dict[tuple[str, str], None]] = [{} for _ in plan.operations]
     for c in plan.collectives:
         seconds[c.operation] += c.seconds
-        kinds[c.operation][c.kind, c.axis] = None
+        if is_shown(c.num_bytes * c.count):
+            kinds[c.operation][c.kind, c.axis] = None
     return Communication(seconds, [tuple(k) for k in kinds])
 
 
@@ -153,7 +154,7 @@ def verdict(plan: PlanData) -> str:
         "interrupted": "the best found when it was interrupted",
     }.get(plan.status, "the best that the solver found")
     if plan.status == "optimal":
-        return quality if plan.gap < 1e-8 else f"{quality} by more than that"
+        return quality if plan.gap < 1e-8 else f"{quality} by more"
     if not math.isfinite(plan.lower_bound_s) or plan.lower_bound_s <= 0:
         return f"{quality}; no bound was reached"
     return f"{quality}, at most {format_percent(plan.gap)} of it could be saved"

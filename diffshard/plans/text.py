@@ -1,6 +1,7 @@
 """A plan as text: what is sharded how, why, what it costs, and how far from optimal it is at most."""
 
 import math
+from collections.abc import Sequence
 
 from diffshard.plans.base import PlanData
 from diffshard.plans.formats import (
@@ -10,7 +11,7 @@ from diffshard.plans.formats import (
     format_percent,
     format_s,
     format_spec,
-    format_table,
+    is_shown,
     short_name,
 )
 from diffshard.plans.summary import (
@@ -21,6 +22,7 @@ from diffshard.plans.summary import (
     reason,
     verdict,
 )
+from diffshard.plans.text_table import format_table, wrapped
 
 MAX_OPERATIONS = 24
 """Lines for operations, the most expensive ones: about as many as fit on a screen beside the rest of the text."""
@@ -32,14 +34,15 @@ def format_plan(plan: PlanData) -> str:
     if plan.comparison:
         parts.append(str(plan.comparison))
     if plan.notes:
-        parts.append("Notes\n" + "\n".join(f"  {note}" for note in plan.notes))
+        parts.append("\n".join(["Notes", *(line for note in plan.notes for line in wrapped(note, "  ", "    "))]))
     return "\n\n".join(parts)
 
 
 def _header(plan: PlanData) -> str:
     communication_s = plan.step_s - plan.compute_s
+    title = f"Plan of {short_name(plan.function)} on {format_devices(plan.mesh_axes)}, {plan.hardware.name}"
     lines = [
-        f"Plan of {short_name(plan.function)} on {format_devices(plan.mesh_axes)}, {plan.hardware.name}",
+        *wrapped(title, "", "  "),
         "",
         f"  step     {format_s(plan.step_s)} predicted: computing {format_s(plan.compute_s)}, "
         f"communicating {format_s(communication_s)}",
@@ -47,13 +50,14 @@ def _header(plan: PlanData) -> str:
     rows = [
         ("", total.kind, total.axis, f"{total.count:,.0f}x", format_bytes(total.num_bytes), format_s(total.seconds))
         for total in collective_totals(plan)
+        if is_shown(total.num_bytes)
     ]
     lines += format_table(rows, "        ", right=(3, 4, 5))
     limit = plan.memory_limit_bytes
     share = "" if math.isinf(limit) else f" of {format_bytes(limit)} ({plan.peak_bytes / limit:.0%})"
     lines.append(f"  memory   {format_bytes(plan.peak_bytes)} at the peak on each device{share}")
     bound = format_s(plan.lower_bound_s) if math.isfinite(plan.lower_bound_s) else "none"
-    lines.append(f"  bound    {bound}, gap {format_percent(plan.gap)}: {verdict(plan)}")
+    lines += wrapped(f"{bound}, gap {format_percent(plan.gap)}: {verdict(plan)}", "  bound    ", " " * 11)
     lines.append(f"  search   {format_s(plan.search_s)}, solver {plan.solver}, {plan.status}")
     return "\n".join(lines)
 
@@ -67,11 +71,13 @@ def _arguments(plan: PlanData) -> str:
     rows = [("name", "", "type", "sharding", "device", "next best, what it adds")]
     for group in alike_arguments(plan):
         tensors = [plan.arguments[i] for i in group.members]
+        if not is_shown(sum(t.num_bytes for t in tensors)):
+            continue
         times = f"{len(tensors)}x" if len(tensors) > 1 else ""
         size = format_bytes(sum(device_bytes(plan, t) for t in tensors))
         first = tensors[0]
         rows.append((group.pattern, times, format_array(first), format_spec(first.spec), size, reason(plan, first)))
-    return "\n".join([title, "", *format_table(rows, "  ", right=(1, 4))])
+    return "\n".join([title, "", *format_table(rows, "  ", right=(1, 4), wrap=(0, 5))])
 
 
 def _operations(plan: PlanData) -> str:
@@ -79,18 +85,27 @@ def _operations(plan: PlanData) -> str:
     by_cost = sorted(range(len(groups)), key=lambda i: -(groups[i].compute_s + groups[i].collective_s))
     top_groups = [groups[i] for i in sorted(by_cost[:MAX_OPERATIONS])]
     others = [groups[i] for i in sorted(by_cost[MAX_OPERATIONS:])]
-    rows = [("name", "", "result", "sharding", "compute", "communicate", "", "next best, what it adds")]
+    rows = [("name", "", "result", "sharding", "takes", "next best, what it adds")]
     for g in top_groups:
-        kinds = ", ".join(f"{kind} {axis}" for kind, axis in g.collectives)
         times = f"{len(g.operations)}x" if len(g.operations) > 1 else ""
-        communicate = format_s(g.collective_s) if g.collective_s else ""
+        computing = format_s(g.compute_s) if g.compute_s else ""
         why = reason(plan, plan.operations[min(g.operations)])
-        rows.append((g.name, times, g.result, format_spec(g.spec), format_s(g.compute_s), communicate, kinds, why))
+        rows.append((g.name, times, g.result, format_spec(g.spec), computing, why))
+        if g.collectives:
+            rows.append((f"  + {_collectives(g.collectives)}", "", "", "", format_s(g.collective_s), ""))
     count = sum(operation.kind == "operation" for operation in plan.operations)
     title = f"Operations: {count:,}, the {len(top_groups)} most expensive kinds, in program order"
-    lines = [title, "", *format_table(rows, "  ", right=(1, 4, 5))]
+    lines = [title, "", *format_table(rows, "  ", right=(1, 4), wrap=(0, 5))]
     if others:
         others_s = sum(g.compute_s + g.collective_s for g in others)
         share = others_s / max(plan.step_s, 1e-30)
         lines.append(f"  ... and {len(others)} more kinds, {format_s(others_s)} together ({share:.0%})")
     return "\n".join(lines)
+
+
+def _collectives(kinds_and_axes: Sequence[tuple[str, str]]) -> str:
+    """Writes collectives with all axes of a kind beside it: `all_gather data, model`."""
+    axes: dict[str, list[str]] = {}
+    for kind, axis in kinds_and_axes:
+        axes.setdefault(kind, []).append(axis)
+    return "; ".join(f"{kind} {', '.join(names)}" for kind, names in axes.items())

@@ -10,6 +10,7 @@ from diffshard.bilevel_search.plans.text import (
     chosen_and_exact_bytes,
     format_plan,
     has_traffic,
+    is_shown_node,
     schedule_line,
     title,
     traffic_texts,
@@ -79,6 +80,8 @@ def _nodes(plan: BilevelPlanData) -> str:
     rows = []
     for node in plan.nodes:
         num_bytes = chosen_and_exact_bytes(node)
+        if not is_shown_node(node):
+            continue
         seconds = (node.seconds, node.exact_seconds)
         rows.append(
             (node.name, *traffic_texts(node), node.strategy, *map(format_bytes, num_bytes), *map(format_s, seconds))

@@ -1,7 +1,8 @@
 """A plan of the bilevel search as text: what each node takes, and what that saves and costs."""
 
 from diffshard.bilevel_search.plans.base import BilevelPlanData, NodePlan
-from diffshard.plans.formats import format_bytes, format_count, format_devices, format_s, format_table
+from diffshard.plans.formats import format_bytes, format_count, format_devices, format_s, is_shown
+from diffshard.plans.text_table import format_table, wrapped
 
 _MAX_CANDIDATES = 12
 """Lines of the table of candidates; the page shows all of them."""
@@ -76,6 +77,15 @@ def chosen_and_exact_bytes(node: NodePlan) -> tuple[float, float]:
     return (node.traffic.sent_bytes if node.traffic else 0.0), node.exact_sent_bytes
 
 
+def is_shown_node(node: NodePlan) -> bool:
+    """Tells whether a node sends something or was decided; groups of sites that never run do neither."""
+    return node.strategy != node.exact_strategy or any(map(is_shown, chosen_and_exact_bytes(node)))
+
+
+def _bytes_or_dash(num_bytes: float) -> str:
+    return format_bytes(num_bytes) if is_shown(num_bytes) else "-"
+
+
 def _header(plan: BilevelPlanData) -> str:
     rows = [
         ("step", seconds_line(plan)),
@@ -94,14 +104,18 @@ def _nodes(plan: BilevelPlanData) -> str:
             ("name", "chosen", "takes"),
             *((node.name, node.strategy, format_s(node.seconds)) for node in plan.nodes),
         ]
-        return "\n".join(["Choices", "", *format_table(rows, "  ", right=(2,))])
-    rows = [("name", "direction", "collective", "", "chosen", "sends", "exact", "takes", "exact")]
+        return "\n".join(["Choices", "", *format_table(rows, "  ", right=(2,), wrap=(0, 1))])
+    rows = [("name", "collective", "", "chosen", "sends", "exact", "takes", "exact")]
     for node in plan.nodes:
-        chosen_bytes, exact_bytes = (format_bytes(num_bytes) for num_bytes in chosen_and_exact_bytes(node))
+        if not is_shown_node(node):
+            continue
+        chosen_bytes, exact_bytes = map(_bytes_or_dash, chosen_and_exact_bytes(node))
         times = (format_s(node.seconds), format_s(node.exact_seconds))
-        rows.append((node.name, *traffic_texts(node), node.strategy, chosen_bytes, exact_bytes, *times))
+        direction, collective, count = traffic_texts(node)
+        name = node.name if node.name.endswith(direction) else f"{node.name} {direction}"
+        rows.append((name, collective, count, node.strategy, chosen_bytes, exact_bytes, *times))
     heading = f"Groups of sites: {len(plan.nodes)}, {num_changed} of them differ from the exact choice"
-    return "\n".join([heading, "", *format_table(rows, "  ", right=(3, 5, 6, 7, 8))])
+    return "\n".join([heading, "", *format_table(rows, "  ", right=(2, 4, 5, 6, 7), wrap=(0, 1))])
 
 
 def _candidates(plan: BilevelPlanData) -> str:
@@ -114,8 +128,12 @@ def _candidates(plan: BilevelPlanData) -> str:
         rows.append((format_s(candidate.seconds), loss, increase, f"{candidate.record.steps:,} steps", candidate.name))
     heading = f"Candidates: {len(table)} trained from the start for {steps:,} steps in all, the best first"
     more = [f"  ... and {len(table) - _MAX_CANDIDATES} more"] if len(table) > _MAX_CANDIDATES else []
-    return "\n".join([heading, "", *format_table(rows, "  ", right=(0, 1, 2, 3)), *more])
+    return "\n".join([heading, "", *format_table(rows, "  ", right=(0, 1, 2, 3), wrap=(4,)), *more])
 
 
 def _notes(plan: BilevelPlanData) -> str:
-    return "\n".join(["Notes", "", *(f"  {note}" for note in plan.notes)]) if plan.notes else ""
+    return (
+        "\n".join(["Notes", "", *(line for note in plan.notes for line in wrapped(note, "  ", "    "))])
+        if plan.notes
+        else ""
+    )

@@ -74,7 +74,7 @@ def test_a_branch_that_is_not_chosen_sends_nothing():
     assert all(group.seconds == 0 and group.traffic.sent_bytes == 0 for group in inside if group.traffic)
     assert sum(group.seconds for group in plan.nodes) == pytest.approx(seconds(space, own))
     assert plan.sent_bytes == pytest.approx(sent_bytes(space, own))
-    assert re.search(r"mixer.* alternatives +1x  own +0 B +0 B +0 s +0 s", str(plan))
+    assert re.search(r"mixer.* alternatives +1x  own +- +- +0 s +0 s", str(plan))
 
 
 def _plan_in_branches(functions, chosen: dict[str, int]):
@@ -143,7 +143,7 @@ def test_text_tells_predicted_from_measured():
     assert "+0.0125 over the exact choice's, predicted by the search, not measured; 0.02 allowed" in predicted
     assert "+0.0125 over the exact choice's, measured by training; 0.02 allowed" in measured
     assert "Groups of sites: 4, 3 of them differ from the exact choice" in predicted
-    assert re.search(r"mlp/all_reduce forward +forward +all_reduce model +2x  int8 +432 B +1.50 KiB", predicted)
+    assert re.search(r"mlp/all_reduce +all_reduce model +2x  int8 +432 B +1.50 KiB", predicted)
     assert "Candidates" not in predicted
     assert "Candidates: 4 trained from the start for 24 steps in all" in measured
     assert "schedule" not in measured

@@ -1,0 +1,79 @@
+"""Text that fits a terminal: tables whose cells wrap, and sentences that go on below where they began."""
+
+import re
+from collections.abc import Sequence
+
+TEXT_WIDTH = 100
+"""Columns of everything that is printed: half of a wide screen, and what mails and reviews show without scrolling."""
+
+_LEAST_COLUMN = 10  # characters of a column that wraps: enough for the words of names and reasons
+_COMFORTABLE_COLUMN = 26  # the columns named first do not become narrower than this before others wrap
+_PIECES = re.compile(r"[^\s/,+]*(?:[/,+][ ]?|[ ]|$)")  # where a cell may go on in the next line
+_UNITS = re.compile(r"(?<=[\d.]) (?=[nµm]?s\b|[KMGT]?i?B\b)")  # a number stays with its unit
+_FIXED_SPACE = "\u00a0"
+
+
+def format_table(
+    rows: Sequence[Sequence[str]], indent: str, right: Sequence[int] = (), wrap: Sequence[int] = ()
+) -> list[str]:
+    """Returns lines of columns, two spaces apart, that are at most `TEXT_WIDTH` wide.
+
+    Columns are as wide as their widest cells; where that is too much, cells go on in further lines.
+
+    Args:
+      rows: cells of text, equally many in each row.
+      indent: what stands before each line.
+      right: columns of numbers, which align to the right and do not wrap.
+      wrap: columns that wrap before others do, in this order.
+    """
+    if not rows:
+        return []
+    widths = _widths(rows, TEXT_WIDTH - len(indent), right, wrap)
+    lines = []
+    for row in rows:
+        cells = [_pieces(_UNITS.sub(_FIXED_SPACE, cell), width) for cell, width in zip(row, widths, strict=True)]
+        for line in range(max(map(len, cells))):
+            texts = zip([cell[line] if line < len(cell) else "" for cell in cells], widths, strict=True)
+            aligned = [text.rjust(w) if i in right else text.ljust(w) for i, (text, w) in enumerate(texts)]
+            lines.append((indent + "  ".join(aligned)).rstrip().replace(_FIXED_SPACE, " "))
+    return lines
+
+
+def wrapped(text: str, indent: str = "", further_indent: str | None = None) -> list[str]:
+    """Returns a sentence as lines of at most `TEXT_WIDTH`, further ones indented by `further_indent`."""
+    further = indent if further_indent is None else further_indent
+    first, *others = _pieces(text, TEXT_WIDTH - max(len(indent), len(further)), hang="")
+    return [indent + first, *(further + line for line in others)]
+
+
+def _widths(rows: Sequence[Sequence[str]], whole: int, right: Sequence[int], wrap: Sequence[int]) -> list[int]:
+    """Returns the width of each column, so that all of them fit into `whole` characters."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    too_much = sum(widths) + 2 * (len(widths) - 1) - whole
+    for i in wrap:
+        less = max(min(too_much, widths[i] - _COMFORTABLE_COLUMN), 0)
+        widths[i] -= less
+        too_much -= less
+    can_wrap = [i for i in range(len(widths)) if i not in right]
+    while too_much > 0 and (widest := max((widths[i] for i in can_wrap), default=0)) > _LEAST_COLUMN:
+        widths[max(i for i in can_wrap if widths[i] == widest)] -= 1
+        too_much -= 1
+    return widths
+
+
+def _pieces(text: str, width: int, hang: str = "  ") -> list[str]:
+    """Cuts a text into lines, between words and parts of names where it can; further lines begin with `hang`."""
+    if len(text) <= width:
+        return [text]
+    lines, line = [], ""
+    for piece in filter(None, _PIECES.findall(text)):
+        rest = piece
+        if len(line + rest.rstrip()) > width and line.strip():
+            lines.append(line.rstrip())
+            line = hang
+        while len(line + rest.rstrip()) > width:
+            cut = width - len(line)
+            lines.append(line + rest[:cut])
+            line, rest = hang, rest[cut:]
+        line += rest
+    return [*lines, line.rstrip()] if line.strip() else lines
