@@ -6,6 +6,7 @@ Each is a function `(state, batch, mesh) -> HandPlan` for abstract or real argum
 """
 
 import functools
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -14,9 +15,12 @@ from flax import linen as nn
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from cost.presets import preset
 from diffshard.experts import shardings
 from diffshard.experts.arguments import describe_arguments
 from diffshard.experts.base import ExpertMesh
+from diffshard.sharding_search.call import call_of
+from diffshard.sharding_search.options import Options
 
 # What the words for layers do not say: the experts of a mixture are split by expert, and their router is whole.
 TENSOR_DIMENSIONS: dict[tuple[str, ...], int | None] = {
@@ -49,13 +53,16 @@ Expert = Callable[[Any, Any, Mesh | AbstractMesh], HandPlan]
 
 def hand_plan(expert: shardings.Expert, state: Any, batch: Any, mesh: Mesh | AbstractMesh) -> HandPlan:
     """Returns an expert's plan for a training step."""
-    leaves, structure = jax.tree_util.tree_flatten_with_path((state, batch))
-    is_state = [path[0].idx == 0 for path, _ in leaves]
-    paths = [jax.tree_util.keystr(path) for path, _ in leaves]
-    arguments = describe_arguments((state, batch), is_state, paths)
+
+    def step(state: Any, batch: Any) -> tuple[Any, Any]:
+        return state, batch
+
+    hardware = preset("h100", dict(mesh.shape))  # of which experts know nothing
+    call = call_of(Options(fn=step, mesh=mesh, hardware=hardware, memory_limit_bytes=math.inf), (state, batch), {})
+    arguments = describe_arguments(call, [number == 0 for number in call.numbers])
     expert_shardings = expert(arguments, ExpertMesh(dict(mesh.shape), mesh.axis_names[-1]), TENSOR_DIMENSIONS)
     named_shardings = [NamedSharding(mesh, spec) for spec in expert_shardings.specs]
-    state_shardings, batch_shardings = jax.tree.unflatten(structure, named_shardings)
+    state_shardings, batch_shardings = jax.tree.unflatten(jax.tree.structure((state, batch)), named_shardings)
     return HandPlan(state_shardings, batch_shardings, dict(expert_shardings.rules))
 
 

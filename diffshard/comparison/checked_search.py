@@ -8,7 +8,7 @@ holds for XLA's number: where no program of the found plan fits, the search gets
 import math
 import time
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import jax
 import numpy as np
@@ -29,7 +29,7 @@ from diffshard.sharding_search.options import Options
 from diffshard.sharding_search.plan import Plan
 from diffshard.sharding_search.planning import find_plan
 from diffshard.sharding_search.request import PlanRequest
-from diffshard.sharding_search.tracing import TracedFunction, space_of, trace_function
+from diffshard.sharding_search.tracing import TracedFunction, space_of, trace_call
 from search_spaces.sharding.space import ShardingSpace
 
 Check = Literal["shardy", "compile"]
@@ -52,8 +52,7 @@ def plan_by_shardy(request: PlanRequest) -> Plan:
     plan = find_plan(request)
     axes = dict(plan.mesh_axes)
     flat = flat_function(plan, request.traced_function, request.space, request.options.mesh.abstract_mesh)
-    args = jax.tree.leaves(request.traced_function.args)
-    lowered = flat.jit().trace(*args).lower(lowering_platforms=(jax.default_backend(),))
+    lowered = flat.jit().trace(*request.traced_function.call.arrays).lower(lowering_platforms=(jax.default_backend(),))
     partitioned = sent_bytes(with_reduce_scatters(explicit_collectives(lowered), axes), axes)
     predicted = predicted_sent_bytes(plan.collectives, axes)
     notes = plan.notes
@@ -126,14 +125,13 @@ class _CompiledPlans:
 
     def add_experts(self, traced_function: TracedFunction) -> None:
         """Adds the plans of experts, unless the user has given shardings, which these would not keep."""
-        if self.options.in_shardings is not None or any(spec is not None for spec in traced_function.carried):
+        if any(spec is not None for spec in traced_function.call.given):
             self.notes.append("No expert's plan takes part, because shardings are given.")
             return
-        args = _all_arguments(self.options, traced_function)
-        plans = plans_of_experts(replace(self.options, executor="propagation"), args, traced_function)
+        plans = plans_of_experts(replace(self.options, executor="propagation"), traced_function)
         for name, plan in plans.items():
             options = replace(self.options, logical_axis_rules=plan.logical_axis_rules)
-            by_rules = trace_function(options, args) if plan.logical_axis_rules else traced_function
+            by_rules = trace_call(options, traced_function.call) if plan.logical_axis_rules else traced_function
             self.expert_plans.append(CompilablePlan(name, plan, by_rules, space_of(options, by_rules)))
         self.notes += [f"{name} is left out: {reason}" for name, reason in plans.left_out.items()]
 
@@ -213,10 +211,3 @@ def _verdict(row: ComparedPlan, comparison: Comparison) -> str:
         f"Of {count} programs compiled for {comparison.target}, {name} is the fastest that fits: "
         f"{format_s(row.timeline_s)} in the timeline."
     )
-
-
-def _all_arguments(options: Options, traced_function: TracedFunction) -> list[Any]:
-    """Returns the arguments of a traced function with the static ones at their places."""
-    dynamic, static = iter(traced_function.args), iter(traced_function.static)
-    count = len(traced_function.args) + len(traced_function.static)
-    return [next(static) if i in options.static_argnums else next(dynamic) for i in range(count)]

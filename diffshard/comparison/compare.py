@@ -112,5 +112,5 @@ def _compilable_plan(name: str, plan: Any, options: Options, args: Sequence[Any]
         logical_axis_rules=plan.logical_axis_rules,
     )
     traced_function = trace_function(options, args)
-    plan.check_arguments(traced_function.args)
+    plan.check_call(traced_function.call)
     return CompilablePlan(name, replace(plan, mesh=options.mesh), traced_function, space_of(options, traced_function))

@@ -3,8 +3,6 @@
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-import jax
-
 from diffshard.checks.compilation import CompiledStep, compile_steps
 from diffshard.checks.compile_process import Job
 from diffshard.checks.spans import COMPUTE
@@ -67,7 +65,7 @@ def _job(compilable: CompilablePlan, target: Target) -> Job:
     assert plan.mesh is not None
     # Without devices, so that one that is here does not stand in the way of lowering for another platform.
     flat = flat_function(plan, traced_function, space, plan.mesh.abstract_mesh)
-    step = flat.export_for(target.platform, jax.tree.leaves(traced_function.args))
+    step = flat.export_for(target.platform, traced_function.call.arrays)
     return Job(step, flat.donate_argnums, dict(plan.mesh_axes), target, flat.compiler_options)
 
 

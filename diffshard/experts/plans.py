@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import jax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from cost.base import Hardware
@@ -18,7 +17,7 @@ from diffshard.sharding_search.options import DEFAULT_SOLVER, Options, hardware_
 from diffshard.sharding_search.plan import Plan
 from diffshard.sharding_search.planning import find_plan
 from diffshard.sharding_search.request import PlanRequest
-from diffshard.sharding_search.tracing import TracedFunction, space_of, trace_function
+from diffshard.sharding_search.tracing import TracedFunction, space_of, trace_call, trace_function
 
 BY_RULES = "logical axis rules"
 """The name of the plan that follows a user's own rules."""
@@ -117,7 +116,6 @@ def expert_plans(
     )
     return plans_of_experts(
         options,
-        args,
         trace_function(options, args),
         names=tuple(EXPERTS) if names is None else names,
         state_argnums=None if state_argnums is None else positions(state_argnums),
@@ -128,7 +126,6 @@ def expert_plans(
 
 def plans_of_experts(
     options: Options,
-    args: Sequence[Any],
     traced_function: TracedFunction,
     *,
     names: Sequence[str] = tuple(EXPERTS),
@@ -137,7 +134,7 @@ def plans_of_experts(
     dimensions: Mapping[tuple[str, ...], int | None] | None = None,
 ) -> ExpertPlans:
     """Returns `expert_plans` for checked options and a function that is traced already, without rules."""
-    arguments = arguments_of(options, args, traced_function, state_argnums)
+    arguments = arguments_of(traced_function, state_argnums)
     expert_mesh = expert_mesh_of(options)
     plans: dict[str, Plan] = {}
     left_out: dict[str, str] = {}
@@ -147,7 +144,7 @@ def plans_of_experts(
                 shardings = _by_rules(arguments, rules)
             else:
                 shardings = EXPERTS[name](arguments, expert_mesh, dimensions or {})
-            plans[name] = _completed(name, shardings, options, args, traced_function)
+            plans[name] = _completed(name, shardings, options, traced_function)
         except DoesNotApplyError as error:
             left_out[name] = str(error)
         except InfeasibleError as error:  # its first sentence says how much memory is needed, the next what to do
@@ -155,24 +152,17 @@ def plans_of_experts(
     return ExpertPlans(plans, left_out)
 
 
-def arguments_of(
-    options: Options, args: Sequence[Any], traced_function: TracedFunction, state_argnums: tuple[int, ...] | None
-) -> list[Argument]:
+def arguments_of(traced_function: TracedFunction, state_argnums: tuple[int, ...] | None) -> list[Argument]:
     """Returns what experts know about the flat arguments of a traced function."""
-    numbers = [
-        number
-        for number, argument in enumerate(args)
-        if number not in options.static_argnums
-        for _ in jax.tree.leaves(argument)
-    ]
+    call = traced_function.call
     if state_argnums is not None:
-        is_state = [number in state_argnums for number in numbers]
+        is_state = [number in state_argnums for number in call.numbers]
     else:
         updated = {argument for argument in traced_function.graph.feedback if argument is not None}
-        is_state = [i in updated or is_donated for i, is_donated in enumerate(traced_function.donated)]
+        is_state = [i in updated or is_donated for i, is_donated in enumerate(call.donated)]
     if not any(is_state) and state_argnums is None:
-        is_state = [number == numbers[0] for number in numbers]
-    return describe_arguments(options.dynamic(args), is_state, traced_function.paths)
+        is_state = [number == call.numbers[0] for number in call.numbers]
+    return describe_arguments(call, is_state)
 
 
 def expert_mesh_of(options: Options) -> ExpertMesh:
@@ -183,16 +173,12 @@ def expert_mesh_of(options: Options) -> ExpertMesh:
     return ExpertMesh(sizes, min(reversed(longer), key=lambda axis: seconds[axis]))
 
 
-def _completed(
-    name: str, shardings: ExpertShardings, options: Options, args: Sequence[Any], traced_function: TracedFunction
-) -> Plan:
+def _completed(name: str, shardings: ExpertShardings, options: Options, traced_function: TracedFunction) -> Plan:
     """Returns the fastest plan that has an expert's shardings of arguments and activations."""
     start_s = time.perf_counter()
-    structure = jax.tree.structure(traced_function.args)
-    options = replace(options, in_shardings=jax.tree.unflatten(structure, shardings.specs))
     by_rules = replace(options, logical_axis_rules=shardings.rules)
     try:
-        traced_by_rules = trace_function(by_rules, args) if shardings.rules else traced_function
+        traced_by_rules = trace_call(by_rules, traced_function.call) if shardings.rules else traced_function
     except ValueError as error:  # such as a dimension of an activation that its axes do not divide
         raise DoesNotApplyError(f"Its rules for activations do not fit the function: {error}") from error
     has_names = _num_constraints(traced_by_rules) > _num_constraints(traced_function)
@@ -200,7 +186,8 @@ def _completed(
         options, traced_function = by_rules, traced_by_rules
     elif name == "megatron sequence":
         raise DoesNotApplyError("The function names no logical axes, so there is no sequence to split.")
-    plan = find_plan(PlanRequest(options, traced_function, space_of(options, traced_function), start_s))
+    space = space_of(options, traced_function, shardings.specs)
+    plan = find_plan(PlanRequest(options, traced_function, space, start_s))
     return plan if has_names else replace(plan, notes=(*plan.notes, _NO_NAMES))
 
 

@@ -7,7 +7,7 @@ is `diffshard.sharding_search.plan.Plan`.
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
@@ -184,13 +184,17 @@ class PlanData:
       search_s: seconds that tracing and searching took.
       history: (seconds, cost, lower bound) at each improvement of the solver.
       notes: what a reader should know, such as operations without a sharding rule or loops of unknown length.
-      static_argnums, donate_argnums: as in `jax.jit`.
+      static_argnums, donate_argnums, static_argnames, donate_argnames: as in `jax.jit`; names are of arguments that are
+        taken by keyword only.
+      parameters: the names of the arguments in order; empty in plans of older versions.
       executor: how the function runs with this plan.
       logical_axis_rules: what flax's logical names of activations mean while the function is traced; an expert's plan
         has them.
       comparison: the compiled programs of this plan and of others, where the search was asked to judge by these.
       memory: where in the step how much memory is in use; None in plans of older versions.
       mesh: the mesh; after loading it is abstract, unless `load` was given one.
+      structures: the structures of the arguments and of the result (`diffshard.sharding_search.call.Structure`); None
+        after loading.
     """
 
     function: str
@@ -212,11 +216,15 @@ class PlanData:
     notes: tuple[str, ...]
     static_argnums: tuple[int, ...] = ()
     donate_argnums: tuple[int, ...] = ()
+    static_argnames: tuple[str, ...] = ()
+    donate_argnames: tuple[str, ...] = ()
+    parameters: tuple[str, ...] = ()
     executor: Executor = "constraints"
     logical_axis_rules: LogicalAxisRules = ()
     comparison: Comparison | None = None
     memory: MemoryProfile | None = None
     mesh: Mesh | AbstractMesh | None = field(default=None, compare=False, repr=False)
+    structures: Any = field(default=None, compare=False, repr=False)
 
     @property
     def step_s(self) -> float:

@@ -23,6 +23,7 @@ VERSION = 2
 _OLDER_VERSIONS = (1,)
 _RENAMED_SINCE_1 = {"kept": "unreduced", "held": "value_specs"}  # fields of operations
 _RECORDS = {"arguments": Tensor, "outputs": Tensor, "operations": Operation, "collectives": PredictedCollective}
+_NOT_SAVED = ("mesh", "structures")
 _SPEC_FIELDS = {"spec", "next_best_spec"}
 _SPECS_FIELDS = {"operands", "unreduced", "results", "value_specs"}
 
@@ -61,7 +62,7 @@ def to_json(plan: PlanData) -> dict[str, Any]:
 
     document: dict[str, Any] = {"format": SHARDING, "version": VERSION}
     for item in dataclasses.fields(plan):
-        if item.name != "mesh":
+        if item.name not in _NOT_SAVED:
             value = getattr(plan, item.name)
             document[item.name] = [record(x) for x in value] if item.name in _RECORDS else value
     document["specs"] = list(specs)

@@ -15,6 +15,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from diffshard.base import PlanError
 from diffshard.plans.base import Executor, PlanData, Tensor
+from diffshard.sharding_search.call import array_types
 from diffshard.sharding_search.layout import has_reductions, layout_of
 from diffshard.sharding_search.options import with_automatic_axes
 from diffshard.sharding_search.tracing import TracedFunction, runs_as_program
@@ -46,10 +47,15 @@ class FlatFunction(NamedTuple):
     donate_argnums: tuple[int, ...]
     compiler_options: dict[str, Any]
 
-    def jit(self) -> Any:
-        """Returns the function under `jax.jit`."""
+    def jit(self, name: str = "function") -> Any:
+        """Returns the function under `jax.jit`, with a name for its traces."""
+
+        def run(*arrays: Any) -> list[Any]:  # a new function each time: `jax.jit` caches by function
+            return self.run(*arrays)
+
+        run.__name__ = name
         return jax.jit(
-            lambda *arrays: self.run(*arrays),  # a new function each time: `jax.jit` caches by function
+            run,
             in_shardings=self.in_shardings,
             out_shardings=list(self.out_shardings),
             donate_argnums=self.donate_argnums or None,
@@ -70,15 +76,18 @@ def flat_function(
       PlanError: the plan was made for another function, or does not have what its executor needs.
     """
     evaluate = _evaluator(plan, traced_function, space, mesh)
+    types = array_types(traced_function.call.arrays)
 
-    def run(*arrays: Any) -> list[Any]:
+    def run(*arrays: Any) -> list[Any]:  # is traced once; other arrays need another plan
+        if array_types(arrays) != types:
+            raise PlanError("These arguments are not those that the plan was made for.")
         with jax.sharding.use_abstract_mesh(with_automatic_axes(jax.sharding.get_abstract_mesh())):
             return list(evaluate(*arrays))
 
     def shardings(tensors: Sequence[Tensor]) -> tuple[NamedSharding, ...]:
         return tuple(NamedSharding(mesh, tensor.partition_spec) for tensor in tensors)
 
-    donated = tuple(i for i, is_donated in enumerate(traced_function.donated) if is_donated)
+    donated = tuple(i for i, is_donated in enumerate(traced_function.call.donated) if is_donated)
     options = _PROGRAM_OPTIONS if plan.executor == "program" else {}
     return FlatFunction(run, shardings(plan.arguments), shardings(plan.outputs), donated, dict(options))
 

@@ -1,7 +1,9 @@
 """What `search` was asked for, checked before anything is traced."""
 
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from numbers import Real
 from typing import Any, get_args
 
@@ -39,13 +41,15 @@ class Options:
     key: jax.Array | int | None = None
     donate_argnums: tuple[int, ...] = ()
     static_argnums: tuple[int, ...] = ()
+    donate_argnames: tuple[str, ...] = ()
+    static_argnames: tuple[str, ...] = ()
     executor: Executor | None = None
     logical_axis_rules: LogicalAxisRules = ()
     progress: ProgressDisplay = "terminal"
 
     def __post_init__(self):
         if not callable(self.fn):
-            raise TypeError(f"`fn` must be a function of positional arguments, not {type(self.fn).__name__}.")
+            raise TypeError(f"`fn` must be a function, not {type(self.fn).__name__}.")
         _check_mesh(self.mesh)
         for name, size in self.mesh.shape.items():
             if size > 1:
@@ -66,8 +70,18 @@ class Options:
                 "`plan(..., progress=...)` of what the search returns."
             )
         check_prefix(self.in_shardings, self.mesh)
-        _check_positions("donate_argnums", self.donate_argnums)
-        _check_positions("static_argnums", self.static_argnums)
+        for kind in ("donate", "static"):
+            numbers, names = getattr(self, f"{kind}_argnums"), getattr(self, f"{kind}_argnames")
+            _check_positions(f"{kind}_argnums", numbers)
+            by_number = [self._number_of(name, f"{kind}_argnames") for name in names]
+            numbers = (*numbers, *(n for n in by_number if n is not None and n not in numbers))
+            names = tuple(name for name, n in zip(names, by_number, strict=True) if n is None)
+            object.__setattr__(self, f"{kind}_argnums", numbers)
+            object.__setattr__(self, f"{kind}_argnames", names)
+        if set(self.donate_argnames) & set(self.static_argnames):
+            raise ValueError(
+                f"`donate_argnames` {self.donate_argnames} and `static_argnames` {self.static_argnames} share a name."
+            )
         if set(self.donate_argnums) & set(self.static_argnums):
             raise ValueError(
                 f"`donate_argnums` {self.donate_argnums} and `static_argnums` {self.static_argnums} share a position."
@@ -90,13 +104,47 @@ class Options:
         """Devices along each axis."""
         return tuple(self.mesh.shape[name] for name in self.mesh.axis_names)
 
-    def dynamic(self, args: Sequence[Any]) -> tuple[Any, ...]:
-        """Returns the arguments that are not static."""
-        return tuple(a for i, a in enumerate(args) if i not in self.static_argnums)
+    @cached_property
+    def signature(self) -> inspect.Signature | None:
+        """Of the function; None for built-in functions, which have none."""
+        try:
+            return inspect.signature(self.fn)
+        except (TypeError, ValueError):
+            return None
 
-    def static(self, args: Sequence[Any]) -> list[Any]:
-        """Returns the arguments that are static."""
-        return [args[i] for i in self.static_argnums if i < len(args)]
+    @cached_property
+    def positional_names(self) -> list[str]:
+        """Names of the arguments that have a position, in order."""
+        parameters = () if self.signature is None else self.signature.parameters.values()
+        return [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+
+    def is_static_name(self, name: str) -> bool:
+        """Tells whether an argument that is given by keyword is static."""
+        return name in self.static_argnames or self._has_position(name, self.static_argnums)
+
+    def is_donated_name(self, name: str) -> bool:
+        """Tells whether the memory of an argument that is given by keyword may be used for results."""
+        return name in self.donate_argnames or self._has_position(name, self.donate_argnums)
+
+    def _has_position(self, name: str, numbers: Sequence[int]) -> bool:
+        return name in self.positional_names and self.positional_names.index(name) in numbers
+
+    def _number_of(self, name: Any, argument: str) -> int | None:
+        """Returns the position of an argument with a name; None if it is taken by keyword only.
+
+        Raises:
+          ValueError: the function has no such argument; `argument` says where the name stands.
+        """
+        if name in self.positional_names:
+            return self.positional_names.index(name)
+        parameters = {} if self.signature is None else self.signature.parameters
+        takes_any = self.signature is None or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        if not isinstance(name, str) or (name not in parameters and not takes_any):
+            raise ValueError(
+                f"`{argument}` has {name!r}, which is no argument of {self.function_name}; it has "
+                f"{', '.join(parameters)}."
+            )
+        return None
 
 
 def hardware_for(hardware: Hardware | str | None, mesh: Mesh | AbstractMesh) -> Hardware:
@@ -118,6 +166,11 @@ def hardware_for(hardware: Hardware | str | None, mesh: Mesh | AbstractMesh) -> 
 def positions(argnums: int | Sequence[int]) -> tuple[int, ...]:
     """Returns positions of arguments as a tuple; a single one may be given as a number."""
     return (argnums,) if isinstance(argnums, int) else tuple(argnums)
+
+
+def argument_names(argnames: str | Sequence[str]) -> tuple[str, ...]:
+    """Returns names of arguments as a tuple; a single one may be given as text."""
+    return (argnames,) if isinstance(argnames, str) else tuple(argnames)
 
 
 def with_automatic_axes(mesh: Mesh | AbstractMesh) -> Any:

@@ -1,7 +1,8 @@
 """A plan as users have it: data that can be shown, saved, loaded, and applied to a function and its arguments."""
 
+import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from os import PathLike
 from typing import Any
 
@@ -9,16 +10,16 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from diffshard.base import PlanError
-from diffshard.plans.base import Executor, PlanData
+from diffshard.plans.base import Executor, PlanData, Tensor
 from diffshard.plans.file import load, save
 from diffshard.plans.notebook import framed
 from diffshard.plans.page import format_page
 from diffshard.plans.text import format_plan
+from diffshard.sharding_search.call import Call, Static, Structure, abstract_array, array_paths, split
 from diffshard.sharding_search.executors import with_executor
 from diffshard.sharding_search.options import Options, with_automatic_axes
 from diffshard.sharding_search.planned_function import PlannedFunction
 from diffshard.sharding_search.request import PlanRequest
-from diffshard.sharding_search.tracing import abstract_array, path_inside
 
 
 @dataclass(frozen=True)
@@ -55,20 +56,56 @@ class Plan(PlanData):
         """
         return load(path, Plan, mesh)
 
-    def shard(self, *args: Any) -> Any:
-        """Puts the arguments on the mesh as the plan wants them, and returns them; a single one without a tuple.
+    def shard(self, *args: Any, **kwargs: Any) -> Any:
+        """Puts arguments on the mesh as the plan wants them, and returns them; a single one without a tuple.
+
+        >>> state = plan.shard(state)
+        >>> batch = plan.shard(batch=batch)
+
+        Args:
+          *args: the first arguments of the function; the others may be missing.
+          **kwargs: further arguments by name.
 
         Raises:
-          PlanError: the arguments have other shapes than the plan's, or the plan's mesh has no devices.
+          PlanError: an argument is unknown or has other shapes than the plan's, or the plan's mesh has no devices.
         """
         mesh = self.placed_mesh
-        dynamic = [a for i, a in enumerate(args) if i not in self.static_argnums]
-        leaves, structure = jax.tree.flatten(tuple(dynamic))
-        self.check_arguments(tuple(dynamic))
-        shardings = [NamedSharding(mesh, t.partition_spec) for t in self.arguments]
-        placed_arguments = iter(jax.tree.unflatten(structure, jax.device_put(leaves, shardings)))
-        result = tuple(a if i in self.static_argnums else next(placed_arguments) for i, a in enumerate(args))
-        return result[0] if len(result) == 1 else result
+        names = self._parameters
+        if len(args) > len(names):
+            raise PlanError(f"The plan was made for the arguments {', '.join(names)}, and was given {len(args)}.")
+        placed_arguments = []
+        for name, argument in [*zip(names, args, strict=False), *kwargs.items()]:
+            if name not in names:
+                raise PlanError(f"The plan was made for the arguments {', '.join(names)}, and was given {name!r}.")
+            if self._is_static(name):
+                placed_arguments.append(argument)
+                continue
+            arrays, structure = split(argument)
+            tensors = self._tensors_of(name)
+            check_arrays(tensors, array_paths(name, argument), tuple(map(abstract_array, arrays)))
+            shardings = [NamedSharding(mesh, tensor.partition_spec) for tensor in tensors]
+            placed_arguments.append(structure.unflatten(jax.device_put(arrays, shardings)))
+        return placed_arguments[0] if len(placed_arguments) == 1 else tuple(placed_arguments)
+
+    @property
+    def in_shardings(self) -> tuple[Any, ...]:
+        """A pytree of `NamedSharding` for each positional argument without the static ones, as `jax.jit` takes them.
+
+        Raises:
+          PlanError: the plan was loaded, so that it does not know the pytrees; `apply` it, and take the plan that
+            `plan(...)` of the result returns.
+        """
+        args, _ = self._structure(0).unflatten_beside_constants(self._named_shardings(self.arguments))
+        return tuple(argument for argument in args if not isinstance(argument, Static))
+
+    @property
+    def out_shardings(self) -> Any:
+        """The result with a `NamedSharding` in place of each array, as `jax.jit` takes it.
+
+        Raises:
+          PlanError: as `in_shardings`.
+        """
+        return self._structure(1).unflatten_beside_constants(self._named_shardings(self.outputs))
 
     def apply(
         self, fn: Callable[..., Any], mesh: Mesh | AbstractMesh | None = None, *, executor: Executor | None = None
@@ -95,6 +132,8 @@ class Plan(PlanData):
             memory_limit_bytes=self.memory_limit_bytes,
             donate_argnums=self.donate_argnums,
             static_argnums=self.static_argnums,
+            donate_argnames=self.donate_argnames,
+            static_argnames=self.static_argnames,
             executor=self.executor if executor is None else executor,
             logical_axis_rules=self.logical_axis_rules,
         )
@@ -102,9 +141,15 @@ class Plan(PlanData):
 
     def _checked_for(self, request: PlanRequest) -> "Plan":
         """Returns this plan for a traced function that it fits; what `PlannedFunction` calls in place of a search."""
-        self.check_arguments(request.traced_function.args)
-        executor = request.options.executor
-        return self if executor in (None, self.executor) else with_executor(self, executor, request.space)
+        traced_function, executor = request.traced_function, request.options.executor
+        self.check_call(traced_function.call)
+        plan = self if executor in (None, self.executor) else with_executor(self, executor, request.space)
+        return replace(
+            plan,
+            parameters=traced_function.call.parameters,
+            mesh=request.options.mesh,
+            structures=(traced_function.call.structure, traced_function.result),
+        )
 
     @property
     def placed_mesh(self) -> Mesh:
@@ -120,20 +165,59 @@ class Plan(PlanData):
             )
         return with_automatic_axes(self.mesh)
 
-    def check_arguments(self, args: Sequence[Any]) -> None:
-        """Checks that arguments, without the static ones, have the shapes, types and structure of the plan's.
+    def check_call(self, call: Call) -> None:
+        """Checks that the arguments of a call have the shapes, types and structure of the plan's.
 
         Raises:
           PlanError: names the first argument that differs.
         """
-        leaves = jax.tree_util.tree_leaves_with_path(tuple(args))
-        for tensor, (path, leaf) in zip(self.arguments, leaves, strict=False):
-            array = abstract_array(leaf)
-            shape, dtype = array.shape, str(array.dtype)
-            if (tensor.shape, tensor.dtype) != (shape, dtype) or not tensor.path.endswith(path_inside(path)):
-                raise PlanError(
-                    f"The plan was made for `{tensor.path}` of {tensor.dtype}{list(tensor.shape)}, and was given "
-                    f"argument {path[0].idx}{path_inside(path)} of {dtype}{list(shape)}. Search again for these shapes."
-                )
-        if len(leaves) != len(self.arguments):
-            raise PlanError(f"The plan was made for {len(self.arguments)} arrays in its arguments, not {len(leaves)}.")
+        check_arrays(self.arguments, call.paths, call.arrays)
+
+    @property
+    def _parameters(self) -> tuple[str, ...]:
+        return self.parameters or tuple(dict.fromkeys(map(_parameter_of, self.arguments)))
+
+    def _is_static(self, name: str) -> bool:
+        return name in self.static_argnames or self._parameters.index(name) in self.static_argnums
+
+    def _tensors_of(self, name: str) -> tuple[Tensor, ...]:
+        return tuple(tensor for tensor in self.arguments if _parameter_of(tensor) == name)
+
+    def _named_shardings(self, tensors: Sequence[Tensor]) -> list[NamedSharding]:
+        assert self.mesh is not None
+        return [NamedSharding(self.mesh, tensor.partition_spec) for tensor in tensors]
+
+    def _structure(self, number: int) -> Structure:
+        if self.structures is None:
+            raise PlanError(
+                "A loaded plan does not know the pytrees that its arrays belong to. Give it the function: "
+                "`plan = plan.apply(fn, mesh).plan(*args)`, where shapes (`jax.eval_shape`) are enough."
+            )
+        return self.structures[number]
+
+
+def check_arrays(tensors: Sequence[Tensor], paths: Sequence[str], arrays: Sequence[jax.ShapeDtypeStruct]) -> None:
+    """Checks that flat arguments have the shapes, types and places of a plan's.
+
+    Raises:
+      PlanError: names the first argument that differs.
+    """
+    for tensor, path, array in zip(tensors, paths, arrays, strict=False):
+        shape, dtype = array.shape, str(array.dtype)
+        if (tensor.shape, tensor.dtype) != (shape, dtype) or _inside(tensor.path) != _inside(path):
+            raise PlanError(
+                f"The plan was made for `{tensor.path}` of {tensor.dtype}{list(tensor.shape)}, and was given "
+                f"`{path}` of {dtype}{list(shape)}. Search again for these shapes."
+            )
+    if len(arrays) != len(tensors):
+        raise PlanError(f"The plan was made for {len(tensors)} arrays in its arguments, not {len(arrays)}.")
+
+
+def _parameter_of(tensor: Tensor) -> str:
+    """Returns the name of the argument that has an array."""
+    return tensor.path[: len(tensor.path) - len(_inside(tensor.path))]
+
+
+def _inside(path: str) -> str:
+    """Returns where an array is in its argument: a path without the argument's name."""
+    return path[len(re.match(r"\w*", path)[0]) :]  # pyright: ignore[reportOptionalSubscript]

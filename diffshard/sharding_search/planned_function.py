@@ -1,33 +1,49 @@
 """A function that is planned for the shapes of its arguments, compiled with the plan, and run."""
 
 import time
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax
+import jax.core
 from jax.core import Tracer
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
-from diffshard.base import PlanError, Progress
+from diffshard.base import Progress
 from diffshard.live_progress import ProgressDisplay, live_line
 from diffshard.plans.base import PlanData
 from diffshard.plans.formats import format_bytes, format_count, format_devices, format_s, short_name
 from diffshard.plans.notebook import planned_function_element
 from diffshard.plans.page import format_page
-from diffshard.sharding_search.executors import FlatFunction, flat_function
+from diffshard.sharding_search.call import Call, Structure, array_types, bound_arguments, call_of, split
+from diffshard.sharding_search.executors import flat_function
 from diffshard.sharding_search.options import Options
 from diffshard.sharding_search.request import PlanRequest
-from diffshard.sharding_search.tracing import (
-    TracedFunction,
-    abstract_arguments,
-    abstract_array,
-    space_of,
-    trace_function,
-)
+from diffshard.sharding_search.tracing import space_of, trace_call
 
 PlanT = TypeVar("PlanT", bound=PlanData)
 MakePlan = Callable[[PlanRequest], PlanT]
+
+
+class _Prepared(NamedTuple, Generic[PlanT]):
+    """What runs calls of one structure, with arrays of some types.
+
+    Attributes:
+      plan: the plan.
+      call: the arguments.
+      jitted: the function of flat arrays.
+      result: the structure of the result.
+    """
+
+    plan: PlanT
+    call: Call
+    jitted: Any
+    result: Structure
+
+    def run(self, arrays: Iterable[Any]) -> Any:
+        return self.result.unflatten(self.jitted(*arrays))
 
 
 class PlannedFunction(Generic[PlanT]):
@@ -41,145 +57,165 @@ class PlannedFunction(Generic[PlanT]):
     def __init__(self, options: Options, make_plan: MakePlan[PlanT]):
         self.options = options
         self._make_plan = make_plan
-        self._plans: dict[Any, tuple[PlanT, Any]] = {}  # by signature of the arguments: the plan, and what runs it
-        self._last: tuple[Any, Any] | None = None  # signature of the last arguments, and what runs them
+        self._prepared: dict[Any, _Prepared[PlanT]] = {}  # by structure and types of the arguments
+        self._last: _Prepared[PlanT] | None = None
+        self._resharded: set[str] = set()  # paths of arguments of which the user knows that each call moves them
 
-    def plan(self, *args: Any, progress: Progress | None = None) -> PlanT:
+    def plan(self, *args: Any, progress: Progress | None = None, **kwargs: Any) -> PlanT:
         """Returns the plan for arguments (arrays or `jax.ShapeDtypeStruct`), searched once for each set of shapes.
 
         Args:
           *args: as for the function itself.
           progress: called as `progress(seconds, cost, lower_bound)` while the solver runs, in place of what `search`
-            shows.
+            shows. An argument of the function with this name has to be given by position.
+          **kwargs: as for the function itself.
 
         Raises:
           InfeasibleError: no plan fits the memory limit; the error says how much would be needed.
+          TypeError: the function does not take these arguments, or a leaf is neither an array nor hashable.
           ValueError: a given sharding does not fit its argument.
         """
-        return self._prepare(args, progress)[0]
+        return self._prepare(args, kwargs, progress).plan
 
-    def __call__(self, *args: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the function with the plan for these arguments.
 
+        An array that is committed to another sharding than the plan's is moved, with a warning for the first time.
+
         Raises:
-          ValueError: the mesh is abstract, or an argument is committed to another sharding than the plan's.
+          ValueError: the mesh is abstract.
         """
-        if self._last is not None:
+        last, arrays = self._last, None
+        if last is not None:
+            arrays = last.call.structure.arrays_of(bound_arguments(self.options, args, kwargs))
+        if last is not None and arrays is not None:
             try:
-                return self._last[1](*args)
-            except Exception:  # the arguments have other types than the last ones, or the function itself fails
-                if self._signature(args) == self._last[0]:
+                return last.run(arrays)
+            except Exception:  # arrays of other types or at other places than the last ones, or the function itself
+                if array_types(arrays) == array_types(last.call.arrays) and not self._misplaced(last.plan, arrays):
                     raise
         if not isinstance(self.options.mesh, Mesh):
             raise ValueError(
                 f"`mesh` {dict(self.options.mesh.shape)} is abstract: it can be planned and lowered for, not run on. "
                 "Give `diffshard.search` (or `Plan.load`) a jax.sharding.Mesh of devices."
             )
-        plan, run = self._prepare(args, None)
-        self._check_placed(plan, args)
-        result = run(*args)
-        self._last = self._signature(args), run
+        prepared = self._prepare(args, kwargs, None, is_expected=not self._prepared)
+        arrays, _ = split(bound_arguments(self.options, args, kwargs))
+        result = prepared.run(self._placed(prepared, arrays))
+        self._last = prepared
         return result
 
-    def lower(self, *args: Any) -> Any:
-        """Lowers the planned function, as `jax.jit(...).lower` does; the result has `compile()` and `as_text()`.
+    def lower(self, *args: Any, **kwargs: Any) -> Any:
+        """Lowers the planned function of flat arrays, as `jax.jit(...).lower` does.
 
-        For an abstract mesh it is lowered for the default backend's platform, and cannot be compiled.
+        The result has `compile()` and `as_text()`. What it compiles to takes the arrays of the arguments one by one,
+        as `jax.tree.leaves` lists them. For an abstract mesh it is lowered for the default backend's platform, and
+        cannot be compiled.
         """
-        run = self._prepare(args, None)[1]
+        prepared = self._prepare(args, kwargs, None)
+        traced = prepared.jitted.trace(*prepared.call.arrays)
         if isinstance(self.options.mesh, Mesh):
-            return run.lower(*args)
-        return run.trace(*abstract_arguments(self.options, args)).lower(lowering_platforms=(jax.default_backend(),))
+            return traced.lower()
+        return traced.lower(lowering_platforms=(jax.default_backend(),))
 
     def __repr__(self) -> str:
-        name = type(self).__name__
-        return f"<{name} {self._headline()}, {format_count(len(self._plans), 'plan')}>"
+        return f"<{type(self).__name__} {self._headline()}, {format_count(len(self._prepared), 'plan')}>"
 
     def _repr_html_(self) -> str:
-        if not self._plans:
+        if not self._prepared:
             advice = "Not planned yet: call plan(*args) with arrays or jax.ShapeDtypeStructs, or the function itself."
             return planned_function_element(self._headline(), advice, ())
-        plans = [plan for plan, _ in self._plans.values()]
-        return planned_function_element(
-            self._headline(), "", [(_page_title(plan), format_page(plan)) for plan in plans]
-        )
+        plans = [prepared.plan for prepared in self._prepared.values()]
+        pages = [(_page_title(plan), format_page(plan)) for plan in plans]
+        return planned_function_element(self._headline(), "", pages)
 
     def _headline(self) -> str:
         options = self.options
         return f"{short_name(options.function_name)} on {format_devices(options.mesh.shape)}, {options.hardware.name}"
 
-    def _prepare(self, args: Sequence[Any], progress: Progress | None) -> tuple[PlanT, Any]:
-        signature = self._signature(args)
-        if signature not in self._plans:
-            with live_line(f"searching {self.options.function_name}", self._display(progress)) as line:
-                start_s = time.perf_counter()
-                line.step("tracing")
-                traced_function = trace_function(self.options, args)
-                space = space_of(self.options, traced_function)
-                line.step("listing strategies")
-                plan = self._make_plan(
-                    PlanRequest(self.options, traced_function, space, start_s, progress or line.progress)
-                )
-            if plan.logical_axis_rules != self.options.logical_axis_rules:  # an expert's plan was found to be the best
-                options = replace(self.options, logical_axis_rules=plan.logical_axis_rules)
-                traced_function = trace_function(options, args)
-                space = space_of(options, traced_function)
-            flat = flat_function(plan, traced_function, space, self.options.mesh)
-            self._plans[signature] = plan, self._jit(traced_function, flat)
-        return self._plans[signature]
+    def _prepare(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], progress: Progress | None, *, is_expected: bool = True
+    ) -> _Prepared[PlanT]:
+        """Returns what runs a call. A search that the user may not expect is told."""
+        arrays, structure = split(bound_arguments(self.options, args, kwargs))
+        key = structure, array_types(arrays)
+        if key not in self._prepared:
+            with jax.core.eval_context():  # the first use may be under a trace, which has nothing to do with the search
+                call = call_of(self.options, args, kwargs)
+                if not is_expected:
+                    self._tell_difference(call)
+                self._prepared[key] = self._search(call, progress)
+        return self._prepared[key]
+
+    def _search(self, call: Call, progress: Progress | None) -> _Prepared[PlanT]:
+        options = self.options
+        with live_line(f"searching {options.function_name}", self._display(progress)) as line:
+            start_s = time.perf_counter()
+            line.step("tracing")
+            traced_function = trace_call(options, call)
+            space = space_of(options, traced_function)
+            line.step("listing strategies")
+            plan = self._make_plan(PlanRequest(options, traced_function, space, start_s, progress or line.progress))
+        if plan.logical_axis_rules != options.logical_axis_rules:  # an expert's plan was found to be the best
+            options = replace(options, logical_axis_rules=plan.logical_axis_rules)
+            traced_function = trace_call(options, call)
+            space = space_of(options, traced_function)
+        jitted = flat_function(plan, traced_function, space, options.mesh).jit(
+            getattr(options.fn, "__name__", "function")
+        )
+        return _Prepared(plan, call, jitted, traced_function.result)
 
     def _display(self, progress: Progress | None) -> ProgressDisplay:
         """Returns where the search shows how it goes, where it may be given a function that is told."""
         return self.options.progress if progress is None else "none"
 
-    def _jit(self, traced_function: TracedFunction, flat: FlatFunction) -> Any:
-        options = self.options
-        signature = _types(jax.tree.leaves(traced_function.args)), _with_types(traced_function.static)
+    def _placed(self, prepared: _Prepared[PlanT], arrays: Sequence[Any]) -> list[Any]:
+        """Returns the arrays where the plan wants them; the first time that one has to be moved, it is told."""
+        result = list(arrays)
+        for i, sharding in self._misplaced(prepared.plan, arrays).items():
+            path = prepared.call.paths[i]
+            if path not in self._resharded:
+                self._resharded.add(path)
+                warnings.warn(
+                    f"`{path}` is placed as {arrays[i].sharding}, but the plan wants {sharding.spec} on the mesh "
+                    f"{dict(sharding.mesh.shape)}: it is moved at every call. Place it by `plan.shard(...)`, or "
+                    "place it so before planning to keep it.",
+                    stacklevel=3,
+                )
+            result[i] = jax.device_put(arrays[i], sharding)
+        return result
 
-        def run(*args: Any) -> Any:  # traced once; other arguments need another plan
-            leaves = jax.tree.leaves(options.dynamic(args))
-            if (_types(leaves), _with_types(options.static(args))) != signature:
-                raise PlanError("These arguments are not those that the plan was made for.")
-            return jax.tree.unflatten(traced_function.out_tree, flat.run(*leaves))
+    def _misplaced(self, plan: PlanT, arrays: Sequence[Any]) -> dict[int, NamedSharding]:
+        """Returns the shardings that the plan wants for arrays that are committed to others, by their numbers."""
+        misplaced = {}
+        for i, (tensor, array) in enumerate(zip(plan.arguments, arrays, strict=True)):
+            if isinstance(array, jax.Array) and not isinstance(array, Tracer) and array.committed:
+                sharding = NamedSharding(self.options.mesh, tensor.partition_spec)
+                if not array.sharding.is_equivalent_to(sharding, array.ndim):
+                    misplaced[i] = sharding
+        return misplaced
 
-        run.__name__ = getattr(options.fn, "__name__", "function")
-        return jax.jit(
-            run,
-            in_shardings=jax.tree.unflatten(jax.tree.structure(traced_function.args), flat.in_shardings),
-            out_shardings=jax.tree.unflatten(traced_function.out_tree, flat.out_shardings),
-            static_argnums=options.static_argnums or None,
-            donate_argnums=options.donate_argnums or None,
-            compiler_options=flat.compiler_options,
-        )
-
-    def _check_placed(self, plan: PlanT, args: Sequence[Any]) -> None:
-        """Names the array that is committed to another sharding; JAX's own error would not."""
-        for tensor, leaf in zip(plan.arguments, jax.tree.leaves(self.options.dynamic(args)), strict=True):
-            if isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and leaf.committed:
-                sharding = jax.sharding.NamedSharding(self.options.mesh, tensor.partition_spec)
-                if not leaf.sharding.is_equivalent_to(sharding, leaf.ndim):
-                    raise ValueError(
-                        f"`{tensor.path}` is placed as {leaf.sharding}, but the plan wants {tensor.partition_spec} "
-                        f"on the mesh {dict(plan.mesh_axes)}. Use `plan.shard(...)`, or place it so before planning to "
-                        "keep it."
-                    )
-
-    def _signature(self, args: Sequence[Any]) -> Any:
-        leaves, structure = jax.tree.flatten(self.options.dynamic(args))
-        return _with_types(self.options.static(args)), structure, _types(leaves)
+    def _tell_difference(self, call: Call) -> None:
+        """Warns of a search that nobody asked for, such as that for a last batch that is smaller than the others."""
+        earlier_calls = [p.call for p in self._prepared.values() if p.call.structure == call.structure]
+        if not earlier_calls:
+            return
+        pairs = zip(call.paths, call.arrays, earlier_calls[-1].arrays, strict=True)
+        differing = [
+            f"`{path}` is {new.dtype}{list(new.shape)}, not {old.dtype}{list(old.shape)}"
+            for path, new, old in pairs
+            if (new.shape, new.dtype) != (old.shape, old.dtype)
+        ]
+        if differing:
+            others = f", and {len(differing) - 1} more differ" if len(differing) > 1 else ""
+            warnings.warn(
+                f"These arguments of {self.options.function_name} are not those of an earlier plan: {differing[0]}"
+                f"{others}. A new plan is searched. Pad or drop a last, partial batch, or call `plan(...)` for each "
+                "set of shapes first.",
+                stacklevel=4,
+            )
 
 
 def _page_title(plan: PlanData) -> str:
     arrays, size = format_count(len(plan.arguments), "array"), format_bytes(sum(t.num_bytes for t in plan.arguments))
     return f"Plan for arguments of {size} in {arrays}: {format_s(plan.step_s)} predicted"
-
-
-def _types(leaves: Sequence[Any]) -> tuple[tuple[tuple[int, ...], str, bool], ...]:
-    """Returns shape, dtype and weakness of each array, on which the traced function depends."""
-    arrays = map(abstract_array, leaves)
-    return tuple((a.shape, str(a.dtype), a.weak_type) for a in arrays)
-
-
-def _with_types(values: Sequence[Any]) -> tuple[tuple[type, Any], ...]:
-    """Returns static values with their types: 1 and 1.0 are equal, but different constants."""
-    return tuple((type(value), value) for value in values)

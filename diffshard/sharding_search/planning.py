@@ -107,10 +107,14 @@ def make_plan(request: PlanRequest, solution: Solution) -> Plan:
         notes=notes,
         static_argnums=options.static_argnums,
         donate_argnums=options.donate_argnums,
+        static_argnames=options.static_argnames,
+        donate_argnames=options.donate_argnames,
+        parameters=traced_function.call.parameters,
         executor=executor,
         logical_axis_rules=options.logical_axis_rules,
         memory=memory_profile_of(traced_function.graph, summary.memory),
         mesh=options.mesh,
+        structures=(traced_function.call.structure, traced_function.result),
     )
 
 
@@ -127,7 +131,7 @@ def _arrays(
 ) -> _Arrays:
     """Writes down what a choice means for arguments, results and operations; `given` arguments are fixed."""
     graph, layout, next_best = traced_function.graph, summary.layout, summary.next_best
-    arguments = zip(graph.inputs, traced_function.paths, layout.input_specs, next_best.inputs, strict=True)
+    arguments = zip(graph.inputs, traced_function.call.paths, layout.input_specs, next_best.inputs, strict=True)
     outputs = zip(graph.outputs, traced_function.out_paths, layout.output_specs, strict=True)
     operations = zip(graph.vertices, summary.prediction.compute_s, next_best.vertices, strict=True)
     return _Arrays(

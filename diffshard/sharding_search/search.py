@@ -14,7 +14,7 @@ from diffshard.comparison.checked_search import Check, plan_by_compiling, plan_b
 from diffshard.comparison.judging import TIMEOUT_S
 from diffshard.live_progress import ProgressDisplay
 from diffshard.plans.base import Executor
-from diffshard.sharding_search.options import DEFAULT_SOLVER, Options, hardware_for, positions
+from diffshard.sharding_search.options import DEFAULT_SOLVER, Options, argument_names, hardware_for, positions
 from diffshard.sharding_search.plan import Plan
 from diffshard.sharding_search.planned_function import PlannedFunction
 from diffshard.sharding_search.planning import find_plan
@@ -32,6 +32,8 @@ def search(
     key: jax.Array | int | None = None,
     donate_argnums: int | Sequence[int] = (),
     static_argnums: int | Sequence[int] = (),
+    donate_argnames: str | Sequence[str] = (),
+    static_argnames: str | Sequence[str] = (),
     executor: Executor | None = None,
     check: Check | None = None,
     target: Target | str | None = None,
@@ -47,19 +49,22 @@ def search(
     next call: it comes out sharded as the argument goes in.
 
     Args:
-      fn: a function of positional arguments, usually a whole training step; arguments and results are pytrees of
-        arrays.
+      fn: a function, usually a whole training step; arguments and results are pytrees of arrays. Leaves that are no
+        arrays, such as functions, are constants; so are numbers in Equinox's modules.
       mesh: a `Mesh`, or an `AbstractMesh` to plan for devices that are not here.
       hardware: how fast the devices compute and communicate: a `Hardware`, the name of a preset, or None for the preset
         of the mesh's devices.
       memory_limit_bytes: of each device; None takes the memory of the hardware.
-      in_shardings: shardings to keep: for each argument a pytree prefix of `PartitionSpec`, `NamedSharding` or None
-        (free); None leaves all free. Arguments that carry a `NamedSharding` on this mesh keep it, too.
+      in_shardings: shardings to keep: for each positional argument a pytree prefix of `PartitionSpec`, `NamedSharding`
+        or None (free); None leaves all free. Arguments that carry a `NamedSharding` on this mesh keep it, too.
       solver: as in `diffshard.solve`; None is the default one.
       time_limit_s: seconds for the solver; None lets the solver end by its own rule.
       key: random key or seed of the solver.
       donate_argnums: positions of arguments whose memory may be used for results, as in `jax.jit`.
       static_argnums: positions of arguments that are compile-time constants, as in `jax.jit`.
+      donate_argnames: the same as `donate_argnums` by name. It makes no difference whether a call gives such an
+        argument by position or by keyword.
+      static_argnames: the same as `static_argnums` by name.
       executor: how the planned function runs; the plan says which it is. With "program" every device runs an explicit
         program (one `jax.shard_map`) whose collectives are the plan's. With "constraints" XLA partitions it, told by a
         sharding constraint at every place that the plan names; it does not always follow them. With "propagation" XLA's
@@ -91,6 +96,8 @@ def search(
         key=key,
         donate_argnums=positions(donate_argnums),
         static_argnums=positions(static_argnums),
+        donate_argnames=argument_names(donate_argnames),
+        static_argnames=argument_names(static_argnames),
         executor=executor,
         progress=progress,
     )

@@ -1,18 +1,26 @@
-"""A function traced for some arguments, and the space of everything that can be chosen about it."""
+"""A function traced for a call, and the space of everything that can be chosen about it."""
 
-import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 from jax.extend import core
-from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from cost.base import Hardware
 from diffshard.plans.base import LogicalAxisRules
+from diffshard.sharding_search.call import (
+    Call,
+    Structure,
+    abstract_split,
+    array_paths,
+    call_of,
+    plain,
+    split,
+)
 from diffshard.sharding_search.options import Options, with_automatic_axes
-from search_spaces.sharding.given import carried_spec, given_dimensions
+from search_spaces.sharding.given import given_dimensions
 from search_spaces.sharding.graph import Graph
 from search_spaces.sharding.space import ShardingSpace
 from search_spaces.sharding.tracing import build_graph, feedback_of
@@ -21,89 +29,93 @@ from search_spaces.sharding.whole_operations import impossible_operations
 
 @dataclass(frozen=True)
 class TracedFunction:
-    """A function traced for arguments of some shapes.
+    """A function traced for the arguments of a call.
 
     Attributes:
-      jaxpr: the function as JAX traces it.
+      jaxpr: the function of flat arrays as JAX traces it.
       graph: the graph of the function.
-      args: the arguments without the static ones, as `jax.ShapeDtypeStruct`s.
-      static: the values of the static arguments.
-      donated: for each flat argument, whether its memory may be used for results.
-      carried: for each flat argument the spec that it already has, or None.
-      paths: a name for each flat argument.
+      call: the arguments.
+      result: how the result is made of flat arrays.
       out_paths: a name for each flat result.
-      out_tree: structure of the result.
     """
 
     jaxpr: core.ClosedJaxpr
     graph: Graph
-    args: tuple[Any, ...]
-    static: list[Any]
-    donated: tuple[bool, ...]
-    carried: list[PartitionSpec | None]
-    paths: list[str]
-    out_paths: list[str]
-    out_tree: Any
+    call: Call
+    result: Structure
+    out_paths: tuple[str, ...]
 
 
-def trace_function(options: Options, args: Sequence[Any]) -> TracedFunction:
+@dataclass(frozen=True)
+class _Result:
+    """What tracing sees of a result."""
+
+    structure: Structure
+    paths: tuple[str, ...]
+    feedback: list[int | None]
+
+
+def trace_function(options: Options, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> TracedFunction:
     """Traces the function for arguments that are arrays or `jax.ShapeDtypeStruct`; errors of JAX are passed on.
 
     Raises:
-      ValueError: a donated or static position is beyond the last argument.
+      TypeError, ValueError: as `call_of`.
     """
-    for name, numbers in (("donate_argnums", options.donate_argnums), ("static_argnums", options.static_argnums)):
-        if any(n >= len(args) for n in numbers):
-            raise ValueError(f"`{name}` {numbers} names a position that the {len(args)} arguments do not have.")
-    abstract = abstract_arguments(options, args)
+    return trace_call(options, call_of(options, args, kwargs or {}))
+
+
+def trace_call(options: Options, call: Call) -> TracedFunction:
+    """Traces the function for the arguments of a call, as a function of flat arrays; errors of JAX are passed on.
+
+    Nothing but arrays and tracers is ever put into the user's pytrees, whose constructors may look at what they get.
+    """
+    results: list[_Result] = []
+
+    def flat(*arrays: Any) -> list[Any]:
+        args, kwargs = call.structure.unflatten(arrays)
+        result = options.fn(*map(plain, args), **{name: plain(argument) for name, argument in kwargs.items()})
+        leaves, structure = split(result)
+        feedback = feedback_of(result, (*args, *kwargs.values()), abstract_split)
+        results.append(_Result(structure, array_paths("result", result), feedback))
+        return leaves
+
     # In a context mesh of explicit axes JAX would ask for a sharding in the types of every operation.
     with jax.sharding.use_abstract_mesh(with_automatic_axes(jax.sharding.get_abstract_mesh())):
-        fn = _under_rules(options.fn, options.logical_axis_rules, options.mesh)
-        trace = jax.jit(fn, static_argnums=options.static_argnums or None).trace(*abstract)
-    dynamic = options.dynamic(abstract)
-    names = _argument_names(options.fn, len(args))
-    paths = _argument_paths(dynamic, options.dynamic(names))
-    donated = [[i in options.donate_argnums] * len(jax.tree.leaves(a)) for i, a in enumerate(abstract)]
+        trace = jax.jit(_under_rules(flat, options.logical_axis_rules, options.mesh)).trace(*call.arrays)
+    result = results[-1]
     return TracedFunction(
         jaxpr=trace.jaxpr,
-        graph=build_graph(trace.jaxpr, feedback_of(trace.out_info, dynamic), paths),
-        args=dynamic,
-        static=options.static(args),
-        donated=tuple(d for flags in options.dynamic(donated) for d in flags),
-        carried=[carried_spec(leaf, options.mesh) for leaf in jax.tree.leaves(options.dynamic(args))],
-        paths=paths,
-        out_paths=["result" + jax.tree_util.keystr(p) for p, _ in jax.tree.leaves_with_path(trace.out_info)],
-        out_tree=jax.tree.structure(trace.out_info),
+        graph=build_graph(trace.jaxpr, result.feedback, call.paths),
+        call=call,
+        result=result.structure,
+        out_paths=result.paths,
     )
 
 
-def abstract_arguments(options: Options, args: Sequence[Any]) -> list[Any]:
-    """Returns the arguments with shapes and dtypes in place of arrays; static ones as they are."""
-    return [a if i in options.static_argnums else jax.tree.map(abstract_array, a) for i, a in enumerate(args)]
-
-
-def abstract_array(leaf: Any) -> jax.ShapeDtypeStruct:
-    """Returns shape, dtype and weak type of an array, a `jax.ShapeDtypeStruct` or a Python number."""
-    aval = leaf if isinstance(leaf, jax.ShapeDtypeStruct) else jax.typeof(leaf)
-    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False))
-
-
-def space_of(options: Options, traced_function: TracedFunction) -> ShardingSpace:
+def space_of(
+    options: Options,
+    traced_function: TracedFunction,
+    specs: Sequence[PartitionSpec | NamedSharding | None] | None = None,
+) -> ShardingSpace:
     """Returns the space of everything that can be chosen about a traced function, as its executor can run it.
+
+    Args:
+      options: what was asked for.
+      traced_function: the function.
+      specs: for each flat argument the spec that it must keep, or None; by default those that the call gives.
 
     Raises:
       ValueError: a given sharding does not fit its argument.
     """
+    call = traced_function.call
     is_default = options.executor is None and runs_as_program(options.hardware, traced_function.graph)
     return ShardingSpace(
         traced_function.graph,
         options.axis_names,
         options.axis_sizes,
         options.hardware,
-        given_dimensions(
-            options.in_shardings, traced_function.args, traced_function.carried, traced_function.paths, options.mesh
-        ),
-        traced_function.donated,
+        given_dimensions(call.given if specs is None else specs, call.arrays, call.paths, options.mesh),
+        call.donated,
         options.memory_limit_bytes,
         as_program=is_default or options.executor == "program",
     )
@@ -130,23 +142,3 @@ def _under_rules(fn: Callable[..., Any], rules: LogicalAxisRules, mesh: Mesh | A
             return fn(*args)
 
     return ruled
-
-
-def path_inside(path: Sequence[Any]) -> str:
-    """Writes where a leaf is inside its argument; `path` begins with the argument's position."""
-    return jax.tree_util.keystr(tuple(path[1:]))
-
-
-def _argument_paths(args: Sequence[Any], names: Sequence[str]) -> list[str]:
-    """Names each leaf of the arguments: the parameter's name, then the place inside."""
-    leaves = jax.tree_util.tree_leaves_with_path(tuple(args))
-    return [f"{names[path[0].idx]}{path_inside(path)}" for path, _ in leaves]
-
-
-def _argument_names(fn: Callable[..., Any], count: int) -> list[str]:
-    try:
-        parameters = inspect.signature(fn).parameters.values()
-        names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    except (TypeError, ValueError):  # built-in functions have no signature
-        names = []
-    return names[:count] + [f"argument_{i}" for i in range(len(names), count)]

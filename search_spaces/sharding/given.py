@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from search_spaces.partition_specs import IndexedSpec, broadcast_specs, checked_axes_of, split_shape
@@ -108,45 +109,59 @@ def check_prefix(in_shardings: Any, mesh: Mesh | AbstractMesh) -> None:
             _check_mesh(name, leaf, mesh)
 
 
-def given_dimensions(
-    in_shardings: Any, args: tuple[Any, ...], carried: Sequence[PartitionSpec | None], paths: Sequence[str], mesh: Any
-) -> dict[int, GivenSpec]:
-    """Returns the spec that each flat argument must keep: the one that the user gives, else the one that it has.
+def given_specs(in_shardings: Any, args: Sequence[Any]) -> list[PartitionSpec | NamedSharding | None]:
+    """Returns what the user gives for each leaf of the positional arguments, None for nothing.
 
     Args:
-      in_shardings: as in `search`.
-      args: the arguments without the static ones, abstract.
-      carried: for each flat argument the spec that it has, or None.
-      paths: for each flat argument its name.
+      in_shardings: as in `search`: an entry for each argument, without the static ones.
+      args: the arguments without the static ones.
+
+    Raises:
+      ValueError: `in_shardings` is not a prefix of the arguments.
+    """
+    if in_shardings is None:
+        return [None] * len(jax.tree.leaves(args))
+    tuples = isinstance(in_shardings, tuple | list) and not _is_spec(in_shardings)
+    prefix = tuple(in_shardings) if tuples else (in_shardings,)
+    if len(prefix) != len(args):
+        raise ValueError(f"`in_shardings` must have an entry for each of the {len(args)} arguments, not {len(prefix)}.")
+    try:
+        return broadcast_specs(prefix, tuple(args), _is_spec)
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"`in_shardings` is not a prefix of the arguments: {error}") from None
+
+
+def given_dimensions(
+    specs: Sequence[PartitionSpec | NamedSharding | None],
+    arrays: Sequence[jax.ShapeDtypeStruct],
+    paths: Sequence[str],
+    mesh: Mesh | AbstractMesh,
+) -> dict[int, GivenSpec]:
+    """Returns the spec that each flat argument must keep, by its number; a dimension that is None is free.
+
+    Args:
+      specs: for each array the spec that is given, or None.
+      arrays: the flat arguments.
+      paths: for each array its name.
       mesh: the mesh.
 
     Raises:
-      ValueError: `in_shardings` is not a prefix of the arguments, or a spec does not fit its argument.
+      ValueError: a spec does not fit its array.
     """
-    wanted_specs: list[Any] = list(carried)
-    if in_shardings is not None:
-        tuples = isinstance(in_shardings, tuple | list) and not _is_spec(in_shardings)
-        prefix = tuple(in_shardings) if tuples else (in_shardings,)
-        if len(prefix) != len(args):
-            raise ValueError(
-                f"`in_shardings` must have an entry for each of the {len(args)} arguments, not {len(prefix)}."
-            )
-        try:
-            specs = broadcast_specs(prefix, args, _is_spec)
-        except (ValueError, TypeError) as error:
-            raise ValueError(f"`in_shardings` is not a prefix of the arguments: {error}") from None
-        wanted_specs = [a if a is not None else c for a, c in zip(specs, wanted_specs, strict=True)]
     kept_specs = {}
-    for i, (sharding, leaf) in enumerate(zip(wanted_specs, jax.tree.leaves(args), strict=True)):
+    axis_names = tuple(map(str, mesh.axis_names))
+    for i, (sharding, array) in enumerate(zip(specs, arrays, strict=True)):
         if sharding is not None:
-            spec, shape, name = _spec(sharding), jax.numpy.shape(leaf), f"{paths[i]} in `in_shardings`"
-            split_shape(shape, checked_axes_of(spec, len(shape), tuple(mesh.axis_names), name), mesh.shape, name)
-            kept_specs[i] = dimensions_of(spec, len(shape), tuple(mesh.axis_names), tuple(mesh.shape.values()), name)
+            spec, shape, name = _spec(sharding), array.shape, f"{paths[i]} in `in_shardings`"
+            split_shape(shape, checked_axes_of(spec, len(shape), axis_names, name), mesh.shape, name)
+            kept_specs[i] = dimensions_of(spec, len(shape), axis_names, tuple(mesh.shape.values()), name)
     return kept_specs
 
 
 def carried_spec(leaf: Any, mesh: Mesh | AbstractMesh) -> PartitionSpec | None:
     """Returns the spec of an array that is already sharded over the mesh, or None."""
+    if isinstance(leaf, Tracer):  # has a sharding only where the mesh's axes are explicit
+        return None
     sharding = getattr(leaf, "sharding", None)
     if isinstance(sharding, NamedSharding) and getattr(leaf, "committed", True):
         return sharding.spec if _is_same(sharding.mesh, mesh) else None

@@ -197,23 +197,26 @@ class _Builder:
         return Region(equation, operands, blocks, results)
 
 
-def feedback_of(outputs: Any, arguments: Sequence[Any]) -> list[int | None]:
+def feedback_of(
+    outputs: Any, arguments: Sequence[Any], flatten: Callable[[Any], tuple[Sequence[Any], Any]] = jax.tree.flatten
+) -> list[int | None]:
     """Tells which argument each flat result replaces in the next call: an equal pytree of equal shapes, used only once.
 
     Args:
       outputs: the function's result as a pytree of things with a shape and a dtype.
-      arguments: its positional arguments, likewise.
+      arguments: its arguments, likewise.
+      flatten: returns the things of a pytree, and what two pytrees must have in common beside them.
     """
 
     def key(tree: Any) -> Any:
-        leaves, structure = jax.tree.flatten(tree)
+        leaves, structure = flatten(tree)
         return structure, tuple((tuple(x.shape), x.dtype) for x in leaves)
 
     starts, flat = [], 0
     for argument in arguments:
         starts.append(flat)
-        flat += len(jax.tree.leaves(argument))
-    free = {i: key(a) for i, a in enumerate(arguments) if jax.tree.leaves(a)}
+        flat += len(flatten(argument)[0])
+    free = {i: key(a) for i, a in enumerate(arguments) if flatten(a)[0]}
 
     def match(tree: Any) -> list[int | None]:
         wanted_key = key(tree)

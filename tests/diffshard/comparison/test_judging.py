@@ -97,8 +97,8 @@ def compared(monkeypatch, *args, **options):
 def test_plans_are_compared_with_their_own_arguments_and_shardings_with_the_given_ones(monkeypatch, compilable):
     plans = {"found": compilable.plan, "by hand": (P(), P("data"))}
     (found, by_hand), _ = compared(monkeypatch, plans=plans, memory_limit_bytes=1e8)
-    assert found.traced_function.donated == (True, True, False)
-    assert by_hand.traced_function.donated == (False, False, False)
+    assert found.traced_function.call.donated == (True, True, False)
+    assert by_hand.traced_function.call.donated == (False, False, False)
     assert by_hand.plan.hardware == HARDWARE  # that of the plan beside it
     assert (found.plan.memory_limit_bytes, by_hand.plan.memory_limit_bytes) == (HARDWARE.memory_bytes, 1e8)
 

@@ -15,6 +15,7 @@ from diffshard.experts.base import Argument, DoesNotApplyError, ExpertMesh
 from diffshard.experts.plans import arguments_of, expert_mesh_of
 from diffshard.experts.shardings import EXPERTS
 from diffshard.experts.tensor_parallel import tensor_splits
+from diffshard.sharding_search.call import call_of
 from diffshard.sharding_search.options import Options
 from diffshard.sharding_search.tracing import trace_function
 
@@ -28,9 +29,8 @@ def shape(*dimensions, dtype=jnp.float32):
 
 
 def described(state, batch=()):
-    leaves = jax.tree_util.tree_leaves_with_path((state, batch))
-    paths = [jax.tree_util.keystr(path) for path, _ in leaves]
-    return describe_arguments((state, batch), [path[0].idx == 0 for path, _ in leaves], paths)
+    call = call_of(OPTIONS, (state, batch), {})
+    return describe_arguments(call, [number == 0 for number in call.numbers])
 
 
 def split_dimensions(state, dimensions=None):
@@ -103,10 +103,10 @@ def test_what_belongs_to_no_batch_is_on_every_device():
     batch = {"tokens": shape(16, 8), "key": jax.random.key(0), "old key": jax.random.PRNGKey(0), "step": shape()}
     arguments = described({"up": shape(8, 32)}, batch)
     specs = dict(zip([a.path for a in arguments], EXPERTS["fsdp"](arguments, EXPERT_MESH, {}).specs, strict=True))
-    assert specs["[1]['tokens']"] == P(("data", "model"), None)
-    assert specs["[1]['key']"] == specs["[1]['step']"] == P()
-    assert specs["[1]['old key']"] == P(None)
-    assert specs["[0]['up']"] == P(None, ("data", "model"))
+    assert specs["weights['tokens']"] == P(("data", "model"), None)
+    assert specs["weights['key']"] == specs["weights['step']"] == P()
+    assert specs["weights['old key']"] == P(None)
+    assert specs["x['up']"] == P(None, ("data", "model"))
 
 
 def test_a_batch_that_does_not_divide_is_named():
@@ -231,7 +231,7 @@ def test_state_is_what_is_updated_or_donated_or_the_first_argument():
     assert specs(state_argnums=(0, 1)) == [whole, whole]
     assert specs(state_argnums=()) == [split, split]
     updated = trace_function(OPTIONS, (shape(16, 64), shape(64, 64)))
-    assert [a.is_state for a in arguments_of(OPTIONS, (shape(16, 64), shape(64, 64)), updated, None)] == [False, True]
+    assert [a.is_state for a in arguments_of(updated, None)] == [False, True]
 
 
 class Named(nn.Module):

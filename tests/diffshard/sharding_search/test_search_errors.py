@@ -9,15 +9,6 @@ import diffshard
 from tests.diffshard.sharding_search.small_searches import SLOW, mesh_2x2, train_arguments, train_step
 
 
-def test_arguments_placed_otherwise_are_named():
-    state, batch = train_arguments()
-    step = diffshard.search(train_step, mesh_2x2(), hardware=SLOW)
-    step.plan(state, batch)
-    elsewhere = jax.device_put(batch, jax.devices()[5])
-    with pytest.raises(ValueError, match=r"`batch` is placed as .*plan.shard"):
-        step(state, elsewhere)
-
-
 def test_abstract_mesh_plans_and_says_that_it_cannot_run():
     state, batch = train_arguments()
     mesh = AbstractMesh((16, 16), ("x", "y"))
