@@ -1,6 +1,7 @@
 """A plan runs as constraints or as an explicit program for each device, with equal results."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -53,8 +54,15 @@ def arguments():
     return (params, OPTIMIZER.init(params)), jax.random.randint(keys[3], (8, 4), 0, 64), jax.random.key(7)
 
 
-def searched(executor, **options):
-    return diffshard.search(train_step, mesh_2x2(), hardware=SLOW, executor=executor, **options)
+@functools.cache
+def searched(executor):
+    """Returns the step planned for an executor; it keeps its plan, so that all tests share one search."""
+    return searched_anew(executor)
+
+
+def searched_anew(executor, mesh=None, hardware=SLOW, **options):
+    mesh = mesh_2x2() if mesh is None else mesh
+    return diffshard.search(train_step, mesh, hardware=hardware, executor=executor, **options)
 
 
 def run(step, steps=2):
@@ -122,14 +130,13 @@ def test_a_file_with_an_unknown_executor_is_damaged(tmp_path):
 
 def test_a_plan_for_an_abstract_mesh_can_be_lowered():
     mesh = AbstractMesh((2, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
-    step = diffshard.search(train_step, mesh, hardware=SLOW, executor="program")
+    step = searched_anew("program", mesh, solver="greedy")
     assert "manual_computation" in step.lower(*arguments()).as_text()
 
 
 def test_a_plan_without_reductions_is_refused_as_a_program():
     plan = searched("constraints").plan(*arguments())
     operations = tuple(without_reductions(o) for o in plan.operations)
-
     older = dataclasses.replace(plan, operations=operations)
     with pytest.raises(diffshard.PlanError, match="older version"):
         older.apply(train_step, executor="program").lower(*arguments())
@@ -137,12 +144,11 @@ def test_a_plan_without_reductions_is_refused_as_a_program():
 
 
 def without_reductions(operation):
-
     return dataclasses.replace(operation, reductions=())
 
 
 def test_donated_arguments_are_given_up():
-    step = searched("program", donate_argnums=0)
+    step = searched_anew("program", donate_argnums=0, solver="greedy")
     state, batch, key = arguments()
     state, batch, key = step.plan(state, batch, key).shard(state, batch, key)
     step(state, batch, key)
@@ -177,7 +183,7 @@ def test_a_users_shard_map_runs_in_the_program_unless_it_tracks_varying_values(c
 @pytest.mark.parametrize(("exposed_share", "executor"), [(0.25, "program"), (1.0, "constraints")])
 def test_where_collectives_overlap_a_program_is_the_default(exposed_share, executor):
     hardware = dataclasses.replace(SLOW, exposed_share=exposed_share)
-    plan = diffshard.search(train_step, mesh_2x2(), hardware=hardware).plan(*arguments())
+    plan = searched_anew(None, hardware=hardware, solver="greedy").plan(*arguments())
     assert plan.executor == executor
 
 
