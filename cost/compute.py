@@ -118,7 +118,7 @@ def equation_flops(equation: core.JaxprEqn) -> float:
         return 0.0
     if name in _SPECIAL:
         return float(_SPECIAL[name](equation))
-    bodies = [jaxpr for value in equation.params.values() for jaxpr in _jaxprs(value)]
+    bodies = inner_jaxprs(equation)
     if bodies and not name.startswith(("scatter", "reduce", "sort", "custom_lin")):
         return sum(jaxpr_flops(body) for body in bodies)
     if name.startswith(_REDUCTIONS):
@@ -140,6 +140,11 @@ def _aval(var: Any) -> Any:
 
 def _size(aval: Any) -> int:
     return math.prod(getattr(aval, "shape", ()))
+
+
+def inner_jaxprs(equation: core.JaxprEqn) -> list[core.Jaxpr | core.ClosedJaxpr]:
+    """Returns the jaxprs among the parameters of an equation."""
+    return [jaxpr for value in equation.params.values() for jaxpr in _jaxprs(value)]
 
 
 def _jaxprs(value: Any) -> list[core.Jaxpr | core.ClosedJaxpr]:
@@ -246,6 +251,20 @@ def _shard_map(equation: core.JaxprEqn) -> float:
     return jaxpr_flops(equation.params["jaxpr"]) * math.prod(mesh.shape[axis] for axis in manual)
 
 
+def _pallas_call(equation: core.JaxprEqn) -> float:
+    """Counts what a Pallas call says of itself, or else its body at each place of its grid."""
+    estimate = equation.params.get("cost_estimate")
+    if estimate is not None:
+        return float(estimate.flops)
+    grid = getattr(equation.params.get("grid_mapping"), "grid", ())
+    return jaxpr_flops(equation.params["jaxpr"]) * math.prod(n for n in grid if isinstance(n, int))
+
+
+def _kernel(equation: core.JaxprEqn) -> float:
+    """Asks a kernel of `diffshard.kernel`, which knows its own price."""
+    return equation.params["kernel"].work([v.aval for v in equation.invars]).flops
+
+
 _SPECIAL: dict[str, Callable[[core.JaxprEqn], float]] = {
     "dot_general": _dot,
     "ragged_dot_general": _ragged_dot,
@@ -275,6 +294,8 @@ _SPECIAL: dict[str, Callable[[core.JaxprEqn], float]] = {
     "custom_jvp_call": _call_of_rule,
     "custom_vjp_call": _call_of_rule,
     "shard_map": _shard_map,
+    "pallas_call": _pallas_call,
+    "kernel": _kernel,
 }
 
 

@@ -36,6 +36,7 @@ if TYPE_CHECKING:  # for type checkers and editors; when the program runs, `__ge
     from search_spaces.communication.places import alternatives
     from search_spaces.communication.space import CommunicationSpace
     from search_spaces.communication.strategies import Encode, ErrorFeedback, EveryK, Exact, Schedule
+    from search_spaces.sharding.opaque.declaration import kernel
 
 _NAMES_OF = {
     "cost.base": ("Hardware", "Link", "Problem"),
@@ -66,6 +67,7 @@ _NAMES_OF = {
     "search_spaces.communication.space": ("CommunicationSpace",),
     "search_spaces.communication.strategies": ("Encode", "ErrorFeedback", "EveryK", "Exact", "Schedule"),
     "search_spaces.communication.layers.attention": ("windowed_attention",),
+    "search_spaces.sharding.opaque.declaration": ("kernel",),
 }
 _MODULE_OF = {name: module for module, names in _NAMES_OF.items() for name in names}
 
@@ -110,6 +112,7 @@ __all__ = [
     "halving",
     "init_search",
     "kaiming",
+    "kernel",
     "mixture",
     "orthogonal",
     "pareto",

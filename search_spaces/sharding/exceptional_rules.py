@@ -7,6 +7,7 @@ from jax.extend.core import JaxprEqn
 
 from search_spaces.sharding.base import Rule
 from search_spaces.sharding.factors import Factors, Mark, rule_from_factors
+from search_spaces.sharding.opaque.operations import OPAQUE
 
 # fmt: off
 _HIGHER_ORDER = frozenset(
@@ -55,6 +56,8 @@ def reduction_adds(equation: JaxprEqn) -> bool:
 def exceptional_rule(equation: JaxprEqn) -> Rule | None:
     """Returns the rule of an equation for which Shardy has none or a wrong one; None for all others."""
     name = equation.primitive.name
+    if name in OPAQUE:
+        return OPAQUE[name].rule(equation)
     operands = [shape_of(v.aval) for v in equation.invars]
     results = [shape_of(v.aval) for v in equation.outvars]
     if name in _ELEMENTWISE:

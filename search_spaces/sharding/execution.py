@@ -18,6 +18,9 @@ from search_spaces.replay import bind, context_of
 from search_spaces.sharding.base import Layout, ReshardStep, ShardingStrategy
 from search_spaces.sharding.graph import Graph, Value, Vertex
 from search_spaces.sharding.interpreter import GraphInterpreter, ReadOperand
+from search_spaces.sharding.local_blocks import Blocks
+from search_spaces.sharding.local_operations import LocalCall, combiner, run_local
+from search_spaces.sharding.opaque.operations import opaque_of
 from search_spaces.sharding.resharding import Paths
 from search_spaces.sharding.schedule import ProgramSchedule
 from search_spaces.sharding.spec import divides_or_pads, replicated_spec
@@ -82,7 +85,32 @@ class Execution:
         assert vertex.equation is not None
         strategy = self.layout.strategies[vertex.index]
         operands = [read(operand, spec) for operand, spec in zip(vertex.operands, strategy.operands, strict=True)]
+        if opaque_of(vertex) is not None and strategy.parts > 1:
+            return self._on_parts(vertex, operands)
         return bind(vertex.equation, operands)
+
+    def _on_parts(self, vertex: Vertex, operands: Sequence[Any]) -> Sequence[Any]:
+        """Runs an opaque operation, which XLA cannot partition, on each device's own parts."""
+        strategy = self.layout.strategies[vertex.index]
+        blocks = Blocks(self.axis_names, self.axis_sizes)
+
+        def run(*parts: Any) -> list[Any]:
+            results = run_local(LocalCall(vertex, strategy, blocks), parts)
+            return [
+                blocks.reduce(part, unreduced, steps, combiner(vertex))
+                for part, unreduced, steps in zip(results, strategy.unreduced, strategy.reductions, strict=True)
+            ]
+
+        def specs(given: Sequence[IndexedSpec]) -> list[Any]:
+            return [partition_spec(named_spec(spec, self.axis_names)) for spec in given]
+
+        return jax.shard_map(
+            run,
+            mesh=self.mesh,
+            in_specs=tuple(specs(strategy.operands)),
+            out_specs=specs(strategy.results),
+            check_vma=False,
+        )(*operands)
 
     def reduce(self, vertex: Vertex, results: Sequence[Any]) -> Sequence[Any]:
         """Constrains the results of an operation."""

@@ -16,6 +16,7 @@ import numpy as np
 from search_spaces.replay import REMAT
 from search_spaces.sharding.base import Rule
 from search_spaces.sharding.graph import Block, Graph, Value, Vertex, is_contraction
+from search_spaces.sharding.opaque.operations import opaque_of
 
 REDUCTIONS = ("reduce_and", "reduce_max", "reduce_min", "reduce_or", "reduce_prod", "reduce_sum", "argm")
 """How the names of operations begin that compute what they read inside their own kernel."""
@@ -170,7 +171,14 @@ def _is_fusible(vertex: Vertex, rule: Rule | None) -> bool:
         return False
     if vertex.primitive in _ALSO_FUSIBLE:
         return True
-    if rule is None or is_contraction(vertex) or _is_update(vertex) or rule.reduction or rule.permutation:
+    if (
+        rule is None
+        or opaque_of(vertex) is not None
+        or is_contraction(vertex)
+        or _is_update(vertex)
+        or rule.reduction
+        or rule.permutation
+    ):
         return False
     return all(rule.sizes[f] == 1 for f in rule.need_replication)  # those of one element are broadcast
 

@@ -20,6 +20,7 @@ from search_spaces.replay import bind
 from search_spaces.sharding.base import ShardingStrategy
 from search_spaces.sharding.graph import Value, Vertex
 from search_spaces.sharding.local_blocks import Blocks
+from search_spaces.sharding.opaque.operations import opaque_of
 
 # fmt: off
 # What combines their partial results, where a dimension that they reduce is split.
@@ -68,6 +69,9 @@ class LocalCall(NamedTuple):
 
 def combiner(vertex: Vertex) -> str:
     """Returns what combines the partial results of an operation: a key of `local_blocks.REDUCERS`."""
+    opaque = opaque_of(vertex)
+    if opaque is not None and vertex.equation is not None:
+        return opaque.combine(vertex.equation)
     return REDUCTIONS.get(vertex.primitive, "sum")
 
 

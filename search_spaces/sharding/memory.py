@@ -18,6 +18,7 @@ from search_spaces.sharding.base import Node, Rule, ShardingStrategy
 from search_spaces.sharding.fusion import VIEWS
 from search_spaces.sharding.graph import Block, Graph, Value, Vertex
 from search_spaces.sharding.held_positions import HeldPositions
+from search_spaces.sharding.opaque.operations import opaque_of
 from search_spaces.sharding.spec import local_bytes
 
 # Pointwise but expensive: XLA does not compute them again for a second reader.
@@ -77,7 +78,7 @@ def is_pointwise(vertex: Vertex, rule: Rule | None) -> bool:
         return False
     if vertex.primitive == "broadcast_in_dim" and not any(isinstance(o, Value) and o.shape for o in vertex.operands):
         return True  # copies of one number
-    if vertex.equation.primitive.name in CONTRACTIONS or vertex.equation.effects:
+    if vertex.primitive in CONTRACTIONS or vertex.equation.effects or opaque_of(vertex) is not None:
         return False
     if rule.reduction or rule.permutation:
         return False

@@ -12,6 +12,7 @@ from search_spaces.sharding.base import Node, ShardingStrategy
 from search_spaces.sharding.fusion import PICKS
 from search_spaces.sharding.graph import Operand, Value, Vertex
 from search_spaces.sharding.kernels import Kernels
+from search_spaces.sharding.opaque.operations import local_work, opaque_of
 from search_spaces.sharding.reshard_costs import CollectiveShares, ReshardCosts
 from search_spaces.sharding.spec import local_bytes
 
@@ -89,6 +90,8 @@ class NodeCosts:
         """Returns the seconds of one device's arithmetic and memory traffic in one step, `[strategies]`."""
         if vertex.kind != "operation" or vertex.equation is None:
             return np.zeros(len(strategies))
+        if opaque_of(vertex) is not None:
+            return vertex.weight * np.array([self._opaque_s(vertex, s) for s in strategies])
         num_bytes = np.array([touched_bytes(vertex, s, self.kernels, self.axis_sizes) for s in strategies])
         copied_bytes = np.array([self._copied_bytes(vertex, s) for s in strategies])
         flops = equation_flops(vertex.equation) / np.array([s.parts for s in strategies], float)
@@ -96,6 +99,11 @@ class NodeCosts:
         launch_s = self.kernels.launches[vertex.index] * self.hardware.kernel_launch_s
         copy_s = roofline_s(0.0, copied_bytes, dtype, self.hardware)
         return vertex.weight * (launch_s + copy_s + roofline_s(flops, num_bytes, dtype, self.hardware))
+
+    def _opaque_s(self, vertex: Vertex, strategy: ShardingStrategy) -> float:
+        """Returns the seconds of one run of an opaque operation, which is a kernel of its own."""
+        work = local_work(vertex, strategy, self.axis_sizes)
+        return self.hardware.kernel_launch_s + float(roofline_s(work.flops, work.num_bytes, work.dtype, self.hardware))
 
     def chosen_compute_s(self, vertex: Vertex, strategy: ShardingStrategy) -> float:
         """Returns `compute_s` of one strategy; a plan's strategies are asked for several times."""

@@ -60,7 +60,8 @@ from search_spaces.sharding.kernels import Kernels, kernels_of
 from search_spaces.sharding.memory import Lifetimes, Usages, lifetimes_of, usages_of
 from search_spaces.sharding.memory_use import memory_use
 from search_spaces.sharding.node_costs import NodeCosts
-from search_spaces.sharding.nodes import nodes_of
+from search_spaces.sharding.nodes import nodes_of, refused_splits
+from search_spaces.sharding.opaque.operations import name_of
 from search_spaces.sharding.repetition import alike_nodes
 from search_spaces.sharding.reshard_costs import CollectiveShares, ReshardCosts
 from search_spaces.sharding.scheduling import make_schedule
@@ -245,6 +246,10 @@ class ShardingSpace:
             f"{name} has no sharding rule and runs whole on every device ({sources})."
             for name, sources in sources_of(without_rule)
         ]
+        refused: dict[str, list[str]] = {}
+        for vertex, reason in refused_splits(self.graph, self.rules, self.axis_names, self.axis_sizes):
+            refused.setdefault(f"{name_of(vertex)} does not run on {reason}", []).append(vertex.source)
+        notes += [f"{text} ({len(sources)}x, {min(sources)})." for text, sources in refused.items()]
         return (*self.graph.notes, *notes)
 
     def priced(self, compute_share: float, exposed_share: float) -> Problem:

@@ -4,11 +4,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import product
 from math import prod
+from typing import TypeVar
 
 from search_spaces.partition_specs import IndexedSpec
 from search_spaces.sharding.base import Axes, Dimensions, ReshardStep, Rule, ShardingStrategy
 from search_spaces.sharding.dimensions import in_order
-from search_spaces.sharding.spec import divides, may_split, replicated_spec, shards
+from search_spaces.sharding.spec import axes_in, divides, may_split, replicated_spec, shards
+
+_T = TypeVar("_T")
 
 AxesOfFactor = Mapping[int, tuple[int, ...]]
 """The mesh axes that split each factor."""
@@ -67,13 +70,23 @@ def _of_factors(
     operands, results = specs[: len(rule.operands)], specs[len(rule.operands) :]
     parts = prod(axes.sizes[a] for split_axes in axes_of_factor.values() for a in split_axes)
     partial = {a for f, split_axes in axes_of_factor.items() if f in rule.reduction for a in split_axes}
-    axis_order = [a for a in axes.fast_first if a in partial]
-    reductions = tuple(_all_reduce(spec, axis_order, 1.0 / shards(spec, axes.sizes), axes.sizes) for spec in results)
+    axis_order = [[a for a in axes.fast_first if a in partial - axes_in(spec)] for spec in results]
+    reductions = tuple(
+        _all_reduce(spec, order, 1.0 / shards(spec, axes.sizes), axes.sizes)
+        for spec, order in zip(results, axis_order, strict=True)
+    )
     yield ShardingStrategy(operands, results, parts, reductions, results)
-    if rule.reduction_is_sum and len(results) == 1:
-        for steps in _scatters(results[0], _shape(rule, rule.results[0]), axis_order, axes):
-            if _all_in_order((steps[-1].spec,), kinds[-1:], axes):
-                yield ShardingStrategy(operands, (steps[-1].spec,), parts, (steps,), results)
+    partial_results = [i for i, order in enumerate(axis_order) if order]
+    if rule.reduction_is_sum and len(partial_results) == 1:
+        i = partial_results[0]
+        for steps in _scatters(results[i], _shape(rule, rule.results[i]), axis_order[i], axes):
+            scattered = _replaced(results, i, steps[-1].spec)
+            if _all_in_order(scattered, kinds[len(operands) :], axes):
+                yield ShardingStrategy(operands, scattered, parts, _replaced(reductions, i, steps), results)
+
+
+def _replaced(entries: tuple[_T, ...], index: int, entry: _T) -> tuple[_T, ...]:
+    return (*entries[:index], entry, *entries[index + 1 :])
 
 
 def _may_split(rule: Rule, factor: int, axes: tuple[int, ...], sizes: tuple[int, ...]) -> bool:

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from search_spaces.sharding.base import ShardingStrategy
 from search_spaces.sharding.graph import Graph, Value, Vertex
 from search_spaces.sharding.local_operations import PARAMETERS, PLACED_OPERATIONS, REDUCTIONS
+from search_spaces.sharding.opaque.operations import can_split, opaque_of
 from search_spaces.sharding.spec import parts_of
 
 # fmt: off
@@ -61,6 +62,8 @@ def runs_whole(vertex: Vertex, strategy: ShardingStrategy, axis_sizes: tuple[int
     if not any(axes for spec in specs for axes in spec):
         return False
     name = vertex.primitive
+    if opaque_of(vertex) is not None:
+        return not can_split(vertex, strategy, axis_sizes)
     if any(strategy.reductions) and name not in REDUCTIONS:
         return True
     if name in _CONDITIONS:

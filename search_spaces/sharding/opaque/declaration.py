@@ -1,0 +1,66 @@
+"""The public way to declare a kernel, and the checks of what is declared."""
+
+from collections.abc import Callable, Iterable, Mapping
+from math import isfinite
+from typing import Any
+
+from search_spaces.sharding.opaque.differentiation import DifferentiableKernel
+from search_spaces.sharding.opaque.kernel import Kernel, Price
+from search_spaces.sharding.opaque.notation import parse_rule
+
+
+def kernel(
+    fn: Callable[..., Any],
+    rule: str,
+    *,
+    reduction: Mapping[str, str] | None = None,
+    need_replication: str | Iterable[str] = (),
+    flops: Price | None = None,
+    bytes: Price | None = None,  # noqa: A002
+    backward: Callable[..., Any] | DifferentiableKernel | None = None,
+    name: str | None = None,
+) -> DifferentiableKernel:
+    """Makes a function one operation of a plan, which runs on each device's own part of its operands.
+
+    The function may be a Pallas kernel, a call of foreign code, or anything else that JAX traces. Without a plan the
+    result is the function, also under `jax.jit`, `jax.grad`, `jax.vmap`, `jax.checkpoint` and `jax.lax.scan`. Make it
+    once, outside of the step: layers that use the same kernel are planned alike.
+
+    A factor of the rule that operands and results have may be split, and so may one in `reduction`. All others stay
+    whole: those in `need_replication`, and those that only operands or only results have.
+
+    Args:
+      fn: takes arrays, returns an array or a tuple of arrays. It must accept any part of its operands that the rule
+        allows; splits for which it raises an error while it is traced are not offered.
+      rule: how dimensions relate, as `"b s h d, b t h d, b t h d -> b s h d"`: dimensions that share a name are split
+        alike, `(h g)` is a dimension of several factors, and `...` any number of dimensions.
+      reduction: for each factor whose parts give partial results, what combines them: "sum", "max" or "min".
+      need_replication: factors that must not be split, as `"s d"` or a sequence.
+      flops: arithmetic operations; a multiply-add counts as two. A number is for whole arrays and is divided among the
+        devices that share the work; a function gets the operands of one device as `jax.ShapeDtypeStruct`s. By default
+        a trace of `fn` is counted: `cost_estimate` of a Pallas call, or its body at each place of its grid.
+      bytes: memory traffic, likewise. By default what Pallas calls estimate, but at least all operands and results.
+      backward: takes the operands, the results and a cotangent of each result of floating type, and returns a gradient
+        for each operand of floating type. It is a kernel itself, with a rule and a price of its own, or a plain
+        function, whose rule then follows from `rule`. By default `fn` is run again and differentiated by `jax.vjp`.
+      name: for plans, errors and profiles; by default that of `fn`.
+
+    Returns:
+      A function of arrays.
+
+    Raises:
+      TypeError: `fn` or `backward` is not a function, or `rule` no string.
+      ValueError: the rule cannot be read, it lacks a factor that is named beside it, or a price is negative.
+    """
+    if not callable(fn):
+        raise TypeError(f"`fn` must be a function of arrays, not {fn!r}.")
+    if backward is not None and not callable(backward):
+        raise TypeError(f"`backward` must be a function of arrays or a kernel, not {backward!r}.")
+    for argument, price in (("flops", flops), ("bytes", bytes)):
+        if price is not None and not callable(price) and not (isfinite(price) and price >= 0):
+            raise ValueError(f"`{argument}` must be a number that is not negative, or a function, not {price!r}.")
+    whole = need_replication.split() if isinstance(need_replication, str) else need_replication
+    parsed_rule = parse_rule(rule, reduction, whole)
+    if name is None:
+        name = getattr(fn, "__name__", None) or getattr(getattr(fn, "func", None), "__name__", type(fn).__name__)
+    return DifferentiableKernel(Kernel(fn, parsed_rule, flops, bytes, str(name)), backward)

@@ -1,0 +1,205 @@
+"""The backward of a kernel: a kernel too, whose rule follows from that of the forward.
+
+A gradient has the dimensions of its operand. A factor that the forward may split and an operand lacks is summed over in
+that operand's gradient, so splitting it leaves partial sums.
+"""
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from search_spaces.sharding.opaque.kernel import Kernel
+from search_spaces.sharding.opaque.notation import NamedDimensions, NamedRule
+
+
+@dataclass(frozen=True)
+class DifferentiableKernel:
+    """A kernel that is called like its function and has a backward.
+
+    Attributes:
+      kernel: the forward.
+      backward: a function, or a kernel with a rule and a price of its own, of operands, results and cotangents; None
+        differentiates the forward's function.
+    """
+
+    kernel: Kernel
+    backward: "Callable[..., Any] | DifferentiableKernel | None"
+
+    @property
+    def __name__(self) -> str:
+        return self.kernel.name
+
+    def __call__(self, *operands: Any) -> Any:
+        """Returns what the function returns.
+
+        Raises:
+          TypeError: there are other operands than the rule has, or the backward takes other arguments than it gets.
+          ValueError: the rule does not fit the shapes.
+        """
+        expected = len(self.kernel.rule.operands)
+        if len(operands) != expected:
+            raise TypeError(
+                f"Kernel {self.kernel.name!r} takes {expected} operands, as its `rule` {str(self.kernel.rule)!r} has, "
+                f"but got {len(operands)}."
+            )
+        arrays = [jnp.asarray(x) for x in operands]
+        self.kernel.check(arrays)
+        self._check_backward(arrays)
+        results: Any = _forward(self.kernel, self.backward, *arrays)
+        return results[0] if self.kernel.trace(arrays).returns_one else tuple(results)
+
+    def _check_backward(self, operands: Sequence[Any]) -> None:
+        if self.backward is None:
+            return
+        results = self.kernel.results(operands)
+        num_cotangents = sum(map(_is_differentiable, results))
+        expected = len(operands) + len(results) + num_cotangents
+        parts = f"{len(operands)} operands, {len(results)} results and {num_cotangents} cotangents"
+        if isinstance(self.backward, DifferentiableKernel):
+            came = len(self.backward.kernel.rule.operands)
+            if came != expected:
+                raise TypeError(
+                    f"`backward` of kernel {self.kernel.name!r} gets {expected} arrays ({parts}), but its own `rule` "
+                    f"{str(self.backward.kernel.rule)!r} has {came} operands."
+                )
+            return
+        try:
+            signature = inspect.signature(self.backward)
+        except (TypeError, ValueError):  # built-in functions have no signature
+            return
+        try:
+            signature.bind(*(None,) * expected)
+        except TypeError as error:
+            raise TypeError(
+                f"`backward` of kernel {self.kernel.name!r} gets {expected} arrays ({parts}), but it is a function of "
+                f"{signature}: {error}."
+            ) from None
+
+
+def _is_differentiable(x: Any) -> bool:
+    return jnp.issubdtype(x.dtype, jnp.inexact)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _forward(kernel: Kernel, backward: Any, *operands: Any) -> list[Any]:
+    del backward
+    return kernel.bind(operands)
+
+
+def _forward_with_residuals(kernel: Kernel, backward: Any, *operands: Any) -> tuple[list[Any], Any]:
+    results: Any = _forward(kernel, backward, *operands)
+    return results, (operands, results)
+
+
+def _gradients(kernel: Kernel, backward: Any, residuals: Any, cotangents: Sequence[Any]) -> tuple[Any, ...]:
+    operands, results = residuals
+    wanted = tuple(map(_is_differentiable, operands))
+    given = tuple(map(_is_differentiable, results))
+    arguments = [*operands, *results, *(c for c, is_given in zip(cotangents, given, strict=True) if is_given)]
+    if not any(wanted):
+        return (None,) * len(operands)
+    if isinstance(backward, DifferentiableKernel):
+        gradients = backward(*arguments)
+        gradients = list(gradients) if isinstance(gradients, tuple) else [gradients]
+        _check_gradients(kernel, [x for x, is_wanted in zip(operands, wanted, strict=True) if is_wanted], gradients)
+    else:
+        gradients = backward_kernel(kernel, backward, wanted, given).bind(arguments)
+    remaining = iter(gradients)
+    return tuple(next(remaining) if is_wanted else None for is_wanted in wanted)
+
+
+_forward.defvjp(_forward_with_residuals, _gradients)
+
+
+def _check_gradients(kernel: Kernel, operands: Sequence[Any], gradients: Sequence[Any]) -> None:
+    expected = [f"{x.dtype}{list(x.shape)}" for x in operands]
+    came = [f"{x.dtype}{list(x.shape)}" for x in gradients]
+    if came != expected:
+        raise ValueError(
+            f"`backward` of kernel {kernel.name!r} must return one gradient for each operand of floating type, like "
+            f"the operand: {', '.join(expected)}; it returns {', '.join(came)}."
+        )
+
+
+@lru_cache(maxsize=1024)
+def backward_kernel(
+    kernel: Kernel, backward: Callable[..., Any] | None, wanted: tuple[bool, ...], given: tuple[bool, ...]
+) -> Kernel:
+    """Returns the kernel of a backward that is a plain function, or None for the derivative of the forward's function.
+
+    Args:
+      kernel: the forward.
+      backward: of operands, results and cotangents.
+      wanted: for each operand whether it has a gradient.
+      given: for each result whether it has a cotangent.
+    """
+    function = _Derivative(kernel.fn, wanted, given) if backward is None else _Backward(kernel, backward, wanted)
+    return Kernel(function, backward_rule(kernel.rule, wanted, given), None, None, f"{kernel.name}_backward")
+
+
+def backward_rule(rule: NamedRule, wanted: Sequence[bool], given: Sequence[bool]) -> NamedRule:
+    """Returns the rule of a backward; what the forward keeps whole, the backward keeps whole.
+
+    A maximum's gradient goes to the largest element only, which no part of the array can tell: its factor stays whole.
+    """
+    cotangents = tuple(r for r, is_given in zip(rule.results, given, strict=True) if is_given)
+    gradients = tuple(o for o, is_wanted in zip(rule.operands, wanted, strict=True) if is_wanted)
+    of_operands, of_results = _names(rule.operands), _names(rule.results)
+    summed = {factor for factor, kind in rule.reduction if kind == "sum"}
+    open_factors = (
+        (of_operands & (of_results | summed)) - rule.whole - {f for f, kind in rule.reduction if kind != "sum"}
+    )
+    partial_factors = {f for f in open_factors if any(f not in _names([gradient]) for gradient in gradients)}
+    return NamedRule(
+        operands=(*rule.operands, *rule.results, *cotangents),
+        results=gradients,
+        reduction=tuple((f, "sum") for f in sorted(partial_factors)),
+        whole=frozenset((of_operands | of_results) - open_factors),
+    )
+
+
+def _names(arrays: Sequence[NamedDimensions]) -> set[str]:
+    return {name for array in arrays for factors in array for name in factors}
+
+
+@dataclass(frozen=True)
+class _Derivative:
+    """The derivative of a function, which runs the function again."""
+
+    fn: Callable[..., Any]
+    wanted: tuple[bool, ...]
+    given: tuple[bool, ...]
+
+    def __call__(self, *arguments: Any) -> tuple[Any, ...]:
+        operands = arguments[: len(self.wanted)]
+        cotangents = arguments[len(self.wanted) + len(self.given) :]
+
+        def of_numbers(*numbers: Any) -> list[Any]:
+            remaining = iter(numbers)
+            results = self.fn(*(next(remaining) if w else x for x, w in zip(operands, self.wanted, strict=True)))
+            results = results if isinstance(results, tuple | list) else [results]
+            return [x for x, is_given in zip(results, self.given, strict=True) if is_given]
+
+        _, pull = jax.vjp(of_numbers, *(x for x, is_wanted in zip(operands, self.wanted, strict=True) if is_wanted))
+        return pull(list(cotangents))
+
+
+@dataclass(frozen=True)
+class _Backward:
+    """A user's backward, with a check of what it returns."""
+
+    kernel: Kernel
+    backward: Callable[..., Any]
+    wanted: tuple[bool, ...]
+
+    def __call__(self, *arguments: Any) -> tuple[Any, ...]:
+        gradients = self.backward(*arguments)
+        gradients = tuple(gradients) if isinstance(gradients, tuple | list) else (gradients,)
+        operands = [x for x, is_wanted in zip(arguments, self.wanted, strict=False) if is_wanted]
+        _check_gradients(self.kernel, operands, gradients)
+        return gradients

@@ -1,0 +1,175 @@
+"""`diffshard.kernel`: a function as one operation with a sharding rule, a price and a backward of its own.
+
+A kernel is a JAX primitive with the function as its parameter. Bound to whole arrays it stands for the whole work,
+bound to one device's parts for that device's, so the same equation is traced, planned and run; without a plan it lowers
+to what the function lowers to. Its backward is another kernel.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.core import ShapedArray, Tracer
+from jax.extend import core
+from jax.interpreters import batching, mlir
+
+from cost.base import Work
+from search_spaces.sharding.opaque.notation import NamedRule, Shape
+from search_spaces.sharding.opaque.work import dtype_of_work, traced_work
+
+Price = float | Callable[..., float]
+"""A number for whole arrays, or a function of the operands of one device, as `jax.ShapeDtypeStruct`s."""
+
+kernel_p = core.Primitive("kernel")
+kernel_p.multiple_results = True
+
+
+class TracedKernel(NamedTuple):
+    """A kernel's function traced for operands of some shapes: its jaxpr, and whether it returns a single array."""
+
+    jaxpr: core.ClosedJaxpr
+    returns_one: bool
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A function of arrays that no compiler sees into, with all that a plan must know of it.
+
+    Attributes:
+      fn: the function; it is traced for whole arrays and for one device's parts.
+      rule: how the dimensions of its operands and results relate.
+      flops: arithmetic operations, or None for those that a trace of `fn` counts.
+      num_bytes: memory traffic, or None for what a trace of `fn` says.
+      name: for plans, errors and profiles.
+    """
+
+    fn: Callable[..., Any]
+    rule: NamedRule
+    flops: Price | None
+    num_bytes: Price | None
+    name: str
+
+    def bind(self, operands: Sequence[Any]) -> list[Any]:
+        """Returns the results for some operands, as an equation of the primitive where they are traced."""
+        with jax.named_scope(self.name):
+            return kernel_p.bind(*operands, kernel=self)
+
+    def run(self, operands: Sequence[Any]) -> list[Any]:
+        """Returns the results of the function itself."""
+        results = self.fn(*operands)
+        return list(results) if isinstance(results, tuple | list) else [results]
+
+    def trace(self, operands: Sequence[Any]) -> TracedKernel:
+        """Traces the function for operands with a shape and a dtype.
+
+        Raises:
+          TypeError: the function returns something else than an array or a tuple of arrays.
+          ValueError: the function reads an array that is traced outside.
+        """
+        return _trace(self, tuple((tuple(x.shape), jnp.dtype(x.dtype)) for x in operands))
+
+    def results(self, operands: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
+        """Returns the shapes and dtypes of the results; raises as `trace`."""
+        return [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in self.trace(operands).jaxpr.out_avals]
+
+    def check(self, operands: Sequence[Any]) -> None:
+        """Holds the rule against the shapes of some operands and of what the function makes of them.
+
+        Raises:
+          ValueError: the rule does not fit.
+        """
+        shapes = [tuple(x.shape) for x in operands]
+        try:
+            self.rule.sizes(shapes)
+            self.rule.sizes(shapes, [x.shape for x in self.results(operands)])
+        except ValueError as error:
+            raise ValueError(f"Kernel {self.name!r}: {error}") from None
+
+    def work(self, operands: Sequence[Any], share: float = 1.0) -> Work:
+        """Returns what one device does.
+
+        Args:
+          operands: its parts, with a shape and a dtype.
+          share: the part of the whole work that is its own, for prices that are numbers.
+        """
+        structs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands]
+        counted = traced_work(self.trace(structs).jaxpr)
+        flops, num_bytes = (
+            counted_price if price is None else price(*structs) if callable(price) else price * share
+            for price, counted_price in ((self.flops, counted.flops), (self.num_bytes, counted.num_bytes))
+        )
+        return Work(float(flops), float(num_bytes), dtype_of_work(structs))
+
+
+@lru_cache(maxsize=4096)
+def _trace(kernel: Kernel, types: tuple[tuple[Shape, Any], ...]) -> TracedKernel:
+    jaxpr, result = jax.make_jaxpr(kernel.fn, return_shape=True)(*(jax.ShapeDtypeStruct(*t) for t in types))
+    if any(isinstance(constant, Tracer) for constant in jaxpr.consts):
+        raise ValueError(
+            f"Kernel {kernel.name!r} reads an array that is traced outside of it. Pass the array as an operand, with "
+            "its dimensions in `rule`."
+        )
+    returns_one = not isinstance(result, tuple | list)
+    if not all(hasattr(x, "shape") for x in ([result] if returns_one else result)):
+        raise TypeError(f"Kernel {kernel.name!r} must return an array or a tuple of arrays, not {result!r}.")
+    return TracedKernel(jaxpr, returns_one)
+
+
+# The primitive.
+
+
+@kernel_p.def_impl
+def _run(*operands: Any, kernel: Kernel) -> list[Any]:
+    return kernel.run(operands)
+
+
+@kernel_p.def_abstract_eval
+def _types(*operands: Any, kernel: Kernel) -> list[Any]:
+    kernel.check(operands)
+    return [ShapedArray(x.shape, x.dtype) for x in kernel.results(operands)]
+
+
+def _batched(operands: Sequence[Any], dims: Sequence[int | None], *, kernel: Kernel) -> tuple[list[Any], list[int]]:
+    is_mapped = tuple(d is not None for d in dims)
+    operands = [x if d is None else jnp.moveaxis(x, d, 0) for x, d in zip(operands, dims, strict=True)]
+    size = next(x.shape[0] for x, mapped in zip(operands, is_mapped, strict=True) if mapped)
+    prices = [
+        _BatchedPrice(price, is_mapped) if callable(price) else None if price is None else price * size
+        for price in (kernel.flops, kernel.num_bytes)
+    ]
+    batched = replace(
+        kernel,
+        fn=_BatchedFunction(kernel.fn, is_mapped),
+        rule=kernel.rule.with_batch(is_mapped),
+        flops=prices[0],
+        num_bytes=prices[1],
+    )
+    results = batched.bind(operands)
+    return results, [0] * len(results)
+
+
+@dataclass(frozen=True)
+class _BatchedFunction:
+    fn: Callable[..., Any]
+    is_mapped: tuple[bool, ...]
+
+    def __call__(self, *operands: Any) -> Any:
+        return jax.vmap(self.fn, in_axes=tuple(0 if mapped else None for mapped in self.is_mapped))(*operands)
+
+
+@dataclass(frozen=True)
+class _BatchedPrice:
+    price: Callable[..., float]
+    is_mapped: tuple[bool, ...]
+
+    def __call__(self, *operands: jax.ShapeDtypeStruct) -> float:
+        pairs = list(zip(operands, self.is_mapped, strict=True))
+        size = next(x.shape[0] for x, mapped in pairs if mapped)
+        return size * self.price(*(jax.ShapeDtypeStruct(x.shape[mapped:], x.dtype) for x, mapped in pairs))
+
+
+mlir.register_lowering(kernel_p, mlir.lower_fun(lambda *operands, kernel: kernel.run(operands), multiple_results=True))
+batching.primitive_batchers[kernel_p] = _batched

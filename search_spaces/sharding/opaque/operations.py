@@ -1,0 +1,137 @@
+"""What a plan must know of each kind of opaque operation: its rule, its price, and how it runs on one device's part."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+from jax.extend import core
+
+from cost.base import Work
+from search_spaces.sharding.base import Rule, ShardingStrategy
+from search_spaces.sharding.graph import Value, Vertex
+from search_spaces.sharding.opaque.kernel import Kernel
+from search_spaces.sharding.spec import parts_of
+
+
+class OpaqueOperation(NamedTuple):
+    """A kind of operation whose inside no compiler sees.
+
+    Attributes:
+      rule: of an equation, or None where nothing is known of its dimensions.
+      local_types: of an equation and the operands of one device the results that it gives there; an error where it
+        cannot run on such operands.
+      work: of an equation, the operands of one device and its share of the whole work.
+      combine: of an equation, what combines its partial results.
+      name: of an equation, for a reader of a plan.
+    """
+
+    rule: Callable[[core.JaxprEqn], Rule | None]
+    local_types: Callable[[core.JaxprEqn, Sequence[jax.ShapeDtypeStruct]], Sequence[jax.ShapeDtypeStruct]]
+    work: Callable[[core.JaxprEqn, Sequence[jax.ShapeDtypeStruct], float], Work]
+    combine: Callable[[core.JaxprEqn], str]
+    name: Callable[[core.JaxprEqn], str]
+
+
+def _kernel(equation: core.JaxprEqn) -> Kernel:
+    return equation.params["kernel"]
+
+
+def _shapes(variables: Sequence[Any]) -> list[tuple[int, ...]]:
+    return [tuple(v.aval.shape) for v in variables]
+
+
+OPAQUE: Mapping[str, OpaqueOperation] = {
+    "kernel": OpaqueOperation(
+        rule=lambda e: _kernel(e).rule.rule(_shapes(e.invars), _shapes(e.outvars)),
+        local_types=lambda e, operands: _kernel(e).results(operands),
+        work=lambda e, operands, share: _kernel(e).work(operands, share),
+        combine=lambda e: _kernel(e).rule.combine,
+        name=lambda e: f"kernel {_kernel(e).name!r}",
+    ),
+}
+
+
+UNEVEN = "the parts are uneven"
+"""Why an opaque operation is not split over axes that do not divide a dimension."""
+
+
+def opaque_of(vertex: Vertex) -> OpaqueOperation | None:
+    """Returns what is known of a vertex's operation if it is opaque; None for every other vertex."""
+    return OPAQUE.get(vertex.primitive)
+
+
+def name_of(vertex: Vertex) -> str:
+    """Returns what a reader of a plan calls an opaque operation."""
+    opaque = opaque_of(vertex)
+    return vertex.primitive if opaque is None or vertex.equation is None else opaque.name(vertex.equation)
+
+
+def local_operands(
+    vertex: Vertex, strategy: ShardingStrategy, axis_sizes: tuple[int, ...]
+) -> list[jax.ShapeDtypeStruct]:
+    """Returns the operands of one device; dimensions that do not divide are rounded up."""
+    operands = []
+    for operand, spec in zip(vertex.operands, strategy.operands, strict=True):
+        aval: Any = operand if isinstance(operand, Value) else operand.aval
+        operands.append(_part(aval.shape, aval.dtype, spec, axis_sizes))
+    return operands
+
+
+def _part(shape: Sequence[int], dtype: Any, spec: Any, axis_sizes: tuple[int, ...]) -> jax.ShapeDtypeStruct:
+    sizes = tuple(-(-size // parts) for size, parts in zip(shape, parts_of(spec, axis_sizes), strict=True))
+    return jax.ShapeDtypeStruct(sizes, dtype)
+
+
+def local_work(vertex: Vertex, strategy: ShardingStrategy, axis_sizes: tuple[int, ...]) -> Work:
+    """Returns what one device does of an opaque operation."""
+    opaque = opaque_of(vertex)
+    assert opaque is not None
+    assert vertex.equation is not None
+    operands = local_operands(vertex, strategy, axis_sizes)
+    return opaque.work(vertex.equation, operands, 1.0 / strategy.parts)
+
+
+def can_split(vertex: Vertex, strategy: ShardingStrategy, axis_sizes: tuple[int, ...]) -> bool:
+    """Tells whether an opaque operation runs on the parts of a strategy: even ones that its function accepts.
+
+    Raises:
+      ValueError: the function gives results of other shapes than its rule says.
+    """
+    return refusal(vertex, strategy, axis_sizes) is None
+
+
+def refusal(vertex: Vertex, strategy: ShardingStrategy, axis_sizes: tuple[int, ...]) -> str | None:
+    """Returns why an opaque operation does not run on the parts of a strategy; None if it does.
+
+    Raises:
+      ValueError: the function gives results of other shapes than its rule says.
+    """
+    opaque = opaque_of(vertex)
+    assert opaque is not None
+    assert vertex.equation is not None
+    arrays = (*vertex.operands, *vertex.results)
+    for array, spec in zip(arrays, (*strategy.operands, *strategy.unreduced), strict=True):
+        of_type: Any = array if isinstance(array, Value) else array.aval
+        shape = of_type.shape
+        if any(size % parts for size, parts in zip(shape, parts_of(spec, axis_sizes), strict=True)):
+            return UNEVEN
+    operands = local_operands(vertex, strategy, axis_sizes)
+    try:
+        types = opaque.local_types(vertex.equation, operands)
+    except Exception as error:  # whatever a foreign function raises for shapes that it does not take
+        return str(error).strip().split("\n")[0] or type(error).__name__
+    expected = [
+        _part(value.shape, value.dtype, spec, axis_sizes)
+        for value, spec in zip(vertex.results, strategy.unreduced, strict=True)
+    ]
+    if [(tuple(x.shape), x.dtype) for x in types] != [(x.shape, x.dtype) for x in expected]:
+        raise ValueError(
+            f"The rule of {opaque.name(vertex.equation)} ({vertex.source}) does not fit its function: for one device's "
+            f"operands {_written(operands)} it says that the results are {_written(expected)}, but the function "
+            f"returns {_written(types)}. Name factors that must not be split in `need_replication`."
+        )
+    return None
+
+
+def _written(arrays: Sequence[jax.ShapeDtypeStruct]) -> str:
+    return ", ".join(f"{x.dtype}{list(x.shape)}" for x in arrays)

@@ -1,0 +1,321 @@
+"""Kernels compute what their functions compute: by themselves, under JAX's transformations, and split by any layout."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import pallas as pl
+from jax.sharding import AxisType
+
+import diffshard
+from cost.base import num_strategies
+from tests.search_spaces.sharding.small_spaces import array, space_of
+
+AXES = ("x", "y")
+
+
+def attend(q, k, v):
+    scores = jnp.einsum("bshd,bthd->bhst", q, k) / q.shape[-1] ** 0.5
+    return jnp.einsum("bhst,bthd->bshd", jax.nn.softmax(scores), v)
+
+
+def scale_rows(x, g):
+    return x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6) * g
+
+
+def doubled_in_pallas(x):
+    def body(x_ref, y_ref):
+        y_ref[...] = 2 * x_ref[...]
+
+    return pl.pallas_call(body, out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype), interpret=True)(x)
+
+
+def doubled_backward(x, y, dy):
+    del x, y
+    return doubled_in_pallas(dy)
+
+
+attention = diffshard.kernel(attend, "b s h d, b t h d, b t h d -> b s h d", need_replication="d")
+norm = diffshard.kernel(scale_rows, "... d, d -> ... d", need_replication="d")
+product = diffshard.kernel(jnp.matmul, "... k, k n -> ... n", reduction={"k": "sum"})
+largest = diffshard.kernel(lambda x: jnp.max(x, -1), "... n -> ...", reduction={"n": "max"}, name="largest")
+doubled = diffshard.kernel(doubled_in_pallas, "... -> ...", backward=doubled_backward)
+doubled_by_kernels = diffshard.kernel(
+    doubled_in_pallas, "... -> ...", backward=diffshard.kernel(doubled_backward, "..., ..., ... -> ...")
+)
+rotated = diffshard.kernel(
+    lambda x, order: (x[:, order], order), "b n, m -> b m, m", name="rotated", need_replication="n m"
+)
+
+
+def decoder_loss(params, x):
+    """Scanned, rematerialised layers of kernels."""
+
+    def layer(x, w):
+        h = norm(x, w["norm"])
+        heads = [product(h, w[name]).reshape(*h.shape[:2], 4, -1) for name in "qkv"]
+        x = x + doubled(product(attention(*heads).reshape(h.shape), w["out"]))
+        return x, largest(x).sum()
+
+    x, peaks = jax.lax.scan(jax.checkpoint(layer), x, params)
+    return jnp.mean(x**2) + 1e-3 * peaks.mean()
+
+
+def decoder_step(params, x):
+    loss, gradients = jax.value_and_grad(decoder_loss)(params, x)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients), loss
+
+
+def decoder_arguments():
+    keys = jax.random.split(jax.random.key(0), 5)
+    shape = (2, 16, 16)
+    params = {n: jax.random.normal(k, shape) / 4 for n, k in zip(("q", "k", "v", "out"), keys, strict=False)}
+    return {**params, "norm": jnp.ones((2, 16))}, jax.random.normal(keys[4], (8, 8, 16))
+
+
+CASES = {
+    "attention": (lambda q, k, v: attention(q, k, v), [(8, 8, 4, 4)] * 3),
+    "gradients of attention": (
+        lambda q, k, v: jax.grad(lambda *x: jnp.sum(attention(*x) ** 2), (0, 1, 2))(q, k, v),
+        [(8, 8, 4, 4)] * 3,
+    ),
+    "reduction": (lambda x, w: product(x, w), [(8, 16), (16, 8)]),
+    "gradients of a reduction": (
+        lambda x, w: jax.grad(lambda *a: jnp.sum(product(*a) ** 2), (0, 1))(x, w),
+        [(8, 16), (16, 8)],
+    ),
+    "maximum": (lambda x: largest(x), [(8, 16)]),
+    "gradient of a maximum": (lambda x: jax.grad(lambda a: jnp.sum(largest(a) ** 2))(x), [(8, 16)]),
+    "gradient of a shared scale": (
+        lambda x, g: jax.grad(lambda *a: jnp.sum(norm(*a) ** 2), (0, 1))(x, g),
+        [(8, 16, 4), (4,)],
+    ),
+    "batch": (lambda x, w: jax.vmap(product, (1, None))(x, w), [(8, 4, 16), (16, 8)]),
+    "gradients of a batch": (
+        lambda x, w: jax.grad(lambda *a: jnp.sum(jax.vmap(product, (1, None))(*a) ** 2), (0, 1))(x, w),
+        [(8, 4, 16), (16, 8)],
+    ),
+    "uneven": (lambda x, w: product(x, w), [(6, 10), (10, 12)]),
+    "pallas": (lambda x: jax.grad(lambda a: jnp.sum(doubled(a) ** 2))(x), [(8, 16)]),
+    "pallas by kernels": (lambda x: jax.grad(lambda a: jnp.sum(doubled_by_kernels(a) ** 2))(x), [(8, 16)]),
+}
+
+
+def arrays_of(shapes):
+    keys = jax.random.split(jax.random.key(1), len(shapes))
+    return [jax.random.normal(key, shape) for key, shape in zip(keys, shapes, strict=True)]
+
+
+def plain(fn):
+    """The function with every kernel replaced by its own function."""
+    return lambda *args: jax.tree.leaves(jax.jit(fn)(*args))
+
+
+@pytest.mark.parametrize("executor", ["execution", "device_program"])
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("name", CASES)
+def test_random_layouts_compute_what_one_device_computes(name, seed, executor):
+    fn, shapes = CASES[name]
+    check_layouts(fn, arrays_of(shapes), seed, executor)
+
+
+@pytest.mark.parametrize("executor", ["execution", "device_program"])
+@pytest.mark.parametrize("seed", range(1))
+def test_random_layouts_of_a_training_step(seed, executor):
+    check_layouts(decoder_step, decoder_arguments(), seed, executor)
+
+
+def check_layouts(fn, arguments, seed, executor, sizes=(2, 4)):
+    leaves, structure = jax.tree.flatten(arguments)
+    avals = jax.tree.unflatten(structure, [array(*x.shape, dtype=x.dtype) for x in leaves])
+    space = space_of(fn, *avals, sizes=sizes)
+    if executor == "device_program":
+        space = dataclasses.replace(space, as_program=True)
+    mesh = jax.make_mesh(sizes, AXES, axis_types=(AxisType.Auto,) * 2)
+    choice = np.random.default_rng(seed).integers(num_strategies(space.problem)).tolist()
+    program = getattr(space, executor)(space.layout(choice), mesh)
+    results = jax.jit(program)(*leaves)
+    for a, b in zip(results, plain(fn)(*arguments), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5)
+
+
+def test_a_kernel_is_its_function():
+    q, k, v = arrays_of([(2, 3, 4, 5)] * 3)
+    np.testing.assert_allclose(attention(q, k, v), attend(q, k, v), rtol=1e-5)
+    for a, b in zip(
+        jax.jit(jax.grad(lambda *x: jnp.sum(attention(*x) ** 2), (0, 1, 2)))(q, k, v),
+        jax.grad(lambda *x: jnp.sum(attend(*x) ** 2), (0, 1, 2))(q, k, v),
+        strict=True,
+    ):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
+    x, w = arrays_of([(2, 3, 4), (4, 5)])
+    np.testing.assert_allclose(jax.vmap(product, (1, None), 1)(x, w), x @ w, rtol=1e-5)
+
+
+def test_a_backward_has_no_gradient_of_integers():
+    x, order = jnp.arange(6.0).reshape(2, 3), jnp.array([2, 0, 1])
+    gradient = jax.grad(lambda a: jnp.sum(rotated(a, order)[0] * jnp.array([1.0, 2.0, 3.0])))(x)
+    np.testing.assert_allclose(gradient, [[2.0, 3.0, 1.0]] * 2)
+
+
+def strategies_of(fn, *avals, sizes=(2, 4)):
+    """The operation's own strategies, by the specs of its operands."""
+    space = space_of(fn, *avals, sizes=sizes)
+    return space, [(v, space.nodes[v.index].strategies) for v in space.graph.operations() if v.primitive == "kernel"]
+
+
+def test_a_kernel_is_one_vertex_that_is_split_as_its_rule_says():
+    _, ((_, strategies),) = strategies_of(lambda *x: attention(*x), *[array(8, 8, 4, 4)] * 3)
+    split = {d for s in strategies for d, axes in enumerate(s.operands[0]) if axes}
+    assert split == {0, 1, 2}, "batch, length of queries, heads"
+    assert not any(s.operands[1][1] for s in strategies), "the length of keys"
+
+
+def test_a_reduction_may_be_scattered_into_one_of_several_results():
+    gradients = CASES["gradient of a shared scale"][0]
+    _, (_, (_, backward)) = strategies_of(gradients, array(8, 16, 4), array(4))
+    kinds = {tuple(step.kind for step in s.reductions[1]) for s in backward}
+    assert ("all_reduce",) in kinds
+    assert ("reduce_scatter",) in kinds
+    assert not any(s.reductions[0] for s in backward), "the gradient of x is complete"
+
+
+def test_a_price_is_of_one_devices_part():
+    def flops(x, w):
+        return 2 * np.prod(x.shape) * w.shape[1]
+
+    by_function = diffshard.kernel(jnp.matmul, "m k, k n -> m n", flops=flops, bytes=lambda x, w: 0)
+    by_number = diffshard.kernel(jnp.matmul, "m k, k n -> m n", flops=2 * 64 * 32 * 16, bytes=0)
+    by_trace = diffshard.kernel(jnp.matmul, "m k, k n -> m n", bytes=0)
+    prices = []
+    for fn in (by_function, by_number, by_trace):
+        space, ((vertex, strategies),) = strategies_of(fn, array(64, 32), array(32, 16))
+        prices.append(space.node_costs.compute_s(vertex, strategies))
+        assert prices[-1] == pytest.approx([2 * 64 * 32 * 16 / s.parts / 1e12 for s in strategies])
+    assert len(set(prices[0])) > 2
+
+
+def test_an_unpriced_kernel_costs_its_bytes():
+    doubling = diffshard.kernel(lambda x: x + x, "... -> ...", name="doubling")
+    space, ((vertex, strategies),) = strategies_of(doubling, array(64, 32))
+    assert space.node_costs.compute_s(vertex, strategies[:1]) == pytest.approx(2 * 64 * 32 * 4 / 1e12)
+
+
+def test_a_batch_of_kernels_has_the_price_of_all():
+    for flops in (100.0, lambda x: 100.0):
+        costly = diffshard.kernel(lambda x: x + x, "n -> n", flops=flops, bytes=0, name="costly")
+        space, ((vertex, strategies),) = strategies_of(jax.vmap(costly), array(8, 4))
+        assert space.node_costs.compute_s(vertex, strategies[:1]) == pytest.approx(800 / 1e12)
+
+
+def test_parts_that_a_function_does_not_accept_are_not_offered():
+    def in_tiles(x):
+        if x.shape[0] % 4:
+            raise ValueError("rows come in tiles of 4")
+        return 2 * x
+
+    tiled = diffshard.kernel(in_tiles, "m n -> m n")
+    space, ((_, strategies),) = strategies_of(tiled, array(8, 16))
+    assert {s.operands[0][0] for s in strategies} == {(), (0,)}, "8 rows are 2 tiles"
+    assert any("in_tiles" in note and "rows come in tiles of 4" in note for note in space.notes)
+
+
+def test_equal_layers_of_kernels_are_alike():
+    space = space_of(decoder_step, *jax.tree.map(lambda x: array(*x.shape), decoder_arguments()))
+    assert len({space.forms[v.index] for v in space.graph.operations() if v.primitive == "kernel"}) < sum(
+        v.primitive == "kernel" for v in space.graph.operations()
+    )
+
+
+def test_a_plan_with_kernels_is_searched_and_runs():
+    params, x = decoder_arguments()
+    mesh = jax.make_mesh((2, 4), AXES, axis_types=(AxisType.Auto,) * 2)
+    expected = jax.jit(decoder_step)(params, x)
+    for executor in ("program", "constraints"):
+        step = diffshard.search(decoder_step, mesh, hardware="h100", executor=executor)
+        plan = step.plan(params, x)
+        assert "attend/kernel" in str(plan)
+        results = step(*plan.shard(params, x))
+        for a, b in zip(jax.tree.leaves(results), jax.tree.leaves(expected), strict=True):
+            np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5)
+
+
+# Bad input.
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"fn": 3}, TypeError, "`fn` must be a function of arrays, not 3"),
+        ({"backward": 3}, TypeError, "`backward` must be a function of arrays or a kernel, not 3"),
+        ({"flops": -1.0}, ValueError, "`flops` must be a number that is not negative, or a function, not -1.0"),
+        ({"bytes": float("nan")}, ValueError, "`bytes` must be a number that is not negative"),
+    ],
+)
+def test_declarations_that_are_refused(arguments, error, message):
+    with pytest.raises(error, match=message):
+        diffshard.kernel(**{"fn": jnp.sin, "rule": "... -> ...", **arguments})
+
+
+def test_a_rule_that_does_not_fit_the_operands():
+    with pytest.raises(
+        ValueError, match=r"Kernel 'matmul': `rule` .* 'k' has one size everywhere, but it is 16 elsewhe"
+    ):
+        product(jnp.zeros((8, 16)), jnp.zeros((8, 16)))
+    with pytest.raises(TypeError, match=r"Kernel 'matmul' takes 2 operands, as its `rule` .* has, but got 1"):
+        product(jnp.zeros((8, 16)))
+
+
+def test_a_rule_that_does_not_fit_the_results():
+    turned = diffshard.kernel(lambda x: x.T, "m n -> m n", name="turned")
+    with pytest.raises(
+        ValueError, match=r"Kernel 'turned': .* 'm' has one size everywhere, but it is 8 elsewhere and 16"
+    ):
+        jax.jit(turned)(jnp.zeros((8, 16)))
+
+
+def test_a_rule_that_fits_whole_arrays_only():
+    padded = diffshard.kernel(lambda x: jnp.concatenate([x[:4], jnp.zeros((4, 2))]), "m n -> m n", name="padded")
+    with pytest.raises(
+        ValueError, match=r"kernel 'padded' .* for one device's operands float32\[.*says .*, but the func"
+    ):
+        space_of(padded, array(8, 2)).problem  # noqa: B018
+
+
+def test_a_backward_with_other_arguments():
+    wrong = diffshard.kernel(lambda x, y: x * y, "n, n -> n", name="wrong", backward=lambda x, dz: dz)
+    with pytest.raises(
+        TypeError, match=r"`backward` of kernel 'wrong' gets 4 arrays \(2 operands, 1 results and 1 cot.*x, dz"
+    ):
+        wrong(jnp.zeros(3), jnp.zeros(3))
+    by_kernel = diffshard.kernel(
+        jnp.sin, "n -> n", name="wrong", backward=diffshard.kernel(lambda x, dy: dy, "n, n -> n", name="b")
+    )
+    with pytest.raises(
+        TypeError, match=r"`backward` of kernel 'wrong' gets 3 arrays .* but its own `rule` .* has 2 ope"
+    ):
+        by_kernel(jnp.zeros(3))
+
+
+def test_a_backward_with_other_results():
+    for backward in (lambda x, g, y, dy: dy, diffshard.kernel(lambda x, g, y, dy: dy, "n, m, n, n -> n", name="b")):
+        wrong = diffshard.kernel(lambda x, g: x * g[0], "n, m -> n", name="wrong", backward=backward)
+        with pytest.raises(
+            ValueError, match=r"must return one gradient for each operand .* float32\[3\], float32\[2\]; it"
+        ):
+            jax.grad(lambda x, g, fn=wrong: fn(x, g).sum(), (0, 1))(jnp.zeros(3), jnp.zeros(2))
+
+
+def test_an_array_from_outside():
+    def fn(x):
+        return diffshard.kernel(lambda y: x + y, "n -> n", name="closed")(x)
+
+    with pytest.raises(ValueError, match="Kernel 'closed' reads an array that is traced outside of it"):
+        jax.jit(fn)(jnp.zeros(3))
+
+
+def test_results_that_are_no_arrays():
+    with pytest.raises(TypeError, match="must return an array or a tuple of arrays"):
+        diffshard.kernel(lambda x: {"a": x}, "n -> n", name="dictionary")(jnp.zeros(3))
