@@ -148,26 +148,22 @@ def test_the_exact_choice_increases_no_loss_and_others_do(lossy: Any):
 
 def test_predicted_increases_rank_what_strategies_do_to_the_loss(lossy: Any):
     """Over several batches the mean measured change of the loss is larger where more is predicted."""
-    params, _ = _arrays(lossy)
     exact, predicted, measured = lossy.exact_choice(), [], []
+    data = [_arrays(lossy, seed) for seed in range(4)]
+    exact_losses = [float(lossy.loss(*arrays, exact, KEY)) for arrays in data]
+    increases = [lossy.loss_increases(*arrays, KEY) for arrays in data]
     for v, size in enumerate(num_strategies(lossy.problem).tolist()):
         rows = []
         for s in range(size):
-            changes = [_change(lossy, params, _with(exact, v, s), seed) for seed in range(4)]
-            rows.append(np.mean(np.square(changes)))
+            losses = [float(lossy.loss(*arrays, _with(exact, v, s), KEY)) for arrays in data]
+            rows.append(np.mean(np.square(np.subtract(losses, exact_losses))))
         if any(rows):
-            row = np.mean([lossy.loss_increases(params, _arrays(lossy, seed)[1], KEY)[v] for seed in range(4)], axis=0)
-            predicted.append(row)
+            predicted.append(np.mean([of_batch[v] for of_batch in increases], axis=0))
             measured.append(rows)
     assert measured, "no strategy of any node changes the loss"
     for row, rows in zip(predicted, measured, strict=True):
         assert np.argmax(row) == np.argmax(rows)
         assert all((p == 0) == (m == 0) for p, m in zip(row, rows, strict=True))
-
-
-def _change(space: Any, params: Any, choice: Sequence[int], seed: int) -> float:
-    _, batch = _arrays(space, seed)
-    return float(space.loss(params, batch, choice, KEY) - space.loss(params, batch, space.exact_choice(), KEY))
 
 
 def _with(choice: Sequence[int], node: int, strategy: int) -> list[int]:
