@@ -12,6 +12,7 @@ if TYPE_CHECKING:  # for type checkers and editors; when the program runs, `__ge
     from cost.calibration import calibrate
     from cost.lines import Line
     from cost.presets import PRESET_NAMES, preset
+    from diffshard import nnx
     from diffshard.base import InfeasibleError, PlanError, Proposal, Solution, Solver
     from diffshard.bilevel_search.estimators.curvature import curvature
     from diffshard.bilevel_search.estimators.mixture import mixture
@@ -69,6 +70,7 @@ _NAMES_OF = {
     "search_spaces.communication.layers.attention": ("windowed_attention",),
     "search_spaces.sharding.opaque.declaration": ("kernel",),
 }
+_MODULES = ("nnx",)
 _MODULE_OF = {name: module for module, names in _NAMES_OF.items() for name in names}
 
 __version__ = "0.1.0"
@@ -114,6 +116,7 @@ __all__ = [
     "kaiming",
     "kernel",
     "mixture",
+    "nnx",
     "orthogonal",
     "pareto",
     "place",
@@ -132,6 +135,8 @@ def __getattr__(name: str) -> Any:
     Raises:
       AttributeError: the package has no such name.
     """
+    if name in _MODULES:
+        return importlib.import_module(f"diffshard.{name}")
     if name not in _MODULE_OF:
         raise AttributeError(f"module 'diffshard' has no attribute {name!r}")
     value = getattr(importlib.import_module(_MODULE_OF[name]), name)

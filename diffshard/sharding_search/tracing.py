@@ -1,5 +1,6 @@
 """A function traced for a call, and the space of everything that can be chosen about it."""
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -75,6 +76,7 @@ def trace_call(options: Options, call: Call) -> TracedFunction:
         args, kwargs = call.structure.unflatten(arrays)
         result = options.fn(*map(plain, args), **{name: plain(argument) for name, argument in kwargs.items()})
         leaves, structure = split(result)
+        _warn_of_lost_changes(options, call, arrays, (args, kwargs), leaves)
         feedback = feedback_of(result, (*args, *kwargs.values()), abstract_split)
         results.append(_Result(structure, array_paths("result", result), feedback))
         return leaves
@@ -90,6 +92,31 @@ def trace_call(options: Options, call: Call) -> TracedFunction:
         result=result.structure,
         out_paths=result.paths,
     )
+
+
+def _warn_of_lost_changes(
+    options: Options, call: Call, before: Sequence[Any], arguments: Any, results: Sequence[Any]
+) -> None:
+    """Warns if a function has put other arrays into its arguments, which are copies, and does not return them.
+
+    Modules of flax's nnx are such arguments. `before` is what was in the arguments when the function was called.
+    """
+    after = call.structure.arrays_of(arguments)
+    if after is None:
+        after = before
+    returned = {id(array) for array in results}
+    lost = [
+        call.parameters[number]
+        for number, old, new in zip(call.numbers, before, after, strict=True)
+        if new is not old and id(new) not in returned
+    ]
+    if lost:
+        names = " and ".join(f"`{name}`" for name in dict.fromkeys(lost))
+        warnings.warn(
+            f"{options.function_name} changes {names} in place, and these changes are lost, as under `jax.jit`. Return "
+            "the new state, or use `diffshard.nnx.search` for modules of flax's nnx.",
+            stacklevel=2,
+        )
 
 
 def space_of(

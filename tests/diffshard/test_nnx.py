@@ -1,0 +1,126 @@
+"""Functions that change nnx modules in place: as `nnx.jit`, and with what the mesh's devices hold split."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import NamedSharding
+
+import diffshard
+from tests.diffshard.sharding_search.small_searches import SLOW, assert_equal, mesh_2x2
+
+
+class Classifier(nnx.Module):
+    """A small network with everything that changes in training: parameters, statistics, random numbers."""
+
+    def __init__(self, rngs):
+        self.inner = nnx.Linear(16, 64, use_bias=False, rngs=rngs)  # a norm takes a bias away again
+        self.norm = nnx.BatchNorm(64, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+        self.outer = nnx.Linear(64, 8, rngs=rngs)
+
+    def __call__(self, x):  # noqa: D102
+        return self.outer(self.dropout(nnx.relu(self.norm(self.inner(x)))))
+
+
+def train_step(model, optimizer, x, *, scale=1.0):
+    def loss_of(model):
+        return (model(x) ** 2).mean() * scale
+
+    loss, grads = nnx.value_and_grad(loss_of)(model)
+    optimizer.update(model, grads)
+    return loss
+
+
+def objects():
+    model = Classifier(nnx.Rngs(0))
+    return model, nnx.Optimizer(model, optax.sgd(0.1, momentum=0.9), wrt=nnx.Param)
+
+
+def search(fn, **options):
+    return diffshard.nnx.search(fn, mesh_2x2(), hardware=SLOW, **options)
+
+
+def numbers_of(modules):
+    """Returns the arrays of modules, random keys as numbers."""
+    leaves = jax.tree.leaves(nnx.state(modules))
+    return [jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x for x in leaves]
+
+
+X = jnp.linspace(-1.0, 1.0, 32 * 16).reshape(32, 16)
+
+
+@pytest.fixture(scope="module")
+def trained():
+    """What three steps of `nnx.jit` make."""
+    model, optimizer = objects()
+    run = nnx.jit(train_step)
+    losses = [run(model, optimizer, X, scale=2.0) for _ in range(3)]
+    return numbers_of((model, optimizer)), losses
+
+
+def test_modules_train_as_under_nnx_jit_and_stay_split(trained):
+    model, optimizer = objects()
+    step = search(train_step, donate_argnums=(0, 1))
+    plan = step.plan(model, optimizer, X, scale=2.0)
+    step.shard(model, optimizer, X, scale=2.0)
+    losses = [step(model, optimizer, X, scale=2.0) for _ in range(3)]
+    assert_equal((numbers_of((model, optimizer)), losses), trained)
+    specs = {tensor.path: tensor.partition_spec for tensor in plan.arguments}
+    wanted = NamedSharding(mesh_2x2(), specs["model['inner']['kernel'].value"])
+    assert not wanted.is_fully_replicated
+    assert model.inner.kernel[...].sharding.is_equivalent_to(wanted, 2)
+
+
+def test_a_saved_plan_is_applied_to_a_function_of_modules(trained, tmp_path):
+    abstract = nnx.eval_shape(objects)
+    plan = search(train_step).plan(*abstract, X, scale=2.0)
+    plan.save(tmp_path / "plan.json")
+    step = diffshard.nnx.apply(diffshard.Plan.load(tmp_path / "plan.json", mesh_2x2()), train_step)
+    model, optimizer = objects()
+    losses = [step(model, optimizer, x=X, scale=2.0) for _ in range(3)]
+    assert_equal((numbers_of((model, optimizer)), losses), trained)
+
+
+def test_a_result_may_be_a_module_that_is_an_argument():
+    def step(model, x):
+        model.norm.mean[...] += 1
+        return model, {"sum": model(x).sum()}
+
+    model, _ = objects()
+    same, _ = search(step)(model, X)
+    assert same is model
+    assert float(model.norm.mean[0]) > 0.9
+
+
+def test_shared_variables_stay_shared():
+    def step(pair):
+        pair["a"].kernel[...] += 1
+        return pair["b"].kernel[...].sum()
+
+    layer = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
+    before = np.asarray(layer.kernel[...])
+    result = search(step)({"a": layer, "b": layer})
+    np.testing.assert_allclose(result, (before + 1).sum(), rtol=1e-5)
+    np.testing.assert_allclose(layer.kernel[...], before + 1, rtol=1e-6)
+
+
+def test_a_change_of_structure_is_refused():
+    def step(model, x):
+        model.more = nnx.Param(jnp.ones(8))
+        return model(x)
+
+    with pytest.raises(ValueError, match="changes the structure of a module"):
+        search(step)(objects()[0], X)
+
+
+def test_the_plain_search_says_that_changes_in_place_are_lost():
+    model, optimizer = objects()
+    with pytest.warns(UserWarning, match=r"train_step changes `model`.* in place, and .* lost.*diffshard\.nnx\.search"):
+        diffshard.search(train_step, mesh_2x2(), hardware=SLOW).plan(model, optimizer, X)
+    eval_model = nnx.eval_shape(objects)[0]
+    eval_model.eval()
+    diffshard.search(lambda model, x: model(x), mesh_2x2(), hardware=SLOW).plan(eval_model, X)
+    assert jax.tree.leaves(eval_model)
