@@ -1,5 +1,6 @@
 """A plan by layer: the modules of the user's code in the order in which they run, equal ones only once."""
 
+import re
 import statistics
 from collections.abc import Hashable, Sequence
 from typing import NamedTuple
@@ -152,7 +153,7 @@ def _arguments_of(plan: PlanData, names: Sequence[str]) -> dict[str, list[int]]:
     by_module = {name.split("/")[-1]: name for name in reversed(names)}
     result: dict[str, list[int]] = {}
     for i, tensor in enumerate(plan.arguments):
-        parts = readable_path(tensor.path).split("/")
+        parts = re.split(r"[/.]", readable_path(tensor.path))
         name = next((by_module[p] for p in parts[1:] if p in by_module), None)
         if name is None:  # `embed` holds what `embed.attend` reads
             name = next((by_module[m] for p in parts[1:] for m in by_module if m.startswith(f"{p}.")), None)

@@ -11,6 +11,7 @@ from search_spaces.partition_specs import NamedSpec
 
 _EQUAL_SHARE = 1e-6  # of a step: shardings that differ by less take the same time up to rounding
 _SCAN = ".<lambda>"  # flax's name for the scan over a module, before the module's own: `layers.<lambda>/layers`
+_OF_EQUINOX = "eqx."  # the class of a layer, which Equinox writes after the layer's own place
 _OF_JAX = ("checkpoint", "rematted_computation", "while", "body", "closed_call")  # parts of scopes that are not modules
 
 
@@ -111,8 +112,14 @@ def module_path(operation: Operation) -> tuple[tuple[str, ...], bool]:
     modules = modules_of(operation.scope)
     if not modules:
         function = re.search(r"\(([\w.<>]+)\)$", operation.source)
-        modules = (function.group(1).split(".")[-1],) if function else ()
+        modules = _own_name(function.group(1)) if function else ()
     return modules, "transpose(" in operation.scope
+
+
+def _own_name(function: str) -> tuple[str, ...]:
+    """Returns the last name that a user wrote in a function's qualified name: a method's class, not `<lambda>`."""
+    names = [name for name in function.split(".") if not name.startswith(("<", "__"))]
+    return (names[-1],) if names else ()
 
 
 def modules_of(scope: str) -> tuple[str, ...]:
@@ -122,7 +129,7 @@ def modules_of(scope: str) -> tuple[str, ...]:
         module = part
         while match := re.fullmatch(r"\w+\((.*)\)", module):
             module = match.group(1)
-        if not module or "->" in module or module in _OF_JAX:
+        if not module or "->" in module or module in _OF_JAX or (modules and module.startswith(_OF_EQUINOX)):
             continue
         if module != part and module in modules:
             # A body repeats the module that it was traced in: `transpose(jvp(Net))/jvp(Net)/layer_0`.

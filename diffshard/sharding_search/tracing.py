@@ -20,6 +20,7 @@ from diffshard.sharding_search.call import (
     plain,
     split,
 )
+from diffshard.sharding_search.module_scopes import module_scopes
 from diffshard.sharding_search.options import Options, with_automatic_axes
 from search_spaces.sharding.given import given_dimensions
 from search_spaces.sharding.graph import Graph
@@ -83,7 +84,8 @@ def trace_call(options: Options, call: Call) -> TracedFunction:
 
     # In a context mesh of explicit axes JAX would ask for a sharding in the types of every operation.
     with jax.sharding.use_abstract_mesh(with_automatic_axes(jax.sharding.get_abstract_mesh())):
-        trace = jax.jit(_under_rules(flat, options.logical_axis_rules, options.mesh)).trace(*call.arrays)
+        with module_scopes():
+            trace = jax.jit(_under_rules(flat, options.logical_axis_rules, options.mesh)).trace(*call.arrays)
     result = results[-1]
     return TracedFunction(
         jaxpr=trace.jaxpr,
