@@ -172,7 +172,7 @@ class _Player:
             elif opcode == "async-start":
                 self.play(instruction.callees[0], clock)
             elif opcode in _WITHOUT_PRICE:
-                self.notes.add(f"{opcode} is not priced")
+                self.notes.add(f"{opcode} is not priced{_place(instruction)}")
             else:
                 self._kernel(computation, instruction, clock)
 
@@ -210,13 +210,17 @@ class _Player:
         if work is None:
             return
         if not work.is_known:
-            self.notes.add(f"custom call {custom_call_target(instruction)!r} is priced by its bytes alone")
+            self.notes.add(
+                f"custom call {custom_call_target(instruction)!r} is priced by its bytes alone{_place(instruction)}"
+            )
         clock.run(instruction, self.rates.kernel_s(work.flops, work.num_bytes))
 
     def _loop(self, instruction: Instruction, clock: _Clock) -> None:
         trips, body = instruction.trip_count, instruction.body
         if trips is None:
-            self.notes.add(f"loop {instruction.name!r} has an unknown length and is priced as one trip")
+            self.notes.add(
+                f"loop {instruction.name!r} has an unknown length and is priced as one trip{_place(instruction)}"
+            )
             trips = 1
         previous = clock.fork()
         for trip in range(1, trips + 1):
@@ -253,3 +257,8 @@ def _is_steady(previous: _Clock, before: _Clock, after: _Clock) -> bool:
     return abs(trip_s - previous_trip_s) < _SAME_S and all(
         abs(seconds - previous_advance_s.get(link, 0.0)) < _SAME_S for link, seconds in advance_s.items()
     )
+
+
+def _place(instruction: Instruction) -> str:
+    """Says where in the traced function an instruction comes from, if XLA has kept that."""
+    return f", {instruction.source}" if instruction.source else ""

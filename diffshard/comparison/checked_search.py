@@ -23,7 +23,7 @@ from diffshard.comparison.judging import CompilablePlan, judge
 from diffshard.experts.plans import plans_of_experts
 from diffshard.plans.base import Executor
 from diffshard.plans.comparison import ComparedPlan, Comparison
-from diffshard.plans.formats import format_bytes, format_s
+from diffshard.plans.formats import format_bytes, format_count, format_s
 from diffshard.sharding_search.executors import default_executor, flat_function, with_executor
 from diffshard.sharding_search.options import Options
 from diffshard.sharding_search.plan import Plan
@@ -31,6 +31,7 @@ from diffshard.sharding_search.planning import find_plan
 from diffshard.sharding_search.request import PlanRequest
 from diffshard.sharding_search.tracing import TracedFunction, space_of, trace_call
 from search_spaces.sharding.space import ShardingSpace
+from search_spaces.sources import function_source
 
 Check = Literal["shardy", "compile"]
 """Which compiler judges a plan."""
@@ -57,11 +58,9 @@ def plan_by_shardy(request: PlanRequest) -> Plan:
     predicted = predicted_sent_bytes(plan.collectives, axes)
     notes = plan.notes
     if abs(partitioned - predicted) > NOTED_DIFFERENCE * max(predicted, partitioned):
-        notes = (
-            *notes,
-            f"By {plan.executor}, Shardy's partitioner lets a device send {format_bytes(partitioned)} in a step, where "
-            f"the plan has {format_bytes(predicted)}.",
-        )
+        difference = f"{format_bytes(partitioned)} in a step, where the plan has {format_bytes(predicted)}."
+        source = function_source(request.options.fn)
+        notes = (*notes, f"{source}: by {plan.executor}, Shardy's partitioner lets a device send {difference}")
     return replace(plan, notes=notes, search_s=time.perf_counter() - request.start_s)
 
 
@@ -125,8 +124,11 @@ class _CompiledPlans:
 
     def add_experts(self, traced_function: TracedFunction) -> None:
         """Adds the plans of experts, unless the user has given shardings, which these would not keep."""
-        if any(spec is not None for spec in traced_function.call.given):
-            self.notes.append("No expert's plan takes part, because shardings are given.")
+        call = traced_function.call
+        given = [path for path, spec in zip(call.paths, call.given, strict=True) if spec is not None]
+        if given:
+            more = f" and {format_count(len(given) - 1, 'more argument')}" if len(given) > 1 else ""
+            self.notes.append(f"{given[0]}{more}: no expert's plan takes part, because shardings are given.")
             return
         plans = plans_of_experts(replace(self.options, executor="propagation"), traced_function)
         for name, plan in plans.items():
@@ -188,7 +190,7 @@ class _CompiledPlans:
             gap=(plan.step_s - bound_s) / plan.step_s if plan.step_s else 0.0,
             status=found.status,
             history=found.history,
-            notes=(*plan.notes, _verdict(row, comparison)),
+            notes=(*plan.notes, f"{function_source(self.options.fn)}: {_verdict(row, comparison)}"),
             comparison=comparison,
             search_s=time.perf_counter() - start_s,
         )
@@ -203,11 +205,11 @@ def _verdict(row: ComparedPlan, comparison: Comparison) -> str:
     """Says in a sentence why a plan won."""
     name = f"{row.name} by {row.executor}"
     if row.compiled_sent_bytes is None:
-        return f"No plan could be compiled for {comparison.target}; this one is {name}."
+        return f"no plan could be compiled for {comparison.target}; this one is {name}."
     count = sum(other.compiled_sent_bytes is not None for other in comparison.rows)
     if row.timeline_s is None:
-        return f"Of {count} programs compiled for {comparison.target}, {name} fits and is predicted to be the fastest."
+        return f"of {count} programs compiled for {comparison.target}, {name} fits and is predicted to be the fastest."
     return (
-        f"Of {count} programs compiled for {comparison.target}, {name} is the fastest that fits: "
+        f"of {count} programs compiled for {comparison.target}, {name} is the fastest that fits: "
         f"{format_s(row.timeline_s)} in the timeline."
     )

@@ -18,10 +18,11 @@ from diffshard.sharding_search.plan import Plan
 from diffshard.sharding_search.planning import find_plan
 from diffshard.sharding_search.request import PlanRequest
 from diffshard.sharding_search.tracing import TracedFunction, space_of, trace_call, trace_function
+from search_spaces.sources import function_source
 
 BY_RULES = "logical axis rules"
 """The name of the plan that follows a user's own rules."""
-_NO_NAMES = "The function names no logical axes, so XLA's partitioner alone decides how activations are split."
+_NO_NAMES = "the function names no logical axes, so XLA's partitioner alone decides how activations are split."
 
 
 @dataclass(frozen=True)
@@ -188,7 +189,7 @@ def _completed(name: str, shardings: ExpertShardings, options: Options, traced_f
         raise DoesNotApplyError("The function names no logical axes, so there is no sequence to split.")
     space = space_of(options, traced_function, shardings.specs)
     plan = find_plan(PlanRequest(options, traced_function, space, start_s))
-    return plan if has_names else replace(plan, notes=(*plan.notes, _NO_NAMES))
+    return plan if has_names else replace(plan, notes=(*plan.notes, f"{function_source(options.fn)}: {_NO_NAMES}"))
 
 
 def _num_constraints(traced_function: TracedFunction) -> int:

@@ -78,7 +78,7 @@ def _split(
         return _by_logical_axes(argument.logical_axes)
     layer, rank = _layer(argument.names), len(argument.shape)
     has_heads = rank >= 3 and query_heads.get(argument.names[:-2]) is not None
-    is_bias = argument.names[-1] in _BIASES
+    is_bias = bool(argument.names) and argument.names[-1] in _BIASES
     if group := _COLUMN_OF.get(layer):
         by_heads = has_heads and group in ("heads", "key_value_heads") and not is_bias
         return (-2 if by_heads else -1, group) if rank >= 2 or is_bias else None

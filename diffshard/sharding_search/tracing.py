@@ -83,9 +83,8 @@ def trace_call(options: Options, call: Call) -> TracedFunction:
         return leaves
 
     # In a context mesh of explicit axes JAX would ask for a sharding in the types of every operation.
-    with jax.sharding.use_abstract_mesh(with_automatic_axes(jax.sharding.get_abstract_mesh())):
-        with module_scopes():
-            trace = jax.jit(_under_rules(flat, options.logical_axis_rules, options.mesh)).trace(*call.arrays)
+    with jax.sharding.use_abstract_mesh(with_automatic_axes(jax.sharding.get_abstract_mesh())), module_scopes():
+        trace = jax.jit(_under_rules(flat, options.logical_axis_rules, options.mesh)).trace(*call.arrays)
     result = results[-1]
     return TracedFunction(
         jaxpr=trace.jaxpr,

@@ -18,6 +18,7 @@ from jax.extend import core
 
 from search_spaces.communication.base import CollectiveOp, Path, Place
 from search_spaces.replay import CALLS, REMAT, bind, context_of, scan_again, scan_operands, while_operands
+from search_spaces.sources import user_source
 
 _INNER = {**CALLS, **dict.fromkeys(REMAT, "jaxpr"), "scan": "jaxpr", "while": "body_jaxpr"}
 _CUSTOM_VJP = {"custom_vjp_call"}
@@ -94,7 +95,7 @@ def _walk(
                 yield from _walk(body.jaxpr, mesh_axes, (*here, b), scope_in, trips, inside, notes)
         elif name in _INNER:
             if name == "while" and _holds(equation, _COLLECTIVES):
-                notes.append(f"{scope or 'the function'}: a while loop's collectives are priced as one trip.")
+                notes.append(f"{_where(equation, scope)}: a while loop's collectives are priced as one trip.")
             inner = equation.params[_INNER[name]]
             times = trips * (equation.params["length"] if name == "scan" else 1)
             yield from _walk(getattr(inner, "jaxpr", inner), mesh_axes, here, scope, times, branch, notes)
@@ -110,7 +111,12 @@ def _walk(
                 shape, dtype = aval.shape, aval.dtype
                 yield Place((*here, k), scope, trips, collective, (), shape, dtype, branch)
             if not collectives and _holds(equation, _COLLECTIVES):
-                notes.append(f"{scope or 'the function'}: {name} stays exact and its bytes are not counted.")
+                notes.append(f"{_where(equation, scope)}: {name} stays exact and its bytes are not counted.")
+
+
+def _where(equation: core.JaxprEqn, scope: str) -> str:
+    """Returns the line of the user's code, and the name scopes around it."""
+    return f"{user_source(equation)}, {scope}" if scope else user_source(equation)
 
 
 def _holds(equation: core.JaxprEqn, primitives: set[str]) -> bool:

@@ -15,6 +15,7 @@ from search_spaces.sharding.edge_costs import read_spec, readers_of
 from search_spaces.sharding.graph import Graph, Value, Vertex
 from search_spaces.sharding.memory_use import MemoryUse
 from search_spaces.sharding.node_costs import NodeCosts
+from search_spaces.sources import user_source
 
 NO_AXES = "-"
 """The text for a dimension that no axis splits."""
@@ -246,7 +247,8 @@ def sources_of(vertices: Iterable[Vertex]) -> list[tuple[str, str]]:
     """Returns the operations among vertices by name, each with their number and the place of one: `3x, gpt.py:12`."""
     sources: dict[str, list[str]] = {}
     for vertex in vertices:
-        sources.setdefault(vertex.primitive, []).append(vertex.source)
+        where = vertex.name if vertex.equation is None else user_source(vertex.equation)
+        sources.setdefault(vertex.primitive, []).append(where)
     return [(name, f"{len(where)}x, {min(where)}") for name, where in sorted(sources.items())]
 
 

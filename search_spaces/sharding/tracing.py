@@ -4,10 +4,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from jax.extend import core, source_info_util
+from jax.extend import core
 
 from search_spaces.replay import CALLS, REMAT, scan_operands, while_operands
 from search_spaces.sharding.graph import Block, Graph, Kind, Operand, Region, Value, Vertex
+from search_spaces.sources import user_source
 
 INLINED_BODIES = {
     **CALLS,
@@ -134,7 +135,7 @@ class _Builder:
 
     def add_note(self, equation: core.JaxprEqn, text: str) -> None:
         """Notes something that a reader of the plan should know about an equation."""
-        where = source_info_util.summarize(equation.source_info)
+        where = user_source(equation)
         if f"{where}: {text}" not in self.notes:
             self.notes.append(f"{where}: {text}")
 

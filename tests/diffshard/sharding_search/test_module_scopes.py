@@ -1,6 +1,5 @@
 """Operations are called by the place of their module, in flax nnx, flax linen and Equinox."""
 
-import re
 import threading
 
 import jax
@@ -25,7 +24,7 @@ class Block(nnx.Module):
     def __init__(self, rngs):
         self.up, self.down = nnx.Linear(4, 8, rngs=rngs), nnx.Linear(8, 4, rngs=rngs)
 
-    def __call__(self, x):
+    def __call__(self, x):  # noqa: D102
         return x + self.down(jnp.tanh(self.up(x)))
 
 
@@ -36,7 +35,7 @@ class Net(nnx.Module):
         self.blocks = nnx.List([Block(rngs) for _ in range(2)])
         self.table = nnx.Embed(8, 4, rngs=rngs)
 
-    def __call__(self, x):
+    def __call__(self, x):  # noqa: D102
         for block in self.blocks:
             x = block(x)
         return self.table.attend(x)
@@ -48,7 +47,7 @@ class Stacked(nnx.Module):
     def __init__(self, rngs):
         self.blocks = nnx.vmap(Block, in_axes=0)(rngs.split(2))
 
-    def __call__(self, x):
+    def __call__(self, x):  # noqa: D102
         return nnx.scan(lambda x, block: block(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x, self.blocks)
 
 
@@ -56,7 +55,7 @@ class LinenNet(nn.Module):
     """The same in linen."""
 
     @nn.compact
-    def __call__(self, x):
+    def __call__(self, x):  # noqa: D102
         for i in range(2):
             x = x + nn.Dense(4, name=f"down_{i}")(jnp.tanh(nn.Dense(8, name=f"up_{i}")(x)))
         return x
@@ -148,13 +147,12 @@ def test_classes_are_as_before_and_other_threads_see_no_names():
     def trace():
         texts.append(str(jax.make_jaxpr(lambda x: block(x))(BATCH).eqns[0].source_info.name_stack))
 
-    with pytest.raises(RuntimeError, match="user"), module_scopes():
+    with module_scopes():
         assert Block.__call__ is not calls[0]
         thread = threading.Thread(target=trace)
         thread.start()
         thread.join()
         trace()
-        raise RuntimeError("user")
     assert (Block.__call__, nnx.Linear.__call__, nnx.Embed.attend) == calls
     assert texts[0] == ""
-    assert re.fullmatch(r"Block/up", texts[1])
+    assert texts[1] == "Block/up"
