@@ -118,6 +118,7 @@ class Link:
         ring crosses from host to host once, an all-to-all once for each pair of devices; XLA for CPU writes a
         reduce-scatter as an all-reduce, of twice the bytes; NCCL has one protocol for small messages and another for
         large ones.
+      num_hosts: hosts that the devices of one group along the axis are in.
 
     Raises:
       ValueError: a number is NaN, infinite or negative; a kind is unknown or has no line.
@@ -126,8 +127,11 @@ class Link:
     latency_s: float
     s_per_byte: float
     by_kind: Mapping[CollectiveKind, tuple[Line, ...]] = field(default_factory=dict)
+    num_hosts: int = 1
 
     def __post_init__(self):
+        if isinstance(self.num_hosts, bool) or not isinstance(self.num_hosts, int) or self.num_hosts < 1:
+            raise ValueError(f"`Link.num_hosts` must be a positive whole number, not {self.num_hosts!r}.")
         _check_line("Link", self.latency_s, self.s_per_byte)
         for kind, lines in self.by_kind.items():
             if kind not in COLLECTIVE_KINDS:
@@ -139,7 +143,7 @@ class Link:
         object.__setattr__(self, "by_kind", {kind: tuple(lines) for kind, lines in self.by_kind.items()})
 
     def __hash__(self) -> int:
-        return hash((self.latency_s, self.s_per_byte, frozenset(self.by_kind.items())))
+        return hash((self.latency_s, self.s_per_byte, frozenset(self.by_kind.items()), self.num_hosts))
 
     def lines(self, kind: CollectiveKind) -> tuple[Line, ...]:
         """Returns the lines of a kind of collective, over the bytes that one device sends."""

@@ -91,7 +91,7 @@ class SwitchedHost:
             share = self.network_bytes_per_s / self.num_devices
             ring, all_to_all = min(ring, share * members), min(all_to_all, share)
         lines = self.measured_lines.get((self.num_devices, size, stride), {})
-        return Link(latency_s, 1 / ring, {"all_to_all": (Line(latency_s, 1 / all_to_all),), **lines})
+        return Link(latency_s, 1 / ring, {"all_to_all": (Line(latency_s, 1 / all_to_all),), **lines}, hosts)
 
     def share(self, device: Hardware, num_devices: int) -> Hardware:
         """Returns the device as it is: every one has its own rates and memory."""

@@ -2,11 +2,8 @@
 
 from collections.abc import Sequence
 
-import jax
-import jax.numpy as jnp
-
 from diffshard.experts.base import Argument
-from diffshard.sharding_search.call import Call
+from diffshard.sharding_search.call import Call, is_random_key
 
 
 def describe_arguments(call: Call, is_state: Sequence[bool]) -> list[Argument]:
@@ -17,13 +14,8 @@ def describe_arguments(call: Call, is_state: Sequence[bool]) -> list[Argument]:
       is_state: for each array whether it is state.
     """
     return [
-        Argument(name, keys, array.shape, state, _is_key(array), axes)
+        Argument(name, keys, array.shape, state, is_random_key(array), axes)
         for name, keys, array, state, axes in zip(
             call.paths, call.keys, call.arrays, is_state, call.logical_axes, strict=True
         )
     ]
-
-
-def _is_key(array: jax.ShapeDtypeStruct) -> bool:
-    """Tells whether an array is a random key: of JAX's own type, or the two words of an old-style one."""
-    return jnp.issubdtype(array.dtype, jax.dtypes.prng_key) or (array.dtype == jnp.uint32 and array.shape == (2,))

@@ -159,10 +159,7 @@ def arguments_of(traced_function: TracedFunction, state_argnums: tuple[int, ...]
     if state_argnums is not None:
         is_state = [number in state_argnums for number in call.numbers]
     else:
-        updated = {argument for argument in traced_function.graph.feedback if argument is not None}
-        is_state = [i in updated or is_donated for i, is_donated in enumerate(call.donated)]
-    if not any(is_state) and state_argnums is None:
-        is_state = [number == call.numbers[0] for number in call.numbers]
+        is_state = traced_function.is_state
     return describe_arguments(call, is_state)
 
 

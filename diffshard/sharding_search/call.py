@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -205,6 +206,11 @@ def abstract_array(leaf: Any) -> jax.ShapeDtypeStruct:
     """Returns shape, dtype and weak type of an array, a `jax.ShapeDtypeStruct` or a Python number."""
     aval = leaf if isinstance(leaf, jax.ShapeDtypeStruct) else jax.typeof(leaf)
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False))
+
+
+def is_random_key(array: jax.ShapeDtypeStruct) -> bool:
+    """Tells whether an array is a random key: of JAX's own type, or the two words of an old-style one."""
+    return jnp.issubdtype(array.dtype, jax.dtypes.prng_key) or (array.dtype == jnp.uint32 and array.shape == (2,))
 
 
 def array_types(leaves: Iterable[Any]) -> tuple[ArrayType, ...]:

@@ -17,6 +17,7 @@ from diffshard.sharding_search.call import (
     abstract_split,
     array_paths,
     call_of,
+    is_random_key,
     plain,
     split,
 )
@@ -46,6 +47,24 @@ class TracedFunction:
     call: Call
     result: Structure
     out_paths: tuple[str, ...]
+
+    @property
+    def is_state(self) -> list[bool]:
+        """Tells for each flat argument whether it is state; all others are batch.
+
+        State is what the function updates or may write over. Where there is neither, it is the first argument.
+        """
+        updated = {argument for argument in self.graph.feedback if argument is not None}
+        is_state = [i in updated or is_donated for i, is_donated in enumerate(self.call.donated)]
+        return is_state if any(is_state) else [number == self.call.numbers[0] for number in self.call.numbers]
+
+    @property
+    def loaded(self) -> frozenset[int]:
+        """The flat arguments that are loaded anew for each step: arrays of the batch, without random keys."""
+        arrays = zip(self.call.arrays, self.is_state, strict=True)
+        return frozenset(
+            i for i, (array, is_state) in enumerate(arrays) if array.ndim and not is_state and not is_random_key(array)
+        )
 
 
 @dataclass(frozen=True)
@@ -146,6 +165,7 @@ def space_of(
         call.donated,
         options.memory_limit_bytes,
         as_program=is_default or options.executor == "program",
+        loaded=traced_function.loaded,
     )
 
 

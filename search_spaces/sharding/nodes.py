@@ -32,6 +32,7 @@ def nodes_of(
     given: Mapping[int, GivenSpec],
     reshard_costs: ReshardCosts,
     as_program: bool,
+    axes_to_split: Mapping[int, frozenset[int]] | None = None,
 ) -> list[Node]:
     """Returns one node for each vertex, in order, then the hubs; equal ones share their strategies.
 
@@ -45,7 +46,10 @@ def nodes_of(
       given: specs that inputs must keep, by flat argument.
       reshard_costs: of the mesh.
       as_program: whether operations are split only in ways that have a form on one device's part.
+      axes_to_split: mesh axes over which inputs have to be split, by flat argument; those that no spec splits over all
+        of them are free.
     """
+    axes_to_split = axes_to_split or {}
     axis_names, axis_sizes = reshard_costs.axis_names, reshard_costs.axis_sizes
     is_shared = [len(readers) > 1 for readers in readers_of(graph)]
     fixed_axes = axes_with_meaning(graph, given, axis_names, axis_sizes)
@@ -59,9 +63,10 @@ def nodes_of(
         is_copied = bool(vertex.results) and is_shared[vertex.results[0].id]
         are_new = tuple(value.id in strategies.new_results for value in vertex.results)
         spec = None if kept_spec is None else tuple(kept_spec)
-        key = forms[vertex.index], spec, is_copied, are_new, strategies.kinds_of(vertex)
+        split_axes = axes_to_split.get(vertex.index, frozenset()) if vertex.kind == "input" else frozenset()
+        key = forms[vertex.index], spec, is_copied, are_new, strategies.kinds_of(vertex), split_axes
         if key not in strategies_of_key:
-            strategies_of_key[key] = strategies.of(vertex, rules[vertex.index], kept_spec, is_copied)
+            strategies_of_key[key] = strategies.of(vertex, rules[vertex.index], kept_spec, is_copied, split_axes)
         nodes.append(Node(vertex, None, strategies_of_key[key]))
     for value in graph.values:
         vertex = graph.vertices[value.vertex]
@@ -130,7 +135,12 @@ class _StrategiesOnMesh:
     as_program: bool
 
     def of(
-        self, vertex: Vertex, rule: Rule | None, given: GivenSpec | None, is_copied: bool
+        self,
+        vertex: Vertex,
+        rule: Rule | None,
+        given: GivenSpec | None,
+        is_copied: bool,
+        split_axes: frozenset[int] = frozenset(),
     ) -> tuple[ShardingStrategy, ...]:
         """Returns what a vertex may choose from.
 
@@ -139,6 +149,7 @@ class _StrategiesOnMesh:
           rule: of its operation; None replicates.
           given: what the user fixed of an input.
           is_copied: whether the array that the vertex holds has several readers, so that a gathered copy may be kept.
+          split_axes: mesh axes over which an input has to be split, if a spec splits it so.
         """
         if vertex.kind == "operation":
             strategies = self._of_operation(vertex, rule)
@@ -148,6 +159,7 @@ class _StrategiesOnMesh:
             return _most_useful(strategies)
         value, num_operands = vertex.results[0], len(vertex.operands)
         stored_specs = self._specs(value, given)
+        stored_specs = [s for s in stored_specs if split_axes <= {*axes_in(s)}] or stored_specs
         if vertex.kind == "stack":
             return tuple(self._join((s[1:],), s) for s in stored_specs if not s[0])
         if vertex.kind == "join":

@@ -83,6 +83,7 @@ class ShardingSpace:
       donated: for each flat argument, whether its memory may be used again.
       memory_limit_bytes: for each device; `inf` for none.
       as_program: whether operations are split only in ways that have a form on one device's part (`whole_operations`).
+      loaded: flat arguments that hosts load anew for each step: none is left whole on several hosts if it divides.
     """
 
     graph: Graph
@@ -93,6 +94,7 @@ class ShardingSpace:
     donated: tuple[bool, ...]
     memory_limit_bytes: float = np.inf
     as_program: bool = False
+    loaded: frozenset[int] = frozenset()
 
     @property
     def problem(self) -> Problem:
@@ -177,7 +179,16 @@ class ShardingSpace:
     @cached_property
     def nodes(self) -> list[Node]:
         """One node for each vertex, in order, then the hubs."""
-        return nodes_of(self.graph, self.rules, self.forms, self.given, self.reshard_costs, self.as_program)
+        return nodes_of(
+            self.graph, self.rules, self.forms, self.given, self.reshard_costs, self.as_program, self._axes_to_split
+        )
+
+    @cached_property
+    def _axes_to_split(self) -> dict[int, frozenset[int]]:
+        """The mesh axes from host to host, for each flat argument that has to be split over them."""
+        axes = enumerate(zip(self.axis_names, self.axis_sizes, strict=True))
+        between_hosts = {i for i, (name, size) in axes if size > 1 and self.hardware.link(name).num_hosts > 1}
+        return dict.fromkeys(self.loaded - self.given.keys(), frozenset(between_hosts)) if between_hosts else {}
 
     @cached_property
     def forms(self) -> list[int]:

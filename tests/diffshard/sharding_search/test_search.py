@@ -1,6 +1,7 @@
 """Searching, planning and running: state that comes back as it goes in, given shardings, limits, types of arguments."""
 
 import contextlib
+import dataclasses
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,8 @@ from tests.diffshard.sharding_search.small_searches import (
     train_step,
     weights,
 )
+
+H100 = diffshard.preset("h100", {"data": 4, "model": 8})
 
 
 def test_state_comes_back_as_it_goes_in_and_is_searched_once():
@@ -202,3 +205,28 @@ def test_plans_are_saved_loaded_and_applied(tmp_path):
         loaded.apply(lambda s, b: (s, b.sum()))(state, batch)
     with pytest.raises(diffshard.PlanError, match=r"batch.*\[16, 8\].*\[4, 8\]"):
         loaded.shard(state, batch[:4])
+
+
+def test_a_batch_is_split_over_hosts_however_small_it_is():
+    mesh = AbstractMesh((4, 8), ("data", "model"))
+    params = {"up": weights(128, 512), "down": weights(512, 128)}
+    batch = weights(32, 128), weights(32, 128), jnp.ones(3), jax.random.key(0)
+
+    def step(params, batch):
+        x, target, extra, key = batch
+
+        def loss_of(params):
+            predicted = x + jax.nn.gelu(x @ params["up"]) @ params["down"]
+            return jnp.mean((predicted - target) ** 2) * extra.sum() * jax.random.uniform(key)
+
+        return jax.tree.map(lambda p, g: p - g, params, jax.grad(loss_of)(params))
+
+    def specs(hardware, given=None):
+        plan = diffshard.search(step, mesh, hardware=hardware, in_shardings=given).plan(params, batch)
+        return [t.spec for t in plan.arguments if "batch" in t.path]
+
+    whole = [((), ()), ((), ()), ((),), ()]
+    assert specs(H100) == [(("data",), ()), (("data",), ()), ((),), ()]  # 4 hosts do not divide the third
+    one_host = {name: dataclasses.replace(link, num_hosts=1) for name, link in H100.links.items()}
+    assert specs(dataclasses.replace(H100, links=one_host)) == whole  # half a microsecond faster
+    assert specs(H100, given=(None, PartitionSpec())) == whole
