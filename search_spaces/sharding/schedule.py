@@ -9,9 +9,12 @@ the next window goes on from with everything that must have ended by then. So
 - a weight is gathered in the window before the one that reads it (each collective of its reshard in a window of its
   own), or earlier where the links of that window are busy;
 - a product whose result is read much later, such as the gradient of a weight, is computed in its own window;
+- anything else that is read much later, such as the gradient of a bias or of a skip connection, is computed there or in
+  the next window, because the activations that it is computed from would stay in memory until then;
 - the reduction of such a gradient runs in the windows after the product.
 
-Every window's collectives depend on those of the windows before, so that XLA combines only what belongs together.
+Every window's collectives depend on those of the windows before, so that XLA combines only what belongs together; only
+what is left of a bias's gradient is reduced when XLA likes.
 `scheduling.py` makes a schedule, and `interpreter.py` follows it.
 """
 

@@ -13,6 +13,7 @@ from search_spaces.sharding.graph import (
     Region,
     Value,
     Vertex,
+    follows_contraction,
     is_contraction,
     leads_to_contraction,
 )
@@ -27,12 +28,17 @@ _LATENCIES_IN_WINDOW = 24
 # How many windows before its reader a weight is gathered at most, and how many after its product a gradient is reduced:
 # what is gathered early or reduced late takes memory.
 _FARTHEST = 6
+# How many windows XLA may put off what is neither a product nor read soon. A vision transformer of 12 layers on 32 GPUs
+# takes 30.3 ms and 0.78 GiB with none, 29.9 ms and 0.80 GiB with one, 29.8 ms and 0.87 GiB with two.
+_GRACE = 1
 # Operations that move one array. On one device's part they cost little: to have a weight early they run a second time,
 # and to let a reduction run they are put off.
 _CHEAP = frozenset(("convert_element_type", "reshape", "transpose", "squeeze", "expand_dims", "copy"))
 
 
-def make_schedule(graph: Graph, layout: Layout, path: Paths, compute_s: np.ndarray) -> ProgramSchedule:
+def make_schedule(
+    graph: Graph, layout: Layout, path: Paths, compute_s: np.ndarray, is_written: np.ndarray
+) -> ProgramSchedule:
     """Returns when the collectives of a layout start and end.
 
     Args:
@@ -40,13 +46,14 @@ def make_schedule(graph: Graph, layout: Layout, path: Paths, compute_s: np.ndarr
       layout: for every vertex its strategy.
       path: the steps between two specs, with their rates.
       compute_s: `[vertices]` seconds of the arithmetic of one execution on one device.
+      is_written: `[values]` booleans, by value id, whether the value exists in memory.
     """
     schedule, least_s = ProgramSchedule(), least_window_s(path)
     is_needed = leads_to_contraction(graph)
     for line in straight_lines(graph.block):
         windows = Windows(line, compute_s, is_needed, least_s)
         if len(windows) > 1:
-            _LineScheduler(graph, layout, path, windows, schedule).run()
+            _LineScheduler(graph, layout, path, windows, is_written, schedule).run()
     return schedule
 
 
@@ -67,8 +74,17 @@ class _Request(NamedTuple):
 class _LineScheduler:
     """A scheduler of one line, which fills in the schedule of the program."""
 
-    def __init__(self, graph: Graph, layout: Layout, path: Paths, windows: Windows, schedule: ProgramSchedule):
+    def __init__(
+        self,
+        graph: Graph,
+        layout: Layout,
+        path: Paths,
+        windows: Windows,
+        is_written: np.ndarray,
+        schedule: ProgramSchedule,
+    ):
         self.graph, self.layout, self.path, self.windows, self.schedule = graph, layout, path, windows, schedule
+        self.is_written, self.follows_contraction = is_written, follows_contraction(graph)
         self.line = windows.line
         self.in_line = {step.index for step, _ in self.line if isinstance(step, Vertex)}
         self.made_at = {value.id: i for i, (step, _) in enumerate(self.line) for value in step.results}
@@ -205,14 +221,15 @@ class _LineScheduler:
         return last_window
 
     def _plan_results(self, place: int, step: Vertex | Region) -> None:
-        """Says by when the results of a product or a loop must be there."""
-        if isinstance(step, Vertex) and not is_contraction(step):
-            return
-        window = self.windows.of_place[place]
-        if window + 1 == len(self.windows):
+        """Says by when the results of a product or a loop must be there, and what XLA would otherwise put off."""
+        is_product = isinstance(step, Region) or is_contraction(step)
+        window = self.windows.of_place[place] + (0 if is_product else _GRACE)
+        if window + 1 >= len(self.windows):
             return
         border = self.windows.start[window + 1]
         for number, value in enumerate(step.results):
+            if isinstance(step, Vertex) and not is_product and not self._would_be_put_off(step, value, border):
+                continue
             steps = self.layout.strategies[step.index].reductions[number] if isinstance(step, Vertex) else ()
             late = self._late(value, border) if steps and len(step.results) == 1 else None
             if late is not None:
@@ -220,6 +237,12 @@ class _LineScheduler:
                 self._defer(step, value, steps, late, window + 1)
             elif value.shape and (form := self._form_at(value, border)) is not None:
                 self.pauses[window + 1].values.append(form)
+
+    def _would_be_put_off(self, vertex: Vertex, value: Value, border: int) -> bool:
+        """Tells whether XLA may compute a value windows after its operands, which would stay in memory until then."""
+        is_candidate = self.follows_contraction[vertex.index] and self.is_written[value.id]
+        waits = vertex.index in self.schedule.late_operations  # for a reduction, whose end is planned
+        return bool(is_candidate and not waits and self._late(value, border) is not None)
 
     def _defer(
         self, vertex: Vertex, value: Value, steps: Sequence[ReshardStep], late: list[Vertex], window: int
@@ -229,6 +252,8 @@ class _LineScheduler:
         self.schedule.late_operations.update(v.index for v in late)
         self.pauses[window].reductions.append(vertex)
         self.pauses[window].operations += late
+        if not is_contraction(vertex):
+            return  # it is small: XLA combines it with others
         seconds = sum(self._step_s(step, value) for step in steps)
         later = range(window, min(window + _FARTHEST, len(self.windows)))
         end = self._reserve(later, {step.axis for step in steps}, seconds)

@@ -163,7 +163,7 @@ class ShardingSpace:
     def device_program(self, layout: Layout, mesh: Mesh | AbstractMesh) -> DeviceProgram:
         """Returns the function with a layout on a mesh as an explicit program for each device."""
         compute_s = self.node_costs.execution_s(self.graph.vertices, layout.strategies)
-        schedule = make_schedule(self.graph, layout, self.reshard_costs.path, compute_s)
+        schedule = make_schedule(self.graph, layout, self.reshard_costs.path, compute_s, self.lifetimes.is_written)
         return DeviceProgram(self.graph, layout, mesh, self.reshard_costs.path, schedule)
 
     @cached_property

@@ -196,7 +196,8 @@ def chain_of_products(gather_s, num_products=8):
         elif node.vertex.kind == "operation":
             choice[index] = specs.index(((rows,), (rows,)))
     seconds = np.array([float(is_contraction(v)) for v in space.graph.vertices])
-    schedule = scheduling.make_schedule(space.graph, space.layout(choice), space.reshard_costs.path, seconds)
+    path, is_written = space.reshard_costs.path, space.lifetimes.is_written
+    schedule = scheduling.make_schedule(space.graph, space.layout(choice), path, seconds, is_written)
     return {
         stage.fetch.root.vertex: number
         for number, pause in enumerate(schedule.pauses[i] for i in sorted(schedule.pauses))
@@ -286,3 +287,57 @@ def test_gradients_are_held_until_the_window_after_their_product_has_ended(monke
         max(num_bytes) == whole - scattered and end == until[gradients[0].results[0].id] + 2
         for (_, end), num_bytes in held
     )
+
+
+def test_what_is_read_much_later_is_made_before_the_window_after_the_next(monkeypatch):
+    monkeypatch.setattr(scheduling, "_LATENCIES_IN_WINDOW", 0)  # a window ends after every product that others need
+
+    def fn(weights, x):
+        skipped, y = jnp.split(x @ weights[0], 2, axis=1)
+        scale = (y * y).sum(axis=0)
+        for w in weights[1:]:
+            y = jnp.tanh(y @ w)
+        return y + skipped, scale
+
+    weights = [array(8, 16), *[array(8, 8)] * 6]
+    space = space_of(fn, weights, array(16, 8), sizes=(2,), hardware=hardware_of("x", latency_s=0.0))
+    graph = space.graph
+    schedule = space.device_program(space.layout([0] * len(space.nodes)), AbstractMesh((2,), ("x",))).schedule
+    pauses = [schedule.pauses[index] for index in sorted(schedule.pauses)]
+    late = {}
+    for number, pause in enumerate(pauses):
+        for value in pause.values:
+            maker = graph.vertices[value.vertex]
+            if not is_contraction(maker):
+                late.setdefault(maker.primitive, []).append((number, value.result))
+    # The first product ends window 0. Window 1 splits it and sums; window 2 may still do so, and pause 3 may not. The
+    # other half of the split and each tanh are read at once, and the square is computed inside the sum.
+    assert late == {"split": [(3, 0)], "reduce_sum": [(3, 0)]}
+
+
+def test_partial_gradients_of_biases_are_there_before_later_products(monkeypatch):
+    monkeypatch.setattr(scheduling, "_LATENCIES_IN_WINDOW", 0)
+
+    def step(weights, biases, x):
+        def loss(weights, biases):
+            y = x
+            for w, b in zip(weights, biases, strict=True):
+                y = jax.checkpoint(lambda y, w, b: jnp.tanh(y @ w + b))(y, w, b)
+            return (y**2).sum()
+
+        return jax.grad(loss, argnums=(0, 1))(weights, biases)
+
+    arguments = [array(WIDTH, WIDTH)] * LAYERS, [array(WIDTH)] * LAYERS, array(ROWS, WIDTH)
+    hardware = hardware_of("x", latency_s=0.0, flops_per_s=1e9)
+    given = {2 * LAYERS: ((0,), ())}
+    space = space_of(step, *arguments, sizes=(8,), given=given, hardware=hardware)
+    solution = diffshard.solve(space.problem, solver="exact", time_limit_s=30)
+    program = space.device_program(space.layout(solution.choice), AbstractMesh((8,), ("x",)))
+    equations = body_of(program)
+    before = depends_on(equations)
+    products = places(equations, "dot_general")
+    sums = [i for i in places(equations, "reduce_sum") if equations[i].outvars[0].aval.shape == (WIDTH,)]
+    assert len(sums) == LAYERS
+    forced = [any(i in before[p] for p in products) for i in sums]
+    # The sums of the last windows of the backward pass have no window behind them that could wait.
+    assert forced[:3] == [True] * 3
