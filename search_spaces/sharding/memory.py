@@ -23,31 +23,10 @@ from search_spaces.sharding.spec import local_bytes
 
 # Pointwise but expensive: XLA does not compute them again for a second reader.
 NEVER_RECOMPUTED = frozenset(
-    [
-        "cos",
-        "digamma",
-        "div",
-        "erf",
-        "erf_inv",
-        "erfc",
-        "exp",
-        "exp2",
-        "expm1",
-        "lgamma",
-        "log",
-        "log1p",
-        "log2",
-        "logistic",
-        "pow",
-        "random_bits",
-        "rsqrt",
-        "sin",
-        "sqrt",
-        "tan",
-        "tanh",
-        "threefry2x32",
-        "cbrt",
-    ]
+    (
+        *("cbrt", "cos", "digamma", "div", "erf", "erf_inv", "erfc", "exp", "exp2", "expm1", "lgamma", "log", "log1p"),
+        *("log2", "logistic", "pow", "random_bits", "rsqrt", "sin", "sqrt", "tan", "tanh", "threefry2x32"),
+    )
 )
 # Not pointwise, but written over their first operand.
 IN_PLACE = ("scatter", "dynamic_update_slice")
@@ -240,6 +219,7 @@ class _Fusing:
     def __init__(self, graph: Graph, pointwise: Sequence[bool]):
         self.graph, self.pointwise = graph, pointwise
         self.body_of_vertex = dict(_body_numbers(graph.block, 0, count(1)))
+        self.views_in_products: set[int] = set()
 
     def fuses(self, vertex: Vertex, readers: Sequence[Vertex]) -> bool:
         """Tells whether a vertex is computed inside each of its readers; a loop reads what is before it from memory."""
@@ -249,9 +229,15 @@ class _Fusing:
         if vertex.equation.primitive.name in NEVER_RECOMPUTED and len(readers) > 1:
             return False
         body = self.body_of_vertex.get(vertex.index)
-        return all(self.body_of_vertex.get(r.index) == body and self._takes(r, vertex) for r in readers)
+        if not all(self.body_of_vertex.get(r.index) == body and self._takes(r, vertex) for r in readers):
+            return False
+        if any(r.primitive in CONTRACTIONS or r.index in self.views_in_products for r in readers):
+            self.views_in_products.add(vertex.index)
+        return True
 
     def _takes(self, reader: Vertex, vertex: Vertex) -> bool:
+        if reader.index in self.views_in_products:
+            return vertex.primitive in VIEWS
         if self.pointwise[reader.index]:
             return True
         if reader.equation is None or reader.kind != "operation" or vertex.equation is None:

@@ -92,6 +92,12 @@ def test_a_product_reads_operands_from_memory_in_any_layout():
     assert peak(lambda a, b: (2 * a) @ b, X, X) == 4 * N
 
 
+def test_what_a_product_reads_through_a_view_is_written():
+    assert peak(lambda a, b: (2 * a).T @ b, X, X) == 4 * N
+    # An image of twice the rows is repeated before the product: it has 2 N, and so has the product.
+    assert peak(lambda a, b: jnp.repeat(a, 2, axis=0) @ b, X, X) == 6 * N
+
+
 def test_a_loop_has_one_buffer_for_what_it_carries():
     def fn(a):
         carried = jax.lax.fori_loop(0, 3, lambda _, c: jnp.sin(c), a)
