@@ -112,9 +112,8 @@ def _graph(plan: PlanData, shown_layers: Sequence[Layer], fills: dict[frozenset[
         for layer, flows in zip(shown_layers, below, strict=True)
     )
     between, inside = (sum(flow.num_bytes for flow in flows) for flows in (traffic.between, traffic.inside))
-    sums = (
-        f"In one step, collectives move {format_bytes(between)} between layers and {format_bytes(inside)} inside them."
-    )
+    amounts = [format_bytes(num_bytes) if is_shown(num_bytes) else "nothing" for num_bytes in (between, inside)]
+    sums = f"In one step, collectives move {amounts[0]} between layers and {amounts[1]} inside them."
     sums = "" if traffic.unknown_bytes else f"<div class=dim>{sums}</div>"
     return (
         f"<h2>Layers</h2>{sums}<div class=key style='margin-bottom:14px'>split over:&nbsp;{key}</div>{head}"

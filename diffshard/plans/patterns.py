@@ -50,8 +50,11 @@ def group_names(names: Sequence[str], keys: Sequence[Hashable]) -> list[NamePatt
 
 
 def readable_path(path: str) -> str:
-    """Writes a path of `jax.tree_util.keystr` with slashes: `state['layer_0']['w']` is `state/layer_0/w`."""
-    return re.sub(r"\['([^']*)'\]", r"/\1", path)
+    """Writes a path of `jax.tree_util.keystr` with slashes: `state['layer_0']['w']` is `state/layer_0/w`.
+
+    The attribute in which a variable of flax nnx keeps its array is left out.
+    """
+    return re.sub(r"\['([^']*)'\]", r"/\1", path.removesuffix(".value") if path.endswith("'].value") else path)
 
 
 def _join(members: _Members, position: int, *, is_number: bool) -> _Members:

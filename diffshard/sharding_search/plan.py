@@ -11,6 +11,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from diffshard.base import PlanError
 from diffshard.plans.base import Executor, PlanData, Tensor
+from diffshard.plans.difference import PlanDifference, difference_of
 from diffshard.plans.file import load, save
 from diffshard.plans.notebook import framed
 from diffshard.plans.page import format_page
@@ -38,6 +39,21 @@ class Plan(PlanData):
 
     def _repr_html_(self) -> str:
         return framed(self.html())
+
+    def diff(self, other: PlanData) -> PlanDifference:
+        """Returns what differs between this plan and another one, which may be of another mesh, hardware or function.
+
+        >>> print(plan.diff(other))
+
+        The result has arguments, results, layers and operations that differ as data, and is printed as tables. It
+        shows itself as a page in notebooks.
+
+        Raises:
+          TypeError: `other` is no plan.
+        """
+        if not isinstance(other, PlanData):
+            raise TypeError(f"`other` must be a plan, not {type(other).__name__}; `Plan.load(path)` reads a saved one.")
+        return difference_of(self, other)
 
     def save(self, path: str | PathLike[str]) -> None:
         """Writes the plan as JSON; the file is replaced whole or not at all."""

@@ -116,7 +116,7 @@ def test_flows_by_hand():
     assert traffic.inside == ()
     page = format_page(plan)
     text = " ".join(checked_page(page).texts)
-    assert "In one step, collectives move 3.00 KiB between layers and 0 B inside them." in text
+    assert "In one step, collectives move 3.00 KiB between layers and nothing inside them." in text
     assert "to the next of them, forward" in text
     assert "to update, backward" in text
     assert page.count("class=flow>") == 2

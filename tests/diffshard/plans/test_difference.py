@@ -1,0 +1,110 @@
+"""What differs between two plans, on plans made by hand and on plans of different functions, meshes and hardware."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AbstractMesh, AxisType, PartitionSpec
+
+import diffshard
+from diffshard.plans.text_table import TEXT_WIDTH
+from tests.diffshard.plans.page_checker import checked_page
+from tests.diffshard.plans.small_plan import small_plan
+
+MESH = AbstractMesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+W, X = jnp.ones((8, 8)), jnp.ones((16, 8))
+
+
+def changed_plan():
+    """The plan made by hand with another spec of an argument, and without the gather of the update."""
+    plan = small_plan()
+    arguments = (dataclasses.replace(plan.arguments[0], spec=((), ())), *plan.arguments[1:])
+    operations = (*plan.operations[:-1], dataclasses.replace(plan.operations[-1], value_specs=(((), ()),)))
+    return dataclasses.replace(
+        plan, arguments=arguments, operations=operations, collectives=plan.collectives[:2], executor="program"
+    )
+
+
+def test_a_plan_does_not_differ_from_itself():
+    difference = small_plan().diff(small_plan())
+    assert difference.arguments == difference.outputs == difference.layers == difference.operations == ()
+    assert difference.notes == ()
+    assert all(total.first == total.second for total in difference.totals)
+    assert "Arguments: 0 of 3 differ" in str(difference)
+
+
+def test_what_each_plan_holds_sends_and_costs():
+    difference = small_plan().diff(changed_plan())
+    (argument,) = difference.arguments
+    assert argument == ("state/layer_0/w", "float32[16,16]", (((), ("model",)), ((), ())), (256.0, 1024.0))
+    totals = {total.name: (total.first, total.second) for total in difference.totals}
+    assert totals["step"] == pytest.approx((10e-3, 9e-3))
+    # All-reduces of 512 bytes over two devices send them once, the gather of 2048 bytes over four three quarters.
+    assert totals["sent by a device"] == pytest.approx((2 * 512 + 0.75 * 2048, 2 * 512))
+    assert totals["arguments on a device"] == (768, 1536)
+    (layer,) = difference.layers
+    assert layer.name == "update"
+    assert layer.communicate_s == (1e-3, 0.0)
+    assert layer.sent_bytes == (1536.0, 0.0)
+    (changed,) = difference.operations
+    assert changed.name == "scale/add"
+    assert changed.collectives == ((("all_gather", "model"),), ())
+    assert changed.seconds == (1e-3, 0.0)
+    assert difference.counts == (3, 2, 4, 5)
+
+
+def test_text_and_page_show_it():
+    difference = small_plan().diff(changed_plan())
+    text = str(difference)
+    assert max(map(len, text.splitlines())) <= TEXT_WIDTH
+    rows = [" ".join(line.split()) for line in text.splitlines()]
+    assert "step 10.0 ms 9.00 ms -10.0%" in rows
+    assert "state/layer_0/w float32[16,16] ·, model replicated 256 B 1.00 KiB" in rows
+    assert "+ all_gather model yes" in rows
+    assert rows[2:4] == [
+        f"{which} {title}" for which, title in zip(("first", "second"), difference.titles, strict=True)
+    ]
+    page = checked_page(difference.html())
+    assert "state/layer_0/w" in page.texts
+    assert "Operations: 1 of 5 that both functions have differ" in page.texts
+    assert "srcdoc" in difference._repr_html_()
+
+
+def test_functions_meshes_and_hardware_that_differ_are_said():
+    def step(w, x):
+        return w - 0.1 * (x.T @ (x @ w))
+
+    def other_step(w, x):
+        return w - 0.1 * (x.T @ jnp.tanh(x @ w))
+
+    plan = diffshard.search(step, MESH, hardware="h100", solver="exact").plan(W, X)
+    wide = AbstractMesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    specs = (PartitionSpec(), PartitionSpec("data"))
+    search = diffshard.search(other_step, wide, hardware="a100", solver="exact", in_shardings=specs)
+    difference = plan.diff(search.plan(W, X))
+    functions, meshes, hardware = difference.notes
+    assert "The functions differ from operation" in functions
+    assert "the second has tanh(float32[16,8]) -> float32[16,8]" in functions
+    assert "0 operations of the first and 1 of the second have no partner" in functions
+    assert "4 devices (data 2 x model 2) and 8 devices (data 4 x model 2)" in meshes
+    assert "H100-80GB and A100-80GB" in hardware
+    assert difference.counts[3] == len(plan.operations) - 2
+    assert [a.path for a in difference.arguments]
+
+
+def test_arrays_that_only_one_plan_has_are_named():
+    plan = small_plan()
+    more = dataclasses.replace(plan.arguments[0], path="extra")
+    input_operation = dataclasses.replace(plan.operations[0], signature="input() -> float32[1]")
+    longer = dataclasses.replace(
+        plan,
+        arguments=(*plan.arguments, more),
+        operations=(*plan.operations[:3], input_operation, *plan.operations[3:]),
+    )
+    longer = dataclasses.replace(longer, collectives=())
+    (extra,) = plan.diff(longer).arguments
+    assert extra.specs == (None, more.spec)
+    assert extra.device_bytes == (0.0, 256.0)
+    assert "not there" in str(plan.diff(longer))
+    with pytest.raises(TypeError, match="`other` must be a plan, not str"):
+        plan.diff("plan.json")  # pyright: ignore[reportArgumentType]
