@@ -25,7 +25,7 @@ from diffshard.plans.base import Executor
 from diffshard.plans.comparison import ComparedPlan, Comparison
 from diffshard.plans.formats import format_bytes, format_count, format_s
 from diffshard.sharding_search.executors import default_executor, flat_function, with_executor
-from diffshard.sharding_search.options import Options
+from diffshard.sharding_search.options import Options, with_automatic_axes
 from diffshard.sharding_search.plan import Plan
 from diffshard.sharding_search.planning import find_plan
 from diffshard.sharding_search.request import PlanRequest
@@ -52,7 +52,8 @@ def plan_by_shardy(request: PlanRequest) -> Plan:
     """
     plan = find_plan(request)
     axes = dict(plan.mesh_axes)
-    flat = flat_function(plan, request.traced_function, request.space, request.options.mesh.abstract_mesh)
+    mesh = with_automatic_axes(request.options.mesh).abstract_mesh
+    flat = flat_function(plan, request.traced_function, request.space, mesh)
     lowered = flat.jit().trace(*request.traced_function.call.arrays).lower(lowering_platforms=(jax.default_backend(),))
     partitioned = sent_bytes(with_reduce_scatters(explicit_collectives(lowered), axes), axes)
     predicted = predicted_sent_bytes(plan.collectives, axes)

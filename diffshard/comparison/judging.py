@@ -14,6 +14,7 @@ from diffshard.plans.base import PlanData
 from diffshard.plans.comparison import ComparedPlan
 from diffshard.plans.formats import format_bytes, format_count
 from diffshard.sharding_search.executors import flat_function
+from diffshard.sharding_search.options import with_automatic_axes
 from diffshard.sharding_search.tracing import TracedFunction
 from search_spaces.sharding.space import ShardingSpace
 
@@ -64,7 +65,7 @@ def _job(compilable: CompilablePlan, target: Target) -> Job:
     _, plan, traced_function, space = compilable
     assert plan.mesh is not None
     # Without devices, so that one that is here does not stand in the way of lowering for another platform.
-    flat = flat_function(plan, traced_function, space, plan.mesh.abstract_mesh)
+    flat = flat_function(plan, traced_function, space, with_automatic_axes(plan.mesh).abstract_mesh)
     step = flat.export_for(target.platform, traced_function.call.arrays)
     return Job(step, flat.donate_argnums, dict(plan.mesh_axes), target, flat.compiler_options)
 

@@ -17,7 +17,7 @@ from diffshard.base import PlanError
 from diffshard.plans.base import Executor, PlanData, Tensor
 from diffshard.sharding_search.call import array_types
 from diffshard.sharding_search.layout import has_reductions, layout_of
-from diffshard.sharding_search.options import with_automatic_axes
+from diffshard.sharding_search.options import has_explicit_axes, with_automatic_axes
 from diffshard.sharding_search.tracing import TracedFunction, runs_as_program
 from search_spaces.sharding.base import Layout
 from search_spaces.sharding.explaining import sources_of
@@ -75,7 +75,7 @@ def flat_function(
     Raises:
       PlanError: the plan was made for another function, or does not have what its executor needs.
     """
-    evaluate = _evaluator(plan, traced_function, space, mesh)
+    evaluate = _evaluator(plan, traced_function, space, with_automatic_axes(mesh))
     types = array_types(traced_function.call.arrays)
 
     def run(*arrays: Any) -> list[Any]:  # is traced once; other arrays need another plan
@@ -84,12 +84,18 @@ def flat_function(
         with jax.sharding.use_abstract_mesh(with_automatic_axes(jax.sharding.get_abstract_mesh())):
             return list(evaluate(*arrays))
 
+    def run_on_explicit_axes(*arrays: Any) -> list[Any]:
+        specs = [tensor.partition_spec for tensor in plan.outputs]
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            return jax.sharding.auto_axes(run, axes=mesh.axis_names, out_sharding=specs)(*arrays)
+
     def shardings(tensors: Sequence[Tensor]) -> tuple[NamedSharding, ...]:
         return tuple(NamedSharding(mesh, tensor.partition_spec) for tensor in tensors)
 
     donated = tuple(i for i, is_donated in enumerate(traced_function.call.donated) if is_donated)
     options = _PROGRAM_OPTIONS if plan.executor == "program" else {}
-    return FlatFunction(run, shardings(plan.arguments), shardings(plan.outputs), donated, dict(options))
+    run_on_mesh = run_on_explicit_axes if has_explicit_axes(mesh) else run
+    return FlatFunction(run_on_mesh, shardings(plan.arguments), shardings(plan.outputs), donated, dict(options))
 
 
 def with_executor(plan: PlanT, executor: Executor, space: ShardingSpace) -> PlanT:

@@ -23,7 +23,7 @@ DEFAULT_SOLVER = "gradient"
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """The arguments of `search`, which explains them. They are checked here, and the mesh's axes made automatic.
+    """The arguments of `search`, which explains them. They are checked here.
 
     `logical_axis_rules` hold for flax's logical names while `fn` is traced; without any those of the context hold.
 
@@ -86,7 +86,6 @@ class Options:
             raise ValueError(
                 f"`donate_argnums` {self.donate_argnums} and `static_argnums` {self.static_argnums} share a position."
             )
-        object.__setattr__(self, "mesh", with_automatic_axes(self.mesh))
         object.__setattr__(self, "memory_limit_bytes", float(limit))
 
     @property
@@ -181,7 +180,12 @@ def with_automatic_axes(mesh: Mesh | AbstractMesh) -> Any:
     types = (AxisType.Auto,) * len(mesh.axis_names)
     if isinstance(mesh, Mesh):
         return Mesh(mesh.devices, mesh.axis_names, axis_types=types)
-    return AbstractMesh(tuple(mesh.shape.values()), tuple(mesh.shape.keys()), axis_types=types)
+    return mesh.update(axis_types=types)  # keeps what it knows of the device
+
+
+def has_explicit_axes(mesh: Mesh | AbstractMesh) -> bool:
+    """Tells whether some axis of a mesh is explicit, so that shardings over it are part of an array's type."""
+    return AxisType.Explicit in (mesh.axis_types or ())
 
 
 def _check_mesh(mesh: Any) -> None:

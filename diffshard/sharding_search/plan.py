@@ -18,7 +18,7 @@ from diffshard.plans.page import format_page
 from diffshard.plans.text import format_plan
 from diffshard.sharding_search.call import Call, Static, Structure, abstract_array, array_paths, split
 from diffshard.sharding_search.executors import with_executor
-from diffshard.sharding_search.options import Options, with_automatic_axes
+from diffshard.sharding_search.options import Options
 from diffshard.sharding_search.planned_function import PlannedFunction
 from diffshard.sharding_search.request import PlanRequest
 
@@ -169,7 +169,7 @@ class Plan(PlanData):
 
     @property
     def placed_mesh(self) -> Mesh:
-        """The mesh of devices, with automatic axes.
+        """The mesh of devices.
 
         Raises:
           PlanError: the plan's mesh is abstract.
@@ -179,7 +179,7 @@ class Plan(PlanData):
                 f"The plan's mesh {dict(self.mesh_axes)} is abstract, it has no devices to put arrays on. "
                 "Make the plan with a jax.sharding.Mesh, or load it with `Plan.load(path, mesh)`."
             )
-        return with_automatic_axes(self.mesh)
+        return self.mesh
 
     def check_call(self, call: Call) -> None:
         """Checks that the arguments of a call have the shapes, types and structure of the plan's.

@@ -22,8 +22,9 @@ from diffshard.sharding_search.call import (
     split,
 )
 from diffshard.sharding_search.module_scopes import module_scopes
-from diffshard.sharding_search.options import Options, with_automatic_axes
-from search_spaces.sharding.given import given_dimensions
+from diffshard.sharding_search.options import Options, has_explicit_axes, with_automatic_axes
+from search_spaces.sharding.explicit_axes import with_constraints
+from search_spaces.sharding.given import as_sharding, given_dimensions
 from search_spaces.sharding.graph import Graph
 from search_spaces.sharding.space import ShardingSpace
 from search_spaces.sharding.tracing import build_graph, feedback_of
@@ -101,13 +102,11 @@ def trace_call(options: Options, call: Call) -> TracedFunction:
         results.append(_Result(structure, array_paths("result", result), feedback))
         return leaves
 
-    # In a context mesh of explicit axes JAX would ask for a sharding in the types of every operation.
-    with jax.sharding.use_abstract_mesh(with_automatic_axes(jax.sharding.get_abstract_mesh())), module_scopes():
-        trace = jax.jit(_under_rules(flat, options.logical_axis_rules, options.mesh)).trace(*call.arrays)
+    jaxpr = _trace(flat, options, call)
     result = results[-1]
     return TracedFunction(
-        jaxpr=trace.jaxpr,
-        graph=build_graph(trace.jaxpr, result.feedback, call.paths),
+        jaxpr=jaxpr,
+        graph=build_graph(jaxpr, result.feedback, call.paths),
         call=call,
         result=result.structure,
         out_paths=result.paths,
@@ -137,6 +136,32 @@ def _warn_of_lost_changes(
             "the new state, or use `diffshard.nnx.search` for modules of flax's nnx.",
             stacklevel=2,
         )
+
+
+def _trace(flat: Callable[..., list[Any]], options: Options, call: Call) -> core.ClosedJaxpr:
+    """Returns the jaxpr of a function of flat arrays.
+
+    It is traced with automatic axes first: with explicit ones JAX asks for a sharding in the types of every operation,
+    which only functions that are written for them give.
+    """
+    automatic = with_automatic_axes(options.mesh)
+    ruled = _under_rules(flat, options.logical_axis_rules, automatic)
+    try:
+        context = with_automatic_axes(jax.sharding.get_abstract_mesh())
+        with jax.sharding.use_abstract_mesh(context), module_scopes():
+            return jax.jit(ruled).trace(*call.arrays).jaxpr
+    except (TypeError, ValueError):
+        if not has_explicit_axes(options.mesh):
+            raise
+    typed = [
+        array
+        if spec is None
+        else jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=as_sharding(spec, options.mesh))
+        for array, spec in zip(call.arrays, call.given, strict=True)
+    ]
+    with jax.sharding.use_abstract_mesh(options.mesh.abstract_mesh), module_scopes():
+        jaxpr = jax.jit(lambda *arrays: flat(*arrays)).trace(*typed).jaxpr
+    return with_constraints(jaxpr, automatic)
 
 
 def space_of(

@@ -186,5 +186,10 @@ def _is_spec(x: Any) -> bool:
     return x is None or isinstance(x, PartitionSpec | NamedSharding)
 
 
+def as_sharding(spec: PartitionSpec | NamedSharding, mesh: Mesh | AbstractMesh) -> NamedSharding:
+    """Returns a given spec or sharding as a sharding on a mesh."""
+    return NamedSharding(mesh, _spec(spec))
+
+
 def _spec(sharding: PartitionSpec | NamedSharding) -> PartitionSpec:
     return sharding.spec if isinstance(sharding, NamedSharding) else sharding
