@@ -83,7 +83,7 @@ def make_plan(request: PlanRequest, solution: Solution) -> Plan:
     executor, notes = options.executor, ()
     if executor is None:
         executor, notes = default_executor(space)
-    notes = (*space.notes, *notes, *executor_notes(executor, space, summary.layout))
+    notes = (*space.notes, *traced_function.notes, *notes, *executor_notes(executor, space, summary.layout))
     return Plan(
         function=options.function_name,
         mesh_axes=dict(options.mesh.shape),

@@ -1,5 +1,6 @@
 """A function traced for a call, and the space of everything that can be chosen about it."""
 
+import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,6 +30,9 @@ from search_spaces.sharding.graph import Graph
 from search_spaces.sharding.space import ShardingSpace
 from search_spaces.sharding.tracing import build_graph, feedback_of
 from search_spaces.sharding.whole_operations import impossible_operations
+
+_LEAST_NOTED_BYTES = 2**20
+"""Of an argument of which nothing comes back: smaller ones are no training state."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +70,23 @@ class TracedFunction:
         return frozenset(
             i for i, (array, is_state) in enumerate(arrays) if array.ndim and not is_state and not is_random_key(array)
         )
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Names an argument that is larger than all others together, and of which nothing comes back.
+
+        That is right for inference; a training step that forgets to return its state does not train.
+        """
+        num_bytes = [math.prod(array.shape) * array.dtype.itemsize for array in self.call.arrays]
+        updated = {self.call.numbers[i] for i in self.graph.feedback if i is not None}
+        for number in sorted(set(self.call.numbers) - updated):
+            own = sum(n for n, other in zip(num_bytes, self.call.numbers, strict=True) if other == number)
+            if own > max(_LEAST_NOTED_BYTES, sum(num_bytes) / 2):
+                return (
+                    f"`{self.call.parameters[number]}`: none of the results replaces it in the next call. A training "
+                    "step has to return its new state.",
+                )
+        return ()
 
 
 @dataclass(frozen=True)

@@ -279,3 +279,17 @@ def test_shardings_of_a_plan_for_an_abstract_mesh_are_on_it():
     plan = diffshard.search(train_step, mesh, hardware=SLOW, in_shardings=(None, PartitionSpec("x"))).plan(state, batch)
     assert plan.in_shardings[1].spec == PartitionSpec("x", None)
     assert dict(plan.in_shardings[1].mesh.shape) == {"x": 2, "y": 2}
+
+
+def test_a_large_argument_of_which_nothing_comes_back_is_noted():
+    def loss_of(params, x):
+        return jnp.tanh(x @ params["w"]).sum()
+
+    def trained(params, x):
+        return jax.tree.map(lambda p, g: p - g, params, jax.grad(loss_of)(params, x))
+
+    params, x = {"w": jax.ShapeDtypeStruct((1024, 1024), jnp.float32)}, jax.ShapeDtypeStruct((8, 1024), jnp.float32)
+    (note,) = search(loss_of).plan(params, x).notes
+    assert note.startswith("`params`: none of the results replaces it")
+    assert search(trained).plan(params, x).notes == ()
+    assert search(loss_of).plan({"w": jax.ShapeDtypeStruct((1024, 8), jnp.float32)}, x).notes == ()
