@@ -13,6 +13,7 @@ from diffshard.experts.arguments import describe_arguments
 from diffshard.experts.base import Argument, DoesNotApplyError, ExpertMesh, ExpertShardings
 from diffshard.experts.shardings import EXPERTS
 from diffshard.plans.base import LogicalAxisRules
+from diffshard.sharding_search.logical_axes import checked_rules
 from diffshard.sharding_search.options import DEFAULT_SOLVER, Options, hardware_for, positions
 from diffshard.sharding_search.plan import Plan
 from diffshard.sharding_search.planning import find_plan
@@ -120,7 +121,7 @@ def expert_plans(
         trace_function(options, args),
         names=tuple(EXPERTS) if names is None else names,
         state_argnums=None if state_argnums is None else positions(state_argnums),
-        rules=_checked_rules(logical_axis_rules, options),
+        rules=checked_rules(logical_axis_rules or (), options.axis_names),
         dimensions=tensor_dimensions or {},
     )
 
@@ -210,21 +211,3 @@ def _by_rules(arguments: Sequence[Argument], rules: LogicalAxisRules) -> ExpertS
         else:
             specs.append(PartitionSpec(batch_axes))
     return ExpertShardings(tuple(specs), rules)
-
-
-def _checked_rules(rules: Sequence[tuple[str, Any]] | None, options: Options) -> LogicalAxisRules:
-    """Returns a user's rules with tuples of mesh axes.
-
-    Raises:
-      ValueError: a rule names an axis that the mesh does not have.
-    """
-    checked_rules = []
-    for name, axes in rules or ():
-        split = () if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)
-        for axis in split:
-            if axis not in options.axis_names:
-                raise ValueError(
-                    f"`logical_axis_rules` has the mesh axis {axis!r} for {name!r}; the mesh has {options.axis_names}."
-                )
-        checked_rules.append((str(name), split))
-    return tuple(checked_rules)

@@ -24,6 +24,9 @@ device runs an explicit program, whose collectives are the plan's. "propagation"
 shardings of arguments and results only.
 """
 
+LogicalAxes = tuple[str | tuple[str, ...] | None, ...]
+"""A name for each dimension of an array in flax's metadata: of a logical axis, or of mesh axes; None without one."""
+
 LogicalAxisRules = tuple[tuple[str, tuple[str, ...]], ...]
 """Pairs of a logical axis, as flax's names for dimensions, and the mesh axes that split it; empty for none."""
 
@@ -39,6 +42,8 @@ class Tensor:
       given: whether the user fixed the spec.
       next_best_spec: the next best spec if everything else is unchanged; None if there is no other.
       next_best_s: seconds that the next best spec would add to the step.
+      logical_axes: names of its dimensions in flax's metadata, "" for those without; None without any, and in plans of
+        older versions.
     """
 
     path: str
@@ -48,6 +53,7 @@ class Tensor:
     given: bool = False
     next_best_spec: NamedSpec | None = None
     next_best_s: float = 0.0
+    logical_axes: tuple[str, ...] | None = None
 
     @property
     def num_bytes(self) -> int:

@@ -14,7 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from diffshard.sharding_search.logical_axes import LogicalAxes, logical_axes_of
+from diffshard.plans.base import LogicalAxes
+from diffshard.sharding_search.logical_axes import logical_axes_of, spec_by_rules
 from diffshard.sharding_search.options import Options
 from search_spaces.sharding.given import carried_spec, given_specs
 
@@ -189,12 +190,20 @@ def call_of(options: Options, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
         leaves += _leaves_of(number, argument)
     specs += [None] * (len(leaves) - len(specs))
     kept = [(leaf, spec) for leaf, spec in zip(leaves, specs, strict=True) if leaf.is_array]
+    paths = [f"{parameters[leaf.number]}{jax.tree_util.keystr(leaf.path)}" for leaf, _ in kept]
+    if options.metadata_rules is not None:
+        kept = [
+            (leaf, spec_by_rules(leaf.logical_axes, options.metadata_rules, options.axis_names, path))
+            if spec is None and leaf.logical_axes is not None
+            else (leaf, spec)
+            for (leaf, spec), path in zip(kept, paths, strict=True)
+        ]
     return Call(
         structure=structure,
         arrays=tuple(abstract_array(leaf.value) for leaf, _ in kept),
         parameters=parameters,
         numbers=tuple(leaf.number for leaf, _ in kept),
-        paths=tuple(f"{parameters[leaf.number]}{jax.tree_util.keystr(leaf.path)}" for leaf, _ in kept),
+        paths=tuple(paths),
         keys=tuple(_key_names(leaf.path) for leaf, _ in kept),
         donated=tuple(donated[leaf.number] for leaf, _ in kept),
         given=tuple(carried_spec(leaf.value, options.mesh) if spec is None else spec for leaf, spec in kept),

@@ -1,22 +1,91 @@
-"""Names of dimensions that flax's metadata give to arrays."""
+"""Names of dimensions that flax's metadata give to arrays, and the specs that rules make of them."""
 
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
-LogicalAxes = tuple[str | None, ...]
-"""A name for each dimension of an array, None where it has none."""
+from diffshard.plans.base import LogicalAxes, LogicalAxisRules
 
 
 def logical_axes_of(tree: Any) -> list[LogicalAxes | None]:
-    """Returns for each leaf the logical axes that flax's metadata name, or None."""
+    """Returns for each leaf the axes that flax's metadata name, or None.
+
+    The metadata are linen's boxes (`nn.with_partitioning`, `nn.with_logical_partitioning`) and the `out_sharding` of
+    nnx variables. Rules that an array brings itself replace its names by mesh axes.
+    """
     meta = sys.modules.get("flax.core.meta")  # arguments have such metadata only where flax is imported
+    nnx = sys.modules.get("flax.nnx")
     if meta is None:
         return [None] * len(jax.tree.leaves(tree))
+    boxes = (meta.Partitioned, nnx.Variable) if nnx else (meta.Partitioned,)
     axes: list[LogicalAxes | None] = []
-    for box in jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, meta.Partitioned)):
-        names = tuple(box.names) if isinstance(box, meta.Partitioned) else ()
-        axes += [names if names and len(names) == len(jnp.shape(leaf)) else None for leaf in jax.tree.leaves(box)]
+    for box in jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, boxes)):
+        names, rules = (), None
+        if isinstance(box, meta.Partitioned):
+            names, rules = box.names, getattr(box, "rules", None)
+        elif isinstance(box, boxes):
+            metadata = box.get_metadata()
+            names, rules = metadata.get("out_sharding"), metadata.get("sharding_rules")
+        own_rules = dict(rules or ())
+        named = tuple(own_rules.get(name, name) for name in names or ())
+        axes += [named if named and len(named) == len(jnp.shape(leaf)) else None for leaf in jax.tree.leaves(box)]
     return axes
+
+
+def spec_by_rules(axes: LogicalAxes, rules: LogicalAxisRules, mesh_axes: Sequence[str], path: str) -> PartitionSpec:
+    """Returns the spec that rules give to an array: for each dimension the first rule whose mesh axes are still free.
+
+    Args:
+      axes: the names of the dimensions; those of mesh axes need no rule.
+      rules: pairs of a name and mesh axes.
+      mesh_axes: the names of the mesh's axes.
+      path: the array's, for the message.
+
+    Raises:
+      ValueError: a name has no rule and is no mesh axis.
+    """
+    used: set[str] = set()
+    spec: list[tuple[str, ...] | None] = []
+    for name in axes:
+        choices = [split for other, split in rules if other == name]
+        own = (name,) if isinstance(name, str) else tuple(name or ())
+        if not choices and all(axis in mesh_axes for axis in own):
+            choices = [own]
+        if not choices:
+            raise ValueError(
+                f"`{path}` names its dimensions {axes} in flax's metadata, and {name!r} neither has a rule in "
+                f"`logical_axis_rules` {dict(rules)} nor is an axis of the mesh {tuple(mesh_axes)}. Give it a rule, "
+                f"such as ({name!r}, None) for dimensions that are not split."
+            )
+        split = next((split for split in choices if used.isdisjoint(split)), ())
+        used.update(split)
+        spec.append(split or None)
+    return PartitionSpec(*spec)
+
+
+def checked_rules(rules: Any, mesh_axes: Sequence[str]) -> LogicalAxisRules:
+    """Returns a user's rules with tuples of mesh axes.
+
+    Raises:
+      TypeError: the rules are not pairs of a name and mesh axes.
+      ValueError: a rule names an axis that the mesh does not have.
+    """
+    result = []
+    if not isinstance(rules, Sequence) or isinstance(rules, str):
+        raise TypeError(f"`logical_axis_rules` must be pairs such as ('embed', 'data'), not {rules!r}.")
+    for rule in rules:
+        if not isinstance(rule, Sequence) or len(rule) != 2 or not isinstance(rule[0], str):
+            raise TypeError(f"`logical_axis_rules` must be pairs such as ('embed', 'data'); one is {rule!r}.")
+        name, axes = rule
+        split = () if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)
+        for axis in split:
+            if axis not in mesh_axes:
+                raise ValueError(
+                    f"`logical_axis_rules` has the mesh axis {axis!r} for {name!r}; the mesh has {tuple(mesh_axes)}."
+                )
+        result.append((name, split))
+    return tuple(result)

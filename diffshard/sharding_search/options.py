@@ -26,6 +26,7 @@ class Options:
     """The arguments of `search`, which explains them. They are checked here.
 
     `logical_axis_rules` hold for flax's logical names while `fn` is traced; without any those of the context hold.
+    By `metadata_rules` arguments with flax's metadata are given; None leaves them free.
 
     Raises:
       TypeError, ValueError: an argument breaks a rule; the error names it and its value.
@@ -45,6 +46,7 @@ class Options:
     static_argnames: tuple[str, ...] = ()
     executor: Executor | None = None
     logical_axis_rules: LogicalAxisRules = ()
+    metadata_rules: LogicalAxisRules | None = None
     progress: ProgressDisplay = "terminal"
 
     def __post_init__(self):

@@ -13,6 +13,7 @@ from diffshard.base import PlanError
 from diffshard.plans.base import Executor, PlanData, Tensor
 from diffshard.plans.difference import PlanDifference, difference_of
 from diffshard.plans.file import load, save
+from diffshard.plans.logical_rules import LogicalRules, logical_rules_of
 from diffshard.plans.notebook import framed
 from diffshard.plans.page import format_page
 from diffshard.plans.text import format_plan
@@ -54,6 +55,16 @@ class Plan(PlanData):
         if not isinstance(other, PlanData):
             raise TypeError(f"`other` must be a plan, not {type(other).__name__}; `Plan.load(path)` reads a saved one.")
         return difference_of(self, other)
+
+    def logical_rules(self) -> LogicalRules:
+        """Returns the plan as flax's logical axis rules: the mesh axes that split the dimensions of each logical name.
+
+        >>> rules, disagreements = plan.logical_rules()
+
+        Arguments with metadata of flax have such names. Rules cannot say everything: where arrays with the same name
+        are split in different ways, a sentence says so. Names of mesh axes need no rule and have none.
+        """
+        return logical_rules_of(self)
 
     def save(self, path: str | PathLike[str]) -> None:
         """Writes the plan as JSON; the file is replaced whole or not at all."""

@@ -131,15 +131,19 @@ def _arrays(
 ) -> _Arrays:
     """Writes down what a choice means for arguments, results and operations; `given` arguments are fixed."""
     graph, layout, next_best = traced_function.graph, summary.layout, summary.next_best
-    arguments = zip(graph.inputs, traced_function.call.paths, layout.input_specs, next_best.inputs, strict=True)
+    call = traced_function.call
+    arguments = zip(graph.inputs, call.paths, layout.input_specs, next_best.inputs, call.logical_axes, strict=True)
     outputs = zip(graph.outputs, traced_function.out_paths, layout.output_specs, strict=True)
     operations = zip(graph.vertices, summary.prediction.compute_s, next_best.vertices, strict=True)
     return _Arrays(
         arguments=tuple(
             replace(
-                _tensor(path, vertex.results[0], spec, axis_names), given=i in given, **_next_best(other, axis_names)
+                _tensor(path, vertex.results[0], spec, axis_names),
+                given=i in given,
+                logical_axes=None if names is None else tuple(map(_axis_text, names)),
+                **_next_best(other, axis_names),
             )
-            for i, (vertex, path, spec, other) in enumerate(arguments)
+            for i, (vertex, path, spec, other, names) in enumerate(arguments)
         ),
         outputs=tuple(_tensor(path, output, spec, axis_names) for output, path, spec in outputs),
         operations=tuple(
@@ -152,6 +156,10 @@ def _arrays(
 def _tensor(path: str, array: Operand, spec: IndexedSpec, axis_names: Sequence[str]) -> Tensor:
     of_type: Any = array if isinstance(array, Value) else array.aval
     return Tensor(path, tuple(of_type.shape), str(of_type.dtype), named_spec(spec, axis_names))
+
+
+def _axis_text(name: str | tuple[str, ...] | None) -> str:
+    return name if isinstance(name, str) else "+".join(name or ())
 
 
 def _operation(vertex: Vertex, layout: Layout, compute_s: float, axis_names: Sequence[str]) -> Operation:

@@ -14,6 +14,7 @@ from diffshard.comparison.checked_search import Check, plan_by_compiling, plan_b
 from diffshard.comparison.judging import TIMEOUT_S
 from diffshard.live_progress import ProgressDisplay
 from diffshard.plans.base import Executor
+from diffshard.sharding_search.logical_axes import checked_rules
 from diffshard.sharding_search.options import DEFAULT_SOLVER, Options, argument_names, hardware_for, positions
 from diffshard.sharding_search.plan import Plan
 from diffshard.sharding_search.planned_function import PlannedFunction
@@ -27,6 +28,7 @@ def search(
     hardware: Hardware | str | None = None,
     memory_limit_bytes: float | None = None,
     in_shardings: Any = None,
+    logical_axis_rules: Sequence[tuple[str, Any]] | None = None,
     solver: str | Solver | None = None,
     time_limit_s: float | None = None,
     key: jax.Array | int | None = None,
@@ -57,6 +59,12 @@ def search(
       memory_limit_bytes: of each device; None takes the memory of the hardware.
       in_shardings: shardings to keep: for each positional argument a pytree prefix of `PartitionSpec`, `NamedSharding`
         or None (free); None leaves all free. Arguments that carry a `NamedSharding` on this mesh keep it, too.
+      logical_axis_rules: keeps the partitioning metadata of flax: pairs of a name and the mesh axes (a name, several,
+        or None) that split the dimensions of this name, the first of several that fits. Names of mesh axes need no
+        rule, so that `()` keeps metadata of mesh axes. Arguments in boxes of linen (`nn.with_partitioning`,
+        `nn.with_logical_partitioning`) and nnx variables (`nnx.with_partitioning`) are split so, unless `in_shardings`
+        says otherwise; linen's logical constraints inside the function follow the rules, too. None leaves the choice to
+        the search, and names are only names: `plan.logical_rules()` says what they would have to mean.
       solver: as in `diffshard.solve`; None is the default one.
       time_limit_s: seconds for the solver; None lets the solver end by its own rule.
       key: random key or seed of the solver.
@@ -85,6 +93,7 @@ def search(
       RuntimeError: the compiler of the target is not installed; names the extra that brings it.
     """
     priced_for = hardware_for(hardware, mesh)
+    rules = None if logical_axis_rules is None else checked_rules(logical_axis_rules, tuple(mesh.axis_names))
     options = Options(
         fn=fn,
         mesh=mesh,
@@ -99,6 +108,8 @@ def search(
         donate_argnames=argument_names(donate_argnames),
         static_argnames=argument_names(static_argnames),
         executor=executor,
+        logical_axis_rules=rules or (),
+        metadata_rules=rules,
         progress=progress,
     )
     if check is not None and check not in get_args(Check):
