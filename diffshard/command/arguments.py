@@ -52,11 +52,51 @@ def positive_seconds(text: str) -> float:
     return value
 
 
-def indices(text: str) -> tuple[int, ...]:
-    """Reads positions of arguments, such as `0,2`."""
-    if not re.fullmatch(r"\d+(,\d+)*", text):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of argument numbers such as 0 or 0,2")
-    return tuple(int(part) for part in text.split(","))
+def arguments(text: str) -> tuple[int | str, ...]:
+    """Reads positions and names of arguments, such as `0,2` or `0,config`."""
+    if not re.fullmatch(r"(\d+|[A-Za-z_]\w*)(,(\d+|[A-Za-z_]\w*))*", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of argument numbers or names such as 0 or 0,config")
+    return tuple(int(part) if part.isdigit() else part for part in text.split(","))
+
+
+def axis_rules(text: str) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    """Reads logical axis rules such as `embed=data,mlp=data+model,heads=`; an empty text has none."""
+    rules = []
+    for part in text.split(",") if text else ():
+        match = re.fullmatch(r"\s*([^=\s]+)=((?:\w+(?:\+\w+)*)?)\s*", part)
+        if not match:
+            raise argparse.ArgumentTypeError(f"{part!r} is not NAME=AXIS[+AXIS...], as in embed=data,mlp=data+model")
+        rules.append((match.group(1), tuple(match.group(2).split("+")) if match.group(2) else ()))
+    return tuple(rules)
+
+
+_OPTIONS = {
+    "memory_limit_bytes": "--memory-limit", "in_shardings": "--in-shardings", "time_limit_s": "--time-limit",
+    "logical_axis_rules": "--logical-axis-rules", "donate_argnums": "--donate", "donate_argnames": "--donate",
+    "static_argnums": "--static", "static_argnames": "--static", "hardware": "--hardware", "mesh": "--mesh",
+    "solver": "--solver", "key": "--seed", "executor": "--executor", "check": "--check", "target": "--target",
+}  # fmt: skip
+
+
+def with_options(message: str) -> str:
+    """Names the options of the command line in a message that names arguments of `diffshard.search`."""
+
+    def option(match: re.Match[str]) -> str:
+        if match[1] not in _OPTIONS:
+            return match[0]
+        return f"`{_OPTIONS[match[1]]}{f' {match[2]}' if match[2] else ''}`"
+
+    return re.sub(r"`(\w+)(?:=\"?([\w.]+)\"?)?`", option, message)
+
+
+def named_value(option: str, text: str) -> Any:
+    """Imports the value that MODULE:NAME names; a function is called without arguments.
+
+    Raises:
+      UsageError: there is no such module or name.
+    """
+    value = _imported(option, text)
+    return value() if callable(value) else value
 
 
 def named_function(option: str, text: str) -> Callable[..., Any]:
@@ -65,6 +105,13 @@ def named_function(option: str, text: str) -> Callable[..., Any]:
     Raises:
       UsageError: there is no such module or function, or it cannot be called.
     """
+    value = _imported(option, text)
+    if not callable(value):
+        raise UsageError(f"{option}: {text} is {type(value).__name__}, not a function")
+    return value
+
+
+def _imported(option: str, text: str) -> Any:
     module_name, colon, path = text.partition(":")
     if not (module_name and colon and path):
         raise UsageError(f"{option} must be MODULE:FUNCTION, not {text!r}")
@@ -80,8 +127,6 @@ def named_function(option: str, text: str) -> Callable[..., Any]:
         if not hasattr(value, part):
             raise UsageError(f"{option}: {module_name} has no {path!r}")
         value = getattr(value, part)
-    if not callable(value):
-        raise UsageError(f"{option}: {text} is {type(value).__name__}, not a function")
     return value
 
 

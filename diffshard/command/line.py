@@ -14,25 +14,34 @@ from typing import Any, get_args
 from cost.presets import PRESET_NAMES
 from diffshard.base import InfeasibleError, PlanError
 from diffshard.checks.targets import TARGETS
-from diffshard.command.arguments import UsageError, indices, mesh_axes, num_bytes, positive_seconds
+from diffshard.command.arguments import (
+    UsageError,
+    arguments,
+    axis_rules,
+    mesh_axes,
+    num_bytes,
+    positive_seconds,
+    with_options,
+)
 from diffshard.command.plan_commands import search_plan, show_plan
 from diffshard.command.solve_command import solve_instance
 from diffshard.command.terminal import FailedError
 from diffshard.comparison.checked_search import Check
+from diffshard.plans.base import Executor
 from diffshard.plans.text_table import TEXT_WIDTH
 from diffshard.solving.solve import solver_names
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(words: Sequence[str] | None = None) -> int:
     """Runs the command with these words (None: those of the process) and returns its exit code."""
-    options = _parser().parse_args(arguments)
+    options = _parser().parse_args(words)
     try:
         return options.run(options)
     except UsageError as error:
-        print(f"diffshard {options.command}: {error}", file=sys.stderr)
+        print(f"diffshard {options.command}: {with_options(str(error))}", file=sys.stderr)
         return 2
     except (FailedError, InfeasibleError, PlanError) as error:
-        print(f"diffshard {options.command}: {error}", file=sys.stderr)
+        print(f"diffshard {options.command}: {with_options(str(error))}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print(f"diffshard {options.command}: interrupted before there was anything to show", file=sys.stderr)
@@ -74,8 +83,27 @@ def _add_search(commands: Any) -> None:
     parser.add_argument("--hardware", required=True, metavar="NAME", help=", ".join(PRESET_NAMES))
     parser.add_argument("--memory-limit", type=num_bytes, metavar="SIZE", help="of a device, such as 80GiB")
     parser.add_argument(
-        "--donate", type=indices, default=(), metavar="I[,I...]", help="arguments whose memory may be reused"
+        "--donate", type=arguments, default=(), metavar="I[,I...]", help="arguments whose memory may be reused"
     )
+    parser.add_argument(
+        "--static",
+        type=arguments,
+        default=(),
+        metavar="I[,I...]",
+        help="arguments that are compile-time constants, by number or name",
+    )
+    parser.add_argument(
+        "--in-shardings",
+        metavar="MODULE:NAME",
+        help="shardings of arguments to keep: a value, or a function that returns it",
+    )
+    parser.add_argument(
+        "--logical-axis-rules",
+        type=axis_rules,
+        metavar="NAME=AXIS[+AXIS...][,...]",
+        help="keep flax's partitioning metadata by these rules; '' for names of mesh axes only",
+    )
+    parser.add_argument("--executor", choices=get_args(Executor), help="how the function runs; default: the best one")
     parser.add_argument(
         "--check", choices=get_args(Check), help="let a compiler judge the plan; compile also tries experts' plans"
     )

@@ -1,9 +1,10 @@
 """`diffshard search` and `diffshard show`: a plan is searched, printed, and written as JSON or as a page."""
 
 import argparse
+import inspect
 import os
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import jax
@@ -13,7 +14,7 @@ from cost.presets import preset
 from diffshard.base import InfeasibleError, PlanError
 from diffshard.bilevel_search.plans import file as bilevel_file
 from diffshard.bilevel_search.plans.plan import BilevelPlan
-from diffshard.command.arguments import UsageError, check_solver, check_writable, named_function
+from diffshard.command.arguments import UsageError, check_solver, check_writable, named_function, named_value
 from diffshard.command.terminal import FailedError, say_written, show_progress
 from diffshard.files import write_whole
 from diffshard.plans import file
@@ -36,17 +37,21 @@ def search_plan(options: argparse.Namespace) -> int:
     except ValueError as error:
         raise UsageError(f"--hardware: {error}") from None
     function = named_function("MODULE:FUNCTION", options.function)
-    args = _arguments_of(named_function("--args", options.args))
+    static_positions = _positions(function, options.static)
+    args = _arguments_of(named_function("--args", options.args), static_positions)
+    in_shardings = None if options.in_shardings is None else named_value("--in-shardings", options.in_shardings)
     mesh = AbstractMesh(
         tuple(options.mesh.values()), tuple(options.mesh), axis_types=(AxisType.Auto,) * len(options.mesh)
     )
     try:
         planned_function = search(
             function, mesh, hardware=hardware, memory_limit_bytes=options.memory_limit, solver=options.solver,
-            time_limit_s=options.time_limit, key=options.seed, donate_argnums=options.donate,
+            time_limit_s=options.time_limit, key=options.seed, in_shardings=in_shardings,
+            logical_axis_rules=options.logical_axis_rules, executor=options.executor,
+            donate_argnums=_positions(function, options.donate), static_argnums=static_positions,
             check=options.check, target=options.target,
         )  # fmt: skip
-    except (RuntimeError, ValueError) as error:  # no compiler, or no target for the hardware
+    except (RuntimeError, TypeError, ValueError) as error:  # no compiler, or an option that does not fit another
         raise UsageError(str(error)) from None
     plan = _plan(planned_function, args, options.function)
     if options.output:
@@ -88,10 +93,35 @@ def show_plan(options: argparse.Namespace) -> int:
     return 0
 
 
-def _arguments_of(function: Callable[[], Any]) -> tuple[Any, ...]:
-    """Returns what a function without parameters returns, as shapes if these can be result without running it."""
+def _positions(function: Callable[..., Any], arguments: Sequence[int | str]) -> tuple[int, ...]:
+    """Returns the positions of arguments that are given by number or name.
+
+    Raises:
+      UsageError: the function has no argument of that name.
+    """
+    names = list(inspect.signature(function).parameters) if any(isinstance(a, str) for a in arguments) else []
+    for argument in arguments:
+        if isinstance(argument, str) and argument not in names:
+            raise UsageError(f"the function has no argument {argument!r}; it has {', '.join(names)}")
+    return tuple(names.index(a) if isinstance(a, str) else a for a in arguments)
+
+
+def _arguments_of(function: Callable[[], Any], static: Sequence[int]) -> tuple[Any, ...]:
+    """Returns what a function without parameters returns, as shapes if these can be result without running it.
+
+    Arguments at positions of `static` are the values themselves.
+    """
+    values: dict[int, Any] = {}
+
+    def arrays() -> Any:
+        made = function()
+        if not static or type(made) not in (tuple, list):
+            return made
+        values.update({i: made[i] for i in static if i < len(made)})
+        return tuple(0 if i in values else argument for i, argument in enumerate(made))
+
     try:
-        result = jax.eval_shape(function)
+        result = jax.eval_shape(arrays)
     except TypeError:  # it returns shapes itself, or Python values for static arguments
         try:
             result = function()
@@ -99,7 +129,8 @@ def _arguments_of(function: Callable[[], Any]) -> tuple[Any, ...]:
             _fail("--args failed", error)
     except Exception as error:
         _fail("--args failed", error)
-    return tuple(result) if type(result) in (tuple, list) else (result,)
+    result = tuple(result) if type(result) in (tuple, list) else (result,)
+    return tuple(values.get(i, argument) for i, argument in enumerate(result))
 
 
 def _fail(what: str, error: Exception) -> NoReturn:

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from diffshard.experts.base import Argument
+from diffshard.plans.base import LogicalAxes
 from diffshard.sharding_search.call import Call, is_random_key
 
 
@@ -14,13 +15,13 @@ def describe_arguments(call: Call, is_state: Sequence[bool]) -> list[Argument]:
       is_state: for each array whether it is state.
     """
     return [
-        Argument(name, keys, array.shape, state, is_random_key(array), axes and tuple(map(_single_name, axes)))
+        Argument(name, keys, array.shape, state, is_random_key(array), _single_names(axes))
         for name, keys, array, state, axes in zip(
             call.paths, call.keys, call.arrays, is_state, call.logical_axes, strict=True
         )
     ]
 
 
-def _single_name(axes: str | tuple[str, ...] | None) -> str | None:
-    """Returns the name of a dimension; several mesh axes are none."""
-    return axes if isinstance(axes, str) else None
+def _single_names(axes: LogicalAxes | None) -> tuple[str | None, ...] | None:
+    """Returns a name for each dimension; several mesh axes are none."""
+    return None if axes is None else tuple(name if isinstance(name, str) else None for name in axes)

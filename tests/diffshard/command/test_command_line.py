@@ -32,6 +32,16 @@ def shapes():
 def broken(w, x):
     raise RuntimeError("no such luck")
 
+def powered(w, x, power, name):
+    return w * (x.sum() ** power if name == "sum" else 0)
+
+def static_args():
+    return jnp.ones((8, 8)), jnp.ones((16, 8)), 2, "sum"
+
+def shardings():
+    return jax.sharding.PartitionSpec(), jax.sharding.PartitionSpec("data", "model")
+
+bad_shardings = ("data", None)
 number = 3
 """
 
@@ -53,9 +63,37 @@ def search(*more, function="step", args="args", mesh="data=2,model=2", hardware=
 def test_search_lets_a_compiler_judge(module, capsys):
     assert search("--check", "shardy") == 0
     assert search("--target", "host") == 2
-    assert "`target` is for" in capsys.readouterr().err
+    assert "`--target` is for `--check compile`" in capsys.readouterr().err
     assert search("--check", "compile", hardware="tpu_v5e") == 2
     assert "there is none for 'TPU v5e'" in capsys.readouterr().err
+
+
+def test_search_takes_given_shardings_static_arguments_rules_and_executors(module, capsys):
+    words = ["--in-shardings", "user_module:shardings", "--executor", "constraints", "-o", "plan.json"]
+    assert search(*words, "--logical-axis-rules", "embed=data+model,mlp=") == 0
+    plan = Plan.load("plan.json")
+    assert [(t.given, t.spec) for t in plan.arguments] == [(True, ((), ())), (True, (("data",), ("model",)))]
+    assert plan.executor == "constraints"
+    assert plan.logical_axis_rules == (("embed", ("data", "model")), ("mlp", ()))
+    assert search("--static", "power,3", "-o", "plan.json", function="powered", args="static_args") == 0
+    assert Plan.load("plan.json").static_argnums == (2, 3)
+    assert any("integer_pow" in o.signature for o in Plan.load("plan.json").operations)
+    capsys.readouterr()
+
+
+def test_messages_name_the_options_of_the_command(module, capsys):
+    assert search("--in-shardings", "user_module:bad_shardings") == 2
+    assert "`--in-shardings`[0] must be a PartitionSpec" in capsys.readouterr().err
+    assert search("--donate", "0", "--static", "0") == 2
+    assert "`--donate` (0,) and `--static` (0,) share a position" in capsys.readouterr().err
+    assert search("--donate", "state") == 2
+    assert "the function has no argument 'state'; it has w, x" in capsys.readouterr().err
+    assert search("--logical-axis-rules", "embed=modle") == 2
+    assert "`--logical-axis-rules` has the mesh axis 'modle'" in capsys.readouterr().err
+    assert search("--memory-limit", "100B") == 1
+    err = capsys.readouterr().err
+    assert "`--memory-limit` is 100" in err
+    assert "donate the state (`--donate`)" in err
 
 
 @pytest.mark.parametrize("args", ["args", "shapes"])
@@ -95,7 +133,8 @@ def test_usage_errors_have_code_2(module, capsys, words, said):
         (["--mesh", "data=2,data=2"], "'data' is there twice"),
         (["--memory-limit", "80XB"], "is not a positive size"),
         (["--time-limit", "nan"], "is not a positive number"),
-        (["--donate", "x"], "is not a list of argument numbers"),
+        (["--donate", "0,"], "is not a list of argument numbers"),
+        (["--logical-axis-rules", "embed"], "is not NAME=AXIS"),
     ],
 )
 def test_words_that_cannot_be_meant_have_code_2(module, capsys, words, said):
