@@ -34,7 +34,8 @@ class Problem(NamedTuple):
       usage: K arrays `[S_v]` (the same on all devices) or `[S_v, D]`.
       usage_interval: `[K, 2]` integers, half-open `[start, end)` times at which the usage is live.
       memory_limit: a number, or `[D]` where devices differ; `inf` means no limit.
-      load: V arrays `[S_v, D]`, seconds of each device's time, or `()` where all devices do equal work.
+      load: V arrays `[S_v, D]`, seconds of each device's time, or `()` where all devices do equal work; one that is
+        forbidden forbids the strategy.
     """
 
     node_cost: Sequence[np.ndarray]

@@ -112,7 +112,8 @@ class Evaluator:
         limit = self._problem.memory_limit
         peak = self.live_usage(choice)[1].max(axis=0)
         excess = float(max(np.maximum(peak - np.asarray(limit), 0).max(), 0))
-        forbidden = is_forbidden(nodes).any() or is_forbidden(edges).any()
+        parts = (nodes, edges, *(load[position] for load in self._load))
+        forbidden = any(is_forbidden(part).any() for part in parts)
         scalar = peak.size == 1 and np.ndim(limit) == 0
         return Evaluation(cost, peak.tolist()[0] if scalar else peak, excess, bool(not forbidden and excess == 0))
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from cost.base import Problem, num_strategies
+from cost.base import Problem, is_forbidden, num_strategies
 from cost.edges import distinct_arrays
 
 
@@ -29,6 +29,21 @@ def validate(problem: Problem) -> None:
     devices = np.shape(problem.load[0])[1:] if len(problem.load) else ()
     for v, load in enumerate(problem.load):
         _check_costs(load, (sizes[v], *(devices or ("devices",))), f"`load[{v}]`")
+
+
+def with_finite_loads(problem: Problem) -> Problem:
+    """Returns an equal problem in which strategies of forbidden loads have a forbidden `node_cost` instead.
+
+    A sum of loads is then a number, whichever is chosen.
+    """
+    if not any(is_forbidden(load).any() for load in problem.load):
+        return problem
+    node_cost, loads = [], []
+    for cost, load in zip(problem.node_cost, problem.load, strict=True):
+        is_infinite = is_forbidden(load).any(axis=1)
+        node_cost.append(np.where(is_infinite, np.inf, cost) if is_infinite.any() else cost)
+        loads.append(np.where(is_infinite[:, None], 0, load))
+    return problem._replace(node_cost=node_cost, load=loads)
 
 
 def _check_edges(problem: Problem, sizes: np.ndarray) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 from cost.base import Evaluation, Problem, is_forbidden
 from cost.evaluation import Evaluator
 from cost.memory import least_memory
-from cost.validation import validate
+from cost.validation import validate, with_finite_loads
 from diffshard.base import OPTIMAL_GAP, InfeasibleError, Progress, Proposal, Solution, Solver
 from diffshard.solving.presolve.base import Reduction, identity
 from diffshard.solving.presolve.pipeline import presolve
@@ -50,6 +50,7 @@ def run_solver(
     """
     start = time.perf_counter()
     validate(problem)
+    problem = with_finite_loads(problem)
     best = Best(problem, progress, start)
     if best.offer_least():
         return best.solution("finished")

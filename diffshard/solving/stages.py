@@ -17,7 +17,7 @@ import jax
 import numpy as np
 
 from cost.base import Problem
-from cost.validation import validate
+from cost.validation import validate, with_finite_loads
 from diffshard.base import OPTIMAL_GAP, Progress, Proposal, Solution, Solver
 from diffshard.solving.limited_times import LimitedTimes
 from diffshard.solving.loop import Best, proposals, reduction_of, run_solver
@@ -102,6 +102,7 @@ def run_in_stages(
     """
     start = time.perf_counter()
     validate(problem)
+    problem = with_finite_loads(problem)
     best = Best(problem, progress, start)
     if best.offer_least():
         return best.solution("finished")

@@ -172,6 +172,29 @@ def test_negative_costs_and_parallel_edges(name):
     assert solution.cost == least or not proves(name, problem)
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_negative_and_infinite_loads(name):
+    rng = np.random.default_rng(4)
+    problem = random_graph(7, CHAIN)
+    loads = [4 * rng.normal(size=(len(cost), 2)) - 30 for cost in problem.node_cost]
+    loads[1][0, 1] = loads[2][-1] = np.inf
+    problem = problem._replace(load=loads)
+    best = solve(problem, solver="exhaustive", reduce=identity)
+    solution = solved(name, problem)
+    assert solution.feasible
+    assert math.isfinite(solution.cost)
+    assert solution.lower_bound <= best.cost <= solution.cost, _FALSE_BOUND
+    assert solution.cost == best.cost or not proves(name, problem)
+
+
+def test_only_infinite_loads_are_not_feasible():
+    problem = random_graph(7, CHAIN)
+    loads = [np.full((len(cost), 2), np.inf if v == 2 else 1.0) for v, cost in enumerate(problem.node_cost)]
+    solution = solve(problem._replace(load=loads))
+    assert not solution.feasible
+    assert solution.status != "optimal"
+
+
 def solution_or_refusal(name: str, problem: Problem, *, time_limit_s: float | None) -> Solution | None:
     """What a solver finds; None where the problem is larger than what it takes, which it has to say at once."""
     try:

@@ -57,7 +57,7 @@ def _model(programme: dict[str, Any]) -> highspy.HighsLp:
     model.num_col_, model.num_row_ = columns, len(programme["lower"])
     model.col_cost_, model.col_lower_, model.col_upper_ = (
         programme["cost"],
-        np.zeros(columns),
+        programme["column_lower"],
         programme["column_upper"],
     )
     model.row_lower_, model.row_upper_ = programme["lower"], programme["upper"]

@@ -44,9 +44,10 @@ _HIGHS_TIME_SHARE = 0.95  # of the time limit: if HiGHS ends by itself, it gives
 
 
 class _Programme(NamedTuple):
-    """Minimise cost·x for lower <= rows·x <= upper, 0 <= x <= column_upper and integer x[:num_integers]."""
+    """Minimise cost·x for lower <= rows·x <= upper, column_lower <= x <= column_upper, integer x[:num_integers]."""
 
     cost: np.ndarray
+    column_lower: np.ndarray
     column_upper: np.ndarray
     rows: Any
     lower: np.ndarray
@@ -173,8 +174,10 @@ def _programme(problem: Problem, scale: float) -> _Programme:
         blocks.append(_widen(load, len(cost) + 1) + scipy.sparse.coo_array(top, shape=(devices, len(cost) + 1)))
         lower, upper = np.append(lower, np.full(devices, -np.inf)), np.append(upper, np.zeros(devices))
         cost, column_upper = np.append(cost, 1.0), np.append(column_upper, np.inf)
+    column_lower = np.zeros(len(cost))
+    column_lower[len(cost) - bool(len(problem.load)) :] = -np.inf  # loads may be negative
     rows = scipy.sparse.vstack([_widen(block, len(cost)) for block in blocks], format="csc")
-    return _Programme(cost, column_upper, rows, lower, upper, int(sizes.sum()))
+    return _Programme(cost, column_lower, column_upper, rows, lower, upper, int(sizes.sum()))
 
 
 def _widen(block: Any, columns: int) -> scipy.sparse.coo_array:
