@@ -13,6 +13,7 @@ from jax.extend import core
 from numpy.typing import ArrayLike
 
 from cost.base import CostModel, Hardware, Work
+from cost.pallas import pallas_flops
 
 CONTRACTIONS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general"})
 """Products of matrices and convolutions: the operations that a step spends its arithmetic on."""
@@ -68,6 +69,15 @@ _MOVES = frozenset(
         "pvary",
         "mesh_cast",
         "reshard",
+        "get",  # of a block in memory, inside of a Pallas call
+        "swap",
+        "addupdate",
+        "masked_load",
+        "masked_swap",
+        "broadcast_to",
+        "program_id",
+        "num_programs",
+        "multiple_of",
     )
 )
 _REDUCTIONS = ("reduce_", "argmax", "argmin", "cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp")
@@ -114,13 +124,15 @@ def equation_flops(equation: core.JaxprEqn) -> float:
     its body times its length, a while loop its body once (its trip count is unknown), a branch its most expensive side.
     """
     name = equation.primitive.name
-    if name in _MOVES or not equation.outvars:
+    if name in _MOVES:
         return 0.0
     if name in _SPECIAL:
         return float(_SPECIAL[name](equation))
     bodies = inner_jaxprs(equation)
     if bodies and not name.startswith(("scatter", "reduce", "sort", "custom_lin")):
         return sum(jaxpr_flops(body) for body in bodies)
+    if not equation.outvars:
+        return 0.0
     if name.startswith(_REDUCTIONS):
         return float(sum(_size(v.aval) for v in equation.invars))
     if name.startswith("scatter"):
@@ -252,12 +264,7 @@ def _shard_map(equation: core.JaxprEqn) -> float:
 
 
 def _pallas_call(equation: core.JaxprEqn) -> float:
-    """Counts what a Pallas call says of itself, or else its body at each place of its grid."""
-    estimate = equation.params.get("cost_estimate")
-    if estimate is not None:
-        return float(estimate.flops)
-    grid = getattr(equation.params.get("grid_mapping"), "grid", ())
-    return jaxpr_flops(equation.params["jaxpr"]) * math.prod(n for n in grid if isinstance(n, int))
+    return pallas_flops(equation, equation_flops)
 
 
 def _kernel(equation: core.JaxprEqn) -> float:

@@ -15,6 +15,7 @@ from search_spaces.sharding.edge_costs import read_spec, readers_of
 from search_spaces.sharding.graph import Graph, Value, Vertex
 from search_spaces.sharding.memory_use import MemoryUse
 from search_spaces.sharding.node_costs import NodeCosts
+from search_spaces.sharding.opaque.operations import name_of
 from search_spaces.sources import user_source
 
 NO_AXES = "-"
@@ -248,7 +249,7 @@ def sources_of(vertices: Iterable[Vertex]) -> list[tuple[str, str]]:
     sources: dict[str, list[str]] = {}
     for vertex in vertices:
         where = vertex.name if vertex.equation is None else user_source(vertex.equation)
-        sources.setdefault(vertex.primitive, []).append(where)
+        sources.setdefault(name_of(vertex), []).append(where)
     return [(name, f"{len(where)}x, {min(where)}") for name, where in sorted(sources.items())]
 
 

@@ -82,7 +82,9 @@ def run_local(call: LocalCall, operands: Sequence[Any]) -> list[Any]:
       call: the operation.
       operands: blocks as the strategy wants them.
     """
-    name = call.vertex.primitive
+    name, opaque = call.vertex.primitive, opaque_of(call.vertex)
+    if opaque is not None:
+        return list(opaque.run(call.equation, operands))
     if name in PLACED_OPERATIONS:
         return PLACED_OPERATIONS[name](call, operands)
     if name in PARAMETERS:

@@ -7,6 +7,7 @@ rules of one equation's operations are composed by equating the factors of the v
 cannot see is written by hand: `exceptional_rules.py`.
 """
 
+import dataclasses
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
@@ -23,6 +24,7 @@ from search_spaces.replay import bind
 from search_spaces.sharding.base import Rule
 from search_spaces.sharding.exceptional_rules import exceptional_rule, is_higher_order, reduction_adds, shape_of
 from search_spaces.sharding.factors import Factors, Mark, rule_from_factors, with_window_halos
+from search_spaces.sharding.opaque.operations import OPAQUE
 
 _RULES_PASS = "builtin.module(func.func(sdy-populate-op-sharding-rules))"
 # Random bits are a loop on CPU and a custom call on GPU; only the TPU lowering is made of operations that have rules.
@@ -67,6 +69,10 @@ def _hashable(value: Any) -> Hashable:
         return array.shape, str(array.dtype), array.tobytes()
     if isinstance(value, Jaxpr | ClosedJaxpr):
         return str(value)  # equal jaxprs of two traces are different objects
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):  # may hold jaxprs, as a Pallas call's grid does
+        return type(value).__name__, tuple(_hashable(getattr(value, f.name)) for f in dataclasses.fields(value))
+    if isinstance(value, tuple | list):
+        return tuple(_hashable(entry) for entry in value)
     try:
         hash(value)
     except TypeError:
@@ -81,7 +87,7 @@ def _new_rules(equations: list[JaxprEqn]) -> list[Rule | None]:
         if is_higher_order(equation) or equation.effects:
             continue
         rules[index] = exceptional_rule(equation)
-        if rules[index] is None:
+        if rules[index] is None and equation.primitive.name not in OPAQUE:
             remaining.append(index)
     for platform in _PLATFORMS:
         lowered_rules = _lowered_rules([equations[index] for index in remaining], platform)

@@ -254,7 +254,8 @@ class ShardingSpace:
             and any(isinstance(x, Value) and x.shape for x in (*vertex.operands, *vertex.results))
         ]
         notes = [
-            f"{name} has no sharding rule and runs whole on every device ({sources})."
+            f"{name} has no sharding rule and runs whole on every device ({sources}). It is priced by the bytes of its "
+            "operands and results, and by its arithmetic as far as that is known; `diffshard.kernel` can say more."
             for name, sources in sources_of(without_rule)
         ]
         refused: dict[str, list[str]] = {}

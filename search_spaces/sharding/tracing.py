@@ -126,8 +126,8 @@ class _Builder:
                 self.touch(carry.results)
             steps.append(region)
             return region.results
-        if name in ("shard_map", "pallas_call"):
-            self.add_note(equation, f"what a {name} communicates inside is not priced.")
+        if name == "shard_map":
+            self.add_note(equation, "what a shard_map communicates inside is not priced.")
         vertex = self.add_vertex("operation", equation, operands, [v.aval for v in equation.outvars], weight)
         self.position += 1
         steps.append(vertex)

@@ -7,9 +7,17 @@ import jax
 from jax.extend import core
 
 from cost.base import Work
+from search_spaces.replay import bind
 from search_spaces.sharding.base import Rule, ShardingStrategy
 from search_spaces.sharding.graph import Value, Vertex
 from search_spaces.sharding.opaque.kernel import Kernel
+from search_spaces.sharding.opaque.pallas import (
+    local_types_of_call,
+    name_of_call,
+    rule_of_call,
+    run_call,
+    work_of_call,
+)
 from search_spaces.sharding.spec import parts_of
 
 
@@ -21,6 +29,7 @@ class OpaqueOperation(NamedTuple):
       local_types: of an equation and the operands of one device the results that it gives there; an error where it
         cannot run on such operands.
       work: of an equation, the operands of one device and its share of the whole work.
+      run: of an equation and one device's operands, its results there.
       combine: of an equation, what combines its partial results.
       name: of an equation, for a reader of a plan.
     """
@@ -28,6 +37,7 @@ class OpaqueOperation(NamedTuple):
     rule: Callable[[core.JaxprEqn], Rule | None]
     local_types: Callable[[core.JaxprEqn, Sequence[jax.ShapeDtypeStruct]], Sequence[jax.ShapeDtypeStruct]]
     work: Callable[[core.JaxprEqn, Sequence[jax.ShapeDtypeStruct], float], Work]
+    run: Callable[[core.JaxprEqn, Sequence[Any]], Sequence[Any]]
     combine: Callable[[core.JaxprEqn], str]
     name: Callable[[core.JaxprEqn], str]
 
@@ -45,8 +55,12 @@ OPAQUE: Mapping[str, OpaqueOperation] = {
         rule=lambda e: _kernel(e).rule.rule(_shapes(e.invars), _shapes(e.outvars)),
         local_types=lambda e, operands: _kernel(e).results(operands),
         work=lambda e, operands, share: _kernel(e).work(operands, share),
+        run=bind,
         combine=lambda e: _kernel(e).rule.combine,
         name=lambda e: f"kernel {_kernel(e).name!r}",
+    ),
+    "pallas_call": OpaqueOperation(
+        rule_of_call, local_types_of_call, work_of_call, run_call, lambda e: "sum", name_of_call
     ),
 }
 
