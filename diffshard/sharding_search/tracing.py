@@ -27,6 +27,7 @@ from diffshard.sharding_search.options import Options, has_explicit_axes, with_a
 from search_spaces.sharding.explicit_axes import with_constraints
 from search_spaces.sharding.given import as_sharding, given_dimensions
 from search_spaces.sharding.graph import Graph
+from search_spaces.sharding.opaque.cudnn import planned_without_cudnn
 from search_spaces.sharding.space import ShardingSpace
 from search_spaces.sharding.tracing import build_graph, feedback_of
 from search_spaces.sharding.whole_operations import impossible_operations
@@ -123,7 +124,8 @@ def trace_call(options: Options, call: Call) -> TracedFunction:
         results.append(_Result(structure, array_paths("result", result), feedback))
         return leaves
 
-    jaxpr = _trace(flat, options, call)
+    with planned_without_cudnn():
+        jaxpr = _trace(flat, options, call)
     result = results[-1]
     return TracedFunction(
         jaxpr=jaxpr,

@@ -24,8 +24,13 @@ from search_spaces.partition_specs import IndexedSpec
 from search_spaces.sharding.base import ReshardStep
 from search_spaces.sharding.spec import parts_of
 
-REDUCERS: dict[str, Callable[..., Any]] = {"sum": lax.psum, "max": lax.pmax, "min": lax.pmin}
-"""Collectives that finish partial results, by what combines them."""
+REDUCERS: dict[str, Callable[..., Any]] = {
+    "sum": lax.psum,
+    "max": lax.pmax,
+    "min": lax.pmin,
+    "finished": lambda block, names: block,
+}
+"""Collectives that finish partial results, by what combines them; an operation may have finished its own."""
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from search_spaces.sharding.base import ShardingStrategy
 from search_spaces.sharding.graph import Value, Vertex
 from search_spaces.sharding.local_blocks import Blocks
 from search_spaces.sharding.opaque.operations import opaque_of
+from search_spaces.sharding.opaque.parts import Parts
 
 # fmt: off
 # What combines their partial results, where a dimension that they reduce is split.
@@ -57,6 +58,12 @@ class LocalCall(NamedTuple):
         pairs = zip(self.vertex.results, self.strategy.unreduced, strict=True)
         return [self.blocks.shape(value.shape, spec) for value, spec in pairs]
 
+    @property
+    def parts(self) -> Parts:
+        """How the operation's arrays are split."""
+        blocks = self.blocks
+        return Parts(self.strategy.operands, self.strategy.unreduced, blocks.axis_names, blocks.axis_sizes)
+
     def operand_shape(self, position: int) -> tuple[int, ...]:
         """Returns the shape of a whole operand."""
         operand = self.vertex.operands[position]
@@ -84,7 +91,7 @@ def run_local(call: LocalCall, operands: Sequence[Any]) -> list[Any]:
     """
     name, opaque = call.vertex.primitive, opaque_of(call.vertex)
     if opaque is not None:
-        return list(opaque.run(call.equation, operands))
+        return list(opaque.run(call.equation, operands, call.parts))
     if name in PLACED_OPERATIONS:
         return PLACED_OPERATIONS[name](call, operands)
     if name in PARAMETERS:

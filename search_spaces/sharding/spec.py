@@ -37,8 +37,10 @@ def local_bytes(value: Value, spec: IndexedSpec, axis_sizes: tuple[int, ...]) ->
 
 
 def divides(spec: IndexedSpec, shape: Sequence[int], axis_sizes: tuple[int, ...]) -> bool:
-    """Tells whether every dimension is a multiple of the number of its parts."""
-    return all(n % parts == 0 for n, parts in zip(shape, parts_of(spec, axis_sizes), strict=True))
+    """Tells whether every dimension is a multiple of the number of its parts; an empty one has a single part."""
+    return all(
+        n % parts == 0 and (n > 0 or parts == 1) for n, parts in zip(shape, parts_of(spec, axis_sizes), strict=True)
+    )
 
 
 MOST_PADDING = 0.02
@@ -58,8 +60,8 @@ def may_split(size: int, axes: Sequence[int], axis_sizes: Sequence[int]) -> bool
     other; an uneven dimension is only ever whole or in as many parts as the longest axis has devices.
     """
     parts = prod(axis_sizes[a] for a in axes)
-    if size % parts == 0:
-        return True
+    if size == 0 or size % parts == 0:
+        return size > 0 or parts == 1
     return len(axes) == 1 and parts == max(axis_sizes) and -size % parts <= MOST_PADDING * size
 
 

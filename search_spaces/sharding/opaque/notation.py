@@ -49,7 +49,9 @@ class NamedRule:
         """What combines partial results; "sum" where there are none."""
         return self.reduction[0][1] if self.reduction else "sum"
 
-    def sizes(self, operands: Sequence[Shape], results: Sequence[Shape] = ()) -> dict[str, int]:
+    def sizes(
+        self, operands: Sequence[Shape], results: Sequence[Shape] = (), known: Mapping[str, int] | None = None
+    ) -> dict[str, int]:
         """Returns the size of each factor for arrays of some shapes.
 
         The factors that `...` stands for are named `...0`, `...1` and so on. The sizes of a bracket's factors follow
@@ -58,12 +60,13 @@ class NamedRule:
         Args:
           operands: the shape of each operand.
           results: the shape of each result; may be left out.
+          known: sizes of factors that shapes do not tell.
 
         Raises:
           ValueError: the rule does not fit the shapes.
         """
         self._check_counts(operands, results)
-        sizes: dict[str, int] = {}
+        sizes: dict[str, int] = dict(known or {})
         brackets: list[tuple[tuple[str, ...], int, str]] = []
         for array, dimensions, shape in self._arrays(operands, results):
             names = self._expanded(dimensions, shape, array)
@@ -80,12 +83,12 @@ class NamedRule:
         self._check_ellipses(operands, results)
         return sizes
 
-    def rule(self, operands: Sequence[Shape], results: Sequence[Shape]) -> Rule:
-        """Returns the rule of an operation on whole arrays; raises `ValueError` as `sizes`.
+    def rule(self, operands: Sequence[Shape], results: Sequence[Shape], known: Mapping[str, int] | None = None) -> Rule:
+        """Returns the rule of an operation on whole arrays; arguments and errors are those of `sizes`.
 
         Factors that only results have stay whole, as a part of an operand does not say how much of them to make.
         """
-        sizes = self.sizes(operands, results)
+        sizes = self.sizes(operands, results, known)
         reduced, factors = {name for name, _ in self.reduction}, Factors()
         of_operands = {name for d, s in zip(self.operands, operands, strict=True) for name in _names(d, s)}
         number = {

@@ -1,23 +1,27 @@
 """What a plan must know of each kind of opaque operation: its rule, its price, and how it runs on one device's part."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import jax
 from jax.extend import core
+from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from cost.base import Work
 from search_spaces.replay import bind
 from search_spaces.sharding.base import Rule, ShardingStrategy
 from search_spaces.sharding.graph import Value, Vertex
+from search_spaces.sharding.opaque.cudnn import BACKWARD, FORWARD, rule_of_attention, work_of_attention
 from search_spaces.sharding.opaque.kernel import Kernel
-from search_spaces.sharding.opaque.pallas import (
-    local_types_of_call,
-    name_of_call,
-    rule_of_call,
-    run_call,
-    work_of_call,
+from search_spaces.sharding.opaque.pallas import name_of_call, rule_of_call, run_call, work_of_call
+from search_spaces.sharding.opaque.partitioning import (
+    name_of_partitioning,
+    rule_of_partitioning,
+    run_partitioning,
+    work_of_partitioning,
 )
+from search_spaces.sharding.opaque.parts import Parts
 from search_spaces.sharding.spec import parts_of
 
 
@@ -26,18 +30,16 @@ class OpaqueOperation(NamedTuple):
 
     Attributes:
       rule: of an equation, or None where nothing is known of its dimensions.
-      local_types: of an equation and the operands of one device the results that it gives there; an error where it
-        cannot run on such operands.
       work: of an equation, the operands of one device and its share of the whole work.
-      run: of an equation and one device's operands, its results there.
+      run: of an equation and one device's operands, its results there, where partial results are not combined yet;
+        raises an error where it does not accept such parts.
       combine: of an equation, what combines its partial results.
       name: of an equation, for a reader of a plan.
     """
 
     rule: Callable[[core.JaxprEqn], Rule | None]
-    local_types: Callable[[core.JaxprEqn, Sequence[jax.ShapeDtypeStruct]], Sequence[jax.ShapeDtypeStruct]]
     work: Callable[[core.JaxprEqn, Sequence[jax.ShapeDtypeStruct], float], Work]
-    run: Callable[[core.JaxprEqn, Sequence[Any]], Sequence[Any]]
+    run: Callable[[core.JaxprEqn, Sequence[Any], Parts], Sequence[Any]]
     combine: Callable[[core.JaxprEqn], str]
     name: Callable[[core.JaxprEqn], str]
 
@@ -50,21 +52,31 @@ def _shapes(variables: Sequence[Any]) -> list[tuple[int, ...]]:
     return [tuple(v.aval.shape) for v in variables]
 
 
+def _bind(equation: core.JaxprEqn, operands: Sequence[Any], parts: Parts) -> Sequence[Any]:
+    """Runs an operation whose parameters hold no shapes."""
+    del parts
+    return bind(equation, operands)
+
+
+_ATTENTION = OpaqueOperation(
+    rule_of_attention, work_of_attention, _bind, lambda e: "sum", lambda e: "cuDNN's attention"
+)
 OPAQUE: Mapping[str, OpaqueOperation] = {
     "kernel": OpaqueOperation(
         rule=lambda e: _kernel(e).rule.rule(_shapes(e.invars), _shapes(e.outvars)),
-        local_types=lambda e, operands: _kernel(e).results(operands),
         work=lambda e, operands, share: _kernel(e).work(operands, share),
-        run=bind,
+        run=_bind,
         combine=lambda e: _kernel(e).rule.combine,
         name=lambda e: f"kernel {_kernel(e).name!r}",
     ),
-    "pallas_call": OpaqueOperation(
-        rule_of_call, local_types_of_call, work_of_call, run_call, lambda e: "sum", name_of_call
+    "pallas_call": OpaqueOperation(rule_of_call, work_of_call, run_call, lambda e: "sum", name_of_call),
+    "custom_partitioning": OpaqueOperation(
+        rule_of_partitioning, work_of_partitioning, run_partitioning, lambda e: "finished", name_of_partitioning
     ),
+    FORWARD: _ATTENTION,
+    BACKWARD: _ATTENTION,
 }
-
-
+"""By the names of primitives."""
 UNEVEN = "the parts are uneven"
 """Why an opaque operation is not split over axes that do not divide a dimension."""
 
@@ -120,6 +132,11 @@ def refusal(vertex: Vertex, strategy: ShardingStrategy, axis_sizes: tuple[int, .
     Raises:
       ValueError: the function gives results of other shapes than its rule says.
     """
+    return _refusal(vertex, strategy._replace(reductions=(), results=()), axis_sizes)
+
+
+@lru_cache(maxsize=4096)  # each search asks several times, and to find out takes a trace
+def _refusal(vertex: Vertex, strategy: ShardingStrategy, axis_sizes: tuple[int, ...]) -> str | None:
     opaque = opaque_of(vertex)
     assert opaque is not None
     assert vertex.equation is not None
@@ -130,8 +147,10 @@ def refusal(vertex: Vertex, strategy: ShardingStrategy, axis_sizes: tuple[int, .
         if any(size % parts for size, parts in zip(shape, parts_of(spec, axis_sizes), strict=True)):
             return UNEVEN
     operands = local_operands(vertex, strategy, axis_sizes)
+    names = tuple(f"axis_{a}" for a in range(len(axis_sizes)))
+    parts = Parts(strategy.operands, strategy.unreduced, names, axis_sizes)
     try:
-        types = opaque.local_types(vertex.equation, operands)
+        types = _types(vertex, operands, parts)
     except Exception as error:  # whatever a foreign function raises for shapes that it does not take
         return str(error).strip().split("\n")[0] or type(error).__name__
     expected = [
@@ -145,6 +164,28 @@ def refusal(vertex: Vertex, strategy: ShardingStrategy, axis_sizes: tuple[int, .
             f"returns {_written(types)}. Name factors that must not be split in `need_replication`."
         )
     return None
+
+
+def _types(vertex: Vertex, operands: Sequence[jax.ShapeDtypeStruct], parts: Parts) -> list[jax.ShapeDtypeStruct]:
+    """Returns the results that an opaque operation gives on one device of a mesh, which names its axes."""
+    opaque, equation = opaque_of(vertex), vertex.equation
+    assert opaque is not None
+    assert equation is not None
+    if vertex.primitive == "kernel":
+        return _kernel(equation).results(operands)  # traced once for each shape
+    mesh = AbstractMesh(parts.axis_sizes, parts.axis_names, axis_types=(AxisType.Auto,) * len(parts.axis_sizes))
+    types: list[jax.ShapeDtypeStruct] = []
+
+    def on_one_device(*arrays: Any) -> list[Any]:
+        results = opaque.run(equation, arrays, parts)
+        types.extend(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in results)
+        return []
+
+    replicated = (PartitionSpec(),) * len(operands)
+    jax.eval_shape(
+        jax.shard_map(on_one_device, mesh=mesh, in_specs=replicated, out_specs=[], check_vma=False), *operands
+    )
+    return types
 
 
 def _written(arrays: Sequence[jax.ShapeDtypeStruct]) -> str:

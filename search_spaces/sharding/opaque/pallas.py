@@ -19,6 +19,7 @@ from cost.compute import equation_flops, inner_jaxprs
 from search_spaces.replay import bind
 from search_spaces.sharding.base import Rule
 from search_spaces.sharding.factors import Factors, Mark, rule_from_factors
+from search_spaces.sharding.opaque.parts import Parts
 from search_spaces.sharding.opaque.work import arrays_bytes, dtype_of_work
 
 _PLACES = ("program_id", "num_programs")
@@ -71,17 +72,10 @@ def rule_of_call(equation: core.JaxprEqn) -> Rule | None:
     return rule_from_factors(factors, [*whole, *blocked[:num_inputs]], blocked[num_inputs:])
 
 
-def run_call(equation: core.JaxprEqn, operands: Sequence[Any]) -> list[Any]:
+def run_call(equation: core.JaxprEqn, operands: Sequence[Any], parts: Parts) -> list[Any]:
     """Runs a call on parts of its operands: on the stretch of its grid that the parts are."""
+    del parts
     return list(bind(equation, operands, **_local_parameters(equation, operands)))
-
-
-def local_types_of_call(
-    equation: core.JaxprEqn, operands: Sequence[jax.ShapeDtypeStruct]
-) -> list[jax.ShapeDtypeStruct]:
-    """Returns the results of a call on parts."""
-    avals = _local_parameters(equation, operands)["out_avals"]
-    return [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
 
 
 def work_of_call(equation: core.JaxprEqn, operands: Sequence[jax.ShapeDtypeStruct], share: float) -> Work:

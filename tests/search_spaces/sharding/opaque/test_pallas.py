@@ -1,18 +1,29 @@
 """Pallas calls are split along the axes of their grid that do nothing but number blocks, without being told."""
 
 import functools
+import warnings
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental import pallas as pl
-from jax.experimental.pallas.ops.gpu import attention, decode_attention, layer_norm, paged_attention, rms_norm, softmax
 from jax.experimental.pallas.ops.tpu import flash_attention
 
 from cost.compute import equation_flops
 from tests.search_spaces.sharding.opaque.layouts import check_layout, split_dimensions, strategies_of
 from tests.search_spaces.sharding.small_spaces import array
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore", DeprecationWarning)  # JAX 0.11 recommends another package
+    from jax.experimental.pallas.ops.gpu import (
+        attention,
+        decode_attention,
+        layer_norm,
+        paged_attention,
+        rms_norm,
+        softmax,
+    )
 
 BLOCKS = attention.BlockSizes(
     block_q=8, block_k=8, block_q_dkv=8, block_kv_dkv=8, block_q_dq=8, block_kv_dq=8

@@ -1,0 +1,141 @@
+"""cuDNN's attention, as `jax.nn.dot_product_attention(implementation="cudnn")` calls it: planned without cuDNN.
+
+JAX refuses to trace it where no cuDNN is installed, because it asks for the version. Only that question is answered
+here; the operations, their shapes and their checks are JAX's own, and lowering is left to JAX too.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from math import prod
+from typing import Any
+
+import jax
+from jax.extend import core
+
+from cost.base import Work
+from search_spaces.sharding.base import Rule
+from search_spaces.sharding.opaque.notation import NamedDimensions, NamedRule, Shape
+from search_spaces.sharding.opaque.work import arrays_bytes, dtype_of_work
+
+FORWARD, BACKWARD = "dot_product_attention_fwd_wrapper", "dot_product_attention_bwd_wrapper"
+_ASSUMED_VERSION = 91000  # the first that supports all head sizes on Hopper, which JAX asks for
+_ASSUMED_CAPABILITY = 9.0  # of H100
+_HEADS = ("kv_head", "group")
+_WHOLE = frozenset({"query", "key", "width", "value_width"})
+_BIAS, _QUERY_LENGTHS, _QUERY_OFFSETS = 3, 4, 6
+
+
+@contextmanager
+def planned_without_cudnn() -> Iterator[None]:
+    """Lets JAX trace cuDNN's attention on a machine without cuDNN, as for an H100 with a recent one."""
+    cudnn_attention = getattr(jax.nn.dot_product_attention, "__globals__", {}).get("cudnn_dot_product_attention")
+    names = getattr(cudnn_attention, "__globals__", {})
+    try:
+        names["check_cudnn_version"]()
+        is_known = True
+    except KeyError:  # another version of JAX asks in another way, and says so itself
+        is_known = True
+    except RuntimeError:
+        is_known = False
+    answers = {
+        "check_cudnn_version": lambda: _ASSUMED_VERSION,
+        "check_compute_capability": lambda capability: float(capability) <= _ASSUMED_CAPABILITY,
+    }
+    before = {} if is_known else {name: names[name] for name in answers if name in names}
+    names.update({name: answers[name] for name in before})
+    try:
+        yield
+    finally:
+        names.update(before)
+
+
+def rule_of_attention(equation: core.JaxprEqn) -> Rule:
+    """Returns the rule of cuDNN's attention: batch and heads may be split.
+
+    Of packed sequences and of keys in pages the batch stays whole, and where there is dropout, everything does: each
+    device would draw the same numbers.
+    """
+    return named_rule(equation).rule(_shapes(equation.invars), _shapes(equation.outvars))
+
+
+def work_of_attention(equation: core.JaxprEqn, operands: Sequence[jax.ShapeDtypeStruct], share: float) -> Work:
+    """Returns what one device does: two products forward, five backward, of the pairs that the mask lets through."""
+    del share
+    (batch, length, heads, width), (key_length, value_width) = _sizes(equation, operands)
+    pairs = float(batch * heads * length * key_length)
+    window = equation.params.get("sliding_window_length")
+    if "CAUSAL" in str(equation.params["mask_type"]):
+        pairs *= 0.5 if length == key_length else 1.0
+    if window:
+        pairs = min(pairs, float(batch * heads * length * window))
+    is_forward = equation.primitive.name == FORWARD
+    products = width + value_width if is_forward else 3 * width + 2 * value_width
+    results = [v.aval for v in equation.outvars]
+    parts = prod(operands[0].shape) / max(1, prod(equation.invars[0].aval.shape))  # pyright: ignore[reportAttributeAccessIssue]
+    return Work(2.0 * pairs * products, arrays_bytes(operands) + parts * arrays_bytes(results), dtype_of_work(operands))
+
+
+def _sizes(equation: core.JaxprEqn, operands: Sequence[Any]) -> tuple[tuple[int, int, int, int], tuple[int, int]]:
+    """Returns batch, length, heads and width of the queries, then the length of the keys and the width of values."""
+    query, key, value = (operands[i].shape for i in range(3))
+    b, t, n, h = (query[i] for i in ((0, 2, 1, 3) if equation.params["layout"] else (0, 1, 2, 3)))
+    return (b, t, n, h), (key[2 if equation.params["layout"] else 1], value[3])
+
+
+def named_rule(equation: core.JaxprEqn) -> NamedRule:
+    """Returns the rule of cuDNN's attention by names; of the backward with the sums that partial gradients need."""
+    operands = _shapes(equation.invars)
+    is_forward = equation.primitive.name == FORWARD
+    is_plain = operands[_QUERY_OFFSETS] == (0,) and all(shape == (0,) for shape in operands[8:10])
+
+    def array(length: str, heads: tuple[str, ...], width: str) -> NamedDimensions:
+        if equation.params["layout"]:
+            return (("batch",), heads, (length,), (width,))
+        return (("batch",), (length,), heads, (width,))
+
+    query, out = array("query", _HEADS, "width"), array("query", _HEADS, "value_width")
+    key, value = array("key", ("kv_head",), "width"), array("key", ("kv_head",), "value_width")
+    if not is_plain:
+        key, value = (tuple(("pages",) if d == ("batch",) else d for d in dims) for dims in (key, value))
+    bias = _bias(operands)
+    statistics: NamedDimensions = ((("batch",) if is_plain else ("segments",)), _HEADS, ("query",))
+    others = [
+        _lengths(f"operand_{i}", operands[i], operands[0][0] if is_plain else -1)
+        for i in range(_QUERY_LENGTHS, 10)
+    ]  # fmt: skip
+    named_operands = (query, key, value, bias, *others)
+    if is_forward:
+        named_results = (out, statistics)[: len(equation.outvars)]
+        reduction = ()
+    else:
+        named_operands = (*named_operands, statistics, out, out)
+        named_results = (query, key, value, bias)[: len(equation.outvars)]
+        lacking = {"group", *(["batch", *_HEADS] if len(equation.outvars) > 3 else [])}
+        lacking -= {name for names in bias for name in names} - {"group"}
+        reduction = tuple((name, "sum") for name in sorted(lacking))
+    names = {name for dims in (*named_operands, *named_results) for factors in dims for name in factors}
+    whole = names - {"batch", *_HEADS}
+    if not is_plain:
+        whole |= {"batch"}
+    if equation.params["dropout_rate"]:
+        whole = names
+    return NamedRule(named_operands, named_results, tuple(r for r in reduction if r[0] not in whole), frozenset(whole))
+
+
+def _bias(operands: Sequence[Shape]) -> NamedDimensions:
+    """Names the dimensions of a bias, of which batch and heads may be broadcast; other placeholders are empty."""
+    shape, query, key = operands[_BIAS], operands[0], operands[1]
+    if len(shape) != 4:
+        return tuple((f"bias_{d}",) for d in range(len(shape)))
+    batch = ("batch",) if shape[0] == query[0] > 1 else ("bias_batch",)
+    heads = ("bias_heads",) if shape[1] == 1 else _HEADS
+    del key
+    return (batch, heads, ("bias_query",), ("bias_key",))
+
+
+def _lengths(name: str, shape: Shape, batch: int) -> NamedDimensions:
+    return tuple(("batch",) if d == 0 and size == batch else (f"{name}_{d}",) for d, size in enumerate(shape))
+
+
+def _shapes(variables: Sequence[Any]) -> list[Shape]:
+    return [tuple(v.aval.shape) for v in variables]
