@@ -238,6 +238,23 @@ def _triangular_solve(equation: core.JaxprEqn) -> float:
     return float(math.prod(b) * a[-1])
 
 
+def _symmetric_product(equation: core.JaxprEqn) -> float:
+    """Counts one triangle of the product of a matrix and its transpose."""
+    *batch, n, k = _aval(equation.invars[0]).shape
+    return float(math.prod(batch) * n * n * k)
+
+
+def _reflections(equation: core.JaxprEqn) -> float:
+    """Counts the Householder reflections of a factorisation `[..., m, k]`, applied to a matrix."""
+    a, _, c = (_aval(v).shape for v in equation.invars[:3])
+    return 4.0 * math.prod(c) * a[-1]
+
+
+def _tridiagonal_solve(equation: core.JaxprEqn) -> float:
+    """Counts Thomas's algorithm: 3 operations for each row, 5 for each entry of the right-hand sides."""
+    return 3.0 * _size(_aval(equation.invars[1])) + 5.0 * _size(_aval(equation.invars[3]))
+
+
 def _scan(equation: core.JaxprEqn) -> float:
     return equation.params["length"] * jaxpr_flops(equation.params["jaxpr"])
 
@@ -291,10 +308,17 @@ _SPECIAL: dict[str, Callable[[core.JaxprEqn], float]] = {
     "geqrf": _factorisation(4 / 3),
     "householder_product": _factorisation(4 / 3),
     "qr": _factorisation(8 / 3),
+    "geqp3": _factorisation(4 / 3),
+    "tridiagonal": _factorisation(4 / 3),
+    "hessenberg": _factorisation(10 / 3),
     "eigh": _factorisation(9.0),
     "eig": _factorisation(25.0),
+    "schur": _factorisation(25.0),
     "svd": _factorisation(14.0),
     "triangular_solve": _triangular_solve,
+    "symmetric_product": _symmetric_product,
+    "ormqr": _reflections,
+    "tridiagonal_solve": _tridiagonal_solve,
     "scan": _scan,
     "while": _while,
     "cond": _branch,

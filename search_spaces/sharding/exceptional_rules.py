@@ -25,9 +25,9 @@ _CUMULATIVE = frozenset({"cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"
 # Batches of matrices: custom calls on CPU and GPU, partitionable along the batch alone.
 _MATRICES = frozenset(
     ("cholesky", "cholesky_update", "triangular_solve", "lu", "qr", "geqrf", "geqp3", "householder_product", "ormqr",
-     "svd", "eig", "eigh", "schur", "hessenberg", "symmetric_product", "tridiagonal", "tridiagonal_solve")
+     "svd", "eig", "eigh", "schur", "hessenberg", "symmetric_product", "tridiagonal")
 )
-_VECTORS = frozenset({"lu_pivots_to_permutation"})
+_VECTORS = frozenset({"lu_pivots_to_permutation", "tridiagonal_solve"})
 _SUMS = frozenset(
     ("dot_general", "ragged_dot", "ragged_dot_general", "conv_general_dilated", "reduce_sum", "reduce_window_sum",
      "gather", "scatter-add", "scatter_add", "select_and_scatter_add", "select_and_gather_add")

@@ -9,17 +9,16 @@ whole: `whole_operations.py` tells which.
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend import core
-from jax.extend.random import threefry2x32_p
 
 from search_spaces.replay import bind
 from search_spaces.sharding.base import ShardingStrategy
 from search_spaces.sharding.graph import Value, Vertex
 from search_spaces.sharding.local_blocks import Blocks
+from search_spaces.sharding.local_random_bits import bits_of_block
 from search_spaces.sharding.opaque.operations import opaque_of
 from search_spaces.sharding.opaque.parts import Parts
 
@@ -271,24 +270,9 @@ def _users_shard_map(call: LocalCall, operands: Sequence[Any]) -> list[Any]:
 
 
 def _random_bits(call: LocalCall, operands: Sequence[Any]) -> list[Any]:
-    """Draws the bits of a block: element i of an array is threefry of the key and the counter i.
-
-    Source: Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3" (2011); the counters are JAX's for
-    `jax_threefry_partitionable`, of arrays of less than 2^32 elements.
-    """
     (value,), (shape,), spec = call.vertex.results, call.result_shapes, call.strategy.unreduced[0]
-    counter = jnp.zeros(shape, jnp.uint32)
-    for dim, axes in enumerate(spec):
-        position = call.blocks.index(axes).astype(jnp.uint32) * shape[dim] + lax.broadcasted_iota(
-            jnp.uint32, shape, dim
-        )
-        counter = counter * value.shape[dim] + position
-    first, second = jax.random.key_data(operands[0])
-    high, low = threefry2x32_p.bind(first, second, jnp.zeros_like(counter), counter)
-    width = call.equation.params["bit_width"]
-    if width == 64:
-        return [high.astype(jnp.uint64) << 32 | low.astype(jnp.uint64)]
-    return [(high ^ low).astype(f"uint{width}")]
+    starts = [call.blocks.index(axes).astype(jnp.uint32) * n for axes, n in zip(spec, shape, strict=True)]
+    return [bits_of_block(operands[0], value.shape, shape, starts, call.equation.params["bit_width"])]
 
 
 PLACED_OPERATIONS: dict[str, Callable[[LocalCall, Sequence[Any]], list[Any]]] = {

@@ -9,7 +9,7 @@ from search_spaces.sharding.dimensions import in_order, interchangeable_axes, ki
 from search_spaces.sharding.edge_costs import readers_of
 from search_spaces.sharding.given import axes_with_meaning, constraint_of, fits, rank_of, shard_map_strategy
 from search_spaces.sharding.graph import Graph, Value, Vertex
-from search_spaces.sharding.opaque.operations import UNEVEN, opaque_of, refusal
+from search_spaces.sharding.opaque.operations import opaque_of
 from search_spaces.sharding.reshard_costs import ReshardCosts
 from search_spaces.sharding.resharding import Paths
 from search_spaces.sharding.spec import axes_in, divides, shards, specs_of_shape
@@ -77,34 +77,6 @@ def nodes_of(
                 strategies_of_key[key] = strategies.of_hub(value)
             nodes.append(Node(vertex, value, strategies_of_key[key]))
     return nodes
-
-
-def refused_splits(
-    graph: Graph, rules: Sequence[Rule | None], axis_names: tuple[str, ...], axis_sizes: tuple[int, ...]
-) -> list[tuple[Vertex, str]]:
-    """Returns the opaque operations that do not run on parts of some mesh axis although their rule allows it, and why.
-
-    Each mesh axis is tried by itself.
-
-    Args:
-      graph: the traced function.
-      rules: for each vertex its rule or None.
-      axis_names: of the mesh.
-      axis_sizes: devices along each axis.
-    """
-    refused: list[tuple[Vertex, str]] = []
-    axes = Axes(axis_sizes, tuple(range(len(axis_sizes))))
-    for vertex in graph.operations():
-        rule = rules[vertex.index]
-        if rule is None or opaque_of(vertex) is None:
-            continue
-        for strategy in strategies_of_rule(rule, axes):
-            split = {a for spec in (*strategy.operands, *strategy.unreduced) for a in axes_in(spec)}
-            reason = refusal(vertex, strategy, axis_sizes) if len(split) == 1 else None
-            if reason not in (None, UNEVEN):
-                refused.append((vertex, f"some parts over mesh axis {axis_names[min(split)]!r}: {reason}"))
-                break
-    return refused
 
 
 def _new_results(graph: Graph) -> frozenset[int]:

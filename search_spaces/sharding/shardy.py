@@ -233,6 +233,8 @@ def _rule_without_shardy(operation: Any) -> Rule:
     factors = Factors()
     operands = [_shape(value.type) for value in operation.operands]
     results = [_shape(value.type) for value in operation.results]
+    if operation.name == "stablehlo.custom_call":
+        raise ValueError("nothing is known of the dimensions of a custom call")
     if operation.name == "stablehlo.optimization_barrier":
         shared_factors = [[[factors.new(n)] for n in shape] for shape in operands]
         return rule_from_factors(factors, shared_factors, shared_factors)

@@ -49,19 +49,17 @@ from search_spaces.sharding.explaining import (
     node_name,
     parts_of_prediction,
     predict,
-    sources_of,
     strategy_name,
 )
 from search_spaces.sharding.forms import forms_of
-from search_spaces.sharding.given import is_constrained
-from search_spaces.sharding.graph import Graph, Value
+from search_spaces.sharding.graph import Graph
 from search_spaces.sharding.held_positions import held_positions
 from search_spaces.sharding.kernels import Kernels, kernels_of
 from search_spaces.sharding.memory import Lifetimes, Usages, lifetimes_of, usages_of
 from search_spaces.sharding.memory_use import memory_use
 from search_spaces.sharding.node_costs import NodeCosts
-from search_spaces.sharding.nodes import nodes_of, refused_splits
-from search_spaces.sharding.opaque.operations import name_of
+from search_spaces.sharding.nodes import nodes_of
+from search_spaces.sharding.notes import notes_of
 from search_spaces.sharding.repetition import alike_nodes
 from search_spaces.sharding.reshard_costs import CollectiveShares, ReshardCosts
 from search_spaces.sharding.scheduling import make_schedule
@@ -246,23 +244,7 @@ class ShardingSpace:
     @property
     def notes(self) -> tuple[str, ...]:
         """What a reader of a plan should know: loops of unknown length, operations that run whole on every device."""
-        without_rule = [
-            vertex
-            for vertex in self.graph.operations()
-            if self.rules[vertex.index] is None
-            and not is_constrained(vertex)
-            and any(isinstance(x, Value) and x.shape for x in (*vertex.operands, *vertex.results))
-        ]
-        notes = [
-            f"{name} has no sharding rule and runs whole on every device ({sources}). It is priced by the bytes of its "
-            "operands and results, and by its arithmetic as far as that is known; `diffshard.kernel` can say more."
-            for name, sources in sources_of(without_rule)
-        ]
-        refused: dict[str, list[str]] = {}
-        for vertex, reason in refused_splits(self.graph, self.rules, self.axis_names, self.axis_sizes):
-            refused.setdefault(f"{name_of(vertex)} does not run on {reason}", []).append(vertex.source)
-        notes += [f"{text} ({len(sources)}x, {min(sources)})." for text, sources in refused.items()]
-        return (*self.graph.notes, *notes)
+        return notes_of(self.graph, self.rules, self.axis_names, self.axis_sizes)
 
     def priced(self, compute_share: float, exposed_share: float) -> Problem:
         """Returns the problem of the same choices with other prices.

@@ -109,6 +109,12 @@ class _Builder:
             block = self.add_body(equation, equation.params[INLINED_BODIES[name]], operands, weight)
             steps.extend(block.steps)
             return block.outputs
+        if name == "custom_linear_solve":
+            block = self.add_body(
+                equation, equation.params["jaxprs"].solve, _solve_operands(equation, operands), weight
+            )
+            steps.extend(block.steps)
+            return block.outputs
         regions: dict[str, Callable[..., Region]] = {
             "scan": self.add_scan,
             "while": self.add_while,
@@ -196,6 +202,16 @@ class _Builder:
             outs = [block.outputs[i] for block in blocks]
             results += self.add_vertex("join", equation, outs, [var.aval], weight, [share] * len(outs)).results
         return Region(equation, operands, blocks, results)
+
+
+def _solve_operands(equation: core.JaxprEqn, operands: list[Operand]) -> list[Operand]:
+    """Returns what the solver of a `custom_linear_solve` reads: its own constants and the right-hand sides.
+
+    The products by which it is differentiated have been traced by now where they are used.
+    """
+    lengths = equation.params["const_lengths"]
+    first = lengths.matvec + lengths.vecmat
+    return [*operands[first : first + lengths.solve], *operands[sum(lengths) :]]
 
 
 def feedback_of(

@@ -34,8 +34,8 @@ _ELEMENTWISE = frozenset(
 _ALONG_WHOLE_DIMENSIONS = frozenset(
     ("argmax", "argmin", "concatenate", "cumlogsumexp", "cummax", "cummin", "cumprod", "cumsum", "expand_dims", "rev",
      "sort", "split", "squeeze", "stack", "top_k", "transpose", "unstack",
-     "cholesky", "eigh", "householder_product", "lu", "lu_pivots_to_permutation", "qr", "svd", "triangular_solve",
-     "tridiagonal_solve")
+     "cholesky", "eig", "eigh", "geqp3", "geqrf", "hessenberg", "householder_product", "lu", "lu_pivots_to_permutation",
+     "ormqr", "qr", "schur", "svd", "symmetric_product", "triangular_solve", "tridiagonal", "tridiagonal_solve")
 )
 # fmt: on
 

@@ -153,10 +153,10 @@ def test_nothing_is_left_behind_after_planning():
 
 
 def test_the_other_implementations_are_ordinary_operations():
-    for implementation in (None, "xla"):
+    for options in ({}, {"implementation": "xla"}):
 
-        def fn(q, k, v, implementation=implementation):
-            return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=implementation)
+        def fn(q, k, v, options=options):
+            return jax.nn.dot_product_attention(q, k, v, is_causal=True, **options)
 
         space = space_of(fn, *(array(8, 16, 8, 4) for _ in range(3)), sizes=(2, 4))
         products = [v for v in space.graph.operations() if v.primitive == "dot_general"]

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
-from jax.experimental.custom_partitioning import SdyShardingRule, custom_partitioning
+from jax.experimental.custom_partitioning import ArrayMapping, SdyShardingRule, custom_partitioning
 from jax.sharding import NamedSharding, PartitionSpec
 
 from tests.search_spaces.sharding.opaque.layouts import check_layout, split_dimensions, strategies_of
@@ -32,7 +32,7 @@ def softmax_of(rule, **options):
 def rule_by_types(mesh, operands, results):
     del mesh, results
     names = tuple(f"d{i}" for i in range(len(operands[0].shape)))
-    return SdyShardingRule((names,), (names,), need_replication_factors=names[-1:])
+    return SdyShardingRule((ArrayMapping(*names),), (ArrayMapping(*names),), need_replication_factors=names[-1:])
 
 
 @custom_partitioning
@@ -52,9 +52,10 @@ def partition_product(mesh, arguments, result):
 
 product.def_partition(partition_product, sharding_rule="m k, k n -> m n", reduction_factors=("k",))
 
+ROWS = ArrayMapping("a", "b", "n")
 CASES = {
     "text": softmax_of("... n -> ... n", need_replication_factors=("n",)),
-    "object": softmax_of(SdyShardingRule((("a", "b", "n"),), (("a", "b", "n"),), need_replication_factors=("n",))),
+    "object": softmax_of(SdyShardingRule((ROWS,), (ROWS,), need_replication_factors=("n",))),
     "function": softmax_of(rule_by_types),
 }
 
