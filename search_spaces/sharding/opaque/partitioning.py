@@ -87,7 +87,7 @@ def run_partitioning(equation: core.JaxprEqn, operands: Sequence[Any], parts: Pa
     for array, sharding in zip((*arguments, *results), wanted, strict=True):
         if not sharding.is_equivalent_to(array.sharding, len(array.shape)):
             raise ValueError(f"its `partition` takes {sharding.spec} where its rule allows {array.sharding.spec}")
-    return jax.tree.leaves(function(*params["in_tree"].unflatten(operands)))
+    return list(jax.tree.leaves(function(*params["in_tree"].unflatten(operands))))
 
 
 def work_of_partitioning(equation: core.JaxprEqn, operands: Sequence[jax.ShapeDtypeStruct], share: float) -> Work:

@@ -78,7 +78,7 @@ def test_ragged_products_are_split_and_priced(executor):
     sizes = jnp.array([5, 0, 9, 2], jnp.int32)
 
     def gradients(x, w):
-        return jax.grad(lambda *a: jnp.sum(lax.ragged_dot(*a, sizes) ** 2), (0, 1))(x, w)
+        return jax.grad(lambda a, b: jnp.sum(lax.ragged_dot(a, b, sizes) ** 2), (0, 1))(x, w)
 
     keys = jax.random.split(jax.random.key(0))
     arguments = [jax.random.normal(keys[0], (16, 8)), jax.random.normal(keys[1], (4, 8, 8))]
