@@ -40,7 +40,7 @@ def with_finite_loads(problem: Problem) -> Problem:
         return problem
     node_cost, loads = [], []
     for cost, load in zip(problem.node_cost, problem.load, strict=True):
-        is_infinite = is_forbidden(load).any(axis=1)
+        is_infinite: np.ndarray = np.asarray(is_forbidden(load).any(axis=1))
         node_cost.append(np.where(is_infinite, np.inf, cost) if is_infinite.any() else cost)
         loads.append(np.where(is_infinite[:, None], 0, load))
     return problem._replace(node_cost=node_cost, load=loads)

@@ -87,7 +87,8 @@ def flat_function(
     def run_on_explicit_axes(*arrays: Any) -> list[Any]:
         specs = [tensor.partition_spec for tensor in plan.outputs]
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-            return jax.sharding.auto_axes(run, axes=mesh.axis_names, out_sharding=specs)(*arrays)
+            run_on_automatic_axes: Any = jax.sharding.auto_axes(run, axes=mesh.axis_names, out_sharding=specs)
+            return run_on_automatic_axes(*arrays)
 
     def shardings(tensors: Sequence[Tensor]) -> tuple[NamedSharding, ...]:
         return tuple(NamedSharding(mesh, tensor.partition_spec) for tensor in tensors)
