@@ -1,0 +1,58 @@
+"""A decoder of linen modules trained by optax's muon: Newton-Schulz products of matrices, adam for the rest."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import linen as nn
+
+from experiments.zoo.base import TrainingStep
+
+VOCABULARY, WIDTH, HEADS = 256, 128, 4
+
+
+class Layer(nn.Module):
+    """Attention and a gated MLP with remat, as residuals."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array, mask: jax.Array) -> jax.Array:
+        """Maps `[batch, time, width]` to the same shape."""
+        normed = nn.RMSNorm()(x)
+        x = x + nn.MultiHeadDotProductAttention(HEADS, use_bias=False)(normed, normed, mask=mask)
+        normed = nn.RMSNorm()(x)
+        gated = nn.silu(nn.Dense(2 * WIDTH, use_bias=False)(normed)) * nn.Dense(2 * WIDTH, use_bias=False)(normed)
+        return x + nn.Dense(WIDTH, use_bias=False)(gated)
+
+
+class Decoder(nn.Module):
+    """Two rematerialised layers between an embedding and its transpose."""
+
+    @nn.compact
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        """Returns logits for each of the tokens `[batch, time]`."""
+        embed = nn.Embed(VOCABULARY, WIDTH)
+        x, mask = embed(tokens), nn.make_causal_mask(tokens)
+        for _ in range(2):
+            x = nn.remat(Layer)()(x, mask)
+        return embed.attend(nn.RMSNorm()(x))
+
+
+def make() -> TrainingStep:
+    """Makes the decoder, on random tokens."""
+    model = Decoder()
+    schedule = optax.warmup_cosine_decay_schedule(0.0, 2e-3, 2, 100)
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.contrib.muon(schedule))
+
+    def train_step(params, opt_state, tokens):
+        def loss_fn(params):
+            logits: Any = model.apply(params, tokens[:, :-1])
+            return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+
+        loss, gradients = jax.value_and_grad(loss_fn)(params)
+        updates, opt_state = optimizer.update(gradients, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, loss
+
+    tokens = jax.random.randint(jax.random.key(1), (16, 33), 0, VOCABULARY)
+    params = model.init(jax.random.key(0), jnp.zeros((1, 8), jnp.int32))
+    return TrainingStep(train_step, (params, optimizer.init(params)), (tokens,))
