@@ -13,6 +13,7 @@ from numpy.typing import ArrayLike
 
 from cost.dtypes import kind_and_bits
 from cost.lines import Line
+from cost.real_numbers import real_number
 
 FORBIDDEN = 10**18
 """Costs from here on, infinity included, stand for what must not be chosen (IOPDDL's convention)."""
@@ -273,7 +274,8 @@ class CostModel(Protocol):
 
 
 def _check_rate(name: str, value: float, most: float = math.inf) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= most:
+    number = real_number(value)
+    if number is None or not 0 < number <= most:
         raise ValueError(f"`{name}` must be a positive number (at most {most}; inf costs nothing), not {value!r}.")
 
 
@@ -283,5 +285,6 @@ def _check_line(name: str, latency_s: float, s_per_byte: float) -> None:
 
 
 def _check_cost(name: str, value: float) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
+    number = real_number(value)
+    if number is None or not math.isfinite(number) or number < 0:
         raise ValueError(f"`{name}` must be a finite number of seconds, zero or more, not {value!r}.")

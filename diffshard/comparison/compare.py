@@ -28,8 +28,8 @@ def compare(
     target: Target | str | None = None,
     hardware: Hardware | str | None = None,
     memory_limit_bytes: float | None = None,
-    donate_argnums: int | Sequence[int] = (),
-    static_argnums: int | Sequence[int] = (),
+    donate_argnums: int | Sequence[int] | None = (),
+    static_argnums: int | Sequence[int] | None = (),
     time_limit_s: float | None = None,
     timeout_s: float = TIMEOUT_S,
 ) -> Comparison:

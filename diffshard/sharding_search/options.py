@@ -1,10 +1,9 @@
 """What `search` was asked for, checked before anything is traced."""
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from numbers import Real
 from typing import Any, get_args
 
 import jax
@@ -12,10 +11,11 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from cost.base import Hardware
 from cost.presets import hardware_of, preset
+from cost.real_numbers import is_positive, real_number
 from diffshard.base import Solver
 from diffshard.live_progress import ProgressDisplay
 from diffshard.plans.base import Executor, LogicalAxisRules
-from diffshard.solving.solve import resolve
+from diffshard.solving.solve import check_key, resolve
 from search_spaces.sharding.given import check_prefix
 
 DEFAULT_SOLVER = "gradient"
@@ -57,13 +57,14 @@ class Options:
             if size > 1:
                 self.hardware.link(str(name))
         limit = self.memory_limit_bytes
-        if isinstance(limit, bool) or not isinstance(limit, Real) or not limit > 0:
+        if not is_positive(limit):
             raise ValueError(f"`memory_limit_bytes` must be a positive number or None, not {limit!r}.")
-        if self.time_limit_s is not None and not self.time_limit_s > 0:
+        if self.time_limit_s is not None and not is_positive(self.time_limit_s):
             raise ValueError(f"`time_limit_s` must be a positive number of seconds or None, not {self.time_limit_s!r}.")
         if not (isinstance(self.solver, str) or callable(self.solver)):
             raise TypeError(f"`solver` must be a name or a function, not {self.solver!r}.")
         resolve(self.solver)
+        check_key(self.key)
         if self.executor is not None and self.executor not in get_args(Executor):
             raise ValueError(f"`executor` must be one of {get_args(Executor)}, not {self.executor!r}.")
         if self.progress not in get_args(ProgressDisplay):
@@ -88,7 +89,7 @@ class Options:
             raise ValueError(
                 f"`donate_argnums` {self.donate_argnums} and `static_argnums` {self.static_argnums} share a position."
             )
-        object.__setattr__(self, "memory_limit_bytes", float(limit))
+        object.__setattr__(self, "memory_limit_bytes", real_number(limit))
 
     @property
     def function_name(self) -> str:
@@ -164,14 +165,16 @@ def hardware_for(hardware: Hardware | str | None, mesh: Mesh | AbstractMesh) -> 
     return hardware
 
 
-def positions(argnums: int | Sequence[int]) -> tuple[int, ...]:
-    """Returns positions of arguments as a tuple; a single one may be given as a number."""
-    return (argnums,) if isinstance(argnums, int) else tuple(argnums)
+def positions(argnums: int | Sequence[int] | None) -> tuple[int, ...]:
+    """Returns positions of arguments as a tuple; a single one may be given as a number, and None is none."""
+    return tuple(argnums) if isinstance(argnums, Iterable) else () if argnums is None else (argnums,)
 
 
-def argument_names(argnames: str | Sequence[str]) -> tuple[str, ...]:
-    """Returns names of arguments as a tuple; a single one may be given as text."""
-    return (argnames,) if isinstance(argnames, str) else tuple(argnames)
+def argument_names(argnames: str | Sequence[str] | None) -> tuple[str, ...]:
+    """Returns names of arguments as a tuple; a single one may be given as text, and None is none."""
+    if isinstance(argnames, str):
+        return (argnames,)
+    return tuple(argnames) if isinstance(argnames, Iterable) else () if argnames is None else (argnames,)
 
 
 def with_automatic_axes(mesh: Mesh | AbstractMesh) -> Any:

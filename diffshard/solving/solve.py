@@ -7,7 +7,6 @@ tests find it.
 """
 
 import importlib
-import numbers
 import pkgutil
 from collections.abc import Callable
 
@@ -15,6 +14,7 @@ import jax
 import numpy as np
 
 from cost.base import Problem, num_strategies
+from cost.real_numbers import is_positive, real_number
 from diffshard.base import Progress, Solution, Solver
 from diffshard.solving import solvers
 from diffshard.solving.loop import run_solver
@@ -57,15 +57,23 @@ def solve(
       TypeError: the problem is no `Problem`, or the solver yields something that is no `Proposal`.
     """
     run = resolve(solver)
-    if time_limit_s is not None and not (isinstance(time_limit_s, numbers.Real) and time_limit_s > 0):
+    if time_limit_s is not None and not is_positive(time_limit_s):
         raise ValueError(f"`time_limit_s` must be positive or None, got {time_limit_s!r}.")
-    if not (key is None or isinstance(key, int | jax.Array)):
-        raise ValueError(f"`key` must be a seed, a JAX random key or None, got {key!r}.")
-    key = jax.random.key(0 if key is None else key) if key is None or isinstance(key, int) else key
+    time_limit_s = real_number(time_limit_s)
+    check_key(key)
+    key = jax.random.key(key or 0) if key is None or isinstance(key, int) else key
     if alike is not None:
         _check_alike(problem, alike)
         return run_in_stages(problem, run, alike, time_limit_s=time_limit_s, key=key, progress=progress, reduce=reduce)
     return run_solver(problem, run, time_limit_s=time_limit_s, key=key, progress=progress, reduce=reduce)
+
+
+def check_key(key: jax.Array | int | None) -> None:
+    """Raises `ValueError` unless a key is a random key, None, or a seed of at most 64 bits."""
+    if key is None or isinstance(key, jax.Array):
+        return
+    if not isinstance(key, int) or isinstance(key, bool) or abs(key) >= 2**63:
+        raise ValueError(f"`key` must be a seed below 2^63, a JAX random key or None, got {key!r}.")
 
 
 def _check_alike(problem: Problem, alike: np.ndarray) -> None:

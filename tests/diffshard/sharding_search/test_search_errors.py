@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
@@ -46,11 +47,36 @@ def test_foreign_files_are_refused(tmp_path, text, message):
         ({"hardware": SLOW, "in_shardings": PartitionSpec("x", "x")}, ValueError, "'x' splits two"),
         ({"hardware": SLOW, "solver": 5}, TypeError, "`solver`"),
         ({"hardware": SLOW, "donate_argnums": 1, "static_argnums": 1}, ValueError, "share a position"),
+        ({"hardware": SLOW, "donate_argnums": 1.5}, ValueError, r"`donate_argnums` must be positions.*\(1.5,\)"),
+        ({"hardware": SLOW, "static_argnums": "0"}, ValueError, "`static_argnums` must be positions"),
+        ({"hardware": SLOW, "static_argnames": 0}, ValueError, "`static_argnames` has 0"),
+        ({"hardware": SLOW, "time_limit_s": "1"}, ValueError, "`time_limit_s` .*not '1'"),
+        ({"hardware": SLOW, "time_limit_s": True}, ValueError, "`time_limit_s` .*not True"),
+        ({"hardware": SLOW, "memory_limit_bytes": "1"}, ValueError, "`memory_limit_bytes` .*not '1'"),
+        ({"hardware": SLOW, "key": 10**23}, ValueError, "`key` must be a seed below 2\\^63"),
+        ({"hardware": SLOW, "key": "seed"}, ValueError, "`key` must be a seed.*'seed'"),
     ],
 )
 def test_bad_options_are_refused_before_tracing(options, error, message):
     with pytest.raises(error, match=message):
         diffshard.search(train_step, mesh_2x2(), **options)
+
+
+def test_numbers_of_all_kinds_and_none_are_options():
+    link = diffshard.Link(np.float32(1e-6), np.float64(1e-9))
+    hardware = diffshard.Hardware("test", np.float32(1e12), 10**13, np.int64(10**9), {"x": link, "y": link})
+    step = diffshard.search(
+        lambda x: x @ x,
+        mesh_2x2(),
+        hardware=hardware,
+        memory_limit_bytes=10**400,
+        time_limit_s=10**400,
+        donate_argnums=None,
+        static_argnums=None,
+        donate_argnames=None,
+        static_argnames=None,
+    )
+    assert step.plan(jnp.ones((4, 4))).memory_limit_bytes == np.inf
 
 
 def test_given_sharding_that_does_not_divide_is_refused():

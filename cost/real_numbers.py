@@ -1,0 +1,24 @@
+"""What counts as a number where users give one: Python's and NumPy's real numbers, no truth values and no text."""
+
+import math
+from numbers import Real
+from typing import Any
+
+
+def real_number(value: Any) -> float | None:
+    """Returns a value as a float, None if it is no real number; what is too large for a float is infinite.
+
+    NumPy's numbers count, truth values and text do not.
+    """
+    if isinstance(value, bool) or type(value).__name__ == "bool" or not isinstance(value, Real):
+        return None
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf
+
+
+def is_positive(value: Any) -> bool:
+    """Tells whether a value is a number above zero; infinity is, NaN is not."""
+    number = real_number(value)
+    return number is not None and number > 0
