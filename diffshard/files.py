@@ -2,12 +2,14 @@
 
 import os
 import secrets
+import stat
 
 
 def write_whole(path: str | os.PathLike[str], content: str | bytes) -> None:
     """Writes a file so that a reader finds the old one or the new one, never a part of one. Text is written as UTF-8.
 
-    A path that exists and is not a plain file, such as a pipe or `/dev/stdout`, is written to and not replaced.
+    A path that exists and is not a plain file, such as a pipe or `/dev/stdout`, is written to and not replaced. What a
+    symbolic link points to is replaced, not the link, and a file that exists keeps its permissions.
 
     Raises:
       OSError: the file cannot be written; an old one is unchanged, and no temporary file stays behind.
@@ -17,7 +19,8 @@ def write_whole(path: str | os.PathLike[str], content: str | bytes) -> None:
         with open(path, "wb") as file:
             file.write(raw)
         return
-    folder = os.path.dirname(os.path.abspath(path))
+    target = os.path.realpath(path)
+    folder = os.path.dirname(target)
     if not os.path.isdir(folder):
         raise FileNotFoundError(f"`{os.fspath(path)}` cannot be written: there is no folder {folder!r}.")
     temporary = os.path.join(folder, f".{secrets.token_hex(8)}.part")
@@ -25,7 +28,9 @@ def write_whole(path: str | os.PathLike[str], content: str | bytes) -> None:
         # Files of `tempfile` can be read by their owner only; this one gets the mode that any new file gets.
         with open(temporary, "xb") as file:
             file.write(raw)
-        os.replace(temporary, path)
+        if os.path.exists(target):
+            os.chmod(temporary, stat.S_IMODE(os.stat(target).st_mode))
+        os.replace(temporary, target)
     except BaseException:
         if os.path.exists(temporary):
             os.unlink(temporary)

@@ -53,3 +53,23 @@ def test_a_pipe_is_written_to_and_stays(tmp_path):
     reader.join(timeout=10)
     assert read == ["text"]
     assert path.is_fifo()
+
+
+def test_a_link_stays_a_link_and_a_private_file_private(tmp_path):
+    target, link = tmp_path / "target", tmp_path / "link"
+    target.write_text("old")
+    target.chmod(0o600)
+    link.symlink_to(target)
+    write_whole(link, "new")
+    assert link.is_symlink()
+    assert target.read_text() == "new"
+    assert target.stat().st_mode & 0o777 == 0o600
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["link", "target"]
+
+
+def test_a_link_to_nothing_makes_what_it_points_to(tmp_path):
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / "target")
+    write_whole(link, "new")
+    assert link.is_symlink()
+    assert (tmp_path / "target").read_text() == "new"
