@@ -1,5 +1,6 @@
 """What a plan of the bilevel search says, as text and as a page, and whether its numbers are the space's."""
 
+import html
 import re
 
 import jax
@@ -130,9 +131,12 @@ def test_notes_of_the_space_are_shown(tmp_path):
 
     own.defvjp(lambda x: (own(x), None), lambda _, cotangent: (cotangent,))
     plan = _plan_in_branches({"own": jnp.tanh, "sum": lambda x: own(x)}, {})
-    assert plan.notes == ("mixer: custom_vjp_call stays exact and its bytes are not counted.",)
-    assert str(plan).endswith(f"Notes\n\n  {plan.notes[0]}")
-    assert f"<li>{plan.notes[0]}</li>" in format_page(plan)
+    (note,) = plan.notes
+    where, sentence = note.split("), ", 1)
+    assert "test_plan.py:" in where
+    assert sentence == "mixer: custom_vjp_call stays exact and its bytes are not counted."
+    assert " ".join(str(plan).split()).endswith(" ".join(f"Notes {note}".split()))  # a long note takes several lines
+    assert f"<li>{html.escape(note)}</li>" in format_page(plan)
     plan.save(tmp_path / "plan.json")
     assert diffshard.BilevelPlan.load(tmp_path / "plan.json").notes == plan.notes
 
