@@ -22,6 +22,7 @@ _FREE = frozenset(
 _SELECT = ("slice", "dynamic-slice", "gather")
 _CONTRACTED_DIMS = re.compile(r"lhs_contracting_dim(?:ension)?s\"?[=:][{\[]([\d,\"]*)[}\]]")
 _DIM_LABELS = re.compile(r"dim_labels=\w+_(\w+)->\w+")
+_PAIRS = re.compile(r'"intermediate_tensor_shape": ?{[^{}]*"dimensions": ?\[([\d", ]*)\]')
 _TARGET = re.compile(r'custom_call_target="([^"]*)"')
 _PREFIXES = (("bf", "bfloat"), ("f8", "float8_"), ("f4", "float4_"), ("f", "float"), ("c", "complex"), ("s", "int"))
 
@@ -216,19 +217,34 @@ def _convolution_flops(instruction: Instruction, output: list[int], kernel: list
     return 2.0 * math.prod(output) * math.prod(kernel) / features
 
 
+def _attention_flops(instruction: Instruction, operands: list[str], pairs: re.Match[str]) -> float:
+    """Counts cuDNN's attention: two products forward, five backward, of `[batch, heads, queries, keys]` pairs."""
+    *batch, length, key_length = (int(n) for n in re.findall(r"\d+", pairs[1]))
+    products = 5 if "Backward" in custom_call_target(instruction) else 2
+    is_half = "CAUSAL" in instruction.attributes and length == key_length
+    return (0.5 if is_half else 1.0) * 2.0 * products * math.prod(batch) * length * key_length * _dims(operands[0])[-1]
+
+
 def _dims(type_: str) -> list[int]:
     """Returns the sizes of an array, or of the first one in a tuple."""
     return [int(d) for d in arrays(type_)[0][1].split(",") if d]
 
 
 def _custom_call(computation: Computation, instruction: Instruction) -> KernelWork:
-    """Counts cuBLAS's products and cuDNN's convolutions, whose results stand beside scratch memory; others by bytes."""
+    """Counts cuBLAS's products, cuDNN's convolutions and attention; others by bytes.
+
+    The results of products and convolutions stand beside scratch memory, which is not counted.
+    """
     operands = [computation.by_name[name].type for name in instruction.operands if name in computation.by_name]
     result = parts_of_tuple(instruction.type)[0]
     target = custom_call_target(instruction)
     is_library = target.startswith(("__cublas", "__cudnn$conv"))
     result_type = result if is_library else instruction.type
     num_bytes = sum(map(num_bytes_of, operands)) + num_bytes_of(result_type)
+    if target.startswith("__cudnn$fmha") and (pairs := _PAIRS.search(instruction.attributes)):
+        return KernelWork(
+            {dtype_name(arrays(operands[0])[0][0]): _attention_flops(instruction, operands, pairs)}, num_bytes
+        )
     if not is_library or len(operands) < 2:
         return KernelWork({}, num_bytes, is_known=False)
     dtype = dtype_name(max((arrays(type_)[0][0] for type_ in operands[:2]), key=bits_of_dtype))

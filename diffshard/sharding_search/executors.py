@@ -20,7 +20,10 @@ from diffshard.sharding_search.layout import has_reductions, layout_of
 from diffshard.sharding_search.options import has_explicit_axes, with_automatic_axes
 from diffshard.sharding_search.tracing import TracedFunction, runs_as_program
 from search_spaces.sharding.base import Layout
+from search_spaces.sharding.execution import PropagatedExecution
 from search_spaces.sharding.explaining import sources_of
+from search_spaces.sharding.opaque.operations import opaque_of
+from search_spaces.sharding.opaque.targets import CUSTOM_CALL_TARGETS
 from search_spaces.sharding.space import ShardingSpace
 from search_spaces.sharding.whole_operations import impossible_operations, whole_operations
 
@@ -64,7 +67,9 @@ class FlatFunction(NamedTuple):
 
     def export_for(self, platform: str, args: Sequence[jax.ShapeDtypeStruct]) -> bytes:
         """Returns the function lowered for a platform, such as "cuda", as `jax.export` writes it."""
-        return bytes(export.export(self.jit(), platforms=[platform])(*args).serialize())
+        checks = [export.DisabledSafetyCheck.custom_call(target) for target in CUSTOM_CALL_TARGETS]
+        exported = export.export(self.jit(), platforms=[platform], disabled_checks=checks)(*args)
+        return bytes(exported.serialize())
 
 
 def flat_function(
@@ -133,6 +138,8 @@ def _evaluator(
     plan: PlanData, traced_function: TracedFunction, space: ShardingSpace, mesh: Mesh | AbstractMesh
 ) -> Callable[..., Sequence[Any]]:
     layout = layout_of(plan, space)
+    if plan.executor == "propagation" and any(opaque_of(v) for v in space.graph.operations()):
+        return PropagatedExecution(space.graph, layout, mesh, space.reshard_costs.path)
     if plan.executor == "propagation":
         return core.jaxpr_as_fun(traced_function.jaxpr)
     if plan.executor == "constraints":

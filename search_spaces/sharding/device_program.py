@@ -26,7 +26,7 @@ from search_spaces.sharding.local_operations import LocalCall, combiner, run_loc
 from search_spaces.sharding.resharding import Paths
 from search_spaces.sharding.schedule import ProgramSchedule
 from search_spaces.sharding.spec import replicated_spec
-from search_spaces.sharding.whole_operations import runs_whole
+from search_spaces.sharding.whole_operations import whole_operations
 
 
 class DeviceProgram:
@@ -44,6 +44,9 @@ class DeviceProgram:
         self.graph, self.layout, self.mesh, self.path = graph, layout, mesh, path
         self.schedule = schedule
         self.blocks = Blocks(tuple(mesh.axis_names), tuple(mesh.shape[name] for name in mesh.axis_names))
+        # Asked here, because within the mapping over the mesh an opaque operation could not be traced by itself.
+        whole = whole_operations(graph, layout.strategies, self.blocks.axis_sizes)
+        self.whole_operations = frozenset(vertex.index for vertex in whole)
 
     def __call__(self, *arguments: Any) -> list[Any]:
         """Runs the function; returns its flat results."""
@@ -98,7 +101,7 @@ class DeviceProgram:
         ]
 
     def _runs_whole(self, vertex: Vertex) -> bool:
-        return runs_whole(vertex, self.layout.strategies[vertex.index], self.blocks.axis_sizes)
+        return vertex.index in self.whole_operations
 
     def _slice(self, array: Any, value: Value, spec: IndexedSpec) -> Any:
         whole = replicated_spec(len(value.shape))

@@ -85,7 +85,7 @@ class Execution:
         assert vertex.equation is not None
         strategy = self.layout.strategies[vertex.index]
         operands = [read(operand, spec) for operand, spec in zip(vertex.operands, strategy.operands, strict=True)]
-        if opaque_of(vertex) is not None and strategy.parts > 1:
+        if opaque_of(vertex) is not None:
             return self._on_parts(vertex, operands)
         return bind(vertex.equation, operands)
 
@@ -121,3 +121,16 @@ class Execution:
     def context_of(self, equation: core.JaxprEqn) -> AbstractContextManager[None]:
         """Restores the source line, name scope and settings of an equation."""
         return context_of(equation)
+
+
+class PropagatedExecution(Execution):
+    """A graph of which XLA's partitioner is told nothing but how opaque operations run, which it cannot partition."""
+
+    def on_mesh(self, mesh: Mesh | AbstractMesh) -> "PropagatedExecution":
+        """Returns the same function and layout on another mesh with the same axes."""
+        return PropagatedExecution(self.graph, self.layout, mesh, self.path)
+
+    def fix(self, array: Any, value: Value, spec: IndexedSpec) -> Any:
+        """Returns the array as it is."""
+        del value, spec
+        return array

@@ -6,6 +6,7 @@ here; the operations, their shapes and their checks are JAX's own, and lowering 
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -13,8 +14,11 @@ import jax
 from jax.extend import core
 
 from cost.base import Work
+from search_spaces.replay import bind
 from search_spaces.sharding.base import Rule
+from search_spaces.sharding.opaque.kernel import Kernel
 from search_spaces.sharding.opaque.notation import NamedDimensions, NamedRule, Shape
+from search_spaces.sharding.opaque.parts import Parts
 from search_spaces.sharding.opaque.work import arrays_bytes, dtype_of_work
 
 FORWARD, BACKWARD = "dot_product_attention_fwd_wrapper", "dot_product_attention_bwd_wrapper"
@@ -56,6 +60,22 @@ def rule_of_attention(equation: core.JaxprEqn) -> Rule:
     device would draw the same numbers.
     """
     return named_rule(equation).rule(_shapes(equation.invars), _shapes(equation.outvars))
+
+
+def run_attention(equation: core.JaxprEqn, operands: Sequence[Any], parts: Parts) -> list[Any]:
+    """Runs cuDNN's attention on parts, as a kernel: JAX would ask for devices, also where it lowers for absent ones."""
+    del parts
+    return Kernel(_Bound(equation), named_rule(equation), None, None, equation.primitive.name).bind(operands)
+
+
+@dataclass(frozen=True)
+class _Bound:
+    """An equation as a function of its operands."""
+
+    equation: core.JaxprEqn
+
+    def __call__(self, *operands: Any) -> list[Any]:
+        return list(bind(self.equation, operands))
 
 
 def work_of_attention(equation: core.JaxprEqn, operands: Sequence[jax.ShapeDtypeStruct], share: float) -> Work:

@@ -1,6 +1,6 @@
 """What a plan must know of each kind of opaque operation: its rule, its price, and how it runs on one device's part."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -12,7 +12,7 @@ from cost.base import Work
 from search_spaces.replay import bind
 from search_spaces.sharding.base import Rule, ShardingStrategy
 from search_spaces.sharding.graph import Value, Vertex
-from search_spaces.sharding.opaque.cudnn import BACKWARD, FORWARD, rule_of_attention, work_of_attention
+from search_spaces.sharding.opaque.cudnn import BACKWARD, FORWARD, rule_of_attention, run_attention, work_of_attention
 from search_spaces.sharding.opaque.kernel import Kernel
 from search_spaces.sharding.opaque.pallas import name_of_call, rule_of_call, run_call, work_of_call
 from search_spaces.sharding.opaque.partitioning import (
@@ -60,9 +60,9 @@ def _bind(equation: core.JaxprEqn, operands: Sequence[Any], parts: Parts) -> Seq
 
 
 _ATTENTION = OpaqueOperation(
-    rule_of_attention, work_of_attention, _bind, lambda e: "sum", lambda e: "cuDNN's attention"
+    rule_of_attention, work_of_attention, run_attention, lambda e: "sum", lambda e: "cuDNN's attention"
 )
-OPAQUE: Mapping[str, OpaqueOperation] = {
+OPAQUE: dict[str, OpaqueOperation] = {
     "kernel": OpaqueOperation(
         rule=lambda e: _kernel(e).rule.rule(_shapes(e.invars), _shapes(e.outvars)),
         work=lambda e, operands, share: _kernel(e).work(operands, share),
@@ -175,6 +175,9 @@ def _types(vertex: Vertex, operands: Sequence[jax.ShapeDtypeStruct], parts: Part
     assert equation is not None
     if vertex.primitive == "kernel":
         return _kernel(equation).results(operands)  # traced once for each shape
+    if vertex.primitive != "custom_partitioning":  # the only one that may name the mesh's axes
+        results = jax.eval_shape(lambda *arrays: opaque.run(equation, arrays, parts), *operands)
+        return list(results)
     mesh = AbstractMesh(parts.axis_sizes, parts.axis_names, axis_types=(AxisType.Auto,) * len(parts.axis_sizes))
     types: list[jax.ShapeDtypeStruct] = []
 

@@ -126,6 +126,20 @@ def test_products_inside_a_fusion_run_at_the_rate_of_their_operands():
             'dim_labels=b01f_01io->b01f, custom_call_target="__cudnn$convBackwardFilter"',
             2 * (2 * 9 * 9 * 8) * (3 * 3 * 4),
         ),
+        (
+            '%k = (bf16[1,4,6,8]{3,1,2,0}, f32[1,4,6]{2,1,0}, u8[0]{0}) custom-call(%heads, %heads, %heads), '
+            'custom_call_target="__cudnn$fmhaSoftmax", backend_config={"cudnn_fmha_backend_config": {"fmha_scale": '
+            '0.125, "intermediate_tensor_shape": {"element_type": "BF16", "dimensions": ["1", "4", "6", "6"], '
+            '"tuple_shapes": []}, "mask_type": "NO_MASK"}}',
+            2 * 2 * (4 * 6 * 6) * 8,
+        ),
+        (
+            '%k = (bf16[1,4,6,8]{3,1,2,0}, u8[0]{0}) custom-call(%heads, %heads, %heads), '
+            'custom_call_target="__cudnn$fmhaSoftmaxBackward", backend_config={"cudnn_fmha_backend_config": {'
+            '"intermediate_tensor_shape": {"element_type": "BF16", "dimensions": ["1", "4", "6", "6"]}, '
+            '"mask_type": "CAUSAL"}}',
+            5 * 2 * (4 * 6 * 6) * 8 / 2,
+        ),
     ],
 )  # fmt: skip
 def test_products_of_libraries(call: str, flops: float):
@@ -134,6 +148,7 @@ def test_products_of_libraries(call: str, flops: float):
         "%q = f32[3,1000]{1,0} parameter(3)",
         "%kernel = f32[3,3,4,8]{3,2,1,0} parameter(4)",
         "%gradient = f32[2,9,9,8]{3,2,1,0} parameter(5)",
+        "%heads = f32[1,6,4,8]{3,2,1,0} parameter(6)",
     )
     fast_memory = Hardware("toy", 50.0, float("inf"), float("inf"), {})
     timeline = simulate(program(*operands, call), MESH, AchievableRates(fast_memory, RATES.host))

@@ -9,8 +9,11 @@ import numpy as np
 import pytest
 from jax.experimental import pallas as pl
 from jax.experimental.pallas.ops.tpu import flash_attention
+from jax.sharding import AxisType, PartitionSpec
 
+import diffshard
 from cost.compute import equation_flops
+from search_spaces.sharding.opaque import operations, pallas
 from tests.search_spaces.sharding.opaque.layouts import check_layout, split_dimensions, strategies_of
 from tests.search_spaces.sharding.small_spaces import array
 
@@ -213,3 +216,28 @@ def test_layers_with_equal_calls_are_alike():
 def test_results_are_those_of_the_interpreter():
     x, w = normal((16, 8), (8,))
     np.testing.assert_allclose(scaled_rows(x, w), x * w, rtol=1e-6)
+
+
+@pytest.mark.parametrize("executor", ["program", "constraints", "propagation"])
+def test_a_plan_from_a_file_runs_calls_on_parts(executor, tmp_path, monkeypatch):
+    def step(x, w):
+        return jnp.tanh(scaled_rows(x, w))
+
+    x, w = normal((32, 8), (8,))
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    specs = (PartitionSpec("data"), PartitionSpec())
+    plan = diffshard.search(step, mesh, in_shardings=specs, hardware="h100", executor="program").plan(x, w)
+    plan.save(tmp_path / "plan.json")
+    applied = diffshard.Plan.load(tmp_path / "plan.json", mesh).apply(step, executor=executor)
+    grids = set()
+
+    def watched(equation, operands, parts):
+        parameters = pallas._local_parameters(equation, operands)
+        grids.add(tuple(parameters["grid_mapping"].grid))
+        return run(equation, operands, parts)
+
+    known = operations.OPAQUE["pallas_call"]
+    run = known.run
+    monkeypatch.setitem(operations.OPAQUE, "pallas_call", known._replace(run=watched))
+    np.testing.assert_allclose(applied(*plan.shard(x, w)), step(x, w), rtol=1e-5)
+    assert grids == {(1,)}, "8 blocks of 4 rows, one on each device"
