@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping
 from math import isfinite
+from numbers import Real
 from typing import Any
 
 from search_spaces.sharding.opaque.differentiation import DifferentiableKernel
@@ -49,7 +50,7 @@ def kernel(
       A function of arrays.
 
     Raises:
-      TypeError: `fn` or `backward` is not a function, or `rule` no string.
+      TypeError: `fn` or `backward` is not a function, `rule` is no string, or a price is no number.
       ValueError: the rule cannot be read, it lacks a factor that is named beside it, or a price is negative.
     """
     if not callable(fn):
@@ -57,7 +58,11 @@ def kernel(
     if backward is not None and not callable(backward):
         raise TypeError(f"`backward` must be a function of arrays or a kernel, not {backward!r}.")
     for argument, price in (("flops", flops), ("bytes", bytes)):
-        if price is not None and not callable(price) and not (isfinite(price) and price >= 0):
+        if price is None or callable(price):
+            continue
+        if isinstance(price, bool) or not isinstance(price, Real):
+            raise TypeError(f"`{argument}` must be a number or a function of one device's operands, not {price!r}.")
+        if not isfinite(price) or price < 0:
             raise ValueError(f"`{argument}` must be a number that is not negative, or a function, not {price!r}.")
     whole = need_replication.split() if isinstance(need_replication, str) else need_replication
     parsed_rule = parse_rule(rule, reduction, whole)

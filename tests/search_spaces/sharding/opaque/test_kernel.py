@@ -251,6 +251,7 @@ def test_a_plan_with_kernels_is_searched_and_runs():
         ({"fn": 3}, TypeError, "`fn` must be a function of arrays, not 3"),
         ({"backward": 3}, TypeError, "`backward` must be a function of arrays or a kernel, not 3"),
         ({"flops": -1.0}, ValueError, "`flops` must be a number that is not negative, or a function, not -1.0"),
+        ({"flops": "many"}, TypeError, "`flops` must be a number or a function of one device's operands, not 'many'"),
         ({"bytes": float("nan")}, ValueError, "`bytes` must be a number that is not negative"),
     ],
 )
