@@ -189,6 +189,10 @@ def _free_axes(equation: core.JaxprEqn, arrays: Sequence[_Array]) -> list[int]:
             if axis is not None and size != grid.get(axis, 0) * block_size:
                 asked_axes.add(axis)
     operands, results = arrays[: mapping.num_inputs], arrays[mapping.num_inputs :]
+    for operand, result in equation.params.get("input_output_aliases", ()):  # a result in an operand's memory
+        place = operand - len(_unblocked(equation))
+        if place >= 0 and operands[place] != results[result]:
+            asked_axes.update(axis for axis in results[result].axes if axis is not None)
     return [
         axis
         for axis in grid

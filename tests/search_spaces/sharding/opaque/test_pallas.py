@@ -75,6 +75,28 @@ def copy(x_ref, y_ref):
     y_ref[...] = x_ref[...]
 
 
+def written_over(in_blocks):
+    """A call whose result takes the memory of its operand, which has the same blocks or is one block."""
+    blocks = pl.BlockSpec((1, 16), lambda i: (i, 0))
+    whole = pl.BlockSpec((8, 16), lambda i: (0, 0))
+
+    def body(x_ref, y_ref, z_ref):
+        z_ref[...] = x_ref[:1] + y_ref[...]
+
+    def fn(x, y):
+        return pl.pallas_call(
+            body,
+            out_shape=jax.ShapeDtypeStruct((8, 16), jnp.float32),
+            grid=(8,),
+            in_specs=[blocks if in_blocks else whole, blocks],
+            out_specs=blocks,
+            input_output_aliases={0: 0},
+            interpret=True,
+        )(x, y)
+
+    return fn
+
+
 def add(x_ref, y_ref):
     y_ref[...] += x_ref[...]
 
@@ -160,6 +182,13 @@ def test_axes_that_do_more_than_number_blocks_stay_whole(fn):
     space, ((_, strategies),) = strategies_of("pallas_call", fn, array(8, 16))
     assert len(strategies) == 1
     assert any("'copy'" in n or "'add'" in n or "'where_it_runs'" in n for n in space.notes if "runs whole" in n)
+
+
+def test_a_result_in_the_memory_of_an_operand_is_split_like_it():
+    (strategies,) = calls(written_over(True), *[array(8, 16)] * 2)
+    assert split_dimensions(strategies) == {0}
+    (strategies,) = calls(written_over(False), *[array(8, 16)] * 2)
+    assert len(strategies) == 1
 
 
 def test_a_block_is_not_divided():
