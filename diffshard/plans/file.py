@@ -54,10 +54,11 @@ def to_json(plan: PlanData) -> dict[str, Any]:
 
     def record(item: Any) -> dict[str, Any]:
         fields = {f.name: getattr(item, f.name) for f in dataclasses.fields(item)}
-        for name in fields.keys() & _SPEC_FIELDS:
-            fields[name] = number(fields[name])
-        for name in fields.keys() & _SPECS_FIELDS:
-            fields[name] = [number(spec) for spec in fields[name]]
+        for name, value in fields.items():  # in order, so that equal plans number their specs alike
+            if name in _SPEC_FIELDS:
+                fields[name] = number(value)
+            elif name in _SPECS_FIELDS:
+                fields[name] = [number(spec) for spec in value]
         return fields
 
     document: dict[str, Any] = {"format": SHARDING, "version": VERSION}

@@ -3,6 +3,9 @@
 import dataclasses
 import json
 import math
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -134,3 +137,25 @@ def test_a_profile_that_does_not_fit_its_plan_is_damage(changes, at_peak, messag
     found = to_json(small_plan()) | {"memory": {"changes": changes, "at_peak": at_peak}}
     with pytest.raises(PlanError, match=message):
         from_json(found, "plan.json", Plan)
+
+
+_PRINTED = """
+import json
+from diffshard.plans.file import to_json
+from tests.diffshard.plans.small_plan import small_plan
+print(json.dumps(to_json(small_plan())))
+"""
+
+
+def test_equal_plans_are_equal_files_in_every_process():
+    files = {
+        subprocess.run(
+            [sys.executable, "-c", _PRINTED],
+            cwd=Path(__file__).parents[3],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            capture_output=True,
+            check=True,
+        ).stdout
+        for seed in "123"
+    }
+    assert len(files) == 1
