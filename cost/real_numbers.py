@@ -12,10 +12,15 @@ def real_number(value: Any) -> float | None:
     """
     if isinstance(value, bool) or type(value).__name__ == "bool" or not isinstance(value, Real):
         return None
+    return as_float(value)
+
+
+def as_float(number: Real | float) -> float:
+    """Returns a real number as a float; what is too large for one is infinite."""
     try:
-        return float(value)
+        return float(number)
     except OverflowError:
-        return math.inf if value > 0 else -math.inf
+        return math.inf if number > 0 else -math.inf
 
 
 def is_positive(value: Any) -> bool:

@@ -68,7 +68,7 @@ def content(document: Any, name: str, kind: str, version: int, older: Sequence[i
         raise PlanError(f"`{name}` is a {own_kind}, not a {kind}: load it with {_LOADED_BY[own_kind]}.")
     if own_kind != kind:
         raise PlanError(f"`{name}` is not a plan file of diffshard: its `format` is not {kind!r}.")
-    if document.get("version") not in (*older, version):
+    if type(document.get("version")) is not int or document["version"] not in (*older, version):
         readable = " and ".join(map(str, (*older, version)))
         raise PlanError(
             f"`{name}` has the plan version {document.get('version')!r}; this diffshard reads version {readable}. "
@@ -122,7 +122,10 @@ def from_json_values(hint: Any, value: Any, converters: Mapping[Any, Any] | None
     if hint is float and value in _NOT_FINITE:
         return float(value)
     if hint in _NUMBERS and isinstance(value, _NUMBERS[hint]) and (hint is bool or not isinstance(value, bool)):
-        return value
+        try:
+            return float(value) if hint is float else value
+        except OverflowError:
+            raise TypeError(f"{str(value)[:20]}... is too large a number") from None
     if hint is type(None) and value is None:
         return None
     raise TypeError(f"{value!r} is not of type {getattr(hint, '__name__', hint)}")

@@ -4,8 +4,6 @@ Specs are many and few of them differ, so each is written once, and records refe
 """
 
 import dataclasses
-import itertools
-import math
 import os
 from collections.abc import Mapping
 from os import PathLike
@@ -16,6 +14,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 from cost.base import Link
 from diffshard.base import PlanError
 from diffshard.plans.base import Executor, Operation, PlanData, PredictedCollective, Tensor
+from diffshard.plans.consistency import check_plan
 from diffshard.plans.documents import SHARDING, content, from_json_values, link_from_json, read, to_json_values, write
 from search_spaces.partition_specs import NamedSpec
 
@@ -104,43 +103,11 @@ def _plan_from_values(values: dict[str, Any], kind: type[PlanT], mesh: Mesh | Ab
             Link: link_from_json,
         },
     )
+    check_plan(plan)
     axes = plan.mesh_axes
-    if not all(n > 0 for n in axes.values()):
-        raise ValueError(f"`mesh_axes` is {axes!r}, not axes with their numbers of devices")
-    _check_memory(plan)
-    _check_collectives(plan)
     if mesh is None:
         mesh = AbstractMesh(tuple(axes.values()), tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
     return dataclasses.replace(plan, mesh=mesh)
-
-
-def _check_memory(plan: PlanData) -> None:
-    """Raises `ValueError` unless a plan's profile of memory names its own operations, in order, and its own peak."""
-    if plan.memory is None:
-        return
-    indices = [index for index, _ in plan.memory.changes]
-    last = len(plan.operations) - 1
-    if indices[:1] != [-1] or indices[-1] > last or any(a >= b for a, b in itertools.pairwise(indices)):
-        raise ValueError(f"`memory.changes` must ascend from -1 to at most {last}, not be {_shown(indices)}")
-    largest = max(num_bytes for _, num_bytes in plan.memory.changes)
-    if not math.isclose(largest, plan.peak_bytes, rel_tol=1e-6, abs_tol=1.0):
-        raise ValueError(f"`memory.changes` have the peak {largest:,.0f}, where `peak_bytes` is {plan.peak_bytes:,.0f}")
-    for tensor in plan.memory.at_peak:
-        if not 0 <= tensor.operation <= last or not 0 <= tensor.result < len(plan.operations[tensor.operation].results):
-            raise ValueError(f"`memory.at_peak` has {tensor}, which none of the {last + 1} operations makes")
-
-
-def _check_collectives(plan: PlanData) -> None:
-    """Raises `ValueError` unless each collective is between operations of the plan."""
-    for collective in plan.collectives:
-        for name in ("made_by", "read_by"):
-            index = getattr(collective, name)
-            if index is not None and not 0 <= index < len(plan.operations):
-                raise ValueError(f"`{name}` of a collective is {index}, not one of {len(plan.operations)} operations")
-
-
-def _shown(indices: list[int]) -> str:
-    return f"{indices[:8]}{' and so on' if len(indices) > 8 else ''}"
 
 
 def _executor(value: Any) -> Executor:

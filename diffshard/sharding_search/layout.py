@@ -41,6 +41,11 @@ def layout_of(plan: PlanData, space: ShardingSpace) -> Layout:
             tuple(indexed_spec(spec, space.axis_names) for spec in specs)
             for specs in (operation.operands, operation.unreduced, operation.results, operation.value_specs)
         )
+        if (len(operands), len(results)) != (len(vertex.operands), len(vertex.results)):
+            raise PlanError(
+                f"The plan does not fit the function: its {operation.signature} ({operation.source or operation.kind}) "
+                f"has specs for {len(operands)} operands and {len(results)} results."
+            )
         if vertex.kind == "operation":
             reductions = _reductions(operation, unreduced, results, space)
         else:

@@ -38,9 +38,11 @@ def test_axes_that_look_like_numbers_stay_axes():
     link = Link(0.0, 1e-6)
     hardware = Hardware("inf", 1e9, 1e9, 4096.0, {"inf": link, "nan": link})
     plan = small_plan(mesh_axes={"inf": 2, "nan": 4}, hardware=hardware, arguments=(), outputs=(), operations=())
-    argument = dataclasses.replace(small_plan().arguments[0], spec=(("inf",), ("nan",)), next_best_spec=None)
-    collective = dataclasses.replace(small_plan().collectives[0], axis="nan")
-    plan = dataclasses.replace(plan, arguments=(argument,), collectives=(collective,))
+    spec = ("inf",), ("nan",)
+    argument = dataclasses.replace(small_plan().arguments[0], spec=spec, next_best_spec=None)
+    made = dataclasses.replace(small_plan().operations[0], unreduced=(spec,), results=(spec,), value_specs=(spec,))
+    collective = dataclasses.replace(small_plan().collectives[0], axis="nan", operation=0)
+    plan = dataclasses.replace(plan, arguments=(argument,), operations=(made,), collectives=(collective,))
     assert _through_json(plan) == plan
 
 
