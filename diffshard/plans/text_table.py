@@ -8,7 +8,8 @@ TEXT_WIDTH = 100
 
 _LEAST_COLUMN = 10  # characters of a column that wraps: enough for the words of names and reasons
 _COMFORTABLE_COLUMN = 26  # the columns named first do not become narrower than this before others wrap
-_PIECES = re.compile(r"[^\s/,+]*(?:[/,+][ ]?|[ ]|$)")  # where a cell may go on in the next line
+_BREAKS = re.compile(r"[^\S\u00a0]")  # white space of all kinds but the fixed space, which keeps a number with its unit
+_PIECES = re.compile(r"[^ /,+]*(?:[/,+][ ]?|[ ]|$)")  # where a cell may go on in the next line
 _UNITS = re.compile(r"(?<=[\d.]) (?=[nµm]?s\b|[KMGT]?i?B\b)")  # a number stays with its unit
 _FIXED_SPACE = "\u00a0"
 
@@ -62,18 +63,22 @@ def _widths(rows: Sequence[Sequence[str]], whole: int, right: Sequence[int], wra
 
 
 def _pieces(text: str, width: int, hang: str = "  ") -> list[str]:
-    """Cuts a text into lines, between words and parts of names where it can; further lines begin with `hang`."""
+    """Cuts a text into lines, between words and parts of names where it can; further lines begin with `hang`.
+
+    Nothing but white space is lost. Tabs and ends of lines become spaces.
+    """
+    text = _BREAKS.sub(" ", text)
     if len(text) <= width:
         return [text]
     lines, line = [], ""
     for piece in filter(None, _PIECES.findall(text)):
         rest = piece
-        if len(line + rest.rstrip()) > width and line.strip():
-            lines.append(line.rstrip())
+        if len(line + rest.rstrip()) > width and (line.strip() or len(line) > width):
+            lines += [line.rstrip()] if line.strip() else []
             line = hang
         while len(line + rest.rstrip()) > width:
             cut = width - len(line)
             lines.append(line + rest[:cut])
             line, rest = hang, rest[cut:]
         line += rest
-    return [*lines, line.rstrip()] if line.strip() else lines
+    return [*lines, line.rstrip()] if line.strip() or not lines else lines

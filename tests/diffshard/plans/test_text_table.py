@@ -4,6 +4,8 @@ import dataclasses
 import re
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from diffshard.command.line import main
 from diffshard.plans.base import PredictedCollective, Tensor
@@ -59,6 +61,37 @@ def test_cells_wrap_at_parts_of_names_and_numbers_do_not():
     assert "".join(line[2:45].strip() for line in table[1:]).startswith(LONG[:60])
     assert wrapped("one two", "- ") == ["- one two"]
     assert wrapped("x" * 150, "- ", "    ") == ["- " + "x" * 96, "    " + "x" * 54]
+
+
+WORDS = st.sampled_from(["16.5 µs", "1.00 MiB", "needs", "model, ·", "9\u00a0ms", "x" * 40, "·", "12.3", "B"])
+SPACES = st.sampled_from([" ", "  ", "\t", "\n", "\r\n", "\v", "\u00a0", "\u2003", "\u2028", " " * 99, ", ", "/", ""])
+TEXTS = st.lists(st.one_of(WORDS, SPACES), max_size=60).map("".join)
+
+
+@given(TEXTS)
+@settings(max_examples=300, deadline=None)
+def test_nothing_of_a_text_that_wraps_is_lost(text):
+    for lines in (wrapped(text), wrapped(text, "  ", "      "), format_table([(text,)], "  ", wrap=(0,))):
+        assert "".join("".join(lines).split()) == "".join(text.split())
+        assert all(len(line) <= TEXT_WIDTH and len(line.splitlines()) <= 1 for line in lines)
+
+
+@given(st.lists(st.tuples(TEXTS, st.sampled_from(["", "7.25 ms", "512 B"])), min_size=1, max_size=4))
+@settings(max_examples=100, deadline=None)
+def test_nothing_of_a_cell_beside_others_is_lost(rows):
+    cells = [(text, number, "/ ".join(["encoder"] * 12)) for text, number in rows]
+    whole = "".join("".join(format_table(cells, "  ", right=(1,), wrap=(2, 0))).split())
+    assert sorted(whole) == sorted("".join("".join(map("".join, cells)).split()))
+
+
+def test_numbers_of_cells_that_wrap_stay_with_their_units():
+    reason = "replicated: the best split needs 12.3 MiB more than there is, and 4.56 ms more than this one + 16.5 µs"
+    table = format_table([("name", "reason"), (LONG, reason)], "  ", wrap=(0,))
+    text = " ".join(" ".join(line[30:].split()) for line in table)
+    assert len(table) > 3
+    assert all(number in text for number in ("12.3 MiB", "4.56 ms", "16.5 µs"))
+    assert any("16.5 µs" in line for line in table)
+    assert wrapped("tab\there " + "word " * 30)[0].startswith("tab here word")
 
 
 def test_there_are_no_rows_of_nothing():
