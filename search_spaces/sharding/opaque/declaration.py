@@ -1,13 +1,12 @@
 """The public way to declare a kernel, and the checks of what is declared."""
 
 from collections.abc import Callable, Iterable, Mapping
-from math import isfinite
-from numbers import Real
 from typing import Any
 
 from search_spaces.sharding.opaque.differentiation import DifferentiableKernel
-from search_spaces.sharding.opaque.kernel import Kernel, Price
+from search_spaces.sharding.opaque.kernel import Kernel
 from search_spaces.sharding.opaque.notation import parse_rule
+from search_spaces.sharding.opaque.prices import Price, checked_price
 
 
 def kernel(
@@ -51,21 +50,23 @@ def kernel(
 
     Raises:
       TypeError: `fn` or `backward` is not a function, `rule` is no string, or a price is no number.
-      ValueError: the rule cannot be read, it lacks a factor that is named beside it, or a price is negative.
+      ValueError: the rule cannot be read, it lacks a factor that is named beside it, or a price is negative or not
+        finite. What a price function returns is checked likewise when a plan asks for it.
     """
     if not callable(fn):
         raise TypeError(f"`fn` must be a function of arrays, not {fn!r}.")
     if backward is not None and not callable(backward):
         raise TypeError(f"`backward` must be a function of arrays or a kernel, not {backward!r}.")
-    for argument, price in (("flops", flops), ("bytes", bytes)):
-        if price is None or callable(price):
-            continue
-        if isinstance(price, bool) or not isinstance(price, Real):
-            raise TypeError(f"`{argument}` must be a number or a function of one device's operands, not {price!r}.")
-        if not isfinite(price) or price < 0:
-            raise ValueError(f"`{argument}` must be a number that is not negative, or a function, not {price!r}.")
     whole = need_replication.split() if isinstance(need_replication, str) else need_replication
     parsed_rule = parse_rule(rule, reduction, whole)
     if name is None:
         name = getattr(fn, "__name__", None) or getattr(getattr(fn, "func", None), "__name__", type(fn).__name__)
-    return DifferentiableKernel(Kernel(fn, parsed_rule, flops, bytes, str(name)), backward)
+    prices = (_price(argument, price, name) for argument, price in (("flops", flops), ("bytes", bytes)))
+    return DifferentiableKernel(Kernel(fn, parsed_rule, *prices, str(name)), backward)
+
+
+def _price(argument: str, price: Any, name: Any) -> Price | None:
+    """Returns a price that is given as a float, a function or None."""
+    if price is None or callable(price):
+        return price
+    return checked_price(price, f"`{argument}` of kernel {name!r}", "a number or a function of one device's operands")

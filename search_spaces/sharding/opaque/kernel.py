@@ -18,10 +18,8 @@ from jax.interpreters import batching, mlir
 
 from cost.base import Work
 from search_spaces.sharding.opaque.notation import NamedRule, Shape
+from search_spaces.sharding.opaque.prices import Price, checked_price
 from search_spaces.sharding.opaque.work import dtype_of_work, traced_work
-
-Price = float | Callable[..., float]
-"""A number for whole arrays, or a function of the operands of one device, as `jax.ShapeDtypeStruct`s."""
 
 kernel_p = core.Primitive("kernel")
 kernel_p.multiple_results = True
@@ -94,14 +92,24 @@ class Kernel:
         Args:
           operands: its parts, with a shape and a dtype.
           share: the part of the whole work that is its own, for prices that are numbers.
+
+        Raises:
+          TypeError: a price function returns no number.
+          ValueError: a price is negative or not finite.
         """
         structs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands]
         counted = traced_work(self.trace(structs).jaxpr)
-        flops, num_bytes = (
-            counted_price if price is None else price(*structs) if callable(price) else price * share
-            for price, counted_price in ((self.flops, counted.flops), (self.num_bytes, counted.num_bytes))
-        )
-        return Work(float(flops), float(num_bytes), dtype_of_work(structs))
+        flops = self._price("flops", self.flops, counted.flops, structs, share)
+        num_bytes = self._price("bytes", self.num_bytes, counted.num_bytes, structs, share)
+        return Work(flops, num_bytes, dtype_of_work(structs))
+
+    def _price(
+        self, argument: str, price: Price | None, counted: float, operands: Sequence[Any], share: float
+    ) -> float:
+        if price is None:
+            return float(counted)
+        number = price(*operands) if callable(price) else price * share
+        return checked_price(number, f"`{argument}` of kernel {self.name!r}")
 
 
 @lru_cache(maxsize=4096)
@@ -137,8 +145,12 @@ def _batched(operands: Sequence[Any], dims: Sequence[int | None], *, kernel: Ker
     operands = [x if d is None else jnp.moveaxis(x, d, 0) for x, d in zip(operands, dims, strict=True)]
     size = next(x.shape[0] for x, mapped in zip(operands, is_mapped, strict=True) if mapped)
     prices = [
-        _BatchedPrice(price, is_mapped) if callable(price) else None if price is None else price * size
-        for price in (kernel.flops, kernel.num_bytes)
+        _BatchedPrice(price, is_mapped, f"`{argument}` of kernel {kernel.name!r}")
+        if callable(price)
+        else None
+        if price is None
+        else price * size
+        for argument, price in (("flops", kernel.flops), ("bytes", kernel.num_bytes))
     ]
     batched = replace(
         kernel,
@@ -164,11 +176,13 @@ class _BatchedFunction:
 class _BatchedPrice:
     price: Callable[..., float]
     is_mapped: tuple[bool, ...]
+    subject: str
 
     def __call__(self, *operands: jax.ShapeDtypeStruct) -> float:
         pairs = list(zip(operands, self.is_mapped, strict=True))
         size = next(x.shape[0] for x, mapped in pairs if mapped)
-        return size * self.price(*(jax.ShapeDtypeStruct(x.shape[mapped:], x.dtype) for x, mapped in pairs))
+        one = self.price(*(jax.ShapeDtypeStruct(x.shape[mapped:], x.dtype) for x, mapped in pairs))
+        return size * checked_price(one, self.subject)
 
 
 mlir.register_lowering(kernel_p, mlir.lower_fun(lambda *operands, kernel: kernel.run(operands), multiple_results=True))

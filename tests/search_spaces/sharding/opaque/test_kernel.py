@@ -250,14 +250,37 @@ def test_a_plan_with_kernels_is_searched_and_runs():
     [
         ({"fn": 3}, TypeError, "`fn` must be a function of arrays, not 3"),
         ({"backward": 3}, TypeError, "`backward` must be a function of arrays or a kernel, not 3"),
-        ({"flops": -1.0}, ValueError, "`flops` must be a number that is not negative, or a function, not -1.0"),
-        ({"flops": "many"}, TypeError, "`flops` must be a number or a function of one device's operands, not 'many'"),
-        ({"bytes": float("nan")}, ValueError, "`bytes` must be a number that is not negative"),
+        ({"flops": -1.0}, ValueError, "`flops` of kernel 'sin' must be finite and not negative, not -1.0"),
+        (
+            {"flops": "many"},
+            TypeError,
+            "`flops` of kernel 'sin' must be a number or a function of one device's operands, not 'many'",
+        ),
+        ({"flops": 10**400}, ValueError, "`flops` of kernel 'sin' must be finite and not negative, not inf"),
+        ({"bytes": float("nan")}, ValueError, "`bytes` of kernel 'sin' must be finite and not negative, not nan"),
     ],
 )
 def test_declarations_that_are_refused(arguments, error, message):
     with pytest.raises(error, match=message):
         diffshard.kernel(**{"fn": jnp.sin, "rule": "... -> ...", **arguments})
+
+
+@pytest.mark.parametrize("argument", ["flops", "bytes"])
+@pytest.mark.parametrize(
+    ("price", "error", "message"),
+    [
+        (None, TypeError, "must be a number, not None"),
+        (float("nan"), ValueError, "must be finite and not negative, not nan"),
+        (-5.0, ValueError, "must be finite and not negative, not -5.0"),
+        (10**400, ValueError, "must be finite and not negative, not inf"),
+    ],
+    ids=["none", "nan", "negative", "huge"],
+)
+def test_prices_by_functions_that_are_refused(argument, price, error, message):
+    priced = diffshard.kernel(jnp.sin, "n -> n", name="priced", **{argument: lambda x: price})
+    for fn, x in ((lambda x: priced(x), array(8)), (jax.vmap(priced), array(4, 8))):
+        with pytest.raises(error, match=f"`{argument}` of kernel 'priced' {message}"):
+            space_of(fn, x).problem  # noqa: B018
 
 
 def test_a_rule_that_does_not_fit_the_operands():
