@@ -9,6 +9,12 @@ from jax.extend import core, source_info_util
 
 _LIBRARIES = ("jax", "flax", "optax", "equinox", "haiku", "chex")  # what models are written with
 _OWN_FOLDER = Path(__file__).resolve().parents[1]
+_ENTRY = f"{_OWN_FOLDER / 'diffshard'}{os.sep}"
+_INSIDE = (  # code of ours that runs between a line of the user and an operation
+    f"{_OWN_FOLDER / 'search_spaces'}{os.sep}",
+    f"{_OWN_FOLDER / 'cost'}{os.sep}",
+    str(_OWN_FOLDER / "diffshard" / "sharding_search" / "module_scopes.py"),  # around each call of a module
+)
 
 
 def user_source(equation: core.JaxprEqn) -> str:
@@ -24,11 +30,11 @@ def user_source(equation: core.JaxprEqn) -> str:
         if (module := sys.modules.get(name)) is not None and module.__file__
     )
     for frame in traceback.frames if traceback is not None else ():
-        if frame.file_name.startswith(str(_OWN_FOLDER / "diffshard")):
+        if frame.file_name.startswith((*_INSIDE, *folders, "<")):
+            continue
+        if frame.file_name.startswith(_ENTRY):
             break  # further out is the call of the search, not of the function that it is about
-        is_own = frame.file_name.startswith((str(_OWN_FOLDER / "search_spaces"), str(_OWN_FOLDER / "cost")))
-        if not is_own and not frame.file_name.startswith((*folders, "<")):
-            return f"{frame.file_name}:{frame.line_num} ({frame.function_name})"
+        return f"{frame.file_name}:{frame.line_num} ({frame.function_name})"
     return source_info_util.summarize(equation.source_info)
 
 
