@@ -13,7 +13,7 @@ from numpy.typing import ArrayLike
 
 from cost.dtypes import kind_and_bits
 from cost.lines import Line
-from cost.real_numbers import real_number
+from cost.real_numbers import real_number, whole_number
 
 FORBIDDEN = 10**18
 """Costs from here on, infinity included, stand for what must not be chosen (IOPDDL's convention)."""
@@ -132,7 +132,7 @@ class Link:
     num_hosts: int = 1
 
     def __post_init__(self):
-        if isinstance(self.num_hosts, bool) or not isinstance(self.num_hosts, int) or self.num_hosts < 1:
+        if (whole_number(self.num_hosts) or 0) < 1:
             raise ValueError(f"`Link.num_hosts` must be a positive whole number, not {self.num_hosts!r}.")
         _check_line("Link", self.latency_s, self.s_per_byte)
         for kind, lines in self.by_kind.items():

@@ -1,7 +1,7 @@
 """What counts as a number where users give one: Python's and NumPy's real numbers, no truth values and no text."""
 
 import math
-from numbers import Real
+from numbers import Integral, Real
 from typing import Any
 
 
@@ -10,12 +10,17 @@ def real_number(value: Any) -> float | None:
 
     NumPy's numbers count, truth values and text do not.
     """
-    if isinstance(value, bool) or type(value).__name__ == "bool" or not isinstance(value, Real):
+    if isinstance(value, bool) or not isinstance(value, Real):
         return None
     return as_float(value)
 
 
-def as_float(number: Real | float) -> float:
+def whole_number(value: Any) -> int | None:
+    """Returns a value as an integer, None if it is no whole number of Python or NumPy; truth values are none."""
+    return None if isinstance(value, bool) or not isinstance(value, Integral) else int(value)
+
+
+def as_float(number: Any) -> float:
     """Returns a real number as a float; what is too large for one is infinite."""
     try:
         return float(number)

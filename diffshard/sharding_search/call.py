@@ -56,6 +56,8 @@ class Structure:
 
     def unflatten(self, arrays: Iterable[Any]) -> Any:
         """Returns the pytree with these arrays, which may be anything."""
+        if not self.constants:
+            return jax.tree.unflatten(self.treedef, arrays)
         remaining, constants = iter(arrays), dict(self.constants)
         leaves = [constants[i] if i in constants else next(remaining) for i in range(self.treedef.num_leaves)]
         return jax.tree.unflatten(self.treedef, leaves)
@@ -157,9 +159,11 @@ def bound_arguments(options: Options, args: Sequence[Any], kwargs: Mapping[str, 
             except TypeError as error:
                 raise TypeError(f"{options.function_name} does not take these arguments: {error}.") from None
             args, kwargs = bound.args, bound.kwargs
-        kwargs = {k: Static(v) if options.is_static_name(k) else v for k, v in kwargs.items()}
+        kwargs = {k: _static(k, v) if options.is_static_name(k) else v for k, v in kwargs.items()}
     if options.static_argnums:
-        args = tuple(Static(a) if i in options.static_argnums else a for i, a in enumerate(args))
+        names = _positional_names(options, len(args))
+        numbered = enumerate(zip(names, args, strict=True))
+        args = tuple(_static(name, a) if i in options.static_argnums else a for i, (name, a) in numbered)
     return args, kwargs
 
 
@@ -175,11 +179,11 @@ def call_of(options: Options, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
       TypeError: the function does not take these arguments, or a leaf is neither an array nor hashable.
       ValueError: a donated or static position is beyond the last argument, or a given sharding does not fit.
     """
-    given_count = max(len(args) + len(kwargs), len(options.positional_names))
+    num_positions = max(len(args) + len(kwargs), len(options.positional_names))
     args, kwargs = bound_arguments(options, args, kwargs)
     for name, numbers in (("donate_argnums", options.donate_argnums), ("static_argnums", options.static_argnums)):
-        if any(n >= given_count for n in numbers):
-            raise ValueError(f"`{name}` {numbers} names a position that the {given_count} arguments do not have.")
+        if any(n >= num_positions for n in numbers):
+            raise ValueError(f"`{name}` {numbers} names a position that the {num_positions} arguments do not have.")
     kwargs = {name: kwargs[name] for name in sorted(kwargs)}  # as the leaves of a dictionary are ordered
     parameters, arguments = (*_positional_names(options, len(args)), *kwargs), (*args, *kwargs.values())
     donated = [*(i in options.donate_argnums for i in range(len(args))), *map(options.is_donated_name, kwargs)]
@@ -264,9 +268,7 @@ def _are_arrays(tree: Any) -> list[bool]:
 def _is_array(leaf: Any, is_number_array: bool = True) -> bool:
     if isinstance(leaf, bool | int | float | complex) and not isinstance(leaf, np.generic):
         return is_number_array
-    return isinstance(leaf, jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct) or hasattr(
-        leaf, "__jax_array__"
-    )
+    return isinstance(leaf, jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct)
 
 
 def _key_names(path: Sequence[Any]) -> tuple[str, ...]:
@@ -274,6 +276,17 @@ def _key_names(path: Sequence[Any]) -> tuple[str, ...]:
     names = [str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", "")))) for key in path]
     is_attribute = bool(path) and not isinstance(path[-1], jax.tree_util.DictKey | jax.tree_util.SequenceKey)
     return tuple(names[:-1] if is_attribute and names[-1] == "value" else names)
+
+
+def _static(name: str, value: Any) -> Static:
+    """Returns a static argument; raises `TypeError` if it has no hash, by which its plan could be found again."""
+    try:
+        hash(value)
+    except TypeError:
+        raise TypeError(
+            f"`{name}` is static and must be hashable, which {value!r} is not. Give a tuple in place of a list."
+        ) from None
+    return Static(value)
 
 
 def _positional_names(options: Options, count: int) -> list[str]:

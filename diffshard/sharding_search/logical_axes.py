@@ -81,6 +81,8 @@ def checked_rules(rules: Any, mesh_axes: Sequence[str]) -> LogicalAxisRules:
         if not isinstance(rule, Sequence) or len(rule) != 2 or not isinstance(rule[0], str):
             raise TypeError(f"`logical_axis_rules` must be pairs such as ('embed', 'data'); one is {rule!r}.")
         name, axes = rule
+        if axes is not None and not isinstance(axes, str | Sequence):
+            raise TypeError(f"`logical_axis_rules` must be pairs such as ('embed', 'data'); one is {rule!r}.")
         split = () if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)
         for axis in split:
             if axis not in mesh_axes:

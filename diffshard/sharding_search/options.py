@@ -11,7 +11,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from cost.base import Hardware
 from cost.presets import hardware_of, preset
-from cost.real_numbers import is_positive, real_number
+from cost.real_numbers import is_positive, real_number, whole_number
 from diffshard.base import Solver
 from diffshard.live_progress import ProgressDisplay
 from diffshard.plans.base import Executor, LogicalAxisRules
@@ -75,7 +75,7 @@ class Options:
         check_prefix(self.in_shardings, self.mesh)
         for kind in ("donate", "static"):
             numbers, names = getattr(self, f"{kind}_argnums"), getattr(self, f"{kind}_argnames")
-            _check_positions(f"{kind}_argnums", numbers)
+            numbers = _checked_positions(f"{kind}_argnums", numbers)
             by_number = [self._number_of(name, f"{kind}_argnames") for name in names]
             numbers = (*numbers, *(n for n in by_number if n is not None and n not in numbers))
             names = tuple(name for name, n in zip(names, by_number, strict=True) if n is None)
@@ -108,7 +108,7 @@ class Options:
 
     @cached_property
     def signature(self) -> inspect.Signature | None:
-        """Of the function; None for built-in functions, which have none."""
+        """The function's signature; None for built-in functions, which have none."""
         try:
             return inspect.signature(self.fn)
         except (TypeError, ValueError):
@@ -198,7 +198,13 @@ def _check_mesh(mesh: Any) -> None:
         raise TypeError(f"`mesh` must be a jax.sharding.Mesh or AbstractMesh, not {type(mesh).__name__}.")
 
 
-def _check_positions(name: str, numbers: Sequence[Any]) -> None:
-    for number in numbers:
-        if not isinstance(number, int) or isinstance(number, bool) or number < 0:
-            raise ValueError(f"`{name}` must be positions of arguments, 0 or more, not {numbers!r}.")
+def _checked_positions(name: str, numbers: Sequence[Any]) -> tuple[int, ...]:
+    """Returns positions of arguments as integers.
+
+    Raises:
+      ValueError: one of them is none.
+    """
+    checked = [whole_number(number) for number in numbers]
+    if any(number is None or number < 0 for number in checked):
+        raise ValueError(f"`{name}` must be positions of arguments, 0 or more, not {tuple(numbers)!r}.")
+    return tuple(number for number in checked if number is not None)

@@ -101,6 +101,8 @@ class Plan(PlanData):
         if len(args) > len(names):
             raise PlanError(f"The plan was made for the arguments {', '.join(names)}, and was given {len(args)}.")
         placed_arguments = []
+        if twice := [name for name in names[: len(args)] if name in kwargs]:
+            raise PlanError(f"`{twice[0]}` was given by position and by name.")
         for name, argument in [*zip(names, args, strict=False), *kwargs.items()]:
             if name not in names:
                 raise PlanError(f"The plan was made for the arguments {', '.join(names)}, and was given {name!r}.")
@@ -193,7 +195,7 @@ class Plan(PlanData):
         return self.mesh
 
     def check_call(self, call: Call) -> None:
-        """Checks that the arguments of a call have the shapes, types and structure of the plan's.
+        """Checks that the arguments of a call have the shapes and types of the plan's, at the same places.
 
         Raises:
           PlanError: names the first argument that differs.
@@ -202,7 +204,12 @@ class Plan(PlanData):
 
     @property
     def _parameters(self) -> tuple[str, ...]:
-        return self.parameters or tuple(dict.fromkeys(map(_parameter_of, self.arguments)))
+        if self.parameters:
+            return self.parameters
+        names = list(dict.fromkeys(map(_parameter_of, self.arguments)))
+        for number in sorted(self.static_argnums):  # plans of older versions name only arguments that have arrays
+            names.insert(number, f"argument_{number}")
+        return tuple(names)
 
     def _is_static(self, name: str) -> bool:
         return name in self.static_argnames or self._parameters.index(name) in self.static_argnums

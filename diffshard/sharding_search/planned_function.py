@@ -35,12 +35,14 @@ class _Prepared(NamedTuple, Generic[PlanT]):
       call: the arguments.
       jitted: the function of flat arrays.
       result: the structure of the result.
+      settings: of JAX, for which the function was traced.
     """
 
     plan: PlanT
     call: Call
     jitted: Any
     result: Structure
+    settings: tuple[Any, ...]
 
     def run(self, arrays: Iterable[Any]) -> Any:
         return self.result.unflatten(self.jitted(*arrays))
@@ -64,6 +66,8 @@ class PlannedFunction(Generic[PlanT]):
     def plan(self, *args: Any, progress: Progress | None = None, **kwargs: Any) -> PlanT:
         """Returns the plan for arguments (arrays or `jax.ShapeDtypeStruct`), searched once for each set of shapes.
 
+        There is one for each set of static values and other constants, too, as `jax.jit` compiles for each.
+
         Args:
           *args: as for the function itself.
           progress: called as `progress(seconds, cost, lower_bound)` while the solver runs, in place of what `search`
@@ -86,13 +90,13 @@ class PlannedFunction(Generic[PlanT]):
           ValueError: the mesh is abstract.
         """
         last, arrays = self._last, None
-        if last is not None:
+        if last is not None and last.settings == _settings():
             arrays = last.call.structure.arrays_of(bound_arguments(self.options, args, kwargs))
         if last is not None and arrays is not None:
             try:
                 return last.run(arrays)
             except Exception:  # arrays of other types or at other places than the last ones, or the function itself
-                if array_types(arrays) == array_types(last.call.arrays) and not self._misplaced(last.plan, arrays):
+                if _have_types(arrays, last.call) and not self._misplaced(last.plan, arrays):
                     raise
         if not isinstance(self.options.mesh, Mesh):
             raise ValueError(
@@ -138,7 +142,7 @@ class PlannedFunction(Generic[PlanT]):
     ) -> _Prepared[PlanT]:
         """Returns what runs a call. A search that the user may not expect is told."""
         arrays, structure = split(bound_arguments(self.options, args, kwargs))
-        key = structure, array_types(arrays)
+        key = structure, array_types(arrays), _settings()
         if key not in self._prepared:
             with jax.core.eval_context():  # the first use may be under a trace, which has nothing to do with the search
                 call = call_of(self.options, args, kwargs)
@@ -163,7 +167,7 @@ class PlannedFunction(Generic[PlanT]):
         jitted = flat_function(plan, traced_function, space, options.mesh).jit(
             getattr(options.fn, "__name__", "function")
         )
-        return _Prepared(plan, call, jitted, traced_function.result)
+        return _Prepared(plan, call, jitted, traced_function.result, _settings())
 
     def _display(self, progress: Progress | None) -> ProgressDisplay:
         """Returns where the search shows how it goes, where it may be given a function that is told."""
@@ -197,7 +201,11 @@ class PlannedFunction(Generic[PlanT]):
 
     def _tell_difference(self, call: Call) -> None:
         """Warns of a search that nobody asked for, such as that for a last batch that is smaller than the others."""
-        earlier_calls = [p.call for p in self._prepared.values() if p.call.structure == call.structure]
+        earlier_calls = [
+            prepared.call
+            for prepared in self._prepared.values()
+            if prepared.call.structure == call.structure and prepared.settings == _settings()
+        ]
         if not earlier_calls:
             return
         pairs = zip(call.paths, call.arrays, earlier_calls[-1].arrays, strict=True)
@@ -214,6 +222,18 @@ class PlannedFunction(Generic[PlanT]):
                 "set of shapes first.",
                 stacklevel=4,
             )
+
+
+def _settings() -> tuple[Any, ...]:
+    """Returns the settings of JAX on which what is traced depends."""
+    return jax.config.jax_enable_x64, jax.config.jax_default_matmul_precision  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _have_types(arrays: Sequence[Any], call: Call) -> bool:
+    try:
+        return array_types(arrays) == array_types(call.arrays)
+    except TypeError:  # one of them is an array no more, but a constant
+        return False
 
 
 def _page_title(plan: PlanData) -> str:

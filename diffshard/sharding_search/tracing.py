@@ -24,7 +24,7 @@ from diffshard.sharding_search.call import (
 )
 from diffshard.sharding_search.module_scopes import module_scopes
 from diffshard.sharding_search.options import Options, has_explicit_axes, with_automatic_axes
-from search_spaces.sharding.explicit_axes import with_constraints
+from search_spaces.sharding.explicit_axes import has_reshards, with_constraints
 from search_spaces.sharding.given import as_sharding, given_dimensions
 from search_spaces.sharding.graph import Graph
 from search_spaces.sharding.opaque.cudnn import planned_without_cudnn
@@ -33,7 +33,7 @@ from search_spaces.sharding.tracing import build_graph, feedback_of
 from search_spaces.sharding.whole_operations import impossible_operations
 
 _LEAST_NOTED_BYTES = 2**20
-"""Of an argument of which nothing comes back: smaller ones are no training state."""
+"""Of an argument that no result replaces; a smaller one is hardly a training state."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ def trace_function(options: Options, args: Sequence[Any], kwargs: Mapping[str, A
 def trace_call(options: Options, call: Call) -> TracedFunction:
     """Traces the function for the arguments of a call, as a function of flat arrays; errors of JAX are passed on.
 
-    Nothing but arrays and tracers is ever put into the user's pytrees, whose constructors may look at what they get.
+    Nothing but arrays and tracers is put into the user's pytrees here: their constructors may look at what they get.
     """
     results: list[_Result] = []
 
@@ -166,21 +166,29 @@ def _trace(flat: Callable[..., list[Any]], options: Options, call: Call) -> core
 
     It is traced with automatic axes first: with explicit ones JAX asks for a sharding in the types of every operation,
     which only functions that are written for them give.
+
+    Raises:
+      ValueError: the function needs explicit axes, and there are rules for logical axes, which these do not take.
     """
     automatic = with_automatic_axes(options.mesh)
     ruled = _under_rules(flat, options.logical_axis_rules, automatic)
     try:
         context = with_automatic_axes(jax.sharding.get_abstract_mesh())
         with jax.sharding.use_abstract_mesh(context), module_scopes():
-            return jax.jit(ruled).trace(*call.arrays).jaxpr
+            jaxpr = jax.jit(ruled).trace(*call.arrays).jaxpr
+        return with_constraints(jaxpr, automatic) if has_reshards(jaxpr.jaxpr) else jaxpr
     except (TypeError, ValueError):
         if not has_explicit_axes(options.mesh):
             raise
+    if options.logical_axis_rules:
+        raise ValueError(
+            f"`logical_axis_rules` {dict(options.logical_axis_rules)} split activations over automatic axes, but "
+            f"{options.function_name} is written for explicit ones. Leave out the rules, or give automatic axes."
+        )
+    shardings = [None if spec is None else as_sharding(spec, options.mesh) for spec in call.given]
     typed = [
-        array
-        if spec is None
-        else jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=as_sharding(spec, options.mesh))
-        for array, spec in zip(call.arrays, call.given, strict=True)
+        jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding, weak_type=array.weak_type)
+        for array, sharding in zip(call.arrays, shardings, strict=True)
     ]
     with jax.sharding.use_abstract_mesh(options.mesh.abstract_mesh), module_scopes():
         jaxpr = jax.jit(lambda *arrays: flat(*arrays)).trace(*typed).jaxpr

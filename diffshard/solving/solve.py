@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from cost.base import Problem, num_strategies
-from cost.real_numbers import is_positive, real_number
+from cost.real_numbers import is_positive, real_number, whole_number
 from diffshard.base import Progress, Solution, Solver
 from diffshard.solving import solvers
 from diffshard.solving.loop import run_solver
@@ -61,7 +61,7 @@ def solve(
         raise ValueError(f"`time_limit_s` must be positive or None, got {time_limit_s!r}.")
     time_limit_s = real_number(time_limit_s)
     check_key(key)
-    key = jax.random.key(key or 0) if key is None or isinstance(key, int) else key
+    key = key if isinstance(key, jax.Array) else jax.random.key(int(key or 0))
     if alike is not None:
         _check_alike(problem, alike)
         return run_in_stages(problem, run, alike, time_limit_s=time_limit_s, key=key, progress=progress, reduce=reduce)
@@ -72,7 +72,8 @@ def check_key(key: jax.Array | int | None) -> None:
     """Raises `ValueError` unless a key is a random key, None, or a seed of at most 64 bits."""
     if key is None or isinstance(key, jax.Array):
         return
-    if not isinstance(key, int) or isinstance(key, bool) or abs(key) >= 2**63:
+    seed = whole_number(key)
+    if seed is None or abs(seed) >= 2**63:
         raise ValueError(f"`key` must be a seed below 2^63, a JAX random key or None, got {key!r}.")
 
 

@@ -2,10 +2,12 @@
 
 With explicit axes (`jax.sharding.AxisType.Explicit`) the type of every array says how it is split, and JAX derives the
 types of results from those of operands. A search chooses these anew. What remains are the places where the user said
-something: `jax.sharding.reshard` and `out_sharding=` become sharding constraints.
+something: `jax.sharding.reshard`, and `out_sharding=` of products, reductions, gathers and the like, become sharding
+constraints. Where an operation makes or reshapes an array (`jnp.zeros`, `jnp.reshape`), JAX writes down what it derived
+in the same place as what the user said, so that these are free.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -32,6 +34,21 @@ def with_constraints(jaxpr: core.ClosedJaxpr, mesh: Mesh | AbstractMesh) -> core
 
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         return jax.make_jaxpr(evaluate)(*map(_without_sharding, jaxpr.in_avals))
+
+
+def has_reshards(jaxpr: Any) -> bool:
+    """Tells whether a jaxpr, or one inside it, says by `jax.sharding.reshard` how an array is split."""
+    return any(
+        equation.primitive.name == "reshard" or any(has_reshards(inner) for inner in _inner_jaxprs(equation))
+        for equation in jaxpr.eqns
+    )
+
+
+def _inner_jaxprs(equation: core.JaxprEqn) -> Iterator[Any]:
+    for value in equation.params.values():
+        for entry in value if isinstance(value, tuple | list) else (value,):
+            if isinstance(entry, core.ClosedJaxpr | core.Jaxpr):
+                yield getattr(entry, "jaxpr", entry)
 
 
 def _evaluate(jaxpr: Any, constants: Sequence[Any], operands: Sequence[Any], mesh: Mesh | AbstractMesh) -> list[Any]:

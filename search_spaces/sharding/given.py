@@ -152,7 +152,7 @@ def given_dimensions(
     axis_names = tuple(map(str, mesh.axis_names))
     for i, (sharding, array) in enumerate(zip(specs, arrays, strict=True)):
         if sharding is not None:
-            spec, shape, name = _spec(sharding), array.shape, f"{paths[i]} in `in_shardings`"
+            spec, shape, name = _spec(sharding), array.shape, f"{paths[i]}, whose sharding is given,"
             split_shape(shape, checked_axes_of(spec, len(shape), axis_names, name), mesh.shape, name)
             kept_specs[i] = dimensions_of(spec, len(shape), axis_names, tuple(mesh.shape.values()), name)
     return kept_specs

@@ -1,5 +1,6 @@
 """Arguments as people write them: keywords, pytrees that look at their leaves, modules, traces, arrays elsewhere."""
 
+import dataclasses
 import functools
 from typing import NamedTuple
 
@@ -12,6 +13,9 @@ import pytest
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 import diffshard
+from diffshard.sharding_search import planned_function
+from diffshard.sharding_search.options import Options
+from diffshard.sharding_search.tracing import trace_function
 from tests.diffshard.sharding_search.small_searches import (
     SLOW,
     assert_equal,
@@ -293,3 +297,68 @@ def test_a_large_argument_of_which_nothing_comes_back_is_noted():
     assert note.startswith("`params`: none of the results replaces it")
     assert search(trained).plan(params, x).notes == ()
     assert search(loss_of).plan({"w": jax.ShapeDtypeStruct((1024, 8), jnp.float32)}, x).notes == ()
+
+
+class Scaled(eqx.Module):
+    """A module with a number that decides the type of its result."""
+
+    weight: jax.Array
+    power: float
+
+
+def test_constants_of_other_types_are_other_constants():
+    step = search(lambda module: module.weight**module.power)
+    weight = jnp.arange(8)
+    for power in (2, 2.0, 2):
+        result = step(Scaled(weight, power))
+        assert result.dtype == (weight**power).dtype
+    assert len(step._prepared) == 2
+
+
+def test_a_later_call_is_not_taken_apart_again(monkeypatch):
+    state, batch = train_arguments()
+    step = search(train_step)
+    state, _ = step(state, batch)
+    monkeypatch.setattr(planned_function, "split", None)
+    step(state, batch)
+
+
+def test_an_array_that_becomes_a_constant_is_planned_anew():
+    step = search(lambda x, mode: -x if mode == "negative" else x * 2)
+    x = weights(8, 4)
+    assert_equal(step(x, 1.0), 2 * x)
+    assert_equal(step(x, "negative"), -x)
+
+
+def test_settings_of_jax_are_part_of_what_is_planned():
+    step = search(lambda x: x * np.float64(2.0))
+    x = np.ones((4, 4))
+    assert step(x).dtype == jnp.float32
+    with jax.enable_x64(True):
+        assert step(x).dtype == jnp.float64
+    assert step(x).dtype == jnp.float32
+
+
+def test_static_arguments_without_a_hash_and_arguments_given_twice_are_refused_by_name():
+    with pytest.raises(TypeError, match=r"`n` is static and must be hashable, which \[1\] is not"):
+        search(lambda x, n: x, static_argnums=1)(weights(8, 4), [1])
+    params, x, offset = weights(8, 4), weights(16, 8), jnp.arange(4.0)
+    plan = search(keyword_step).plan(params, x, 0.1, offset=offset)
+    with pytest.raises(diffshard.PlanError, match="`params` was given by position and by name"):
+        plan.shard(params, params=params)
+
+
+def test_a_plan_of_an_older_version_knows_where_static_arguments_stand():
+    x, y = weights(8, 4), weights(4, 8)
+    plan = search(lambda x, n, y: x @ y * n, static_argnums=1).plan(x, 2, y)
+    placed = dataclasses.replace(plan, parameters=()).shard(x, 2, y)
+    assert placed[1] == 2
+    assert isinstance(placed[2].sharding, NamedSharding)
+
+
+def test_random_keys_are_not_loaded():
+    options = Options(fn=lambda w, x, old, new: w + x, mesh=mesh_2x2(), hardware=SLOW, memory_limit_bytes=1e9)
+    traced = trace_function(
+        options, (weights(8, 4), weights(8, 4), jax.random.PRNGKey(0), jax.random.split(jax.random.key(0), 4))
+    )
+    assert traced.loaded == {1}

@@ -111,3 +111,29 @@ def test_an_abstract_explicit_mesh_is_planned_for():
     mesh = AbstractMesh((2, 2), ("x", "y"), axis_types=(AxisType.Explicit,) * 2)
     plan = diffshard.search(typed_step, mesh, hardware=SLOW).plan(*jax.eval_shape(lambda: arguments(False)))
     assert any(o.signature.startswith("sharding_constraint") for o in plan.operations)
+
+
+def constraint_specs(fn, *args):
+    plan = diffshard.search(fn, MESH, hardware=SLOW).plan(*args)
+    return [o.results[0] for o in plan.operations if o.signature.startswith("sharding_constraint")]
+
+
+def test_each_way_to_fix_a_sharding_is_kept_by_itself(explicit_context):
+    x, w = arguments(True)[1], arguments(True)[0]["up"]
+    assert constraint_specs(lambda x, w: jnp.dot(x, w, out_sharding=P(None, "x")), x, w) == [((), ("x",))]
+    assert constraint_specs(lambda x: jnp.sin(reshard(x, P(None, "y"))), x) == [((), ("y",))]
+    assert constraint_specs(lambda x: jnp.sin(reshard(x, P(None, None))), x) == [((), ())]
+
+
+def test_a_result_that_is_resharded_to_every_device_is_whole(explicit_context):
+    x = jax.device_put(jnp.ones((8, 16)), NamedSharding(MESH, P("x", None)))
+    result = diffshard.search(lambda x: reshard(2 * x[:, :8], P(None, None)), MESH, hardware=SLOW)(x)
+    assert result.sharding.is_fully_replicated
+
+
+def test_rules_for_logical_axes_are_refused_for_explicit_functions(explicit_context):
+    step = diffshard.search(
+        lambda x: jnp.dot(x, x.T, out_sharding=P("x")), MESH, hardware=SLOW, logical_axis_rules=(("batch", "x"),)
+    )
+    with pytest.raises(ValueError, match=r"`logical_axis_rules`.*explicit"):
+        step.plan(jnp.ones((8, 8)))

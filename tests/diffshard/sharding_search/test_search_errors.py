@@ -71,8 +71,9 @@ def test_numbers_of_all_kinds_and_none_are_options():
         hardware=hardware,
         memory_limit_bytes=10**400,
         time_limit_s=10**400,
-        donate_argnums=None,
+        donate_argnums=np.int64(0),
         static_argnums=None,
+        key=np.int64(3),
         donate_argnames=None,
         static_argnames=None,
     )
@@ -82,7 +83,7 @@ def test_numbers_of_all_kinds_and_none_are_options():
 def test_given_sharding_that_does_not_divide_is_refused():
     step = diffshard.search(lambda x: x + 1, mesh_2x2(), hardware=SLOW, in_shardings=(PartitionSpec("x"),))
     with pytest.raises(
-        ValueError, match=r"Dimension 0 of .* in `in_shardings` is 7, which .* of 2 devices do not divide"
+        ValueError, match=r"Dimension 0 of x, whose sharding is given, is 7, which .* of 2 devices do not divide"
     ):
         step.plan(jnp.zeros(7))
 
