@@ -49,7 +49,8 @@ def kernel(
       A function of arrays.
 
     Raises:
-      TypeError: `fn` or `backward` is not a function, `rule` is no string, or a price is no number.
+      TypeError: `fn` or `backward` is not a function that can be hashed, as a module that holds arrays cannot; `rule`
+        is no string; `reduction` or `need_replication` does not hold strings; or a price is no number.
       ValueError: the rule cannot be read, it lacks a factor that is named beside it, or a price is negative or not
         finite. What a price function returns is checked likewise when a plan asks for it.
     """
@@ -57,15 +58,47 @@ def kernel(
         raise TypeError(f"`fn` must be a function of arrays, not {fn!r}.")
     if backward is not None and not callable(backward):
         raise TypeError(f"`backward` must be a function of arrays or a kernel, not {backward!r}.")
-    whole = need_replication.split() if isinstance(need_replication, str) else need_replication
-    parsed_rule = parse_rule(rule, reduction, whole)
+    for argument, function in (("fn", fn), ("backward", backward), ("flops", flops), ("bytes", bytes)):
+        _check_hashable(argument, function)
+    parsed_rule = parse_rule(rule, _checked_reduction(reduction), _factors(need_replication))
     if name is None:
         name = getattr(fn, "__name__", None) or getattr(getattr(fn, "func", None), "__name__", type(fn).__name__)
-    prices = (_price(argument, price, name) for argument, price in (("flops", flops), ("bytes", bytes)))
-    return DifferentiableKernel(Kernel(fn, parsed_rule, *prices, str(name)), backward)
+    flops, num_bytes = _price("flops", flops, name), _price("bytes", bytes, name)
+    return DifferentiableKernel(Kernel(fn, parsed_rule, flops, num_bytes, str(name)), backward)
 
 
-def _price(argument: str, price: Any, name: Any) -> Price | None:
+def _check_hashable(argument: str, function: Any) -> None:
+    try:
+        hash(function)
+    except TypeError as error:
+        raise TypeError(
+            f"`{argument}` must be hashable, as functions are, but a {type(function).__name__} is not ({error}). Give "
+            "a function, and pass its arrays as operands."
+        ) from None
+
+
+def _factors(need_replication: Any) -> list[str]:
+    factors: Any = need_replication
+    if isinstance(need_replication, str):
+        factors = need_replication.split()
+    elif isinstance(need_replication, Iterable):
+        factors = list(need_replication)
+    if not isinstance(factors, list) or not all(isinstance(factor, str) for factor in factors):
+        raise TypeError(f"`need_replication` must be names of factors, as 's d' or ('s', 'd'), not {factors!r}.")
+    return factors
+
+
+def _checked_reduction(reduction: Any) -> Mapping[str, str] | None:
+    is_mapping = reduction is None or isinstance(reduction, Mapping)
+    if not is_mapping or not all(isinstance(x, str) for pair in (reduction or {}).items() for x in pair):
+        raise TypeError(
+            "`reduction` must be a dictionary from factors to what combines their parts, as {'k': 'sum'}, not "
+            f"{reduction!r}."
+        )
+    return reduction
+
+
+def _price(argument: str, price: Price | None, name: Any) -> Price | None:
     """Returns a price that is given as a float, a function or None."""
     if price is None or callable(price):
         return price

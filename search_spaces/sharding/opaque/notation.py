@@ -171,25 +171,25 @@ class NamedRule:
         """Adds the sizes of factors that occur in brackets only."""
         waiting = list(brackets)
         while waiting:
-            solvable = [b for b in waiting if sum(name not in sizes for name in b[0]) <= 1]
+            solvable = [b for b in waiting if _is_solvable(b[0], b[1], sizes)]
             if not solvable:
                 names, _, where = waiting[0]
                 unknown = [name for name in names if name not in sizes]
                 raise ValueError(
                     f"`rule` {str(self)!r} does not say the sizes of {unknown} in {where}: all but one of a bracket's "
-                    "factors must be a dimension elsewhere."
+                    "factors must be a dimension elsewhere, of another size than 0."
                 )
             for bracket in solvable:
                 waiting.remove(bracket)
                 names, size, where = bracket
                 known = prod(sizes[name] for name in names if name in sizes)
                 unknown = [name for name in names if name not in sizes]
-                if size % known or (not unknown and size != known):
+                if (size % known if known else size) or (not unknown and size != known):
                     sizes_here = {name: sizes[name] for name in names if name in sizes}
                     raise ValueError(
                         f"`rule` {str(self)!r} divides {where} into {sizes_here}, which does not give {size}."
                     )
-                sizes.update(dict.fromkeys(unknown, size // known))
+                sizes.update((name, size // known) for name in unknown)
 
 
 def parse_rule(text: str, reduction: Mapping[str, str] | None = None, whole: Iterable[str] = ()) -> NamedRule:
@@ -249,6 +249,13 @@ def _parse_array(text: str, rule: str) -> NamedDimensions:
     if len(set(names)) != len(names):
         raise ValueError(f"`rule` {rule!r} names a factor twice in {text.strip()!r}; each dimension has its own.")
     return dimensions
+
+
+def _is_solvable(names: Sequence[str], size: int, sizes: Mapping[str, int]) -> bool:
+    """Tells whether the sizes of a bracket's other factors give that of the last one, or contradict its size."""
+    known = prod(sizes[name] for name in names if name in sizes)
+    num_unknown = sum(name not in sizes for name in names)
+    return num_unknown == 0 or (num_unknown == 1 and (known != 0 or size != 0))
 
 
 def _with_ellipsis(dimensions: NamedDimensions, extra: int) -> NamedDimensions:

@@ -1,6 +1,7 @@
 """Kernels compute what their functions compute: by themselves, under JAX's transformations, and split by any layout."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -245,11 +246,30 @@ def test_a_plan_with_kernels_is_searched_and_runs():
 # Bad input.
 
 
+@dataclasses.dataclass(frozen=True)
+class Weighted:
+    """A layer as some libraries write it: a function that compares by its arrays, and so has no hash."""
+
+    weights: jax.Array
+
+    def __call__(self, x):
+        """Returns the array times the weights."""
+        return x * self.weights
+
+
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
         ({"fn": 3}, TypeError, "`fn` must be a function of arrays, not 3"),
         ({"backward": 3}, TypeError, "`backward` must be a function of arrays or a kernel, not 3"),
+        ({"fn": Weighted(jnp.ones(3))}, TypeError, "`fn` must be hashable, .* pass its arrays as operands"),
+        ({"backward": Weighted(jnp.ones(3))}, TypeError, "`backward` must be hashable, .* pass its arrays as operands"),
+        ({"flops": Weighted(jnp.ones(3))}, TypeError, "`flops` must be hashable"),
+        ({"rule": "k -> k", "need_replication": 3}, TypeError, "`need_replication` must be names of factors, .* not 3"),
+        ({"rule": "k -> k", "need_replication": [3]}, TypeError, r"`need_replication` must be .* not \[3\]"),
+        ({"rule": "k -> ", "reduction": "k"}, TypeError, "`reduction` must be a dictionary from .* not 'k'"),
+        ({"rule": "k -> ", "reduction": {"k": ["sum"]}}, TypeError, r"`reduction` must .* not {'k': \['sum'\]}"),
+        ({"rule": "k -> ", "reduction": {3: "sum"}}, TypeError, "`reduction` must be .* not {3: 'sum'}"),
         ({"flops": -1.0}, ValueError, "`flops` of kernel 'sin' must be finite and not negative, not -1.0"),
         (
             {"flops": "many"},
@@ -277,7 +297,8 @@ def test_declarations_that_are_refused(arguments, error, message):
     ids=["none", "nan", "negative", "huge"],
 )
 def test_prices_by_functions_that_are_refused(argument, price, error, message):
-    priced = diffshard.kernel(jnp.sin, "n -> n", name="priced", **{argument: lambda x: price})
+    prices: Any = {argument: lambda x: price}
+    priced = diffshard.kernel(jnp.sin, "n -> n", name="priced", **prices)
     for fn, x in ((lambda x: priced(x), array(8)), (jax.vmap(priced), array(4, 8))):
         with pytest.raises(error, match=f"`{argument}` of kernel 'priced' {message}"):
             space_of(fn, x).problem  # noqa: B018

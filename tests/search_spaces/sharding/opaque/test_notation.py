@@ -28,6 +28,12 @@ def test_a_brackets_factors_follow_from_other_arrays():
     assert rule.result_shapes([(2, 8, 8), (2, 2, 8)], {}) == [(2, 8, 8)]
 
 
+def test_brackets_may_have_factors_of_size_zero():
+    assert parse_rule("(a b), a -> b").sizes([(0,), (3,)]) == {"a": 3, "b": 0}
+    assert parse_rule("(a b), a, b -> b").sizes([(0,), (0,), (5,)]) == {"a": 0, "b": 5}
+    assert parse_rule("(a b), (b c), a, c -> b").sizes([(0,), (10,), (0,), (2,)]) == {"a": 0, "b": 5, "c": 2}
+
+
 def test_dots_stand_for_any_number_of_dimensions():
     rule = parse_rule("... d, d -> ... d", whole="d")
     whole = rule.rule([(2, 3, 4), (4,)], [(2, 3, 4)])
@@ -82,6 +88,8 @@ def test_a_rule_is_a_string():
             r"'m' has one size everywhere, but it is 8 elsewhere and 4 in dimension 0 of res",
         ),
         ("(a b) -> a", [(8,)], [], r"does not say the sizes of \['a', 'b'\] in dimension 0 of operand 0"),
+        ("(a b), a -> b", [(0,), (0,)], [], r"does not say the sizes of \['b'\] .*, of another size than 0"),
+        ("(a b), a -> b", [(8,), (0,)], [], r"into \{'a': 0\}, which does not give 8"),
         ("(a b), a -> b", [(8,), (3,)], [], "divides dimension 0 of operand 0, of shape"),
         ("... m, ... m -> m", [(8, 2), (8, 8, 2)], [], r"\{'operand 0': 1, 'operand 1': 2\}"),
     ],
