@@ -172,6 +172,11 @@ def _transfers(
     for vertex, strategy in strategies:
         for value, steps in zip(vertex.results, strategy.reductions, strict=True):
             add(steps, value, vertex.reduction_weight, vertex.index, vertex.index)
+        for collective, link_s, waited_s in costs.own_collectives(vertex, strategy):
+            seconds = vertex.weight * waited_s, vertex.weight * link_s
+            kind, axis, num_bytes, count, _ = collective
+            places = (vertex.index,) * 4
+            transfers.append(Transfer(kind, axis_names[axis], num_bytes, count * vertex.weight, *seconds, *places))
     for edge in edges:
         if edge.node != edge.reader:
             source = nodes[edge.node].strategies[choice[edge.node]].results[edge.result]

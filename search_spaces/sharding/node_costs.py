@@ -8,11 +8,12 @@ import numpy as np
 from cost.base import Hardware
 from cost.compute import equation_dtype, equation_flops, roofline_s
 from search_spaces.partition_specs import IndexedSpec
-from search_spaces.sharding.base import Node, ShardingStrategy
+from search_spaces.sharding.base import Node, ReshardStep, ShardingStrategy
 from search_spaces.sharding.fusion import PICKS
 from search_spaces.sharding.graph import Operand, Value, Vertex
 from search_spaces.sharding.kernels import Kernels
-from search_spaces.sharding.opaque.operations import local_work, opaque_of
+from search_spaces.sharding.opaque.operations import local_work, opaque_of, own_collectives
+from search_spaces.sharding.opaque.own_collectives import PricedCollective, priced
 from search_spaces.sharding.reshard_costs import CollectiveShares, ReshardCosts
 from search_spaces.sharding.spec import local_bytes
 
@@ -74,7 +75,7 @@ class NodeCosts:
         return node_costs_s
 
     def node_s(self, node: Node, compute_share: float = 1.0) -> np.ndarray:
-        """Returns the node cost `[S_v]`: the sum of the three terms below; a hub costs nothing itself.
+        """Returns the node cost `[S_v]`: the sum of the four terms below; a hub costs nothing itself.
 
         Args:
           node: of the space.
@@ -84,7 +85,7 @@ class NodeCosts:
             return np.zeros(len(node.strategies))
         vertex, strategies = node.vertex, node.strategies
         local = compute_share * self.compute_s(vertex, strategies) + self.preference_s(vertex, strategies)
-        return local + np.array([self.reduction_s(vertex, s) for s in strategies])
+        return local + np.array([self.reduction_s(vertex, s) + self._own_collectives_s(vertex, s) for s in strategies])
 
     def compute_s(self, vertex: Vertex, strategies: Sequence[ShardingStrategy]) -> np.ndarray:
         """Returns the seconds of one device's arithmetic and memory traffic in one step, `[strategies]`."""
@@ -129,6 +130,20 @@ class NodeCosts:
             for step in steps:
                 seconds += exposed * self.reshard_costs.step_s(step, value.num_bytes, latency_share)
         return seconds * vertex.reduction_weight
+
+    def own_collectives(self, vertex: Vertex, strategy: ShardingStrategy) -> list[PricedCollective]:
+        """Returns what an opaque operation sends itself, with its seconds in one run."""
+        collectives = own_collectives(vertex, strategy, self.reshard_costs.axis_names, self.axis_sizes)
+        if not collectives:
+            return []
+        return priced(
+            collectives,
+            self._opaque_s(vertex, strategy),
+            lambda c: self.reshard_costs.step_s(ReshardStep(c.kind, c.axis, 1.0, ()), c.num_bytes),
+        )
+
+    def _own_collectives_s(self, vertex: Vertex, strategy: ShardingStrategy) -> float:
+        return vertex.weight * sum(c.waited_s for c in self.own_collectives(vertex, strategy))
 
     def preference_s(self, vertex: Vertex, strategies: Sequence[ShardingStrategy]) -> np.ndarray:
         """Returns a thousandth of the time to read what an argument stores, `[strategies]`; it decides between equals.

@@ -158,8 +158,12 @@ class _StrategiesOnMesh:
             return [only_strategy]
         if rule is None:
             return [replicated_strategy([rank_of(o) for o in vertex.operands], [len(r.shape) for r in vertex.results])]
-        strategies = strategies_of_rule(rule, self.axes, self.kinds_of(vertex))
-        if not self.as_program and opaque_of(vertex) is None:
+        kinds, opaque = self.kinds_of(vertex), opaque_of(vertex)
+        strategies = strategies_of_rule(rule, self.axes, kinds)
+        if opaque is not None and vertex.equation is not None:
+            for other in opaque.more_rules(vertex.equation):
+                strategies = tuple(dict.fromkeys((*strategies, *strategies_of_rule(other, self.axes, kinds))))
+        if not self.as_program and opaque is None:
             return strategies
         return [s for s in strategies if not runs_whole(vertex, s, self.axes.sizes)]
 

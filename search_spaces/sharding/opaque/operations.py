@@ -12,8 +12,9 @@ from cost.base import Work
 from search_spaces.replay import bind
 from search_spaces.sharding.base import Rule, ShardingStrategy
 from search_spaces.sharding.graph import Value, Vertex
-from search_spaces.sharding.opaque.cudnn import BACKWARD, FORWARD, rule_of_attention, run_attention, work_of_attention
+from search_spaces.sharding.opaque.cudnn import BACKWARD, FORWARD, rule_of_attention
 from search_spaces.sharding.opaque.kernel import Kernel
+from search_spaces.sharding.opaque.own_collectives import OwnCollective
 from search_spaces.sharding.opaque.pallas import name_of_call, rule_of_call, run_call, work_of_call
 from search_spaces.sharding.opaque.partitioning import (
     name_of_partitioning,
@@ -22,6 +23,7 @@ from search_spaces.sharding.opaque.partitioning import (
     work_of_partitioning,
 )
 from search_spaces.sharding.opaque.parts import Parts
+from search_spaces.sharding.opaque.ring import ring_collectives, ring_rules, run_attention, work_of_parts
 from search_spaces.sharding.spec import parts_of
 from search_spaces.sources import user_source
 
@@ -36,6 +38,8 @@ class OpaqueOperation(NamedTuple):
         raises an error where it does not accept such parts.
       combine: of an equation, what combines its partial results.
       name: of an equation, for a reader of a plan.
+      more_rules: of an equation, other rules by which it runs on parts, with collectives of its own.
+      collectives: of an equation and how its arrays are split, the collectives that it runs itself.
     """
 
     rule: Callable[[core.JaxprEqn], Rule | None]
@@ -43,6 +47,8 @@ class OpaqueOperation(NamedTuple):
     run: Callable[[core.JaxprEqn, Sequence[Any], Parts], Sequence[Any]]
     combine: Callable[[core.JaxprEqn], str]
     name: Callable[[core.JaxprEqn], str]
+    more_rules: Callable[[core.JaxprEqn], Sequence[Rule]] = lambda equation: ()
+    collectives: Callable[[core.JaxprEqn, Parts], Sequence[OwnCollective]] = lambda equation, parts: ()
 
 
 def _kernel(equation: core.JaxprEqn) -> Kernel:
@@ -60,7 +66,13 @@ def _bind(equation: core.JaxprEqn, operands: Sequence[Any], parts: Parts) -> Seq
 
 
 _ATTENTION = OpaqueOperation(
-    rule_of_attention, work_of_attention, run_attention, lambda e: "sum", lambda e: "cuDNN's attention"
+    rule_of_attention,
+    work_of_parts,
+    run_attention,
+    lambda e: "sum",
+    lambda e: "cuDNN's attention",
+    ring_rules,
+    ring_collectives,
 )
 OPAQUE: dict[str, OpaqueOperation] = {
     "kernel": OpaqueOperation(
@@ -116,6 +128,16 @@ def local_work(vertex: Vertex, strategy: ShardingStrategy, axis_sizes: tuple[int
     assert vertex.equation is not None
     operands = local_operands(vertex, strategy, axis_sizes)
     return opaque.work(vertex.equation, operands, 1.0 / strategy.parts)
+
+
+def own_collectives(
+    vertex: Vertex, strategy: ShardingStrategy, axis_names: tuple[str, ...], axis_sizes: tuple[int, ...]
+) -> Sequence[OwnCollective]:
+    """Returns the collectives that an operation runs itself with a strategy; only some opaque ones have any."""
+    opaque = opaque_of(vertex)
+    if opaque is None or vertex.equation is None:
+        return ()
+    return opaque.collectives(vertex.equation, Parts(strategy.operands, strategy.unreduced, axis_names, axis_sizes))
 
 
 def can_split(vertex: Vertex, strategy: ShardingStrategy, axis_sizes: tuple[int, ...]) -> bool:

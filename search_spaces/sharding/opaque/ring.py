@@ -1,0 +1,301 @@
+"""Ring attention: queries and keys are split over their sequence along the same mesh axis, and keys go round.
+
+Each device has a part of the sequence. In the first round its queries attend to its own keys; before each further round
+every device hands its keys and values on to the next, while it still computes with them. The outputs of the rounds are
+merged by the logarithms of their sums of exponentials, so that nothing is approximated. In the backward the gradients
+of keys and values go round with them, in float32, and arrive at home after the last round.
+
+Under a causal mask the first device would see one part of the keys and the last one all. So the sequence is cut into 2n
+chunks for n devices, and device i computes with chunks i and 2n - 1 - i: every round then has the same arithmetic on
+each device. The layout of a plan stays as it is: chunks change places on the way into the operation and out of it.
+
+Source: Liu, Zaharia, Abbeel, "Ring Attention with Blockwise Transformers for Near-Infinite Context" (2023); the order
+of chunks is that of Brandon et al., "Striped Attention" (2023), as others run it with chunks ("zigzag").
+"""
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend import core
+
+from cost.base import Work
+from search_spaces.sharding.base import Rule
+from search_spaces.sharding.opaque.attention import attend, is_causal, sequence_dimension
+from search_spaces.sharding.opaque.cudnn import FORWARD, named_rule, work_of_attention
+from search_spaces.sharding.opaque.notation import NamedDimensions, NamedRule
+from search_spaces.sharding.opaque.own_collectives import OwnCollective
+from search_spaces.sharding.opaque.parts import Parts
+from search_spaces.sharding.spec import parts_of
+
+_SEQUENCE = "sequence"
+_SUM_BYTES = 4  # of an element of the float32 sums in which gradients go round
+
+
+def ring_rules(equation: core.JaxprEqn) -> tuple[Rule, ...]:
+    """Returns the rule by which queries and keys are split alike over their sequence; none where a ring cannot run.
+
+    A ring takes plain attention of as many queries as keys: without bias, dropout, lengths or a window, causal or not.
+    """
+    params, operands = equation.params, [tuple(v.aval.shape) for v in equation.invars]
+    dim = sequence_dimension(equation)
+    is_plain = all(shape == (0,) for shape in operands[3:10])
+    is_masked_simply = str(params["mask_type"]).rsplit(".", 1)[-1] in ("NO_MASK", "CAUSAL")
+    has_one_length = operands[0][dim] == operands[1][dim]
+    if not (is_plain and is_masked_simply and has_one_length) or params["dropout_rate"]:
+        return ()
+    if params["sliding_window_length"]:
+        return ()
+    rule = named_rule(equation)
+
+    def renamed(dimensions: NamedDimensions) -> NamedDimensions:
+        return tuple((_SEQUENCE,) if names in (("query",), ("key",)) else names for names in dimensions)
+
+    ring = NamedRule(
+        tuple(map(renamed, rule.operands)),
+        tuple(map(renamed, rule.results)),
+        rule.reduction,
+        rule.whole - {"query", "key"},
+    )
+    return (ring.rule(operands, [tuple(v.aval.shape) for v in equation.outvars]),)
+
+
+def ring_axis(equation: core.JaxprEqn, parts: Parts) -> int | None:
+    """Returns the mesh axis along which keys go round; None where they do not.
+
+    Raises:
+      ValueError: the sequence is split over several axes.
+    """
+    dim = sequence_dimension(equation)
+    axes = set(parts.operands[0][dim]) & set(parts.operands[1][dim])
+    if len(axes) > 1:
+        raise ValueError("a sequence that is split over several mesh axes: a ring goes along one")
+    return axes.pop() if axes else None
+
+
+def work_of_parts(equation: core.JaxprEqn, operands: Sequence[jax.ShapeDtypeStruct], share: float) -> Work:
+    """Returns what one device does; in a ring the same products in rounds, in each of which all parts are read."""
+    dim = sequence_dimension(equation)
+    whole, local = (x.shape[dim] for x in (equation.invars[1].aval, operands[1]))  # pyright: ignore[reportAttributeAccessIssue]
+    work = work_of_attention(equation, operands, share)
+    rounds = whole // local
+    return Work(rounds * work.flops, rounds * work.num_bytes, work.dtype)
+
+
+def ring_collectives(equation: core.JaxprEqn, parts: Parts) -> list[OwnCollective]:
+    """Returns what a device sends: keys and values beside each round but the last, and their gradients."""
+    axis = ring_axis(equation, parts)
+    if axis is None:
+        return []
+    num_devices = parts.axis_sizes[axis]
+
+    def sizes(variables: Sequence[Any], specs: Sequence[Any]) -> list[tuple[float, int]]:
+        pairs = [(v.aval, parts_of(spec, parts.axis_sizes)) for v, spec in zip(variables, specs, strict=True)]
+        return [(prod(x.shape) / prod(split), x.dtype.itemsize) for x, split in pairs]
+
+    operands, results = sizes(equation.invars, parts.operands), sizes(equation.outvars, parts.results)
+
+    def permute(num_bytes: float, count: int, *, is_beside: bool) -> OwnCollective:
+        return OwnCollective("collective_permute", axis, num_bytes, count, is_beside)
+
+    moved = [permute(n * itemsize, num_devices - 1, is_beside=True) for n, itemsize in operands[1:3]]
+    if equation.primitive.name != FORWARD:
+        for n, _ in results[1:3]:
+            moved.append(permute(n * _SUM_BYTES, num_devices - 1, is_beside=True))
+            moved.append(permute(n * _SUM_BYTES, 1, is_beside=False))
+    if is_causal(equation):
+        exchanged = [*operands[:3], *operands[10:], *results]
+        moved += [permute(n * itemsize / 2, 2, is_beside=False) for n, itemsize in exchanged]
+    return moved
+
+
+def run_attention(equation: core.JaxprEqn, operands: Sequence[Any], parts: Parts) -> list[Any]:
+    """Runs attention on one device's parts, as a ring where queries and keys are split over their sequence.
+
+    Raises:
+      ValueError: the parts do not divide into the chunks of a causal ring, or several axes split the sequence.
+    """
+    axis = ring_axis(equation, parts)
+    if axis is None:
+        return attend(equation, operands)
+    ring = _Ring(equation, parts.axis_names[axis], parts.axis_sizes[axis])
+    if is_causal(equation) and operands[0].shape[ring.dim] % 2:
+        raise ValueError("parts of an odd length, which do not divide into the two chunks of a causal ring")
+    run = _forward if equation.primitive.name == FORWARD else _backward
+    return run(ring, operands)
+
+
+class _Ring(NamedTuple):
+    """A device's place among those along which keys go round.
+
+    Attributes:
+      equation: of the forward or backward.
+      name: of the mesh axis.
+      size: its number of devices.
+    """
+
+    equation: core.JaxprEqn
+    name: str
+    size: int
+
+    @property
+    def dim(self) -> int:
+        """The dimension of the sequence in queries, keys and values."""
+        return sequence_dimension(self.equation)
+
+    def next(self, arrays: Sequence[Any]) -> list[Any]:
+        """Hands arrays on to the next device."""
+        pairs = [(i, (i + 1) % self.size) for i in range(self.size)]
+        return [lax.ppermute(x, self.name, pairs) for x in arrays]
+
+    def has_earlier_keys(self, number: int) -> Any:
+        """Tells whether the keys of a round come from an earlier place than the device's own."""
+        return lax.axis_index(self.name) >= number
+
+    def into_chunks(self, array: Any, dim: int) -> Any:
+        """Gives device i, which has chunks 2i and 2i + 1, chunks i and 2n - 1 - i."""
+        even, odd = jnp.split(array, 2, dim)
+        even = lax.ppermute(even, self.name, [(i, self._holder(2 * i)) for i in range(self.size)])
+        odd = lax.ppermute(odd, self.name, [(i, self._holder(2 * i + 1)) for i in range(self.size)])
+        is_even = lax.axis_index(self.name) % 2 == 0
+        return jnp.concatenate([jnp.where(is_even, even, odd), jnp.where(is_even, odd, even)], dim)
+
+    def out_of_chunks(self, array: Any, dim: int) -> Any:
+        """Undoes `into_chunks`."""
+        low, high = jnp.split(array, 2, dim)
+        is_even = lax.axis_index(self.name) % 2 == 0
+        even, odd = jnp.where(is_even, low, high), jnp.where(is_even, high, low)
+        even = lax.ppermute(even, self.name, [(self._holder(2 * i), i) for i in range(self.size)])
+        odd = lax.ppermute(odd, self.name, [(self._holder(2 * i + 1), i) for i in range(self.size)])
+        return jnp.concatenate([even, odd], dim)
+
+    def _holder(self, chunk: int) -> int:
+        """Returns the device that computes with a chunk."""
+        return min(chunk, 2 * self.size - 1 - chunk)
+
+    def attend(self, operands: Sequence[Any], mask: str) -> list[Any]:
+        """Runs the forward or backward on some parts with a mask of its own."""
+        first, rest = list(operands[:3]), list(operands[3:])
+        empty = [jnp.zeros(v.aval.shape, v.aval.dtype) for v in self.equation.invars[3:10]]
+        parameters: dict[str, Any] = {"mask_type": type(self.equation.params["mask_type"])[mask]}
+        if self.equation.primitive.name == FORWARD:
+            parameters["is_training"] = True  # for the statistics
+        return attend(self.equation, [*first, *empty, *rest], **parameters)
+
+
+def _forward(ring: _Ring, operands: Sequence[Any]) -> list[Any]:
+    query, *moved = operands[:3]
+    if not is_causal(ring.equation):
+        partial = _Partial(ring, *ring.attend([query, *moved], "NO_MASK"))
+        for _ in range(1, ring.size):
+            moved = ring.next(moved)
+            partial = partial.merge(*ring.attend([query, *moved], "NO_MASK"))
+        results = partial.results(query.dtype)
+        return results[: len(ring.equation.outvars)]
+    query, *moved = (ring.into_chunks(x, ring.dim) for x in operands[:3])
+    low, high = _Partial(ring, *ring.attend([query, *moved], "CAUSAL")).chunks()
+    for number in range(1, ring.size):
+        moved = ring.next(moved)
+        is_earlier = ring.has_earlier_keys(number)
+        pairs = _pairs_of_chunks(ring, [query], moved, is_earlier)
+        outs = ring.attend(pairs, "NO_MASK")
+        (out, statistics), (other_out, other_statistics) = zip(*(jnp.split(x, 2) for x in outs), strict=True)
+        unseen = jnp.full_like(other_statistics, -jnp.inf)
+        low = low.merge(other_out, jnp.where(is_earlier, other_statistics, unseen))
+        high = high.merge(out, statistics).merge(other_out, jnp.where(is_earlier, unseen, other_statistics))
+    results = [jnp.concatenate(pair, d) for pair, d in zip(zip(low[1:], high[1:], strict=True), (ring.dim, 2), strict=True)]
+    results = [results[0].astype(query.dtype), results[1]][: len(ring.equation.outvars)]
+    return [ring.out_of_chunks(x, d) for x, d in zip(results, (ring.dim, 2), strict=False)]
+
+
+class _Partial(NamedTuple):
+    """Attention to some of the keys.
+
+    Attributes:
+      ring: the ring.
+      out: the output in float32, or as it came.
+      statistics: the logarithm of each query's sum of exponentials, `[batch, heads, queries]`.
+    """
+
+    ring: _Ring
+    out: Any
+    statistics: Any
+
+    def merge(self, out: Any, statistics: Any) -> "_Partial":
+        """Returns attention to the keys of both."""
+        both = jnp.logaddexp(self.statistics, statistics)
+        shares = [jnp.exp(x - both)[..., None] for x in (self.statistics, statistics)]
+        if self.ring.dim == 1:
+            shares = [x.swapaxes(1, 2) for x in shares]
+        merged = shares[0] * self.out.astype(jnp.float32) + shares[1] * out.astype(jnp.float32)
+        return _Partial(self.ring, merged, both)
+
+    def chunks(self) -> "tuple[_Partial, _Partial]":
+        """Returns attention of the first and of the second half of the queries."""
+        outs, statistics = jnp.split(self.out, 2, self.ring.dim), jnp.split(self.statistics, 2, 2)
+        return _Partial(self.ring, outs[0], statistics[0]), _Partial(self.ring, outs[1], statistics[1])
+
+    def results(self, dtype: Any) -> list[Any]:
+        """Returns the output in a type, and the statistics."""
+        return [self.out.astype(dtype), self.statistics]
+
+
+def _pairs_of_chunks(ring: _Ring, of_queries: Sequence[Any], moved: Sequence[Any], is_earlier: Any) -> list[Any]:
+    """Returns queries and keys of two pairs of chunks that attend without a mask, one after the other in the batch.
+
+    The second chunk of the queries is after the first one of all keys. Earlier keys have a first chunk that the first
+    chunk of the queries sees as well; of later keys the second chunk is before that of the queries.
+    """
+    low_queries, high_queries = zip(*(jnp.split(x, 2, d) for x, d in _with_dims(ring, of_queries)), strict=True)
+    low_keys, high_keys = zip(*(jnp.split(x, 2, ring.dim) for x in moved), strict=True)
+    queries = [
+        jnp.concatenate([high, jnp.where(is_earlier, low, high)])
+        for low, high in zip(low_queries, high_queries, strict=True)
+    ]
+    keys = [
+        jnp.concatenate([low, jnp.where(is_earlier, low, high)]) for low, high in zip(low_keys, high_keys, strict=True)
+    ]
+    return [queries[0], *keys, *queries[1:]]
+
+
+def _with_dims(ring: _Ring, of_queries: Sequence[Any]) -> list[tuple[Any, int]]:
+    """Returns arrays with the dimension of their queries: statistics have three dimensions, all others four."""
+    return [(x, 2 if x.ndim == 3 else ring.dim) for x in of_queries]
+
+
+def _backward(ring: _Ring, operands: Sequence[Any]) -> list[Any]:
+    of_queries, moved = [operands[0], *operands[10:13]], list(operands[1:3])
+    if is_causal(ring.equation):
+        of_queries = [ring.into_chunks(x, d) for x, d in _with_dims(ring, of_queries)]
+        moved = [ring.into_chunks(x, ring.dim) for x in moved]
+    mask = "CAUSAL" if is_causal(ring.equation) else "NO_MASK"
+    gradients = ring.attend([of_queries[0], *moved, *of_queries[1:]], mask)
+    of_query, *of_keys = (x.astype(jnp.float32) for x in gradients)
+    for number in range(1, ring.size):
+        moved, of_keys = ring.next(moved), ring.next(of_keys)
+        if mask == "CAUSAL":
+            added = _causal_gradients(ring, of_queries, moved, ring.has_earlier_keys(number))
+        else:
+            added = [x.astype(jnp.float32) for x in ring.attend([of_queries[0], *moved, *of_queries[1:]], mask)]
+        of_query += added[0]
+        of_keys = [x + y for x, y in zip(of_keys, added[1:], strict=True)]
+    results = [of_query, *ring.next(of_keys)]
+    results = [x.astype(operand.dtype) for x, operand in zip(results, operands, strict=False)]
+    return [ring.out_of_chunks(x, ring.dim) for x in results] if mask == "CAUSAL" else results
+
+
+def _causal_gradients(ring: _Ring, of_queries: Sequence[Any], moved: Sequence[Any], is_earlier: Any) -> list[Any]:
+    """Returns the gradients of queries, keys and values in a round, of which each pair of chunks gives a part."""
+    gradients = ring.attend(_pairs_of_chunks(ring, of_queries, moved, is_earlier), "NO_MASK")
+    (query, other_query), *keys = (jnp.split(x.astype(jnp.float32), 2) for x in gradients)
+    zero = jnp.zeros_like(other_query)
+    low_and_high = [jnp.where(is_earlier, other_query, zero), query + jnp.where(is_earlier, zero, other_query)]
+    added = [jnp.concatenate(low_and_high, ring.dim)]
+    for key, other_key in keys:
+        zero = jnp.zeros_like(other_key)
+        low_and_high = [key + jnp.where(is_earlier, other_key, zero), jnp.where(is_earlier, zero, other_key)]
+        added.append(jnp.concatenate(low_and_high, ring.dim))
+    return added
