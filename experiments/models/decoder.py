@@ -41,7 +41,8 @@ def rotary(x: jax.Array) -> jax.Array:
     return rotated.astype(x.dtype)
 
 
-def _dense(features: Any, name: str, axis: Any = -1) -> nn.DenseGeneral:
+def dense(features: Any, name: str, axis: Any = -1) -> nn.DenseGeneral:
+    """Makes a dense layer that computes in bfloat16."""
     return nn.DenseGeneral(features, axis=axis, use_bias=False, dtype=jnp.bfloat16, name=name)
 
 
@@ -59,16 +60,16 @@ class Attention(nn.Module):
         """Mixes positions; heads are `[groups, queries of a group]`."""
         sizes, (batch, length, width) = self.sizes, x.shape
         head = width // sizes.heads
-        query = named(_dense((sizes.heads, head), "query")(x), ("batch", "sequence", "heads", "head"))
-        key = named(_dense((sizes.groups, head), "key")(x), ("batch", "sequence", "key_value_heads", "head"))
-        value = named(_dense((sizes.groups, head), "value")(x), ("batch", "sequence", "key_value_heads", "head"))
+        query = named(dense((sizes.heads, head), "query")(x), ("batch", "sequence", "heads", "head"))
+        key = named(dense((sizes.groups, head), "key")(x), ("batch", "sequence", "key_value_heads", "head"))
+        value = named(dense((sizes.groups, head), "value")(x), ("batch", "sequence", "key_value_heads", "head"))
         query = rotary(query).reshape(batch, length, sizes.groups, sizes.heads // sizes.groups, head)
         scores = jnp.einsum("blgqh,bsgh->bgqls", query, rotary(key)).astype(jnp.float32) / head**0.5
         causal = jnp.tril(jnp.ones((length, length), bool))
         weights = jax.nn.softmax(jnp.where(causal, scores, jnp.finfo(scores.dtype).min), axis=-1).astype(x.dtype)
         mixed = jnp.einsum("bgqls,bsgh->blgqh", weights, value).reshape(batch, length, sizes.heads, head)
         mixed = named(mixed, ("batch", "sequence", "heads", "head"))
-        return _dense(width, "out", axis=(-2, -1))(mixed)
+        return dense(width, "out", axis=(-2, -1))(mixed)
 
 
 class FeedForward(nn.Module):
@@ -80,9 +81,9 @@ class FeedForward(nn.Module):
     def __call__(self, x):
         """Applies the three matrices to each position."""
         inside = ("batch", "sequence", "hidden")
-        gate = named(_dense(self.sizes.hidden, "swish")(x), inside)
-        hidden = nn.silu(gate) * named(_dense(self.sizes.hidden, "up")(x), inside)
-        return _dense(self.sizes.width, "down")(hidden)
+        gate = named(dense(self.sizes.hidden, "swish")(x), inside)
+        hidden = nn.silu(gate) * named(dense(self.sizes.hidden, "up")(x), inside)
+        return dense(self.sizes.width, "down")(hidden)
 
 
 class Block(nn.Module):
@@ -90,12 +91,13 @@ class Block(nn.Module):
 
     sizes: Sizes
     feed_forward: type[nn.Module] = FeedForward
+    attention: type[nn.Module] = Attention
 
     @nn.compact
     def __call__(self, x):
         """Applies the layer."""
         stream = ("batch", "sequence", "width")
-        x = named(x + Attention(self.sizes, name="attention")(_norm("attention_norm")(x)), stream)
+        x = named(x + self.attention(self.sizes, name="attention")(_norm("attention_norm")(x)), stream)
         feed_forward = self.feed_forward(self.sizes, name="feed_forward")
         return named(x + feed_forward(_norm("feed_forward_norm")(x)), stream)
 
@@ -113,7 +115,7 @@ class Decoder(nn.Module):
         embed = nn.Embed(self.sizes.vocabulary, self.sizes.width, dtype=jnp.bfloat16, name="embed")
         x = named(embed(tokens), ("batch", "sequence", "width"))
         x = _norm("final_norm")(self.stack(nn.remat(self.block), self.sizes, x))
-        logits = named(_dense(self.sizes.vocabulary, "head")(x), ("batch", "sequence", "vocabulary"))
+        logits = named(dense(self.sizes.vocabulary, "head")(x), ("batch", "sequence", "vocabulary"))
         return logits.astype(jnp.float32)
 
 

@@ -209,9 +209,9 @@ def _types(vertex: Vertex, operands: Sequence[jax.ShapeDtypeStruct], parts: Part
         return []
 
     replicated = (PartitionSpec(),) * len(operands)
-    jax.eval_shape(
-        jax.shard_map(on_one_device, mesh=mesh, in_specs=replicated, out_specs=[], check_vma=False), *operands
-    )
+    on_each = jax.shard_map(on_one_device, mesh=mesh, in_specs=replicated, out_specs=[], check_vma=False)
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):  # a program for each device asks inside of its own mesh
+        jax.eval_shape(on_each, *operands)
     return types
 
 
