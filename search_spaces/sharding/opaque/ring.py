@@ -151,6 +151,13 @@ class _Ring(NamedTuple):
         pairs = [(i, (i + 1) % self.size) for i in range(self.size)]
         return [lax.ppermute(x, self.name, pairs) for x in arrays]
 
+    def end_round(self, computed: Any, arrived: Any) -> Any:
+        """Returns both arrays and lists of a round once all of it has ended.
+
+        Without it XLA would send all parts of the keys before it computes with the first, and keep them in memory.
+        """
+        return lax.optimization_barrier((computed, arrived))
+
     def has_earlier_keys(self, number: int) -> Any:
         """Tells whether the keys of a round come from an earlier place than the device's own."""
         return lax.axis_index(self.name) >= number
@@ -188,59 +195,60 @@ class _Ring(NamedTuple):
 
 def _forward(ring: _Ring, operands: Sequence[Any]) -> list[Any]:
     query, *moved = operands[:3]
-    if not is_causal(ring.equation):
-        partial = _Partial(ring, *ring.attend([query, *moved], "NO_MASK"))
-        for _ in range(1, ring.size):
-            moved = ring.next(moved)
-            partial = partial.merge(*ring.attend([query, *moved], "NO_MASK"))
-        results = partial.results(query.dtype)
-        return results[: len(ring.equation.outvars)]
-    query, *moved = (ring.into_chunks(x, ring.dim) for x in operands[:3])
-    low, high = _Partial(ring, *ring.attend([query, *moved], "CAUSAL")).chunks()
+    if is_causal(ring.equation):
+        query, *moved = (ring.into_chunks(x, ring.dim) for x in operands[:3])
+        parts = list(_Partial(*ring.attend([query, *moved], "CAUSAL")).chunks(ring.dim))
+    else:
+        parts = [_Partial(*ring.attend([query, *moved], "NO_MASK"))]
     for number in range(1, ring.size):
-        moved = ring.next(moved)
-        is_earlier = ring.has_earlier_keys(number)
-        pairs = _pairs_of_chunks(ring, [query], moved, is_earlier)
-        outs = ring.attend(pairs, "NO_MASK")
-        (out, statistics), (other_out, other_statistics) = zip(*(jnp.split(x, 2) for x in outs), strict=True)
-        unseen = jnp.full_like(other_statistics, -jnp.inf)
-        low = low.merge(other_out, jnp.where(is_earlier, other_statistics, unseen))
-        high = high.merge(out, statistics).merge(other_out, jnp.where(is_earlier, unseen, other_statistics))
-    results = [jnp.concatenate(pair, d) for pair, d in zip(zip(low[1:], high[1:], strict=True), (ring.dim, 2), strict=True)]
-    results = [results[0].astype(query.dtype), results[1]][: len(ring.equation.outvars)]
-    return [ring.out_of_chunks(x, d) for x, d in zip(results, (ring.dim, 2), strict=False)]
+        parts, moved = ring.end_round(parts, ring.next(moved))
+        if is_causal(ring.equation):
+            parts = _with_pairs(ring, parts, query, moved, ring.has_earlier_keys(number))
+        else:
+            parts = [parts[0].merge(*ring.attend([query, *moved], "NO_MASK"), ring.dim)]
+    out = jnp.concatenate([part.out for part in parts], ring.dim).astype(query.dtype)
+    results = [(out, ring.dim), (jnp.concatenate([part.statistics for part in parts], 2), 2)]
+    results = results[: len(ring.equation.outvars)]
+    return [ring.out_of_chunks(x, d) if is_causal(ring.equation) else x for x, d in results]
+
+
+def _with_pairs(
+    ring: _Ring, parts: "Sequence[_Partial]", query: Any, moved: Sequence[Any], is_earlier: Any
+) -> "list[_Partial]":
+    """Merges a round of a causal ring into the outputs of the low and the high chunk of queries."""
+    outs = ring.attend(_pairs_of_chunks(ring, [query], moved, is_earlier), "NO_MASK")
+    (out, statistics), (other_out, other_statistics) = zip(*(jnp.split(x, 2) for x in outs), strict=True)
+    unseen = jnp.full_like(other_statistics, -jnp.inf)
+    low, high = parts
+    low = low.merge(other_out, jnp.where(is_earlier, other_statistics, unseen), ring.dim)
+    high = high.merge(out, statistics, ring.dim)
+    return [low, high.merge(other_out, jnp.where(is_earlier, unseen, other_statistics), ring.dim)]
 
 
 class _Partial(NamedTuple):
     """Attention to some of the keys.
 
     Attributes:
-      ring: the ring.
-      out: the output in float32, or as it came.
+      out: the output, in float32 once it is merged.
       statistics: the logarithm of each query's sum of exponentials, `[batch, heads, queries]`.
     """
 
-    ring: _Ring
     out: Any
     statistics: Any
 
-    def merge(self, out: Any, statistics: Any) -> "_Partial":
-        """Returns attention to the keys of both."""
+    def merge(self, out: Any, statistics: Any, dim: int) -> "_Partial":
+        """Returns attention to these keys and to others; `dim` is the dimension of queries in outputs."""
         both = jnp.logaddexp(self.statistics, statistics)
         shares = [jnp.exp(x - both)[..., None] for x in (self.statistics, statistics)]
-        if self.ring.dim == 1:
+        if dim == 1:
             shares = [x.swapaxes(1, 2) for x in shares]
         merged = shares[0] * self.out.astype(jnp.float32) + shares[1] * out.astype(jnp.float32)
-        return _Partial(self.ring, merged, both)
+        return _Partial(merged, both)
 
-    def chunks(self) -> "tuple[_Partial, _Partial]":
+    def chunks(self, dim: int) -> "tuple[_Partial, _Partial]":
         """Returns attention of the first and of the second half of the queries."""
-        outs, statistics = jnp.split(self.out, 2, self.ring.dim), jnp.split(self.statistics, 2, 2)
-        return _Partial(self.ring, outs[0], statistics[0]), _Partial(self.ring, outs[1], statistics[1])
-
-    def results(self, dtype: Any) -> list[Any]:
-        """Returns the output in a type, and the statistics."""
-        return [self.out.astype(dtype), self.statistics]
+        outs, statistics = jnp.split(self.out, 2, dim), jnp.split(self.statistics, 2, 2)
+        return _Partial(outs[0], statistics[0]), _Partial(outs[1], statistics[1])
 
 
 def _pairs_of_chunks(ring: _Ring, of_queries: Sequence[Any], moved: Sequence[Any], is_earlier: Any) -> list[Any]:
@@ -275,7 +283,8 @@ def _backward(ring: _Ring, operands: Sequence[Any]) -> list[Any]:
     gradients = ring.attend([of_queries[0], *moved, *of_queries[1:]], mask)
     of_query, *of_keys = (x.astype(jnp.float32) for x in gradients)
     for number in range(1, ring.size):
-        moved, of_keys = ring.next(moved), ring.next(of_keys)
+        (of_query, of_keys), moved = ring.end_round((of_query, of_keys), ring.next(moved))
+        of_keys = ring.next(of_keys)
         if mask == "CAUSAL":
             added = _causal_gradients(ring, of_queries, moved, ring.has_earlier_keys(number))
         else:
