@@ -77,16 +77,19 @@ def _of_factors(
     )
     yield ShardingStrategy(operands, results, parts, reductions, results)
     partial_results = [i for i, order in enumerate(axis_order) if order]
-    if rule.reduction_is_sum and len(partial_results) == 1:
+    # Several partial results are scattered alike, as the gradients of keys and values are.
+    if rule.reduction_is_sum and len({(rule.results[i], tuple(axis_order[i])) for i in partial_results}) == 1:
         i = partial_results[0]
         for steps in _scatters(results[i], _shape(rule, rule.results[i]), axis_order[i], axes):
-            scattered = _replaced(results, i, steps[-1].spec)
+            scattered = _replaced(results, partial_results, steps[-1].spec)
             if _all_in_order(scattered, kinds[len(operands) :], axes):
-                yield ShardingStrategy(operands, scattered, parts, _replaced(reductions, i, steps), results)
+                yield ShardingStrategy(
+                    operands, scattered, parts, _replaced(reductions, partial_results, steps), results
+                )
 
 
-def _replaced(entries: tuple[_T, ...], index: int, entry: _T) -> tuple[_T, ...]:
-    return (*entries[:index], entry, *entries[index + 1 :])
+def _replaced(entries: tuple[_T, ...], indices: Sequence[int], entry: _T) -> tuple[_T, ...]:
+    return tuple(entry if i in indices else before for i, before in enumerate(entries))
 
 
 def _may_split(rule: Rule, factor: int, axes: tuple[int, ...], sizes: tuple[int, ...]) -> bool:

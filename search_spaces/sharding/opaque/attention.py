@@ -96,9 +96,7 @@ def _scores(
 ) -> tuple[Any, Any]:
     """Returns the scores `[batch, heads of keys, group, queries, keys]` and which queries there are."""
     length, num_keys = query.shape[2], key.shape[2]
-    scores = params["scale"] * jnp.einsum(
-        "bngth,bnsh->bngts", _grouped(query, key.shape[1]), key.astype(jnp.float32)
-    )
+    scores = params["scale"] * jnp.einsum("bngth,bnsh->bngts", _grouped(query, key.shape[1]), key.astype(jnp.float32))
     if bias.ndim == 4:
         whole = (bias.shape[0], query.shape[1], *bias.shape[2:])
         scores = scores + _grouped(jnp.broadcast_to(bias, whole), key.shape[1])

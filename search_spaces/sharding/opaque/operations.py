@@ -12,6 +12,7 @@ from cost.base import Work
 from search_spaces.replay import bind
 from search_spaces.sharding.base import Rule, ShardingStrategy
 from search_spaces.sharding.graph import Value, Vertex
+from search_spaces.sharding.opaque.attention_parts import ring_collectives, run_attention, sequence_rules, work_of_parts
 from search_spaces.sharding.opaque.cudnn import BACKWARD, FORWARD, rule_of_attention
 from search_spaces.sharding.opaque.kernel import Kernel
 from search_spaces.sharding.opaque.own_collectives import OwnCollective
@@ -23,7 +24,6 @@ from search_spaces.sharding.opaque.partitioning import (
     work_of_partitioning,
 )
 from search_spaces.sharding.opaque.parts import Parts
-from search_spaces.sharding.opaque.ring import ring_collectives, ring_rules, run_attention, work_of_parts
 from search_spaces.sharding.spec import parts_of
 from search_spaces.sources import user_source
 
@@ -71,7 +71,7 @@ _ATTENTION = OpaqueOperation(
     run_attention,
     lambda e: "sum",
     lambda e: "cuDNN's attention",
-    ring_rules,
+    sequence_rules,
     ring_collectives,
 )
 OPAQUE: dict[str, OpaqueOperation] = {

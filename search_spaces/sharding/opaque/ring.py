@@ -8,138 +8,37 @@ of keys and values go round with them, in float32, and arrive at home after the 
 Under a causal mask the first device would see one part of the keys and the last one all. So the sequence is cut into 2n
 chunks for n devices, and device i computes with chunks i and 2n - 1 - i: every round then has the same arithmetic on
 each device. The layout of a plan stays as it is: chunks change places on the way into the operation and out of it.
+Where each device has all keys, none go round, and a causal mask needs the same chunks of queries.
 
-Source: Liu, Zaharia, Abbeel, "Ring Attention with Blockwise Transformers for Near-Infinite Context" (2023); the order
-of chunks is that of Brandon et al., "Striped Attention" (2023), as others run it with chunks ("zigzag").
+Source: Liu, Zaharia, Abbeel, "Ring Attention with Blockwise Transformers for Near-Infinite Context" (2023); the idea
+of a balanced order is that of Brandon et al., "Striped Attention" (2023); with chunks it is known as zigzag.
 """
 
 from collections.abc import Sequence
-from math import prod
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.extend import core
 
-from cost.base import Work
-from search_spaces.sharding.base import Rule
 from search_spaces.sharding.opaque.attention import attend, is_causal, sequence_dimension
-from search_spaces.sharding.opaque.cudnn import FORWARD, named_rule, work_of_attention
-from search_spaces.sharding.opaque.notation import NamedDimensions, NamedRule
-from search_spaces.sharding.opaque.own_collectives import OwnCollective
-from search_spaces.sharding.opaque.parts import Parts
-from search_spaces.sharding.spec import parts_of
-
-_SEQUENCE = "sequence"
-_SUM_BYTES = 4  # of an element of the float32 sums in which gradients go round
+from search_spaces.sharding.opaque.cudnn import FORWARD
 
 
-def ring_rules(equation: core.JaxprEqn) -> tuple[Rule, ...]:
-    """Returns the rule by which queries and keys are split alike over their sequence; none where a ring cannot run.
-
-    A ring takes plain attention of as many queries as keys: without bias, dropout, lengths or a window, causal or not.
-    """
-    params, operands = equation.params, [tuple(v.aval.shape) for v in equation.invars]
-    dim = sequence_dimension(equation)
-    is_plain = all(shape == (0,) for shape in operands[3:10])
-    is_masked_simply = str(params["mask_type"]).rsplit(".", 1)[-1] in ("NO_MASK", "CAUSAL")
-    has_one_length = operands[0][dim] == operands[1][dim]
-    if not (is_plain and is_masked_simply and has_one_length) or params["dropout_rate"]:
-        return ()
-    if params["sliding_window_length"]:
-        return ()
-    rule = named_rule(equation)
-
-    def renamed(dimensions: NamedDimensions) -> NamedDimensions:
-        return tuple((_SEQUENCE,) if names in (("query",), ("key",)) else names for names in dimensions)
-
-    ring = NamedRule(
-        tuple(map(renamed, rule.operands)),
-        tuple(map(renamed, rule.results)),
-        rule.reduction,
-        rule.whole - {"query", "key"},
-    )
-    return (ring.rule(operands, [tuple(v.aval.shape) for v in equation.outvars]),)
-
-
-def ring_axis(equation: core.JaxprEqn, parts: Parts) -> int | None:
-    """Returns the mesh axis along which keys go round; None where they do not.
-
-    Raises:
-      ValueError: the sequence is split over several axes.
-    """
-    dim = sequence_dimension(equation)
-    axes = set(parts.operands[0][dim]) & set(parts.operands[1][dim])
-    if len(axes) > 1:
-        raise ValueError("a sequence that is split over several mesh axes: a ring goes along one")
-    return axes.pop() if axes else None
-
-
-def work_of_parts(equation: core.JaxprEqn, operands: Sequence[jax.ShapeDtypeStruct], share: float) -> Work:
-    """Returns what one device does; in a ring the same products in rounds, in each of which all parts are read."""
-    dim = sequence_dimension(equation)
-    whole, local = (x.shape[dim] for x in (equation.invars[1].aval, operands[1]))  # pyright: ignore[reportAttributeAccessIssue]
-    work = work_of_attention(equation, operands, share)
-    rounds = whole // local
-    return Work(rounds * work.flops, rounds * work.num_bytes, work.dtype)
-
-
-def ring_collectives(equation: core.JaxprEqn, parts: Parts) -> list[OwnCollective]:
-    """Returns what a device sends: keys and values beside each round but the last, and their gradients."""
-    axis = ring_axis(equation, parts)
-    if axis is None:
-        return []
-    num_devices = parts.axis_sizes[axis]
-
-    def sizes(variables: Sequence[Any], specs: Sequence[Any]) -> list[tuple[float, int]]:
-        pairs = [(v.aval, parts_of(spec, parts.axis_sizes)) for v, spec in zip(variables, specs, strict=True)]
-        return [(prod(x.shape) / prod(split), x.dtype.itemsize) for x, split in pairs]
-
-    operands, results = sizes(equation.invars, parts.operands), sizes(equation.outvars, parts.results)
-
-    def permute(num_bytes: float, count: int, *, is_beside: bool) -> OwnCollective:
-        return OwnCollective("collective_permute", axis, num_bytes, count, is_beside)
-
-    moved = [permute(n * itemsize, num_devices - 1, is_beside=True) for n, itemsize in operands[1:3]]
-    if equation.primitive.name != FORWARD:
-        for n, _ in results[1:3]:
-            moved.append(permute(n * _SUM_BYTES, num_devices - 1, is_beside=True))
-            moved.append(permute(n * _SUM_BYTES, 1, is_beside=False))
-    if is_causal(equation):
-        exchanged = [*operands[:3], *operands[10:], *results]
-        moved += [permute(n * itemsize / 2, 2, is_beside=False) for n, itemsize in exchanged]
-    return moved
-
-
-def run_attention(equation: core.JaxprEqn, operands: Sequence[Any], parts: Parts) -> list[Any]:
-    """Runs attention on one device's parts, as a ring where queries and keys are split over their sequence.
-
-    Raises:
-      ValueError: the parts do not divide into the chunks of a causal ring, or several axes split the sequence.
-    """
-    axis = ring_axis(equation, parts)
-    if axis is None:
-        return attend(equation, operands)
-    ring = _Ring(equation, parts.axis_names[axis], parts.axis_sizes[axis])
-    if is_causal(equation) and operands[0].shape[ring.dim] % 2:
-        raise ValueError("parts of an odd length, which do not divide into the two chunks of a causal ring")
-    run = _forward if equation.primitive.name == FORWARD else _backward
-    return run(ring, operands)
-
-
-class _Ring(NamedTuple):
+class Ring(NamedTuple):
     """A device's place among those along which keys go round.
 
     Attributes:
       equation: of the forward or backward.
       name: of the mesh axis.
       size: its number of devices.
+      has_whole_keys: whether no keys go round, as each device has all of them.
     """
 
     equation: core.JaxprEqn
     name: str
     size: int
+    has_whole_keys: bool
 
     @property
     def dim(self) -> int:
@@ -150,6 +49,33 @@ class _Ring(NamedTuple):
         """Hands arrays on to the next device."""
         pairs = [(i, (i + 1) % self.size) for i in range(self.size)]
         return [lax.ppermute(x, self.name, pairs) for x in arrays]
+
+    def chunks_of(self, arrays: Sequence[Any], number: int) -> list[Any]:
+        """Returns what comes by in a round of a causal ring, from arrays of whole keys or values."""
+        return [
+            jnp.concatenate(
+                [lax.dynamic_slice_in_dim(x, p, self._chunk(x), self.dim) for p in self._places(x, number)], self.dim
+            )
+            for x in arrays
+        ]
+
+    def add_chunks(self, sums: Sequence[Any], added: Sequence[Any], number: int) -> list[Any]:
+        """Adds what a round gives to arrays of whole keys or values."""
+        results = []
+        for total, of_round in zip(sums, added, strict=True):
+            for place, part in zip(self._places(total, number), jnp.split(of_round, 2, self.dim), strict=True):
+                before = lax.dynamic_slice_in_dim(total, place, self._chunk(total), self.dim)
+                total = lax.dynamic_update_slice_in_dim(total, before + part, place, self.dim)
+            results.append(total)
+        return results
+
+    def _chunk(self, whole: Any) -> int:
+        return whole.shape[self.dim] // (2 * self.size)
+
+    def _places(self, whole: Any, number: int) -> tuple[Any, Any]:
+        """Returns where the two chunks of a round start."""
+        holder = (lax.axis_index(self.name) - number) % self.size
+        return holder * self._chunk(whole), (2 * self.size - 1 - holder) * self._chunk(whole)
 
     def end_round(self, computed: Any, arrived: Any) -> Any:
         """Returns both arrays and lists of a round once all of it has ended.
@@ -186,22 +112,25 @@ class _Ring(NamedTuple):
     def attend(self, operands: Sequence[Any], mask: str) -> list[Any]:
         """Runs the forward or backward on some parts with a mask of its own."""
         first, rest = list(operands[:3]), list(operands[3:])
-        empty = [jnp.zeros(v.aval.shape, v.aval.dtype) for v in self.equation.invars[3:10]]
-        parameters: dict[str, Any] = {"mask_type": type(self.equation.params["mask_type"])[mask]}
+        variables: Sequence[Any] = self.equation.invars[3:10]
+        empty = [jnp.zeros(v.aval.shape, v.aval.dtype) for v in variables]
+        masks: Any = type(self.equation.params["mask_type"])
+        parameters: dict[str, Any] = {"mask_type": masks[mask]}
         if self.equation.primitive.name == FORWARD:
             parameters["is_training"] = True  # for the statistics
         return attend(self.equation, [*first, *empty, *rest], **parameters)
 
 
-def _forward(ring: _Ring, operands: Sequence[Any]) -> list[Any]:
+def run_forward(ring: Ring, operands: Sequence[Any]) -> list[Any]:
+    """Returns the output of one device's queries, and their statistics where the equation has them."""
     query, *moved = operands[:3]
     if is_causal(ring.equation):
-        query, *moved = (ring.into_chunks(x, ring.dim) for x in operands[:3])
+        query, moved = ring.into_chunks(query, ring.dim), _first_keys(ring, moved)
         parts = list(_Partial(*ring.attend([query, *moved], "CAUSAL")).chunks(ring.dim))
     else:
         parts = [_Partial(*ring.attend([query, *moved], "NO_MASK"))]
     for number in range(1, ring.size):
-        parts, moved = ring.end_round(parts, ring.next(moved))
+        parts, moved = ring.end_round(parts, _next_keys(ring, moved, operands[1:3], number))
         if is_causal(ring.equation):
             parts = _with_pairs(ring, parts, query, moved, ring.has_earlier_keys(number))
         else:
@@ -212,8 +141,18 @@ def _forward(ring: _Ring, operands: Sequence[Any]) -> list[Any]:
     return [ring.out_of_chunks(x, d) if is_causal(ring.equation) else x for x, d in results]
 
 
+def _first_keys(ring: Ring, keys: Sequence[Any]) -> list[Any]:
+    """Returns keys and values of the first round of a causal ring."""
+    return ring.chunks_of(keys, 0) if ring.has_whole_keys else [ring.into_chunks(x, ring.dim) for x in keys]
+
+
+def _next_keys(ring: Ring, moved: Sequence[Any], given: Sequence[Any], number: int) -> list[Any]:
+    """Returns keys and values of a round: those of the round before from the next device, or what is there."""
+    return ring.chunks_of(given, number) if ring.has_whole_keys else ring.next(moved)
+
+
 def _with_pairs(
-    ring: _Ring, parts: "Sequence[_Partial]", query: Any, moved: Sequence[Any], is_earlier: Any
+    ring: Ring, parts: "Sequence[_Partial]", query: Any, moved: Sequence[Any], is_earlier: Any
 ) -> "list[_Partial]":
     """Merges a round of a causal ring into the outputs of the low and the high chunk of queries."""
     outs = ring.attend(_pairs_of_chunks(ring, [query], moved, is_earlier), "NO_MASK")
@@ -251,7 +190,7 @@ class _Partial(NamedTuple):
         return _Partial(outs[0], statistics[0]), _Partial(outs[1], statistics[1])
 
 
-def _pairs_of_chunks(ring: _Ring, of_queries: Sequence[Any], moved: Sequence[Any], is_earlier: Any) -> list[Any]:
+def _pairs_of_chunks(ring: Ring, of_queries: Sequence[Any], moved: Sequence[Any], is_earlier: Any) -> list[Any]:
     """Returns queries and keys of two pairs of chunks that attend without a mask, one after the other in the batch.
 
     The second chunk of the queries is after the first one of all keys. Earlier keys have a first chunk that the first
@@ -269,34 +208,47 @@ def _pairs_of_chunks(ring: _Ring, of_queries: Sequence[Any], moved: Sequence[Any
     return [queries[0], *keys, *queries[1:]]
 
 
-def _with_dims(ring: _Ring, of_queries: Sequence[Any]) -> list[tuple[Any, int]]:
+def _with_dims(ring: Ring, of_queries: Sequence[Any]) -> list[tuple[Any, int]]:
     """Returns arrays with the dimension of their queries: statistics have three dimensions, all others four."""
     return [(x, 2 if x.ndim == 3 else ring.dim) for x in of_queries]
 
 
-def _backward(ring: _Ring, operands: Sequence[Any]) -> list[Any]:
+def run_backward(ring: Ring, operands: Sequence[Any]) -> list[Any]:
+    """Returns the gradients of one device's queries, keys and values, of whole keys its part of the sums."""
     of_queries, moved = [operands[0], *operands[10:13]], list(operands[1:3])
     if is_causal(ring.equation):
         of_queries = [ring.into_chunks(x, d) for x, d in _with_dims(ring, of_queries)]
-        moved = [ring.into_chunks(x, ring.dim) for x in moved]
+        moved = _first_keys(ring, moved)
     mask = "CAUSAL" if is_causal(ring.equation) else "NO_MASK"
-    gradients = ring.attend([of_queries[0], *moved, *of_queries[1:]], mask)
-    of_query, *of_keys = (x.astype(jnp.float32) for x in gradients)
+    of_query, *of_keys = _gradients(ring, of_queries, moved, mask)
+    if ring.has_whole_keys:
+        of_keys = ring.add_chunks([jnp.zeros(x.shape, jnp.float32) for x in operands[1:3]], of_keys, 0)
     for number in range(1, ring.size):
-        (of_query, of_keys), moved = ring.end_round((of_query, of_keys), ring.next(moved))
-        of_keys = ring.next(of_keys)
+        following = _next_keys(ring, moved, operands[1:3], number)
+        (of_query, of_keys), moved = ring.end_round((of_query, of_keys), following)
+        of_keys = of_keys if ring.has_whole_keys else ring.next(of_keys)
         if mask == "CAUSAL":
             added = _causal_gradients(ring, of_queries, moved, ring.has_earlier_keys(number))
         else:
-            added = [x.astype(jnp.float32) for x in ring.attend([of_queries[0], *moved, *of_queries[1:]], mask)]
+            added = _gradients(ring, of_queries, moved, mask)
         of_query += added[0]
-        of_keys = [x + y for x, y in zip(of_keys, added[1:], strict=True)]
-    results = [of_query, *ring.next(of_keys)]
+        if ring.has_whole_keys:
+            of_keys = ring.add_chunks(of_keys, added[1:], number)
+        else:
+            of_keys = [x + y for x, y in zip(of_keys, added[1:], strict=True)]
+    results = [of_query, *(of_keys if ring.has_whole_keys else ring.next(of_keys))]
     results = [x.astype(operand.dtype) for x, operand in zip(results, operands, strict=False)]
-    return [ring.out_of_chunks(x, ring.dim) for x in results] if mask == "CAUSAL" else results
+    num_in_chunks = 0 if mask != "CAUSAL" else 1 if ring.has_whole_keys else 3
+    return [*(ring.out_of_chunks(x, ring.dim) for x in results[:num_in_chunks]), *results[num_in_chunks:]]
 
 
-def _causal_gradients(ring: _Ring, of_queries: Sequence[Any], moved: Sequence[Any], is_earlier: Any) -> list[Any]:
+def _gradients(ring: Ring, of_queries: Sequence[Any], moved: Sequence[Any], mask: str) -> list[Any]:
+    """Returns the gradients of queries, keys and values of a round in float32."""
+    gradients = ring.attend([of_queries[0], *moved, *of_queries[1:]], mask)
+    return [x.astype(jnp.float32) for x in gradients]
+
+
+def _causal_gradients(ring: Ring, of_queries: Sequence[Any], moved: Sequence[Any], is_earlier: Any) -> list[Any]:
     """Returns the gradients of queries, keys and values in a round, of which each pair of chunks gives a part."""
     gradients = ring.attend(_pairs_of_chunks(ring, of_queries, moved, is_earlier), "NO_MASK")
     (query, other_query), *keys = (jnp.split(x.astype(jnp.float32), 2) for x in gradients)

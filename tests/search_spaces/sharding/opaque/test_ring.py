@@ -33,35 +33,28 @@ def calls(space):
     return [v for v in space.graph.operations() if v.primitive in (FORWARD, BACKWARD)]
 
 
-def ring_strategies(space, vertex, axes=None):
-    """The numbers of a vertex's strategies that split queries and keys over their sequence, along given axes."""
-    found = {}
-    for i, s in enumerate(space.nodes[vertex.index].strategies):
-        query, key = s.operands[0][1], s.operands[1][1]
-        if query and query == key and axes in (None, query):
-            found[i] = s
-    return found
-
-
-def choice_of(space, wanted):
-    """A choice that replicates everything but attention, whose strategy is the one wanted for each vertex."""
+def choice_of(space, axis, key_axes):
+    """A choice that splits nothing but the sequence in attention: of queries along an axis, of keys along others."""
     choice = [0] * len(space.nodes)
     for vertex in calls(space):
-        choice[vertex.index] = next(i for i, s in ring_strategies(space, vertex).items() if wanted(s))
+        wanted = ((), (axis,), (), ()), ((), key_axes, (), ())
+        strategies = enumerate(space.nodes[vertex.index].strategies)
+        choice[vertex.index] = next(i for i, s in strategies if s.operands[:2] == wanted)
     return choice
 
 
 @pytest.mark.parametrize("executor", ["device_program", "execution"])
 @pytest.mark.parametrize("options", [{}, {"is_causal": True}], ids=["all", "causal"])
+@pytest.mark.parametrize("keys", ["ring", "whole keys"])
 @pytest.mark.parametrize(("sizes", "axis"), [((2, 4), 0), ((2, 4), 1)], ids=["2 devices", "4 devices"])
-def test_a_ring_equals_one_device(options, sizes, axis, executor):
+def test_parts_of_a_sequence_give_what_one_device_gives(options, keys, sizes, axis, executor):
     with planned_without_cudnn():
         space = space_of(step("cudnn", **options), *avals(32), sizes=sizes)
-    choice = choice_of(space, lambda s: s.operands[0][1] == (axis,))
+    choice = choice_of(space, axis, (axis,) if keys == "ring" else ())
     mesh = jax.make_mesh(sizes, ("x", "y"), axis_types=(AxisType.Auto,) * 2)
     program = getattr(space, executor)(space.layout(choice), mesh)
-    keys = jax.random.split(jax.random.key(0), 4)
-    arrays = [jax.random.normal(key, x.shape, x.dtype) for key, x in zip(keys, avals(32), strict=True)]
+    seeds = jax.random.split(jax.random.key(0), 4)
+    arrays = [jax.random.normal(seed, x.shape, x.dtype) for seed, x in zip(seeds, avals(32), strict=True)]
     exact = jax.jit(step("xla", **options))(*(x.astype(jnp.float32) for x in arrays))
     for result, expected in zip(jax.jit(program)(*arrays), exact, strict=True):
         np.testing.assert_allclose(result.astype(jnp.float32), expected, atol=4e-3, rtol=4e-3)
