@@ -9,10 +9,11 @@ its terms are built by
 | term               | meaning                                               | built by                              |
 | ------------------ | ----------------------------------------------------- | ------------------------------------- |
 | v, x_v             | vertices and hubs, and what they choose from          | `nodes.nodes_of`                      |
-| c_v                | node cost, the sum of the next three                  | `node_costs.NodeCosts.node_s`         |
+| c_v                | node cost, the sum of the next four                   | `node_costs.NodeCosts.node_s`         |
 | - arithmetic       | the slower of one device's FLOPs and memory traffic   | `node_costs.NodeCosts.compute_s`      |
 | - traffic          | what kernels read and write, whatever lies between    | `kernels.kernels_of`                  |
 | - reductions       | collectives that finish partial results, and gathers  | `node_costs.NodeCosts.reduction_s`    |
+| - own collectives  | what an opaque operation sends and waits for itself   | `NodeCosts.own_collectives`           |
 | - preference       | a thousandth of the time to read the stored arguments | `node_costs.NodeCosts.preference_s`   |
 | (u, v)             | a value that u makes and v reads, or its hub          | `edge_costs.edges_of`                 |
 | T_uv               | edge cost: the reshards of these values               | `edge_costs.transfer_matrices`        |

@@ -112,8 +112,8 @@ class Ring(NamedTuple):
     def attend(self, operands: Sequence[Any], mask: str) -> list[Any]:
         """Runs the forward or backward on some parts with a mask of its own."""
         first, rest = list(operands[:3]), list(operands[3:])
-        variables: Sequence[Any] = self.equation.invars[3:10]
-        empty = [jnp.zeros(v.aval.shape, v.aval.dtype) for v in variables]
+        placeholders: list[Any] = [v.aval for v in self.equation.invars[3:10]]
+        empty = [jnp.zeros(x.shape, x.dtype) for x in placeholders]
         masks: Any = type(self.equation.params["mask_type"])
         parameters: dict[str, Any] = {"mask_type": masks[mask]}
         if self.equation.primitive.name == FORWARD:

@@ -44,13 +44,16 @@ def plain(batch=B, heads=N, kv_heads=N):
     return bf16(batch, T, heads, H), bf16(batch, S, kv_heads, H), bf16(batch, S, kv_heads, H)
 
 
-@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"local_window_size": (7, 0), "is_causal": True}])
-def test_batch_and_heads_are_split(options):
+@pytest.mark.parametrize(
+    ("options", "dims"),
+    [({}, {0, 1, 2}), ({"is_causal": True}, {0, 1, 2}), ({"local_window_size": (7, 0), "is_causal": True}, {0, 2})],
+)
+def test_batch_heads_and_without_a_window_the_sequence_are_split(options, dims):
     space, forward, backward = calls(attention(**options), *plain())
     for vertex in (forward, backward):
         strategies = space.nodes[vertex.index].strategies
         for operand in range(3):
-            assert split_dimensions(strategies, operand) == {0, 2}
+            assert split_dimensions(strategies, operand) == dims
     assert not space.notes
 
 
