@@ -75,6 +75,7 @@ EXPERTS: dict[str, ByHand | None] = {
     "fsdp, whole keys": ByHand("fsdp", True, "whole keys"),
     "fsdp, all-to-all": ByHand("fsdp", True, "heads"),
     "fsdp, ring": ByHand("fsdp", True, "ring"),
+    "fsdp, ring and all-to-all": ByHand("fsdp", True, "ring and heads"),
 }
 
 
@@ -91,6 +92,7 @@ def _without_heads(equation: core.JaxprEqn, number: int) -> Rule:
 ATTENTION: dict[str, Any] = {
     "heads": rule_of_attention,
     "ring": functools.partial(_without_heads, number=0),
+    "ring and heads": lambda equation: (*sequence_rules(equation), rule_of_attention(equation))[0],
     "whole keys": functools.partial(_without_heads, number=1),
 }
 """The only rule of attention, by what splits it beside the batch."""
@@ -127,8 +129,9 @@ def search_of(
         rules: dict[str, Any] = dict(hand_plan.rules)
         batch_sharding = hand_plan.batch
         if by_hand.splits_sequence:
-            rules = {"batch": outer, "sequence": (inner,)}
-            batch_sharding = NamedSharding(mesh, P(outer))
+            divides = abstract_arguments(model)[1].shape[0] % (mesh.size // mesh.shape[inner]) == 0
+            rules = {"batch": outer, "sequence": (inner,)} if divides else {"sequence": mesh.axis_names}
+            batch_sharding = NamedSharding(mesh, P(outer) if divides else P())
         options |= {"in_shardings": (hand_plan.state, batch_sharding), "logical_axis_rules": tuple(rules.items())}
     return diffshard.search(model.step, mesh, hardware=hardware, **options)
 

@@ -22,7 +22,7 @@ from search_spaces.sharding.given import rank_of
 from search_spaces.sharding.graph import Graph, Value, Vertex
 from search_spaces.sharding.interpreter import GraphInterpreter, ReadOperand
 from search_spaces.sharding.local_blocks import Blocks
-from search_spaces.sharding.local_operations import LocalCall, combiner, run_local
+from search_spaces.sharding.local_operations import LocalCall, combiner, run_local, untyped_parameters
 from search_spaces.sharding.resharding import Paths
 from search_spaces.sharding.schedule import ProgramSchedule
 from search_spaces.sharding.spec import replicated_spec
@@ -82,9 +82,8 @@ class DeviceProgram:
             operands = [read(operand, spec) for operand, spec in zip(vertex.operands, strategy.operands, strict=True)]
             return run_local(LocalCall(vertex, strategy, self.blocks), operands)
         assert vertex.equation is not None
-        results = bind(
-            vertex.equation, [read(operand, replicated_spec(rank_of(operand))) for operand in vertex.operands]
-        )
+        operands = [read(operand, replicated_spec(rank_of(operand))) for operand in vertex.operands]
+        results = bind(vertex.equation, operands, **untyped_parameters(vertex.equation))
         return [
             self._slice(array, value, spec)
             for array, value, spec in zip(results, vertex.results, strategy.results, strict=True)

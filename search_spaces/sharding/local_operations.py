@@ -70,7 +70,15 @@ class LocalCall(NamedTuple):
 
     def bind(self, operands: Sequence[Any], **parameters: Any) -> list[Any]:
         """Returns the results of the equation's primitive, with some of its parameters changed."""
-        return list(bind(self.equation, operands, **parameters))
+        return list(bind(self.equation, operands, **{**untyped_parameters(self.equation), **parameters}))
+
+
+def untyped_parameters(equation: core.JaxprEqn) -> dict[str, Any]:
+    """Returns the parameters that give a result's type a sharding, as None: blocks have none.
+
+    JAX writes one where a function is traced on a mesh, as by rules for logical axes.
+    """
+    return {name: None for name in ("sharding", "out_sharding") if equation.params.get(name) is not None}
 
 
 def combiner(vertex: Vertex) -> str:
