@@ -196,9 +196,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     mesh = MESHES[options.target](parse_mesh(options.mesh))
     hardware = diffshard.preset("h100", dict(mesh.shape))
     with planned_without_cudnn():
-        model = long_decoder.make(
-            batch=options.batch, layers=options.layers, sequence=options.sequence, **SIZES[options.sizes]
-        )
+        sizes: dict[str, Any] = {"layers": options.layers, "sequence": options.sequence, **SIZES[options.sizes]}
+        model = long_decoder.make(batch=options.batch, **sizes)
         rows = []
         for name in options.plans:
             rows.append(row_of(name, model, mesh, hardware, options))

@@ -11,8 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from search_spaces.replay import bind
-from search_spaces.sharding.opaque.cudnn import FORWARD
+from search_spaces.sharding.opaque.cudnn import FORWARD, bind_attention
 
 _LARGE = -1e30
 """Stands for minus infinity among scores, so that a row without any key has no undefined numbers."""
@@ -42,12 +41,12 @@ def attend(equation: core.JaxprEqn, operands: Sequence[Any], **parameters: Any) 
     params = {**equation.params, **parameters}
     is_special = params["dropout_rate"] or any(operands[i].shape != (0,) for i in range(6, 10))
     if is_special or "ALIBI" in str(params["mask_type"]):
-        return list(bind(equation, operands, **parameters))
+        return bind_attention(equation, operands, **parameters)
     reference = _forward if equation.primitive.name == FORWARD else _backward
     return list(
         jax.lax.platform_dependent(
             *operands,
-            cuda=lambda *arrays: tuple(bind(equation, arrays, **parameters)),
+            cuda=lambda *arrays: tuple(bind_attention(equation, arrays, **parameters)),
             default=partial(reference, params),
         )
     )

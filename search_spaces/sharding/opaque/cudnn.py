@@ -18,7 +18,6 @@ from search_spaces.replay import bind
 from search_spaces.sharding.base import Rule
 from search_spaces.sharding.opaque.kernel import Kernel
 from search_spaces.sharding.opaque.notation import NamedDimensions, NamedRule, Shape
-from search_spaces.sharding.opaque.parts import Parts
 from search_spaces.sharding.opaque.work import arrays_bytes, dtype_of_work
 
 FORWARD, BACKWARD = "dot_product_attention_fwd_wrapper", "dot_product_attention_bwd_wrapper"
@@ -62,20 +61,26 @@ def rule_of_attention(equation: core.JaxprEqn) -> Rule:
     return named_rule(equation).rule(_shapes(equation.invars), _shapes(equation.outvars))
 
 
-def run_attention(equation: core.JaxprEqn, operands: Sequence[Any], parts: Parts) -> list[Any]:
-    """Runs cuDNN's attention on parts, as a kernel: JAX would ask for devices, also where it lowers for absent ones."""
-    del parts
-    return Kernel(_Bound(equation), named_rule(equation), None, None, equation.primitive.name).bind(operands)
+def bind_attention(equation: core.JaxprEqn, operands: Sequence[Any], **parameters: Any) -> list[Any]:
+    """Runs cuDNN's attention on some operands, with some of its parameters changed.
+
+    It is bound as a kernel: JAX would ask for devices, also where it lowers for absent ones.
+    """
+    has_statistics = equation.primitive.name == FORWARD and parameters.get("is_training")
+    rule = named_rule(equation, 2 if has_statistics else len(equation.outvars))
+    bound = _Bound(equation, tuple(parameters.items()))
+    return Kernel(bound, rule, None, None, equation.primitive.name).bind(operands)
 
 
 @dataclass(frozen=True)
 class _Bound:
-    """An equation as a function of its operands."""
+    """An equation with other parameters as a function of its operands."""
 
     equation: core.JaxprEqn
+    parameters: tuple[tuple[str, Any], ...]
 
     def __call__(self, *operands: Any) -> list[Any]:
-        return list(bind(self.equation, operands))
+        return list(bind(self.equation, operands, **dict(self.parameters)))
 
 
 def work_of_attention(equation: core.JaxprEqn, operands: Sequence[jax.ShapeDtypeStruct], share: float) -> Work:
@@ -102,8 +107,14 @@ def _sizes(equation: core.JaxprEqn, operands: Sequence[Any]) -> tuple[tuple[int,
     return (b, t, n, h), (key[2 if equation.params["layout"] else 1], value[3])
 
 
-def named_rule(equation: core.JaxprEqn) -> NamedRule:
-    """Returns the rule of cuDNN's attention by names; of the backward with the sums that partial gradients need."""
+def named_rule(equation: core.JaxprEqn, num_results: int | None = None) -> NamedRule:
+    """Returns the rule of cuDNN's attention by names; of the backward with the sums that partial gradients need.
+
+    Args:
+      equation: of the forward or backward.
+      num_results: of the forward, if it is not as many as the equation has.
+    """
+    num_results = len(equation.outvars) if num_results is None else num_results
     operands = _shapes(equation.invars)
     is_forward = equation.primitive.name == FORWARD
     is_plain = operands[_QUERY_OFFSETS] == (0,) and all(shape == (0,) for shape in operands[8:10])
@@ -125,7 +136,7 @@ def named_rule(equation: core.JaxprEqn) -> NamedRule:
     ]  # fmt: skip
     named_operands = (query, key, value, bias, *others)
     if is_forward:
-        named_results = (out, statistics)[: len(equation.outvars)]
+        named_results = (out, statistics)[:num_results]
         reduction = ()
     else:
         named_operands = (*named_operands, statistics, out, out)

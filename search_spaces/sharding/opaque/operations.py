@@ -90,6 +90,8 @@ OPAQUE: dict[str, OpaqueOperation] = {
     BACKWARD: _ATTENTION,
 }
 """By the names of primitives."""
+_MAY_NAME_AXES = ("custom_partitioning", FORWARD, BACKWARD)
+"""Primitives whose form on parts may have collectives, and so names the mesh's axes."""
 UNEVEN = "the parts are uneven"
 """Why an opaque operation is not split over axes that do not divide a dimension."""
 
@@ -183,9 +185,8 @@ def _refusal(vertex: Vertex, strategy: ShardingStrategy, axis_sizes: tuple[int, 
     if [(tuple(x.shape), x.dtype) for x in types] != [(x.shape, x.dtype) for x in expected]:
         raise ValueError(
             f"The rule of {opaque.name(vertex.equation)} ({user_source(vertex.equation)}) does not fit its function: "
-            "for one device's "
-            f"operands {_written(operands)} it says that the results are {_written(expected)}, but the function "
-            f"returns {_written(types)}. Name factors that must not be split in `need_replication`."
+            f"for one device's operands {_written(operands)} it says that the results are {_written(expected)}, but "
+            f"the function returns {_written(types)}. Name factors that must not be split in `need_replication`."
         )
     return None
 
@@ -197,7 +198,7 @@ def _types(vertex: Vertex, operands: Sequence[jax.ShapeDtypeStruct], parts: Part
     assert equation is not None
     if vertex.primitive == "kernel":
         return _kernel(equation).results(operands)  # traced once for each shape
-    if vertex.primitive != "custom_partitioning":  # the only one that may name the mesh's axes
+    if vertex.primitive not in _MAY_NAME_AXES:
         results = jax.eval_shape(lambda *arrays: opaque.run(equation, arrays, parts), *operands)
         return list(results)
     mesh = AbstractMesh(parts.axis_sizes, parts.axis_names, axis_types=(AxisType.Auto,) * len(parts.axis_sizes))
