@@ -259,7 +259,9 @@ def test_a_ring_is_chosen_for_long_sequences_of_few_heads():
     plan, specs = chosen(131072, heads=2)
     assert specs == [(sequence, sequence)] * 2
     permutes = [c for c in plan.collectives if c.kind == "collective_permute"]
-    assert sum(c.seconds for c in permutes) < 0.5 * sum(c.link_s or 0.0 for c in permutes), "most of it beside arithmetic"
+    assert sum(c.seconds for c in permutes) < 0.5 * sum(c.link_s or 0.0 for c in permutes), (
+        "most of it beside arithmetic"
+    )
     _, specs = chosen(512, heads=2)
     assert (sequence, sequence) not in specs
 
