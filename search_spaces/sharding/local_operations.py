@@ -18,6 +18,7 @@ from search_spaces.replay import bind
 from search_spaces.sharding.base import ShardingStrategy
 from search_spaces.sharding.graph import Value, Vertex
 from search_spaces.sharding.local_blocks import Blocks
+from search_spaces.sharding.local_effects import on_first_device, refused_callback, users_shard_map
 from search_spaces.sharding.local_random_bits import bits_of_block
 from search_spaces.sharding.opaque.operations import opaque_of
 from search_spaces.sharding.opaque.parts import Parts
@@ -262,23 +263,10 @@ def _dynamic_update_slice(call: LocalCall, operands: Sequence[Any]) -> list[Any]
     return [jnp.where(has_row, result, operand)]
 
 
-def _users_shard_map(call: LocalCall, operands: Sequence[Any]) -> list[Any]:
-    """Runs the body of a user's own `shard_map`, which is written for blocks and names the mesh's axes.
-
-    Raises:
-      ValueError: the `shard_map` tracks which values vary over which axes, as blocks in a device's program do not.
-    """
-    if call.equation.params.get("check_vma"):
-        raise ValueError(
-            f'`executor` "program" cannot run a `jax.shard_map` with `check_vma=True` ({call.vertex.source}). '
-            'Give it `check_vma=False`, or take `executor="constraints"`.'
-        )
-    body = call.equation.params["jaxpr"]
-    return list(core.jaxpr_as_fun(core.ClosedJaxpr(body, ()))(*operands))
-
-
 def _random_bits(call: LocalCall, operands: Sequence[Any]) -> list[Any]:
     (value,), (shape,), spec = call.vertex.results, call.result_shapes, call.strategy.unreduced[0]
+    if not any(spec):
+        return call.bind(operands)
     starts = [call.blocks.index(axes).astype(jnp.uint32) * n for axes, n in zip(spec, shape, strict=True)]
     return [bits_of_block(operands[0], value.shape, shape, starts, call.equation.params["bit_width"])]
 
@@ -296,5 +284,8 @@ PLACED_OPERATIONS: dict[str, Callable[[LocalCall, Sequence[Any]], list[Any]]] = 
     "scatter-max": _scatter,
     "dynamic_update_slice": _dynamic_update_slice,
     "sharding_constraint": lambda call, operands: list(operands),
-    "shard_map": _users_shard_map,
+    "shard_map": lambda call, operands: users_shard_map(call.equation, operands, call.vertex.source),
+    "io_callback": lambda call, operands: refused_callback(call.vertex.source),
+    "debug_callback": lambda call, operands: on_first_device(call.equation, operands, call.blocks),
+    "debug_print": lambda call, operands: on_first_device(call.equation, operands, call.blocks),
 }

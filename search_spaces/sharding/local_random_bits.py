@@ -18,12 +18,14 @@ def bits_of_block(
     `jax_threefry_partitionable`, of arrays of less than 2^32 elements.
 
     Args:
-      key: a random key of threefry.
+      key: random keys of threefry; an array of keys has the leading dimensions of the block.
       whole_shape: of the array.
       shape: of the block.
       starts: where the block begins along each dimension, as uint32.
       bit_width: 8, 16, 32 or 64.
     """
+    if key.shape:
+        return jax.vmap(lambda k: bits_of_block(k, whole_shape[1:], shape[1:], starts[1:], bit_width))(key)
     counter = jnp.zeros(tuple(shape), jnp.uint32)
     for dim, start in enumerate(starts):
         counter = counter * whole_shape[dim] + start + lax.broadcasted_iota(jnp.uint32, tuple(shape), dim)

@@ -1,6 +1,7 @@
 """What a reader of a plan should know of the operations that run whole, or are split less than their rules allow."""
 
 from collections.abc import Sequence
+from math import prod
 
 from search_spaces.sharding.base import Axes, Rule
 from search_spaces.sharding.explaining import sources_of
@@ -9,11 +10,19 @@ from search_spaces.sharding.graph import Graph, Value, Vertex
 from search_spaces.sharding.opaque.operations import UNEVEN, name_of, opaque_of, refusal
 from search_spaces.sharding.spec import axes_in
 from search_spaces.sharding.strategies import strategies_of_rule
+from search_spaces.sharding.whole_operations import runs_whole
 from search_spaces.sources import user_source
+
+LEAST_NOTED_ELEMENTS = 1024
+"""Of the largest array of an operation that could be split but runs whole: it takes less than a kernel's launch."""
 
 
 def notes_of(
-    graph: Graph, rules: Sequence[Rule | None], axis_names: tuple[str, ...], axis_sizes: tuple[int, ...]
+    graph: Graph,
+    rules: Sequence[Rule | None],
+    axis_names: tuple[str, ...],
+    axis_sizes: tuple[int, ...],
+    as_program: bool = False,
 ) -> tuple[str, ...]:
     """Returns the notes of a trace, then one for each kind of operation that runs whole or refuses some parts.
 
@@ -22,6 +31,7 @@ def notes_of(
       rules: for each vertex its rule or None.
       axis_names: of the mesh.
       axis_sizes: devices along each axis.
+      as_program: whether operations are split only in ways that have a form on one device's part.
     """
     without_rule = [
         vertex
@@ -35,6 +45,12 @@ def notes_of(
         "operands and results, and by its arithmetic as far as that is known; `diffshard.kernel` can say more."
         for name, sources in sources_of(without_rule)
     ]
+    if as_program:
+        notes += [
+            f"{name} runs whole on every device ({sources}), and is priced so: what its rule splits has no form on one "
+            'device\'s part. `executor="constraints"` can split it.'
+            for name, sources in sources_of(_without_form(graph, rules, axis_sizes))
+        ]
     refused: dict[str, list[str]] = {}
     for vertex, reason in _refused_splits(graph, rules, axis_names, axis_sizes):
         assert vertex.equation is not None
@@ -42,6 +58,23 @@ def notes_of(
         refused.setdefault(text, []).append(user_source(vertex.equation))
     notes += [f"{text} ({len(sources)}x, {min(sources)})." for text, sources in refused.items()]
     return (*graph.notes, *notes)
+
+
+def _without_form(graph: Graph, rules: Sequence[Rule | None], axis_sizes: tuple[int, ...]) -> list[Vertex]:
+    """Returns the operations that their rules split, but only in ways that have no form on one device's part."""
+    axes = Axes(axis_sizes, tuple(range(len(axis_sizes))))
+    found: list[Vertex] = []
+    for vertex in graph.operations():
+        rule = rules[vertex.index]
+        if rule is None or opaque_of(vertex) is not None or is_constrained(vertex):
+            continue
+        arrays = [x for x in (*vertex.operands, *vertex.results) if isinstance(x, Value)]
+        if max((prod(x.shape) for x in arrays), default=0) < LEAST_NOTED_ELEMENTS:
+            continue
+        splits = [s for s in strategies_of_rule(rule, axes) if s.parts > 1]
+        if splits and all(runs_whole(vertex, s, axis_sizes) for s in splits):
+            found.append(vertex)
+    return found
 
 
 def _refused_splits(

@@ -245,7 +245,7 @@ class ShardingSpace:
     @property
     def notes(self) -> tuple[str, ...]:
         """What a reader of a plan should know: loops of unknown length, operations that run whole on every device."""
-        return notes_of(self.graph, self.rules, self.axis_names, self.axis_sizes)
+        return notes_of(self.graph, self.rules, self.axis_names, self.axis_sizes, self.as_program)
 
     def priced(self, compute_share: float, exposed_share: float) -> Problem:
         """Returns the problem of the same choices with other prices.

@@ -32,8 +32,9 @@ _ELEMENTWISE = frozenset(
 )
 # Same on blocks, because a rule never splits the dimensions that they look along.
 _ALONG_WHOLE_DIMENSIONS = frozenset(
-    ("argmax", "argmin", "concatenate", "cumlogsumexp", "cummax", "cummin", "cumprod", "cumsum", "expand_dims", "rev",
-     "sort", "split", "squeeze", "stack", "top_k", "transpose", "unstack",
+    ("approx_top_k", "argmax", "argmin", "concatenate", "cumlogsumexp", "cummax", "cummin", "cumprod", "cumsum",
+     "expand_dims", "fft",
+     "reduce", "reduce_prod", "reduce_xor", "rev", "sort", "split", "squeeze", "stack", "top_k", "transpose", "unstack",
      "cholesky", "eig", "eigh", "geqp3", "geqrf", "hessenberg", "householder_product", "lu", "lu_pivots_to_permutation",
      "ormqr", "qr", "schur", "svd", "symmetric_product", "triangular_solve", "tridiagonal", "tridiagonal_solve")
 )
@@ -52,8 +53,13 @@ def whole_operations(graph: Graph, strategies: Sequence[ShardingStrategy], axis_
 
 
 def impossible_operations(graph: Graph) -> list[Vertex]:
-    """Returns what cannot run on blocks at all: users' own mappings that track over which axes values vary."""
-    return [v for v in graph.operations() if v.equation is not None and v.equation.params.get("check_vma")]
+    """Returns what cannot run on blocks at all.
+
+    These are users' own mappings that track over which axes values vary, and callbacks with effects and results, which
+    every device would call.
+    """
+    equations = ((v, v.equation) for v in graph.operations())
+    return [v for v, e in equations if e is not None and (e.params.get("check_vma") or v.primitive == "io_callback")]
 
 
 def runs_whole(vertex: Vertex, strategy: ShardingStrategy, axis_sizes: tuple[int, ...]) -> bool:
@@ -144,12 +150,12 @@ def _scatters_rows(vertex: Vertex, strategy: ShardingStrategy, axis_sizes: tuple
 
 
 def _counts_its_bits(vertex: Vertex, strategy: ShardingStrategy, axis_sizes: tuple[int, ...]) -> bool:
-    """Tells whether random bits are those of one threefry key, each of which has its own counter below 2^32."""
+    """Tells whether random bits are those of threefry keys, and each has a counter below 2^32 of its own."""
     del strategy, axis_sizes
     assert vertex.equation is not None
-    (key,), (bits,) = vertex.operands, vertex.results
-    is_one_key = isinstance(key, Value) and not key.shape and str(key.dtype) == "key<fry>"
-    return is_one_key and vertex.equation.ctx.threefry_partitionable and prod(bits.shape) < 2**32
+    (key,), shape = vertex.operands, vertex.equation.params["shape"]
+    is_threefry = isinstance(key, Value) and str(key.dtype) == "key<fry>"
+    return is_threefry and vertex.equation.ctx.threefry_partitionable and prod(shape) < 2**32
 
 
 _CONDITIONS: dict[str, _Condition] = {

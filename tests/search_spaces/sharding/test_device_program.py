@@ -88,6 +88,15 @@ OPERATIONS = {
         )
         for width in (8, 16, 32)
     },
+    "random bits of many keys": (
+        lambda x: jax.vmap(jax.vmap(lambda k, x: x + jax.random.bits(k, x.shape).astype(jnp.float32)))(
+            jax.random.split(jax.random.key(3), (8, 4)), x
+        ),
+        (array(8, 4, 16),),
+    ),
+    "random bits of another generator": (
+        lambda x: x + jax.random.bits(jax.random.key(3, impl="rbg"), x.shape).astype(jnp.float32), (array(8, 16),),
+    ),
     "dropout": (lambda x: jnp.where(jax.random.bernoulli(jax.random.key(1), 0.7, x.shape), x, 0.0), (array(16, 24),)),
     "softmax": (lambda x: jax.nn.softmax(x, axis=1), (array(8, 16),)),
     "norm": (lambda x: x * lax.rsqrt((x**2).mean(axis=-1, keepdims=True)), (array(8, 16),)),
@@ -120,6 +129,9 @@ OPERATIONS = {
     "pooling": (lambda x: lax.reduce_window(x, -jnp.inf, lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID"),
                 (array(8, 4, 4, 8),)),
     "product": (lambda x: jnp.prod(x, axis=0), (array(8, 16),)),
+    "parity": (lambda x: lax.reduce_xor(x, (1,)), (array(8, 16, dtype=jnp.int32),)),
+    "own reduction": (lambda x: lax.reduce(x, 0.0, lambda a, b: a + 2 * b - b, (1,)), (array(8, 16),)),
+    "approximate top k": (lambda x: lax.approx_max_k(x, 3), (array(8, 16),)),
     "clip": (lambda x: jnp.clip(x, -0.5, 0.5), (array(8, 16),)),
     "cholesky": (lambda x: jnp.linalg.cholesky(x @ jnp.swapaxes(x, 1, 2) + 9 * jnp.eye(4)), (array(8, 4, 4),)),
 }  # fmt: skip

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
+from search_spaces.sharding.base import ReshardStep
 from search_spaces.sharding.strategies import replicated_strategy
 from search_spaces.sharding.whole_operations import impossible_operations, runs_whole, whole_operations
 from tests.search_spaces.sharding.small_spaces import array, graph_of, space_of
@@ -14,8 +15,11 @@ def test_only_operations_that_a_strategy_splits_run_whole():
     space = space_of(lambda x: jnp.sin(x) + jnp.prod(x), array(4, 6))
     whole = [replicated_strategy([2], [2])] * len(space.graph.vertices)
     assert whole_operations(space.graph, whole, space.axis_sizes) == []
-    # The first axis splits the rows of every array: the sine is the same on blocks, a product of all has no form there.
+    # The first axis splits the rows of every array: the sine is the same on blocks, a product of rows is not.
     rows = [s._replace(operands=(((0,), ()),), unreduced=(((0,), ()),)) for s in whole]
+    combined = ((ReshardStep("all_reduce", 0, 1.0, ()),),)
+    product = next(v.index for v in space.graph.operations() if v.primitive == "reduce_prod")
+    rows[product] = rows[product]._replace(reductions=combined)
     names = [vertex.primitive for vertex in whole_operations(space.graph, rows, space.axis_sizes)]
     assert names == ["reduce_prod"]
 

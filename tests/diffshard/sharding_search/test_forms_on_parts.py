@@ -1,0 +1,38 @@
+"""Plans for programs split what has a form on one device's part, and say what has none."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import diffshard
+
+
+def mesh():
+    return jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+
+
+def test_transforms_of_rows_are_split_by_rows():
+    def convolve(x, y):
+        return jnp.fft.irfft(jnp.fft.rfft(x) * jnp.fft.rfft(y))
+
+    x, y = jax.random.normal(jax.random.key(0), (2, 64, 128))
+    planned = diffshard.search(convolve, mesh(), hardware="h100", in_shardings=(P("data"), P("data")))
+    plan = planned.plan(x, y)
+    transforms = [o for o in plan.operations if o.signature.startswith("fft")]
+    assert plan.executor == "program"
+    assert [o.operands[0] for o in transforms] == [(("data",), (), ())[: x.ndim]] * 3
+    np.testing.assert_allclose(planned(*plan.shard(x, y)), jax.jit(convolve)(x, y), rtol=1e-5, atol=1e-4)
+
+
+def test_a_plan_names_what_could_be_split_but_has_no_form_on_parts():
+    def noise(x):
+        return x + jax.random.uniform(jax.random.key(0, impl="rbg"), x.shape)
+
+    x = jax.ShapeDtypeStruct((64, 128), jnp.float32)
+    (note,) = diffshard.search(noise, mesh(), hardware="h100").plan(x).notes
+    assert note.startswith("random_bits runs whole on every device")
+    assert diffshard.search(noise, mesh(), hardware="h100", executor="constraints").plan(x).notes == ()
+    small = jax.ShapeDtypeStruct((8, 8), jnp.float32)
+    assert diffshard.search(noise, mesh(), hardware="h100").plan(small).notes == ()
