@@ -31,6 +31,8 @@ COLUMNS = (
     "gap",
     "loss differs",
     "state differs",
+    "by rounding",
+    "",
     "verdict",
     "state held",
     "work done",
@@ -57,7 +59,7 @@ def row_of(name: str, devices: str, result: ZooRun | Exception) -> Row:
     name = f"{name} (held out)" if MODELS[name].held_out else name
     if isinstance(result, Exception):
         kind = "not installed" if isinstance(result, ImportError) else f"FAILS: {type(result).__name__}"
-        cells = (name, devices, *("",) * 5, kind, "", "")
+        cells = (name, devices, *("",) * 7, kind, "", "")
         return Row(cells, (str(result).splitlines()[0],), not isinstance(result, ImportError))
     plan, difference = result.plan, result.difference
     cells = (
@@ -68,11 +70,13 @@ def row_of(name: str, devices: str, result: ZooRun | Exception) -> Row:
         f"{plan.gap:.2%}",
         f"{difference.loss:.0e}",
         f"{difference.state:.0e}",
-        "equal" if difference.equal else f"DIFFERS ({difference.noisy:.1%} of elements)",
+        f"{result.noise.loss:.0e}",
+        f"{result.noise.state:.0e}",
+        result.verdict,
         f"{state_share(plan, result.num_state):.1%}",
         f"{work_share(plan):.1%}",
     )
-    return Row(cells, plan.notes, not difference.equal)
+    return Row(cells, plan.notes, result.verdict == "DIFFERS")
 
 
 def run_models(names: Sequence[str], mesh_text: str, devices: Sequence[str], steps: int, limit_s: float) -> list[Row]:

@@ -16,12 +16,14 @@ class TrainingStep(NamedTuple):
       state: the arguments that the step replaces, the first ones.
       batch: all other arguments.
       jit: how the step is compiled on one device; `nnx.jit` for one that changes modules in place.
+      rounding: the largest relative error of one operation in the coarsest type that the model computes in.
     """
 
     function: Callable[..., Any]
     state: tuple[Any, ...]
     batch: tuple[Any, ...] = ()
     jit: Callable[..., Any] = jax.jit
+    rounding: float = 2.0**-24
 
     @property
     def in_place(self) -> bool:

@@ -50,4 +50,6 @@ def make() -> TrainingStep:
     params, statistics = policy.cast_to_param(net.init(jax.random.PRNGKey(0), batch["images"], True))
     # A scale at which the first steps overflow, so that updates are skipped and the scale is halved.
     loss_scale = jmp.DynamicLossScale(jnp.float32(2.0**20), period=2)
-    return TrainingStep(train_step, (params, optimizer.init(params), statistics, loss_scale), (batch,))
+    return TrainingStep(
+        train_step, (params, optimizer.init(params), statistics, loss_scale), (batch,), rounding=2.0**-11
+    )

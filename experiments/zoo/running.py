@@ -14,11 +14,15 @@ from jax.sharding import Mesh
 
 import diffshard
 from diffshard import Hardware, Plan
-from experiments.equal_results import RunDifference, compare
+from experiments.equal_results import LOSS_TOLERANCE, RunDifference, compare
 from experiments.zoo.base import TrainingStep, ZooModel
 
 SLOWER = 1000.0
 """By how much the slow devices are slower than H100s: small models are then split as large ones are on H100s."""
+
+MOST_NOISES = 5.0
+"""By how many times the difference of two runs one rounding apart may be exceeded: every operation rounds, not only the
+parameters do."""
 
 
 class ZooRun(NamedTuple):
@@ -29,12 +33,22 @@ class ZooRun(NamedTuple):
       planning_s: seconds of tracing and searching.
       num_state: how many of the flat arguments are state; they come first.
       difference: of losses and state after some steps.
+      noise: the same difference of two runs on one device, whose parameters are one rounding apart.
     """
 
     plan: Plan
     planning_s: float
     num_state: int
     difference: RunDifference
+    noise: RunDifference
+
+    @property
+    def verdict(self) -> str:
+        """Whether the runs are "equal", differ as by "rounding", or "DIFFER"."""
+        if self.difference.equal:
+            return "equal"
+        pairs = zip(self.difference[:2], self.noise[:2], strict=True)
+        return "rounding" if all(a <= max(MOST_NOISES * b, LOSS_TOLERANCE) for a, b in pairs) else "DIFFERS"
 
 
 def slow_devices(fast: Hardware) -> Hardware:
@@ -59,7 +73,9 @@ def run(model: ZooModel, mesh: Mesh, hardware: Hardware, *, steps: int, time_lim
     """
     single, planned = model.make(), model.make()
     search = diffshard.nnx.search if single.in_place else diffshard.search
-    reference = _train(single.jit(single.function), single, steps)
+    on_one_device, nearby = single.jit(single.function), _one_rounding_apart(model.make())
+    reference = _train(on_one_device, single, steps)
+    noise = compare(reference, _train(on_one_device, nearby, steps))
     function: Any = search(planned.function, mesh, hardware=hardware, time_limit_s=time_limit_s)
     start = time.perf_counter()
     plan = function.plan(*planned.state, *planned.batch)
@@ -71,7 +87,24 @@ def run(model: ZooModel, mesh: Mesh, hardware: Hardware, *, steps: int, time_lim
         placed = placed if len(planned.state) + len(planned.batch) > 1 else (placed,)
         planned = planned._replace(state=placed[: len(planned.state)], batch=placed[len(planned.state) :])
     num_state = sum(isinstance(leaf, jax.Array | np.ndarray) for leaf in jax.tree.leaves(planned.state))
-    return ZooRun(plan, planning_s, num_state, compare(reference, _train(function, planned, steps)))
+    return ZooRun(plan, planning_s, num_state, compare(reference, _train(function, planned, steps)), noise)
+
+
+def _one_rounding_apart(training: TrainingStep) -> TrainingStep:
+    """Returns the same training with every real number of the state changed by at most one rounding."""
+    generator = np.random.default_rng(0)
+
+    def change(leaf: Any) -> Any:
+        if not isinstance(leaf, jax.Array | np.ndarray) or not jnp.issubdtype(leaf.dtype, jnp.floating):
+            return leaf
+        factor = 1 + training.rounding * generator.uniform(-1, 1, leaf.shape)
+        return (np.asarray(leaf, np.float64) * factor).astype(leaf.dtype)
+
+    if not training.in_place:
+        return training._replace(state=jax.tree.map(change, training.state))
+    for module in training.state:
+        nnx.update(module, jax.tree.map(change, nnx.state(module)))
+    return training
 
 
 def _train(function: Any, training: TrainingStep, steps: int) -> tuple[Any, list[Any]]:
@@ -89,10 +122,11 @@ def _train(function: Any, training: TrainingStep, steps: int) -> tuple[Any, list
 
 
 def _numbers(leaf: Any) -> np.ndarray:
-    """Returns an array, or a random key's data, on the host."""
+    """Returns an array on the host: of a random key its data, of complex numbers both parts."""
     if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         leaf = jax.random.key_data(leaf)
-    return np.asarray(leaf)
+    array = np.asarray(leaf)
+    return np.stack([np.real(array), np.imag(array)]) if np.iscomplexobj(array) else array
 
 
 def state_share(plan: Plan, num_state: int) -> float:
