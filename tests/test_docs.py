@@ -185,8 +185,9 @@ def test_commands_exist(page: Path):
         module = re.search(r"python -m (experiments\.\w+)|(?:^|\s)(diffshard) (?:search|show|solve)\b", command)
         if module:
             folder = ROOT / ("experiments" if module[1] else "diffshard/command")
-            source = "\n".join(path.read_text(encoding="utf-8") for path in folder.glob("*.py"))
-            assert not module[1] or (ROOT / f"{module[1].replace('.', '/')}.py").exists(), line
+            source = "\n".join(path.read_text(encoding="utf-8") for path in folder.rglob("*.py"))
+            place = ROOT / (module[1] or "diffshard").replace(".", "/")
+            assert place.with_suffix(".py").exists() or (place / "__main__.py").exists(), line
             assert [o for o in re.findall(r"\s(--[\w-]+)", command) if f'"{o}"' not in source] == [], line
 
 
