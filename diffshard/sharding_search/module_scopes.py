@@ -9,14 +9,13 @@ the one that calls it, as `Net/layers[0]/up`.
 import functools
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FunctionType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 
-_LOCK = threading.RLock()  # classes are changed while one thread traces
 _LIBRARIES = ("flax.nnx", "equinox")  # those with a class `Module`
 
 Path = tuple[str, ...]
@@ -31,27 +30,74 @@ class _Call(NamedTuple):
     classes: Mapping[type, Sequence[Path]]
 
 
+class _Calls(threading.local):
+    """The modules that this thread is calling, outer ones first; None outside of `module_scopes`."""
+
+    open: list[_Call] | None = None
+
+
+class _Patch:
+    """The public methods of modules, replaced by ones that open scopes for as long as any thread traces.
+
+    The lock is held only while classes change, never while a user's function is traced: that may wait for a thread
+    which traces, too.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.num_users = 0
+        self.originals: dict[FunctionType, FunctionType] = {}  # by what replaces them
+
+    def enter(self) -> None:
+        """Replaces the methods of all classes that are defined by now, as far as they are not replaced yet."""
+        with self.lock:
+            self.num_users += 1
+            for cls, name, method in _methods():
+                is_called = name == "__call__" or not name.startswith("_")
+                if is_called and method not in self.originals:
+                    scoped = _scoped(method, name)
+                    self.originals[scoped] = method
+                    type.__setattr__(cls, name, scoped)
+
+    def leave(self) -> None:
+        """Restores the methods after the last user; what others have put in their place meanwhile stays."""
+        with self.lock:
+            self.num_users -= 1
+            if self.num_users:
+                return
+            for cls, name, method in _methods():
+                if method in self.originals:
+                    type.__setattr__(cls, name, self.originals[method])
+            self.originals.clear()
+
+
+_CALLS = _Calls()
+_PATCH = _Patch()
+
+
 @contextmanager
 def module_scopes() -> Iterator[None]:
     """Opens a name scope for each call of an nnx or Equinox module that this thread makes inside the context.
 
-    The public methods of all classes of modules that are defined by now are replaced, and restored at the end.
+    The public methods of all classes of modules that are defined by now are replaced, and restored when no thread is
+    inside such a context any more. A context inside another begins with no module around it, as JAX's name stack does.
     """
-    calls: list[_Call] = []
-    thread = threading.get_ident()
-    replaced: list[tuple[type, str, FunctionType]] = []
-    with _LOCK:
-        try:
-            for cls in _module_classes():
-                for name, method in list(vars(cls).items()):
-                    is_called = name == "__call__" or not name.startswith("_")
-                    if is_called and isinstance(method, FunctionType):
-                        replaced.append((cls, name, method))
-                        type.__setattr__(cls, name, _scoped(method, name, calls, thread))
-            yield
-        finally:
-            for cls, name, method in replaced:
-                type.__setattr__(cls, name, method)
+    around = _CALLS.open
+    try:
+        _PATCH.enter()
+        _CALLS.open = []
+        yield
+    finally:
+        _CALLS.open = around
+        _PATCH.leave()
+
+
+def _methods() -> Iterator[tuple[type, str, FunctionType]]:
+    """Yields the methods that each class of modules defines itself, with their names."""
+    for cls in _module_classes():
+        for name, method in list(vars(cls).items()):
+            if isinstance(method, FunctionType):
+                yield cls, name, method
 
 
 def _module_classes() -> list[type]:
@@ -66,10 +112,11 @@ def _module_classes() -> list[type]:
     return [cls for cls in found if not issubclass(cls, Sequence | Mapping)]
 
 
-def _scoped(method: FunctionType, name: str, calls: list[_Call], thread: int) -> Callable[..., Any]:
+def _scoped(method: FunctionType, name: str) -> FunctionType:
     @functools.wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if threading.get_ident() != thread or (calls and calls[-1].module is self):
+        calls = _CALLS.open
+        if calls is None or (calls and calls[-1].module is self):
             return method(self, *args, **kwargs)
         entered, scope = _enter(self, calls[-1] if calls else None)
         calls.append(entered)
@@ -79,7 +126,7 @@ def _scoped(method: FunctionType, name: str, calls: list[_Call], thread: int) ->
         finally:
             calls.pop()
 
-    return call
+    return cast(FunctionType, call)
 
 
 def _enter(module: Any, caller: _Call | None) -> tuple[_Call, str]:

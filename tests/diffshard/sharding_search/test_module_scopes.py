@@ -156,3 +156,96 @@ def test_classes_are_as_before_and_other_threads_see_no_names():
     assert (Block.__call__, nnx.Linear.__call__, nnx.Embed.attend) == calls
     assert texts[0] == ""
     assert texts[1] == "Block/up"
+
+
+class Outer(nnx.Module):
+    """A module inside whose call something else is traced or planned."""
+
+    def __init__(self, inside):
+        self.block, self.inside = Block(nnx.Rngs(0)), inside
+
+    def __call__(self, x):  # noqa: D102
+        y = self.block(x)
+        self.inside()
+        return jnp.tanh(y)
+
+
+def first_scope(fn):
+    return str(jax.make_jaxpr(fn)(BATCH).eqns[0].source_info.name_stack)
+
+
+def test_a_plan_that_is_made_while_another_function_is_traced_has_names_of_its_own():
+    plans = []
+    outer = Outer(lambda: plans.append(nnx_plan(Net(nnx.Rngs(0)))))
+    with jax.ensure_compile_time_eval(), module_scopes():
+        outer(BATCH)
+    assert names_of(plans[0], "tanh") == {"Net/blocks[0]/tanh", "Net/blocks[1]/tanh"}
+
+
+def test_contexts_inside_each_other_open_each_scope_once():
+    call, scopes = Block.__call__, []
+    block = Block(nnx.Rngs(0))
+
+    def trace_inside():
+        with module_scopes():
+            scopes.append(first_scope(block))
+
+    outer = Outer(trace_inside)
+    with module_scopes():
+        scoped = Block.__call__
+        jaxpr = jax.make_jaxpr(outer)(BATCH)
+        assert Block.__call__ is scoped is not call
+    assert scopes == ["Block/up"]
+    assert [str(jaxpr.eqns[i].source_info.name_stack) for i in (0, -1)] == ["Outer/block/up", "Outer"]
+    assert Block.__call__ is call
+
+
+def test_a_function_that_is_traced_may_wait_for_a_thread_that_traces():
+    call, scopes = Block.__call__, []
+    block = Block(nnx.Rngs(0))
+
+    def trace():
+        with module_scopes():
+            scopes.append(first_scope(block))
+
+    def trace_in_a_thread():
+        thread = threading.Thread(target=trace, daemon=True)
+        thread.start()
+        thread.join(timeout=60)
+
+    outer = Outer(trace_in_a_thread)
+    with module_scopes():
+        scopes.append(first_scope(outer))
+    assert scopes == ["Block/up", "Outer/block/up"]
+    assert Block.__call__ is call
+
+
+def test_scopes_stay_open_until_the_last_thread_leaves_and_foreign_changes_stay():
+    call, entered, may_leave = Block.__call__, threading.Event(), threading.Event()
+    scopes = []
+
+    def trace():
+        with module_scopes():
+            entered.set()
+            may_leave.wait(timeout=60)
+            scopes.append(first_scope(Block(nnx.Rngs(0))))
+
+    thread = threading.Thread(target=trace, daemon=True)
+    with module_scopes():
+        thread.start()
+        assert entered.wait(timeout=60)
+
+        class Late(Block):
+            def __call__(self, x):
+                return x * 2
+
+        with module_scopes():
+            late = Late(nnx.Rngs(0))
+            assert first_scope(late) == "Late"
+    assert Block.__call__ is not call
+    Late.__call__ = replacement = lambda self, x: x + 1
+    may_leave.set()
+    thread.join(timeout=60)
+    assert scopes == ["Block/up"]
+    assert Block.__call__ is call
+    assert Late.__call__ is replacement
