@@ -38,7 +38,7 @@ def operation_rules(equations: Sequence[JaxprEqn]) -> list[Rule | None]:
 
     Higher-order equations (loops, calls, conditionals, custom derivatives, remat, shard_map) and equations with effects
     have none. Equal equations are looked up once, all new ones are lowered in a single module, and the newest
-    16,384 rules are kept for later calls.
+    16,384 rules are kept for later calls, but for opaque and higher-order equations.
 
     Args:
       equations: of one or several jaxprs.
@@ -50,10 +50,15 @@ def operation_rules(equations: Sequence[JaxprEqn]) -> list[Rule | None]:
     missing = {key: equation for key, equation in zip(keys, equations, strict=True) if key not in _cache}
     new_rules = dict(zip(missing, _new_rules(list(missing.values())), strict=True))
     rules = [new_rules[key] if key in new_rules else _cache[key] for key in keys]
-    _cache.update(new_rules)
+    _cache.update((key, rule) for key, rule in new_rules.items() if _is_kept(missing[key]))
     while len(_cache) > _CACHE_SIZE:
         _cache.popitem(last=False)
     return rules
+
+
+def _is_kept(equation: JaxprEqn) -> bool:
+    """Tells whether a rule is kept: not where parameters hold a user's functions, and with them arrays of closures."""
+    return equation.primitive.name not in OPAQUE and not is_higher_order(equation)
 
 
 def _signature(equation: JaxprEqn) -> Hashable:
@@ -70,7 +75,9 @@ def _hashable(value: Any) -> Hashable:
     if isinstance(value, Jaxpr | ClosedJaxpr):
         return str(value)  # equal jaxprs of two traces are different objects
     if dataclasses.is_dataclass(value) and not isinstance(value, type):  # may hold jaxprs, as a Pallas call's grid does
-        return type(value).__name__, tuple(_hashable(getattr(value, f.name)) for f in dataclasses.fields(value))
+        return type(value).__name__, tuple(
+            _hashable(getattr(value, f.name)) for f in dataclasses.fields(value) if f.compare
+        )
     if isinstance(value, tuple | list):
         return tuple(_hashable(entry) for entry in value)
     try:

@@ -7,7 +7,7 @@ that operand's gradient, so splitting it leaves partial sums.
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 import jax
@@ -126,7 +126,6 @@ def _check_gradients(kernel: Kernel, operands: Sequence[Any], gradients: Sequenc
         )
 
 
-@lru_cache(maxsize=1024)
 def backward_kernel(
     kernel: Kernel, backward: Callable[..., Any] | None, wanted: tuple[bool, ...], given: tuple[bool, ...]
 ) -> Kernel:
@@ -138,8 +137,12 @@ def backward_kernel(
       wanted: for each operand whether it has a gradient.
       given: for each result whether it has a cotangent.
     """
-    function = _Derivative(kernel.fn, wanted, given) if backward is None else _Backward(kernel, backward, wanted)
-    return Kernel(function, backward_rule(kernel.rule, wanted, given), None, None, f"{kernel.name}_backward")
+
+    def make() -> Kernel:
+        function = _Derivative(kernel.fn, wanted, given) if backward is None else _Backward(kernel, backward, wanted)
+        return Kernel(function, backward_rule(kernel.rule, wanted, given), None, None, f"{kernel.name}_backward")
+
+    return kernel.derived(("backward", backward, wanted, given), make)
 
 
 def backward_rule(rule: NamedRule, wanted: Sequence[bool], given: Sequence[bool]) -> NamedRule:

@@ -5,9 +5,8 @@ bound to one device's parts for that device's, so the same equation is traced, p
 to what the function lowers to. Its backward is another kernel.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -17,12 +16,22 @@ from jax.extend import core
 from jax.interpreters import batching, mlir
 
 from cost.base import Work
-from search_spaces.sharding.opaque.notation import NamedRule, Shape
+from search_spaces.sharding.opaque.notation import NamedRule
 from search_spaces.sharding.opaque.prices import Price, checked_price
 from search_spaces.sharding.opaque.work import dtype_of_work, traced_work
 
 kernel_p = core.Primitive("kernel")
 kernel_p.multiple_results = True
+_TYPE_OPTIONS = (
+    "jax_enable_x64",
+    "jax_numpy_dtype_promotion",
+    "jax_numpy_rank_promotion",
+    "jax_default_matmul_precision",
+    "jax_default_prng_impl",
+    "jax_enable_custom_prng",
+    "jax_threefry_partitionable",
+)
+"""JAX's options by which the same function gives other types or another jaxpr, or is refused."""
 
 
 class TracedKernel(NamedTuple):
@@ -42,6 +51,9 @@ class Kernel:
       flops: arithmetic operations, or None for those that a trace of `fn` counts.
       num_bytes: memory traffic, or None for what a trace of `fn` says.
       name: for plans, errors and profiles.
+
+    Traces, and the kernels that JAX's transformations make of it, are kept for as long as the kernel is. What its
+    function holds, such as arrays of a closure, is freed with it.
     """
 
     fn: Callable[..., Any]
@@ -49,6 +61,8 @@ class Kernel:
     flops: Price | None
     num_bytes: Price | None
     name: str
+    _traces: dict[Hashable, TracedKernel] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _derived: "dict[Hashable, Kernel]" = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def bind(self, operands: Sequence[Any]) -> list[Any]:
         """Returns the results for some operands, as an equation of the primitive where they are traced."""
@@ -67,7 +81,17 @@ class Kernel:
           TypeError: the function returns something else than an array or a tuple of arrays.
           ValueError: the function reads an array that is traced outside.
         """
-        return _trace(self, tuple((tuple(x.shape), jnp.dtype(x.dtype)) for x in operands))
+        types = tuple((tuple(x.shape), jnp.dtype(x.dtype)) for x in operands)
+        key = types, tuple(getattr(jax.config, option, None) for option in _TYPE_OPTIONS)
+        if key not in self._traces:
+            self._traces[key] = _trace(self, types)
+        return self._traces[key]
+
+    def derived(self, key: Hashable, make: "Callable[[], Kernel]") -> "Kernel":
+        """Returns a kernel that is made of this one, made once for each key, so that its traces are kept too."""
+        if key not in self._derived:
+            self._derived[key] = make()
+        return self._derived[key]
 
     def results(self, operands: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
         """Returns the shapes and dtypes of the results; raises as `trace`."""
@@ -112,8 +136,7 @@ class Kernel:
         return checked_price(number, f"`{argument}` of kernel {self.name!r}")
 
 
-@lru_cache(maxsize=4096)
-def _trace(kernel: Kernel, types: tuple[tuple[Shape, Any], ...]) -> TracedKernel:
+def _trace(kernel: Kernel, types: Sequence[tuple[Any, Any]]) -> TracedKernel:
     jaxpr, result = jax.make_jaxpr(kernel.fn, return_shape=True)(*(jax.ShapeDtypeStruct(*t) for t in types))
     if any(isinstance(constant, Tracer) for constant in jaxpr.consts):
         raise ValueError(
@@ -144,6 +167,12 @@ def _batched(operands: Sequence[Any], dims: Sequence[int | None], *, kernel: Ker
     is_mapped = tuple(d is not None for d in dims)
     operands = [x if d is None else jnp.moveaxis(x, d, 0) for x, d in zip(operands, dims, strict=True)]
     size = next(x.shape[0] for x, mapped in zip(operands, is_mapped, strict=True) if mapped)
+    batched = kernel.derived(("batch", is_mapped, size), lambda: _batched_kernel(kernel, is_mapped, size))
+    results = batched.bind(operands)
+    return results, [0] * len(results)
+
+
+def _batched_kernel(kernel: Kernel, is_mapped: tuple[bool, ...], size: int) -> Kernel:
     prices = [
         _BatchedPrice(price, is_mapped, f"`{argument}` of kernel {kernel.name!r}")
         if callable(price)
@@ -152,15 +181,13 @@ def _batched(operands: Sequence[Any], dims: Sequence[int | None], *, kernel: Ker
         else price * size
         for argument, price in (("flops", kernel.flops), ("bytes", kernel.num_bytes))
     ]
-    batched = replace(
+    return replace(
         kernel,
         fn=_BatchedFunction(kernel.fn, is_mapped),
         rule=kernel.rule.with_batch(is_mapped),
         flops=prices[0],
         num_bytes=prices[1],
     )
-    results = batched.bind(operands)
-    return results, [0] * len(results)
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """What a plan must know of each kind of opaque operation: its rule, its price, and how it runs on one device's part."""
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import jax
 from jax.extend import core
@@ -157,10 +157,17 @@ def refusal(vertex: Vertex, strategy: ShardingStrategy, axis_sizes: tuple[int, .
     Raises:
       ValueError: the function gives results of other shapes than its rule says.
     """
-    return _refusal(vertex, strategy._replace(reductions=(), results=()), axis_sizes)
+    known = _refusals.setdefault(vertex, {})
+    key = strategy._replace(reductions=(), results=()), axis_sizes
+    if key not in known:
+        known[key] = _refusal(vertex, *key)
+    return known[key]
 
 
-@lru_cache(maxsize=4096)  # each search asks several times, and to find out takes a trace
+_refusals: WeakKeyDictionary[Vertex, dict[tuple[ShardingStrategy, tuple[int, ...]], str | None]] = WeakKeyDictionary()
+"""What `refusal` has found out: each search asks several times, and an answer takes a trace. Freed with the graph."""
+
+
 def _refusal(vertex: Vertex, strategy: ShardingStrategy, axis_sizes: tuple[int, ...]) -> str | None:
     opaque = opaque_of(vertex)
     assert opaque is not None

@@ -1,6 +1,8 @@
 """Kernels compute what their functions compute: by themselves, under JAX's transformations, and split by any layout."""
 
 import dataclasses
+import gc
+import weakref
 from typing import Any
 
 import jax
@@ -153,6 +155,56 @@ def test_a_kernel_is_its_function():
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
     x, w = arrays_of([(2, 3, 4), (4, 5)])
     np.testing.assert_allclose(jax.vmap(product, (1, None), 1)(x, w), x @ w, rtol=1e-5)
+
+
+def test_a_kernel_has_the_types_of_the_options_of_jax():
+    halved = diffshard.kernel(lambda x: x * jnp.linspace(0.5, 0.5, 4), "n -> n", name="halved")
+    expected = np.full(4, 0.5)
+    x = np.arange(4)  # integers have the same type in both
+    for is_wide, dtype in ((False, jnp.float32), (True, jnp.float64), (False, jnp.float32)):
+        with jax.enable_x64(is_wide):
+            result = jax.jit(halved)(jnp.asarray(x, jnp.int32))
+        assert result.dtype == dtype
+        np.testing.assert_allclose(result, expected * x)
+
+
+@pytest.mark.parametrize("executor", ["execution", "device_program"])
+def test_arrays_of_a_dropped_kernel_are_freed(executor):
+    def use(weights):
+        scaled = diffshard.kernel(lambda x: x * weights, "... n -> ... n", need_replication="n", name="scaled")
+
+        def loss(x):
+            return jnp.sum(scaled(jax.vmap(scaled)(x)) ** 2)
+
+        check_layouts(jax.grad(loss), [jnp.ones((8, 8, 4))], 0, executor)
+
+    weights = jnp.asarray(np.arange(4, dtype=np.float32))
+    reference = weakref.ref(weights)
+    use(weights)
+    del weights
+    jax.clear_caches()
+    gc.collect()
+    assert reference() is None
+
+
+def test_equal_uses_of_a_kernel_are_traced_once():
+    shapes = []
+
+    def fn(x):
+        shapes.append(x.shape)
+        return 2 * x
+
+    doubling = diffshard.kernel(fn, "n -> n", name="doubling")
+
+    def loss(x):
+        for _ in range(3):
+            x = jax.vmap(doubling)(x)
+        return x.sum()
+
+    jax.make_jaxpr(jax.grad(loss))(jnp.ones((4, 8)))
+    once = len(shapes)
+    jax.make_jaxpr(jax.grad(loss))(jnp.ones((4, 8)))
+    assert len(shapes) == once
 
 
 def test_a_backward_has_no_gradient_of_integers():
