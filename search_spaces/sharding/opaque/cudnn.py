@@ -2,12 +2,16 @@
 
 JAX refuses to trace it where no cuDNN is installed, because it asks for the version. Only that question is answered
 here; the operations, their shapes and their checks are JAX's own, and lowering is left to JAX too.
+
+This touches internals of JAX: while a function is traced for a plan, two private functions of the module that
+`jax.nn.dot_product_attention` calls are replaced, for all threads. A test fails where another JAX has them elsewhere.
 """
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
+from threading import Lock
 from typing import Any
 
 import jax
@@ -31,25 +35,58 @@ _BIAS, _QUERY_LENGTHS, _QUERY_OFFSETS = 3, 4, 6
 @contextmanager
 def planned_without_cudnn() -> Iterator[None]:
     """Lets JAX trace cuDNN's attention on a machine without cuDNN, as for an H100 with a recent one."""
-    cudnn_attention = getattr(jax.nn.dot_product_attention, "__globals__", {}).get("cudnn_dot_product_attention")
-    names = getattr(cudnn_attention, "__globals__", {})
-    try:
-        names["check_cudnn_version"]()
-        is_known = True
-    except KeyError:  # another version of JAX asks in another way, and says so itself
-        is_known = True
-    except RuntimeError:
-        is_known = False
-    answers = {
-        "check_cudnn_version": lambda: _ASSUMED_VERSION,
-        "check_compute_capability": lambda capability: float(capability) <= _ASSUMED_CAPABILITY,
-    }
-    before = {} if is_known else {name: names[name] for name in answers if name in names}
-    names.update({name: answers[name] for name in before})
+    _answers.enter()
     try:
         yield
     finally:
-        names.update(before)
+        _answers.leave()
+
+
+class _Answers:
+    """What JAX's questions about cuDNN are answered while any thread plans; the last one puts JAX's functions back."""
+
+    def __init__(self) -> None:
+        self._lock = Lock()  # held while functions are replaced or put back, not while a thread plans
+        self._num_users = 0
+        self._replaced: dict[str, Any] = {}
+
+    def enter(self) -> None:
+        """Replaces JAX's functions, unless another thread has done so or cuDNN is installed."""
+        with self._lock:
+            if self._num_users == 0:
+                self._replace()
+            self._num_users += 1
+
+    def leave(self) -> None:
+        """Puts JAX's functions back if no other thread plans."""
+        with self._lock:
+            self._num_users -= 1
+            if self._num_users == 0:
+                _names_of_jax().update(self._replaced)
+                self._replaced = {}
+
+    def _replace(self) -> None:
+        names = _names_of_jax()
+        try:
+            names["check_cudnn_version"]()
+        except KeyError:  # another version of JAX asks in another way, and says so itself
+            return
+        except RuntimeError:
+            answers = {
+                "check_cudnn_version": lambda: _ASSUMED_VERSION,
+                "check_compute_capability": lambda capability: float(capability) <= _ASSUMED_CAPABILITY,
+            }
+            self._replaced = {name: names[name] for name in answers if name in names}
+            names.update({name: answers[name] for name in self._replaced})
+
+
+_answers = _Answers()
+
+
+def _names_of_jax() -> dict[str, Any]:
+    """Returns the names of the module in which JAX asks about cuDNN; an empty dictionary where it has moved."""
+    cudnn_attention = getattr(jax.nn.dot_product_attention, "__globals__", {}).get("cudnn_dot_product_attention")
+    return getattr(cudnn_attention, "__globals__", {})
 
 
 def rule_of_attention(equation: core.JaxprEqn) -> Rule:

@@ -1,6 +1,8 @@
 """cuDNN's attention is planned where cuDNN is not installed: what is split, what it costs, how it lowers."""
 
 import dataclasses
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -154,6 +156,33 @@ def test_nothing_is_left_behind_after_planning():
     planned.plan(q, k, v)
     with pytest.raises(RuntimeError, match="cuDNN is not detected"):
         jax.eval_shape(attention(), q, k, v)
+
+
+def test_jax_asks_where_it_is_answered():
+    with planned_without_cudnn():
+        names = jax.nn.dot_product_attention.__globals__["cudnn_dot_product_attention"].__globals__
+        assert names["check_cudnn_version"]() >= 91000
+        assert names["check_compute_capability"]("9.0")
+        assert not names["check_compute_capability"]("10.0")
+
+
+def test_threads_plan_side_by_side():
+    is_inside, may_leave = threading.Event(), threading.Event()
+
+    def plan():
+        with planned_without_cudnn():
+            is_inside.set()
+            assert may_leave.wait(60)
+            return jax.eval_shape(attention(), *plain(batch=3))
+
+    with ThreadPoolExecutor(1) as pool:
+        with planned_without_cudnn():  # the first to enter is the first to leave
+            planned = pool.submit(plan)
+            assert is_inside.wait(60)
+        may_leave.set()
+        assert [x.shape[0] for x in planned.result()] == [3, 3, 3]
+    with pytest.raises(RuntimeError, match="cuDNN is not detected"):
+        jax.eval_shape(attention(), *plain(batch=5))
 
 
 def test_the_other_implementations_are_ordinary_operations():
