@@ -1,16 +1,16 @@
 """Two plans side by side: what differs in how arrays are split, what layers take and send, and what the step costs.
 
 Arguments and results are matched by their paths, layers by their names. Operations are matched in program order, as far
-as both functions have the same ones; a note names the first operation that only one of them has.
+as both functions have the same ones; a note names the first operation that differs.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from difflib import SequenceMatcher
 from typing import cast
 
 from cost.base import CollectiveKind
 from cost.collectives import collective_sent_bytes
+from diffshard.plans.alignment import Alignment, align_operations
 from diffshard.plans.base import Operation, PlanData, Tensor
 from diffshard.plans.difference_data import (
     ArrayDifference,
@@ -26,7 +26,6 @@ from diffshard.plans.notebook import framed
 from diffshard.plans.patterns import readable_path
 from diffshard.plans.summary import communication, device_bytes, operation_name, result_type
 
-_MOST_ALIGNED = 2000  # operations between the first and the last difference: aligning takes time quadratic in these
 _EQUAL_SHARE = 1e-9  # of the larger: quantities that differ by less are equal up to rounding
 
 
@@ -50,7 +49,8 @@ class PlanDifference(DifferenceData):
 
 def difference_of(first: PlanData, second: PlanData) -> PlanDifference:
     """Returns what differs between two plans, of any functions, meshes and hardware."""
-    matched = _matched_operations(first, second)
+    alignment = align_operations(first, second)
+    matched = alignment.pairs
     arguments, num_arguments = _arrays(first, second, first.arguments, second.arguments)
     outputs, num_outputs = _arrays(first, second, first.outputs, second.outputs)
     layers, num_layers = _layers(first, second)
@@ -69,7 +69,7 @@ def difference_of(first: PlanData, second: PlanData) -> PlanDifference:
         layers=layers,
         operations=_operations(first, second, matched),
         counts=(num_arguments, num_outputs, num_layers, sum(first.operations[i].kind != "input" for i, _ in matched)),
-        notes=_notes(first, second, matched),
+        notes=_notes(first, second, alignment),
     )
 
 
@@ -92,26 +92,6 @@ def _held(plan: PlanData) -> float:
 
 def _differs(first: float, second: float) -> bool:
     return abs(first - second) > _EQUAL_SHARE * max(abs(first), abs(second))
-
-
-def _matched_operations(first: PlanData, second: PlanData) -> list[tuple[int, int]]:
-    """Returns indices of equal operations, in the order of both plans.
-
-    What is before the first difference and after the last one is matched at once; between them, where both have few
-    enough operations, the longest common parts are.
-    """
-    one, other = ([(o.kind, o.signature) for o in plan.operations] for plan in (first, second))
-    shorter = min(len(one), len(other))
-    start = next((i for i in range(shorter) if one[i] != other[i]), shorter)
-    rest = shorter - start
-    end = next((i for i in range(rest) if one[-1 - i] != other[-1 - i]), rest)
-    middle = one[start : len(one) - end], other[start : len(other) - end]
-    between = []
-    if max(map(len, middle)) <= _MOST_ALIGNED:
-        for i, j, size in SequenceMatcher(None, *middle, autojunk=False).get_matching_blocks():
-            between += [(start + i + k, start + j + k) for k in range(size)]
-    last = [(len(one) - end + i, len(other) - end + i) for i in range(end)]
-    return [*((i, i) for i in range(start)), *between, *last]
 
 
 def _arrays(
@@ -177,10 +157,13 @@ def _operations(
     return tuple(found)
 
 
-def _notes(first: PlanData, second: PlanData, matched: Sequence[tuple[int, int]]) -> tuple[str, ...]:
+def _notes(first: PlanData, second: PlanData, alignment: Alignment) -> tuple[str, ...]:
     notes = []
-    missing = len(first.operations) - len(matched), len(second.operations) - len(matched)
-    if any(missing):
+    matched, not_compared = alignment
+    missing = tuple(
+        len(plan.operations) - len(matched) - number for plan, number in zip((first, second), not_compared, strict=True)
+    )
+    if any((*missing, *not_compared)):
         start = next((n for n, (i, j) in enumerate(matched) if (i, j) != (n, n)), None)
         index = start if start is not None else _common_beginning(matched)
         there = " and ".join(
@@ -190,6 +173,11 @@ def _notes(first: PlanData, second: PlanData, matched: Sequence[tuple[int, int]]
         notes.append(
             f"The functions differ from operation {index:,} on, where {there}. {missing[0]:,} operations of the first "
             f"and {missing[1]:,} of the second have no partner and are compared by layer only."
+        )
+    if any(not_compared):
+        notes.append(
+            f"{not_compared[0]:,} operations of the first and {not_compared[1]:,} of the second are in layers with too "
+            "many to look for their partners: they are not compared one by one, only by layer."
         )
     if dict(first.mesh_axes) != dict(second.mesh_axes):
         meshes = f"{format_devices(first.mesh_axes)} and {format_devices(second.mesh_axes)}"

@@ -69,7 +69,7 @@ class DifferenceData:
       totals: seconds of a step, bytes that a device sends and holds.
       arguments, outputs, layers, operations: those that differ.
       counts: how many arguments, outputs, layers and operations were compared.
-      notes: different functions, meshes, hardware or executors.
+      notes: where the functions, meshes or hardware differ, and how many operations were not compared.
     """
 
     titles: tuple[str, str]

@@ -1,15 +1,19 @@
 """What differs between two plans, on plans made by hand and on plans of different functions, meshes and hardware."""
 
 import dataclasses
+import itertools
 
 import jax.numpy as jnp
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 import diffshard
+from diffshard.plans.alignment import align_operations
 from diffshard.plans.text_table import TEXT_WIDTH
 from tests.diffshard.plans.page_checker import checked_page
-from tests.diffshard.plans.small_plan import small_plan
+from tests.diffshard.plans.small_plan import operation, small_plan
 
 MESH = AbstractMesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
 W, X = jnp.ones((8, 8)), jnp.ones((16, 8))
@@ -108,3 +112,65 @@ def test_arrays_that_only_one_plan_has_are_named():
     assert "not there" in str(plan.diff(longer))
     with pytest.raises(TypeError, match="`other` must be a plan, not str"):
         plan.diff("plan.json")  # pyright: ignore[reportArgumentType]
+
+
+def plan_of_operations(*layers, per_layer=1):
+    """A plan whose operations are those of layers, given by name and kinds, each list repeated."""
+    operations = [
+        operation(f"{kind}(float32[8]) -> float32[8]", f"jvp(Net)/{name}", ((),), 1e-3)
+        for name, kinds in layers
+        for kind in list(kinds) * per_layer
+    ]
+    return dataclasses.replace(small_plan(), arguments=(), operations=tuple(operations), collectives=(), outputs=())
+
+
+def test_thousands_of_operations_are_aligned_layer_by_layer():
+    names = [f"layer_{i}" for i in range(5)]
+    first = plan_of_operations(*((name, ["tanh", "mul"]) for name in names), per_layer=500)
+    second = plan_of_operations(*((name, ["exp", "tanh", "mul"]) for name in names), per_layer=500)
+    difference = first.diff(second)
+    assert difference.counts[3] == len(first.operations) == 5000
+    (note,) = difference.notes
+    assert "0 operations of the first and 2,500 of the second have no partner" in note
+    assert "differ from operation 0 on" in note
+
+
+def test_operations_that_are_too_many_to_align_are_not_said_to_have_no_partner():
+    first = plan_of_operations(("layer", ["tanh", "mul"]), ("head", ["exp"]), per_layer=3000)
+    second = plan_of_operations(("layer", ["mul", "tanh"]), ("head", ["log"]), per_layer=3000)
+    difference = first.diff(second)
+    differ, not_compared = difference.notes
+    assert "3,000 operations of the first and 3,000 of the second have no partner" in differ
+    assert "6,000 operations of the first and 6,000 of the second are in layers with too many" in not_compared
+    assert "not compared one by one" in " ".join(str(difference).split())
+    assert difference.counts[3] == 0
+
+
+OPERATIONS = st.lists(st.tuples(st.sampled_from("ab"), st.sampled_from(["tanh", "mul", "exp"])), max_size=6)
+
+
+def most_points(one, other):
+    """Two points for each pair of the best alignment, three where both are of one layer, by trying all of them."""
+    if not one or not other:
+        return 0
+    pair = 2 + (one[0][0] == other[0][0]) if one[0][1] == other[0][1] else -100
+    return max(most_points(one[1:], other), most_points(one, other[1:]), pair + most_points(one[1:], other[1:]))
+
+
+@given(OPERATIONS, OPERATIONS)
+@settings(max_examples=60, deadline=None)
+def test_no_alignment_has_more_pairs_or_better_ones(one, other):
+    one, other = [("start", "log"), *one, ("end", "log")], [("start", "sin"), *other, ("end", "sin")]
+    first, second = (plan_of_operations(*((layer, [kind]) for layer, kind in each)) for each in (one, other))
+    pairs, not_compared = align_operations(first, second)
+    assert not_compared == (0, 0)
+    assert all(one[i][1] == other[j][1] for i, j in pairs)
+    assert all(a[0] < b[0] and a[1] < b[1] for a, b in itertools.pairwise(pairs))
+    assert sum(2 + (one[i][0] == other[j][0]) for i, j in pairs) == most_points(one[1:-1], other[1:-1])
+
+
+def test_equal_operations_are_matched_in_their_own_layer():
+    first = plan_of_operations(("a", ["exp"]), ("b", ["tanh"]), ("c", ["tanh"]), ("d", ["exp"]))
+    second = plan_of_operations(("z", ["log"]), ("c", ["tanh"]), ("y", ["log"]))
+    assert align_operations(first, second) == ([(2, 1)], (0, 0))
+    assert align_operations(second, first) == ([(1, 2)], (0, 0))
