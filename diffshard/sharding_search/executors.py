@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 from jax import export
 from jax.extend import core
-from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from diffshard.base import PlanError
 from diffshard.plans.base import Executor, PlanData, Tensor
@@ -50,8 +50,11 @@ class FlatFunction(NamedTuple):
     donate_argnums: tuple[int, ...]
     compiler_options: dict[str, Any]
 
-    def jit(self, name: str = "function") -> Any:
-        """Returns the function under `jax.jit`, with a name for its traces."""
+    def jit(self, name: str = "function", *, is_nested: bool = False) -> Any:
+        """Returns the function under `jax.jit`, with a name for its traces.
+
+        Under another trace (`is_nested`) it has no compiler options: only the outermost `jax.jit` may have them.
+        """
 
         def run(*arrays: Any) -> list[Any]:  # a new function each time: `jax.jit` caches by function
             return self.run(*arrays)
@@ -62,7 +65,7 @@ class FlatFunction(NamedTuple):
             in_shardings=self.in_shardings,
             out_shardings=list(self.out_shardings),
             donate_argnums=self.donate_argnums or None,
-            compiler_options=self.compiler_options,
+            compiler_options=None if is_nested else self.compiler_options,
         )
 
     def export_for(self, platform: str, args: Sequence[jax.ShapeDtypeStruct]) -> bytes:
@@ -90,9 +93,11 @@ def flat_function(
             return list(evaluate(*arrays))
 
     def run_on_explicit_axes(*arrays: Any) -> list[Any]:
-        specs = [tensor.partition_spec for tensor in plan.outputs]
+        pairs = zip(mesh.axis_names, mesh.axis_types or (), strict=True)
+        axes = tuple(name for name, kind in pairs if kind is AxisType.Explicit)
+        specs = [_spec_over(tensor, axes) for tensor in plan.outputs]
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-            run_on_automatic_axes: Any = jax.sharding.auto_axes(run, axes=mesh.axis_names, out_sharding=specs)
+            run_on_automatic_axes: Any = jax.sharding.auto_axes(run, axes=axes, out_sharding=specs)
             return run_on_automatic_axes(*arrays)
 
     def shardings(tensors: Sequence[Tensor]) -> tuple[NamedSharding, ...]:
@@ -102,6 +107,11 @@ def flat_function(
     options = _PROGRAM_OPTIONS if plan.executor == "program" else {}
     run_on_mesh = run_on_explicit_axes if has_explicit_axes(mesh) else run
     return FlatFunction(run_on_mesh, shardings(plan.arguments), shardings(plan.outputs), donated, dict(options))
+
+
+def _spec_over(tensor: Tensor, axes: Sequence[str]) -> PartitionSpec:
+    """Returns a tensor's spec with these axes only: the others are no part of its type."""
+    return PartitionSpec(*(tuple(axis for axis in split if axis in axes) or None for split in tensor.spec))
 
 
 def with_executor(plan: PlanT, executor: Executor, space: ShardingSpace) -> PlanT:

@@ -34,6 +34,7 @@ class _Prepared(NamedTuple, Generic[PlanT]):
       plan: the plan.
       call: the arguments.
       jitted: the function of flat arrays.
+      nested: the same for use under another trace.
       result: the structure of the result.
       settings: of JAX, for which the function was traced.
     """
@@ -41,11 +42,14 @@ class _Prepared(NamedTuple, Generic[PlanT]):
     plan: PlanT
     call: Call
     jitted: Any
+    nested: Any
     result: Structure
     settings: tuple[Any, ...]
 
     def run(self, arrays: Iterable[Any]) -> Any:
-        return self.result.unflatten(self.jitted(*arrays))
+        arrays = tuple(arrays)
+        jitted = self.nested if any(isinstance(array, Tracer) for array in arrays) else self.jitted
+        return self.result.unflatten(jitted(*arrays))
 
 
 class PlannedFunction(Generic[PlanT]):
@@ -164,10 +168,12 @@ class PlannedFunction(Generic[PlanT]):
             options = replace(options, logical_axis_rules=plan.logical_axis_rules)
             traced_function = trace_call(options, call)
             space = space_of(options, traced_function)
-        jitted = flat_function(plan, traced_function, space, options.mesh).jit(
-            getattr(options.fn, "__name__", "function")
+        flat, name = (
+            flat_function(plan, traced_function, space, options.mesh),
+            getattr(options.fn, "__name__", "function"),
         )
-        return _Prepared(plan, call, jitted, traced_function.result, _settings())
+        jitted, nested = flat.jit(name), flat.jit(name, is_nested=True)
+        return _Prepared(plan, call, jitted, nested, traced_function.result, _settings())
 
     def _display(self, progress: Progress | None) -> ProgressDisplay:
         """Returns where the search shows how it goes, where it may be given a function that is told."""

@@ -24,7 +24,7 @@ from diffshard.sharding_search.call import (
 )
 from diffshard.sharding_search.module_scopes import module_scopes
 from diffshard.sharding_search.options import Options, has_explicit_axes, with_automatic_axes
-from search_spaces.sharding.explicit_axes import has_reshards, with_constraints
+from search_spaces.sharding.explicit_axes import has_constraints, has_reshards, with_constraints, without_context_mesh
 from search_spaces.sharding.given import as_sharding, given_dimensions
 from search_spaces.sharding.graph import Graph
 from search_spaces.sharding.opaque.cudnn import planned_without_cudnn
@@ -79,8 +79,9 @@ class TracedFunction:
         That is right for inference; a training step that forgets to return its state does not train.
         """
         num_bytes = [math.prod(array.shape) * array.dtype.itemsize for array in self.call.arrays]
-        updated = {self.call.numbers[i] for i in self.graph.feedback if i is not None}
-        for number in sorted(set(self.call.numbers) - updated):
+        if any(argument is not None for argument in self.graph.feedback):
+            return ()
+        for number in sorted(set(self.call.numbers)):
             own = sum(n for n, other in zip(num_bytes, self.call.numbers, strict=True) if other == number)
             if own > max(_LEAST_NOTED_BYTES, sum(num_bytes) / 2):
                 return (
@@ -172,14 +173,33 @@ def _trace(flat: Callable[..., list[Any]], options: Options, call: Call) -> core
     """
     automatic = with_automatic_axes(options.mesh)
     ruled = _under_rules(flat, options.logical_axis_rules, automatic)
+    context = with_automatic_axes(jax.sharding.get_abstract_mesh())
+    has_context = bool(context.axis_names or options.logical_axis_rules)
+    jaxpr, error = None, None
     try:
-        context = with_automatic_axes(jax.sharding.get_abstract_mesh())
         with jax.sharding.use_abstract_mesh(context), module_scopes():
             jaxpr = jax.jit(ruled).trace(*call.arrays).jaxpr
-        return with_constraints(jaxpr, automatic) if has_reshards(jaxpr.jaxpr) else jaxpr
-    except (TypeError, ValueError):
+    except (TypeError, ValueError) as raised:
         if not has_explicit_axes(options.mesh):
             raise
+        error = raised
+    if error is not None or (has_explicit_axes(options.mesh) and has_reshards(jaxpr.jaxpr)):
+        try:
+            return _trace_with_explicit_axes(flat, options, call)
+        except (TypeError, ValueError):
+            if error is not None:
+                raise
+    assert jaxpr is not None
+    if not has_context:
+        return jaxpr
+    if has_constraints(jaxpr.jaxpr):
+        return without_context_mesh(jaxpr, automatic)
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), ())), module_scopes():  # a plan is the same in any context
+        return jax.jit(lambda *arrays: flat(*arrays)).trace(*call.arrays).jaxpr
+
+
+def _trace_with_explicit_axes(flat: Callable[..., list[Any]], options: Options, call: Call) -> core.ClosedJaxpr:
+    """Returns the jaxpr of a function of flat arrays that is written for explicit axes."""
     if options.logical_axis_rules:
         raise ValueError(
             f"`logical_axis_rules` {dict(options.logical_axis_rules)} split activations over automatic axes, but "
@@ -192,7 +212,7 @@ def _trace(flat: Callable[..., list[Any]], options: Options, call: Call) -> core
     ]
     with jax.sharding.use_abstract_mesh(options.mesh.abstract_mesh), module_scopes():
         jaxpr = jax.jit(lambda *arrays: flat(*arrays)).trace(*typed).jaxpr
-    return with_constraints(jaxpr, automatic)
+    return with_constraints(jaxpr, with_automatic_axes(options.mesh))
 
 
 def space_of(
