@@ -91,7 +91,11 @@ class PlannedModuleFunction:
         return self._planned.lower(*call.args, **call.kwargs)
 
     def _split(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> "_ModuleCall":
-        bound = self._signature.bind(*args, **kwargs)
+        try:
+            bound = self._signature.bind(*args, **kwargs)
+        except TypeError as error:
+            name = self._planned.options.function_name
+            raise TypeError(f"{name} does not take these arguments: {error}.") from None
         arguments: dict[int | str, Any] = {**dict(enumerate(bound.args)), **bound.kwargs}
         places = tuple(place for place, argument in arguments.items() if _has_module(argument))
         modules = tuple(arguments[place] for place in places)
@@ -129,6 +133,8 @@ def search(fn: Callable[..., Any], mesh: Mesh | AbstractMesh, **options: Any) ->
     Raises:
       TypeError, ValueError: as `diffshard.search`.
     """
+    if not callable(fn):
+        raise TypeError(f"`fn` must be a function, not {type(fn).__name__}.")
     static_argnames = (*argument_names(options.pop("static_argnames", ())), _GRAPH)
     return PlannedModuleFunction(fn, search_function(_of_states(fn), mesh, static_argnames=static_argnames, **options))
 
@@ -144,6 +150,8 @@ def apply(plan: Plan, fn: Callable[..., Any], mesh: Mesh | AbstractMesh | None =
     Raises:
       PlanError: as `Plan.apply`.
     """
+    if not isinstance(plan, Plan):
+        raise TypeError(f"`plan` must be a Plan, for instance from `Plan.load`, not {type(plan).__name__}.")
     return PlannedModuleFunction(fn, plan.apply(_of_states(fn), mesh))
 
 

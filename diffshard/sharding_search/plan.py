@@ -104,7 +104,7 @@ class Plan(PlanData):
         if twice := [name for name in names[: len(args)] if name in kwargs]:
             raise PlanError(f"`{twice[0]}` was given by position and by name.")
         for name, argument in [*zip(names, args, strict=False), *kwargs.items()]:
-            if name not in names:
+            if name not in names and name not in self.static_argnames:
                 raise PlanError(f"The plan was made for the arguments {', '.join(names)}, and was given {name!r}.")
             if self._is_static(name):
                 placed_arguments.append(argument)
@@ -154,19 +154,25 @@ class Plan(PlanData):
         if mesh is None or dict(mesh.shape) != dict(self.mesh_axes):
             axes = None if mesh is None else dict(mesh.shape)
             raise PlanError(f"The plan was made for the mesh {dict(self.mesh_axes)}, not {axes}.")
-        options = Options(
-            fn=fn,
-            mesh=mesh,
-            hardware=self.hardware,
-            memory_limit_bytes=self.memory_limit_bytes,
-            donate_argnums=self.donate_argnums,
-            static_argnums=self.static_argnums,
-            donate_argnames=self.donate_argnames,
-            static_argnames=self.static_argnames,
-            executor=self.executor if executor is None else executor,
-            logical_axis_rules=self.logical_axis_rules,
-        )
-        return PlannedFunction(options, self._checked_for)
+        try:
+            options = Options(
+                fn=fn,
+                mesh=mesh,
+                hardware=self.hardware,
+                memory_limit_bytes=self.memory_limit_bytes,
+                donate_argnums=self.donate_argnums,
+                static_argnums=self.static_argnums,
+                donate_argnames=self.donate_argnames,
+                static_argnames=self.static_argnames,
+                executor=self.executor if executor is None else executor,
+                logical_axis_rules=self.logical_axis_rules,
+            )
+        except ValueError as error:
+            if "_argnames` has" not in str(error):
+                raise
+            hint = " Give it to a function of modules by `diffshard.nnx.apply`." if "nnx_graph" in str(error) else ""
+            raise PlanError(f"The plan does not fit the function: {error}{hint}") from None
+        return PlannedFunction(options, self._checked_for, is_searched=False)
 
     def _checked_for(self, request: PlanRequest) -> "Plan":
         """Returns this plan for a traced function that it fits; what `PlannedFunction` calls in place of a search."""
@@ -212,7 +218,9 @@ class Plan(PlanData):
         return tuple(names)
 
     def _is_static(self, name: str) -> bool:
-        return name in self.static_argnames or self._parameters.index(name) in self.static_argnums
+        return name in self.static_argnames or (
+            name in self._parameters and self._parameters.index(name) in self.static_argnums
+        )
 
     def _tensors_of(self, name: str) -> tuple[Tensor, ...]:
         return tuple(tensor for tensor in self.arguments if _parameter_of(tensor) == name)
@@ -238,10 +246,14 @@ def check_arrays(tensors: Sequence[Tensor], paths: Sequence[str], arrays: Sequen
     """
     for tensor, path, array in zip(tensors, paths, arrays, strict=False):
         shape, dtype = array.shape, str(array.dtype)
-        if (tensor.shape, tensor.dtype) != (shape, dtype) or _inside(tensor.path) != _inside(path):
+        is_same_type = (tensor.shape, tensor.dtype) == (shape, dtype)
+        if not is_same_type or _inside(tensor.path) != _inside(path):
+            advice = "Search again for these shapes."
+            if is_same_type:
+                advice = "Its place differs: give the same pytrees, and modules of nnx to `step.shard(...)`."
             raise PlanError(
                 f"The plan was made for `{tensor.path}` of {tensor.dtype}{list(tensor.shape)}, and was given "
-                f"`{path}` of {dtype}{list(shape)}. Search again for these shapes."
+                f"`{path}` of {dtype}{list(shape)}. {advice}"
             )
     if len(arrays) != len(tensors):
         raise PlanError(f"The plan was made for {len(tensors)} arrays in its arguments, not {len(arrays)}.")

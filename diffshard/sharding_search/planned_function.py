@@ -58,10 +58,12 @@ class PlannedFunction(Generic[PlanT]):
     Args:
       options: what was asked for.
       make_plan: gives the plan for a traced function.
+      is_searched: whether that takes a search; a plan that is given fits or does not.
     """
 
-    def __init__(self, options: Options, make_plan: MakePlan[PlanT]):
+    def __init__(self, options: Options, make_plan: MakePlan[PlanT], *, is_searched: bool = True):
         self.options = options
+        self._is_searched = is_searched
         self._make_plan = make_plan
         self._prepared: dict[Any, _Prepared[PlanT]] = {}  # by structure and types of the arguments
         self._last: _Prepared[PlanT] | None = None
@@ -214,13 +216,8 @@ class PlannedFunction(Generic[PlanT]):
         ]
         if not earlier_calls:
             return
-        pairs = zip(call.paths, call.arrays, earlier_calls[-1].arrays, strict=True)
-        differing = [
-            f"`{path}` is {new.dtype}{list(new.shape)}, not {old.dtype}{list(old.shape)}"
-            for path, new, old in pairs
-            if (new.shape, new.dtype) != (old.shape, old.dtype)
-        ]
-        if differing:
+        differing = min((_differences(call, earlier) for earlier in earlier_calls), key=len)  # from the nearest plan
+        if differing and self._is_searched:
             others = f", and {len(differing) - 1} more differ" if len(differing) > 1 else ""
             warnings.warn(
                 f"These arguments of {self.options.function_name} are not those of an earlier plan: {differing[0]}"
@@ -228,6 +225,15 @@ class PlannedFunction(Generic[PlanT]):
                 "set of shapes first.",
                 stacklevel=4,
             )
+
+
+def _differences(call: Call, earlier: Call) -> list[str]:
+    """Returns a sentence for each array that has another shape or dtype than in an earlier call."""
+    return [
+        f"`{path}` is {new.dtype}{list(new.shape)}, not {old.dtype}{list(old.shape)}"
+        for path, new, old in zip(call.paths, call.arrays, earlier.arrays, strict=True)
+        if (new.shape, new.dtype) != (old.shape, old.dtype)
+    ]
 
 
 def _settings() -> tuple[Any, ...]:

@@ -124,7 +124,10 @@ def given_specs(in_shardings: Any, args: Sequence[Any]) -> list[PartitionSpec | 
     tuples = isinstance(in_shardings, tuple | list) and not _is_spec(in_shardings)
     prefix = tuple(in_shardings) if tuples else (in_shardings,)
     if len(prefix) != len(args):
-        raise ValueError(f"`in_shardings` must have an entry for each of the {len(args)} arguments, not {len(prefix)}.")
+        raise ValueError(
+            f"`in_shardings` must be a tuple with an entry for each of the {len(args)} positional arguments, not "
+            f"{len(prefix)}; None leaves an argument free."
+        )
     try:
         return broadcast_specs(prefix, tuple(args), _is_spec)
     except (ValueError, TypeError) as error:

@@ -124,3 +124,19 @@ def test_the_plain_search_says_that_changes_in_place_are_lost():
     eval_model.eval()
     diffshard.search(lambda model, x: model(x), mesh_2x2(), hardware=SLOW).plan(eval_model, X)
     assert jax.tree.leaves(eval_model)
+
+
+def test_wrong_uses_are_refused_by_name():
+    model, optimizer = objects()
+    with pytest.raises(TypeError, match="`fn` must be a function, not int"):
+        diffshard.nnx.search(3, mesh_2x2())  # pyright: ignore[reportArgumentType]
+    with pytest.raises(TypeError, match=r"`plan` must be a Plan.*not str"):
+        diffshard.nnx.apply("plan.json", train_step)  # pyright: ignore[reportArgumentType]
+    step = search(train_step)
+    with pytest.raises(TypeError, match="train_step does not take these arguments: missing a required argument: 'x'"):
+        step.plan(model, optimizer)
+    plan = step.plan(model, optimizer, X)
+    with pytest.raises(diffshard.PlanError, match=r"diffshard\.nnx\.apply"):
+        plan.apply(train_step)
+    with pytest.raises(diffshard.PlanError, match=r"step\.shard"):
+        plan.shard(model)

@@ -362,3 +362,28 @@ def test_random_keys_are_not_loaded():
         options, (weights(8, 4), weights(8, 4), jax.random.PRNGKey(0), jax.random.split(jax.random.key(0), 4))
     )
     assert traced.loaded == {1}
+
+
+def test_a_plan_for_other_arguments_says_which():
+    params, x, offset = weights(8, 4), weights(16, 8), jnp.arange(4.0)
+    plan = search(keyword_step, static_argnames="power").plan(params, x, 0.1, offset=offset)
+    with pytest.raises(diffshard.PlanError, match=r"does not fit the function.*'power', which is no argument"):
+        plan.apply(lambda params, x: x)
+    assert plan.shard(params, power=3)[1] == 3  # a static argument that had its default in the plan
+    assert_equal(plan.apply(keyword_step)(params, x, 0.1, offset=offset), keyword_step(params, x, 0.1, offset=offset))
+
+
+def test_a_given_plan_does_not_speak_of_searching():
+    x = weights(8, 4)
+    step = search(lambda x: 2 * x).plan(x).apply(lambda x: 2 * x)
+    step(x)
+    with pytest.raises(diffshard.PlanError, match=r"`x` of float32\[8, 4\]"):  # and no warning, which were an error
+        step(weights(4, 4))
+
+
+def test_the_batch_of_a_step_that_returns_its_state_is_not_noted():
+    def trained(params, x):
+        return jax.tree.map(lambda p, g: p - g, params, jax.grad(lambda p: jnp.tanh(x @ p).sum())(params))
+
+    params, x = jax.ShapeDtypeStruct((64, 8), jnp.float32), jax.ShapeDtypeStruct((2**14, 64), jnp.float32)
+    assert search(trained).plan(params, x).notes == ()

@@ -32,9 +32,7 @@ def step(params, x):
 
 
 def arguments():
-    return np.asarray(weights(32, 64)), np.asarray(
-        weights(128, 32)
-    )  # JAX's would lie on a context mesh
+    return np.asarray(weights(32, 64)), np.asarray(weights(128, 32))  # JAX's would lie on a context mesh
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)
