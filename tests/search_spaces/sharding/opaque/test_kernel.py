@@ -44,6 +44,9 @@ attention = diffshard.kernel(attend, "b s h d, b t h d, b t h d -> b s h d", nee
 norm = diffshard.kernel(scale_rows, "... d, d -> ... d", need_replication="d")
 product = diffshard.kernel(jnp.matmul, "... k, k n -> ... n", reduction={"k": "sum"})
 largest = diffshard.kernel(lambda x: jnp.max(x, -1), "... n -> ...", reduction={"n": "max"}, name="largest")
+exponentials = diffshard.kernel(
+    lambda x: jnp.exp(x).sum(-1), "... n -> ...", reduction={"n": "sum"}, name="exponentials"
+)
 doubled = diffshard.kernel(doubled_in_pallas, "... -> ...", backward=doubled_backward)
 doubled_by_kernels = diffshard.kernel(
     doubled_in_pallas, "... -> ...", backward=diffshard.kernel(doubled_backward, "..., ..., ... -> ...")
@@ -101,6 +104,7 @@ CASES = {
         [(8, 4, 16), (16, 8)],
     ),
     "uneven": (lambda x, w: product(x, w), [(6, 10), (10, 12)]),
+    "uneven with padding that counts": (lambda x: exponentials(x), [(6, 63)]),
     "pallas": (lambda x: jax.grad(lambda a: jnp.sum(doubled(a) ** 2))(x), [(8, 16)]),
     "pallas by kernels": (lambda x: jax.grad(lambda a: jnp.sum(doubled_by_kernels(a) ** 2))(x), [(8, 16)]),
 }
@@ -273,6 +277,11 @@ def test_parts_that_a_function_does_not_accept_are_not_offered():
     space, ((_, strategies),) = strategies_of(tiled, array(8, 16))
     assert {s.operands[0][0] for s in strategies} == {(), (0,)}, "8 rows are 2 tiles"
     assert any("in_tiles" in note and "rows come in tiles of 4" in note for note in space.notes)
+
+
+def test_uneven_parts_are_not_offered():
+    _, ((_, strategies),) = strategies_of(exponentials, array(6, 63), sizes=(2, 4))
+    assert {s.operands[0] for s in strategies} == {((), ()), ((0,), ())}, "63 numbers would be padded to 64 for 4 parts"
 
 
 def test_equal_layers_of_kernels_are_alike():

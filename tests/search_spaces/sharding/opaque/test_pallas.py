@@ -8,12 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
 from jax.experimental.pallas.ops.tpu import flash_attention
 from jax.sharding import AxisType, PartitionSpec
 
 import diffshard
 from cost.compute import equation_flops
 from search_spaces.sharding.opaque import operations, pallas
+from search_spaces.sharding.opaque.parts import Parts
 from tests.search_spaces.sharding.opaque.layouts import check_layout, split_dimensions, strategies_of
 from tests.search_spaces.sharding.small_spaces import array
 
@@ -42,7 +44,7 @@ def gradients(fn, *argnums):
     return lambda *args: jax.value_and_grad(lambda *a: jnp.sum(fn(*a).astype(jnp.float32) ** 2), argnums)(*args)
 
 
-def scaled_rows(x, w, block=4):
+def scaled_rows(x, w, block=4, **options):
     """Two rows at a time, each times a vector."""
 
     def body(x_ref, w_ref, y_ref):
@@ -56,6 +58,7 @@ def scaled_rows(x, w, block=4):
         in_specs=[pl.BlockSpec((block, width), lambda i: (i, 0)), pl.BlockSpec((width,), lambda i: (0,))],
         out_specs=pl.BlockSpec((block, width), lambda i: (i, 0)),
         interpret=True,
+        **options,
     )(x, w)
 
 
@@ -103,6 +106,11 @@ def add(x_ref, y_ref):
 
 def where_it_runs(x_ref, y_ref):
     y_ref[...] = x_ref[...] + pl.program_id(0)
+
+
+def draw(x_ref, y_ref):
+    """Random numbers of a generator that goes on from one place of the grid to the next."""
+    y_ref[...] = x_ref[...] + pltpu.bitcast(pltpu.prng_random_bits(x_ref.shape), jnp.float32)
 
 
 def lookup(q, k_pages, v_pages, block_tables, lengths):
@@ -170,18 +178,28 @@ def test_attention_is_split_by_batch_heads_and_blocks_of_queries():
     "fn",
     [
         called(where_it_runs, [lambda i: (i, 0)] * 2),
+        called(draw, [lambda i: (i, 0)] * 2),
         called(copy, [lambda i: (i, 0), lambda i: (7 - i, 0)]),
         called(copy, [lambda i: (i // 2, 0), lambda i: (i, 0)]),
         called(add, [lambda i: (i, 0), lambda i: (0, 0)], out=(1, 16)),
         called(copy, [lambda i: (i, i)] * 2, blocks=((1, 2), (1, 2))),
         called(copy, [lambda i: (i, 0)] * 2, blocks=((3, 16), (3, 16)), grid=(3,)),
     ],
-    ids=["asks its place", "writes backwards", "reads twice", "accumulates", "diagonal", "last block is not full"],
+    ids=[
+        "asks its place",
+        "draws random numbers",
+        "writes backwards",
+        "reads twice",
+        "accumulates",
+        "diagonal",
+        "last block is not full",
+    ],
 )
 def test_axes_that_do_more_than_number_blocks_stay_whole(fn):
     space, ((_, strategies),) = strategies_of("pallas_call", fn, array(8, 16))
     assert len(strategies) == 1
-    assert any("'copy'" in n or "'add'" in n or "'where_it_runs'" in n for n in space.notes if "runs whole" in n)
+    names = ("'copy'", "'add'", "'draw'", "'where_it_runs'")
+    assert any(name in note for name in names for note in space.notes if "runs whole" in note)
 
 
 def test_a_result_in_the_memory_of_an_operand_is_split_like_it():
@@ -217,6 +235,23 @@ def test_a_call_that_estimates_its_cost_is_believed():
 
     space, ((vertex, strategies),) = strategies_of("pallas_call", call, array(8, 16))
     assert space.node_costs.compute_s(vertex, strategies) == pytest.approx([8e6 / 1e12])
+
+
+def test_a_call_on_parts_estimates_the_cost_of_its_parts():
+    estimate = pl.CostEstimate(flops=8_000, transcendentals=400, bytes_accessed=16_000)
+    fn = functools.partial(scaled_rows, cost_estimate=estimate)
+    _, ((vertex, strategies),) = strategies_of("pallas_call", fn, array(16, 8), array(8))
+    equation = vertex.equation
+    assert equation is not None
+    for strategy in strategies:
+        parts = Parts(strategy.operands, strategy.unreduced, ("x", "y"), (2, 4))
+        operands = operations.local_operands(vertex, strategy, (2, 4))
+        jaxpr = jax.make_jaxpr(lambda *x, parts=parts: pallas.run_call(equation, x, parts))(*operands)
+        (bound,) = jaxpr.eqns
+        n = strategy.parts
+        numbers = bound.params["cost_estimate"]
+        assert (numbers.flops, numbers.transcendentals, numbers.bytes_accessed) == (8_000 // n, 400 // n, 16_000 // n)
+    assert {s.parts for s in strategies} == {1, 2, 4}
 
 
 def test_unknown_calls_cost_their_bytes():
