@@ -84,7 +84,8 @@ class Damage:
     def document_of(self, seed: int) -> Any:
         """Returns the document of a case."""
         rng, document = random.Random(seed), copy.deepcopy(self.document)
-        *way, last = rng.choice(rng.choice(self.kinds))
+        place: Any = rng.choice(rng.choice(self.kinds))
+        *way, last = place
         inner = _entry(document, way)
         change = rng.choice(("replace", "replace", "replace", "remove", "double", "move"))
         if change == "remove":

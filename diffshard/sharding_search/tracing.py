@@ -175,21 +175,19 @@ def _trace(flat: Callable[..., list[Any]], options: Options, call: Call) -> core
     ruled = _under_rules(flat, options.logical_axis_rules, automatic)
     context = with_automatic_axes(jax.sharding.get_abstract_mesh())
     has_context = bool(context.axis_names or options.logical_axis_rules)
-    jaxpr, error = None, None
+    jaxpr = None
     try:
         with jax.sharding.use_abstract_mesh(context), module_scopes():
             jaxpr = jax.jit(ruled).trace(*call.arrays).jaxpr
-    except (TypeError, ValueError) as raised:
+    except (TypeError, ValueError):
         if not has_explicit_axes(options.mesh):
             raise
-        error = raised
-    if error is not None or (has_explicit_axes(options.mesh) and has_reshards(jaxpr.jaxpr)):
+    if jaxpr is None or (has_explicit_axes(options.mesh) and has_reshards(jaxpr.jaxpr)):
         try:
             return _trace_with_explicit_axes(flat, options, call)
         except (TypeError, ValueError):
-            if error is not None:
+            if jaxpr is None:
                 raise
-    assert jaxpr is not None
     if not has_context:
         return jaxpr
     if has_constraints(jaxpr.jaxpr):

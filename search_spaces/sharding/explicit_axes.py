@@ -47,7 +47,12 @@ def without_context_mesh(jaxpr: core.ClosedJaxpr, mesh: Mesh | AbstractMesh) -> 
 
 def has_reshards(jaxpr: Any) -> bool:
     """Tells whether a jaxpr, or one inside it, has a `jax.sharding.reshard` of an array that could be split."""
-    return any(e.primitive.name == "reshard" and e.outvars[0].aval.shape != () for e in _equations(jaxpr))
+    reshards = (equation for equation in _equations(jaxpr) if equation.primitive.name == "reshard")
+    return any(_rank(equation.outvars[0]) for equation in reshards)
+
+
+def _rank(variable: Any) -> int:
+    return len(variable.aval.shape)
 
 
 def has_constraints(jaxpr: Any) -> bool:

@@ -1,5 +1,7 @@
 """What a search and a plan refuse, and what the errors say."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -63,19 +65,21 @@ def test_bad_options_are_refused_before_tracing(options, error, message):
 
 
 def test_numbers_of_all_kinds_and_none_are_options():
-    link = diffshard.Link(np.float32(1e-6), np.float64(1e-9))
-    hardware = diffshard.Hardware("test", np.float32(1e12), 10**13, np.int64(10**9), {"x": link, "y": link})
+    numbers: list[Any] = [np.float32(1e-6), np.float64(1e-9), np.float32(1e12), np.int64(10**9), np.int64(0)]
+    latency_s, s_per_byte, flops_per_s, memory_bytes, zero = numbers
+    link = diffshard.Link(latency_s, s_per_byte)
+    hardware = diffshard.Hardware("test", flops_per_s, 10**13, memory_bytes, {"x": link, "y": link})
     step = diffshard.search(
         lambda x: x @ x,
         mesh_2x2(),
         hardware=hardware,
         memory_limit_bytes=10**400,
         time_limit_s=10**400,
-        donate_argnums=np.int64(0),
+        donate_argnums=zero,
         static_argnums=None,
-        key=np.int64(3),
         donate_argnames=None,
         static_argnames=None,
+        key=zero,
     )
     assert step.plan(jnp.ones((4, 4))).memory_limit_bytes == np.inf
 
