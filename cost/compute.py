@@ -13,6 +13,7 @@ from jax.extend import core
 from numpy.typing import ArrayLike
 
 from cost.base import CostModel, Hardware, Work
+from cost.linear_algebra import FLOPS_OF_LINEAR_ALGEBRA
 from cost.pallas import pallas_flops
 
 CONTRACTIONS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general"})
@@ -223,38 +224,6 @@ def _fft(equation: core.JaxprEqn) -> float:
     return 5.0 * real * max(_size(before), _size(after)) * math.log2(max(math.prod(lengths), 2))
 
 
-def _factorisation(cubic: float) -> Callable[[core.JaxprEqn], float]:
-    """Counts dense linear algebra on `[..., m, n]`: `cubic` times m·n·min(m, n), by Golub and Van Loan."""
-
-    def flops(equation: core.JaxprEqn) -> float:
-        *batch, m, n = _aval(equation.invars[0]).shape
-        return cubic * math.prod(batch) * m * n * min(m, n)
-
-    return flops
-
-
-def _triangular_solve(equation: core.JaxprEqn) -> float:
-    a, b = (_aval(v).shape for v in equation.invars[:2])
-    return float(math.prod(b) * a[-1])
-
-
-def _symmetric_product(equation: core.JaxprEqn) -> float:
-    """Counts one triangle of the product of a matrix and its transpose."""
-    *batch, n, k = _aval(equation.invars[0]).shape
-    return float(math.prod(batch) * n * n * k)
-
-
-def _reflections(equation: core.JaxprEqn) -> float:
-    """Counts the Householder reflections of a factorisation `[..., m, k]`, applied to a matrix."""
-    a, _, c = (_aval(v).shape for v in equation.invars[:3])
-    return 4.0 * math.prod(c) * a[-1]
-
-
-def _tridiagonal_solve(equation: core.JaxprEqn) -> float:
-    """Counts Thomas's algorithm: 3 operations for each row, 5 for each entry of the right-hand sides."""
-    return 3.0 * _size(_aval(equation.invars[1])) + 5.0 * _size(_aval(equation.invars[3]))
-
-
 def _scan(equation: core.JaxprEqn) -> float:
     return equation.params["length"] * jaxpr_flops(equation.params["jaxpr"])
 
@@ -303,22 +272,7 @@ _SPECIAL: dict[str, Callable[[core.JaxprEqn], float]] = {
     "top_k": _top_k,
     "approx_top_k": _top_k,
     "fft": _fft,
-    "cholesky": _factorisation(1 / 3),
-    "lu": _factorisation(2 / 3),
-    "geqrf": _factorisation(4 / 3),
-    "householder_product": _factorisation(4 / 3),
-    "qr": _factorisation(8 / 3),
-    "geqp3": _factorisation(4 / 3),
-    "tridiagonal": _factorisation(4 / 3),
-    "hessenberg": _factorisation(10 / 3),
-    "eigh": _factorisation(9.0),
-    "eig": _factorisation(25.0),
-    "schur": _factorisation(25.0),
-    "svd": _factorisation(14.0),
-    "triangular_solve": _triangular_solve,
-    "symmetric_product": _symmetric_product,
-    "ormqr": _reflections,
-    "tridiagonal_solve": _tridiagonal_solve,
+    **FLOPS_OF_LINEAR_ALGEBRA,
     "scan": _scan,
     "while": _while,
     "cond": _branch,

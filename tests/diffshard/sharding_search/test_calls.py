@@ -1,21 +1,18 @@
 """Arguments as people write them: keywords, pytrees that look at their leaves, modules, traces, arrays elsewhere."""
 
 import dataclasses
-import functools
-from typing import NamedTuple
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
-from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 
 import diffshard
 from diffshard.sharding_search import planned_function
 from diffshard.sharding_search.options import Options
 from diffshard.sharding_search.tracing import trace_function
+from tests.diffshard.sharding_search.small_calls import keyword_step, search
 from tests.diffshard.sharding_search.small_searches import (
     SLOW,
     assert_equal,
@@ -48,10 +45,6 @@ def scaled_step(params, scale, x):
     return params - 0.1 * grads / scale.scale, LossScale(scale.scale * 0.5), loss
 
 
-def search(fn, **options):
-    return diffshard.search(fn, mesh_2x2(), hardware=SLOW, **options)
-
-
 def test_a_pytree_whose_constructor_looks_at_its_leaves_is_planned_run_and_planned_again_from_a_file(tmp_path):
     arguments = weights(8, 4), LossScale(jnp.float32(4.0)), weights(16, 8)
     step = search(scaled_step, donate_argnums=(0, 1))
@@ -74,10 +67,6 @@ def test_the_first_use_may_be_under_a_trace():
     step = search(train_step)
     assert_equal(jax.jit(lambda state, batch: step(state, batch))(state, batch), expected)
     assert_equal(step(state, batch), expected)
-
-
-def keyword_step(params, x, /, scale, *, offset, power=2):
-    return params - scale * jax.grad(lambda p: ((x @ p + offset) ** power).sum())(params)
 
 
 def test_keywords_mean_what_they_mean_to_the_function():
@@ -142,149 +131,6 @@ def test_arguments_that_the_function_does_not_take_are_refused():
         search(lambda x: x["b"]).plan({"a": bytearray(b"x"), "b": weights(8, 4)})
 
 
-class Classifier(eqx.Module):
-    """A module with functions, flags and numbers as leaves."""
-
-    layers: list
-    dropout: eqx.nn.Dropout
-    slope: float
-    is_residual: bool
-
-    def __init__(self, key):
-        keys = jax.random.split(key, 2)
-        self.layers = [eqx.nn.Linear(8, 8, key=keys[0]), jax.nn.relu, eqx.nn.Linear(8, 8, key=keys[1])]
-        self.dropout = eqx.nn.Dropout(0.5, inference=True)
-        self.slope = 0.5
-        self.is_residual = True
-
-    def __call__(self, x, key):  # noqa: D102
-        hidden = x
-        for layer in self.layers:
-            hidden = layer(hidden)
-        hidden = self.dropout(hidden, key=key)
-        return hidden + x * self.slope if self.is_residual else hidden
-
-
-class TrainState(NamedTuple):
-    """A module beside the state of its optimiser."""
-
-    model: Classifier
-    opt_state: optax.OptState
-
-
-def module_step(optimizer, state, x, key):
-    def loss_of(model):
-        return (jax.vmap(model, in_axes=(0, None))(x, key) ** 2).mean()
-
-    loss, grads = eqx.filter_value_and_grad(loss_of)(state.model)
-    updates, opt_state = optimizer.update(grads, state.opt_state, eqx.filter(state.model, eqx.is_inexact_array))
-    return TrainState(eqx.apply_updates(state.model, updates), opt_state), loss
-
-
-def test_equinox_modules_train_inside_and_outside_of_filter_jit():
-    optimizer = optax.adam(1e-2)
-    model = Classifier(jax.random.key(0))
-    state = TrainState(model, optimizer.init(eqx.filter(model, eqx.is_inexact_array)))
-    x, key = weights(16, 8), jax.random.key(1)
-    plain_step = functools.partial(module_step, optimizer)
-    expected, expected_loss = plain_step(*plain_step(state, x, key)[:1], x, key)
-    for wrap in (lambda step: step, eqx.filter_jit):
-        step = search(plain_step)
-        run = wrap(step)
-        after, loss = run(run(state, x, key)[0], x, key)
-        assert_equal(loss, expected_loss)
-        assert_equal(eqx.filter(after, eqx.is_array), eqx.filter(expected, eqx.is_array))
-        assert after.model.layers[1] is jax.nn.relu
-        assert (after.model.slope, after.model.is_residual) == (0.5, True)
-        assert len(step._prepared) == 1
-    (tensors,) = {tuple(t.spec for t in ts) for ts in (prepared_state(step.plan(state, x, key).arguments),)}
-    assert tensors == tuple(t.spec for t in prepared_state(step.plan(state, x, key).outputs))  # it is the next state
-
-
-def prepared_state(tensors):
-    return [t for t in tensors if "model" in t.path or "opt_state" in t.path]
-
-
-def test_a_flag_of_a_module_is_a_constant_of_its_plan():
-    model = Classifier(jax.random.key(0))
-    x, key = weights(16, 8), jax.random.key(1)
-    step = search(lambda model, x: jax.vmap(model, in_axes=(0, None))(x, key))
-    other = eqx.tree_at(lambda m: m.is_residual, model, False)
-    for module in (model, other, model):
-        np.testing.assert_allclose(step(module, x), jax.vmap(module, in_axes=(0, None))(x, key), rtol=1e-5, atol=1e-6)
-    assert len(step._prepared) == 2
-
-
-def test_an_array_that_lies_elsewhere_is_moved_and_told_once():
-    state, batch = train_arguments()
-    step = search(train_step)
-    step.plan(state, batch)
-    elsewhere = jax.device_put(batch, jax.devices()[5])
-    expected = train_step(state, batch)
-    with pytest.warns(UserWarning, match=r"`batch` is placed as .*moved at every call.*plan.shard"):
-        assert_equal(step(state, elsewhere), expected)
-    for _ in range(2):  # the suite makes errors of warnings
-        assert_equal(step(state, elsewhere), expected)
-
-
-def test_the_shardings_of_a_plan_are_pytrees_that_jit_takes():
-    state, batch = train_arguments()
-    mesh = mesh_2x2()
-    plan = search(train_step).plan(state, batch)
-    placed = jax.jit(lambda: state, out_shardings=plan.in_shardings[0])()
-    for leaf, tensor in zip(jax.tree.leaves(placed), plan.arguments, strict=False):
-        assert leaf.sharding.is_equivalent_to(NamedSharding(mesh, tensor.partition_spec), leaf.ndim)
-    run = jax.jit(train_step, in_shardings=plan.in_shardings, out_shardings=plan.out_shardings)
-    assert_equal(run(placed, batch), train_step(state, batch))
-
-
-def test_a_loaded_plan_learns_its_pytrees_from_the_function(tmp_path):
-    state, batch = train_arguments()
-    plan = search(train_step).plan(state, batch)
-    plan.save(tmp_path / "plan.json")
-    loaded = diffshard.Plan.load(tmp_path / "plan.json", mesh_2x2())
-    with pytest.raises(diffshard.PlanError, match=r"loaded plan does not know the pytrees.*apply"):
-        loaded.in_shardings  # noqa: B018
-    again = loaded.apply(train_step).plan(*jax.eval_shape(lambda: (state, batch)))
-    assert (again.in_shardings, again.out_shardings) == (plan.in_shardings, plan.out_shardings)
-
-
-def test_static_arguments_and_constants_have_no_shardings():
-    plan = search(lambda n, model, x: model.layers[0].weight @ x.T * n, static_argnums=0).plan(
-        2, Classifier(jax.random.key(0)), weights(16, 8)
-    )
-    model, x = plan.in_shardings
-    assert isinstance(x, NamedSharding)
-    assert isinstance(model.layers[0].weight, NamedSharding)
-    assert (model.layers[1], model.is_residual) == (None, None)
-
-
-def test_some_arguments_are_placed_by_position_or_by_name():
-    params, x, offset = weights(8, 4), weights(16, 8), jnp.arange(4.0)
-    plan = search(keyword_step, static_argnames="power").plan(params, x, 0.1, offset=offset, power=3)
-    specs = {tensor.path: NamedSharding(plan.placed_mesh, tensor.partition_spec) for tensor in plan.arguments}
-    assert plan.shard(params).sharding.is_equivalent_to(specs["params"], 2)
-    assert plan.shard(offset=offset).sharding.is_equivalent_to(specs["offset"], 1)
-    placed, power = plan.shard(x=x, power=3)
-    assert placed.sharding.is_equivalent_to(specs["x"], 2)
-    assert power == 3
-    for arguments, named, message in [
-        ((), {"y": x}, "arguments params, x, scale, offset, power, and was given 'y'"),
-        ((params, x, 0.1, offset, 3, 4), {}, "was given 6"),
-        ((x,), {}, r"made for `params` of float32\[8, 4\], and was given `params` of float32\[16, 8\]"),
-    ]:
-        with pytest.raises(diffshard.PlanError, match=message):
-            plan.shard(*arguments, **named)
-
-
-def test_shardings_of_a_plan_for_an_abstract_mesh_are_on_it():
-    state, batch = train_arguments()
-    mesh = AbstractMesh((2, 2), ("x", "y"))
-    plan = diffshard.search(train_step, mesh, hardware=SLOW, in_shardings=(None, PartitionSpec("x"))).plan(state, batch)
-    assert plan.in_shardings[1].spec == PartitionSpec("x", None)
-    assert dict(plan.in_shardings[1].mesh.shape) == {"x": 2, "y": 2}
-
-
 def test_a_large_argument_of_which_nothing_comes_back_is_noted():
     def loss_of(params, x):
         return jnp.tanh(x @ params["w"]).sum()
@@ -297,22 +143,6 @@ def test_a_large_argument_of_which_nothing_comes_back_is_noted():
     assert note.startswith("`params`: none of the results replaces it")
     assert search(trained).plan(params, x).notes == ()
     assert search(loss_of).plan({"w": jax.ShapeDtypeStruct((1024, 8), jnp.float32)}, x).notes == ()
-
-
-class Scaled(eqx.Module):
-    """A module with a number that decides the type of its result."""
-
-    weight: jax.Array
-    power: float
-
-
-def test_constants_of_other_types_are_other_constants():
-    step = search(lambda module: module.weight**module.power)
-    weight = jnp.arange(8)
-    for power in (2, 2.0, 2):
-        result = step(Scaled(weight, power))
-        assert result.dtype == (weight**power).dtype
-    assert len(step._prepared) == 2
 
 
 def test_a_later_call_is_not_taken_apart_again(monkeypatch):
