@@ -182,18 +182,20 @@ class PlannedFunction(Generic[PlanT]):
         return self.options.progress if progress is None else "none"
 
     def _placed(self, prepared: _Prepared[PlanT], arrays: Sequence[Any]) -> list[Any]:
-        """Returns the arrays where the plan wants them; the first time that one has to be moved, it is told."""
-        result = list(arrays)
-        for i, sharding in self._misplaced(prepared.plan, arrays).items():
-            path = prepared.call.paths[i]
-            if path not in self._resharded:
-                self._resharded.add(path)
-                warnings.warn(
-                    f"`{path}` is placed as {arrays[i].sharding}, but the plan wants {sharding.spec} on the mesh "
-                    f"{dict(sharding.mesh.shape)}: it is moved at every call. Place it by `plan.shard(...)`, or "
-                    "place it so before planning to keep it.",
-                    stacklevel=3,
-                )
+        """Returns the arrays where the plan wants them; the first time that some have to be moved, it is told."""
+        result, paths = list(arrays), prepared.call.paths
+        shardings = self._misplaced(prepared.plan, arrays)
+        new = [i for i in shardings if paths[i] not in self._resharded]
+        if new:
+            self._resharded.update(paths[i] for i in new)
+            first, others = new[0], f", and {len(new) - 1} more arrays" if len(new) > 1 else ""
+            warnings.warn(
+                f"`{paths[first]}` is placed as {arrays[first].sharding}, but the plan wants {shardings[first].spec} "
+                f"on the mesh {dict(shardings[first].mesh.shape)}: it is moved at every call{others}. Place it by "
+                "`plan.shard(...)`, or place it so before planning to keep it.",
+                stacklevel=3,
+            )
+        for i, sharding in shardings.items():
             result[i] = jax.device_put(arrays[i], sharding)
         return result
 

@@ -85,3 +85,12 @@ def test_shardings_of_a_plan_for_an_abstract_mesh_are_on_it():
     plan = diffshard.search(train_step, mesh, hardware=SLOW, in_shardings=(None, PartitionSpec("x"))).plan(state, batch)
     assert plan.in_shardings[1].spec == PartitionSpec("x", None)
     assert dict(plan.in_shardings[1].mesh.shape) == {"x": 2, "y": 2}
+
+
+def test_many_arrays_that_lie_elsewhere_are_told_in_one_warning():
+    state, batch = jax.device_put(train_arguments(), jax.devices()[5])
+    step = search(train_step)
+    step.plan(*jax.eval_shape(lambda: (state, batch)))
+    with pytest.warns(UserWarning, match="moved at every call, and 7 more arrays") as told:
+        step(state, batch)
+    assert len(told) == 1
