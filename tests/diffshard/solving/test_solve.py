@@ -41,7 +41,7 @@ def test_unknown_solvers_are_refused_with_those_that_exist():
     ("words", "said"),
     [
         ({"solver": 3}, "`solver` must be one of .*, or a function; got 3"),
-        ({"key": "x"}, "`key` must be a seed, a JAX random key or None, got 'x'"),
+        ({"key": "x"}, "`key` must be a seed below 2\\^63, a JAX random key or None, got 'x'"),
         ({"time_limit_s": "3"}, "`time_limit_s` must be positive or None, got '3'"),
     ],
 )
