@@ -85,7 +85,7 @@ class PlannedFunction(Generic[PlanT]):
           TypeError: the function does not take these arguments, or a leaf is neither an array nor hashable.
           ValueError: a given sharding does not fit its argument.
         """
-        return self._prepare(args, kwargs, progress).plan
+        return self._prepare(args, kwargs, progress)[0].plan
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the function with the plan for these arguments.
@@ -109,8 +109,7 @@ class PlannedFunction(Generic[PlanT]):
                 f"`mesh` {dict(self.options.mesh.shape)} is abstract: it can be planned and lowered for, not run on. "
                 "Give `diffshard.search` (or `Plan.load`) a jax.sharding.Mesh of devices."
             )
-        prepared = self._prepare(args, kwargs, None, is_expected=not self._prepared)
-        arrays, _ = split(bound_arguments(self.options, args, kwargs))
+        prepared, arrays = self._prepare(args, kwargs, None, is_expected=not self._prepared)
         result = prepared.run(self._placed(prepared, arrays))
         self._last = prepared
         return result
@@ -122,7 +121,7 @@ class PlannedFunction(Generic[PlanT]):
         as `jax.tree.leaves` lists them. For an abstract mesh it is lowered for the default backend's platform, and
         cannot be compiled.
         """
-        prepared = self._prepare(args, kwargs, None)
+        prepared, _ = self._prepare(args, kwargs, None)
         traced = prepared.jitted.trace(*prepared.call.arrays)
         if isinstance(self.options.mesh, Mesh):
             return traced.lower()
@@ -145,8 +144,8 @@ class PlannedFunction(Generic[PlanT]):
 
     def _prepare(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], progress: Progress | None, *, is_expected: bool = True
-    ) -> _Prepared[PlanT]:
-        """Returns what runs a call. A search that the user may not expect is told."""
+    ) -> tuple[_Prepared[PlanT], list[Any]]:
+        """Returns what runs a call, and its flat arrays. A search that the user may not expect is told."""
         arrays, structure = split(bound_arguments(self.options, args, kwargs))
         key = structure, array_types(arrays), _settings()
         if key not in self._prepared:
@@ -155,7 +154,7 @@ class PlannedFunction(Generic[PlanT]):
                 if not is_expected:
                     self._tell_difference(call)
                 self._prepared[key] = self._search(call, progress)
-        return self._prepared[key]
+        return self._prepared[key], arrays
 
     def _search(self, call: Call, progress: Progress | None) -> _Prepared[PlanT]:
         options = self.options
@@ -170,10 +169,8 @@ class PlannedFunction(Generic[PlanT]):
             options = replace(options, logical_axis_rules=plan.logical_axis_rules)
             traced_function = trace_call(options, call)
             space = space_of(options, traced_function)
-        flat, name = (
-            flat_function(plan, traced_function, space, options.mesh),
-            getattr(options.fn, "__name__", "function"),
-        )
+        flat = flat_function(plan, traced_function, space, options.mesh)
+        name = getattr(options.fn, "__name__", "function")
         jitted, nested = flat.jit(name), flat.jit(name, is_nested=True)
         return _Prepared(plan, call, jitted, nested, traced_function.result, _settings())
 

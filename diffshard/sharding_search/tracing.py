@@ -33,7 +33,7 @@ from search_spaces.sharding.tracing import build_graph, feedback_of
 from search_spaces.sharding.whole_operations import impossible_operations
 
 _LEAST_NOTED_BYTES = 2**20
-"""Of an argument that no result replaces; a smaller one is hardly a training state."""
+"""An argument below this size is no training state worth a note."""
 
 
 @dataclass(frozen=True)
@@ -177,8 +177,7 @@ def _trace(flat: Callable[..., list[Any]], options: Options, call: Call) -> core
     has_context = bool(context.axis_names or options.logical_axis_rules)
     jaxpr = None
     try:
-        with jax.sharding.use_abstract_mesh(context), module_scopes():
-            jaxpr = jax.jit(ruled).trace(*call.arrays).jaxpr
+        jaxpr = _jaxpr_under(context, ruled, call.arrays)
     except (TypeError, ValueError):
         if not has_explicit_axes(options.mesh):
             raise
@@ -192,8 +191,15 @@ def _trace(flat: Callable[..., list[Any]], options: Options, call: Call) -> core
         return jaxpr
     if has_constraints(jaxpr.jaxpr):
         return without_context_mesh(jaxpr, automatic)
-    with jax.sharding.use_abstract_mesh(AbstractMesh((), ())), module_scopes():  # a plan is the same in any context
-        return jax.jit(lambda *arrays: flat(*arrays)).trace(*call.arrays).jaxpr
+    return _jaxpr_under(AbstractMesh((), ()), flat, call.arrays)  # a plan is the same in any context
+
+
+def _jaxpr_under(
+    mesh: AbstractMesh, fn: Callable[..., list[Any]], arrays: Sequence[jax.ShapeDtypeStruct]
+) -> core.ClosedJaxpr:
+    """Traces a function of flat arrays under a context mesh; anew each time, where `jax.jit` alone would remember."""
+    with jax.sharding.use_abstract_mesh(mesh), module_scopes():
+        return jax.jit(lambda *tracers: fn(*tracers)).trace(*arrays).jaxpr
 
 
 def _trace_with_explicit_axes(flat: Callable[..., list[Any]], options: Options, call: Call) -> core.ClosedJaxpr:
@@ -208,8 +214,7 @@ def _trace_with_explicit_axes(flat: Callable[..., list[Any]], options: Options, 
         jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding, weak_type=array.weak_type)
         for array, sharding in zip(call.arrays, shardings, strict=True)
     ]
-    with jax.sharding.use_abstract_mesh(options.mesh.abstract_mesh), module_scopes():
-        jaxpr = jax.jit(lambda *arrays: flat(*arrays)).trace(*typed).jaxpr
+    jaxpr = _jaxpr_under(options.mesh.abstract_mesh, flat, typed)
     return with_constraints(jaxpr, with_automatic_axes(options.mesh))
 
 

@@ -15,6 +15,7 @@ import jax
 from jax.extend import core
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
+from cost.compute import inner_jaxprs
 from search_spaces.replay import REMAT, bind, source_of
 from search_spaces.sharding.tracing import INLINED_BODIES
 
@@ -63,15 +64,8 @@ def has_constraints(jaxpr: Any) -> bool:
 def _equations(jaxpr: Any) -> Iterator[core.JaxprEqn]:
     for equation in jaxpr.eqns:
         yield equation
-        for inner in _inner_jaxprs(equation):
-            yield from _equations(inner)
-
-
-def _inner_jaxprs(equation: core.JaxprEqn) -> Iterator[Any]:
-    for value in equation.params.values():
-        for entry in value if isinstance(value, tuple | list) else (value,):
-            if isinstance(entry, core.ClosedJaxpr | core.Jaxpr):
-                yield getattr(entry, "jaxpr", entry)
+        for inner in inner_jaxprs(equation):
+            yield from _equations(getattr(inner, "jaxpr", inner))
 
 
 @dataclass(frozen=True)
