@@ -14,7 +14,7 @@ from search_spaces.sharding.whole_operations import runs_whole
 from search_spaces.sources import user_source
 
 LEAST_NOTED_ELEMENTS = 1024
-"""Of the largest array of an operation that could be split but runs whole: it takes less than a kernel's launch."""
+"""An operation that runs whole is noted from this size of its largest array on; below, it costs less than a launch."""
 
 
 def notes_of(
