@@ -20,8 +20,8 @@ from diffshard.checks.hlo import Computation, Instruction, Module, parse, parts_
 from diffshard.checks.kernel_work import custom_call_target, kernel_work, num_bytes_of
 from diffshard.checks.spans import COMPUTE, Repetition, Span
 
-# The most trips of a loop that are played one by one; those after them are copies of the last one. Most loops are steady
-# after two or three trips, unless a link is still busy with what was sent before the loop.
+# The most trips of a loop that are played one by one; those after them are copies of the last one. Most loops are
+# steady after two or three trips, unless a link is still busy with what was sent before the loop.
 _MAX_PLAYED_TRIPS = 32
 # Seconds within which two trips leave the links alike: far below a kernel's launch.
 _SAME_S = 1e-12
