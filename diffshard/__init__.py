@@ -26,6 +26,7 @@ if TYPE_CHECKING:  # for type checkers and editors; when the program runs, `__ge
     from diffshard.initialisation import init_search, kaiming, orthogonal, xavier
     from diffshard.placing import Placement, place
     from diffshard.plans.comparison import Comparison
+    from diffshard.robust_gradients import ZenoReport, ZenoResult, replica_gradients, zeno, zeno_mean
     from diffshard.sharding_search.plan import Plan
     from diffshard.sharding_search.planned_function import PlannedFunction
     from diffshard.sharding_search.search import search
@@ -57,6 +58,7 @@ _NAMES_OF = {
     "diffshard.initialisation": ("init_search", "kaiming", "orthogonal", "xavier"),
     "diffshard.placing": ("Placement", "place"),
     "diffshard.plans.comparison": ("Comparison",),
+    "diffshard.robust_gradients": ("ZenoReport", "ZenoResult", "replica_gradients", "zeno", "zeno_mean"),
     "diffshard.sharding_search.plan": ("Plan",),
     "diffshard.sharding_search.search": ("search",),
     "diffshard.sharding_search.planned_function": ("PlannedFunction",),
@@ -104,6 +106,8 @@ __all__ = [
     "Schedule",
     "Solution",
     "Solver",
+    "ZenoReport",
+    "ZenoResult",
     "alternatives",
     "bilevel",
     "calibrate",
@@ -121,11 +125,14 @@ __all__ = [
     "pareto",
     "place",
     "preset",
+    "replica_gradients",
     "sampled",
     "search",
     "solve",
     "windowed_attention",
     "xavier",
+    "zeno",
+    "zeno_mean",
 ]
 
 
