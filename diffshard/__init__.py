@@ -13,7 +13,7 @@ if TYPE_CHECKING:  # for type checkers and editors; when the program runs, `__ge
     from cost.lines import Line
     from cost.presets import PRESET_NAMES, preset
     from diffshard import nnx
-    from diffshard.base import InfeasibleError, PlanError, Proposal, Solution, Solver
+    from diffshard.base import InfeasibleError, PlanError, ProcessesError, Proposal, Solution, Solver
     from diffshard.bilevel_search.estimators.curvature import curvature
     from diffshard.bilevel_search.estimators.mixture import mixture
     from diffshard.bilevel_search.estimators.sampled import sampled
@@ -45,7 +45,7 @@ _NAMES_OF = {
     "cost.calibration": ("calibrate",),
     "cost.lines": ("Line",),
     "cost.presets": ("PRESET_NAMES", "preset"),
-    "diffshard.base": ("InfeasibleError", "PlanError", "Proposal", "Solution", "Solver"),
+    "diffshard.base": ("InfeasibleError", "PlanError", "ProcessesError", "Proposal", "Solution", "Solver"),
     "diffshard.bilevel_search.estimators.curvature": ("curvature",),
     "diffshard.bilevel_search.estimators.mixture": ("mixture",),
     "diffshard.bilevel_search.estimators.sampled": ("sampled",),
@@ -102,6 +102,7 @@ __all__ = [
     "PlanError",
     "PlannedFunction",
     "Problem",
+    "ProcessesError",
     "Proposal",
     "Schedule",
     "Solution",

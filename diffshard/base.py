@@ -87,3 +87,7 @@ class InfeasibleError(ValueError):
 
 class PlanError(ValueError):
     """A plan does not fit what it is applied to, or its file cannot be read."""
+
+
+class ProcessesError(RuntimeError):
+    """The processes of a job ask for different things, or one of them failed or did not come."""

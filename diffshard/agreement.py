@@ -1,0 +1,190 @@
+"""One exchange between processes through the key-value store of JAX's coordination service."""
+
+import hashlib
+import itertools
+import json
+import threading
+import time
+import warnings
+import zlib
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+from jax.experimental import multihost_utils
+
+from diffshard.base import ProcessesError
+
+ARRIVAL_LIMIT_S = 600.0
+"""How long processes wait for one that has not come to an agreement: it may restore a checkpoint, or never come."""
+WARNING_S = 60.0
+"""Seconds after which a process says whom it waits for."""
+_POLL_MS = 1000
+"""One question to the service; between two a process notices Ctrl-C."""
+_PIECE_BYTES = 2**20
+"""The largest value in the store: messages of gRPC are limited to a few MiB."""
+_SHOWN_DIFFERENCES = 5
+_SHOWN_CHARACTERS = 200
+
+
+class Agreement:
+    """One exchange between processes, with a place of its own in the key-value store.
+
+    The first process puts a digest of its facts at "digest", each other one its answer at "answer/NUMBER": empty, or
+    its facts if they differ, or its error. The first process puts its verdict at "verdict", empty if all is well.
+    """
+
+    _lock = threading.Lock()
+    _client: Any = None
+    _counts: dict[tuple[int, ...], int] = {}  # noqa: RUF012
+    _old: dict[tuple[int, ...], list[str]] = {}  # noqa: RUF012
+
+    def __init__(self, client: Any, indices: tuple[int, ...], number: int, what: str):
+        self.client, self.indices, self.what = client, indices, what
+        members = hashlib.sha256(repr(indices).encode()).hexdigest()[:16]
+        self.place = f"diffshard/{members}/{number}"
+
+    @classmethod
+    def next_of(cls, indices: tuple[int, ...], what: str) -> "Agreement":
+        """Returns the next exchange of these processes; each counts for itself.
+
+        Raises:
+          ProcessesError: there is no coordination service.
+        """
+        client = multihost_utils.distributed.global_state.client  # pyright: ignore[reportPrivateImportUsage]
+        if client is None:
+            raise ProcessesError(
+                f"{len(indices)} processes have to agree to {what}, but JAX's coordination service does not run. Call "
+                "`jax.distributed.initialize()` at the start of each process."
+            )
+        with cls._lock:
+            if client is not cls._client:  # `jax.distributed` was started anew
+                cls._client, cls._counts, cls._old = client, {}, {}
+            number = cls._counts[indices] = cls._counts.get(indices, -1) + 1
+        agreement = cls(client, indices, number, what)
+        cls._old.setdefault(indices, []).append(agreement.place)
+        return agreement
+
+    @property
+    def is_first(self) -> bool:
+        return jax.process_index() == self.indices[0]
+
+    def put(self, name: str, value: bytes) -> None:
+        """Puts a value into the store, in pieces."""
+        packed = zlib.compress(value, level=1)
+        pieces = [packed[i : i + _PIECE_BYTES] for i in range(0, max(len(packed), 1), _PIECE_BYTES)]
+        for i, piece in enumerate(pieces):
+            self.client.key_value_set_bytes(f"{self.place}/{name}/{i}", piece)
+        self.client.key_value_set_bytes(f"{self.place}/{name}/count", str(len(pieces)).encode())
+
+    def get(self, name: str, *, limit_s: float | None = None, missing: int | None = None) -> bytes:
+        """Waits for a value; the process `missing` has to come first, and is named in a warning if that takes long.
+
+        Raises:
+          TimeoutError: it was not there within the limit.
+        """
+        count = int(self._wait(f"{self.place}/{name}/count", limit_s, missing))
+        return zlib.decompress(b"".join(self._wait(f"{self.place}/{name}/{i}", limit_s, None) for i in range(count)))
+
+    def fail(self, text: str) -> None:
+        """Tells the other processes that this one failed before it could compare facts."""
+        process = jax.process_index()
+        failure = json.dumps({"failure": f"process {process} failed with {text}"}).encode()
+        self.put("digest" if self.is_first else f"answer/{process}", failure)
+
+    def problem_with(self, facts: Mapping[str, str]) -> str:
+        """Compares facts, and returns a sentence on what is wrong with those of some process; "" if nothing is."""
+        content = {"what": self.what, **facts}
+        digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+        if self.is_first:
+            self.put("digest", json.dumps({"digest": digest}).encode())
+            problem = self._problem_of_others(content)
+            self.put("verdict", problem.encode())
+            return problem
+        first = self.indices[0]
+        try:
+            document = json.loads(self.get("digest", limit_s=ARRIVAL_LIMIT_S, missing=first))
+        except TimeoutError:
+            return _missing(first)
+        if "failure" in document:
+            return document["failure"]
+        answer = {} if document["digest"] == digest else {"facts": content}
+        self.put(f"answer/{jax.process_index()}", json.dumps(answer).encode())
+        return self.get("verdict").decode()
+
+    def _problem_of_others(self, content: Mapping[str, str]) -> str:
+        first, *others = self.indices
+        end = time.monotonic() + ARRIVAL_LIMIT_S
+        for other in others:
+            limit_s = max(0.0, end - time.monotonic())
+            try:
+                answer = json.loads(self.get(f"answer/{other}", limit_s=limit_s, missing=other))
+            except TimeoutError:
+                return _missing(other)
+            if "failure" in answer:
+                return answer["failure"]
+            if answer:
+                return "; ".join(differences(content, answer["facts"], first, other))
+        # All came here, so that none reads what earlier exchanges left.
+        old = self._old[self.indices]
+        for place in old[:-1]:
+            self.client.key_value_delete(place)
+        del old[:-1]
+        return ""
+
+    def _wait(self, key: str, limit_s: float | None, missing: int | None) -> bytes:
+        start, has_warned = time.monotonic(), False
+        for _ in itertools.count():
+            try:
+                return self.client.blocking_key_value_get_bytes(key, _POLL_MS)
+            except jax.errors.JaxRuntimeError as error:
+                if "DEADLINE_EXCEEDED" not in str(error):
+                    raise
+            waited_s = time.monotonic() - start
+            if limit_s is not None and waited_s > limit_s:
+                raise TimeoutError
+            if missing is not None and waited_s > WARNING_S and not has_warned:
+                has_warned = True
+                warnings.warn(
+                    f"Process {jax.process_index()} waits for process {missing}, to {self.what} together. Every "
+                    "process of the mesh has to do so.",
+                    stacklevel=2,
+                )
+        raise AssertionError
+
+
+def differences(facts: Mapping[str, str], others: Mapping[str, str], process: int, other: int) -> list[str]:
+    """Returns a sentence for each fact that differs between two processes; of many the first ones.
+
+    Args:
+      facts: of the first process, by name. Of texts of several lines the first line that differs is shown.
+      others: of the second one.
+      process: the number of the first process.
+      other: the number of the second one.
+    """
+    names = [name for name in dict.fromkeys((*facts, *others)) if facts.get(name) != others.get(name)]
+    sentences = []
+    for name in names[:_SHOWN_DIFFERENCES]:
+        line, own, theirs = _first_difference(facts.get(name), others.get(name))
+        subject = "one is about to" if name == "what" else f"{name} is"
+        at = f" at line {line}" if line else ""
+        sentences.append(f"{subject}{at} {own} in process {process} and {theirs} in process {other}")
+    more = len(names) - len(sentences)
+    return [*sentences, f"and {more} more differ"] if more > 0 else sentences
+
+
+def _first_difference(own: str | None, theirs: str | None) -> tuple[int, str, str]:
+    """Returns the first line in which two texts differ: its number, 0 where there is one line only, and both lines."""
+    own_lines, their_lines = (("missing",) if text is None else text.split("\n") for text in (own, theirs))
+    pairs = itertools.zip_longest(own_lines, their_lines, fillvalue="the end")
+    number, (a, b) = next((i, pair) for i, pair in enumerate(pairs, 1) if pair[0] != pair[1])
+    has_lines = len(own_lines) > 1 or len(their_lines) > 1
+    return number if has_lines else 0, _short(a), _short(b)
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}..."
+
+
+def _missing(process: int) -> str:
+    return f"process {process} did not come within {ARRIVAL_LIMIT_S:.0f} s"

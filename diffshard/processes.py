@@ -1,0 +1,150 @@
+"""Agreement between the processes of a job of `jax.distributed`: they compare facts, and take what one of them made.
+
+Everything goes through the key-value store of JAX's coordination service, not through collectives on devices. So there
+is no time limit on waiting, and one process can search for minutes; the processes that do not own a device of the mesh
+need not take part; and nothing is compiled. A process that dies is noticed by the service, which ends the others.
+"""
+
+import pickle
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TypeVar
+
+import jax
+from jax.sharding import AbstractMesh, Mesh
+
+from diffshard.agreement import Agreement
+from diffshard.base import ProcessesError
+
+T = TypeVar("T")
+
+
+def processes_of(mesh: Mesh | AbstractMesh) -> "Processes":
+    """Returns the processes that own devices of a mesh; this one alone if it owns none, or the mesh is abstract."""
+    own = jax.process_index()
+    indices = {d.process_index for d in mesh.devices.flat} if isinstance(mesh, Mesh) else {own}
+    return Processes(tuple(sorted(indices)) if own in indices else (own,))
+
+
+def all_processes() -> "Processes":
+    """Returns all processes of the job; there is one without `jax.distributed`."""
+    return Processes(tuple(range(jax.process_count())))
+
+
+@dataclass(frozen=True)
+class Processes:
+    """Processes that agree. All of them call the same methods in the same order; a process alone just goes on.
+
+    Attributes:
+      indices: their numbers in the job, ascending; the first one decides what is decided once.
+    """
+
+    indices: tuple[int, ...]
+
+    @property
+    def is_one(self) -> bool:
+        """Tells whether there is nobody to agree with."""
+        return len(self.indices) == 1
+
+    @property
+    def is_first(self) -> bool:
+        """Tells whether this process decides what is decided once."""
+        return jax.process_index() == self.indices[0]
+
+    def check_alike(self, what: str, facts: Mapping[str, str]) -> None:
+        """Compares texts between the processes.
+
+        Args:
+          what: what they are about to do, for errors: "search a plan of train_step".
+          facts: by name, such as "`memory_limit_bytes`", what has to be the same in all.
+
+        Raises:
+          ProcessesError: a text differs, in all processes; says which, in which processes, and both texts. Or a process
+            did not come within `ARRIVAL_LIMIT_S`.
+        """
+        self.alike(what, lambda: None, lambda _: facts)
+
+    def alike(self, what: str, make: Callable[[], T], facts: Callable[[T], Mapping[str, str]]) -> T:
+        """Makes something in every process, checks that it is alike, and returns this process's own.
+
+        Args:
+          what: what they are about to do, for errors.
+          make: makes it; the error of one process becomes an error of all.
+          facts: texts about it, by name, as in `check_alike`.
+
+        Raises:
+          ProcessesError: as `check_alike`; or `make` raised an error in another process.
+        """
+        if self.is_one:
+            return make()
+        agreement = Agreement.next_of(self.indices, what)
+        try:
+            made = make()
+            own_facts = dict(facts(made))
+        except BaseException as error:
+            agreement.fail(f"{type(error).__name__}: {error}")
+            raise
+        if problem := agreement.problem_with(own_facts):
+            raise ProcessesError(f"The processes cannot {what}: {problem}")
+        return made
+
+    def shared(
+        self,
+        what: str,
+        make: Callable[[], T],
+        *,
+        pack: Callable[[T], bytes] = pickle.dumps,
+        unpack: Callable[[bytes], T] = pickle.loads,
+    ) -> T:
+        """Makes something in the first process only, and returns it in all, however long that takes.
+
+        Args:
+          what: what is made, for errors: "search a plan of train_step".
+          make: makes it. Its error is raised in all processes, with the same type where it can be pickled.
+          pack: writes it as bytes; all processes get what `unpack` makes of them, the first one too.
+          unpack: reads the bytes.
+
+        Raises:
+          ProcessesError: the first process raised an error that cannot be pickled, or does something else.
+        """
+        if self.is_one:
+            return make()
+        agreement = Agreement.next_of(self.indices, what)
+        if self.is_first:
+            try:
+                packed = pack(make())
+            except BaseException as error:
+                agreement.put("result", pickle.dumps((what, None, _packed_error(error))))
+                raise
+            agreement.put("result", pickle.dumps((what, packed, None)))
+            return unpack(packed)
+        asked_for, packed, error = pickle.loads(agreement.get("result"))
+        if asked_for != what:
+            raise ProcessesError(f"Process {self.indices[0]} is about to {asked_for}, this one to {what}.")
+        if error is not None:
+            raise _error_from(error, self.indices[0])
+        return unpack(packed)
+
+
+def _packed_error(error: BaseException) -> tuple[str, bytes]:
+    """Returns an error as text, and pickled if that is possible."""
+    text = f"{type(error).__name__}: {error}"
+    if not isinstance(error, Exception):  # an interrupt is for one process
+        return text, b""
+    try:
+        pickled = pickle.dumps(error)
+        pickle.loads(pickled)
+    except Exception:
+        return text, b""
+    return text, pickled
+
+
+def _error_from(packed: tuple[str, bytes], process: int) -> Exception:
+    """Returns the error of another process."""
+    text, pickled = packed
+    try:
+        error = pickle.loads(pickled)
+        error.add_note(f"This error is that of process {process}.")
+    except Exception:
+        return ProcessesError(f"Process {process} failed with {text}")
+    return error

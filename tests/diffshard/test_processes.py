@@ -1,0 +1,103 @@
+"""Processes agree or fail together; their program is one script, so that they start once."""
+
+from pathlib import Path
+
+from diffshard.agreement import differences
+from diffshard.processes import Processes
+from tests.processes import run_processes
+
+_AGREE = """
+from diffshard.base import InfeasibleError, ProcessesError
+from diffshard.processes import Processes, all_processes
+
+everyone = all_processes()
+
+
+def tell(act):
+    try:
+        print(repr(act()))
+    except Exception as error:
+        print(f"{type(error).__name__}: {error}")
+
+
+def fail_to_search():
+    raise InfeasibleError("no plan fits")
+
+
+def fail_to_trace():
+    if process == 1:
+        raise TypeError("no such argument")
+    return process
+
+
+class Private(Exception):
+    def __init__(self, first, second):
+        super().__init__(first)
+
+
+def fail_privately():
+    raise Private("hidden", 2)
+
+
+tell(lambda: everyone.check_alike("search", {"`a`": "1"}))
+tell(lambda: everyone.check_alike("search", {"`a`": "1", "`b`": str(process)}))
+tell(lambda: everyone.check_alike(f"search {process}", {}))
+tell(lambda: everyone.alike("trace", fail_to_trace, lambda made: {}))
+tell(lambda: everyone.shared("search", lambda: process + 10))
+tell(lambda: len(everyone.shared("make bytes", lambda: b"x" * 5_000_000, pack=bytes, unpack=bytes)))
+tell(lambda: everyone.shared("search", fail_to_search))
+tell(lambda: everyone.shared("search", fail_privately))
+tell(lambda: Processes((process,)).shared("search", lambda: process))
+if process > 0:  # two of three agree without the first one
+    tell(lambda: Processes((1, 2)).shared("search", lambda: process + 20))
+tell(lambda: everyone.check_alike("end", {}))
+"""
+
+
+def test_processes_agree_or_fail_together(tmp_path: Path):
+    outputs = [output.stdout.splitlines() for output in run_processes(_AGREE, 3, tmp_path, devices_each=1)]
+    alike = [
+        "None",
+        "ProcessesError: The processes cannot search: `b` is 0 in process 0 and 1 in process 1",
+    ]
+    for process, lines in enumerate(outputs):
+        assert lines[:2] == alike
+        assert lines[2].endswith("one is about to search 0 in process 0 and search 1 in process 1")
+        failed = "ProcessesError: The processes cannot trace: process 1 failed with TypeError: no such argument"
+        assert lines[3] == ("TypeError: no such argument" if process == 1 else failed)
+        assert lines[4:7] == ["10", "5000000", "InfeasibleError: no plan fits"]
+        assert lines[7] == (
+            "Private: hidden" if process == 0 else "ProcessesError: Process 0 failed with Private: hidden"
+        )
+        assert lines[8] == str(process)
+        assert lines[9:] == ["None"] if process == 0 else ["21", "None"]
+
+
+def test_a_process_alone_makes_everything_itself():
+    alone = Processes((0,))
+    assert alone.is_one
+    assert alone.shared("make", lambda: object) is object
+    assert alone.alike("make", lambda: 3, lambda made: {}) == 3
+    alone.check_alike("search", {"a": "b"})
+
+
+def test_differences_name_the_fact_and_both_texts():
+    own = {"`a`": "1", "`b`": "2", "the program": "x\ny\nz", "`gone`": "3"}
+    theirs = {"`a`": "1", "`b`": "4", "the program": "x\nw"}
+    assert differences(own, theirs, 0, 3) == [
+        "`b` is 2 in process 0 and 4 in process 3",
+        "the program is at line 2 y in process 0 and w in process 3",
+        "`gone` is 3 in process 0 and missing in process 3",
+    ]
+
+
+def test_many_differences_are_counted():
+    own, theirs = {f"`{i}`": "1" for i in range(8)}, {f"`{i}`": "2" for i in range(8)}
+    *shown, last = differences(own, theirs, 0, 1)
+    assert len(shown) == 5
+    assert last == "and 3 more differ"
+
+
+def test_long_texts_are_cut():
+    (sentence,) = differences({"a": "x" * 1000}, {"a": "y" * 1000}, 0, 1)
+    assert len(sentence) < 500
