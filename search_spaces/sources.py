@@ -2,6 +2,7 @@
 
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,25 @@ _INSIDE = (  # code of ours that runs between a line of the user and an operatio
 )
 
 
-def user_source(equation: core.JaxprEqn) -> str:
+def user_source(equation: core.JaxprEqn, callers: Sequence[core.JaxprEqn] = ()) -> str:
     """Returns file, line and function of the user's code that an equation comes from: `net.py:12 (Net.__call__)`.
 
     That is the innermost line outside the libraries that models are written with; where there is none, the innermost
-    line outside JAX.
+    line outside JAX. JAX traces a function of a library once and keeps it, so that its equations may name no user, or
+    another one: then those that call it are asked.
+
+    Args:
+      equation: the equation.
+      callers: those whose bodies it is in, the outermost first.
     """
+    inside_out = (equation, *reversed(callers))
+    lines = (_user_line(e) for e in inside_out)
+    summaries = (source_info_util.summarize(e.source_info) for e in inside_out)
+    return next(filter(None, (*lines, *summaries)), "")
+
+
+def _user_line(equation: core.JaxprEqn) -> str:
+    """Returns the innermost line outside the libraries, empty if there is none."""
     traceback: Any = equation.source_info.traceback
     folders = tuple(
         f"{os.path.dirname(module.__file__)}{os.sep}"
@@ -35,7 +49,7 @@ def user_source(equation: core.JaxprEqn) -> str:
         if frame.file_name.startswith(_ENTRY):
             break  # further out is the call of the search, not of the function that it is about
         return f"{frame.file_name}:{frame.line_num} ({frame.function_name})"
-    return source_info_util.summarize(equation.source_info)
+    return ""
 
 
 def function_source(fn: Any) -> str:

@@ -16,7 +16,6 @@ from search_spaces.sharding.graph import Graph, Value, Vertex
 from search_spaces.sharding.memory_use import MemoryUse
 from search_spaces.sharding.node_costs import NodeCosts
 from search_spaces.sharding.opaque.operations import name_of
-from search_spaces.sources import user_source
 
 NO_AXES = "-"
 """The text for a dimension that no axis splits."""
@@ -253,7 +252,7 @@ def sources_of(vertices: Iterable[Vertex]) -> list[tuple[str, str]]:
     """Returns the operations among vertices by name, each with their number and the place of one: `3x, gpt.py:12`."""
     sources: dict[str, list[str]] = {}
     for vertex in vertices:
-        where = vertex.name if vertex.equation is None else user_source(vertex.equation)
+        where = vertex.user_source or vertex.name
         sources.setdefault(name_of(vertex), []).append(where)
     return [(name, f"{len(where)}x, {min(where)}") for name, where in sorted(sources.items())]
 

@@ -13,6 +13,7 @@ import numpy as np
 from jax.extend import core, source_info_util
 
 from cost.compute import CONTRACTIONS
+from search_spaces.sources import user_source
 
 Kind = Literal["input", "constant", "operation", "carry", "slice", "stack", "join"]
 
@@ -66,6 +67,7 @@ class Vertex:
       position: its index in program order.
       name: the path of an argument, the number of a constant; empty for all others.
       scope: its name stack of modules and transformations, with those of the equations whose bodies it is in before it.
+      callers: the equations whose bodies it is in, the outermost first.
     """
 
     index: int
@@ -78,6 +80,7 @@ class Vertex:
     position: int
     name: str = ""
     scope: str = ""
+    callers: tuple[core.JaxprEqn, ...] = ()
 
     @property
     def primitive(self) -> str:
@@ -93,6 +96,11 @@ class Vertex:
     def source(self) -> str:
         """File and line of the user's code that the operation comes from."""
         return "" if self.equation is None else source_info_util.summarize(self.equation.source_info)
+
+    @property
+    def user_source(self) -> str:
+        """File, line and function of the user's code that the operation comes from, as `sources.user_source` says."""
+        return "" if self.equation is None else user_source(self.equation, self.callers)
 
 
 @dataclass(eq=False)

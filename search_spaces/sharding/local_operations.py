@@ -22,6 +22,7 @@ from search_spaces.sharding.local_effects import on_first_device, refused_callba
 from search_spaces.sharding.local_random_bits import bits_of_block
 from search_spaces.sharding.opaque.operations import opaque_of
 from search_spaces.sharding.opaque.parts import Parts
+from search_spaces.sharding.spec import parts_of
 
 # fmt: off
 # What combines their partial results, where a dimension that they reduce is split.
@@ -119,9 +120,22 @@ def _slice_parameters(call: LocalCall) -> dict[str, Any]:
     return {"start_indices": tuple(start), "limit_indices": tuple(limit)}
 
 
+def _group_counts(call: LocalCall) -> dict[str, Any]:
+    """Returns how many groups of a convolution are on one device; see `whole_operations`."""
+    params, spec = call.equation.params, call.strategy.operands[0]
+    batch, features, *_ = params["dimension_numbers"].lhs_spec
+    batch_parts, feature_parts = parts_of((spec[batch], spec[features]), call.blocks.axis_sizes)
+    counts = params["batch_group_count"], params["feature_group_count"]
+    return {
+        "batch_group_count": counts[0] // batch_parts if counts[0] > 1 else 1,
+        "feature_group_count": counts[1] // feature_parts if counts[1] > 1 else 1,
+    }
+
+
 PARAMETERS: dict[str, Callable[[LocalCall], dict[str, Any]]] = {
     "broadcast_in_dim": lambda call: {"shape": call.result_shapes[0]},
     "reshape": lambda call: {"new_sizes": call.result_shapes[0]},
+    "conv_general_dilated": _group_counts,
     "slice": _slice_parameters,
     "dynamic_slice": lambda call: {"slice_sizes": call.result_shapes[0]},
 }

@@ -11,10 +11,11 @@ from search_spaces.sharding.opaque.operations import UNEVEN, name_of, opaque_of,
 from search_spaces.sharding.spec import axes_in
 from search_spaces.sharding.strategies import strategies_of_rule
 from search_spaces.sharding.whole_operations import runs_whole
-from search_spaces.sources import user_source
 
 LEAST_NOTED_ELEMENTS = 1024
 """An operation that runs whole is noted from this size of its largest array on; below, it costs less than a launch."""
+LEAST_WHOLE_ELEMENTS = 1 << 16
+"""An operation of which nothing can be split is noted from this size on."""
 
 
 def notes_of(
@@ -51,11 +52,14 @@ def notes_of(
             'device\'s part. `executor="constraints"` can split it.'
             for name, sources in sources_of(_without_form(graph, rules, axis_sizes))
         ]
+    notes += [
+        f"{name} runs whole on every device ({sources}): its sharding rule splits no dimension of these arrays."
+        for name, sources in sources_of(_never_split(graph, rules, axis_sizes))
+    ]
     refused: dict[str, list[str]] = {}
     for vertex, reason in _refused_splits(graph, rules, axis_names, axis_sizes):
-        assert vertex.equation is not None
         text = f"{name_of(vertex)} does not run on {reason}"
-        refused.setdefault(text, []).append(user_source(vertex.equation))
+        refused.setdefault(text, []).append(vertex.user_source)
     notes += [f"{text} ({len(sources)}x, {min(sources)})." for text, sources in refused.items()]
     return (*graph.notes, *notes)
 
@@ -68,13 +72,33 @@ def _without_form(graph: Graph, rules: Sequence[Rule | None], axis_sizes: tuple[
         rule = rules[vertex.index]
         if rule is None or opaque_of(vertex) is not None or is_constrained(vertex):
             continue
-        arrays = [x for x in (*vertex.operands, *vertex.results) if isinstance(x, Value)]
-        if max((prod(x.shape) for x in arrays), default=0) < LEAST_NOTED_ELEMENTS:
+        if _num_elements(vertex) < LEAST_NOTED_ELEMENTS:
             continue
         splits = [s for s in strategies_of_rule(rule, axes) if s.parts > 1]
         if splits and all(runs_whole(vertex, s, axis_sizes) for s in splits):
             found.append(vertex)
     return found
+
+
+def _never_split(graph: Graph, rules: Sequence[Rule | None], axis_sizes: tuple[int, ...]) -> list[Vertex]:
+    """Returns the large operations whose rules split nothing, such as a sort of one dimension."""
+    axes = Axes(axis_sizes, tuple(range(len(axis_sizes))))
+    found: list[Vertex] = []
+    for vertex in graph.operations():
+        rule = rules[vertex.index]
+        if rule is None or opaque_of(vertex) is not None or is_constrained(vertex):
+            continue
+        if _num_elements(vertex) >= LEAST_WHOLE_ELEMENTS and not any(
+            strategy.parts > 1 for strategy in strategies_of_rule(rule, axes)
+        ):
+            found.append(vertex)
+    return found
+
+
+def _num_elements(vertex: Vertex) -> int:
+    """Returns the size of the largest array that an operation reads or writes."""
+    arrays = (x for x in (*vertex.operands, *vertex.results) if isinstance(x, Value))
+    return max((prod(x.shape) for x in arrays), default=0)
 
 
 def _refused_splits(

@@ -26,7 +26,9 @@ class _Builder:
         self.constant_arrays: list[Any] = []
         self.notes: list[str] = []
         self.position = 0
-        self.scopes: list[str] = []  # name stacks of the equations whose bodies are being added, the outermost first
+        # The equations whose bodies are being added, the outermost first, and their name stacks.
+        self.callers: tuple[core.JaxprEqn, ...] = ()
+        self.scopes: list[str] = []
 
     def add_vertex(
         self,
@@ -51,6 +53,7 @@ class _Builder:
             position=self.position,
             name=name,
             scope="/".join(part for part in (*self.scopes, own) if part),
+            callers=self.callers,
         )
         self.vertices.append(vertex)
         for i, aval in enumerate(avals):
@@ -76,8 +79,10 @@ class _Builder:
     def add_body(self, equation: core.JaxprEqn, jaxpr: Any, inputs: Sequence[Operand], weight: float) -> Block:
         """Adds the jaxpr of an equation, whose name stack goes before those of the equations inside."""
         self.scopes.append(str(equation.source_info.name_stack))
+        self.callers = (*self.callers, equation)
         block = self.add_jaxpr(jaxpr, inputs, weight)
         self.scopes.pop()
+        self.callers = self.callers[:-1]
         return block
 
     def add_jaxpr(self, jaxpr: Any, inputs: Sequence[Operand], weight: float) -> Block:
@@ -141,7 +146,7 @@ class _Builder:
 
     def add_note(self, equation: core.JaxprEqn, text: str) -> None:
         """Notes something that a reader of the plan should know about an equation."""
-        where = user_source(equation)
+        where = user_source(equation, self.callers)
         if f"{where}: {text}" not in self.notes:
             self.notes.append(f"{where}: {text}")
 

@@ -95,16 +95,24 @@ def _windows_are_whole(vertex: Vertex, strategy: ShardingStrategy, axis_sizes: t
     return all(not axes or (w == 1 and not any(p)) for axes, w, p in zip(spec, windows, padding, strict=True))
 
 
-def _no_groups(vertex: Vertex, strategy: ShardingStrategy, axis_sizes: tuple[int, ...]) -> bool:
-    """Tells whether a convolution is of one group, or of groups that are not split."""
+def _groups_are_whole(vertex: Vertex, strategy: ShardingStrategy, axis_sizes: tuple[int, ...]) -> bool:
+    """Tells whether each group of a convolution is on one device, or contracts the same part on each of some devices.
+
+    The groups are the major part of the features of both operands (`feature_group_count`), or of the batch of the first
+    and the features that the second makes (`batch_group_count`); there a block has some of the groups.
+    """
     assert vertex.equation is not None
-    params = vertex.equation.params
-    if params["feature_group_count"] == params["batch_group_count"] == 1:
-        return _is_even(vertex, strategy, axis_sizes)
+    if not _is_even(vertex, strategy, axis_sizes):
+        return False
+    params, (image, kernel) = vertex.equation.params, strategy.operands
     lhs, rhs, _ = params["dimension_numbers"]
-    group_axes = (strategy.operands[0][lhs[1]], strategy.operands[1][rhs[0]], strategy.operands[1][rhs[1]])
-    batch_is_whole = params["batch_group_count"] == 1 or not strategy.operands[0][lhs[0]]
-    return not any(group_axes) and batch_is_whole and _is_even(vertex, strategy, axis_sizes)
+    for grouped, count in ((lhs[1], params["feature_group_count"]), (lhs[0], params["batch_group_count"])):
+        if count == 1:
+            continue
+        (parts,) = parts_of((image[grouped],), axis_sizes)
+        if image[grouped] != kernel[rhs[0]] or count % parts:
+            return False
+    return params["feature_group_count"] == 1 or not kernel[rhs[1]]
 
 
 def _is_even(vertex: Vertex, strategy: ShardingStrategy, axis_sizes: tuple[int, ...]) -> bool:
@@ -164,7 +172,7 @@ _CONDITIONS: dict[str, _Condition] = {
          "select_and_gather_add"),
         _windows_are_whole,
     ),
-    "conv_general_dilated": _no_groups,
+    "conv_general_dilated": _groups_are_whole,
     "ragged_dot_general": _is_even,
     "gather": _gathers_rows,
     "random_bits": _counts_its_bits,

@@ -25,7 +25,6 @@ from search_spaces.sharding.opaque.partitioning import (
 )
 from search_spaces.sharding.opaque.parts import Parts
 from search_spaces.sharding.spec import parts_of
-from search_spaces.sources import user_source
 
 
 class OpaqueOperation(NamedTuple):
@@ -191,7 +190,7 @@ def _refusal(vertex: Vertex, strategy: ShardingStrategy, axis_sizes: tuple[int, 
     ]
     if [(tuple(x.shape), x.dtype) for x in types] != [(x.shape, x.dtype) for x in expected]:
         raise ValueError(
-            f"The rule of {opaque.name(vertex.equation)} ({user_source(vertex.equation)}) does not fit its function: "
+            f"The rule of {opaque.name(vertex.equation)} ({vertex.user_source}) does not fit its function: "
             f"for one device's operands {_written(operands)} it says that the results are {_written(expected)}, but "
             f"the function returns {_written(types)}. Name factors that must not be split in `need_replication`."
         )

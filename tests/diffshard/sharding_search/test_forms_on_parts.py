@@ -36,3 +36,37 @@ def test_a_plan_names_what_could_be_split_but_has_no_form_on_parts():
     assert diffshard.search(noise, mesh(), hardware="h100", executor="constraints").plan(x).notes == ()
     small = jax.ShapeDtypeStruct((8, 8), jnp.float32)
     assert diffshard.search(noise, mesh(), hardware="h100").plan(small).notes == ()
+
+
+def test_a_plan_names_large_operations_of_which_nothing_can_be_split():
+    def sampled(key, x):
+        return x * jax.random.gamma(key, jnp.full(x.shape, 2.0))
+
+    def notes_for(*shape):
+        x = jax.ShapeDtypeStruct(shape, jnp.float32)
+        return diffshard.search(sampled, mesh(), hardware="h100").plan(jax.random.key(0), x).notes
+
+    (note,) = notes_for(512, 128)
+    assert note.startswith("random_gamma runs whole on every device (1x,")
+    assert f"{__file__}:" in note, "the equation is in a function of JAX: the line that calls it is named"
+    assert notes_for(64, 128) == ()
+
+
+def test_depthwise_convolutions_and_their_gradients_are_split_by_channels():
+    def step(w, x):
+        def loss(w):
+            numbers = ("NHWC", "HWIO", "NHWC")
+            y = jax.lax.conv_general_dilated(
+                x, w, (1, 1), "SAME", dimension_numbers=numbers, feature_group_count=w.shape[-1]
+            )
+            return (y**2).mean()
+
+        return w - jax.grad(loss)(w)
+
+    w, x = jnp.ones((3, 3, 1, 16)), jax.random.normal(jax.random.key(0), (8, 16, 16, 16))
+    planned = diffshard.search(step, mesh(), hardware="h100", in_shardings=(None, P(None, None, None, "data")))
+    plan = planned.plan(w, x)
+    convolutions = [o for o in plan.operations if o.signature.startswith("conv")]
+    assert (plan.executor, plan.notes) == ("program", ())
+    assert [o.operands[0] for o in convolutions] == [((), (), (), ("data",))] * 2
+    np.testing.assert_allclose(planned(*plan.shard(w, x)), jax.jit(step)(w, x), rtol=1e-5, atol=1e-6)

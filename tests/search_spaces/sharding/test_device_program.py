@@ -71,8 +71,16 @@ def update(method, mode):
     return lambda table, ids, rows: getattr(table.at[ids], method)(rows, mode=mode)
 
 
-def convolved(x, w):
-    return lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+def convolved(x, w, groups=1):
+    numbers = ("NHWC", "HWIO", "NHWC")
+    return lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=numbers, feature_group_count=groups)
+
+
+def grouped_and_gradients(groups):
+    def fn(w, x):
+        return convolved(x, w, groups), jax.grad(lambda w, x: (convolved(x, w, groups) ** 2).sum(), (0, 1))(w, x)
+
+    return fn
 
 
 def row_written(cache, row, at):
@@ -126,6 +134,8 @@ OPERATIONS = {
     "convolution": (convolved, (array(8, 6, 6, 8), array(3, 3, 8, 16))),
     "convolution_gradient": (jax.grad(lambda w, x: (convolved(x, w) ** 2).sum()), (array(3, 3, 8, 16),
                                                                                   array(8, 6, 6, 8))),
+    "convolution of 8 groups of one": (grouped_and_gradients(8), (array(3, 3, 1, 8), array(8, 6, 6, 8))),
+    "convolution of 4 groups": (grouped_and_gradients(4), (array(3, 3, 4, 32), array(8, 6, 6, 16))),
     "pooling": (lambda x: lax.reduce_window(x, -jnp.inf, lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID"),
                 (array(8, 4, 4, 8),)),
     "product": (lambda x: jnp.prod(x, axis=0), (array(8, 16),)),
