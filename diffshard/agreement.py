@@ -67,6 +67,7 @@ class Agreement:
 
     @property
     def is_first(self) -> bool:
+        """Tells whether this process decides."""
         return jax.process_index() == self.indices[0]
 
     def put(self, name: str, value: bytes) -> None:

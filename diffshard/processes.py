@@ -101,7 +101,7 @@ class Processes:
         Args:
           what: what is made, for errors: "search a plan of train_step".
           make: makes it. Its error is raised in all processes, with the same type where it can be pickled.
-          pack: writes it as bytes; all processes get what `unpack` makes of them, the first one too.
+          pack: writes it as bytes for the other processes.
           unpack: reads the bytes.
 
         Raises:
@@ -112,12 +112,13 @@ class Processes:
         agreement = Agreement.next_of(self.indices, what)
         if self.is_first:
             try:
-                packed = pack(make())
+                made = make()
+                packed = pack(made)
             except BaseException as error:
                 agreement.put("result", pickle.dumps((what, None, _packed_error(error))))
                 raise
             agreement.put("result", pickle.dumps((what, packed, None)))
-            return unpack(packed)
+            return made
         asked_for, packed, error = pickle.loads(agreement.get("result"))
         if asked_for != what:
             raise ProcessesError(f"Process {self.indices[0]} is about to {asked_for}, this one to {what}.")

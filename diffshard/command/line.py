@@ -110,6 +110,7 @@ def _add_search(commands: Any) -> None:
     parser.add_argument(
         "--target", choices=TARGETS, help="for --check compile: what to compile for; default: the hardware"
     )
+    parser.add_argument("--cache", metavar="FOLDER", help="keep plans there, and take those that were searched before")
     parser.add_argument("-o", "--output", metavar="FILE", help="write the plan as JSON")
     parser.add_argument("--html", metavar="FILE", help="write the plan as a page")
     _add_solver_options(parser)

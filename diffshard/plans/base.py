@@ -198,6 +198,7 @@ class PlanData:
         has them.
       comparison: the compiled programs of this plan and of others, where the search was asked to judge by these.
       memory: where in the step how much memory is in use; None in plans of older versions.
+      stored_in: the file of a store of plans from which it was taken instead of a search; "" if it was searched.
       mesh: the mesh; after loading it is abstract, unless `load` was given one.
       structures: the structures of the arguments and of the result (`diffshard.sharding_search.call.Structure`); None
         after loading.
@@ -229,6 +230,7 @@ class PlanData:
     logical_axis_rules: LogicalAxisRules = ()
     comparison: Comparison | None = None
     memory: MemoryProfile | None = None
+    stored_in: str = field(default="", compare=False)
     mesh: Mesh | AbstractMesh | None = field(default=None, compare=False, repr=False)
     structures: Any = field(default=None, compare=False, repr=False)
 

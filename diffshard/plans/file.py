@@ -22,7 +22,7 @@ VERSION = 2
 _OLDER_VERSIONS = (1,)
 _RENAMED_SINCE_1 = {"kept": "unreduced", "held": "value_specs"}  # fields of operations
 _RECORDS = {"arguments": Tensor, "outputs": Tensor, "operations": Operation, "collectives": PredictedCollective}
-_NOT_SAVED = ("mesh", "structures")
+_NOT_SAVED = ("stored_in", "mesh", "structures")
 _SPEC_FIELDS = {"spec", "next_best_spec"}
 _SPECS_FIELDS = {"operands", "unreduced", "results", "value_specs"}
 

@@ -58,7 +58,8 @@ def _header(plan: PlanData) -> str:
     lines.append(f"  memory   {format_bytes(plan.peak_bytes)} at the peak on each device{share}")
     bound = format_s(plan.lower_bound_s) if math.isfinite(plan.lower_bound_s) else "none"
     lines += wrapped(f"{bound}, gap {format_percent(plan.gap)}: {verdict(plan)}", "  bound    ", " " * 11)
-    lines.append(f"  search   {format_s(plan.search_s)}, solver {plan.solver}, {plan.status}")
+    origin = ", taken from a store of plans" if plan.stored_in else ""
+    lines.append(f"  search   {format_s(plan.search_s)}, solver {plan.solver}, {plan.status}{origin}")
     return "\n".join(lines)
 
 

@@ -26,7 +26,8 @@ class Options:
     """The arguments of `search`, which explains them. They are checked here.
 
     `logical_axis_rules` hold for flax's logical names while `fn` is traced; without any those of the context hold.
-    By `metadata_rules` arguments with flax's metadata are given; None leaves them free.
+    By `metadata_rules` arguments with flax's metadata are given; None leaves them free. `judged_by` says which compiler
+    judges the plan, and how; "" for none.
 
     Raises:
       TypeError, ValueError: an argument breaks a rule; the error names it and its value.
@@ -48,6 +49,7 @@ class Options:
     logical_axis_rules: LogicalAxisRules = ()
     metadata_rules: LogicalAxisRules | None = None
     progress: ProgressDisplay = "terminal"
+    judged_by: str = ""
 
     def __post_init__(self):
         if not callable(self.fn):

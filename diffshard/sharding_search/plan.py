@@ -179,12 +179,7 @@ class Plan(PlanData):
         traced_function, executor = request.traced_function, request.options.executor
         self.check_call(traced_function.call)
         plan = self if executor in (None, self.executor) else with_executor(self, executor, request.space)
-        return replace(
-            plan,
-            parameters=traced_function.call.parameters,
-            mesh=request.options.mesh,
-            structures=(traced_function.call.structure, traced_function.result),
-        )
+        return request.complete(replace(plan, parameters=traced_function.call.parameters))
 
     @property
     def placed_mesh(self) -> Mesh:

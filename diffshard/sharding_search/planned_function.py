@@ -17,11 +17,13 @@ from diffshard.plans.base import PlanData
 from diffshard.plans.formats import format_bytes, format_count, format_devices, format_s, short_name
 from diffshard.plans.notebook import planned_function_element
 from diffshard.plans.page import format_page
+from diffshard.processes import processes_of
 from diffshard.sharding_search.call import Call, Structure, array_types, bound_arguments, call_of, split
 from diffshard.sharding_search.executors import flat_function
+from diffshard.sharding_search.fingerprints import device_facts, facts_of
 from diffshard.sharding_search.options import Options
 from diffshard.sharding_search.request import PlanRequest
-from diffshard.sharding_search.tracing import space_of, trace_call
+from diffshard.sharding_search.tracing import TracedFunction, space_of, trace_call
 
 PlanT = TypeVar("PlanT", bound=PlanData)
 MakePlan = Callable[[PlanRequest], PlanT]
@@ -161,9 +163,9 @@ class PlannedFunction(Generic[PlanT]):
         with live_line(f"searching {options.function_name}", self._display(progress)) as line:
             start_s = time.perf_counter()
             line.step("tracing")
-            traced_function = trace_call(options, call)
+            traced_function = self._traced(call)
             space = space_of(options, traced_function)
-            line.step("listing strategies")
+            line.step("listing strategies" if processes_of(options.mesh).is_first else "waiting for the first process")
             plan = self._make_plan(PlanRequest(options, traced_function, space, start_s, progress or line.progress))
         if plan.logical_axis_rules != options.logical_axis_rules:  # an expert's plan was found to be the best
             options = replace(options, logical_axis_rules=plan.logical_axis_rules)
@@ -173,6 +175,20 @@ class PlannedFunction(Generic[PlanT]):
         name = getattr(options.fn, "__name__", "function")
         jitted, nested = flat.jit(name), flat.jit(name, is_nested=True)
         return _Prepared(plan, call, jitted, nested, traced_function.result, _settings())
+
+    def _traced(self, call: Call) -> TracedFunction:
+        """Returns the traced function, which is the same in all processes that own devices of the mesh.
+
+        Raises:
+          ProcessesError: it is not, or something else differs on which the plan depends.
+        """
+        options = self.options
+
+        def facts(traced_function: TracedFunction) -> dict[str, str]:
+            return {**facts_of(options, traced_function), **device_facts(options)}
+
+        what = f"plan {options.function_name} together"
+        return processes_of(options.mesh).alike(what, lambda: trace_call(options, call), facts)
 
     def _display(self, progress: Progress | None) -> ProgressDisplay:
         """Returns where the search shows how it goes, where it may be given a function that is told."""

@@ -1,11 +1,15 @@
 """What a search is about: the arguments of `search`, the function traced for its own arguments, and their space."""
 
-from typing import NamedTuple
+from dataclasses import replace
+from typing import NamedTuple, TypeVar
 
 from diffshard.base import Progress
+from diffshard.plans.base import PlanData
 from diffshard.sharding_search.options import Options
 from diffshard.sharding_search.tracing import TracedFunction
 from search_spaces.sharding.space import ShardingSpace
+
+PlanT = TypeVar("PlanT", bound=PlanData)
 
 
 class PlanRequest(NamedTuple):
@@ -24,3 +28,8 @@ class PlanRequest(NamedTuple):
     space: ShardingSpace
     start_s: float
     progress: Progress | None = None
+
+    def complete(self, plan: PlanT) -> PlanT:
+        """Returns a plan that was read with what is known of this function and is not written."""
+        structures = self.traced_function.call.structure, self.traced_function.result
+        return replace(plan, mesh=self.options.mesh, structures=structures)

@@ -1,6 +1,7 @@
 """`search` takes a JAX function and a mesh, and returns the function parallelised."""
 
 import functools
+import os
 from collections.abc import Callable, Sequence
 from typing import Any, get_args
 
@@ -17,8 +18,10 @@ from diffshard.plans.base import Executor
 from diffshard.sharding_search.logical_axes import checked_rules
 from diffshard.sharding_search.options import DEFAULT_SOLVER, Options, argument_names, hardware_for, positions
 from diffshard.sharding_search.plan import Plan
+from diffshard.sharding_search.plan_store import PlanStore, checked_folder
 from diffshard.sharding_search.planned_function import PlannedFunction
 from diffshard.sharding_search.planning import find_plan
+from diffshard.sharding_search.shared_plans import plan_of_first_process
 
 
 def search(
@@ -39,6 +42,7 @@ def search(
     executor: Executor | None = None,
     check: Check | None = None,
     target: Target | str | None = None,
+    cache: str | os.PathLike[str] | None = None,
     progress: ProgressDisplay = "terminal",
 ) -> PlannedFunction[Plan]:
     """Finds how to run a function on a mesh. Like `jax.jit` it returns a callable, and searches when that is called.
@@ -49,6 +53,10 @@ def search(
 
     A result with the structure and shapes of an argument, such as a training state, is assumed to replace it in the
     next call: it comes out sharded as the argument goes in.
+
+    With `jax.distributed`, each process that owns devices of the mesh calls the same function with the same arguments.
+    The first of them searches, and the others wait for its plan. They raise `ProcessesError` if they ask for different
+    things, and the first one's error, such as `InfeasibleError`, in all. Only its `time_limit_s` and `cache` are used.
 
     Args:
       fn: a function, usually a whole training step; arguments and results are pytrees of arrays. Leaves that are no
@@ -85,6 +93,9 @@ def search(
         timeline and fits the memory limit by XLA's number, with a table of all in `plan.comparison`. That takes a few
         minutes, and needs the extra `gpu-compile`.
       target: for `check="compile"` what is compiled for, as in `compare`; None takes the hardware's.
+      cache: a folder that keeps plans, for the next start of the same program: a plan that was searched for the same
+        function, shapes, shardings, mesh axes, hardware and options is taken from there. Constants that the function
+        closes over may have other values. None keeps nothing.
       progress: "terminal" shows the best cost and the bound in one live line on stderr once a search lasts over two
         seconds, but only on a terminal; "none" shows nothing. `plan(..., progress=...)` takes a function instead.
 
@@ -94,6 +105,18 @@ def search(
     """
     priced_for = hardware_for(hardware, mesh)
     rules = None if logical_axis_rules is None else checked_rules(logical_axis_rules, tuple(mesh.axis_names))
+    if check is not None and check not in get_args(Check):
+        raise ValueError(f"`check` must be one of {get_args(Check)} or None, not {check!r}.")
+    find, judged_by = find_plan if check is None else plan_by_shardy, check or ""
+    if check == "compile":
+        compiled_for = target_for(target, priced_for)
+        compiled_for.check()
+        find = functools.partial(plan_by_compiling, compiled_for, TIMEOUT_S)
+        judged_by = f"compile for {compiled_for}"
+    elif target is not None:
+        raise ValueError(f'`target` is for `check="compile"`, not {check!r}.')
+    if cache is not None:
+        find = functools.partial(PlanStore(checked_folder(cache)).plan_or_search, find)
     options = Options(
         fn=fn,
         mesh=mesh,
@@ -111,13 +134,6 @@ def search(
         logical_axis_rules=rules or (),
         metadata_rules=rules,
         progress=progress,
+        judged_by=judged_by,
     )
-    if check is not None and check not in get_args(Check):
-        raise ValueError(f"`check` must be one of {get_args(Check)} or None, not {check!r}.")
-    if check != "compile":
-        if target is not None:
-            raise ValueError(f'`target` is for `check="compile"`, not {check!r}.')
-        return PlannedFunction(options, plan_by_shardy if check else find_plan)
-    compiled_for = target_for(target, priced_for)
-    compiled_for.check()
-    return PlannedFunction(options, functools.partial(plan_by_compiling, compiled_for, TIMEOUT_S))
+    return PlannedFunction(options, functools.partial(plan_of_first_process, find))

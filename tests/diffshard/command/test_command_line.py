@@ -68,6 +68,15 @@ def test_search_lets_a_compiler_judge(module, capsys):
     assert "there is none for 'TPU v5e'" in capsys.readouterr().err
 
 
+def test_search_takes_plans_from_a_store(module, capsys):
+    assert search("--cache", "store") == 0
+    assert "taken from a store" not in capsys.readouterr().out
+    assert search("--cache", "store") == 0
+    assert "taken from a store of plans" in capsys.readouterr().out
+    assert search("--cache", "user_module.py") == 2
+    assert "`cache` must be a folder" in capsys.readouterr().err
+
+
 def test_search_takes_given_shardings_static_arguments_rules_and_executors(module, capsys):
     words = ["--in-shardings", "user_module:shardings", "--executor", "constraints", "-o", "plan.json"]
     assert search(*words, "--logical-axis-rules", "embed=data+model,mlp=") == 0

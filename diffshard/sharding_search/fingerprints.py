@@ -1,0 +1,79 @@
+"""What a search depends on, as texts by name: compared between processes, and the key of a plan in a store."""
+
+import hashlib
+import json
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from diffshard.plans.documents import to_json_values
+from diffshard.sharding_search.options import Options
+from diffshard.sharding_search.program_text import program_text, value_text
+from diffshard.sharding_search.tracing import TracedFunction
+
+_PROGRAM = "the program that the function traces to"
+
+
+def facts_of(options: Options, traced_function: TracedFunction) -> dict[str, str]:
+    """Returns the texts on which a plan depends, by names for errors; equal in all processes that ask for the same.
+
+    They have neither a time limit, which the process that searches has for all, nor the mesh's devices.
+    """
+    hardware = to_json_values(options.hardware)
+    return {
+        **_arguments(traced_function),
+        "`mesh`": f"{dict(options.mesh.shape)} with axes {[str(kind) for kind in options.mesh.axis_types or ()]}",
+        **{f"`hardware.{name}`": json.dumps(value, sort_keys=True) for name, value in hardware.items()},
+        "`memory_limit_bytes`": f"{options.memory_limit_bytes!r}",
+        "`solver`": value_text(options.solver),
+        "`key`": _key_text(options.key),
+        "`executor`": value_text(options.executor),
+        "`static_argnums`": value_text((options.static_argnums, options.static_argnames)),
+        "`donate_argnums`": value_text((options.donate_argnums, options.donate_argnames)),
+        "`logical_axis_rules`": value_text((options.logical_axis_rules, options.metadata_rules)),
+        "`check`": options.judged_by,
+        **_versions(),
+        "`jax_default_matmul_precision`": str(jax.config.jax_default_matmul_precision),  # pyright: ignore[reportAttributeAccessIssue]
+        "what the results replace in the next call": value_text(tuple(traced_function.graph.feedback)),
+        _PROGRAM: program_text(traced_function.jaxpr),
+    }
+
+
+def device_facts(options: Options) -> dict[str, str]:
+    """Returns the devices of a mesh, whose order has to be the same in all processes."""
+    devices = options.mesh.devices.flat if isinstance(options.mesh, Mesh) else ()
+    return {"the devices of `mesh`": str([device.id for device in devices])}
+
+
+def digest_of(facts: Mapping[str, str]) -> str:
+    """Returns a hash of texts by name, as letters and digits."""
+    return hashlib.sha256(json.dumps(dict(facts), sort_keys=True).encode()).hexdigest()
+
+
+def _arguments(traced_function: TracedFunction) -> dict[str, str]:
+    """Returns the type of each array among the arguments, and how its sharding is given."""
+    call = traced_function.call
+    facts = {"the arguments": ", ".join(call.parameters)}
+    arrays = zip(call.paths, call.arrays, call.given, call.donated, call.logical_axes, strict=True)
+    for path, array, given, donated, axes in arrays:
+        text = f"{array.dtype}[{','.join(map(str, array.shape))}]{' (weak)' if array.weak_type else ''}"
+        text += "" if given is None else f" given as {getattr(given, 'spec', given)}"
+        text += " donated" if donated else ""
+        facts[f"`{path}`"] = text if axes is None else f"{text} with the axes {axes}"
+    return facts
+
+
+def _versions() -> dict[str, str]:
+    import diffshard  # the package, which imports its modules when they are first used
+
+    return {"the version of diffshard": diffshard.__version__, "the version of JAX": jax.__version__}
+
+
+def _key_text(key: jax.Array | int | None) -> str:
+    if key is None or isinstance(key, int):
+        return repr(key)
+    is_typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+    return str(np.asarray(jax.random.key_data(key) if is_typed else key).tolist())

@@ -1,0 +1,111 @@
+"""A folder of plans that earlier searches found, so that the second start of a job does not search again.
+
+A plan's file is named by a hash of everything that the plan depends on. Many processes may write at the same time: each
+writes a file of its own and renames it, so that readers find a whole plan or none.
+"""
+
+import json
+import os
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from diffshard.base import PlanError
+from diffshard.files import write_whole
+from diffshard.plans.documents import read
+from diffshard.plans.file import from_json, to_json
+from diffshard.sharding_search.fingerprints import digest_of, facts_of
+from diffshard.sharding_search.plan import Plan
+from diffshard.sharding_search.request import PlanRequest
+
+_FORMAT, _VERSION = "diffshard stored plan", 1
+_KEPT = ("optimal", "finished", "time limit")
+"""How a search ends whose plan is kept: one that was interrupted might have found a better one."""
+
+
+@dataclass(frozen=True)
+class PlanStore:
+    """A folder of plans.
+
+    Args:
+      folder: where the files are; it is made when the first plan is kept.
+    """
+
+    folder: str
+
+    def path(self, key: str) -> str:
+        """Returns the file of a plan."""
+        return os.path.join(self.folder, f"{key}.json")
+
+    def plan_or_search(self, find: Callable[[PlanRequest], Plan], request: PlanRequest) -> Plan:
+        """Returns the plan of an earlier search, or else searches and keeps the plan.
+
+        A file that is damaged, or not one of this store, is told in a warning and replaced.
+
+        Raises:
+          InfeasibleError: as `find`.
+        """
+        key = key_of(request)
+        plan = self.plan(key, request)
+        if plan is not None:
+            return plan
+        plan = find(request)
+        if plan.status in _KEPT:
+            self.keep(key, plan)
+        return plan
+
+    def plan(self, key: str, request: PlanRequest) -> Plan | None:
+        """Returns the plan of a key; None if there is none, or if its file cannot be used."""
+        path = self.path(key)
+        try:
+            plan = _from_document(read(path), key, path, request)
+        except FileNotFoundError:
+            return None
+        except (PlanError, OSError) as error:
+            warnings.warn(f"A plan in the store cannot be used, and is searched again: {error}", stacklevel=2)
+            return None
+        return replace(plan, stored_in=path)
+
+    def keep(self, key: str, plan: Plan) -> None:
+        """Writes a plan's file; where that is not possible, it is told in a warning."""
+        document = {"format": _FORMAT, "version": _VERSION, "key": key, "plan": to_json(plan)}
+        try:
+            os.makedirs(self.folder, exist_ok=True)
+            write_whole(self.path(key), json.dumps(document, separators=(",", ":"), allow_nan=False))
+        except OSError as error:
+            warnings.warn(f"The plan cannot be kept in the store: {error}", stacklevel=2)
+
+
+def checked_folder(folder: Any) -> str:
+    """Returns the path of a folder.
+
+    Raises:
+      TypeError: it is not a path.
+      ValueError: there is a file in its place.
+    """
+    if not isinstance(folder, str | os.PathLike):
+        raise TypeError(f"`cache` must be the path of a folder or None, not {folder!r}.")
+    path = os.path.abspath(os.fspath(folder))
+    if os.path.exists(path) and not os.path.isdir(path):
+        raise ValueError(f"`cache` must be a folder, and {path!r} is a file.")
+    return path
+
+
+def key_of(request: PlanRequest) -> str:
+    """Returns a hash of everything that the plan of a request depends on."""
+    facts = facts_of(request.options, request.traced_function)
+    return digest_of({**facts, "`time_limit_s`": repr(request.options.time_limit_s)})
+
+
+def _from_document(document: Any, key: str, path: str, request: PlanRequest) -> Plan:
+    """Returns the plan of a store's document.
+
+    Raises:
+      PlanError: it is damaged, of another version, or was made for another key.
+    """
+    if not isinstance(document, dict) or document.get("format") != _FORMAT:
+        raise PlanError(f"`{path}` is not a file of this store.")
+    if document.get("version") != _VERSION or document.get("key") != key:
+        raise PlanError(f"`{path}` was written for another function, or by another version.")
+    return from_json(document.get("plan"), path, Plan, request.options.mesh)

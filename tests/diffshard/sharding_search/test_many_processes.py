@@ -1,0 +1,171 @@
+"""Several processes plan as one: the same plan or the same kind of error, and steps that compute what one process does.
+
+One program does all, because a start of processes takes longer than what it does.
+"""
+
+import json
+
+import jax
+import pytest
+
+from tests.processes import run_processes
+
+_MODEL = """
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+def loss_fn(state, batch):
+    x, target = batch
+    return jnp.mean((x + jax.nn.gelu(x @ state["up"]) @ state["down"] - target) ** 2)
+
+
+def step(state, batch):
+    loss, gradients = jax.value_and_grad(loss_fn)(state, batch)
+    return jax.tree.map(lambda w, g: w - 0.5 * g, state, gradients), loss
+
+
+def state_of():
+    values = np.random.default_rng(0)
+    return {"up": values.normal(size=(256, 512)) / 16, "down": values.normal(size=(512, 256)) / 16}
+
+
+def batches_of(number):
+    values = np.random.default_rng(number)
+    return values.normal(size=(512, 256)), values.normal(size=(512, 256))
+
+
+def in_float32(tree):
+    return jax.tree.map(lambda a: np.asarray(a, np.float32), tree)
+"""
+
+_TRAIN = (
+    _MODEL
+    + """
+import json
+import warnings
+from jax.sharding import AxisType
+import diffshard
+
+mesh = jax.make_mesh((2, jax.device_count() // 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+state, batch = in_float32(state_of()), in_float32(batches_of(0))
+result = {}
+
+
+def message_of(act):
+    try:
+        act()
+    except Exception as error:
+        return type(error).__name__, str(error)
+
+
+def searched(fn=step, **options):
+    return diffshard.search(fn, mesh, hardware="cpu", **options)
+
+
+# What a process is given as a time limit makes no difference; the store is read and written by the first one only.
+planned_step = searched(time_limit_s=20.0 * (process + 1), cache=f"store {process}", donate_argnums=0)
+plan = planned_step.plan(state, batch)
+again = searched(time_limit_s=20.0, cache=f"store {process}", donate_argnums=0).plan(state, batch)
+result["plans"] = [str(plan), str(again)]
+result["stored"] = os.path.basename(again.stored_in)
+result["folders"] = [os.path.isdir(f"store {process}")]
+
+arrays, losses = plan.shard(state, batch)[0], []
+for number in range(3):
+    arrays, loss = planned_step(arrays, plan.shard(batch=in_float32(batches_of(number))))
+    losses.append(float(loss))
+result["losses"] = losses
+
+plan.save("plan.json")
+applied = diffshard.Plan.load("plan.json", mesh).apply(step)
+applied_plan = applied.plan(state, batch)
+result["applied"] = applied_plan == plan and float(applied(*applied_plan.shard(state, batch))[1])
+
+result["limits"] = message_of(lambda: searched(memory_limit_bytes=8e9 - process).plan(state, batch))
+other = {**state, "down": state["down"].astype(np.float16 if process else np.float32)}
+result["types"] = message_of(lambda: searched().plan(other, batch))
+result["given"] = message_of(
+    lambda: searched(in_shardings=(None, jax.P("data" if process else "model"))).plan(state, batch)
+)
+result["program"] = message_of(lambda: searched(lambda s, b: loss_fn(s, b) * (1.0 + process)).plan(state, batch))
+result["infeasible"] = message_of(lambda: searched(memory_limit_bytes=1e5).plan(state, batch))
+
+
+def failing_solver(problem, *, time_limit_s, key):
+    raise ArithmeticError(f"the solver of process {process} failed")
+    yield
+
+
+result["solver"] = message_of(lambda: searched(solver=failing_solver).plan(state, batch))
+result["tracing"] = message_of(lambda: searched(lambda s, b: 1 / (process - 1) * loss_fn(s, b)).plan(state, batch))
+own = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2, devices=jax.local_devices())
+result["own mesh"] = diffshard.search(step, own, hardware="cpu").plan(state, batch).mesh.size
+json.dump(result, open(f"{process}.json", "w"))
+"""
+)
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
+    folder = tmp_path_factory.mktemp("two")
+    run_processes(_TRAIN, 2, folder)
+    return [json.loads((folder / f"{i}.json").read_text()) for i in range(2)]
+
+
+def test_all_processes_get_the_same_plan_whatever_their_time_limits(results: list[dict]):
+    assert results[0]["plans"] == results[1]["plans"]
+
+
+def test_only_the_first_process_uses_the_store(results: list[dict]):
+    assert results[0]["folders"] == [True]
+    assert results[1]["folders"] == [False]
+    assert results[0]["stored"] == results[1]["stored"] != ""
+    assert "taken from a store" in results[1]["plans"][1]
+
+
+def test_training_in_two_processes_is_training_in_one(results: list[dict]):
+    names: dict = {}
+    exec(_MODEL, names)
+    state = names["in_float32"](names["state_of"]())
+    step, losses = jax.jit(names["step"]), []
+    for number in range(3):
+        state, loss = step(state, names["in_float32"](names["batches_of"](number)))
+        losses.append(float(loss))
+    for result in results:
+        assert result["losses"] == pytest.approx(losses, rel=1e-5)
+        assert result["applied"] == pytest.approx(losses[0], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("limits", "`memory_limit_bytes` is 8000000000.0 in process 0 and 7999999999.0 in process 1"),
+        ("types", "`state['down']` is float32[512,256] in process 0 and float16[512,256] in process 1"),
+        ("given", "`batch[0]` is float32[512,256] given as P('model',) in process 0 and float32"),
+        ("program", "the program that the function traces to is at line"),
+    ],
+)
+def test_a_difference_is_an_error_in_all_processes_that_names_it(results: list[dict], name: str, said: str):
+    for result in results:
+        kind, message = result[name]
+        assert kind == "ProcessesError"
+        assert said in message
+
+
+def test_an_error_of_the_search_is_the_error_of_all_processes(results: list[dict]):
+    assert results[0]["infeasible"] == results[1]["infeasible"]
+    assert results[0]["infeasible"][0] == "InfeasibleError"
+    assert results[0]["solver"] == results[1]["solver"] == ["ArithmeticError", "the solver of process 0 failed"]
+
+
+def test_an_error_of_one_process_while_tracing_ends_the_others(results: list[dict]):
+    assert results[1]["tracing"][0] == "ZeroDivisionError"
+    kind, message = results[0]["tracing"]
+    assert kind == "ProcessesError"
+    assert "process 1 failed with ZeroDivisionError" in message
+
+
+def test_a_mesh_of_one_process_is_planned_by_it_alone(results: list[dict]):
+    assert [result["own mesh"] for result in results] == [4, 4]
