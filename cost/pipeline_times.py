@@ -1,0 +1,184 @@
+"""How long a step of a pipeline takes: a simulation of its schedule, a soft one, and a bound on every schedule.
+
+Letters for sizes: S stages, M micro-batches, N operations of a schedule.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from cost.pipeline_schedules import (
+    BACKWARD,
+    FORWARD,
+    SEND_BACKWARD,
+    SEND_FORWARD,
+    STAGE_KINDS,
+    WEIGHTS,
+    ScheduleGraph,
+    checked_count,
+    in_flight,
+)
+
+
+class StageTimes(NamedTuple):
+    """Seconds that one micro-batch takes.
+
+    Attributes:
+      forward_s: `[S]`, the forward operations of each stage.
+      backward_s: `[S]`, the backward operations, without `weights_s`.
+      send_forward_s: `[S - 1]`, sending what stage i makes to stage i + 1.
+      send_backward_s: `[S - 1]`, sending the gradient from stage i + 1 to stage i.
+      weights_s: `[S]`, the gradients of the weights where a schedule computes them apart; None where all of the
+        backward operation is in `backward_s`.
+    """
+
+    forward_s: np.ndarray | Sequence[float]
+    backward_s: np.ndarray | Sequence[float]
+    send_forward_s: np.ndarray | Sequence[float]
+    send_backward_s: np.ndarray | Sequence[float]
+    weights_s: np.ndarray | Sequence[float] | None = None
+
+
+class Simulation(NamedTuple):
+    """When each operation of a schedule runs.
+
+    Attributes:
+      graph: the schedule.
+      start_s: `[N]`.
+      end_s: `[N]`.
+      step_s: when the last one ends.
+      busy_s: `[S]`, how long each stage computes.
+      in_flight: `[S]`, how many micro-batches a stage has begun and not ended, at most: it keeps residuals of so many.
+    """
+
+    graph: ScheduleGraph
+    start_s: np.ndarray
+    end_s: np.ndarray
+    step_s: float
+    busy_s: np.ndarray
+    in_flight: np.ndarray
+
+    @property
+    def bubble(self) -> float:
+        """The share of the stages' time in which they wait."""
+        return 1.0 - float(self.busy_s.sum()) / (self.step_s * len(self.busy_s)) if self.step_s else 0.0
+
+
+def simulate(times: StageTimes, graph: ScheduleGraph) -> Simulation:
+    """Simulates one step of a pipeline.
+
+    >>> from cost.pipeline_schedules import graph_of
+    >>> times = StageTimes([1, 1, 1, 1], [2, 2, 2, 2], [1, 1, 1], [1, 1, 1])
+    >>> [simulate(times, graph_of(schedule, 4, 8)).step_s for schedule in ("1f1b", "eager")]
+    [49.0, 39.0]
+
+    Args:
+      times: of one micro-batch; with `weights_s` for schedules that compute the gradients of weights apart.
+      graph: the schedule.
+
+    Raises:
+      ValueError: an array has another length than S or S - 1 or a number that is negative or not finite, or
+        `weights_s` is missing or not used.
+    """
+    times = checked(times, graph.num_stages)
+    if (times.weights_s is not None) != bool((graph.kind == WEIGHTS).any()):
+        raise ValueError(
+            '`weights_s` must be given for schedules such as "zb-h1" that compute the gradients of weights apart, and '
+            "only there; all others have them in `backward_s`."
+        )
+    durations = _durations(times)[graph.kind, graph.stage]
+    start, end = np.zeros(len(durations)), np.zeros(len(durations) + 1)  # the last entry is "no predecessor"
+    for i, ((before, needed), seconds) in enumerate(zip(graph.predecessors.tolist(), durations.tolist(), strict=True)):
+        start[i] = max(end[before], end[needed])
+        end[i] = start[i] + seconds
+    of_stage = np.isin(graph.kind, STAGE_KINDS)
+    busy = np.bincount(graph.stage[of_stage], durations[of_stage], graph.num_stages)
+    return Simulation(graph, start, end[:-1], float(end.max()), busy, in_flight(graph))
+
+
+def soft_step_s(times: StageTimes, graph: ScheduleGraph, temperature_s: float) -> jax.Array:
+    """Returns the step time of a schedule with soft maxima, which is differentiable in all of the times.
+
+    It is T·log Σ exp(x / T) in place of each maximum, at most T·log 2 more for each of the operations on a path, and
+    the step time for T → 0.
+
+    Args:
+      times: arrays, which may be traced.
+      graph: of `graph_of`; its order does not depend on the times.
+      temperature_s: T, positive seconds.
+    """
+    durations = _durations(times, jnp)[graph.kind, graph.stage]
+    size = len(graph.kind)
+
+    def run(end: jax.Array, operation: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, None]:
+        i, predecessors, seconds = operation
+        start = temperature_s * jnp.logaddexp(*(end[predecessors] / temperature_s))
+        has_two = (predecessors < size).all()  # the soft maximum of one time is that time
+        start = jnp.where(has_two, start, end[predecessors].max())
+        return end.at[i].set(start + seconds), None
+
+    end, _ = jax.lax.scan(run, jnp.zeros(size + 1), (jnp.arange(size), jnp.asarray(graph.predecessors), durations))
+    last = np.array([np.flatnonzero((graph.stage == s) & np.isin(graph.kind, STAGE_KINDS))[-1]
+                     for s in range(graph.num_stages)])  # fmt: skip
+    return temperature_s * jax.nn.logsumexp(end[last] / temperature_s)
+
+
+def lower_bound_s(times: StageTimes, num_microbatches: int) -> float:
+    """Returns a bound on the step time of every synchronous schedule.
+
+    The first micro-batch reaches stage j through all stages before it, and the gradient of the last one goes back
+    through them: max_j Σ_{i<j} (t_i + c_i) + M·t_j, where t are forward and backward seconds of a stage and c those of
+    both transfers of a link. Where the gradients of weights are computed
+    apart, a stage may do that while the last gradient goes back, so that the ways there and those gradients count:
+    max_j Σ_{i<j} (forward_i + send forward_i) + M·(t_j + weights_j). A link sends one tensor after the other, and the
+    last of them has the rest of its way to go: Σ_i t_i + Σ_i c_i + (M - 1)·(the slowest transfer).
+
+    Raises:
+      ValueError: as `simulate`.
+    """
+    times = checked(times, checked_count("len(forward_s)", len(times.forward_s)))
+    num_microbatches = checked_count("num_microbatches", num_microbatches)
+    durations = _durations(times)
+    there = np.cumsum(durations[FORWARD] + durations[SEND_FORWARD])[:-1]
+    back = np.cumsum(durations[BACKWARD] + durations[SEND_BACKWARD])[:-1]
+    computing = durations[FORWARD] + durations[BACKWARD]
+    links = durations[[SEND_FORWARD, SEND_BACKWARD]]
+    bounds = [
+        np.append(0.0, there + back) + num_microbatches * computing,
+        np.append(0.0, there) + num_microbatches * (computing + durations[WEIGHTS]),
+        computing.sum() + links.sum() + (num_microbatches - 1) * links.max(),
+    ]
+    return float(max(np.max(bound) for bound in bounds))
+
+
+def checked(times: StageTimes, num_stages: int) -> StageTimes:
+    """Returns the times of a number of stages as arrays of floats.
+
+    Raises:
+      ValueError: an array has another length than S or S - 1, or a number that is negative or not finite.
+    """
+    lengths = (num_stages, num_stages, num_stages - 1, num_stages - 1, num_stages)
+    arrays = []
+    for name, values, length in zip(StageTimes._fields, times, lengths, strict=True):
+        if values is None:
+            arrays.append(None)
+            continue
+        array = np.asarray(values, float)
+        if array.shape != (length,):
+            raise ValueError(f"`{name}` must have one number for each of {length} places, not shape {array.shape}.")
+        if not (np.isfinite(array) & (array >= 0)).all():
+            raise ValueError(f"`{name}` must be seconds, 0 or more and finite, not {array}.")
+        arrays.append(array)
+    return StageTimes(*arrays)
+
+
+def _durations(times: StageTimes, numpy: Any = np) -> Any:
+    """Returns `[kinds, S]`, the seconds of each kind of operation on each stage; a link has the stage before it."""
+    forward, backward, send_forward, send_backward, weights = (
+        None if x is None else numpy.asarray(x, float) for x in times
+    )
+    links = [numpy.concatenate([x, numpy.zeros(1)]) for x in (send_forward, send_backward)]
+    return numpy.stack([forward, backward, numpy.zeros_like(forward) if weights is None else weights, *links])
