@@ -1,0 +1,166 @@
+"""Which planted faults the tests notice.
+
+    python -m experiments.planted_faults
+    python -m experiments.planted_faults --list held_out --paths diffshard/solving cost
+
+Each fault changes one line of a copy of the repository, whose related tests then run until the first one fails. That
+test runs again without the fault: one that fails there as well has noticed nothing. The working tree stays as it is.
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import queue
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+from experiments.planted_faults.faults import ROOT, Fault, faulty_text, list_names, read_faults, selected
+from experiments.planted_faults.related_tests import related_tests
+from experiments.tables import print_table
+
+NOTICED, NOT_NOTICED, TIMED_OUT = "noticed", "NOT NOTICED", "TIMED OUT"
+NOT_APPLICABLE, BROKEN_TEST = "DOES NOT APPLY", "FAILS ANYWAY"
+_LEFT_OUT = ("__pycache__", "site", "out", "build", "dist", "*.egg-info")
+_HIDDEN = ".*"
+_FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+)", re.MULTILINE)
+_TESTS_FAILED, _NO_TESTS = (1, 2), 5  # exit codes of pytest: 2 where a file of tests cannot be imported
+_CACHE = "JAX_COMPILATION_CACHE_DIR"
+
+
+class Outcome(NamedTuple):
+    """What the tests made of a fault.
+
+    Attributes:
+      verdict: `NOTICED`, `NOT_NOTICED`, `TIMED_OUT`, `NOT_APPLICABLE` or `BROKEN_TEST`.
+      by: the test that failed, or empty.
+      seconds: of the tests.
+    """
+
+    verdict: str
+    by: str = ""
+    seconds: float = 0.0
+
+
+def outcome_of(fault: Fault, copy: Path, limit_s: float) -> Outcome:
+    """Plants a fault in a copy of the repository, runs the related tests there, and takes the fault out again.
+
+    Args:
+      fault: to be planted.
+      copy: the folder of the copy.
+      limit_s: seconds for the tests of the fault.
+    """
+    faulty = faulty_text(fault, copy)
+    if faulty is None:
+        return Outcome(NOT_APPLICABLE)
+    tests, path, start = related_tests(fault.path, copy), copy / fault.path, time.perf_counter()
+    text = path.read_text(encoding="utf-8")
+    path.write_text(faulty, encoding="utf-8")
+    try:
+        code, output = _run_tests(tests, copy, limit_s) if tests else (_NO_TESTS, "")
+    finally:
+        path.write_text(text, encoding="utf-8")
+    seconds = time.perf_counter() - start
+    if code is None:
+        return Outcome(TIMED_OUT, seconds=seconds)
+    if code not in _TESTS_FAILED:
+        return Outcome(NOT_NOTICED, seconds=seconds)
+    names = _FAILED.findall(output)
+    by = names[0] if names else ""
+    if by and _run_tests([by], copy, limit_s)[0] in (*_TESTS_FAILED, None):
+        return Outcome(BROKEN_TEST, by, seconds)
+    return Outcome(NOTICED, by, seconds)
+
+
+def _run_tests(tests: Sequence[str], copy: Path, limit_s: float) -> tuple[int | None, str]:
+    """Runs tests until the first failure; returns pytest's exit code, None where time was over, and its output."""
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--durations=0", *tests]
+    cache = os.environ.get(_CACHE, str(ROOT / ".cache" / "jax"))  # what is not faulty has been compiled before
+    environment = os.environ | {"PYTHONPATH": str(copy), _CACHE: cache, "PYTHONDONTWRITEBYTECODE": "1"}
+    with subprocess.Popen(
+        command, cwd=copy, env=environment, text=True, start_new_session=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    ) as process:  # fmt: skip
+        try:
+            output, _ = process.communicate(timeout=limit_s)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)  # with the processes that tests have started
+            process.wait()
+            return None, ""
+    return process.returncode, output
+
+
+def outcomes_of(faults: Sequence[Fault], jobs: int, limit_s: float, records: Path | None) -> list[Outcome]:
+    """Returns what the tests make of each fault.
+
+    Args:
+      faults: to be planted, one at a time in each copy.
+      jobs: copies whose tests run at the same time.
+      limit_s: seconds for the tests of a fault.
+      records: a folder where outcomes are kept and taken up from, or None.
+    """
+    with tempfile.TemporaryDirectory(prefix="planted_faults_") as folder, ThreadPoolExecutor(jobs) as pool:
+        copies: queue.SimpleQueue[Path] = queue.SimpleQueue()
+        ignored = shutil.ignore_patterns(*_LEFT_OUT, _HIDDEN)
+        for job in range(jobs):
+            copies.put(Path(shutil.copytree(ROOT, Path(folder) / str(job), ignore=ignored)))
+
+        def outcome(fault: Fault) -> Outcome:
+            record = records and records / f"{hashlib.sha256(str(fault).encode()).hexdigest()[:16]}.json"
+            if record and record.exists():
+                return Outcome(*json.loads(record.read_text(encoding="utf-8")))
+            copy = copies.get()
+            try:
+                result = outcome_of(fault, copy, limit_s)
+            finally:
+                copies.put(copy)
+            print(f"{result.verdict:<14} {result.seconds:5.0f} s  {fault}", file=sys.stderr, flush=True)
+            if record:
+                record.parent.mkdir(parents=True, exist_ok=True)
+                record.write_text(json.dumps(result), encoding="utf-8")
+            return result
+
+        return list(pool.map(outcome, faults))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Prints the table; 1 if a fault was not noticed or does not apply."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--list", choices=list_names(), default="faults", help="which faults")
+    parser.add_argument("--numbers", nargs="+", type=int, default=[], help="of faults in the list, from 1")
+    parser.add_argument("--paths", nargs="+", default=[], help="beginnings of the paths of the files with the faults")
+    parser.add_argument("--jobs", type=int, default=2, help="faults at a time")
+    parser.add_argument("--time-limit", type=float, default=180.0, help="seconds for the tests of each fault")
+    parser.add_argument("--records", type=Path, help="a folder for outcomes: those already there are taken up")
+    options = parser.parse_args(argv)
+    if options.jobs < 1 or not options.time_limit > 0:
+        parser.error(f"--jobs and --time-limit must be positive, got {options.jobs} and {options.time_limit:g}")
+    try:
+        faults = selected(read_faults(options.list), options.numbers, options.paths)
+    except ValueError as error:
+        parser.error(str(error))
+    outcomes = outcomes_of([fault for _, fault in faults], options.jobs, options.time_limit, options.records)
+    rows = [
+        (number, f"{fault.path}: {fault.text}\n=> {fault.replacement}", outcome.verdict, outcome.by.split("::")[-1])
+        for (number, fault), outcome in zip(faults, outcomes, strict=True)
+    ]
+    print_table(f"Planted faults of the list `{options.list}`", ("number", "fault", "verdict", "by"), rows)
+    counts = Counter(outcome.verdict for outcome in outcomes)
+    others = "".join(f", {count} {verdict.lower()}" for verdict, count in counts.items() if verdict != NOTICED)
+    share = counts[NOTICED] / len(outcomes)
+    print(f"{len(outcomes)} faults: {counts[NOTICED]} noticed ({share:.0%}){others}")
+    return int(counts[NOTICED] < len(outcomes))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,60 @@
+"""Which files of tests are related to a file of code, the nearest first.
+
+Folders of tests mirror those of the code, so most of it follows from names. Tests that go through all files of a
+folder, such as those of the solvers, import none of them by name and are listed here.
+"""
+
+import ast
+from pathlib import Path
+
+_THROUGH_FOLDERS = {
+    "cost": "tests/conformance/test_cost_models.py",
+    "search_spaces": "tests/conformance/test_spaces.py",
+    "diffshard/solving": "tests/conformance/test_solvers.py",
+    "diffshard/bilevel_search/estimators": "tests/conformance/test_estimators.py",
+}
+_ONLY_BY_IMPORT = "experiments"  # whose tests, all together, take minutes
+
+
+def related_tests(path: str, root: Path) -> list[str]:
+    """Returns the paths of the tests that are related to a file of code.
+
+    First the one with its name, then those that import it, then the others of the mirrored folder, then those that go
+    through all files of its folder. A folder without tests of its own has those of the folder above it.
+
+    Args:
+      path: of the file of code, from the repository's folder.
+      root: the repository's folder.
+    """
+    code = Path(path)
+    module = ".".join(code.with_suffix("").parts).removesuffix(".__main__")
+    tests = sorted((root / "tests").rglob("test_*.py"))
+    named = [test for test in tests if test.stem == f"test_{code.stem}" and _mirrored(root, code) in test.parents]
+    importing = [test for test in tests if module in _imported_modules(test)]
+    importing.sort(key=lambda test: (_ONLY_BY_IMPORT in test.parts, _mirrored(root, code) not in test.parents))
+    neighbours = []
+    if code.parts[0] != _ONLY_BY_IMPORT:
+        neighbours = sorted(_mirrored(root, code).glob("test_*.py"))
+    through = [root / test for folder, test in _THROUGH_FOLDERS.items() if path.startswith(f"{folder}/")]
+    found = dict.fromkeys((*named, *importing, *neighbours, *through))
+    return [test.relative_to(root).as_posix() for test in found]
+
+
+def _mirrored(root: Path, code: Path) -> Path:
+    """Returns the folder of tests that mirrors a file's, or the nearest folder above it that has tests."""
+    folder = root / "tests" / code.parent
+    while not any(folder.glob("test_*.py")) and folder != root / "tests":
+        folder = folder.parent
+    return folder
+
+
+def _imported_modules(test: Path) -> set[str]:
+    """Returns the names of all modules that a file of tests imports, and of what it imports from them."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(test.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names.add(node.module)
+            names.update(f"{node.module}.{alias.name}" for alias in node.names)
+    return names
