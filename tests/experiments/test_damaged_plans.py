@@ -1,7 +1,5 @@
 """Files of plans that are damaged in one place never end in a raw error, and what cannot be is refused by name."""
 
-import re
-
 import pytest
 
 from diffshard.base import PlanError
@@ -31,9 +29,20 @@ def test_a_case_depends_on_its_seed_alone(damage):
 def test_the_command_prints_what_it_counted(monkeypatch, capsys, damage):
     monkeypatch.setattr(damaged_plans, "small_plan", lambda: damage.plan)
     damaged_plans.main(["--cases", "12", "--seed", "3"])
-    counts = re.match(r"12 damaged files: (\d+) refused, (\d+) taken, 0 raw errors", capsys.readouterr().out)
-    assert counts is not None
-    assert sum(map(int, counts.groups())) == 12
+    outcomes = [damage.outcome(seed) for seed in range(3, 15)]
+    refused, taken = outcomes.count(damaged_plans.REFUSED), outcomes.count(damaged_plans.TAKEN)
+    assert capsys.readouterr().out == f"12 damaged files: {refused} refused, {taken} taken, 0 raw errors\n"
+
+
+def test_the_command_tries_the_cases_from_its_seed_on(monkeypatch, capsys, damage):
+    tried = []
+    monkeypatch.setattr(damaged_plans, "small_plan", lambda: damage.plan)
+    monkeypatch.setattr(damaged_plans.Damage, "outcome", lambda _, seed: tried.append(seed) or f"no error, seed {seed}")
+    damaged_plans.main(["--cases", "3", "--seed", "7"])
+    assert tried == [7, 8, 9]
+    first, *others = capsys.readouterr().out.splitlines()
+    assert first == "3 damaged files: 0 refused, 0 taken, 3 raw errors"
+    assert [line.split() for line in others] == [["1", "no", "error,", "seed", seed] for seed in "789"]
 
 
 @pytest.mark.parametrize(

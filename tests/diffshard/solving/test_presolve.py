@@ -107,13 +107,18 @@ def test_limits_of_each_device_bind_where_they_are_finite(step, compared, monkey
 
 
 def test_times_that_never_use_more_than_another_are_left_out():
-    """Node 0 uses memory at times 0 and 4 and node 1 at times 2 and 4: at time 4 they use as much as ever."""
+    """Node 0 uses memory at times 0 and 4 and node 1 at times 2 and 4: at time 4 they use as much as ever.
+
+    Each of the times can exceed the limit by itself, so that no other rule leaves any of them out.
+    """
     usage = [np.array([2, 5]), np.array([1, 4])]
     nodes, intervals = [0, 1, 0, 1], np.array([[0, 1], [2, 3], [4, 5], [4, 5]])
-    problem = Problem([np.zeros(2)] * 2, np.zeros((0, 2), int), [], np.array(nodes), usage * 2, intervals, 6)
-    reduced = compress_memory(problem._replace(memory_limit=np.array([6.0, np.inf]))).problem
+    problem = Problem([np.zeros(2)] * 2, np.zeros((0, 2), int), [], np.array(nodes), usage * 2, intervals, 3)
+    reduced = compress_memory(problem._replace(memory_limit=np.array([3.0, np.inf]))).problem
     assert np.unique(reduced.usage_interval).tolist() == [0, 1]  # one time
     assert sorted(map(tuple, reduced.usage_interval.tolist())) == [(0, 1)] * len(reduced.usage)
+    most = sum(float(np.max(table)) for table in reduced.usage)
+    assert most == 5 + 4  # what both use at time 4 at most; at the others it is 5 and 4
 
 
 def test_a_determined_node_is_merged():
