@@ -12,6 +12,7 @@ from cost.base import Link, num_strategies
 from cost.evaluation import change_costs, evaluate
 from cost.lines import Line
 from cost.memory import least_memory
+from search_spaces.sharding.explaining import next_bests
 from search_spaces.sharding.spec import shards
 from tests.search_spaces.sharding.small_spaces import (
     EXAMPLES,
@@ -38,6 +39,32 @@ def test_change_costs_are_those_of_evaluating_again(name):
             other = choice.copy()
             other[v] = s
             assert changes[v][s] == pytest.approx(evaluate(problem, other).cost - before, rel=1e-6, abs=before * 1e-12)
+
+
+@pytest.mark.parametrize("name", ["mlp_step", "branches"])
+def test_the_next_best_spec_is_the_cheapest_of_all_others(name):
+    space = space_of(EXAMPLES[name][0], *EXAMPLES[name][1])
+    problem, choice = space.problem, [int(size) // 2 for size in num_strategies(space.problem)]
+    found = next_bests(problem, space.graph, space.nodes, space.hub_node, choice)
+    cost = evaluate(problem, choice).cost
+    pairs = [(v.index, n, lambda s: s.unreduced[0]) for v, n in zip(space.graph.inputs, found.inputs, strict=True)]
+    for vertex, next_best in zip(space.graph.vertices, found.vertices, strict=True):
+        node = space.hub_node.get(vertex.results[0].id, vertex.index)
+        pairs.append((node, next_best, lambda s: s.results[0]))
+    for node, next_best, spec_of in pairs:
+        specs = [spec_of(strategy) for strategy in space.nodes[node].strategies]
+        added_s = {
+            s: evaluate(problem, [*choice[:node], s, *choice[node + 1 :]]).cost - cost
+            for s, spec in enumerate(specs)
+            if spec != specs[choice[node]]
+        }
+        if not added_s:
+            assert next_best == (None, 0.0)
+            continue
+        assert next_best.added_s == pytest.approx(min(added_s.values()), rel=1e-6, abs=1e-12 * cost)
+        assert next_best.spec in [
+            specs[s] for s, added in added_s.items() if added <= min(added_s.values()) + 1e-9 * cost
+        ]
 
 
 def test_the_least_peak_is_no_more_than_any_choice_s():

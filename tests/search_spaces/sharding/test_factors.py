@@ -1,6 +1,6 @@
 """Merging and splitting factors, and what becomes of their marks."""
 
-from search_spaces.sharding.factors import Factors, Mark
+from search_spaces.sharding.factors import Factors, Mark, rule_from_factors
 
 
 def _sizes(factors, dimension):
@@ -44,3 +44,18 @@ def test_a_slice_keeps_one_factor_of_the_larger_size():
     whole, part = factors.new(8), factors.new(6)
     factors.equate([whole], [part])
     assert _sizes(factors, [part]) == [8]
+
+
+def test_a_reduced_factor_that_occurs_twice_in_an_array_is_whole_and_no_reduction():
+    factors = Factors()
+    twice, once, kept = (factors.new(8, mark) for mark in (Mark.REDUCTION, Mark.REDUCTION, Mark.NONE))
+    rule = rule_from_factors(factors, [[[twice], [twice], [once], [kept]]], [[[kept]]])
+    assert rule.operands == (((0,), (0,), (1,), (2,)),)
+    assert (rule.need_replication, rule.reduction) == ({0}, {1})
+
+
+def test_a_factor_that_no_result_has_is_whole_unless_it_is_reduced():
+    factors = Factors()
+    lost, reduced, kept = (factors.new(8, mark) for mark in (Mark.NONE, Mark.REDUCTION, Mark.NONE))
+    rule = rule_from_factors(factors, [[[lost], [reduced], [kept]]], [[[kept]]])
+    assert (rule.need_replication, rule.reduction) == ({0}, {1})

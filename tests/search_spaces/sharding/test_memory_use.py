@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from cost.evaluation import evaluate
-from search_spaces.sharding.memory_use import memory_use
+from search_spaces.sharding.memory import Usages
+from search_spaces.sharding.memory_use import HeldArray, memory_use
 from tests.search_spaces.sharding.small_spaces import array, mlp_arguments, mlp_step, space_of
 
 
@@ -25,6 +26,15 @@ def test_memory_is_what_is_live(seed):
     assert space.summarize(choice).peak_bytes == use.num_bytes.max()
     sizes = [held.num_bytes for held in use.at_peak]
     assert sizes == sorted(sizes, reverse=True)
+
+
+def test_what_ends_where_the_peak_begins_is_no_part_of_it():
+    """Of two nodes: 5 bytes at times 0 and 1, 7 at 2 and 3, and 1 at 1 and 2."""
+    num_bytes = [np.array([5.0]), np.array([7.0]), np.array([1.0])]
+    usages = Usages([0, 0, 1], num_bytes, [(0, 2), (2, 4), (1, 3)], [10, 11, 12], [False, True, False])
+    use = memory_use(usages, [0, 0])
+    assert dict(zip(use.times.tolist(), use.num_bytes.tolist(), strict=True)) == {0: 5, 1: 6, 2: 8, 3: 7, 4: 0}
+    assert use.at_peak == (HeldArray(11, True, 7.0), HeldArray(12, False, 1.0))
 
 
 def test_a_function_without_arrays_uses_nothing():

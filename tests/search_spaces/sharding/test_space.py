@@ -1,5 +1,7 @@
 """A function's problem says what its layouts cost: the same sums, reached from both ends."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -38,6 +40,20 @@ def test_the_cost_of_a_choice_is_the_sum_of_what_its_layout_does(example):
         seconds = prediction.compute_s.sum() + prediction.preference_s.sum()
         seconds += sum(transfer.seconds for transfer in prediction.transfers)
         assert evaluate(problem, choice).cost == pytest.approx(seconds, rel=1e-9)
+
+
+@pytest.mark.parametrize("name", ["mlp_step", "scan_backward"])
+def test_of_collectives_that_run_beside_arithmetic_only_the_exposed_part_costs(name):
+    fn, args = EXAMPLES[name]
+    space = space_of(fn, *args, hardware=replace(hardware_of("xy"), exposed_share=0.25))
+    exposed_shares = set()
+    for choice in random_choices(space.problem, 10):
+        prediction = space.predict(choice)
+        seconds = prediction.compute_s.sum() + prediction.preference_s.sum()
+        seconds += sum(transfer.seconds for transfer in prediction.transfers)
+        assert evaluate(space.problem, choice).cost == pytest.approx(seconds, rel=1e-9)
+        exposed_shares |= {round(t.seconds / t.link_s, 9) for t in prediction.transfers}
+    assert exposed_shares == {0.25, 1.0}
 
 
 def test_whole_arrays_everywhere_move_nothing(example):
