@@ -12,6 +12,8 @@ By the question that they answer (`docs/measured` has their tables):
 - Does the bilevel search's gradient help? `bilevel.py` runs `bilevel_loss.py`, `bilevel_estimators.py`,
   `bilevel_relaxation.py`, `bilevel_initialisation.py` and `bilevel_overhead.py`. They share `bilevel_tasks.py`,
   `bilevel_training.py` and `bilevel_searches.py`.
+- Would a fault be noticed? `planted_faults` plants some in a copy of the code and runs the related tests;
+  `damaged_plans.py` damages files of plans.
 
 All share the meshes of `host_devices.py` and `targets.py`, `tables.py`, and the example models in `models/`.
 """

@@ -3,8 +3,9 @@
     python -m experiments.planted_faults
     python -m experiments.planted_faults --list held_out --paths diffshard/solving cost
 
-Each fault changes one line of a copy of the repository, whose related tests then run until the first one fails. That
-test runs again without the fault: one that fails there as well has noticed nothing. The working tree stays as it is.
+Each fault changes one line of a copy of the repository, whose related tests then run until the first one fails. Tests
+that have failed run once more without any fault: one that fails there as well has noticed nothing. The working tree
+stays as it is.
 """
 
 import argparse
@@ -34,7 +35,7 @@ NOT_APPLICABLE, BROKEN_TEST = "DOES NOT APPLY", "FAILS ANYWAY"
 _LEFT_OUT = ("__pycache__", "site", "out", "build", "dist", "*.egg-info")
 _HIDDEN = ".*"
 _FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+)", re.MULTILINE)
-_TESTS_FAILED, _NO_TESTS = (1, 2), 5  # exit codes of pytest: 2 where a file of tests cannot be imported
+_PASSED, _FAILED_CODES, _NO_TESTS = 0, (1, 2), 5  # exit codes of pytest: 2 where a file of tests cannot be imported
 _CACHE = "JAX_COMPILATION_CACHE_DIR"
 
 
@@ -52,39 +53,57 @@ class Outcome(NamedTuple):
     seconds: float = 0.0
 
 
-def outcome_of(fault: Fault, copy: Path, limit_s: float) -> Outcome:
+def outcome_of(fault: Fault, copy: Path, limit_s: float, *, nearest_only: bool = False) -> Outcome:
     """Plants a fault in a copy of the repository, runs the related tests there, and takes the fault out again.
 
     Args:
       fault: to be planted.
       copy: the folder of the copy.
       limit_s: seconds for the tests of the fault.
+      nearest_only: as in `related_tests`.
     """
     faulty = faulty_text(fault, copy)
     if faulty is None:
         return Outcome(NOT_APPLICABLE)
-    tests, path, start = related_tests(fault.path, copy), copy / fault.path, time.perf_counter()
+    tests = related_tests(fault.path, copy, nearest_only=nearest_only)
+    path, start = copy / fault.path, time.perf_counter()
     text = path.read_text(encoding="utf-8")
     path.write_text(faulty, encoding="utf-8")
     try:
-        code, output = _run_tests(tests, copy, limit_s) if tests else (_NO_TESTS, "")
+        code, output = _run_tests(["-x", *tests], copy, limit_s) if tests else (_NO_TESTS, "")
     finally:
         path.write_text(text, encoding="utf-8")
     seconds = time.perf_counter() - start
     if code is None:
         return Outcome(TIMED_OUT, seconds=seconds)
-    if code not in _TESTS_FAILED:
-        return Outcome(NOT_NOTICED, seconds=seconds)
-    names = _FAILED.findall(output)
-    by = names[0] if names else ""
-    if by and _run_tests([by], copy, limit_s)[0] in (*_TESTS_FAILED, None):
-        return Outcome(BROKEN_TEST, by, seconds)
-    return Outcome(NOTICED, by, seconds)
+    if code in _FAILED_CODES:
+        return Outcome(NOTICED, next(iter(_FAILED.findall(output)), ""), seconds)
+    return Outcome(NOT_NOTICED, seconds=seconds)
 
 
-def _run_tests(tests: Sequence[str], copy: Path, limit_s: float) -> tuple[int | None, str]:
-    """Runs tests until the first failure; returns pytest's exit code, None where time was over, and its output."""
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--durations=0", *tests]
+def without_broken_tests(outcomes: Sequence[Outcome], copy: Path, limit_s: float) -> list[Outcome]:
+    """Returns the outcomes with another verdict where the test that failed does so without the fault as well.
+
+    Args:
+      outcomes: of faults.
+      copy: the folder of a copy of the repository without faults.
+      limit_s: seconds for each of the tests.
+    """
+    tests = sorted({outcome.by for outcome in outcomes if outcome.verdict == NOTICED and outcome.by})
+    if not tests:
+        return list(outcomes)
+    code, output = _run_tests(tests, copy, limit_s * len(tests))
+    broken = set(tests) if code is None else set(_FAILED.findall(output))
+    return [o._replace(verdict=BROKEN_TEST) if o.verdict == NOTICED and o.by in broken else o for o in outcomes]
+
+
+def _run_tests(words: Sequence[str], copy: Path, limit_s: float) -> tuple[int | None, str]:
+    """Runs pytest with these words; returns its exit code, None where time was over, and its output.
+
+    Raises:
+      RuntimeError: pytest itself failed.
+    """
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *words]
     cache = os.environ.get(_CACHE, str(ROOT / ".cache" / "jax"))  # what is not faulty has been compiled before
     environment = os.environ | {"PYTHONPATH": str(copy), _CACHE: cache, "PYTHONDONTWRITEBYTECODE": "1"}
     with subprocess.Popen(
@@ -97,16 +116,21 @@ def _run_tests(tests: Sequence[str], copy: Path, limit_s: float) -> tuple[int | 
             os.killpg(process.pid, signal.SIGKILL)  # with the processes that tests have started
             process.wait()
             return None, ""
+    if process.returncode not in (_PASSED, *_FAILED_CODES, _NO_TESTS):
+        raise RuntimeError(f"pytest ended with exit code {process.returncode}:\n{output[-2000:]}")
     return process.returncode, output
 
 
-def outcomes_of(faults: Sequence[Fault], jobs: int, limit_s: float, records: Path | None) -> list[Outcome]:
+def outcomes_of(
+    faults: Sequence[Fault], *, jobs: int, limit_s: float, nearest_only: bool, records: Path | None
+) -> list[Outcome]:
     """Returns what the tests make of each fault.
 
     Args:
       faults: to be planted, one at a time in each copy.
       jobs: copies whose tests run at the same time.
       limit_s: seconds for the tests of a fault.
+      nearest_only: as in `related_tests`.
       records: a folder where outcomes are kept and taken up from, or None.
     """
     with tempfile.TemporaryDirectory(prefix="planted_faults_") as folder, ThreadPoolExecutor(jobs) as pool:
@@ -121,7 +145,7 @@ def outcomes_of(faults: Sequence[Fault], jobs: int, limit_s: float, records: Pat
                 return Outcome(*json.loads(record.read_text(encoding="utf-8")))
             copy = copies.get()
             try:
-                result = outcome_of(fault, copy, limit_s)
+                result = outcome_of(fault, copy, limit_s, nearest_only=nearest_only)
             finally:
                 copies.put(copy)
             print(f"{result.verdict:<14} {result.seconds:5.0f} s  {fault}", file=sys.stderr, flush=True)
@@ -130,7 +154,7 @@ def outcomes_of(faults: Sequence[Fault], jobs: int, limit_s: float, records: Pat
                 record.write_text(json.dumps(result), encoding="utf-8")
             return result
 
-        return list(pool.map(outcome, faults))
+        return without_broken_tests(list(pool.map(outcome, faults)), copies.get(), limit_s)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -141,6 +165,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--paths", nargs="+", default=[], help="beginnings of the paths of the files with the faults")
     parser.add_argument("--jobs", type=int, default=2, help="faults at a time")
     parser.add_argument("--time-limit", type=float, default=180.0, help="seconds for the tests of each fault")
+    parser.add_argument("--nearest", action="store_true", help="only the nearest tests, where a file has some")
     parser.add_argument("--records", type=Path, help="a folder for outcomes: those already there are taken up")
     options = parser.parse_args(argv)
     if options.jobs < 1 or not options.time_limit > 0:
@@ -149,7 +174,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         faults = selected(read_faults(options.list), options.numbers, options.paths)
     except ValueError as error:
         parser.error(str(error))
-    outcomes = outcomes_of([fault for _, fault in faults], options.jobs, options.time_limit, options.records)
+    outcomes = outcomes_of(
+        [fault for _, fault in faults], jobs=options.jobs, limit_s=options.time_limit, nearest_only=options.nearest,
+        records=options.records,
+    )  # fmt: skip
     rows = [
         (number, f"{fault.path}: {fault.text}\n=> {fault.replacement}", outcome.verdict, outcome.by.split("::")[-1])
         for (number, fault), outcome in zip(faults, outcomes, strict=True)

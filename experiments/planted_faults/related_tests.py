@@ -5,6 +5,7 @@ folder, such as those of the solvers, import none of them by name and are listed
 """
 
 import ast
+import functools
 from pathlib import Path
 
 _THROUGH_FOLDERS = {
@@ -16,7 +17,7 @@ _THROUGH_FOLDERS = {
 _ONLY_BY_IMPORT = "experiments"  # whose tests, all together, take minutes
 
 
-def related_tests(path: str, root: Path) -> list[str]:
+def related_tests(path: str, root: Path, *, nearest_only: bool = False) -> list[str]:
     """Returns the paths of the tests that are related to a file of code.
 
     First the one with its name, then those that import it, then the others of the mirrored folder, then those that go
@@ -25,17 +26,21 @@ def related_tests(path: str, root: Path) -> list[str]:
     Args:
       path: of the file of code, from the repository's folder.
       root: the repository's folder.
+      nearest_only: whether a file whose name a test has needs no others than that test and those that import it.
     """
     code = Path(path)
     module = ".".join(code.with_suffix("").parts).removesuffix(".__main__")
     tests = sorted((root / "tests").rglob("test_*.py"))
     named = [test for test in tests if test.stem == f"test_{code.stem}" and _mirrored(root, code) in test.parents]
-    importing = [test for test in tests if module in _imported_modules(test)]
+    importing = [test for test in tests if module in _imported_modules(test.read_text(encoding="utf-8"))]
     importing.sort(key=lambda test: (_ONLY_BY_IMPORT in test.parts, _mirrored(root, code) not in test.parents))
     neighbours = []
     if code.parts[0] != _ONLY_BY_IMPORT:
         neighbours = sorted(_mirrored(root, code).glob("test_*.py"))
     through = [root / test for folder, test in _THROUGH_FOLDERS.items() if path.startswith(f"{folder}/")]
+    through = [test for test in through if test.exists()]
+    if nearest_only and named:
+        neighbours, through = [], []
     found = dict.fromkeys((*named, *importing, *neighbours, *through))
     return [test.relative_to(root).as_posix() for test in found]
 
@@ -48,13 +53,14 @@ def _mirrored(root: Path, code: Path) -> Path:
     return folder
 
 
-def _imported_modules(test: Path) -> set[str]:
+@functools.cache
+def _imported_modules(text: str) -> frozenset[str]:
     """Returns the names of all modules that a file of tests imports, and of what it imports from them."""
     names: set[str] = set()
-    for node in ast.walk(ast.parse(test.read_text(encoding="utf-8"))):
+    for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import):
             names.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
             names.add(node.module)
             names.update(f"{node.module}.{alias.name}" for alias in node.names)
-    return names
+    return frozenset(names)

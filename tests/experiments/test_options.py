@@ -24,7 +24,7 @@ from tests.experiments.printed_tables import printed_rows
 SOLVER = ["--solver", "greedy", "--time-limit", "3"]
 
 
-class WasAskedFor(Exception):
+class WasAskedForError(Exception):
     """Ends a command where its work would begin; has the arguments of the work."""
 
 
@@ -34,10 +34,10 @@ def asked_for(monkeypatch):
 
     def arguments_of(module, work, words):
         def ask(*args, **kwargs):
-            raise WasAskedFor(args, kwargs)
+            raise WasAskedForError(args, kwargs)
 
         monkeypatch.setattr(module, work, ask)
-        with pytest.raises(WasAskedFor) as asked:
+        with pytest.raises(WasAskedForError) as asked:
             module.main(words)
         return asked.value.args
 
@@ -91,8 +91,10 @@ def test_options_of_timelines(asked_for):
 
 
 def test_options_of_the_demonstration(asked_for, monkeypatch):
-    monkeypatch.setattr(demo.diffshard, "search", lambda *_, **options: (_ for _ in ()).throw(WasAskedFor(options)))
-    with pytest.raises(WasAskedFor) as asked:
+    monkeypatch.setattr(
+        demo.diffshard, "search", lambda *_, **options: (_ for _ in ()).throw(WasAskedForError(options))
+    )
+    with pytest.raises(WasAskedForError) as asked:
         demo.main(["--layers", "1", "--width", "32", "--sequence", "16", "--batch", "8", "--steps", "1", *SOLVER])
     assert (asked.value.args[0]["solver"], asked.value.args[0]["time_limit_s"]) == ("greedy", 3.0)
 
