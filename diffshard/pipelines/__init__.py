@@ -1,0 +1,1 @@
+"""Pipelines: which layers make a stage, and on which devices it runs."""

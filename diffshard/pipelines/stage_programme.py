@@ -1,0 +1,217 @@
+"""The best division of a chain of layers into stages on parts of a cluster, by dynamic programming.
+
+Stages are consecutive layers, and each takes some devices of one kind. The programme goes from the last stage to the
+first, because what a pipeline takes from some stage on is a fold: the value of the later stages is joined with the link
+before them, then combined with the stage. Any objective whose two functions do not decrease in the value of the rest is
+minimised exactly. How many stages follow is part of the state, because it says how many micro-batches a stage keeps.
+
+Letters for sizes: L layers, P submeshes that a stage may have, K kinds of devices, D states of devices that are left.
+
+Source: the state of Alpa, Zheng et al. (2022), equation 3; PipeDream, Narayanan et al. (2019), section 3.1, for folds
+with maxima.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from cost.real_numbers import whole_number
+
+
+class Submesh(NamedTuple):
+    """Devices that a stage may have.
+
+    Attributes:
+      kind: the index of the kind of devices.
+      num_devices: how many.
+      shape: devices along each mesh axis; for people and for the costs, the programme does not read it.
+    """
+
+    kind: int
+    num_devices: int
+    shape: tuple[int, ...] = ()
+
+
+class Stage(NamedTuple):
+    """A stage of a division.
+
+    Attributes:
+      start: its first layer.
+      end: the layer after its last one.
+      submesh: the index of its submesh.
+    """
+
+    start: int
+    end: int
+    submesh: int
+
+
+class Objective(NamedTuple):
+    """What a pipeline takes from a stage on, as a fold over the stages from the last to the first.
+
+    Both functions work on arrays, entry by entry, and do not decrease in `rest`.
+
+    Attributes:
+      join: `join(link_s, rest)`: what the later stages take with the link that leads to them.
+      fold: `fold(stage_s, rest)`: what they take with the stage before; of the last stage `rest` is 0.
+    """
+
+    join: Callable[[Any, Any], Any]
+    fold: Callable[[Any, Any], Any]
+
+
+class Division(NamedTuple):
+    """A division of layers into stages.
+
+    Attributes:
+      stages: from the first to the last.
+      value: of the objective.
+    """
+
+    stages: tuple[Stage, ...]
+    value: float
+
+
+def lower_bound_objective(num_microbatches: int) -> Objective:
+    """Returns max_j Σ_{i<j} (t_i + c_i) + M·t_j: no synchronous schedule is faster (see `cost.pipeline_times`)."""
+    return Objective(np.add, lambda stage_s, rest: np.maximum(num_microbatches * stage_s, stage_s + rest))
+
+
+def bottleneck_objective() -> Objective:
+    """Returns the largest time of a stage or link: what each micro-batch takes in a pipeline that never drains."""
+    return Objective(np.maximum, np.maximum)
+
+
+def limited_sum_objective(stage_limit_s: float) -> Objective:
+    """Returns Σ_i (t_i + c_i) over stages of at most `stage_limit_s` each, and infinity over others.
+
+    The sum and (M - 1) times the limit is Alpa's objective for the slowest stage that the limit allows.
+    """
+    return Objective(
+        np.add, lambda stage_s, rest: np.where(stage_s <= stage_limit_s, np.asarray(stage_s) + rest, np.inf)
+    )
+
+
+def best_division(
+    num_layers: int,
+    devices: Sequence[int],
+    submeshes: Sequence[Submesh],
+    stage_s: Callable[[int], np.ndarray],
+    link_s: np.ndarray,
+    objective: Objective,
+    *,
+    max_stages: int,
+    use_all_devices: bool = True,
+) -> Division | None:
+    """Finds the division of a chain of layers into stages that minimises an objective.
+
+    It looks at max_stages · P² · L² · D combinations, most of them at once.
+
+    Args:
+      num_layers: L.
+      devices: `[K]`, how many devices there are of each kind.
+      submeshes: P of them.
+      stage_s: called with the number of stages from a stage to the last one (1 for the last); returns `[L, L + 1, P]`,
+        the seconds of layers `start` to `end` (exclusive) on each submesh, infinite where they do not fit or may not be
+        a stage. Entries with `end <= start` are not read.
+      link_s: `[L, P, P]`, seconds of the link before a layer, from the submesh of the earlier to that of the later
+        stage; the row of layer 0 is not read.
+      objective: what to minimise.
+      max_stages: at most so many stages.
+      use_all_devices: whether every device must be used.
+
+    Returns:
+      The best division; None where every one is infinite.
+
+    Raises:
+      ValueError: a number is below 1, an array has another shape, or a submesh has more devices than there are.
+    """
+    _check(num_layers, devices, submeshes, link_s, max_stages)
+    left_shape = tuple(count + 1 for count in devices)
+    # values[s - 1][start, left, p]: the best s stages from layer `start` on, the first on submesh p, where `left`
+    # devices are left for them; choices has the end of the first stage and the submesh of the next one.
+    values: list[np.ndarray] = []
+    choices: list[np.ndarray] = []
+    for num_stages in range(1, min(max_stages, num_layers) + 1):
+        times = np.asarray(stage_s(num_stages), float)
+        if times.shape != (num_layers, num_layers + 1, len(submeshes)):
+            raise ValueError(f"`stage_s` must return the shape {(num_layers, num_layers + 1, len(submeshes))}.")
+        value = np.full((num_layers, *left_shape, len(submeshes)), np.inf)
+        choice = np.zeros((*value.shape, 2), np.int64)
+        for p, submesh in enumerate(submeshes):
+            rest, following = _rest(values, link_s[:, p], objective, submesh, left_shape, use_all_devices)
+            for start in range(num_layers):
+                ends = [num_layers] if num_stages == 1 else range(start + 1, num_layers)
+                for end in ends:
+                    candidate = objective.fold(times[start, end, p], rest[end])
+                    is_better = candidate < value[start, ..., p]
+                    value[start, ..., p] = np.where(is_better, candidate, value[start, ..., p])
+                    choice[start, ..., p, 0] = np.where(is_better, end, choice[start, ..., p, 0])
+                    choice[start, ..., p, 1] = np.where(is_better, following[end], choice[start, ..., p, 1])
+        values.append(value)
+        choices.append(choice)
+    first = np.array([value[(0, *devices)].min() for value in values])
+    if not np.isfinite(first.min()):
+        return None
+    num_stages = int(first.argmin()) + 1
+    submesh = int(values[num_stages - 1][(0, *devices)].argmin())
+    return Division(_stages(choices[:num_stages], devices, submeshes, submesh), float(first.min()))
+
+
+def _stages(
+    choices: Sequence[np.ndarray], devices: Sequence[int], submeshes: Sequence[Submesh], submesh: int
+) -> tuple[Stage, ...]:
+    """Follows the choices from the first stage, which runs on `submesh`, to the last one."""
+    start, left, stages = 0, list(devices), []
+    for choice in reversed(choices):
+        end, following = (int(x) for x in choice[(start, *left, submesh)])
+        stages.append(Stage(start, end, submesh))
+        left[submeshes[submesh].kind] -= submeshes[submesh].num_devices
+        start, submesh = end, following
+    return tuple(stages)
+
+
+def _rest(
+    values: Sequence[np.ndarray],
+    link_s: np.ndarray,
+    objective: Objective,
+    submesh: Submesh,
+    left_shape: tuple[int, ...],
+    use_all_devices: bool,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns what the stages after one on a submesh take, `[L + 1, left...]`, and the submesh of the first of them.
+
+    `left` are the devices before the stage takes its own. Row L, where no stage follows, is 0 if that is allowed.
+    """
+    num_layers = len(link_s)
+    rest = np.full((num_layers + 1, *left_shape), np.inf)
+    following = np.zeros(rest.shape, np.int64)
+    count = submesh.num_devices
+    after = [slice(None)] * len(left_shape)
+    before = list(after)
+    before[submesh.kind], after[submesh.kind] = slice(count, None), slice(None, left_shape[submesh.kind] - count)
+    if not values:  # the stage is the last one
+        nothing_left = np.full(left_shape, np.inf if use_all_devices else 0.0)
+        nothing_left[(0,) * len(left_shape)] = 0.0
+        rest[(num_layers, *before)] = nothing_left[tuple(after)]
+        return rest, following
+    links = link_s.reshape(num_layers, *(1 for _ in left_shape), -1)
+    joined = objective.join(links, values[-1])
+    rest[(slice(num_layers), *before)] = joined.min(axis=-1)[(slice(None), *after)]
+    following[(slice(num_layers), *before)] = joined.argmin(axis=-1)[(slice(None), *after)]
+    return rest, following
+
+
+def _check(
+    num_layers: int, devices: Sequence[int], submeshes: Sequence[Submesh], link_s: np.ndarray, max_stages: int
+) -> None:
+    for name, number in (("num_layers", num_layers), ("max_stages", max_stages)):
+        if (whole_number(number) or 0) < 1:
+            raise ValueError(f"`{name}` must be a whole number, 1 or more, not {number!r}.")
+    shape = (num_layers, len(submeshes), len(submeshes))
+    if np.shape(link_s) != shape:
+        raise ValueError(f"`link_s` must have the shape {shape}, one entry for each layer and pair of submeshes.")
+    for submesh in submeshes:
+        if not 0 <= submesh.kind < len(devices) or not 1 <= submesh.num_devices <= devices[submesh.kind]:
+            raise ValueError(f"`submeshes` has {submesh}, but there are {tuple(devices)} devices of each kind.")
