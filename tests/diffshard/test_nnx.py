@@ -93,6 +93,10 @@ def test_a_result_may_be_a_module_that_is_an_argument():
     same, _ = search(step)(model, X)
     assert same is model
     assert float(model.norm.mean[0]) > 0.9
+    one, other = (nnx.Linear(8, 8, rngs=nnx.Rngs(seed)) for seed in range(2))
+    results = search(lambda one, other, x: (other, one(x), one))(one, other, jnp.ones((4, 8)))
+    assert results[0] is other
+    assert results[2] is one
 
 
 def test_shared_variables_stay_shared():

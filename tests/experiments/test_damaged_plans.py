@@ -57,6 +57,7 @@ def test_the_command_tries_the_cases_from_its_seed_on(monkeypatch, capsys, damag
         (("memory_limit_bytes",), 0, "`memory_limit_bytes` must be positive"),
         (("mesh_axes",), {"data": 2, "rows": 4}, "`hardware` has no link for the axis 'rows'"),
         (("specs", 0), [["rows"], []], "names 'rows', which is no axis"),
+        (("specs", 0), [["data"], ["data"]], "splits two dimensions over one axis"),
         (("arguments", 0, "dtype"), "float99", r"`arguments\[0\].dtype` is 'float99'"),
         (("arguments", 0, "shape"), [16], r"`arguments\[0\].spec` has 2 dimensions, where the array has 1"),
         (("operations", 4, "results"), [], r"`operations\[4\]` must have as many"),

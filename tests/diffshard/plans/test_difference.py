@@ -57,6 +57,14 @@ def test_what_each_plan_holds_sends_and_costs():
     assert difference.counts == (3, 2, 4, 5)
 
 
+def test_what_is_sent_in_each_trip_of_a_loop_counts_as_often():
+    plan = small_plan()
+    first, *others = plan.collectives
+    often = dataclasses.replace(plan, collectives=(dataclasses.replace(first, count=3.0), *others))
+    totals = {total.name: (total.first, total.second) for total in plan.diff(often).totals}
+    assert totals["sent by a device"] == pytest.approx((2 * 512 + 0.75 * 2048, 4 * 512 + 0.75 * 2048))
+
+
 def test_text_and_page_show_it():
     difference = small_plan().diff(changed_plan())
     text = str(difference)

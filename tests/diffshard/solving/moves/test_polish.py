@@ -8,6 +8,21 @@ from diffshard.solving.flat import flatten
 from diffshard.solving.moves.polish import Polish
 
 
+def test_prices_rise_where_the_memory_is_exceeded_and_fall_elsewhere():
+    """Two nodes that use memory at two times each."""
+    usage = [np.array([1.0, 2.0])] * 2
+    empty = np.zeros((0, 2), int)
+    problem = Problem([np.ones(2)] * 2, empty, [], np.arange(2), usage, np.array([[0, 1], [1, 2]]), 1.5)
+    flat = flatten(problem)
+    polish = Polish(flat, np.random.default_rng(0), np.zeros(2, int), initial_prices(flat), 2.0)
+    polish.reprice(np.array([[True], [True]]), 1.0, 0.5)
+    first = polish.memory.copy()
+    assert first.shape == (2, 1)
+    assert (first > 0).all()
+    polish.reprice(np.array([[True], [False]]), 1.0, 0.25)
+    np.testing.assert_allclose(polish.memory, first * [[2.0], [0.75]])
+
+
 def test_prices_stay_numbers_where_nothing_ever_fits():
     usage = [np.array([1.0, 2.0]), np.array([2.0, 1.0])]
     problem = Problem(

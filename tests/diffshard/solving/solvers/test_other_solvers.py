@@ -11,7 +11,7 @@ from diffshard.solving.flat import chosen_cost, flatten, with_ceiling
 from diffshard.solving.presolve.base import identity
 from diffshard.solving.solve import solve
 from diffshard.solving.solvers import beam, exact, primal
-from tests.diffshard.solving.random_problems import CHAIN, FORMS, layered_problem, random_graph
+from tests.diffshard.solving.random_problems import CHAIN, FORMS, layered_problem, optimum, random_graph, small_problem
 
 
 def test_a_beam_wide_enough_is_dynamic_programming():
@@ -26,6 +26,16 @@ def test_a_beam_wide_enough_is_dynamic_programming():
     for _ in search.run(1 << 14):
         pass
     assert chosen_cost(flat, search.choice) == pytest.approx(best.cost)
+
+
+def test_a_beam_without_memory_and_loads_that_keeps_everything_finds_the_best():
+    for seed in range(40):
+        problem = small_problem(seed)
+        flat = with_ceiling(flatten(problem))
+        search = beam._Beam(flat, beam.narrow_order(flat), np.random.default_rng(0))
+        for _ in search.run(1 << 14):
+            pass
+        assert chosen_cost(flat, search.choice) == pytest.approx(optimum(problem)), f"seed {seed}"
 
 
 def test_the_end_of_highs_is_noticed_and_the_lack_of_it_said(monkeypatch):
