@@ -7,6 +7,7 @@ import optax
 import pytest
 
 import diffshard
+from diffshard.bilevel_search.base import LossPrediction
 from diffshard.bilevel_search.objective import CostWeight, MaxLossIncrease
 from tests.diffshard.bilevel_search.perturbed import Perturbed, batch_of, start
 
@@ -37,6 +38,14 @@ def test_the_search_refuses_updates_under_a_schedule_that_has_left_its_range(lat
     assert int(state.step) == 2
     assert int(state.num_refused) == 2
     np.testing.assert_array_equal(state.logits[0], before.logits[0])
+
+
+def test_refinements_are_proposed_for_the_bound_and_for_shares_of_it():
+    """One node whose strategies add up to 0.9 to the loss: within 1, 0.7 and 0.4 of it another one is the cheapest."""
+    space = Perturbed([[0.0, 0.0, 0.0, 0.0]], [[4.0, 3.0, 2.0, 1.0]])
+    prediction = LossPrediction(0.0, [np.array([0.0, 0.3, 0.6, 0.9])])
+    assert MaxLossIncrease(1.0).choices(space.problem, prediction, 4.0) == [(3,), (2,), (1,)]
+    assert MaxLossIncrease(0.5).choices(space.problem, prediction, 4.0) == [(1,), (1,), (0,)]
 
 
 @pytest.mark.parametrize("name", ["rate", "penalty"])

@@ -56,6 +56,24 @@ def test_training_decides_and_equals_a_plain_loop(most: float):
     assert len(str(proof).splitlines()) == 5
 
 
+def test_candidates_that_end_early_are_compared_with_the_exact_choice_after_as_many_steps():
+    space, data = Perturbed(ERRORS, SECONDS), _data()
+    candidates = [Candidate("rough", (1, 0)), Candidate("rougher", (2, 0)), Candidate("roughest", (2, 1))]
+    proof = prove(space, candidates, data, optimizer=optax.sgd(0.1), objective=CostWeight(0.0))
+    first, last = RUNGS[0], sum(RUNGS)
+    early = _data(train_batches=data.train_batches[:first], rungs=(first,))
+    exact = _trained(space, early, [(0, 0)] * first), _trained(space, data, [(0, 0)] * last)
+    assert proof.exact_losses == pytest.approx(exact, rel=1e-5)
+    assert exact[0] > 1.5 * exact[1]  # or it would make no difference which of them is taken
+    assert {t.name: len(t.record.scores) for t in proof.table} == {"exact": 2, "rough": 2, "rougher": 2, "roughest": 1}
+    for tried in proof.table[:-1]:
+        assert tried.loss_increase == pytest.approx(tried.loss - exact[1], abs=1e-6)
+    dropped = proof.table[-1]
+    assert dropped.loss == pytest.approx(_trained(space, early, [(2, 1)] * first), rel=1e-5)
+    assert dropped.loss_increase == pytest.approx(dropped.loss - exact[0], abs=1e-6)
+    assert dropped.record.scores == (pytest.approx(dropped.loss_increase),)
+
+
 def test_losses_of_several_trainings_are_means_over_orders_of_the_batches():
     space, data = Perturbed(ERRORS, SECONDS), _data(num_repeats=3)
     options = {"optimizer": optax.sgd(0.1), "objective": MaxLossIncrease(10.0)}

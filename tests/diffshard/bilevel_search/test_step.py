@@ -84,6 +84,26 @@ def test_a_step_of_the_choice_follows_finite_differences_of_loss_and_cost(order:
         assert metrics.loss_slope > 0
 
 
+def test_slopes_are_means_over_all_batches_but_the_first():
+    class Scaled(Perturbed):
+        """Increases in proportion to the mean target of the batch."""
+
+        def loss_increases(self, params, batch, key, **options):
+            return [scale_of(batch) * increase for increase in super().loss_increases(params, batch, key, **options)]
+
+    def scale_of(batch):
+        return 1.0 + jnp.abs(batch[1].mean())
+
+    search = small_search(Scaled(ERRORS, SECONDS), estimator="curvature")
+    state, seen = run(search, 5)
+    scales = [float(scale_of(batch_of(2 * step + 1))) for step in range(5)]
+    assert max(scales) > 1.2 * min(scales)
+    for errors, slopes in zip(ERRORS, state.slopes, strict=True):
+        np.testing.assert_allclose(slopes, np.mean(scales[1:]) * np.square(errors) / 2, rtol=1e-5)
+    np.testing.assert_allclose(state.offset, 0.0, atol=1e-6)
+    assert len({float(metrics.loss_increase) for metrics in seen}) == 5
+
+
 def test_the_bound_on_the_loss_finds_the_known_multiplier():
     """One node: c = 1 - p/2 and the increase is p · 0.5; at most 0.125 gives p = 1/4 and μ · 0.5/0.125 = 1/2."""
     search = small_search(

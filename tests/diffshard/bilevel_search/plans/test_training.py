@@ -13,10 +13,13 @@ from cost.base import Problem
 from diffshard.base import PlanError
 from diffshard.bilevel_search.objective import MaxLossIncrease
 from diffshard.bilevel_search.plans.base import Candidate
+from diffshard.bilevel_search.plans.plan import lossy_plan
 from diffshard.bilevel_search.plans.training import Training, TrainingState
 from diffshard.bilevel_search.proving import CandidatesData, prove
+from diffshard.bilevel_search.relaxation import best_of
 from search_spaces.communication.space import CommunicationSpace
 from search_spaces.numbered import NumberedSpace
+from tests.diffshard.bilevel_search.perturbed import ERRORS, SECONDS, Perturbed, batch_of, start
 from tests.diffshard.bilevel_search.plans.small_bilevel_plan import named_choice, proposed_plan
 from tests.search_spaces.communication.small_communication import (
     HARDWARE,
@@ -96,6 +99,24 @@ def test_a_plan_trains_as_its_candidate_was_proved():
     loss = space.loss(state.params, batch, named_choice(space), state.key, state.step)
     (tried,) = (t for t in proof.table if t.name == "found")
     assert float(loss) == pytest.approx(tried.loss, rel=1e-5)
+
+
+def test_every_step_has_a_random_key_of_its_own():
+    class Noisy(Perturbed):
+        """Its loss is a number drawn by the key of the step."""
+
+        def loss_and_gradients(self, params, batch, selection, residuals, key, step=0):
+            result = super().loss_and_gradients(params, batch, selection, residuals, key, step)
+            return result._replace(loss=jax.random.uniform(key))
+
+    space, key = Noisy(ERRORS, SECONDS), jax.random.key(3)
+    plan = lossy_plan(space, best_of(space.problem, {(1, 1): 0.1}, 1.0), 1.0)
+    training = plan.training(space, OPTIMIZER)
+    state, losses = training.init(start(), key), []
+    for number in range(4):
+        state, loss = training.step(state, batch_of(number))
+        losses.append(float(loss))
+    assert losses == [float(jax.random.uniform(jax.random.fold_in(key, n))) for n in range(4)]
 
 
 def test_residuals_outlive_a_saved_state(tmp_path):
