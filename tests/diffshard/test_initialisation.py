@@ -145,3 +145,19 @@ def test_a_record_is_shown_without_arrays():
     record = HalvingRecord("0", (1.0,), 3)
     halved = Halving({"w": jnp.zeros(1000)}, 0, (record,), ({"w": jnp.zeros(1000)},), 3)
     assert repr(InitRecord(halved, None, 0.5, 3)) == "InitRecord(loss=0.5, steps=3, starts=[1])"
+
+
+def test_finer_starts_are_near_all_survivors_in_turn():
+    _, record = diffshard.init_search(
+        _init, _loss, _keys(4), _batches(), optimizer=OPTIMIZER, rungs=RUNGS, num_finer=5, spread=0.05
+    )
+    assert record.finer is not None
+    survivors = [s.initial for s, row in zip(record.first.trained, record.first.table, strict=True) if row.steps == 5]
+    assert len(survivors) == 2
+
+    def nearest(params):
+        return min(range(2), key=lambda i: float(jnp.abs(params["up"] - survivors[i]["up"]).max()))
+
+    starts = {row.name: start for row, start in zip(record.finer.table, record.finer.trained, strict=True)}
+    assert [nearest(starts[str(i)].initial) for i in range(5)] == [0, 1, 0, 1, 0]
+    assert not any(np.array_equal(start.initial["up"], s["up"]) for start in starts.values() for s in survivors)

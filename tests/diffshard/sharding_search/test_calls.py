@@ -143,6 +143,7 @@ def test_a_large_argument_of_which_nothing_comes_back_is_noted():
     assert note.startswith("`params`: none of the results replaces it")
     assert search(trained).plan(params, x).notes == ()
     assert search(loss_of).plan({"w": jax.ShapeDtypeStruct((1024, 8), jnp.float32)}, x).notes == ()
+    assert search(loss_of).plan(params, jax.ShapeDtypeStruct((1024, 1024), jnp.float32)).notes == ()  # of equal size
 
 
 def test_a_later_call_is_not_taken_apart_again(monkeypatch):
