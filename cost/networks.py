@@ -31,26 +31,33 @@ class Network(Protocol):
         """Devices in a host or pod."""
         ...
 
-    def link(self, size: int, stride: int) -> Link:
-        """Returns the link of an axis of `size` devices whose neighbours are `stride` devices apart."""
+    def link(self, size: int, stride: int, num_hosts: int | None = None) -> Link:
+        """Returns the link of an axis of `size` devices whose neighbours are `stride` devices apart.
+
+        A group along the axis is in `num_hosts` hosts (or pods); None takes what follows from the stride.
+        """
         ...
 
     def share(self, device: Hardware, num_devices: int) -> Hardware:
-        """Returns what one of `num_devices` devices has: its own rates and memory, or its part of what they share."""
+        """Returns what one of `num_devices` devices of a host has: its own rates and memory, or its part of the host's.
+        """
         ...
 
 
-def links_of(network: Network, mesh_axes: Mapping[str, int]) -> dict[str, Link]:
+def links_of(
+    network: Network, mesh_axes: Mapping[str, int], hosts: Mapping[str, int] | None = None
+) -> dict[str, Link]:
     """Returns the link of each axis of a mesh.
 
     Args:
       network: of the mesh's devices.
       mesh_axes: devices along each axis, slowest first.
+      hosts: hosts that a group along each axis is in, where this is known of the devices.
     """
     links: dict[str, Link] = {}
     stride = 1
     for axis, size in reversed(list(mesh_axes.items())):
-        links[axis] = network.link(size, stride)
+        links[axis] = network.link(size, stride, None if hosts is None else hosts[axis])
         stride *= size
     return {axis: links[axis] for axis in mesh_axes}
 
@@ -81,9 +88,11 @@ class SwitchedHost:
         default_factory=dict
     )
 
-    def link(self, size: int, stride: int) -> Link:
+    def link(self, size: int, stride: int, num_hosts: int | None = None) -> Link:
         """Returns the link of an axis of `size` devices whose neighbours are `stride` devices apart."""
         members = max(1, min(size, self.num_devices // stride)) if stride < self.num_devices else 1
+        if num_hosts is not None:
+            members = math.ceil(size / num_hosts)
         hosts = math.ceil(size / members)
         latency_s = self.launch_s + (size - hosts) * self.hop_s + (hosts - 1) * self.network_hop_s
         ring, all_to_all = self.rings.get((members, stride), (self.device_bytes_per_s, self.device_bytes_per_s))
@@ -119,9 +128,9 @@ class TorusPod:
     hop_s: float
     network_hop_s: float
 
-    def link(self, size: int, stride: int) -> Link:
+    def link(self, size: int, stride: int, num_hosts: int | None = None) -> Link:
         """Returns the link of an axis of `size` chips whose neighbours are `stride` chips apart."""
-        if size * stride > self.num_devices:
+        if (size * stride > self.num_devices) if num_hosts is None else num_hosts > 1:
             latency_s = self.launch_s + (size - 1) * self.network_hop_s
             return Link(latency_s, 1 / self.network_bytes_per_s)
         is_ring = size % self.wrap == 0
@@ -156,11 +165,11 @@ class SharedProcessor:
     hop_s: float
     num_devices: int | None = None
 
-    def link(self, size: int, stride: int) -> Link:
-        """Returns the link of an axis of `size` devices, which does not depend on the stride."""
+    def link(self, size: int, stride: int, num_hosts: int | None = None) -> Link:
+        """Returns the link of an axis of `size` devices, which does not depend on the stride or the hosts."""
         del stride
         latency_s, slope = self.launch_s + (size - 1) * self.hop_s, 1 / self.bytes_per_s
-        return Link(latency_s, slope, {"reduce_scatter": (Line(latency_s, 2 * slope),)})
+        return Link(latency_s, slope, {"reduce_scatter": (Line(latency_s, 2 * slope),)}, num_hosts or 1)
 
     def share(self, device: Hardware, num_devices: int) -> Hardware:
         """Returns an equal part of the processor's rates, by dtype, and of its memory."""

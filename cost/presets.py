@@ -14,6 +14,7 @@ from typing import Any
 from jax.sharding import AbstractMesh
 
 from cost.base import CollectiveKind, Hardware, Link
+from cost.hosts import devices_in_host, has_many_hosts, hosts_along
 from cost.lines import Line
 from cost.networks import Network, SharedProcessor, SwitchedHost, TorusPod, links_of
 
@@ -190,6 +191,7 @@ def preset(
     *,
     links: Mapping[str, Link] | None = None,
     devices_per_host: int | None = None,
+    hosts: Mapping[str, int] | None = None,
 ) -> Hardware:
     """Returns known hardware with a link for each axis of a mesh.
 
@@ -198,6 +200,8 @@ def preset(
       mesh_axes: sizes of the mesh's axes, slowest first: `{"data": 4, "model": 8}`, or a mesh's `shape`.
       links: links to take as they are, for some axes or for all.
       devices_per_host: devices in a host (or pod), where it isn't the usual number.
+      hosts: for each axis the hosts (or pods) that a group along it is in; None takes what follows from the order of
+        the axes, whose last one's neighbours are neighbours in the host.
 
     Raises:
       ValueError: unknown name; an axis that is not positive; a link for an axis that the mesh doesn't have.
@@ -209,10 +213,28 @@ def preset(
     device, network = _PRESETS[key]
     if devices_per_host is not None:
         network = dataclasses.replace(network, num_devices=devices_per_host)
-    num_devices = math.prod(mesh_axes.values())
-    return dataclasses.replace(
-        network.share(device, num_devices), links={**links_of(network, mesh_axes), **(links or {})}
-    )
+    own_part = network.share(device, math.prod(mesh_axes.values()) if hosts is None else devices_per_host or 1)
+    return dataclasses.replace(own_part, links={**links_of(network, mesh_axes, hosts), **(links or {})})
+
+
+def preset_of_mesh(name: str, mesh: Any) -> Hardware:
+    """Returns known hardware with a link for each axis of a mesh, whose devices say which hosts they are in.
+
+    Args:
+      name: as in `preset`.
+      mesh: `jax.sharding.Mesh`, or an `AbstractMesh`, whose hosts follow from the order of its axes. So do those of
+        devices that are all in one host.
+
+    Raises:
+      ValueError: as `preset`.
+    """
+    if not isinstance(mesh, AbstractMesh):
+        hosts = hosts_along(mesh)
+        if has_many_hosts(hosts):
+            is_of_pods = name.lower().startswith("tpu")
+            per_host = None if is_of_pods else devices_in_host(mesh)
+            return preset(name, dict(mesh.shape), devices_per_host=per_host, hosts=hosts)
+    return preset(name, dict(mesh.shape))
 
 
 def hardware_of(mesh: Any) -> Hardware:
@@ -224,14 +246,10 @@ def hardware_of(mesh: Any) -> Hardware:
     Raises:
       ValueError: an abstract mesh without a device, or devices without a preset.
     """
-    per_host = None
     if isinstance(mesh, AbstractMesh):
         kind = None if mesh.abstract_device is None else mesh.abstract_device.device_kind
     else:
-        devices = list(mesh.devices.flat)
-        kind = devices[0].device_kind
-        local = sum(device.process_index == devices[0].process_index for device in devices)
-        per_host = local if local < len(devices) else None
+        kind = mesh.devices.flat[0].device_kind
     if kind is None:
         raise ValueError(
             "`hardware` must be given for an AbstractMesh, which has no devices: one of "
@@ -239,7 +257,7 @@ def hardware_of(mesh: Any) -> Hardware:
         )
     for part, name in _PRESET_OF_KIND:
         if part in str(kind).lower():
-            return preset(name, mesh.shape, devices_per_host=None if name.startswith("tpu") else per_host)
+            return preset_of_mesh(name, mesh)
     raise ValueError(
         f"`hardware` has no preset for devices of the kind {kind!r}; there are {', '.join(PRESET_NAMES)}. "
         "Give a `Hardware`, or measure one with `diffshard.calibrate(mesh)`."

@@ -10,7 +10,7 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from cost.base import Hardware
-from cost.presets import hardware_of, preset
+from cost.presets import hardware_of, preset_of_mesh
 from cost.real_numbers import is_positive, real_number, whole_number
 from diffshard.base import Solver
 from diffshard.live_progress import ProgressDisplay
@@ -161,7 +161,7 @@ def hardware_for(hardware: Hardware | str | None, mesh: Mesh | AbstractMesh) -> 
     if hardware is None:
         return hardware_of(mesh)
     if isinstance(hardware, str):
-        return preset(hardware, dict(mesh.shape))
+        return preset_of_mesh(hardware, mesh)
     if not isinstance(hardware, Hardware):
         raise TypeError(f"`hardware` must be a Hardware, a preset's name or None, not {type(hardware).__name__}.")
     return hardware

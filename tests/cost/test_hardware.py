@@ -4,13 +4,14 @@ import dataclasses
 import math
 
 import jax
+import numpy as np
 import pytest
 from jax.sharding import AbstractMesh
 
 from cost.base import CollectiveKind, Hardware, Link
 from cost.compute import roofline_s
 from cost.lines import Line
-from cost.presets import PRESET_NAMES, hardware_of, preset
+from cost.presets import PRESET_NAMES, hardware_of, preset, preset_of_mesh
 
 LINK = Link(1e-6, 1e-9)
 
@@ -197,22 +198,63 @@ def test_hardware_of_a_mesh_is_that_of_its_devices():
 
 
 class _Device:
-    device_kind = "NVIDIA H200"
+    device_kind, platform = "NVIDIA H200", "gpu"
 
-    def __init__(self, process_index):
-        self.process_index = process_index
+    def __init__(self, process_index, slice_index=None):
+        self.process_index, self.slice_index = process_index, slice_index
+
+
+def _mesh(devices, **axes):
+    class Devices:
+        shape = axes
+
+    Devices.devices = np.array(devices, dtype=object).reshape(*axes.values())  # pyright: ignore[reportAttributeAccessIssue]
+    return Devices()
 
 
 def test_hosts_of_a_real_mesh_are_its_processes():
-    import numpy as np
-
-    class TwoHosts:
-        devices = np.array([_Device(0), _Device(0), _Device(1), _Device(1)]).reshape(2, 2)
-        shape = {"data": 2, "model": 2}  # noqa: RUF012
-
-    result = hardware_of(TwoHosts())
+    result = hardware_of(_mesh([_Device(0), _Device(0), _Device(1), _Device(1)], data=2, model=2))
     assert result == preset("h200", {"data": 2, "model": 2}, devices_per_host=2)
     assert result.link("data").s_per_byte > result.link("model").s_per_byte
+    assert (result.link("data").num_hosts, result.link("model").num_hosts) == (2, 1)
+
+
+def test_an_axis_between_hosts_may_be_the_last_one():
+    devices = [_Device(0), _Device(1), _Device(0), _Device(1)]
+    result = hardware_of(_mesh(devices, data=2, model=2))
+    swapped = preset("h200", {"model": 2, "data": 2}, devices_per_host=2)
+    assert result.link("model") == swapped.link("model")
+    assert (result.link("data").num_hosts, result.link("model").num_hosts) == (1, 2)
+    assert result.link("data").s_per_byte < result.link("model").s_per_byte
+
+
+def test_gpus_of_one_host_may_have_a_process_each():
+    devices = [_Device(i, slice_index=i // 2) for i in range(4)]
+    two_hosts = preset("h200", {"data": 2, "model": 2}, devices_per_host=2)
+    assert hardware_of(_mesh(devices, data=2, model=2)) == two_hosts
+
+
+def test_a_preset_by_name_has_the_hosts_of_the_devices():
+    mesh = _mesh([_Device(i // 4) for i in range(8)], data=2, model=4)
+    assert preset_of_mesh("h100", mesh) == preset("h100", {"data": 2, "model": 4}, devices_per_host=4)
+    one_host = _mesh([_Device(0)] * 8, data=2, model=4)
+    assert preset_of_mesh("h100", one_host) == preset("h100", {"data": 2, "model": 4})
+
+
+def test_pods_of_tpus_are_smaller_than_the_largest_one():
+    chips = [_Device(i // 4, slice_index=i // 16) for i in range(32)]
+    result = preset_of_mesh("tpu_v5e", _mesh(chips, pod=2, x=16))
+    assert result.link("x") == preset("tpu_v5e", {"x": 16}).link("x")
+    assert 1 / result.link("pod").s_per_byte == pytest.approx(3.125e9)
+
+
+def test_processes_share_a_processor_each():
+    class Core(_Device):
+        device_kind, platform = "cpu", "cpu"
+
+    result = hardware_of(_mesh([Core(i // 4, slice_index=0) for i in range(8)], data=2, model=4))
+    assert result.memory_bytes == preset("cpu", {"x": 4}).memory_bytes
+    assert (result.link("data").num_hosts, result.link("model").num_hosts) == (2, 1)
 
 
 @pytest.mark.parametrize("share", [-0.1, 1.5, float("nan")])
