@@ -4,6 +4,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -13,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from cost.base import COLLECTIVE_KINDS, CollectiveKind, Hardware, Link
 from cost.collectives import collective_sent_bytes
+from cost.hosts import hosts_along
 from cost.line_fitting import fit_latency_and_slope, fit_lines
 from cost.presets import EXPOSED_ON_GPU
 
@@ -42,7 +44,7 @@ def calibrate(
       Hardware with a link for each axis (zeros for an axis of one device).
 
     Raises:
-      ValueError: an abstract mesh, or a size or number of repeats that is too small.
+      ValueError: an abstract mesh, one without a device of this process, or a size or number that is too small.
     """
     if not isinstance(mesh, Mesh):
         raise ValueError(f"`mesh` must hold real devices to be measured, not {mesh!r}; use a preset to plan without.")
@@ -53,13 +55,17 @@ def calibrate(
     ):
         if value < least:
             raise ValueError(f"`{name}` must be at least {least}, not {value}.")
-    device = mesh.devices.flat[0]
+    if all(device.process_index != jax.process_index() for device in mesh.devices.flat):
+        raise ValueError(f"`mesh` has no device of this process, number {jax.process_index()}, to be measured.")
+    device, hosts = mesh.devices.flat[0], hosts_along(mesh)
     return Hardware(
         name=f"{device.device_kind}, measured on {mesh.size} device{'s' if mesh.size > 1 else ''}",
         flops_per_s={dtype: _flops_per_s(mesh, dtype, matrix_size, repeats) for dtype in dtypes},
         memory_bytes_per_s=_memory_bytes_per_s(mesh, largest_bytes, repeats),
         memory_bytes=_memory_bytes(mesh),
-        links={axis: _link(mesh, axis, largest_bytes, repeats) for axis in mesh.axis_names},
+        links={
+            axis: replace(_link(mesh, axis, largest_bytes, repeats), num_hosts=hosts[axis]) for axis in mesh.axis_names
+        },
         combines_gathers=device.platform != "cpu",
         exposed_share=EXPOSED_ON_GPU if device.platform == "gpu" else 1.0,
     )
@@ -91,12 +97,12 @@ def _memory_bytes_per_s(mesh: Mesh, num_bytes: int, repeats: int) -> float:
 
 
 def _memory_bytes(mesh: Mesh) -> float:
-    stats = mesh.devices.flat[0].memory_stats()
+    own = [device for device in mesh.devices.flat if device.process_index == jax.process_index()]
+    stats = own[0].memory_stats()
     if stats and stats.get("bytes_limit"):
         return float(stats["bytes_limit"])
     # Emulated devices share the host's memory.
-    local = sum(device.process_index == jax.process_index() for device in mesh.devices.flat)
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / max(local, 1)
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / len(own)
 
 
 def _link(mesh: Mesh, axis: str, largest_bytes: int, repeats: int) -> Link:

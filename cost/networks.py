@@ -39,14 +39,11 @@ class Network(Protocol):
         ...
 
     def share(self, device: Hardware, num_devices: int) -> Hardware:
-        """Returns what one of `num_devices` devices of a host has: its own rates and memory, or its part of the host's.
-        """
+        """Returns what one of `num_devices` of a host has: its own rates and memory, or its part of the host's."""
         ...
 
 
-def links_of(
-    network: Network, mesh_axes: Mapping[str, int], hosts: Mapping[str, int] | None = None
-) -> dict[str, Link]:
+def links_of(network: Network, mesh_axes: Mapping[str, int], hosts: Mapping[str, int] | None = None) -> dict[str, Link]:
     """Returns the link of each axis of a mesh.
 
     Args:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # for type checkers and editors; when the program runs, `__getattr__` reads `_NAMES_OF` below
     from cost.base import Hardware, Link, Problem
-    from cost.calibration import calibrate
     from cost.lines import Line
     from cost.presets import PRESET_NAMES, preset
     from diffshard import nnx
@@ -21,6 +20,7 @@ if TYPE_CHECKING:  # for type checkers and editors; when the program runs, `__ge
     from diffshard.bilevel_search.plans.plan import BilevelPlan
     from diffshard.bilevel_search.proving import CandidatesData
     from diffshard.bilevel_search.search import BilevelSearch, bilevel
+    from diffshard.calibration import calibrate
     from diffshard.comparison.compare import compare
     from diffshard.experts.plans import ExpertPlans, expert_plans
     from diffshard.initialisation import init_search, kaiming, orthogonal, xavier
@@ -42,7 +42,6 @@ if TYPE_CHECKING:  # for type checkers and editors; when the program runs, `__ge
 
 _NAMES_OF = {
     "cost.base": ("Hardware", "Link", "Problem"),
-    "cost.calibration": ("calibrate",),
     "cost.lines": ("Line",),
     "cost.presets": ("PRESET_NAMES", "preset"),
     "diffshard.base": ("InfeasibleError", "PlanError", "ProcessesError", "Proposal", "Solution", "Solver"),
@@ -53,6 +52,7 @@ _NAMES_OF = {
     "diffshard.bilevel_search.plans.plan": ("BilevelPlan",),
     "diffshard.bilevel_search.proving": ("CandidatesData",),
     "diffshard.bilevel_search.search": ("BilevelSearch", "bilevel"),
+    "diffshard.calibration": ("calibrate",),
     "diffshard.comparison.compare": ("compare",),
     "diffshard.experts.plans": ("ExpertPlans", "expert_plans"),
     "diffshard.initialisation": ("init_search", "kaiming", "orthogonal", "xavier"),

@@ -36,17 +36,17 @@ class Agreement:
 
     _lock = threading.Lock()
     _client: Any = None
-    _counts: dict[tuple[int, ...], int] = {}  # noqa: RUF012
+    _counts: dict[tuple[tuple[int, ...], str], int] = {}  # noqa: RUF012
     _old: dict[tuple[int, ...], list[str]] = {}  # noqa: RUF012
 
-    def __init__(self, client: Any, indices: tuple[int, ...], number: int, what: str):
+    def __init__(self, client: Any, indices: tuple[int, ...], number: int, what: str, name: str):
         self.client, self.indices, self.what = client, indices, what
-        members = hashlib.sha256(repr(indices).encode()).hexdigest()[:16]
+        members = hashlib.sha256(repr((indices, name)).encode()).hexdigest()[:16]
         self.place = f"diffshard/{members}/{number}"
 
     @classmethod
-    def next_of(cls, indices: tuple[int, ...], what: str) -> "Agreement":
-        """Returns the next exchange of these processes; each counts for itself.
+    def next_of(cls, indices: tuple[int, ...], what: str, name: str = "") -> "Agreement":
+        """Returns the next exchange of these processes, of those with this name; each process counts for itself.
 
         Raises:
           ProcessesError: there is no coordination service.
@@ -60,9 +60,10 @@ class Agreement:
         with cls._lock:
             if client is not cls._client:  # `jax.distributed` was started anew
                 cls._client, cls._counts, cls._old = client, {}, {}
-            number = cls._counts[indices] = cls._counts.get(indices, -1) + 1
-        agreement = cls(client, indices, number, what)
-        cls._old.setdefault(indices, []).append(agreement.place)
+            number = cls._counts[indices, name] = cls._counts.get((indices, name), -1) + 1
+        agreement = cls(client, indices, number, what, name)
+        if not name:
+            cls._old.setdefault(indices, []).append(agreement.place)
         return agreement
 
     @property

@@ -13,14 +13,14 @@ from typing import TypeVar
 import jax
 from jax.sharding import AbstractMesh, Mesh
 
-from diffshard.agreement import Agreement
+from diffshard.agreement import ARRIVAL_LIMIT_S, Agreement
 from diffshard.base import ProcessesError
 
 T = TypeVar("T")
 
 
-def processes_of(mesh: Mesh | AbstractMesh) -> "Processes":
-    """Returns the processes that own devices of a mesh; this one alone if it owns none, or the mesh is abstract."""
+def processes_of(mesh: Mesh | AbstractMesh | None) -> "Processes":
+    """Returns the processes that own devices of a mesh; this one alone if it owns none, or there are none."""
     own = jax.process_index()
     indices = {d.process_index for d in mesh.devices.flat} if isinstance(mesh, Mesh) else {own}
     return Processes(tuple(sorted(indices)) if own in indices else (own,))
@@ -107,9 +107,29 @@ class Processes:
         Raises:
           ProcessesError: the first process raised an error that cannot be pickled, or does something else.
         """
+        return self._from_first(what, "", make, pack, unpack)
+
+    def in_first(self, what: str, name: str, act: Callable[[], None]) -> None:
+        """Does something in the first process; in each other one that calls this, waits until it is done.
+
+        It is no error if the first process does it alone, as a program that asks for `jax.process_index() == 0` does.
+
+        Args:
+          what: what is done, for errors: "save a plan".
+          name: tells it from everything else that is done this way, such as the path of a file.
+          act: does it. Its error is raised in all processes.
+
+        Raises:
+          ProcessesError: as `shared`; or the first process did not do it within `ARRIVAL_LIMIT_S`.
+        """
+        self._from_first(what, f"{what}: {name}", act, pickle.dumps, pickle.loads)
+
+    def _from_first(
+        self, what: str, name: str, make: Callable[[], T], pack: Callable[[T], bytes], unpack: Callable[[bytes], T]
+    ) -> T:
         if self.is_one:
             return make()
-        agreement = Agreement.next_of(self.indices, what)
+        agreement = Agreement.next_of(self.indices, what, name)
         if self.is_first:
             try:
                 made = make()
@@ -119,11 +139,17 @@ class Processes:
                 raise
             agreement.put("result", pickle.dumps((what, packed, None)))
             return made
-        asked_for, packed, error = pickle.loads(agreement.get("result"))
+        first, limit_s = self.indices[0], ARRIVAL_LIMIT_S if name else None
+        try:
+            asked_for, packed, error = pickle.loads(
+                agreement.get("result", limit_s=limit_s, missing=first if name else None)
+            )
+        except TimeoutError:
+            raise ProcessesError(f"Process {first} did not {what} within {ARRIVAL_LIMIT_S:.0f} s.") from None
         if asked_for != what:
-            raise ProcessesError(f"Process {self.indices[0]} is about to {asked_for}, this one to {what}.")
+            raise ProcessesError(f"Process {first} is about to {asked_for}, this one to {what}.")
         if error is not None:
-            raise _error_from(error, self.indices[0])
+            raise _error_from(error, first)
         return unpack(packed)
 
 

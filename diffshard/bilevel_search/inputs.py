@@ -72,13 +72,18 @@ def check_key(key: Any) -> None:
 
 
 def check_mesh(mesh: Any) -> None:
-    """Checks that `mesh` is a mesh or None.
+    """Checks that `mesh` is a mesh of one process, or None.
 
     Raises:
       ValueError: says what it is.
     """
     if mesh is not None and not isinstance(mesh, Mesh):
         raise ValueError(f"`mesh` must be a Mesh or an AbstractMesh, got {mesh!r}; a space takes a dict of axes.")
+    if isinstance(mesh, jax.sharding.Mesh) and (count := len({d.process_index for d in mesh.devices.flat})) > 1:
+        raise ValueError(
+            f"`mesh` has devices of {count} processes, and `bilevel` runs in one. Search with an AbstractMesh of these "
+            "axes, which is emulated on one device, save the plan, and train with it in all processes."
+        )
 
 
 def check_optimizer(name: str, optimizer: Any) -> None:

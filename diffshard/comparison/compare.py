@@ -13,6 +13,7 @@ from diffshard.base import InfeasibleError, PlanError
 from diffshard.checks.targets import Target, target_for
 from diffshard.comparison.judging import TIMEOUT_S, CompilablePlan, judge
 from diffshard.plans.comparison import Comparison
+from diffshard.processes import processes_of
 from diffshard.sharding_search.options import Options, hardware_for, positions
 from diffshard.sharding_search.plan import Plan
 from diffshard.sharding_search.planning import find_plan
@@ -39,7 +40,8 @@ def compare(
 
     Each plan is compiled in a process of its own, as its executor runs it. A compiler that crashes or hangs leaves a
     note in its row. Time is that of `diffshard.checks.timeline`, a simulation of the compiled schedule; the target
-    "host" has none, and shows bytes and memory only.
+    "host" has none, and shows bytes and memory only. With `jax.distributed` the first process of the mesh compiles for
+    all that call this.
 
     Args:
       fn: the function that the plans were made for.
@@ -78,14 +80,18 @@ def compare(
         time_limit_s=time_limit_s,
         executor="propagation",
     )
-    compilable_plans, notes = [], []
-    for name, plan in plans.items():
-        try:
-            compilable_plans.append(_compilable_plan(name, plan, options, args))
-        except InfeasibleError as error:
-            notes.append(f"{name} is left out: {error}")
-    rows = judge(compilable_plans, compiled_for, timeout_s=timeout_s)
-    return Comparison(options.function_name, dict(options.mesh.shape), compiled_for.name, tuple(rows), tuple(notes))
+
+    def compared() -> Comparison:
+        compilable_plans, notes = [], []
+        for name, plan in plans.items():
+            try:
+                compilable_plans.append(_compilable_plan(name, plan, options, args))
+            except InfeasibleError as error:
+                notes.append(f"{name} is left out: {error}")
+        rows = judge(compilable_plans, compiled_for, timeout_s=timeout_s)
+        return Comparison(options.function_name, dict(mesh.shape), compiled_for.name, tuple(rows), tuple(notes))
+
+    return processes_of(mesh).shared(f"compare plans of {options.function_name}", compared)
 
 
 def _plan_or_shardings(plan: Any, mesh: Mesh | AbstractMesh) -> Any:

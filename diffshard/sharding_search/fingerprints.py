@@ -9,7 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from diffshard.plans.base import PlanData
 from diffshard.plans.documents import to_json_values
+from diffshard.plans.file import to_json
 from diffshard.sharding_search.options import Options
 from diffshard.sharding_search.program_text import program_text, value_text
 from diffshard.sharding_search.tracing import TracedFunction
@@ -46,6 +48,13 @@ def device_facts(options: Options) -> dict[str, str]:
     """Returns the devices of a mesh, whose order has to be the same in all processes."""
     devices = options.mesh.devices.flat if isinstance(options.mesh, Mesh) else ()
     return {"the devices of `mesh`": str([device.id for device in devices])}
+
+
+def plan_facts(plan: PlanData) -> dict[str, str]:
+    """Returns what has to be the same in all processes that use a plan: how arguments are split, and a hash of all."""
+    arguments = {f"the plan's `{tensor.path}`": str(tensor.partition_spec) for tensor in plan.arguments}
+    content = json.dumps(to_json(plan), sort_keys=True)
+    return {**arguments, "the plan's content": hashlib.sha256(content.encode()).hexdigest()}
 
 
 def digest_of(facts: Mapping[str, str]) -> str:

@@ -1,12 +1,12 @@
 """A plan as users have it: data that can be shown, saved, loaded, and applied to a function and its arguments."""
 
-import re
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from os import PathLike
 from typing import Any
 
-import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from diffshard.base import PlanError
@@ -17,9 +17,19 @@ from diffshard.plans.logical_rules import LogicalRules, logical_rules_of
 from diffshard.plans.notebook import framed
 from diffshard.plans.page import format_page
 from diffshard.plans.text import format_plan
-from diffshard.sharding_search.call import Call, Static, Structure, abstract_array, array_paths, split
+from diffshard.processes import processes_of
+from diffshard.sharding_search.call import Call, Static, Structure, array_paths, split
 from diffshard.sharding_search.executors import with_executor
+from diffshard.sharding_search.fingerprints import plan_facts
+from diffshard.sharding_search.local_arrays import LocalPart, local_part
 from diffshard.sharding_search.options import Options
+from diffshard.sharding_search.placing_arrays import (
+    PlaceArrays,
+    check_arrays,
+    parameter_of,
+    place_local,
+    place_whole,
+)
 from diffshard.sharding_search.planned_function import PlannedFunction
 from diffshard.sharding_search.request import PlanRequest
 
@@ -46,8 +56,7 @@ class Plan(PlanData):
 
         >>> print(plan.diff(other))
 
-        The result has arguments, results, layers and operations that differ as data, and is printed as tables. It
-        shows itself as a page in notebooks.
+        The result has what differs as data, is printed as tables, and shows itself as a page in notebooks.
 
         Raises:
           TypeError: `other` is no plan.
@@ -67,8 +76,11 @@ class Plan(PlanData):
         return logical_rules_of(self)
 
     def save(self, path: str | PathLike[str]) -> None:
-        """Writes the plan as JSON; the file is replaced whole or not at all."""
-        save(self, path)
+        """Writes the plan as JSON; the file is replaced whole or not at all.
+
+        Of several processes the first one writes. The others that call this wait until it has, so that all can load it.
+        """
+        processes_of(self.mesh).in_first("save a plan", os.path.abspath(path), lambda: save(self, path))
 
     @staticmethod
     def load(path: str | PathLike[str], mesh: Mesh | AbstractMesh | None = None) -> "Plan":
@@ -89,20 +101,68 @@ class Plan(PlanData):
         >>> state = plan.shard(state)
         >>> batch = plan.shard(batch=batch)
 
+        With `jax.distributed` every process gives the whole arrays, and puts its own blocks of them on its devices.
+        When arguments are sharded for the first time, samples of their values are compared between the processes.
+        Arrays that are over the devices of all processes already, as input pipelines make them, are taken as they are.
+        Processes that have a part of the batch each call `shard_local`.
+
         Args:
           *args: the first arguments of the function; the others may be missing.
           **kwargs: further arguments by name.
 
         Raises:
           PlanError: an argument is unknown or has other shapes than the plan's, or the plan's mesh has no devices.
+          ProcessesError: the processes give different values.
         """
+        return self._placed(args, kwargs, place_whole)
+
+    def shard_local(self, *args: Any, **kwargs: Any) -> Any:
+        """Makes arguments over the devices of all processes from the part that each process has, and returns them.
+
+        >>> batch = plan.shard_local(batch=rows_of_this_process)
+
+        This is not an option of `shard`, because every argument has a name of its own, and because one process's rows
+        could be a whole, smaller batch: which of both is meant has to be said. `local_parts` says what to load. In one
+        process its part is everything.
+
+        Args:
+          *args: the first arguments of the function; the others may be missing.
+          **kwargs: further arguments by name.
+
+        Raises:
+          PlanError: as `shard`; or an array has another shape than this process's part, which the error says.
+        """
+        return self._placed(args, kwargs, place_local)
+
+    def local_parts(self, name: str) -> dict[str, LocalPart]:
+        """Returns which part of each array of an argument this process holds, and has to load for `shard_local`.
+
+        >>> rows, *_ = plan.local_parts("batch")["batch['tokens']"]
+        >>> batch = plan.shard_local(batch={"tokens": tokens[rows]})
+
+        Args:
+          name: the argument's name.
+
+        Returns:
+          For each array, by its path, an index for each dimension: a slice, or the indices where the part is not in one
+          piece.
+
+        Raises:
+          PlanError: there is no such argument, or the plan's mesh has no devices.
+        """
+        mesh = self.placed_mesh
+        if name not in self._parameters:
+            raise PlanError(f"The plan was made for the arguments {', '.join(self._parameters)}, not {name!r}.")
+        return {t.path: local_part(NamedSharding(mesh, t.partition_spec), t.shape) for t in self._tensors_of(name)}
+
+    def _placed(self, args: Sequence[Any], kwargs: Mapping[str, Any], place: PlaceArrays) -> Any:
         mesh = self.placed_mesh
         names = self._parameters
         if len(args) > len(names):
             raise PlanError(f"The plan was made for the arguments {', '.join(names)}, and was given {len(args)}.")
-        placed_arguments = []
         if twice := [name for name in names[: len(args)] if name in kwargs]:
             raise PlanError(f"`{twice[0]}` was given by position and by name.")
+        placed_arguments = []
         for name, argument in [*zip(names, args, strict=False), *kwargs.items()]:
             if name not in names and name not in self.static_argnames:
                 raise PlanError(f"The plan was made for the arguments {', '.join(names)}, and was given {name!r}.")
@@ -110,10 +170,10 @@ class Plan(PlanData):
                 placed_arguments.append(argument)
                 continue
             arrays, structure = split(argument)
-            tensors = self._tensors_of(name)
-            check_arrays(tensors, array_paths(name, argument), tuple(map(abstract_array, arrays)))
-            shardings = [NamedSharding(mesh, tensor.partition_spec) for tensor in tensors]
-            placed_arguments.append(structure.unflatten(jax.device_put(arrays, shardings)))
+            is_first = name not in self._seen_arguments
+            placed = place(self._tensors_of(name), array_paths(name, argument), arrays, mesh, is_first)
+            self._seen_arguments.add(name)
+            placed_arguments.append(structure.unflatten(placed))
         return placed_arguments[0] if len(placed_arguments) == 1 else tuple(placed_arguments)
 
     @property
@@ -178,6 +238,7 @@ class Plan(PlanData):
         """Returns this plan for a traced function that it fits; what `PlannedFunction` calls in place of a search."""
         traced_function, executor = request.traced_function, request.options.executor
         self.check_call(traced_function.call)
+        processes_of(request.options.mesh).alike("apply the same plan", lambda: self, plan_facts)
         plan = self if executor in (None, self.executor) else with_executor(self, executor, request.space)
         return request.complete(replace(plan, parameters=traced_function.call.parameters))
 
@@ -203,11 +264,16 @@ class Plan(PlanData):
         """
         check_arrays(self.arguments, call.paths, call.arrays)
 
+    @cached_property
+    def _seen_arguments(self) -> set[str]:
+        """Names of arguments that were sharded before, so that the processes have compared them."""
+        return set()
+
     @property
     def _parameters(self) -> tuple[str, ...]:
         if self.parameters:
             return self.parameters
-        names = list(dict.fromkeys(map(_parameter_of, self.arguments)))
+        names = list(dict.fromkeys(map(parameter_of, self.arguments)))
         for number in sorted(self.static_argnums):  # plans of older versions name only arguments that have arrays
             names.insert(number, f"argument_{number}")
         return tuple(names)
@@ -218,7 +284,7 @@ class Plan(PlanData):
         )
 
     def _tensors_of(self, name: str) -> tuple[Tensor, ...]:
-        return tuple(tensor for tensor in self.arguments if _parameter_of(tensor) == name)
+        return tuple(tensor for tensor in self.arguments if parameter_of(tensor) == name)
 
     def _named_shardings(self, tensors: Sequence[Tensor]) -> list[NamedSharding]:
         assert self.mesh is not None
@@ -231,34 +297,3 @@ class Plan(PlanData):
                 "`plan = plan.apply(fn, mesh).plan(*args)`, where shapes (`jax.eval_shape`) are enough."
             )
         return self.structures[number]
-
-
-def check_arrays(tensors: Sequence[Tensor], paths: Sequence[str], arrays: Sequence[jax.ShapeDtypeStruct]) -> None:
-    """Checks that flat arguments have the shapes, types and places of a plan's.
-
-    Raises:
-      PlanError: names the first argument that differs.
-    """
-    for tensor, path, array in zip(tensors, paths, arrays, strict=False):
-        shape, dtype = array.shape, str(array.dtype)
-        is_same_type = (tensor.shape, tensor.dtype) == (shape, dtype)
-        if not is_same_type or _inside(tensor.path) != _inside(path):
-            advice = "Search again for these shapes."
-            if is_same_type:
-                advice = "Its place differs: give the same pytrees, and modules of nnx to `step.shard(...)`."
-            raise PlanError(
-                f"The plan was made for `{tensor.path}` of {tensor.dtype}{list(tensor.shape)}, and was given "
-                f"`{path}` of {dtype}{list(shape)}. {advice}"
-            )
-    if len(arrays) != len(tensors):
-        raise PlanError(f"The plan was made for {len(tensors)} arrays in its arguments, not {len(arrays)}.")
-
-
-def _parameter_of(tensor: Tensor) -> str:
-    """Returns the name of the argument that has an array."""
-    return tensor.path[: len(tensor.path) - len(_inside(tensor.path))]
-
-
-def _inside(path: str) -> str:
-    """Returns where an array is in its argument: a path without the argument's name."""
-    return path[len(re.match(r"\w*", path)[0]) :]  # pyright: ignore[reportOptionalSubscript]

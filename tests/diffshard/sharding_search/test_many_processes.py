@@ -92,6 +92,11 @@ result["given"] = message_of(
 result["program"] = message_of(lambda: searched(lambda s, b: loss_fn(s, b) * (1.0 + process)).plan(state, batch))
 result["infeasible"] = message_of(lambda: searched(memory_limit_bytes=1e5).plan(state, batch))
 
+local = diffshard.search(step, jax.sharding.AbstractMesh((2, 4), ("data", "model")), hardware="cpu", in_shardings=(
+    {"up": jax.P(("data", "model")[process]), "down": jax.P()}, None
+)).plan(state, batch)
+result["applied plans"] = message_of(lambda: local.apply(step, mesh).plan(state, batch))
+
 
 def failing_solver(problem, *, time_limit_s, key):
     raise ArithmeticError(f"the solver of process {process} failed")
@@ -145,6 +150,10 @@ def test_training_in_two_processes_is_training_in_one(results: list[dict]):
         ("types", "`state['down']` is float32[512,256] in process 0 and float16[512,256] in process 1"),
         ("given", "`batch[0]` is float32[512,256] given as P('model',) in process 0 and float32"),
         ("program", "the program that the function traces to is at line"),
+        (
+            "applied plans",
+            "the plan's `state['up']` is P('data', None) in process 0 and P('model', None)",
+        ),
     ],
 )
 def test_a_difference_is_an_error_in_all_processes_that_names_it(results: list[dict], name: str, said: str):

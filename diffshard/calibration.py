@@ -1,0 +1,48 @@
+"""`diffshard.calibrate`: the hardware of a mesh, measured by all processes together and the same in each."""
+
+from collections.abc import Sequence
+
+from jax.sharding import Mesh
+
+from cost.base import Hardware
+from cost.calibration import calibrate as measured_hardware
+from diffshard.processes import processes_of
+
+
+def calibrate(
+    mesh: Mesh,
+    *,
+    dtypes: Sequence[str] = ("float32", "bfloat16"),
+    matrix_size: int = 2048,
+    largest_bytes: int = 2**26,
+    repeats: int = 7,
+) -> Hardware:
+    """Measures one device and the links of a mesh by running on it.
+
+    All devices work at the same time, as they do in a step, so what they share (the cores of emulated devices, a
+    host's memory) is shared in the result too. Takes seconds to a few minutes. With `jax.distributed` each process that
+    owns devices of the mesh calls it with the same arguments, and all get what the first of them has measured.
+
+    Args:
+      mesh: real devices.
+      dtypes: types of the matrix products that are timed.
+      matrix_size: rows and columns of the product on each device.
+      largest_bytes: the largest array on one device, for links and memory bandwidth. The smallest is 4 KiB, or less
+        where gathering that from all devices of an axis would be larger than the largest.
+      repeats: calls that each time is the median of.
+
+    Returns:
+      Hardware with a link for each axis (zeros for an axis of one device).
+
+    Raises:
+      ValueError: an abstract mesh, or a size or number of repeats that is too small.
+      ProcessesError: the processes give different arguments.
+    """
+    processes = processes_of(mesh) if isinstance(mesh, Mesh) else None
+    sizes = {"matrix_size": matrix_size, "largest_bytes": largest_bytes, "repeats": repeats}
+    if processes is not None:
+        facts = {"`mesh`": str(dict(mesh.shape)), "`dtypes`": str(tuple(dtypes))}
+        facts |= {f"`{name}`": str(value) for name, value in sizes.items()}
+        processes.check_alike("measure the hardware", facts)
+    measured = measured_hardware(mesh, dtypes=dtypes, **sizes)
+    return measured if processes is None else processes.shared("measure the hardware", lambda: measured)
