@@ -14,7 +14,7 @@ from cost.presets import hardware_of, preset_of_mesh
 from cost.real_numbers import is_positive, real_number, whole_number
 from diffshard.base import Solver
 from diffshard.live_progress import ProgressDisplay
-from diffshard.plans.base import Executor, LogicalAxisRules
+from diffshard.plans.base import Executor, LogicalAxisRules, PlanData
 from diffshard.solving.solve import check_key, resolve
 from search_spaces.sharding.given import check_prefix
 
@@ -48,6 +48,7 @@ class Options:
     executor: Executor | None = None
     logical_axis_rules: LogicalAxisRules = ()
     metadata_rules: LogicalAxisRules | None = None
+    start: PlanData | None = None
     progress: ProgressDisplay = "terminal"
     judged_by: str = ""
 
@@ -69,6 +70,7 @@ class Options:
         check_key(self.key)
         if self.executor is not None and self.executor not in get_args(Executor):
             raise ValueError(f"`executor` must be one of {get_args(Executor)}, not {self.executor!r}.")
+        _check_start(self.start)
         if self.progress not in get_args(ProgressDisplay):
             raise ValueError(
                 f"`progress` must be one of {get_args(ProgressDisplay)}, not {self.progress!r}. Give a function to "
@@ -193,6 +195,13 @@ def with_automatic_axes(mesh: Mesh | AbstractMesh) -> Any:
 def has_explicit_axes(mesh: Mesh | AbstractMesh) -> bool:
     """Tells whether some axis of a mesh is explicit, so that shardings over it are part of an array's type."""
     return AxisType.Explicit in (mesh.axis_types or ())
+
+
+def _check_start(start: Any) -> None:
+    if start is not None and not isinstance(start, PlanData):
+        raise TypeError(
+            f"`start` must be a plan or None, not {type(start).__name__}; `Plan.load(path)` reads a saved one."
+        )
 
 
 def _check_mesh(mesh: Any) -> None:

@@ -22,6 +22,7 @@ from diffshard.sharding_search.overlap import fastest_step, step_s, waiting_tran
 from diffshard.sharding_search.plan import Plan
 from diffshard.sharding_search.request import PlanRequest
 from diffshard.sharding_search.tracing import TracedFunction
+from diffshard.sharding_search.warm_start import start_of, unchanged_plan
 from diffshard.solving.solve import solve
 from search_spaces.partition_specs import IndexedSpec, NamedSpec, named_spec
 from search_spaces.sharding.base import Layout
@@ -32,17 +33,28 @@ from search_spaces.sharding.graph import Operand, Value, Vertex
 def find_plan(request: PlanRequest) -> Plan:
     """Solves a traced function's space within the options' memory limit, and writes the solution down as a plan.
 
+    An earlier plan that the options have is returned if it was made for the same, else the search begins with it.
+
     Raises:
       InfeasibleError: no plan fits the memory limit.
     """
+    earlier_plan, start = request.options.start, None
+    if earlier_plan is not None:
+        start = start_of(earlier_plan, request.space)
+        plan = start and unchanged_plan(earlier_plan, start, request)
+        if plan is not None:
+            return plan
+    choice = None if start is None else start.choice
 
     def solve_within_limits(problem: Problem) -> Solution:
-        return _solve(request.options, problem, request.space.alike, request.progress)
+        return _solve(request.options, problem, request.space.alike, choice, request.progress)
 
     return make_plan(request, fastest_step(request.space, solve_within_limits))
 
 
-def _solve(options: Options, problem: Problem, alike: np.ndarray, progress: Progress | None) -> Solution:
+def _solve(
+    options: Options, problem: Problem, alike: np.ndarray, start: np.ndarray | None, progress: Progress | None
+) -> Solution:
     """Solves a problem of a function's space, equal layers alike where that costs next to nothing.
 
     Raises:
@@ -63,6 +75,7 @@ def _solve(options: Options, problem: Problem, alike: np.ndarray, progress: Prog
         key=options.key,
         progress=progress,
         alike=alike,
+        start=start,
     )
     if not solution.feasible:
         raise InfeasibleError(

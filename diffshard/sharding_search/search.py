@@ -43,6 +43,7 @@ def search(
     check: Check | None = None,
     target: Target | str | None = None,
     cache: str | os.PathLike[str] | None = None,
+    start: Plan | None = None,
     progress: ProgressDisplay = "terminal",
 ) -> PlannedFunction[Plan]:
     """Finds how to run a function on a mesh. Like `jax.jit` it returns a callable, and searches when that is called.
@@ -96,6 +97,9 @@ def search(
       cache: a folder that keeps plans, for the next start of the same program: a plan that was searched for the same
         function, shapes, shardings, mesh axes, hardware and options is taken from there. Constants that the function
         closes over may have other values. None keeps nothing.
+      start: an earlier plan of the function. Where it was made for this mesh, hardware, memory limit and these options,
+        it is taken as it is. Else the search begins with its shardings, as far as the mesh has their axes, and finds
+        nothing slower than these. The plan may be loaded, and be of other sizes of the mesh or arrays.
       progress: "terminal" shows the best cost and the bound in one live line on stderr once a search lasts over two
         seconds, but only on a terminal; "none" shows nothing. `plan(..., progress=...)` takes a function instead.
 
@@ -133,6 +137,7 @@ def search(
         executor=executor,
         logical_axis_rules=rules or (),
         metadata_rules=rules,
+        start=start,
         progress=progress,
         judged_by=judged_by,
     )

@@ -5,14 +5,14 @@ It takes the solver as a function, so that a solver can run the loop on a smalle
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
 from cost.base import Evaluation, Problem, is_forbidden
-from cost.evaluation import Evaluator
+from cost.evaluation import Evaluator, checked_choice
 from cost.memory import least_memory
 from cost.validation import validate, with_finite_loads
 from diffshard.base import OPTIMAL_GAP, InfeasibleError, Progress, Proposal, Solution, Solver
@@ -32,6 +32,7 @@ def run_solver(
     progress: Progress | None = None,
     reduce: Callable[[Problem], Reduction] = presolve,
     stop_gap: float = OPTIMAL_GAP,
+    start: Sequence[int] | np.ndarray | None = None,
 ) -> Solution:
     """Checks and presolves a problem, lets the solver run until it ends or is stopped, and returns the best proposal.
 
@@ -43,18 +44,22 @@ def run_solver(
       progress: called at each improvement.
       reduce: the presolve.
       stop_gap: the relative gap at which the solver is stopped.
+      start: `[V]` a choice that is offered before the solver's.
 
     Raises:
-      ValueError: the problem breaks a rule of `Problem`, or a proposal does not have a strategy for each node.
+      ValueError: the problem breaks a rule of `Problem`, or the start or a proposal does not have a strategy for each
+        node.
       TypeError: the solver yields something that is no `Proposal`.
     """
-    start = time.perf_counter()
+    start_s = time.perf_counter()
     validate(problem)
     problem = with_finite_loads(problem)
-    best = Best(problem, progress, start)
+    best = Best(problem, progress, start_s)
     if best.offer_least():
         return best.solution("finished")
-    deadline = None if time_limit_s is None else start + time_limit_s
+    if start is not None:
+        best.offer(identity(problem), Proposal(checked_choice(problem, start)))
+    deadline = None if time_limit_s is None else start_s + time_limit_s
     status = "finished"
     try:
         for _ in proposals(best, reduction_of(problem, reduce), solver, deadline, key):

@@ -8,7 +8,7 @@ tests find it.
 
 import importlib
 import pkgutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import numpy as np
@@ -32,6 +32,7 @@ def solve(
     progress: Progress | None = None,
     reduce: Callable[[Problem], Reduction] = presolve,
     alike: np.ndarray | None = None,
+    start: Sequence[int] | np.ndarray | None = None,
 ) -> Solution:
     """Finds a cheap choice of strategies and a bound on how cheap any can be.
 
@@ -45,6 +46,8 @@ def solve(
       reduce: the presolve; `identity` hands the problem to the solver as it is.
       alike: `[V]` numbers, equal for nodes that shall take equal strategies where that costs at most a ten-thousandth
         more, as those of equal layers; a large problem of many such nodes is solved much faster. None ties none.
+      start: `[V]` a choice that may be good already, as that of a similar problem. The result is never worse, and the
+        search ends as soon as the bound shows that little can be gained.
 
     Returns:
       The best choice that the solver proposed, its exact cost and the bound. It says so if the choice is not feasible,
@@ -52,8 +55,8 @@ def solve(
 
     Raises:
       ValueError: the problem breaks a rule of `Problem`, the solver is unknown, the time limit is not positive, the key
-        is neither a key nor a seed, alike nodes have different numbers of strategies, or a proposal does not have a
-        strategy for each node.
+        is neither a key nor a seed, alike nodes have different numbers of strategies, or the start or a proposal does
+        not have a strategy for each node.
       TypeError: the problem is no `Problem`, or the solver yields something that is no `Proposal`.
     """
     run = resolve(solver)
@@ -64,8 +67,10 @@ def solve(
     key = key if isinstance(key, jax.Array) else jax.random.key(int(key or 0))
     if alike is not None:
         _check_alike(problem, alike)
-        return run_in_stages(problem, run, alike, time_limit_s=time_limit_s, key=key, progress=progress, reduce=reduce)
-    return run_solver(problem, run, time_limit_s=time_limit_s, key=key, progress=progress, reduce=reduce)
+        return run_in_stages(
+            problem, run, alike, time_limit_s=time_limit_s, key=key, progress=progress, reduce=reduce, start=start
+        )
+    return run_solver(problem, run, time_limit_s=time_limit_s, key=key, progress=progress, reduce=reduce, start=start)
 
 
 def check_key(key: jax.Array | int | None) -> None:

@@ -6,17 +6,21 @@
 3. Else the ties are loosened where the neighbours of alike nodes differ, as at the first and the last layer. If that is
    not near enough either, the solver goes on with the whole problem.
 
+A start that is given, as the choice of a similar problem, counts as a tied choice, and stage 1 waits until the bound
+shows that it is not near enough.
+
 Every stage begins without the memory limit, and limits the memory at the times at which its choices exceed it.
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import jax
 import numpy as np
 
 from cost.base import Problem
+from cost.evaluation import checked_choice
 from cost.validation import validate, with_finite_loads
 from diffshard.base import OPTIMAL_GAP, Progress, Proposal, Solution, Solver
 from diffshard.solving.limited_times import LimitedTimes
@@ -48,7 +52,8 @@ class _Run:
       deadline: when it is over, by `time.perf_counter`.
       best: the best choice and bound.
       times: at which the memory is limited.
-      tied_choices: the tied choices that keep the limit, `[V]`, with their costs; the strictest ties first.
+      tied_choices: the start and the tied choices that keep the limit, `[V]`, with their costs; the start first, then
+        the strictest ties.
     """
 
     problem: Problem
@@ -82,6 +87,7 @@ def run_in_stages(
     key: jax.Array,
     progress: Progress | None,
     reduce: Callable[[Problem], Reduction],
+    start: Sequence[int] | np.ndarray | None = None,
 ) -> Solution:
     """Solves a problem, and prefers choices in which alike nodes take equal strategies.
 
@@ -93,25 +99,32 @@ def run_in_stages(
       key: a JAX random key.
       progress: called at each improvement.
       reduce: the presolve.
+      start: `[V]` a choice to begin with.
 
     Returns:
-      The choice of the strictest ties that costs at most `TIE_GAP` more than the best choice, else the best one.
+      The start, or else the choice of the strictest ties, that costs at most `TIE_GAP` more than the best choice; else
+      the best one.
 
     Raises:
-      ValueError: the problem breaks a rule of `Problem`, or alike nodes have different numbers of strategies.
+      ValueError: the problem breaks a rule of `Problem`, alike nodes have different numbers of strategies, or the
+        start is no choice of the problem.
     """
-    start = time.perf_counter()
+    start_s = time.perf_counter()
     validate(problem)
     problem = with_finite_loads(problem)
-    best = Best(problem, progress, start)
+    best = Best(problem, progress, start_s)
     if best.offer_least():
         return best.solution("finished")
-    deadline = None if time_limit_s is None else start + time_limit_s
+    deadline = None if time_limit_s is None else start_s + time_limit_s
     run = _Run(problem, solver, reduce, key, time_limit_s, deadline, best, LimitedTimes(problem))
     alike = np.unique(alike, return_inverse=True)[1].ravel()
+    ties = [lambda: alike, lambda: _loosened(problem, alike)]
+    if start is not None:
+        _offer_tied(run, checked_choice(problem, start))
     try:
-        _solve_tied(run, alike)
-        status = _solve_whole(run, alike)
+        if not run.tied_choices:
+            _solve_tied(run, ties.pop(0)())
+        status = _solve_whole(run, ties)
     except KeyboardInterrupt:
         status = "interrupted"
     for choice, cost in run.tied_choices:
@@ -139,10 +152,7 @@ def _solve_tied(run: _Run, node_class: np.ndarray) -> None:
         if solution.status == "interrupted":
             raise KeyboardInterrupt
         choice = quotient.expand(np.array(solution.choice))
-        run.best.offer(identity(run.problem), Proposal(choice))
-        evaluation = run.best.evaluate(choice)
-        if evaluation.feasible:
-            run.tied_choices.append((choice, float(evaluation.cost)))
+        if _offer_tied(run, choice):
             return
         exceeded_times = run.times.exceeded_by(choice)
         if run.is_over() or run.times.all or not len(exceeded_times) or not run.times.permits(exceeded_times):
@@ -150,9 +160,20 @@ def _solve_tied(run: _Run, node_class: np.ndarray) -> None:
         run.times.add(exceeded_times)
 
 
-def _solve_whole(run: _Run, alike: np.ndarray) -> str:
-    """Lets the solver work on the whole problem, at first for a bound; returns how it ended."""
-    is_loosened = False
+def _offer_tied(run: _Run, choice: np.ndarray) -> bool:
+    """Offers a choice `[V]` that is preferred to others of nearly its cost; returns whether it keeps the limit."""
+    run.best.offer(identity(run.problem), Proposal(choice))
+    evaluation = run.best.evaluate(choice)
+    if evaluation.feasible:
+        run.tied_choices.append((choice, float(evaluation.cost)))
+    return bool(evaluation.feasible)
+
+
+def _solve_whole(run: _Run, ties: list[Callable[[], np.ndarray]]) -> str:
+    """Lets the solver work on the whole problem, at first for a bound; returns how it ended.
+
+    Where the bound is too low for what there is, the problems of `ties`, classes `[V]` of nodes, are solved in order.
+    """
     while not (run.is_over() and run.tied_choices):  # however short the time is, there is an answer
         exceeded_times = np.zeros(0, np.int64)
         cheapest = np.inf
@@ -170,9 +191,8 @@ def _solve_whole(run: _Run, alike: np.ndarray) -> str:
                 bound = run.best.lower_bound
                 if len(exceeded_times):
                     break  # the limit binds: a bound without it is low, and so are the choices
-            elif bound > -np.inf and not is_loosened:  # the bound no longer rises at each proposal
-                is_loosened = True
-                _solve_tied(run, _loosened(run.problem, alike))
+            elif bound > -np.inf and ties:  # the bound no longer rises at each proposal
+                _solve_tied(run, ties.pop(0)())
                 if run.is_good():
                     return "finished"
         if not len(exceeded_times):

@@ -213,3 +213,38 @@ def test_a_tied_choice_is_found_though_the_whole_problem_is_never_reached():
     found = solve(problem, alike=alike, solver=only_tied, reduce=identity)
     assert calls == [len(tied.node_cost), len(problem.node_cost)]
     assert found.cost <= evaluate(problem, np.zeros(len(alike), int)).cost
+
+
+@pytest.mark.parametrize("binding", [None, 0.3])
+def test_a_start_never_makes_the_choice_worse(binding):
+    rng = np.random.default_rng(0)
+    for problem, alike in small_repeated(binding):
+        best = optimum(problem)
+        for start in (rng.integers(num_strategies(problem)), np.zeros(len(problem.node_cost), int)):
+            for found in (solve(problem, alike=alike, start=start), solve(problem, start=start)):
+                assert found.feasible == (best < math.inf)
+                if found.feasible:
+                    assert best <= found.cost <= best + TIE_GAP * abs(best)
+                    assert found.lower_bound <= best * (1 + 1e-9)
+
+
+def test_a_start_that_is_good_enough_is_the_answer_as_soon_as_the_bound_says_so():
+    problem, alike = repeated(4, 3, None)
+    first = solve(problem, alike=alike)
+    num_solved = []
+
+    def bounding(problem: Problem, **kwargs) -> Iterator[Proposal]:
+        num_solved.append(len(problem.node_cost))
+        yield Proposal(lower_bound=first.lower_bound)
+
+    again = solve(problem, alike=alike, solver=bounding, reduce=identity, start=first.choice)
+    assert (again.choice, again.cost) == (first.choice, first.cost)
+    assert num_solved == [len(problem.node_cost)]  # the tied problem was not needed
+
+
+def test_a_start_that_is_no_choice_is_refused():
+    problem, alike = repeated(4, 3, None)
+    for wrong in ([0], [99] * len(problem.node_cost)):
+        for ties in (alike, None):
+            with pytest.raises(ValueError, match="choice"):
+                solve(problem, alike=ties, start=wrong)
