@@ -22,6 +22,9 @@ if TYPE_CHECKING:  # for type checkers and editors; when the program runs, `__ge
     from diffshard.bilevel_search.search import BilevelSearch, bilevel
     from diffshard.calibration import calibrate
     from diffshard.comparison.compare import compare
+    from diffshard.elastic.checkpoint_files import CheckpointError
+    from diffshard.elastic.resume import resume
+    from diffshard.elastic.training import Training
     from diffshard.experts.plans import ExpertPlans, expert_plans
     from diffshard.initialisation import init_search, kaiming, orthogonal, xavier
     from diffshard.placing import Placement, place
@@ -54,6 +57,9 @@ _NAMES_OF = {
     "diffshard.bilevel_search.search": ("BilevelSearch", "bilevel"),
     "diffshard.calibration": ("calibrate",),
     "diffshard.comparison.compare": ("compare",),
+    "diffshard.elastic.checkpoint_files": ("CheckpointError",),
+    "diffshard.elastic.resume": ("resume",),
+    "diffshard.elastic.training": ("Training",),
     "diffshard.experts.plans": ("ExpertPlans", "expert_plans"),
     "diffshard.initialisation": ("init_search", "kaiming", "orthogonal", "xavier"),
     "diffshard.placing": ("Placement", "place"),
@@ -85,6 +91,7 @@ __all__ = [
     "BilevelPlan",
     "BilevelSearch",
     "CandidatesData",
+    "CheckpointError",
     "CommunicationSpace",
     "Comparison",
     "Encode",
@@ -107,6 +114,7 @@ __all__ = [
     "Schedule",
     "Solution",
     "Solver",
+    "Training",
     "ZenoReport",
     "ZenoResult",
     "alternatives",
@@ -127,6 +135,7 @@ __all__ = [
     "place",
     "preset",
     "replica_gradients",
+    "resume",
     "sampled",
     "search",
     "solve",

@@ -1,0 +1,169 @@
+"""`resume` goes on with a training where its last checkpoint is, on the devices that there are now."""
+
+import math
+import os
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, Mesh
+
+from cost.real_numbers import whole_number
+from diffshard.base import PlanError
+from diffshard.elastic.checkpoint_files import (
+    Checkpoint,
+    CheckpointError,
+    IncompatibleError,
+    damage_of,
+    read_manifest,
+    remove_unfinished,
+    saved_steps,
+    set_aside,
+    step_folder,
+)
+from diffshard.elastic.training import FreshState, Training, difference_of
+from diffshard.processes import processes_of
+from diffshard.sharding_search.call import split
+from diffshard.sharding_search.plan import Plan
+from diffshard.sharding_search.search import search
+
+
+def resume(
+    directory: str | os.PathLike[str],
+    fn: Callable[..., Any],
+    mesh: Mesh,
+    init: Callable[[], Any],
+    *args: Any,
+    save_interval_steps: int = 1,
+    max_to_keep: int = 3,
+    **options: Any,
+) -> Training:
+    """Plans a training step for a mesh and finds the state to go on from; the first start and every later one alike.
+
+    >>> with diffshard.resume("checkpoints", train_step, mesh, init, batch_shapes, save_interval_steps=100) as training:
+    ...     state = training.restore()
+    ...     for number in range(training.num_steps, 10_000):
+    ...         state, loss = training.step(state, batch_of(number))
+    ...         training.save(number + 1, state)
+
+    The mesh, the hardware and the options may be others than before. Where nothing has changed the plan of the
+    checkpoint is used again. Else the search begins with it. The sizes of arrays, and so the batch, stay the same on
+    all meshes, so that the loss goes on to rounding as if nothing had happened.
+
+    Args:
+      directory: of the checkpoints, which is made if there is none. All processes see the same one.
+      fn: a training step: it takes the state first, and returns it anew.
+      mesh: of the devices that there are.
+      init: makes the state without arguments. It is run only if there is no checkpoint, on all devices, each making
+        its own part; else it only says what the pytree and the shapes are.
+      *args: the other arguments of `fn`: arrays or `jax.ShapeDtypeStruct`.
+      save_interval_steps: `Training.save` saves after every so many steps.
+      max_to_keep: the number of newest checkpoints that are kept.
+      **options: as of `diffshard.search`.
+
+    Returns:
+      The planned step with its checkpoints; it loads nothing before `restore`.
+
+    Raises:
+      CheckpointError: there are checkpoints, but none of them is whole; or the last whole one has another state than
+        `init` makes, or was written by a newer version. Nothing is started anew in their place.
+      OSError: the directory cannot be read or made.
+      ProcessesError: the processes do not see the same directory.
+      TypeError, ValueError: an argument breaks a rule, also one of `search`; or no plan fits the memory limit.
+    """
+    if not isinstance(mesh, Mesh):
+        hint = " It is abstract: there are no devices to train on." if isinstance(mesh, AbstractMesh) else ""
+        raise TypeError(f"`mesh` must be a jax.sharding.Mesh, not {type(mesh).__name__}.{hint}")
+    if not callable(init):
+        raise TypeError(
+            f"`init` must be a function without arguments that makes the state, not {type(init).__name__}; "
+            "give `lambda: init(key)`."
+        )
+    for name, value in (("save_interval_steps", save_interval_steps), ("max_to_keep", max_to_keep)):
+        if whole_number(value) is None or value < 1:
+            raise ValueError(f"`{name}` must be a whole number of at least 1, not {value!r}.")
+    directory = os.path.abspath(os.fspath(directory))
+    fresh_state = FreshState(init)
+    _warn_of_whole_batch(mesh, args)
+    checkpoint = _agreed_checkpoint(directory, mesh)
+    if checkpoint is not None:
+        name = f"The checkpoint `{checkpoint.folder}`"
+        difference = difference_of(name, checkpoint.arrays, "the state of `init`", fresh_state.saved)
+        if difference is not None:
+            raise CheckpointError(f"{difference} Give the function and the state that the training began with.")
+        options.setdefault("start", _plan_of(checkpoint))
+    step = search(fn, mesh, **options)
+    plan = step.plan(fresh_state.shapes, *args)
+    return Training(step, plan, fresh_state, checkpoint, directory, save_interval_steps, max_to_keep)
+
+
+def last_checkpoint(directory: str) -> Checkpoint | None:
+    """Returns the last whole checkpoint of a directory, which is made if there is none; None if it has no checkpoints.
+
+    Newer ones that are damaged are renamed, with a warning. What an interrupted save has left is removed.
+
+    Raises:
+      CheckpointError: there are checkpoints, but none is whole; or the last whole one is of a newer version.
+      OSError: the directory cannot be read or made.
+    """
+    os.makedirs(directory, exist_ok=True)
+    damages: dict[int, str] = {}
+    checkpoint = None
+    for num_steps in reversed(saved_steps(directory)):
+        try:
+            checkpoint, files = read_manifest(step_folder(directory, num_steps))
+        except IncompatibleError:
+            raise
+        except CheckpointError as error:
+            damages[num_steps] = str(error)
+            continue
+        damage = damage_of(checkpoint.folder, files)
+        if damage is None:
+            break
+        damages[num_steps], checkpoint = damage, None
+    if damages and checkpoint is None:
+        raise CheckpointError(
+            f"None of the checkpoints in `{directory}` is whole: {'; '.join(damages.values())}. Bring back a copy, or "
+            "give an empty directory to begin anew."
+        )
+    for num_steps, damage in damages.items():
+        assert checkpoint is not None
+        warnings.warn(f"{damage}. The training goes on from step {checkpoint.num_steps}.", stacklevel=3)
+        set_aside(directory, num_steps)
+    remove_unfinished(directory)
+    return checkpoint
+
+
+def _agreed_checkpoint(directory: str, mesh: Mesh) -> Checkpoint | None:
+    """Returns what the first process finds, in all; it alone reads the files to check them."""
+    processes, what = processes_of(mesh), f"go on from the checkpoints in `{directory}`"
+    checkpoint = processes.shared(what, lambda: last_checkpoint(directory))
+    folder = directory if checkpoint is None else checkpoint.folder
+    processes.check_alike(what, {f"whether there is a folder `{folder}`": str(os.path.isdir(folder))})
+    return checkpoint
+
+
+def _plan_of(checkpoint: Checkpoint) -> Plan | None:
+    """Returns the plan of a checkpoint; where this version cannot read it, the search begins without."""
+    try:
+        return checkpoint.plan()
+    except PlanError as error:
+        warnings.warn(f"The search begins without the plan of the checkpoint: {error}", stacklevel=3)
+        return None
+
+
+def _warn_of_whole_batch(mesh: Mesh, args: Sequence[Any]) -> None:
+    """Warns if the devices along a mesh axis divide no dimension of any array beside the state."""
+    sizes = {size for array in split(args)[0] for size in jax.numpy.shape(array)}
+    if not sizes:
+        return
+    for name, count in mesh.shape.items():
+        if all(size % count for size in sizes):
+            least = math.lcm(count, max(sizes))
+            warnings.warn(
+                f"The {count} devices along the mesh axis {name!r} divide no dimension of the arguments beside the "
+                f"state, which have {sorted(sizes)}: each of them computes the whole batch. Use a batch that more "
+                f"numbers of devices divide, such as {least}, or another mesh.",
+                stacklevel=3,
+            )

@@ -1,0 +1,196 @@
+"""A training that can be interrupted: its planned step, its state, and its checkpoints."""
+
+import functools
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax import lax
+from jax.sharding import NamedSharding
+
+from cost.real_numbers import whole_number
+from diffshard.elastic.checkpoint_files import (
+    Checkpoint,
+    SavedArray,
+    remove,
+    saved_steps,
+    step_folder,
+    write_manifest,
+)
+from diffshard.elastic.orbax_files import ArrayFiles
+from diffshard.plans.formats import short_name
+from diffshard.sharding_search.call import Structure, abstract_array, array_paths, split
+from diffshard.sharding_search.plan import Plan
+from diffshard.sharding_search.planned_function import PlannedFunction
+
+_STATE = "state"
+"""What the state is called in checkpoints and messages, whatever the function calls its argument."""
+
+
+class FreshState:
+    """How a state is made at the first start.
+
+    Args:
+      init: makes it, without arguments.
+
+    Attributes:
+      arrays: shapes and dtypes of its arrays, as `jax.ShapeDtypeStruct`.
+      saved: the same as a checkpoint has them.
+      structure: of its pytree.
+    """
+
+    def __init__(self, init: Callable[[], Any]):
+        self._init = init
+        self._seen: list[tuple[Structure, tuple[str, ...]]] = []
+        self.arrays: list[jax.ShapeDtypeStruct] = jax.eval_shape(self._flat)
+        self.structure, paths = self._seen[-1]
+        self.saved = _saved_arrays(paths, self.arrays)
+
+    @property
+    def shapes(self) -> Any:
+        """The state as a pytree of `jax.ShapeDtypeStruct`."""
+        return self.structure.unflatten(self.arrays)
+
+    def make(self, shardings: Sequence[NamedSharding]) -> Any:
+        """Computes the state, each device its own part."""
+        return self.structure.unflatten(jax.jit(self._flat, out_shardings=list(shardings))())
+
+    def _flat(self) -> list[Any]:
+        state = self._init()
+        arrays, structure = split(state)
+        self._seen.append((structure, array_paths(_STATE, state)))
+        return [_strongly_typed(array) for array in arrays]
+
+
+class Training:
+    """A planned training step with checkpoints; made by `diffshard.resume`. It is told what is saved, and so mutable.
+
+    As a context manager it waits at its end until the last checkpoint is written.
+
+    Attributes:
+      step: the training step, as `diffshard.search` returns it.
+      plan: how it runs on the mesh.
+      num_steps: that the state of `restore` has made; 0 at the first start.
+      data: what was saved beside this state; None at the first start.
+    """
+
+    def __init__(
+        self,
+        step: PlannedFunction[Plan],
+        plan: Plan,
+        fresh_state: FreshState,
+        checkpoint: Checkpoint | None,
+        directory: str,
+        save_interval_steps: int,
+        max_to_keep: int,
+    ):
+        self.step, self.plan = step, plan
+        self.num_steps = 0 if checkpoint is None else checkpoint.num_steps
+        self.data = None if checkpoint is None else checkpoint.data
+        self._fresh_state, self._checkpoint = fresh_state, checkpoint
+        self._directory, self._save_interval_steps, self._max_to_keep = directory, save_interval_steps, max_to_keep
+        self._last_saved = self.num_steps
+        self._files = ArrayFiles()
+
+    def restore(self) -> Any:
+        """Returns the state to go on from: that of the checkpoint, or a new one at the first start.
+
+        Each process reads only the parts that its devices hold, and a new state is computed in such parts, too. The
+        training does not keep the state.
+        """
+        fresh = self._fresh_state
+        tensors = self.plan.arguments[: len(fresh.arrays)]
+        shardings = [NamedSharding(self.plan.placed_mesh, tensor.partition_spec) for tensor in tensors]
+        if self._checkpoint is None:
+            return fresh.make(shardings)
+        targets = {
+            saved.path: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
+            for saved, array, sharding in zip(fresh.saved, fresh.arrays, shardings, strict=True)
+        }
+        return fresh.structure.unflatten(self._files.restore(self._checkpoint.folder, targets))
+
+    def save(self, num_steps: int, state: Any, data: Any = None) -> bool:
+        """Begins a checkpoint if `save_interval_steps` divides the number of steps; returns whether it does.
+
+        The state is copied off the devices before this returns, so that the next step may use its memory, and written
+        in the background. The oldest checkpoints beyond `max_to_keep` are removed when a newer one is whole. Where
+        several processes train, all of them call this.
+
+        Args:
+          num_steps: that the state has made; larger than at the last checkpoint.
+          state: the first argument of the next step.
+          data: JSON values to be kept beside the state, such as the position in the training data.
+
+        Raises:
+          ValueError: the number is not larger than the last one, the data are not JSON values, or the state has other
+            arrays than the first one.
+          OSError: the checkpoint before could not be written, as orbax tells it.
+        """
+        if whole_number(num_steps) is None or num_steps <= 0:
+            raise ValueError(f"`num_steps` must be a positive whole number, not {num_steps!r}.")
+        if num_steps % self._save_interval_steps:
+            return False
+        if num_steps <= self._last_saved:
+            raise ValueError(
+                f"`num_steps` is {num_steps}, but there is a checkpoint of step {self._last_saved} already. Count all "
+                "steps since the first start: begin with `training.num_steps`."
+            )
+        try:
+            json.dumps(data, allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"`data` must be JSON values, such as numbers and lists of them: {error}.") from None
+        arrays, _ = split(state)
+        saved = _saved_arrays(array_paths(_STATE, state), [abstract_array(array) for array in arrays])
+        difference = difference_of("The state of `init`", self._fresh_state.saved, "the state to be saved", saved)
+        if difference is not None:
+            raise ValueError(f"{difference} Save what the step takes as its first argument.")
+        self._wait()
+        finish = functools.partial(write_manifest, plan=self.plan, num_steps=num_steps, arrays=saved, data=data)
+        named = {entry.path: array for entry, array in zip(saved, arrays, strict=True)}
+        self._files.save(step_folder(self._directory, num_steps), named, finish)
+        self._last_saved = int(num_steps)
+        return True
+
+    def close(self) -> None:
+        """Waits until the last checkpoint is written; raises what went wrong, if anything did."""
+        self._wait()
+        self._files.close()
+
+    def __enter__(self) -> "Training":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<Training {short_name(self.plan.function)} from step {self.num_steps} in `{self._directory}`>"
+
+    def _wait(self) -> None:
+        """Waits until the last checkpoint is whole, and removes the oldest."""
+        self._files.wait()
+        if jax.process_index() == 0:
+            for num_steps in saved_steps(self._directory)[: -self._max_to_keep]:
+                remove(self._directory, num_steps)
+
+
+def difference_of(one: str, first: Sequence[SavedArray], other: str, second: Sequence[SavedArray]) -> str | None:
+    """Returns a sentence about the first array that two states do not share; None if they have the same arrays."""
+    for a, b in zip(first, second, strict=False):
+        if a != b:
+            return f"{one} has {a} where {other} has {b}."
+    if len(first) == len(second):
+        return None
+    longer, which = (first, one) if len(first) > len(second) else (second, other)
+    extra = longer[min(len(first), len(second))]
+    return f"{one} has {len(first)} arrays and {other} {len(second)}: only {which[0].lower()}{which[1:]} has {extra}."
+
+
+def _saved_arrays(paths: Sequence[str], arrays: Sequence[jax.ShapeDtypeStruct]) -> tuple[SavedArray, ...]:
+    return tuple(SavedArray(p, tuple(a.shape), str(a.dtype)) for p, a in zip(paths, arrays, strict=True))
+
+
+def _strongly_typed(array: Any) -> Any:
+    """Returns an array whose dtype does not give way to others, as that of an array from a file."""
+    is_key = jax.numpy.issubdtype(jax.typeof(array).dtype, jax.dtypes.prng_key)
+    return array if is_key else lax.convert_element_type(array, jax.typeof(array).dtype)

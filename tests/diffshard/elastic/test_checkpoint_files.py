@@ -1,0 +1,173 @@
+"""Whatever happens to a save or to its files, the last checkpoint that is whole is found, and nothing else is."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from diffshard.elastic.checkpoint_files import CheckpointError
+from diffshard.elastic.resume import last_checkpoint
+from tests.diffshard.elastic.small_training import resumed, train
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A directory with checkpoints of steps 1 and 2."""
+    directory = tmp_path_factory.mktemp("trained")
+    train(directory, 2)
+    return directory
+
+
+@pytest.fixture
+def directory(trained, tmp_path):
+    """A copy of it, to be damaged."""
+    return shutil.copytree(trained, tmp_path / "copy")
+
+
+def files_of(folder: Path) -> list[Path]:
+    """Files that hold something of a checkpoint; orbax's notes of the time and the success are not needed."""
+    notes = ("_CHECKPOINT_METADATA", "commit_success.txt")
+    return sorted(path for path in folder.rglob("*") if path.is_file() and path.name not in notes)
+
+
+def cut(raw: bytes) -> bytes:
+    return raw[:-1]
+
+
+def empty(raw: bytes) -> bytes:
+    return b""
+
+
+def with_a_flipped_bit(raw: bytes) -> bytes:
+    return raw[: len(raw) // 2] + bytes([raw[len(raw) // 2] ^ 1]) + raw[len(raw) // 2 + 1 :]
+
+
+@pytest.mark.parametrize("damage", [cut, empty, with_a_flipped_bit, None])
+def test_damage_to_any_file_is_noticed_and_the_checkpoint_before_is_taken(directory, damage):
+    folder = directory / "00000002"
+    whole = directory.parent / "whole"
+    shutil.copytree(folder, whole)
+    for path in files_of(folder):
+        name = path.relative_to(folder)
+        if damage is None:
+            path.unlink()
+        else:
+            path.write_bytes(damage(path.read_bytes()))
+        with pytest.warns(UserWarning, match=r"00000002.*The training goes on from step 1\."):
+            checkpoint = last_checkpoint(str(directory))
+        assert checkpoint is not None, name
+        assert checkpoint.num_steps == 1, name
+        assert not folder.exists()  # its number is free again
+        shutil.copytree(whole, folder)
+    checkpoint = last_checkpoint(str(directory))
+    assert checkpoint is not None
+    assert checkpoint.num_steps == 2  # the copy is whole
+
+
+def test_a_save_that_stops_at_any_byte_leaves_no_checkpoint(directory):
+    source, target = directory / "00000002", directory / "00000003.orbax-checkpoint-tmp"
+    files = files_of(source)
+    sizes = [path.stat().st_size for path in files]
+    for stop in np.linspace(0, sum(sizes), 25).astype(int).tolist():
+        left = stop
+        for path, size in zip(files, sizes, strict=True):
+            if left > 0:
+                copy = target / path.relative_to(source)
+                copy.parent.mkdir(parents=True, exist_ok=True)
+                copy.write_bytes(path.read_bytes()[:left])
+            left -= size
+        checkpoint = last_checkpoint(str(directory))
+        assert checkpoint is not None
+        assert checkpoint.num_steps == 2
+        assert not target.exists()
+
+
+def test_training_goes_on_after_damage_and_saves_the_same_step_again(directory):
+    path = next(path for path in files_of(directory / "00000002") if "/d/" in str(path))
+    path.write_bytes(cut(path.read_bytes()))
+    with pytest.warns(UserWarning, match="goes on from step 1"):
+        losses = train(directory, 3)
+    assert list(losses) == [1, 2]
+    assert resumed(directory).num_steps == 3
+    damaged = [path.name for path in directory.iterdir() if "damaged" in path.name]
+    assert len(damaged) == 1  # kept, for whoever wants to look
+
+
+def test_without_any_whole_checkpoint_nothing_is_started_anew(directory):
+    for name in ("00000001", "00000002"):
+        (directory / name / "plan.json").unlink()
+    with pytest.raises(CheckpointError, match=r"None of the checkpoints in .*00000002/plan.json.*00000001/plan.json"):
+        resumed(directory)
+    assert (directory / "00000002").exists()
+
+
+def test_a_checkpoint_of_a_newer_version_is_not_taken_for_damaged(directory):
+    path = directory / "00000002" / "checkpoint.json"
+    document = json.loads(path.read_text())
+    del document["checksum"]
+    document["version"] = 99
+    checksum = zlib.crc32(json.dumps(document, sort_keys=True).encode())
+    path.write_text(json.dumps({"checksum": checksum, **document}))
+    with pytest.raises(CheckpointError, match=r"version 99; this diffshard reads version 1.*Update diffshard"):
+        last_checkpoint(str(directory))
+    assert (directory / "00000002").exists()
+
+
+_SAVING = """
+    import sys, jax.numpy as jnp, diffshard
+    from experiments.host_devices import host_mesh
+
+    def step(state, batch):
+        return {name: w + batch for name, w in state.items()}, batch
+
+    def init():
+        return {f"w{i}": jnp.zeros((256, 256)) for i in range(6)}
+
+    training = diffshard.resume(
+        sys.argv[1], step, host_mesh((8,)), init, jnp.ones(()), hardware="h100", progress="none", max_to_keep=1
+    )
+    state = training.restore()
+    for w in state.values():
+        assert (w == training.num_steps).all(), training.num_steps
+    print("restored", training.num_steps, flush=True)
+    for number in range(training.num_steps, 10_000):
+        state, _ = training.step(state, jnp.ones(()))
+        training.save(number + 1, state)
+"""
+
+
+def test_a_process_that_is_killed_while_it_saves_leaves_its_last_checkpoint(tmp_path):
+    numbers = [0]
+    command = [sys.executable, "-c", textwrap.dedent(_SAVING), str(tmp_path)]
+    rng = np.random.default_rng(0)
+    for _ in range(3):
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
+            assert process.stdout is not None
+            line = process.stdout.readline()
+            assert line.startswith("restored "), line
+            least = int(line.split()[1])
+            assert least >= numbers[-1]
+            while not (saved := [path.name for path in tmp_path.iterdir() if path.name.isdigit()]) or (
+                max(map(int, saved)) < least + 2
+            ):
+                time.sleep(0.01)
+            try:
+                process.wait(rng.uniform(0, 0.3))
+            except subprocess.TimeoutExpired:
+                process.send_signal(signal.SIGKILL)
+            assert process.wait() == -signal.SIGKILL
+        numbers.append(max(int(path.name) for path in tmp_path.iterdir() if path.name.isdigit()))
+        checkpoint = last_checkpoint(str(tmp_path))
+        assert checkpoint is not None
+        assert checkpoint.num_steps == numbers[-1]
+    assert numbers == sorted(set(numbers))  # every run got further

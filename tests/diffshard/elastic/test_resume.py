@@ -1,0 +1,214 @@
+"""A training goes on with other devices as if nothing had happened, and says at once where it cannot."""
+
+import functools
+import json
+import zlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractMesh
+
+import diffshard
+from diffshard.elastic.checkpoint_files import CheckpointError
+from experiments.host_devices import host_mesh
+from tests.diffshard.elastic.small_training import batch_of, init, resumed, train, train_step
+
+
+@functools.cache
+def uninterrupted(until: int) -> dict[int, float]:
+    """Losses of the training on one device, without plans or checkpoints."""
+    step, state, losses = jax.jit(train_step), init(), {}
+    for number in range(until):
+        state, loss = step(state, batch_of(number))
+        losses[number] = float(loss)
+    return losses
+
+
+def assert_goes_on(losses: dict[int, float], first: int, until: int) -> None:
+    assert list(losses) == list(range(first, until))
+    expected = uninterrupted(10)
+    np.testing.assert_allclose([*losses.values()], [expected[number] for number in losses], rtol=1e-5)
+
+
+def test_losses_are_those_of_an_uninterrupted_training_on_fewer_more_and_slower_devices(tmp_path):
+    assert_goes_on(train(tmp_path, 3, (2, 4), save_interval_steps=2), 0, 3)
+    assert_goes_on(train(tmp_path, 5, (3, 2)), 2, 5)
+    assert_goes_on(train(tmp_path, 7, (8,)), 5, 7)
+    assert_goes_on(train(tmp_path, 8, (1,)), 7, 8)
+    assert_goes_on(train(tmp_path, 9, (2, 4), hardware="a100", donate_argnums=0), 8, 9)
+
+
+def test_a_restored_state_is_the_saved_one_in_the_new_shardings(tmp_path):
+    with resumed(tmp_path, (2, 4)) as training:
+        state = training.restore()
+        saved = training.step(state, batch_of(0))[0]
+        training.save(1, saved, {"seed": 3})
+    training = resumed(tmp_path, (3, 2))
+    assert (training.num_steps, training.data) == (1, {"seed": 3})
+    restored = training.restore()
+    assert jax.tree.structure(restored) == jax.tree.structure(saved)
+    leaves = zip(jax.tree.leaves(restored), jax.tree.leaves(saved), training.plan.arguments, strict=False)
+    for new, old, tensor in leaves:
+        assert new.dtype == old.dtype
+        assert new.sharding.is_equivalent_to(
+            jax.sharding.NamedSharding(training.plan.placed_mesh, tensor.partition_spec), new.ndim
+        )
+        if jnp.issubdtype(new.dtype, jax.dtypes.prng_key):
+            assert jax.random.key_impl(new) == jax.random.key_impl(old)
+            new, old = jax.random.key_data(new), jax.random.key_data(old)
+        np.testing.assert_array_equal(new, old)
+    assert len({tensor.spec for tensor in training.plan.arguments}) > 1  # some are split
+
+
+def test_what_is_saved_is_the_state_before_the_next_step_takes_its_memory(tmp_path):
+    def step(state, batch):
+        return {"w": state["w"] + batch}, jnp.sum(batch)
+
+    def resume():
+        options = {"donate_argnums": 0, "hardware": "h100", "max_to_keep": 5}
+        return diffshard.resume(
+            tmp_path, step, host_mesh((8,)), lambda: {"w": jnp.zeros((1024, 1024))}, jnp.ones(()), **options
+        )
+
+    with resume() as training:
+        state = training.restore()
+        for number in range(4):
+            state, _ = training.step(state, jnp.ones(()))
+            training.save(number + 1, state)
+            state, _ = training.step(state, jnp.full((), 0.5))  # overwrites what is being written
+    for name in ("00000004", "00000003"):
+        with resume() as training:
+            np.testing.assert_array_equal(training.restore()["w"], training.num_steps * 1.5 - 0.5)
+            assert f"{training.num_steps:08d}" == name
+        (tmp_path / name).rename(tmp_path / f"{name}.away")
+
+
+def test_a_plan_is_used_again_where_nothing_has_changed_and_searched_where_something_has(tmp_path, monkeypatch):
+    train(tmp_path, 1)
+    first = resumed(tmp_path).plan
+    starts = []
+
+    def no_search(*args, start, **kwargs):
+        starts.append(start)
+        raise RuntimeError("searched")
+
+    monkeypatch.setattr("diffshard.sharding_search.planning.solve", no_search)
+    assert resumed(tmp_path).plan == first
+    changes = [{"shape": (4, 2)}, {"hardware": "a100"}, {"memory_limit_bytes": 1e9}, {"donate_argnums": 0}]
+    for change in [*changes, {"in_shardings": (None, jax.sharding.PartitionSpec("data"))}]:
+        with pytest.raises(RuntimeError, match="searched"):
+            resumed(tmp_path, **change)
+        assert starts.pop() is not None  # but it begins with the plan
+
+
+def test_checkpoints_are_made_at_the_interval_and_the_newest_are_kept(tmp_path):
+    train(tmp_path, 9, save_interval_steps=2, max_to_keep=2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["00000006", "00000008"]
+
+
+def test_modules_with_leaves_that_are_not_arrays_are_states(tmp_path):
+    equinox = pytest.importorskip("equinox")
+
+    def make():
+        return equinox.nn.MLP(8, 8, 16, 1, activation=jax.nn.gelu, key=jax.random.key(0))
+
+    def step(model, batch):
+        loss, gradients = equinox.filter_value_and_grad(lambda m: jnp.mean(jax.vmap(m)(batch) ** 2))(model)
+        return equinox.apply_updates(model, jax.tree.map(lambda g: -0.1 * g, gradients)), loss
+
+    def resume(shape):
+        return diffshard.resume(tmp_path, step, host_mesh(shape), make, jnp.ones((8, 8)), hardware="h100")
+
+    with resume((2, 4)) as training:
+        model, loss = training.step(training.restore(), jnp.ones((8, 8)))
+        training.save(1, model)
+    with resume((4, 2)) as training:
+        restored = training.restore()
+        assert restored.activation is jax.nn.gelu
+        np.testing.assert_allclose(
+            training.step(restored, jnp.ones((8, 8)))[1], step(model, jnp.ones((8, 8)))[1], rtol=1e-5
+        )
+    assert float(loss) != 0
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        (
+            lambda: {**init(), "half": jnp.zeros(9, jnp.bfloat16)},
+            r"has `state\['half'\]` of bfloat16\[8\] where.*\[9\]",
+        ),
+        (lambda: {**init(), "half": jnp.zeros(8)}, r"`state\['half'\]` of bfloat16\[8\] where.*float32\[8\]"),
+        (lambda: {**init(), "z": jnp.zeros(3)}, r"has 13 arrays and the state of `init` 14: only .* `state\['z'\]`"),
+        (lambda: {**init(), "half": jax.random.key(0)}, r"where the state of `init` has `state\['half'\]` of key<fry>"),
+    ],
+)
+def test_a_checkpoint_of_another_state_is_refused_with_the_first_difference(tmp_path_factory, other, message):
+    directory = _trained_once(tmp_path_factory)
+    with pytest.raises(CheckpointError, match=f"checkpoint `.*00000001` .*{message}"):
+        diffshard.resume(directory, train_step, host_mesh((2, 4)), other, batch_of(0))
+
+
+_DIRECTORIES = []
+
+
+def _trained_once(tmp_path_factory):
+    if not _DIRECTORIES:
+        _DIRECTORIES.append(tmp_path_factory.mktemp("trained"))
+        train(_DIRECTORIES[0], 1)
+    return _DIRECTORIES[0]
+
+
+def test_arguments_are_checked_before_anything_is_done(tmp_path):
+    directory = tmp_path / "checkpoints"
+    mesh = host_mesh((2, 4))
+    with pytest.raises(TypeError, match=r"`mesh` must be a jax.sharding.Mesh.*abstract"):
+        diffshard.resume(directory, train_step, AbstractMesh((8,), ("data",)), init, batch_of(0))  # pyright: ignore
+    with pytest.raises(TypeError, match=r"`init` must be a function without arguments.*lambda: init"):
+        diffshard.resume(directory, train_step, mesh, init(), batch_of(0))  # pyright: ignore
+    for name in ("save_interval_steps", "max_to_keep"):
+        with pytest.raises(ValueError, match=f"`{name}` must be a whole number of at least 1, not 0"):
+            diffshard.resume(directory, train_step, mesh, init, batch_of(0), **{name: 0})
+    assert not directory.exists()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match="file"):
+        diffshard.resume(tmp_path / "file", train_step, mesh, init, batch_of(0))
+
+
+def test_a_batch_that_an_axis_does_not_divide_is_told(tmp_path):
+    def step(state, batch):
+        return state + batch.mean(), batch.mean()
+
+    with pytest.warns(UserWarning, match=r"The 3 devices along the mesh axis 'data' divide no dimension.*\[4, 8\]"):
+        diffshard.resume(tmp_path, step, host_mesh((3, 2)), lambda: jnp.zeros(()), jnp.ones((8, 4)), hardware="h100")
+
+
+def test_a_save_checks_its_arguments(tmp_path):
+    with resumed(tmp_path) as training:
+        state = training.restore()
+        training.save(2, state)
+        with pytest.raises(ValueError, match="`num_steps` is 2, but there is a checkpoint of step 2 already"):
+            training.save(2, state)
+        with pytest.raises(ValueError, match="`num_steps` must be a positive whole number, not 0"):
+            training.save(0, state)
+        with pytest.raises(ValueError, match="`data` must be JSON values"):
+            training.save(3, state, {"x": np.zeros(3)})
+        with pytest.raises(ValueError, match=r"only the state of `init` has `state\['params'\]\['up'\]`"):
+            training.save(3, {**state, "params": {k: v for k, v in state["params"].items() if k != "up"}})
+
+
+def test_a_plan_of_a_newer_version_is_no_loss(tmp_path):
+    train(tmp_path, 1)
+    folder = tmp_path / "00000001"
+    plan = json.loads((folder / "plan.json").read_text())
+    (folder / "plan.json").write_text(json.dumps({**plan, "version": 99}))
+    manifest = json.loads((folder / "checkpoint.json").read_text())
+    raw = (folder / "plan.json").read_bytes()
+    manifest["files"]["plan.json"] = [len(raw), zlib.crc32(raw)]
+    del manifest["checksum"]
+    checksum = zlib.crc32(json.dumps(manifest, sort_keys=True).encode())
+    (folder / "checkpoint.json").write_text(json.dumps({"checksum": checksum, **manifest}))
+    with pytest.warns(UserWarning, match="search begins without the plan of the checkpoint.*version 99"):
+        assert resumed(tmp_path).num_steps == 1
