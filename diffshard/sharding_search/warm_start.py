@@ -89,8 +89,7 @@ def unchanged_plan(plan: PlanData, start: Start, request: PlanRequest) -> Plan |
         or types != [(array.shape, str(array.dtype), i in given) for i, array in enumerate(call.arrays)]
     ):
         return None
-    structures = call.structure, request.traced_function.result
-    return replace(plan, parameters=call.parameters, mesh=options.mesh, structures=structures)
+    return request.complete(replace(plan, parameters=call.parameters))
 
 
 def _operation_name(kind: str, signature: str) -> tuple[str, str]:
