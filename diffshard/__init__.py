@@ -20,6 +20,8 @@ if TYPE_CHECKING:  # for type checkers and editors; when the program runs, `__ge
     from diffshard.bilevel_search.plans.plan import BilevelPlan
     from diffshard.bilevel_search.proving import CandidatesData
     from diffshard.bilevel_search.search import BilevelSearch, bilevel
+    from diffshard.budgets.base import Budget, Phase
+    from diffshard.budgets.budget import budget
     from diffshard.calibration import calibrate
     from diffshard.comparison.compare import compare
     from diffshard.elastic.checkpoint_files import CheckpointError
@@ -56,6 +58,8 @@ _NAMES_OF = {
     "diffshard.bilevel_search.proving": ("CandidatesData",),
     "diffshard.bilevel_search.search": ("BilevelSearch", "bilevel"),
     "diffshard.calibration": ("calibrate",),
+    "diffshard.budgets.base": ("Budget", "Phase"),
+    "diffshard.budgets.budget": ("budget",),
     "diffshard.comparison.compare": ("compare",),
     "diffshard.elastic.checkpoint_files": ("CheckpointError",),
     "diffshard.elastic.resume": ("resume",),
@@ -90,6 +94,7 @@ __all__ = [
     "PRESET_NAMES",
     "BilevelPlan",
     "BilevelSearch",
+    "Budget",
     "CandidatesData",
     "CheckpointError",
     "CommunicationSpace",
@@ -104,6 +109,7 @@ __all__ = [
     "Line",
     "Link",
     "Pareto",
+    "Phase",
     "Placement",
     "Plan",
     "PlanError",
@@ -119,6 +125,7 @@ __all__ = [
     "ZenoResult",
     "alternatives",
     "bilevel",
+    "budget",
     "calibrate",
     "compare",
     "curvature",

@@ -48,12 +48,12 @@ def waiting_transfers(prediction: StepPrediction) -> tuple[Transfer, ...]:
 
 def step_s(prediction: StepPrediction) -> float:
     """Returns the seconds of a step, the links' limit included."""
-    return max(_both_s(prediction))
+    return max(both_sums_s(prediction))
 
 
 def is_bound_by_links(prediction: StepPrediction) -> bool:
     """Tells whether a step waits for its links longer than the prediction says."""
-    priced_s, links_s = _both_s(prediction)
+    priced_s, links_s = both_sums_s(prediction)
     return links_s > priced_s
 
 
@@ -73,17 +73,17 @@ def fastest_step(space: ShardingSpace, solve: Callable[[Problem], Solution]) -> 
     prediction = space.predict(best.choice)
     if not is_bound_by_links(prediction):
         return best
-    lines, bound, history, weight = [_both_s(prediction)], best.lower_bound, list(best.history), 1.0
+    lines, bound, history, weight = [both_sums_s(prediction)], best.lower_bound, list(best.history), 1.0
     while len(lines) < _MOST_WEIGHTS:
         weight, most_s = _next_weight(lines, weight)
         if most_s - bound < _LEAST_GAIN * most_s:
             break
         try:
-            other = solve(space.priced(weight, weight * space.hardware.exposed_share + 1 - weight))
+            other = solve(weighted_problem(space, weight))
         except InfeasibleError:  # the first choice fits because the solver found it; this search found none
             break
         other_prediction = space.predict(other.choice)
-        lines.append(_both_s(other_prediction))
+        lines.append(both_sums_s(other_prediction))
         bound, history = max(bound, other.lower_bound), [*history, *other.history]
         if step_s(other_prediction) < step_s(prediction):
             best, prediction = other, other_prediction
@@ -91,6 +91,13 @@ def fastest_step(space: ShardingSpace, solve: Callable[[Problem], Solution]) -> 
         return best
     cost = step_s(prediction) + float(prediction.preference_s.sum())
     return best._replace(cost=cost, lower_bound=bound, history=tuple(history), status="finished")
+
+
+def weighted_problem(space: ShardingSpace, weight: float) -> Problem:
+    """Returns the problem of the weighted mean of both sums; the weight is that of the seconds as priced."""
+    if weight == 1:
+        return space.problem
+    return space.priced(weight, weight * space.hardware.exposed_share + 1 - weight)
 
 
 def _next_weight(lines: Sequence[tuple[float, float]], weight: float) -> tuple[float, float]:
@@ -112,7 +119,7 @@ def _line_s(line: tuple[float, float], weight: float) -> float:
     return weight * line[0] + (1 - weight) * line[1]
 
 
-def _both_s(prediction: StepPrediction) -> tuple[float, float]:
+def both_sums_s(prediction: StepPrediction) -> tuple[float, float]:
     """Returns the two sums of which a step takes the larger: as priced, and with links that are always busy."""
     has_time = _has_time(prediction)
     waits = [not timely for timely in has_time]

@@ -47,12 +47,12 @@ def find_plan(request: PlanRequest) -> Plan:
     choice = None if start is None else start.choice
 
     def solve_within_limits(problem: Problem) -> Solution:
-        return _solve(request.options, problem, request.space.alike, choice, request.progress)
+        return solve_problem_of(request.options, problem, request.space.alike, choice, request.progress)
 
     return make_plan(request, fastest_step(request.space, solve_within_limits))
 
 
-def _solve(
+def solve_problem_of(
     options: Options, problem: Problem, alike: np.ndarray, start: np.ndarray | None, progress: Progress | None
 ) -> Solution:
     """Solves a problem of a function's space, equal layers alike where that costs next to nothing.

@@ -1,0 +1,1 @@
+"""Plans for a job whose devices change over time, chosen together with the moves of its state between them."""

@@ -1,0 +1,138 @@
+"""`budget` plans a function for several phases with different devices, together with the moves of its state."""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from cost.base import Link
+from diffshard.base import Solution, Solver
+from diffshard.budgets.base import Budget, Phase
+from diffshard.budgets.combining import best_combination, priced_weights
+from diffshard.budgets.job import Job, Outcome, job_of
+from diffshard.budgets.joint import choices_of, joint_alike, joint_problem
+from diffshard.sharding_search.options import DEFAULT_SOLVER, Options, hardware_for, positions
+from diffshard.solving.solve import solve
+
+_MOST_ROUNDS = 5
+"""Solutions of the joint problem with other weights, which depend on the solutions before: for phases whose links take
+longer than their arithmetic, and for durations. Later ones seldom lead to a better outcome."""
+_LEAST_GAIN = 1e-4  # of the bound; a further problem that promises less is not solved
+
+
+def budget(
+    fn: Callable[..., Any],
+    phases: Sequence[Phase],
+    *args: Any,
+    move_link: Link | None = None,
+    in_shardings: Any = None,
+    solver: str | Solver | None = None,
+    time_limit_s: float | None = None,
+    key: jax.Array | int | None = None,
+    donate_argnums: int | Sequence[int] | None = (),
+    static_argnums: int | Sequence[int] | None = (),
+) -> Budget:
+    """Plans a function for devices that change by a known schedule; plans and moves of state are chosen together.
+
+    >>> phases = [Phase(mesh=mesh, num_steps=500), Phase(mesh=smaller_mesh, num_steps=20)]
+    >>> print(diffshard.budget(train_step, phases, state, batch))
+
+    The arguments that the function updates, such as a training state, go from phase to phase; the others are loaded
+    anew. In total, steps and moves are never predicted to take longer than with a plan for each phase alone.
+
+    Args:
+      fn: as in `search`.
+      phases: in order, two or more: all with `num_steps`, so that the fewest seconds are looked for, or all with
+        `duration_s`, so that the most steps are.
+      *args: as for the function itself, in all phases: arrays or `jax.ShapeDtypeStruct`.
+      move_link: the link over which state moves; None takes the slowest link of the two phases' hardware.
+      in_shardings: as in `search`, in all phases.
+      solver: as in `search`.
+      time_limit_s: seconds for the solver for each different phase, and for all of them together.
+      key: as in `search`.
+      donate_argnums: as in `search`.
+      static_argnums: as in `search`.
+
+    Raises:
+      InfeasibleError: no plan fits the memory limit of a phase; names the phase.
+      TypeError, ValueError: an argument breaks a rule; the error names it and its value.
+    """
+    start_s = time.perf_counter()
+    _check(phases, move_link)
+    all_options = []
+    for phase in phases:
+        hardware, limit = hardware_for(phase.hardware, phase.mesh), phase.memory_limit_bytes
+        options = Options(
+            fn=fn,
+            mesh=phase.mesh,
+            hardware=hardware,
+            memory_limit_bytes=hardware.memory_bytes if limit is None else limit,
+            in_shardings=in_shardings,
+            solver=DEFAULT_SOLVER if solver is None else solver,
+            time_limit_s=time_limit_s,
+            key=key,
+            donate_argnums=positions(donate_argnums),
+            static_argnums=positions(static_argnums),
+            progress="none",
+        )
+        all_options.append(options)
+    job = job_of(phases, all_options, args, move_link)
+    candidates = [[job.candidate(i, solution.choice)] for i, solution in enumerate(job.solutions)]
+    alone = best = job.outcome([own[0] for own in candidates])
+    bound, status, outcomes, weights = job.bound, "finished", [alone], [1.0] * len(phases)
+    for _ in range(_MOST_ROUNDS):
+        solution = _solve_together(job, best, weights)
+        status = solution.status
+        if not job.has_durations:
+            bound = max(bound, solution.lower_bound - job.most_preference_s)
+        if not solution.feasible:
+            break
+        choices = choices_of(job.spaces, solution.choice)
+        outcomes.append(job.outcome([job.candidate(i, choice) for i, choice in enumerate(choices)]))
+        for own, candidate in zip(candidates, outcomes[-1].candidates, strict=True):
+            own.append(candidate)
+        before, best = best, best_combination(job, candidates)
+        if not job.has_durations and job.total(best) - bound < _LEAST_GAIN * bound:
+            break
+        new_weights = priced_weights(job, best, outcomes)
+        if new_weights == weights and (not job.has_durations or best == before):
+            break
+        weights = new_weights
+    return Budget(
+        fn=fn,
+        phases=tuple(phases),
+        chosen=job.plans(best),
+        alone=job.plans(alone),
+        bound=bound,
+        status=status,
+        search_s=time.perf_counter() - start_s,
+    )
+
+
+def _solve_together(job: Job, about: Outcome, weights: Sequence[float]) -> Solution:
+    """Solves the joint problem, for durations about an outcome, with weights of the seconds as priced."""
+    options = job.requests[0].options
+    return solve(
+        joint_problem(job.weighted(about, weights), job.is_state),
+        solver=options.solver,
+        time_limit_s=options.time_limit_s,
+        key=options.key,
+        alike=joint_alike(job.spaces),
+        start=[strategy for candidate in about.candidates for strategy in candidate.choice],
+    )
+
+
+def _check(phases: Sequence[Phase], move_link: Link | None) -> None:
+    if isinstance(phases, Phase) or len(phases) < 2:
+        raise ValueError("`phases` must be two or more; for a single one use `diffshard.search`.")
+    for i, phase in enumerate(phases):
+        if not isinstance(phase, Phase):
+            raise TypeError(f"`phases[{i}]` must be a Phase, not {type(phase).__name__}.")
+        if (phase.duration_s is None) != (phases[0].duration_s is None):
+            raise ValueError(
+                f"`phases` must all have `num_steps` or all `duration_s`; phases 0 and {i} differ. Steps times the "
+                "seconds of a step are a duration."
+            )
+    if move_link is not None and not isinstance(move_link, Link):
+        raise TypeError(f"`move_link` must be a Link or None, not {type(move_link).__name__}.")

@@ -1,0 +1,250 @@
+"""A function in several phases: what each costs alone, what moves cost, and what choices for all of them amount to."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from cost.base import Link
+from diffshard.base import InfeasibleError, Solution
+from diffshard.budgets.base import Move, Phase, PhasePlans
+from diffshard.budgets.joint import MoveSeconds, WeightedPhase
+from diffshard.budgets.moves import Devices, move_s, moved_bytes
+from diffshard.sharding_search.options import Options
+from diffshard.sharding_search.overlap import both_sums_s, fastest_step
+from diffshard.sharding_search.planning import make_plan, solve_problem_of
+from diffshard.sharding_search.request import PlanRequest
+from diffshard.sharding_search.tracing import space_of, trace_function
+from search_spaces.base import Choice
+from search_spaces.partition_specs import IndexedSpec
+from search_spaces.sharding.graph import Value
+from search_spaces.sharding.space import ShardingSpace
+
+_NOTE = "Chosen together with the plans of other phases and the moves between them, see `diffshard.budget`."
+
+
+class Candidate(NamedTuple):
+    """A choice for one phase.
+
+    Attributes:
+      choice: of the phase's space.
+      sums_s: the two sums of seconds of which a step takes the larger.
+      specs: of each flat argument.
+    """
+
+    choice: Choice
+    sums_s: tuple[float, float]
+    specs: tuple[IndexedSpec, ...]
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of a step."""
+        return max(self.sums_s)
+
+
+class Outcome(NamedTuple):
+    """What choices for all phases amount to.
+
+    Attributes:
+      candidates: one for each phase.
+      moves: from each phase into the next.
+      num_steps: in each phase.
+    """
+
+    candidates: tuple[Candidate, ...]
+    moves: tuple[Move, ...]
+    num_steps: tuple[float, ...]
+
+
+class Job(NamedTuple):
+    """A function with its phases. Those that are equal share their request and solution.
+
+    Attributes:
+      phases: as they were given.
+      requests: what each phase's plan is about.
+      solutions: of each phase alone.
+      devices: of each phase.
+      links: for each move, the links of which the slowest counts.
+    """
+
+    phases: tuple[Phase, ...]
+    requests: tuple[PlanRequest, ...]
+    solutions: tuple[Solution, ...]
+    devices: tuple[Devices, ...]
+    links: tuple[tuple[Link, ...], ...]
+
+    @property
+    def has_durations(self) -> bool:
+        """Whether phases last for a time, so that the number of steps counts."""
+        return self.phases[0].duration_s is not None
+
+    @property
+    def spaces(self) -> list[ShardingSpace]:
+        """The space of each phase."""
+        return [request.space for request in self.requests]
+
+    @property
+    def is_state(self) -> list[bool]:
+        """Tells for each flat argument whether it goes from phase to phase."""
+        return self.requests[0].traced_function.is_state
+
+    @property
+    def _state_bytes(self) -> int:
+        arrays = zip(self.spaces[0].graph.inputs, self.is_state, strict=True)
+        return sum(vertex.results[0].num_bytes for vertex, is_state in arrays if is_state)
+
+    @property
+    def most_preference_s(self) -> float:
+        """The most that preferences add to the cost of the joint problem, for numbers of steps."""
+        return sum(
+            phase.num_steps * space.most_preference_s
+            for phase, space in zip(self.phases, self.spaces, strict=True)
+            if phase.num_steps
+        )
+
+    @property
+    def bound(self) -> float:
+        """A bound from each phase alone: the least seconds, or the most steps, if moves took no time."""
+        least_s = [
+            max(solution.lower_bound - space.most_preference_s, 0.0)
+            for solution, space in zip(self.solutions, self.spaces, strict=True)
+        ]
+        if self.has_durations:
+            return sum(
+                phase.duration_s / s if s else float("inf")
+                for phase, s in zip(self.phases, least_s, strict=True)
+                if phase.duration_s
+            )
+        return sum(phase.num_steps * s for phase, s in zip(self.phases, least_s, strict=True) if phase.num_steps)
+
+    def weighted(self, about: Outcome, priced_weights: Sequence[float]) -> list[WeightedPhase]:
+        """Returns the phases with what their steps and moves count, for durations about an outcome.
+
+        Where steps are counted, a phase of duration D with a move of m seconds and steps of s seconds has (D - m) / s
+        of them, and loses 1 / s for each second of the move, and (D - m) / s² for each second of a step.
+        """
+        seconds = [candidate.step_s if self.has_durations else 1.0 for candidate in about.candidates]
+        parts = zip(self.spaces, about.num_steps, seconds, priced_weights, strict=True)
+        return [WeightedPhase(space, n / s, w, 1 / s, self.move_s(i)) for i, (space, n, s, w) in enumerate(parts)]
+
+    def move_s(self, phase: int) -> MoveSeconds:
+        """Returns the seconds of one array's move into a phase, as a function."""
+        return lambda value, before, after: self._array_move(phase, value, before, after)[0]
+
+    def candidate(self, phase: int, choice: Sequence[int]) -> Candidate:
+        """Returns a choice for a phase with its price."""
+        space = self.spaces[phase]
+        return Candidate(tuple(choice), both_sums_s(space.predict(choice)), space.layout(choice).input_specs)
+
+    def outcome(self, candidates: Sequence[Candidate]) -> Outcome:
+        """Returns what choices for all phases amount to."""
+        moves = [self.move(i, candidates[i - 1], candidates[i]) for i in range(1, len(candidates))]
+        seconds = (0.0, *(move.seconds for move in moves))
+        num_steps = [self.num_steps(i, *pair) for i, pair in enumerate(zip(candidates, seconds, strict=True))]
+        return Outcome(tuple(candidates), tuple(moves), tuple(num_steps))
+
+    def num_steps(self, phase: int, candidate: Candidate, move_s: float) -> float:
+        """Returns the steps of a phase after a move into it; 0 where the move takes longer than the phase."""
+        steps, duration_s = self.phases[phase].num_steps, self.phases[phase].duration_s
+        return float(steps) if steps is not None else max((duration_s or 0.0) - move_s, 0.0) / candidate.step_s
+
+    def cost(self, phase: int, candidate: Candidate, move_s: float) -> float:
+        """Returns what a phase and the move into it add to the total: seconds, or steps, which count as negative."""
+        num_steps = self.num_steps(phase, candidate, move_s)
+        return -num_steps if self.has_durations else num_steps * candidate.step_s + move_s
+
+    def total(self, outcome: Outcome) -> float:
+        """Returns the seconds of all steps and moves, or the number of steps, which counts as negative."""
+        moves_s = (0.0, *(move.seconds for move in outcome.moves))
+        return sum(self.cost(i, *pair) for i, pair in enumerate(zip(outcome.candidates, moves_s, strict=True)))
+
+    def move(self, phase: int, before: Candidate, after: Candidate) -> Move:
+        """Returns the move of the state into a phase."""
+        arrays = zip(self.spaces[phase].graph.inputs, before.specs, after.specs, self.is_state, strict=True)
+        moves = [self._array_move(phase, vertex.results[0], b, a) for vertex, b, a, is_state in arrays if is_state]
+        return Move(sum(s for s, _ in moves), sum(n for _, n in moves), sum(n > 0 for _, n in moves))
+
+    def plans(self, outcome: Outcome) -> PhasePlans:
+        """Writes an outcome down as plans."""
+        plans, keys = {}, []
+        for request, solution, candidate in zip(self.requests, self.solutions, outcome.candidates, strict=True):
+            choice = candidate.choice
+            key = id(request), choice
+            keys.append(key)
+            if key not in plans and tuple(solution.choice) == choice:
+                plans[key] = make_plan(request, solution)
+            elif key not in plans:
+                plan = make_plan(request, solution._replace(choice=choice, status="finished"))
+                plans[key] = replace(plan, notes=(*plan.notes, _NOTE))
+        return PhasePlans(tuple(plans[key] for key in keys), outcome.moves, outcome.num_steps)
+
+    def _array_move(self, phase: int, value: Value, before: IndexedSpec, after: IndexedSpec) -> tuple[float, float]:
+        """Returns the seconds of one array's move, and the bytes that are sent."""
+        pairs = (self.devices[phase - 1], before), (self.devices[phase], after)
+        moved = moved_bytes(value.shape, value.num_bytes, *pairs)
+        share = value.num_bytes / max(self._state_bytes, 1)
+        return move_s(moved, self.links[phase - 1], share), float(moved.sent.sum())
+
+
+def job_of(phases: Sequence[Phase], all_options: Sequence[Options], args: Sequence[Any], move_link: Link | None) -> Job:
+    """Traces and solves each different phase alone.
+
+    Raises:
+      InfeasibleError: no plan fits the memory limit of a phase.
+      ValueError: no link is known over which state could move; or as in `search`.
+    """
+    links = tuple(
+        _links_between(i + 1, (phases[i], all_options[i]), (phases[i + 1], all_options[i + 1]), move_link)
+        for i in range(len(phases) - 1)
+    )
+    known: dict[Any, tuple[PlanRequest, Solution]] = {}
+    pairs = []
+    for i, options in enumerate(all_options):
+        key = next((k for k, other in enumerate(all_options[:i]) if _is_same(options, other)), i)
+        if key not in known:
+            known[key] = _solve_alone(i, options, args)
+        pairs.append(known[key])
+    devices = tuple(
+        Devices(phase.devices, options.axis_sizes) for phase, options in zip(phases, all_options, strict=True)
+    )
+    return Job(tuple(phases), tuple(r for r, _ in pairs), tuple(s for _, s in pairs), devices, links)
+
+
+def _is_same(one: Options, other: Options) -> bool:
+    """Tells whether two phases are planned alike: they differ in their mesh, hardware and limit only."""
+    return (one.mesh, one.hardware, one.memory_limit_bytes) == (other.mesh, other.hardware, other.memory_limit_bytes)
+
+
+def _solve_alone(phase: int, options: Options, args: Sequence[Any]) -> tuple[PlanRequest, Solution]:
+    start_s = time.perf_counter()
+    traced_function = trace_function(options, args)
+    space = space_of(options, traced_function)
+    try:
+        solution = fastest_step(space, lambda problem: solve_problem_of(options, problem, space.alike, None, None))
+    except InfeasibleError as error:
+        raise InfeasibleError(f"Phase {phase}: {error}") from None
+    return PlanRequest(options, traced_function, space, start_s), solution
+
+
+def _links_between(
+    phase: int, before: tuple[Phase, Options], after: tuple[Phase, Options], move_link: Link | None
+) -> tuple[Link, ...]:
+    """Returns the links over which state may move into a phase.
+
+    Raises:
+      ValueError: both phases have a single device, not the same one, so that no link is known.
+    """
+    if move_link is not None:
+        return (move_link,)
+    links = [
+        options.hardware.link(name)
+        for _, options in (before, after)
+        for name, size in zip(options.axis_names, options.axis_sizes, strict=True)
+        if size > 1
+    ]
+    if not links and before[0].devices != after[0].devices:
+        raise ValueError(
+            f"`move_link` must be given: phases {phase - 1} and {phase} have one device each, of the numbers "
+            f"{before[0].devices[0]} and {after[0].devices[0]}, and no mesh axis says how they are linked."
+        )
+    return tuple(dict.fromkeys(links))
