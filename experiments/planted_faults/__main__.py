@@ -34,7 +34,7 @@ NOTICED, NOT_NOTICED, TIMED_OUT = "noticed", "NOT NOTICED", "TIMED OUT"
 NOT_APPLICABLE, BROKEN_TEST = "DOES NOT APPLY", "FAILS ANYWAY"
 _LEFT_OUT = ("__pycache__", "site", "out", "build", "dist", "*.egg-info")
 _HIDDEN = ".*"
-_FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+)", re.MULTILINE)
+_FAILED = re.compile(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", re.MULTILINE)
 _PASSED, _FAILED_CODES, _NO_TESTS = 0, (1, 2), 5  # exit codes of pytest: 2 where a file of tests cannot be imported
 _CACHE = "JAX_COMPILATION_CACHE_DIR"
 

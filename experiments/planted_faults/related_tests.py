@@ -31,12 +31,15 @@ def related_tests(path: str, root: Path, *, nearest_only: bool = False) -> list[
     code = Path(path)
     module = ".".join(code.with_suffix("").parts).removesuffix(".__main__")
     tests = sorted((root / "tests").rglob("test_*.py"))
-    named = [test for test in tests if test.stem == f"test_{code.stem}" and _mirrored(root, code) in test.parents]
-    importing = [test for test in tests if module in _imported_modules(test.read_text(encoding="utf-8"))]
-    importing.sort(key=lambda test: (_ONLY_BY_IMPORT in test.parts, _mirrored(root, code) not in test.parents))
+    mirrored = _mirrored(root, code)
+    named = [test for test in tests if test.stem == f"test_{code.stem}" and mirrored in test.parents]
+    texts = {test: test.read_text(encoding="utf-8") for test in tests}
+    importing = [test for test in tests if module in _imported_modules(texts[test])]
+    # Of tests as near the shortest go first: a fault is noticed soonest there.
+    importing.sort(key=lambda test: (_ONLY_BY_IMPORT in test.parts, mirrored not in test.parents, len(texts[test])))
     neighbours = []
     if code.parts[0] != _ONLY_BY_IMPORT:
-        neighbours = sorted(_mirrored(root, code).glob("test_*.py"))
+        neighbours = sorted(mirrored.glob("test_*.py"))
     through = [root / test for folder, test in _THROUGH_FOLDERS.items() if path.startswith(f"{folder}/")]
     through = [test for test in through if test.exists()]
     if nearest_only and named:

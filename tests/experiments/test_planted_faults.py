@@ -29,10 +29,12 @@ def unused():
 """
 TESTS = """
 import time
+import pytest
 from cost.thing import half
 
-def test_half():
-    half_of_4 = half(4)
+@pytest.mark.parametrize("number", [4], ids=["of a number"])
+def test_half(number):
+    half_of_4 = half(number)
     time.sleep(max(half_of_4 - 100, 0))
     assert half_of_4 == 2
 """
@@ -72,14 +74,14 @@ def repository(tmp_path):
 def test_what_becomes_of_a_fault(repository, text, replacement, verdict):
     limit_s = 3.0 if verdict == TIMED_OUT else 60.0
     outcome = outcome_of(Fault("cost/thing.py", text, replacement), repository, limit_s)
-    by = "tests/cost/test_thing.py::test_half" if verdict == NOTICED else ""
+    by = "tests/cost/test_thing.py::test_half[of a number]" if verdict == NOTICED else ""
     assert (outcome.verdict, outcome.by) == (verdict, by)
     assert (repository / "cost/thing.py").read_text() == CODE
 
 
 def test_a_test_that_fails_without_the_fault_has_noticed_nothing(repository):
     (repository / "tests/cost/test_thing.py").write_text(f"{TESTS}\ndef test_time():\n    assert False\n")
-    tests = [f"tests/cost/test_thing.py::{name}" for name in ("test_half", "test_time")]
+    tests = [f"tests/cost/test_thing.py::{name}" for name in ("test_half[of a number]", "test_time")]
     outcomes = [Outcome(NOTICED, tests[0], 1.0), Outcome(NOTICED, tests[1], 2.0), Outcome(NOT_NOTICED, "", 3.0)]
     found = without_broken_tests(outcomes, repository, 60.0)
     assert found == [outcomes[0], Outcome(BROKEN_TEST, tests[1], 2.0), outcomes[2]]

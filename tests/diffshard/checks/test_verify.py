@@ -62,3 +62,15 @@ def test_a_permutation_that_moves_nothing_is_no_row(mesh):
     found = verify(jax.jit(function).lower(jax.ShapeDtypeStruct((16, 32), jnp.float32)), mesh.shape, [], 0.0)
     assert not found.collectives
     assert not found.sent
+
+
+def test_a_collective_in_a_loop_counts_as_often_as_it_runs(mesh):
+    def local(x):
+        return jax.lax.scan(lambda c, _: (jnp.tanh(jax.lax.psum(c, "model")), None), x, length=3)[0]
+
+    function = jax.shard_map(local, mesh=mesh, in_specs=P("data"), out_specs=P("data"), check_vma=False)
+    predicted = [PredictedCollective("all_reduce", "model", 8 * 32 * 4.0, 3.0, 1e-3, 0)]
+    found = verify(jax.jit(function).lower(jax.ShapeDtypeStruct((16, 32), jnp.float32)), mesh.shape, predicted, 0.0)
+    assert found.num_collectives == 3
+    (row,) = found.collectives
+    assert (row.predicted, row.shardy, row.compiled) == (3072.0, 3072.0, 3072.0)

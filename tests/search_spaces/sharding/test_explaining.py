@@ -13,6 +13,7 @@ from cost.evaluation import change_costs, evaluate
 from cost.lines import Line
 from cost.memory import least_memory
 from search_spaces.sharding.explaining import next_bests
+from search_spaces.sharding.opaque.cudnn import FORWARD, planned_without_cudnn
 from search_spaces.sharding.spec import shards
 from tests.search_spaces.sharding.small_spaces import (
     EXAMPLES,
@@ -221,3 +222,27 @@ def test_a_carry_that_is_gathered_for_its_loop_is_gathered_in_every_trip():
     once_s = space.reshard_costs.step_s(step, 128, space.node_costs.shares.latency(value))
     assert gathers[0].seconds == pytest.approx(3 * once_s)
     assert space.problem.node_cost[carry][choice[carry]] == pytest.approx(3 * once_s)
+
+
+def test_what_an_opaque_operation_sends_counts_in_every_trip_of_a_loop():
+    """Attention whose keys go around four devices, once and in three trips."""
+
+    def attention(q, k, v):
+        return jax.nn.dot_product_attention(q, k, v, implementation="cudnn")
+
+    def layers(q, k, v):
+        return jax.lax.scan(lambda q, _: (attention(q, k, v), None), q, length=3)[0]
+
+    args, found = [array(2, 32, heads, 8, dtype=jnp.float16) for heads in (4, 2, 2)], []
+    for fn in (attention, layers):
+        with planned_without_cudnn():
+            space = space_of(fn, *args, sizes=(4,))
+        choice, by_sequence = [0] * len(space.nodes), ((), (0,), (), ())
+        (vertex,) = (v for v in space.graph.operations() if v.primitive == FORWARD)
+        splits = [s.operands[:2] for s in space.nodes[vertex.index].strategies]
+        choice[vertex.index] = splits.index((by_sequence, by_sequence))
+        found.append([t for t in space.predict(choice).transfers if t.kind == "collective_permute"])
+    once, often = found
+    assert [t.count for t in once] == [3.0] * len(once)  # three rounds after the device's own
+    assert [(t.count, t.num_bytes) for t in often] == [(3 * t.count, t.num_bytes) for t in once]
+    assert sum(t.link_s for t in often) == pytest.approx(3 * sum(t.link_s for t in once))
