@@ -50,3 +50,12 @@ def test_what_is_rematerialised_reads_through_a_barrier(executor):
     for barrier in barriers:
         reads = [product for product in products if set(barrier.outvars) & set(product.invars)]
         assert reads, "no product reads what has passed the barrier"
+
+
+@pytest.mark.parametrize("executor", ["constraints", "program"])
+def test_a_forward_pass_alone_has_no_barrier(executor):
+    space = space_of(lambda w, x: jax.checkpoint(lambda x: jnp.tanh(x @ w))(x).sum(), array(8, 8), array(8, 8))
+    equations = equations_of(both_executors(space, [0] * len(space.nodes))[executor], space)
+    names = [equation.primitive.name for equation in equations]
+    assert "dot_general" in names
+    assert "optimization_barrier" not in names
