@@ -56,22 +56,6 @@ def test_of_collectives_that_run_beside_arithmetic_only_the_exposed_part_costs(n
     assert exposed_shares == {0.25, 1.0}
 
 
-def test_storing_less_is_preferred_and_of_equal_sizes_a_split_of_the_first_dimension():
-    """By a thousandth of the time to read what is stored, over the number of devices: 64 bytes at 1e12 bytes/s."""
-    space = space_of(lambda x: jnp.sin(x), array(4, 4), sizes=(2,))
-    (vertex,) = space.graph.inputs
-    strategies = space.nodes[vertex.index].strategies
-    seconds = dict(
-        zip([s.unreduced[0] for s in strategies], space.node_costs.preference_s(vertex, strategies), strict=True)
-    )
-    read_s = 64 / 1e12 / 1000
-    assert seconds == {
-        ((), ()): pytest.approx(read_s / 2),
-        ((0,), ()): pytest.approx(read_s / 4),
-        ((), (0,)): pytest.approx(1.1 * read_s / 4),
-    }
-
-
 def test_whole_arrays_everywhere_move_nothing(example):
     choice = [0] * len(example.nodes)
     assert example.predict(choice).transfers == ()

@@ -1,0 +1,46 @@
+"""Plans whose fields do not fit each other are refused: the field, the rule, the value."""
+
+import dataclasses
+
+import pytest
+
+from diffshard.plans.base import MemoryProfile
+from diffshard.plans.consistency import check_plan
+from tests.diffshard.plans.small_plan import MEMORY, small_plan
+
+TWICE = (("data",), ("data",))
+
+
+def with_spec(spec):
+    first, *others = small_plan().arguments
+    return small_plan(arguments=(dataclasses.replace(first, spec=spec), *others))
+
+
+def test_a_plan_that_fits_is_taken():
+    check_plan(small_plan())
+    check_plan(small_plan(memory=MEMORY))
+    check_plan(with_spec((("data",), ("model",))))
+    check_plan(with_spec((("data", "model"), ())))
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        (TWICE, r"`arguments\[0\].spec` splits two dimensions over one axis"),
+        ((("data", "data"), ()), "splits two dimensions over one axis"),
+        (((), ("rows",)), "names 'rows', which is no axis of `mesh_axes`"),
+        (((),), "has 1 dimensions, where the array has 2"),
+    ],
+)
+def test_specs_that_cannot_be_are_refused(spec, message):
+    with pytest.raises(ValueError, match=message):
+        check_plan(with_spec(spec))
+
+
+@pytest.mark.parametrize("indices", [[0, 1], [-1, 2, 1], [-1, 1, 1], [-1, 8]])
+def test_a_profile_of_memory_ascends_from_before_the_first_operation_to_the_last(indices):
+    assert len(small_plan().operations) == 8
+    profile = MemoryProfile(tuple((index, 1024.0) for index in indices), ())
+    with pytest.raises(ValueError, match="`memory.changes` must ascend from -1 to at most 7, not be"):
+        check_plan(small_plan(memory=profile))
+    check_plan(small_plan(memory=MemoryProfile(((-1, 512.0), (2, 1024.0), (7, 0.0)), ())))
