@@ -41,6 +41,6 @@ def test_specs_that_cannot_be_are_refused(spec, message):
 def test_a_profile_of_memory_ascends_from_before_the_first_operation_to_the_last(indices):
     assert len(small_plan().operations) == 8
     profile = MemoryProfile(tuple((index, 1024.0) for index in indices), ())
-    with pytest.raises(ValueError, match="`memory.changes` must ascend from -1 to at most 7, not be"):
+    with pytest.raises(ValueError, match=r"`memory\.changes` must ascend from -1 to at most 7, not be"):
         check_plan(small_plan(memory=profile))
     check_plan(small_plan(memory=MemoryProfile(((-1, 512.0), (2, 1024.0), (7, 0.0)), ())))
