@@ -12,14 +12,13 @@ def test_storing_less_is_preferred_and_of_equal_sizes_a_split_of_the_first_dimen
     space = space_of(lambda x: jnp.sin(x), array(4, 4), sizes=(2,))
     (vertex,) = space.graph.inputs
     strategies = space.nodes[vertex.index].strategies
-    seconds = dict(
-        zip([s.unreduced[0] for s in strategies], space.node_costs.preference_s(vertex, strategies), strict=True)
-    )
+    seconds = space.node_costs.preference_s(vertex, strategies)
     read_s = 64 / 1e12 / 1000
-    assert seconds == {
-        ((), ()): pytest.approx(read_s / 2),
-        ((0,), ()): pytest.approx(read_s / 4),
-        ((), (0,)): pytest.approx(1.1 * read_s / 4),
+    shares = {s.unreduced[0]: seconds / read_s for s, seconds in zip(strategies, seconds, strict=True)}
+    assert shares == {
+        ((), ()): pytest.approx(1 / 2),
+        ((0,), ()): pytest.approx(1 / 4),
+        ((), (0,)): pytest.approx(1.1 / 4),
     }
 
 
