@@ -31,6 +31,6 @@ def test_known_entries_of_a_selection_are_apart_from_traced_ones():
     assert [d is None for d in dynamic] == [True, False, True, False]
     for entry, given in zip(combine(static, dynamic), selection, strict=True):
         np.testing.assert_array_equal(entry, given)
-    assert choice_as_indices(SPACE.groups, np.array([1, 0, 3, 2])) == (1, 0, 3, 2)
+    assert choice_as_indices(SPACE.groups, [np.int64(1), 0, 3, 2]) == (1, 0, 3, 2)
     with pytest.raises(ValueError, match="must be a strategy's index, an int"):
         choice_as_indices(SPACE.groups, selection)
