@@ -99,6 +99,19 @@ def test_a_result_may_be_a_module_that_is_an_argument():
     assert results[2] is one
 
 
+def test_static_arguments_stay_static():
+    def step(layer, x, power, name):
+        for _ in range(power):
+            x = layer(x)
+        return x if name == "plain" else -x
+
+    layer, x = nnx.Linear(8, 8, use_bias=False, rngs=nnx.Rngs(0)), jnp.ones((4, 8))
+    run = search(step, static_argnums=3, static_argnames="power")
+    twice = x @ layer.kernel[...] @ layer.kernel[...]
+    np.testing.assert_allclose(run(layer, x, 2, "plain"), twice, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(run(layer, x, power=2, name="other"), -twice, rtol=1e-5, atol=1e-6)
+
+
 def test_shared_variables_stay_shared():
     def step(pair):
         pair["a"].kernel[...] += 1

@@ -74,6 +74,15 @@ def test_emulated_and_encoded_results(collective):
             np.testing.assert_allclose(own, missing[0] if copies == 1 else missing, atol=2e-5)
 
 
+def test_devices_round_by_noise_of_their_own():
+    """Of equal numbers on eight devices the mean is off by less than each, because their errors are independent."""
+    gather, same = CollectiveOp("all_gather", BOTH, (2, 4), (0,), False), NUMBERS[:2]
+    gathered = _on_devices(lambda x, key: run_encoded(gather, same, INT4.stochastic, key)[0], NUMBERS)
+    assert (gathered == gathered[0]).all()  # all devices get the same codes
+    errors = gathered[0] - np.asarray(same)
+    assert np.abs(errors.mean(axis=0)).mean() < 0.5 * np.abs(errors).mean()
+
+
 @pytest.mark.parametrize("collective", COLLECTIVES, ids=IDS)
 def test_transposes_are_adjoint(collective):
     y = _on_devices(lambda x, key: run_exact(collective, x), NUMBERS)
