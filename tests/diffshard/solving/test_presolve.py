@@ -131,6 +131,14 @@ def test_a_determined_node_is_merged():
     np.testing.assert_array_equal(merged.expand(np.array([1])), [1, 1])
 
 
+def test_a_shared_matrix_is_turned_round_where_its_edge_goes_the_other_way():
+    matrix, empty = np.array([[0.0, 5.0], [1.0, 9.0]]), np.zeros((0, 2), int)
+    problem = Problem([np.zeros(2)] * 4, np.array([[0, 1], [3, 2]]), [matrix] * 2, empty[:, 0], [], empty)
+    merged = merge_ties(problem)
+    for choice in np.ndindex(2, 2, 2, 2):
+        assert evaluate(merged.problem, choice).cost == matrix[choice[0], choice[1]] + matrix[choice[3], choice[2]]
+
+
 def test_a_contradiction_names_the_node():
     never = np.full((2, 2), np.inf)
     empty = np.zeros((0, 2), int)
