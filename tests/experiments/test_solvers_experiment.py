@@ -2,6 +2,7 @@
 
 import math
 
+from diffshard.base import Solution
 from experiments import solvers
 from tests.diffshard.solving.random_problems import layered_problem
 
@@ -37,6 +38,31 @@ def test_a_missing_instance_is_left_out(capsys, monkeypatch, tmp_path):
     monkeypatch.setattr(solvers, "INSTANCES", tmp_path)
     assert solvers.main(["--problems", "G"]) == []
     assert "G is left out: there is no" in capsys.readouterr().out
+
+
+def solution(cost, bound, feasible, *history):
+    gap = (cost - bound) / cost
+    return Solution((0,), cost, bound, gap, feasible, 0.0 if feasible else 8.0, history, "finished")
+
+
+def test_the_best_is_the_least_cost_that_is_feasible_and_the_others_are_shown_over_it():
+    first = solution(5.0, 3.0, True, (0.1, math.inf, 1.0), (0.2, 9.0, 3.0), (0.3, 5.04, 3.0), (0.9, 5.0, 3.0))
+    answers = {"a": first, "b": solution(4.0, 2.0, True, (0.5, 4.0, 2.0)), "c": solution(1.0, 1.0, False), "d": None}
+    runs = [solvers.SolverRun("x", name, answer, 2.0) for name, answer in answers.items()]
+    assert solvers.best_cost(runs) == 4.0
+    assert solvers.best_cost(runs[2:]) == math.inf
+    assert solvers.near_s(first) == 0.3  # within 1% of the last
+    assert [solvers.cells(run, 4.0)[1:5] for run in runs] == [
+        ("a", "1.2500", "0.7500", "0.3"),
+        ("b", "1.0000", "0.5000", "0.5"),
+        ("c", "infeasible by 8", "0.2500", ""),
+        ("d", "not taken", "", ""),
+    ]
+    assert [row[2:4] for row in solvers.side_by_side(runs)[:3]] == [
+        ("5", "1.2500"),
+        ("4", "1.0000"),
+        ("infeasible by 8", ""),
+    ]
 
 
 def test_a_problem_that_a_solver_does_not_take_is_said():
