@@ -134,3 +134,37 @@ def test_a_slice_at_a_place_of_the_users_own_is_no_reduce_scatter(mesh):
     assert program is not None
     found = hlo_collectives(program, mesh.shape)
     assert [(c.kind, c.sliced_axes) for c in found] == [("all_reduce", ())]
+
+
+SLICED = """\
+HloModule jit_step, num_partitions=8
+
+%add (x: f32[], y: f32[]) -> f32[] {
+  %x = f32[] parameter(0)
+  ROOT %sum = f32[] add(%x, %x)
+}
+
+ENTRY %main (x: f32[16]) -> f32[SIZE] {
+  %x = f32[16]{0} parameter(0)
+  %reduced = f32[16]{0} all-reduce(%x), replica_groups=[2,4]<=[8], to_apply=%add
+  %device = u32[] partition-id()
+  %other = u32[] constant(4)
+  ROOT %part = f32[SIZE]{0} dynamic-slice(%reduced, %START), dynamic_slice_sizes={SIZE}
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("size", "start", "sliced_bytes"),
+    [
+        (4, "device", 64.0),  # a quarter of 16 numbers for each of four devices
+        (8, "device", 0.0),  # more than a device's own part
+        (2, "device", 0.0),
+        (4, "other", 0.0),  # the same part on all devices
+    ],
+)
+def test_only_a_device_s_own_part_makes_a_reduce_scatter(size, start, sliced_bytes):
+    (found,) = hlo_collectives(SLICED.replace("SIZE", str(size)).replace("START", start), MESH)
+    assert (found.kind, found.num_bytes, found.sliced_bytes) == ("all_reduce", 64.0, sliced_bytes)
+    (record,) = with_reduce_scatters([found], MESH)
+    assert record.kind == ("reduce_scatter" if sliced_bytes else "all_reduce")

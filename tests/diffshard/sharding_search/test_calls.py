@@ -86,6 +86,17 @@ def test_keywords_mean_what_they_mean_to_the_function():
     assert placed.is_deleted()
 
 
+def test_keywords_in_another_order_than_their_names_keep_their_arrays():
+    def fn(x, *, second, first):
+        return x @ first + second
+
+    x, first, second = weights(16, 8), weights(8, 4), weights(16, 4)
+    step = search(fn)
+    plan = step.plan(x, second=second, first=first)
+    assert [(t.path, t.shape) for t in plan.arguments] == [("x", (16, 8)), ("first", (8, 4)), ("second", (16, 4))]
+    assert_equal(step(x, first=first, second=second), fn(x, second=second, first=first))
+
+
 def test_a_static_argument_is_static_however_it_is_given():
     def power_of(x, n, m=1):
         return x ** (n + m)
