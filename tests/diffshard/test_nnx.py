@@ -112,6 +112,20 @@ def test_static_arguments_stay_static():
     np.testing.assert_allclose(run(layer, x, power=2, name="other"), -twice, rtol=1e-5, atol=1e-6)
 
 
+def test_arrays_of_donated_modules_are_given_up():
+    def step(layer, other, x):
+        layer.kernel[...] -= 0.1 * x.T @ layer(x)
+        return other(x)
+
+    layer, other = (nnx.Linear(8, 8, use_bias=False, rngs=nnx.Rngs(seed)) for seed in range(2))
+    run = search(step, donate_argnums=0)
+    run.shard(layer, other, jnp.ones((4, 8)))
+    before = layer.kernel[...], other.kernel[...]
+    run(layer, other, jnp.ones((4, 8)))
+    assert [array.is_deleted() for array in before] == [True, False]
+    assert not layer.kernel[...].is_deleted()
+
+
 def test_shared_variables_stay_shared():
     def step(pair):
         pair["a"].kernel[...] += 1

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 import diffshard
 from diffshard.checks.collective_records import split_by_axis, with_reduce_scatters
 from diffshard.checks.explicit_collectives import explicit_collectives
+from diffshard.checks.memory_plan import memory_plan
 from tests.diffshard.sharding_search.small_searches import SLOW, mesh_2x2
 
 MESH = AbstractMesh((2, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
@@ -74,6 +75,21 @@ def test_donated_arguments_are_deleted_and_others_are_not(executor):
         np.testing.assert_allclose(donating(weights, gradient), 0.9)
         assert weights.is_deleted()
         assert not gradient.is_deleted()
+
+
+@pytest.mark.parametrize("donated", [0, 1, ()])
+def test_results_of_the_compiled_program_lie_over_donated_arguments(donated):
+    step = diffshard.search(lambda w, g: w - 0.1 * g, mesh_2x2(), hardware=SLOW, donate_argnums=donated)
+    plan = step.plan(array(8, 8), array(8, 8))
+    own_bytes = 8 * 8 * 4 / 4  # all are split over four devices
+    compiled = step.lower(array(8, 8), array(8, 8)).compile()
+    memory = memory_plan(compiled)
+    assert memory is not None
+    assert [plan.arguments[i].spec for i in range(2)] == [plan.outputs[0].spec] * 2
+    assert (memory.arguments, memory.outputs) == (2 * own_bytes, own_bytes)
+    assert memory.aliased == (0 if donated == () else own_bytes)
+    aliases = f"{{}}: ({donated}, {{}}, may-alias)"
+    assert (aliases in compiled.as_text()) == (donated != ())
 
 
 def test_the_bound_leaves_out_what_only_storing_costs():
