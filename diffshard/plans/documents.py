@@ -158,6 +158,12 @@ def _hints(kind: Any) -> dict[str, Any]:
     return get_type_hints(kind)
 
 
+@functools.cache
+def _needed(kind: Any) -> tuple[str, ...]:
+    """Returns the fields of a record that have no default."""
+    return tuple(p.name for p in inspect.signature(kind).parameters.values() if p.default is p.empty)
+
+
 def _record(kind: Any, value: Any, converters: Mapping[Any, Any]) -> Any:
     """Reads a dataclass or named tuple; a field that is not there has its default."""
     if not isinstance(value, dict):
@@ -170,8 +176,7 @@ def _record(kind: Any, value: Any, converters: Mapping[Any, Any]) -> Any:
             fields[name] = from_json_values(hints[name], item, converters)
         except TypeError as error:
             raise TypeError(f"`{name}`: {error}") from None
-    parameters = inspect.signature(kind).parameters.values()
-    if missing := [f"`{p.name}`" for p in parameters if p.default is p.empty and p.name not in fields]:
+    if missing := [f"`{name}`" for name in _needed(kind) if name not in fields]:
         raise TypeError(f"{kind.__name__} lacks {', '.join(missing)}")
     return kind(**fields)
 

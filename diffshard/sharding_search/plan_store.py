@@ -108,4 +108,20 @@ def _from_document(document: Any, key: str, path: str, request: PlanRequest) -> 
         raise PlanError(f"`{path}` is not a file of this store.")
     if document.get("version") != _VERSION or document.get("key") != key:
         raise PlanError(f"`{path}` was written for another function, or by another version.")
-    return from_json(document.get("plan"), path, Plan, request.options.mesh)
+    return _with_places(from_json(document.get("plan"), path, Plan, request.options.mesh), request)
+
+
+def _with_places(plan: Plan, request: PlanRequest) -> Plan:
+    """Returns a plan with the lines of today's program: the key does not depend on them.
+
+    Raises:
+      PlanError: the plan has other operations.
+    """
+    vertices = request.traced_function.graph.vertices
+    if len(plan.operations) != len(vertices):
+        raise PlanError(f"The plan has {len(plan.operations)} operations, and the function {len(vertices)}.")
+    operations = (
+        o if (o.source, o.scope) == (v.source, v.scope) else replace(o, source=v.source, scope=v.scope)
+        for o, v in zip(plan.operations, vertices, strict=True)
+    )
+    return replace(plan, operations=tuple(operations))

@@ -3,8 +3,9 @@
 import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
-from typing import Any, Generic, NamedTuple, TypeVar
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import Any, Generic, TypeVar
 
 import jax
 import jax.core
@@ -19,7 +20,7 @@ from diffshard.plans.notebook import planned_function_element
 from diffshard.plans.page import format_page
 from diffshard.processes import processes_of
 from diffshard.sharding_search.call import Call, Structure, array_types, bound_arguments, call_of, split
-from diffshard.sharding_search.executors import flat_function
+from diffshard.sharding_search.executors import FlatFunction, flat_function
 from diffshard.sharding_search.fingerprints import device_facts, facts_of
 from diffshard.sharding_search.options import Options
 from diffshard.sharding_search.request import PlanRequest
@@ -29,24 +30,40 @@ PlanT = TypeVar("PlanT", bound=PlanData)
 MakePlan = Callable[[PlanRequest], PlanT]
 
 
-class _Prepared(NamedTuple, Generic[PlanT]):
+@dataclass
+class _Prepared(Generic[PlanT]):
     """What runs calls of one structure, with arrays of some types.
 
     Attributes:
       plan: the plan.
       call: the arguments.
-      jitted: the function of flat arrays.
-      nested: the same for use under another trace.
+      make_flat: makes the function of flat arrays.
       result: the structure of the result.
       settings: of JAX, for which the function was traced.
+      name: of the function, for traces.
     """
 
     plan: PlanT
     call: Call
-    jitted: Any
-    nested: Any
+    make_flat: Callable[[], FlatFunction]
     result: Structure
     settings: tuple[Any, ...]
+    name: str
+
+    @cached_property
+    def _flat(self) -> FlatFunction:
+        with jax.core.eval_context():  # the first use may be under a trace
+            return self.make_flat()
+
+    @cached_property
+    def jitted(self) -> Any:
+        """The function of flat arrays."""
+        return self._flat.jit(self.name)
+
+    @cached_property
+    def nested(self) -> Any:
+        """The same for use under another trace."""
+        return self._flat.jit(self.name, is_nested=True)
 
     def run(self, arrays: Iterable[Any]) -> Any:
         arrays = tuple(arrays)
@@ -171,10 +188,12 @@ class PlannedFunction(Generic[PlanT]):
             options = replace(options, logical_axis_rules=plan.logical_axis_rules)
             traced_function = trace_call(options, call)
             space = space_of(options, traced_function)
-        flat = flat_function(plan, traced_function, space, options.mesh)
+        make_flat = partial(flat_function, plan, traced_function, space, options.mesh)
+        if not plan.stored_in:  # the space is listed anyway, and a plan that is applied is checked so
+            flat = make_flat()
+            make_flat = lambda: flat  # noqa: E731
         name = getattr(options.fn, "__name__", "function")
-        jitted, nested = flat.jit(name), flat.jit(name, is_nested=True)
-        return _Prepared(plan, call, jitted, nested, traced_function.result, _settings())
+        return _Prepared(plan, call, make_flat, traced_function.result, _settings(), name)
 
     def _traced(self, call: Call) -> TracedFunction:
         """Returns the traced function, which is the same in all processes that own devices of the mesh.

@@ -102,6 +102,23 @@ def test_values_of_constants_do_not_matter_but_their_shapes_do(tmp_path: Path):
     assert not planned(tmp_path, with_constant(np.full((64, 32), 2.0, np.float32))).stored_in
 
 
+def test_a_stored_plan_names_the_lines_of_the_program_as_it_is_now(tmp_path: Path):
+    program = "def step(state, x):\n    return {'w': state['w'] + x.sum()}\n"
+
+    def plan(text: str) -> diffshard.Plan:
+        names: dict[str, Any] = {}
+        exec(compile(text, str(tmp_path / "program.py"), "exec"), names)
+        return planned(tmp_path / "store", names["step"])
+
+    def lines_of(plan: diffshard.Plan) -> set[str]:
+        return {operation.source for operation in plan.operations if "program.py" in operation.source}
+
+    first, second = plan(program), plan(f"# a new line\n{program}")
+    assert second.stored_in
+    assert any(":2" in line for line in lines_of(first))
+    assert lines_of(second) == {line.replace(":2", ":3") for line in lines_of(first)}
+
+
 @pytest.mark.parametrize(
     ("content", "said"),
     [
