@@ -2,13 +2,17 @@
 
 import math
 from collections.abc import Sequence
+from fractions import Fraction
 from typing import NamedTuple
 
 import numpy as np
 
 from cost.base import Evaluation, Problem, is_forbidden, num_devices, num_memory_devices, num_strategies
 from cost.edges import distinct_arrays
-from cost.memory import memory_profile, numbered_times
+from cost.memory import memory_profile, numbered_times, sum_error
+
+_LEAST_EXCESS = float(np.finfo(float).tiny)
+"""What an excess is at least: the difference of large numbers may be rounded to 0."""
 
 
 def evaluate(problem: Problem, choice: Sequence[int] | np.ndarray) -> Evaluation:
@@ -97,6 +101,8 @@ class Evaluator:
         self._usage_start = np.cumsum(lengths) - lengths
         self._usage_node = np.asarray(problem.usage_node, np.int64)
         self._usage = _concatenate([table.ravel() for table in tables])
+        if self._usage.dtype == object:  # large integers beside floats
+            self._usage = np.array([Fraction(amount) for amount in self._usage.tolist()], object)
         self._times, self._interval = numbered_times(problem.usage_interval)
 
     def __call__(self, choice: Sequence[int] | np.ndarray) -> Evaluation:
@@ -106,14 +112,15 @@ class Evaluator:
         u, v = self._edges.T
         nodes = self._node_cost[position]
         edges = self._edge_cost[self._edge_start + choice[u] * self._sizes[v] + choice[v]]
-        cost = (
-            _exact_sum(nodes) + _exact_sum(edges) + max((_exact_sum(load[position]) for load in self._load), default=0)
-        )
+        loads = [load[position] for load in self._load]
+        largest = [max(loads, key=_exact_sum)] if loads else []
+        cost = _exact_sum(_concatenate([nodes, edges, *largest]))  # one sum, so that large parts may cancel
         limit = self._problem.memory_limit
-        peak = self.live_usage(choice)[1].max(axis=0)
-        excess = float(max(np.maximum(peak - np.asarray(limit), 0).max(), 0))
-        parts = (nodes, edges, *(load[position] for load in self._load))
+        peak = self._peak(choice)
+        excess = _largest_excess(peak, limit)
+        parts = (nodes, edges, *loads)
         forbidden = any(is_forbidden(part).any() for part in parts)
+        peak = _plain(peak)
         scalar = peak.size == 1 and np.ndim(limit) == 0
         return Evaluation(cost, peak.tolist()[0] if scalar else peak, excess, bool(not forbidden and excess == 0))
 
@@ -121,8 +128,45 @@ class Evaluator:
         """Returns what the function `live_usage` returns."""
         if not len(self._usage_node):
             return np.zeros(1, np.int64), np.zeros((1, self._devices), np.int64)
-        rows = (self._usage_start + choice[self._usage_node])[:, None] * self._devices + np.arange(self._devices)
-        return self._times, memory_profile(self._interval, self._usage[rows], len(self._times))
+        return self._times, memory_profile(self._interval, self._usage[self._rows(choice)], len(self._times))
+
+    def _peak(self, choice: np.ndarray) -> np.ndarray:
+        """Returns the peak `[D]`; where running sums of floats cannot tell it from the limit, exact ones rounded up."""
+        _, used = self.live_usage(choice)
+        if not np.issubdtype(used.dtype, np.floating):
+            return used.max(axis=0)
+        amounts = self._usage[self._rows(choice)].astype(float)
+        error = sum_error([amounts], len(amounts) * float(amounts.max(axis=1).sum()))
+        if error:
+            near = np.abs(used - np.asarray(self._problem.memory_limit, float)) <= error
+            for t in np.flatnonzero(near.any(axis=1)).tolist():
+                is_live = (self._interval[:, 0] <= t) & (t < self._interval[:, 1])
+                used[t] = [_sum_rounded_up(column) for column in amounts[is_live].T.tolist()]
+        return used.max(axis=0)
+
+    def _rows(self, choice: np.ndarray) -> np.ndarray:
+        """Returns `[K, D]` the positions in `_usage` of what a choice uses."""
+        return (self._usage_start + choice[self._usage_node])[:, None] * self._devices + np.arange(self._devices)
+
+
+def _sum_rounded_up(amounts: list[float]) -> float:
+    nearest = math.fsum(amounts)
+    is_below = sum(map(Fraction, amounts), start=Fraction(0)) > nearest
+    return math.nextafter(nearest, math.inf) if is_below else nearest
+
+
+def _largest_excess(peak: np.ndarray, limit: float | np.ndarray) -> float:
+    """Returns by how much a peak `[D]` is above the limit, 0 only where it is not; integers are compared exactly."""
+    limits = np.broadcast_to(np.asarray(limit), peak.shape).tolist()
+    above = [(used, most) for used, most in zip(peak.tolist(), limits, strict=True) if used > most]
+    return max((max(float(used - most), _LEAST_EXCESS) for used, most in above), default=0.0)
+
+
+def _plain(amounts: np.ndarray) -> np.ndarray:
+    """Returns fractions as integers where they are whole, else as floats; other numbers as they are."""
+    if amounts.dtype != object or not any(isinstance(amount, Fraction) for amount in amounts):
+        return amounts
+    return np.array([int(a) if a == int(a) else float(a) for a in amounts.tolist()], object)
 
 
 def _checked_choice(sizes: np.ndarray, choice: Sequence[int] | np.ndarray) -> np.ndarray:
@@ -153,9 +197,13 @@ def _concatenate(arrays: Sequence[np.ndarray]) -> np.ndarray:
 def _exact_sum(terms: np.ndarray) -> float:
     """Sums integers as integers of any size and floats by fsum, without rounding until the last step."""
     if terms.dtype == object:
-        integers = [term for term in terms if isinstance(term, int)]
-        return sum(integers) + math.fsum(term for term in terms if not isinstance(term, int))
+        if any(term == math.inf for term in terms):
+            return math.inf
+        return float(sum((Fraction(term) for term in terms), start=Fraction(0)))
     if np.issubdtype(terms.dtype, np.integer):
         small = np.abs(terms).sum(dtype=float) < 2**62
         return int(terms.sum()) if small else sum(terms.tolist())
-    return math.fsum(terms.tolist())
+    try:
+        return math.fsum(terms.tolist())
+    except OverflowError:  # only what is forbidden is so large
+        return math.inf

@@ -6,12 +6,16 @@ memory in use. That takes one pass over the usages, however long they live.
 Letters for sizes: K usages, T times, D devices (1 where the memory is the same on all).
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from cost.base import Problem, num_memory_devices
 
 _LARGEST_INT64_SUM = 2**62
 """Sums of integers beyond this are made of Python's integers, so that they stay exact; half of what int64 holds."""
+_LARGEST_EXACT_FLOAT = 2.0**53
+"""Whole numbers below this are exact in float64, and so are their sums."""
 
 
 def numbered_times(usage_interval: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -39,6 +43,31 @@ def memory_profile(interval: np.ndarray, amounts: np.ndarray, num_times: int) ->
         np.add.at(change, interval[:, 0], amounts)
         np.subtract.at(change, interval[:, 1], amounts)
     return np.cumsum(change, axis=0)[:num_times]
+
+
+def sum_error(amounts: Sequence[np.ndarray], total: float) -> float:
+    """Returns how far `memory_profile` of some of these amounts in float64 may be off: 0 for whole numbers below 2^53.
+
+    Args:
+      amounts: arrays of amounts.
+      total: at least the sum of any of them that are in use together, at all times.
+    """
+    if total < _LARGEST_EXACT_FLOAT and all(_are_whole(array) for array in amounts):
+        return 0.0
+    return 4.0 * (len(amounts) + 4) * float(np.finfo(float).eps) * total  # added, subtracted, and offset by the least
+
+
+def usage_error(problem: Problem) -> float:
+    """Returns how far the memory of a problem's choices in float64 may be off: 0 for whole numbers below 2^53."""
+    tables = [np.asarray(usage) for usage in problem.usage]
+    total = sum(float(table.max(initial=0)) for table in tables)
+    finite = np.asarray(problem.memory_limit, float)
+    largest_limit = float(np.max(finite[np.isfinite(finite)], initial=0.0))
+    return sum_error(tables, max(total, min(largest_limit, 2 * total)))
+
+
+def _are_whole(array: np.ndarray) -> bool:
+    return bool(np.issubdtype(array.dtype, np.integer) or (array == np.trunc(array)).all())
 
 
 def limit_unit(limit: np.ndarray) -> np.ndarray:

@@ -2,8 +2,11 @@
 
 import numpy as np
 
-from cost.base import Problem, is_forbidden, num_strategies
+from cost.base import FORBIDDEN, Problem, is_forbidden, num_strategies
 from cost.edges import distinct_arrays
+
+_LARGEST_USAGE = 1e100
+"""Sums of usages up to this one stay finite in float64, however many there are."""
 
 
 def validate(problem: Problem) -> None:
@@ -23,6 +26,8 @@ def validate(problem: Problem) -> None:
     if sizes.size and sizes.min() == 0:
         raise ValueError(f"`node_cost[{sizes.argmin()}]` is empty; every node needs at least one strategy.")
     _check_edges(problem, sizes)
+    if isinstance(problem.memory_limit, int) and problem.memory_limit >= 2**64:
+        raise ValueError(f"`memory_limit` must be below 2^64, or infinite for no limit, got {problem.memory_limit}.")
     _check_usages(problem, sizes)
     if len(problem.load) not in (0, len(sizes)):
         raise ValueError(f"`load` must be () or one array for each of the {len(sizes)} nodes, got {len(problem.load)}.")
@@ -41,7 +46,8 @@ def with_finite_loads(problem: Problem) -> Problem:
     node_cost, loads = [], []
     for cost, load in zip(problem.node_cost, problem.load, strict=True):
         is_infinite: np.ndarray = np.asarray(is_forbidden(load).any(axis=1))
-        node_cost.append(np.where(is_infinite, np.inf, cost) if is_infinite.any() else cost)
+        mark = FORBIDDEN if np.issubdtype(np.asarray(cost).dtype, np.integer) else np.inf  # integers stay exact
+        node_cost.append(np.where(is_infinite, mark, cost) if is_infinite.any() else cost)
         loads.append(np.where(is_infinite[:, None], 0, load))
     return problem._replace(node_cost=node_cost, load=loads)
 
@@ -93,13 +99,15 @@ def _check_usages(problem: Problem, sizes: np.ndarray) -> None:
                     f"`usage[{k}]` is for {devices[0]} devices, but `usage[{first[0]}]` for {first[1]}; "
                     "give every usage as `[S_v]` or for the same devices."
                 )
-        _check_costs(usage, (sizes[v], *devices), f"`usage[{k}]` of node {v}")
+        _check_numbers(usage, (sizes[v], *devices), f"`usage[{k}]` of node {v}")
         if len(usage) and (np.min(usage) < 0 or np.isinf(np.max(usage))):
             wrong = np.min(usage) if np.min(usage) < 0 else np.max(usage)
             raise ValueError(
                 f"`usage[{k}]` of node {v} must be finite and not negative, got {wrong}; "
                 "a strategy that must not be chosen has an infinite `node_cost`."
             )
+        if np.max(usage, initial=0) > _LARGEST_USAGE:
+            raise ValueError(f"`usage[{k}]` of node {v} must be at most {_LARGEST_USAGE:.0e}, got {np.max(usage)}.")
 
 
 def _check_array(array: np.ndarray, name: str) -> None:
@@ -108,6 +116,12 @@ def _check_array(array: np.ndarray, name: str) -> None:
 
 
 def _check_costs(cost: np.ndarray, shape: tuple, name: str) -> None:
+    _check_numbers(cost, shape, name)
+    if np.min(cost, initial=0) <= -FORBIDDEN:
+        raise ValueError(f"{name} must be above -1e18, got {np.min(cost)}; divide all costs by a number.")
+
+
+def _check_numbers(cost: np.ndarray, shape: tuple, name: str) -> None:
     _check_array(cost, name)
     if np.shape(cost) != tuple(shape):
         shape_text = ", ".join(map(str, shape)) + ("," if len(shape) == 1 else "")

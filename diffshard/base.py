@@ -28,7 +28,8 @@ class Proposal(NamedTuple):
 
     Attributes:
       choice: `[V]` strategy indices, feasible or not; None for no new one.
-      lower_bound: no feasible choice costs less; -inf for no bound.
+      lower_bound: no feasible choice costs less, up to the rounding of float64 sums, by which the loop lowers it; -inf
+        for no bound, inf where there is no feasible choice.
     """
 
     choice: np.ndarray | None = None
@@ -61,14 +62,15 @@ class Solution(NamedTuple):
     Attributes:
       choice: `[V]` strategy indices, as search spaces take them.
       cost: the exact cost of `choice`.
-      lower_bound: no feasible choice costs less; -inf where the solver has no bound, inf where even the least usages
-        exceed the limit.
+      lower_bound: no feasible choice costs less; -inf where the solver has no bound, inf where it is proven that
+        there is no feasible choice.
       gap: (cost - lower_bound) / |cost|: how much cheaper the best possible choice can be at most; inf if not feasible.
       feasible: whether `choice` fits the memory and holds nothing forbidden.
       excess: by how much the memory limit is exceeded, 0 if it is not.
       history: (seconds, cost, lower_bound) at each improvement, as `Progress` is called.
-      status: "optimal" (the gap is at most `OPTIMAL_GAP`), "finished" (the solver ended by its own rule), "time limit",
-        "interrupted" (by Ctrl-C), or "infeasible" (finished without a feasible choice).
+      status: "optimal" (the gap is at most `OPTIMAL_GAP`), "infeasible" (proven: there is no feasible choice),
+        "finished" (the solver ended by its own rule, with a feasible choice or without), "time limit", or "interrupted"
+        (by Ctrl-C).
     """
 
     choice: Choice

@@ -16,7 +16,7 @@ from diffshard.command.terminal import FailedError, show_progress
 from diffshard.files import write_whole
 from diffshard.solving import contest
 from diffshard.solving.solve import solve
-from diffshard.solving.violations import violations
+from diffshard.solving.violations import format_excess, violations
 
 
 def solve_instance(options: argparse.Namespace) -> int:
@@ -70,7 +70,9 @@ def _write_solution(solution: Solution, seconds: float, output: str | None) -> N
 def _say_result(problem: Problem, solution: Solution) -> int:
     """Prints on stderr how good a solution is, and returns the exit code."""
     if not solution.feasible:
-        print(f"{solution.status}: the best choice exceeds the limit by {solution.excess:,.0f}", file=sys.stderr)
+        found = "" if solution.status == "infeasible" else " without a feasible choice"
+        excess = format_excess(solution.excess)
+        print(f"{solution.status}{found}: the best choice exceeds the limit by {excess}", file=sys.stderr)
         print(*violations(problem, solution.choice), sep="\n", file=sys.stderr)
         return 1
     bound = f"lower bound {solution.lower_bound:,.0f}" if math.isfinite(solution.lower_bound) else "no bound"

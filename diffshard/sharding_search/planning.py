@@ -24,6 +24,7 @@ from diffshard.sharding_search.request import PlanRequest
 from diffshard.sharding_search.tracing import TracedFunction
 from diffshard.sharding_search.warm_start import start_of, unchanged_plan
 from diffshard.solving.solve import solve
+from diffshard.solving.violations import format_excess
 from search_spaces.partition_specs import IndexedSpec, NamedSpec, named_spec
 from search_spaces.sharding.base import Layout
 from search_spaces.sharding.explaining import NextBest, Summary
@@ -80,7 +81,8 @@ def solve_problem_of(
     if not solution.feasible:
         raise InfeasibleError(
             f"The solver found no plan within `memory_limit_bytes` {limit:,.0f}: its best exceeds it by "
-            f"{solution.excess:,.0f} bytes (status: {solution.status}). At least {least:,.0f} bytes are needed."
+            f"{format_excess(solution.excess)} bytes (status: {solution.status}). "
+            f"At least {least:,.0f} bytes are needed."
         )
     return solution
 

@@ -46,8 +46,8 @@ def parse(document: Any) -> Problem:
     instance = _member(document, "problem", dict, "the document")
     nodes, edges = _member(instance, "nodes", dict, "problem"), _member(instance, "edges", dict, "problem")
     limit = _member(instance, "usage_limit", object, "problem")
-    if isinstance(limit, bool) or not isinstance(limit, int) or limit < 0:
-        raise ValueError(f"`problem.usage_limit` must be an integer that is not negative, got {limit!r}.")
+    if isinstance(limit, bool) or not isinstance(limit, int) or not 0 <= limit < 2**63:
+        raise ValueError(f"`problem.usage_limit` must be a 64-bit integer that is not negative, got {limit!r:.99}.")
     node_cost, usage, intervals = _nodes(nodes)
     ends = _pairs(edges, "nodes", "problem.edges", remedy="an edge joins two nodes; split those of more")
     entries = _lists(edges, "costs", "problem.edges", len(ends))
@@ -124,16 +124,24 @@ def _merged_edges(
             )
         cost = flat.reshape(shape)
         if u == v:
-            node_cost[u] = _sum(node_cost[u], np.diagonal(cost))
+            node_cost[u] = _sum(node_cost[u], np.diagonal(cost), f"node {u} and of its edges to itself")
         else:
             edges.append((u, v, cost))
-    matrices = merge_edges(edges, _sum)
+    matrices = merge_edges(edges, lambda a, b: _sum(a, b, "edges that join the same two nodes"))
     return np.array(list(matrices), np.int64).reshape(-1, 2), list(matrices.values())
 
 
-def _sum(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Adds costs so that what is forbidden stays forbidden, without overflow."""
-    return np.minimum(np.minimum(a, FORBIDDEN) + np.minimum(b, FORBIDDEN), FORBIDDEN)
+def _sum(a: np.ndarray, b: np.ndarray, what: str) -> np.ndarray:
+    """Adds costs so that what is forbidden stays forbidden, without overflow.
+
+    Raises:
+      ValueError: the sum of two costs, of `what`, would count as forbidden.
+    """
+    a, b = np.minimum(a, FORBIDDEN), np.minimum(b, FORBIDDEN)
+    is_bad = np.maximum(a, b) >= FORBIDDEN
+    if ((a + b >= FORBIDDEN) & ~is_bad).any():
+        raise ValueError(f"costs of {what} sum to {FORBIDDEN:.0e} or more, which means forbidden; scale them down.")
+    return np.where(is_bad, FORBIDDEN, a + b)
 
 
 def _member(mapping: Any, key: str, kind: type, where: str) -> Any:

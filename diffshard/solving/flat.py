@@ -198,7 +198,12 @@ def chosen_cost(flat: Flat, choice: np.ndarray) -> float:
 def costs_of_choices(flat: Flat, choice: np.ndarray) -> np.ndarray:
     """Sums the node, edge and load cost of each of many choices `[..., V]`, in float64: `[...]`."""
     load = flat.load[flat.start[:-1] + choice].sum(axis=-2)
-    return costs_without_load(flat, choice) + load.max(axis=-1, initial=0.0)
+    return costs_without_load(flat, choice) + largest_load(load)
+
+
+def largest_load(load: np.ndarray) -> np.ndarray:
+    """Returns the largest of the loads `[..., D']`, which may all be negative; 0 where all devices do equal work."""
+    return load.max(axis=-1) if load.shape[-1] else np.zeros(load.shape[:-1])
 
 
 def costs_without_load(flat: Flat, choice: np.ndarray) -> np.ndarray:

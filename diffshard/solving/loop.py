@@ -13,11 +13,12 @@ import numpy as np
 
 from cost.base import Evaluation, Problem, is_forbidden
 from cost.evaluation import Evaluator, checked_choice
-from cost.memory import least_memory
+from cost.memory import least_memory, usage_error
 from cost.validation import validate, with_finite_loads
 from diffshard.base import OPTIMAL_GAP, InfeasibleError, Progress, Proposal, Solution, Solver
 from diffshard.solving.presolve.base import Reduction, identity
 from diffshard.solving.presolve.pipeline import presolve
+from diffshard.solving.rounding import Rounding, in_range
 
 _LEAST_TIME_S = 1e-3
 """Seconds that a solver is given even where presolve has used them all, so that its limit stays positive."""
@@ -53,8 +54,9 @@ def run_solver(
     """
     start_s = time.perf_counter()
     validate(problem)
-    problem = with_finite_loads(problem)
-    best = Best(problem, progress, start_s)
+    given = with_finite_loads(problem)
+    problem, unit = in_range(given)
+    best = Best(given, progress, start_s, unit)
     if best.offer_least():
         return best.solution("finished")
     if start is not None:
@@ -62,7 +64,7 @@ def run_solver(
     deadline = None if time_limit_s is None else start_s + time_limit_s
     status = "finished"
     try:
-        for _ in proposals(best, reduction_of(problem, reduce), solver, deadline, key):
+        for _ in proposals(best, reduced(best, problem, reduce), solver, deadline, key):
             if best.gap() <= stop_gap:
                 break
             if deadline is not None and time.perf_counter() >= deadline:
@@ -73,14 +75,15 @@ def run_solver(
     return best.solution(status)
 
 
-def reduction_of(problem: Problem, reduce: Callable[[Problem], Reduction]) -> Reduction:
-    """Returns the presolved problem; where nothing is allowed the problem as it is.
+def reduced(best: "Best", problem: Problem, reduce: Callable[[Problem], Reduction]) -> Reduction:
+    """Returns the presolved problem; where nothing is allowed, which proves that no choice is, the problem as it is.
 
     There the solver still looks for what breaks the rules least.
     """
     try:
         return reduce(problem)
     except InfeasibleError:
+        best.lower_bound = math.inf
         return identity(problem)
 
 
@@ -105,12 +108,14 @@ class Best:
     Attributes:
       problem: as it was given.
       evaluate: prices a choice of it.
+      unit: what the costs of reduced problems were divided by.
       evaluation: of the best choice.
       lower_bound: the largest bound that was offered.
     """
 
-    def __init__(self, problem: Problem, progress: Progress | None, start: float):
-        self.problem = problem
+    def __init__(self, problem: Problem, progress: Progress | None, start: float, unit: float = 1.0):
+        self.problem, self.unit = problem, unit
+        self._rounding = Rounding(problem)
         self.evaluate, self._progress, self._start = Evaluator(problem), progress, start
         cheapest = [int(np.argmin(cost)) for cost in problem.node_cost]
         self._choice = np.array(cheapest, np.int64)  # so that there is an answer whenever the loop is stopped
@@ -126,7 +131,7 @@ class Best:
           The choice of the problem as it was given, `[V]`; None where the proposal has none.
         """
         _check_proposal(proposal, len(reduction.problem.node_cost))
-        bound = float(reduction.constant + proposal.lower_bound)
+        bound = self._rounding.safe_bound(float(reduction.constant + proposal.lower_bound) * self.unit)
         is_better = bound > self.lower_bound
         self.lower_bound = max(self.lower_bound, bound)
         choice = None
@@ -164,7 +169,7 @@ class Best:
         bound, gap = min(self.lower_bound, cost) if feasible else self.lower_bound, self.gap()
         if gap <= OPTIMAL_GAP:
             status = "optimal"
-        elif not feasible and status == "finished":
+        elif not feasible and bound == math.inf:
             status = "infeasible"
         return Solution(tuple(self._choice.tolist()), cost, bound, gap, feasible, excess, tuple(self._history), status)
 
@@ -195,8 +200,12 @@ def _least_choice(problem: Problem) -> np.ndarray | None:
     if not len(problem.usage):
         return None
     times, least = least_memory(problem)
-    excess = (least - problem.memory_limit).max(axis=1)
-    if excess.max() <= 0:
+    limit = np.asarray(problem.memory_limit)
+    if np.issubdtype(least.dtype, np.floating) or np.issubdtype(limit.dtype, np.floating):
+        excess, error = (np.asarray(least, float) - np.asarray(limit, float)).max(axis=1), usage_error(problem)
+    else:
+        excess, error = (least.astype(object) - limit.astype(object)).max(axis=1), 0.0
+    if excess.max() <= error:
         return None
     worst = times[np.argmax(excess)]
     at_worst, total = ([np.zeros(len(cost)) for cost in problem.node_cost] for _ in range(2))

@@ -143,7 +143,8 @@ def _name(names: dict[Hashable, int], content: Hashable) -> int:
 
 def _content(array: np.ndarray) -> tuple[tuple[int, ...], bytes]:
     """Returns shape and float32 bytes: equal for most arrays that differ by rounding only."""
-    return np.shape(array), np.asarray(array, np.float32).tobytes()
+    with np.errstate(over="ignore"):  # large usages are infinite
+        return np.shape(array), np.asarray(array, np.float32).tobytes()
 
 
 def _contents(names: dict[Hashable, int], arrays: Sequence[np.ndarray]) -> list[int]:

@@ -24,9 +24,10 @@ from cost.evaluation import checked_choice
 from cost.validation import validate, with_finite_loads
 from diffshard.base import OPTIMAL_GAP, Progress, Proposal, Solution, Solver
 from diffshard.solving.limited_times import LimitedTimes
-from diffshard.solving.loop import Best, proposals, reduction_of, run_solver
+from diffshard.solving.loop import Best, proposals, reduced, run_solver
 from diffshard.solving.presolve.base import Reduction, identity
 from diffshard.solving.quotient import Quotient, classes, merge_classes
+from diffshard.solving.rounding import in_range
 
 TIE_GAP = 1e-4
 """How much more a choice that treats equal layers equally may cost, relatively: far below what predictions are off."""
@@ -111,8 +112,9 @@ def run_in_stages(
     """
     start_s = time.perf_counter()
     validate(problem)
-    problem = with_finite_loads(problem)
-    best = Best(problem, progress, start_s)
+    given = with_finite_loads(problem)
+    problem, unit = in_range(given)
+    best = Best(given, progress, start_s, unit)
     if best.offer_least():
         return best.solution("finished")
     deadline = None if time_limit_s is None else start_s + time_limit_s
@@ -202,7 +204,7 @@ def _solve_whole(run: _Run, ties: list[Callable[[], np.ndarray]]) -> str:
 
 
 def _proposals(run: _Run) -> Iterator[np.ndarray | None]:
-    reduction = reduction_of(run.times.relaxation(run.problem), run.reduce)
+    reduction = reduced(run.best, run.times.relaxation(run.problem), run.reduce)
     return proposals(run.best, reduction, run.solver, run.deadline, run.key)
 
 

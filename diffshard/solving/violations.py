@@ -32,6 +32,11 @@ def violations(problem: Problem, choice: Sequence[int] | np.ndarray) -> list[str
     ]
 
 
+def format_excess(excess: float) -> str:
+    """Writes by how much a limit is exceeded: whole where that says something, else with the digits that do."""
+    return f"{excess:,.0f}" if excess >= 1 or excess == 0 else f"{excess:.2g}"
+
+
 def _memory_violations(problem: Problem, choice: np.ndarray) -> list[str]:
     """Returns a sentence for each of the times at which the memory is exceeded most."""
     times, memory = live_usage(problem, choice)
@@ -45,7 +50,7 @@ def _memory_violations(problem: Problem, choice: np.ndarray) -> list[str]:
         where = f" on device {device}" if excess.shape[1] > 1 else ""
         users = _largest_users(problem, choice, int(times[t]), device)
         sentences.append(
-            f"At time {times[t]} the memory{where} exceeds the limit by {peaks[t]:,.0f}; "
+            f"At time {times[t]} the memory{where} exceeds the limit by {format_excess(peaks[t])}; "
             f"its largest users are nodes {', '.join(f'{v} ({amount:,.0f})' for v, amount in users)}."
         )
     return sentences

@@ -91,7 +91,7 @@ def step_along_excess(flat: Flat, prices: Prices, weights: np.ndarray, bound_siz
         memory = step_memory_prices(memory, excess, least, _MEMORY_GAIN * rate)
     if flat.load.shape[1]:
         loads = weights @ flat.load
-        load = load * np.exp(rate * (loads / max(loads.max(), 1e-30) - 1))
+        load = load * np.exp(rate * (loads - loads.max()) / max(np.abs(loads).max(), 1e-30))
         load = load / load.sum()
     return Prices(memory, load)
 

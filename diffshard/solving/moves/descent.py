@@ -12,7 +12,7 @@ import numpy as np
 import scipy.sparse
 
 from cost.memory import limit_unit
-from diffshard.solving.flat import Flat, costs_without_load, excess_in_limits, ragged_positions
+from diffshard.solving.flat import Flat, costs_without_load, excess_in_limits, largest_load, ragged_positions
 
 _NODES_PER_YIELD = 256  # a few milliseconds; chosen by hand
 _MOST_PASSES = 50  # over the nodes near a change; few problems need ten; chosen by hand
@@ -47,7 +47,7 @@ class Descent:
 
     def cost(self) -> np.ndarray:
         """Returns `[R]` node, edge and load cost of the choices."""
-        return costs_without_load(self.flat, self.choice) + self.load.max(axis=1, initial=0.0)
+        return costs_without_load(self.flat, self.choice) + largest_load(self.load)
 
     def excess(self) -> np.ndarray:
         """Returns `[R]` memory above the limit, in units of the limit."""

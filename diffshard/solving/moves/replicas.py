@@ -8,7 +8,14 @@ Source: Metropolis et al., "Equation of state calculations by fast computing mac
 
 import numpy as np
 
-from diffshard.solving.flat import Flat, costs_of_choices, excess_in_limits, memory_of_strategies, ragged_positions
+from diffshard.solving.flat import (
+    Flat,
+    costs_of_choices,
+    excess_in_limits,
+    largest_load,
+    memory_of_strategies,
+    ragged_positions,
+)
 
 _SMOOTH_MAX_NORM = 8  # of the loads, in the place of their maximum; chosen by hand on placements of layers
 _EXCESS_PENALTY = 0.1  # of the whole cost, for a limit's worth of memory in excess at one time; chosen by hand
@@ -134,6 +141,7 @@ def _dense_use(flat: Flat) -> np.ndarray:
 
 def _smooth_max(load: np.ndarray) -> np.ndarray:
     """Returns `[R]` a norm of the loads, near their maximum but lower where fewer devices are busy."""
-    most = load.max(axis=1, initial=0.0)
+    most = largest_load(load)
     unit = np.where(most > 0, most, 1.0)
-    return most * ((load / unit[:, None]) ** _SMOOTH_MAX_NORM).sum(axis=1) ** (1 / _SMOOTH_MAX_NORM)
+    shares = np.maximum(load / unit[:, None], 0.0)
+    return np.where(most > 0, most * (shares**_SMOOTH_MAX_NORM).sum(axis=1) ** (1 / _SMOOTH_MAX_NORM), most)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from cost.base import Problem, num_memory_devices, num_strategies
-from cost.memory import memory_profile
+from cost.memory import memory_profile, usage_error
 from diffshard.solving.presolve.base import Reduction
 
 _LARGEST_TABLE = 1 << 24
@@ -61,12 +61,14 @@ def compress_memory(problem: Problem) -> Reduction:
     usages = usages.at(np.flatnonzero([table.max(initial=0) > 0 for table in usages.tables]))
     if not usages.nodes or np.isinf(limit).all():
         return _reduction(problem, _Usages([], [], np.zeros((0, 2), np.int64)), np.zeros((0, 1)))
+    error = usage_error(problem)
     usages, base = _split_off_base(usages.at_times(_peaks(usages.interval)), limit, num_memory_devices(problem))
+    base = np.maximum(base - error, 0.0)  # where float64 cannot tell, memory fits: the loop prices choices exactly
     worst = _worst_times(usages.interval, base - limit)
     usages, base = usages.at_times(worst), base[worst]
     binding = _undominated_times(problem, usages, base - limit)
     usages, base = _merge(usages.at_times(binding)), base[binding]
-    return _reduction(_without_misfits(problem, usages, limit - base), usages, base)
+    return _reduction(_without_misfits(problem, usages, limit - base + error), usages, base)
 
 
 def _on_limited_devices(problem: Problem) -> Problem:

@@ -7,7 +7,7 @@ How to choose:
   given time; its bound is there even when the time is not enough.
 - `dynamic_programming`: chains, trees and every graph that comes apart at few nodes, exactly and at once.
 - `exhaustive`: every choice; the oracle for problems of a few nodes.
-- `primal`: the plain relaxation, softmax logits and Adam: differentiable, so other losses can join; small problems.
+- `primal`: the plain relaxation, softmax logits and Adam: small problems.
 - `mcmc`, `beam`, `greedy`, `random`: what others use and what is easy, to compare with. None of them has a bound.
 
 A new solver is a new file with a function `solve` that follows `diffshard.base.Solver` and an `EXAMPLE`: a function

@@ -1,27 +1,37 @@
 """HiGHS in a process of its own, so that `exact` can stop it at any moment: its presolve ignores the clock for seconds.
 
-The script reads a pickled dictionary from stdin. It writes pickled pairs to stdout, of the values of the integer
-variables or None and of a lower bound, whenever either improves and at the end. It imports nothing of ours, so that it
-starts quickly.
+The script reads pickled dictionaries from stdin, one after the other until stdin ends. For each one it writes pickled
+pairs to stdout, of the values of the integer variables or None and of a lower bound, whenever either improves and at
+the end, and then None. It imports nothing of ours, so that it starts quickly.
 """
 
 import os
 import pickle
 import signal
 import sys
-from typing import Any
+from typing import Any, BinaryIO
 
 import highspy
 import numpy as np
 
 
 def main() -> None:
-    """Solves the programme on stdin."""
+    """Solves the programmes on stdin."""
     out = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what a library prints must not mix with the answers
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that started this one answers Ctrl-C
     parent = os.getppid()
-    programme = pickle.load(sys.stdin.buffer)
+    while True:
+        try:
+            programme = pickle.load(sys.stdin.buffer)
+        except EOFError:
+            return
+        _solve(programme, out, parent)
+        pickle.dump(None, out)
+        out.flush()
+
+
+def _solve(programme: dict[str, Any], out: BinaryIO, parent: int) -> None:
     num_integers, best_bound = programme["num_integers"], -np.inf
 
     def answer(values: Any, bound: float) -> None:

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from cost.base import Problem, num_strategies
+from cost.base import Problem, is_forbidden, num_strategies
 from cost.evaluation import chosen_costs
 from diffshard.base import Proposal
 from diffshard.solving.examples import chain
@@ -70,7 +70,7 @@ def solve(problem: Problem, *, time_limit_s: float | None = None, key: jax.Array
     size = len(problem.node_cost) + len(problem.edge_cost)
     bound = constant - _ERROR_PER_TERM * size * _magnitude(problem, choice) if math.isfinite(constant) else -math.inf
     if math.isinf(constant):  # every choice holds something forbidden
-        yield Proposal(choice)
+        yield Proposal(choice, math.inf)
         return
     yield Proposal(choice, bound)
     flat = with_ceiling(flatten(problem))
@@ -85,16 +85,20 @@ def _tables(problem: Problem) -> list[list[_Table]]:
     """Returns for each node the tables that it is in."""
     tables: list[list[_Table]] = []
     for v, cost in enumerate(problem.node_cost):
-        node_cost = np.asarray(cost, float)
+        node_cost = _with_infinities(cost)
         if len(problem.load):
             node_cost = node_cost + np.asarray(problem.load[v], float).mean(axis=1)
         tables.append([_Table((v,), node_cost)])
     for (u, v), cost in zip(np.asarray(problem.edge_nodes).reshape(-1, 2).tolist(), problem.edge_cost, strict=True):
-        matrix = np.asarray(cost, float)
+        matrix = _with_infinities(cost)
         table = _Table((u, v), matrix) if u < v else _Table((v, u), matrix.T)
         tables[u].append(table)
         tables[v].append(table)
     return tables
+
+
+def _with_infinities(costs: np.ndarray) -> np.ndarray:
+    return np.where(is_forbidden(costs), np.inf, np.asarray(costs, float))
 
 
 def _order(problem: Problem) -> list[int]:

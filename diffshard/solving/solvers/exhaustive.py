@@ -6,7 +6,8 @@ from collections.abc import Iterator
 import jax
 import numpy as np
 
-from cost.base import Problem, num_strategies
+from cost.base import Problem, is_forbidden, num_strategies
+from cost.memory import usage_error
 from diffshard.base import Proposal
 from diffshard.solving.examples import coupled_ring
 
@@ -30,6 +31,7 @@ def solve(problem: Problem, *, time_limit_s: float | None = None, key: jax.Array
             f"10^{math.log10(count):.0f}. Take 'gradient'."
         )
     best: tuple[float, float] = (math.inf, math.inf)
+    least_cost, error = math.inf, usage_error(problem)
     for start in range(0, count, _CHOICES_PER_BLOCK):
         block = np.arange(start, min(start + _CHOICES_PER_BLOCK, count))
         choices = np.stack(np.unravel_index(block, sizes.tolist()), axis=1) if len(sizes) else np.zeros((1, 0), int)
@@ -41,20 +43,29 @@ def solve(problem: Problem, *, time_limit_s: float | None = None, key: jax.Array
             yield Proposal(choices[first])
         else:
             yield Proposal()
-    if best[0] == 0:
-        yield Proposal(lower_bound=best[1])
+        perhaps = np.where(excess <= error, cost, np.inf)  # what float64 cannot tell from the limit may fit
+        cheapest = int(perhaps.argmin())
+        if perhaps[cheapest] < least_cost:
+            least_cost = float(perhaps[cheapest])
+            yield Proposal(choices[cheapest])
+    yield Proposal(lower_bound=least_cost)
 
 
 def price(problem: Problem, choices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns cost `[N]` and memory excess `[N]` of many choices `[N, V]` at once, in float64."""
-    total = np.zeros(len(choices))
+    """Returns cost `[N]`, inf if forbidden, and memory excess `[N]` of many choices `[N, V]`, in float64."""
+    total, is_allowed = np.zeros(len(choices)), np.ones(len(choices), bool)
     for v, cost in enumerate(problem.node_cost):
-        total += cost[choices[:, v]]
+        part = np.asarray(cost)[choices[:, v]]
+        total += part
+        is_allowed &= ~is_forbidden(part)
     for (u, v), cost in zip(problem.edge_nodes, problem.edge_cost, strict=True):
-        total += cost[choices[:, u], choices[:, v]]
+        part = np.asarray(cost)[choices[:, u], choices[:, v]]
+        total += part
+        is_allowed &= ~is_forbidden(part)
     if len(problem.load):
-        total += np.sum([np.asarray(load)[choices[:, v]] for v, load in enumerate(problem.load)], axis=0).max(axis=1)
-    return total, _excess(problem, choices)
+        rows = [np.asarray(load, float)[choices[:, v]] for v, load in enumerate(problem.load)]
+        total += np.sum(rows, axis=0).max(axis=1)
+    return np.where(is_allowed, total, np.inf), _excess(problem, choices)
 
 
 def _excess(problem: Problem, choices: np.ndarray) -> np.ndarray:

@@ -73,6 +73,7 @@ def solve(
     climb: Climb = _CLIMB,
     phases: Callable[[Problem], Sequence[Phase]] = default_phases,
     grow: Grow = grow_forest,
+    most_enumerated: int = MOST_ENUMERATED,
 ) -> Iterator[Proposal]:
     """Yields the dual's bound and better and better choices, until all phases have ended or the gap is closed.
 
@@ -83,8 +84,9 @@ def solve(
       climb: raises the bound and reads starts off the dual.
       phases: returns what improves the choice, one after the other.
       grow: makes the forests whose nodes move together.
+      most_enumerated: choices up to which all are enumerated.
     """
-    if math.prod(num_strategies(problem).tolist()) <= MOST_ENUMERATED:
+    if math.prod(num_strategies(problem).tolist()) <= most_enumerated:
         yield from exhaustive.solve(problem)
         return
     clock, flat, rng = Clock(time_limit_s), with_ceiling(flatten(problem)), numpy_generator(key)

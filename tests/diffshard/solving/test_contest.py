@@ -76,8 +76,12 @@ def test_parallel_edges_and_loops_are_merged():
         ({"nodes": [[0, 3]]}, r"`problem.edges.nodes\[0\]` is \[0, 3\], but the nodes are 0 to 2"),
         ({"nodes": [[0, 1, 2]]}, r"`problem.edges.nodes\[0\]` must have two numbers, got \[0, 1, 2\]"),
         ({"edges": [[1, 2, 3]]}, r"`problem.edges.costs\[0\]` has 3 entries, but nodes 0 and 1 have 2 x 3"),
-        ({"limit": -4}, "`problem.usage_limit` must be an integer that is not negative, got -4"),
-        ({"limit": None}, "`problem.usage_limit` must be an integer"),
+        ({"limit": -4}, "`problem.usage_limit` must be a 64-bit integer that is not negative, got -4"),
+        (
+            {"limit": 2**63},
+            "`problem.usage_limit` must be a 64-bit integer that is not negative, got 9223372036854775808",
+        ),
+        ({"limit": None}, "`problem.usage_limit` must be a 64-bit integer"),
         ({"nodes": [[0, 1, 2]]}, "an edge joins two nodes; split those of more"),
         ({"costs": {"0": [1]}}, "`costs` of problem.nodes must be a JSON list, got dict"),
     ],
@@ -131,6 +135,25 @@ def test_costs_near_the_largest_sum_exactly():
     large = FORBIDDEN - 1
     solution = solve(contest.parse(_document(costs=[[large, FORBIDDEN], [large, FORBIDDEN, FORBIDDEN], [large]])))
     assert (solution.choice, solution.cost, solution.feasible) == ((0, 0, 0), 3 * large + 1, True)
+
+
+def test_costs_whose_sum_would_mean_forbidden_are_refused():
+    half = FORBIDDEN // 2
+    parallel = {"nodes": [[0, 1], [1, 0]], "edges": [[half, 2, 3, 4, 5, FORBIDDEN], [half, 20, 30, 40, 50, FORBIDDEN]]}
+    with pytest.raises(ValueError, match=r"edges that join the same two nodes sum to 1e\+18 or more"):
+        contest.parse(_document(**parallel))
+    with pytest.raises(ValueError, match=r"node 0 and of its edges to itself sum to 1e\+18 or more"):
+        contest.parse(_document(costs=[[half, 1], [1, 2, 3], [7]], nodes=[[0, 0]], edges=[[half, 99, 99, 6]]))
+
+
+def test_usages_near_the_largest_integer_are_compared_exactly():
+    large = 2**62
+    intervals = [[0, 2], [1, 3], [5, 5]]
+    usages = [[large, large], [large - 1, large + 1, large], [0]]
+    solution = solve(contest.parse(_document(intervals=intervals, usages=usages, limit=2**63 - 1)))
+    assert (solution.choice, solution.feasible) == ((0, 0, 0), True)
+    solution = solve(contest.parse(_document(intervals=intervals, usages=usages, limit=2**63 - 2)))
+    assert (solution.feasible, solution.excess, solution.status) == (False, 1.0, "infeasible")
 
 
 def test_writing_and_reading_are_inverse(tmp_path):

@@ -2,7 +2,6 @@
 
 import shutil
 
-import jax
 import numpy as np
 import pytest
 
@@ -10,8 +9,8 @@ from cost.base import Problem
 from diffshard.solving.flat import chosen_cost, flatten, with_ceiling
 from diffshard.solving.presolve.base import identity
 from diffshard.solving.solve import solve
-from diffshard.solving.solvers import beam, exact, primal
-from tests.diffshard.solving.random_problems import CHAIN, FORMS, layered_problem, optimum, random_graph, small_problem
+from diffshard.solving.solvers import _highs_process, beam, exact, primal
+from tests.diffshard.solving.random_problems import FORMS, layered_problem, optimum, small_problem
 
 
 def test_a_beam_wide_enough_is_dynamic_programming():
@@ -39,7 +38,7 @@ def test_a_beam_without_memory_and_loads_that_keeps_everything_finds_the_best():
 
 
 def test_the_end_of_highs_is_noticed_and_the_lack_of_it_said(monkeypatch):
-    monkeypatch.setattr(exact.sys, "executable", shutil.which("false"))
+    monkeypatch.setattr(_highs_process.sys, "executable", shutil.which("false"))
     with pytest.raises(RuntimeError, match="HiGHS ended with exit code 1; take 'gradient'"):
         solve(FORMS["ring"], solver="exact", reduce=identity)
     monkeypatch.setattr(exact.importlib.util, "find_spec", lambda name: None)
@@ -53,12 +52,32 @@ def test_exhaustive_says_how_many_choices_however_many():
         solve(problem, solver="exhaustive", reduce=identity)
 
 
-def test_primal_problems_of_like_size_share_one_program():
-    def run(seed):
-        list(primal.solve(random_graph(seed, [*CHAIN, (5, 0)]), key=jax.random.key(0)))
-        return primal._descend._cache_size()  # pyright: ignore[reportAttributeAccessIssue]
+def test_the_gradient_of_primal_is_that_of_finite_differences():
+    problem = small_problem(3, memory=True, devices=2)._replace(memory_limit=np.array([4.0, np.inf]))
+    problem = problem._replace(usage=[np.stack([usage, usage + 1], axis=1) for usage in problem.usage])
+    flat = flatten(problem)
+    energy, rng = primal._energy(flat), np.random.default_rng(0)
+    logits, multiplier = rng.normal(size=(2, len(flat.cost))), rng.random((2, *flat.base.shape))
 
-    assert run(7) == run(8)
+    def parts(logits):
+        """Cost, negative entropy, penalty in parts of the cost, gradient: [R] each, the last [R, N]."""
+        total, gradient, excess = primal.objective(energy, logits, multiplier, 0.5)
+        penalty = (multiplier * excess + 0.15 * np.maximum(excess, 0.0) ** 2).sum(axis=(1, 2))
+        rows = primal.softmax(flat, logits)
+        entropy = (rows * np.log(rows)).sum(axis=1)
+        return (total - 0.5 * entropy) / (1 + penalty), entropy, penalty, gradient
+
+    scale, _, _, gradient = parts(logits)  # the scale of the penalty is a constant to the gradient
+
+    def value(logits):
+        cost, entropy, penalty, _ = parts(logits)
+        return cost + 0.5 * entropy + scale * penalty
+
+    for i in range(len(flat.cost)):
+        step = np.zeros_like(logits)
+        step[:, i] = 1e-5
+        difference = (value(logits + step) - value(logits - step)) / 2e-5
+        np.testing.assert_allclose(gradient[:, i], difference, rtol=1e-4, atol=1e-6)
 
 
 def test_usages_alike_on_all_devices_and_of_each_device_go_together():
