@@ -33,7 +33,7 @@ STARTS = 3
 
 def start(layers: int, folder: str, sizes: dict[str, int]) -> dict[str, float]:
     """Plans a training step of an unrolled decoder for 32 x 8 H100s, with a store; returns what the table shows."""
-    model = decoder.make(**sizes, layers=layers)
+    model = _decoder(layers, sizes)
     arguments = abstract_arguments(model)
     mesh = jax.sharding.AbstractMesh((32, 8), ("data", "model"))
     step = diffshard.search(model.step, mesh, hardware="h100", donate_argnums=0, cache=folder)
@@ -44,10 +44,15 @@ def start(layers: int, folder: str, sizes: dict[str, int]) -> dict[str, float]:
 
 def tracing(layers: int, sizes: dict[str, int]) -> dict[str, float]:
     """Measures what `jax.jit` alone takes to trace the same step, which it does at every start of a job."""
-    model: Model = decoder.make(**sizes, layers=layers)
+    model = _decoder(layers, sizes)
     arguments = abstract_arguments(model)
     _, seconds, cpu_s = _timed(lambda: jax.jit(model.step).trace(*arguments))
     return {"seconds": seconds, "cpu_s": cpu_s}
+
+
+def _decoder(layers: int, sizes: dict[str, int]) -> Model:
+    options: dict[str, Any] = {**sizes, "layers": layers}
+    return decoder.make(**options)
 
 
 def _timed(call: Callable[[], Any]) -> tuple[Any, float, float]:

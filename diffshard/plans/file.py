@@ -4,6 +4,7 @@ Specs are many and few of them differ, so each is written once, and records refe
 """
 
 import dataclasses
+import gc
 import os
 from collections.abc import Callable, Mapping
 from os import PathLike
@@ -77,12 +78,17 @@ def from_json(document: Any, name: str, kind: type[PlanT], mesh: Mesh | Abstract
       PlanError: they are not a plan, are damaged, or are newer than this version; or the mesh has other axes.
     """
     values = content(document, name, SHARDING, VERSION, _OLDER_VERSIONS)
+    was_collecting = gc.isenabled()
+    gc.disable()  # a large plan is many small objects without circles: looking for some takes as long as reading
     try:
         if document["version"] == 1:
             values["operations"] = [_with_new_names(operation) for operation in values["operations"]]
         plan = _plan_from_values(values, kind, mesh)
     except (KeyError, TypeError, ValueError, IndexError, AttributeError, RecursionError) as error:
         raise PlanError(f"`{name}` is a damaged plan: {type(error).__name__}: {error}.") from None
+    finally:
+        if was_collecting:
+            gc.enable()
     if mesh is not None and dict(mesh.shape) != dict(plan.mesh_axes):
         raise PlanError(f"`mesh` has the axes {dict(mesh.shape)}; the plan in `{name}` is for {dict(plan.mesh_axes)}.")
     return plan
