@@ -29,6 +29,7 @@ if TYPE_CHECKING:  # for type checkers and editors; when the program runs, `__ge
     from diffshard.elastic.training import Training
     from diffshard.experts.plans import ExpertPlans, expert_plans
     from diffshard.initialisation import init_search, kaiming, orthogonal, xavier
+    from diffshard.pipelines.microbatches import in_microbatches
     from diffshard.placing import Placement, place
     from diffshard.plans.comparison import Comparison
     from diffshard.robust_gradients import ZenoReport, ZenoResult, replica_gradients, zeno, zeno_mean
@@ -66,6 +67,7 @@ _NAMES_OF = {
     "diffshard.elastic.training": ("Training",),
     "diffshard.experts.plans": ("ExpertPlans", "expert_plans"),
     "diffshard.initialisation": ("init_search", "kaiming", "orthogonal", "xavier"),
+    "diffshard.pipelines.microbatches": ("in_microbatches",),
     "diffshard.placing": ("Placement", "place"),
     "diffshard.plans.comparison": ("Comparison",),
     "diffshard.robust_gradients": ("ZenoReport", "ZenoResult", "replica_gradients", "zeno", "zeno_mean"),
@@ -132,6 +134,7 @@ __all__ = [
     "expert_layer",
     "expert_plans",
     "halving",
+    "in_microbatches",
     "init_search",
     "kaiming",
     "kernel",

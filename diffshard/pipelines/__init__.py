@@ -1,1 +1,1 @@
-"""Pipelines: which layers make a stage, and on which devices it runs."""
+"""Training steps in micro-batches, and the division of layers into stages."""

@@ -6,22 +6,21 @@ where a reduction is finished, where a stored array is gathered for its readers,
 than the one in which it receives a value.
 """
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
-from jax.experimental.compute_on import compute_on
 from jax.extend import core
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from search_spaces.partition_specs import IndexedSpec, named_spec, partition_spec
-from search_spaces.replay import bind, source_of
+from search_spaces.replay import bind
 from search_spaces.sharding.base import Layout, ReshardStep
 from search_spaces.sharding.given import rank_of
 from search_spaces.sharding.graph import Graph, Value, Vertex
 from search_spaces.sharding.interpreter import GraphInterpreter, ReadOperand
-from search_spaces.sharding.local_blocks import Blocks
+from search_spaces.sharding.local_blocks import Blocks, context_of_blocks
 from search_spaces.sharding.local_operations import LocalCall, combiner, run_local, untyped_parameters
 from search_spaces.sharding.resharding import Paths
 from search_spaces.sharding.schedule import ProgramSchedule
@@ -106,13 +105,6 @@ class DeviceProgram:
         whole = replicated_spec(len(value.shape))
         return self.blocks.reshard(array, value.shape, whole, self.path(whole, spec)) if value.shape else array
 
-    @contextlib.contextmanager
-    def context_of(self, equation: core.JaxprEqn) -> Iterator[None]:
+    def context_of(self, equation: core.JaxprEqn) -> AbstractContextManager[None]:
         """Restores the source line, name scope, random numbers and place of an equation, but not its mesh."""
-        context = equation.ctx
-        with contextlib.ExitStack() as contexts:
-            contexts.enter_context(source_of(equation))
-            contexts.enter_context(jax.threefry_partitionable(context.threefry_partitionable))
-            if context.compute_type is not None:
-                contexts.enter_context(compute_on(context.compute_type))
-            yield
+        return context_of_blocks(equation)

@@ -19,7 +19,6 @@ from search_spaces.partition_specs import IndexedSpec
 from search_spaces.replay import REMAT, scan_again
 from search_spaces.sharding.base import Layout, ReshardStep
 from search_spaces.sharding.graph import Block, Graph, Operand, Region, Value, Vertex
-from search_spaces.sharding.resharding import Paths
 from search_spaces.sharding.schedule import FetchStage, Pause, ProgramSchedule
 
 Environment = ChainMap[Any, Any]
@@ -28,6 +27,8 @@ Environment = ChainMap[Any, Any]
 The last map is that of the straight line. There a fetch's array stands under its `Fetch`, and partial results that wait
 for their reduction under their vertex.
 """
+Path = Callable[[IndexedSpec, IndexedSpec], Sequence[ReshardStep]]
+"""`path(source, target)`: the steps from one spec to another, such as `resharding.Paths` has them."""
 ReadOperand = Callable[[Operand, IndexedSpec], Any]
 """`read(operand, spec)`: the array of an operand, brought to a spec."""
 
@@ -67,7 +68,7 @@ class GraphInterpreter:
       schedule: where the program pauses; without pauses the compiler orders it.
     """
 
-    def __init__(self, graph: Graph, layout: Layout, path: Paths, arrays: Arrays, schedule: ProgramSchedule):
+    def __init__(self, graph: Graph, layout: Layout, path: Path, arrays: Arrays, schedule: ProgramSchedule):
         self.graph, self.layout, self.path, self.arrays, self.schedule = graph, layout, path, arrays, schedule
 
     def __call__(self, arguments: Sequence[Any], constants: Sequence[Any]) -> list[Any]:

@@ -8,7 +8,8 @@ A dimension that its parts do not divide is padded at its end: all blocks have t
 beyond the array's own size is arbitrary and has to be masked before it is summed (`mask`).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import groupby
@@ -19,8 +20,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.experimental.compute_on import compute_on
+from jax.extend import core
 
 from search_spaces.partition_specs import IndexedSpec
+from search_spaces.replay import source_of
 from search_spaces.sharding.base import ReshardStep
 from search_spaces.sharding.spec import parts_of
 
@@ -55,6 +59,24 @@ class Blocks:
         for axis in axes:
             position = position * self.axis_sizes[axis] + lax.axis_index(self.axis_names[axis])
         return position
+
+    def position(self, axes: Sequence[int], size: int, local: Any, run: int = 1) -> Any:
+        """Returns where elements of this block lie along a whole dimension that is split over some axes.
+
+        Args:
+          axes: that split it.
+          size: of the block's dimension.
+          local: integers, positions in the block.
+          run: for blocks that are not contiguous (see `pipelines.microbatches`); it makes no difference here.
+        """
+        del run
+        return local + (self.index(axes) * size).astype(local.dtype)
+
+    def local_position(self, axes: Sequence[int], size: int, position: Any, run: int = 1) -> tuple[Any, Any]:
+        """Returns where elements of a whole dimension lie in this block, and whether they do; undoes `position`."""
+        del run
+        local = position - (self.index(axes) * size).astype(jnp.result_type(position))
+        return local, (local >= 0) & (local < size)
 
     def reshard(self, block: Any, shape: Sequence[int], source: IndexedSpec, steps: Sequence[ReshardStep]) -> Any:
         """Returns the block after some steps.
@@ -145,6 +167,21 @@ def _all_reduce(block: Any, names: tuple[str, ...], combine: str) -> Any:
     if block.dtype != jnp.bool:
         return REDUCERS[combine](block, names)
     return REDUCERS[combine](block.astype(jnp.int8), names).astype(jnp.bool)  # XLA combines numbers only
+
+
+@contextmanager
+def context_of_blocks(equation: core.JaxprEqn) -> Iterator[None]:
+    """Restores, for what is computed on blocks, the line, name scope, random numbers and place of an equation.
+
+    Its mesh is not restored: blocks have none.
+    """
+    context = equation.ctx
+    with ExitStack() as contexts:
+        contexts.enter_context(source_of(equation))
+        contexts.enter_context(jax.threefry_partitionable(context.threefry_partitionable))
+        if context.compute_type is not None:
+            contexts.enter_context(compute_on(context.compute_type))
+        yield
 
 
 @lru_cache(maxsize=10_000)

@@ -41,11 +41,13 @@ class LocalCall(NamedTuple):
       vertex: the operation.
       strategy: how its arrays are split.
       blocks: the device's view of the mesh.
+      run: how many elements of a split dimension belong together, for blocks that are not contiguous.
     """
 
     vertex: Vertex
     strategy: ShardingStrategy
     blocks: Blocks
+    run: int = 1
 
     @property
     def equation(self) -> core.JaxprEqn:
@@ -148,7 +150,7 @@ def _iota(call: LocalCall, operands: Sequence[Any]) -> list[Any]:
     dim = call.equation.params["dimension"]
     (shape,), axes = call.result_shapes, call.strategy.unreduced[0][dim]
     (numbers,) = call.bind(operands, shape=shape)
-    return [numbers + (call.blocks.index(axes) * shape[dim]).astype(numbers.dtype) if axes else numbers]
+    return [call.blocks.position(axes, shape[dim], numbers, call.run) if axes else numbers]
 
 
 def _contraction(call: LocalCall, operands: Sequence[Any]) -> list[Any]:
@@ -242,9 +244,9 @@ def _rows_here(
         index, size = indices[..., k], call.operand_shape(0)[d]
         if mode == lax.GatherScatterMode.CLIP:
             index = jnp.clip(index, 0, size - 1)
-        local = index - (call.blocks.index(call.strategy.operands[0][d]) * block_shape[d]).astype(index.dtype)
+        local, is_here = call.blocks.local_position(call.strategy.operands[0][d], block_shape[d], index, call.run)
         in_table &= (index >= 0) & (index < size)
-        has_row &= (local >= 0) & (local < block_shape[d])
+        has_row &= is_here
         indices = indices.at[..., k].set(jnp.clip(local, 0, block_shape[d] - 1))
     return has_row & in_table, in_table, indices
 
@@ -270,8 +272,8 @@ def _dynamic_update_slice(call: LocalCall, operands: Sequence[Any]) -> list[Any]
     for d, axes in enumerate(spec):
         if axes and update.shape[d] != operand.shape[d]:
             start = jnp.clip(starts[d], 0, call.operand_shape(0)[d] - 1)
-            local = start - (call.blocks.index(axes) * operand.shape[d]).astype(jnp.result_type(start))
-            has_row &= (local >= 0) & (local < operand.shape[d])
+            local, is_here = call.blocks.local_position(axes, operand.shape[d], start, call.run)
+            has_row &= is_here
             starts[d] = jnp.clip(local, 0, operand.shape[d] - 1)
     (result,) = call.bind((operand, update, *starts))
     return [jnp.where(has_row, result, operand)]
@@ -281,8 +283,11 @@ def _random_bits(call: LocalCall, operands: Sequence[Any]) -> list[Any]:
     (value,), (shape,), spec = call.vertex.results, call.result_shapes, call.strategy.unreduced[0]
     if not any(spec):
         return call.bind(operands)
-    starts = [call.blocks.index(axes).astype(jnp.uint32) * n for axes, n in zip(spec, shape, strict=True)]
-    return [bits_of_block(operands[0], value.shape, shape, starts, call.equation.params["bit_width"])]
+    positions = [
+        call.blocks.position(axes, n, jnp.arange(n, dtype=jnp.uint32), call.run)
+        for axes, n in zip(spec, shape, strict=True)
+    ]
+    return [bits_of_block(operands[0], value.shape, shape, positions, call.equation.params["bit_width"])]
 
 
 PLACED_OPERATIONS: dict[str, Callable[[LocalCall, Sequence[Any]], list[Any]]] = {

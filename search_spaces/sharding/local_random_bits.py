@@ -10,7 +10,7 @@ from jax.extend.random import threefry2x32_p
 
 
 def bits_of_block(
-    key: Any, whole_shape: Sequence[int], shape: Sequence[int], starts: Sequence[Any], bit_width: int
+    key: Any, whole_shape: Sequence[int], shape: Sequence[int], positions: Sequence[Any], bit_width: int
 ) -> jax.Array:
     """Draws the bits of a block: element i of an array is threefry of the key and the counter i.
 
@@ -21,14 +21,14 @@ def bits_of_block(
       key: random keys of threefry; an array of keys has the leading dimensions of the block.
       whole_shape: of the array.
       shape: of the block.
-      starts: where the block begins along each dimension, as uint32.
+      positions: for each dimension where the block's elements lie along the whole one, `[shape[d]]` uint32.
       bit_width: 8, 16, 32 or 64.
     """
     if key.shape:
-        return jax.vmap(lambda k: bits_of_block(k, whole_shape[1:], shape[1:], starts[1:], bit_width))(key)
+        return jax.vmap(lambda k: bits_of_block(k, whole_shape[1:], shape[1:], positions[1:], bit_width))(key)
     counter = jnp.zeros(tuple(shape), jnp.uint32)
-    for dim, start in enumerate(starts):
-        counter = counter * whole_shape[dim] + start + lax.broadcasted_iota(jnp.uint32, tuple(shape), dim)
+    for dim, position in enumerate(positions):
+        counter = counter * whole_shape[dim] + lax.broadcast_in_dim(position, tuple(shape), (dim,))
     first, second = jax.random.key_data(key)
     high, low = threefry2x32_p.bind(first, second, jnp.zeros_like(counter), counter)
     if bit_width == 64:

@@ -63,8 +63,8 @@ from search_spaces.sharding.nodes import nodes_of
 from search_spaces.sharding.notes import notes_of
 from search_spaces.sharding.repetition import alike_nodes
 from search_spaces.sharding.reshard_costs import CollectiveShares, ReshardCosts
+from search_spaces.sharding.rules import rules_of
 from search_spaces.sharding.scheduling import make_schedule
-from search_spaces.sharding.shardy import operation_rules
 from search_spaces.sharding.tracing import build_graph, feedback_of
 
 
@@ -168,12 +168,7 @@ class ShardingSpace:
     @cached_property
     def rules(self) -> list[Rule | None]:
         """The rule of each vertex."""
-        operations = list(self.graph.operations())
-        rules: list[Rule | None] = [None] * len(self.graph.vertices)
-        equations = [v.equation for v in operations if v.equation is not None]
-        for vertex, rule in zip(operations, operation_rules(equations), strict=True):
-            rules[vertex.index] = rule
-        return rules
+        return rules_of(self.graph)
 
     @cached_property
     def nodes(self) -> list[Node]:

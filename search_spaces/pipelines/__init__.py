@@ -1,0 +1,1 @@
+"""Training steps cut for pipelines: into micro-batches, and into stages."""

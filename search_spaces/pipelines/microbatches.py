@@ -1,0 +1,293 @@
+"""Runs a traced function on the parts of a batch, one after the other, with the results of the whole batch.
+
+What the batch flows through runs in a scan over the micro-batches. There operations have the forms that they have on
+one device's part of an array, so that random bits, positions and lookups are those of the whole batch. Parts of sums
+are added up in the scan, and what needs them, such as an optimiser's update, runs once after it.
+"""
+
+from collections import ChainMap
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend import core
+
+from search_spaces.partition_specs import IndexedSpec
+from search_spaces.pipelines.batch_flow import BatchFlow, Split, State
+from search_spaces.replay import bind
+from search_spaces.sharding.base import Layout, ReshardStep
+from search_spaces.sharding.graph import Graph, Operand, Region, Value, Vertex
+from search_spaces.sharding.interpreter import Environment, GraphInterpreter, ReadOperand
+from search_spaces.sharding.local_blocks import Blocks, context_of_blocks
+from search_spaces.sharding.local_operations import LocalCall, run_local, untyped_parameters
+from search_spaces.sharding.schedule import ProgramSchedule
+
+Step = Vertex | Region
+_COMBINE = {"sum": lambda a, b: a + b, "max": jnp.maximum, "min": jnp.minimum}
+
+
+@dataclass(frozen=True)
+class Phases:
+    """The steps of a function that runs in micro-batches.
+
+    Attributes:
+      before: run once, before all micro-batches.
+      each: run for each micro-batch.
+      after: run once, with the sums over all micro-batches.
+    """
+
+    before: tuple[Step, ...]
+    each: tuple[Step, ...]
+    after: tuple[Step, ...]
+
+
+def phases_of(graph: Graph, flow: BatchFlow) -> Phases:
+    """Divides the steps of a function by how often they run."""
+    steps: tuple[list[Step], ...] = ([], [], [])
+    for step in graph.block.steps:
+        values = list(_values_of(step))
+        is_later = any(value.id in flow.later for value in values)
+        is_each = any(flow.states[value.id] != "whole" for value in values)
+        steps[2 if is_later else 1 if is_each else 0].append(step)
+    return Phases(*map(tuple, steps))
+
+
+class MicrobatchedFunction:
+    """A function of flat arguments that runs in micro-batches.
+
+    Args:
+      graph: the traced function.
+      flow: how the batch flows through it.
+      num_microbatches: into how many parts the batch is divided.
+    """
+
+    def __init__(self, graph: Graph, flow: BatchFlow, num_microbatches: int):
+        self.graph, self.flow, self.num_microbatches = graph, flow, num_microbatches
+        self.phases = phases_of(graph, flow)
+        specs = [_spec_of(flow.states[value.id], value) for value in graph.values]
+        self.layout = Layout(tuple(flow.strategies), tuple(specs), (), ())
+
+    def __call__(self, *arguments: Any) -> list[Any]:
+        """Returns the flat results of the whole batch."""
+        env: Environment = ChainMap()
+        vertices = (*self.graph.inputs, *self.graph.constants)
+        for vertex, array in zip(vertices, (*arguments, *self.graph.constant_arrays), strict=True):
+            env[vertex.results[0].id] = array
+        whole = self._interpreter(0)
+        whole.run(env, self.phases.before)
+        self._run_microbatches(env)
+        whole.run(env, self.phases.after)
+        return [env[o.id] if isinstance(o, Value) else o.val for o in self.graph.outputs]
+
+    def _run_microbatches(self, env: Environment) -> None:
+        """Runs what each micro-batch runs, and puts what is read afterwards into the environment."""
+        states = self.flow.states
+        kept = self._read_afterwards()
+        batch = [v.results[0] for v in self.graph.inputs if isinstance(states[v.results[0].id], Split)]
+        split = [value for value in kept if isinstance(states[value.id], Split)]
+        combined = [value for value in kept if not isinstance(states[value.id], Split)]
+
+        def trip(carry: list[Any], of_trip: tuple[Any, list[Any]]) -> tuple[list[Any], list[Any]]:
+            position, parts = of_trip
+            inner: Environment = ChainMap({**env, **dict(zip((v.id for v in batch), parts, strict=True))})
+            self._interpreter(position).run(inner, self.phases.each)
+            carry = [
+                _combined(states[value.id], total, inner[value.id])
+                for value, total in zip(combined, carry, strict=True)
+            ]
+            return carry, [inner[value.id] for value in split]
+
+        start = [_neutral(states[value.id], value) for value in combined]
+        of_trips = jnp.arange(self.num_microbatches), [self._divided(env[value.id]) for value in batch]
+        totals, stacks = lax.scan(trip, start, of_trips)
+        for value, total in zip(combined, totals, strict=True):
+            env[value.id] = total.astype(value.dtype)
+        for value, stack in zip(split, stacks, strict=True):
+            env[value.id] = self._merged(stack, states[value.id], value)
+
+    def _divided(self, array: Any) -> Any:
+        """Returns an array of a batch as `[M, B / M, ...]`."""
+        shape = array.shape[0] // self.num_microbatches, self.num_microbatches, *array.shape[1:]
+        return jnp.moveaxis(array.reshape(shape), 1, 0)
+
+    def _merged(self, stack: Any, state: State, value: Value) -> Any:
+        """Returns a whole array from the stacked parts of the micro-batches."""
+        assert isinstance(state, Split)
+        dim, parts = state.dim, jnp.moveaxis(stack, 0, state.dim)  # [..., M, examples x run, ...]
+        parts = parts.reshape(*parts.shape[: dim + 1], -1, state.run, *parts.shape[dim + 2 :])
+        return jnp.swapaxes(parts, dim, dim + 1).reshape(value.shape)
+
+    def _interpreter(self, position: Any) -> "_Interpreter":
+        blocks = MicrobatchBlocks(("microbatch",), (self.num_microbatches,), position)
+        return _Interpreter(self.graph, self.layout, _Parts(self.layout, self.flow, blocks))
+
+    def _read_afterwards(self) -> list[Value]:
+        """Returns the values of micro-batches that results are, or that run-once steps read."""
+        made = {value.id for step in self.phases.each for value in _values_of(step)}
+        operands: list[Operand] = list(self.graph.outputs)
+        for step in self.phases.after:
+            operands += step.operands
+            if isinstance(step, Region):
+                operands += [o for inner in _vertices_of(step) for o in inner.operands]
+        read = {o.id: o for o in operands if isinstance(o, Value) and o.id in made}
+        return list(read.values())
+
+
+@dataclass(frozen=True)
+class MicrobatchBlocks(Blocks):
+    """One micro-batch's view of the arrays: micro-batches take the place of devices along one mesh axis.
+
+    Attributes:
+      number: of the micro-batch.
+    """
+
+    number: Any = 0
+
+    def index(self, axes: Sequence[int]) -> jax.Array:
+        """Returns the number of the micro-batch, 0 for no axis."""
+        return jnp.asarray(self.number if axes else 0, jnp.int32)
+
+    def position(self, axes: Sequence[int], size: int, local: Any, run: int = 1) -> Any:
+        """Returns where elements of this micro-batch's part lie along a whole dimension: every M-th run is its own."""
+        del size
+        if not axes:
+            return local
+        number, count = self.index(axes).astype(local.dtype), self.axis_sizes[0]
+        return (local // run * count + number) * run + local % run
+
+    def local_position(self, axes: Sequence[int], size: int, position: Any, run: int = 1) -> tuple[Any, Any]:
+        """Returns where elements of a whole dimension lie in this micro-batch's part, and whether they do."""
+        example, count = position // run, self.axis_sizes[0]
+        local = example // count * run + position % run
+        is_here = (example % count == self.index(axes)) & (local >= 0) & (local < size)
+        return local, is_here
+
+
+class _Parts:
+    """`interpreter.Arrays`: parts of arrays that belong to one micro-batch."""
+
+    def __init__(self, layout: Layout, flow: BatchFlow, blocks: MicrobatchBlocks):
+        self.layout, self.flow, self.blocks = layout, flow, blocks
+
+    def part(self, array: Any, spec: IndexedSpec, run: int) -> Any:
+        """Returns the part of a whole array that belongs to the micro-batch."""
+        dim, count = spec.index((0,)), self.blocks.axis_sizes[0]
+        runs = jnp.reshape(array, (*array.shape[:dim], -1, count, run, *array.shape[dim + 1 :]))
+        part = lax.dynamic_index_in_dim(runs, self.blocks.index((0,)), dim + 1, keepdims=False)
+        return part.reshape(*array.shape[:dim], -1, *array.shape[dim + 1 :])
+
+    def counted_once(self, array: Any) -> Any:
+        """Returns the array for the first micro-batch and zeros for all others."""
+        return jnp.where(self.blocks.index((0,)) == 0, array, jnp.zeros((), jnp.result_type(array)))
+
+    def reshard(self, array: Any, value: Value, source: IndexedSpec, steps: Sequence[ReshardStep]) -> Any:
+        """Returns the array as it is: where a part of it is wanted, the reader takes it (`read_part`)."""
+        del value, source, steps
+        return array
+
+    def read_part(self, vertex: Vertex, position: int, array: Any) -> Any:
+        """Returns the part of an operand that its vertex reads, of an array that may be whole."""
+        spec, operand = self.layout.strategies[vertex.index].operands[position], vertex.operands[position]
+        is_whole = not isinstance(operand, Value) or self.flow.states[operand.id] == "whole"
+        if not any(spec) or not is_whole:
+            return array
+        return self.part(jnp.asarray(array), spec, self.flow.operand_runs[vertex.index, position])
+
+    def fix(self, array: Any, value: Value, spec: IndexedSpec) -> Any:
+        del value, spec
+        return array
+
+    def operate(self, vertex: Vertex, read: ReadOperand) -> Sequence[Any]:
+        strategy = self.layout.strategies[vertex.index]
+        read_operands = (read(operand, spec) for operand, spec in zip(vertex.operands, strategy.operands, strict=True))
+        operands = [self.read_part(vertex, i, array) for i, array in enumerate(read_operands)]
+        for i in self.flow.masked.get(vertex.index, ()):
+            operands[i] = self.counted_once(operands[i])
+        if strategy.parts > 1:
+            return run_local(LocalCall(vertex, strategy, self.blocks, self.flow.runs[vertex.index]), operands)
+        assert vertex.equation is not None
+        return bind(vertex.equation, operands, **untyped_parameters(vertex.equation))
+
+    def reduce(self, vertex: Vertex, results: Sequence[Any]) -> Sequence[Any]:
+        del vertex
+        return results
+
+    def context_of(self, equation: core.JaxprEqn) -> Any:
+        return context_of_blocks(equation)
+
+
+class _Interpreter(GraphInterpreter):
+    """Evaluates steps on the parts of one micro-batch."""
+
+    arrays: _Parts
+
+    def __init__(self, graph: Graph, layout: Layout, arrays: _Parts):
+        super().__init__(graph, layout, _path, arrays, ProgramSchedule())
+
+    def run(self, env: Environment, steps: Sequence[Step]) -> None:
+        self._steps(env, steps)
+
+    def _initial(self, env: Environment, carries: Sequence[Vertex]) -> list[Any]:
+        arrays = super()._initial(env, carries)
+        return [self._crossing(carry, 0, array) for carry, array in zip(carries, arrays, strict=True)]
+
+    def _operand(self, env: Environment, vertex: Vertex, position: int) -> Any:
+        return self._crossing(vertex, position, super()._operand(env, vertex, position))
+
+    def _crossing(self, vertex: Vertex, position: int, array: Any) -> Any:
+        """Returns what goes into a loop, or from one trip to the next."""
+        array = self.arrays.read_part(vertex, position, array)
+        is_masked = position in self.arrays.flow.masked.get(vertex.index, ())
+        return self.arrays.counted_once(array) if is_masked else array
+
+
+def _path(source: IndexedSpec, target: IndexedSpec) -> tuple[ReshardStep, ...]:
+    """Returns no steps: parts stay parts, and readers take their part of what is whole."""
+    del source, target
+    return ()
+
+
+def _combined(state: State, total: Any, part: Any) -> Any:
+    assert isinstance(state, str)
+    return _COMBINE[state](total, part.astype(total.dtype))
+
+
+def _neutral(state: State, value: Value) -> Any:
+    """Returns what parts are combined with at first; sums of short floats are kept in float32."""
+    dtype = jnp.dtype(value.dtype)
+    if state == "sum":
+        is_short = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4
+        return jnp.zeros(value.shape, jnp.float32 if is_short else dtype)
+    if dtype == jnp.bool:
+        return jnp.full(value.shape, state == "min")
+    limits = jnp.finfo(dtype) if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo(dtype)
+    infinite = jnp.issubdtype(dtype, jnp.floating)
+    least, greatest = (-jnp.inf, jnp.inf) if infinite else (limits.min, limits.max)
+    return jnp.full(value.shape, least if state == "max" else greatest, dtype)
+
+
+def _spec_of(state: State, value: Value) -> IndexedSpec:
+    return tuple((0,) if isinstance(state, Split) and d == state.dim else () for d in range(len(value.shape)))
+
+
+def _vertices_of(region: Region) -> Iterator[Vertex]:
+    """Returns the operations inside a region."""
+    for block in region.blocks:
+        for step in block.steps:
+            if isinstance(step, Region):
+                yield from _vertices_of(step)
+            else:
+                yield step
+
+
+def _values_of(step: Step) -> Iterator[Value]:
+    """Returns the values that a step makes, those inside of a region, too."""
+    if isinstance(step, Vertex):
+        yield from step.results
+        return
+    yield from step.results
+    for vertex in (*step.carries, *step.slices, *_vertices_of(step)):
+        yield from vertex.results
