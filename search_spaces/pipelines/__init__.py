@@ -1,1 +1,1 @@
-"""Training steps cut for pipelines: into micro-batches, and into stages."""
+"""Training steps cut for pipelines, into micro-batches."""

@@ -340,7 +340,6 @@ class _Tracer:
             if not runs_whole(vertex, strategy, self.axis_sizes) and not _splits_groups(vertex, strategy):
                 self._take(vertex, rule, strategy, run // _inner(rule, dims))
 
-
     def check_branches(self) -> None:
         """Checks that branches return parts where one of them does; raises `DivisionError` if not."""
         for join in self.graph.vertices:
