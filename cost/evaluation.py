@@ -113,8 +113,10 @@ class Evaluator:
         nodes = self._node_cost[position]
         edges = self._edge_cost[self._edge_start + choice[u] * self._sizes[v] + choice[v]]
         loads = [load[position] for load in self._load]
-        largest = [max(loads, key=_exact_sum)] if loads else []
-        cost = _exact_sum(_concatenate([nodes, edges, *largest]))  # one sum, so that large parts may cancel
+        sums = [_exact_sum(load) for load in loads]
+        largest = [[load] for load, total in zip(loads, sums, strict=True) if total == max(sums)] or [[]]
+        # One sum, so that large parts may cancel; loads that are equal only when rounded are told apart by it.
+        cost = max(_exact_sum(_concatenate([nodes, edges, *load])) for load in largest)
         limit = self._problem.memory_limit
         peak = self._peak(choice)
         excess = _largest_excess(peak, limit)

@@ -1,7 +1,7 @@
 """The command `diffshard`: search a plan, show one, solve an instance of the IOPDDL contest.
 
-Results go to stdout and to files, progress and errors to stderr. Exit codes: 0; 1 if there is no feasible result or the
-work failed; 2 for usage.
+Results go to stdout and to files, progress and errors to stderr. Exit codes: 0, also for the best result until Ctrl-C;
+1 if there is no feasible result or the work failed; 2 for usage; 130 if Ctrl-C came before there was a result.
 """
 
 import argparse
@@ -31,6 +31,9 @@ from diffshard.plans.base import Executor
 from diffshard.plans.text_table import TEXT_WIDTH
 from diffshard.solving.solve import solver_names
 
+INTERRUPTED = 130
+"""The exit code after Ctrl-C, as shells have it."""
+
 
 def main(words: Sequence[str] | None = None) -> int:
     """Runs the command with these words (None: those of the process) and returns its exit code."""
@@ -44,8 +47,8 @@ def main(words: Sequence[str] | None = None) -> int:
         print(f"diffshard {options.command}: {with_options(str(error))}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print(f"diffshard {options.command}: interrupted before there was anything to show", file=sys.stderr)
-        return 1
+        print(f"diffshard {options.command}: interrupted", file=sys.stderr)
+        return INTERRUPTED
     except BrokenPipeError:  # `diffshard show plan.json | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1

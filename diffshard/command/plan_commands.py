@@ -15,7 +15,7 @@ from diffshard.base import InfeasibleError, PlanError
 from diffshard.bilevel_search.plans import file as bilevel_file
 from diffshard.bilevel_search.plans.plan import BilevelPlan
 from diffshard.command.arguments import UsageError, check_solver, check_writable, named_function, named_value
-from diffshard.command.terminal import FailedError, say_written, show_progress
+from diffshard.command.terminal import FailedError, show_progress, writing
 from diffshard.files import write_whole
 from diffshard.plans import file
 from diffshard.plans.documents import BILEVEL, kind_of, read
@@ -26,7 +26,7 @@ from diffshard.sharding_search.search import search
 
 
 def search_plan(options: argparse.Namespace) -> int:
-    """Searches a plan, writes it to the files of `--output` and `--html`, prints it, and returns the exit code."""
+    """Searches a plan, prints it, writes it to the files of `--output` and `--html`, and returns the exit code."""
     check_solver(options.solver)
     check_writable("--output", options.output)
     check_writable("--html", options.html)
@@ -54,13 +54,13 @@ def search_plan(options: argparse.Namespace) -> int:
     except (RuntimeError, TypeError, ValueError) as error:  # no compiler, or an option that does not fit another
         raise UsageError(str(error)) from None
     plan = _plan(planned_function, args, options.function)
+    print(plan, flush=True)  # first, so that a full disk does not lose what minutes of search have found
     if options.output:
-        plan.save(options.output)
-        say_written(options.output)
+        with writing("--output", options.output):
+            plan.save(options.output)
     if options.html:
-        write_whole(options.html, plan.html())
-        say_written(options.html)
-    print(plan)
+        with writing("--html", options.html):
+            write_whole(options.html, plan.html())
     return 0
 
 
@@ -86,8 +86,8 @@ def show_plan(options: argparse.Namespace) -> int:
     else:
         plan = file.from_json(document, options.plan, Plan)
     if options.html:
-        write_whole(options.html, plan.html())
-        say_written(options.html)
+        with writing("--html", options.html):
+            write_whole(options.html, plan.html())
     else:
         print(plan)
     return 0

@@ -19,8 +19,17 @@ class FailedError(Exception):
     """Work that could not be done; the message says all that a user needs."""
 
 
-def say_written(path: str) -> None:
-    """Says that a file was written."""
+@contextmanager
+def writing(option: str, path: str) -> Iterator[None]:
+    """Says that a file was written.
+
+    Raises:
+      FailedError: the file cannot be written; the message has its name and the reason.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise FailedError(f"{option} {path}: {error.strerror or error}") from None
     print(f"wrote {path}", file=sys.stderr)
 
 

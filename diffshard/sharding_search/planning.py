@@ -64,10 +64,11 @@ def solve_problem_of(
     problem = problem._replace(memory_limit=options.memory_limit_bytes)
     limit, least = options.memory_limit_bytes, float(np.max(least_memory(problem)[1]))
     if least > limit:
+        donate = "" if options.donate_argnums or options.donate_argnames else " donate the state (`donate_argnums`),"
         raise InfeasibleError(
             f"`memory_limit_bytes` is {limit:,.0f}, but every plan of {options.function_name} on the mesh "
             f"{dict(options.mesh.shape)} needs at least {least:,.0f} bytes on each device. Give more memory or "
-            "devices, donate the state (`donate_argnums`), or rematerialise (`jax.checkpoint`)."
+            f"devices,{donate} or rematerialise (`jax.checkpoint`)."
         )
     solution = solve(
         problem,

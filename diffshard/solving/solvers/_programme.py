@@ -37,6 +37,8 @@ _OBJECTIVE_ERROR = 1e-5
 """What HiGHS's bound may be off in the objective's units: ten times the least improvement that it looks for."""
 _ERROR_PER_ROW = 4e-7
 """What each node, edge and limit may add to that: four times the tolerance of reduced costs."""
+_MOST_ROOM = 1e5
+"""Windows' worth of room beyond which a device's row is left out: HiGHS would drop the row's coefficient of z."""
 _MARGIN = 1e-9
 """Relative: what a number must exceed another one by to be larger whatever the rounding of sums."""
 
@@ -74,7 +76,8 @@ class Window(NamedTuple):
 
     def bound(self, objective_bound: float) -> float:
         """Returns a lower bound on the cost of every choice from a bound of HiGHS's on the objective."""
-        if not math.isfinite(objective_bound):  # not even what is within the window is possible, or nothing is known
+        is_false = objective_bound > _WINDOW * (1 + _MARGIN) + self.error  # the known choice has less
+        if is_false or not math.isfinite(objective_bound):
             return -math.inf
         return min(self.least + (objective_bound - self.error) * self.unit, self.most)
 
@@ -99,16 +102,17 @@ def window(problem: Problem, most: float) -> Window | None:
     base = least.sum()
     above = np.where(allowed, cost - np.repeat(least, lengths), 0.0)
     load, least_load = _load_above_least(problem)
-    base += least_load.max(initial=0.0)
+    largest_load = float(least_load.max()) if len(least_load) else 0.0
+    base += largest_load
     width = most - base if math.isfinite(most) else float(above.max() + load.max(initial=0.0))
     width = max(width * (1 + _MARGIN) + _MARGIN * _MARGIN * (abs(base) + abs(most if math.isfinite(most) else 0)), 0.0)
     if math.isfinite(most):
         allowed &= above <= width
         if len(least_load):
-            allowed[: len(load)] &= (load + least_load - least_load.max() <= width).all(axis=1)
+            allowed[: len(load)] &= (load + least_load - largest_load <= width).all(axis=1)
     unit = width / _WINDOW or 1.0
     above, load = np.where(allowed, above / unit, 0.0), np.where(allowed[: len(load), None], load / unit, 0.0)
-    room = (least_load.max(initial=0.0) - least_load) / unit
+    room = (largest_load - least_load) / unit
     programme, num_rows = _programme(problem, sizes, starts, above, allowed, load, room)
     error = _OBJECTIVE_ERROR + _ERROR_PER_ROW * (len(arrays) + num_rows)
     return Window(programme, float(base), float(width), most, unit, error)
@@ -178,7 +182,8 @@ def _loads(
     """Returns the rows Σ L x - z <= room of the devices that can have the largest load, and their room."""
     if not load.shape[1]:
         return None, np.zeros(0)
-    can_be_largest = np.flatnonzero(np.maximum.reduceat(load, starts, axis=0).sum(axis=0) > room)
+    most = np.maximum.reduceat(load, starts, axis=0).sum(axis=0)
+    can_be_largest = np.flatnonzero((most > room) & (room <= _MOST_ROOM * _WINDOW))
     count = len(can_be_largest)
     unit = np.maximum(room[can_be_largest] / _WINDOW, 1.0)  # of each row, whose room may be far above the window
     top = (-1 / unit, (np.arange(count), np.full(count, columns)))

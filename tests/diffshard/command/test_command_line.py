@@ -1,7 +1,9 @@
 """The command from its words to its exit code, files and both output streams."""
 
+import errno
 import json
 import os
+import signal
 import subprocess
 import sys
 
@@ -9,6 +11,7 @@ import numpy as np
 import pytest
 
 from cost.base import Problem
+from diffshard.__main__ import main as entry
 from diffshard.base import Solution
 from diffshard.command.line import main
 from diffshard.command.terminal import show_progress
@@ -233,6 +236,76 @@ def test_the_bound_of_a_cost_that_floats_round_up_is_not_above_it(tmp_path, caps
     assert found["cost"] - 10**6 <= found["lower_bound"] <= found["cost"]
 
 
+@pytest.mark.parametrize("option", ["--output", "--html"])
+def test_a_full_disk_does_not_lose_the_plan(module, capsys, monkeypatch, option):
+    real_open = open
+
+    def full(path, mode="r", **options):
+        file = real_open(path, mode, **options)
+        if str(path).endswith(".part"):
+            file.write(b"half")
+            file.close()
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return file
+
+    (module / "plan").write_text("the old one")
+    monkeypatch.setattr("builtins.open", full)
+    assert search(option, "plan") == 1
+    monkeypatch.undo()
+    out, err = capsys.readouterr()
+    assert "Plan of step on 4 devices" in out
+    assert f"diffshard search: {option} plan: No space left on device" in err
+    assert "Traceback" not in err
+    assert (module / "plan").read_text() == "the old one"
+    assert [path.name for path in module.iterdir() if path.suffix == ".part"] == []
+
+
+INTERRUPTS = """
+import os, signal
+
+def once(w, x):
+    os.kill(os.getpid(), signal.SIGINT)
+
+def swallowed(w, x):
+    try:
+        os.kill(os.getpid(), signal.SIGINT)
+    except KeyboardInterrupt:
+        pass
+    os.kill(os.getpid(), signal.SIGINT)
+    print("went on")
+
+def args():
+    import numpy
+    return numpy.ones(4), numpy.ones(4)
+"""
+
+
+@pytest.mark.parametrize(("function", "code"), [("once", 130), ("swallowed", -2)])
+def test_ctrl_c_is_one_line_and_a_second_one_ends_at_once(tmp_path, function, code):
+    (tmp_path / "interrupts.py").write_text(INTERRUPTS)
+    words = ["search", f"interrupts:{function}", "--args", "interrupts:args", "--mesh", "x=2", "--hardware", "h100"]
+    command = [sys.executable, "-m", "diffshard", *words]
+    ended = subprocess.run(command, cwd=tmp_path, env=os.environ, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == code
+    assert "Traceback" not in ended.stderr
+    assert "went on" not in ended.stdout
+    if code > 0:
+        assert ended.stderr.splitlines()[-1] == "diffshard search: interrupted"
+
+
+def test_ctrl_c_while_the_command_is_imported_is_one_line(monkeypatch, capsys):
+    def interrupted():
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("diffshard.command.line.main", interrupted)
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        assert entry() == 130
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert capsys.readouterr().err == "diffshard: interrupted\n"
+
+
 def test_plot_is_a_picture_and_its_name_is_checked_first(tmp_path, capsys):
     pytest.importorskip("matplotlib")
     instance(tmp_path / "two.json", 11)
@@ -282,16 +355,16 @@ def test_without_a_bound_there_is_no_gap(tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().err.splitlines()[-1] == "finished: cost 6, no bound"
 
 
-def test_interrupting_before_there_is_a_choice_has_code_1(monkeypatch, tmp_path, capsys):
+def test_interrupting_before_there_is_a_choice_has_code_130(monkeypatch, tmp_path, capsys):
     def interrupted(*_, **__):
         raise KeyboardInterrupt
 
     instance(tmp_path / "two.json", 11)
     monkeypatch.setattr("diffshard.command.solve_command.solve", interrupted)
-    assert main(["solve", str(tmp_path / "two.json")]) == 1
+    assert main(["solve", str(tmp_path / "two.json")]) == 130
     out, err = capsys.readouterr()
     assert out == ""
-    assert "interrupted before there was anything to show" in err
+    assert err.endswith("diffshard solve: interrupted\n")
 
 
 def test_progress_goes_out_as_plain_lines_and_the_last_is_never_lost(capsys):
