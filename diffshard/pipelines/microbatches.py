@@ -9,7 +9,8 @@ import jax.numpy as jnp
 
 from cost.real_numbers import whole_number
 from diffshard.sharding_search.call import array_paths, split
-from search_spaces.pipelines.batch_flow import DivisionError, batch_flow
+from search_spaces.pipelines.batch_flow import batch_flow
+from search_spaces.pipelines.batch_states import DivisionError
 from search_spaces.pipelines.microbatches import MicrobatchedFunction
 from search_spaces.sharding.rules import rules_of
 from search_spaces.sharding.tracing import build_graph

@@ -14,95 +14,30 @@ such as examples times positions, is split in runs of that length.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from math import prod
-from typing import Literal, NamedTuple
 
 import numpy as np
 
-from search_spaces.partition_specs import IndexedSpec
+from search_spaces.pipelines.batch_states import (
+    BatchFlow,
+    DivisionError,
+    Split,
+    State,
+    factor_strategy,
+    inner_size,
+    named,
+    spec_of,
+    splits_groups,
+    strategy_of,
+    whole_strategy,
+)
+from search_spaces.pipelines.linear_operations import counted_operands, is_linear
+from search_spaces.pipelines.where_read import make_where_read
 from search_spaces.replay import REMAT
-from search_spaces.sharding.base import ReshardStep, Rule, ShardingStrategy
+from search_spaces.sharding.base import Rule
 from search_spaces.sharding.given import rank_of
 from search_spaces.sharding.graph import Block, Graph, Operand, Region, Value, Vertex
-from search_spaces.sharding.local_operations import combiner
-from search_spaces.sharding.opaque.operations import name_of
 from search_spaces.sharding.whole_operations import runs_whole
 from search_spaces.sources import user_source
-
-
-class Split(NamedTuple):
-    """How a value is split among micro-batches.
-
-    Attributes:
-      dim: the dimension.
-      run: how many neighbouring elements of it each example has.
-    """
-
-    dim: int
-    run: int = 1
-
-
-Partial = Literal["sum", "max", "min"]
-State = Split | Literal["whole"] | Partial
-"""Of a value: how it is split, or "whole", or what combines the parts of the micro-batches."""
-
-# Operations that are linear in what the numbers name; with whole others they take parts of sums to parts of sums.
-_LINEAR_IN_ALL = frozenset(
-    {
-        "add",
-        "add_any",
-        "sub",
-        "concatenate",
-        "stack",
-        "neg",
-        "convert_element_type",
-        "copy",
-        "reshape",
-        "transpose",
-        "squeeze",
-        "expand_dims",
-        "broadcast_in_dim",
-        "reduce_sum",
-        "rev",
-        "slice",
-        "reduce_precision",
-        "optimization_barrier",
-        "split",
-        "unstack",
-        "copy_p",
-    }
-)
-_LINEAR_IN_ONE = frozenset({"mul", "dot_general"})
-_LINEAR_IN_FIRST = frozenset({"div", "dynamic_slice", "gather", "cumsum"})
-_LINEAR_IN_CASES = frozenset({"select_n"})
-_LINEAR_IN_FIRST_TWO = frozenset({"dynamic_update_slice", "pad"})
-
-
-class DivisionError(ValueError):
-    """A function that cannot be divided into micro-batches; the message names the operation."""
-
-
-@dataclass
-class BatchFlow:
-    """How a batch flows through a graph.
-
-    Attributes:
-      states: of each value, by id.
-      strategies: for each vertex how it runs in a micro-batch; axis 0 stands for the micro-batches.
-      masked: of an operation, by index, the operands that are whole, but added to parts of sums: only the first
-        micro-batch counts them. Operand 0 of a loop's carry is its first value, operand 1 the next one.
-      runs: of an operation, by index, the run of its first array that is split; of other vertices that of all.
-      operand_runs: the run of each split operand, by the index of its vertex and its position.
-      later: the ids of values that depend on finished sums.
-    """
-
-    states: list[State]
-    strategies: list[ShardingStrategy]
-    masked: dict[int, set[int]] = field(default_factory=dict)
-    runs: dict[int, int] = field(default_factory=dict)
-    operand_runs: dict[tuple[int, int], int] = field(default_factory=dict)
-    later: set[int] = field(default_factory=set)
 
 
 def batch_flow(
@@ -123,7 +58,7 @@ def batch_flow(
     for i in batch_inputs:
         tracer.put(graph.inputs[i].results[0], Split(0))
     tracer.block(graph.block, is_inside=False)
-    tracer.make_where_read()
+    make_where_read(graph, rules, tracer.flow, num_microbatches)
     tracer.check_branches()
     return tracer.flow
 
@@ -131,7 +66,7 @@ def batch_flow(
 class _Tracer:
     def __init__(self, graph: Graph, rules: Sequence[Rule | None], num_microbatches: int):
         self.graph, self.rules, self.axis_sizes = graph, rules, (num_microbatches,)
-        self.flow = BatchFlow(["whole"] * len(graph.values), [_whole_strategy(v) for v in graph.vertices])
+        self.flow = BatchFlow(["whole"] * len(graph.values), [whole_strategy(v) for v in graph.vertices])
 
     def put(self, value: Value, state: State) -> None:
         self.flow.states[value.id] = state
@@ -158,7 +93,7 @@ class _Tracer:
         elif is_split:
             if self.is_later(vertex.operands) or not all(isinstance(s, Split) or s == "whole" for s in states):
                 raise DivisionError(
-                    f"{_named(vertex)} needs a result of the whole batch before the rest of each example is known, as "
+                    f"{named(vertex)} needs a result of the whole batch before the rest of each example is known, as "
                     "batch normalisation does."
                 )
             self._operation_on_parts(vertex, states)
@@ -170,23 +105,20 @@ class _Tracer:
     def put_all(self, vertex: Vertex, state: State) -> None:
         for value in vertex.results:
             self.put(value, state)
-        self.flow.strategies[vertex.index] = _whole_strategy(vertex)
+        self.flow.strategies[vertex.index] = whole_strategy(vertex)
 
     def _operation_on_partial(self, vertex: Vertex, states: Sequence[State], *, is_inside: bool) -> None:
         """Keeps parts of sums apart inside loops and where they are added; finishes them before everything else."""
-        is_linear = "max" not in states and "min" not in states and _is_linear(vertex, states)
+        is_kept = "max" not in states and "min" not in states and is_linear(vertex, states)
         is_sum_of_parts = vertex.primitive in ("add", "add_any") and set(states) == {"sum"}
-        if is_linear and not self.is_later(vertex.operands) and (is_inside or is_sum_of_parts):
+        if is_kept and not self.is_later(vertex.operands) and (is_inside or is_sum_of_parts):
             self.put_all(vertex, "sum")
-            if vertex.primitive not in _LINEAR_IN_ONE | _LINEAR_IN_FIRST:
-                numbers = {i for i, (o, s) in enumerate(zip(vertex.operands, states, strict=True)) if s == "whole"}
-                numbers -= {0} if vertex.primitive in _LINEAR_IN_CASES else set()
-                numbers -= set(range(2, len(states))) if vertex.primitive in _LINEAR_IN_FIRST_TWO else set()
-                self.flow.masked[vertex.index] = {i for i in numbers if not self._is_zero(vertex.operands[i])}
+            counted = counted_operands(vertex, states)
+            self.flow.masked[vertex.index] = {i for i in counted if not self._is_zero(vertex.operands[i])}
             return
         if is_inside:
             raise DivisionError(
-                f"{_named(vertex)} is inside a loop, a branch or a rematerialised region and needs a result of the "
+                f"{named(vertex)} is inside a loop, a branch or a rematerialised region and needs a result of the "
                 "whole batch."
             )
         self.put_all(vertex, "whole")
@@ -195,39 +127,19 @@ class _Tracer:
     def _operation_on_parts(self, vertex: Vertex, states: Sequence[State]) -> None:
         rule = self.rules[vertex.index]
         if rule is None:
-            raise DivisionError(f"{_named(vertex)} has no sharding rule that says what becomes of a part of the batch.")
+            raise DivisionError(f"{named(vertex)} has no sharding rule that says what becomes of a part of the batch.")
         splits = [(i, state) for i, state in enumerate(states) if isinstance(state, Split)]
         factors = {rule.operands[i][state.dim][0] for i, state in splits if rule.operands[i][state.dim]}
-        strategy = None if len(factors) != 1 else _strategy(vertex, rule, min(factors), self.axis_sizes[0])
+        strategy = None if len(factors) != 1 else factor_strategy(vertex, rule, min(factors), self.axis_sizes[0])
         if strategy is None or any(strategy.operands[i][state.dim] != (0,) for i, state in splits):
-            raise DivisionError(f"{_named(vertex)} mixes the examples of a batch.")
-        runs = {state.run / _inner(rule, rule.operands[i][state.dim]) for i, state in splits}
+            raise DivisionError(f"{named(vertex)} mixes the examples of a batch.")
+        runs = {state.run / inner_size(rule, rule.operands[i][state.dim]) for i, state in splits}
         run = min(runs)
         if len(runs) > 1 or run != int(run):
-            raise DivisionError(f"{_named(vertex)} mixes the examples of a batch.")
-        if runs_whole(vertex, strategy, self.axis_sizes) or _splits_groups(vertex, strategy):
-            raise DivisionError(f"{_named(vertex)} has no form on a part of the batch.")
-        self._take(vertex, rule, strategy, int(run))
-
-    def _take(self, vertex: Vertex, rule: Rule, strategy: ShardingStrategy, run: int) -> None:
-        """Runs an operation with a strategy that splits a factor of which each example has `run` neighbours."""
-        self.flow.strategies[vertex.index] = strategy
-
-        def runs_of(specs: Sequence[IndexedSpec], dims: Sequence[Sequence[Sequence[int]]]) -> list[int]:
-            return [
-                run * _inner(rule, of_array[spec.index((0,))]) if any(spec) else 1
-                for spec, of_array in zip(specs, dims, strict=True)
-            ]
-
-        operands, results = runs_of(strategy.operands, rule.operands), runs_of(strategy.results, rule.results)
-        self.flow.operand_runs.update({(vertex.index, i): n for i, n in enumerate(operands)})
-        specs = (*strategy.operands, *strategy.results)
-        self.flow.runs[vertex.index] = next(
-            n for n, spec in zip((*operands, *results), specs, strict=True) if any(spec)
-        )
-        reductions = zip(vertex.results, strategy.results, strategy.reductions, results, strict=True)
-        for value, spec, steps, n in reductions:
-            self.put(value, _combine_of(vertex) if steps else Split(spec.index((0,)), n) if any(spec) else "whole")
+            raise DivisionError(f"{named(vertex)} mixes the examples of a batch.")
+        if runs_whole(vertex, strategy, self.axis_sizes) or splits_groups(vertex, strategy):
+            raise DivisionError(f"{named(vertex)} has no form on a part of the batch.")
+        self.flow.run_in_parts(vertex, rule, strategy, int(run))
 
     def region(self, region: Region, *, is_inside: bool) -> None:
         name = region.equation.primitive.name
@@ -296,9 +208,9 @@ class _Tracer:
 
     def _cross(self, vertex: Vertex, outside: State, inside: State) -> None:
         """Lets arrays cross the border of a loop or branch: all operands have one state, and all results one."""
-        operands = [_spec(outside, rank_of(operand)) for operand in vertex.operands]
-        results = [_spec(inside, len(value.shape)) for value in vertex.results]
-        self.flow.strategies[vertex.index] = _strategy_of(operands, results)
+        operands = [spec_of(outside, rank_of(operand)) for operand in vertex.operands]
+        results = [spec_of(inside, len(value.shape)) for value in vertex.results]
+        self.flow.strategies[vertex.index] = strategy_of(operands, results)
         run = outside.run if isinstance(outside, Split) else 1
         self.flow.operand_runs.update({(vertex.index, i): run for i in range(len(operands))})
         for value in vertex.results:
@@ -313,33 +225,6 @@ class _Tracer:
             operand = vertex.operands[0]
         return not np.any(operand.val)
 
-    def make_where_read(self) -> None:
-        """Makes in parts what is whole, but only read in parts: broadcasts, random bits and what is computed of them.
-
-        So nothing of the size of a batch exists outside of the micro-batches but the batch.
-        """
-        consumers, outputs = self.graph.consumers(), {o.id for o in self.graph.outputs if isinstance(o, Value)}
-        for vertex in reversed(self.graph.vertices):
-            rule = self.rules[vertex.index]
-            if vertex.kind != "operation" or rule is None or len(vertex.results) != 1:
-                continue
-            (value,) = vertex.results
-            if self.state(value) != "whole" or value.id in outputs or value.id in self.flow.later:
-                continue
-            wanted = {
-                (self.flow.strategies[reader.index].operands[i], self.flow.operand_runs.get((reader.index, i), 1))
-                for reader, i in consumers[value.id]
-            }
-            spec, run = min(wanted, default=((), 1))
-            if len(wanted) != 1 or not any(spec) or not rule.results[0][spec.index((0,))]:
-                continue
-            dims = rule.results[0][spec.index((0,))]
-            strategy = _strategy(vertex, rule, dims[0], self.axis_sizes[0])
-            if strategy is None or strategy.results[0] != spec or any(strategy.reductions) or run % _inner(rule, dims):
-                continue
-            if not runs_whole(vertex, strategy, self.axis_sizes) and not _splits_groups(vertex, strategy):
-                self._take(vertex, rule, strategy, run // _inner(rule, dims))
-
     def check_branches(self) -> None:
         """Checks that branches return parts where one of them does; raises `DivisionError` if not."""
         for join in self.graph.vertices:
@@ -351,93 +236,12 @@ class _Tracer:
                 raise DivisionError(f"A cond ({join.user_source}) returns examples in some branch only.")
 
 
-def _strategy(vertex: Vertex, rule: Rule, factor: int, parts: int) -> ShardingStrategy | None:
-    """Returns the strategy that splits a factor of a rule; None if that is not allowed or has no even parts."""
-    if rule.sizes[factor] % parts or factor in rule.need_replication or factor in rule.permutation:
-        return None
-
-    def specs(arrays: Sequence[Sequence[Sequence[int]]]) -> tuple[IndexedSpec, ...] | None:
-        result = []
-        for dims in arrays:
-            if any(factor in dim[1:] for dim in dims):
-                return None
-            result.append(tuple((0,) if dim and dim[0] == factor else () for dim in dims))
-        return tuple(result)
-
-    operands, results = specs(rule.operands), specs(rule.results)
-    if operands is None or results is None:
-        return None
-    is_reduced = [factor in rule.reduction and not any(spec) for spec in results]
-    if any(not any(spec) and not reduced for spec, reduced in zip(results, is_reduced, strict=True)):
-        return None
-    for array, spec in zip((*vertex.operands, *vertex.results), (*operands, *results), strict=True):
-        if isinstance(array, Value) and any(n % parts for n, axes in zip(array.shape, spec, strict=True) if axes):
-            return None
-    reductions = tuple(
-        (ReshardStep("all_reduce", 0, 1.0, spec),) if reduced else ()
-        for spec, reduced in zip(results, is_reduced, strict=True)
-    )
-    return ShardingStrategy(operands, results, parts, reductions, results)
-
-
-def _inner(rule: Rule, dims: Sequence[int]) -> int:
-    """Returns how many elements of a dimension belong to each element of its major factor."""
-    return prod(rule.sizes[factor] for factor in dims[1:])
-
-
-def _splits_groups(vertex: Vertex, strategy: ShardingStrategy) -> bool:
-    """Tells whether a convolution's groups are split, which lie one after the other, as micro-batches do not."""
-    if vertex.primitive != "conv_general_dilated" or vertex.equation is None:
-        return False
-    params = vertex.equation.params
-    batch, features, *_ = params["dimension_numbers"].lhs_spec
-    counts = params["batch_group_count"], params["feature_group_count"]
-    return any(n > 1 and strategy.operands[0][d] for n, d in zip(counts, (batch, features), strict=True))
-
-
-def _whole_strategy(vertex: Vertex) -> ShardingStrategy:
-    operands = [_spec("whole", rank_of(operand)) for operand in vertex.operands]
-    return _strategy_of(operands, [_spec("whole", len(value.shape)) for value in vertex.results])
-
-
-def _strategy_of(operands: Sequence[IndexedSpec], results: Sequence[IndexedSpec]) -> ShardingStrategy:
-    return ShardingStrategy(tuple(operands), tuple(results), 1, ((),) * len(results), tuple(results))
-
-
-def _spec(state: State, rank: int) -> IndexedSpec:
-    return tuple((0,) if isinstance(state, Split) and d == state.dim else () for d in range(rank))
-
-
-def _combine_of(vertex: Vertex) -> Partial:
-    combine = combiner(vertex)
-    if combine not in ("sum", "max", "min"):
-        raise DivisionError(f"{_named(vertex)} combines its parts in a way of its own.")
-    return combine
-
-
-def _is_linear(vertex: Vertex, states: Sequence[State]) -> bool:
-    name, partial = vertex.primitive, [i for i, state in enumerate(states) if state != "whole"]
-    if name in _LINEAR_IN_ALL:
-        return True
-    if name in _LINEAR_IN_ONE:
-        return len(partial) == 1
-    if name in _LINEAR_IN_FIRST:
-        return partial == [0]
-    if name in _LINEAR_IN_CASES:
-        return 0 not in partial
-    return name in _LINEAR_IN_FIRST_TWO and set(partial) <= {0, 1}
-
-
 def _joined(states: Sequence[State], where: str) -> State:
     """Returns the state of what is one or the other: a whole value may be split, or be counted once in a sum."""
     kinds = set(states) - {"whole"}
     if len(kinds) > 1 or kinds & {"max", "min"}:
         raise DivisionError(f"{where} carries what is sometimes split and sometimes a part of a sum.")
     return kinds.pop() if kinds else "whole"
-
-
-def _named(vertex: Vertex) -> str:
-    return f"{name_of(vertex)} ({vertex.user_source})"
 
 
 def _source(region: Region) -> str:

@@ -16,7 +16,7 @@ from jax import lax
 from jax.extend import core
 
 from search_spaces.partition_specs import IndexedSpec
-from search_spaces.pipelines.batch_flow import BatchFlow, Split, State
+from search_spaces.pipelines.batch_states import BatchFlow, Split, State, spec_of
 from search_spaces.replay import bind
 from search_spaces.sharding.base import Layout, ReshardStep
 from search_spaces.sharding.graph import Graph, Operand, Region, Value, Vertex
@@ -67,7 +67,7 @@ class MicrobatchedFunction:
     def __init__(self, graph: Graph, flow: BatchFlow, num_microbatches: int):
         self.graph, self.flow, self.num_microbatches = graph, flow, num_microbatches
         self.phases = phases_of(graph, flow)
-        specs = [_spec_of(flow.states[value.id], value) for value in graph.values]
+        specs = [spec_of(flow.states[value.id], len(value.shape)) for value in graph.values]
         self.layout = Layout(tuple(flow.strategies), tuple(specs), (), ())
 
     def __call__(self, *arguments: Any) -> list[Any]:
@@ -267,10 +267,6 @@ def _neutral(state: State, value: Value) -> Any:
     infinite = jnp.issubdtype(dtype, jnp.floating)
     least, greatest = (-jnp.inf, jnp.inf) if infinite else (limits.min, limits.max)
     return jnp.full(value.shape, least if state == "max" else greatest, dtype)
-
-
-def _spec_of(state: State, value: Value) -> IndexedSpec:
-    return tuple((0,) if isinstance(state, Split) and d == state.dim else () for d in range(len(value.shape)))
 
 
 def _vertices_of(region: Region) -> Iterator[Vertex]:

@@ -1,0 +1,149 @@
+"""The states of values among micro-batches, and the strategies that split them; see `batch_flow`."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Literal, NamedTuple
+
+from search_spaces.partition_specs import IndexedSpec
+from search_spaces.sharding.base import ReshardStep, Rule, ShardingStrategy
+from search_spaces.sharding.given import rank_of
+from search_spaces.sharding.graph import Value, Vertex
+from search_spaces.sharding.local_operations import combiner
+from search_spaces.sharding.opaque.operations import name_of
+
+
+class Split(NamedTuple):
+    """How a value is split among micro-batches.
+
+    Attributes:
+      dim: the dimension.
+      run: how many neighbouring elements of it each example has.
+    """
+
+    dim: int
+    run: int = 1
+
+
+Partial = Literal["sum", "max", "min"]
+State = Split | Literal["whole"] | Partial
+"""Of a value: how it is split, or "whole", or what combines the parts of the micro-batches."""
+
+
+def factor_strategy(vertex: Vertex, rule: Rule, factor: int, parts: int) -> ShardingStrategy | None:
+    """Returns the strategy that splits a factor of a rule; None if that is not allowed or has no even parts."""
+    if rule.sizes[factor] % parts or factor in rule.need_replication or factor in rule.permutation:
+        return None
+
+    def specs(arrays: Sequence[Sequence[Sequence[int]]]) -> tuple[IndexedSpec, ...] | None:
+        result = []
+        for dims in arrays:
+            if any(factor in dim[1:] for dim in dims):
+                return None
+            result.append(tuple((0,) if dim and dim[0] == factor else () for dim in dims))
+        return tuple(result)
+
+    operands, results = specs(rule.operands), specs(rule.results)
+    if operands is None or results is None:
+        return None
+    is_reduced = [factor in rule.reduction and not any(spec) for spec in results]
+    if any(not any(spec) and not reduced for spec, reduced in zip(results, is_reduced, strict=True)):
+        return None
+    for array, spec in zip((*vertex.operands, *vertex.results), (*operands, *results), strict=True):
+        if isinstance(array, Value) and any(n % parts for n, axes in zip(array.shape, spec, strict=True) if axes):
+            return None
+    reductions = tuple(
+        (ReshardStep("all_reduce", 0, 1.0, spec),) if reduced else ()
+        for spec, reduced in zip(results, is_reduced, strict=True)
+    )
+    return ShardingStrategy(operands, results, parts, reductions, results)
+
+
+def inner_size(rule: Rule, dims: Sequence[int]) -> int:
+    """Returns how many elements of a dimension belong to each element of its major factor."""
+    return prod(rule.sizes[factor] for factor in dims[1:])
+
+
+def splits_groups(vertex: Vertex, strategy: ShardingStrategy) -> bool:
+    """Tells whether a convolution's groups are split, which lie one after the other, as micro-batches do not."""
+    if vertex.primitive != "conv_general_dilated" or vertex.equation is None:
+        return False
+    params = vertex.equation.params
+    batch, features, *_ = params["dimension_numbers"].lhs_spec
+    counts = params["batch_group_count"], params["feature_group_count"]
+    return any(n > 1 and strategy.operands[0][d] for n, d in zip(counts, (batch, features), strict=True))
+
+
+def whole_strategy(vertex: Vertex) -> ShardingStrategy:
+    """Returns the strategy of an operation that every micro-batch computes alike."""
+    operands = [spec_of("whole", rank_of(operand)) for operand in vertex.operands]
+    return strategy_of(operands, [spec_of("whole", len(value.shape)) for value in vertex.results])
+
+
+def strategy_of(operands: Sequence[IndexedSpec], results: Sequence[IndexedSpec]) -> ShardingStrategy:
+    """Returns the strategy of what reads and makes arrays with specs, such as the border of a loop."""
+    return ShardingStrategy(tuple(operands), tuple(results), 1, ((),) * len(results), tuple(results))
+
+
+def spec_of(state: State, rank: int) -> IndexedSpec:
+    """Returns the spec of a value in a state."""
+    return tuple((0,) if isinstance(state, Split) and d == state.dim else () for d in range(rank))
+
+
+class DivisionError(ValueError):
+    """A function that cannot be divided into micro-batches; the message names the operation."""
+
+
+@dataclass
+class BatchFlow:
+    """How a batch flows through a graph.
+
+    Attributes:
+      states: of each value, by id.
+      strategies: for each vertex how it runs in a micro-batch; axis 0 stands for the micro-batches.
+      masked: of an operation, by index, the operands that are whole, but added to parts of sums: only the first
+        micro-batch counts them. Operand 0 of a loop's carry is its first value, operand 1 the next one.
+      runs: of an operation, by index, the run of its first array that is split; of other vertices that of all.
+      operand_runs: the run of each split operand, by the index of its vertex and its position.
+      later: the ids of values that depend on finished sums.
+    """
+
+    states: list[State]
+    strategies: list[ShardingStrategy]
+    masked: dict[int, set[int]] = field(default_factory=dict)
+    runs: dict[int, int] = field(default_factory=dict)
+    operand_runs: dict[tuple[int, int], int] = field(default_factory=dict)
+    later: set[int] = field(default_factory=set)
+
+    def run_in_parts(self, vertex: Vertex, rule: Rule, strategy: ShardingStrategy, run: int) -> None:
+        """Runs an operation with a strategy that splits a factor of which each example has `run` neighbours."""
+        self.strategies[vertex.index] = strategy
+
+        def runs_of(specs: Sequence[IndexedSpec], dims: Sequence[Sequence[Sequence[int]]]) -> list[int]:
+            return [
+                run * inner_size(rule, of_array[spec.index((0,))]) if any(spec) else 1
+                for spec, of_array in zip(specs, dims, strict=True)
+            ]
+
+        operands, results = runs_of(strategy.operands, rule.operands), runs_of(strategy.results, rule.results)
+        self.operand_runs.update({(vertex.index, i): n for i, n in enumerate(operands)})
+        specs = (*strategy.operands, *strategy.results)
+        self.runs[vertex.index] = next(n for n, spec in zip((*operands, *results), specs, strict=True) if any(spec))
+        reductions = zip(vertex.results, strategy.results, strategy.reductions, results, strict=True)
+        for value, spec, steps, n in reductions:
+            self.states[value.id] = (
+                combine_of(vertex) if steps else Split(spec.index((0,)), n) if any(spec) else "whole"
+            )
+
+
+def combine_of(vertex: Vertex) -> Partial:
+    """Returns what combines the results of micro-batches; raises `DivisionError` if that is something else."""
+    combine = combiner(vertex)
+    if combine not in ("sum", "max", "min"):
+        raise DivisionError(f"{named(vertex)} combines its parts in a way of its own.")
+    return combine
+
+
+def named(vertex: Vertex) -> str:
+    """Returns the name and the source of an operation, for errors."""
+    return f"{name_of(vertex)} ({vertex.user_source})"
