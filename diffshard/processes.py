@@ -20,9 +20,10 @@ T = TypeVar("T")
 
 
 def processes_of(mesh: Mesh | AbstractMesh | None) -> "Processes":
-    """Returns the processes that own devices of a mesh; this one alone if it owns none, or there are none."""
-    own = jax.process_index()
-    indices = {d.process_index for d in mesh.devices.flat} if isinstance(mesh, Mesh) else {own}
+    """Returns the processes that own devices of a mesh; one alone if this one owns none, or there are no devices."""
+    if not isinstance(mesh, Mesh):
+        return Processes((0,))  # whichever it is; to ask would start JAX's backend, which plans do not need
+    own, indices = jax.process_index(), {device.process_index for device in mesh.devices.flat}
     return Processes(tuple(sorted(indices)) if own in indices else (own,))
 
 
@@ -49,7 +50,7 @@ class Processes:
     @property
     def is_first(self) -> bool:
         """Tells whether this process decides what is decided once."""
-        return jax.process_index() == self.indices[0]
+        return self.is_one or jax.process_index() == self.indices[0]
 
     def check_alike(self, what: str, facts: Mapping[str, str]) -> None:
         """Compares texts between the processes.

@@ -2,8 +2,11 @@
 
 from pathlib import Path
 
+import jax
+from jax.sharding import AbstractMesh
+
 from diffshard.agreement import differences
-from diffshard.processes import Processes
+from diffshard.processes import Processes, processes_of
 from tests.processes import run_processes
 
 _AGREE = """
@@ -51,6 +54,14 @@ tell(lambda: Processes((process,)).shared("search", lambda: process))
 if process > 0:  # two of three agree without the first one
     tell(lambda: Processes((1, 2)).shared("search", lambda: process + 20))
 tell(lambda: everyone.check_alike("end", {}))
+
+import time
+
+from diffshard import agreement
+
+agreement.ARRIVAL_LIMIT_S = 2.0
+time.sleep(5.0 if process == 2 else 0.0)
+tell(lambda: everyone.check_alike("meet", {}))
 """
 
 
@@ -70,7 +81,14 @@ def test_processes_agree_or_fail_together(tmp_path: Path):
             "Private: hidden" if process == 0 else "ProcessesError: Process 0 failed with Private: hidden"
         )
         assert lines[8] == str(process)
-        assert lines[9:] == ["None"] if process == 0 else ["21", "None"]
+        assert lines[9:-1] == ["None"] if process == 0 else ["21", "None"]
+        assert lines[-1] == "ProcessesError: The processes cannot meet: process 2 did not come within 2 s"
+
+
+def test_a_mesh_without_devices_is_of_one_process():
+    assert processes_of(AbstractMesh((2, 2), ("x", "y"))).is_one
+    assert processes_of(None).is_first
+    assert processes_of(jax.make_mesh((2, 4), ("x", "y"))) == Processes((0,))
 
 
 def test_a_process_alone_makes_everything_itself():
