@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.extend import core
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
@@ -79,7 +80,8 @@ class DeviceProgram:
         strategy = self.layout.strategies[vertex.index]
         if not self._runs_whole(vertex):
             operands = [read(operand, spec) for operand, spec in zip(vertex.operands, strategy.operands, strict=True)]
-            return run_local(LocalCall(vertex, strategy, self.blocks), operands)
+            call = LocalCall(vertex, strategy, self.blocks)
+            return _checked(call, run_local(call, operands))
         assert vertex.equation is not None
         operands = [read(operand, replicated_spec(rank_of(operand))) for operand in vertex.operands]
         results = bind(vertex.equation, operands, **untyped_parameters(vertex.equation))
@@ -108,3 +110,19 @@ class DeviceProgram:
     def context_of(self, equation: core.JaxprEqn) -> AbstractContextManager[None]:
         """Restores the source line, name scope, random numbers and place of an equation, but not its mesh."""
         return context_of_blocks(equation)
+
+
+def _checked(call: LocalCall, results: Sequence[Any]) -> Sequence[Any]:
+    """Returns the results' blocks.
+
+    Raises:
+      AssertionError: their shapes are not those of the strategy; its rule or the form on blocks is wrong.
+    """
+    shapes = [jnp.shape(result) for result in results]
+    if shapes != call.result_shapes:
+        raise AssertionError(
+            f"{call.vertex.primitive} ({call.vertex.user_source}) makes parts of {shapes} on one device, but its "
+            f"plan has {call.result_shapes}. This is a fault of diffshard, not of the function; it runs with "
+            '`executor="constraints"`.'
+        )
+    return results

@@ -110,7 +110,8 @@ def _ragged_dot(operands: Sequence[tuple[int, ...]], results: Sequence[tuple[int
     """Returns the rule of a product of each group's rows with a matrix of its own.
 
     The ragged dimension and the groups to choose from stay whole: on GPU XLA gathers them, and on TPU the operation is
-    opaque. The result of a ragged contraction has one matrix for each group, which may be split.
+    opaque. The result of a ragged contraction has one matrix for each group, which may be split. Sizes of groups are
+    one vector for all, or one for each index of the dimensions before the ragged one, with which they are split.
     """
     factors = Factors()
     (lhs_contracting, rhs_contracting), (lhs_batch, rhs_batch) = numbers.dot_dimension_numbers
@@ -128,8 +129,13 @@ def _ragged_dot(operands: Sequence[tuple[int, ...]], results: Sequence[tuple[int
     free += [dim for i, dim in enumerate(rhs) if i not in rhs_taken]
     result = [lhs[dim] for dim in lhs_batch] + free
     groups = [[factors.new(size)] for size in results[0][: len(results[0]) - len(result)]]
-    sizes = [[[factors.new(size, Mark.NEED_REPLICATION)] for size in shape] for shape in operands[2:]]
-    return rule_from_factors(factors, [lhs, rhs, *sizes], [groups + result], reduction_is_sum=True)
+    (ragged,), contracting, batch = numbers.lhs_ragged_dimensions, list(lhs_contracting), list(lhs_batch)
+    rows = [dim for dim in range(len(lhs)) if dim not in (*contracting, *batch)]
+    of_kind = next(dims for dims in (batch, contracting, rows) if ragged in dims)
+    before = [*([] if of_kind is batch else batch), *of_kind[: of_kind.index(ragged)]]
+    sizes = [lhs[dim] for dim in before[: len(operands[2]) - 1]]
+    sizes.append([factors.new(operands[2][-1], Mark.NEED_REPLICATION)])
+    return rule_from_factors(factors, [lhs, rhs, sizes], [groups + result], reduction_is_sum=True)
 
 
 def _batch_rule(operands: Sequence[tuple[int, ...]], results: Sequence[tuple[int, ...]], num_batch_dims: int) -> Rule:

@@ -19,10 +19,11 @@ from search_spaces.sharding.base import ShardingStrategy
 from search_spaces.sharding.graph import Value, Vertex
 from search_spaces.sharding.local_blocks import Blocks
 from search_spaces.sharding.local_effects import on_first_device, refused_callback, users_shard_map
+from search_spaces.sharding.local_ragged_products import groups_of_block, ragged_contraction
 from search_spaces.sharding.local_random_bits import bits_of_block
 from search_spaces.sharding.opaque.operations import opaque_of
 from search_spaces.sharding.opaque.parts import Parts
-from search_spaces.sharding.spec import parts_of
+from search_spaces.sharding.spec import axes_in, parts_of
 
 # fmt: off
 # What combines their partial results, where a dimension that they reduce is split.
@@ -136,7 +137,6 @@ def _group_counts(call: LocalCall) -> dict[str, Any]:
 
 PARAMETERS: dict[str, Callable[[LocalCall], dict[str, Any]]] = {
     "broadcast_in_dim": lambda call: {"shape": call.result_shapes[0]},
-    "reshape": lambda call: {"new_sizes": call.result_shapes[0]},
     "conv_general_dilated": _group_counts,
     "slice": _slice_parameters,
     "dynamic_slice": lambda call: {"slice_sizes": call.result_shapes[0]},
@@ -153,6 +153,21 @@ def _iota(call: LocalCall, operands: Sequence[Any]) -> list[Any]:
     return [call.blocks.position(axes, shape[dim], numbers, call.run) if axes else numbers]
 
 
+def _reshape(call: LocalCall, operands: Sequence[Any]) -> list[Any]:
+    """Reshapes a block, and keeps a device's part of what the operand has whole: sizes without common parts."""
+    (value,), (shape,), spec = call.vertex.results, call.result_shapes, call.strategy.unreduced[0]
+    before = axes_in(call.strategy.operands[0])
+    sizes = call.blocks.shape(value.shape, tuple(tuple(a for a in axes if a in before) for axes in spec))
+    (array,) = call.bind(operands, new_sizes=sizes)
+    for dim, axes in enumerate(spec):
+        if new_axes := [a for a in axes if a not in before]:
+            (parts,) = parts_of((tuple(new_axes),), call.blocks.axis_sizes)
+            padding = [(0, shape[dim] * parts - sizes[dim] if d == dim else 0) for d in range(array.ndim)]
+            start = call.blocks.index(new_axes) * shape[dim]
+            array = lax.dynamic_slice_in_dim(jnp.pad(array, padding), start, shape[dim], dim)
+    return [array]
+
+
 def _contraction(call: LocalCall, operands: Sequence[Any]) -> list[Any]:
     """Runs a product whose contracted dimensions may be padded: the padding counts 0 on both sides."""
     (lhs_dims, rhs_dims), _ = call.equation.params["dimension_numbers"]
@@ -161,6 +176,14 @@ def _contraction(call: LocalCall, operands: Sequence[Any]) -> list[Any]:
         for i, (operand, dims) in enumerate(zip(operands, (lhs_dims, rhs_dims), strict=True))
     ]
     return call.bind(blocks)
+
+
+def _ragged_product(call: LocalCall, operands: Sequence[Any]) -> list[Any]:
+    """Runs a product of groups of rows; where a part of the groups is made here, on the rows that these have."""
+    numbers, spec = call.equation.params["ragged_dot_dimension_numbers"], call.strategy.unreduced[0]
+    if ragged_contraction(numbers) and spec[0]:
+        operands = groups_of_block(operands, numbers, call.blocks.index(spec[0]), call.result_shapes[0][0])
+    return call.bind(operands)
 
 
 def _reduction(call: LocalCall, operands: Sequence[Any]) -> list[Any]:
@@ -293,7 +316,9 @@ def _random_bits(call: LocalCall, operands: Sequence[Any]) -> list[Any]:
 PLACED_OPERATIONS: dict[str, Callable[[LocalCall, Sequence[Any]], list[Any]]] = {
     "iota": _iota,
     "random_bits": _random_bits,
+    "reshape": _reshape,
     "dot_general": _contraction,
+    "ragged_dot_general": _ragged_product,
     **dict.fromkeys(_NEUTRAL, _reduction),
     "gather": _gather,
     "scatter-add": _scatter,

@@ -80,7 +80,7 @@ def _of_factors(
     # Several partial results are scattered alike, as the gradients of keys and values are.
     if rule.reduction_is_sum and len({(rule.results[i], tuple(axis_order[i])) for i in partial_results}) == 1:
         i = partial_results[0]
-        for steps in _scatters(results[i], _shape(rule, rule.results[i]), axis_order[i], axes):
+        for steps in _scatters(results[i], _scattered_shape(rule, rule.results[i]), axis_order[i], axes):
             scattered = _replaced(results, partial_results, steps[-1].spec)
             if _all_in_order(scattered, kinds[len(operands) :], axes):
                 yield ShardingStrategy(
@@ -125,8 +125,12 @@ def _specs(
     return tuple(specs)
 
 
-def _shape(rule: Rule, dims: Dimensions) -> tuple[int, ...]:
-    return tuple(prod(rule.sizes[f] for f in factors) for factors in dims)
+def _scattered_shape(rule: Rule, dims: Dimensions) -> tuple[int, ...]:
+    """Returns the shape of a result, where dimensions that a rule has as a window or a slice of others count as 1.
+
+    Their factor has the size of the largest of these dimensions, so nothing can be scattered into them.
+    """
+    return tuple(1 if rule.permutation & set(factors) else prod(rule.sizes[f] for f in factors) for factors in dims)
 
 
 def _all_reduce(

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from search_spaces.sharding.base import ShardingStrategy
 from search_spaces.sharding.graph import Graph, Value, Vertex
 from search_spaces.sharding.local_operations import PARAMETERS, PLACED_OPERATIONS, REDUCTIONS
+from search_spaces.sharding.local_ragged_products import ragged_contraction
 from search_spaces.sharding.opaque.operations import can_split, opaque_of
 from search_spaces.sharding.spec import parts_of
 
@@ -115,6 +116,14 @@ def _groups_are_whole(vertex: Vertex, strategy: ShardingStrategy, axis_sizes: tu
     return params["feature_group_count"] == 1 or not kernel[rhs[1]]
 
 
+def _groups_start_alike(vertex: Vertex, strategy: ShardingStrategy, axis_sizes: tuple[int, ...]) -> bool:
+    """Tells whether a ragged product is even, and makes all groups or has one vector of their sizes for all rows."""
+    assert vertex.equation is not None
+    numbers, sizes = vertex.equation.params["ragged_dot_dimension_numbers"], strategy.operands[2]
+    splits_groups = ragged_contraction(numbers) and any(strategy.unreduced[0][:1])
+    return _is_even(vertex, strategy, axis_sizes) and (not splits_groups or len(sizes) == 1)
+
+
 def _is_even(vertex: Vertex, strategy: ShardingStrategy, axis_sizes: tuple[int, ...]) -> bool:
     """Tells whether no block is padded."""
     arrays = (*vertex.operands, *vertex.results)
@@ -173,7 +182,7 @@ _CONDITIONS: dict[str, _Condition] = {
         _windows_are_whole,
     ),
     "conv_general_dilated": _groups_are_whole,
-    "ragged_dot_general": _is_even,
+    "ragged_dot_general": _groups_start_alike,
     "gather": _gathers_rows,
     "random_bits": _counts_its_bits,
     **dict.fromkeys(("scatter", "scatter-add", "scatter-mul", "scatter-min", "scatter-max"), _scatters_rows),

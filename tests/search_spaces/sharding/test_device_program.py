@@ -76,11 +76,31 @@ def convolved(x, w, groups=1):
     return lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=numbers, feature_group_count=groups)
 
 
+def strided(x, w):
+    return lax.conv_general_dilated(x, w, (2, 2), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+
+
 def grouped_and_gradients(groups):
     def fn(w, x):
         return convolved(x, w, groups), jax.grad(lambda w, x: (convolved(x, w, groups) ** 2).sum(), (0, 1))(w, x)
 
     return fn
+
+
+def ragged(contracted, sizes, *prefix):
+    """A product of ragged rows, and its gradients; `prefix` are the dimensions before the rows."""
+    sizes = jnp.broadcast_to(jnp.array(sizes, jnp.int32), (*prefix, len(sizes)))
+    batch = tuple(range(len(prefix)))
+    if contracted:
+        dims, groups = (((len(prefix),), (len(prefix),)), (batch, batch)), ()
+    else:
+        dims, groups = (((len(prefix) + 1,), (len(prefix) + 1,)), (batch, batch)), (len(prefix),)
+    numbers = lax.RaggedDotDimensionNumbers(dims, (len(prefix),), groups)
+    return lambda x, y: lax.ragged_dot_general(x, y, sizes, numbers)
+
+
+def with_gradients(fn):
+    return lambda *x: (fn(*x), jax.grad(lambda *x: (fn(*x) ** 2).sum(), tuple(range(len(x))))(*x))
 
 
 def row_written(cache, row, at):
@@ -126,6 +146,7 @@ OPERATIONS = {
     "top_k": (lambda x: lax.top_k(x, 3), (array(8, 16),)),
     "cumsum": (lambda x: jnp.cumsum(x, axis=1), (array(8, 16),)),
     "reshape": (lambda x: jnp.sin(x.reshape(8, 4, 16)).reshape(32, 16) @ x.reshape(32, 16).T, (array(8, 64),)),
+    "reshape without common sizes": (lambda x: x.reshape(9, 16, 2), (array(4, 9, 8),)),
     "slices": (lambda x: jnp.concatenate([x[:, 8:], x[:, :8]], axis=1) + jnp.pad(x[:, 4:], ((0, 0), (4, 0))),
                (array(8, 16),)),
     "dynamic_slice": (lambda x, i: lax.dynamic_slice_in_dim(x, i[0], 4, axis=1),
@@ -134,8 +155,13 @@ OPERATIONS = {
     "convolution": (convolved, (array(8, 6, 6, 8), array(3, 3, 8, 16))),
     "convolution_gradient": (jax.grad(lambda w, x: (convolved(x, w) ** 2).sum()), (array(3, 3, 8, 16),
                                                                                   array(8, 6, 6, 8))),
+    "convolution with strides": (with_gradients(strided), (array(4, 8, 8, 4), array(3, 3, 4, 8))),
     "convolution of 8 groups of one": (grouped_and_gradients(8), (array(3, 3, 1, 8), array(8, 6, 6, 8))),
     "convolution of 4 groups": (grouped_and_gradients(4), (array(3, 3, 4, 32), array(8, 6, 6, 16))),
+    "ragged product": (with_gradients(ragged(False, (5, 0, 6, 2))), (array(16, 8), array(4, 8, 16))),
+    "ragged product of a batch": (ragged(False, (5, 3), 4), (array(4, 8, 8), array(4, 2, 8, 16))),
+    "ragged contraction": (ragged(True, (5, 0, 6, 2)), (array(16, 8), array(16, 8))),
+    "ragged contraction of a batch": (ragged(True, (5, 3), 4), (array(4, 8, 8), array(4, 8, 8))),
     "pooling": (lambda x: lax.reduce_window(x, -jnp.inf, lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID"),
                 (array(8, 4, 4, 8),)),
     "product": (lambda x: jnp.prod(x, axis=0), (array(8, 16),)),
