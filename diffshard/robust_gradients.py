@@ -1,4 +1,4 @@
-"""Gradients that a few faulty replicas cannot spoil: each replica's gradient is tried on a small batch before the mean.
+"""Means without the gradients of faulty replicas: each replica's gradient is tried on a small batch before the mean.
 
 Plain data parallelism averages whatever the replicas send, so that one wrong gradient moves all parameters. Zeno ranks
 the gradients by the descent that each promises on a small batch, minus a penalty on its size, and leaves out the worst.
