@@ -145,16 +145,23 @@ class Training:
         difference = difference_of("The state of `init`", self._fresh_state.saved, "the state to be saved", saved)
         if difference is not None:
             raise ValueError(f"{difference} Save what the step takes as its first argument.")
-        self._wait()
+        self.wait()
         finish = functools.partial(write_manifest, plan=self.plan, num_steps=num_steps, arrays=saved, data=data)
         named = {entry.path: array for entry, array in zip(saved, arrays, strict=True)}
         self._files.save(step_folder(self._directory, num_steps), named, finish)
         self._last_saved = int(num_steps)
         return True
 
+    def wait(self) -> None:
+        """Waits until the last checkpoint is whole, and removes the oldest; raises what went wrong, if anything did."""
+        self._files.wait()
+        if jax.process_index() == 0:
+            for num_steps in saved_steps(self._directory)[: -self._max_to_keep]:
+                remove(self._directory, num_steps)
+
     def close(self) -> None:
-        """Waits until the last checkpoint is written; raises what went wrong, if anything did."""
-        self._wait()
+        """Waits as `wait`, and ends the threads that write; nothing can be saved afterwards."""
+        self.wait()
         self._files.close()
 
     def __enter__(self) -> "Training":
@@ -165,13 +172,6 @@ class Training:
 
     def __repr__(self) -> str:
         return f"<Training {short_name(self.plan.function)} from step {self.num_steps} in `{self._directory}`>"
-
-    def _wait(self) -> None:
-        """Waits until the last checkpoint is whole, and removes the oldest."""
-        self._files.wait()
-        if jax.process_index() == 0:
-            for num_steps in saved_steps(self._directory)[: -self._max_to_keep]:
-                remove(self._directory, num_steps)
 
 
 def difference_of(one: str, first: Sequence[SavedArray], other: str, second: Sequence[SavedArray]) -> str | None:
