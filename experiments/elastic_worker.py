@@ -25,7 +25,9 @@ def main() -> None:
     """Trains as the settings of the job say."""
     settings, num_processes, devices_each = join()
     mesh = jax.make_mesh((num_processes, devices_each), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
-    step, init, batch_of = wide_step() if settings["sizes"] is None else gpt_step(**settings["sizes"])
+    step, init, batch_of = (
+        wide_step(settings.get("rows", 6144)) if settings["sizes"] is None else gpt_step(**settings["sizes"])
+    )
     try:
         began = time.perf_counter()
         training = diffshard.resume(
@@ -45,7 +47,7 @@ def main() -> None:
         with memory_and_reading() as used:
             training.close()
         report(event="closed", **used)
-    except Exception as error:  # another process has died: the launcher is told, and starts those that are left
+    except jax.errors.JaxRuntimeError as error:  # another process has died; the launcher starts those that are left
         report(event="error", text=f"{type(error).__name__}: {str(error)[:300]}")
         os._exit(1)
 
@@ -66,17 +68,17 @@ def gpt_step(**sizes: int) -> tuple[Any, Any, Any]:
     return train_step, init, lambda number: model.make_batch(jax.random.fold_in(jax.random.key(2), number))
 
 
-def wide_step() -> tuple[Any, Any, Any]:
-    """Makes a step with little arithmetic and a state of 384 MiB of random numbers, which no file compresses."""
+def wide_step(rows: int) -> tuple[Any, Any, Any]:
+    """Makes a step with little arithmetic and a state of 64 KiB a row of random numbers, which no file compresses."""
 
     def init() -> Any:
-        return {f"w{i}": jax.random.normal(jax.random.key(i), (6144, 2048)) for i in range(8)}
+        return {f"w{i}": jax.random.normal(jax.random.key(i), (rows, 2048)) for i in range(8)}
 
     def train_step(state: Any, batch: jax.Array) -> tuple[Any, jax.Array]:
         new = {name: 0.5 * w for name, w in state.items()}
         return new, sum(jnp.mean(batch @ w) for w in new.values())
 
-    return train_step, init, lambda number: jnp.full((24, 6144), float(number))
+    return train_step, init, lambda number: jnp.full((24, rows), float(number))
 
 
 @contextmanager

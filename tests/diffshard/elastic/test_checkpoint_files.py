@@ -73,6 +73,16 @@ def test_damage_to_any_file_is_noticed_and_the_checkpoint_before_is_taken(direct
     assert checkpoint.num_steps == 2  # the copy is whole
 
 
+@pytest.mark.parametrize("damage", [empty, None])
+def test_notes_that_orbax_writes_about_a_save_are_not_needed(directory, damage):
+    for name in ("_CHECKPOINT_METADATA", "commit_success.txt"):
+        path = directory / "00000002" / name
+        path.unlink() if damage is None else path.write_bytes(damage(path.read_bytes()))
+    with resumed(directory) as training:
+        assert training.num_steps == 2
+        assert np.isfinite(training.restore()["params"]["up"]).all()
+
+
 def test_a_save_that_stops_at_any_byte_leaves_no_checkpoint(directory):
     source, target = directory / "00000002", directory / "00000003.orbax-checkpoint-tmp"
     files = files_of(source)

@@ -46,13 +46,21 @@ def test_the_others_go_on_where_the_last_checkpoint_is(tmp_path: Path):
     environment = {"CHECKPOINTS": str(tmp_path / "checkpoints")}
     (tmp_path / "first").mkdir()
     first = run_processes(
-        _TRAIN, 3, tmp_path / "first", devices_each=2, check=False, environment={**environment, "KILLED": "2"}
+        _TRAIN,
+        3,
+        tmp_path / "first",
+        devices_each=2,
+        timeout_s=500,
+        check=False,
+        environment={**environment, "KILLED": "2"},
     )
     assert first[2].status == -signal.SIGKILL
     assert all(output.status != 0 for output in first)  # nobody took the death of one for the end of the training
     assert list(losses_of(first[2])) == [0, 1, 2, 3, 4]
     (tmp_path / "second").mkdir()
-    second = run_processes(_TRAIN, 2, tmp_path / "second", devices_each=2, environment={**environment, "KILLED": "-1"})
+    second = run_processes(
+        _TRAIN, 2, tmp_path / "second", devices_each=2, timeout_s=500, environment={**environment, "KILLED": "-1"}
+    )
     expected = uninterrupted(10)
     for output in second:
         losses = losses_of(output)
