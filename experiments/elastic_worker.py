@@ -52,7 +52,7 @@ def main() -> None:
         os._exit(1)
 
 
-def gpt_step(**sizes: int) -> tuple[Any, Any, Any]:
+def gpt_step(**sizes: Any) -> tuple[Any, Any, Any]:
     """Makes a step of a GPT whose state has a random key, its first state and its batches."""
     model = gpt.make(**sizes)
 
@@ -76,15 +76,15 @@ def wide_step(rows: int) -> tuple[Any, Any, Any]:
 
     def train_step(state: Any, batch: jax.Array) -> tuple[Any, jax.Array]:
         new = {name: 0.5 * w for name, w in state.items()}
-        return new, sum(jnp.mean(batch @ w) for w in new.values())
+        return new, jnp.stack([jnp.mean(batch @ w) for w in new.values()]).sum()
 
     return train_step, init, lambda number: jnp.full((24, rows), float(number))
 
 
 @contextmanager
-def memory_and_reading() -> Iterator[dict[str, int]]:
+def memory_and_reading() -> Iterator[dict[str, float]]:
     """Measures by how much the memory of this process has grown at most, and how many bytes it has read from files."""
-    used: dict[str, int] = {}
+    used: dict[str, float] = {}
     Path("/proc/self/clear_refs").write_text("5")  # the high-water mark begins anew
     before, read = _status("VmRSS"), _read_bytes()
     began = time.perf_counter()
