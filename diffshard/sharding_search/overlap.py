@@ -57,7 +57,9 @@ def is_bound_by_links(prediction: StepPrediction) -> bool:
     return links_s > priced_s
 
 
-def fastest_step(space: ShardingSpace, solve: Callable[[Problem], Solution]) -> Solution:
+def fastest_step(
+    space: ShardingSpace, solve: Callable[[Problem], Solution], is_over: Callable[[], bool] = lambda: False
+) -> Solution:
     """Returns the choice with the fastest step among the best for several weights of the two sums.
 
     Its cost and lower bound are those of the step's seconds and the preference together.
@@ -65,6 +67,7 @@ def fastest_step(space: ShardingSpace, solve: Callable[[Problem], Solution]) -> 
     Args:
       space: its problem is solved first; only if links are busier than arithmetic there, others follow.
       solve: solves a problem, and raises `InfeasibleError` where it finds nothing within the memory limit.
+      is_over: tells whether there is no time for another problem.
 
     Raises:
       InfeasibleError: as `solve` for the first problem.
@@ -74,7 +77,7 @@ def fastest_step(space: ShardingSpace, solve: Callable[[Problem], Solution]) -> 
     if not is_bound_by_links(prediction):
         return best
     lines, bound, history, weight = [both_sums_s(prediction)], best.lower_bound, list(best.history), 1.0
-    while len(lines) < _MOST_WEIGHTS:
+    while len(lines) < _MOST_WEIGHTS and not is_over():
         weight, most_s = _next_weight(lines, weight)
         if most_s - bound < _LEAST_GAIN * most_s:
             break

@@ -30,6 +30,11 @@ from search_spaces.sharding.base import Layout
 from search_spaces.sharding.explaining import NextBest, Summary
 from search_spaces.sharding.graph import Operand, Value, Vertex
 
+_LEAST_TIME_S = 1e-3
+"""Seconds that a solver is given at least, so that its limit is positive."""
+_TIME_SHARE = 0.9
+"""The share of the time limit after which no further problem is begun: presolve alone can take what is left."""
+
 
 def find_plan(request: PlanRequest) -> Plan:
     """Solves a traced function's space within the options' memory limit, and writes the solution down as a plan.
@@ -47,10 +52,19 @@ def find_plan(request: PlanRequest) -> Plan:
             return plan
     choice = None if start is None else start.choice
 
-    def solve_within_limits(problem: Problem) -> Solution:
-        return solve_problem_of(request.options, problem, request.space.alike, choice, request.progress)
+    options, begin_s = request.options, time.perf_counter()
 
-    return make_plan(request, fastest_step(request.space, solve_within_limits))
+    def solve_within_limits(problem: Problem) -> Solution:
+        limit_s = options.time_limit_s
+        if limit_s is not None:  # the problems of one search share its time
+            limit_s = max(limit_s - (time.perf_counter() - begin_s), _LEAST_TIME_S)
+        limited = replace(options, time_limit_s=limit_s)
+        return solve_problem_of(limited, problem, request.space.alike, choice, request.progress)
+
+    def is_over() -> bool:
+        return options.time_limit_s is not None and time.perf_counter() - begin_s >= _TIME_SHARE * options.time_limit_s
+
+    return make_plan(request, fastest_step(request.space, solve_within_limits, is_over))
 
 
 def solve_problem_of(

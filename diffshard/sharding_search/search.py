@@ -75,7 +75,9 @@ def search(
         says otherwise; linen's logical constraints inside the function follow the rules, too. None leaves the choice to
         the search, and names are only names: `plan.logical_rules()` says what they would have to mean.
       solver: as in `diffshard.solve`; None is the default one.
-      time_limit_s: seconds for the solver; None lets the solver end by its own rule.
+      time_limit_s: seconds for the solver, of all problems that the search solves together; None lets the solver end by
+        its own rule. Tracing and listing strategies come before and are not limited: milliseconds for each operation,
+        longer on meshes of four and five axes.
       key: random key or seed of the solver.
       donate_argnums: positions of arguments whose memory may be used for results, as in `jax.jit`.
       static_argnums: positions of arguments that are compile-time constants, as in `jax.jit`.

@@ -83,6 +83,11 @@ def test_the_weight_between_both_sums_finds_what_neither_finds_alone():
     assert found.lower_bound <= found.cost == step_s(space.predict(found.choice)) == 5 + 4.5 / 4
 
 
+def test_no_further_weight_is_tried_when_the_time_is_over():
+    space: Any = _TripleSpace(np.array([[1.0, 0, 8], [10, 0, 1], [5, 0, 4.5]]), 0.25)
+    assert fastest_step(space, least, lambda: True).choice == (0,)
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_the_bound_holds_and_is_the_dual_of_the_maximum(seed):
     rng = np.random.default_rng(seed)
