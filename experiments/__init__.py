@@ -13,7 +13,7 @@ By the question that they answer (`docs/measured` has their tables):
   `bilevel_relaxation.py`, `bilevel_initialisation.py` and `bilevel_overhead.py`. They share `bilevel_tasks.py`,
   `bilevel_training.py` and `bilevel_searches.py`.
 - Would a fault be noticed? `planted_faults` plants some in a copy of the code and runs the related tests;
-  `damaged_plans.py` damages files of plans.
+  `fuzzing/` has bad inputs by the thousand.
 
 All share the meshes of `host_devices.py` and `targets.py`, `tables.py`, and the example models in `models/`.
 """

@@ -10,7 +10,7 @@ A problem passes through these rooms:
 - `moves/` has what improves a choice: exact moves of forests, neighbourhoods, single nodes and random walks.
 
 All of them work on the same layout, a problem as flat arrays (`flat.py`). Beside them stand `quotient.py`, a problem in
-which equal layers take equal strategies; `contest.py`, the file
+which equal layers take equal strategies; `rounding.py`, what sums in float64 may lose; `contest.py`, the file
 format of the IOPDDL contest; `violations.py`, what is wrong with an infeasible choice in words; and `examples.py`, two
 small problems for the solvers' `EXAMPLE`s.
 """
