@@ -75,6 +75,12 @@ def resume(
     if not isinstance(mesh, Mesh):
         hint = " It is abstract: there are no devices to train on." if isinstance(mesh, AbstractMesh) else ""
         raise TypeError(f"`mesh` must be a jax.sharding.Mesh, not {type(mesh).__name__}.{hint}")
+    num_processes = len({device.process_index for device in mesh.devices.flat})
+    if num_processes != jax.process_count():
+        raise ValueError(
+            f"`mesh` has devices of {num_processes} processes, but the job has {jax.process_count()}, and all of them "
+            "write checkpoints. Start only the processes whose devices the mesh has."
+        )
     if not callable(init):
         raise TypeError(
             f"`init` must be a function without arguments that makes the state, not {type(init).__name__}; "

@@ -177,6 +177,12 @@ def test_arguments_are_checked_before_anything_is_done(tmp_path):
         diffshard.resume(tmp_path / "file", train_step, mesh, init, batch_of(0))
 
 
+def test_a_mesh_that_leaves_out_processes_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with pytest.raises(ValueError, match="`mesh` has devices of 1 processes, but the job has 2"):
+        resumed(tmp_path)
+
+
 def test_a_batch_that_an_axis_does_not_divide_is_told(tmp_path):
     def step(state, batch):
         return state + batch.mean(), batch.mean()
