@@ -12,6 +12,7 @@ from cost.real_numbers import as_float
 from diffshard.plans.base import Operation, PlanData, Tensor
 from search_spaces.partition_specs import NamedSpec
 
+_MOST_DEVICES = 2**31  # of a mesh: more than JAX can count
 _MOST = 2**63
 """What no number of devices and no dimension of an array reaches."""
 _TYPES = r"(?:[\w<>]+\[[\d, ]*\](?:, )?)*"
@@ -25,7 +26,7 @@ def check_plan(plan: PlanData) -> None:
       ValueError: names the field, the rule and the value.
     """
     axes = plan.mesh_axes
-    if not axes or not all(0 < n < _MOST for n in axes.values()):
+    if not axes or min(axes.values()) < 1 or math.prod(axes.values()) >= _MOST_DEVICES:
         raise ValueError(f"`mesh_axes` is {axes!r}, not axes with their numbers of devices")
     for axis, size in axes.items():
         if size > 1 and axis not in plan.hardware.links:

@@ -118,6 +118,7 @@ def test_the_command_prints_what_it_counted(capsys):
         (("operations", 0, "kind"), "operation", "`operations` must begin with the 3 arguments"),
         (("version",), True, "plan version True"),
         (("version",), 2.0, "plan version 2.0"),
+        (("mesh_axes",), {"data": 10**18, "model": 4}, "not axes with their numbers of devices"),
         (("peak_bytes",), 10**400, "too large a number"),
     ],
 )
