@@ -162,15 +162,13 @@ def _of_states(fn: Callable[..., Any]) -> Callable[..., Any]:
         graph: _Graph = kwargs.pop(_GRAPH)
         arguments: dict[int | str, Any] = {**dict(enumerate(args)), **kwargs}
         states = nnx.State({i: arguments[place] for i, place in enumerate(graph.arguments)})
+        arguments_before = states
         modules = nnx.merge(graph.graphdef, states)
         arguments |= dict(zip(graph.arguments, modules, strict=True))
         result = fn(*(arguments[i] for i in range(len(args))), **{name: arguments[name] for name in kwargs})
         graphdef, states = nnx.split(modules)
         if graphdef != graph.graphdef:
-            raise ValueError(
-                "The function changes the structure of a module that it gets, for instance by adding a variable. Make "
-                "the module as it is after a call, or return what is new."
-            )
+            raise ValueError(_changed_structure(run.__name__, signature, graph, arguments_before, states))
         numbers = {id(module): i for i, module in enumerate(modules)}
         result = jax.tree.map(
             lambda x: _SameModule(numbers[id(x)]) if id(x) in numbers else x, result, is_leaf=lambda x: id(x) in numbers
@@ -185,6 +183,27 @@ def _of_states(fn: Callable[..., Any]) -> Callable[..., Any]:
     run.__name__ = getattr(fn, "__name__", "function")
     run.__qualname__ = getattr(fn, "__qualname__", run.__name__)
     return run
+
+
+def _changed_structure(name: str, signature: inspect.Signature, graph: _Graph, before: Any, after: Any) -> str:
+    """Returns the message on a function that changes the structure of modules: which variables come and go."""
+    names = list(signature.parameters)
+    paths = [{path for path, _ in nnx.to_flat_state(states)} for states in (before, after)]
+
+    def written(places: set[Any]) -> str:
+        of_arguments = ((graph.arguments[path[0]], path[1:]) for path in sorted(places, key=str))
+        return ", ".join(
+            f"`{'.'.join(map(str, (argument if isinstance(argument, str) else names[argument], *rest)))}`"
+            for argument, rest in of_arguments
+        )
+
+    added, removed = paths[1] - paths[0], paths[0] - paths[1]
+    changes = [f"adds {written(added)}"] * bool(added) + [f"removes {written(removed)}"] * bool(removed)
+    what = " and ".join(changes) or "changes attributes that are not arrays"
+    return (
+        f"{name} changes the structure of a module that it gets: it {what}. Make the module as it is after a call, "
+        "before it is planned; or return what is new, and take it out of the module, as by `nnx.pop`."
+    )
 
 
 def _has_module(tree: Any) -> bool:

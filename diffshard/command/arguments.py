@@ -2,6 +2,7 @@
 
 import argparse
 import importlib
+import inspect
 import math
 import os
 import re
@@ -93,10 +94,31 @@ def named_value(option: str, text: str) -> Any:
     """Imports the value that MODULE:NAME names; a function is called without arguments.
 
     Raises:
-      UsageError: there is no such module or name.
+      UsageError: there is no such module or name, or the function needs arguments.
     """
     value = _imported(option, text)
-    return value() if callable(value) else value
+    if not callable(value):
+        return value
+    check_needs_nothing(option, value)
+    return value()
+
+
+def check_needs_nothing(option: str, function: Callable[..., Any]) -> None:
+    """Checks that a function can be called without arguments.
+
+    Raises:
+      UsageError: it has parameters without defaults.
+    """
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # built-in functions have no signature
+        return
+    needed = [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    if needed:
+        raise UsageError(
+            f"{option}: {getattr(function, '__name__', 'the function')} is called without arguments, but needs "
+            f"{', '.join(needed)}"
+        )
 
 
 def named_function(option: str, text: str) -> Callable[..., Any]:

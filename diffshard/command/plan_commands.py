@@ -14,7 +14,14 @@ from cost.presets import preset
 from diffshard.base import InfeasibleError, PlanError
 from diffshard.bilevel_search.plans import file as bilevel_file
 from diffshard.bilevel_search.plans.plan import BilevelPlan
-from diffshard.command.arguments import UsageError, check_solver, check_writable, named_function, named_value
+from diffshard.command.arguments import (
+    UsageError,
+    check_needs_nothing,
+    check_solver,
+    check_writable,
+    named_function,
+    named_value,
+)
 from diffshard.command.terminal import FailedError, show_progress, writing
 from diffshard.files import write_whole
 from diffshard.plans import file
@@ -35,7 +42,7 @@ def search_plan(options: argparse.Namespace) -> int:
     try:
         hardware = preset(options.hardware, options.mesh)
     except ValueError as error:
-        raise UsageError(f"--hardware: {error}") from None
+        raise UsageError(f"--hardware: {str(error).removesuffix(' Or give a `Hardware`.')}") from None
     function = named_function("MODULE:FUNCTION", options.function)
     static_positions = _positions(function, options.static)
     args = _arguments_of(named_function("--args", options.args), static_positions)
@@ -97,12 +104,14 @@ def _positions(function: Callable[..., Any], arguments: Sequence[int | str]) -> 
     """Returns the positions of arguments that are given by number or name.
 
     Raises:
-      UsageError: the function has no argument of that name.
+      UsageError: the function has no argument of that number or name.
     """
-    names = list(inspect.signature(function).parameters) if any(isinstance(a, str) for a in arguments) else []
+    parameters = inspect.signature(function).parameters if arguments else {}
+    names = list(parameters)
+    is_open = any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters.values())
     for argument in arguments:
-        if isinstance(argument, str) and argument not in names:
-            raise UsageError(f"the function has no argument {argument!r}; it has {', '.join(names)}")
+        if argument not in names if isinstance(argument, str) else argument >= len(names) and not is_open:
+            raise UsageError(f"the function has no argument {argument!r}; it has {', '.join(names) or 'none'}")
     return tuple(names.index(a) if isinstance(a, str) else a for a in arguments)
 
 
@@ -120,6 +129,7 @@ def _arguments_of(function: Callable[[], Any], static: Sequence[int]) -> tuple[A
         values.update({i: made[i] for i in static if i < len(made)})
         return tuple(0 if i in values else argument for i, argument in enumerate(made))
 
+    check_needs_nothing("--args", function)
     try:
         result = jax.eval_shape(arrays)
     except TypeError:  # it returns shapes itself, or Python values for static arguments
@@ -130,6 +140,11 @@ def _arguments_of(function: Callable[[], Any], static: Sequence[int]) -> tuple[A
     except Exception as error:
         _fail("--args failed", error)
     result = tuple(result) if type(result) in (tuple, list) else (result,)
+    for position, argument in enumerate(result):
+        if isinstance(argument, str | bytes) and position not in static:
+            raise UsageError(
+                f"--args gives {argument!r} as argument {position}, which is no array; or add --static {position}"
+            )
     return tuple(values.get(i, argument) for i, argument in enumerate(result))
 
 

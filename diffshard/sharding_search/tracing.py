@@ -22,6 +22,7 @@ from diffshard.sharding_search.call import (
     plain,
     split,
 )
+from diffshard.sharding_search.error_names import named_as_user, renamed
 from diffshard.sharding_search.module_scopes import module_scopes
 from diffshard.sharding_search.options import Options, has_explicit_axes, with_automatic_axes
 from search_spaces.sharding.explicit_axes import has_constraints, has_reshards, with_constraints, without_context_mesh
@@ -118,7 +119,7 @@ def trace_call(options: Options, call: Call) -> TracedFunction:
 
     def flat(*arrays: Any) -> list[Any]:
         args, kwargs = call.structure.unflatten(arrays)
-        result = options.fn(*map(plain, args), **{name: plain(argument) for name, argument in kwargs.items()})
+        result = _called(options, args, kwargs)
         leaves, structure = split(result)
         _warn_of_lost_changes(options, call, arrays, (args, kwargs), leaves)
         feedback = feedback_of(result, (*args, *kwargs.values()), abstract_split)
@@ -135,6 +136,23 @@ def trace_call(options: Options, call: Call) -> TracedFunction:
         result=result.structure,
         out_paths=result.paths,
     )
+
+
+def _called(options: Options, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Returns what the user's function returns.
+
+    Raises:
+      TypeError: the function is a `jax.jit` with static arguments that the search does not know of.
+    """
+    try:
+        return options.fn(*map(plain, args), **{name: plain(argument) for name, argument in kwargs.items()})
+    except ValueError as error:
+        if hasattr(options.fn, "lower") and str(error).startswith("Non-hashable static arguments"):
+            raise TypeError(
+                f"{options.function_name} is under `jax.jit` with static arguments, which the search cannot see. Give "
+                "them to `diffshard.search` as well, as `static_argnums` or `static_argnames`."
+            ) from error
+        raise
 
 
 def _warn_of_lost_changes(
@@ -172,6 +190,7 @@ def _trace(flat: Callable[..., list[Any]], options: Options, call: Call) -> core
       ValueError: the function needs explicit axes, and there are rules for logical axes, which these do not take.
     """
     automatic = with_automatic_axes(options.mesh)
+    flat = named_as_user(flat, options, call.paths)
     ruled = _under_rules(flat, options.logical_axis_rules, automatic)
     context = with_automatic_axes(jax.sharding.get_abstract_mesh())
     has_context = bool(context.axis_names or options.logical_axis_rules)
@@ -199,7 +218,7 @@ def _jaxpr_under(
 ) -> core.ClosedJaxpr:
     """Traces a function of flat arrays under a context mesh; anew each time, where `jax.jit` alone would remember."""
     with jax.sharding.use_abstract_mesh(mesh), module_scopes():
-        return jax.jit(lambda *tracers: fn(*tracers)).trace(*arrays).jaxpr
+        return jax.jit(renamed(lambda *tracers: fn(*tracers), fn)).trace(*arrays).jaxpr
 
 
 def _trace_with_explicit_axes(flat: Callable[..., list[Any]], options: Options, call: Call) -> core.ClosedJaxpr:
@@ -268,4 +287,4 @@ def _under_rules(fn: Callable[..., Any], rules: LogicalAxisRules, mesh: Mesh | A
         with by_rules, jax.sharding.use_abstract_mesh(mesh.abstract_mesh if isinstance(mesh, Mesh) else mesh):
             return fn(*args)
 
-    return ruled
+    return renamed(ruled, fn)

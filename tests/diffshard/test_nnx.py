@@ -143,8 +143,15 @@ def test_a_change_of_structure_is_refused():
         model.more = nnx.Param(jnp.ones(8))
         return model(x)
 
-    with pytest.raises(ValueError, match="changes the structure of a module"):
+    with pytest.raises(ValueError, match=r"step changes the structure .* adds `model\.more`.*`nnx\.pop`"):
         search(step)(objects()[0], X)
+
+    def without_bias(layer):
+        layer.bias = None
+        return layer.kernel[...].sum()
+
+    with pytest.raises(ValueError, match=r"removes `layer\.bias`"):
+        search(without_bias)(nnx.Linear(8, 8, rngs=nnx.Rngs(0)))
 
 
 def test_the_plain_search_says_that_changes_in_place_are_lost():

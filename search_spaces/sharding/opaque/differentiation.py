@@ -139,7 +139,7 @@ def backward_kernel(
     """
 
     def make() -> Kernel:
-        function = _Derivative(kernel.fn, wanted, given) if backward is None else _Backward(kernel, backward, wanted)
+        function = _Derivative(kernel, wanted, given) if backward is None else _Backward(kernel, backward, wanted)
         return Kernel(function, backward_rule(kernel.rule, wanted, given), None, None, f"{kernel.name}_backward")
 
     return kernel.derived(("backward", backward, wanted, given), make)
@@ -172,9 +172,9 @@ def _names(arrays: Sequence[NamedDimensions]) -> set[str]:
 
 @dataclass(frozen=True)
 class _Derivative:
-    """The derivative of a function, which runs the function again."""
+    """The derivative of a kernel's function, which runs the function again."""
 
-    fn: Callable[..., Any]
+    kernel: Kernel
     wanted: tuple[bool, ...]
     given: tuple[bool, ...]
 
@@ -184,12 +184,22 @@ class _Derivative:
 
         def of_numbers(*numbers: Any) -> list[Any]:
             remaining = iter(numbers)
-            results = self.fn(*(next(remaining) if w else x for x, w in zip(operands, self.wanted, strict=True)))
+            results = self.kernel.fn(*(next(remaining) if w else x for x, w in zip(operands, self.wanted, strict=True)))
             results = results if isinstance(results, tuple | list) else [results]
             return [x for x, is_given in zip(results, self.given, strict=True) if is_given]
 
-        _, pull = jax.vjp(of_numbers, *(x for x, is_wanted in zip(operands, self.wanted, strict=True) if is_wanted))
-        return pull(list(cotangents))
+        numbers = [x for x, is_wanted in zip(operands, self.wanted, strict=True) if is_wanted]
+        self.kernel.trace(operands)  # an error here is of the function itself
+        try:
+            _, pull = jax.vjp(of_numbers, *numbers)
+            return pull(list(cotangents))
+        except Exception as error:  # whatever JAX or a foreign primitive raises
+            text = str(error).strip().split("\n")[0]
+            reason = f"{type(error).__name__}{f': {text}' if text else ''}"
+            raise TypeError(
+                f"Kernel {self.kernel.name!r} cannot be differentiated by JAX ({reason}). Give `backward=` to "
+                "`diffshard.kernel`."
+            ) from error
 
 
 @dataclass(frozen=True)

@@ -44,6 +44,9 @@ def static_args():
 def shardings():
     return jax.sharding.PartitionSpec(), jax.sharding.PartitionSpec("data", "model")
 
+def text():
+    return "w"
+
 bad_shardings = ("data", None)
 number = 3
 """
@@ -131,11 +134,31 @@ def test_search_prints_saves_and_draws(module, capsys, args):
         ({"function": "stepp"}, "user_module has no 'stepp'"),
         ({"function": "number"}, "is int, not a function"),
         ({"hardware": "h300"}, "'h300' is unknown; there are v100"),
+        ({"args": "step"}, "--args: step is called without arguments, but needs w, x"),
+        ({"args": "text"}, "--args gives 'w' as argument 0, which is no array"),
     ],
 )
 def test_usage_errors_have_code_2(module, capsys, words, said):
     assert search(**words) == 2
-    assert said in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert said in error
+    assert "Or give a" not in error
+    assert "Traceback" not in error
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--static", "5"], "the function has no argument 5; it has w, x"),
+        (["--donate", "7"], "the function has no argument 7; it has w, x"),
+        (["--in-shardings", "user_module:step"], "--in-shardings: step is called without arguments, but needs w, x"),
+    ],
+)
+def test_options_that_do_not_fit_the_functions_have_code_2(module, capsys, words, said):
+    assert search(*words) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert "Traceback" not in error
 
 
 @pytest.mark.parametrize(

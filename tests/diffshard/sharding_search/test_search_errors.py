@@ -107,3 +107,23 @@ def test_errors_of_the_function_itself_are_kept():
     step = diffshard.search(lambda x: x @ jnp.zeros((3, 3)), mesh_2x2(), hardware=SLOW)
     with pytest.raises(TypeError, match="dot_general"):
         step.plan(jnp.zeros((4, 4)))
+
+
+def branching(p, x):
+    return x if x.sum() > 0 else p["a"]
+
+
+def test_errors_of_tracing_name_the_users_function_and_argument():
+    step = diffshard.search(branching, mesh_2x2(), hardware=SLOW)
+    with pytest.raises(jax.errors.TracerBoolConversionError, match=r"branching at .*test_search_errors.*argument x\."):
+        step.plan({"a": jnp.ones((4, 4))}, jnp.ones((4, 4)))
+    with pytest.raises(jax.errors.TracerBoolConversionError, match=r"argument batch\[1\]\."):
+        diffshard.search(lambda batch: bool(batch[1].sum()), mesh_2x2(), hardware=SLOW).plan((jnp.ones(4), jnp.ones(4)))
+
+
+def test_static_arguments_of_a_jitted_function_are_given_to_the_search():
+    jitted = jax.jit(lambda x, power: x**power, static_argnums=1)
+    with pytest.raises(TypeError, match=r"under `jax\.jit` with static arguments.*`static_argnums`"):
+        diffshard.search(jitted, mesh_2x2(), hardware=SLOW).plan(jnp.ones((4, 4)), 2)
+    step = diffshard.search(jitted, mesh_2x2(), hardware=SLOW, static_argnums=1)
+    np.testing.assert_allclose(step(jnp.full((4, 4), 3.0), 2), 9.0)

@@ -210,6 +210,15 @@ def test_equal_uses_of_a_kernel_are_traced_once():
     assert len(shapes) == once
 
 
+def test_a_kernel_that_jax_cannot_differentiate_asks_for_a_backward():
+    def summed_in_steps(x):
+        return jax.lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, c[1] + x), (0, x))[1]
+
+    kernel = diffshard.kernel(summed_in_steps, "... -> ...")
+    with pytest.raises(TypeError, match=r"'summed_in_steps' cannot be differentiated by JAX .*Give `backward=`"):
+        jax.grad(lambda x: kernel(x).sum())(jnp.ones(4))
+
+
 def test_a_backward_has_no_gradient_of_integers():
     x, order = jnp.arange(6.0).reshape(2, 3), jnp.array([2, 0, 1])
     gradient = jax.grad(lambda a: jnp.sum(rotated(a, order)[0] * jnp.array([1.0, 2.0, 3.0])))(x)
