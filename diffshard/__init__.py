@@ -44,6 +44,7 @@ if TYPE_CHECKING:  # for type checkers and editors; when the program runs, `__ge
     from search_spaces.communication.places import alternatives
     from search_spaces.communication.space import CommunicationSpace
     from search_spaces.communication.strategies import Encode, ErrorFeedback, EveryK, Exact, Schedule
+    from search_spaces.sharding.opaque.checking import check_kernel
     from search_spaces.sharding.opaque.declaration import kernel
 
 _NAMES_OF = {
@@ -82,6 +83,7 @@ _NAMES_OF = {
     "search_spaces.communication.space": ("CommunicationSpace",),
     "search_spaces.communication.strategies": ("Encode", "ErrorFeedback", "EveryK", "Exact", "Schedule"),
     "search_spaces.communication.layers.attention": ("windowed_attention",),
+    "search_spaces.sharding.opaque.checking": ("check_kernel",),
     "search_spaces.sharding.opaque.declaration": ("kernel",),
 }
 _MODULES = ("nnx",)
@@ -129,6 +131,7 @@ __all__ = [
     "bilevel",
     "budget",
     "calibrate",
+    "check_kernel",
     "compare",
     "curvature",
     "expert_layer",

@@ -88,8 +88,9 @@ def search(
         program (one `jax.shard_map`) whose collectives are the plan's. With "constraints" XLA partitions it, told by a
         sharding constraint at every place that the plan names; it does not always follow them. With "propagation" XLA's
         partitioner is told the shardings of arguments and results only, as most plans by hand run. None takes "program"
-        for GPUs (hardware on which collectives run beside arithmetic, see `Hardware.exposed_share`) if every operation
-        has a form on one device's part, else "constraints".
+        for GPUs (hardware on which collectives run beside arithmetic, see `Hardware.exposed_share`) unless an
+        operation cannot be part of one (an `io_callback`, a `shard_map` that checks what varies), else "constraints".
+        Operations that could be split but have no form on one device's part run whole in a program; notes name them.
       check: which compiler judges the plan, None for none. "shardy" runs Shardy's partitioner, which takes a second or
         more, and notes in the plan where it would send other bytes. "compile" compiles the found plan under each
         executor, and experts' plans, in processes of their own; it returns the one whose program is the fastest by its

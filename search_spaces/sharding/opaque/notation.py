@@ -109,6 +109,14 @@ class NamedRule:
             factors, arrays[: len(operands)], arrays[len(operands) :], reduction_is_sum=self.combine == "sum"
         )
 
+    def name_of_dimension(self, operands: Sequence[Shape], specs: Sequence[Sequence[Sequence[int]]]) -> str:
+        """Returns the name of the first dimension of operands of some shapes that their specs split, as in the rule."""
+        for (array, dimensions, shape), spec in zip(self._arrays(operands, ()), specs, strict=True):
+            for names, axes in zip(self._expanded(dimensions, shape, array), spec, strict=True):
+                if axes:
+                    return _written((names,))
+        return ""
+
     def result_shapes(self, operands: Sequence[Shape], whole_sizes: Mapping[str, int]) -> list[Shape]:
         """Returns the shapes that the results must have for some operands; raises `ValueError` as `sizes`.
 
