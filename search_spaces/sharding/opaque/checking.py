@@ -57,6 +57,11 @@ def check_kernel(kernel: DifferentiableKernel, *operands: Any, tolerance: float 
     return tried
 
 
+def _own_kernel(backward: Any) -> Kernel | None:
+    """Returns the kernel of a backward that was declared as one; None for a plain function."""
+    return backward.kernel if isinstance(backward, DifferentiableKernel) else None
+
+
 def _type(x: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x))
 

@@ -50,6 +50,12 @@ def test_a_wrong_backward_is_found():
         diffshard.check_kernel(scaled, X)
 
 
+def test_a_backward_that_is_a_kernel_is_tried_by_its_own_rule():
+    backward = diffshard.kernel(lambda x, y, dy: 2 * dy - dy.mean(1, keepdims=True), "r c, r c, r c -> r c")
+    with pytest.raises(ValueError, match="is wrong about 'c'"):
+        diffshard.check_kernel(diffshard.kernel(lambda x: 2 * x, "r c -> r c", backward=backward), X)
+
+
 def test_what_is_no_kernel_is_refused():
     function: Any = jnp.sin
     with pytest.raises(TypeError, match=r"`kernel` must be made by `diffshard\.kernel`"):
