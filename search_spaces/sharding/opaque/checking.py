@@ -49,10 +49,7 @@ def check_kernel(kernel: DifferentiableKernel, *operands: Any, tolerance: float 
         results = kernel.kernel.run(arrays)
         wanted, given = (tuple(jnp.issubdtype(x.dtype, jnp.inexact) for x in some) for some in (arrays, results))
         cotangents = [_array(x, -1 - i) for i, x in enumerate(map(_type, results)) if given[i]]
-        is_kernel = isinstance(kernel.backward, DifferentiableKernel)
-        backward = (
-            kernel.backward.kernel if is_kernel else backward_kernel(kernel.kernel, kernel.backward, wanted, given)
-        )
+        backward = _own_kernel(kernel.backward) or backward_kernel(kernel.kernel, kernel.backward, wanted, given)
         _check(backward, [*arrays, *results, *cotangents], tolerance)
     return tried
 
