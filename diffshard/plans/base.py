@@ -198,6 +198,8 @@ class PlanData:
         has them.
       comparison: the compiled programs of this plan and of others, where the search was asked to judge by these.
       memory: where in the step how much memory is in use; None in plans of older versions.
+      function_digest: a hash of the traced function, its arguments' types, and the versions of JAX and diffshard; "" in
+        plans of older versions.
       stored_in: the file of a store of plans from which it was taken instead of a search; "" if it was searched.
       mesh: the mesh; after loading it is abstract, unless `load` was given one.
       structures: the structures of the arguments and of the result (`diffshard.sharding_search.call.Structure`); None
@@ -230,6 +232,7 @@ class PlanData:
     logical_axis_rules: LogicalAxisRules = ()
     comparison: Comparison | None = None
     memory: MemoryProfile | None = None
+    function_digest: str = field(default="", compare=False)
     stored_in: str = field(default="", compare=False)
     mesh: Mesh | AbstractMesh | None = field(default=None, compare=False, repr=False)
     structures: Any = field(default=None, compare=False, repr=False)

@@ -37,11 +37,13 @@ def facts_of(options: Options, traced_function: TracedFunction) -> dict[str, str
         "`donate_argnums`": value_text((options.donate_argnums, options.donate_argnames)),
         "`logical_axis_rules`": value_text((options.logical_axis_rules, options.metadata_rules)),
         "`check`": options.judged_by,
-        **_versions(),
-        "`jax_default_matmul_precision`": str(jax.config.jax_default_matmul_precision),  # pyright: ignore[reportAttributeAccessIssue]
-        "what the results replace in the next call": value_text(tuple(traced_function.graph.feedback)),
-        _PROGRAM: program_text(traced_function.jaxpr),
+        **_program(traced_function),
     }
+
+
+def function_digest(traced_function: TracedFunction) -> str:
+    """Returns a hash of a traced function with its arguments' types, whatever the mesh and the other options are."""
+    return digest_of({**_arguments(traced_function), **_program(traced_function)})
 
 
 def device_facts(options: Options) -> dict[str, str]:
@@ -73,6 +75,16 @@ def _arguments(traced_function: TracedFunction) -> dict[str, str]:
         text += " donated" if donated else ""
         facts[f"`{path}`"] = text if axes is None else f"{text} with the axes {axes}"
     return facts
+
+
+def _program(traced_function: TracedFunction) -> dict[str, str]:
+    """Returns what is computed, and by which versions it is traced and planned."""
+    return {
+        **_versions(),
+        "`jax_default_matmul_precision`": str(jax.config.jax_default_matmul_precision),  # pyright: ignore[reportAttributeAccessIssue]
+        "what the results replace in the next call": value_text(tuple(traced_function.graph.feedback)),
+        _PROGRAM: program_text(traced_function.jaxpr),
+    }
 
 
 def _versions() -> dict[str, str]:

@@ -18,6 +18,7 @@ from diffshard.plans.file import from_json, to_json
 from diffshard.sharding_search.fingerprints import digest_of, facts_of
 from diffshard.sharding_search.plan import Plan
 from diffshard.sharding_search.request import PlanRequest
+from diffshard.sharding_search.warm_start import is_made_for
 
 _FORMAT, _VERSION = "diffshard stored plan", 1
 _KEPT = ("optimal", "finished", "time limit")
@@ -41,7 +42,9 @@ class PlanStore:
     def plan_or_search(self, find: Callable[[PlanRequest], Plan], request: PlanRequest) -> Plan:
         """Returns the plan of an earlier search, or else searches and keeps the plan.
 
-        A file that is damaged, or not one of this store, is told in a warning and replaced.
+        A plan that the options begin with is not kept if it was made for the same question and so may have been taken
+        as it is: other options, such as a shorter time limit, may have found it. A file that is damaged, or not one of
+        this store, is told in a warning and replaced.
 
         Raises:
           InfeasibleError: as `find`.
@@ -51,7 +54,8 @@ class PlanStore:
         if plan is not None:
             return plan
         plan = find(request)
-        if plan.status in _KEPT:
+        start = request.options.start
+        if plan.status in _KEPT and (start is None or not is_made_for(start, request)):
             self.keep(key, plan)
         return plan
 

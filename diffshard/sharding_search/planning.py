@@ -15,6 +15,7 @@ from cost.memory import least_memory
 from diffshard.base import InfeasibleError, Progress, Solution
 from diffshard.plans.base import Operation, PredictedCollective, Tensor
 from diffshard.sharding_search.executors import default_executor, executor_notes
+from diffshard.sharding_search.fingerprints import function_digest
 from diffshard.sharding_search.layout import signature_of
 from diffshard.sharding_search.memory_profile import memory_profile_of
 from diffshard.sharding_search.options import Options
@@ -22,7 +23,7 @@ from diffshard.sharding_search.overlap import fastest_step, step_s, waiting_tran
 from diffshard.sharding_search.plan import Plan
 from diffshard.sharding_search.request import PlanRequest
 from diffshard.sharding_search.tracing import TracedFunction
-from diffshard.sharding_search.warm_start import start_of, unchanged_plan
+from diffshard.sharding_search.warm_start import is_made_for, start_of
 from diffshard.solving.solve import solve
 from diffshard.solving.violations import format_excess
 from search_spaces.partition_specs import IndexedSpec, NamedSpec, named_spec
@@ -39,7 +40,8 @@ _TIME_SHARE = 0.9
 def find_plan(request: PlanRequest) -> Plan:
     """Solves a traced function's space within the options' memory limit, and writes the solution down as a plan.
 
-    An earlier plan that the options have is returned if it was made for the same, else the search begins with it.
+    An earlier plan that the options have is returned if it was made for the same, else the search begins with it. Of
+    another function it is only a start where the operations have the same names.
 
     Raises:
       InfeasibleError: no plan fits the memory limit.
@@ -47,9 +49,9 @@ def find_plan(request: PlanRequest) -> Plan:
     earlier_plan, start = request.options.start, None
     if earlier_plan is not None:
         start = start_of(earlier_plan, request.space)
-        plan = start and unchanged_plan(earlier_plan, start, request)
-        if plan is not None:
-            return plan
+        if start is not None and start.is_exact and is_made_for(earlier_plan, request):
+            assert isinstance(earlier_plan, Plan)
+            return request.complete(earlier_plan)
     choice = None if start is None else start.choice
 
     options, begin_s = request.options, time.perf_counter()
@@ -143,6 +145,7 @@ def make_plan(request: PlanRequest, solution: Solution) -> Plan:
         executor=executor,
         logical_axis_rules=options.logical_axis_rules,
         memory=memory_profile_of(traced_function.graph, summary.memory),
+        function_digest=function_digest(traced_function),
         mesh=options.mesh,
         structures=(traced_function.call.structure, traced_function.result),
     )

@@ -100,9 +100,11 @@ def search(
       cache: a folder that keeps plans, for the next start of the same program: a plan that was searched for the same
         function, shapes, shardings, mesh axes, hardware and options is taken from there. Constants that the function
         closes over may have other values. None keeps nothing.
-      start: an earlier plan of the function. Where it was made for this mesh, hardware, memory limit and these options,
-        it is taken as it is. Else the search begins with its shardings, as far as the mesh has their axes, and finds
-        nothing slower than these. The plan may be loaded, and be of other sizes of the mesh or arrays.
+      start: an earlier plan of the function. Where it was made for the same traced function, mesh, hardware, memory
+        limit and options, whichever solver found it, it is taken as it is; `cache` does not keep it. Else the search
+        begins with its shardings, as far as the mesh has their axes, and finds nothing slower than these. The plan may
+        be loaded, be of other sizes of the mesh or arrays, and of a function that was edited: one with other operations
+        is searched from the beginning.
       progress: "terminal" shows the best cost and the bound in one live line on stderr once a search lasts over two
         seconds, but only on a terminal; "none" shows nothing. `plan(..., progress=...)` takes a function instead.
 

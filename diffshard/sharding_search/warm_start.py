@@ -6,12 +6,12 @@ differ least, by the names of axes, from those that the plan gave it.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 
 from diffshard.plans.base import Operation, PlanData
+from diffshard.sharding_search.fingerprints import function_digest
 from diffshard.sharding_search.layout import signature_of
 from diffshard.sharding_search.plan import Plan
 from diffshard.sharding_search.request import PlanRequest
@@ -43,8 +43,8 @@ class _Wanted(NamedTuple):
 def start_of(plan: PlanData, space: ShardingSpace) -> Start | None:
     """Returns the choice that is nearest to a plan; None if the plan was made for other operations."""
     vertices = space.graph.vertices
-    if [_operation_name(o.kind, o.signature) for o in plan.operations] != [
-        _operation_name(v.kind, signature_of(v)) for v in vertices
+    if [(_operation_name(o.kind, o.signature), len(o.value_specs)) for o in plan.operations] != [
+        (_operation_name(v.kind, signature_of(v)), len(v.results)) for v in vertices
     ]:
         return None
     sizes = dict(zip(space.axis_names, space.axis_sizes, strict=True))
@@ -66,30 +66,28 @@ def start_of(plan: PlanData, space: ShardingSpace) -> Start | None:
     return Start(np.array(choice, np.int64), is_exact)
 
 
-def unchanged_plan(plan: PlanData, start: Start, request: PlanRequest) -> Plan | None:
-    """Returns a plan for a traced function if it was made for this function with the same options, else None.
+def is_made_for(plan: PlanData, request: PlanRequest) -> bool:
+    """Tells whether an earlier plan was made for this traced function, its mesh axes and the options of its search.
 
-    Args:
-      plan: an earlier one.
-      start: its choice of the function's space.
-      request: the function.
+    Names and shapes of operations do not tell functions apart: the length of a loop, for one, is in neither. So the
+    digests of the functions must be equal, which plans of older versions do not have. How the plan was searched (the
+    solver, its key, its time limit and which compiler judged it) may differ.
     """
     options, call = request.options, request.traced_function.call
     before = (plan.hardware, plan.memory_limit_bytes, plan.static_argnums, plan.donate_argnums, plan.static_argnames)
     now = (options.hardware, options.memory_limit_bytes, options.static_argnums, options.donate_argnums)
     types = [(tensor.shape, tensor.dtype, tensor.given) for tensor in plan.arguments]
     given = request.space.given
-    if (
-        not isinstance(plan, Plan)
-        or not start.is_exact
-        or before != (*now, options.static_argnames)
-        or plan.donate_argnames != options.donate_argnames
-        or plan.logical_axis_rules != options.logical_axis_rules
-        or options.executor not in (None, plan.executor)
-        or types != [(array.shape, str(array.dtype), i in given) for i, array in enumerate(call.arrays)]
-    ):
-        return None
-    return request.complete(replace(plan, parameters=call.parameters))
+    return (
+        isinstance(plan, Plan)
+        and tuple(plan.mesh_axes.items()) == tuple(zip(options.axis_names, options.axis_sizes, strict=True))
+        and before == (*now, options.static_argnames)
+        and plan.donate_argnames == options.donate_argnames
+        and plan.logical_axis_rules == options.logical_axis_rules
+        and options.executor in (None, plan.executor)
+        and types == [(array.shape, str(array.dtype), i in given) for i, array in enumerate(call.arrays)]
+        and plan.function_digest == function_digest(request.traced_function)
+    )
 
 
 def _operation_name(kind: str, signature: str) -> tuple[str, str]:

@@ -103,6 +103,26 @@ def test_a_plan_is_used_again_where_nothing_has_changed_and_searched_where_somet
         assert starts.pop() is not None  # but it begins with the plan
 
 
+def test_a_training_goes_on_after_its_step_was_edited(tmp_path):
+    def resume(num_copies):
+        def step(state, batch):
+            added = jnp.tanh(jnp.broadcast_to(batch, (num_copies, 8))).sum()
+            return {"w": state["w"] + added}, added
+
+        return diffshard.resume(
+            tmp_path, step, host_mesh((8,)), lambda: {"w": jnp.zeros(8)}, jnp.ones(8), hardware="h100"
+        )
+
+    expected = np.zeros(8)
+    for number, num_copies in enumerate((2, 4)):
+        with resume(num_copies) as training:
+            assert training.num_steps == number
+            state, _ = training.step(training.restore(), jnp.ones(8))
+            training.save(number + 1, state)
+        expected += 8 * num_copies * np.tanh(1.0)
+        np.testing.assert_allclose(state["w"], expected, rtol=1e-6)
+
+
 def test_checkpoints_are_made_at_the_interval_and_the_newest_are_kept(tmp_path):
     train(tmp_path, 9, save_interval_steps=2, max_to_keep=2)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["00000006", "00000008"]

@@ -65,6 +65,19 @@ def test_a_stored_plan_runs_as_the_searched_one(tmp_path: Path):
     np.testing.assert_allclose(got["w"], step(*ARGUMENTS)["w"], rtol=1e-6)
 
 
+def test_a_plan_that_the_search_began_with_is_not_kept_for_later_searches(tmp_path: Path):
+    def in_a_loop(num_trips: int) -> Callable[..., Any]:
+        return lambda state, x: jax.lax.fori_loop(0, num_trips, lambda _, y: y + jnp.tanh(y @ state["w"]).sum(), x)
+
+    plan_of_two_trips = diffshard.search(in_a_loop(2), MESH, hardware="cpu").plan(*ARGUMENTS)
+    searched = planned(tmp_path, in_a_loop(20), start=plan_of_two_trips)
+    assert searched.step_s > 5 * plan_of_two_trips.step_s
+    assert planned(tmp_path, in_a_loop(20)) == searched  # what was searched for this function is kept
+    taken = planned(tmp_path / "other", in_a_loop(20), start=searched)
+    assert taken == searched
+    assert not (tmp_path / "other").exists()
+
+
 def other_step(state: Any, x: Any) -> Any:
     return jax.tree.map(lambda w: w + x.sum(), state)
 

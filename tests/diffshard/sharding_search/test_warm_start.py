@@ -1,6 +1,9 @@
 """A search that begins with an earlier plan takes it where nothing has changed, and never finds a slower one."""
 
+import json
+
 import jax
+import jax.numpy as jnp
 import pytest
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
@@ -40,6 +43,59 @@ def test_an_unchanged_plan_is_taken_as_it_is_also_from_a_file(tmp_path, monkeypa
     again = plan_of(mesh_of(2, 2), diffshard.Plan.load(tmp_path / "plan.json"))
     assert again == plan
     assert again.in_shardings == plan.in_shardings  # it knows the pytrees
+
+
+def test_a_plan_that_an_older_version_saved_is_only_a_start(tmp_path, starts):
+    plan = plan_of(mesh_of(2, 2))
+    plan.save(tmp_path / "plan.json")
+    document = json.loads((tmp_path / "plan.json").read_text())
+    del document["function_digest"]
+    (tmp_path / "plan.json").write_text(json.dumps(document))
+    again = plan_of(mesh_of(2, 2), diffshard.Plan.load(tmp_path / "plan.json"))
+    assert starts[0].is_exact
+    assert again.function_digest == plan.function_digest  # it was searched anew
+    assert again.step_s <= plan.step_s * (1 + 1e-4)
+
+
+def in_a_loop(num_trips):
+    return lambda x: jax.lax.fori_loop(0, num_trips, lambda _, y: jnp.tanh(y @ y), x)
+
+
+def in_copies(num_copies):
+    return lambda x: jnp.tanh(jnp.broadcast_to(x[None], (num_copies, *x.shape)) * 2).sum(0)
+
+
+def times_a_factor(factor):
+    return lambda x: jnp.tanh(x * factor)
+
+
+@pytest.mark.parametrize("make", [in_a_loop, in_copies, times_a_factor])
+def test_a_plan_of_a_function_with_the_same_names_of_operations_is_a_start_and_not_the_plan(make, starts):
+    x = jax.ShapeDtypeStruct((64, 64), jnp.float32)
+
+    def plan_of_size(size, start=None):
+        return diffshard.search(make(size), mesh_of(2, 2), hardware=SLOW, start=start).plan(x)
+
+    other, cold = plan_of_size(2), plan_of_size(20)
+    warm = plan_of_size(20, other)
+    assert starts[0] is not None
+    assert warm.function_digest == cold.function_digest != other.function_digest
+    assert warm.step_s == pytest.approx(cold.step_s)
+    assert warm.peak_bytes == cold.peak_bytes
+
+
+def test_a_plan_whose_operations_have_other_numbers_of_results_is_no_start(starts):
+    x = jax.ShapeDtypeStruct((64, 64), jnp.float32)
+
+    def plan_of_sorted(num_arrays, start=None):
+        def sort_together(x):
+            return jax.lax.sort((x,) * num_arrays, num_keys=1)[-1]
+
+        return diffshard.search(sort_together, mesh_of(2, 2), hardware=SLOW, start=start).plan(x)
+
+    plan = plan_of_sorted(3, plan_of_sorted(1))
+    assert starts == [None]
+    assert len(plan.operations[-1].value_specs) == 3
 
 
 @pytest.mark.parametrize(
