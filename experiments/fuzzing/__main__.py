@@ -1,6 +1,6 @@
 """Runs the fuzzers and counts what becomes of the cases.
 
-python -m experiments.fuzzing [--cases 10000] [--seed 0] [--kinds plans instances problems scales]
+python -m experiments.fuzzing [--cases 10000] [--seed 0] [--kinds plans bilevel_plans ...]
 """
 
 import argparse
@@ -10,11 +10,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from experiments.fuzzing import problems, scales
+from experiments.fuzzing.bilevel_plans import BilevelPlanDamage
 from experiments.fuzzing.instances import InstanceDamage
 from experiments.fuzzing.outcomes import HELD, REFUSED, TAKEN
 from experiments.fuzzing.plans import PlanDamage
 
-KINDS = ("plans", "instances", "problems", "scales")
+KINDS = ("plans", "bilevel_plans", "instances", "problems", "scales")
 
 
 @contextmanager
@@ -27,7 +28,8 @@ def outcomes(kind: str) -> Iterator[Callable[[int], str]]:
         finally:
             process.end()
         return
-    yield {"plans": PlanDamage, "instances": InstanceDamage}[kind]().outcome if kind != "problems" else problems.outcome
+    damage = {"plans": PlanDamage, "bilevel_plans": BilevelPlanDamage, "instances": InstanceDamage}
+    yield damage[kind]().outcome if kind in damage else problems.outcome
 
 
 def main(argv: Sequence[str] | None = None) -> None:
