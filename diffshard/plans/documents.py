@@ -41,7 +41,7 @@ def read(path: str | os.PathLike[str]) -> Any:
     try:
         with open(path, encoding="utf-8") as file:
             return json.load(file)
-    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # also a number of more digits than Python reads
         raise PlanError(f"`{os.fspath(path)}` is not a plan file: it is not JSON ({error}).") from None
 
 

@@ -1,9 +1,9 @@
 """Damaged files of bilevel plans: each is refused with a clear error, or is a plan that shows, saves and trains.
 
 A plan of a small communication space is made as training leaves it. A case changes one entry of its file. Then the file
-is loaded and, if it is not refused, shown as text and as a page, drawn up as a Pareto front, saved and loaded again, and
-given to the space that it was made for. Whatever is raised but `PlanError` counts as a raw error, and so do an error of
-loading that does not name the file and a plan that another file comes from than the one that it was loaded from.
+is loaded. A plan that is not refused is shown as text and as a page, its candidates are compared as a Pareto front, the
+plan is saved and loaded again, and it is given to the space that it was made for. Three things are faults: any error
+other than `PlanError`, a refusal that does not name the file, and a plan that saving and loading changes.
 """
 
 import json

@@ -13,6 +13,7 @@ from diffshard.plans.file import from_json, to_json
 from diffshard.sharding_search.plan import Plan
 from experiments.fuzzing import __main__ as command
 from experiments.fuzzing import problems, scales
+from experiments.fuzzing.bilevel_plans import BilevelPlanDamage
 from experiments.fuzzing.instances import InstanceDamage, whole_instance
 from experiments.fuzzing.outcomes import HELD, REFUSED, TAKEN
 from experiments.fuzzing.plans import PlanDamage
@@ -36,6 +37,12 @@ def test_damaged_plans_are_refused_or_taken(plan_damage):
     found, seen = faults(plan_damage.outcome, {REFUSED, TAKEN})
     assert found == {}
     assert seen == {REFUSED, TAKEN}  # damage does harm, but not always
+
+
+def test_damaged_bilevel_plans_are_refused_or_taken(tmp_path):
+    found, seen = faults(BilevelPlanDamage(tmp_path).outcome, {REFUSED, TAKEN})
+    assert found == {}
+    assert seen == {REFUSED, TAKEN}
 
 
 def test_damaged_instances_are_refused_or_taken():

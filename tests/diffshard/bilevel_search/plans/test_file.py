@@ -29,7 +29,11 @@ def test_a_saved_plan_is_read_back_with_its_proof(tmp_path):
 
 
 def test_numbers_that_json_lacks_come_back(tmp_path):
-    plan = proved_plan()._replace(loss_increase=-math.inf, message="inf")
+    plan = proved_plan()
+    assert plan.proof is not None
+    winner = plan.proof.winner._replace(loss_increase=-math.inf)
+    proof = plan.proof._replace(table=(winner, *plan.proof.table[1:]))
+    plan = plan._replace(loss_increase=-math.inf, message="inf", proof=proof)
     plan.save(tmp_path / "plan.json")
     again = diffshard.BilevelPlan.load(tmp_path / "plan.json")
     assert again.loss_increase == -math.inf
@@ -93,7 +97,22 @@ def test_missing_fields_are_damage(field, message):
      (["nodes", 0, "traffic", "count"], -1, "`count` of node 'mlp/all_reduce forward' is -1"),
      (["proof", "table", 0, "exact_share"], 1.5, "`exact_share` of candidate 'proposal' is 1.5"),
      (["proof", "table", 1, "choice"], [0], "`choice` of candidate 'exact' has 1 numbers for 4 nodes"),
-     (["proof", "steps"], -1, "`steps` of `proof` is -1")],
+     (["proof", "steps"], -1, "`steps` of `proof` is -1"),
+     (["proof", "steps"], 10**400, "`steps` of `proof` is 1000"),
+     (["proof", "steps"], 23, "`steps` of `proof` is 23, fewer than the 24 of its candidates"),
+     (["proof", "table", 2, "record", "scores"], [], "`scores` of candidate 'all int8' are 0, not from 1 to the 2"),
+     (["proof", "table", 2, "record", "scores"], [1, 2, 3], "`scores` of candidate 'all int8' are 3, not from 1 to"),
+     (["proof", "table", 2, "record", "scores"], [{"a": 1}], "has {'a': 1}, which is no number and no list of"),
+     (["proof", "table", 2, "record", "scores"], [[0.1, "late"]], "'late'.*, which is no number and no list of"),
+     (["proof", "table", 0, "record", "scores"], [1.0], "longest trained come first"),
+     (["proof", "table", 0, "choice"], [0, 0, 0, 0], "candidate 'proposal', which won, has"),
+     (["proof", "table", 0, "seconds"], 7.0, "`seconds` is .*'proposal', which won, has 7.0"),
+     (["proof", "table", 0, "exact_share"], 0.5, "`exact_share` is 0.0, but candidate 'proposal', which won, has 0.5"),
+     (["loss_increase"], "nan", "`loss_increase` is nan, but candidate 'proposal', which won, has 0.0125"),
+     (["proof", "exact_losses"], [3.0, "inf"], "`exact_losses` of `proof` are"),
+     (["mesh_axes", "data"], 10**18, "`mesh_axes` is"), (["choice", 0], 10**400, "which is no strategy"),
+     (["nodes", 0, "traffic", "axes"], ["rows"], "has 'rows', which is no axis of `mesh_axes`"),
+     (["feasible"], False, "`message` does not say why")],
 )  # fmt: skip
 def test_values_that_no_search_gives_are_damage(path, value, message):
     found = to_json(proved_plan())
@@ -167,7 +186,7 @@ def test_a_file_from_before_there_were_notes_is_read():
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("{", "is not JSON"), ("[" * 100_000, "is not JSON"), ("[]", "not a plan file"),
+    [("{", "is not JSON"), ("[" * 100_000, "is not JSON"), ("9" * 5_000, "is not JSON"), ("[]", "not a plan file"),
      ('{"format": ["diffshard plan"]}', "not a plan file"), ('{"format": "else"}', "not a plan file"),
      (json.dumps({"format": "diffshard bilevel plan", "version": 4}), "version 4; this diffshard reads version 1 and")],
 )  # fmt: skip
