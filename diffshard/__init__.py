@@ -22,6 +22,7 @@ if TYPE_CHECKING:  # for type checkers and editors; when the program runs, `__ge
     from diffshard.bilevel_search.search import BilevelSearch, bilevel
     from diffshard.budgets.base import Budget, Phase
     from diffshard.budgets.budget import budget
+    from diffshard.budgets.logs import phases_of_log
     from diffshard.calibration import calibrate
     from diffshard.comparison.compare import compare
     from diffshard.elastic.checkpoint_files import CheckpointError
@@ -62,6 +63,7 @@ _NAMES_OF = {
     "diffshard.calibration": ("calibrate",),
     "diffshard.budgets.base": ("Budget", "Phase"),
     "diffshard.budgets.budget": ("budget",),
+    "diffshard.budgets.logs": ("phases_of_log",),
     "diffshard.comparison.compare": ("compare",),
     "diffshard.elastic.checkpoint_files": ("CheckpointError",),
     "diffshard.elastic.resume": ("resume",),
@@ -145,6 +147,7 @@ __all__ = [
     "nnx",
     "orthogonal",
     "pareto",
+    "phases_of_log",
     "place",
     "preset",
     "replica_gradients",

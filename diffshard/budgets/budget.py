@@ -33,7 +33,7 @@ def budget(
     donate_argnums: int | Sequence[int] | None = (),
     static_argnums: int | Sequence[int] | None = (),
 ) -> Budget:
-    """Plans a function for devices that change by a known schedule; plans and moves of state are chosen together.
+    """Plans a function for devices that change by a known or measured schedule, together with the moves of its state.
 
     >>> phases = [Phase(mesh=mesh, num_steps=500), Phase(mesh=smaller_mesh, num_steps=20)]
     >>> print(diffshard.budget(train_step, phases, state, batch))
@@ -44,7 +44,7 @@ def budget(
     Args:
       fn: as in `search`.
       phases: in order, two or more: all with `num_steps`, so that the fewest seconds are looked for, or all with
-        `duration_s`, so that the most steps are.
+        `duration_s`, so that the most steps are. `phases_of_log` makes them from a measured log.
       *args: as for the function itself, in all phases: arrays or `jax.ShapeDtypeStruct`.
       move_link: the link over which state moves; None takes the slowest link of the two phases' hardware.
       in_shardings: as in `search`, in all phases.
