@@ -120,7 +120,8 @@ class Training:
         Args:
           num_steps: that the state has made; larger than at the last checkpoint.
           state: the first argument of the next step.
-          data: JSON values to be kept beside the state, such as the position in the training data.
+          data: JSON values to be kept beside the state, such as the position in the training data. They may be changed
+            when this has returned.
 
         Raises:
           ValueError: the number is not larger than the last one, the data are not JSON values, or the state has other
@@ -137,7 +138,7 @@ class Training:
                 "steps since the first start: begin with `training.num_steps`."
             )
         try:
-            json.dumps(data, allow_nan=False)
+            data = json.loads(json.dumps(data, allow_nan=False))  # a copy, as the checkpoint has it when it is read
         except (TypeError, ValueError) as error:
             raise ValueError(f"`data` must be JSON values, such as numbers and lists of them: {error}.") from None
         arrays, _ = split(state)

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import threading
 import zlib
 
 import jax
@@ -11,7 +12,7 @@ import pytest
 from jax.sharding import AbstractMesh
 
 import diffshard
-from diffshard.elastic.checkpoint_files import CheckpointError
+from diffshard.elastic.checkpoint_files import CheckpointError, write_manifest
 from experiments.host_devices import host_mesh
 from tests.diffshard.elastic.small_training import batch_of, init, resumed, train, train_step
 
@@ -60,6 +61,23 @@ def test_a_restored_state_is_the_saved_one_in_the_new_shardings(tmp_path):
             new, old = jax.random.key_data(new), jax.random.key_data(old)
         np.testing.assert_array_equal(new, old)
     assert len({tensor.spec for tensor in training.plan.arguments}) > 1  # some are split
+
+
+def test_what_is_saved_beside_the_state_is_what_it_was_at_the_save(tmp_path, monkeypatch):
+    data = {"position": 1, "epochs": {10: "ten", 9: "nine"}}
+    as_read = {"position": 1, "epochs": {"10": "ten", "9": "nine"}}
+    may_write = threading.Event()
+
+    def write_when_told(*args, **kwargs):
+        assert may_write.wait(60)
+        write_manifest(*args, **kwargs)
+
+    monkeypatch.setattr("diffshard.elastic.training.write_manifest", write_when_told)
+    with resumed(tmp_path) as training:
+        training.save(1, training.restore(), data)
+        data["position"] = 99
+        may_write.set()
+    assert resumed(tmp_path).data == as_read
 
 
 def test_what_is_saved_is_the_state_before_the_next_step_takes_its_memory(tmp_path):
