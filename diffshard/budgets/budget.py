@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 
 from cost.base import Link
 from diffshard.base import Solution, Solver
@@ -134,5 +135,11 @@ def _check(phases: Sequence[Phase], move_link: Link | None) -> None:
                 f"`phases` must all have `num_steps` or all `duration_s`; phases 0 and {i} differ. Steps times the "
                 "seconds of a step are a duration."
             )
+    meshes = [phase.mesh for phase in phases if isinstance(phase.mesh, Mesh)]
+    if (count := len({device.process_index for mesh in meshes for device in mesh.devices.flat})) > 1:
+        raise ValueError(
+            f"The meshes of `phases` have devices of {count} processes, and `budget` runs in one. Give each phase an "
+            "AbstractMesh of its axes, save the plans in one process, and load and apply them in all."
+        )
     if move_link is not None and not isinstance(move_link, Link):
         raise TypeError(f"`move_link` must be a Link or None, not {type(move_link).__name__}.")

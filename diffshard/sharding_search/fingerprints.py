@@ -11,7 +11,6 @@ from jax.sharding import Mesh
 
 from diffshard.plans.base import PlanData
 from diffshard.plans.documents import to_json_values
-from diffshard.plans.file import to_json
 from diffshard.sharding_search.options import Options
 from diffshard.sharding_search.program_text import program_text, value_text
 from diffshard.sharding_search.tracing import TracedFunction
@@ -53,10 +52,25 @@ def device_facts(options: Options) -> dict[str, str]:
 
 
 def plan_facts(plan: PlanData) -> dict[str, str]:
-    """Returns what has to be the same in all processes that use a plan: how arguments are split, and a hash of all."""
+    """Returns what has to be the same in all processes that use a plan: what decides how the function runs.
+
+    How long the search took, and what is predicted, may differ.
+    """
     arguments = {f"the plan's `{tensor.path}`": str(tensor.partition_spec) for tensor in plan.arguments}
-    content = json.dumps(to_json(plan), sort_keys=True)
-    return {**arguments, "the plan's content": hashlib.sha256(content.encode()).hexdigest()}
+    arrays = [(t.path, t.shape, t.dtype, t.spec) for t in (*plan.arguments, *plan.outputs)]
+    operations = [
+        (o.signature, o.operands, o.unreduced, o.results, o.value_specs, o.reductions) for o in plan.operations
+    ]
+    layout = hashlib.sha256(repr((arrays, operations)).encode()).hexdigest()
+    return {
+        **arguments,
+        "the plan's mesh": str(dict(plan.mesh_axes)),
+        "the plan's `executor`": plan.executor,
+        "the plan's `static_argnums`": str((plan.static_argnums, plan.static_argnames)),
+        "the plan's `donate_argnums`": str((plan.donate_argnums, plan.donate_argnames)),
+        "the plan's `logical_axis_rules`": str(plan.logical_axis_rules),
+        "the plan's layout": layout,
+    }
 
 
 def digest_of(facts: Mapping[str, str]) -> str:

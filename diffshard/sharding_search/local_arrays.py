@@ -83,6 +83,11 @@ def from_whole(array: Any, sharding: NamedSharding) -> jax.Array:
 
 def from_local_part(array: Any, sharding: NamedSharding, shape: Sequence[int]) -> jax.Array:
     """Returns an array of a shape from this process's part of it, as `local_part` says which."""
+    if _is_key(array):
+        data = jax.random.key_data(array)
+        words = data.shape[array.ndim :]  # of one key, which are on one device
+        whole = from_local_part(data, sharding, (*shape, *words))
+        return jax.random.wrap_key_data(whole, impl=jax.random.key_impl(array))
     host, part = _on_host(array), local_part(sharding, shape)
 
     def block(index: Any) -> np.ndarray:

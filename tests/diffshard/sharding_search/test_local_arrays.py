@@ -140,6 +140,22 @@ def test_the_part_of_one_process_is_everything():
         plan.shard_local(x[:4])
 
 
+def test_the_part_of_a_typed_random_key_is_a_key():
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    step = diffshard.search(
+        lambda key, keys: (jax.random.normal(key, (8,)), jax.vmap(jax.random.uniform)(keys)),
+        mesh,
+        hardware="cpu",
+        in_shardings=(PartitionSpec(), PartitionSpec("data")),
+    )
+    key, keys = jax.random.key(0), jax.random.split(jax.random.key(1, impl="rbg"), 16)
+    plan = step.plan(key, keys)
+    for given, placed, sharding in zip((key, keys), plan.shard_local(key, keys), plan.in_shardings, strict=True):
+        assert placed.dtype == given.dtype
+        assert placed.sharding.is_equivalent_to(sharding, given.ndim)
+        np.testing.assert_array_equal(jax.random.key_data(placed), jax.random.key_data(given))
+
+
 def test_parts_are_written_by_the_dimensions_that_are_split():
     part = (slice(0, 8), np.array([1, 3, 5, 7, 9]))
     assert part_shape(part) == (8, 5)
@@ -153,7 +169,7 @@ def test_samples_tell_arrays_of_different_seeds_apart():
     assert sample_text(jax.random.key(0)) != sample_text(jax.random.key(1))
 
 
-def test_bilevel_runs_in_one_process_and_measured_hardware_is_the_same_in_all(tmp_path: Path):
+def test_bilevel_and_budget_run_in_one_process_and_measured_hardware_is_the_same_in_all(tmp_path: Path):
     program = """
 import optax
 from jax.sharding import Mesh
@@ -164,10 +180,16 @@ try:
     diffshard.bilevel(None, mesh, space=None, weights_optimizer=optax.sgd(0.1))
 except ValueError as error:
     print(error)
+phase = diffshard.Phase(mesh=mesh, num_steps=1)
+try:
+    diffshard.budget(lambda x: x, [phase, phase], 1.0)
+except ValueError as error:
+    print(error)
 hardware = diffshard.calibrate(mesh, dtypes=("float32",), matrix_size=64, largest_bytes=2**14, repeats=1)
 print(hardware, hardware.links["data"].num_hosts)
 """
     outputs = [output.stdout.splitlines() for output in run_processes(program, 2, tmp_path, devices_each=1)]
     assert all("`mesh` has devices of 2 processes" in lines[0] for lines in outputs)
+    assert all("The meshes of `phases` have devices of 2 processes" in lines[1] for lines in outputs)
     assert outputs[0][-1] == outputs[1][-1]
     assert outputs[0][-1].endswith(" 2")
