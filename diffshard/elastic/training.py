@@ -110,18 +110,22 @@ class Training:
         }
         return fresh.structure.unflatten(self._files.restore(self._checkpoint.folder, targets))
 
-    def save(self, num_steps: int, state: Any, data: Any = None) -> bool:
+    def save(self, num_steps: int, state: Any, data: Any = None, *, force: bool = False) -> bool:
         """Begins a checkpoint if `save_interval_steps` divides the number of steps; returns whether it does.
+
+        With `force` the number of steps may be any, for the last step and for a job that is told to stop. Where there
+        is a checkpoint of this number of steps already, `force` does nothing, and False is returned.
 
         The state is copied off the devices before this returns, so that the next step may use its memory, and written
         in the background. The oldest checkpoints beyond `max_to_keep` are removed when a newer one is whole. Where
-        several processes train, all of them call this.
+        several processes train, all of them call this with the same `num_steps` and `force`.
 
         Args:
-          num_steps: that the state has made; larger than at the last checkpoint.
+          num_steps: that the state has made; larger than at the last checkpoint, or with `force` the same.
           state: the first argument of the next step.
           data: JSON values to be kept beside the state, such as the position in the training data. They may be changed
             when this has returned.
+          force: whether to save between intervals, too.
 
         Raises:
           ValueError: the number is not larger than the last one, the data are not JSON values, or the state has other
@@ -130,7 +134,7 @@ class Training:
         """
         if whole_number(num_steps) is None or num_steps <= 0:
             raise ValueError(f"`num_steps` must be a positive whole number, not {num_steps!r}.")
-        if num_steps % self._save_interval_steps:
+        if (num_steps == self._last_saved) if force else (num_steps % self._save_interval_steps):
             return False
         if num_steps <= self._last_saved:
             raise ValueError(

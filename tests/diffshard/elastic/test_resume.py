@@ -146,6 +146,22 @@ def test_checkpoints_are_made_at_the_interval_and_the_newest_are_kept(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["00000006", "00000008"]
 
 
+def test_a_forced_save_is_made_between_intervals_and_once_for_each_step(tmp_path):
+    with resumed(tmp_path, save_interval_steps=4) as training:
+        state = training.restore()
+        saved = [training.save(number, state) for number in (3, 4)]
+        saved += [training.save(number, state, {"at": number}, force=True) for number in (4, 6, 6)]
+        with pytest.raises(ValueError, match="`num_steps` is 5, but there is a checkpoint of step 6 already"):
+            training.save(5, state, force=True)
+        saved += [training.save(number, state) for number in (7, 8)]
+        training.save(9, state, force=True)
+    assert saved == [False, True, False, True, False, False, True]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["00000006", "00000008", "00000009"]
+    with resumed(tmp_path, save_interval_steps=4) as training:
+        assert training.num_steps == 9
+        assert not training.save(9, training.restore(), force=True)
+
+
 def test_modules_with_leaves_that_are_not_arrays_are_states(tmp_path):
     equinox = pytest.importorskip("equinox")
 
