@@ -1,14 +1,18 @@
 """`in_microbatches`: a training step that computes its batch in parts, with the results of the whole."""
 
 import functools
-from collections.abc import Callable, Sequence
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend import core
+from jax.interpreters.partial_eval import dce_jaxpr
 
 from cost.real_numbers import whole_number
 from diffshard.sharding_search.call import array_paths, split
+from diffshard.sharding_search.options import argument_names, positions
 from search_spaces.pipelines.batch_flow import batch_flow
 from search_spaces.pipelines.batch_states import DivisionError
 from search_spaces.pipelines.microbatches import MicrobatchedFunction
@@ -17,7 +21,11 @@ from search_spaces.sharding.tracing import build_graph
 
 
 def in_microbatches(
-    fn: Callable[..., Any], num_microbatches: int, *, batch_argnums: int | Sequence[int] = 1
+    fn: Callable[..., Any],
+    num_microbatches: int,
+    *,
+    batch_argnums: int | Sequence[int] = 1,
+    batch_argnames: str | Sequence[str] = (),
 ) -> Callable[..., Any]:
     """Makes a function that computes a batch in equal parts, one after the other, with the results of the whole batch.
 
@@ -32,11 +40,13 @@ def in_microbatches(
     Args:
       fn: a function of arrays, usually a whole training step.
       num_microbatches: the number of parts; it divides the leading dimension of each array of the batch.
-      batch_argnums: the positional arguments whose arrays have the batch as their leading dimension; scalars and random
-        keys among them are the same for all parts.
+      batch_argnums: positions of the arguments whose arrays have the batch as their leading dimension; scalars and
+        random keys among them are the same for all parts. It makes no difference whether a call gives such an argument
+        by position or by keyword.
+      batch_argnames: further such arguments by name.
 
     Returns:
-      A function of the same positional arguments, for `jax.jit` or `diffshard.search`.
+      A function of the same arguments, for `jax.jit` or `diffshard.search`.
 
     Raises:
       ValueError: a number breaks its rule; or, when the result is called, the batch cannot be divided, or an operation
@@ -45,21 +55,15 @@ def in_microbatches(
     count = whole_number(num_microbatches)
     if count is None or count < 1:
         raise ValueError(f"`num_microbatches` must be a whole number, 1 or more, not {num_microbatches!r}.")
-    argnums = tuple(batch_argnums) if isinstance(batch_argnums, Sequence) else (batch_argnums,)
-    if not argnums or any((whole_number(n) is None or n < 0) for n in argnums):
+    argnums, argnames = positions(batch_argnums), argument_names(batch_argnames)
+    if any((whole_number(n) is None or n < 0) for n in argnums) or not (argnums or argnames):
         raise ValueError(f"`batch_argnums` must be positions of arguments, 0 or more, not {batch_argnums!r}.")
+    names = _parameter_names(fn)
 
     @functools.wraps(fn)
-    def call(*args: Any) -> Any:
-        if max(argnums) >= len(args):
-            raise ValueError(f"`batch_argnums` names argument {max(argnums)}, and the function was given {len(args)}.")
-        arrays, structure = split(args)
-        paths, batch = [], []
-        for number, argument in enumerate(args):
-            for path in array_paths(f"argument {number}", argument):
-                if number in argnums and _has_batch(arrays[len(paths)]):
-                    batch.append(len(paths))
-                paths.append(path)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        arrays, structure = split((args, kwargs))
+        paths, batch = _batch_of(args, kwargs, arrays, names, argnums, argnames)
         for i in batch:
             if arrays[i].shape[0] % count:
                 raise ValueError(
@@ -69,8 +73,13 @@ def in_microbatches(
             raise ValueError(
                 f"`batch_argnums` {argnums} must name arguments with arrays that have a leading dimension."
             )
-        jaxpr, shapes = jax.make_jaxpr(lambda *flat: fn(*structure.unflatten(flat)), return_shape=True)(*arrays)
-        graph = build_graph(jaxpr, [None] * len(jaxpr.jaxpr.outvars), paths)
+
+        def from_arrays(*flat: Any) -> Any:
+            args, kwargs = structure.unflatten(flat)
+            return fn(*args, **kwargs)
+
+        jaxpr, shapes = jax.make_jaxpr(from_arrays, return_shape=True)(*arrays)
+        graph = build_graph(_without_dead_code(jaxpr), [None] * len(jaxpr.jaxpr.outvars), paths)
         rules = rules_of(graph)
         try:
             flow = batch_flow(graph, rules, batch, count)
@@ -80,7 +89,53 @@ def in_microbatches(
         results = MicrobatchedFunction(graph, flow, count)(*arrays)
         return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
-    return call
+    return call if count > 1 else fn
+
+
+def _batch_of(
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    arrays: Sequence[Any],
+    names: Sequence[str],
+    argnums: Sequence[int],
+    argnames: Sequence[str],
+) -> tuple[list[str], list[int]]:
+    """Returns the path of each array of a call, and the numbers of those that belong to the batch.
+
+    Raises:
+      ValueError: an argument that should have the batch was not given.
+    """
+    batch_names = {names[n] for n in argnums if n < len(names)} | set(argnames)
+    given = [(names[i] if i < len(names) else f"argument_{i}", i, value) for i, value in enumerate(args)]
+    given += [(name, None, kwargs[name]) for name in sorted(kwargs)]  # as JAX flattens them
+    paths, batch, is_given = [], [], set()
+    for name, number, argument in given:
+        is_batch = number in argnums or name in batch_names
+        is_given |= {name, number} if is_batch else set()
+        for path in array_paths(name, argument):
+            if is_batch and _has_batch(arrays[len(paths)]):
+                batch.append(len(paths))
+            paths.append(path)
+    missing = [n for n in argnums if n not in is_given and (n >= len(names) or names[n] not in is_given)]
+    missing += [name for name in argnames if name not in is_given]
+    if missing:
+        raise ValueError(f"`batch_argnums` names the argument {missing[0]}, which the function was not given.")
+    return paths, batch
+
+
+def _without_dead_code(jaxpr: core.ClosedJaxpr) -> core.ClosedJaxpr:
+    """Returns a program without what no result needs, such as derivatives of metrics beside a loss."""
+    live, _ = dce_jaxpr(jaxpr.jaxpr, [True] * len(jaxpr.jaxpr.outvars), instantiate=True)
+    return core.ClosedJaxpr(live, jaxpr.consts)
+
+
+def _parameter_names(fn: Callable[..., Any]) -> list[str]:
+    """Returns the names of the parameters that a function takes by position; none where Python does not know them."""
+    try:
+        parameters = inspect.signature(fn).parameters.values()
+    except (TypeError, ValueError):
+        return []
+    return [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
 
 
 def _has_batch(array: Any) -> bool:

@@ -35,7 +35,7 @@ from search_spaces.pipelines.where_read import make_where_read
 from search_spaces.replay import REMAT
 from search_spaces.sharding.base import Rule
 from search_spaces.sharding.given import rank_of
-from search_spaces.sharding.graph import Block, Graph, Operand, Region, Value, Vertex
+from search_spaces.sharding.graph import Block, Graph, Operand, Region, Value, Vertex, is_contraction
 from search_spaces.sharding.whole_operations import runs_whole
 from search_spaces.sources import user_source
 
@@ -57,15 +57,18 @@ def batch_flow(
     tracer = _Tracer(graph, rules, num_microbatches)
     for i in batch_inputs:
         tracer.put(graph.inputs[i].results[0], Split(0))
+        tracer.early_sources[graph.inputs[i].results[0].id] = frozenset()
     tracer.block(graph.block, is_inside=False)
     make_where_read(graph, rules, tracer.flow, num_microbatches)
     tracer.check_branches()
+    tracer.complete_early()
     return tracer.flow
 
 
 class _Tracer:
     def __init__(self, graph: Graph, rules: Sequence[Rule | None], num_microbatches: int):
         self.graph, self.rules, self.axis_sizes = graph, rules, (num_microbatches,)
+        self.early_sources: dict[int, frozenset[int]] = {}  # of split values that are cheap: what leads to them
         self.flow = BatchFlow(["whole"] * len(graph.values), [whole_strategy(v) for v in graph.vertices])
 
     def put(self, value: Value, state: State) -> None:
@@ -97,10 +100,27 @@ class _Tracer:
                     "batch normalisation does."
                 )
             self._operation_on_parts(vertex, states)
+            if not is_inside:
+                self._finish_early(vertex)
         else:
             self.put_all(vertex, "whole")
             if self.is_later(vertex.operands):
                 self.flow.later.update(v.id for v in vertex.results)
+
+    def _finish_early(self, vertex: Vertex) -> None:
+        """Lets sums over the batch itself run before all micro-batches, so that these may read them.
+
+        Contractions, loops and all that depends on them are for micro-batches.
+        """
+        split = [o for o in vertex.operands if isinstance(self.state(o), Split)]
+        if is_contraction(vertex) or not all(isinstance(o, Value) and o.id in self.early_sources for o in split):
+            return
+        sources = frozenset({vertex.index}).union(*(self.early_sources[o.id] for o in split if isinstance(o, Value)))
+        if all(isinstance(self.state(value), Split) for value in vertex.results):
+            self.early_sources.update({value.id: sources for value in vertex.results})
+        elif not any(isinstance(self.state(value), Split) for value in vertex.results):
+            self.put_all(vertex, "whole")
+            self.flow.early.update(sources)
 
     def put_all(self, vertex: Vertex, state: State) -> None:
         for value in vertex.results:
@@ -224,6 +244,13 @@ class _Tracer:
                 return False
             operand = vertex.operands[0]
         return not np.any(operand.val)
+
+    def complete_early(self) -> None:
+        """Adds what early operations read that is made in parts only."""
+        for vertex in reversed(self.graph.vertices):
+            if vertex.index in self.flow.early:
+                made = (o.vertex for o in vertex.operands if isinstance(o, Value) and isinstance(self.state(o), Split))
+                self.flow.early.update(i for i in made if self.graph.vertices[i].kind == "operation")
 
     def check_branches(self) -> None:
         """Checks that branches return parts where one of them does; raises `DivisionError` if not."""

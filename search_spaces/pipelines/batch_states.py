@@ -106,6 +106,8 @@ class BatchFlow:
       runs: of an operation, by index, the run of its first array that is split; of other vertices that of all.
       operand_runs: the run of each split operand, by the index of its vertex and its position.
       later: the ids of values that depend on finished sums.
+      early: the indices of operations that run on the whole batch before all micro-batches: sums of the batch itself,
+        such as the number of words that a mask keeps, and what leads to them.
     """
 
     states: list[State]
@@ -114,6 +116,7 @@ class BatchFlow:
     runs: dict[int, int] = field(default_factory=dict)
     operand_runs: dict[tuple[int, int], int] = field(default_factory=dict)
     later: set[int] = field(default_factory=set)
+    early: set[int] = field(default_factory=set)
 
     def run_in_parts(self, vertex: Vertex, rule: Rule, strategy: ShardingStrategy, run: int) -> None:
         """Runs an operation with a strategy that splits a factor of which each example has `run` neighbours."""

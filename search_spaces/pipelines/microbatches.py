@@ -6,7 +6,7 @@ are added up in the scan, and what needs them, such as an optimiser's update, ru
 """
 
 from collections import ChainMap
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,42 +17,16 @@ from jax.extend import core
 
 from search_spaces.partition_specs import IndexedSpec
 from search_spaces.pipelines.batch_states import BatchFlow, Split, State, spec_of
+from search_spaces.pipelines.step_order import Step, operands_of, step_order, values_of
 from search_spaces.replay import bind
 from search_spaces.sharding.base import Layout, ReshardStep
-from search_spaces.sharding.graph import Graph, Operand, Region, Value, Vertex
+from search_spaces.sharding.graph import Graph, Value, Vertex
 from search_spaces.sharding.interpreter import Environment, GraphInterpreter, ReadOperand
 from search_spaces.sharding.local_blocks import Blocks, context_of_blocks
 from search_spaces.sharding.local_operations import LocalCall, run_local, untyped_parameters
 from search_spaces.sharding.schedule import ProgramSchedule
 
-Step = Vertex | Region
 _COMBINE = {"sum": lambda a, b: a + b, "max": jnp.maximum, "min": jnp.minimum}
-
-
-@dataclass(frozen=True)
-class Phases:
-    """The steps of a function that runs in micro-batches.
-
-    Attributes:
-      before: run once, before all micro-batches.
-      each: run for each micro-batch.
-      after: run once, with the sums over all micro-batches.
-    """
-
-    before: tuple[Step, ...]
-    each: tuple[Step, ...]
-    after: tuple[Step, ...]
-
-
-def phases_of(graph: Graph, flow: BatchFlow) -> Phases:
-    """Divides the steps of a function by how often they run."""
-    steps: tuple[list[Step], ...] = ([], [], [])
-    for step in graph.block.steps:
-        values = list(_values_of(step))
-        is_later = any(value.id in flow.later for value in values)
-        is_each = any(flow.states[value.id] != "whole" for value in values)
-        steps[2 if is_later else 1 if is_each else 0].append(step)
-    return Phases(*map(tuple, steps))
 
 
 class MicrobatchedFunction:
@@ -66,7 +40,7 @@ class MicrobatchedFunction:
 
     def __init__(self, graph: Graph, flow: BatchFlow, num_microbatches: int):
         self.graph, self.flow, self.num_microbatches = graph, flow, num_microbatches
-        self.phases = phases_of(graph, flow)
+        self.order = step_order(graph, flow)
         specs = [spec_of(flow.states[value.id], len(value.shape)) for value in graph.values]
         self.layout = Layout(tuple(flow.strategies), tuple(specs), (), ())
 
@@ -77,9 +51,13 @@ class MicrobatchedFunction:
         for vertex, array in zip(vertices, (*arguments, *self.graph.constant_arrays), strict=True):
             env[vertex.results[0].id] = array
         whole = self._interpreter(0)
-        whole.run(env, self.phases.before)
+        for step in self.order.before:
+            if isinstance(step, Vertex) and step.index in self.flow.early:
+                self._run_whole(env, step)
+            else:
+                whole.run(env, (step,))
         self._run_microbatches(env)
-        whole.run(env, self.phases.after)
+        whole.run(env, self.order.after)
         return [env[o.id] if isinstance(o, Value) else o.val for o in self.graph.outputs]
 
     def _run_microbatches(self, env: Environment) -> None:
@@ -88,25 +66,35 @@ class MicrobatchedFunction:
         kept = self._read_afterwards()
         batch = [v.results[0] for v in self.graph.inputs if isinstance(states[v.results[0].id], Split)]
         split = [value for value in kept if isinstance(states[value.id], Split)]
-        combined = [value for value in kept if not isinstance(states[value.id], Split)]
+        repeated = [value for value in kept if states[value.id] == "whole"]
+        combined = [value for value in kept if states[value.id] in ("sum", "max", "min")]
 
         def trip(carry: list[Any], of_trip: tuple[Any, list[Any]]) -> tuple[list[Any], list[Any]]:
             position, parts = of_trip
             inner: Environment = ChainMap({**env, **dict(zip((v.id for v in batch), parts, strict=True))})
-            self._interpreter(position).run(inner, self.phases.each)
+            self._interpreter(position).run(inner, self.order.each)
             carry = [
                 _combined(states[value.id], total, inner[value.id])
                 for value, total in zip(combined, carry, strict=True)
             ]
-            return carry, [inner[value.id] for value in split]
+            return carry, [inner[value.id] for value in (*split, *repeated)]
 
         start = [_neutral(states[value.id], value) for value in combined]
         of_trips = jnp.arange(self.num_microbatches), [self._divided(env[value.id]) for value in batch]
         totals, stacks = lax.scan(trip, start, of_trips)
         for value, total in zip(combined, totals, strict=True):
             env[value.id] = total.astype(value.dtype)
-        for value, stack in zip(split, stacks, strict=True):
-            env[value.id] = self._merged(stack, states[value.id], value)
+        for value, stack in zip((*split, *repeated), stacks, strict=True):
+            is_split = isinstance(states[value.id], Split)
+            env[value.id] = self._merged(stack, states[value.id], value) if is_split else stack[-1]
+
+    def _run_whole(self, env: Environment, vertex: Vertex) -> None:
+        """Runs an operation on the whole batch."""
+        assert vertex.equation is not None
+        operands = [env[o.id] if isinstance(o, Value) else o.val for o in vertex.operands]
+        with context_of_blocks(vertex.equation):
+            results = bind(vertex.equation, operands, **untyped_parameters(vertex.equation))
+        env.update(zip((value.id for value in vertex.results), results, strict=True))
 
     def _divided(self, array: Any) -> Any:
         """Returns an array of a batch as `[M, B / M, ...]`."""
@@ -126,12 +114,8 @@ class MicrobatchedFunction:
 
     def _read_afterwards(self) -> list[Value]:
         """Returns the values of micro-batches that results are, or that run-once steps read."""
-        made = {value.id for step in self.phases.each for value in _values_of(step)}
-        operands: list[Operand] = list(self.graph.outputs)
-        for step in self.phases.after:
-            operands += step.operands
-            if isinstance(step, Region):
-                operands += [o for inner in _vertices_of(step) for o in inner.operands]
+        made = {value.id for step in self.order.each for value in values_of(step)}
+        operands = [*self.graph.outputs, *(o for step in self.order.after for o in operands_of(step))]
         read = {o.id: o for o in operands if isinstance(o, Value) and o.id in made}
         return list(read.values())
 
@@ -267,23 +251,3 @@ def _neutral(state: State, value: Value) -> Any:
     infinite = jnp.issubdtype(dtype, jnp.floating)
     least, greatest = (-jnp.inf, jnp.inf) if infinite else (limits.min, limits.max)
     return jnp.full(value.shape, least if state == "max" else greatest, dtype)
-
-
-def _vertices_of(region: Region) -> Iterator[Vertex]:
-    """Returns the operations inside a region."""
-    for block in region.blocks:
-        for step in block.steps:
-            if isinstance(step, Region):
-                yield from _vertices_of(step)
-            else:
-                yield step
-
-
-def _values_of(step: Step) -> Iterator[Value]:
-    """Returns the values that a step makes, those inside of a region, too."""
-    if isinstance(step, Vertex):
-        yield from step.results
-        return
-    yield from step.results
-    for vertex in (*step.carries, *step.slices, *_vertices_of(step)):
-        yield from vertex.results

@@ -114,6 +114,64 @@ def whole_in_a_branch(weights, x):
     return lax.cond(weights["up"][0, 0] > 5, lambda y: x, lambda y: y, ones).sum() + ones.sum()
 
 
+def masked_loss(weights, batch):
+    """The loss of language models: a mean over the words that a mask keeps; the batch alone says how many these are."""
+    x, labels = batch
+
+    def loss_fn(weights):
+        losses = optax.softmax_cross_entropy_with_integer_labels(jnp.tanh(x @ weights["up"]) @ weights["down"], labels)
+        mask = (labels != 2) * jnp.arange(6)
+        return (losses * mask).sum() / mask.sum()
+
+    return jax.value_and_grad(loss_fn)(weights)
+
+
+def metrics_beside_a_loss(weights, x):
+    """The derivative of the metric would need the whole batch, but nothing reads it."""
+
+    def loss_fn(weights):
+        hidden = x @ weights["up"]
+        return (hidden**2).mean(), {"largest": hidden.max()}
+
+    return jax.value_and_grad(loss_fn, has_aux=True)(weights)
+
+
+def counted_loop(weights, x):
+    return lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, jnp.tanh(c[1] * weights["up"][0, 0])), (0, x))
+
+
+def normed_input(weights, x):
+    return ((x - x.mean(0)) / x.std(0)) @ weights["up"]
+
+
+def carried_key(weights, x):
+    """A scan carries what is the same for all examples, and it is read afterwards."""
+
+    def layer(carry, _):
+        hidden, key, count = carry
+        key, used = jax.random.split(key)
+        return (jnp.tanh(hidden @ STACKED[0]) + jax.random.normal(used, (12,)), key, count + 1), count * 2
+
+    (hidden, key, count), counts = lax.scan(layer, (x, jax.random.key(0), 0), None, length=3)
+    return hidden.mean() * count, jax.random.key_data(key), counts, (count + 1) * jnp.ones(3)
+
+
+def balanced_experts(stacked, x):
+    """Remat layers carry a sum over the batch beside the examples; the layers' shares come out of the scan."""
+
+    def loss_fn(stacked):
+        @jax.checkpoint
+        def layer(carry, w):
+            hidden, balance = carry
+            share = jax.nn.softmax(hidden @ w).mean((0, 1))
+            return (jnp.tanh(hidden @ w), balance + (share * jnp.arange(12)).sum()), share
+
+        (hidden, balance), shares = lax.scan(layer, (x, 0.0), stacked)
+        return (hidden**2).mean() + 0.1 * balance, shares
+
+    return jax.value_and_grad(loss_fn, has_aux=True)(stacked)
+
+
 STACKED = jax.random.normal(KEY, (3, 12, 12)) / 4
 FUNCTIONS = {
     "training step": (train_step, ((WEIGHTS, OPTIMIZER.init(WEIGHTS)), (X, LABELS))),
@@ -123,6 +181,12 @@ FUNCTIONS = {
     "tied embedding": (tied_embedding, (STACKED[0], LABELS)),
     "metrics": (metrics, (WEIGHTS, (X, LABELS))),
     "positions": (numbered, (WEIGHTS, X)),
+    "masked loss": (masked_loss, (WEIGHTS, (X, LABELS))),
+    "input with batch statistics": (normed_input, (WEIGHTS, X)),
+    "metrics beside a loss": (metrics_beside_a_loss, (WEIGHTS, X)),
+    "counted loop": (counted_loop, (WEIGHTS, X)),
+    "carried key": (carried_key, (WEIGHTS, X)),
+    "balanced experts": (balanced_experts, (jnp.stack([jnp.eye(12)] * 3), X)),
     "flat tokens": (flat_tokens, (WEIGHTS, X)),
     "zeros in a branch": (zeros_in_a_branch, (WEIGHTS, X)),
     "branches": (branches, (WEIGHTS, X)),
@@ -131,7 +195,7 @@ FUNCTIONS = {
 }
 
 
-@pytest.mark.parametrize("num_microbatches", [1, 4])
+@pytest.mark.parametrize("num_microbatches", [2, 8])
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_results_are_those_of_the_whole_batch(name, num_microbatches):
     fn, args = FUNCTIONS[name]
@@ -144,7 +208,9 @@ def test_activations_take_the_memory_of_a_microbatch():
     args = {"up": jnp.ones((64, 256)), "down": jnp.ones((256, 8))}, (x, jnp.zeros((64, 128), int))
 
     def temporary_bytes(fn):
-        return jax.jit(fn).lower(*args).compile().memory_analysis().temp_size_in_bytes
+        analysis = jax.jit(fn).lower(*args).compile().memory_analysis()
+        assert analysis is not None
+        return analysis.temp_size_in_bytes
 
     whole, parts = temporary_bytes(with_dropout), temporary_bytes(diffshard.in_microbatches(with_dropout, 8))
     assert parts < whole / 4, "an eighth of the activations, and the sums of the gradients"
@@ -170,6 +236,71 @@ def test_a_function_in_microbatches_is_searched_and_runs_on_a_mesh():
     results = step(*plan.shard(*args))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6), results, jax.jit(fn)(*args))
     assert any(operation.count == 2 for operation in plan.operations), "operations of a micro-batch run twice"
+
+
+def test_what_prints_does_so_where_its_values_are_known(capfd):
+    def fn(weights, x):
+        loss = (x @ weights["up"]).sum()
+        jax.debug.print("the loss is {}", loss)
+        return loss
+
+    loss = jax.jit(diffshard.in_microbatches(fn, 4))(WEIGHTS, X)
+    jax.effects_barrier()
+    assert capfd.readouterr().out == f"the loss is {loss}\n"
+
+
+def test_arguments_by_keyword_are_those_by_position():
+    fn, (weights, batch) = FUNCTIONS["dropout"]
+    expected = jax.jit(fn)(weights, batch)
+    by_position = diffshard.in_microbatches(fn, 4)
+    by_name = diffshard.in_microbatches(fn, 4, batch_argnums=(), batch_argnames="batch")
+    for results in (by_position(weights, batch=batch), by_name(weights, batch=batch), by_name(weights, batch)):
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6), results, expected)
+
+
+def in_a_loop(operation):
+    """A function that applies an operation to a sum over the batch inside a loop, where sums stay in parts."""
+
+    def fn(weights, x):
+        return lax.scan(lambda total, _: (total + operation(x), None), jnp.zeros_like(operation(x)), None, length=2)[0]
+
+    return fn
+
+
+LINEAR = {
+    "float16 from float32": (lambda x: (1000 * x.sum(0)).astype(jnp.float16), False),
+    "bfloat16 from float32": (lambda x: x.sum(0).astype(jnp.bfloat16), True),
+    "integers from floats": (lambda x: (3 * x.sum(0)).astype(jnp.int32), False),
+    "short integers": (lambda x: (x > 0).astype(jnp.int32).sum(0).astype(jnp.int8), False),
+    "long integers": (lambda x: (x > 0).astype(jnp.int8).sum(0, dtype=jnp.int16).astype(jnp.int32), True),
+    "truth values": (lambda x: (x > 0).astype(jnp.int32).sum(0).astype(bool), False),
+    "integer division": (lambda x: (x > 0).astype(jnp.int32).sum(0) // 3, False),
+    "division": (lambda x: x.sum(0) / 3, True),
+    "a gather that fills": (lambda x: x.sum(0).at[jnp.array([0, 99])].get(mode="fill", fill_value=1.0), False),
+    "a gather that clips": (lambda x: x.sum(0).at[jnp.array([0, 99])].get(mode="clip"), True),
+    "less precision": (lambda x: lax.reduce_precision(x.sum(0), 8, 4), False),
+    "a choice": (lambda x: jnp.where(jnp.arange(12) > 5, x.sum(0), 7.0), True),
+    "a padded sum": (lambda x: jnp.pad(x.sum(0), ((0, 0), (1, 1)), constant_values=2.0), True),
+    "a power": (lambda x: x.sum(0) ** 2, False),
+    "an update": (lambda x: lax.dynamic_update_slice(jnp.ones((6, 20)), x.sum(0), (0, 3)), True),
+    "a product of sums": (lambda x: x.sum(0) @ x.sum(0).T, False),
+    "a product": (lambda x: x.sum(0) @ jnp.ones((12, 3)), True),
+    "a largest one": (lambda x: x.max(0) + 1, False),
+}
+
+
+@pytest.mark.parametrize("name", LINEAR)
+def test_inside_loops_what_is_linear_gives_the_whole_sum_and_all_else_is_refused(name):
+    operation, is_linear = LINEAR[name]
+    fn = in_a_loop(operation)
+    if not is_linear:
+        with pytest.raises(ValueError, match=r"needs a result of the whole batch|a part of a sum"):
+            diffshard.in_microbatches(fn, 4)(WEIGHTS, X)
+        return
+    actual, expected = diffshard.in_microbatches(fn, 4)(WEIGHTS, X), fn(WEIGHTS, X)
+    assert actual.dtype == expected.dtype
+    tolerance = 2e-2 if actual.dtype == jnp.bfloat16 else 1e-5
+    np.testing.assert_allclose(actual.astype(float), expected.astype(float), rtol=tolerance, atol=tolerance)
 
 
 def batch_norm(weights, x):
@@ -221,14 +352,18 @@ def test_what_needs_the_whole_batch_is_named(fn, operation, reason):
         jax.eval_shape(diffshard.in_microbatches(fn, 2), WEIGHTS, X)
 
 
+def test_one_part_is_the_function_itself():
+    assert diffshard.in_microbatches(batch_norm, 1) is batch_norm
+
+
 def test_wrong_arguments_are_named():
     with pytest.raises(ValueError, match="`num_microbatches` must be a whole number, 1 or more, not 0"):
         diffshard.in_microbatches(train_step, 0)
     with pytest.raises(ValueError, match="`batch_argnums` must be positions of arguments, 0 or more, not -1"):
         diffshard.in_microbatches(train_step, 2, batch_argnums=-1)
-    with pytest.raises(ValueError, match=r"must divide the batch; got 3 and argument 1 of shape \(8, 6, 12\)"):
+    with pytest.raises(ValueError, match=r"must divide the batch; got 3 and x of shape \(8, 6, 12\)"):
         diffshard.in_microbatches(numbered, 3)(WEIGHTS, X)
-    with pytest.raises(ValueError, match="names argument 2, and the function was given 2"):
+    with pytest.raises(ValueError, match="names the argument 2, which the function was not given"):
         diffshard.in_microbatches(numbered, 2, batch_argnums=(1, 2))(WEIGHTS, X)
     with pytest.raises(ValueError, match="must name arguments with arrays that have a leading dimension"):
         diffshard.in_microbatches(lambda x, key: x, 2)(X, KEY)

@@ -1,0 +1,82 @@
+"""In what order the steps of a function run that runs in micro-batches, and how often."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from search_spaces.pipelines.batch_states import BatchFlow, Split
+from search_spaces.sharding.graph import Graph, Operand, Region, Value, Vertex
+
+Step = Vertex | Region
+
+
+@dataclass(frozen=True)
+class StepOrder:
+    """The steps of a function that runs in micro-batches.
+
+    Attributes:
+      before: run once, before all micro-batches.
+      each: run for each micro-batch.
+      after: run once, with the sums over all micro-batches.
+    """
+
+    before: tuple[Step, ...]
+    each: tuple[Step, ...]
+    after: tuple[Step, ...]
+
+
+def step_order(graph: Graph, flow: BatchFlow) -> StepOrder:
+    """Divides the steps of a function by how often they run.
+
+    A step runs where what it reads is there: once where that is whole, in each micro-batch where it is split or made
+    there, and after all of them where it needs their sums. What leads to early sums runs once and in each, too.
+    """
+    before, each, after = [], [], []
+    of_each: set[int] = set()  # the values that micro-batches make
+    for step in graph.block.steps:
+        operands = [o for o in operands_of(step) if isinstance(o, Value)]
+        values = list(values_of(step))
+        is_early = isinstance(step, Vertex) and step.index in flow.early
+        if is_early:
+            before.append(step)
+        if any(isinstance(flow.states[o.id], Split) for o in operands) or any(
+            flow.states[value.id] != "whole" for value in values
+        ):
+            if is_early and all(flow.states[value.id] == "whole" for value in values):
+                continue
+            is_of_each = True
+        elif any(o.id in flow.later or flow.states[o.id] != "whole" for o in operands):
+            after.append(step)
+            continue
+        else:
+            is_of_each = any(o.id in of_each for o in operands)
+        (each if is_of_each else before).append(step)
+        of_each.update(value.id for value in values if is_of_each)
+    return StepOrder(tuple(before), tuple(each), tuple(after))
+
+
+def _vertices_of(region: Region) -> Iterator[Vertex]:
+    """Returns the operations inside a region."""
+    for block in region.blocks:
+        for step in block.steps:
+            if isinstance(step, Region):
+                yield from _vertices_of(step)
+            else:
+                yield step
+
+
+def operands_of(step: Step) -> Iterator[Operand]:
+    """Returns what a step reads, and what is read inside of a region."""
+    yield from step.operands
+    if isinstance(step, Region):
+        for vertex in _vertices_of(step):
+            yield from vertex.operands
+
+
+def values_of(step: Step) -> Iterator[Value]:
+    """Returns the values that a step makes, those inside of a region, too."""
+    if isinstance(step, Vertex):
+        yield from step.results
+        return
+    yield from step.results
+    for vertex in (*step.carries, *step.slices, *_vertices_of(step)):
+        yield from vertex.results
