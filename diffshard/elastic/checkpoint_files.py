@@ -149,6 +149,37 @@ def damage_of(folder: str, files: Mapping[str, tuple[int, int]]) -> str | None:
     return None
 
 
+def last_whole_checkpoint(directory: str) -> tuple[Checkpoint | None, dict[int, str]]:
+    """Reads the last whole checkpoint of a directory, and changes nothing there.
+
+    Returns:
+      The checkpoint, None if there are none; and what is wrong with newer ones that are damaged, by number of steps.
+
+    Raises:
+      CheckpointError: there are checkpoints, but none is whole; or the last whole one is of a newer version.
+      OSError: the directory cannot be read.
+    """
+    damages: dict[int, str] = {}
+    for num_steps in reversed(saved_steps(directory)):
+        try:
+            checkpoint, files = read_manifest(step_folder(directory, num_steps))
+        except IncompatibleError:
+            raise
+        except CheckpointError as error:
+            damages[num_steps] = str(error)
+            continue
+        damage = damage_of(checkpoint.folder, files)
+        if damage is None:
+            return checkpoint, damages
+        damages[num_steps] = damage
+    if damages:
+        raise CheckpointError(
+            f"None of the checkpoints in `{directory}` is whole: {'; '.join(damages.values())}. Bring back a copy, or "
+            "give an empty directory to begin anew."
+        )
+    return None, {}
+
+
 def remove(directory: str, num_steps: int) -> None:
     """Removes a checkpoint; if that is interrupted, what is left does not look like one."""
     folder = step_folder(directory, num_steps)

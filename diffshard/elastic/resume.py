@@ -14,13 +14,9 @@ from diffshard.base import PlanError
 from diffshard.elastic.checkpoint_files import (
     Checkpoint,
     CheckpointError,
-    IncompatibleError,
-    damage_of,
-    read_manifest,
+    last_whole_checkpoint,
     remove_unfinished,
-    saved_steps,
     set_aside,
-    step_folder,
 )
 from diffshard.elastic.training import FreshState, Training, difference_of
 from diffshard.processes import processes_of
@@ -52,7 +48,8 @@ def resume(
     all meshes, so that the loss goes on to rounding as if nothing had happened.
 
     Args:
-      directory: of the checkpoints, which is made if there is none. All processes see the same one.
+      directory: of the checkpoints, which is made if there is none. All processes see the same one, and no other job
+        writes there: what it has not finished yet would be removed.
       fn: a training step: it takes the state first, and returns it anew.
       mesh: of the devices that there are.
       init: makes the state without arguments. It is run only if there is no checkpoint, on all devices, each making
@@ -104,35 +101,18 @@ def resume(
     return Training(step, plan, fresh_state, checkpoint, directory, save_interval_steps, max_to_keep)
 
 
-def last_checkpoint(directory: str) -> Checkpoint | None:
-    """Returns the last whole checkpoint of a directory, which is made if there is none; None if it has no checkpoints.
+def take_over(directory: str) -> Checkpoint | None:
+    """Prepares a directory for the checkpoints of a training that begins now; returns the one to go on from, if any.
 
-    Newer ones that are damaged are renamed, with a warning. What an interrupted save has left is removed.
+    The directory is made if there is none. Checkpoints that are damaged and newer than the last whole one are renamed,
+    with a warning. What interrupted saves have left is removed, which breaks the save of a job that still writes there.
 
     Raises:
-      CheckpointError: there are checkpoints, but none is whole; or the last whole one is of a newer version.
+      CheckpointError: as `last_whole_checkpoint`; nothing is changed then.
       OSError: the directory cannot be read or made.
     """
     os.makedirs(directory, exist_ok=True)
-    damages: dict[int, str] = {}
-    checkpoint = None
-    for num_steps in reversed(saved_steps(directory)):
-        try:
-            checkpoint, files = read_manifest(step_folder(directory, num_steps))
-        except IncompatibleError:
-            raise
-        except CheckpointError as error:
-            damages[num_steps] = str(error)
-            continue
-        damage = damage_of(checkpoint.folder, files)
-        if damage is None:
-            break
-        damages[num_steps], checkpoint = damage, None
-    if damages and checkpoint is None:
-        raise CheckpointError(
-            f"None of the checkpoints in `{directory}` is whole: {'; '.join(damages.values())}. Bring back a copy, or "
-            "give an empty directory to begin anew."
-        )
+    checkpoint, damages = last_whole_checkpoint(directory)
     for num_steps, damage in damages.items():
         assert checkpoint is not None
         warnings.warn(f"{damage}. The training goes on from step {checkpoint.num_steps}.", stacklevel=3)
@@ -142,9 +122,9 @@ def last_checkpoint(directory: str) -> Checkpoint | None:
 
 
 def _agreed_checkpoint(directory: str, mesh: Mesh) -> Checkpoint | None:
-    """Returns what the first process finds, in all; it alone reads the files to check them."""
+    """Returns what the first process finds, in all; it alone reads the files to check them, and takes them over."""
     processes, what = processes_of(mesh), f"go on from the checkpoints in `{directory}`"
-    checkpoint = processes.shared(what, lambda: last_checkpoint(directory))
+    checkpoint = processes.shared(what, lambda: take_over(directory))
     folder = directory if checkpoint is None else checkpoint.folder
     processes.check_alike(what, {f"whether there is a folder `{folder}`": str(os.path.isdir(folder))})
     return checkpoint

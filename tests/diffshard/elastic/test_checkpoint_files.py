@@ -14,8 +14,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from diffshard.elastic.checkpoint_files import CheckpointError
-from diffshard.elastic.resume import last_checkpoint
+from diffshard.elastic.checkpoint_files import CheckpointError, last_whole_checkpoint
+from diffshard.elastic.resume import take_over
 from tests.diffshard.elastic.small_training import resumed, train
 
 
@@ -37,6 +37,11 @@ def files_of(folder: Path) -> list[Path]:
     """Files that hold something of a checkpoint; orbax's notes of the time and the success are not needed."""
     notes = ("_CHECKPOINT_METADATA", "commit_success.txt")
     return sorted(path for path in folder.rglob("*") if path.is_file() and path.name not in notes)
+
+
+def contents_of(directory: Path) -> dict[Path, bytes]:
+    """Everything in a directory, by path."""
+    return {path: path.read_bytes() for path in directory.rglob("*") if path.is_file()}
 
 
 def cut(raw: bytes) -> bytes:
@@ -63,12 +68,12 @@ def test_damage_to_any_file_is_noticed_and_the_checkpoint_before_is_taken(direct
         else:
             path.write_bytes(damage(path.read_bytes()))
         with pytest.warns(UserWarning, match=r"00000002.*The training goes on from step 1\."):
-            checkpoint = last_checkpoint(str(directory))
+            checkpoint = take_over(str(directory))
         assert checkpoint is not None, name
         assert checkpoint.num_steps == 1, name
         assert not folder.exists()  # its number is free again
         shutil.copytree(whole, folder)
-    checkpoint = last_checkpoint(str(directory))
+    checkpoint = take_over(str(directory))
     assert checkpoint is not None
     assert checkpoint.num_steps == 2  # the copy is whole
 
@@ -95,10 +100,37 @@ def test_a_save_that_stops_at_any_byte_leaves_no_checkpoint(directory):
                 copy.parent.mkdir(parents=True, exist_ok=True)
                 copy.write_bytes(path.read_bytes()[:left])
             left -= size
-        checkpoint = last_checkpoint(str(directory))
+        checkpoint = take_over(str(directory))
         assert checkpoint is not None
         assert checkpoint.num_steps == 2
         assert not target.exists()
+
+
+def test_reading_the_last_checkpoint_changes_nothing_in_the_directory(directory):
+    unfinished = directory / "00000003.orbax-checkpoint-tmp"
+    shutil.copytree(directory / "00000002", unfinished)  # as of a job that still writes
+    path = files_of(directory / "00000002")[0]
+    path.write_bytes(cut(path.read_bytes()))
+    before = contents_of(directory)
+    checkpoint, damages = last_whole_checkpoint(str(directory))
+    assert checkpoint is not None
+    assert checkpoint.num_steps == 1
+    assert list(damages) == [2]
+    assert str(path) in damages[2]
+    assert contents_of(directory) == before
+    missing = directory / "missing"
+    assert last_whole_checkpoint(str(missing)) == (None, {})
+    assert not missing.exists()
+
+
+def test_a_directory_that_cannot_be_taken_over_is_left_as_it_is(directory):
+    for name in ("00000001", "00000002"):
+        (directory / name / "checkpoint.json").unlink()
+    shutil.copytree(directory / "00000002", directory / "00000003.orbax-checkpoint-tmp")
+    before = contents_of(directory)
+    with pytest.raises(CheckpointError, match="None of the checkpoints"):
+        take_over(str(directory))
+    assert contents_of(directory) == before
 
 
 def test_training_goes_on_after_damage_and_saves_the_same_step_again(directory):
@@ -128,7 +160,7 @@ def test_a_checkpoint_of_a_newer_version_is_not_taken_for_damaged(directory):
     checksum = zlib.crc32(json.dumps(document, sort_keys=True).encode())
     path.write_text(json.dumps({"checksum": checksum, **document}))
     with pytest.raises(CheckpointError, match=r"version 99; this diffshard reads version 1.*Update diffshard"):
-        last_checkpoint(str(directory))
+        take_over(str(directory))
     assert (directory / "00000002").exists()
 
 
@@ -177,7 +209,7 @@ def test_a_process_that_is_killed_while_it_saves_leaves_its_last_checkpoint(tmp_
                 process.send_signal(signal.SIGKILL)
             assert process.wait() == -signal.SIGKILL
         numbers.append(max(int(path.name) for path in tmp_path.iterdir() if path.name.isdigit()))
-        checkpoint = last_checkpoint(str(tmp_path))
+        checkpoint = take_over(str(tmp_path))
         assert checkpoint is not None
         assert checkpoint.num_steps == numbers[-1]
     assert numbers == sorted(set(numbers))  # every run got further
