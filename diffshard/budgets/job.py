@@ -220,7 +220,7 @@ def _solve_alone(phase: int, options: Options, args: Sequence[Any]) -> tuple[Pla
     traced_function = trace_function(options, args)
     space = space_of(options, traced_function)
     try:
-        solution = fastest_step(space, lambda problem: solve_problem_of(options, problem, space.alike, None, None))
+        solution = fastest_step(space, lambda problem: solve_problem_of(options, problem, space, None, None))
     except InfeasibleError as error:
         raise InfeasibleError(f"Phase {phase}: {error}") from None
     return PlanRequest(options, traced_function, space, start_s), solution

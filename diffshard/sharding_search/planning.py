@@ -30,6 +30,8 @@ from search_spaces.partition_specs import IndexedSpec, NamedSpec, named_spec
 from search_spaces.sharding.base import Layout
 from search_spaces.sharding.explaining import NextBest, Summary
 from search_spaces.sharding.graph import Operand, Value, Vertex
+from search_spaces.sharding.memory import lifetimes_of
+from search_spaces.sharding.space import ShardingSpace
 
 _LEAST_TIME_S = 1e-3
 """Seconds that a solver is given at least, so that its limit is positive."""
@@ -61,7 +63,7 @@ def find_plan(request: PlanRequest) -> Plan:
         if limit_s is not None:  # the problems of one search share its time
             limit_s = max(limit_s - (time.perf_counter() - begin_s), _LEAST_TIME_S)
         limited = replace(options, time_limit_s=limit_s)
-        return solve_problem_of(limited, problem, request.space.alike, choice, request.progress)
+        return solve_problem_of(limited, problem, request.space, choice, request.progress)
 
     def is_over() -> bool:
         return options.time_limit_s is not None and time.perf_counter() - begin_s >= _TIME_SHARE * options.time_limit_s
@@ -70,7 +72,7 @@ def find_plan(request: PlanRequest) -> Plan:
 
 
 def solve_problem_of(
-    options: Options, problem: Problem, alike: np.ndarray, start: np.ndarray | None, progress: Progress | None
+    options: Options, problem: Problem, space: ShardingSpace, start: np.ndarray | None, progress: Progress | None
 ) -> Solution:
     """Solves a problem of a function's space, equal layers alike where that costs next to nothing.
 
@@ -80,7 +82,7 @@ def solve_problem_of(
     problem = problem._replace(memory_limit=options.memory_limit_bytes)
     limit, least = options.memory_limit_bytes, float(np.max(least_memory(problem)[1]))
     if least > limit:
-        donate = "" if options.donate_argnums or options.donate_argnames else " donate the state (`donate_argnums`),"
+        donate = " donate the state (`donate_argnums`)," if _donating_helps(space, least) else ""
         raise InfeasibleError(
             f"`memory_limit_bytes` is {limit:,.0f}, but every plan of {options.function_name} on the mesh "
             f"{dict(options.mesh.shape)} needs at least {least:,.0f} bytes on each device. Give more memory or "
@@ -92,7 +94,7 @@ def solve_problem_of(
         time_limit_s=options.time_limit_s,
         key=options.key,
         progress=progress,
-        alike=alike,
+        alike=space.alike,
         start=start,
     )
     if not solution.feasible:
@@ -102,6 +104,19 @@ def solve_problem_of(
             f"At least {least:,.0f} bytes are needed."
         )
     return solution
+
+
+def _donating_helps(space: ShardingSpace, least_bytes: float) -> bool:
+    """Tells whether every plan would need less than now if the arguments that results replace were donated."""
+    replaced = {argument for argument in space.graph.feedback if argument is not None}
+    donated = [is_donated or i in replaced for i, is_donated in enumerate(space.donated)]
+    if donated == list(space.donated):
+        return False
+    usages = space.usages_with(lifetimes_of(space.graph, space.rules, donated))
+    problem = space.problem._replace(
+        usage_node=np.array(usages.node, int), usage=usages.num_bytes, usage_interval=np.array(usages.interval, int)
+    )
+    return float(np.max(least_memory(problem)[1])) < least_bytes
 
 
 def make_plan(request: PlanRequest, solution: Solution) -> Plan:

@@ -222,8 +222,12 @@ class ShardingSpace:
     @cached_property
     def usages(self) -> Usages:
         """What each node's strategies hold in memory, and when."""
+        return self.usages_with(self.lifetimes)
+
+    def usages_with(self, lifetimes: Lifetimes) -> Usages:
+        """Returns the usages if values lived for other times, as they do where other arguments are donated."""
         held = held_positions(self.graph, self.axis_sizes, self.hardware, self.reshard_costs.path)
-        return usages_of(self.graph, self.nodes, self.hub_node, self.lifetimes, self.axis_sizes, held)
+        return usages_of(self.graph, self.nodes, self.hub_node, lifetimes, self.axis_sizes, held)
 
     @cached_property
     def node_costs(self) -> NodeCosts:

@@ -29,6 +29,9 @@ def step(w, x):
 def args():
     return jnp.ones((8, 8)), jnp.ones((16, 8))
 
+def large_state():
+    return jnp.ones((64, 64)), jnp.ones((4, 64))
+
 def shapes():
     return jax.ShapeDtypeStruct((8, 8), "float32"), jax.ShapeDtypeStruct((16, 8), "float32")
 
@@ -105,7 +108,7 @@ def test_messages_name_the_options_of_the_command(module, capsys):
     assert "the function has no argument 'state'; it has w, x" in capsys.readouterr().err
     assert search("--logical-axis-rules", "embed=modle") == 2
     assert "`--logical-axis-rules` has the mesh axis 'modle'" in capsys.readouterr().err
-    assert search("--memory-limit", "100B") == 1
+    assert search("--memory-limit", "100B", args="large_state") == 1
     err = capsys.readouterr().err
     assert "`--memory-limit` is 100" in err
     assert "donate the state (`--donate`)" in err

@@ -1,5 +1,6 @@
 """What a search and a plan refuse, and what the errors say."""
 
+import re
 from typing import Any
 
 import jax
@@ -127,3 +128,22 @@ def test_static_arguments_of_a_jitted_function_are_given_to_the_search():
         diffshard.search(jitted, mesh_2x2(), hardware=SLOW).plan(jnp.ones((4, 4)), 2)
     step = diffshard.search(jitted, mesh_2x2(), hardware=SLOW, static_argnums=1)
     np.testing.assert_allclose(step(jnp.full((4, 4), 3.0), 2), 9.0)
+
+
+@pytest.mark.parametrize(("rows", "width"), [(4, 64), (256, 8), (16, 8)])
+def test_donating_is_advised_where_it_lowers_the_least_memory(rows, width):
+    def step(w, x):
+        return w - 0.1 * jax.grad(lambda w: jnp.square(x @ w).mean())(w)
+
+    def message(**options):
+        search = diffshard.search(step, mesh_2x2(), hardware=SLOW, memory_limit_bytes=1.0, **options)
+        with pytest.raises(diffshard.InfeasibleError, match="needs at least") as error:
+            search.plan(jnp.ones((width, width)), jnp.ones((rows, width)))
+        return str(error.value)
+
+    plain, donated = message(), message(donate_argnums=0)
+    least, donated_least = (
+        int(re.findall(r"at least ([\d,]+)", text)[0].replace(",", "")) for text in (plain, donated)
+    )
+    assert ("donate the state" in plain) == (donated_least < least) == (width == 64)
+    assert "donate" not in donated
