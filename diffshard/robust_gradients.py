@@ -35,17 +35,26 @@ PENALTY_SHARE = 0.1
 itself from 9 times on."""
 
 
+MOST_DEVIATION = 3.0
+"""A score counts in a standing as at most so many median deviations from the median of its step."""
+OUTLIER_SPREADS = 8.0
+"""With memory, a score that is so many spreads of the best scores below them makes up for no standing."""
+
+
 class ZenoReport(NamedTuple):
-    """What became of each replica's gradient; for a log.
+    """What became of each replica's gradient; for a log, and `standings` for the next step.
 
     Attributes:
       scores: `[N]` float32, the promised descent of the loss less the penalty; `-inf` for a gradient that is not finite
         or makes the loss so.
       kept: `[N]` truth values, whether a replica's gradient is part of the mean.
+      standings: `[N]` float32, how far a replica's scores are above the median, in median deviations, summed over the
+        steps with less weight for older ones.
     """
 
     scores: jax.Array
     kept: jax.Array
+    standings: jax.Array
 
 
 class ZenoResult(NamedTuple):
@@ -69,7 +78,8 @@ def zeno(
     num_dropped: int,
     step_size: float | jax.Array,
     penalty: float | jax.Array | None = None,
-) -> Callable[[Params, Batch, Batch], ZenoResult]:
+    memory: float = 0.0,
+) -> Callable[..., ZenoResult]:
     """Makes a function like `jax.value_and_grad(loss_fn)` whose gradients leave out the most suspicious replicas.
 
     >>> gradients_of = diffshard.zeno(loss_fn, num_replicas=8, num_dropped=2, step_size=1e-3)
@@ -85,9 +95,13 @@ def zeno(
       step_size: how far the score walks along a gradient: about as far as the optimiser would, such as the learning
         rate of plain gradient descent. It may be traced.
       penalty: the weight of a gradient's squared norm in its score; None takes a tenth of the step size.
+      memory: the share of a replica's standing that stays from step to step, from 0 to below 1. With 0 a step's scores
+        alone decide, as in the paper. Late in training these are mostly noise, and a replica that is wrong at every
+        step, such as by a sign, is known by its scores of many steps; 0.95 remembers about twenty. Then carry the
+        standings: `gradients_of(params, batch, check_batch, standings)`, zeros at first, then those of the report.
 
     Returns:
-      `(params, batch, check_batch) -> ZenoResult`.
+      `(params, batch, check_batch, standings=None) -> ZenoResult`.
 
     Raises:
       TypeError: `loss_fn` is not a function.
@@ -96,13 +110,15 @@ def zeno(
     _check_loss_fn(loss_fn)
     _check_counts(num_replicas, num_dropped)
     _check_prices(step_size, penalty)
+    _check_memory(memory)
     losses_and_gradients = replica_gradients(loss_fn, num_replicas)
 
-    def robust_value_and_grad(params: Params, batch: Batch, check_batch: Batch) -> ZenoResult:
+    def robust_value_and_grad(
+        params: Params, batch: Batch, check_batch: Batch, standings: jax.Array | None = None
+    ) -> ZenoResult:
         losses, gradients = losses_and_gradients(params, batch)
-        mean, report = zeno_mean(
-            loss_fn, params, gradients, check_batch, num_dropped=num_dropped, step_size=step_size, penalty=penalty
-        )
+        options = {"num_dropped": num_dropped, "step_size": step_size, "penalty": penalty, "memory": memory}
+        mean, report = zeno_mean(loss_fn, params, gradients, check_batch, standings, **options)
         return ZenoResult(mean_of_kept(losses, report.kept), mean, report)
 
     return robust_value_and_grad
@@ -132,10 +148,12 @@ def zeno_mean(
     params: Params,
     gradients: Params,
     check_batch: Batch,
+    standings: jax.Array | None = None,
     *,
     num_dropped: int,
     step_size: float | jax.Array,
     penalty: float | jax.Array | None = None,
+    memory: float = 0.0,
 ) -> tuple[Params, ZenoReport]:
     """Returns the mean of the gradients with the highest scores, and a report; `zeno` calls this.
 
@@ -146,9 +164,11 @@ def zeno_mean(
       params: of the model.
       gradients: as `params`, with a leading dimension N of replicas.
       check_batch: data on which the gradients are tried; every replica tries on all of it.
+      standings: `[N]` of the report before, with `memory`; None at first.
       num_dropped: as in `zeno`.
       step_size: as in `zeno`.
       penalty: as in `zeno`.
+      memory: as in `zeno`.
 
     Raises:
       TypeError: `loss_fn` is not a function.
@@ -156,10 +176,17 @@ def zeno_mean(
     """
     _check_loss_fn(loss_fn)
     _check_prices(step_size, penalty)
-    _check_counts(_num_replicas(params, gradients), num_dropped)
+    _check_memory(memory)
+    num_replicas = _num_replicas(params, gradients)
+    _check_counts(num_replicas, num_dropped)
+    if standings is not None and jnp.shape(standings) != (num_replicas,):
+        raise ValueError(f"`standings` must have the shape ({num_replicas},), not {jnp.shape(standings)}.")
     scores = _scores(loss_fn, params, gradients, check_batch, step_size, penalty)
-    kept = _best(scores, num_dropped)
-    return mean_of_kept(gradients, kept), ZenoReport(scores, kept)
+    deviations = jnp.clip(_deviations(scores), -MOST_DEVIATION, MOST_DEVIATION)
+    standings = deviations if standings is None else memory * standings + deviations
+    ranked_by = scores if memory == 0 else _with_outliers_last(standings, scores, num_replicas - num_dropped)
+    kept = _best(ranked_by, num_dropped)
+    return mean_of_kept(gradients, kept), ZenoReport(scores, kept, standings)
 
 
 def mean_of_kept(arrays: Any, kept: jax.Array) -> Any:
@@ -194,6 +221,31 @@ def _scores(
     descent = loss_fn(params, check_batch).astype(jnp.float32) - jax.vmap(loss_after)(gradients)
     scores = descent - penalty * jax.vmap(_squared_norm)(gradients)
     return jnp.where(jnp.isfinite(scores), scores, -jnp.inf)
+
+
+def _deviations(scores: jax.Array) -> jax.Array:
+    """Returns how far each score is above the median, in median deviations from it, `[N]`; -inf where it is -inf.
+
+    Where more than half of the scores are equal, the deviation is the mean one.
+    """
+    is_finite = jnp.isfinite(scores)
+    median = jnp.nanmedian(jnp.where(is_finite, scores, jnp.nan))
+    distance = jnp.where(is_finite, scores - median, 0.0)
+    middle = jnp.nanmedian(jnp.where(is_finite, jnp.abs(distance), jnp.nan))
+    mean = jnp.sum(jnp.abs(distance)) / jnp.maximum(jnp.sum(is_finite), 1)
+    spread = jnp.where(middle > 0, middle, jnp.where(mean > 0, mean, 1.0))
+    return jnp.where(is_finite, distance / spread, -jnp.inf)
+
+
+def _with_outliers_last(standings: jax.Array, scores: jax.Array, num_best: int) -> jax.Array:
+    """Returns numbers that rank replicas by their standings, `[N]`, but those with outlying scores by these, below."""
+    ordered = jnp.sort(scores, descending=True)
+    least = ordered[num_best - 1]
+    spread = jnp.where(jnp.isfinite(least), ordered[0] - least, 0.0)
+    below = (least - scores) / jnp.where(spread > 0, spread, 1.0)  # in spreads of the best scores
+    is_outlier = (spread > 0) & (below > OUTLIER_SPREADS)
+    ranks = jnp.where(is_outlier, jnp.min(standings) - below, standings)
+    return jnp.where(jnp.isfinite(scores), ranks, -jnp.inf)
 
 
 def _squared_norm(gradient: Params) -> jax.Array:
@@ -265,6 +317,12 @@ def _check_counts(num_replicas: Any, num_dropped: Any) -> None:
             f"`num_dropped` must be a whole number from 0 to {number - 1}, so that one of {number} replicas is kept, "
             f"not {num_dropped!r}."
         )
+
+
+def _check_memory(memory: Any) -> None:
+    share = real_number(memory)
+    if share is None or not 0 <= share < 1:
+        raise ValueError(f"`memory` must be a number from 0 to below 1, not {memory!r}.")
 
 
 def _check_prices(step_size: Any, penalty: Any) -> None:

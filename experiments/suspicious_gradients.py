@@ -22,7 +22,8 @@ from experiments.suspicious_tasks import FAULT_NAMES, HELD_OUT_FAULT, HELD_OUT_T
 from experiments.tables import print_table
 
 NUM_REPLICAS = 8
-METHODS = ("mean", "median", "zeno")
+METHODS = ("mean", "median", "zeno", "zeno with memory")
+MEMORY = 0.95
 _DIVERGED = 100.0  # times the loss without faults; all from there on are the same failure
 
 
@@ -39,7 +40,7 @@ def train(
     params = task.init(init_key)
 
     def step(state: Any, number: jax.Array) -> tuple[Any, jax.Array]:
-        params, optimizer_state = state
+        params, optimizer_state, standings = state
         batch_key, check_key = jax.random.split(jax.random.fold_in(data_key, number))
         batch, check = task.draw(batch_key, NUM_REPLICAS * task.per_replica), task.draw(check_key, task.per_replica)
         is_bad = jnp.arange(NUM_REPLICAS * task.per_replica) < num_faulty * task.per_replica
@@ -48,18 +49,18 @@ def train(
         _, by_replica = diffshard.replica_gradients(task.loss, NUM_REPLICAS)(params, batch)
         received = with_faults(by_replica, fault, num_faulty, jax.random.fold_in(fault_key, number))
         kept = jnp.ones(NUM_REPLICAS, bool)
-        if method == "zeno":
-            gradients, report = diffshard.zeno_mean(
-                task.loss, params, received, check, num_dropped=num_dropped, step_size=task.step_size
-            )
-            kept = report.kept
+        if method.startswith("zeno"):
+            options = {"num_dropped": num_dropped, "step_size": task.step_size, "memory": MEMORY * (method != "zeno")}
+            gradients, report = diffshard.zeno_mean(task.loss, params, received, check, standings, **options)
+            kept, standings = report.kept, report.standings
         else:
             combine = jnp.median if method == "median" else jnp.mean
             gradients = jax.tree.map(lambda g: combine(g, axis=0), received)
         updates, optimizer_state = task.optimizer.update(gradients, optimizer_state, params)
-        return (optax.apply_updates(params, updates), optimizer_state), jnp.sum(kept)
+        return (optax.apply_updates(params, updates), optimizer_state, standings), jnp.sum(kept)
 
-    (params, _), num_kept = jax.lax.scan(step, (params, task.optimizer.init(params)), jnp.arange(num_steps))
+    start = params, task.optimizer.init(params), jnp.zeros(NUM_REPLICAS)
+    (params, _, _), num_kept = jax.lax.scan(step, start, jnp.arange(num_steps))
     return task.loss(params, task.held_out), num_kept
 
 
@@ -88,7 +89,7 @@ def rows_of(name: str, faults: Sequence[str], faulty: Sequence[int], num_steps: 
     print(" | ".join(rows[-1]), flush=True)
     for fault in faults:
         for q in faulty:
-            dropped = {"mean": 0, "median": 0, "zeno": q}
+            dropped = {m: q if m.startswith("zeno") else 0 for m in METHODS}
             rows.append([name, fault, str(q), *(_ratios(losses(m, fault, q, dropped[m]), free) for m in METHODS)])
             print(" | ".join(rows[-1]), flush=True)
     return rows

@@ -114,6 +114,45 @@ def test_the_default_penalty_drops_large_multiples_and_none_would_keep_them():
     assert mean(received, 1, **small, penalty=0.0)[1].kept[2]
 
 
+def descent_of(params, batch):
+    """A loss whose gradient promises as much as its entry says, on every batch."""
+    del batch
+    return -params["x"]
+
+
+def kept_with_memory(promises, memory, num_dropped=1):
+    """Which replicas are kept at each step `[T, N]`, where they promise the given descents `[T, N]`."""
+
+    def step(standings, promised):
+        options = {"num_dropped": num_dropped, "step_size": 1.0, "penalty": 0.0, "memory": memory}
+        _, report = diffshard.zeno_mean(descent_of, {"x": jnp.zeros(())}, {"x": -promised}, None, standings, **options)
+        return report.standings, report.kept
+
+    return jax.lax.scan(step, jnp.zeros(promises.shape[1]), promises)[1]
+
+
+def test_a_replica_that_is_a_little_wrong_at_every_step_is_known_by_its_standing():
+    """Six replicas promise 0.4 and two promise -0.4, below a noise of 1 that differs at each step."""
+    promises = 0.4 + jax.random.normal(jax.random.key(0), (200, 8)) - 0.8 * (jnp.arange(8) > 5)
+    assert kept_with_memory(promises, 0.0, 2)[100:, 6:].mean() > 0.3
+    assert kept_with_memory(promises, 0.97, 2)[100:, 6:].mean() < 0.05
+
+
+def test_an_outlier_is_left_out_whatever_its_standing():
+    promises = jnp.ones((50, 4)).at[:, 3].set(0.5) + 0.1 * jax.random.normal(jax.random.key(0), (50, 4))
+    promises = promises.at[40, 0].set(-100.0).at[45, 1].set(jnp.nan)
+    kept = kept_with_memory(promises, 0.95)
+    assert kept[39].tolist() == kept[41].tolist() == [True, True, True, False]
+    assert kept[40].tolist() == [False, True, True, True]
+    assert kept[45].tolist() == [True, False, True, True]
+
+
+def test_without_memory_the_ranking_is_that_of_the_scores():
+    promises = jax.random.normal(jax.random.key(1), (20, 5))
+    expected = jnp.argsort(jnp.argsort(promises, axis=1), axis=1) >= 2
+    assert (kept_with_memory(promises, 0.0, 2) == expected).all()
+
+
 def train_step_of(num_dropped):
     optimizer = optax.adam(1e-2)
     gradients_of = diffshard.zeno(loss_fn, num_replicas=2, num_dropped=num_dropped, step_size=STEP_SIZE)
@@ -158,6 +197,7 @@ def test_a_planned_step_computes_the_same_and_only_the_mean_travels_between_repl
         ({"step_size": "small"}, "`step_size` must be a positive, finite number"),
         ({"penalty": -1e-3}, "`penalty` must be a finite number, zero or more"),
         ({"penalty": np.nan}, "`penalty` must be a finite number, zero or more"),
+        ({"memory": 1}, "`memory` must be a number from 0 to below 1, not 1"),
     ],
 )
 def test_bad_numbers_are_told_before_anything_is_computed(options, message):
@@ -181,3 +221,6 @@ def test_bad_arguments_of_calls_are_told():
         mean({**gradients(), "down": params()["down"]}, 1)
     with pytest.raises(ValueError, match="`num_dropped` must be a whole number from 0 to 3"):
         mean(gradients(), N)
+    gradients_with_memory = diffshard.zeno(loss_fn, num_replicas=N, num_dropped=1, step_size=0.1, memory=0.9)
+    with pytest.raises(ValueError, match=r"`standings` must have the shape \(4,\), not \(3,\)"):
+        gradients_with_memory(params(), data(1, 32), data(2, 8), jnp.zeros(3))
