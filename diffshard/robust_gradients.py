@@ -61,7 +61,7 @@ class ZenoResult(NamedTuple):
     """The result of a function that `zeno` made.
 
     Attributes:
-      loss: a scalar, the mean of the losses of the replicas that were kept.
+      loss: a scalar, the mean of the losses of the replicas that were kept; NaN if none was.
       gradients: as the parameters, the mean over the replicas that were kept; zeros if none was.
       report: what became of each replica.
     """
@@ -119,7 +119,8 @@ def zeno(
         losses, gradients = losses_and_gradients(params, batch)
         options = {"num_dropped": num_dropped, "step_size": step_size, "penalty": penalty, "memory": memory}
         mean, report = zeno_mean(loss_fn, params, gradients, check_batch, standings, **options)
-        return ZenoResult(mean_of_kept(losses, report.kept), mean, report)
+        loss = jnp.where(jnp.any(report.kept), mean_of_kept(losses, report.kept), jnp.nan)
+        return ZenoResult(loss, mean, report)
 
     return robust_value_and_grad
 

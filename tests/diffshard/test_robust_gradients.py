@@ -102,6 +102,14 @@ def test_with_no_finite_gradient_the_mean_is_zero():
     assert_close(actual, jax.tree.map(jnp.zeros_like, params()))
 
 
+def test_with_no_finite_gradient_the_loss_is_not_a_number():
+    gradients_of = diffshard.zeno(loss_fn, num_replicas=N, num_dropped=1, step_size=STEP_SIZE)
+    loss, actual, report = gradients_of(params(), jax.tree.map(lambda a: a * jnp.nan, data(1, 32)), data(2, 8))
+    assert not report.kept.any()
+    assert jnp.isnan(loss)
+    assert_close(actual, jax.tree.map(jnp.zeros_like, params()))
+
+
 def test_of_equal_scores_exactly_the_asked_number_is_dropped():
     equal = jax.tree.map(lambda g: jnp.broadcast_to(g[:1], g.shape), gradients())
     assert mean(equal, 2)[1].kept.tolist() == [True, True, False, False]
