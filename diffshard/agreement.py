@@ -1,4 +1,9 @@
-"""One exchange between processes through the key-value store of JAX's coordination service."""
+"""One exchange between processes through the key-value store of JAX's coordination service.
+
+JAX has no public name for the client of that service. It is reached through `jax.experimental.multihost_utils`, whose
+`distributed` is a private module of JAX. Relied upon are `distributed.global_state.client`, None without the service,
+and its methods in `_METHODS`; a version of JAX without them is named in an error.
+"""
 
 import hashlib
 import itertools
@@ -23,6 +28,8 @@ _POLL_MS = 1000
 """One question to the service; between two a process notices Ctrl-C."""
 _PIECE_BYTES = 2**20
 """The largest value in the store: messages of gRPC are limited to a few MiB."""
+_METHODS = ("key_value_set_bytes", "blocking_key_value_get_bytes", "key_value_delete")
+"""Of the service's client. The last one deletes also everything below a place."""
 _SHOWN_DIFFERENCES = 5
 _SHOWN_CHARACTERS = 200
 
@@ -30,8 +37,12 @@ _SHOWN_CHARACTERS = 200
 class Agreement:
     """One exchange between processes, with a place of its own in the key-value store.
 
-    The first process puts a digest of its facts at "digest", each other one its answer at "answer/NUMBER": empty, or
-    its facts if they differ, or its error. The first process puts its verdict at "verdict", empty if all is well.
+    The first process says at "arrival" what kind of exchange it has come for. To compare facts it puts a digest of its
+    own at "digest", each other one its answer at "answer/NUMBER": empty, or its facts if they differ, or its error. The
+    first process puts its verdict at "verdict", empty if all is well. What it makes for all it puts at "result".
+
+    Exchanges are numbered, and each process counts for itself. Those with a name have numbers of their own, which begin
+    anew after each exchange without a name, because the first process may do alone what has a name.
     """
 
     _lock = threading.Lock()
@@ -39,19 +50,19 @@ class Agreement:
     _counts: dict[tuple[tuple[int, ...], str], int] = {}  # noqa: RUF012
     _old: dict[tuple[int, ...], list[str]] = {}  # noqa: RUF012
 
-    def __init__(self, client: Any, indices: tuple[int, ...], number: int, what: str, name: str):
+    def __init__(self, client: Any, indices: tuple[int, ...], number: str, what: str, name: str):
         self.client, self.indices, self.what = client, indices, what
         members = hashlib.sha256(repr((indices, name)).encode()).hexdigest()[:16]
         self.place = f"diffshard/{members}/{number}"
 
     @classmethod
     def next_of(cls, indices: tuple[int, ...], what: str, name: str = "") -> "Agreement":
-        """Returns the next exchange of these processes, of those with this name; each process counts for itself.
+        """Returns the next exchange of these processes, of those with this name.
 
         Raises:
-          ProcessesError: there is no coordination service.
+          ProcessesError: there is no coordination service, or this version of JAX has another one.
         """
-        client = multihost_utils.distributed.global_state.client  # pyright: ignore[reportPrivateImportUsage]
+        client = _service_client()
         if client is None:
             raise ProcessesError(
                 f"{len(indices)} processes have to agree to {what}, but JAX's coordination service does not run. Call "
@@ -60,9 +71,12 @@ class Agreement:
         with cls._lock:
             if client is not cls._client:  # `jax.distributed` was started anew
                 cls._client, cls._counts, cls._old = client, {}, {}
+            if not name:
+                cls._counts = {key: n for key, n in cls._counts.items() if key[0] != indices or not key[1]}
             number = cls._counts[indices, name] = cls._counts.get((indices, name), -1) + 1
-        agreement = cls(client, indices, number, what, name)
-        if not name:
+            since = cls._counts.get((indices, ""), -1)
+        agreement = cls(client, indices, f"{since}/{number}" if name else str(number), what, name)
+        if agreement.is_first:  # which deletes what the others have read
             cls._old.setdefault(indices, []).append(agreement.place)
         return agreement
 
@@ -87,6 +101,25 @@ class Agreement:
         """
         count = int(self._wait(f"{self.place}/{name}/count", limit_s, missing))
         return zlib.decompress(b"".join(self._wait(f"{self.place}/{name}/{i}", limit_s, None) for i in range(count)))
+
+    def arrive(self, kind: str) -> str:
+        """Tells the others the kind of the exchange; returns a sentence where the first one came for another kind.
+
+        It is "" in the first process, which does not wait.
+        """
+        if self.is_first:
+            self.put("arrival", json.dumps([kind, self.what]).encode())
+            return ""
+        first = self.indices[0]
+        try:
+            other_kind, other = json.loads(self.get("arrival", limit_s=ARRIVAL_LIMIT_S, missing=first))
+        except TimeoutError:
+            return _missing(first)
+        if other_kind == kind:
+            return ""
+        problem = f"process {first} is about to {other}, process {jax.process_index()} to {self.what}"
+        self.put(f"answer/{jax.process_index()}", json.dumps({"failure": problem}).encode())
+        return problem
 
     def fail(self, text: str) -> None:
         """Tells the other processes that this one failed before it could compare facts."""
@@ -153,6 +186,29 @@ class Agreement:
                     stacklevel=2,
                 )
         raise AssertionError
+
+
+def _service_client() -> Any:
+    """Returns the client of JAX's coordination service; None where it does not run.
+
+    Raises:
+      ProcessesError: this version of JAX has no such client, or another one.
+    """
+    state = getattr(getattr(multihost_utils, "distributed", None), "global_state", None)
+    client = getattr(state, "client", None)
+    if not hasattr(state, "client") or (client is not None and not all(hasattr(client, name) for name in _METHODS)):
+        raise ProcessesError(
+            f"JAX {jax.__version__} has another coordination service than diffshard {_version()} knows, so that "
+            "several processes cannot agree. Take the version of JAX with which diffshard was released, or a newer "
+            "diffshard."
+        )
+    return client
+
+
+def _version() -> str:
+    import diffshard  # the package, which imports its modules when they are first used
+
+    return diffshard.__version__
 
 
 def differences(facts: Mapping[str, str], others: Mapping[str, str], process: int, other: int) -> list[str]:

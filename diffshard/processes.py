@@ -1,10 +1,12 @@
 """Agreement between the processes of a job of `jax.distributed`: they compare facts, and take what one of them made.
 
-Everything goes through the key-value store of JAX's coordination service, not through collectives on devices. So there
-is no time limit on waiting, and one process can search for minutes; the processes that do not own a device of the mesh
-need not take part; and nothing is compiled. A process that dies is noticed by the service, which ends the others.
+Everything goes through the key-value store of JAX's coordination service, not through collectives on devices. So one
+process can search for as long as it takes once it has come; the processes that do not own a device of the mesh need not
+take part; and nothing is compiled. A process that does not come within `ARRIVAL_LIMIT_S` is an error in the others. One
+that dies is noticed by the service, which ends the others.
 """
 
+import json
 import pickle
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -79,13 +81,15 @@ class Processes:
         if self.is_one:
             return make()
         agreement = Agreement.next_of(self.indices, what)
+        if self.is_first:
+            agreement.arrive("compare")
         try:
             made = make()
             own_facts = dict(facts(made))
         except BaseException as error:
             agreement.fail(f"{type(error).__name__}: {error}")
             raise
-        if problem := agreement.problem_with(own_facts):
+        if problem := (not self.is_first and agreement.arrive("compare")) or agreement.problem_with(own_facts):
             raise ProcessesError(f"The processes cannot {what}: {problem}")
         return made
 
@@ -97,7 +101,7 @@ class Processes:
         pack: Callable[[T], bytes] = pickle.dumps,
         unpack: Callable[[bytes], T] = pickle.loads,
     ) -> T:
-        """Makes something in the first process only, and returns it in all, however long that takes.
+        """Makes something in the first process only, and returns it in all, however long making it takes.
 
         Args:
           what: what is made, for errors: "search a plan of train_step".
@@ -106,11 +110,12 @@ class Processes:
           unpack: reads the bytes.
 
         Raises:
-          ProcessesError: the first process raised an error that cannot be pickled, or does something else.
+          ProcessesError: the first process raised an error that cannot be pickled, does something else, or did not
+            come within `ARRIVAL_LIMIT_S`.
         """
         return self._from_first(what, "", make, pack, unpack)
 
-    def in_first(self, what: str, name: str, act: Callable[[], None]) -> None:
+    def in_first(self, what: str, name: str, act: Callable[[], None], content: Mapping[str, str]) -> None:
         """Does something in the first process; in each other one that calls this, waits until it is done.
 
         It is no error if the first process does it alone, as a program that asks for `jax.process_index() == 0` does.
@@ -119,11 +124,14 @@ class Processes:
           what: what is done, for errors: "save a plan".
           name: tells it from everything else that is done this way, such as the path of a file.
           act: does it. Its error is raised in all processes.
+          content: texts by name about what is written, which are the same in all processes. They tell this time from
+            one before, when the first process did it alone with something else.
 
         Raises:
-          ProcessesError: as `shared`; or the first process did not do it within `ARRIVAL_LIMIT_S`.
+          ProcessesError: as `shared`; or the first process did not do it with this content within `ARRIVAL_LIMIT_S`.
         """
-        self._from_first(what, f"{what}: {name}", act, pickle.dumps, pickle.loads)
+        texts = json.dumps(dict(content), sort_keys=True)
+        self._from_first(what, f"{what}: {name}: {texts}", act, pickle.dumps, pickle.loads)
 
     def _from_first(
         self, what: str, name: str, make: Callable[[], T], pack: Callable[[T], bytes], unpack: Callable[[bytes], T]
@@ -131,6 +139,8 @@ class Processes:
         if self.is_one:
             return make()
         agreement = Agreement.next_of(self.indices, what, name)
+        if not name and (problem := agreement.arrive("share")):
+            raise ProcessesError(f"The processes cannot {what}: {problem}")
         if self.is_first:
             try:
                 made = make()
@@ -146,7 +156,9 @@ class Processes:
                 agreement.get("result", limit_s=limit_s, missing=first if name else None)
             )
         except TimeoutError:
-            raise ProcessesError(f"Process {first} did not {what} within {ARRIVAL_LIMIT_S:.0f} s.") from None
+            raise ProcessesError(
+                f"Process {first} did not {what} within {ARRIVAL_LIMIT_S:.0f} s that is the one of this process."
+            ) from None
         if asked_for != what:
             raise ProcessesError(f"Process {first} is about to {asked_for}, this one to {what}.")
         if error is not None:

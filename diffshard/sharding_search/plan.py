@@ -3,7 +3,7 @@
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from os import PathLike
 from typing import Any
 
@@ -78,9 +78,11 @@ class Plan(PlanData):
     def save(self, path: str | PathLike[str]) -> None:
         """Writes the plan as JSON; the file is replaced whole or not at all.
 
-        Of several processes the first one writes. The others that call this wait until it has, so that all can load it.
+        Of several processes the first one writes. The others that call this wait until it has, so that all can load it,
+        and raise `ProcessesError` if it does not write a plan that runs as theirs.
         """
-        processes_of(self.mesh).in_first("save a plan", os.path.abspath(path), lambda: save(self, path))
+        act = partial(save, self, path)
+        processes_of(self.mesh).in_first("save a plan", os.path.abspath(path), act, plan_facts(self))
 
     @staticmethod
     def load(path: str | PathLike[str], mesh: Mesh | AbstractMesh | None = None) -> "Plan":
@@ -156,8 +158,7 @@ class Plan(PlanData):
         return {t.path: local_part(NamedSharding(mesh, t.partition_spec), t.shape) for t in self._tensors_of(name)}
 
     def _placed(self, args: Sequence[Any], kwargs: Mapping[str, Any], place: PlaceArrays) -> Any:
-        mesh = self.placed_mesh
-        names = self._parameters
+        mesh, names = self.placed_mesh, self._parameters
         if len(args) > len(names):
             raise PlanError(f"The plan was made for the arguments {', '.join(names)}, and was given {len(args)}.")
         if twice := [name for name in names[: len(args)] if name in kwargs]:
