@@ -56,6 +56,7 @@ def find_plan(request: PlanRequest) -> Plan:
             return request.complete(earlier_plan)
     choice = None if start is None else start.choice
 
+    _ = request.space.problem  # built before the solver's time begins: on five axes that alone can take a minute
     options, begin_s = request.options, time.perf_counter()
 
     def solve_within_limits(problem: Problem) -> Solution:

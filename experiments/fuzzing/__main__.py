@@ -9,22 +9,23 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
+from diffshard.solving.solvers import greedy
 from experiments.fuzzing import problems, scales
 from experiments.fuzzing.bilevel_plans import BilevelPlanDamage
 from experiments.fuzzing.instances import InstanceDamage
 from experiments.fuzzing.outcomes import HELD, REFUSED, TAKEN
 from experiments.fuzzing.plans import PlanDamage
 
-KINDS = ("plans", "bilevel_plans", "instances", "problems", "scales")
+KINDS = ("plans", "bilevel_plans", "instances", "problems", "scales", "no-greedy")
 
 
 @contextmanager
 def outcomes(kind: str) -> Iterator[Callable[[int], str]]:
     """Gives a function from a seed to what becomes of its case."""
-    if kind == "scales":
-        process = scales.SharedProcess()
+    if kind in ("scales", "no-greedy"):
+        process, first_choices = scales.SharedProcess(), greedy.solve if kind == "scales" else scales.no_choices
         try:
-            yield lambda seed: scales.outcome(seed, process)
+            yield lambda seed: scales.outcome(seed, process, first_choices)
         finally:
             process.end()
         return

@@ -1,18 +1,22 @@
 """Badly scaled problems for `exact`: costs of 1e-12 to 1e17 and usages up to 2^63 side by side, and near ties.
 
 HiGHS has absolute tolerances, so that such problems are where a bound or a proof could be false. Nothing is presolved,
-because presolve alone solves most problems of this size.
+because presolve alone solves most problems of this size. The kind "no-greedy" gives `exact` no first
+choice: the objective is many windows large then, and its bounds are lowered by more.
 """
 
 import functools
 import warnings
+from collections.abc import Callable, Iterator
 
+import jax
 import numpy as np
 
 from cost.base import Problem
+from diffshard.base import Proposal
 from diffshard.solving.presolve.base import identity
 from diffshard.solving.solve import solve
-from diffshard.solving.solvers import exact
+from diffshard.solving.solvers import exact, greedy
 from diffshard.solving.solvers._highs_process import Answer, HighsProcess
 from diffshard.solving.solvers._programme import Programme
 from experiments.fuzzing.outcomes import HELD, error_outcome
@@ -42,10 +46,16 @@ def problem_of(seed: int) -> Problem:
     return random_problem(rng, numbers=_NUMBERS[seed % len(_NUMBERS)], memory_share=0.6)
 
 
-def outcome(seed: int, process: HighsProcess) -> str:
+def no_choices(problem: Problem, *, key: jax.Array) -> Iterator[Proposal]:
+    """Yields nothing, as a solver that finds no choice."""
+    del problem, key
+    return iter(())
+
+
+def outcome(seed: int, process: HighsProcess, first_choices: Callable[..., Iterator[Proposal]] = greedy.solve) -> str:
     """Returns `HELD` if all that `exact` says about a case is true, else what is not, or the error."""
     problem = problem_of(seed)
-    solver = functools.partial(exact.solve, start_highs=lambda: process)
+    solver = functools.partial(exact.solve, start_highs=lambda: process, first_choices=first_choices)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error")

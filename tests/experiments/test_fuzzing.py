@@ -57,8 +57,9 @@ def test_what_solvers_say_about_random_problems_is_true():
     assert {seed: outcome for seed, outcome in found.items() if seed not in late} == {}
 
 
-def test_what_exact_says_about_badly_scaled_problems_is_true():
-    with command.outcomes("scales") as outcome:
+@pytest.mark.parametrize("kind", ["scales", "no-greedy"])
+def test_what_exact_says_about_badly_scaled_problems_is_true(kind):
+    with command.outcomes(kind) as outcome:
         assert faults(outcome, {HELD})[0] == {}
 
 

@@ -34,7 +34,8 @@ from diffshard.solving.flat import ragged_positions
 _WINDOW = 1e4
 """The width of the window in the objective's units: HiGHS advises costs of at most 1e6, and has tolerances of 1e-6."""
 _OBJECTIVE_ERROR = 1e-5
-"""What HiGHS's bound may be off in the objective's units: ten times the least improvement that it looks for."""
+"""What HiGHS's bound may be off in the objective's units, for each window of the objective: ten times the least
+improvement that it looks for. Its relative gap makes that grow with the objective."""
 _ERROR_PER_ROW = 4e-7
 """What each node, edge and limit may add to that: four times the tolerance of reduced costs."""
 _MOST_ROOM = 1e5
@@ -65,6 +66,8 @@ class Window(NamedTuple):
       most: no other choice costs less.
       unit: the cost that counts as one in the objective.
       error: what a bound on the objective may be off.
+      has_loads: whether the objective has a largest load z.
+      top: the best choice, if there is any, has an objective of at most this.
     """
 
     programme: Programme
@@ -73,13 +76,19 @@ class Window(NamedTuple):
     most: float
     unit: float
     error: float
+    has_loads: bool
+    top: float
 
     def bound(self, objective_bound: float) -> float:
         """Returns a lower bound on the cost of every choice from a bound of HiGHS's on the objective."""
-        is_false = objective_bound > _WINDOW * (1 + _MARGIN) + self.error  # the known choice has less
-        if is_false or not math.isfinite(objective_bound):
+        if not math.isfinite(objective_bound):
             return -math.inf
-        return min(self.least + (objective_bound - self.error) * self.unit, self.most)
+        error = self.error + _OBJECTIVE_ERROR * max(objective_bound / _WINDOW - 1, 0.0)
+        if self.has_loads and math.isinf(self.most):
+            error += _ERROR_PER_ROW * max(objective_bound, 0.0)  # the tolerance counts as often as z is large
+        if objective_bound > self.top * (1 + _MARGIN) + error:
+            return -math.inf  # no choice costs as much, so the bound is false, or there is no choice
+        return min(self.least + (objective_bound - error) * self.unit, self.most)
 
 
 def window(problem: Problem, most: float) -> Window | None:
@@ -115,7 +124,16 @@ def window(problem: Problem, most: float) -> Window | None:
     room = (largest_load - least_load) / unit
     programme, num_rows = _programme(problem, sizes, starts, above, allowed, load, room)
     error = _OBJECTIVE_ERROR + _ERROR_PER_ROW * (len(arrays) + num_rows)
-    return Window(programme, float(base), float(width), most, unit, error)
+    top = _WINDOW if math.isfinite(most) else _largest_objective(above, load, lengths, sizes)
+    return Window(programme, float(base), float(width), most, unit, error, bool(load.size), top)
+
+
+def _largest_objective(above: np.ndarray, load: np.ndarray, lengths: np.ndarray, sizes: np.ndarray) -> float:
+    """Returns at least the objective of every choice: many windows, because each node and edge may cost one."""
+    top = float(np.maximum.reduceat(above, np.cumsum(lengths) - lengths).sum())
+    if load.size:
+        top += float(np.maximum.reduceat(load, np.cumsum(sizes) - sizes, axis=0).sum(axis=0).max())
+    return top
 
 
 def _fits_alone(problem: Problem, sizes: np.ndarray, starts: np.ndarray) -> np.ndarray:

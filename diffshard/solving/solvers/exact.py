@@ -36,16 +36,18 @@ def solve(
     time_limit_s: float | None = None,
     key: jax.Array | None = None,
     start_highs: Callable[[], HighsProcess] = HighsProcess,
+    first_choices: Callable[..., Iterator[Proposal]] = greedy.solve,
 ) -> Iterator[Proposal]:
     """Yields HiGHS's choices and bounds as they improve, until it has proven its optimum or the time is over.
 
-    While HiGHS starts, a greedy choice is made beside it.
+    While HiGHS starts, a first choice is made beside it, which makes the programme smaller if it is feasible.
 
     Args:
       problem: see `diffshard.base.Solver`.
       time_limit_s: the same.
       key: not used: HiGHS and the first greedy order are not random.
       start_highs: starts the process.
+      first_choices: a solver, whose first choice is where HiGHS begins.
 
     Raises:
       ModuleNotFoundError: `highspy` is not installed.
@@ -59,7 +61,7 @@ def solve(
     start = time.perf_counter()
     with start_highs() as highs:  # imports while we build
         search = _Search(problem)
-        yield from search.greedy_choice()
+        yield from search.first_choice(first_choices)
         for _ in range(_MOST_WINDOWS):
             options = {"output_flag": False, "mip_rel_gap": _RELATIVE_GAP, "mip_abs_gap": 0.0}
             here = window(problem, search.least_cost)
@@ -92,8 +94,8 @@ class _Search:
         self._problem, self._evaluate, self._rounding = problem, Evaluator(problem), Rounding(problem)
         self._ends = np.cumsum(num_strategies(problem))[:-1]
 
-    def greedy_choice(self) -> Iterator[Proposal]:
-        for proposal in greedy.solve(self._problem, key=jax.random.key(0)):
+    def first_choice(self, first_choices: Callable[..., Iterator[Proposal]]) -> Iterator[Proposal]:
+        for proposal in first_choices(self._problem, key=jax.random.key(0)):
             if proposal.choice is not None:
                 self._price(proposal.choice)
             yield proposal

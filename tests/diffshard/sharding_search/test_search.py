@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,8 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 import diffshard
 from diffshard.base import Proposal
+from diffshard.sharding_search import planning
+from search_spaces.sharding.space import ShardingSpace
 from tests.diffshard.sharding_search.small_searches import (
     SLOW,
     assert_equal,
@@ -94,6 +97,26 @@ def test_memory_limit_shards_the_state():
     plan = tight.plan(state, batch)
     assert plan.peak_bytes <= limit
     assert plan.step_s >= free.step_s * (1 - 1e-6)
+
+
+def test_the_time_limit_begins_when_the_problem_is_built(monkeypatch):
+    clock_s, limits = [0.0], []
+    priced = ShardingSpace._priced
+
+    def slowly_priced(*args):
+        clock_s[0] += 1000.0
+        return priced(*args)
+
+    def recorder(problem, *, time_limit_s, key):
+        limits.append(time_limit_s)
+        yield Proposal(np.zeros(len(problem.node_cost), np.int64))
+
+    monkeypatch.setattr(ShardingSpace, "_priced", slowly_priced)
+    monkeypatch.setattr(planning, "time", SimpleNamespace(perf_counter=lambda: clock_s[0]))
+    diffshard.search(train_step, mesh_2x2(), hardware=SLOW, solver=recorder, time_limit_s=900.0).plan(
+        *train_arguments()
+    )
+    assert limits[0] > 90.0  # the first stage has a fifth of the limit; none of it went into building
 
 
 def test_interrupted_search_returns_the_best_so_far():

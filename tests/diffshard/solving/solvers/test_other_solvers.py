@@ -2,14 +2,19 @@
 
 import shutil
 
+import jax
 import numpy as np
 import pytest
 
 from cost.base import Problem
+from cost.evaluation import evaluate
+from diffshard.base import OPTIMAL_GAP
 from diffshard.solving.flat import chosen_cost, flatten, with_ceiling
 from diffshard.solving.presolve.base import identity
 from diffshard.solving.solve import solve
-from diffshard.solving.solvers import _highs_process, beam, exact, primal
+from diffshard.solving.solvers import _highs_process, beam, exact, greedy, primal
+from experiments.fuzzing import __main__ as command
+from experiments.fuzzing.outcomes import HELD
 from tests.diffshard.solving.random_problems import FORMS, layered_problem, optimum, small_problem
 
 
@@ -44,6 +49,30 @@ def test_the_end_of_highs_is_noticed_and_the_lack_of_it_said(monkeypatch):
     monkeypatch.setattr(exact.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ModuleNotFoundError, match="pip install highspy"):
         solve(FORMS["ring"], solver="exact", reduce=identity)
+
+
+@pytest.mark.parametrize("seed", [75, 127, 180])
+def test_exact_proves_its_optimum_where_no_first_choice_is_feasible(seed):
+    """Greedy fails on these colourings, whose optima are more than one window above the sum of the least entries."""
+    rng = np.random.default_rng(seed)
+    colour = rng.integers(0, 3, 9)
+    pairs = [(u, v) for u in range(9) for v in range(u + 1, 9) if colour[u] != colour[v] and rng.random() < 0.8]
+    differ = np.where(np.eye(3, dtype=bool), np.inf, 0.0)
+    node_cost = [np.array([1.0, 1.3, 1.7]) + rng.random(3) * 0.2 for _ in range(9)]
+    problem = Problem(node_cost, np.array(pairs), [differ] * len(pairs))
+    first = next(p.choice for p in greedy.solve(problem, key=jax.random.key(0)) if p.choice is not None)
+    assert not evaluate(problem, first).feasible
+    solution = solve(problem, solver="exact", reduce=identity)
+    best = optimum(problem)
+    assert solution.status == "optimal"
+    assert solution.cost == pytest.approx(best, rel=1e-12)
+    assert best * (1 - OPTIMAL_GAP) <= solution.lower_bound <= best
+
+
+def test_exact_has_a_true_bound_where_the_largest_load_is_thousands_of_units():
+    """What HiGHS's reduced cost of the largest load may be off counts as often as the load is large."""
+    with command.outcomes("no-greedy") as outcome:
+        assert outcome(21267) == HELD
 
 
 def test_exhaustive_says_how_many_choices_however_many():
