@@ -181,7 +181,7 @@ class Agreement:
             if missing is not None and waited_s > WARNING_S and not has_warned:
                 has_warned = True
                 warnings.warn(
-                    f"Process {jax.process_index()} waits for process {missing}, to {self.what} together. Every "
+                    f"Process {jax.process_index()} waits for process {missing}, to {self.what}. Every "
                     "process of the mesh has to do so.",
                     stacklevel=2,
                 )

@@ -84,7 +84,8 @@ def saved_steps(directory: str) -> list[int]:
     """Returns the numbers of steps of all checkpoints that were finished, damaged ones included, ascending."""
     if not os.path.isdir(directory):
         return []
-    return sorted(int(name) for name in os.listdir(directory) if _STEP.fullmatch(name))
+    names = (name for name in os.listdir(directory) if _STEP.fullmatch(name))
+    return sorted(int(name) for name in names if os.path.isdir(os.path.join(directory, name)))
 
 
 def write_manifest(folder: str, plan: PlanData, num_steps: int, arrays: Sequence[SavedArray], data: Any) -> None:

@@ -2,6 +2,7 @@
 
 import math
 import os
+import tempfile
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -65,7 +66,7 @@ def resume(
     Raises:
       CheckpointError: there are checkpoints, but none of them is whole; or the last whole one has another state than
         `init` makes, or was written by a newer version. Nothing is started anew in their place.
-      OSError: the directory cannot be read or made.
+      OSError: the directory cannot be read, made or written to.
       ProcessesError: the processes do not see the same directory.
       TypeError, ValueError: an argument breaks a rule, also one of `search`; or no plan fits the memory limit.
     """
@@ -109,9 +110,11 @@ def take_over(directory: str) -> Checkpoint | None:
 
     Raises:
       CheckpointError: as `last_whole_checkpoint`; nothing is changed then.
-      OSError: the directory cannot be read or made.
+      OSError: the directory cannot be read, made or written to.
     """
     os.makedirs(directory, exist_ok=True)
+    with tempfile.TemporaryFile(dir=directory):  # raises now what would be raised at the first save
+        pass
     checkpoint, damages = last_whole_checkpoint(directory)
     for num_steps, damage in damages.items():
         assert checkpoint is not None
@@ -123,7 +126,8 @@ def take_over(directory: str) -> Checkpoint | None:
 
 def _agreed_checkpoint(directory: str, mesh: Mesh) -> Checkpoint | None:
     """Returns what the first process finds, in all; it alone reads the files to check them, and takes them over."""
-    processes, what = processes_of(mesh), f"go on from the checkpoints in `{directory}`"
+    processes, what = processes_of(mesh), "go on from the last checkpoint"
+    processes.check_alike(what, {"`directory`": directory})
     checkpoint = processes.shared(what, lambda: take_over(directory))
     folder = directory if checkpoint is None else checkpoint.folder
     processes.check_alike(what, {f"whether there is a folder `{folder}`": str(os.path.isdir(folder))})

@@ -134,6 +134,7 @@ class Training:
         """
         if whole_number(num_steps) is None or num_steps <= 0:
             raise ValueError(f"`num_steps` must be a positive whole number, not {num_steps!r}.")
+        num_steps = int(num_steps)
         if (num_steps == self._last_saved) if force else (num_steps % self._save_interval_steps):
             return False
         if num_steps <= self._last_saved:
@@ -154,7 +155,7 @@ class Training:
         finish = functools.partial(write_manifest, plan=self.plan, num_steps=num_steps, arrays=saved, data=data)
         named = {entry.path: array for entry, array in zip(saved, arrays, strict=True)}
         self._files.save(step_folder(self._directory, num_steps), named, finish)
-        self._last_saved = int(num_steps)
+        self._last_saved = num_steps
         return True
 
     def wait(self) -> None:

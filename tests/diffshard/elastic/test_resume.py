@@ -146,6 +146,23 @@ def test_checkpoints_are_made_at_the_interval_and_the_newest_are_kept(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["00000006", "00000008"]
 
 
+def test_a_count_of_numpy_is_saved_and_other_files_in_the_folder_are_left_alone(tmp_path):
+    (tmp_path / "20240101").write_text("notes")
+    with resumed(tmp_path) as training:
+        assert training.save(np.int64(1), training.restore())
+    assert resumed(tmp_path).num_steps == 1
+    assert (tmp_path / "20240101").read_text() == "notes"
+
+
+def test_a_folder_that_cannot_be_written_to_is_told_before_the_training(tmp_path, monkeypatch):
+    def refuse(**options):
+        raise PermissionError(13, "Permission denied", options["dir"])
+
+    monkeypatch.setattr("diffshard.elastic.resume.tempfile.TemporaryFile", refuse)
+    with pytest.raises(PermissionError, match="Permission denied"):
+        resumed(tmp_path)
+
+
 def test_a_forced_save_is_made_between_intervals_and_once_for_each_step(tmp_path):
     with resumed(tmp_path, save_interval_steps=4) as training:
         state = training.restore()
