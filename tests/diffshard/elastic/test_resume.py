@@ -149,7 +149,7 @@ def test_checkpoints_are_made_at_the_interval_and_the_newest_are_kept(tmp_path):
 def test_a_count_of_numpy_is_saved_and_other_files_in_the_folder_are_left_alone(tmp_path):
     (tmp_path / "20240101").write_text("notes")
     with resumed(tmp_path) as training:
-        assert training.save(np.int64(1), training.restore())
+        assert training.save(np.int64(1), training.restore())  # pyright: ignore[reportArgumentType]
     assert resumed(tmp_path).num_steps == 1
     assert (tmp_path / "20240101").read_text() == "notes"
 

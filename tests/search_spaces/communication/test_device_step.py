@@ -1,5 +1,7 @@
 """What one device does in a training step: what it has not sent, and selections that do not fit."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -31,6 +33,7 @@ def test_known_entries_of_a_selection_are_apart_from_traced_ones():
     assert [d is None for d in dynamic] == [True, False, True, False]
     for entry, given in zip(combine(static, dynamic), selection, strict=True):
         np.testing.assert_array_equal(entry, given)
-    assert choice_as_indices(SPACE.groups, [np.int64(1), 0, 3, 2]) == (1, 0, 3, 2)
+    of_numpy: list[Any] = [np.int64(1), 0, 3, 2]
+    assert choice_as_indices(SPACE.groups, of_numpy) == (1, 0, 3, 2)
     with pytest.raises(ValueError, match="must be a strategy's index, an int"):
         choice_as_indices(SPACE.groups, selection)
