@@ -12,6 +12,7 @@ import numpy as np
 
 from cost.base import Problem
 from cost.memory import least_memory
+from cost.real_numbers import real_number
 from diffshard.base import InfeasibleError, Progress, Solution
 from diffshard.plans.base import Operation, PredictedCollective, Tensor
 from diffshard.sharding_search.executors import default_executor, executor_notes
@@ -60,7 +61,7 @@ def find_plan(request: PlanRequest) -> Plan:
     options, begin_s = request.options, time.perf_counter()
 
     def solve_within_limits(problem: Problem) -> Solution:
-        limit_s = options.time_limit_s
+        limit_s = real_number(options.time_limit_s)
         if limit_s is not None:  # the problems of one search share its time
             limit_s = max(limit_s - (time.perf_counter() - begin_s), _LEAST_TIME_S)
         limited = replace(options, time_limit_s=limit_s)
