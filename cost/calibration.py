@@ -29,19 +29,7 @@ def calibrate(
 ) -> Hardware:
     """Measures one device and the links of a mesh by running on it.
 
-    All devices work at the same time, as they do in a step, so what they share (the cores of emulated devices, a
-    host's memory) is shared in the result too. Takes seconds to a few minutes.
-
-    Args:
-      mesh: real devices.
-      dtypes: types of the matrix products that are timed.
-      matrix_size: rows and columns of the product on each device.
-      largest_bytes: the largest array on one device, for links and memory bandwidth. The smallest is 4 KiB, or less
-        where gathering that from all devices of an axis would be larger than the largest.
-      repeats: calls that each time is the median of.
-
-    Returns:
-      Hardware with a link for each axis (zeros for an axis of one device).
+    `diffshard.calibrate` explains the arguments and the result; it lets the processes of a job agree, too.
 
     Raises:
       ValueError: an abstract mesh, one without a device of this process, or a size or number that is too small.

@@ -1,6 +1,6 @@
 """What a reader of a plan should know of the operations that run whole, or are split less than their rules allow."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from math import prod
 
 from search_spaces.sharding.base import Axes, Rule
@@ -68,12 +68,7 @@ def _without_form(graph: Graph, rules: Sequence[Rule | None], axis_sizes: tuple[
     """Returns the operations that their rules split, but only in ways that have no form on one device's part."""
     axes = Axes(axis_sizes, tuple(range(len(axis_sizes))))
     found: list[Vertex] = []
-    for vertex in graph.operations():
-        rule = rules[vertex.index]
-        if rule is None or opaque_of(vertex) is not None or is_constrained(vertex):
-            continue
-        if _num_elements(vertex) < LEAST_NOTED_ELEMENTS:
-            continue
+    for vertex, rule in _ruled_operations(graph, rules, LEAST_NOTED_ELEMENTS):
         splits = [s for s in strategies_of_rule(rule, axes) if s.parts > 1]
         if splits and all(runs_whole(vertex, s, axis_sizes) for s in splits):
             found.append(vertex)
@@ -83,16 +78,21 @@ def _without_form(graph: Graph, rules: Sequence[Rule | None], axis_sizes: tuple[
 def _never_split(graph: Graph, rules: Sequence[Rule | None], axis_sizes: tuple[int, ...]) -> list[Vertex]:
     """Returns the large operations whose rules split nothing, such as a sort of one dimension."""
     axes = Axes(axis_sizes, tuple(range(len(axis_sizes))))
-    found: list[Vertex] = []
+    return [
+        vertex
+        for vertex, rule in _ruled_operations(graph, rules, LEAST_WHOLE_ELEMENTS)
+        if not any(strategy.parts > 1 for strategy in strategies_of_rule(rule, axes))
+    ]
+
+
+def _ruled_operations(graph: Graph, rules: Sequence[Rule | None], least: int) -> Iterator[tuple[Vertex, Rule]]:
+    """Returns the operations with a rule of Shardy's whose largest array has at least so many elements."""
     for vertex in graph.operations():
         rule = rules[vertex.index]
         if rule is None or opaque_of(vertex) is not None or is_constrained(vertex):
             continue
-        if _num_elements(vertex) >= LEAST_WHOLE_ELEMENTS and not any(
-            strategy.parts > 1 for strategy in strategies_of_rule(rule, axes)
-        ):
-            found.append(vertex)
-    return found
+        if _num_elements(vertex) >= least:
+            yield vertex, rule
 
 
 def _num_elements(vertex: Vertex) -> int:
