@@ -29,7 +29,7 @@ _POLL_MS = 1000
 _PIECE_BYTES = 2**20
 """The largest value in the store: messages of gRPC are limited to a few MiB."""
 _METHODS = ("key_value_set_bytes", "blocking_key_value_get_bytes", "key_value_delete")
-"""Of the service's client. The last one deletes also everything below a place."""
+"""The methods of the service's client that are used. The last one deletes a place and everything below it."""
 _SHOWN_DIFFERENCES = 5
 _SHOWN_CHARACTERS = 200
 

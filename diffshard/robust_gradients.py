@@ -36,9 +36,9 @@ itself from 9 times on."""
 
 
 MOST_DEVIATION = 3.0
-"""A score counts in a standing as at most so many median deviations from the median of its step."""
+"""The most that one score may change a standing, in median deviations from the median of its step."""
 OUTLIER_SPREADS = 8.0
-"""With memory, a score that is so many spreads of the best scores below them makes up for no standing."""
+"""How far a score may lie below the best ones, in their spreads. Below that, no standing keeps its replica."""
 
 
 class ZenoReport(NamedTuple):

@@ -58,7 +58,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Prints the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mesh", default="8x1", help="data x model; replicas are as many as devices along data")
-    parser.add_argument("--shares", nargs="+", type=int, default=[8, 32], help="a check batch is one of so many parts")
+    parser.add_argument(
+        "--shares",
+        nargs="+",
+        type=int,
+        default=[8, 32],
+        help="a check batch is this fraction, 1/N, of a replica's part",
+    )
     parser.add_argument("--per-replica", type=int, default=32, help="sequences of a replica")
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--width", type=int, default=1024)

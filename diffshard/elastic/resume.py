@@ -56,7 +56,7 @@ def resume(
       init: makes the state without arguments. It is run only if there is no checkpoint, on all devices, each making
         its own part; else it only says what the pytree and the shapes are.
       *args: the other arguments of `fn`: arrays or `jax.ShapeDtypeStruct`.
-      save_interval_steps: `Training.save` saves after every so many steps, and at others with `force=True`.
+      save_interval_steps: the number of steps between two saves; `force=True` saves between them, too.
       max_to_keep: the number of newest checkpoints that are kept.
       **options: as of `diffshard.search`.
 

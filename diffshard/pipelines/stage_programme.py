@@ -118,7 +118,7 @@ def best_division(
       link_s: `[L, P, P]`, seconds of the link before a layer, from the submesh of the earlier to that of the later
         stage; the row of layer 0 is not read.
       objective: what to minimise.
-      max_stages: at most so many stages.
+      max_stages: the largest number of stages.
       use_all_devices: whether every device must be used.
 
     Returns:

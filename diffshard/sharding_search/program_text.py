@@ -28,9 +28,9 @@ _LARGEST_SHOWN_CONSTANT = 64
 _DEPTH = 6
 """How deep the attributes of an unknown object are written: they may lead back to the object."""
 _DIGITS_OF_FUNCTION = 32
-"""Of the hash of a function: 128 bits."""
+"""The length of a function's hash: 128 bits in hexadecimal digits."""
 _CHANGING_METHODS = frozenset(("add", "append", "extend", "insert", "setdefault", "update"))
-"""Of lists, dicts and sets."""
+"""Methods that change a list, a dict or a set."""
 _CALLBACK_DEPTH = 1
 """Shows the function in JAX's wrapper of a callback, by its name and byte code."""
 

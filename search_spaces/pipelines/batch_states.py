@@ -27,7 +27,7 @@ class Split(NamedTuple):
 
 Partial = Literal["sum", "max", "min"]
 State = Split | Literal["whole"] | Partial
-"""Of a value: how it is split, or "whole", or what combines the parts of the micro-batches."""
+"""How a value is split, or "whole", or what combines its parts of the micro-batches."""
 
 
 def factor_strategy(vertex: Vertex, rule: Rule, factor: int, parts: int) -> ShardingStrategy | None:
