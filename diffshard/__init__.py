@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # for type checkers and editors; when the program runs, `__getattr__` reads `_NAMES_OF` below
     from cost.base import Hardware, Link, Problem
-    from cost.clusters import Cluster
-    from cost.host_groups import Hosts, Submesh
     from cost.lines import Line
     from cost.presets import PRESET_NAMES, preset
     from diffshard import nnx
@@ -52,8 +50,6 @@ if TYPE_CHECKING:  # for type checkers and editors; when the program runs, `__ge
 
 _NAMES_OF = {
     "cost.base": ("Hardware", "Link", "Problem"),
-    "cost.clusters": ("Cluster",),
-    "cost.host_groups": ("Hosts", "Submesh"),
     "cost.lines": ("Line",),
     "cost.presets": ("PRESET_NAMES", "preset"),
     "diffshard.base": ("InfeasibleError", "PlanError", "ProcessesError", "Proposal", "Solution", "Solver"),
@@ -107,7 +103,6 @@ __all__ = [
     "Budget",
     "CandidatesData",
     "CheckpointError",
-    "Cluster",
     "CommunicationSpace",
     "Comparison",
     "Encode",
@@ -116,7 +111,6 @@ __all__ = [
     "Exact",
     "ExpertPlans",
     "Hardware",
-    "Hosts",
     "InfeasibleError",
     "Line",
     "Link",
@@ -132,7 +126,6 @@ __all__ = [
     "Schedule",
     "Solution",
     "Solver",
-    "Submesh",
     "Training",
     "ZenoReport",
     "ZenoResult",

@@ -3,7 +3,7 @@
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -55,41 +55,84 @@ def in_microbatches(
     count = whole_number(num_microbatches)
     if count is None or count < 1:
         raise ValueError(f"`num_microbatches` must be a whole number, 1 or more, not {num_microbatches!r}.")
-    argnums, argnames = positions(batch_argnums), argument_names(batch_argnames)
-    if any((whole_number(n) is None or n < 0) for n in argnums) or not (argnums or argnames):
-        raise ValueError(f"`batch_argnums` must be positions of arguments, 0 or more, not {batch_argnums!r}.")
-    names = _parameter_names(fn)
+    batch = BatchArguments.checked(batch_argnums, batch_argnames)
 
     @functools.wraps(fn)
     def call(*args: Any, **kwargs: Any) -> Any:
-        arrays, structure = split((args, kwargs))
-        paths, batch = _batch_of(args, kwargs, arrays, names, argnums, argnames)
-        for i in batch:
-            if arrays[i].shape[0] % count:
-                raise ValueError(
-                    f"`num_microbatches` must divide the batch; got {count} and {paths[i]} of shape {arrays[i].shape}."
-                )
-        if not batch:
-            raise ValueError(
-                f"`batch_argnums` {argnums} must name arguments with arrays that have a leading dimension."
-            )
-
-        def from_arrays(*flat: Any) -> Any:
-            args, kwargs = structure.unflatten(flat)
-            return fn(*args, **kwargs)
-
-        jaxpr, shapes = jax.make_jaxpr(from_arrays, return_shape=True)(*arrays)
-        graph = build_graph(_without_dead_code(jaxpr), [None] * len(jaxpr.jaxpr.outvars), paths)
-        rules = rules_of(graph)
-        try:
-            flow = batch_flow(graph, rules, batch, count)
-        except DivisionError as error:
-            name = getattr(fn, "__name__", "the function")
-            raise ValueError(f"`num_microbatches` must be 1 for {name}: {error}") from None
-        results = MicrobatchedFunction(graph, flow, count)(*arrays)
-        return jax.tree.unflatten(jax.tree.structure(shapes), results)
+        traced = trace_in_microbatches(fn, count, batch, args, kwargs)
+        return jax.tree.unflatten(traced.result, traced.function(*traced.arrays))
 
     return call if count > 1 else fn
+
+
+class BatchArguments(NamedTuple):
+    """Which arguments of a function have the batch as the leading dimension of their arrays.
+
+    Attributes:
+      argnums: by position.
+      argnames: by name.
+    """
+
+    argnums: tuple[int, ...]
+    argnames: tuple[str, ...]
+
+    @classmethod
+    def checked(cls, argnums: int | Sequence[int], argnames: str | Sequence[str]) -> "BatchArguments":
+        """Returns them; raises `ValueError` if there are none, or a position is none."""
+        found = cls(positions(argnums), argument_names(argnames))
+        if any((whole_number(n) is None or n < 0) for n in found.argnums) or not (found.argnums or found.argnames):
+            raise ValueError(f"`batch_argnums` must be positions of arguments, 0 or more, not {argnums!r}.")
+        return found
+
+
+class TracedMicrobatches(NamedTuple):
+    """A function that was traced for some arguments, in micro-batches.
+
+    Attributes:
+      function: of the flat arrays.
+      arrays: the flat arrays of the arguments.
+      paths: the name of each.
+      result: the structure of the result.
+    """
+
+    function: MicrobatchedFunction
+    arrays: list[Any]
+    paths: list[str]
+    result: Any
+
+
+def trace_in_microbatches(
+    fn: Callable[..., Any], count: int, batch: BatchArguments, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> TracedMicrobatches:
+    """Traces a function for some arguments, arrays or their shapes, and finds how it runs in micro-batches.
+
+    Raises:
+      ValueError: the batch cannot be divided, or an operation mixes its examples; names the argument or the operation.
+    """
+    arrays, structure = split((tuple(args), dict(kwargs)))
+    paths, of_batch = _batch_of(args, kwargs, arrays, _parameter_names(fn), batch)
+    for i in of_batch:
+        if arrays[i].shape[0] % count:
+            raise ValueError(
+                f"`num_microbatches` must divide the batch; got {count} and {paths[i]} of shape {arrays[i].shape}."
+            )
+    if not of_batch:
+        raise ValueError(
+            f"`batch_argnums` {batch.argnums} must name arguments with arrays that have a leading dimension."
+        )
+
+    def from_arrays(*flat: Any) -> Any:
+        args, kwargs = structure.unflatten(flat)
+        return fn(*args, **kwargs)
+
+    jaxpr, shapes = jax.make_jaxpr(from_arrays, return_shape=True)(*arrays)
+    graph = build_graph(_without_dead_code(jaxpr), [None] * len(jaxpr.jaxpr.outvars), paths)
+    try:
+        flow = batch_flow(graph, rules_of(graph), of_batch, count)
+    except DivisionError as error:
+        name = getattr(fn, "__name__", "the function")
+        raise ValueError(f"`num_microbatches` must be 1 for {name}: {error}") from None
+    return TracedMicrobatches(MicrobatchedFunction(graph, flow, count), arrays, paths, jax.tree.structure(shapes))
 
 
 def _batch_of(
@@ -97,14 +140,14 @@ def _batch_of(
     kwargs: Mapping[str, Any],
     arrays: Sequence[Any],
     names: Sequence[str],
-    argnums: Sequence[int],
-    argnames: Sequence[str],
+    arguments: BatchArguments,
 ) -> tuple[list[str], list[int]]:
     """Returns the path of each array of a call, and the numbers of those that belong to the batch.
 
     Raises:
       ValueError: an argument that should have the batch was not given.
     """
+    argnums, argnames = arguments
     batch_names = {names[n] for n in argnums if n < len(names)} | set(argnames)
     given = [(names[i] if i < len(names) else f"argument_{i}", i, value) for i, value in enumerate(args)]
     given += [(name, None, kwargs[name]) for name in sorted(kwargs)]  # as JAX flattens them

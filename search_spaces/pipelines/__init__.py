@@ -1,1 +1,1 @@
-"""Training steps cut for pipelines, into micro-batches."""
+"""Training steps cut for pipelines: into micro-batches, and into the programs of stages."""

@@ -46,24 +46,38 @@ class MicrobatchedFunction:
 
     def __call__(self, *arguments: Any) -> list[Any]:
         """Returns the flat results of the whole batch."""
-        env: Environment = ChainMap()
-        vertices = (*self.graph.inputs, *self.graph.constants)
-        for vertex, array in zip(vertices, (*arguments, *self.graph.constant_arrays), strict=True):
-            env[vertex.results[0].id] = array
+        env = self.environment({v.results[0].id: a for v, a in zip(self.graph.inputs, arguments, strict=True)})
+        self.run_before(env)
+        self._run_microbatches(env)
+        self.run_after(env)
+        return [env[o.id] if isinstance(o, Value) else o.val for o in self.graph.outputs]
+
+    def environment(self, arrays: dict[int, Any]) -> Environment:
+        """Returns an environment with some arrays, by the ids of their values, and the constants."""
+        constants = zip(self.graph.constants, self.graph.constant_arrays, strict=True)
+        return ChainMap({**{vertex.results[0].id: array for vertex, array in constants}, **arrays})
+
+    def run_before(self, env: Environment) -> None:
+        """Runs what comes before all micro-batches; the environment has the whole batch."""
         whole = self._interpreter(0)
         for step in self.order.before:
             if isinstance(step, Vertex) and step.index in self.flow.early:
                 self._run_whole(env, step)
             else:
                 whole.run(env, (step,))
-        self._run_microbatches(env)
-        whole.run(env, self.order.after)
-        return [env[o.id] if isinstance(o, Value) else o.val for o in self.graph.outputs]
+
+    def run_each(self, env: Environment, number: Any) -> None:
+        """Runs a micro-batch; the environment has its part of the batch."""
+        self._interpreter(number).run(env, self.order.each)
+
+    def run_after(self, env: Environment) -> None:
+        """Runs what comes after all micro-batches; the environment has what these made together."""
+        self._interpreter(0).run(env, self.order.after)
 
     def _run_microbatches(self, env: Environment) -> None:
         """Runs what each micro-batch runs, and puts what is read afterwards into the environment."""
         states = self.flow.states
-        kept = self._read_afterwards()
+        kept = self.values_read_afterwards()
         batch = [v.results[0] for v in self.graph.inputs if isinstance(states[v.results[0].id], Split)]
         split = [value for value in kept if isinstance(states[value.id], Split)]
         repeated = [value for value in kept if states[value.id] == "whole"]
@@ -72,21 +86,21 @@ class MicrobatchedFunction:
         def trip(carry: list[Any], of_trip: tuple[Any, list[Any]]) -> tuple[list[Any], list[Any]]:
             position, parts = of_trip
             inner: Environment = ChainMap({**env, **dict(zip((v.id for v in batch), parts, strict=True))})
-            self._interpreter(position).run(inner, self.order.each)
+            self.run_each(inner, position)
             carry = [
-                _combined(states[value.id], total, inner[value.id])
+                combined_with(states[value.id], total, inner[value.id])
                 for value, total in zip(combined, carry, strict=True)
             ]
             return carry, [inner[value.id] for value in (*split, *repeated)]
 
-        start = [_neutral(states[value.id], value) for value in combined]
-        of_trips = jnp.arange(self.num_microbatches), [self._divided(env[value.id]) for value in batch]
+        start = [neutral(states[value.id], value.shape, value.dtype) for value in combined]
+        of_trips = jnp.arange(self.num_microbatches), [self.divided(env[value.id]) for value in batch]
         totals, stacks = lax.scan(trip, start, of_trips)
         for value, total in zip(combined, totals, strict=True):
             env[value.id] = total.astype(value.dtype)
         for value, stack in zip((*split, *repeated), stacks, strict=True):
             is_split = isinstance(states[value.id], Split)
-            env[value.id] = self._merged(stack, states[value.id], value) if is_split else stack[-1]
+            env[value.id] = merged(stack, states[value.id]) if is_split else stack[-1]
 
     def _run_whole(self, env: Environment, vertex: Vertex) -> None:
         """Runs an operation on the whole batch."""
@@ -96,23 +110,16 @@ class MicrobatchedFunction:
             results = bind(vertex.equation, operands, **untyped_parameters(vertex.equation))
         env.update(zip((value.id for value in vertex.results), results, strict=True))
 
-    def _divided(self, array: Any) -> Any:
+    def divided(self, array: Any) -> Any:
         """Returns an array of a batch as `[M, B / M, ...]`."""
         shape = array.shape[0] // self.num_microbatches, self.num_microbatches, *array.shape[1:]
         return jnp.moveaxis(array.reshape(shape), 1, 0)
-
-    def _merged(self, stack: Any, state: State, value: Value) -> Any:
-        """Returns a whole array from the stacked parts of the micro-batches."""
-        assert isinstance(state, Split)
-        dim, parts = state.dim, jnp.moveaxis(stack, 0, state.dim)  # [..., M, examples x run, ...]
-        parts = parts.reshape(*parts.shape[: dim + 1], -1, state.run, *parts.shape[dim + 2 :])
-        return jnp.swapaxes(parts, dim, dim + 1).reshape(value.shape)
 
     def _interpreter(self, position: Any) -> "_Interpreter":
         blocks = MicrobatchBlocks(("microbatch",), (self.num_microbatches,), position)
         return _Interpreter(self.graph, self.layout, _Parts(self.layout, self.flow, blocks))
 
-    def _read_afterwards(self) -> list[Value]:
+    def values_read_afterwards(self) -> list[Value]:
         """Returns the values of micro-batches that results are, or that run-once steps read."""
         made = {value.id for step in self.order.each for value in values_of(step)}
         operands = [*self.graph.outputs, *(o for step in self.order.after for o in operands_of(step))]
@@ -234,20 +241,30 @@ def _path(source: IndexedSpec, target: IndexedSpec) -> tuple[ReshardStep, ...]:
     return ()
 
 
-def _combined(state: State, total: Any, part: Any) -> Any:
+def merged(stack: Any, state: State) -> Any:
+    """Returns a whole array from the stacked parts of the micro-batches."""
+    assert isinstance(state, Split)
+    dim, parts = state.dim, jnp.moveaxis(stack, 0, state.dim)  # [..., M, examples x run, ...]
+    parts = parts.reshape(*parts.shape[: dim + 1], -1, state.run, *parts.shape[dim + 2 :])
+    parts = jnp.swapaxes(parts, dim, dim + 1)  # [..., examples, M, run, ...]
+    return parts.reshape(*parts.shape[:dim], -1, *parts.shape[dim + 3 :])
+
+
+def combined_with(state: State, total: Any, part: Any) -> Any:
+    """Adds the part of one micro-batch to what earlier ones made."""
     assert isinstance(state, str)
     return _COMBINE[state](total, part.astype(total.dtype))
 
 
-def _neutral(state: State, value: Value) -> Any:
+def neutral(state: State, shape: Sequence[int], dtype: Any) -> Any:
     """Returns what parts are combined with at first; sums of short floats are kept in float32."""
-    dtype = jnp.dtype(value.dtype)
+    dtype = jnp.dtype(dtype)
     if state == "sum":
         is_short = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4
-        return jnp.zeros(value.shape, jnp.float32 if is_short else dtype)
+        return jnp.zeros(shape, jnp.float32 if is_short else dtype)
     if dtype == jnp.bool:
-        return jnp.full(value.shape, state == "min")
+        return jnp.full(shape, state == "min")
     limits = jnp.finfo(dtype) if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo(dtype)
     infinite = jnp.issubdtype(dtype, jnp.floating)
     least, greatest = (-jnp.inf, jnp.inf) if infinite else (limits.min, limits.max)
-    return jnp.full(value.shape, least if state == "max" else greatest, dtype)
+    return jnp.full(shape, least if state == "max" else greatest, dtype)

@@ -1,0 +1,192 @@
+"""Cuts a training step into the programs of pipeline stages.
+
+Every stage has a program that begins a step, one for the forward and one for the backward pass of a micro-batch, and
+some that finish the step.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.extend import core
+
+from cost.compute import CONTRACTIONS
+from search_spaces.pipelines.stage_labels import Accumulation, Key, Label, LabelledStep, StageEquation
+from search_spaces.pipelines.step_parts import StepParts
+from search_spaces.replay import bind, context_of
+
+_KINDS = ("begin", "forward", "backward", "finish")
+_MOVEMENT = ("transpose", "reshape", "broadcast_in_dim", "squeeze", "slice", "iota", "copy")
+"""What a program does itself with an argument, rather than store the result for a step."""
+
+
+@dataclass(frozen=True)
+class StageProgram:
+    """A program of a stage.
+
+    Attributes:
+      label: which one.
+      program: a function of the arrays that it reads.
+      reads: their keys.
+      makes: the keys of its results.
+      accumulations: of a backward program; it makes their parts, or reads them.
+    """
+
+    label: Label
+    program: core.ClosedJaxpr
+    reads: tuple[Key, ...]
+    makes: tuple[Key, ...]
+    accumulations: tuple[Accumulation, ...] = ()
+
+
+@dataclass(frozen=True)
+class StagedStep:
+    """A training step as the programs of its stages.
+
+    Attributes:
+      num_stages: S.
+      num_microbatches: M.
+      programs: by label, in an order in which they could run one after the other; those without results are missing.
+      inputs: the keys of the flat arguments.
+      homes: for each argument the stage that keeps it.
+      outputs: for each flat result its key, or a literal.
+      makers: for each key that a program makes its label; of sums that of the backward program.
+      readers: for each key the stages that read it.
+      batch: the positions of the arguments that micro-batches divide.
+      avals: the shape and dtype of each key.
+    """
+
+    num_stages: int
+    num_microbatches: int
+    programs: dict[Label, StageProgram]
+    inputs: tuple[Key, ...]
+    homes: tuple[int, ...]
+    outputs: tuple[Key | core.Literal, ...]
+    makers: dict[Key, Label]
+    readers: dict[Key, frozenset[int]]
+    batch: tuple[int, ...]
+    avals: dict[Key, Any]
+
+
+def staged_step(parts: StepParts, cuts: Sequence[int]) -> StagedStep:
+    """Cuts a step into stages.
+
+    Args:
+      parts: the step, in micro-batches.
+      cuts: indices of equations of `parts.each`; with each of them a stage begins.
+
+    Raises:
+      ValueError: the step has no backward pass.
+    """
+    return _Assembly(LabelledStep(parts, cuts)).staged_step()
+
+
+class _Assembly:
+    """Makes the programs of a step whose equations have labels."""
+
+    def __init__(self, step: LabelledStep):
+        self.step, self.maker = step, step.maker
+        self.owned: dict[Label, list[StageEquation]] = {}
+        for equation in step.equations:
+            if equation.label is not None:
+                self.owned.setdefault(equation.label, []).append(equation)
+        self.wanted: dict[Label, dict[Key, None]] = {}  # what a program has to make or read besides
+        for label, accumulation in step.sums.values():
+            self._want(label, accumulation.part)
+        for key in step.outputs:
+            maker = None if isinstance(key, core.Literal) else self.maker.get(key)
+            if maker is not None and maker.label is None:
+                self._want(Label("begin" if maker.part == "before" else "finish", 0), key)
+
+    def staged_step(self) -> StagedStep:
+        """Returns the step as programs."""
+        step, outputs = self.step, {key for key in self.step.outputs if not isinstance(key, core.Literal)}
+        contents = {label: self._contents(label) for label in {**self.owned, **self.wanted}}
+        for label, (_, reads) in list(contents.items()):
+            for key in reads:
+                if label.kind != "begin" and key in self.maker and self.maker[key].part == "before":
+                    self._want(Label("begin", label.stage), key)
+        contents.update({label: self._contents(label) for label in self.wanted if label.kind == "begin"})
+        readers: dict[Key, set[int]] = {}
+        for label, (_, reads) in contents.items():
+            for key in reads:
+                readers.setdefault(key, set()).add(label.stage)
+        programs: dict[Label, StageProgram] = {}
+        makers: dict[Key, Label] = {}
+        for label in sorted(contents, key=lambda label: (_KINDS.index(label.kind), label.phase, label.stage)):
+            equations, reads = contents[label]
+            made = [k for e in self.owned.get(label, ()) for k in e.makes if k in outputs or k in readers]
+            made += [k for k in self.wanted.get(label, ()) if k not in made and k not in reads]
+            sums = tuple(a for at, a in step.sums.values() if at == label)
+            program = self._program(equations, reads, made)
+            programs[label] = StageProgram(label, program, tuple(reads), tuple(made), sums)
+            makers.update({**dict.fromkeys(made, label), **{a.total: label for a in sums}})
+        inputs = [("value", i) for i in step.parts.inputs]
+        return StagedStep(
+            step.num_stages,
+            step.parts.num_microbatches,
+            programs,
+            tuple(inputs),
+            tuple(step.homes.get(key, 0) for key in inputs),
+            tuple(step.outputs),
+            makers,
+            {key: frozenset(stages) for key, stages in readers.items()},
+            tuple(n for n, i in enumerate(step.parts.inputs) if i in step.parts.batch),
+            step.avals,
+        )
+
+    def _want(self, label: Label, key: Key) -> None:
+        self.wanted.setdefault(label, {})[key] = None
+
+    def _contents(self, label: Label) -> tuple[list[StageEquation], list[Key]]:
+        """Returns the equations of a program in order, with those that it has for itself, and what it reads."""
+        contents = dict.fromkeys(self.owned.get(label, ()))
+        reads: dict[Key, None] = {}
+        pending = [*(k for e in contents for k in e.reads), *self.wanted.get(label, ())]
+        while pending:
+            key = pending.pop()
+            maker = self.maker.get(key)
+            if key in self.step.constants or (maker is not None and maker in contents):
+                continue
+            if maker is not None and _is_copied(maker, label):
+                contents[maker] = None
+                pending += maker.reads
+            else:
+                reads[key] = None
+        return [e for e in self.step.equations if e in contents], list(reads)
+
+    def _program(
+        self, equations: Sequence[StageEquation], reads: Sequence[Key], makes: Sequence[Key]
+    ) -> core.ClosedJaxpr:
+        """Returns some equations as a program."""
+        constants = [k for k in dict.fromkeys(k for e in equations for k in e.reads) if k in self.step.constants]
+
+        def run(*arrays: Any) -> list[Any]:
+            env: dict[Key, Any] = dict(zip(reads, arrays, strict=True))
+            env.update({k: self.step.constants[k] for k in constants})
+            for entry in equations:
+                equation, keys = entry.equation, iter(entry.reads)
+                operands = [env[next(keys)] if isinstance(v, core.Var) else v.val for v in equation.invars]
+                with context_of(equation):
+                    results = bind(equation, operands)
+                made = [r for v, r in zip(equation.outvars, results, strict=True) if not isinstance(v, core.DropVar)]
+                env.update(zip(entry.makes, made, strict=True))
+            return [env[key] if key in env else self.step.constants[key] for key in makes]
+
+        return jax.make_jaxpr(run)(*(_shape(self.step.avals[key]) for key in reads))
+
+
+def _is_copied(equation: StageEquation, label: Label) -> bool:
+    """Tells whether a program has an equation for itself that belongs to no program."""
+    if equation.label is not None:
+        return False
+    if equation.part == "before" and label.kind == "finish":
+        return equation.equation.primitive.name not in CONTRACTIONS
+    if equation.part == "before" and label.kind != "begin":
+        return equation.equation.primitive.name in _MOVEMENT
+    return equation.part == {"begin": "before", "finish": "after"}.get(label.kind, "each")
+
+
+def _shape(aval: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype)

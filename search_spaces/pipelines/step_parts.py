@@ -1,0 +1,134 @@
+"""A training step in three parts: what runs before all micro-batches, in each of them, and after them.
+
+Each part is a program of its own whose inputs and results are values of the traced step. So they can be cut further,
+into stages, without knowing of batches.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend import core
+
+from search_spaces.pipelines.batch_states import Split, State
+from search_spaces.pipelines.microbatches import MicrobatchedFunction
+from search_spaces.pipelines.step_order import Step, operands_of, values_of
+from search_spaces.sharding.graph import Value
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of a step.
+
+    Attributes:
+      program: a function of the values that it reads; of `StepParts.each` the number of the micro-batch comes first.
+      reads: the ids of these values.
+      makes: the ids of the values that it returns.
+    """
+
+    program: core.ClosedJaxpr
+    reads: tuple[int, ...]
+    makes: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class StepParts:
+    """A step in three parts.
+
+    Attributes:
+      before: runs once; reads arguments. Of a batch it makes `[M, B / M, ...]`, under the id of the batch.
+      each: runs once for each micro-batch.
+      after: runs once; reads arguments, what `before` made, and what micro-batches made together. Its results are in
+        `outputs`.
+      inputs: the ids of the flat arguments.
+      batch: those of `inputs` that micro-batches divide.
+      states: how the results of the micro-batches are put together, by id: a sum, a maximum or a minimum, examples
+        along a dimension, or "whole", the same in all.
+      outputs: the flat results: ids, or literals.
+      num_microbatches: M.
+    """
+
+    before: Part
+    each: Part
+    after: Part
+    inputs: tuple[int, ...]
+    batch: tuple[int, ...]
+    states: dict[int, State]
+    outputs: tuple[int | core.Literal, ...]
+    num_microbatches: int
+
+
+def step_parts(function: MicrobatchedFunction) -> StepParts:
+    """Traces a function that runs in micro-batches as three programs."""
+    graph, flow, order = function.graph, function.flow, function.order
+    inputs = [vertex.results[0] for vertex in graph.inputs]
+    constants = {vertex.results[0].id for vertex in graph.constants}
+    batch = [value for value in inputs if isinstance(flow.states[value.id], Split)]
+    batch_ids = {value.id for value in batch}
+    of_each, of_after = _read_by(order.each), _read_by(order.after)
+    results = {o.id: o for o in graph.outputs if isinstance(o, Value)}
+    made_before = _made_by(order.before)
+    kept = function.values_read_afterwards()
+    begun = [v for i, v in made_before.items() if i in of_each or i in of_after or i in results]
+    read_before = [v for v in inputs if v.id in _read_by(order.before) or v.id in batch_ids]
+    made_in_each = _made_by(order.each)
+    read_each = [v for i, v in of_each.items() if i not in made_in_each and i not in constants]
+    made_after = _made_by(order.after)
+    read_after = [v for i, v in of_after.items() if i not in made_after and i not in constants]
+
+    def before(*arrays: Any) -> list[Any]:
+        env = function.environment(dict(zip((v.id for v in read_before), arrays, strict=True)))
+        function.run_before(env)
+        divided = [function.divided(env[v.id]) for v in batch]
+        return [env[v.id] for v in begun] + divided
+
+    def each(number: Any, *arrays: Any) -> list[Any]:
+        env = function.environment(dict(zip((v.id for v in read_each), arrays, strict=True)))
+        for value in batch:
+            if value.id in of_each:
+                env[value.id] = lax.dynamic_index_in_dim(env[value.id], number, keepdims=False)
+        function.run_each(env, number)
+        return [env[v.id] for v in kept]
+
+    def after(*arrays: Any) -> list[Any]:
+        env = function.environment(dict(zip((v.id for v in read_after), arrays, strict=True)))
+        function.run_after(env)
+        return [env[i] for i in results if i in made_after]
+
+    divided_shapes = {v.id: jax.eval_shape(function.divided, _shape(v)) for v in batch}
+    shapes_each = [divided_shapes.get(v.id, _shape(v)) for v in read_each]
+    return StepParts(
+        Part(jax.make_jaxpr(before)(*map(_shape, read_before)), _ids(read_before), (*_ids(begun), *_ids(batch))),
+        Part(jax.make_jaxpr(each)(jax.ShapeDtypeStruct((), jnp.int32), *shapes_each), _ids(read_each), _ids(kept)),
+        Part(
+            jax.make_jaxpr(after)(*map(_shape, read_after)),
+            _ids(read_after),
+            tuple(i for i in results if i in made_after),
+        ),
+        _ids(inputs),
+        _ids(batch),
+        {v.id: flow.states[v.id] for v in kept},
+        tuple(o.id if isinstance(o, Value) else o for o in graph.outputs),
+        function.num_microbatches,
+    )
+
+
+def _ids(values: Iterable[Value]) -> tuple[int, ...]:
+    return tuple(value.id for value in values)
+
+
+def _shape(value: Value) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(value.shape, value.dtype)
+
+
+def _read_by(steps: Iterable[Step]) -> dict[int, Value]:
+    """Returns the values that steps read, by id."""
+    return {o.id: o for step in steps for o in operands_of(step) if isinstance(o, Value)}
+
+
+def _made_by(steps: Iterable[Step]) -> dict[int, Value]:
+    """Returns the values that steps make, by id."""
+    return {value.id: value for step in steps for value in values_of(step)}
