@@ -1,9 +1,4 @@
-"""One exchange between processes through the key-value store of JAX's coordination service.
-
-JAX has no public name for the client of that service. It is reached through `jax.experimental.multihost_utils`, whose
-`distributed` is a private module of JAX. Relied upon are `distributed.global_state.client`, None without the service,
-and its methods in `_METHODS`; a version of JAX without them is named in an error.
-"""
+"""One exchange between processes through the key-value store of JAX's coordination service."""
 
 import hashlib
 import itertools
@@ -16,9 +11,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
-from jax.experimental import multihost_utils
 
 from diffshard.base import ProcessesError
+from diffshard.coordination import how_ended, service_client
 
 ARRIVAL_LIMIT_S = 600.0
 """How long processes wait for one that has not come to an agreement: it may restore a checkpoint, or never come."""
@@ -28,10 +23,14 @@ _POLL_MS = 1000
 """One question to the service; between two a process notices Ctrl-C."""
 _PIECE_BYTES = 2**20
 """The largest value in the store: messages of gRPC are limited to a few MiB."""
-_METHODS = ("key_value_set_bytes", "blocking_key_value_get_bytes", "key_value_delete")
-"""The methods of the service's client that are used. The last one deletes a place and everything below it."""
+_FAILURE = "failure"
+"""The kind of exchange for which a process comes that has failed already."""
 _SHOWN_DIFFERENCES = 5
 _SHOWN_CHARACTERS = 200
+
+
+class MissingError(Exception):
+    """A process has ended, or has not come in time; the text is a sentence that says which and how."""
 
 
 class Agreement:
@@ -39,7 +38,8 @@ class Agreement:
 
     The first process says at "arrival" what kind of exchange it has come for. To compare facts it puts a digest of its
     own at "digest", each other one its answer at "answer/NUMBER": empty, or its facts if they differ, or its error. The
-    first process puts its verdict at "verdict", empty if all is well. What it makes for all it puts at "result".
+    first process puts its verdict at "verdict", empty if all is well. What it makes for all it puts at "result". A
+    process that failed before it came puts that in the place of its arrival or answer.
 
     Exchanges are numbered, and each process counts for itself. Those with a name have numbers of their own, which begin
     anew after each exchange without a name, because the first process may do alone what has a name.
@@ -62,7 +62,7 @@ class Agreement:
         Raises:
           ProcessesError: there is no coordination service, or this version of JAX has another one.
         """
-        client = _service_client()
+        client = service_client()
         if client is None:
             raise ProcessesError(
                 f"{len(indices)} processes have to agree to {what}, but JAX's coordination service does not run. Call "
@@ -93,14 +93,19 @@ class Agreement:
             self.client.key_value_set_bytes(f"{self.place}/{name}/{i}", piece)
         self.client.key_value_set_bytes(f"{self.place}/{name}/count", str(len(pieces)).encode())
 
-    def get(self, name: str, *, limit_s: float | None = None, missing: int | None = None) -> bytes:
-        """Waits for a value; the process `missing` has to come first, and is named in a warning if that takes long.
+    def get(self, name: str, process: int, *, limit_s: float | None = None) -> bytes:
+        """Waits for a value that a process puts; that process is named in a warning if it takes long to come.
+
+        Args:
+          name: of the value.
+          process: that puts it.
+          limit_s: the seconds within which it has to come; None for a process that has come already, and works.
 
         Raises:
-          TimeoutError: it was not there within the limit.
+          MissingError: the process has ended, or did not put it within the limit.
         """
-        count = int(self._wait(f"{self.place}/{name}/count", limit_s, missing))
-        return zlib.decompress(b"".join(self._wait(f"{self.place}/{name}/{i}", limit_s, None) for i in range(count)))
+        count = int(self._wait(f"{self.place}/{name}/count", process, limit_s))
+        return zlib.decompress(b"".join(self._wait(f"{self.place}/{name}/{i}", process, None) for i in range(count)))
 
     def arrive(self, kind: str) -> str:
         """Tells the others the kind of the exchange; returns a sentence where the first one came for another kind.
@@ -112,20 +117,26 @@ class Agreement:
             return ""
         first = self.indices[0]
         try:
-            other_kind, other = json.loads(self.get("arrival", limit_s=ARRIVAL_LIMIT_S, missing=first))
-        except TimeoutError:
-            return _missing(first)
+            other_kind, other = json.loads(self.get("arrival", first, limit_s=ARRIVAL_LIMIT_S))
+        except MissingError as error:
+            return str(error)
         if other_kind == kind:
             return ""
+        if other_kind == _FAILURE:
+            return other
         problem = f"process {first} is about to {other}, process {jax.process_index()} to {self.what}"
         self.put(f"answer/{jax.process_index()}", json.dumps({"failure": problem}).encode())
         return problem
 
-    def fail(self, text: str) -> None:
-        """Tells the other processes that this one failed before it could compare facts."""
+    def fail(self, error: BaseException, *, has_arrived: bool) -> None:
+        """Tells the other processes that this one failed, before it has arrived or before it could compare facts."""
         process = jax.process_index()
-        failure = json.dumps({"failure": f"process {process} failed with {text}"}).encode()
-        self.put("digest" if self.is_first else f"answer/{process}", failure)
+        failure = f"process {process} failed with {type(error).__name__}: {error}"
+        if self.is_first and not has_arrived:
+            self.put("arrival", json.dumps([_FAILURE, failure]).encode())
+        else:
+            place = "digest" if self.is_first else f"answer/{process}"
+            self.put(place, json.dumps({"failure": failure}).encode())
 
     def problem_with(self, facts: Mapping[str, str]) -> str:
         """Compares facts, and returns a sentence on what is wrong with those of some process; "" if nothing is."""
@@ -138,14 +149,14 @@ class Agreement:
             return problem
         first = self.indices[0]
         try:
-            document = json.loads(self.get("digest", limit_s=ARRIVAL_LIMIT_S, missing=first))
-        except TimeoutError:
-            return _missing(first)
-        if "failure" in document:
-            return document["failure"]
-        answer = {} if document["digest"] == digest else {"facts": content}
-        self.put(f"answer/{jax.process_index()}", json.dumps(answer).encode())
-        return self.get("verdict").decode()
+            document = json.loads(self.get("digest", first, limit_s=ARRIVAL_LIMIT_S))
+            if "failure" in document:
+                return document["failure"]
+            answer = {} if document["digest"] == digest else {"facts": content}
+            self.put(f"answer/{jax.process_index()}", json.dumps(answer).encode())
+            return self.get("verdict", first).decode()
+        except MissingError as error:
+            return str(error)
 
     def _problem_of_others(self, content: Mapping[str, str]) -> str:
         first, *others = self.indices
@@ -153,9 +164,9 @@ class Agreement:
         for other in others:
             limit_s = max(0.0, end - time.monotonic())
             try:
-                answer = json.loads(self.get(f"answer/{other}", limit_s=limit_s, missing=other))
-            except TimeoutError:
-                return _missing(other)
+                answer = json.loads(self.get(f"answer/{other}", other, limit_s=limit_s))
+            except MissingError as error:
+                return str(error)
             if "failure" in answer:
                 return answer["failure"]
             if answer:
@@ -167,48 +178,27 @@ class Agreement:
         del old[:-1]
         return ""
 
-    def _wait(self, key: str, limit_s: float | None, missing: int | None) -> bytes:
-        start, has_warned = time.monotonic(), False
-        for _ in itertools.count():
+    def _wait(self, key: str, process: int, limit_s: float | None) -> bytes:
+        start, has_warned, ended = time.monotonic(), False, None
+        while True:
             try:
                 return self.client.blocking_key_value_get_bytes(key, _POLL_MS)
             except jax.errors.JaxRuntimeError as error:
                 if "DEADLINE_EXCEEDED" not in str(error):
                     raise
+            if ended is not None:  # and so it has not put the value before its end
+                raise MissingError(ended)
+            ended = how_ended(self.client, process)
             waited_s = time.monotonic() - start
-            if limit_s is not None and waited_s > limit_s:
-                raise TimeoutError
-            if missing is not None and waited_s > WARNING_S and not has_warned:
+            if ended is None and limit_s is not None and waited_s > limit_s:
+                raise MissingError(f"process {process} did not come within {ARRIVAL_LIMIT_S:.0f} s")
+            if limit_s is not None and waited_s > WARNING_S and not has_warned:
                 has_warned = True
                 warnings.warn(
-                    f"Process {jax.process_index()} waits for process {missing}, to {self.what}. Every "
+                    f"Process {jax.process_index()} waits for process {process}, to {self.what}. Every "
                     "process of the mesh has to do so.",
                     stacklevel=2,
                 )
-        raise AssertionError
-
-
-def _service_client() -> Any:
-    """Returns the client of JAX's coordination service; None where it does not run.
-
-    Raises:
-      ProcessesError: this version of JAX has no such client, or another one.
-    """
-    state = getattr(getattr(multihost_utils, "distributed", None), "global_state", None)
-    client = getattr(state, "client", None)
-    if not hasattr(state, "client") or (client is not None and not all(hasattr(client, name) for name in _METHODS)):
-        raise ProcessesError(
-            f"JAX {jax.__version__} has another coordination service than diffshard {_version()} knows, so that "
-            "several processes cannot agree. Take the version of JAX with which diffshard was released, or a newer "
-            "diffshard."
-        )
-    return client
-
-
-def _version() -> str:
-    import diffshard  # the package, which imports its modules when they are first used
-
-    return diffshard.__version__
 
 
 def differences(facts: Mapping[str, str], others: Mapping[str, str], process: int, other: int) -> list[str]:
@@ -242,7 +232,3 @@ def _first_difference(own: str | None, theirs: str | None) -> tuple[int, str, st
 
 def _short(text: str) -> str:
     return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}..."
-
-
-def _missing(process: int) -> str:
-    return f"process {process} did not come within {ARRIVAL_LIMIT_S:.0f} s"

@@ -6,7 +6,7 @@ from jax.sharding import Mesh
 
 from cost.base import Hardware
 from cost.calibration import calibrate as measured_hardware
-from diffshard.processes import processes_of
+from diffshard.processes import errors_for_all, processes_of
 
 
 def calibrate(
@@ -36,13 +36,16 @@ def calibrate(
 
     Raises:
       ValueError: an abstract mesh, or a size or number of repeats that is too small.
-      ProcessesError: the processes give different arguments.
+      ProcessesError: the processes give different arguments, or another one failed.
     """
-    processes = processes_of(mesh) if isinstance(mesh, Mesh) else None
+    what = "measure the hardware"
     sizes = {"matrix_size": matrix_size, "largest_bytes": largest_bytes, "repeats": repeats}
-    if processes is not None:
+    with errors_for_all(mesh if isinstance(mesh, Mesh) else None, what):
+        if not isinstance(mesh, Mesh):
+            return measured_hardware(mesh, dtypes=dtypes, **sizes)  # which raises the error
         facts = {"`mesh`": str(dict(mesh.shape)), "`dtypes`": str(tuple(dtypes))}
         facts |= {f"`{name}`": str(value) for name, value in sizes.items()}
-        processes.check_alike("measure the hardware", facts)
-    measured = measured_hardware(mesh, dtypes=dtypes, **sizes)
-    return measured if processes is None else processes.shared("measure the hardware", lambda: measured)
+        processes = processes_of(mesh)
+        processes.check_alike(what, facts)
+        measured = measured_hardware(mesh, dtypes=dtypes, **sizes)
+        return processes.shared(what, lambda: measured)

@@ -14,6 +14,7 @@ from flax import nnx
 from jax.sharding import AbstractMesh, Mesh
 
 from diffshard.base import Progress
+from diffshard.processes import errors_for_all
 from diffshard.sharding_search.options import argument_names
 from diffshard.sharding_search.plan import Plan
 from diffshard.sharding_search.planned_function import PlannedFunction
@@ -91,11 +92,12 @@ class PlannedModuleFunction:
         return self._planned.lower(*call.args, **call.kwargs)
 
     def _split(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> "_ModuleCall":
-        try:
-            bound = self._signature.bind(*args, **kwargs)
-        except TypeError as error:
-            name = self._planned.options.function_name
-            raise TypeError(f"{name} does not take these arguments: {error}.") from None
+        name = self._planned.options.function_name
+        with errors_for_all(self._planned.options.mesh, f"plan {name} together"):
+            try:
+                bound = self._signature.bind(*args, **kwargs)
+            except TypeError as error:
+                raise TypeError(f"{name} does not take these arguments: {error}.") from None
         arguments: dict[int | str, Any] = {**dict(enumerate(bound.args)), **bound.kwargs}
         places = tuple(place for place, argument in arguments.items() if _has_module(argument))
         modules = tuple(arguments[place] for place in places)
@@ -133,10 +135,12 @@ def search(fn: Callable[..., Any], mesh: Mesh | AbstractMesh, **options: Any) ->
     Raises:
       TypeError, ValueError: as `diffshard.search`.
     """
-    if not callable(fn):
-        raise TypeError(f"`fn` must be a function, not {type(fn).__name__}.")
-    static_argnames = (*argument_names(options.pop("static_argnames", ())), _GRAPH)
-    return PlannedModuleFunction(fn, search_function(_of_states(fn), mesh, static_argnames=static_argnames, **options))
+    with errors_for_all(mesh, "search a plan"):
+        if not callable(fn):
+            raise TypeError(f"`fn` must be a function, not {type(fn).__name__}.")
+        static_argnames = (*argument_names(options.pop("static_argnames", ())), _GRAPH)
+        planned = search_function(_of_states(fn), mesh, static_argnames=static_argnames, **options)
+    return PlannedModuleFunction(fn, planned)
 
 
 def apply(plan: Plan, fn: Callable[..., Any], mesh: Mesh | AbstractMesh | None = None) -> PlannedModuleFunction:

@@ -2,23 +2,28 @@
 
 Everything goes through the key-value store of JAX's coordination service, not through collectives on devices. So one
 process can search for as long as it takes once it has come; the processes that do not own a device of the mesh need not
-take part; and nothing is compiled. A process that does not come within `ARRIVAL_LIMIT_S` is an error in the others. One
-that dies is noticed by the service, which ends the others.
+take part; and nothing is compiled. A process that does not come within `ARRIVAL_LIMIT_S` is an error in the others. So
+is one that has ended, or has failed on the way here (`errors_for_all`), within seconds. One that is killed is noticed
+by the service, which ends the others.
 """
 
+import contextlib
 import json
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 from jax.sharding import AbstractMesh, Mesh
 
-from diffshard.agreement import ARRIVAL_LIMIT_S, Agreement
+from diffshard.agreement import ARRIVAL_LIMIT_S, Agreement, MissingError
 from diffshard.base import ProcessesError
+from diffshard.coordination import service_client
 
 T = TypeVar("T")
+_KNOWN = "is known to all processes"
+"""The name of an attribute of errors that all processes have."""
 
 
 def processes_of(mesh: Mesh | AbstractMesh | None) -> "Processes":
@@ -32,6 +37,33 @@ def processes_of(mesh: Mesh | AbstractMesh | None) -> "Processes":
 def all_processes() -> "Processes":
     """Returns all processes of the job; there is one without `jax.distributed`."""
     return Processes(tuple(range(jax.process_count())))
+
+
+@contextlib.contextmanager
+def errors_for_all(mesh: Any, what: str) -> Iterator[None]:
+    """Tells an error inside to the other processes of a mesh: their next exchange raises it, as `ProcessesError`.
+
+    So a process whose arguments are wrong does not leave the others waiting for it. It takes the place of this process
+    in that exchange, so that all processes go on together if they all raise an error. An error that comes out of an
+    exchange is known to all, and is not told again.
+
+    Args:
+      mesh: whose processes are told: none for an abstract mesh, all of the job for what is no mesh.
+      what: what this process is about to do, for errors.
+    """
+    try:
+        yield
+    except Exception as error:
+        if not (isinstance(error, ProcessesError) or _KNOWN in vars(error)):
+            with contextlib.suppress(Exception):  # the error itself is what this process has to raise
+                _processes_that_wait(mesh).tell(what, error)
+        raise
+
+
+def _processes_that_wait(mesh: Any) -> "Processes":
+    if isinstance(mesh, Mesh | AbstractMesh) or service_client() is None:
+        return processes_of(mesh if isinstance(mesh, Mesh) else None)
+    return all_processes()
 
 
 @dataclass(frozen=True)
@@ -87,11 +119,18 @@ class Processes:
             made = make()
             own_facts = dict(facts(made))
         except BaseException as error:
-            agreement.fail(f"{type(error).__name__}: {error}")
+            agreement.fail(error, has_arrived=True)
+            vars(error)[_KNOWN] = True
             raise
         if problem := (not self.is_first and agreement.arrive("compare")) or agreement.problem_with(own_facts):
             raise ProcessesError(f"The processes cannot {what}: {problem}")
         return made
+
+    def tell(self, what: str, error: BaseException) -> None:
+        """Tells the others that this process has failed; takes its place in the exchange to which they come next."""
+        if not self.is_one:
+            Agreement.next_of(self.indices, what).fail(error, has_arrived=False)
+            vars(error)[_KNOWN] = True
 
     def shared(
         self,
@@ -146,19 +185,18 @@ class Processes:
                 made = make()
                 packed = pack(made)
             except BaseException as error:
+                vars(error)[_KNOWN] = True
                 agreement.put("result", pickle.dumps((what, None, _packed_error(error))))
                 raise
             agreement.put("result", pickle.dumps((what, packed, None)))
             return made
         first, limit_s = self.indices[0], ARRIVAL_LIMIT_S if name else None
         try:
-            asked_for, packed, error = pickle.loads(
-                agreement.get("result", limit_s=limit_s, missing=first if name else None)
-            )
-        except TimeoutError:
-            raise ProcessesError(
-                f"Process {first} did not {what} within {ARRIVAL_LIMIT_S:.0f} s that is the one of this process."
-            ) from None
+            asked_for, packed, error = pickle.loads(agreement.get("result", first, limit_s=limit_s))
+        except MissingError as error:
+            if name:
+                raise ProcessesError(f"Process {first} did not {what} that is this process's: {error}.") from None
+            raise ProcessesError(f"The processes cannot {what}: {error}.") from None
         if asked_for != what:
             raise ProcessesError(f"Process {first} is about to {asked_for}, this one to {what}.")
         if error is not None:

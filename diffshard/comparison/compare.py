@@ -13,7 +13,7 @@ from diffshard.base import InfeasibleError, PlanError
 from diffshard.checks.targets import Target, target_for
 from diffshard.comparison.judging import TIMEOUT_S, CompilablePlan, judge
 from diffshard.plans.comparison import Comparison
-from diffshard.processes import processes_of
+from diffshard.processes import errors_for_all, processes_of
 from diffshard.sharding_search.options import Options, hardware_for, positions
 from diffshard.sharding_search.plan import Plan
 from diffshard.sharding_search.planning import find_plan
@@ -40,8 +40,8 @@ def compare(
 
     Each plan is compiled in a process of its own, as its executor runs it. A compiler that crashes or hangs leaves a
     note in its row. Time is that of `diffshard.checks.timeline`, a simulation of the compiled schedule; the target
-    "host" has none, and shows bytes and memory only. With `jax.distributed` the first process of the mesh compiles for
-    all that call this.
+    "host" has none, and shows bytes and memory only. With `jax.distributed` all processes of the mesh call this, and
+    the first one compiles for all.
 
     Args:
       fn: the function that the plans were made for.
@@ -62,24 +62,26 @@ def compare(
       TypeError, ValueError: an argument breaks a rule; the error names it and its value.
       PlanError: a plan was made for another function, other arguments or another mesh.
       RuntimeError: the target's compiler is not installed; names the extra that brings it.
+      ProcessesError: another process has given other plans, or an argument that breaks a rule.
     """
-    if not isinstance(plans, Mapping) or not plans:
-        raise ValueError(f"`plans` must map at least one name to a plan, not {plans!r}.")
-    plans = {name: _plan_or_shardings(plan, mesh) for name, plan in plans.items()}
-    hardware_of_plans = [plan.hardware for plan in plans.values() if isinstance(plan, Plan)]
-    priced_for = hardware_of_plans[0] if hardware is None and hardware_of_plans else hardware_for(hardware, mesh)
-    compiled_for = target_for(target, priced_for)
-    compiled_for.check()
-    options = Options(
-        fn=fn,
-        mesh=mesh,
-        hardware=priced_for,
-        memory_limit_bytes=priced_for.memory_bytes if memory_limit_bytes is None else memory_limit_bytes,
-        donate_argnums=positions(donate_argnums),
-        static_argnums=positions(static_argnums),
-        time_limit_s=time_limit_s,
-        executor="propagation",
-    )
+    with errors_for_all(mesh, "compare plans"):
+        if not isinstance(plans, Mapping) or not plans:
+            raise ValueError(f"`plans` must map at least one name to a plan, not {plans!r}.")
+        plans = {name: _plan_or_shardings(plan, mesh) for name, plan in plans.items()}
+        hardware_of_plans = [plan.hardware for plan in plans.values() if isinstance(plan, Plan)]
+        priced_for = hardware_of_plans[0] if hardware is None and hardware_of_plans else hardware_for(hardware, mesh)
+        compiled_for = target_for(target, priced_for)
+        compiled_for.check()
+        options = Options(
+            fn=fn,
+            mesh=mesh,
+            hardware=priced_for,
+            memory_limit_bytes=priced_for.memory_bytes if memory_limit_bytes is None else memory_limit_bytes,
+            donate_argnums=positions(donate_argnums),
+            static_argnums=positions(static_argnums),
+            time_limit_s=time_limit_s,
+            executor="propagation",
+        )
 
     def compared() -> Comparison:
         compilable_plans, notes = [], []
@@ -91,7 +93,9 @@ def compare(
         rows = judge(compilable_plans, compiled_for, timeout_s=timeout_s)
         return Comparison(options.function_name, dict(mesh.shape), compiled_for.name, tuple(rows), tuple(notes))
 
-    return processes_of(mesh).shared(f"compare plans of {options.function_name}", compared)
+    processes, what = processes_of(mesh), f"compare plans of {options.function_name}"
+    processes.check_alike(what, {"`plans`": ", ".join(plans), "`target`": compiled_for.name})
+    return processes.shared(what, compared)
 
 
 def _plan_or_shardings(plan: Any, mesh: Mesh | AbstractMesh) -> Any:

@@ -17,7 +17,7 @@ from diffshard.plans.logical_rules import LogicalRules, logical_rules_of
 from diffshard.plans.notebook import framed
 from diffshard.plans.page import format_page
 from diffshard.plans.text import format_plan
-from diffshard.processes import processes_of
+from diffshard.processes import errors_for_all, processes_of
 from diffshard.sharding_search.call import Call, Static, Structure, array_paths, split
 from diffshard.sharding_search.executors import with_executor
 from diffshard.sharding_search.fingerprints import plan_facts
@@ -212,27 +212,28 @@ class Plan(PlanData):
           PlanError: the plan was made for another function or mesh; names the first difference.
         """
         mesh = self.mesh if mesh is None else mesh
-        if mesh is None or dict(mesh.shape) != dict(self.mesh_axes):
-            axes = None if mesh is None else dict(mesh.shape)
-            raise PlanError(f"The plan was made for the mesh {dict(self.mesh_axes)}, not {axes}.")
-        try:
-            options = Options(
-                fn=fn,
-                mesh=mesh,
-                hardware=self.hardware,
-                memory_limit_bytes=self.memory_limit_bytes,
-                donate_argnums=self.donate_argnums,
-                static_argnums=self.static_argnums,
-                donate_argnames=self.donate_argnames,
-                static_argnames=self.static_argnames,
-                executor=self.executor if executor is None else executor,
-                logical_axis_rules=self.logical_axis_rules,
-            )
-        except ValueError as error:
-            if "_argnames` has" not in str(error):
-                raise
-            hint = " Give it to a function of modules by `diffshard.nnx.apply`." if "nnx_graph" in str(error) else ""
-            raise PlanError(f"The plan does not fit the function: {error}{hint}") from None
+        with errors_for_all(self.mesh or mesh, "apply a plan"):
+            if mesh is None or dict(mesh.shape) != dict(self.mesh_axes):
+                axes = mesh and dict(mesh.shape)
+                raise PlanError(f"The plan was made for the mesh {dict(self.mesh_axes)}, not {axes}.")
+            try:
+                options = Options(
+                    fn=fn,
+                    mesh=mesh,
+                    hardware=self.hardware,
+                    memory_limit_bytes=self.memory_limit_bytes,
+                    donate_argnums=self.donate_argnums,
+                    static_argnums=self.static_argnums,
+                    donate_argnames=self.donate_argnames,
+                    static_argnames=self.static_argnames,
+                    executor=self.executor if executor is None else executor,
+                    logical_axis_rules=self.logical_axis_rules,
+                )
+            except ValueError as error:
+                if "_argnames` has" not in str(error):
+                    raise
+                advice = " Give it to a function of modules by `diffshard.nnx.apply`." * ("nnx_graph" in str(error))
+                raise PlanError(f"The plan does not fit the function: {error}{advice}") from None
         return PlannedFunction(options, self._checked_for, is_searched=False)
 
     def _checked_for(self, request: PlanRequest) -> "Plan":

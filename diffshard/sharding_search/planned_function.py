@@ -18,7 +18,7 @@ from diffshard.plans.base import PlanData
 from diffshard.plans.formats import format_bytes, format_count, format_devices, format_s, short_name
 from diffshard.plans.notebook import planned_function_element
 from diffshard.plans.page import format_page
-from diffshard.processes import processes_of
+from diffshard.processes import errors_for_all, processes_of
 from diffshard.sharding_search.call import Call, Structure, array_types, bound_arguments, call_of, split
 from diffshard.sharding_search.executors import FlatFunction, flat_function
 from diffshard.sharding_search.fingerprints import device_facts, facts_of
@@ -165,15 +165,18 @@ class PlannedFunction(Generic[PlanT]):
         self, args: Sequence[Any], kwargs: Mapping[str, Any], progress: Progress | None, *, is_expected: bool = True
     ) -> tuple[_Prepared[PlanT], list[Any]]:
         """Returns what runs a call, and its flat arrays. A search that the user may not expect is told."""
-        arrays, structure = split(bound_arguments(self.options, args, kwargs))
-        key = structure, array_types(arrays), _settings()
-        if key not in self._prepared:
-            with jax.core.eval_context():  # the first use may be under a trace, which has nothing to do with the search
-                call = call_of(self.options, args, kwargs)
-                if not is_expected:
-                    self._tell_difference(call)
-                self._prepared[key] = self._search(call, progress)
-        return self._prepared[key], arrays
+        with errors_for_all(self.options.mesh, f"plan {self.options.function_name} together"):
+            arrays, structure = split(bound_arguments(self.options, args, kwargs))
+            key = structure, array_types(arrays), _settings()
+            if key not in self._prepared:
+                with (
+                    jax.core.eval_context()
+                ):  # the first use may be under a trace, which the search has nothing to do with
+                    call = call_of(self.options, args, kwargs)
+                    if not is_expected:
+                        self._tell_difference(call)
+                    self._prepared[key] = self._search(call, progress)
+            return self._prepared[key], arrays
 
     def _search(self, call: Call, progress: Progress | None) -> _Prepared[PlanT]:
         options = self.options

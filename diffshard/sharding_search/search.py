@@ -15,6 +15,7 @@ from diffshard.comparison.checked_search import Check, plan_by_compiling, plan_b
 from diffshard.comparison.judging import TIMEOUT_S
 from diffshard.live_progress import ProgressDisplay
 from diffshard.plans.base import Executor
+from diffshard.processes import errors_for_all
 from diffshard.sharding_search.logical_axes import checked_rules
 from diffshard.sharding_search.options import DEFAULT_SOLVER, Options, argument_names, hardware_for, positions
 from diffshard.sharding_search.plan import Plan
@@ -57,7 +58,8 @@ def search(
 
     With `jax.distributed`, each process that owns devices of the mesh calls the same function with the same arguments.
     The first of them searches, and the others wait for its plan. They raise `ProcessesError` if they ask for different
-    things, and the first one's error, such as `InfeasibleError`, in all. Only its `time_limit_s` and `cache` are used.
+    things or one of them asks for something impossible, and the first one's error, such as `InfeasibleError`, in all.
+    Only its `time_limit_s` and `cache` are used.
 
     Args:
       fn: a function, usually a whole training step; arguments and results are pytrees of arrays. Leaves that are no
@@ -112,38 +114,39 @@ def search(
       TypeError, ValueError: an argument breaks a rule; the error names it and its value.
       RuntimeError: the compiler of the target is not installed; names the extra that brings it.
     """
-    priced_for = hardware_for(hardware, mesh)
-    rules = None if logical_axis_rules is None else checked_rules(logical_axis_rules, tuple(mesh.axis_names))
-    if check is not None and check not in get_args(Check):
-        raise ValueError(f"`check` must be one of {get_args(Check)} or None, not {check!r}.")
-    find, judged_by = find_plan if check is None else plan_by_shardy, check or ""
-    if check == "compile":
-        compiled_for = target_for(target, priced_for)
-        compiled_for.check()
-        find = functools.partial(plan_by_compiling, compiled_for, TIMEOUT_S)
-        judged_by = f"compile for {compiled_for}"
-    elif target is not None:
-        raise ValueError(f'`target` is for `check="compile"`, not {check!r}.')
-    if cache is not None:
-        find = functools.partial(PlanStore(checked_folder(cache)).plan_or_search, find)
-    options = Options(
-        fn=fn,
-        mesh=mesh,
-        hardware=priced_for,
-        memory_limit_bytes=priced_for.memory_bytes if memory_limit_bytes is None else memory_limit_bytes,
-        in_shardings=in_shardings,
-        solver=DEFAULT_SOLVER if solver is None else solver,
-        time_limit_s=time_limit_s,
-        key=key,
-        donate_argnums=positions(donate_argnums),
-        static_argnums=positions(static_argnums),
-        donate_argnames=argument_names(donate_argnames),
-        static_argnames=argument_names(static_argnames),
-        executor=executor,
-        logical_axis_rules=rules or (),
-        metadata_rules=rules,
-        start=start,
-        progress=progress,
-        judged_by=judged_by,
-    )
+    with errors_for_all(mesh, "search a plan"):
+        priced_for = hardware_for(hardware, mesh)
+        rules = None if logical_axis_rules is None else checked_rules(logical_axis_rules, tuple(mesh.axis_names))
+        if check is not None and check not in get_args(Check):
+            raise ValueError(f"`check` must be one of {get_args(Check)} or None, not {check!r}.")
+        find, judged_by = find_plan if check is None else plan_by_shardy, check or ""
+        if check == "compile":
+            compiled_for = target_for(target, priced_for)
+            compiled_for.check()
+            find = functools.partial(plan_by_compiling, compiled_for, TIMEOUT_S)
+            judged_by = f"compile for {compiled_for}"
+        elif target is not None:
+            raise ValueError(f'`target` is for `check="compile"`, not {check!r}.')
+        if cache is not None:
+            find = functools.partial(PlanStore(checked_folder(cache)).plan_or_search, find)
+        options = Options(
+            fn=fn,
+            mesh=mesh,
+            hardware=priced_for,
+            memory_limit_bytes=priced_for.memory_bytes if memory_limit_bytes is None else memory_limit_bytes,
+            in_shardings=in_shardings,
+            solver=DEFAULT_SOLVER if solver is None else solver,
+            time_limit_s=time_limit_s,
+            key=key,
+            donate_argnums=positions(donate_argnums),
+            static_argnums=positions(static_argnums),
+            donate_argnames=argument_names(donate_argnames),
+            static_argnames=argument_names(static_argnames),
+            executor=executor,
+            logical_axis_rules=rules or (),
+            metadata_rules=rules,
+            start=start,
+            progress=progress,
+            judged_by=judged_by,
+        )
     return PlannedFunction(options, functools.partial(plan_of_first_process, find))

@@ -11,7 +11,7 @@ from tests.processes import run_processes
 
 _AGREE = """
 from diffshard.base import InfeasibleError, ProcessesError
-from diffshard.processes import Processes, all_processes
+from diffshard.processes import Processes, all_processes, errors_for_all
 
 everyone = all_processes()
 
@@ -38,6 +38,18 @@ class Private(Exception):
         super().__init__(first)
 
 
+def fail_in(failing):
+    with errors_for_all(None, "search"):
+        if process == failing:
+            raise ValueError("no such hardware")
+        return everyone.alike("search", lambda: process, lambda made: {})
+
+
+def fail_after_an_exchange():
+    with errors_for_all(None, "search"):
+        everyone.shared("search", fail_to_search)
+
+
 def fail_privately():
     raise Private("hidden", 2)
 
@@ -50,6 +62,10 @@ tell(lambda: everyone.shared("search", lambda: process + 10))
 tell(lambda: len(everyone.shared("make bytes", lambda: b"x" * 5_000_000, pack=bytes, unpack=bytes)))
 tell(lambda: everyone.shared("search", fail_to_search))
 tell(lambda: everyone.shared("search", fail_privately))
+tell(lambda: fail_in(1))
+tell(lambda: fail_in(0))
+tell(lambda: fail_in(process))  # each on its own, so that nobody waits
+tell(fail_after_an_exchange)
 tell(lambda: Processes((process,)).shared("search", lambda: process))
 if process > 0:  # two of three agree without the first one
     tell(lambda: Processes((1, 2)).shared("search", lambda: process + 20))
@@ -62,15 +78,23 @@ from diffshard import agreement
 agreement.ARRIVAL_LIMIT_S = 2.0
 time.sleep(5.0 if process == 2 else 0.0)
 tell(lambda: everyone.check_alike("meet", {}))
+agreement.ARRIVAL_LIMIT_S = 600.0
+if process == 2:
+    raise KeyError("gone")
+tell(lambda: everyone.check_alike("part", {}))
 """
 
 
 def test_processes_agree_or_fail_together(tmp_path: Path):
-    outputs = [output.stdout.splitlines() for output in run_processes(_AGREE, 3, tmp_path, devices_each=1)]
+    processes = run_processes(_AGREE, 3, tmp_path, devices_each=1, check=False)
+    assert [(i, process.stderr) for i, process in enumerate(processes[:2]) if process.status] == []
+    outputs = [process.stdout.splitlines() for process in processes]
     alike = [
         "None",
         "ProcessesError: The processes cannot search: `b` is 0 in process 0 and 1 in process 1",
     ]
+    late = "ProcessesError: The processes cannot meet: process 2 did not come within 2 s"
+    gone = "ProcessesError: The processes cannot part: process 2 has ended with KeyError: 'gone'"
     for process, lines in enumerate(outputs):
         assert lines[:2] == alike
         assert lines[2].endswith("one is about to search 0 in process 0 and search 1 in process 1")
@@ -80,9 +104,12 @@ def test_processes_agree_or_fail_together(tmp_path: Path):
         assert lines[7] == (
             "Private: hidden" if process == 0 else "ProcessesError: Process 0 failed with Private: hidden"
         )
-        assert lines[8] == str(process)
-        assert lines[9:-1] == ["None"] if process == 0 else ["21", "None"]
-        assert lines[-1] == "ProcessesError: The processes cannot meet: process 2 did not come within 2 s"
+        for failing, line in zip((1, 0, process), lines[8:11], strict=True):
+            of_other = f"ProcessesError: The processes cannot search: process {failing} failed with ValueError"
+            assert line == f"{'ValueError' if process == failing else of_other}: no such hardware"
+        assert lines[11:13] == ["InfeasibleError: no plan fits", str(process)]
+        assert lines[13:15] == ["None", late] if process == 0 else ["21", "None"]
+        assert lines[-1] == (late if process == 2 else gone)
 
 
 def test_a_mesh_without_devices_is_of_one_process():

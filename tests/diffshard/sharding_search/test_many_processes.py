@@ -105,7 +105,19 @@ def failing_solver(problem, *, time_limit_s, key):
 
 result["solver"] = message_of(lambda: searched(solver=failing_solver).plan(state, batch))
 result["tracing"] = message_of(lambda: searched(lambda s, b: 1 / (process - 1) * loss_fn(s, b)).plan(state, batch))
+wrong = {
+    "hardware": lambda: diffshard.search(step, mesh, hardware="nope" if process else "cpu").plan(state, batch),
+    "solver": lambda: searched(solver="cpu" if process == 0 else "gradient", time_limit_s=5.0).plan(state, batch),
+    "mesh": lambda: diffshard.search(step, None if process else mesh, hardware="cpu").plan(state, batch),
+    "sharding": lambda: searched(in_shardings=(None, jax.P("nope" if process else "data"))).plan(state, batch),
+    "arguments": lambda: searched().plan(state, *[batch] * (1 + process)),
+    "plans": lambda: diffshard.compare(step, mesh, state, batch, plans={"found": plan} if process else None),
+    "target": lambda: diffshard.compare(step, mesh, state, batch, plans={"a": plan}, target=("host", "x")[process]),
+    "repeats": lambda: diffshard.calibrate(mesh, dtypes=("float32",) if process else None),
+    "applied": lambda: plan.apply(step, (mesh, own)[process]).plan(state, batch),
+}
 own = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2, devices=jax.local_devices())
+result["wrong"] = {name: message_of(act) for name, act in wrong.items()}
 result["own mesh"] = diffshard.search(step, own, hardware="cpu").plan(state, batch).mesh.size
 json.dump(result, open(f"{process}.json", "w"))
 """
@@ -174,6 +186,28 @@ def test_an_error_of_one_process_while_tracing_ends_the_others(results: list[dic
     kind, message = results[0]["tracing"]
     assert kind == "ProcessesError"
     assert "process 1 failed with ZeroDivisionError" in message
+
+
+@pytest.mark.parametrize(
+    ("name", "failing", "said"),
+    [
+        ("hardware", 1, "ValueError: `hardware` 'nope' is unknown"),
+        ("solver", 0, "ValueError: `solver` must be"),
+        ("mesh", 1, "TypeError: `mesh` must be a jax.sharding.Mesh or AbstractMesh, not NoneType."),
+        ("sharding", 1, "ValueError: The spec of `in_shardings`[1] has an axis 'nope'"),
+        ("arguments", 1, "TypeError: "),
+        ("plans", 0, "ValueError: `plans` must map"),
+        ("target", 1, "ValueError: `target`"),
+        ("repeats", 0, "TypeError: "),
+        ("applied", 1, "PlanError: The plan was made for the mesh"),
+    ],
+)
+def test_a_wrong_argument_in_one_process_is_an_error_in_all(results: list[dict], name: str, failing: int, said: str):
+    kind, message = results[failing]["wrong"][name]
+    assert f"{kind}: {message}".startswith(said)
+    kind, other = results[1 - failing]["wrong"][name]
+    assert kind == "ProcessesError"
+    assert f"process {failing} failed with {said}" in other
 
 
 def test_a_mesh_of_one_process_is_planned_by_it_alone(results: list[dict]):
