@@ -26,6 +26,7 @@ from diffshard.sharding_search.options import Options
 from diffshard.sharding_search.placing_arrays import (
     PlaceArrays,
     check_arrays,
+    named_arguments,
     parameter_of,
     place_local,
     place_whole,
@@ -116,7 +117,8 @@ class Plan(PlanData):
           PlanError: an argument is unknown or has other shapes than the plan's, or the plan's mesh has no devices.
           ProcessesError: the processes give different values.
         """
-        return self._placed(args, kwargs, place_whole)
+        with errors_for_all(self.mesh, "shard the same arrays"):
+            return self._placed(args, kwargs, place_whole)
 
     def shard_local(self, *args: Any, **kwargs: Any) -> Any:
         """Makes arguments over the devices of all processes from the part that each process has, and returns them.
@@ -125,7 +127,8 @@ class Plan(PlanData):
 
         This is not an option of `shard`, because every argument has a name of its own, and because one process's rows
         could be a whole, smaller batch: which of both is meant has to be said. `local_parts` says what to load. In one
-        process its part is everything.
+        process its part is everything. Of several, each waits for all others when an argument is sharded for the first
+        time.
 
         Args:
           *args: the first arguments of the function; the others may be missing.
@@ -133,8 +136,10 @@ class Plan(PlanData):
 
         Raises:
           PlanError: as `shard`; or an array has another shape than this process's part, which the error says.
+          ProcessesError: that is so in another process, where an argument is sharded for the first time.
         """
-        return self._placed(args, kwargs, place_local)
+        with errors_for_all(self.mesh, "shard the parts of the same arrays"):
+            return self._placed(args, kwargs, place_local)
 
     def local_parts(self, name: str) -> dict[str, LocalPart]:
         """Returns which part of each array of an argument this process holds, and has to load for `shard_local`.
@@ -158,15 +163,8 @@ class Plan(PlanData):
         return {t.path: local_part(NamedSharding(mesh, t.partition_spec), t.shape) for t in self._tensors_of(name)}
 
     def _placed(self, args: Sequence[Any], kwargs: Mapping[str, Any], place: PlaceArrays) -> Any:
-        mesh, names = self.placed_mesh, self._parameters
-        if len(args) > len(names):
-            raise PlanError(f"The plan was made for the arguments {', '.join(names)}, and was given {len(args)}.")
-        if twice := [name for name in names[: len(args)] if name in kwargs]:
-            raise PlanError(f"`{twice[0]}` was given by position and by name.")
-        placed_arguments = []
-        for name, argument in [*zip(names, args, strict=False), *kwargs.items()]:
-            if name not in names and name not in self.static_argnames:
-                raise PlanError(f"The plan was made for the arguments {', '.join(names)}, and was given {name!r}.")
+        mesh, placed_arguments = self.placed_mesh, []
+        for name, argument in named_arguments(self._parameters, self.static_argnames, args, kwargs):
             if self._is_static(name):
                 placed_arguments.append(argument)
                 continue

@@ -64,6 +64,11 @@ expected = state["w"] + batch["x"].sum() * np.asarray(jax.random.uniform(state["
 result["errors"] = [float(np.abs(s.data - expected[s.index]).max()) for s in output.addressable_shards]
 result["too much"] = message_of(lambda: plan.shard_local(batch=batch))
 result["too little"] = message_of(lambda: plan.shard(batch={"x": batch["x"][:8]}))
+rows = slice(8 * process, 8 * process + 8 - (process == 1))
+result["too few"] = message_of(lambda: planned(P("data")).plan(state, batch).shard_local(batch={"x": batch["x"][rows]}))
+result["unknown"] = message_of(
+    lambda: planned(P("data")).plan(state, batch).shard_local(**{"bat" if process == 3 else "batch": local})
+)
 other = {**state, "w": state["w"] + (process == 2)}
 result["values"] = message_of(lambda: planned(P("data")).plan(state, batch).shard(other))
 
@@ -107,6 +112,22 @@ def test_a_step_of_local_parts_computes_what_one_process_does(results: list[dict
 def test_a_part_of_another_shape_is_an_error_that_says_what_to_load(results: list[dict]):
     assert "holds rows 16 to 23 of `batch['x']`, float32[32, 4]: give float32[8, 4]" in results[2]["too much"]
     assert "give them to `plan.shard_local`" in results[2]["too little"]
+
+
+@pytest.mark.parametrize(
+    ("name", "failing", "said"),
+    [
+        ("too few", 1, "PlanError: `batch['x']` is float32[7, 4] in process 1. This process holds rows 8 to 15"),
+        ("unknown", 3, "PlanError: The plan was made for the arguments state, batch, and was given 'bat'."),
+    ],
+)
+def test_wrong_parts_in_one_process_are_an_error_in_all(results: list[dict], name: str, failing: int, said: str):
+    for process, result in enumerate(results):
+        if process == failing:
+            assert result[name].startswith(said)
+        else:
+            assert result[name].startswith("ProcessesError: The processes cannot shard the parts of the same arrays")
+            assert f"process {failing} failed with {said}" in result[name]
 
 
 def test_whole_arrays_that_differ_between_processes_are_an_error_in_all(results: list[dict]):
