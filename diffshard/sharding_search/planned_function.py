@@ -169,9 +169,7 @@ class PlannedFunction(Generic[PlanT]):
             arrays, structure = split(bound_arguments(self.options, args, kwargs))
             key = structure, array_types(arrays), _settings()
             if key not in self._prepared:
-                with (
-                    jax.core.eval_context()
-                ):  # the first use may be under a trace, which the search has nothing to do with
+                with jax.core.eval_context():  # not of a trace that this may be under, which is another matter
                     call = call_of(self.options, args, kwargs)
                     if not is_expected:
                         self._tell_difference(call)
