@@ -8,5 +8,6 @@
 - Cost models, from sizes and hardware to seconds: `collectives.py` by such lines, `compute.py` by roofline. A new
   one is a file with an `EXAMPLE`; `tests/conformance/test_cost_models.py` finds it.
 - Hardware: `presets.py` has the common kinds, `dtypes.py` the widths of their types, `networks.py` says which link a
-  mesh axis gets, `calibration.py` measures it and `line_fitting.py` fits lines to what was measured.
+  mesh axis gets, `clusters.py` joins hosts of several kinds (`host_groups.py`), `calibration.py` measures it and
+  `line_fitting.py` fits lines to what was measured.
 """

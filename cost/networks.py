@@ -42,6 +42,17 @@ class Network(Protocol):
         """Returns what one of `num_devices` of a host has: its own rates and memory, or its part of the host's."""
         ...
 
+    def transfers(self) -> tuple[Link, Link]:
+        """Returns the links of single transfers: of one device to another in its host, and of one host to another.
+
+        Bytes are those that the device sends, and those that all devices of the host send together.
+        """
+        ...
+
+    def with_hosts_linked_by(self, between: Link) -> "Network":
+        """Returns the same with another link from host to host, whose bytes are those that one host sends."""
+        ...
+
 
 def links_of(network: Network, mesh_axes: Mapping[str, int], hosts: Mapping[str, int] | None = None) -> dict[str, Link]:
     """Returns the link of each axis of a mesh.
@@ -104,6 +115,24 @@ class SwitchedHost:
         del num_devices
         return device
 
+    def transfers(self) -> tuple[Link, Link]:
+        """Returns the links of one device to another in its host, and of one host to another."""
+        return (
+            Link(self.launch_s + self.hop_s, _inverse(self.device_bytes_per_s)),
+            Link(self.launch_s + self.network_hop_s, _inverse(self.network_bytes_per_s)),
+        )
+
+    def with_devices_linked_by(self, inside: Link) -> "SwitchedHost":
+        """Returns the same with one link between any two devices of a host, whose bytes are those that one sends."""
+        rate = _inverse(inside.s_per_byte)
+        return replace(self, device_bytes_per_s=rate, hop_s=inside.latency_s, rings={}, measured_lines={})
+
+    def with_hosts_linked_by(self, between: Link) -> "SwitchedHost":
+        """Returns the same with another link from host to host; lines that were measured inside a host are kept."""
+        inside = {key: lines for key, lines in self.measured_lines.items() if key[1] * key[2] <= key[0]}
+        rate = _inverse(between.s_per_byte)
+        return replace(self, network_bytes_per_s=rate, network_hop_s=between.latency_s, measured_lines=inside)
+
 
 @dataclass(frozen=True)
 class TorusPod:
@@ -146,6 +175,18 @@ class TorusPod:
         del num_devices
         return device
 
+    def transfers(self) -> tuple[Link, Link]:
+        """Returns the links of one chip to another in its pod, and of one pod to another."""
+        return (
+            Link(self.launch_s + self.hop_s, _inverse(self.link_bytes_per_s)),
+            Link(self.launch_s + self.network_hop_s, _inverse(self.network_bytes_per_s * self.num_devices)),
+        )
+
+    def with_hosts_linked_by(self, between: Link) -> "TorusPod":
+        """Returns the same with another link from pod to pod."""
+        rate = _inverse(between.s_per_byte) / self.num_devices
+        return replace(self, network_bytes_per_s=rate, network_hop_s=between.latency_s)
+
 
 @dataclass(frozen=True)
 class SharedProcessor:
@@ -178,3 +219,18 @@ class SharedProcessor:
             memory_bytes_per_s=device.memory_bytes_per_s / num_devices,
             memory_bytes=device.memory_bytes / num_devices,
         )
+
+    def transfers(self) -> tuple[Link, Link]:
+        """Returns the links of single transfers, which do not depend on the hosts."""
+        link = Link(self.launch_s + self.hop_s, _inverse(self.bytes_per_s))
+        return link, link
+
+    def with_hosts_linked_by(self, between: Link) -> SwitchedHost:
+        """Returns processors with a network between them."""
+        rate = _inverse(between.s_per_byte)
+        return SwitchedHost(self.num_devices or 1, self.bytes_per_s, rate, self.launch_s, self.hop_s, between.latency_s)
+
+
+def _inverse(rate: float) -> float:
+    """Returns bytes/s for seconds per byte, and the other way round; what costs nothing is infinitely fast."""
+    return math.inf if rate == 0 else 1 / rate

@@ -130,16 +130,22 @@ _PRESETS: dict[str, tuple[Hardware, Network]] = {
         ),
         SwitchedHost(8, 300 * _GB * _NVLINK, 200 * _GB * _NETWORK, _LAUNCH_S, _HOP_S, _NETWORK_HOP_S),
     ),
+    # T4 datasheet (nvidia.com/en-us/data-center/tesla-t4): the rates below, 16 GB at 300 GB/s. Bfloat16, for which it
+    # has no units, runs as float32. Hosts are AWS's g4dn.metal: 8 T4s, PCIe 3.0 x16 of 16 GB/s each way, of which 80%
+    # is assumed, and 100 Gbit/s.
+    "t4": (
+        _gpu(
+            "T4-16GB",
+            {"float32": 8.1 * _TB, "bfloat16": 8.1 * _TB, "float16": 65 * _TB, "int8": 130 * _TB},
+            300 * _GB,
+            16 * _GB,
+        ),
+        SwitchedHost(8, 16 * _GB * 0.8, 12.5 * _GB * _NETWORK, _LAUNCH_S, _HOP_S, _NETWORK_HOP_S),
+    ),
     # H100 SXM datasheet (nvidia.com/en-us/data-center/h100): the rates above without sparsity, 3.35 TB/s, 80 GB.
-    "h100": (
-        _gpu("H100-80GB", _HOPPER_FLOPS_PER_S, 3350 * _GB, 80 * _GIB),
-        _HOPPER_HOST,
-    ),
+    "h100": (_gpu("H100-80GB", _HOPPER_FLOPS_PER_S, 3350 * _GB, 80 * _GIB), _HOPPER_HOST),
     # H200 SXM datasheet (nvidia.com/en-us/data-center/h200): the H100's rates, 4.8 TB/s, 141 GB.
-    "h200": (
-        _gpu("H200-141GB", _HOPPER_FLOPS_PER_S, 4800 * _GB, 141 * _GB),
-        _HOPPER_HOST,
-    ),
+    "h200": (_gpu("H200-141GB", _HOPPER_FLOPS_PER_S, 4800 * _GB, 141 * _GB), _HOPPER_HOST),
     # cloud.google.com/tpu/docs/v5e: 197 TFLOP/s bfloat16, 393 int8, 16 GB at 819 GB/s, 2D torus of 256 chips, 400 GB/s
     # over 4 links both ways, 6.4 Tbit/s out of a pod. A hop takes about 1 µs and an axis of 16 closes to a ring:
     # jax-ml.github.io/scaling-book/tpus.
@@ -177,6 +183,7 @@ _PRESET_OF_KIND = (
     ("h100", "h100"),
     ("a100", "a100"),
     ("v100", "v100"),
+    ("t4", "t4"),
     ("v5 lite", "tpu_v5e"),
     ("v5e", "tpu_v5e"),
     ("v5p", "tpu_v5p"),
@@ -206,15 +213,24 @@ def preset(
     Raises:
       ValueError: unknown name; an axis that is not positive; a link for an axis that the mesh doesn't have.
     """
-    key = name.lower().replace("-", "_").replace(" ", "_")
-    if key not in _PRESETS:
-        raise ValueError(f"`hardware` {name!r} is unknown; there are {', '.join(PRESET_NAMES)}. Or give a `Hardware`.")
+    device, network = device_and_network(name)
     _check_axes(mesh_axes, links or {})
-    device, network = _PRESETS[key]
     if devices_per_host is not None:
         network = dataclasses.replace(network, num_devices=devices_per_host)
     own_part = network.share(device, math.prod(mesh_axes.values()) if hosts is None else devices_per_host or 1)
     return dataclasses.replace(own_part, links={**links_of(network, mesh_axes, hosts), **(links or {})})
+
+
+def device_and_network(name: str) -> tuple[Hardware, Network]:
+    """Returns known hardware: a device without links, and how such devices are connected; `name` as in `preset`.
+
+    Raises:
+      ValueError: unknown name.
+    """
+    key = name.lower().replace("-", "_").replace(" ", "_")
+    if key not in _PRESETS:
+        raise ValueError(f"`hardware` {name!r} is unknown; there are {', '.join(PRESET_NAMES)}. Or give a `Hardware`.")
+    return _PRESETS[key]
 
 
 def preset_of_mesh(name: str, mesh: Any) -> Hardware:
@@ -255,11 +271,20 @@ def hardware_of(mesh: Any) -> Hardware:
             "`hardware` must be given for an AbstractMesh, which has no devices: one of "
             f"{', '.join(PRESET_NAMES)}, or a `Hardware`."
         )
+    return preset_of_mesh(preset_name_of(kind), mesh)
+
+
+def preset_name_of(device_kind: str) -> str:
+    """Returns the name of the preset of a JAX device's `device_kind`.
+
+    Raises:
+      ValueError: it has no preset.
+    """
     for part, name in _PRESET_OF_KIND:
-        if part in str(kind).lower():
-            return preset_of_mesh(name, mesh)
+        if part in str(device_kind).lower():
+            return name
     raise ValueError(
-        f"`hardware` has no preset for devices of the kind {kind!r}; there are {', '.join(PRESET_NAMES)}. "
+        f"`hardware` has no preset for devices of the kind {device_kind!r}; there are {', '.join(PRESET_NAMES)}. "
         "Give a `Hardware`, or measure one with `diffshard.calibrate(mesh)`."
     )
 

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # for type checkers and editors; when the program runs, `__getattr__` reads `_NAMES_OF` below
     from cost.base import Hardware, Link, Problem
+    from cost.clusters import Cluster
+    from cost.host_groups import Hosts, Submesh
     from cost.lines import Line
     from cost.presets import PRESET_NAMES, preset
     from diffshard import nnx
@@ -50,6 +52,8 @@ if TYPE_CHECKING:  # for type checkers and editors; when the program runs, `__ge
 
 _NAMES_OF = {
     "cost.base": ("Hardware", "Link", "Problem"),
+    "cost.clusters": ("Cluster",),
+    "cost.host_groups": ("Hosts", "Submesh"),
     "cost.lines": ("Line",),
     "cost.presets": ("PRESET_NAMES", "preset"),
     "diffshard.base": ("InfeasibleError", "PlanError", "ProcessesError", "Proposal", "Solution", "Solver"),
@@ -103,6 +107,7 @@ __all__ = [
     "Budget",
     "CandidatesData",
     "CheckpointError",
+    "Cluster",
     "CommunicationSpace",
     "Comparison",
     "Encode",
@@ -111,6 +116,7 @@ __all__ = [
     "Exact",
     "ExpertPlans",
     "Hardware",
+    "Hosts",
     "InfeasibleError",
     "Line",
     "Link",
@@ -126,6 +132,7 @@ __all__ = [
     "Schedule",
     "Solution",
     "Solver",
+    "Submesh",
     "Training",
     "ZenoReport",
     "ZenoResult",

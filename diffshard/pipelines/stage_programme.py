@@ -16,21 +16,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from cost.host_groups import Submesh
 from cost.real_numbers import whole_number
-
-
-class Submesh(NamedTuple):
-    """Devices that a stage may have.
-
-    Attributes:
-      kind: the index of the kind of devices.
-      num_devices: how many.
-      shape: devices along each mesh axis; for people and for the costs, the programme does not read it.
-    """
-
-    kind: int
-    num_devices: int
-    shape: tuple[int, ...] = ()
 
 
 class Stage(NamedTuple):

@@ -2,6 +2,7 @@
 
     python -m experiments.planted_faults
     python -m experiments.planted_faults --list held_out --paths diffshard/solving cost
+    python -m experiments.planted_faults --sample 40 --seed 1
 
 Each fault changes one line of a copy of the repository, whose related tests then run until the first one fails. Tests
 that have failed run once more without any fault: one that fails there as well has noticed nothing. The working tree
@@ -27,6 +28,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from experiments.planted_faults.faults import ROOT, Fault, faulty_text, list_names, read_faults, selected
+from experiments.planted_faults.random_faults import draw_faults
 from experiments.planted_faults.related_tests import related_tests
 from experiments.tables import print_table
 
@@ -161,6 +163,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Prints the table; 1 if a fault was not noticed or does not apply."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--list", choices=list_names(), default="faults", help="which faults")
+    parser.add_argument("--sample", type=int, metavar="COUNT", help="of random faults, in place of a list")
+    parser.add_argument("--seed", type=int, default=0, help="of the random faults")
     parser.add_argument("--numbers", nargs="+", type=int, default=[], help="of faults in the list, from 1")
     parser.add_argument("--paths", nargs="+", default=[], help="beginnings of the paths of the files with the faults")
     parser.add_argument("--jobs", type=int, default=2, help="faults at a time")
@@ -168,10 +172,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--nearest", action="store_true", help="only the nearest tests, where a file has some")
     parser.add_argument("--records", type=Path, help="a folder for outcomes: those already there are taken up")
     options = parser.parse_args(argv)
+    if options.sample is not None and options.sample < 1:
+        parser.error(f"--sample must be positive, got {options.sample}")
     if options.jobs < 1 or not options.time_limit > 0:
         parser.error(f"--jobs and --time-limit must be positive, got {options.jobs} and {options.time_limit:g}")
     try:
-        faults = selected(read_faults(options.list), options.numbers, options.paths)
+        drawn = None if options.sample is None else draw_faults(options.sample, options.seed, ROOT)
+        faults = selected(read_faults(options.list) if drawn is None else drawn, options.numbers, options.paths)
     except ValueError as error:
         parser.error(str(error))
     outcomes = outcomes_of(
@@ -182,7 +189,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         (number, f"{fault.path}: {fault.text}\n=> {fault.replacement}", outcome.verdict, outcome.by.split("::")[-1])
         for (number, fault), outcome in zip(faults, outcomes, strict=True)
     ]
-    print_table(f"Planted faults of the list `{options.list}`", ("number", "fault", "verdict", "by"), rows)
+    title = f"Planted faults of the list `{options.list}`" if drawn is None else f"Random faults of seed {options.seed}"
+    print_table(title, ("number", "fault", "verdict", "by"), rows)
     counts = Counter(outcome.verdict for outcome in outcomes)
     others = "".join(f", {count} {verdict.lower()}" for verdict, count in counts.items() if verdict != NOTICED)
     share = counts[NOTICED] / len(outcomes)

@@ -16,6 +16,7 @@ from experiments.planted_faults.__main__ import (
     without_broken_tests,
 )
 from experiments.planted_faults.faults import ROOT, Fault, faulty_text, list_names, parse, read_faults, selected
+from experiments.planted_faults.random_faults import changes_by_line, draw_faults
 from experiments.planted_faults.related_tests import related_tests
 from tests.experiments.printed_tables import printed_rows
 
@@ -132,6 +133,8 @@ def test_main_counts_and_keeps_records(monkeypatch, capsys, tmp_path):
     [
         (["--numbers", "0"], "`--numbers` must be from 1 to"),
         (["--paths", "nowhere"], "begins with 'nowhere'"),
+        (["--sample", "0"], "--sample must be positive"),
+        (["--sample", "1000000"], "`--sample` must be at most"),
         (["--jobs", "0"], "--jobs and --time-limit must be positive"),
         (["--time-limit", "-1"], "--jobs and --time-limit must be positive"),
     ],
@@ -141,6 +144,53 @@ def test_bad_options_are_refused_before_any_work(monkeypatch, capsys, words, sai
     with pytest.raises(SystemExit):
         command.main(words)
     assert said in capsys.readouterr().err
+
+
+def changed_texts(code):
+    """Returns all texts that one change makes of a code of one line."""
+    data = code.encode()
+    changes = changes_by_line(data).get(0, [])
+    return {(data[:first] + replacement.encode() + data[last:]).decode() for first, last, replacement in changes}
+
+
+@pytest.mark.parametrize(
+    ("code", "changed"),
+    [
+        ("x = a < (b)", {"x = a <= (b)", "x = a > (b)"}),
+        ("x = a not in b", {"x = a in b"}),
+        ("x = (a) - b and c", {"x = (a) + b and c", "x = (a) - b or c"}),
+        ("x = not (a)", {"x = (a)"}),
+        ("x = -1", {"x = 1", "x = -0", "x = -2"}),
+        ("x = f('ü', True)", {"x = f(True, 'ü')", "x = f('ü', False)"}),
+        ("x = np.max(a, b)", {"x = np.min(a, b)", "x = np.max(b, a)"}),
+        ("x = a if b else c", {"x = a if not (b) else c"}),
+        ("x: dict[1 | 2] = isinstance(a, b)", set()),
+        ("raise ValueError(1)", set()),
+    ],
+)
+def test_the_changes_of_a_line(code, changed):
+    assert changed_texts(code) == changed
+
+
+def test_random_faults_apply_can_be_read_and_follow_from_the_seed():
+    faults = draw_faults(60, 7, ROOT)
+    assert faults == draw_faults(60, 7, ROOT)
+    assert len(set(faults)) == 60
+    assert len({fault.path for fault in faults}) > 30
+    assert faults != draw_faults(60, 8, ROOT)
+    for fault in faults:
+        faulty = faulty_text(fault, ROOT)
+        assert faulty is not None
+        ast.parse(faulty)
+
+
+def test_a_sample_of_random_faults_is_planted_in_place_of_a_list(monkeypatch, capsys):
+    monkeypatch.setattr(command, "outcomes_of", lambda faults, **_: [Outcome(NOTICED, "a", 1.0)] * len(faults))
+    assert command.main(["--sample", "3", "--seed", "5"]) == 0
+    printed = capsys.readouterr().out
+    assert "Random faults of seed 5" in printed
+    assert printed.splitlines()[-1] == "3 faults: 3 noticed (100%)"
+    assert draw_faults(3, 5, ROOT)[0].path in printed
 
 
 def test_faults_are_selected_by_number_or_path():

@@ -202,7 +202,9 @@ class Ascent:
         layout = layout or lay_out(self.flat, np.float64)
         cost = cost_at_prices(self.flat, prices)
         bound, _ = sweep(layout, np.minimum(cost, _LARGEST_COST), messages.astype(np.float64))
-        numbers = np.abs(np.where(np.isfinite(cost), cost, 0)).sum() + np.abs(messages).sum(dtype=np.float64)
+        # Costs and loads may cancel, so that their own sizes count, not those of their sums.
+        sizes = cost_at_prices(self.flat._replace(cost=np.abs(self.flat.cost), load=np.abs(self.flat.load)), prices)
+        numbers = np.where(np.isfinite(sizes), sizes, 0).sum() + np.abs(messages).sum(dtype=np.float64)
         return bound + credit(self.flat, prices) - SUM_ERROR * (numbers + abs(bound))
 
 

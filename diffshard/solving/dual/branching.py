@@ -122,7 +122,8 @@ def _least_cost(flat: Flat, is_allowed: np.ndarray) -> float:
     memory = chosen_memory(flat, choice) if flat.base.size else flat.base
     if (memory - flat.limit > _MEMORY_TOLERANCE * memory.max(initial=0.0)).any():
         return math.inf
-    size = chosen_cost(flat._replace(cost=np.abs(flat.cost), entries=np.abs(flat.entries)), choice)
+    sizes = flat._replace(cost=np.abs(flat.cost), entries=np.abs(flat.entries), load=np.abs(flat.load))
+    size = chosen_cost(sizes, choice)
     return float(chosen_cost(flat, choice) - SUM_ERROR * size)
 
 

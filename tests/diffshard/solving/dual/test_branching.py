@@ -9,8 +9,9 @@ from cost.base import FORBIDDEN, Problem
 from diffshard.solving.dual.ascent import Ascent
 from diffshard.solving.dual.branching import Branching
 from diffshard.solving.flat import flatten, with_ceiling
+from experiments.fuzzing.truth import Truth
+from tests.diffshard.solving.random_problems import EMPTY, small_problem
 from tests.diffshard.solving.random_problems import optimum as least_cost
-from tests.diffshard.solving.random_problems import small_problem
 
 KINDS = {
     "plain": {},
@@ -79,3 +80,20 @@ def test_bounds_hold_when_a_worse_choice_is_in_hand(kind):
             assert branching.bound <= optimum, f"seed {seed}"
             if not more:
                 break
+
+
+def test_the_only_choice_of_a_branch_is_no_bound_above_itself_where_loads_are_negative():
+    rng = np.random.default_rng(0)
+    for _ in range(20):
+        nodes = [rng.integers(-30, 0, 4).astype(float) for _ in range(2)]
+        load = [-1e9 * rng.integers(35, 52, (4, 3)) for _ in range(2)]
+        usage = [rng.choice([0.2, 0.6, 0.8], (4, 2)) for _ in range(2)]
+        interval = np.array([[2, 4], [2, 4]])
+        problem = Problem(nodes, EMPTY, [], np.arange(2), usage, interval, memory_limit=0.8, load=load)
+        optimum = Truth(problem).least_cost()
+        if optimum is None:
+            continue
+        branching = _branching(problem)
+        while branching.step(float(optimum)):
+            assert branching.bound <= optimum
+        assert branching.bound <= optimum

@@ -1,0 +1,249 @@
+"""Clusters whose hosts may be of different kinds: which parts of them can work together, and how fast they are linked.
+
+A part (a submesh) has devices of one kind, as in Alpa: a power of two of the devices of one host, or whole hosts. So
+every mesh over a submesh has links that follow from the levels of a host, as on a cluster of one kind
+(`cost/networks.py`). Nothing here needs devices; `Cluster.from_devices` describes those that are here.
+
+Source: Alpa, Zheng et al. (2022), section 5.2, for the shapes of submeshes.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from cost.base import Hardware, Link
+from cost.host_groups import Hosts, Submesh, check_link, known_network
+from cost.hosts import host_of
+from cost.networks import Network, SwitchedHost, links_of
+from cost.presets import preset_name_of
+from cost.real_numbers import real_number, whole_number
+
+_FREE = Link(0.0, 0.0)
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Hosts of one kind or of several, and their links.
+
+    >>> cluster = Cluster(
+    ...     [Hosts(2, devices=8, hardware="a100"), Hosts(2, devices=4, hardware="t4")], between=Link(10e-6, 8e-11)
+    ... )
+    >>> cluster.num_devices
+    24
+
+    A kind is a hardware with a number of devices in a host: equal groups of hosts are one kind.
+
+    Attributes:
+      hosts: groups of hosts; a kind is an index into `kinds`, not into these.
+      inside: the link between two devices of a host, of all kinds that have none of their own. Bytes are those that one
+        device sends. None takes what is usual for a preset.
+      between: the link between two hosts. Bytes are those that one host sends, all its devices together. None takes
+        what is usual for a preset, if all kinds have the same.
+      devices: JAX devices by kind, host and place in the host; `()` for a description of devices that are not here.
+
+    Raises:
+      TypeError, ValueError: an argument breaks a rule; hosts of one kind disagree on the link inside; a link is not
+        given and does not follow from a preset.
+    """
+
+    hosts: Sequence[Hosts]
+    inside: Link | None = None
+    between: Link | None = None
+    devices: tuple[tuple[tuple[Any, ...], ...], ...] = field(default=(), compare=False, repr=False)
+
+    def __post_init__(self):
+        hosts = (self.hosts,) if isinstance(self.hosts, Hosts) else tuple(self.hosts)
+        for group in hosts:
+            if not isinstance(group, Hosts):
+                raise TypeError(f"`Cluster.hosts` must be `Hosts(count, devices=..., hardware=...)`, not {group!r}.")
+        if not hosts:
+            raise ValueError("`Cluster.hosts` is empty; give at least one `Hosts(count, devices=..., hardware=...)`.")
+        object.__setattr__(self, "hosts", hosts)
+        check_link("Cluster.inside", self.inside)
+        check_link("Cluster.between", self.between)
+        _ = self._networks  # raises where a link is missing
+
+    @staticmethod
+    def from_devices(
+        devices: Sequence[Any],
+        *,
+        hardware: Hardware | str | None = None,
+        inside: Link | None = None,
+        between: Link | None = None,
+    ) -> "Cluster":
+        """Describes JAX devices, grouped by the hosts that they are in and by their kinds.
+
+        Args:
+          devices: such as `jax.devices()`.
+          hardware: of all devices; None takes the preset of each device's kind.
+          inside: as in `Cluster`.
+          between: as in `Cluster`.
+
+        Raises:
+          ValueError: there are no devices, a device's kind has no preset, or as `Cluster`.
+        """
+        if not len(devices):
+            raise ValueError("`devices` is empty; give JAX devices, such as `jax.devices()`.")
+        by_host: dict[Any, list[Any]] = {}
+        for device in devices:
+            of_device = preset_name_of(device.device_kind) if hardware is None else hardware
+            by_host.setdefault((of_device, host_of(device)), []).append(device)
+        by_kind: dict[Any, list[tuple[Any, ...]]] = {}
+        for (of_device, _), in_host in by_host.items():
+            by_kind.setdefault((of_device, len(in_host)), []).append(tuple(in_host))
+        hosts = [Hosts(len(of_kind), in_host, of_device) for (of_device, in_host), of_kind in by_kind.items()]
+        return Cluster(hosts, inside, between, tuple(tuple(of_kind) for of_kind in by_kind.values()))
+
+    @cached_property
+    def kinds(self) -> tuple[Hosts, ...]:
+        """The kinds, each with all of its hosts.
+
+        Raises:
+          ValueError: hosts of one kind disagree on the link inside.
+        """
+        kinds: dict[Any, Hosts] = {}
+        for group in self.hosts:
+            key = group.hardware if isinstance(group.hardware, Hardware) else group.name, group.devices
+            other = kinds.get(key)
+            if other is not None and other.inside != group.inside:
+                raise ValueError(
+                    f"`Cluster.hosts` disagree on the link inside of hosts of {group.devices} x {group.name}: "
+                    f"{other.inside} and {group.inside}. Give both the same `Hosts.inside`."
+                )
+            kinds[key] = group if other is None else dataclasses.replace(other, count=other.count + group.count)
+        return tuple(kinds.values())
+
+    @property
+    def num_devices(self) -> int:
+        """Devices of all kinds."""
+        return sum(hosts.num_devices for hosts in self.kinds)
+
+    def submeshes(self, kind: int | None = None) -> tuple[Submesh, ...]:
+        """Returns the parts that a stage may have: powers of two within a host, a whole host, and several whole hosts.
+
+        Args:
+          kind: the index of a kind; None for all kinds.
+
+        Raises:
+          ValueError: there is no such kind.
+        """
+        if kind is None:
+            return tuple(submesh for k in range(len(self.kinds)) for submesh in self.submeshes(k))
+        hosts = self._kind(kind)
+        in_host = [2**power for power in range(hosts.devices.bit_length()) if 2**power < hosts.devices]
+        within = [Submesh(kind, count, (1, count)) for count in in_host]
+        whole = [Submesh(kind, n * hosts.devices, (n, hosts.devices)) for n in range(1, hosts.count + 1)]
+        return (*within, *whole)
+
+    def hardware(self, kind: int, shape: Mapping[str, int]) -> Hardware:
+        """Returns the hardware of a mesh over a submesh: a device of the kind with a link for each axis.
+
+        Args:
+          kind: the index of a kind.
+          shape: devices along each axis of the mesh, slowest first, whose product is that of a submesh. The last axis's
+            neighbours are neighbours in the host.
+
+        Raises:
+          ValueError: there is no such kind, or no submesh of so many devices.
+        """
+        hosts = self._kind(kind)
+        sizes = [submesh.num_devices for submesh in self.submeshes(kind)]
+        for axis, size in shape.items():
+            if (whole_number(size) or 0) < 1:
+                raise ValueError(f"`shape` must have a whole number of devices along {axis!r}, not {size!r}.")
+        num_devices = math.prod(shape.values())
+        if num_devices not in sizes:
+            raise ValueError(
+                f"`shape` {dict(shape)} has {num_devices} devices, but the submeshes of {hosts.name} have "
+                f"{', '.join(map(str, sizes))}."
+            )
+        return dataclasses.replace(hosts.device, links=links_of(self._networks[kind], shape))
+
+    def link_s(self, num_bytes: float, sender: Submesh, receiver: Submesh, *, in_one_host: bool | None = None) -> float:
+        """Returns the seconds of sending an array from one submesh to another one, of which all devices send a part.
+
+        Each of n senders sends 1/n of the array, at the same time as the others, and each of m receivers gets 1/m. The
+        slowest decides: the devices of one side, those of the other, or the connections of the hosts of either side.
+
+        Args:
+          num_bytes: of the whole array.
+          sender: a submesh.
+          receiver: another submesh.
+          in_one_host: whether both are in the same host; None takes that they are if one host has so many devices.
+
+        Raises:
+          ValueError: the bytes are negative or no number; there is no such kind; `in_one_host` is true of submeshes
+            that one host does not have.
+        """
+        number = real_number(num_bytes)
+        if number is None or not number >= 0:
+            raise ValueError(f"`num_bytes` must be a number, 0 or more, not {num_bytes!r}.")
+        fits = self._fit_one_host(sender, receiver)
+        if in_one_host and not fits:
+            raise ValueError(f"`in_one_host` is true, but no host has the devices of both {sender} and {receiver}.")
+        sides = [(submesh, self._lines(submesh.kind)) for submesh in (sender, receiver)]
+        inside_s = max(inside.s_per_byte * number / submesh.num_devices for submesh, (inside, _) in sides)
+        if fits if in_one_host is None else in_one_host:
+            return sides[0][1][0].latency_s + inside_s
+        betweens = [(between, self._num_hosts(submesh)) for submesh, (_, between) in sides]
+        between_s = max(between.s_per_byte * number / num_hosts for between, num_hosts in betweens)
+        return max(between.latency_s for between, _ in betweens) + max(inside_s, between_s)
+
+    def _kind(self, kind: int) -> Hosts:
+        number = whole_number(kind)
+        if number is None or not 0 <= number < len(self.kinds):
+            names = ", ".join(f"{i}: {hosts.name}" for i, hosts in enumerate(self.kinds))
+            raise ValueError(f"`kind` must be the index of a kind ({names}), not {kind!r}.")
+        return self.kinds[number]
+
+    def _num_hosts(self, submesh: Submesh) -> int:
+        return math.ceil(submesh.num_devices / self.kinds[submesh.kind].devices)
+
+    def _fit_one_host(self, one: Submesh, other: Submesh) -> bool:
+        return one.kind == other.kind and one.num_devices + other.num_devices <= self._kind(one.kind).devices
+
+    def _lines(self, kind: int) -> tuple[Link, Link]:
+        """Returns the links from device to device of a host, and from host to host, for single transfers."""
+        self._kind(kind)
+        inside, between = self._networks[kind].transfers()
+        return inside, between if self.between is None else self.between
+
+    @cached_property
+    def _networks(self) -> tuple[Network, ...]:
+        """The network of each kind.
+
+        Raises:
+          ValueError: a link is missing.
+        """
+        networks = [self._network(hosts) for hosts in self.kinds]
+        if self.between is None and len(self.kinds) > 1:
+            links = {network.transfers()[1] for network in networks}
+            if len(links) > 1:
+                names = " and ".join(dict.fromkeys(hosts.name for hosts in self.kinds))
+                raise ValueError(
+                    f"`Cluster.between` must be given: hosts of {names} have different networks, so that the link "
+                    "between them does not follow. Write `between=Link(latency_s, s_per_byte)` for what one host sends."
+                )
+        return tuple(networks)
+
+    def _network(self, hosts: Hosts) -> Network:
+        _, network = known_network(hosts)
+        inside = self.inside if hosts.inside is None else hosts.inside
+        has_many_hosts = sum(group.count for group in self.hosts) > 1
+        if network is None and inside is None and hosts.devices > 1:
+            raise ValueError(
+                f"`Cluster.inside` must be given for {hosts.name}, which is no preset: the link between two devices of "
+                "a host."
+            )
+        if network is None and self.between is None and has_many_hosts:
+            raise ValueError(
+                f"`Cluster.between` must be given for {hosts.name}, which is no preset: the link between two hosts."
+            )
+        if network is not None and inside is None:
+            return network if self.between is None else network.with_hosts_linked_by(self.between)
+        own = (_FREE, _FREE) if network is None else network.transfers()
+        host = SwitchedHost(hosts.devices, math.inf, math.inf, launch_s=0.0, hop_s=0.0, network_hop_s=0.0)
+        return host.with_devices_linked_by(inside or own[0]).with_hosts_linked_by(self.between or own[1])
