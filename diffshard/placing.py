@@ -1,12 +1,21 @@
-"""`place`: puts the layers of a chain on devices or pipeline stages, with the same solvers as everything else."""
+"""`place`: puts the layers of a chain on devices, with the solvers of everything else, or on pipeline stages.
 
-from collections.abc import Sequence
+Pipelines are divided by the programme that divides functions into stages, with one device for each stage, in order.
+"""
+
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import jax
 import numpy as np
 
-from diffshard.base import Progress, Solution, Solver
+from cost.base import Problem
+from cost.evaluation import evaluate
+from diffshard.base import Progress, Proposal, Solution, Solver
+from diffshard.pipelines.slowest_stage import least_sum_and_slowest
+from diffshard.pipelines.stage_programme import Submesh
+from diffshard.solving.presolve.base import identity
+from diffshard.solving.presolve.pipeline import presolve
 from diffshard.solving.solve import solve
 from search_spaces.placement import PlacementSpace
 
@@ -42,7 +51,7 @@ def place(
     num_microbatches: int | None = None,
     layer_bytes: np.ndarray | Sequence | None = None,
     memory_limit_bytes: float | np.ndarray = np.inf,
-    solver: str | Solver = "gradient",
+    solver: str | Solver | None = None,
     time_limit_s: float | None = None,
     key: jax.Array | int | None = None,
     progress: Progress | None = None,
@@ -63,7 +72,8 @@ def place(
       num_microbatches: B of a pipeline.
       layer_bytes: `[L]`, what each layer holds.
       memory_limit_bytes: of each device, a number or `[D]`.
-      solver: as in `solve`.
+      solver: as in `solve`; None is "gradient" without micro-batches, and for pipelines a dynamic programme that is
+        exact.
       time_limit_s: as in `solve`.
       key: as in `solve`.
       progress: as in `solve`.
@@ -79,7 +89,17 @@ def place(
         layer_bytes=layer_bytes,
         memory_limit_bytes=memory_limit_bytes,
     )
-    solution = solve(space.problem, solver=solver, time_limit_s=time_limit_s, key=key, progress=progress)
+    reduce = presolve
+    if solver is None and num_microbatches is not None:
+        solver, reduce = _programme(space, num_microbatches), identity
+    solution = solve(
+        space.problem,
+        solver="gradient" if solver is None else solver,
+        time_limit_s=time_limit_s,
+        key=key,
+        progress=progress,
+        reduce=reduce,
+    )
     placement = space.decode(solution.choice)
     return Placement(
         assignment=placement.assignment,
@@ -90,3 +110,33 @@ def place(
         feasible=solution.feasible,
         solution=solution,
     )
+
+
+def _programme(space: PlacementSpace, num_microbatches: int) -> Solver:
+    """Returns the solver that divides the layers of a space into stages by the dynamic programme of pipelines.
+
+    Stages go to the devices in order, so that the number of stages from one to the last says which device it has. All
+    devices are used, so that the transfers between them are the same for every division.
+    """
+    stage_s = space.stage_s()
+    num_devices, num_layers = stage_s.shape[:2]
+
+    def run(problem: Problem, *, time_limit_s: float | None, key: jax.Array) -> Iterator[Proposal]:
+        del time_limit_s, key
+        division = least_sum_and_slowest(
+            num_layers,
+            [num_devices],
+            [Submesh(0, 1)],
+            lambda num_stages: stage_s[num_devices - num_stages, ..., None],
+            np.zeros((num_layers, 1, 1)),
+            num_microbatches - 1,
+            max_stages=num_devices,
+        )
+        if division is None:
+            equal = np.arange(num_layers) * num_devices // num_layers
+            yield Proposal(equal, np.inf)
+            return
+        choice = np.repeat(np.arange(num_devices), [stage.end - stage.start for stage in division.stages])
+        yield Proposal(choice, evaluate(problem, choice).cost)
+
+    return run

@@ -9,6 +9,9 @@ one for every edge, and what each device computes is a load: the cost takes the 
 Letters for sizes: L layers, D devices, B micro-batches. An assignment matrix X `[L, D]` has a row of weights for each
 layer.
 
+`diffshard.place` divides pipelines by the dynamic programme of `diffshard.pipelines`; as a problem they are for all
+other solvers, and for the price of any division.
+
 Source: for the pipeline, the synchronous 1F1B schedule of Narayanan et al. (2021).
 """
 
@@ -90,6 +93,21 @@ class PlacementSpace:
     def node_names(self) -> tuple[str, ...]:
         """The layers, `[L]` names."""
         return tuple(f"layer {layer}" for layer in range(len(self._times)))
+
+    def stage_s(self) -> np.ndarray:
+        """Returns `[D, L, L + 1]`, the seconds of layers `start` to `end` (exclusive) on each device.
+
+        It is infinite where one of them cannot run there or they exceed its memory together, and for no layers at all.
+        """
+        num_layers, num_devices = self._times.shape
+        needed = np.zeros((num_layers, num_devices))  # of each device's memory
+        for v, usage in zip(self.problem.usage_node, self.problem.usage, strict=True):
+            needed[v] += usage.max(axis=-1)
+        seconds = np.full((num_devices, num_layers, num_layers + 1), np.inf)
+        for start in range(num_layers):
+            fits = np.cumsum(needed[start:], axis=0) <= self.problem.memory_limit
+            seconds[:, start, start + 1 :] = np.where(fits, np.cumsum(self._times[start:], axis=0), np.inf).T
+        return seconds
 
     def strategy_names(self, node: int) -> tuple[str, ...]:
         """Returns the names of the devices, or of the stages of a pipeline, `[D]`; the same for every layer."""

@@ -187,7 +187,7 @@ def test_commands_exist(page: Path):
         command = line.split("#")[0]
         for target in re.findall(r"\bmake (\w+)", command):
             assert re.search(rf"^{target}:", makefile, re.MULTILINE), line
-        module = re.search(r"python -m (experiments\.\w+)|(?:^|\s)(diffshard) (?:search|show|solve)\b", command)
+        module = re.search(r"python -m (experiments(?:\.\w+)+)|(?:^|\s)(diffshard) (?:search|show|solve)\b", command)
         if module:
             folder = ROOT / ("experiments" if module[1] else "diffshard/command")
             source = "\n".join(path.read_text(encoding="utf-8") for path in folder.rglob("*.py"))

@@ -73,11 +73,17 @@ def bottleneck_objective() -> Objective:
 def limited_sum_objective(stage_limit_s: float) -> Objective:
     """Returns Σ_i (t_i + c_i) over stages of at most `stage_limit_s` each, and infinity over others.
 
-    The sum and (M - 1) times the limit is Alpa's objective for the slowest stage that the limit allows.
+    The sum and (M - 1) times the limit is Alpa's objective for the slowest stage that the limit allows;
+    `diffshard.pipelines.slowest_stage` minimises it over all limits.
     """
     return Objective(
         np.add, lambda stage_s, rest: np.where(stage_s <= stage_limit_s, np.asarray(stage_s) + rest, np.inf)
     )
+
+
+def slowest_stage_objective() -> Objective:
+    """Returns the largest time of a stage; links count only where they are infinite."""
+    return Objective(lambda link_s, rest: np.where(np.isinf(link_s), np.inf, rest), np.maximum)
 
 
 def best_division(
@@ -129,13 +135,15 @@ def best_division(
         for p, submesh in enumerate(submeshes):
             rest, following = _rest(values, link_s[:, p], objective, submesh, left_shape, use_all_devices)
             for start in range(num_layers):
-                ends = [num_layers] if num_stages == 1 else range(start + 1, num_layers)
-                for end in ends:
-                    candidate = objective.fold(times[start, end, p], rest[end])
-                    is_better = candidate < value[start, ..., p]
-                    value[start, ..., p] = np.where(is_better, candidate, value[start, ..., p])
-                    choice[start, ..., p, 0] = np.where(is_better, end, choice[start, ..., p, 0])
-                    choice[start, ..., p, 1] = np.where(is_better, following[end], choice[start, ..., p, 1])
+                ends = np.array([num_layers]) if num_stages == 1 else np.arange(start + 1, num_layers)
+                if not len(ends):
+                    continue
+                stage = times[start, ends, p].reshape(-1, *(1 for _ in left_shape))
+                candidates = objective.fold(stage, rest[ends])
+                best = candidates.argmin(axis=0)[None]
+                value[start, ..., p] = np.take_along_axis(candidates, best, 0)[0]
+                choice[start, ..., p, 0] = ends[best[0]]
+                choice[start, ..., p, 1] = np.take_along_axis(following[ends], best, 0)[0]
         values.append(value)
         choices.append(choice)
     first = np.array([value[(0, *devices)].min() for value in values])
