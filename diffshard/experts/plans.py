@@ -1,9 +1,10 @@
 """`expert_plans` completes experts' shardings to plans, whose predictions stand beside those of a found plan."""
 
+import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypedDict
 
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
@@ -13,10 +14,14 @@ from diffshard.experts.arguments import describe_arguments
 from diffshard.experts.base import Argument, DoesNotApplyError, ExpertMesh, ExpertShardings
 from diffshard.experts.shardings import EXPERTS
 from diffshard.plans.base import LogicalAxisRules
+from diffshard.plans.file import from_json, to_json
+from diffshard.processes import errors_for_all, processes_of
+from diffshard.sharding_search.fingerprints import device_facts, facts_of
 from diffshard.sharding_search.logical_axes import checked_rules
 from diffshard.sharding_search.options import DEFAULT_SOLVER, Options, hardware_for, positions
 from diffshard.sharding_search.plan import Plan
 from diffshard.sharding_search.planning import find_plan
+from diffshard.sharding_search.program_text import value_text
 from diffshard.sharding_search.request import PlanRequest
 from diffshard.sharding_search.tracing import TracedFunction, space_of, trace_call, trace_function
 from search_spaces.sources import function_source
@@ -24,6 +29,15 @@ from search_spaces.sources import function_source
 BY_RULES = "logical axis rules"
 """The name of the plan that follows a user's own rules."""
 _NO_NAMES = "the function names no logical axes, so XLA's partitioner alone decides how activations are split."
+
+
+class _Wanted(TypedDict):
+    """What is wanted of the experts, as `plans_of_experts` takes it."""
+
+    names: Sequence[str]
+    state_argnums: tuple[int, ...] | None
+    rules: LogicalAxisRules
+    dimensions: Mapping[tuple[str, ...], int | None]
 
 
 @dataclass(frozen=True)
@@ -70,7 +84,8 @@ def expert_plans(
 
     An expert gives shardings of arguments, and rules for flax's logical names of activations. The search completes
     them to the fastest plan that has these shardings, which is what the prediction is for. The plan runs as experts'
-    plans do, by propagation: XLA's partitioner is told nothing else.
+    plans do, by propagation: XLA's partitioner is told nothing else. With `jax.distributed` all processes of the mesh
+    call this alike, the first one makes the plans, and the others get them.
 
     State is what the function updates: arguments that come back with equal structure and shapes, and donated ones;
     where there is neither, the first argument. All others are batch, and are split along their leading dimension.
@@ -100,29 +115,61 @@ def expert_plans(
 
     Raises:
       TypeError, ValueError: an argument breaks a rule; the error names it and its value.
+      ProcessesError: the processes ask for different plans, or another one failed.
     """
-    unknown = [name for name in names or () if name not in EXPERTS]
-    if unknown:
-        raise ValueError(f"`names` must be some of {', '.join(EXPERTS)}, not {unknown[0]!r}.")
-    priced_for = hardware_for(hardware, mesh)
-    options = Options(
-        fn=fn,
-        mesh=mesh,
-        hardware=priced_for,
-        memory_limit_bytes=priced_for.memory_bytes if memory_limit_bytes is None else memory_limit_bytes,
-        solver=DEFAULT_SOLVER if solver is None else solver,
-        time_limit_s=time_limit_s,
-        donate_argnums=positions(donate_argnums),
-        static_argnums=positions(static_argnums),
-        executor="propagation",
-    )
-    return plans_of_experts(
-        options,
-        trace_function(options, args),
-        names=tuple(EXPERTS) if names is None else names,
-        state_argnums=None if state_argnums is None else positions(state_argnums),
-        rules=checked_rules(logical_axis_rules or (), options.axis_names),
-        dimensions=tensor_dimensions or {},
+    with errors_for_all(mesh, "make plans of experts"):
+        unknown = [name for name in names or () if name not in EXPERTS]
+        if unknown:
+            raise ValueError(f"`names` must be some of {', '.join(EXPERTS)}, not {unknown[0]!r}.")
+        priced_for = hardware_for(hardware, mesh)
+        options = Options(
+            fn=fn,
+            mesh=mesh,
+            hardware=priced_for,
+            memory_limit_bytes=priced_for.memory_bytes if memory_limit_bytes is None else memory_limit_bytes,
+            solver=DEFAULT_SOLVER if solver is None else solver,
+            time_limit_s=time_limit_s,
+            donate_argnums=positions(donate_argnums),
+            static_argnums=positions(static_argnums),
+            executor="propagation",
+        )
+        wanted: _Wanted = {
+            "names": tuple(EXPERTS) if names is None else names,
+            "state_argnums": None if state_argnums is None else positions(state_argnums),
+            "rules": checked_rules(logical_axis_rules or (), options.axis_names),
+            "dimensions": tensor_dimensions or {},
+        }
+        return _plans_of_first_process(options, args, wanted)
+
+
+def _plans_of_first_process(options: Options, args: Sequence[Any], wanted: "_Wanted") -> ExpertPlans:
+    """Returns the experts' plans that the first process of the mesh makes; all processes trace the function.
+
+    Raises:
+      ProcessesError: the processes ask for different things, or another one failed.
+    """
+
+    def facts(traced_function: TracedFunction) -> dict[str, str]:
+        arguments = {f"`{name}`": value_text(value) for name, value in wanted.items()}
+        return {**facts_of(options, traced_function), **device_facts(options), **arguments}
+
+    processes, what = processes_of(options.mesh), f"make plans of experts for {options.function_name}"
+    traced_function = processes.alike(what, lambda: trace_function(options, args), facts)
+
+    def pack(plans: ExpertPlans) -> bytes:
+        documents = {name: to_json(plan) for name, plan in plans.items()}
+        return json.dumps({"plans": documents, "left_out": dict(plans.left_out)}).encode()
+
+    def unpack(content: bytes) -> ExpertPlans:
+        document, structures = json.loads(content), (traced_function.call.structure, traced_function.result)
+        plans = {
+            name: replace(from_json(plan, name, Plan, options.mesh), structures=structures)
+            for name, plan in document["plans"].items()
+        }
+        return ExpertPlans(plans, document["left_out"])
+
+    return processes.shared(
+        what, lambda: plans_of_experts(options, traced_function, **wanted), pack=pack, unpack=unpack
     )
 
 

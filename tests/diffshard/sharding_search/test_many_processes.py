@@ -78,6 +78,12 @@ for number in range(3):
     losses.append(float(loss))
 result["losses"] = losses
 
+limits = {"time_limit_s": 5.0 * (process + 1), "names": ["fsdp", "megatron", "hybrid fsdp"]}
+experts = diffshard.expert_plans(step, mesh, state, batch, hardware="cpu", memory_limit_bytes=2e6, **limits)
+fsdp = experts["fsdp"]
+result["experts"] = [[str(expert) for expert in experts.values()], dict(experts.left_out)]
+result["expert's loss"] = float(fsdp.apply(step)(*fsdp.shard(state, batch))[1])
+
 plan.save("plan.json")
 applied = diffshard.Plan.load("plan.json", mesh).apply(step)
 applied_plan = applied.plan(state, batch)
@@ -110,6 +116,7 @@ wrong = {
     "solver": lambda: searched(solver="cpu" if process == 0 else "gradient", time_limit_s=5.0).plan(state, batch),
     "mesh": lambda: diffshard.search(step, None if process else mesh, hardware="cpu").plan(state, batch),
     "sharding": lambda: searched(in_shardings=(None, jax.P("nope" if process else "data"))).plan(state, batch),
+    "names": lambda: diffshard.expert_plans(step, mesh, state, batch, names=["fsdp", "zero"][: 1 + process]),
     "arguments": lambda: searched().plan(state, *[batch] * (1 + process)),
     "plans": lambda: diffshard.compare(step, mesh, state, batch, plans={"found": plan} if process else None),
     "target": lambda: diffshard.compare(step, mesh, state, batch, plans={"a": plan}, target=("host", "x")[process]),
@@ -133,6 +140,14 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
 
 def test_all_processes_get_the_same_plan_whatever_their_time_limits(results: list[dict]):
     assert results[0]["plans"] == results[1]["plans"]
+
+
+def test_experts_plan_in_the_first_process_for_all(results: list[dict]):
+    plans, left_out = results[0]["experts"]
+    assert results[1]["experts"] == [plans, left_out]
+    assert len(plans) + len(left_out) == 3
+    assert len(plans) >= 1
+    assert results[0]["expert's loss"] == pytest.approx(results[0]["losses"][0], rel=1e-5)
 
 
 def test_only_the_first_process_uses_the_store(results: list[dict]):
@@ -195,6 +210,7 @@ def test_an_error_of_one_process_while_tracing_ends_the_others(results: list[dic
         ("solver", 0, "ValueError: `solver` must be"),
         ("mesh", 1, "TypeError: `mesh` must be a jax.sharding.Mesh or AbstractMesh, not NoneType."),
         ("sharding", 1, "ValueError: The spec of `in_shardings`[1] has an axis 'nope'"),
+        ("names", 1, "ValueError: `names` must be some of"),
         ("arguments", 1, "TypeError: "),
         ("plans", 0, "ValueError: `plans` must map"),
         ("target", 1, "ValueError: `target`"),
