@@ -63,6 +63,17 @@ def test_what_exact_says_about_badly_scaled_problems_is_true(kind):
         assert faults(outcome, {HELD})[0] == {}
 
 
+# Seeds of cases that were faults once: bounds above the optimum with large loads of either sign.
+FAULTS_OF_OLD = {"problems": (101_929, 107_999, 108_079, 108_819), "no-greedy": (407_237,)}
+
+
+@pytest.mark.parametrize("kind", FAULTS_OF_OLD)
+def test_faults_that_were_mended_do_not_come_back(kind):
+    with command.outcomes(kind) as outcome:
+        found = {seed: outcome(seed) for seed in FAULTS_OF_OLD[kind]}
+    assert {seed: said for seed, said in found.items() if said != HELD and not said.startswith("overrun")} == {}
+
+
 def test_a_case_depends_on_its_seed_alone():
     damage = InstanceDamage().damage
     assert damage.document_of(5) == damage.document_of(5) != whole_instance()

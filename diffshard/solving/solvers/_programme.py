@@ -38,6 +38,9 @@ _OBJECTIVE_ERROR = 1e-5
 improvement that it looks for. Its relative gap makes that grow with the objective."""
 _ERROR_PER_ROW = 4e-7
 """What each node, edge and limit may add to that: four times the tolerance of reduced costs."""
+_ERROR_OF_LARGEST_LOAD = 2e-6
+"""What a part of the largest load may add where no choice is known: twice what HiGHS takes a number for whole by. An x
+that is off by this moves the largest load by as much of it."""
 _MOST_ROOM = 1e5
 """Windows' worth of room beyond which a device's row is left out: HiGHS would drop the row's coefficient of z."""
 _MARGIN = 1e-9
@@ -85,7 +88,7 @@ class Window(NamedTuple):
             return -math.inf
         error = self.error + _OBJECTIVE_ERROR * max(objective_bound / _WINDOW - 1, 0.0)
         if self.has_loads and math.isinf(self.most):
-            error += _ERROR_PER_ROW * max(objective_bound, 0.0)  # the tolerance counts as often as z is large
+            error += _ERROR_OF_LARGEST_LOAD * max(objective_bound, 0.0)
         if objective_bound > self.top * (1 + _MARGIN) + error:
             return -math.inf  # no choice costs as much, so the bound is false, or there is no choice
         return min(self.least + (objective_bound - error) * self.unit, self.most)
