@@ -109,6 +109,28 @@ def test_shardings_without_a_plan_that_fits_are_left_out():
     assert "whole is left out: `memory_limit_bytes` is 100,000" in result.notes[0]
 
 
+def test_shardings_are_priced_for_the_hardware_of_the_first_plan_or_the_one_given():
+    found = found_plan()
+    slower = diffshard.search(step, MESH, hardware="a100", donate_argnums=0).plan(STATE, BATCH)
+    by_hand = (P(), P(("data", "model")))
+
+    def predicted_s(hardware):
+        return diffshard.search(step, MESH, hardware=hardware, in_shardings=by_hand).plan(STATE, BATCH).step_s
+
+    expected = {name: predicted_s(name) for name in ("h100", "a100", "tpu_v5e")}
+    assert len(set(expected.values())) == 3
+    in_order = {"by hand": by_hand, "found": found, "slower": slower}
+    others = {"slower": slower, "found": found, "by hand": by_hand}
+    for plans, hardware, name in [(in_order, None, "h100"), (others, None, "a100"), (in_order, "tpu_v5e", "tpu_v5e")]:
+        result = diffshard.compare(
+            step, MESH, STATE, BATCH, plans=plans, hardware=hardware, target="host", timeout_s=0.01
+        )
+        assert [row.name for row in result.rows] == list(plans)
+        predicted = {row.name: row.predicted_s for row in result.rows}
+        assert predicted["by hand"] == pytest.approx(expected[name]), name
+        assert (predicted["found"], predicted["slower"]) == (found.step_s, slower.step_s)
+
+
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [

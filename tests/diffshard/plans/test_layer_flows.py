@@ -5,15 +5,17 @@ import dataclasses
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 import diffshard
 from diffshard.base import PlanError
+from diffshard.plans.base import PredictedCollective
 from diffshard.plans.file import from_json, to_json
-from diffshard.plans.layer_flows import LayerFlow, flow_elements, flows_below, layer_traffic
-from diffshard.plans.layers import layers
+from diffshard.plans.layer_flows import LayerFlow, flow_elements, flows_below, inside_element, layer_traffic
+from diffshard.plans.layers import layers, layers_of_operations
 from diffshard.plans.page import format_page
 from diffshard.sharding_search.plan import Plan
 from tests.diffshard.plans.page_checker import checked_page
@@ -148,3 +150,78 @@ def test_a_collective_of_an_unknown_operation_is_damage(field, index):
     document["collectives"][0][field] = index
     with pytest.raises(PlanError, match=f"`{field}` of a collective is {index}, not one of 8 operations"):
         from_json(document, "plan.json", Plan)
+
+
+def random_plan(seed):
+    """The small plan with collectives between random operations: a few kinds and axes, counts from 1 to 9."""
+    rng = np.random.default_rng(seed)
+    collectives = tuple(
+        PredictedCollective(
+            kind=str(rng.choice(["all_gather", "all_reduce"])),
+            axis=str(rng.choice(["data", "model"])),
+            num_bytes=float(rng.integers(1, 100) * 1024),
+            count=float(rng.integers(1, 10)),
+            seconds=float(rng.integers(1, 100)) * 1e-4,
+            operation=int(made_by),
+            made_by=int(made_by),
+            read_by=None if rng.random() < 0.2 else int(rng.integers(3, 8)),
+        )
+        for made_by in rng.integers(0, 8, 12)
+    )
+    return small_plan(collectives=collectives)
+
+
+def test_executions_bytes_and_seconds_are_those_of_the_collectives_one_by_one():
+    for seed in range(20):
+        plan = random_plan(seed)
+        shown = layers(plan)
+        layer_of = layers_of_operations(plan)
+        names = {member: layer.name for layer in shown for member in layer.members}
+        expected = {}
+        for c in plan.collectives:
+            assert c.made_by is not None
+            reader = c.made_by if c.read_by is None else c.read_by
+            makes, reads = layer_of[c.made_by], layer_of[reader]
+            key = makes == reads, names.get(makes, makes), names.get(reads, reads), c.kind, c.axis
+            total = expected.setdefault(key, np.zeros(3))
+            total += [c.count, c.count * c.num_bytes, c.seconds]
+        traffic = layer_traffic(plan, shown)
+        found = {}
+        for is_inside, flows in ((True, traffic.inside), (False, traffic.between)):
+            for flow in flows:
+                total = found.setdefault((is_inside, flow.source, flow.target, flow.kind, flow.axis), np.zeros(3))
+                total += [flow.count, flow.num_bytes, flow.seconds]  # of all directions
+        assert found.keys() == expected.keys()
+        for key, total in expected.items():
+            np.testing.assert_allclose(found[key], total, err_msg=f"seed {seed}: {key}")
+
+
+def test_what_a_layer_sends_inside_is_told_for_one_of_the_layers_that_are_shown_as_one():
+    gather = PredictedCollective("all_gather", "model", 2048.0, 3.0, 1e-3, 3, made_by=3, read_by=3)
+    reduction = dataclasses.replace(gather, kind="all_reduce", num_bytes=512.0, count=2.0)
+    first = gather, reduction
+    second = [dataclasses.replace(c, operation=4, made_by=4, read_by=4) for c in first]
+    plan = small_plan(collectives=(*first, *second))
+    shown = layers(plan)
+    (layer,) = (layer for layer in shown if layer.name == "Net/layer_*")
+    assert layer.times == 2
+    text = inside_element(layer, layer_traffic(plan, shown))
+    assert [part.split("</div>")[0] for part in text.split("</span> ")[1:]] == ["3×, 6.00 KiB", "2×, 1.00 KiB"]
+    assert text.index("all_gather model") < text.index("all_reduce model")  # what sends most comes first
+
+
+def test_arrows_tell_where_a_flow_goes_and_how_much_of_the_most_it_is():
+    forward = LayerFlow("a", "b", "forward", "all_gather", "data", 3.0, 2048.0, 1e-3)
+    shown = [layer._replace(name=name) if hasattr(layer, "_replace") else dataclasses.replace(layer, name=name)
+             for layer, name in zip([layers(small_plan())[0]] * 2, "ab", strict=True)]  # fmt: skip
+    upper, lower = shown
+    text = flow_elements(upper, [forward], 8192.0)
+    assert "<b>↓</b><span>to b, forward</span>" in text
+    assert "3×, 2.00 KiB, 1.00 ms" in text
+    assert "width:25.0%" in text
+    text = flow_elements(upper, [forward._replace(source="b", target="a", direction="backward")], 0.0)
+    assert "<b>↑</b><span>from b, backward</span>" in text
+    assert "<b>↑</b><span>to the next" in flow_elements(
+        lower, [forward._replace(source="b", direction="backward")], 1.0
+    )
+    assert flow_elements(upper, [], 1.0) == ""
