@@ -167,6 +167,23 @@ def test_roofline_is_the_slower_of_arithmetic_and_traffic_over_arrays():
     assert roofline_s(10, 1e30, "float32", free) == 1
 
 
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: jax.lax.sort(x, dimension=0),
+        lambda x: jax.lax.sort(x, dimension=1),
+        lambda x: jnp.cumsum(x, axis=0),
+        lambda x: x.sum(axis=1),
+        lambda x: jax.lax.top_k(x, 2),
+        lambda x: jnp.fft.fft(x),
+        lambda x: jax.lax.scan(lambda c, row: (c, row * 2), 0.0, x)[1],
+        lambda x: jax.lax.linalg.cholesky(x[:, :0]),
+    ],
+)
+def test_what_computes_nothing_counts_nothing(function):
+    assert flops(function, array(0, 4)) == 0
+
+
 def test_empty_arrays_and_random_bits_are_counted_without_error():
     assert flops(lambda x: x @ x.T, array(0, 4)) == 0
     key = jax.eval_shape(lambda: jax.random.key(0))

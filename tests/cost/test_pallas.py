@@ -61,6 +61,18 @@ def test_branches_count_where_they_are_taken():
     assert counted(body) == pytest.approx(ONCE * 8)
 
 
+def test_of_branches_that_data_decide_the_largest_counts():
+    def body(x_ref, y_ref):
+        x = x_ref[...]
+        y_ref[...] = jax.lax.cond(x_ref[0, 0] > 0, lambda: x @ x, lambda: x)
+
+    def other(x_ref, y_ref):
+        x = x_ref[...]
+        y_ref[...] = jax.lax.cond(x_ref[0, 0] > 0, lambda: x, lambda: x @ x)
+
+    assert counted(body) == counted(other) == pytest.approx(2 * 8**3 * 8, rel=0.01)
+
+
 def test_large_grids_are_sampled():
     assert counted(lambda x, y: squared(x, y, pl.program_id(0)), (100_000,)) == pytest.approx(
         99_999 / 2 * ONCE * 1e5, rel=0.02

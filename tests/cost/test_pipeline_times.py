@@ -102,6 +102,10 @@ def test_operations_wait_for_what_they_need_and_never_run_at_once(times, num_mic
     graph, start, end = simulation.graph, simulation.start_s, simulation.end_s
     at = {key: i for i, key in enumerate(zip(graph.kind.tolist(), graph.stage.tolist(), graph.microbatch.tolist()))}  # noqa: B905
     num_stages = len(times.forward_s)
+    kinds = {FORWARD: num_stages, BACKWARD: num_stages, SEND_FORWARD: num_stages - 1, SEND_BACKWARD: num_stages - 1}
+    wanted = {(k, s, m) for k, stages in kinds.items() for s in range(stages) for m in range(num_microbatches)}
+    assert {key for key in at if key[0] in kinds} == wanted
+    assert len(at) == len(graph.kind)
     for (kind, stage, m), i in at.items():
         needed = {
             FORWARD: (SEND_FORWARD, stage - 1, m) if stage else None,

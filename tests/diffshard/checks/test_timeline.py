@@ -277,6 +277,8 @@ def test_a_trace_for_perfetto(tmp_path: Path):
         (COMPUTE, "copy", 0, 4e6),
     ]
     assert spans[0]["args"]["op_name"] == "jit(step)/dot_general"
+    assert len({(event["pid"], event["ph"] == "M", event["tid"]) for event in events}) == 2 * len(names)
+    assert len({event["pid"] for event in events}) == 1  # rows are named for each process
     assert list(tmp_path.iterdir()) == [path]
 
 

@@ -36,3 +36,23 @@ def test_prices_stay_numbers_where_nothing_ever_fits():
         polish.anneal(0.0, 0.1)
     assert np.isfinite(polish.memory).all()
     assert polish.choice.tolist() == [0, 1]  # at such prices the least memory
+
+
+def test_the_best_choice_is_the_cheapest_of_those_that_fit_or_the_one_of_least_excess():
+    """Two nodes of three strategies, which use a memory of 0, 2 or 4 at a time of their own."""
+    usage = [np.array([0.0, 2.0, 4.0])] * 2
+    empty = np.zeros((0, 2), int)
+    cost = [np.array([9.0, 5.0, 1.0])] * 2
+    problem = Problem(cost, empty, [], np.arange(2), usage, np.array([[0, 1], [1, 2]]), 2.0)
+    flat = flatten(problem)
+    polish = Polish(flat, np.random.default_rng(0), np.array([2, 2]), initial_prices(flat), 2.0)
+    assert (polish.best.tolist(), polish.best_rank) == ([2, 2], (2.0, np.inf))
+    for choice, exceeds, best, rank in [
+        ([2, 1], [True, False], [2, 2], (2.0, np.inf)),  # as much too much at the worst time
+        ([0, 0], [False, False], [0, 0], (0.0, 18.0)),
+        ([1, 2], [False, True], [0, 0], (0.0, 18.0)),  # cheaper, but it does not fit
+        ([1, 1], [False, False], [1, 1], (0.0, 10.0)),
+        ([0, 1], [False, False], [1, 1], (0.0, 10.0)),
+    ]:
+        assert polish.offer(np.array(choice)).ravel().tolist() == exceeds
+        assert (polish.best.tolist(), polish.best_rank) == (best, rank)
