@@ -17,7 +17,7 @@ HOST = SwitchedHost(
 
 def busiest_cable(size: int, *, is_ring: bool) -> float:
     """Returns how many blocks the busiest cable carries one way if each chip sends each other one the shortest way."""
-    carried = dict.fromkeys(itertools.product(range(size), (1, -1)), 0.0)
+    carried: dict[tuple[int, int], float] = dict.fromkeys(itertools.product(range(size), (1, -1)), 0.0)
     for source, target in itertools.permutations(range(size), 2):
         forward = (target - source) % size
         if is_ring:  # blocks that are as far both ways are halved

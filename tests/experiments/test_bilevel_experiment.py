@@ -134,6 +134,7 @@ def test_estimators_are_held_against_training():
     assert found["measured"].shape == found["curvature"].shape == (1, num_lossy)
     assert found["measured"].any()
     forward = bilevel_estimators.lossy(space).direction == "forward"
+    assert 0 < forward.sum() < num_lossy
     assert found["met"][0, forward].all()
     np.testing.assert_allclose(found["met"][0, ~forward], 0, atol=1e-6)  # they change no loss where nothing is trained
     assert (found["curvature"] >= 0).all()

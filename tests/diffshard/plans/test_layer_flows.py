@@ -212,9 +212,7 @@ def test_what_a_layer_sends_inside_is_told_for_one_of_the_layers_that_are_shown_
 
 def test_arrows_tell_where_a_flow_goes_and_how_much_of_the_most_it_is():
     forward = LayerFlow("a", "b", "forward", "all_gather", "data", 3.0, 2048.0, 1e-3)
-    shown = [layer._replace(name=name) if hasattr(layer, "_replace") else dataclasses.replace(layer, name=name)
-             for layer, name in zip([layers(small_plan())[0]] * 2, "ab", strict=True)]  # fmt: skip
-    upper, lower = shown
+    upper, lower = (layers(small_plan())[0]._replace(name=name) for name in "ab")
     text = flow_elements(upper, [forward], 8192.0)
     assert "<b>↓</b><span>to b, forward</span>" in text
     assert "3×, 2.00 KiB, 1.00 ms" in text

@@ -28,8 +28,7 @@ def constructed(problem, order):
                     row, other = (matrix[s], b) if a == v else (matrix[:, s], a)
                     price += row[choice[other]] if other in choice else row.min()
             if len(problem.load):
-                loads = sum((problem.load[u][t] for u, t in choice.items()), start=problem.load[v][s])
-                price += max(loads)
+                price += np.sum([problem.load[v][s], *(problem.load[u][t] for u, t in choice.items())], axis=0).max()
             prices.append(price)
         choice[v] = int(np.argmin(prices))
     return [choice[v] for v in range(len(tables))]
