@@ -3,6 +3,26 @@
 import os
 import secrets
 import stat
+from typing import Any
+
+
+def folder_path(argument: str, folder: Any) -> str:
+    """Returns the absolute path of a folder that the user gives.
+
+    Args:
+      argument: its name, for errors.
+      folder: the path.
+
+    Raises:
+      TypeError: it is not a path.
+      ValueError: it is empty, as a variable that was not set.
+    """
+    if not isinstance(folder, str | os.PathLike):
+        raise TypeError(f"`{argument}` must be the path of a folder, not {folder!r}.")
+    path = os.fspath(folder)
+    if not path:
+        raise ValueError(f"`{argument}` is empty. Give the path of a folder, '.' for the one that the program runs in.")
+    return os.path.abspath(path)
 
 
 def write_whole(path: str | os.PathLike[str], content: str | bytes) -> None:

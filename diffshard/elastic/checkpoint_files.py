@@ -24,8 +24,11 @@ from diffshard.sharding_search.plan import Plan
 FORMAT, VERSION = "diffshard checkpoint", 1
 MANIFEST, PLAN = "checkpoint.json", "plan.json"
 _STEP = re.compile(r"\d{8,}")
-_UNFINISHED = (".orbax-checkpoint-tmp", ".removed")  # parts of names: of folders that orbax writes, and of old ones
+_UNFINISHED = re.compile(r"\d{8,}(\.orbax-checkpoint-tmp|\.[0-9a-f]{8}\.removed$)")
+"""Names of folders that orbax writes, and of old ones that are being removed."""
 _CHANGED_LATER = "_CHECKPOINT_METADATA"  # orbax notes there when it renames the folder
+_MARKS = (MANIFEST, _CHANGED_LATER, "_METADATA", "manifest.ocdbt")
+"""Files by which a checkpoint is known, also one that has lost some of its files; the last three are orbax's."""
 _CHUNK_BYTES = 1 << 22
 
 
@@ -81,11 +84,19 @@ def step_folder(directory: str, num_steps: int) -> str:
 
 
 def saved_steps(directory: str) -> list[int]:
-    """Returns the numbers of steps of all checkpoints that were finished, damaged ones included, ascending."""
+    """Returns the numbers of steps of all checkpoints that were finished, damaged ones included, ascending.
+
+    A folder with nothing of a checkpoint in it, whatever its name is, such as a date, is the user's.
+    """
     if not os.path.isdir(directory):
         return []
     names = (name for name in os.listdir(directory) if _STEP.fullmatch(name))
-    return sorted(int(name) for name in names if os.path.isdir(os.path.join(directory, name)))
+    return sorted(int(name) for name in names if is_checkpoint(os.path.join(directory, name)))
+
+
+def is_checkpoint(folder: str) -> bool:
+    """Tells whether a folder has, or has had, a checkpoint."""
+    return any(os.path.exists(os.path.join(folder, name)) for name in _MARKS)
 
 
 def write_manifest(folder: str, plan: PlanData, num_steps: int, arrays: Sequence[SavedArray], data: Any) -> None:
@@ -198,7 +209,7 @@ def set_aside(directory: str, num_steps: int) -> None:
 def remove_unfinished(directory: str) -> None:
     """Removes what saves and removals that were interrupted have left."""
     for name in os.listdir(directory):
-        if _STEP.match(name) and any(part in name for part in _UNFINISHED):
+        if _UNFINISHED.match(name):
             shutil.rmtree(os.path.join(directory, name), ignore_errors=True)
 
 

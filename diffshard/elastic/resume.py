@@ -4,7 +4,8 @@ import math
 import os
 import tempfile
 import warnings
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -19,10 +20,14 @@ from diffshard.elastic.checkpoint_files import (
     remove_unfinished,
     set_aside,
 )
+from diffshard.elastic.ownership import Ownership
 from diffshard.elastic.training import FreshState, Training, difference_of
-from diffshard.processes import processes_of
+from diffshard.files import folder_path
+from diffshard.plans.formats import short_name
+from diffshard.processes import errors_for_all, processes_of
 from diffshard.sharding_search.call import split
 from diffshard.sharding_search.plan import Plan
+from diffshard.sharding_search.request import PlanRequest
 from diffshard.sharding_search.search import search
 
 
@@ -49,8 +54,9 @@ def resume(
     all meshes, so that the loss goes on to rounding as if nothing had happened.
 
     Args:
-      directory: of the checkpoints, which is made if there is none. All processes see the same one, and no other job
-        writes there: what it has not finished yet would be removed.
+      directory: of the checkpoints, which is made if there is none. All processes see the same one. One job at a time
+        writes there: a file says which. The file of a job that was killed counts for nothing on the same machine, and
+        on another one if it is not touched for 15 seconds, for which `resume` waits then.
       fn: a training step: it takes the state first, and returns it anew.
       mesh: of the devices that there are.
       init: makes the state without arguments. It is run only if there is no checkpoint, on all devices, each making
@@ -65,41 +71,33 @@ def resume(
 
     Raises:
       CheckpointError: there are checkpoints, but none of them is whole; or the last whole one has another state than
-        `init` makes, or was written by a newer version. Nothing is started anew in their place.
+        `init` makes, or was written by a newer version. Nothing is started anew in their place. Or another job writes
+        to the directory.
       OSError: the directory cannot be read, made or written to.
-      ProcessesError: the processes do not see the same directory.
-      TypeError, ValueError: an argument breaks a rule, also one of `search`; or no plan fits the memory limit.
+      ProcessesError: the processes do not see the same directory, or another one failed.
+      TypeError, ValueError: an argument breaks a rule, also one of `search`; no plan fits the memory limit; or `fn`
+        does not return the state.
     """
-    if not isinstance(mesh, Mesh):
-        hint = " It is abstract: there are no devices to train on." if isinstance(mesh, AbstractMesh) else ""
-        raise TypeError(f"`mesh` must be a jax.sharding.Mesh, not {type(mesh).__name__}.{hint}")
-    num_processes = len({device.process_index for device in mesh.devices.flat})
-    if num_processes != jax.process_count():
-        raise ValueError(
-            f"`mesh` has devices of {num_processes} processes, but the job has {jax.process_count()}, and all of them "
-            "write checkpoints. Start only the processes whose devices the mesh has."
-        )
-    if not callable(init):
-        raise TypeError(
-            f"`init` must be a function without arguments that makes the state, not {type(init).__name__}; "
-            "give `lambda: init(key)`."
-        )
-    for name, value in (("save_interval_steps", save_interval_steps), ("max_to_keep", max_to_keep)):
-        if whole_number(value) is None or value < 1:
-            raise ValueError(f"`{name}` must be a whole number of at least 1, not {value!r}.")
-    directory = os.path.abspath(os.fspath(directory))
-    fresh_state = FreshState(init)
-    _warn_of_whole_batch(mesh, args)
-    checkpoint = _agreed_checkpoint(directory, mesh)
-    if checkpoint is not None:
-        name = f"The checkpoint `{checkpoint.folder}`"
-        difference = difference_of(name, checkpoint.arrays, "the state of `init`", fresh_state.saved)
-        if difference is not None:
-            raise CheckpointError(f"{difference} Give the function and the state that the training began with.")
-        options.setdefault("start", _plan_of(checkpoint))
-    step = search(fn, mesh, **options)
-    plan = step.plan(fresh_state.shapes, *args)
-    return Training(step, plan, fresh_state, checkpoint, directory, save_interval_steps, max_to_keep)
+    with errors_for_all(mesh if isinstance(mesh, Mesh) else None, "go on from the last checkpoint"):
+        directory = folder_path("directory", directory)
+        _check_arguments(mesh, init, {"save_interval_steps": save_interval_steps, "max_to_keep": max_to_keep})
+        fresh_state = FreshState(init)
+        _warn_of_whole_batch(mesh, args)
+        checkpoint, ownership = _agreed_checkpoint(directory, mesh)
+        try:
+            if checkpoint is not None:
+                name = f"The checkpoint `{checkpoint.folder}`"
+                difference = difference_of(name, checkpoint.arrays, "the state of `init`", fresh_state.saved)
+                if difference is not None:
+                    raise CheckpointError(f"{difference} Give the function and the state that the training began with.")
+                options.setdefault("start", _plan_of(checkpoint))
+            step = search(fn, mesh, **options).checked_by(_check_that_state_comes_back)
+            plan = step.plan(fresh_state.shapes, *args)
+        except BaseException:
+            if ownership is not None:
+                ownership.release()
+            raise
+    return Training(step, plan, fresh_state, checkpoint, directory, ownership, save_interval_steps, max_to_keep)
 
 
 def take_over(directory: str) -> Checkpoint | None:
@@ -124,14 +122,75 @@ def take_over(directory: str) -> Checkpoint | None:
     return checkpoint
 
 
-def _agreed_checkpoint(directory: str, mesh: Mesh) -> Checkpoint | None:
-    """Returns what the first process finds, in all; it alone reads the files to check them, and takes them over."""
+def _check_arguments(mesh: Any, init: Any, counts: Mapping[str, Any]) -> None:
+    """Checks what `resume` is given beside the directory and the function; `counts` by their names.
+
+    Raises:
+      TypeError, ValueError: an argument breaks a rule; the error names it and its value.
+    """
+    if not isinstance(mesh, Mesh):
+        hint = " It is abstract: there are no devices to train on." if isinstance(mesh, AbstractMesh) else ""
+        raise TypeError(f"`mesh` must be a jax.sharding.Mesh, not {type(mesh).__name__}.{hint}")
+    num_processes = len({device.process_index for device in mesh.devices.flat})
+    if num_processes != jax.process_count():
+        raise ValueError(
+            f"`mesh` has devices of {num_processes} processes, but the job has {jax.process_count()}, and all of them "
+            "write checkpoints. Start only the processes whose devices the mesh has."
+        )
+    if not callable(init):
+        raise TypeError(
+            f"`init` must be a function without arguments that makes the state, not {type(init).__name__}; "
+            "give `lambda: init(key)`."
+        )
+    for name, value in counts.items():
+        if whole_number(value) is None or value < 1:
+            raise ValueError(f"`{name}` must be a whole number of at least 1, not {value!r}.")
+
+
+def _check_that_state_comes_back(request: PlanRequest) -> None:
+    """Checks that the results have arrays like those of the state, which is the first argument.
+
+    Raises:
+      ValueError: an array of the state has no counterpart of its shape and dtype; names it.
+    """
+    traced_function = request.traced_function
+    call, name = traced_function.call, short_name(request.options.function_name)
+    returned = Counter((result.shape, result.dtype) for result in traced_function.jaxpr.out_avals)
+    for path, array, number in zip(call.paths, call.arrays, call.numbers, strict=True):
+        if number != call.numbers[0]:
+            break
+        returned[array.shape, array.dtype] -= 1
+        if returned[array.shape, array.dtype] < 0:
+            raise ValueError(
+                f"`fn` must return the new state, but no result of {name} takes the place of "
+                f"`{path}`, {array.dtype}{list(array.shape)}. A step that changes modules in place, as those of flax's "
+                "nnx, has to take their state (`nnx.split`) and to return it anew."
+            )
+
+
+def _agreed_checkpoint(directory: str, mesh: Mesh) -> tuple[Checkpoint | None, Ownership | None]:
+    """Returns what the first process finds, in all; it alone takes the directory and reads the files to check them.
+
+    Returns:
+      The checkpoint to go on from, if any; and in the first process that the directory is this job's.
+    """
     processes, what = processes_of(mesh), "go on from the last checkpoint"
+    taken: list[Ownership] = []
+
+    def take() -> Checkpoint | None:
+        os.makedirs(directory, exist_ok=True)
+        taken.append(Ownership(directory))
+        try:
+            return take_over(directory)
+        except BaseException:
+            taken[0].release()
+            raise
+
     processes.check_alike(what, {"`directory`": directory})
-    checkpoint = processes.shared(what, lambda: take_over(directory))
+    checkpoint = processes.shared(what, take)
     folder = directory if checkpoint is None else checkpoint.folder
     processes.check_alike(what, {f"whether there is a folder `{folder}`": str(os.path.isdir(folder))})
-    return checkpoint
+    return checkpoint, taken[0] if taken else None
 
 
 def _plan_of(checkpoint: Checkpoint) -> Plan | None:

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ from jax.sharding import NamedSharding
 from cost.real_numbers import whole_number
 from diffshard.elastic.checkpoint_files import (
     Checkpoint,
+    CheckpointError,
     SavedArray,
     remove,
     saved_steps,
@@ -19,7 +21,9 @@ from diffshard.elastic.checkpoint_files import (
     write_manifest,
 )
 from diffshard.elastic.orbax_files import ArrayFiles
+from diffshard.elastic.ownership import Ownership
 from diffshard.plans.formats import short_name
+from diffshard.processes import errors_for_all, processes_of
 from diffshard.sharding_search.call import Structure, abstract_array, array_paths, split
 from diffshard.sharding_search.plan import Plan
 from diffshard.sharding_search.planned_function import PlannedFunction
@@ -82,6 +86,7 @@ class Training:
         fresh_state: FreshState,
         checkpoint: Checkpoint | None,
         directory: str,
+        ownership: Ownership | None,
         save_interval_steps: int,
         max_to_keep: int,
     ):
@@ -89,7 +94,8 @@ class Training:
         self.num_steps = 0 if checkpoint is None else checkpoint.num_steps
         self.data = None if checkpoint is None else checkpoint.data
         self._fresh_state, self._checkpoint = fresh_state, checkpoint
-        self._directory, self._save_interval_steps, self._max_to_keep = directory, save_interval_steps, max_to_keep
+        self._directory, self._ownership = directory, ownership
+        self._save_interval_steps, self._max_to_keep = save_interval_steps, max_to_keep
         self._last_saved = self.num_steps
         self._files = ArrayFiles()
 
@@ -130,13 +136,29 @@ class Training:
         Raises:
           ValueError: the number is not larger than the last one, the data are not JSON values, or the state has other
             arrays than the first one.
+          CheckpointError: another job has taken the directory, or there is a folder of the user's in the way.
           OSError: the checkpoint before could not be written, as orbax tells it.
+          ProcessesError: one of these happened in another process, or it saves another number of steps.
         """
-        if whole_number(num_steps) is None or num_steps <= 0:
-            raise ValueError(f"`num_steps` must be a positive whole number, not {num_steps!r}.")
-        num_steps = int(num_steps)
-        if (num_steps == self._last_saved) if force else (num_steps % self._save_interval_steps):
-            return False
+        with errors_for_all(self.plan.mesh, "save a checkpoint"):
+            if whole_number(num_steps) is None or num_steps <= 0:
+                raise ValueError(f"`num_steps` must be a positive whole number, not {num_steps!r}.")
+            num_steps = int(num_steps)
+            if (num_steps == self._last_saved) if force else (num_steps % self._save_interval_steps):
+                return False
+            what, facts = "save a checkpoint", {"`num_steps`": str(num_steps)}
+            data, named = processes_of(self.plan.mesh).alike(
+                what, lambda: self._checked(num_steps, state, data), lambda _: facts
+            )
+            self.wait()
+            saved = self._fresh_state.saved
+            finish = functools.partial(write_manifest, plan=self.plan, num_steps=num_steps, arrays=saved, data=data)
+            self._files.save(step_folder(self._directory, num_steps), named, finish)
+            self._last_saved = num_steps
+            return True
+
+    def _checked(self, num_steps: int, state: Any, data: Any) -> tuple[Any, dict[str, Any]]:
+        """Checks what is to be saved; returns a copy of the data, and the state's arrays by their paths."""
         if num_steps <= self._last_saved:
             raise ValueError(
                 f"`num_steps` is {num_steps}, but there is a checkpoint of step {self._last_saved} already. Count all "
@@ -151,24 +173,25 @@ class Training:
         difference = difference_of("The state of `init`", self._fresh_state.saved, "the state to be saved", saved)
         if difference is not None:
             raise ValueError(f"{difference} Save what the step takes as its first argument.")
-        self.wait()
-        finish = functools.partial(write_manifest, plan=self.plan, num_steps=num_steps, arrays=saved, data=data)
-        named = {entry.path: array for entry, array in zip(saved, arrays, strict=True)}
-        self._files.save(step_folder(self._directory, num_steps), named, finish)
-        self._last_saved = num_steps
-        return True
+        if self._ownership is not None:
+            self._ownership.check()
+            if os.path.lexists(folder := step_folder(self._directory, num_steps)):
+                raise CheckpointError(f"`{folder}` is in the way of a checkpoint, and none itself: move it elsewhere.")
+        return data, {entry.path: array for entry, array in zip(saved, arrays, strict=True)}
 
     def wait(self) -> None:
         """Waits until the last checkpoint is whole, and removes the oldest; raises what went wrong, if anything did."""
         self._files.wait()
-        if jax.process_index() == 0:
+        if self._ownership is not None and not self._ownership.is_lost:
             for num_steps in saved_steps(self._directory)[: -self._max_to_keep]:
                 remove(self._directory, num_steps)
 
     def close(self) -> None:
-        """Waits as `wait`, and ends the threads that write; nothing can be saved afterwards."""
+        """Waits as `wait`, ends the threads that write, and gives the directory back; nothing can be saved then."""
         self.wait()
         self._files.close()
+        if self._ownership is not None:
+            self._ownership.release()
 
     def __enter__(self) -> "Training":
         return self

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from diffshard.base import PlanError
-from diffshard.files import write_whole
+from diffshard.files import folder_path, write_whole
 from diffshard.plans.documents import read
 from diffshard.plans.file import from_json, to_json
 from diffshard.sharding_search.fingerprints import digest_of, facts_of
@@ -86,11 +86,9 @@ def checked_folder(folder: Any) -> str:
 
     Raises:
       TypeError: it is not a path.
-      ValueError: there is a file in its place.
+      ValueError: it is empty, or there is a file in its place.
     """
-    if not isinstance(folder, str | os.PathLike):
-        raise TypeError(f"`cache` must be the path of a folder or None, not {folder!r}.")
-    path = os.path.abspath(os.fspath(folder))
+    path = folder_path("cache", folder)
     if os.path.exists(path) and not os.path.isdir(path):
         raise ValueError(f"`cache` must be a folder, and {path!r} is a file.")
     return path

@@ -88,6 +88,15 @@ class PlannedFunction(Generic[PlanT]):
         self._last: _Prepared[PlanT] | None = None
         self._resharded: set[str] = set()  # paths of arguments of which the user knows that each call moves them
 
+    def checked_by(self, check: Callable[[PlanRequest], None]) -> "PlannedFunction[PlanT]":
+        """Returns the same function that makes no plan for what a check refuses, by the error that it raises."""
+
+        def make_plan(request: PlanRequest) -> PlanT:
+            check(request)
+            return self._make_plan(request)
+
+        return PlannedFunction(self.options, make_plan, is_searched=self._is_searched)
+
     def plan(self, *args: Any, progress: Progress | None = None, **kwargs: Any) -> PlanT:
         """Returns the plan for arguments (arrays or `jax.ShapeDtypeStruct`), searched once for each set of shapes.
 

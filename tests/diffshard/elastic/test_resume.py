@@ -3,6 +3,7 @@
 import functools
 import json
 import threading
+import warnings
 import zlib
 
 import jax
@@ -154,6 +155,55 @@ def test_a_count_of_numpy_is_saved_and_other_files_in_the_folder_are_left_alone(
     assert (tmp_path / "20240101").read_text() == "notes"
 
 
+def test_folders_of_the_user_are_no_checkpoints(tmp_path):
+    for name in ("00000000", "00000003", "20240101", "20240102.removed"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "notes").write_text(name)
+    with resumed(tmp_path, max_to_keep=1) as training:
+        assert training.num_steps == 0
+        state = training.restore()
+        for number in (1, 2):
+            training.save(number, state)
+        with pytest.raises(CheckpointError, match="00000003` is in the way of a checkpoint"):
+            training.save(3, state)
+    assert resumed(tmp_path).num_steps == 2
+    kept = ["00000000", "00000002", "00000003", "20240101", "20240102.removed"]
+    assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == kept
+
+
+def test_a_step_that_does_not_return_its_state_is_refused_before_the_search(tmp_path, monkeypatch):
+    nnx = pytest.importorskip("flax.nnx")
+
+    def in_place(model, batch):
+        loss, gradients = nnx.value_and_grad(lambda m: jnp.mean(m(batch) ** 2))(model)
+        nnx.update(model, jax.tree.map(lambda w, g: w - 0.1 * g, nnx.state(model), gradients))
+        return loss
+
+    def without_the_key(state, batch):
+        new, loss = train_step(state, batch)
+        return {name: array for name, array in new.items() if name != "key"}, loss
+
+    def with_another_dtype(state, batch):
+        new, loss = train_step(state, batch)
+        return {**new, "half": new["half"].astype(jnp.float32)}, loss
+
+    monkeypatch.setattr("diffshard.sharding_search.planning.solve", None)
+    cases = [
+        (
+            in_place,
+            lambda: nnx.Linear(24, 24, rngs=nnx.Rngs(0)),
+            r"no result of in_place takes the place of `model.*`, float32\[24\].*`nnx.split`",
+        ),
+        (without_the_key, init, r"no result of without_the_key takes the place of `state\['key'\]`, key<fry>"),
+        (with_another_dtype, init, r"`state\['half'\]`, bfloat16\[8\]"),
+    ]
+    for step, make, message in cases:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # changes in place are told in a warning as well
+            with pytest.raises(ValueError, match=message):
+                diffshard.resume(tmp_path, step, host_mesh((2, 4)), make, batch_of(0), hardware="h100")
+
+
 def test_a_folder_that_cannot_be_written_to_is_told_before_the_training(tmp_path, monkeypatch):
     def refuse(**options):
         raise PermissionError(13, "Permission denied", options["dir"])
@@ -239,6 +289,10 @@ def test_arguments_are_checked_before_anything_is_done(tmp_path):
         diffshard.resume(directory, train_step, AbstractMesh((8,), ("data",)), init, batch_of(0))  # pyright: ignore
     with pytest.raises(TypeError, match=r"`init` must be a function without arguments.*lambda: init"):
         diffshard.resume(directory, train_step, mesh, init(), batch_of(0))  # pyright: ignore
+    with pytest.raises(ValueError, match="`directory` is empty"):
+        diffshard.resume("", train_step, mesh, init, batch_of(0))
+    with pytest.raises(TypeError, match="`directory` must be the path of a folder, not 3"):
+        diffshard.resume(3, train_step, mesh, init, batch_of(0))  # pyright: ignore
     for name in ("save_interval_steps", "max_to_keep"):
         with pytest.raises(ValueError, match=f"`{name}` must be a whole number of at least 1, not 0"):
             diffshard.resume(directory, train_step, mesh, init, batch_of(0), **{name: 0})

@@ -211,7 +211,7 @@ def test_a_folder_that_cannot_be_written_costs_a_warning_only(tmp_path: Path):
         store.keep("key", planned(tmp_path))
 
 
-@pytest.mark.parametrize(("cache", "kind"), [(3, TypeError), (__file__, ValueError)])
+@pytest.mark.parametrize(("cache", "kind"), [(3, TypeError), ("", ValueError), (__file__, ValueError)])
 def test_a_cache_that_is_no_folder_is_refused(cache: Any, kind: type[Exception]):
     with pytest.raises(kind, match="`cache`"):
         diffshard.search(step, MESH, hardware="cpu", cache=cache)
