@@ -11,7 +11,7 @@ from jax.extend import core
 from jax.interpreters.partial_eval import dce_jaxpr
 
 from cost.real_numbers import whole_number
-from diffshard.sharding_search.call import array_paths, split
+from diffshard.sharding_search.call import abstract_array, array_paths, split
 from diffshard.sharding_search.options import argument_names, positions
 from search_spaces.pipelines.batch_flow import batch_flow
 from search_spaces.pipelines.batch_states import DivisionError
@@ -101,6 +101,26 @@ class TracedMicrobatches(NamedTuple):
     result: Any
 
 
+class TracedCall(NamedTuple):
+    """A function that was traced for some arguments.
+
+    Attributes:
+      name: of the function.
+      program: of the flat arrays, without dead code.
+      arrays: the flat arrays of the arguments.
+      paths: the name of each.
+      batch: the positions of those that have the batch as their leading dimension.
+      result: the structure of the result.
+    """
+
+    name: str
+    program: core.ClosedJaxpr
+    arrays: list[Any]
+    paths: list[str]
+    batch: list[int]
+    result: Any
+
+
 def trace_in_microbatches(
     fn: Callable[..., Any], count: int, batch: BatchArguments, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> TracedMicrobatches:
@@ -108,6 +128,18 @@ def trace_in_microbatches(
 
     Raises:
       ValueError: the batch cannot be divided, or an operation mixes its examples; names the argument or the operation.
+    """
+    call = traced_call(fn, count, batch, args, kwargs)
+    return TracedMicrobatches(divided_call(call, count), call.arrays, call.paths, call.result)
+
+
+def traced_call(
+    fn: Callable[..., Any], count: int, batch: BatchArguments, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> TracedCall:
+    """Traces a function for some arguments, arrays or their shapes.
+
+    Raises:
+      ValueError: the batch cannot be divided into `count` parts; names the argument.
     """
     arrays, structure = split((tuple(args), dict(kwargs)))
     paths, of_batch = _batch_of(args, kwargs, arrays, _parameter_names(fn), batch)
@@ -125,14 +157,24 @@ def trace_in_microbatches(
         args, kwargs = structure.unflatten(flat)
         return fn(*args, **kwargs)
 
-    jaxpr, shapes = jax.make_jaxpr(from_arrays, return_shape=True)(*arrays)
-    graph = build_graph(_without_dead_code(jaxpr), [None] * len(jaxpr.jaxpr.outvars), paths)
+    types = [abstract_array(array) for array in arrays]
+    jaxpr, shapes = jax.make_jaxpr(from_arrays, return_shape=True)(*types)
+    name = getattr(fn, "__name__", "the function")
+    return TracedCall(name, without_dead_code(jaxpr), arrays, paths, of_batch, jax.tree.structure(shapes))
+
+
+def divided_call(call: TracedCall, count: int) -> MicrobatchedFunction:
+    """Finds how a traced function runs in micro-batches.
+
+    Raises:
+      ValueError: an operation mixes the examples of the batch; names it.
+    """
+    graph = build_graph(call.program, [None] * len(call.program.jaxpr.outvars), call.paths)
     try:
-        flow = batch_flow(graph, rules_of(graph), of_batch, count)
+        flow = batch_flow(graph, rules_of(graph), call.batch, count)
     except DivisionError as error:
-        name = getattr(fn, "__name__", "the function")
-        raise ValueError(f"`num_microbatches` must be 1 for {name}: {error}") from None
-    return TracedMicrobatches(MicrobatchedFunction(graph, flow, count), arrays, paths, jax.tree.structure(shapes))
+        raise ValueError(f"`num_microbatches` must be 1 for {call.name}: {error}") from None
+    return MicrobatchedFunction(graph, flow, count)
 
 
 def _batch_of(
@@ -166,7 +208,7 @@ def _batch_of(
     return paths, batch
 
 
-def _without_dead_code(jaxpr: core.ClosedJaxpr) -> core.ClosedJaxpr:
+def without_dead_code(jaxpr: core.ClosedJaxpr) -> core.ClosedJaxpr:
     """Returns a program without what no result needs, such as derivatives of metrics beside a loss."""
     live, _ = dce_jaxpr(jaxpr.jaxpr, [True] * len(jaxpr.jaxpr.outvars), instantiate=True)
     return core.ClosedJaxpr(live, jaxpr.consts)

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from diffshard.pipelines.staged_array import StagedArray
 from diffshard.plans.base import LogicalAxes
 from diffshard.sharding_search.logical_axes import logical_axes_of, spec_by_rules
 from diffshard.sharding_search.options import Options
@@ -217,7 +218,7 @@ def call_of(options: Options, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
 
 def abstract_array(leaf: Any) -> jax.ShapeDtypeStruct:
     """Returns shape, dtype and weak type of an array, a `jax.ShapeDtypeStruct` or a Python number."""
-    aval = leaf if isinstance(leaf, jax.ShapeDtypeStruct) else jax.typeof(leaf)
+    aval = leaf if isinstance(leaf, jax.ShapeDtypeStruct | StagedArray) else jax.typeof(leaf)
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False))
 
 
@@ -268,7 +269,7 @@ def _are_arrays(tree: Any) -> list[bool]:
 def _is_array(leaf: Any, is_number_array: bool = True) -> bool:
     if isinstance(leaf, bool | int | float | complex) and not isinstance(leaf, np.generic):
         return is_number_array
-    return isinstance(leaf, jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct)
+    return isinstance(leaf, jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct | StagedArray)
 
 
 def _key_names(path: Sequence[Any]) -> tuple[str, ...]:

@@ -1,0 +1,178 @@
+"""Cuts a training step into stages, also inside of its scans over layers.
+
+A cut between two trips of a scan divides the scan, before the step is put in micro-batches. Then the cut is one between
+two equations, as all others are.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+from jax.extend import core
+
+from diffshard.pipelines.microbatches import (
+    BatchArguments,
+    TracedCall,
+    TracedMicrobatches,
+    divided_call,
+    traced_call,
+    without_dead_code,
+)
+from diffshard.pipelines.staged_array import StagedArray
+from search_spaces.pipelines.cut_candidates import Cut, CutCandidate, cut_candidates
+from search_spaces.pipelines.forward_backward import is_transposed
+from search_spaces.pipelines.numbered_program import Mark, mark_of, numbered_program, without_numbers
+from search_spaces.pipelines.scan_segments import Segments, segmented_program
+from search_spaces.pipelines.step_parts import Part, StepParts, step_parts
+from search_spaces.sources import user_source
+
+
+@dataclass(frozen=True)
+class UncutStep:
+    """A training step in micro-batches, before it is cut.
+
+    Attributes:
+      call: the traced step; its equations have numbers.
+      parts: the step in three parts; cuts name equations of `parts.each`.
+    """
+
+    call: TracedCall
+    parts: StepParts
+
+    def candidates(self) -> list[CutCandidate]:
+        """Returns all places at which the forward pass can be cut, in order."""
+        return cut_candidates(self.parts)
+
+
+@dataclass(frozen=True)
+class CutStep:
+    """A training step that is cut into stages.
+
+    Attributes:
+      traced: the step, of arguments of which some are divided by layers.
+      parts: the step in three parts.
+      cuts: `[S - 1]`, indices of equations of `parts.each` with which a stage begins.
+      segments: which arguments and results are divided.
+    """
+
+    traced: TracedMicrobatches
+    parts: StepParts
+    cuts: tuple[int, ...]
+    segments: Segments
+
+    def flat_arguments(self, arrays: Sequence[Any]) -> list[Any]:
+        """Returns the flat arguments of the cut step from those of the whole one: arrays, also `StagedArray`."""
+        divided = []
+        for array, segments in zip(arrays, self.segments.arguments, strict=True):
+            is_staged = isinstance(array, StagedArray)
+            if segments is None:
+                divided.append(jax.numpy.asarray(array) if is_staged else array)
+                continue
+            sizes = tuple(b - a for a, b in zip(segments.bounds, segments.bounds[1:], strict=False))
+            if is_staged and array.dim == segments.dim and array.sizes == sizes:
+                divided += array.parts
+            else:
+                divided += segments.split(jax.numpy.asarray(array) if is_staged else array)
+        return divided
+
+    def result(self, arrays: Sequence[Any]) -> Any:
+        """Returns the result of the whole step; its leaves that several stages made are `StagedArray`."""
+        leaves = [
+            group[0] if segments is None else StagedArray(group, segments.dim)
+            for segments, group in self.segments.grouped_results(arrays)
+        ]
+        return jax.tree.unflatten(self.traced.result, leaves)
+
+
+def uncut_step(
+    fn: Callable[..., Any], count: int, batch: BatchArguments, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> UncutStep:
+    """Traces a training step for some arguments, arrays or their shapes, in micro-batches.
+
+    Raises:
+      ValueError: the batch cannot be divided, an operation mixes its examples, or a scan has whole training steps as
+        its trips; names the argument or the operation.
+    """
+    call = traced_call(fn, count, batch, args, kwargs)
+    call = call._replace(program=without_dead_code(numbered_program(call.program)))
+    for equation in call.program.jaxpr.eqns:
+        if equation.primitive.name in ("scan", "while") and not is_transposed(equation) and _differentiates(equation):
+            raise ValueError(
+                f"{call.name} has a {equation.primitive.name} ({user_source(equation)}) whose trips hold a forward and "
+                "a backward pass, which no stages can be cut from. If it accumulates gradients over parts of the "
+                "batch, remove it and give `microbatches` instead: the step then computes them by itself."
+            )
+    return UncutStep(call, step_parts(divided_call(call, count)))
+
+
+def cut_step(step: UncutStep, cuts: Sequence[Cut]) -> CutStep:
+    """Cuts a step at some places.
+
+    Args:
+      step: from `uncut_step`.
+      cuts: `[S - 1]`, equations of `step.parts.each` or trips of its scans, such as those of `step.candidates()`.
+
+    Raises:
+      ValueError: a cut is at no place where the step can be cut.
+    """
+    jaxpr = step.parts.each.program.jaxpr
+    marks = [mark_of(equation) for equation in jaxpr.eqns]
+    allowed = {candidate.cut for candidate in step.candidates()}
+    for cut in cuts:
+        if cut not in allowed:
+            name = jaxpr.eqns[cut.equation].primitive.name if cut.equation < len(jaxpr.eqns) else "nothing"
+            raise ValueError(f"`cuts` has {cut}, at which the forward pass cannot be cut: there is {name}.")
+    trips: dict[int, list[int]] = {}
+    for cut in cuts:
+        if cut.trip and (mark := marks[cut.equation]) is not None:
+            trips.setdefault(mark.number, []).append(cut.trip)
+    divided = segmented_program(step.call.program, trips, step.call.batch)
+    positions, segments = divided.segments.positions(), divided.segments.arguments
+    paths: list[str] = []
+    for path, found in zip(step.call.paths, segments, strict=True):
+        bounds = [] if found is None else zip(found.bounds, found.bounds[1:], strict=False)
+        paths += [path] if found is None else [f"{path}[{a}:{b}]" for a, b in bounds]
+    call = step.call._replace(
+        program=without_dead_code(divided.program) if trips else step.call.program,
+        paths=paths,
+        batch=[positions[i] for i in step.call.batch],
+    )
+    function = divided_call(call, step.parts.num_microbatches)
+    parts = step_parts(function)
+    where = sorted(_place(step, parts, cut, trips) for cut in cuts)
+    parts = replace(
+        parts,
+        **{name: replace(part, program=without_numbers(part.program)) for name, part in _programs(parts).items()},
+    )
+    arrays = divided.segments.split_shapes(step.call.arrays)
+    traced = TracedMicrobatches(function, arrays, paths, step.call.result)
+    return CutStep(traced, parts, tuple(where), divided.segments)
+
+
+def _place(step: UncutStep, parts: StepParts, cut: Cut, trips: Mapping[int, Sequence[int]]) -> int:
+    """Returns the equation of a cut step that a cut of the uncut step names."""
+    uncut = [mark_of(equation) for equation in step.parts.each.program.jaxpr.eqns]
+    found = [mark_of(equation) for equation in parts.each.program.jaxpr.eqns]
+    numbers = [mark.number if mark is not None else -1 for mark in uncut]
+    number = next(n for n in numbers[cut.equation :] if n >= 0)
+    if cut.trip:
+        mark = Mark(number, sorted(trips[number]).index(cut.trip) + 1)
+        return found.index(mark)
+    same = [i for i, mark in enumerate(found) if mark is not None and mark.number == number]
+    if len(same) == numbers.count(number):
+        return same[numbers[: cut.equation].count(number)]
+    return min(i for i, mark in enumerate(found) if mark is not None and mark.number >= number)
+
+
+def _programs(parts: StepParts) -> dict[str, Part]:
+    return {"before": parts.before, "each": parts.each, "after": parts.after}
+
+
+def _differentiates(equation: core.JaxprEqn) -> bool:
+    """Tells whether an equation has the backward pass of something inside."""
+    return any(
+        is_transposed(inner) or _differentiates(inner)
+        for jaxpr in core.jaxprs_in_params(equation.params)
+        for inner in jaxpr.eqns
+    )
