@@ -24,6 +24,9 @@ from diffshard.solving.solvers._highs_process import POLL_INTERVAL_S, HighsProce
 from diffshard.solving.solvers._programme import Window, window
 
 _RELATIVE_GAP = 1e-9  # at which HiGHS stops; far below `OPTIMAL_GAP`
+_WHOLE_TOLERANCE = (
+    1e-9  # within which HiGHS takes a number for whole where the objective is many windows large; its least
+)
 _HIGHS_TIME_SHARE = 0.95  # of the time limit: if HiGHS ends by itself, it gives its last bound; chosen by hand
 _LEAST_TIME_S = 0.1  # that HiGHS is given
 _MOST_WINDOWS = 5  # solved one after the other; each is at most half as wide as the one before
@@ -67,6 +70,8 @@ def solve(
             here = window(problem, search.least_cost)
             if here is None:
                 return
+            if math.isinf(search.least_cost):  # with its own tolerance HiGHS's presolve has lost an optimum
+                options["mip_feasibility_tolerance"] = _WHOLE_TOLERANCE
             if time_limit_s is not None:
                 rest_s = _HIGHS_TIME_SHARE * time_limit_s - (time.perf_counter() - start)
                 options["time_limit"] = max(rest_s, _LEAST_TIME_S)
