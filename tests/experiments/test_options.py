@@ -1,19 +1,28 @@
 """Every option of an experiment's command reaches what it is for; the work behind it is not done here."""
 
 import json
+import os
 from pathlib import Path
 
+import jax
 import pytest
+from jax.sharding import AbstractMesh
 
 from experiments import (
     bilevel,
+    budgets,
     compute_prediction,
     demo,
+    elastic,
     equal_results,
     iopddl,
     known_good,
+    long_context,
     peers,
+    plan_store,
     solvers,
+    suspicious_gradients,
+    suspicious_overhead,
     timeline,
     truth,
 )
@@ -154,3 +163,80 @@ def test_options_of_the_bilevel_tables(monkeypatch):
         bilevel.main([table, "--seeds", "2", "--seconds", "2"])
     assert asked["relaxation"] == ((False, 2, 200, 2.0), {})
     assert asked["initialisation"] == ((False, 2), {})
+
+
+def test_options_of_changing_devices(asked_for):
+    words = ["--models", "mlp", "--steps", "7", "--link-gb-per-s", "25"]
+    (name, num_steps, link), _ = asked_for(budgets, "row_of", words)
+    assert (name, num_steps, link.s_per_byte) == ("mlp", 7, pytest.approx(1 / 25e9))
+    assert asked_for(budgets, "row_of", words[:4])[0] == ("mlp", 7, None)
+
+
+def test_options_of_long_sequences(asked_for):
+    words = ["--sequence", "64", "--batch", "2", "--mesh", "2x4", "--layers", "1", "--sizes", "small"]
+    words += ["--target", "host", "--plans", "megatron", "--time-limit", "3"]
+    (name, model, mesh, hardware, options), _ = asked_for(long_context, "row_of", words)
+    assert (name, dict(mesh.shape)) == ("megatron", {"data": 2, "model": 4})
+    assert hardware.name == "H100-80GB"
+    assert {leaf.shape[0] for leaf in jax.tree.leaves(jax.eval_shape(model.make_batch, jax.random.key(0)))} == {2}
+    assert (options.timeline, options.time_limit) == (True, 3.0)
+
+
+def test_options_of_suspicious_gradients(monkeypatch):
+    asked = []
+    monkeypatch.setattr(suspicious_gradients, "rows_of", lambda *args: asked.append(args) or [])
+    words = ["--tasks", "autoencoder", "--faults", "times -10", "--faulty", "2", "--steps", "9", "--seeds", "3"]
+    assert suspicious_gradients.main(words) == 0
+    assert asked == [("autoencoder", ["times -10"], [2], 9, 3)]
+    asked.clear()
+    assert suspicious_gradients.main([*words, "--held-out"]) == 0
+    held_out = suspicious_gradients.HELD_OUT_FAULT
+    assert asked == [
+        (suspicious_gradients.HELD_OUT_TASK, ["times -10", held_out], [2], 9, 3),
+        ("autoencoder", [held_out], [2], 9, 3),
+    ]
+
+
+def test_options_of_the_overhead_of_suspicion(monkeypatch):
+    asked = []
+
+    def measured(step, args, mesh, with_timeline):
+        asked.append(([leaf.shape for leaf in args[1:]], dict(mesh.shape), with_timeline))
+        return (1.0,) * 5
+
+    monkeypatch.setattr(suspicious_overhead, "_measured", measured)
+    monkeypatch.setattr(suspicious_overhead, "h100_mesh", lambda shape: AbstractMesh(shape, ("data", "model")))
+    words = ["--mesh", "4x2", "--shares", "8", "--per-replica", "16", "--sequence", "32", "--width", "64"]
+    for more in ([], ["--timeline"]):
+        assert suspicious_overhead.main([*words, "--layers", "1", *more]) == 0
+    mesh = {"data": 4, "model": 2}
+    shapes = [[(64, 33)], [(64, 33), (2, 33)]]  # 16 sequences for each of 4 replicas, and an eighth of one's part
+    assert asked == [(arguments, mesh, timeline) for timeline in (False, True) for arguments in shapes]
+
+
+def test_options_of_a_start_with_a_store(asked_for):
+    words = ["--layers", "3", "--quick"]
+    assert asked_for(plan_store, "start", ["--start", "store", *words]) == ((3, "store", plan_store.SMALL), {})
+    assert asked_for(plan_store, "tracing", ["--tracing", *words]) == ((3, plan_store.SMALL), {})
+    assert asked_for(plan_store, "tracing", ["--tracing"]) == ((plan_store.LAYERS[0], plan_store.DECODER), {})
+
+
+def test_options_of_interrupted_trainings(monkeypatch):
+    asked = []
+
+    class Recorded(elastic.Jobs):
+        def run(self, settings, num_processes, directory=None):
+            asked.append((self.devices_each, settings["until"], settings["save_interval_steps"], num_processes))
+            return [[]]
+
+    def interrupt(job, settings, num_processes, kill_after):
+        asked.append((settings["until"], num_processes, kill_after))
+        raise WasAskedForError
+
+    monkeypatch.setattr(elastic, "Jobs", Recorded)
+    monkeypatch.setattr(elastic, "interrupt", interrupt)
+    monkeypatch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", ""))
+    words = ["--processes", "3", "--devices", "1", "--steps", "9", "--kill-after", "5", "--interval", "2"]
+    with pytest.raises(WasAskedForError):
+        elastic.main(words)
+    assert asked == [(1, 9, 2, 3), (9, 3, 5)]
