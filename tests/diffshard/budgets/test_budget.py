@@ -1,6 +1,7 @@
 """Budgets: the joint problem adds up, the choice is the best of all, never worse than alone, and runs."""
 
 import itertools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -213,3 +214,23 @@ def test_bad_arguments_are_told():
     assert found.moves[0].seconds == 4 * 8 * 16
     with pytest.raises(ValueError, match="`phase` must be a whole number from 0 to 1, not 2"):
         found.step(2)
+
+
+def test_the_memory_of_a_joint_problem_is_that_of_each_phase_in_shares_of_its_own_limit():
+    limits = 6000.0, math.inf, 2500.0
+    pairs = zip(phases(1, 1, 1), limits, strict=True)
+    options = [Options(fn=descend, mesh=p.mesh, hardware=p.hardware, memory_limit_bytes=m) for p, m in pairs]
+    job = job_of(phases(1, 1, 1), options, ARGUMENTS, None)
+    alone = job.outcome([job.candidate(i, solution.choice) for i, solution in enumerate(job.solutions)])
+    problem = joint_problem(job.weighted(alone, (1, 1, 1)), job.is_state)
+    generator = np.random.default_rng(0)
+    fits = []
+    for _ in range(200):
+        choice = [int(generator.integers(len(cost))) for cost in problem.node_cost]
+        choices = choices_of(job.spaces, choice)
+        excess = [evaluate(space.problem, own).excess for space, own in zip(job.spaces, choices, strict=True)]
+        # What exceeds a limit of 2,500 bytes by a half exceeds the common one of 6,000 by a half.
+        expected = max(excess[0], excess[2] * limits[0] / limits[2])
+        assert evaluate(problem, choice).excess == pytest.approx(expected)
+        fits.append(expected == 0)
+    assert 0 < sum(fits) < len(fits)
