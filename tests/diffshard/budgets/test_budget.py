@@ -219,7 +219,7 @@ def test_bad_arguments_are_told():
 def test_the_memory_of_a_joint_problem_is_that_of_each_phase_in_shares_of_its_own_limit():
     limits = 6000.0, math.inf, 2500.0
     pairs = zip(phases(1, 1, 1), limits, strict=True)
-    options = [Options(fn=descend, mesh=p.mesh, hardware=p.hardware, memory_limit_bytes=m) for p, m in pairs]
+    options = [Options(fn=descend, mesh=p.mesh, hardware=FAST, memory_limit_bytes=m) for p, m in pairs]
     job = job_of(phases(1, 1, 1), options, ARGUMENTS, None)
     alone = job.outcome([job.candidate(i, solution.choice) for i, solution in enumerate(job.solutions)])
     problem = joint_problem(job.weighted(alone, (1, 1, 1)), job.is_state)
