@@ -80,9 +80,9 @@ def _add_search(commands: Any) -> None:
         metavar="MODULE:FUNCTION",
         help="a function without parameters that returns its arguments",
     )
-    parser.add_argument(
-        "--mesh", required=True, type=mesh_axes, metavar="AXIS=N[,AXIS=N...]", help="slowest axis first"
-    )
+    shape = parser.add_mutually_exclusive_group(required=True)
+    shape.add_argument("--mesh", type=mesh_axes, metavar="AXIS=N[,AXIS=N...]", help="slowest axis first")
+    shape.add_argument("--devices", type=int, metavar="N", help="how many, where the mesh's shape shall be found, too")
     parser.add_argument("--hardware", required=True, metavar="NAME", help=", ".join(PRESET_NAMES))
     parser.add_argument("--memory-limit", type=num_bytes, metavar="SIZE", help="of a device, such as 80GiB")
     parser.add_argument(

@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 import jax
 from jax.sharding import AbstractMesh, AxisType
 
+from cost.base import Hardware
 from cost.presets import preset
 from diffshard.base import InfeasibleError, PlanError
 from diffshard.bilevel_search.plans import file as bilevel_file
@@ -39,21 +40,15 @@ def search_plan(options: argparse.Namespace) -> int:
     check_writable("--html", options.html)
     if "JAX_PLATFORMS" not in os.environ:
         jax.config.update("jax_platforms", "cpu")  # a search needs no accelerator, and JAX would reserve its memory
-    try:
-        hardware = preset(options.hardware, options.mesh)
-    except ValueError as error:
-        raise UsageError(f"--hardware: {str(error).removesuffix(' Or give a `Hardware`.')}") from None
+    mesh, hardware = _mesh_and_hardware(options)
     function = named_function("MODULE:FUNCTION", options.function)
     static_positions = _positions(function, options.static)
     args = _arguments_of(named_function("--args", options.args), static_positions)
     in_shardings = None if options.in_shardings is None else named_value("--in-shardings", options.in_shardings)
-    mesh = AbstractMesh(
-        tuple(options.mesh.values()), tuple(options.mesh), axis_types=(AxisType.Auto,) * len(options.mesh)
-    )
     try:
         planned_function = search(
-            function, mesh, hardware=hardware, memory_limit_bytes=options.memory_limit, solver=options.solver,
-            time_limit_s=options.time_limit, key=options.seed, in_shardings=in_shardings,
+            function, mesh, devices=options.devices, hardware=hardware, memory_limit_bytes=options.memory_limit,
+            solver=options.solver, time_limit_s=options.time_limit, key=options.seed, in_shardings=in_shardings,
             logical_axis_rules=options.logical_axis_rules, executor=options.executor,
             donate_argnums=_positions(function, options.donate), static_argnums=static_positions,
             check=options.check, target=options.target, cache=options.cache,
@@ -69,6 +64,22 @@ def search_plan(options: argparse.Namespace) -> int:
         with writing("--html", options.html):
             write_whole(options.html, plan.html())
     return 0
+
+
+def _mesh_and_hardware(options: argparse.Namespace) -> tuple[AbstractMesh | None, Hardware | str]:
+    """Returns the mesh, None where its shape is to be found, and its hardware, then by name.
+
+    Raises:
+      UsageError: there is no such hardware.
+    """
+    try:
+        hardware = preset(options.hardware, options.mesh or {})
+    except ValueError as error:
+        raise UsageError(f"--hardware: {str(error).removesuffix(' Or give a `Hardware`.')}") from None
+    if options.mesh is None:
+        return None, options.hardware
+    types = (AxisType.Auto,) * len(options.mesh)
+    return AbstractMesh(tuple(options.mesh.values()), tuple(options.mesh), axis_types=types), hardware
 
 
 def _plan(planned_function: PlannedFunction[Plan], args: tuple[Any, ...], name: str) -> Plan:

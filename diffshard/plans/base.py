@@ -165,6 +165,27 @@ class MemoryProfile:
     at_peak: tuple[HeldTensor, ...]
 
 
+@dataclass(frozen=True)
+class TriedShape:
+    """A shape of the mesh that a search over devices has looked at.
+
+    Attributes:
+      mesh_axes: devices along each axis, in order.
+      step_s: predicted seconds of the best plan that was found for it; None where none was.
+      lower_bound_s: no plan on this mesh is predicted to take less; inf where none fits the memory.
+      search_s: seconds that it took.
+      status: how its search ended, as `PlanData.status`; "cut off" where its bound showed that it cannot be better,
+        "infeasible" where nothing fits the memory, "no plan" where the solver found none that fits, and "not tried"
+        where the time was over.
+    """
+
+    mesh_axes: Mapping[str, int]
+    step_s: float | None
+    lower_bound_s: float
+    search_s: float
+    status: str
+
+
 LEAST_SHARE_AT_PEAK = 1e-3
 """Smaller arrays are not listed one by one: a thousand lines of a table already say more than anybody reads."""
 
@@ -183,7 +204,7 @@ class PlanData:
       compute_s: predicted seconds of arithmetic and memory traffic in one step.
       collectives: predicted communication; the predicted step takes `step_s` = `compute_s` + their seconds.
       peak_bytes: predicted peak memory of a device.
-      lower_bound_s: no plan in the search space is predicted to take less.
+      lower_bound_s: no plan in the search space is predicted to take less, on no mesh of `shapes`.
       gap: (step_s - lower_bound_s) / step_s.
       status: how the search ended: "optimal", "finished", "time limit" or "interrupted".
       solver: name of the solver.
@@ -200,6 +221,7 @@ class PlanData:
       memory: where in the step how much memory is in use; None in plans of older versions.
       function_digest: a hash of the traced function, its arguments' types, and the versions of JAX and diffshard; "" in
         plans of older versions.
+      shapes: the shapes of the mesh that were tried, the best first; empty where the mesh was given.
       stored_in: the file of a store of plans from which it was taken instead of a search; "" if it was searched.
       mesh: the mesh; after loading it is abstract, unless `load` was given one.
       structures: the structures of the arguments and of the result (`diffshard.sharding_search.call.Structure`); None
@@ -233,6 +255,7 @@ class PlanData:
     comparison: Comparison | None = None
     memory: MemoryProfile | None = None
     function_digest: str = field(default="", compare=False)
+    shapes: tuple[TriedShape, ...] = ()
     stored_in: str = field(default="", compare=False)
     mesh: Mesh | AbstractMesh | None = field(default=None, compare=False, repr=False)
     structures: Any = field(default=None, compare=False, repr=False)

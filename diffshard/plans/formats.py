@@ -40,8 +40,12 @@ def format_count(number: int, noun: str) -> str:
 
 def format_devices(axes: Mapping[str, int]) -> str:
     """Writes the axes of a mesh as `8 devices (data 2 x model 4)`."""
-    mesh = " x ".join(f"{axis} {size}" for axis, size in axes.items()) or "no axes"
-    return f"{format_count(math.prod(axes.values()), 'device')} ({mesh})"
+    return f"{format_count(math.prod(axes.values()), 'device')} ({format_axes(axes)})"
+
+
+def format_axes(axes: Mapping[str, int]) -> str:
+    """Writes the axes of a mesh as `data 2 x model 4`."""
+    return " x ".join(f"{axis} {size}" for axis, size in axes.items()) or "no axes"
 
 
 def format_percent(share: float) -> str:

@@ -211,9 +211,14 @@ def call_of(options: Options, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
         paths=tuple(paths),
         keys=tuple(_key_names(leaf.path) for leaf, _ in kept),
         donated=tuple(donated[leaf.number] for leaf, _ in kept),
-        given=tuple(carried_spec(leaf.value, options.mesh) if spec is None else spec for leaf, spec in kept),
+        given=tuple(_carried(leaf.value, options) if spec is None else spec for leaf, spec in kept),
         logical_axes=tuple(leaf.logical_axes for leaf, _ in kept),
     )
+
+
+def _carried(leaf: Any, options: Options) -> PartitionSpec | None:
+    """Returns the spec that an array has on the mesh; None while the mesh is not chosen."""
+    return None if options.candidates else carried_spec(leaf, options.mesh)
 
 
 def abstract_array(leaf: Any) -> jax.ShapeDtypeStruct:

@@ -36,6 +36,7 @@ def facts_of(options: Options, traced_function: TracedFunction) -> dict[str, str
         "`donate_argnums`": value_text((options.donate_argnums, options.donate_argnames)),
         "`logical_axis_rules`": value_text((options.logical_axis_rules, options.metadata_rules)),
         "`check`": options.judged_by,
+        **_candidates(options),
         **_program(traced_function),
     }
 
@@ -76,6 +77,12 @@ def plan_facts(plan: PlanData) -> dict[str, str]:
 def digest_of(facts: Mapping[str, str]) -> str:
     """Returns a hash of texts by name, as letters and digits."""
     return hashlib.sha256(json.dumps(dict(facts), sort_keys=True).encode()).hexdigest()
+
+
+def _candidates(options: Options) -> dict[str, str]:
+    """Returns the meshes to choose from, if the mesh is not given."""
+    meshes = [(candidate.axes, to_json_values(candidate.hardware.links)) for candidate in options.candidates]
+    return {"the meshes of `devices`": json.dumps(meshes, sort_keys=True)} if meshes else {}
 
 
 def _arguments(traced_function: TracedFunction) -> dict[str, str]:

@@ -1,13 +1,13 @@
 """What `search` was asked for, checked before anything is traced."""
 
 import inspect
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, get_args
 
 import jax
-from jax.sharding import AbstractMesh, AxisType, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
 from cost.base import Hardware
 from cost.presets import hardware_of, preset_of_mesh
@@ -15,6 +15,7 @@ from cost.real_numbers import is_positive, real_number, whole_number
 from diffshard.base import Solver
 from diffshard.live_progress import ProgressDisplay
 from diffshard.plans.base import Executor, LogicalAxisRules, PlanData
+from diffshard.sharding_search.mesh_candidates import MeshCandidate
 from diffshard.solving.solve import check_key, resolve
 from search_spaces.sharding.given import check_prefix
 
@@ -27,7 +28,8 @@ class Options:
 
     `logical_axis_rules` hold for flax's logical names while `fn` is traced; without any those of the context hold.
     By `metadata_rules` arguments with flax's metadata are given; None leaves them free. `judged_by` says which compiler
-    judges the plan, and how; "" for none.
+    judges the plan, and how; "" for none. `candidates` are meshes to choose from, and `mesh` and `hardware` those of
+    one of them until one is chosen. Without candidates the mesh is given.
 
     Raises:
       TypeError, ValueError: an argument breaks a rule; the error names it and its value.
@@ -51,6 +53,7 @@ class Options:
     start: PlanData | None = None
     progress: ProgressDisplay = "terminal"
     judged_by: str = ""
+    candidates: tuple[MeshCandidate, ...] = ()
 
     def __post_init__(self):
         if not callable(self.fn):
@@ -76,6 +79,7 @@ class Options:
                 f"`progress` must be one of {get_args(ProgressDisplay)}, not {self.progress!r}. Give a function to "
                 "`plan(..., progress=...)` of what the search returns."
             )
+        _check_names_no_axes(self)
         check_prefix(self.in_shardings, self.mesh)
         for kind in ("donate", "static"):
             numbers, names = getattr(self, f"{kind}_argnums"), getattr(self, f"{kind}_argnames")
@@ -109,6 +113,14 @@ class Options:
     def axis_sizes(self) -> tuple[int, ...]:
         """Devices along each axis."""
         return tuple(self.mesh.shape[name] for name in self.mesh.axis_names)
+
+    def candidate_with(self, axes: Any) -> MeshCandidate:
+        """Returns the candidate that has these axes in order, or else the mesh and hardware as they are."""
+        return next((c for c in self.candidates if _is_of_axes(c, axes)), MeshCandidate(self.mesh, self.hardware))
+
+    def on(self, candidate: MeshCandidate) -> "Options":
+        """Returns the options with a chosen mesh."""
+        return replace(self, mesh=candidate.mesh, hardware=candidate.hardware, candidates=())
 
     @cached_property
     def signature(self) -> inspect.Signature | None:
@@ -202,6 +214,26 @@ def _check_start(start: Any) -> None:
         raise TypeError(
             f"`start` must be a plan or None, not {type(start).__name__}; `Plan.load(path)` reads a saved one."
         )
+
+
+def _check_names_no_axes(options: Options) -> None:
+    """Checks that nothing names axes of the mesh while these are open."""
+    if not options.candidates:
+        return
+    if options.metadata_rules is not None:
+        raise ValueError("`logical_axis_rules` name axes of a mesh, which `devices` leaves open: give `mesh` instead.")
+    is_leaf = lambda x: isinstance(x, PartitionSpec)  # noqa: E731
+    for leaf in jax.tree.leaves(options.in_shardings, is_leaf=is_leaf):
+        spec = getattr(leaf, "spec", leaf)
+        if isinstance(spec, PartitionSpec) and any(axes is not None for axes in spec):
+            raise ValueError(
+                f"`in_shardings` has {spec}, which names axes of a mesh, but `devices` leaves these open: give `mesh` "
+                "instead, or only `PartitionSpec()` and None."
+            )
+
+
+def _is_of_axes(candidate: MeshCandidate, axes: Any) -> bool:
+    return isinstance(axes, Mapping) and tuple(axes.items()) == tuple(candidate.axes.items())
 
 
 def _check_mesh(mesh: Any) -> None:

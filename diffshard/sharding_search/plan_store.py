@@ -110,7 +110,10 @@ def _from_document(document: Any, key: str, path: str, request: PlanRequest) -> 
         raise PlanError(f"`{path}` is not a file of this store.")
     if document.get("version") != _VERSION or document.get("key") != key:
         raise PlanError(f"`{path}` was written for another function, or by another version.")
-    return _with_places(from_json(document.get("plan"), path, Plan, request.options.mesh), request)
+    content = document.get("plan")
+    axes = content.get("mesh_axes") if isinstance(content, dict) else None
+    mesh = request.options.candidate_with(axes).mesh
+    return _with_places(from_json(content, path, Plan, mesh), request)
 
 
 def _with_places(plan: Plan, request: PlanRequest) -> Plan:

@@ -168,7 +168,9 @@ class PlannedFunction(Generic[PlanT]):
 
     def _headline(self) -> str:
         options = self.options
-        return f"{short_name(options.function_name)} on {format_devices(options.mesh.shape)}, {options.hardware.name}"
+        is_open = options.candidates and not self._prepared
+        devices = format_count(options.mesh.size, "device") if is_open else format_devices(options.mesh.shape)
+        return f"{short_name(options.function_name)} on {devices}, {options.hardware.name}"
 
     def _prepare(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], progress: Progress | None, *, is_expected: bool = True
@@ -194,6 +196,9 @@ class PlannedFunction(Generic[PlanT]):
             space = space_of(options, traced_function)
             line.step("listing strategies" if processes_of(options.mesh).is_first else "waiting for the first process")
             plan = self._make_plan(PlanRequest(options, traced_function, space, start_s, progress or line.progress))
+        if options.candidates:  # the first plan chooses the mesh: state that lives there is not moved by later plans
+            self.options = options = options.on(options.candidate_with(plan.mesh_axes))
+            space = space_of(options, traced_function)
         if plan.logical_axis_rules != options.logical_axis_rules:  # an expert's plan was found to be the best
             options = replace(options, logical_axis_rules=plan.logical_axis_rules)
             traced_function = trace_call(options, call)

@@ -5,8 +5,9 @@ from typing import NamedTuple, TypeVar
 
 from diffshard.base import Progress
 from diffshard.plans.base import PlanData
+from diffshard.sharding_search.mesh_candidates import MeshCandidate
 from diffshard.sharding_search.options import Options
-from diffshard.sharding_search.tracing import TracedFunction
+from diffshard.sharding_search.tracing import TracedFunction, space_of
 from search_spaces.sharding.space import ShardingSpace
 
 PlanT = TypeVar("PlanT", bound=PlanData)
@@ -32,4 +33,9 @@ class PlanRequest(NamedTuple):
     def complete(self, plan: PlanT) -> PlanT:
         """Returns a plan that was read with what is known of this function and is not written."""
         structures = self.traced_function.call.structure, self.traced_function.result
-        return replace(plan, mesh=self.options.mesh, structures=structures)
+        return replace(plan, mesh=self.options.candidate_with(plan.mesh_axes).mesh, structures=structures)
+
+    def on(self, candidate: MeshCandidate) -> "PlanRequest":
+        """Returns the request for a chosen mesh."""
+        options = self.options.on(candidate)
+        return self._replace(options=options, space=space_of(options, self.traced_function))

@@ -1,4 +1,4 @@
-"""`search` takes a JAX function and a mesh, and returns the function parallelised."""
+"""`search` takes a JAX function and a mesh, or devices, and returns the function parallelised."""
 
 import functools
 import os
@@ -9,6 +9,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh
 
 from cost.base import Hardware
+from cost.clusters import Cluster
 from diffshard.base import Solver
 from diffshard.checks.targets import Target, target_for
 from diffshard.comparison.checked_search import Check, plan_by_compiling, plan_by_shardy
@@ -17,18 +18,21 @@ from diffshard.live_progress import ProgressDisplay
 from diffshard.plans.base import Executor
 from diffshard.processes import errors_for_all
 from diffshard.sharding_search.logical_axes import checked_rules
+from diffshard.sharding_search.mesh_candidates import Devices, mesh_candidates, mesh_of_all
 from diffshard.sharding_search.options import DEFAULT_SOLVER, Options, argument_names, hardware_for, positions
 from diffshard.sharding_search.plan import Plan
 from diffshard.sharding_search.plan_store import PlanStore, checked_folder
 from diffshard.sharding_search.planned_function import PlannedFunction
 from diffshard.sharding_search.planning import find_plan
+from diffshard.sharding_search.shape_search import plan_of_best_shape
 from diffshard.sharding_search.shared_plans import plan_of_first_process
 
 
 def search(
     fn: Callable[..., Any],
-    mesh: Mesh | AbstractMesh,
+    mesh: Mesh | AbstractMesh | Cluster | None = None,
     *,
+    devices: Devices | None = None,
     hardware: Hardware | str | None = None,
     memory_limit_bytes: float | None = None,
     in_shardings: Any = None,
@@ -64,9 +68,13 @@ def search(
     Args:
       fn: a function, usually a whole training step; arguments and results are pytrees of arrays. Leaves that are no
         arrays, such as functions, are constants; so are numbers in Equinox's modules.
-      mesh: a `Mesh`, or an `AbstractMesh` to plan for devices that are not here.
+      mesh: a `Mesh`, or an `AbstractMesh` to plan for devices that are not here. A `Cluster` counts as `devices`.
+      devices: in place of a mesh, whose shape is then found as well: how many, for devices that are not here; JAX
+        devices, such as `jax.devices()`; or a `Cluster` of one kind. Each physically distinct shape of up to three axes
+        is searched, and `plan.shapes` says what became of it; the plan's bound holds for all of them. The first plan
+        chooses the mesh (`plan.mesh`), and plans for other arguments are for the same one.
       hardware: how fast the devices compute and communicate: a `Hardware`, the name of a preset, or None for the preset
-        of the mesh's devices.
+        of the mesh's devices. With `devices` it cannot be a `Hardware`, whose links belong to axes.
       memory_limit_bytes: of each device; None takes the memory of the hardware.
       in_shardings: shardings to keep: for each positional argument a pytree prefix of `PartitionSpec`, `NamedSharding`
         or None (free); None leaves all free. Arguments that carry a `NamedSharding` on this mesh keep it, too.
@@ -78,8 +86,9 @@ def search(
         the search, and names are only names: `plan.logical_rules()` says what they would have to mean.
       solver: as in `diffshard.solve`; None is the default one.
       time_limit_s: seconds for the solver, of all problems that the search solves together; None lets the solver end by
-        its own rule. Tracing and listing strategies come before and are not limited: milliseconds for each operation,
-        longer on meshes of four and five axes.
+        its own rule. Of several shapes of the mesh each has an equal part of what is left. Tracing and listing
+        strategies come before and are not limited: milliseconds for each operation, longer on meshes of four and five
+        axes. With `devices` that holds for the first shape only.
       key: random key or seed of the solver.
       donate_argnums: positions of arguments whose memory may be used for results, as in `jax.jit`.
       static_argnums: positions of arguments that are compile-time constants, as in `jax.jit`.
@@ -114,6 +123,16 @@ def search(
       TypeError, ValueError: an argument breaks a rule; the error names it and its value.
       RuntimeError: the compiler of the target is not installed; names the extra that brings it.
     """
+    if isinstance(mesh, Cluster) and devices is None:
+        mesh, devices = None, mesh
+    with errors_for_all(mesh if devices is None else mesh_of_all(devices), "search a plan"):
+        if (mesh is None) == (devices is None) or isinstance(mesh, Cluster):
+            given = "neither" if mesh is None else "both"
+            raise TypeError(f"Give `mesh` or `devices`, not {given}: a mesh, or devices whose mesh is to be found.")
+        candidates = None if devices is None else mesh_candidates(devices, hardware)
+        if candidates is not None:
+            mesh, hardware = candidates[0]
+        assert mesh is not None
     with errors_for_all(mesh, "search a plan"):
         priced_for = hardware_for(hardware, mesh)
         rules = None if logical_axis_rules is None else checked_rules(logical_axis_rules, tuple(mesh.axis_names))
@@ -127,6 +146,7 @@ def search(
             judged_by = f"compile for {compiled_for}"
         elif target is not None:
             raise ValueError(f'`target` is for `check="compile"`, not {check!r}.')
+        find = functools.partial(plan_of_best_shape, find)
         if cache is not None:
             find = functools.partial(PlanStore(checked_folder(cache)).plan_or_search, find)
         options = Options(
@@ -148,5 +168,6 @@ def search(
             start=start,
             progress=progress,
             judged_by=judged_by,
+            candidates=candidates or (),
         )
     return PlannedFunction(options, functools.partial(plan_of_first_process, find))

@@ -26,7 +26,8 @@ def plan_of_first_process(find: FindPlan, request: PlanRequest) -> Plan:
 
     def unpack(content: bytes) -> Plan:
         document = json.loads(content)
-        plan = from_json(document["plan"], "the plan of the first process", Plan, options.mesh)
+        mesh = options.candidate_with(document["plan"]["mesh_axes"]).mesh
+        plan = from_json(document["plan"], "the plan of the first process", Plan, mesh)
         return replace(plan, stored_in=document["stored_in"])
 
     what = f"search a plan of {options.function_name}"

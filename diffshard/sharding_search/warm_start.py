@@ -74,6 +74,7 @@ def is_made_for(plan: PlanData, request: PlanRequest) -> bool:
     solver, its key, its time limit and which compiler judged it) may differ.
     """
     options, call = request.options, request.traced_function.call
+    options = options.on(options.candidate_with(plan.mesh_axes))
     before = (plan.hardware, plan.memory_limit_bytes, plan.static_argnums, plan.donate_argnums, plan.static_argnames)
     now = (options.hardware, options.memory_limit_bytes, options.static_argnums, options.donate_argnums)
     types = [(tensor.shape, tensor.dtype, tensor.given) for tensor in plan.arguments]

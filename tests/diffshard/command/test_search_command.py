@@ -1,6 +1,7 @@
 """`diffshard search` from its words to its exit code, files and both output streams."""
 
 import errno
+import math
 import sys
 
 import pytest
@@ -64,6 +65,20 @@ def test_search_lets_a_compiler_judge(module, capsys):
     assert "`--target` is for `--check compile`" in capsys.readouterr().err
     assert search("--check", "compile", hardware="tpu_v5e") == 2
     assert "there is none for 'TPU v5e'" in capsys.readouterr().err
+
+
+def test_search_finds_the_shape_of_the_mesh(module, capsys):
+    words = ["search", "user_module:step", "--args", "user_module:args", "--hardware", "h100", "-o", "plan.json"]
+    assert main([*words, "--devices", "8"]) == 0
+    assert "the fastest of 3 shapes" in capsys.readouterr().out
+    plan = Plan.load("plan.json")
+    assert math.prod(plan.mesh_axes.values()) == 8
+    assert len(plan.shapes) == 3
+    assert main([*words, "--devices", "12"]) == 2
+    assert "`--devices` 12 does not fill hosts of 8" in capsys.readouterr().err
+    for more in ([], ["--devices", "8", "--mesh", "data=8"]):
+        with pytest.raises(SystemExit):
+            main([*words, *more])
 
 
 def test_search_takes_plans_from_a_store(module, capsys):

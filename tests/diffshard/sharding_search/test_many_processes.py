@@ -89,6 +89,14 @@ applied = diffshard.Plan.load("plan.json", mesh).apply(step)
 applied_plan = applied.plan(state, batch)
 result["applied"] = applied_plan == plan and float(applied(*applied_plan.shard(state, batch))[1])
 
+open_step = diffshard.search(step, devices=jax.devices(), hardware="cpu", time_limit_s=20.0 * (process + 1))
+open_plan = open_step.plan(state, batch)
+result["open"] = [str(open_plan), list(open_plan.mesh.shape.items()), len(open_plan.shapes)]
+result["open"].append(float(open_step(*open_plan.shard(state, batch))[1]))
+result["devices"] = message_of(
+    lambda: diffshard.search(step, devices=jax.devices()[:: 1 - 2 * process], hardware="cpu").plan(state, batch)
+)
+
 result["limits"] = message_of(lambda: searched(memory_limit_bytes=8e9 - process).plan(state, batch))
 other = {**state, "down": state["down"].astype(np.float16 if process else np.float32)}
 result["types"] = message_of(lambda: searched().plan(other, batch))
@@ -171,12 +179,21 @@ def test_training_in_two_processes_is_training_in_one(results: list[dict]):
         assert result["applied"] == pytest.approx(losses[0], rel=1e-5)
 
 
+def test_all_processes_choose_the_same_shape_of_the_mesh(results: list[dict]):
+    assert results[0]["open"] == results[1]["open"]
+    text, axes, num_shapes, loss = results[0]["open"]
+    assert ["hosts", 2] in axes or ["mixed", 8] in axes or len(axes) > 1
+    assert f"the fastest of {num_shapes} shapes" in text
+    assert loss == pytest.approx(results[0]["losses"][0], rel=1e-5)
+
+
 @pytest.mark.parametrize(
     ("name", "said"),
     [
         ("limits", "`memory_limit_bytes` is 8000000000.0 in process 0 and 7999999999.0 in process 1"),
         ("types", "`state['down']` is float32[512,256] in process 0 and float16[512,256] in process 1"),
         ("given", "`batch[0]` is float32[512,256] given as P('model',) in process 0 and float32"),
+        ("devices", "the devices of `mesh` is [0, 1, 2, 3, "),
         ("program", "the program that the function traces to is at line"),
         (
             "applied plans",
@@ -209,7 +226,7 @@ def test_an_error_of_one_process_while_tracing_ends_the_others(results: list[dic
     [
         ("hardware", 1, "ValueError: `hardware` 'nope' is unknown"),
         ("solver", 0, "ValueError: `solver` must be"),
-        ("mesh", 1, "TypeError: `mesh` must be a jax.sharding.Mesh or AbstractMesh, not NoneType."),
+        ("mesh", 1, "TypeError: Give `mesh` or `devices`, not neither"),
         ("sharding", 1, "ValueError: The spec of `in_shardings`[1] has an axis 'nope'"),
         ("names", 1, "ValueError: `names` must be some of"),
         ("directory", 1, "ValueError: `directory` is empty"),
