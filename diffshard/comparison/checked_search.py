@@ -27,7 +27,7 @@ from diffshard.plans.formats import format_bytes, format_count, format_s
 from diffshard.sharding_search.executors import default_executor, flat_function, with_executor
 from diffshard.sharding_search.options import Options, with_automatic_axes
 from diffshard.sharding_search.plan import Plan
-from diffshard.sharding_search.planning import find_plan
+from diffshard.sharding_search.planning import find_plan, memory_advice
 from diffshard.sharding_search.request import PlanRequest
 from diffshard.sharding_search.tracing import TracedFunction, space_of, trace_call
 from search_spaces.sharding.space import ShardingSpace
@@ -176,8 +176,7 @@ class _CompiledPlans:
                 f"`memory_limit_bytes` is {limit:,.0f}, but the smallest of {len(with_program)} programs compiled "
                 f"for {self.target.name}, {smallest.name} by {smallest.executor}, needs "
                 f"{smallest.compiled_peak_bytes or 0.0:,.0f} bytes on each device, and was predicted to need "
-                f"{smallest.predicted_peak_bytes:,.0f}. Give more memory or devices, donate the state "
-                "(`donate_argnums`), or rematerialise (`jax.checkpoint`)."
+                f"{smallest.predicted_peak_bytes:,.0f}. {memory_advice(self.entries[0][0].space)}"
             )
         best, row = min(entries_that_fit or self.entries[:1], key=lambda entry: _order(entry[1]))
         plan = best.plan

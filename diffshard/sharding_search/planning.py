@@ -84,11 +84,9 @@ def solve_problem_of(
     problem = problem._replace(memory_limit=options.memory_limit_bytes)
     limit, least = options.memory_limit_bytes, float(np.max(least_memory(problem)[1]))
     if least > limit:
-        donate = " donate the state (`donate_argnums`)," if _donating_helps(space, least) else ""
         raise InfeasibleError(
             f"`memory_limit_bytes` is {limit:,.0f}, but every plan of {options.function_name} on the mesh "
-            f"{dict(options.mesh.shape)} needs at least {least:,.0f} bytes on each device. Give more memory or "
-            f"devices,{donate} or rematerialise (`jax.checkpoint`)."
+            f"{dict(options.mesh.shape)} needs at least {least:,.0f} bytes on each device. {memory_advice(space)}"
         )
     solution = solve(
         problem,
@@ -108,7 +106,13 @@ def solve_problem_of(
     return solution
 
 
-def _donating_helps(space: ShardingSpace, least_bytes: float) -> bool:
+def memory_advice(space: ShardingSpace) -> str:
+    """Returns a sentence that says what to do where the memory is too small for a function."""
+    donate = " donate the state (`donate_argnums`)," if _donating_helps(space) else ""
+    return f"Give more memory or devices,{donate} or rematerialise (`jax.checkpoint`)."
+
+
+def _donating_helps(space: ShardingSpace) -> bool:
     """Tells whether every plan would need less than now if the arguments that results replace were donated."""
     replaced = {argument for argument in space.graph.feedback if argument is not None}
     donated = [is_donated or i in replaced for i, is_donated in enumerate(space.donated)]
@@ -118,7 +122,7 @@ def _donating_helps(space: ShardingSpace, least_bytes: float) -> bool:
     problem = space.problem._replace(
         usage_node=np.array(usages.node, int), usage=usages.num_bytes, usage_interval=np.array(usages.interval, int)
     )
-    return float(np.max(least_memory(problem)[1])) < least_bytes
+    return float(np.max(least_memory(problem)[1])) < float(np.max(least_memory(space.problem)[1]))
 
 
 def make_plan(request: PlanRequest, solution: Solution) -> Plan:

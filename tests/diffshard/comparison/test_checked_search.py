@@ -120,6 +120,30 @@ def test_a_limit_that_no_program_keeps_is_an_error_with_numbers(monkeypatch):
         search(memory_limit_bytes=2_000_000).plan(STATE, BATCH)
 
 
+@pytest.mark.parametrize(
+    ("rows", "width", "donated", "is_advised"), [(4, 64, (), True), (4, 64, 0, False), (256, 8, (), False)]
+)
+def test_where_no_program_fits_donating_is_advised_as_where_no_prediction_fits(
+    monkeypatch, rows, width, donated, is_advised
+):
+    def step(w, x):
+        return w - 0.1 * jax.grad(lambda w: jnp.square(x @ w).mean())(w)
+
+    def message(**options):
+        options |= {"hardware": "cpu", "donate_argnums": donated, "in_shardings": (P(), None)}
+        with pytest.raises(diffshard.InfeasibleError) as error:
+            diffshard.search(step, MESH, **options).plan(jnp.ones((width, width)), jnp.ones((rows, width)))
+        return str(error.value)
+
+    compiled_as(monkeypatch, lambda name, executor: 1.0, memory_factor=1e6)
+    compiled = message(check="compile", target="host", memory_limit_bytes=1_000_000)
+    predicted = message(memory_limit_bytes=1)
+    assert "programs compiled" in compiled
+    assert "programs compiled" not in predicted
+    assert compiled.partition("Give more memory")[2] == predicted.partition("Give more memory")[2] != ""
+    assert ("donate the state" in compiled) == is_advised
+
+
 def test_a_limit_that_no_prediction_keeps_is_found_before_anything_is_compiled(monkeypatch):
     rounds = compiled_as(monkeypatch, lambda name, executor: 1.0)
     with pytest.raises(diffshard.InfeasibleError, match="needs at least"):
