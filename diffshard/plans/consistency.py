@@ -19,8 +19,13 @@ _TYPES = r"(?:[\w<>]+\[[\d, ]*\](?:, )?)*"
 _SIGNATURE = re.compile(rf"[^()]+\({_TYPES}\) -> {_TYPES}")
 
 
-def check_plan(plan: PlanData) -> None:
+def check_plan(plan: PlanData, distinct: Iterable[int] | None = None) -> None:
     """Checks that the fields of a plan fit each other; that they have the right types is known.
+
+    Args:
+      plan: the plan.
+      distinct: indices of operations that differ; all others are equal to one of these but for their place. None are
+        all operations.
 
     Raises:
       ValueError: names the field, the rule and the value.
@@ -31,13 +36,15 @@ def check_plan(plan: PlanData) -> None:
     for axis, size in axes.items():
         if size > 1 and axis not in plan.hardware.links:
             raise ValueError(f"`hardware` has no link for the axis {axis!r} of `mesh_axes`")
-    _check_numbers(plan)
+    indices = range(len(plan.operations)) if distinct is None else distinct
+    operations = [(f"operations[{i}]", plan.operations[i]) for i in indices]
+    _check_numbers(plan, operations)
     _check_positions(plan)
     for field in ("arguments", "outputs"):
         for i, tensor in enumerate(getattr(plan, field)):
             _check_tensor(tensor, axes, f"{field}[{i}]")
-    for i, operation in enumerate(plan.operations):
-        _check_operation(operation, axes, f"operations[{i}]")
+    for name, operation in operations:
+        _check_operation(operation, axes, name)
     is_input = [operation.kind == "input" for operation in plan.operations]
     if is_input.count(True) != len(plan.arguments) or not all(is_input[: len(plan.arguments)]):
         raise ValueError(f"`operations` must begin with the {len(plan.arguments)} arguments, and have no other input")
@@ -45,10 +52,10 @@ def check_plan(plan: PlanData) -> None:
     _check_memory(plan)
 
 
-def _check_numbers(plan: PlanData) -> None:
+def _check_numbers(plan: PlanData, operations: Iterable[tuple[str, Operation]]) -> None:
     costs = {name: getattr(plan, name) for name in ("compute_s", "peak_bytes", "search_s")}
-    for i, operation in enumerate(plan.operations):
-        costs |= {f"operations[{i}].count": operation.count, f"operations[{i}].compute_s": operation.compute_s}
+    for name, operation in operations:
+        costs |= {f"{name}.count": operation.count, f"{name}.compute_s": operation.compute_s}
     for i, collective in enumerate(plan.collectives):
         fields = {name: getattr(collective, name) for name in ("num_bytes", "count", "seconds", "link_s")}
         costs |= {f"collectives[{i}].{name}": value for name, value in fields.items() if value is not None}

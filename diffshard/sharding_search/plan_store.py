@@ -1,7 +1,8 @@
 """A folder of plans that earlier searches found, so that the second start of a job does not search again.
 
 A plan's file is named by a hash of everything that the plan depends on. Many processes may write at the same time: each
-writes a file of its own and renames it, so that readers find a whole plan or none.
+writes a file of its own and renames it, so that readers find a whole plan or none. Operations that differ only in their
+place are written once.
 """
 
 import json
@@ -14,13 +15,13 @@ from typing import Any
 from diffshard.base import PlanError
 from diffshard.files import folder_path, write_whole
 from diffshard.plans.documents import read
-from diffshard.plans.file import from_json, to_json
+from diffshard.plans.file import from_json, to_json, without_places
 from diffshard.sharding_search.fingerprints import digest_of, facts_of
 from diffshard.sharding_search.plan import Plan
 from diffshard.sharding_search.request import PlanRequest
 from diffshard.sharding_search.warm_start import is_made_for
 
-_FORMAT, _VERSION = "diffshard stored plan", 1
+_FORMAT, _VERSION = "diffshard stored plan", 2
 _KEPT = ("optimal", "finished", "time limit")
 """How a search ends whose plan is kept: one that was interrupted might have found a better one."""
 
@@ -73,7 +74,7 @@ class PlanStore:
 
     def keep(self, key: str, plan: Plan) -> None:
         """Writes a plan's file; where that is not possible, it is told in a warning."""
-        document = {"format": _FORMAT, "version": _VERSION, "key": key, "plan": to_json(plan)}
+        document = {"format": _FORMAT, "version": _VERSION, "key": key, "plan": without_places(to_json(plan))}
         try:
             os.makedirs(self.folder, exist_ok=True)
             write_whole(self.path(key), json.dumps(document, separators=(",", ":"), allow_nan=False))
@@ -113,20 +114,6 @@ def _from_document(document: Any, key: str, path: str, request: PlanRequest) -> 
     content = document.get("plan")
     axes = content.get("mesh_axes") if isinstance(content, dict) else None
     mesh = request.options.candidate_with(axes).mesh
-    return _with_places(from_json(content, path, Plan, mesh), request)
-
-
-def _with_places(plan: Plan, request: PlanRequest) -> Plan:
-    """Returns a plan with the lines of today's program: the key does not depend on them.
-
-    Raises:
-      PlanError: the plan has other operations.
-    """
-    vertices = request.traced_function.graph.vertices
-    if len(plan.operations) != len(vertices):
-        raise PlanError(f"The plan has {len(plan.operations)} operations, and the function {len(vertices)}.")
-    operations = (
-        o if (o.source, o.scope) == (v.source, v.scope) else replace(o, source=v.source, scope=v.scope)
-        for o, v in zip(plan.operations, vertices, strict=True)
-    )
-    return replace(plan, operations=tuple(operations))
+    # The key does not depend on the lines of the program: operations are where they are today.
+    places = [(vertex.source, vertex.scope) for vertex in request.traced_function.graph.vertices]
+    return from_json(content, path, Plan, mesh, places)

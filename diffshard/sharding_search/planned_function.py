@@ -19,6 +19,7 @@ from diffshard.plans.formats import format_bytes, format_count, format_devices, 
 from diffshard.plans.notebook import planned_function_element
 from diffshard.plans.page import format_page
 from diffshard.processes import errors_for_all, processes_of
+from diffshard.rare_collections import rare_collections
 from diffshard.sharding_search.call import Call, Structure, array_types, bound_arguments, call_of, split
 from diffshard.sharding_search.executors import FlatFunction, flat_function
 from diffshard.sharding_search.fingerprints import device_facts, facts_of
@@ -180,7 +181,8 @@ class PlannedFunction(Generic[PlanT]):
             arrays, structure = split(bound_arguments(self.options, args, kwargs))
             key = structure, array_types(arrays), _settings()
             if key not in self._prepared:
-                with jax.core.eval_context():  # not of a trace that this may be under, which is another matter
+                # Not of a trace that this may be under, which is another matter.
+                with jax.core.eval_context(), rare_collections():
                     call = call_of(self.options, args, kwargs)
                     if not is_expected:
                         self._tell_difference(call)

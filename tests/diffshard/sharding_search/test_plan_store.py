@@ -132,6 +132,40 @@ def test_a_stored_plan_names_the_lines_of_the_program_as_it_is_now(tmp_path: Pat
     assert lines_of(second) == {line.replace(":2", ":3") for line in lines_of(first)}
 
 
+def layered_step(state: Any, x: Any) -> Any:
+    def loss(weights: Any) -> Any:
+        y = x
+        for w in weights:
+            y = jnp.tanh(y @ w)
+        return y.sum()
+
+    return jax.tree.map(lambda w, g: w - 0.1 * g, state, jax.grad(loss)(state))
+
+
+def test_operations_that_layers_repeat_are_written_once(tmp_path: Path):
+    arguments = [jnp.full((64, 64), 0.5)] * 12, jnp.ones((16, 64))
+    first = planned(tmp_path, layered_step, arguments)
+    (path,) = tmp_path.iterdir()
+    written = json.loads(path.read_text())["plan"]["operations"]["distinct"]
+    assert len(written) < len(first.operations) / 2
+    second = planned(tmp_path, layered_step, arguments)
+    assert second.stored_in
+    assert second == first
+    assert [(o.source, o.scope) for o in second.operations] == [(o.source, o.scope) for o in first.operations]
+
+
+@pytest.mark.parametrize("order", [[0], [99], [-1], [True], [None], "0"])
+def test_a_file_whose_operations_are_not_those_of_the_function_is_searched_again(tmp_path: Path, order: Any):
+    first = planned(tmp_path)
+    (path,) = tmp_path.iterdir()
+    document = json.loads(path.read_text())
+    operations = document["plan"]["operations"]
+    operations["order"] = order * (1 if order == [0] else len(operations["order"]))
+    path.write_text(json.dumps(document))
+    with pytest.warns(UserWarning, match="damaged"):
+        assert planned(tmp_path).operations == first.operations
+
+
 @pytest.mark.parametrize(
     ("content", "said"),
     [
