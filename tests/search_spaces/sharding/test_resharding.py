@@ -15,11 +15,11 @@ from cost.collectives import collective_sent_bytes
 from cost.lines import Line, least_s
 from diffshard.checks.collectives import hlo_collectives
 from search_spaces.sharding.reshard_costs import ReshardCosts
-from search_spaces.sharding.resharding import REFERENCE_BYTES
+from search_spaces.sharding.reshard_trees import REFERENCE_BYTES
 from search_spaces.sharding.spec import axes_in, divides, parts_of, replicated_spec, specs_of_shape
 
 KINDS = ("slice", "all_gather", "all_to_all", "collective_permute")
-AXES = ("x", "y", "z")
+AXES = ("x", "y", "z", "w")
 
 
 @cache
@@ -179,7 +179,7 @@ def slowest_of_a_permute(before, after, sizes, path):
     return max(moved, key=lambda a: path.rates[a].s_per_byte("collective_permute"))
 
 
-@pytest.mark.parametrize(("rank", "sizes"), [(2, (2, 2)), (2, (2, 4)), (3, (2, 2)), (2, (2, 2, 2))])
+@pytest.mark.parametrize(("rank", "sizes"), [(2, (2, 2)), (2, (2, 4)), (3, (2, 2)), (2, (2, 2, 2)), (1, (2,) * 4)])
 def test_no_other_way_is_cheaper(rank, sizes):
     """Against all sequences of collectives that never split a dimension finer than its ends allow."""
     for seed in range(2 if len(sizes) < 3 else 1):
@@ -199,6 +199,19 @@ def test_no_other_way_is_cheaper(rank, sizes):
             assert found == pytest.approx(best[np.count_nonzero(allowed[:j])], rel=1e-9, abs=1e-15), (source, target)
 
 
+@pytest.mark.parametrize("links", [("fast", "slow", "fast", "slow"), ("fast", "fast", "fast", "slow")])
+def test_a_path_is_the_same_whatever_was_asked_for_before(links):
+    """Searches go no further than somebody has asked, and on where they stopped."""
+    of_name = {"fast": Link(1e-6, 1e-11), "slow": Link(1e-5, 1e-10)}
+    hardware = Hardware("two speeds", 1.0, 1.0, 1.0, {a: of_name[link] for a, link in zip(AXES, links, strict=True)})
+    near_first, far_first, alone = (ReshardCosts(AXES, (2,) * 4, hardware).path for _ in range(3))
+    pairs = list(product(specs_of_shape((16, 4), (2,) * 4), repeat=2))
+    random.Random(0).shuffle(pairs)
+    found = {pair: near_first(*pair) for pair in sorted(pairs, key=lambda pair: len(alone(*pair)))}
+    assert found == {pair: far_first(*pair) for pair in pairs}
+    assert max(map(len, found.values())) > 2
+
+
 @pytest.mark.parametrize("seed", [0, 1])
 def test_lines_of_a_path_are_the_sums_of_those_of_its_steps(seed):
     path = paths((2, 3, 2), seed)
@@ -212,7 +225,7 @@ def test_equal_axes_may_change_places():
     """The tree of a path is shared among axes of equal size and link; the path is still the asker's own."""
     link = Link(1e-6, 1e-10)
     hardware = Hardware("equal", 1.0, 1.0, 1.0, dict.fromkeys(AXES, link))
-    path = ReshardCosts(AXES, (2, 2, 2), hardware).path
+    path = ReshardCosts(AXES[:3], (2, 2, 2), hardware).path
     for source, target in product(specs_of_shape((8, 8), (2, 2, 2)), repeat=2):
         spec = source
         for move in path(source, target):
@@ -224,7 +237,7 @@ def test_equal_axes_may_change_places():
 
 def test_xla_compiles_each_step_to_one_collective():
     sizes, shape = (2, 2, 2), (16, 16)
-    mesh = jax.make_mesh(sizes, AXES, (jax.sharding.AxisType.Auto,) * 3)
+    mesh = jax.make_mesh(sizes, AXES[:3], (jax.sharding.AxisType.Auto,) * 3)
     steps = set()
     for source, target in product(specs_of_shape(shape, sizes), repeat=2):
         spec = source
