@@ -38,8 +38,8 @@ class Agreement:
 
     The first process says at "arrival" what kind of exchange it has come for. To compare facts it puts a digest of its
     own at "digest", each other one its answer at "answer/NUMBER": empty, or its facts if they differ, or its error. The
-    first process puts its verdict at "verdict", empty if all is well. What it makes for all it puts at "result". A
-    process that failed before it came puts that in the place of its arrival or answer.
+    first process puts its verdict at "verdict", empty if all is well. What it makes for all, or gathers from all, it
+    puts at "result". A process that failed before it came puts that in the place of its arrival or answer.
 
     Exchanges are numbered, and each process counts for itself. Those with a name have numbers of their own, which begin
     anew after each exchange without a name, because the first process may do alone what has a name.
@@ -128,15 +128,18 @@ class Agreement:
         self.put(f"answer/{jax.process_index()}", json.dumps({"failure": problem}).encode())
         return problem
 
-    def fail(self, error: BaseException, *, has_arrived: bool) -> None:
-        """Tells the other processes that this one failed, before it has arrived or before it could compare facts."""
+    def fail(self, error: BaseException, place: str) -> None:
+        """Tells the other processes that this one failed.
+
+        Args:
+          error: the reason.
+          place: where the others wait for the first process: at "arrival" if it has not arrived yet, else at "digest"
+            or "result".
+        """
         process = jax.process_index()
         failure = f"process {process} failed with {type(error).__name__}: {error}"
-        if self.is_first and not has_arrived:
-            self.put("arrival", json.dumps([_FAILURE, failure]).encode())
-        else:
-            place = "digest" if self.is_first else f"answer/{process}"
-            self.put(place, json.dumps({"failure": failure}).encode())
+        content = [_FAILURE, failure] if self.is_first and place == "arrival" else {"failure": failure}
+        self.put(place if self.is_first else f"answer/{process}", json.dumps(content).encode())
 
     def problem_with(self, facts: Mapping[str, str]) -> str:
         """Compares facts, and returns a sentence on what is wrong with those of some process; "" if nothing is."""
@@ -157,6 +160,33 @@ class Agreement:
             return self.get("verdict", first).decode()
         except MissingError as error:
             return str(error)
+
+    def gathered(self, own: str) -> list[str]:
+        """Returns a text of each process, in order of their numbers; the own one is of this process.
+
+        Raises:
+          MissingError: a process has failed or ended, or did not come in time.
+        """
+        first, *others = self.indices
+        if not self.is_first:
+            self.put(f"answer/{jax.process_index()}", json.dumps({"text": own}).encode())
+            result = json.loads(self.get("result", first))
+            if "failure" in result:
+                raise MissingError(result["failure"])
+            return result["texts"]
+        texts, end = [own], time.monotonic() + ARRIVAL_LIMIT_S
+        try:
+            for other in others:
+                limit_s = max(0.0, end - time.monotonic())
+                answer = json.loads(self.get(f"answer/{other}", other, limit_s=limit_s))
+                if "failure" in answer:
+                    raise MissingError(answer["failure"])
+                texts.append(answer["text"])
+        except MissingError as error:
+            self.put("result", json.dumps({"failure": str(error)}).encode())
+            raise
+        self.put("result", json.dumps({"texts": texts}).encode())
+        return texts
 
     def _problem_of_others(self, content: Mapping[str, str]) -> str:
         first, *others = self.indices

@@ -86,6 +86,11 @@ class Processes:
         """Tells whether this process decides what is decided once."""
         return self.is_one or jax.process_index() == self.indices[0]
 
+    @property
+    def place(self) -> int:
+        """The place of this process among them, from 0."""
+        return 0 if self.is_one else self.indices.index(jax.process_index())
+
     def check_alike(self, what: str, facts: Mapping[str, str]) -> None:
         """Compares texts between the processes.
 
@@ -119,7 +124,7 @@ class Processes:
             made = make()
             own_facts = dict(facts(made))
         except BaseException as error:
-            agreement.fail(error, has_arrived=True)
+            agreement.fail(error, "digest")
             vars(error)[_KNOWN] = True
             raise
         if problem := (not self.is_first and agreement.arrive("compare")) or agreement.problem_with(own_facts):
@@ -129,7 +134,7 @@ class Processes:
     def tell(self, what: str, error: BaseException) -> None:
         """Tells the others that this process has failed; takes its place in the exchange to which they come next."""
         if not self.is_one:
-            Agreement.next_of(self.indices, what).fail(error, has_arrived=False)
+            Agreement.next_of(self.indices, what).fail(error, "arrival")
             vars(error)[_KNOWN] = True
 
     def shared(
@@ -153,6 +158,32 @@ class Processes:
             come within `ARRIVAL_LIMIT_S`.
         """
         return self._from_first(what, "", make, pack, unpack)
+
+    def gathered(self, what: str, make: Callable[[], T]) -> list[T]:
+        """Makes something in every process, and returns in all what each has made, in order of their numbers.
+
+        Args:
+          what: what is made, for errors.
+          make: makes JSON values, for which it may take `ARRIVAL_LIMIT_S` longer than in the fastest process.
+
+        Raises:
+          ProcessesError: `make` raised an error in another process, or one did not come within `ARRIVAL_LIMIT_S`.
+        """
+        if self.is_one:
+            return [make()]
+        agreement = Agreement.next_of(self.indices, what)
+        if problem := agreement.arrive("gather"):
+            raise ProcessesError(f"The processes cannot {what}: {problem}.")
+        try:
+            made = make()
+        except BaseException as error:
+            agreement.fail(error, "result")
+            vars(error)[_KNOWN] = True
+            raise
+        try:
+            return [json.loads(text) for text in agreement.gathered(json.dumps(made))]
+        except MissingError as error:
+            raise ProcessesError(f"The processes cannot {what}: {error}.") from None
 
     def in_first(self, what: str, name: str, act: Callable[[], None], content: Mapping[str, str]) -> None:
         """Does something in the first process; in each other one that calls this, waits until it is done.

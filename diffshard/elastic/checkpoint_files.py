@@ -14,11 +14,14 @@ import shutil
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
+from diffshard.base import ProcessesError
 from diffshard.files import write_whole
 from diffshard.plans.base import PlanData
 from diffshard.plans.file import load, save
+from diffshard.processes import Processes
 from diffshard.sharding_search.plan import Plan
 
 FORMAT, VERSION = "diffshard checkpoint", 1
@@ -30,6 +33,7 @@ _CHANGED_LATER = "_CHECKPOINT_METADATA"  # orbax notes there when it renames the
 _MARKS = (MANIFEST, _CHANGED_LATER, "_METADATA", "manifest.ocdbt")
 """Files by which a checkpoint is known, also one that has lost some of its files; the last three are orbax's."""
 _CHUNK_BYTES = 1 << 22
+_CHECK = "check the last checkpoint"
 
 
 class CheckpointError(ValueError):
@@ -161,26 +165,33 @@ def damage_of(folder: str, files: Mapping[str, tuple[int, int]]) -> str | None:
     return None
 
 
-def last_whole_checkpoint(directory: str) -> tuple[Checkpoint | None, dict[int, str]]:
+def last_whole_checkpoint(directory: str, processes: Processes) -> tuple[Checkpoint | None, dict[int, str]]:
     """Reads the last whole checkpoint of a directory, and changes nothing there.
+
+    The first process reads what there is, and the files whose checksums are compared are divided among all: so it takes
+    a part of the time, and every process has read from the directory before it trusts it.
+
+    Args:
+      directory: that all processes see.
+      processes: that call this together.
 
     Returns:
       The checkpoint, None if there are none; and what is wrong with newer ones that are damaged, by number of steps.
+      The same in all processes.
 
     Raises:
       CheckpointError: there are checkpoints, but none is whole; or the last whole one is of a newer version.
       OSError: the directory cannot be read.
+      ProcessesError: a process does not see the checkpoint, or reads other bytes than the first one.
     """
     damages: dict[int, str] = {}
-    for num_steps in reversed(saved_steps(directory)):
-        try:
-            checkpoint, files = read_manifest(step_folder(directory, num_steps))
-        except IncompatibleError:
-            raise
-        except CheckpointError as error:
-            damages[num_steps] = str(error)
+    for num_steps in reversed(processes.shared(_CHECK, partial(saved_steps, directory))):
+        found = processes.shared(_CHECK, partial(_manifest_or_damage, step_folder(directory, num_steps)))
+        if isinstance(found, str):
+            damages[num_steps] = found
             continue
-        damage = damage_of(checkpoint.folder, files)
+        checkpoint, files = found
+        damage = _damage_seen_by_all(checkpoint.folder, files, processes)
         if damage is None:
             return checkpoint, damages
         damages[num_steps] = damage
@@ -190,6 +201,58 @@ def last_whole_checkpoint(directory: str) -> tuple[Checkpoint | None, dict[int, 
             "give an empty directory to begin anew."
         )
     return None, {}
+
+
+def divided(files: Mapping[str, tuple[int, int]], count: int) -> list[dict[str, tuple[int, int]]]:
+    """Divides files into parts of about equal size: the largest first, each to the part that has least.
+
+    Args:
+      files: size and checksum of each.
+      count: of parts.
+    """
+    parts: list[dict[str, tuple[int, int]]] = [{} for _ in range(count)]
+    sizes = [0] * count
+    for name in sorted(files, key=lambda name: (-files[name][0], name)):
+        least = sizes.index(min(sizes))
+        parts[least][name] = files[name]
+        sizes[least] += files[name][0]
+    return parts
+
+
+def _damage_seen_by_all(folder: str, files: Mapping[str, tuple[int, int]], processes: Processes) -> str | None:
+    """Returns what is wrong with the files of a checkpoint, of which each process reads a part; None if nothing is.
+
+    Raises:
+      ProcessesError: a process does not see the folder, or finds wrong what the first one reads without a fault.
+    """
+    processes.check_alike(_CHECK, {f"whether there is a folder `{folder}`": str(os.path.isdir(folder))})
+    parts, first = divided(files, len(processes.indices)), processes.indices[0]
+    damages = processes.gathered(_CHECK, lambda: damage_of(folder, parts[processes.place]))
+    for process, part, damage in zip(processes.indices, parts, damages, strict=True):
+        if damage is None:
+            continue
+        in_first = damage if process == first else processes.shared(_CHECK, partial(damage_of, folder, part))
+        if in_first is not None:
+            return in_first
+        raise ProcessesError(
+            f"Process {process} finds that {damage}, but process {first} finds that file whole. The machine of process "
+            f"{process} reads wrong bytes or an old state of the directory; the checkpoint is left as it is."
+        )
+    return None
+
+
+def _manifest_or_damage(folder: str) -> tuple[Checkpoint, dict[str, tuple[int, int]]] | str:
+    """Returns what `read_manifest` does, or what is wrong with the manifest.
+
+    Raises:
+      IncompatibleError: a newer version of diffshard wrote the checkpoint.
+    """
+    try:
+        return read_manifest(folder)
+    except IncompatibleError:
+        raise
+    except CheckpointError as error:
+        return str(error)
 
 
 def remove(directory: str, num_steps: int) -> None:

@@ -24,7 +24,7 @@ from diffshard.elastic.ownership import Ownership
 from diffshard.elastic.training import FreshState, Training, difference_of
 from diffshard.files import folder_path
 from diffshard.plans.formats import short_name
-from diffshard.processes import errors_for_all, processes_of
+from diffshard.processes import Processes, errors_for_all, processes_of
 from diffshard.sharding_search.call import split
 from diffshard.sharding_search.plan import Plan
 from diffshard.sharding_search.request import PlanRequest
@@ -100,25 +100,29 @@ def resume(
     return Training(step, plan, fresh_state, checkpoint, directory, ownership, save_interval_steps, max_to_keep)
 
 
-def take_over(directory: str) -> Checkpoint | None:
+def take_over(directory: str, processes: Processes) -> Checkpoint | None:
     """Prepares a directory for the checkpoints of a training that begins now; returns the one to go on from, if any.
 
-    The directory is made if there is none. Checkpoints that are damaged and newer than the last whole one are renamed,
-    with a warning. What interrupted saves have left is removed, which breaks the save of a job that still writes there.
+    Checkpoints that are damaged and newer than the last whole one are renamed, with a warning. What interrupted saves
+    have left is removed, which breaks the save of a job that still writes there.
+
+    Args:
+      directory: that all processes see, and that is this job's.
+      processes: that call this together.
 
     Raises:
-      CheckpointError: as `last_whole_checkpoint`; nothing is changed then.
-      OSError: the directory cannot be read, made or written to.
+      CheckpointError, OSError, ProcessesError: as `last_whole_checkpoint`; nothing is changed then.
     """
-    os.makedirs(directory, exist_ok=True)
-    with tempfile.TemporaryFile(dir=directory):  # raises now what would be raised at the first save
-        pass
-    checkpoint, damages = last_whole_checkpoint(directory)
-    for num_steps, damage in damages.items():
-        assert checkpoint is not None
-        warnings.warn(f"{damage}. The training goes on from step {checkpoint.num_steps}.", stacklevel=3)
-        set_aside(directory, num_steps)
-    remove_unfinished(directory)
+    checkpoint, damages = last_whole_checkpoint(directory, processes)
+
+    def tidy() -> None:
+        for num_steps, damage in damages.items():
+            assert checkpoint is not None
+            warnings.warn(f"{damage}. The training goes on from step {checkpoint.num_steps}.", stacklevel=3)
+            set_aside(directory, num_steps)
+        remove_unfinished(directory)
+
+    processes.shared("go on from the last checkpoint", tidy)
     return checkpoint
 
 
@@ -169,28 +173,29 @@ def _check_that_state_comes_back(request: PlanRequest) -> None:
 
 
 def _agreed_checkpoint(directory: str, mesh: Mesh) -> tuple[Checkpoint | None, Ownership | None]:
-    """Returns what the first process finds, in all; it alone takes the directory and reads the files to check them.
+    """Takes the directory, in the first process, and returns the checkpoint to go on from, the same in all.
 
     Returns:
-      The checkpoint to go on from, if any; and in the first process that the directory is this job's.
+      The checkpoint, if any; and in the first process that the directory is this job's.
     """
     processes, what = processes_of(mesh), "go on from the last checkpoint"
     taken: list[Ownership] = []
 
-    def take() -> Checkpoint | None:
+    def take() -> None:
         os.makedirs(directory, exist_ok=True)
+        with tempfile.TemporaryFile(dir=directory):  # raises now what would be raised at the first save
+            pass
         taken.append(Ownership(directory))
-        try:
-            return take_over(directory)
-        except BaseException:
-            taken[0].release()
-            raise
 
     processes.check_alike(what, {"`directory`": directory})
-    checkpoint = processes.shared(what, take)
-    folder = directory if checkpoint is None else checkpoint.folder
-    processes.check_alike(what, {f"whether there is a folder `{folder}`": str(os.path.isdir(folder))})
-    return checkpoint, taken[0] if taken else None
+    processes.shared(what, take)
+    try:
+        processes.check_alike(what, {f"whether there is a folder `{directory}`": str(os.path.isdir(directory))})
+        return take_over(directory, processes), taken[0] if taken else None
+    except BaseException:
+        for ownership in taken:
+            ownership.release()
+        raise
 
 
 def _plan_of(checkpoint: Checkpoint) -> Plan | None:

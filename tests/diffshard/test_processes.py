@@ -66,6 +66,8 @@ tell(lambda: fail_in(1))
 tell(lambda: fail_in(0))
 tell(lambda: fail_in(process))  # each on its own, so that nobody waits
 tell(fail_after_an_exchange)
+tell(lambda: everyone.gathered("count", lambda: [process, 2 * process]))
+tell(lambda: everyone.gathered("trace", fail_to_trace))
 tell(lambda: Processes((process,)).shared("search", lambda: process))
 if process > 0:  # two of three agree without the first one
     tell(lambda: Processes((1, 2)).shared("search", lambda: process + 20))
@@ -107,8 +109,9 @@ def test_processes_agree_or_fail_together(tmp_path: Path):
         for failing, line in zip((1, 0, process), lines[8:11], strict=True):
             of_other = f"ProcessesError: The processes cannot search: process {failing} failed with ValueError"
             assert line == f"{'ValueError' if process == failing else of_other}: no such hardware"
-        assert lines[11:13] == ["InfeasibleError: no plan fits", str(process)]
-        assert lines[13:15] == ["None", late] if process == 0 else ["21", "None"]
+        assert lines[11:13] == ["InfeasibleError: no plan fits", "[[0, 0], [1, 2], [2, 4]]"]
+        assert lines[13:15] == [lines[3] if process == 1 else f"{lines[3]}.", str(process)]
+        assert lines[15:17] == ["None", late] if process == 0 else ["21", "None"]
         assert lines[-1] == (late if process == 2 else gone)
 
 

@@ -1,5 +1,6 @@
 """Whatever happens to a save or to its files, the last checkpoint that is whole is found, and nothing else is."""
 
+import ast
 import json
 import os
 import shutil
@@ -14,9 +15,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from diffshard.elastic.checkpoint_files import CheckpointError, last_whole_checkpoint
+from diffshard.elastic.checkpoint_files import CheckpointError, divided, last_whole_checkpoint
 from diffshard.elastic.resume import take_over
+from diffshard.processes import Processes
 from tests.diffshard.elastic.small_training import resumed, train
+from tests.processes import run_processes
+
+ALONE = Processes((0,))
 
 
 @pytest.fixture(scope="module")
@@ -68,12 +73,12 @@ def test_damage_to_any_file_is_noticed_and_the_checkpoint_before_is_taken(direct
         else:
             path.write_bytes(damage(path.read_bytes()))
         with pytest.warns(UserWarning, match=r"00000002.*The training goes on from step 1\."):
-            checkpoint = take_over(str(directory))
+            checkpoint = take_over(str(directory), ALONE)
         assert checkpoint is not None, name
         assert checkpoint.num_steps == 1, name
         assert not folder.exists()  # its number is free again
         shutil.copytree(whole, folder)
-    checkpoint = take_over(str(directory))
+    checkpoint = take_over(str(directory), ALONE)
     assert checkpoint is not None
     assert checkpoint.num_steps == 2  # the copy is whole
 
@@ -100,7 +105,7 @@ def test_a_save_that_stops_at_any_byte_leaves_no_checkpoint(directory):
                 copy.parent.mkdir(parents=True, exist_ok=True)
                 copy.write_bytes(path.read_bytes()[:left])
             left -= size
-        checkpoint = take_over(str(directory))
+        checkpoint = take_over(str(directory), ALONE)
         assert checkpoint is not None
         assert checkpoint.num_steps == 2
         assert not target.exists()
@@ -112,14 +117,14 @@ def test_reading_the_last_checkpoint_changes_nothing_in_the_directory(directory)
     path = files_of(directory / "00000002")[0]
     path.write_bytes(cut(path.read_bytes()))
     before = contents_of(directory)
-    checkpoint, damages = last_whole_checkpoint(str(directory))
+    checkpoint, damages = last_whole_checkpoint(str(directory), ALONE)
     assert checkpoint is not None
     assert checkpoint.num_steps == 1
     assert list(damages) == [2]
     assert str(path) in damages[2]
     assert contents_of(directory) == before
     missing = directory / "missing"
-    assert last_whole_checkpoint(str(missing)) == (None, {})
+    assert last_whole_checkpoint(str(missing), ALONE) == (None, {})
     assert not missing.exists()
 
 
@@ -129,7 +134,7 @@ def test_a_directory_that_cannot_be_taken_over_is_left_as_it_is(directory):
     shutil.copytree(directory / "00000002", directory / "00000003.orbax-checkpoint-tmp")
     before = contents_of(directory)
     with pytest.raises(CheckpointError, match="None of the checkpoints"):
-        take_over(str(directory))
+        take_over(str(directory), ALONE)
     assert contents_of(directory) == before
 
 
@@ -160,8 +165,68 @@ def test_a_checkpoint_of_a_newer_version_is_not_taken_for_damaged(directory):
     checksum = zlib.crc32(json.dumps(document, sort_keys=True).encode())
     path.write_text(json.dumps({"checksum": checksum, **document}))
     with pytest.raises(CheckpointError, match=r"version 99; this diffshard reads version 1.*Update diffshard"):
-        take_over(str(directory))
+        take_over(str(directory), ALONE)
     assert (directory / "00000002").exists()
+
+
+_CHECK = """
+from diffshard.elastic import checkpoint_files
+from diffshard.processes import all_processes
+
+directory, everyone = os.environ["CHECKPOINTS"], all_processes()
+size_and_checksum, names = checkpoint_files._size_and_checksum, []
+
+
+def recorded(path):
+    names.append(os.path.relpath(path, directory))
+    size, checksum = size_and_checksum(path)
+    return size, checksum + (process == 1 and is_faulty and "/d/" in path)
+
+
+def check():
+    names.clear()
+    try:
+        checkpoint, damages = checkpoint_files.last_whole_checkpoint(directory, everyone)
+        print(checkpoint.num_steps, sorted(damages), sorted(names), sep="; ")
+    except Exception as error:
+        print(f"{type(error).__name__}: {error}")
+
+
+checkpoint_files._size_and_checksum, is_faulty = recorded, False
+check()
+is_faulty = True
+check()
+is_faulty = False
+if process == 0:
+    os.truncate(os.environ["DAMAGED"], 3)
+everyone.check_alike("damage a file", {})
+check()
+"""
+
+
+def test_processes_divide_the_files_and_one_that_reads_other_bytes_is_no_damage(directory, tmp_path):
+    files = {path for path in files_of(directory / "00000002") if path.name != "checkpoint.json"}
+    damaged = max(files, key=lambda path: path.stat().st_size)
+    (tmp_path / "job").mkdir()
+    environment = {"CHECKPOINTS": str(directory), "DAMAGED": str(damaged)}
+    outputs = run_processes(_CHECK, 2, tmp_path / "job", devices_each=1, environment=environment)
+    lines = [output.stdout.splitlines() for output in outputs]
+    read = [set(ast.literal_eval(line.split("; ")[2])) for line in (lines[0][0], lines[1][0])]
+    assert not read[0] & read[1]
+    names = {str(path.relative_to(directory)) for path in files}
+    assert names <= read[0] | read[1] <= names | {"00000002/commit_success.txt"}
+    for process in lines:
+        assert process[0].startswith("2; []; ")
+        assert "Process 1 finds that" in process[1]
+        assert "but process 0 finds that file whole" in process[1]
+        assert process[2].startswith("1; [2]; ")
+
+
+def test_files_are_divided_into_parts_of_about_equal_size():
+    files = {name: (size, 0) for name, size in zip("abcdef", (5, 1, 4, 3, 0, 1), strict=True)}
+    parts = divided(files, 3)
+    assert max(sum(size for size, _ in part.values()) for part in parts) == 5
+    assert {name: entry for part in parts for name, entry in part.items()} == files
 
 
 _SAVING = """
@@ -209,7 +274,7 @@ def test_a_process_that_is_killed_while_it_saves_leaves_its_last_checkpoint(tmp_
                 process.send_signal(signal.SIGKILL)
             assert process.wait() == -signal.SIGKILL
         numbers.append(max(int(path.name) for path in tmp_path.iterdir() if path.name.isdigit()))
-        checkpoint = take_over(str(tmp_path))
+        checkpoint = take_over(str(tmp_path), ALONE)
         assert checkpoint is not None
         assert checkpoint.num_steps == numbers[-1]
     assert numbers == sorted(set(numbers))  # every run got further
