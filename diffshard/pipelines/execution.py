@@ -1,253 +1,261 @@
 """Runs the programs of a staged step on the sub-meshes of its stages, in the order of a schedule.
 
-One Python thread dispatches all programs; devices run them as soon as what they read is there. What goes from stage to
-stage leaves a program in equal shards of as many parts as both sub-meshes have, so that a copy is dispatched at once
-and waits for nothing on the host.
+One Python thread dispatches all programs; devices run them as soon as what they read is there. With many processes
+each dispatches the programs of the stages that it owns devices of. All go through the schedule in the same order, so
+that they meet in the copies between them.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from math import gcd
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend import core
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
+from jax.sharding import Mesh, NamedSharding
 
-from cost.pipeline_schedules import BACKWARD, FORWARD, ScheduleGraph
-from search_spaces.pipelines.batch_states import Split
-from search_spaces.pipelines.microbatches import combined_with, merged, neutral
-from search_spaces.pipelines.stage_labels import NUMBER, Key, Label
-from search_spaces.pipelines.stage_programs import StagedStep, StageProgram
+from cost.pipeline_schedules import WEIGHTS, ScheduleGraph
+from diffshard.pipelines.copies import Copier, CopyCount
+from diffshard.pipelines.stage_calls import (
+    FunctionOf,
+    ShardingOf,
+    StageCall,
+    StageCalls,
+    is_alike,
+    program_as_traced,
+)
+from diffshard.pipelines.stage_run import StageRun
+from search_spaces.pipelines.stage_labels import Key, Label
+from search_spaces.pipelines.stage_programs import StagedStep
 
-ShardingOf = Callable[[int, Key], Sharding | None]
-"""`sharding(stage, key)`: how a stage stores an array; None replicates it."""
 
-
-@dataclass
-class CopyCount:
-    """How many copies between stages a step made, and how many of them had to wait on the host.
+class StageError(RuntimeError):
+    """A program or a copy of a pipeline stage failed; the message names the stage and its devices.
 
     Attributes:
-      copies: of arrays.
-      bytes: sent in all.
+      stage: from 0.
     """
 
-    copies: int = 0
-    bytes: int = 0
+    def __init__(self, stage: int, message: str):
+        super().__init__(message)
+        self.stage = stage
 
 
 class StagedExecution:
     """A staged step that runs on sub-meshes.
+
+    With many processes all of them make it and call it in the same way; an array of a stage whose devices belong to
+    another process has no data there.
 
     Args:
       staged: the programs.
       meshes: `[S]`, the sub-mesh of each stage; no device is in two of them.
       graph: the schedule.
       sharding_of: how each stage stores its arguments, sums, and what its programs leave.
+      function_of: what runs a program.
+      donate: positions of flat arguments that the caller does not need after a step, so that results take their memory.
+
+    Attributes:
+      calls: the jitted programs.
+      graph: the schedule.
+
+    Raises:
+      ValueError: the meshes or the schedule do not fit the step.
     """
 
-    def __init__(self, staged: StagedStep, meshes: Sequence[Mesh], graph: ScheduleGraph, sharding_of: ShardingOf):
-        self.staged, self.meshes, self.graph, self.sharding_of = staged, list(meshes), graph, sharding_of
-        self.copied = CopyCount()
-        self._programs = {label: self._compiled(program) for label, program in staged.programs.items()}
-        self._zeros = {
-            label: jax.jit(
-                lambda program=program: [self._neutral(a.total, a.state) for a in _summed(program)],
-                out_shardings=[self.sharding(label.stage, a.total) for a in _summed(program)],
-            )
-            for label, program in staged.programs.items()
-            if label.kind == "backward"
-        }
-        self._numbers = [
-            [jax.device_put(np.int32(m), NamedSharding(mesh, PartitionSpec())) for m in range(staged.num_microbatches)]
-            for mesh in self.meshes
-        ]
+    def __init__(
+        self,
+        staged: StagedStep,
+        meshes: Sequence[Mesh],
+        graph: ScheduleGraph,
+        sharding_of: ShardingOf,
+        *,
+        function_of: FunctionOf = program_as_traced,
+        donate: Collection[int] = (),
+    ):
+        _check(staged, meshes, graph, donate)
+        self.calls, self.graph = StageCalls(staged, meshes, sharding_of, function_of, donate), graph
+        self._actions = _Dispatch(self.calls)
 
     def __call__(self, arrays: Sequence[Any]) -> list[Any]:
         """Runs a step.
 
         Args:
-          arrays: the flat arguments; each is copied to its stage unless it is there.
+          arrays: the flat arguments; each is copied to its stages unless it is there.
 
         Returns:
-          The flat results, each on the sub-mesh of the stage that made it.
+          The flat results, each on the sub-mesh of the stage that made it. They may still be computed.
+
+        Raises:
+          StageError: a program does not compile or cannot be started. What fails later, `wait` tells.
         """
-        run = _Run(self, arrays)
-        for label in self._labels("begin"):
-            run.program(label, None)
-        for kind, stage, microbatch in zip(
-            self.graph.kind.tolist(), self.graph.stage.tolist(), self.graph.microbatch.tolist(), strict=True
-        ):
-            if kind in (FORWARD, BACKWARD):
-                label = Label("forward" if kind == FORWARD else "backward", stage)
-                run.program(label, microbatch)
-                if kind == BACKWARD:
-                    run.end_microbatch(stage, microbatch)
-        run.finish_sums()
-        for label in self._labels("finish"):
-            run.program(label, None)
-        return run.results()
+        self._actions.restart()
+        results = StageRun(self.calls, self.graph, self._actions, arrays).step()
+        return [
+            self._actions.without_data(key) if array is None else jnp.asarray(array)
+            for key, array in zip(self.calls.staged.outputs, results, strict=True)
+        ]
 
-    def place(self, number: int) -> NamedSharding:
-        """Returns the sharding in which argument `number` is kept."""
-        key = self.staged.inputs[number]
-        return self.sharding(self.staged.homes[number], key)
+    @property
+    def copied(self) -> CopyCount:
+        """The copies of the last step."""
+        return self._actions.copier.count
 
-    def sharding(self, stage: int, key: Key) -> Any:
-        """Returns how a stage stores an array that it receives or keeps; replicated where nothing is said."""
-        chosen = self.sharding_of(stage, key)
-        return NamedSharding(self.meshes[stage], PartitionSpec()) if chosen is None else chosen
+    def place(self, position: int) -> NamedSharding:
+        """Returns the sharding in which the flat argument at a position is kept."""
+        return self.calls.sharding(self.calls.staged.homes[position], self.calls.staged.inputs[position])
 
-    def shared_shardings(self, key: Key, source: int, target: int) -> tuple[NamedSharding, NamedSharding]:
-        """Returns how an array leaves a stage for another one, and how it arrives there: in equal shards.
+    def wait(self) -> None:
+        """Waits until the programs of the last step that this process started have run.
 
-        Both have as many parts as divide both numbers of devices and the first dimension that they divide.
+        Raises:
+          StageError: one of them failed; names the first one, in the order in which they were started.
         """
-        shape = self.staged.avals[key].shape
-        counts = self.meshes[source].devices.size, self.meshes[target].devices.size
-        parts, dim = max(((gcd(gcd(*counts), n), -d) for d, n in enumerate(shape)), default=(1, 0))
-        spec = PartitionSpec(*([None] * -dim), "part") if parts > 1 else PartitionSpec()
-
-        def shardings(mesh: Mesh) -> NamedSharding:
-            return NamedSharding(Mesh(mesh.devices.reshape(parts, -1), ("part", "copy")), spec)
-
-        return shardings(self.meshes[source]), shardings(self.meshes[target])
-
-    def _labels(self, kind: str) -> list[Label]:
-        return [label for label in self.staged.programs if label.kind == kind]
-
-    def _neutral(self, total: Key, state: Any) -> Any:
-        aval = self.staged.avals[total]
-        return neutral(state, aval.shape, aval.dtype)
-
-    def _compiled(self, program: StageProgram) -> Callable[..., Any]:
-        run, stage = core.jaxpr_as_fun(program.program), program.label.stage
-        sums = _summed(program)
-
-        def call(totals: list[Any], arrays: list[Any]) -> tuple[list[Any], list[Any]]:
-            made = run(*arrays)
-            env = {**dict(zip(program.reads, arrays, strict=True)), **dict(zip(program.makes, made, strict=True))}
-            totals = [combined_with(a.state, t, env[a.part]) for a, t in zip(sums, totals, strict=True)]
-            return totals, [env[key] for key in self._leaving(program)]
-
-        out = [self._out_sharding(program, key) for key in self._leaving(program)]
-        sums_out = [self.sharding(stage, a.total) for a in sums]
-        return jax.jit(call, out_shardings=(sums_out, out), donate_argnums=(0,))
-
-    def _leaving(self, program: StageProgram) -> list[Key]:
-        """Returns the keys of what a program leaves: not of parts that it adds up itself."""
-        added = {a.part for a in _summed(program)}
-        results = {key for key in self.staged.outputs if not isinstance(key, core.Literal)}
-        return [key for key in program.makes if key not in added or self.staged.readers.get(key) or key in results]
-
-    def _out_sharding(self, program: StageProgram, key: Key) -> Any:
-        """Returns the sharding in which a program leaves an array: as another stage reads it, or as its own does."""
-        stage = program.label.stage
-        others = self._targets(program, key)
-        if not others or stage in self.staged.readers[key]:
-            return self.sharding(stage, key)
-        return self.shared_shardings(key, stage, others[0])[0]
-
-    def _targets(self, program: StageProgram, key: Key) -> list[int]:
-        """Returns the other stages that read what a program makes."""
-        if self.staged.makers.get(key) != program.label or program.label.kind == "begin":
-            return []
-        return sorted(self.staged.readers.get(key, frozenset()) - {program.label.stage})
+        self._actions.wait()
 
 
-class _Run:
-    """The arrays of one step while it runs."""
+class _Dispatch:
+    """Starts the programs of the stages that this process owns devices of, and copies arrays between stages."""
 
-    def __init__(self, execution: StagedExecution, arrays: Sequence[Any]):
-        self.execution, self.staged = execution, execution.staged
-        self.kept: list[dict[Key, Any]] = [{} for _ in execution.meshes]  # by stage, of the whole step
-        self.parts: dict[tuple[int, int], dict[Key, Any]] = {}  # by stage and micro-batch
-        self.totals: dict[Label, list[Any]] = {}
-        self.stacks: dict[Key, list[Any]] = {}
-        self.given = dict(zip(self.staged.inputs, arrays, strict=True))
-        for position, key in enumerate(self.staged.inputs):
-            for stage in sorted(self.staged.readers.get(key, frozenset({self.staged.homes[position]}))):
-                self.kept[stage][key] = self.copied(self.given[key], execution.sharding(stage, key))
+    def __init__(self, calls: StageCalls):
+        self._calls, self.copier = calls, Copier()
+        process = jax.process_index()
+        self._is_own = [any(d.process_index == process for d in mesh.devices.flat) for mesh in calls.meshes]
+        self._stage_of = {frozenset(mesh.devices.flat): stage for stage, mesh in enumerate(calls.meshes)}
+        self._numbers: dict[tuple[int, int], Any] = {}
+        self._resharding: dict[NamedSharding, Any] = {}
+        self._done: list[tuple[int, str, Any]] = []
 
-    def copied(self, array: Any, sharding: Any) -> Any:
+    def restart(self) -> None:
+        self.copier.restart()
+        self._done.clear()
+
+    def wait(self) -> None:
+        for stage, what, done in self._done:
+            with self._errors(stage, what):
+                done.block_until_ready()
+
+    # What a run does with arrays.
+
+    def enter(self, array: Any, key: Key, stage: int) -> Any:
+        sharding = self._calls.sharding(stage, key)
         if isinstance(array, jax.Array) and array.sharding == sharding:
             return array
-        self.execution.copied.copies += 1
-        return jax.device_put(array, sharding)
+        source = self._stage_of.get(frozenset(array.sharding.device_set)) if isinstance(array, jax.Array) else None
+        with self._errors(stage, "the copy of an argument"):
+            if source is None:
+                return self.copier.from_host(array, sharding) if self._is_own[stage] else None
+            if source != stage:
+                array = self.send(self.shared(array, key, source, stage), key, source, stage)
+            return self._in_form(array, stage, sharding)
 
-    def program(self, label: Label, microbatch: int | None) -> None:
-        program = self.staged.programs.get(label)
-        if program is None:
-            return
-        stage = label.stage
-        local = self.kept[stage] if microbatch is None else self.parts.setdefault((stage, microbatch), {})
-        reads = [self._read(stage, microbatch, key) for key in program.reads]
-        if label.kind == "backward" and label not in self.totals:
-            self.totals[label] = self.execution._zeros[label]()
-        totals, leaving = self.execution._programs[label](self.totals.get(label, []), reads)
-        if label.kind == "backward":
-            self.totals[label] = totals
-        for key, array in zip(self.execution._leaving(program), leaving, strict=True):
-            local[key] = array
-            for target in self.execution._targets(program, key):
-                sent = self.execution.shared_shardings(key, stage, target)
-                array = self.copied(array, sent[0])
-                there = self.kept[target] if microbatch is None else self.parts.setdefault((target, microbatch), {})
-                there[key] = self.copied(array, sent[1])
-        for a in program.accumulations:
-            if a not in _summed(program):
-                part = local[a.part]
-                if isinstance(a.state, Split):
-                    self.stacks.setdefault(a.total, []).append((microbatch, part))
-                else:
-                    self.kept[stage][a.total] = part
+    def zeros(self, call: StageCall) -> list[Any]:
+        stage = call.program.label.stage
+        with self._errors(stage, "the start of its sums"):
+            return call.zeros() if self._is_own[stage] else [None] * len(call.sums)
 
-    def _read(self, stage: int, microbatch: int | None, key: Key) -> Any:
-        if key == NUMBER:
-            assert microbatch is not None
-            return self.execution._numbers[stage][microbatch]
-        if microbatch is not None and key in self.parts[stage, microbatch]:
-            return self.parts[stage, microbatch][key]
-        return self.kept[stage][key]
+    def run(
+        self, call: StageCall, microbatch: int | None, totals: list[Any], given_up: list[Any], reads: list[Any]
+    ) -> tuple[list[Any], list[Any]]:
+        label = call.program.label
+        if not self._is_own[label.stage]:
+            return [None] * len(call.sums), [None] * len(call.leaves)
+        what = _name(label, microbatch)
+        with self._errors(label.stage, what):
+            totals, leaves, done = call.function(totals, given_up, reads)
+        self._done.append((label.stage, what, done))
+        return totals, leaves
 
-    def end_microbatch(self, stage: int, microbatch: int) -> None:
-        """Forgets the arrays of a micro-batch, so that their memory is free."""
-        del self.parts[stage, microbatch]
+    def send(self, array: Any, key: Key, source: int, target: int) -> Any:
+        if not (self._is_own[source] or self._is_own[target]):
+            return None
+        what = f"a copy from stage {source} on {_devices(self._calls.meshes[source])}"
+        with self._errors(target, what):
+            shardings = self._calls.shared(key, source, target)
+            copied, done = self.copier.copy(array, self._calls.staged.avals[key], *shardings)
+        if done is not None:
+            self._done.append((target, what, done))
+        return copied
 
-    def finish_sums(self) -> None:
-        """Puts what all micro-batches made where the programs that finish the step read it."""
-        for label, totals in self.totals.items():
-            for a, total in zip(_summed(self.staged.programs[label]), totals, strict=True):
-                self.kept[label.stage][a.total] = total
-        for label, program in self.staged.programs.items():
-            for a in program.accumulations:
-                if a.total in self.stacks:
-                    parts = [part for _, part in sorted(self.stacks[a.total], key=lambda entry: entry[0])]
-                    self.kept[label.stage][a.total] = jax.jit(lambda parts, a=a: merged(jnp.stack(parts), a.state))(
-                        parts
-                    )
-                for target in sorted(self.staged.readers.get(a.total, frozenset()) - {label.stage}):
-                    sent = self.execution.shared_shardings(a.total, label.stage, target)
-                    self.kept[target][a.total] = self.copied(
-                        self.copied(self.kept[label.stage][a.total], sent[0]), sent[1]
-                    )
+    def shared(self, array: Any, key: Key, source: int, target: int) -> Any:
+        return self._in_form(array, source, self._calls.shared(key, source, target)[0])
 
-    def results(self) -> list[Any]:
-        found = []
-        for key in self.staged.outputs:
-            if isinstance(key, core.Literal):
-                found.append(jnp.asarray(key.val))
-            elif key in self.given:
-                home = self.staged.homes[self.staged.inputs.index(key)]
-                found.append(self.kept[home][key])
-            else:
-                found.append(self.kept[self.staged.makers[key].stage][key])
-        return found
+    def number(self, stage: int, microbatch: int) -> Any:
+        if (stage, microbatch) not in self._numbers and self._is_own[stage]:
+            sharding = self._calls.number_sharding(stage)
+            self._numbers[stage, microbatch] = Copier().from_host(np.int32(microbatch), sharding)
+        return self._numbers.get((stage, microbatch))
+
+    def merge(self, key: Key, label: Label, pieces: list[Any]) -> Any:
+        with self._errors(label.stage, "what puts results of micro-batches together"):
+            return self._calls.merges[key](pieces) if self._is_own[label.stage] else None
+
+    def without_data(self, key: Key) -> jax.Array:
+        """Returns a result of a stage of other processes: it has a shape and a sharding, but no data here."""
+        homes = dict(zip(self._calls.staged.inputs, self._calls.staged.homes, strict=True))
+        stage = homes[key] if key in homes else self._calls.staged.makers[key].stage
+        aval = self._calls.staged.avals[key]
+        sharding = self._calls.sharding(stage, key)
+        return jax.make_array_from_single_device_arrays(aval.shape, sharding, [], dtype=aval.dtype)
+
+    def _in_form(self, array: Any, stage: int, sharding: NamedSharding) -> Any:
+        """Returns an array of a stage in another sharding on the same devices, by a program that does not wait."""
+        if not self._is_own[stage]:
+            return None
+        if is_alike(array.sharding, sharding, array.ndim):
+            return array
+        if sharding not in self._resharding:
+            self._resharding[sharding] = jax.jit(lambda array: array, out_shardings=sharding)
+        with self._errors(stage, "a change of sharding"):
+            return self._resharding[sharding](array)
+
+    @contextmanager
+    def _errors(self, stage: int, what: str) -> Iterator[None]:
+        try:
+            yield
+        except StageError:
+            raise
+        except Exception as error:
+            mesh = self._calls.meshes[stage]
+            raise StageError(stage, f"Stage {stage} on {_devices(mesh)}: {what} failed: {error}") from error
 
 
-def _summed(program: StageProgram) -> list[Any]:
-    """Returns those of a program's accumulations that it adds up itself."""
-    return [a for a in program.accumulations if a.state in ("sum", "max", "min")]
+def _name(label: Label, microbatch: int | None) -> str:
+    if microbatch is not None:
+        return f"the {label.kind} program of micro-batch {microbatch}"
+    return f"the program that {label.kind}s the step" if label.kind == "begin" else "a program that finishes the step"
+
+
+def _devices(mesh: Mesh) -> str:
+    """Returns the devices of a mesh in words, with their processes where there are many."""
+    devices = list(mesh.devices.flat)
+    names = ", ".join(str(device) for device in devices[:8]) + (", ..." if len(devices) > 8 else "")
+    if jax.process_count() == 1:
+        return names
+    processes = sorted({device.process_index for device in devices})
+    return f"{names} of process{'es' if len(processes) > 1 else ''} {', '.join(map(str, processes))}"
+
+
+def _check(staged: StagedStep, meshes: Sequence[Mesh], graph: ScheduleGraph, donate: Collection[int]) -> None:
+    if len(meshes) != staged.num_stages:
+        raise ValueError(f"`meshes` must have one mesh for each of the {staged.num_stages} stages, not {len(meshes)}.")
+    stage_of: dict[Any, int] = {}
+    for stage, mesh in enumerate(meshes):
+        for device in mesh.devices.flat:
+            if device in stage_of:
+                stages = f"{stage_of[device]} and {stage}"
+                raise ValueError(
+                    f"`meshes` must have no device in common, but {device} is in those of stages {stages}."
+                )
+            stage_of[device] = stage
+    sizes = (graph.num_stages, graph.num_microbatches)
+    if sizes != (staged.num_stages, staged.num_microbatches):
+        raise ValueError(
+            f"`graph` must be for {staged.num_stages} stages and {staged.num_microbatches} micro-batches, not for "
+            f"{sizes[0]} and {sizes[1]}."
+        )
+    if (graph.kind == WEIGHTS).any():
+        raise ValueError("`graph` must not split the backward pass: schedules such as 'zb-h1' are simulated only.")
+    wrong = [position for position in donate if not 0 <= position < len(staged.inputs)]
+    if wrong:
+        raise ValueError(f"`donate` must have positions of the {len(staged.inputs)} flat arguments, not {wrong[0]}.")

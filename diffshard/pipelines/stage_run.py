@@ -1,0 +1,179 @@
+"""The arrays of one step of a pipeline while it runs: which stage has which, and until when.
+
+A stage has arrays of the whole step (arguments, and what begins and finishes the step), arrays of each micro-batch in
+flight, and sums. Each is forgotten after the last program that reads it. The same code runs a step and sizes it: what
+is done with arrays is an argument.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
+
+from jax.extend import core
+
+from cost.pipeline_schedules import BACKWARD, FORWARD, ScheduleGraph
+from diffshard.pipelines.stage_calls import Leaving, StageCall, StageCalls
+from search_spaces.pipelines.batch_states import Split
+from search_spaces.pipelines.stage_labels import NUMBER, Key, Label
+
+
+class Actions(Protocol):
+    """What is done with arrays: `execution.py` dispatches programs, `stage_memory.py` adds up bytes."""
+
+    def enter(self, array: Any, key: Key, stage: int) -> Any:
+        """Returns an argument as a stage stores it."""
+        ...
+
+    def zeros(self, call: StageCall) -> list[Any]:
+        """Returns the totals of a program before its first micro-batch."""
+        ...
+
+    def run(
+        self, call: StageCall, microbatch: int | None, totals: list[Any], given_up: list[Any], reads: list[Any]
+    ) -> tuple[list[Any], list[Any]]:
+        """Runs a program; returns totals and what leaves it."""
+        ...
+
+    def send(self, array: Any, key: Key, source: int, target: int) -> Any:
+        """Returns a copy, on another stage, of an array that leaves a program."""
+        ...
+
+    def shared(self, array: Any, key: Key, source: int, target: int) -> Any:
+        """Returns an array in the form in which it is sent."""
+        ...
+
+    def number(self, stage: int, microbatch: int) -> Any:
+        """Returns the number of a micro-batch, on a stage."""
+        ...
+
+    def merge(self, key: Key, label: Label, pieces: list[Any]) -> Any:
+        """Returns a result from its pieces, those of all micro-batches in order."""
+        ...
+
+
+class StageRun:
+    """The arrays of one step while it runs.
+
+    Args:
+      calls: the programs.
+      graph: the schedule.
+      actions: what is done with arrays.
+      arrays: the flat arguments.
+    """
+
+    def __init__(self, calls: StageCalls, graph: ScheduleGraph, actions: Actions, arrays: Sequence[Any]):
+        self._calls, self._staged, self._graph, self._actions = calls, calls.staged, graph, actions
+        self._kept: list[dict[Key, Any]] = [{} for _ in calls.meshes]
+        self._parts: dict[tuple[int, int], dict[Key, Any]] = {}  # by stage and micro-batch
+        self._totals: dict[Label, list[Any]] = {}
+        self._pieces: dict[Key, dict[int, Any]] = {}
+        for position, (key, array) in enumerate(zip(self._staged.inputs, arrays, strict=True)):
+            for stage in sorted(self._staged.readers.get(key, frozenset()) | {self._staged.homes[position]}):
+                self._kept[stage][key] = actions.enter(array, key, stage)
+
+    def step(self) -> list[Any]:
+        """Runs the step; returns the flat results."""
+        for label in self._labels("begin"):
+            self._program(label, None)
+        operations = zip(
+            self._graph.kind.tolist(), self._graph.stage.tolist(), self._graph.microbatch.tolist(), strict=True
+        )
+        for kind, stage, microbatch in operations:
+            if kind == FORWARD:
+                self._program(Label("forward", stage), microbatch)
+            if kind == BACKWARD:
+                self._program(Label("backward", stage), microbatch)
+                self._parts.pop((stage, microbatch), None)
+        self._finish_sums()
+        for label in self._labels("finish"):
+            self._program(label, None)
+        return self._results()
+
+    def arrays_of(self, stage: int) -> Iterator[tuple[str, Any]]:
+        """Yields the arrays that a stage has between programs, and what each is of: "step", "sum" or "micro-batch"."""
+        yield from (("step", array) for array in self._kept[stage].values())
+        yield from (
+            ("sum", total) for label, totals in self._totals.items() if label.stage == stage for total in totals
+        )
+        of_stage = (parts for (at, _), parts in self._parts.items() if at == stage)
+        yield from (("micro-batch", array) for parts in of_stage for array in parts.values())
+        for total, pieces in self._pieces.items():
+            if self._staged.makers[total].stage == stage:
+                yield from (("step", array) for array in pieces.values())
+
+    def _labels(self, kind: str) -> list[Label]:
+        return [label for label in self._calls.calls if label.kind == kind]
+
+    def _part(self, stage: int, microbatch: int | None) -> dict[Key, Any]:
+        return self._kept[stage] if microbatch is None else self._parts.setdefault((stage, microbatch), {})
+
+    def _program(self, label: Label, microbatch: int | None) -> None:
+        call = self._calls.calls.get(label)
+        if call is None:
+            return
+        if call.zeros is not None and label not in self._totals:
+            self._totals[label] = self._actions.zeros(call)
+        given_up, reads = (
+            [self._array(label.stage, microbatch, key) for key in k] for k in (call.given_up, call.reads)
+        )
+        made, leaves = self._actions.run(call, microbatch, self._totals.get(label, []), given_up, reads)
+        if call.sums:
+            self._totals[label] = made
+        del given_up, reads, made
+        for key in call.forgotten:
+            self._part(label.stage, microbatch).pop(key)
+        for leaving, array in zip(call.leaves, leaves, strict=True):
+            self._leave(label.stage, microbatch, leaving, array)
+        self._keep_pieces(call, microbatch)
+
+    def _array(self, stage: int, microbatch: int | None, key: Key) -> Any:
+        if microbatch is not None:
+            if key == NUMBER:
+                return self._actions.number(stage, microbatch)
+            parts = self._part(stage, microbatch)
+            if key in parts:
+                return parts[key]
+        return self._kept[stage][key]
+
+    def _leave(self, stage: int, microbatch: int | None, leaving: Leaving, array: Any) -> None:
+        if leaving.is_kept:
+            self._part(stage, microbatch)[leaving.key] = array
+        for target in leaving.targets:
+            sent = self._actions.send(array, leaving.key, stage, target)
+            self._part(target, microbatch)[leaving.key] = sent
+
+    def _keep_pieces(self, call: StageCall, microbatch: int | None) -> None:
+        label = call.program.label
+        for a in call.program.accumulations:
+            if a not in call.sums:
+                assert microbatch is not None
+                piece = self._array(label.stage, microbatch, a.part)
+                if isinstance(a.state, Split):
+                    self._pieces.setdefault(a.total, {})[microbatch] = piece
+                else:
+                    self._kept[label.stage][a.total] = piece
+
+    def _finish_sums(self) -> None:
+        """Puts what all micro-batches made where the programs that finish the step read it."""
+        for stage, keys in enumerate(self._calls.read_until_finish):
+            for key in keys:
+                self._kept[stage].pop(key, None)
+        for label, call in self._calls.calls.items():
+            self._kept[label.stage].update(
+                zip((a.total for a in call.sums), self._totals.pop(label, []), strict=True) if call.sums else ()
+            )
+            for a in call.program.accumulations:
+                if isinstance(a.state, Split):
+                    pieces = [piece for _, piece in sorted(self._pieces.pop(a.total).items())]
+                    self._kept[label.stage][a.total] = self._actions.merge(a.total, label, pieces)
+                for target in sorted(self._staged.readers.get(a.total, frozenset()) - {label.stage}):
+                    shared = self._actions.shared(self._kept[label.stage][a.total], a.total, label.stage, target)
+                    self._kept[target][a.total] = self._actions.send(shared, a.total, label.stage, target)
+
+    def _results(self) -> list[Any]:
+        homes = dict(zip(self._staged.inputs, self._staged.homes, strict=True))
+        return [
+            key.val
+            if isinstance(key, core.Literal)
+            else self._kept[homes[key] if key in homes else self._staged.makers[key].stage][key]
+            for key in self._staged.outputs
+        ]

@@ -1,0 +1,108 @@
+"""A small training step with what is hard for stages: a tied embedding, random masks, clipping, a key in the state."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from cost.pipeline_schedules import graph_of
+from diffshard.pipelines.execution import StagedExecution
+from diffshard.pipelines.microbatches import BatchArguments, trace_in_microbatches
+from search_spaces.pipelines.forward_backward import live_bytes, places
+from search_spaces.pipelines.stage_labels import parameters_of
+from search_spaces.pipelines.stage_programs import staged_step
+from search_spaces.pipelines.step_parts import step_parts
+
+KEY = jax.random.key(0)
+LAYERS, WIDTH, WORDS = 4, 16, 12
+OPTIMIZER = optax.chain(optax.clip_by_global_norm(0.5), optax.sgd(0.1, momentum=0.9))
+
+
+def weights():
+    keys = jax.random.split(KEY, 2 * LAYERS + 1)
+    layers = {f"up{i}": jax.random.normal(keys[i], (WIDTH, 2 * WIDTH)) / 4 for i in range(LAYERS)}
+    layers |= {f"down{i}": jax.random.normal(keys[LAYERS + i], (2 * WIDTH, WIDTH)) / 6 for i in range(LAYERS)}
+    return {"embedding": jax.random.normal(keys[-1], (WORDS, WIDTH)), **layers}
+
+
+def train_step(state, batch, *, remat=False):
+    params, opt_state, key = state
+    tokens, labels = batch
+
+    def layer(h, up, down):
+        return h + jax.nn.gelu(h @ up) @ down
+
+    def loss_fn(params):
+        h = params["embedding"][tokens]
+        for i in range(LAYERS):
+            h = (jax.checkpoint(layer) if remat else layer)(h, params[f"up{i}"], params[f"down{i}"])
+            h = jnp.where(jax.random.bernoulli(jax.random.fold_in(key, i), 0.8, h.shape), h, 0.0)
+        logits = h @ params["embedding"].T
+        return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean(), logits.max()
+
+    (loss, largest), gradients = jax.value_and_grad(loss_fn, has_aux=True)(params)
+    updates, opt_state = OPTIMIZER.update(gradients, opt_state, params)
+    return (optax.apply_updates(params, updates), opt_state, jax.random.fold_in(key, 7)), (loss, largest)
+
+
+def remat_step(state, batch):
+    return train_step(state, batch, remat=True)
+
+
+def arguments():
+    params = weights()
+    tokens = jax.random.randint(KEY, (16, 6), 0, WORDS)
+    return (params, OPTIMIZER.init(params), KEY), (tokens, (tokens + 1) % WORDS)
+
+
+def even_cuts(parts, num_stages):
+    """Cuts where the fewest bytes of activations are live, near even places."""
+    jaxpr = parts.each.program.jaxpr
+    live = live_bytes(jaxpr, places(jaxpr, parameters_of(parts)))
+    order = list(live)
+    cuts = []
+    for stage in range(1, num_stages):
+        around = order[len(order) * stage // num_stages - 8 : len(order) * stage // num_stages + 8]
+        cuts.append(min(around, key=lambda i: live[i]) + 1)
+    return cuts
+
+
+def meshes(counts):
+    devices, found = np.array(jax.devices()), []
+    for count in counts:
+        found.append(Mesh(devices[:count].reshape(-1, count), ("a", "b")))
+        devices = devices[count:]
+    return found
+
+
+def replicated(mesh, aval):
+    """Returns None: the array is stored on all devices of the stage."""
+
+
+def by_example(mesh, aval):
+    """Returns how a stage stores activations in parts by example; all else it replicates."""
+    if len(aval.shape) == 3 and aval.shape[0] % mesh.size == 0:
+        return NamedSharding(mesh, PartitionSpec(mesh.axis_names))
+    return None
+
+
+def small_execution(step, counts, num_microbatches, schedule, stored=replicated, **options):
+    """Returns a step on stages of some numbers of devices, and the tree of its results."""
+    traced = trace_in_microbatches(step, num_microbatches, BatchArguments((1,), ()), arguments(), {})
+    parts = step_parts(traced.function)
+    staged = staged_step(parts, even_cuts(parts, len(counts)))
+    graph, on = graph_of(schedule, len(counts), num_microbatches), meshes(counts)
+    sharding_of = lambda stage, key: stored(on[stage], staged.avals[key])  # noqa: E731
+    return StagedExecution(staged, on, graph, sharding_of, **options), traced.result
+
+
+def check_close(found, expected):
+    """Checks that two trees of results are equal up to the order of sums."""
+
+    def check(found, expected):
+        if jnp.issubdtype(expected.dtype, jax.dtypes.prng_key):
+            found, expected = jax.random.key_data(found), jax.random.key_data(expected)
+        np.testing.assert_allclose(found, expected, rtol=2e-5, atol=2e-6)
+
+    jax.tree.map(check, found, expected)
