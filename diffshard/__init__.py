@@ -5,6 +5,7 @@ the packages `cost` and `search_spaces` is here, too.
 """
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # for type checkers and editors; when the program runs, `__getattr__` reads `_NAMES_OF` below
@@ -186,3 +187,7 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
+
+
+if "jax" in sys.modules:  # a process that ends before it uses any name has to tell the others of its job, too
+    importlib.import_module("diffshard.endings")
