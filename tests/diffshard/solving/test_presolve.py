@@ -1,5 +1,6 @@
 """Every reduction against exhaustive search: same optimum, and the way back finds a choice that has it."""
 
+import itertools
 import math
 
 import numpy as np
@@ -8,7 +9,7 @@ import pytest
 from cost.base import Problem, is_forbidden, num_strategies
 from cost.evaluation import evaluate
 from diffshard.base import InfeasibleError
-from diffshard.solving.presolve import memory
+from diffshard.solving.presolve import memory, pipeline
 from diffshard.solving.presolve.elimination import eliminate
 from diffshard.solving.presolve.memory import compress_memory
 from diffshard.solving.presolve.pipeline import presolve
@@ -119,6 +120,27 @@ def test_times_that_never_use_more_than_another_are_left_out():
     assert sorted(map(tuple, reduced.usage_interval.tolist())) == [(0, 1)] * len(reduced.usage)
     most = sum(float(np.max(table)) for table in reduced.usage)
     assert most == 5 + 4  # what both use at time 4 at most; at the others it is 5 and 4
+
+
+@pytest.mark.parametrize("kind", ["memory", "all"])
+def test_where_the_time_ends_early_what_was_reduced_so_far_is_as_exact(kind, monkeypatch):
+    sizes = set()
+    for num_steps in range(6):
+        for seed in range(20):
+            problem = small_problem(seed, **KINDS[kind])
+            now = itertools.count()
+            monkeypatch.setattr(pipeline.time, "perf_counter", lambda now=now: next(now))
+            try:
+                reduction = presolve(problem, deadline=num_steps - 0.5)
+            except InfeasibleError:
+                continue
+            assert next(now) <= num_steps + 1  # it asked at most once after the deadline
+            if num_steps == 0:
+                assert reduction.problem is problem
+            optimum, _ = _optimum(reduction.problem)
+            assert optimum + reduction.constant == pytest.approx(_optimum(problem)[0], abs=1e-9)
+            sizes.add((seed, num_strategies(reduction.problem).sum()))
+    assert len(sizes) > len({seed for seed, _ in sizes})  # more steps leave less
 
 
 def test_a_determined_node_is_merged():
