@@ -78,7 +78,7 @@ def plan_by_compiling(target: Target, timeout_s: float, request: PlanRequest) ->
     Raises:
       InfeasibleError: no plan is predicted to come near the memory limit, or none fits by its compiled program.
     """
-    options, traced_function, space, start_s, _ = request
+    options, traced_function, space, start_s, *_ = request
     compiled_plans = _CompiledPlans(options, target, timeout_s)
     limit_bytes = options.memory_limit_bytes
     if float(np.max(least_memory(space.problem)[1])) > limit_bytes:

@@ -3,6 +3,7 @@
 Arguments, mesh axes and operations have names in a plan, so that it can be read, saved, and applied in another process.
 """
 
+import math
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -22,7 +23,7 @@ from diffshard.sharding_search.memory_profile import memory_profile_of
 from diffshard.sharding_search.options import Options
 from diffshard.sharding_search.overlap import fastest_step, step_s, waiting_transfers
 from diffshard.sharding_search.plan import Plan
-from diffshard.sharding_search.request import PlanRequest
+from diffshard.sharding_search.request import CutOffError, PlanRequest
 from diffshard.sharding_search.tracing import TracedFunction
 from diffshard.sharding_search.warm_start import is_made_for, start_of
 from diffshard.solving.solve import solve
@@ -48,6 +49,7 @@ def find_plan(request: PlanRequest) -> Plan:
 
     Raises:
       InfeasibleError: no plan fits the memory limit.
+      CutOffError: no plan is shorter than the limit of the request.
     """
     earlier_plan, start = request.options.start, None
     if earlier_plan is not None:
@@ -57,6 +59,11 @@ def find_plan(request: PlanRequest) -> Plan:
             return request.complete(earlier_plan)
     choice = None if start is None else start.choice
 
+    progress = request.progress
+    if math.isfinite(request.step_limit_s):
+        progress = _until_cut_off(request)
+        if choice is None:  # a start that keeps the memory lets the solver look for a bound first
+            choice = _lightest_choice(request.space.problem)
     _ = request.space.problem  # built before the solver's time begins: on five axes that alone can take a minute
     options, begin_s = request.options, time.perf_counter()
 
@@ -65,12 +72,33 @@ def find_plan(request: PlanRequest) -> Plan:
         if limit_s is not None:  # the problems of one search share its time
             limit_s = max(limit_s - (time.perf_counter() - begin_s), _LEAST_TIME_S)
         limited = replace(options, time_limit_s=limit_s)
-        return solve_problem_of(limited, problem, request.space, choice, request.progress)
+        return solve_problem_of(limited, problem, request.space, choice, progress)
 
     def is_over() -> bool:
         return options.time_limit_s is not None and time.perf_counter() - begin_s >= _TIME_SHARE * options.time_limit_s
 
     return make_plan(request, fastest_step(request.space, solve_within_limits, is_over))
+
+
+def _until_cut_off(request: PlanRequest) -> Progress:
+    """Returns a progress function that raises `CutOffError` once the bound reaches the limit of the request."""
+    preference_s = request.space.most_preference_s
+
+    def progress(seconds: float, cost: float, lower_bound: float) -> None:
+        if lower_bound - preference_s >= request.step_limit_s:
+            raise CutOffError(lower_bound - preference_s)
+        if request.progress is not None:
+            request.progress(seconds, cost, lower_bound)
+
+    return progress
+
+
+def _lightest_choice(problem: Problem) -> np.ndarray:
+    """Returns the choice `[V]` in which each node holds the least memory, and of these costs least."""
+    held = [np.zeros(len(cost)) for cost in problem.node_cost]
+    for node, usage in zip(problem.usage_node, problem.usage, strict=True):
+        held[node] += np.asarray(usage, float).reshape(len(usage), -1).sum(axis=1)
+    return np.array([np.lexsort((cost, num_bytes))[0] for cost, num_bytes in zip(problem.node_cost, held, strict=True)])
 
 
 def solve_problem_of(
@@ -127,7 +155,7 @@ def _donating_helps(space: ShardingSpace) -> bool:
 
 def make_plan(request: PlanRequest, solution: Solution) -> Plan:
     """Writes the solution of a space down as a plan."""
-    options, traced_function, space, start_s, _ = request
+    options, traced_function, space, start_s, *_ = request
     summary = space.summarize(solution.choice)
     prediction = summary.prediction
     compute_s, predicted_s = float(prediction.compute_s.sum()), step_s(prediction)

@@ -1,5 +1,6 @@
 """What a search is about: the arguments of `search`, the function traced for its own arguments, and their space."""
 
+import math
 from dataclasses import replace
 from typing import NamedTuple, TypeVar
 
@@ -13,6 +14,14 @@ from search_spaces.sharding.space import ShardingSpace
 PlanT = TypeVar("PlanT", bound=PlanData)
 
 
+class CutOffError(Exception):
+    """A bound shows that no plan is shorter than what is wanted; has the bound, in seconds of a step."""
+
+    def __init__(self, lower_bound_s: float):
+        super().__init__(lower_bound_s)
+        self.lower_bound_s = lower_bound_s
+
+
 class PlanRequest(NamedTuple):
     """A function that wants a plan, with all that finding one takes.
 
@@ -22,6 +31,7 @@ class PlanRequest(NamedTuple):
       space: its space, of any memory limit; that of the options holds.
       start_s: when the search began, by `time.perf_counter`.
       progress: called as `progress(seconds, cost, lower_bound)` while a solver runs; None for nothing.
+      step_limit_s: only a plan whose step is shorter is wanted.
     """
 
     options: Options
@@ -29,6 +39,7 @@ class PlanRequest(NamedTuple):
     space: ShardingSpace
     start_s: float
     progress: Progress | None = None
+    step_limit_s: float = math.inf
 
     def complete(self, plan: PlanT) -> PlanT:
         """Returns a plan that was read with what is known of this function and is not written."""

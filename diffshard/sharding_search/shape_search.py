@@ -21,7 +21,7 @@ from diffshard.plans.base import TriedShape
 from diffshard.sharding_search.mesh_candidates import MeshCandidate
 from diffshard.sharding_search.plan import Plan
 from diffshard.sharding_search.planning import find_plan
-from diffshard.sharding_search.request import PlanRequest
+from diffshard.sharding_search.request import CutOffError, PlanRequest
 from diffshard.sharding_search.warm_start import is_made_for
 from search_spaces.sharding.graph import Graph
 from search_spaces.sharding.space import ShardingSpace
@@ -75,14 +75,6 @@ def least_step_s(graph: Graph, donated: Sequence[bool], hardware: Hardware, num_
     return float(space.predict(whole).compute_s.sum()) / num_devices
 
 
-class _CutOffError(Exception):
-    """A bound shows that a shape cannot be better; has the bound, in seconds of a step."""
-
-    def __init__(self, lower_bound_s: float):
-        super().__init__(lower_bound_s)
-        self.lower_bound_s = lower_bound_s
-
-
 @dataclass
 class _Shapes:
     """The shapes of one search; mutable.
@@ -123,10 +115,12 @@ class _Shapes:
         request = request if candidate.mesh is request.options.mesh else request.on(candidate)
         limit_s = None if remaining_s is None else remaining_s / num_left
         options = replace(request.options, candidates=(), time_limit_s=limit_s)
-        request = request._replace(options=options)
+        limit_s = math.inf if self.best is None else (1 - CUT_OFF_GAIN) * self.best.step_s
+        progress = self._progress(is_last=num_left == 1)
+        request = request._replace(options=options, step_limit_s=limit_s, progress=progress)
         try:
-            plan = find_plan(request._replace(progress=self._progress_of(request.space, is_last=num_left == 1)))
-        except _CutOffError as cut_off:
+            plan = find_plan(request)
+        except CutOffError as cut_off:
             self._add(candidate, None, cut_off.lower_bound_s, begin_s, "cut off")
         except InfeasibleError as error:
             self.infeasible.append(error)
@@ -165,17 +159,15 @@ class _Shapes:
         search_s = time.perf_counter() - begin_s
         self.tried.append(TriedShape(candidate.axes, step_s, lower_bound_s, search_s, status))
 
-    def _progress_of(self, space: ShardingSpace, *, is_last: bool) -> Callable[[float, float, float], None]:
-        """Returns what the solver of one shape tells its progress to; it ends the search of a shape that loses."""
-        limit_s = math.inf if self.best is None else self.best.step_s
-        others = [shape.lower_bound_s for shape in self.tried] if is_last else [self._least_s]
-        others_s = min(others, default=math.inf)
-        preference_s = space.most_preference_s
+    def _progress(self, *, is_last: bool) -> Callable[[float, float, float], None] | None:
+        """Returns what the solver of one shape tells its progress to: the best cost and the least bound of all."""
+        tell = self.request.progress
+        if tell is None:
+            return None
+        best_s = math.inf if self.best is None else self.best.step_s
+        others_s = min((shape.lower_bound_s for shape in self.tried), default=math.inf) if is_last else self._least_s
 
         def progress(seconds: float, cost: float, lower_bound: float) -> None:
-            if lower_bound - preference_s >= (1 - CUT_OFF_GAIN) * limit_s:
-                raise _CutOffError(lower_bound - preference_s)
-            if self.request.progress is not None:
-                self.request.progress(seconds, min(cost, limit_s), min(max(lower_bound, self._least_s), others_s))
+            tell(seconds, min(cost, best_s), min(max(lower_bound, self._least_s), others_s))
 
         return progress
