@@ -144,6 +144,20 @@ def test_every_preset_has_a_link_for_each_axis_and_rates_for_training(name):
     assert result.link("model").s_per_byte <= result.link("pod").s_per_byte
 
 
+@pytest.mark.parametrize(
+    ("name", "memory_gb", "memory_gb_per_s", "bfloat16_tflops"),
+    [  # as the makers' data sheets print them; the V100 has no bfloat16 units
+        ("v100", 16, 900, 15.5), ("a100", 80, 2039, 312), ("h100", 80, 3350, 989), ("h200", 141, 4800, 989),
+        ("tpu_v5e", 16, 819, 197), ("tpu_v5p", 95, 2765, 459),
+    ],
+)  # fmt: skip
+def test_presets_have_the_numbers_of_data_sheets(name, memory_gb, memory_gb_per_s, bfloat16_tflops):
+    result = preset(name, {"data": 8})
+    assert result.memory_bytes in (memory_gb * 10**9, memory_gb * 2**30)
+    assert result.memory_bytes_per_s == pytest.approx(memory_gb_per_s * 1e9, rel=0.002)
+    assert result.flops_per_s["bfloat16"] == pytest.approx(bfloat16_tflops * 1e12, rel=0.002)
+
+
 def test_axis_in_the_host_is_fast_and_axes_across_hosts_share_its_network():
     h100 = preset("h100", {"data": 4, "model": 8})
     assert 1 / h100.link("model").s_per_byte == pytest.approx(450e9 * 0.82)

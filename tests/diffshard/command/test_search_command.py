@@ -40,6 +40,12 @@ def shardings():
 def text():
     return "w"
 
+def failing_args():
+    raise OSError("no such file")
+
+def args_of_the_wrong_type():
+    return "w" + 1
+
 bad_shardings = ("data", None)
 number = 3
 """
@@ -192,6 +198,18 @@ def test_missing_modules_folders_and_solvers_have_code_2(module, capsys):
     assert "not a file in a folder" in capsys.readouterr().err
     assert search("--solver", "magic") == 2
     assert "must be one of" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [("failing_args", "OSError: no such file"), ("args_of_the_wrong_type", "TypeError: can only concatenate")],
+)
+def test_arguments_that_cannot_be_made_have_code_1_and_the_users_traceback(module, capsys, args, said):
+    assert search(args=args) == 1
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[-1].startswith(f"diffshard search: --args failed: {said}")
+    assert lines[0] == "Traceback (most recent call last):"
+    assert any(f"in {args}" in line for line in lines)
 
 
 def test_failures_have_code_1_and_leave_no_files(module, capsys):
