@@ -158,3 +158,15 @@ def test_wrong_arguments_are_named(change, message):
     }  # fmt: skip
     with pytest.raises(ValueError, match=message):
         best_division(**{**arguments, **change})
+
+
+def test_no_device_stays_idle_unless_that_is_allowed():
+    """One layer that two devices compute more slowly than one."""
+    table, no_link = np.full((1, 2, 2), np.inf), np.zeros((1, 2, 2))
+    table[0, 1] = [1.0, 5.0]
+    problem = 1, [2], [Submesh(0, 1), Submesh(0, 2)], lambda _: table, no_link, bottleneck_objective()
+    divisions = [best_division(*problem, max_stages=1), best_division(*problem, max_stages=1, use_all_devices=False)]
+    assert [None if d is None else (d.value, d.stages) for d in divisions] == [
+        (5.0, (Stage(0, 1, 1),)),
+        (1.0, (Stage(0, 1, 0),)),
+    ]

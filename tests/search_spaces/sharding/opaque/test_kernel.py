@@ -313,3 +313,13 @@ def test_a_plan_with_kernels_is_searched_and_runs():
 
 
 # Bad input.
+
+
+@pytest.mark.parametrize("backward", [None, lambda x, y, dy: pytest.fail("there is nothing to differentiate")])
+def test_whole_numbers_get_no_gradient_and_their_backward_is_not_called(backward):
+    if backward is None:
+        backward = diffshard.kernel(lambda x, y, dy: dy, "r c, r c, r c -> r c")
+    halved = diffshard.kernel(lambda x: x / 2, "r c -> r c", backward=backward)
+    x = jnp.arange(6).reshape(2, 3)
+    gradient = jax.grad(lambda x: halved(x).sum(), allow_int=True)(x)
+    assert (gradient.shape, gradient.dtype) == (x.shape, jax.dtypes.float0)
