@@ -6,6 +6,7 @@ two equations, as all others are.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -20,10 +21,12 @@ from diffshard.pipelines.microbatches import (
     without_dead_code,
 )
 from diffshard.pipelines.staged_array import StagedArray
+from search_spaces.pipelines.array_segments import Segments
 from search_spaces.pipelines.cut_candidates import Cut, CutCandidate, cut_candidates
 from search_spaces.pipelines.forward_backward import is_transposed
+from search_spaces.pipelines.layer_flow import layer_flow
 from search_spaces.pipelines.numbered_program import Mark, mark_of, numbered_program, without_numbers
-from search_spaces.pipelines.scan_segments import Segments, segmented_program
+from search_spaces.pipelines.scan_segments import rules_of_equations, scan_of, segmented_program
 from search_spaces.pipelines.step_parts import Part, StepParts, step_parts
 from search_spaces.sources import user_source
 
@@ -42,7 +45,47 @@ class UncutStep:
 
     def candidates(self) -> list[CutCandidate]:
         """Returns all places at which the forward pass can be cut, in order."""
-        return cut_candidates(self.parts)
+        found = cut_candidates(self.parts)
+        return [c for c in found if not c.cut.trip or c.cut.equation not in self._scans_in_one]
+
+    @cached_property
+    def _scans_in_one(self) -> dict[int, str]:
+        """Why a scan over layers cannot be divided, by its equation."""
+        program, jaxpr = self.call.program, self.parts.each.program.jaxpr
+        reasons = {}
+        for index in {c.cut.equation for c in cut_candidates(self.parts) if c.cut.trip}:
+            mark = mark_of(jaxpr.eqns[index])
+            assert mark is not None
+            scan = scan_of(program, mark.number)
+            flow = layer_flow(program, rules_of_equations(program), scan, self.call.batch)
+            regions = flow.regions_of_all_layers(program.jaxpr)
+            if regions:
+                reasons[index] = (
+                    f"a jax.checkpoint ({user_source(regions[0])}) computes all layers again at once. Put it around "
+                    "the function of one layer, the body of the scan"
+                )
+        return reasons
+
+    def check(self, cut: Cut) -> None:
+        """Raises `ValueError` if the forward pass cannot be cut at a place; says why."""
+        jaxpr = self.parts.each.program.jaxpr
+        if cut in (candidate.cut for candidate in self.candidates()):
+            return
+        if not 0 <= cut.equation < len(jaxpr.eqns):
+            raise ValueError(f"`cuts` has {cut}, but a micro-batch has {len(jaxpr.eqns)} equations.")
+        equation = jaxpr.eqns[cut.equation]
+        name = equation.primitive.name
+        if cut.equation in self._scans_in_one:
+            reason = self._scans_in_one[cut.equation]
+        elif name == "while":
+            reason = "a while loop has no trips between which it can be cut. Scan over stacked weights"
+        elif name == "scan" and 0 < cut.trip < equation.params["length"]:
+            reason = "this scan reads no stacked weights slice by slice. Give them to `jax.lax.scan` as `xs`"
+        elif name == "scan" and cut.trip:
+            reason = f"this scan has {equation.params['length']} trips"
+        else:
+            reason = "stages begin with equations of the forward pass after its first one"
+        raise ValueError(f"`cuts` has {cut}, a {name} ({user_source(equation)}) that cannot be cut: {reason}.")
 
 
 @dataclass(frozen=True)
@@ -54,12 +97,14 @@ class CutStep:
       parts: the step in three parts.
       cuts: `[S - 1]`, indices of equations of `parts.each` with which a stage begins.
       segments: which arguments and results are divided.
+      feedback: for each flat result of the cut step the flat argument that it replaces, or None.
     """
 
     traced: TracedMicrobatches
     parts: StepParts
     cuts: tuple[int, ...]
     segments: Segments
+    feedback: tuple[int | None, ...]
 
     def flat_arguments(self, arrays: Sequence[Any]) -> list[Any]:
         """Returns the flat arguments of the cut step from those of the whole one: arrays, also `StagedArray`."""
@@ -116,18 +161,13 @@ def cut_step(step: UncutStep, cuts: Sequence[Cut]) -> CutStep:
     Raises:
       ValueError: a cut is at no place where the step can be cut.
     """
-    jaxpr = step.parts.each.program.jaxpr
-    marks = [mark_of(equation) for equation in jaxpr.eqns]
-    allowed = {candidate.cut for candidate in step.candidates()}
     for cut in cuts:
-        if cut not in allowed:
-            name = jaxpr.eqns[cut.equation].primitive.name if cut.equation < len(jaxpr.eqns) else "nothing"
-            raise ValueError(f"`cuts` has {cut}, at which the forward pass cannot be cut: there is {name}.")
+        step.check(cut)
     trips: dict[int, list[int]] = {}
     for cut in cuts:
-        if cut.trip and (mark := marks[cut.equation]) is not None:
+        if cut.trip and (mark := mark_of(step.parts.each.program.jaxpr.eqns[cut.equation])) is not None:
             trips.setdefault(mark.number, []).append(cut.trip)
-    divided = segmented_program(step.call.program, trips, step.call.batch)
+    divided = segmented_program(step.call.program, trips, step.call.batch, step.call.feedback)
     positions, segments = divided.segments.positions(), divided.segments.arguments
     paths: list[str] = []
     for path, found in zip(step.call.paths, segments, strict=True):
@@ -140,25 +180,25 @@ def cut_step(step: UncutStep, cuts: Sequence[Cut]) -> CutStep:
     )
     function = divided_call(call, step.parts.num_microbatches)
     parts = step_parts(function)
-    where = sorted(_place(step, parts, cut, trips) for cut in cuts)
+    where = sorted(_place(step, parts, cut, divided.bounds) for cut in cuts)
     parts = replace(
         parts,
         **{name: replace(part, program=without_numbers(part.program)) for name, part in _programs(parts).items()},
     )
     arrays = divided.segments.split_shapes(step.call.arrays)
     traced = TracedMicrobatches(function, arrays, paths, step.call.result)
-    return CutStep(traced, parts, tuple(where), divided.segments)
+    feedback = divided.segments.divided_feedback(step.call.feedback)
+    return CutStep(traced, parts, tuple(where), divided.segments, tuple(feedback))
 
 
-def _place(step: UncutStep, parts: StepParts, cut: Cut, trips: Mapping[int, Sequence[int]]) -> int:
+def _place(step: UncutStep, parts: StepParts, cut: Cut, bounds: Mapping[int, Sequence[int]]) -> int:
     """Returns the equation of a cut step that a cut of the uncut step names."""
     uncut = [mark_of(equation) for equation in step.parts.each.program.jaxpr.eqns]
     found = [mark_of(equation) for equation in parts.each.program.jaxpr.eqns]
     numbers = [mark.number if mark is not None else -1 for mark in uncut]
     number = next(n for n in numbers[cut.equation :] if n >= 0)
     if cut.trip:
-        mark = Mark(number, sorted(trips[number]).index(cut.trip) + 1)
-        return found.index(mark)
+        return found.index(Mark(number, bounds[number].index(cut.trip)))
     same = [i for i, mark in enumerate(found) if mark is not None and mark.number == number]
     if len(same) == numbers.count(number):
         return same[numbers[: cut.equation].count(number)]

@@ -11,13 +11,13 @@ from jax.extend import core
 from jax.interpreters.partial_eval import dce_jaxpr
 
 from cost.real_numbers import whole_number
-from diffshard.sharding_search.call import abstract_array, array_paths, split
+from diffshard.sharding_search.call import abstract_array, abstract_split, array_paths, split
 from diffshard.sharding_search.options import argument_names, positions
 from search_spaces.pipelines.batch_flow import batch_flow
 from search_spaces.pipelines.batch_states import DivisionError
 from search_spaces.pipelines.microbatches import MicrobatchedFunction
 from search_spaces.sharding.rules import rules_of
-from search_spaces.sharding.tracing import build_graph
+from search_spaces.sharding.tracing import build_graph, feedback_of
 
 
 def in_microbatches(
@@ -111,6 +111,7 @@ class TracedCall(NamedTuple):
       paths: the name of each.
       batch: the positions of those that have the batch as their leading dimension.
       result: the structure of the result.
+      feedback: for each flat result the flat argument that it replaces in the next call, or None.
     """
 
     name: str
@@ -119,6 +120,7 @@ class TracedCall(NamedTuple):
     paths: list[str]
     batch: list[int]
     result: Any
+    feedback: list[int | None]
 
 
 def trace_in_microbatches(
@@ -160,7 +162,9 @@ def traced_call(
     types = [abstract_array(array) for array in arrays]
     jaxpr, shapes = jax.make_jaxpr(from_arrays, return_shape=True)(*types)
     name = getattr(fn, "__name__", "the function")
-    return TracedCall(name, without_dead_code(jaxpr), arrays, paths, of_batch, jax.tree.structure(shapes))
+    feedback = feedback_of(shapes, (*args, *(kwargs[k] for k in sorted(kwargs))), abstract_split)
+    result = jax.tree.structure(shapes)
+    return TracedCall(name, without_dead_code(jaxpr), arrays, paths, of_batch, result, feedback)
 
 
 def divided_call(call: TracedCall, count: int) -> MicrobatchedFunction:

@@ -8,8 +8,7 @@ from jax.extend import core
 from cost.compute import equation_flops
 from search_spaces.pipelines.forward_backward import num_bytes, places
 from search_spaces.pipelines.layer_flow import stacked_of
-from search_spaces.pipelines.stage_labels import parameters_of
-from search_spaces.pipelines.step_parts import StepParts
+from search_spaces.pipelines.step_parts import StepParts, parameters_of
 from search_spaces.replay import scan_operands
 
 

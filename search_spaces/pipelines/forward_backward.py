@@ -40,10 +40,16 @@ def places(jaxpr: core.Jaxpr, parameters: Collection[core.Var]) -> list[Place]:
     """
     of_parameters: set[core.Var] = set(parameters)
     of_backward: set[core.Var] = set()
+    seeds: set[core.Var] = set()  # that backward equations make of numbers and masks alone, such as zeros
     directions: list[Pass] = []
     for equation in jaxpr.eqns:
         operands = [v for v in equation.invars if isinstance(v, core.Var)]
-        if is_transposed(equation) or any(v in of_backward for v in operands):
+        is_backward = is_transposed(equation) or any(v in of_backward or v in seeds for v in operands)
+        is_fixed = not any(v in of_backward or v in of_parameters for v in operands) and not _is_expensive(equation)
+        if is_backward and is_fixed:
+            directions.append("anywhere")
+            seeds.update(equation.outvars)
+        elif is_backward:
             directions.append("backward")
             of_backward.update(equation.outvars)
         elif any(v in of_parameters for v in operands) or _is_expensive(equation):

@@ -16,7 +16,7 @@ from jax.extend import core
 
 from search_spaces.pipelines.forward_backward import is_transposed
 from search_spaces.pipelines.numbered_program import shape_of
-from search_spaces.replay import bind, scan_operands
+from search_spaces.replay import REMAT, bind, scan_operands
 from search_spaces.sharding.base import Rule
 
 COMBINATIONS: dict[str, Callable[[Any, Any], Any]] = {
@@ -59,6 +59,10 @@ class LayerFlow:
     operations: dict[int, PartedOperation] = field(default_factory=dict)
     arguments: dict[int, int] = field(default_factory=dict)
     in_parts: dict[core.Var, int] = field(default_factory=dict)
+
+    def regions_of_all_layers(self, jaxpr: core.Jaxpr) -> list[core.JaxprEqn]:
+        """Returns the rematerialised regions that read all layers at once, so that they cannot run in parts."""
+        return [e for e in jaxpr.eqns if e.primitive.name in REMAT and any(v in self.in_parts for v in _variables(e))]
 
 
 def layer_flow(
@@ -142,7 +146,7 @@ class _Tracer:
                 flow.arguments[position] = flow.in_parts[variable] = self.dims[variable]
                 origins[variable] = frozenset((position,))
         for index, equation in enumerate(self.jaxpr.eqns):
-            operands = [v for v in equation.invars if isinstance(v, core.Var)]
+            operands = _variables(equation)
             is_backward = is_transposed(equation) or any(v in backward for v in operands)
             if is_backward:
                 backward.update(equation.outvars)
@@ -165,7 +169,7 @@ class _Tracer:
     def _operation_in_parts(self, index: int, flow: LayerFlow) -> PartedOperation | None:
         """Returns how an operation runs in parts if it reads parts or makes them of a number; None if it is whole."""
         equation = self.jaxpr.eqns[index]
-        operands = {v: flow.in_parts[v] for v in equation.invars if isinstance(v, core.Var) and v in flow.in_parts}
+        operands = {v: flow.in_parts[v] for v in _variables(equation) if v in flow.in_parts}
         if not operands and equation.primitive.name == "broadcast_in_dim":
             operands = {v: self.dims[v] for v in equation.outvars if v in self.dims}
         return self.operation(index, operands) if operands else None
@@ -200,6 +204,11 @@ def part_parameters(equation: core.JaxprEqn, operation: PartedOperation, size: i
     if name == "dynamic_slice":
         return {"slice_sizes": _resized(params["slice_sizes"], operation.operands[0], size)}
     return {}
+
+
+def _variables(equation: core.JaxprEqn) -> list[core.Var]:
+    """Returns the operands of an equation that are variables."""
+    return [v for v in equation.invars if isinstance(v, core.Var)]
 
 
 def _resized(shape: Sequence[int], dim: int | None, size: int) -> tuple[int, ...]:

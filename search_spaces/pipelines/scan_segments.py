@@ -7,72 +7,21 @@ each such result several results. What needs all layers at once reads its parts 
 
 import functools
 import itertools
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.extend import core
 
+from search_spaces.pipelines.array_segments import ArraySegments, Segments
 from search_spaces.pipelines.layer_flow import COMBINATIONS, LayerFlow, layer_flow, part_parameters
 from search_spaces.pipelines.numbered_program import in_segment, mark_of, shape_of
 from search_spaces.replay import bind, context_of, scan_operands
 from search_spaces.sharding.base import Rule
 from search_spaces.sharding.shardy import operation_rules
-
-
-class ArraySegments(NamedTuple):
-    """How an array is divided by layers.
-
-    Attributes:
-      dim: its dimension over the layers.
-      bounds: `[N + 1]` where the segments begin, then the number of layers.
-    """
-
-    dim: int
-    bounds: tuple[int, ...]
-
-    @property
-    def num_segments(self) -> int:
-        """The number of segments, N."""
-        return len(self.bounds) - 1
-
-    def split(self, array: Any) -> list[Any]:
-        """Returns the segments of an array."""
-        index = (slice(None),) * self.dim
-        return [array[(*index, slice(a, b))] for a, b in itertools.pairwise(self.bounds)]
-
-
-@dataclass(frozen=True)
-class Segments:
-    """Which flat arguments and results of a step are several arrays, one for each segment of some layers.
-
-    Attributes:
-      arguments: for each flat argument of the whole step how it is divided; None if it stays one array.
-      results: the same of each flat result.
-    """
-
-    arguments: tuple[ArraySegments | None, ...]
-    results: tuple[ArraySegments | None, ...]
-
-    def positions(self) -> list[int]:
-        """Returns for each flat argument of the whole step the position of its first array in the divided one."""
-        counts = [1 if s is None else s.num_segments for s in self.arguments]
-        return list(itertools.accumulate(counts, initial=0))[:-1]
-
-    def split_shapes(self, arrays: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
-        """Returns the shapes of the arguments of the divided step from the arguments of the whole one."""
-        divided: list[jax.ShapeDtypeStruct] = []
-        for array, segments in zip(arrays, self.arguments, strict=True):
-            divided += [shape_of(array)] if segments is None else _divided_shape(shape_of(array), segments)
-        return divided
-
-    def grouped_results(self, arrays: Sequence[Any]) -> Iterator[tuple[ArraySegments | None, list[Any]]]:
-        """Yields for each flat result of the whole step how it is divided, and its arrays."""
-        rest = iter(arrays)
-        for segments in self.results:
-            yield segments, list(itertools.islice(rest, 1 if segments is None else segments.num_segments))
 
 
 class SegmentedProgram(NamedTuple):
@@ -81,30 +30,38 @@ class SegmentedProgram(NamedTuple):
     Attributes:
       program: of the divided arguments.
       segments: which these are.
+      bounds: `[N + 1]` where the segments of each divided scan begin, then its length, by the scan's number.
     """
 
     program: core.ClosedJaxpr
     segments: Segments
+    bounds: dict[int, tuple[int, ...]]
 
 
 def segmented_program(
-    program: core.ClosedJaxpr, trips: Mapping[int, Collection[int]], whole_arguments: Collection[int]
+    program: core.ClosedJaxpr,
+    trips: Mapping[int, Collection[int]],
+    whole_arguments: Collection[int],
+    feedback: Sequence[int | None],
 ) -> SegmentedProgram:
     """Divides scans over layers into consecutive scans.
+
+    Scans over the same layers, such as those of a student and its teacher, are divided at the trips of all of them.
 
     Args:
       program: of `numbered_program`.
       trips: by the number of each scan the trips with which a segment begins, 1 to L - 1.
       whole_arguments: positions of arguments that are not divided, such as the batch.
+      feedback: for each result the argument that it replaces, and as which it is divided, or None.
 
     Raises:
       ValueError: an equation is no scan, or has no such trip.
     """
     num_results = len(program.jaxpr.outvars)
-    segments = Segments((None,) * len(program.jaxpr.invars), (None,) * num_results)
-    divided = SegmentedProgram(program, segments)
-    for number, begin in trips.items():
-        divided = _divided_again(divided, number, sorted(set(begin)), whole_arguments)
+    divided = SegmentedProgram(program, Segments((None,) * len(program.jaxpr.invars), (None,) * num_results), {})
+    for number in trips:
+        if number not in divided.bounds:
+            divided = _divided_again(divided, number, trips, whole_arguments, feedback)
     return divided
 
 
@@ -114,43 +71,51 @@ def rules_of_equations(program: core.ClosedJaxpr) -> list[Rule | None]:
 
 
 def scan_of(program: core.ClosedJaxpr, number: int) -> int:
-    """Returns the index of a scan, given its number; raises `ValueError` if there is none or it is divided."""
-    marked = ((i, mark_of(e)) for i, e in enumerate(program.jaxpr.eqns) if e.primitive.name == "scan")
-    found = [i for i, mark in marked if mark is not None and mark.number == number]
-    if len(found) != 1:
-        raise ValueError(f"Equation {number} is no scan that can be divided, or it was divided with another scan.")
-    return found[0]
+    """Returns the index of a scan, given its number; raises `ValueError` if the equation is no scan."""
+    for index, equation in enumerate(program.jaxpr.eqns):
+        mark = mark_of(equation)
+        if mark is not None and mark.number == number and equation.primitive.name == "scan":
+            return index
+    raise ValueError(f"Equation {number} is no scan.")
 
 
 def _divided_again(
-    divided: SegmentedProgram, number: int, begin: Sequence[int], whole_arguments: Collection[int]
+    divided: SegmentedProgram,
+    number: int,
+    trips: Mapping[int, Collection[int]],
+    whole_arguments: Collection[int],
+    feedback: Sequence[int | None],
 ) -> SegmentedProgram:
     """Divides one more scan; arguments and results that are divided already stay as they are."""
-    program, segments = divided
-    scan = scan_of(program, number)
-    length = program.jaxpr.eqns[scan].params["length"]
-    if not begin or begin[0] < 1 or begin[-1] >= length:
-        raise ValueError(f"A scan of {length} layers is divided at trips from 1 to {length - 1}, not {list(begin)}.")
+    program, segments, earlier = divided
+    scan, jaxpr = scan_of(program, number), program.jaxpr
     free = {p: i for i, (p, s) in enumerate(zip(segments.positions(), segments.arguments, strict=True)) if s is None}
-    whole = {p for p in range(len(program.jaxpr.invars)) if free.get(p, -1) in (-1, *whole_arguments)}
+    whole = {p for p in range(len(jaxpr.invars)) if p not in free or free[p] in whole_arguments}
     flow = layer_flow(program, rules_of_equations(program), scan, whole)
-    bounds = (0, *begin, length)
-    new_arguments = [
-        ArraySegments(flow.arguments[p], bounds) if p in flow.arguments else None
-        for p in range(len(program.jaxpr.invars))
-    ]
-    is_free = [s is None for s in segments.results for _ in range(1 if s is None else s.num_segments)]
-    new_results = [
-        ArraySegments(flow.in_parts[v], bounds) if ok and isinstance(v, core.Var) and v in flow.in_parts else None
-        for v, ok in zip(program.jaxpr.outvars, is_free, strict=True)
-    ]
-    retraced = _Divided(program, flow, bounds, new_arguments, new_results).program()
-    arguments = tuple(
-        s if s is not None else new_arguments[p] for p, s in zip(segments.positions(), segments.arguments, strict=True)
+    numbers = {mark.number for i in flow.scans if (mark := mark_of(jaxpr.eqns[i])) is not None}
+    begin = sorted({trip for n in numbers for trip in trips.get(n, ())})
+    if not begin or begin[0] < 1 or begin[-1] >= flow.length:
+        raise ValueError(f"A scan of {flow.length} layers is divided at trips 1 to {flow.length - 1}, not at {begin}.")
+    bounds = (0, *begin, flow.length)
+    new = [ArraySegments(flow.arguments[p], bounds) if p in flow.arguments else None for p in range(len(jaxpr.invars))]
+    pairs = zip(segments.positions(), segments.arguments, strict=True)
+    arguments = [new[p] if found is None else found for p, found in pairs]
+    results: list[ArraySegments | None] = []
+    new_results: list[ArraySegments | None] = []
+    grouped = segments.grouped_results(jaxpr.outvars)
+    for replaced, (found, variables) in zip(feedback, grouped, strict=True):
+        if found is not None:
+            new_results += [None] * len(variables)
+        else:
+            dim = flow.in_parts.get(variables[0]) if isinstance(variables[0], core.Var) else None
+            found = None if dim is None else ArraySegments(dim, bounds)
+            found = found if replaced is None else arguments[replaced]
+            new_results.append(found)
+        results.append(found)
+    retraced = _Divided(program, flow, bounds, new, new_results).program()
+    return SegmentedProgram(
+        retraced, Segments(tuple(arguments), tuple(results)), {**earlier, **dict.fromkeys(numbers, bounds)}
     )
-    grouped = segments.grouped_results(new_results)
-    results = tuple(s if s is not None else group[0] for s, group in grouped)
-    return SegmentedProgram(retraced, Segments(arguments, results))
 
 
 class _Parts(NamedTuple):
@@ -182,7 +147,7 @@ class _Divided:
         shapes = []
         for aval, segments in zip(self.whole.in_avals, self.arguments, strict=True):
             shape = shape_of(aval)
-            shapes += [shape] if segments is None else _divided_shape(shape, segments)
+            shapes += [shape] if segments is None else segments.split_shape(shape)
         return jax.make_jaxpr(self._run)(*shapes)
 
     def _run(self, *arrays: Any) -> list[Any]:
@@ -204,13 +169,20 @@ class _Divided:
             self.env.update(zip(equation.outvars, results, strict=True))
         flat = []
         for variable, segments in zip(jaxpr.outvars, self.results, strict=True):
-            flat += [self._all(variable)] if segments is None else self.env[variable].arrays
+            if segments is None:
+                flat.append(self._all(variable))
+            else:
+                flat += [self._part(variable, segments.dim, i) for i in range(segments.num_segments)]
         return flat
 
     def _scan(self, equation: core.JaxprEqn) -> list[Any]:
-        """Runs a scan segment by segment, in the order of its trips."""
+        """Runs a scan segment by segment, in the order of its trips.
+
+        What its trips only add up, such as the gradient of a constant, each segment adds up for itself.
+        """
         operands = scan_operands(equation, equation.invars)
         constants, carries = ([self._all(v) for v in group] for group in operands[:2])
+        sums, totals = _added_up(equation), {}
         count = len(self.bounds) - 1
         stacks: list[Sequence[Any]] = [()] * count
         for segment in reversed(range(count)) if equation.params["reverse"] else range(count):
@@ -219,7 +191,11 @@ class _Divided:
                 slices = [self._part(v, 0, segment) for v in operands.slices]
                 parameters = {"length": size, "unroll": min(equation.params["unroll"], size)}
                 results = bind(equation, [*constants, *carries, *slices], **parameters)
-            carries, stacks[segment] = results[: len(carries)], results[len(carries) :]
+                carries, stacks[segment] = list(results[: len(carries)]), results[len(carries) :]
+                for i in sums:
+                    totals[i] = lax.add(totals[i], carries[i]) if i in totals else carries[i]
+                    carries[i] = jnp.zeros_like(carries[i])
+        carries = [totals.get(i, carry) for i, carry in enumerate(carries)]
         return [*carries, *(_Parts(list(parts), 0) for parts in zip(*stacks, strict=True))]
 
     def _operation(self, index: int, equation: core.JaxprEqn) -> list[Any]:
@@ -262,7 +238,17 @@ class _Divided:
         return self.slices[key]
 
 
-def _divided_shape(shape: jax.ShapeDtypeStruct, segments: ArraySegments) -> list[jax.ShapeDtypeStruct]:
-    sizes = [b - a for a, b in itertools.pairwise(segments.bounds)]
-    before, after = shape.shape[: segments.dim], shape.shape[segments.dim + 1 :]
-    return [jax.ShapeDtypeStruct((*before, size, *after), shape.dtype, weak_type=shape.weak_type) for size in sizes]
+def _added_up(equation: core.JaxprEqn) -> list[int]:
+    """Returns which carries of a scan its trips only add to."""
+    body = equation.params["jaxpr"].jaxpr
+    carries = scan_operands(equation, body.invars).carries
+    num_reads = Counter(v for e in body.eqns for v in e.invars if isinstance(v, core.Var))
+    num_reads.update(v for v in body.outvars if isinstance(v, core.Var))
+    makers = {v: e for e in body.eqns for v in e.outvars}
+    found = []
+    for i, (carry, made) in enumerate(zip(carries, body.outvars, strict=False)):
+        maker = makers.get(made) if isinstance(made, core.Var) else None
+        is_sum = maker is not None and maker.primitive.name in ("add_any", "add") and carry in maker.invars
+        if is_sum and num_reads[carry] == 1 and jnp.issubdtype(carry.aval.dtype, jnp.inexact):
+            found.append(i)
+    return found

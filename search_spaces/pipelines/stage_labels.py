@@ -17,14 +17,13 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import jax
-import jax.numpy as jnp
 from jax.extend import core
 
 from cost.compute import CONTRACTIONS
 from search_spaces.pipelines.batch_states import State
 from search_spaces.pipelines.forward_backward import num_bytes, places
 from search_spaces.pipelines.microbatches import neutral
-from search_spaces.pipelines.step_parts import Part, StepParts
+from search_spaces.pipelines.step_parts import Part, StepParts, parameters_of
 
 Key = Any
 """The name of an array; see the module."""
@@ -297,9 +296,3 @@ class LabelledStep:
             return False
         arrays = (*equation.reads, *equation.makes)
         return sum(num_bytes(self.avals[k]) for k in arrays) <= _SMALL_BYTES
-
-
-def parameters_of(parts: StepParts) -> list[core.Var]:
-    """Returns the inputs of a micro-batch that it may be differentiated for: all floats but the batch."""
-    inputs = zip(parts.each.program.jaxpr.invars[1:], parts.each.reads, strict=True)
-    return [v for v, i in inputs if i not in parts.batch and jnp.issubdtype(v.aval.dtype, jnp.inexact)]  # type: ignore[attr-defined]

@@ -88,7 +88,7 @@ class _Assembly:
     def __init__(self, step: LabelledStep):
         self.step, self.maker = step, step.maker
         self.owned: dict[Label, list[StageEquation]] = {}
-        for equation in step.equations:
+        for equation in _live_equations(step):
             if equation.label is not None:
                 self.owned.setdefault(equation.label, []).append(equation)
         self.wanted: dict[Label, dict[Key, None]] = {}  # what a program has to make or read besides
@@ -175,6 +175,18 @@ class _Assembly:
             return [env[key] if key in env else self.step.constants[key] for key in makes]
 
         return jax.make_jaxpr(run)(*(_shape(self.step.avals[key]) for key in reads))
+
+
+def _live_equations(step: LabelledStep) -> list[StageEquation]:
+    """Returns the equations that a result or a sum needs: additions of what the stages sum up themselves are none."""
+    needed = {key for key in step.outputs if not isinstance(key, core.Literal)}
+    needed.update(a.part for _, a in step.sums.values())
+    live: list[StageEquation] = []
+    for equation in reversed(step.equations):
+        if equation.equation.effects or any(key in needed for key in equation.makes):
+            needed.update(equation.reads)
+            live.append(equation)
+    return live[::-1]
 
 
 def _is_copied(equation: StageEquation, label: Label) -> bool:

@@ -116,6 +116,24 @@ def step_parts(function: MicrobatchedFunction) -> StepParts:
     )
 
 
+def parameters_of(parts: StepParts) -> list[core.Var]:
+    """Returns the inputs of a micro-batch that it may be differentiated for: all floats of arguments but the batch."""
+    of_arguments = set(parts.inputs) - set(parts.batch)
+    jaxpr = parts.before.program.jaxpr
+    found = {v for v, i in zip(jaxpr.invars, parts.before.reads, strict=True) if i in of_arguments and _is_float(v)}
+    for equation in jaxpr.eqns:
+        if any(v in found for v in equation.invars if isinstance(v, core.Var)):
+            found.update(equation.outvars)
+    made = zip(jaxpr.outvars, parts.before.makes, strict=True)
+    of_arguments.update(i for v, i in made if isinstance(v, core.Var) and v in found)
+    inputs = zip(parts.each.program.jaxpr.invars[1:], parts.each.reads, strict=True)
+    return [v for v, i in inputs if i in of_arguments and _is_float(v)]
+
+
+def _is_float(variable: core.Var) -> bool:
+    return jnp.issubdtype(variable.aval.dtype, jnp.inexact)  # type: ignore[attr-defined]
+
+
 def _ids(values: Iterable[Value]) -> tuple[int, ...]:
     return tuple(value.id for value in values)
 

@@ -10,9 +10,8 @@ from cost.pipeline_schedules import graph_of
 from diffshard.pipelines.execution import StagedExecution
 from diffshard.pipelines.microbatches import BatchArguments, trace_in_microbatches
 from search_spaces.pipelines.forward_backward import live_bytes, places
-from search_spaces.pipelines.stage_labels import parameters_of
 from search_spaces.pipelines.stage_programs import staged_step
-from search_spaces.pipelines.step_parts import step_parts
+from search_spaces.pipelines.step_parts import parameters_of, step_parts
 
 KEY = jax.random.key(0)
 LAYERS, WIDTH, WORDS = 4, 16, 12

@@ -129,8 +129,8 @@ def test_a_loop_that_accumulates_gradients_is_refused_by_name():
         uncut(accumulating_step, arguments())
 
 
-def test_a_place_that_is_none_is_refused():
+def test_a_trip_that_is_none_is_refused():
     whole = uncut(train_step, arguments())
     (at,) = cuts_at(whole, (LAYERS,))
-    with pytest.raises(ValueError, match="there is scan"):
+    with pytest.raises(ValueError, match=f"this scan has {LAYERS} trips"):
         cut_step(whole, [at])
