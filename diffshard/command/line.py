@@ -29,6 +29,7 @@ from diffshard.command.terminal import FailedError
 from diffshard.comparison.checked_search import Check
 from diffshard.plans.base import Executor
 from diffshard.plans.text_table import TEXT_WIDTH
+from diffshard.sharding_search.options import Remat
 from diffshard.solving.solve import solver_names
 
 INTERRUPTED = 130
@@ -85,6 +86,9 @@ def _add_search(commands: Any) -> None:
     shape.add_argument("--devices", type=int, metavar="N", help="how many, where the mesh's shape shall be found, too")
     parser.add_argument("--hardware", required=True, metavar="NAME", help=", ".join(PRESET_NAMES))
     parser.add_argument("--memory-limit", type=num_bytes, metavar="SIZE", help="of a device, such as 80GiB")
+    parser.add_argument(
+        "--remat", choices=get_args(Remat), help="search also chooses what the backward pass computes again"
+    )
     parser.add_argument(
         "--donate", type=arguments, default=(), metavar="I[,I...]", help="arguments whose memory may be reused"
     )

@@ -51,7 +51,7 @@ def search_plan(options: argparse.Namespace) -> int:
             solver=options.solver, time_limit_s=options.time_limit, key=options.seed, in_shardings=in_shardings,
             logical_axis_rules=options.logical_axis_rules, executor=options.executor,
             donate_argnums=_positions(function, options.donate), static_argnums=static_positions,
-            check=options.check, target=options.target, cache=options.cache,
+            check=options.check, target=options.target, cache=options.cache, remat=options.remat,
         )  # fmt: skip
     except (RuntimeError, TypeError, ValueError) as error:  # no compiler, or an option that does not fit another
         raise UsageError(str(error)) from None

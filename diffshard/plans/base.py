@@ -14,6 +14,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from cost.base import Hardware
 from diffshard.plans.comparison import Comparison
+from diffshard.plans.residuals import Rematerialisation
 from search_spaces.partition_specs import NamedSpec, partition_spec
 
 Executor = Literal["constraints", "program", "propagation"]
@@ -219,6 +220,7 @@ class PlanData:
         has them.
       comparison: the compiled programs of this plan and of others, where the search was asked to judge by these.
       memory: where in the step how much memory is in use; None in plans of older versions.
+      remat: what is kept from forward to backward and what is computed again; None where the search did not choose it.
       function_digest: a hash of the traced function, its arguments' types, and the versions of JAX and diffshard; "" in
         plans of older versions.
       shapes: the shapes of the mesh that were tried, the best first; empty where the mesh was given.
@@ -254,6 +256,7 @@ class PlanData:
     logical_axis_rules: LogicalAxisRules = ()
     comparison: Comparison | None = None
     memory: MemoryProfile | None = None
+    remat: Rematerialisation | None = None
     function_digest: str = field(default="", compare=False)
     shapes: tuple[TriedShape, ...] = ()
     stored_in: str = field(default="", compare=False)
@@ -264,6 +267,11 @@ class PlanData:
     def step_s(self) -> float:
         """Predicted seconds of one step."""
         return self.compute_s + sum(c.seconds for c in self.collectives)
+
+    @property
+    def recomputed(self) -> tuple[int, ...]:
+        """Numbers of the steps of the traced function that run again in the backward pass."""
+        return () if self.remat is None else self.remat.recomputed
 
     @property
     def collective_bytes(self) -> dict[tuple[str, str], float]:

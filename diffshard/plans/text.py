@@ -16,6 +16,7 @@ from diffshard.plans.formats import (
     is_shown,
     short_name,
 )
+from diffshard.plans.residuals import Rematerialisation
 from diffshard.plans.summary import (
     alike_arguments,
     alike_operations,
@@ -30,11 +31,15 @@ MAX_OPERATIONS = 24
 """Lines for operations, the most expensive ones: about as many as fit on a screen beside the rest of the text."""
 MAX_SHAPES = 5
 """Lines for other shapes of the mesh."""
+MAX_RESIDUALS = 12
+"""Lines for what goes from forward to backward, the largest first."""
 
 
 def format_plan(plan: PlanData) -> str:
     """Returns the text that `print(plan)` shows."""
     parts = [_header(plan), _arguments(plan), _operations(plan)]
+    if plan.remat is not None and plan.remat.residuals:
+        parts.append(_residuals(plan.remat))
     if plan.comparison:
         parts.append(str(plan.comparison))
     if plan.notes:
@@ -60,6 +65,8 @@ def _header(plan: PlanData) -> str:
     limit = plan.memory_limit_bytes
     share = "" if math.isinf(limit) else f" of {format_bytes(limit)} ({plan.peak_bytes / limit:.0%})"
     lines.append(f"  memory   {format_bytes(plan.peak_bytes)} at the peak on each device{share}")
+    if plan.remat is not None:
+        lines += wrapped(_remat(plan.remat), "  remat    ", " " * 11)
     bound = format_s(plan.lower_bound_s) if math.isfinite(plan.lower_bound_s) else "none"
     lines += wrapped(f"{bound}, gap {format_percent(plan.gap)}: {verdict(plan)}", "  bound    ", " " * 11)
     origin = ", taken from a store of plans" if plan.stored_in else ""
@@ -83,6 +90,26 @@ def _outcome(shape: TriedShape) -> str:
         return "no plan fits the memory"
     bound = f"at least {format_s(shape.lower_bound_s)}"
     return f"{bound}, {shape.status}" if shape.step_s is None else f"{format_s(shape.step_s)}, {bound}"
+
+
+def _remat(remat: Rematerialisation) -> str:
+    kept = f"{format_bytes(remat.kept_bytes)} kept from forward to backward"
+    if not remat.recomputed:
+        return f"{kept}, nothing computed again"
+    return f"{kept}, {len(remat.recomputed)} operations computed again in {format_s(remat.seconds)}"
+
+
+def _residuals(remat: Rematerialisation) -> str:
+    rows = [("name", "", "how", "bytes", "takes", "line")]
+    for r in remat.residuals[:MAX_RESIDUALS]:
+        takes = format_s(r.seconds) if r.seconds else ""
+        rows.append((r.name, f"{r.num_arrays}x", r.how, format_bytes(r.num_bytes), takes, r.source))
+    title = "From forward to backward: what is kept, and what is computed again, with the bytes that keeping takes"
+    lines = [title, "", *format_table(rows, "  ", right=(1, 3, 4), wrap=(0, 5))]
+    if len(remat.residuals) > MAX_RESIDUALS:
+        others = remat.residuals[MAX_RESIDUALS:]
+        lines.append(f"  ... and {len(others)} more kinds of {format_bytes(sum(r.num_bytes for r in others))} together")
+    return "\n".join(lines)
 
 
 def _arguments(plan: PlanData) -> str:

@@ -37,6 +37,7 @@ def facts_of(options: Options, traced_function: TracedFunction) -> dict[str, str
         "`logical_axis_rules`": value_text((options.logical_axis_rules, options.metadata_rules)),
         "`check`": options.judged_by,
         **_candidates(options),
+        "`remat`": value_text(options.remat),
         **_program(traced_function),
     }
 
@@ -70,6 +71,7 @@ def plan_facts(plan: PlanData) -> dict[str, str]:
         "the plan's `static_argnums`": str((plan.static_argnums, plan.static_argnames)),
         "the plan's `donate_argnums`": str((plan.donate_argnums, plan.donate_argnames)),
         "the plan's `logical_axis_rules`": str(plan.logical_axis_rules),
+        "the plan's `remat`": str(plan.recomputed),
         "the plan's layout": layout,
     }
 

@@ -4,7 +4,7 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
@@ -20,6 +20,8 @@ from diffshard.solving.solve import check_key, resolve
 from search_spaces.sharding.given import check_prefix
 
 DEFAULT_SOLVER = "gradient"
+Remat = Literal["search"]
+"""Who decides what is kept from forward to backward: the search."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +56,7 @@ class Options:
     progress: ProgressDisplay = "terminal"
     judged_by: str = ""
     candidates: tuple[MeshCandidate, ...] = ()
+    remat: Remat | None = None
 
     def __post_init__(self):
         if not callable(self.fn):
@@ -73,6 +76,7 @@ class Options:
         check_key(self.key)
         if self.executor is not None and self.executor not in get_args(Executor):
             raise ValueError(f"`executor` must be one of {get_args(Executor)}, not {self.executor!r}.")
+        _check_remat(self.remat)
         _check_start(self.start)
         if self.progress not in get_args(ProgressDisplay):
             raise ValueError(
@@ -207,6 +211,11 @@ def with_automatic_axes(mesh: Mesh | AbstractMesh) -> Any:
 def has_explicit_axes(mesh: Mesh | AbstractMesh) -> bool:
     """Tells whether some axis of a mesh is explicit, so that shardings over it are part of an array's type."""
     return AxisType.Explicit in (mesh.axis_types or ())
+
+
+def _check_remat(remat: Any) -> None:
+    if remat is not None and remat not in get_args(Remat):
+        raise ValueError(f'`remat` must be "search" or None, not {remat!r}. What is in `jax.checkpoint` stays so.')
 
 
 def _check_start(start: Any) -> None:

@@ -239,7 +239,8 @@ class Plan(PlanData):
         traced_function, executor = request.traced_function, request.options.executor
         self.check_call(traced_function.call)
         processes_of(request.options.mesh).alike("apply the same plan", lambda: self, plan_facts)
-        plan = self if executor in (None, self.executor) else with_executor(self, executor, request.space)
+        space = request.with_recomputed(self.recomputed).space
+        plan = self if executor in (None, self.executor) else with_executor(self, executor, space)
         return request.complete(replace(plan, parameters=traced_function.call.parameters))
 
     @property
@@ -266,7 +267,7 @@ class Plan(PlanData):
 
     @cached_property
     def _seen_arguments(self) -> set[str]:
-        """Names of arguments that were sharded before, so that the processes have compared them."""
+        """Names of arguments that were sharded before."""
         return set()
 
     @property

@@ -115,5 +115,14 @@ def _from_document(document: Any, key: str, path: str, request: PlanRequest) -> 
     axes = content.get("mesh_axes") if isinstance(content, dict) else None
     mesh = request.options.candidate_with(axes).mesh
     # The key does not depend on the lines of the program: operations are where they are today.
-    places = [(vertex.source, vertex.scope) for vertex in request.traced_function.graph.vertices]
+    graph = request.with_recomputed(_recomputed(content)).traced_function.graph
+    places = [(vertex.source, vertex.scope) for vertex in graph.vertices]
     return from_json(content, path, Plan, mesh, places)
+
+
+def _recomputed(content: Any) -> list[int]:
+    """Returns the steps that a plan's document runs again; none if it is damaged, which reading it will tell."""
+    remat = content.get("remat") if isinstance(content, dict) else None
+    recomputed = remat.get("recomputed") if isinstance(remat, dict) else None
+    is_list = isinstance(recomputed, list) and all(isinstance(key, int) for key in recomputed)
+    return recomputed if is_list and recomputed else []

@@ -197,14 +197,15 @@ class PlannedFunction(Generic[PlanT]):
             traced_function = self._traced(call)
             space = space_of(options, traced_function)
             line.step("listing strategies" if processes_of(options.mesh).is_first else "waiting for the first process")
-            plan = self._make_plan(PlanRequest(options, traced_function, space, start_s, progress or line.progress))
+            request = PlanRequest(options, traced_function, space, start_s, progress or line.progress)
+            plan = self._make_plan(request)
         if options.candidates:  # the first plan chooses the mesh: state that lives there is not moved by later plans
-            self.options = options = options.on(options.candidate_with(plan.mesh_axes))
-            space = space_of(options, traced_function)
+            request = request.on(options.candidate_with(plan.mesh_axes))
+            self.options = options = request.options
         if plan.logical_axis_rules != options.logical_axis_rules:  # an expert's plan was found to be the best
             options = replace(options, logical_axis_rules=plan.logical_axis_rules)
-            traced_function = trace_call(options, call)
-            space = space_of(options, traced_function)
+            request = request.of_function(options, trace_call(options, call))
+        traced_function, space = request.with_recomputed(plan.recomputed)[1:3]
         make_flat = partial(flat_function, plan, traced_function, space, options.mesh)
         if not plan.stored_in:  # the space is listed anyway, and a plan that is applied is checked so
             flat = make_flat()

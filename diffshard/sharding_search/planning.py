@@ -65,19 +65,42 @@ def find_plan(request: PlanRequest) -> Plan:
         if choice is None:  # a start that keeps the memory lets the solver look for a bound first
             choice = _lightest_choice(request.space.problem)
     _ = request.space.problem  # built before the solver's time begins: on five axes that alone can take a minute
-    options, begin_s = request.options, time.perf_counter()
+    solution = fastest_choice(request._replace(progress=progress), time.perf_counter(), choice)
+    return make_plan(request, solution)
+
+
+def fastest_choice(request: PlanRequest, begin_s: float, start: np.ndarray | None = None) -> Solution:
+    """Returns the choice of a request's space with the fastest step that was found within the options' limits.
+
+    Args:
+      request: the function and its space.
+      begin_s: when the time limit began, by `time.perf_counter`; all problems of a search share its time.
+      start: `[V]` strategy indices to begin with.
+
+    Raises:
+      InfeasibleError: no plan fits the memory limit.
+    """
+    options = request.options
 
     def solve_within_limits(problem: Problem) -> Solution:
-        limit_s = real_number(options.time_limit_s)
-        if limit_s is not None:  # the problems of one search share its time
-            limit_s = max(limit_s - (time.perf_counter() - begin_s), _LEAST_TIME_S)
-        limited = replace(options, time_limit_s=limit_s)
-        return solve_problem_of(limited, problem, request.space, choice, progress)
+        limited = replace(options, time_limit_s=remaining_s(options, begin_s))
+        return solve_problem_of(limited, problem, request.space, start, request.progress)
 
     def is_over() -> bool:
-        return options.time_limit_s is not None and time.perf_counter() - begin_s >= _TIME_SHARE * options.time_limit_s
+        return is_time_over(options, begin_s)
 
-    return make_plan(request, fastest_step(request.space, solve_within_limits, is_over))
+    return fastest_step(request.space, solve_within_limits, is_over)
+
+
+def remaining_s(options: Options, begin_s: float) -> float | None:
+    """Returns the seconds that are left of a time limit, a little at least; None without a limit."""
+    limit_s = real_number(options.time_limit_s)
+    return None if limit_s is None else max(limit_s - (time.perf_counter() - begin_s), _LEAST_TIME_S)
+
+
+def is_time_over(options: Options, begin_s: float) -> bool:
+    """Tells whether there is no time for another problem."""
+    return options.time_limit_s is not None and time.perf_counter() - begin_s >= _TIME_SHARE * options.time_limit_s
 
 
 def _until_cut_off(request: PlanRequest) -> Progress:
@@ -136,11 +159,11 @@ def solve_problem_of(
 
 def memory_advice(space: ShardingSpace) -> str:
     """Returns a sentence that says what to do where the memory is too small for a function."""
-    donate = " donate the state (`donate_argnums`)," if _donating_helps(space) else ""
-    return f"Give more memory or devices,{donate} or rematerialise (`jax.checkpoint`)."
+    donate = " donate the state (`donate_argnums`)," if donating_helps(space) else ""
+    return f'Give more memory or devices,{donate} or rematerialise (`remat="search"`).'
 
 
-def _donating_helps(space: ShardingSpace) -> bool:
+def donating_helps(space: ShardingSpace) -> bool:
     """Tells whether every plan would need less than now if the arguments that results replace were donated."""
     replaced = {argument for argument in space.graph.feedback if argument is not None}
     donated = [is_donated or i in replaced for i, is_donated in enumerate(space.donated)]

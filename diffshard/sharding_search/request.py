@@ -1,6 +1,7 @@
 """What a search is about: the arguments of `search`, the function traced for its own arguments, and their space."""
 
 import math
+from collections.abc import Collection
 from dataclasses import replace
 from typing import NamedTuple, TypeVar
 
@@ -8,6 +9,7 @@ from diffshard.base import Progress
 from diffshard.plans.base import PlanData
 from diffshard.sharding_search.mesh_candidates import MeshCandidate
 from diffshard.sharding_search.options import Options
+from diffshard.sharding_search.recomputing import recomputing
 from diffshard.sharding_search.tracing import TracedFunction, space_of
 from search_spaces.sharding.space import ShardingSpace
 
@@ -40,6 +42,16 @@ class PlanRequest(NamedTuple):
     start_s: float
     progress: Progress | None = None
     step_limit_s: float = math.inf
+
+    def with_recomputed(self, recomputed: Collection[int]) -> "PlanRequest":
+        """Returns the request for the function with these steps run again in its backward pass."""
+        if not recomputed:
+            return self
+        return self.of_function(self.options, recomputing(self.traced_function, frozenset(recomputed)))
+
+    def of_function(self, options: Options, traced_function: TracedFunction) -> "PlanRequest":
+        """Returns the request for a function that was traced with other options or is another one."""
+        return self._replace(options=options, traced_function=traced_function, space=space_of(options, traced_function))
 
     def complete(self, plan: PlanT) -> PlanT:
         """Returns a plan that was read with what is known of this function and is not written."""

@@ -19,11 +19,13 @@ from diffshard.plans.base import Executor
 from diffshard.processes import errors_for_all
 from diffshard.sharding_search.logical_axes import checked_rules
 from diffshard.sharding_search.mesh_candidates import Devices, mesh_candidates, mesh_of_all
-from diffshard.sharding_search.options import DEFAULT_SOLVER, Options, argument_names, hardware_for, positions
+from diffshard.sharding_search.options import DEFAULT_SOLVER, Options, Remat, argument_names, hardware_for, positions
 from diffshard.sharding_search.plan import Plan
 from diffshard.sharding_search.plan_store import PlanStore, checked_folder
 from diffshard.sharding_search.planned_function import PlannedFunction
 from diffshard.sharding_search.planning import find_plan
+from diffshard.sharding_search.remat import find_plan_with_remat
+from diffshard.sharding_search.request import PlanRequest
 from diffshard.sharding_search.shape_search import plan_of_best_shape
 from diffshard.sharding_search.shared_plans import plan_of_first_process
 
@@ -35,6 +37,7 @@ def search(
     devices: Devices | None = None,
     hardware: Hardware | str | None = None,
     memory_limit_bytes: float | None = None,
+    remat: Remat | None = None,
     in_shardings: Any = None,
     logical_axis_rules: Sequence[tuple[str, Any]] | None = None,
     solver: str | Solver | None = None,
@@ -76,6 +79,9 @@ def search(
       hardware: how fast the devices compute and communicate: a `Hardware`, the name of a preset, or None for the preset
         of the mesh's devices. With `devices` it cannot be a `Hardware`, whose links belong to axes.
       memory_limit_bytes: of each device; None takes the memory of the hardware.
+      remat: "search" also chooses what is kept from the forward pass for the backward pass, and what is computed again
+        there: less memory for more arithmetic. It takes several searches, one for each choice that is tried. The bound
+        holds for all choices. None keeps everything. What the function wraps in `jax.checkpoint` stays as it is.
       in_shardings: shardings to keep: for each positional argument a pytree prefix of `PartitionSpec`, `NamedSharding`
         or None (free); None leaves all free. Arguments that carry a `NamedSharding` on this mesh keep it, too.
       logical_axis_rules: keeps the partitioning metadata of flax: pairs of a name and the mesh axes (a name, several,
@@ -138,7 +144,7 @@ def search(
         rules = None if logical_axis_rules is None else checked_rules(logical_axis_rules, tuple(mesh.axis_names))
         if check is not None and check not in get_args(Check):
             raise ValueError(f"`check` must be one of {get_args(Check)} or None, not {check!r}.")
-        find, judged_by = find_plan if check is None else plan_by_shardy, check or ""
+        find, judged_by = _unjudged(check, remat, candidates), check or ""
         if check == "compile":
             compiled_for = target_for(target, priced_for)
             compiled_for.check()
@@ -169,5 +175,21 @@ def search(
             progress=progress,
             judged_by=judged_by,
             candidates=candidates or (),
+            remat=remat,
         )
     return PlannedFunction(options, functools.partial(plan_of_first_process, find))
+
+
+def _unjudged(check: Check | None, remat: Remat | None, candidates: Any) -> Callable[[PlanRequest], Plan]:
+    """Returns what finds a plan without compiling it.
+
+    Raises:
+      ValueError: something is computed again, and a compiler is to judge plans or the shape of the mesh is open.
+    """
+    if remat is None:
+        return find_plan if check is None else plan_by_shardy
+    if check is not None:
+        raise ValueError(f"`check` must be None with `remat`, not {check!r}.")
+    if candidates is not None:
+        raise ValueError("`devices` does not go with `remat`: give a `mesh`.")
+    return find_plan_with_remat

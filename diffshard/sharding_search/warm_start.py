@@ -86,6 +86,7 @@ def is_made_for(plan: PlanData, request: PlanRequest) -> bool:
         and plan.donate_argnames == options.donate_argnames
         and plan.logical_axis_rules == options.logical_axis_rules
         and options.executor in (None, plan.executor)
+        and (options.remat is None) == (plan.remat is None)
         and types == [(array.shape, str(array.dtype), i in given) for i, array in enumerate(call.arrays)]
         and plan.function_digest == function_digest(request.traced_function)
     )

@@ -215,9 +215,10 @@ class GraphInterpreter:
             arrays = jax.lax.optimization_barrier([env[v.id] for v in values])
             inner.update(zip((v.id for v in values), arrays, strict=True))
         self._steps(inner, region.blocks[0].steps)
+        passed = {v.id for v in values}  # what the region only hands on goes on from behind its barrier
         for value in region.results:
-            if value.id in inner:
-                env.setdefault(value.id, inner[value.id])
+            if value.id in inner and (value.id in passed or value.id not in env):
+                env[value.id] = inner[value.id]
 
     def _initial(self, env: Environment, carries: Sequence[Vertex]) -> list[Any]:
         specs = [self.layout.strategies[carry.index].operands[0] for carry in carries]

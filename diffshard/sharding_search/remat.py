@@ -1,0 +1,270 @@
+"""The search for what goes from forward to backward: what is kept in memory, and what is computed again.
+
+What to compute again and how to split arrays depend on each other: a value that is split eight ways takes an eighth of
+the memory, and a product that waits for a collective takes longer to run again. So the two take turns. A first sharding
+says what each value takes and each operation costs; minimum cuts give the choices that are best for some price of
+memory, from keeping everything to keeping the least (`rematerialisation.choices`). Each choice is a program of its own,
+whose space is searched like any other; from the first that fits the memory limit on, further ones are tried for as long
+as they make the step faster. One easier problem bounds all choices (`rematerialisation.relaxation`).
+"""
+
+import math
+import re
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+import jax
+import numpy as np
+
+from cost.base import Problem
+from cost.memory import least_memory
+from diffshard.base import InfeasibleError, Proposal, Solution
+from diffshard.plans.residuals import Rematerialisation, Residual
+from diffshard.plans.summary import modules_of
+from diffshard.sharding_search.fingerprints import function_digest
+from diffshard.sharding_search.options import DEFAULT_SOLVER
+from diffshard.sharding_search.plan import Plan
+from diffshard.sharding_search.planning import (
+    donating_helps,
+    fastest_choice,
+    is_time_over,
+    make_plan,
+    remaining_s,
+    solve_problem_of,
+)
+from diffshard.sharding_search.request import PlanRequest
+from diffshard.sharding_search.warm_start import is_made_for
+from diffshard.solving.phases.base import Phase
+from diffshard.solving.phases.quotient_start import QuotientStart
+from diffshard.solving.solvers import gradient
+from search_spaces.rematerialisation.choices import Candidate, Network
+from search_spaces.rematerialisation.passes import passes_of
+from search_spaces.rematerialisation.relaxation import relaxed_problem
+from search_spaces.sharding.graph import Value, Vertex
+from search_spaces.sharding.spec import local_bytes
+
+_MOST_SEARCHES = 5
+"""Choices that are searched after the first that fits; each takes as long as a search without rematerialisation."""
+_NEAR = 1e-3
+"""A plan this close to the bound is not improved any further."""
+
+
+def find_plan_with_remat(request: PlanRequest) -> Plan:
+    """Searches for a sharding and for what is computed again, and writes both down as a plan.
+
+    Raises:
+      InfeasibleError: no choice fits the memory limit; says how much memory would do.
+    """
+    earlier_plan = request.options.start
+    if isinstance(earlier_plan, Plan) and is_made_for(earlier_plan, request):
+        return request.complete(earlier_plan)
+    return _Search(request).run()
+
+
+def _quick_phases(problem: Problem) -> tuple[Phase, ...]:
+    """Returns the phases of the default solver without the last ones, which prove and polish for a long time."""
+    _, *phases = gradient.default_phases(problem)
+    return QuotientStart(_quick), *phases[:-1]
+
+
+def _quick(problem: Problem, *, time_limit_s: float | None, key: jax.Array) -> Iterator[Proposal]:
+    """Solves a problem without a proof: one bound holds for all choices of what is computed again."""
+    return gradient.solve(problem, time_limit_s=time_limit_s, key=key, phases=_quick_phases)
+
+
+def _bounding(problem: Problem, *, time_limit_s: float | None, key: jax.Array) -> Iterator[Proposal]:
+    """Raises the bound of a problem whose choices nobody needs."""
+    return gradient.solve(problem, time_limit_s=time_limit_s, key=key, phases=lambda _: ())
+
+
+class _Search:
+    """A search for the fastest choice of what is computed again."""
+
+    def __init__(self, request: PlanRequest):
+        self.options = request.options
+        is_default = self.options.solver == DEFAULT_SOLVER
+        self.quick = request._replace(options=replace(self.options, solver=_quick)) if is_default else request
+        self.bounding = _bounding if is_default else self.options.solver
+        self.request = request
+        self.passes = passes_of(request.traced_function.graph)
+        _ = request.space.problem
+        self.begin_s = time.perf_counter()
+
+    def run(self) -> Plan:
+        request = self.request
+        plan, reference = self._without_remat()
+        network = self._network(reference)
+        bound_s = self._bound_s(network) if self.passes else 0.0 if plan is None else plan.lower_bound_s
+        candidates = network.candidates() if self.passes else [network.candidate(frozenset())]
+        best = None if plan is None else (plan, candidates[0])
+        if best is None or best[0].step_s > (1 + _NEAR) * bound_s:
+            best = self._best_of(candidates, network, best, bound_s)
+        plan, candidate = best
+        bound_s = min(max(bound_s, 0.0), plan.step_s)
+        return replace(
+            plan,
+            lower_bound_s=bound_s,
+            gap=(plan.step_s - bound_s) / plan.step_s if plan.step_s else 0.0,
+            status=plan.status if plan.step_s <= (1 + 1e-7) * bound_s or plan.status != "optimal" else "finished",
+            search_s=time.perf_counter() - request.start_s,
+            function_digest=function_digest(request.traced_function),
+            remat=self._record(candidate, network, reference),
+        )
+
+    def _without_remat(self) -> tuple[Plan | None, Solution]:
+        """Returns the plan that keeps everything, None if none fits, and a choice that says what values take."""
+        wider = replace(self.quick.options, memory_limit_bytes=math.inf)
+        free = fastest_choice(self.quick._replace(options=wider), self.begin_s)
+        space, limit = self.request.space, self.options.memory_limit_bytes
+        if space.summarize(free.choice).peak_bytes <= limit:
+            return self._plan(self.request, free), free
+        if float(np.max(least_memory(space.problem)[1])) > limit:
+            return None, free
+        try:
+            return self._plan(self.request, fastest_choice(self.quick, self.begin_s)), free
+        except InfeasibleError:
+            return None, free
+
+    def _plan(self, request: PlanRequest, solution: Solution) -> Plan:
+        return make_plan(request._replace(options=self.options), solution)
+
+    def _network(self, reference: Solution) -> Network:
+        space = self.request.space
+        layout, prediction = space.layout(reference.choice), space.predict(reference.choice)
+        seconds = prediction.compute_s.copy()
+        for transfer in prediction.transfers:
+            seconds[transfer.vertex] += transfer.seconds
+
+        def step_s(vertex: Vertex) -> float:
+            return float(seconds[vertex.index])
+
+        def kept_bytes(value: Value) -> float:
+            return local_bytes(value, layout.value_specs[value.id], space.axis_sizes)
+
+        def is_written(value: Value) -> bool:
+            return bool(space.lifetimes.is_written[value.id])
+
+        return Network(space.graph, self.passes, step_s, kept_bytes, is_written)
+
+    def _bound_s(self, network: Network) -> float:
+        """Returns seconds that no choice of shardings and of what is computed again stays below.
+
+        Raises:
+          InfeasibleError: no such choice fits the memory limit.
+        """
+        space, options = self.request.space, self.options
+        problem = relaxed_problem(space, self.passes, network)
+        least = float(np.max(least_memory(problem)[1]))
+        if least > options.memory_limit_bytes:
+            raise self._infeasible(least, least)
+        limited = replace(options, time_limit_s=remaining_s(options, self.begin_s), solver=self.bounding)
+        try:
+            solution = solve_problem_of(limited, problem, space, None, None)
+        except InfeasibleError:
+            return 0.0
+        return max(solution.lower_bound - space.most_preference_s, 0.0)
+
+    def _best_of(
+        self,
+        candidates: Sequence[Candidate],
+        network: Network,
+        best: tuple[Plan, Candidate] | None,
+        bound_s: float,
+    ) -> tuple[Plan, Candidate]:
+        """Returns the fastest plan of the choices that are tried, from the first that fits on."""
+        requests: dict[int, PlanRequest] = {0: self.quick}
+        least: dict[int, float] = {}
+
+        def fits(i: int) -> bool:
+            if i not in requests:
+                requests[i] = self.quick.with_recomputed(candidates[i].recomputed)
+            least[i] = float(np.max(least_memory(requests[i].space.problem)[1]))
+            return least[i] <= self.options.memory_limit_bytes
+
+        first = 1 if best is not None else _first_that_fits(len(candidates), fits)
+        if first is None:
+            raise self._infeasible(min(least.values()), 0.0)
+        for i in range(first, min(first + _MOST_SEARCHES, len(candidates))):
+            if best is not None and (
+                is_time_over(self.options, self.begin_s) or best[0].step_s <= (1 + _NEAR) * bound_s
+            ):
+                break
+            if not fits(i):
+                continue
+            try:
+                plan = self._plan(requests[i], fastest_choice(requests[i], self.begin_s))
+            except InfeasibleError:
+                continue
+            if best is not None and plan.step_s >= best[0].step_s:
+                break
+            best = plan, candidates[i]
+        if best is None:
+            raise self._infeasible(min(least.values()), 0.0)
+        return best
+
+    def _infeasible(self, found: float, least: float) -> InfeasibleError:
+        """Returns the error that no plan fits, with the least memory that was found to do."""
+        options, space = self.options, self.request.space
+        donate = ", or donate the state (`donate_argnums`)" if donating_helps(space) else ""
+        proven = "at least" if least >= found else "about"
+        return InfeasibleError(
+            f"`memory_limit_bytes` is {options.memory_limit_bytes:,.0f}, but whatever is computed again, "
+            f"{options.function_name} on the mesh {dict(options.mesh.shape)} needs {proven} {found:,.0f} bytes on each "
+            f"device. Give more memory or devices, compute the batch in parts (`in_microbatches`){donate}."
+        )
+
+    def _record(self, candidate: Candidate, network: Network, reference: Solution) -> Rematerialisation:
+        """Writes down what is kept and what is computed again."""
+        graph = self.request.space.graph
+        groups: dict[tuple[str, str, str], list[tuple[float, float, float]]] = defaultdict(list)
+        length = {v.id: one.length for one in self.passes for step in one.forward for v in step.results}
+        made_in = candidate.recomputed
+        counted: set[int] = set()
+        for value in sorted(candidate.kept | network.needed):
+            key = network.maker.get(value)
+            is_again = key in made_in
+            if not is_again and (value not in candidate.kept or not network.bytes[value]):
+                continue
+            vertex = graph.vertices[graph.values[value].vertex]
+            num_bytes = network.bytes[value] if np.isfinite(network.bytes[value]) else 0.0
+            seconds = network.steps[key] if is_again and key not in counted and key is not None else 0.0
+            if key is not None:
+                counted.add(key)
+            modules = "/".join(modules_of(vertex.scope))
+            name = f"{modules}/{vertex.primitive or vertex.kind}".lstrip("/")
+            groups[_numberless(name), vertex.user_source, "recomputed" if is_again else "kept"].append(
+                (num_bytes, seconds, length.get(value, 1))
+            )
+        residuals = [
+            Residual(
+                name, source, how, int(sum(n for *_, n in rows)), sum(b for b, *_ in rows), sum(s for _, s, _ in rows)
+            )
+            for (name, source, how), rows in groups.items()
+        ]
+        residuals.sort(key=lambda r: (-r.num_bytes, r.name, r.how))
+        return Rematerialisation(
+            tuple(sorted(candidate.recomputed)), tuple(residuals), candidate.seconds, candidate.kept_bytes
+        )
+
+
+def _first_that_fits(count: int, fits: Callable[[int], bool]) -> int | None:
+    """Returns the first of some choices, from those that keep the most to the least, that fits; None if none does.
+
+    The least memory falls at first, and may rise at the end, where so much is computed again at once that it fills the
+    memory itself. So where the last choice does not fit, the others are tried from there on.
+    """
+    high = next((i for i in reversed(range(count)) if fits(i)), None)
+    if high is None:
+        return None
+    low = 0
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if fits(middle) else (middle + 1, high)
+    return high
+
+
+def _numberless(name: str) -> str:
+    """Returns a name without the numbers of layers."""
+    return re.sub(r"\d+", "*", name)

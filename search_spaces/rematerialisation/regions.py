@@ -1,0 +1,114 @@
+"""Divides the steps that run again into regions, and says what each of them waits for.
+
+A region is a part of the forward pass that no kept value divides, such as a layer. What depends on no value of the
+forward pass, such as a mask or a parameter in another type, does not join two parts to one: each computes it for
+itself.
+"""
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from search_spaces.rematerialisation.passes import Passes, Step, made_by, results_of, step_key, values_read
+from search_spaces.sharding.graph import Region, Value
+
+
+@dataclass
+class RunAgain:
+    """A region of steps that run again: what it reads, what it leaves, what it waits for, and the loop they are in."""
+
+    steps: list[Step]
+    inputs: list[Value]
+    outputs: list[Value]
+    trigger: Value | None
+    around: Region | None
+
+
+def regions_of(
+    passes: Passes, steps: Sequence[Step], maker: Mapping[int, Step], demanded: Mapping[int, int]
+) -> list[RunAgain]:
+    """Divides the steps that run again into regions between which only kept values go.
+
+    Args:
+      passes: the forward and the backward pass.
+      steps: those that run again, in order.
+      maker: which of them makes a value, by the value's id.
+      demanded: for each of these values that the backward pass reads, by id, the position of its first reader.
+    """
+    free = _free_steps(passes)
+    root = _joined(steps, maker, free)
+    values = {v.id: v for step in steps for v in results_of(step)}
+    members: dict[int, list[Value]] = defaultdict(list)  # the demanded values of each region
+    for value in demanded:
+        members[root[step_key(maker[value])]].append(values[value])
+    closures = {key: _closure(outputs, maker) for key, outputs in members.items()}
+
+    def first_read(key: int) -> int:
+        return min(demanded[v.id] for v in members[key])
+
+    for key in [key for key in members if key in free]:  # what one region alone needs is left by it, if early enough
+        users = [other for other, closure in closures.items() if other != key and key in closure]
+        if len(users) == 1 and users[0] in members and first_read(users[0]) <= first_read(key):
+            members[users[0]] += members.pop(key)
+    regions = []
+    for outputs in members.values():
+        keys = _closure(outputs, maker)
+        inside = [step for step in steps if step_key(step) in keys]
+        own = {v.id for step in inside for v in results_of(step)}
+        inputs = {v.id: v for step in inside for v in values_read(step) if v.id not in own}
+        outputs = sorted(outputs, key=lambda v: v.id)
+        regions.append(RunAgain(inside, list(inputs.values()), outputs, None, passes.around))
+    return regions
+
+
+def _free_steps(passes: Passes) -> set[int]:
+    """Returns the keys of the steps of a forward pass that depend on no other value of it than theirs."""
+    made = made_by(passes.forward)
+    carried = set() if passes.pair is None else {c.results[0].id for c in passes.pair.forward.carries}
+    free: set[int] = set()
+    for step in passes.forward:
+        read = [v.id for v in values_read(step)]
+        if not any(v in carried or (v in made and step_key(made[v]) not in free) for v in read):
+            free.add(step_key(step))
+    return free
+
+
+def _joined(steps: Sequence[Step], maker: Mapping[int, Step], free: set[int]) -> dict[int, int]:
+    """Returns for each step, by key, the key of the first step of its region; a free step is a region of its own."""
+    root = {step_key(step): step_key(step) for step in steps}
+
+    def find(key: int) -> int:
+        while root[key] != key:
+            key = root[key]
+        return key
+
+    for step in steps:
+        own = step_key(step)
+        others = {step_key(maker[v.id]) for v in values_read(step) if v.id in maker}
+        for other in () if own in free else others - free:
+            root[find(own)] = find(other)
+    return {key: find(key) for key in root}
+
+
+def _closure(values: Sequence[Value], maker: Mapping[int, Step]) -> set[int]:
+    """Returns the keys of the steps that run again to make some values."""
+    keys: set[int] = set()
+    waiting = [v.id for v in values]
+    while waiting:
+        value = waiting.pop()
+        if value in maker and step_key(maker[value]) not in keys:
+            keys.add(step_key(maker[value]))
+            waiting += [v.id for v in values_read(maker[value])]
+    return keys
+
+
+def trigger_of(passes: Passes, position: int) -> Value | None:
+    """Returns the largest array of the backward pass that the first reader of a region reads beside it."""
+    made = set(made_by(passes.backward[:position]))
+    if passes.pair is not None:
+        made |= {c.results[0].id for c in passes.pair.backward.carries}
+    for step in passes.backward[position:]:
+        before = [v for v in values_read(step) if v.id in made and v.shape]
+        if before:
+            return max(before, key=lambda v: v.num_bytes)
+    return None

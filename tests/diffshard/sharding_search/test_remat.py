@@ -1,0 +1,127 @@
+"""`search(..., remat="search")` chooses what is kept from forward to backward, together with the sharding."""
+
+import functools
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import AxisType
+
+import diffshard
+
+LAYERS, ROWS, WIDTH, HIDDEN = 4, 512, 32, 128
+
+
+def layer(x, weights):
+    hidden = jax.nn.gelu(x @ weights["up"])
+    return x + jax.nn.softmax(hidden) @ weights["down"]
+
+
+def scanned_step(params, x):
+    def loss_fn(params):
+        return jnp.mean(lax.scan(lambda x, weights: (layer(x, weights), None), x, params)[0] ** 2)
+
+    loss, gradients = jax.value_and_grad(loss_fn)(params)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients), loss
+
+
+def arguments():
+    keys = jax.random.split(jax.random.key(0), 3)
+    params = {
+        "up": jax.random.normal(keys[0], (LAYERS, WIDTH, HIDDEN)) / 6,
+        "down": jax.random.normal(keys[1], (LAYERS, HIDDEN, WIDTH)) / 10,
+    }
+    return params, jax.random.normal(keys[2], (ROWS, WIDTH))
+
+
+def search(limit_bytes, *, remat: Any = "search", **options):
+    mesh = jax.make_mesh((2,), ("data",), (AxisType.Auto,), devices=jax.devices()[:2])
+    return diffshard.search(scanned_step, mesh, hardware="h100", memory_limit_bytes=limit_bytes, remat=remat, **options)
+
+
+@functools.cache
+def least_bytes():
+    """Returns the least memory that any sharding alone needs."""
+    with pytest.raises(diffshard.InfeasibleError) as error:
+        search(1e3, remat=None).plan(*arguments())
+    (number,) = re.findall(r"at least ([\d,]+) bytes", str(error.value))
+    return float(number.replace(",", ""))
+
+
+@functools.cache
+def searched():
+    """Returns a step planned for seven tenths of the memory that sharding alone needs."""
+    return search(0.7 * least_bytes())
+
+
+def test_a_plan_fits_a_limit_that_no_sharding_alone_can():
+    plan = searched().plan(*arguments())
+    assert plan.peak_bytes <= 0.7 * least_bytes()
+    assert plan.recomputed
+    assert 0 < plan.lower_bound_s <= plan.step_s
+
+
+def test_results_are_those_of_the_function():
+    step = searched()
+    params, x = arguments()
+    result, loss = step(*step.plan(params, x).shard(params, x))
+    wanted, wanted_loss = jax.jit(scanned_step)(params, x)
+    np.testing.assert_allclose(loss, wanted_loss, rtol=1e-5)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), result, wanted)
+
+
+def test_the_compiled_step_needs_less_memory():
+    free = search(1e12, remat=None)
+    compiled = [f.lower(*arguments()).compile().memory_analysis().temp_size_in_bytes for f in (searched(), free)]
+    predicted = [f.plan(*arguments()).peak_bytes for f in (searched(), free)]
+    assert predicted[0] < predicted[1]
+    assert compiled[0] < 0.7 * compiled[1]
+
+
+def test_the_plan_says_what_is_kept_and_what_is_computed_again():
+    plan = searched().plan(*arguments())
+    assert plan.remat is not None
+    residuals = plan.remat.residuals
+    assert {residual.how for residual in residuals} == {"kept", "recomputed"}
+    assert sum(r.num_bytes for r in residuals if r.how == "kept") == pytest.approx(plan.remat.kept_bytes)
+    assert "computed again" in str(plan)
+
+
+def test_a_saved_plan_runs_without_a_search(tmp_path):
+    plan, (params, x) = searched().plan(*arguments()), arguments()
+    plan.save(tmp_path / "plan.json")
+    loaded = diffshard.Plan.load(tmp_path / "plan.json", plan.mesh)
+    assert loaded.remat == plan.remat
+    for executor in (None, "constraints", "propagation"):
+        step = loaded.apply(scanned_step, executor=executor)
+        _, loss = step(*step.plan(params, x).shard(params, x))
+        np.testing.assert_allclose(loss, scanned_step(params, x)[1], rtol=1e-5)
+
+
+def test_an_earlier_plan_is_taken_only_where_it_answers_the_same_question():
+    plan = searched().plan(*arguments())
+    again = search(0.7 * least_bytes(), start=plan).plan(*arguments())
+    assert again.recomputed == plan.recomputed
+    with pytest.raises(diffshard.InfeasibleError):
+        search(0.7 * least_bytes(), remat=None, start=plan).plan(*arguments())
+
+
+def test_a_limit_that_nothing_meets_names_the_memory_that_would_do():
+    with pytest.raises(diffshard.InfeasibleError, match=r"whatever is computed again.*[\d,]+ bytes"):
+        search(1e4).plan(*arguments())
+
+
+def test_wrong_values_are_refused_before_tracing():
+    with pytest.raises(ValueError, match="`remat` must be \"search\" or None, not 'full'"):
+        search(1e9, remat="full")
+    with pytest.raises(ValueError, match="`check` must be None with `remat`"):
+        search(1e9, check="shardy")
+
+
+def test_what_fits_is_kept():
+    plan = search(1e12).plan(*arguments())
+    assert plan.step_s <= search(1e12, remat=None).plan(*arguments()).step_s * (1 + 1e-6)
