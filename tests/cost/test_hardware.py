@@ -155,7 +155,7 @@ def test_presets_have_the_numbers_of_data_sheets(name, memory_gb, memory_gb_per_
     result = preset(name, {"data": 8})
     assert result.memory_bytes in (memory_gb * 10**9, memory_gb * 2**30)
     assert result.memory_bytes_per_s == pytest.approx(memory_gb_per_s * 1e9, rel=0.002)
-    assert result.flops_per_s["bfloat16"] == pytest.approx(bfloat16_tflops * 1e12, rel=0.002)
+    assert result.peak_flops_per_s("bfloat16") == pytest.approx(bfloat16_tflops * 1e12, rel=0.002)
 
 
 def test_axis_in_the_host_is_fast_and_axes_across_hosts_share_its_network():
