@@ -58,7 +58,10 @@ def is_bound_by_links(prediction: StepPrediction) -> bool:
 
 
 def fastest_step(
-    space: ShardingSpace, solve: Callable[[Problem], Solution], is_over: Callable[[], bool] = lambda: False
+    space: ShardingSpace,
+    solve: Callable[[Problem], Solution],
+    is_over: Callable[[], bool] = lambda: False,
+    tell: Callable[[float, float], None] = lambda cost_s, bound_s: None,
 ) -> Solution:
     """Returns the choice with the fastest step among the best for several weights of the two sums.
 
@@ -68,6 +71,8 @@ def fastest_step(
       space: its problem is solved first; only if links are busier than arithmetic there, others follow.
       solve: solves a problem, and raises `InfeasibleError` where it finds nothing within the memory limit.
       is_over: tells whether there is no time for another problem.
+      tell: is told the seconds of the best step so far, preference included, and their bound, after each problem where
+        links are busier. Costs within a problem are less than those of its steps.
 
     Raises:
       InfeasibleError: as `solve` for the first problem.
@@ -77,6 +82,7 @@ def fastest_step(
     if not is_bound_by_links(prediction):
         return best
     lines, bound, history, weight = [both_sums_s(prediction)], best.lower_bound, list(best.history), 1.0
+    tell(_cost_s(prediction), bound)
     while len(lines) < _MOST_WEIGHTS and not is_over():
         weight, most_s = _next_weight(lines, weight)
         if most_s - bound < _LEAST_GAIN * most_s:
@@ -90,10 +96,14 @@ def fastest_step(
         bound, history = max(bound, other.lower_bound), [*history, *other.history]
         if step_s(other_prediction) < step_s(prediction):
             best, prediction = other, other_prediction
+        tell(_cost_s(prediction), bound)
     if len(lines) == 1:
         return best
-    cost = step_s(prediction) + float(prediction.preference_s.sum())
-    return best._replace(cost=cost, lower_bound=bound, history=tuple(history), status="finished")
+    return best._replace(cost=_cost_s(prediction), lower_bound=bound, history=tuple(history), status="finished")
+
+
+def _cost_s(prediction: StepPrediction) -> float:
+    return step_s(prediction) + float(prediction.preference_s.sum())
 
 
 def weighted_problem(space: ShardingSpace, weight: float) -> Problem:

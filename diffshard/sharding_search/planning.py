@@ -81,15 +81,26 @@ def fastest_choice(request: PlanRequest, begin_s: float, start: np.ndarray | Non
       InfeasibleError: no plan fits the memory limit.
     """
     options = request.options
+    steps: list[tuple[float, float]] = []  # where links bound the step: the best one so far and its bound
+
+    def progress(seconds: float, cost: float, lower_bound: float) -> None:
+        if steps:  # a problem's own costs are below those of its steps
+            cost, lower_bound = steps[-1][0], max(steps[-1][1], lower_bound)
+        if request.progress is not None:
+            request.progress(seconds, cost, lower_bound)
+
+    def tell(cost_s: float, bound_s: float) -> None:
+        steps.append((cost_s, bound_s))
+        progress(time.perf_counter() - begin_s, cost_s, bound_s)
 
     def solve_within_limits(problem: Problem) -> Solution:
         limited = replace(options, time_limit_s=remaining_s(options, begin_s))
-        return solve_problem_of(limited, problem, request.space, start, request.progress)
+        return solve_problem_of(limited, problem, request.space, start, progress)
 
     def is_over() -> bool:
         return is_time_over(options, begin_s)
 
-    return fastest_step(request.space, solve_within_limits, is_over)
+    return fastest_step(request.space, solve_within_limits, is_over, tell)
 
 
 def remaining_s(options: Options, begin_s: float) -> float | None:

@@ -50,6 +50,23 @@ def test_a_search_that_is_bound_by_links_also_looks_for_fewer_collectives():
     assert plan.gap == pytest.approx((plan.step_s - plan.lower_bound_s) / plan.step_s)
 
 
+def test_progress_ends_with_the_gap_of_the_step_and_not_of_the_last_problem():
+    def step(weights, x):
+        gradients = jax.grad(lambda weights: jnp.tanh(jnp.tanh(x @ weights[0]) @ weights[1]).sum())(weights)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, weights, gradients)
+
+    weights, x = [jax.ShapeDtypeStruct((512, 512), "float32")] * 2, jax.ShapeDtypeStruct((2048, 512), "float32")
+    mesh = AbstractMesh((8,), ("x",), axis_types=(AxisType.Auto,))
+    links = {"x": diffshard.Link(1e-9, 1e-9)}
+    hardware = diffshard.Hardware("slow links", 1e12, 1e12, 1e12, links, exposed_share=0.01)
+    told = []
+    plan = diffshard.search(step, mesh, hardware=hardware).plan(weights, x, progress=lambda *entry: told.append(entry))
+    _, cost_s, bound_s = told[-1]
+    assert plan.gap > 0.05  # each problem is solved to optimality; what is left is between the two sums
+    assert cost_s == pytest.approx(plan.step_s, rel=1e-3)
+    assert (cost_s - bound_s) / cost_s == pytest.approx(plan.gap, rel=1e-2)
+
+
 class _TripleSpace:
     """A space whose choices have seconds of arithmetic, of collectives that it waits for, and of those beside."""
 
