@@ -35,16 +35,17 @@ COLUMNS = (
 )  # fmt: skip
 COMPILED_COLUMNS = ("model", "devices", "shape", "predicted ms", "timeline ms")
 _LAYERS = {"full": {"layers": 1}, "small": {"layers": 1}}
-_PER_DEVICE = {"mlp": 4096, "resnet": 64}
+_PER_DEVICE = {"mlp": 4096, "few rows": 256, "resnet": 64}
 
 
-def _of_case(name: str) -> Callable[[int, str], Model]:
+def _of_case(name: str, batch_share: float = 1.0) -> Callable[[int, str], Model]:
     case = CASES[name]
 
     def make(devices: int, sizes: str) -> Model:
         of_size = case.full if sizes == "full" else case.small
         few_layers = _LAYERS[sizes] if "layers" in of_size else {}
-        return case.make(batch=case.batches["2x4"] * devices // 8, **{**of_size, **few_layers})
+        batch = int(case.batches["2x4"] * devices * batch_share) // 8
+        return case.make(batch=batch, **{**of_size, **few_layers})
 
     return make
 
@@ -52,6 +53,13 @@ def _of_case(name: str) -> Callable[[int, str], Model]:
 def _mlp(devices: int, sizes: str) -> Model:
     is_full = sizes == "full"
     return mlp.make(layers=4, width=8192 if is_full else 64, batch=(_PER_DEVICE["mlp"] if is_full else 8) * devices)
+
+
+def _mlp_of_few_rows(devices: int, sizes: str) -> Model:
+    is_full = sizes == "full"
+    return mlp.make(
+        layers=4, width=16384 if is_full else 64, batch=(_PER_DEVICE["few rows"] if is_full else 8) * devices
+    )
 
 
 def _resnet(devices: int, sizes: str) -> Model:
@@ -62,7 +70,9 @@ def _resnet(devices: int, sizes: str) -> Model:
 
 MODELS: dict[str, Callable[[int, str], Model]] = {
     "mlp": _mlp,
+    "mlp, few rows": _mlp_of_few_rows,
     "decoder": _of_case("decoder"),
+    "decoder, few sequences": _of_case("decoder", batch_share=0.25),  # one for two devices
     "encoder-decoder": _of_case("encoder-decoder"),
     "mixture of experts": _of_case("mixture of experts"),
     "resnet": _resnet,

@@ -22,6 +22,7 @@ from diffshard.plans.page_elements import COLOURS, COMPUTE, Html, bar, cards, do
 from diffshard.plans.page_style import NUM_FILLS
 from diffshard.plans.summary import alike_arguments, collective_totals, device_bytes, reason, verdict
 from diffshard.plans.text import format_plan
+from diffshard.plans.tried_shapes import shape_table
 from search_spaces.partition_specs import NamedSpec
 
 _MOST_OF_LAST_COST = 3.0  # of a solver's first choices those that cost more end at the drawing's upper edge
@@ -41,6 +42,7 @@ def format_page(plan: PlanData) -> str:
         _time(plan),
         memory_elements(plan),
         _comparison(plan),
+        shape_table(plan),
         _graph(plan, shown_layers, fills),
         _argument_table(plan, fills),
         _history(plan),

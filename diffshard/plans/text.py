@@ -3,12 +3,10 @@
 import math
 from collections.abc import Sequence
 
-from diffshard.plans.base import PlanData, TriedShape
+from diffshard.plans.base import PlanData
 from diffshard.plans.formats import (
     format_array,
-    format_axes,
     format_bytes,
-    format_count,
     format_devices,
     format_percent,
     format_s,
@@ -26,11 +24,10 @@ from diffshard.plans.summary import (
     verdict,
 )
 from diffshard.plans.text_table import format_table, wrapped
+from diffshard.plans.tried_shapes import shape_lines
 
 MAX_OPERATIONS = 24
 """Lines for operations, the most expensive ones: about as many as fit on a screen beside the rest of the text."""
-MAX_SHAPES = 5
-"""Lines for other shapes of the mesh."""
 MAX_RESIDUALS = 12
 """Lines for what goes from forward to backward, the largest first."""
 
@@ -71,25 +68,7 @@ def _header(plan: PlanData) -> str:
     lines += wrapped(f"{bound}, gap {format_percent(plan.gap)}: {verdict(plan)}", "  bound    ", " " * 11)
     origin = ", taken from a store of plans" if plan.stored_in else ""
     lines.append(f"  search   {format_s(plan.search_s)}, solver {plan.solver}, {plan.status}{origin}")
-    return "\n".join([*lines, *_shapes(plan)])
-
-
-def _shapes(plan: PlanData) -> list[str]:
-    """Writes what became of other shapes of the mesh, if the search was given devices instead of a mesh."""
-    others = [shape for shape in plan.shapes if dict(shape.mesh_axes) != dict(plan.mesh_axes)]
-    if not plan.shapes:
-        return []
-    rows = [("", format_axes(shape.mesh_axes), _outcome(shape)) for shape in others[:MAX_SHAPES]]
-    more = f"; {len(others) - MAX_SHAPES} more are not shown" if len(others) > MAX_SHAPES else ""
-    title = f"  mesh     the fastest of {format_count(len(plan.shapes), 'shape')}{more}"
-    return [title, *format_table(rows, " " * 9)]
-
-
-def _outcome(shape: TriedShape) -> str:
-    if shape.status == "infeasible":
-        return "no plan fits the memory"
-    bound = f"at least {format_s(shape.lower_bound_s)}"
-    return f"{bound}, {shape.status}" if shape.step_s is None else f"{format_s(shape.step_s)}, {bound}"
+    return "\n".join([*lines, *shape_lines(plan)])
 
 
 def _remat(remat: Rematerialisation) -> str:

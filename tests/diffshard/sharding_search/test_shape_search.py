@@ -12,6 +12,10 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 import diffshard
 from cost.base import Hardware, Link
 from diffshard.sharding_search.mesh_candidates import mesh_candidates
+from diffshard.sharding_search.options import Options
+from diffshard.sharding_search.planned_function import PlannedFunction
+from diffshard.sharding_search.planning import find_plan
+from diffshard.sharding_search.request import CutOffError, PlanRequest
 from tests.diffshard.sharding_search.small_searches import assert_equal, train_arguments, train_step
 
 CLUSTER = diffshard.Cluster(
@@ -46,6 +50,7 @@ def test_the_plan_is_that_of_the_fastest_mesh_and_its_bound_holds_on_all_of_them
         assert (shape.step_s is None) == (shape.status == "cut off")
         assert shape.status != "cut off" or own.step_s >= plan.step_s * (1 - 1e-4)
     assert "the fastest of 4 shapes" in str(plan)
+    assert "Shapes of the mesh" in plan.html()
 
 
 def test_a_cluster_in_place_of_the_mesh_counts_as_devices():
@@ -211,3 +216,22 @@ def test_arguments_may_be_given_as_whole_on_every_device():
     whole = diffshard.search(train_step, devices=CLUSTER, in_shardings=(None, PartitionSpec())).plan(*ARGUMENTS)
     (batch,) = [tensor for tensor in whole.arguments if tensor.path == "batch"]
     assert (batch.spec, batch.given) == (((), ()), True)
+
+
+def test_a_limit_cuts_a_search_off_only_where_nothing_is_shorter():
+    (candidate, *_) = mesh_candidates(CLUSTER, None)
+    requests: list[PlanRequest] = []
+
+    def find(request: PlanRequest) -> diffshard.Plan:
+        requests.append(request)
+        return find_plan(request)
+
+    options = Options(
+        fn=train_step, mesh=candidate.mesh, hardware=candidate.hardware, memory_limit_bytes=math.inf, progress="none"
+    )
+    best = PlannedFunction(options, find).plan(*ARGUMENTS)
+    (request,) = requests
+    with pytest.raises(CutOffError) as caught:
+        find_plan(request._replace(step_limit_s=0.99 * best.step_s))
+    assert 0.99 * best.step_s <= caught.value.lower_bound_s <= best.step_s
+    assert find_plan(request._replace(step_limit_s=1.01 * best.step_s)).step_s == pytest.approx(best.step_s, rel=1e-4)
