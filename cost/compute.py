@@ -50,6 +50,7 @@ _MOVES = frozenset(
         "expand_dims",
         "gather",
         "iota",
+        "name",
         "optimization_barrier",
         "pad",
         "random_wrap",

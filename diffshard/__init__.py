@@ -33,7 +33,11 @@ if TYPE_CHECKING:  # for type checkers and editors; when the program runs, `__ge
     from diffshard.elastic.training import Training
     from diffshard.experts.plans import ExpertPlans, expert_plans
     from diffshard.initialisation import init_search, kaiming, orthogonal, xavier
+    from diffshard.pipelines.base import Pipeline, PipelinePlan
+    from diffshard.pipelines.execution import StageError
     from diffshard.pipelines.microbatches import in_microbatches
+    from diffshard.pipelines.pipelined_function import PipelinedFunction
+    from diffshard.pipelines.staged_array import StagedArray
     from diffshard.placing import Placement, place
     from diffshard.plans.comparison import Comparison
     from diffshard.robust_gradients import ZenoReport, ZenoResult, replica_gradients, zeno, zeno_mean
@@ -75,7 +79,11 @@ _NAMES_OF = {
     "diffshard.elastic.training": ("Training",),
     "diffshard.experts.plans": ("ExpertPlans", "expert_plans"),
     "diffshard.initialisation": ("init_search", "kaiming", "orthogonal", "xavier"),
+    "diffshard.pipelines.base": ("Pipeline", "PipelinePlan"),
+    "diffshard.pipelines.execution": ("StageError",),
     "diffshard.pipelines.microbatches": ("in_microbatches",),
+    "diffshard.pipelines.pipelined_function": ("PipelinedFunction",),
+    "diffshard.pipelines.staged_array": ("StagedArray",),
     "diffshard.placing": ("Placement", "place"),
     "diffshard.plans.comparison": ("Comparison",),
     "diffshard.robust_gradients": ("ZenoReport", "ZenoResult", "replica_gradients", "zeno", "zeno_mean"),
@@ -123,6 +131,9 @@ __all__ = [
     "Link",
     "Pareto",
     "Phase",
+    "Pipeline",
+    "PipelinePlan",
+    "PipelinedFunction",
     "Placement",
     "Plan",
     "PlanError",
@@ -133,6 +144,8 @@ __all__ = [
     "Schedule",
     "Solution",
     "Solver",
+    "StageError",
+    "StagedArray",
     "Submesh",
     "Training",
     "ZenoReport",

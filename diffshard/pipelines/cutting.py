@@ -25,6 +25,7 @@ from search_spaces.pipelines.array_segments import Segments
 from search_spaces.pipelines.cut_candidates import Cut, CutCandidate, cut_candidates
 from search_spaces.pipelines.forward_backward import is_transposed
 from search_spaces.pipelines.layer_flow import layer_flow
+from search_spaces.pipelines.microbatches import MicrobatchedFunction
 from search_spaces.pipelines.numbered_program import Mark, mark_of, numbered_program, without_numbers
 from search_spaces.pipelines.scan_segments import rules_of_equations, scan_of, segmented_program
 from search_spaces.pipelines.step_parts import Part, StepParts, step_parts
@@ -37,10 +38,12 @@ class UncutStep:
 
     Attributes:
       call: the traced step; its equations have numbers.
+      function: the step in micro-batches.
       parts: the step in three parts; cuts name equations of `parts.each`.
     """
 
     call: TracedCall
+    function: MicrobatchedFunction
     parts: StepParts
 
     def candidates(self) -> list[CutCandidate]:
@@ -106,6 +109,15 @@ class CutStep:
     segments: Segments
     feedback: tuple[int | None, ...]
 
+    @property
+    def replaced(self) -> list[int | None]:
+        """For each flat argument of the cut step the flat result that replaces it, or None."""
+        found: list[int | None] = [None] * len(self.traced.arrays)
+        for result, argument in enumerate(self.feedback):
+            if argument is not None:
+                found[argument] = result
+        return found
+
     def flat_arguments(self, arrays: Sequence[Any]) -> list[Any]:
         """Returns the flat arguments of the cut step from those of the whole one: arrays, also `StagedArray`."""
         divided = []
@@ -148,7 +160,8 @@ def uncut_step(
                 "a backward pass, which no stages can be cut from. If it accumulates gradients over parts of the "
                 "batch, remove it and give `microbatches` instead: the step then computes them by itself."
             )
-    return UncutStep(call, step_parts(divided_call(call, count)))
+    function = divided_call(call, count)
+    return UncutStep(call, function, step_parts(function))
 
 
 def cut_step(step: UncutStep, cuts: Sequence[Cut]) -> CutStep:
@@ -178,8 +191,8 @@ def cut_step(step: UncutStep, cuts: Sequence[Cut]) -> CutStep:
         paths=paths,
         batch=[positions[i] for i in step.call.batch],
     )
-    function = divided_call(call, step.parts.num_microbatches)
-    parts = step_parts(function)
+    function = divided_call(call, step.parts.num_microbatches) if trips else step.function
+    parts = step_parts(function) if trips else step.parts
     where = sorted(_place(step, parts, cut, divided.bounds) for cut in cuts)
     parts = replace(
         parts,

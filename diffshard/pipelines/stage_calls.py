@@ -24,6 +24,8 @@ from search_spaces.pipelines.stage_programs import StagedStep, StageProgram
 
 ShardingOf = Callable[[int, Key], NamedSharding | None]
 """`sharding_of(stage, key)`: how a stage stores an array, on its sub-mesh; None replicates it."""
+TransferOf = Callable[[Key, int, int], tuple[NamedSharding, NamedSharding]]
+"""`transfer_of(key, source, target)`: how an array leaves a stage for another and how it arrives: in equal parts."""
 FunctionOf = Callable[[StageProgram], Callable[..., Sequence[Any]]]
 """`function_of(program)`: a traceable function of the arrays `program.reads` that returns those of `program.makes`."""
 
@@ -83,6 +85,7 @@ class StageCalls:
       sharding_of: how a stage stores arguments, sums and what its programs leave.
       function_of: what runs a program.
       donate: positions of flat arguments whose memory results may take.
+      transfer_of: how arrays go from stage to stage; None takes as many parts as divide both numbers of devices.
 
     Attributes:
       calls: by label, in an order in which they could run one after the other.
@@ -97,7 +100,9 @@ class StageCalls:
         sharding_of: ShardingOf,
         function_of: FunctionOf = program_as_traced,
         donate: Collection[int] = (),
+        transfer_of: TransferOf | None = None,
     ):
+        self._transfer_of = transfer_of or self._shared_shardings
         self.staged, self.meshes, self._sharding_of, self._function_of = staged, list(meshes), sharding_of, function_of
         self._shared: dict[tuple[Key, int, int], tuple[NamedSharding, NamedSharding]] = {}
         self._totals = {a.total for program in staged.programs.values() for a in program.accumulations}
@@ -125,7 +130,7 @@ class StageCalls:
         Both have as many parts as divide both numbers of devices and the first dimension that they divide.
         """
         if (key, source, target) not in self._shared:
-            self._shared[key, source, target] = self._shared_shardings(key, source, target)
+            self._shared[key, source, target] = self._transfer_of(key, source, target)
         return self._shared[key, source, target]
 
     def _shared_shardings(self, key: Key, source: int, target: int) -> tuple[NamedSharding, NamedSharding]:

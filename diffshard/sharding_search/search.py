@@ -3,7 +3,7 @@
 import functools
 import os
 from collections.abc import Callable, Sequence
-from typing import Any, get_args
+from typing import Any, get_args, overload
 
 import jax
 from jax.sharding import AbstractMesh, Mesh
@@ -15,6 +15,8 @@ from diffshard.checks.targets import Target, target_for
 from diffshard.comparison.checked_search import Check, plan_by_compiling, plan_by_shardy
 from diffshard.comparison.judging import TIMEOUT_S
 from diffshard.live_progress import ProgressDisplay
+from diffshard.pipelines.base import Pipeline
+from diffshard.pipelines.pipelined_function import PipelinedFunction, pipelined
 from diffshard.plans.base import Executor
 from diffshard.processes import errors_for_all
 from diffshard.sharding_search.logical_axes import checked_rules
@@ -30,7 +32,23 @@ from diffshard.sharding_search.shape_search import plan_of_best_shape
 from diffshard.sharding_search.shared_plans import plan_of_first_process
 
 
+@overload
 def search(
+    fn: Callable[..., Any], mesh: Cluster | None = None, *, pipeline: Pipeline, **options: Any
+) -> PipelinedFunction: ...
+
+
+@overload
+def search(
+    fn: Callable[..., Any],
+    mesh: Mesh | AbstractMesh | Cluster | None = None,
+    *,
+    pipeline: None = None,
+    **options: Any,
+) -> PlannedFunction[Plan]: ...
+
+
+def search(  # pyright: ignore[reportInconsistentOverload]  # the overloads leave out what is alike
     fn: Callable[..., Any],
     mesh: Mesh | AbstractMesh | Cluster | None = None,
     *,
@@ -52,8 +70,9 @@ def search(
     target: Target | str | None = None,
     cache: str | os.PathLike[str] | None = None,
     start: Plan | None = None,
+    pipeline: Pipeline | None = None,
     progress: ProgressDisplay = "terminal",
-) -> PlannedFunction[Plan]:
+) -> PlannedFunction[Plan] | PipelinedFunction:
     """Finds how to run a function on a mesh. Like `jax.jit` it returns a callable, and searches when that is called.
 
     >>> step = diffshard.search(train_step, mesh)
@@ -122,6 +141,10 @@ def search(
         begins with its shardings, as far as the mesh has their axes, and finds nothing slower than these. The plan may
         be loaded, be of other sizes of the mesh or arrays, and of a function that was edited: one with other operations
         is searched from the beginning.
+      pipeline: cuts a training step into stages on parts of the devices, which may be of several kinds, and chooses the
+        stages, their meshes and shardings, the number of micro-batches and the schedule together. None runs all of the
+        function on all devices. With it only `hardware`, `memory_limit_bytes`, `solver`, `time_limit_s` and the
+        donated arguments can be given, and the result is a `PipelinedFunction`.
       progress: "terminal" shows the best cost and the bound in one live line on stderr once a search lasts over two
         seconds, but only on a terminal; "none" shows nothing. `plan(..., progress=...)` takes a function instead.
 
@@ -129,6 +152,21 @@ def search(
       TypeError, ValueError: an argument breaks a rule; the error names it and its value.
       RuntimeError: the compiler of the target is not installed; names the extra that brings it.
     """
+    if pipeline is not None:
+        return pipelined(
+            fn,
+            mesh if devices is None else devices,
+            pipeline,
+            hardware,
+            {"in_shardings": in_shardings, "logical_axis_rules": logical_axis_rules, "key": key}
+            | {"static_argnums": static_argnums, "static_argnames": static_argnames, "executor": executor}
+            | {"check": check, "target": target, "cache": cache, "start": start},
+            memory_limit_bytes=memory_limit_bytes,
+            donate_argnums=positions(donate_argnums),
+            donate_argnames=argument_names(donate_argnames),
+            solver=DEFAULT_SOLVER if solver is None else solver,
+            time_limit_s=time_limit_s,
+        )
     if isinstance(mesh, Cluster) and devices is None:
         mesh, devices = None, mesh
     with errors_for_all(mesh if devices is None else mesh_of_all(devices), "search a plan"):

@@ -18,7 +18,7 @@ _HIGHER_ORDER = frozenset(
 # Results equal in shape to operands that are handed through or computed entry by entry, though by a loop or a barrier.
 _ELEMENTWISE = frozenset(
     ("igamma", "igammac", "igamma_grad_a", "random_gamma_grad", "regularized_incomplete_beta",
-     "copy", "copy_p", "device_put", "optimization_barrier", "sharding_constraint")
+     "copy", "copy_p", "device_put", "name", "optimization_barrier", "sharding_constraint")
 )
 # Sharded along their axis these would be a window as wide as the array.
 _CUMULATIVE = frozenset({"cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"})

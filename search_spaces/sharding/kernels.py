@@ -32,7 +32,9 @@ from search_spaces.sharding.fusion import (
 )
 from search_spaces.sharding.graph import Graph, Value, Vertex, is_contraction
 
-BITCASTS = frozenset({"reshape", "squeeze", "expand_dims", "optimization_barrier", "sharding_constraint", "copy_p"})
+BITCASTS = frozenset(
+    {"reshape", "squeeze", "expand_dims", "name", "optimization_barrier", "sharding_constraint", "copy_p"}
+)
 """Operations that only give an array in memory another name."""
 
 

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 
 def f32(*shape):
@@ -57,6 +58,7 @@ CASES = {
     "integer_pow": (lambda x: x**3, [f32(4, 6)], "ab->ab"),
     "convert": (lambda x: x.astype(jnp.bfloat16), [f32(4, 6)], "ab->ab"),
     "barrier": (lax.optimization_barrier, [(f32(4, 6), f32(8))], "ab,c->ab,c"),
+    "name": (lambda x: checkpoint_name(x, "hidden"), [f32(4, 6)], "ab->ab"),
     "iota": (lambda: lax.broadcasted_iota(jnp.int32, (4, 6), 1), [], "->ab"),
     "broadcast": (lambda x: lax.broadcast_in_dim(x, (8, 4, 6), (1, 2)), [f32(4, 1)], "a1->bac"),
     "transpose": (lambda x: lax.transpose(x, (2, 0, 1)), [f32(4, 6, 8)], "abc->cab"),

@@ -1,0 +1,250 @@
+"""The search for stages: a dynamic programme whose entries the sharding search solves where they matter.
+
+An entry is a stage of some layers on some submesh that keeps some micro-batches. It is solved only when it lies on the
+best path; before, it is estimated as its arithmetic at full speed times what solved entries on such submeshes take
+longer. The programme over lower bounds (the solver's where an entry is solved, arithmetic at full speed elsewhere)
+bounds every division, mesh and sharding together.
+"""
+
+import time
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from cost.clusters import Cluster
+from cost.pipeline_schedules import Schedule
+from diffshard.base import InfeasibleError
+from diffshard.pipelines.layer_chain import LayerChain
+from diffshard.pipelines.stage_programme import Division, Stage, best_division, lower_bound_objective
+from diffshard.pipelines.stage_search import StageLayout
+
+
+class Entry(NamedTuple):
+    """A stage that may be solved.
+
+    Attributes:
+      start, end: its layers.
+      submesh: the index of its submesh.
+      in_flight: how many micro-batches it keeps.
+    """
+
+    start: int
+    end: int
+    submesh: int
+    in_flight: int
+
+
+_UNKNOWN: Any = object()
+_MOST_ROUNDS = 6
+_LEAST_GAIN = 0.01
+_FREE_SHARE = 0.95
+"""A plan that needs less of the memory is taken to be the best one without a limit."""
+SolveEntry = Callable[[Entry], StageLayout]
+
+
+@dataclass
+class FoundDivision:
+    """A division all of whose stages are solved.
+
+    Attributes:
+      stages: from the first to the last.
+      entries: those of the stages.
+      layouts: of the stages.
+      bound_s: the schedule's lower bound for the stages' seconds.
+    """
+
+    stages: tuple[Stage, ...]
+    entries: tuple[Entry, ...]
+    layouts: tuple[StageLayout, ...]
+    bound_s: float
+
+
+def kept_microbatches(schedule: Schedule, stages_left: int, num_microbatches: int) -> int:
+    """Returns how many micro-batches a stage keeps from which so many stages follow, itself included."""
+    kept = {"1f1b": stages_left, "eager": 2 * stages_left - 1}.get(schedule, num_microbatches)
+    return min(kept, num_microbatches)
+
+
+@dataclass
+class DivisionSearch:
+    """The search for the stages of a step in M micro-batches.
+
+    Args:
+      chain: its layers.
+      num_microbatches: M.
+      cluster: the devices.
+      memory_limit_bytes: of a device of each kind.
+      solve: solves an entry; raises `InfeasibleError` where it does not fit.
+      max_stages: the largest number of stages.
+    """
+
+    chain: LayerChain
+    num_microbatches: int
+    cluster: Cluster
+    memory_limit_bytes: Sequence[float]
+    solve: SolveEntry
+    max_stages: int
+    solved: dict[Any, dict[int, StageLayout | None]] = field(default_factory=dict)  # by kind and micro-batches kept
+    slowdowns: dict[int, list[float]] = field(default_factory=dict)  # by submesh, of solved entries over full speed
+
+    def __post_init__(self):
+        self.submeshes = self.cluster.submeshes()
+        self.devices = [hosts.num_devices for hosts in self.cluster.kinds]
+        size = len(self.chain)
+        pairs = [[self._link_s(i, j) for j in range(len(self.submeshes))] for i in range(len(self.submeshes))]
+        self.link_s = np.array([[[2 * s(n) for s in row] for row in pairs] for n in self.chain.sent_bytes])
+        of_kind = [self.chain.least_s(self.cluster.hardware(k, {"x": 1})) for k in range(len(self.cluster.kinds))]
+        sums = [np.concatenate([[0.0], np.cumsum(seconds)]) for seconds in of_kind]
+        state = np.concatenate([[0.0], np.cumsum(self.chain.state_bytes)])
+        self.least_s = np.full((size, size + 1, len(self.submeshes)), np.inf)
+        for p, submesh in enumerate(self.submeshes):
+            total = sums[submesh.kind]
+            seconds = (total[None, :] - total[:size, None]) / submesh.num_devices
+            fits = (state[None, :] - state[:size, None]) / submesh.num_devices <= self.memory_limit_bytes[submesh.kind]
+            self.least_s[:, :, p] = np.where(fits, seconds, np.inf)
+
+    def best(self, schedule: Schedule, is_over: Callable[[], bool]) -> FoundDivision | None:
+        """Finds a division by estimates, solves its stages, and repeats while a better one is expected.
+
+        Returns:
+          The best division whose stages were all solved; None where nothing fits.
+        """
+        best: FoundDivision | None = None
+        for _ in range(_MOST_ROUNDS):
+            division = self._best_division(schedule, self._estimate)
+            if division is None or (best is not None and division.value >= (1 - _LEAST_GAIN) * best.bound_s):
+                break
+            entries = self._entries(division, schedule)
+            layouts = [self._solved(entry) for entry in entries]
+            found = self._with_layouts(division.stages, entries, [layout for layout in layouts if layout is not None])
+            if found is not None and (best is None or found.bound_s < best.bound_s):
+                best = found
+            if best is not None and is_over():
+                break
+        return best
+
+    def _with_layouts(
+        self, stages: tuple[Stage, ...], entries: tuple[Entry, ...], layouts: list[StageLayout]
+    ) -> FoundDivision | None:
+        """Returns a division with its value, by the seconds of its stages; None if one of them does not fit."""
+        if len(layouts) < len(stages):
+            return None
+        objective, value = lower_bound_objective(self.num_microbatches), 0.0
+        for i in reversed(range(len(stages))):
+            value = float(objective.fold(layouts[i].seconds / self.num_microbatches, value))
+            if i:
+                link_s = self.link_s[stages[i].start, stages[i - 1].submesh, stages[i].submesh]
+                value = float(objective.join(link_s, value))
+        return FoundDivision(stages, entries, tuple(layouts), value)
+
+    def bound(self, schedule: Schedule, target_s: float, is_over: Callable[[], bool]) -> float:
+        """Returns what every division takes at least, with any sharding of its stages; infinite where none fits.
+
+        Entries on the best path of lower bounds are solved until it reaches a number, or for some rounds.
+
+        Args:
+          schedule: it limits how many micro-batches a stage keeps.
+          target_s: a higher bound is of no use.
+          is_over: tells whether there is no time left.
+        """
+        for _ in range(_MOST_ROUNDS):
+            division = self._best_division(schedule, self._bound)
+            if division is None:
+                return np.inf
+            unsolved = [entry for entry in self._entries(division, schedule) if not self._is_solved(entry)]
+            if not unsolved or division.value >= target_s or is_over():
+                return division.value
+            self._solved(max(unsolved, key=lambda entry: self.least_s[entry.start, entry.end, entry.submesh]))
+        division = self._best_division(schedule, self._bound)
+        return np.inf if division is None else division.value
+
+    def _link_s(self, i: int, j: int) -> Callable[[float], float]:
+        return lambda num_bytes: self.cluster.link_s(num_bytes, self.submeshes[i], self.submeshes[j])
+
+    def _entries(self, division: Division, schedule: Schedule) -> tuple[Entry, ...]:
+        count = len(division.stages)
+        return tuple(
+            Entry(*stage, kept_microbatches(schedule, count - i, self.num_microbatches))
+            for i, stage in enumerate(division.stages)
+        )
+
+    def _solved(self, entry: Entry) -> StageLayout | None:
+        """Returns the layout of a stage, solved or known from one with equal layers; None where it does not fit."""
+        known = self._known(entry)
+        if known is not _UNKNOWN:
+            return known
+        try:
+            layout = self.solve(entry)
+        except InfeasibleError:
+            layout = None
+        self.solved.setdefault(self._kind(entry), {})[entry.in_flight] = layout
+        least_s = self.least_s[entry.start, entry.end, entry.submesh] * self.num_microbatches
+        if layout is not None and least_s > 0:
+            self.slowdowns.setdefault(entry.submesh, []).append(layout.seconds / least_s)
+        return layout
+
+    def _is_solved(self, entry: Entry) -> bool:
+        return self._known(entry) is not _UNKNOWN
+
+    def _known(self, entry: Entry) -> Any:
+        """Returns what is known of a stage: its layout, None if it does not fit, or `_UNKNOWN`.
+
+        A layout that leaves memory free is the best one for as many micro-batches as fit.
+        """
+        by_in_flight = self.solved.get(self._kind(entry), {})
+        if entry.in_flight in by_in_flight:
+            return by_in_flight[entry.in_flight]
+        limit = self.memory_limit_bytes[self.submeshes[entry.submesh].kind]
+        for in_flight, layout in by_in_flight.items():
+            if layout is None and in_flight <= entry.in_flight:
+                return None
+            if layout is not None and layout.peak_bytes < _FREE_SHARE * limit:
+                peak_bytes = layout.peak_bytes + (entry.in_flight - in_flight) * layout.residual_bytes
+                if peak_bytes < _FREE_SHARE * limit:
+                    return replace(layout, peak_bytes=peak_bytes)
+        return _UNKNOWN
+
+    def _kind(self, entry: Entry) -> tuple[tuple[Hashable, ...], int]:
+        return self.chain.signatures[entry.start : entry.end], entry.submesh
+
+    def _best_division(self, schedule: Schedule, table: Callable[[int], np.ndarray]) -> Division | None:
+        return best_division(
+            len(self.chain),
+            self.devices,
+            self.submeshes,
+            lambda left: table(kept_microbatches(schedule, left, self.num_microbatches)),
+            self.link_s,
+            lower_bound_objective(self.num_microbatches),
+            max_stages=self.max_stages,
+            use_all_devices=False,
+        )
+
+    def _estimate(self, in_flight: int) -> np.ndarray:
+        """Returns `[L, L + 1, P]`: seconds of a micro-batch, of unsolved entries by those that are solved."""
+        means = {submesh: float(np.mean(ratios)) for submesh, ratios in self.slowdowns.items()}
+        usual = max(means.values(), default=1.0)
+        factors = np.array([means.get(p, usual) for p in range(len(self.submeshes))])
+        return self._with_solved(self.least_s * factors, in_flight, lambda layout: layout.seconds)
+
+    def _bound(self, in_flight: int) -> np.ndarray:
+        """Returns `[L, L + 1, P]`: what a micro-batch takes at least."""
+        return self._with_solved(self.least_s, in_flight, lambda layout: layout.lower_bound_s)
+
+    def _with_solved(self, table: np.ndarray, in_flight: int, seconds: Callable[[StageLayout], float]) -> np.ndarray:
+        """Returns a table with the entries that are solved, and those of equal layers."""
+        table, size = table.copy(), len(self.chain)
+        for length, p in {(len(signatures), p) for signatures, p in self.solved}:
+            for start in range(size - length + 1):
+                layout = self._known(Entry(start, start + length, p, in_flight))
+                if layout is not _UNKNOWN:
+                    value = np.inf if layout is None else seconds(layout) / self.num_microbatches
+                    table[start, start + length, p] = value
+        return table
+
+
+def deadline(time_limit_s: float | None) -> Callable[[], bool]:
+    """Returns a function that tells whether so many seconds from now are over."""
+    end = None if time_limit_s is None else time.perf_counter() + time_limit_s
+    return lambda: end is not None and time.perf_counter() >= end

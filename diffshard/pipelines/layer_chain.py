@@ -1,0 +1,122 @@
+"""A training step as a chain of layers between which it may be cut, with what bounds their cost."""
+
+from collections import defaultdict
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from cost.base import Hardware
+from cost.compute import equation_dtype, equation_flops, roofline_s
+from diffshard.pipelines.cutting import UncutStep, cut_step
+from search_spaces.pipelines.cut_candidates import Cut
+from search_spaces.pipelines.forward_backward import num_bytes
+from search_spaces.pipelines.stage_labels import LabelledStep, StageEquation
+from search_spaces.sources import user_source
+
+_NEIGHBOURS = 8
+"""A cut sends no more bytes than those at so many candidates on either side."""
+
+
+@dataclass(frozen=True)
+class LayerChain:
+    """Layers of a step, each one all equations between two possible cuts.
+
+    Attributes:
+      cuts: `[L - 1]`, where layers 1 to L - 1 begin.
+      flops: for each dtype `[L]`, the arithmetic of one micro-batch, forward and backward.
+      state_bytes: `[L]`, of the arguments that a layer keeps.
+      sent_bytes: `[L]`, of activations that go into a layer; 0 for the first.
+      signatures: `[L]`, equal for layers of equal equations.
+      sources: `[L]`, the user's line with which a layer begins.
+    """
+
+    cuts: tuple[Cut, ...]
+    flops: dict[str, np.ndarray]
+    state_bytes: np.ndarray
+    sent_bytes: np.ndarray
+    signatures: tuple[Hashable, ...]
+    sources: tuple[str, ...]
+
+    def __len__(self) -> int:
+        return len(self.cuts) + 1
+
+    def least_s(self, hardware: Hardware) -> np.ndarray:
+        """Returns `[L]`, the seconds that one device needs at least for a micro-batch: all products at full speed."""
+        by_dtype = [roofline_s(flops, 0.0, dtype, hardware) for dtype, flops in self.flops.items()]
+        return np.sum(by_dtype, axis=0) if by_dtype else np.zeros(len(self))
+
+    def cuts_before(self, layers: Iterable[int]) -> list[Cut]:
+        """Returns the cuts with which some layers begin; the first layer and the end of the last have none."""
+        return [self.cuts[layer - 1] for layer in layers if 0 < layer < len(self)]
+
+
+def layer_chain(step: UncutStep, most_layers: int) -> LayerChain:
+    """Finds where a step may be cut well: where fewer bytes of activations are live than around.
+
+    Args:
+      step: in micro-batches.
+      most_layers: of more layers neighbours with the least arithmetic are joined.
+
+    Raises:
+      ValueError: the step cannot be cut.
+    """
+    candidates = step.candidates()
+    at = _least_bytes([c.bytes_sent for c in candidates])
+    work = list(np.diff([0.0, *(candidates[i].flops_before for i in at), candidates[-1].flops_before])) if at else []
+    while len(work) > most_layers:
+        least = int(np.argmin(np.add(work[1:], work[:-1])))
+        at.pop(least)
+        work[least : least + 2] = [work[least] + work[least + 1]]
+    cuts = [candidates[i].cut for i in at]
+    cut = cut_step(step, cuts)
+    labelled = LabelledStep(cut.parts, cut.cuts)
+    state = np.zeros(len(cuts) + 1)
+    for i in cut.parts.inputs:
+        key = ("value", i)
+        if i not in cut.parts.batch and key in labelled.avals:
+            state[labelled.homes.get(key, 0)] += num_bytes(labelled.avals[key])
+    sent = np.array([0, *(candidates[i].bytes_sent for i in at)], float)
+    layers = _layers(labelled)
+    sources = tuple(user_source(layers[n][0].equation) if n in layers else "" for n in range(len(cuts) + 1))
+    return LayerChain(tuple(cuts), _flops(labelled), state, sent, _signatures(labelled), sources)
+
+
+def _least_bytes(sent: Sequence[int]) -> list[int]:
+    """Returns the candidates that send no more than those around them, the first of such in a row."""
+    num_bytes = np.array(sent)
+    found: list[int] = []
+    for at in range(len(sent)):
+        around = num_bytes[max(at - _NEIGHBOURS, 0) : at + _NEIGHBOURS + 1]
+        is_row = bool(found) and at - found[-1] <= _NEIGHBOURS // 2
+        if num_bytes[at] == around.min() and num_bytes[at] and not is_row:
+            found.append(at)
+    return found
+
+
+def _layers(step: LabelledStep) -> dict[int, list[StageEquation]]:
+    """Returns the equations of each layer."""
+    layers: dict[int, list[StageEquation]] = defaultdict(list)
+    for equation in step.equations:
+        if equation.label is not None:
+            layers[equation.label.stage].append(equation)
+    return layers
+
+
+def _flops(step: LabelledStep) -> dict[str, np.ndarray]:
+    """Returns the arithmetic of a micro-batch by dtype, `[L]` each."""
+    flops: dict[str, np.ndarray] = defaultdict(lambda: np.zeros(step.num_stages))
+    for layer, equations in _layers(step).items():
+        for entry in equations:
+            if entry.part == "each" and (work := equation_flops(entry.equation)):
+                flops[equation_dtype(entry.equation)][layer] += work
+    return dict(flops)
+
+
+def _signatures(step: LabelledStep) -> tuple[Hashable, ...]:
+    """Returns for each layer its operations and the shapes of their results."""
+    layers = _layers(step)
+    return tuple(
+        hash(tuple((e.equation.primitive.name, tuple(str(v.aval) for v in e.equation.outvars)) for e in layers[layer]))
+        for layer in range(step.num_stages)
+    )

@@ -1,0 +1,172 @@
+"""A training step that runs as a pipeline: searched, compiled and run for the types of its arguments."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, Mesh
+
+from cost.clusters import Cluster
+from cost.host_groups import Hosts
+from cost.pipeline_schedules import graph_of
+from cost.presets import device_and_network
+from cost.real_numbers import is_positive, whole_number
+from diffshard.pipelines.base import Pipeline, PipelinePlan
+from diffshard.pipelines.execution import StagedExecution
+from diffshard.pipelines.search import FoundPipeline, PipelineOptions, find_pipeline
+from diffshard.sharding_search.call import array_types, split
+from diffshard.solving.solve import resolve
+
+
+@dataclass
+class _Prepared:
+    """What runs calls with arrays of some types.
+
+    Attributes:
+      found: the pipeline.
+      execution: its programs on devices; None until the first call.
+    """
+
+    found: FoundPipeline
+    execution: StagedExecution | None = None
+
+
+class PipelinedFunction:
+    """A training step that runs as a pipeline; made by `diffshard.search(fn, cluster, pipeline=...)`.
+
+    Args:
+      options: what was asked for.
+    """
+
+    def __init__(self, options: PipelineOptions):
+        self.options = options
+        self._prepared: dict[Any, _Prepared] = {}
+
+    def plan(self, *args: Any, **kwargs: Any) -> PipelinePlan:
+        """Returns the plan for arguments (arrays or `jax.ShapeDtypeStruct`), searched once for each set of shapes.
+
+        Raises:
+          InfeasibleError: no pipeline fits the memory.
+          ValueError: no number of micro-batches divides the batch, or the step cannot be cut; names the operation.
+        """
+        return self._prepare(args, kwargs).found.plan
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs a step; arrays are copied to the stages that keep them.
+
+        Leaves of the result that several stages keep a part of, such as stacked weights of layers, are `StagedArray`.
+
+        Raises:
+          ValueError: the cluster is only described, without devices.
+          StageError: a program of a stage failed; names the stage.
+        """
+        if not self.options.cluster.devices:
+            raise ValueError(
+                "`cluster` is only described: it can be planned for, not run on. Give "
+                "`diffshard.Cluster.from_devices(jax.devices())`."
+            )
+        prepared = self._prepare(args, kwargs)
+        if prepared.execution is None:
+            prepared.execution = self._execution(args, kwargs, prepared.found)
+        step = prepared.found.step
+        results = prepared.execution(step.flat_arguments(jax.tree.leaves((args, _sorted(kwargs)))))
+        return step.result(results)
+
+    def execution(self, *args: Any, **kwargs: Any) -> StagedExecution:
+        """Returns what runs calls with such arguments: its programs, its copies, and `wait`."""
+        prepared = self._prepare(args, kwargs)
+        if prepared.execution is None:
+            prepared.execution = self._execution(args, kwargs, prepared.found)
+        return prepared.execution
+
+    def _prepare(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Prepared:
+        arrays, structure = split((tuple(args), _sorted(kwargs)))
+        key = structure, array_types(arrays)
+        if key not in self._prepared:
+            self._prepared[key] = _Prepared(find_pipeline(self.options, args, kwargs))
+        return self._prepared[key]
+
+    def _execution(self, args: Sequence[Any], kwargs: Mapping[str, Any], found: FoundPipeline) -> StagedExecution:
+        plans, staged = found.plans, found.staged
+        meshes = [stage.mesh for stage in plans.stages if isinstance(stage.mesh, Mesh)]
+        return StagedExecution(
+            staged,
+            meshes,
+            graph_of(found.plan.schedule, staged.num_stages, staged.num_microbatches),
+            plans.sharding,
+            function_of=plans.function,
+            donate=self._donated(args, kwargs, found),
+            transfer_of=plans.transfer,
+        )
+
+    def _donated(self, args: Sequence[Any], kwargs: Mapping[str, Any], found: FoundPipeline) -> list[int]:
+        """Returns the flat arguments of the cut step that are donated and replaced by a result."""
+        options, flags = self.options, []
+        for name, argument in (*enumerate(args), *_sorted(kwargs).items()):
+            is_donated = name in (options.donate_argnums if isinstance(name, int) else options.donate_argnames)
+            flags += [is_donated] * len(jax.tree.leaves(argument))
+        segments = found.step.segments.arguments
+        counts = [1 if s is None else s.num_segments for s in segments]
+        of_step = [flag for flag, count in zip(flags, counts, strict=True) for _ in range(count)]
+        return [i for i, result in enumerate(found.step.replaced) if result is not None and of_step[i]]
+
+
+def pipelined(
+    fn: Callable[..., Any], devices: Any, pipeline: Pipeline, hardware: Any, unused: Mapping[str, Any], **options: Any
+) -> PipelinedFunction:
+    """Returns a training step that runs as a pipeline on devices; its arguments are checked here.
+
+    Args:
+      fn: the training step.
+      devices: a `Cluster`, JAX devices, or their number.
+      pipeline: what may be chosen.
+      hardware: the name of a preset; None for clusters, and for that of JAX devices.
+      unused: options of `search` that pipelines do not have; they must be None, empty or false.
+      options: `memory_limit_bytes`, `donate_argnums`, `donate_argnames`, `solver`, `time_limit_s`.
+
+    Raises:
+      TypeError, ValueError: an argument breaks a rule; the error names it and its value.
+    """
+    if not isinstance(pipeline, Pipeline):
+        raise TypeError(f"`pipeline` must be a diffshard.Pipeline, not {pipeline!r}.")
+    for name, value in unused.items():
+        if value is not None and value != ():
+            raise ValueError(f"`{name}` cannot be given together with `pipeline`; got {value!r}.")
+    if not callable(fn):
+        raise TypeError(f"`fn` must be a function, not {type(fn).__name__}.")
+    limit = options.get("memory_limit_bytes")
+    if limit is not None and not is_positive(limit):
+        raise ValueError(f"`memory_limit_bytes` must be a positive number, not {limit!r}.")
+    resolve(options["solver"])
+    return PipelinedFunction(PipelineOptions(fn=fn, cluster=_cluster(devices, hardware), pipeline=pipeline, **options))
+
+
+def _cluster(devices: Any, hardware: Any) -> Cluster:
+    """Returns devices as a cluster.
+
+    Raises:
+      TypeError, ValueError: they are a mesh, or of no kind that is known.
+    """
+    if isinstance(devices, Mesh | AbstractMesh):
+        raise TypeError(
+            "`mesh` cannot be given together with `pipeline`, which divides devices into meshes itself. Give "
+            "`devices=jax.devices()` or a `diffshard.Cluster`."
+        )
+    if isinstance(devices, Cluster):
+        if hardware is not None:
+            raise ValueError("`hardware` must be None for a Cluster, which has that of its hosts.")
+        return devices
+    number = whole_number(devices)
+    if number is None:
+        return Cluster.from_devices(devices, hardware=hardware)
+    if not isinstance(hardware, str):
+        raise ValueError("`hardware` must be the name of a preset for a number of devices.")
+    in_host = device_and_network(hardware)[1].num_devices or number
+    if number < 1 or (number > in_host and number % in_host):
+        raise ValueError(f"`devices` must be 1 or more, and fill hosts of {in_host}, not {number}.")
+    return Cluster([Hosts(max(number // in_host, 1), min(number, in_host), hardware)])
+
+
+def _sorted(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: kwargs[name] for name in sorted(kwargs)}

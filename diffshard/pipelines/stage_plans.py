@@ -1,0 +1,170 @@
+"""The plans of a stage's programs, which together run as the stage's layout says.
+
+The layout of a whole stage (`stage_search`) says how it stores every array that goes from one of its programs to
+another. With these fixed, the forward and the backward program are planned each for itself.
+"""
+
+from collections.abc import Callable, Sequence
+from math import prod
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+from cost.base import Hardware
+from diffshard.pipelines.stage_search import StageLayout
+from diffshard.sharding_search.options import Options
+from diffshard.sharding_search.plan import Plan
+from diffshard.sharding_search.planned_function import PlannedFunction
+from diffshard.sharding_search.planning import find_plan
+from search_spaces.pipelines.forward_backward import num_bytes
+from search_spaces.pipelines.stage_labels import Key, Label
+from search_spaces.pipelines.stage_programs import StagedStep, StageProgram
+
+
+class StageDevices(NamedTuple):
+    """What a stage runs on, and how.
+
+    Attributes:
+      mesh: its sub-mesh, of devices or abstract.
+      hardware: of the mesh.
+      layout: the specs of its arrays.
+    """
+
+    mesh: Mesh | AbstractMesh
+    hardware: Hardware
+    layout: StageLayout
+
+
+class StagePlans:
+    """The plans of the forward and backward programs of all stages, and how arrays are stored between programs.
+
+    XLA partitions the programs that begin and finish a step, between the shardings that are fixed here.
+
+    Args:
+      staged: the step in stages.
+      stages: what each stage runs on.
+      options: of the search: `solver`, `time_limit_s`.
+
+    Attributes:
+      plans: of the programs, by label.
+    """
+
+    def __init__(self, staged: StagedStep, stages: Sequence[StageDevices], **options: Any):
+        self.staged, self.stages, self._options = staged, list(stages), options
+        self._functions: dict[Label, PlannedFunction[Plan]] = {}
+        self.plans: dict[Label, Plan] = {}
+        for label, program in staged.programs.items():
+            if label.kind in ("forward", "backward"):
+                self._functions[label] = function = self._planned(program)
+                self.plans[label] = function.plan([self._shape(key) for key in program.reads])
+
+    def seconds(self, label: Label) -> float:
+        """Returns the predicted seconds of a program, with adding up its sums; 0 if there is none."""
+        if label not in self.plans:
+            return 0.0
+        stage, added_bytes = self.stages[label.stage], 0.0
+        for a in self.staged.programs[label].accumulations:
+            parts = prod(stage.mesh.shape[axis] for axes in stage.layout.specs.get(a.total, ()) for axis in axes)
+            added_bytes += 3 * num_bytes(self.staged.avals[a.total]) / parts  # reads both, writes one
+        return self.plans[label].step_s + added_bytes / stage.hardware.reached_memory_bytes_per_s
+
+    def function(self, program: StageProgram) -> Callable[..., Sequence[Any]]:
+        """Returns what runs a program: with its plan, if it has one."""
+        planned = self._functions.get(program.label)
+        return (
+            core.jaxpr_as_fun(program.program)
+            if planned is None
+            else lambda *arrays: list(planned(list(arrays)).values())
+        )
+
+    def sharding(self, stage: int, key: Key) -> NamedSharding:
+        """Returns how a stage stores an array, on its own mesh."""
+        return NamedSharding(self.stages[stage].mesh, self.spec(stage, key))  # type: ignore[arg-type]
+
+    def transfer(self, key: Key, source: int, target: int) -> tuple[NamedSharding, NamedSharding]:
+        """Returns how an array leaves a stage for another one, and how it arrives there."""
+        source_mesh, target_mesh = self.stages[source].mesh, self.stages[target].mesh
+        shape = self.staged.avals[key].shape
+        parts, dim = shared_parts(shape, tuple(source_mesh.shape.values()), tuple(target_mesh.shape.values()))
+        specs = (_first_axes(mesh, parts, dim) for mesh in (source_mesh, target_mesh))
+        one, other = (NamedSharding(m, spec) for m, spec in zip((source_mesh, target_mesh), specs, strict=True))  # type: ignore[arg-type]
+        return one, other
+
+    def spec(self, stage: int, key: Key) -> PartitionSpec:
+        """Returns how a stage stores an array; what it receives stays as it came, and small arrays are replicated."""
+        maker = self.staged.makers.get(key)
+        if maker is not None and maker.stage != stage and maker.kind != "begin":
+            return self.transfer(key, maker.stage, stage)[1].spec
+        return PartitionSpec(*(axes or None for axes in self.stages[stage].layout.specs.get(key, ())))
+
+    def _planned(self, program: StageProgram) -> PlannedFunction[Plan]:
+        label, devices, run = program.label, self.stages[program.label.stage], core.jaxpr_as_fun(program.program)
+        total_of = {a.part: a.total for a in program.accumulations}
+        specs = [self._left_spec(label, key, total_of) for key in program.makes]
+
+        def function(arrays: list[Any]) -> dict[str, Any]:
+            made = run(*arrays)
+            left = [_fixed(array, devices.mesh, spec) for array, spec in zip(made, specs, strict=True)]
+            return {f"result {i:06}": array for i, array in enumerate(left)}  # sorted by name
+
+        function.__name__ = f"stage_{label.stage}_{label.kind}"
+        options = Options(
+            fn=function,
+            mesh=devices.mesh,
+            hardware=devices.hardware,
+            memory_limit_bytes=devices.hardware.memory_bytes,
+            in_shardings=([self.spec(label.stage, key) for key in program.reads],),
+            progress="none",
+            **self._options,
+        )
+        return PlannedFunction(options, find_plan)
+
+    def _left_spec(self, label: Label, key: Key, total_of: dict[Key, Key]) -> PartitionSpec:
+        """Returns how a program leaves an array: as its own stage stores it, or else as it is sent."""
+        readers = self.staged.readers.get(key, frozenset())
+        if key in total_of:
+            return self.spec(label.stage, total_of[key])
+        if readers and label.stage not in readers:
+            return self.transfer(key, label.stage, min(readers))[0].spec
+        return self.spec(label.stage, key)
+
+    def _shape(self, key: Key) -> jax.ShapeDtypeStruct:
+        aval = self.staged.avals[key]
+        return jax.ShapeDtypeStruct(aval.shape, aval.dtype)
+
+
+def shared_parts(shape: Sequence[int], one: Sequence[int], other: Sequence[int]) -> tuple[int, int]:
+    """Returns into how many parts an array is split that goes from one mesh to another, and along which dimension.
+
+    The parts are even, and as many as some first axes of both meshes have together.
+
+    Args:
+      shape: of the array.
+      one: devices along each axis of a mesh.
+      other: of the other mesh.
+    """
+    possible = _first_products(one) & _first_products(other)
+    parts, dim = max(((n, -d) for d, size in enumerate(shape) for n in possible if size % n == 0), default=(1, 0))
+    return parts, -dim
+
+
+def _first_axes(mesh: Mesh | AbstractMesh, parts: int, dim: int) -> PartitionSpec:
+    """Returns the spec that splits a dimension in parts over the first axes of a mesh."""
+    axes: list[str] = []
+    for name, size in mesh.shape.items():
+        if prod(mesh.shape[axis] for axis in axes) < parts and size > 1:
+            axes.append(str(name))
+    return PartitionSpec(*([None] * dim), tuple(axes)) if parts > 1 else PartitionSpec()
+
+
+def _first_products(sizes: Sequence[int]) -> set[int]:
+    return {prod(sizes[:count]) for count in range(len(sizes) + 1)}
+
+
+def _fixed(array: Any, mesh: Mesh | AbstractMesh, spec: PartitionSpec) -> Any:
+    if not array.ndim or jnp.issubdtype(array.dtype, jax.dtypes.extended):
+        return array
+    return jax.lax.with_sharding_constraint(array, NamedSharding(mesh, spec))  # type: ignore[arg-type]

@@ -1,0 +1,99 @@
+"""`search(fn, cluster, pipeline=...)` finds stages, and runs them with the results of one device."""
+
+import jax
+import numpy as np
+import pytest
+
+import diffshard
+from diffshard.pipelines.division_search import DivisionSearch
+from tests.diffshard.pipelines import scanned_models
+from tests.diffshard.pipelines.small_pipeline import arguments, check_close, train_step
+
+PIPELINE = diffshard.Pipeline(microbatches=(4,), schedules=("1f1b",), max_stages=4)
+
+
+def search(step, **options):
+    cluster = diffshard.Cluster.from_devices(jax.devices()[:4], hardware="h100")
+    return diffshard.search(step, cluster, pipeline=PIPELINE, **options)
+
+
+@pytest.fixture
+def on_one_device(monkeypatch):
+    """Leaves no submesh but single devices, so that small models are cut, too."""
+    initialise = DivisionSearch.__post_init__
+
+    def initialise_alone(self):
+        initialise(self)
+        num_devices = np.array([submesh.num_devices for submesh in self.submeshes])
+        lengths = np.arange(len(self.chain) + 1)[None, :] - np.arange(len(self.chain))[:, None]
+        is_long = lengths > -(-len(self.chain) // 3)
+        self.least_s[is_long[:, :, None] | (num_devices > 1)[None, None, :]] = np.inf
+
+    monkeypatch.setattr(DivisionSearch, "__post_init__", initialise_alone)
+
+
+@pytest.mark.usefixtures("on_one_device")
+@pytest.mark.parametrize(
+    ("step", "args"), [(train_step, arguments), (scanned_models.train_step, scanned_models.arguments)]
+)
+def test_results_are_those_of_one_device(step, args):
+    args = args()
+    pipelined, expected = search(step), jax.jit(step)(*args)
+    plan = pipelined.plan(*args)
+    assert len(plan.stages) >= 3
+    assert sorted(device for stage in plan.stages for device in stage.devices) == list(range(len(plan.stages)))
+    assert plan.stages[0].first_layer == 0
+    assert plan.stages[-1].last_layer == plan.num_layers - 1
+    for _ in range(2):
+        found = pipelined(*args)
+        check_close(found, expected)
+        args, expected = (found[0], args[1]), jax.jit(step)(expected[0], args[1])
+
+
+def test_one_stage_is_a_pipeline_too():
+    args = arguments()
+    pipelined = search(train_step, donate_argnums=0)
+    plan = pipelined.plan(*args)
+    assert plan.lower_bound_s <= plan.step_s
+    assert plan.gap == (plan.step_s - plan.lower_bound_s) / plan.step_s
+    expected = jax.jit(train_step)(*args)
+    check_close(pipelined(*args), expected)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"executor": "program"}, ValueError, "`executor` cannot be given together with `pipeline`"),
+        ({"hardware": "h100"}, ValueError, "`hardware` must be None for a Cluster"),
+        ({"memory_limit_bytes": -1}, ValueError, "`memory_limit_bytes` must be a positive number"),
+        ({"solver": "nope"}, ValueError, "nope"),
+    ],
+)
+def test_bad_options_are_refused(options, error, message):
+    with pytest.raises(error, match=message):
+        search(train_step, **options)
+
+
+def test_a_mesh_is_refused():
+    mesh = jax.make_mesh((2,), ("a",), devices=jax.devices()[:2])
+    with pytest.raises(TypeError, match="divides devices into meshes itself"):
+        diffshard.search(train_step, mesh, pipeline=PIPELINE)  # type: ignore[call-overload]
+
+
+def test_a_batch_that_nothing_divides_is_refused():
+    cluster = diffshard.Cluster([diffshard.Hosts(1, devices=2, hardware="h100")])
+    pipelined = diffshard.search(train_step, cluster, pipeline=diffshard.Pipeline(microbatches=(3, 5)))
+    with pytest.raises(ValueError, match="must divide the batch; got 3"):
+        pipelined.plan(*arguments())
+
+
+def test_no_memory_is_infeasible_and_says_how_much_the_state_has():
+    with pytest.raises(diffshard.InfeasibleError, match="its state alone has"):
+        search(train_step, memory_limit_bytes=100.0).plan(*arguments())
+
+
+def test_a_cluster_that_is_only_described_is_planned_for_but_not_run_on():
+    cluster = diffshard.Cluster([diffshard.Hosts(1, devices=2, hardware="h100")])
+    pipelined = diffshard.search(train_step, cluster, pipeline=PIPELINE)
+    with pytest.raises(ValueError, match="only described"):
+        pipelined(*arguments())
