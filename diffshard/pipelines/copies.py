@@ -5,6 +5,7 @@ fewer devices. Between processes all that own a device of either side run one sm
 among both sides' devices. It needs no equal numbers of devices, and runs wherever collectives run.
 """
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -25,12 +26,14 @@ class CopyCount:
       copies: of arrays, to one stage each.
       bytes: that arrived at all devices together.
       blocked: copies that may have waited on the host: what they read was not ready before the call and was ready after
-        it. It counts too where that ended just then, so it is never too low.
+        it. A copy whose source ended just then counts too, so that the number is never too low.
+      blocked_s: seconds that these calls took together.
     """
 
     copies: int = 0
     bytes: int = 0
     blocked: int = 0
+    blocked_s: float = 0.0
 
 
 class Copier:
@@ -75,7 +78,8 @@ class Copier:
             return self._watched(array, lambda: jax.device_put(array, target)), None
         key = source, target, aval.shape, aval.dtype
         if key not in self._exchanges:
-            self._exchanges[key] = _exchange(source, target, aval)
+            is_key = jnp.issubdtype(aval.dtype, jax.dtypes.prng_key)
+            self._exchanges[key] = (_exchange_of_keys if is_key else _exchange)(source, target, aval)
         return self._watched(array, lambda: self._exchanges[key](array))
 
     def _watched(self, array: Any, copy: Callable[[], Any]) -> Any:
@@ -83,9 +87,11 @@ class Copier:
             return copy()
         is_key = jnp.issubdtype(array.dtype, jax.dtypes.prng_key)
         source = jax.random.key_data(array) if is_key else array  # keys do not tell whether they are ready
-        waits = not _is_ready(source)
+        waits, start = not _is_ready(source), time.perf_counter()
         copied = copy()
-        self.count.blocked += waits and _is_ready(source)
+        if waits and _is_ready(source):
+            self.count.blocked += 1
+            self.count.blocked_s += time.perf_counter() - start
         return copied
 
     def _count(self, shape: Sequence[int], array: Any, target: NamedSharding) -> None:
@@ -144,6 +150,26 @@ def _exchange(source: NamedSharding, target: NamedSharding, aval: Any) -> Callab
         if not found:
             return None, done
         return jax.make_array_from_single_device_arrays(aval.shape, target, found), done
+
+    return run
+
+
+def _exchange_of_keys(source: NamedSharding, target: NamedSharding, aval: Any) -> Callable[[Any], tuple[Any, Any]]:
+    """Returns what copies random keys between processes, as the integers that they are made of."""
+    implementations = []
+
+    def data_of(keys: Any) -> Any:
+        implementations.append(jax.random.key_impl(keys))
+        return jax.random.key_data(keys)
+
+    data = jax.eval_shape(data_of, jax.ShapeDtypeStruct(aval.shape, aval.dtype))
+    unwrap = jax.jit(jax.random.key_data, out_shardings=source)
+    wrap = jax.jit(lambda data: jax.random.wrap_key_data(data, impl=implementations[0]), out_shardings=target)
+    exchange = _exchange(source, target, data)
+
+    def run(keys: Any) -> tuple[Any, Any]:
+        copied, done = exchange(None if keys is None else unwrap(keys))
+        return None if copied is None else wrap(copied), done
 
     return run
 

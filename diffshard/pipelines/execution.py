@@ -125,6 +125,7 @@ class _Dispatch:
         process = jax.process_index()
         self._is_own = [any(d.process_index == process for d in mesh.devices.flat) for mesh in calls.meshes]
         self._stage_of = {frozenset(mesh.devices.flat): stage for stage, mesh in enumerate(calls.meshes)}
+        self._devices = [_devices(mesh) for mesh in calls.meshes]
         self._numbers: dict[tuple[int, int], Any] = {}
         self._resharding: dict[NamedSharding, Any] = {}
         self._done: list[tuple[int, str, Any]] = []
@@ -172,7 +173,7 @@ class _Dispatch:
     def send(self, array: Any, key: Key, source: int, target: int) -> Any:
         if not (self._is_own[source] or self._is_own[target]):
             return None
-        what = f"a copy from stage {source} on {_devices(self._calls.meshes[source])}"
+        what = f"a copy from stage {source} on {self._devices[source]}"
         with self._errors(target, what):
             shardings = self._calls.shared(key, source, target)
             copied, done = self.copier.copy(array, self._calls.staged.avals[key], *shardings)
@@ -219,8 +220,7 @@ class _Dispatch:
         except StageError:
             raise
         except Exception as error:
-            mesh = self._calls.meshes[stage]
-            raise StageError(stage, f"Stage {stage} on {_devices(mesh)}: {what} failed: {error}") from error
+            raise StageError(stage, f"Stage {stage} on {self._devices[stage]}: {what} failed: {error}") from error
 
 
 def _name(label: Label, microbatch: int | None) -> str:

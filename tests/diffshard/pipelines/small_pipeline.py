@@ -67,8 +67,10 @@ def even_cuts(parts, num_stages):
     return cuts
 
 
-def meshes(counts):
+def meshes(counts, order=None):
+    """Returns meshes of some numbers of devices, one after the other in an order of all devices."""
     devices, found = np.array(jax.devices()), []
+    devices = devices if order is None else devices[list(order)]
     for count in counts:
         found.append(Mesh(devices[:count].reshape(-1, count), ("a", "b")))
         devices = devices[count:]
@@ -86,12 +88,12 @@ def by_example(mesh, aval):
     return None
 
 
-def small_execution(step, counts, num_microbatches, schedule, stored=replicated, **options):
+def small_execution(step, counts, num_microbatches, schedule, stored=replicated, order=None, **options):
     """Returns a step on stages of some numbers of devices, and the tree of its results."""
     traced = trace_in_microbatches(step, num_microbatches, BatchArguments((1,), ()), arguments(), {})
     parts = step_parts(traced.function)
     staged = staged_step(parts, even_cuts(parts, len(counts)))
-    graph, on = graph_of(schedule, len(counts), num_microbatches), meshes(counts)
+    graph, on = graph_of(schedule, len(counts), num_microbatches), meshes(counts, order)
     sharding_of = lambda stage, key: stored(on[stage], staged.avals[key])  # noqa: E731
     return StagedExecution(staged, on, graph, sharding_of, **options), traced.result
 

@@ -91,6 +91,7 @@ def test_a_copy_to_other_shards_counts_as_one_that_waits():
     threading.Timer(0.3, gate.opened.set).start()
     execution._actions.copier.from_host(array, NamedSharding(meshes((4, 4))[1], PartitionSpec(None, "b")))
     assert (execution.copied.blocked, execution.copied.copies, execution.copied.bytes) == (1, 1, 256)
+    assert execution.copied.blocked_s > 0
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "eager", "gpipe"])

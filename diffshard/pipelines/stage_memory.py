@@ -1,0 +1,165 @@
+"""How much memory the stages of a pipeline take: XLA's bytes of each program, and what lives between programs.
+
+A step is run without data, with the same code that runs it with data, so that arrays live exactly as long. Before each
+program the arrays that its stage has at that time are added up; while the program runs there are also its results and
+what XLA needs in between. Programs are compiled for the devices of the sub-meshes, which need not be here: `gpu_mesh`
+of `diffshard.checks.gpu_target` describes GPUs for which XLA compiles on any machine.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import NamedSharding
+
+from cost.pipeline_schedules import ScheduleGraph
+from diffshard.pipelines.copies import bytes_each
+from diffshard.pipelines.stage_calls import StageCall, StageCalls
+from diffshard.pipelines.stage_run import StageRun
+from search_spaces.pipelines.stage_labels import Key, Label
+
+
+class ProgramMemory(NamedTuple):
+    """XLA's bytes of a compiled program, on each device.
+
+    Attributes:
+      argument_bytes: of what it reads.
+      output_bytes: of what it leaves.
+      alias_bytes: of outputs that take the memory of arguments.
+      temporary_bytes: of what it needs in between.
+    """
+
+    argument_bytes: int
+    output_bytes: int
+    alias_bytes: int
+    temporary_bytes: int
+
+    @property
+    def added_bytes(self) -> int:
+        """What it takes besides the arrays that are there before it."""
+        return self.output_bytes - self.alias_bytes + self.temporary_bytes
+
+
+@dataclass(frozen=True)
+class StageMemory:
+    """The memory of a stage, in bytes on each of its devices.
+
+    Attributes:
+      programs: XLA's bytes of each program of the stage, by label.
+      step_bytes: the most of what lives for the whole step: arguments, and what begins and finishes it.
+      sum_bytes: of the sums over micro-batches.
+      microbatch_bytes: the most of what micro-batches in flight have at one time.
+      peak_bytes: the most at one time, while a program runs.
+      peak: the program of the peak.
+    """
+
+    programs: dict[Label, ProgramMemory]
+    step_bytes: int
+    sum_bytes: int
+    microbatch_bytes: int
+    peak_bytes: int
+    peak: Label
+
+
+def stage_memory(calls: StageCalls, graph: ScheduleGraph) -> list[StageMemory]:
+    """Compiles all programs of a pipeline, and returns the memory of each stage.
+
+    Args:
+      calls: the programs on sub-meshes, of devices that are here or are only described.
+      graph: the schedule.
+
+    Raises:
+      RuntimeError: a program does not compile; names its stage.
+    """
+    programs = {label: _compiled_memory(calls, call) for label, call in calls.calls.items()}
+    sizes = _Sizes(calls, programs)
+    inputs = [_Array(calls.staged.avals[key]) for key in calls.staged.inputs]
+    sizes.step = StageRun(calls, graph, sizes, inputs)
+    sizes.step.step()
+    return [
+        StageMemory({label: m for label, m in programs.items() if label.stage == stage}, **sizes.most[stage])
+        for stage in range(calls.staged.num_stages)
+    ]
+
+
+def _compiled_memory(calls: StageCalls, call: StageCall) -> ProgramMemory:
+    stage = call.program.label.stage
+
+    def shapes(keys: Sequence[Key], shardings: Sequence[NamedSharding]) -> list[jax.ShapeDtypeStruct]:
+        avals = [calls.staged.avals[key] for key in keys]
+        return [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s) for a, s in zip(avals, shardings, strict=True)]
+
+    totals = [a.total for a in call.sums]
+    sums = shapes(totals, [calls.sharding(stage, key) for key in totals])
+    given_up, reads = (
+        shapes(keys, [calls.read_sharding(stage, key) for key in keys]) for keys in (call.given_up, call.reads)
+    )
+    try:
+        stats = call.function.lower(sums, given_up, reads).compile().memory_analysis()
+    except Exception as error:
+        raise RuntimeError(
+            f"The {call.program.label.kind} program of stage {stage} does not compile: {error}"
+        ) from error
+    return ProgramMemory(
+        stats.argument_size_in_bytes,
+        stats.output_size_in_bytes,
+        stats.alias_size_in_bytes,
+        stats.temp_size_in_bytes,
+    )
+
+
+class _Array(NamedTuple):
+    """An array without data: its shape and dtype, and the bytes of it that each device has."""
+
+    aval: Any
+    num_bytes: int = 0
+
+
+class _Sizes:
+    """Adds up what stages have when a program starts; makes arrays without data."""
+
+    step: StageRun
+
+    def __init__(self, calls: StageCalls, programs: dict[Label, ProgramMemory]):
+        self._calls, self._programs = calls, programs
+        zero: dict[str, Any] = dict.fromkeys(("step_bytes", "sum_bytes", "microbatch_bytes", "peak_bytes"), 0)
+        self.most = [{**zero, "peak": Label("begin", stage)} for stage in range(calls.staged.num_stages)]
+
+    def _array(self, key: Key, sharding: NamedSharding) -> _Array:
+        aval = self._calls.staged.avals[key]
+        return _Array(aval, bytes_each(aval.shape, aval.dtype, sharding))
+
+    def enter(self, array: Any, key: Key, stage: int) -> _Array:
+        return self._array(key, self._calls.sharding(stage, key))
+
+    def zeros(self, call: StageCall) -> list[_Array]:
+        stage = call.program.label.stage
+        return [self._array(a.total, self._calls.sharding(stage, a.total)) for a in call.sums]
+
+    def run(
+        self, call: StageCall, microbatch: int | None, totals: list[Any], given_up: list[Any], reads: list[Any]
+    ) -> tuple[list[Any], list[Any]]:
+        label = call.program.label
+        now = {"step": 0, "sum": 0, "micro-batch": 0}
+        for kind, array in self.step.arrays_of(label.stage):
+            now[kind] += array.num_bytes
+        most = self.most[label.stage]
+        for name, kind in (("step_bytes", "step"), ("sum_bytes", "sum"), ("microbatch_bytes", "micro-batch")):
+            most[name] = max(most[name], now[kind])
+        at_once = sum(now.values()) + self._programs[label].added_bytes
+        if at_once > most["peak_bytes"]:
+            most["peak_bytes"], most["peak"] = at_once, label
+        return totals, [self._array(leaving.key, leaving.sharding) for leaving in call.leaves]
+
+    def send(self, array: Any, key: Key, source: int, target: int) -> _Array:
+        return self._array(key, self._calls.shared(key, source, target)[1])
+
+    def shared(self, array: Any, key: Key, source: int, target: int) -> _Array:
+        return self._array(key, self._calls.shared(key, source, target)[0])
+
+    def number(self, stage: int, microbatch: int) -> None:
+        return None
+
+    def merge(self, key: Key, label: Label, pieces: list[Any]) -> _Array:
+        return self._array(key, self._calls.sharding(label.stage, key))
