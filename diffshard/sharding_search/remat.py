@@ -14,6 +14,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 import jax
 import numpy as np
@@ -41,6 +42,7 @@ from diffshard.solving.phases.quotient_start import QuotientStart
 from diffshard.solving.solvers import gradient
 from search_spaces.rematerialisation.choices import Candidate, Network
 from search_spaces.rematerialisation.passes import passes_of
+from search_spaces.rematerialisation.regions import regions_of_choice
 from search_spaces.rematerialisation.relaxation import relaxed_problem
 from search_spaces.sharding.graph import Value, Vertex
 from search_spaces.sharding.spec import local_bytes
@@ -97,7 +99,7 @@ class _Search:
         plan, reference = self._without_remat()
         network = self._network(reference)
         bound_s = self._bound_s(network) if self.passes else 0.0 if plan is None else plan.lower_bound_s
-        candidates = network.candidates() if self.passes else [network.candidate(frozenset())]
+        candidates = self._candidates(network)
         best = None if plan is None else (plan, candidates[0])
         if best is None or best[0].step_s > (1 + _NEAR) * bound_s:
             best = self._best_of(candidates, network, best, bound_s)
@@ -112,6 +114,29 @@ class _Search:
             function_digest=function_digest(request.traced_function),
             remat=self._record(candidate, network, reference),
         )
+
+    def _candidates(self, network: Network) -> list[Candidate]:
+        """Returns choices that take less memory the more seconds they take; the first one keeps everything.
+
+        What a region makes is in memory at once, so a choice takes what it keeps and its largest region.
+        """
+        choices = [network.candidate(frozenset())]
+        if self.passes:
+            hull = network.candidates()
+            choices += hull
+            for more, less in pairwise(hull):
+                choices += network.between(more, less)
+        best, least = [], math.inf
+        for choice in sorted(choices, key=lambda c: (c.seconds, c.kept_bytes)):
+            largest = 0.0
+            for one in self.passes:
+                for region in regions_of_choice(one, choice.recomputed):
+                    sizes = [network.bytes[v.id] / one.length for v in region.outputs]
+                    largest = max(largest, sum(size for size in sizes if np.isfinite(size)))
+            if choice.kept_bytes + largest < least or not best:
+                least = choice.kept_bytes + largest
+                best.append(choice)
+        return best
 
     def _without_remat(self) -> tuple[Plan | None, Solution]:
         """Returns the plan that keeps everything, None if none fits, and a choice that says what values take."""

@@ -144,6 +144,20 @@ class Network:
                 intervals += [(a, between), (between, b)]
         return sorted(found.values(), key=lambda c: (-c.kept_bytes, c.seconds))
 
+    def between(self, more: Candidate, less: Candidate) -> list[Candidate]:
+        """Returns choices between two neighbours, of which `more` keeps more.
+
+        A price treats equal layers alike, so that all of them change from one neighbour to the other, and where the
+        inputs of layers are no longer kept, all layers are computed again at once. In between, every second, third or
+        fourth value that changes is kept, or those of a part of the layers only.
+        """
+        changed = sorted(v for v in more.kept - less.kept if self.maker.get(v) in less.recomputed)
+        count = len(changed)
+        kept = [changed[start::period] for period in (2, 3, 4) for start in (0, period - 1)]
+        kept += [changed[count * part // 4 :] for part in (1, 2, 3)]
+        found = {self.candidate(less.recomputed - {self.maker[v] for v in values}) for values in kept if values}
+        return [c for c in found if c.recomputed not in (more.recomputed, less.recomputed)]
+
     def cheapest(self, price: float) -> Candidate:
         """Returns the cheapest choice where a byte that is kept costs `price` seconds."""
         values, keys = sorted(self.bytes), sorted(self.steps)

@@ -4,8 +4,8 @@ Steps that run again are collected in regions, one for each part of the forward 
 a layer. A region stands before the first step of the backward pass that reads what it makes, and is what
 `jax.checkpoint` makes: a rematerialised region, whose operands pass a barrier, so that a compiler cannot merge it with
 the forward pass. One of its operands is what the backward pass has reached by then, which goes on from behind the
-barrier: so the region cannot start earlier. What depends on no value of the forward pass, such as a mask or a parameter
-in another type, is computed in each region that needs it.
+barrier: so the region cannot start earlier. What is made of arguments without any product, such as a mask or a
+parameter in another type, is computed in each region that needs it.
 """
 
 from collections import defaultdict

@@ -1,16 +1,24 @@
 """Divides the steps that run again into regions, and says what each of them waits for.
 
-A region is a part of the forward pass that no kept value divides, such as a layer. What depends on no value of the
-forward pass, such as a mask or a parameter in another type, does not join two parts to one: each computes it for
-itself.
+A region is a part of the forward pass that no kept value divides, such as a layer. What is made of arguments without
+any product, such as a mask or a parameter in another type, does not join two parts to one: each computes it for itself.
 """
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from search_spaces.rematerialisation.passes import Passes, Step, made_by, results_of, step_key, values_read
-from search_spaces.sharding.graph import Region, Value
+from search_spaces.rematerialisation.passes import (
+    Passes,
+    Step,
+    backward_reads,
+    made_by,
+    results_of,
+    step_key,
+    values_read,
+)
+from search_spaces.sharding.fusion import PICKS
+from search_spaces.sharding.graph import Region, Value, Vertex, is_contraction
 
 
 @dataclass
@@ -22,6 +30,16 @@ class RunAgain:
     outputs: list[Value]
     trigger: Value | None
     around: Region | None
+
+
+def regions_of_choice(passes: Passes, recomputed: frozenset[int]) -> list[RunAgain]:
+    """Returns the regions in which a choice's steps run again for what the backward pass itself reads."""
+    steps = [step for step in passes.forward if step_key(step) in recomputed]
+    maker, demanded = made_by(steps), {}
+    for position, value in backward_reads(passes):
+        if value.id in maker:
+            demanded[value.id] = min(position, demanded.get(value.id, position))
+    return regions_of(passes, steps, maker, demanded)
 
 
 def regions_of(
@@ -62,13 +80,14 @@ def regions_of(
 
 
 def _free_steps(passes: Passes) -> set[int]:
-    """Returns the keys of the steps of a forward pass that depend on no other value of it than theirs."""
+    """Returns the keys of steps that are made of arguments without any product, lookup or loop, such as a mask."""
     made = made_by(passes.forward)
     carried = set() if passes.pair is None else {c.results[0].id for c in passes.pair.forward.carries}
     free: set[int] = set()
     for step in passes.forward:
         read = [v.id for v in values_read(step)]
-        if not any(v in carried or (v in made and step_key(made[v]) not in free) for v in read):
+        is_cheap = isinstance(step, Vertex) and not is_contraction(step) and step.primitive not in PICKS
+        if is_cheap and not any(v in carried or (v in made and step_key(made[v]) not in free) for v in read):
             free.add(step_key(step))
     return free
 
