@@ -34,9 +34,9 @@ MODELS: dict[str, Callable[[], Model]] = {
     "gpt": _GPT,
     "gpt-scanned": partial(_GPT, stack=gpt.scanned),
     "mlp": lambda: mlp.make(layers=8, width=1024, batch=65536),
-    # These two were set aside until the search was finished.
+    # These two are set aside until the search is finished.
     "vision transformer": lambda: vision_transformer.make(
-        batch=256, layers=4, width=256, heads=8, hidden=1024, patch=8, image=128
+        batch=128, layers=4, width=1408, heads=16, hidden=6144, patch=14, image=224, classes=1000
     ),
     "u-net": lambda: unet.make(batch=256, width=64, levels=2, blocks=1, heads=4, image=32),
 }
