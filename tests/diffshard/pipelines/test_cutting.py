@@ -106,6 +106,12 @@ def test_no_number_of_an_equation_stays_in_a_cut_step():
     assert "transpose(" in cut.parts.each.program.jaxpr.pretty_print(name_stack=True)
 
 
+def test_masks_that_a_scan_keeps_are_those_of_a_micro_batch():
+    jaxpr = uncut(train_step, arguments()).parts.each.program.jaxpr
+    stacked = [v.aval for equation in jaxpr.eqns if equation.primitive.name == "scan" for v in equation.outvars]
+    assert [aval.shape for aval in stacked if aval.dtype == bool] == [(LAYERS, 4, 6, WIDTH)]
+
+
 def test_between_trips_the_carry_is_sent():
     whole = uncut(train_step, arguments())
     between = [candidate for candidate in whole.candidates() if candidate.cut.trip]
