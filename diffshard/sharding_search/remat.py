@@ -126,6 +126,8 @@ class _Search:
             choices += hull
             for more, less in pairwise(hull):
                 choices += network.between(more, less)
+            for one in self.passes:
+                choices += network.at_narrow_places(one)
         best, least = [], math.inf
         for choice in sorted(choices, key=lambda c: (c.seconds, c.kept_bytes)):
             largest = 0.0

@@ -38,6 +38,8 @@ _CAPACITIES = 2**26
 """The largest finite capacity of a network in whole numbers; the flow library counts with 32 bits."""
 _FOREVER = 2**30
 """The capacity of what must not be cut: more than all finite ones of a cut that is used."""
+_MOST_WIDTHS = 64
+"""Different widths of the narrowest places that are tried; each takes about a millisecond."""
 _REGIONS = ("scan", "cond", "remat2", "checkpoint", "remat")
 
 
@@ -157,6 +159,30 @@ class Network:
         kept += [changed[count * part // 4 :] for part in (1, 2, 3)]
         found = {self.candidate(less.recomputed - {self.maker[v] for v in values}) for values in kept if values}
         return [c for c in found if c.recomputed not in (more.recomputed, less.recomputed)]
+
+    def at_narrow_places(self, passes: Passes) -> list[Candidate]:
+        """Returns choices that keep what goes through the narrowest places of a forward pass, such as layers' inputs.
+
+        Everything between two kept places runs again at once.
+        """
+        if passes.pair is not None or not passes.forward:
+            return []
+        made = {v.id: i for i, step in enumerate(passes.forward) for v in results_of(step) if v.id in self.maker}
+        read = {v.id: i for i, step in enumerate(passes.forward) for v in values_read(step)}
+        spans = [(v, made[v], read[v], self._kept_bytes(self.graph.values[v])) for v in made if v in read]
+        change = np.zeros(len(passes.forward) + 1)
+        for _, start, end, num_bytes in spans:
+            change[start] += num_bytes
+            change[end] -= num_bytes
+        crossing = np.cumsum(change)[:-1]
+        found = []
+        for width in np.unique(crossing[crossing > 0])[:_MOST_WIDTHS]:
+            is_narrow = np.concatenate([[False], crossing <= width, [False]])
+            edges = np.flatnonzero(np.diff(is_narrow.astype(int)))
+            places = [a + int(np.argmin(crossing[a:b])) for a, b in zip(edges[::2], edges[1::2], strict=True)]
+            kept = {v for v, start, end, _ in spans if any(start <= place < end for place in places)}
+            found.append(self.candidate(frozenset(self.steps) - {self.maker[v] for v in kept}))
+        return list({c.recomputed: c for c in found}.values())
 
     def cheapest(self, price: float) -> Candidate:
         """Returns the cheapest choice where a byte that is kept costs `price` seconds."""

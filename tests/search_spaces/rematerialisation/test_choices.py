@@ -39,3 +39,13 @@ def test_candidates_keep_less_for_more_seconds():
     for before, after in itertools.pairwise(candidates):
         assert after.kept_bytes < before.kept_bytes
         assert after.seconds > before.seconds
+
+
+def test_the_inputs_of_layers_are_a_narrow_place():
+    graph = graph_of(STEPS["layers"], arguments())
+    (passes,) = passes_of(graph)
+    network = Network(graph, [passes], lambda v: 1.0, lambda v: float(v.num_bytes), lambda v: True)
+    between_layers = 2 * 16 * 8 * 4.0  # the results of the first two of three layers, 16 rows of 8 numbers in float32
+    kept = [sorted(graph.values[v].shape for v in c.kept) for c in network.at_narrow_places(passes)]
+    assert [(16, 8)] * 2 in [[shape for shape in shapes if shape == (16, 8)] for shapes in kept]
+    assert any(between_layers <= c.kept_bytes <= 1.5 * between_layers for c in network.at_narrow_places(passes))
