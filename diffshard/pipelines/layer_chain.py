@@ -9,7 +9,7 @@ import numpy as np
 from cost.base import Hardware
 from cost.compute import equation_dtype, equation_flops, roofline_s
 from diffshard.pipelines.cutting import UncutStep, cut_step
-from search_spaces.pipelines.cut_candidates import Cut
+from search_spaces.pipelines.cut_candidates import Cut, CutCandidate
 from search_spaces.pipelines.forward_backward import num_bytes
 from search_spaces.pipelines.stage_labels import LabelledStep, StageEquation
 from search_spaces.sources import user_source
@@ -62,7 +62,7 @@ def layer_chain(step: UncutStep, most_layers: int) -> LayerChain:
       ValueError: the step cannot be cut.
     """
     candidates = step.candidates()
-    at = _least_bytes([c.bytes_sent for c in candidates])
+    at = _least_bytes(candidates)
     work = list(np.diff([0.0, *(candidates[i].flops_before for i in at), candidates[-1].flops_before])) if at else []
     while len(work) > most_layers:
         least = int(np.argmin(np.add(work[1:], work[:-1])))
@@ -82,15 +82,22 @@ def layer_chain(step: UncutStep, most_layers: int) -> LayerChain:
     return LayerChain(tuple(cuts), _flops(labelled), state, sent, _signatures(labelled), sources)
 
 
-def _least_bytes(sent: Sequence[int]) -> list[int]:
-    """Returns the candidates that send no more than those around them, the first of such in a row."""
-    num_bytes = np.array(sent)
+def _least_bytes(candidates: Sequence[CutCandidate]) -> list[int]:
+    """Returns the candidates that send no more than those around them, the first of such in a row.
+
+    All trips of a scan over layers are among them: each trip is a layer.
+    """
+    num_bytes = np.array([candidate.bytes_sent for candidate in candidates])
     found: list[int] = []
-    for at in range(len(sent)):
+    last = -len(candidates)  # the last one that is no trip
+    for at, candidate in enumerate(candidates):
         around = num_bytes[max(at - _NEIGHBOURS, 0) : at + _NEIGHBOURS + 1]
-        is_row = bool(found) and at - found[-1] <= _NEIGHBOURS // 2
-        if num_bytes[at] == around.min() and num_bytes[at] and not is_row:
+        is_row = at - last <= _NEIGHBOURS // 2
+        if candidate.cut.trip:
             found.append(at)
+        elif num_bytes[at] == around.min() and num_bytes[at] and not is_row:
+            found.append(at)
+            last = at
     return found
 
 
