@@ -30,7 +30,7 @@ from experiments.timeline_models import CASES
 
 IN_HOST = 8
 COLUMNS = (
-    "model", "devices", "shapes", "cut off", "found shape", "predicted ms", "usual meshes, ms", "over the best usual",
+    "model", "devices", "shapes", "cut off", "found shape", "predicted ms", "usual meshes, ms", "over usual",
     "gap", "seconds", "CPU s",
 )  # fmt: skip
 COMPILED_COLUMNS = ("model", "devices", "shape", "predicted ms", "timeline ms")
