@@ -1,16 +1,18 @@
-"""Stages on devices of different processes give the results of one device, also where their numbers of devices differ.
+"""Stages on devices of different processes give the results of one device, and a process that is lost is named.
 
 One program does all, because a start of processes takes longer than what it does.
 """
+
+import re
 
 import pytest
 
 from tests.processes import run_processes
 
 _TRAIN = """
-
+import signal
 import numpy as np
-from jax.random import key_data
+from diffshard.pipelines.execution import StageError
 from tests.diffshard.pipelines import small_pipeline
 
 small_pipeline.LAYERS = 2
@@ -33,13 +35,32 @@ execution.wait()
 own = [i for i, array in enumerate(found) if array.is_fully_addressable]
 small_pipeline.check_close([found[i] for i in own], [expected[i] for i in own])
 places = [sorted({{device.process_index for device in array.sharding.device_set}}) for array in found]
-print(len(own), sum(place == [process] for place in places), len(found))
+print("owns", len(own), sum(place == [process] for place in places), len(found), flush=True)
+
+if process == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+try:
+    while True:
+        execution(flat)
+        execution.wait()
+except StageError as error:
+    print(error, flush=True)
+os._exit(0)  # the service of a job that has lost a process would end this one
 """
 
 
 @pytest.mark.parametrize("meshes", ["(4, 4), None", "(2, 3, 2), (0, 1, 4, 5, 6, 2, 3)"])
-def test_results_are_those_of_one_device(meshes, tmp_path):
-    outputs = run_processes(_TRAIN.format(meshes=meshes), 2, tmp_path)
-    owned = [[int(word) for word in output.stdout.splitlines()[-1].split()[:3]] for output in outputs]
+def test_results_are_those_of_one_device_until_a_process_is_lost(meshes, tmp_path):
+    outputs = run_processes(_TRAIN.format(meshes=meshes), 2, tmp_path, check=False)
+    assert [output.status for output in outputs] == [0, -9], outputs
+    owned = [
+        [int(number) for number in match.groups()]
+        for output in outputs
+        if (match := re.search(r"owns (\d+) (\d+) (\d+)", output.stdout))
+    ]
+    assert len(owned) == 2
     assert all(held == placed for held, placed, _ in owned)
     assert all(0 < held < total for held, _, total in owned)
+    assert re.search(
+        r"Stage \d on .* of process \d: a copy from stage \d on .* of process \d failed", outputs[0].stdout
+    )
