@@ -41,7 +41,6 @@ class Copier:
 
     Attributes:
       count: since the last `restart`.
-      done: of each copy between processes since then a number that is there when it has run.
     """
 
     def __init__(self):

@@ -259,6 +259,22 @@ def _check(staged: StagedStep, meshes: Sequence[Mesh], graph: ScheduleGraph, don
         )
     if (graph.kind == WEIGHTS).any():
         raise ValueError("`graph` must not split the backward pass: schedules such as 'zb-h1' are simulated only.")
+    _check_processes(meshes)
     wrong = [position for position in donate if not 0 <= position < len(staged.inputs)]
     if wrong:
         raise ValueError(f"`donate` must have positions of the {len(staged.inputs)} flat arguments, not {wrong[0]}.")
+
+
+def _check_processes(meshes: Sequence[Mesh]) -> None:
+    """Checks that collectives between processes keep their order, which XLA for CPUs ensures among several devices."""
+    devices = [device for mesh in meshes for device in mesh.devices.flat]
+    if len({device.process_index for device in devices}) == 1 or devices[0].platform != "cpu":
+        return
+    for stage, mesh in enumerate(meshes):
+        processes = [device.process_index for device in mesh.devices.flat]
+        alone = [process for process in processes if processes.count(process) == 1]
+        if alone:
+            raise ValueError(
+                "`meshes` over CPU devices of several processes must have two or more devices of each process "
+                f"of a stage, but stage {stage} has one of process {alone[0]}: XLA would run copies out of order."
+            )

@@ -12,7 +12,7 @@ from tests.processes import run_processes
 _TRAIN = """
 import signal
 import numpy as np
-from diffshard.pipelines.execution import StageError
+from diffshard.pipelines.execution import StagedExecution, StageError
 from tests.diffshard.pipelines import small_pipeline
 
 small_pipeline.LAYERS = 2
@@ -29,6 +29,12 @@ expected = jax.tree.leaves(expected)
 
 counts, order = {meshes}
 execution, _ = small_pipeline.small_execution(step, counts, 2, "1f1b", order=order)
+one = small_pipeline.meshes((1, *counts[1:]), order)
+try:
+    StagedExecution(execution.calls.staged, one, execution.graph, lambda stage, key: None)
+except ValueError as error:
+    print(error, flush=True)
+
 found = execution(flat)
 found = execution(found[:num_state] + flat[num_state:])
 execution.wait()
