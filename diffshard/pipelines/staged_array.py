@@ -10,7 +10,8 @@ import numpy as np
 class StagedArray:
     """An array whose layers are on several stages: what a step returns of stacked weights, and takes in the next call.
 
-    It is a leaf of its pytree, as the whole array is. `numpy.asarray` copies all layers to the host.
+    It is a leaf of its pytree, as the whole array is. `numpy.asarray` copies all layers to the host,
+    `jax.numpy.asarray` from there to one device. Other functions of JAX do not take it.
 
     Args:
       parts: the layers of each stage, in order.

@@ -158,14 +158,26 @@ def test_scans_over_layers_that_belong_together_are_divided_alike():
     assert replaced == set(range(len(cut.traced.arrays) - 1))  # all but the batch
 
 
-def test_gradients_of_shared_weights_are_added_up_on_each_stage():
+def with_loss_of_each_layer(params, tokens):
+    def balanced(h, w):
+        h, _ = layer(h, w)
+        return h, (h**2).mean()
+
+    h, losses = lax.scan(balanced, params["embedding"][tokens], params["layers"])
+    return output(h, params) + 0.1 * losses.sum()
+
+
+@pytest.mark.parametrize("loss", [with_shared_weight, with_loss_of_each_layer])
+def test_stages_send_activations_and_their_gradients_alone(loss):
+    """Stages add up their own parts of the gradient of a shared weight; losses of layers are sums of each stage's."""
     params = weights(shared=jnp.eye(WIDTH))
     args = (params, ADAM.init(params)), TOKENS
-    cut, _ = check_divided(training_step(with_shared_weight), args, [2])
+    cut, _ = check_divided(training_step(loss), args, [2])
     staged = staged_step(cut.parts, cut.cuts)
-    backward = next(program for label, program in staged.programs.items() if label == ("backward", 0, 0))
-    sent = [key for key in backward.reads if staged.makers.get(key) == ("backward", 1, 0)]
-    assert [staged.avals[key].shape for key in sent] == [(2, 6, WIDTH)]  # the gradient of the activations alone
+    for direction, stage in (("forward", 1), ("backward", 0)):
+        (reads,) = (p.reads for label, p in staged.programs.items() if label == (direction, stage, 0))
+        sent = [key for key in reads if staged.makers.get(key) == (direction, 1 - stage, 0)]
+        assert [staged.avals[key].shape for key in sent] == [(2, 6, WIDTH)]
 
 
 def checkpoint_of_all_layers(params, tokens):

@@ -16,6 +16,7 @@ def test_it_has_the_shape_and_the_elements_of_the_whole_array():
     assert (STAGED.size, STAGED.nbytes, len(STAGED), STAGED.sizes) == (30, 120, 5, (1, 2))
     np.testing.assert_array_equal(np.asarray(STAGED), WHOLE)
     assert np.asarray(STAGED, np.float16).dtype == np.float16
+    np.testing.assert_array_equal(jnp.asarray(STAGED), WHOLE)
     with pytest.raises(ValueError, match="`copy` cannot be False"):
         np.array(STAGED, copy=False)
 
