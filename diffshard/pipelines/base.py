@@ -1,12 +1,15 @@
-"""What a pipeline may be, and what a plan says about one."""
+"""What a search may choose of a pipeline; and the names of what it finds, which `plans/` has."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import get_args
 
 from cost.pipeline_schedules import Schedule
 from cost.real_numbers import whole_number
-from diffshard.plans.base import Tensor
+from diffshard.pipelines.plans.base import PlannedStage
+from diffshard.pipelines.plans.plan import PipelinePlan
+
+__all__ = ["Pipeline", "PipelinePlan", "PlannedStage"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,78 +41,3 @@ class Pipeline:
         runnable = [name for name in get_args(Schedule) if name != "zb-h1"]
         if not self.schedules or any(name not in runnable for name in self.schedules):
             raise ValueError(f"`Pipeline.schedules` must be some of {tuple(runnable)}, not {self.schedules!r}.")
-
-
-@dataclass(frozen=True)
-class PlannedStage:
-    """A stage of a plan.
-
-    Attributes:
-      first_layer, last_layer: of the chain of layers, from 0.
-      source: where in the user's code it begins.
-      hardware: the name of its devices.
-      mesh_axes: devices along each axis of its sub-mesh.
-      devices: the numbers of its devices in the cluster, kind by kind and host by host.
-      forward_s, backward_s: predicted, of one micro-batch.
-      end_s: predicted, of the end of the step, such as the optimiser's update.
-      send_forward_s, send_backward_s: of one micro-batch, to the next stage and back from it; 0 for the last stage.
-      in_flight: how many micro-batches it keeps at most.
-      peak_bytes: predicted, of each device.
-      memory_limit_bytes: of each device.
-      residual_bytes: of each device, what one micro-batch leaves for its backward pass.
-      arguments: those that it keeps, with their shardings.
-    """
-
-    first_layer: int
-    last_layer: int
-    source: str
-    hardware: str
-    mesh_axes: dict[str, int]
-    devices: tuple[int, ...]
-    forward_s: float
-    backward_s: float
-    end_s: float
-    send_forward_s: float
-    send_backward_s: float
-    in_flight: int
-    peak_bytes: float
-    memory_limit_bytes: float
-    residual_bytes: float
-    arguments: tuple[Tensor, ...] = ()
-
-
-@dataclass(frozen=True)
-class PipelinePlan:
-    """How a training step runs as a pipeline.
-
-    Attributes:
-      function: its name.
-      cluster: the cluster in words.
-      num_devices: of the cluster; stages may leave some idle.
-      num_layers: between which the step could be cut.
-      num_microbatches: M.
-      schedule: when each stage runs what.
-      stages: from the first to the last.
-      step_s: predicted, by simulation of the schedule, with the end of the step.
-      bubble: the share of the stages' time in which they wait.
-      lower_bound_s: no choice of micro-batches among those tried, stages, meshes and shardings is predicted faster.
-      gap: how much faster the best possible plan can be, relative to `step_s`.
-      search_s: seconds of the search.
-      tried: for each number of micro-batches and schedule its predicted step; infinite where nothing fits.
-      notes: sentences for the user.
-    """
-
-    function: str
-    cluster: str
-    num_devices: int
-    num_layers: int
-    num_microbatches: int
-    schedule: Schedule
-    stages: tuple[PlannedStage, ...]
-    step_s: float
-    bubble: float
-    lower_bound_s: float
-    gap: float
-    search_s: float
-    tried: tuple[tuple[int, Schedule, float], ...] = ()
-    notes: tuple[str, ...] = field(default=())

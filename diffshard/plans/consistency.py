@@ -42,7 +42,7 @@ def check_plan(plan: PlanData, distinct: Iterable[int] | None = None) -> None:
     _check_positions(plan)
     for field in ("arguments", "outputs"):
         for i, tensor in enumerate(getattr(plan, field)):
-            _check_tensor(tensor, axes, f"{field}[{i}]")
+            check_tensor(tensor, axes, f"{field}[{i}]")
     for name, operation in operations:
         _check_operation(operation, axes, name)
     is_input = [operation.kind == "input" for operation in plan.operations]
@@ -83,7 +83,12 @@ def _check_positions(plan: PlanData) -> None:
             raise ValueError(f"`static_argnums` has {number}, but {plan.parameters[number]} has arrays in `arguments`")
 
 
-def _check_tensor(tensor: Tensor, axes: Iterable[str], name: str) -> None:
+def check_tensor(tensor: Tensor, axes: Iterable[str], name: str) -> None:
+    """Checks that an argument or a result has a type that arrays can have, and specs of the axes of a mesh.
+
+    Raises:
+      ValueError: names the field, the rule and the value.
+    """
     if not all(0 <= size < _MOST for size in tensor.shape):
         raise ValueError(f"`{name}.shape` must have sizes of 0 or more that arrays can have, not {tensor.shape}")
     if "<" not in tensor.dtype:  # random keys have types like key<fry>

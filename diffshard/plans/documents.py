@@ -20,8 +20,12 @@ from cost.base import Link
 from diffshard.base import PlanError
 from diffshard.files import write_whole
 
-SHARDING, BILEVEL = "diffshard plan", "diffshard bilevel plan"
-_LOADED_BY = {SHARDING: "`diffshard.Plan.load`", BILEVEL: "`diffshard.BilevelPlan.load`"}
+SHARDING, BILEVEL, PIPELINE = "diffshard plan", "diffshard bilevel plan", "diffshard pipeline plan"
+_LOADED_BY = {
+    SHARDING: "`diffshard.Plan.load`",
+    BILEVEL: "`diffshard.BilevelPlan.load`",
+    PIPELINE: "`diffshard.PipelinePlan.load`",
+}
 _NOT_FINITE = ("inf", "-inf", "nan")
 _NUMBERS = {float: (int, float), int: (int,), bool: (bool,), str: (str,)}
 

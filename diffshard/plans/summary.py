@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from diffshard.plans.base import Operation, PlanData, Tensor
@@ -60,8 +61,12 @@ class Communication(NamedTuple):
 
 def device_bytes(plan: PlanData, tensor: Tensor) -> float:
     """Returns the bytes of an array that one device holds."""
-    parts = math.prod(plan.mesh_axes[axis] for axes in tensor.spec for axis in axes)
-    return tensor.num_bytes / parts
+    return local_bytes(tensor, plan.mesh_axes)
+
+
+def local_bytes(tensor: Tensor, mesh_axes: Mapping[str, int]) -> float:
+    """Returns the bytes of an array that one device of a mesh holds."""
+    return tensor.num_bytes / math.prod(mesh_axes[axis] for axes in tensor.spec for axis in axes)
 
 
 def alike_arguments(plan: PlanData) -> list[NamePattern]:

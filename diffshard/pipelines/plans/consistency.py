@@ -1,0 +1,100 @@
+"""Checks of what a plan of a pipeline from a file means: stages that follow each other, numbers that can be."""
+
+import math
+from collections.abc import Mapping
+
+from cost.real_numbers import as_float
+from diffshard.pipelines.plans.base import PipelinePlanData, PlannedStage
+from diffshard.pipelines.plans.timing import longest_end_s, simulated
+from diffshard.plans.consistency import check_tensor
+
+_MOST_MICROBATCHES = 2**14  # far more than any batch is divided into; a simulation of these still takes a second
+_MOST_STAGES = 2**10  # likewise
+_TOLERANCE = 1e-6  # relative: sums of the same numbers in another order
+
+
+def check_pipeline_plan(plan: PipelinePlanData) -> None:
+    """Checks that the fields of a plan fit each other; that they have the right types is known.
+
+    Raises:
+      ValueError: names the field, the rule and the value.
+    """
+    if not 1 <= plan.num_microbatches <= _MOST_MICROBATCHES:
+        raise ValueError(f"`num_microbatches` must be from 1 to {_MOST_MICROBATCHES}, not {plan.num_microbatches}")
+    if not 1 <= len(plan.stages) <= _MOST_STAGES:
+        raise ValueError(f"`stages` must be from 1 to {_MOST_STAGES}, not {len(plan.stages)}")
+    _check_numbers("", {name: getattr(plan, name) for name in ("step_s", "bubble", "lower_bound_s", "gap", "search_s")})
+    for i, stage in enumerate(plan.stages):
+        _check_stage(stage, f"stages[{i}]")
+    _check_layers(plan)
+    _check_devices(plan)
+    _check_times(plan)
+    _check_tried(plan)
+
+
+def _check_numbers(where: str, numbers: Mapping[str, float]) -> None:
+    for name, value in numbers.items():
+        if not 0 <= as_float(value) < math.inf:
+            raise ValueError(f"`{where}{name}` must be a finite number, zero or more, not {value!r}")
+
+
+def _check_stage(stage: PlannedStage, name: str) -> None:
+    fields = ("forward_s", "backward_s", "end_s", "send_forward_s", "send_backward_s", "peak_bytes", "residual_bytes")
+    _check_numbers(f"{name}.", {field: getattr(stage, field) for field in fields})
+    if not as_float(stage.memory_limit_bytes) > 0:
+        raise ValueError(f"`{name}.memory_limit_bytes` must be positive, not {stage.memory_limit_bytes!r}")
+    if stage.peak_bytes > stage.memory_limit_bytes:
+        raise ValueError(f"`{name}.peak_bytes` is {stage.peak_bytes!r}, more than `memory_limit_bytes`")
+    axes = stage.mesh_axes
+    if not axes or min(axes.values()) < 1 or math.prod(axes.values()) != len(stage.devices):
+        raise ValueError(f"`{name}.mesh_axes` is {dict(axes)}, not axes of a mesh of {len(stage.devices)} devices")
+    for i, tensor in enumerate(stage.arguments):
+        check_tensor(tensor, axes, f"{name}.arguments[{i}]")
+
+
+def _check_layers(plan: PipelinePlanData) -> None:
+    """Checks that stages follow each other without a gap, from the first layer to the last."""
+    first = 0
+    for i, stage in enumerate(plan.stages):
+        if stage.first_layer != first or stage.last_layer < first:
+            raise ValueError(
+                f"`stages[{i}]` must begin with layer {first} and end with a later one or the same, not be "
+                f"{stage.first_layer} to {stage.last_layer}"
+            )
+        first = stage.last_layer + 1
+    if first != plan.num_layers:
+        raise ValueError(f"`stages` end with layer {first - 1}, where `num_layers` is {plan.num_layers}")
+
+
+def _check_devices(plan: PipelinePlanData) -> None:
+    devices = [device for stage in plan.stages for device in stage.devices]
+    if not all(0 <= device < plan.num_devices for device in devices) or len(set(devices)) < len(devices):
+        raise ValueError(
+            f"`devices` of the stages must be different numbers below `num_devices`, {plan.num_devices}, not {devices}"
+        )
+
+
+def _check_times(plan: PipelinePlanData) -> None:
+    """Checks that the step, the bubble, the bound and what is in flight follow from the times of the stages."""
+    simulation = simulated(plan)
+    if [stage.in_flight for stage in plan.stages] != simulation.in_flight.tolist():
+        raise ValueError(f"`in_flight` of the stages must be {simulation.in_flight.tolist()} with {plan.schedule!r}")
+    last = plan.stages[-1]
+    if last.send_forward_s or last.send_backward_s:
+        raise ValueError("the last of the `stages` must send nothing to a next one")
+    expected = {
+        "step_s": simulation.step_s + longest_end_s(plan),
+        "bubble": simulation.bubble,
+        "gap": (plan.step_s - plan.lower_bound_s) / plan.step_s if plan.step_s else 0.0,
+    }
+    for name, value in expected.items():
+        if not math.isclose(getattr(plan, name), value, rel_tol=_TOLERANCE, abs_tol=_TOLERANCE * (name != "step_s")):
+            raise ValueError(f"`{name}` is {getattr(plan, name)!r}, where the other numbers give {value!r}")
+
+
+def _check_tried(plan: PipelinePlanData) -> None:
+    for i, (count, _, seconds) in enumerate(plan.tried):
+        if count < 1 or not as_float(seconds) >= 0:
+            raise ValueError(f"`tried[{i}]` must have 1 micro-batch or more and seconds, not {count} and {seconds!r}")
+    if len({(count, schedule) for count, schedule, _ in plan.tried}) < len(plan.tried):
+        raise ValueError("`tried` has a number of micro-batches with the same schedule twice")

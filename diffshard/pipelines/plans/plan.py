@@ -1,0 +1,37 @@
+"""A plan of a pipeline as users have it: data that can be shown, saved and loaded."""
+
+from dataclasses import dataclass
+from os import PathLike
+
+from diffshard.pipelines.plans.base import PipelinePlanData
+from diffshard.pipelines.plans.file import load, save
+from diffshard.pipelines.plans.text import format_pipeline_plan
+
+
+@dataclass(frozen=True)
+class PipelinePlan(PipelinePlanData):
+    """How a training step runs as a pipeline. Made by `diffshard.search(fn, cluster, pipeline=...).plan(*args)`.
+
+    `print` shows it. Its fields are those of `PipelinePlanData`.
+    """
+
+    def __str__(self) -> str:
+        return format_pipeline_plan(self)
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Writes the plan as JSON; the file is replaced whole or not at all.
+
+        Raises:
+          OSError: the file cannot be written.
+        """
+        save(self, path)
+
+    @staticmethod
+    def load(path: str | PathLike[str]) -> "PipelinePlan":
+        """Reads a plan back, to be shown.
+
+        Raises:
+          PlanError: the file is not a plan of a pipeline, damaged, or newer than this version.
+          OSError: the file cannot be read.
+        """
+        return load(path, PipelinePlan)

@@ -1,0 +1,156 @@
+"""A plan of a pipeline as text: what each stage runs on which devices, how long it takes, and what else was tried."""
+
+import itertools
+import math
+import re
+from collections.abc import Sequence
+
+from diffshard.pipelines.plans.base import PipelinePlanData, PlannedStage
+from diffshard.plans.formats import format_axes, format_bytes, format_count, format_percent, format_s, short_name
+from diffshard.plans.text_table import format_table, wrapped
+
+STAGE_HEAD = ("stage", "layers", "begins at", "devices", "mesh", "memory of a device")
+TIME_HEAD = ("stage", "forward", "backward", "send on", "send back", "in flight", "all of them", "end of step")
+TIME_TITLE = "One micro-batch on each stage; how many are in flight, with what each keeps; all of them"
+TRIED_TITLE = "Tried: seconds of a step, before the programs of the stages were planned one by one"
+_SCHEDULES = {
+    "gpipe": "all forward operations first",
+    "1f1b": "forward and backward operations alternate",
+    "eager": "they alternate, with more micro-batches in flight",
+}
+
+
+def format_pipeline_plan(plan: PipelinePlanData) -> str:
+    """Returns the text that `print(plan)` shows."""
+    layers = format_count(plan.num_layers, "layer")
+    parts = [
+        _header(plan),
+        _table(f"Stages: {layers}", stage_rows(plan), (0,)),
+        _table(TIME_TITLE, time_rows(plan), (0, 1, 2, 3, 4, 7)),
+    ]
+    if plan.tried:
+        parts.append(_table(TRIED_TITLE, tried_rows(plan), range(len(plan.tried) + 1)))
+    if plan.notes:
+        parts.append("\n".join(["Notes", *(line for note in plan.notes for line in wrapped(note, "  ", "    "))]))
+    return "\n\n".join(parts)
+
+
+def pipeline_headline(plan: PipelinePlanData) -> str:
+    """Returns what a plan is of: `train_step: 3 stages on 6 of 8 devices, 2 hosts of 4 x H100-80GB`."""
+    used = sum(len(stage.devices) for stage in plan.stages)
+    devices = format_count(plan.num_devices, "device")
+    devices = devices if used == plan.num_devices else f"{used} of {devices}"
+    stages = format_count(len(plan.stages), "stage")
+    return f"{short_name(plan.function)}: {stages} on {devices}, {plan.cluster}"
+
+
+def pipeline_verdict(plan: PipelinePlanData) -> str:
+    """Says in a sentence how good the plan is known to be."""
+    if plan.lower_bound_s <= 0:
+        return "no bound was reached"
+    if plan.gap < 1e-8:
+        return "no pipeline among those that can be chosen is predicted to be faster"
+    return f"at most {format_percent(plan.gap)} of the step could be saved by another pipeline"
+
+
+def schedule_words(plan: PipelinePlanData) -> str:
+    """Returns the micro-batches and the schedule: `8 micro-batches, gpipe: all forward operations first`."""
+    count = plan.num_microbatches
+    words = _SCHEDULES.get(plan.schedule, "simulated only")
+    return f"{count:,} micro-batch{'es' if count != 1 else ''}, {plan.schedule}: {words}"
+
+
+def stage_rows(plan: PipelinePlanData) -> list[Sequence[str]]:
+    """Returns the cells of `STAGE_HEAD` for each stage, after the head."""
+    rows: list[Sequence[str]] = [STAGE_HEAD]
+    for i, stage in enumerate(plan.stages):
+        devices = f"{_device_range(stage.devices)}: {len(stage.devices)} x {stage.hardware}"
+        axes = format_axes(stage.mesh_axes)
+        rows.append((str(i), layer_range(stage), short_source(stage.source), devices, axes, memory_share(stage)))
+    return rows
+
+
+def time_rows(plan: PipelinePlanData) -> list[Sequence[str]]:
+    """Returns the cells of `TIME_HEAD` for each stage, after the head."""
+    rows: list[Sequence[str]] = [TIME_HEAD]
+    for i, stage in enumerate(plan.stages):
+        has_next = i + 1 < len(plan.stages)
+        sends = [format_s(s) if has_next else "" for s in (stage.send_forward_s, stage.send_backward_s)]
+        busy_s = plan.num_microbatches * (stage.forward_s + stage.backward_s)
+        busy = f"{format_s(busy_s)} ({busy_s / plan.step_s:.0%})" if plan.step_s else format_s(busy_s)
+        kept = f"{stage.in_flight} x {format_bytes(stage.residual_bytes)}"
+        passes = format_s(stage.forward_s), format_s(stage.backward_s)
+        rows.append((str(i), *passes, *sends, kept, busy, format_s(stage.end_s)))
+    return rows
+
+
+def tried_rows(plan: PipelinePlanData) -> list[Sequence[str]]:
+    """Returns a table of what was tried, a row for each number of micro-batches and a column for each schedule."""
+    seconds = {(count, schedule): s for count, schedule, s in plan.tried}
+    schedules = list(dict.fromkeys(schedule for _, schedule, _ in plan.tried))
+    rows: list[Sequence[str]] = [("micro-batches", *schedules)]
+    for count in sorted({count for count, _, _ in plan.tried}):
+        cells = (seconds.get((count, schedule)) for schedule in schedules)
+        rows.append(
+            (str(count), *("" if s is None else "nothing fits" if math.isinf(s) else format_s(s) for s in cells))
+        )
+    return rows
+
+
+def _seconds_or_nothing(seconds: float | None) -> str:
+    return "" if seconds is None else "nothing fits" if math.isinf(seconds) else format_s(seconds)
+
+
+def layer_range(stage: PlannedStage) -> str:
+    """Returns the layers of a stage: `0-9`."""
+    return _range(stage.first_layer, stage.last_layer)
+
+
+def memory_share(stage: PlannedStage) -> str:
+    """Returns the memory of each device of a stage beside its limit: `30.0 of 80.0 GiB (38%)`."""
+    limit = stage.memory_limit_bytes
+    share = "" if math.isinf(limit) else f" of {format_bytes(limit)} ({stage.peak_bytes / limit:.0%})"
+    return f"{format_bytes(stage.peak_bytes)}{share}"
+
+
+def short_source(source: str) -> str:
+    """Returns a place in the user's code without folders and outer functions: `model.py:10 (loss_fn)`."""
+    path, space, function = source.partition(" (")
+    file = re.split(r"[/\\]", path)[-1]
+    return f"{file}{space}{function.rsplit('<locals>.', 1)[-1]}"
+
+
+def _header(plan: PipelinePlanData) -> str:
+    lines = [
+        *wrapped(f"Pipeline of {pipeline_headline(plan)}", "", "  "),
+        "",
+        *wrapped(
+            f"{format_s(plan.step_s)} predicted: in {format_percent(plan.bubble)} of their time the stages wait "
+            "(bubble)",
+            "  step      ",
+            " " * 12,
+        ),
+        *wrapped(schedule_words(plan), "  schedule  ", " " * 12),
+        *wrapped(
+            f"{format_s(plan.lower_bound_s)}, gap {format_percent(plan.gap)}: {pipeline_verdict(plan)}",
+            "  bound     ",
+            " " * 12,
+        ),
+        f"  search    {format_s(plan.search_s)}",
+    ]
+    return "\n".join(lines)
+
+
+def _table(title: str, rows: Sequence[Sequence[str]], right: Sequence[int]) -> str:
+    return "\n".join([*wrapped(title), "", *format_table(rows, "  ", right)])
+
+
+def _device_range(numbers: Sequence[int]) -> str:
+    """Writes numbers of devices: `0-7`, or `0, 4` where they do not follow each other."""
+    if all(b == a + 1 for a, b in itertools.pairwise(numbers)):
+        return _range(numbers[0], numbers[-1])
+    return ", ".join(map(str, numbers))
+
+
+def _range(first: int, last: int) -> str:
+    return str(first) if first == last else f"{first}-{last}"

@@ -1,0 +1,88 @@
+"""Plans of pipelines are saved and read back, and damaged files are refused."""
+
+import json
+import os
+
+import pytest
+
+import diffshard
+from diffshard.pipelines.plans import file
+from experiments.fuzzing.damage import Damage
+from tests.diffshard.pipelines.small_pipeline_plan import small_pipeline_plan
+
+
+def test_a_saved_plan_is_read_back(tmp_path):
+    plan = small_pipeline_plan()
+    plan.save(tmp_path / "plan.json")
+    assert diffshard.PipelinePlan.load(tmp_path / "plan.json") == plan
+    assert os.listdir(tmp_path) == ["plan.json"]
+
+
+def test_other_kinds_of_plans_say_what_loads_them(tmp_path):
+    small_pipeline_plan().save(tmp_path / "plan.json")
+    with pytest.raises(diffshard.PlanError, match=r"load it with `diffshard.PipelinePlan.load`"):
+        diffshard.Plan.load(tmp_path / "plan.json")
+
+
+def test_newer_versions_and_other_files_are_refused(tmp_path):
+    document = file.to_json(small_pipeline_plan())
+    for values, message in (
+        (json.dumps({**document, "version": 99}), "has the plan version 99"),
+        ("{}", "is not a plan file of diffshard"),
+        ("}", "it is not JSON"),
+    ):
+        (tmp_path / "plan.json").write_text(values)
+        with pytest.raises(diffshard.PlanError, match=message):
+            diffshard.PipelinePlan.load(tmp_path / "plan.json")
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "message"),
+    [
+        (("step_s",), 0.07, "`step_s` is 0.07, where the other numbers give 0.068"),
+        (("step_s",), -1.0, "`step_s` must be a finite number"),
+        (("bubble",), 0.2, "`bubble` is 0.2"),
+        (("gap",), 0.2, "`gap` is 0.2"),
+        (("num_layers",), 13, "`stages` end with layer 11, where `num_layers` is 13"),
+        (("num_devices",), 7, "different numbers below `num_devices`, 7"),
+        (("num_microbatches",), 10**9, "`num_microbatches` must be from 1 to"),
+        (("schedule",), "zb-h1", "`weights_s` must be given"),
+        (("schedule",), "gpipe", "`in_flight` of the stages must be"),
+        (("schedule",), "none", "'none' is not one of"),
+        (("stages",), [], "`stages` must be from 1 to"),
+        (("stages", 1, "first_layer"), 5, "must begin with layer 4"),
+        (("stages", 1, "last_layer"), 3, "must begin with layer 4 and end with a later one"),
+        (("stages", 1, "devices"), [3, 4], "different numbers"),
+        (("stages", 1, "devices"), [4], "not axes of a mesh of 1 devices"),
+        (("stages", 1, "in_flight"), 5, "`in_flight` of the stages must be"),
+        (("stages", 1, "peak_bytes"), 2**40, "more than `memory_limit_bytes`"),
+        (("stages", 1, "memory_limit_bytes"), "nan", "`stages\\[1\\].memory_limit_bytes` must be positive"),
+        (("stages", 1, "forward_s"), "inf", "`stages\\[1\\].forward_s` must be a finite number"),
+        (("stages", 2, "send_forward_s"), 1.0, "must send nothing"),
+        (("stages", 0, "arguments", 0, "spec"), [["z"], []], "no axis of `mesh_axes`"),
+        (("stages", 0, "arguments", 0, "dtype"), "float99", "which is no type of arrays"),
+        (("tried", 0, 2), "nan", "`tried\\[0\\]` must have"),
+        (("tried", 1, 1), "1f1b", "twice"),
+    ],
+)
+def test_what_cannot_be_is_refused(place, value, message):
+    document = json.loads(json.dumps(file.to_json(small_pipeline_plan())))
+    entry = document
+    for key in place[:-1]:
+        entry = entry[key]
+    entry[place[-1]] = value
+    with pytest.raises(diffshard.PlanError, match=message):
+        file.from_json(document, "plan.json", diffshard.PipelinePlan)
+
+
+def test_random_damage_is_refused_or_leaves_a_plan_that_can_be_shown():
+    damage = Damage(json.loads(json.dumps(file.to_json(small_pipeline_plan()))))
+    refused = 0
+    for seed in range(200):
+        try:
+            plan = file.from_json(damage.document_of(seed), "plan.json", diffshard.PipelinePlan)
+        except diffshard.PlanError:
+            refused += 1
+            continue
+        assert str(plan)
+    assert refused > 100
