@@ -6,6 +6,7 @@ import pytest
 
 import diffshard
 from diffshard.pipelines.division_search import DivisionSearch
+from diffshard.pipelines.plans.file import from_json, to_json
 from tests.diffshard.pipelines import scanned_models
 from tests.diffshard.pipelines.small_pipeline import arguments, check_close, train_step
 
@@ -44,6 +45,7 @@ def test_results_are_those_of_one_device(step, args):
     assert sorted(device for stage in plan.stages for device in stage.devices) == list(range(len(plan.stages)))
     assert plan.stages[0].first_layer == 0
     assert plan.stages[-1].last_layer == plan.num_layers - 1
+    assert from_json(to_json(plan), "plan.json", diffshard.PipelinePlan) == plan
     for _ in range(2):
         found = pipelined(*args)
         check_close(found, expected)
