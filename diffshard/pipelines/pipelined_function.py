@@ -15,6 +15,8 @@ from cost.real_numbers import is_positive, whole_number
 from diffshard.pipelines.base import Pipeline, PipelinePlan
 from diffshard.pipelines.execution import StagedExecution
 from diffshard.pipelines.search import FoundPipeline, PipelineOptions, find_pipeline
+from diffshard.plans.formats import format_bytes, format_count, format_s
+from diffshard.plans.notebook import NOT_PLANNED, planned_function_element
 from diffshard.sharding_search.call import array_types, split
 from diffshard.solving.solve import resolve
 
@@ -79,6 +81,19 @@ class PipelinedFunction:
         if prepared.execution is None:
             prepared.execution = self._execution(args, kwargs, prepared.found)
         return prepared.execution
+
+    def __repr__(self) -> str:
+        return f"<PipelinedFunction {self._headline()}, {format_count(len(self._prepared), 'plan')}>"
+
+    def _repr_html_(self) -> str:
+        plans = [prepared.found.plan for prepared in self._prepared.values()]
+        advice = "" if plans else NOT_PLANNED
+        return planned_function_element(self._headline(), advice, [(_page_title(plan), plan.html()) for plan in plans])
+
+    def _headline(self) -> str:
+        name, cluster = getattr(self.options.fn, "__name__", "function"), self.options.cluster
+        kinds = ", ".join(f"{hosts.count} x {hosts.devices} {hosts.name}" for hosts in cluster.kinds)
+        return f"{name} as a pipeline on {format_count(cluster.num_devices, 'device')}, {kinds}"
 
     def _prepare(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Prepared:
         arrays, structure = split((tuple(args), _sorted(kwargs)))
@@ -166,6 +181,12 @@ def _cluster(devices: Any, hardware: Any) -> Cluster:
     if number < 1 or (number > in_host and number % in_host):
         raise ValueError(f"`devices` must be 1 or more, and fill hosts of {in_host}, not {number}.")
     return Cluster([Hosts(max(number // in_host, 1), min(number, in_host), hardware)])
+
+
+def _page_title(plan: PipelinePlan) -> str:
+    num_bytes = sum(tensor.num_bytes for stage in plan.stages for tensor in stage.arguments)
+    stages = format_count(len(plan.stages), "stage")
+    return f"Plan for arguments of {format_bytes(num_bytes)} in {stages}: {format_s(plan.step_s)} predicted"
 
 
 def _sorted(kwargs: Mapping[str, Any]) -> dict[str, Any]:

@@ -140,9 +140,15 @@ def strip(pieces: Sequence[tuple[str, str, float, str]], total: float) -> str:
     return f"<div class=strip>{''.join(parts)}</div>"
 
 
-def text_in(share: float, text: str) -> str:
-    """Returns the text of a piece that takes a share of the width, in percent: only where there is room for it."""
-    needed = _LETTER * len(text) + _PADDING
+def text_in(share: float, text: str, padding: float = _PADDING) -> str:
+    """Returns the text of a piece that takes a share of the width, in percent: only where there is room for it.
+
+    Args:
+      share: of the width.
+      text: what it says.
+      padding: pixels at its sides, together.
+    """
+    needed = _LETTER * len(text) + padding
     if share * _NARROW >= 100 * needed:
         return f"<span>{escape(text)}</span>"
     return f"<span class=wide>{escape(text)}</span>" if share * _WIDE >= 100 * needed else ""

@@ -6,6 +6,9 @@ from diffshard.plans.page_elements import escape
 
 _FRAME_HEIGHT_PX = 640  # a plan's cards, its bars and the beginning of its drawing of memory
 
+NOT_PLANNED = "Not planned yet: call plan(*args) with arrays or jax.ShapeDtypeStructs, or the function itself."
+"""What a planned function without a plan advises."""
+
 
 def framed(page: str) -> str:
     """Returns a page as an element for a notebook's cell, `_repr_html_` of everything that has a page."""

@@ -18,8 +18,7 @@ from diffshard.plans.formats import (
 from diffshard.plans.layer_flows import LayerTraffic, flow_elements, flows_below, inside_element, layer_traffic
 from diffshard.plans.layers import Layer, LayerPart, layers
 from diffshard.plans.memory import memory_elements
-from diffshard.plans.page_elements import COLOURS, COMPUTE, Html, bar, cards, document, escape, table
-from diffshard.plans.page_style import NUM_FILLS
+from diffshard.plans.page_elements import COLOURS, COMPUTE, Html, axis_fills, bar, cards, document, escape, table
 from diffshard.plans.summary import alike_arguments, collective_totals, device_bytes, reason, verdict
 from diffshard.plans.text import format_plan
 from diffshard.plans.tried_shapes import shape_table
@@ -61,9 +60,7 @@ def _fills(plan: PlanData, shown_layers: Sequence[Layer]) -> dict[frozenset[str]
         for p in (*layer.arguments, *layer.forward, *layer.backward)
         if p.spec is not None
     ]
-    order = list(plan.mesh_axes)
-    sets = sorted({_axes(spec) for spec in specs} - {frozenset()}, key=lambda s: (len(s), sorted(map(order.index, s))))
-    return {frozenset(): "var(--replicated)"} | {axes: f"var(--fill{i % NUM_FILLS})" for i, axes in enumerate(sets)}
+    return axis_fills(specs, list(plan.mesh_axes))
 
 
 def _axes(spec: NamedSpec) -> frozenset[str]:

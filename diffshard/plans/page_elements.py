@@ -3,7 +3,8 @@
 import html
 from collections.abc import Iterable, Sequence
 
-from diffshard.plans.page_style import STYLE
+from diffshard.plans.page_style import NUM_FILLS, STYLE
+from search_spaces.partition_specs import NamedSpec
 
 COMPUTE = "#7a8aa0"
 COLOURS = ("#d9822b", "#c4507a", "#8a63b8", "#3d8f8a", "#b0a02c", "#a0522d", "#5b7fc7", "#7d8b3a")
@@ -68,3 +69,11 @@ def plain_bar(pieces: Iterable[tuple[str, float, str, str]], total: float) -> st
         if amount > 0
     )
     return f"<div class=bar>{parts}</div>"
+
+
+def axis_fills(specs: Iterable[NamedSpec], order: Sequence[str]) -> dict[frozenset[str], str]:
+    """Returns a colour for each set of mesh axes that splits an array; single axes first, in the order of the axes."""
+    sets = {frozenset(axis for axes in spec for axis in axes) for spec in specs} - {frozenset()}
+    by_size = sorted(sets, key=lambda s: (len(s), sorted(map(order.index, s))))
+    fills = {axes: f"var(--fill{i % NUM_FILLS})" for i, axes in enumerate(by_size)}
+    return {frozenset(): "var(--replicated)"} | fills

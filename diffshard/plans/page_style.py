@@ -59,6 +59,7 @@ text-align:center;border-right:1px solid var(--page);box-sizing:border-box}
 .lane{position:relative;height:24px;background:var(--track);border-radius:4px;overflow:hidden}
 .lane div{position:absolute;top:0;height:100%;min-width:1px;overflow:hidden;white-space:nowrap;text-align:center;
 font-size:11.5px;line-height:24px}
+.lane.thin{height:6px;margin-top:2px;border-radius:2px}
 .ends{display:flex;justify-content:space-between;gap:12px;font-size:12px;color:var(--dim);margin:2px 0 0}
 svg text{font:12px system-ui,sans-serif;fill:var(--dim)}
 @media(max-width:700px){main{padding:20px 12px 40px}.layer{grid-template-columns:minmax(0,1fr)}.head{display:none}

@@ -16,7 +16,7 @@ from diffshard.base import Progress
 from diffshard.live_progress import ProgressDisplay, live_line
 from diffshard.plans.base import PlanData
 from diffshard.plans.formats import format_bytes, format_count, format_devices, format_s, short_name
-from diffshard.plans.notebook import planned_function_element
+from diffshard.plans.notebook import NOT_PLANNED, planned_function_element
 from diffshard.plans.page import format_page
 from diffshard.processes import errors_for_all, processes_of
 from diffshard.rare_collections import rare_collections
@@ -161,8 +161,7 @@ class PlannedFunction(Generic[PlanT]):
 
     def _repr_html_(self) -> str:
         if not self._prepared:
-            advice = "Not planned yet: call plan(*args) with arrays or jax.ShapeDtypeStructs, or the function itself."
-            return planned_function_element(self._headline(), advice, ())
+            return planned_function_element(self._headline(), NOT_PLANNED, ())
         plans = [prepared.plan for prepared in self._prepared.values()]
         pages = [(_page_title(plan), format_page(plan)) for plan in plans]
         return planned_function_element(self._headline(), "", pages)

@@ -5,7 +5,9 @@ from os import PathLike
 
 from diffshard.pipelines.plans.base import PipelinePlanData
 from diffshard.pipelines.plans.file import load, save
+from diffshard.pipelines.plans.page import format_pipeline_page
 from diffshard.pipelines.plans.text import format_pipeline_plan
+from diffshard.plans.notebook import framed
 
 
 @dataclass(frozen=True)
@@ -17,6 +19,13 @@ class PipelinePlan(PipelinePlanData):
 
     def __str__(self) -> str:
         return format_pipeline_plan(self)
+
+    def html(self) -> str:
+        """Returns the plan as a self-contained page for a browser; in a notebook a plan shows itself as this page."""
+        return format_pipeline_page(self)
+
+    def _repr_html_(self) -> str:
+        return framed(self.html())
 
     def save(self, path: str | PathLike[str]) -> None:
         """Writes the plan as JSON; the file is replaced whole or not at all.

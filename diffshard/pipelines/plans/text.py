@@ -16,7 +16,7 @@ TRIED_TITLE = "Tried: seconds of a step, before the programs of the stages were 
 _SCHEDULES = {
     "gpipe": "all forward operations first",
     "1f1b": "forward and backward operations alternate",
-    "eager": "they alternate, with more micro-batches in flight",
+    "eager": "as 1f1b, with more micro-batches in flight",
 }
 
 
@@ -55,9 +55,12 @@ def pipeline_verdict(plan: PipelinePlanData) -> str:
 
 def schedule_words(plan: PipelinePlanData) -> str:
     """Returns the micro-batches and the schedule: `8 micro-batches, gpipe: all forward operations first`."""
-    count = plan.num_microbatches
-    words = _SCHEDULES.get(plan.schedule, "simulated only")
-    return f"{count:,} micro-batch{'es' if count != 1 else ''}, {plan.schedule}: {words}"
+    return f"{micro_batches(plan.num_microbatches)}, {plan.schedule}: {_SCHEDULES[plan.schedule]}"
+
+
+def micro_batches(number: int) -> str:
+    """Writes a number of micro-batches: `1 micro-batch`, `8 micro-batches`."""
+    return f"{number:,} micro-batch{'es' if number != 1 else ''}"
 
 
 def stage_rows(plan: PipelinePlanData) -> list[Sequence[str]]:

@@ -1,5 +1,7 @@
 """`search(fn, cluster, pipeline=...)` finds stages, and runs them with the results of one device."""
 
+import html
+
 import jax
 import numpy as np
 import pytest
@@ -46,6 +48,8 @@ def test_results_are_those_of_one_device(step, args):
     assert plan.stages[0].first_layer == 0
     assert plan.stages[-1].last_layer == plan.num_layers - 1
     assert from_json(to_json(plan), "plan.json", diffshard.PipelinePlan) == plan
+    assert "1 plan>" in repr(pipelined)
+    assert html.escape(plan.html()) in pipelined._repr_html_()
     for _ in range(2):
         found = pipelined(*args)
         check_close(found, expected)

@@ -85,4 +85,5 @@ def test_random_damage_is_refused_or_leaves_a_plan_that_can_be_shown():
             refused += 1
             continue
         assert str(plan)
+        assert plan.html()
     assert refused > 100
