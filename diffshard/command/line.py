@@ -23,6 +23,7 @@ from diffshard.command.arguments import (
     positive_seconds,
     with_options,
 )
+from diffshard.command.pipeline_options import add_cluster_options, add_pipeline_options
 from diffshard.command.plan_commands import search_plan, show_plan
 from diffshard.command.solve_command import solve_instance
 from diffshard.command.terminal import FailedError
@@ -84,7 +85,10 @@ def _add_search(commands: Any) -> None:
     shape = parser.add_mutually_exclusive_group(required=True)
     shape.add_argument("--mesh", type=mesh_axes, metavar="AXIS=N[,AXIS=N...]", help="slowest axis first")
     shape.add_argument("--devices", type=int, metavar="N", help="how many, where the mesh's shape shall be found, too")
-    parser.add_argument("--hardware", required=True, metavar="NAME", help=", ".join(PRESET_NAMES))
+    add_cluster_options(parser, shape)
+    parser.add_argument(
+        "--hardware", metavar="NAME", help=f"{', '.join(PRESET_NAMES)}; needed but for --cluster, which names it"
+    )
     parser.add_argument("--memory-limit", type=num_bytes, metavar="SIZE", help="of a device, such as 80GiB")
     parser.add_argument(
         "--remat", choices=get_args(Remat), help="search also chooses what the backward pass computes again"
@@ -121,12 +125,15 @@ def _add_search(commands: Any) -> None:
     parser.add_argument("-o", "--output", metavar="FILE", help="write the plan as JSON")
     parser.add_argument("--html", metavar="FILE", help="write the plan as a page")
     _add_solver_options(parser)
+    add_pipeline_options(parser)
     parser.set_defaults(run=search_plan)
 
 
 def _add_show(commands: Any) -> None:
     parser = commands.add_parser(
-        "show", help="print a plan that was saved, of `search` or of `bilevel`", formatter_class=_help_formatter
+        "show",
+        help="print a plan that was saved, of `search`, a pipeline or `bilevel`",
+        formatter_class=_help_formatter,
     )
     parser.add_argument("plan", metavar="PLAN.json")
     parser.add_argument("--html", metavar="FILE", help="write it as a page instead")

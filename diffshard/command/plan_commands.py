@@ -23,10 +23,14 @@ from diffshard.command.arguments import (
     named_function,
     named_value,
 )
+from diffshard.command.pipeline_options import cluster_of, pipeline_of
 from diffshard.command.terminal import FailedError, show_progress, writing
 from diffshard.files import write_whole
+from diffshard.pipelines.base import PipelinePlan
+from diffshard.pipelines.pipelined_function import PipelinedFunction
+from diffshard.pipelines.plans import file as pipeline_file
 from diffshard.plans import file
-from diffshard.plans.documents import BILEVEL, kind_of, read
+from diffshard.plans.documents import BILEVEL, PIPELINE, kind_of, read
 from diffshard.plans.formats import format_s
 from diffshard.sharding_search.plan import Plan
 from diffshard.sharding_search.planned_function import PlannedFunction
@@ -40,19 +44,25 @@ def search_plan(options: argparse.Namespace) -> int:
     check_writable("--html", options.html)
     if "JAX_PLATFORMS" not in os.environ:
         jax.config.update("jax_platforms", "cpu")  # a search needs no accelerator, and JAX would reserve its memory
+    pipeline, cluster = pipeline_of(options), cluster_of(options)
     mesh, hardware = _mesh_and_hardware(options)
     function = named_function("MODULE:FUNCTION", options.function)
     static_positions = _positions(function, options.static)
     args = _arguments_of(named_function("--args", options.args), static_positions)
     in_shardings = None if options.in_shardings is None else named_value("--in-shardings", options.in_shardings)
+    more: dict[str, Any] = {
+        "devices": cluster or options.devices, "hardware": hardware, "memory_limit_bytes": options.memory_limit,
+        "solver": options.solver, "time_limit_s": options.time_limit, "key": _key(options),
+        "in_shardings": in_shardings, "logical_axis_rules": options.logical_axis_rules, "executor": options.executor,
+        "donate_argnums": _positions(function, options.donate), "static_argnums": static_positions,
+        "check": options.check, "target": options.target, "cache": options.cache, "remat": options.remat,
+    }  # fmt: skip
     try:
-        planned_function = search(
-            function, mesh, devices=options.devices, hardware=hardware, memory_limit_bytes=options.memory_limit,
-            solver=options.solver, time_limit_s=options.time_limit, key=options.seed, in_shardings=in_shardings,
-            logical_axis_rules=options.logical_axis_rules, executor=options.executor,
-            donate_argnums=_positions(function, options.donate), static_argnums=static_positions,
-            check=options.check, target=options.target, cache=options.cache, remat=options.remat,
-        )  # fmt: skip
+        planned_function: PlannedFunction[Plan] | PipelinedFunction
+        if pipeline is None:
+            planned_function = search(function, mesh, **more)
+        else:
+            planned_function = search(function, pipeline=pipeline, **more)
     except (RuntimeError, TypeError, ValueError) as error:  # no compiler, or an option that does not fit another
         raise UsageError(str(error)) from None
     plan = _plan(planned_function, args, options.function)
@@ -66,12 +76,21 @@ def search_plan(options: argparse.Namespace) -> int:
     return 0
 
 
-def _mesh_and_hardware(options: argparse.Namespace) -> tuple[AbstractMesh | None, Hardware | str]:
-    """Returns the mesh, None where its shape is to be found, and its hardware, then by name.
+def _key(options: argparse.Namespace) -> int | None:
+    """Returns the seed of the solver; None where it was not given, which a pipeline must not be."""
+    return options.seed if options.seed or not options.pipeline else None
+
+
+def _mesh_and_hardware(options: argparse.Namespace) -> tuple[AbstractMesh | None, Hardware | str | None]:
+    """Returns the mesh, None where its shape is to be found, and its hardware, then by name; None for a cluster's.
 
     Raises:
-      UsageError: there is no such hardware.
+      UsageError: there is no such hardware, or it is given beside `--cluster`, or neither is.
     """
+    if (options.hardware is None) == (options.cluster is None):
+        raise UsageError("give --hardware, or --cluster, which names the hardware of its hosts")
+    if options.cluster is not None:
+        return None, None
     try:
         hardware = preset(options.hardware, options.mesh or {})
     except ValueError as error:
@@ -82,9 +101,13 @@ def _mesh_and_hardware(options: argparse.Namespace) -> tuple[AbstractMesh | None
     return AbstractMesh(tuple(options.mesh.values()), tuple(options.mesh), axis_types=types), hardware
 
 
-def _plan(planned_function: PlannedFunction[Plan], args: tuple[Any, ...], name: str) -> Plan:
+def _plan(
+    planned_function: PlannedFunction[Plan] | PipelinedFunction, args: tuple[Any, ...], name: str
+) -> Plan | PipelinePlan:
     with show_progress(f"searching {name}", format_s) as progress:
         try:
+            if isinstance(planned_function, PipelinedFunction):
+                return planned_function.plan(*args)
             return planned_function.plan(*args, progress=progress)
         except (InfeasibleError, PlanError):
             raise
@@ -101,6 +124,8 @@ def show_plan(options: argparse.Namespace) -> int:
         raise UsageError(f"{options.plan}: {error.strerror or error}") from None
     if kind_of(document) == BILEVEL:
         plan = bilevel_file.from_json(document, options.plan, BilevelPlan)
+    elif kind_of(document) == PIPELINE:
+        plan = pipeline_file.from_json(document, options.plan, PipelinePlan)
     else:
         plan = file.from_json(document, options.plan, Plan)
     if options.html:

@@ -160,7 +160,7 @@ def search(  # pyright: ignore[reportInconsistentOverload]  # the overloads leav
             hardware,
             {"in_shardings": in_shardings, "logical_axis_rules": logical_axis_rules, "key": key}
             | {"static_argnums": static_argnums, "static_argnames": static_argnames, "executor": executor}
-            | {"check": check, "target": target, "cache": cache, "start": start},
+            | {"check": check, "target": target, "cache": cache, "start": start, "remat": remat},
             memory_limit_bytes=memory_limit_bytes,
             donate_argnums=positions(donate_argnums),
             donate_argnames=argument_names(donate_argnames),

@@ -93,7 +93,7 @@ def test_search_takes_plans_from_a_store(module, capsys):
     assert search("--cache", "store") == 0
     assert "taken from a store of plans" in capsys.readouterr().out
     assert search("--cache", "user_module.py") == 2
-    assert "`cache` must be a folder" in capsys.readouterr().err
+    assert "`--cache` must be a folder" in capsys.readouterr().err
 
 
 def test_search_takes_given_shardings_static_arguments_rules_and_executors(module, capsys):
