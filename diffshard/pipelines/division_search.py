@@ -1,9 +1,9 @@
 """The search for stages: a dynamic programme whose entries the sharding search solves where they matter.
 
 An entry is a stage of some layers on some submesh that keeps some micro-batches. It is solved only when it lies on the
-best path; before, it is estimated as its arithmetic at full speed times what solved entries on such submeshes take
-longer. The programme over lower bounds (the solver's where an entry is solved, arithmetic at full speed elsewhere)
-bounds every division, mesh and sharding together.
+best path; before, it is estimated as the sum of its cheapest operations times what solved entries on such submeshes
+take longer. The programme over lower bounds (the solver's where an entry is solved, that sum elsewhere) bounds every
+division, mesh and sharding together.
 """
 
 import time
@@ -37,7 +37,7 @@ class Entry(NamedTuple):
 
 
 _UNKNOWN: Any = object()
-_MOST_ROUNDS = 6
+_MOST_ROUNDS = 10
 _LEAST_GAIN = 0.01
 _FREE_SHARE = 0.95
 """A plan that needs less of the memory is taken to be the best one without a limit."""
@@ -77,6 +77,7 @@ class DivisionSearch:
       cluster: the devices.
       memory_limit_bytes: of a device of each kind.
       solve: solves an entry; raises `InfeasibleError` where it does not fit.
+      least_layer_s: `least_layer_s(submesh)`: `[L]`, what a micro-batch takes at least in each layer on a submesh.
       max_stages: the largest number of stages.
     """
 
@@ -85,6 +86,7 @@ class DivisionSearch:
     cluster: Cluster
     memory_limit_bytes: Sequence[float]
     solve: SolveEntry
+    least_layer_s: Callable[[int], np.ndarray]
     max_stages: int
     solved: dict[Any, dict[int, StageLayout | None]] = field(default_factory=dict)  # by kind and micro-batches kept
     slowdowns: dict[int, list[float]] = field(default_factory=dict)  # by submesh, of solved entries over full speed
@@ -103,6 +105,8 @@ class DivisionSearch:
             total = sums[submesh.kind]
             seconds = (total[None, :] - total[:size, None]) / submesh.num_devices
             fits = (state[None, :] - state[:size, None]) / submesh.num_devices <= self.memory_limit_bytes[submesh.kind]
+            of_layers = np.concatenate([[0.0], np.cumsum(self.least_layer_s(p))])
+            seconds = np.maximum(seconds, of_layers[None, :] - of_layers[:size, None])
             self.least_s[:, :, p] = np.where(fits, seconds, np.inf)
 
     def best(self, schedule: Schedule, is_over: Callable[[], bool]) -> FoundDivision | None:

@@ -8,7 +8,7 @@ import numpy as np
 
 from cost.base import Hardware
 from cost.compute import equation_dtype, equation_flops, roofline_s
-from diffshard.pipelines.cutting import UncutStep, cut_step
+from diffshard.pipelines.cutting import CutStep, UncutStep, cut_step
 from search_spaces.pipelines.cut_candidates import Cut, CutCandidate
 from search_spaces.pipelines.forward_backward import num_bytes
 from search_spaces.pipelines.stage_labels import LabelledStep, StageEquation
@@ -29,6 +29,8 @@ class LayerChain:
       sent_bytes: `[L]`, of activations that go into a layer; 0 for the first.
       signatures: `[L]`, equal for layers of equal equations.
       sources: `[L]`, the user's line with which a layer begins.
+      step: the step, cut at all of these places.
+      labelled: its equations with their layers.
     """
 
     cuts: tuple[Cut, ...]
@@ -37,6 +39,8 @@ class LayerChain:
     sent_bytes: np.ndarray
     signatures: tuple[Hashable, ...]
     sources: tuple[str, ...]
+    step: CutStep
+    labelled: LabelledStep
 
     def __len__(self) -> int:
         return len(self.cuts) + 1
@@ -79,7 +83,7 @@ def layer_chain(step: UncutStep, most_layers: int) -> LayerChain:
     sent = np.array([0, *(candidates[i].bytes_sent for i in at)], float)
     layers = _layers(labelled)
     sources = tuple(user_source(layers[n][0].equation) if n in layers else "" for n in range(len(cuts) + 1))
-    return LayerChain(tuple(cuts), _flops(labelled), state, sent, _signatures(labelled), sources)
+    return LayerChain(tuple(cuts), _flops(labelled), state, sent, _signatures(labelled), sources, cut, labelled)
 
 
 def _least_bytes(candidates: Sequence[CutCandidate]) -> list[int]:

@@ -21,17 +21,18 @@ from diffshard.pipelines.layer_chain import layer_chain
 from diffshard.pipelines.microbatches import BatchArguments
 from diffshard.pipelines.stage_function import StageFunction
 from diffshard.pipelines.stage_plans import StageDevices, StagePlans
-from diffshard.pipelines.stage_search import StageLayout, search_stage
+from diffshard.pipelines.stage_search import StageLayout, least_layer_s, search_stage
 from diffshard.plans.base import Tensor
 from diffshard.sharding_search.options import DEFAULT_SOLVER
 from search_spaces.pipelines.forward_backward import num_bytes
 from search_spaces.pipelines.stage_labels import Label
 from search_spaces.pipelines.stage_programs import StagedStep, staged_step
 
-_MOST_LAYERS = 32
+_MOST_LAYERS = 24
 _BACKWARD_SHARE = 2 / 3
 """Of a micro-batch's seconds, before the programs are planned one by one."""
-_AXES = ("x", "y")
+_STAGE_TIME_LIMIT_S = 15.0
+"""For the solver, for one stage; its bound says what is left."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +89,7 @@ class _StepSearch:
 
     def __init__(self, options: PipelineOptions, step: UncutStep):
         self.options, self.step, self.chain = options, step, layer_chain(step, _MOST_LAYERS)
-        self.num_microbatches = step.parts.num_microbatches
+        self.num_microbatches, self.submeshes = step.parts.num_microbatches, options.cluster.submeshes()
         self._staged: dict[tuple[int, int], tuple[StagedStep, CutStep]] = {}
         self.divisions = DivisionSearch(
             self.chain,
@@ -96,6 +97,7 @@ class _StepSearch:
             options.cluster,
             [memory_limit_of(options, kind) for kind in range(len(options.cluster.kinds))],
             self._solve,
+            self._least_layer_s,
             options.pipeline.max_stages,
         )
 
@@ -109,9 +111,20 @@ class _StepSearch:
             staged,
             int(entry.start > 0),
             cut.replaced,
-            self.divisions.submeshes[entry.submesh],
+            self.submeshes[entry.submesh],
             entry.in_flight,
         )
+
+    def _least_layer_s(self, submesh: int) -> np.ndarray:
+        chain, shape = self.chain, mesh_shape(self.submeshes[submesh])
+        whole = staged_step(chain.step.parts, [], layers=chain.labelled)
+        least_s = least_layer_s(
+            StageFunction(whole, 0, 1, chain.step.replaced),
+            AbstractMesh(tuple(shape.values()), tuple(shape)),
+            self.options.cluster.hardware(self.submeshes[submesh].kind, shape),
+            len(chain),
+        )
+        return least_s / self.num_microbatches
 
     def staged(self, starts: Sequence[int]) -> tuple[StagedStep, CutStep]:
         """Cuts the step before some layers."""
@@ -169,7 +182,7 @@ def solve_stage(
         memory_limit_of(options, submesh.kind),
         is_donated=bool(options.donate_argnums or options.donate_argnames),
         solver=options.solver,
-        time_limit_s=options.time_limit_s,
+        time_limit_s=_STAGE_TIME_LIMIT_S if options.time_limit_s is None else options.time_limit_s,
     )
 
 
@@ -238,7 +251,7 @@ def _planned(
 ) -> FoundPipeline:
     """Plans the programs of the stages that were found, and simulates them."""
     stages, cluster, chain = best.found.stages, options.cluster, best.search.chain
-    count, submeshes = best.search.num_microbatches, best.search.divisions.submeshes
+    count, submeshes = best.search.num_microbatches, best.search.submeshes
     staged, step = best.search.staged([stage.start for stage in stages])
     layouts = [
         solve_stage(options, staged, i, step.replaced, submeshes[stage.submesh], entry.in_flight)
@@ -250,7 +263,9 @@ def _planned(
         submesh = submeshes[stage.submesh]
         shape = mesh_shape(submesh)
         devices.append(StageDevices(_mesh(cluster, own, shape), cluster.hardware(submesh.kind, shape), layout))
-    plans = StagePlans(staged, devices, solver=options.solver, time_limit_s=options.time_limit_s)
+    copied = [(i, key) for i, layout in enumerate(layouts) for key in layout.copied(staged.inputs)]
+    staged = staged_step(step.parts, step.cuts, copied)
+    plans = StagePlans(staged, devices, solver=options.solver, time_limit_s=_STAGE_TIME_LIMIT_S)
     forward_s, backward_s = (
         [plans.seconds(Label(kind, i)) for i in range(len(stages))] for kind in ("forward", "backward")
     )

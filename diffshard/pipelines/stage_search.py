@@ -1,10 +1,13 @@
 """The search for the sharding of one stage of a pipeline on one submesh."""
 
+import re
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
 from typing import Any
 
+import numpy as np
 from jax.sharding import AbstractMesh
 
 from cost.base import Hardware
@@ -17,8 +20,11 @@ from diffshard.sharding_search.tracing import space_of, trace_function
 from search_spaces.partition_specs import NamedSpec, named_spec
 from search_spaces.pipelines.forward_backward import num_bytes
 from search_spaces.pipelines.stage_labels import Key
+from search_spaces.pipelines.stage_programs import copy_of, layer_scope
 from search_spaces.sharding.base import Layout
 from search_spaces.sharding.space import ShardingSpace
+
+_LAYER = re.compile(r"layer#\d+#")
 
 
 @dataclass(frozen=True)
@@ -38,6 +44,10 @@ class StageLayout:
     peak_bytes: float
     residual_bytes: float
     specs: dict[Key, NamedSpec]
+
+    def copied(self, arguments: Iterable[Key]) -> list[Key]:
+        """Returns the arguments that are resharded once, when a step begins, for all micro-batches."""
+        return [key for key in arguments if key in self.specs and self.specs[key] != self.specs[copy_of(key)]]
 
 
 def search_stage(
@@ -82,6 +92,31 @@ def search_stage(
     return StageLayout(seconds, bound, summary.peak_bytes, residual_bytes, specs)
 
 
+def least_layer_s(function: StageFunction, mesh: AbstractMesh, hardware: Hardware, num_layers: int) -> np.ndarray:
+    """Returns what each layer takes at least in a step, with any sharding, `[L]` seconds.
+
+    Each operation counts with its cheapest strategy, and nothing is resharded. A stage of some of the layers has the
+    same operations, and so takes no less than these layers together.
+
+    Args:
+      function: of the whole step in one stage, whose equations have scopes of layers.
+      mesh: of the stage.
+      hardware: of the mesh.
+      num_layers: L.
+    """
+    options = Options(fn=function, mesh=mesh, hardware=hardware, memory_limit_bytes=np.inf, progress="none")
+    traced = trace_function(options, function.shapes)
+    function.weigh(traced.graph)
+    space = space_of(options, traced)
+    layers = {layer_scope(layer): layer for layer in range(num_layers)}
+    least_s = np.zeros(num_layers)
+    for node, cost in zip(space.nodes, space.problem.node_cost, strict=True):
+        scope = _LAYER.search(node.vertex.scope)
+        if scope is not None and node.hub is None:
+            least_s[layers[scope.group()]] += np.min(cost)
+    return np.maximum(least_s - space.most_preference_s, 0.0)
+
+
 def _specs(
     function: StageFunction, space: ShardingSpace, layout: Layout, axis_names: tuple[str, ...]
 ) -> dict[Key, NamedSpec]:
@@ -89,6 +124,8 @@ def _specs(
     arguments, held = function.arguments, [key for _ in range(function.in_flight - 1) for key in function.residuals]
     keys = (*arguments.kept, *(a.total for a in function.sums), *held, *arguments.read, *arguments.received)
     specs = {key: named_spec(spec, axis_names) for key, spec in zip(keys, layout.input_specs, strict=True)}
+    for key, vertex in zip(keys, space.graph.inputs, strict=True):
+        specs[copy_of(key)] = named_spec(layout.value_specs[vertex.results[0].id], axis_names)
     keys_of_names = {name: key for key, name in function.names.items()}
     for vertex in space.graph.operations():
         if vertex.equation is not None and vertex.primitive == "name":

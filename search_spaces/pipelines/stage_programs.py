@@ -4,7 +4,8 @@ Every stage has a program that begins a step, one for the forward and one for th
 some that finish the step.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,24 +70,41 @@ class StagedStep:
     avals: dict[Key, Any]
 
 
-def staged_step(parts: StepParts, cuts: Sequence[int]) -> StagedStep:
+def layer_scope(layer: int) -> str:
+    """Returns the name scope of a layer's equations."""
+    return f"layer#{layer}#"
+
+
+def copy_of(key: Key) -> Key:
+    """Returns the key of an argument's copy that a stage makes when a step begins."""
+    return ("copy", key)
+
+
+def staged_step(
+    parts: StepParts, cuts: Sequence[int], copied: Collection[tuple[int, Key]] = (), layers: LabelledStep | None = None
+) -> StagedStep:
     """Cuts a step into stages.
 
     Args:
       parts: the step, in micro-batches.
       cuts: indices of equations of `parts.each`; with each of them a stage begins.
+      copied: stages with arguments that their micro-batches read from a copy, such as one that is gathered once.
+      layers: the same step, cut at more places; every equation then has the scope `layer_scope` of its part there.
 
     Raises:
       ValueError: the step has no backward pass.
     """
-    return _Assembly(LabelledStep(parts, cuts)).staged_step()
+    return _Assembly(LabelledStep(parts, cuts), copied, layers).staged_step()
 
 
 class _Assembly:
     """Makes the programs of a step whose equations have labels."""
 
-    def __init__(self, step: LabelledStep):
-        self.step, self.maker = step, step.maker
+    def __init__(self, step: LabelledStep, copied: Collection[tuple[int, Key]], layers: LabelledStep | None):
+        of_layers = () if layers is None else layers.equations
+        self.layer_of = {id(e.equation): e.label.stage for e in of_layers if e.label is not None}
+        self.step, self.maker, self.copied = step, step.maker, set(copied)
+        step.avals.update({copy_of(key): step.avals[key] for _, key in copied})
         self.owned: dict[Label, list[StageEquation]] = {}
         for equation in _live_equations(step):
             if equation.label is not None:
@@ -105,7 +123,8 @@ class _Assembly:
         contents = {label: self._contents(label) for label in {**self.owned, **self.wanted}}
         for label, (_, reads) in list(contents.items()):
             for key in reads:
-                if label.kind != "begin" and key in self.maker and self.maker[key].part == "before":
+                is_copy = isinstance(key, tuple) and key[0] == "copy"
+                if label.kind != "begin" and (is_copy or (key in self.maker and self.maker[key].part == "before")):
                     self._want(Label("begin", label.stage), key)
         contents.update({label: self._contents(label) for label in self.wanted if label.kind == "begin"})
         readers: dict[Key, set[int]] = {}
@@ -136,6 +155,10 @@ class _Assembly:
             step.avals,
         )
 
+    def _scope(self, equation: core.JaxprEqn) -> AbstractContextManager[Any]:
+        layer = self.layer_of.get(id(equation))
+        return nullcontext() if layer is None else jax.named_scope(layer_scope(layer))
+
     def _want(self, label: Label, key: Key) -> None:
         self.wanted.setdefault(label, {})[key] = None
 
@@ -149,6 +172,10 @@ class _Assembly:
             maker = self.maker.get(key)
             if key in self.step.constants or (maker is not None and maker in contents):
                 continue
+            if label.kind in ("forward", "backward") and (label.stage, key) in self.copied:
+                key = copy_of(key)
+            elif label.kind == "begin" and isinstance(key, tuple) and key[0] == "copy":
+                key = key[1]
             if maker is not None and _is_copied(maker, label):
                 contents[maker] = None
                 pending += maker.reads
@@ -164,11 +191,13 @@ class _Assembly:
 
         def run(*arrays: Any) -> list[Any]:
             env: dict[Key, Any] = dict(zip(reads, arrays, strict=True))
+            env.update({copy_of(key): array for key, array in env.items()})
+            env.update({key[1]: env[key] for key in reads if isinstance(key, tuple) and key[0] == "copy"})
             env.update({k: self.step.constants[k] for k in constants})
             for entry in equations:
                 equation, keys = entry.equation, iter(entry.reads)
                 operands = [env[next(keys)] if isinstance(v, core.Var) else v.val for v in equation.invars]
-                with context_of(equation):
+                with self._scope(equation), context_of(equation):
                     results = bind(equation, operands)
                 made = [r for v, r in zip(equation.outvars, results, strict=True) if not isinstance(v, core.DropVar)]
                 env.update(zip(entry.makes, made, strict=True))
