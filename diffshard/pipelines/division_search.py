@@ -7,7 +7,7 @@ division, mesh and sharding together.
 """
 
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -15,10 +15,9 @@ import numpy as np
 
 from cost.clusters import Cluster
 from cost.pipeline_schedules import Schedule
-from diffshard.base import InfeasibleError
 from diffshard.pipelines.layer_chain import LayerChain
-from diffshard.pipelines.stage_programme import Division, Stage, best_division, lower_bound_objective
-from diffshard.pipelines.stage_search import StageLayout
+from diffshard.pipelines.stage_programme import Division, Stage, best_division, step_objective
+from diffshard.pipelines.stage_search import StageLayout, StageMemoryError
 
 
 class Entry(NamedTuple):
@@ -37,6 +36,7 @@ class Entry(NamedTuple):
 
 
 _UNKNOWN: Any = object()
+_INFINITE = complex(np.inf, np.inf)
 _MOST_ROUNDS = 10
 _LEAST_GAIN = 0.01
 _FREE_SHARE = 0.95
@@ -76,8 +76,9 @@ class DivisionSearch:
       num_microbatches: M.
       cluster: the devices.
       memory_limit_bytes: of a device of each kind.
-      solve: solves an entry; raises `InfeasibleError` where it does not fit.
-      least_layer_s: `least_layer_s(submesh)`: `[L]`, what a micro-batch takes at least in each layer on a submesh.
+      solve: solves an entry; raises `StageMemoryError` where it does not fit.
+      least_layer_s: `least_layer_s(submesh)`: what a micro-batch and the step's end take at least in each layer on a
+        submesh, `[L]` both.
       max_stages: the largest number of stages.
     """
 
@@ -86,8 +87,9 @@ class DivisionSearch:
     cluster: Cluster
     memory_limit_bytes: Sequence[float]
     solve: SolveEntry
-    least_layer_s: Callable[[int], np.ndarray]
+    least_layer_s: Callable[[int], tuple[np.ndarray, np.ndarray]]
     max_stages: int
+    proven_not_to_fit: set[Any] = field(default_factory=set)  # by kind and micro-batches kept
     solved: dict[Any, dict[int, StageLayout | None]] = field(default_factory=dict)  # by kind and micro-batches kept
     slowdowns: dict[int, list[float]] = field(default_factory=dict)  # by submesh, of solved entries over full speed
 
@@ -97,17 +99,15 @@ class DivisionSearch:
         size = len(self.chain)
         pairs = [[self._link_s(i, j) for j in range(len(self.submeshes))] for i in range(len(self.submeshes))]
         self.link_s = np.array([[[2 * s(n) for s in row] for row in pairs] for n in self.chain.sent_bytes])
-        of_kind = [self.chain.least_s(self.cluster.hardware(k, {"x": 1})) for k in range(len(self.cluster.kinds))]
-        sums = [np.concatenate([[0.0], np.cumsum(seconds)]) for seconds in of_kind]
         state = np.concatenate([[0.0], np.cumsum(self.chain.state_bytes)])
-        self.least_s = np.full((size, size + 1, len(self.submeshes)), np.inf)
+        # Complex: with a share of the step's end, and without as the imaginary part; see `step_objective`.
+        self.least_s = np.full((size, size + 1, len(self.submeshes)), np.inf, complex)
         for p, submesh in enumerate(self.submeshes):
-            total = sums[submesh.kind]
-            seconds = (total[None, :] - total[:size, None]) / submesh.num_devices
+            each_s, end_s = (np.concatenate([[0.0], np.cumsum(layers)]) for layers in self.least_layer_s(p))
+            of_each, of_end = each_s[None, :] - each_s[:size, None], end_s[None, :] - end_s[:size, None]
+            seconds = of_each + of_end / self.num_microbatches + 1j * of_each
             fits = (state[None, :] - state[:size, None]) / submesh.num_devices <= self.memory_limit_bytes[submesh.kind]
-            of_layers = np.concatenate([[0.0], np.cumsum(self.least_layer_s(p))])
-            seconds = np.maximum(seconds, of_layers[None, :] - of_layers[:size, None])
-            self.least_s[:, :, p] = np.where(fits, seconds, np.inf)
+            self.least_s[:, :, p] = np.where(fits, seconds, _INFINITE)
 
     def best(self, schedule: Schedule, is_over: Callable[[], bool]) -> FoundDivision | None:
         """Finds a division by estimates, solves its stages, and repeats while a better one is expected.
@@ -116,10 +116,12 @@ class DivisionSearch:
           The best division whose stages were all solved; None where nothing fits.
         """
         best: FoundDivision | None = None
-        for _ in range(_MOST_ROUNDS):
-            division = self._best_division(schedule, self._estimate)
+        rounds = 0  # since a first division was found; before, only what does not fit ends the search
+        while rounds < _MOST_ROUNDS and not (best is None and is_over()):
+            division = self._best_division(schedule, self._estimate, self.link_s)
             if division is None or (best is not None and division.value >= (1 - _LEAST_GAIN) * best.bound_s):
                 break
+            rounds += best is not None
             entries = self._entries(division, schedule)
             layouts = [self._solved(entry) for entry in entries]
             found = self._with_layouts(division.stages, entries, [layout for layout in layouts if layout is not None])
@@ -135,9 +137,9 @@ class DivisionSearch:
         """Returns a division with its value, by the seconds of its stages; None if one of them does not fit."""
         if len(layouts) < len(stages):
             return None
-        objective, value = lower_bound_objective(self.num_microbatches), 0.0
+        objective, value = step_objective(self.num_microbatches), 0.0
         for i in reversed(range(len(stages))):
-            value = float(objective.fold(layouts[i].seconds / self.num_microbatches, value))
+            value = float(objective.fold(self._seconds(layouts[i]), value))
             if i:
                 link_s = self.link_s[stages[i].start, stages[i - 1].submesh, stages[i].submesh]
                 value = float(objective.join(link_s, value))
@@ -154,14 +156,16 @@ class DivisionSearch:
           is_over: tells whether there is no time left.
         """
         for _ in range(_MOST_ROUNDS):
-            division = self._best_division(schedule, self._bound)
+            division = self._best_division(schedule, self._bound, self.link_s / 2)
             if division is None:
                 return np.inf
             unsolved = [entry for entry in self._entries(division, schedule) if not self._is_solved(entry)]
             if not unsolved or division.value >= target_s or is_over():
                 return division.value
-            self._solved(max(unsolved, key=lambda entry: self.least_s[entry.start, entry.end, entry.submesh]))
-        division = self._best_division(schedule, self._bound)
+            self._solved(
+                max(unsolved, key=lambda entry: float(np.real(self.least_s[entry.start, entry.end, entry.submesh])))
+            )
+        division = self._best_division(schedule, self._bound, self.link_s / 2)
         return np.inf if division is None else division.value
 
     def _link_s(self, i: int, j: int) -> Callable[[float], float]:
@@ -181,13 +185,20 @@ class DivisionSearch:
             return known
         try:
             layout = self.solve(entry)
-        except InfeasibleError:
+        except StageMemoryError as error:
             layout = None
+            if error.is_proven:
+                self.proven_not_to_fit.add((*self._kind(entry), entry.in_flight))
         self.solved.setdefault(self._kind(entry), {})[entry.in_flight] = layout
-        least_s = self.least_s[entry.start, entry.end, entry.submesh] * self.num_microbatches
+        least_s = float(np.real(self.least_s[entry.start, entry.end, entry.submesh]))
         if layout is not None and least_s > 0:
-            self.slowdowns.setdefault(entry.submesh, []).append(layout.seconds / least_s)
+            self.slowdowns.setdefault(entry.submesh, []).append(self._seconds(layout).real / least_s)
         return layout
+
+    def _seconds(self, layout: StageLayout) -> complex:
+        """Returns the seconds of a micro-batch, with its share of the step's end, and without."""
+        count = self.num_microbatches
+        return complex(layout.seconds / count, (layout.seconds - layout.end_s) / count)
 
     def _is_solved(self, entry: Entry) -> bool:
         return self._known(entry) is not _UNKNOWN
@@ -213,14 +224,16 @@ class DivisionSearch:
     def _kind(self, entry: Entry) -> tuple[tuple[Hashable, ...], int]:
         return self.chain.signatures[entry.start : entry.end], entry.submesh
 
-    def _best_division(self, schedule: Schedule, table: Callable[[int], np.ndarray]) -> Division | None:
+    def _best_division(
+        self, schedule: Schedule, table: Callable[[int], np.ndarray], link_s: np.ndarray
+    ) -> Division | None:
         return best_division(
             len(self.chain),
             self.devices,
             self.submeshes,
             lambda left: table(kept_microbatches(schedule, left, self.num_microbatches)),
-            self.link_s,
-            lower_bound_objective(self.num_microbatches),
+            link_s,
+            step_objective(self.num_microbatches),
             max_stages=self.max_stages,
             use_all_devices=False,
         )
@@ -230,22 +243,45 @@ class DivisionSearch:
         means = {submesh: float(np.mean(ratios)) for submesh, ratios in self.slowdowns.items()}
         usual = max(means.values(), default=1.0)
         factors = np.array([means.get(p, usual) for p in range(len(self.submeshes))])
-        return self._with_solved(self.least_s * factors, in_flight, lambda layout: layout.seconds)
+        fits = np.isfinite(self.least_s)
+        table = np.where(fits, np.where(fits, self.least_s, 0) * factors, _INFINITE)
+        for start, length, p in self._alike():
+            layout = self._known(Entry(start, start + length, p, in_flight))
+            if layout is None:
+                table[start, start + length, p] = _INFINITE
+                if self._is_proven_not_to_fit(Entry(start, start + length, p, in_flight)):
+                    table[: start + 1, start + length :, p] = _INFINITE  # more layers need more memory
+            elif layout is not _UNKNOWN and np.isfinite(table[start, start + length, p]):
+                table[start, start + length, p] = self._seconds(layout)
+        return table
 
     def _bound(self, in_flight: int) -> np.ndarray:
-        """Returns `[L, L + 1, P]`: what a micro-batch takes at least."""
-        return self._with_solved(self.least_s, in_flight, lambda layout: layout.lower_bound_s)
+        """Returns `[L, L + 1, P]`: what a micro-batch takes at least.
 
-    def _with_solved(self, table: np.ndarray, in_flight: int, seconds: Callable[[StageLayout], float]) -> np.ndarray:
-        """Returns a table with the entries that are solved, and those of equal layers."""
-        table, size = table.copy(), len(self.chain)
-        for length, p in {(len(signatures), p) for signatures, p in self.solved}:
-            for start in range(size - length + 1):
-                layout = self._known(Entry(start, start + length, p, in_flight))
-                if layout is not _UNKNOWN:
-                    value = np.inf if layout is None else seconds(layout) / self.num_microbatches
-                    table[start, start + length, p] = value
+        What was proven of a stage that keeps fewer micro-batches holds for one that keeps more, which has less memory.
+        """
+        table = self.least_s.copy()
+        for start, length, p in self._alike():
+            at = start, start + length, p
+            kind = self._kind(Entry(*at, in_flight))
+            for kept, layout in self.solved[kind].items():
+                if layout is not None and kept <= in_flight:
+                    known = complex(table[at])
+                    bound_s = max(known.real, layout.lower_bound_s / self.num_microbatches)
+                    table[at] = complex(bound_s, known.imag)
+            if self._is_proven_not_to_fit(Entry(*at, in_flight)):
+                table[at] = _INFINITE
         return table
+
+    def _is_proven_not_to_fit(self, entry: Entry) -> bool:
+        return any((*self._kind(entry), kept) in self.proven_not_to_fit for kept in range(1, entry.in_flight + 1))
+
+    def _alike(self) -> Iterator[tuple[int, int, int]]:
+        """Yields the first layer, the number of layers and the submesh of what is solved, also for equal layers."""
+        for length, p in {(len(signatures), p) for signatures, p in self.solved}:
+            for start in range(len(self.chain) - length + 1):
+                if self._kind(Entry(start, start + length, p, 1)) in self.solved:
+                    yield start, length, p
 
 
 def deadline(time_limit_s: float | None) -> Callable[[], bool]:

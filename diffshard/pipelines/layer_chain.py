@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cost.base import Hardware
-from cost.compute import equation_dtype, equation_flops, roofline_s
 from diffshard.pipelines.cutting import CutStep, UncutStep, cut_step
 from search_spaces.pipelines.cut_candidates import Cut, CutCandidate
 from search_spaces.pipelines.forward_backward import num_bytes
@@ -24,7 +22,6 @@ class LayerChain:
 
     Attributes:
       cuts: `[L - 1]`, where layers 1 to L - 1 begin.
-      flops: for each dtype `[L]`, the arithmetic of one micro-batch, forward and backward.
       state_bytes: `[L]`, of the arguments that a layer keeps.
       sent_bytes: `[L]`, of activations that go into a layer; 0 for the first.
       signatures: `[L]`, equal for layers of equal equations.
@@ -34,7 +31,6 @@ class LayerChain:
     """
 
     cuts: tuple[Cut, ...]
-    flops: dict[str, np.ndarray]
     state_bytes: np.ndarray
     sent_bytes: np.ndarray
     signatures: tuple[Hashable, ...]
@@ -44,11 +40,6 @@ class LayerChain:
 
     def __len__(self) -> int:
         return len(self.cuts) + 1
-
-    def least_s(self, hardware: Hardware) -> np.ndarray:
-        """Returns `[L]`, the seconds that one device needs at least for a micro-batch: all products at full speed."""
-        by_dtype = [roofline_s(flops, 0.0, dtype, hardware) for dtype, flops in self.flops.items()]
-        return np.sum(by_dtype, axis=0) if by_dtype else np.zeros(len(self))
 
     def cuts_before(self, layers: Iterable[int]) -> list[Cut]:
         """Returns the cuts with which some layers begin; the first layer and the end of the last have none."""
@@ -83,7 +74,7 @@ def layer_chain(step: UncutStep, most_layers: int) -> LayerChain:
     sent = np.array([0, *(candidates[i].bytes_sent for i in at)], float)
     layers = _layers(labelled)
     sources = tuple(user_source(layers[n][0].equation) if n in layers else "" for n in range(len(cuts) + 1))
-    return LayerChain(tuple(cuts), _flops(labelled), state, sent, _signatures(labelled), sources, cut, labelled)
+    return LayerChain(tuple(cuts), state, sent, _signatures(labelled), sources, cut, labelled)
 
 
 def _least_bytes(candidates: Sequence[CutCandidate]) -> list[int]:
@@ -112,16 +103,6 @@ def _layers(step: LabelledStep) -> dict[int, list[StageEquation]]:
         if equation.label is not None:
             layers[equation.label.stage].append(equation)
     return layers
-
-
-def _flops(step: LabelledStep) -> dict[str, np.ndarray]:
-    """Returns the arithmetic of a micro-batch by dtype, `[L]` each."""
-    flops: dict[str, np.ndarray] = defaultdict(lambda: np.zeros(step.num_stages))
-    for layer, equations in _layers(step).items():
-        for entry in equations:
-            if entry.part == "each" and (work := equation_flops(entry.equation)):
-                flops[equation_dtype(entry.equation)][layer] += work
-    return dict(flops)
 
 
 def _signatures(step: LabelledStep) -> tuple[Hashable, ...]:

@@ -14,7 +14,7 @@ from cost.presets import device_and_network
 from cost.real_numbers import is_positive, whole_number
 from diffshard.pipelines.base import Pipeline, PipelinePlan
 from diffshard.pipelines.execution import StagedExecution
-from diffshard.pipelines.search import FoundPipeline, PipelineOptions, find_pipeline
+from diffshard.pipelines.search import FoundPipeline, PipelineOptions, donated_arrays, find_pipeline
 from diffshard.plans.formats import format_bytes, format_count, format_s
 from diffshard.plans.notebook import NOT_PLANNED, planned_function_element
 from diffshard.sharding_search.call import array_types, split
@@ -117,11 +117,7 @@ class PipelinedFunction:
 
     def _donated(self, args: Sequence[Any], kwargs: Mapping[str, Any], found: FoundPipeline) -> list[int]:
         """Returns the flat arguments of the cut step that are donated and replaced by a result."""
-        options, flags = self.options, []
-        for name, argument in (*enumerate(args), *_sorted(kwargs).items()):
-            is_donated = name in (options.donate_argnums if isinstance(name, int) else options.donate_argnames)
-            flags += [is_donated] * len(jax.tree.leaves(argument))
-        segments = found.step.segments.arguments
+        flags, segments = donated_arrays(self.options, args, kwargs), found.step.segments.arguments
         counts = [1 if s is None else s.num_segments for s in segments]
         of_step = [flag for flag, count in zip(flags, counts, strict=True) for _ in range(count)]
         return [i for i, result in enumerate(found.step.replaced) if result is not None and of_step[i]]

@@ -23,6 +23,7 @@ from diffshard.pipelines.stage_function import StageFunction
 from diffshard.pipelines.stage_plans import StageDevices, StagePlans
 from diffshard.pipelines.stage_search import StageLayout, least_layer_s, search_stage
 from diffshard.plans.base import Tensor
+from diffshard.sharding_search.call import split
 from diffshard.sharding_search.options import DEFAULT_SOLVER
 from search_spaces.pipelines.forward_backward import num_bytes
 from search_spaces.pipelines.stage_labels import Label
@@ -87,7 +88,8 @@ class _Candidate(NamedTuple):
 class _StepSearch:
     """The search for the stages of a step in some number of micro-batches."""
 
-    def __init__(self, options: PipelineOptions, step: UncutStep):
+    def __init__(self, options: PipelineOptions, step: UncutStep, donated: Sequence[bool]):
+        self.is_donated = all(donated[i] for i in step.call.feedback if i is not None)
         self.options, self.step, self.chain = options, step, layer_chain(step, _MOST_LAYERS)
         self.num_microbatches, self.submeshes = step.parts.num_microbatches, options.cluster.submeshes()
         self._staged: dict[tuple[int, int], tuple[StagedStep, CutStep]] = {}
@@ -113,18 +115,18 @@ class _StepSearch:
             cut.replaced,
             self.submeshes[entry.submesh],
             entry.in_flight,
+            is_donated=self.is_donated,
         )
 
-    def _least_layer_s(self, submesh: int) -> np.ndarray:
+    def _least_layer_s(self, submesh: int) -> tuple[np.ndarray, np.ndarray]:
         chain, shape = self.chain, mesh_shape(self.submeshes[submesh])
         whole = staged_step(chain.step.parts, [], layers=chain.labelled)
-        least_s = least_layer_s(
+        return least_layer_s(
             StageFunction(whole, 0, 1, chain.step.replaced),
             AbstractMesh(tuple(shape.values()), tuple(shape)),
             self.options.cluster.hardware(self.submeshes[submesh].kind, shape),
             len(chain),
         )
-        return least_s / self.num_microbatches
 
     def staged(self, starts: Sequence[int]) -> tuple[StagedStep, CutStep]:
         """Cuts the step before some layers."""
@@ -140,7 +142,8 @@ def find_pipeline(options: PipelineOptions, args: Sequence[Any], kwargs: Mapping
       InfeasibleError: no pipeline fits the memory.
     """
     start_s, is_over = time.perf_counter(), deadline(options.time_limit_s)
-    searches = [_StepSearch(options, step) for step in _steps(options, args, kwargs)]
+    donated = donated_arrays(options, args, kwargs)
+    searches = [_StepSearch(options, step, donated) for step in _steps(options, args, kwargs)]
     candidates, tried = [], []
     for search in searches:
         for schedule in options.pipeline.schedules:
@@ -160,6 +163,15 @@ def find_pipeline(options: PipelineOptions, args: Sequence[Any], kwargs: Mapping
     return _planned(options, best, bound_s, tuple(tried), start_s)
 
 
+def donated_arrays(options: PipelineOptions, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[bool]:
+    """Tells for each flat argument whether it is donated."""
+    flags: list[bool] = []
+    for name, argument in (*enumerate(args), *((name, kwargs[name]) for name in sorted(kwargs))):
+        is_donated = name in (options.donate_argnums if isinstance(name, int) else options.donate_argnames)
+        flags += [is_donated] * len(split(argument)[0])
+    return flags
+
+
 def solve_stage(
     options: PipelineOptions,
     staged: StagedStep,
@@ -167,6 +179,8 @@ def solve_stage(
     replaced: Sequence[int | None],
     submesh: Submesh,
     in_flight: int,
+    *,
+    is_donated: bool,
 ) -> StageLayout:
     """Finds how a stage runs on a submesh.
 
@@ -180,7 +194,7 @@ def solve_stage(
         AbstractMesh(tuple(shape.values()), tuple(shape)),
         options.cluster.hardware(submesh.kind, shape),
         memory_limit_of(options, submesh.kind),
-        is_donated=bool(options.donate_argnums or options.donate_argnames),
+        is_donated=is_donated,
         solver=options.solver,
         time_limit_s=_STAGE_TIME_LIMIT_S if options.time_limit_s is None else options.time_limit_s,
     )
@@ -254,7 +268,15 @@ def _planned(
     count, submeshes = best.search.num_microbatches, best.search.submeshes
     staged, step = best.search.staged([stage.start for stage in stages])
     layouts = [
-        solve_stage(options, staged, i, step.replaced, submeshes[stage.submesh], entry.in_flight)
+        solve_stage(
+            options,
+            staged,
+            i,
+            step.replaced,
+            submeshes[stage.submesh],
+            entry.in_flight,
+            is_donated=best.search.is_donated,
+        )
         for i, (stage, entry) in enumerate(zip(stages, best.found.entries, strict=True))
     ]
     numbers = place_stages(cluster, [submeshes[stage.submesh] for stage in stages])
@@ -323,14 +345,33 @@ def _planned(
 
 
 def place_stages(cluster: Cluster, submeshes: Sequence[Submesh]) -> list[list[int]]:
-    """Returns the numbers of the devices of each stage, kind by kind; the largest are placed first, so that all fit."""
-    starts = np.cumsum([0, *(hosts.num_devices for hosts in cluster.kinds)])
-    next_free = list(starts[:-1])
+    """Returns the numbers of the devices of each stage, kind by kind and host by host; the largest are placed first.
+
+    Raises:
+      InfeasibleError: the parts of hosts that the stages need do not fit the hosts.
+    """
+    free: list[list[list[int]]] = []  # by kind and host
+    number = 0
+    for hosts in cluster.kinds:
+        of_kind = []
+        for _ in range(hosts.count):
+            of_kind.append(list(range(number, number + hosts.devices)))
+            number += hosts.devices
+        free.append(of_kind)
     numbers: list[list[int]] = [[] for _ in submeshes]
     for i in sorted(range(len(submeshes)), key=lambda i: -submeshes[i].num_devices):
-        first = int(next_free[submeshes[i].kind])
-        numbers[i] = list(range(first, first + submeshes[i].num_devices))
-        next_free[submeshes[i].kind] += submeshes[i].num_devices
+        kind, count = submeshes[i].kind, submeshes[i].num_devices
+        in_host = min(count, cluster.kinds[kind].devices)
+        hosts = [host for host in free[kind] if len(host) >= in_host][: count // in_host]
+        if len(hosts) * in_host < count:
+            raise InfeasibleError(
+                f"The stages need {[s.num_devices for s in submeshes if s.kind == kind]} devices of hosts of "
+                f"{cluster.kinds[kind].devices} x {cluster.kinds[kind].name}, of which there are {len(free[kind])}. "
+                "Describe hosts with a power of two of devices, or give another `Pipeline.max_stages`."
+            )
+        for host in hosts:
+            numbers[i] += host[:in_host]
+            del host[:in_host]
     return numbers
 
 

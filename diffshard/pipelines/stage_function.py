@@ -20,7 +20,7 @@ from jax.extend import core
 from search_spaces.pipelines.microbatches import combined_with
 from search_spaces.pipelines.stage_labels import NUMBER, Accumulation, Key, Label
 from search_spaces.pipelines.stage_programs import StagedStep, StageProgram
-from search_spaces.sharding.graph import Graph
+from search_spaces.sharding.graph import Graph, Vertex
 
 _COMBINED = ("sum", "max", "min")
 _SCOPE = "each micro-batch"
@@ -123,9 +123,14 @@ class StageFunction:
     def weigh(self, graph: Graph) -> None:
         """Counts what runs for each micro-batch M times in the traced graph of this function."""
         for vertex in graph.vertices:
-            if _SCOPE in vertex.scope:
+            if self.is_each(vertex):
                 vertex.weight *= self.staged.num_microbatches
                 vertex.operand_weight = [w * self.staged.num_microbatches for w in vertex.operand_weight]
+
+    @staticmethod
+    def is_each(vertex: Vertex) -> bool:
+        """Tells whether an operation of the traced function runs for each micro-batch, and not at the end of a step."""
+        return _SCOPE in vertex.scope
 
     def name(self, key: Key) -> str:
         """Returns the name that an array leaves in the traced function."""

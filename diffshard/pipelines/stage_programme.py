@@ -65,6 +65,18 @@ def lower_bound_objective(num_microbatches: int) -> Objective:
     return Objective(np.add, lambda stage_s, rest: np.maximum(num_microbatches * stage_s, stage_s + rest))
 
 
+def step_objective(num_microbatches: int) -> Objective:
+    """Returns max_j Σ_{i<j} (t_i + c_i) + M·t_j + e_j, where stage j ends the step in e_j seconds.
+
+    A stage's seconds are complex numbers: t_j + e_j / M, and t_j as the imaginary part.
+    """
+
+    def fold(stage_s: Any, rest: Any) -> np.ndarray:
+        return np.maximum(num_microbatches * np.real(stage_s), np.imag(stage_s) + rest)
+
+    return Objective(np.add, fold)
+
+
 def bottleneck_objective() -> Objective:
     """Returns the largest time of a stage or link: what each micro-batch takes in a pipeline that never drains."""
     return Objective(np.maximum, np.maximum)
@@ -107,7 +119,7 @@ def best_division(
       submeshes: P of them.
       stage_s: called with the number of stages from a stage to the last one (1 for the last); returns `[L, L + 1, P]`,
         the seconds of layers `start` to `end` (exclusive) on each submesh, infinite where they do not fit or may not be
-        a stage. Entries with `end <= start` are not read.
+        a stage; in the form that the objective takes. Entries with `end <= start` are not read.
       link_s: `[L, P, P]`, seconds of the link before a layer, from the submesh of the earlier to that of the later
         stage; the row of layer 0 is not read.
       objective: what to minimise.
@@ -127,7 +139,7 @@ def best_division(
     values: list[np.ndarray] = []
     choices: list[np.ndarray] = []
     for num_stages in range(1, min(max_stages, num_layers) + 1):
-        times = np.asarray(stage_s(num_stages), float)
+        times = np.asarray(stage_s(num_stages))
         if times.shape != (num_layers, num_layers + 1, len(submeshes)):
             raise ValueError(f"`stage_s` must return the shape {(num_layers, num_layers + 1, len(submeshes))}.")
         value = np.full((num_layers, *left_shape, len(submeshes)), np.inf)

@@ -11,6 +11,8 @@ import numpy as np
 from jax.sharding import AbstractMesh
 
 from cost.base import Hardware
+from cost.memory import least_memory
+from diffshard.base import InfeasibleError
 from diffshard.pipelines.stage_function import StageFunction
 from diffshard.sharding_search.options import Options
 from diffshard.sharding_search.overlap import step_s
@@ -27,6 +29,18 @@ from search_spaces.sharding.space import ShardingSpace
 _LAYER = re.compile(r"layer#\d+#")
 
 
+class StageMemoryError(InfeasibleError):
+    """A stage that does not fit the memory limit.
+
+    Attributes:
+      is_proven: whether no sharding fits; else the solver found none.
+    """
+
+    def __init__(self, message: str, *, is_proven: bool):
+        super().__init__(message)
+        self.is_proven = is_proven
+
+
 @dataclass(frozen=True)
 class StageLayout:
     """How a stage runs on a mesh.
@@ -34,6 +48,7 @@ class StageLayout:
     Attributes:
       seconds: predicted, of a whole step: all micro-batches and the end.
       lower_bound_s: no sharding takes less.
+      end_s: the part of `seconds` that is the end of the step.
       peak_bytes: of each device.
       residual_bytes: of each device, what a micro-batch leaves for its backward pass.
       specs: by key, of arguments and of what programs leave.
@@ -41,6 +56,7 @@ class StageLayout:
 
     seconds: float
     lower_bound_s: float
+    end_s: float
     peak_bytes: float
     residual_bytes: float
     specs: dict[Key, NamedSpec]
@@ -63,7 +79,7 @@ def search_stage(
     """Finds how a stage runs on a mesh.
 
     Raises:
-      InfeasibleError: nothing fits the memory limit.
+      StageMemoryError: nothing fits the memory limit, or nothing that fits was found.
     """
     options = Options(
         fn=function,
@@ -79,21 +95,33 @@ def search_stage(
     function.weigh(traced.graph)
     space = space_of(options, traced)
     request = PlanRequest(options, traced, space, 0.0)
-    solution = fastest_choice(request, time.perf_counter())
+    least_bytes = float(np.max(least_memory(space.problem)[1]))
+    if least_bytes > memory_limit_bytes:
+        raise StageMemoryError(f"A stage needs at least {least_bytes:,.0f} bytes.", is_proven=True)
+    try:
+        solution = fastest_choice(request, time.perf_counter())
+    except InfeasibleError as error:
+        raise StageMemoryError(str(error), is_proven=False) from None
     summary = space.summarize(solution.choice)
     seconds = step_s(summary.prediction)
     bound = min(max(solution.lower_bound - space.most_preference_s, 0.0), seconds)
+    of_end = [not function.is_each(vertex) for vertex in space.graph.vertices]
+    end_s = float(summary.prediction.compute_s[of_end].sum())
+    end_s += sum(t.seconds for t in summary.prediction.transfers if of_end[t.vertex])
+    end_s = min(end_s, seconds)
     specs = _specs(function, space, summary.layout, options.axis_names)
     sizes = dict(mesh.shape)
     residual_bytes = sum(
         num_bytes(function.staged.avals[key]) / prod(sizes[a] for axes in specs.get(key, ()) for a in axes)
         for key in function.residuals
     )
-    return StageLayout(seconds, bound, summary.peak_bytes, residual_bytes, specs)
+    return StageLayout(seconds, bound, end_s, summary.peak_bytes, residual_bytes, specs)
 
 
-def least_layer_s(function: StageFunction, mesh: AbstractMesh, hardware: Hardware, num_layers: int) -> np.ndarray:
-    """Returns what each layer takes at least in a step, with any sharding, `[L]` seconds.
+def least_layer_s(
+    function: StageFunction, mesh: AbstractMesh, hardware: Hardware, num_layers: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns what each layer takes at least with any sharding, `[L]` seconds of a micro-batch and of the step's end.
 
     Each operation counts with its cheapest strategy, and nothing is resharded. A stage of some of the layers has the
     same operations, and so takes no less than these layers together.
@@ -109,12 +137,14 @@ def least_layer_s(function: StageFunction, mesh: AbstractMesh, hardware: Hardwar
     function.weigh(traced.graph)
     space = space_of(options, traced)
     layers = {layer_scope(layer): layer for layer in range(num_layers)}
-    least_s = np.zeros(num_layers)
+    each_s, end_s = np.zeros(num_layers), np.zeros(num_layers)
     for node, cost in zip(space.nodes, space.problem.node_cost, strict=True):
         scope = _LAYER.search(node.vertex.scope)
         if scope is not None and node.hub is None:
+            least_s = each_s if function.is_each(node.vertex) else end_s
             least_s[layers[scope.group()]] += np.min(cost)
-    return np.maximum(least_s - space.most_preference_s, 0.0)
+    slack_s = space.most_preference_s
+    return np.maximum(each_s - slack_s, 0.0) / function.staged.num_microbatches, np.maximum(end_s - slack_s, 0.0)
 
 
 def _specs(

@@ -1,0 +1,129 @@
+"""The search for stages beside all divisions of small chains, with a solver whose costs are known."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+import diffshard
+from cost.base import Link
+from cost.pipeline_schedules import graph_of
+from cost.pipeline_times import StageTimes, simulate
+from diffshard.base import InfeasibleError
+from diffshard.pipelines.division_search import DivisionSearch, Entry
+from diffshard.pipelines.layer_chain import LayerChain
+from diffshard.pipelines.search import place_stages
+from diffshard.pipelines.stage_search import StageLayout, StageMemoryError
+
+M = 4
+CLUSTER = diffshard.Cluster([diffshard.Hosts(1, devices=4, hardware="h100")])
+MEMORY = 100.0
+
+
+class Solver:
+    """Stages whose seconds are sums over layers, a little more than the layers' least, divided by devices.
+
+    Each micro-batch that is kept needs memory, and so does each layer.
+    """
+
+    def __init__(self, seed, num_layers, memory_of_layer=10.0):
+        random = np.random.default_rng(seed)
+        self.each_s, self.end_s = random.uniform(1, 3, num_layers), random.uniform(0, 10, num_layers)
+        self.sent = np.array([0, *random.uniform(1e5, 1e6, num_layers - 1)])
+        self.factor, self.memory_of_layer = random.uniform(1.0, 1.5, 3), memory_of_layer
+        self.submeshes = CLUSTER.submeshes()
+
+    def least(self, submesh):
+        """What layers take at least on a submesh: of a micro-batch, and of the end of the step."""
+        count = self.submeshes[submesh].num_devices
+        return self.each_s / count, self.end_s / count
+
+    def times(self, entry):
+        """What a stage takes."""
+        layers, factor = slice(entry.start, entry.end), self.factor[entry.submesh]
+        each_s, end_s = (x[layers].sum() * factor for x in self.least(entry.submesh))
+        return each_s, end_s
+
+    def __call__(self, entry):
+        """Returns the layout of a stage."""
+        peak = self.memory_of_layer * (entry.end - entry.start) * (1 + entry.in_flight) / 2
+        if peak > MEMORY:
+            raise StageMemoryError("too much", is_proven=True)
+        each_s, end_s = self.times(entry)
+        residual = self.memory_of_layer * (entry.end - entry.start) / 2
+        seconds = M * each_s + end_s
+        return StageLayout(seconds, seconds, end_s, peak, residual, {})
+
+
+def search(solver, num_layers, max_stages=3):
+    chain = LayerChain(
+        (None,) * (num_layers - 1), np.zeros(num_layers), solver.sent, tuple(range(num_layers)), (), None, None
+    )  # type: ignore[arg-type]
+    return DivisionSearch(chain, M, CLUSTER, [MEMORY], solver, solver.least, max_stages)
+
+
+def simulated_s(solver, stages):
+    """Returns the seconds of a division, or infinity; nothing goes back to earlier stages."""
+    times, ends = [], []
+    for i, (start, end, submesh) in enumerate(stages):
+        entry = Entry(start, end, submesh, min(M, len(stages) - i))
+        try:
+            solver(entry)
+        except InfeasibleError:
+            return np.inf
+        each_s, end_s = solver.times(entry)
+        times.append(each_s)
+        ends.append(end_s)
+    sends = [
+        CLUSTER.link_s(solver.sent[b[0]], solver.submeshes[a[2]], solver.submeshes[b[2]])
+        for a, b in itertools.pairwise(stages)
+    ]
+    half = np.array(times) / 2
+    zeros = np.zeros(len(sends))
+    return simulate(StageTimes(half, half, sends, zeros), graph_of("1f1b", len(stages), M)).step_s + max(ends)
+
+
+def all_divisions(solver, num_layers, max_stages=3):
+    for count in range(1, max_stages + 1):
+        for cuts in itertools.combinations(range(1, num_layers), count - 1):
+            bounds = (0, *cuts, num_layers)
+            for submeshes in itertools.product(range(len(solver.submeshes)), repeat=count):
+                if sum(solver.submeshes[p].num_devices for p in submeshes) <= CLUSTER.num_devices:
+                    yield [(a, b, p) for (a, b), p in zip(itertools.pairwise(bounds), submeshes, strict=True)]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_bound_is_below_all_divisions_and_the_found_one_is_near_the_best(seed):
+    solver = Solver(seed, 5)
+    found = search(solver, 5)
+    division = found.best("1f1b", lambda: False)
+    best_s = min(simulated_s(solver, stages) for stages in all_divisions(solver, 5))
+    assert found.bound("1f1b", np.inf, lambda: False) <= best_s * (1 + 1e-12)
+    assert division is not None
+    assert simulated_s(solver, [tuple(stage) for stage in division.stages]) <= 1.1 * best_s
+
+
+def test_a_bound_says_nothing_that_only_more_memory_forbids():
+    """A stage that keeps fewer micro-batches has more memory, and may be faster than one that keeps more."""
+    solver = Solver(0, 4)
+    found = search(solver, 4)
+    found.solved[found._kind(Entry(0, 4, 2, 1))] = {3: StageLayout(1e3, 1e3, 0.0, 50.0, 1.0, {})}
+    assert found.bound("1f1b", np.inf, lambda: False) < 1e3
+
+
+def test_stages_are_found_that_only_just_fit():
+    solver = Solver(1, 6, memory_of_layer=33.0)  # at most three layers, and one where three micro-batches are kept
+    found = search(solver, 6, max_stages=4)
+    division = found.best("1f1b", lambda: False)
+    feasible = [s for s in all_divisions(solver, 6, 4) if np.isfinite(simulated_s(solver, s))]
+    assert (division is not None) == bool(feasible)
+
+
+def test_parts_of_hosts_stay_in_one_host():
+    cluster = diffshard.Cluster([diffshard.Hosts(2, 6, "h100")], between=Link(1e-6, 1e-10))
+    sizes = {submesh.num_devices: submesh for submesh in cluster.submeshes()}
+    numbers = place_stages(cluster, [sizes[2], sizes[4], sizes[4], sizes[2]])
+    assert sorted(itertools.chain(*numbers)) == list(range(12))
+    assert all(len({number // 6 for number in of_stage}) == 1 for of_stage in numbers)
+    with pytest.raises(InfeasibleError, match="of which there are 2"):
+        place_stages(cluster, [sizes[4]] * 3)
