@@ -121,5 +121,6 @@ def _stage_arguments(number: int, stage: PlannedStage, fills: Mapping[frozenset[
 def _tried(plan: PipelinePlanData) -> str:
     if not plan.tried:
         return ""
-    head, *rows = tried_rows(plan)
+    head, *cells = tried_rows(plan)
+    rows = [(micro_batches(int(count)), *others) for count, *others in cells]
     return f"<h2>{TRIED_TITLE}</h2>{table(head, rows, right=range(1, len(head)))}"

@@ -100,8 +100,8 @@ def _element(box: _Box, step_s: float) -> str:
     left, width = (100 * seconds / (step_s or 1.0) for seconds in (box.start_s, box.end_s - box.start_s))
     of = f" of micro-batch {box.text}" if box.text.isdigit() else ""
     title = f"{box.kind}{of}: {format_s(box.end_s - box.start_s)} from {format_s(box.start_s)}"
-    edge = ";box-shadow:inset -1px 0 var(--card)" if width >= _LEAST_WITH_EDGE else ""
     is_thin = box.kind.startswith("sending")
+    edge = ";box-shadow:inset -1px 0 var(--card)" if width >= _LEAST_WITH_EDGE and not is_thin else ""
     text = "" if is_thin else text_in(width, box.text, _PADDING)
     style = f"left:{left:.3f}%;width:{width:.3f}%;background:{_COLOURS[box.kind]}{edge}"
     return f'<div style="{style}" title="{escape(title)}">{text}</div>'
