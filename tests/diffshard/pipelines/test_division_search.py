@@ -1,6 +1,7 @@
 """The search for stages beside all divisions of small chains, with a solver whose costs are known."""
 
 import itertools
+from typing import Any
 
 import numpy as np
 import pytest
@@ -56,9 +57,9 @@ class Solver:
 
 
 def search(solver, num_layers, max_stages=3):
-    chain = LayerChain(
-        (None,) * (num_layers - 1), np.zeros(num_layers), solver.sent, tuple(range(num_layers)), (), None, None
-    )  # type: ignore[arg-type]
+    unused: Any = None
+    cuts, signatures = (unused,) * (num_layers - 1), tuple(range(num_layers))
+    chain = LayerChain(cuts, np.zeros(num_layers), solver.sent, signatures, (), unused, unused)
     return DivisionSearch(chain, M, CLUSTER, [MEMORY], solver, solver.least, max_stages)
 
 
