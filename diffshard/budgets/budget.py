@@ -125,6 +125,8 @@ def _solve_together(job: Job, about: Outcome, weights: Sequence[float]) -> Solut
 
 
 def _check(phases: Sequence[Phase], move_link: Link | None) -> None:
+    if not isinstance(phases, Phase | Sequence):
+        raise TypeError(f"`phases` must be a list of Phase, not {type(phases).__name__}.")
     if isinstance(phases, Phase) or len(phases) < 2:
         raise ValueError("`phases` must be two or more; for a single one use `diffshard.search`.")
     for i, phase in enumerate(phases):

@@ -182,6 +182,8 @@ def _agreed_checkpoint(directory: str, mesh: Mesh) -> tuple[Checkpoint | None, O
     taken: list[Ownership] = []
 
     def take() -> None:
+        if os.path.exists(directory) and not os.path.isdir(directory):
+            raise ValueError(f"`directory` must be a folder of checkpoints, or a new one, not the file {directory!r}.")
         os.makedirs(directory, exist_ok=True)
         with tempfile.TemporaryFile(dir=directory):  # raises now what would be raised at the first save
             pass

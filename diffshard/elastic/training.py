@@ -96,6 +96,7 @@ class Training:
         self._fresh_state, self._checkpoint = fresh_state, checkpoint
         self._directory, self._ownership = directory, ownership
         self._save_interval_steps, self._max_to_keep = save_interval_steps, max_to_keep
+        self._is_closed = False
         self._last_saved = self.num_steps
         self._files = ArrayFiles()
 
@@ -141,6 +142,8 @@ class Training:
           ProcessesError: one of these happened in another process, or it saves another number of steps.
         """
         with errors_for_all(self.plan.mesh, "save a checkpoint"):
+            if self._is_closed:
+                raise ValueError("`save` cannot be called after `close`: the directory was given back.")
             if whole_number(num_steps) is None or num_steps <= 0:
                 raise ValueError(f"`num_steps` must be a positive whole number, not {num_steps!r}.")
             num_steps = int(num_steps)
@@ -189,6 +192,7 @@ class Training:
     def close(self) -> None:
         """Waits as `wait`, ends the threads that write, and gives the directory back; nothing can be saved then."""
         self.wait()
+        self._is_closed = True
         self._files.close()
         if self._ownership is not None:
             self._ownership.release()

@@ -197,6 +197,8 @@ def test_bad_arguments_are_told():
     one = phases(1)
     with pytest.raises(TypeError, match=r"`Phase.mesh` must be a Mesh or an AbstractMesh, not int"):
         Phase(mesh=8, num_steps=1)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(TypeError, match="`phases` must be a list of Phase, not AbstractMesh"):
+        diffshard.budget(lambda x: x, SMALL)  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match="`phases` must be two or more"):
         diffshard.budget(descend, one, *ARGUMENTS)
     with pytest.raises(TypeError, match=r"`phases\[1\]` must be a Phase, not AbstractMesh"):

@@ -343,3 +343,19 @@ def test_a_plan_of_a_newer_version_is_no_loss(tmp_path):
     (folder / "checkpoint.json").write_text(json.dumps({"checksum": checksum, **manifest}))
     with pytest.warns(UserWarning, match="search begins without the plan of the checkpoint.*version 99"):
         assert resumed(tmp_path).num_steps == 1
+
+
+def test_a_file_is_no_directory_of_checkpoints(tmp_path):
+    file = tmp_path / "file"
+    file.write_text("notes")
+    with pytest.raises(ValueError, match="`directory` must be a folder of checkpoints"):
+        resumed(file)
+    assert file.read_text() == "notes"
+
+
+def test_nothing_is_saved_after_closing(tmp_path):
+    training = resumed(tmp_path)
+    state = training.restore()
+    training.close()
+    with pytest.raises(ValueError, match="`save` cannot be called after `close`"):
+        training.save(2, state)
