@@ -54,29 +54,24 @@ def step_order(graph: Graph, flow: BatchFlow) -> StepOrder:
     return StepOrder(tuple(before), tuple(each), tuple(after))
 
 
-def _vertices_of(region: Region) -> Iterator[Vertex]:
-    """Returns the operations inside a region."""
-    for block in region.blocks:
-        for step in block.steps:
-            if isinstance(step, Region):
-                yield from _vertices_of(step)
-            else:
-                yield step
-
-
 def operands_of(step: Step) -> Iterator[Operand]:
-    """Returns what a step reads, and what is read inside of a region."""
+    """Returns what a step reads, and what is read inside of a region at any depth."""
     yield from step.operands
     if isinstance(step, Region):
-        for vertex in _vertices_of(step):
-            yield from vertex.operands
+        for inner in _steps_inside(step):
+            yield from operands_of(inner)
 
 
 def values_of(step: Step) -> Iterator[Value]:
-    """Returns the values that a step makes, those inside of a region, too."""
-    if isinstance(step, Vertex):
-        yield from step.results
-        return
+    """Returns the values that a step makes, those inside of a region at any depth, too."""
     yield from step.results
-    for vertex in (*step.carries, *step.slices, *_vertices_of(step)):
-        yield from vertex.results
+    if isinstance(step, Region):
+        for vertex in (*step.carries, *step.slices):
+            yield from vertex.results
+        for inner in _steps_inside(step):
+            yield from values_of(inner)
+
+
+def _steps_inside(region: Region) -> Iterator[Step]:
+    for block in region.blocks:
+        yield from block.steps
