@@ -56,7 +56,7 @@ class Copier:
         self._count(np.shape(array), array, sharding)
         if sharding.is_fully_addressable:
             return self._watched(array, lambda: jax.device_put(array, sharding))
-        values = np.asarray(array)
+        values = np.asarray(array if hasattr(array, "dtype") else jnp.asarray(array))  # a Python number is float32
         return jax.make_array_from_callback(values.shape, sharding, lambda index: values[index])
 
     def copy(self, array: Any, aval: Any, source: NamedSharding, target: NamedSharding) -> tuple[Any, Any]:

@@ -21,6 +21,7 @@ from diffshard.pipelines.microbatches import (
     without_dead_code,
 )
 from diffshard.pipelines.staged_array import StagedArray
+from diffshard.sharding_search.call import abstract_array
 from search_spaces.pipelines.array_segments import Segments
 from search_spaces.pipelines.cut_candidates import Cut, CutCandidate, cut_candidates
 from search_spaces.pipelines.forward_backward import is_transposed
@@ -152,7 +153,8 @@ def uncut_step(
         its trips; names the argument or the operation.
     """
     call = traced_call(fn, count, batch, args, kwargs)
-    call = call._replace(program=without_dead_code(numbered_program(call.program)))
+    arrays = [abstract_array(array) for array in call.arrays]  # Python's numbers have no shapes
+    call = call._replace(program=without_dead_code(numbered_program(call.program)), arrays=arrays)
     for equation in call.program.jaxpr.eqns:
         if equation.primitive.name in ("scan", "while") and not is_transposed(equation) and _differentiates(equation):
             raise ValueError(

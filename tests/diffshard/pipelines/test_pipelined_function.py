@@ -3,6 +3,7 @@
 import html
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -54,6 +55,28 @@ def test_results_are_those_of_one_device(step, args):
         found = pipelined(*args)
         check_close(found, expected)
         args, expected = (found[0], args[1]), jax.jit(step)(expected[0], args[1])
+
+
+def linear_loss(params, x):
+    return (jnp.tanh(x @ params["up"]) @ params["down"]).mean()
+
+
+def linear_weights():
+    return {"up": jnp.full((16, 32), 0.1), "down": jnp.full((32, 16), 0.2)}
+
+
+def test_python_numbers_are_arguments_and_state():
+    def step(state, x, rate):
+        loss, gradients = jax.value_and_grad(linear_loss)(state["params"], x)
+        params = jax.tree.map(lambda p, g: p - rate * g, state["params"], gradients)
+        return {"params": params, "count": state["count"] + 1}, loss
+
+    args = {"params": linear_weights(), "count": 3}, jnp.ones((8, 16)), 0.1
+    pipelined = search(step)
+    assert "state['count']" in [tensor.path for stage in pipelined.plan(*args).stages for tensor in stage.arguments]
+    found, expected = pipelined(*args), jax.jit(step)(*args)
+    check_close(found, expected)
+    check_close(pipelined(found[0], *args[1:]), jax.jit(step)(expected[0], *args[1:]))
 
 
 def test_one_stage_is_a_pipeline_too():
