@@ -140,7 +140,7 @@ class CutStep:
             group[0] if segments is None else StagedArray(group, segments.dim)
             for segments, group in self.segments.grouped_results(arrays)
         ]
-        return jax.tree.unflatten(self.traced.result, leaves)
+        return self.traced.result.unflatten(leaves)
 
 
 def uncut_step(

@@ -11,7 +11,7 @@ from jax.extend import core
 from jax.interpreters.partial_eval import dce_jaxpr
 
 from cost.real_numbers import whole_number
-from diffshard.sharding_search.call import abstract_array, abstract_split, array_paths, split
+from diffshard.sharding_search.call import Structure, abstract_array, abstract_split, array_paths, split
 from diffshard.sharding_search.options import argument_names, positions
 from search_spaces.pipelines.batch_flow import batch_flow
 from search_spaces.pipelines.batch_states import DivisionError
@@ -60,7 +60,7 @@ def in_microbatches(
     @functools.wraps(fn)
     def call(*args: Any, **kwargs: Any) -> Any:
         traced = trace_in_microbatches(fn, count, batch, args, kwargs)
-        return jax.tree.unflatten(traced.result, traced.function(*traced.arrays))
+        return traced.result.unflatten(traced.function(*traced.arrays))
 
     return call if count > 1 else fn
 
@@ -92,13 +92,13 @@ class TracedMicrobatches(NamedTuple):
       function: of the flat arrays.
       arrays: the flat arrays of the arguments.
       paths: the name of each.
-      result: the structure of the result.
+      result: the structure of the result, with its leaves that are no arrays.
     """
 
     function: MicrobatchedFunction
     arrays: list[Any]
     paths: list[str]
-    result: Any
+    result: Structure
 
 
 class TracedCall(NamedTuple):
@@ -110,7 +110,7 @@ class TracedCall(NamedTuple):
       arrays: the flat arrays of the arguments.
       paths: the name of each.
       batch: the positions of those that have the batch as their leading dimension.
-      result: the structure of the result.
+      result: the structure of the result, with its leaves that are no arrays.
       feedback: for each flat result the flat argument that it replaces in the next call, or None.
     """
 
@@ -119,7 +119,7 @@ class TracedCall(NamedTuple):
     arrays: list[Any]
     paths: list[str]
     batch: list[int]
-    result: Any
+    result: Structure
     feedback: list[int | None]
 
 
@@ -155,15 +155,19 @@ def traced_call(
             f"`batch_argnums` {batch.argnums} must name arguments with arrays that have a leading dimension."
         )
 
-    def from_arrays(*flat: Any) -> Any:
-        args, kwargs = structure.unflatten(flat)
-        return fn(*args, **kwargs)
+    results: list[tuple[Structure, list[int | None]]] = []
 
-    types = [abstract_array(array) for array in arrays]
-    jaxpr, shapes = jax.make_jaxpr(from_arrays, return_shape=True)(*types)
+    def from_arrays(*flat: Any) -> list[Any]:
+        new_args, new_kwargs = structure.unflatten(flat)
+        result = fn(*new_args, **new_kwargs)
+        leaves, of_result = split(result)
+        feedback = feedback_of(result, (*args, *(kwargs[k] for k in sorted(kwargs))), abstract_split)
+        results.append((of_result, feedback))
+        return leaves
+
+    jaxpr = jax.make_jaxpr(from_arrays)(*map(abstract_array, arrays))
+    result, feedback = results[-1]
     name = getattr(fn, "__name__", "the function")
-    feedback = feedback_of(shapes, (*args, *(kwargs[k] for k in sorted(kwargs))), abstract_split)
-    result = jax.tree.structure(shapes)
     return TracedCall(name, without_dead_code(jaxpr), arrays, paths, of_batch, result, feedback)
 
 

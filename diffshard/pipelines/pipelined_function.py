@@ -4,7 +4,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import jax
 from jax.sharding import AbstractMesh, Mesh
 
 from cost.clusters import Cluster
@@ -72,7 +71,7 @@ class PipelinedFunction:
         if prepared.execution is None:
             prepared.execution = self._execution(args, kwargs, prepared.found)
         step = prepared.found.step
-        results = prepared.execution(step.flat_arguments(jax.tree.leaves((args, _sorted(kwargs)))))
+        results = prepared.execution(step.flat_arguments(split((args, _sorted(kwargs)))[0]))
         return step.result(results)
 
     def execution(self, *args: Any, **kwargs: Any) -> StagedExecution:

@@ -79,6 +79,29 @@ def test_python_numbers_are_arguments_and_state():
     check_close(pipelined(found[0], *args[1:]), jax.jit(step)(expected[0], *args[1:]))
 
 
+def test_equinox_modules_are_arguments_and_results():
+    equinox = pytest.importorskip("equinox")
+
+    def step(model, x):
+        params, static = equinox.partition(model, equinox.is_inexact_array)
+        loss, gradients = jax.value_and_grad(lambda p: (jax.vmap(equinox.combine(p, static))(x) ** 2).mean())(params)
+        updates = jax.tree.map(lambda g: -0.1 * g, gradients)
+        return equinox.apply_updates(model, updates), {"loss": loss, "name": "squared"}
+
+    args = equinox.nn.MLP(8, 8, 16, 2, key=jax.random.key(0)), jnp.ones((8, 8))
+    pipelined, (expected, loss) = search(step), equinox.filter_jit(step)(*args)
+    for fn in (diffshard.in_microbatches(step, 4), equinox.filter_jit(diffshard.in_microbatches(step, 4)), pipelined):
+        found, metrics = fn(*args)
+        check_close(
+            (equinox.filter(found, equinox.is_array), metrics.pop("loss")),
+            (equinox.filter(expected, equinox.is_array), loss["loss"]),
+        )
+        assert metrics == {"name": "squared"}
+        assert found.activation is args[0].activation
+    assert len(pipelined(found, args[1])) == 2
+    assert "1 plan>" in repr(pipelined)
+
+
 def test_one_stage_is_a_pipeline_too():
     args = arguments()
     pipelined = search(train_step, donate_argnums=0)
