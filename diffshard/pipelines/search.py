@@ -23,6 +23,7 @@ from diffshard.pipelines.stage_function import StageFunction
 from diffshard.pipelines.stage_plans import StageDevices, StagePlans
 from diffshard.pipelines.stage_search import StageLayout, least_layer_s, search_stage
 from diffshard.plans.base import Tensor
+from diffshard.plans.formats import format_count
 from diffshard.sharding_search.call import split
 from diffshard.sharding_search.options import DEFAULT_SOLVER
 from search_spaces.pipelines.forward_backward import num_bytes
@@ -328,7 +329,7 @@ def _planned(
     bound_s = min(bound_s, step_s)
     plan = PipelinePlan(
         function=getattr(options.fn, "__name__", "function"),
-        cluster=", ".join(f"{h.count} hosts of {h.devices} x {h.name}" for h in cluster.kinds),
+        cluster=", ".join(f"{format_count(h.count, 'host')} of {h.devices} x {h.name}" for h in cluster.kinds),
         num_devices=cluster.num_devices,
         num_layers=len(chain),
         num_microbatches=count,
