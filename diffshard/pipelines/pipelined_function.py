@@ -13,7 +13,8 @@ from cost.presets import device_and_network
 from cost.real_numbers import is_positive, whole_number
 from diffshard.pipelines.base import Pipeline, PipelinePlan
 from diffshard.pipelines.execution import StagedExecution
-from diffshard.pipelines.search import FoundPipeline, PipelineOptions, donated_arrays, find_pipeline
+from diffshard.pipelines.options import PipelineOptions, donated_arrays
+from diffshard.pipelines.search import FoundPipeline, find_pipeline
 from diffshard.plans.formats import format_bytes, format_count, format_s
 from diffshard.plans.notebook import NOT_PLANNED, planned_function_element
 from diffshard.sharding_search.call import array_types, split

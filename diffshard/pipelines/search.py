@@ -2,63 +2,39 @@
 
 import itertools
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import AbstractMesh
 
-from cost.clusters import Cluster
-from cost.host_groups import Submesh
 from cost.pipeline_schedules import Schedule, graph_of
 from cost.pipeline_times import Simulation, StageTimes, simulate
-from diffshard.base import InfeasibleError, Solver
-from diffshard.pipelines.base import Pipeline, PipelinePlan, PlannedStage
+from diffshard.base import InfeasibleError
+from diffshard.pipelines.base import PipelinePlan, PlannedStage
 from diffshard.pipelines.cutting import CutStep, UncutStep, cut_step, uncut_step
 from diffshard.pipelines.division_search import DivisionSearch, Entry, FoundDivision, deadline
 from diffshard.pipelines.layer_chain import layer_chain
 from diffshard.pipelines.microbatches import BatchArguments
+from diffshard.pipelines.options import (
+    STAGE_TIME_LIMIT_S,
+    PipelineOptions,
+    donated_arrays,
+    memory_limit_of,
+    mesh_shape,
+    solve_stage,
+)
 from diffshard.pipelines.stage_function import StageFunction
+from diffshard.pipelines.stage_placement import arguments_of, mesh_of, place_stages, sends_s
 from diffshard.pipelines.stage_plans import StageDevices, StagePlans
-from diffshard.pipelines.stage_search import StageLayout, least_layer_s, search_stage
-from diffshard.plans.base import Tensor
+from diffshard.pipelines.stage_search import StageLayout, least_layer_s
 from diffshard.plans.formats import format_count
-from diffshard.sharding_search.call import split
-from diffshard.sharding_search.options import DEFAULT_SOLVER
-from search_spaces.pipelines.forward_backward import num_bytes
 from search_spaces.pipelines.stage_labels import Label
 from search_spaces.pipelines.stage_programs import StagedStep, staged_step
 
 _MOST_LAYERS = 24
 _BACKWARD_SHARE = 2 / 3
 """Of a micro-batch's seconds, before the programs are planned one by one."""
-_STAGE_TIME_LIMIT_S = 15.0
-"""For the solver, for one stage; its bound says what is left."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class PipelineOptions:
-    """The arguments of a search for a pipeline.
-
-    Attributes:
-      fn: the training step.
-      cluster: the devices.
-      pipeline: what may be chosen.
-      memory_limit_bytes: of each device; None takes the memory of its kind.
-      donate_argnums, donate_argnames: arguments whose memory results may take.
-      solver: of the sharding of a stage.
-      time_limit_s: for solving and proving; None ends by its own rule.
-    """
-
-    fn: Callable[..., Any]
-    cluster: Cluster
-    pipeline: Pipeline
-    memory_limit_bytes: float | None = None
-    donate_argnums: tuple[int, ...] = ()
-    donate_argnames: tuple[str, ...] = ()
-    solver: str | Solver = DEFAULT_SOLVER
-    time_limit_s: float | None = None
 
 
 class FoundPipeline(NamedTuple):
@@ -164,57 +140,6 @@ def find_pipeline(options: PipelineOptions, args: Sequence[Any], kwargs: Mapping
     return _planned(options, best, bound_s, tuple(tried), start_s)
 
 
-def donated_arrays(options: PipelineOptions, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[bool]:
-    """Tells for each flat argument whether it is donated."""
-    flags: list[bool] = []
-    for name, argument in (*enumerate(args), *((name, kwargs[name]) for name in sorted(kwargs))):
-        is_donated = name in (options.donate_argnums if isinstance(name, int) else options.donate_argnames)
-        flags += [is_donated] * len(split(argument)[0])
-    return flags
-
-
-def solve_stage(
-    options: PipelineOptions,
-    staged: StagedStep,
-    stage: int,
-    replaced: Sequence[int | None],
-    submesh: Submesh,
-    in_flight: int,
-    *,
-    is_donated: bool,
-) -> StageLayout:
-    """Finds how a stage runs on a submesh.
-
-    Raises:
-      InfeasibleError: it does not fit.
-    """
-    function = StageFunction(staged, stage, in_flight, replaced)
-    shape = mesh_shape(submesh)
-    return search_stage(
-        function,
-        AbstractMesh(tuple(shape.values()), tuple(shape)),
-        options.cluster.hardware(submesh.kind, shape),
-        memory_limit_of(options, submesh.kind),
-        is_donated=is_donated,
-        solver=options.solver,
-        time_limit_s=_STAGE_TIME_LIMIT_S if options.time_limit_s is None else options.time_limit_s,
-    )
-
-
-def mesh_shape(submesh: Submesh) -> dict[str, int]:
-    """Returns the mesh over a submesh: hosts and devices, or two axes within a host."""
-    hosts, devices = submesh.shape if len(submesh.shape) == 2 else (1, submesh.num_devices)
-    if hosts > 1:
-        return {"x": hosts, "y": devices}
-    return {"x": 2, "y": devices // 2} if devices >= 4 and devices % 2 == 0 else {"x": devices}
-
-
-def memory_limit_of(options: PipelineOptions, kind: int) -> float:
-    """Returns the bytes that a device of a kind may hold."""
-    own = options.cluster.kinds[kind].device.memory_bytes
-    return own if options.memory_limit_bytes is None else options.memory_limit_bytes
-
-
 def _steps(options: PipelineOptions, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[UncutStep]:
     """Traces the step in each number of micro-batches that divides the batch.
 
@@ -285,15 +210,15 @@ def _planned(
     for stage, layout, own in zip(stages, layouts, numbers, strict=True):
         submesh = submeshes[stage.submesh]
         shape = mesh_shape(submesh)
-        devices.append(StageDevices(_mesh(cluster, own, shape), cluster.hardware(submesh.kind, shape), layout))
+        devices.append(StageDevices(mesh_of(cluster, own, shape), cluster.hardware(submesh.kind, shape), layout))
     copied = [(i, key) for i, layout in enumerate(layouts) for key in layout.copied(staged.inputs)]
     staged = staged_step(step.parts, step.cuts, copied)
-    plans = StagePlans(staged, devices, solver=options.solver, time_limit_s=_STAGE_TIME_LIMIT_S)
+    plans = StagePlans(staged, devices, solver=options.solver, time_limit_s=STAGE_TIME_LIMIT_S)
     forward_s, backward_s = (
         [plans.seconds(Label(kind, i)) for i in range(len(stages))] for kind in ("forward", "backward")
     )
     sends = [
-        _sends(staged, cluster, i, submeshes[a.submesh], submeshes[b.submesh])
+        sends_s(staged, cluster, i, submeshes[a.submesh], submeshes[b.submesh])
         for i, (a, b) in enumerate(itertools.pairwise(stages))
     ]
     end_s = [
@@ -323,7 +248,7 @@ def _planned(
                 peak_bytes=layout.peak_bytes,
                 memory_limit_bytes=memory_limit_of(options, submesh.kind),
                 residual_bytes=layout.residual_bytes,
-                arguments=_arguments(step, staged, layout, i),
+                arguments=arguments_of(step, staged, layout, i),
             )
         )
     bound_s = min(bound_s, step_s)
@@ -343,63 +268,3 @@ def _planned(
         tried=tried,
     )
     return FoundPipeline(plan, step, staged, plans, simulation)
-
-
-def place_stages(cluster: Cluster, submeshes: Sequence[Submesh]) -> list[list[int]]:
-    """Returns the numbers of the devices of each stage, kind by kind and host by host; the largest are placed first.
-
-    Raises:
-      InfeasibleError: the parts of hosts that the stages need do not fit the hosts.
-    """
-    free: list[list[list[int]]] = []  # by kind and host
-    number = 0
-    for hosts in cluster.kinds:
-        of_kind = []
-        for _ in range(hosts.count):
-            of_kind.append(list(range(number, number + hosts.devices)))
-            number += hosts.devices
-        free.append(of_kind)
-    numbers: list[list[int]] = [[] for _ in submeshes]
-    for i in sorted(range(len(submeshes)), key=lambda i: -submeshes[i].num_devices):
-        kind, count = submeshes[i].kind, submeshes[i].num_devices
-        in_host = min(count, cluster.kinds[kind].devices)
-        hosts = [host for host in free[kind] if len(host) >= in_host][: count // in_host]
-        if len(hosts) * in_host < count:
-            raise InfeasibleError(
-                f"The stages need {[s.num_devices for s in submeshes if s.kind == kind]} devices of hosts of "
-                f"{cluster.kinds[kind].devices} x {cluster.kinds[kind].name}, of which there are {len(free[kind])}. "
-                "Describe hosts with a power of two of devices, or give another `Pipeline.max_stages`."
-            )
-        for host in hosts:
-            numbers[i] += host[:in_host]
-            del host[:in_host]
-    return numbers
-
-
-def _mesh(cluster: Cluster, numbers: Sequence[int], shape: Mapping[str, int]) -> Mesh | AbstractMesh:
-    if not cluster.devices:
-        return AbstractMesh(tuple(shape.values()), tuple(shape))
-    flat = [device for kind in cluster.devices for host in kind for device in host]
-    return Mesh(np.array([flat[n] for n in numbers]).reshape(tuple(shape.values())), tuple(shape))
-
-
-def _sends(staged: StagedStep, cluster: Cluster, i: int, one: Submesh, other: Submesh) -> tuple[float, float]:
-    """Returns the seconds of what a micro-batch sends from stage i to the next and back."""
-    forward = backward = 0.0
-    for key, label in staged.makers.items():
-        for target in staged.readers.get(key, frozenset()) - {label.stage}:
-            if label.kind == "forward" and label.stage <= i < target:
-                forward += num_bytes(staged.avals[key])
-            if label.kind == "backward" and target <= i < label.stage and not isinstance(key, tuple):
-                backward += num_bytes(staged.avals[key])
-    return cluster.link_s(forward, one, other), cluster.link_s(backward, other, one)
-
-
-def _arguments(step: CutStep, staged: StagedStep, layout: StageLayout, stage: int) -> tuple[Tensor, ...]:
-    return tuple(
-        Tensor(path, tuple(array.shape), str(array.dtype), layout.specs.get(key, ((),) * len(array.shape)))
-        for path, array, key, home in zip(
-            step.traced.paths, step.traced.arrays, staged.inputs, staged.homes, strict=True
-        )
-        if home == stage
-    )

@@ -13,7 +13,7 @@ from cost.pipeline_times import StageTimes, simulate
 from diffshard.base import InfeasibleError
 from diffshard.pipelines.division_search import DivisionSearch, Entry
 from diffshard.pipelines.layer_chain import LayerChain
-from diffshard.pipelines.search import place_stages
+from diffshard.pipelines.stage_placement import place_stages
 from diffshard.pipelines.stage_search import StageLayout, StageMemoryError
 
 M = 4
