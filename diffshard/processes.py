@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import jax
+from jax.extend.backend import backends
 from jax.sharding import AbstractMesh, Mesh
 
 from diffshard.agreement import ARRIVAL_LIMIT_S, Agreement, MissingError
@@ -27,10 +28,15 @@ _KNOWN = "is known to all processes"
 
 
 def processes_of(mesh: Mesh | AbstractMesh | None) -> "Processes":
-    """Returns the processes that own devices of a mesh; one alone if this one owns none, or there are no devices."""
+    """Returns the processes that own devices of a mesh; one alone if this one owns none, or there are no devices.
+
+    Devices for which programs can only be compiled, such as those of `gpu_mesh`, belong to no process: their process
+    indices are the numbers of hosts that are not here. Only devices of JAX's running backends count.
+    """
     if not isinstance(mesh, Mesh):
         return Processes((0,))  # whichever it is; to ask would start JAX's backend, which plans do not need
-    own, indices = jax.process_index(), {device.process_index for device in mesh.devices.flat}
+    own, running = jax.process_index(), list(backends().values())
+    indices = {device.process_index for device in mesh.devices.flat if device.client in running}
     return Processes(tuple(sorted(indices)) if own in indices else (own,))
 
 

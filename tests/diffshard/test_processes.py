@@ -3,7 +3,9 @@
 from pathlib import Path
 
 import jax
-from jax.sharding import AbstractMesh
+import numpy as np
+import pytest
+from jax.sharding import AbstractMesh, Mesh
 
 from diffshard.agreement import differences
 from diffshard.processes import Processes, processes_of
@@ -119,6 +121,22 @@ def test_a_mesh_without_devices_is_of_one_process():
     assert processes_of(AbstractMesh((2, 2), ("x", "y"))).is_one
     assert processes_of(None).is_first
     assert processes_of(jax.make_mesh((2, 4), ("x", "y"))) == Processes((0,))
+
+
+class _Device:
+    """A device of a host, of a client that either runs in this process or only compiles."""
+
+    platform, device_kind = "cpu", "cpu"
+
+    def __init__(self, number, client):
+        self.id, self.process_index, self.client = number, number // 2, client
+
+
+@pytest.mark.parametrize(("is_running", "indices"), [(True, (0, 1)), (False, (0,))])
+def test_only_devices_of_a_running_backend_belong_to_processes(is_running, indices):
+    client = jax.devices()[0].client if is_running else object()
+    mesh = Mesh(np.array([_Device(number, client) for number in range(4)]), ("x",))
+    assert processes_of(mesh) == Processes(indices)
 
 
 def test_a_process_alone_makes_everything_itself():
