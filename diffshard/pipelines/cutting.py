@@ -163,7 +163,7 @@ def uncut_step(
                 "batch, remove it and give `microbatches` instead: the step then computes them by itself."
             )
     function = divided_call(call, count)
-    return UncutStep(call, function, step_parts(function))
+    return UncutStep(call, function, step_parts(function, call.feedback))
 
 
 def cut_step(step: UncutStep, cuts: Sequence[Cut]) -> CutStep:
@@ -194,7 +194,8 @@ def cut_step(step: UncutStep, cuts: Sequence[Cut]) -> CutStep:
         batch=[positions[i] for i in step.call.batch],
     )
     function = divided_call(call, step.parts.num_microbatches) if trips else step.function
-    parts = step_parts(function) if trips else step.parts
+    feedback = tuple(divided.segments.divided_feedback(step.call.feedback))
+    parts = step_parts(function, feedback) if trips else step.parts
     where = sorted(_place(step, parts, cut, divided.bounds) for cut in cuts)
     parts = replace(
         parts,
@@ -202,8 +203,7 @@ def cut_step(step: UncutStep, cuts: Sequence[Cut]) -> CutStep:
     )
     arrays = divided.segments.split_shapes(step.call.arrays)
     traced = TracedMicrobatches(function, arrays, paths, step.call.result)
-    feedback = divided.segments.divided_feedback(step.call.feedback)
-    return CutStep(traced, parts, tuple(where), divided.segments, tuple(feedback))
+    return CutStep(traced, parts, tuple(where), divided.segments, feedback)
 
 
 def _place(step: UncutStep, parts: StepParts, cut: Cut, bounds: Mapping[int, Sequence[int]]) -> int:

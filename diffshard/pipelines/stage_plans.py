@@ -20,7 +20,7 @@ from diffshard.sharding_search.plan import Plan
 from diffshard.sharding_search.planned_function import PlannedFunction
 from diffshard.sharding_search.planning import find_plan
 from search_spaces.pipelines.forward_backward import num_bytes
-from search_spaces.pipelines.stage_labels import Key, Label
+from search_spaces.pipelines.stage_keys import Key, Label
 from search_spaces.pipelines.stage_programs import StagedStep, StageProgram
 
 

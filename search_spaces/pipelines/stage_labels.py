@@ -4,17 +4,14 @@ The equations of a micro-batch follow the cuts of its forward pass. What runs at
 optimiser's update, runs where the largest array that it reads is. What is cheap and depends on no parameter, such as
 masks, belongs to every program that reads it.
 
-An array is known by a key: `("value", i)` for argument i of the traced step, `("sum", key)` for what all micro-batches
-of a stage make together, `("constant", i)` for a number, `NUMBER` for the number of the micro-batch, and for all else
-its variable.
+How arrays and programs are named, see `stage_keys`.
 """
 
 import functools
 import operator
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import jax
 from jax.extend import core
@@ -23,60 +20,10 @@ from cost.compute import CONTRACTIONS
 from search_spaces.pipelines.batch_states import State
 from search_spaces.pipelines.forward_backward import num_bytes, places
 from search_spaces.pipelines.microbatches import neutral
+from search_spaces.pipelines.stage_keys import NUMBER, Accumulation, Key, Label, PartName, StageEquation
 from search_spaces.pipelines.step_parts import Part, StepParts, parameters_of
 
-Key = Any
-"""The name of an array; see the module."""
-NUMBER = ("number", 0)
-ProgramKind = Literal["begin", "forward", "backward", "finish"]
-PartName = Literal["before", "each", "after"]
 _SMALL_BYTES = 1024  # what every stage may compute for itself at the end of a step: counters, schedules
-
-
-class Label(NamedTuple):
-    """Which program an equation belongs to.
-
-    Attributes:
-      kind: of the program.
-      stage: from 0.
-      phase: of "finish": how often results went from stage to stage before; else 0.
-    """
-
-    kind: ProgramKind
-    stage: int
-    phase: int = 0
-
-
-class Accumulation(NamedTuple):
-    """What the micro-batches of a stage make together.
-
-    Attributes:
-      total: the key of the result.
-      part: the key of what one micro-batch makes.
-      state: how the parts are put together.
-    """
-
-    total: Key
-    part: Key
-    state: State
-
-
-@dataclass(eq=False)
-class StageEquation:
-    """An equation with the keys that it reads and makes.
-
-    Attributes:
-      equation: as traced.
-      part: of the step.
-      reads, makes: keys; literals are missing.
-      label: the program that it belongs to; None where every reader has its own.
-    """
-
-    equation: core.JaxprEqn
-    part: PartName
-    reads: list[Key]
-    makes: list[Key]
-    label: Label | None = None
 
 
 class LabelledStep:
@@ -94,7 +41,7 @@ class LabelledStep:
       constants: arrays that the step closes over, and numbers.
       sums: what micro-batches make together, with the program that does, by the key of the total.
       outputs: for each flat result its key, or a literal.
-      homes: for each argument that is read the stage that keeps it.
+      homes: for each argument the stage that keeps it: one that reads it, or else the one that makes what replaces it.
 
     Raises:
       ValueError: the step has no backward pass.
@@ -121,10 +68,12 @@ class LabelledStep:
         values.update({i: self._total(i, key) for i, key in zip(parts.each.makes, kept, strict=True)})
         ended = self._enter(parts.after, "after", [values[i] for i in parts.after.reads])
         values.update(zip(parts.after.makes, ended, strict=True))
+        self._enter_constants(values)
         self.outputs = [values[o] if isinstance(o, int) else o for o in parts.outputs]
         self._find_homes("each")
         self._label_after()
         self._find_homes("after")
+        self._house_unread()
 
     # Entering parts.
 
@@ -155,6 +104,14 @@ class LabelledStep:
         key = ("constant", len(self.constants))
         self.constants[key], self.avals[key] = atom.val, atom.aval
         return key
+
+    def _enter_constants(self, values: dict[int, Key]) -> None:
+        """Adds the keys of the arguments that no part reads, and of the results that the step closes over."""
+        self.avals.update({k: s for i, s in self.parts.shapes.items() if (k := ("value", i)) not in self.avals})
+        for i, array in self.parts.constants.items():
+            if i in self.parts.outputs:
+                values[i] = key = ("closed over", i)
+                self.constants[key], self.avals[key] = array, jax.typeof(array)
 
     # Micro-batches.
 
@@ -231,6 +188,18 @@ class LabelledStep:
             elif maker.label is None:
                 pending += ((k, stage) for k in maker.reads)
         self.homes = {**homes, **self.homes}
+
+    def _house_unread(self) -> None:
+        """Gives each argument that is not read to the stage that makes what replaces it, or else to the first one."""
+        for output, position in zip(self.outputs, self.parts.replaced, strict=True):
+            if position is None or isinstance(output, core.Literal):
+                continue
+            maker = self.maker.get(output)
+            label = self.sums[output][0] if output in self.sums else None if maker is None else maker.label
+            stage = self.homes.get(output, 0) if label is None else label.stage
+            self.homes.setdefault(("value", self.parts.inputs[position]), stage)
+        for i in self.parts.inputs:
+            self.homes.setdefault(("value", i), 0)
 
     # The end of a step.
 

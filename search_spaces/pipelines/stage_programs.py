@@ -13,7 +13,8 @@ import jax
 from jax.extend import core
 
 from cost.compute import CONTRACTIONS
-from search_spaces.pipelines.stage_labels import Accumulation, Key, Label, LabelledStep, StageEquation
+from search_spaces.pipelines.stage_keys import Accumulation, Key, Label, StageEquation
+from search_spaces.pipelines.stage_labels import LabelledStep
 from search_spaces.pipelines.step_parts import StepParts
 from search_spaces.replay import bind, context_of
 
@@ -114,7 +115,9 @@ class _Assembly:
             self._want(label, accumulation.part)
         for key in step.outputs:
             maker = None if isinstance(key, core.Literal) else self.maker.get(key)
-            if maker is not None and maker.label is None:
+            if not isinstance(key, core.Literal) and key in step.constants:
+                self._want(Label("begin", 0), key)
+            elif maker is not None and maker.label is None:
                 self._want(Label("begin" if maker.part == "before" else "finish", 0), key)
 
     def staged_step(self) -> StagedStep:
@@ -147,7 +150,7 @@ class _Assembly:
             step.parts.num_microbatches,
             programs,
             tuple(inputs),
-            tuple(step.homes.get(key, 0) for key in inputs),
+            tuple(step.homes[key] for key in inputs),
             tuple(step.outputs),
             makers,
             {key: frozenset(stages) for key, stages in readers.items()},

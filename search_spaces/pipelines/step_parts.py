@@ -4,7 +4,7 @@ Each part is a program of its own whose inputs and results are values of the tra
 into stages, without knowing of batches.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,6 +48,9 @@ class StepParts:
       states: how the results of the micro-batches are put together, by id: a sum, a maximum or a minimum, examples
         along a dimension, or "whole", the same in all.
       outputs: the flat results: ids, or literals.
+      replaced: for each flat result the position of the flat argument that it replaces in the next step, or None.
+      constants: the arrays that the step closes over, by id.
+      shapes: the shape and dtype of the flat arguments, by id.
       num_microbatches: M.
     """
 
@@ -58,11 +61,20 @@ class StepParts:
     batch: tuple[int, ...]
     states: dict[int, State]
     outputs: tuple[int | core.Literal, ...]
+    replaced: tuple[int | None, ...]
+    constants: dict[int, Any]
+    shapes: dict[int, jax.ShapeDtypeStruct]
     num_microbatches: int
 
 
-def step_parts(function: MicrobatchedFunction) -> StepParts:
-    """Traces a function that runs in micro-batches as three programs."""
+def step_parts(function: MicrobatchedFunction, feedback: Sequence[int | None] | None = None) -> StepParts:
+    """Traces a function that runs in micro-batches as three programs.
+
+    Args:
+      function: the step in micro-batches.
+      feedback: for each flat result the position of the flat argument that it replaces in the next step, or None; by
+        default that of its graph.
+    """
     graph, flow, order = function.graph, function.flow, function.order
     inputs = [vertex.results[0] for vertex in graph.inputs]
     constants = {vertex.results[0].id for vertex in graph.constants}
@@ -112,6 +124,9 @@ def step_parts(function: MicrobatchedFunction) -> StepParts:
         _ids(batch),
         {v.id: flow.states[v.id] for v in kept},
         tuple(o.id if isinstance(o, Value) else o for o in graph.outputs),
+        tuple(graph.feedback if feedback is None else feedback),
+        {v.results[0].id: array for v, array in zip(graph.constants, graph.constant_arrays, strict=True)},
+        {value.id: _shape(value) for value in inputs},
         function.num_microbatches,
     )
 

@@ -18,6 +18,7 @@ KEY = jax.random.key(0)
 LAYERS, WIDTH = 2, 8
 WEIGHTS = jax.random.normal(KEY, (LAYERS, WIDTH, WIDTH)) / 3
 BATCH = jax.random.normal(jax.random.key(1), (8, WIDTH))
+TABLE = np.arange(4)
 
 
 def layer(h, w):
@@ -66,3 +67,39 @@ def test_loops_and_branches_may_be_inside_of_others(block):
         return weights - 0.1 * gradient, loss
 
     check_two_stages(step, (WEIGHTS, BATCH))
+
+
+def by_equations(weights, batch):
+    h = batch
+    for w in weights:
+        h = layer(h, w)
+    return (h**2).mean(), h
+
+
+def updated(weights, gradients):
+    return [w - 0.1 * gradient for w, gradient in zip(weights, gradients, strict=True)]
+
+
+@pytest.mark.parametrize("name", ["loss", "gradient", "constant"])
+def test_state_may_be_written_and_never_read(name):
+    def step(state, batch):
+        weights, _ = state
+        (loss, _), gradients = jax.value_and_grad(by_equations, has_aux=True)(weights, batch)
+        written = {"loss": loss, "gradient": gradients[-1], "constant": jnp.zeros(3)}[name]
+        return (updated(weights, gradients), written), loss
+
+    last = {"loss": jnp.float32(0), "gradient": WEIGHTS[0], "constant": jnp.ones(3)}[name]
+    execution = check_two_stages(step, ((list(WEIGHTS), last), BATCH))
+    staged = execution.calls.staged
+    assert staged.homes[LAYERS] == staged.makers[staged.outputs[LAYERS]].stage
+    assert staged.homes[LAYERS] == 1 or name != "loss"
+
+
+def test_a_result_may_be_an_array_that_the_step_closes_over():
+    table = jnp.arange(5.0)
+
+    def step(weights, batch):
+        (loss, _), gradients = jax.value_and_grad(by_equations, has_aux=True)(weights, batch)
+        return updated(weights, gradients), (loss, table, TABLE, 2.0)
+
+    check_two_stages(step, (list(WEIGHTS), BATCH))
