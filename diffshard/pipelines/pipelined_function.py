@@ -1,8 +1,9 @@
 """A training step that runs as a pipeline: searched, compiled and run for the types of its arguments."""
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 from jax.sharding import AbstractMesh, Mesh
 
@@ -11,6 +12,7 @@ from cost.host_groups import Hosts
 from cost.pipeline_schedules import graph_of
 from cost.presets import device_and_network
 from cost.real_numbers import is_positive, whole_number
+from diffshard.live_progress import ProgressDisplay
 from diffshard.pipelines.base import Pipeline, PipelinePlan
 from diffshard.pipelines.execution import StagedExecution
 from diffshard.pipelines.options import PipelineOptions, donated_arrays
@@ -124,7 +126,14 @@ class PipelinedFunction:
 
 
 def pipelined(
-    fn: Callable[..., Any], devices: Any, pipeline: Pipeline, hardware: Any, unused: Mapping[str, Any], **options: Any
+    fn: Callable[..., Any],
+    devices: Any,
+    pipeline: Pipeline,
+    hardware: Any,
+    unused: Mapping[str, Any],
+    *,
+    progress: ProgressDisplay = "terminal",
+    **options: Any,
 ) -> PipelinedFunction:
     """Returns a training step that runs as a pipeline on devices; its arguments are checked here.
 
@@ -134,6 +143,7 @@ def pipelined(
       pipeline: what may be chosen.
       hardware: the name of a preset; None for clusters, and for that of JAX devices.
       unused: options of `search` that pipelines do not have; they must be None, empty or false.
+      progress: as in `search`; a search for a pipeline shows nothing.
       options: `memory_limit_bytes`, `donate_argnums`, `donate_argnames`, `solver`, `time_limit_s`.
 
     Raises:
@@ -149,8 +159,54 @@ def pipelined(
     limit = options.get("memory_limit_bytes")
     if limit is not None and not is_positive(limit):
         raise ValueError(f"`memory_limit_bytes` must be a positive number, not {limit!r}.")
+    time_limit_s = options.get("time_limit_s")
+    if time_limit_s is not None and not is_positive(time_limit_s):
+        raise ValueError(f"`time_limit_s` must be a positive number of seconds or None, not {time_limit_s!r}.")
+    if progress not in get_args(ProgressDisplay):
+        raise ValueError(f"`progress` must be one of {get_args(ProgressDisplay)}, not {progress!r}.")
+    numbers, names = _donated_arguments(fn, options.pop("donate_argnums", ()), options.pop("donate_argnames", ()))
     resolve(options["solver"])
-    return PipelinedFunction(PipelineOptions(fn=fn, cluster=_cluster(devices, hardware), pipeline=pipeline, **options))
+    cluster = _cluster(devices, hardware)
+    return PipelinedFunction(
+        PipelineOptions(
+            fn=fn, cluster=cluster, pipeline=pipeline, donate_argnums=numbers, donate_argnames=names, **options
+        )
+    )
+
+
+def _donated_arguments(
+    fn: Callable[..., Any], numbers: Sequence[Any], names: Sequence[Any]
+) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """Returns donated arguments by position and by name, those that have both in both, as calls may give them.
+
+    Raises:
+      ValueError: the function has no such argument.
+    """
+    checked = [whole_number(number) for number in numbers]
+    if any(number is None or number < 0 for number in checked):
+        raise ValueError(f"`donate_argnums` must be positions of arguments, 0 or more, not {tuple(numbers)!r}.")
+    found = [number for number in checked if number is not None]
+    try:
+        parameters = inspect.signature(fn).parameters
+    except (TypeError, ValueError):  # a built-in function
+        return tuple(found), tuple(names)
+    kinds = {p.kind for p in parameters.values()}
+    named = [p.name for p in parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    function = getattr(fn, "__name__", "the function")
+    for number in found:
+        if number >= len(named) and inspect.Parameter.VAR_POSITIONAL not in kinds:
+            raise ValueError(
+                f"`donate_argnums` {tuple(found)} names a position that the {len(named)} arguments of {function} "
+                "do not have."
+            )
+    for name in names:
+        if not isinstance(name, str) or (name not in parameters and inspect.Parameter.VAR_KEYWORD not in kinds):
+            raise ValueError(
+                f"`donate_argnames` has {name!r}, which is no argument of {function}; it has {', '.join(parameters)}."
+            )
+    all_names = [*names, *(named[number] for number in found if number < len(named))]
+    all_numbers = [*found, *(named.index(name) for name in names if name in named)]
+    return tuple(dict.fromkeys(all_numbers)), tuple(dict.fromkeys(all_names))
 
 
 def _cluster(devices: Any, hardware: Any) -> Cluster:

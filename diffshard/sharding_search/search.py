@@ -153,6 +153,9 @@ def search(  # pyright: ignore[reportInconsistentOverload]  # the overloads leav
       RuntimeError: the compiler of the target is not installed; names the extra that brings it.
     """
     if pipeline is not None:
+        if (mesh is None) == (devices is None):
+            given = "neither" if mesh is None else "both"
+            raise TypeError(f"Give a `Cluster` or `devices` together with `pipeline`, not {given}.")
         return pipelined(
             fn,
             mesh if devices is None else devices,
@@ -166,6 +169,7 @@ def search(  # pyright: ignore[reportInconsistentOverload]  # the overloads leav
             donate_argnames=argument_names(donate_argnames),
             solver=DEFAULT_SOLVER if solver is None else solver,
             time_limit_s=time_limit_s,
+            progress=progress,
         )
     if isinstance(mesh, Cluster) and devices is None:
         mesh, devices = None, mesh

@@ -119,11 +119,24 @@ def test_one_stage_is_a_pipeline_too():
         ({"hardware": "h100"}, ValueError, "`hardware` must be None for a Cluster"),
         ({"memory_limit_bytes": -1}, ValueError, "`memory_limit_bytes` must be a positive number"),
         ({"solver": "nope"}, ValueError, "nope"),
+        ({"remat": "search"}, ValueError, "`remat` cannot be given together with `pipeline`"),
+        ({"progress": "zzz"}, ValueError, "`progress` must be one of .*'zzz'"),
+        ({"time_limit_s": "x"}, ValueError, "`time_limit_s` must be a positive number .*'x'"),
+        ({"time_limit_s": -1}, ValueError, "`time_limit_s` must be a positive number"),
+        ({"donate_argnums": 9}, ValueError, r"`donate_argnums` \(9,\) names a position"),
+        ({"donate_argnums": "0"}, ValueError, "`donate_argnums` must be positions"),
+        ({"donate_argnames": "zz"}, ValueError, "`donate_argnames` has 'zz', which is no argument of train_step"),
+        ({"devices": 2}, TypeError, "not both"),
     ],
 )
 def test_bad_options_are_refused(options, error, message):
     with pytest.raises(error, match=message):
         search(train_step, **options)
+
+
+def test_arguments_donated_by_name_are_donated_by_position_too():
+    options = search(train_step, donate_argnames="state").options
+    assert (options.donate_argnums, options.donate_argnames) == ((0,), ("state",))
 
 
 def test_a_mesh_is_refused():
