@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+import numpy as np
+
 from cost.base import Hardware, Link
 from cost.host_groups import Hosts, Submesh, check_link, known_network
 from cost.hosts import host_of
@@ -83,10 +85,16 @@ class Cluster:
           between: as in `Cluster`.
 
         Raises:
-          ValueError: there are no devices, a device's kind has no preset, or as `Cluster`.
+          TypeError: `devices` are none.
+          ValueError: there are no devices, one is there twice, a device's kind has no preset, or as `Cluster`.
         """
-        if not len(devices):
+        if not isinstance(devices, Sequence | np.ndarray) or isinstance(devices, str):
+            raise TypeError(f"`devices` must be JAX devices, such as `jax.devices()`, not {devices!r}.")
+        devices = list(np.asarray(devices, object).flat)
+        if not devices:
             raise ValueError("`devices` is empty; give JAX devices, such as `jax.devices()`.")
+        if len({id(device) for device in devices}) < len(devices):
+            raise ValueError("`devices` has a device twice.")
         by_host: dict[Any, list[Any]] = {}
         for device in devices:
             of_device = preset_name_of(device.device_kind) if hardware is None else hardware

@@ -2,10 +2,11 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import get_args
+from typing import Any, get_args
 
 from cost.pipeline_schedules import Schedule
 from cost.real_numbers import whole_number
+from diffshard.pipelines.microbatches import BatchArguments
 from diffshard.pipelines.plans.base import PlannedStage
 from diffshard.pipelines.plans.plan import PipelinePlan
 
@@ -29,15 +30,29 @@ class Pipeline:
 
     batch_argnums: int | Sequence[int] = 1
     batch_argnames: str | Sequence[str] = ()
-    microbatches: Sequence[int] = (4, 8, 16, 32)
+    microbatches: int | Sequence[int] = (4, 8, 16, 32)
     max_stages: int = 8
     schedules: Sequence[Schedule] = ("1f1b", "eager", "gpipe")
 
     def __post_init__(self):
-        if not self.microbatches or any((whole_number(n) or 0) < 1 for n in self.microbatches):
+        _ = self.batch
+        if any((whole_number(n) or 0) < 1 for n in self.microbatch_counts) or not self.microbatch_counts:
             raise ValueError(f"`Pipeline.microbatches` must be whole numbers, 1 or more, not {self.microbatches!r}.")
         if (whole_number(self.max_stages) or 0) < 1:
             raise ValueError(f"`Pipeline.max_stages` must be a whole number, 1 or more, not {self.max_stages!r}.")
         runnable = [name for name in get_args(Schedule) if name != "zb-h1"]
         if not self.schedules or any(name not in runnable for name in self.schedules):
             raise ValueError(f"`Pipeline.schedules` must be some of {tuple(runnable)}, not {self.schedules!r}.")
+
+    @property
+    def batch(self) -> BatchArguments:
+        """Which arguments have the batch; raises `ValueError` if they are none."""
+        return BatchArguments.checked(self.batch_argnums, self.batch_argnames)
+
+    @property
+    def microbatch_counts(self) -> tuple[Any, ...]:
+        """The numbers of micro-batches to try, ascending."""
+        given = self.microbatches
+        if isinstance(given, Sequence) and not isinstance(given, str):
+            return tuple(sorted(set(given)))
+        return (given,)

@@ -15,7 +15,6 @@ from diffshard.pipelines.base import PipelinePlan, PlannedStage
 from diffshard.pipelines.cutting import CutStep, UncutStep, cut_step, uncut_step
 from diffshard.pipelines.division_search import DivisionSearch, Entry, FoundDivision, deadline
 from diffshard.pipelines.layer_chain import layer_chain
-from diffshard.pipelines.microbatches import BatchArguments
 from diffshard.pipelines.options import (
     STAGE_TIME_LIMIT_S,
     PipelineOptions,
@@ -147,10 +146,9 @@ def _steps(options: PipelineOptions, args: Sequence[Any], kwargs: Mapping[str, A
       ValueError: none of them does.
     """
     pipeline, steps, errors = options.pipeline, [], []
-    batch = BatchArguments.checked(pipeline.batch_argnums, pipeline.batch_argnames)
-    for count in sorted(set(pipeline.microbatches)):
+    for count in pipeline.microbatch_counts:
         try:
-            steps.append(uncut_step(options.fn, count, batch, args, kwargs))
+            steps.append(uncut_step(options.fn, count, pipeline.batch, args, kwargs))
         except ValueError as error:
             errors.append(error)
     if not steps:

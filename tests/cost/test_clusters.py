@@ -92,7 +92,7 @@ class _Device:
 
 
 def test_devices_are_grouped_by_host_and_kind():
-    devices = [_Device("NVIDIA A100-SXM4-80GB", i // 4) for i in range(8)] + [_Device("Tesla T4", 2)] * 2
+    devices = [_Device("NVIDIA A100-SXM4-80GB", i // 4) for i in range(8)] + [_Device("Tesla T4", 2) for _ in range(2)]
     cluster = Cluster.from_devices(devices, between=BETWEEN)
     assert [(hosts.name, hosts.count, hosts.devices) for hosts in cluster.kinds] == [
         ("A100-80GB", 2, 4),
@@ -137,3 +137,16 @@ def test_devices_are_grouped_by_host_and_kind():
 def test_what_breaks_a_rule_is_named(make, error, message):
     with pytest.raises(error, match=message):
         make()
+
+
+@pytest.mark.parametrize(
+    ("devices", "error", "message"),
+    [
+        ("cpu", TypeError, "must be JAX devices"),
+        ([], ValueError, "`devices` is empty"),
+        (jax.devices()[:1] * 2, ValueError, "has a device twice"),
+    ],
+)
+def test_what_are_no_devices_is_refused(devices, error, message):
+    with pytest.raises(error, match=message):
+        Cluster.from_devices(devices, hardware="h100")

@@ -162,3 +162,25 @@ def test_a_cluster_that_is_only_described_is_planned_for_but_not_run_on():
     pipelined = diffshard.search(train_step, cluster, pipeline=PIPELINE)
     with pytest.raises(ValueError, match="only described"):
         pipelined(*arguments())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"microbatches": 0}, "`Pipeline.microbatches` must be whole numbers"),
+        ({"microbatches": ()}, "`Pipeline.microbatches` must be whole numbers"),
+        ({"microbatches": "4"}, "`Pipeline.microbatches` must be whole numbers"),
+        ({"max_stages": 0}, "`Pipeline.max_stages` must be a whole number"),
+        ({"schedules": ("zb-h1",)}, "`Pipeline.schedules` must be some of"),
+        ({"batch_argnums": "1"}, "`batch_argnums` must be positions"),
+        ({"batch_argnums": ()}, "`batch_argnums` must be positions"),
+    ],
+)
+def test_what_a_pipeline_cannot_be_is_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        diffshard.Pipeline(**options)
+
+
+def test_one_number_of_micro_batches_may_be_given_alone():
+    assert diffshard.Pipeline(microbatches=4).microbatch_counts == (4,)
+    assert diffshard.Pipeline(microbatches=(8, 4, 8)).microbatch_counts == (4, 8)
