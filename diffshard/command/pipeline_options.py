@@ -40,7 +40,7 @@ def add_cluster_options(parser: argparse.ArgumentParser, shape: Any) -> None:
     shape.add_argument(
         "--cluster",
         type=cluster_hosts,
-        metavar="HOSTSxDEVICESxHARDWARE[,...]",
+        metavar="NxNxHARDWARE[,...]",
         help="hosts of one kind or more, such as 2x8xa100,2x4xt4",
     )
     parser.add_argument(

@@ -298,7 +298,7 @@ def test_arguments_are_checked_before_anything_is_done(tmp_path):
             diffshard.resume(directory, train_step, mesh, init, batch_of(0), **{name: 0})
     assert not directory.exists()
     (tmp_path / "file").write_text("")
-    with pytest.raises(OSError, match="file"):
+    with pytest.raises(ValueError, match="must be a folder of checkpoints, or a new one, not the file"):
         diffshard.resume(tmp_path / "file", train_step, mesh, init, batch_of(0))
 
 
@@ -343,14 +343,6 @@ def test_a_plan_of_a_newer_version_is_no_loss(tmp_path):
     (folder / "checkpoint.json").write_text(json.dumps({"checksum": checksum, **manifest}))
     with pytest.warns(UserWarning, match="search begins without the plan of the checkpoint.*version 99"):
         assert resumed(tmp_path).num_steps == 1
-
-
-def test_a_file_is_no_directory_of_checkpoints(tmp_path):
-    file = tmp_path / "file"
-    file.write_text("notes")
-    with pytest.raises(ValueError, match="`directory` must be a folder of checkpoints"):
-        resumed(file)
-    assert file.read_text() == "notes"
 
 
 def test_nothing_is_saved_after_closing(tmp_path):
