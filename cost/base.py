@@ -169,6 +169,8 @@ class Hardware:
       matrix_share: the part of `flops_per_s` that large matrix products reach, above 0; 1 where the rate was measured.
       memory_share: the part of `memory_bytes_per_s` that kernels reach, likewise.
       kernel_launch_s: seconds from one kernel's end to the next one's start.
+      host_memory_bytes_per_s: what one device copies to pinned memory of its host, or from there, in one direction
+        while it sends nothing in the other one; None where that is not known, and arrays are not offloaded then.
 
     Raises:
       ValueError: a number is beyond its bounds, or `flops_per_s` names no dtype.
@@ -185,6 +187,7 @@ class Hardware:
     matrix_share: float = 1.0
     memory_share: float = 1.0
     kernel_launch_s: float = 0.0
+    host_memory_bytes_per_s: float | None = None
 
     def __post_init__(self):
         _check_rate("Hardware.memory_bytes_per_s", self.memory_bytes_per_s)
@@ -203,6 +206,8 @@ class Hardware:
         for name in ("matrix_share", "memory_share"):
             _check_rate(f"Hardware.{name}", getattr(self, name), most=1)
         _check_cost("Hardware.kernel_launch_s", self.kernel_launch_s)
+        if self.host_memory_bytes_per_s is not None:
+            _check_rate("Hardware.host_memory_bytes_per_s", self.host_memory_bytes_per_s)
         for axis, link in self.links.items():
             if not isinstance(link, Link):
                 raise TypeError(f"`Hardware.links[{axis!r}]` must be a Link(latency_s, s_per_byte), not {link!r}.")

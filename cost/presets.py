@@ -53,8 +53,21 @@ _HOPPER_HOST = SwitchedHost(8, 450 * _GB * _NVLINK, 400 * _GB * _NETWORK, _LAUNC
 _MATRIX_SHARE, _MEMORY_SHARE, _KERNEL_LAUNCH_S = 0.70, 0.80, 1e-6
 
 
+# PCI Express with 16 lanes, bytes/s each way: 8, 16 and 32 GT/s on each lane, of which 128 of 130 bits are data
+# (PCI-SIG, base specifications 3.0, 4.0 and 5.0). Copies to pinned memory reach 0.78 of version 3 (nvbandwidth's README,
+# 12.36 GB/s) and 0.88 of version 5 (developer.nvidia.com/blog/?p=115566, 55.63 GB/s); 0.8 is taken for all.
+# GPUs that share a switch, as pairs do in many hosts, have less when they copy at the same time.
+_PCIE_3, _PCIE_4, _PCIE_5 = (0.8 * 16 / 8 * rate * 1e9 * 128 / 130 for rate in (8, 16, 32))
+
+
 def _gpu(
-    name: str, flops_per_s: dict[str, float], memory_rate: float, memory: float, *, matrix_share: float = _MATRIX_SHARE
+    name: str,
+    flops_per_s: dict[str, float],
+    memory_rate: float,
+    memory: float,
+    host_memory_rate: float,
+    *,
+    matrix_share: float = _MATRIX_SHARE,
 ) -> Hardware:
     """Returns a GPU with a datasheet's rates and what programs reach of them; its links follow from the mesh."""
     return Hardware(
@@ -67,6 +80,7 @@ def _gpu(
         matrix_share=matrix_share,
         memory_share=_MEMORY_SHARE,
         kernel_launch_s=_KERNEL_LAUNCH_S,
+        host_memory_bytes_per_s=host_memory_rate,
     )
 
 
@@ -90,6 +104,7 @@ _PRESETS: dict[str, tuple[Hardware, Network]] = {
             {"float64": 7.8 * _TB, "float32": 15.5 * _TB, "float16": 114 * _TB, "bfloat16": 15.5 * _TB},
             900 * _GB,
             16 * _GIB,
+            _PCIE_3,
             matrix_share=1.0,
         ),
         # Fitted to the same profiles by relative error: NVLink 2 as a hybrid cube mesh, so that a ring's speed depends
@@ -127,6 +142,7 @@ _PRESETS: dict[str, tuple[Hardware, Network]] = {
             },
             2039 * _GB,
             80 * _GIB,
+            _PCIE_4,
         ),
         SwitchedHost(8, 300 * _GB * _NVLINK, 200 * _GB * _NETWORK, _LAUNCH_S, _HOP_S, _NETWORK_HOP_S),
     ),
@@ -139,13 +155,21 @@ _PRESETS: dict[str, tuple[Hardware, Network]] = {
             {"float32": 8.1 * _TB, "bfloat16": 8.1 * _TB, "float16": 65 * _TB, "int8": 130 * _TB},
             300 * _GB,
             16 * _GB,
+            _PCIE_3,
         ),
         SwitchedHost(8, 16 * _GB * 0.8, 12.5 * _GB * _NETWORK, _LAUNCH_S, _HOP_S, _NETWORK_HOP_S),
     ),
     # H100 SXM datasheet (nvidia.com/en-us/data-center/h100): the rates above without sparsity, 3.35 TB/s, 80 GB.
-    "h100": (_gpu("H100-80GB", _HOPPER_FLOPS_PER_S, 3350 * _GB, 80 * _GIB), _HOPPER_HOST),
+    "h100": (_gpu("H100-80GB", _HOPPER_FLOPS_PER_S, 3350 * _GB, 80 * _GIB, _PCIE_5), _HOPPER_HOST),
     # H200 SXM datasheet (nvidia.com/en-us/data-center/h200): the H100's rates, 4.8 TB/s, 141 GB.
-    "h200": (_gpu("H200-141GB", _HOPPER_FLOPS_PER_S, 4800 * _GB, 141 * _GB), _HOPPER_HOST),
+    "h200": (_gpu("H200-141GB", _HOPPER_FLOPS_PER_S, 4800 * _GB, 141 * _GB, _PCIE_5), _HOPPER_HOST),
+    # GH200 datasheet (nvidia.com/en-us/data-center/grace-hopper-superchip): the H100's rates, 96 GB at 4 TB/s, one GPU
+    # in a host with 400 Gbit/s. NVLink-C2C joins it with its processor at 450 GB/s each way, of which copies reach 375 to
+    # the device and 297 to the host (Schieffer et al. 2024, arxiv.org/abs/2407.07850); the slower one is taken.
+    "gh200": (
+        _gpu("GH200-96GB", _HOPPER_FLOPS_PER_S, 4000 * _GB, 96 * _GB, 297 * _GB),
+        SwitchedHost(1, 450 * _GB * _NVLINK, 50 * _GB * _NETWORK, _LAUNCH_S, _HOP_S, _NETWORK_HOP_S),
+    ),
     # cloud.google.com/tpu/docs/v5e: 197 TFLOP/s bfloat16, 393 int8, 16 GB at 819 GB/s, 2D torus of 256 chips, 400 GB/s
     # over 4 links both ways, 6.4 Tbit/s out of a pod. A hop takes about 1 µs and an axis of 16 closes to a ring:
     # jax-ml.github.io/scaling-book/tpus.
@@ -179,6 +203,7 @@ PRESET_NAMES: tuple[str, ...] = tuple(_PRESETS)
 
 # Parts of a device's `device_kind` in lower case and the preset that each stands for, the more specific first.
 _PRESET_OF_KIND = (
+    ("gh200", "gh200"),
     ("h200", "h200"),
     ("h100", "h100"),
     ("a100", "a100"),

@@ -11,7 +11,7 @@ from jax.sharding import AbstractMesh
 from cost.base import CollectiveKind, Hardware, Link
 from cost.compute import roofline_s
 from cost.lines import Line
-from cost.presets import PRESET_NAMES, hardware_of, preset, preset_of_mesh
+from cost.presets import PRESET_NAMES, hardware_of, preset, preset_name_of, preset_of_mesh
 
 LINK = Link(1e-6, 1e-9)
 
@@ -148,7 +148,7 @@ def test_every_preset_has_a_link_for_each_axis_and_rates_for_training(name):
     ("name", "memory_gb", "memory_gb_per_s", "bfloat16_tflops"),
     [  # as the makers' data sheets print them; the V100 has no bfloat16 units
         ("v100", 16, 900, 15.5), ("a100", 80, 2039, 312), ("h100", 80, 3350, 989), ("h200", 141, 4800, 989),
-        ("tpu_v5e", 16, 819, 197), ("tpu_v5p", 95, 2765, 459),
+        ("gh200", 96, 4000, 989), ("tpu_v5e", 16, 819, 197), ("tpu_v5p", 95, 2765, 459),
     ],
 )  # fmt: skip
 def test_presets_have_the_numbers_of_data_sheets(name, memory_gb, memory_gb_per_s, bfloat16_tflops):
@@ -156,6 +156,24 @@ def test_presets_have_the_numbers_of_data_sheets(name, memory_gb, memory_gb_per_
     assert result.memory_bytes in (memory_gb * 10**9, memory_gb * 2**30)
     assert result.memory_bytes_per_s == pytest.approx(memory_gb_per_s * 1e9, rel=0.002)
     assert result.peak_flops_per_s("bfloat16") == pytest.approx(bfloat16_tflops * 1e12, rel=0.002)
+
+
+def test_copies_to_the_host_are_as_fast_as_its_bus_allows():
+    each_way = {"v100": 15.75, "t4": 15.75, "a100": 31.5, "h100": 63, "h200": 63, "gh200": 450}  # as the makers say
+    for name, gb_per_s in each_way.items():
+        rate = preset(name, {"data": 2}).host_memory_bytes_per_s
+        assert rate is not None
+        assert 0.65 * gb_per_s < rate / 1e9 < 0.9 * gb_per_s, name
+    assert preset("cpu", {"data": 2}).host_memory_bytes_per_s is None
+    assert preset_name_of("NVIDIA GH200 480GB") == "gh200"
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, math.nan, "fast"])
+def test_a_rate_of_copies_to_the_host_is_a_positive_number_or_not_known(value):
+    with pytest.raises(ValueError, match=r"`Hardware\.host_memory_bytes_per_s` must be a positive number"):
+        hardware(host_memory_bytes_per_s=value)
+    assert hardware().host_memory_bytes_per_s is None
+    assert hardware(host_memory_bytes_per_s=5e10) != hardware()
 
 
 def test_axis_in_the_host_is_fast_and_axes_across_hosts_share_its_network():
