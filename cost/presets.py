@@ -54,8 +54,8 @@ _MATRIX_SHARE, _MEMORY_SHARE, _KERNEL_LAUNCH_S = 0.70, 0.80, 1e-6
 
 
 # PCI Express with 16 lanes, bytes/s each way: 8, 16 and 32 GT/s on each lane, of which 128 of 130 bits are data
-# (PCI-SIG, base specifications 3.0, 4.0 and 5.0). Copies to pinned memory reach 0.78 of version 3 (nvbandwidth's README,
-# 12.36 GB/s) and 0.88 of version 5 (developer.nvidia.com/blog/?p=115566, 55.63 GB/s); 0.8 is taken for all.
+# (PCI-SIG, base specifications 3.0, 4.0 and 5.0). Copies to pinned memory reach 0.78 of version 3 (12.36 GB/s, the
+# README of nvbandwidth) and 0.88 of version 5 (55.63 GB/s, developer.nvidia.com/blog/?p=115566); 0.8 is taken for all.
 # GPUs that share a switch, as pairs do in many hosts, have less when they copy at the same time.
 _PCIE_3, _PCIE_4, _PCIE_5 = (0.8 * 16 / 8 * rate * 1e9 * 128 / 130 for rate in (8, 16, 32))
 
@@ -164,8 +164,8 @@ _PRESETS: dict[str, tuple[Hardware, Network]] = {
     # H200 SXM datasheet (nvidia.com/en-us/data-center/h200): the H100's rates, 4.8 TB/s, 141 GB.
     "h200": (_gpu("H200-141GB", _HOPPER_FLOPS_PER_S, 4800 * _GB, 141 * _GB, _PCIE_5), _HOPPER_HOST),
     # GH200 datasheet (nvidia.com/en-us/data-center/grace-hopper-superchip): the H100's rates, 96 GB at 4 TB/s, one GPU
-    # in a host with 400 Gbit/s. NVLink-C2C joins it with its processor at 450 GB/s each way, of which copies reach 375 to
-    # the device and 297 to the host (Schieffer et al. 2024, arxiv.org/abs/2407.07850); the slower one is taken.
+    # in a host with 400 Gbit/s. NVLink-C2C joins it with its processor at 450 GB/s each way, of which copies reach 375
+    # to the device and 297 to the host (Schieffer et al. 2024, arxiv.org/abs/2407.07850); the slower one is taken.
     "gh200": (
         _gpu("GH200-96GB", _HOPPER_FLOPS_PER_S, 4000 * _GB, 96 * _GB, 297 * _GB),
         SwitchedHost(1, 450 * _GB * _NVLINK, 50 * _GB * _NETWORK, _LAUNCH_S, _HOP_S, _NETWORK_HOP_S),
