@@ -17,6 +17,7 @@ from diffshard.pipelines.base import Pipeline, PipelinePlan
 from diffshard.pipelines.execution import StagedExecution
 from diffshard.pipelines.options import PipelineOptions, donated_arrays
 from diffshard.pipelines.search import FoundPipeline, find_pipeline
+from diffshard.pipelines.shared_choices import program_facts, request_facts
 from diffshard.plans.formats import format_bytes, format_count, format_s
 from diffshard.plans.notebook import NOT_PLANNED, planned_function_element
 from diffshard.processes import errors_for_all, processes_of
@@ -107,18 +108,17 @@ class PipelinedFunction:
         return self._prepared[key]
 
     def _agreed_pipeline(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> FoundPipeline:
-        """Finds the pipeline; all processes that own devices of the cluster have to find the same.
+        """Finds the pipeline, in the first process that owns devices of the cluster; the others get what it found.
 
         Raises:
-          ProcessesError: what they ask for differs, or what they found, or one of them failed.
+          ProcessesError: what they ask for differs, or what they traced, or one of them failed.
         """
-        mesh, options = mesh_of_all(self.options.cluster), self.options
+        mesh = mesh_of_all(self.options.cluster)
         processes, what = processes_of(mesh), "search a pipeline"
-        asked = {name: str(getattr(options, name)) for name in ("memory_limit_bytes", "pipeline", "time_limit_s")}
-        processes.check_alike(what, {f"`{name}`": text for name, text in asked.items()})
+        processes.check_alike(what, request_facts(self.options))
         with errors_for_all(mesh, what):
-            found = find_pipeline(options, args, kwargs)
-        processes.check_alike("run a pipeline", _choices(found))
+            found = find_pipeline(self.options, args, kwargs, processes)
+        processes.check_alike("run a pipeline", program_facts(found.staged))
         return found
 
     def _execution(self, args: Sequence[Any], kwargs: Mapping[str, Any], found: FoundPipeline) -> StagedExecution:
@@ -256,22 +256,6 @@ def _page_title(plan: PipelinePlan) -> str:
     num_bytes = sum(tensor.num_bytes for stage in plan.stages for tensor in stage.arguments)
     stages = format_count(len(plan.stages), "stage")
     return f"Plan for arguments of {format_bytes(num_bytes)} in {stages}: {format_s(plan.step_s)} predicted"
-
-
-def _choices(found: FoundPipeline) -> dict[str, str]:
-    """Returns what a pipeline chose, which decides what its programs are."""
-    plan = found.plan
-    stages = [(s.first_layer, s.last_layer, s.mesh_axes, s.devices, s.in_flight, s.arguments) for s in plan.stages]
-    programs = {
-        str(label): [(tensor.path, tensor.spec) for tensor in (*p.arguments, *p.outputs)]
-        for label, p in found.plans.plans.items()
-    }
-    return {
-        "the number of micro-batches": str(plan.num_microbatches),
-        "the schedule": plan.schedule,
-        "the stages": str(stages),
-        "the shardings of the stages' programs": str(programs),
-    }
 
 
 def _sorted(kwargs: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,7 +2,8 @@
 
 import itertools
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,7 +15,7 @@ from diffshard.base import InfeasibleError
 from diffshard.pipelines.base import PipelinePlan, PlannedStage
 from diffshard.pipelines.cutting import CutStep, UncutStep, cut_step, uncut_step
 from diffshard.pipelines.division_search import DivisionSearch, Entry, FoundDivision, deadline
-from diffshard.pipelines.layer_chain import layer_chain
+from diffshard.pipelines.layer_chain import LayerChain, layer_chain
 from diffshard.pipelines.options import (
     STAGE_TIME_LIMIT_S,
     PipelineOptions,
@@ -23,11 +24,13 @@ from diffshard.pipelines.options import (
     mesh_shape,
     solve_stage,
 )
+from diffshard.pipelines.shared_choices import ChosenPipeline, shared_layouts, trace_facts
 from diffshard.pipelines.stage_function import StageFunction
 from diffshard.pipelines.stage_placement import arguments_of, mesh_of, place_stages, sends_s
 from diffshard.pipelines.stage_plans import StageDevices, StagePlans
 from diffshard.pipelines.stage_search import StageLayout, least_layer_s
 from diffshard.plans.formats import format_count
+from diffshard.processes import Processes
 from search_spaces.pipelines.stage_labels import Label
 from search_spaces.pipelines.stage_programs import StagedStep, staged_step
 
@@ -66,17 +69,26 @@ class _StepSearch:
 
     def __init__(self, options: PipelineOptions, step: UncutStep, donated: Sequence[bool]):
         self.is_donated = all(donated[i] for i in step.call.feedback if i is not None)
-        self.options, self.step, self.chain = options, step, layer_chain(step, _MOST_LAYERS)
+        self.options, self.step = options, step
         self.num_microbatches, self.submeshes = step.parts.num_microbatches, options.cluster.submeshes()
         self._staged: dict[tuple[int, int], tuple[StagedStep, CutStep]] = {}
-        self.divisions = DivisionSearch(
+
+    @cached_property
+    def chain(self) -> LayerChain:
+        """The layers of the step."""
+        return layer_chain(self.step, _MOST_LAYERS)
+
+    @cached_property
+    def divisions(self) -> DivisionSearch:
+        """The search for stages; only the process that searches has one."""
+        return DivisionSearch(
             self.chain,
             self.num_microbatches,
-            options.cluster,
-            [memory_limit_of(options, kind) for kind in range(len(options.cluster.kinds))],
+            self.options.cluster,
+            [memory_limit_of(self.options, kind) for kind in range(len(self.options.cluster.kinds))],
             self._solve,
             self._least_layer_s,
-            options.pipeline.max_stages,
+            self.options.pipeline.max_stages,
         )
 
     def _solve(self, entry: Entry) -> StageLayout:
@@ -110,16 +122,38 @@ class _StepSearch:
         return staged_step(cut.parts, cut.cuts), cut
 
 
-def find_pipeline(options: PipelineOptions, args: Sequence[Any], kwargs: Mapping[str, Any]) -> FoundPipeline:
+def find_pipeline(
+    options: PipelineOptions, args: Sequence[Any], kwargs: Mapping[str, Any], processes: Processes
+) -> FoundPipeline:
     """Finds stages, their meshes and shardings, the number of micro-batches and the schedule, for some arguments.
+
+    Args:
+      options: what is asked for.
+      args: of the step; arrays or their shapes.
+      kwargs: of the step.
+      processes: those that own devices of the cluster. All of them trace the step; the first one searches.
 
     Raises:
       ValueError: no number of micro-batches divides the batch, or the step cannot be cut.
       InfeasibleError: no pipeline fits the memory.
+      ProcessesError: the processes have traced different steps.
     """
     start_s, is_over = time.perf_counter(), deadline(options.time_limit_s)
-    donated = donated_arrays(options, args, kwargs)
-    searches = [_StepSearch(options, step, donated) for step in _steps(options, args, kwargs)]
+    donated, what = donated_arrays(options, args, kwargs), "search a pipeline"
+    steps = processes.alike(what, lambda: _steps(options, args, kwargs), trace_facts)
+    searches = [_StepSearch(options, step, donated) for step in steps]
+    chosen = processes.shared(what, lambda: _chosen(options, searches, is_over))
+    search = next(search for search in searches if search.num_microbatches == chosen.num_microbatches)
+    found = _planned(options, search, chosen, processes, start_s)
+    return found._replace(plan=processes.shared(what, lambda: found.plan))
+
+
+def _chosen(options: PipelineOptions, searches: Sequence[_StepSearch], is_over: Callable[[], bool]) -> ChosenPipeline:
+    """Searches in each number of micro-batches and with each schedule, and bounds them all.
+
+    Raises:
+      InfeasibleError: no pipeline fits the memory.
+    """
     candidates, tried = [], []
     for search in searches:
         for schedule in options.pipeline.schedules:
@@ -136,7 +170,10 @@ def find_pipeline(options: PipelineOptions, args: Sequence[Any], kwargs: Mapping
         for search in searches
         for schedule in options.pipeline.schedules
     )
-    return _planned(options, best, bound_s, tuple(tried), start_s)
+    in_flight = tuple(entry.in_flight for entry in best.found.entries)
+    return ChosenPipeline(
+        best.search.num_microbatches, best.schedule, best.found.stages, in_flight, bound_s, tuple(tried)
+    )
 
 
 def _steps(options: PipelineOptions, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[UncutStep]:
@@ -181,28 +218,28 @@ def _infeasible(options: PipelineOptions, searches: Sequence[_StepSearch]) -> st
 
 
 def _planned(
-    options: PipelineOptions,
-    best: _Candidate,
-    bound_s: float,
-    tried: tuple[tuple[int, Schedule, float], ...],
-    start_s: float,
+    options: PipelineOptions, search: _StepSearch, chosen: ChosenPipeline, processes: Processes, start_s: float
 ) -> FoundPipeline:
-    """Plans the programs of the stages that were found, and simulates them."""
-    stages, cluster, chain = best.found.stages, options.cluster, best.search.chain
-    count, submeshes = best.search.num_microbatches, best.search.submeshes
-    staged, step = best.search.staged([stage.start for stage in stages])
-    layouts = [
-        solve_stage(
-            options,
-            staged,
-            i,
-            step.replaced,
-            submeshes[stage.submesh],
-            entry.in_flight,
-            is_donated=best.search.is_donated,
-        )
-        for i, (stage, entry) in enumerate(zip(stages, best.found.entries, strict=True))
-    ]
+    """Plans the programs of the stages that were chosen, and simulates them; the first process plans for all."""
+    stages, cluster, chain = chosen.stages, options.cluster, search.chain
+    count, submeshes = search.num_microbatches, search.submeshes
+    staged, step = search.staged([stage.start for stage in stages])
+
+    def solve() -> list[StageLayout]:
+        return [
+            solve_stage(
+                options,
+                staged,
+                i,
+                step.replaced,
+                submeshes[stage.submesh],
+                in_flight,
+                is_donated=search.is_donated,
+            )
+            for i, (stage, in_flight) in enumerate(zip(stages, chosen.in_flight, strict=True))
+        ]
+
+    layouts = shared_layouts(processes, staged, solve)
     numbers = place_stages(cluster, [submeshes[stage.submesh] for stage in stages])
     devices = []
     for stage, layout, own in zip(stages, layouts, numbers, strict=True):
@@ -211,7 +248,7 @@ def _planned(
         devices.append(StageDevices(mesh_of(cluster, own, shape), cluster.hardware(submesh.kind, shape), layout))
     copied = [(i, key) for i, layout in enumerate(layouts) for key in layout.copied(staged.inputs)]
     staged = staged_step(step.parts, step.cuts, copied)
-    plans = StagePlans(staged, devices, solver=options.solver, time_limit_s=STAGE_TIME_LIMIT_S)
+    plans = StagePlans(staged, devices, processes, solver=options.solver, time_limit_s=STAGE_TIME_LIMIT_S)
     forward_s, backward_s = (
         [plans.seconds(Label(kind, i)) for i in range(len(stages))] for kind in ("forward", "backward")
     )
@@ -223,7 +260,7 @@ def _planned(
         max(layout.seconds - count * (f + b), 0.0) for layout, f, b in zip(layouts, forward_s, backward_s, strict=True)
     ]
     times = StageTimes(forward_s, backward_s, [f for f, _ in sends], [b for _, b in sends])
-    simulation = simulate(times, graph_of(best.schedule, len(stages), count))
+    simulation = simulate(times, graph_of(chosen.schedule, len(stages), count))
     step_s = simulation.step_s + max(end_s)
     planned = []
     for i, (stage, layout) in enumerate(zip(stages, layouts, strict=True)):
@@ -249,20 +286,20 @@ def _planned(
                 arguments=arguments_of(step, staged, layout, i),
             )
         )
-    bound_s = min(bound_s, step_s)
+    bound_s = min(chosen.bound_s, step_s)
     plan = PipelinePlan(
         function=getattr(options.fn, "__name__", "function"),
         cluster=", ".join(f"{format_count(h.count, 'host')} of {h.devices} x {h.name}" for h in cluster.kinds),
         num_devices=cluster.num_devices,
         num_layers=len(chain),
         num_microbatches=count,
-        schedule=best.schedule,
+        schedule=chosen.schedule,
         stages=tuple(planned),
         step_s=step_s,
         bubble=simulation.bubble,
         lower_bound_s=bound_s,
         gap=(step_s - bound_s) / step_s if step_s else 0.0,
         search_s=time.perf_counter() - start_s,
-        tried=tried,
+        tried=chosen.tried,
     )
     return FoundPipeline(plan, step, staged, plans, simulation)

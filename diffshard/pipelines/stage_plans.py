@@ -5,6 +5,7 @@ another. With these fixed, the forward and the backward program are planned each
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from math import prod
 from typing import Any, NamedTuple
 
@@ -15,10 +16,12 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from cost.base import Hardware
 from diffshard.pipelines.stage_search import StageLayout
+from diffshard.processes import Processes
 from diffshard.sharding_search.options import Options
 from diffshard.sharding_search.plan import Plan
 from diffshard.sharding_search.planned_function import PlannedFunction
 from diffshard.sharding_search.planning import find_plan
+from diffshard.sharding_search.shared_plans import plan_of_first_process
 from search_spaces.pipelines.forward_backward import num_bytes
 from search_spaces.pipelines.stage_keys import Key, Label
 from search_spaces.pipelines.stage_programs import StagedStep, StageProgram
@@ -46,14 +49,15 @@ class StagePlans:
     Args:
       staged: the step in stages.
       stages: what each stage runs on.
+      processes: those that own devices of any stage; the first one searches the plans of all.
       options: of the search: `solver`, `time_limit_s`.
 
     Attributes:
       plans: of the programs, by label.
     """
 
-    def __init__(self, staged: StagedStep, stages: Sequence[StageDevices], **options: Any):
-        self.staged, self.stages, self._options = staged, list(stages), options
+    def __init__(self, staged: StagedStep, stages: Sequence[StageDevices], processes: Processes, **options: Any):
+        self.staged, self.stages, self._options, self._processes = staged, list(stages), options, processes
         self._functions: dict[Label, PlannedFunction[Plan]] = {}
         self.plans: dict[Label, Plan] = {}
         for label, program in staged.programs.items():
@@ -74,11 +78,9 @@ class StagePlans:
     def function(self, program: StageProgram) -> Callable[..., Sequence[Any]]:
         """Returns what runs a program: with its plan, if it has one."""
         planned = self._functions.get(program.label)
-        return (
-            core.jaxpr_as_fun(program.program)
-            if planned is None
-            else lambda *arrays: list(planned(list(arrays)).values())
-        )
+        if planned is None:
+            return core.jaxpr_as_fun(program.program)
+        return lambda *arrays: list(planned([_of_strong_type(array) for array in arrays]).values())
 
     def sharding(self, stage: int, key: Key) -> NamedSharding:
         """Returns how a stage stores an array, on its own mesh."""
@@ -120,7 +122,7 @@ class StagePlans:
             progress="none",
             **self._options,
         )
-        return PlannedFunction(options, find_plan)
+        return PlannedFunction(options, partial(plan_of_first_process, find_plan, processes=self._processes))
 
     def _left_spec(self, label: Label, key: Key, total_of: dict[Key, Key]) -> PartitionSpec:
         """Returns how a program leaves an array: as its own stage stores it, or else as it is sent."""
@@ -162,6 +164,11 @@ def _first_axes(mesh: Mesh | AbstractMesh, parts: int, dim: int) -> PartitionSpe
 
 def _first_products(sizes: Sequence[int]) -> set[int]:
     return {prod(sizes[:count]) for count in range(len(sizes) + 1)}
+
+
+def _of_strong_type(array: Any) -> Any:
+    """Returns an array with the type that a program was planned for; types of another kind would be planned again."""
+    return jax.lax.convert_element_type(array, array.dtype) if array.aval.weak_type else array
 
 
 def _fixed(array: Any, mesh: Mesh | AbstractMesh, spec: PartitionSpec) -> Any:

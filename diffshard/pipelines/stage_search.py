@@ -36,7 +36,7 @@ class StageMemoryError(InfeasibleError):
       is_proven: whether no sharding fits; else the solver found none.
     """
 
-    def __init__(self, message: str, *, is_proven: bool):
+    def __init__(self, message: str, *, is_proven: bool = False):  # as pickle calls it
         super().__init__(message)
         self.is_proven = is_proven
 

@@ -55,6 +55,8 @@ def test_results_are_those_of_one_device(step, args):
         found = pipelined(*args)
         check_close(found, expected)
         args, expected = (found[0], args[1]), jax.jit(step)(expected[0], args[1])
+    programs = pipelined._prepare(args, {}).found.plans._functions
+    assert all("1 plan>" in repr(program) for program in programs.values())  # no program is planned again when it runs
 
 
 def linear_loss(params, x):

@@ -1,0 +1,102 @@
+"""What the first process of a job finds of a pipeline, in a form that all others can read.
+
+The keys of arrays are variables of a trace, which every process makes for itself. All traces are the same, so that an
+array is known by its place among the arrays of the staged step.
+"""
+
+import pickle
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from cost.pipeline_schedules import Schedule
+from diffshard.pipelines.cutting import UncutStep
+from diffshard.pipelines.options import PipelineOptions
+from diffshard.pipelines.stage_programme import Stage
+from diffshard.pipelines.stage_search import StageLayout
+from diffshard.processes import Processes
+from diffshard.sharding_search.program_text import program_text, value_text
+from search_spaces.pipelines.stage_keys import Key
+from search_spaces.pipelines.stage_programs import StagedStep, copy_of
+
+
+class ChosenPipeline(NamedTuple):
+    """What a search chose, before the programs of its stages are planned.
+
+    Attributes:
+      num_microbatches: M.
+      schedule: of the forward and backward operations.
+      stages: the layers and the submesh of each.
+      in_flight: `[S]`, how many micro-batches each keeps at most.
+      bound_s: no pipeline that could be chosen takes less.
+      tried: numbers of micro-batches and schedules with the seconds of the best step.
+    """
+
+    num_microbatches: int
+    schedule: Schedule
+    stages: tuple[Stage, ...]
+    in_flight: tuple[int, ...]
+    bound_s: float
+    tried: tuple[tuple[int, Schedule, float], ...]
+
+
+def shared_layouts(
+    processes: Processes, staged: StagedStep, solve: Callable[[], list[StageLayout]]
+) -> list[StageLayout]:
+    """Returns the layouts of the stages that the first process finds; in one process only, it just solves them.
+
+    Args:
+      processes: those that own devices of the cluster.
+      staged: the step in stages, the same in all of them.
+      solve: finds the layouts.
+
+    Raises:
+      InfeasibleError: as `solve`, in all processes.
+      ProcessesError: as `Processes.shared`.
+    """
+    keys = [form for key in staged.avals for form in (key, copy_of(key))]
+    places: dict[Key, int] = {key: place for place, key in enumerate(keys)}
+
+    def pack(layouts: Sequence[StageLayout]) -> bytes:
+        specs = [{places[key]: spec for key, spec in layout.specs.items()} for layout in layouts]
+        return pickle.dumps([replace(layout, specs=of_stage) for layout, of_stage in zip(layouts, specs, strict=True)])
+
+    def unpack(content: bytes) -> list[StageLayout]:
+        return [
+            replace(layout, specs={keys[place]: spec for place, spec in layout.specs.items()})
+            for layout in pickle.loads(content)
+        ]
+
+    return processes.shared("find the shardings of a pipeline's stages", solve, pack=pack, unpack=unpack)
+
+
+def request_facts(options: PipelineOptions) -> dict[str, str]:
+    """Returns the texts of what is asked for, which have to be the same in all processes; a time limit need not be."""
+    devices = [device.id for kind in options.cluster.devices for host in kind for device in host]
+    return {
+        "`pipeline`": str(options.pipeline),
+        "`memory_limit_bytes`": repr(options.memory_limit_bytes),
+        "`solver`": value_text(options.solver),
+        "`donate_argnums`": value_text((options.donate_argnums, options.donate_argnames)),
+        "the cluster": str(options.cluster),
+        "the devices of the cluster": str(devices),
+    }
+
+
+def trace_facts(steps: Sequence[UncutStep]) -> Mapping[str, str]:
+    """Returns the texts of a traced step, which have to be the same in all processes."""
+    call = steps[0].call
+    arrays = zip(call.paths, call.arrays, strict=True)
+    return {
+        **{f"`{path}`": f"{array.dtype}[{','.join(map(str, array.shape))}]" for path, array in arrays},
+        "the numbers of micro-batches that divide the batch": str([step.parts.num_microbatches for step in steps]),
+        "the program that the function traces to": program_text(call.program),
+    }
+
+
+def program_facts(staged: StagedStep) -> Mapping[str, str]:
+    """Returns the texts of the programs of the stages, which have to be the same in all processes."""
+    return {
+        f"the {label.kind} program {label.phase} of stage {label.stage}": program_text(program.program)
+        for label, program in staged.programs.items()
+    }
