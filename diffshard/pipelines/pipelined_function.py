@@ -16,7 +16,8 @@ from diffshard.live_progress import ProgressDisplay
 from diffshard.pipelines.base import Pipeline, PipelinePlan
 from diffshard.pipelines.execution import StagedExecution
 from diffshard.pipelines.options import PipelineOptions, donated_arrays
-from diffshard.pipelines.search import FoundPipeline, find_pipeline
+from diffshard.pipelines.planned_pipeline import FoundPipeline
+from diffshard.pipelines.search import find_pipeline
 from diffshard.pipelines.shared_choices import program_facts, request_facts
 from diffshard.plans.formats import format_bytes, format_count, format_s
 from diffshard.plans.notebook import NOT_PLANNED, planned_function_element

@@ -1,0 +1,132 @@
+"""From the stages that a search chose to a plan: the shardings and programs of each stage, and where it is."""
+
+import itertools
+import time
+from typing import NamedTuple
+
+from cost.pipeline_schedules import graph_of
+from cost.pipeline_times import Simulation, StageTimes, simulate
+from diffshard.pipelines.base import PipelinePlan, PlannedStage
+from diffshard.pipelines.cutting import CutStep
+from diffshard.pipelines.options import (
+    STAGE_TIME_LIMIT_S,
+    PipelineOptions,
+    memory_limit_of,
+    mesh_shape,
+    solve_stage,
+)
+from diffshard.pipelines.shared_choices import ChosenPipeline, shared_layouts
+from diffshard.pipelines.stage_placement import arguments_of, mesh_of, place_stages, sends_s
+from diffshard.pipelines.stage_plans import StageDevices, StagePlans
+from diffshard.pipelines.stage_search import StageLayout
+from diffshard.pipelines.step_search import StepSearch
+from diffshard.plans.formats import format_count
+from diffshard.processes import Processes
+from search_spaces.pipelines.stage_labels import Label
+from search_spaces.pipelines.stage_programs import StagedStep, staged_step
+
+
+class FoundPipeline(NamedTuple):
+    """A pipeline that was found.
+
+    Attributes:
+      plan: what users see.
+      step: the step that is cut.
+      staged: its programs.
+      plans: their plans.
+      simulation: of the schedule.
+    """
+
+    plan: PipelinePlan
+    step: CutStep
+    staged: StagedStep
+    plans: StagePlans
+    simulation: Simulation
+
+
+def planned_pipeline(
+    options: PipelineOptions, search: StepSearch, chosen: ChosenPipeline, processes: Processes, start_s: float
+) -> FoundPipeline:
+    """Plans the programs of the stages that were chosen, and simulates them; the first process plans for all."""
+    stages, cluster, chain = chosen.stages, options.cluster, search.chain
+    count, submeshes = search.num_microbatches, search.submeshes
+    staged, step = search.staged([stage.start for stage in stages])
+
+    def solve() -> list[StageLayout]:
+        return [
+            solve_stage(
+                options,
+                staged,
+                i,
+                step.replaced,
+                submeshes[stage.submesh],
+                in_flight,
+                is_donated=search.is_donated,
+            )
+            for i, (stage, in_flight) in enumerate(zip(stages, chosen.in_flight, strict=True))
+        ]
+
+    layouts = shared_layouts(processes, staged, solve)
+    numbers = place_stages(cluster, [submeshes[stage.submesh] for stage in stages])
+    devices = []
+    for stage, layout, own in zip(stages, layouts, numbers, strict=True):
+        submesh = submeshes[stage.submesh]
+        shape = mesh_shape(submesh)
+        devices.append(StageDevices(mesh_of(cluster, own, shape), cluster.hardware(submesh.kind, shape), layout))
+    copied = [(i, key) for i, layout in enumerate(layouts) for key in layout.copied(staged.inputs)]
+    staged = staged_step(step.parts, step.cuts, copied)
+    plans = StagePlans(staged, devices, processes, solver=options.solver, time_limit_s=STAGE_TIME_LIMIT_S)
+    forward_s, backward_s = (
+        [plans.seconds(Label(kind, i)) for i in range(len(stages))] for kind in ("forward", "backward")
+    )
+    sends = [
+        sends_s(staged, cluster, i, submeshes[a.submesh], submeshes[b.submesh])
+        for i, (a, b) in enumerate(itertools.pairwise(stages))
+    ]
+    end_s = [
+        max(layout.seconds - count * (f + b), 0.0) for layout, f, b in zip(layouts, forward_s, backward_s, strict=True)
+    ]
+    times = StageTimes(forward_s, backward_s, [f for f, _ in sends], [b for _, b in sends])
+    simulation = simulate(times, graph_of(chosen.schedule, len(stages), count))
+    step_s = simulation.step_s + max(end_s)
+    planned = []
+    for i, (stage, layout) in enumerate(zip(stages, layouts, strict=True)):
+        submesh = submeshes[stage.submesh]
+        send_forward_s, send_backward_s = sends[i] if i < len(sends) else (0.0, 0.0)
+        planned.append(
+            PlannedStage(
+                first_layer=stage.start,
+                last_layer=stage.end - 1,
+                source=chain.sources[stage.start],
+                hardware=cluster.kinds[submesh.kind].name,
+                mesh_axes=mesh_shape(submesh),
+                devices=tuple(numbers[i]),
+                forward_s=forward_s[i],
+                backward_s=backward_s[i],
+                end_s=end_s[i],
+                send_forward_s=send_forward_s,
+                send_backward_s=send_backward_s,
+                in_flight=int(simulation.in_flight[i]),
+                peak_bytes=layout.peak_bytes,
+                memory_limit_bytes=memory_limit_of(options, submesh.kind),
+                residual_bytes=layout.residual_bytes,
+                arguments=arguments_of(step, staged, layout, i),
+            )
+        )
+    bound_s = min(chosen.bound_s, step_s)
+    plan = PipelinePlan(
+        function=getattr(options.fn, "__name__", "function"),
+        cluster=", ".join(f"{format_count(h.count, 'host')} of {h.devices} x {h.name}" for h in cluster.kinds),
+        num_devices=cluster.num_devices,
+        num_layers=len(chain),
+        num_microbatches=count,
+        schedule=chosen.schedule,
+        stages=tuple(planned),
+        step_s=step_s,
+        bubble=simulation.bubble,
+        lower_bound_s=bound_s,
+        gap=(step_s - bound_s) / step_s if step_s else 0.0,
+        search_s=time.perf_counter() - start_s,
+        tried=chosen.tried,
+    )
+    return FoundPipeline(plan, step, staged, plans, simulation)

@@ -1,0 +1,75 @@
+"""The search for the stages of a step in one number of micro-batches: its layers, and how stages of them are solved."""
+
+from collections.abc import Sequence
+from functools import cached_property
+
+import numpy as np
+from jax.sharding import AbstractMesh
+
+from diffshard.pipelines.cutting import CutStep, UncutStep, cut_step
+from diffshard.pipelines.division_search import DivisionSearch, Entry
+from diffshard.pipelines.layer_chain import LayerChain, layer_chain
+from diffshard.pipelines.options import PipelineOptions, memory_limit_of, mesh_shape, solve_stage
+from diffshard.pipelines.stage_function import StageFunction
+from diffshard.pipelines.stage_search import StageLayout, least_layer_s
+from search_spaces.pipelines.stage_programs import StagedStep, staged_step
+
+_MOST_LAYERS = 24
+
+
+class StepSearch:
+    """The search for the stages of a step in some number of micro-batches."""
+
+    def __init__(self, options: PipelineOptions, step: UncutStep, donated: Sequence[bool]):
+        self.is_donated = all(donated[i] for i in step.call.feedback if i is not None)
+        self.options, self.step = options, step
+        self.num_microbatches, self.submeshes = step.parts.num_microbatches, options.cluster.submeshes()
+        self._staged: dict[tuple[int, int], tuple[StagedStep, CutStep]] = {}
+
+    @cached_property
+    def chain(self) -> LayerChain:
+        """The layers of the step."""
+        return layer_chain(self.step, _MOST_LAYERS)
+
+    @cached_property
+    def divisions(self) -> DivisionSearch:
+        """The search for stages; only the process that searches has one."""
+        return DivisionSearch(
+            self.chain,
+            self.num_microbatches,
+            self.options.cluster,
+            [memory_limit_of(self.options, kind) for kind in range(len(self.options.cluster.kinds))],
+            self._solve,
+            self._least_layer_s,
+            self.options.pipeline.max_stages,
+        )
+
+    def _solve(self, entry: Entry) -> StageLayout:
+        interval = entry.start, entry.end
+        if interval not in self._staged:
+            self._staged[interval] = self.staged(interval)
+        staged, cut = self._staged[interval]
+        return solve_stage(
+            self.options,
+            staged,
+            int(entry.start > 0),
+            cut.replaced,
+            self.submeshes[entry.submesh],
+            entry.in_flight,
+            is_donated=self.is_donated,
+        )
+
+    def _least_layer_s(self, submesh: int) -> tuple[np.ndarray, np.ndarray]:
+        chain, shape = self.chain, mesh_shape(self.submeshes[submesh])
+        whole = staged_step(chain.step.parts, [], layers=chain.labelled)
+        return least_layer_s(
+            StageFunction(whole, 0, 1, chain.step.replaced),
+            AbstractMesh(tuple(shape.values()), tuple(shape)),
+            self.options.cluster.hardware(self.submeshes[submesh].kind, shape),
+            len(chain),
+        )
+
+    def staged(self, starts: Sequence[int]) -> tuple[StagedStep, CutStep]:
+        """Cuts the step before some layers."""
+        cut = cut_step(self.step, self.chain.cuts_before(starts))
+        return staged_step(cut.parts, cut.cuts), cut
