@@ -1,6 +1,5 @@
 """The search for the sharding of one stage of a pipeline on one submesh."""
 
-import re
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -22,11 +21,12 @@ from diffshard.sharding_search.tracing import space_of, trace_function
 from search_spaces.partition_specs import NamedSpec, named_spec
 from search_spaces.pipelines.forward_backward import num_bytes
 from search_spaces.pipelines.stage_labels import Key
-from search_spaces.pipelines.stage_programs import copy_of, layer_scope
+from search_spaces.pipelines.stage_programs import copy_of
 from search_spaces.sharding.base import Layout
 from search_spaces.sharding.space import ShardingSpace
 
-_LAYER = re.compile(r"layer#\d+#")
+STAGE_GAP = 0.005
+"""The gap at which the search for the sharding of a stage ends: less than what programs that are planned apart differ by."""
 
 
 class StageMemoryError(InfeasibleError):
@@ -99,7 +99,7 @@ def search_stage(
     if least_bytes > memory_limit_bytes:
         raise StageMemoryError(f"A stage needs at least {least_bytes:,.0f} bytes.", is_proven=True)
     try:
-        solution = fastest_choice(request, time.perf_counter())
+        solution = fastest_choice(request, time.perf_counter(), stop_gap=STAGE_GAP)
     except InfeasibleError as error:
         raise StageMemoryError(str(error), is_proven=False) from None
     summary = space.summarize(solution.choice)
@@ -116,35 +116,6 @@ def search_stage(
         for key in function.residuals
     )
     return StageLayout(seconds, bound, end_s, summary.peak_bytes, residual_bytes, specs)
-
-
-def least_layer_s(
-    function: StageFunction, mesh: AbstractMesh, hardware: Hardware, num_layers: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """Returns what each layer takes at least with any sharding, `[L]` seconds of a micro-batch and of the step's end.
-
-    Each operation counts with its cheapest strategy, and nothing is resharded. A stage of some of the layers has the
-    same operations, and so takes no less than these layers together.
-
-    Args:
-      function: of the whole step in one stage, whose equations have scopes of layers.
-      mesh: of the stage.
-      hardware: of the mesh.
-      num_layers: L.
-    """
-    options = Options(fn=function, mesh=mesh, hardware=hardware, memory_limit_bytes=np.inf, progress="none")
-    traced = trace_function(options, function.shapes)
-    function.weigh(traced.graph)
-    space = space_of(options, traced)
-    layers = {layer_scope(layer): layer for layer in range(num_layers)}
-    each_s, end_s = np.zeros(num_layers), np.zeros(num_layers)
-    for node, cost in zip(space.nodes, space.problem.node_cost, strict=True):
-        scope = _LAYER.search(node.vertex.scope)
-        if scope is not None and node.hub is None:
-            least_s = each_s if function.is_each(node.vertex) else end_s
-            least_s[layers[scope.group()]] += np.min(cost)
-    slack_s = space.most_preference_s
-    return np.maximum(each_s - slack_s, 0.0) / function.staged.num_microbatches, np.maximum(end_s - slack_s, 0.0)
 
 
 def _specs(

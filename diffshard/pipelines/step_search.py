@@ -8,10 +8,10 @@ from jax.sharding import AbstractMesh
 
 from diffshard.pipelines.cutting import CutStep, UncutStep, cut_step
 from diffshard.pipelines.division_search import DivisionSearch, Entry
+from diffshard.pipelines.layer_bounds import LayerBounds
 from diffshard.pipelines.layer_chain import LayerChain, layer_chain
 from diffshard.pipelines.options import PipelineOptions, memory_limit_of, mesh_shape, solve_stage
-from diffshard.pipelines.stage_function import StageFunction
-from diffshard.pipelines.stage_search import StageLayout, least_layer_s
+from diffshard.pipelines.stage_search import StageLayout
 from search_spaces.pipelines.stage_programs import StagedStep, staged_step
 
 _MOST_LAYERS = 24
@@ -59,15 +59,14 @@ class StepSearch:
             is_donated=self.is_donated,
         )
 
+    @cached_property
+    def _layer_bounds(self) -> LayerBounds:
+        return LayerBounds(self.step, self.chain)
+
     def _least_layer_s(self, submesh: int) -> tuple[np.ndarray, np.ndarray]:
-        chain, shape = self.chain, mesh_shape(self.submeshes[submesh])
-        whole = staged_step(chain.step.parts, [], layers=chain.labelled)
-        return least_layer_s(
-            StageFunction(whole, 0, 1, chain.step.replaced),
-            AbstractMesh(tuple(shape.values()), tuple(shape)),
-            self.options.cluster.hardware(self.submeshes[submesh].kind, shape),
-            len(chain),
-        )
+        shape = mesh_shape(self.submeshes[submesh])
+        mesh = AbstractMesh(tuple(shape.values()), tuple(shape))
+        return self._layer_bounds.seconds(mesh, self.options.cluster.hardware(self.submeshes[submesh].kind, shape))
 
     def staged(self, starts: Sequence[int]) -> tuple[StagedStep, CutStep]:
         """Cuts the step before some layers."""

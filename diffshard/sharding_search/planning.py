@@ -14,7 +14,7 @@ import numpy as np
 from cost.base import Problem
 from cost.memory import least_memory
 from cost.real_numbers import real_number
-from diffshard.base import InfeasibleError, Progress, Solution
+from diffshard.base import OPTIMAL_GAP, InfeasibleError, Progress, Solution
 from diffshard.plans.base import Operation, PredictedCollective, Tensor
 from diffshard.sharding_search.executors import default_executor, executor_notes
 from diffshard.sharding_search.fingerprints import function_digest
@@ -69,13 +69,16 @@ def find_plan(request: PlanRequest) -> Plan:
     return make_plan(request, solution)
 
 
-def fastest_choice(request: PlanRequest, begin_s: float, start: np.ndarray | None = None) -> Solution:
+def fastest_choice(
+    request: PlanRequest, begin_s: float, start: np.ndarray | None = None, stop_gap: float = OPTIMAL_GAP
+) -> Solution:
     """Returns the choice of a request's space with the fastest step that was found within the options' limits.
 
     Args:
       request: the function and its space.
       begin_s: when the time limit began, by `time.perf_counter`; all problems of a search share its time.
       start: `[V]` strategy indices to begin with.
+      stop_gap: the relative gap at which the search ends.
 
     Raises:
       InfeasibleError: no plan fits the memory limit.
@@ -95,7 +98,7 @@ def fastest_choice(request: PlanRequest, begin_s: float, start: np.ndarray | Non
 
     def solve_within_limits(problem: Problem) -> Solution:
         limited = replace(options, time_limit_s=remaining_s(options, begin_s))
-        return solve_problem_of(limited, problem, request.space, start, progress)
+        return solve_problem_of(limited, problem, request.space, start, progress, stop_gap)
 
     def is_over() -> bool:
         return is_time_over(options, begin_s)
@@ -136,7 +139,12 @@ def _lightest_choice(problem: Problem) -> np.ndarray:
 
 
 def solve_problem_of(
-    options: Options, problem: Problem, space: ShardingSpace, start: np.ndarray | None, progress: Progress | None
+    options: Options,
+    problem: Problem,
+    space: ShardingSpace,
+    start: np.ndarray | None,
+    progress: Progress | None,
+    stop_gap: float = OPTIMAL_GAP,
 ) -> Solution:
     """Solves a problem of a function's space, equal layers alike where that costs next to nothing.
 
@@ -158,6 +166,7 @@ def solve_problem_of(
         progress=progress,
         alike=space.alike,
         start=start,
+        stop_gap=stop_gap,
     )
     if not solution.feasible:
         raise InfeasibleError(

@@ -17,7 +17,7 @@ import numpy as np
 
 from cost.base import Problem, num_strategies
 from cost.real_numbers import is_positive, real_number, whole_number
-from diffshard.base import Progress, Solution, Solver
+from diffshard.base import OPTIMAL_GAP, Progress, Solution, Solver
 from diffshard.solving import solvers
 from diffshard.solving.loop import run_solver
 from diffshard.solving.presolve.base import Reduction
@@ -39,6 +39,7 @@ def solve(
     reduce: Callable[[Problem], Reduction] = presolve,
     alike: np.ndarray | None = None,
     start: Sequence[int] | np.ndarray | None = None,
+    stop_gap: float = OPTIMAL_GAP,
 ) -> Solution:
     """Finds a cheap choice of strategies and a bound on how cheap any can be.
 
@@ -55,6 +56,7 @@ def solve(
         more, as those of equal layers; a large problem of many such nodes is solved much faster. None ties none.
       start: `[V]` a choice that may be good already, as that of a similar problem. The result is never worse, and the
         search ends as soon as the bound shows that little can be gained.
+      stop_gap: the relative gap between choice and bound at which the search ends; by default only an optimum ends it.
 
     Returns:
       The best choice that the solver proposed, its exact cost and the bound. It says so if the choice is not feasible,
@@ -77,9 +79,26 @@ def solve(
     if alike is not None:
         _check_alike(problem, alike)
         return run_in_stages(
-            problem, run, alike, time_limit_s=time_limit_s, key=key, progress=progress, reduce=reduce, start=start
+            problem,
+            run,
+            alike,
+            time_limit_s=time_limit_s,
+            key=key,
+            progress=progress,
+            reduce=reduce,
+            start=start,
+            stop_gap=stop_gap,
         )
-    return run_solver(problem, run, time_limit_s=time_limit_s, key=key, progress=progress, reduce=reduce, start=start)
+    return run_solver(
+        problem,
+        run,
+        time_limit_s=time_limit_s,
+        key=key,
+        progress=progress,
+        reduce=reduce,
+        start=start,
+        stop_gap=stop_gap,
+    )
 
 
 def check_key(key: jax.Array | int | None) -> None:

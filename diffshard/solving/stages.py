@@ -36,6 +36,8 @@ _LOOSE_ROUNDS = 2
 on GPTs and decoders of 8 to 32 layers."""
 _SOLVED_GAP = 1e-5
 """The gap at which a tied problem counts as solved; a tenth of what ties may cost."""
+_TIED_GAP_SHARE = 0.5
+"""The share of the gap that is small enough which a tied problem may leave; the rest is for what ties cost."""
 _TIED_TIME_SHARE = 0.2
 """The share of the time limit that each tied problem may take; chosen by hand."""
 
@@ -53,6 +55,7 @@ class _Run:
       deadline: when it is over, by `time.perf_counter`.
       best: the best choice and bound.
       times: at which the memory is limited.
+      stop_gap: the relative gap that is small enough.
       tied_choices: the start and the tied choices that keep the limit, `[V]`, with their costs; the start first, then
         the strictest ties.
     """
@@ -65,6 +68,7 @@ class _Run:
     deadline: float | None
     best: Best
     times: LimitedTimes
+    stop_gap: float
     tied_choices: list[tuple[np.ndarray, float]] = field(default_factory=list)
 
     def is_over(self) -> bool:
@@ -74,8 +78,8 @@ class _Run:
     def is_good(self) -> bool:
         """Tells whether the best choice is optimal, or a tied one near enough to the bound."""
         bound = self.best.lower_bound
-        return self.best.gap() <= OPTIMAL_GAP or any(
-            cost - bound <= TIE_GAP * abs(cost) for _, cost in self.tied_choices
+        return self.best.gap() <= self.stop_gap or any(
+            cost - bound <= max(TIE_GAP, self.stop_gap) * abs(cost) for _, cost in self.tied_choices
         )
 
 
@@ -89,6 +93,7 @@ def run_in_stages(
     progress: Progress | None,
     reduce: Callable[[Problem], Reduction],
     start: Sequence[int] | np.ndarray | None = None,
+    stop_gap: float = OPTIMAL_GAP,
 ) -> Solution:
     """Solves a problem, and prefers choices in which alike nodes take equal strategies.
 
@@ -101,6 +106,7 @@ def run_in_stages(
       progress: called at each improvement.
       reduce: the presolve.
       start: `[V]` a choice to begin with.
+      stop_gap: the relative gap at which the search ends.
 
     Returns:
       The start, or else the choice of the strictest ties, that costs at most `TIE_GAP` more than the best choice; else
@@ -118,7 +124,7 @@ def run_in_stages(
     if best.offer_least():
         return best.solution("finished")
     deadline = None if time_limit_s is None else start_s + time_limit_s
-    run = _Run(problem, solver, reduce, key, time_limit_s, deadline, best, LimitedTimes(problem))
+    run = _Run(problem, solver, reduce, key, time_limit_s, deadline, best, LimitedTimes(problem), stop_gap)
     alike = np.unique(alike, return_inverse=True)[1].ravel()
     ties = [lambda: alike, lambda: _loosened(problem, alike)]
     if start is not None:
@@ -146,10 +152,11 @@ def _solve_tied(run: _Run, node_class: np.ndarray) -> None:
         return
     quotient = Quotient(merge_classes(run.problem, node_class), node_class)
     limit_s = None if run.time_limit_s is None else _TIED_TIME_SHARE * run.time_limit_s
+    stop_gap = max(_SOLVED_GAP, _TIED_GAP_SHARE * run.stop_gap)
     while True:
         relaxation = run.times.relaxation(quotient.problem)
         solution = run_solver(
-            relaxation, run.solver, time_limit_s=limit_s, key=run.key, reduce=run.reduce, stop_gap=_SOLVED_GAP
+            relaxation, run.solver, time_limit_s=limit_s, key=run.key, reduce=run.reduce, stop_gap=stop_gap
         )
         if solution.status == "interrupted":
             raise KeyboardInterrupt

@@ -71,9 +71,9 @@ class StagedStep:
     avals: dict[Key, Any]
 
 
-def layer_scope(layer: int) -> str:
-    """Returns the name scope of a layer's equations."""
-    return f"layer#{layer}#"
+def layer_scope(layer: int, kind: str) -> str:
+    """Returns the name scope of a layer's equations in the programs of a kind."""
+    return f"layer#{layer}#{kind}"
 
 
 def copy_of(key: Key) -> Key:
@@ -103,7 +103,7 @@ class _Assembly:
 
     def __init__(self, step: LabelledStep, copied: Collection[tuple[int, Key]], layers: LabelledStep | None):
         of_layers = () if layers is None else layers.equations
-        self.layer_of = {id(e.equation): e.label.stage for e in of_layers if e.label is not None}
+        self.layer_of = {id(e.equation): e.label for e in of_layers if e.label is not None}
         self.step, self.maker, self.copied = step, step.maker, set(copied)
         step.avals.update({copy_of(key): step.avals[key] for _, key in copied})
         self.owned: dict[Label, list[StageEquation]] = {}
@@ -160,7 +160,7 @@ class _Assembly:
 
     def _scope(self, equation: core.JaxprEqn) -> AbstractContextManager[Any]:
         layer = self.layer_of.get(id(equation))
-        return nullcontext() if layer is None else jax.named_scope(layer_scope(layer))
+        return nullcontext() if layer is None else jax.named_scope(layer_scope(layer.stage, layer.kind))
 
     def _want(self, label: Label, key: Key) -> None:
         self.wanted.setdefault(label, {})[key] = None
