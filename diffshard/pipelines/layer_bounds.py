@@ -1,9 +1,9 @@
 """What a layer of a step takes at least in any stage: its operations solved alone, with free shardings at its borders.
 
-A stage of some layers runs at least the operations of these layers. Of what it pays, a part belongs to one layer alone:
-its operations, and the reshards of values between two operations of the same program and the same loop of the layer.
-All else costs nothing or more. So the least cost of that part, over all shardings, is a bound for the layer, and the sum
-over the layers of a stage is one for the stage. To hold in every stage, whatever else is in it:
+A stage of some layers runs at least the operations of these layers. Of what it pays, a part belongs to one layer
+alone: its operations, and the reshards of values between two operations of the same program and the same loop of the
+layer. All else costs nothing or more. So the least cost of that part, over all shardings, is a bound for the layer, and
+the sum over the layers of a stage is one for the stage. To hold in every stage, whatever else is in it:
 
 - values between two programs, two layers, or a loop and what is around it are resharded freely: a stage may keep
   several micro-batches, so that its backward program reads what another micro-batch left;
