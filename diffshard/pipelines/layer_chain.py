@@ -74,7 +74,10 @@ def layer_chain(step: UncutStep, most_layers: int) -> LayerChain:
             state[labelled.homes.get(key, 0)] += num_bytes(labelled.avals[key])
     sent = np.array([0, *(candidates[i].bytes_sent for i in at)], float)
     layers = _layers(labelled)
-    sources = tuple(user_source(layers[n][0].equation) if n in layers else "" for n in range(len(cuts) + 1))
+    sources = tuple(
+        next((source for e in layers.get(n, ()) if (source := user_source(e.equation))), "")
+        for n in range(len(cuts) + 1)
+    )
     return LayerChain(tuple(cuts), state, sent, _signatures(labelled), sources, cut, labelled)
 
 

@@ -30,7 +30,7 @@ from tests.diffshard.pipelines.small_pipeline import (
     [
         (train_step, (4, 4), 4, "1f1b"),
         (remat_step, (4, 2, 2), 8, "eager"),
-        (train_step, (2, 2, 1, 3), 4, "gpipe"),
+        (train_step, (1, 2, 1, 4), 16, "gpipe"),
     ],
 )
 def test_results_are_those_of_one_device(step, counts, num_microbatches, schedule):

@@ -10,7 +10,7 @@ import pytest
 import diffshard
 from diffshard.pipelines.division_search import DivisionSearch
 from diffshard.pipelines.plans.file import from_json, to_json
-from tests.diffshard.pipelines import scanned_models
+from tests.diffshard.pipelines import scanned_models, small_mixture
 from tests.diffshard.pipelines.small_pipeline import arguments, check_close, train_step
 
 PIPELINE = diffshard.Pipeline(microbatches=(4,), schedules=("1f1b",), max_stages=4)
@@ -21,31 +21,37 @@ def search(step, **options):
     return diffshard.search(step, cluster, pipeline=PIPELINE, **options)
 
 
-@pytest.fixture
-def on_one_device(monkeypatch):
-    """Leaves no submesh but single devices, so that small models are cut, too."""
+def leave(monkeypatch, num_devices, share):
+    """Leaves submeshes of a number of devices and stages of a share of the layers, so that small models are cut."""
     initialise = DivisionSearch.__post_init__
 
-    def initialise_alone(self):
+    def initialise_limited(self):
         initialise(self)
-        num_devices = np.array([submesh.num_devices for submesh in self.submeshes])
+        sizes = np.array([submesh.num_devices for submesh in self.submeshes])
         lengths = np.arange(len(self.chain) + 1)[None, :] - np.arange(len(self.chain))[:, None]
-        is_long = lengths > -(-len(self.chain) // 3)
-        self.least_s[is_long[:, :, None] | (num_devices > 1)[None, None, :]] = np.inf
+        is_long = lengths > -(-len(self.chain) // share)
+        self.least_s[is_long[:, :, None] | (sizes != num_devices)[None, None, :]] = np.inf
 
-    monkeypatch.setattr(DivisionSearch, "__post_init__", initialise_alone)
+    monkeypatch.setattr(DivisionSearch, "__post_init__", initialise_limited)
 
 
-@pytest.mark.usefixtures("on_one_device")
 @pytest.mark.parametrize(
-    ("step", "args"), [(train_step, arguments), (scanned_models.train_step, scanned_models.arguments)]
+    ("step", "args", "devices", "stages"),
+    [
+        (train_step, arguments, 1, 3),
+        (scanned_models.train_step, scanned_models.arguments, 1, 3),
+        (small_mixture.train_step, small_mixture.arguments, 2, 2),
+    ],
 )
-def test_results_are_those_of_one_device(step, args):
+def test_results_are_those_of_one_device(step, args, devices, stages, monkeypatch):
     args = args()
+    leave(monkeypatch, devices, stages)
     pipelined, expected = search(step), jax.jit(step)(*args)
     plan = pipelined.plan(*args)
-    assert len(plan.stages) >= 3
-    assert sorted(device for stage in plan.stages for device in stage.devices) == list(range(len(plan.stages)))
+    assert len(plan.stages) >= stages
+    used = sorted(device for stage in plan.stages for device in stage.devices)
+    assert used == list(range(devices * len(plan.stages)))
+    assert all(stage.source for stage in plan.stages)  # the user's line with which it begins
     assert plan.stages[0].first_layer == 0
     assert plan.stages[-1].last_layer == plan.num_layers - 1
     assert from_json(to_json(plan), "plan.json", diffshard.PipelinePlan) == plan
