@@ -1,9 +1,9 @@
 """The search for stages: a dynamic programme whose entries the sharding search solves where they matter.
 
 An entry is a stage of some layers on some submesh that keeps some micro-batches. It is solved only when it lies on the
-best path; before, it is estimated as the sum of its cheapest operations times what solved entries on such submeshes
-take longer. The programme over lower bounds (the solver's where an entry is solved, that sum elsewhere) bounds every
-division, mesh and sharding together.
+best path; before, it is estimated as the sum of what its layers take at least times what solved entries on such
+submeshes take longer. The programme over lower bounds (the solver's where an entry is solved, that sum elsewhere)
+bounds every division, mesh and sharding together.
 """
 
 import time
@@ -16,7 +16,7 @@ import numpy as np
 from cost.clusters import Cluster
 from cost.pipeline_schedules import Schedule
 from diffshard.pipelines.layer_chain import LayerChain
-from diffshard.pipelines.stage_programme import Division, Stage, best_division, step_objective
+from diffshard.pipelines.stage_programme import Division, Objective, Stage, best_division, step_objective
 from diffshard.pipelines.stage_search import StageLayout, StageMemoryError
 
 
@@ -98,7 +98,8 @@ class DivisionSearch:
         self.devices = [hosts.num_devices for hosts in self.cluster.kinds]
         size = len(self.chain)
         pairs = [[self._link_s(i, j) for j in range(len(self.submeshes))] for i in range(len(self.submeshes))]
-        self.link_s = np.array([[[2 * s(n) for s in row] for row in pairs] for n in self.chain.sent_bytes])
+        sent = zip(self.chain.sent_bytes, self.chain.returned_bytes, strict=True)
+        self.link_s = np.array([[[s(n) + s(back) for s in row] for row in pairs] for n, back in sent])
         state = np.concatenate([[0.0], np.cumsum(self.chain.state_bytes)])
         # Complex: with a share of the step's end, and without as the imaginary part; see `step_objective`.
         self.least_s = np.full((size, size + 1, len(self.submeshes)), np.inf, complex)
@@ -118,13 +119,14 @@ class DivisionSearch:
         best: FoundDivision | None = None
         rounds = 0  # since a first division was found; before, only what does not fit ends the search
         while rounds < _MOST_ROUNDS and not (best is None and is_over()):
-            division = self._best_division(schedule, self._estimate, self.link_s)
+            division = self._best_division(schedule, self._estimate)
             if division is None or (best is not None and division.value >= (1 - _LEAST_GAIN) * best.bound_s):
                 break
             rounds += best is not None
             entries = self._entries(division, schedule)
             layouts = [self._solved(entry) for entry in entries]
-            found = self._with_layouts(division.stages, entries, [layout for layout in layouts if layout is not None])
+            solved = [layout for layout in layouts if layout is not None]
+            found = self._with_layouts(schedule, division.stages, entries, solved)
             if found is not None and (best is None or found.bound_s < best.bound_s):
                 best = found
             if best is not None and is_over():
@@ -132,17 +134,24 @@ class DivisionSearch:
         return best
 
     def _with_layouts(
-        self, stages: tuple[Stage, ...], entries: tuple[Entry, ...], layouts: list[StageLayout]
+        self,
+        schedule: Schedule,
+        stages: tuple[Stage, ...],
+        entries: tuple[Entry, ...],
+        layouts: list[StageLayout],
     ) -> FoundDivision | None:
         """Returns a division with its value, by the seconds of its stages; None if one of them does not fit."""
         if len(layouts) < len(stages):
             return None
-        objective, value = step_objective(self.num_microbatches), 0.0
+        objective, value, later_s = self._objective(schedule), 0.0, 0.0
+        assert objective.wait is not None
         for i in reversed(range(len(stages))):
-            value = float(objective.fold(self._seconds(layouts[i]), value))
+            seconds = self._seconds(layouts[i])
+            value = max(float(objective.fold(seconds, value)), float(objective.wait(len(stages) - i, seconds, later_s)))
+            later_s += seconds.imag
             if i:
                 link_s = self.link_s[stages[i].start, stages[i - 1].submesh, stages[i].submesh]
-                value = float(objective.join(link_s, value))
+                value, later_s = float(objective.join(link_s, value)), later_s + link_s
         return FoundDivision(stages, entries, tuple(layouts), value)
 
     def bound(self, schedule: Schedule, target_s: float, is_over: Callable[[], bool]) -> float:
@@ -156,7 +165,7 @@ class DivisionSearch:
           is_over: tells whether there is no time left.
         """
         for _ in range(_MOST_ROUNDS):
-            division = self._best_division(schedule, self._bound, self.link_s / 2)
+            division = self._best_division(schedule, self._bound)
             if division is None:
                 return np.inf
             unsolved = [entry for entry in self._entries(division, schedule) if not self._is_solved(entry)]
@@ -165,8 +174,12 @@ class DivisionSearch:
             self._solved(
                 max(unsolved, key=lambda entry: float(np.real(self.least_s[entry.start, entry.end, entry.submesh])))
             )
-        division = self._best_division(schedule, self._bound, self.link_s / 2)
+        division = self._best_division(schedule, self._bound)
         return np.inf if division is None else division.value
+
+    def _objective(self, schedule: Schedule) -> Objective:
+        count = self.num_microbatches
+        return step_objective(count, lambda left: kept_microbatches(schedule, left, count))
 
     def _link_s(self, i: int, j: int) -> Callable[[float], float]:
         return lambda num_bytes: self.cluster.link_s(num_bytes, self.submeshes[i], self.submeshes[j])
@@ -224,16 +237,14 @@ class DivisionSearch:
     def _kind(self, entry: Entry) -> tuple[tuple[Hashable, ...], int]:
         return self.chain.signatures[entry.start : entry.end], entry.submesh
 
-    def _best_division(
-        self, schedule: Schedule, table: Callable[[int], np.ndarray], link_s: np.ndarray
-    ) -> Division | None:
+    def _best_division(self, schedule: Schedule, table: Callable[[int], np.ndarray]) -> Division | None:
         return best_division(
             len(self.chain),
             self.devices,
             self.submeshes,
             lambda left: table(kept_microbatches(schedule, left, self.num_microbatches)),
-            link_s,
-            step_objective(self.num_microbatches),
+            self.link_s,
+            self._objective(schedule),
             max_stages=self.max_stages,
             use_all_devices=False,
         )

@@ -25,6 +25,7 @@ class LayerChain:
       cuts: `[L - 1]`, where layers 1 to L - 1 begin.
       state_bytes: `[L]`, of the arguments that a layer keeps.
       sent_bytes: `[L]`, of activations that go into a layer; 0 for the first.
+      returned_bytes: `[L]`, of gradients that come back out of a layer; 0 for the first.
       signatures: `[L]`, equal for layers of equal equations.
       sources: `[L]`, the user's line with which a layer begins.
       step: the step, cut at all of these places.
@@ -34,6 +35,7 @@ class LayerChain:
     cuts: tuple[Cut, ...]
     state_bytes: np.ndarray
     sent_bytes: np.ndarray
+    returned_bytes: np.ndarray
     signatures: tuple[Hashable, ...]
     sources: tuple[str, ...]
     step: CutStep
@@ -74,11 +76,9 @@ def layer_chain(step: UncutStep, most_layers: int) -> LayerChain:
             state[labelled.homes.get(key, 0)] += num_bytes(labelled.avals[key])
     sent = np.array([0, *(candidates[i].bytes_sent for i in at)], float)
     layers = _layers(labelled)
-    sources = tuple(
-        next((source for e in layers.get(n, ()) if (source := user_source(e.equation))), "")
-        for n in range(len(cuts) + 1)
-    )
-    return LayerChain(tuple(cuts), state, sent, _signatures(labelled), sources, cut, labelled)
+    sources = tuple(user_source(layers[n][0].equation) if n in layers else "" for n in range(len(cuts) + 1))
+    returned = _returned_bytes(labelled)
+    return LayerChain(tuple(cuts), state, sent, returned, _signatures(labelled), sources, cut, labelled)
 
 
 def _least_bytes(candidates: Sequence[CutCandidate]) -> list[int]:
@@ -107,6 +107,21 @@ def _layers(step: LabelledStep) -> dict[int, list[StageEquation]]:
         if equation.label is not None:
             layers[equation.label.stage].append(equation)
     return layers
+
+
+def _returned_bytes(step: LabelledStep) -> np.ndarray:
+    """Returns the bytes that the backward pass of each layer and of those after it make for earlier ones, `[L]`."""
+    first = {}  # the earliest layer whose backward pass reads an array
+    for equation in step.equations:
+        if equation.label is not None and equation.label.kind == "backward":
+            for key in equation.reads:
+                first[key] = min(first.get(key, step.num_stages), equation.label.stage)
+    returned = np.zeros(step.num_stages)
+    for equation in step.equations:
+        if equation.label is not None and equation.label.kind == "backward":
+            for key in equation.makes:
+                returned[first.get(key, step.num_stages) + 1 : equation.label.stage + 1] += num_bytes(step.avals[key])
+    return returned
 
 
 def _signatures(step: LabelledStep) -> tuple[Hashable, ...]:

@@ -42,10 +42,14 @@ class Objective(NamedTuple):
     Attributes:
       join: `join(link_s, rest)`: what the later stages take with the link that leads to them.
       fold: `fold(stage_s, rest)`: what they take with the stage before; of the last stage `rest` is 0.
+      wait: `wait(num_stages, stage_s, later_s)`: what they take at least because the stage, from which `num_stages`
+        follow, itself included, waits for a micro-batch that goes through all later stages and links in `later_s` and
+        comes back. Each stage's value is at least that, with the least `later_s` of any division. None waits for none.
     """
 
     join: Callable[[Any, Any], Any]
     fold: Callable[[Any, Any], Any]
+    wait: Callable[[int, Any, Any], Any] | None = None
 
 
 class Division(NamedTuple):
@@ -65,16 +69,38 @@ def lower_bound_objective(num_microbatches: int) -> Objective:
     return Objective(np.add, lambda stage_s, rest: np.maximum(num_microbatches * stage_s, stage_s + rest))
 
 
-def step_objective(num_microbatches: int) -> Objective:
+def step_objective(num_microbatches: int, kept: Callable[[int], int] | None = None) -> Objective:
     """Returns max_j Σ_{i<j} (t_i + c_i) + M·t_j + e_j, where stage j ends the step in e_j seconds.
 
     A stage's seconds are complex numbers: t_j + e_j / M, and t_j as the imaginary part.
+
+    Where a stage keeps at most k micro-batches, it begins one only after the one k before has come back, which takes
+    t_j + r_j, where r_j = Σ_{i>j} t_i + Σ_{i>=j} c_i. That gives two bounds more for each stage:
+
+    - every k micro-batches take so long: Σ_{i<j} (t_i + c_i) + ⌈M / k⌉·(t_j + r_j) + e_j, more than the first number
+      where the links are slow;
+    - the first one comes back before the last one begins if k < M, and in between the stage computes M - k of them:
+      Σ_{i<j} (t_i + c_i) + (M - k + 1)·t_j + 2·r_j + e_j, more where an early stage is the slowest.
+
+    Args:
+      num_microbatches: M.
+      kept: for a number of stages that follow, itself included, k of a stage; None bounds every schedule.
     """
 
     def fold(stage_s: Any, rest: Any) -> np.ndarray:
         return np.maximum(num_microbatches * np.real(stage_s), np.imag(stage_s) + rest)
 
-    return Objective(np.add, fold)
+    def wait(num_stages: int, stage_s: Any, later_s: Any) -> np.ndarray:
+        in_flight = num_microbatches if kept is None else kept(num_stages)
+        known_s = np.where(np.isfinite(stage_s), stage_s, 0.0)
+        each_s = np.where(np.isfinite(stage_s), np.imag(known_s), np.inf)
+        end_s = num_microbatches * (np.real(known_s) - np.imag(known_s))
+        in_rounds = -(-num_microbatches // in_flight) * (each_s + later_s)
+        if in_flight >= num_microbatches:
+            return in_rounds + end_s
+        return np.maximum(in_rounds, (num_microbatches - in_flight + 1) * each_s + 2 * later_s) + end_s
+
+    return Objective(np.add, fold, None if kept is None else wait)
 
 
 def bottleneck_objective() -> Objective:
@@ -137,26 +163,35 @@ def best_division(
     # values[s - 1][start, left, p]: the best s stages from layer `start` on, the first on submesh p, where `left`
     # devices are left for them; choices has the end of the first stage and the submesh of the next one.
     values: list[np.ndarray] = []
+    sums: list[np.ndarray] = []  # the least seconds of one micro-batch in these stages, where the objective asks for it
     choices: list[np.ndarray] = []
     for num_stages in range(1, min(max_stages, num_layers) + 1):
         times = np.asarray(stage_s(num_stages))
         if times.shape != (num_layers, num_layers + 1, len(submeshes)):
             raise ValueError(f"`stage_s` must return the shape {(num_layers, num_layers + 1, len(submeshes))}.")
         value = np.full((num_layers, *left_shape, len(submeshes)), np.inf)
+        total = value.copy()
         choice = np.zeros((*value.shape, 2), np.int64)
         for p, submesh in enumerate(submeshes):
             rest, following = _rest(values, link_s[:, p], objective, submesh, left_shape, use_all_devices)
+            later = None
+            if objective.wait is not None:
+                later, _ = _rest(sums, link_s[:, p], Objective(np.add, np.add), submesh, left_shape, use_all_devices)
             for start in range(num_layers):
                 ends = np.array([num_layers]) if num_stages == 1 else np.arange(start + 1, num_layers)
                 if not len(ends):
                     continue
                 stage = times[start, ends, p].reshape(-1, *(1 for _ in left_shape))
                 candidates = objective.fold(stage, rest[ends])
+                if objective.wait is not None and later is not None:
+                    candidates = np.maximum(candidates, objective.wait(num_stages, stage, later[ends]))
+                    total[start, ..., p] = (np.imag(stage) + later[ends]).min(axis=0)
                 best = candidates.argmin(axis=0)[None]
                 value[start, ..., p] = np.take_along_axis(candidates, best, 0)[0]
                 choice[start, ..., p, 0] = ends[best[0]]
                 choice[start, ..., p, 1] = np.take_along_axis(following[ends], best, 0)[0]
         values.append(value)
+        sums.append(total)
         choices.append(choice)
     first = np.array([value[(0, *devices)].min() for value in values])
     if not np.isfinite(first.min()):

@@ -14,7 +14,7 @@ from diffshard.pipelines.options import PipelineOptions, memory_limit_of, mesh_s
 from diffshard.pipelines.stage_search import StageLayout
 from search_spaces.pipelines.stage_programs import StagedStep, staged_step
 
-_MOST_LAYERS = 24
+_MOST_LAYERS = 48
 
 
 class StepSearch:

@@ -1,13 +1,15 @@
 """Divisions into stages against all divisions of small chains, and against published ones."""
 
 import itertools
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from cost.pipeline_schedules import graph_of
+from cost.pipeline_schedules import Schedule, graph_of
 from cost.pipeline_times import StageTimes, lower_bound_s, simulate
+from diffshard.pipelines.division_search import kept_microbatches
 from diffshard.pipelines.stage_programme import (
     Stage,
     Submesh,
@@ -15,6 +17,7 @@ from diffshard.pipelines.stage_programme import (
     bottleneck_objective,
     limited_sum_objective,
     lower_bound_objective,
+    step_objective,
 )
 
 
@@ -170,3 +173,42 @@ def test_no_device_stays_idle_unless_that_is_allowed():
         (5.0, (Stage(0, 1, 1),)),
         (1.0, (Stage(0, 1, 0),)),
     ]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "eager", "gpipe"])
+def test_a_step_takes_no_less_than_its_objective_whatever_the_stages_take(schedule: Schedule):
+    rng = np.random.default_rng(0)
+    for _ in range(40):
+        num_stages, count = int(rng.integers(1, 6)), int(rng.integers(1, 20))
+        seconds, sends = rng.uniform(0.1, 3, num_stages), rng.uniform(0, 1, num_stages - 1)
+        ends = rng.uniform(0, 5, num_stages)
+        objective = step_objective(count, partial(kept_microbatches, schedule, num_microbatches=count))
+        assert objective.wait is not None
+        stages = seconds + ends / count + 1j * seconds
+        value = later_s = 0.0
+        for i in reversed(range(num_stages)):
+            value = max(objective.fold(stages[i], value), objective.wait(num_stages - i, stages[i], later_s))
+            later_s += seconds[i]
+            if i:
+                value, later_s = objective.join(2 * sends[i - 1], value), later_s + 2 * sends[i - 1]
+        times = StageTimes(seconds / 3, seconds * 2 / 3, sends, sends)
+        assert value <= simulate(times, graph_of(schedule, num_stages, count)).step_s + ends.max() + 1e-9
+
+
+def test_a_slow_first_stage_waits_for_the_others():
+    """Five micro-batches of 16 are under way while the first of them goes through the later stages."""
+    objective = step_objective(16, lambda left: left)
+    assert objective.wait is not None
+    seconds = np.array([1.1, 1.0, 0.9, 0.9, 0.8])
+    bound_s = float(objective.wait(5, 1.1 + 1.1j, seconds[1:].sum()))
+    zeros = np.zeros(4)
+    simulated_s = simulate(StageTimes(seconds / 3, seconds * 2 / 3, zeros, zeros), graph_of("1f1b", 5, 16)).step_s
+    assert 0.97 * simulated_s <= bound_s <= simulated_s
+
+
+def test_a_pipeline_of_equal_stages_waits_for_its_links():
+    objective = step_objective(64, lambda left: left)
+    assert objective.wait is not None
+    bound_s = float(objective.wait(4, 3.0 + 3.0j, 9.0 + 6.0))
+    simulated_s = simulate(StageTimes([1] * 4, [2] * 4, [1] * 3, [1] * 3), graph_of("1f1b", 4, 64)).step_s
+    assert 0.95 * simulated_s <= bound_s <= simulated_s
