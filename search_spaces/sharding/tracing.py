@@ -15,6 +15,7 @@ INLINED_BODIES = {
     "custom_jvp_call": "call_jaxpr",
     "custom_vjp_call": "call_jaxpr",
     "custom_vjp_call_jaxpr": "call_jaxpr",
+    "custom_vmap_call": "call",
 }
 
 
