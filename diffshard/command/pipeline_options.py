@@ -10,9 +10,9 @@ from cost.clusters import Cluster
 from cost.host_groups import Hosts
 from cost.pipeline_schedules import Schedule
 from diffshard.command.arguments import UsageError, arguments
-from diffshard.pipelines.base import Pipeline
+from diffshard.pipelines.base import GradientReduction, Pipeline
 
-_OF_PIPELINES = ("microbatches", "max_stages", "schedules", "batch")
+_OF_PIPELINES = ("microbatches", "max_stages", "schedules", "gradient_reductions", "batch")
 """Options that need `--pipeline`, as `argparse` names them."""
 
 
@@ -29,6 +29,12 @@ def add_pipeline_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--max-stages", type=whole_number_of, metavar="N", help="default: 8")
     group.add_argument(
         "--schedules", type=schedules, metavar="NAME[,NAME...]", help="some of 1f1b, eager, gpipe; default: all"
+    )
+    group.add_argument(
+        "--gradient-reductions",
+        type=gradient_reductions,
+        metavar="HOW[,HOW]",
+        help="how often gradients are reduced: each_microbatch, once; default: each_microbatch",
     )
     group.add_argument(
         "--batch", type=arguments, metavar="I[,I...]", help="arguments with the batch, by number or name; default: 1"
@@ -95,6 +101,15 @@ def schedules(text: str) -> tuple[Schedule, ...]:
     if unknown:
         raise argparse.ArgumentTypeError(f"{unknown[0]!r} is no schedule; there are {', '.join(names)}")
     return tuple(names[part] for part in text.split(","))
+
+
+def gradient_reductions(text: str) -> tuple[GradientReduction, ...]:
+    """Reads how often gradients may be reduced, such as `each_microbatch,once`."""
+    ways: dict[str, GradientReduction] = {way: way for way in get_args(GradientReduction)}
+    unknown = [part for part in text.split(",") if part not in ways]
+    if unknown:
+        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is none of {', '.join(ways)}")
+    return tuple(ways[part] for part in text.split(","))
 
 
 def cluster_of(options: argparse.Namespace) -> Cluster | None:

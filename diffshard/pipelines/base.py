@@ -7,10 +7,10 @@ from typing import Any, get_args
 from cost.pipeline_schedules import Schedule
 from cost.real_numbers import whole_number
 from diffshard.pipelines.microbatches import BatchArguments
-from diffshard.pipelines.plans.base import PlannedStage
+from diffshard.pipelines.plans.base import GradientReduction, PlannedStage
 from diffshard.pipelines.plans.plan import PipelinePlan
 
-__all__ = ["Pipeline", "PipelinePlan", "PlannedStage"]
+__all__ = ["GradientReduction", "Pipeline", "PipelinePlan", "PlannedStage"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +23,9 @@ class Pipeline:
       microbatches: numbers of micro-batches to try; those that do not divide the batch are left out.
       max_stages: the largest number of stages.
       schedules: the schedules to try: "1f1b", "eager", "gpipe".
+      gradient_reductions: how often gradients may be reduced over the devices that share the examples of a micro-batch:
+        "each_microbatch", or "once", when the step ends. The latter sends less, and each device keeps a whole total of
+        each gradient.
 
     Raises:
       ValueError: a number or a name breaks its rule.
@@ -33,6 +36,7 @@ class Pipeline:
     microbatches: int | Sequence[int] = (4, 8, 16, 32)
     max_stages: int = 8
     schedules: Sequence[Schedule] = ("1f1b", "eager", "gpipe")
+    gradient_reductions: Sequence[GradientReduction] = ("each_microbatch",)
 
     def __post_init__(self):
         _ = self.batch
@@ -43,6 +47,10 @@ class Pipeline:
         runnable = [name for name in get_args(Schedule) if name != "zb-h1"]
         if not self.schedules or any(name not in runnable for name in self.schedules):
             raise ValueError(f"`Pipeline.schedules` must be some of {tuple(runnable)}, not {self.schedules!r}.")
+        ways = get_args(GradientReduction)
+        given = self.gradient_reductions
+        if isinstance(given, str) or not given or any(way not in ways for way in given):
+            raise ValueError(f"`Pipeline.gradient_reductions` must be some of {ways}, not {given!r}.")
 
     @property
     def batch(self) -> BatchArguments:

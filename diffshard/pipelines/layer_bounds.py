@@ -30,6 +30,7 @@ from diffshard.pipelines.stage_function import StageFunction
 from diffshard.sharding_search.options import Options
 from diffshard.sharding_search.tracing import space_of, trace_function
 from diffshard.solving.solve import solve
+from search_spaces.pipelines.example_groups import in_groups
 from search_spaces.pipelines.stage_labels import LabelledStep
 from search_spaces.pipelines.stage_programs import staged_step
 from search_spaces.sharding.base import Node
@@ -79,10 +80,14 @@ class LayerBounds:
     Args:
       step: in micro-batches.
       chain: its layers.
+      num_groups: how many groups the examples of a micro-batch are divided into.
+
+    Raises:
+      ValueError: an operation cannot be computed in groups; names it.
     """
 
-    def __init__(self, step: UncutStep, chain: LayerChain):
-        self._layers = _marked_layers(step, chain)
+    def __init__(self, step: UncutStep, chain: LayerChain, num_groups: int = 1):
+        self._layers = _marked_layers(step, chain, num_groups)
 
     def seconds(self, mesh: AbstractMesh, hardware: Hardware) -> tuple[np.ndarray, np.ndarray]:
         """Returns `[L]` seconds of a micro-batch in each layer and `[L]` of the step's end, with any sharding.
@@ -210,7 +215,7 @@ def _least_s(problem: Problem, solved: dict[bytes, float]) -> float:
     return solved[key]
 
 
-def _marked_layers(step: UncutStep, chain: LayerChain) -> _Layers:
+def _marked_layers(step: UncutStep, chain: LayerChain, num_groups: int) -> _Layers:
     """Returns the step in one stage with scopes around the first of all equal layers."""
     first: dict[Any, int] = {}
     for layer, signature in enumerate(chain.signatures):
@@ -219,5 +224,5 @@ def _marked_layers(step: UncutStep, chain: LayerChain) -> _Layers:
     cut = cut_step(step, chain.cuts_before(starts))
     labelled = LabelledStep(cut.parts, cut.cuts)
     number = {layer: (0, *starts).index(layer) for layer in first.values()}
-    whole = staged_step(cut.parts, [], layers=labelled)
+    whole = in_groups(staged_step(cut.parts, [], layers=labelled), num_groups)
     return _Layers(StageFunction(whole, 0, 1, cut.replaced), [number[first[s]] for s in chain.signatures])

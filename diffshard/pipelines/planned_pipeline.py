@@ -23,7 +23,7 @@ from diffshard.pipelines.step_search import StepSearch
 from diffshard.plans.formats import format_count
 from diffshard.processes import Processes
 from search_spaces.pipelines.stage_labels import Label
-from search_spaces.pipelines.stage_programs import StagedStep, staged_step
+from search_spaces.pipelines.stage_programs import StagedStep
 
 
 class FoundPipeline(NamedTuple):
@@ -74,7 +74,7 @@ def planned_pipeline(
         shape = mesh_shape(submesh)
         devices.append(StageDevices(mesh_of(cluster, own, shape), cluster.hardware(submesh.kind, shape), layout))
     copied = [(i, key) for i, layout in enumerate(layouts) for key in layout.copied(staged.inputs)]
-    staged = staged_step(step.parts, step.cuts, copied)
+    staged = search.programs(step, copied)
     plans = StagePlans(staged, devices, processes, solver=options.solver, time_limit_s=STAGE_TIME_LIMIT_S)
     forward_s, backward_s = (
         [plans.seconds(Label(kind, i)) for i in range(len(stages))] for kind in ("forward", "backward")
@@ -128,5 +128,7 @@ def planned_pipeline(
         gap=(step_s - bound_s) / step_s if step_s else 0.0,
         search_s=time.perf_counter() - start_s,
         tried=chosen.tried,
+        num_groups=search.num_groups,
+        notes=chosen.notes,
     )
     return FoundPipeline(plan, step, staged, plans, simulation)

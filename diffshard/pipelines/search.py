@@ -1,5 +1,6 @@
 """`find_pipeline`: a training step cut into stages on parts of a cluster, all of it chosen together."""
 
+import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -11,10 +12,11 @@ from cost.pipeline_times import StageTimes, simulate
 from diffshard.base import InfeasibleError
 from diffshard.pipelines.cutting import UncutStep, uncut_step
 from diffshard.pipelines.division_search import FoundDivision, deadline
-from diffshard.pipelines.options import PipelineOptions, donated_arrays, memory_limit_of
+from diffshard.pipelines.options import PipelineOptions, donated_arrays, memory_limit_of, mesh_shape
 from diffshard.pipelines.planned_pipeline import FoundPipeline, planned_pipeline
 from diffshard.pipelines.shared_choices import ChosenPipeline, trace_facts
 from diffshard.pipelines.step_search import StepSearch
+from diffshard.plans.formats import format_s
 from diffshard.processes import Processes
 
 _BACKWARD_SHARE = 2 / 3
@@ -46,10 +48,13 @@ def find_pipeline(
     """
     start_s, is_over = time.perf_counter(), deadline(options.time_limit_s)
     donated, what = donated_arrays(options, args, kwargs), "search a pipeline"
-    steps = processes.alike(what, lambda: _steps(options, args, kwargs), trace_facts)
-    searches = [StepSearch(options, step, donated) for step in steps]
+    steps = processes.alike(
+        what, lambda: _steps(options, args, kwargs), lambda found: trace_facts([s for s, _ in found])
+    )
+    searches = [StepSearch(options, step, donated, num_groups) for step, num_groups in steps]
     chosen = processes.shared(what, lambda: _chosen(options, searches, is_over))
-    search = next(search for search in searches if search.num_microbatches == chosen.num_microbatches)
+    wanted = chosen.num_microbatches, chosen.num_groups
+    search = next(search for search in searches if (search.num_microbatches, search.num_groups) == wanted)
     found = planned_pipeline(options, search, chosen, processes, start_s)
     return found._replace(plan=processes.shared(what, lambda: found.plan))
 
@@ -60,12 +65,15 @@ def _chosen(options: PipelineOptions, searches: Sequence[StepSearch], is_over: C
     Raises:
       InfeasibleError: no pipeline fits the memory.
     """
-    candidates, tried = [], []
+    searches, refused = _with_groups(searches)
+    candidates: list[_Candidate] = []
+    tried: dict[tuple[int, Schedule], float] = {}
     for search in searches:
         for schedule in options.pipeline.schedules:
             found = search.divisions.best(schedule, is_over)
-            seconds = np.inf if found is None else _simulated_s(search, schedule, found)
-            tried.append((search.num_microbatches, schedule, float(seconds)))
+            seconds = float(np.inf if found is None else _simulated_s(search, schedule, found))
+            key = search.num_microbatches, schedule
+            tried[key] = min(seconds, tried.get(key, np.inf))
             if found is not None:
                 candidates.append(_Candidate(seconds, schedule, search, found))
     if not candidates:
@@ -78,25 +86,76 @@ def _chosen(options: PipelineOptions, searches: Sequence[StepSearch], is_over: C
     )
     in_flight = tuple(entry.in_flight for entry in best.found.entries)
     return ChosenPipeline(
-        best.search.num_microbatches, best.schedule, best.found.stages, in_flight, bound_s, tuple(tried)
+        best.search.num_microbatches,
+        best.schedule,
+        best.found.stages,
+        in_flight,
+        bound_s,
+        tuple((*key, seconds) for key, seconds in tried.items()),
+        best.search.num_groups,
+        (*refused, *_other_reduction(best, candidates)),
     )
 
 
-def _steps(options: PipelineOptions, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[UncutStep]:
-    """Traces the step in each number of micro-batches that divides the batch.
+def _with_groups(searches: Sequence[StepSearch]) -> tuple[list[StepSearch], tuple[str, ...]]:
+    """Returns the searches whose steps can be computed in groups of examples, and why others cannot.
+
+    Raises:
+      ValueError: no step can.
+    """
+    possible, errors = [], []
+    for search in searches:
+        try:
+            _ = search.layer_bounds if search.num_groups > 1 else None
+            possible.append(search)
+        except ValueError as error:
+            errors.append(error)
+    if not possible:
+        raise errors[0]
+    notes = dict.fromkeys(f"Gradients cannot be reduced once a step: {error}" for error in errors)
+    return possible, tuple(notes)
+
+
+def _other_reduction(best: _Candidate, candidates: Sequence[_Candidate]) -> list[str]:
+    """Says how long a step takes if gradients are reduced in the way that was not chosen, if that was tried."""
+    is_once = best.search.num_groups > 1
+    others = [c.seconds for c in candidates if (c.search.num_groups > 1) != is_once]
+    if not others:
+        return []
+    way = "in each micro-batch" if is_once else "once a step"
+    return [
+        f"With gradients reduced {way} the best step takes {format_s(min(others))} instead of "
+        f"{format_s(best.seconds)}, before the programs of the stages were planned one by one."
+    ]
+
+
+def _steps(options: PipelineOptions, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[UncutStep, int]]:
+    """Traces the step in each number of micro-batches that divides the batch, each in some numbers of groups.
 
     Raises:
       ValueError: none of them does.
     """
     pipeline, steps, errors = options.pipeline, [], []
-    for count in pipeline.microbatch_counts:
+    traced: dict[int, UncutStep] = {}  # by the number of parts
+    for count, num_groups in itertools.product(pipeline.microbatch_counts, _group_counts(options)):
+        parts = count * num_groups
         try:
-            steps.append(uncut_step(options.fn, count, pipeline.batch, args, kwargs))
+            if parts not in traced:
+                traced[parts] = uncut_step(options.fn, parts, pipeline.batch, args, kwargs)
+            steps.append((traced[parts], num_groups))
         except ValueError as error:
             errors.append(error)
     if not steps:
         raise errors[0]
     return steps
+
+
+def _group_counts(options: PipelineOptions) -> list[int]:
+    """Returns the numbers of groups of examples to try: 1, and the sizes of meshes and their axes."""
+    ways = options.pipeline.gradient_reductions
+    submeshes = options.cluster.submeshes()
+    sizes = {submesh.num_devices for submesh in submeshes}.union(*(mesh_shape(s).values() for s in submeshes))
+    return [*([1] if "each_microbatch" in ways else []), *(sorted(sizes - {1}) if "once" in ways else [])]
 
 
 def _simulated_s(search: StepSearch, schedule: Schedule, found: FoundDivision) -> float:

@@ -30,6 +30,8 @@ class ChosenPipeline(NamedTuple):
       in_flight: `[S]`, how many micro-batches each keeps at most.
       bound_s: no pipeline that could be chosen takes less.
       tried: numbers of micro-batches and schedules with the seconds of the best step.
+      num_groups: R, over how many groups of examples gradients are reduced once; 1: in each micro-batch.
+      notes: sentences for the user.
     """
 
     num_microbatches: int
@@ -38,6 +40,8 @@ class ChosenPipeline(NamedTuple):
     in_flight: tuple[int, ...]
     bound_s: float
     tried: tuple[tuple[int, Schedule, float], ...]
+    num_groups: int = 1
+    notes: tuple[str, ...] = ()
 
 
 def shared_layouts(

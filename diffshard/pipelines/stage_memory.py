@@ -83,7 +83,12 @@ def stage_memory(calls: StageCalls, graph: ScheduleGraph) -> list[StageMemory]:
     ]
 
 
-def _compiled_memory(calls: StageCalls, call: StageCall) -> ProgramMemory:
+def compiled_program(calls: StageCalls, call: StageCall) -> Any:
+    """Returns a program of a stage as XLA compiles it, with its `as_text()` and `memory_analysis()`.
+
+    Raises:
+      RuntimeError: it does not compile; names its stage.
+    """
     stage = call.program.label.stage
 
     def shapes(keys: Sequence[Key], shardings: Sequence[NamedSharding]) -> list[jax.ShapeDtypeStruct]:
@@ -96,11 +101,15 @@ def _compiled_memory(calls: StageCalls, call: StageCall) -> ProgramMemory:
         shapes(keys, [calls.read_sharding(stage, key) for key in keys]) for keys in (call.given_up, call.reads)
     )
     try:
-        stats = call.function.lower(sums, given_up, reads).compile().memory_analysis()
+        return call.function.lower(sums, given_up, reads).compile()
     except Exception as error:
         raise RuntimeError(
             f"The {call.program.label.kind} program of stage {stage} does not compile: {error}"
         ) from error
+
+
+def _compiled_memory(calls: StageCalls, call: StageCall) -> ProgramMemory:
+    stats = compiled_program(calls, call).memory_analysis()
     return ProgramMemory(
         stats.argument_size_in_bytes,
         stats.output_size_in_bytes,

@@ -1,6 +1,7 @@
 """The search for the stages of a step in one number of micro-batches: its layers, and how stages of them are solved."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import replace
 from functools import cached_property
 
 import numpy as np
@@ -12,24 +13,36 @@ from diffshard.pipelines.layer_bounds import LayerBounds
 from diffshard.pipelines.layer_chain import LayerChain, layer_chain
 from diffshard.pipelines.options import PipelineOptions, memory_limit_of, mesh_shape, solve_stage
 from diffshard.pipelines.stage_search import StageLayout
+from search_spaces.pipelines.example_groups import in_groups
+from search_spaces.pipelines.stage_keys import Key
 from search_spaces.pipelines.stage_programs import StagedStep, staged_step
 
 _MOST_LAYERS = 48
 
 
 class StepSearch:
-    """The search for the stages of a step in some number of micro-batches."""
+    """The search for the stages of a step in some number of micro-batches.
 
-    def __init__(self, options: PipelineOptions, step: UncutStep, donated: Sequence[bool]):
+    Args:
+      options: what is asked for.
+      step: traced in as many parts as all micro-batches have groups of examples.
+      donated: whether each flat argument is donated.
+      num_groups: R, how many groups the examples of a micro-batch are divided into; gradients are reduced over groups
+        once, when a step ends.
+    """
+
+    def __init__(self, options: PipelineOptions, step: UncutStep, donated: Sequence[bool], num_groups: int = 1):
         self.is_donated = all(donated[i] for i in step.call.feedback if i is not None)
-        self.options, self.step = options, step
-        self.num_microbatches, self.submeshes = step.parts.num_microbatches, options.cluster.submeshes()
+        self.options, self.step, self.num_groups = options, step, num_groups
+        self.num_microbatches = step.parts.num_microbatches // num_groups
+        self.submeshes = options.cluster.submeshes()
         self._staged: dict[tuple[int, int], tuple[StagedStep, CutStep]] = {}
 
     @cached_property
     def chain(self) -> LayerChain:
         """The layers of the step."""
-        return layer_chain(self.step, _MOST_LAYERS)
+        of_group = layer_chain(self.step, _MOST_LAYERS)
+        return replace(of_group, sent_bytes=of_group.sent_bytes * self.num_groups)
 
     @cached_property
     def divisions(self) -> DivisionSearch:
@@ -60,15 +73,25 @@ class StepSearch:
         )
 
     @cached_property
-    def _layer_bounds(self) -> LayerBounds:
-        return LayerBounds(self.step, self.chain)
+    def layer_bounds(self) -> LayerBounds:
+        """The bounds of the layers; raises `ValueError` if an operation cannot be computed in groups."""
+        return LayerBounds(self.step, self.chain, self.num_groups)
 
     def _least_layer_s(self, submesh: int) -> tuple[np.ndarray, np.ndarray]:
         shape = mesh_shape(self.submeshes[submesh])
         mesh = AbstractMesh(tuple(shape.values()), tuple(shape))
-        return self._layer_bounds.seconds(mesh, self.options.cluster.hardware(self.submeshes[submesh].kind, shape))
+        return self.layer_bounds.seconds(mesh, self.options.cluster.hardware(self.submeshes[submesh].kind, shape))
 
     def staged(self, starts: Sequence[int]) -> tuple[StagedStep, CutStep]:
         """Cuts the step before some layers."""
         cut = cut_step(self.step, self.chain.cuts_before(starts))
-        return staged_step(cut.parts, cut.cuts), cut
+        return self.programs(cut), cut
+
+    def programs(self, cut: CutStep, copied: Collection[tuple[int, Key]] = ()) -> StagedStep:
+        """Returns the programs of the step, cut into stages.
+
+        Args:
+          cut: the step.
+          copied: stages with arguments that their micro-batches read from a copy.
+        """
+        return in_groups(staged_step(cut.parts, cut.cuts, copied), self.num_groups)

@@ -16,21 +16,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.extend import core
-from jax.interpreters.partial_eval import dce_jaxpr
 
 from search_spaces.pipelines.batch_states import Split
+from search_spaces.pipelines.grouped_program import GroupedProgram, with_own_dims
 from search_spaces.pipelines.microbatches import merged
-from search_spaces.pipelines.numbered_program import shape_of
-from search_spaces.pipelines.stage_keys import NUMBER, Accumulation, Key, Label
+from search_spaces.pipelines.stage_keys import Accumulation, Key, Label
 from search_spaces.pipelines.stage_programs import StagedStep, StageProgram
-from search_spaces.replay import bind, context_of
-from search_spaces.sources import user_source
 
 _REDUCE = {"sum": jnp.sum, "max": jnp.max, "min": jnp.min}
-_OF_EQUAL_SHAPES = ("threefry2x32",)
-"""Primitives that JAX cannot lower if only some operands have the dimension of the groups."""
 
 
 def in_groups(staged: StagedStep, num_groups: int) -> StagedStep:
@@ -118,10 +112,10 @@ class _Grouping:
         if program.label in self.grouped:
             return self.grouped[program.label]
         dims = [self._dim(key) for key in program.reads]
-        run = _GroupedProgram(program, dims, self.num_groups, self.num_microbatches)
+        run = GroupedProgram(program, dims, self.num_groups, self.num_microbatches)
         shapes = [_shape(self.avals[key]) for key in program.reads]
         traced = jax.make_jaxpr(run)(*shapes)
-        traced, found = _with_own_dims(traced, self.num_groups, [key in self.added for key in program.makes])
+        traced, found = with_own_dims(traced, self.num_groups, [key in self.added for key in program.makes])
         self.dims.update(zip(program.makes, found, strict=True))
         self.avals.update(zip(program.makes, traced.out_avals, strict=True))
         self.grouped[program.label] = grouped = self._with_pieces(replace(program, program=traced))
@@ -174,185 +168,6 @@ class _Grouping:
         makes = tuple(reduced(key) for key in totals)
         self.avals.update(zip(makes, traced.out_avals, strict=True))
         return StageProgram(Label("finish", stage, 0), traced, tuple(totals), makes)
-
-
-class _GroupedProgram:
-    """A forward or backward program that computes all groups of a micro-batch side by side.
-
-    Args:
-      program: of one of M·R parts.
-      dims: of each array that it reads the dimension of the groups; None where it has none.
-      num_groups: R.
-      num_microbatches: M.
-    """
-
-    def __init__(self, program: StageProgram, dims: list[int | None], num_groups: int, num_microbatches: int):
-        self.program = replace(program, program=_with_equal_shapes(program.program))
-        self.dims = dims
-        self.num_groups, self.num_microbatches = num_groups, num_microbatches
-
-    def __call__(self, *arrays: Any) -> list[Any]:
-        """Returns what the program makes, with the groups along the first dimension."""
-        number = dict(zip(self.program.reads, arrays, strict=True)).get(NUMBER)
-
-        def of_group(group: Any, *own: Any) -> list[Any]:
-            return self._run(group, number, own)
-
-        of_groups = jnp.arange(self.num_groups, dtype=jnp.int32)
-        return jax.vmap(of_group, in_axes=(0, *self.dims))(of_groups, *arrays)
-
-    def _run(self, group: Any, number: Any, arrays: Any) -> list[Any]:
-        jaxpr = self.program.program.jaxpr
-        env: dict[core.Var, Any] = dict(zip(jaxpr.constvars, self.program.program.consts, strict=True))
-        env.update(zip(jaxpr.invars, arrays, strict=True))
-        numbers = {v for v, key in zip(jaxpr.invars, self.program.reads, strict=True) if key == NUMBER}
-        env.update({v: group * self.num_microbatches + number for v in numbers})
-        for equation in jaxpr.eqns:
-            operands = [env[v] if isinstance(v, core.Var) else v.val for v in equation.invars]
-            if _is_number(equation, numbers):
-                numbers.add(equation.outvars[0])
-            dim = self._dim_of_parts(equation, numbers)
-            with context_of(equation):
-                if dim is not None:
-                    results = [self._own_part(operands, dim, equation.params["slice_sizes"], group, number)]
-                else:
-                    results = _bind(equation, operands)
-            env.update(zip(equation.outvars, results, strict=True))
-        return [env[v] if isinstance(v, core.Var) else v.val for v in jaxpr.outvars]
-
-    def _dim_of_parts(self, equation: core.JaxprEqn, numbers: set[core.Var]) -> int | None:
-        """Returns the dimension out of which an equation takes the part of its number; None of all others."""
-        if equation.primitive.name != "dynamic_slice":
-            return None
-        sizes, shape = equation.params["slice_sizes"], equation.invars[0].aval.shape  # type: ignore[attr-defined]
-        at = [d for d, v in enumerate(equation.invars[1:]) if isinstance(v, core.Var) and v in numbers]
-        parts = self.num_groups * self.num_microbatches
-        return at[0] if len(at) == 1 and sizes[at[0]] == 1 and shape[at[0]] == parts else None
-
-    def _own_part(self, operands: list[Any], dim: int, sizes: tuple[int, ...], group: Any, number: Any) -> Any:
-        """Returns the part of a group: all groups' parts are one slice, which needs no gather."""
-        array, *starts = operands
-        shape = array.shape[:dim], (self.num_groups, self.num_microbatches), array.shape[dim + 1 :]
-        array = array.reshape([n for sizes in shape for n in sizes])
-        starts = [*starts[:dim], 0, number, *starts[dim + 1 :]]
-        starts = [jnp.asarray(start, jnp.int32) for start in starts]
-        parts = lax.dynamic_slice(array, starts, (*sizes[:dim], self.num_groups, 1, *sizes[dim + 1 :]))
-        return _of_group(jnp.moveaxis(parts, dim, 0), group)
-
-
-@jax.custom_batching.custom_vmap
-def _of_group(arrays: Any, group: Any) -> Any:
-    """Returns the array of a group, of `[R, ...]`; over all groups these are the arrays as they are."""
-    return lax.dynamic_index_in_dim(arrays, group, keepdims=False)
-
-
-@_of_group.def_vmap
-def _of_all_groups(axis_size: int, in_batched: list[bool], arrays: Any, groups: Any) -> tuple[Any, bool]:
-    del axis_size
-    if not in_batched[0]:
-        return arrays, True
-    return jax.vmap(lambda own, group: lax.dynamic_index_in_dim(own, group, keepdims=False))(arrays, groups), True
-
-
-def _with_equal_shapes(program: core.ClosedJaxpr) -> core.ClosedJaxpr:
-    """Returns a program whose operations of `_OF_EQUAL_SHAPES` get the groups in all operands or in none."""
-    if not _needs_equal_shapes(program.jaxpr):
-        return program
-
-    def run(*arrays: Any) -> list[Any]:
-        jaxpr = program.jaxpr
-        env: dict[core.Var, Any] = dict(zip(jaxpr.constvars, program.consts, strict=True))
-        env.update(zip(jaxpr.invars, arrays, strict=True))
-        for equation in jaxpr.eqns:
-            operands = [env[v] if isinstance(v, core.Var) else v.val for v in equation.invars]
-            with context_of(equation):
-                if equation.primitive.name in _OF_EQUAL_SHAPES:
-                    results = _side_by_side(equation, operands)
-                else:
-                    results = bind(equation, operands, **{n: _changed(v) for n, v in equation.params.items()})
-            env.update(zip(equation.outvars, results, strict=True))
-        return [env[v] if isinstance(v, core.Var) else v.val for v in jaxpr.outvars]
-
-    return jax.make_jaxpr(run)(*map(shape_of, program.in_avals))
-
-
-def _changed(parameter: Any) -> Any:
-    """Returns a parameter of an equation, with `_with_equal_shapes` of the programs in it."""
-    if isinstance(parameter, core.ClosedJaxpr):
-        return _with_equal_shapes(parameter)
-    if isinstance(parameter, core.Jaxpr):
-        return _with_equal_shapes(core.ClosedJaxpr(parameter, ())).jaxpr if _needs_equal_shapes(parameter) else parameter
-    return type(parameter)(map(_changed, parameter)) if type(parameter) in (tuple, list) else parameter
-
-
-def _needs_equal_shapes(jaxpr: core.Jaxpr) -> bool:
-    return any(
-        equation.primitive.name in _OF_EQUAL_SHAPES or any(map(_needs_equal_shapes, core.jaxprs_in_params(equation.params)))
-        for equation in jaxpr.eqns
-    )
-
-
-def _side_by_side(equation: core.JaxprEqn, operands: list[Any]) -> Any:
-    """Evaluates an equation; over all groups each operand has their dimension, also where it is the same in all."""
-    call = jax.custom_batching.custom_vmap(lambda *arrays: tuple(bind(equation, arrays)))
-
-    @call.def_vmap
-    def of_all_groups(axis_size: int, in_batched: list[bool], *arrays: Any) -> tuple[Any, Any]:
-        shape = equation.outvars[0].aval.shape  # type: ignore[attr-defined]
-        each = []
-        for array, is_batched in zip(arrays, in_batched, strict=True):
-            own = array.shape[1:] if is_batched else array.shape
-            array = array.reshape(axis_size if is_batched else 1, *[1] * (len(shape) - len(own)), *own)
-            each.append(jnp.broadcast_to(array, (axis_size, *shape)))
-        return tuple(bind(equation, each)), (True,) * len(equation.outvars)
-
-    return call(*operands)
-
-
-def _is_number(equation: core.JaxprEqn, numbers: set[core.Var]) -> bool:
-    """Tells whether an equation makes the number of the micro-batch again, as indices from the front."""
-    name, operands = equation.primitive.name, equation.invars
-    if name == "select_n" and len(operands) == 3:  # select_n(number < 0, number, number + size)
-        return isinstance(operands[1], core.Var) and operands[1] in numbers
-    return name in ("convert_element_type", "copy") and isinstance(operands[0], core.Var) and operands[0] in numbers
-
-
-def _bind(equation: core.JaxprEqn, operands: list[Any]) -> Any:
-    try:
-        return bind(equation, operands)
-    except NotImplementedError as error:
-        name = f"{equation.primitive.name} ({user_source(equation)})"
-        raise ValueError(f"{name} cannot compute groups of examples side by side: {error}") from None
-
-
-def _with_own_dims(
-    traced: core.ClosedJaxpr, num_groups: int, forced: list[bool]
-) -> tuple[core.ClosedJaxpr, list[int | None]]:
-    """Returns a program whose results have their groups where they come to lie, and these dimensions.
-
-    Results that are the same in all groups have no such dimension, unless it is forced. So weights are not copied for
-    each group, and what a scan over layers stacks is not transposed.
-    """
-    jaxpr = traced.jaxpr
-    makers = {v: equation for equation in jaxpr.eqns for v in equation.outvars}
-    results, dims = [], []
-    for variable, is_forced in zip(jaxpr.outvars, forced, strict=True):
-        maker = makers.get(variable) if isinstance(variable, core.Var) else None
-        source, dim = variable, 0
-        if maker is not None and maker.primitive.name == "transpose":
-            permutation = maker.params["permutation"]
-            rest = [d for d in range(len(permutation)) if d != permutation[0]]
-            if list(permutation[1:]) == rest:
-                source, dim = maker.invars[0], permutation[0]
-        elif maker is not None and maker.primitive.name == "broadcast_in_dim" and not is_forced:
-            operand = maker.invars[0].aval  # type: ignore[attr-defined]
-            shape, kept = maker.params["shape"], maker.params["broadcast_dimensions"]
-            if tuple(shape) == (num_groups, *operand.shape) and tuple(kept) == tuple(range(1, len(shape))):
-                source, dim = maker.invars[0], None
-        results.append(source)
-        dims.append(dim)
-    live, _ = dce_jaxpr(jaxpr.replace(outvars=results), [True] * len(results), instantiate=True)
-    return core.ClosedJaxpr(live, traced.consts), dims
 
 
 def _shape(aval: Any) -> jax.ShapeDtypeStruct:

@@ -2,9 +2,13 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 from cost.pipeline_schedules import Schedule
 from diffshard.plans.base import Tensor
+
+GradientReduction = Literal["each_microbatch", "once"]
+"""How often gradients are reduced over devices: in each micro-batch, or once, when the step ends."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +68,8 @@ class PipelinePlanData:
       search_s: seconds of the search.
       tried: for each number of micro-batches and schedule its predicted step; infinite where nothing fits.
       notes: sentences for the user.
+      num_groups: over how many groups of examples gradients are reduced once, when the step ends; 1: they are reduced
+        in each micro-batch.
     """
 
     function: str
@@ -80,3 +86,9 @@ class PipelinePlanData:
     search_s: float
     tried: tuple[tuple[int, Schedule, float], ...] = ()
     notes: tuple[str, ...] = ()
+    num_groups: int = 1
+
+    @property
+    def gradient_reduction(self) -> GradientReduction:
+        """How often gradients are reduced over devices that share the examples of a micro-batch."""
+        return "once" if self.num_groups > 1 else "each_microbatch"

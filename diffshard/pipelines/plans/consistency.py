@@ -21,6 +21,8 @@ def check_pipeline_plan(plan: PipelinePlanData) -> None:
     """
     if not 1 <= plan.num_microbatches <= _MOST_MICROBATCHES:
         raise ValueError(f"`num_microbatches` must be from 1 to {_MOST_MICROBATCHES}, not {plan.num_microbatches}")
+    if plan.num_groups < 1:
+        raise ValueError(f"`num_groups` must be 1 or more, not {plan.num_groups}")
     if not 1 <= len(plan.stages) <= _MOST_STAGES:
         raise ValueError(f"`stages` must be from 1 to {_MOST_STAGES}, not {len(plan.stages)}")
     _check_numbers("", {name: getattr(plan, name) for name in ("step_s", "bubble", "lower_bound_s", "gap", "search_s")})

@@ -13,6 +13,7 @@ from diffshard.pipelines.plans.text import (
     layer_range,
     micro_batches,
     pipeline_verdict,
+    reduction_words,
     schedule_words,
     stage_rows,
     time_rows,
@@ -40,7 +41,8 @@ def format_pipeline_page(plan: PipelinePlanData) -> str:
     notes = "".join(f"<li>{escape(note)}</li>" for note in plan.notes)
     body = [
         f"<h1>{escape(short_name(plan.function))} in {stages} on {devices}</h1>",
-        f"<div class=dim>{escape(plan.cluster)} · {escape(schedule_words(plan))} · searched for "
+        f"<div class=dim>{escape(plan.cluster)} · {escape(schedule_words(plan))} · "
+        f"gradients {escape(reduction_words(plan))} · searched for "
         f"{escape(format_s(plan.search_s))} · gap {format_percent(plan.gap)}: {escape(pipeline_verdict(plan))}</div>",
         _cards(plan),
         f"<h2>Schedule of a step</h2>{schedule_elements(plan)}",

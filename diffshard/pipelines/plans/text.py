@@ -58,6 +58,13 @@ def schedule_words(plan: PipelinePlanData) -> str:
     return f"{micro_batches(plan.num_microbatches)}, {plan.schedule}: {_SCHEDULES[plan.schedule]}"
 
 
+def reduction_words(plan: PipelinePlanData) -> str:
+    """Returns how often gradients are reduced: `reduced once a step, over 4 groups of examples`."""
+    if plan.num_groups == 1:
+        return "reduced in each micro-batch"
+    return f"reduced once a step, over {plan.num_groups} groups of the examples of a micro-batch"
+
+
 def micro_batches(number: int) -> str:
     """Writes a number of micro-batches: `1 micro-batch`, `8 micro-batches`."""
     return f"{number:,} micro-batch{'es' if number != 1 else ''}"
@@ -134,6 +141,7 @@ def _header(plan: PipelinePlanData) -> str:
             " " * 12,
         ),
         *wrapped(schedule_words(plan), "  schedule  ", " " * 12),
+        *wrapped(reduction_words(plan), "  gradients ", " " * 12),
         *wrapped(
             f"{format_s(plan.lower_bound_s)}, gap {format_percent(plan.gap)}: {pipeline_verdict(plan)}",
             "  bound     ",

@@ -61,6 +61,7 @@ def test_newer_versions_and_other_files_are_refused(tmp_path):
         (("stages", 2, "send_forward_s"), 1.0, "must send nothing"),
         (("stages", 0, "arguments", 0, "spec"), [["z"], []], "no axis of `mesh_axes`"),
         (("stages", 0, "arguments", 0, "dtype"), "float99", "which is no type of arrays"),
+        (("num_groups",), 0, "`num_groups` must be 1 or more, not 0"),
         (("tried", 0, 2), "nan", "`tried\\[0\\]` must have"),
         (("tried", 1, 1), "1f1b", "twice"),
     ],

@@ -1,0 +1,151 @@
+"""Gradients that are reduced once a step: the results are the same, and micro-batches reduce nothing."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import diffshard
+from cost.pipeline_schedules import graph_of
+from diffshard.pipelines.cutting import cut_step, uncut_step
+from diffshard.pipelines.execution import StagedExecution
+from diffshard.pipelines.microbatches import BatchArguments
+from diffshard.pipelines.plans.file import from_json, to_json
+from diffshard.pipelines.stage_memory import compiled_program
+from search_spaces.pipelines import grouped_program
+from search_spaces.pipelines.example_groups import in_groups
+from search_spaces.pipelines.stage_keys import Label
+from search_spaces.pipelines.stage_programs import staged_step
+from search_spaces.replay import bind
+from tests.diffshard.pipelines import scanned_models, small_pipeline
+from tests.diffshard.pipelines.small_pipeline import check_close, meshes
+
+OPTIMIZER = optax.chain(optax.clip_by_global_norm(0.5), optax.sgd(0.1))
+
+
+def mlp_step(params, batch):
+    """Returns losses of each example too, in the order of the batch, and a number that is the same in all parts."""
+    x, y = batch
+
+    def loss_fn(params):
+        losses = ((jnp.tanh(x @ params["up"]) @ params["down"] - y) ** 2).mean(-1)
+        return losses.mean(), (losses, params["up"].sum())
+
+    (loss, aux), gradients = jax.value_and_grad(loss_fn, has_aux=True)(params)
+    updates, _ = OPTIMIZER.update(gradients, OPTIMIZER.init(params))
+    return optax.apply_updates(params, updates), (loss, *aux)
+
+
+def mlp_arguments(width=16, examples=64):
+    keys = jax.random.split(jax.random.key(1), 4)
+    up, down = (jax.random.normal(key, (width, width)) / width**0.5 for key in keys[:2])
+    return {"up": up, "down": down}, tuple(jax.random.normal(key, (examples, width)) for key in keys[2:])
+
+
+def grouped(step, args, num_stages, num_microbatches, num_groups):
+    """Returns a step in even stages, in micro-batches of groups of examples, and the cut step."""
+    uncut = uncut_step(step, num_microbatches * num_groups, BatchArguments((1,), ()), args, {})
+    candidates = uncut.candidates()
+    candidates = [c for c in candidates if c.cut.trip] or candidates
+    cut = cut_step(uncut, [candidates[len(candidates) * i // num_stages].cut for i in range(1, num_stages)])
+    return in_groups(staged_step(cut.parts, cut.cuts), num_groups), cut
+
+
+@pytest.mark.parametrize(
+    ("step", "args", "num_stages", "num_microbatches", "num_groups"),
+    [
+        (small_pipeline.train_step, small_pipeline.arguments, 2, 2, 4),  # tied embedding, masks, clipping, a maximum
+        (scanned_models.train_step, scanned_models.arguments, 2, 4, 2),  # masks inside of the scan
+        (mlp_step, mlp_arguments, 1, 4, 2),
+    ],
+)
+def test_results_are_those_of_one_device(step, args, num_stages, num_microbatches, num_groups):
+    args = args()
+    staged, cut = grouped(step, args, num_stages, num_microbatches, num_groups)
+    assert staged.num_microbatches == num_microbatches
+    graph = graph_of("1f1b", num_stages, num_microbatches)
+    execution = StagedExecution(staged, meshes([2] * num_stages), graph, lambda stage, key: None)
+    found = cut.result(execution(cut.flat_arguments(jax.tree.leaves(args))))
+    found = jax.tree.map(lambda x: np.asarray(x) if isinstance(x, diffshard.StagedArray) else x, found)
+    check_close(found, jax.jit(step)(*args))
+
+
+def test_what_is_the_same_in_all_groups_is_not_copied_for_each():
+    args = scanned_models.arguments()
+    staged, _ = grouped(scanned_models.train_step, args, 2, 2, 2)
+    weights = {x.shape for x in jax.tree.leaves(args[0]) if hasattr(x, "shape") and x.ndim > 1}
+    layers = {(n, *shape[1:]) for shape in weights for n in range(1, scanned_models.LAYERS + 1)}
+    made = {staged.avals[key].shape for p in staged.programs.values() if p.label.kind == "forward" for key in p.makes}
+    assert made  # residuals and activations
+    assert not any((2, *shape) in made for shape in weights | layers)
+
+
+def test_an_operation_that_cannot_compute_groups_is_named(monkeypatch):
+    def bind_without_tanh(equation, operands, **parameters):
+        if equation.primitive.name == "tanh":
+            raise NotImplementedError("no batching rule")
+        return bind(equation, operands, **parameters)
+
+    monkeypatch.setattr(grouped_program, "bind", bind_without_tanh)
+    with pytest.raises(ValueError, match=r"tanh \(.*test_gradient_reductions.py.* cannot compute groups of examples"):
+        grouped(mlp_step, mlp_arguments(), 1, 4, 2)
+
+
+def test_groups_divide_the_micro_batches():
+    staged, _ = grouped(mlp_step, mlp_arguments(), 1, 4, 1)
+    with pytest.raises(ValueError, match="`num_groups` must divide the 4 micro-batches, not be 3"):
+        in_groups(staged, 3)
+
+
+@pytest.fixture(scope="module")
+def searched():
+    """The pipelines that a search finds on two devices, by the ways in which gradients may be reduced."""
+    cluster = diffshard.Cluster.from_devices(jax.devices()[:2], hardware="h100")
+
+    def search(*ways):
+        pipeline = diffshard.Pipeline(microbatches=4, max_stages=1, schedules=("1f1b",), gradient_reductions=ways)
+        return diffshard.search(mlp_step, cluster, pipeline=pipeline)
+
+    args = mlp_arguments(512, 4096)
+    found = {ways: search(*ways) for ways in (("each_microbatch",), ("once",))}
+    return found, {ways: function.plan(*args) for ways, function in found.items()}
+
+
+def reductions(function, args):
+    """Returns the shapes of all arrays that the backward program of a micro-batch reduces over devices."""
+    calls = function.execution(*args).calls
+    text = compiled_program(calls, calls.calls[Label("backward", 0)]).as_text()
+    return re.findall(r"= \(?(\S+?)(?:, \S+?)*\)? (?:all-reduce|reduce-scatter)(?:-start)?\(", text)
+
+
+def test_micro_batches_reduce_no_gradients(searched):
+    functions, _ = searched
+    args = mlp_arguments(512, 4096)
+    assert reductions(functions["each_microbatch",], args)
+    assert not reductions(functions["once",], args)
+
+
+def test_a_searched_pipeline_that_reduces_once_has_the_results_of_one_device(searched):
+    functions, _ = searched
+    args = mlp_arguments(512, 4096)
+    check_close(functions["once",](*args), jax.jit(mlp_step)(*args))
+
+
+def test_the_plan_says_how_gradients_are_reduced(searched):
+    each, once = searched[1].values()
+    assert (each.gradient_reduction, once.gradient_reduction) == ("each_microbatch", "once")
+    assert once.num_microbatches == each.num_microbatches
+    text = "gradients reduced once a step, over 2 groups of the examples of a micro-batch"
+    assert text in str(once)
+    assert text in once.html()
+    assert "gradients reduced in each micro-batch" in str(each)
+    assert from_json(to_json(once), "plan.json", diffshard.PipelinePlan) == once
+
+
+@pytest.mark.parametrize("ways", [(), "once", ("never",)])
+def test_ways_that_do_not_exist_are_refused(ways):
+    with pytest.raises(ValueError, match=r"`Pipeline.gradient_reductions` must be some of"):
+        diffshard.Pipeline(gradient_reductions=ways)
