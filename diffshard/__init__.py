@@ -31,6 +31,9 @@ if TYPE_CHECKING:  # for type checkers and editors; when the program runs, `__ge
     from diffshard.elastic.checkpoint_files import CheckpointError
     from diffshard.elastic.resume import resume
     from diffshard.elastic.training import Training
+    from diffshard.embedding_tables.plan import TablePlan
+    from diffshard.embedding_tables.reference import padded_ids
+    from diffshard.embedding_tables.search import shard_tables
     from diffshard.experts.plans import ExpertPlans, expert_plans
     from diffshard.initialisation import init_search, kaiming, orthogonal, xavier
     from diffshard.pipelines.base import Pipeline, PipelinePlan
@@ -52,6 +55,7 @@ if TYPE_CHECKING:  # for type checkers and editors; when the program runs, `__ge
     from search_spaces.communication.places import alternatives
     from search_spaces.communication.space import CommunicationSpace
     from search_spaces.communication.strategies import Encode, ErrorFeedback, EveryK, Exact, Schedule
+    from search_spaces.embedding_tables.base import EmbeddingTable
     from search_spaces.sharding.opaque.checking import check_kernel
     from search_spaces.sharding.opaque.declaration import kernel
 
@@ -78,6 +82,9 @@ _NAMES_OF = {
     "diffshard.elastic.resume": ("resume",),
     "diffshard.elastic.training": ("Training",),
     "diffshard.experts.plans": ("ExpertPlans", "expert_plans"),
+    "diffshard.embedding_tables.plan": ("TablePlan",),
+    "diffshard.embedding_tables.reference": ("padded_ids",),
+    "diffshard.embedding_tables.search": ("shard_tables",),
     "diffshard.initialisation": ("init_search", "kaiming", "orthogonal", "xavier"),
     "diffshard.pipelines.base": ("Pipeline", "PipelinePlan"),
     "diffshard.pipelines.execution": ("StageError",),
@@ -98,6 +105,7 @@ _NAMES_OF = {
     "search_spaces.communication.space": ("CommunicationSpace",),
     "search_spaces.communication.strategies": ("Encode", "ErrorFeedback", "EveryK", "Exact", "Schedule"),
     "search_spaces.communication.layers.attention": ("windowed_attention",),
+    "search_spaces.embedding_tables.base": ("EmbeddingTable",),
     "search_spaces.sharding.opaque.checking": ("check_kernel",),
     "search_spaces.sharding.opaque.declaration": ("kernel",),
 }
@@ -119,6 +127,7 @@ __all__ = [
     "Cluster",
     "CommunicationSpace",
     "Comparison",
+    "EmbeddingTable",
     "Encode",
     "ErrorFeedback",
     "EveryK",
@@ -147,6 +156,7 @@ __all__ = [
     "StageError",
     "StagedArray",
     "Submesh",
+    "TablePlan",
     "Training",
     "ZenoReport",
     "ZenoResult",
@@ -167,6 +177,7 @@ __all__ = [
     "mixture",
     "nnx",
     "orthogonal",
+    "padded_ids",
     "pareto",
     "phases_of_log",
     "place",
@@ -175,6 +186,7 @@ __all__ = [
     "resume",
     "sampled",
     "search",
+    "shard_tables",
     "solve",
     "windowed_attention",
     "xavier",

@@ -21,10 +21,12 @@ from diffshard.base import PlanError
 from diffshard.files import write_whole
 
 SHARDING, BILEVEL, PIPELINE = "diffshard plan", "diffshard bilevel plan", "diffshard pipeline plan"
+TABLES = "diffshard plan of embedding tables"
 _LOADED_BY = {
     SHARDING: "`diffshard.Plan.load`",
     BILEVEL: "`diffshard.BilevelPlan.load`",
     PIPELINE: "`diffshard.PipelinePlan.load`",
+    TABLES: "`diffshard.TablePlan.load`",
 }
 _NOT_FINITE = ("inf", "-inf", "nan")
 _NUMBERS = {float: (int, float), int: (int,), bool: (bool,), str: (str,)}

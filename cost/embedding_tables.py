@@ -1,0 +1,112 @@
+"""What lookups in embedding tables cost: bytes of the device's memory for rows, bytes of the links for pooled rows.
+
+A lookup reads rows all over a table, so the memory's bandwidth decides, and short rows waste a part of it. Each device
+looks up the rows of its own tables for the whole batch, then an all-to-all brings the pooled rows to the examples they
+belong to. That exchange ends when the device that began last has sent its rows, so that a step takes
+
+    J = max_d F_d + max_d R_d
+
+for forward lookups F and the rest R of each device d: both exchanges and the backward pass.
+
+Letters for sizes: D devices.
+
+Source: the constants and the bytes of a lookup are those of TorchRec's `EmbeddingPerfEstimator` (table-wise sharding);
+that a step takes as long as its slowest device: Zha et al., "NeuroShard" (MLSys 2023), section 2.
+"""
+
+from functools import partial
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from cost.base import CostModel, Hardware
+
+LEAST_READ_COLUMNS = 32
+"""Columns that a lookup of fewer columns reads as well: a transaction of the memory is not shorter. TorchRec's."""
+_FULL_BLOCK_COLUMNS, _HALF_BLOCK_COLUMNS = 128, 64
+_HALF_BLOCK_PENALTY, _QUARTER_BLOCK_PENALTY = 1.15, 1.75  # of rows that do not fill a block of threads; TorchRec's
+BACKWARD_FACTOR = 2.0
+"""Seconds of the backward pass and the update for one second of forward lookups; TorchRec's."""
+ID_BYTES = 4  # ids are int32
+POOLED_BYTES = 4  # pooled rows are float32, whatever the table's type
+STATE_BYTES_PER_ROW = 4
+"""What row-wise Adagrad keeps for each row of a table: one float32."""
+
+
+def block_penalty(columns: ArrayLike) -> np.ndarray:
+    """Returns what lookups of few columns take longer: 1 from 128 columns on, 1.15 from 64 on, else 1.75."""
+    columns = np.asarray(columns)
+    few = np.where(columns >= _HALF_BLOCK_COLUMNS, _HALF_BLOCK_PENALTY, _QUARTER_BLOCK_PENALTY)
+    return np.where(columns >= _FULL_BLOCK_COLUMNS, 1.0, few)
+
+
+def lookup_s(
+    lookups: ArrayLike, columns: ArrayLike, itemsize: ArrayLike, ids: ArrayLike, outputs: ArrayLike, hardware: Hardware
+) -> np.ndarray:
+    """Computes the seconds of forward lookups on one device; arguments broadcast against each other.
+
+    Args:
+      lookups: rows that are read.
+      columns: of each row.
+      itemsize: bytes of one number of the table.
+      ids: ids that are looked at, those of rows on other devices included.
+      outputs: pooled rows that are written.
+      hardware: the device, whose memory's bandwidth counts.
+    """
+    columns = np.asarray(columns, float)
+    read = np.asarray(lookups) * np.maximum(columns, LEAST_READ_COLUMNS) * itemsize
+    num_bytes = np.asarray(ids) * ID_BYTES + read + np.asarray(outputs) * columns * POOLED_BYTES
+    return block_penalty(columns) * num_bytes / hardware.reached_memory_bytes_per_s
+
+
+def exchange_s(outputs: ArrayLike, columns: ArrayLike, num_devices: int, s_per_byte: float) -> np.ndarray:
+    """Computes the seconds in which one device sends pooled rows to all others, or receives their gradients.
+
+    The latency is the same for all placements and left out.
+
+    Args:
+      outputs: pooled rows.
+      columns: of each row.
+      num_devices: D; an example in D stays where it is.
+      s_per_byte: of the link.
+    """
+    sent = np.asarray(outputs, float) * columns * POOLED_BYTES * (num_devices - 1) / num_devices
+    return sent * s_per_byte
+
+
+def replica_gradient_s(table_bytes: ArrayLike, num_devices: int, s_per_byte: float) -> np.ndarray:
+    """Computes the seconds of the all-reduce of a replicated table's gradient, without latency."""
+    return 2.0 * np.asarray(table_bytes, float) * (num_devices - 1) / num_devices * s_per_byte
+
+
+def step_s(forward_s: np.ndarray, rest_s: np.ndarray) -> float:
+    """Computes J from forward lookups F `[D]` and the rest R `[D]` in seconds; 0 where there are no devices."""
+    return float(np.max(forward_s, initial=0.0) + np.max(rest_s, initial=0.0))
+
+
+def access_share(access: np.ndarray | None, num_rows: int, start: int, end: int) -> float:
+    """Returns which share of all lookups goes to the rows from `start` to `end` (exclusive).
+
+    Args:
+      access: `[K]` counts of lookups in K parts of the table that have equally many rows; None if rows are alike.
+      num_rows: of the table.
+      start: the first row.
+      end: the row after the last one.
+    """
+    if access is None:
+        return (end - start) / num_rows
+    cumulative = np.concatenate([[0.0], np.cumsum(np.asarray(access, float))])
+    at = np.interp(np.array([start, end]) / num_rows * len(access), np.arange(len(cumulative)), cumulative)
+    return float((at[1] - at[0]) / cumulative[-1])
+
+
+def _lookups_of(size: ArrayLike, hardware: Hardware, *, columns: int) -> np.ndarray:
+    return lookup_s(np.asarray(size, float), columns, 4, size, size, hardware)
+
+
+def _widths(*columns: int) -> tuple[CostModel, ...]:
+    """Makes models of lookups in tables of a few widths; their size is in looked up rows."""
+    return tuple(partial(_lookups_of, columns=width) for width in columns)
+
+
+EXAMPLE = partial(_widths, 16, 64, 128)

@@ -1,0 +1,149 @@
+"""Checks of what a plan of embedding tables is given, and of what its file holds.
+
+Letters for sizes: D devices, B examples, P ids.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+
+from diffshard.embedding_tables.reference import NO_ID
+from search_spaces.embedding_tables.base import EVERY_DEVICE, EmbeddingTable, Piece, TableDevices
+
+
+class Pieces(Protocol):
+    """What `check_pieces` looks at of a plan."""
+
+    @property
+    def tables(self) -> tuple[EmbeddingTable, ...]: ...  # noqa: D102
+    @property
+    def devices(self) -> TableDevices: ...  # noqa: D102
+    @property
+    def pieces(self) -> tuple[Piece, ...]: ...  # noqa: D102
+    @property
+    def mesh_axes(self) -> tuple[tuple[str, int], ...]: ...  # noqa: D102
+
+
+def check_pieces(plan: Pieces) -> None:
+    """Checks that pieces cover each number of each table once, on devices that there are.
+
+    Raises:
+      ValueError: they do not; the error names the table.
+    """
+    num_devices = plan.devices.num_devices
+    if int(np.prod([size for _, size in plan.mesh_axes])) != num_devices:
+        raise ValueError(f"the mesh axes {plan.mesh_axes} are not of {num_devices} devices")
+    for index, table in enumerate(plan.tables):
+        own = [piece for piece in plan.pieces if piece.table == index]
+        for p in own:
+            fits = 0 <= p.row_start < p.row_end <= table.rows and 0 <= p.column_start < p.column_end <= table.dimension
+            if not fits or not EVERY_DEVICE <= p.device < num_devices:
+                raise ValueError(f"table {table.name!r} has the piece {p}, which does not fit it or the devices")
+        covered = sum(p.rows * p.columns for p in own)
+        if covered != table.rows * table.dimension or any(_overlap(a, b) for i, a in enumerate(own) for b in own[:i]):
+            raise ValueError(f"the pieces of table {table.name!r} do not cover each of its numbers once")
+    if any(not 0 <= p.table < len(plan.tables) for p in plan.pieces):
+        raise ValueError("a piece belongs to no table")
+
+
+def checked_arrays(tables: Sequence[EmbeddingTable], arrays: Mapping[str, Any]) -> list[np.ndarray]:
+    """Returns whole tables in the order of the plan; raises `ValueError` where one does not fit."""
+    _check_names("tables", tables, arrays)
+    checked = []
+    for table in tables:
+        array = np.asarray(arrays[table.name])
+        if array.shape != (table.rows, table.dimension) or array.dtype != jnp.dtype(table.dtype):
+            raise ValueError(
+                f"`tables[{table.name!r}]` must be {table.dtype}[{table.rows},{table.dimension}], as it was planned, "
+                f"not {array.dtype}{list(array.shape)}."
+            )
+        checked.append(array)
+    return checked
+
+
+def checked_ids(
+    tables: Sequence[EmbeddingTable], num_devices: int, ids: Mapping[str, Any], weights: Mapping[str, Any] | None
+) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
+    """Returns ids as int32 and weights as float32; raises `ValueError` where they do not fit the tables."""
+    _check_names("ids", tables, ids)
+    checked = {table.name: jnp.asarray(ids[table.name]) for table in tables}
+    batch_sizes = {}
+    for table in tables:
+        own = checked[table.name]
+        if own.ndim != 2 or not jnp.issubdtype(own.dtype, jnp.integer):
+            raise ValueError(
+                f"`ids[{table.name!r}]` must be integers `[B, P]`, not {own.dtype}{list(own.shape)}; `padded_ids` "
+                "makes them of ragged ids."
+            )
+        batch_sizes[table.name] = own.shape[0]
+        _check_range(table, own)
+    batch_size = next(iter(batch_sizes.values()))
+    other = next((name for name, size in batch_sizes.items() if size != batch_size), None)
+    if other is not None:
+        raise ValueError(f"`ids[{other!r}]` has {batch_sizes[other]} examples, others have {batch_size}.")
+    if batch_size % num_devices:
+        raise ValueError(f"`ids` have {batch_size} examples, which {num_devices} devices do not divide.")
+    weights = dict(weights or {})
+    _check_known("weights", tables, weights)
+    for name, array in weights.items():
+        weights[name] = jnp.asarray(array, jnp.float32)
+        if weights[name].shape != checked[name].shape:
+            raise ValueError(
+                f"`weights[{name!r}]` must have the shape of its ids, {checked[name].shape}, not {weights[name].shape}."
+            )
+    for name, own in checked.items():
+        if not own.shape[1]:  # XLA's partitioner refuses arrays of no numbers
+            checked[name] = jnp.full((batch_size, 1), NO_ID)
+            weights.pop(name, None)
+    return {name: own.astype(jnp.int32) for name, own in checked.items()}, weights
+
+
+def checked_gradients(
+    tables: Sequence[EmbeddingTable], ids: Mapping[str, jax.Array], gradients: Mapping[str, Any]
+) -> dict[str, jax.Array]:
+    """Returns gradients of pooled rows; raises `ValueError` where they do not fit the tables and ids."""
+    _check_names("gradients", tables, gradients)
+    for table in tables:
+        expected, shape = (ids[table.name].shape[0], table.dimension), np.shape(gradients[table.name])
+        if shape != expected:
+            raise ValueError(f"`gradients[{table.name!r}]` must have the shape {expected}, not {shape}.")
+    return {table.name: jnp.asarray(gradients[table.name]) for table in tables}
+
+
+def _check_range(table: EmbeddingTable, ids: jax.Array) -> None:
+    """Raises `ValueError` for ids that are no rows, where the ids are known."""
+    if isinstance(ids, Tracer) or not ids.size:
+        return
+    least, most = int(ids.min()), int(ids.max())
+    if least < NO_ID or most >= table.rows:
+        wrong = most if most >= table.rows else least
+        raise ValueError(
+            f"`ids[{table.name!r}]` has the id {wrong}; rows are 0 to {table.rows - 1}, and {NO_ID} stands for no id."
+        )
+
+
+def _check_names(argument: str, tables: Sequence[EmbeddingTable], given: Iterable[str]) -> None:
+    missing = [table.name for table in tables if table.name not in given]
+    if missing:
+        raise ValueError(f"`{argument}` lacks the table {missing[0]!r}; it must have all {len(tables)} of the plan.")
+    _check_known(argument, tables, given)
+
+
+def _check_known(argument: str, tables: Sequence[EmbeddingTable], given: Iterable[str]) -> None:
+    names = [table.name for table in tables]
+    unknown = [name for name in given if name not in names]
+    if unknown:
+        raise ValueError(f"`{argument}` has {unknown[0]!r}, which is no table of the plan; it has {', '.join(names)}.")
+
+
+def _overlap(a: Piece, b: Piece) -> bool:
+    return (
+        a.row_start < b.row_end
+        and b.row_start < a.row_end
+        and a.column_start < b.column_end
+        and b.column_start < a.column_end
+    )

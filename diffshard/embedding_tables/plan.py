@@ -1,0 +1,257 @@
+"""`TablePlan`: which device holds what, what that is predicted to cost, and the lookups that run so.
+
+Letters for sizes: D devices, B examples, P ids of an example at most.
+"""
+
+import dataclasses
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+from cost.embedding_tables import step_s
+from diffshard.base import PlanError
+from diffshard.embedding_tables.arrays import TableArrays, to_numbers, to_tables
+from diffshard.embedding_tables.checks import check_pieces, checked_arrays, checked_gradients, checked_ids
+from diffshard.embedding_tables.layout import Layout
+from diffshard.embedding_tables.programs import DevicePrograms
+from diffshard.embedding_tables.text import plan_text
+from diffshard.plans.documents import TABLES, content, from_json_values, read, to_json_values, write
+from search_spaces.embedding_tables.base import DecodedTables, EmbeddingTable, Piece, TableDevices
+from search_spaces.embedding_tables.prices import decoded
+
+VERSION = 1
+_EPSILON = 1e-8  # of Adagrad, as in FBGEMM
+
+
+@dataclass(frozen=True)
+class TablePlan:
+    """Where embedding tables are on devices. Made by `diffshard.shard_tables`; `print` shows it.
+
+    Attributes:
+      tables: as they were given.
+      devices: what they were planned for.
+      pieces: which device holds which part of each table.
+      mesh_axes: the mesh's axes with their sizes; devices are numbered row-major.
+      lower_bound_s: no placement in the search space takes fewer seconds.
+      status: of the solver.
+      search_s: seconds that planning took.
+      mesh: the devices, an `AbstractMesh` if they are not here; not saved.
+    """
+
+    tables: tuple[EmbeddingTable, ...]
+    devices: TableDevices
+    pieces: tuple[Piece, ...]
+    mesh_axes: tuple[tuple[str, int], ...]
+    lower_bound_s: float
+    status: str
+    search_s: float
+    mesh: Mesh | AbstractMesh | None = field(default=None, compare=False)
+
+    @cached_property
+    def predicted(self) -> DecodedTables:
+        """What each device computes, sends and holds."""
+        return decoded(self.tables, self.pieces, self.devices)
+
+    @cached_property
+    def layout(self) -> Layout:
+        """Where the pieces lie in each device's arrays."""
+        return Layout(self.tables, self.pieces, self.devices.num_devices)
+
+    @property
+    def step_s(self) -> float:
+        """Predicted seconds of all lookups of a step, their exchanges and their backward pass."""
+        return step_s(self.predicted.forward_s, self.predicted.rest_s)
+
+    @property
+    def gap(self) -> float:
+        """How much less any other placement can be predicted to take, relative to this one."""
+        return max(1 - self.lower_bound_s / self.step_s, 0.0) if self.step_s else 0.0
+
+    def init(self, key: jax.Array) -> TableArrays:
+        """Returns tables of uniform numbers within ±1/√rows, made on the devices that hold them.
+
+        Args:
+          key: a JAX random key.
+
+        Raises:
+          PlanError: the plan's devices are not here, or its arrays do not fit.
+        """
+        run = self._mapped(self._programs.init, (PartitionSpec(),), self._specs)
+        return jax.jit(run)(jax.random.key_data(key))
+
+    def shard(self, tables: Mapping[str, Any]) -> TableArrays:
+        """Returns tables on the devices that hold them.
+
+        Args:
+          tables: by name, `[rows, dimension]` of the table's dtype.
+
+        Raises:
+          ValueError: a table is missing, unknown, or of another shape or dtype.
+          PlanError: as `init`.
+        """
+        numbers = to_numbers(self.layout, checked_arrays(self.tables, tables))
+        mesh = self._mesh_here()
+        return jax.device_put(numbers, jax.tree.map(lambda spec: NamedSharding(mesh, spec), self._specs))
+
+    def unshard(self, arrays: TableArrays) -> dict[str, np.ndarray]:
+        """Returns whole tables by name, on the host."""
+        return to_tables(self.layout, arrays)
+
+    def init_state(self) -> TableArrays:
+        """Returns the state of row-wise Adagrad before the first step: zeros, on the devices that hold the rows.
+
+        Raises:
+          PlanError: as `init`.
+        """
+        layout, mesh = self.layout, self._mesh_here()
+
+        def zeros() -> TableArrays:
+            copies = {self.tables[t].name: jnp.zeros(self.tables[t].rows) for t in layout.copied}
+            return TableArrays({"state": jnp.zeros((layout.num_devices, layout.state_rows))}, copies)
+
+        return jax.jit(zeros, out_shardings=jax.tree.map(lambda s: NamedSharding(mesh, s), self._state_specs))()
+
+    def lookup(
+        self, arrays: TableArrays, ids: Mapping[str, Any], weights: Mapping[str, Any] | None = None
+    ) -> dict[str, jax.Array]:
+        """Looks up and pools rows; runs inside `jax.jit` and `jax.grad` as well.
+
+        >>> pooled = plan.lookup(arrays, {"users": ids})["users"]
+
+        The gradient of `arrays` is as large as these. `update` makes a training step without it.
+
+        Args:
+          arrays: the tables, from `init` or `shard`.
+          ids: by table, `[B, P]` integers, and -1 where an example has fewer; D divides B. `padded_ids` makes them of
+            ragged ids.
+          weights: by table, `[B, P]`, what each row is multiplied by; a table that is not there has ones.
+
+        Returns:
+          Pooled rows by table, `[B, dimension]` float32; zeros for examples without ids.
+
+        Raises:
+          ValueError: a table is missing or unknown, shapes do not fit, D does not divide B, or an id is not a row.
+            Traced ids, inside `jax.jit`, have no numbers to check: there an id that is not a row adds nothing.
+          PlanError: the plan's devices are not here.
+        """
+        ids, weights = checked_ids(self.tables, self.devices.num_devices, ids, weights)
+        run = self._mapped(self._programs.lookup, (self._specs, self._batch, self._batch), self._batch)
+        return run(arrays, ids, weights)
+
+    def update(
+        self,
+        arrays: TableArrays,
+        state: TableArrays,
+        ids: Mapping[str, Any],
+        gradients: Mapping[str, Any],
+        *,
+        learning_rate: float | jax.Array,
+        weights: Mapping[str, Any] | None = None,
+        epsilon: float = _EPSILON,
+    ) -> tuple[TableArrays, TableArrays]:
+        """Makes a step of row-wise Adagrad, which touches the rows that were looked up and no others.
+
+        Each row's state s grows by the mean of its squared gradient g over the columns, and the row changes by
+        -learning_rate · g / (√s + epsilon).
+
+        Args:
+          arrays: the tables; donate them to `jax.jit` to change them in place.
+          state: from `init_state`.
+          ids: as for `lookup`.
+          gradients: of the pooled rows, by table, `[B, dimension]`.
+          learning_rate: of this step.
+          weights: as for `lookup`.
+          epsilon: against division by zero.
+
+        Returns:
+          The tables and the state after the step.
+
+        Raises:
+          ValueError, PlanError: as `lookup`; a gradient is missing or of another shape.
+        """
+        ids, weights = checked_ids(self.tables, self.devices.num_devices, ids, weights)
+        gradients = checked_gradients(self.tables, ids, gradients)
+
+        def step(*arguments: Any) -> Any:
+            return self._programs.update(*arguments, epsilon=epsilon)
+
+        rate = jnp.asarray(learning_rate, jnp.float32)
+        specs = (self._specs, self._state_specs, self._batch, self._batch, self._batch, PartitionSpec())
+        run = self._mapped(step, specs, (self._specs, self._state_specs))
+        return run(arrays, state, ids, weights, gradients, rate)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the plan as JSON; the file is replaced whole or not at all."""
+        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "mesh"}
+        write(path, {"format": TABLES, "version": VERSION, **to_json_values(fields)})
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], mesh: Mesh | AbstractMesh | None = None) -> "TablePlan":
+        """Reads a plan that `save` wrote.
+
+        Args:
+          path: the file.
+          mesh: the devices to run on, with the axes of the plan; None for a plan that is only looked at.
+
+        Raises:
+          PlanError: the file is no such plan, is damaged, or was made for other axes than the mesh's.
+          OSError: the file cannot be read.
+        """
+        values = content(read(path), os.fspath(path), TABLES, VERSION)
+        try:
+            plan: TablePlan = from_json_values(cls, {**values, "mesh": None})
+            check_pieces(plan)
+        except (TypeError, ValueError) as error:
+            raise PlanError(f"`{os.fspath(path)}` is damaged: {error}.") from None
+        if mesh is not None and tuple(mesh.shape.items()) != plan.mesh_axes:
+            raise PlanError(f"`mesh` has the axes {dict(mesh.shape)}; the plan was made for {dict(plan.mesh_axes)}.")
+        return dataclasses.replace(plan, mesh=mesh)
+
+    def __str__(self) -> str:
+        return plan_text(self, self.predicted)
+
+    @cached_property
+    def _programs(self) -> DevicePrograms:
+        return DevicePrograms(self.layout, tuple(name for name, _ in self.mesh_axes))
+
+    @property
+    def _batch(self) -> PartitionSpec:
+        """How examples, and the arrays of all devices, are split: over all axes."""
+        return PartitionSpec(tuple(name for name, _ in self.mesh_axes))
+
+    @property
+    def _specs(self) -> Any:
+        """The sharding of the tables."""
+        shards: Any = dict.fromkeys(self.layout.numbers, self._batch)
+        copies: Any = dict.fromkeys((self.tables[t].name for t in self.layout.copied), PartitionSpec())
+        return TableArrays(shards, copies)
+
+    @property
+    def _state_specs(self) -> Any:
+        shards: Any = {"state": self._batch}
+        return TableArrays(shards, self._specs.copies)
+
+    def _mapped(self, program: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+        return jax.shard_map(program, mesh=self._mesh_here(), in_specs=in_specs, out_specs=out_specs, check_vma=False)
+
+    def _mesh_here(self) -> Mesh:
+        if not isinstance(self.mesh, Mesh):
+            raise PlanError(
+                "The plan has no devices to run on. Plan for a `jax.sharding.Mesh`, or load the plan with one: "
+                "`TablePlan.load(path, mesh)`."
+            )
+        num_bytes, limits = self.layout.array_bytes(), self.devices.memory_limit_bytes
+        if num_bytes > min(limits):
+            device = int(np.argmin(limits))
+            raise PlanError(
+                f"The plan's arrays are as long on each device as on the fullest one, {num_bytes} bytes, but device "
+                f"{device} has {limits[device]:.0f}. Plan with one limit, or with the smallest one for all devices."
+            )
+        return self.mesh

@@ -1,0 +1,180 @@
+"""`shard_tables` finds which device holds which part of each embedding table.
+
+Letters for sizes: T tables, D devices.
+"""
+
+import dataclasses
+import functools
+import math
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, AxisType, Mesh
+
+from cost.base import Hardware
+from cost.real_numbers import is_positive, whole_number
+from diffshard.base import InfeasibleError, Progress, Solver
+from diffshard.embedding_tables.plan import TablePlan
+from diffshard.plans.formats import format_bytes
+from diffshard.sharding_search.options import hardware_for
+from diffshard.solving.phases.balancing import Balancing
+from diffshard.solving.solve import solve
+from diffshard.solving.solvers import gradient
+from search_spaces.embedding_tables.base import EmbeddingTable, TableDevices
+from search_spaces.embedding_tables.prices import piece_bytes
+from search_spaces.embedding_tables.space import EmbeddingTableSpace
+from search_spaces.embedding_tables.strategies import least_piece
+
+_AXIS = "tables"  # of the mesh that is made of a list of devices
+BALANCED = functools.partial(gradient.solve, phases=lambda problem: (Balancing(),))
+"""The default solver: "gradient" for the bound, and descents that level the devices."""
+
+
+def shard_tables(
+    tables: Sequence[EmbeddingTable],
+    mesh_or_devices: Mesh | AbstractMesh | Sequence[Any],
+    *,
+    hardware: Hardware | str | Sequence[Hardware] | None = None,
+    memory_limit_bytes: float | Sequence[float] | None = None,
+    access: Mapping[str, Sequence[float]] | None = None,
+    batch_size: int = 65536,
+    solver: str | Solver | None = None,
+    time_limit_s: float | None = None,
+    key: jax.Array | int | None = None,
+    progress: Progress | None = None,
+) -> TablePlan:
+    """Finds which device holds which part of each embedding table, so that a step's lookups take the least time.
+
+    A table is whole on one device, split by columns or by rows, or small enough for a copy on each device. The
+    predicted time is that of the slowest devices, and the plan has a lower bound on it.
+
+    >>> tables = [EmbeddingTable("users", 10**7, 64, pooling_factor=1), EmbeddingTable("items", 10**6, 128, 20)]
+    >>> plan = shard_tables(tables, mesh, hardware="h100")
+
+    Args:
+      tables: T tables with different names.
+      mesh_or_devices: the D devices; tables and batch are spread over all axes of a mesh.
+      hardware: as in `search`; or D of them, in row-major order of the mesh, where devices differ.
+      memory_limit_bytes: for the tables on a device and their optimiser's state, 4 bytes a row: one number, or D of
+        them. None takes the memory of the hardware.
+      access: by table, counts of lookups in parts of equally many rows; instead of `EmbeddingTable.access`.
+      batch_size: examples in a step, of all devices together.
+      solver: as in `solve`; None is "gradient" with moves that level the devices and no others.
+      time_limit_s: as in `solve`.
+      key: as in `solve`.
+      progress: as in `solve`.
+
+    Raises:
+      InfeasibleError: the tables do not fit the memory; says by how many bytes.
+      TypeError, ValueError: an argument breaks its rule; the error names it and its value.
+    """
+    start_s = time.perf_counter()
+    tables = _checked_tables(tables, access)
+    mesh = _checked_mesh(mesh_or_devices)
+    devices = _devices(mesh, hardware, memory_limit_bytes, batch_size)
+    space = EmbeddingTableSpace(tables, devices)
+    _check_memory(space)
+    solution = solve(
+        space.problem,
+        solver=BALANCED if solver is None else solver,
+        time_limit_s=time_limit_s,
+        key=key,
+        progress=progress,
+    )
+    if not solution.feasible:
+        proven = "No placement fits" if solution.status == "infeasible" else "No placement was found that fits"
+        raise InfeasibleError(
+            f"{proven} `memory_limit_bytes`: the best one exceeds it by {solution.excess:.0f} bytes on one device. "
+            "Give more devices or memory, or fewer rows."
+        )
+    return TablePlan(
+        tables=tables,
+        devices=devices,
+        pieces=space.decode(solution.choice).pieces,
+        mesh_axes=tuple((str(name), int(size)) for name, size in mesh.shape.items()),
+        lower_bound_s=max(float(solution.lower_bound), 0.0),
+        status=solution.status,
+        search_s=time.perf_counter() - start_s,
+        mesh=mesh,
+    )
+
+
+def _checked_tables(tables: Any, access: Mapping[str, Sequence[float]] | None) -> tuple[EmbeddingTable, ...]:
+    tables = tuple(tables)
+    for table in tables:
+        if not isinstance(table, EmbeddingTable):
+            raise TypeError(f"`tables` must hold EmbeddingTable(name, rows, dimension, ...), not {table!r}.")
+    names = [table.name for table in tables]
+    for name in access or {}:
+        if name not in names:
+            raise ValueError(f"`access` has {name!r}, which is no table; there are {', '.join(names)}.")
+    return tuple(
+        dataclasses.replace(table, access=tuple(access[table.name])) if access and table.name in access else table
+        for table in tables
+    )
+
+
+def _checked_mesh(mesh_or_devices: Any) -> Mesh | AbstractMesh:
+    if isinstance(mesh_or_devices, Mesh | AbstractMesh):
+        return mesh_or_devices
+    devices = list(mesh_or_devices) if isinstance(mesh_or_devices, Sequence) else []
+    if not devices or not all(isinstance(device, jax.Device) for device in devices):
+        raise TypeError(
+            f"`mesh_or_devices` must be a Mesh, an AbstractMesh or a list of JAX devices, not {mesh_or_devices!r}."
+        )
+    return Mesh(np.array(devices), (_AXIS,), axis_types=(AxisType.Auto,))
+
+
+def _devices(mesh: Mesh | AbstractMesh, hardware: Any, memory_limit_bytes: Any, batch_size: int) -> TableDevices:
+    number = whole_number(batch_size)
+    if number is None or number < 1:
+        raise ValueError(f"`batch_size` must be a positive whole number, not {batch_size!r}.")
+    if hardware is None or isinstance(hardware, str | Hardware):
+        all_hardware = (hardware_for(hardware, mesh),) * mesh.size
+    else:
+        all_hardware = tuple(hardware)
+        for one in all_hardware:
+            if not isinstance(one, Hardware):
+                raise TypeError(f"`hardware` must be one Hardware, a name, or a list of Hardware, not of {one!r}.")
+    if len(all_hardware) != mesh.size:
+        raise ValueError(f"`hardware` has {len(all_hardware)} entries for {mesh.size} devices.")
+    limits = [one.memory_bytes for one in all_hardware]
+    if memory_limit_bytes is not None:
+        limits = list(memory_limit_bytes) if np.ndim(memory_limit_bytes) else [memory_limit_bytes] * mesh.size
+    if len(limits) != mesh.size:
+        raise ValueError(f"`memory_limit_bytes` has {len(limits)} numbers for {mesh.size} devices.")
+    for limit in limits:
+        if not is_positive(limit):
+            raise ValueError(f"`memory_limit_bytes` must be positive, not {limit!r}.")
+    return TableDevices(all_hardware, tuple(map(float, limits)), _s_per_byte(mesh, all_hardware), number)
+
+
+def _s_per_byte(mesh: Mesh | AbstractMesh, hardware: Sequence[Hardware]) -> float:
+    """Returns the seconds of a byte in an all-to-all, over the slowest axis of the slowest device."""
+    axes = [str(axis) for axis, size in mesh.shape.items() if size > 1]
+    return max(
+        (min(line.s_per_byte for line in one.link(axis).lines("all_to_all")) for one in set(hardware) for axis in axes),
+        default=0.0,
+    )
+
+
+def _check_memory(space: EmbeddingTableSpace) -> None:
+    """Raises `InfeasibleError` where a table's smallest pieces fit no device, or all tables not all devices."""
+    limits = space.devices.memory_limit_bytes
+    for table in space.tables:
+        least = piece_bytes(table, *least_piece(table, len(limits)))
+        if least > max(limits):
+            raise InfeasibleError(
+                f"Table {table.name!r} does not fit: its smallest piece has {format_bytes(least)}, "
+                f"{least - max(limits):.0f} bytes more than the largest `memory_limit_bytes` of a device, "
+                f"{format_bytes(max(limits))}. Give more devices, so that it can be split further, or more memory."
+            )
+    needed = sum(piece_bytes(table, table.rows, table.dimension) for table in space.tables)
+    if needed > sum(limits):
+        raise InfeasibleError(
+            f"`tables` need at least {format_bytes(needed)}, {math.ceil(needed - sum(limits))} bytes more than "
+            f"`memory_limit_bytes` of all {len(limits)} devices together, {format_bytes(sum(limits))}."
+        )

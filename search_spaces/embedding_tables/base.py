@@ -1,0 +1,162 @@
+"""The vocabulary of embedding tables on devices: tables, devices, and the pieces into which tables are split.
+
+Letters for sizes: T tables, D devices.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from cost.base import Hardware
+from cost.real_numbers import real_number, whole_number
+
+EVERY_DEVICE = -1
+"""In the place of a piece's device: the piece is the whole table, and every device holds a copy."""
+_POOLINGS = ("sum", "mean")
+_DTYPES = ("float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True)
+class EmbeddingTable:
+    """An embedding table, and how a training step looks it up.
+
+    Attributes:
+      name: different from those of other tables.
+      rows: number of rows.
+      dimension: number of columns.
+      pooling_factor: ids of one example, on average; 0 if the table is not looked up.
+      dtype: "float32", "bfloat16" or "float16".
+      pooling: what becomes of the rows of one example: their "sum", or their "mean" by weights.
+      access: counts of lookups in parts of equally many rows, from the first row to the last; None if rows are looked
+        up equally often.
+
+    Raises:
+      ValueError: an attribute breaks its rule.
+    """
+
+    name: str
+    rows: int
+    dimension: int
+    pooling_factor: float = 1.0
+    dtype: str = "float32"
+    pooling: str = "sum"
+    access: tuple[float, ...] | None = None
+
+    def __post_init__(self):
+        if not isinstance(self.name, str) or not self.name:
+            raise ValueError(f"`EmbeddingTable.name` must be a text that is not empty, not {self.name!r}.")
+        for field in ("rows", "dimension"):
+            number = whole_number(getattr(self, field))
+            if number is None or number < 1:
+                raise ValueError(f"{self._field(field)} must be a positive whole number, not {getattr(self, field)!r}.")
+            object.__setattr__(self, field, number)
+        if self.rows >= 2**31:
+            raise ValueError(f"{self._field('rows')} must be below 2^31, because ids are int32, not {self.rows}.")
+        pooling_factor = real_number(self.pooling_factor)
+        if pooling_factor is None or not 0 <= pooling_factor < math.inf:
+            raise ValueError(
+                f"{self._field('pooling_factor')} must be a finite number of at least 0, not {self.pooling_factor!r}."
+            )
+        object.__setattr__(self, "pooling_factor", pooling_factor)
+        if self.dtype not in _DTYPES:
+            raise ValueError(f"{self._field('dtype')} must be one of {', '.join(_DTYPES)}, not {self.dtype!r}.")
+        if self.pooling not in _POOLINGS:
+            raise ValueError(f"{self._field('pooling')} must be 'sum' or 'mean', not {self.pooling!r}.")
+        if self.access is not None:
+            object.__setattr__(self, "access", self._checked_access(self.access))
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one number."""
+        return jnp.dtype(self.dtype).itemsize
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the whole table, without the optimiser's state."""
+        return self.rows * self.dimension * self.itemsize
+
+    def _field(self, field: str) -> str:
+        return f"`EmbeddingTable.{field}` of {self.name!r}"
+
+    def _checked_access(self, access: Sequence[float]) -> tuple[float, ...]:
+        counts = np.asarray(access, float)
+        if counts.ndim != 1 or not 1 <= len(counts) <= self.rows:
+            raise ValueError(
+                f"{self._field('access')} must be 1 to {self.rows} counts, at most one for each row; got shape "
+                f"{counts.shape}."
+            )
+        if not np.isfinite(counts).all() or (counts < 0).any() or not counts.sum():
+            raise ValueError(f"{self._field('access')} must be finite counts, none negative and not all 0.")
+        return tuple(counts.tolist())
+
+
+class Piece(NamedTuple):
+    """A part of a table on one device.
+
+    Attributes:
+      table: the table's index.
+      device: the device's index; `EVERY_DEVICE` for a whole table of which every device holds a copy.
+      row_start: the first row.
+      row_end: the row after the last one.
+      column_start: the first column.
+      column_end: the column after the last one.
+    """
+
+    table: int
+    device: int
+    row_start: int
+    row_end: int
+    column_start: int
+    column_end: int
+
+    @property
+    def rows(self) -> int:
+        """Number of rows."""
+        return self.row_end - self.row_start
+
+    @property
+    def columns(self) -> int:
+        """Number of columns."""
+        return self.column_end - self.column_start
+
+
+@dataclass(frozen=True)
+class TableDevices:
+    """The devices that tables are spread over.
+
+    Attributes:
+      hardware: of each device, `[D]`.
+      memory_limit_bytes: for the tables on each device and their optimiser's state, `[D]`.
+      s_per_byte: seconds for a byte that one device sends in an all-to-all over all of them.
+      batch_size: examples of one step, of all devices together.
+    """
+
+    hardware: tuple[Hardware, ...]
+    memory_limit_bytes: tuple[float, ...]
+    s_per_byte: float
+    batch_size: int
+
+    @property
+    def num_devices(self) -> int:
+        """The number of devices, D."""
+        return len(self.hardware)
+
+
+class DecodedTables(NamedTuple):
+    """Which device holds what, and what that costs.
+
+    Attributes:
+      pieces: of all tables, in the order of the tables.
+      forward_s: seconds of each device's forward lookups, `[D]`.
+      rest_s: seconds of each device's exchanges and backward pass, `[D]`.
+      device_bytes: what each device holds, `[D]`.
+    """
+
+    pieces: tuple[Piece, ...]
+    forward_s: np.ndarray
+    rest_s: np.ndarray
+    device_bytes: np.ndarray

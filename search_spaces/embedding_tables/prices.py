@@ -1,0 +1,76 @@
+"""What pieces of tables cost on their devices: seconds of lookups and exchanges, and bytes.
+
+Letters for sizes: D devices.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from cost.embedding_tables import (
+    BACKWARD_FACTOR,
+    STATE_BYTES_PER_ROW,
+    access_share,
+    exchange_s,
+    lookup_s,
+    replica_gradient_s,
+)
+from search_spaces.embedding_tables.base import EVERY_DEVICE, DecodedTables, EmbeddingTable, Piece, TableDevices
+
+
+class Price(NamedTuple):
+    """What pieces cost each device.
+
+    Attributes:
+      forward_s: seconds of forward lookups, `[D]`.
+      rest_s: seconds of both exchanges and the backward pass, `[D]`.
+      num_bytes: of the tables and their optimiser's state, `[D]`.
+    """
+
+    forward_s: np.ndarray
+    rest_s: np.ndarray
+    num_bytes: np.ndarray
+
+
+def piece_bytes(table: EmbeddingTable, rows: int, columns: int) -> int:
+    """Returns the bytes of a piece with its optimiser's state."""
+    return rows * (columns * table.itemsize + STATE_BYTES_PER_ROW)
+
+
+def price_of(table: EmbeddingTable, pieces: Iterable[Piece], devices: TableDevices) -> Price:
+    """Computes what pieces of one table cost each device."""
+    forward, rest, num_bytes = (np.zeros(devices.num_devices) for _ in range(3))
+    for piece in pieces:
+        if piece.device == EVERY_DEVICE:
+            forward += [_lookup_s(table, piece, d, devices) for d in range(devices.num_devices)]
+            rest += replica_gradient_s(table.num_bytes, devices.num_devices, devices.s_per_byte)
+            num_bytes += piece_bytes(table, piece.rows, piece.columns)
+            continue
+        forward[piece.device] += _lookup_s(table, piece, piece.device, devices)
+        if table.pooling_factor:
+            rest[piece.device] += 2 * exchange_s(
+                devices.batch_size, piece.columns, devices.num_devices, devices.s_per_byte
+            )
+        num_bytes[piece.device] += piece_bytes(table, piece.rows, piece.columns)
+    return Price(forward, rest + BACKWARD_FACTOR * forward, num_bytes)
+
+
+def decoded(tables: Sequence[EmbeddingTable], pieces: Sequence[Piece], devices: TableDevices) -> DecodedTables:
+    """Returns pieces of all tables with what they cost each device."""
+    total = [np.zeros(devices.num_devices) for _ in range(3)]
+    for index, table in enumerate(tables):
+        for sum_, part in zip(total, price_of(table, [p for p in pieces if p.table == index], devices), strict=True):
+            sum_ += part
+    return DecodedTables(tuple(pieces), *total)
+
+
+def _lookup_s(table: EmbeddingTable, piece: Piece, device: int, devices: TableDevices) -> float:
+    """Returns the seconds of a piece's forward lookups on one device."""
+    if not table.pooling_factor:
+        return 0.0
+    examples = devices.batch_size / (devices.num_devices if piece.device == EVERY_DEVICE else 1)
+    ids = examples * table.pooling_factor
+    access = None if table.access is None else np.array(table.access)
+    share = access_share(access, table.rows, piece.row_start, piece.row_end)
+    return float(lookup_s(ids * share, piece.columns, table.itemsize, ids, examples, devices.hardware[device]))

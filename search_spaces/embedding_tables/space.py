@@ -1,0 +1,134 @@
+"""Which device holds which part of each embedding table.
+
+Each table is a node; where its pieces are is a strategy. What a step takes is the largest sum of two devices' times,
+J = max_d F_d + max_e R_e = max_{d, e} (F_d + R_e) (see `cost/embedding_tables.py`). So the problem has a load for each
+*pair* of devices, and its largest load is J. Memory has a limit for each device.
+
+Letters for sizes: T tables, S_t strategies of table t, D devices.
+"""
+
+from collections.abc import Sequence
+from functools import cached_property, partial
+
+import numpy as np
+
+from cost.base import Hardware, Problem
+from cost.embedding_tables import step_s
+from cost.evaluation import checked_choice
+from search_spaces.base import Part
+from search_spaces.embedding_tables.base import DecodedTables, EmbeddingTable, TableDevices
+from search_spaces.embedding_tables.prices import Price, decoded, price_of
+from search_spaces.embedding_tables.strategies import TableStrategy, strategies_of
+
+MOST_REPLICATED_BYTES = 64 * 2**20
+"""Bytes of the largest table of which every device may hold a copy: the gradient of a copy is dense, and all of it is
+reduced in every step."""
+
+
+class EmbeddingTableSpace:
+    """All placements of embedding tables on devices.
+
+    Args:
+      tables: T tables with different names.
+      devices: D devices.
+
+    Raises:
+      ValueError: there are no tables, or two have the same name.
+    """
+
+    def __init__(self, tables: Sequence[EmbeddingTable], devices: TableDevices):
+        self.tables, self.devices = tuple(tables), devices
+        self.node_names = tuple(table.name for table in self.tables)
+        if not self.tables:
+            raise ValueError("`tables` is empty; give at least one EmbeddingTable.")
+        duplicates = sorted({name for name in self.node_names if self.node_names.count(name) > 1})
+        if duplicates:
+            raise ValueError(f"`tables` must have different names; {', '.join(map(repr, duplicates))} is there twice.")
+
+    @cached_property
+    def strategies(self) -> tuple[tuple[TableStrategy, ...], ...]:
+        """The strategies of each table, T tuples of S_t."""
+        return tuple(
+            tuple(
+                strategies_of(
+                    table, index, self.devices.num_devices, can_replicate=table.num_bytes <= MOST_REPLICATED_BYTES
+                )
+            )
+            for index, table in enumerate(self.tables)
+        )
+
+    @cached_property
+    def prices(self) -> tuple[Price, ...]:
+        """What the strategies of each table cost: T prices of arrays `[S_t, D]`."""
+        return tuple(
+            Price(*map(np.array, zip(*(price_of(table, s.pieces, self.devices) for s in strategies), strict=True)))
+            for table, strategies in zip(self.tables, self.strategies, strict=True)
+        )
+
+    @cached_property
+    def problem(self) -> Problem:
+        """A node for each table, a load for each pair of devices, a usage `[S_t, D]` for the bytes of each table."""
+        limits = np.array(self.devices.memory_limit_bytes, float)
+        sums = (price.forward_s[:, :, None] + price.rest_s[:, None, :] for price in self.prices)
+        return Problem(
+            node_cost=[np.zeros(len(strategies)) for strategies in self.strategies],
+            edge_nodes=np.zeros((0, 2), np.int64),
+            edge_cost=[],
+            usage_node=np.arange(len(self.tables)),
+            usage=[price.num_bytes for price in self.prices],
+            usage_interval=np.tile([0, 1], (len(self.tables), 1)),
+            memory_limit=limits,
+            load=[pairs.reshape(len(pairs), -1) for pairs in sums],
+        )
+
+    def strategy_names(self, node: int) -> tuple[str, ...]:
+        """Returns where each strategy of a table has its pieces, in words, `[S_t]`."""
+        return tuple(strategy.name for strategy in self.strategies[node])
+
+    def decode(self, choice: Sequence[int]) -> DecodedTables:
+        """Returns which device holds what.
+
+        Raises:
+          ValueError: the choice has the wrong length or an index that its table does not have.
+        """
+        chosen = checked_choice(self.problem, choice)
+        pieces = [p for s, table in zip(chosen, self.strategies, strict=True) for p in table[s].pieces]
+        return decoded(self.tables, pieces, self.devices)
+
+    def explain(self, choice: Sequence[int]) -> tuple[Part, ...]:
+        """Returns what each table adds to the two devices that decide: that of the longest lookups and of the rest.
+
+        Raises:
+          ValueError: as `decode`.
+        """
+        chosen = checked_choice(self.problem, choice)
+        whole = self.decode(choice)
+        first, last = int(whole.forward_s.argmax()), int(whole.rest_s.argmax())
+        parts = []
+        for node, (name, s, price) in enumerate(zip(self.node_names, chosen, self.prices, strict=True)):
+            parts += [
+                Part(name, kind, node, float(seconds))
+                for kind, seconds in (("forward", price.forward_s[s, first]), ("rest", price.rest_s[s, last]))
+                if seconds
+            ]
+        return tuple(parts)
+
+    def step_s(self, choice: Sequence[int]) -> float:
+        """Returns the seconds of a step; raises as `decode`."""
+        whole = self.decode(choice)
+        return step_s(whole.forward_s, whole.rest_s)
+
+
+def _example(num_devices: int) -> EmbeddingTableSpace:
+    tables = [
+        EmbeddingTable("users", 1000, 16, 2.0),
+        EmbeddingTable("items", 4000, 8, 5.0, access=(8.0, 4.0, 2.0, 1.0)),
+        EmbeddingTable("countries", 10, 32),
+    ]
+    hardware = Hardware("example", 1e12, 1e9, 1e6, {})
+    return EmbeddingTableSpace(
+        tables, TableDevices((hardware,) * num_devices, (1e5,) * num_devices, 1e-9, batch_size=64)
+    )
+
+
+EXAMPLE = partial(_example, 3)

@@ -1,0 +1,207 @@
+"""Plans of embedding tables run: lookups, gradients and updates equal those of whole tables on one device.
+
+One plan has every kind of piece: a whole table, columns, rows, a copy on each device, several pieces on a device, and a
+device without any.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+
+from cost.presets import preset
+from diffshard.base import PlanError
+from diffshard.embedding_tables.plan import TablePlan
+from diffshard.embedding_tables.reference import padded_ids, pooled, pooling_weights
+from search_spaces.embedding_tables.base import EVERY_DEVICE, EmbeddingTable, Piece, TableDevices
+
+BATCH = 16
+TABLES = (
+    EmbeddingTable("whole", 30, 4),
+    EmbeddingTable("columns", 50, 16),
+    EmbeddingTable("rows", 41, 8, pooling="mean"),
+    EmbeddingTable("copy", 5, 8),
+    EmbeddingTable("short", 20, 8, dtype="bfloat16"),
+)
+PIECES = (
+    Piece(0, 2, 0, 30, 0, 4),
+    Piece(1, 0, 0, 50, 0, 8),
+    Piece(1, 2, 0, 50, 8, 12),
+    Piece(1, 1, 0, 50, 12, 16),
+    Piece(2, 0, 0, 20, 0, 8),
+    Piece(2, 2, 20, 41, 0, 8),
+    Piece(3, EVERY_DEVICE, 0, 5, 0, 8),
+    Piece(4, 1, 0, 20, 0, 8),
+)
+
+
+def _plan(limit: float = 1e9) -> TablePlan:
+    mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
+    devices = TableDevices((preset("cpu", {"x": 2, "y": 2}),) * 4, (limit,) * 4, 1e-9, BATCH)
+    return TablePlan(TABLES, devices, PIECES, (("x", 2), ("y", 2)), 0.0, "finished", 0.0, mesh)
+
+
+@pytest.fixture(scope="module")
+def plan() -> TablePlan:
+    return _plan()
+
+
+@pytest.fixture(scope="module")
+def whole() -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(0)
+    return {t.name: rng.normal(size=(t.rows, t.dimension)).astype(jnp.dtype(t.dtype)) for t in TABLES}
+
+
+@pytest.fixture(scope="module")
+def ids() -> dict[str, np.ndarray]:
+    """Ids with repetitions and gaps; some examples have none."""
+    rng = np.random.default_rng(1)
+    ids = {t.name: rng.integers(-1, min(t.rows, 9), (BATCH, 1 + i)) for i, t in enumerate(TABLES)}
+    ids["rows"][:, 0] = rng.integers(0, 41, BATCH)
+    ids["rows"][3] = -1
+    return ids
+
+
+@pytest.fixture(scope="module")
+def weights(ids) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(2)
+    return {name: rng.uniform(0.5, 2.0, ids[name].shape).astype(np.float32) for name in ("columns", "rows", "copy")}
+
+
+def _reference(whole, ids, weights) -> dict[str, jax.Array]:
+    """The same lookups, of whole tables."""
+    rows = {}
+    for t in TABLES:
+        own = weights.get(t.name)
+        factor = pooling_weights(jnp.asarray(ids[t.name]), None if own is None else jnp.asarray(own), t.rows, t.pooling)
+        rows[t.name] = pooled(jnp.asarray(whole[t.name]), jnp.asarray(ids[t.name]), factor)
+    return rows
+
+
+def test_reference_lookups_are_sums_and_means_of_rows(whole, ids, weights):
+    rows = _reference(whole, ids, weights)
+    for t in TABLES:
+        for example in range(BATCH):
+            used = [(i, id_) for i, id_ in enumerate(ids[t.name][example]) if id_ >= 0]
+            factors = [weights[t.name][example, i] if t.name in weights else 1.0 for i, _ in used]
+            total = sum(factors) if t.pooling == "mean" and used else 1.0
+            expected = sum(
+                (f / total * whole[t.name][id_].astype(np.float32) for f, (_, id_) in zip(factors, used, strict=True)),
+                start=np.zeros(t.dimension, np.float32),
+            )
+            np.testing.assert_allclose(rows[t.name][example], expected, rtol=1e-5, atol=1e-6)
+
+
+def test_tables_come_back_as_they_were(plan, whole):
+    arrays = plan.shard(whole)
+    for name, array in plan.unshard(arrays).items():
+        np.testing.assert_array_equal(array, whole[name])
+    for array in arrays.shards.values():
+        assert array.sharding.shard_shape(array.shape)[0] == 1  # each device has its own pieces and no others
+
+
+def test_lookups_and_their_gradients_equal_those_of_whole_tables(plan, whole, ids, weights):
+    rng = np.random.default_rng(3)
+    probes = {t.name: rng.normal(size=(BATCH, t.dimension)).astype(np.float32) for t in TABLES}
+
+    def loss(rows):
+        return sum(jnp.vdot(probes[t.name], rows[t.name]) for t in TABLES), rows
+
+    run = jax.jit(jax.grad(lambda arrays: loss(plan.lookup(arrays, ids, weights)), has_aux=True))
+    gradients, rows = run(plan.shard(whole))
+    expected_gradients, expected = jax.grad(lambda w: loss(_reference(w, ids, weights)), has_aux=True)(
+        {name: jnp.asarray(array) for name, array in whole.items()}
+    )
+    for t in TABLES:
+        np.testing.assert_allclose(rows[t.name], expected[t.name], rtol=1e-5, atol=1e-5)
+        actual = plan.unshard(gradients)[t.name].astype(np.float32)
+        tolerance = 2e-2 if t.dtype == "bfloat16" else 1e-5
+        np.testing.assert_allclose(
+            actual, expected_gradients[t.name].astype(np.float32), rtol=tolerance, atol=tolerance
+        )
+
+
+def test_updates_equal_row_wise_adagrad_of_whole_tables(plan, whole, ids, weights):
+    """Two steps, so that the state counts; rows that were not looked up stay as they are."""
+    rng = np.random.default_rng(4)
+    arrays, state = plan.shard(whole), plan.init_state()
+    expected = {name: array.astype(np.float32) for name, array in whole.items()}
+    squares = {t.name: np.zeros(t.rows, np.float32) for t in TABLES}
+    step = jax.jit(lambda a, s, g: plan.update(a, s, ids, g, learning_rate=0.1, weights=weights))
+    for _ in range(2):
+        gradients = {t.name: rng.normal(size=(BATCH, t.dimension)).astype(np.float32) for t in TABLES}
+        arrays, state = step(arrays, state, gradients)
+
+        def loss(w, gradients=gradients):
+            return sum(jnp.vdot(gradients[n], r) for n, r in _reference(w, ids, weights).items())
+
+        dense = jax.grad(loss)({name: jnp.asarray(array) for name, array in expected.items()})
+        for t in TABLES:
+            g = np.asarray(dense[t.name])
+            squares[t.name] += np.square(g).mean(axis=1)
+            expected[t.name] = expected[t.name] - 0.1 * g / (np.sqrt(squares[t.name])[:, None] + 1e-8)
+    actual = plan.unshard(arrays)
+    for t in TABLES:
+        tolerance = 2e-2 if t.dtype == "bfloat16" else 1e-5
+        np.testing.assert_allclose(actual[t.name].astype(np.float32), expected[t.name], rtol=tolerance, atol=tolerance)
+        unused = np.setdiff1d(np.arange(t.rows), ids[t.name])
+        np.testing.assert_array_equal(actual[t.name][unused], whole[t.name][unused])
+
+
+def test_random_tables_have_their_range_and_differ(plan):
+    tables = plan.unshard(plan.init(jax.random.key(0)))
+    for t in TABLES:
+        numbers = tables[t.name].astype(np.float32)
+        assert np.abs(numbers).max() <= t.rows**-0.5 * 1.01
+        assert len(np.unique(numbers)) > 0.3 * numbers.size
+        assert (numbers != 0).mean() > 0.95
+
+
+def test_empty_ids_give_zeros(plan, whole):
+    none = {t.name: np.zeros((BATCH, 0), np.int32) for t in TABLES}
+    arrays = plan.shard(whole)
+    assert all(not np.any(rows) for rows in plan.lookup(arrays, none).values())
+    gradients = {t.name: np.ones((BATCH, t.dimension), np.float32) for t in TABLES}
+    updated, _ = plan.update(arrays, plan.init_state(), none, gradients, learning_rate=0.1)
+    for name, array in plan.unshard(updated).items():
+        np.testing.assert_array_equal(array, whole[name])
+
+
+def test_an_id_that_is_no_row_is_an_error_and_adds_nothing_where_ids_are_traced(plan, whole, ids):
+    arrays = plan.shard(whole)
+    wrong = {**ids, "whole": np.where(ids["whole"] == 3, 30, ids["whole"])}
+    with pytest.raises(ValueError, match=r"`ids\['whole'\]` has the id 30; rows are 0 to 29"):
+        plan.lookup(arrays, wrong)
+    none = {**ids, "whole": np.where(ids["whole"] == 3, -1, ids["whole"])}
+    lookup = jax.jit(plan.lookup)
+    np.testing.assert_array_equal(lookup(arrays, wrong)["whole"], lookup(arrays, none)["whole"])
+
+
+def test_what_does_not_fit_the_plan_is_refused(plan, whole, ids, weights):
+    arrays = plan.shard(whole)
+    for changed, message in (
+        ({"other": ids["whole"]}, "no table of the plan"),
+        ({"whole": ids["whole"].astype(float)}, "must be integers"),
+        ({"whole": ids["whole"][:8]}, "others have 8"),
+        ({name: own[:6] for name, own in ids.items()}, "4 devices do not divide"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            plan.lookup(arrays, {**ids, **changed})
+    with pytest.raises(ValueError, match="lacks the table 'whole'"):
+        plan.lookup(arrays, {name: own for name, own in ids.items() if name != "whole"})
+    with pytest.raises(ValueError, match="shape of its ids"):
+        plan.lookup(arrays, ids, {"rows": weights["rows"][:, :1]})
+    with pytest.raises(ValueError, match="as it was planned"):
+        plan.shard({**whole, "whole": whole["whole"][:5]})
+    with pytest.raises(PlanError, match="as long on each device as on the fullest one"):
+        _plan(limit=1e3).shard(whole)
+
+
+def test_ragged_ids_become_a_matrix():
+    np.testing.assert_array_equal(padded_ids(np.array([7, 8, 9]), np.array([2, 0, 1])), [[7, 8], [-1, -1], [9, -1]])
+    np.testing.assert_array_equal(padded_ids(np.array([0.5]), np.array([0, 1]), 2), [[0, 0], [0.5, 0]])
+    with pytest.raises(ValueError, match="add up"):
+        padded_ids(np.array([7, 8]), np.array([1]))
+    with pytest.raises(ValueError, match="an example has 2"):
+        padded_ids(np.array([7, 8]), np.array([2]), 1)

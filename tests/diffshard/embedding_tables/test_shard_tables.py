@@ -1,0 +1,152 @@
+"""`shard_tables`: plans with bounds that fit the memory, their text and file, and errors before any work."""
+
+import dataclasses
+import json
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AbstractMesh
+
+import diffshard
+from diffshard import EmbeddingTable, InfeasibleError, PlanError, TablePlan, shard_tables
+
+MESH = AbstractMesh((4,), ("model",))
+
+
+def _tables(count: int) -> list[EmbeddingTable]:
+    rng = np.random.default_rng(0)
+    return [
+        EmbeddingTable(
+            f"t{i}", int(rng.integers(10**3, 10**6)), int(2 ** rng.integers(3, 8)), float(rng.integers(1, 30))
+        )
+        for i in range(count)
+    ]
+
+
+@pytest.fixture(scope="module")
+def plan() -> TablePlan:
+    return shard_tables(_tables(16), MESH, hardware="a100", memory_limit_bytes=5e8)
+
+
+def test_a_plan_fits_the_memory_and_is_near_its_bound(plan):
+    assert plan.predicted.device_bytes.max() <= 5e8
+    assert 0 < plan.lower_bound_s <= plan.step_s
+    assert plan.gap < 0.05
+    placed = dict.fromkeys(range(16), 0)
+    for piece in plan.pieces:
+        placed[piece.table] += piece.rows * piece.columns
+    assert placed == {i: t.rows * t.dimension for i, t in enumerate(plan.tables)}
+
+
+def test_the_text_says_where_each_table_is(plan):
+    text = str(plan)
+    assert "16 embedding tables on 4 devices (model 4), A100" in text
+    for table in plan.tables:
+        assert f"float32[{table.rows},{table.dimension}]" in text
+    assert max(map(len, text.splitlines())) <= 100
+
+
+def test_a_saved_plan_is_the_same(plan, tmp_path):
+    plan.save(tmp_path / "plan.json")
+    loaded = TablePlan.load(tmp_path / "plan.json")
+    assert loaded == plan
+    assert str(loaded) == str(plan)
+    with pytest.raises(PlanError, match="no devices to run on"):
+        loaded.init_state()
+    with pytest.raises(PlanError, match="the plan was made for"):
+        TablePlan.load(tmp_path / "plan.json", AbstractMesh((2,), ("model",)))
+    with pytest.raises(PlanError, match=r"load it with `diffshard.TablePlan.load`"):
+        diffshard.Plan.load(tmp_path / "plan.json")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"pieces": "the first missing"}, "cover each of its numbers once"),
+        ({"pieces": "the first twice"}, "cover each of its numbers once"),
+        ({"mesh_axes": [["model", 3]]}, "not of 4 devices"),
+        ({"status": 5}, "not of type"),
+    ],
+)
+def test_a_damaged_file_is_refused(plan, tmp_path, change, message):
+    plan.save(tmp_path / "plan.json")
+    document = json.loads((tmp_path / "plan.json").read_text())
+    first, *rest = document["pieces"]
+    pieces = {"the first missing": rest, "the first twice": [first, first, *rest]}
+    change = {key: pieces.get(value, value) if isinstance(value, str) else value for key, value in change.items()}
+    (tmp_path / "plan.json").write_text(json.dumps({**document, **change}))
+    with pytest.raises(PlanError, match=message):
+        TablePlan.load(tmp_path / "plan.json")
+
+
+def test_a_table_larger_than_a_device_is_split():
+    plan = shard_tables([EmbeddingTable("large", 1000, 128, 2.0)], MESH, hardware="a100", memory_limit_bytes=3e5)
+    assert len({piece.device for piece in plan.pieces}) > 1
+    assert plan.predicted.device_bytes.max() <= 3e5
+
+
+def test_what_fits_nowhere_is_refused_with_the_missing_bytes():
+    large = EmbeddingTable("large", 1000, 128)  # smallest piece: 250 rows of 516 bytes, or 32 columns
+    with pytest.raises(InfeasibleError, match=r"Table 'large' does not fit: .* 9000 bytes more"):
+        shard_tables([large], MESH, hardware="a100", memory_limit_bytes=120_000)
+    many = [dataclasses.replace(large, name=f"t{i}", rows=100) for i in range(9)]
+    with pytest.raises(InfeasibleError, match="64400 bytes more than"):
+        shard_tables(many, MESH, hardware="a100", memory_limit_bytes=1e5)
+
+
+def test_one_device_and_more_devices_than_tables():
+    table = EmbeddingTable("t", 100, 8, 2.0)
+    alone = shard_tables([table], AbstractMesh((1,), ("x",)), hardware="a100")
+    assert [piece.device for piece in alone.pieces] == [0]
+    assert alone.status == "optimal"
+    many = shard_tables([table], AbstractMesh((16,), ("x",)), hardware="a100")
+    assert many.step_s <= alone.step_s * 1.5  # exchanges are new
+
+
+def test_devices_may_differ_in_memory():
+    tables = [EmbeddingTable(f"t{i}", 1000, 64, 2.0) for i in range(6)]
+    plan = shard_tables(tables, MESH, hardware="a100", memory_limit_bytes=[3e5, 3e5, 6e5, 1e6])
+    assert (plan.predicted.device_bytes <= [3e5, 3e5, 6e5, 1e6]).all()
+
+
+def test_accesses_given_by_name_count_as_those_of_the_table():
+    table = EmbeddingTable("t", 1000, 4, 50.0)
+    with_access = dataclasses.replace(table, access=(9.0, 1.0))
+    plans = [
+        shard_tables([table], MESH, hardware="a100", access={"t": (9.0, 1.0)}),
+        shard_tables([with_access], MESH, hardware="a100"),
+    ]
+    assert plans[0].tables == plans[1].tables
+    assert plans[0].step_s == plans[1].step_s
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tables": [("t", 1)]}, "`tables` must hold EmbeddingTable"),
+        ({"mesh_or_devices": 4}, "`mesh_or_devices` must be"),
+        ({"mesh_or_devices": []}, "`mesh_or_devices` must be"),
+        ({"hardware": ["a100"] * 4}, "`hardware` must be"),
+        ({"hardware": [diffshard.preset("a100", {"model": 4})] * 3}, "3 entries for 4 devices"),
+        ({"memory_limit_bytes": [1e9]}, "1 numbers for 4 devices"),
+        ({"memory_limit_bytes": -1}, "must be positive"),
+        ({"batch_size": 0}, "`batch_size` must be"),
+        ({"access": {"u": (1.0,)}}, "`access` has 'u'"),
+        ({"access": {"t": (-1.0,)}}, "none negative"),
+        ({"solver": "none"}, "`solver` must be"),
+    ],
+)
+def test_wrong_arguments_are_refused(options, message):
+    arguments = {"tables": [EmbeddingTable("t", 10, 4)], "mesh_or_devices": MESH, "hardware": "a100", **options}
+    with pytest.raises((TypeError, ValueError), match=message):
+        shard_tables(**arguments)
+
+
+def test_a_list_of_devices_becomes_a_mesh_that_runs():
+    table = EmbeddingTable("t", 10, 4)
+    plan = shard_tables([table], jax.devices()[:2], hardware="cpu")
+    assert plan.mesh_axes == (("tables", 2),)
+    whole = {"t": np.arange(40, dtype=np.float32).reshape(10, 4)}
+    rows = plan.lookup(plan.shard(whole), {"t": np.array([[1, 2], [9, -1]])})["t"]
+    np.testing.assert_array_equal(rows, [whole["t"][1] + whole["t"][2], whole["t"][9]])
