@@ -32,6 +32,9 @@ from search_spaces.pipelines.scan_segments import rules_of_equations, scan_of, s
 from search_spaces.pipelines.step_parts import Part, StepParts, step_parts
 from search_spaces.sources import user_source
 
+_COUNT_NAME = "Pipeline.microbatches"
+"""How errors call the number of micro-batches: what users of pipelines write."""
+
 
 @dataclass(frozen=True)
 class UncutStep:
@@ -152,7 +155,7 @@ def uncut_step(
       ValueError: the batch cannot be divided, an operation mixes its examples, or a scan has whole training steps as
         its trips; names the argument or the operation.
     """
-    call = traced_call(fn, count, batch, args, kwargs)
+    call = traced_call(fn, count, batch, args, kwargs, _COUNT_NAME)
     arrays = [abstract_array(array) for array in call.arrays]  # Python's numbers have no shapes
     call = call._replace(program=without_dead_code(numbered_program(call.program)), arrays=arrays)
     for equation in call.program.jaxpr.eqns:
@@ -160,9 +163,9 @@ def uncut_step(
             raise ValueError(
                 f"{call.name} has a {equation.primitive.name} ({user_source(equation)}) whose trips hold a forward and "
                 "a backward pass, which no stages can be cut from. If it accumulates gradients over parts of the "
-                "batch, remove it and give `microbatches` instead: the step then computes them by itself."
+                "batch, remove it and give `Pipeline.microbatches` instead: the step then computes them by itself."
             )
-    function = divided_call(call, count)
+    function = divided_call(call, count, _COUNT_NAME)
     return UncutStep(call, function, step_parts(function, call.feedback))
 
 
@@ -193,7 +196,7 @@ def cut_step(step: UncutStep, cuts: Sequence[Cut]) -> CutStep:
         paths=paths,
         batch=[positions[i] for i in step.call.batch],
     )
-    function = divided_call(call, step.parts.num_microbatches) if trips else step.function
+    function = divided_call(call, step.parts.num_microbatches, _COUNT_NAME) if trips else step.function
     feedback = tuple(divided.segments.divided_feedback(step.call.feedback))
     parts = step_parts(function, feedback) if trips else step.parts
     where = sorted(_place(step, parts, cut, divided.bounds) for cut in cuts)

@@ -275,6 +275,8 @@ def _check_processes(meshes: Sequence[Mesh]) -> None:
         alone = [process for process in processes if processes.count(process) == 1]
         if alone:
             raise ValueError(
-                "`meshes` over CPU devices of several processes must have two or more devices of each process "
-                f"of a stage, but stage {stage} has one of process {alone[0]}: XLA would run copies out of order."
+                f"Stage {stage} has one CPU device of process {alone[0]}, but a stage needs two or more of each of its "
+                "processes where there are several: XLA for CPUs would run the copies of a single one out of order. "
+                'Give each process more devices (`jax.config.update("jax_num_cpu_devices", 4)`) or fewer stages '
+                "(`Pipeline.max_stages`)."
             )

@@ -136,9 +136,22 @@ def trace_in_microbatches(
 
 
 def traced_call(
-    fn: Callable[..., Any], count: int, batch: BatchArguments, args: Sequence[Any], kwargs: Mapping[str, Any]
+    fn: Callable[..., Any],
+    count: int,
+    batch: BatchArguments,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    count_name: str = "num_microbatches",
 ) -> TracedCall:
     """Traces a function for some arguments, arrays or their shapes.
+
+    Args:
+      fn: the function.
+      count: the number of micro-batches.
+      batch: which arguments have the batch.
+      args: of the function, by position.
+      kwargs: of the function, by name.
+      count_name: how errors call the number of micro-batches.
 
     Raises:
       ValueError: the batch cannot be divided into `count` parts; names the argument.
@@ -148,7 +161,7 @@ def traced_call(
     for i in of_batch:
         if arrays[i].shape[0] % count:
             raise ValueError(
-                f"`num_microbatches` must divide the batch; got {count} and {paths[i]} of shape {arrays[i].shape}."
+                f"`{count_name}` must divide the batch; got {count} and {paths[i]} of shape {arrays[i].shape}."
             )
     if not of_batch:
         raise ValueError(
@@ -171,7 +184,7 @@ def traced_call(
     return TracedCall(name, without_dead_code(jaxpr), arrays, paths, of_batch, result, feedback)
 
 
-def divided_call(call: TracedCall, count: int) -> MicrobatchedFunction:
+def divided_call(call: TracedCall, count: int, count_name: str = "num_microbatches") -> MicrobatchedFunction:
     """Finds how a traced function runs in micro-batches.
 
     Raises:
@@ -181,7 +194,7 @@ def divided_call(call: TracedCall, count: int) -> MicrobatchedFunction:
     try:
         flow = batch_flow(graph, rules_of(graph), call.batch, count)
     except DivisionError as error:
-        raise ValueError(f"`num_microbatches` must be 1 for {call.name}: {error}") from None
+        raise ValueError(f"`{count_name}` must be 1 for {call.name}: {error}") from None
     return MicrobatchedFunction(graph, flow, count)
 
 

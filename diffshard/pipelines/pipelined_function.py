@@ -5,6 +5,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
 
+import jax
+from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh
 
 from cost.clusters import Cluster
@@ -66,9 +68,17 @@ class PipelinedFunction:
         Leaves of the result that several stages keep a part of, such as stacked weights of layers, are `StagedArray`.
 
         Raises:
+          TypeError: it is called under `jax.jit`, `jax.grad` or another transformation of JAX.
           ValueError: the cluster is only described, without devices.
           StageError: a program of a stage failed; names the stage.
         """
+        if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((args, kwargs))):
+            name = getattr(self.options.fn, "__name__", "function")
+            raise TypeError(
+                f"{name} as a pipeline runs several programs on different devices, so that it cannot be called under "
+                "`jax.jit`, `jax.grad`, `jax.vmap` or another transformation. Call it outside of them, and put "
+                "gradients inside of the step."
+            )
         if not self.options.cluster.devices:
             raise ValueError(
                 "`cluster` is only described: it can be planned for, not run on. Give "

@@ -12,8 +12,10 @@ from cost.pipeline_times import StageTimes, simulate
 from diffshard.base import InfeasibleError
 from diffshard.pipelines.cutting import UncutStep, uncut_step
 from diffshard.pipelines.division_search import FoundDivision, deadline
+from diffshard.pipelines.least_memory import PipelineNeed, least_need
 from diffshard.pipelines.options import PipelineOptions, donated_arrays, memory_limit_of, mesh_shape
 from diffshard.pipelines.planned_pipeline import FoundPipeline, planned_pipeline
+from diffshard.pipelines.plans.text import short_source
 from diffshard.pipelines.shared_choices import ChosenPipeline, trace_facts
 from diffshard.pipelines.step_search import StepSearch
 from diffshard.plans.formats import format_s
@@ -77,7 +79,7 @@ def _chosen(options: PipelineOptions, searches: Sequence[StepSearch], is_over: C
             if found is not None:
                 candidates.append(_Candidate(seconds, schedule, search, found))
     if not candidates:
-        raise InfeasibleError(_infeasible(options, searches))
+        raise InfeasibleError(_infeasible(options, searches, is_over))
     best = min(candidates, key=lambda candidate: candidate.seconds)
     bound_s = min(
         search.divisions.bound(schedule, best.seconds, is_over)
@@ -169,14 +171,36 @@ def _simulated_s(search: StepSearch, schedule: Schedule, found: FoundDivision) -
     return simulate(times, graph_of(schedule, len(seconds), count)).step_s
 
 
-def _infeasible(options: PipelineOptions, searches: Sequence[StepSearch]) -> str:
+def _infeasible(options: PipelineOptions, searches: Sequence[StepSearch], is_over: Callable[[], bool]) -> str:
+    """Says what does not fit: the stage that needs most in the division that needs least."""
     kinds = ", ".join(
         f"{hosts.num_devices} x {hosts.name} with {memory_limit_of(options, kind):,.0f} bytes"
         for kind, hosts in enumerate(options.cluster.kinds)
     )
-    chain = searches[0].chain
+    state_bytes = searches[0].chain.state_bytes.sum()
+    donate = "" if searches[0].is_donated else " donate the state (`donate_argnums`),"
     return (
         f"No pipeline of {getattr(options.fn, '__name__', 'the function')} with at most {options.pipeline.max_stages} "
-        f"stages fits {kinds}: its state alone has {chain.state_bytes.sum():,.0f} bytes. Give more memory, devices, "
-        "stages or micro-batches, or rematerialise (`jax.checkpoint`)."
+        f"stages was found that fits {kinds}. {_need_text(options, least_need(searches, is_over))} Its state alone has "
+        f"{state_bytes:,.0f} bytes. Give more memory, devices, stages or micro-batches,{donate} or rematerialise "
+        "(`jax.checkpoint`)."
     )
+
+
+def _need_text(options: PipelineOptions, need: PipelineNeed | None) -> str:
+    if need is None:
+        return "The stages that could be cut are no division of the devices."
+    search, entry = need.search, need.entry
+    submesh = search.submeshes[entry.submesh]
+    limit, source = memory_limit_of(options, submesh.kind), short_source(search.chain.sources[entry.start])
+    layers = f"layers {entry.start}-{entry.end - 1} of {len(search.chain)}" + (f" (from {source})" if source else "")
+    text = (
+        f"Least is needed with {search.num_microbatches} micro-batches: its largest stage, {layers} on "
+        f"{submesh.num_devices} x {options.cluster.kinds[submesh.kind].name} with {entry.in_flight} in flight, needs "
+        f"at least {need.share * limit:,.0f} bytes on each device"
+    )
+    if need.need is not None:
+        text += f", and {need.need.enough_bytes:,.0f} are enough for it"
+    if need.share <= 1:
+        text += "; no stage was proven not to fit, so that a longer `time_limit_s` or another `solver` may find one"
+    return text + "."

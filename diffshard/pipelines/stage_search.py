@@ -82,20 +82,16 @@ def search_stage(
     Raises:
       StageMemoryError: nothing fits the memory limit, or nothing that fits was found.
     """
-    options = Options(
-        fn=function,
-        mesh=mesh,
-        hardware=hardware,
+    request = stage_request(
+        function,
+        mesh,
+        hardware,
+        is_donated=is_donated,
         memory_limit_bytes=memory_limit_bytes,
         solver=solver,
         time_limit_s=time_limit_s,
-        donate_argnums=(0, 1, 2) if is_donated else (1, 2),
-        progress="none",
     )
-    traced = trace_function(options, function.shapes)
-    function.weigh(traced.graph)
-    space = space_of(options, traced)
-    request = PlanRequest(options, traced, space, 0.0)
+    options, space = request.options, request.space
     least_bytes = float(np.max(least_memory(space.problem)[1]))
     if least_bytes > memory_limit_bytes:
         raise StageMemoryError(f"A stage needs at least {least_bytes:,.0f} bytes.", is_proven=True)
@@ -117,6 +113,23 @@ def search_stage(
         for key in function.residuals
     )
     return StageLayout(seconds, bound, end_s, summary.peak_bytes, residual_bytes, specs)
+
+
+def stage_request(
+    function: StageFunction, mesh: AbstractMesh, hardware: Hardware, *, is_donated: bool, **options: Any
+) -> PlanRequest:
+    """Returns the request for the sharding of a stage; `options` are further ones of the search."""
+    of_search = Options(
+        fn=function,
+        mesh=mesh,
+        hardware=hardware,
+        donate_argnums=(0, 1, 2) if is_donated else (1, 2),
+        progress="none",
+        **options,
+    )
+    traced = trace_function(of_search, function.shapes)
+    function.weigh(traced.graph)
+    return PlanRequest(of_search, traced, space_of(of_search, traced), 0.0)
 
 
 def _specs(

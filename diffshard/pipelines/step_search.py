@@ -12,7 +12,9 @@ from diffshard.pipelines.division_search import DivisionSearch, Entry
 from diffshard.pipelines.layer_bounds import LayerBounds
 from diffshard.pipelines.layer_chain import LayerChain, layer_chain
 from diffshard.pipelines.options import PipelineOptions, memory_limit_of, mesh_shape, solve_stage
-from diffshard.pipelines.stage_search import StageLayout
+from diffshard.pipelines.stage_function import StageFunction
+from diffshard.pipelines.stage_search import StageLayout, stage_request
+from diffshard.sharding_search.request import PlanRequest
 from search_spaces.pipelines.example_groups import in_groups
 from search_spaces.pipelines.stage_keys import Key
 from search_spaces.pipelines.stage_programs import StagedStep, staged_step
@@ -57,11 +59,27 @@ class StepSearch:
             self.options.pipeline.max_stages,
         )
 
-    def _solve(self, entry: Entry) -> StageLayout:
+    def request(self, entry: Entry) -> PlanRequest:
+        """Returns the request for the sharding of a stage."""
+        (staged, cut), submesh = self._with_stage(entry), self.submeshes[entry.submesh]
+        shape = mesh_shape(submesh)
+        return stage_request(
+            StageFunction(staged, int(entry.start > 0), entry.in_flight, cut.replaced),
+            AbstractMesh(tuple(shape.values()), tuple(shape)),
+            self.options.cluster.hardware(submesh.kind, shape),
+            is_donated=self.is_donated,
+            memory_limit_bytes=memory_limit_of(self.options, submesh.kind),
+        )
+
+    def _with_stage(self, entry: Entry) -> tuple[StagedStep, CutStep]:
+        """Returns the step with the layers of an entry as one stage; the second one unless it is the first."""
         interval = entry.start, entry.end
         if interval not in self._staged:
             self._staged[interval] = self.staged(interval)
-        staged, cut = self._staged[interval]
+        return self._staged[interval]
+
+    def _solve(self, entry: Entry) -> StageLayout:
+        staged, cut = self._with_stage(entry)
         return solve_stage(
             self.options,
             staged,

@@ -63,7 +63,7 @@ def find_plan(request: PlanRequest) -> Plan:
     if math.isfinite(request.step_limit_s):
         progress = _until_cut_off(request)
         if choice is None:  # a start that keeps the memory lets the solver look for a bound first
-            choice = _lightest_choice(request.space.problem)
+            choice = lightest_choice(request.space.problem)
     _ = request.space.problem  # built before the solver's time begins: on five axes that alone can take a minute
     solution = fastest_choice(request._replace(progress=progress), time.perf_counter(), choice)
     return make_plan(request, solution)
@@ -130,7 +130,7 @@ def _until_cut_off(request: PlanRequest) -> Progress:
     return progress
 
 
-def _lightest_choice(problem: Problem) -> np.ndarray:
+def lightest_choice(problem: Problem) -> np.ndarray:
     """Returns the choice `[V]` in which each node holds the least memory, and of these costs least."""
     held = [np.zeros(len(cost)) for cost in problem.node_cost]
     for node, usage in zip(problem.usage_node, problem.usage, strict=True):

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from os import PathLike
+from typing import NoReturn
 
 from diffshard.pipelines.plans.base import PipelinePlanData
 from diffshard.pipelines.plans.file import load, save
@@ -26,6 +27,17 @@ class PipelinePlan(PipelinePlanData):
 
     def _repr_html_(self) -> str:
         return framed(self.html())
+
+    def apply(self, *args: object, **kwargs: object) -> NoReturn:
+        """Raises `TypeError`: the plan of a pipeline can be shown, and is not enough to run a step.
+
+        Raises:
+          TypeError: always; says what to do.
+        """
+        raise TypeError(
+            "The plan of a pipeline is shown, not applied: it does not have the shardings inside of its stages. "
+            "`diffshard.search(fn, cluster, pipeline=...)` searches them again, and runs the step."
+        )
 
     def save(self, path: str | PathLike[str]) -> None:
         """Writes the plan as JSON; the file is replaced whole or not at all.

@@ -147,7 +147,7 @@ def accumulating_step(state, batch):
 
 
 def test_a_loop_that_accumulates_gradients_is_refused_by_name():
-    with pytest.raises(ValueError, match=r"accumulating_step has a scan .*remove it and give `microbatches`"):
+    with pytest.raises(ValueError, match=r"accumulating_step has a scan .*remove it and give `Pipeline.microbatches`"):
         uncut(accumulating_step, arguments())
 
 

@@ -1,6 +1,7 @@
 """`search(fn, cluster, pipeline=...)` finds stages, and runs them with the results of one device."""
 
 import html
+import re
 
 import jax
 import jax.numpy as jnp
@@ -156,13 +157,37 @@ def test_a_mesh_is_refused():
 def test_a_batch_that_nothing_divides_is_refused():
     cluster = diffshard.Cluster([diffshard.Hosts(1, devices=2, hardware="h100")])
     pipelined = diffshard.search(train_step, cluster, pipeline=diffshard.Pipeline(microbatches=(3, 5)))
-    with pytest.raises(ValueError, match="must divide the batch; got 3"):
+    with pytest.raises(ValueError, match=r"`Pipeline.microbatches` must divide the batch; got 3"):
         pipelined.plan(*arguments())
 
 
-def test_no_memory_is_infeasible_and_says_how_much_the_state_has():
-    with pytest.raises(diffshard.InfeasibleError, match="its state alone has"):
-        search(train_step, memory_limit_bytes=100.0).plan(*arguments())
+def test_an_error_names_the_least_memory_that_would_do_and_the_stage_that_needs_it():
+    def step(params, x):
+        loss, gradients = jax.value_and_grad(linear_loss)(params, x)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients), loss
+
+    cluster, pipeline = [diffshard.Hosts(1, devices=2, hardware="h100")], diffshard.Pipeline(microbatches=(2, 4))
+
+    def plan(memory_limit_bytes):
+        pipelined = diffshard.search(
+            step, diffshard.Cluster(cluster), pipeline=pipeline, memory_limit_bytes=memory_limit_bytes
+        )
+        return pipelined.plan(linear_weights(), jnp.ones((8, 16)))
+
+    with pytest.raises(diffshard.InfeasibleError, match=r"Its state alone has 4,096 bytes.* donate the state") as error:
+        plan(100.0)
+    found = re.search(
+        r"with (\d) micro-batches: its largest stage, layers 0-\d+ of \d+ \(from test_pipelined_function.*\) on 2 x "
+        r"H100.* needs at least (\S+) bytes on each device, and (\S+) are enough",
+        str(error.value),
+    )
+    assert found is not None, error.value
+    least, enough = (float(number.replace(",", "")) for number in found.groups()[1:])
+    with pytest.raises(diffshard.InfeasibleError):
+        plan(least - 1)
+    fitting = plan(enough)
+    assert fitting.num_microbatches == int(found[1])
+    assert max(stage.peak_bytes for stage in fitting.stages) <= enough
 
 
 def test_a_cluster_that_is_only_described_is_planned_for_but_not_run_on():
@@ -170,6 +195,13 @@ def test_a_cluster_that_is_only_described_is_planned_for_but_not_run_on():
     pipelined = diffshard.search(train_step, cluster, pipeline=PIPELINE)
     with pytest.raises(ValueError, match="only described"):
         pipelined(*arguments())
+
+
+@pytest.mark.parametrize("transform", [jax.jit, jax.grad])
+def test_a_pipeline_under_a_transformation_is_refused(transform):
+    pipelined = search(train_step)
+    with pytest.raises(TypeError, match=r"cannot be called under `jax.jit`, `jax.grad`"):
+        transform(lambda x: pipelined(x, jnp.ones(8)))(jnp.float32(1.0))
 
 
 @pytest.mark.parametrize(

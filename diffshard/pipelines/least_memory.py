@@ -1,0 +1,138 @@
+"""The least memory that a pipeline needs, to say where nothing fits how far that is from fitting.
+
+A division of the layers needs as much as its stage that needs most. So the programme that divides layers finds the one
+that needs least, over what each stage needs at least. That is known of the stages whose problem was built; others need
+no less than their state, split over all their devices, or than fewer of their layers. Problems on the best path are
+built until it has no others.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from cost.memory import least_memory
+from cost.pipeline_schedules import Schedule
+from diffshard.pipelines.division_search import Entry, kept_microbatches
+from diffshard.pipelines.stage_programme import best_division, bottleneck_objective
+from diffshard.pipelines.step_search import StepSearch
+from diffshard.sharding_search.planning import lightest_choice
+
+_MOST_STAGES = 12
+"""Stages whose problems are built for one number of micro-batches: each takes about a second for a large model."""
+
+
+class StageNeed(NamedTuple):
+    """What a stage needs of each of its devices.
+
+    Attributes:
+      least_bytes: no sharding needs less.
+      enough_bytes: some sharding needs no more.
+    """
+
+    least_bytes: float
+    enough_bytes: float
+
+
+class PipelineNeed(NamedTuple):
+    """What the division needs that needs least.
+
+    Attributes:
+      search: of its number of micro-batches.
+      entry: its stage that needs most.
+      need: of that stage; None where only `share` is known of it.
+      share: of the memory limit of the stage's devices; no division needs less.
+    """
+
+    search: StepSearch
+    entry: Entry
+    need: StageNeed | None
+    share: float
+
+
+def least_need(searches: Sequence[StepSearch], is_over: Callable[[], bool]) -> PipelineNeed | None:
+    """Returns the least that a pipeline needs, in any of some numbers of micro-batches.
+
+    Args:
+      searches: for each number of micro-batches.
+      is_over: tells whether there is no time left.
+
+    Returns:
+      None where no division can be placed on the devices at all.
+    """
+    needs = []
+    for search in sorted(searches, key=lambda search: -search.num_microbatches):  # usually more need less
+        below = min((need.share for need in needs), default=np.inf)
+        need = _NeedSearch(search).least(below, is_over)
+        needs += [] if need is None else [need]
+    return min(needs, key=lambda need: need.share, default=None)
+
+
+class _NeedSearch:
+    """The programme over what stages need, of a step in some number of micro-batches."""
+
+    def __init__(self, search: StepSearch):
+        self.search, self.divisions, size = search, search.divisions, len(search.chain)
+        self.schedule: Schedule = min(  # the one that keeps the fewest micro-batches
+            search.options.pipeline.schedules, key=lambda name: kept_microbatches(name, 2, search.num_microbatches)
+        )
+        limits = np.array([self.divisions.memory_limit_bytes[s.kind] for s in search.submeshes])
+        state = np.concatenate([[0.0], np.cumsum(search.chain.state_bytes)])
+        of_stage = state[None, :] - state[:size, None]
+        self.limits = limits
+        self.shares = of_stage[:, :, None] / (np.array([s.num_devices for s in search.submeshes]) * limits)
+        self.known: dict[Entry, StageNeed] = {}
+
+    def least(self, below: float, is_over: Callable[[], bool]) -> PipelineNeed | None:
+        """Returns what the division needs that needs least; None where it is no less than a share."""
+        while True:
+            found = self._largest()
+            if found is None or found[1] >= below:
+                return None
+            entry, share = found
+            if entry in self.known or len(self.known) >= _MOST_STAGES or is_over():
+                return PipelineNeed(self.search, entry, self.known.get(entry), share)
+            self.known[entry] = stage_need(self.search, entry)
+
+    def _largest(self) -> tuple[Entry, float] | None:
+        """Returns the stage that needs most in the best division, and its share."""
+        search, count = self.search, self.search.num_microbatches
+        division = best_division(
+            len(search.chain),
+            self.divisions.devices,
+            search.submeshes,
+            lambda left: self._table(kept_microbatches(self.schedule, left, count)),
+            np.zeros_like(self.divisions.link_s),
+            bottleneck_objective(),
+            max_stages=search.options.pipeline.max_stages,
+            use_all_devices=False,
+        )
+        if division is None:
+            return None
+        num_stages = len(division.stages)
+        entries = [
+            Entry(*stage, kept_microbatches(self.schedule, num_stages - i, count))
+            for i, stage in enumerate(division.stages)
+        ]
+        shares = [self._table(e.in_flight)[e.start, e.end, e.submesh] for e in entries]
+        largest = int(np.argmax(shares))
+        return entries[largest], float(shares[largest])
+
+    def _table(self, in_flight: int) -> np.ndarray:
+        """Returns `[L, L + 1, P]`, the share that each stage needs at least.
+
+        A stage with more layers, or that keeps more micro-batches, needs no less.
+        """
+        table = self.shares.copy()
+        for entry, need in self.known.items():
+            if entry.in_flight <= in_flight:
+                of_more = table[: entry.start + 1, entry.end :, entry.submesh]
+                np.maximum(of_more, need.least_bytes / self.limits[entry.submesh], out=of_more)
+        return table
+
+
+def stage_need(search: StepSearch, entry: Entry) -> StageNeed:
+    """Returns what a stage needs of each of its devices."""
+    space = search.request(entry).space
+    least_bytes = float(np.max(least_memory(space.problem)[1]))
+    return StageNeed(least_bytes, max(space.summarize(lightest_choice(space.problem).tolist()).peak_bytes, least_bytes))
