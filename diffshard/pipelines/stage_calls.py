@@ -24,6 +24,8 @@ from search_spaces.pipelines.stage_programs import StagedStep, StageProgram
 
 ShardingOf = Callable[[int, Key], NamedSharding | None]
 """`sharding_of(stage, key)`: how a stage stores an array, on its sub-mesh; None replicates it."""
+HOST_MEMORY = "pinned_host"
+"""JAX's name of memory of the host that devices copy to and from by themselves."""
 TransferOf = Callable[[Key, int, int], tuple[NamedSharding, NamedSharding]]
 """`transfer_of(key, source, target)`: how an array leaves a stage for another and how it arrives: in equal parts."""
 FunctionOf = Callable[[StageProgram], Callable[..., Sequence[Any]]]
@@ -133,6 +135,15 @@ class StageCalls:
             self._shared[key, source, target] = self._transfer_of(key, source, target)
         return self._shared[key, source, target]
 
+    def stored(self, stage: int, key: Key) -> NamedSharding:
+        """Returns how an array that a stage makes waits for the programs that read it: offloaded ones on the host."""
+        sharding = self.sharding(stage, key)
+        return sharding.with_memory_kind(HOST_MEMORY) if self.is_offloaded(stage, key) else sharding
+
+    def is_offloaded(self, stage: int, key: Key) -> bool:
+        """Tells whether a stage leaves an array on the host for its own backward program."""
+        return key in self.staged.offloaded and self.staged.makers[key].stage == stage
+
     def _shared_shardings(self, key: Key, source: int, target: int) -> tuple[NamedSharding, NamedSharding]:
         shape = self.staged.avals[key].shape
         counts = self.meshes[source].devices.size, self.meshes[target].devices.size
@@ -146,7 +157,7 @@ class StageCalls:
             return self.number_sharding(stage)
         maker = self.staged.makers.get(key)
         if maker is None or maker.kind == "begin" or maker.stage == stage:
-            return self.sharding(stage, key)
+            return self.stored(stage, key)
         return self.shared(key, maker.stage, stage)[1]
 
     def number_sharding(self, stage: int) -> NamedSharding:
@@ -167,7 +178,8 @@ class StageCalls:
         forgotten = self._read_last(program)
         given_up = self._given_up(stage, forgotten, leaves)
         reads = tuple(key for key in program.reads if key not in given_up)
-        call = _traceable(program, self._function_of(program), sums, given_up, reads, leaves)
+        from_host = [key for key in reads if self.is_offloaded(stage, key)]
+        call = _traceable(program, self._function_of(program), sums, given_up, reads, leaves, from_host)
         totals = [self.sharding(stage, a.total) for a in sums]
         shardings = totals, [leaving.sharding for leaving in leaves], self.number_sharding(stage)
         function = jax.jit(call, out_shardings=shardings, donate_argnums=(0, 1))
@@ -185,7 +197,7 @@ class StageCalls:
             readers = self.staged.readers.get(key, frozenset())
             is_needed = stage in readers or key in self._results or key in pieces
             targets = sorted(readers - {stage}) if self._sends(program.label, key) else []
-            forms = [Leaving(key, self.sharding(stage, key), True, ())] if is_needed else []
+            forms = [Leaving(key, self.stored(stage, key), True, ())] if is_needed else []
             for target in targets:
                 sharding = self.shared(key, stage, target)[0]
                 forms = _with_target(forms, key, sharding, target, len(self.staged.avals[key].shape))
@@ -230,7 +242,7 @@ class StageCalls:
         found = []
         for key in sorted(forgotten, key=lambda key: key not in self.staged.inputs):
             aval, sharding = self.staged.avals[key], self.read_sharding(stage, key)
-            if key not in self._own or jnp.issubdtype(aval.dtype, jax.dtypes.extended):
+            if key not in self._own or key in self.staged.offloaded or jnp.issubdtype(aval.dtype, jax.dtypes.extended):
                 continue
             for place, (other, kept) in enumerate(free):
                 if (aval.shape, aval.dtype) == (other.shape, other.dtype) and is_alike(sharding, kept, aval.ndim):
@@ -274,9 +286,11 @@ def _traceable(
     given_up: Sequence[Key],
     reads: Sequence[Key],
     leaves: Sequence[Leaving],
+    from_host: Collection[Key],
 ) -> Callable[..., Any]:
     def call(totals: list[Any], last: list[Any], arrays: list[Any]) -> tuple[list[Any], list[Any], Any]:
         env = {**dict(zip(given_up, last, strict=True)), **dict(zip(reads, arrays, strict=True))}
+        env.update({key: jax.device_put(env[key], jax.memory.Space.Device) for key in from_host})
         made = run(*(env[key] for key in program.reads))
         env.update(zip(program.makes, made, strict=True))
         totals = [combined_with(a.state, total, env[a.part]) for a, total in zip(sums, totals, strict=True)]

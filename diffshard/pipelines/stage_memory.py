@@ -15,9 +15,11 @@ from jax.sharding import NamedSharding
 
 from cost.pipeline_schedules import ScheduleGraph
 from diffshard.pipelines.copies import bytes_each
-from diffshard.pipelines.stage_calls import StageCall, StageCalls
+from diffshard.pipelines.stage_calls import Leaving, StageCall, StageCalls
 from diffshard.pipelines.stage_run import StageRun
 from search_spaces.pipelines.stage_keys import Key, Label
+
+_COUNTED = ("step_bytes", "sum_bytes", "microbatch_bytes", "peak_bytes", "host_bytes")
 
 
 class ProgramMemory(NamedTuple):
@@ -28,17 +30,20 @@ class ProgramMemory(NamedTuple):
       output_bytes: of what it leaves.
       alias_bytes: of outputs that take the memory of arguments.
       temporary_bytes: of what it needs in between.
+      read_back_bytes: of offloaded residuals that it copies from the host, where `temporary_bytes` is without them:
+        XLA for CPUs, and for GPUs that are only described, takes memory of the host for memory of the device.
     """
 
     argument_bytes: int
     output_bytes: int
     alias_bytes: int
     temporary_bytes: int
+    read_back_bytes: int = 0
 
     @property
     def added_bytes(self) -> int:
         """What it takes besides the arrays that are there before it."""
-        return self.output_bytes - self.alias_bytes + self.temporary_bytes
+        return self.output_bytes - self.alias_bytes + self.temporary_bytes + self.read_back_bytes
 
 
 @dataclass(frozen=True)
@@ -52,6 +57,7 @@ class StageMemory:
       microbatch_bytes: the most of what micro-batches in flight have at one time.
       peak_bytes: the most at one time, while a program runs.
       peak: the program of the peak.
+      host_bytes: the most of offloaded residuals at one time, in pinned memory of the host.
     """
 
     programs: dict[Label, ProgramMemory]
@@ -60,6 +66,7 @@ class StageMemory:
     microbatch_bytes: int
     peak_bytes: int
     peak: Label
+    host_bytes: int = 0
 
 
 def stage_memory(calls: StageCalls, graph: ScheduleGraph) -> list[StageMemory]:
@@ -109,20 +116,25 @@ def compiled_program(calls: StageCalls, call: StageCall) -> Any:
 
 
 def _compiled_memory(calls: StageCalls, call: StageCall) -> ProgramMemory:
-    stats = compiled_program(calls, call).memory_analysis()
+    stats, stage = compiled_program(calls, call).memory_analysis(), call.program.label.stage
+    from_host = [key for key in call.reads if calls.is_offloaded(stage, key)]
+    sizes = ((calls.staged.avals[key], calls.read_sharding(stage, key)) for key in from_host)
+    read_back_bytes = sum(bytes_each(aval.shape, aval.dtype, sharding) for aval, sharding in sizes)
     return ProgramMemory(
         stats.argument_size_in_bytes,
         stats.output_size_in_bytes,
         stats.alias_size_in_bytes,
         stats.temp_size_in_bytes,
+        0 if stats.host_argument_size_in_bytes else read_back_bytes,
     )
 
 
 class _Array(NamedTuple):
-    """An array without data: its shape and dtype, and the bytes of it that each device has."""
+    """An array without data: its shape and dtype, and its bytes on each device, or on the host for each device."""
 
     aval: Any
     num_bytes: int = 0
+    host_bytes: int = 0
 
 
 class _Sizes:
@@ -132,12 +144,13 @@ class _Sizes:
 
     def __init__(self, calls: StageCalls, programs: dict[Label, ProgramMemory]):
         self._calls, self._programs = calls, programs
-        zero: dict[str, Any] = dict.fromkeys(("step_bytes", "sum_bytes", "microbatch_bytes", "peak_bytes"), 0)
+        zero: dict[str, Any] = dict.fromkeys(_COUNTED, 0)
         self.most = [{**zero, "peak": Label("begin", stage)} for stage in range(calls.staged.num_stages)]
 
     def _array(self, key: Key, sharding: NamedSharding) -> _Array:
         aval = self._calls.staged.avals[key]
-        return _Array(aval, bytes_each(aval.shape, aval.dtype, sharding))
+        num_bytes = bytes_each(aval.shape, aval.dtype, sharding)
+        return _Array(aval, num_bytes)
 
     def enter(self, array: Any, key: Key, stage: int) -> _Array:
         return self._array(key, self._calls.sharding(stage, key))
@@ -150,16 +163,24 @@ class _Sizes:
         self, call: StageCall, microbatch: int | None, totals: list[Any], given_up: list[Any], reads: list[Any]
     ) -> tuple[list[Any], list[Any]]:
         label = call.program.label
-        now = {"step": 0, "sum": 0, "micro-batch": 0}
+        now, on_host = {"step": 0, "sum": 0, "micro-batch": 0}, 0
         for kind, array in self.step.arrays_of(label.stage):
             now[kind] += array.num_bytes
+            on_host += array.host_bytes
         most = self.most[label.stage]
+        most["host_bytes"] = max(most["host_bytes"], on_host)
         for name, kind in (("step_bytes", "step"), ("sum_bytes", "sum"), ("microbatch_bytes", "micro-batch")):
             most[name] = max(most[name], now[kind])
         at_once = sum(now.values()) + self._programs[label].added_bytes
         if at_once > most["peak_bytes"]:
             most["peak_bytes"], most["peak"] = at_once, label
-        return totals, [self._array(leaving.key, leaving.sharding) for leaving in call.leaves]
+        return totals, [self._left(leaving, label.stage) for leaving in call.leaves]
+
+    def _left(self, leaving: Leaving, stage: int) -> _Array:
+        array = self._array(leaving.key, leaving.sharding)
+        if leaving.is_kept and self._calls.is_offloaded(stage, leaving.key):
+            return _Array(array.aval, 0, array.num_bytes)
+        return array
 
     def send(self, array: Any, key: Key, source: int, target: int) -> _Array:
         return self._array(key, self._calls.shared(key, source, target)[1])

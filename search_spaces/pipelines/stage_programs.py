@@ -57,6 +57,7 @@ class StagedStep:
       readers: for each key the stages that read it.
       batch: the positions of the arguments that micro-batches divide.
       avals: the shape and dtype of each key.
+      offloaded: keys of residuals that wait in pinned memory of the host for the backward pass; see `offloading`.
     """
 
     num_stages: int
@@ -69,6 +70,7 @@ class StagedStep:
     readers: dict[Key, frozenset[int]]
     batch: tuple[int, ...]
     avals: dict[Key, Any]
+    offloaded: frozenset[Key] = frozenset()
 
 
 def layer_scope(layer: int, kind: str) -> str:
