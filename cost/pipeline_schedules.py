@@ -18,13 +18,15 @@ import numpy as np
 
 from cost.real_numbers import whole_number
 
-Schedule = Literal["gpipe", "1f1b", "eager", "zb-h1"]
+Schedule = Literal["gpipe", "1f1b", "eager", "zb-h1", "2bw"]
 """When a stage runs its backward operations.
 
 With "gpipe" all forward operations come first. With "1f1b" forward and backward operations alternate as soon as the
 first backward one can run; stage i keeps at most S - i micro-batches. With "eager" it keeps up to 2(S - i) - 1, so that
 transfers run beside arithmetic. "zb-h1" splits the backward operation into the gradient of the activations and that of
-the weights, and delays the second where the stage would wait. It is simulated only: no program runs it.
+the weights, and delays the second where the stage would wait. It is simulated only: no program runs it. "2bw" is "1f1b"
+whose next step begins before this one has ended, with gradients of the weights of one step ago: `cost.pipeline_steps`
+has what a step then takes. Its graph is that of one step.
 """
 
 OperationKind = Literal["forward", "backward", "weights", "send forward", "send backward"]
@@ -53,7 +55,7 @@ class ScheduleGraph(NamedTuple):
 
 FORWARD, BACKWARD, WEIGHTS, SEND_FORWARD, SEND_BACKWARD = range(5)
 STAGE_KINDS = (FORWARD, BACKWARD, WEIGHTS)
-_Order = list[list[tuple[int, int]]]  # for each stage the kinds and micro-batches in the order in which they run
+Order = list[list[tuple[int, int]]]  # for each stage the kinds and micro-batches in the order in which they run
 
 
 def graph_of(schedule: Schedule, num_stages: int, num_microbatches: int) -> ScheduleGraph:
@@ -81,7 +83,7 @@ def in_flight(graph: ScheduleGraph) -> np.ndarray:
 # The order in which each stage runs its operations.
 
 
-def _alternating(num_microbatches: int, kept: int) -> list[tuple[int, int]]:
+def alternating_order(num_microbatches: int, kept: int) -> list[tuple[int, int]]:
     """Returns the operations of a stage that starts `kept` micro-batches before its first backward operation."""
     order = [(FORWARD, m) for m in range(kept)]
     for m in range(num_microbatches):
@@ -98,7 +100,7 @@ def _zero_bubble(num_stages: int, stage: int, num_microbatches: int) -> list[tup
     last gradient goes back through the other stages.
     """
     order: list[tuple[int, int]] = []
-    for kind, m in _alternating(num_microbatches, min(num_microbatches, num_stages - stage)):
+    for kind, m in alternating_order(num_microbatches, min(num_microbatches, num_stages - stage)):
         order.append((kind, m))
         if kind == BACKWARD and m >= stage:
             order.append((WEIGHTS, m - stage))
@@ -106,15 +108,16 @@ def _zero_bubble(num_stages: int, stage: int, num_microbatches: int) -> list[tup
 
 
 _ORDERS: dict[str, Callable[[int, int, int], list[tuple[int, int]]]] = {
-    "gpipe": lambda num_stages, stage, count: _alternating(count, count),
-    "1f1b": lambda num_stages, stage, count: _alternating(count, min(count, num_stages - stage)),
-    "eager": lambda num_stages, stage, count: _alternating(count, min(count, 2 * (num_stages - stage) - 1)),
+    "gpipe": lambda num_stages, stage, count: alternating_order(count, count),
+    "1f1b": lambda num_stages, stage, count: alternating_order(count, min(count, num_stages - stage)),
+    "eager": lambda num_stages, stage, count: alternating_order(count, min(count, 2 * (num_stages - stage) - 1)),
     "zb-h1": _zero_bubble,
+    "2bw": lambda num_stages, stage, count: alternating_order(count, min(count, num_stages - stage)),
 }
 """The operations of a stage in order, by schedule; called with S, the stage and M."""
 
 
-def schedule_graph(order: _Order, num_microbatches: int) -> ScheduleGraph:
+def schedule_graph(order: Order, num_microbatches: int) -> ScheduleGraph:
     """Returns the graph of stages that run operations, kinds and micro-batches, in some order.
 
     Raises:

@@ -89,14 +89,31 @@ def simulate(times: StageTimes, graph: ScheduleGraph) -> Simulation:
             '`weights_s` must be given for schedules such as "zb-h1" that compute the gradients of weights apart, and '
             "only there; all others have them in `backward_s`."
         )
-    durations = _durations(times)[graph.kind, graph.stage]
-    start, end = np.zeros(len(durations)), np.zeros(len(durations) + 1)  # the last entry is "no predecessor"
-    for i, ((before, needed), seconds) in enumerate(zip(graph.predecessors.tolist(), durations.tolist(), strict=True)):
-        start[i] = max(end[before], end[needed])
-        end[i] = start[i] + seconds
+    durations = durations_s(times)[graph.kind, graph.stage]
+    start = start_times_s(graph, durations, np.zeros(len(durations)))
+    end = start + durations
     of_stage = np.isin(graph.kind, STAGE_KINDS)
     busy = np.bincount(graph.stage[of_stage], durations[of_stage], graph.num_stages)
-    return Simulation(graph, start, end[:-1], float(end.max()), busy, in_flight(graph))
+    return Simulation(graph, start, end, float(end.max()), busy, in_flight(graph))
+
+
+def start_times_s(graph: ScheduleGraph, durations: np.ndarray, pauses: np.ndarray) -> np.ndarray:
+    """Returns `[N]`: when each operation of a schedule starts.
+
+    Args:
+      graph: the schedule.
+      durations: `[N]`, seconds of each operation.
+      pauses: `[N]`, seconds after each operation in which its stage or link does something else. What waits for the
+        result of the operation need not wait for that.
+    """
+    start = np.zeros(len(durations))
+    end, free = np.zeros(len(durations) + 1), np.zeros(len(durations) + 1)  # the last entry is "no predecessor"
+    rows = zip(graph.predecessors.tolist(), durations.tolist(), pauses.tolist(), strict=True)
+    for i, ((before, needed), seconds, pause) in enumerate(rows):
+        start[i] = max(free[before], end[needed])
+        end[i] = start[i] + seconds
+        free[i] = end[i] + pause
+    return start
 
 
 def soft_step_s(times: StageTimes, graph: ScheduleGraph, temperature_s: float) -> jax.Array:
@@ -110,7 +127,7 @@ def soft_step_s(times: StageTimes, graph: ScheduleGraph, temperature_s: float) -
       graph: of `graph_of`; its order does not depend on the times.
       temperature_s: T, positive seconds.
     """
-    durations = _durations(times, jnp)[graph.kind, graph.stage]
+    durations = durations_s(times, jnp)[graph.kind, graph.stage]
     size = len(graph.kind)
 
     def run(end: jax.Array, operation: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, None]:
@@ -141,7 +158,7 @@ def lower_bound_s(times: StageTimes, num_microbatches: int) -> float:
     """
     times = checked(times, checked_count("len(forward_s)", len(times.forward_s)))
     num_microbatches = checked_count("num_microbatches", num_microbatches)
-    durations = _durations(times)
+    durations = durations_s(times)
     there = np.cumsum(durations[FORWARD] + durations[SEND_FORWARD])[:-1]
     back = np.cumsum(durations[BACKWARD] + durations[SEND_BACKWARD])[:-1]
     computing = durations[FORWARD] + durations[BACKWARD]
@@ -175,8 +192,8 @@ def checked(times: StageTimes, num_stages: int) -> StageTimes:
     return StageTimes(*arrays)
 
 
-def _durations(times: StageTimes, numpy: Any = np) -> Any:
-    """Returns `[kinds, S]`, the seconds of each kind of operation on each stage; a link has the stage before it."""
+def durations_s(times: StageTimes, numpy: Any = np) -> Any:
+    """Returns `[kinds, S]`: the seconds of each kind of operation on each stage; a link has the stage before it."""
     forward, backward, send_forward, send_backward, weights = (
         None if x is None else numpy.asarray(x, float) for x in times
     )

@@ -37,6 +37,7 @@ if TYPE_CHECKING:  # for type checkers and editors; when the program runs, `__ge
     from diffshard.experts.plans import ExpertPlans, expert_plans
     from diffshard.initialisation import init_search, kaiming, orthogonal, xavier
     from diffshard.pipelines.base import Pipeline, PipelinePlan
+    from diffshard.pipelines.delayed_gradients import DelayedArray, current_version, delayed
     from diffshard.pipelines.execution import StageError
     from diffshard.pipelines.microbatches import in_microbatches
     from diffshard.pipelines.pipelined_function import PipelinedFunction
@@ -87,6 +88,7 @@ _NAMES_OF = {
     "diffshard.embedding_tables.search": ("shard_tables",),
     "diffshard.initialisation": ("init_search", "kaiming", "orthogonal", "xavier"),
     "diffshard.pipelines.base": ("Pipeline", "PipelinePlan"),
+    "diffshard.pipelines.delayed_gradients": ("DelayedArray", "current_version", "delayed"),
     "diffshard.pipelines.execution": ("StageError",),
     "diffshard.pipelines.microbatches": ("in_microbatches",),
     "diffshard.pipelines.pipelined_function": ("PipelinedFunction",),
@@ -127,6 +129,7 @@ __all__ = [
     "Cluster",
     "CommunicationSpace",
     "Comparison",
+    "DelayedArray",
     "EmbeddingTable",
     "Encode",
     "ErrorFeedback",
@@ -166,7 +169,9 @@ __all__ = [
     "calibrate",
     "check_kernel",
     "compare",
+    "current_version",
     "curvature",
+    "delayed",
     "expert_layer",
     "expert_plans",
     "halving",

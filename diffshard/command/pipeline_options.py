@@ -28,7 +28,10 @@ def add_pipeline_options(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--max-stages", type=whole_number_of, metavar="N", help="default: 8")
     group.add_argument(
-        "--schedules", type=schedules, metavar="NAME[,NAME...]", help="some of 1f1b, eager, gpipe; default: all"
+        "--schedules",
+        type=schedules,
+        metavar="NAME[,NAME...]",
+        help="some of 1f1b, eager, gpipe; default: all of these. Alone: 2bw, gradients of the step before",
     )
     group.add_argument(
         "--gradient-reductions",

@@ -22,7 +22,8 @@ class Pipeline:
       batch_argnames: further such arguments by name.
       microbatches: numbers of micro-batches to try; those that do not divide the batch are left out.
       max_stages: the largest number of stages.
-      schedules: the schedules to try: "1f1b", "eager", "gpipe".
+      schedules: the schedules to try: "1f1b", "eager", "gpipe". Alone and never by default: "2bw", which changes the
+        results: gradients are those of the weights of one step ago, as `diffshard.delayed` has them.
       gradient_reductions: how often gradients may be reduced over the devices that share the examples of a micro-batch:
         "each_microbatch", or "once", when the step ends. The latter sends less, and each device keeps a whole total of
         each gradient.
@@ -51,6 +52,17 @@ class Pipeline:
         given = self.gradient_reductions
         if isinstance(given, str) or not given or any(way not in ways for way in given):
             raise ValueError(f"`Pipeline.gradient_reductions` must be some of {ways}, not {given!r}.")
+        if self.is_delayed and set(self.schedules) != {"2bw"}:
+            raise ValueError(
+                "`Pipeline.schedules` must be ('2bw',) where it has '2bw': it changes the results and the state, so "
+                "that one search cannot choose between it and others. Search twice and compare; got "
+                f"{self.schedules!r}."
+            )
+
+    @property
+    def is_delayed(self) -> bool:
+        """Whether gradients are those of the weights of one step ago."""
+        return "2bw" in self.schedules
 
     @property
     def batch(self) -> BatchArguments:

@@ -16,7 +16,14 @@ import numpy as np
 from cost.clusters import Cluster
 from cost.pipeline_schedules import Schedule
 from diffshard.pipelines.layer_chain import LayerChain
-from diffshard.pipelines.stage_programme import Division, Objective, Stage, best_division, step_objective
+from diffshard.pipelines.stage_programme import (
+    Division,
+    Objective,
+    Stage,
+    best_division,
+    overlapped_objective,
+    step_objective,
+)
 from diffshard.pipelines.stage_search import StageLayout, StageMemoryError
 
 
@@ -63,7 +70,7 @@ class FoundDivision:
 
 def kept_microbatches(schedule: Schedule, stages_left: int, num_microbatches: int) -> int:
     """Returns how many micro-batches a stage keeps from which so many stages follow, itself included."""
-    kept = {"1f1b": stages_left, "eager": 2 * stages_left - 1}.get(schedule, num_microbatches)
+    kept = {"1f1b": stages_left, "2bw": stages_left, "eager": 2 * stages_left - 1}.get(schedule, num_microbatches)
     return min(kept, num_microbatches)
 
 
@@ -179,7 +186,8 @@ class DivisionSearch:
 
     def _objective(self, schedule: Schedule) -> Objective:
         count = self.num_microbatches
-        return step_objective(count, lambda left: kept_microbatches(schedule, left, count))
+        objective = overlapped_objective if schedule == "2bw" else step_objective
+        return objective(count, lambda left: kept_microbatches(schedule, left, count))
 
     def _link_s(self, i: int, j: int) -> Callable[[float], float]:
         return lambda num_bytes: self.cluster.link_s(num_bytes, self.submeshes[i], self.submeshes[j])

@@ -16,6 +16,7 @@ from cost.presets import device_and_network
 from cost.real_numbers import is_positive, whole_number
 from diffshard.live_progress import ProgressDisplay
 from diffshard.pipelines.base import Pipeline, PipelinePlan
+from diffshard.pipelines.delayed_gradients import DelayedStep, delayed
 from diffshard.pipelines.execution import StagedExecution
 from diffshard.pipelines.options import PipelineOptions, donated_arrays
 from diffshard.pipelines.planned_pipeline import FoundPipeline
@@ -60,12 +61,13 @@ class PipelinedFunction:
           InfeasibleError: no pipeline fits the memory.
           ValueError: no number of micro-batches divides the batch, or the step cannot be cut; names the operation.
         """
-        return self._prepare(args, kwargs).found.plan
+        return self._prepare(*self._with_versions(args, kwargs)).found.plan
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs a step; arrays are copied to the stages that keep them.
 
         Leaves of the result that several stages keep a part of, such as stacked weights of layers, are `StagedArray`.
+        With the schedule "2bw" weights are `DelayedArray`, of arrays or of `StagedArray`.
 
         Raises:
           TypeError: it is called under `jax.jit`, `jax.grad` or another transformation of JAX.
@@ -84,6 +86,7 @@ class PipelinedFunction:
                 "`cluster` is only described: it can be planned for, not run on. Give "
                 "`diffshard.Cluster.from_devices(jax.devices())`."
             )
+        args, kwargs = self._with_versions(args, kwargs)
         prepared = self._prepare(args, kwargs)
         if prepared.execution is None:
             prepared.execution = self._execution(args, kwargs, prepared.found)
@@ -93,6 +96,7 @@ class PipelinedFunction:
 
     def execution(self, *args: Any, **kwargs: Any) -> StagedExecution:
         """Returns what runs calls with such arguments: its programs, its copies, and `wait`."""
+        args, kwargs = self._with_versions(args, kwargs)
         prepared = self._prepare(args, kwargs)
         if prepared.execution is None:
             prepared.execution = self._execution(args, kwargs, prepared.found)
@@ -110,6 +114,10 @@ class PipelinedFunction:
         name, cluster = getattr(self.options.fn, "__name__", "function"), self.options.cluster
         kinds = ", ".join(f"{hosts.count} x {hosts.devices} {hosts.name}" for hosts in cluster.kinds)
         return f"{name} as a pipeline on {format_count(cluster.num_devices, 'device')}, {kinds}"
+
+    def _with_versions(self, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        fn = self.options.fn
+        return fn.with_versions(*args, **kwargs) if isinstance(fn, DelayedStep) else (args, kwargs)
 
     def _prepare(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Prepared:
         arrays, structure = split((tuple(args), _sorted(kwargs)))
@@ -197,7 +205,12 @@ def pipelined(
     cluster = _cluster(devices, hardware)
     return PipelinedFunction(
         PipelineOptions(
-            fn=fn, cluster=cluster, pipeline=pipeline, donate_argnums=numbers, donate_argnames=names, **options
+            fn=delayed(fn) if pipeline.is_delayed else fn,
+            cluster=cluster,
+            pipeline=pipeline,
+            donate_argnums=numbers,
+            donate_argnames=names,
+            **options,
         )
     )
 

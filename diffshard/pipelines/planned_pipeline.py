@@ -4,8 +4,8 @@ import itertools
 import time
 from typing import NamedTuple
 
-from cost.pipeline_schedules import graph_of
-from cost.pipeline_times import Simulation, StageTimes, simulate
+from cost.pipeline_steps import pipeline_step
+from cost.pipeline_times import Simulation, StageTimes
 from diffshard.pipelines.base import PipelinePlan, PlannedStage
 from diffshard.pipelines.cutting import CutStep
 from diffshard.pipelines.options import (
@@ -87,8 +87,7 @@ def planned_pipeline(
         max(layout.seconds - count * (f + b), 0.0) for layout, f, b in zip(layouts, forward_s, backward_s, strict=True)
     ]
     times = StageTimes(forward_s, backward_s, [f for f, _ in sends], [b for _, b in sends])
-    simulation = simulate(times, graph_of(chosen.schedule, len(stages), count))
-    step_s = simulation.step_s + max(end_s)
+    simulation, step_s, bubble = pipeline_step(times, chosen.schedule, count, end_s)
     planned = []
     for i, (stage, layout) in enumerate(zip(stages, layouts, strict=True)):
         submesh = submeshes[stage.submesh]
@@ -123,7 +122,7 @@ def planned_pipeline(
         schedule=chosen.schedule,
         stages=tuple(planned),
         step_s=step_s,
-        bubble=simulation.bubble,
+        bubble=bubble,
         lower_bound_s=bound_s,
         gap=(step_s - bound_s) / step_s if step_s else 0.0,
         search_s=time.perf_counter() - start_s,

@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cost.pipeline_schedules import Schedule, graph_of
-from cost.pipeline_times import StageTimes, simulate
+from cost.pipeline_schedules import Schedule
+from cost.pipeline_steps import pipeline_step
+from cost.pipeline_times import StageTimes
 from diffshard.base import InfeasibleError
 from diffshard.pipelines.cutting import UncutStep, uncut_step
 from diffshard.pipelines.division_search import FoundDivision, deadline
@@ -168,7 +169,7 @@ def _simulated_s(search: StepSearch, schedule: Schedule, found: FoundDivision) -
         for before, after in zip(found.stages, found.stages[1:], strict=False)
     ]
     times = StageTimes(seconds * (1 - _BACKWARD_SHARE), seconds * _BACKWARD_SHARE, sends, sends)
-    return simulate(times, graph_of(schedule, len(seconds), count)).step_s
+    return pipeline_step(times, schedule, count, [0.0] * len(seconds)).step_s  # the ends are in `seconds`
 
 
 def _infeasible(options: PipelineOptions, searches: Sequence[StepSearch], is_over: Callable[[], bool]) -> str:

@@ -103,6 +103,29 @@ def step_objective(num_microbatches: int, kept: Callable[[int], int] | None = No
     return Objective(np.add, fold, None if kept is None else wait)
 
 
+def overlapped_objective(num_microbatches: int, kept: Callable[[int], int]) -> Objective:
+    """Returns what a step takes at least where the next one begins before it ends: that of its slowest stage or link.
+
+    That is max_j M·t_j + e_j, and M times a transfer; a link has two of them, of which the slower one is at least half.
+    Where a stage keeps at most k micro-batches, every k of them take t_j + r_j, as in `step_objective`.
+
+    Args:
+      num_microbatches: M.
+      kept: for a number of stages that follow, itself included, k of a stage.
+    """
+
+    def wait(num_stages: int, stage_s: Any, later_s: Any) -> np.ndarray:
+        known_s = np.where(np.isfinite(stage_s), stage_s, 0.0)
+        each_s = np.where(np.isfinite(stage_s), np.imag(known_s), np.inf)
+        return num_microbatches / kept(num_stages) * (each_s + later_s)
+
+    return Objective(
+        lambda link_s, rest: np.maximum(num_microbatches * link_s / 2, rest),
+        lambda stage_s, rest: np.maximum(num_microbatches * np.real(stage_s), rest),
+        wait,
+    )
+
+
 def bottleneck_objective() -> Objective:
     """Returns the largest time of a stage or link: what each micro-batch takes in a pipeline that never drains."""
     return Objective(np.maximum, np.maximum)

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 from cost.real_numbers import as_float
 from diffshard.pipelines.plans.base import PipelinePlanData, PlannedStage
-from diffshard.pipelines.plans.timing import longest_end_s, simulated
+from diffshard.pipelines.plans.timing import simulated
 from diffshard.plans.consistency import check_tensor
 
 _MOST_MICROBATCHES = 2**14  # far more than any batch is divided into; a simulation of these still takes a second
@@ -78,15 +78,16 @@ def _check_devices(plan: PipelinePlanData) -> None:
 
 def _check_times(plan: PipelinePlanData) -> None:
     """Checks that the step, the bubble, the bound and what is in flight follow from the times of the stages."""
-    simulation = simulated(plan)
+    step = simulated(plan)
+    simulation = step.simulation
     if [stage.in_flight for stage in plan.stages] != simulation.in_flight.tolist():
         raise ValueError(f"`in_flight` of the stages must be {simulation.in_flight.tolist()} with {plan.schedule!r}")
     last = plan.stages[-1]
     if last.send_forward_s or last.send_backward_s:
         raise ValueError("the last of the `stages` must send nothing to a next one")
     expected = {
-        "step_s": simulation.step_s + longest_end_s(plan),
-        "bubble": simulation.bubble,
+        "step_s": step.step_s,
+        "bubble": step.bubble,
         "gap": (plan.step_s - plan.lower_bound_s) / plan.step_s if plan.step_s else 0.0,
     }
     for name, value in expected.items():

@@ -40,7 +40,8 @@ class _Box(NamedTuple):
 
 def schedule_elements(plan: PipelinePlanData) -> str:
     """Returns a drawing of a plan's step, to scale, with a key of the colours."""
-    simulation, rows = simulated(plan), []
+    simulation, rows = simulated(plan).simulation, []
+    drawn_s = simulation.step_s + max(stage.end_s for stage in plan.stages)  # of one step, also where steps overlap
     for i, stage in enumerate(plan.stages):
         waits = 1.0 - simulation.busy_s[i] / simulation.step_s if simulation.step_s else 0.0
         devices = f"{len(stage.devices)} x {escape(stage.hardware)}"
@@ -52,12 +53,10 @@ def schedule_elements(plan: PipelinePlanData) -> str:
         boxes = _few(sorted(boxes, key=lambda box: box.start_s))
         if stage.end_s > 0:
             boxes.append(_Box("end of step", "end", simulation.step_s, simulation.step_s + stage.end_s))
-        rows.append(_row("lane", boxes, plan.step_s))
+        rows.append(_row("lane", boxes, drawn_s))
         if i + 1 < len(plan.stages):
-            rows += [
-                _row("lane thin", _few(_boxes(simulation, k, i)), plan.step_s) for k in (SEND_FORWARD, SEND_BACKWARD)
-            ]
-    ends = f"<div class=ends><span>0 s</span><span>{format_s(plan.step_s)}</span></div>"
+            rows += [_row("lane thin", _few(_boxes(simulation, k, i)), drawn_s) for k in (SEND_FORWARD, SEND_BACKWARD)]
+    ends = f"<div class=ends><span>0 s</span><span>{format_s(drawn_s)}</span></div>"
     used = _used_kinds(plan, simulation)
     key = "".join(
         f'<span><i style="background:{_COLOURS[kind]}"></i>{kind}</span>' for kind in _COLOURS if kind in used

@@ -17,6 +17,8 @@ _SCHEDULES = {
     "gpipe": "all forward operations first",
     "1f1b": "forward and backward operations alternate",
     "eager": "as 1f1b, with more micro-batches in flight",
+    "2bw": "as 1f1b, and a step begins before the one before it has ended. Results differ from those of the step: "
+    "gradients are of the weights of one step ago. Seconds are those of steps that overlap, which calls do not yet",
 }
 
 

@@ -10,7 +10,7 @@ import pytest
 import diffshard
 from diffshard.pipelines.plans.consistency import check_pipeline_plan
 from diffshard.pipelines.plans.schedule_drawing import schedule_elements
-from diffshard.pipelines.plans.timing import longest_end_s, simulated
+from diffshard.pipelines.plans.timing import simulated
 from tests.diffshard.pipelines.small_pipeline_plan import small_pipeline_plan
 from tests.diffshard.plans.page_checker import checked_page
 
@@ -27,8 +27,8 @@ def boxes(plan):
 def with_microbatches(count):
     """The small plan with another number of micro-batches, and the times that follow."""
     plan = small_pipeline_plan(num_microbatches=count, tried=())
-    simulation = simulated(plan)
-    step_s = simulation.step_s + longest_end_s(plan)
+    step = simulated(plan)
+    simulation, step_s = step.simulation, step.step_s
     gap = (step_s - plan.lower_bound_s) / step_s
     plan = dataclasses.replace(plan, step_s=step_s, bubble=simulation.bubble, gap=gap)
     check_pipeline_plan(plan)

@@ -1,0 +1,250 @@
+"""`delayed`: a training step with the gradients of the weights of one step ago, so that steps can overlap.
+
+W(t + 1) = W(t) - η·∇f(W(t - 1)) needs two versions of the weights, each a leaf of the state: what reverse-mode
+differentiation made reads the previous one, and everything else, such as an optimiser, the current one. JAX writes into
+the traced step which of its equations belong to a differentiated function, so that nothing in the step changes.
+
+Source: Narayanan et al., "Memory-Efficient Pipeline-Parallel DNN Training" (PipeDream-2BW, 2021), section 3.1.
+"""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core
+
+from diffshard.pipelines.microbatches import without_dead_code
+from diffshard.pipelines.staged_array import StagedArray
+from diffshard.sharding_search.call import Structure, abstract_array, abstract_split, array_paths, split
+from search_spaces.pipelines.numbered_program import numbered_program, without_numbers
+from search_spaces.replay import bind, context_of
+from search_spaces.sharding.tracing import feedback_of
+
+
+@jax.tree_util.register_pytree_with_keys_class
+class DelayedArray:
+    """An array of a training state in two versions; a pytree of both.
+
+    Args:
+      current: what the last step made.
+      previous: what it was before that step; gradients are of this version.
+    """
+
+    def __init__(self, current: Any, previous: Any):
+        self.current, self.previous = current, previous
+
+    def tree_flatten_with_keys(self) -> tuple[tuple[tuple[Any, Any], ...], None]:
+        """Returns the two versions with their names, for JAX."""
+        names = "current", "previous"
+        return tuple((jax.tree_util.GetAttrKey(name), getattr(self, name)) for name in names), None
+
+    @classmethod
+    def tree_unflatten(cls, _: None, children: Sequence[Any]) -> "DelayedArray":
+        """Returns the array of two versions, for JAX."""
+        return cls(*children)
+
+    def __repr__(self) -> str:
+        return f"DelayedArray(current={self.current!r}, previous={self.previous!r})"
+
+
+class DelayedStep:
+    """A training step with the gradients of the weights of one step ago; made by `delayed`."""
+
+    def __init__(self, fn: Callable[..., Any]):
+        functools.update_wrapper(self, fn)
+        self._fn = fn
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs a step; weights are `DelayedArray` in its result, and in its arguments unless this is the first step.
+
+        Raises:
+          ValueError: the step has no gradient, or its weights are carried through a loop over whole steps.
+        """
+        args, kwargs = self.with_versions(*args, **kwargs)
+        current, structure = split(_version((args, kwargs), "current"))
+        previous, _ = split(_version((args, kwargs), "previous"))
+        call = _traced_step(self._fn, *structure.unflatten(current))
+        results = _evaluate(call, current, previous)
+        leaves = [
+            DelayedArray(result, current[argument]) if argument in call.delayed else result
+            for result, argument in zip(results, call.feedback, strict=True)
+        ]
+        return call.result.unflatten(leaves)
+
+    def with_versions(self, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Returns the arguments of the first step, arrays or their shapes, with both versions of the weights.
+
+        Arguments that have `DelayedArray` already are returned as they are.
+
+        Raises:
+          ValueError: as a call.
+        """
+        if any(isinstance(leaf, DelayedArray) for leaf in jax.tree.leaves((args, kwargs), is_leaf=_is_delayed)):
+            return args, kwargs
+        arrays, structure = split((tuple(args), kwargs))
+        delayed_arrays = _traced_step(self._fn, args, kwargs).delayed
+        return structure.unflatten(
+            [DelayedArray(x, _copy(x)) if i in delayed_arrays else x for i, x in enumerate(arrays)]
+        )
+
+
+def delayed(fn: Callable[..., Any]) -> DelayedStep:
+    """Makes a training step whose gradients are those of the weights of one step ago.
+
+    >>> step = jax.jit(diffshard.delayed(train_step))
+    >>> for batch in data:
+    >>>     state, loss = step(state, batch)
+    >>> params = diffshard.current_version(state)
+
+    Devices then need not wait for the weights of a step before they begin the next: a pipeline has no bubble between
+    steps. **Results differ** from those of `fn`: the update of step t applies the gradient, and returns the loss, of
+    batch t at the weights before step t - 1. The first step has only one version, and does what `fn` does.
+
+    All floating-point arguments are delayed that `fn` replaces and that a function differentiated by `jax.grad` (or
+    `value_and_grad`, `vjp`) in it reads; these are leaves of the state of type `DelayedArray` from the first result on.
+    What only an optimiser reads, random keys and counters have one version.
+
+    Args:
+      fn: a training step `(state, batch) -> (state, loss)` or alike, which differentiates.
+
+    Returns:
+      A function of the same arguments, for `jax.jit`, `in_microbatches` or `search`.
+
+    Raises:
+      TypeError: `fn` is no function.
+    """
+    if not callable(fn):
+        raise TypeError(f"`fn` must be a function, not {type(fn).__name__}.")
+    return fn if isinstance(fn, DelayedStep) else DelayedStep(fn)
+
+
+def current_version(tree: Any) -> Any:
+    """Returns a state without the previous versions of its weights: for evaluation, checkpoints, or another step."""
+    return _version(tree, "current")
+
+
+class _TracedStep(NamedTuple):
+    """A step that was traced.
+
+    Attributes:
+      program: of the flat arguments, without calls.
+      result: the structure of its result.
+      feedback: for each flat result the position of the flat argument that it replaces, or None.
+      delayed: the positions of the arguments that have two versions.
+      is_differentiated: of each equation, whether it belongs to a differentiated function.
+      is_needed: of each equation, whether such an equation needs it.
+    """
+
+    program: core.ClosedJaxpr
+    result: Structure
+    feedback: list[int | None]
+    delayed: frozenset[int]
+    is_differentiated: list[bool]
+    is_needed: list[bool]
+
+
+def _traced_step(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> _TracedStep:
+    arrays, structure = split((tuple(args), dict(kwargs)))
+    results: list[tuple[Structure, list[int | None]]] = []
+
+    def from_arrays(*flat: Any) -> list[Any]:
+        new_args, new_kwargs = structure.unflatten(flat)
+        result = fn(*new_args, **new_kwargs)
+        leaves, of_result = split(result)
+        given = (*args, *(kwargs[name] for name in sorted(kwargs)))
+        results.append((of_result, feedback_of(result, given, abstract_split)))
+        return leaves
+
+    traced = jax.make_jaxpr(from_arrays)(*map(abstract_array, arrays))
+    program = without_numbers(without_dead_code(numbered_program(traced)))
+    result, feedback = results[-1]
+    jaxpr = program.jaxpr
+    is_differentiated = [_is_differentiated(equation) for equation in jaxpr.eqns]
+    needed: set[core.Var] = set()
+    is_needed = []
+    for equation, is_own in zip(reversed(jaxpr.eqns), reversed(is_differentiated), strict=True):
+        is_needed.append(is_own or any(v in needed for v in equation.outvars))
+        if is_needed[-1]:
+            needed.update(v for v in equation.invars if isinstance(v, core.Var))
+    replaced = {argument for argument in feedback if argument is not None}
+    found = frozenset(i for i in replaced if jaxpr.invars[i] in needed and _is_float(jaxpr.invars[i]))
+    call = _TracedStep(program, result, feedback, found, is_differentiated, is_needed[::-1])
+    named = [*((f"argument {i}", x) for i, x in enumerate(args)), *((name, kwargs[name]) for name in sorted(kwargs))]
+    _check(call, getattr(fn, "__name__", "fn"), [path for name, x in named for path in array_paths(name, x)])
+    return call
+
+
+def _check(call: _TracedStep, name: str, paths: Sequence[str]) -> None:
+    jaxpr = call.program.jaxpr
+    if not call.delayed:
+        raise ValueError(
+            f"{name} has no gradient of an array that it replaces, so that nothing can be delayed. Differentiate in it "
+            "with `jax.grad` or `jax.value_and_grad`, and return the new weights in the state that it was given."
+        )
+    made = {v for e, is_own in zip(jaxpr.eqns, call.is_differentiated, strict=True) if is_own for v in e.outvars}
+    for variable, argument in zip(jaxpr.outvars, call.feedback, strict=True):
+        if argument in call.delayed and variable in made:
+            raise ValueError(
+                f"{name} replaces {paths[argument]} inside of what differentiates, such as a loop over whole training "
+                "steps, so that no version of one step ago can be read. Give a function of a single step."
+            )
+
+
+def _evaluate(call: _TracedStep, current: Sequence[Any], previous: Sequence[Any]) -> list[Any]:
+    """Runs a step: differentiated functions, and what they need, with the previous version of delayed arguments."""
+    jaxpr = call.program.jaxpr
+    now: dict[core.Var, Any] = dict(zip(jaxpr.constvars, call.program.consts, strict=True))
+    then = dict(now)
+    now.update(zip(jaxpr.invars, current, strict=True))
+    versions = enumerate(zip(current, previous, strict=True))
+    then.update(zip(jaxpr.invars, (old if i in call.delayed else new for i, (new, old) in versions), strict=True))
+
+    def run(equation: core.JaxprEqn, env: dict[core.Var, Any]) -> list[Any]:
+        with context_of(equation):
+            return list(bind(equation, _read(equation.invars, env)))
+
+    for equation, is_own, is_needed in zip(jaxpr.eqns, call.is_differentiated, call.is_needed, strict=True):
+        pairs = zip(_read(equation.invars, now), _read(equation.invars, then), strict=True)
+        is_same = all(new is old for new, old in pairs) if is_needed and not is_own else False
+        if is_needed:
+            results = run(equation, then)
+            then.update(zip(equation.outvars, results, strict=True))
+        if not (is_own or is_same):
+            results = run(equation, now)
+            if not is_needed:
+                then.update(zip(equation.outvars, results, strict=True))
+        now.update(zip(equation.outvars, results, strict=True))
+    return _read(jaxpr.outvars, now)
+
+
+def _read(variables: Sequence[Any], env: Mapping[core.Var, Any]) -> list[Any]:
+    return [env[v] if isinstance(v, core.Var) else v.val for v in variables]
+
+
+def _is_differentiated(equation: core.JaxprEqn) -> bool:
+    """Tells whether differentiation made an equation or what is inside of it: JAX says so in its name stack."""
+    scopes = str(equation.source_info.name_stack)
+    if "jvp(" in scopes or "transpose(" in scopes:
+        return True
+    return any(_is_differentiated(e) for jaxpr in core.jaxprs_in_params(equation.params) for e in jaxpr.eqns)
+
+
+def _is_float(variable: core.Var) -> bool:
+    return jnp.issubdtype(variable.aval.dtype, jnp.inexact)  # type: ignore[attr-defined]
+
+
+def _is_delayed(leaf: Any) -> bool:
+    return isinstance(leaf, DelayedArray)
+
+
+def _version(tree: Any, name: str) -> Any:
+    return jax.tree.map(lambda leaf: getattr(leaf, name) if _is_delayed(leaf) else leaf, tree, is_leaf=_is_delayed)
+
+
+def _copy(array: Any) -> Any:
+    """Returns an array with memory of its own, so that both versions can be donated; a shape remains as it is."""
+    if isinstance(array, StagedArray):
+        return StagedArray([_copy(part) for part in array.parts], array.dim)
+    return jnp.copy(array) if isinstance(array, jax.Array) else array

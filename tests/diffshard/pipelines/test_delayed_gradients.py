@@ -1,0 +1,167 @@
+"""`delayed(step)` is the step with gradients of the weights of one step ago: on one device and in stages."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import diffshard
+from diffshard.pipelines.plans.file import from_json, to_json
+from tests.diffshard.pipelines import scanned_models
+from tests.diffshard.pipelines.small_pipeline import check_close
+from tests.diffshard.pipelines.test_pipelined_function import leave
+
+KEY = jax.random.key(1)
+ADAMW = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(3e-2))
+NUM_STEPS = 4
+
+
+def mlp():
+    keys = jax.random.split(KEY, 4)
+    return {f"w{i}": jax.random.normal(keys[i], (8, 8)) / 2 for i in range(4)} | {"temperature": jnp.float32(1.5)}
+
+
+def mlp_loss(params, batch):
+    x, y = batch
+    for i in range(4):
+        x = jnp.tanh(x @ params[f"w{i}"])
+    penalty = sum(jnp.sum(w**2) for w in jax.tree.leaves(params))  # has no batch, yet its gradient is delayed
+    return jnp.mean((x * params["temperature"] - y) ** 2) + 1e-2 * penalty
+
+
+def batches(shape=(8, 8)):
+    keys = jax.random.split(KEY, NUM_STEPS)
+    return [(jax.random.normal(key, shape), jax.random.uniform(key, shape)) for key in keys]
+
+
+def step_of(loss_fn, optimizer):
+    def train_step(state, batch):
+        params, opt_state = state
+        loss, gradients = jax.value_and_grad(loss_fn)(params, batch)
+        updates, opt_state = optimizer.update(gradients, opt_state, params)
+        return (optax.apply_updates(params, updates), opt_state), (loss, optax.tree.norm(params))
+
+    return train_step
+
+
+def by_hand(loss_fn, optimizer, params, batches):
+    """Trains with gradients of the weights of one step ago, written down as the definition says."""
+    previous, opt_state, losses, norms = params, optimizer.init(params), [], []
+    for batch in batches:
+        loss, gradients = jax.value_and_grad(loss_fn)(previous, batch)
+        updates, opt_state = optimizer.update(gradients, opt_state, params)
+        norms.append(optax.tree.norm(params))
+        previous, params = params, optax.apply_updates(params, updates)
+        losses.append(loss)
+    return params, previous, opt_state, losses, norms
+
+
+@pytest.mark.parametrize(("optimizer", "num_microbatches"), [(optax.sgd(0.3), 1), (ADAMW, 4)], ids=["sgd", "adamw"])
+def test_gradients_and_the_loss_are_of_the_previous_weights_and_all_else_of_the_current_ones(
+    optimizer, num_microbatches
+):
+    params = mlp()
+    step = jax.jit(
+        diffshard.in_microbatches(diffshard.delayed(jax.jit(step_of(mlp_loss, optimizer))), num_microbatches)
+    )
+    state, losses, norms = (params, optimizer.init(params)), [], []
+    for batch in batches():
+        state, (loss, norm) = step(state, batch)
+        losses.append(loss)
+        norms.append(norm)
+    expected = by_hand(mlp_loss, optimizer, params, batches())
+    found, opt_state = diffshard.current_version(state)
+    previous = {name: array.previous for name, array in state[0].items()}  # type: ignore[attr-defined]
+    check_close((found, previous, opt_state, losses, norms), expected)
+    exact = by_hand(mlp_loss, optimizer, params, batches()[:1])[0]
+    check_close(diffshard.current_version(step((params, optimizer.init(params)), batches()[0])[0])[0], exact)
+
+
+def test_one_compilation_serves_all_steps_after_the_first_and_both_versions_can_be_donated():
+    step = diffshard.delayed(step_of(mlp_loss, ADAMW))
+    (state, _), _ = step.with_versions((mlp(), ADAMW.init(mlp())), batches()[0])
+    jitted = jax.jit(step, donate_argnums=0)
+    for batch in batches():
+        state, _ = jitted(state, batch)
+    assert jitted._cache_size() == 1  # type: ignore[attr-defined]
+    assert not any(isinstance(leaf, diffshard.DelayedArray) for leaf in jax.tree.leaves(state[1]))
+
+
+def test_a_gradient_that_a_loop_accumulates_is_delayed_and_random_keys_are_not():
+    def train_step(state, batch):
+        w, key = state
+
+        def add(total, x):
+            noise = jax.random.normal(key, x.shape)
+            return total + jax.grad(lambda w: jnp.sum((x * w + noise) ** 2))(w), None
+
+        gradient, _ = jax.lax.scan(add, jnp.zeros_like(w), batch)
+        return (w - 0.01 * gradient, jax.random.split(key)[0]), jnp.sum(w)
+
+    step, state, x = diffshard.delayed(train_step), (jnp.float32(1.0), KEY), jnp.arange(1.0, 4.0)
+    weights, key = [1.0, 1.0], KEY
+    for _ in range(NUM_STEPS):
+        noise = float(jax.random.normal(key, ()))
+        weights.append(weights[-1] - 0.01 * sum(2 * float(v) * (float(v) * weights[-2] + noise) for v in x))
+        key = jax.random.split(key)[0]
+        state, total = step(state, x)
+        np.testing.assert_allclose(total, weights[-2], rtol=1e-5)
+    np.testing.assert_allclose(state[0].current, weights[-1], rtol=1e-5)
+    assert (jax.random.key_data(state[1]) == jax.random.key_data(key)).all()
+
+
+def test_steps_that_cannot_be_delayed_are_refused():
+    train_step = step_of(mlp_loss, optax.sgd(0.1))
+    state = mlp(), optax.sgd(0.1).init(mlp())
+    with pytest.raises(ValueError, match="has no gradient of an array that it replaces"):
+        diffshard.delayed(lambda state, batch: (state * 2, batch.sum()))(jnp.ones(2), jnp.ones(3))
+    with pytest.raises(
+        ValueError, match=r"replaces argument 0.*temperature.* inside of what differentiates, such as a loop"
+    ):
+        diffshard.delayed(lambda state, batch: jax.lax.scan(train_step, state, batch))(
+            state, jax.tree.map(lambda *arrays: jnp.stack(arrays), *batches())
+        )
+    with pytest.raises(TypeError, match="`fn` must be a function, not int"):
+        diffshard.delayed(3)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("name", "args"),
+    [("mlp", lambda: ((mlp(), ADAMW.init(mlp())), batches()[0])), ("scanned", scanned_models.arguments)],
+)
+def test_a_pipeline_of_two_stages_runs_with_the_results_of_one_device(name, args, monkeypatch):
+    train_step = step_of(mlp_loss, ADAMW) if name == "mlp" else scanned_models.train_step
+    state, batch = args()
+    leave(monkeypatch, 1, 2)
+    pipeline = diffshard.Pipeline(microbatches=4, schedules=("2bw",), max_stages=2)
+    cluster = diffshard.Cluster.from_devices(jax.devices()[:2], hardware="h100")
+    pipelined = diffshard.search(train_step, cluster, pipeline=pipeline, donate_argnums=0)
+    plan = pipelined.plan(state, batch)
+    assert len(plan.stages) == 2
+    assert "gradients are of the weights of one step ago" in " ".join(str(plan).split())
+    assert from_json(to_json(plan), "plan.json", diffshard.PipelinePlan) == plan
+    slowest_s = max(4 * (stage.forward_s + stage.backward_s) + stage.end_s for stage in plan.stages)
+    assert slowest_s <= plan.step_s * (1 + 1e-9)
+    one_device, expected = jax.jit(diffshard.delayed(train_step)), state
+    found = jax.tree.map(jnp.copy, state)  # the memory of the first state is given up
+    for _ in range(NUM_STEPS):
+        found, result = pipelined(found, batch)
+        expected, expected_result = one_device(expected, batch)
+        check_close(*(jax.tree.map(jnp.asarray, tree) for tree in (result, expected_result)))
+    assert "1 plan>" in repr(pipelined)
+    delayed_leaves = [x for x in jax.tree.leaves(found, is_leaf=is_delayed) if is_delayed(x)]
+    assert delayed_leaves
+    check_close(jax.tree.map(jnp.asarray, found), expected)
+    current = diffshard.current_version(found)
+    assert jax.tree.structure(current) == jax.tree.structure(state)
+
+
+def is_delayed(leaf):
+    return isinstance(leaf, diffshard.DelayedArray)
+
+
+def test_a_search_does_not_choose_between_schedules_with_different_results():
+    assert "2bw" not in diffshard.Pipeline().schedules
+    with pytest.raises(ValueError, match=r"must be \('2bw',\) where it has '2bw'"):
+        diffshard.Pipeline(schedules=("1f1b", "2bw"))
