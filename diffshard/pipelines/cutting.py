@@ -147,9 +147,22 @@ class CutStep:
 
 
 def uncut_step(
-    fn: Callable[..., Any], count: int, batch: BatchArguments, args: Sequence[Any], kwargs: Mapping[str, Any]
+    fn: Callable[..., Any],
+    count: int,
+    batch: BatchArguments,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    num_groups: int = 1,
 ) -> UncutStep:
     """Traces a training step for some arguments, arrays or their shapes, in micro-batches.
+
+    Args:
+      fn: the step.
+      count: into how many parts the batch is divided.
+      batch: the arguments that have it.
+      args: of the step.
+      kwargs: of the step.
+      num_groups: R, which divides `count`: `in_groups` makes micro-batches of R parts each.
 
     Raises:
       ValueError: the batch cannot be divided, an operation mixes its examples, or a scan has whole training steps as
@@ -165,7 +178,7 @@ def uncut_step(
                 "a backward pass, which no stages can be cut from. If it accumulates gradients over parts of the "
                 "batch, remove it and give `Pipeline.microbatches` instead: the step then computes them by itself."
             )
-    function = divided_call(call, count, _COUNT_NAME)
+    function = divided_call(call, count, _COUNT_NAME, num_groups)
     return UncutStep(call, function, step_parts(function, call.feedback))
 
 
@@ -196,7 +209,8 @@ def cut_step(step: UncutStep, cuts: Sequence[Cut]) -> CutStep:
         paths=paths,
         batch=[positions[i] for i in step.call.batch],
     )
-    function = divided_call(call, step.parts.num_microbatches, _COUNT_NAME) if trips else step.function
+    count, num_groups = step.parts.num_microbatches, step.parts.num_groups
+    function = divided_call(call, count, _COUNT_NAME, num_groups) if trips else step.function
     feedback = tuple(divided.segments.divided_feedback(step.call.feedback))
     parts = step_parts(function, feedback) if trips else step.parts
     where = sorted(_place(step, parts, cut, divided.bounds) for cut in cuts)

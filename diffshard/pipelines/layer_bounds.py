@@ -80,14 +80,13 @@ class LayerBounds:
     Args:
       step: in micro-batches.
       chain: its layers.
-      num_groups: how many groups the examples of a micro-batch are divided into.
 
     Raises:
       ValueError: an operation cannot be computed in groups; names it.
     """
 
-    def __init__(self, step: UncutStep, chain: LayerChain, num_groups: int = 1):
-        self._layers = _marked_layers(step, chain, num_groups)
+    def __init__(self, step: UncutStep, chain: LayerChain):
+        self._layers = _marked_layers(step, chain)
 
     def seconds(self, mesh: AbstractMesh, hardware: Hardware) -> tuple[np.ndarray, np.ndarray]:
         """Returns `[L]` seconds of a micro-batch in each layer and `[L]` of the step's end, with any sharding.
@@ -215,7 +214,7 @@ def _least_s(problem: Problem, solved: dict[bytes, float]) -> float:
     return solved[key]
 
 
-def _marked_layers(step: UncutStep, chain: LayerChain, num_groups: int) -> _Layers:
+def _marked_layers(step: UncutStep, chain: LayerChain) -> _Layers:
     """Returns the step in one stage with scopes around the first of all equal layers."""
     first: dict[Any, int] = {}
     for layer, signature in enumerate(chain.signatures):
@@ -224,5 +223,5 @@ def _marked_layers(step: UncutStep, chain: LayerChain, num_groups: int) -> _Laye
     cut = cut_step(step, chain.cuts_before(starts))
     labelled = LabelledStep(cut.parts, cut.cuts)
     number = {layer: (0, *starts).index(layer) for layer in first.values()}
-    whole = in_groups(staged_step(cut.parts, [], layers=labelled), num_groups)
+    whole = in_groups(staged_step(cut.parts, [], layers=labelled))
     return _Layers(StageFunction(whole, 0, 1, cut.replaced), [number[first[s]] for s in chain.signatures])

@@ -184,8 +184,10 @@ def traced_call(
     return TracedCall(name, without_dead_code(jaxpr), arrays, paths, of_batch, result, feedback)
 
 
-def divided_call(call: TracedCall, count: int, count_name: str = "num_microbatches") -> MicrobatchedFunction:
-    """Finds how a traced function runs in micro-batches.
+def divided_call(
+    call: TracedCall, count: int, count_name: str = "num_microbatches", num_groups: int = 1
+) -> MicrobatchedFunction:
+    """Finds how a traced function runs in micro-batches, which are those of some groups one after the other.
 
     Raises:
       ValueError: an operation mixes the examples of the batch; names it.
@@ -195,7 +197,7 @@ def divided_call(call: TracedCall, count: int, count_name: str = "num_microbatch
         flow = batch_flow(graph, rules_of(graph), call.batch, count)
     except DivisionError as error:
         raise ValueError(f"`{count_name}` must be 1 for {call.name}: {error}") from None
-    return MicrobatchedFunction(graph, flow, count)
+    return MicrobatchedFunction(graph, flow, count, num_groups)
 
 
 def _batch_of(

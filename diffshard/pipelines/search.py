@@ -51,10 +51,8 @@ def find_pipeline(
     """
     start_s, is_over = time.perf_counter(), deadline(options.time_limit_s)
     donated, what = donated_arrays(options, args, kwargs), "search a pipeline"
-    steps = processes.alike(
-        what, lambda: _steps(options, args, kwargs), lambda found: trace_facts([s for s, _ in found])
-    )
-    searches = [StepSearch(options, step, donated, num_groups) for step, num_groups in steps]
+    steps = processes.alike(what, lambda: _steps(options, args, kwargs), trace_facts)
+    searches = [StepSearch(options, step, donated) for step in steps]
     chosen = processes.shared(what, lambda: _chosen(options, searches, is_over))
     wanted = chosen.num_microbatches, chosen.num_groups
     search = next(search for search in searches if (search.num_microbatches, search.num_groups) == wanted)
@@ -132,20 +130,16 @@ def _other_reduction(best: _Candidate, candidates: Sequence[_Candidate]) -> list
     ]
 
 
-def _steps(options: PipelineOptions, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[UncutStep, int]]:
+def _steps(options: PipelineOptions, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[UncutStep]:
     """Traces the step in each number of micro-batches that divides the batch, each in some numbers of groups.
 
     Raises:
       ValueError: none of them does.
     """
     pipeline, steps, errors = options.pipeline, [], []
-    traced: dict[int, UncutStep] = {}  # by the number of parts
     for count, num_groups in itertools.product(pipeline.microbatch_counts, _group_counts(options)):
-        parts = count * num_groups
         try:
-            if parts not in traced:
-                traced[parts] = uncut_step(options.fn, parts, pipeline.batch, args, kwargs)
-            steps.append((traced[parts], num_groups))
+            steps.append(uncut_step(options.fn, count * num_groups, pipeline.batch, args, kwargs, num_groups))
         except ValueError as error:
             errors.append(error)
     if not steps:

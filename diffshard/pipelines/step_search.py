@@ -27,16 +27,15 @@ class StepSearch:
 
     Args:
       options: what is asked for.
-      step: traced in as many parts as all micro-batches have groups of examples.
+      step: traced in M·R parts, where the examples of each micro-batch are in R groups, over which gradients are
+        reduced once, when a step ends.
       donated: whether each flat argument is donated.
-      num_groups: R, how many groups the examples of a micro-batch are divided into; gradients are reduced over groups
-        once, when a step ends.
     """
 
-    def __init__(self, options: PipelineOptions, step: UncutStep, donated: Sequence[bool], num_groups: int = 1):
+    def __init__(self, options: PipelineOptions, step: UncutStep, donated: Sequence[bool]):
         self.is_donated = all(donated[i] for i in step.call.feedback if i is not None)
-        self.options, self.step, self.num_groups = options, step, num_groups
-        self.num_microbatches = step.parts.num_microbatches // num_groups
+        self.options, self.step, self.num_groups = options, step, step.parts.num_groups
+        self.num_microbatches = step.parts.num_microbatches // self.num_groups
         self.submeshes = options.cluster.submeshes()
         self._staged: dict[tuple[int, int], tuple[StagedStep, CutStep]] = {}
 
@@ -93,7 +92,7 @@ class StepSearch:
     @cached_property
     def layer_bounds(self) -> LayerBounds:
         """The bounds of the layers; raises `ValueError` if an operation cannot be computed in groups."""
-        return LayerBounds(self.step, self.chain, self.num_groups)
+        return LayerBounds(self.step, self.chain)
 
     def _least_layer_s(self, submesh: int) -> tuple[np.ndarray, np.ndarray]:
         shape = mesh_shape(self.submeshes[submesh])
@@ -112,4 +111,4 @@ class StepSearch:
           cut: the step.
           copied: stages with arguments that their micro-batches read from a copy.
         """
-        return in_groups(staged_step(cut.parts, cut.cuts, copied), self.num_groups)
+        return in_groups(staged_step(cut.parts, cut.cuts, copied))

@@ -6,9 +6,8 @@ of their own, and what micro-batches add up has that dimension too: R totals. On
 them. Where devices split the dimension of the groups, micro-batches reduce nothing, and the sharding search finds that
 by itself. The price is memory: each device has a total of its own instead of a part of one.
 
-A step that was traced in M·R parts becomes one of M micro-batches. Group r of micro-batch m is part r·M + m, so that
-what is stacked along the parts is reshaped only, and pieces that were put together for a micro-batch are put together
-for the step as before.
+A step that was traced in M·R parts becomes one of M micro-batches. Group r of micro-batch m is part r·M + m, and the
+groups are neighbouring parts of the batch. So a batch that is stored in R parts stays where it is.
 """
 
 from dataclasses import replace
@@ -18,29 +17,25 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from search_spaces.pipelines.batch_states import Split
+from search_spaces.pipelines.batch_states import Split, State
 from search_spaces.pipelines.grouped_program import GroupedProgram, with_own_dims
-from search_spaces.pipelines.microbatches import merged
 from search_spaces.pipelines.stage_keys import Accumulation, Key, Label
 from search_spaces.pipelines.stage_programs import StagedStep, StageProgram
 
 _REDUCE = {"sum": jnp.sum, "max": jnp.max, "min": jnp.min}
 
 
-def in_groups(staged: StagedStep, num_groups: int) -> StagedStep:
+def in_groups(staged: StagedStep) -> StagedStep:
     """Returns a step whose micro-batches keep sums for each of R groups of their examples, and reduce them once.
 
     Args:
-      staged: a step of M·R micro-batches.
-      num_groups: R; 1 returns the step as it is.
+      staged: a step of M·R micro-batches, those of R groups one after the other; with one group it is returned as it
+        is.
 
     Raises:
-      ValueError: R does not divide the number of micro-batches, or an operation cannot compute groups side by side;
-        names it.
+      ValueError: an operation cannot compute groups side by side; names it.
     """
-    if num_groups < 1 or staged.num_microbatches % num_groups:
-        raise ValueError(f"`num_groups` must divide the {staged.num_microbatches} micro-batches, not be {num_groups}.")
-    return staged if num_groups == 1 else _Grouping(staged, num_groups).step()
+    return staged if staged.num_groups == 1 else _Grouping(staged).step()
 
 
 def reduced(total: Key) -> Key:
@@ -51,9 +46,9 @@ def reduced(total: Key) -> Key:
 class _Grouping:
     """Makes the programs of M micro-batches of R groups from those of M·R micro-batches."""
 
-    def __init__(self, staged: StagedStep, num_groups: int):
-        self.staged, self.num_groups = staged, num_groups
-        self.num_microbatches = staged.num_microbatches // num_groups
+    def __init__(self, staged: StagedStep):
+        self.staged, self.num_groups = staged, staged.num_groups
+        self.num_microbatches = staged.num_microbatches // staged.num_groups
         self.dims: dict[Key, int | None] = {}  # where arrays of micro-batches have their groups; None: the same in all
         self.grouped: dict[Label, StageProgram] = {}
         self.avals = dict(staged.avals)
@@ -89,6 +84,7 @@ class _Grouping:
         return replace(
             staged,
             num_microbatches=self.num_microbatches,
+            num_groups=1,
             programs=programs,
             outputs=tuple(key if isinstance(key, core.Literal) else self._whole(key) for key in staged.outputs),
             makers=makers,
@@ -144,8 +140,7 @@ class _Grouping:
         def run(*arrays: Any) -> list[Any]:
             env = {**dict(zip(program.reads, arrays, strict=True))}
             env.update(zip(program.makes, jaxpr(*arrays), strict=True))
-            stacks = [(jnp.moveaxis(env[key], dim, 0), state) for key, (dim, state) in pieces.items()]
-            put = [merged(stack, state) if isinstance(state, Split) else stack[0] for stack, state in stacks]
+            put = [_together(env[key], dim, state) for key, (dim, state) in pieces.items()]
             return [*(env[key] for key in makes), *put]
 
         traced = jax.make_jaxpr(run)(*(_shape(self.avals[key]) for key in program.reads))
@@ -168,6 +163,15 @@ class _Grouping:
         makes = tuple(reduced(key) for key in totals)
         self.avals.update(zip(makes, traced.out_avals, strict=True))
         return StageProgram(Label("finish", stage, 0), traced, tuple(totals), makes)
+
+
+def _together(array: Any, dim: int, state: State) -> Any:
+    """Returns the pieces of neighbouring groups in one; or one of them, where they are the same."""
+    stack = jnp.moveaxis(array, dim, 0)
+    if not isinstance(state, Split):
+        return stack[0]
+    pieces = jnp.moveaxis(stack, 0, state.dim)
+    return pieces.reshape(*pieces.shape[: state.dim], -1, *pieces.shape[state.dim + 2 :])
 
 
 def _shape(aval: Any) -> jax.ShapeDtypeStruct:

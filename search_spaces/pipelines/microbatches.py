@@ -36,10 +36,13 @@ class MicrobatchedFunction:
       graph: the traced function.
       flow: how the batch flows through it.
       num_microbatches: into how many parts the batch is divided.
+      num_groups: R, into how many neighbouring groups the batch is divided first; each has the same number of parts.
+        A call, which computes all parts one after the other, is for 1.
     """
 
-    def __init__(self, graph: Graph, flow: BatchFlow, num_microbatches: int):
-        self.graph, self.flow, self.num_microbatches = graph, flow, num_microbatches
+    def __init__(self, graph: Graph, flow: BatchFlow, num_microbatches: int, num_groups: int = 1):
+        self.graph, self.flow = graph, flow
+        self.num_microbatches, self.num_groups = num_microbatches, num_groups
         self.order = step_order(graph, flow)
         specs = [spec_of(flow.states[value.id], len(value.shape)) for value in graph.values]
         self.layout = Layout(tuple(flow.strategies), tuple(specs), (), ())
@@ -112,11 +115,14 @@ class MicrobatchedFunction:
 
     def divided(self, array: Any) -> Any:
         """Returns an array of a batch as `[M, B / M, ...]`."""
-        shape = array.shape[0] // self.num_microbatches, self.num_microbatches, *array.shape[1:]
-        return jnp.moveaxis(array.reshape(shape), 1, 0)
+        in_part, groups = array.shape[0] // self.num_microbatches, self.num_groups
+        if groups == 1:
+            return jnp.moveaxis(array.reshape(in_part, self.num_microbatches, *array.shape[1:]), 1, 0)
+        parts = array.reshape(groups, in_part, self.num_microbatches // groups, *array.shape[1:])
+        return jnp.moveaxis(parts, 2, 1).reshape(self.num_microbatches, in_part, *array.shape[1:])
 
     def _interpreter(self, position: Any) -> "_Interpreter":
-        blocks = MicrobatchBlocks(("microbatch",), (self.num_microbatches,), position)
+        blocks = MicrobatchBlocks(("microbatch",), (self.num_microbatches,), position, self.num_groups)
         return _Interpreter(self.graph, self.layout, _Parts(self.layout, self.flow, blocks))
 
     def values_read_afterwards(self) -> list[Value]:
@@ -131,29 +137,38 @@ class MicrobatchedFunction:
 class MicrobatchBlocks(Blocks):
     """One micro-batch's view of the arrays: micro-batches take the place of devices along one mesh axis.
 
+    The batch is R neighbouring groups, and in a group every n-th run belongs to the same of its n parts. Groups have
+    their parts one after the other: those of the first group come first.
+
     Attributes:
       number: of the micro-batch.
+      num_groups: R.
     """
 
     number: Any = 0
+    num_groups: int = 1
 
     def index(self, axes: Sequence[int]) -> jax.Array:
         """Returns the number of the micro-batch, 0 for no axis."""
         return jnp.asarray(self.number if axes else 0, jnp.int32)
 
     def position(self, axes: Sequence[int], size: int, local: Any, run: int = 1) -> Any:
-        """Returns where elements of this micro-batch's part lie along a whole dimension: every M-th run is its own."""
-        del size
+        """Returns where elements of this micro-batch's part lie along a whole dimension."""
         if not axes:
             return local
-        number, count = self.index(axes).astype(local.dtype), self.axis_sizes[0]
-        return (local // run * count + number) * run + local % run
+        number, count = self.index(axes).astype(local.dtype), self.axis_sizes[0] // self.num_groups
+        if self.num_groups == 1:
+            return (local // run * count + number) * run + local % run
+        return number // count * (size * count) + (local // run * count + number % count) * run + local % run
 
     def local_position(self, axes: Sequence[int], size: int, position: Any, run: int = 1) -> tuple[Any, Any]:
         """Returns where elements of a whole dimension lie in this micro-batch's part, and whether they do."""
-        example, count = position // run, self.axis_sizes[0]
-        local = example // count * run + position % run
-        is_here = (example % count == self.index(axes)) & (local >= 0) & (local < size)
+        count = self.axis_sizes[0] // self.num_groups
+        group = position // (size * count) if self.num_groups > 1 else 0
+        in_group = position - group * (size * count)
+        example = in_group // run
+        local = example // count * run + in_group % run
+        is_here = (group * count + example % count == self.index(axes)) & (local >= 0) & (local < size)
         return local, is_here
 
 
@@ -165,10 +180,16 @@ class _Parts:
 
     def part(self, array: Any, spec: IndexedSpec, run: int) -> Any:
         """Returns the part of a whole array that belongs to the micro-batch."""
-        dim, count = spec.index((0,)), self.blocks.axis_sizes[0]
-        runs = jnp.reshape(array, (*array.shape[:dim], -1, count, run, *array.shape[dim + 1 :]))
-        part = lax.dynamic_index_in_dim(runs, self.blocks.index((0,)), dim + 1, keepdims=False)
-        return part.reshape(*array.shape[:dim], -1, *array.shape[dim + 1 :])
+        dim, groups = spec.index((0,)), self.blocks.num_groups
+        count, before, after = self.blocks.axis_sizes[0], array.shape[:dim], array.shape[dim + 1 :]
+        if groups == 1:
+            runs = jnp.reshape(array, (*before, -1, count, run, *after))
+            part = lax.dynamic_index_in_dim(runs, self.blocks.index((0,)), dim + 1, keepdims=False)
+        else:
+            runs = jnp.reshape(array, (*before, groups, -1, count // groups, run, *after))
+            runs = jnp.moveaxis(runs, dim + 2, dim + 1).reshape(*before, count, -1, run, *after)
+            part = lax.dynamic_index_in_dim(runs, self.blocks.index((0,)), dim, keepdims=False)
+        return part.reshape(*before, -1, *after)
 
     def counted_once(self, array: Any) -> Any:
         """Returns the array for the first micro-batch and zeros for all others."""

@@ -58,6 +58,8 @@ class StagedStep:
       batch: the positions of the arguments that micro-batches divide.
       avals: the shape and dtype of each key.
       offloaded: keys of residuals that wait in pinned memory of the host for the backward pass; see `offloading`.
+      num_groups: into how many groups the micro-batches are divided, one group after the other; `in_groups` makes one
+        micro-batch of those that have the same place in their groups.
     """
 
     num_stages: int
@@ -71,6 +73,7 @@ class StagedStep:
     batch: tuple[int, ...]
     avals: dict[Key, Any]
     offloaded: frozenset[Key] = frozenset()
+    num_groups: int = 1
 
 
 def layer_scope(layer: int, kind: str) -> str:
@@ -158,6 +161,7 @@ class _Assembly:
             {key: frozenset(stages) for key, stages in readers.items()},
             tuple(n for n, i in enumerate(step.parts.inputs) if i in step.parts.batch),
             step.avals,
+            num_groups=step.parts.num_groups,
         )
 
     def _scope(self, equation: core.JaxprEqn) -> AbstractContextManager[Any]:

@@ -52,6 +52,8 @@ class StepParts:
       constants: the arrays that the step closes over, by id.
       shapes: the shape and dtype of the flat arguments, by id.
       num_microbatches: M.
+      num_groups: into how many neighbouring groups the batch is divided; M / R micro-batches after the other are those
+        of a group.
     """
 
     before: Part
@@ -65,6 +67,7 @@ class StepParts:
     constants: dict[int, Any]
     shapes: dict[int, jax.ShapeDtypeStruct]
     num_microbatches: int
+    num_groups: int = 1
 
 
 def step_parts(function: MicrobatchedFunction, feedback: Sequence[int | None] | None = None) -> StepParts:
@@ -128,6 +131,7 @@ def step_parts(function: MicrobatchedFunction, feedback: Sequence[int | None] | 
         {v.results[0].id: array for v, array in zip(graph.constants, graph.constant_arrays, strict=True)},
         {value.id: _shape(value) for value in inputs},
         function.num_microbatches,
+        function.num_groups,
     )
 
 
