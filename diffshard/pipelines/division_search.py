@@ -130,26 +130,21 @@ class DivisionSearch:
             if division is None or (best is not None and division.value >= (1 - _LEAST_GAIN) * best.bound_s):
                 break
             rounds += best is not None
-            entries = self._entries(division, schedule)
-            layouts = [self._solved(entry) for entry in entries]
-            solved = [layout for layout in layouts if layout is not None]
-            found = self._with_layouts(schedule, division.stages, entries, solved)
+            found = self.solved_division(division.stages, schedule)
             if found is not None and (best is None or found.bound_s < best.bound_s):
                 best = found
             if best is not None and is_over():
                 break
         return best
 
-    def _with_layouts(
-        self,
-        schedule: Schedule,
-        stages: tuple[Stage, ...],
-        entries: tuple[Entry, ...],
-        layouts: list[StageLayout],
-    ) -> FoundDivision | None:
-        """Returns a division with its value, by the seconds of its stages; None if one of them does not fit."""
-        if len(layouts) < len(stages):
-            return None
+    def solved_division(self, stages: tuple[Stage, ...], schedule: Schedule) -> FoundDivision | None:
+        """Solves the stages of a division that is given; returns None if one of them does not fit."""
+        entries, layouts = self._entries(stages, schedule), []
+        for entry in entries:
+            layout = self._solved(entry)
+            if layout is None:
+                return None
+            layouts.append(layout)
         objective, value, later_s = self._objective(schedule), 0.0, 0.0
         assert objective.wait is not None
         for i in reversed(range(len(stages))):
@@ -175,7 +170,7 @@ class DivisionSearch:
             division = self._best_division(schedule, self._bound)
             if division is None:
                 return np.inf
-            unsolved = [entry for entry in self._entries(division, schedule) if not self._is_solved(entry)]
+            unsolved = [entry for entry in self._entries(division.stages, schedule) if not self._is_solved(entry)]
             if not unsolved or division.value >= target_s or is_over():
                 return division.value
             self._solved(
@@ -192,11 +187,11 @@ class DivisionSearch:
     def _link_s(self, i: int, j: int) -> Callable[[float], float]:
         return lambda num_bytes: self.cluster.link_s(num_bytes, self.submeshes[i], self.submeshes[j])
 
-    def _entries(self, division: Division, schedule: Schedule) -> tuple[Entry, ...]:
-        count = len(division.stages)
+    def _entries(self, stages: tuple[Stage, ...], schedule: Schedule) -> tuple[Entry, ...]:
+        count = len(stages)
         return tuple(
             Entry(*stage, kept_microbatches(schedule, count - i, self.num_microbatches))
-            for i, stage in enumerate(division.stages)
+            for i, stage in enumerate(stages)
         )
 
     def _solved(self, entry: Entry) -> StageLayout | None:
@@ -215,6 +210,11 @@ class DivisionSearch:
         if layout is not None and least_s > 0:
             self.slowdowns.setdefault(entry.submesh, []).append(self._seconds(layout).real / least_s)
         return layout
+
+    def known_layout(self, entry: Entry) -> StageLayout | None:
+        """Returns the layout of a stage that is solved, or of one with equal layers; None if there is none."""
+        known = self._known(entry)
+        return None if known is _UNKNOWN else known
 
     def _seconds(self, layout: StageLayout) -> complex:
         """Returns the seconds of a micro-batch, with its share of the step's end, and without."""

@@ -63,8 +63,9 @@ def solve_stage(
     in_flight: int,
     *,
     is_donated: bool,
+    known: StageLayout | None = None,
 ) -> StageLayout:
-    """Finds how a stage runs on a submesh.
+    """Finds how a stage runs on a submesh; `known` is the layout of a stage that may have equal equations.
 
     Raises:
       InfeasibleError: it does not fit.
@@ -79,6 +80,7 @@ def solve_stage(
         is_donated=is_donated,
         solver=options.solver,
         time_limit_s=STAGE_TIME_LIMIT_S if options.time_limit_s is None else options.time_limit_s,
+        known=known,
     )
 
 

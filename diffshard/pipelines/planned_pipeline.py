@@ -8,6 +8,7 @@ from cost.pipeline_steps import pipeline_step
 from cost.pipeline_times import Simulation, StageTimes
 from diffshard.pipelines.base import PipelinePlan, PlannedStage
 from diffshard.pipelines.cutting import CutStep
+from diffshard.pipelines.division_search import Entry
 from diffshard.pipelines.options import (
     STAGE_TIME_LIMIT_S,
     PipelineOptions,
@@ -62,6 +63,7 @@ def planned_pipeline(
                 submeshes[stage.submesh],
                 in_flight,
                 is_donated=search.is_donated,
+                known=search.divisions.known_layout(Entry(*stage, in_flight)),
             )
             for i, (stage, in_flight) in enumerate(zip(stages, chosen.in_flight, strict=True))
         ]

@@ -72,7 +72,7 @@ def _chosen(options: PipelineOptions, searches: Sequence[StepSearch], is_over: C
     for search in searches:
         for schedule in options.pipeline.schedules:
             found = search.divisions.best(schedule, is_over)
-            seconds = float(np.inf if found is None else _simulated_s(search, schedule, found))
+            seconds = float(np.inf if found is None else simulated_s(search, schedule, found))
             key = search.num_microbatches, schedule
             tried[key] = min(seconds, tried.get(key, np.inf))
             if found is not None:
@@ -155,7 +155,7 @@ def _group_counts(options: PipelineOptions) -> list[int]:
     return [*([1] if "each_microbatch" in ways else []), *(sorted(sizes - {1}) if "once" in ways else [])]
 
 
-def _simulated_s(search: StepSearch, schedule: Schedule, found: FoundDivision) -> float:
+def simulated_s(search: StepSearch, schedule: Schedule, found: FoundDivision) -> float:
     count = search.num_microbatches
     seconds = np.array([layout.seconds / count for layout in found.layouts])
     sends = [

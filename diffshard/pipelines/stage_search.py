@@ -10,6 +10,7 @@ import numpy as np
 from jax.sharding import AbstractMesh
 
 from cost.base import Hardware
+from cost.evaluation import evaluate
 from cost.memory import least_memory
 from diffshard.base import InfeasibleError
 from diffshard.pipelines.stage_function import StageFunction
@@ -25,6 +26,8 @@ from search_spaces.pipelines.stage_programs import copy_of
 from search_spaces.sharding.base import Layout
 from search_spaces.sharding.space import ShardingSpace
 
+_EQUAL_SHARE = 1e-6
+"""More than two sums of the same seconds in another order differ, relatively."""
 STAGE_GAP = 0.005
 """The gap at which the search for the sharding of a stage ends, chosen by hand: stages of a GPT that programs were then
 planned for differed by more from their programs together."""
@@ -53,6 +56,8 @@ class StageLayout:
       peak_bytes: of each device.
       residual_bytes: of each device, what a micro-batch leaves for its backward pass.
       specs: by key, of arguments and of what programs leave.
+      choice: of the space's nodes; a stage of equal equations takes it over without a search.
+      in_flight: how many micro-batches the stage keeps.
     """
 
     seconds: float
@@ -61,6 +66,8 @@ class StageLayout:
     peak_bytes: float
     residual_bytes: float
     specs: dict[Key, NamedSpec]
+    choice: tuple[int, ...] = ()
+    in_flight: int = 1
 
     def copied(self, arguments: Iterable[Key]) -> list[Key]:
         """Returns the arguments that are resharded once, when a step begins, for all micro-batches."""
@@ -76,8 +83,19 @@ def search_stage(
     is_donated: bool,
     solver: Any,
     time_limit_s: float | None,
+    known: StageLayout | None = None,
 ) -> StageLayout:
     """Finds how a stage runs on a mesh.
+
+    Args:
+      function: of the stage.
+      mesh: it runs on.
+      hardware: of the mesh.
+      memory_limit_bytes: of each device.
+      is_donated: whether results may take the memory of the arguments that they replace.
+      solver: of the sharding.
+      time_limit_s: for it; None lets it end by its own rule.
+      known: the layout of a stage that may have equal equations; then it is taken over, and nothing is solved.
 
     Raises:
       StageMemoryError: nothing fits the memory limit, or nothing that fits was found.
@@ -95,13 +113,18 @@ def search_stage(
     least_bytes = float(np.max(least_memory(space.problem)[1]))
     if least_bytes > memory_limit_bytes:
         raise StageMemoryError(f"A stage needs at least {least_bytes:,.0f} bytes.", is_proven=True)
-    try:
-        solution = fastest_choice(request, time.perf_counter(), stop_gap=STAGE_GAP)
-    except InfeasibleError as error:
-        raise StageMemoryError(str(error), is_proven=False) from None
-    summary = space.summarize(solution.choice)
+    choice = None if known is None else _taken_over(known, function, space)
+    if known is not None and choice is not None:
+        bound = known.lower_bound_s
+    else:
+        try:
+            solution = fastest_choice(request, time.perf_counter(), stop_gap=STAGE_GAP)
+        except InfeasibleError as error:
+            raise StageMemoryError(str(error), is_proven=False) from None
+        choice, bound = solution.choice, max(solution.lower_bound - space.most_preference_s, 0.0)
+    summary = space.summarize(choice)
     seconds = step_s(summary.prediction)
-    bound = min(max(solution.lower_bound - space.most_preference_s, 0.0), seconds)
+    bound = min(bound, seconds)
     of_end = [not function.is_each(vertex) for vertex in space.graph.vertices]
     end_s = float(summary.prediction.compute_s[of_end].sum())
     end_s += sum(t.seconds for t in summary.prediction.transfers if of_end[t.vertex])
@@ -112,7 +135,31 @@ def search_stage(
         num_bytes(function.staged.avals[key]) / prod(sizes[a] for axes in specs.get(key, ()) for a in axes)
         for key in function.residuals
     )
-    return StageLayout(seconds, bound, end_s, summary.peak_bytes, residual_bytes, specs)
+    return StageLayout(
+        seconds, bound, end_s, summary.peak_bytes, residual_bytes, specs, tuple(map(int, choice)), function.in_flight
+    )
+
+
+def _taken_over(known: StageLayout, function: StageFunction, space: ShardingSpace) -> tuple[int, ...] | None:
+    """Returns the choice of a stage that a known one makes, if both have equal equations; None if it is another stage.
+
+    The known stage may keep another number of micro-batches: then it has fewer or more arguments, of the residuals that
+    the others leave, and its last ones stand for the rest. The choice has to fit and to take as long as the known one.
+    """
+    choice, more = list(known.choice), function.in_flight - known.in_flight
+    if more:
+        if min(known.in_flight, function.in_flight) < 2:
+            return None
+        size = len(function.residuals)
+        end = len(function.arguments.kept) + len(function.sums) + (known.in_flight - 1) * size
+        last = choice[end - size : end]
+        choice = choice[: end + min(more, 0) * size] + last * max(more, 0) + choice[end:]
+    costs = space.problem.node_cost
+    if len(choice) != len(costs) or any(c >= len(cost) for c, cost in zip(choice, costs, strict=True)):
+        return None
+    summary = space.summarize(choice)
+    is_equal = abs(step_s(summary.prediction) - known.seconds) <= _EQUAL_SHARE * known.seconds
+    return tuple(choice) if is_equal and evaluate(space.problem, choice).feasible else None
 
 
 def stage_request(
