@@ -156,6 +156,7 @@ def _group_counts(options: PipelineOptions) -> list[int]:
 
 
 def simulated_s(search: StepSearch, schedule: Schedule, found: FoundDivision) -> float:
+    """Returns the seconds of a step whose stages are solved, before their programs are planned one by one."""
     count = search.num_microbatches
     seconds = np.array([layout.seconds / count for layout in found.layouts])
     sends = [

@@ -26,8 +26,8 @@ from search_spaces.pipelines.stage_programs import copy_of
 from search_spaces.sharding.base import Layout
 from search_spaces.sharding.space import ShardingSpace
 
-_EQUAL_SHARE = 1e-6
-"""More than two sums of the same seconds in another order differ, relatively."""
+_EQUAL_SHARE = 1e-4
+"""More than the seconds of equal stages that keep other numbers of micro-batches differ, relatively."""
 STAGE_GAP = 0.005
 """The gap at which the search for the sharding of a stage ends, chosen by hand: stages of a GPT that programs were then
 planned for differed by more from their programs together."""

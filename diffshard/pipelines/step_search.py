@@ -43,7 +43,11 @@ class StepSearch:
     def chain(self) -> LayerChain:
         """The layers of the step."""
         of_group = layer_chain(self.step, _MOST_LAYERS)
-        return replace(of_group, sent_bytes=of_group.sent_bytes * self.num_groups)
+        return replace(
+            of_group,
+            sent_bytes=of_group.sent_bytes * self.num_groups,
+            returned_bytes=of_group.returned_bytes * self.num_groups,
+        )
 
     @cached_property
     def divisions(self) -> DivisionSearch:

@@ -19,7 +19,7 @@ import numpy as np
 
 import diffshard
 from diffshard.pipelines.cutting import uncut_step
-from diffshard.pipelines.options import PipelineOptions
+from diffshard.pipelines.options import PipelineOptions, donated_arrays
 from diffshard.pipelines.search import simulated_s
 from diffshard.pipelines.stage_programme import Stage
 from diffshard.pipelines.step_search import StepSearch
@@ -67,7 +67,8 @@ def main(args: Sequence[str] | None = None) -> None:
         function = diffshard.search(step, cluster, pipeline=pipeline, donate_argnums=0)
         plan = function.plan(*shapes(size, options.batch))
         search_s = time.process_time() - begin_s
-        equal = equal_stages(PipelineOptions(fn=step, cluster=cluster, pipeline=pipeline), size, options.batch)
+        options_of_search = PipelineOptions(fn=step, cluster=cluster, pipeline=pipeline, donate_argnums=(0,))
+        equal = equal_stages(options_of_search, size, options.batch)
         tried_s = min(seconds for _, _, seconds in plan.tried)
         beside = ["fits not", "", ""]
         if equal is not None:
@@ -94,8 +95,9 @@ def equal_stages(options: PipelineOptions, size: GptSize, batch_size: int) -> Eq
     """
     found, pipeline, num_devices = [], options.pipeline, options.cluster.num_devices
     arguments = shapes(size, batch_size)
+    donated = donated_arrays(options, arguments, {})
     for count in pipeline.microbatch_counts:
-        search = StepSearch(options, uncut_step(options.fn, count, pipeline.batch, arguments, {}), [True] * 1000)
+        search = StepSearch(options, uncut_step(options.fn, count, pipeline.batch, arguments, {}), donated)
         layer_of_trip = {cut.trip: layer for layer, cut in enumerate(search.chain.cuts, 1) if cut.trip}
         for num_stages in range(1, pipeline.max_stages + 1):
             submeshes = [p for p, s in enumerate(search.submeshes) if s.num_devices * num_stages == num_devices]

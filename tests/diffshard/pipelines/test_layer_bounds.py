@@ -1,5 +1,7 @@
 """What layers take at least, beside stages of them that are solved to the end."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -73,3 +75,31 @@ def test_no_stage_is_faster_than_its_layers_together_and_the_bound_is_near(chain
         assert least_s + end_s[start:end].sum() <= layout.seconds
         ratios.append(least_s / (layout.seconds - layout.end_s))
     assert np.mean(ratios) > 0.75
+
+
+def no_solver(problem, *, time_limit_s, key):
+    """Fails."""
+    raise AssertionError("a stage was solved")
+    yield
+
+
+def test_an_equal_stage_takes_over_what_is_known_without_a_search(chain):
+    """Also one that keeps another number of micro-batches; one with other layers is solved."""
+    step, layers = chain
+    without_latency = Hardware("without latency", 1e12, 1e11, np.inf, {"x": Link(0.0, 1e-10)})
+
+    def found(start, end, in_flight, solver: Any = no_solver, known=None):
+        cut = cut_step(step, layers.cuts_before((start, end)))
+        function = StageFunction(staged_step(cut.parts, cut.cuts), 1, in_flight, cut.replaced)
+        mesh = AbstractMesh((4,), ("x",))
+        options = {"is_donated": True, "solver": solver, "time_limit_s": None, "known": known}
+        return search_stage(function, mesh, without_latency, np.inf, **options)
+
+    trips = [layer for layer, cut in enumerate(layers.cuts, 1) if cut.trip]
+    known = found(trips[0], trips[1], 3, "gradient")
+    for in_flight in (2, 3, 4):
+        other = found(trips[1], trips[2], in_flight, known=known)
+        assert other.seconds == pytest.approx(known.seconds, rel=1e-4)
+        assert set(other.specs.values()) == set(known.specs.values())
+    with pytest.raises(AssertionError, match="a stage was solved"):
+        found(trips[0], trips[2], 3, known=known)
