@@ -27,7 +27,7 @@ class LayerChain:
       sent_bytes: `[L]`, of activations that go into a layer; 0 for the first.
       returned_bytes: `[L]`, of gradients that come back out of a layer; 0 for the first.
       signatures: `[L]`, equal for layers of equal equations.
-      sources: `[L]`, the user's line with which a layer begins.
+      sources: `[L]`, the first of the user's lines in a layer.
       step: the step, cut at all of these places.
       labelled: its equations with their layers.
     """
@@ -76,7 +76,9 @@ def layer_chain(step: UncutStep, most_layers: int) -> LayerChain:
             state[labelled.homes.get(key, 0)] += num_bytes(labelled.avals[key])
     sent = np.array([0, *(candidates[i].bytes_sent for i in at)], float)
     layers = _layers(labelled)
-    sources = tuple(user_source(layers[n][0].equation) if n in layers else "" for n in range(len(cuts) + 1))
+    sources = tuple(
+        next(filter(None, (user_source(e.equation) for e in layers.get(n, ()))), "") for n in range(len(cuts) + 1)
+    )
     returned = _returned_bytes(labelled)
     return LayerChain(tuple(cuts), state, sent, returned, _signatures(labelled), sources, cut, labelled)
 
