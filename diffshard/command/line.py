@@ -91,7 +91,9 @@ def _add_search(commands: Any) -> None:
     )
     parser.add_argument("--memory-limit", type=num_bytes, metavar="SIZE", help="of a device, such as 80GiB")
     parser.add_argument(
-        "--remat", choices=get_args(Remat), help="search also chooses what the backward pass computes again"
+        "--remat",
+        choices=get_args(Remat),
+        help="search also chooses what the backward pass computes again; offload also what waits in the host's memory",
     )
     parser.add_argument(
         "--donate", type=arguments, default=(), metavar="I[,I...]", help="arguments whose memory may be reused"

@@ -274,6 +274,11 @@ class PlanData:
         return () if self.remat is None else self.remat.recomputed
 
     @property
+    def offloaded(self) -> tuple[tuple[int, int, int], ...]:
+        """What waits for the backward pass in the host's memory, as `Rematerialisation.offloaded`."""
+        return () if self.remat is None else self.remat.offloaded
+
+    @property
     def collective_bytes(self) -> dict[tuple[str, str], float]:
         """Predicted bytes of one step, by kind and axis."""
         total: dict[tuple[str, str], float] = {}

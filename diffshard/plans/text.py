@@ -73,9 +73,12 @@ def _header(plan: PlanData) -> str:
 
 def _remat(remat: Rematerialisation) -> str:
     kept = f"{format_bytes(remat.kept_bytes)} kept from forward to backward"
+    if remat.offloaded:
+        kept += f", {format_bytes(remat.host_bytes)} offloaded to the host's memory"
     if not remat.recomputed:
         return f"{kept}, nothing computed again"
-    return f"{kept}, {len(remat.recomputed)} operations computed again in {format_s(remat.seconds)}"
+    takes = "" if remat.offloaded else f" in {format_s(remat.seconds)}"
+    return f"{kept}, {len(remat.recomputed)} operations computed again{takes}"
 
 
 def _residuals(remat: Rematerialisation) -> str:
@@ -83,7 +86,8 @@ def _residuals(remat: Rematerialisation) -> str:
     for r in remat.residuals[:MAX_RESIDUALS]:
         takes = format_s(r.seconds) if r.seconds else ""
         rows.append((r.name, f"{r.num_arrays}x", r.how, format_bytes(r.num_bytes), takes, r.source))
-    title = "From forward to backward: what is kept, and what is computed again, with the bytes that keeping takes"
+    ways = "kept, offloaded to the host or computed again" if remat.offloaded else "kept or computed again"
+    title = f"From forward to backward: what is {ways}, with the bytes that keeping takes"
     lines = [title, "", *format_table(rows, "  ", right=(1, 3, 4), wrap=(0, 5))]
     if len(remat.residuals) > MAX_RESIDUALS:
         others = remat.residuals[MAX_RESIDUALS:]

@@ -71,7 +71,7 @@ def plan_facts(plan: PlanData) -> dict[str, str]:
         "the plan's `static_argnums`": str((plan.static_argnums, plan.static_argnames)),
         "the plan's `donate_argnums`": str((plan.donate_argnums, plan.donate_argnames)),
         "the plan's `logical_axis_rules`": str(plan.logical_axis_rules),
-        "the plan's `remat`": str(plan.recomputed),
+        "the plan's `remat`": str((plan.recomputed, plan.offloaded)),
         "the plan's layout": layout,
     }
 

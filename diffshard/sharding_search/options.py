@@ -20,8 +20,8 @@ from diffshard.solving.solve import check_key, resolve
 from search_spaces.sharding.given import check_prefix
 
 DEFAULT_SOLVER = "gradient"
-Remat = Literal["search"]
-"""Who decides what is kept from forward to backward: the search."""
+Remat = Literal["search", "offload"]
+"""What the search may do with what goes from forward to backward: keep it or compute it again, or also offload it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +76,7 @@ class Options:
         check_key(self.key)
         if self.executor is not None and self.executor not in get_args(Executor):
             raise ValueError(f"`executor` must be one of {get_args(Executor)}, not {self.executor!r}.")
-        _check_remat(self.remat)
+        _check_remat(self.remat, self.hardware, self.mesh)
         _check_start(self.start)
         if self.progress not in get_args(ProgressDisplay):
             raise ValueError(
@@ -213,9 +213,30 @@ def has_explicit_axes(mesh: Mesh | AbstractMesh) -> bool:
     return AxisType.Explicit in (mesh.axis_types or ())
 
 
-def _check_remat(remat: Any) -> None:
+def _check_remat(remat: Any, hardware: Hardware, mesh: Mesh | AbstractMesh) -> None:
     if remat is not None and remat not in get_args(Remat):
-        raise ValueError(f'`remat` must be "search" or None, not {remat!r}. What is in `jax.checkpoint` stays so.')
+        raise ValueError(
+            f'`remat` must be "search", "offload" or None, not {remat!r}. What is in `jax.checkpoint` stays so.'
+        )
+
+    if remat == "offload":
+        _check_offload(hardware, mesh)
+
+
+def _check_offload(hardware: Hardware, mesh: Mesh | AbstractMesh) -> None:
+    if hardware.host_memory_bytes_per_s is None:
+        raise ValueError(
+            f'`remat` is "offload", but `hardware` {hardware.name!r} does not say how fast its devices copy to memory '
+            "of their host. Give a `Hardware` with `host_memory_bytes_per_s`."
+        )
+    devices = mesh.devices.flat if isinstance(mesh, Mesh) else ()
+    for device in devices:
+        kinds = {memory.kind for memory in device.addressable_memories()}  # none of a device that is only described
+        if kinds and "pinned_host" not in kinds:
+            raise ValueError(
+                f'`remat` is "offload", but {device} has no pinned memory of its host, only {sorted(kinds)}. Give '
+                '`remat="search"`, which only computes again.'
+            )
 
 
 def _check_start(start: Any) -> None:

@@ -115,7 +115,7 @@ def _from_document(document: Any, key: str, path: str, request: PlanRequest) -> 
     axes = content.get("mesh_axes") if isinstance(content, dict) else None
     mesh = request.options.candidate_with(axes).mesh
     # The key does not depend on the lines of the program: operations are where they are today.
-    graph = request.with_recomputed(_recomputed(content)).traced_function.graph
+    graph = request.with_recomputed(_recomputed(content), _offloaded(content)).traced_function.graph
     places = [(vertex.source, vertex.scope) for vertex in graph.vertices]
     return from_json(content, path, Plan, mesh, places)
 
@@ -126,3 +126,14 @@ def _recomputed(content: Any) -> list[int]:
     recomputed = remat.get("recomputed") if isinstance(remat, dict) else None
     is_list = isinstance(recomputed, list) and all(isinstance(key, int) for key in recomputed)
     return recomputed if is_list and recomputed else []
+
+
+def _offloaded(content: Any) -> list[tuple[int, int, int]]:
+    """Returns what a plan's document offloads; nothing if it is damaged, which reading it will tell."""
+    remat = content.get("remat") if isinstance(content, dict) else None
+    offloaded = remat.get("offloaded") if isinstance(remat, dict) else None
+    is_list = isinstance(offloaded, list) and all(
+        isinstance(numbers, list) and len(numbers) == 3 and all(isinstance(n, int) for n in numbers)
+        for numbers in offloaded
+    )
+    return [(a, b, c) for a, b, c in offloaded] if is_list and offloaded else []

@@ -6,12 +6,13 @@ says what each value takes and each operation costs; minimum cuts give the choic
 memory, from keeping everything to keeping the least (`rematerialisation.choices`). Each choice is a program of its own,
 whose space is searched like any other; from the first that fits the memory limit on, further ones are tried for as long
 as they make the step faster. One easier problem bounds all choices (`rematerialisation.relaxation`).
+
+With `remat="offload"` each of these choices is also tried with a part of what it keeps offloaded to the host's memory,
+as much as the link can copy beside the forward pass (`rematerialisation.offloading`).
 """
 
 import math
-import re
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -22,8 +23,6 @@ import numpy as np
 from cost.base import Problem
 from cost.memory import least_memory
 from diffshard.base import InfeasibleError, Proposal, Solution
-from diffshard.plans.residuals import Rematerialisation, Residual
-from diffshard.plans.summary import modules_of
 from diffshard.sharding_search.fingerprints import function_digest
 from diffshard.sharding_search.options import DEFAULT_SOLVER
 from diffshard.sharding_search.plan import Plan
@@ -36,11 +35,13 @@ from diffshard.sharding_search.planning import (
     solve_problem_of,
 )
 from diffshard.sharding_search.request import PlanRequest
+from diffshard.sharding_search.residual_record import record_of
 from diffshard.sharding_search.warm_start import is_made_for
 from diffshard.solving.phases.base import Phase
 from diffshard.solving.phases.quotient_start import QuotientStart
 from diffshard.solving.solvers import gradient
 from search_spaces.rematerialisation.choices import Candidate, Network
+from search_spaces.rematerialisation.offloading import HostLink, offloadable, offloading
 from search_spaces.rematerialisation.passes import passes_of
 from search_spaces.rematerialisation.regions import regions_of_choice
 from search_spaces.rematerialisation.relaxation import relaxed_problem
@@ -49,6 +50,8 @@ from search_spaces.sharding.spec import local_bytes
 
 _MOST_SEARCHES = 5
 """Choices that are searched after the first that fits; each takes as long as a search without rematerialisation."""
+_SHARES = (0.5, 1.0)
+"""Parts of the forward pass's seconds in which the link to the host may copy, for which choices are made."""
 _NEAR = 1e-3
 """A plan this close to the bound is not improved any further."""
 
@@ -98,6 +101,8 @@ class _Search:
         request = self.request
         plan, reference = self._without_remat()
         network = self._network(reference)
+        if self._link is not None:
+            network.freeable |= offloadable(network, self.passes)
         bound_s = self._bound_s(network) if self.passes else 0.0 if plan is None else plan.lower_bound_s
         candidates = self._candidates(network)
         best = None if plan is None else (plan, candidates[0])
@@ -112,7 +117,7 @@ class _Search:
             status=plan.status if plan.step_s <= (1 + 1e-7) * bound_s or plan.status != "optimal" else "finished",
             search_s=time.perf_counter() - request.start_s,
             function_digest=function_digest(request.traced_function),
-            remat=self._record(candidate, network, reference),
+            remat=record_of(network, self.passes, candidate, self._link),
         )
 
     def _candidates(self, network: Network) -> list[Candidate]:
@@ -128,6 +133,12 @@ class _Search:
                 choices += network.between(more, less)
             for one in self.passes:
                 choices += network.at_narrow_places(one)
+        if self._link is not None:
+            link = self._link
+            offloaded = (
+                offloading(network, self.passes, choice, link, share) for choice in choices for share in _SHARES
+            )
+            choices = choices + [choice for choice in offloaded if choice is not None]
         best, least = [], math.inf
         for choice in sorted(choices, key=lambda c: (c.seconds, c.kept_bytes)):
             largest = 0.0
@@ -139,6 +150,12 @@ class _Search:
                 least = choice.kept_bytes + largest
                 best.append(choice)
         return best
+
+    @property
+    def _link(self) -> HostLink | None:
+        """The way to the host's memory, if arrays may be offloaded."""
+        rate, exposed_share = self.options.hardware.host_memory_bytes_per_s, self.options.hardware.exposed_share
+        return None if rate is None or self.options.remat != "offload" else HostLink(1 / rate, exposed_share)
 
     def _without_remat(self) -> tuple[Plan | None, Solution]:
         """Returns the plan that keeps everything, None if none fits, and a choice that says what values take."""
@@ -206,7 +223,7 @@ class _Search:
 
         def fits(i: int) -> bool:
             if i not in requests:
-                requests[i] = self.quick.with_recomputed(candidates[i].recomputed)
+                requests[i] = self.quick.with_recomputed(candidates[i].recomputed, candidates[i].offloaded)
             least[i] = float(np.max(least_memory(requests[i].space.problem)[1]))
             return least[i] <= self.options.memory_limit_bytes
 
@@ -242,39 +259,6 @@ class _Search:
             f"device. Give more memory or devices, compute the batch in parts (`in_microbatches`){donate}."
         )
 
-    def _record(self, candidate: Candidate, network: Network, reference: Solution) -> Rematerialisation:
-        """Writes down what is kept and what is computed again."""
-        graph = self.request.space.graph
-        groups: dict[tuple[str, str, str], list[tuple[float, float, float]]] = defaultdict(list)
-        length = {v.id: one.length for one in self.passes for step in one.forward for v in step.results}
-        made_in = candidate.recomputed
-        counted: set[int] = set()
-        for value in sorted(candidate.kept | network.needed):
-            key = network.maker.get(value)
-            is_again = key in made_in
-            if not is_again and (value not in candidate.kept or not network.bytes[value]):
-                continue
-            vertex = graph.vertices[graph.values[value].vertex]
-            num_bytes = network.bytes[value] if np.isfinite(network.bytes[value]) else 0.0
-            seconds = network.steps[key] if is_again and key not in counted and key is not None else 0.0
-            if key is not None:
-                counted.add(key)
-            modules = "/".join(modules_of(vertex.scope))
-            name = f"{modules}/{vertex.primitive or vertex.kind}".lstrip("/")
-            groups[_numberless(name), vertex.user_source, "recomputed" if is_again else "kept"].append(
-                (num_bytes, seconds, length.get(value, 1))
-            )
-        residuals = [
-            Residual(
-                name, source, how, int(sum(n for *_, n in rows)), sum(b for b, *_ in rows), sum(s for _, s, _ in rows)
-            )
-            for (name, source, how), rows in groups.items()
-        ]
-        residuals.sort(key=lambda r: (-r.num_bytes, r.name, r.how))
-        return Rematerialisation(
-            tuple(sorted(candidate.recomputed)), tuple(residuals), candidate.seconds, candidate.kept_bytes
-        )
-
 
 def _first_that_fits(count: int, fits: Callable[[int], bool]) -> int | None:
     """Returns the first of some choices, from those that keep the most to the least, that fits; None if none does.
@@ -290,8 +274,3 @@ def _first_that_fits(count: int, fits: Callable[[int], bool]) -> int | None:
         middle = (low + high) // 2
         low, high = (low, middle) if fits(middle) else (middle + 1, high)
     return high
-
-
-def _numberless(name: str) -> str:
-    """Returns a name without the numbers of layers."""
-    return re.sub(r"\d+", "*", name)

@@ -1,7 +1,7 @@
 """What a search is about: the arguments of `search`, the function traced for its own arguments, and their space."""
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import NamedTuple, TypeVar
 
@@ -43,11 +43,13 @@ class PlanRequest(NamedTuple):
     progress: Progress | None = None
     step_limit_s: float = math.inf
 
-    def with_recomputed(self, recomputed: Collection[int]) -> "PlanRequest":
-        """Returns the request for the function with these steps run again in its backward pass."""
-        if not recomputed:
+    def with_recomputed(
+        self, recomputed: Collection[int], offloaded: Sequence[tuple[int, int, int]] = ()
+    ) -> "PlanRequest":
+        """Returns the request for the function with these steps run again, and these arrays offloaded."""
+        if not recomputed and not offloaded:
             return self
-        return self.of_function(self.options, recomputing(self.traced_function, frozenset(recomputed)))
+        return self.of_function(self.options, recomputing(self.traced_function, frozenset(recomputed), offloaded))
 
     def of_function(self, options: Options, traced_function: TracedFunction) -> "PlanRequest":
         """Returns the request for a function that was traced with other options or is another one."""

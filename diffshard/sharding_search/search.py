@@ -100,7 +100,9 @@ def search(  # pyright: ignore[reportInconsistentOverload]  # the overloads leav
       memory_limit_bytes: of each device; None takes the memory of the hardware.
       remat: "search" also chooses what is kept from the forward pass for the backward pass, and what is computed again
         there: less memory for more arithmetic. It takes several searches, one for each choice that is tried. The bound
-        holds for all choices. None keeps everything. What the function wraps in `jax.checkpoint` stays as it is.
+        holds for all choices. "offload" may also copy arrays to pinned memory of the host until the backward pass reads
+        them; the hardware has to say how fast (`Hardware.host_memory_bytes_per_s`). None keeps everything. What the
+        function wraps in `jax.checkpoint` stays as it is.
       in_shardings: shardings to keep: for each positional argument a pytree prefix of `PartitionSpec`, `NamedSharding`
         or None (free); None leaves all free. Arguments that carry a `NamedSharding` on this mesh keep it, too.
       logical_axis_rules: keeps the partitioning metadata of flax: pairs of a name and the mesh axes (a name, several,

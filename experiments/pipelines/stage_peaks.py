@@ -8,6 +8,7 @@ there (`pip install 'diffshard[gpu-compile]'`). The peak that the search predict
 """
 
 import argparse
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -18,7 +19,7 @@ from flax import linen as nn
 from jax.sharding import Mesh
 
 from cost.clusters import Cluster
-from cost.pipeline_schedules import graph_of
+from cost.pipeline_schedules import Schedule, graph_of
 from diffshard.checks.gpu_target import gpu_mesh
 from diffshard.pipelines.base import Pipeline
 from diffshard.pipelines.cutting import uncut_step
@@ -85,7 +86,7 @@ class StagePeak(NamedTuple):
         return self.predicted_bytes / self.compiled.peak_bytes
 
 
-def evenly_cut(model: Model, num_stages: int, schedule: str) -> tuple[FoundPipeline, StepSearch]:
+def evenly_cut(model: Model, num_stages: int, schedule: Schedule) -> tuple[FoundPipeline, StepSearch]:
     """Plans a model's step in stages of about as many layers, on equal parts of a described host of H100s."""
     devices = list(gpu_mesh({"x": NUM_DEVICES}).devices.flat)
     cluster = Cluster.from_devices(devices, hardware="h100")
@@ -100,7 +101,7 @@ def evenly_cut(model: Model, num_stages: int, schedule: str) -> tuple[FoundPipel
     chosen = ChosenPipeline(
         NUM_MICROBATCHES,
         schedule,
-        tuple(Stage(a, b, submesh) for a, b in zip(bounds, bounds[1:], strict=False)),
+        tuple(Stage(a, b, submesh) for a, b in itertools.pairwise(bounds)),
         tuple(kept_microbatches(schedule, num_stages - i, NUM_MICROBATCHES) for i in range(num_stages)),
         0.0,
         (),
@@ -108,7 +109,7 @@ def evenly_cut(model: Model, num_stages: int, schedule: str) -> tuple[FoundPipel
     return planned_pipeline(options, search, chosen, Processes((0,)), time.perf_counter()), search
 
 
-def measure(name: str, model: Model, num_stages: int, schedule: str) -> list[StagePeak]:
+def measure(name: str, model: Model, num_stages: int, schedule: Schedule) -> list[StagePeak]:
     """Plans and compiles a model in stages, and returns the peaks of all of them."""
     found, search = evenly_cut(model, num_stages, schedule)
     flags = donated_arrays(search.options, abstract_arguments(model), {})

@@ -51,12 +51,16 @@ class Candidate(NamedTuple):
       kept: ids of the values that go from forward to backward in memory.
       seconds: that the steps take.
       kept_bytes: that the values take on one device.
+      offloaded: (value, gone before, back from) of what waits in the host's memory (`offloading.Offload`).
+      host_bytes: of these on one device.
     """
 
     recomputed: frozenset[int]
     kept: frozenset[int]
     seconds: float
     kept_bytes: float
+    offloaded: tuple[tuple[int, int, int], ...] = ()
+    host_bytes: float = 0.0
 
 
 class Network:
@@ -74,6 +78,8 @@ class Network:
       bytes: of each value of the forward pass if it is kept, by its id.
       maker: the key of the step that makes a value, where it can run again.
       needed: ids of the values that the backward pass reads.
+      step_s: returns the seconds of a vertex in one step.
+      freeable: ids of the values that some choice does not keep on the device.
     """
 
     def __init__(
@@ -84,11 +90,12 @@ class Network:
         kept_bytes: Callable[[Value], float],
         is_written: Callable[[Value], bool],
     ):
-        self.graph, self._step_s, self._kept_bytes, self._is_written = graph, step_s, kept_bytes, is_written
+        self.graph, self.step_s, self._kept_bytes, self._is_written = graph, step_s, kept_bytes, is_written
         self.steps: dict[int, float] = {}
         self.bytes: dict[int, float] = {}
         self.maker: dict[int, int] = {}
         self.needed: set[int] = set()
+        self.freeable: set[int] = set()
         self._operands: dict[int, list[int]] = {}  # by key, ids of the values of the forward pass that a step reads
         pairs = [one.pair for one in passes if one.pair is not None]
         pieces = [piece for pair in pairs for piece in pair.forward.slices]
@@ -109,6 +116,7 @@ class Network:
         # What is only computed inside of its readers runs again there anyway, unless it reads what runs again.
         written = {key for v, key in self.maker.items() if np.isfinite(self.bytes[v]) and graph.values[v].shape}
         self._inside_readers = set(self.steps) - written
+        self.freeable |= set(self.maker)
         for value, num_bytes in self.bytes.items():
             if not graph.values[value].shape or (not np.isfinite(num_bytes) and value not in self.maker):
                 self.bytes[value] = 0.0
@@ -119,7 +127,7 @@ class Network:
             key = step_key(step)
             results = results_of(step)
             if can_run_again(step) and key not in paired and not {v.id for v in results} & passes.pinned:
-                self.steps[key] = sum(self._step_s(v) for v in vertices_of(step))
+                self.steps[key] = sum(self.step_s(v) for v in vertices_of(step))
                 read = [self._stack.get(v.id, v).id for v in values_read(step)]
                 self._operands[key] = [v for v in read if v in self._made]
                 self.maker.update((v.id, key) for v in results)

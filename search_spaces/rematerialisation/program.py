@@ -6,19 +6,19 @@ a layer. A region stands before the first step of the backward pass that reads w
 the forward pass. One of its operands is what the backward pass has reached by then, which goes on from behind the
 barrier: so the region cannot start earlier. What is made of arguments without any product, such as a mask or a
 parameter in another type, is computed in each region that needs it.
+
+What is offloaded is copied to the host's memory before a barrier of the forward pass, and from there behind one of the
+backward pass; both join the copy with an array that the pass goes on from (`offloading.py`).
 """
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
-from functools import cache
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend import core
 
+from search_spaces.rematerialisation.offloading import Offload
 from search_spaces.rematerialisation.passes import (
     Passes,
     ScanPair,
@@ -28,30 +28,11 @@ from search_spaces.rematerialisation.passes import (
     passes_of,
     results_of,
     step_key,
-    vertices_of,
 )
-from search_spaces.rematerialisation.regions import RunAgain, regions_of, trigger_of
-from search_spaces.replay import REMAT, bind, context_of, scan_again, source_of
+from search_spaces.rematerialisation.region_equations import joined, remat_equation_results, step_context
+from search_spaces.rematerialisation.regions import RunAgain, ScanCopies, goes_on_from, regions_of, trigger_of
+from search_spaces.replay import REMAT, bind, scan_again
 from search_spaces.sharding.graph import Block, Graph, Operand, Region, Value, Vertex
-
-
-@dataclass
-class _Scans:
-    """What a pair of scans hands over.
-
-    Attributes:
-      pair: the scans.
-      saved: values of the forward body that are stacked for the regions.
-      read: values that regions read and the backward body has anyway: by their ids those of its slices.
-      pieces: slices of the forward scan that the backward one needs, too.
-      dropped: ids of stacks that are not kept.
-    """
-
-    pair: ScanPair
-    saved: list[Value] = field(default_factory=list)
-    read: dict[int, int] = field(default_factory=dict)
-    pieces: list[Vertex] = field(default_factory=list)
-    dropped: set[int] = field(default_factory=set)
 
 
 class RematerialisedFunction:
@@ -60,14 +41,17 @@ class RematerialisedFunction:
     Args:
       graph: the traced function.
       recomputed: keys of the steps that run again (`passes.step_key`).
+      offloads: what waits in the host's memory.
     """
 
-    def __init__(self, graph: Graph, recomputed: frozenset[int]):
-        self.graph = graph
+    def __init__(self, graph: Graph, recomputed: frozenset[int], offloads: Sequence[Offload] = ()):
+        self.graph, self._offloads = graph, offloads
+        self._leaving: dict[int, list[tuple[Value, Value | None]]] = defaultdict(list)  # with what goes on from there
+        self._coming: dict[int, list[tuple[Value, Value | None]]] = defaultdict(list)
         self._before: dict[int, list[RunAgain]] = defaultdict(list)  # by the key of the step of the backward pass
         self._aliases: dict[int, list[int]] = defaultdict(list)
-        self._forward_of: dict[int, _Scans] = {}
-        self._backward_of: dict[int, _Scans] = {}
+        self._forward_of: dict[int, ScanCopies] = {}
+        self._backward_of: dict[int, ScanCopies] = {}
         self._outer_reads: list[tuple[int, Value]] = []  # by the key of the scan that reads it
         all_passes = passes_of(graph)
         self._loops = {step_key(p.around) for p in all_passes if p.around is not None and p.pair is None}
@@ -105,9 +89,22 @@ class RematerialisedFunction:
             self._before[key].append(region)
         if passes.pair is not None:
             self._plan_scans(passes.pair, regions, maker)
+        else:
+            self._plan_copies(passes)
+
+    def _plan_copies(self, passes: Passes) -> None:
+        made = {v.id: v for step in passes.forward for v in results_of(step)}
+        place = {step_key(step): i for i, step in enumerate((*passes.forward, *passes.backward))}
+        for offload in self._offloads:
+            if offload.value not in made:
+                continue
+            value, gone, back = made[offload.value], place[offload.gone_before], place[offload.back_from]
+            gone_with = goes_on_from(passes.forward, gone) if gone < len(passes.forward) else None
+            self._leaving[offload.gone_before].append((value, gone_with))
+            self._coming[offload.back_from].append((value, trigger_of(passes, back - len(passes.forward))))
 
     def _plan_scans(self, pair: ScanPair, regions: Sequence[RunAgain], maker: Mapping[int, Step]) -> None:
-        scans = _Scans(pair)
+        scans = ScanCopies(pair, offloaded={offload.value for offload in self._offloads})
         for piece in pair.backward.slices:
             value = pair.aliases.get(piece.results[0].id)
             if value is not None and value.id in maker:
@@ -143,9 +140,13 @@ class RematerialisedFunction:
     def _run(self, env: dict[Any, Any], block: Block, region: Region | None) -> None:
         for step in block.steps:
             key = step_key(step)
+            for value, beside in self._leaving.get(key, ()):
+                self._leave(env, value, beside, step, region)
+            for value, beside in self._coming.get(key, ()):
+                self._come_back(env, value, beside, step, region)
             for again in self._before.get(key, ()):
                 self._run_again(env, again, step, region)
-            with _context(step, region):
+            with step_context(step, region):
                 self._run_step(env, step)
 
     def _run_step(self, env: dict[Any, Any], step: Step) -> None:
@@ -175,7 +176,7 @@ class RematerialisedFunction:
         def run(*arrays: Any) -> list[Any]:
             inner = dict(zip((v.id for v in inputs), arrays, strict=True))
             for step in again.steps:
-                with _context(step, again.around):
+                with step_context(step, again.around):
                     self._run_step(inner, step)
             outputs = [inner[v.id] for v in again.outputs]
             return outputs if again.trigger is None else [*outputs, inner[again.trigger.id]]
@@ -183,30 +184,52 @@ class RematerialisedFunction:
         types = [jax.typeof(array) for array in arrays]
         avals = [jax.ShapeDtypeStruct(t.shape, t.dtype, weak_type=getattr(t, "weak_type", False)) for t in types]
         body = jax.make_jaxpr(run)(*avals)
-        with _context(reader, region):
-            results = _remat_equation_results(body, arrays)
+        with step_context(reader, region):
+            results = remat_equation_results(body, arrays)
         for value, array in zip(again.outputs, results, strict=False):
             env[value.id] = array
             env.update(dict.fromkeys(self._aliases[value.id], array))
         if again.trigger is not None:
             env[again.trigger.id] = results[-1]
 
+    def _leave(
+        self, env: dict[Any, Any], value: Value, beside: Value | None, step: Step, region: Region | None
+    ) -> None:
+        """Copies an array to the host, and lets another one go on only when it is there."""
+        with step_context(step, region):
+            array = jax.device_put(env[value.id], jax.memory.Space.Host)
+            if beside is not None:
+                array, env[beside.id] = joined(array, env[beside.id])
+        env[_on_host(value)] = array
+
+    def _come_back(
+        self, env: dict[Any, Any], value: Value, beside: Value | None, step: Step, region: Region | None
+    ) -> None:
+        """Copies an array from the host when another one is there."""
+        array = env[_on_host(value)]
+        with step_context(step, region):
+            if beside is not None:
+                array, env[beside.id] = joined(array, env[beside.id])
+            env[value.id] = jax.device_put(array, jax.memory.Space.Device)
+
     def _scan(self, env: dict[Any, Any], region: Region) -> None:
         """Runs a scan in whose body something runs again."""
         stacks = [self.graph.vertices[v.vertex] for v in region.results[len(region.carries) :]]
         self._run_scan(env, region, stacks, [], region.slices, {}, {})
 
-    def _forward_scan(self, env: dict[Any, Any], region: Region, scans: _Scans) -> None:
+    def _forward_scan(self, env: dict[Any, Any], region: Region, scans: ScanCopies) -> None:
         stacks = [self.graph.vertices[v.vertex] for v in region.results[len(region.carries) :]]
         stacks = [stack for stack in stacks if stack.results[0].id not in scans.dropped]
-        self._run_scan(env, region, stacks, scans.saved, region.slices, {}, {})
+        self._run_scan(env, region, stacks, scans.saved, region.slices, {}, {}, leaving=scans.offloaded)
 
-    def _backward_scan(self, env: dict[Any, Any], region: Region, scans: _Scans) -> None:
+    def _backward_scan(self, env: dict[Any, Any], region: Region, scans: ScanCopies) -> None:
         stacks = [self.graph.vertices[v.vertex] for v in region.results[len(region.carries) :]]
         slices = [p for p in region.slices if getattr(p.operands[0], "id", None) not in scans.dropped]
         extra = {value.id: env[_stacked(value)] for value in scans.saved}
         extra |= {piece.results[0].id: _read(env, piece.operands[0]) for piece in scans.pieces}
-        self._run_scan(env, region, stacks, [], slices, extra, scans.read)
+        aliases = scans.pair.aliases
+        coming = scans.offloaded | {piece for piece, value in aliases.items() if value.id in scans.offloaded}
+        self._run_scan(env, region, stacks, [], slices, extra, scans.read, coming=coming)
 
     def _run_scan(
         self,
@@ -217,23 +240,35 @@ class RematerialisedFunction:
         slices: Sequence[Vertex],
         extra: Mapping[int, Any],
         read: Mapping[int, int],
+        *,
+        leaving: Collection[int] = (),
+        coming: Collection[int] = (),
     ) -> None:
         """Runs a scan that stacks some values more (`saved`) and reads some arrays more (`extra`, by value id).
 
-        `read` has values of another scan's body that are slices of this one, by ids.
+        `read` has values of another scan's body that are slices of this one, by ids. What is stacked of `leaving` goes
+        to the host, and what is read of `coming` comes from there.
         """
+
+        def stored(operand: Operand, array: Any) -> Any:
+            is_leaving = isinstance(operand, Value) and operand.id in leaving
+            return jax.device_put(array, jax.memory.Space.Host) if is_leaving else array
 
         def body(carry: list[Any], xs: tuple[list[Any], list[Any]]) -> tuple[list[Any], list[Any]]:
             inner = dict(env)
             inner.update(zip((c.results[0].id for c in region.carries), carry, strict=True))
             inner.update(zip((s.results[0].id for s in slices), xs[0], strict=True))
             inner.update(zip(extra, xs[1], strict=True))
+            inner.update(
+                {v: jax.device_put(inner[v], jax.memory.Space.Device) for v in coming if v in inner and v in own}
+            )
             inner.update({value: inner[piece] for value, piece in read.items()})
             self._run(inner, region.blocks[0], region)
             following = [_array(inner, c.operands[1], c.results[0].dtype) for c in region.carries]
-            left = [_array(inner, s.operands[0], s.results[0].dtype) for s in stacks]
-            return following, [*left, *(inner[v.id] for v in saved)]
+            left = [stored(s.operands[0], _array(inner, s.operands[0], s.results[0].dtype)) for s in stacks]
+            return following, [*left, *(stored(v, inner[v.id]) for v in saved)]
 
+        own = {s.results[0].id for s in slices} | set(extra)
         first = [_array(env, c.operands[0], c.results[0].dtype) for c in region.carries]
         xs = [_read(env, s.operands[0]) for s in slices], list(extra.values())
         carries, ys = scan_again(region.equation, body, first, xs)
@@ -242,37 +277,9 @@ class RematerialisedFunction:
         env.update({_stacked(v): array for v, array in zip(saved, ys[len(stacks) :], strict=True)})
 
 
-@cache
-def _remat_template() -> core.JaxprEqn:
-    """Returns an equation of a rematerialised region, which says how this version of JAX writes one."""
-    (equation,) = jax.make_jaxpr(jax.checkpoint(jnp.sin))(1.0).eqns
-    return equation
-
-
-def _remat_equation_results(body: core.ClosedJaxpr, arrays: Sequence[Any]) -> Sequence[Any]:
-    """Adds a rematerialised region of a backward pass to the program that is traced, and returns its results."""
-    arrays = [*body.consts, *arrays]
-    jaxpr = body.jaxpr
-    if body.consts:
-        jaxpr = jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars])
-    return bind(_remat_template(), arrays, jaxpr=jaxpr, prevent_cse=True, differentiated=True)
-
-
-@contextmanager
-def _context(step: Step, region: Region | None) -> Any:
-    """Restores the name scopes of a step in the body of a region, those of the calls around it included."""
-    vertex = step if isinstance(step, Vertex) else next(vertices_of(step))
-    callers = list(vertex.callers)
-    around = [i for i, caller in enumerate(callers) if region is not None and caller is region.equation]
-    callers = callers[around[0] + 1 if around else 0 :]
-    own = [i for i, caller in enumerate(callers) if isinstance(step, Region) and caller is step.equation]
-    callers = callers[: own[0]] if own else callers
-    assert step.equation is not None
-    with ExitStack() as stack:
-        for caller in callers:
-            stack.enter_context(source_of(caller))
-        stack.enter_context(context_of(step.equation))
-        yield
+def _on_host(value: Value) -> tuple[str, int]:
+    """Returns the key under which the environment has the copy of a value in the host's memory."""
+    return "host", value.id
 
 
 def _stacked(value: Value) -> tuple[str, int]:

@@ -6,10 +6,11 @@ any product, such as a mask or a parameter in another type, does not join two pa
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from search_spaces.rematerialisation.passes import (
     Passes,
+    ScanPair,
     Step,
     backward_reads,
     made_by,
@@ -30,6 +31,27 @@ class RunAgain:
     outputs: list[Value]
     trigger: Value | None
     around: Region | None
+
+
+@dataclass
+class ScanCopies:
+    """What a pair of scans hands over.
+
+    Attributes:
+      pair: the scans.
+      saved: values of the forward body that are stacked for the regions.
+      read: values that regions read and the backward body has anyway: by their ids those of its slices.
+      pieces: slices of the forward scan that the backward one needs, too.
+      dropped: ids of stacks that are not kept.
+      offloaded: ids of values of the forward body that wait in the host's memory.
+    """
+
+    pair: ScanPair
+    saved: list[Value] = field(default_factory=list)
+    read: dict[int, int] = field(default_factory=dict)
+    pieces: list[Vertex] = field(default_factory=list)
+    dropped: set[int] = field(default_factory=set)
+    offloaded: set[int] = field(default_factory=set)
 
 
 def regions_of_choice(passes: Passes, recomputed: frozenset[int]) -> list[RunAgain]:
@@ -127,6 +149,16 @@ def trigger_of(passes: Passes, position: int) -> Value | None:
     if passes.pair is not None:
         made |= {c.results[0].id for c in passes.pair.backward.carries}
     for step in passes.backward[position:]:
+        before = [v for v in values_read(step) if v.id in made and v.shape]
+        if before:
+            return max(before, key=lambda v: v.num_bytes)
+    return None
+
+
+def goes_on_from(steps: Sequence[Step], position: int) -> Value | None:
+    """Returns the largest array that was made before a step and that it, or else a later one, reads."""
+    made = set(made_by(steps[:position]))
+    for step in steps[position:]:
         before = [v for v in values_read(step) if v.id in made and v.shape]
         if before:
             return max(before, key=lambda v: v.num_bytes)

@@ -59,7 +59,7 @@ def _taken(graph: Graph, passes: Sequence[Passes], network: Network) -> frozense
     taken: set[tuple[int, int]] = set()
     free_stacks = {stack.id for one in passes for stack in _stacks_and_slices(one, network)}
     for one in passes:
-        own = {v.id for step in one.forward for v in step.results} & set(network.maker)
+        own = {v.id for step in one.forward for v in step.results} & network.freeable
         for step in one.backward:
             for vertex in vertices_of(step):
                 taken |= {(vertex.index, i) for i, o in enumerate(vertex.operands) if _id(o) in own | free_stacks}
@@ -73,7 +73,7 @@ def _stacks_and_slices(passes: Passes, network: Network) -> list[Value]:
     if passes.pair is not None:
         for piece in passes.pair.backward.slices:
             inner = passes.pair.aliases.get(piece.results[0].id)
-            if inner is not None and inner.id in network.maker:
+            if inner is not None and inner.id in network.freeable:
                 values += [o for o in piece.operands if isinstance(o, Value)] + piece.results
     return values
 

@@ -10,6 +10,9 @@ from search_spaces.sharding.base import Edge, Node
 from search_spaces.sharding.graph import Graph, Value, Vertex
 from search_spaces.sharding.reshard_costs import CollectiveShares, ReshardCosts
 
+_ON_HOST = 1e6
+"""By how much a reshard of an array in the host's memory counts: it is to be resharded before or after it is there."""
+
 
 def readers_of(graph: Graph) -> list[list[tuple[Vertex, int]]]:
     """Returns, for each value by id, the (vertex, operand index) pairs that read it.
@@ -42,6 +45,7 @@ def edges_of(graph: Graph, hub_node: Mapping[int, int]) -> list[Edge]:
             node, result = hub, 0
         for reader, i in readers[value.id]:
             weight = reader.operand_weight[i] if reader.operands else 1.0
+            weight *= _ON_HOST if value.is_on_host else 1.0
             edges.append(Edge(node, result, reader.index, i, value, weight))
     return edges
 

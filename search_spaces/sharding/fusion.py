@@ -15,7 +15,7 @@ import numpy as np
 
 from search_spaces.replay import REMAT
 from search_spaces.sharding.base import Rule
-from search_spaces.sharding.graph import Block, Graph, Value, Vertex, is_contraction
+from search_spaces.sharding.graph import Block, Graph, Value, Vertex, copies_over_host_link, is_contraction
 from search_spaces.sharding.opaque.operations import opaque_of
 
 REDUCTIONS = ("reduce_and", "reduce_max", "reduce_min", "reduce_or", "reduce_prod", "reduce_sum", "argm")
@@ -176,6 +176,7 @@ def _is_fusible(vertex: Vertex, rule: Rule | None) -> bool:
         or opaque_of(vertex) is not None
         or is_contraction(vertex)
         or _is_update(vertex)
+        or copies_over_host_link(vertex)
         or rule.reduction
         or rule.permutation
     ):

@@ -29,6 +29,7 @@ class Value:
       result: its index among the results of that vertex.
       made_at: position of the operation that makes it, -1 for inputs.
       last_read_at: position of the last operation that reads it; the length of the program for outputs.
+      is_on_host: whether it is in the host's memory; it then takes none of the device's.
     """
 
     id: int
@@ -38,6 +39,7 @@ class Value:
     result: int
     made_at: int
     last_read_at: int
+    is_on_host: bool = False
 
     @property
     def num_bytes(self) -> int:
@@ -176,6 +178,14 @@ class Graph:
                 if isinstance(operand, Value):
                     readers[operand.id].append((vertex, i))
         return readers
+
+
+def copies_over_host_link(vertex: Vertex) -> bool:
+    """Tells whether an operation copies an array from the device's memory to the host's, or back."""
+    if vertex.primitive != "device_put":
+        return False
+    pairs = zip(vertex.operands, vertex.results, strict=True)
+    return any(isinstance(o, Value) and o.is_on_host != result.is_on_host for o, result in pairs)
 
 
 def is_contraction(vertex: Vertex) -> bool:

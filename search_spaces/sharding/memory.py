@@ -16,7 +16,7 @@ from cost.compute import CONTRACTIONS
 from search_spaces.replay import REMAT
 from search_spaces.sharding.base import Node, Rule, ShardingStrategy
 from search_spaces.sharding.fusion import VIEWS
-from search_spaces.sharding.graph import Block, Graph, Value, Vertex
+from search_spaces.sharding.graph import Block, Graph, Value, Vertex, copies_over_host_link
 from search_spaces.sharding.held_positions import HeldPositions
 from search_spaces.sharding.opaque.operations import opaque_of
 from search_spaces.sharding.spec import local_bytes
@@ -57,6 +57,8 @@ def is_pointwise(vertex: Vertex, rule: Rule | None) -> bool:
         return False
     if vertex.primitive == "broadcast_in_dim" and not any(isinstance(o, Value) and o.shape for o in vertex.operands):
         return True  # copies of one number
+    if copies_over_host_link(vertex):
+        return False
     if vertex.primitive in CONTRACTIONS or vertex.equation.effects or opaque_of(vertex) is not None:
         return False
     if rule.reduction or rule.permutation:
@@ -173,7 +175,7 @@ def usages_of(
         usages.is_copy.append(is_copy)
 
     for value in graph.values:
-        if not value.shape or not lifetimes.is_written[value.id]:
+        if not value.shape or not lifetimes.is_written[value.id] or value.is_on_host:
             continue
         start, end = lifetimes.interval[value.id]
         if value.id in held.reduce_until:

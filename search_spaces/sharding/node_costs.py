@@ -10,7 +10,7 @@ from cost.compute import equation_dtype, equation_flops, roofline_s
 from search_spaces.partition_specs import IndexedSpec
 from search_spaces.sharding.base import Node, ReshardStep, ShardingStrategy
 from search_spaces.sharding.fusion import PICKS
-from search_spaces.sharding.graph import Operand, Value, Vertex
+from search_spaces.sharding.graph import Operand, Value, Vertex, copies_over_host_link
 from search_spaces.sharding.kernels import Kernels
 from search_spaces.sharding.opaque.operations import local_work, opaque_of, own_collectives
 from search_spaces.sharding.opaque.own_collectives import PricedCollective, priced
@@ -93,6 +93,10 @@ class NodeCosts:
             return np.zeros(len(strategies))
         if opaque_of(vertex) is not None:
             return vertex.weight * np.array([self._opaque_s(vertex, s) for s in strategies])
+        if copies_over_host_link(vertex) and self.hardware.host_memory_bytes_per_s is not None:
+            local = [local_bytes(vertex.results[0], s.results[0], self.axis_sizes) for s in strategies]
+            exposed_s = self.hardware.exposed_share / self.hardware.host_memory_bytes_per_s
+            return vertex.weight * exposed_s * np.array(local)
         num_bytes = np.array([touched_bytes(vertex, s, self.kernels, self.axis_sizes) for s in strategies])
         copied_bytes = np.array([self._copied_bytes(vertex, s) for s in strategies])
         flops = equation_flops(vertex.equation) / np.array([s.parts for s in strategies], float)

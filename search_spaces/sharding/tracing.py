@@ -59,7 +59,8 @@ class _Builder:
         self.vertices.append(vertex)
         for i, aval in enumerate(avals):
             shape, dtype = getattr(aval, "shape", ()), getattr(aval, "dtype", None)
-            value = Value(len(self.values), shape, dtype, vertex.index, i, self.position, self.position)
+            is_on_host = getattr(aval, "memory_space", None) == jax.memory.Space.Host
+            value = Value(len(self.values), shape, dtype, vertex.index, i, self.position, self.position, is_on_host)
             self.values.append(value)
             vertex.results.append(value)
         self.touch(operands)

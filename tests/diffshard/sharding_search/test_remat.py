@@ -116,7 +116,7 @@ def test_a_limit_that_nothing_meets_names_the_memory_that_would_do():
 
 
 def test_wrong_values_are_refused_before_tracing():
-    with pytest.raises(ValueError, match="`remat` must be \"search\" or None, not 'full'"):
+    with pytest.raises(ValueError, match='`remat` must be "search", "offload" or None, not'):
         search(1e9, remat="full")
     with pytest.raises(ValueError, match="`check` must be None with `remat`"):
         search(1e9, check="shardy")
