@@ -54,7 +54,8 @@ class StageFunction:
       arguments: the keys of `kept`, `read` and `received`.
       results: the keys of other results.
       sums: what the micro-batches make together.
-      residuals: the keys of what the backward program of a micro-batch reads that its forward program made.
+      residuals: the keys of what the backward program of a micro-batch reads that its forward program made or read
+        itself, if it is not there for the whole step: these arrays are there for each micro-batch that is kept.
     """
 
     def __init__(self, staged: StagedStep, stage: int, in_flight: int, replaced: Sequence[int | None]):
@@ -85,6 +86,9 @@ class StageFunction:
         self.backward = self.programs.get(Label("backward", stage))
         self.sums: tuple[Accumulation, ...] = () if self.backward is None else self.backward.accumulations
         made_forward = set() if self.forward is None else set(self.forward.makes)
+        if self.forward is not None:
+            received = {k for k in self.arguments.received if not self._is_of_step(k)}
+            made_forward |= received & set(self.forward.reads)
         self.residuals = [] if self.backward is None else [key for key in self.backward.reads if key in made_forward]
 
     @property
@@ -120,8 +124,23 @@ class StageFunction:
         others = {f"result {i}": env[key] for i, key in enumerate(self.results) if key in env}
         return [env[self.result_of[key]] for key in arguments.kept], totals, queue[1:], others
 
+    def _is_of_step(self, key: Key) -> bool:
+        """Tells whether an array is made once in a step, by a program that begins it."""
+        maker = self.staged.makers.get(key)
+        return maker is None or maker.kind not in ("forward", "backward")
+
     def weigh(self, graph: Graph) -> None:
-        """Counts what runs for each micro-batch M times in the traced graph of this function."""
+        """Makes the traced graph of this function say what the programs of the stage do.
+
+        What runs for each micro-batch counts M times. Residuals are results of one program and arguments of another:
+        they are in memory whoever reads them, to the end of the backward program.
+        """
+        residuals = {self.names[key] for key in self.residuals if key in self.names}
+        end = max((vertex.position for vertex in graph.vertices if self.is_each(vertex)), default=0)
+        for vertex in graph.operations():
+            if vertex.primitive == "name" and vertex.equation is not None:
+                if vertex.equation.params["name"] in residuals:
+                    graph.stored_until[vertex.results[0].id] = end
         for vertex in graph.vertices:
             if self.is_each(vertex):
                 vertex.weight *= self.staged.num_microbatches

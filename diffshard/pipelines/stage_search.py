@@ -170,7 +170,7 @@ def stage_request(
         fn=function,
         mesh=mesh,
         hardware=hardware,
-        donate_argnums=(0, 1, 2) if is_donated else (1, 2),
+        donate_argnums=(0, 1, 2, 4) if is_donated else (1, 2, 4),
         progress="none",
         **options,
     )

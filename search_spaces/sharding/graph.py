@@ -149,6 +149,8 @@ class Graph:
       feedback: for each flat result the index of the flat argument that it replaces in the next call, or None.
       length: number of positions in program order.
       notes: what a user should know about the trace (loops of unknown length, say).
+      stored_until: values, by id, that go from one program to another, and so are in memory whoever reads them, with
+        the position of the operation up to which they are.
     """
 
     vertices: list[Vertex]
@@ -161,6 +163,7 @@ class Graph:
     feedback: list[int | None]
     length: int
     notes: list[str]
+    stored_until: dict[int, int] = field(default_factory=dict)
 
     def operations(self) -> Iterator[Vertex]:
         """Returns the vertices that are equations."""

@@ -83,7 +83,8 @@ def lifetimes_of(graph: Graph, rules: Sequence[Rule | None], donated: Sequence[b
     last_read = np.array([v.last_read_at for v in graph.values], int)
     for value in reversed(graph.values):
         readers = consumers[value.id]
-        if is_written[value.id] and value.id not in ends and readers:
+        last_read[value.id] = max(last_read[value.id], graph.stored_until.get(value.id, -1))
+        if is_written[value.id] and value.id not in ends and readers and value.id not in graph.stored_until:
             is_written[value.id] = not fusing.fuses(graph.vertices[value.vertex], [r for r, _ in readers])
         for reader, _ in readers:
             if fusing.pointwise[reader.index] and not is_written[reader.results[0].id]:
@@ -247,7 +248,7 @@ class _Fusing:
         name = reader.equation.primitive.name
         if name in CONTRACTIONS:
             return vertex.equation.primitive.name in VIEWS
-        return name.startswith(("reduce_", "argm"))
+        return name.startswith(("reduce_", "argm", "dynamic_slice"))
 
     def overwritten(self, is_written: np.ndarray, last_read: np.ndarray) -> Iterator[Value]:
         """Yields values that the operation which reads them last writes its result over."""
