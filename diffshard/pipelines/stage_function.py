@@ -138,9 +138,9 @@ class StageFunction:
         residuals = {self.names[key] for key in self.residuals if key in self.names}
         end = max((vertex.position for vertex in graph.vertices if self.is_each(vertex)), default=0)
         for vertex in graph.operations():
-            if vertex.primitive == "name" and vertex.equation is not None:
-                if vertex.equation.params["name"] in residuals:
-                    graph.stored_until[vertex.results[0].id] = end
+            named = vertex.equation.params["name"] if vertex.primitive == "name" and vertex.equation else None
+            if named in residuals:
+                graph.stored_until[vertex.results[0].id] = end
         for vertex in graph.vertices:
             if self.is_each(vertex):
                 vertex.weight *= self.staged.num_microbatches
