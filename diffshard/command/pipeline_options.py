@@ -12,7 +12,7 @@ from cost.pipeline_schedules import Schedule
 from diffshard.command.arguments import UsageError, arguments
 from diffshard.pipelines.base import GradientReduction, Pipeline
 
-_OF_PIPELINES = ("microbatches", "max_stages", "schedules", "gradient_reductions", "batch")
+_OF_PIPELINES = ("microbatches", "max_stages", "schedules", "gradient_reductions", "max_replicas", "batch")
 """Options that need `--pipeline`, as `argparse` names them."""
 
 
@@ -38,6 +38,12 @@ def add_pipeline_options(parser: argparse.ArgumentParser) -> None:
         type=gradient_reductions,
         metavar="HOW[,HOW]",
         help="how often gradients are reduced: each_microbatch, once; default: each_microbatch",
+    )
+    group.add_argument(
+        "--max-replicas",
+        type=whole_number_of,
+        metavar="N",
+        help="above 1, each kind of device may be a replica with its own number of micro-batches; default: 1",
     )
     group.add_argument(
         "--batch", type=arguments, metavar="I[,I...]", help="arguments with the batch, by number or name; default: 1"

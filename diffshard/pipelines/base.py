@@ -27,6 +27,8 @@ class Pipeline:
       gradient_reductions: how often gradients may be reduced over the devices that share the examples of a micro-batch:
         "each_microbatch", or "once", when the step ends. The latter sends less, and each device keeps a whole total of
         each gradient.
+      max_replicas: the largest number of replicas. Above 1, each kind of device of the cluster may be a replica of the
+        pipeline, which takes its own number of micro-batches; the fastest kind keeps the state.
 
     Raises:
       ValueError: a number or a name breaks its rule.
@@ -38,6 +40,7 @@ class Pipeline:
     max_stages: int = 8
     schedules: Sequence[Schedule] = ("1f1b", "eager", "gpipe")
     gradient_reductions: Sequence[GradientReduction] = ("each_microbatch",)
+    max_replicas: int = 1
 
     def __post_init__(self):
         _ = self.batch
@@ -45,6 +48,8 @@ class Pipeline:
             raise ValueError(f"`Pipeline.microbatches` must be whole numbers, 1 or more, not {self.microbatches!r}.")
         if (whole_number(self.max_stages) or 0) < 1:
             raise ValueError(f"`Pipeline.max_stages` must be a whole number, 1 or more, not {self.max_stages!r}.")
+        if (whole_number(self.max_replicas) or 0) < 1:
+            raise ValueError(f"`Pipeline.max_replicas` must be a whole number, 1 or more, not {self.max_replicas!r}.")
         runnable = [name for name in get_args(Schedule) if name != "zb-h1"]
         if not self.schedules or any(name not in runnable for name in self.schedules):
             raise ValueError(f"`Pipeline.schedules` must be some of {tuple(runnable)}, not {self.schedules!r}.")
@@ -57,6 +62,12 @@ class Pipeline:
                 "`Pipeline.schedules` must be ('2bw',) where it has '2bw': it changes the results and the state, so "
                 "that one search cannot choose between it and others. Search twice and compare; got "
                 f"{self.schedules!r}."
+            )
+
+        if self.max_replicas > 1 and (self.is_delayed or "each_microbatch" not in self.gradient_reductions):
+            raise ValueError(
+                "`Pipeline.max_replicas` must be 1 with the schedule '2bw', and where gradients are reduced only once: "
+                f"replicas add up their own sums when a step ends; got {self.max_replicas!r}."
             )
 
     @property

@@ -11,7 +11,6 @@ from jax.sharding import AbstractMesh, Mesh
 
 from cost.clusters import Cluster
 from cost.host_groups import Hosts
-from cost.pipeline_schedules import graph_of
 from cost.presets import device_and_network
 from cost.real_numbers import is_positive, whole_number
 from diffshard.live_progress import ProgressDisplay
@@ -146,7 +145,7 @@ class PipelinedFunction:
         return StagedExecution(
             staged,
             meshes,
-            graph_of(found.plan.schedule, staged.num_stages, staged.num_microbatches),
+            found.simulation.graph,
             plans.sharding,
             function_of=plans.function,
             donate=self._donated(args, kwargs, found),

@@ -2,13 +2,17 @@
 
 import itertools
 import time
+from collections.abc import Sequence
 from typing import NamedTuple
 
+from cost.clusters import Cluster
+from cost.host_groups import Submesh
 from cost.pipeline_steps import pipeline_step
 from cost.pipeline_times import Simulation, StageTimes
 from diffshard.pipelines.base import PipelinePlan, PlannedStage
 from diffshard.pipelines.cutting import CutStep
 from diffshard.pipelines.division_search import Entry
+from diffshard.pipelines.layer_chain import LayerChain
 from diffshard.pipelines.options import (
     STAGE_TIME_LIMIT_S,
     PipelineOptions,
@@ -19,8 +23,10 @@ from diffshard.pipelines.options import (
 from diffshard.pipelines.shared_choices import ChosenPipeline, shared_layouts
 from diffshard.pipelines.stage_placement import arguments_of, mesh_of, place_stages, sends_s
 from diffshard.pipelines.stage_plans import StageDevices, StagePlans
+from diffshard.pipelines.stage_programme import Stage
 from diffshard.pipelines.stage_search import StageLayout
 from diffshard.pipelines.step_search import StepSearch
+from diffshard.plans.base import Tensor
 from diffshard.plans.formats import format_count
 from diffshard.processes import Processes
 from search_spaces.pipelines.stage_labels import Label
@@ -90,34 +96,25 @@ def planned_pipeline(
     ]
     times = StageTimes(forward_s, backward_s, [f for f, _ in sends], [b for _, b in sends])
     simulation, step_s, bubble = pipeline_step(times, chosen.schedule, count, end_s)
-    planned = []
-    for i, (stage, layout) in enumerate(zip(stages, layouts, strict=True)):
-        submesh = submeshes[stage.submesh]
-        send_forward_s, send_backward_s = sends[i] if i < len(sends) else (0.0, 0.0)
-        planned.append(
-            PlannedStage(
-                first_layer=stage.start,
-                last_layer=stage.end - 1,
-                source=chain.sources[stage.start],
-                hardware=cluster.kinds[submesh.kind].name,
-                mesh_axes=mesh_shape(submesh),
-                devices=tuple(numbers[i]),
-                forward_s=forward_s[i],
-                backward_s=backward_s[i],
-                end_s=end_s[i],
-                send_forward_s=send_forward_s,
-                send_backward_s=send_backward_s,
-                in_flight=int(simulation.in_flight[i]),
-                peak_bytes=layout.peak_bytes,
-                memory_limit_bytes=memory_limit_of(options, submesh.kind),
-                residual_bytes=layout.residual_bytes,
-                arguments=arguments_of(step, staged, layout, i),
-            )
+    planned = [
+        planned_stage(
+            options,
+            chain,
+            stage,
+            submeshes[stage.submesh],
+            numbers[i],
+            layouts[i],
+            (forward_s[i], backward_s[i], end_s[i]),
+            sends[i] if i < len(sends) else (0.0, 0.0),
+            int(simulation.in_flight[i]),
+            arguments_of(step, staged, layouts[i], i),
         )
+        for i, stage in enumerate(stages)
+    ]
     bound_s = min(chosen.bound_s, step_s)
     plan = PipelinePlan(
         function=getattr(options.fn, "__name__", "function"),
-        cluster=", ".join(f"{format_count(h.count, 'host')} of {h.devices} x {h.name}" for h in cluster.kinds),
+        cluster=cluster_words(cluster),
         num_devices=cluster.num_devices,
         num_layers=len(chain),
         num_microbatches=count,
@@ -133,3 +130,55 @@ def planned_pipeline(
         notes=chosen.notes,
     )
     return FoundPipeline(plan, step, staged, plans, simulation)
+
+
+def planned_stage(
+    options: PipelineOptions,
+    chain: LayerChain,
+    stage: Stage,
+    submesh: Submesh,
+    numbers: Sequence[int],
+    layout: StageLayout,
+    times_s: tuple[float, float, float],
+    sends_s: tuple[float, float],
+    in_flight: int,
+    arguments: tuple[Tensor, ...],
+) -> PlannedStage:
+    """Returns a stage as a plan shows it.
+
+    Args:
+      options: what was asked for.
+      chain: the layers of the step.
+      stage: its layers.
+      submesh: of the cluster of `options`.
+      numbers: of its devices.
+      layout: its shardings.
+      times_s: of a forward and a backward operation, and of the end of the step.
+      sends_s: of a micro-batch to the next stage, and back from it.
+      in_flight: how many micro-batches it keeps at most.
+      arguments: those that it keeps.
+    """
+    forward_s, backward_s, end_s = times_s
+    return PlannedStage(
+        first_layer=stage.start,
+        last_layer=stage.end - 1,
+        source=chain.sources[stage.start],
+        hardware=options.cluster.kinds[submesh.kind].name,
+        mesh_axes=mesh_shape(submesh),
+        devices=tuple(numbers),
+        forward_s=forward_s,
+        backward_s=backward_s,
+        end_s=end_s,
+        send_forward_s=sends_s[0],
+        send_backward_s=sends_s[1],
+        in_flight=in_flight,
+        peak_bytes=layout.peak_bytes,
+        memory_limit_bytes=memory_limit_of(options, submesh.kind),
+        residual_bytes=layout.residual_bytes,
+        arguments=arguments,
+    )
+
+
+def cluster_words(cluster: Cluster) -> str:
+    """Returns a cluster in words: `2 hosts of 8 x A100-80GB`."""
+    return ", ".join(f"{format_count(h.count, 'host')} of {h.devices} x {h.name}" for h in cluster.kinds)

@@ -17,6 +17,8 @@ from diffshard.pipelines.least_memory import PipelineNeed, least_need
 from diffshard.pipelines.options import PipelineOptions, donated_arrays, memory_limit_of, mesh_shape
 from diffshard.pipelines.planned_pipeline import FoundPipeline, planned_pipeline
 from diffshard.pipelines.plans.text import short_source
+from diffshard.pipelines.replica_search import ChosenReplicas, choose_replicas, replicas_bound_s
+from diffshard.pipelines.replicated_pipeline import planned_replicas, with_bound
 from diffshard.pipelines.shared_choices import ChosenPipeline, trace_facts
 from diffshard.pipelines.step_search import StepSearch
 from diffshard.plans.formats import format_s
@@ -57,7 +59,36 @@ def find_pipeline(
     wanted = chosen.num_microbatches, chosen.num_groups
     search = next(search for search in searches if (search.num_microbatches, search.num_groups) == wanted)
     found = planned_pipeline(options, search, chosen, processes, start_s)
+    if options.pipeline.max_replicas > 1:
+        found = _faster_with_replicas(options, searches, donated, found, processes, is_over, start_s)
     return found._replace(plan=processes.shared(what, lambda: found.plan))
+
+
+def _faster_with_replicas(
+    options: PipelineOptions,
+    searches: Sequence[StepSearch],
+    donated: Sequence[bool],
+    found: FoundPipeline,
+    processes: Processes,
+    is_over: Callable[[], bool],
+    start_s: float,
+) -> FoundPipeline:
+    """Returns the best pipeline with replicas if it is faster than the one without, with a bound on both.
+
+    The first process searches, and all plan what it found.
+    """
+    ungrouped = [search for search in searches if search.num_groups == 1]
+
+    def search() -> tuple[ChosenReplicas | None, float]:
+        bound_s = min(found.plan.lower_bound_s, *(replicas_bound_s(search) for search in ungrouped))
+        return choose_replicas(options, ungrouped, donated, is_over), bound_s
+
+    chosen, bound_s = processes.shared("search replicas of a pipeline", search)
+    if chosen is not None:
+        of_number = next(s for s in ungrouped if s.num_microbatches == chosen.num_microbatches)
+        replicated = planned_replicas(options, of_number, chosen, found, processes, start_s)
+        found = replicated if replicated.plan.step_s < found.plan.step_s else found
+    return found._replace(plan=with_bound(found.plan, bound_s))
 
 
 def _chosen(options: PipelineOptions, searches: Sequence[StepSearch], is_over: Callable[[], bool]) -> ChosenPipeline:

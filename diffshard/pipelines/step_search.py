@@ -37,6 +37,7 @@ class StepSearch:
         self.options, self.step, self.num_groups = options, step, step.parts.num_groups
         self.num_microbatches = step.parts.num_microbatches // self.num_groups
         self.submeshes = options.cluster.submeshes()
+        self._least: dict[int, tuple[np.ndarray, np.ndarray]] = {}
         self._staged: dict[tuple[int, int], tuple[StagedStep, CutStep]] = {}
 
     @cached_property
@@ -58,7 +59,7 @@ class StepSearch:
             self.options.cluster,
             [memory_limit_of(self.options, kind) for kind in range(len(self.options.cluster.kinds))],
             self._solve,
-            self._least_layer_s,
+            self.least_layer_s,
             self.options.pipeline.max_stages,
         )
 
@@ -98,7 +99,13 @@ class StepSearch:
         """The bounds of the layers; raises `ValueError` if an operation cannot be computed in groups."""
         return LayerBounds(self.step, self.chain)
 
-    def _least_layer_s(self, submesh: int) -> tuple[np.ndarray, np.ndarray]:
+    def least_layer_s(self, submesh: int) -> tuple[np.ndarray, np.ndarray]:
+        """Returns what a micro-batch and the end of a step take at least in each layer on a submesh, `[L]` both."""
+        if submesh not in self._least:
+            self._least[submesh] = self._bounded_layer_s(submesh)
+        return self._least[submesh]
+
+    def _bounded_layer_s(self, submesh: int) -> tuple[np.ndarray, np.ndarray]:
         shape = mesh_shape(self.submeshes[submesh])
         mesh = AbstractMesh(tuple(shape.values()), tuple(shape))
         return self.layer_bounds.seconds(mesh, self.options.cluster.hardware(self.submeshes[submesh].kind, shape))

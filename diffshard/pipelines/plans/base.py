@@ -50,6 +50,23 @@ class PlannedStage:
 
 
 @dataclass(frozen=True)
+class PlannedReplica:
+    """A replica of a pipeline besides the main one: it takes other micro-batches, and keeps no state.
+
+    Attributes:
+      num_microbatches: how many it takes.
+      stages: from the first to the last, with the layers of those of the main one.
+      weights_s: predicted, until it has the weights when a step begins.
+      sums_s: predicted, of bringing its sums to the main replica and adding them there.
+    """
+
+    num_microbatches: int
+    stages: tuple[PlannedStage, ...]
+    weights_s: float
+    sums_s: float
+
+
+@dataclass(frozen=True)
 class PipelinePlanData:
     """How a training step runs as a pipeline.
 
@@ -58,9 +75,9 @@ class PipelinePlanData:
       cluster: the cluster in words.
       num_devices: of the cluster; stages may leave some idle.
       num_layers: between which the step could be cut.
-      num_microbatches: M.
+      num_microbatches: M, of all replicas.
       schedule: when each stage runs what.
-      stages: from the first to the last.
+      stages: of the main replica, from the first to the last.
       step_s: predicted, by simulation of the schedule, with the end of the step.
       bubble: the share of the stages' time in which they wait.
       lower_bound_s: no choice of micro-batches among those tried, stages, meshes and shardings is predicted faster.
@@ -70,6 +87,7 @@ class PipelinePlanData:
       notes: sentences for the user.
       num_groups: over how many groups of examples gradients are reduced once, when the step ends; 1: they are reduced
         in each micro-batch.
+      replicas: the other replicas.
     """
 
     function: str
@@ -87,8 +105,19 @@ class PipelinePlanData:
     tried: tuple[tuple[int, Schedule, float], ...] = ()
     notes: tuple[str, ...] = ()
     num_groups: int = 1
+    replicas: tuple[PlannedReplica, ...] = ()
 
     @property
     def gradient_reduction(self) -> GradientReduction:
         """How often gradients are reduced over devices that share the examples of a micro-batch."""
         return "once" if self.num_groups > 1 else "each_microbatch"
+
+    @property
+    def main_microbatches(self) -> int:
+        """How many micro-batches the main replica takes."""
+        return self.num_microbatches - sum(replica.num_microbatches for replica in self.replicas)
+
+    @property
+    def all_stages(self) -> tuple[PlannedStage, ...]:
+        """The stages of all replicas, those of the main one first."""
+        return (*self.stages, *(stage for replica in self.replicas for stage in replica.stages))

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 from cost.real_numbers import as_float
 from diffshard.pipelines.plans.base import PipelinePlanData, PlannedStage
-from diffshard.pipelines.plans.timing import simulated
+from diffshard.pipelines.plans.timing import simulated, simulated_replicas
 from diffshard.plans.consistency import check_tensor
 
 _MOST_MICROBATCHES = 2**14  # far more than any batch is divided into; a simulation of these still takes a second
@@ -28,6 +28,7 @@ def check_pipeline_plan(plan: PipelinePlanData) -> None:
     _check_numbers("", {name: getattr(plan, name) for name in ("step_s", "bubble", "lower_bound_s", "gap", "search_s")})
     for i, stage in enumerate(plan.stages):
         _check_stage(stage, f"stages[{i}]")
+    _check_replicas(plan)
     _check_layers(plan)
     _check_devices(plan)
     _check_times(plan)
@@ -54,6 +55,19 @@ def _check_stage(stage: PlannedStage, name: str) -> None:
         check_tensor(tensor, axes, f"{name}.arguments[{i}]")
 
 
+def _check_replicas(plan: PipelinePlanData) -> None:
+    """Checks that the other replicas take 1 micro-batch or more each, as the main one does, of the same layers."""
+    layers = [(stage.first_layer, stage.last_layer) for stage in plan.stages]
+    for r, replica in enumerate(plan.replicas):
+        if replica.num_microbatches < 1 or plan.main_microbatches < 1:
+            raise ValueError(f"`replicas[{r}].num_microbatches` must leave each replica 1 or more, not be {replica}")
+        _check_numbers(f"replicas[{r}].", {"weights_s": replica.weights_s, "sums_s": replica.sums_s})
+        for i, stage in enumerate(replica.stages):
+            _check_stage(stage, f"replicas[{r}].stages[{i}]")
+        if [(stage.first_layer, stage.last_layer) for stage in replica.stages] != layers:
+            raise ValueError(f"`replicas[{r}].stages` must have the layers of `stages`, {layers}")
+
+
 def _check_layers(plan: PipelinePlanData) -> None:
     """Checks that stages follow each other without a gap, from the first layer to the last."""
     first = 0
@@ -69,7 +83,7 @@ def _check_layers(plan: PipelinePlanData) -> None:
 
 
 def _check_devices(plan: PipelinePlanData) -> None:
-    devices = [device for stage in plan.stages for device in stage.devices]
+    devices = [device for stage in plan.all_stages for device in stage.devices]
     if not all(0 <= device < plan.num_devices for device in devices) or len(set(devices)) < len(devices):
         raise ValueError(
             f"`devices` of the stages must be different numbers below `num_devices`, {plan.num_devices}, not {devices}"
@@ -79,12 +93,15 @@ def _check_devices(plan: PipelinePlanData) -> None:
 def _check_times(plan: PipelinePlanData) -> None:
     """Checks that the step, the bubble, the bound and what is in flight follow from the times of the stages."""
     step = simulated(plan)
-    simulation = step.simulation
-    if [stage.in_flight for stage in plan.stages] != simulation.in_flight.tolist():
-        raise ValueError(f"`in_flight` of the stages must be {simulation.in_flight.tolist()} with {plan.schedule!r}")
-    last = plan.stages[-1]
-    if last.send_forward_s or last.send_backward_s:
-        raise ValueError("the last of the `stages` must send nothing to a next one")
+    every = (plan.stages, *(replica.stages for replica in plan.replicas))
+    simulations = (step.simulation, *(of_replica.simulation for of_replica in simulated_replicas(plan)))
+    for stages, simulation in zip(every, simulations, strict=True):
+        if [stage.in_flight for stage in stages] != simulation.in_flight.tolist():
+            raise ValueError(
+                f"`in_flight` of the stages must be {simulation.in_flight.tolist()} with {plan.schedule!r}"
+            )
+        if stages[-1].send_forward_s or stages[-1].send_backward_s:
+            raise ValueError("the last of the `stages` must send nothing to a next one")
     expected = {
         "step_s": step.step_s,
         "bubble": step.bubble,

@@ -14,8 +14,10 @@ from diffshard.pipelines.plans.text import (
     micro_batches,
     pipeline_verdict,
     reduction_words,
+    replica_plans,
     schedule_words,
     stage_rows,
+    stages_words,
     time_rows,
     tried_rows,
 )
@@ -37,7 +39,7 @@ _RESIDUALS = "#d9822b"  # of the bar of memory, as in the drawings of memory of 
 
 def format_pipeline_page(plan: PipelinePlanData) -> str:
     """Returns a plan of a pipeline as the text of an HTML page."""
-    stages, devices = format_count(len(plan.stages), "stage"), format_count(plan.num_devices, "device")
+    stages, devices = stages_words(plan), format_count(plan.num_devices, "device")
     notes = "".join(f"<li>{escape(note)}</li>" for note in plan.notes)
     body = [
         f"<h1>{escape(short_name(plan.function))} in {stages} on {devices}</h1>",
@@ -49,6 +51,7 @@ def format_pipeline_page(plan: PipelinePlanData) -> str:
         f"<h2>Stages</h2>{_stage_table(plan)}",
         f"<h2>Times</h2>{_time_table(plan)}",
         f"<h2>Memory of each device</h2>{''.join(_memory(i, stage) for i, stage in enumerate(plan.stages))}",
+        *(_replica(*replica) for replica in replica_plans(plan)),
         _arguments(plan),
         _tried(plan),
         f"<h2>Notes</h2><ul>{notes}</ul>" if notes else "",
@@ -57,8 +60,16 @@ def format_pipeline_page(plan: PipelinePlanData) -> str:
     return document(f"Pipeline of {short_name(plan.function)}", body)
 
 
+def _replica(title: str, words: str, plan: PipelinePlanData) -> str:
+    """Returns the stages of a replica besides the main one, and their schedule from when it has the weights."""
+    return (
+        f"<h2>{title}</h2><p>{escape(words)}</p>{schedule_elements(plan)}{_stage_table(plan)}{_time_table(plan)}"
+        f"{''.join(_memory(i, stage) for i, stage in enumerate(plan.stages))}"
+    )
+
+
 def _cards(plan: PipelinePlanData) -> str:
-    fullest = max(plan.stages, key=lambda stage: stage.peak_bytes / stage.memory_limit_bytes)
+    fullest = max(plan.all_stages, key=lambda stage: stage.peak_bytes / stage.memory_limit_bytes)
     share = fullest.peak_bytes / fullest.memory_limit_bytes
     return cards(
         (format_s(plan.step_s), "predicted step"),

@@ -4,6 +4,7 @@ import itertools
 import math
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 
 from diffshard.pipelines.plans.base import PipelinePlanData, PlannedStage
 from diffshard.plans.formats import format_axes, format_bytes, format_count, format_percent, format_s, short_name
@@ -30,6 +31,10 @@ def format_pipeline_plan(plan: PipelinePlanData) -> str:
         _table(f"Stages: {layers}", stage_rows(plan), (0,)),
         _table(TIME_TITLE, time_rows(plan), (0, 1, 2, 3, 4, 7)),
     ]
+    for title, words, replica in replica_plans(plan):
+        parts.append("\n".join(wrapped(f"{title}: {words}")))
+        parts.append(_table("Its stages", stage_rows(replica), (0,)))
+        parts.append(_table(TIME_TITLE, time_rows(replica), (0, 1, 2, 3, 4, 7)))
     if plan.tried:
         parts.append(_table(TRIED_TITLE, tried_rows(plan), range(len(plan.tried) + 1)))
     if plan.notes:
@@ -39,11 +44,31 @@ def format_pipeline_plan(plan: PipelinePlanData) -> str:
 
 def pipeline_headline(plan: PipelinePlanData) -> str:
     """Returns what a plan is of: `train_step: 3 stages on 6 of 8 devices, 2 hosts of 4 x H100-80GB`."""
-    used = sum(len(stage.devices) for stage in plan.stages)
+    used = sum(len(stage.devices) for stage in plan.all_stages)
     devices = format_count(plan.num_devices, "device")
     devices = devices if used == plan.num_devices else f"{used} of {devices}"
-    stages = format_count(len(plan.stages), "stage")
+    stages = stages_words(plan)
     return f"{short_name(plan.function)}: {stages} on {devices}, {plan.cluster}"
+
+
+def stages_words(plan: PipelinePlanData) -> str:
+    """Returns how many stages and replicas there are: `2 replicas of 4 stages`."""
+    stages = format_count(len(plan.stages), "stage")
+    return f"{len(plan.replicas) + 1} replicas of {stages}" if plan.replicas else stages
+
+
+def replica_plans(plan: PipelinePlanData) -> list[tuple[str, str, PipelinePlanData]]:
+    """Returns for each replica but the main one a title, what it takes and exchanges, and its own part of the plan."""
+    found = []
+    for number, replica in enumerate(plan.replicas, 1):
+        words = (
+            f"{micro_batches(replica.num_microbatches)} of {plan.num_microbatches}; it has the weights after "
+            f"{format_s(replica.weights_s)}, and its sums are added to those of the main replica in "
+            f"{format_s(replica.sums_s)}."
+        )
+        own = replace(plan, num_microbatches=replica.num_microbatches, stages=replica.stages, replicas=())
+        found.append((f"Replica {number}", words, own))
+    return found
 
 
 def pipeline_verdict(plan: PipelinePlanData) -> str:
@@ -57,7 +82,8 @@ def pipeline_verdict(plan: PipelinePlanData) -> str:
 
 def schedule_words(plan: PipelinePlanData) -> str:
     """Returns the micro-batches and the schedule: `8 micro-batches, gpipe: all forward operations first`."""
-    return f"{micro_batches(plan.num_microbatches)}, {plan.schedule}: {_SCHEDULES[plan.schedule]}"
+    main = f" ({plan.main_microbatches} of the main replica)" if plan.replicas else ""
+    return f"{micro_batches(plan.num_microbatches)}{main}, {plan.schedule}: {_SCHEDULES[plan.schedule]}"
 
 
 def reduction_words(plan: PipelinePlanData) -> str:
@@ -88,7 +114,7 @@ def time_rows(plan: PipelinePlanData) -> list[Sequence[str]]:
     for i, stage in enumerate(plan.stages):
         has_next = i + 1 < len(plan.stages)
         sends = [format_s(s) if has_next else "" for s in (stage.send_forward_s, stage.send_backward_s)]
-        busy_s = plan.num_microbatches * (stage.forward_s + stage.backward_s)
+        busy_s = plan.main_microbatches * (stage.forward_s + stage.backward_s)
         busy = f"{format_s(busy_s)} ({busy_s / plan.step_s:.0%})" if plan.step_s else format_s(busy_s)
         kept = f"{stage.in_flight} x {format_bytes(stage.residual_bytes)}"
         passes = format_s(stage.forward_s), format_s(stage.backward_s)

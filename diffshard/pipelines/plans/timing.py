@@ -1,21 +1,45 @@
 """When each operation of a planned pipeline runs: the simulation of a plan's schedule, from its own numbers."""
 
+from collections.abc import Sequence
+
+from cost.pipeline_schedules import Schedule
 from cost.pipeline_steps import PipelineStep, pipeline_step
 from cost.pipeline_times import StageTimes
-from diffshard.pipelines.plans.base import PipelinePlanData
+from diffshard.pipelines.plans.base import PipelinePlanData, PlannedStage
 
 
 def simulated(plan: PipelinePlanData) -> PipelineStep:
-    """Simulates the micro-batches of a plan, and says what a step of it takes with its end.
+    """Simulates the micro-batches of a plan's main replica, and says what a step of all takes with its end.
 
     Raises:
       ValueError: a time is negative or not finite.
     """
-    stages, links = plan.stages, plan.stages[:-1]
+    main = _simulated(plan.stages, plan.schedule, plan.main_microbatches)
+    if not plan.replicas:
+        return main
+    others = [step.simulation for step in simulated_replicas(plan)]
+    until_sums = (r.weights_s + found.step_s + r.sums_s for r, found in zip(plan.replicas, others, strict=True))
+    seconds = max(main.simulation.step_s, *until_sums)
+    busy_s = sum(float(found.busy_s.sum()) for found in (main.simulation, *others))
+    bubble = 1.0 - busy_s / (seconds * len(plan.all_stages)) if seconds else 0.0
+    return PipelineStep(main.simulation, seconds + max(stage.end_s for stage in plan.stages), bubble)
+
+
+def simulated_replicas(plan: PipelinePlanData) -> list[PipelineStep]:
+    """Simulates the micro-batches of the other replicas, each from when it has the weights.
+
+    Raises:
+      ValueError: a time is negative or not finite.
+    """
+    return [_simulated(replica.stages, plan.schedule, replica.num_microbatches) for replica in plan.replicas]
+
+
+def _simulated(stages: Sequence[PlannedStage], schedule: Schedule, num_microbatches: int) -> PipelineStep:
+    links = stages[:-1]
     times = StageTimes(
         [stage.forward_s for stage in stages],
         [stage.backward_s for stage in stages],
         [stage.send_forward_s for stage in links],
         [stage.send_backward_s for stage in links],
     )
-    return pipeline_step(times, plan.schedule, plan.num_microbatches, [stage.end_s for stage in stages])
+    return pipeline_step(times, schedule, num_microbatches, [stage.end_s for stage in stages])

@@ -1,0 +1,214 @@
+"""The search for replicas of a pipeline on unequal devices: each kind of device a replica, the fastest the main one.
+
+The main replica's stages are searched on its devices alone. The others have the same cuts, each stage as many of their
+devices as there are for every stage. Numbers of micro-batches are then balanced.
+"""
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+from scipy.optimize import linprog
+
+from cost.clusters import Cluster
+from cost.host_groups import Submesh
+from cost.pipeline_replicas import balanced_microbatches
+from cost.pipeline_schedules import Schedule, graph_of
+from cost.pipeline_times import StageTimes, simulate
+from diffshard.base import InfeasibleError
+from diffshard.pipelines.division_search import FoundDivision, kept_microbatches
+from diffshard.pipelines.options import PipelineOptions, solve_stage
+from diffshard.pipelines.replica_exchange import sums_in_s, weights_out_s
+from diffshard.pipelines.stage_placement import sends_s
+from diffshard.pipelines.stage_programme import Stage
+from diffshard.pipelines.stage_search import StageLayout
+from diffshard.pipelines.step_search import StepSearch
+from search_spaces.pipelines.replicas import replica_part
+from search_spaces.pipelines.stage_programs import StagedStep
+
+_BACKWARD_SHARE = 2 / 3
+"""Of a micro-batch's seconds, before the programs are planned one by one."""
+
+
+class ChosenReplica(NamedTuple):
+    """Where a replica runs.
+
+    Attributes:
+      kind: the index of its devices in the cluster.
+      submeshes: `[S]`, of the whole cluster.
+      in_flight: `[S]`, how many micro-batches each stage keeps at most.
+    """
+
+    kind: int
+    submeshes: tuple[Submesh, ...]
+    in_flight: tuple[int, ...]
+
+
+class ChosenReplicas(NamedTuple):
+    """Replicas that a search chose, before the programs of their stages are planned.
+
+    Attributes:
+      num_microbatches: M.
+      schedule: of all replicas.
+      stages: the layers of each stage; their submeshes are not read.
+      replicas: the main one first.
+      step_s: predicted.
+    """
+
+    num_microbatches: int
+    schedule: Schedule
+    stages: tuple[Stage, ...]
+    replicas: tuple[ChosenReplica, ...]
+    step_s: float
+
+
+def choose_replicas(
+    options: PipelineOptions, searches: Sequence[StepSearch], donated: Sequence[bool], is_over: Callable[[], bool]
+) -> ChosenReplicas | None:
+    """Finds the best replicas with each number of micro-batches and schedule; None if none fit.
+
+    Args:
+      options: what is asked for.
+      searches: of the step in each number of micro-batches.
+      donated: which flat arguments are donated.
+      is_over: tells whether there is no time left.
+    """
+    order = kinds_by_speed(searches[0])
+    kinds = order[: options.pipeline.max_replicas]
+    best: ChosenReplicas | None = None
+    for search in searches if len(kinds) > 1 else ():
+        main = StepSearch(_of_kind(options, kinds[0]), search.step, donated)
+        limits = sorted({min(2**n, options.pipeline.max_stages) for n in range(8)})
+        tried: set[tuple[Schedule, tuple[Stage, ...]]] = set()
+        for schedule in options.pipeline.schedules:
+            for limit in limits:
+                if best is not None and is_over():
+                    return best
+                main.divisions.max_stages = limit
+                found = main.divisions.best(schedule, is_over)
+                if found is None or (schedule, found.stages) in tried:
+                    continue
+                tried.add((schedule, found.stages))
+                chosen = _with_others(options, main, found, schedule, kinds)
+                if chosen is not None and (best is None or chosen.step_s < best.step_s):
+                    best = chosen
+    return best
+
+
+def kinds_by_speed(search: StepSearch) -> list[int]:
+    """Returns the kinds of devices, those first that together compute a micro-batch fastest."""
+    totals = [devices / sum(least) for devices, least in zip(*_device_seconds(search), strict=True)]
+    return sorted(range(len(totals)), key=lambda kind: -totals[kind])
+
+
+def replicas_bound_s(search: StepSearch) -> float:
+    """Returns what a step takes at least with any replicas, stages, meshes and shardings, by its arithmetic alone.
+
+    Each layer of each micro-batch runs on devices of some kind and takes at least the least device-seconds of any
+    submesh of that kind. A kind has as many device-seconds as devices in each second. So the least time in which the
+    layers, divided between kinds at will, fit these is a bound; it is the value of a linear programme.
+    """
+    devices, least = _device_seconds(search)
+    kinds, layers = len(devices), len(least[0])
+    seconds = np.asarray(least) * search.num_microbatches  # [K, L]
+    capacity = np.zeros((kinds, kinds * layers + 1))
+    for kind in range(kinds):
+        capacity[kind, kind * layers : (kind + 1) * layers] = seconds[kind]
+        capacity[kind, -1] = -devices[kind]
+    whole = np.hstack([np.tile(np.eye(layers), kinds), np.zeros((layers, 1))])
+    scale = max(float(seconds.max()), 1e-30)
+    capacity[:, :-1] /= scale
+    found = linprog(np.eye(kinds * layers + 1)[-1], capacity, np.zeros(kinds), whole, np.ones(layers))
+    return max(float(found.fun) * scale * (1 - 1e-6), 0.0) if found.status == 0 else 0.0
+
+
+def replica_part_s(times: StageTimes, schedule: Schedule, num_microbatches: int, exchange_s: float) -> list[float]:
+    """Returns `[M + 1]`: the seconds of a replica for 0 to M micro-batches; it has to take at least one."""
+    stages = len(times.forward_s)
+    counts = range(1, num_microbatches + 1)
+    return [np.inf, *(simulate(times, graph_of(schedule, stages, m)).step_s + exchange_s for m in counts)]
+
+
+def _device_seconds(search: StepSearch) -> tuple[list[int], list[np.ndarray]]:
+    """Returns the devices of each kind, and `[L]` the least device-seconds of a micro-batch in each layer on it."""
+    devices = [hosts.num_devices for hosts in search.options.cluster.kinds]
+    least: list[np.ndarray] = []
+    for kind in range(len(devices)):
+        own = [p for p, submesh in enumerate(search.submeshes) if submesh.kind == kind]
+        each = [search.least_layer_s(p)[0] * search.submeshes[p].num_devices for p in own]
+        least.append(np.min(each, axis=0))
+    return devices, least
+
+
+def _with_others(
+    options: PipelineOptions, main: StepSearch, found: FoundDivision, schedule: Schedule, kinds: Sequence[int]
+) -> ChosenReplicas | None:
+    """Adds replicas on other kinds to a division of the main kind; None where none of them fits."""
+    count, cluster, size = main.num_microbatches, options.cluster, len(found.stages)
+    staged, _ = main.staged([stage.start for stage in found.stages])
+    part = replica_part(staged)
+    in_flight = tuple(kept_microbatches(schedule, size - i, count) for i in range(size))
+    submeshes = tuple(main.submeshes[stage.submesh]._replace(kind=kinds[0]) for stage in found.stages)
+    replicas = [ChosenReplica(kinds[0], submeshes, tuple(entry.in_flight for entry in found.entries))]
+    seconds = [replica_part_s(_times(cluster, staged, found.layouts, submeshes, count), schedule, count, 0.0)]
+    for kind in kinds[1:]:
+        own = even_submeshes(cluster, kind, size)
+        if own is None:
+            continue
+        try:
+            layouts = [solve_replica_stage(options, part, i, own[i], in_flight[i]) for i in range(size)]
+        except InfeasibleError:
+            continue
+        exchange_s = weights_out_s(cluster, part, layouts, submeshes, own) + sums_in_s(cluster, part, submeshes, own)
+        replicas.append(ChosenReplica(kind, own, in_flight))
+        seconds.append(
+            replica_part_s(_times(cluster, staged, layouts, own, count), schedule, count, exchange_s * (len(kinds) - 1))
+        )
+    if len(replicas) == 1 or len(replicas) > count:
+        return None
+    counts = balanced_microbatches(seconds, count)
+    end_s = max(layout.end_s for layout in found.layouts)
+    step_s = max(row[m] for row, m in zip(seconds, counts, strict=True)) + end_s
+    return ChosenReplicas(count, schedule, found.stages, tuple(replicas), step_s)
+
+
+def solve_replica_stage(
+    options: PipelineOptions, part: StagedStep, stage: int, submesh: Submesh, in_flight: int
+) -> StageLayout:
+    """Finds how a stage of a replica that keeps no state runs on a submesh of the cluster.
+
+    Raises:
+      InfeasibleError: it does not fit.
+    """
+    nothing = [None] * len(part.inputs)
+    return solve_stage(options, part, stage, nothing, submesh, in_flight, is_donated=False)
+
+
+def even_submeshes(cluster: Cluster, kind: int, num_stages: int) -> tuple[Submesh, ...] | None:
+    """Returns the largest submeshes of a kind that all stages can have alike; None if there are too few devices."""
+    hosts, possible = cluster.kinds[kind], []
+    for submesh in cluster.submeshes(kind):
+        if submesh.num_devices >= hosts.devices:
+            fits = hosts.count // (submesh.num_devices // hosts.devices)
+        else:
+            fits = hosts.count * (hosts.devices // submesh.num_devices)
+        possible += [submesh] if fits >= num_stages else []
+    return (max(possible, key=lambda submesh: submesh.num_devices),) * num_stages if possible else None
+
+
+def _times(
+    cluster: Cluster, staged: StagedStep, layouts: Sequence[StageLayout], submeshes: Sequence[Submesh], count: int
+) -> StageTimes:
+    seconds = np.array([(layout.seconds - layout.end_s) / count for layout in layouts])
+    sends = [sends_s(staged, cluster, i, one, other) for i, (one, other) in enumerate(itertools.pairwise(submeshes))]
+    return StageTimes(
+        seconds * (1 - _BACKWARD_SHARE), seconds * _BACKWARD_SHARE, [f for f, _ in sends], [b for _, b in sends]
+    )
+
+
+def _of_kind(options: PipelineOptions, kind: int) -> PipelineOptions:
+    cluster = options.cluster
+    devices = (cluster.devices[kind],) if cluster.devices else ()
+    return replace(options, cluster=Cluster([cluster.kinds[kind]], cluster.inside, cluster.between, devices))
