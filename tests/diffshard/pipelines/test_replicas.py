@@ -20,6 +20,7 @@ from search_spaces.pipelines.stage_programs import staged_step
 from search_spaces.pipelines.step_parts import step_parts
 from tests.diffshard.pipelines import scanned_models
 from tests.diffshard.pipelines.small_pipeline import arguments, check_close, even_cuts, meshes, train_step
+from tests.diffshard.pipelines.test_execution import Gate
 from tests.diffshard.pipelines.test_pipelined_function import leave
 
 PIPELINE = diffshard.Pipeline(microbatches=8, schedules=("1f1b",), max_stages=2, max_replicas=2)
@@ -52,15 +53,20 @@ def test_two_replicas_of_two_stages_on_unequal_submeshes_give_the_results_of_one
     joined, on = replicated_step([step, step], [5, 3]), meshes((2, 2, 1, 1))
     graph = joined_graph([graph_of("1f1b", 2, 5), graph_of("1f1b", 2, 3)])
     execution = StagedExecution(joined, on, graph, lambda stage, key: None)
-    state, batch = arguments()
-    expected = state
-    for turn in range(2):
-        found = result.unflatten(execution(jax.tree.leaves((state, batch))))
-        execution.wait()
-        expected, told = jax.jit(step_with_pieces)(expected, batch)
-        check_close(found, (expected, told))
-        state = found[0]
-        assert turn == 0 or execution.copied.blocked == 0  # the first step copies from the host
+    flat = [jax.device_put(array, execution.place(i)) for i, array in enumerate(jax.tree.leaves(arguments()))]
+    gate, tokens = Gate(), len(flat) - 2
+    first = execution(flat)
+    execution.wait()  # all is compiled
+    expected, told = jax.jit(step_with_pieces)(*arguments())
+    check_close(result.unflatten(first), (expected, told))
+    held_up = gate.held_up(flat[tokens], execution.place(tokens))
+    second = execution([*jax.tree.leaves(result.unflatten(first)[0]), held_up, flat[-1]])
+    assert not second[0].is_ready()
+    gate.opened.set()
+    execution.wait()
+    assert not gate.was_late  # the step was dispatched before its first program could run
+    assert execution.copied.blocked == 0
+    check_close(result.unflatten(second), jax.jit(step_with_pieces)(expected, arguments()[1]))
 
 
 def test_a_replica_reads_no_state_of_the_optimiser(staged):
