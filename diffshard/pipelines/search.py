@@ -100,8 +100,10 @@ def _chosen(options: PipelineOptions, searches: Sequence[StepSearch], is_over: C
     searches, refused = _with_groups(searches)
     candidates: list[_Candidate] = []
     tried: dict[tuple[int, Schedule], float] = {}
-    for search in searches:
+    for search in sorted(searches, key=lambda search: search.num_groups):
         for schedule in options.pipeline.schedules:
+            if search.num_groups > 1 and _is_slower(search, schedule, candidates):
+                continue
             found = search.divisions.best(schedule, is_over)
             seconds = float(np.inf if found is None else simulated_s(search, schedule, found))
             key = search.num_microbatches, schedule
@@ -127,6 +129,12 @@ def _chosen(options: PipelineOptions, searches: Sequence[StepSearch], is_over: C
         best.search.num_groups,
         (*refused, *_other_reduction(best, candidates)),
     )
+
+
+def _is_slower(search: StepSearch, schedule: Schedule, candidates: Sequence[_Candidate]) -> bool:
+    """Tells whether all that a search could find is known to be slower than a candidate, before anything is solved."""
+    best_s = min((candidate.seconds for candidate in candidates), default=np.inf)
+    return search.divisions.bound(schedule, best_s, is_over=lambda: True) >= best_s
 
 
 def _with_groups(searches: Sequence[StepSearch]) -> tuple[list[StepSearch], tuple[str, ...]]:
