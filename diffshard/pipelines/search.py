@@ -3,6 +3,7 @@
 import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -59,7 +60,7 @@ def find_pipeline(
     wanted = chosen.num_microbatches, chosen.num_groups
     search = next(search for search in searches if (search.num_microbatches, search.num_groups) == wanted)
     found = planned_pipeline(options, search, chosen, processes, start_s)
-    if options.pipeline.max_replicas > 1:
+    if options.pipeline.max_replicas > 1 and len(options.cluster.kinds) > 1:
         found = _faster_with_replicas(options, searches, donated, found, processes, is_over, start_s)
     return found._replace(plan=processes.shared(what, lambda: found.plan))
 
@@ -84,11 +85,20 @@ def _faster_with_replicas(
         return choose_replicas(options, ungrouped, donated, is_over), bound_s
 
     chosen, bound_s = processes.shared("search replicas of a pipeline", search)
+    best, note = found, "No replicas fit."
     if chosen is not None:
         of_number = next(s for s in ungrouped if s.num_microbatches == chosen.num_microbatches)
-        replicated = planned_replicas(options, of_number, chosen, found, processes, start_s)
-        found = replicated if replicated.plan.step_s < found.plan.step_s else found
-    return found._replace(plan=with_bound(found.plan, bound_s))
+        try:
+            replicated = planned_replicas(options, of_number, chosen, found, processes, start_s)
+            best = min(found, replicated, key=lambda pipeline: pipeline.plan.step_s)
+            note = (
+                f"With replicas the best step takes {format_s(replicated.plan.step_s)}, and without them "
+                f"{format_s(found.plan.step_s)}."
+            )
+        except InfeasibleError as error:
+            note = f"{note} {error}"
+    plan = replace(with_bound(best.plan, bound_s), search_s=time.perf_counter() - start_s)
+    return best._replace(plan=replace(plan, notes=(*plan.notes, note)))
 
 
 def _chosen(options: PipelineOptions, searches: Sequence[StepSearch], is_over: Callable[[], bool]) -> ChosenPipeline:

@@ -118,7 +118,8 @@ def _replicas_and_even_splits(
                search.submeshes[p].num_devices)) for k in range(len(hosts))]  # fmt: skip
     of_host = [p for k, h in enumerate(cluster.kinds) for _ in range(h.count) for p, s in enumerate(search.submeshes)
                if s.kind == k and s.num_devices == h.devices]  # fmt: skip
-    for name, submeshes in (("even layers, a stage for each kind", of_kind), ("for each host", of_host)):
+    divisions = {tuple(of_kind): "even layers, a stage for each kind", tuple(of_host): "a stage for each host"}
+    for submeshes, name in divisions.items():
         bounds = [round(i * len(search.chain) / len(submeshes)) for i in range(len(submeshes) + 1)]
         stages = tuple(Stage(a, b, p) for a, b, p in zip(bounds, bounds[1:], submeshes, strict=False))
         in_flight = tuple(min(count, len(stages) - i) for i in range(len(stages)))

@@ -70,3 +70,41 @@ def test_results_are_those_of_one_device_until_a_process_is_lost(meshes, tmp_pat
     assert re.search(
         r"Stage \d on .* of process \d: a copy from stage \d on .* of process \d failed", outputs[0].stdout
     )
+
+
+_REPLICAS = """
+import numpy as np
+from cost.pipeline_replicas import joined_graph
+from cost.pipeline_schedules import graph_of
+from diffshard.pipelines.execution import StagedExecution
+from diffshard.pipelines.microbatches import BatchArguments, trace_in_microbatches
+from search_spaces.pipelines.replicas import replicated_step
+from search_spaces.pipelines.stage_programs import staged_step
+from search_spaces.pipelines.step_parts import step_parts
+from tests.diffshard.pipelines import small_pipeline
+from tests.diffshard.pipelines.small_pipeline import train_step
+
+small_pipeline.LAYERS = 2
+args = small_pipeline.arguments()
+parts = step_parts(trace_in_microbatches(train_step, 4, BatchArguments((1,), ()), args, {}).function)
+staged = staged_step(parts, small_pipeline.even_cuts(parts, 2))
+graph = joined_graph([graph_of("1f1b", 2, 3), graph_of("1f1b", 2, 1)])
+on = small_pipeline.meshes((2, 2, 2, 2))
+execution = StagedExecution(replicated_step([staged, staged], [3, 1]), on, graph, lambda stage, key: None)
+is_key = lambda leaf: jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+flat = [leaf if is_key(leaf) else np.asarray(leaf) for leaf in jax.tree.leaves(args)]
+found = execution(flat)
+execution.wait()
+expected = jax.tree.leaves(jax.jit(train_step)(*args))
+own = [i for i, array in enumerate(found) if array.is_fully_addressable]
+small_pipeline.check_close([found[i] for i in own], [expected[i] for i in own])
+print("owns", len(own), "of", len(found), flush=True)
+"""
+
+
+def test_a_replica_in_another_process_gives_the_results_of_one_device(tmp_path):
+    main, other = run_processes(_REPLICAS, 2, tmp_path)
+    numbers = re.search(r"owns (\d+) of (\d+)", main.stdout)
+    assert numbers is not None
+    assert numbers.group(1) == numbers.group(2)
+    assert "owns 0 of" in other.stdout  # all results are those of the main replica
