@@ -141,6 +141,10 @@ class StageFunction:
             named = vertex.equation.params["name"] if vertex.primitive == "name" and vertex.equation else None
             if named in residuals:
                 graph.stored_until[vertex.results[0].id] = end
+        if self.in_flight > 1:  # the backward program runs for the micro-batch that has been kept the longest
+            first = len(self.arguments.kept) + len(self.sums)
+            for vertex in graph.inputs[first : first + len(self.residuals)]:
+                graph.stored_until[vertex.results[0].id] = end
         for vertex in graph.vertices:
             if self.is_each(vertex):
                 vertex.weight *= self.staged.num_microbatches

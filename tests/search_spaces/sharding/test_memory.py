@@ -49,6 +49,13 @@ def _with_tanh(y):
     return y, jnp.tanh(y)
 
 
+def test_an_array_that_is_only_sliced_at_a_traced_place_is_not_written():
+    def fn(a, i):
+        return jax.lax.dynamic_slice_in_dim(jnp.sin(a), i, 2)
+
+    assert peak(fn, X, jax.ShapeDtypeStruct((), "int32")) == N + N / 4  # a, and the slice
+
+
 def test_only_an_array_of_the_same_size_is_written_over():
     assert peak(lambda a: a.astype(jnp.bfloat16), X, donated=(0,)) == N + N / 2
     assert peak(lambda a: jnp.broadcast_to(a, (3, 8, 8)) * 2.0, X, donated=(0,)) == N + 3 * N
