@@ -7,7 +7,7 @@ from typing import Any, get_args
 from cost.pipeline_schedules import Schedule
 from cost.real_numbers import whole_number
 from diffshard.pipelines.microbatches import BatchArguments
-from diffshard.pipelines.plans.base import GradientReduction, PlannedStage
+from diffshard.pipelines.plans.base import GradientReduction, PlannedStage, ResidualUse
 from diffshard.pipelines.plans.plan import PipelinePlan
 
 __all__ = ["GradientReduction", "Pipeline", "PipelinePlan", "PlannedStage"]
@@ -29,6 +29,8 @@ class Pipeline:
         each gradient.
       max_replicas: the largest number of replicas. Above 1, each kind of device of the cluster may be a replica of the
         pipeline, which takes its own number of micro-batches; the fastest kind keeps the state.
+      residuals: what may become of the arrays that the backward pass reads of the forward pass: "keep" leaves them in
+        memory for each micro-batch in flight; with "recompute" a stage that does not fit the memory makes some again.
 
     Raises:
       ValueError: a number or a name breaks its rule.
@@ -41,6 +43,7 @@ class Pipeline:
     schedules: Sequence[Schedule] = ("1f1b", "eager", "gpipe")
     gradient_reductions: Sequence[GradientReduction] = ("each_microbatch",)
     max_replicas: int = 1
+    residuals: Sequence[ResidualUse] = ("keep", "recompute")
 
     def __post_init__(self):
         _ = self.batch
@@ -69,6 +72,9 @@ class Pipeline:
                 "`Pipeline.max_replicas` must be 1 with the schedule '2bw', and where gradients are reduced only once: "
                 f"replicas add up their own sums when a step ends; got {self.max_replicas!r}."
             )
+        uses, given = get_args(ResidualUse), self.residuals
+        if isinstance(given, str) or "keep" not in given or any(use not in uses for use in given):
+            raise ValueError(f'`Pipeline.residuals` must be some of {uses}, "keep" among them, not {given!r}.')
 
     @property
     def is_delayed(self) -> bool:

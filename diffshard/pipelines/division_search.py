@@ -227,7 +227,8 @@ class DivisionSearch:
     def _known(self, entry: Entry) -> Any:
         """Returns what is known of a stage: its layout, None if it does not fit, or `_UNKNOWN`.
 
-        A layout that leaves memory free is the best one for as many micro-batches as fit.
+        A layout that leaves memory free is the best one for as many micro-batches as fit; one that makes residuals
+        again is taken for more of them too, but not for fewer.
         """
         by_in_flight = self.solved.get(self._kind(entry), {})
         if entry.in_flight in by_in_flight:
@@ -236,7 +237,8 @@ class DivisionSearch:
         for in_flight, layout in by_in_flight.items():
             if layout is None and in_flight <= entry.in_flight:
                 return None
-            if layout is not None and layout.peak_bytes < _FREE_SHARE * limit:
+            is_best = layout is not None and (not layout.recomputed or in_flight <= entry.in_flight)
+            if layout is not None and is_best and layout.peak_bytes < _FREE_SHARE * limit:
                 peak_bytes = layout.peak_bytes + (entry.in_flight - in_flight) * layout.residual_bytes
                 if peak_bytes < _FREE_SHARE * limit:
                     return replace(layout, peak_bytes=peak_bytes)

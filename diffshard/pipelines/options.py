@@ -1,20 +1,15 @@
-"""What a search for a pipeline is asked for, and the search for one of its stages."""
+"""What a search for a pipeline is asked for."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jax.sharding import AbstractMesh
-
 from cost.clusters import Cluster
 from cost.host_groups import Submesh
 from diffshard.base import Solver
 from diffshard.pipelines.base import Pipeline
-from diffshard.pipelines.stage_function import StageFunction
-from diffshard.pipelines.stage_search import StageLayout, search_stage
 from diffshard.sharding_search.call import split
 from diffshard.sharding_search.options import DEFAULT_SOLVER
-from search_spaces.pipelines.stage_programs import StagedStep
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,36 +47,6 @@ def donated_arrays(options: PipelineOptions, args: Sequence[Any], kwargs: Mappin
         is_donated = name in (options.donate_argnums if isinstance(name, int) else options.donate_argnames)
         flags += [is_donated] * len(split(argument)[0])
     return flags
-
-
-def solve_stage(
-    options: PipelineOptions,
-    staged: StagedStep,
-    stage: int,
-    replaced: Sequence[int | None],
-    submesh: Submesh,
-    in_flight: int,
-    *,
-    is_donated: bool,
-    known: StageLayout | None = None,
-) -> StageLayout:
-    """Finds how a stage runs on a submesh; `known` is the layout of a stage that may have equal equations.
-
-    Raises:
-      InfeasibleError: it does not fit.
-    """
-    function = StageFunction(staged, stage, in_flight, replaced)
-    shape = mesh_shape(submesh)
-    return search_stage(
-        function,
-        AbstractMesh(tuple(shape.values()), tuple(shape)),
-        options.cluster.hardware(submesh.kind, shape),
-        memory_limit_of(options, submesh.kind),
-        is_donated=is_donated,
-        solver=options.solver,
-        time_limit_s=STAGE_TIME_LIMIT_S if options.time_limit_s is None else options.time_limit_s,
-        known=known,
-    )
 
 
 def mesh_shape(submesh: Submesh) -> dict[str, int]:

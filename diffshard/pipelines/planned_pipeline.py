@@ -18,13 +18,13 @@ from diffshard.pipelines.options import (
     PipelineOptions,
     memory_limit_of,
     mesh_shape,
-    solve_stage,
 )
 from diffshard.pipelines.shared_choices import ChosenPipeline, shared_layouts
 from diffshard.pipelines.stage_placement import arguments_of, mesh_of, place_stages, sends_s
 from diffshard.pipelines.stage_plans import StageDevices, StagePlans
 from diffshard.pipelines.stage_programme import Stage
 from diffshard.pipelines.stage_search import StageLayout
+from diffshard.pipelines.stage_variants import solve_stage, with_recomputed
 from diffshard.pipelines.step_search import StepSearch
 from diffshard.plans.base import Tensor
 from diffshard.plans.formats import format_count
@@ -70,8 +70,11 @@ def planned_pipeline(
                 in_flight,
                 is_donated=search.is_donated,
                 known=search.divisions.known_layout(Entry(*stage, in_flight)),
+                recomputed=recomputed,
             )
-            for i, (stage, in_flight) in enumerate(zip(stages, chosen.in_flight, strict=True))
+            for i, (stage, in_flight, recomputed) in enumerate(
+                zip(stages, chosen.in_flight, chosen.recomputed, strict=True)
+            )
         ]
 
     layouts = shared_layouts(processes, staged, solve)
@@ -82,7 +85,7 @@ def planned_pipeline(
         shape = mesh_shape(submesh)
         devices.append(StageDevices(mesh_of(cluster, own, shape), cluster.hardware(submesh.kind, shape), layout))
     copied = [(i, key) for i, layout in enumerate(layouts) for key in layout.copied(staged.inputs)]
-    staged = search.programs(step, copied)
+    staged = with_recomputed(search.programs(step, copied), layouts)
     plans = StagePlans(staged, devices, processes, solver=options.solver, time_limit_s=STAGE_TIME_LIMIT_S)
     forward_s, backward_s = (
         [plans.seconds(Label(kind, i)) for i in range(len(stages))] for kind in ("forward", "backward")
@@ -175,6 +178,8 @@ def planned_stage(
         peak_bytes=layout.peak_bytes,
         memory_limit_bytes=memory_limit_of(options, submesh.kind),
         residual_bytes=layout.residual_bytes,
+        recomputed_operations=len(layout.recomputed),
+        recomputed_bytes=layout.recomputed_bytes,
         arguments=arguments,
     )
 

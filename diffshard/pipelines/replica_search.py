@@ -19,11 +19,12 @@ from cost.pipeline_schedules import Schedule, graph_of
 from cost.pipeline_times import StageTimes, simulate
 from diffshard.base import InfeasibleError
 from diffshard.pipelines.division_search import FoundDivision, kept_microbatches
-from diffshard.pipelines.options import PipelineOptions, solve_stage
+from diffshard.pipelines.options import PipelineOptions
 from diffshard.pipelines.replica_exchange import sums_in_s, weights_out_s
 from diffshard.pipelines.stage_placement import sends_s
 from diffshard.pipelines.stage_programme import Stage
 from diffshard.pipelines.stage_search import StageLayout
+from diffshard.pipelines.stage_variants import solve_stage
 from diffshard.pipelines.step_search import StepSearch
 from search_spaces.pipelines.replicas import replica_part
 from search_spaces.pipelines.stage_programs import StagedStep
@@ -183,7 +184,7 @@ def solve_replica_stage(
       InfeasibleError: it does not fit.
     """
     nothing = [None] * len(part.inputs)
-    return solve_stage(options, part, stage, nothing, submesh, in_flight, is_donated=False)
+    return solve_stage(options, part, stage, nothing, submesh, in_flight, is_donated=False, recomputed=())
 
 
 def even_submeshes(cluster: Cluster, kind: int, num_stages: int) -> tuple[Submesh, ...] | None:
@@ -211,4 +212,5 @@ def _times(
 def _of_kind(options: PipelineOptions, kind: int) -> PipelineOptions:
     cluster = options.cluster
     devices = (cluster.devices[kind],) if cluster.devices else ()
-    return replace(options, cluster=Cluster([cluster.kinds[kind]], cluster.inside, cluster.between, devices))
+    one_kind = Cluster([cluster.kinds[kind]], cluster.inside, cluster.between, devices)
+    return replace(options, cluster=one_kind, pipeline=replace(options.pipeline, residuals=("keep",)))

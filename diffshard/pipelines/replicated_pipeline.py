@@ -9,7 +9,7 @@ from cost.pipeline_replicas import balanced_microbatches, joined_graph
 from cost.pipeline_schedules import graph_of
 from cost.pipeline_times import StageTimes, simulate
 from diffshard.pipelines.base import PipelinePlan
-from diffshard.pipelines.options import STAGE_TIME_LIMIT_S, PipelineOptions, mesh_shape, solve_stage
+from diffshard.pipelines.options import STAGE_TIME_LIMIT_S, PipelineOptions, mesh_shape
 from diffshard.pipelines.planned_pipeline import FoundPipeline, cluster_words, planned_stage
 from diffshard.pipelines.plans.base import PlannedReplica
 from diffshard.pipelines.plans.timing import simulated
@@ -19,6 +19,7 @@ from diffshard.pipelines.shared_choices import shared_layouts
 from diffshard.pipelines.stage_placement import arguments_of, mesh_of, place_stages, sends_s
 from diffshard.pipelines.stage_plans import StageDevices, StagePlans
 from diffshard.pipelines.stage_search import StageLayout
+from diffshard.pipelines.stage_variants import solve_stage
 from diffshard.pipelines.step_search import StepSearch
 from diffshard.processes import Processes
 from search_spaces.pipelines.replicas import replica_part, replica_specs, replicated_step
@@ -56,7 +57,9 @@ def planned_replicas(
         in_flight = chosen.replicas[r].in_flight[i]
         if r:
             return solve_replica_stage(options, part, i, submesh, in_flight)
-        return solve_stage(options, base, i, step.replaced, submesh, in_flight, is_donated=search.is_donated)
+        return solve_stage(
+            options, base, i, step.replaced, submesh, in_flight, is_donated=search.is_donated, recomputed=()
+        )
 
     layouts = shared_layouts(processes, base, lambda: [solved(*place) for place in places])
     numbers = place_stages(cluster, [submesh for _, _, submesh in places])

@@ -134,6 +134,7 @@ def _chosen(options: PipelineOptions, searches: Sequence[StepSearch], is_over: C
         best.schedule,
         best.found.stages,
         in_flight,
+        tuple(layout.recomputed for layout in best.found.layouts),
         bound_s,
         tuple((*key, seconds) for key, seconds in tried.items()),
         best.search.num_groups,

@@ -28,6 +28,7 @@ class ChosenPipeline(NamedTuple):
       schedule: of the forward and backward operations.
       stages: the layers and the submesh of each.
       in_flight: `[S]`, how many micro-batches each keeps at most.
+      recomputed: `[S]`, what each makes again (`StageLayout.recomputed`).
       bound_s: no pipeline that could be chosen takes less.
       tried: numbers of micro-batches and schedules with the seconds of the best step.
       num_groups: R, over how many groups of examples gradients are reduced once; 1: in each micro-batch.
@@ -38,6 +39,7 @@ class ChosenPipeline(NamedTuple):
     schedule: Schedule
     stages: tuple[Stage, ...]
     in_flight: tuple[int, ...]
+    recomputed: tuple[tuple[int, ...], ...]
     bound_s: float
     tried: tuple[tuple[int, Schedule, float], ...]
     num_groups: int = 1
@@ -62,12 +64,12 @@ def shared_layouts(
     places: dict[Key, int] = {key: place for place, key in enumerate(keys)}
 
     def pack(layouts: Sequence[StageLayout]) -> bytes:
-        specs = [{places[key]: spec for key, spec in layout.specs.items()} for layout in layouts]
+        specs = [{places.get(key, key): spec for key, spec in layout.specs.items()} for layout in layouts]
         return pickle.dumps([replace(layout, specs=of_stage) for layout, of_stage in zip(layouts, specs, strict=True)])
 
     def unpack(content: bytes) -> list[StageLayout]:
         return [
-            replace(layout, specs={keys[place]: spec for place, spec in layout.specs.items()})
+            replace(layout, specs={keys[p] if isinstance(p, int) else p: spec for p, spec in layout.specs.items()})
             for layout in pickle.loads(content)
         ]
 

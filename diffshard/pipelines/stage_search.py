@@ -58,6 +58,8 @@ class StageLayout:
       specs: by key, of arguments and of what programs leave.
       choice: of the space's nodes; a stage of equal equations takes it over without a search.
       in_flight: how many micro-batches the stage keeps.
+      recomputed: the steps of the forward program that run again in the backward program (`residuals.StageResiduals`).
+      recomputed_bytes: of the arrays that this spares in each micro-batch, as a whole.
     """
 
     seconds: float
@@ -68,6 +70,8 @@ class StageLayout:
     specs: dict[Key, NamedSpec]
     choice: tuple[int, ...] = ()
     in_flight: int = 1
+    recomputed: tuple[int, ...] = ()
+    recomputed_bytes: float = 0.0
 
     def copied(self, arguments: Iterable[Key]) -> list[Key]:
         """Returns the arguments that are resharded once, when a step begins, for all micro-batches."""

@@ -11,9 +11,10 @@ from diffshard.pipelines.cutting import CutStep, UncutStep, cut_step
 from diffshard.pipelines.division_search import DivisionSearch, Entry
 from diffshard.pipelines.layer_bounds import LayerBounds
 from diffshard.pipelines.layer_chain import LayerChain, layer_chain
-from diffshard.pipelines.options import PipelineOptions, memory_limit_of, mesh_shape, solve_stage
+from diffshard.pipelines.options import PipelineOptions, memory_limit_of, mesh_shape
 from diffshard.pipelines.stage_function import StageFunction
 from diffshard.pipelines.stage_search import StageLayout, stage_request
+from diffshard.pipelines.stage_variants import solve_stage
 from diffshard.sharding_search.request import PlanRequest
 from search_spaces.pipelines.example_groups import in_groups
 from search_spaces.pipelines.stage_keys import Key

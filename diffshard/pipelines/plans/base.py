@@ -9,6 +9,8 @@ from diffshard.plans.base import Tensor
 
 GradientReduction = Literal["each_microbatch", "once"]
 """How often gradients are reduced over devices: in each micro-batch, or once, when the step ends."""
+ResidualUse = Literal["keep", "recompute"]
+"""What becomes of the arrays that a backward pass reads of its forward pass."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,8 @@ class PlannedStage:
       memory_limit_bytes: of each device.
       residual_bytes: of each device, what one micro-batch leaves for its backward pass.
       arguments: those that it keeps, with their shardings.
+      recomputed_operations: how many operations of the forward pass run again in the backward pass.
+      recomputed_bytes: of the arrays that are made again, rather than kept, in each micro-batch; all devices together.
     """
 
     first_layer: int
@@ -47,6 +51,8 @@ class PlannedStage:
     memory_limit_bytes: float
     residual_bytes: float
     arguments: tuple[Tensor, ...] = ()
+    recomputed_operations: int = 0
+    recomputed_bytes: float = 0.0
 
 
 @dataclass(frozen=True)

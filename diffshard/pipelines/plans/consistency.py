@@ -43,6 +43,7 @@ def _check_numbers(where: str, numbers: Mapping[str, float]) -> None:
 
 def _check_stage(stage: PlannedStage, name: str) -> None:
     fields = ("forward_s", "backward_s", "end_s", "send_forward_s", "send_backward_s", "peak_bytes", "residual_bytes")
+    fields += ("recomputed_bytes", "recomputed_operations")
     _check_numbers(f"{name}.", {field: getattr(stage, field) for field in fields})
     if not as_float(stage.memory_limit_bytes) > 0:
         raise ValueError(f"`{name}.memory_limit_bytes` must be positive, not {stage.memory_limit_bytes!r}")

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from diffshard.pipelines.plans.base import PipelinePlanData, PlannedStage
 from diffshard.pipelines.plans.schedule_drawing import schedule_elements
 from diffshard.pipelines.plans.text import (
+    RECOMPUTED_TITLE,
     STAGE_HEAD,
     TIME_HEAD,
     TRIED_TITLE,
@@ -13,6 +14,7 @@ from diffshard.pipelines.plans.text import (
     layer_range,
     micro_batches,
     pipeline_verdict,
+    recomputed_words,
     reduction_words,
     replica_plans,
     schedule_words,
@@ -102,7 +104,9 @@ def _memory(number: int, stage: PlannedStage) -> str:
         ("weights, state and working memory", stage.peak_bytes - kept, format_bytes(stage.peak_bytes - kept), COMPUTE),
         (f"residuals of {micro_batches(stage.in_flight)} in flight", kept, format_bytes(kept), _RESIDUALS),
     ]
-    return f"<h3>stage {number} <span class=dim>of {format_bytes(limit)}</span></h3>{bar(pieces, whole)}"
+    words = recomputed_words(stage)
+    again = f"<div class=dim>{escape(RECOMPUTED_TITLE)}: {escape(words)}</div>" if words else ""
+    return f"<h3>stage {number} <span class=dim>of {format_bytes(limit)}</span></h3>{bar(pieces, whole)}{again}"
 
 
 def _arguments(plan: PipelinePlanData) -> str:

@@ -13,6 +13,7 @@ from diffshard.plans.text_table import format_table, wrapped
 STAGE_HEAD = ("stage", "layers", "begins at", "devices", "mesh", "memory of a device")
 TIME_HEAD = ("stage", "forward", "backward", "send on", "send back", "in flight", "all of them", "end of step")
 TIME_TITLE = "One micro-batch on each stage; how many are in flight, with what each keeps; all of them"
+RECOMPUTED_TITLE = "Made again in the backward pass, rather than kept"
 TRIED_TITLE = "Tried: seconds of a step, before the programs of the stages were planned one by one"
 _SCHEDULES = {
     "gpipe": "all forward operations first",
@@ -31,6 +32,9 @@ def format_pipeline_plan(plan: PipelinePlanData) -> str:
         _table(f"Stages: {layers}", stage_rows(plan), (0,)),
         _table(TIME_TITLE, time_rows(plan), (0, 1, 2, 3, 4, 7)),
     ]
+    again = [(i, words) for i, stage in enumerate(plan.stages) if (words := recomputed_words(stage))]
+    if again:
+        parts.append("\n".join([RECOMPUTED_TITLE, *(f"  stage {i}: {words}" for i, words in again)]))
     for title, words, replica in replica_plans(plan):
         parts.append("\n".join(wrapped(f"{title}: {words}")))
         parts.append(_table("Its stages", stage_rows(replica), (0,)))
@@ -91,6 +95,14 @@ def reduction_words(plan: PipelinePlanData) -> str:
     if plan.num_groups == 1:
         return "reduced in each micro-batch"
     return f"reduced once a step, over {plan.num_groups} groups of the examples of a micro-batch"
+
+
+def recomputed_words(stage: PlannedStage) -> str:
+    """Returns what a stage makes again: `120 operations, for 96.0 MiB of each micro-batch`; empty for nothing."""
+    if not stage.recomputed_operations:
+        return ""
+    operations = format_count(stage.recomputed_operations, "operation")
+    return f"{operations}, for {format_bytes(stage.recomputed_bytes)} of each micro-batch on all devices"
 
 
 def micro_batches(number: int) -> str:
