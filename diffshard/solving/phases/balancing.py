@@ -17,14 +17,16 @@ class Balancing:
 
     Attributes:
       squarings: norms of the loads, one after the other, as `Balance.descend` takes them.
+      most_pairs: nodes that are tried together with another one before a descent ends.
       num_kicks: descents from the best choice with a few nodes changed, without a time limit.
       kick_nodes: changed by a kick.
       end_share: of the time limit, when the phase ends.
       stop_gap: between the best choice and the bound, relative, at which it ends.
     """
 
-    squarings: tuple[int | None, ...] = (3, 6, 9)
-    num_kicks: int = 1
+    squarings: tuple[int | None, ...] = (4, 8)
+    most_pairs: int = 200
+    num_kicks: int = 4
     kick_nodes: int = 3
     end_share: float = 0.5
     stop_gap: float = 0.0
@@ -39,7 +41,7 @@ class Balancing:
         progress = search.clock.progress(self.num_kicks + 1, self.end_share, 0.1)
         for done in range(10**9):
             for squarings in self.squarings:
-                while balance.descend(squarings):
+                while balance.descend(squarings, self.most_pairs):
                     polish.offer(balance.choice)
                     yield NO_BOUND
             if progress(done + 1) >= 1 or polish.best_cost - search.bound <= self.stop_gap * abs(polish.best_cost):
