@@ -11,12 +11,13 @@ import argparse
 import functools
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
 import diffshard
-from diffshard.checks.achievable_rates import achievable_rates
+from diffshard.checks.achievable_rates import H100_HOST, achievable_rates
 from diffshard.checks.collectives import hlo_collectives
 from diffshard.checks.gpu_target import gpu_mesh
 from diffshard.checks.timeline import simulate
@@ -25,11 +26,11 @@ from diffshard.pipelines.stage_memory import compiled_program, stage_memory
 from experiments.pipelines.gpt_step import GptSize, shapes, train_step
 from experiments.tables import print_table
 
-_ETHERNET = diffshard.Link(30e-6, 8 / 100e9)
-"""Between hosts: 100 Gbit/s."""
+_LATENCY_S, _BYTES_PER_S = 30e-6, 100e9 / 8
+"""Of the network between hosts, 100 Gbit/s for all devices of a host together."""
 _WAYS = ("each_microbatch", "once")
-_HEAD = ["gradients", "step s", "bound s", "search CPU s", "stages", "groups", "memory GiB"]
-_COMPILED_HEAD = ["XLA step s", "XLA GiB", "GB in micro-batches", "summed in backward", "GB at the end"]
+_HEAD = ["gradients", "step s", "bound s", "CPU s", "groups", "GiB"]
+_COMPILED_HEAD = ["XLA step s", "XLA GiB", "GB in micro-batches", "summed", "GB at the end"]
 
 
 class CompiledPipeline(NamedTuple):
@@ -85,9 +86,8 @@ def main(args: Sequence[str] | None = None) -> None:
         except diffshard.InfeasibleError:
             rows.append([way, "fits not", *[""] * (len(_HEAD) - 2 + len(_COMPILED_HEAD) * options.compile)])
             continue
-        stages = "; ".join("x".join(map(str, stage.mesh_axes.values())) for stage in plan.stages)
         peak_bytes = max(stage.peak_bytes for stage in plan.stages)
-        row = [way, f"{plan.step_s:.4f}", f"{plan.lower_bound_s:.4f}", f"{time.process_time() - begin_s:.0f}", stages]
+        row = [way, f"{plan.step_s:.4f}", f"{plan.lower_bound_s:.4f}", f"{time.process_time() - begin_s:.0f}"]
         row += [str(plan.num_groups), f"{peak_bytes / 2**30:.2f}"]
         if options.compile:
             found = compiled(function, arguments)
@@ -106,13 +106,15 @@ def compiled(function: PipelinedFunction, arguments: Sequence[Any]) -> CompiledP
     """Compiles the programs of a pipeline for the devices of its cluster, without running them."""
     execution = function.execution(*arguments)
     calls, staged = execution.calls, execution.calls.staged
+    in_host = function.options.cluster.kinds[0].devices
+    host = replace(H100_HOST, num_devices=in_host, network_bytes_per_s=_BYTES_PER_S, network_hop_s=_LATENCY_S)
     hardware = [function.options.cluster.hardware(0, dict(mesh.shape)) for mesh in calls.meshes]
     step_s, sent, summed, at_end = np.zeros((4, staged.num_stages))
     for label, call in calls.calls.items():
         stage, mesh = label.stage, calls.meshes[label.stage]
         text = compiled_program(calls, call).as_text()
         count = staged.num_microbatches if label.kind in ("forward", "backward") else 1
-        step_s[stage] += count * simulate(text, mesh.shape, achievable_rates(hardware[stage])).step_s
+        step_s[stage] += count * simulate(text, mesh.shape, achievable_rates(hardware[stage], host=host)).step_s
         for record in hlo_collectives(text, mesh.shape):
             num_bytes = count * record.num_bytes * record.count
             if label.kind in ("forward", "backward"):
@@ -128,7 +130,7 @@ def compiled(function: PipelinedFunction, arguments: Sequence[Any]) -> CompiledP
 def _cluster(num_hosts: int, in_host: int, *, with_devices: bool) -> diffshard.Cluster:
     """Returns hosts of H100s, with devices that XLA compiles for, or described only."""
     hosts = [diffshard.Hosts(num_hosts, devices=in_host, hardware="h100")]
-    between = _ETHERNET if num_hosts > 1 else None
+    between = diffshard.Link(_LATENCY_S, 1 / _BYTES_PER_S) if num_hosts > 1 else None
     if not with_devices:
         return diffshard.Cluster(hosts, between=between)
     devices = gpu_mesh({"host": num_hosts, "device": in_host}, gpus_per_host=in_host).devices
