@@ -207,14 +207,10 @@ def _evaluate(call: _TracedStep, current: Sequence[Any], previous: Sequence[Any]
 
     for equation, is_own, is_needed in zip(jaxpr.eqns, call.is_differentiated, call.is_needed, strict=True):
         pairs = zip(_read(equation.invars, now), _read(equation.invars, then), strict=True)
-        is_same = all(new is old for new, old in pairs) if is_needed and not is_own else False
-        if is_needed:
-            results = run(equation, then)
-            then.update(zip(equation.outvars, results, strict=True))
-        if not (is_own or is_same):
-            results = run(equation, now)
-            if not is_needed:
-                then.update(zip(equation.outvars, results, strict=True))
+        is_shared = is_own or all(new is old for new, old in pairs)
+        old_results = run(equation, then) if is_needed else None
+        results = old_results if old_results is not None and is_shared else run(equation, now)
+        then.update(zip(equation.outvars, results if old_results is None else old_results, strict=True))
         now.update(zip(equation.outvars, results, strict=True))
     return _read(jaxpr.outvars, now)
 
