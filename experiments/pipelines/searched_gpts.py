@@ -29,6 +29,9 @@ from experiments.tables import print_table
 HOSTS = {"1.3B": 1, "2.6B": 2, "6.7B": 4, "13B": 8}
 """Of 8 V100s, as in Alpa, Zheng et al. (2022), figure 7."""
 
+_EQUAL_STAGE_LIMIT_S = 120.0
+"""For the solver, for one of the equal stages: so long that a busy machine cuts none of them off."""
+
 
 class EqualStages(NamedTuple):
     """The best pipeline of equal stages.
@@ -53,6 +56,7 @@ def main(args: Sequence[str] | None = None) -> None:
     parser.add_argument("--schedules", nargs="+", default=["1f1b", "eager"])
     parser.add_argument("--layers", type=int, help="in place of the size's own")
     parser.add_argument("--max-stages", type=int, default=8)
+    parser.add_argument("--equal-only", action="store_true", help="prices the best equal stages alone")
     options = parser.parse_args(args)
     rows, stages = [], []
     for name in options.sizes:
@@ -63,11 +67,18 @@ def main(args: Sequence[str] | None = None) -> None:
         )
         step = functools.partial(train_step, heads=size.heads)
         functools.update_wrapper(step, train_step)
+        options_of_search = PipelineOptions(
+            fn=step, cluster=cluster, pipeline=pipeline, donate_argnums=(0,), time_limit_s=_EQUAL_STAGE_LIMIT_S
+        )
+        if options.equal_only:
+            equal = equal_stages(options_of_search, size, options.batch)
+            row = "fits not" if equal is None else f"{equal.num_stages} on {equal.devices}, {equal.step_s:.2f} s"
+            print(f"{name}: equal stages {row}", flush=True)
+            continue
         begin_s = time.process_time()
         function = diffshard.search(step, cluster, pipeline=pipeline, donate_argnums=0)
         plan = function.plan(*shapes(size, options.batch))
         search_s = time.process_time() - begin_s
-        options_of_search = PipelineOptions(fn=step, cluster=cluster, pipeline=pipeline, donate_argnums=(0,))
         equal = equal_stages(options_of_search, size, options.batch)
         tried_s = min(seconds for _, _, seconds in plan.tried)
         beside = ["fits not", "", ""]
@@ -80,6 +91,8 @@ def main(args: Sequence[str] | None = None) -> None:
             ]
         )
         stages.append([name, plan.num_microbatches, plan.schedule, f"{plan.bubble:.1%}", _text(plan)])
+    if options.equal_only:
+        return
     head = ["model", "GPUs", "equal stages", "step s", "throughput", "found s", "planned s", "bound s", "gap", "CPU s"]
     print_table(f"Steps of {options.batch} samples, predicted", head, rows)
     print_table("Their plans", ["model", "M", "schedule", "bubble", "layers of stages on meshes"], stages)
