@@ -39,7 +39,7 @@ def not_here(*args):
 
 DivisionSearch.__post_init__ = not_here if process else in_halves
 StageFunction.__init__ = not_here if process else StageFunction.__init__
-step, args = pipelined((4, 8), time_limit_s=20.0 + process), small_pipeline.arguments()
+step, args = pipelined(4, time_limit_s=20.0 + process), small_pipeline.arguments()
 plan = step.plan(*args)
 print("plan:", to_json(plan), flush=True)
 expected = jax.jit(small_pipeline.train_step)(*args)
@@ -52,7 +52,7 @@ print("stages:", len(plan.stages), "own:", len(leaves) > 1, flush=True)
 
 
 def test_processes_agree_on_a_pipeline(tmp_path):
-    outputs = run_processes(_PLAN, 2, tmp_path)
+    outputs = run_processes(_PLAN, 2, tmp_path, timeout_s=240.0)
     for output in outputs:
         assert "differs:" in output.stdout
         assert "`pipeline`" in output.stdout
