@@ -237,7 +237,9 @@ class DivisionSearch:
         for in_flight, layout in by_in_flight.items():
             if layout is None and in_flight <= entry.in_flight:
                 return None
-            is_best = layout is not None and (not layout.recomputed or in_flight <= entry.in_flight)
+            is_best = layout is not None and (
+                not (layout.recomputed or layout.offloaded) or in_flight <= entry.in_flight
+            )
             if layout is not None and is_best and layout.peak_bytes < _FREE_SHARE * limit:
                 peak_bytes = layout.peak_bytes + (entry.in_flight - in_flight) * layout.residual_bytes
                 if peak_bytes < _FREE_SHARE * limit:

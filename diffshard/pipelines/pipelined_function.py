@@ -17,6 +17,7 @@ from diffshard.live_progress import ProgressDisplay
 from diffshard.pipelines.base import Pipeline, PipelinePlan
 from diffshard.pipelines.delayed_gradients import DelayedStep, delayed
 from diffshard.pipelines.execution import StagedExecution
+from diffshard.pipelines.offload_search import check_offload
 from diffshard.pipelines.options import PipelineOptions, donated_arrays
 from diffshard.pipelines.planned_pipeline import FoundPipeline
 from diffshard.pipelines.search import find_pipeline
@@ -202,6 +203,8 @@ def pipelined(
     numbers, names = _donated_arguments(fn, options.pop("donate_argnums", ()), options.pop("donate_argnames", ()))
     resolve(options["solver"])
     cluster = _cluster(devices, hardware)
+    if "offload" in pipeline.residuals:
+        check_offload(cluster)
     return PipelinedFunction(
         PipelineOptions(
             fn=delayed(fn) if pipeline.is_delayed else fn,

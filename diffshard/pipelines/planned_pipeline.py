@@ -24,7 +24,7 @@ from diffshard.pipelines.stage_placement import arguments_of, mesh_of, place_sta
 from diffshard.pipelines.stage_plans import StageDevices, StagePlans
 from diffshard.pipelines.stage_programme import Stage
 from diffshard.pipelines.stage_search import StageLayout
-from diffshard.pipelines.stage_variants import solve_stage, with_recomputed
+from diffshard.pipelines.stage_variants import solve_stage, with_choices
 from diffshard.pipelines.step_search import StepSearch
 from diffshard.plans.base import Tensor
 from diffshard.plans.formats import format_count
@@ -71,9 +71,16 @@ def planned_pipeline(
                 is_donated=search.is_donated,
                 known=search.divisions.known_layout(Entry(*stage, in_flight)),
                 recomputed=recomputed,
+                offloaded=offloaded,
             )
-            for i, (stage, in_flight, recomputed) in enumerate(
-                zip(stages, chosen.in_flight, chosen.recomputed, strict=True)
+            for i, (stage, in_flight, recomputed, offloaded) in enumerate(
+                zip(
+                    stages,
+                    chosen.in_flight,
+                    chosen.recomputed or [None] * len(stages),
+                    chosen.offloaded or [()] * len(stages),
+                    strict=True,
+                )
             )
         ]
 
@@ -85,11 +92,14 @@ def planned_pipeline(
         shape = mesh_shape(submesh)
         devices.append(StageDevices(mesh_of(cluster, own, shape), cluster.hardware(submesh.kind, shape), layout))
     copied = [(i, key) for i, layout in enumerate(layouts) for key in layout.copied(staged.inputs)]
-    staged = with_recomputed(search.programs(step, copied), layouts)
+    staged = with_choices(search.programs(step, copied), layouts)
     plans = StagePlans(staged, devices, processes, solver=options.solver, time_limit_s=STAGE_TIME_LIMIT_S)
     forward_s, backward_s = (
         [plans.seconds(Label(kind, i)) for i in range(len(stages))] for kind in ("forward", "backward")
     )
+    for i, layout in enumerate(layouts):
+        forward_s[i] += layout.offload_s
+        backward_s[i] += layout.offload_s
     sends = [
         sends_s(staged, cluster, i, submeshes[a.submesh], submeshes[b.submesh])
         for i, (a, b) in enumerate(itertools.pairwise(stages))
@@ -180,6 +190,10 @@ def planned_stage(
         residual_bytes=layout.residual_bytes,
         recomputed_operations=len(layout.recomputed),
         recomputed_bytes=layout.recomputed_bytes,
+        num_residuals=layout.num_residuals,
+        num_offloaded=len(layout.offloaded),
+        offloaded_bytes=layout.offloaded_bytes,
+        offload_s=layout.offload_s,
         arguments=arguments,
     )
 

@@ -134,11 +134,12 @@ def _chosen(options: PipelineOptions, searches: Sequence[StepSearch], is_over: C
         best.schedule,
         best.found.stages,
         in_flight,
-        tuple(layout.recomputed for layout in best.found.layouts),
         bound_s,
         tuple((*key, seconds) for key, seconds in tried.items()),
         best.search.num_groups,
         (*refused, *_other_reduction(best, candidates)),
+        recomputed=tuple(layout.recomputed for layout in best.found.layouts),
+        offloaded=tuple(layout.offloaded for layout in best.found.layouts),
     )
 
 

@@ -28,22 +28,24 @@ class ChosenPipeline(NamedTuple):
       schedule: of the forward and backward operations.
       stages: the layers and the submesh of each.
       in_flight: `[S]`, how many micro-batches each keeps at most.
-      recomputed: `[S]`, what each makes again (`StageLayout.recomputed`).
       bound_s: no pipeline that could be chosen takes less.
       tried: numbers of micro-batches and schedules with the seconds of the best step.
       num_groups: R, over how many groups of examples gradients are reduced once; 1: in each micro-batch.
       notes: sentences for the user.
+      recomputed: `[S]`, what each makes again (`StageLayout.recomputed`); empty: each stage is searched for it.
+      offloaded: `[S]`, what waits on the host (`StageLayout.offloaded`); as long as `recomputed`.
     """
 
     num_microbatches: int
     schedule: Schedule
     stages: tuple[Stage, ...]
     in_flight: tuple[int, ...]
-    recomputed: tuple[tuple[int, ...], ...]
     bound_s: float
     tried: tuple[tuple[int, Schedule, float], ...]
     num_groups: int = 1
     notes: tuple[str, ...] = ()
+    recomputed: tuple[tuple[int, ...], ...] = ()
+    offloaded: tuple[tuple[int, ...], ...] = ()
 
 
 def shared_layouts(

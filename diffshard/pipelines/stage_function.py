@@ -56,6 +56,7 @@ class StageFunction:
       sums: what the micro-batches make together.
       residuals: the keys of what the backward program of a micro-batch reads that its forward program made or read
         itself, if it is not there for the whole step: these arrays are there for each micro-batch that is kept.
+      queued: those that devices keep for each micro-batch in flight; the others are offloaded.
     """
 
     def __init__(self, staged: StagedStep, stage: int, in_flight: int, replaced: Sequence[int | None]):
@@ -90,13 +91,14 @@ class StageFunction:
             received = {k for k in self.arguments.received if not self._is_of_step(k)}
             made_forward |= received & set(self.forward.reads)
         self.residuals = [] if self.backward is None else [key for key in self.backward.reads if key in made_forward]
+        self.queued = [key for key in self.residuals if key not in staged.offloaded]
 
     @property
     def shapes(self) -> tuple[list[Any], list[Any], list[list[Any]], list[Any], list[Any]]:
         """The types of the arguments of a call."""
         arguments = self.arguments
         totals = [self._shape(a.total) for a in self.sums]
-        queue = [[self._shape(key) for key in self.residuals] for _ in range(self.in_flight - 1)]
+        queue = [[self._shape(key) for key in self.queued] for _ in range(self.in_flight - 1)]
         kept, read, received = (
             [self._shape(key) for key in keys] for keys in (arguments.kept, arguments.read, arguments.received)
         )
@@ -113,8 +115,8 @@ class StageFunction:
         self._run(env, self.programs.get(Label("begin", self.stage)))
         with jax.named_scope(_SCOPE):
             self._run(env, self.forward)
-            queue = [*queue, [env[key] for key in self.residuals]]
-            env.update(zip(self.residuals, queue[0], strict=True))
+            queue = [*queue, [env[key] for key in self.queued]]
+            env.update(zip(self.queued, queue[0], strict=True))
             self._run(env, self.backward)
             totals = [self._added(a, total, env[a.part]) for a, total in zip(self.sums, totals, strict=True)]
         env.update({a.total: total for a, total in zip(self.sums, totals, strict=True)})

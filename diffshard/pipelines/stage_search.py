@@ -54,12 +54,16 @@ class StageLayout:
       lower_bound_s: no sharding takes less.
       end_s: the part of `seconds` that is the end of the step.
       peak_bytes: of each device.
-      residual_bytes: of each device, what a micro-batch leaves for its backward pass.
+      residual_bytes: of each device, what a micro-batch leaves there for its backward pass.
       specs: by key, of arguments and of what programs leave.
       choice: of the space's nodes; a stage of equal equations takes it over without a search.
       in_flight: how many micro-batches the stage keeps.
       recomputed: the steps of the forward program that run again in the backward program (`residuals.StageResiduals`).
       recomputed_bytes: of the arrays that this spares in each micro-batch, as a whole.
+      num_residuals: arrays that the backward program of a micro-batch reads of its forward program.
+      offloaded: positions, among the stage's residuals (`offloading.residuals_of`), of those that are offloaded.
+      offloaded_bytes: of each device, what a micro-batch leaves on the host for its backward pass.
+      offload_s: of a micro-batch, for the copies to the host; those back take as long. `seconds` has both.
     """
 
     seconds: float
@@ -72,6 +76,10 @@ class StageLayout:
     in_flight: int = 1
     recomputed: tuple[int, ...] = ()
     recomputed_bytes: float = 0.0
+    num_residuals: int = 0
+    offloaded: tuple[int, ...] = ()
+    offloaded_bytes: float = 0.0
+    offload_s: float = 0.0
 
     def copied(self, arguments: Iterable[Key]) -> list[Key]:
         """Returns the arguments that are resharded once, when a step begins, for all micro-batches."""
@@ -137,10 +145,18 @@ def search_stage(
     sizes = dict(mesh.shape)
     residual_bytes = sum(
         num_bytes(function.staged.avals[key]) / prod(sizes[a] for axes in specs.get(key, ()) for a in axes)
-        for key in function.residuals
+        for key in function.queued
     )
     return StageLayout(
-        seconds, bound, end_s, summary.peak_bytes, residual_bytes, specs, tuple(map(int, choice)), function.in_flight
+        seconds,
+        bound,
+        end_s,
+        summary.peak_bytes,
+        residual_bytes,
+        specs,
+        tuple(map(int, choice)),
+        function.in_flight,
+        num_residuals=len(function.residuals),
     )
 
 
@@ -154,7 +170,7 @@ def _taken_over(known: StageLayout, function: StageFunction, space: ShardingSpac
     if more:
         if min(known.in_flight, function.in_flight) < 2:
             return None
-        size = len(function.residuals)
+        size = len(function.queued)
         end = len(function.arguments.kept) + len(function.sums) + (known.in_flight - 1) * size
         last = choice[end - size : end]
         choice = choice[: end + min(more, 0) * size] + last * max(more, 0) + choice[end:]
@@ -187,7 +203,7 @@ def _specs(
     function: StageFunction, space: ShardingSpace, layout: Layout, axis_names: tuple[str, ...]
 ) -> dict[Key, NamedSpec]:
     """Returns the specs of arguments and of all arrays that have a name."""
-    arguments, held = function.arguments, [key for _ in range(function.in_flight - 1) for key in function.residuals]
+    arguments, held = function.arguments, [key for _ in range(function.in_flight - 1) for key in function.queued]
     keys = (*arguments.kept, *(a.total for a in function.sums), *held, *arguments.read, *arguments.received)
     specs = {key: named_spec(spec, axis_names) for key, spec in zip(keys, layout.input_specs, strict=True)}
     for key, vertex in zip(keys, space.graph.inputs, strict=True):

@@ -16,9 +16,17 @@ from jax.sharding import AbstractMesh
 from cost.base import Hardware
 from cost.compute import equation_work, roofline_s
 from cost.host_groups import Submesh
+from diffshard.pipelines.offload_search import (
+    ResidualEstimate,
+    largest_residuals,
+    least_offload,
+    offloaded_keys,
+    with_copies,
+)
 from diffshard.pipelines.options import STAGE_TIME_LIMIT_S, PipelineOptions, memory_limit_of, mesh_shape
 from diffshard.pipelines.stage_function import StageFunction
 from diffshard.pipelines.stage_search import StageLayout, StageMemoryError, search_stage
+from search_spaces.pipelines.offloading import residuals_of, with_offloaded
 from search_spaces.pipelines.recomputed_programs import recomputed_stage, working_bytes
 from search_spaces.pipelines.residuals import StageResiduals
 from search_spaces.pipelines.stage_keys import Label
@@ -40,6 +48,7 @@ def solve_stage(
     is_donated: bool,
     recomputed: Sequence[int] | None = None,
     known: StageLayout | None = None,
+    offloaded: Sequence[int] = (),
 ) -> StageLayout:
     """Finds how a stage runs on a submesh.
 
@@ -51,22 +60,25 @@ def solve_stage(
       submesh: what it runs on.
       in_flight: how many micro-batches it keeps at most.
       is_donated: whether the state may be overwritten.
-      recomputed: the steps that run again (`StageLayout.recomputed`); None chooses them.
+      recomputed: the steps that run again (`StageLayout.recomputed`); None chooses them,
+        and what is offloaded.
+      offloaded: the residuals that then are offloaded (`StageLayout.offloaded`).
       known: the layout of a stage that may have equal equations, and makes again what `recomputed` says.
 
     Raises:
       StageMemoryError: it does not fit.
     """
-    return _Variants(options, staged, stage, replaced, submesh, in_flight, is_donated).fastest(recomputed, known)
+    variants = _Variants(options, staged, stage, replaced, submesh, in_flight, is_donated)
+    return variants.fastest(recomputed, offloaded, known)
 
 
-def with_recomputed(staged: StagedStep, layouts: Sequence[StageLayout]) -> StagedStep:
-    """Returns a step whose stages make residuals again as their layouts say."""
+def with_choices(staged: StagedStep, layouts: Sequence[StageLayout]) -> StagedStep:
+    """Returns a step whose stages make residuals again and offload them as their layouts say."""
     for stage, layout in enumerate(layouts):
         if layout.recomputed:
             residuals = StageResiduals(staged, stage, lambda equation: 0.0)
             staged = recomputed_stage(residuals, residuals.candidate(frozenset(layout.recomputed)))
-    return staged
+    return with_offloaded(staged, offloaded_keys(staged, layouts))
 
 
 class _Variants:
@@ -84,19 +96,26 @@ class _Variants:
         self.in_flight, self.is_donated, self.shape = in_flight, is_donated, mesh_shape(submesh)
         self.hardware = options.cluster.hardware(submesh.kind, self.shape)
         self.memory_limit_bytes = memory_limit_of(options, submesh.kind)
+        self.uses = options.pipeline.residuals
 
-    def fastest(self, recomputed: Sequence[int] | None, known: StageLayout | None) -> StageLayout:
+    def fastest(
+        self, recomputed: Sequence[int] | None, offloaded: Sequence[int], known: StageLayout | None
+    ) -> StageLayout:
         programs = {label.kind for label in self.staged.programs if label.stage == self.stage}
-        if "recompute" not in self.options.pipeline.residuals or not programs >= {"forward", "backward"}:
+        if set(self.uses) == {"keep"} or not programs >= {"forward", "backward"}:
             return self._layout(self.staged, self.memory_limit_bytes, known)
         residuals = StageResiduals(self.staged, self.stage, lambda equation: _step_s(equation, self.hardware))
         if recomputed is not None:
-            return self._variant(residuals, residuals.candidate(frozenset(recomputed)), known)
+            return self._variant(residuals, residuals.candidate(frozenset(recomputed)), offloaded, known)
         free = self._layout(self.staged, math.inf)
         if free.peak_bytes <= self.memory_limit_bytes:
             return free
-        found = []
-        for choice in self._promising(residuals, free):
+        estimates = self._estimates(residuals)
+        own = free.residual_bytes / max(estimates[0].choice.kept_bytes, 1.0)  # of what is whole, the part of a device
+        lacking = (free.peak_bytes - self.memory_limit_bytes) / max(own, 1e-9)
+        needed = estimates[0].num_bytes - lacking
+        found = self._with_offload(residuals, estimates, needed) if "offload" in self.uses else []
+        for choice in self._promising(estimates, needed):
             try:
                 layout = self._variant(residuals, choice)
             except StageMemoryError:
@@ -109,36 +128,64 @@ class _Variants:
         best = min(found, key=lambda layout: layout.seconds)
         return replace(best, lower_bound_s=min(free.lower_bound_s, best.seconds))
 
-    def _promising(self, residuals: StageResiduals, free: StageLayout) -> list[Candidate]:
-        """Returns the choice that keeps everything, and some that take less memory, from the fastest on.
+    def _estimates(self, residuals: StageResiduals) -> list[ResidualEstimate]:
+        """Returns the choice that keeps everything, and others, from the fastest to the slowest.
 
-        Those that take at least as long and as much memory as another are left out. What they take on a device is
-        estimated from the sharding that keeps everything.
+        Those that take at least as long and as much memory as another are left out.
         """
-        whole, *others = residuals.candidates()
-        own = free.residual_bytes / max(whole.kept_bytes, 1.0)  # of what is whole, the part of a device
 
-        def activation_bytes(choice: Candidate) -> float:
-            staged = recomputed_stage(residuals, choice)
+        def estimate(choice: Candidate) -> ResidualEstimate:
+            staged = self._programs(residuals, choice)
             passes = [staged.programs[Label(kind, self.stage)] for kind in ("forward", "backward")]
-            return (self.in_flight - 1) * choice.kept_bytes + max(working_bytes(staged, p) for p in passes)
+            working = max(working_bytes(staged, program) for program in passes)
+            return ResidualEstimate(choice, (self.in_flight - 1) * choice.kept_bytes + working)
 
-        needed = activation_bytes(whole) - (free.peak_bytes - self.memory_limit_bytes) / max(own, 1e-9)
-        least, best = activation_bytes(whole), []
-        for choice in sorted(others, key=lambda choice: choice.seconds):
-            num_bytes = activation_bytes(choice)
-            if num_bytes < least:
-                least = num_bytes
-                best.append((num_bytes, choice))
-        first = next((i for i, (num_bytes, _) in enumerate(best) if num_bytes <= needed), len(best) - 1)
-        tried = np.unique(np.linspace(max(first, 0), len(best) - 1, _MOST_VARIANTS).round().astype(int))
-        return [whole, *(best[i][1] for i in tried if best)]
+        whole, *others = residuals.candidates()
+        found = [estimate(whole)]
+        for choice in sorted(others if "recompute" in self.uses else [], key=lambda choice: choice.seconds):
+            if (other := estimate(choice)).num_bytes < found[-1].num_bytes:
+                found.append(other)
+        return found
 
-    def _variant(self, residuals: StageResiduals, choice: Candidate, known: StageLayout | None = None) -> StageLayout:
-        staged = recomputed_stage(residuals, choice) if choice.recomputed else self.staged
-        layout = self._layout(staged, self.memory_limit_bytes, known)
+    def _promising(self, estimates: Sequence[ResidualEstimate], needed_bytes: float) -> list[Candidate]:
+        """Returns the choice that keeps everything, and some from the fastest on that is estimated to fit."""
+        whole, *others = estimates
+        first = next((i for i, other in enumerate(others) if other.num_bytes <= needed_bytes), len(others) - 1)
+        tried = np.unique(np.linspace(max(first, 0), len(others) - 1, _MOST_VARIANTS).round().astype(int))
+        return [whole.choice, *(others[i].choice for i in tried if others)]
+
+    def _with_offload(
+        self, residuals: StageResiduals, estimates: Sequence[ResidualEstimate], needed_bytes: float
+    ) -> list[StageLayout]:
+        """Returns a layout that offloads what the memory demands, or if none fits, all that it keeps."""
+        if self.in_flight < 2:
+            return []  # a micro-batch that runs has its residuals on the devices
+        whole = estimates[0].choice
+        found = least_offload(estimates, needed_bytes, self.in_flight, self.hardware) or (whole, math.inf)
+        for one, least_bytes in dict.fromkeys((found, (found[0], math.inf), (whole, math.inf))):
+            try:
+                offloaded = largest_residuals(self._programs(residuals, one), self.stage, least_bytes)
+                return [self._variant(residuals, one, offloaded)]
+            except StageMemoryError:
+                continue
+        return []
+
+    def _programs(self, residuals: StageResiduals, choice: Candidate) -> StagedStep:
+        return recomputed_stage(residuals, choice) if choice.recomputed else self.staged
+
+    def _variant(
+        self,
+        residuals: StageResiduals,
+        choice: Candidate,
+        offloaded: Sequence[int] = (),
+        known: StageLayout | None = None,
+    ) -> StageLayout:
+        staged = self._programs(residuals, choice)
+        names = residuals_of(staged, self.stage)
+        layout = self._layout(with_offloaded(staged, [names[i] for i in offloaded]), self.memory_limit_bytes, known)
         spared_bytes = residuals.candidate(frozenset()).kept_bytes - choice.kept_bytes
-        return replace(layout, recomputed=tuple(sorted(choice.recomputed)), recomputed_bytes=spared_bytes)
+        layout = replace(layout, recomputed=tuple(sorted(choice.recomputed)), recomputed_bytes=spared_bytes)
+        return with_copies(layout, staged, self.stage, offloaded, self.shape, self.hardware) if offloaded else layout
 
     def _layout(self, staged: StagedStep, memory_limit_bytes: float, known: StageLayout | None = None) -> StageLayout:
         options = self.options

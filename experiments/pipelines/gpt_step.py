@@ -1,4 +1,4 @@
-"""A training step of a GPT in plain JAX: one scan over stacked weights, whose layers are computed again in backward."""
+"""A training step of a GPT in plain JAX: a scan over stacked weights, whose layers may run again in backward."""
 
 from typing import Any, NamedTuple
 
@@ -34,7 +34,9 @@ SIZES = {
 OPTIMIZER = optax.adamw(1e-4)
 
 
-def train_step(state: Any, batch: Any, *, heads: int, dtype: Any = jnp.float16) -> tuple[Any, jax.Array]:
+def train_step(
+    state: Any, batch: Any, *, heads: int, dtype: Any = jnp.float16, remat: bool = True
+) -> tuple[Any, jax.Array]:
     """Returns the state after a step of AdamW, and the loss.
 
     Args:
@@ -42,6 +44,7 @@ def train_step(state: Any, batch: Any, *, heads: int, dtype: Any = jnp.float16) 
       batch: words and labels, `[B, T]` each.
       heads: of the attention.
       dtype: in which products are computed.
+      remat: whether each layer is computed again in the backward pass.
     """
     weights, opt_state = state
     words, labels = batch
@@ -58,7 +61,7 @@ def train_step(state: Any, batch: Any, *, heads: int, dtype: Any = jnp.float16) 
 
     def loss_fn(weights: Any) -> jax.Array:
         table = weights["embedding"].astype(dtype)
-        x, _ = lax.scan(jax.checkpoint(layer), table[words], weights["layers"])
+        x, _ = lax.scan(jax.checkpoint(layer) if remat else layer, table[words], weights["layers"])
         logits = (_norm(x, weights["norm"].astype(dtype)) @ table.T).astype(jnp.float32)
         return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 

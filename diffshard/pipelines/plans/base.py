@@ -9,7 +9,7 @@ from diffshard.plans.base import Tensor
 
 GradientReduction = Literal["each_microbatch", "once"]
 """How often gradients are reduced over devices: in each micro-batch, or once, when the step ends."""
-ResidualUse = Literal["keep", "recompute"]
+ResidualUse = Literal["keep", "recompute", "offload"]
 """What becomes of the arrays that a backward pass reads of its forward pass."""
 
 
@@ -33,6 +33,11 @@ class PlannedStage:
       arguments: those that it keeps, with their shardings.
       recomputed_operations: how many operations of the forward pass run again in the backward pass.
       recomputed_bytes: of the arrays that are made again, rather than kept, in each micro-batch; all devices together.
+      num_residuals: arrays that the forward program of a micro-batch leaves for its backward program.
+      num_offloaded: those of them that wait in memory of the host.
+      offloaded_bytes: of each device, what one micro-batch leaves on the host for its backward pass.
+      offload_s: predicted, for the copies of a micro-batch to the host, in `forward_s`; those back, in `backward_s`,
+        take as long.
     """
 
     first_layer: int
@@ -53,6 +58,10 @@ class PlannedStage:
     arguments: tuple[Tensor, ...] = ()
     recomputed_operations: int = 0
     recomputed_bytes: float = 0.0
+    num_residuals: int = 0
+    num_offloaded: int = 0
+    offloaded_bytes: float = 0.0
+    offload_s: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -43,8 +43,11 @@ def _check_numbers(where: str, numbers: Mapping[str, float]) -> None:
 
 def _check_stage(stage: PlannedStage, name: str) -> None:
     fields = ("forward_s", "backward_s", "end_s", "send_forward_s", "send_backward_s", "peak_bytes", "residual_bytes")
-    fields += ("recomputed_bytes", "recomputed_operations")
+    fields += ("recomputed_bytes", "recomputed_operations", "offloaded_bytes", "offload_s")
     _check_numbers(f"{name}.", {field: getattr(stage, field) for field in fields})
+    if not 0 <= stage.num_offloaded <= stage.num_residuals:
+        count = stage.num_residuals
+        raise ValueError(f"`{name}.num_offloaded` must be 0 to {count}, `num_residuals`, not {stage.num_offloaded}")
     if not as_float(stage.memory_limit_bytes) > 0:
         raise ValueError(f"`{name}.memory_limit_bytes` must be positive, not {stage.memory_limit_bytes!r}")
     if stage.peak_bytes > stage.memory_limit_bytes:

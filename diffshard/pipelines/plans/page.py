@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from diffshard.pipelines.plans.base import PipelinePlanData, PlannedStage
 from diffshard.pipelines.plans.schedule_drawing import schedule_elements
 from diffshard.pipelines.plans.text import (
+    OFFLOADED_TITLE,
     RECOMPUTED_TITLE,
     STAGE_HEAD,
     TIME_HEAD,
@@ -13,6 +14,7 @@ from diffshard.pipelines.plans.text import (
     format_pipeline_plan,
     layer_range,
     micro_batches,
+    offloaded_words,
     pipeline_verdict,
     recomputed_words,
     reduction_words,
@@ -106,7 +108,9 @@ def _memory(number: int, stage: PlannedStage) -> str:
     ]
     words = recomputed_words(stage)
     again = f"<div class=dim>{escape(RECOMPUTED_TITLE)}: {escape(words)}</div>" if words else ""
-    return f"<h3>stage {number} <span class=dim>of {format_bytes(limit)}</span></h3>{bar(pieces, whole)}{again}"
+    words = offloaded_words(stage)
+    away = f"<div class=dim>{escape(OFFLOADED_TITLE)}: {escape(words)}</div>" if words else ""
+    return f"<h3>stage {number} <span class=dim>of {format_bytes(limit)}</span></h3>{bar(pieces, whole)}{again}{away}"
 
 
 def _arguments(plan: PipelinePlanData) -> str:

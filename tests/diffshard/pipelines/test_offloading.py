@@ -1,9 +1,14 @@
 """Residuals that wait in memory of the host: the results of one device, and less on the devices."""
 
+import dataclasses
+
 import jax
 import pytest
 
+import diffshard
+from cost.base import Link
 from diffshard.pipelines.execution import StagedExecution
+from diffshard.pipelines.plans.file import from_json, to_json
 from diffshard.pipelines.stage_calls import HOST_MEMORY
 from diffshard.pipelines.stage_memory import stage_memory
 from search_spaces.pipelines.offloading import can_be_offloaded, residuals_of, with_offloaded
@@ -53,3 +58,56 @@ def test_what_is_no_residual_cannot_be_offloaded(kept):
     staged = kept[0].calls.staged
     with pytest.raises(ValueError, match="no backward program reads"):
         with_offloaded(staged, [staged.inputs[0]])
+
+
+def mlp_step(params, x):
+    def loss(params):
+        h = x
+        for w in params:
+            h = h + jax.nn.gelu(h @ w["up"]) @ w["down"]
+        return (h * h).mean()
+
+    value, gradients = jax.value_and_grad(loss)(params)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients), value
+
+
+def mlp_arguments(layers=4, width=32):
+    keys = jax.random.split(jax.random.key(0), 2 * layers)
+    params = [
+        {"up": jax.random.normal(a, (width, 2 * width)) / 6, "down": jax.random.normal(b, (2 * width, width)) / 8}
+        for a, b in zip(keys[:layers], keys[layers:], strict=True)
+    ]
+    return params, jax.random.normal(keys[0], (512, width))
+
+
+def mlp_search(residuals, memory_limit_bytes):
+    cluster = diffshard.Cluster.from_devices(jax.devices()[:2], hardware="gh200")
+    pipeline = diffshard.Pipeline(microbatches=4, schedules=("gpipe",), max_stages=2, residuals=residuals)
+    return diffshard.search(mlp_step, cluster, pipeline=pipeline, memory_limit_bytes=memory_limit_bytes)
+
+
+def test_a_stage_offloads_what_its_memory_cannot_keep():
+    args, limit = mlp_arguments(), 1e6
+    with pytest.raises(diffshard.InfeasibleError):
+        mlp_search(("keep",), limit).plan(*args)
+    offloading = mlp_search(("keep", "offload"), limit)
+    plan = offloading.plan(*args)
+    away = [stage for stage in plan.stages if stage.num_offloaded]
+    assert away
+    assert plan.lower_bound_s < plan.step_s
+    assert all(stage.peak_bytes <= limit for stage in plan.stages)
+    rate = diffshard.preset("gh200", {}).host_memory_bytes_per_s
+    assert rate is not None
+    assert [stage.offload_s for stage in away] == pytest.approx([s.offloaded_bytes / rate for s in away])
+    assert "In memory of the host" in str(plan)
+    assert "In memory of the host" in plan.html()
+    assert from_json(to_json(plan), "plan.json", diffshard.PipelinePlan) == plan
+    check_close(offloading(*args), jax.jit(mlp_step)(*args))
+
+
+def test_hardware_without_a_known_rate_to_its_host_is_refused():
+    device = dataclasses.replace(diffshard.preset("gh200", {}), name="other", host_memory_bytes_per_s=None)
+    cluster = diffshard.Cluster([diffshard.Hosts(1, devices=2, hardware=device)], inside=Link(1e-6, 1e-11))
+    pipeline = diffshard.Pipeline(residuals=("keep", "offload"))
+    with pytest.raises(ValueError, match="'other' does not say how fast its devices copy to memory of their host"):
+        diffshard.search(mlp_step, cluster, pipeline=pipeline)
