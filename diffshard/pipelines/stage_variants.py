@@ -1,8 +1,9 @@
 """The search for one stage of a pipeline on one submesh: its shardings, and which residuals it makes again.
 
-If the best sharding that keeps everything fits the memory, nothing is made again: that only takes longer. Else the
-memory that this sharding lacks says which choices of residuals can do, and the fastest that fits is taken, among them
-other shardings that keep everything. The bound is that of the step without a memory limit, and so holds for all.
+If the best sharding that keeps everything fits the memory, nothing is made again. Else the memory that this sharding
+lacks says which choices of residuals can do, and the fastest that fits is taken, among them other shardings that keep
+everything. The bound is that of keeping everything, without a memory limit. It does not hold for what is made again:
+arrays that are not kept need be neither written nor read, which can spare a little more than making them takes.
 """
 
 import math

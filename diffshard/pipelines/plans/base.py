@@ -95,7 +95,8 @@ class PipelinePlanData:
       stages: of the main replica, from the first to the last.
       step_s: predicted, by simulation of the schedule, with the end of the step.
       bubble: the share of the stages' time in which they wait.
-      lower_bound_s: no choice of micro-batches among those tried, stages, meshes and shardings is predicted faster.
+      lower_bound_s: no choice of micro-batches among those tried, stages, meshes and shardings is predicted faster that
+        keeps all residuals. Making cheap ones again may be a little faster, because they need not be written and read.
       gap: how much faster the best possible plan can be, relative to `step_s`.
       search_s: seconds of the search.
       tried: for each number of micro-batches and schedule its predicted step; infinite where nothing fits.

@@ -84,8 +84,8 @@ def pipeline_verdict(plan: PipelinePlanData) -> str:
     if plan.lower_bound_s <= 0:
         return "no bound was reached"
     if plan.gap < 1e-8:
-        return "no pipeline among those that can be chosen is predicted to be faster"
-    return f"at most {format_percent(plan.gap)} of the step could be saved by another pipeline"
+        return "no pipeline that keeps its residuals is predicted to be faster"
+    return f"at most {format_percent(plan.gap)} of the step could be saved by another pipeline that keeps its residuals"
 
 
 def schedule_words(plan: PipelinePlanData) -> str:
