@@ -12,7 +12,8 @@ Pipeline of train_step: 3 stages on 8 devices, 1 hosts of 4 x A100-80GB, 2 hosts
   step      68.0 ms predicted: in 43% of their time the stages wait (bubble)
   schedule  4 micro-batches, 1f1b: forward and backward operations alternate
   gradients reduced in each micro-batch
-  bound     60.0 ms, gap 12%: at most 12% of the step could be saved by another pipeline that keeps its residuals
+  bound     60.0 ms, gap 12%: at most 12% of the step could be saved by another pipeline that keeps
+            its residuals
   search    3.20 s
 
 Stages: 12 layers
