@@ -6,7 +6,6 @@ submeshes take longer. The programme over lower bounds (the solver's where an en
 bounds every division, mesh and sharding together.
 """
 
-import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -305,9 +304,3 @@ class DivisionSearch:
             for start in range(len(self.chain) - length + 1):
                 if self._kind(Entry(start, start + length, p, 1)) in self.solved:
                     yield start, length, p
-
-
-def deadline(time_limit_s: float | None) -> Callable[[], bool]:
-    """Returns a function that tells whether so many seconds from now are over."""
-    end = None if time_limit_s is None else time.perf_counter() + time_limit_s
-    return lambda: end is not None and time.perf_counter() >= end

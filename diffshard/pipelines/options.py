@@ -7,6 +7,7 @@ from typing import Any
 from cost.clusters import Cluster
 from cost.host_groups import Submesh
 from diffshard.base import Solver
+from diffshard.live_progress import ProgressDisplay
 from diffshard.pipelines.base import Pipeline
 from diffshard.sharding_search.call import split
 from diffshard.sharding_search.options import DEFAULT_SOLVER
@@ -24,6 +25,7 @@ class PipelineOptions:
       donate_argnums, donate_argnames: arguments whose memory results may take.
       solver: of the sharding of a stage.
       time_limit_s: for solving and proving; None ends by its own rule.
+      progress: where the search shows how it goes.
     """
 
     fn: Callable[..., Any]
@@ -34,10 +36,11 @@ class PipelineOptions:
     donate_argnames: tuple[str, ...] = ()
     solver: str | Solver = DEFAULT_SOLVER
     time_limit_s: float | None = None
+    progress: ProgressDisplay = "terminal"
 
 
 STAGE_TIME_LIMIT_S = 15.0
-"""For the solver, for one stage; its bound says what is left."""
+"""For the solver, for one stage or program; its bound says what is left."""
 
 
 def donated_arrays(options: PipelineOptions, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[bool]:

@@ -13,7 +13,7 @@ from cost.clusters import Cluster
 from cost.host_groups import Hosts
 from cost.presets import device_and_network
 from cost.real_numbers import is_positive, whole_number
-from diffshard.live_progress import ProgressDisplay
+from diffshard.live_progress import ProgressDisplay, live_line
 from diffshard.pipelines.base import Pipeline, PipelinePlan
 from diffshard.pipelines.delayed_gradients import DelayedStep, delayed
 from diffshard.pipelines.execution import StagedExecution
@@ -135,8 +135,9 @@ class PipelinedFunction:
         mesh = mesh_of_all(self.options.cluster)
         processes, what = processes_of(mesh), "search a pipeline"
         processes.check_alike(what, request_facts(self.options))
-        with errors_for_all(mesh, what):
-            found = find_pipeline(self.options, args, kwargs, processes)
+        name = getattr(self.options.fn, "__name__", "function")
+        with errors_for_all(mesh, what), live_line(f"searching a pipeline of {name}", self.options.progress) as line:
+            found = find_pipeline(self.options, args, kwargs, processes, line)
         processes.check_alike("run a pipeline", program_facts(found.staged))
         return found
 
@@ -179,7 +180,7 @@ def pipelined(
       pipeline: what may be chosen.
       hardware: the name of a preset; None for clusters, and for that of JAX devices.
       unused: options of `search` that pipelines do not have; they must be None, empty or false.
-      progress: as in `search`; a search for a pipeline shows nothing.
+      progress: as in `search`.
       options: `memory_limit_bytes`, `donate_argnums`, `donate_argnames`, `solver`, `time_limit_s`.
 
     Raises:
@@ -212,6 +213,7 @@ def pipelined(
             pipeline=pipeline,
             donate_argnums=numbers,
             donate_argnames=names,
+            progress=progress,
             **options,
         )
     )

@@ -1,7 +1,6 @@
 """From the stages that a search chose to a plan: the shardings and programs of each stage, and where it is."""
 
 import itertools
-import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -14,7 +13,6 @@ from diffshard.pipelines.cutting import CutStep
 from diffshard.pipelines.division_search import Entry
 from diffshard.pipelines.layer_chain import LayerChain
 from diffshard.pipelines.options import (
-    STAGE_TIME_LIMIT_S,
     PipelineOptions,
     memory_limit_of,
     mesh_shape,
@@ -52,37 +50,31 @@ class FoundPipeline(NamedTuple):
 
 
 def planned_pipeline(
-    options: PipelineOptions, search: StepSearch, chosen: ChosenPipeline, processes: Processes, start_s: float
+    options: PipelineOptions, search: StepSearch, chosen: ChosenPipeline, processes: Processes
 ) -> FoundPipeline:
     """Plans the programs of the stages that were chosen, and simulates them; the first process plans for all."""
-    stages, cluster, chain = chosen.stages, options.cluster, search.chain
+    stages, cluster, chain, course = chosen.stages, options.cluster, search.chain, search.course
     count, submeshes = search.num_microbatches, search.submeshes
     staged, step = search.staged([stage.start for stage in stages])
 
+    def solve_one(i: int) -> StageLayout:
+        course.step(f"sharding stage {i + 1} of {len(stages)}")
+        return solve_stage(
+            options,
+            staged,
+            i,
+            step.replaced,
+            submeshes[stages[i].submesh],
+            chosen.in_flight[i],
+            is_donated=search.is_donated,
+            known=search.divisions.known_layout(Entry(*stages[i], chosen.in_flight[i])),
+            recomputed=chosen.recomputed[i] if chosen.recomputed else None,
+            offloaded=chosen.offloaded[i] if chosen.offloaded else (),
+            time_limit_s=course.stage_limit_s(3 * len(stages) - i),  # each has two programs as well
+        )
+
     def solve() -> list[StageLayout]:
-        return [
-            solve_stage(
-                options,
-                staged,
-                i,
-                step.replaced,
-                submeshes[stage.submesh],
-                in_flight,
-                is_donated=search.is_donated,
-                known=search.divisions.known_layout(Entry(*stage, in_flight)),
-                recomputed=recomputed,
-                offloaded=offloaded,
-            )
-            for i, (stage, in_flight, recomputed, offloaded) in enumerate(
-                zip(
-                    stages,
-                    chosen.in_flight,
-                    chosen.recomputed or [None] * len(stages),
-                    chosen.offloaded or [()] * len(stages),
-                    strict=True,
-                )
-            )
-        ]
+        return [solve_one(i) for i in range(len(stages))]
 
     layouts = shared_layouts(processes, staged, solve)
     numbers = place_stages(cluster, [submeshes[stage.submesh] for stage in stages])
@@ -93,7 +85,9 @@ def planned_pipeline(
         devices.append(StageDevices(mesh_of(cluster, own, shape), cluster.hardware(submesh.kind, shape), layout))
     copied = [(i, key) for i, layout in enumerate(layouts) for key in layout.copied(staged.inputs)]
     staged = with_choices(search.programs(step, copied), layouts)
-    plans = StagePlans(staged, devices, processes, solver=options.solver, time_limit_s=STAGE_TIME_LIMIT_S)
+    course.step("planning the programs of the stages")
+    limit_s = course.stage_limit_s(2 * len(stages))
+    plans = StagePlans(staged, devices, processes, solver=options.solver, time_limit_s=limit_s)
     forward_s, backward_s = (
         [plans.seconds(Label(kind, i)) for i in range(len(stages))] for kind in ("forward", "backward")
     )
@@ -137,7 +131,7 @@ def planned_pipeline(
         bubble=bubble,
         lower_bound_s=bound_s,
         gap=(step_s - bound_s) / step_s if step_s else 0.0,
-        search_s=time.perf_counter() - start_s,
+        search_s=course.seconds,
         tried=chosen.tried,
         num_groups=search.num_groups,
         notes=chosen.notes,

@@ -1,7 +1,6 @@
 """`find_pipeline`: a training step cut into stages on parts of a cluster, all of it chosen together."""
 
 import itertools
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -12,8 +11,10 @@ from cost.pipeline_schedules import Schedule
 from cost.pipeline_steps import pipeline_step
 from cost.pipeline_times import StageTimes
 from diffshard.base import InfeasibleError
+from diffshard.live_progress import LiveLine
+from diffshard.pipelines.course import Course
 from diffshard.pipelines.cutting import UncutStep, uncut_step
-from diffshard.pipelines.division_search import FoundDivision, deadline
+from diffshard.pipelines.division_search import FoundDivision
 from diffshard.pipelines.least_memory import PipelineNeed, least_need
 from diffshard.pipelines.options import PipelineOptions, donated_arrays, memory_limit_of, mesh_shape
 from diffshard.pipelines.planned_pipeline import FoundPipeline, planned_pipeline
@@ -37,7 +38,7 @@ class _Candidate(NamedTuple):
 
 
 def find_pipeline(
-    options: PipelineOptions, args: Sequence[Any], kwargs: Mapping[str, Any], processes: Processes
+    options: PipelineOptions, args: Sequence[Any], kwargs: Mapping[str, Any], processes: Processes, line: LiveLine
 ) -> FoundPipeline:
     """Finds stages, their meshes and shardings, the number of micro-batches and the schedule, for some arguments.
 
@@ -46,22 +47,26 @@ def find_pipeline(
       args: of the step; arrays or their shapes.
       kwargs: of the step.
       processes: those that own devices of the cluster. All of them trace the step; the first one searches.
+      line: shows how the search goes.
 
     Raises:
       ValueError: no number of micro-batches divides the batch, or the step cannot be cut.
       InfeasibleError: no pipeline fits the memory.
       ProcessesError: the processes have traced different steps.
     """
-    start_s, is_over = time.perf_counter(), deadline(options.time_limit_s)
+    course = Course(line, options.time_limit_s)
+    course.step("tracing")
     donated, what = donated_arrays(options, args, kwargs), "search a pipeline"
     steps = processes.alike(what, lambda: _steps(options, args, kwargs), trace_facts)
-    searches = [StepSearch(options, step, donated) for step in steps]
-    chosen = processes.shared(what, lambda: _chosen(options, searches, is_over))
+    searches = [StepSearch(options, step, donated, course) for step in steps]
+    if not processes.is_first:
+        course.step("waiting for the first process")
+    chosen = processes.shared(what, lambda: _chosen(options, searches, course))
     wanted = chosen.num_microbatches, chosen.num_groups
     search = next(search for search in searches if (search.num_microbatches, search.num_groups) == wanted)
-    found = planned_pipeline(options, search, chosen, processes, start_s)
+    found = planned_pipeline(options, search, chosen, processes)
     if options.pipeline.max_replicas > 1 and len(options.cluster.kinds) > 1:
-        found = _faster_with_replicas(options, searches, donated, found, processes, is_over, start_s)
+        found = _faster_with_replicas(options, searches, donated, found, processes, course)
     return found._replace(plan=processes.shared(what, lambda: found.plan))
 
 
@@ -71,8 +76,7 @@ def _faster_with_replicas(
     donated: Sequence[bool],
     found: FoundPipeline,
     processes: Processes,
-    is_over: Callable[[], bool],
-    start_s: float,
+    course: Course,
 ) -> FoundPipeline:
     """Returns the best pipeline with replicas if it is faster than the one without, with a bound on both.
 
@@ -82,14 +86,14 @@ def _faster_with_replicas(
 
     def search() -> tuple[ChosenReplicas | None, float]:
         bound_s = min(found.plan.lower_bound_s, *(replicas_bound_s(search) for search in ungrouped))
-        return choose_replicas(options, ungrouped, donated, is_over), bound_s
+        return choose_replicas(options, ungrouped, donated, course.is_proof_over), bound_s
 
     chosen, bound_s = processes.shared("search replicas of a pipeline", search)
     best, note = found, "No replicas fit."
     if chosen is not None:
         of_number = next(s for s in ungrouped if s.num_microbatches == chosen.num_microbatches)
         try:
-            replicated = planned_replicas(options, of_number, chosen, found, processes, start_s)
+            replicated = planned_replicas(options, of_number, chosen, found, processes, course.start_s)
             best = min(found, replicated, key=lambda pipeline: pipeline.plan.step_s)
             note = (
                 f"With replicas the best step takes {format_s(replicated.plan.step_s)}, and without them "
@@ -97,11 +101,11 @@ def _faster_with_replicas(
             )
         except InfeasibleError as error:
             note = f"{note} {error}"
-    plan = replace(with_bound(best.plan, bound_s), search_s=time.perf_counter() - start_s)
+    plan = replace(with_bound(best.plan, bound_s), search_s=course.seconds)
     return best._replace(plan=replace(plan, notes=(*plan.notes, note)))
 
 
-def _chosen(options: PipelineOptions, searches: Sequence[StepSearch], is_over: Callable[[], bool]) -> ChosenPipeline:
+def _chosen(options: PipelineOptions, searches: Sequence[StepSearch], course: Course) -> ChosenPipeline:
     """Searches in each number of micro-batches and with each schedule, and bounds them all.
 
     Raises:
@@ -110,24 +114,33 @@ def _chosen(options: PipelineOptions, searches: Sequence[StepSearch], is_over: C
     searches, refused = _with_groups(searches)
     candidates: list[_Candidate] = []
     tried: dict[tuple[int, Schedule], float] = {}
-    for search in sorted(searches, key=lambda search: search.num_groups):
-        for schedule in options.pipeline.schedules:
-            if search.num_groups > 1 and _is_slower(search, schedule, candidates):
-                continue
-            found = search.divisions.best(schedule, is_over)
-            seconds = float(np.inf if found is None else simulated_s(search, schedule, found))
-            key = search.num_microbatches, schedule
-            tried[key] = min(seconds, tried.get(key, np.inf))
-            if found is not None:
-                candidates.append(_Candidate(seconds, schedule, search, found))
+    in_order = sorted(searches, key=lambda search: search.num_groups)
+    choices = list(itertools.product(in_order, options.pipeline.schedules))
+    for number, (search, schedule) in enumerate(choices, 1):
+        course.tries(search.num_microbatches, schedule, number, len(choices))
+        if candidates and course.is_search_over():
+            refused = (
+                *refused,
+                f"The time limit ended the search after {number - 1} of {len(choices)} choices of micro-batches and "
+                "schedules; the bound is for these.",
+            )
+            choices = choices[: number - 1]
+            break
+        if search.num_groups > 1 and _is_slower(search, schedule, candidates):
+            continue
+        found = search.divisions.best(schedule, course.is_search_over)
+        seconds = float(np.inf if found is None else simulated_s(search, schedule, found))
+        key = search.num_microbatches, schedule
+        tried[key] = min(seconds, tried.get(key, np.inf))
+        if found is not None:
+            candidates.append(_Candidate(seconds, schedule, search, found))
+            course.found(seconds)
     if not candidates:
-        raise InfeasibleError(_infeasible(options, searches, is_over))
+        raise InfeasibleError(_infeasible(options, searches, course.is_search_over))
     best = min(candidates, key=lambda candidate: candidate.seconds)
-    bound_s = min(
-        search.divisions.bound(schedule, best.seconds, is_over)
-        for search in searches
-        for schedule in options.pipeline.schedules
-    )
+    course.step("proving a bound")
+    bound_s = min(search.divisions.bound(schedule, best.seconds, course.is_proof_over) for search, schedule in choices)
+    course.bounded(bound_s)
     in_flight = tuple(entry.in_flight for entry in best.found.entries)
     return ChosenPipeline(
         best.search.num_microbatches,

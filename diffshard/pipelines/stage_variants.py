@@ -50,6 +50,7 @@ def solve_stage(
     recomputed: Sequence[int] | None = None,
     known: StageLayout | None = None,
     offloaded: Sequence[int] = (),
+    time_limit_s: float | None = None,
 ) -> StageLayout:
     """Finds how a stage runs on a submesh.
 
@@ -65,11 +66,12 @@ def solve_stage(
         and what is offloaded.
       offloaded: the residuals that then are offloaded (`StageLayout.offloaded`).
       known: the layout of a stage that may have equal equations, and makes again what `recomputed` says.
+      time_limit_s: for the solver, each time that it is called; None takes that of the options, or of a stage.
 
     Raises:
       StageMemoryError: it does not fit.
     """
-    variants = _Variants(options, staged, stage, replaced, submesh, in_flight, is_donated)
+    variants = _Variants(options, staged, stage, replaced, submesh, in_flight, is_donated, time_limit_s)
     return variants.fastest(recomputed, offloaded, known)
 
 
@@ -92,12 +94,15 @@ class _Variants:
         submesh: Submesh,
         in_flight: int,
         is_donated: bool,
+        time_limit_s: float | None,
     ):
         self.options, self.staged, self.stage, self.replaced = options, staged, stage, replaced
         self.in_flight, self.is_donated, self.shape = in_flight, is_donated, mesh_shape(submesh)
         self.hardware = options.cluster.hardware(submesh.kind, self.shape)
         self.memory_limit_bytes = memory_limit_of(options, submesh.kind)
         self.uses = options.pipeline.residuals
+        own_limit_s = STAGE_TIME_LIMIT_S if options.time_limit_s is None else options.time_limit_s
+        self.time_limit_s = own_limit_s if time_limit_s is None else time_limit_s
 
     def fastest(
         self, recomputed: Sequence[int] | None, offloaded: Sequence[int], known: StageLayout | None
@@ -197,7 +202,7 @@ class _Variants:
             memory_limit_bytes,
             is_donated=self.is_donated,
             solver=options.solver,
-            time_limit_s=STAGE_TIME_LIMIT_S if options.time_limit_s is None else options.time_limit_s,
+            time_limit_s=self.time_limit_s,
             known=known,
         )
 

@@ -7,6 +7,8 @@ from functools import cached_property
 import numpy as np
 from jax.sharding import AbstractMesh
 
+from diffshard.live_progress import LiveLine
+from diffshard.pipelines.course import Course
 from diffshard.pipelines.cutting import CutStep, UncutStep, cut_step
 from diffshard.pipelines.division_search import DivisionSearch, Entry
 from diffshard.pipelines.layer_bounds import LayerBounds
@@ -31,11 +33,15 @@ class StepSearch:
       step: traced in M·R parts, where the examples of each micro-batch are in R groups, over which gradients are
         reduced once, when a step ends.
       donated: whether each flat argument is donated.
+      course: of the search in all numbers of micro-batches; None begins one that shows nothing.
     """
 
-    def __init__(self, options: PipelineOptions, step: UncutStep, donated: Sequence[bool]):
+    def __init__(
+        self, options: PipelineOptions, step: UncutStep, donated: Sequence[bool], course: Course | None = None
+    ):
+        course = Course(LiveLine("", None), options.time_limit_s) if course is None else course
         self.is_donated = all(donated[i] for i in step.call.feedback if i is not None)
-        self.options, self.step, self.num_groups = options, step, step.parts.num_groups
+        self.options, self.step, self.course, self.num_groups = options, step, course, step.parts.num_groups
         self.num_microbatches = step.parts.num_microbatches // self.num_groups
         self.submeshes = options.cluster.submeshes()
         self._least: dict[int, tuple[np.ndarray, np.ndarray]] = {}
@@ -85,15 +91,19 @@ class StepSearch:
 
     def _solve(self, entry: Entry) -> StageLayout:
         staged, cut = self._with_stage(entry)
-        return solve_stage(
-            self.options,
-            staged,
-            int(entry.start > 0),
-            cut.replaced,
-            self.submeshes[entry.submesh],
-            entry.in_flight,
-            is_donated=self.is_donated,
-        )
+        try:
+            return solve_stage(
+                self.options,
+                staged,
+                int(entry.start > 0),
+                cut.replaced,
+                self.submeshes[entry.submesh],
+                entry.in_flight,
+                is_donated=self.is_donated,
+                time_limit_s=self.course.stage_limit_s(),
+            )
+        finally:
+            self.course.solved()
 
     @cached_property
     def layer_bounds(self) -> LayerBounds:

@@ -145,10 +145,11 @@ def search(  # pyright: ignore[reportInconsistentOverload]  # the overloads leav
         is searched from the beginning.
       pipeline: cuts a training step into stages on parts of the devices, which may be of several kinds, and chooses the
         stages, their meshes and shardings, the number of micro-batches and the schedule together. None runs all of the
-        function on all devices. With it only `hardware`, `memory_limit_bytes`, `solver`, `time_limit_s` and the
-        donated arguments can be given, and the result is a `PipelinedFunction`.
+        function on all devices. With it only `hardware`, `memory_limit_bytes`, `solver`, `time_limit_s`, `progress` and
+        the donated arguments can be given, and the result is a `PipelinedFunction`.
       progress: "terminal" shows the best cost and the bound in one live line on stderr once a search lasts over two
-        seconds, but only on a terminal; "none" shows nothing. `plan(..., progress=...)` takes a function instead.
+        seconds, but only on a terminal; "none" shows nothing. `plan(..., progress=...)` takes a function instead, but
+        not with `pipeline`.
 
     Raises:
       TypeError, ValueError: an argument breaks a rule; the error names it and its value.

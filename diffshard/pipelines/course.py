@@ -1,0 +1,90 @@
+"""The course of a search for a pipeline: how much time it has left, and what it tells a terminal."""
+
+import math
+import time
+
+from diffshard.live_progress import LiveLine
+from diffshard.pipelines.options import STAGE_TIME_LIMIT_S
+from diffshard.plans.formats import format_count, format_s
+
+_SEARCH_SHARE = 0.6
+"""The share of the time limit for finding stages; what is left is for bounds, shardings of stages and programs."""
+_PROOF_SHARE = 0.75
+"""The share of the time limit after which no stage is solved for the sake of a bound."""
+_PATIENCE_S = 10.0
+"""How long a search may look for a first pipeline that fits when its time is over."""
+_LEAST_TIME_S = 0.1
+"""What a solver is given for one stage or program at least."""
+
+
+class Course:
+    """What a search for a pipeline has done so far.
+
+    Args:
+      line: the line on a terminal.
+      time_limit_s: for all of the search; None ends by its own rule.
+
+    Attributes:
+      start_s: when the search began, by `time.perf_counter`.
+    """
+
+    def __init__(self, line: LiveLine, time_limit_s: float | None):
+        self._line, self._limit_s, self.start_s = line, time_limit_s, time.perf_counter()
+        self._now, self._num_solved, self._best_s, self._bound_s = "", 0, math.inf, -math.inf
+
+    @property
+    def seconds(self) -> float:
+        """Seconds since the search began."""
+        return time.perf_counter() - self.start_s
+
+    # Time.
+
+    def is_search_over(self) -> bool:
+        """Tells whether no further stages are looked for; those of a first pipeline have more time."""
+        if self._limit_s is None:
+            return False
+        limit_s = _SEARCH_SHARE * self._limit_s
+        return self.seconds >= (limit_s if math.isfinite(self._best_s) else limit_s + _PATIENCE_S)
+
+    def is_proof_over(self) -> bool:
+        """Tells whether no further stages are solved for a bound."""
+        return self._limit_s is not None and self.seconds >= _PROOF_SHARE * self._limit_s
+
+    def stage_limit_s(self, num_left: int = 1) -> float:
+        """Returns the solver's time limit for a stage or program, of which some are left to plan."""
+        if self._limit_s is None:
+            return STAGE_TIME_LIMIT_S
+        return min(STAGE_TIME_LIMIT_S, max((self._limit_s - self.seconds) / num_left, _LEAST_TIME_S))
+
+    # Progress.
+
+    def tries(self, num_microbatches: int, schedule: str, number: int, count: int) -> None:
+        """Notes which number of micro-batches and schedule is tried now, the one with a number from 1 of some."""
+        batches = f"{num_microbatches} micro-batch{'es' if num_microbatches > 1 else ''}"
+        self._say(f"{batches}, {schedule} ({number} of {count})")
+
+    def step(self, name: str) -> None:
+        """Notes what the search does now."""
+        self._say(name)
+
+    def solved(self) -> None:
+        """Notes that a stage was solved."""
+        self._num_solved += 1
+        self._say(self._now)
+
+    def found(self, seconds: float) -> None:
+        """Notes the seconds of a step as a pipeline that was found."""
+        self._best_s = min(self._best_s, seconds)
+        self._say(self._now)
+
+    def bounded(self, bound_s: float) -> None:
+        """Notes the seconds that no pipeline is below."""
+        self._bound_s = bound_s
+        self._say(self._now)
+
+    def _say(self, now: str) -> None:
+        self._now = now
+        solved = f"{format_count(self._num_solved, 'stage')} solved" if self._num_solved else ""
+        best = f"best {format_s(self._best_s)}" if math.isfinite(self._best_s) else ""
+        bound = f"bound {format_s(self._bound_s)}" if math.isfinite(self._bound_s) else ""
+        self._line.step(", ".join(part for part in (f"{self.seconds:.1f} s, {now}", solved, best, bound) if part))
