@@ -83,6 +83,12 @@ def in_flight(graph: ScheduleGraph) -> np.ndarray:
 # The order in which each stage runs its operations.
 
 
+def kept_microbatches(schedule: Schedule, stages_left: int, num_microbatches: int) -> int:
+    """Returns how many micro-batches a stage keeps from which so many stages follow, itself included."""
+    kept = {"1f1b": stages_left, "2bw": stages_left, "eager": 2 * stages_left - 1}.get(schedule, num_microbatches)
+    return min(kept, num_microbatches)
+
+
 def alternating_order(num_microbatches: int, kept: int) -> list[tuple[int, int]]:
     """Returns the operations of a stage that starts `kept` micro-batches before its first backward operation."""
     order = [(FORWARD, m) for m in range(kept)]

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cost.clusters import Cluster
-from cost.pipeline_schedules import Schedule
+from cost.pipeline_schedules import Schedule, kept_microbatches
 from diffshard.pipelines.layer_chain import LayerChain
 from diffshard.pipelines.stage_programme import (
     Division,
@@ -65,12 +65,6 @@ class FoundDivision:
     entries: tuple[Entry, ...]
     layouts: tuple[StageLayout, ...]
     bound_s: float
-
-
-def kept_microbatches(schedule: Schedule, stages_left: int, num_microbatches: int) -> int:
-    """Returns how many micro-batches a stage keeps from which so many stages follow, itself included."""
-    kept = {"1f1b": stages_left, "2bw": stages_left, "eager": 2 * stages_left - 1}.get(schedule, num_microbatches)
-    return min(kept, num_microbatches)
 
 
 @dataclass

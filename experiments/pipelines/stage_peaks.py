@@ -19,11 +19,10 @@ from flax import linen as nn
 from jax.sharding import Mesh
 
 from cost.clusters import Cluster
-from cost.pipeline_schedules import Schedule, graph_of
+from cost.pipeline_schedules import Schedule, graph_of, kept_microbatches
 from diffshard.checks.gpu_target import gpu_mesh
 from diffshard.pipelines.base import Pipeline
 from diffshard.pipelines.cutting import uncut_step
-from diffshard.pipelines.division_search import kept_microbatches
 from diffshard.pipelines.options import PipelineOptions, donated_arrays
 from diffshard.pipelines.planned_pipeline import FoundPipeline, planned_pipeline
 from diffshard.pipelines.shared_choices import ChosenPipeline

@@ -8,10 +8,10 @@ import pytest
 
 import diffshard
 from cost.base import Link
-from cost.pipeline_schedules import Schedule, graph_of
+from cost.pipeline_schedules import Schedule, graph_of, kept_microbatches
 from cost.pipeline_times import StageTimes, simulate
 from diffshard.base import InfeasibleError
-from diffshard.pipelines.division_search import DivisionSearch, Entry, kept_microbatches
+from diffshard.pipelines.division_search import DivisionSearch, Entry
 from diffshard.pipelines.layer_chain import LayerChain
 from diffshard.pipelines.stage_placement import place_stages
 from diffshard.pipelines.stage_search import StageLayout, StageMemoryError

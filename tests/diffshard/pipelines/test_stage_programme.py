@@ -7,9 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cost.pipeline_schedules import Schedule, graph_of
+from cost.pipeline_schedules import Schedule, graph_of, kept_microbatches
 from cost.pipeline_times import StageTimes, lower_bound_s, simulate
-from diffshard.pipelines.division_search import kept_microbatches
 from diffshard.pipelines.stage_programme import (
     Stage,
     Submesh,
