@@ -3,22 +3,15 @@
 import collections
 from typing import Protocol
 
+from diffshard.embedding_tables.checks import Pieces
 from diffshard.plans.formats import format_bytes, format_count, format_devices, format_percent, format_s
 from diffshard.plans.text_table import format_table, wrapped
-from search_spaces.embedding_tables.base import EVERY_DEVICE, DecodedTables, EmbeddingTable, Piece, TableDevices
+from search_spaces.embedding_tables.base import EVERY_DEVICE, DecodedTables, EmbeddingTable, Piece
 
 
-class Described(Protocol):
+class Described(Pieces, Protocol):
     """What the text says of a plan; see `TablePlan`."""
 
-    @property
-    def tables(self) -> tuple[EmbeddingTable, ...]: ...  # noqa: D102
-    @property
-    def devices(self) -> TableDevices: ...  # noqa: D102
-    @property
-    def pieces(self) -> tuple[Piece, ...]: ...  # noqa: D102
-    @property
-    def mesh_axes(self) -> tuple[tuple[str, int], ...]: ...  # noqa: D102
     @property
     def step_s(self) -> float: ...  # noqa: D102
     @property

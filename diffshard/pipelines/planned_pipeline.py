@@ -22,7 +22,7 @@ from diffshard.pipelines.stage_placement import arguments_of, mesh_of, place_sta
 from diffshard.pipelines.stage_plans import StageDevices, StagePlans
 from diffshard.pipelines.stage_programme import Stage
 from diffshard.pipelines.stage_search import StageLayout
-from diffshard.pipelines.stage_variants import solve_stage, with_choices
+from diffshard.pipelines.stage_variants import StageVariants, with_choices
 from diffshard.pipelines.step_search import StepSearch
 from diffshard.plans.base import Tensor
 from diffshard.plans.formats import format_count
@@ -59,7 +59,7 @@ def planned_pipeline(
 
     def solve_one(i: int) -> StageLayout:
         course.step(f"sharding stage {i + 1} of {len(stages)}")
-        return solve_stage(
+        variants = StageVariants(
             options,
             staged,
             i,
@@ -67,10 +67,13 @@ def planned_pipeline(
             submeshes[stages[i].submesh],
             chosen.in_flight[i],
             is_donated=search.is_donated,
-            known=search.divisions.known_layout(Entry(*stages[i], chosen.in_flight[i])),
-            recomputed=chosen.recomputed[i] if chosen.recomputed else None,
-            offloaded=chosen.offloaded[i] if chosen.offloaded else (),
             time_limit_s=course.stage_limit_s(3 * len(stages) - i),  # each has two programs as well
+        )
+        known = search.divisions.known_layout(Entry(*stages[i], chosen.in_flight[i]))
+        return (
+            variants.chosen(chosen.recomputed[i], chosen.offloaded[i], known)
+            if chosen.recomputed
+            else variants.fastest()
         )
 
     def solve() -> list[StageLayout]:

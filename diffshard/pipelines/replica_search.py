@@ -24,7 +24,7 @@ from diffshard.pipelines.replica_exchange import sums_in_s, weights_out_s
 from diffshard.pipelines.stage_placement import sends_s
 from diffshard.pipelines.stage_programme import Stage
 from diffshard.pipelines.stage_search import StageLayout
-from diffshard.pipelines.stage_variants import solve_stage
+from diffshard.pipelines.stage_variants import StageVariants
 from diffshard.pipelines.step_search import StepSearch
 from search_spaces.pipelines.replicas import replica_part
 from search_spaces.pipelines.stage_programs import StagedStep
@@ -184,7 +184,7 @@ def solve_replica_stage(
       InfeasibleError: it does not fit.
     """
     nothing = [None] * len(part.inputs)
-    return solve_stage(options, part, stage, nothing, submesh, in_flight, is_donated=False, recomputed=())
+    return StageVariants(options, part, stage, nothing, submesh, in_flight, is_donated=False).chosen(())
 
 
 def even_submeshes(cluster: Cluster, kind: int, num_stages: int) -> tuple[Submesh, ...] | None:

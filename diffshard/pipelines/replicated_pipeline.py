@@ -19,7 +19,7 @@ from diffshard.pipelines.shared_choices import shared_layouts
 from diffshard.pipelines.stage_placement import arguments_of, mesh_of, place_stages, sends_s
 from diffshard.pipelines.stage_plans import StageDevices, StagePlans
 from diffshard.pipelines.stage_search import StageLayout
-from diffshard.pipelines.stage_variants import solve_stage
+from diffshard.pipelines.stage_variants import StageVariants
 from diffshard.pipelines.step_search import StepSearch
 from diffshard.processes import Processes
 from search_spaces.pipelines.replicas import replica_part, replica_specs, replicated_step
@@ -57,9 +57,8 @@ def planned_replicas(
         in_flight = chosen.replicas[r].in_flight[i]
         if r:
             return solve_replica_stage(options, part, i, submesh, in_flight)
-        return solve_stage(
-            options, base, i, step.replaced, submesh, in_flight, is_donated=search.is_donated, recomputed=()
-        )
+        variants = StageVariants(options, base, i, step.replaced, submesh, in_flight, is_donated=search.is_donated)
+        return variants.chosen(())
 
     layouts = shared_layouts(processes, base, lambda: [solved(*place) for place in places])
     numbers = place_stages(cluster, [submesh for _, _, submesh in places])

@@ -38,43 +38,6 @@ _MOST_VARIANTS = 3
 """Choices of residuals whose shardings are searched, besides the one that keeps everything."""
 
 
-def solve_stage(
-    options: PipelineOptions,
-    staged: StagedStep,
-    stage: int,
-    replaced: Sequence[int | None],
-    submesh: Submesh,
-    in_flight: int,
-    *,
-    is_donated: bool,
-    recomputed: Sequence[int] | None = None,
-    known: StageLayout | None = None,
-    offloaded: Sequence[int] = (),
-    time_limit_s: float | None = None,
-) -> StageLayout:
-    """Finds how a stage runs on a submesh.
-
-    Args:
-      options: what is asked for.
-      staged: the step in stages.
-      stage: which one.
-      replaced: for each flat argument of the step the flat result that replaces it, or None.
-      submesh: what it runs on.
-      in_flight: how many micro-batches it keeps at most.
-      is_donated: whether the state may be overwritten.
-      recomputed: the steps that run again (`StageLayout.recomputed`); None chooses them,
-        and what is offloaded.
-      offloaded: the residuals that then are offloaded (`StageLayout.offloaded`).
-      known: the layout of a stage that may have equal equations, and makes again what `recomputed` says.
-      time_limit_s: for the solver, each time that it is called; None takes that of the options, or of a stage.
-
-    Raises:
-      StageMemoryError: it does not fit.
-    """
-    variants = _Variants(options, staged, stage, replaced, submesh, in_flight, is_donated, time_limit_s)
-    return variants.fastest(recomputed, offloaded, known)
-
-
 def with_choices(staged: StagedStep, layouts: Sequence[StageLayout]) -> StagedStep:
     """Returns a step whose stages make residuals again and offload them as their layouts say."""
     for stage, layout in enumerate(layouts):
@@ -84,7 +47,20 @@ def with_choices(staged: StagedStep, layouts: Sequence[StageLayout]) -> StagedSt
     return with_offloaded(staged, offloaded_keys(staged, layouts))
 
 
-class _Variants:
+class StageVariants:
+    """The ways to run a stage on a submesh: its shardings, and what becomes of its residuals.
+
+    Args:
+      options: what is asked for.
+      staged: the step in stages.
+      stage: which one.
+      replaced: for each flat argument of the step the flat result that replaces it, or None.
+      submesh: what it runs on.
+      in_flight: how many micro-batches it keeps at most.
+      is_donated: whether the state may be overwritten.
+      time_limit_s: for the solver, each time that it is called; None takes that of the options, or of a stage.
+    """
+
     def __init__(
         self,
         options: PipelineOptions,
@@ -93,8 +69,9 @@ class _Variants:
         replaced: Sequence[int | None],
         submesh: Submesh,
         in_flight: int,
+        *,
         is_donated: bool,
-        time_limit_s: float | None,
+        time_limit_s: float | None = None,
     ):
         self.options, self.staged, self.stage, self.replaced = options, staged, stage, replaced
         self.in_flight, self.is_donated, self.shape = in_flight, is_donated, mesh_shape(submesh)
@@ -104,15 +81,33 @@ class _Variants:
         own_limit_s = STAGE_TIME_LIMIT_S if options.time_limit_s is None else options.time_limit_s
         self.time_limit_s = own_limit_s if time_limit_s is None else time_limit_s
 
-    def fastest(
-        self, recomputed: Sequence[int] | None, offloaded: Sequence[int], known: StageLayout | None
+    def chosen(
+        self, recomputed: Sequence[int], offloaded: Sequence[int] = (), known: StageLayout | None = None
     ) -> StageLayout:
-        programs = {label.kind for label in self.staged.programs if label.stage == self.stage}
-        if set(self.uses) == {"keep"} or not programs >= {"forward", "backward"}:
+        """Finds the shardings of a known choice of residuals.
+
+        Args:
+          recomputed: the steps that run again (`StageLayout.recomputed`).
+          offloaded: the residuals that are offloaded (`StageLayout.offloaded`).
+          known: the layout of a stage that may have equal equations, and of the same choice.
+
+        Raises:
+          StageMemoryError: it does not fit.
+        """
+        if not self._has_both_passes:
             return self._layout(self.staged, self.memory_limit_bytes, known)
-        residuals = StageResiduals(self.staged, self.stage, lambda equation: _step_s(equation, self.hardware))
-        if recomputed is not None:
-            return self._variant(residuals, residuals.candidate(frozenset(recomputed)), offloaded, known)
+        residuals = self._residuals()
+        return self._variant(residuals, residuals.candidate(frozenset(recomputed)), offloaded, known)
+
+    def fastest(self) -> StageLayout:
+        """Finds the fastest of those that are tried.
+
+        Raises:
+          StageMemoryError: none fits.
+        """
+        if set(self.uses) == {"keep"} or not self._has_both_passes:
+            return self._layout(self.staged, self.memory_limit_bytes)
+        residuals = self._residuals()
         free = self._layout(self.staged, math.inf)
         if free.peak_bytes <= self.memory_limit_bytes:
             return free
@@ -133,6 +128,13 @@ class _Variants:
             raise StageMemoryError("No choice of residuals that was tried fits.", is_proven=False)
         best = min(found, key=lambda layout: layout.seconds)
         return replace(best, lower_bound_s=min(free.lower_bound_s, best.seconds))
+
+    @property
+    def _has_both_passes(self) -> bool:
+        return {label.kind for label in self.staged.programs if label.stage == self.stage} >= {"forward", "backward"}
+
+    def _residuals(self) -> StageResiduals:
+        return StageResiduals(self.staged, self.stage, lambda equation: _step_s(equation, self.hardware))
 
     def _estimates(self, residuals: StageResiduals) -> list[ResidualEstimate]:
         """Returns the choice that keeps everything, and others, from the fastest to the slowest.

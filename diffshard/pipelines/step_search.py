@@ -16,7 +16,7 @@ from diffshard.pipelines.layer_chain import LayerChain, layer_chain
 from diffshard.pipelines.options import PipelineOptions, memory_limit_of, mesh_shape
 from diffshard.pipelines.stage_function import StageFunction
 from diffshard.pipelines.stage_search import StageLayout, stage_request
-from diffshard.pipelines.stage_variants import solve_stage
+from diffshard.pipelines.stage_variants import StageVariants
 from diffshard.sharding_search.request import PlanRequest
 from search_spaces.pipelines.example_groups import in_groups
 from search_spaces.pipelines.stage_keys import Key
@@ -92,7 +92,7 @@ class StepSearch:
     def _solve(self, entry: Entry) -> StageLayout:
         staged, cut = self._with_stage(entry)
         try:
-            return solve_stage(
+            return StageVariants(
                 self.options,
                 staged,
                 int(entry.start > 0),
@@ -101,7 +101,7 @@ class StepSearch:
                 entry.in_flight,
                 is_donated=self.is_donated,
                 time_limit_s=self.course.stage_limit_s(),
-            )
+            ).fastest()
         finally:
             self.course.solved()
 

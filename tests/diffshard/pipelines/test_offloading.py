@@ -13,6 +13,7 @@ from diffshard.pipelines.stage_calls import HOST_MEMORY
 from diffshard.pipelines.stage_memory import stage_memory
 from search_spaces.pipelines.offloading import can_be_offloaded, residuals_of, with_offloaded
 from search_spaces.pipelines.stage_keys import Label
+from tests.diffshard.pipelines.small_mlp import mlp_arguments, mlp_step
 from tests.diffshard.pipelines.small_pipeline import arguments, by_example, check_close, small_execution, train_step
 
 
@@ -58,26 +59,6 @@ def test_what_is_no_residual_cannot_be_offloaded(kept):
     staged = kept[0].calls.staged
     with pytest.raises(ValueError, match="no backward program reads"):
         with_offloaded(staged, [staged.inputs[0]])
-
-
-def mlp_step(params, x):
-    def loss(params):
-        h = x
-        for w in params:
-            h = h + jax.nn.gelu(h @ w["up"]) @ w["down"]
-        return (h * h).mean()
-
-    value, gradients = jax.value_and_grad(loss)(params)
-    return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients), value
-
-
-def mlp_arguments(layers=4, width=32):
-    keys = jax.random.split(jax.random.key(0), 2 * layers)
-    params = [
-        {"up": jax.random.normal(a, (width, 2 * width)) / 6, "down": jax.random.normal(b, (2 * width, width)) / 8}
-        for a, b in zip(keys[:layers], keys[layers:], strict=True)
-    ]
-    return params, jax.random.normal(keys[0], (512, width))
 
 
 def mlp_search(residuals, memory_limit_bytes):

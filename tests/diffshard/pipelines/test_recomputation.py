@@ -15,6 +15,7 @@ from search_spaces.pipelines.residuals import StageResiduals
 from search_spaces.pipelines.stage_keys import Label
 from search_spaces.pipelines.stage_programs import staged_step
 from tests.diffshard.pipelines import scanned_models, small_pipeline
+from tests.diffshard.pipelines.small_mlp import mlp_arguments, mlp_step
 from tests.diffshard.pipelines.small_pipeline import check_close, meshes
 
 
@@ -55,31 +56,8 @@ def test_what_is_made_again_is_not_kept_and_results_stay(model):
     check_close(found, jax.jit(model.train_step)(*args))
 
 
-LAYERS, WIDTH = 8, 64
-
-
-def mlp_step(params, x):
-    def loss(params):
-        h = x
-        for w in params:
-            h = h + jax.nn.gelu(h @ w["up"]) @ w["down"]
-        return (h * h).mean()
-
-    value, gradients = jax.value_and_grad(loss)(params)
-    return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients), value
-
-
-def mlp_arguments():
-    keys = jax.random.split(jax.random.key(0), 2 * LAYERS)
-    params = [
-        {"up": jax.random.normal(a, (WIDTH, 2 * WIDTH)) / 8, "down": jax.random.normal(b, (2 * WIDTH, WIDTH)) / 12}
-        for a, b in zip(keys[:LAYERS], keys[LAYERS:], strict=True)
-    ]
-    return params, jax.random.normal(keys[0], (512, WIDTH))
-
-
 def test_layers_that_run_again_one_by_one_need_the_least_memory():
-    step = uncut_step(mlp_step, 8, BatchArguments((1,), ()), mlp_arguments(), {})
+    step = uncut_step(mlp_step, 8, BatchArguments((1,), ()), mlp_arguments(8, 64), {})
     residuals = StageResiduals(staged_step(step.parts, []), 0, seconds)
     changed = [recomputed_stage(residuals, choice) for choice in residuals.candidates()]
     bytes_of = [working_bytes(one, one.programs[Label("backward", 0)]) for one in changed]
@@ -88,7 +66,7 @@ def test_layers_that_run_again_one_by_one_need_the_least_memory():
 
 
 def test_a_stage_makes_again_what_its_memory_cannot_keep():
-    args = mlp_arguments()
+    args = mlp_arguments(8, 64)
     cluster = diffshard.Cluster.from_devices(jax.devices()[:2], hardware="h100")
     options = {"microbatches": 8, "schedules": ("1f1b",), "max_stages": 2}
     keeping = diffshard.search(
