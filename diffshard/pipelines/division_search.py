@@ -8,12 +8,13 @@ bounds every division, mesh and sharding together.
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from cost.clusters import Cluster
 from cost.pipeline_schedules import Schedule, kept_microbatches
+from diffshard.pipelines.found_divisions import Entry, FoundDivision
 from diffshard.pipelines.layer_chain import LayerChain
 from diffshard.pipelines.stage_programme import (
     Division,
@@ -25,22 +26,6 @@ from diffshard.pipelines.stage_programme import (
 )
 from diffshard.pipelines.stage_search import StageLayout, StageMemoryError
 
-
-class Entry(NamedTuple):
-    """A stage that may be solved.
-
-    Attributes:
-      start, end: its layers.
-      submesh: the index of its submesh.
-      in_flight: how many micro-batches it keeps.
-    """
-
-    start: int
-    end: int
-    submesh: int
-    in_flight: int
-
-
 _UNKNOWN: Any = object()
 _INFINITE = complex(np.inf, np.inf)
 _MOST_ROUNDS = 10
@@ -48,23 +33,6 @@ _LEAST_GAIN = 0.01
 _FREE_SHARE = 0.95
 """A plan that needs less of the memory is taken to be the best one without a limit."""
 SolveEntry = Callable[[Entry], StageLayout]
-
-
-@dataclass
-class FoundDivision:
-    """A division all of whose stages are solved.
-
-    Attributes:
-      stages: from the first to the last.
-      entries: those of the stages.
-      layouts: of the stages.
-      bound_s: the schedule's lower bound for the stages' seconds.
-    """
-
-    stages: tuple[Stage, ...]
-    entries: tuple[Entry, ...]
-    layouts: tuple[StageLayout, ...]
-    bound_s: float
 
 
 @dataclass
@@ -111,15 +79,36 @@ class DivisionSearch:
             self.least_s[:, :, p] = np.where(fits, seconds, _INFINITE)
 
     def best(self, schedule: Schedule, is_over: Callable[[], bool]) -> FoundDivision | None:
+        """Returns the best of `candidates`; None where nothing fits."""
+        return min(self.candidates(schedule, is_over), key=lambda found: found.bound_s, default=None)
+
+    def candidates(self, schedule: Schedule, is_over: Callable[[], bool]) -> list[FoundDivision]:
+        """Finds a division on each kind of device alone, unless it is proven slower than another, and one on all kinds.
+
+        A kind alone comes first and is estimated by its own stages, so that other kinds do not change what is found.
+        """
+        kinds, found, best = range(len(self.devices)), list[FoundDivision](), None
+        bounds = {kind: self.bound(schedule, np.inf, lambda: True, kind) for kind in kinds} if len(kinds) > 1 else {}
+        for kind in (*sorted(bounds, key=lambda kind: bounds[kind]), None):
+            if kind is not None and bounds[kind] >= (np.inf if best is None else best.bound_s):
+                continue
+            division = self._best_on(kind, schedule, is_over, best if kind is None else None)
+            if division is not None and division is not best:
+                found.append(division)
+                best = min(found, key=lambda division: division.bound_s)
+        return found
+
+    def _best_on(
+        self, kind: int | None, schedule: Schedule, is_over: Callable[[], bool], best: FoundDivision | None
+    ) -> FoundDivision | None:
         """Finds a division by estimates, solves its stages, and repeats while a better one is expected.
 
         Returns:
-          The best division whose stages were all solved; None where nothing fits.
+          The best division whose stages were all solved, or the given one if it is better; None where nothing fits.
         """
-        best: FoundDivision | None = None
         rounds = 0  # since a first division was found; before, only what does not fit ends the search
         while rounds < _MOST_ROUNDS and not (best is None and is_over()):
-            division = self._best_division(schedule, self._estimate)
+            division = self._best_division(schedule, self._estimate, kind)
             if division is None or (best is not None and division.value >= (1 - _LEAST_GAIN) * best.bound_s):
                 break
             rounds += best is not None
@@ -149,7 +138,7 @@ class DivisionSearch:
                 value, later_s = float(objective.join(link_s, value)), later_s + link_s
         return FoundDivision(stages, entries, tuple(layouts), value)
 
-    def bound(self, schedule: Schedule, target_s: float, is_over: Callable[[], bool]) -> float:
+    def bound(self, schedule: Schedule, target_s: float, is_over: Callable[[], bool], kind: int | None = None) -> float:
         """Returns what every division takes at least, with any sharding of its stages; infinite where none fits.
 
         Entries on the best path of lower bounds are solved until it reaches a number, or for some rounds.
@@ -158,9 +147,10 @@ class DivisionSearch:
           schedule: it limits how many micro-batches a stage keeps.
           target_s: a higher bound is of no use.
           is_over: tells whether there is no time left.
+          kind: the only one whose devices are used; None uses all.
         """
         for _ in range(_MOST_ROUNDS):
-            division = self._best_division(schedule, self._bound)
+            division = self._best_division(schedule, self._bound, kind)
             if division is None:
                 return np.inf
             unsolved = [entry for entry in self._entries(division.stages, schedule) if not self._is_solved(entry)]
@@ -169,7 +159,7 @@ class DivisionSearch:
             self._solved(
                 max(unsolved, key=lambda entry: float(np.real(self.least_s[entry.start, entry.end, entry.submesh])))
             )
-        division = self._best_division(schedule, self._bound)
+        division = self._best_division(schedule, self._bound, kind)
         return np.inf if division is None else division.value
 
     def _objective(self, schedule: Schedule) -> Objective:
@@ -242,12 +232,15 @@ class DivisionSearch:
     def _kind(self, entry: Entry) -> tuple[tuple[Hashable, ...], int]:
         return self.chain.signatures[entry.start : entry.end], entry.submesh
 
-    def _best_division(self, schedule: Schedule, table: Callable[[int], np.ndarray]) -> Division | None:
+    def _best_division(
+        self, schedule: Schedule, table: Callable[[int], np.ndarray], kind: int | None
+    ) -> Division | None:
+        is_used = np.array([kind in (None, submesh.kind) for submesh in self.submeshes])
         return best_division(
             len(self.chain),
             self.devices,
             self.submeshes,
-            lambda left: table(kept_microbatches(schedule, left, self.num_microbatches)),
+            lambda left: np.where(is_used, table(kept_microbatches(schedule, left, self.num_microbatches)), _INFINITE),
             self.link_s,
             self._objective(schedule),
             max_stages=self.max_stages,
@@ -257,8 +250,10 @@ class DivisionSearch:
     def _estimate(self, in_flight: int) -> np.ndarray:
         """Returns `[L, L + 1, P]`: seconds of a micro-batch, of unsolved entries by those that are solved."""
         means = {submesh: float(np.mean(ratios)) for submesh, ratios in self.slowdowns.items()}
-        usual = max(means.values(), default=1.0)
-        factors = np.array([means.get(p, usual) for p in range(len(self.submeshes))])
+        usual = [1.0 for _ in self.devices]  # of each kind
+        for p, mean in means.items():
+            usual[self.submeshes[p].kind] = max(usual[self.submeshes[p].kind], mean)
+        factors = np.array([means.get(p, usual[submesh.kind]) for p, submesh in enumerate(self.submeshes)])
         fits = np.isfinite(self.least_s)
         table = np.where(fits, np.where(fits, self.least_s, 0) * factors, _INFINITE)
         for start, length, p in self._alike():

@@ -13,7 +13,7 @@ import numpy as np
 
 from cost.memory import least_memory
 from cost.pipeline_schedules import Schedule, kept_microbatches
-from diffshard.pipelines.division_search import Entry
+from diffshard.pipelines.found_divisions import Entry
 from diffshard.pipelines.stage_programme import best_division, bottleneck_objective
 from diffshard.pipelines.step_search import StepSearch
 from diffshard.sharding_search.planning import lightest_choice

@@ -10,7 +10,7 @@ from cost.pipeline_steps import pipeline_step
 from cost.pipeline_times import Simulation, StageTimes
 from diffshard.pipelines.base import PipelinePlan, PlannedStage
 from diffshard.pipelines.cutting import CutStep
-from diffshard.pipelines.division_search import Entry
+from diffshard.pipelines.found_divisions import Entry
 from diffshard.pipelines.layer_chain import LayerChain
 from diffshard.pipelines.options import (
     PipelineOptions,

@@ -18,7 +18,7 @@ from cost.pipeline_replicas import balanced_microbatches
 from cost.pipeline_schedules import Schedule, graph_of, kept_microbatches
 from cost.pipeline_times import StageTimes, simulate
 from diffshard.base import InfeasibleError
-from diffshard.pipelines.division_search import FoundDivision
+from diffshard.pipelines.found_divisions import FoundDivision
 from diffshard.pipelines.options import PipelineOptions
 from diffshard.pipelines.replica_exchange import sums_in_s, weights_out_s
 from diffshard.pipelines.stage_placement import sends_s

@@ -14,7 +14,7 @@ from diffshard.base import InfeasibleError
 from diffshard.live_progress import LiveLine
 from diffshard.pipelines.course import Course
 from diffshard.pipelines.cutting import UncutStep, uncut_step
-from diffshard.pipelines.division_search import FoundDivision
+from diffshard.pipelines.found_divisions import FoundDivision
 from diffshard.pipelines.least_memory import PipelineNeed, least_need
 from diffshard.pipelines.options import PipelineOptions, donated_arrays, memory_limit_of, mesh_shape
 from diffshard.pipelines.planned_pipeline import FoundPipeline, planned_pipeline
@@ -28,6 +28,10 @@ from diffshard.processes import Processes
 
 _BACKWARD_SHARE = 2 / 3
 """Of a micro-batch's seconds, before the programs are planned one by one."""
+_MOST_PLANNED = 3
+"""Pipelines whose programs are planned at most."""
+_LEAST_GAIN = 0.02
+"""What another pipeline has to be estimated faster, relatively, for its programs to be planned."""
 
 
 class _Candidate(NamedTuple):
@@ -62,12 +66,35 @@ def find_pipeline(
     if not processes.is_first:
         course.step("waiting for the first process")
     chosen = processes.shared(what, lambda: _chosen(options, searches, course))
-    wanted = chosen.num_microbatches, chosen.num_groups
-    search = next(search for search in searches if (search.num_microbatches, search.num_groups) == wanted)
-    found = planned_pipeline(options, search, chosen, processes)
+    found = _best_planned(options, searches, chosen, processes, course)
     if options.pipeline.max_replicas > 1 and len(options.cluster.kinds) > 1:
         found = _faster_with_replicas(options, searches, donated, found, processes, course)
     return found._replace(plan=processes.shared(what, lambda: found.plan))
+
+
+def _best_planned(
+    options: PipelineOptions,
+    searches: Sequence[StepSearch],
+    chosen: Sequence[ChosenPipeline],
+    processes: Processes,
+    course: Course,
+) -> FoundPipeline:
+    """Plans the programs of the pipeline with the least estimate, and of others while their estimates are clearly less.
+
+    A stage may take longer in its programs than as a whole, because communication of one does not wait beside another.
+    """
+    best: FoundPipeline | None = None
+    for number, one in enumerate(chosen[:_MOST_PLANNED]):
+        if best is not None and one.estimate_s >= (1 - _LEAST_GAIN) * best.plan.step_s:
+            break
+        if number and processes.shared("search a pipeline", course.is_proof_over):
+            break
+        wanted = one.num_microbatches, one.num_groups
+        search = next(search for search in searches if (search.num_microbatches, search.num_groups) == wanted)
+        found = planned_pipeline(options, search, one, processes)
+        best = found if best is None or found.plan.step_s < best.plan.step_s else best
+    assert best is not None
+    return best
 
 
 def _faster_with_replicas(
@@ -105,8 +132,8 @@ def _faster_with_replicas(
     return best._replace(plan=replace(plan, notes=(*plan.notes, note)))
 
 
-def _chosen(options: PipelineOptions, searches: Sequence[StepSearch], course: Course) -> ChosenPipeline:
-    """Searches in each number of micro-batches and with each schedule, and bounds them all.
+def _chosen(options: PipelineOptions, searches: Sequence[StepSearch], course: Course) -> list[ChosenPipeline]:
+    """Searches in each number of micro-batches and with each schedule, bounds all, and returns those found, best first.
 
     Raises:
       InfeasibleError: no pipeline fits the memory.
@@ -128,32 +155,36 @@ def _chosen(options: PipelineOptions, searches: Sequence[StepSearch], course: Co
             break
         if search.num_groups > 1 and _is_slower(search, schedule, candidates):
             continue
-        found = search.divisions.best(schedule, course.is_search_over)
-        seconds = float(np.inf if found is None else simulated_s(search, schedule, found))
         key = search.num_microbatches, schedule
-        tried[key] = min(seconds, tried.get(key, np.inf))
-        if found is not None:
+        tried.setdefault(key, np.inf)
+        for found in search.divisions.candidates(schedule, course.is_search_over):
+            seconds = float(simulated_s(search, schedule, found))
+            tried[key] = min(seconds, tried[key])
             candidates.append(_Candidate(seconds, schedule, search, found))
             course.found(seconds)
     if not candidates:
         raise InfeasibleError(_infeasible(options, searches, course.is_search_over))
-    best = min(candidates, key=lambda candidate: candidate.seconds)
+    candidates.sort(key=lambda candidate: candidate.seconds)
     course.step("proving a bound")
-    bound_s = min(search.divisions.bound(schedule, best.seconds, course.is_proof_over) for search, schedule in choices)
+    target_s = candidates[0].seconds
+    bound_s = min(search.divisions.bound(schedule, target_s, course.is_proof_over) for search, schedule in choices)
     course.bounded(bound_s)
-    in_flight = tuple(entry.in_flight for entry in best.found.entries)
-    return ChosenPipeline(
-        best.search.num_microbatches,
-        best.schedule,
-        best.found.stages,
-        in_flight,
-        bound_s,
-        tuple((*key, seconds) for key, seconds in tried.items()),
-        best.search.num_groups,
-        (*refused, *_other_reduction(best, candidates)),
-        recomputed=tuple(layout.recomputed for layout in best.found.layouts),
-        offloaded=tuple(layout.offloaded for layout in best.found.layouts),
-    )
+    return [
+        ChosenPipeline(
+            one.search.num_microbatches,
+            one.schedule,
+            one.found.stages,
+            tuple(entry.in_flight for entry in one.found.entries),
+            bound_s,
+            tuple((*key, seconds) for key, seconds in tried.items()),
+            one.search.num_groups,
+            (*refused, *_other_reduction(one, candidates)),
+            recomputed=tuple(layout.recomputed for layout in one.found.layouts),
+            offloaded=tuple(layout.offloaded for layout in one.found.layouts),
+            estimate_s=one.seconds,
+        )
+        for one in candidates
+    ]
 
 
 def _is_slower(search: StepSearch, schedule: Schedule, candidates: Sequence[_Candidate]) -> bool:

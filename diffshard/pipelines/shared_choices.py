@@ -34,6 +34,7 @@ class ChosenPipeline(NamedTuple):
       notes: sentences for the user.
       recomputed: `[S]`, what each makes again (`StageLayout.recomputed`); empty: each stage is searched for it.
       offloaded: `[S]`, what waits on the host (`StageLayout.offloaded`); as long as `recomputed`.
+      estimate_s: what a step takes before the programs of the stages are planned one by one.
     """
 
     num_microbatches: int
@@ -46,6 +47,7 @@ class ChosenPipeline(NamedTuple):
     notes: tuple[str, ...] = ()
     recomputed: tuple[tuple[int, ...], ...] = ()
     offloaded: tuple[tuple[int, ...], ...] = ()
+    estimate_s: float = 0.0
 
 
 def shared_layouts(

@@ -10,7 +10,8 @@ from jax.sharding import AbstractMesh
 from diffshard.live_progress import LiveLine
 from diffshard.pipelines.course import Course
 from diffshard.pipelines.cutting import CutStep, UncutStep, cut_step
-from diffshard.pipelines.division_search import DivisionSearch, Entry
+from diffshard.pipelines.division_search import DivisionSearch
+from diffshard.pipelines.found_divisions import Entry
 from diffshard.pipelines.layer_bounds import LayerBounds
 from diffshard.pipelines.layer_chain import LayerChain, layer_chain
 from diffshard.pipelines.options import PipelineOptions, memory_limit_of, mesh_shape

@@ -105,7 +105,7 @@ def evenly_cut(model: Model, num_stages: int, schedule: Schedule) -> tuple[Found
         0.0,
         (),
     )
-    return planned_pipeline(options, search, chosen, Processes((0,)), time.perf_counter()), search
+    return planned_pipeline(options, search, chosen, Processes((0,))), search
 
 
 def measure(name: str, model: Model, num_stages: int, schedule: Schedule) -> list[StagePeak]:

@@ -15,6 +15,7 @@ from typing import Any
 
 import diffshard
 from cost.base import Link
+from diffshard.live_progress import LiveLine
 from diffshard.pipelines.cutting import uncut_step
 from diffshard.pipelines.options import PipelineOptions, donated_arrays
 from diffshard.pipelines.planned_pipeline import FoundPipeline, planned_pipeline
@@ -88,7 +89,8 @@ def _found(
     step: Callable[..., Any], of_batch: Any, hosts: Sequence[Any], options: argparse.Namespace
 ) -> tuple[FoundPipeline, float]:
     begin_s = time.process_time()
-    found = find_pipeline(_options(step, hosts, options, 1), of_batch, {}, Processes((0,)))
+    asked = _options(step, hosts, options, 1)
+    found = find_pipeline(asked, of_batch, {}, Processes((0,)), LiveLine("", None))
     return found, time.process_time() - begin_s
 
 
@@ -125,7 +127,7 @@ def _replicas_and_even_splits(
         in_flight = tuple(min(count, len(stages) - i) for i in range(len(stages)))
         chosen = ChosenPipeline(count, _SCHEDULE, stages, in_flight, 0.0, ())
         try:
-            plan = planned_pipeline(asked, search, chosen, Processes((0,)), time.perf_counter()).plan
+            plan = planned_pipeline(asked, search, chosen, Processes((0,))).plan
             rows.append([name, f"{plan.step_s:.3f}", "", "", f"{plan.bubble:.1%}", _words(plan), ""])
         except diffshard.InfeasibleError:
             rows.append([name, "fits not", "", "", "", "", ""])

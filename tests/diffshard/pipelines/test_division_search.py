@@ -11,7 +11,8 @@ from cost.base import Link
 from cost.pipeline_schedules import Schedule, graph_of, kept_microbatches
 from cost.pipeline_times import StageTimes, simulate
 from diffshard.base import InfeasibleError
-from diffshard.pipelines.division_search import DivisionSearch, Entry
+from diffshard.pipelines.division_search import DivisionSearch
+from diffshard.pipelines.found_divisions import Entry
 from diffshard.pipelines.layer_chain import LayerChain
 from diffshard.pipelines.stage_placement import place_stages
 from diffshard.pipelines.stage_search import StageLayout, StageMemoryError
@@ -27,16 +28,17 @@ class Solver:
     Each micro-batch that is kept needs memory, and so does each layer.
     """
 
-    def __init__(self, seed, num_layers, memory_of_layer=10.0):
+    def __init__(self, seed, num_layers, memory_of_layer=10.0, cluster=CLUSTER, speeds=(1.0,)):
         random = np.random.default_rng(seed)
         self.each_s, self.end_s = random.uniform(1, 3, num_layers), random.uniform(0, 10, num_layers)
         self.sent = np.array([0, *random.uniform(1e5, 1e6, num_layers - 1)])
-        self.factor, self.memory_of_layer = random.uniform(1.0, 1.5, 3), memory_of_layer
-        self.submeshes = CLUSTER.submeshes()
+        self.cluster = cluster
+        self.submeshes, self.speeds, self.memory_of_layer = cluster.submeshes(), speeds, memory_of_layer
+        self.factor = random.uniform(1.0, 1.5, len(self.submeshes))
 
     def least(self, submesh):
         """What layers take at least on a submesh: of a micro-batch, and of the end of the step."""
-        count = self.submeshes[submesh].num_devices
+        count = self.submeshes[submesh].num_devices * self.speeds[self.submeshes[submesh].kind]
         return self.each_s / count, self.end_s / count
 
     def times(self, entry):
@@ -56,12 +58,13 @@ class Solver:
         return StageLayout(seconds, seconds, end_s, peak, residual, {})
 
 
-def search(solver, num_layers, max_stages=3):
+def search(solver, num_layers, max_stages=3, cluster=CLUSTER):
     unused: Any = None
     cuts, signatures = (unused,) * (num_layers - 1), tuple(range(num_layers))
     zeros = np.zeros(num_layers)
     chain = LayerChain(cuts, zeros, solver.sent, zeros, signatures, (), unused, unused)
-    return DivisionSearch(chain, M, CLUSTER, [MEMORY], solver, solver.least, max_stages)
+    memory = [MEMORY for _ in cluster.kinds]
+    return DivisionSearch(chain, M, cluster, memory, solver, solver.least, max_stages)
 
 
 def simulated_s(solver, stages, schedule: Schedule = "1f1b"):
@@ -77,7 +80,7 @@ def simulated_s(solver, stages, schedule: Schedule = "1f1b"):
         times.append(each_s)
         ends.append(end_s)
     sends = [
-        CLUSTER.link_s(solver.sent[b[0]], solver.submeshes[a[2]], solver.submeshes[b[2]])
+        solver.cluster.link_s(solver.sent[b[0]], solver.submeshes[a[2]], solver.submeshes[b[2]])
         for a, b in itertools.pairwise(stages)
     ]
     half = np.array(times) / 2
@@ -104,6 +107,37 @@ def test_the_bound_is_below_all_divisions_and_the_found_one_is_near_the_best(see
     assert 0.8 * best_s <= found.bound(schedule, np.inf, lambda: False) <= best_s * (1 + 1e-12)
     assert division is not None
     assert simulated_s(solver, [tuple(stage) for stage in division.stages], schedule) <= 1.15 * best_s
+
+
+@pytest.mark.parametrize("slowdown", [1, 4])
+@pytest.mark.parametrize("seed", range(4))
+def test_devices_of_another_kind_never_make_the_found_division_slower(seed, slowdown):
+    """Neither in the search's own seconds nor in the schedule's, also where stages of that kind cost more than bounds.
+
+    The division on the first kind alone is a candidate also where both kinds are faster, because programs of a stage
+    may be slower than the stage.
+    """
+    fast, slow = diffshard.Hosts(1, devices=4, hardware="h100"), diffshard.Hosts(1, devices=2, hardware="t4")
+    clusters = [diffshard.Cluster(hosts, between=Link(1e-6, 1e-9)) for hosts in ([fast], [fast, slow])]
+    best, simulated, divisions = [], [], []
+    for cluster in clusters:
+        solver = Solver(seed, 5, cluster=cluster, speeds=(1.0, 0.9))
+        solver.factor[3:] *= slowdown
+        found = search(solver, 5, cluster=cluster).candidates("1f1b", lambda: False)
+        best.append(min(one.bound_s for one in found))
+        divisions.append([one.stages for one in found])
+        simulated.append(min(simulated_s(solver, [tuple(stage) for stage in stages]) for stages in divisions[-1]))
+    assert best[1] <= best[0]
+    assert simulated[1] <= simulated[0]
+    assert divisions[0][0] in divisions[1]
+
+
+def test_a_second_kind_is_used_where_it_helps():
+    cluster = diffshard.Cluster([diffshard.Hosts(1, 2, "h100"), diffshard.Hosts(1, 2, "a100")], between=Link(0.0, 0.0))
+    solver = Solver(0, 5, cluster=cluster, speeds=(1.0, 1.0))
+    found = search(solver, 5, cluster=cluster).best("1f1b", lambda: False)
+    assert found is not None
+    assert {solver.submeshes[stage.submesh].kind for stage in found.stages} == {0, 1}
 
 
 def test_a_bound_says_nothing_that_only_more_memory_forbids():
