@@ -34,6 +34,9 @@ if TYPE_CHECKING:  # for type checkers and editors; when the program runs, `__ge
     from diffshard.embedding_tables.plan import TablePlan
     from diffshard.embedding_tables.reference import padded_ids
     from diffshard.embedding_tables.search import shard_tables
+    from diffshard.expert_groups.assignment import assign_experts
+    from diffshard.expert_groups.grouping import group_experts
+    from diffshard.expert_groups.plans import ExpertAssignment, GroupPlan
     from diffshard.experts.plans import ExpertPlans, expert_plans
     from diffshard.initialisation import init_search, kaiming, orthogonal, xavier
     from diffshard.pipelines.base import Pipeline, PipelinePlan
@@ -83,6 +86,9 @@ _NAMES_OF = {
     "diffshard.elastic.resume": ("resume",),
     "diffshard.elastic.training": ("Training",),
     "diffshard.experts.plans": ("ExpertPlans", "expert_plans"),
+    "diffshard.expert_groups.assignment": ("assign_experts",),
+    "diffshard.expert_groups.grouping": ("group_experts",),
+    "diffshard.expert_groups.plans": ("ExpertAssignment", "GroupPlan"),
     "diffshard.embedding_tables.plan": ("TablePlan",),
     "diffshard.embedding_tables.reference": ("padded_ids",),
     "diffshard.embedding_tables.search": ("shard_tables",),
@@ -135,7 +141,9 @@ __all__ = [
     "ErrorFeedback",
     "EveryK",
     "Exact",
+    "ExpertAssignment",
     "ExpertPlans",
+    "GroupPlan",
     "Hardware",
     "Hosts",
     "InfeasibleError",
@@ -164,6 +172,7 @@ __all__ = [
     "ZenoReport",
     "ZenoResult",
     "alternatives",
+    "assign_experts",
     "bilevel",
     "budget",
     "calibrate",
@@ -174,6 +183,7 @@ __all__ = [
     "delayed",
     "expert_layer",
     "expert_plans",
+    "group_experts",
     "halving",
     "in_microbatches",
     "init_search",

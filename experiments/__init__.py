@@ -9,6 +9,7 @@ By the question that they answer (`docs/measured` has their tables):
   links, `calibration.py` for arithmetic, `encoding_seconds.py` for codes.
 - How good and how fast is the search? `speed.py`, `solvers.py`, `iopddl.py` and `placement.py`, on problems that
   `layered.py` generates, with the solvers of `solver_variants.py`.
+- How near to their bounds are groups of workers for a mixture of experts? `expert_groups.py`.
 - Are divisions into pipeline stages the best, and are their times true? `pipelines/`.
 - Does the bilevel search's gradient help? `bilevel.py` runs `bilevel_loss.py`, `bilevel_estimators.py`,
   `bilevel_relaxation.py`, `bilevel_initialisation.py` and `bilevel_overhead.py`. They share `bilevel_tasks.py`,

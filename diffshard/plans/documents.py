@@ -22,11 +22,14 @@ from diffshard.files import write_whole
 
 SHARDING, BILEVEL, PIPELINE = "diffshard plan", "diffshard bilevel plan", "diffshard pipeline plan"
 TABLES = "diffshard plan of embedding tables"
+EXPERT_GROUPS, EXPERT_ASSIGNMENT = "diffshard plan of expert groups", "diffshard assignment of experts"
 _LOADED_BY = {
     SHARDING: "`diffshard.Plan.load`",
     BILEVEL: "`diffshard.BilevelPlan.load`",
     PIPELINE: "`diffshard.PipelinePlan.load`",
     TABLES: "`diffshard.TablePlan.load`",
+    EXPERT_GROUPS: "`diffshard.GroupPlan.load`",
+    EXPERT_ASSIGNMENT: "`diffshard.ExpertAssignment.load`",
 }
 _NOT_FINITE = ("inf", "-inf", "nan")
 _NUMBERS = {float: (int, float), int: (int,), bool: (bool,), str: (str,)}

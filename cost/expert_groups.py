@@ -1,0 +1,125 @@
+"""What a step of a mixture of experts costs on groups of workers that hold all experts each.
+
+A group of workers shares all experts: each worker holds some, and tokens travel between the workers of the group
+(expert parallelism). Groups are copies of each other (data parallelism) and all-reduce their gradients. A group g of
+all groups G takes, in milliseconds,
+
+    T(g) = γ·[ Σ_x f_x / Σ_{j∈g} F_j + max_{i∈g} Σ_{j∈g, j≠i} η·(α_ij + (d/|g|)·β_ij) ] + 2(|G|-1)·(α* + (d_ar/|G|)·β*)
+    γ    = (2 + r)·(L/i)·B/(W·b)
+
+`group_ms` is the first summand, `all_reduce_ms` the second; α*, β* are those of the link between two groups that takes
+longest. A step takes as long as its slowest group. A group whose workers have too little room for all experts cannot
+run: T(g) = ∞.
+
+Letters for sizes: W workers, X experts, G groups.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+Group = tuple[int, ...]
+"""The workers of one group, in increasing order."""
+
+
+@dataclass(frozen=True, eq=False)
+class ExpertWorkers:
+    """Workers that hold experts, and the links between them.
+
+    Attributes:
+      flops_per_ms: F, the speed of each worker, `[W]`.
+      capacity: m, the experts that each worker has room for, `[W]` integers.
+      latency_ms: α `[W, W]`, from one worker (row) to another (column); the diagonal is not read.
+      ms_per_mb: β `[W, W]`, as `latency_ms`.
+    """
+
+    flops_per_ms: np.ndarray
+    capacity: np.ndarray
+    latency_ms: np.ndarray
+    ms_per_mb: np.ndarray
+
+    @property
+    def num_workers(self) -> int:
+        """The number of workers, W."""
+        return len(self.flops_per_ms)
+
+
+@dataclass(frozen=True)
+class ExpertStep:
+    """What a training step of a mixture of experts computes and sends.
+
+    Attributes:
+      expert_flops: f, of each expert for one mini-batch of one layer, `[X]`.
+      exchange_mb: d, the buffer that a worker exchanges with its group.
+      num_exchanges: η, exchanges of this buffer in one layer and pass.
+      all_reduce_mb: d_ar, the gradients that the groups reduce once in a step.
+      num_layers: L, layers of the model.
+      layer_spacing: i, every i-th layer has experts.
+      recomputation: r, forward passes that the backward pass makes again: 0 or 1.
+      global_batch: B, examples in a step.
+      mini_batch: b, examples that one worker computes at once.
+    """
+
+    expert_flops: tuple[float, ...]
+    exchange_mb: float
+    num_exchanges: float
+    all_reduce_mb: float
+    num_layers: int
+    layer_spacing: int
+    recomputation: float
+    global_batch: int
+    mini_batch: int
+
+    @property
+    def num_experts(self) -> int:
+        """The number of experts, X."""
+        return len(self.expert_flops)
+
+    def passes(self, num_workers: int) -> float:
+        """Returns γ: how often a step passes a layer of experts; both directions count, and every mini-batch."""
+        num_expert_layers = self.num_layers / self.layer_spacing
+        return (2 + self.recomputation) * num_expert_layers * self.global_batch / (num_workers * self.mini_batch)
+
+
+def group_ms(workers: ExpertWorkers, step: ExpertStep, group: Sequence[int]) -> float:
+    """Returns the milliseconds of one group without the all-reduce; infinite if it has no room for all experts."""
+    return computing_ms(workers, step, group) + exchanging_ms(workers, step, group)
+
+
+def computing_ms(workers: ExpertWorkers, step: ExpertStep, group: Sequence[int]) -> float:
+    """Returns the milliseconds in which a group computes all experts; infinite if it has no room for them."""
+    members = list(group)
+    if workers.capacity[members].sum() < step.num_experts:
+        return float("inf")
+    work_ms = sum(step.expert_flops) / float(workers.flops_per_ms[members].sum())
+    return step.passes(workers.num_workers) * work_ms
+
+
+def exchanging_ms(workers: ExpertWorkers, step: ExpertStep, group: Sequence[int]) -> float:
+    """Returns the milliseconds in which the slowest worker of a group exchanges its buffers with all others."""
+    members = np.asarray(group)
+    inside = np.ix_(members, members)
+    link_ms = workers.latency_ms[inside] + step.exchange_mb / len(members) * workers.ms_per_mb[inside]
+    np.fill_diagonal(link_ms, 0.0)
+    return step.passes(workers.num_workers) * step.num_exchanges * float(link_ms.sum(axis=1).max())
+
+
+def all_reduce_ms(workers: ExpertWorkers, step: ExpertStep, groups: Sequence[Sequence[int]]) -> float:
+    """Returns the milliseconds of the gradients' all-reduce over the slowest link between two groups."""
+    owner = np.empty(workers.num_workers, np.int64)
+    for index, group in enumerate(groups):
+        owner[list(group)] = index
+    link_ms = all_reduce_link_ms(workers, step, len(groups))
+    return float(link_ms[owner[:, None] != owner[None, :]].max(initial=0.0))
+
+
+def all_reduce_link_ms(workers: ExpertWorkers, step: ExpertStep, num_groups: int) -> np.ndarray:
+    """Returns `[W, W]`, the milliseconds of the all-reduce if a link is the slowest between groups."""
+    one_way = workers.latency_ms + step.all_reduce_mb / num_groups * workers.ms_per_mb
+    return 2 * (num_groups - 1) * one_way
+
+
+def step_ms(workers: ExpertWorkers, step: ExpertStep, groups: Sequence[Sequence[int]]) -> float:
+    """Returns the milliseconds of a step: those of its slowest group."""
+    return max(group_ms(workers, step, group) for group in groups) + all_reduce_ms(workers, step, groups)

@@ -1,0 +1,6 @@
+"""Mixtures of experts on unequal workers: `group_experts` in `grouping.py`, `assign_experts` in `assignment.py`.
+
+`merging.py` is the published heuristic, `candidates.py` makes the groups that the solver chooses from, `exhaustive.py`
+tries all divisions of a few workers, `bounds.py` says what no division is faster than. `plans.py` has the results and
+`arguments.py` the checks of what users give.
+"""

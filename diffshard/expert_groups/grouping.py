@@ -1,0 +1,197 @@
+"""`group_experts`: which workers form expert-parallel groups, and which worker of a group holds which expert.
+
+Letters for sizes: W workers, X experts, G groups.
+"""
+
+import time
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+
+from cost.expert_groups import (
+    ExpertStep,
+    ExpertWorkers,
+    Group,
+    all_reduce_ms,
+    computing_ms,
+    exchanging_ms,
+)
+from cost.real_numbers import is_positive
+from diffshard.base import OPTIMAL_GAP, Progress, Solver
+from diffshard.expert_groups.arguments import check_room, checked_step, checked_workers
+from diffshard.expert_groups.assignment import LEVELLING, assign_experts
+from diffshard.expert_groups.bounds import lower_bounds_ms
+from diffshard.expert_groups.candidates import candidate_groups, equal_runs, nearest_order
+from diffshard.expert_groups.exhaustive import MOST_WORKERS, best_division
+from diffshard.expert_groups.merging import Division, divisions_by_merging
+from diffshard.expert_groups.plans import GroupPlan
+from diffshard.solving.solve import check_key, resolve, solve
+from search_spaces.expert_groups import ExpertGroupSpace
+
+_SOLVED_COUNTS = 3
+"""Numbers of groups, the most promising ones, for which the solver is asked; chosen by hand."""
+_MOST_CLIMBED_WORKERS = 32
+"""Workers up to which the whole "gradient" is the default. Its climb takes ten times as long as descents alone for more
+workers, and found nothing better on those of `experiments.expert_groups`."""
+
+
+def group_experts(
+    expert_flops: Sequence[float] | np.ndarray,
+    flops_per_ms: Sequence[float] | np.ndarray,
+    capacity: int | Sequence[int] | np.ndarray,
+    latency_ms: Sequence[Sequence[float]] | np.ndarray,
+    ms_per_mb: Sequence[Sequence[float]] | np.ndarray,
+    *,
+    exchange_mb: float,
+    all_reduce_mb: float,
+    num_layers: int,
+    global_batch: int,
+    mini_batch: int,
+    layer_spacing: int = 1,
+    num_exchanges: float = 4,
+    recomputation: float = 0,
+    solver: str | Solver | None = None,
+    time_limit_s: float | None = None,
+    key: jax.Array | int | None = None,
+    progress: Progress | None = None,
+) -> GroupPlan:
+    """Divides workers into groups that hold all experts each, so that a step of the slowest group takes least.
+
+    Large groups compute each expert with more workers and exchange tokens over more and slower links; many groups
+    reduce more gradients. `cost/expert_groups.py` has the formula.
+
+    Args:
+      expert_flops: the work of each expert for a mini-batch of one layer, `[X]`.
+      flops_per_ms: the speed of each worker, `[W]`.
+      capacity: experts that a worker has room for: one whole number, or `[W]`.
+      latency_ms: `[W, W]`, of the link from one worker to another; the diagonal is not read.
+      ms_per_mb: `[W, W]`, as `latency_ms`.
+      exchange_mb: the buffer that a worker exchanges with its group.
+      all_reduce_mb: the gradients that groups reduce in a step.
+      num_layers: of the model.
+      global_batch: examples in a step.
+      mini_batch: examples that a worker computes at once.
+      layer_spacing: every how many layers one has experts.
+      num_exchanges: of the buffer, in one layer and pass.
+      recomputation: forward passes that the backward pass makes again.
+      solver: as in `solve`, which chooses among candidate groups; None tries all divisions of up to 9 workers, and is
+        "gradient" for more, with fewer phases for more than 32.
+      time_limit_s: for each of at most three numbers of groups, as in `solve`.
+      key: as in `solve`.
+      progress: as in `solve`.
+
+    Returns:
+      The groups, never slower than those of the published heuristic, which merges pairs of groups; an assignment of all
+      experts in each group; and a lower bound.
+
+    Raises:
+      InfeasibleError: all workers together have less room than there are experts; says by how many.
+      ValueError: an argument breaks its rule; the error names it and its value.
+    """
+    start_s = time.perf_counter()
+    workers = checked_workers(flops_per_ms, capacity, latency_ms, ms_per_mb)
+    step = checked_step(
+        expert_flops,
+        exchange_mb=exchange_mb,
+        num_exchanges=num_exchanges,
+        all_reduce_mb=all_reduce_mb,
+        num_layers=num_layers,
+        layer_spacing=layer_spacing,
+        recomputation=recomputation,
+        global_batch=global_batch,
+        mini_batch=mini_batch,
+    )
+    check_room(step.num_experts, workers.capacity)
+    resolve(solver or "gradient")
+    check_key(key)
+    if time_limit_s is not None and not is_positive(time_limit_s):
+        raise ValueError(f"`time_limit_s` must be positive or None, got {time_limit_s!r}.")
+    merged = list(divisions_by_merging(workers, step))
+    merging_ms = min(division.ms for division in merged)
+    if solver is None and workers.num_workers <= MOST_WORKERS:
+        best = best_division(workers, step)
+        bound_ms = best.ms
+    else:
+        bounds_ms = lower_bounds_ms(workers, step)
+        bound_ms = float(bounds_ms.min())
+        if solver is None:
+            solver = "gradient" if workers.num_workers <= _MOST_CLIMBED_WORKERS else LEVELLING
+        best = _best_by_solver(
+            workers,
+            step,
+            merged,
+            bounds_ms,
+            solver=solver,
+            time_limit_s=time_limit_s,
+            key=key,
+            progress=progress,
+        )
+    groups = tuple(sorted(best.groups))
+    return GroupPlan(
+        groups=groups,
+        expert_workers=_holders(workers, step, groups),
+        computing_ms=tuple(computing_ms(workers, step, group) for group in groups),
+        exchanging_ms=tuple(exchanging_ms(workers, step, group) for group in groups),
+        all_reduce_ms=all_reduce_ms(workers, step, groups),
+        merging_ms=merging_ms,
+        lower_bound_ms=min(bound_ms, best.ms),
+        search_s=time.perf_counter() - start_s,
+    )
+
+
+def _best_by_solver(
+    workers: ExpertWorkers, step: ExpertStep, merged: list[Division], bounds_ms: np.ndarray, **options
+) -> Division:
+    """Returns the best division that merging, equal runs or the solver finds.
+
+    The solver is asked for the numbers of groups whose known divisions are fastest, unless their bounds say that
+    nothing is to be gained there.
+    """
+    order = nearest_order(workers, step)
+    known: dict[int, list[Division]] = {len(division.groups): [division] for division in merged}
+    for num_groups in range(1, workers.num_workers + 1):
+        if np.isfinite(bounds_ms[num_groups - 1]):
+            for runs_order in (order, np.arange(workers.num_workers)):
+                runs = equal_runs(workers, step, runs_order, num_groups)
+                known.setdefault(num_groups, []).extend(d for d in runs if np.isfinite(d.ms))
+    fastest = {count: min(divisions, key=lambda d: d.ms) for count, divisions in known.items() if divisions}
+    best = min(fastest.values(), key=lambda division: division.ms)
+    for count in sorted(fastest, key=lambda count: fastest[count].ms)[:_SOLVED_COUNTS]:
+        if bounds_ms[count - 1] < best.ms * (1 - OPTIMAL_GAP):
+            found = _solved(workers, step, order, fastest[count], **options)
+            best = min(best, found, key=lambda division: division.ms)
+    return best
+
+
+def _solved(workers: ExpertWorkers, step: ExpertStep, order: np.ndarray, start: Division, **options) -> Division:
+    """Returns the division that the solver makes of candidate groups, of the number of groups of `start`.
+
+    Workers are numbered in their order, so that runs of workers agree by the edges of a chain.
+    """
+    place = np.argsort(order)
+    renumbered = ExpertWorkers(
+        workers.flops_per_ms[order],
+        workers.capacity[order],
+        workers.latency_ms[np.ix_(order, order)],
+        workers.ms_per_mb[np.ix_(order, order)],
+    )
+    candidates = candidate_groups(order, len(start.groups), start)
+    space = ExpertGroupSpace(renumbered, step, len(start.groups), [place[list(group)].tolist() for group in candidates])
+    begin = space.choice_of([place[list(group)].tolist() for group in start.groups])
+    decoded = space.decode(solve(space.problem, start=begin, **options).choice)
+    return Division(tuple(tuple(sorted(map(int, order[list(g)]))) for g in decoded.groups), decoded.step_ms)
+
+
+def _holders(workers: ExpertWorkers, step: ExpertStep, groups: Sequence[Group]) -> tuple[tuple[int, ...], ...]:
+    """Returns for each group the worker that holds each expert; groups of equal workers are assigned once."""
+    assigned: dict[tuple[bytes, bytes], tuple[int, ...]] = {}
+    holders = []
+    for group in groups:
+        members = np.array(group)
+        speeds, room = workers.flops_per_ms[members], workers.capacity[members]
+        alike = (speeds.tobytes(), room.tobytes())
+        if alike not in assigned:
+            assigned[alike] = assign_experts(step.expert_flops, speeds, room).worker
+        holders.append(tuple(int(members[worker]) for worker in assigned[alike]))
+    return tuple(holders)

@@ -1,0 +1,129 @@
+"""The published heuristic: workers begin alone, and pairs of groups merge until one group is left.
+
+A union-find says which workers are together. While groups lack room for all experts, the one with the least room merges
+with the group that gives it room at the least time, or with the nearest one. Then the slowest group merges with the
+partner with which it takes the least time. Each division on the way is priced, and the fastest is the result.
+
+Sums of each worker's links to each group are kept, so that a merger looks at each worker once.
+
+Letters for sizes: W workers, G groups.
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from cost.expert_groups import ExpertStep, ExpertWorkers, Group, step_ms
+
+
+class UnionFind:
+    """Sets of numbers 0 to n - 1 that can be merged; each set has a root that stands for it."""
+
+    def __init__(self, size: int):
+        self._parent = np.arange(size)
+
+    def root(self, member: int) -> int:
+        """Returns the root of a number's set, and shortens the way to it."""
+        while self._parent[member] != member:
+            self._parent[member] = self._parent[self._parent[member]]
+            member = int(self._parent[member])
+        return member
+
+    def merge(self, into: int, other: int) -> None:
+        """Merges the sets of two roots; the first one stays a root."""
+        self._parent[other] = into
+
+    def roots(self) -> np.ndarray:
+        """Returns the root of each number, `[n]`."""
+        return np.array([self.root(member) for member in range(len(self._parent))])
+
+
+class Division(NamedTuple):
+    """Groups with their time.
+
+    Attributes:
+      groups: that divide the workers, by their first workers.
+      ms: milliseconds of a step.
+    """
+
+    groups: tuple[Group, ...]
+    ms: float
+
+
+def divisions_by_merging(workers: ExpertWorkers, step: ExpertStep) -> Iterator[Division]:
+    """Yields the divisions in which all groups have room for all experts, from many groups to one."""
+    merging = _Merging(workers, step)
+    while True:
+        if (merging.room[merging.alive] >= step.num_experts).all():
+            groups = merging.groups()
+            yield Division(groups, step_ms(workers, step, groups))
+        if merging.alive.sum() == 1:
+            return
+        merging.merge_one()
+
+
+class _Merging:
+    """The sums over groups that the prices of mergers need; a group is known by its root, dead ones are not alive."""
+
+    def __init__(self, workers: ExpertWorkers, step: ExpertStep):
+        self._step, self._passes = step, step.passes(workers.num_workers)
+        self._latency_ms, self._ms_per_mb = workers.latency_ms.copy(), workers.ms_per_mb.copy()  # [W, W]: to a group
+        np.fill_diagonal(self._latency_ms, 0.0)
+        np.fill_diagonal(self._ms_per_mb, 0.0)
+        self._speed, self.room = workers.flops_per_ms.copy(), workers.capacity.copy()
+        self._remoteness_ms = (workers.latency_ms + step.exchange_mb * workers.ms_per_mb).sum(axis=1)  # decides ties
+        self._size = np.ones(workers.num_workers)
+        self._union = UnionFind(workers.num_workers)
+        self._root = np.arange(workers.num_workers)  # of each worker
+        self.alive = np.ones(workers.num_workers, bool)
+        self._ms = self._computing_ms(self._speed, self.room)  # of each group, without the all-reduce
+
+    def groups(self) -> tuple[Group, ...]:
+        """Returns the groups that there are."""
+        order = np.argsort(self._root, kind="stable")
+        starts = np.flatnonzero(np.diff(self._root[order])) + 1
+        return tuple(sorted(tuple(map(int, members)) for members in np.split(order, starts)))
+
+    def merge_one(self) -> None:
+        """Merges the group that most needs it with its best partner."""
+        roots = np.flatnonzero(self.alive)
+        # Ties are decided by speed and links and not by number, so that workers may be in any order.
+        need = np.minimum(self.room[roots], self._step.num_experts)
+        group = int(roots[np.lexsort((self._remoteness_ms[roots], self._speed[roots], -self._ms[roots], need))[0]])
+        exchanging = self._exchanging_ms(group)
+        merged = exchanging + self._computing_ms(self._speed[group] + self._speed, self.room[group] + self.room)
+        possible = self.alive.copy()
+        possible[group] = False
+        key = np.where(np.isfinite(merged), merged, np.inf)
+        if not np.isfinite(key[possible]).any():
+            key = exchanging
+        partner = int(np.where(possible, key, np.inf).argmin())
+        self._join(group, partner, float(merged[partner]))
+
+    def _join(self, group: int, partner: int, ms: float) -> None:
+        for sums in (self._latency_ms, self._ms_per_mb):
+            sums[:, group] += sums[:, partner]
+        for sums in (self._speed, self.room, self._size, self._remoteness_ms):
+            sums[group] += sums[partner]
+        self._union.merge(group, partner)
+        self._root[self._root == partner] = self._union.root(partner)
+        self.alive[partner] = False
+        self._ms[group] = ms
+
+    def _computing_ms(self, speed: np.ndarray, room: np.ndarray) -> np.ndarray:
+        ms = self._passes * sum(self._step.expert_flops) / speed
+        return np.where(room >= self._step.num_experts, ms, np.inf)
+
+    def _exchanging_ms(self, group: int) -> np.ndarray:
+        """Returns `[W]`, the milliseconds of exchanges if a group merged with each other one."""
+        mb = self._step.exchange_mb / (self._size[group] + self._size)  # [W], by the other group's root
+        members = np.flatnonzero(self._root == group)
+        own = self._latency_ms[members] + self._latency_ms[members, group][:, None]
+        own += mb * (self._ms_per_mb[members] + self._ms_per_mb[members, group][:, None])
+        slowest = own.max(axis=0)
+        all_workers, root = np.arange(len(self._root)), self._root
+        theirs = self._latency_ms[all_workers, root] + self._latency_ms[:, group]
+        theirs += mb[root] * (self._ms_per_mb[all_workers, root] + self._ms_per_mb[:, group])
+        np.maximum.at(slowest, root, theirs)
+        return self._passes * self._step.num_exchanges * slowest

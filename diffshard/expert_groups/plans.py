@@ -1,0 +1,189 @@
+"""`GroupPlan` and `ExpertAssignment`: which workers form groups, which worker holds which expert, and what it costs."""
+
+import dataclasses
+import os
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from cost.expert_groups import Group
+from diffshard.base import PlanError
+from diffshard.plans.documents import (
+    EXPERT_ASSIGNMENT,
+    EXPERT_GROUPS,
+    content,
+    from_json_values,
+    read,
+    to_json_values,
+    write,
+)
+from diffshard.plans.formats import format_count, format_percent, format_s
+from diffshard.plans.text_table import format_table, wrapped
+
+VERSION = 1
+PROVEN_GAP = 1e-5
+"""The relative gap up to which a plan is called optimal; the tolerances of HiGHS leave less than this."""
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class ExpertAssignment:
+    """Which worker holds each expert. Made by `diffshard.assign_experts`; `print` shows it.
+
+    Attributes:
+      worker: of each expert, `[X]`.
+      busy_ms: milliseconds that each worker computes, `[W]`.
+      greedy_ms: milliseconds of the published greedy assignment.
+      lower_bound_ms: no assignment takes fewer milliseconds.
+      search_s: seconds that planning took.
+    """
+
+    worker: tuple[int, ...]
+    busy_ms: tuple[float, ...]
+    greedy_ms: float
+    lower_bound_ms: float
+    search_s: float
+
+    @property
+    def makespan_ms(self) -> float:
+        """Milliseconds of the worker that computes longest."""
+        return max(self.busy_ms)
+
+    @property
+    def gap(self) -> float:
+        """How much faster any other assignment can be, relative to this one."""
+        return _gap(self.makespan_ms, self.lower_bound_ms)
+
+    @property
+    def experts(self) -> tuple[tuple[int, ...], ...]:
+        """The experts of each worker, `[W]` tuples."""
+        return tuple(
+            tuple(x for x, holder in enumerate(self.worker) if holder == worker) for worker in range(len(self.busy_ms))
+        )
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the assignment as JSON; the file is replaced whole or not at all."""
+        write(path, {"format": EXPERT_ASSIGNMENT, "version": VERSION, **to_json_values(_fields(self))})
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> "ExpertAssignment":
+        """Reads an assignment that `save` wrote.
+
+        Raises:
+          PlanError: the file is no such assignment, or is damaged.
+          OSError: the file cannot be read.
+        """
+        assignment = _loaded(cls, path, EXPERT_ASSIGNMENT)
+        if not assignment.busy_ms or any(not 0 <= w < len(assignment.busy_ms) for w in assignment.worker):
+            raise PlanError(f"`{os.fspath(path)}` is damaged: an expert is on a worker that there is not.")
+        return assignment
+
+    def __str__(self) -> str:
+        workers = format_count(len(self.busy_ms), "worker")
+        lines = [f"Assignment of {format_count(len(self.worker), 'expert')} to {workers}", ""]
+        lines += [f"  slowest  {format_s(self.makespan_ms / 1e3)}; greedy {format_s(self.greedy_ms / 1e3)}"]
+        lines += [*_bound_lines(self.lower_bound_ms, self.gap, self.search_s), ""]
+        rows = [("worker", "busy", "experts")]
+        rows += [
+            (str(w), format_s(ms / 1e3), " ".join(map(str, experts)))
+            for w, (ms, experts) in enumerate(zip(self.busy_ms, self.experts, strict=True))
+        ]
+        return "\n".join([*lines, *format_table(rows, "  ", right=(0, 1), wrap=(2,))])
+
+
+@dataclass(frozen=True)
+class GroupPlan:
+    """Which workers form expert-parallel groups. Made by `diffshard.group_experts`; `print` shows it.
+
+    Attributes:
+      groups: the workers of each group; each worker is in one.
+      expert_workers: for each group, the worker that holds each expert, `[G]` tuples `[X]`.
+      computing_ms: milliseconds that each group computes experts, as the formula has it, `[G]`.
+      exchanging_ms: milliseconds in which each group exchanges tokens, `[G]`.
+      all_reduce_ms: milliseconds of the gradients' all-reduce between groups.
+      merging_ms: milliseconds of a step with the groups of the published heuristic.
+      lower_bound_ms: no division into groups takes fewer milliseconds.
+      search_s: seconds that planning took.
+    """
+
+    groups: tuple[Group, ...]
+    expert_workers: tuple[tuple[int, ...], ...]
+    computing_ms: tuple[float, ...]
+    exchanging_ms: tuple[float, ...]
+    all_reduce_ms: float
+    merging_ms: float
+    lower_bound_ms: float
+    search_s: float
+
+    @property
+    def step_ms(self) -> float:
+        """Predicted milliseconds of a step: those of the slowest group."""
+        slowest = max(sum(times) for times in zip(self.computing_ms, self.exchanging_ms, strict=True))
+        return slowest + self.all_reduce_ms
+
+    @property
+    def gap(self) -> float:
+        """How much faster any other division can be predicted to be, relative to this one."""
+        return _gap(self.step_ms, self.lower_bound_ms)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the plan as JSON; the file is replaced whole or not at all."""
+        write(path, {"format": EXPERT_GROUPS, "version": VERSION, **to_json_values(_fields(self))})
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> "GroupPlan":
+        """Reads a plan that `save` wrote.
+
+        Raises:
+          PlanError: the file is no such plan, or is damaged.
+          OSError: the file cannot be read.
+        """
+        plan = _loaded(cls, path, EXPERT_GROUPS)
+        members = sorted(worker for group in plan.groups for worker in group)
+        lengths = {len(plan.groups), len(plan.expert_workers), len(plan.computing_ms), len(plan.exchanging_ms)}
+        if not members or members != list(range(len(members))) or len(lengths) != 1:
+            raise PlanError(f"`{os.fspath(path)}` is damaged: its groups do not divide the workers.")
+        for group, holders in zip(plan.groups, plan.expert_workers, strict=True):
+            if not set(holders) <= set(group):
+                raise PlanError(f"`{os.fspath(path)}` is damaged: an expert is on a worker of another group.")
+        return plan
+
+    def __str__(self) -> str:
+        num_workers = sum(map(len, self.groups))
+        lines = [
+            f"Plan of {format_count(len(self.expert_workers[0]), 'expert')} on {format_count(num_workers, 'worker')} "
+            f"in {format_count(len(self.groups), 'group')}",
+            "",
+            f"  step     {format_s(self.step_ms / 1e3)} predicted, all-reduce "
+            f"{format_s(self.all_reduce_ms / 1e3)} of it; merging pairs {format_s(self.merging_ms / 1e3)}",
+            *_bound_lines(self.lower_bound_ms, self.gap, self.search_s),
+            "",
+        ]
+        rows = [("group", "computing", "exchanging", "experts a worker", "workers")]
+        for index, (group, holders) in enumerate(zip(self.groups, self.expert_workers, strict=True)):
+            held = [holders.count(worker) for worker in group]
+            computing, exchanging = (format_s(times[index] / 1e3) for times in (self.computing_ms, self.exchanging_ms))
+            counts = f"{min(held)}" if min(held) == max(held) else f"{min(held)} to {max(held)}"
+            rows.append((str(index), computing, exchanging, counts, " ".join(map(str, group))))
+        return "\n".join([*lines, *format_table(rows, "  ", right=(0, 1, 2, 3), wrap=(4,))])
+
+
+def _bound_lines(lower_bound_ms: float, gap: float, search_s: float) -> list[str]:
+    status = "optimal" if gap <= PROVEN_GAP else "not proven to be optimal"
+    text = f"  bound    {format_s(lower_bound_ms / 1e3)}, gap {format_percent(gap)}: no other is faster by more"
+    return [*wrapped(text, "", " " * 11), f"  search   {format_s(search_s)}, {status}"]
+
+
+def _gap(ms: float, lower_bound_ms: float) -> float:
+    return max(1 - lower_bound_ms / ms, 0.0) if ms else 0.0
+
+
+def _fields(plan: Any) -> dict[str, Any]:
+    return {field.name: getattr(plan, field.name) for field in dataclasses.fields(plan)}
+
+
+def _loaded(cls: type[_T], path: str | os.PathLike[str], kind: str) -> _T:
+    values = content(read(path), os.fspath(path), kind, VERSION)
+    try:
+        return from_json_values(cls, values)
+    except (TypeError, ValueError) as error:
+        raise PlanError(f"`{os.fspath(path)}` is damaged: {error}.") from None

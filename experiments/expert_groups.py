@@ -1,0 +1,131 @@
+"""Expert-parallel groups on irregular clusters: diffshard beside merging pairs, equal groups, and the lower bound.
+
+    python -m experiments.expert_groups [--workers 8 16 32] [--seeds 3]
+
+Clusters are random: nodes of unequal size, workers of three speeds and with room for 2 to 8 experts, links that differ
+by up to 60%. Assignments are of experts of unequal work to unequal workers. Seconds are processor seconds.
+"""
+
+import argparse
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+import diffshard
+from cost.expert_groups import ExpertStep, ExpertWorkers, step_ms
+from experiments.tables import print_table
+
+EXPERT_FLOPS = 16 * 4 * 2048 * 1024**2
+FLOPS_PER_MS = 0.43 * 312e9
+STEP: Mapping[str, Any] = {
+    "exchange_mb": 16.0,
+    "num_exchanges": 4.0,
+    "all_reduce_mb": 512.0,
+    "num_layers": 24,
+    "layer_spacing": 2,
+    "recomputation": 1,
+    "mini_batch": 4,
+}
+
+
+def irregular_cluster(num_workers: int, seed: int) -> ExpertWorkers:
+    """Makes a cluster of unequal workers on nodes of unequal size, five workers to a node on average."""
+    rng = np.random.default_rng(seed)
+    node = np.sort(rng.integers(0, max(num_workers // 5, 2), num_workers))
+    same_node = node[:, None] == node
+    noise = rng.uniform(0.8, 1.3, (num_workers, num_workers))
+    noise = np.maximum(noise, noise.T)
+    return ExpertWorkers(
+        FLOPS_PER_MS * rng.choice([1.0, 0.5, 0.25], num_workers),
+        rng.integers(2, 9, num_workers),
+        np.where(same_node, 0.009, 0.03) * noise,
+        np.where(same_node, 0.014, 0.054) * noise,
+    )
+
+
+def group(workers: ExpertWorkers, num_experts: int) -> diffshard.GroupPlan:
+    """Plans groups for the step of this experiment, with 16 examples for each worker."""
+    return diffshard.group_experts(
+        [EXPERT_FLOPS] * num_experts,
+        workers.flops_per_ms,
+        workers.capacity,
+        workers.latency_ms,
+        workers.ms_per_mb,
+        global_batch=16 * workers.num_workers,
+        **STEP,
+    )
+
+
+def equal_groups_ms(workers: ExpertWorkers, num_experts: int) -> float:
+    """Returns the milliseconds of the best division into equally many neighbouring workers."""
+    num_workers = workers.num_workers
+    step = ExpertStep((EXPERT_FLOPS,) * num_experts, global_batch=16 * num_workers, **STEP)
+    counts = [count for count in range(1, num_workers + 1) if num_workers % count == 0]
+    return min(step_ms(workers, step, np.arange(num_workers).reshape(count, -1).tolist()) for count in counts)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Prints the tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workers", type=int, nargs="+", default=[8, 12, 16, 32, 64, 128, 256, 512, 1024])
+    parser.add_argument("--experts", type=int, default=16)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--assignments", nargs="+", default=["8x4", "16x8", "32x8"], help="experts x workers")
+    options = parser.parse_args(arguments)
+    rows = []
+    for num_workers in options.workers:
+        for seed in range(options.seeds):
+            workers = irregular_cluster(num_workers, seed)
+            start_s = time.process_time()
+            plan = group(workers, options.experts)
+            seconds = time.process_time() - start_s
+            equal_ms = equal_groups_ms(workers, options.experts)
+            times = (plan.step_ms, plan.merging_ms, equal_ms, plan.lower_bound_ms)
+            rows.append(
+                (
+                    num_workers,
+                    seed,
+                    len(plan.groups),
+                    *(f"{ms:.1f}" for ms in times),
+                    f"{plan.gap:.1%}",
+                    f"{seconds:.1f}",
+                )
+            )
+    print_table(
+        f"Groups for {options.experts} experts on irregular clusters, ms",
+        ("workers", "seed", "groups", "diffshard", "merging", "equal groups", "bound", "gap", "seconds"),
+        rows,
+    )
+    rows = []
+    for sizes in options.assignments:
+        num_experts, num_workers = map(int, sizes.split("x"))
+        for seed in range(options.seeds):
+            rng = np.random.default_rng(seed)
+            start_s = time.process_time()
+            capacity = rng.integers(num_experts // num_workers, 2 * num_experts // num_workers + 1, num_workers)
+            assignment = diffshard.assign_experts(
+                rng.uniform(1, 4, num_experts), rng.choice([1.0, 2.0, 4.0], num_workers), capacity
+            )
+            seconds = time.process_time() - start_s
+            times = (assignment.makespan_ms, assignment.greedy_ms, assignment.lower_bound_ms)
+            rows.append(
+                (
+                    num_experts,
+                    num_workers,
+                    seed,
+                    *(f"{ms:.3f}" for ms in times),
+                    f"{assignment.gap:.2%}",
+                    f"{seconds:.1f}",
+                )
+            )
+    print_table(
+        "Experts of unequal work on unequal workers, ms",
+        ("experts", "workers", "seed", "diffshard", "greedy", "bound", "gap", "seconds"),
+        rows,
+    )
+
+
+if __name__ == "__main__":
+    main()
