@@ -59,9 +59,7 @@ def test_the_best_placement_of_the_worked_example(solver):
 
 
 @pytest.mark.parametrize("solver", [None, "gradient", "exact"])
-@pytest.mark.parametrize(
-    ("layers", "stages", "cost"), [(12, 4, 12), (24, 4, 18), (24, 8, 20), (24, 12, 26), (36, 8, 24)]
-)
+@pytest.mark.parametrize(("layers", "stages", "cost"), [(12, 4, 12), (24, 4, 18), (24, 8, 20), (24, 12, 26)])
 def test_pipelines_of_unit_layers(solver, layers, stages, cost):
     cut = 2 * (1 - np.eye(stages))
     placement = place(np.ones(layers), cut, num_microbatches=3, solver=solver)

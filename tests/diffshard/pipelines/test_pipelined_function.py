@@ -113,8 +113,11 @@ def test_equinox_modules_are_arguments_and_results():
 
 def test_one_stage_is_a_pipeline_too():
     args = arguments()
-    pipelined = search(train_step, donate_argnums=0)
+    cluster = diffshard.Cluster.from_devices(jax.devices()[:2], hardware="h100")
+    pipeline = diffshard.Pipeline(microbatches=4, schedules=("1f1b",), max_stages=1)
+    pipelined = diffshard.search(train_step, cluster, pipeline=pipeline, donate_argnums=0)
     plan = pipelined.plan(*args)
+    assert len(plan.stages) == 1
     assert plan.lower_bound_s <= plan.step_s
     assert plan.gap == (plan.step_s - plan.lower_bound_s) / plan.step_s
     expected = jax.jit(train_step)(*args)

@@ -48,14 +48,14 @@ def check(fn, avals, seed, sizes):
 
 
 @pytest.mark.parametrize("sizes", [(8,), (2, 4)], ids=str)
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_random_layouts_of_programs(name, seed, sizes):
     fn, avals = EXAMPLES[name]
     check(fn, avals, seed, sizes)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_random_layouts_with_a_pause_after_every_contraction(name, seed, monkeypatch):
     monkeypatch.setattr(scheduling, "_LATENCIES_IN_WINDOW", 0)
@@ -174,14 +174,14 @@ OPERATIONS = {
 
 
 @pytest.mark.parametrize("sizes", [(2, 4)], ids=str)
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_random_layouts_of_operations(name, seed, sizes):
     fn, avals = OPERATIONS[name]
     check(fn, avals, seed, sizes)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 def test_uneven_dimensions_are_padded_and_masked(seed):
     """A vocabulary of 50,257 is 2 parts of 25,129: cross entropy over it sums and takes maxima over its padding."""
 

@@ -152,8 +152,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("executor", ["execution", "device_program"])
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize(("seed", "executor"), [(0, "execution"), (1, "device_program")])
 @pytest.mark.parametrize("name", CASES)
 def test_random_layouts_compute_what_one_device_computes(name, seed, executor):
     fn, arguments = CASES[name]
