@@ -84,7 +84,13 @@ def in_flight(graph: ScheduleGraph) -> np.ndarray:
 
 
 def kept_microbatches(schedule: Schedule, stages_left: int, num_microbatches: int) -> int:
-    """Returns how many micro-batches a stage keeps from which so many stages follow, itself included."""
+    """Returns how many micro-batches a stage keeps at most.
+
+    Args:
+      schedule: its name.
+      stages_left: the stages from this one to the last, itself included.
+      num_microbatches: of the step.
+    """
     kept = {"1f1b": stages_left, "2bw": stages_left, "eager": 2 * stages_left - 1}.get(schedule, num_microbatches)
     return min(kept, num_microbatches)
 

@@ -26,7 +26,7 @@ class StageNeed(NamedTuple):
     """What a stage needs of each of its devices.
 
     Attributes:
-      least_bytes: no sharding needs less.
+      least_bytes: no sharding that keeps all residuals needs less.
       enough_bytes: some sharding needs no more.
     """
 
@@ -41,7 +41,7 @@ class PipelineNeed(NamedTuple):
       search: of its number of micro-batches.
       entry: its stage that needs most.
       need: of that stage; None where only `share` is known of it.
-      share: of the memory limit of the stage's devices; no division needs less.
+      share: of the memory limit of the stage's devices; no division that keeps all residuals needs less.
     """
 
     search: StepSearch

@@ -65,7 +65,7 @@ def least_offload(
 
 
 def largest_residuals(staged: StagedStep, stage: int, least_bytes: float) -> tuple[int, ...]:
-    """Returns positions of the largest residuals of a stage that have so many bytes together, or of all of them.
+    """Returns the positions of the fewest, largest residuals of a stage that reach a number of bytes, or of all.
 
     Args:
       staged: the step.

@@ -101,9 +101,7 @@ def planned_pipeline(
         sends_s(staged, cluster, i, submeshes[a.submesh], submeshes[b.submesh])
         for i, (a, b) in enumerate(itertools.pairwise(stages))
     ]
-    end_s = [
-        max(layout.seconds - count * (f + b), 0.0) for layout, f, b in zip(layouts, forward_s, backward_s, strict=True)
-    ]
+    end_s = [layout.end_s for layout in layouts]
     times = StageTimes(forward_s, backward_s, [f for f, _ in sends], [b for _, b in sends])
     simulation, step_s, bubble = pipeline_step(times, chosen.schedule, count, end_s)
     planned = [

@@ -23,14 +23,11 @@ from diffshard.pipelines.options import PipelineOptions
 from diffshard.pipelines.replica_exchange import sums_in_s, weights_out_s
 from diffshard.pipelines.stage_placement import sends_s
 from diffshard.pipelines.stage_programme import Stage
-from diffshard.pipelines.stage_search import StageLayout
+from diffshard.pipelines.stage_search import BACKWARD_SHARE, StageLayout
 from diffshard.pipelines.stage_variants import StageVariants
 from diffshard.pipelines.step_search import StepSearch
 from search_spaces.pipelines.replicas import replica_part
 from search_spaces.pipelines.stage_programs import StagedStep
-
-_BACKWARD_SHARE = 2 / 3
-"""Of a micro-batch's seconds, before the programs are planned one by one."""
 
 
 class ChosenReplica(NamedTuple):
@@ -80,7 +77,7 @@ def choose_replicas(
     kinds = order[: options.pipeline.max_replicas]
     best: ChosenReplicas | None = None
     for search in searches if len(kinds) > 1 else ():
-        main = StepSearch(_of_kind(options, kinds[0]), search.step, donated)
+        main = StepSearch(_of_kind(options, kinds[0]), search.step, donated, search.course)
         limits = sorted({min(2**n, options.pipeline.max_stages) for n in range(8)})
         tried: set[tuple[Schedule, tuple[Stage, ...]]] = set()
         for schedule in options.pipeline.schedules:
@@ -205,7 +202,7 @@ def _times(
     seconds = np.array([(layout.seconds - layout.end_s) / count for layout in layouts])
     sends = [sends_s(staged, cluster, i, one, other) for i, (one, other) in enumerate(itertools.pairwise(submeshes))]
     return StageTimes(
-        seconds * (1 - _BACKWARD_SHARE), seconds * _BACKWARD_SHARE, [f for f, _ in sends], [b for _, b in sends]
+        seconds * (1 - BACKWARD_SHARE), seconds * BACKWARD_SHARE, [f for f, _ in sends], [b for _, b in sends]
     )
 
 

@@ -9,7 +9,7 @@ from cost.pipeline_replicas import balanced_microbatches, joined_graph
 from cost.pipeline_schedules import graph_of
 from cost.pipeline_times import StageTimes, simulate
 from diffshard.pipelines.base import PipelinePlan
-from diffshard.pipelines.options import STAGE_TIME_LIMIT_S, PipelineOptions, mesh_shape
+from diffshard.pipelines.options import PipelineOptions, mesh_shape
 from diffshard.pipelines.planned_pipeline import FoundPipeline, cluster_words, planned_stage
 from diffshard.pipelines.plans.base import PlannedReplica
 from diffshard.pipelines.plans.timing import simulated
@@ -51,6 +51,7 @@ def planned_replicas(
     cluster, chain, size, count = options.cluster, search.chain, len(chosen.stages), search.num_microbatches
     base, step = search.staged([stage.start for stage in chosen.stages])
     part = replica_part(base)
+    course = search.course
     places = [(r, i, s) for r, replica in enumerate(chosen.replicas) for i, s in enumerate(replica.submeshes)]
 
     def solved(r: int, i: int, submesh: Submesh) -> StageLayout:
@@ -69,11 +70,15 @@ def planned_replicas(
         steps.append(staged_step(step.parts, step.cuts, copied))
     for (r, _, submesh), layout, of_stage in zip(places, layouts, numbers, strict=True):
         shape = mesh_shape(submesh)
-        named = StageLayout(**{**vars(layout), "specs": replica_specs(layout.specs, steps[r], r)})
+        named = replace(layout, specs=replica_specs(layout.specs, steps[r], r))
         devices.append(StageDevices(mesh_of(cluster, of_stage, shape), cluster.hardware(submesh.kind, shape), named))
     any_counts = [count - len(steps) + 1, *[1] * (len(steps) - 1)]  # programs are the same for all numbers
     plans = StagePlans(
-        replicated_step(steps, any_counts), devices, processes, solver=options.solver, time_limit_s=STAGE_TIME_LIMIT_S
+        replicated_step(steps, any_counts),
+        devices,
+        processes,
+        solver=options.solver,
+        time_limit_s=course.stage_limit_s(2 * len(places)),
     )
     forward_s, backward_s = (
         [plans.seconds(Label(kind, i)) for i in range(len(places))] for kind in ("forward", "backward")
@@ -97,10 +102,7 @@ def planned_replicas(
     staged = plans.staged = replicated_step(steps, counts)
     graphs = [graph_of(chosen.schedule, size, m) for m in counts]
     simulations = [simulate(of_replica, graph) for of_replica, graph in zip(times, graphs, strict=True)]
-    end_s = [
-        max(layouts[i].seconds - count * (forward_s[i] + backward_s[i]), 0.0) if i < size else 0.0
-        for i in range(len(places))
-    ]
+    end_s = [layout.end_s if i < size else 0.0 for i, layout in enumerate(layouts)]
     planned = [
         planned_stage(
             options,
@@ -130,6 +132,7 @@ def planned_replicas(
         gap=0.0,
         search_s=time.perf_counter() - start_s,
         tried=unreplicated.plan.tried,
+        notes=unreplicated.plan.notes,
         replicas=tuple(
             PlannedReplica(counts[r], tuple(planned[r * size : (r + 1) * size]), *exchanges[r])
             for r in range(1, len(steps))

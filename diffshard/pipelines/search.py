@@ -22,12 +22,11 @@ from diffshard.pipelines.plans.text import short_source
 from diffshard.pipelines.replica_search import ChosenReplicas, choose_replicas, replicas_bound_s
 from diffshard.pipelines.replicated_pipeline import planned_replicas, with_bound
 from diffshard.pipelines.shared_choices import ChosenPipeline, trace_facts
+from diffshard.pipelines.stage_search import BACKWARD_SHARE
 from diffshard.pipelines.step_search import StepSearch
 from diffshard.plans.formats import format_s
 from diffshard.processes import Processes
 
-_BACKWARD_SHARE = 2 / 3
-"""Of a micro-batch's seconds, before the programs are planned one by one."""
 _MOST_PLANNED = 3
 """Pipelines whose programs are planned at most."""
 _LEAST_GAIN = 0.02
@@ -69,6 +68,9 @@ def find_pipeline(
     found = _best_planned(options, searches, chosen, processes, course)
     if options.pipeline.max_replicas > 1 and len(options.cluster.kinds) > 1:
         found = _faster_with_replicas(options, searches, donated, found, processes, course)
+    elif options.pipeline.max_replicas > 1:
+        note = "There are no replicas: each would be on devices of a kind of its own, and all devices are of one kind."
+        found = found._replace(plan=replace(found.plan, notes=(*found.plan.notes, note)))
     return found._replace(plan=processes.shared(what, lambda: found.plan))
 
 
@@ -124,7 +126,7 @@ def _faster_with_replicas(
             best = min(found, replicated, key=lambda pipeline: pipeline.plan.step_s)
             note = (
                 f"With replicas the best step takes {format_s(replicated.plan.step_s)}, and without them "
-                f"{format_s(found.plan.step_s)}."
+                f"{format_s(found.plan.step_s)}. Stages of replicas keep all residuals."
             )
         except InfeasibleError as error:
             note = f"{note} {error}"
@@ -237,6 +239,10 @@ def _steps(options: PipelineOptions, args: Sequence[Any], kwargs: Mapping[str, A
             steps.append(uncut_step(options.fn, count * num_groups, pipeline.batch, args, kwargs, num_groups))
         except ValueError as error:
             errors.append(error)
+    if not steps and not errors:
+        raise ValueError(
+            "`Pipeline.gradient_reductions` must have 'each_microbatch' where no stage can have more than one device."
+        )
     if not steps:
         raise errors[0]
     return steps
@@ -258,7 +264,7 @@ def simulated_s(search: StepSearch, schedule: Schedule, found: FoundDivision) ->
         search.divisions.link_s[after.start, before.submesh, after.submesh] / 2
         for before, after in zip(found.stages, found.stages[1:], strict=False)
     ]
-    times = StageTimes(seconds * (1 - _BACKWARD_SHARE), seconds * _BACKWARD_SHARE, sends, sends)
+    times = StageTimes(seconds * (1 - BACKWARD_SHARE), seconds * BACKWARD_SHARE, sends, sends)
     return pipeline_step(times, schedule, count, [0.0] * len(seconds)).step_s  # the ends are in `seconds`
 
 
@@ -285,8 +291,9 @@ def _need_text(options: PipelineOptions, need: PipelineNeed | None) -> str:
     submesh = search.submeshes[entry.submesh]
     limit, source = memory_limit_of(options, submesh.kind), short_source(search.chain.sources[entry.start])
     layers = f"layers {entry.start}-{entry.end - 1} of {len(search.chain)}" + (f" (from {source})" if source else "")
+    keeping = "Least" if set(options.pipeline.residuals) == {"keep"} else "If all residuals are kept, least"
     text = (
-        f"Least is needed with {search.num_microbatches} micro-batches: its largest stage, {layers} on "
+        f"{keeping} is needed with {search.num_microbatches} micro-batches: its largest stage, {layers} on "
         f"{submesh.num_devices} x {options.cluster.kinds[submesh.kind].name} with {entry.in_flight} in flight, needs "
         f"at least {need.share * limit:,.0f} bytes on each device"
     )

@@ -145,7 +145,7 @@ class StageFunction:
                 graph.stored_until[vertex.results[0].id] = end
         if self.in_flight > 1:  # the backward program runs for the micro-batch that has been kept the longest
             first = len(self.arguments.kept) + len(self.sums)
-            for vertex in graph.inputs[first : first + len(self.residuals)]:
+            for vertex in graph.inputs[first : first + len(self.queued)]:
                 graph.stored_until[vertex.results[0].id] = end
         for vertex in graph.vertices:
             if self.is_each(vertex):

@@ -82,6 +82,10 @@ def step_objective(num_microbatches: int, kept: Callable[[int], int] | None = No
     - the first one comes back before the last one begins if k < M, and in between the stage computes M - k of them:
       Σ_{i<j} (t_i + c_i) + (M - k + 1)·t_j + 2·r_j + e_j, more where an early stage is the slowest.
 
+    Of a stage that is bounded only M·t_j + e_j may be known well, and any part of it may belong to t_j. Both numbers
+    are least where all of it does, because they count t_j at most M times. So they are taken with t_j + e_j / M for
+    t_j, and without e_j.
+
     Args:
       num_microbatches: M.
       kept: for a number of stages that follow, itself included, k of a stage; None bounds every schedule.
@@ -92,13 +96,11 @@ def step_objective(num_microbatches: int, kept: Callable[[int], int] | None = No
 
     def wait(num_stages: int, stage_s: Any, later_s: Any) -> np.ndarray:
         in_flight = num_microbatches if kept is None else kept(num_stages)
-        known_s = np.where(np.isfinite(stage_s), stage_s, 0.0)
-        each_s = np.where(np.isfinite(stage_s), np.imag(known_s), np.inf)
-        end_s = num_microbatches * (np.real(known_s) - np.imag(known_s))
+        each_s = np.real(stage_s)
         in_rounds = -(-num_microbatches // in_flight) * (each_s + later_s)
         if in_flight >= num_microbatches:
-            return in_rounds + end_s
-        return np.maximum(in_rounds, (num_microbatches - in_flight + 1) * each_s + 2 * later_s) + end_s
+            return in_rounds
+        return np.maximum(in_rounds, (num_microbatches - in_flight + 1) * each_s + 2 * later_s)
 
     return Objective(np.add, fold, None if kept is None else wait)
 

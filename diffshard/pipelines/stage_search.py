@@ -31,6 +31,8 @@ _EQUAL_SHARE = 1e-4
 STAGE_GAP = 0.005
 """The gap at which the search for the sharding of a stage ends, chosen by hand: stages of a GPT that programs were then
 planned for differed by more from their programs together."""
+BACKWARD_SHARE = 2 / 3
+"""Of a micro-batch's seconds, before its programs are planned: each product has two in the backward pass."""
 
 
 class StageMemoryError(InfeasibleError):
@@ -178,7 +180,8 @@ def _taken_over(known: StageLayout, function: StageFunction, space: ShardingSpac
     if len(choice) != len(costs) or any(c >= len(cost) for c, cost in zip(choice, costs, strict=True)):
         return None
     summary = space.summarize(choice)
-    is_equal = abs(step_s(summary.prediction) - known.seconds) <= _EQUAL_SHARE * known.seconds
+    known_s = known.seconds - 2 * function.staged.num_microbatches * known.offload_s  # without the copies to the host
+    is_equal = abs(step_s(summary.prediction) - known_s) <= _EQUAL_SHARE * known_s
     return tuple(choice) if is_equal and evaluate(space.problem, choice).feasible else None
 
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from search_spaces.embedding_tables.base import EVERY_DEVICE, EmbeddingTable, Piece
+from search_spaces.embedding_tables.prices import piece_bytes
 
 WIDTH_MULTIPLE = 4
 """Columns of a piece that was split are a multiple of this, so that vector loads stay aligned."""
@@ -59,11 +60,11 @@ def strategies_of(table: EmbeddingTable, index: int, num_devices: int, *, can_re
 
 
 def least_piece(table: EmbeddingTable, num_devices: int) -> tuple[int, int]:
-    """Returns rows and columns of the smallest piece into which a table can be split; few rows have little state."""
+    """Returns rows and columns of the smallest piece into which a table can be split, by its bytes."""
     candidates = [(table.rows, table.dimension)]
     candidates += [(table.rows, max(widths)) for widths in _column_splits(table.dimension, num_devices)]
     candidates += [(-(-table.rows // count), table.dimension) for count in _row_counts(table.rows, num_devices)]
-    return min(candidates, key=lambda size: (size[0] * size[1], size[0]))
+    return min(candidates, key=lambda size: piece_bytes(table, *size))
 
 
 def _on_groups(

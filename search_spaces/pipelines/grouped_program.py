@@ -78,7 +78,7 @@ class GroupedProgram:
         return [env[v] if isinstance(v, core.Var) else v.val for v in jaxpr.outvars]
 
     def _dim_of_parts(self, equation: core.JaxprEqn, of_numbers: Sequence[bool]) -> int | None:
-        """Returns the dimension out of which an equation takes the part of its number; None of all others."""
+        """Returns the dimension from which an equation takes the part of its group; None for other equations."""
         if equation.primitive.name != "dynamic_slice":
             return None
         sizes, shape = equation.params["slice_sizes"], equation.invars[0].aval.shape  # type: ignore[attr-defined]

@@ -54,7 +54,7 @@ def working_bytes(staged: StagedStep, program: StageProgram) -> int:
 
 
 class _Lazy:
-    """A program of which only those equations run whose results are wanted."""
+    """A program that runs an equation only when its results are wanted."""
 
     def __init__(self, program: core.ClosedJaxpr, known: Mapping[core.Var, Any]):
         self._equations = program.jaxpr.eqns

@@ -81,7 +81,7 @@ def replicated_step(replicas: Sequence[StagedStep], microbatches: Sequence[int])
         own = _own_names(part, combined, r)
         for label, program in part.programs.items():
             at = label._replace(stage=label.stage + r * size)
-            programs[at] = _renamed(program, at, own, combined)
+            programs[at] = _renamed(program, at, own, combined, is_main=r == 0)
             if r:
                 for key in programs[at].reads:
                     readers.setdefault(key, set()).add(at.stage)
@@ -142,9 +142,10 @@ def _own_names(staged: StagedStep, combined: Mapping[Key, Any], replica: int) ->
     return {key: replica_key(replica, key) for key in (*(local if replica else ()), *combined)}
 
 
-def _renamed(program: StageProgram, label: Label, own: Mapping[Key, Key], combined: Mapping[Key, Any]) -> StageProgram:
+def _renamed(
+    program: StageProgram, label: Label, own: Mapping[Key, Key], combined: Mapping[Key, Any], *, is_main: bool
+) -> StageProgram:
     is_of_microbatches = label.kind in ("forward", "backward")
-    is_main = not any(key[1] for key in own.values())
 
     def name(key: Key) -> Key:
         return own.get(key, key) if is_of_microbatches else key

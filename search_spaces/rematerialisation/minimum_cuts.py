@@ -31,8 +31,8 @@ class Candidate(NamedTuple):
     """A choice of what is computed again.
 
     Attributes:
-      recomputed: keys of the steps that run again (`passes.step_key`).
-      kept: ids of the values that go from forward to backward in memory.
+      recomputed: the steps that run again, by the numbers that the choices give them.
+      kept: the values that go from forward to backward in memory.
       seconds: that the steps take.
       kept_bytes: that the values take on one device.
       offloaded: (value, gone before, back from) of what waits in the host's memory (`offloading.Offload`).

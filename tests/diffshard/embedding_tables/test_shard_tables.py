@@ -86,6 +86,12 @@ def test_a_table_larger_than_a_device_is_split():
     assert plan.predicted.device_bytes.max() <= 3e5
 
 
+def test_a_table_fits_by_rows_where_its_columns_have_fewer_numbers_but_more_state():
+    table = EmbeddingTable("t", 4001, 16)  # 4 columns of all rows: 80,020 bytes; 1001 whole rows: 68,068 bytes
+    plan = shard_tables([table], MESH, hardware="a100", memory_limit_bytes=75_000)
+    assert plan.predicted.device_bytes.max() <= 75_000
+
+
 def test_what_fits_nowhere_is_refused_with_the_missing_bytes():
     large = EmbeddingTable("large", 1000, 128)  # smallest piece: 250 rows of 516 bytes, or 32 columns
     with pytest.raises(InfeasibleError, match=r"Table 'large' does not fit: .* 9000 bytes more"):

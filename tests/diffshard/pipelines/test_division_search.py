@@ -31,7 +31,8 @@ class Solver:
     def __init__(self, seed, num_layers, memory_of_layer=10.0, cluster=CLUSTER, speeds=(1.0,)):
         random = np.random.default_rng(seed)
         self.each_s, self.end_s = random.uniform(1, 3, num_layers), random.uniform(0, 10, num_layers)
-        self.sent = np.array([0, *random.uniform(1e5, 1e6, num_layers - 1)])
+        slow_links = 1e6 if seed % 2 else 1.0  # then a link takes about as long as a layer
+        self.sent = np.array([0, *random.uniform(1e5, 1e6, num_layers - 1)]) * slow_links
         self.cluster = cluster
         self.submeshes, self.speeds, self.memory_of_layer = cluster.submeshes(), speeds, memory_of_layer
         self.factor = random.uniform(1.0, 1.5, len(self.submeshes))
@@ -164,3 +165,23 @@ def test_parts_of_hosts_stay_in_one_host():
     assert all(len({number // 6 for number in of_stage}) == 1 for of_stage in numbers)
     with pytest.raises(InfeasibleError, match="of which there are 2"):
         place_stages(cluster, [sizes[4]] * 3)
+
+
+@pytest.mark.parametrize(("count", "least_s"), [(8, 0.0), (32, 0.9)])
+def test_what_is_proven_of_a_whole_step_is_no_end_of_it(count, least_s):
+    """The least of the first layer is loose, so that its stage's bound is known for all micro-batches alone."""
+
+    def solve(entry):
+        if entry.end - entry.start == 2:
+            raise StageMemoryError("too much", is_proven=True)
+        return StageLayout(count * 1.0, count * 1.0, 0.0, 1.0, 0.1, {})
+
+    unused: Any = None
+    nothing, least = np.zeros(2), (np.array([least_s, 1.0]), np.zeros(2))
+    chain = LayerChain((unused,), nothing, nothing, nothing, (0, 1), (), unused, unused)
+    cluster = diffshard.Cluster([diffshard.Hosts(1, devices=2, hardware="h100")])
+    found = DivisionSearch(chain, count, cluster, [MEMORY], solve, lambda submesh: least, 2)
+    found.best("1f1b", lambda: False)
+    third = np.full(2, 1 / 3)
+    step_s = simulate(StageTimes(third, 2 * third, [0.0], [0.0]), graph_of("1f1b", 2, count)).step_s
+    assert found.bound("1f1b", np.inf, lambda: False) == pytest.approx(step_s, rel=1e-4)

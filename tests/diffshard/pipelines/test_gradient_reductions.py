@@ -147,3 +147,10 @@ def test_the_faster_way_is_taken_and_the_plan_says_so(searched):
 def test_ways_that_do_not_exist_are_refused(ways):
     with pytest.raises(ValueError, match=r"`Pipeline.gradient_reductions` must be some of"):
         diffshard.Pipeline(gradient_reductions=ways)
+
+
+def test_one_device_has_no_gradients_to_reduce_once():
+    cluster = diffshard.Cluster([diffshard.Hosts(1, devices=1, hardware="h100")])
+    pipeline = diffshard.Pipeline(microbatches=4, gradient_reductions=("once",))
+    with pytest.raises(ValueError, match="gradient_reductions` must have 'each_microbatch'"):
+        diffshard.search(mlp_step, cluster, pipeline=pipeline).plan(*mlp_arguments())

@@ -77,6 +77,7 @@ def test_a_stage_makes_again_what_its_memory_cannot_keep():
     pipelined = diffshard.search(mlp_step, cluster, pipeline=diffshard.Pipeline(**options), memory_limit_bytes=1.5e6)
     plan = pipelined.plan(*args)
     assert plan.lower_bound_s <= plan.step_s
+    assert all(stage.end_s > 0 for stage in plan.stages)
     again = [stage for stage in plan.stages if stage.recomputed_operations]
     assert again
     assert all(stage.peak_bytes <= 1.5e6 for stage in plan.stages)
