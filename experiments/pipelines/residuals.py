@@ -62,7 +62,7 @@ def main(args: Sequence[str] | None = None) -> None:
             try:
                 plan = search.plan(*shapes(size, options.batch))
             except diffshard.InfeasibleError:
-                rows.append([f"{memory:g}", choice, "fits not", "", "", "", "", _cpu_s(begin_s)])
+                rows.append([f"{memory:g}", choice, "none fits", "", "", "", "", _cpu_s(begin_s)])
                 continue
             rows.append([f"{memory:g}", choice, *_cells(plan), _cpu_s(begin_s)])
     head = ["GiB", "residuals", "step s", "bound s", "stages", "made again", "offloaded", "search CPU s"]
