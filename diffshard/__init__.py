@@ -54,6 +54,7 @@ if TYPE_CHECKING:  # for type checkers and editors; when the program runs, `__ge
     from diffshard.solving.solve import solve
     from diffshard.successive_halving import halving
     from search_spaces.communication.base import BFLOAT16, FLOAT8, INT4, INT8
+    from search_spaces.communication.last_gradient import LastGradient
     from search_spaces.communication.layers.attention import windowed_attention
     from search_spaces.communication.layers.expert import expert_layer
     from search_spaces.communication.places import alternatives
@@ -111,6 +112,7 @@ _NAMES_OF = {
     "search_spaces.communication.places": ("alternatives",),
     "search_spaces.communication.base": ("BFLOAT16", "FLOAT8", "INT4", "INT8"),
     "search_spaces.communication.space": ("CommunicationSpace",),
+    "search_spaces.communication.last_gradient": ("LastGradient",),
     "search_spaces.communication.strategies": ("Encode", "ErrorFeedback", "EveryK", "Exact", "Schedule"),
     "search_spaces.communication.layers.attention": ("windowed_attention",),
     "search_spaces.embedding_tables.base": ("EmbeddingTable",),
@@ -147,6 +149,7 @@ __all__ = [
     "Hardware",
     "Hosts",
     "InfeasibleError",
+    "LastGradient",
     "Line",
     "Link",
     "Pareto",

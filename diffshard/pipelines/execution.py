@@ -190,6 +190,9 @@ class _Dispatch:
             self._numbers[stage, microbatch] = Copier().from_host(np.int32(microbatch), sharding)
         return self._numbers.get((stage, microbatch))
 
+    def free(self, array: Any) -> None:
+        array.delete()
+
     def merge(self, key: Key, label: Label, pieces: list[Any]) -> Any:
         with self._errors(label.stage, "what puts results of micro-batches together"):
             return self._calls.merges[key](pieces) if self._is_own[label.stage] else None

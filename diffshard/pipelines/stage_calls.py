@@ -93,6 +93,7 @@ class StageCalls:
       calls: by label, in an order in which they could run one after the other.
       merges: for the keys of results that micro-batches make in pieces, what puts the pieces together.
       read_until_finish: `[S]`, the keys of the whole step that a stage need not keep after its last micro-batch.
+      donated: the keys of the arguments whose memory results may take.
     """
 
     def __init__(
@@ -110,8 +111,8 @@ class StageCalls:
         self._totals = {a.total for program in staged.programs.values() for a in program.accumulations}
         self._results = {key for key in staged.outputs if not isinstance(key, core.Literal)}
         whole = {a.total for p in staged.programs.values() for a in p.accumulations if a.state == "whole"}
-        donated = {staged.inputs[position] for position in donate}
-        self._own = ({*staged.makers} - {*staged.inputs} - whole | donated) - self._results
+        self.donated = frozenset(staged.inputs[position] for position in donate) - self._results
+        self._own = ({*staged.makers} - {*staged.inputs} - whole - self._results) | self.donated
         self.calls = {label: self._call(program) for label, program in staged.programs.items()}
         self.read_until_finish = [self._read_until_finish(stage) for stage in range(staged.num_stages)]
         self.merges = {

@@ -191,5 +191,8 @@ class _Sizes:
     def number(self, stage: int, microbatch: int) -> None:
         return None
 
+    def free(self, array: Any) -> None:
+        return None
+
     def merge(self, key: Key, label: Label, pieces: list[Any]) -> _Array:
         return self._array(key, self._calls.sharding(label.stage, key))

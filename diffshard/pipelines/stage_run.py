@@ -45,6 +45,10 @@ class Actions(Protocol):
         """Returns the number of a micro-batch, on a stage."""
         ...
 
+    def free(self, array: Any) -> None:
+        """Gives up the memory of a donated argument, which nothing reads any more."""
+        ...
+
     def merge(self, key: Key, label: Label, pieces: list[Any]) -> Any:
         """Returns a result from its pieces, those of all micro-batches in order."""
         ...
@@ -153,10 +157,12 @@ class StageRun:
                     self._kept[label.stage][a.total] = piece
 
     def _finish_sums(self) -> None:
-        """Puts what all micro-batches made where the programs that finish the step read it."""
+        """Frees what only micro-batches read; puts what they made where the programs that finish the step read it."""
         for stage, keys in enumerate(self._calls.read_until_finish):
             for key in keys:
-                self._kept[stage].pop(key, None)
+                array = self._kept[stage].pop(key, None)
+                if key in self._calls.donated and array is not None:
+                    self._actions.free(array)  # the caller still has it, so that forgetting it is not enough
         for label, call in self._calls.calls.items():
             self._kept[label.stage].update(
                 zip((a.total for a in call.sums), self._totals.pop(label, []), strict=True) if call.sums else ()

@@ -120,8 +120,8 @@ class CollectiveOp:
 class CollectiveStrategy(Protocol):
     """A way to run a collective.
 
-    A strategy that keeps a residual is for gradients only. The residual is what it has not sent yet; it is added to the
-    operand of the next training step, whichever strategy sends that.
+    A strategy that keeps a residual is for gradients only. The residual is what it has not sent yet. The next training
+    step gives it back, to whichever strategy sends then: most send the gradient with the residual added to it.
 
     Attributes:
       name: for people, choices and plans; the strategies of a site have different names.
@@ -137,13 +137,14 @@ class CollectiveStrategy(Protocol):
     def keeps_residual(self) -> bool: ...  # noqa: D102
 
     def run(
-        self, collective: CollectiveOp, x: jax.Array, key: jax.Array, step: jax.Array
+        self, collective: CollectiveOp, x: jax.Array, residual: jax.Array | None, key: jax.Array, step: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        """Returns the collective's result, and this device's residual (float32, shaped as `x`).
+        """Returns the collective's result, and this device's next residual (float32, shaped as `x`).
 
         Args:
           collective: to be run.
           x: this device's operand.
+          residual: what this device has not sent before; None where no strategy keeps one.
           key: a random key, the same on all devices.
           step: number of the training step, an integer scalar.
         """
@@ -166,6 +167,8 @@ class Stage:
       num_coded: elements that each device encodes or decodes for it.
       precision: of the codes; None where the data is sent as it is.
       count: executions in one training step.
+      hidden_s: seconds of computing behind which each execution can hide. They are for all gradients together: a site
+        gets the part of them that its bytes are of all gradients' bytes.
     """
 
     kind: CollectiveKind
@@ -175,6 +178,7 @@ class Stage:
     num_coded: float = 0.0
     precision: Precision | None = None
     count: float = 1.0
+    hidden_s: float = 0.0
 
     @property
     def sent_bytes(self) -> float:

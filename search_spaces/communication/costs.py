@@ -1,14 +1,15 @@
 """What a choice of strategies costs, in seconds and in bytes: of a site, of a group, and of every part of a choice.
 
 A stage of a collective takes the seconds of the α–β model; encoding and decoding take what kernels were measured to
-take, or else what the roofline allows. Costs of different sites add up: nothing overlaps. What a site costs inside a
-branch of alternatives depends on two choices, so it stands in a matrix for a pair of groups: an edge of the problem.
+take, or else what the roofline allows. Costs of different sites add up: nothing overlaps, except that the last
+step's gradients may be summed while this step computes. What a site costs inside a branch of alternatives depends on
+two choices, so it stands in a matrix for a pair of groups: an edge of the problem.
 """
 
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from importlib import resources
 from math import prod
 from typing import NamedTuple
@@ -62,6 +63,12 @@ def group_costs(
     return GroupCosts(nodes, edges)
 
 
+def group_seconds(sites: Sequence[Site], groups: Sequence[Group], hardware: Hardware) -> GroupCosts:
+    """Returns the seconds of all groups in an average step."""
+    gradient_bytes = sum(_operand_bytes(site) for site in sites if site.direction == "gradient")
+    return group_costs(sites, groups, partial(_site_seconds, hardware=hardware, gradient_bytes=gradient_bytes))
+
+
 def explain(
     sites: Sequence[Site], groups: Sequence[Group], choice: Sequence[int], seconds: GroupCosts, sent_bytes: GroupCosts
 ) -> tuple[Part, ...]:
@@ -105,17 +112,27 @@ def site_bytes(site: Site, strategy: CollectiveStrategy) -> float:
     return site.trips * sum(stage.sent_bytes for stage in strategy.stages(site.collective, site.shape, site.dtype))
 
 
-def site_seconds(site: Site, strategy: CollectiveStrategy, hardware: Hardware) -> float:
-    """Returns the seconds of a site in an average step: latency and transfer of each stage, encoding and decoding."""
+def _site_seconds(site: Site, strategy: CollectiveStrategy, hardware: Hardware, gradient_bytes: float) -> float:
+    """Returns the seconds of a site in an average step: latency and transfer of each stage, encoding and decoding.
+
+    What is sent while the device computes counts with the seconds that remain after the site's share of the computing,
+    which is its share of `gradient_bytes`, those of all gradients. So no second of computing hides two transfers.
+    """
     assert site.collective is not None
     stages = strategy.stages(site.collective, site.shape, site.dtype)
-    return site.trips * sum(stage.count * _stage_seconds(stage, hardware) for stage in stages)
+    share = _operand_bytes(site) / gradient_bytes if site.direction == "gradient" else 0.0
+    return site.trips * sum(stage.count * _stage_seconds(stage, hardware, share) for stage in stages)
 
 
-def _stage_seconds(stage: Stage, hardware: Hardware) -> float:
+def _operand_bytes(site: Site) -> float:
+    """Returns the bytes of a site's operand on one device."""
+    return prod(site.shape) * float(np.dtype(site.dtype).itemsize)
+
+
+def _stage_seconds(stage: Stage, hardware: Hardware, share: float) -> float:
     seconds = float(collective_s(stage.kind, stage.num_bytes, stage.num_devices, hardware.link(stage.axis)))
     coding = 0.0 if stage.precision is None else stage.num_coded * coding_s(stage.precision, hardware)
-    return seconds + coding
+    return max(0.0, seconds - share * stage.hidden_s) + coding
 
 
 def coding_s(precision: Precision, hardware: Hardware) -> float:

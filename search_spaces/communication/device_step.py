@@ -59,7 +59,7 @@ class DeviceStep:
 
         def run(s: int, x: jax.Array, dynamic: Any, key: jax.Array, step: jax.Array) -> jax.Array:
             node_selection = selection[self.group_of[s]] if dynamic is None else dynamic
-            return _run_selected(self.strategy_functions(s), node_selection, x, key, step)[0]
+            return _run_selected(self.strategy_functions(s), node_selection, x, None, key, step)[0]
 
         def at_collective(p: int, x: jax.Array, key: jax.Array) -> jax.Array:
             forward_site, backward_site = self.site_at["forward", p], self.site_at.get(("backward", p))
@@ -96,13 +96,11 @@ class DeviceStep:
         for g, numbers in self.gradient_groups():
             parts = [leaves[leaf] for leaf in numbers]
             names = [self.traced_loss.param_names[leaf] for leaf in numbers]
-            with_residuals = as_vector(
-                [x + residuals[name][0] if name in residuals else x for x, name in zip(parts, names, strict=True)]
-            )
-            operand = with_residuals.astype(parts[0].dtype)
+            kept = [residuals[name][0] for name in names if name in residuals]
+            before = as_vector(kept) if kept else None
             functions = self.strategy_functions(self.groups[g].sites[0])
-            y, residual = _run_selected(functions, selection[g], operand, gradient_key(key, g), step)
-            residual = residual + (with_residuals - operand)  # what the cast to a narrower type lost
+            operand = as_vector(parts)
+            y, residual = _run_selected(functions, selection[g], operand, before, gradient_key(key, g), step)
             by_leaf = zip(numbers, names, _split(y, parts), _split(residual, parts), strict=True)
             for leaf, name, gradient, leaf_residual in by_leaf:
                 leaves[leaf] = gradient.astype(operand.dtype)
@@ -148,7 +146,7 @@ class DeviceStep:
         return collective
 
     def strategy_functions(self, s: int) -> list[Callable[..., tuple[jax.Array, jax.Array]]]:
-        """Returns the strategies of a site as functions of operand, key and step (see `CollectiveStrategy.run`)."""
+        """Returns the strategies of a site as functions of operand, residual, key and step: `run` of each."""
         return [partial(strategy.run, self.collective(s)) for strategy in self.groups[self.group_of[s]].strategies]
 
 

@@ -201,14 +201,14 @@ def _gradient_increases(
         collective = device.collective(first)
         weights = as_vector([sizes[leaf] for leaf in numbers]) / (4 * collective.num_copies)
         for j, run in enumerate(device.strategy_functions(first)):
-            error = (run(x, gradient_key(key, g), step)[0] - run_exact(collective, x)).astype(jnp.float32)
+            error = (run(x, None, gradient_key(key, g), step)[0] - run_exact(collective, x)).astype(jnp.float32)
             increases[g] = increases[g].at[j].add(weights @ jnp.square(error))
     return increases
 
 
 def _errors(device: DeviceStep, s: int, x: jax.Array, exact: jax.Array, key: jax.Array, step: jax.Array) -> jax.Array:
     """Returns each strategy's result minus the exact one, `[S, ...]`."""
-    return jnp.stack([run(x, key, step)[0] - exact for run in device.strategy_functions(s)])
+    return jnp.stack([run(x, None, key, step)[0] - exact for run in device.strategy_functions(s)])
 
 
 def with_probe(

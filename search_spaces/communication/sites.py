@@ -245,7 +245,7 @@ def _gradient_sites(traced_loss: TracedLoss, mesh_axes: Mapping[str, int]) -> It
 def _worthwhile_strategies(
     sites: Sequence[Site], strategies: Mapping[str, tuple[CollectiveStrategy, ...]]
 ) -> tuple[CollectiveStrategy, ...]:
-    """Leaves out lossy strategies that send as much as an exact one; for integers, all lossy strategies."""
+    """Leaves out lossy strategies that save no time by what they send or when; for integers, all lossy strategies."""
     options, sites = strategies[sites[0].direction], as_sent(sites)
     exact = [strategy for strategy in options if strategy.is_exact]
     if not exact:
@@ -256,8 +256,16 @@ def _worthwhile_strategies(
     return tuple(
         strategy
         for strategy in options
-        if strategy.is_exact or sum(site_bytes(site, strategy) for site in sites) < exact_bytes
+        if strategy.is_exact
+        or sum(site_bytes(site, strategy) for site in sites) < exact_bytes
+        or any(_is_hidden(site, strategy) for site in sites)
     )
+
+
+def _is_hidden(site: Site, strategy: CollectiveStrategy) -> bool:
+    """Returns whether a strategy sends something while the device computes."""
+    assert site.collective is not None
+    return any(stage.hidden_s for stage in strategy.stages(site.collective, site.shape, site.dtype))
 
 
 def _places_with_gradients(traced_loss: TracedLoss, mesh_axes: Mapping[str, int]) -> set[int]:

@@ -16,10 +16,12 @@ from cost.base import Hardware, Problem
 from cost.presets import preset
 from search_spaces.base import Batch, Choice, LossAndGradients, Params, Part, PerStrategy, Residuals, Selection
 from search_spaces.communication.base import CollectiveStrategy, Site
-from search_spaces.communication.costs import GroupCosts, explain, group_costs, site_bytes, site_seconds
+from search_spaces.communication.costs import GroupCosts, explain, group_costs, group_seconds, site_bytes
 from search_spaces.communication.device_step import DeviceStep, choice_as_indices
 from search_spaces.communication.emulation import WholeStep, emulate, on_devices
+from search_spaces.communication.last_gradient import LastGradient
 from search_spaces.communication.sites import checked_strategies, find_sites, group_sites, trace_loss
+from search_spaces.communication.strategies import DEFAULT, Exact
 
 
 class CommunicationSpace:
@@ -54,8 +56,8 @@ class CommunicationSpace:
         that do not split the parameter.
       batch_specs: a `PartitionSpec` for each leaf of `batch`, or for each sub-tree.
       strategies: by direction ("forward", "backward", "gradient") the strategies to choose from; for directions that
-        are missing `strategies.DEFAULT`. Lossy strategies that send as much as an exact one are left out, and so are
-        lossy ones for integers.
+        are missing `strategies.DEFAULT`. Lossy strategies that send as much as an exact one, and not while the device
+        computes, are left out, and so are lossy ones for integers.
       tie: "type" where sites of one type share a strategy, None where each has its own. Gradients that share one are
         sent as one vector.
       hardware: what the seconds are for, or the name of a preset; `problem` and `explain` need it.
@@ -163,7 +165,7 @@ class CommunicationSpace:
         return ChosenStep(self, choice_as_indices(self.groups, choice))
 
     def explain(self, choice: Sequence[int]) -> tuple[Part, ...]:
-        """Returns one part for each group: its seconds in one step, without overlap, and what its sites send.
+        """Returns one part for each group: its seconds in one step, and what its sites send.
 
         Raises:
           ValueError: the choice does not fit the space, or the space has no hardware.
@@ -180,7 +182,7 @@ class CommunicationSpace:
     def _seconds(self) -> GroupCosts:
         if self.hardware is None:
             raise ValueError("`hardware` is None; give the space hardware with a link for each mesh axis.")
-        return group_costs(self.sites, self.groups, partial(site_seconds, hardware=self.hardware))
+        return group_seconds(self.sites, self.groups, self.hardware)
 
     @cached_property
     def _sent_bytes(self) -> GroupCosts:
@@ -296,5 +298,6 @@ EXAMPLE = partial(
     jax.ShapeDtypeStruct((16, 8), jnp.float32),
     {"up": PartitionSpec(None, "model"), "down": PartitionSpec("model")},
     PartitionSpec("data"),
+    strategies={"gradient": (Exact(), LastGradient(1e-6), *DEFAULT["gradient"][1:])},
     hardware="h100",
 )

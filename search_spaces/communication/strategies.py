@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -36,8 +37,9 @@ class Exact:
     is_exact = True
     keeps_residual = False
 
-    def run(self, collective, x, key, step):  # noqa: D102
-        return run_exact(collective, x), jnp.zeros(x.shape, jnp.float32)
+    def run(self, collective, x, residual, key, step):  # noqa: D102
+        operand, cast_loss = with_residual(x, residual)
+        return run_exact(collective, operand), cast_loss
 
     def stages(self, collective, shape, dtype):  # noqa: D102
         return stages_of(collective, shape, dtype, None)
@@ -55,8 +57,9 @@ class Encode:
     def name(self) -> str:  # noqa: D102
         return self.precision.name
 
-    def run(self, collective, x, key, step):  # noqa: D102
-        return run_encoded(collective, x, self.precision, key)[0], jnp.zeros(x.shape, jnp.float32)
+    def run(self, collective, x, residual, key, step):  # noqa: D102
+        operand, cast_loss = with_residual(x, residual)
+        return run_encoded(collective, operand, self.precision, key)[0], cast_loss
 
     def stages(self, collective, shape, dtype):  # noqa: D102
         return stages_of(collective, shape, dtype, self.precision)
@@ -78,10 +81,11 @@ class ErrorFeedback:
     def name(self) -> str:  # noqa: D102
         return f"{self.precision.name} with error feedback"
 
-    def run(self, collective, x, key, step):  # noqa: D102
-        y, residual = run_encoded(collective, x, self.precision, key)
-        assert residual is not None, "gradients are summed by all-reduces, which have a residual"
-        return y, residual
+    def run(self, collective, x, residual, key, step):  # noqa: D102
+        operand, cast_loss = with_residual(x, residual)
+        y, rounding_loss = run_encoded(collective, operand, self.precision, key)
+        assert rounding_loss is not None, "gradients are summed by all-reduces, which have a residual"
+        return y, rounding_loss + cast_loss
 
     def stages(self, collective, shape, dtype):  # noqa: D102
         return stages_of(collective, shape, dtype, self.precision)
@@ -112,12 +116,16 @@ class EveryK:
     def name(self) -> str:  # noqa: D102
         return f"{self.strategy.name} every {self.k} steps"
 
-    def run(self, collective, x, key, step):  # noqa: D102
+    def run(self, collective, x, residual, key, step):  # noqa: D102
         return lax.cond(
             step % self.k == self.k - 1,
-            lambda x, key: self.strategy.run(collective, x, key, step),
-            lambda x, key: (jnp.zeros_like(x), x.astype(jnp.float32)),
+            lambda x, residual, key: self.strategy.run(collective, x, residual, key, step),
+            lambda x, residual, key: (
+                jnp.zeros_like(x),
+                x.astype(jnp.float32) + (0.0 if residual is None else residual),
+            ),
             x,
+            residual,
             key,
         )
 
@@ -163,12 +171,13 @@ class Schedule:
     def keeps_residual(self) -> bool:  # noqa: D102
         return self.first.keeps_residual or self.second.keeps_residual
 
-    def run(self, collective, x, key, step):  # noqa: D102
+    def run(self, collective, x, residual, key, step):  # noqa: D102
         return lax.cond(
             step < self.switch_step,
-            lambda x, key: self.first.run(collective, x, key, step),
-            lambda x, key: self.second.run(collective, x, key, step),
+            lambda x, residual, key: self.first.run(collective, x, residual, key, step),
+            lambda x, residual, key: self.second.run(collective, x, residual, key, step),
             x,
+            residual,
             key,
         )
 
@@ -185,6 +194,15 @@ DEFAULT: dict[str, tuple[CollectiveStrategy, ...]] = {
     "gradient": (Exact(), *_NARROW, ErrorFeedback(INT8), ErrorFeedback(INT4), EveryK(4)),
 }
 """What each direction chooses from where the user gives nothing; the plain collective comes first."""
+
+
+def with_residual(x: jax.Array, residual: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+    """Returns an operand with its residual, in the operand's own type, and what the cast loses, float32."""
+    if residual is None:
+        return x, jnp.zeros(x.shape, jnp.float32)
+    total = x + residual
+    operand = total.astype(x.dtype)
+    return operand, (total - operand).astype(jnp.float32)
 
 
 def stages_of(
