@@ -120,6 +120,12 @@ def delayed(fn: Callable[..., Any]) -> DelayedStep:
     return fn if isinstance(fn, DelayedStep) else DelayedStep(fn)
 
 
+def has_versions(tree: Any) -> bool:
+    """Tells whether some leaf of a tree is a `DelayedArray`."""
+    leaves = jax.tree.leaves(tree, is_leaf=lambda leaf: isinstance(leaf, DelayedArray))
+    return any(isinstance(leaf, DelayedArray) for leaf in leaves)
+
+
 def current_version(tree: Any) -> Any:
     """Returns a state without the previous versions of its weights: for evaluation, checkpoints, or another step."""
     return _version(tree, "current")

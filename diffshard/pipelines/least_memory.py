@@ -14,6 +14,8 @@ import numpy as np
 from cost.memory import least_memory
 from cost.pipeline_schedules import Schedule, kept_microbatches
 from diffshard.pipelines.found_divisions import Entry
+from diffshard.pipelines.options import PipelineOptions, memory_limit_of
+from diffshard.pipelines.plans.text import short_source
 from diffshard.pipelines.stage_programme import best_division, bottleneck_objective
 from diffshard.pipelines.step_search import StepSearch
 from diffshard.sharding_search.planning import lightest_choice
@@ -136,3 +138,39 @@ def stage_need(search: StepSearch, entry: Entry) -> StageNeed:
     space = search.request(entry).space
     least_bytes = float(np.max(least_memory(space.problem)[1]))
     return StageNeed(least_bytes, max(space.summarize(lightest_choice(space.problem).tolist()).peak_bytes, least_bytes))
+
+
+def nothing_fits(options: PipelineOptions, searches: Sequence[StepSearch], is_over: Callable[[], bool]) -> str:
+    """Says what does not fit: the stage that needs most in the division that needs least."""
+    kinds = ", ".join(
+        f"{hosts.num_devices} x {hosts.name} with {memory_limit_of(options, kind):,.0f} bytes"
+        for kind, hosts in enumerate(options.cluster.kinds)
+    )
+    state_bytes = searches[0].chain.state_bytes.sum()
+    donate = "" if searches[0].is_donated else " donate the state (`donate_argnums`),"
+    return (
+        f"No pipeline of {getattr(options.fn, '__name__', 'the function')} with at most {options.pipeline.max_stages} "
+        f"stages was found that fits {kinds}. {_need_text(options, least_need(searches, is_over))} Its state alone has "
+        f"{state_bytes:,.0f} bytes. Give more memory, devices, stages or micro-batches,{donate} or rematerialise "
+        "(`jax.checkpoint`)."
+    )
+
+
+def _need_text(options: PipelineOptions, need: PipelineNeed | None) -> str:
+    if need is None:
+        return "The stages that could be cut are no division of the devices."
+    search, entry = need.search, need.entry
+    submesh = search.submeshes[entry.submesh]
+    limit, source = memory_limit_of(options, submesh.kind), short_source(search.chain.sources[entry.start])
+    layers = f"layers {entry.start}-{entry.end - 1} of {len(search.chain)}" + (f" (from {source})" if source else "")
+    keeping = "Least" if set(options.pipeline.residuals) == {"keep"} else "If all residuals are kept, least"
+    text = (
+        f"{keeping} is needed with {search.num_microbatches} micro-batches: its largest stage, {layers} on "
+        f"{submesh.num_devices} x {options.cluster.kinds[submesh.kind].name} with {entry.in_flight} in flight, needs "
+        f"at least {need.share * limit:,.0f} bytes on each device"
+    )
+    if need.need is not None:
+        text += f", and {need.need.enough_bytes:,.0f} are enough for it"
+    if need.share <= 1:
+        text += "; no stage was proven not to fit, so that a longer `time_limit_s` or another `solver` may find one"
+    return text + "."

@@ -15,7 +15,7 @@ from cost.presets import device_and_network
 from cost.real_numbers import is_positive, whole_number
 from diffshard.live_progress import ProgressDisplay, live_line
 from diffshard.pipelines.base import Pipeline, PipelinePlan
-from diffshard.pipelines.delayed_gradients import DelayedStep, delayed
+from diffshard.pipelines.delayed_gradients import DelayedStep, delayed, has_versions
 from diffshard.pipelines.execution import StagedExecution
 from diffshard.pipelines.offload_search import check_offload
 from diffshard.pipelines.options import PipelineOptions, donated_arrays
@@ -70,7 +70,8 @@ class PipelinedFunction:
         With the schedule "2bw" weights are `DelayedArray`, of arrays or of `StagedArray`.
 
         Raises:
-          TypeError: it is called under `jax.jit`, `jax.grad` or another transformation of JAX.
+          TypeError: it is called under `jax.jit`, `jax.grad` or another transformation of JAX, or with weights in two
+            versions though its gradients are not delayed.
           ValueError: the cluster is only described, without devices.
           StageError: a program of a stage failed; names the stage.
         """
@@ -80,6 +81,11 @@ class PipelinedFunction:
                 f"{name} as a pipeline runs several programs on different devices, so that it cannot be called under "
                 "`jax.jit`, `jax.grad`, `jax.vmap` or another transformation. Call it outside of them, and put "
                 "gradients inside of the step."
+            )
+        if not isinstance(self.options.fn, DelayedStep) and has_versions((args, kwargs)):
+            raise TypeError(
+                "The arguments have weights in two versions (`DelayedArray`), which only the schedule '2bw' and "
+                "`diffshard.delayed` take. Give `diffshard.current_version(state)`."
             )
         if not self.options.cluster.devices:
             raise ValueError(

@@ -1,7 +1,7 @@
 """`find_pipeline`: a training step cut into stages on parts of a cluster, all of it chosen together."""
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -15,10 +15,9 @@ from diffshard.live_progress import LiveLine
 from diffshard.pipelines.course import Course
 from diffshard.pipelines.cutting import UncutStep, uncut_step
 from diffshard.pipelines.found_divisions import FoundDivision
-from diffshard.pipelines.least_memory import PipelineNeed, least_need
-from diffshard.pipelines.options import PipelineOptions, donated_arrays, memory_limit_of, mesh_shape
+from diffshard.pipelines.least_memory import nothing_fits
+from diffshard.pipelines.options import PipelineOptions, donated_arrays, mesh_shape
 from diffshard.pipelines.planned_pipeline import FoundPipeline, planned_pipeline
-from diffshard.pipelines.plans.text import short_source
 from diffshard.pipelines.replica_search import ChosenReplicas, choose_replicas, replicas_bound_s
 from diffshard.pipelines.replicated_pipeline import planned_replicas, with_bound
 from diffshard.pipelines.shared_choices import ChosenPipeline, trace_facts
@@ -70,7 +69,10 @@ def find_pipeline(
         found = _faster_with_replicas(options, searches, donated, found, processes, course)
     elif options.pipeline.max_replicas > 1:
         note = "There are no replicas: each would be on devices of a kind of its own, and all devices are of one kind."
-        found = found._replace(plan=replace(found.plan, notes=(*found.plan.notes, note)))
+        found = _with_note(found, note)
+    left_out = sorted({*options.pipeline.microbatch_counts} - {step.num_microbatches for step in searches})
+    if left_out:
+        found = _with_note(found, f"Numbers of micro-batches that the batch cannot be divided into: {left_out}.")
     return found._replace(plan=processes.shared(what, lambda: found.plan))
 
 
@@ -97,6 +99,10 @@ def _best_planned(
         best = found if best is None or found.plan.step_s < best.plan.step_s else best
     assert best is not None
     return best
+
+
+def _with_note(found: FoundPipeline, note: str) -> FoundPipeline:
+    return found._replace(plan=replace(found.plan, notes=(*found.plan.notes, note)))
 
 
 def _faster_with_replicas(
@@ -131,7 +137,7 @@ def _faster_with_replicas(
         except InfeasibleError as error:
             note = f"{note} {error}"
     plan = replace(with_bound(best.plan, bound_s), search_s=course.seconds)
-    return best._replace(plan=replace(plan, notes=(*plan.notes, note)))
+    return _with_note(best._replace(plan=plan), note)
 
 
 def _chosen(options: PipelineOptions, searches: Sequence[StepSearch], course: Course) -> list[ChosenPipeline]:
@@ -165,7 +171,7 @@ def _chosen(options: PipelineOptions, searches: Sequence[StepSearch], course: Co
             candidates.append(_Candidate(seconds, schedule, search, found))
             course.found(seconds)
     if not candidates:
-        raise InfeasibleError(_infeasible(options, searches, course.is_search_over))
+        raise InfeasibleError(nothing_fits(options, searches, course.is_search_over))
     candidates.sort(key=lambda candidate: candidate.seconds)
     course.step("proving a bound")
     target_s = candidates[0].seconds
@@ -266,39 +272,3 @@ def simulated_s(search: StepSearch, schedule: Schedule, found: FoundDivision) ->
     ]
     times = StageTimes(seconds * (1 - BACKWARD_SHARE), seconds * BACKWARD_SHARE, sends, sends)
     return pipeline_step(times, schedule, count, [0.0] * len(seconds)).step_s  # the ends are in `seconds`
-
-
-def _infeasible(options: PipelineOptions, searches: Sequence[StepSearch], is_over: Callable[[], bool]) -> str:
-    """Says what does not fit: the stage that needs most in the division that needs least."""
-    kinds = ", ".join(
-        f"{hosts.num_devices} x {hosts.name} with {memory_limit_of(options, kind):,.0f} bytes"
-        for kind, hosts in enumerate(options.cluster.kinds)
-    )
-    state_bytes = searches[0].chain.state_bytes.sum()
-    donate = "" if searches[0].is_donated else " donate the state (`donate_argnums`),"
-    return (
-        f"No pipeline of {getattr(options.fn, '__name__', 'the function')} with at most {options.pipeline.max_stages} "
-        f"stages was found that fits {kinds}. {_need_text(options, least_need(searches, is_over))} Its state alone has "
-        f"{state_bytes:,.0f} bytes. Give more memory, devices, stages or micro-batches,{donate} or rematerialise "
-        "(`jax.checkpoint`)."
-    )
-
-
-def _need_text(options: PipelineOptions, need: PipelineNeed | None) -> str:
-    if need is None:
-        return "The stages that could be cut are no division of the devices."
-    search, entry = need.search, need.entry
-    submesh = search.submeshes[entry.submesh]
-    limit, source = memory_limit_of(options, submesh.kind), short_source(search.chain.sources[entry.start])
-    layers = f"layers {entry.start}-{entry.end - 1} of {len(search.chain)}" + (f" (from {source})" if source else "")
-    keeping = "Least" if set(options.pipeline.residuals) == {"keep"} else "If all residuals are kept, least"
-    text = (
-        f"{keeping} is needed with {search.num_microbatches} micro-batches: its largest stage, {layers} on "
-        f"{submesh.num_devices} x {options.cluster.kinds[submesh.kind].name} with {entry.in_flight} in flight, needs "
-        f"at least {need.share * limit:,.0f} bytes on each device"
-    )
-    if need.need is not None:
-        text += f", and {need.need.enough_bytes:,.0f} are enough for it"
-    if need.share <= 1:
-        text += "; no stage was proven not to fit, so that a longer `time_limit_s` or another `solver` may find one"
-    return text + "."

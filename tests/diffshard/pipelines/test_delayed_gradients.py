@@ -179,3 +179,14 @@ def test_a_search_does_not_choose_between_schedules_with_different_results():
     assert "2bw" not in diffshard.Pipeline().schedules
     with pytest.raises(ValueError, match=r"must be \('2bw',\) where it has '2bw'"):
         diffshard.Pipeline(schedules=("1f1b", "2bw"))
+
+
+def test_two_versions_of_weights_are_refused_where_gradients_are_not_delayed():
+    def step(weights, x):
+        return jax.tree.map(lambda w, g: w - g, weights, jax.grad(lambda w: (x @ w).mean())(weights))
+
+    cluster = diffshard.Cluster.from_devices(jax.devices()[:2], hardware="h100")
+    pipelined = diffshard.search(step, cluster, pipeline=diffshard.Pipeline(schedules=("1f1b",)))
+    weights = diffshard.DelayedArray(jnp.ones((4, 4)), jnp.ones((4, 4)))
+    with pytest.raises(TypeError, match="current_version"):
+        pipelined(weights, jnp.ones((8, 4)))

@@ -68,7 +68,7 @@ def test_layers_that_run_again_one_by_one_need_the_least_memory():
 def test_a_stage_makes_again_what_its_memory_cannot_keep():
     args = mlp_arguments(8, 64)
     cluster = diffshard.Cluster.from_devices(jax.devices()[:2], hardware="h100")
-    options = {"microbatches": 8, "schedules": ("1f1b",), "max_stages": 2}
+    options = {"microbatches": (3, 8), "schedules": ("1f1b",), "max_stages": 2}
     keeping = diffshard.search(
         mlp_step, cluster, pipeline=diffshard.Pipeline(residuals=("keep",), **options), memory_limit_bytes=1.5e6
     )
@@ -78,6 +78,7 @@ def test_a_stage_makes_again_what_its_memory_cannot_keep():
     plan = pipelined.plan(*args)
     assert plan.lower_bound_s <= plan.step_s
     assert all(stage.end_s > 0 for stage in plan.stages)
+    assert any("divided into: [3]" in note for note in plan.notes)
     again = [stage for stage in plan.stages if stage.recomputed_operations]
     assert again
     assert all(stage.peak_bytes <= 1.5e6 for stage in plan.stages)
