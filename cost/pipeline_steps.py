@@ -1,7 +1,7 @@
 """What a step of a pipeline takes, with its end: an optimiser's update, say; and what it takes where steps overlap.
 
 With gradients of the weights of one step ago ("2bw") a stage begins the next step as soon as it has ended its part of
-this one: the pipeline never drains, and a step takes what the stages do in the steady state of many steps.
+this one. The pipeline never drains. A step then takes the time between the ends of two steps, once many have run.
 
 Letters for sizes: S stages, M micro-batches.
 
@@ -27,8 +27,8 @@ from cost.pipeline_schedules import (
 from cost.pipeline_times import Simulation, StageTimes, checked, durations_s, simulate, start_times_s
 
 _WARM_UP_ROUNDS = 4
-"""How many times a micro-batch goes through all stages before the steady state is measured, and while it is; chosen by
-hand: the stages begin with an empty pipeline."""
+"""The stages begin with an empty pipeline. So a step is timed after micro-batches went through all stages so many
+times, and over as many more. Chosen by hand."""
 
 
 class PipelineStep(NamedTuple):
@@ -36,7 +36,7 @@ class PipelineStep(NamedTuple):
 
     Attributes:
       simulation: of its micro-batches, from an empty pipeline.
-      step_s: with the end of the step; in the steady state where steps overlap.
+      step_s: with the end of the step; where steps overlap, from the end of one to the end of the next.
       bubble: the share of the stages' time in which they wait.
     """
 
@@ -69,7 +69,7 @@ def pipeline_step(
 
 
 def overlapped_step_s(times: StageTimes, num_microbatches: int, end_s: np.ndarray | Sequence[float]) -> float:
-    """Returns the seconds of a step in the steady state of "2bw", where the pipeline never drains.
+    """Returns the seconds between the ends of two steps of "2bw", whose pipeline never drains.
 
     It simulates many steps, one right after the other. Stage i keeps min(M, S - i) micro-batches at most, so that only
     the last two versions of the weights are read. Forward operations of a step alternate with the last backward ones of

@@ -41,6 +41,12 @@ class StageTimes(NamedTuple):
     send_backward_s: np.ndarray | Sequence[float]
     weights_s: np.ndarray | Sequence[float] | None = None
 
+    def sends_after(self, stage: int) -> tuple[float, float]:
+        """Returns the seconds of sending to the next stage and back from it; 0 after the last stage."""
+        if stage == len(self.forward_s) - 1:
+            return 0.0, 0.0
+        return float(self.send_forward_s[stage]), float(self.send_backward_s[stage])
+
 
 class Simulation(NamedTuple):
     """When each operation of a schedule runs.

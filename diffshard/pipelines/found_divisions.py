@@ -24,7 +24,7 @@ class Entry(NamedTuple):
 
 @dataclass
 class FoundDivision:
-    """A division all of whose stages are solved.
+    """A division of the layers into stages, with the shardings found for each.
 
     Attributes:
       stages: from the first to the last.

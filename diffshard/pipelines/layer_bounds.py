@@ -42,7 +42,7 @@ from search_spaces.sharding.space import ShardingSpace
 
 _SCOPE = re.compile(r"layer#(\d+)#(\w+)")
 _GAP = 0.003
-"""Of the bound of a layer: far below what borders cost."""
+"""Where the solver may stop for one layer, relative; leaving the borders free costs the bound far more than that."""
 _TIME_LIMIT_S = 8.0
 """For solving a part of a layer; its bound says what is left."""
 

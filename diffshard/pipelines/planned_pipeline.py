@@ -2,21 +2,21 @@
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from cost.clusters import Cluster
 from cost.host_groups import Submesh
+from cost.pipeline_schedules import Schedule
 from cost.pipeline_steps import pipeline_step
 from cost.pipeline_times import Simulation, StageTimes
 from diffshard.pipelines.base import PipelinePlan, PlannedStage
 from diffshard.pipelines.cutting import CutStep
 from diffshard.pipelines.found_divisions import Entry
 from diffshard.pipelines.layer_chain import LayerChain
-from diffshard.pipelines.options import (
-    PipelineOptions,
-    memory_limit_of,
-    mesh_shape,
-)
+from diffshard.pipelines.options import PipelineOptions, memory_limit_of, mesh_shape
+from diffshard.pipelines.plans.base import PlannedReplica
+from diffshard.pipelines.plans.timing import simulated
 from diffshard.pipelines.shared_choices import ChosenPipeline, shared_layouts
 from diffshard.pipelines.stage_placement import arguments_of, mesh_of, place_stages, sends_s
 from diffshard.pipelines.stage_plans import StageDevices, StagePlans
@@ -27,7 +27,6 @@ from diffshard.pipelines.step_search import StepSearch
 from diffshard.plans.base import Tensor
 from diffshard.plans.formats import format_count
 from diffshard.processes import Processes
-from search_spaces.pipelines.stage_labels import Label
 from search_spaces.pipelines.stage_programs import StagedStep
 
 
@@ -91,9 +90,7 @@ def planned_pipeline(
     course.step("planning the programs of the stages")
     limit_s = course.stage_limit_s(2 * len(stages))
     plans = StagePlans(staged, devices, processes, solver=options.solver, time_limit_s=limit_s)
-    forward_s, backward_s = (
-        [plans.seconds(Label(kind, i)) for i in range(len(stages))] for kind in ("forward", "backward")
-    )
+    forward_s, backward_s = plans.pass_seconds()
     for i, layout in enumerate(layouts):
         forward_s[i] += layout.offload_s
         backward_s[i] += layout.offload_s
@@ -103,7 +100,7 @@ def planned_pipeline(
     ]
     end_s = [layout.end_s for layout in layouts]
     times = StageTimes(forward_s, backward_s, [f for f, _ in sends], [b for _, b in sends])
-    simulation, step_s, bubble = pipeline_step(times, chosen.schedule, count, end_s)
+    simulation = pipeline_step(times, chosen.schedule, count, end_s).simulation
     planned = [
         planned_stage(
             options,
@@ -113,31 +110,63 @@ def planned_pipeline(
             numbers[i],
             layouts[i],
             (forward_s[i], backward_s[i], end_s[i]),
-            sends[i] if i < len(sends) else (0.0, 0.0),
+            times.sends_after(i),
             int(simulation.in_flight[i]),
             arguments_of(step, staged, layouts[i], i),
         )
         for i, stage in enumerate(stages)
     ]
-    bound_s = min(chosen.bound_s, step_s)
+    plan = predicted_plan(options, search, chosen.schedule, planned, tried=chosen.tried, notes=chosen.notes)
+    return FoundPipeline(with_bound(plan, chosen.bound_s), step, staged, plans, simulation)
+
+
+def predicted_plan(
+    options: PipelineOptions,
+    search: StepSearch,
+    schedule: Schedule,
+    stages: Sequence[PlannedStage],
+    replicas: Sequence[PlannedReplica] = (),
+    *,
+    tried: Sequence[tuple[int, Schedule, float]],
+    notes: Sequence[str],
+) -> PipelinePlan:
+    """Returns a plan with what its step takes by simulation, and without a bound.
+
+    Args:
+      options: what was asked for.
+      search: of the step in the plan's number of micro-batches.
+      schedule: of the stages.
+      stages: of the main replica.
+      replicas: the others.
+      tried: the numbers of micro-batches and schedules, and the step of each.
+      notes: sentences for the user.
+    """
     plan = PipelinePlan(
         function=getattr(options.fn, "__name__", "function"),
-        cluster=cluster_words(cluster),
-        num_devices=cluster.num_devices,
-        num_layers=len(chain),
-        num_microbatches=count,
-        schedule=chosen.schedule,
-        stages=tuple(planned),
-        step_s=step_s,
-        bubble=bubble,
-        lower_bound_s=bound_s,
-        gap=(step_s - bound_s) / step_s if step_s else 0.0,
-        search_s=course.seconds,
-        tried=chosen.tried,
+        cluster=cluster_words(options.cluster),
+        num_devices=options.cluster.num_devices,
+        num_layers=len(search.chain),
+        num_microbatches=search.num_microbatches,
+        schedule=schedule,
+        stages=tuple(stages),
+        step_s=0.0,
+        bubble=0.0,
+        lower_bound_s=0.0,
+        gap=0.0,
+        search_s=search.course.seconds,
+        tried=tuple(tried),
+        notes=tuple(notes),
         num_groups=search.num_groups,
-        notes=chosen.notes,
+        replicas=tuple(replicas),
     )
-    return FoundPipeline(plan, step, staged, plans, simulation)
+    found = simulated(plan)
+    return replace(plan, step_s=found.step_s, bubble=found.bubble)
+
+
+def with_bound(plan: PipelinePlan, bound_s: float) -> PipelinePlan:
+    """Returns a plan with a bound of its step, which is no more than the step itself."""
+    bound_s = min(bound_s, plan.step_s)
+    return replace(plan, lower_bound_s=bound_s, gap=(plan.step_s - bound_s) / plan.step_s if plan.step_s else 0.0)
 
 
 def planned_stage(

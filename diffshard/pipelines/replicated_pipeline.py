@@ -1,18 +1,18 @@
 """From replicas that a search chose to a plan: shardings and programs of all their stages, and their micro-batches."""
 
 import itertools
-import time
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from cost.host_groups import Submesh
 from cost.pipeline_replicas import balanced_microbatches, joined_graph
 from cost.pipeline_schedules import graph_of
 from cost.pipeline_times import StageTimes, simulate
-from diffshard.pipelines.base import PipelinePlan
+from diffshard.pipelines.cutting import CutStep
 from diffshard.pipelines.options import PipelineOptions, mesh_shape
-from diffshard.pipelines.planned_pipeline import FoundPipeline, cluster_words, planned_stage
+from diffshard.pipelines.planned_pipeline import FoundPipeline, planned_stage, predicted_plan
 from diffshard.pipelines.plans.base import PlannedReplica
-from diffshard.pipelines.plans.timing import simulated
 from diffshard.pipelines.replica_exchange import sums_in_s, weights_out_s
 from diffshard.pipelines.replica_search import ChosenReplicas, replica_part_s, solve_replica_stage
 from diffshard.pipelines.shared_choices import shared_layouts
@@ -23,8 +23,24 @@ from diffshard.pipelines.stage_variants import StageVariants
 from diffshard.pipelines.step_search import StepSearch
 from diffshard.processes import Processes
 from search_spaces.pipelines.replicas import replica_part, replica_specs, replicated_step
-from search_spaces.pipelines.stage_labels import Label
-from search_spaces.pipelines.stage_programs import staged_step
+from search_spaces.pipelines.stage_programs import StagedStep, staged_step
+
+
+class _Place(NamedTuple):
+    """A stage of a replica, and what it runs on.
+
+    Attributes:
+      replica, stage: its numbers.
+      submesh: of the cluster.
+      numbers: of its devices.
+      layout: its shardings.
+    """
+
+    replica: int
+    stage: int
+    submesh: Submesh
+    numbers: Sequence[int]
+    layout: StageLayout
 
 
 def planned_replicas(
@@ -33,7 +49,6 @@ def planned_replicas(
     chosen: ChosenReplicas,
     unreplicated: FoundPipeline,
     processes: Processes,
-    start_s: float,
 ) -> FoundPipeline:
     """Plans the programs of all replicas' stages, divides the micro-batches among them, and simulates them.
 
@@ -41,18 +56,72 @@ def planned_replicas(
       options: what is asked for.
       search: of the step in the chosen number of micro-batches.
       chosen: the replicas.
-      unreplicated: the best pipeline without replicas, of whose plan the bound and what was tried are taken.
+      unreplicated: the best pipeline without replicas, whose notes and tried choices the plan shows as well.
       processes: those that own devices of the cluster.
-      start_s: when the search began.
 
     Raises:
       InfeasibleError: a stage does not fit.
     """
-    cluster, chain, size, count = options.cluster, search.chain, len(chosen.stages), search.num_microbatches
+    size, count, schedule = len(chosen.stages), search.num_microbatches, chosen.schedule
     base, step = search.staged([stage.start for stage in chosen.stages])
+    places = _places(options, search, chosen, base, step, processes)
+    steps = []
+    for r in range(len(chosen.replicas)):
+        copied = [(p.stage, key) for p in places if p.replica == r for key in p.layout.copied(base.inputs)]
+        steps.append(staged_step(step.parts, step.cuts, copied))
+    plans = _planned_programs(options, search, places, steps, processes)
+    times = _times(options, base, chosen, plans)
+    exchanges = _exchanges(options, replica_part(base), chosen, places)
+    seconds = [
+        replica_part_s(of_replica, schedule, count, sum(exchange))
+        for of_replica, exchange in zip(times, exchanges, strict=True)
+    ]
+    counts = balanced_microbatches(seconds, count)
+    staged = plans.staged = replicated_step(steps, counts)
+    graphs = [graph_of(schedule, size, m) for m in counts]
+    in_flight = [simulate(*pair).in_flight for pair in zip(times, graphs, strict=True)]
+    forward_s, backward_s = plans.pass_seconds()
+    planned = [
+        planned_stage(
+            options,
+            search.chain,
+            chosen.stages[p.stage],
+            p.submesh,
+            p.numbers,
+            p.layout,
+            (forward_s[n], backward_s[n], 0.0 if p.replica else p.layout.end_s),
+            times[p.replica].sends_after(p.stage),
+            int(in_flight[p.replica][p.stage]),
+            () if p.replica else arguments_of(step, staged, p.layout, p.stage),
+        )
+        for n, p in enumerate(places)
+    ]
+    others = [
+        PlannedReplica(counts[r], tuple(planned[r * size : (r + 1) * size]), *exchanges[r])
+        for r in range(1, len(steps))
+    ]
+    found = unreplicated.plan
+    plan = predicted_plan(options, search, schedule, planned[:size], others, tried=found.tried, notes=found.notes)
+    sends = zip(*(times[p.replica].sends_after(p.stage) for p in places[:-1]), strict=True)
+    simulation = simulate(StageTimes(forward_s, backward_s, *map(list, sends)), joined_graph(graphs))
+    return FoundPipeline(plan, step, staged, plans, simulation)
+
+
+def _places(
+    options: PipelineOptions,
+    search: StepSearch,
+    chosen: ChosenReplicas,
+    base: StagedStep,
+    step: CutStep,
+    processes: Processes,
+) -> list[_Place]:
+    """Returns all stages of all replicas, those of the main one first, with the shardings found for them.
+
+    Raises:
+      InfeasibleError: a stage does not fit.
+    """
     part = replica_part(base)
-    course = search.course
-    places = [(r, i, s) for r, replica in enumerate(chosen.replicas) for i, s in enumerate(replica.submeshes)]
+    wanted = [(r, i, s) for r, replica in enumerate(chosen.replicas) for i, s in enumerate(replica.submeshes)]
 
     def solved(r: int, i: int, submesh: Submesh) -> StageLayout:
         in_flight = chosen.replicas[r].in_flight[i]
@@ -61,94 +130,52 @@ def planned_replicas(
         variants = StageVariants(options, base, i, step.replaced, submesh, in_flight, is_donated=search.is_donated)
         return variants.chosen(())
 
-    layouts = shared_layouts(processes, base, lambda: [solved(*place) for place in places])
-    numbers = place_stages(cluster, [submesh for _, _, submesh in places])
-    steps, devices = [], []
-    for r in range(len(chosen.replicas)):
-        own = layouts[r * size : (r + 1) * size]
-        copied = [(i, key) for i, layout in enumerate(own) for key in layout.copied(base.inputs)]
-        steps.append(staged_step(step.parts, step.cuts, copied))
-    for (r, _, submesh), layout, of_stage in zip(places, layouts, numbers, strict=True):
-        shape = mesh_shape(submesh)
-        named = replace(layout, specs=replica_specs(layout.specs, steps[r], r))
-        devices.append(StageDevices(mesh_of(cluster, of_stage, shape), cluster.hardware(submesh.kind, shape), named))
-    any_counts = [count - len(steps) + 1, *[1] * (len(steps) - 1)]  # programs are the same for all numbers
-    plans = StagePlans(
-        replicated_step(steps, any_counts),
-        devices,
-        processes,
-        solver=options.solver,
-        time_limit_s=course.stage_limit_s(2 * len(places)),
-    )
-    forward_s, backward_s = (
-        [plans.seconds(Label(kind, i)) for i in range(len(places))] for kind in ("forward", "backward")
-    )
-    times, exchanges = [], [(0.0, 0.0)]
-    main = chosen.replicas[0].submeshes
+    layouts = shared_layouts(processes, base, lambda: [solved(*one) for one in wanted])
+    numbers = place_stages(options.cluster, [submesh for _, _, submesh in wanted])
+    return [_Place(*one, own, layout) for one, own, layout in zip(wanted, numbers, layouts, strict=True)]
+
+
+def _planned_programs(
+    options: PipelineOptions,
+    search: StepSearch,
+    places: Sequence[_Place],
+    steps: Sequence[StagedStep],
+    processes: Processes,
+) -> StagePlans:
+    """Plans the programs of all stages, which are the same however many micro-batches each replica takes."""
+    cluster, devices = options.cluster, []
+    for p in places:
+        shape = mesh_shape(p.submesh)
+        named = replace(p.layout, specs=replica_specs(p.layout.specs, steps[p.replica], p.replica))
+        devices.append(StageDevices(mesh_of(cluster, p.numbers, shape), cluster.hardware(p.submesh.kind, shape), named))
+    counts = [search.num_microbatches - len(steps) + 1, *[1] * (len(steps) - 1)]
+    limit_s = search.course.stage_limit_s(2 * len(places))
+    return StagePlans(replicated_step(steps, counts), devices, processes, solver=options.solver, time_limit_s=limit_s)
+
+
+def _times(options: PipelineOptions, base: StagedStep, chosen: ChosenReplicas, plans: StagePlans) -> list[StageTimes]:
+    """Returns what a micro-batch takes in the stages of each replica, and between them."""
+    size, found = len(chosen.stages), []
+    forward_s, backward_s = plans.pass_seconds()
     for r, replica in enumerate(chosen.replicas):
-        own = slice(r * size, (r + 1) * size)
-        sends = [sends_s(base, cluster, i, *pair) for i, pair in enumerate(itertools.pairwise(replica.submeshes))]
-        times.append(StageTimes(forward_s[own], backward_s[own], [f for f, _ in sends], [b for _, b in sends]))
-        if r:
-            weights_s = weights_out_s(cluster, part, layouts[own], main, replica.submeshes)
-            exchanges.append((weights_s, sums_in_s(cluster, part, main, replica.submeshes)))
-    others = len(steps) - 1  # the main replica's hosts send to one after the other
-    exchanges = [(weights_s * others, sums_s * others) for weights_s, sums_s in exchanges]
-    seconds = [
-        replica_part_s(of_replica, chosen.schedule, count, sum(exchange))
-        for of_replica, exchange in zip(times, exchanges, strict=True)
-    ]
-    counts = balanced_microbatches(seconds, count)
-    staged = plans.staged = replicated_step(steps, counts)
-    graphs = [graph_of(chosen.schedule, size, m) for m in counts]
-    simulations = [simulate(of_replica, graph) for of_replica, graph in zip(times, graphs, strict=True)]
-    end_s = [layout.end_s if i < size else 0.0 for i, layout in enumerate(layouts)]
-    planned = [
-        planned_stage(
-            options,
-            chain,
-            chosen.stages[i],
-            submesh,
-            numbers[n],
-            layouts[n],
-            (forward_s[n], backward_s[n], end_s[n]),
-            (times[r].send_forward_s[i], times[r].send_backward_s[i]) if i < size - 1 else (0.0, 0.0),
-            int(simulations[r].in_flight[i]),
-            () if r else arguments_of(step, staged, layouts[n], i),
-        )
-        for n, (r, i, submesh) in enumerate(places)
-    ]
-    plan = PipelinePlan(
-        function=getattr(options.fn, "__name__", "function"),
-        cluster=cluster_words(cluster),
-        num_devices=cluster.num_devices,
-        num_layers=len(chain),
-        num_microbatches=count,
-        schedule=chosen.schedule,
-        stages=tuple(planned[:size]),
-        step_s=0.0,
-        bubble=0.0,
-        lower_bound_s=0.0,
-        gap=0.0,
-        search_s=time.perf_counter() - start_s,
-        tried=unreplicated.plan.tried,
-        notes=unreplicated.plan.notes,
-        replicas=tuple(
-            PlannedReplica(counts[r], tuple(planned[r * size : (r + 1) * size]), *exchanges[r])
-            for r in range(1, len(steps))
-        ),
-    )
-    found = simulated(plan)
-    plan = replace(plan, step_s=found.step_s, bubble=found.bubble)
-    joined = StageTimes(
-        forward_s,
-        backward_s,
-        *([s for t in times for s in (*getattr(t, name), 0.0)][:-1] for name in ("send_forward_s", "send_backward_s")),
-    )
-    return FoundPipeline(plan, step, staged, plans, simulate(joined, joined_graph(graphs)))
+        own, pairs = slice(r * size, (r + 1) * size), enumerate(itertools.pairwise(replica.submeshes))
+        sends = [sends_s(base, options.cluster, i, *pair) for i, pair in pairs]
+        found.append(StageTimes(forward_s[own], backward_s[own], [f for f, _ in sends], [b for _, b in sends]))
+    return found
 
 
-def with_bound(plan: PipelinePlan, bound_s: float) -> PipelinePlan:
-    """Returns a plan with a bound of its step, which is no more than the step itself."""
-    bound_s = min(bound_s, plan.step_s)
-    return replace(plan, lower_bound_s=bound_s, gap=(plan.step_s - bound_s) / plan.step_s if plan.step_s else 0.0)
+def _exchanges(
+    options: PipelineOptions, part: StagedStep, chosen: ChosenReplicas, places: Sequence[_Place]
+) -> list[tuple[float, float]]:
+    """Returns for each replica the seconds until it has the weights, and those of bringing its sums.
+
+    Both are 0 for the main one. The main replica's hosts send to one replica after the other.
+    """
+    main, *others = chosen.replicas
+    exchanges = [(0.0, 0.0)]
+    for r, replica in enumerate(others, 1):
+        layouts = [p.layout for p in places if p.replica == r]
+        weights_s = weights_out_s(options.cluster, part, layouts, main.submeshes, replica.submeshes)
+        sums_s = sums_in_s(options.cluster, part, main.submeshes, replica.submeshes)
+        exchanges.append((weights_s * len(others), sums_s * len(others)))
+    return exchanges

@@ -17,9 +17,9 @@ from diffshard.pipelines.cutting import UncutStep, uncut_step
 from diffshard.pipelines.found_divisions import FoundDivision
 from diffshard.pipelines.least_memory import nothing_fits
 from diffshard.pipelines.options import PipelineOptions, donated_arrays, mesh_shape
-from diffshard.pipelines.planned_pipeline import FoundPipeline, planned_pipeline
+from diffshard.pipelines.planned_pipeline import FoundPipeline, planned_pipeline, with_bound
 from diffshard.pipelines.replica_search import ChosenReplicas, choose_replicas, replicas_bound_s
-from diffshard.pipelines.replicated_pipeline import planned_replicas, with_bound
+from diffshard.pipelines.replicated_pipeline import planned_replicas
 from diffshard.pipelines.shared_choices import ChosenPipeline, trace_facts
 from diffshard.pipelines.stage_search import BACKWARD_SHARE
 from diffshard.pipelines.step_search import StepSearch
@@ -128,7 +128,7 @@ def _faster_with_replicas(
     if chosen is not None:
         of_number = next(s for s in ungrouped if s.num_microbatches == chosen.num_microbatches)
         try:
-            replicated = planned_replicas(options, of_number, chosen, found, processes, course.start_s)
+            replicated = planned_replicas(options, of_number, chosen, found, processes)
             best = min(found, replicated, key=lambda pipeline: pipeline.plan.step_s)
             note = (
                 f"With replicas the best step takes {format_s(replicated.plan.step_s)}, and without them "

@@ -75,6 +75,11 @@ class StagePlans:
             added_bytes += 3 * num_bytes(self.staged.avals[a.total]) / parts  # reads both, writes one
         return self.plans[label].step_s + added_bytes / stage.hardware.reached_memory_bytes_per_s
 
+    def pass_seconds(self) -> tuple[list[float], list[float]]:
+        """Returns the predicted seconds of each stage's forward and backward programs, `[S]` each."""
+        stages = range(len(self.stages))
+        return [self.seconds(Label("forward", i)) for i in stages], [self.seconds(Label("backward", i)) for i in stages]
+
     def function(self, program: StageProgram) -> Callable[..., Sequence[Any]]:
         """Returns what runs a program: with its plan, if it has one."""
         planned = self._functions.get(program.label)

@@ -32,7 +32,8 @@ STAGE_GAP = 0.005
 """The gap at which the search for the sharding of a stage ends, chosen by hand: stages of a GPT that programs were then
 planned for differed by more from their programs together."""
 BACKWARD_SHARE = 2 / 3
-"""Of a micro-batch's seconds, before its programs are planned: each product has two in the backward pass."""
+"""The part of a micro-batch's seconds that its backward pass takes, before the programs are planned: of the
+three products of a layer with weights, two are in the backward pass."""
 
 
 class StageMemoryError(InfeasibleError):

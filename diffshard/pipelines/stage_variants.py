@@ -94,7 +94,7 @@ class StageVariants:
         Raises:
           StageMemoryError: it does not fit.
         """
-        if not self._has_both_passes:
+        if not recomputed and not offloaded:
             return self._layout(self.staged, self.memory_limit_bytes, known)
         residuals = self._residuals()
         return self._variant(residuals, residuals.candidate(frozenset(recomputed)), offloaded, known)

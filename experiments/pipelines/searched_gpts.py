@@ -27,7 +27,7 @@ from experiments.pipelines.gpt_step import SIZES, GptSize, shapes, train_step
 from experiments.tables import print_table
 
 HOSTS = {"1.3B": 1, "2.6B": 2, "6.7B": 4, "13B": 8}
-"""Of 8 V100s, as in Alpa, Zheng et al. (2022), figure 7."""
+"""How many hosts of 8 V100s each model gets, as in Alpa, Zheng et al. (2022), figure 7."""
 
 _EQUAL_STAGE_LIMIT_S = 120.0
 """For the solver, for one of the equal stages: so long that a busy machine cuts none of them off."""

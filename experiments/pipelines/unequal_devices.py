@@ -18,10 +18,10 @@ from cost.base import Link
 from diffshard.live_progress import LiveLine
 from diffshard.pipelines.cutting import uncut_step
 from diffshard.pipelines.options import PipelineOptions, donated_arrays
-from diffshard.pipelines.planned_pipeline import FoundPipeline, planned_pipeline
+from diffshard.pipelines.planned_pipeline import FoundPipeline, planned_pipeline, with_bound
 from diffshard.pipelines.plans.timing import simulated
 from diffshard.pipelines.replica_search import choose_replicas, replicas_bound_s
-from diffshard.pipelines.replicated_pipeline import planned_replicas, with_bound
+from diffshard.pipelines.replicated_pipeline import planned_replicas
 from diffshard.pipelines.search import find_pipeline
 from diffshard.pipelines.shared_choices import ChosenPipeline
 from diffshard.pipelines.stage_programme import Stage
@@ -108,7 +108,7 @@ def _replicas_and_even_splits(
     if best is None:
         rows.append(["replicas", "fit not", "", "", "", "", ""])
     else:
-        plan = planned_replicas(asked, search, best, without, Processes((0,)), time.perf_counter()).plan
+        plan = planned_replicas(asked, search, best, without, Processes((0,))).plan
         plan = with_bound(plan, min(without.plan.lower_bound_s, replicas_bound_s(search)))
         own_s = time.process_time() - begin_s
         rows.append(["replicas", *_numbers(plan), _words(plan), f"{own_s:.0f}"])
