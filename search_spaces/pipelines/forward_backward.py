@@ -80,24 +80,6 @@ def places(jaxpr: core.Jaxpr, parameters: Collection[core.Var]) -> list[Place]:
     return result
 
 
-def live_bytes(jaxpr: core.Jaxpr, where: list[Place]) -> dict[int, int]:
-    """Returns for each forward equation how many bytes of activations later forward equations read.
-
-    These are what a stage that ends with the equation sends to the next one.
-    """
-    last_read: dict[core.Var, int] = {}
-    for index, (equation, place) in enumerate(zip(jaxpr.eqns, where, strict=True)):
-        if place.direction == "forward":
-            last_read.update({v: index for v in equation.invars if isinstance(v, core.Var)})
-    live, result = {}, {}
-    for index, (equation, place) in enumerate(zip(jaxpr.eqns, where, strict=True)):
-        if place.direction == "forward":
-            live.update({v: num_bytes(v.aval) for v in equation.outvars if last_read.get(v, -1) > index})
-            live = {v: n for v, n in live.items() if last_read[v] > index}
-            result[index] = sum(live.values())
-    return result
-
-
 def is_transposed(equation: core.JaxprEqn) -> bool:
     """Tells whether reverse-mode differentiation made an equation: JAX says so in its name stack."""
     return "transpose(" in str(equation.source_info.name_stack)

@@ -160,10 +160,6 @@ def tried_rows(plan: PipelinePlanData) -> list[Sequence[str]]:
     return rows
 
 
-def _seconds_or_nothing(seconds: float | None) -> str:
-    return "" if seconds is None else "nothing fits" if math.isinf(seconds) else format_s(seconds)
-
-
 def layer_range(stage: PlannedStage) -> str:
     """Returns the layers of a stage: `0-9`."""
     return _range(stage.first_layer, stage.last_layer)

@@ -4,12 +4,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.extend import core
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from cost.pipeline_schedules import graph_of
 from diffshard.pipelines.execution import StagedExecution
 from diffshard.pipelines.microbatches import BatchArguments, trace_in_microbatches
-from search_spaces.pipelines.forward_backward import live_bytes, places
+from search_spaces.pipelines.forward_backward import num_bytes, places
 from search_spaces.pipelines.stage_programs import staged_step
 from search_spaces.pipelines.step_parts import parameters_of, step_parts
 
@@ -53,6 +54,21 @@ def arguments():
     params = weights()
     tokens = jax.random.randint(KEY, (16, 6), 0, WORDS)
     return (params, OPTIMIZER.init(params), KEY), (tokens, (tokens + 1) % WORDS)
+
+
+def live_bytes(jaxpr, where):
+    """Returns for each forward equation how many bytes of activations later forward equations read."""
+    last_read = {}
+    for index, (equation, place) in enumerate(zip(jaxpr.eqns, where, strict=True)):
+        if place.direction == "forward":
+            last_read.update({v: index for v in equation.invars if isinstance(v, core.Var)})
+    live, result = {}, {}
+    for index, (equation, place) in enumerate(zip(jaxpr.eqns, where, strict=True)):
+        if place.direction == "forward":
+            live.update({v: num_bytes(v.aval) for v in equation.outvars if last_read.get(v, -1) > index})
+            live = {v: n for v, n in live.items() if last_read[v] > index}
+            result[index] = sum(live.values())
+    return result
 
 
 def even_cuts(parts, num_stages):
