@@ -5,7 +5,7 @@ each dispatches the programs of the stages that it owns devices of. All go throu
 that they meet in the copies between them.
 """
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,8 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from cost.pipeline_schedules import WEIGHTS, ScheduleGraph
+from cost.pipeline_schedules import ScheduleGraph
+from cost.pipeline_steps import Overlap
 from diffshard.pipelines.copies import Copier, CopyCount
+from diffshard.pipelines.execution_checks import check_execution
+from diffshard.pipelines.overlapped_steps import run_overlapped
 from diffshard.pipelines.stage_calls import (
     FunctionOf,
     ShardingOf,
@@ -76,7 +79,7 @@ class StagedExecution:
         donate: Collection[int] = (),
         transfer_of: TransferOf | None = None,
     ):
-        _check(staged, meshes, graph, donate)
+        check_execution(staged, meshes, graph, donate)
         self.calls, self.graph = StageCalls(staged, meshes, sharding_of, function_of, donate, transfer_of), graph
         self._actions = _Dispatch(self.calls)
 
@@ -93,7 +96,38 @@ class StagedExecution:
           StageError: a program does not compile or cannot be started. What fails later, `wait` tells.
         """
         self._actions.restart()
-        results = StageRun(self.calls, self.graph, self._actions, arrays).step()
+        return self._arrays(StageRun(self.calls, self._actions, arrays).step(self.graph))
+
+    def steps(
+        self, overlap: Overlap, replaced: Sequence[int | None], steps: Iterable[Sequence[Any]]
+    ) -> Iterator[list[Any]]:
+        """Runs many steps, and yields the flat results of each when the next one has been started.
+
+        Args:
+          overlap: how each step overlaps with the next one; see `run_overlapped`.
+          replaced: for each flat argument the flat result that replaces it in the next step, or None.
+          steps: the flat arguments of each; those that a result replaces are read of the first step only.
+
+        Raises:
+          StageError: as a call.
+        """
+        if overlap != "none":
+            for results in run_overlapped(self.calls, self._actions, overlap, replaced, self._counted(steps)):
+                yield self._arrays(results)
+            return
+        results = None
+        for arrays in steps:
+            given = zip(arrays, replaced, strict=True)
+            old = results
+            results = self([x if old is None or result is None else old[result] for x, result in given])
+            yield results
+
+    def _counted(self, steps: Iterable[Sequence[Any]]) -> Iterator[Sequence[Any]]:
+        for arrays in steps:
+            self._actions.restart()
+            yield arrays
+
+    def _arrays(self, results: Sequence[Any]) -> list[Any]:
         return [
             self._actions.without_data(key) if array is None else jnp.asarray(array)
             for key, array in zip(self.calls.staged.outputs, results, strict=True)
@@ -240,46 +274,3 @@ def _devices(mesh: Mesh) -> str:
         return names
     processes = sorted({device.process_index for device in devices})
     return f"{names} of process{'es' if len(processes) > 1 else ''} {', '.join(map(str, processes))}"
-
-
-def _check(staged: StagedStep, meshes: Sequence[Mesh], graph: ScheduleGraph, donate: Collection[int]) -> None:
-    if len(meshes) != staged.num_stages:
-        raise ValueError(f"`meshes` must have one mesh for each of the {staged.num_stages} stages, not {len(meshes)}.")
-    stage_of: dict[Any, int] = {}
-    for stage, mesh in enumerate(meshes):
-        for device in mesh.devices.flat:
-            if device in stage_of:
-                stages = f"{stage_of[device]} and {stage}"
-                raise ValueError(
-                    f"`meshes` must have no device in common, but {device} is in those of stages {stages}."
-                )
-            stage_of[device] = stage
-    sizes = (graph.num_stages, graph.num_microbatches)
-    if sizes != (staged.num_stages, staged.num_microbatches):
-        raise ValueError(
-            f"`graph` must be for {staged.num_stages} stages and {staged.num_microbatches} micro-batches, not for "
-            f"{sizes[0]} and {sizes[1]}."
-        )
-    if (graph.kind == WEIGHTS).any():
-        raise ValueError("`graph` must not split the backward pass: schedules such as 'zb-h1' are simulated only.")
-    _check_processes(meshes)
-    wrong = [position for position in donate if not 0 <= position < len(staged.inputs)]
-    if wrong:
-        raise ValueError(f"`donate` must have positions of the {len(staged.inputs)} flat arguments, not {wrong[0]}.")
-
-
-def _check_processes(meshes: Sequence[Mesh]) -> None:
-    """Checks that collectives between processes keep their order, which XLA for CPUs ensures among several devices."""
-    devices = [device for mesh in meshes for device in mesh.devices.flat]
-    if len({device.process_index for device in devices}) == 1 or devices[0].platform != "cpu":
-        return
-    for stage, mesh in enumerate(meshes):
-        processes = [device.process_index for device in mesh.devices.flat]
-        alone = [process for process in processes if processes.count(process) == 1]
-        if alone:
-            raise ValueError(
-                f"Stage {stage} has one CPU device of process {alone[0]}, but a stage needs two or more of each of its "
-                "processes where there are several: XLA for CPUs would run the copies of a single one out of order. "
-                'Give each process more devices (`jax.config.update("jax_num_cpu_devices", 4)`) or fewer stages '
-                "(`Pipeline.max_stages`)."
-            )

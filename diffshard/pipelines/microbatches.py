@@ -157,7 +157,7 @@ def traced_call(
       ValueError: the batch cannot be divided into `count` parts; names the argument.
     """
     arrays, structure = split((tuple(args), dict(kwargs)))
-    paths, of_batch = _batch_of(args, kwargs, arrays, _parameter_names(fn), batch)
+    paths, of_batch = _batch_of(args, kwargs, arrays, parameter_names(fn), batch)
     for i in of_batch:
         if arrays[i].shape[0] % count:
             raise ValueError(
@@ -237,7 +237,7 @@ def without_dead_code(jaxpr: core.ClosedJaxpr) -> core.ClosedJaxpr:
     return core.ClosedJaxpr(live, jaxpr.consts)
 
 
-def _parameter_names(fn: Callable[..., Any]) -> list[str]:
+def parameter_names(fn: Callable[..., Any]) -> list[str]:
     """Returns the names of the parameters that a function takes by position; none where Python does not know them."""
     try:
         parameters = inspect.signature(fn).parameters.values()

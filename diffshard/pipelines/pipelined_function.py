@@ -1,25 +1,24 @@
 """A training step that runs as a pipeline: searched, compiled and run for the types of its arguments."""
 
-import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
 
 import jax
 from jax.core import Tracer
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import Mesh
 
-from cost.clusters import Cluster
-from cost.host_groups import Hosts
-from cost.presets import device_and_network
-from cost.real_numbers import is_positive, whole_number
+from cost.real_numbers import is_positive
 from diffshard.live_progress import ProgressDisplay, live_line
 from diffshard.pipelines.base import Pipeline, PipelinePlan
 from diffshard.pipelines.delayed_gradients import DelayedStep, delayed, has_versions
 from diffshard.pipelines.execution import StagedExecution
+from diffshard.pipelines.microbatches import parameter_names
 from diffshard.pipelines.offload_search import check_offload
 from diffshard.pipelines.options import PipelineOptions, donated_arrays
+from diffshard.pipelines.pipelined_steps import batches_of, flat_steps
 from diffshard.pipelines.planned_pipeline import FoundPipeline
+from diffshard.pipelines.request_checks import checked_cluster, donated_arguments
 from diffshard.pipelines.search import find_pipeline
 from diffshard.pipelines.shared_choices import program_facts, request_facts
 from diffshard.plans.formats import format_bytes, format_count, format_s
@@ -75,6 +74,53 @@ class PipelinedFunction:
           ValueError: the cluster is only described, without devices.
           StageError: a program of a stage failed; names the stage.
         """
+        self._check_call(args, kwargs)
+        args, kwargs = self._with_versions(args, kwargs)
+        execution, step = self.execution(*args, **kwargs), self._prepare(args, kwargs).found.step
+        return step.result(execution(step.flat_arguments(split((args, _sorted(kwargs)))[0])))
+
+    def steps(self, *args: Any, **kwargs: Any) -> Iterator[Any]:
+        """Runs a step for each batch; with the schedule "2bw" each begins before the one before it has ended.
+
+        >>> for state, loss in step.steps(state, batches):
+        >>>     print(loss)
+
+        Arguments are those of a call, but the ones that have the batch (`Pipeline.batch_argnums`) are iterables of
+        batches of equal shapes. What a result of a step replaces, such as the state, goes from each step to the next.
+
+        Yields:
+          What calls return, step by step. It reads the batch of the next step first, and starts that step.
+
+        Raises:
+          TypeError, ValueError: as a call; or an argument is no iterable, or a batch has other shapes than the first.
+          StageError: a program of a stage failed; names the stage.
+        """
+        iterables = batches_of(parameter_names(self.options.fn), self.options.pipeline.batch, args, kwargs)
+        batches = zip(*iterables.values(), strict=True)
+        return self._steps(args, kwargs, (dict(zip(iterables, batch, strict=True)) for batch in batches))
+
+    def _steps(self, args: Any, kwargs: Any, batches: Iterator[dict[Any, Any]]) -> Iterator[Any]:
+        for first in batches:
+            args = tuple(first.get(n, x) for n, x in enumerate(args))
+            kwargs = {name: first.get(name, x) for name, x in kwargs.items()}
+            self._check_call(args, kwargs)
+            args, kwargs = self._with_versions(args, kwargs)
+            execution, found = self.execution(*args, **kwargs), self._prepare(args, kwargs).found
+            flat = flat_steps(found.step, args, _sorted(kwargs), batches)
+            del first, args, kwargs
+            for results in execution.steps(found.plan.overlap, found.step.replaced, flat):
+                yield found.step.result(results)
+            return
+
+    def execution(self, *args: Any, **kwargs: Any) -> StagedExecution:
+        """Returns what runs calls with such arguments: its programs, its copies, and `wait`."""
+        args, kwargs = self._with_versions(args, kwargs)
+        prepared = self._prepare(args, kwargs)
+        if prepared.execution is None:
+            prepared.execution = self._execution(args, kwargs, prepared.found)
+        return prepared.execution
+
+    def _check_call(self, args: Any, kwargs: Any) -> None:
         if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((args, kwargs))):
             name = getattr(self.options.fn, "__name__", "function")
             raise TypeError(
@@ -92,21 +138,6 @@ class PipelinedFunction:
                 "`cluster` is only described: it can be planned for, not run on. Give "
                 "`diffshard.Cluster.from_devices(jax.devices())`."
             )
-        args, kwargs = self._with_versions(args, kwargs)
-        prepared = self._prepare(args, kwargs)
-        if prepared.execution is None:
-            prepared.execution = self._execution(args, kwargs, prepared.found)
-        step = prepared.found.step
-        results = prepared.execution(step.flat_arguments(split((args, _sorted(kwargs)))[0]))
-        return step.result(results)
-
-    def execution(self, *args: Any, **kwargs: Any) -> StagedExecution:
-        """Returns what runs calls with such arguments: its programs, its copies, and `wait`."""
-        args, kwargs = self._with_versions(args, kwargs)
-        prepared = self._prepare(args, kwargs)
-        if prepared.execution is None:
-            prepared.execution = self._execution(args, kwargs, prepared.found)
-        return prepared.execution
 
     def __repr__(self) -> str:
         return f"<PipelinedFunction {self._headline()}, {format_count(len(self._prepared), 'plan')}>"
@@ -207,9 +238,9 @@ def pipelined(
         raise ValueError(f"`time_limit_s` must be a positive number of seconds or None, not {time_limit_s!r}.")
     if progress not in get_args(ProgressDisplay):
         raise ValueError(f"`progress` must be one of {get_args(ProgressDisplay)}, not {progress!r}.")
-    numbers, names = _donated_arguments(fn, options.pop("donate_argnums", ()), options.pop("donate_argnames", ()))
+    numbers, names = donated_arguments(fn, options.pop("donate_argnums", ()), options.pop("donate_argnames", ()))
     resolve(options["solver"])
-    cluster = _cluster(devices, hardware)
+    cluster = checked_cluster(devices, hardware)
     if "offload" in pipeline.residuals:
         check_offload(cluster)
     return PipelinedFunction(
@@ -223,67 +254,6 @@ def pipelined(
             **options,
         )
     )
-
-
-def _donated_arguments(
-    fn: Callable[..., Any], numbers: Sequence[Any], names: Sequence[Any]
-) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """Returns donated arguments by position and by name, those that have both in both, as calls may give them.
-
-    Raises:
-      ValueError: the function has no such argument.
-    """
-    checked = [whole_number(number) for number in numbers]
-    if any(number is None or number < 0 for number in checked):
-        raise ValueError(f"`donate_argnums` must be positions of arguments, 0 or more, not {tuple(numbers)!r}.")
-    found = [number for number in checked if number is not None]
-    try:
-        parameters = inspect.signature(fn).parameters
-    except (TypeError, ValueError):  # a built-in function
-        return tuple(found), tuple(names)
-    kinds = {p.kind for p in parameters.values()}
-    named = [p.name for p in parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    function = getattr(fn, "__name__", "the function")
-    for number in found:
-        if number >= len(named) and inspect.Parameter.VAR_POSITIONAL not in kinds:
-            raise ValueError(
-                f"`donate_argnums` {tuple(found)} names a position that the {len(named)} arguments of {function} "
-                "do not have."
-            )
-    for name in names:
-        if not isinstance(name, str) or (name not in parameters and inspect.Parameter.VAR_KEYWORD not in kinds):
-            raise ValueError(
-                f"`donate_argnames` has {name!r}, which is no argument of {function}; it has {', '.join(parameters)}."
-            )
-    all_names = [*names, *(named[number] for number in found if number < len(named))]
-    all_numbers = [*found, *(named.index(name) for name in names if name in named)]
-    return tuple(dict.fromkeys(all_numbers)), tuple(dict.fromkeys(all_names))
-
-
-def _cluster(devices: Any, hardware: Any) -> Cluster:
-    """Returns devices as a cluster.
-
-    Raises:
-      TypeError, ValueError: they are a mesh, or of no kind that is known.
-    """
-    if isinstance(devices, Mesh | AbstractMesh):
-        raise TypeError(
-            "`mesh` cannot be given together with `pipeline`, which divides devices into meshes itself. Give "
-            "`devices=jax.devices()` or a `diffshard.Cluster`."
-        )
-    if isinstance(devices, Cluster):
-        if hardware is not None:
-            raise ValueError("`hardware` must be None for a Cluster, which has that of its hosts.")
-        return devices
-    number = whole_number(devices)
-    if number is None:
-        return Cluster.from_devices(devices, hardware=hardware)
-    if not isinstance(hardware, str):
-        raise ValueError("`hardware` must be the name of a preset for a number of devices.")
-    in_host = device_and_network(hardware)[1].num_devices or number
-    if number < 1 or (number > in_host and number % in_host):
-        raise ValueError(f"`devices` must be 1 or more, and fill hosts of {in_host}, not {number}.")
-    return Cluster([Hosts(max(number // in_host, 1), min(number, in_host), hardware)])
 
 
 def _page_title(plan: PipelinePlan) -> str:

@@ -3,18 +3,20 @@
 import itertools
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 from cost.clusters import Cluster
 from cost.host_groups import Submesh
 from cost.pipeline_schedules import Schedule
-from cost.pipeline_steps import pipeline_step
+from cost.pipeline_steps import Overlap, pipeline_step
 from cost.pipeline_times import Simulation, StageTimes
 from diffshard.pipelines.base import PipelinePlan, PlannedStage
 from diffshard.pipelines.cutting import CutStep
 from diffshard.pipelines.found_divisions import Entry
 from diffshard.pipelines.layer_chain import LayerChain
 from diffshard.pipelines.options import PipelineOptions, memory_limit_of, mesh_shape
+from diffshard.pipelines.overlapped_steps import chosen_overlap, overlap_bytes
 from diffshard.pipelines.plans.base import PlannedReplica
 from diffshard.pipelines.plans.timing import simulated
 from diffshard.pipelines.shared_choices import ChosenPipeline, shared_layouts
@@ -100,7 +102,17 @@ def planned_pipeline(
     ]
     end_s = [layout.end_s for layout in layouts]
     times = StageTimes(forward_s, backward_s, [f for f, _ in sends], [b for _, b in sends])
-    simulation = pipeline_step(times, chosen.schedule, count, end_s).simulation
+    price = partial(pipeline_step, times, chosen.schedule, count, end_s)
+    overlap: Overlap = "none"
+    if chosen.schedule == "2bw":
+        free = [
+            memory_limit_of(options, submeshes[stage.submesh].kind) - layout.peak_bytes
+            for stage, layout in zip(stages, layouts, strict=True)
+        ]
+        overlap = chosen_overlap(staged, step.replaced, plans.sharding, free, price)
+        more = [overlap_bytes(staged, i, overlap, plans.sharding) for i in range(len(stages))]
+        layouts = [replace(layout, peak_bytes=layout.peak_bytes + m) for layout, m in zip(layouts, more, strict=True)]
+    simulation = price(overlap).simulation
     planned = [
         planned_stage(
             options,
@@ -116,7 +128,9 @@ def planned_pipeline(
         )
         for i, stage in enumerate(stages)
     ]
-    plan = predicted_plan(options, search, chosen.schedule, planned, tried=chosen.tried, notes=chosen.notes)
+    plan = predicted_plan(
+        options, search, chosen.schedule, planned, tried=chosen.tried, notes=chosen.notes, overlap=overlap
+    )
     return FoundPipeline(with_bound(plan, chosen.bound_s), step, staged, plans, simulation)
 
 
@@ -129,6 +143,7 @@ def predicted_plan(
     *,
     tried: Sequence[tuple[int, Schedule, float]],
     notes: Sequence[str],
+    overlap: Overlap = "none",
 ) -> PipelinePlan:
     """Returns a plan with what its step takes by simulation, and without a bound.
 
@@ -140,6 +155,7 @@ def predicted_plan(
       replicas: the others.
       tried: the numbers of micro-batches and schedules, and the step of each.
       notes: sentences for the user.
+      overlap: how a step overlaps with the next one.
     """
     plan = PipelinePlan(
         function=getattr(options.fn, "__name__", "function"),
@@ -158,6 +174,7 @@ def predicted_plan(
         notes=tuple(notes),
         num_groups=search.num_groups,
         replicas=tuple(replicas),
+        overlap=overlap,
     )
     found = simulated(plan)
     return replace(plan, step_s=found.step_s, bubble=found.bubble)

@@ -177,7 +177,8 @@ class StageCalls:
         sums = tuple(a for a in program.accumulations if a.state in ("sum", "max", "min"))
         leaves = self._leaves(program, {a.part for a in sums})
         forgotten = self._read_last(program)
-        given_up = self._given_up(stage, forgotten, leaves)
+        arguments = self.staged.inputs if program.label.kind == "begin" else ()  # the step before may still return them
+        given_up = self._given_up(stage, [key for key in forgotten if key not in arguments], leaves)
         reads = tuple(key for key in program.reads if key not in given_up)
         from_host = [key for key in reads if self.is_offloaded(stage, key)]
         call = _traceable(program, self._function_of(program), sums, given_up, reads, leaves, from_host)
@@ -239,8 +240,7 @@ class StageCalls:
 
     def _given_up(self, stage: int, forgotten: Iterable[Key], leaves: Iterable[Leaving]) -> tuple[Key, ...]:
         """Returns those of the last arrays that are of the size of a result each; arguments come first."""
-        free = [(self.staged.avals[leaving.key], leaving.sharding) for leaving in leaves]
-        found = []
+        free, found = [(self.staged.avals[leaving.key], leaving.sharding) for leaving in leaves], []
         for key in sorted(forgotten, key=lambda key: key not in self.staged.inputs):
             aval, sharding = self.staged.avals[key], self.read_sharding(stage, key)
             if key not in self._own or key in self.staged.offloaded or jnp.issubdtype(aval.dtype, jax.dtypes.extended):

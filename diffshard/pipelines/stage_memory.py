@@ -82,8 +82,8 @@ def stage_memory(calls: StageCalls, graph: ScheduleGraph) -> list[StageMemory]:
     programs = {label: _compiled_memory(calls, call) for label, call in calls.calls.items()}
     sizes = _Sizes(calls, programs)
     inputs = [_Array(calls.staged.avals[key]) for key in calls.staged.inputs]
-    sizes.step = StageRun(calls, graph, sizes, inputs)
-    sizes.step.step()
+    sizes.step = StageRun(calls, sizes, inputs)
+    sizes.step.step(graph)
     return [
         StageMemory({label: m for label, m in programs.items() if label.stage == stage}, **sizes.most[stage])
         for stage in range(calls.staged.num_stages)

@@ -5,7 +5,7 @@ flight, and sums. Each is forgotten after the last program that reads it. The sa
 is done with arrays is an argument.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, Protocol
 
 from jax.extend import core
@@ -59,38 +59,71 @@ class StageRun:
 
     Args:
       calls: the programs.
-      graph: the schedule.
       actions: what is done with arrays.
-      arrays: the flat arguments.
+      arrays: the flat arguments; None for those that `enter` gives later.
     """
 
-    def __init__(self, calls: StageCalls, graph: ScheduleGraph, actions: Actions, arrays: Sequence[Any]):
-        self._calls, self._staged, self._graph, self._actions = calls, calls.staged, graph, actions
+    def __init__(self, calls: StageCalls, actions: Actions, arrays: Sequence[Any]):
+        self._calls, self._staged, self._actions = calls, calls.staged, actions
         self._kept: list[dict[Key, Any]] = [{} for _ in calls.meshes]
         self._parts: dict[tuple[int, int], dict[Key, Any]] = {}  # by stage and micro-batch
         self._totals: dict[Label, list[Any]] = {}
         self._pieces: dict[Key, dict[int, Any]] = {}
-        for position, (key, array) in enumerate(zip(self._staged.inputs, arrays, strict=True)):
-            for stage in sorted(self._staged.readers.get(key, frozenset()) | {self._staged.homes[position]}):
-                self._kept[stage][key] = actions.enter(array, key, stage)
+        for position, array in enumerate(arrays):
+            if array is not None:
+                self.enter(position, array)
 
-    def step(self) -> list[Any]:
-        """Runs the step; returns the flat results."""
+    def enter(self, position: int, array: Any) -> None:
+        """Takes a flat argument, before programs that read it run."""
+        key = self._staged.inputs[position]
+        for stage in sorted(self._staged.readers.get(key, frozenset()) | {self._staged.homes[position]}):
+            self._kept[stage][key] = self._actions.enter(array, key, stage)
+
+    def step(self, graph: ScheduleGraph) -> list[Any]:
+        """Runs the step in the order of a schedule; returns the flat results."""
+        self.begin()
+        for kind, stage, microbatch in zip(
+            graph.kind.tolist(), graph.stage.tolist(), graph.microbatch.tolist(), strict=True
+        ):
+            self.operation(kind, stage, microbatch)
+        self.end(range(self._staged.num_stages))
+        return self.results()
+
+    def begin(self) -> None:
+        """Runs the programs that begin the step."""
         for label in self._labels("begin"):
             self._program(label, None)
-        operations = zip(
-            self._graph.kind.tolist(), self._graph.stage.tolist(), self._graph.microbatch.tolist(), strict=True
-        )
-        for kind, stage, microbatch in operations:
-            if kind == FORWARD:
-                self._program(Label("forward", stage), microbatch)
-            if kind == BACKWARD:
-                self._program(Label("backward", stage), microbatch)
-                self._parts.pop((stage, microbatch), None)
-        self._finish_sums()
+
+    def operation(self, kind: int, stage: int, microbatch: int) -> None:
+        """Runs a program of a micro-batch; does nothing for transfers, which programs start."""
+        if kind == FORWARD:
+            self._program(Label("forward", stage), microbatch)
+        if kind == BACKWARD:
+            self._program(Label("backward", stage), microbatch)
+            self._parts.pop((stage, microbatch), None)
+
+    def end(self, stages: Collection[int]) -> None:
+        """Ends the step of some stages, after the last micro-batches of all whose sums they read."""
+        self._finish_sums(stages)
         for label in self._labels("finish"):
-            self._program(label, None)
-        return self._results()
+            if label.stage in stages:
+                self._program(label, None)
+
+    def results(self) -> list[Any]:
+        """Returns the flat results, after the step has ended."""
+        return [self.result(number) for number in range(len(self._staged.outputs))]
+
+    def result(self, number: int) -> Any:
+        """Returns a flat result: an array, or the number that it is.
+
+        Raises:
+          KeyError: no program has made it yet.
+        """
+        key = self._staged.outputs[number]
+        if isinstance(key, core.Literal):
+            return key.val
+        homes = dict(zip(self._staged.inputs, self._staged.homes, strict=True))
+        return self._kept[homes[key] if key in homes else self._staged.makers[key].stage][key]
 
     def arrays_of(self, stage: int) -> Iterator[tuple[str, Any]]:
         """Yields the arrays that a stage has between programs, and what each is of: "step", "sum" or "micro-batch"."""
@@ -156,14 +189,16 @@ class StageRun:
                 else:
                     self._kept[label.stage][a.total] = piece
 
-    def _finish_sums(self) -> None:
+    def _finish_sums(self, stages: Collection[int]) -> None:
         """Frees what only micro-batches read; puts what they made where the programs that finish the step read it."""
-        for stage, keys in enumerate(self._calls.read_until_finish):
-            for key in keys:
+        for stage in stages:
+            for key in self._calls.read_until_finish[stage]:
                 array = self._kept[stage].pop(key, None)
                 if key in self._calls.donated and array is not None:
                     self._actions.free(array)  # the caller still has it, so that forgetting it is not enough
         for label, call in self._calls.calls.items():
+            if label.stage not in stages:
+                continue
             self._kept[label.stage].update(
                 zip((a.total for a in call.sums), self._totals.pop(label, []), strict=True) if call.sums else ()
             )
@@ -174,12 +209,3 @@ class StageRun:
                 for target in sorted(self._staged.readers.get(a.total, frozenset()) - {label.stage}):
                     shared = self._actions.shared(self._kept[label.stage][a.total], a.total, label.stage, target)
                     self._kept[target][a.total] = self._actions.send(shared, a.total, label.stage, target)
-
-    def _results(self) -> list[Any]:
-        homes = dict(zip(self._staged.inputs, self._staged.homes, strict=True))
-        return [
-            key.val
-            if isinstance(key, core.Literal)
-            else self._kept[homes[key] if key in homes else self._staged.makers[key].stage][key]
-            for key in self._staged.outputs
-        ]

@@ -38,7 +38,9 @@ def test_a_slow_link_or_few_micro_batches_in_flight_decide_otherwise():
     # Stage 1 keeps 3 micro-batches; one comes back after 3 stages of 3 s and the link: 18 s for 3 of them.
     assert overlapped_step_s(slow, 24, [0] * 4) == pytest.approx(24 * 9)
     # Stage 0 keeps both of 2 micro-batches. They come back after 12 and 15 s, and then the next ones begin.
-    assert overlapped_step_s(EQUAL, 2, [0] * 4) == pytest.approx(15)
+    assert overlapped_step_s(EQUAL, 2, [0] * 4, "none") == pytest.approx(15)
+    assert overlapped_step_s(EQUAL, 2, [0] * 4) > 15
+    assert pipeline_step(EQUAL, "2bw", 2, [0] * 4).step_s == pytest.approx(15)
 
 
 def test_no_step_takes_less_than_the_bound():
@@ -47,7 +49,7 @@ def test_no_step_takes_less_than_the_bound():
         num_stages, count = int(rng.integers(1, 6)), int(rng.integers(1, 9))
         times = StageTimes(*(rng.uniform(0, 1, num_stages - i) for i in (0, 0, 1, 1)))
         ends = rng.uniform(0, 1, num_stages)
-        overlapped = overlapped_step_s(times, count, ends)
+        overlapped = pipeline_step(times, "2bw", count, ends).step_s
         assert overlapped_lower_bound_s(times, count, ends) <= overlapped * (1 + 1e-9)
         assert overlapped <= pipeline_step(times, "1f1b", count, ends).step_s * (1 + 1e-9)
 

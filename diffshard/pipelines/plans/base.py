@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from cost.pipeline_schedules import Schedule
+from cost.pipeline_steps import Overlap
 from diffshard.plans.base import Tensor
 
 GradientReduction = Literal["each_microbatch", "once"]
@@ -93,7 +94,8 @@ class PipelinePlanData:
       num_microbatches: M, of all replicas.
       schedule: when each stage runs what.
       stages: of the main replica, from the first to the last.
-      step_s: predicted, by simulation of the schedule, with the end of the step.
+      step_s: predicted, by simulation of the schedule, with the end of the step. With the schedule "2bw" that of steps
+        that overlap.
       bubble: the share of the stages' time in which they wait.
       lower_bound_s: no choice of micro-batches among those tried, stages, meshes and shardings is predicted faster that
         keeps all residuals. Making cheap ones again may be a little faster, because they need not be written and read.
@@ -104,6 +106,7 @@ class PipelinePlanData:
       num_groups: over how many groups of examples gradients are reduced once, when the step ends; 1: they are reduced
         in each micro-batch.
       replicas: the other replicas.
+      overlap: with the schedule "2bw" how a step overlaps with the next one (`cost.pipeline_steps.Overlap`).
     """
 
     function: str
@@ -122,6 +125,7 @@ class PipelinePlanData:
     notes: tuple[str, ...] = ()
     num_groups: int = 1
     replicas: tuple[PlannedReplica, ...] = ()
+    overlap: Overlap = "none"
 
     @property
     def gradient_reduction(self) -> GradientReduction:

@@ -1,10 +1,12 @@
 """Plans of pipelines as versioned JSON, in the form that `diffshard.plans.documents` gives to all plans."""
 
 import os
+from collections.abc import Callable
 from os import PathLike
 from typing import Any, TypeVar, get_args
 
 from cost.pipeline_schedules import Schedule
+from cost.pipeline_steps import Overlap
 from diffshard.base import PlanError
 from diffshard.pipelines.plans.base import PipelinePlanData
 from diffshard.pipelines.plans.consistency import check_pipeline_plan
@@ -48,14 +50,19 @@ def from_json(document: Any, name: str, kind: type[PlanT]) -> PlanT:
     """
     values = content(document, name, PIPELINE, VERSION)
     try:
-        plan: PlanT = from_json_values(kind, values, {Schedule: _schedule})
+        plan: PlanT = from_json_values(kind, values, {Schedule: _one_of(Schedule), Overlap: _one_of(Overlap)})
         check_pipeline_plan(plan)
     except (TypeError, ValueError, RecursionError) as error:
         raise PlanError(f"`{name}` is a damaged plan: {error}.") from None
     return plan
 
 
-def _schedule(value: Any) -> Schedule:
-    if value not in get_args(Schedule):
-        raise TypeError(f"{value!r} is not one of {get_args(Schedule)}")
-    return value
+def _one_of(names: Any) -> Callable[[Any], Any]:
+    """Returns what checks that a value is one of the names of a `Literal`."""
+
+    def checked(value: Any) -> Any:
+        if value not in get_args(names):
+            raise TypeError(f"{value!r} is not one of {get_args(names)}")
+        return value
+
+    return checked

@@ -15,6 +15,7 @@ from diffshard.pipelines.plans.text import (
     layer_range,
     micro_batches,
     offloaded_words,
+    overlap_words,
     pipeline_verdict,
     recomputed_words,
     reduction_words,
@@ -48,7 +49,7 @@ def format_pipeline_page(plan: PipelinePlanData) -> str:
     body = [
         f"<h1>{escape(short_name(plan.function))} in {stages} on {devices}</h1>",
         f"<div class=dim>{escape(plan.cluster)} · {escape(schedule_words(plan))} · "
-        f"gradients {escape(reduction_words(plan))} · searched for "
+        f"gradients {escape(reduction_words(plan))} · {_overlap(plan)}searched for "
         f"{escape(format_s(plan.search_s))} · gap {format_percent(plan.gap)}: {escape(pipeline_verdict(plan))}</div>",
         _cards(plan),
         f"<h2>Schedule of a step</h2>{schedule_elements(plan)}",
@@ -70,6 +71,10 @@ def _replica(title: str, words: str, plan: PipelinePlanData) -> str:
         f"<h2>{title}</h2><p>{escape(words)}</p>{schedule_elements(plan)}{_stage_table(plan)}{_time_table(plan)}"
         f"{''.join(_memory(i, stage) for i, stage in enumerate(plan.stages))}"
     )
+
+
+def _overlap(plan: PipelinePlanData) -> str:
+    return f"overlap {escape(overlap_words(plan))} · " if overlap_words(plan) else ""
 
 
 def _cards(plan: PipelinePlanData) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from diffshard.pipelines.plans.base import PipelinePlanData, PlannedStage
+from diffshard.pipelines.plans.timing import simulated
 from diffshard.plans.formats import format_axes, format_bytes, format_count, format_percent, format_s, short_name
 from diffshard.plans.text_table import format_table, wrapped
 
@@ -21,7 +22,7 @@ _SCHEDULES = {
     "1f1b": "forward and backward operations alternate",
     "eager": "as 1f1b, with more micro-batches in flight",
     "2bw": "as 1f1b, and a step begins before the one before it has ended. Results differ from those of the step: "
-    "gradients are of the weights of one step ago. Seconds are those of steps that overlap, which calls do not yet",
+    "gradients are of the weights of one step ago",
 }
 
 
@@ -86,6 +87,19 @@ def pipeline_verdict(plan: PipelinePlanData) -> str:
     if plan.gap < 1e-8:
         return "no pipeline that keeps its residuals is predicted to be faster"
     return f"at most {format_percent(plan.gap)} of the step could be saved by another pipeline that keeps its residuals"
+
+
+def overlap_words(plan: PipelinePlanData) -> str:
+    """Returns whether steps overlap with the schedule "2bw", and what a step takes if they do not; empty for others."""
+    if plan.schedule != "2bw":
+        return ""
+    if plan.overlap == "none":
+        return (
+            "none: the next step reads what the end of a step makes, two steps at one time do not fit the memory, or "
+            "it takes no longer"
+        )
+    call_s = simulated(plan).call_s
+    return f"with `steps(state, batches)`, which the seconds are for; calls one by one take {format_s(call_s)} each"
 
 
 def schedule_words(plan: PipelinePlanData) -> str:
@@ -190,6 +204,7 @@ def _header(plan: PipelinePlanData) -> str:
             " " * 12,
         ),
         *wrapped(schedule_words(plan), "  schedule  ", " " * 12),
+        *(wrapped(overlap_words(plan), "  overlap   ", " " * 12) if overlap_words(plan) else ()),
         *wrapped(reduction_words(plan), "  gradients ", " " * 12),
         *wrapped(
             f"{format_s(plan.lower_bound_s)}, gap {format_percent(plan.gap)}: {pipeline_verdict(plan)}",

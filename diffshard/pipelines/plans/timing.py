@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 
-from cost.pipeline_schedules import Schedule
 from cost.pipeline_steps import PipelineStep, pipeline_step
 from cost.pipeline_times import StageTimes
 from diffshard.pipelines.plans.base import PipelinePlanData, PlannedStage
@@ -14,7 +13,7 @@ def simulated(plan: PipelinePlanData) -> PipelineStep:
     Raises:
       ValueError: a time is negative or not finite.
     """
-    main = _simulated(plan.stages, plan.schedule, plan.main_microbatches)
+    main = _simulated(plan, plan.stages, plan.main_microbatches)
     if not plan.replicas:
         return main
     others = [step.simulation for step in simulated_replicas(plan)]
@@ -22,7 +21,8 @@ def simulated(plan: PipelinePlanData) -> PipelineStep:
     seconds = max(main.simulation.step_s, *until_sums)
     busy_s = sum(float(found.busy_s.sum()) for found in (main.simulation, *others))
     bubble = 1.0 - busy_s / (seconds * len(plan.all_stages)) if seconds else 0.0
-    return PipelineStep(main.simulation, seconds + max(stage.end_s for stage in plan.stages), bubble)
+    step_s = seconds + max(stage.end_s for stage in plan.stages)
+    return PipelineStep(main.simulation, step_s, bubble, step_s)
 
 
 def simulated_replicas(plan: PipelinePlanData) -> list[PipelineStep]:
@@ -31,10 +31,10 @@ def simulated_replicas(plan: PipelinePlanData) -> list[PipelineStep]:
     Raises:
       ValueError: a time is negative or not finite.
     """
-    return [_simulated(replica.stages, plan.schedule, replica.num_microbatches) for replica in plan.replicas]
+    return [_simulated(plan, replica.stages, replica.num_microbatches) for replica in plan.replicas]
 
 
-def _simulated(stages: Sequence[PlannedStage], schedule: Schedule, num_microbatches: int) -> PipelineStep:
+def _simulated(plan: PipelinePlanData, stages: Sequence[PlannedStage], num_microbatches: int) -> PipelineStep:
     links = stages[:-1]
     times = StageTimes(
         [stage.forward_s for stage in stages],
@@ -42,4 +42,4 @@ def _simulated(stages: Sequence[PlannedStage], schedule: Schedule, num_microbatc
         [stage.send_forward_s for stage in links],
         [stage.send_backward_s for stage in links],
     )
-    return pipeline_step(times, schedule, num_microbatches, [stage.end_s for stage in stages])
+    return pipeline_step(times, plan.schedule, num_microbatches, [stage.end_s for stage in stages], plan.overlap)
