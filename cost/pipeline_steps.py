@@ -23,6 +23,7 @@ from cost.pipeline_schedules import (
     STAGE_KINDS,
     Order,
     Schedule,
+    ScheduleGraph,
     alternating_order,
     checked_count,
     graph_of,
@@ -114,6 +115,33 @@ def overlapped_step_s(
     Raises:
       ValueError: as `cost.pipeline_times.simulate`, or `end_s` is not S seconds.
     """
+    return steps_in_turn(times, num_microbatches, end_s, overlap).step_s
+
+
+class StepsInTurn(NamedTuple):
+    """Many steps of "2bw", one after the other.
+
+    Attributes:
+      graph: their operations; micro-batches are numbered through all steps.
+      start_s: `[N]`.
+      end_s: `[N]`.
+      is_before_end: `[N]`, whether a stage ends a step after an operation.
+      step: a step in the steady state, with steps before and after it.
+      step_s: from the end of a step to the end of the next one, in the steady state.
+    """
+
+    graph: ScheduleGraph
+    start_s: np.ndarray
+    end_s: np.ndarray
+    is_before_end: np.ndarray
+    step: int
+    step_s: float
+
+
+def steps_in_turn(
+    times: StageTimes, num_microbatches: int, end_s: np.ndarray | Sequence[float], overlap: Overlap
+) -> StepsInTurn:
+    """Simulates many steps of "2bw"; arguments and errors as of `overlapped_step_s`."""
     num_stages, count = len(times.forward_s), checked_count("num_microbatches", num_microbatches)
     times = checked(times, checked_count("len(forward_s)", num_stages))
     ends = _checked_ends(end_s, num_stages)
@@ -126,7 +154,8 @@ def overlapped_step_s(
     durations = durations_s(times)[graph.kind, graph.stage]
     start = start_times_s(graph, durations, np.where(is_last, ends[graph.stage], 0.0))
     of_stages = [start[is_last & (graph.stage == stage)] for stage in range(num_stages)]
-    return max(float(starts[-2] - starts[rounds - 1]) / rounds for starts in of_stages)
+    step_s = max(float(starts[-2] - starts[rounds - 1]) / rounds for starts in of_stages)
+    return StepsInTurn(graph, start, start + durations, is_last, num_steps - 3, step_s)
 
 
 class StepOperation(NamedTuple):

@@ -55,22 +55,32 @@ def chosen_overlap(
       price: returns what a step takes.
     """
     overlap = possible_overlap(staged, replaced)
-    fits = all(overlap_bytes(staged, stage, overlap, sharding) <= free for stage, free in enumerate(free_bytes))
+    needed = (overlap_bytes(staged, replaced, stage, overlap, sharding) for stage in range(staged.num_stages))
+    fits = all(num_bytes <= free for num_bytes, free in zip(needed, free_bytes, strict=True))
     return overlap if fits and price(overlap).step_s < price("none").step_s else "none"
 
 
 def overlap_bytes(
-    staged: StagedStep, stage: int, overlap: Overlap, sharding: Callable[[int, Key], NamedSharding]
+    staged: StagedStep,
+    replaced: Sequence[int | None],
+    stage: int,
+    overlap: Overlap,
+    sharding: Callable[[int, Key], NamedSharding],
 ) -> int:
     """Returns the bytes that a stage keeps more, on each device, where steps overlap: what two steps have at one time.
 
     These are what begins a step, such as gathered weights, and the sums of a step that ends after the next one's.
+    Previous versions of weights are gathered too, where they are stored in another way than current ones.
     """
     is_last = min(staged.num_microbatches, staged.num_stages - stage) == 1
     if overlap == "none" or (overlap == "own_ends" and is_last):
         return 0
     begin = staged.programs.get(Label("begin", stage))
     keys = [] if begin is None else [key for key in begin.makes if key in staged.avals]
+    for key, home, result in zip(staged.inputs, staged.homes, replaced, strict=True):
+        old = None if result is None else staged.outputs[result]
+        is_gathered = old in staged.inputs and sharding(stage, key) != sharding(stage, old) if home == stage else False
+        keys += [key] if is_gathered else []
     if overlap == "late_ends":
         programs = [program for label, program in staged.programs.items() if label.stage == stage]
         keys += [a.total for program in programs for a in program.accumulations]

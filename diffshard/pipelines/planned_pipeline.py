@@ -110,7 +110,7 @@ def planned_pipeline(
             for stage, layout in zip(stages, layouts, strict=True)
         ]
         overlap = chosen_overlap(staged, step.replaced, plans.sharding, free, price)
-        more = [overlap_bytes(staged, i, overlap, plans.sharding) for i in range(len(stages))]
+        more = [overlap_bytes(staged, step.replaced, i, overlap, plans.sharding) for i in range(len(stages))]
         layouts = [replace(layout, peak_bytes=layout.peak_bytes + m) for layout, m in zip(layouts, more, strict=True)]
     simulation = price(overlap).simulation
     planned = [

@@ -66,12 +66,14 @@ class StageFunction:
         made |= {a.total for program in self.programs.values() for a in program.accumulations}
         reads = dict.fromkeys(key for program in self.programs.values() for key in program.reads)
         inputs = {key: position for position, key in enumerate(staged.inputs)}
-        self.result_of = {  # of the arguments that this stage keeps and replaces
+        homes = zip(staged.inputs, staged.homes, strict=True)
+        own = made | {key for key, home in homes if home == stage and key in reads}
+        self.result_of = {  # of the arguments that this stage keeps and replaces; by others, as previous versions are
             key: staged.outputs[result]
             for key, position in inputs.items()
             if (result := replaced[position]) is not None
             and staged.homes[position] == stage
-            and (staged.outputs[result] in made or staged.outputs[result] == key)
+            and staged.outputs[result] in own
         }
         kept = [key for key in inputs if key in self.result_of]
         self.arguments = StageArguments(

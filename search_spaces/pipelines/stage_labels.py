@@ -71,6 +71,7 @@ class LabelledStep:
         self._enter_constants(values)
         self.outputs = [values[o] if isinstance(o, int) else o for o in parts.outputs]
         self._find_homes("each")
+        self._house_versions()
         self._label_after()
         self._find_homes("after")
         self._house_unread()
@@ -188,6 +189,13 @@ class LabelledStep:
             elif maker.label is None:
                 pending += ((k, stage) for k in maker.reads)
         self.homes = {**homes, **self.homes}
+
+    def _house_versions(self) -> None:
+        """Gives each argument that is the previous version of another one in the next step to the stage of that one."""
+        for output, position in zip(self.outputs, self.parts.replaced, strict=True):
+            key = None if position is None else ("value", self.parts.inputs[position])
+            if key in self.homes and not isinstance(output, core.Literal) and output not in self.maker:
+                self.homes.setdefault(output, self.homes[key])
 
     def _house_unread(self) -> None:
         """Gives each argument that is not read to the stage that makes what replaces it, or else to the first one."""

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 
 from diffshard.pipelines.plans.base import PipelinePlanData, PlannedStage
-from diffshard.pipelines.plans.schedule_drawing import schedule_elements
+from diffshard.pipelines.plans.schedule_drawing import Exchange, schedule_elements
 from diffshard.pipelines.plans.text import (
     OFFLOADED_TITLE,
     RECOMPUTED_TITLE,
@@ -46,17 +46,18 @@ def format_pipeline_page(plan: PipelinePlanData) -> str:
     """Returns a plan of a pipeline as the text of an HTML page."""
     stages, devices = stages_words(plan), format_count(plan.num_devices, "device")
     notes = "".join(f"<li>{escape(note)}</li>" for note in plan.notes)
+    of_replicas = zip(replica_plans(plan), plan.replicas, strict=True)
     body = [
         f"<h1>{escape(short_name(plan.function))} in {stages} on {devices}</h1>",
         f"<div class=dim>{escape(plan.cluster)} · {escape(schedule_words(plan))} · "
         f"gradients {escape(reduction_words(plan))} · {_overlap(plan)}searched for "
         f"{escape(format_s(plan.search_s))} · gap {format_percent(plan.gap)}: {escape(pipeline_verdict(plan))}</div>",
         _cards(plan),
-        f"<h2>Schedule of a step</h2>{schedule_elements(plan)}",
+        f"<h2>Schedule of a step</h2>{schedule_elements(plan, seconds=plan.step_s if plan.replicas else 0.0)}",
         f"<h2>Stages</h2>{_stage_table(plan)}",
         f"<h2>Times</h2>{_time_table(plan)}",
         f"<h2>Memory of each device</h2>{''.join(_memory(i, stage) for i, stage in enumerate(plan.stages))}",
-        *(_replica(*replica) for replica in replica_plans(plan)),
+        *(_replica(*found, Exchange(r.weights_s, r.sums_s)) for found, r in of_replicas),
         _arguments(plan),
         _tried(plan),
         f"<h2>Notes</h2><ul>{notes}</ul>" if notes else "",
@@ -65,11 +66,12 @@ def format_pipeline_page(plan: PipelinePlanData) -> str:
     return document(f"Pipeline of {short_name(plan.function)}", body)
 
 
-def _replica(title: str, words: str, plan: PipelinePlanData) -> str:
-    """Returns the stages of a replica besides the main one, and their schedule from when it has the weights."""
+def _replica(title: str, words: str, plan: PipelinePlanData, exchange: Exchange) -> str:
+    """Returns the stages of a replica besides the main one, and their schedule, to the scale of the whole step."""
     return (
-        f"<h2>{title}</h2><p>{escape(words)}</p>{schedule_elements(plan)}{_stage_table(plan)}{_time_table(plan)}"
-        f"{''.join(_memory(i, stage) for i, stage in enumerate(plan.stages))}"
+        f"<h2>{title}</h2><p>{escape(words)}</p>{schedule_elements(plan, exchange, plan.step_s)}"
+        f"<h3>Its stages</h3>{_stage_table(plan)}<h3>Their times</h3>{_time_table(plan)}"
+        f"<h3>Memory of each of its devices</h3>{''.join(_memory(i, stage) for i, stage in enumerate(plan.stages))}"
     )
 
 

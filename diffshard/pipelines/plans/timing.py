@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from cost.pipeline_steps import PipelineStep, pipeline_step
+from cost.pipeline_steps import PipelineStep, StepsInTurn, pipeline_step, steps_in_turn
 from cost.pipeline_times import StageTimes
 from diffshard.pipelines.plans.base import PipelinePlanData, PlannedStage
 
@@ -34,12 +34,25 @@ def simulated_replicas(plan: PipelinePlanData) -> list[PipelineStep]:
     return [_simulated(plan, replica.stages, replica.num_microbatches) for replica in plan.replicas]
 
 
+def simulated_steps(plan: PipelinePlanData) -> StepsInTurn:
+    """Simulates many steps of a plan with the schedule "2bw".
+
+    Raises:
+      ValueError: a time is negative or not finite.
+    """
+    return steps_in_turn(_times(plan.stages), plan.num_microbatches, [s.end_s for s in plan.stages], plan.overlap)
+
+
 def _simulated(plan: PipelinePlanData, stages: Sequence[PlannedStage], num_microbatches: int) -> PipelineStep:
+    ends = [stage.end_s for stage in stages]
+    return pipeline_step(_times(stages), plan.schedule, num_microbatches, ends, plan.overlap)
+
+
+def _times(stages: Sequence[PlannedStage]) -> StageTimes:
     links = stages[:-1]
-    times = StageTimes(
+    return StageTimes(
         [stage.forward_s for stage in stages],
         [stage.backward_s for stage in stages],
         [stage.send_forward_s for stage in links],
         [stage.send_backward_s for stage in links],
     )
-    return pipeline_step(times, plan.schedule, num_microbatches, [stage.end_s for stage in stages], plan.overlap)

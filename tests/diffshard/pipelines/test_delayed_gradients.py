@@ -9,6 +9,7 @@ import pytest
 import diffshard
 from diffshard.pipelines.execution import _Dispatch
 from diffshard.pipelines.plans.file import from_json, to_json
+from diffshard.pipelines.stage_function import StageFunction
 from tests.diffshard.pipelines import scanned_models
 from tests.diffshard.pipelines.small_pipeline import check_close
 from tests.diffshard.pipelines.test_pipelined_function import leave
@@ -144,6 +145,7 @@ def test_a_pipeline_of_two_stages_runs_with_the_results_of_one_device(name, args
     assert from_json(to_json(plan), "plan.json", diffshard.PipelinePlan) == plan
     slowest_s = max(4 * (stage.forward_s + stage.backward_s) + stage.end_s for stage in plan.stages)
     assert slowest_s <= plan.step_s * (1 + 1e-9)
+    check_previous_versions_are_state(next(iter(pipelined._prepared.values())).found)
     one_device, expected = jax.jit(diffshard.delayed(train_step)), state
     found = jax.tree.map(jnp.copy, state)  # the memory of the first state is given up
     given, freed = [], []
@@ -169,6 +171,20 @@ def test_a_pipeline_of_two_stages_runs_with_the_results_of_one_device(name, args
     check_close(jax.tree.map(jnp.asarray, found), expected)
     current = diffshard.current_version(found)
     assert jax.tree.structure(current) == jax.tree.structure(state)
+
+
+def check_previous_versions_are_state(found):
+    """Checks that stages keep both versions, and are priced with storing the current one as the previous one is."""
+    staged, step = found.staged, found.step
+    for stage in range(staged.num_stages):
+        function = StageFunction(staged, stage, 1, step.replaced)
+        places = zip(step.traced.paths, staged.inputs, staged.homes, strict=True)
+        previous = [
+            key for path, key, home in places if ".previous" in path and home == stage and staged.avals[key].ndim
+        ]
+        assert previous or stage
+        assert set(previous) <= set(function.arguments.kept)
+        assert {function.result_of[key] for key in previous} <= set(staged.inputs)
 
 
 def is_delayed(leaf):

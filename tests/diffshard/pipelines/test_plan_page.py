@@ -9,6 +9,7 @@ import pytest
 
 import diffshard
 from diffshard.pipelines.plans.consistency import check_pipeline_plan
+from diffshard.pipelines.plans.schedule_boxes import Exchange
 from diffshard.pipelines.plans.schedule_drawing import schedule_elements
 from diffshard.pipelines.plans.timing import simulated
 from tests.diffshard.pipelines.small_pipeline_plan import small_pipeline_plan
@@ -17,10 +18,10 @@ from tests.diffshard.plans.page_checker import checked_page
 _BOX = re.compile(r'left:([\d.]+)%;width:([\d.]+)%[^>]*title="([^"]*)"')
 
 
-def boxes(plan):
-    """What the drawing has: kind and micro-batch, start and seconds."""
-    found = _BOX.findall(schedule_elements(plan))
-    return [(title.split(":")[0], float(left) * plan.step_s / 100, float(width) * plan.step_s / 100)
+def boxes(plan, exchange=None, seconds=0.0, scale_s=None):
+    """What the drawing has: kind and micro-batch, start and seconds; `scale_s` is what the whole width is taken for."""
+    found, scale_s = _BOX.findall(schedule_elements(plan, exchange, seconds)), scale_s or seconds or plan.step_s
+    return [(title.split(":")[0], float(left) * scale_s / 100, float(width) * scale_s / 100)
             for left, width, title in found]  # fmt: skip
 
 
@@ -44,6 +45,31 @@ def test_boxes_are_where_the_simulation_has_them():
         assert any(box[0] == name and box[1:] == pytest.approx(times, abs=2e-6) for name, *times in drawn), box
     for kind, number in (("forward", 12), ("backward", 12), ("sending on", 8), ("sending back", 8), ("end of step", 2)):
         assert sum(name.startswith(kind) for name, *_ in drawn) == number
+
+
+def test_a_replica_is_drawn_from_when_it_has_the_weights_to_the_scale_of_the_step():
+    plan = small_pipeline_plan()
+    drawn = boxes(plan, Exchange(10e-3, 5e-3), 2 * plan.step_s)
+    last_s = 10e-3 + simulated(plan).simulation.step_s
+    end_s = 2 * plan.step_s - max(stage.end_s for stage in plan.stages)
+    expected = [("weights arrive", 0.0, 10e-3), ("forward of micro-batch 0", 10e-3, 3e-3)]
+    expected += [("sums are sent", last_s, 5e-3), ("end of step", end_s, 2e-3)]
+    for name, *times in expected:
+        assert any(box[0] == name and box[1:] == pytest.approx(times, abs=4e-6) for box in drawn), name
+
+
+@pytest.mark.parametrize("overlap", ["own_ends", "late_ends"])
+def test_of_steps_that_overlap_one_is_drawn_with_pale_parts_of_others(overlap):
+    plan = small_pipeline_plan(schedule="2bw", overlap=overlap, tried=())
+    drawn = boxes(plan, scale_s=1.0)
+    own = [name for name, *_ in drawn if "another step" not in name]
+    kinds = ("forward of micro-batch", "backward of micro-batch", "sending on", "end of step")
+    assert [sum(name.startswith(kind) for name in own) for kind in kinds] == [12, 12, 8, 2]
+    assert {"forward of micro-batch 0 of another step", "backward of micro-batch 3 of another step"} <= {
+        name for name, *_ in drawn
+    }
+    assert all(start >= -1e-4 and start + seconds <= 1 + 1e-4 for _, start, seconds in drawn)
+    assert "pale: of the steps before and after" in plan.html()
 
 
 def test_boxes_of_many_microbatches_are_joined():
