@@ -24,7 +24,8 @@ from diffshard.embedding_tables.programs import DevicePrograms
 from diffshard.embedding_tables.text import plan_text
 from diffshard.plans.documents import TABLES, content, from_json_values, read, to_json_values, write
 from search_spaces.embedding_tables.base import DecodedTables, EmbeddingTable, Piece, TableDevices
-from search_spaces.embedding_tables.prices import decoded
+from search_spaces.embedding_tables.prices import decoded, lookup_and_update_s
+from search_spaces.sharding.stated_seconds import stating_seconds
 
 VERSION = 1
 _EPSILON = 1e-8  # of Adagrad, as in FBGEMM
@@ -86,6 +87,19 @@ class TablePlan:
         run = self._mapped(self._programs.init, (PartitionSpec(),), self._specs)
         return jax.jit(run)(jax.random.key_data(key))
 
+    def shapes(self) -> tuple[Any, Any]:
+        """Returns the tables and their optimiser's state as `jax.ShapeDtypeStruct`s, `TableArrays` of them.
+
+        So a step that they are part of can be planned where the devices are not here.
+        """
+        layout = self.layout
+        shards = {d: jax.ShapeDtypeStruct((layout.num_devices, n), jnp.dtype(d)) for d, n in layout.numbers.items()}
+        copied = [self.tables[t] for t in layout.copied]
+        copies = {t.name: jax.ShapeDtypeStruct((t.rows, t.dimension), jnp.dtype(t.dtype)) for t in copied}
+        state = {"state": jax.ShapeDtypeStruct((layout.num_devices, layout.state_rows), jnp.float32)}
+        state_copies = {t.name: jax.ShapeDtypeStruct((t.rows,), jnp.float32) for t in copied}
+        return TableArrays(shards, copies), TableArrays(state, state_copies)
+
     def shard(self, tables: Mapping[str, Any]) -> TableArrays:
         """Returns tables on the devices that hold them.
 
@@ -125,6 +139,8 @@ class TablePlan:
 
         >>> pooled = plan.lookup(arrays, {"users": ids})["users"]
 
+        In a step that `search` plans, tables and lookups stay as they are here, and take the seconds predicted here.
+
         The gradient of `arrays` is as large as these. `update` makes a training step without it.
 
         Args:
@@ -142,7 +158,12 @@ class TablePlan:
           PlanError: the plan's devices are not here.
         """
         ids, weights = checked_ids(self.tables, self.devices.num_devices, ids, weights)
-        run = self._mapped(self._programs.lookup, (self._specs, self._batch, self._batch), self._batch)
+        seconds = self._seconds(ids)
+
+        def lookup(*arguments: Any) -> dict[str, jax.Array]:
+            return _stating(self._programs.lookup(*arguments), *seconds)
+
+        run = self._mapped(lookup, (self._specs, self._batch, self._batch), self._batch)
         return run(arrays, ids, weights)
 
     def update(
@@ -179,8 +200,10 @@ class TablePlan:
         ids, weights = checked_ids(self.tables, self.devices.num_devices, ids, weights)
         gradients = checked_gradients(self.tables, ids, gradients)
 
+        _, seconds = self._seconds(ids)
+
         def step(*arguments: Any) -> Any:
-            return self._programs.update(*arguments, epsilon=epsilon)
+            return _stating(self._programs.update(*arguments, epsilon=epsilon), seconds)
 
         rate = jnp.asarray(learning_rate, jnp.float32)
         specs = (self._specs, self._state_specs, self._batch, self._batch, self._batch, PartitionSpec())
@@ -238,8 +261,15 @@ class TablePlan:
         shards: Any = {"state": self._batch}
         return TableArrays(shards, self._specs.copies)
 
+    def _seconds(self, ids: Mapping[str, jax.Array]) -> tuple[float, float]:
+        """Returns what lookups of these ids, and the rest of the step, are predicted to take."""
+        batch_size = next(iter(ids.values())).shape[0]
+        devices = dataclasses.replace(self.devices, batch_size=batch_size)
+        return lookup_and_update_s(self.tables, self.pieces, devices)
+
     def _mapped(self, program: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
-        return jax.shard_map(program, mesh=self._mesh_here(), in_specs=in_specs, out_specs=out_specs, check_vma=False)
+        mesh = self.mesh if isinstance(self.mesh, AbstractMesh) else self._mesh_here()
+        return jax.shard_map(program, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
     def _mesh_here(self) -> Mesh:
         if not isinstance(self.mesh, Mesh):
@@ -255,3 +285,9 @@ class TablePlan:
                 f"{device} has {limits[device]:.0f}. Plan with one limit, or with the smallest one for all devices."
             )
         return self.mesh
+
+
+def _stating(results: Any, forward_s: float, backward_s: float = 0.0) -> Any:
+    """Marks what the devices' program returns with its seconds, for a plan that it is part of."""
+    share = 1 / len(jax.tree.leaves(results))
+    return jax.tree.map(lambda array: stating_seconds(array, share * forward_s, share * backward_s), results)

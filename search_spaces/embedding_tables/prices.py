@@ -65,6 +65,19 @@ def decoded(tables: Sequence[EmbeddingTable], pieces: Sequence[Piece], devices: 
     return DecodedTables(tuple(pieces), *total)
 
 
+def lookup_and_update_s(
+    tables: Sequence[EmbeddingTable], pieces: Sequence[Piece], devices: TableDevices
+) -> tuple[float, float]:
+    """Returns the seconds of a step's lookups with their exchange, and of the rest; both together are the step's."""
+    whole = decoded(tables, pieces, devices)
+    columns = np.zeros(devices.num_devices)
+    for piece in pieces:
+        if piece.device != EVERY_DEVICE and tables[piece.table].pooling_factor:
+            columns[piece.device] += piece.columns
+    exchanged_s = float(exchange_s(devices.batch_size, columns.max(), devices.num_devices, devices.s_per_byte))
+    return float(whole.forward_s.max()) + exchanged_s, float(whole.rest_s.max()) - exchanged_s
+
+
 def _lookup_s(table: EmbeddingTable, piece: Piece, device: int, devices: TableDevices) -> float:
     """Returns the seconds of a piece's forward lookups on one device."""
     if not table.pooling_factor:

@@ -16,6 +16,7 @@ from search_spaces.sharding.opaque.operations import local_work, opaque_of, own_
 from search_spaces.sharding.opaque.own_collectives import PricedCollective, priced
 from search_spaces.sharding.reshard_costs import CollectiveShares, ReshardCosts
 from search_spaces.sharding.spec import local_bytes
+from search_spaces.sharding.stated_seconds import stated_seconds
 
 UPDATES = {
     "dynamic_update_slice": 1,
@@ -97,6 +98,9 @@ class NodeCosts:
             local = [local_bytes(vertex.results[0], s.results[0], self.axis_sizes) for s in strategies]
             exposed_s = self.hardware.exposed_share / self.hardware.host_memory_bytes_per_s
             return vertex.weight * exposed_s * np.array(local)
+        stated_s = stated_seconds(vertex.equation)
+        if stated_s is not None:
+            return np.full(len(strategies), vertex.weight * stated_s)
         num_bytes = np.array([touched_bytes(vertex, s, self.kernels, self.axis_sizes) for s in strategies])
         copied_bytes = np.array([self._copied_bytes(vertex, s) for s in strategies])
         flops = equation_flops(vertex.equation) / np.array([s.parts for s in strategies], float)
