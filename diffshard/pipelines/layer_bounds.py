@@ -98,7 +98,7 @@ class LayerBounds:
         function, number = self._layers.function, list(self._layers.number)
         options = Options(fn=function, mesh=mesh, hardware=hardware, memory_limit_bytes=np.inf, progress="none")
         traced = trace_function(options, function.shapes)
-        function.weigh(traced.graph)
+        function.weigh(traced.graph, mesh)
         space = space_of(options, traced)
         each_s, end_s = layer_seconds(space, function, set(number))
         slack_s = space.most_preference_s

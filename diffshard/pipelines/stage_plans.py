@@ -15,6 +15,7 @@ from jax.extend import core
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from cost.base import Hardware
+from diffshard.pipelines.shared_parts import shared_parts
 from diffshard.pipelines.stage_search import StageLayout
 from diffshard.processes import Processes
 from diffshard.sharding_search.options import Options
@@ -143,21 +144,6 @@ class StagePlans:
         return jax.ShapeDtypeStruct(aval.shape, aval.dtype)
 
 
-def shared_parts(shape: Sequence[int], one: Sequence[int], other: Sequence[int]) -> tuple[int, int]:
-    """Returns into how many parts an array is split that goes from one mesh to another, and along which dimension.
-
-    The parts are even, and as many as some first axes of both meshes have together.
-
-    Args:
-      shape: of the array.
-      one: devices along each axis of a mesh.
-      other: of the other mesh.
-    """
-    possible = _first_products(one) & _first_products(other)
-    parts, dim = max(((n, -d) for d, size in enumerate(shape) for n in possible if size % n == 0), default=(1, 0))
-    return parts, -dim
-
-
 def _first_axes(mesh: Mesh | AbstractMesh, parts: int, dim: int) -> PartitionSpec:
     """Returns the spec that splits a dimension in parts over the first axes of a mesh."""
     axes: list[str] = []
@@ -165,10 +151,6 @@ def _first_axes(mesh: Mesh | AbstractMesh, parts: int, dim: int) -> PartitionSpe
         if prod(mesh.shape[axis] for axis in axes) < parts and size > 1:
             axes.append(str(name))
     return PartitionSpec(*([None] * dim), tuple(axes)) if parts > 1 else PartitionSpec()
-
-
-def _first_products(sizes: Sequence[int]) -> set[int]:
-    return {prod(sizes[:count]) for count in range(len(sizes) + 1)}
 
 
 def _of_strong_type(array: Any) -> Any:

@@ -199,7 +199,7 @@ def stage_request(
         **options,
     )
     traced = trace_function(of_search, function.shapes)
-    function.weigh(traced.graph)
+    function.weigh(traced.graph, mesh)
     return PlanRequest(of_search, traced, space_of(of_search, traced), 0.0)
 
 

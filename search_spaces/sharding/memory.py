@@ -104,9 +104,31 @@ def lifetimes_of(graph: Graph, rules: Sequence[Rule | None], donated: Sequence[b
             inside, outside = (r.id for r in vertex.results)
             interval[inside, 1] = max(interval[inside, 1], interval[outside, 1])
             is_written[outside] = False
+    _view_single_trips(graph, is_written, interval, last_read)
     interval += 1  # inputs are born at -1
     first = np.array([min((c.position for c, _ in consumers[v.id]), default=v.made_at) for v in graph.values], int)
     return Lifetimes(is_written, interval, first + 1, last_read + 1)
+
+
+def _view_single_trips(graph: Graph, is_written: np.ndarray, interval: np.ndarray, last_read: np.ndarray) -> None:
+    """Says that the slices and stacked results of scans with one trip are no arrays of their own.
+
+    A compiler runs such a loop as straight code, where they are the arrays outside in another shape.
+    """
+    for vertex in graph.vertices:
+        if vertex.kind not in ("slice", "stack") or vertex.equation is None or vertex.equation.params["length"] != 1:
+            continue
+        operand, result = vertex.operands[0], vertex.results[0]
+        if not isinstance(operand, Value):
+            continue
+        if vertex.kind == "slice":
+            is_written[result.id] = False
+            last_read[operand.id] = max(last_read[operand.id], last_read[result.id])
+            interval[operand.id, 1] = max(interval[operand.id, 1], interval[result.id, 1])
+        elif is_written[operand.id] and operand.made_at >= vertex.results[0].made_at:
+            is_written[operand.id] = False
+            interval[result.id] = operand.made_at, max(interval[result.id, 1], interval[operand.id, 1])
+            last_read[result.id] = max(last_read[result.id], last_read[operand.id])
 
 
 def _needed(graph: Graph) -> list[bool]:
@@ -186,6 +208,10 @@ def usages_of(
                 add(value.vertex, value, partial, start, held.reduce_until[value.id] + 2, is_copy=False)
         node, result = hub_node.get(value.id, value.vertex), value.result
         strategies = nodes[node].strategies
+        if value.id in graph.stored_parts:
+            sizes = [value.num_bytes / graph.stored_parts[value.id]] * len(strategies)
+            add(node, value, sizes, start, end, is_copy=False)
+            continue
         if node != value.vertex:
             start = min(start, held.fetch_from.get(value.id, int(start)) + 1)  # inputs are born at -1
             sizes = [local_bytes(value, s.results[0], axis_sizes) for s in strategies]

@@ -126,6 +126,19 @@ def test_a_scan_has_a_slice_of_what_it_reads_and_all_of_what_it_leaves():
     assert peak(scan_of_layers, weights, x) == 3 * N + N / 2 + N / 2 + N + N / 2 + 3 * N / 8
 
 
+def test_a_scan_with_one_trip_has_no_arrays_that_its_body_alone_has_not():
+    def scanned(stacked, x):
+        def layer(x, w):
+            h = x @ w
+            return jnp.tanh(h) @ w, h
+
+        return jax.lax.scan(layer, x, stacked)
+
+    # The weights, x, the carry that x is copied to, the products and the tanh: no slice, and h is there once.
+    assert peak(scanned, array(1, 8, 8), X) == 6 * N
+    assert peak(scanned, array(2, 8, 8), X) == 6 * N + N + N + 2 * N  # more weights, a slice, and two trips of h
+
+
 def test_a_loop_reads_what_is_before_it_from_memory():
     def fn(a, b):
         doubled = 2 * a  # would be computed by its reader if no loop lay between
