@@ -104,31 +104,35 @@ def lifetimes_of(graph: Graph, rules: Sequence[Rule | None], donated: Sequence[b
             inside, outside = (r.id for r in vertex.results)
             interval[inside, 1] = max(interval[inside, 1], interval[outside, 1])
             is_written[outside] = False
-    _view_single_trips(graph, is_written, interval, last_read)
+    _share_memory(graph, is_written, interval, last_read)
     interval += 1  # inputs are born at -1
     first = np.array([min((c.position for c, _ in consumers[v.id]), default=v.made_at) for v in graph.values], int)
     return Lifetimes(is_written, interval, first + 1, last_read + 1)
 
 
-def _view_single_trips(graph: Graph, is_written: np.ndarray, interval: np.ndarray, last_read: np.ndarray) -> None:
-    """Says that the slices and stacked results of scans with one trip are no arrays of their own.
+def _share_memory(graph: Graph, is_written: np.ndarray, interval: np.ndarray, last_read: np.ndarray) -> None:
+    """Says which arrays are other arrays under another name: results of barriers, slices and stacks of a single trip.
 
-    A compiler runs such a loop as straight code, where they are the arrays outside in another shape.
+    A compiler runs a scan with one trip as straight code, where they are the arrays outside in another shape.
     """
-    for vertex in graph.vertices:
-        if vertex.kind not in ("slice", "stack") or vertex.equation is None or vertex.equation.params["length"] != 1:
+    for vertex in reversed(graph.vertices):
+        is_barrier = vertex.primitive == "optimization_barrier"
+        if not is_barrier and not (vertex.kind in ("slice", "stack") and _has_one_trip(vertex)):
             continue
-        operand, result = vertex.operands[0], vertex.results[0]
-        if not isinstance(operand, Value):
-            continue
-        if vertex.kind == "slice":
-            is_written[result.id] = False
-            last_read[operand.id] = max(last_read[operand.id], last_read[result.id])
-            interval[operand.id, 1] = max(interval[operand.id, 1], interval[result.id, 1])
-        elif is_written[operand.id] and operand.made_at >= vertex.results[0].made_at:
-            is_written[operand.id] = False
-            interval[result.id] = operand.made_at, max(interval[result.id, 1], interval[operand.id, 1])
-            last_read[result.id] = max(last_read[result.id], last_read[operand.id])
+        for operand, result in zip(vertex.operands, vertex.results, strict=True):
+            if not isinstance(operand, Value) or not is_written[operand.id] or not is_written[result.id]:
+                continue
+            one, other = (result, operand) if vertex.kind == "stack" else (operand, result)  # the first one stays
+            if vertex.kind == "stack" and operand.made_at < result.made_at:
+                continue  # it was made before the loop
+            is_written[other.id] = False
+            start = interval[operand.id, 0]
+            interval[one.id] = start, max(interval[one.id, 1], interval[other.id, 1])
+            last_read[one.id] = max(last_read[one.id], last_read[other.id])
+
+
+def _has_one_trip(vertex: Vertex) -> bool:
+    return vertex.equation is not None and vertex.equation.params.get("length") == 1
 
 
 def _needed(graph: Graph) -> list[bool]:

@@ -139,6 +139,15 @@ def test_a_scan_with_one_trip_has_no_arrays_that_its_body_alone_has_not():
     assert peak(scanned, array(2, 8, 8), X) == 6 * N + N + N + 2 * N  # more weights, a slice, and two trips of h
 
 
+def test_a_barrier_copies_nothing():
+    def fn(a, b):
+        c = a @ b
+        (c, b) = jax.lax.optimization_barrier((c, b))
+        return jnp.tanh(c @ b) @ b
+
+    assert peak(fn, X, X) == 4 * N  # a, b, and two products
+
+
 def test_a_loop_reads_what_is_before_it_from_memory():
     def fn(a, b):
         doubled = 2 * a  # would be computed by its reader if no loop lay between
