@@ -27,6 +27,7 @@ from cost.base import Hardware, Problem
 from diffshard.pipelines.cutting import UncutStep, cut_step
 from diffshard.pipelines.layer_chain import LayerChain
 from diffshard.pipelines.stage_function import StageFunction
+from diffshard.pipelines.stage_lifetimes import weigh
 from diffshard.sharding_search.options import Options
 from diffshard.sharding_search.tracing import space_of, trace_function
 from diffshard.solving.solve import solve
@@ -98,7 +99,7 @@ class LayerBounds:
         function, number = self._layers.function, list(self._layers.number)
         options = Options(fn=function, mesh=mesh, hardware=hardware, memory_limit_bytes=np.inf, progress="none")
         traced = trace_function(options, function.shapes)
-        function.weigh(traced.graph, mesh)
+        weigh(function, traced.graph, mesh)
         space = space_of(options, traced)
         each_s, end_s = layer_seconds(space, function, set(number))
         slack_s = space.most_preference_s

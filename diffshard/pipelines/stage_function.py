@@ -16,14 +16,12 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core
-from jax.sharding import AbstractMesh
 
-from diffshard.pipelines.shared_parts import shared_parts
 from search_spaces.pipelines.microbatches import combined_with
 from search_spaces.pipelines.stage_keys import NUMBER, Accumulation, Key, Label
 from search_spaces.pipelines.stage_programs import StagedStep, StageProgram
 from search_spaces.replay import bind, context_of
-from search_spaces.sharding.graph import Graph, Value, Vertex
+from search_spaces.sharding.graph import Vertex
 
 _COMBINED = ("sum", "max", "min")
 _SCOPE, _FORWARD = "each micro-batch", "forward program"
@@ -96,7 +94,7 @@ class StageFunction:
         self.backward = self.programs.get(Label("backward", stage))
         self.sums: tuple[Accumulation, ...] = () if self.backward is None else self.backward.accumulations
         made_forward = set() if self.forward is None else set(self.forward.makes)
-        waiting = {key for key in self.arguments.received if self._is_sent_forward(key)}
+        waiting = {key for key in self.arguments.received if self.is_sent_forward(key)}
         made_forward |= waiting
         self.residuals = [] if self.backward is None else [key for key in self.backward.reads if key in made_forward]
         self.queued = [key for key in self.residuals if key not in staged.offloaded]
@@ -135,96 +133,25 @@ class StageFunction:
         others = {f"result {i}": env[key] for i, key in enumerate(self.results) if key in env}
         return [env[self.result_of[key]] for key in arguments.kept], totals, queue[1:], others
 
-    def _is_sent_forward(self, key: Key) -> bool:
+    def is_sent_forward(self, key: Key) -> bool:
         """Tells whether the forward program of another stage sends an array, which then waits for its readers."""
         maker = self.staged.makers.get(key)
         return maker is not None and maker.kind == "forward" and maker.stage != self.stage
 
-    def _is_sent_back(self, key: Key) -> bool:
+    def is_sent_back(self, key: Key) -> bool:
         """Tells whether the backward program of another stage sends an array for each micro-batch."""
         maker = self.staged.makers.get(key)
-        return maker is not None and maker.kind == "backward" and key not in self.totals
-
-    def weigh(self, graph: Graph, mesh: AbstractMesh) -> None:
-        """Makes the traced graph of this function say what the programs of the stage do.
-
-        What runs for each micro-batch counts M times. Residuals are results of one program and arguments of another:
-        they are in memory whoever reads them, to the end of the backward program. So are other arrays that a program
-        receives, and what it sends is gone after it. While the backward program runs, the next micro-batch may have
-        arrived from both sides (`_wait`). What is received stays on devices as it came: from a mesh like this one.
-
-        Args:
-          graph: of this function; it is changed.
-          mesh: that the stage runs on.
-        """
-        residuals = {self.names[key] for key in self.residuals if key in self.names}
-        end = max((vertex.position for vertex in graph.vertices if self.is_each(vertex)), default=0)
-        named = {v.equation.params["name"]: v for v in graph.operations() if v.primitive == "name" and v.equation}
-        for name in residuals & named.keys():
-            graph.stored_until[named[name].results[0].id] = end
-        if self.in_flight > 1:  # the backward program runs for the micro-batch that has been kept the longest
-            first = len(self.arguments.kept) + len(self.sums)
-            for vertex in graph.inputs[first : first + len(self.queued)]:
-                graph.stored_until[vertex.results[0].id] = end
-        self._wait(graph, named, end)
-        self._store_as_received(graph, tuple(mesh.shape.values()))
-        for vertex in graph.vertices:
-            if self.is_each(vertex):
-                vertex.weight *= self.staged.num_microbatches
-                vertex.operand_weight = [w * self.staged.num_microbatches for w in vertex.operand_weight]
-
-    def _wait(self, graph: Graph, named: dict[str, Vertex], end: int) -> None:
-        """Says until when arrays that come from other stages and go to them are in memory.
-
-        Of arrays that are received there is that of the micro-batch that runs, under its name, and as the argument that
-        of the next one. What a program leaves takes the memory of an array of the same type that it reads last.
-        """
-        forward_end = max((v.position for v in graph.vertices if _FORWARD in v.scope), default=-1)
-        ends = {"forward": forward_end, "backward": end}
-        leaving: dict[str, list[Any]] = {"forward": [], "backward": []}
-        for key in self.sent:
-            vertex, kind = named.get(self.names.get(key, "")), self.staged.makers[key].kind
-            if vertex is not None and kind in ends:
-                vertex.results[0].last_read_at = ends[kind]
-                leaving[kind].append(self._type(key))
-        arrived = graph.inputs[len(graph.inputs) - len(self.arguments.received) :]
-        own: dict[Key, tuple[str, Value]] = {}
-        for key, argument in zip(self.arguments.received, arrived, strict=True):
-            is_gradient, vertex = self._is_sent_back(key), named.get(self.names.get(key, ""))
-            if vertex is None or not (is_gradient or self._is_sent_forward(key)):
-                continue
-            if self.in_flight > 1 if is_gradient else self.in_flight < self.staged.num_microbatches:
-                graph.stored_until[argument.results[0].id] = end
-            if key not in self.residuals:
-                own[key] = "backward" if is_gradient else "forward", vertex.results[0]
-        first = len(self.arguments.kept) + len(self.sums)
-        for i, key in enumerate(self.queued):
-            vertex = graph.inputs[first + i] if self.in_flight > 1 else named.get(self.names.get(key, ""))
-            if vertex is not None:
-                own[key] = "backward", vertex.results[0]
-        for program in filter(None, (self.forward, self.backward)):
-            for key in program.reads:
-                kind, value = own.get(key, ("", None))
-                if value is None or kind != program.label.kind:
-                    continue
-                if self._type(key) in leaving[kind]:
-                    leaving[kind].remove(self._type(key))
-                    graph.stored_until[value.id] = value.made_at
-                else:
-                    graph.stored_until[value.id] = ends[kind]
-
-    def _store_as_received(self, graph: Graph, axis_sizes: tuple[int, ...]) -> None:
-        arguments, first = self.arguments, len(self.arguments.kept) + len(self.sums)
-        keys = [*self.queued * (self.in_flight - 1), *arguments.read, *arguments.received]
-        for key, argument in zip(keys, graph.inputs[first:], strict=True):
-            if self._is_sent_forward(key) or self._is_sent_back(key):
-                parts, _ = shared_parts(self.staged.avals[key].shape, axis_sizes, axis_sizes)
-                graph.stored_parts[argument.results[0].id] = parts
+        return maker is not None and maker.kind == "backward" and maker.stage != self.stage and key not in self.totals
 
     @staticmethod
     def is_each(vertex: Vertex) -> bool:
         """Tells whether an operation of the traced function runs for each micro-batch, and not at the end of a step."""
         return _SCOPE in vertex.scope
+
+    @staticmethod
+    def is_forward(vertex: Vertex) -> bool:
+        """Tells whether an operation of the traced function is of the forward program."""
+        return _FORWARD in vertex.scope
 
     def name(self, key: Key) -> str:
         """Returns the name that an array leaves in the traced function."""
@@ -261,9 +188,10 @@ class StageFunction:
         is_combined = accumulation.state in _COMBINED
         return self._named(accumulation.total, combined_with(accumulation.state, total, part) if is_combined else part)
 
-    def _type(self, key: Key) -> tuple[tuple[int, ...], Any]:
+    def type_of(self, key: Key) -> tuple[tuple[int, ...], Any]:
+        """Returns the shape and dtype of an array."""
         aval = self.staged.avals[key]
         return tuple(aval.shape), aval.dtype
 
     def _shape(self, key: Key) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(*self._type(key))
+        return jax.ShapeDtypeStruct(*self.type_of(key))

@@ -14,6 +14,7 @@ from cost.evaluation import evaluate
 from cost.memory import least_memory
 from diffshard.base import InfeasibleError
 from diffshard.pipelines.stage_function import StageFunction
+from diffshard.pipelines.stage_lifetimes import weigh
 from diffshard.sharding_search.options import Options
 from diffshard.sharding_search.overlap import step_s
 from diffshard.sharding_search.planning import fastest_choice
@@ -199,7 +200,7 @@ def stage_request(
         **options,
     )
     traced = trace_function(of_search, function.shapes)
-    function.weigh(traced.graph, mesh)
+    weigh(function, traced.graph, mesh)
     return PlanRequest(of_search, traced, space_of(of_search, traced), 0.0)
 
 

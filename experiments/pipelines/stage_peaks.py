@@ -12,7 +12,7 @@ import itertools
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from flax import linen as nn
@@ -58,6 +58,7 @@ HELD_OUT: dict[str, Callable[[], Model]] = {
 """Models at which nobody looked while the prediction was improved."""
 NUM_DEVICES, NUM_MICROBATCHES = 8, 8
 COLUMNS = ("model", "stages", "stage", "mesh", "in flight", "predicted MB", "XLA MB", "ratio", "peak in")
+SUMMARY_COLUMNS = ("model", "stages", "within 10%", "least ratio", "median", "largest")
 
 
 class StagePeak(NamedTuple):
@@ -85,9 +86,22 @@ class StagePeak(NamedTuple):
         return self.predicted_bytes / self.compiled.peak_bytes
 
 
-def evenly_cut(model: Model, num_stages: int, schedule: Schedule) -> tuple[FoundPipeline, StepSearch]:
-    """Plans a model's step in stages of about as many layers, on equal parts of a described host of H100s."""
-    devices = list(gpu_mesh({"x": NUM_DEVICES}).devices.flat)
+def h100s() -> list[Any]:
+    """Returns the devices of a host of H100s that is only described."""
+    return list(gpu_mesh({"x": NUM_DEVICES}).devices.flat)
+
+
+def evenly_cut(
+    model: Model, num_stages: int, schedule: Schedule, devices: Sequence[Any]
+) -> tuple[FoundPipeline, StepSearch]:
+    """Plans a model's step in stages of about as many layers, on equal parts of a host; it is priced as one of H100s.
+
+    Args:
+      model: the step.
+      num_stages: a divisor of 8.
+      schedule: of the stages.
+      devices: the host's 8 devices.
+    """
     cluster = Cluster.from_devices(devices, hardware="h100")
     pipeline = Pipeline(microbatches=NUM_MICROBATCHES, max_stages=num_stages, schedules=(schedule,))
     options = PipelineOptions(fn=model.step, cluster=cluster, pipeline=pipeline, donate_argnums=(0,))
@@ -108,9 +122,9 @@ def evenly_cut(model: Model, num_stages: int, schedule: Schedule) -> tuple[Found
     return planned_pipeline(options, search, chosen, Processes((0,))), search
 
 
-def measure(name: str, model: Model, num_stages: int, schedule: Schedule) -> list[StagePeak]:
-    """Plans and compiles a model in stages, and returns the peaks of all of them."""
-    found, search = evenly_cut(model, num_stages, schedule)
+def measure(name: str, model: Model, num_stages: int, schedule: Schedule, devices: Sequence[Any]) -> list[StagePeak]:
+    """Plans and compiles a model in stages, as `evenly_cut`, and returns the peaks of all of them."""
+    found, search = evenly_cut(model, num_stages, schedule, devices)
     flags = donated_arrays(search.options, abstract_arguments(model), {})
     segments = found.step.segments.arguments
     counts = [1 if s is None else s.num_segments for s in segments]
@@ -154,23 +168,27 @@ def main(argv: Sequence[str] | None = None) -> list[StagePeak]:
     parser.add_argument("--programs", action="store_true", help="also print XLA's bytes of each program")
     options = parser.parse_args(argv)
     peaks: list[StagePeak] = []
+    devices = h100s()
     for name in options.models:
         for num_stages in options.stages:
             begin_s = time.process_time()
-            own = measure(name, {**MODELS, **HELD_OUT}[name](), num_stages, options.schedule)
+            own = measure(name, {**MODELS, **HELD_OUT}[name](), num_stages, options.schedule, devices)
             for peak in own:
                 print(" | ".join(cells(peak)), flush=True)
                 if options.programs:
                     _print_programs(peak)
             print(f"  {time.process_time() - begin_s:.0f} processor seconds", flush=True)
             peaks += own
-    print_table("Peaks of stages on H100s", COLUMNS, [cells(peak) for peak in peaks])
-    print_table(
-        "By model",
-        ("model", "stages", "within 10%", "least ratio", "median", "largest"),
-        [_summary(name, [p for p in peaks if p.model == name]) for name in dict.fromkeys(p.model for p in peaks)],
-    )
+    print_tables(peaks)
     return peaks
+
+
+def print_tables(peaks: Sequence[StagePeak]) -> None:
+    """Prints a table of all stages, and one with a row for each model and one for all."""
+    print_table("Peaks of stages on H100s", COLUMNS, [cells(peak) for peak in peaks])
+    names = dict.fromkeys(peak.model for peak in peaks)
+    rows = [summary(name, [peak for peak in peaks if peak.model == name]) for name in names]
+    print_table("By model", SUMMARY_COLUMNS, [*rows, summary("all", peaks)])
 
 
 def _print_programs(peak: StagePeak) -> None:
@@ -183,7 +201,8 @@ def _print_programs(peak: StagePeak) -> None:
         print(f"  {label.kind}: {text}")
 
 
-def _summary(name: str, peaks: Sequence[StagePeak]) -> tuple[str, ...]:
+def summary(name: str, peaks: Sequence[StagePeak]) -> tuple[str, ...]:
+    """Returns the cells of a row that says how near the predictions of some stages are."""
     ratios = [peak.ratio for peak in peaks]
     near = sum(abs(ratio - 1) <= 0.1 for ratio in ratios)
     numbers = min(ratios), float(np.median(ratios)), max(ratios)

@@ -153,6 +153,8 @@ class Graph:
         the position of the operation up to which they are.
       stored_parts: arguments, by the id of their value, that somebody else stores, with the number of equal parts on
         different devices, whatever layout is chosen for those who read them.
+      copied_until: arguments, by the id of their value, whose gathered copies are made before the program, with the
+        position of the operation up to which these are in memory.
     """
 
     vertices: list[Vertex]
@@ -167,6 +169,7 @@ class Graph:
     notes: list[str]
     stored_until: dict[int, int] = field(default_factory=dict)
     stored_parts: dict[int, int] = field(default_factory=dict)
+    copied_until: dict[int, int] = field(default_factory=dict)
 
     def operations(self) -> Iterator[Vertex]:
         """Returns the vertices that are equations."""

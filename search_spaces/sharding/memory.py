@@ -14,6 +14,7 @@ import numpy as np
 
 from cost.compute import CONTRACTIONS
 from search_spaces.replay import REMAT
+from search_spaces.sharding.aliases import share_memory
 from search_spaces.sharding.base import Node, Rule, ShardingStrategy
 from search_spaces.sharding.fusion import VIEWS
 from search_spaces.sharding.graph import Block, Graph, Value, Vertex, copies_over_host_link
@@ -94,45 +95,19 @@ def lifetimes_of(graph: Graph, rules: Sequence[Rule | None], donated: Sequence[b
     )
     for overwritten in fusing.overwritten(is_written, last_read):
         interval[overwritten.id, 1] = max(interval[overwritten.id, 1] - 1, overwritten.made_at + 1)
-    not_reused = [
-        v for v, is_reused in zip(graph.inputs, donated, strict=True) if not is_reused or v.results[0].id in ends
-    ]
-    for vertex in (*not_reused, *graph.constants):
-        interval[vertex.results[0].id, 1] = graph.length + 1
+    for vertex, is_reused in (*zip(graph.inputs, donated, strict=True), *((v, False) for v in graph.constants)):
+        argument = vertex.results[0].id
+        if argument in ends or not (is_reused or argument in graph.stored_until):
+            interval[argument, 1] = graph.length + 1
     for vertex in graph.vertices:
         if vertex.kind == "carry":  # one buffer for what the body reads and what the loop leaves
             inside, outside = (r.id for r in vertex.results)
             interval[inside, 1] = max(interval[inside, 1], interval[outside, 1])
             is_written[outside] = False
-    _share_memory(graph, is_written, interval, last_read)
+    share_memory(graph, is_written, interval, last_read)
     interval += 1  # inputs are born at -1
     first = np.array([min((c.position for c, _ in consumers[v.id]), default=v.made_at) for v in graph.values], int)
     return Lifetimes(is_written, interval, first + 1, last_read + 1)
-
-
-def _share_memory(graph: Graph, is_written: np.ndarray, interval: np.ndarray, last_read: np.ndarray) -> None:
-    """Says which arrays are other arrays under another name: results of barriers, slices and stacks of a single trip.
-
-    A compiler runs a scan with one trip as straight code, where they are the arrays outside in another shape.
-    """
-    for vertex in reversed(graph.vertices):
-        is_barrier = vertex.primitive == "optimization_barrier"
-        if not is_barrier and not (vertex.kind in ("slice", "stack") and _has_one_trip(vertex)):
-            continue
-        for operand, result in zip(vertex.operands, vertex.results, strict=True):
-            if not isinstance(operand, Value) or not is_written[operand.id] or not is_written[result.id]:
-                continue
-            one, other = (result, operand) if vertex.kind == "stack" else (operand, result)  # the first one stays
-            if vertex.kind == "stack" and operand.made_at < result.made_at:
-                continue  # it was made before the loop
-            is_written[other.id] = False
-            start = interval[operand.id, 0]
-            interval[one.id] = start, max(interval[one.id, 1], interval[other.id, 1])
-            last_read[one.id] = max(last_read[one.id], last_read[other.id])
-
-
-def _has_one_trip(vertex: Vertex) -> bool:
-    return vertex.equation is not None and vertex.equation.params.get("length") == 1
 
 
 def _needed(graph: Graph) -> list[bool]:
@@ -229,7 +204,10 @@ def usages_of(
         ]
         if any(copy):
             first_use = min(lifetimes.first_use[value.id], held.fetch_from.get(value.id, graph.length) + 1)
-            add(node, value, copy, first_use, int(lifetimes.last_use[value.id]) + 1, is_copy=True)
+            last_use = int(lifetimes.last_use[value.id])
+            if value.id in graph.copied_until:
+                first_use, last_use = int(start), max(last_use, graph.copied_until[value.id] + 1)
+            add(node, value, copy, first_use, last_use + 1, is_copy=True)
     return usages
 
 
