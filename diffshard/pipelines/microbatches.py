@@ -157,15 +157,17 @@ def traced_call(
       ValueError: the batch cannot be divided into `count` parts; names the argument.
     """
     arrays, structure = split((tuple(args), dict(kwargs)))
-    paths, of_batch = _batch_of(args, kwargs, arrays, parameter_names(fn), batch)
+    paths, of_batch = _batch_of(fn, args, kwargs, arrays, batch, _batch_name(count_name))
     for i in of_batch:
         if arrays[i].shape[0] % count:
             raise ValueError(
-                f"`{count_name}` must divide the batch; got {count} and {paths[i]} of shape {arrays[i].shape}."
+                f"`{count_name}` must divide the batch; got {count} and {paths[i]} of shape {arrays[i].shape}. "
+                f"`{_batch_name(count_name)}` says which arguments have the batch; it is {batch.argnums}."
             )
     if not of_batch:
         raise ValueError(
-            f"`batch_argnums` {batch.argnums} must name arguments with arrays that have a leading dimension."
+            f"`{_batch_name(count_name)}` {batch.argnums} must name arguments with arrays that have a leading "
+            "dimension, the batch."
         )
 
     results: list[tuple[Structure, list[int | None]]] = []
@@ -196,23 +198,48 @@ def divided_call(
     try:
         flow = batch_flow(graph, rules_of(graph), call.batch, count)
     except DivisionError as error:
-        raise ValueError(f"`{count_name}` must be 1 for {call.name}: {error}") from None
+        raise ValueError(_why_not_divided(call, count_name, error)) from None
     return MicrobatchedFunction(graph, flow, count, num_groups)
 
 
+def _batch_name(count_name: str) -> str:
+    """Returns how errors call the positions of the arguments that have the batch."""
+    return count_name.replace("num_microbatches", "batch_argnums").replace("microbatches", "batch_argnums")
+
+
+def _why_not_divided(call: TracedCall, count_name: str, error: DivisionError) -> str:
+    """Returns why the batch of a function cannot be divided, and what to do."""
+    if count_name == "num_microbatches":
+        advice = "Give 1, or compute each example without the others."
+        return f"`num_microbatches` must be 1 for {call.name}: {error} {advice}"
+    replaced = {argument for argument in call.feedback if argument is not None}
+    if replaced.issuperset(call.batch):
+        return (
+            f"`{_batch_name(count_name)}` must name the arguments that have the batch, but {call.name} replaces all "
+            f"arrays of those that it names, such as {call.paths[call.batch[0]]}, by results, as it does with a state. "
+            f"Give the positions of the batch, from 0. What goes wrong: {error}"
+        )
+    return (
+        f"{call.name} cannot be a pipeline, which computes micro-batches one after the other: {error} Search without "
+        "`pipeline`, which shards such steps, or compute each example without the others, up to sums of losses and "
+        "gradients: with layer normalisation, say, or a loss without comparisons between examples."
+    )
+
+
 def _batch_of(
+    fn: Callable[..., Any],
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     arrays: Sequence[Any],
-    names: Sequence[str],
     arguments: BatchArguments,
+    batch_name: str,
 ) -> tuple[list[str], list[int]]:
     """Returns the path of each array of a call, and the numbers of those that belong to the batch.
 
     Raises:
       ValueError: an argument that should have the batch was not given.
     """
-    argnums, argnames = arguments
+    (argnums, argnames), names = arguments, parameter_names(fn)
     batch_names = {names[n] for n in argnums if n < len(names)} | set(argnames)
     given = [(names[i] if i < len(names) else f"argument_{i}", i, value) for i, value in enumerate(args)]
     given += [(name, None, kwargs[name]) for name in sorted(kwargs)]  # as JAX flattens them
@@ -227,7 +254,13 @@ def _batch_of(
     missing = [n for n in argnums if n not in is_given and (n >= len(names) or names[n] not in is_given)]
     missing += [name for name in argnames if name not in is_given]
     if missing:
-        raise ValueError(f"`batch_argnums` names the argument {missing[0]}, which the function was not given.")
+        which = missing[0]
+        own = f" ({names[which]})" if isinstance(which, int) and which < len(names) else ""
+        given_names = ", ".join(name for name, _, _ in given) or "nothing"
+        raise ValueError(
+            f"`{batch_name}` names the argument {which}{own}, which {getattr(fn, '__name__', 'the function')} was not "
+            f"given; it was given {given_names}. Give that argument, or name those that have the batch."
+        )
     return paths, batch
 
 

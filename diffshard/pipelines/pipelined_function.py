@@ -58,8 +58,10 @@ class PipelinedFunction:
 
         Raises:
           InfeasibleError: no pipeline fits the memory.
+          TypeError: it is called under `jax.jit` or another transformation of JAX.
           ValueError: no number of micro-batches divides the batch, or the step cannot be cut; names the operation.
         """
+        self._check_outside(args, kwargs)
         return self._prepare(*self._with_versions(args, kwargs)).found.plan
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -120,14 +122,17 @@ class PipelinedFunction:
             prepared.execution = self._execution(args, kwargs, prepared.found)
         return prepared.execution
 
-    def _check_call(self, args: Any, kwargs: Any) -> None:
+    def _check_outside(self, args: Any, kwargs: Any) -> None:
         if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((args, kwargs))):
             name = getattr(self.options.fn, "__name__", "function")
             raise TypeError(
-                f"{name} as a pipeline runs several programs on different devices, so that it cannot be called under "
-                "`jax.jit`, `jax.grad`, `jax.vmap` or another transformation. Call it outside of them, and put "
-                "gradients inside of the step."
+                f"{name} as a pipeline runs several programs on different devices, so that it cannot be planned or "
+                "called under `jax.jit`, `jax.grad`, `jax.vmap` or another transformation. Call it outside of them, "
+                "and put gradients inside of the step."
             )
+
+    def _check_call(self, args: Any, kwargs: Any) -> None:
+        self._check_outside(args, kwargs)
         if not isinstance(self.options.fn, DelayedStep) and has_versions((args, kwargs)):
             raise TypeError(
                 "The arguments have weights in two versions (`DelayedArray`), which only the schedule '2bw' and "

@@ -19,7 +19,7 @@ from diffshard.plans.layer_flows import LayerTraffic, flow_elements, flows_below
 from diffshard.plans.layers import Layer, LayerPart, layers
 from diffshard.plans.memory import memory_elements
 from diffshard.plans.page_elements import COLOURS, COMPUTE, Html, axis_fills, bar, cards, document, escape, table
-from diffshard.plans.summary import alike_arguments, collective_totals, device_bytes, reason, verdict
+from diffshard.plans.summary import alike_arguments, collective_totals, device_bytes, has_bound, reason, verdict
 from diffshard.plans.text import format_plan
 from diffshard.plans.tried_shapes import shape_table
 from search_spaces.partition_specs import NamedSpec
@@ -70,14 +70,14 @@ def _axes(spec: NamedSpec) -> frozenset[str]:
 def _cards(plan: PlanData) -> str:
     limit = plan.memory_limit_bytes
     share = "no limit" if math.isinf(limit) else f"{plan.peak_bytes / limit:.0%} of {format_bytes(limit)}"
-    has_bound = math.isfinite(plan.lower_bound_s)
+    is_proven = has_bound(plan.lower_bound_s, plan.gap)
     return cards(
         (format_s(plan.step_s), "predicted step"),
         (f"{(plan.step_s - plan.compute_s) / max(plan.step_s, 1e-30):.0%}", "of it communicates"),
         (format_bytes(plan.peak_bytes), f"peak memory of a device: {share}"),
         (
-            format_percent(plan.gap),
-            f"gap to the lower bound {format_s(plan.lower_bound_s)}" if has_bound else "gap",
+            format_percent(plan.gap) if is_proven else "none",
+            f"gap to the lower bound {format_s(plan.lower_bound_s)}" if is_proven else "proven as a lower bound",
         ),
     )
 

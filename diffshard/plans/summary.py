@@ -158,6 +158,16 @@ def type_bytes(array: str) -> int:
     return Tensor("", shape, dtype, ()).num_bytes
 
 
+def has_bound(lower_bound_s: float, gap: float) -> bool:
+    """Tells whether a search has proven a bound: 0 s is one only for a step that takes no time."""
+    return math.isfinite(lower_bound_s) and (lower_bound_s > 0 or gap <= 0)
+
+
+def bound_words(lower_bound_s: float, gap: float) -> str:
+    """Returns a bound and the gap to it, as `1.20 ms, gap 3%`; `none` where nothing was proven."""
+    return f"{format_s(lower_bound_s)}, gap {format_percent(gap)}" if has_bound(lower_bound_s, gap) else "none"
+
+
 def verdict(plan: PlanData) -> str:
     """Says in a sentence how good the plan is known to be."""
     quality = {
@@ -167,7 +177,7 @@ def verdict(plan: PlanData) -> str:
     }.get(plan.status, "the best that the solver found")
     if plan.status == "optimal":
         return quality if plan.gap < 1e-8 else f"{quality} by more"
-    if not math.isfinite(plan.lower_bound_s) or plan.lower_bound_s <= 0:
+    if not has_bound(plan.lower_bound_s, plan.gap):
         return f"{quality}; no bound was reached"
     return f"{quality}, at most {format_percent(plan.gap)} of it could be saved"
 

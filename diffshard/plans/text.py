@@ -8,7 +8,6 @@ from diffshard.plans.formats import (
     format_array,
     format_bytes,
     format_devices,
-    format_percent,
     format_s,
     format_spec,
     is_shown,
@@ -18,6 +17,7 @@ from diffshard.plans.residuals import Rematerialisation
 from diffshard.plans.summary import (
     alike_arguments,
     alike_operations,
+    bound_words,
     collective_totals,
     device_bytes,
     reason,
@@ -64,8 +64,8 @@ def _header(plan: PlanData) -> str:
     lines.append(f"  memory   {format_bytes(plan.peak_bytes)} at the peak on each device{share}")
     if plan.remat is not None:
         lines += wrapped(_remat(plan.remat), "  remat    ", " " * 11)
-    bound = format_s(plan.lower_bound_s) if math.isfinite(plan.lower_bound_s) else "none"
-    lines += wrapped(f"{bound}, gap {format_percent(plan.gap)}: {verdict(plan)}", "  bound    ", " " * 11)
+    bound = bound_words(plan.lower_bound_s, plan.gap)
+    lines += wrapped(f"{bound}: {verdict(plan)}", "  bound    ", " " * 11)
     origin = ", taken from a store of plans" if plan.stored_in else ""
     lines.append(f"  search   {format_s(plan.search_s)}, solver {plan.solver}, {plan.status}{origin}")
     return "\n".join([*lines, *shape_lines(plan)])

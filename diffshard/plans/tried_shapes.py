@@ -3,6 +3,7 @@
 from diffshard.plans.base import PlanData, TriedShape
 from diffshard.plans.formats import format_axes, format_count, format_s
 from diffshard.plans.page_elements import table
+from diffshard.plans.summary import has_bound
 from diffshard.plans.text_table import format_table
 
 MAX_LINES = 5
@@ -28,7 +29,7 @@ def shape_table(plan: PlanData) -> str:
         (
             format_axes(shape.mesh_axes),
             "" if shape.step_s is None else format_s(shape.step_s),
-            "nothing fits" if shape.status == "infeasible" else format_s(shape.lower_bound_s),
+            "nothing fits" if shape.status == "infeasible" else _bound(shape),
             shape.status,
             format_s(shape.search_s),
         )
@@ -38,8 +39,12 @@ def shape_table(plan: PlanData) -> str:
     return f"<h2>Shapes of the mesh</h2>{table(head, rows, right=(1, 2, 4))}"
 
 
+def _bound(shape: TriedShape) -> str:
+    return format_s(shape.lower_bound_s) if has_bound(shape.lower_bound_s, 1.0) else ""
+
+
 def _outcome(shape: TriedShape) -> str:
     if shape.status == "infeasible":
         return "no plan fits the memory"
-    bound = f"at least {format_s(shape.lower_bound_s)}"
+    bound = f"at least {format_s(shape.lower_bound_s)}" if _bound(shape) else "no bound"
     return f"{bound}, {shape.status}" if shape.step_s is None else f"{format_s(shape.step_s)}, {bound}"

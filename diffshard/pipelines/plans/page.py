@@ -37,7 +37,7 @@ from diffshard.plans.formats import (
 )
 from diffshard.plans.page_elements import COMPUTE, Html, axis_fills, bar, cards, document, escape, table
 from diffshard.plans.patterns import group_names, readable_path
-from diffshard.plans.summary import local_bytes
+from diffshard.plans.summary import has_bound, local_bytes
 
 _RESIDUALS = "#d9822b"  # of the bar of memory, as in the drawings of memory of ordinary plans
 
@@ -51,7 +51,7 @@ def format_pipeline_page(plan: PipelinePlanData) -> str:
         f"<h1>{escape(short_name(plan.function))} in {stages} on {devices}</h1>",
         f"<div class=dim>{escape(plan.cluster)} · {escape(schedule_words(plan))} · "
         f"gradients {escape(reduction_words(plan))} · {_overlap(plan)}searched for "
-        f"{escape(format_s(plan.search_s))} · gap {format_percent(plan.gap)}: {escape(pipeline_verdict(plan))}</div>",
+        f"{escape(format_s(plan.search_s))} · {escape(pipeline_verdict(plan))}</div>",
         _cards(plan),
         f"<h2>Schedule of a step</h2>{schedule_elements(plan, seconds=plan.step_s if plan.replicas else 0.0)}",
         f"<h2>Stages</h2>{_stage_table(plan)}",
@@ -87,7 +87,9 @@ def _cards(plan: PipelinePlanData) -> str:
         (format_percent(plan.bubble), "of their time the stages wait (bubble)"),
         (f"{plan.num_microbatches:,}", f"micro-batches, {plan.schedule}"),
         (f"{share:.0%}", f"of the memory of {fullest.hardware}, the fullest device"),
-        (format_percent(plan.gap), f"gap to the lower bound {format_s(plan.lower_bound_s)}"),
+        (format_percent(plan.gap), f"gap to the lower bound {format_s(plan.lower_bound_s)}")
+        if has_bound(plan.lower_bound_s, plan.gap)
+        else ("none", "proven as a lower bound"),
     )
 
 

@@ -9,6 +9,7 @@ from dataclasses import replace
 from diffshard.pipelines.plans.base import PipelinePlanData, PlannedStage
 from diffshard.pipelines.plans.timing import simulated
 from diffshard.plans.formats import format_axes, format_bytes, format_count, format_percent, format_s, short_name
+from diffshard.plans.summary import bound_words, has_bound
 from diffshard.plans.text_table import format_table, wrapped
 
 STAGE_HEAD = ("stage", "layers", "begins at", "devices", "mesh", "memory of a device")
@@ -82,7 +83,7 @@ def replica_plans(plan: PipelinePlanData) -> list[tuple[str, str, PipelinePlanDa
 
 def pipeline_verdict(plan: PipelinePlanData) -> str:
     """Says in a sentence how good the plan is known to be."""
-    if plan.lower_bound_s <= 0:
+    if not has_bound(plan.lower_bound_s, plan.gap):
         return "no bound was reached"
     if plan.gap < 1e-8:
         return "no pipeline that keeps its residuals is predicted to be faster"
@@ -207,7 +208,7 @@ def _header(plan: PipelinePlanData) -> str:
         *(wrapped(overlap_words(plan), "  overlap   ", " " * 12) if overlap_words(plan) else ()),
         *wrapped(reduction_words(plan), "  gradients ", " " * 12),
         *wrapped(
-            f"{format_s(plan.lower_bound_s)}, gap {format_percent(plan.gap)}: {pipeline_verdict(plan)}",
+            f"{bound_words(plan.lower_bound_s, plan.gap)}: {pipeline_verdict(plan)}",
             "  bound     ",
             " " * 12,
         ),

@@ -92,7 +92,7 @@ def test_wrong_arguments_are_named():
         diffshard.in_microbatches(train_step, 2, batch_argnums=-1)
     with pytest.raises(ValueError, match=r"must divide the batch; got 3 and x of shape \(8, 6, 12\)"):
         diffshard.in_microbatches(numbered, 3)(WEIGHTS, X)
-    with pytest.raises(ValueError, match="names the argument 2, which the function was not given"):
+    with pytest.raises(ValueError, match=r"names the argument 2, which numbered was not given; it was .*, x\. Give"):
         diffshard.in_microbatches(numbered, 2, batch_argnums=(1, 2))(WEIGHTS, X)
     with pytest.raises(ValueError, match="must name arguments with arrays that have a leading dimension"):
         diffshard.in_microbatches(lambda x, key: x, 2)(X, KEY)

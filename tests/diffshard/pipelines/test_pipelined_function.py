@@ -200,11 +200,58 @@ def test_a_cluster_that_is_only_described_is_planned_for_but_not_run_on():
         pipelined(*arguments())
 
 
+@pytest.mark.parametrize(
+    ("options", "args", "message"),
+    [
+        (
+            {"batch_argnums": 0},
+            2,
+            r"`Pipeline.batch_argnums` must name .* but small_step replaces all arrays .* such as weights, by results"
+            r".* Give the positions of the batch",
+        ),
+        ({"batch_argnums": 0, "microbatches": 3}, 2, r"must divide the batch; got 3 and weights .*`Pipeline.batch_arg"),
+        (
+            {},
+            1,
+            r"`Pipeline.batch_argnums` names .* 1 \(x\), which small_step was not given; .* weights\. Give",
+        ),
+    ],
+)
+def test_a_batch_that_is_named_wrongly_is_refused_with_what_to_do(options, args, message):
+    def small_step(weights, x):
+        gradient = jax.grad(lambda weights: jnp.tanh(x @ weights).sum())(weights)
+        return weights - gradient, jnp.sum(x)
+
+    cluster = diffshard.Cluster.from_devices(jax.devices()[:2], hardware="h100")
+    pipeline = diffshard.Pipeline(**{"microbatches": 4, **options})
+    with pytest.raises(ValueError, match=message):
+        diffshard.search(small_step, cluster, pipeline=pipeline).plan(*(jnp.ones((8, 8)), jnp.ones((16, 8)))[:args])
+
+
+@pytest.mark.parametrize("count", [1, 4])
+def test_a_loss_that_compares_examples_is_refused_with_what_to_do(count):
+    def two_towers(weights, batch):
+        def loss(weights):
+            one, other = (jnp.tanh(x @ w) for x, w in zip(batch, weights, strict=True))
+            return -jnp.diag(jax.nn.log_softmax(one @ other.T)).mean()
+
+        return jax.tree.map(lambda w, g: w - g, weights, jax.grad(loss)(weights))
+
+    cluster = diffshard.Cluster.from_devices(jax.devices()[:2], hardware="h100")
+    pipelined = diffshard.search(two_towers, cluster, pipeline=diffshard.Pipeline(microbatches=count))
+    weights, batch = [jnp.ones((8, 4))] * 2, [jnp.ones((16, 8))] * 2
+    message = r"two_towers cannot be a pipeline.*dot_general .* mixes the examples.* Search without `pipeline`"
+    with pytest.raises(ValueError, match=message):
+        pipelined.plan(weights, batch)
+
+
 @pytest.mark.parametrize("transform", [jax.jit, jax.grad])
 def test_a_pipeline_under_a_transformation_is_refused(transform):
     pipelined = search(train_step)
-    with pytest.raises(TypeError, match=r"cannot be called under `jax.jit`, `jax.grad`"):
+    with pytest.raises(TypeError, match=r"cannot be planned or called under `jax.jit`"):
         transform(lambda x: pipelined(x, jnp.ones(8)))(jnp.float32(1.0))
+    with pytest.raises(TypeError, match=r"cannot be planned or called under `jax.jit`"):
+        transform(lambda x: pipelined.plan(x, jnp.ones(8)))(jnp.float32(1.0))
 
 
 @pytest.mark.parametrize(

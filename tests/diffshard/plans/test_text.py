@@ -70,7 +70,8 @@ def test_notes_are_listed():
         ({"status": "optimal", "gap": 0.0}, "gap 0%: no plan in the search space is predicted to be faster"),
         ({"status": "time limit"}, "the best found when the time limit came, at most 10%"),
         ({"status": "interrupted"}, "the best found when it was interrupted"),
-        ({"lower_bound_s": -math.inf, "gap": math.inf}, "bound    none, gap unknown"),
+        ({"lower_bound_s": -math.inf, "gap": math.inf}, "bound    none: the best that the solver found; no"),
+        ({"lower_bound_s": 0.0, "gap": 1.0}, "bound    none: the best that the solver found; no"),
         ({"memory_limit_bytes": math.inf}, "memory   1.00 KiB at the peak on each device\n"),
     ],
 )
