@@ -27,7 +27,7 @@ from experiments.pipelines.gpt_step import SIZES, GptSize, shapes, train_step
 from experiments.tables import print_table
 
 HOSTS = {"1.3B": 1, "2.6B": 2, "6.7B": 4, "13B": 8}
-"""How many hosts of 8 V100s each model gets, as in Alpa, Zheng et al. (2022), figure 7."""
+"""How many hosts each model gets, of 8 V100s as in Alpa, Zheng et al. (2022), figure 7."""
 
 _EQUAL_STAGE_LIMIT_S = 120.0
 """For the solver, for one of the equal stages: so long that a busy machine cuts none of them off."""
@@ -56,12 +56,13 @@ def main(args: Sequence[str] | None = None) -> None:
     parser.add_argument("--schedules", nargs="+", default=["1f1b", "eager"])
     parser.add_argument("--layers", type=int, help="in place of the size's own")
     parser.add_argument("--max-stages", type=int, default=8)
+    parser.add_argument("--devices-each", type=int, default=8, help="of a host")
     parser.add_argument("--equal-only", action="store_true", help="prices the best equal stages alone")
     options = parser.parse_args(args)
     rows, stages = [], []
     for name in options.sizes:
         size = SIZES[name] if options.layers is None else SIZES[name]._replace(layers=options.layers)
-        cluster = diffshard.Cluster([diffshard.Hosts(HOSTS[name], devices=8, hardware="v100")])
+        cluster = diffshard.Cluster([diffshard.Hosts(HOSTS[name], devices=options.devices_each, hardware="v100")])
         pipeline = diffshard.Pipeline(
             microbatches=options.microbatches, schedules=options.schedules, max_stages=options.max_stages
         )
