@@ -2,12 +2,13 @@
 
 import os
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Mapping, Sequence
+from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import NamedTuple
+
+from tests.forked_programs import start_program
 
 ROOT = Path(__file__).resolve().parents[1]
 GRACE_S = 20.0
@@ -75,33 +76,36 @@ def run_processes(
         "DEVICES_EACH": str(devices_each),
         **(environment or {}),
     }
-    files = [((folder / f"{i}.out").open("w+"), (folder / f"{i}.err").open("w+")) for i in range(num_processes)]
-    processes: list[subprocess.Popen[bytes]] = []
+    files = [(folder / f"{i}.out", folder / f"{i}.err") for i in range(num_processes)]
+    processes: list[BaseProcess] = []
     try:
         for i, (out, err) in enumerate(files):
-            command = [sys.executable, str(program)]
+            environment_of = {**own, "PROCESS": str(i)}
             processes.append(
-                subprocess.Popen(command, cwd=folder, env={**own, "PROCESS": str(i)}, stdout=out, stderr=err)
+                start_program(program, folder=folder, environment=environment_of, stdout=out, stderr=err)
             )
         is_in_time = _wait(processes, timeout_s, is_patient=not check)
     finally:
         for process in processes:
             process.kill()
-            process.wait()
-    outputs = [Output(p.returncode, _text(out), _text(err)) for p, (out, err) in zip(processes, files, strict=True)]
+            process.join()
+    outputs = [
+        Output(process.exitcode or 0, _text(out), _text(err))
+        for process, (out, err) in zip(processes, files, strict=True)
+    ]
     assert is_in_time, f"The processes did not end in {timeout_s} s.\n{_errors(outputs)}"
     assert not check or all(output.status == 0 for output in outputs), _errors(outputs)
     return outputs
 
 
-def _wait(processes: Sequence[subprocess.Popen[bytes]], timeout_s: float, *, is_patient: bool) -> bool:
+def _wait(processes: Sequence[BaseProcess], timeout_s: float, *, is_patient: bool) -> bool:
     """Waits until all have ended, or one has failed and the others had time to notice; False where time is over."""
     end = time.monotonic() + timeout_s
     has_failed = False
-    while any(process.poll() is None for process in processes):
+    while any(process.exitcode is None for process in processes):
         if time.monotonic() > end:
             return has_failed
-        if not (is_patient or has_failed) and any(process.returncode for process in processes):
+        if not (is_patient or has_failed) and any(process.exitcode for process in processes):
             has_failed, end = True, min(end, time.monotonic() + GRACE_S)
         time.sleep(0.05)
     return True
@@ -118,10 +122,9 @@ def _without_device_count(flags: str) -> str:
     return " ".join(flag for flag in flags.split() if not flag.startswith("--xla_force_host_platform_device_count"))
 
 
-def _text(file: IO[str]) -> str:
-    file.seek(0)
-    with file:
-        return file.read()
+def _text(file: Path) -> str:
+    """Returns what a process wrote; nothing where it ended before it opened the file."""
+    return file.read_text(encoding="utf-8") if file.exists() else ""
 
 
 def _errors(outputs: Sequence[Output]) -> str:

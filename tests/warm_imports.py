@@ -1,0 +1,16 @@
+"""What programs of tests begin with, imported once in the process that others are forked from; starts no backend of JAX."""
+
+import gc
+import warnings
+
+import jax.numpy
+import optax  # noqa: F401
+
+import diffshard
+
+_ = diffshard.search, jax.numpy.zeros  # public names are imported when they are first used
+
+gc.collect()
+gc.freeze()
+# JAX warns of its threads at each fork. None of them runs before the first backend starts, which is after the fork.
+warnings.filterwarnings("ignore", message=r"os\.fork\(\) was called", category=RuntimeWarning)
