@@ -1,8 +1,9 @@
 """Runs Python programs in new processes that have imported JAX and diffshard already.
 
-To import them takes two processor seconds, more than most programs of tests need for all else. So one process of each
-test runner imports them, starts no backend, and is forked for each program, which then has its own environment, folder,
-files of output and exit status as if it had been started from a shell.
+To import them takes two processor seconds, more than most programs of tests need for all else. So two processes of each
+test runner import them, start no backend, and are forked for each program, which then has its own environment, folder,
+files of output and exit status as if it had been started from a shell. They are two because the processes of a job have
+to agree although each has another seed of hashes, and those forked from one process have the same.
 """
 
 import atexit
@@ -22,11 +23,11 @@ from diffshard import endings
 
 ROOT = Path(__file__).resolve().parents[1]
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["tests.warm_imports"])
+_SERVERS = forkserver.ForkServer(), forkserver.ForkServer()
 
 
 def start_program(
-    program: Path, *, folder: Path, environment: Mapping[str, str], stdout: Path, stderr: Path
+    program: Path, *, folder: Path, environment: Mapping[str, str], stdout: Path, stderr: Path, number: int = 0
 ) -> BaseProcess:
     """Starts a program like `python program`, and returns its process, which has `join`, `kill` and `exitcode`.
 
@@ -35,7 +36,9 @@ def start_program(
       folder: where it runs.
       environment: all its variables. Those of JAX, whose names begin with JAX_, have to be those of this process: they
         were read when JAX was imported.
-      stdout, stderr: files that its output is written to.
+      stdout: a file for its output.
+      stderr: a file for its errors.
+      number: of the process in its job; even and odd ones have different seeds of hashes.
 
     Raises:
       ValueError: variables of JAX differ.
@@ -43,10 +46,15 @@ def start_program(
     changed = sorted(name for name in {*os.environ, *environment} if _differs(name, environment))
     if changed:
         raise ValueError(f"`environment` changes {', '.join(changed)}: start such a program with `subprocess`.")
-    _start_server()
     arguments = str(program), str(folder), dict(environment), str(stdout), str(stderr)
     process = _CONTEXT.Process(target=_run, args=arguments)
-    process.start()
+    server = _running_server(number % len(_SERVERS))
+    usual = forkserver.connect_to_new_process
+    forkserver.connect_to_new_process = server.connect_to_new_process
+    try:
+        process.start()
+    finally:
+        forkserver.connect_to_new_process = usual
     return process
 
 
@@ -54,16 +62,18 @@ def _differs(name: str, environment: Mapping[str, str]) -> bool:
     return name.startswith("JAX_") and os.environ.get(name) != environment.get(name)
 
 
-def _start_server() -> None:
-    """Starts the process that others are forked from, if it does not run yet; it finds the packages of this checkout."""
-    before = os.environ.get("PYTHONPATH")
+def _running_server(index: int) -> forkserver.ForkServer:
+    """Returns a process that others are forked from; starts it at first, with the packages of this checkout."""
+    server, before = _SERVERS[index], os.environ.get("PYTHONPATH")
+    server.set_forkserver_preload(["tests.warm_imports"])
     os.environ["PYTHONPATH"] = str(ROOT)
     try:
-        forkserver.ensure_running()
+        server.ensure_running()
     finally:
         os.environ.pop("PYTHONPATH")
         if before is not None:
             os.environ["PYTHONPATH"] = before
+    return server
 
 
 def _run(program: str, folder: str, environment: dict[str, str], stdout: str, stderr: str) -> None:
@@ -82,8 +92,8 @@ def _run(program: str, folder: str, environment: dict[str, str], stdout: str, st
     except SystemExit:
         raise
     except BaseException as error:
-        sys.last_value = error
-        sys.excepthook(*sys.exc_info())
+        sys.last_value = error  # as Python does where nobody has caught it
+        sys.excepthook(type(error), error, error.__traceback__)
         raise SystemExit(1) from None
     finally:
         sys.stdout.flush()

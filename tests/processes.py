@@ -82,7 +82,7 @@ def run_processes(
         for i, (out, err) in enumerate(files):
             environment_of = {**own, "PROCESS": str(i)}
             processes.append(
-                start_program(program, folder=folder, environment=environment_of, stdout=out, stderr=err)
+                start_program(program, folder=folder, environment=environment_of, stdout=out, stderr=err, number=i)
             )
         is_in_time = _wait(processes, timeout_s, is_patient=not check)
     finally:

@@ -1,4 +1,4 @@
-"""What programs of tests begin with, imported once in the process that others are forked from; starts no backend of JAX."""
+"""What programs of tests begin with, imported in the processes that they are forked from; starts no backend of JAX."""
 
 import gc
 import warnings

@@ -7,7 +7,7 @@ from experiments import solvers
 from tests.diffshard.solving.random_problems import layered_problem
 
 NO_LIMIT = ["--quick", "--seconds", "600"]
-"""One small problem, and more seconds than any solver of these tests takes: they end by themselves on a busy machine too."""
+"""One small problem, and more seconds than any solver of these tests takes, on a busy machine too."""
 
 
 def test_all_solvers_are_compared_on_a_small_problem(capsys):
