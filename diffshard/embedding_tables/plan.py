@@ -22,7 +22,7 @@ from diffshard.embedding_tables.checks import check_pieces, checked_arrays, chec
 from diffshard.embedding_tables.layout import Layout
 from diffshard.embedding_tables.programs import DevicePrograms
 from diffshard.embedding_tables.text import plan_text
-from diffshard.plans.documents import TABLES, content, from_json_values, read, to_json_values, write
+from diffshard.plans.documents import TABLES, read_record, write_record
 from search_spaces.embedding_tables.base import DecodedTables, EmbeddingTable, Piece, TableDevices
 from search_spaces.embedding_tables.prices import decoded, lookup_and_update_s
 from search_spaces.sharding.stated_seconds import stating_seconds
@@ -212,8 +212,7 @@ class TablePlan:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the plan as JSON; the file is replaced whole or not at all."""
-        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "mesh"}
-        write(path, {"format": TABLES, "version": VERSION, **to_json_values(fields)})
+        write_record(path, TABLES, VERSION, self, without=("mesh",))
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], mesh: Mesh | AbstractMesh | None = None) -> "TablePlan":
@@ -227,12 +226,7 @@ class TablePlan:
           PlanError: the file is no such plan, is damaged, or was made for other axes than the mesh's.
           OSError: the file cannot be read.
         """
-        values = content(read(path), os.fspath(path), TABLES, VERSION)
-        try:
-            plan: TablePlan = from_json_values(cls, {**values, "mesh": None})
-            check_pieces(plan)
-        except (TypeError, ValueError) as error:
-            raise PlanError(f"`{os.fspath(path)}` is damaged: {error}.") from None
+        plan = read_record(path, TABLES, VERSION, cls, check_pieces)
         if mesh is not None and tuple(mesh.shape.items()) != plan.mesh_axes:
             raise PlanError(f"`mesh` has the axes {dict(mesh.shape)}; the plan was made for {dict(plan.mesh_axes)}.")
         return dataclasses.replace(plan, mesh=mesh)

@@ -14,7 +14,7 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 
 from diffshard.base import OPTIMAL_GAP, Progress, Solver
 from diffshard.expert_groups.arguments import check_room, checked_capacity, checked_speeds, checked_works
-from diffshard.expert_groups.plans import ExpertAssignment
+from diffshard.expert_groups.plans import ExpertAssignment, relative_gap
 from diffshard.solving.phases.balancing import Balancing
 from diffshard.solving.solve import solve
 from diffshard.solving.solvers import gradient
@@ -71,7 +71,7 @@ def assign_experts(
     bound_ms = assignment_bound_ms(works, speeds, room)
     greedy = greedy_assignment(works, speeds, room)
     best = min(greedy, _largest_first(works, speeds, room), key=lambda choice: _makespan(space, choice))
-    if solver is not None or _gap(_makespan(space, best), bound_ms) > OPTIMAL_GAP:
+    if solver is not None or relative_gap(_makespan(space, best), bound_ms) > OPTIMAL_GAP:
         solution = solve(
             space.problem,
             solver=LEVELLING if solver is None else solver,
@@ -83,7 +83,7 @@ def assign_experts(
         if solution.feasible:
             best = min(best, np.asarray(solution.choice), key=lambda choice: _makespan(space, choice))
             bound_ms = max(bound_ms, float(solution.lower_bound) * 1e3)
-    if solver is None and _gap(_makespan(space, best), bound_ms) > OPTIMAL_GAP:
+    if solver is None and relative_gap(_makespan(space, best), bound_ms) > OPTIMAL_GAP:
         worker, proven_ms = _by_highs(works, speeds, room)
         bound_ms = max(bound_ms, proven_ms)
         if worker is not None:
@@ -204,7 +204,3 @@ def _programme(
 
 def _makespan(space: ExpertAssignmentSpace, choice: np.ndarray) -> float:
     return float(space.decode(choice.tolist()).busy_ms.max())
-
-
-def _gap(makespan_ms: float, bound_ms: float) -> float:
-    return (makespan_ms - bound_ms) / makespan_ms

@@ -1,28 +1,16 @@
 """`GroupPlan` and `ExpertAssignment`: which workers form groups, which worker holds which expert, and what it costs."""
 
-import dataclasses
 import os
 from dataclasses import dataclass
-from typing import Any, TypeVar
 
 from cost.expert_groups import Group
-from diffshard.base import PlanError
-from diffshard.plans.documents import (
-    EXPERT_ASSIGNMENT,
-    EXPERT_GROUPS,
-    content,
-    from_json_values,
-    read,
-    to_json_values,
-    write,
-)
+from diffshard.plans.documents import EXPERT_ASSIGNMENT, EXPERT_GROUPS, read_record, write_record
 from diffshard.plans.formats import format_count, format_percent, format_s
 from diffshard.plans.text_table import format_table, wrapped
 
 VERSION = 1
 PROVEN_GAP = 1e-5
 """The relative gap up to which a plan is called optimal; the tolerances of HiGHS leave less than this."""
-_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -51,7 +39,7 @@ class ExpertAssignment:
     @property
     def gap(self) -> float:
         """How much faster any other assignment can be, relative to this one."""
-        return _gap(self.makespan_ms, self.lower_bound_ms)
+        return relative_gap(self.makespan_ms, self.lower_bound_ms)
 
     @property
     def experts(self) -> tuple[tuple[int, ...], ...]:
@@ -62,7 +50,7 @@ class ExpertAssignment:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the assignment as JSON; the file is replaced whole or not at all."""
-        write(path, {"format": EXPERT_ASSIGNMENT, "version": VERSION, **to_json_values(_fields(self))})
+        write_record(path, EXPERT_ASSIGNMENT, VERSION, self)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "ExpertAssignment":
@@ -72,10 +60,7 @@ class ExpertAssignment:
           PlanError: the file is no such assignment, or is damaged.
           OSError: the file cannot be read.
         """
-        assignment = _loaded(cls, path, EXPERT_ASSIGNMENT)
-        if not assignment.busy_ms or any(not 0 <= w < len(assignment.busy_ms) for w in assignment.worker):
-            raise PlanError(f"`{os.fspath(path)}` is damaged: an expert is on a worker that there is not.")
-        return assignment
+        return read_record(path, EXPERT_ASSIGNMENT, VERSION, cls, _check_assignment)
 
     def __str__(self) -> str:
         workers = format_count(len(self.busy_ms), "worker")
@@ -123,11 +108,11 @@ class GroupPlan:
     @property
     def gap(self) -> float:
         """How much faster any other division can be predicted to be, relative to this one."""
-        return _gap(self.step_ms, self.lower_bound_ms)
+        return relative_gap(self.step_ms, self.lower_bound_ms)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the plan as JSON; the file is replaced whole or not at all."""
-        write(path, {"format": EXPERT_GROUPS, "version": VERSION, **to_json_values(_fields(self))})
+        write_record(path, EXPERT_GROUPS, VERSION, self)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "GroupPlan":
@@ -137,15 +122,7 @@ class GroupPlan:
           PlanError: the file is no such plan, or is damaged.
           OSError: the file cannot be read.
         """
-        plan = _loaded(cls, path, EXPERT_GROUPS)
-        members = sorted(worker for group in plan.groups for worker in group)
-        lengths = {len(plan.groups), len(plan.expert_workers), len(plan.computing_ms), len(plan.exchanging_ms)}
-        if not members or members != list(range(len(members))) or len(lengths) != 1:
-            raise PlanError(f"`{os.fspath(path)}` is damaged: its groups do not divide the workers.")
-        for group, holders in zip(plan.groups, plan.expert_workers, strict=True):
-            if not set(holders) <= set(group):
-                raise PlanError(f"`{os.fspath(path)}` is damaged: an expert is on a worker of another group.")
-        return plan
+        return read_record(path, EXPERT_GROUPS, VERSION, cls, _check_groups)
 
     def __str__(self) -> str:
         num_workers = sum(map(len, self.groups))
@@ -173,17 +150,24 @@ def _bound_lines(lower_bound_ms: float, gap: float, search_s: float) -> list[str
     return [*wrapped(text, "", " " * 11), f"  search   {format_s(search_s)}, {status}"]
 
 
-def _gap(ms: float, lower_bound_ms: float) -> float:
+def relative_gap(ms: float, lower_bound_ms: float) -> float:
+    """Returns how much less than a time its lower bound is, relative to it; 0 if it is no less."""
     return max(1 - lower_bound_ms / ms, 0.0) if ms else 0.0
 
 
-def _fields(plan: Any) -> dict[str, Any]:
-    return {field.name: getattr(plan, field.name) for field in dataclasses.fields(plan)}
+def _check_assignment(assignment: ExpertAssignment) -> None:
+    num_workers = len(assignment.busy_ms)
+    if not assignment.worker or any(not 0 <= worker < num_workers for worker in assignment.worker):
+        raise ValueError("an expert is on a worker that there is not")
 
 
-def _loaded(cls: type[_T], path: str | os.PathLike[str], kind: str) -> _T:
-    values = content(read(path), os.fspath(path), kind, VERSION)
-    try:
-        return from_json_values(cls, values)
-    except (TypeError, ValueError) as error:
-        raise PlanError(f"`{os.fspath(path)}` is damaged: {error}.") from None
+def _check_groups(plan: GroupPlan) -> None:
+    members = sorted(worker for group in plan.groups for worker in group)
+    lengths = {len(plan.groups), len(plan.expert_workers), len(plan.computing_ms), len(plan.exchanging_ms)}
+    if not members or members != list(range(len(members))) or len(lengths) != 1:
+        raise ValueError("its groups do not divide the workers")
+    if len({len(holders) for holders in plan.expert_workers}) != 1 or not plan.expert_workers[0]:
+        raise ValueError("its groups do not hold the same number of experts")
+    for group, holders in zip(plan.groups, plan.expert_workers, strict=True):
+        if not set(holders) <= set(group):
+            raise ValueError("an expert is on a worker of another group")

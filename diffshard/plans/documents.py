@@ -11,8 +11,8 @@ import json
 import math
 import os
 import types
-from collections.abc import Mapping, Sequence
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import numpy as np
 
@@ -32,6 +32,7 @@ _LOADED_BY = {
     EXPERT_ASSIGNMENT: "`diffshard.ExpertAssignment.load`",
 }
 _NOT_FINITE = ("inf", "-inf", "nan")
+_T = TypeVar("_T")
 _NUMBERS = {float: (int, float), int: (int,), bool: (bool,), str: (str,)}
 
 
@@ -84,6 +85,42 @@ def content(document: Any, name: str, kind: str, version: int, older: Sequence[i
             "Update diffshard, or make the plan again."
         )
     return {key: value for key, value in document.items() if key not in ("format", "version")}
+
+
+def write_record(
+    path: str | os.PathLike[str], kind: str, version: int, record: Any, *, without: Sequence[str] = ()
+) -> None:
+    """Writes the fields of a dataclass as a document, except those named in `without`.
+
+    The file is replaced whole or not at all.
+    """
+    fields = {f.name: getattr(record, f.name) for f in dataclasses.fields(record) if f.name not in without}
+    write(path, {"format": kind, "version": version, **to_json_values(fields)})
+
+
+def read_record(
+    path: str | os.PathLike[str], kind: str, version: int, record: type[_T], check: Callable[[_T], None]
+) -> _T:
+    """Reads a dataclass that `write_record` wrote; fields that are not in the file have their defaults.
+
+    Args:
+      path: the file.
+      kind: as in `content`.
+      version: as in `content`.
+      record: the dataclass.
+      check: raises `ValueError` where fields do not fit each other; says what is wrong.
+
+    Raises:
+      PlanError: the file is of another kind or version, or is damaged.
+      OSError: the file cannot be read.
+    """
+    values = content(read(path), os.fspath(path), kind, version)
+    try:
+        plan = from_json_values(record, values)
+        check(plan)
+    except (TypeError, ValueError) as error:
+        raise PlanError(f"`{os.fspath(path)}` is damaged: {error}.") from None
+    return plan
 
 
 def to_json_values(value: Any) -> Any:
