@@ -36,6 +36,8 @@ if TYPE_CHECKING:  # for type checkers and editors; when the program runs, `__ge
     from diffshard.embedding_tables.search import shard_tables
     from diffshard.expert_groups.assignment import assign_experts
     from diffshard.expert_groups.grouping import group_experts
+    from diffshard.expert_groups.layer_program import RoutedTokens
+    from diffshard.expert_groups.layout import ExpertLayout
     from diffshard.expert_groups.plans import ExpertAssignment, GroupPlan
     from diffshard.experts.plans import ExpertPlans, expert_plans
     from diffshard.initialisation import init_search, kaiming, orthogonal, xavier
@@ -89,6 +91,8 @@ _NAMES_OF = {
     "diffshard.experts.plans": ("ExpertPlans", "expert_plans"),
     "diffshard.expert_groups.assignment": ("assign_experts",),
     "diffshard.expert_groups.grouping": ("group_experts",),
+    "diffshard.expert_groups.layer_program": ("RoutedTokens",),
+    "diffshard.expert_groups.layout": ("ExpertLayout",),
     "diffshard.expert_groups.plans": ("ExpertAssignment", "GroupPlan"),
     "diffshard.embedding_tables.plan": ("TablePlan",),
     "diffshard.embedding_tables.reference": ("padded_ids",),
@@ -144,6 +148,7 @@ __all__ = [
     "EveryK",
     "Exact",
     "ExpertAssignment",
+    "ExpertLayout",
     "ExpertPlans",
     "GroupPlan",
     "Hardware",
@@ -164,6 +169,7 @@ __all__ = [
     "Problem",
     "ProcessesError",
     "Proposal",
+    "RoutedTokens",
     "Schedule",
     "Solution",
     "Solver",

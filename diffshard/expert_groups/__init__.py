@@ -3,4 +3,7 @@
 `merging.py` is the published heuristic, `candidates.py` makes the groups that the solver chooses from, `exhaustive.py`
 tries all divisions of a few workers, `bounds.py` says what no division is faster than. `plans.py` has the results and
 `arguments.py` the checks of what users give.
+
+`layout.py` puts the experts of a plan on a mesh. `layer_program.py` is the layer that runs there, `exchanges.py` what
+its devices send each other, and `expert_moves.py` how experts change their device.
 """

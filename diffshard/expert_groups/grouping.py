@@ -127,10 +127,10 @@ def group_experts(
             key=key,
             progress=progress,
         )
-    groups = tuple(sorted(best.groups))
+    groups = tuple(_fastest_first(workers, group) for group in sorted(best.groups))
     return GroupPlan(
         groups=groups,
-        expert_workers=_holders(workers, step, groups),
+        expert_workers=_holders(step.expert_flops, workers.flops_per_ms, workers.capacity, groups),
         computing_ms=tuple(computing_ms(workers, step, group) for group in groups),
         exchanging_ms=tuple(exchanging_ms(workers, step, group) for group in groups),
         all_reduce_ms=all_reduce_ms(workers, step, groups),
@@ -183,15 +183,22 @@ def _solved(workers: ExpertWorkers, step: ExpertStep, order: np.ndarray, start: 
     return Division(tuple(tuple(sorted(map(int, order[list(g)]))) for g in decoded.groups), decoded.step_ms)
 
 
-def _holders(workers: ExpertWorkers, step: ExpertStep, groups: Sequence[Group]) -> tuple[tuple[int, ...], ...]:
+def _fastest_first(workers: ExpertWorkers, group: Group) -> Group:
+    """Returns the workers of a group in an order in which groups of workers of the same kinds are assigned alike."""
+    return tuple(sorted(group, key=lambda w: (-workers.flops_per_ms[w], -workers.capacity[w], w)))
+
+
+def _holders(
+    works: Sequence[float], speeds: np.ndarray, room: np.ndarray, groups: Sequence[Group]
+) -> tuple[tuple[int, ...], ...]:
     """Returns for each group the worker that holds each expert; groups of equal workers are assigned once."""
     assigned: dict[tuple[bytes, bytes], tuple[int, ...]] = {}
     holders = []
     for group in groups:
         members = np.array(group)
-        speeds, room = workers.flops_per_ms[members], workers.capacity[members]
-        alike = (speeds.tobytes(), room.tobytes())
+        own_speeds, own_room = speeds[members], room[members]
+        alike = (own_speeds.tobytes(), own_room.tobytes())
         if alike not in assigned:
-            assigned[alike] = assign_experts(step.expert_flops, speeds, room).worker
+            assigned[alike] = assign_experts(works, own_speeds, own_room).worker
         holders.append(tuple(int(members[worker]) for worker in assigned[alike]))
     return tuple(holders)

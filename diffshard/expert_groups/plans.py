@@ -1,9 +1,17 @@
 """`GroupPlan` and `ExpertAssignment`: which workers form groups, which worker holds which expert, and what it costs."""
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from cost.expert_groups import Group
+from diffshard.base import PlanError
+from diffshard.expert_groups.layout import ExpertLayout
 from diffshard.plans.documents import EXPERT_ASSIGNMENT, EXPERT_GROUPS, read_record, write_record
 from diffshard.plans.formats import format_count, format_percent, format_s
 from diffshard.plans.text_table import format_table, wrapped
@@ -48,6 +56,21 @@ class ExpertAssignment:
             tuple(x for x, holder in enumerate(self.worker) if holder == worker) for worker in range(len(self.busy_ms))
         )
 
+    def layout(self, mesh: Mesh | AbstractMesh, axis: str) -> ExpertLayout:
+        """Returns where the experts lie on a mesh whose axis has the workers, in their order.
+
+        Over the other axes of the mesh experts are copied, and each copy works on tokens of its own.
+
+        Raises:
+          PlanError: the mesh has no such axis, or it has another number of devices than there are workers.
+        """
+        if axis not in mesh.shape or mesh.shape[axis] != len(self.busy_ms):
+            raise PlanError(
+                f"`mesh` must have an axis {axis!r} of {len(self.busy_ms)} devices, one for each worker; its axes are "
+                f"{dict(mesh.shape)}."
+            )
+        return ExpertLayout(mesh, axis, (tuple(range(len(self.busy_ms))),), self.experts)
+
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the assignment as JSON; the file is replaced whole or not at all."""
         write_record(path, EXPERT_ASSIGNMENT, VERSION, self)
@@ -80,7 +103,7 @@ class GroupPlan:
     """Which workers form expert-parallel groups. Made by `diffshard.group_experts`; `print` shows it.
 
     Attributes:
-      groups: the workers of each group; each worker is in one.
+      groups: the workers of each group, the fastest ones first; each worker is in one.
       expert_workers: for each group, the worker that holds each expert, `[G]` tuples `[X]`.
       computing_ms: milliseconds that each group computes experts, as the formula has it, `[G]`.
       exchanging_ms: milliseconds in which each group exchanges tokens, `[G]`.
@@ -109,6 +132,67 @@ class GroupPlan:
     def gap(self) -> float:
         """How much faster any other division can be predicted to be, relative to this one."""
         return relative_gap(self.step_ms, self.lower_bound_ms)
+
+    @property
+    def is_rectangular(self) -> bool:
+        """Tells whether the n-th workers of all groups hold the same experts, so that groups are rows of a mesh."""
+        places = {
+            tuple(group.index(worker) for worker in holders)
+            for group, holders in zip(self.groups, self.expert_workers, strict=True)
+        }
+        return len(places) == 1 and len({len(group) for group in self.groups}) == 1
+
+    def mesh(self, devices: Sequence[Any] | None = None, *, axes: tuple[str, str] = ("data", "expert")) -> Mesh:
+        """Returns a mesh of the workers.
+
+        Where groups are equally large and hold their experts alike, it has an axis of groups and an axis of the
+        workers of a group. Other groups do not form a rectangle: then it has the second axis only, with all workers of
+        the first group, then those of the second one, and so on.
+
+        Args:
+          devices: of the workers, in their order; None means the first ones of `jax.devices()`.
+          axes: names of the axes.
+
+        Raises:
+          PlanError: there are more workers than devices.
+        """
+        num_workers = sum(map(len, self.groups))
+        if devices is None:
+            devices = jax.devices()[:num_workers]
+        if len(devices) != num_workers:
+            raise PlanError(
+                f"`devices` must be {num_workers}, one for each worker of the plan; there are {len(devices)}."
+            )
+        if len(set(axes)) != 2:
+            raise PlanError(f"`axes` must be two different names, got {axes!r}.")
+        order = np.concatenate([np.array(group) for group in self.groups])
+        ordered = np.array(devices, object)[order]
+        if self.is_rectangular:
+            return Mesh(ordered.reshape(len(self.groups), -1), axes, axis_types=(AxisType.Auto,) * 2)
+        return Mesh(ordered, axes[1:], axis_types=(AxisType.Auto,))
+
+    def layout(
+        self, devices: Sequence[Any] | None = None, *, axes: tuple[str, str] = ("data", "expert")
+    ) -> ExpertLayout:
+        """Returns where the experts lie on the mesh of the workers, which runs layers of experts.
+
+        Args:
+          devices: as for `mesh`.
+          axes: as for `mesh`.
+
+        Raises:
+          PlanError: as `mesh`.
+        """
+        mesh = self.mesh(devices, axes=axes)
+        rows = tuple(
+            tuple(tuple(x for x, holder in enumerate(holders) if holder == worker) for worker in group)
+            for group, holders in zip(self.groups, self.expert_workers, strict=True)
+        )
+        if self.is_rectangular:
+            return ExpertLayout(mesh, axes[1], (tuple(range(len(rows[0]))),), rows[0])
+        ends = np.cumsum([len(group) for group in self.groups])
+        groups = tuple(tuple(range(end - len(row), end)) for row, end in zip(rows, ends.tolist(), strict=True))
+        return ExpertLayout(mesh, axes[1], groups, tuple(own for row in rows for own in row))
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the plan as JSON; the file is replaced whole or not at all."""

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from search_spaces.communication.layers.routing import best_experts, buffer_positions, buffer_tokens
 from search_spaces.communication.places import alternatives
 
 
@@ -67,10 +68,8 @@ def expert_layer(
             f"`capacity_factors` must be at least one, positive and distinct to six digits, got {capacity_factors}."
         )
 
-    gates, chosen_experts = lax.top_k(jax.nn.softmax(logits), num_chosen)
-    if num_chosen > 1:
-        gates = gates / gates.sum(axis=-1, keepdims=True)
-    capacities = [min(math.ceil(f * len(tokens) * num_chosen / num_experts), len(tokens)) for f in factors]
+    gates, chosen_experts = best_experts(logits, num_chosen)
+    capacities = [buffer_tokens(factor, len(tokens), num_chosen, num_experts) for factor in factors]
     functions = {
         label: partial(_apply_experts, expert, axis, num_experts, capacity)
         for label, capacity in zip(labels, capacities, strict=True)
@@ -123,7 +122,8 @@ def _apply_experts(
     chosen_experts: jax.Array,
 ) -> jax.Array:
     """Returns the layer's result with buffers of `capacity` tokens; `gates` and `chosen_experts` are `[T, K]`."""
-    slots = _slots(chosen_experts, num_experts, capacity)
+    positions = buffer_positions(chosen_experts, num_experts)
+    slots = jnp.where(positions < capacity, chosen_experts * capacity + positions, num_experts * capacity)
     buffers = jnp.zeros((num_experts * capacity, tokens.shape[1]), tokens.dtype)
     buffers = buffers.at[slots].add(tokens[:, None], mode="drop").reshape(num_experts, capacity, -1)
     with jax.named_scope("dispatch"):
@@ -133,12 +133,3 @@ def _apply_experts(
         returned_buffers = lax.all_to_all(results, axis, split_axis=1, concat_axis=0, tiled=True)
     rows = returned_buffers.reshape(num_experts * capacity, -1).at[slots].get(mode="fill", fill_value=0)
     return jnp.einsum("tk,tkm->tm", gates, rows)
-
-
-def _slots(chosen_experts: jax.Array, num_experts: int, capacity: int) -> jax.Array:
-    """Returns the row of each token in the buffers `[E · capacity]`, `[T, K]`; past their end where one is full."""
-    in_turn = chosen_experts.T.ravel()  # all first choices, then all second ones
-    of_expert = jax.nn.one_hot(in_turn, num_experts, dtype=jnp.int32)
-    position = ((of_expert.cumsum(axis=0) - 1) * of_expert).sum(axis=1)
-    slots = jnp.where(position < capacity, in_turn * capacity + position, num_experts * capacity)
-    return slots.reshape(chosen_experts.shape[::-1]).T
