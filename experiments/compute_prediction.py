@@ -5,7 +5,7 @@
 Each model is planned for H100s that need not be there, and its plan is compiled as an explicit program for each device
 (the extra `gpu-compile`). `diffshard.checks.timeline` says how long the program's compute stream is busy: every kernel
 by roofline, at the rates of the preset. The prediction is `plan.compute_s`. Models with a star are held out: the rules
-of `search_spaces/sharding/kernels.py` were found on the other ones.
+of `search_spaces/sharding/kernels.py` and `copies.py` were found on the other ones.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from diffshard.checks.spans import COMPUTE
 from diffshard.checks.timeline import simulate
 from experiments import experts
 from experiments.host_devices import parse_mesh
-from experiments.models import convnet, decoder, dlrm, gpt, mlp, moe, resnet
+from experiments.models import convnet, decoder, dlrm, gpt, mlp, moe, resnet, scanned_layers
 from experiments.models.model import Model, abstract_arguments
 from experiments.tables import print_table
 from experiments.targets import MESHES
@@ -36,11 +36,16 @@ CASES: dict[str, tuple[Callable[[], Model], tuple[str, ...]]] = {
         lambda: gpt.make(layers=4, block=nn.remat(gpt.Block), stack=gpt.scanned, **_GPT),
         ("4x8",),
     ),
+    "gpt, scanned": (lambda: gpt.make(layers=4, stack=gpt.scanned, **_GPT), ("8",)),
     "mlp": (lambda: mlp.make(layers=4, width=8192, batch=8192), ("2x4",)),
     "dlrm": (lambda: dlrm.make(rows=_TABLES, width=64, batch=16384), ("8",)),
     "convnet": (lambda: convnet.make(layers=3, channels=128, image=128, batch=256), ("2x4",)),
     "moe*": (lambda: moe.make(layers=2, **{**_GPT, "width": 1024}), ("2x4", "4x8")),
     "resnet*": (lambda: resnet.make(width=64, image=64, batch=512), ("8", "2x4")),
+    "mixer, scanned*": (scanned_layers.mixer, ("8",)),
+    "llama, scanned*": (scanned_layers.llama, ("8",)),
+    "gated recurrent unit*": (scanned_layers.recurrent, ("8",)),
+    "convolutions, scanned*": (scanned_layers.convolutions, ("8",)),
     "tiny": (lambda: mlp.make(layers=2, width=64, batch=64), ("2x4",)),
 }
 """Models, and the meshes that they are planned for; a star marks those that no rule was made on."""

@@ -1,11 +1,12 @@
 """What is kept from forward to backward under a memory limit, against `jax.checkpoint` on every layer.
 
-    python -m experiments.remat [--models gpt mlp] [--shares 0.9 0.7 0.5] [--target h100|host]
+    python -m experiments.remat [--models gpt mlp] [--shares 0.9 0.7 0.5] [--target h100|host] [--plans remat checked]
 
 Each model gets less memory than any sharding alone needs. `search(..., remat="search")` then chooses what is computed
-again. Experts put `jax.checkpoint` around each layer, and let the ordinary search split the arrays. All plans are
-compiled for H100s that need not be there (`pip install 'diffshard[gpu-compile]'`), and XLA's plan of the memory is set
-beside the predicted peak.
+again; with `check="compile"` ("checked") the limit holds for XLA's plan of the memory. Experts put `jax.checkpoint`
+around each layer, and let the ordinary search split the arrays. All plans are compiled for H100s that need not be there
+(`pip install 'diffshard[gpu-compile]'`). XLA's plan of the memory is set beside the predicted peak, its timeline
+beside the predicted step.
 """
 
 import argparse
@@ -20,7 +21,9 @@ from jax.sharding import Mesh
 
 import diffshard
 from cost.memory import least_memory
+from diffshard.checks.achievable_rates import achievable_rates
 from diffshard.checks.memory_plan import memory_plan
+from diffshard.checks.timeline import simulate
 from diffshard.sharding_search.options import Options
 from diffshard.sharding_search.tracing import space_of, trace_function
 from experiments.host_devices import parse_mesh
@@ -45,7 +48,8 @@ EXPERTS: dict[str, Callable[[], Model]] = {
     "gpt-scanned": partial(_GPT, stack=gpt.scanned, block=nn.remat(gpt.Block)),
 }
 COLUMNS = (
-    "model", "limit", "of the least", "plan", "step ms", "bound ms", "peak MB: predicted", "XLA", "again", "search s",
+    "model", "limit", "of the least", "plan", "step ms", "timeline ms", "bound ms", "peak MB: predicted", "XLA",
+    "again ms", "search s",
 )  # fmt: skip
 TIME_LIMIT_S = 60.0
 
@@ -58,6 +62,7 @@ class Result(NamedTuple):
       plan: which plan it is.
       step_s, bound_s, peak_bytes: its predictions; None if there is no plan.
       compiled_bytes: XLA's peak; None if there is no plan or no compiler.
+      timeline_s: of XLA's program for H100s by its timeline; None for host devices.
       recomputed_s: predicted seconds of what runs again; None for plans that the search did not choose it for.
       search_s: how long the search took.
     """
@@ -70,6 +75,7 @@ class Result(NamedTuple):
     bound_s: float | None
     peak_bytes: float | None
     compiled_bytes: float | None
+    timeline_s: float | None
     recomputed_s: float | None
     search_s: float
 
@@ -81,9 +87,11 @@ def least_bytes(model: Model, mesh: Mesh, hardware: diffshard.Hardware) -> float
     return float(np.max(least_memory(space.problem)[1]))
 
 
-def measure(name: str, model: Model, mesh: Mesh, share: float, limit_bytes: float, plan_name: str) -> Result:
+def measure(
+    name: str, model: Model, mesh: Mesh, share: float, limit_bytes: float, plan_name: str, target: str
+) -> Result:
     """Plans a model's step within a limit and compiles it."""
-    remat = "search" if plan_name == "remat" else None
+    remat = "search" if plan_name in ("remat", "checked") else None
     step = diffshard.search(
         model.step,
         mesh,
@@ -92,15 +100,19 @@ def measure(name: str, model: Model, mesh: Mesh, share: float, limit_bytes: floa
         donate_argnums=0,
         remat=remat,
         time_limit_s=None if remat else TIME_LIMIT_S,
+        check="compile" if plan_name == "checked" else None,
+        target=target if plan_name == "checked" else None,
     )
     start_s = time.perf_counter()
     try:
         plan = step.plan(*abstract_arguments(model))
     except diffshard.InfeasibleError:
         took_s = time.perf_counter() - start_s
-        return Result(name, share, limit_bytes, plan_name, None, None, None, None, None, took_s)
+        return Result(name, share, limit_bytes, plan_name, None, None, None, None, None, None, took_s)
     search_s = time.perf_counter() - start_s
-    compiled = memory_plan(step.lower(*abstract_arguments(model)).compile())
+    compiled = step.lower(*abstract_arguments(model)).compile()
+    memory = memory_plan(compiled)
+    timeline = simulate(compiled.as_text() or "", mesh.shape, achievable_rates(plan.hardware))
     return Result(
         name,
         share,
@@ -109,7 +121,8 @@ def measure(name: str, model: Model, mesh: Mesh, share: float, limit_bytes: floa
         plan.step_s,
         plan.lower_bound_s,
         plan.peak_bytes,
-        None if compiled is None else compiled.peak,
+        None if memory is None else memory.peak,
+        timeline.step_s if target == "h100" else None,
         None if plan.remat is None else plan.remat.seconds,
         search_s,
     )
@@ -127,6 +140,7 @@ def cells(result: Result) -> tuple[str, ...]:
         f"{result.share:.2f}" if np.isfinite(result.share) else "any",
         result.plan if result.step_s is not None else f"{result.plan}: none fits",
         scaled(result.step_s, 1e-3, 2),
+        scaled(result.timeline_s, 1e-3, 2),
         scaled(result.bound_s, 1e-3, 2),
         scaled(result.peak_bytes, 1e6, 0),
         scaled(result.compiled_bytes, 1e6, 0),
@@ -140,6 +154,7 @@ def main(argv: Sequence[str] | None = None) -> list[Result]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--shares", nargs="+", type=float, default=[0.9, 0.7, 0.5])
+    parser.add_argument("--plans", nargs="+", choices=("remat", "checked"), default=["remat", "checked"])
     parser.add_argument("--mesh", default="8")
     parser.add_argument("--target", choices=MESHES, default="h100")
     args = parser.parse_args(argv)
@@ -147,7 +162,7 @@ def main(argv: Sequence[str] | None = None) -> list[Result]:
     results = []
 
     def add(*arguments: object) -> None:
-        results.append(measure(*arguments))  # pyright: ignore[reportArgumentType]
+        results.append(measure(*arguments, args.target))  # pyright: ignore[reportArgumentType, reportCallIssue]
         print(" | ".join(cells(results[-1])), flush=True)
 
     for name in args.models:
@@ -157,7 +172,8 @@ def main(argv: Sequence[str] | None = None) -> list[Result]:
         if name in EXPERTS:
             add(name, EXPERTS[name](), mesh, float("inf"), 80e9, "checkpoint")
         for share in args.shares:
-            add(name, model, mesh, share, share * least, "remat")
+            for plan_name in args.plans:
+                add(name, model, mesh, share, share * least, plan_name)
             if name in EXPERTS:
                 add(name, EXPERTS[name](), mesh, share, share * least, "checkpoint")
     print_table(

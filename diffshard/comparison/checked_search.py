@@ -28,6 +28,7 @@ from diffshard.sharding_search.executors import default_executor, flat_function,
 from diffshard.sharding_search.options import Options, with_automatic_axes
 from diffshard.sharding_search.plan import Plan
 from diffshard.sharding_search.planning import find_plan, memory_advice
+from diffshard.sharding_search.remat import find_plan_with_remat
 from diffshard.sharding_search.request import PlanRequest
 from diffshard.sharding_search.tracing import TracedFunction, space_of, trace_call
 from search_spaces.sharding.space import ShardingSpace
@@ -50,7 +51,8 @@ def plan_by_shardy(request: PlanRequest) -> Plan:
     Raises:
       InfeasibleError: as `find_plan`.
     """
-    plan = find_plan(request)
+    plan = _find(request)
+    request = request.with_recomputed(plan.recomputed, plan.offloaded)
     axes = dict(plan.mesh_axes)
     mesh = with_automatic_axes(request.options.mesh).abstract_mesh
     flat = flat_function(plan, request.traced_function, request.space, mesh)
@@ -81,12 +83,12 @@ def plan_by_compiling(target: Target, timeout_s: float, request: PlanRequest) ->
     options, traced_function, space, start_s, *_ = request
     compiled_plans = _CompiledPlans(options, target, timeout_s)
     limit_bytes = options.memory_limit_bytes
-    if float(np.max(least_memory(space.problem)[1])) > limit_bytes:
+    if options.remat is None and float(np.max(least_memory(space.problem)[1])) > limit_bytes:
         limit_bytes *= MAX_OVERESTIMATE
     for number in range(MAX_ROUNDS):
         own_options = replace(options, executor="constraints", memory_limit_bytes=limit_bytes)
         try:
-            found = find_plan(request._replace(options=own_options))
+            found = _find(request._replace(options=own_options))
         except InfeasibleError:
             if number == 0:
                 raise
@@ -94,13 +96,20 @@ def plan_by_compiling(target: Target, timeout_s: float, request: PlanRequest) ->
         if number == 0:
             compiled_plans.add_experts(traced_function)
         name = FOUND if limit_bytes == options.memory_limit_bytes else f"{FOUND} within {format_bytes(limit_bytes)}"
-        excess = compiled_plans.add_found(name, found, traced_function, space)
+        run_again = request.with_recomputed(found.recomputed, found.offloaded)
+        excess = compiled_plans.add_found(name, found, run_again.traced_function, run_again.space)
         if excess <= 0:
             break
-        limit_bytes = min(limit_bytes, found.peak_bytes) - excess
+        predicted, compiled = min(limit_bytes, found.peak_bytes), options.memory_limit_bytes + excess
+        # XLA keeps a part of what a plan computes again: the excess falls with what is kept, and is no constant.
+        limit_bytes = predicted - excess if options.remat is None else predicted * options.memory_limit_bytes / compiled
         if limit_bytes <= 0:
             break
     return compiled_plans.best(start_s)
+
+
+def _find(request: PlanRequest) -> Plan:
+    return find_plan(request) if request.options.remat is None else find_plan_with_remat(request)
 
 
 @dataclass
@@ -176,7 +185,8 @@ class _CompiledPlans:
                 f"`memory_limit_bytes` is {limit:,.0f}, but the smallest of {len(with_program)} programs compiled "
                 f"for {self.target.name}, {smallest.name} by {smallest.executor}, needs "
                 f"{smallest.compiled_peak_bytes or 0.0:,.0f} bytes on each device, and was predicted to need "
-                f"{smallest.predicted_peak_bytes:,.0f}. {memory_advice(self.entries[0][0].space)}"
+                f"{smallest.predicted_peak_bytes:,.0f}. "
+                f"{memory_advice(self.entries[0][0].space, self.options.remat)}"
             )
         best, row = min(entries_that_fit or self.entries[:1], key=lambda entry: _order(entry[1]))
         plan = best.plan

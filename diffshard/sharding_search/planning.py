@@ -20,7 +20,7 @@ from diffshard.sharding_search.executors import default_executor, executor_notes
 from diffshard.sharding_search.fingerprints import function_digest
 from diffshard.sharding_search.layout import signature_of
 from diffshard.sharding_search.memory_profile import memory_profile_of
-from diffshard.sharding_search.options import Options
+from diffshard.sharding_search.options import Options, Remat
 from diffshard.sharding_search.overlap import fastest_step, step_s, waiting_transfers
 from diffshard.sharding_search.plan import Plan
 from diffshard.sharding_search.request import CutOffError, PlanRequest
@@ -156,7 +156,8 @@ def solve_problem_of(
     if least > limit:
         raise InfeasibleError(
             f"`memory_limit_bytes` is {limit:,.0f}, but every plan of {options.function_name} on the mesh "
-            f"{dict(options.mesh.shape)} needs at least {least:,.0f} bytes on each device. {memory_advice(space)}"
+            f"{dict(options.mesh.shape)} needs at least {least:,.0f} bytes on each device. "
+            f"{memory_advice(space, options.remat)}"
         )
     solution = solve(
         problem,
@@ -177,10 +178,16 @@ def solve_problem_of(
     return solution
 
 
-def memory_advice(space: ShardingSpace) -> str:
-    """Returns a sentence that says what to do where the memory is too small for a function."""
+def memory_advice(space: ShardingSpace, remat: Remat | None) -> str:
+    """Returns a sentence that says what to do where the memory is too small for a function.
+
+    Args:
+      space: of the function.
+      remat: what of it may be computed again already.
+    """
     donate = " donate the state (`donate_argnums`)," if donating_helps(space) else ""
-    return f'Give more memory or devices,{donate} or rematerialise (`remat="search"`).'
+    less = "compute the batch in parts (`in_microbatches`)" if remat else 'rematerialise (`remat="search"`)'
+    return f"Give more memory or devices,{donate} or {less}."
 
 
 def donating_helps(space: ShardingSpace) -> bool:

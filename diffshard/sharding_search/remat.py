@@ -4,8 +4,8 @@ What to compute again and how to split arrays depend on each other: a value that
 the memory, and a product that waits for a collective takes longer to run again. So the two take turns. A first sharding
 says what each value takes and each operation costs; minimum cuts give the choices that are best for some price of
 memory, from keeping everything to keeping the least (`rematerialisation.choices`). Each choice is a program of its own,
-whose space is searched like any other; from the first that fits the memory limit on, further ones are tried for as long
-as they make the step faster. One easier problem bounds all choices (`rematerialisation.relaxation`).
+whose space is searched like any other. Of those from the first that fits the memory limit on, some that lie evenly are
+tried, and then more beside the fastest. One easier problem bounds all choices (`rematerialisation.relaxation`).
 
 With `remat="offload"` each of these choices is also tried with a part of what it keeps offloaded to the host's memory,
 as much as the link can copy beside the forward pass (`rematerialisation.offloading`).
@@ -13,7 +13,7 @@ as much as the link can copy beside the forward pass (`rematerialisation.offload
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
@@ -27,10 +27,10 @@ from diffshard.sharding_search.fingerprints import function_digest
 from diffshard.sharding_search.options import DEFAULT_SOLVER
 from diffshard.sharding_search.plan import Plan
 from diffshard.sharding_search.planning import (
-    donating_helps,
     fastest_choice,
     is_time_over,
     make_plan,
+    memory_advice,
     remaining_s,
     solve_problem_of,
 )
@@ -48,8 +48,10 @@ from search_spaces.rematerialisation.relaxation import relaxed_problem
 from search_spaces.sharding.graph import Value, Vertex
 from search_spaces.sharding.spec import local_bytes
 
-_MOST_SEARCHES = 5
-"""Choices that are searched after the first that fits; each takes as long as a search without rematerialisation."""
+_EVEN_SEARCHES = 4
+"""Choices that are searched first: evenly from the first that fits to the one that keeps the least."""
+_MOST_SEARCHES = 8
+"""Choices that are searched at most; each takes as long as a search without rematerialisation."""
 _SHARES = (0.5, 1.0)
 """Parts of the forward pass's seconds in which the link to the host may copy, for which choices are made."""
 _NEAR = 1e-3
@@ -217,7 +219,7 @@ class _Search:
         best: tuple[Plan, Candidate] | None,
         bound_s: float,
     ) -> tuple[Plan, Candidate]:
-        """Returns the fastest plan of the choices that are tried, from the first that fits on."""
+        """Returns the fastest plan of the choices that are tried."""
         requests: dict[int, PlanRequest] = {0: self.quick}
         least: dict[int, float] = {}
 
@@ -230,34 +232,53 @@ class _Search:
         first = 1 if best is not None else _first_that_fits(len(candidates), fits)
         if first is None:
             raise self._infeasible(min(least.values()), 0.0)
-        for i in range(first, min(first + _MOST_SEARCHES, len(candidates))):
+        seconds: dict[int, float] = {}
+        while len(seconds) < _MOST_SEARCHES and (i := _next_choice(seconds, first, len(candidates) - 1)) is not None:
             if best is not None and (
                 is_time_over(self.options, self.begin_s) or best[0].step_s <= (1 + _NEAR) * bound_s
             ):
                 break
+            seconds[i] = math.inf
             if not fits(i):
                 continue
             try:
                 plan = self._plan(requests[i], fastest_choice(requests[i], self.begin_s))
             except InfeasibleError:
                 continue
-            if best is not None and plan.step_s >= best[0].step_s:
-                break
-            best = plan, candidates[i]
+            seconds[i] = plan.step_s
+            if best is None or plan.step_s < best[0].step_s:
+                best = plan, candidates[i]
         if best is None:
             raise self._infeasible(min(least.values()), 0.0)
         return best
 
     def _infeasible(self, found: float, least: float) -> InfeasibleError:
         """Returns the error that no plan fits, with the least memory that was found to do."""
-        options, space = self.options, self.request.space
-        donate = ", or donate the state (`donate_argnums`)" if donating_helps(space) else ""
+        options = self.options
         proven = "at least" if least >= found else "about"
         return InfeasibleError(
             f"`memory_limit_bytes` is {options.memory_limit_bytes:,.0f}, but whatever is computed again, "
             f"{options.function_name} on the mesh {dict(options.mesh.shape)} needs {proven} {found:,.0f} bytes on each "
-            f"device. Give more memory or devices, compute the batch in parts (`in_microbatches`){donate}."
+            f"device. {memory_advice(self.request.space, options.remat)}"
         )
+
+
+def _next_choice(seconds: Mapping[int, float], first: int, last: int) -> int | None:
+    """Returns which of some choices to search next, given the steps of those that were; None if there is no other.
+
+    >>> [_next_choice(dict.fromkeys(range(10, 10 + n), 1.0), 10, 13) for n in range(5)]
+    [10, 11, 12, 13, None]
+    >>> _next_choice({0: 5.0, 10: 3.0, 20: 4.0, 30: 6.0}, 0, 30)
+    5
+    """
+    even = (round(first + (last - first) * part / (_EVEN_SEARCHES - 1)) for part in range(_EVEN_SEARCHES))
+    if (missing := next((i for i in even if i not in seconds), None)) is not None:
+        return missing if missing <= last else None
+    fastest = min(seconds, key=lambda i: seconds[i])
+    below = max((i for i in seconds if i < fastest), default=fastest)
+    above = min((i for i in seconds if i > fastest), default=fastest)
+    middle = (below + fastest) // 2 if fastest - below >= above - fastest else (fastest + above + 1) // 2
+    return None if middle in seconds else middle
 
 
 def _first_that_fits(count: int, fits: Callable[[int], bool]) -> int | None:

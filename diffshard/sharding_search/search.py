@@ -133,7 +133,7 @@ def search(  # pyright: ignore[reportInconsistentOverload]  # the overloads leav
         more, and notes in the plan where it would send other bytes. "compile" compiles the found plan under each
         executor, and experts' plans, in processes of their own; it returns the one whose program is the fastest by its
         timeline and fits the memory limit by XLA's number, with a table of all in `plan.comparison`. That takes a few
-        minutes, and needs the extra `gpu-compile`.
+        minutes, and needs the extra `gpu-compile`. With `remat` it goes on to choices that keep less until one fits.
       target: for `check="compile"` what is compiled for, as in `compare`; None takes the hardware's.
       cache: a folder that keeps plans, for the next start of the same program: a plan that was searched for the same
         function, shapes, shardings, mesh axes, hardware and options is taken from there. Constants that the function
@@ -229,12 +229,10 @@ def _unjudged(check: Check | None, remat: Remat | None, candidates: Any) -> Call
     """Returns what finds a plan without compiling it.
 
     Raises:
-      ValueError: something is computed again, and a compiler is to judge plans or the shape of the mesh is open.
+      ValueError: something is computed again, and the shape of the mesh is open.
     """
-    if remat is None:
-        return find_plan if check is None else plan_by_shardy
-    if check is not None:
-        raise ValueError(f"`check` must be None with `remat`, not {check!r}.")
-    if candidates is not None:
+    if remat is not None and candidates is not None:
         raise ValueError("`devices` does not go with `remat`: give a `mesh`.")
-    return find_plan_with_remat
+    if check is not None:
+        return plan_by_shardy
+    return find_plan if remat is None else find_plan_with_remat

@@ -11,6 +11,9 @@ from search_spaces.sharding.graph import Graph, Value, Vertex, is_contraction
 def copies_of(vertex: Vertex, graph: Graph, is_written: np.ndarray) -> list[float]:
     """Returns for each operand how often its bytes are moved before the vertex's own kernel begins.
 
+    A scan's stacked result is first filled with zeros, and each trip writes its part by a kernel of its own, which
+    computes again what is cheap, or copies what others read as well: the result of a product, say.
+
     Products read whole matrices, so a slice of a loop's stacked operand is copied for each of them, and a product's
     result is transposed for the next one that does not find matrices in it. cuDNN pads both sides alike, so XLA pads
     the input of other convolutions (`ConvPaddingLegalization`). The gradient of max-pooling becomes a scatter, for
@@ -22,6 +25,10 @@ def copies_of(vertex: Vertex, graph: Graph, is_written: np.ndarray) -> list[floa
       is_written: for each value, by id, whether it exists in memory.
     """
     copies = [0.0] * len(vertex.operands)
+    if vertex.kind == "stack" and isinstance(vertex.operands[0], Value):
+        maker, readers = graph.vertices[vertex.operands[0].vertex], graph.consumers()[vertex.operands[0].id]
+        is_copied = is_contraction(maker) or any(graph.vertices[r.index].kind != "stack" for r, _ in readers)
+        copies[0] = 3.0 if is_copied else 2.0
     if is_contraction(vertex):
         for number, operand in enumerate(vertex.operands):
             if isinstance(operand, Value):

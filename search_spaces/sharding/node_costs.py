@@ -90,8 +90,12 @@ class NodeCosts:
 
     def compute_s(self, vertex: Vertex, strategies: Sequence[ShardingStrategy]) -> np.ndarray:
         """Returns the seconds of one device's arithmetic and memory traffic in one step, `[strategies]`."""
-        if vertex.kind != "operation" or vertex.equation is None:
+        if vertex.equation is None or vertex.kind not in ("operation", "stack"):
             return np.zeros(len(strategies))
+        copied_bytes = np.array([self._copied_bytes(vertex, s) for s in strategies])
+        copy_s = roofline_s(0.0, copied_bytes, equation_dtype(vertex.equation), self.hardware)
+        if vertex.kind == "stack":
+            return vertex.weight * copy_s
         if opaque_of(vertex) is not None:
             return vertex.weight * np.array([self._opaque_s(vertex, s) for s in strategies])
         if copies_over_host_link(vertex) and self.hardware.host_memory_bytes_per_s is not None:
@@ -102,11 +106,9 @@ class NodeCosts:
         if stated_s is not None:
             return np.full(len(strategies), vertex.weight * stated_s)
         num_bytes = np.array([touched_bytes(vertex, s, self.kernels, self.axis_sizes) for s in strategies])
-        copied_bytes = np.array([self._copied_bytes(vertex, s) for s in strategies])
         flops = equation_flops(vertex.equation) / np.array([s.parts for s in strategies], float)
         dtype = equation_dtype(vertex.equation)
         launch_s = self.kernels.launches[vertex.index] * self.hardware.kernel_launch_s
-        copy_s = roofline_s(0.0, copied_bytes, dtype, self.hardware)
         return vertex.weight * (launch_s + copy_s + roofline_s(flops, num_bytes, dtype, self.hardware))
 
     def _opaque_s(self, vertex: Vertex, strategy: ShardingStrategy) -> float:

@@ -10,7 +10,7 @@ def test_every_plan_has_a_row_and_fits_its_limit(monkeypatch, capsys):
     make = partial(mlp.make, layers=6, width=32, batch=4096)
     monkeypatch.setattr(remat, "MODELS", {"tiny": make})
     monkeypatch.setattr(remat, "EXPERTS", {"tiny": make})
-    results = remat.main(["--target", "host", "--mesh", "2", "--shares", "0.95", "0.001"])
+    results = remat.main(["--target", "host", "--mesh", "2", "--shares", "0.95", "0.001", "--plans", "remat"])
     assert [(r.plan, r.share) for r in results] == [
         ("ordinary", float("inf")),
         ("checkpoint", float("inf")),

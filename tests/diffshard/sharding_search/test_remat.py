@@ -12,6 +12,9 @@ from jax import lax
 from jax.sharding import AxisType
 
 import diffshard
+from diffshard.comparison import checked_search
+from diffshard.plans.comparison import ComparedPlan
+from diffshard.sharding_search import remat as remat_search
 
 LAYERS, ROWS, WIDTH, HIDDEN = 4, 512, 32, 128
 
@@ -110,6 +113,38 @@ def test_an_earlier_plan_is_taken_only_where_it_answers_the_same_question():
         search(0.7 * least_bytes(), remat=None, start=plan).plan(*arguments())
 
 
+def test_shardys_partitioner_judges_the_program_with_what_runs_again():
+    plan = search(0.7 * least_bytes(), check="shardy").plan(*arguments())
+    assert plan.recomputed == searched().plan(*arguments()).recomputed
+
+
+def test_the_limit_holds_for_the_compiled_program(monkeypatch):
+    rounds = []
+
+    def judge(candidates, target, *, timeout_s):
+        del target, timeout_s
+        rounds.append([c.name for c in candidates])
+        rows = []
+        for c in candidates:
+            assert c.space.graph == c.traced_function.graph
+            peak = 1.8 * c.plan.peak_bytes
+            fits = peak <= c.plan.memory_limit_bytes
+            times = c.plan.step_s, 1.0, 1.0, 0.0, 0.0
+            rows.append(ComparedPlan(c.name, c.plan.executor, *times, c.plan.peak_bytes, peak, fits))
+        return rows
+
+    monkeypatch.setattr(checked_search, "judge", judge)
+    monkeypatch.setattr(remat_search, "_MOST_SEARCHES", 2)
+    limit = 0.9 * least_bytes()
+    step = search(limit, check="compile", target="host")
+    plan = step.plan(*arguments())
+    assert len(rounds) > 1
+    assert plan.recomputed
+    assert 1.8 * plan.peak_bytes <= limit
+    _, loss = step(*plan.shard(*arguments()))
+    np.testing.assert_allclose(loss, jax.jit(scanned_step)(*arguments())[1], rtol=1e-5)
+
+
 def test_a_limit_that_nothing_meets_names_the_memory_that_would_do():
     with pytest.raises(diffshard.InfeasibleError, match=r"whatever is computed again.*[\d,]+ bytes"):
         search(1e4).plan(*arguments())
@@ -118,8 +153,6 @@ def test_a_limit_that_nothing_meets_names_the_memory_that_would_do():
 def test_wrong_values_are_refused_before_tracing():
     with pytest.raises(ValueError, match='`remat` must be "search", "offload" or None, not'):
         search(1e9, remat="full")
-    with pytest.raises(ValueError, match="`check` must be None with `remat`"):
-        search(1e9, check="shardy")
 
 
 def test_what_fits_is_kept():
