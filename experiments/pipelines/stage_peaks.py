@@ -14,6 +14,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
 from jax.sharding import Mesh
@@ -31,9 +33,11 @@ from diffshard.pipelines.stage_memory import StageMemory, stage_memory
 from diffshard.pipelines.stage_programme import Stage
 from diffshard.pipelines.step_search import StepSearch
 from diffshard.processes import Processes
-from experiments.models import decoder, encoder_decoder, gpt, mlp, moe, tied_gpt, vision_transformer
+from experiments.models import decoder, diffusion_transformer, encoder_decoder, gpt, mlp, moe, tied_gpt
 from experiments.models.model import Model, abstract_arguments
 from experiments.tables import print_table
+from experiments.zoo import muon_decoder
+from experiments.zoo.base import TrainingStep
 
 _SIZES = {"layers": 4, "width": 1024, "heads": 8, "vocabulary": 8192, "sequence": 512}
 _GPT = partial(gpt.make, batch=64, **_SIZES)
@@ -50,15 +54,36 @@ MODELS: dict[str, Callable[[], Model]] = {
     ),
 }
 HELD_OUT: dict[str, Callable[[], Model]] = {
-    "vision transformer": lambda: vision_transformer.make(
-        batch=256, layers=4, width=1024, heads=16, hidden=4096, patch=16, image=224, classes=1000
-    ),
     "decoder": partial(decoder.make, batch=64, hidden=4096, key_value_heads=2, **_SIZES),
+    "diffusion transformer": lambda: diffusion_transformer.make(
+        batch=256, layers=4, width=1024, heads=8, hidden=4096, latent=32, patch=2, classes=1000
+    ),
+    "muon decoder": lambda: _of_zoo("muon decoder", partial(muon_decoder.make, batch=64, **_SIZES)),
 }
-"""Models at which nobody looked while the prediction was improved."""
+"""Models at which nobody looked while the prediction was improved; at the decoder only once before the end."""
 NUM_DEVICES, NUM_MICROBATCHES = 8, 8
 COLUMNS = ("model", "stages", "stage", "mesh", "in flight", "predicted MB", "XLA MB", "ratio", "peak in")
 SUMMARY_COLUMNS = ("model", "stages", "within 10%", "least ratio", "median", "largest")
+
+
+def _of_zoo(name: str, make: Callable[[], TrainingStep]) -> Model:
+    """Returns a model of the zoo, without its arrays."""
+    made: list[TrainingStep] = []
+
+    def arguments() -> tuple[Any, Any]:
+        made.append(make())
+        return made[0].state, made[0].batch
+
+    state, batch = jax.eval_shape(arguments)
+
+    def step(state: Any, batch: Any) -> tuple[Any, jax.Array]:
+        *new_state, loss = made[0].function(*state, *batch)
+        return tuple(new_state), loss
+
+    def zeros(shapes: Any) -> Any:
+        return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+
+    return Model(name, step, lambda key: zeros(state), lambda key: zeros(batch))
 
 
 class StagePeak(NamedTuple):
