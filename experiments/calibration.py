@@ -7,6 +7,7 @@ Collectives have an experiment of their own, `python -m experiments.collectives`
 
 import argparse
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -122,6 +123,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--size", type=int, default=8192, help="elements of an elementwise function")
     parser.add_argument("--matrix-size", type=int, default=1024)
+    parser.add_argument("--largest-bytes", type=int, default=2**26, help="of the arrays that links and memory move")
     parser.add_argument("--width", type=int, default=256, help="of the models whose steps are timed")
     parser.add_argument("--models", nargs="*", choices=MODELS, default=list(MODELS))
     parser.add_argument("--repeats", type=int, default=7)
@@ -130,9 +132,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for name, weight in elementwise_weights(options.size, options.repeats).items():
         print(f"  {name:10} {weight:6.1f}")
     mesh = jax.make_mesh((len(jax.devices()),), ("devices",), axis_types=(jax.sharding.AxisType.Auto,))
-    print("\nthis machine:", calibrate(mesh, matrix_size=options.matrix_size, repeats=options.repeats))
+    measured = partial(calibrate, matrix_size=options.matrix_size, largest_bytes=options.largest_bytes)
+    print("\nthis machine:", measured(mesh, repeats=options.repeats))
     one = jax.sharding.Mesh(jax.devices()[:1], ("one",))
-    hardware = calibrate(one, dtypes=("float32",), matrix_size=options.matrix_size, repeats=options.repeats)
+    hardware = measured(one, dtypes=("float32",), repeats=options.repeats)
     print("\nsteps on one device, predicted / XLA's own count: operations, bytes, bytes without fusion; and seconds")
     for make in options.models:
         model = MODELS[make](options.width)

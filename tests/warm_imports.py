@@ -12,5 +12,6 @@ _ = diffshard.search, jax.numpy.zeros  # public names are imported when they are
 
 gc.collect()
 gc.freeze()
+gc.set_threshold(50_000, 20, 20)  # as `tests/conftest.py` does, and for the same reason
 # JAX warns of its threads at each fork. None of them runs before the first backend starts, which is after the fork.
 warnings.filterwarnings("ignore", message=r"os\.fork\(\) was called", category=RuntimeWarning)

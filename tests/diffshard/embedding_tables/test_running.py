@@ -160,10 +160,11 @@ def test_random_tables_have_their_range_and_differ(plan):
 
 def test_empty_ids_give_zeros(plan, whole):
     none = {t.name: np.zeros((BATCH, 0), np.int32) for t in TABLES}
-    arrays = plan.shard(whole)
-    assert all(not np.any(rows) for rows in plan.lookup(arrays, none).values())
+    arrays, state = plan.shard(whole), plan.init_state()
+    rows = jax.jit(lambda arrays: plan.lookup(arrays, none))(arrays)
+    assert all(not np.any(of_table) for of_table in rows.values())
     gradients = {t.name: np.ones((BATCH, t.dimension), np.float32) for t in TABLES}
-    updated, _ = plan.update(arrays, plan.init_state(), none, gradients, learning_rate=0.1)
+    updated, _ = jax.jit(lambda a, s, g: plan.update(a, s, none, g, learning_rate=0.1))(arrays, state, gradients)
     for name, array in plan.unshard(updated).items():
         np.testing.assert_array_equal(array, whole[name])
 
