@@ -14,7 +14,13 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend import core, source_info_util
 
-CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr"}
+CALLS = {
+    "jit": "jaxpr",
+    "pjit": "jaxpr",
+    "closed_call": "call_jaxpr",
+    "core_call": "call_jaxpr",
+    "eval_jaxpr": "call_jaxpr",  # the forward part of rematerialised functions since JAX 0.11
+}
 """Primitives that only call a jaxpr, with the parameter that holds it."""
 REMAT = ("remat2", "checkpoint", "remat")
 """The names that rematerialisation has had as a primitive."""
