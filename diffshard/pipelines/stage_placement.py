@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 import numpy as np
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from cost.clusters import Cluster
 from cost.host_groups import Submesh
@@ -49,7 +49,7 @@ def place_stages(cluster: Cluster, submeshes: Sequence[Submesh]) -> list[list[in
 def mesh_of(cluster: Cluster, numbers: Sequence[int], shape: Mapping[str, int]) -> Mesh | AbstractMesh:
     """Returns the mesh of a stage; an abstract one where the cluster is only described."""
     if not cluster.devices:
-        return AbstractMesh(tuple(shape.values()), tuple(shape))
+        return AbstractMesh(tuple(shape.values()), tuple(shape), axis_types=(AxisType.Auto,) * len(shape))
     flat = [device for kind in cluster.devices for host in kind for device in host]
     return Mesh(np.array([flat[n] for n in numbers]).reshape(tuple(shape.values())), tuple(shape))
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 from functools import cached_property
 
 import numpy as np
-from jax.sharding import AbstractMesh
+from jax.sharding import AbstractMesh, AxisType
 
 from diffshard.live_progress import LiveLine
 from diffshard.pipelines.course import Course
@@ -119,7 +119,7 @@ class StepSearch:
 
     def _bounded_layer_s(self, submesh: int) -> tuple[np.ndarray, np.ndarray]:
         shape = mesh_shape(self.submeshes[submesh])
-        mesh = AbstractMesh(tuple(shape.values()), tuple(shape))
+        mesh = AbstractMesh(tuple(shape.values()), tuple(shape), axis_types=(AxisType.Auto,) * len(shape))
         return self.layer_bounds.seconds(mesh, self.options.cluster.hardware(self.submeshes[submesh].kind, shape))
 
     def staged(self, starts: Sequence[int]) -> tuple[StagedStep, CutStep]:
