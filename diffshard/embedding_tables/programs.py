@@ -175,7 +175,9 @@ class DevicePrograms:
             for piece, _, _, column in slots:
                 if piece.table == index:
                     part = received[device, :, column : column + piece.columns]
-                    rows = rows.at[:, piece.column_start : piece.column_end].add(part)
+                    # `rows.at[...].add` has an empty array of indices where a piece has all columns. As a residual it
+                    # ends the process that compiles the gradient: Shardy of JAX 0.11 cannot take it out.
+                    rows += jnp.pad(part, ((0, 0), (piece.column_start, table.dimension - piece.column_end)))
         return rows
 
     def _looked(self, device: int, widths: Arrays, ids: jax.Array, weights: jax.Array) -> Looked:

@@ -12,8 +12,8 @@ from search_spaces.sharding.opaque.operations import OPAQUE
 # fmt: off
 _HIGHER_ORDER = frozenset(
     ("pjit", "jit", "closed_call", "core_call", "eval_jaxpr", "custom_jvp_call", "custom_vjp_call",
-     "custom_vjp_call_jaxpr", "checkpoint", "remat", "remat2", "scan", "while", "cond", "shard_map", "xla_pmap", "run_state",
-     "custom_linear_solve", "custom_root", "custom_lin")
+     "custom_vjp_call_jaxpr", "checkpoint", "remat", "remat2", "scan", "while", "cond", "shard_map", "xla_pmap",
+     "run_state", "custom_linear_solve", "custom_root", "custom_lin")
 )
 # Results equal in shape to operands that are handed through or computed entry by entry, though by a loop or a barrier.
 _ELEMENTWISE = frozenset(
