@@ -27,7 +27,7 @@ from diffshard.checks.timeline import simulate
 from diffshard.sharding_search.options import Options
 from diffshard.sharding_search.tracing import space_of, trace_function
 from experiments.host_devices import parse_mesh
-from experiments.models import gpt, mlp, unet, vision_transformer
+from experiments.models import gpt, mlp, scanned_layers, unet
 from experiments.models.model import Model, abstract_arguments
 from experiments.tables import print_table
 from experiments.targets import MESHES
@@ -37,10 +37,9 @@ MODELS: dict[str, Callable[[], Model]] = {
     "gpt": _GPT,
     "gpt-scanned": partial(_GPT, stack=gpt.scanned),
     "mlp": lambda: mlp.make(layers=8, width=1024, batch=65536),
-    # These two are set aside until the search is finished.
-    "vision transformer": lambda: vision_transformer.make(
-        batch=128, layers=4, width=1408, heads=16, hidden=6144, patch=14, image=224, classes=1000
-    ),
+    # These were set aside until the search was finished.
+    "mixer": scanned_layers.mixer,
+    "llama": scanned_layers.llama,
     "u-net": lambda: unet.make(batch=256, width=64, levels=2, blocks=1, heads=4, image=32),
 }
 EXPERTS: dict[str, Callable[[], Model]] = {
