@@ -35,9 +35,10 @@ if TYPE_CHECKING:  # for type checkers and editors; when the program runs, `__ge
     from diffshard.embedding_tables.reference import padded_ids
     from diffshard.embedding_tables.search import shard_tables
     from diffshard.expert_groups.assignment import assign_experts
-    from diffshard.expert_groups.grouping import group_experts
+    from diffshard.expert_groups.grouping import group_experts, reassign_experts
     from diffshard.expert_groups.layer_program import RoutedTokens
     from diffshard.expert_groups.layout import ExpertLayout
+    from diffshard.expert_groups.loads import ExpertLoads
     from diffshard.expert_groups.plans import ExpertAssignment, GroupPlan
     from diffshard.experts.plans import ExpertPlans, expert_plans
     from diffshard.initialisation import init_search, kaiming, orthogonal, xavier
@@ -90,9 +91,10 @@ _NAMES_OF = {
     "diffshard.elastic.training": ("Training",),
     "diffshard.experts.plans": ("ExpertPlans", "expert_plans"),
     "diffshard.expert_groups.assignment": ("assign_experts",),
-    "diffshard.expert_groups.grouping": ("group_experts",),
+    "diffshard.expert_groups.grouping": ("group_experts", "reassign_experts"),
     "diffshard.expert_groups.layer_program": ("RoutedTokens",),
     "diffshard.expert_groups.layout": ("ExpertLayout",),
+    "diffshard.expert_groups.loads": ("ExpertLoads",),
     "diffshard.expert_groups.plans": ("ExpertAssignment", "GroupPlan"),
     "diffshard.embedding_tables.plan": ("TablePlan",),
     "diffshard.embedding_tables.reference": ("padded_ids",),
@@ -149,6 +151,7 @@ __all__ = [
     "Exact",
     "ExpertAssignment",
     "ExpertLayout",
+    "ExpertLoads",
     "ExpertPlans",
     "GroupPlan",
     "Hardware",
@@ -206,6 +209,7 @@ __all__ = [
     "phases_of_log",
     "place",
     "preset",
+    "reassign_experts",
     "replica_gradients",
     "resume",
     "sampled",

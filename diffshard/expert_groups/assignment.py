@@ -71,6 +71,9 @@ def assign_experts(
     bound_ms = assignment_bound_ms(works, speeds, room)
     greedy = greedy_assignment(works, speeds, room)
     best = min(greedy, _largest_first(works, speeds, room), key=lambda choice: _makespan(space, choice))
+    if len(np.unique(works)) == 1:
+        # Equal experts: τ suffices if Σ_j min(room_j, ⌊τ F_j / f⌋) ≥ X, and greedy ends at the least such τ.
+        bound_ms = _makespan(space, best)
     if solver is not None or relative_gap(_makespan(space, best), bound_ms) > OPTIMAL_GAP:
         solution = solve(
             space.problem,

@@ -2,7 +2,8 @@
 
 Groups lie along one mesh axis. Inside of groups of one size tokens travel by one all-to-all, with its device groups.
 XLA has no all-to-all of groups of unequal size, so there they travel by permutes: in round s each device sends to the
-s-th next one of its group, if there is one. Either way nothing is sent to other groups.
+s-th next one of its group, if there is one, and only the buffers of experts that there are. Nothing is sent to other
+groups.
 
 Copies of an expert in several groups add their gradients in a ring of groups. A device sends the gradient of each of
 its experts to the device that holds the expert in the next group, by `ExpertMoves`; as in any ring all-reduce, each
@@ -13,6 +14,7 @@ Letters for sizes: H devices along the axis, G groups, N devices of the largest 
 
 from collections.abc import Sequence
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import jax
@@ -23,13 +25,17 @@ from jax import lax
 from diffshard.expert_groups.expert_moves import ExpertMoves, Place
 
 
-def exchange(parts: jax.Array, axis: str, groups: Sequence[Sequence[int]]) -> jax.Array:
-    """Sends part j of `[N, ...]` to the j-th device of one's group, and returns what the devices sent, `[N, ...]`.
+def exchange(
+    parts: jax.Array, axis: str, groups: Sequence[Sequence[int]], held: Sequence[int], *, to_holders: bool
+) -> jax.Array:
+    """Sends part j of `[N, S, ...]` to the j-th device of one's group, and returns what the devices sent, alike.
 
     Args:
       parts: N is the size of the largest group; in smaller ones the last parts go nowhere, and are zeros afterwards.
       axis: the mesh axis of the groups.
       groups: devices along the axis, each in one group.
+      held: how many of its S slots each device needs, `[H]`; permutes send no others.
+      to_holders: whether slots are those of the device that receives, or of the one that sends.
     """
     sizes = {len(group) for group in groups}
     if sizes == {1}:
@@ -42,12 +48,17 @@ def exchange(parts: jax.Array, axis: str, groups: Sequence[Sequence[int]]) -> ja
     device = lax.axis_index(axis)
     own, own_size = jnp.asarray(member)[device], jnp.asarray(size)[device]
     received = jnp.zeros_like(parts).at[own].set(parts[own])
+    ends = [0, *sorted(set(held) - {0})]
     for step in range(1, len(parts)):
+        sent = parts[(own + step) % own_size]
+        sender = jnp.where(step < own_size, (own - step) % own_size, len(parts))  # past the end: nowhere
         pairs = [(group[i], group[(i + step) % len(group)]) for group in groups if len(group) > step
                  for i in range(len(group))]  # fmt: skip
-        arrived = lax.ppermute(parts[(own + step) % own_size], axis, pairs)
-        sender = jnp.where(step < own_size, (own - step) % own_size, len(parts))  # past the end: nowhere
-        received = received.at[sender].set(arrived, mode="drop")
+        for start, end in pairwise(ends):
+            with_slots = [pair for pair in pairs if held[pair[int(to_holders)]] >= end]
+            if with_slots:
+                arrived = lax.ppermute(sent[start:end], axis, with_slots)
+                received = received.at[sender, start:end].set(arrived, mode="drop")
     return received
 
 

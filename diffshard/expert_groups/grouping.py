@@ -3,6 +3,7 @@
 Letters for sizes: W workers, X experts, G groups.
 """
 
+import dataclasses
 import time
 from collections.abc import Sequence
 
@@ -19,7 +20,14 @@ from cost.expert_groups import (
 )
 from cost.real_numbers import is_positive
 from diffshard.base import OPTIMAL_GAP, Progress, Solver
-from diffshard.expert_groups.arguments import check_room, checked_step, checked_workers
+from diffshard.expert_groups.arguments import (
+    check_room,
+    checked_capacity,
+    checked_speeds,
+    checked_step,
+    checked_workers,
+    checked_works,
+)
 from diffshard.expert_groups.assignment import LEVELLING, assign_experts
 from diffshard.expert_groups.bounds import lower_bounds_ms
 from diffshard.expert_groups.candidates import candidate_groups, equal_runs, nearest_order
@@ -138,6 +146,36 @@ def group_experts(
         lower_bound_ms=min(bound_ms, best.ms),
         search_s=time.perf_counter() - start_s,
     )
+
+
+def reassign_experts(
+    plan: GroupPlan,
+    expert_flops: Sequence[float] | np.ndarray,
+    flops_per_ms: Sequence[float] | np.ndarray,
+    capacity: int | Sequence[int] | np.ndarray,
+) -> GroupPlan:
+    """Assigns experts of other work to the workers of a plan's groups, which stay as they are.
+
+    Args:
+      plan: from `group_experts`.
+      expert_flops: the work of each expert now, `[X]`, in any unit; `ExpertLoads.work` has it.
+      flops_per_ms: as for `group_experts`.
+      capacity: as for `group_experts`.
+
+    Returns:
+      The plan with other `expert_workers`; on the same devices it has the same mesh if the groups were and are alike.
+
+    Raises:
+      InfeasibleError: a group has less room than there are experts; says by how many.
+      ValueError: an argument breaks its rule, or is not of the plan's experts or workers.
+    """
+    works, speeds = checked_works(expert_flops), checked_speeds(flops_per_ms)
+    num_experts, num_workers = len(plan.expert_workers[0]), sum(map(len, plan.groups))
+    for name, numbers, needed in (("expert_flops", works, num_experts), ("flops_per_ms", speeds, num_workers)):
+        if len(numbers) != needed:
+            raise ValueError(f"`{name}` must have the {needed} numbers of the plan, not {len(numbers)}.")
+    room = checked_capacity(capacity, num_workers)
+    return dataclasses.replace(plan, expert_workers=_holders(works.tolist(), speeds, room, plan.groups))
 
 
 def _best_by_solver(

@@ -72,6 +72,7 @@ class LayerProgram:
     def __init__(self, layout: Layout, expert: Expert, capacity: int, num_chosen: int):
         self._layout, self._expert, self._capacity, self._num_chosen = layout, expert, capacity, num_chosen
         self._most_members = max(map(len, layout.groups))
+        self._held = [len(own) for own in layout.experts]
 
     def __call__(self, arrays: Any, tokens: jax.Array, logits: jax.Array) -> RoutedTokens:
         """Runs the layer for one device's tokens `[T, M]`; its arrays are `[S, ...]`."""
@@ -88,11 +89,11 @@ class LayerProgram:
         rows = jnp.where(has_room, buffer * capacity + positions, num_rows)
         with jax.named_scope("dispatch"):
             buffers = jnp.zeros((num_rows, tokens.shape[1]), tokens.dtype).at[rows].add(tokens[:, None], mode="drop")
-            arrived = self._exchange(buffers.reshape(self._most_members, layout.num_slots, capacity, -1))
+            arrived = self._exchange(buffers.reshape(self._most_members, layout.num_slots, capacity, -1), True)
         results = self._compute(arrays, self._by_slot(arrived))
         with jax.named_scope("combine"):
             to_senders = results.reshape(layout.num_slots, self._most_members, capacity, -1).swapaxes(0, 1)
-            returned = self._exchange(to_senders).reshape(num_rows, -1)
+            returned = self._exchange(to_senders, False).reshape(num_rows, -1)
         chosen_rows = returned.at[rows].get(mode="fill", fill_value=0)
         axes = tuple(layout.mesh.axis_names)
         return RoutedTokens(
@@ -108,8 +109,8 @@ class LayerProgram:
         num_slots = self._layout.num_slots
         return np.array([[member[p.device] * num_slots + p.slot for p in row] for row in self._layout.places], np.int32)
 
-    def _exchange(self, parts: jax.Array) -> jax.Array:
-        return exchange(parts, self._layout.axis, self._layout.groups)
+    def _exchange(self, parts: jax.Array, to_holders: bool) -> jax.Array:
+        return exchange(parts, self._layout.axis, self._layout.groups, self._held, to_holders=to_holders)
 
     def _by_slot(self, arrived: jax.Array) -> jax.Array:
         """Returns buffers `[N, S, C, M]` as `[S, N·C, M]`."""
@@ -117,7 +118,7 @@ class LayerProgram:
 
     def _compute(self, arrays: Any, tokens: jax.Array) -> jax.Array:
         """Applies a device's own experts, those of its first slots; `tokens` is `[S, N·C, M]`, and so are results."""
-        num_slots, held = self._layout.num_slots, [len(own) for own in self._layout.experts]
+        num_slots, held = self._layout.num_slots, self._held
         result = jax.eval_shape(self._expert, jax.tree.map(lambda x: x[0], arrays), tokens[0])
         counts = sorted(set(held))
 
