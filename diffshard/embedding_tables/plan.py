@@ -23,6 +23,7 @@ from diffshard.embedding_tables.layout import Layout
 from diffshard.embedding_tables.programs import DevicePrograms
 from diffshard.embedding_tables.text import plan_text
 from diffshard.plans.documents import TABLES, read_record, write_record
+from diffshard.sharding_search.options import with_automatic_axes
 from search_spaces.embedding_tables.base import DecodedTables, EmbeddingTable, Piece, TableDevices
 from search_spaces.embedding_tables.prices import decoded, lookup_and_update_s
 from search_spaces.sharding.stated_seconds import stating_seconds
@@ -262,7 +263,8 @@ class TablePlan:
         return lookup_and_update_s(self.tables, self.pieces, devices)
 
     def _mapped(self, program: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
-        mesh = self.mesh if isinstance(self.mesh, AbstractMesh) else self._mesh_here()
+        # JAX 0.11 makes axes explicit where nothing is said: traced arrays would need these shardings in their types.
+        mesh = with_automatic_axes(self.mesh) if isinstance(self.mesh, AbstractMesh) else self._mesh_here()
         return jax.shard_map(program, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
     def _mesh_here(self) -> Mesh:
