@@ -93,12 +93,12 @@ class TablePlan:
 
         So a step that they are part of can be planned where the devices are not here.
         """
-        layout = self.layout
-        shards = {d: jax.ShapeDtypeStruct((layout.num_devices, n), jnp.dtype(d)) for d, n in layout.numbers.items()}
+        layout, shape_of = self.layout, jax.ShapeDtypeStruct
         copied = [self.tables[t] for t in layout.copied]
-        copies = {t.name: jax.ShapeDtypeStruct((t.rows, t.dimension), jnp.dtype(t.dtype)) for t in copied}
-        state = {"state": jax.ShapeDtypeStruct((layout.num_devices, layout.state_rows), jnp.float32)}
-        state_copies = {t.name: jax.ShapeDtypeStruct((t.rows,), jnp.float32) for t in copied}
+        shards: dict[str, Any] = {d: shape_of((layout.num_devices, n), jnp.dtype(d)) for d, n in layout.numbers.items()}
+        copies: dict[str, Any] = {t.name: shape_of((t.rows, t.dimension), jnp.dtype(t.dtype)) for t in copied}
+        state: dict[str, Any] = {"state": shape_of((layout.num_devices, layout.state_rows), jnp.float32)}
+        state_copies: dict[str, Any] = {t.name: shape_of((t.rows,), jnp.float32) for t in copied}
         return TableArrays(shards, copies), TableArrays(state, state_copies)
 
     def shard(self, tables: Mapping[str, Any]) -> TableArrays:
