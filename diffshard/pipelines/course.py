@@ -13,6 +13,8 @@ _PROOF_SHARE = 0.75
 """The share of the time limit after which no stage is solved for the sake of a bound."""
 _PATIENCE_S = 10.0
 """How long a search may look for a first pipeline that fits when its time is over."""
+_MOST_LOAD = 50.0
+"""Wall seconds of a busy machine that count as one second of this process at most, so that a search ends."""
 _LEAST_TIME_S = 0.1
 """What a solver is given for one stage or program at least."""
 
@@ -30,6 +32,7 @@ class Course:
 
     def __init__(self, line: LiveLine, time_limit_s: float | None):
         self._line, self._limit_s, self.start_s = line, time_limit_s, time.perf_counter()
+        self._start_process_s = time.process_time()
         self._now, self._num_solved, self._best_s, self._bound_s = "", 0, math.inf, -math.inf
 
     @property
@@ -51,9 +54,15 @@ class Course:
         return self._limit_s is not None and self.seconds >= _PROOF_SHARE * self._limit_s
 
     def stage_limit_s(self, num_left: int = 1) -> float:
-        """Returns the solver's time limit for a stage or program, of which some are left to plan."""
+        """Returns the solver's time limit for a stage or program, of which some are left to plan.
+
+        Without a limit for the search it is about the same time of the processor on a busy machine as on a quiet one,
+        so that the same search finds the same.
+        """
         if self._limit_s is None:
-            return STAGE_TIME_LIMIT_S
+            process_s = time.process_time() - self._start_process_s
+            load = self.seconds / process_s if process_s > 0 else 1.0
+            return STAGE_TIME_LIMIT_S * min(max(load, 1.0), _MOST_LOAD)
         return min(STAGE_TIME_LIMIT_S, max((self._limit_s - self.seconds) / num_left, _LEAST_TIME_S))
 
     # Progress.

@@ -6,16 +6,17 @@ submeshes take longer. The programme over lower bounds (the solver's where an en
 bounds every division, mesh and sharding together.
 """
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from cost.clusters import Cluster
 from cost.pipeline_schedules import Schedule, kept_microbatches
+from diffshard.pipelines.device_subsets import fewer_hosts, kinds_alone
 from diffshard.pipelines.found_divisions import Entry, FoundDivision
 from diffshard.pipelines.layer_chain import LayerChain
+from diffshard.pipelines.solved_stages import UNKNOWN, SolvedStages, SolveEntry
 from diffshard.pipelines.stage_programme import (
     Division,
     Objective,
@@ -24,15 +25,13 @@ from diffshard.pipelines.stage_programme import (
     overlapped_objective,
     step_objective,
 )
-from diffshard.pipelines.stage_search import StageLayout, StageMemoryError
+from diffshard.pipelines.stage_search import StageLayout
 
-_UNKNOWN: Any = object()
 _INFINITE = complex(np.inf, np.inf)
 _MOST_ROUNDS = 10
 _LEAST_GAIN = 0.01
-_FREE_SHARE = 0.95
-"""A plan that needs less of the memory is taken to be the best one without a limit."""
-SolveEntry = Callable[[Entry], StageLayout]
+_PLANNED_SHARE = 1.2
+"""How much slower programs that were planned one by one have been than their stages as a whole, at most and about."""
 
 
 @dataclass
@@ -57,12 +56,11 @@ class DivisionSearch:
     solve: SolveEntry
     least_layer_s: Callable[[int], tuple[np.ndarray, np.ndarray]]
     max_stages: int
-    proven_not_to_fit: set[Any] = field(default_factory=set)  # by kind and micro-batches kept
-    solved: dict[Any, dict[int, StageLayout | None]] = field(default_factory=dict)  # by kind and micro-batches kept
-    slowdowns: dict[int, list[float]] = field(default_factory=dict)  # by submesh, of solved entries over full speed
 
     def __post_init__(self):
         self.submeshes = self.cluster.submeshes()
+        limits = [self.memory_limit_bytes[submesh.kind] for submesh in self.submeshes]
+        self.known = SolvedStages(self.chain.signatures, limits, self.solve)
         self.devices = [hosts.num_devices for hosts in self.cluster.kinds]
         size = len(self.chain)
         pairs = [[self._link_s(i, j) for j in range(len(self.submeshes))] for i in range(len(self.submeshes))]
@@ -83,32 +81,48 @@ class DivisionSearch:
         return min(self.candidates(schedule, is_over), key=lambda found: found.bound_s, default=None)
 
     def candidates(self, schedule: Schedule, is_over: Callable[[], bool]) -> list[FoundDivision]:
-        """Finds a division on each kind of device alone, unless it is proven slower than another, and one on all kinds.
+        """Finds divisions on each kind of device alone, on all devices, and on fewer hosts of a kind.
 
-        A kind alone comes first and is estimated by its own stages, so that other kinds do not change what is found.
+        Those are left out that are proven slower than another. Fewer hosts matter where the network is slow, because
+        the programs of a division may take longer than its stages as a whole.
         """
-        kinds, found, best = range(len(self.devices)), list[FoundDivision](), None
-        bounds = {kind: self.bound(schedule, np.inf, lambda: True, kind) for kind in kinds} if len(kinds) > 1 else {}
-        for kind in (*sorted(bounds, key=lambda kind: bounds[kind]), None):
-            if kind is not None and bounds[kind] >= (np.inf if best is None else best.bound_s):
-                continue
-            division = self._best_on(kind, schedule, is_over, best if kind is None else None)
-            if division is not None and division is not best:
-                found.append(division)
-                best = min(found, key=lambda division: division.bound_s)
+        found, whole = list[FoundDivision](), tuple(self.devices)
+
+        def value(share: float = 1.0) -> float:
+            return min((share * division.bound_s for division in found), default=np.inf)
+
+        bounds = {part: self.bound(schedule, np.inf, lambda: True, part) for part in kinds_alone(self.cluster)}
+        for part in (*sorted(bounds, key=lambda part: bounds[part]), whole):
+            if part == whole or bounds[part] < value():
+                best = min(found, key=lambda division: division.bound_s, default=None)
+                division = self._best_on(part, schedule, is_over, best if part == whole else None)
+                found += [division] if division is not None and division is not best else []
+        for part in fewer_hosts(self.cluster):
+            if not is_over() and self.bound(schedule, np.inf, lambda: True, part) < value(_PLANNED_SHARE):
+                division = self._best_on(part, schedule, is_over, None)
+                is_new = division is not None and all(division.stages != other.stages for other in found)
+                found += [division] if division is not None and is_new else []
         return found
 
     def _best_on(
-        self, kind: int | None, schedule: Schedule, is_over: Callable[[], bool], best: FoundDivision | None
+        self, devices: Sequence[int], schedule: Schedule, is_over: Callable[[], bool], best: FoundDivision | None
     ) -> FoundDivision | None:
         """Finds a division by estimates, solves its stages, and repeats while a better one is expected.
+
+        It is estimated by what was solved for the same devices alone, so that others do not change what is found.
 
         Returns:
           The best division whose stages were all solved, or the given one if it is better; None where nothing fits.
         """
+        with self.known.of_part(tuple(devices)):
+            return self._best_by_estimates(devices, schedule, is_over, best)
+
+    def _best_by_estimates(
+        self, devices: Sequence[int], schedule: Schedule, is_over: Callable[[], bool], best: FoundDivision | None
+    ) -> FoundDivision | None:
         rounds = 0  # since a first division was found; before, only what does not fit ends the search
         while rounds < _MOST_ROUNDS and not (best is None and is_over()):
-            division = self._best_division(schedule, self._estimate, kind)
+            division = self._best_division(schedule, self._estimate, devices)
             if division is None or (best is not None and division.value >= (1 - _LEAST_GAIN) * best.bound_s):
                 break
             rounds += best is not None
@@ -123,7 +137,7 @@ class DivisionSearch:
         """Solves the stages of a division that is given; returns None if one of them does not fit."""
         entries, layouts = self._entries(stages, schedule), []
         for entry in entries:
-            layout = self._solved(entry)
+            layout = self.known.layout(entry)
             if layout is None:
                 return None
             layouts.append(layout)
@@ -138,7 +152,13 @@ class DivisionSearch:
                 value, later_s = float(objective.join(link_s, value)), later_s + link_s
         return FoundDivision(stages, entries, tuple(layouts), value)
 
-    def bound(self, schedule: Schedule, target_s: float, is_over: Callable[[], bool], kind: int | None = None) -> float:
+    def bound(
+        self,
+        schedule: Schedule,
+        target_s: float,
+        is_over: Callable[[], bool],
+        devices: Sequence[int] | None = None,
+    ) -> float:
         """Returns what every division takes at least, with any sharding of its stages; infinite where none fits.
 
         Entries on the best path of lower bounds are solved until it reaches a number, or for some rounds.
@@ -147,19 +167,22 @@ class DivisionSearch:
           schedule: it limits how many micro-batches a stage keeps.
           target_s: a higher bound is of no use.
           is_over: tells whether there is no time left.
-          kind: the only one whose devices are used; None uses all.
+          devices: `[kinds]`, how many of each kind may be used; None uses all.
         """
+        devices = self.devices if devices is None else devices
         for _ in range(_MOST_ROUNDS):
-            division = self._best_division(schedule, self._bound, kind)
+            division = self._best_division(schedule, self._bound, devices)
             if division is None:
                 return np.inf
-            unsolved = [entry for entry in self._entries(division.stages, schedule) if not self._is_solved(entry)]
+            unsolved = [
+                entry for entry in self._entries(division.stages, schedule) if self.known.known(entry) is UNKNOWN
+            ]
             if not unsolved or division.value >= target_s or is_over():
                 return division.value
-            self._solved(
+            self.known.layout(
                 max(unsolved, key=lambda entry: float(np.real(self.least_s[entry.start, entry.end, entry.submesh])))
             )
-        division = self._best_division(schedule, self._bound, kind)
+        division = self._best_division(schedule, self._bound, devices)
         return np.inf if division is None else division.value
 
     def _objective(self, schedule: Schedule) -> Objective:
@@ -177,92 +200,55 @@ class DivisionSearch:
             for i, stage in enumerate(stages)
         )
 
-    def _solved(self, entry: Entry) -> StageLayout | None:
-        """Returns the layout of a stage, solved or known from one with equal layers; None where it does not fit."""
-        known = self._known(entry)
-        if known is not _UNKNOWN:
-            return known
-        try:
-            layout = self.solve(entry)
-        except StageMemoryError as error:
-            layout = None
-            if error.is_proven:
-                self.proven_not_to_fit.add((*self._kind(entry), entry.in_flight))
-        self.solved.setdefault(self._kind(entry), {})[entry.in_flight] = layout
-        least_s = float(np.real(self.least_s[entry.start, entry.end, entry.submesh]))
-        if layout is not None and least_s > 0:
-            self.slowdowns.setdefault(entry.submesh, []).append(self._seconds(layout).real / least_s)
-        return layout
-
     def known_layout(self, entry: Entry) -> StageLayout | None:
         """Returns the layout of a stage that is solved, or of one with equal layers; None if there is none."""
-        known = self._known(entry)
-        return None if known is _UNKNOWN else known
+        known = self.known.known(entry)
+        return None if known is UNKNOWN else known
 
     def _seconds(self, layout: StageLayout) -> complex:
         """Returns the seconds of a micro-batch, with its share of the step's end, and without."""
         count = self.num_microbatches
         return complex(layout.seconds / count, (layout.seconds - layout.end_s) / count)
 
-    def _is_solved(self, entry: Entry) -> bool:
-        return self._known(entry) is not _UNKNOWN
-
-    def _known(self, entry: Entry) -> Any:
-        """Returns what is known of a stage: its layout, None if it does not fit, or `_UNKNOWN`.
-
-        A layout that leaves memory free is the best one for as many micro-batches as fit; one that makes residuals
-        again is taken for more of them too, but not for fewer.
-        """
-        by_in_flight = self.solved.get(self._kind(entry), {})
-        if entry.in_flight in by_in_flight:
-            return by_in_flight[entry.in_flight]
-        limit = self.memory_limit_bytes[self.submeshes[entry.submesh].kind]
-        for in_flight, layout in by_in_flight.items():
-            if layout is None and in_flight <= entry.in_flight:
-                return None
-            is_best = layout is not None and (
-                not (layout.recomputed or layout.offloaded) or in_flight <= entry.in_flight
-            )
-            if layout is not None and is_best and layout.peak_bytes < _FREE_SHARE * limit:
-                peak_bytes = layout.peak_bytes + (entry.in_flight - in_flight) * layout.residual_bytes
-                if peak_bytes < _FREE_SHARE * limit:
-                    return replace(layout, peak_bytes=peak_bytes)
-        return _UNKNOWN
-
-    def _kind(self, entry: Entry) -> tuple[tuple[Hashable, ...], int]:
-        return self.chain.signatures[entry.start : entry.end], entry.submesh
-
     def _best_division(
-        self, schedule: Schedule, table: Callable[[int], np.ndarray], kind: int | None
+        self, schedule: Schedule, table: Callable[[int], np.ndarray], devices: Sequence[int]
     ) -> Division | None:
-        is_used = np.array([kind in (None, submesh.kind) for submesh in self.submeshes])
-        return best_division(
+        used = [p for p, submesh in enumerate(self.submeshes) if submesh.num_devices <= devices[submesh.kind]]
+        division = best_division(
             len(self.chain),
-            self.devices,
-            self.submeshes,
-            lambda left: np.where(is_used, table(kept_microbatches(schedule, left, self.num_microbatches)), _INFINITE),
-            self.link_s,
+            devices,
+            [self.submeshes[p] for p in used],
+            lambda left: table(kept_microbatches(schedule, left, self.num_microbatches))[..., used],
+            self.link_s[:, used][:, :, used],
             self._objective(schedule),
             max_stages=self.max_stages,
             use_all_devices=False,
         )
+        if division is None:
+            return None
+        return division._replace(stages=tuple(s._replace(submesh=used[s.submesh]) for s in division.stages))
 
     def _estimate(self, in_flight: int) -> np.ndarray:
         """Returns `[L, L + 1, P]`: seconds of a micro-batch, of unsolved entries by those that are solved."""
-        means = {submesh: float(np.mean(ratios)) for submesh, ratios in self.slowdowns.items()}
+        slowdowns: dict[int, list[float]] = {}  # by submesh, of solved entries over full speed
+        for entry, layout in self.known.solved:
+            least_s = float(np.real(self.least_s[entry.start, entry.end, entry.submesh]))
+            if least_s > 0:
+                slowdowns.setdefault(entry.submesh, []).append(self._seconds(layout).real / least_s)
+        means = {submesh: float(np.mean(ratios)) for submesh, ratios in slowdowns.items()}
         usual = [1.0 for _ in self.devices]  # of each kind
         for p, mean in means.items():
             usual[self.submeshes[p].kind] = max(usual[self.submeshes[p].kind], mean)
         factors = np.array([means.get(p, usual[submesh.kind]) for p, submesh in enumerate(self.submeshes)])
         fits = np.isfinite(self.least_s)
         table = np.where(fits, np.where(fits, self.least_s, 0) * factors, _INFINITE)
-        for start, length, p in self._alike():
-            layout = self._known(Entry(start, start + length, p, in_flight))
+        for start, length, p in self.known.alike():
+            layout = self.known.known(Entry(start, start + length, p, in_flight))
             if layout is None:
                 table[start, start + length, p] = _INFINITE
-                if self._is_proven_not_to_fit(Entry(start, start + length, p, in_flight)):
+                if self.known.is_proven_not_to_fit(Entry(start, start + length, p, in_flight)):
                     table[: start + 1, start + length :, p] = _INFINITE  # more layers need more memory
-            elif layout is not _UNKNOWN and np.isfinite(table[start, start + length, p]):
+            elif layout is not UNKNOWN and np.isfinite(table[start, start + length, p]):
                 table[start, start + length, p] = self._seconds(layout)
         return table
 
@@ -272,24 +258,14 @@ class DivisionSearch:
         What was proven of a stage that keeps fewer micro-batches holds for one that keeps more, which has less memory.
         """
         table = self.least_s.copy()
-        for start, length, p in self._alike():
+        for start, length, p in self.known.alike():
             at = start, start + length, p
-            kind = self._kind(Entry(*at, in_flight))
-            for kept, layout in self.solved[kind].items():
+            kind = self.known.kind(Entry(*at, in_flight))
+            for kept, layout in self.known.by_kind[kind].items():
                 if layout is not None and kept <= in_flight:
                     known = complex(table[at])
                     bound_s = max(known.real, layout.lower_bound_s / self.num_microbatches)
                     table[at] = complex(bound_s, known.imag)
-            if self._is_proven_not_to_fit(Entry(*at, in_flight)):
+            if self.known.is_proven_not_to_fit(Entry(*at, in_flight)):
                 table[at] = _INFINITE
         return table
-
-    def _is_proven_not_to_fit(self, entry: Entry) -> bool:
-        return any((*self._kind(entry), kept) in self.proven_not_to_fit for kept in range(1, entry.in_flight + 1))
-
-    def _alike(self) -> Iterator[tuple[int, int, int]]:
-        """Yields the first layer, the number of layers and the submesh of what is solved, also for equal layers."""
-        for length, p in {(len(signatures), p) for signatures, p in self.solved}:
-            for start in range(len(self.chain) - length + 1):
-                if self._kind(Entry(start, start + length, p, 1)) in self.solved:
-                    yield start, length, p

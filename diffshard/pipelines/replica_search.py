@@ -156,7 +156,10 @@ def _with_others(
         if own is None:
             continue
         try:
-            layouts = [solve_replica_stage(options, part, i, own[i], in_flight[i]) for i in range(size)]
+            layouts = [
+                solve_replica_stage(options, part, i, own[i], in_flight[i], main.course.stage_limit_s())
+                for i in range(size)
+            ]
         except InfeasibleError:
             continue
         exchange_s = weights_out_s(cluster, part, layouts, submeshes, own) + sums_in_s(cluster, part, submeshes, own)
@@ -173,15 +176,18 @@ def _with_others(
 
 
 def solve_replica_stage(
-    options: PipelineOptions, part: StagedStep, stage: int, submesh: Submesh, in_flight: int
+    options: PipelineOptions, part: StagedStep, stage: int, submesh: Submesh, in_flight: int, time_limit_s: float
 ) -> StageLayout:
-    """Finds how a stage of a replica that keeps no state runs on a submesh of the cluster.
+    """Finds how a stage of a replica that keeps no state runs on a submesh of the cluster, in some time.
 
     Raises:
       InfeasibleError: it does not fit.
     """
     nothing = [None] * len(part.inputs)
-    return StageVariants(options, part, stage, nothing, submesh, in_flight, is_donated=False).chosen(())
+    variants = StageVariants(
+        options, part, stage, nothing, submesh, in_flight, is_donated=False, time_limit_s=time_limit_s
+    )
+    return variants.chosen(())
 
 
 def even_submeshes(cluster: Cluster, kind: int, num_stages: int) -> tuple[Submesh, ...] | None:

@@ -122,12 +122,15 @@ def _places(
     """
     part = replica_part(base)
     wanted = [(r, i, s) for r, replica in enumerate(chosen.replicas) for i, s in enumerate(replica.submeshes)]
+    limit_s = search.course.stage_limit_s(3 * len(wanted))  # each has two programs as well
 
     def solved(r: int, i: int, submesh: Submesh) -> StageLayout:
         in_flight = chosen.replicas[r].in_flight[i]
         if r:
-            return solve_replica_stage(options, part, i, submesh, in_flight)
-        variants = StageVariants(options, base, i, step.replaced, submesh, in_flight, is_donated=search.is_donated)
+            return solve_replica_stage(options, part, i, submesh, in_flight, limit_s)
+        variants = StageVariants(
+            options, base, i, step.replaced, submesh, in_flight, is_donated=search.is_donated, time_limit_s=limit_s
+        )
         return variants.chosen(())
 
     layouts = shared_layouts(processes, base, lambda: [solved(*one) for one in wanted])

@@ -26,7 +26,7 @@ from diffshard.pipelines.step_search import StepSearch
 from diffshard.plans.formats import format_s
 from diffshard.processes import Processes
 
-_MOST_PLANNED = 3
+_MOST_PLANNED = 4
 """Pipelines whose programs are planned at most."""
 _LEAST_GAIN = 0.02
 """What another pipeline has to be estimated faster, relatively, for its programs to be planned."""

@@ -14,11 +14,15 @@ from diffshard.pipelines.course import Course
 class Clock:
     """A time that tests set."""
 
-    seconds = 0.0
+    seconds, process_s = 0.0, 0.0
 
     def perf_counter(self):
         """Returns the time that was set."""
         return self.seconds
+
+    def process_time(self):
+        """Returns the time of the processor that was set."""
+        return self.process_s
 
 
 class Line:
@@ -77,6 +81,17 @@ def test_a_time_limit_is_divided_among_the_search_the_bound_and_the_programs(clo
     unlimited = _course(None)
     assert not unlimited.is_search_over()
     assert not unlimited.is_proof_over()
+
+
+def test_a_stage_has_as_much_time_of_the_processor_on_a_busy_machine_as_on_a_quiet_one(clock: Clock):
+    quiet_s = _course(None).stage_limit_s()
+    search = _course(None)
+    clock.seconds, clock.process_s = 8.0, 8.0
+    assert search.stage_limit_s() == quiet_s
+    clock.seconds = 32.0  # of which this process had a quarter
+    assert search.stage_limit_s() == 4 * quiet_s
+    clock.seconds, clock.process_s = 32.0, 60.0  # two threads
+    assert search.stage_limit_s() == quiet_s
 
 
 def train_step(params, x):

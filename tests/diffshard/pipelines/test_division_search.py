@@ -133,6 +133,25 @@ def test_devices_of_another_kind_never_make_the_found_division_slower(seed, slow
     assert divisions[0][0] in divisions[1]
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_the_division_on_fewer_hosts_is_a_candidate_unless_it_is_clearly_slower(seed):
+    """So more hosts do not lead to a slower pipeline, though its programs may take longer than its stages."""
+    best, submeshes = [], ()
+    for count in (1, 2, 3, 4):
+        cluster = diffshard.Cluster([diffshard.Hosts(count, devices=2, hardware="h100")], between=Link(1e-3, 1e-7))
+        solver = Solver(seed, 5, cluster=cluster)
+        assert solver.submeshes[: len(submeshes)] == submeshes  # so that numbers mean the same for all clusters
+        submeshes = solver.submeshes
+        is_wide = np.array([submesh.num_devices > 2 for submesh in submeshes])
+        solver.factor[is_wide] *= 1 + seed / 2  # the network is slow
+        found = search(solver, 5, cluster=cluster).candidates("1f1b", lambda: False)
+        fastest = min(found, key=lambda one: one.bound_s)
+        for fewer in best:
+            assert fewer.stages in [one.stages for one in found] or fewer.bound_s > 1.2 * fastest.bound_s
+            assert fastest.bound_s <= fewer.bound_s * (1 + 1e-9)
+        best.append(fastest)
+
+
 def test_a_second_kind_is_used_where_it_helps():
     cluster = diffshard.Cluster([diffshard.Hosts(1, 2, "h100"), diffshard.Hosts(1, 2, "a100")], between=Link(0.0, 0.0))
     solver = Solver(0, 5, cluster=cluster, speeds=(1.0, 1.0))
@@ -145,7 +164,7 @@ def test_a_bound_says_nothing_that_only_more_memory_forbids():
     """A stage that keeps fewer micro-batches has more memory, and may be faster than one that keeps more."""
     solver = Solver(0, 4)
     found = search(solver, 4)
-    found.solved[found._kind(Entry(0, 4, 2, 1))] = {3: StageLayout(1e3, 1e3, 0.0, 50.0, 1.0, {})}
+    found.known.by_kind[found.known.kind(Entry(0, 4, 2, 1))] = {3: StageLayout(1e3, 1e3, 0.0, 50.0, 1.0, {})}
     assert found.bound("1f1b", np.inf, lambda: False) < 1e3
 
 
