@@ -98,6 +98,7 @@ def replicated_step(replicas: Sequence[StagedStep], microbatches: Sequence[int])
             label = Label("finish", stage, COMBINE_PHASE)
             programs[label] = program = _combining(label, totals, microbatches, avals)
             makers.update({a.total: label for a in totals})
+            avals.update(zip((a.total for a in totals), program.program.out_avals, strict=True))
             for key in program.reads:
                 readers.setdefault(key, set()).add(stage)
     kinds = "begin", "forward", "backward", "finish"
