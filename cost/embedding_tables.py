@@ -59,6 +59,26 @@ def lookup_s(
     return block_penalty(columns) * num_bytes / hardware.reached_memory_bytes_per_s
 
 
+def host_fetch_s(lookups: ArrayLike, columns: ArrayLike, itemsize: ArrayLike, hardware: Hardware) -> np.ndarray:
+    """Computes the seconds in which one device fetches rows from pinned memory of its host; arguments broadcast.
+
+    Each lookup counts, also of a row that another example of the batch looks up as well.
+
+    Args:
+      lookups: rows that are fetched.
+      columns: of each row.
+      itemsize: bytes of one number of the table.
+      hardware: the device.
+
+    Raises:
+      ValueError: the hardware has no `host_memory_bytes_per_s`.
+    """
+    if hardware.host_memory_bytes_per_s is None:
+        raise ValueError(f"`hardware` {hardware.name!r} does not say how fast it copies: `host_memory_bytes_per_s`.")
+    num_bytes = np.asarray(lookups, float) * columns * itemsize
+    return num_bytes / hardware.host_memory_bytes_per_s
+
+
 def exchange_s(outputs: ArrayLike, columns: ArrayLike, num_devices: int, s_per_byte: float) -> np.ndarray:
     """Computes the seconds in which one device sends pooled rows to all others, or receives their gradients.
 

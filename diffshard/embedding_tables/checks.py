@@ -12,7 +12,7 @@ import numpy as np
 from jax.core import Tracer
 
 from diffshard.embedding_tables.reference import NO_ID
-from search_spaces.embedding_tables.base import EVERY_DEVICE, EmbeddingTable, Piece, TableDevices
+from search_spaces.embedding_tables.base import EVERY_DEVICE, HOST, MEMORIES, EmbeddingTable, Piece, TableDevices
 
 
 class Pieces(Protocol):
@@ -41,7 +41,10 @@ def check_pieces(plan: Pieces) -> None:
         own = [piece for piece in plan.pieces if piece.table == index]
         for p in own:
             fits = 0 <= p.row_start < p.row_end <= table.rows and 0 <= p.column_start < p.column_end <= table.dimension
-            if not fits or not EVERY_DEVICE <= p.device < num_devices:
+            is_copy = p.device == EVERY_DEVICE
+            if is_copy and (p.columns < table.dimension or p.memory == HOST or sum(q.device < 0 for q in own) > 1):
+                raise ValueError(f"table {table.name!r} has the piece {p}; of a table some whole rows may be copied")
+            if not fits or not EVERY_DEVICE <= p.device < num_devices or p.memory not in MEMORIES:
                 raise ValueError(f"table {table.name!r} has the piece {p}, which does not fit it or the devices")
         covered = sum(p.rows * p.columns for p in own)
         if covered != table.rows * table.dimension or any(_overlap(a, b) for i, a in enumerate(own) for b in own[:i]):

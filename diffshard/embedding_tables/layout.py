@@ -1,17 +1,53 @@
 """Where the pieces of tables lie in each device's arrays.
 
 Each device keeps its pieces one after the other in one array for each dtype, which is as long on every device as on the
-fullest one. So devices may hold pieces of any number and shape, in ordinary sharded JAX arrays `[D, N]`.
+fullest one. So devices may hold pieces of any number and shape, in ordinary sharded JAX arrays `[D, N]`. Rows in memory
+of the host are in arrays `[D, A, W]`, one for each dtype and width W, because they are fetched row by row.
 
 Letters for sizes: D devices, N numbers, A rows, W columns.
 """
 
-from collections.abc import Sequence
+import math
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from search_spaces.embedding_tables.base import EVERY_DEVICE, EmbeddingTable, Piece
+import numpy as np
+
+from diffshard.base import PlanError
+from search_spaces.embedding_tables.base import DEVICE, EVERY_DEVICE, HOST, EmbeddingTable, Piece, TableDevices
+from search_spaces.embedding_tables.prices import piece_bytes
+
+
+class HostGroup(NamedTuple):
+    """Rows in memory of the hosts that are in one array.
+
+    Attributes:
+      dtype: of the numbers.
+      columns: of each row.
+    """
+
+    dtype: str
+    columns: int
+
+    @property
+    def name(self) -> str:
+        """The key of its array among those of all devices."""
+        return f"{self.dtype} of {self.columns} columns on hosts"
+
+
+class Columns(NamedTuple):
+    """Pooled columns of a table that a device sends, or whose gradients it receives.
+
+    Attributes:
+      table: the table's index.
+      start: the first column.
+      end: the column after the last one.
+    """
+
+    table: int
+    start: int
+    end: int
 
 
 class Slot(NamedTuple):
@@ -19,9 +55,9 @@ class Slot(NamedTuple):
 
     Attributes:
       piece: the piece.
-      offset: its first number in the array of its dtype.
+      offset: its first number in the array of its dtype; on the host its first row in the array of its group.
       state_offset: its first row in the array of the optimiser's state.
-      column: its first column in the pooled rows that the device sends.
+      column: its first column in the pooled rows that the device sends; pieces of the same columns share them.
     """
 
     piece: Piece
@@ -50,21 +86,50 @@ class Layout:
         return tuple(self._slots_on(device) for device in range(self.num_devices))
 
     @cached_property
-    def copied(self) -> tuple[int, ...]:
-        """The tables of which every device has a copy."""
-        return tuple(piece.table for piece in self.pieces if piece.device == EVERY_DEVICE)
+    def copies(self) -> dict[int, Piece]:
+        """The rows of which every device has a copy, by table."""
+        return {piece.table: piece for piece in self.pieces if piece.device == EVERY_DEVICE}
 
     @cached_property
-    def split_by_columns(self) -> tuple[int, ...]:
-        """The tables that are split by columns, whose rows' gradients are on several devices."""
-        columns = {p.table: self.tables[p.table].dimension for p in self.pieces}
-        return tuple(sorted({p.table for p in self.pieces if p.columns < columns[p.table]}))
+    def split_by_columns(self) -> tuple[tuple[int, int, int], ...]:
+        """Table, first row and end of each piece of columns; gradients of these rows are on several devices."""
+        parts = [p for p in self.pieces if p.columns < self.tables[p.table].dimension]
+        return tuple(sorted({(p.table, p.row_start, p.row_end) for p in parts}))
 
     @cached_property
     def numbers(self) -> dict[str, int]:
         """How many numbers the arrays of each dtype have on a device, N."""
-        dtypes = {self.tables[slot.piece.table].dtype for slots in self.slots for slot in slots}
-        return {dtype: max(self._end(slots, dtype) for slots in self.slots) for dtype in sorted(dtypes)}
+        sizes: dict[str, list[int]] = {}
+        for device in range(self.num_devices):
+            own: dict[str, int] = {}
+            for p in self._pieces_on(device, DEVICE):
+                dtype = self.tables[p.table].dtype
+                own[dtype] = own.get(dtype, 0) + p.rows * p.columns
+            for dtype, size in own.items():
+                sizes.setdefault(dtype, []).append(size)
+        return {dtype: max(sizes[dtype]) for dtype in sorted(sizes)}
+
+    @cached_property
+    def host_rows(self) -> dict[HostGroup, int]:
+        """How many rows the arrays in memory of the hosts have for a device, A, by group."""
+        groups = sorted({self.group_of(p) for p in self.pieces if p.memory == HOST})
+        return {
+            group: max(
+                sum(p.rows for p in self._pieces_on(device, HOST) if self.group_of(p) == group)
+                for device in range(self.num_devices)
+            )
+            for group in groups
+        }
+
+    def group_of(self, piece: Piece) -> HostGroup:
+        """Returns the group of a piece in memory of the host."""
+        return HostGroup(self.tables[piece.table].dtype, piece.columns)
+
+    def host_slots(self, device: int, group: HostGroup) -> tuple[Slot, ...]:
+        """Returns the slots of a device in one group of its host's memory."""
+        return tuple(
+            slot for slot in self.slots[device] if slot.piece.memory == HOST and self.group_of(slot.piece) == group
+        )
 
     @cached_property
     def state_rows(self) -> int:
@@ -72,9 +137,17 @@ class Layout:
         return max((sum(slot.piece.rows for slot in slots) for slots in self.slots), default=0)
 
     @cached_property
+    def sent(self) -> tuple[tuple[Columns, ...], ...]:
+        """Which pooled columns each device sends, one after the other, D tuples."""
+        return tuple(
+            tuple(dict.fromkeys(_columns_of(p) for p in self._pieces_on(device, DEVICE, HOST)))
+            for device in range(self.num_devices)
+        )
+
+    @cached_property
     def sent_columns(self) -> int:
         """How many columns of pooled rows a device sends, W."""
-        return max(sum(slot.piece.columns for slot in slots) for slots in self.slots)
+        return max(sum(c.end - c.start for c in columns) for columns in self.sent)
 
     def tables_on(self, device: int) -> tuple[int, ...]:
         """Returns the tables that have a piece on a device, in order."""
@@ -83,20 +156,52 @@ class Layout:
     def array_bytes(self) -> int:
         """Returns the bytes that each device keeps, what the fullest device needs more than others included."""
         sizes = {table.dtype: table.itemsize for table in self.tables}
-        copies = sum(self.tables[t].num_bytes + 4 * self.tables[t].rows for t in self.copied)
+        copies = sum(piece_bytes(self.tables[t], p.rows, p.columns) for t, p in self.copies.items())
         return sum(sizes[dtype] * n for dtype, n in self.numbers.items()) + 4 * self.state_rows + copies
 
+    def host_array_bytes(self) -> int:
+        """Returns the bytes in memory of the host for each device, what the fullest one needs more included."""
+        sizes = {table.dtype: table.itemsize for table in self.tables}
+        return sum(sizes[group.dtype] * group.columns * rows for group, rows in self.host_rows.items())
+
+    def _pieces_on(self, device: int, *memories: str) -> list[Piece]:
+        return [p for p in self.pieces if p.device == device and p.memory in memories]
+
     def _slots_on(self, device: int) -> tuple[Slot, ...]:
-        slots, state_offset, column = [], 0, 0
-        offsets: dict[str, int] = {}
-        for piece in self.pieces:
-            if piece.device == device:
-                dtype = self.tables[piece.table].dtype
-                slots.append(Slot(piece, offsets.get(dtype, 0), state_offset, column))
-                offsets[dtype] = offsets.get(dtype, 0) + piece.rows * piece.columns
-                state_offset, column = state_offset + piece.rows, column + piece.columns
+        slots, state_offset, width = [], 0, 0
+        offsets: dict[str | HostGroup, int] = {}
+        first_column: dict[Columns, int] = {}
+        for piece in self._pieces_on(device, DEVICE, HOST):
+            on_host = piece.memory == HOST
+            key = self.group_of(piece) if on_host else self.tables[piece.table].dtype
+            columns = _columns_of(piece)
+            if columns not in first_column:
+                first_column[columns] = width
+                width += piece.columns
+            slots.append(Slot(piece, offsets.get(key, 0), state_offset, first_column[columns]))
+            offsets[key] = offsets.get(key, 0) + piece.rows * (1 if on_host else piece.columns)
+            state_offset += piece.rows
         return tuple(slots)
 
-    def _end(self, slots: Sequence[Slot], dtype: str) -> int:
-        pieces = (slot.piece for slot in slots)
-        return sum(p.rows * p.columns for p in pieces if self.tables[p.table].dtype == dtype)
+
+def _columns_of(piece: Piece) -> Columns:
+    return Columns(piece.table, piece.column_start, piece.column_end)
+
+
+def check_fits(layout: Layout, devices: TableDevices) -> None:
+    """Checks that arrays as long on each device as on the fullest one fit all devices and their hosts.
+
+    Raises:
+      PlanError: they do not.
+    """
+    for num_bytes, limits, memory in (
+        (layout.array_bytes(), devices.memory_limit_bytes, ""),
+        (layout.host_array_bytes(), devices.host_limit_bytes, "the host of "),
+    ):
+        if num_bytes > min(limits, default=math.inf):
+            device = int(np.argmin(limits))
+            raise PlanError(
+                f"The plan's arrays are as long on each device as on the fullest one, {num_bytes} bytes, but "
+                f"{memory}device {device} has {limits[device]:.0f}. Plan with one limit, or with the smallest "
+                "one for all devices."
+            )

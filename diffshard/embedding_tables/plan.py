@@ -17,9 +17,10 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from cost.embedding_tables import step_s
 from diffshard.base import PlanError
-from diffshard.embedding_tables.arrays import TableArrays, to_numbers, to_tables
+from diffshard.embedding_tables.arrays import TableArrays, random_hosts, shapes_of, to_numbers, to_tables
 from diffshard.embedding_tables.checks import check_pieces, checked_arrays, checked_gradients, checked_ids
-from diffshard.embedding_tables.layout import Layout
+from diffshard.embedding_tables.host_rows import HOST_MEMORY
+from diffshard.embedding_tables.layout import Layout, check_fits
 from diffshard.embedding_tables.programs import DevicePrograms
 from diffshard.embedding_tables.text import plan_text
 from diffshard.plans.documents import TABLES, read_record, write_record
@@ -85,21 +86,19 @@ class TablePlan:
         Raises:
           PlanError: the plan's devices are not here, or its arrays do not fit.
         """
-        run = self._mapped(self._programs.init, (PartitionSpec(),), self._specs)
-        return jax.jit(run)(jax.random.key_data(key))
+        shards, copies, _ = self._specs
+        run = self._mapped(self._programs.init, (PartitionSpec(),), (shards, copies))
+        key_data = jax.random.key_data(key)
+        sharding = NamedSharding(self._mesh_here(), self._batch, memory_kind=HOST_MEMORY)
+        shards, copies = jax.jit(run)(key_data)
+        return TableArrays(shards, copies, random_hosts(self.layout, np.asarray(key_data), sharding))
 
     def shapes(self) -> tuple[Any, Any]:
         """Returns the tables and their optimiser's state as `jax.ShapeDtypeStruct`s, `TableArrays` of them.
 
         So a step that they are part of can be planned where the devices are not here.
         """
-        layout, shape_of = self.layout, jax.ShapeDtypeStruct
-        copied = [self.tables[t] for t in layout.copied]
-        shards: dict[str, Any] = {d: shape_of((layout.num_devices, n), jnp.dtype(d)) for d, n in layout.numbers.items()}
-        copies: dict[str, Any] = {t.name: shape_of((t.rows, t.dimension), jnp.dtype(t.dtype)) for t in copied}
-        state: dict[str, Any] = {"state": shape_of((layout.num_devices, layout.state_rows), jnp.float32)}
-        state_copies: dict[str, Any] = {t.name: shape_of((t.rows,), jnp.float32) for t in copied}
-        return TableArrays(shards, copies), TableArrays(state, state_copies)
+        return shapes_of(self.layout)
 
     def shard(self, tables: Mapping[str, Any]) -> TableArrays:
         """Returns tables on the devices that hold them.
@@ -112,8 +111,14 @@ class TablePlan:
           PlanError: as `init`.
         """
         numbers = to_numbers(self.layout, checked_arrays(self.tables, tables))
-        mesh = self._mesh_here()
-        return jax.device_put(numbers, jax.tree.map(lambda spec: NamedSharding(mesh, spec), self._specs))
+        return jax.device_put(numbers, self._shardings)
+
+    @property
+    def _shardings(self) -> Any:
+        mesh, specs = self._mesh_here(), self._specs
+        on_devices = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
+        hosts = {name: NamedSharding(mesh, spec, memory_kind=HOST_MEMORY) for name, spec in specs.hosts.items()}
+        return on_devices._replace(hosts=hosts)
 
     def unshard(self, arrays: TableArrays) -> dict[str, np.ndarray]:
         """Returns whole tables by name, on the host."""
@@ -128,8 +133,8 @@ class TablePlan:
         layout, mesh = self.layout, self._mesh_here()
 
         def zeros() -> TableArrays:
-            copies = {self.tables[t].name: jnp.zeros(self.tables[t].rows) for t in layout.copied}
-            return TableArrays({"state": jnp.zeros((layout.num_devices, layout.state_rows))}, copies)
+            copies = {self.tables[t].name: jnp.zeros(p.rows) for t, p in layout.copies.items()}
+            return TableArrays({"state": jnp.zeros((layout.num_devices, layout.state_rows))}, copies, {})
 
         return jax.jit(zeros, out_shardings=jax.tree.map(lambda s: NamedSharding(mesh, s), self._state_specs))()
 
@@ -159,13 +164,7 @@ class TablePlan:
           PlanError: the plan's devices are not here.
         """
         ids, weights = checked_ids(self.tables, self.devices.num_devices, ids, weights)
-        seconds = self._seconds(ids)
-
-        def lookup(*arguments: Any) -> dict[str, jax.Array]:
-            return _stating(self._programs.lookup(*arguments), *seconds)
-
-        run = self._mapped(lookup, (self._specs, self._batch, self._batch), self._batch)
-        return run(arrays, ids, weights)
+        return self._run_lookup(arrays, ids, weights)
 
     def update(
         self,
@@ -201,15 +200,9 @@ class TablePlan:
         ids, weights = checked_ids(self.tables, self.devices.num_devices, ids, weights)
         gradients = checked_gradients(self.tables, ids, gradients)
 
-        _, seconds = self._seconds(ids)
-
-        def step(*arguments: Any) -> Any:
-            return _stating(self._programs.update(*arguments, epsilon=epsilon), seconds)
-
-        rate = jnp.asarray(learning_rate, jnp.float32)
-        specs = (self._specs, self._state_specs, self._batch, self._batch, self._batch, PartitionSpec())
-        run = self._mapped(step, specs, (self._specs, self._state_specs))
-        return run(arrays, state, ids, weights, gradients, rate)
+        return self._run_update(
+            arrays, state, ids, weights, gradients, jnp.asarray(learning_rate, jnp.float32), epsilon
+        )
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the plan as JSON; the file is replaced whole or not at all."""
@@ -248,17 +241,42 @@ class TablePlan:
     def _specs(self) -> Any:
         """The sharding of the tables."""
         shards: Any = dict.fromkeys(self.layout.numbers, self._batch)
-        copies: Any = dict.fromkeys((self.tables[t].name for t in self.layout.copied), PartitionSpec())
-        return TableArrays(shards, copies)
+        copies: Any = dict.fromkeys((self.tables[t].name for t in self.layout.copies), PartitionSpec())
+        hosts: Any = dict.fromkeys((group.name for group in self.layout.host_rows), self._batch)
+        return TableArrays(shards, copies, hosts)
 
     @property
     def _state_specs(self) -> Any:
         shards: Any = {"state": self._batch}
-        return TableArrays(shards, self._specs.copies)
+        return TableArrays(shards, self._specs.copies, {})
 
-    def _seconds(self, ids: Mapping[str, jax.Array]) -> tuple[float, float]:
-        """Returns what lookups of these ids, and the rest of the step, are predicted to take."""
-        batch_size = next(iter(ids.values())).shape[0]
+    @cached_property
+    def _run_lookup(self) -> Callable[..., dict[str, jax.Array]]:
+        def run(arrays: TableArrays, ids: Any, weights: Any) -> dict[str, jax.Array]:
+            def lookup(*arguments: Any) -> dict[str, jax.Array]:
+                return stating_seconds(self._programs.lookup(*arguments), *self._seconds(batch_size))
+
+            batch_size = next(iter(ids.values())).shape[0]
+            return self._mapped(lookup, (self._specs, self._batch, self._batch), self._batch)(arrays, ids, weights)
+
+        return jax.jit(run)
+
+    @cached_property
+    def _run_update(self) -> Callable[..., tuple[TableArrays, TableArrays]]:
+        def run(arrays: TableArrays, state: TableArrays, ids: Any, *others: Any) -> tuple[TableArrays, TableArrays]:
+            def update(*arguments: Any) -> Any:
+                results = self._programs.update(*arguments, epsilon=others[-1])
+                return stating_seconds(results, self._seconds(batch_size)[1])
+
+            batch_size = next(iter(ids.values())).shape[0]
+            specs = (self._specs, self._state_specs, self._batch, self._batch, self._batch, PartitionSpec())
+            mapped = self._mapped(update, specs, (self._specs, self._state_specs))
+            return mapped(arrays, state, ids, *others[:-1])
+
+        return jax.jit(run, static_argnums=6)
+
+    def _seconds(self, batch_size: int) -> tuple[float, float]:
+        """Returns what lookups of so many examples, and the rest of the step, are predicted to take."""
         devices = dataclasses.replace(self.devices, batch_size=batch_size)
         return lookup_and_update_s(self.tables, self.pieces, devices)
 
@@ -273,17 +291,5 @@ class TablePlan:
                 "The plan has no devices to run on. Plan for a `jax.sharding.Mesh`, or load the plan with one: "
                 "`TablePlan.load(path, mesh)`."
             )
-        num_bytes, limits = self.layout.array_bytes(), self.devices.memory_limit_bytes
-        if num_bytes > min(limits):
-            device = int(np.argmin(limits))
-            raise PlanError(
-                f"The plan's arrays are as long on each device as on the fullest one, {num_bytes} bytes, but device "
-                f"{device} has {limits[device]:.0f}. Plan with one limit, or with the smallest one for all devices."
-            )
+        check_fits(self.layout, self.devices)
         return self.mesh
-
-
-def _stating(results: Any, forward_s: float, backward_s: float = 0.0) -> Any:
-    """Marks what the devices' program returns with its seconds, for a plan that it is part of."""
-    share = 1 / len(jax.tree.leaves(results))
-    return jax.tree.map(lambda array: stating_seconds(array, share * forward_s, share * backward_s), results)

@@ -1,42 +1,31 @@
 """The programs of all devices: lookups of pooled rows, and updates of the rows that were looked up.
 
 All devices run one program, in which each takes the branch with its own pieces (`lax.switch` by its number). So a
-device does no other device's work, however different the pieces are. Between the branches are exchanges:
+device does no other device's work, however different the pieces are. Between the branches are exchanges
+(`exchanges.py`). Rows in memory of the host come and go outside of the branches (`host_rows.py`): XLA's GPU compiler
+lets a loop touch that memory, but no branch. A row's gradient meets the squares of its other columns in one sum over
+devices, so that row-wise Adagrad computes the same as for a whole table.
 
-    ids to the devices of their tables → [lookups] → pooled rows to the devices of their examples
-
-and backwards for gradients. A row's gradient meets the squares of its other columns in one sum over devices, so that
-row-wise Adagrad computes the same as for a whole table.
-
-Letters for sizes: D devices, b examples of one device, B = D · b, P ids, W columns.
+Letters for sizes: D devices, b examples of one device, B = D · b, P ids, A rows, W columns.
 """
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from diffshard.embedding_tables.arrays import TableArrays
-from diffshard.embedding_tables.layout import Layout, Slot
-from diffshard.embedding_tables.reference import NO_ID, adagrad_step, pooled, pooling_weights, row_gradients
-from search_spaces.embedding_tables.base import EVERY_DEVICE, Piece
+from diffshard.embedding_tables.exchanges import Arrays, Exchanges, Looked, in_columns, joined_columns
+from diffshard.embedding_tables.host_rows import changed_rows, fetched_rows
+from diffshard.embedding_tables.layout import HostGroup, Layout, Slot
+from diffshard.embedding_tables.reference import NO_ID, adagrad_changes, pooled, pooling_weights, row_gradients
+from search_spaces.embedding_tables.base import HOST, Piece
 
-Arrays = Mapping[str, jax.Array]
-
-
-class Looked(NamedTuple):
-    """The ids of a device's own tables for the whole batch.
-
-    Attributes:
-      ids: by table, `[B, P]`.
-      weights: by table, `[B, P]` float32.
-    """
-
-    ids: dict[int, jax.Array]
-    weights: dict[int, jax.Array]
+Fetched = dict[str, jax.Array]
+"""Rows from memory of the host by group, `[B, P of all pieces in the group, W]`."""
 
 
 class DevicePrograms:
@@ -48,10 +37,10 @@ class DevicePrograms:
     """
 
     def __init__(self, layout: Layout, axes: tuple[str, ...]):
-        self._layout, self._axes = layout, axes
+        self._layout, self._axes, self._exchanges = layout, axes, Exchanges(layout, axes)
 
-    def init(self, key_data: jax.Array) -> TableArrays:
-        """Returns one device's tables of uniform numbers within ±1/√rows; each piece has random numbers of its own."""
+    def init(self, key_data: jax.Array) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
+        """Returns one device's shards and copies: uniform numbers within ±1/√rows, for each piece its own."""
         layout, key = self._layout, jax.random.wrap_key_data(key_data)
 
         def uniform(piece: Piece) -> jax.Array:
@@ -64,29 +53,30 @@ class DevicePrograms:
         def on(device: int) -> Callable[[], dict[str, jax.Array]]:
             def run() -> dict[str, jax.Array]:
                 parts = {dtype: [jnp.zeros((1, 0), dtype)] for dtype in layout.numbers}
-                for slot in layout.slots[device]:
-                    parts[layout.tables[slot.piece.table].dtype].append(uniform(slot.piece).reshape(1, -1))
-                return {dtype: _padded(parts[dtype], 1, n, dtype, 0) for dtype, n in layout.numbers.items()}
+                for piece, *_ in self._device_slots(device):
+                    parts[layout.tables[piece.table].dtype].append(uniform(piece).reshape(1, -1))
+                return {dtype: joined_columns(parts[dtype], 1, n, dtype, 0) for dtype, n in layout.numbers.items()}
 
             return run
 
         shards = self._switch([on(device) for device in range(layout.num_devices)])
-        copied = [piece for piece in layout.pieces if piece.device == EVERY_DEVICE]
-        return TableArrays(shards, {layout.tables[p.table].name: uniform(p) for p in copied})
+        return shards, {layout.tables[t].name: uniform(piece) for t, piece in layout.copies.items()}
 
     def lookup(self, tables: TableArrays, ids: Arrays, weights: Arrays) -> dict[str, jax.Array]:
         """Returns the pooled rows of one device's examples: by table `[b, dimension]`, float32."""
         layout = self._layout
         weights = self._pooling_weights(ids, weights)
+        to_tables = self._exchanges.to_tables(ids, weights)
+        fetched = self._fetched(tables, ids, to_tables)
         branches = [self._lookup_on(device, ids) for device in range(layout.num_devices)]
-        sent = self._switch(branches, tables.shards, *self._to_tables(ids, weights))
-        received = self._to_examples(sent)
+        sent = self._switch(branches, tables.shards, fetched, *to_tables)
+        received = self._exchanges.to_examples(sent)
         rows = {}
         for index, table in enumerate(layout.tables):
-            if index in layout.copied:
-                rows[table.name] = pooled(tables.copies[table.name], ids[table.name], weights[table.name])
-            else:
-                rows[table.name] = self._joined(received, index)
+            rows[table.name] = self._exchanges.joined(received, index)
+            if index in layout.copies:
+                own_ids = _from(layout.copies[index], ids[table.name])
+                rows[table.name] += pooled(tables.copies[table.name], own_ids, weights[table.name])
         return rows
 
     def update(
@@ -96,27 +86,32 @@ class DevicePrograms:
         """Makes a step of row-wise Adagrad with the gradients of the pooled rows, by table `[b, dimension]`."""
         layout = self._layout
         weights = self._pooling_weights(ids, weights)
-        to_tables = self._to_tables(ids, weights)
-        received = self._gradients_to_tables(gradients)
+        to_tables = self._exchanges.to_tables(ids, weights)
+        received = self._exchanges.gradients_to_tables(gradients)
         devices = range(layout.num_devices)
         squares = jnp.zeros(0)
         if layout.split_by_columns:
             own = self._switch([self._squares_on(d, ids) for d in devices], *to_tables, received)
             squares = lax.psum(own, self._axes)
         branches = [self._update_on(d, ids, epsilon) for d in devices]
-        shards, state_shards = self._switch(branches, tables.shards, state.shards, *to_tables, received, squares, rate)
+        shards, state_shards, changes = self._switch(
+            branches, tables.shards, state.shards, *to_tables, received, squares, rate
+        )
+        hosts = {}
+        for group, num_rows in layout.host_rows.items():
+            host = lax.reshape(tables.hosts[group.name], (num_rows, group.columns))
+            hosts[group.name] = lax.reshape(changed_rows(host, *changes[group.name]), (1, num_rows, group.columns))
         copies, state_copies = dict(tables.copies), dict(state.copies)
-        for index in layout.copied:
-            table = layout.tables[index]
-            gradient = jnp.zeros((table.rows, table.dimension), jnp.float32)
-            own_ids, own = ids[table.name], gradients[table.name]
-            rows, sums = row_gradients(own_ids, weights[table.name], own, table.rows)
+        for index, piece in layout.copies.items():
+            name = layout.tables[index].name
+            gradient = jnp.zeros((piece.rows, piece.columns), jnp.float32)
+            rows, sums = row_gradients(_from(piece, ids[name]), weights[name], gradients[name], piece.rows)
             gradient = lax.psum(gradient.at[rows].add(sums, mode="drop"), self._axes)
-            copies[table.name], state_copies[table.name] = adagrad_step(
-                tables.copies[table.name], state.copies[table.name], jnp.arange(table.rows), gradient,
-                jnp.square(gradient).mean(axis=1), rate, epsilon,
-            )  # fmt: skip
-        return TableArrays(shards, copies), TableArrays(state_shards, state_copies)
+            changes_of_all, state_copies[name] = adagrad_changes(
+                state.copies[name], jnp.arange(piece.rows), gradient, jnp.square(gradient).mean(axis=1), rate, epsilon
+            )
+            copies[name] = (copies[name].astype(jnp.float32) - changes_of_all).astype(copies[name].dtype)
+        return TableArrays(shards, copies, hosts), TableArrays(state_shards, state_copies, {})
 
     def _pooling_weights(self, ids: Arrays, weights: Arrays) -> dict[str, jax.Array]:
         return {
@@ -127,73 +122,8 @@ class DevicePrograms:
     def _switch(self, branches: Sequence[Callable[..., Any]], *operands: Any) -> Any:
         return lax.switch(lax.axis_index(self._axes), branches, *operands)
 
-    def _exchange(self, parts: jax.Array) -> jax.Array:
-        """Sends part d of `[D, b, ...]` to device d, and returns what the devices sent, `[D, b, ...]`."""
-        if self._layout.num_devices == 1 or not parts.size:
-            return parts
-        return lax.all_to_all(parts, self._axes, 0, 0, tiled=True)
-
-    def _to_tables(self, ids: Arrays, weights: Arrays) -> tuple[jax.Array, jax.Array]:
-        """Sends ids and weights to the devices of their tables, where they become `[B, P of all its tables]`."""
-        layout = self._layout
-        results = []
-        for arrays, filler in ((ids, NO_ID), (weights, 0)):
-            rows = [
-                [arrays[layout.tables[t].name] for t in layout.tables_on(device)]
-                for device in range(layout.num_devices)
-            ]
-            results.append(self._joined_batch(self._exchange(_stacked(rows, next(iter(arrays.values())), filler))))
-        return results[0], results[1]
-
-    def _to_examples(self, sent: jax.Array) -> jax.Array:
-        """Sends pooled rows `[B, W]` to the devices of their examples, which get `[D, b, W]`."""
-        return self._exchange(
-            sent.reshape(self._layout.num_devices, sent.shape[0] // self._layout.num_devices, sent.shape[1])
-        )
-
-    def _gradients_to_tables(self, gradients: Arrays) -> jax.Array:
-        """Sends gradients of pooled rows the other way, where they become `[B, W]`."""
-        layout = self._layout
-        rows = [
-            [
-                gradients[layout.tables[p.table].name][:, p.column_start : p.column_end].astype(jnp.float32)
-                for p in (slot.piece for slot in slots)
-            ]
-            for slots in layout.slots
-        ]
-        some = next(iter(gradients.values())).astype(jnp.float32)
-        return self._joined_batch(self._exchange(_stacked(rows, some, 0, layout.sent_columns)))
-
-    def _joined_batch(self, received: jax.Array) -> jax.Array:
-        return received.reshape(received.shape[0] * received.shape[1], received.shape[2])
-
-    def _joined(self, received: jax.Array, index: int) -> jax.Array:
-        """Puts the pooled columns of one table together, and adds those of its rows on several devices."""
-        table = self._layout.tables[index]
-        rows = jnp.zeros((received.shape[1], table.dimension), jnp.float32)
-        for device, slots in enumerate(self._layout.slots):
-            for piece, _, _, column in slots:
-                if piece.table == index:
-                    part = received[device, :, column : column + piece.columns]
-                    # `rows.at[...].add` has an empty array of indices where a piece has all columns. As a residual it
-                    # ends the process that compiles the gradient: Shardy of JAX 0.11 cannot take it out.
-                    rows += jnp.pad(part, ((0, 0), (piece.column_start, table.dimension - piece.column_end)))
-        return rows
-
-    def _looked(self, device: int, widths: Arrays, ids: jax.Array, weights: jax.Array) -> Looked:
-        """Takes the ids `[B, P of all tables]` of a device's tables apart."""
-        own_ids, own_weights, start = {}, {}, 0
-        for t in self._layout.tables_on(device):
-            end = start + widths[self._layout.tables[t].name].shape[1]
-            own_ids[t], own_weights[t] = ids[:, start:end], weights[:, start:end]
-            start = end
-        return Looked(own_ids, own_weights)
-
-    def _local_ids(self, looked: Looked, slot: Slot) -> jax.Array:
-        """Returns the ids of a piece, counted from its first row; other rows' become -1."""
-        ids, piece = looked.ids[slot.piece.table], slot.piece
-        is_here = (ids >= piece.row_start) & (ids < piece.row_end)
-        return jnp.where(is_here, ids - piece.row_start, NO_ID)
+    def _device_slots(self, device: int) -> list[Slot]:
+        return [slot for slot in self._layout.slots[device] if slot.piece.memory != HOST]
 
     def _piece(self, shards: Mapping[str, jax.Array], slot: Slot) -> jax.Array:
         piece = slot.piece
@@ -201,29 +131,71 @@ class DevicePrograms:
         end = slot.offset + piece.rows * piece.columns
         return lax.slice(numbers, (slot.offset,), (end,)).reshape(piece.rows, piece.columns)
 
+    def _fetched(self, tables: TableArrays, widths: Arrays, to_tables: tuple[jax.Array, jax.Array]) -> Fetched:
+        """Fetches what the device looks up in memory of its host."""
+        layout, fetched = self._layout, {}
+        for group, num_rows in layout.host_rows.items():
+            most = max(self._host_width(device, group, widths) for device in range(layout.num_devices))
+            branches = [self._host_ids_on(d, group, widths, most) for d in range(layout.num_devices)]
+            ids = self._switch(branches, *to_tables)
+            host = lax.reshape(tables.hosts[group.name], (num_rows, group.columns))
+            fetched[group.name] = fetched_rows(host, ids.ravel()).reshape(*ids.shape, group.columns)
+        return fetched
+
+    def _host_width(self, device: int, group: HostGroup, widths: Arrays) -> int:
+        """Returns how many ids an example has in one group of a device."""
+        pieces = (slot.piece for slot in self._layout.host_slots(device, group))
+        return sum(widths[self._layout.tables[piece.table].name].shape[1] for piece in pieces)
+
+    def _host_ids_on(self, device: int, group: HostGroup, widths: Arrays, most: int) -> Callable[..., jax.Array]:
+        """Returns a function to the rows of the host's array that a device looks up, `[B, most]`."""
+
+        def run(ids: jax.Array, weights: jax.Array) -> jax.Array:
+            looked = self._exchanges.looked(device, widths, ids, weights)
+            parts = []
+            for slot in self._layout.host_slots(device, group):
+                own = _from(slot.piece, looked.ids[slot.piece.table])
+                parts.append(jnp.where(own >= 0, own + slot.offset, NO_ID))
+            return joined_columns(parts, ids.shape[0], most, ids.dtype, NO_ID)
+
+        return run
+
     def _lookup_on(self, device: int, widths: Arrays) -> Callable[..., jax.Array]:
-        def run(shards: dict[str, jax.Array], ids: jax.Array, weights: jax.Array) -> jax.Array:
-            looked = self._looked(device, widths, ids, weights)
-            parts = [
-                pooled(self._piece(shards, slot), self._local_ids(looked, slot), looked.weights[slot.piece.table])
-                for slot in self._layout.slots[device]
+        layout = self._layout
+
+        def run(shards: dict[str, jax.Array], fetched: Fetched, ids: jax.Array, weights: jax.Array) -> jax.Array:
+            looked = self._exchanges.looked(device, widths, ids, weights)
+            sent = jnp.zeros((ids.shape[0], layout.sent_columns), jnp.float32)
+            parts: list[tuple[Slot, jax.Array]] = [
+                (slot, pooled(self._piece(shards, slot), _from(slot.piece, looked.ids[t]), looked.weights[t]))
+                for slot in self._device_slots(device)
+                for t in (slot.piece.table,)
             ]
-            return _padded(parts, ids.shape[0], self._layout.sent_columns, jnp.float32, 0)
+            for group in layout.host_rows:
+                start = 0
+                for slot in layout.host_slots(device, group):
+                    own = looked.weights[slot.piece.table]
+                    rows = fetched[group.name][:, start : start + own.shape[1]].astype(jnp.float32)
+                    parts.append((slot, jnp.einsum("bp,bpc->bc", own, rows, precision="highest")))
+                    start += own.shape[1]
+            for slot, part in parts:
+                sent += in_columns(part, slot.column, layout.sent_columns)
+            return sent
 
         return run
 
     def _squares_on(self, device: int, widths: Arrays) -> Callable[..., jax.Array]:
         """Returns a function to the squares of the gradients of looked up rows, over a device's own columns.
 
-        They are in the order in which `row_gradients` has the rows, which is the same for all pieces of columns.
+        They are in the order in which `row_gradients` has the rows, which is the same for all pieces of the same rows.
         """
 
         def run(ids: jax.Array, weights: jax.Array, gradients: jax.Array) -> jax.Array:
-            looked, squares = self._looked(device, widths, ids, weights), []
-            for t in self._layout.split_by_columns:
+            looked, squares = self._exchanges.looked(device, widths, ids, weights), []
+            for t, start, end in self._layout.split_by_columns:
                 own = jnp.zeros(ids.shape[0] * widths[self._layout.tables[t].name].shape[1], jnp.float32)
                 for slot in self._layout.slots[device]:
-                    if slot.piece.table == t:
+                    if (slot.piece.table, slot.piece.row_start, slot.piece.row_end) == (t, start, end):
                         _, sums = self._row_gradients(looked, slot, gradients)
                         own = own + jnp.square(sums).sum(axis=1)
                 squares.append(own)
@@ -233,51 +205,77 @@ class DevicePrograms:
 
     def _row_gradients(self, looked: Looked, slot: Slot, gradients: jax.Array) -> tuple[jax.Array, jax.Array]:
         own = gradients[:, slot.column : slot.column + slot.piece.columns]
-        ids = self._local_ids(looked, slot)
+        ids = _from(slot.piece, looked.ids[slot.piece.table])
         return row_gradients(ids, looked.weights[slot.piece.table], own, slot.piece.rows)
 
     def _update_on(self, device: int, widths: Arrays, epsilon: float) -> Callable[..., Any]:
+        """Returns a function to a device's shards and state, and to changes of rows in memory of its host, by group."""
+        layout = self._layout
+        ends = {group.name: num_rows for group, num_rows in layout.host_rows.items()}
+
         def run(
             shards: dict[str, jax.Array], state: dict[str, jax.Array], ids: jax.Array, weights: jax.Array,
             gradients: jax.Array, squares: jax.Array, rate: jax.Array,
-        ) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:  # fmt: skip
-            looked, shards, state = self._looked(device, widths, ids, weights), dict(shards), dict(state)
-            for slot in self._layout.slots[device]:
-                piece, table = slot.piece, self._layout.tables[slot.piece.table]
+        ) -> tuple[dict[str, jax.Array], dict[str, jax.Array], dict[str, tuple[jax.Array, jax.Array]]]:  # fmt: skip
+            looked = self._exchanges.looked(device, widths, ids, weights)
+            shards, state = dict(shards), dict(state)
+            changed: dict[str, list[tuple[jax.Array, jax.Array]]] = {name: [] for name in ends}
+            for slot in layout.slots[device]:
+                piece, table = slot.piece, layout.tables[slot.piece.table]
                 rows, sums = self._row_gradients(looked, slot, gradients)
                 own = jnp.square(sums).sum(axis=1)
-                if piece.table in self._layout.split_by_columns:
-                    own = self._squares_of(squares, piece.table, widths, ids.shape[0])
+                if piece.columns < table.dimension:
+                    own = self._squares_of(squares, piece, widths, ids.shape[0])
                 end = slot.state_offset + piece.rows
-                array, new_state = adagrad_step(
-                    self._piece(shards, slot), state["state"][0, slot.state_offset : end], rows, sums,
-                    own / table.dimension, rate, epsilon,
-                )  # fmt: skip
-                start = slot.offset
-                shards[table.dtype] = lax.dynamic_update_slice(shards[table.dtype], array.reshape(1, -1), (0, start))
+                changes, new_state = adagrad_changes(
+                    state["state"][0, slot.state_offset : end], rows, sums, own / table.dimension, rate, epsilon
+                )
                 state["state"] = state["state"].at[0, slot.state_offset : end].set(new_state)
-            return shards, state
+                if piece.memory == HOST:
+                    name = layout.group_of(piece).name
+                    rows = jnp.where(rows < piece.rows, rows + slot.offset, ends[name])
+                    changed[name].append((rows, changes))
+                    continue
+                old = self._piece(shards, slot)
+                array = _minus(old, rows, changes).reshape(1, -1)
+                shards[table.dtype] = lax.dynamic_update_slice(shards[table.dtype], array, (0, slot.offset))
+            sizes = {group: self._most_changes(group, widths, ids.shape[0]) for group in layout.host_rows}
+            return (
+                shards,
+                state,
+                {g.name: _joined_changes(g, changed[g.name], ends[g.name], n) for g, n in sizes.items()},
+            )
 
         return run
 
-    def _squares_of(self, squares: jax.Array, table: int, widths: Arrays, batch_size: int) -> jax.Array:
+    def _most_changes(self, group: HostGroup, widths: Arrays, batch_size: int) -> int:
+        return batch_size * max(self._host_width(d, group, widths) for d in range(self._layout.num_devices))
+
+    def _squares_of(self, squares: jax.Array, piece: Piece, widths: Arrays, batch_size: int) -> jax.Array:
         start = 0
-        for t in self._layout.split_by_columns:
-            end = start + batch_size * widths[self._layout.tables[t].name].shape[1]
-            if t == table:
+        for part in self._layout.split_by_columns:
+            end = start + batch_size * widths[self._layout.tables[part[0]].name].shape[1]
+            if part == (piece.table, piece.row_start, piece.row_end):
                 return squares[start:end]
             start = end
-        raise AssertionError(f"table {table} is not split by columns")
+        raise AssertionError(f"{piece} is not split by columns")
 
 
-def _stacked(rows: Sequence[Sequence[jax.Array]], like: jax.Array, filler: int, width: int | None = None) -> jax.Array:
-    """Returns `[D, b, width]` from arrays `[b, ...]` for each device, which are joined and filled up."""
-    if width is None:
-        width = max(sum(array.shape[1] for array in arrays) for arrays in rows)
-    return jnp.stack([_padded(arrays, like.shape[0], width, like.dtype, filler) for arrays in rows])
+def _from(piece: Piece, ids: jax.Array) -> jax.Array:
+    """Returns ids counted from a piece's first row; other rows' become -1."""
+    is_here = (ids >= piece.row_start) & (ids < piece.row_end)
+    return jnp.where(is_here, ids - piece.row_start, NO_ID)
 
 
-def _padded(parts: Sequence[jax.Array], num_rows: int, width: int, dtype: Any, filler: int) -> jax.Array:
-    """Joins arrays `[num_rows, ...]` to one `[num_rows, width]`, filled up."""
-    missing = width - sum(part.shape[1] for part in parts)
-    return jnp.concatenate([*parts, jnp.full((num_rows, missing), filler, dtype)], axis=1)
+def _minus(array: jax.Array, rows: jax.Array, changes: jax.Array) -> jax.Array:
+    old = array.at[rows].get(mode="fill", fill_value=0).astype(jnp.float32)
+    return array.at[rows].set((old - changes).astype(array.dtype), mode="drop")
+
+
+def _joined_changes(
+    group: HostGroup, changed: Sequence[tuple[jax.Array, jax.Array]], end: int, size: int
+) -> tuple[jax.Array, jax.Array]:
+    """Joins changes of pieces in one group to rows `[size]` and changes `[size, W]`; `end` stands for no row."""
+    missing = size - sum(len(rows) for rows, _ in changed)
+    rows = jnp.concatenate([*(rows for rows, _ in changed), jnp.full(missing, end)])
+    return rows, jnp.concatenate([*(own for _, own in changed), jnp.zeros((missing, group.columns), jnp.float32)])

@@ -66,19 +66,12 @@ def row_gradients(
     return rows, sums
 
 
-def adagrad_step(
-    array: jax.Array,
-    state: jax.Array,
-    rows: jax.Array,
-    sums: jax.Array,
-    squares: jax.Array,
-    rate: jax.Array | float,
-    epsilon: float,
+def adagrad_changes(
+    state: jax.Array, rows: jax.Array, sums: jax.Array, squares: jax.Array, rate: jax.Array | float, epsilon: float
 ) -> tuple[jax.Array, jax.Array]:
-    """Makes a step of row-wise Adagrad for some rows: s += mean(g²), w -= rate · g / (√s + epsilon).
+    """Returns what row-wise Adagrad subtracts from rows, rate · g / (√s + epsilon), and the state s += mean(g²).
 
     Args:
-      array: `[R, C]`.
       state: s, `[R]` float32.
       rows: `[n]`, each once; those from R on are left out.
       sums: their gradients g, `[n, C]`.
@@ -88,8 +81,7 @@ def adagrad_step(
     """
     state = state.at[rows].add(squares, mode="drop")
     scale = rate / (jnp.sqrt(state.at[rows].get(mode="fill", fill_value=1.0)) + epsilon)
-    old = array.at[rows].get(mode="fill", fill_value=0).astype(jnp.float32)
-    return array.at[rows].set((old - scale[:, None] * sums).astype(array.dtype), mode="drop"), state
+    return scale[:, None] * sums, state
 
 
 def padded_ids(values: np.ndarray, lengths: np.ndarray, most: int | None = None) -> np.ndarray:

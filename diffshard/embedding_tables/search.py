@@ -17,6 +17,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 from cost.base import Hardware
 from cost.real_numbers import is_positive, whole_number
 from diffshard.base import InfeasibleError, Progress, Solver
+from diffshard.embedding_tables.host_rows import check_host_memory
 from diffshard.embedding_tables.plan import TablePlan
 from diffshard.plans.formats import format_bytes
 from diffshard.sharding_search.options import hardware_for
@@ -39,6 +40,7 @@ def shard_tables(
     *,
     hardware: Hardware | str | Sequence[Hardware] | None = None,
     memory_limit_bytes: float | Sequence[float] | None = None,
+    host_memory_limit_bytes: float | Sequence[float] | None = None,
     access: Mapping[str, Sequence[float]] | None = None,
     batch_size: int = 65536,
     solver: str | Solver | None = None,
@@ -48,8 +50,10 @@ def shard_tables(
 ) -> TablePlan:
     """Finds which device holds which part of each embedding table, so that a step's lookups take the least time.
 
-    A table is whole on one device, split by columns or by rows, or small enough for a copy on each device. The
-    predicted time is that of the slowest devices, and the plan has a lower bound on it.
+    A table is whole on one device, split by columns or by rows, or small enough for a copy on each device. Of large
+    tables with `access`, hot rows may be copied to each device. With `host_memory_limit_bytes` rows may be in pinned
+    memory of the hosts, hot ones on the devices. The predicted time is that of the slowest devices, and the plan has a
+    lower bound on it.
 
     >>> tables = [EmbeddingTable("users", 10**7, 64, pooling_factor=1), EmbeddingTable("items", 10**6, 128, 20)]
     >>> plan = shard_tables(tables, mesh, hardware="h100")
@@ -60,6 +64,8 @@ def shard_tables(
       hardware: as in `search`; or D of them, in row-major order of the mesh, where devices differ.
       memory_limit_bytes: for the tables on a device and their optimiser's state, 4 bytes a row: one number, or D of
         them. None takes the memory of the hardware.
+      host_memory_limit_bytes: for rows in memory of the host, for each device: one number, or D of them. None keeps
+        all rows on the devices. It needs `Hardware.host_memory_bytes_per_s`, and devices with pinned memory.
       access: by table, counts of lookups in parts of equally many rows; instead of `EmbeddingTable.access`.
       batch_size: examples in a step, of all devices together.
       solver: as in `solve`; None is "gradient" with moves that level the devices and no others.
@@ -74,7 +80,7 @@ def shard_tables(
     start_s = time.perf_counter()
     tables = _checked_tables(tables, access)
     mesh = _checked_mesh(mesh_or_devices)
-    devices = _devices(mesh, hardware, memory_limit_bytes, batch_size)
+    devices = _devices(mesh, hardware, memory_limit_bytes, host_memory_limit_bytes, batch_size)
     space = EmbeddingTableSpace(tables, devices)
     _check_memory(space)
     solution = solve(
@@ -128,7 +134,9 @@ def _checked_mesh(mesh_or_devices: Any) -> Mesh | AbstractMesh:
     return Mesh(np.array(devices), (_AXIS,), axis_types=(AxisType.Auto,))
 
 
-def _devices(mesh: Mesh | AbstractMesh, hardware: Any, memory_limit_bytes: Any, batch_size: int) -> TableDevices:
+def _devices(
+    mesh: Mesh | AbstractMesh, hardware: Any, memory_limit_bytes: Any, host_limit_bytes: Any, batch_size: int
+) -> TableDevices:
     number = whole_number(batch_size)
     if number is None or number < 1:
         raise ValueError(f"`batch_size` must be a positive whole number, not {batch_size!r}.")
@@ -143,13 +151,31 @@ def _devices(mesh: Mesh | AbstractMesh, hardware: Any, memory_limit_bytes: Any, 
         raise ValueError(f"`hardware` has {len(all_hardware)} entries for {mesh.size} devices.")
     limits = [one.memory_bytes for one in all_hardware]
     if memory_limit_bytes is not None:
-        limits = list(memory_limit_bytes) if np.ndim(memory_limit_bytes) else [memory_limit_bytes] * mesh.size
-    if len(limits) != mesh.size:
-        raise ValueError(f"`memory_limit_bytes` has {len(limits)} numbers for {mesh.size} devices.")
+        limits = _limits("memory_limit_bytes", memory_limit_bytes, mesh.size)
+    host_limits = _limits("host_memory_limit_bytes", host_limit_bytes, mesh.size)
+    if host_limits:
+        check_host_memory(mesh)
+        for one in all_hardware:
+            if one.host_memory_bytes_per_s is None:
+                raise ValueError(
+                    f"`host_memory_limit_bytes` is given, but `hardware` {one.name!r} does not say how fast its "
+                    "devices copy from memory of their host. Give a `Hardware` with `host_memory_bytes_per_s`."
+                )
+    s_per_byte = _s_per_byte(mesh, all_hardware)
+    return TableDevices(all_hardware, tuple(map(float, limits)), s_per_byte, number, tuple(host_limits))
+
+
+def _limits(argument: str, given: Any, num_devices: int) -> list[float]:
+    """Returns limits for each device; none where none is given."""
+    if given is None:
+        return []
+    limits = list(given) if np.ndim(given) else [given] * num_devices
+    if len(limits) != num_devices:
+        raise ValueError(f"`{argument}` has {len(limits)} numbers for {num_devices} devices.")
     for limit in limits:
         if not is_positive(limit):
-            raise ValueError(f"`memory_limit_bytes` must be positive, not {limit!r}.")
-    return TableDevices(all_hardware, tuple(map(float, limits)), _s_per_byte(mesh, all_hardware), number)
+            raise ValueError(f"`{argument}` must be positive, not {limit!r}.")
+    return list(map(float, limits))
 
 
 def _s_per_byte(mesh: Mesh | AbstractMesh, hardware: Sequence[Hardware]) -> float:
@@ -163,18 +189,21 @@ def _s_per_byte(mesh: Mesh | AbstractMesh, hardware: Sequence[Hardware]) -> floa
 
 def _check_memory(space: EmbeddingTableSpace) -> None:
     """Raises `InfeasibleError` where a table's smallest pieces fit no device, or all tables not all devices."""
-    limits = space.devices.memory_limit_bytes
-    for table in space.tables:
+    limits, host_limits = space.devices.memory_limit_bytes, space.devices.host_limit_bytes
+    for table in space.tables if not host_limits else ():
         least = piece_bytes(table, *least_piece(table, len(limits)))
         if least > max(limits):
             raise InfeasibleError(
                 f"Table {table.name!r} does not fit: its smallest piece has {format_bytes(least)}, "
                 f"{least - max(limits):.0f} bytes more than the largest `memory_limit_bytes` of a device, "
-                f"{format_bytes(max(limits))}. Give more devices, so that it can be split further, or more memory."
+                f"{format_bytes(max(limits))}. Give more devices, so that it can be split further, more memory, or "
+                "`host_memory_limit_bytes`."
             )
     needed = sum(piece_bytes(table, table.rows, table.dimension) for table in space.tables)
-    if needed > sum(limits):
+    room = sum(limits) + sum(host_limits)
+    if needed > room:
+        names = "`memory_limit_bytes`" + (" and `host_memory_limit_bytes`" if host_limits else "")
         raise InfeasibleError(
-            f"`tables` need at least {format_bytes(needed)}, {math.ceil(needed - sum(limits))} bytes more than "
-            f"`memory_limit_bytes` of all {len(limits)} devices together, {format_bytes(sum(limits))}."
+            f"`tables` need at least {format_bytes(needed)}, {math.ceil(needed - room)} bytes more than "
+            f"{names} of all {len(limits)} devices together, {format_bytes(room)}."
         )

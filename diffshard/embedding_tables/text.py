@@ -1,12 +1,13 @@
 """A plan of embedding tables as text: what a step takes, what each device does, and where each table is."""
 
 import collections
+import dataclasses
 from typing import Protocol
 
 from diffshard.embedding_tables.checks import Pieces
 from diffshard.plans.formats import format_bytes, format_count, format_devices, format_percent, format_s
 from diffshard.plans.text_table import format_table, wrapped
-from search_spaces.embedding_tables.base import EVERY_DEVICE, DecodedTables, EmbeddingTable, Piece
+from search_spaces.embedding_tables.base import DEVICE, EVERY_DEVICE, HOST, DecodedTables, EmbeddingTable, Piece
 
 
 class Described(Pieces, Protocol):
@@ -47,14 +48,17 @@ def plan_text(plan: Described, predicted: DecodedTables) -> str:
         "",
     ]
     tables_on = collections.Counter(piece.device for piece in plan.pieces)
+    columns = [("device", "pieces", "lookups", "rest", "memory", "limit")]
+    sizes = [predicted.device_bytes, devices.memory_limit_bytes]
+    if devices.host_limit_bytes:
+        columns = [(*columns[0], "host", "limit")]
+        sizes += [predicted.host_bytes, devices.host_limit_bytes]
     times = zip(predicted.forward_s, predicted.rest_s, strict=True)
-    sizes = zip(predicted.device_bytes, devices.memory_limit_bytes, strict=True)
-    rows = [("device", "pieces", "lookups", "rest", "memory", "limit")]
-    rows += [
+    rows = columns + [
         (str(d), str(tables_on[d] + tables_on[EVERY_DEVICE]), *map(format_s, seconds), *map(format_bytes, num_bytes))
-        for d, (seconds, num_bytes) in enumerate(zip(times, sizes, strict=True))
+        for d, (seconds, num_bytes) in enumerate(zip(times, zip(*sizes, strict=True), strict=True))
     ]
-    lines += [*format_table(rows, "  ", right=range(6)), ""]
+    lines += [*format_table(rows, "  ", right=range(len(rows[0]))), ""]
     rows = [("table", "type", "ids", "size", "where")]
     for index, table in enumerate(plan.tables):
         pieces = [piece for piece in plan.pieces if piece.table == index]
@@ -67,8 +71,25 @@ def plan_text(plan: Described, predicted: DecodedTables) -> str:
 
 def _where(table: EmbeddingTable, pieces: list[Piece]) -> str:
     """Returns where the pieces of a table are, in words."""
-    if pieces[0].device == EVERY_DEVICE:
+    copied = [piece for piece in pieces if piece.device == EVERY_DEVICE]
+    on_devices = [piece for piece in pieces if piece.device != EVERY_DEVICE and piece.memory == DEVICE]
+    on_hosts = [piece for piece in pieces if piece.memory == HOST]
+    if copied and copied[0].rows == table.rows:
         return "a copy on each device"
+    if len(on_devices) == len(pieces):
+        return _divided(table, pieces)
+    parts = []
+    for part, memory in ((copied, "copied"), (on_devices, "on devices"), (on_hosts, "on hosts")):
+        if part:
+            start, end = min(p.row_start for p in part), max(p.row_end for p in part)
+            some_rows = dataclasses.replace(table, rows=end - start, access=None)
+            where = "to each" if part is copied else _divided(some_rows, part)
+            parts.append(f"rows {start}-{end - 1} {memory}: {where}")
+    return "; ".join(parts)
+
+
+def _divided(table: EmbeddingTable, pieces: list[Piece]) -> str:
+    """Returns how pieces divide a table, or some rows of it, among devices."""
     if len(pieces) == 1:
         return f"device {pieces[0].device}"
     if pieces[0].rows < table.rows:

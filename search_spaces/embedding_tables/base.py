@@ -15,7 +15,10 @@ from cost.base import Hardware
 from cost.real_numbers import real_number, whole_number
 
 EVERY_DEVICE = -1
-"""In the place of a piece's device: the piece is the whole table, and every device holds a copy."""
+"""In the place of a piece's device: every device holds a copy of these rows, with all columns."""
+DEVICE, HOST = "device", "host"
+"""Memories of rows: the device's own, or pinned memory of its host, from which the device fetches what it looks up."""
+MEMORIES = (DEVICE, HOST)
 _POOLINGS = ("sum", "mean")
 _DTYPES = ("float32", "bfloat16", "float16")
 
@@ -32,7 +35,7 @@ class EmbeddingTable:
       dtype: "float32", "bfloat16" or "float16".
       pooling: what becomes of the rows of one example: their "sum", or their "mean" by weights.
       access: counts of lookups in parts of equally many rows, from the first row to the last; None if rows are looked
-        up equally often.
+        up equally often. Hot rows are those at the beginning: put rows that are looked up often first.
 
     Raises:
       ValueError: an attribute breaks its rule.
@@ -99,11 +102,12 @@ class Piece(NamedTuple):
 
     Attributes:
       table: the table's index.
-      device: the device's index; `EVERY_DEVICE` for a whole table of which every device holds a copy.
+      device: the device's index; `EVERY_DEVICE` for rows of which every device holds a copy.
       row_start: the first row.
       row_end: the row after the last one.
       column_start: the first column.
       column_end: the column after the last one.
+      memory: "device", or "host" for rows that the device fetches when they are looked up.
     """
 
     table: int
@@ -112,6 +116,7 @@ class Piece(NamedTuple):
     row_end: int
     column_start: int
     column_end: int
+    memory: str = DEVICE
 
     @property
     def rows(self) -> int:
@@ -133,12 +138,14 @@ class TableDevices:
       memory_limit_bytes: for the tables on each device and their optimiser's state, `[D]`.
       s_per_byte: seconds for a byte that one device sends in an all-to-all over all of them.
       batch_size: examples of one step, of all devices together.
+      host_limit_bytes: for rows in memory of the host, for each device, `[D]`; empty where all rows are on devices.
     """
 
     hardware: tuple[Hardware, ...]
     memory_limit_bytes: tuple[float, ...]
     s_per_byte: float
     batch_size: int
+    host_limit_bytes: tuple[float, ...] = ()
 
     @property
     def num_devices(self) -> int:
@@ -153,10 +160,12 @@ class DecodedTables(NamedTuple):
       pieces: of all tables, in the order of the tables.
       forward_s: seconds of each device's forward lookups, `[D]`.
       rest_s: seconds of each device's exchanges and backward pass, `[D]`.
-      device_bytes: what each device holds, `[D]`.
+      device_bytes: what each device holds in its own memory, `[D]`.
+      host_bytes: what each device has in memory of its host, `[D]`.
     """
 
     pieces: tuple[Piece, ...]
     forward_s: np.ndarray
     rest_s: np.ndarray
     device_bytes: np.ndarray
+    host_bytes: np.ndarray

@@ -13,10 +13,19 @@ from cost.embedding_tables import (
     STATE_BYTES_PER_ROW,
     access_share,
     exchange_s,
+    host_fetch_s,
     lookup_s,
     replica_gradient_s,
 )
-from search_spaces.embedding_tables.base import EVERY_DEVICE, DecodedTables, EmbeddingTable, Piece, TableDevices
+from search_spaces.embedding_tables.base import (
+    DEVICE,
+    EVERY_DEVICE,
+    HOST,
+    DecodedTables,
+    EmbeddingTable,
+    Piece,
+    TableDevices,
+)
 
 
 class Price(NamedTuple):
@@ -25,12 +34,14 @@ class Price(NamedTuple):
     Attributes:
       forward_s: seconds of forward lookups, `[D]`.
       rest_s: seconds of both exchanges and the backward pass, `[D]`.
-      num_bytes: of the tables and their optimiser's state, `[D]`.
+      num_bytes: in memory of the devices, with the optimiser's state of all rows, `[D]`.
+      host_bytes: in memory of the hosts, `[D]`.
     """
 
     forward_s: np.ndarray
     rest_s: np.ndarray
     num_bytes: np.ndarray
+    host_bytes: np.ndarray
 
 
 def piece_bytes(table: EmbeddingTable, rows: int, columns: int) -> int:
@@ -40,25 +51,43 @@ def piece_bytes(table: EmbeddingTable, rows: int, columns: int) -> int:
 
 def price_of(table: EmbeddingTable, pieces: Iterable[Piece], devices: TableDevices) -> Price:
     """Computes what pieces of one table cost each device."""
-    forward, rest, num_bytes = (np.zeros(devices.num_devices) for _ in range(3))
+    pieces = tuple(pieces)
+    forward, rest, num_bytes, host_bytes = (np.zeros(devices.num_devices) for _ in range(4))
     for piece in pieces:
         if piece.device == EVERY_DEVICE:
             forward += [_lookup_s(table, piece, d, devices) for d in range(devices.num_devices)]
-            rest += replica_gradient_s(table.num_bytes, devices.num_devices, devices.s_per_byte)
+            copied_bytes = piece.rows * piece.columns * table.itemsize
+            rest += replica_gradient_s(copied_bytes, devices.num_devices, devices.s_per_byte)
             num_bytes += piece_bytes(table, piece.rows, piece.columns)
             continue
         forward[piece.device] += _lookup_s(table, piece, piece.device, devices)
-        if table.pooling_factor:
-            rest[piece.device] += 2 * exchange_s(
-                devices.batch_size, piece.columns, devices.num_devices, devices.s_per_byte
-            )
-        num_bytes[piece.device] += piece_bytes(table, piece.rows, piece.columns)
-    return Price(forward, rest + BACKWARD_FACTOR * forward, num_bytes)
+        state_bytes = STATE_BYTES_PER_ROW * piece.rows
+        numbers_bytes = piece_bytes(table, piece.rows, piece.columns) - state_bytes
+        num_bytes[piece.device] += state_bytes + (numbers_bytes if piece.memory == DEVICE else 0)
+        host_bytes[piece.device] += numbers_bytes if piece.memory == HOST else 0
+    for device, columns in sent_columns([table], pieces):
+        rest[device] += 2 * exchange_s(devices.batch_size, columns, devices.num_devices, devices.s_per_byte)
+    return Price(forward, rest + BACKWARD_FACTOR * forward, num_bytes, host_bytes)
+
+
+def sent_columns(tables: Sequence[EmbeddingTable], pieces: Iterable[Piece]) -> list[tuple[int, int]]:
+    """Returns devices with the columns of pooled rows that they send; rows of the same columns are added up before.
+
+    Args:
+      tables: of the pieces; a single one may have any index.
+      pieces: of these tables.
+    """
+    sent = {
+        (p.device, p.table, p.column_start, p.column_end)
+        for p in pieces
+        if p.device != EVERY_DEVICE and tables[p.table if len(tables) > 1 else 0].pooling_factor
+    }
+    return [(device, end - start) for device, _, start, end in sorted(sent)]
 
 
 def decoded(tables: Sequence[EmbeddingTable], pieces: Sequence[Piece], devices: TableDevices) -> DecodedTables:
     """Returns pieces of all tables with what they cost each device."""
-    total = [np.zeros(devices.num_devices) for _ in range(3)]
+    total = [np.zeros(devices.num_devices) for _ in range(4)]
     for index, table in enumerate(tables):
         for sum_, part in zip(total, price_of(table, [p for p in pieces if p.table == index], devices), strict=True):
             sum_ += part
@@ -71,9 +100,8 @@ def lookup_and_update_s(
     """Returns the seconds of a step's lookups with their exchange, and of the rest; both together are the step's."""
     whole = decoded(tables, pieces, devices)
     columns = np.zeros(devices.num_devices)
-    for piece in pieces:
-        if piece.device != EVERY_DEVICE and tables[piece.table].pooling_factor:
-            columns[piece.device] += piece.columns
+    for device, count in sent_columns(tables, pieces):
+        columns[device] += count
     exchanged_s = float(exchange_s(devices.batch_size, columns.max(), devices.num_devices, devices.s_per_byte))
     return float(whole.forward_s.max()) + exchanged_s, float(whole.rest_s.max()) - exchanged_s
 
@@ -86,4 +114,8 @@ def _lookup_s(table: EmbeddingTable, piece: Piece, device: int, devices: TableDe
     ids = examples * table.pooling_factor
     access = None if table.access is None else np.array(table.access)
     share = access_share(access, table.rows, piece.row_start, piece.row_end)
-    return float(lookup_s(ids * share, piece.columns, table.itemsize, ids, examples, devices.hardware[device]))
+    hardware = devices.hardware[device]
+    seconds = lookup_s(ids * share, piece.columns, table.itemsize, ids, examples, hardware)
+    if piece.memory == HOST:
+        seconds = seconds + host_fetch_s(ids * share, piece.columns, table.itemsize, hardware)
+    return float(seconds)

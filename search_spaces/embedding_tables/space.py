@@ -17,12 +17,13 @@ from cost.embedding_tables import step_s
 from cost.evaluation import checked_choice
 from search_spaces.base import Part
 from search_spaces.embedding_tables.base import DecodedTables, EmbeddingTable, TableDevices
+from search_spaces.embedding_tables.hot_rows import LEAST_HOST_SHARE, with_copied_hot_rows, with_host_memory
 from search_spaces.embedding_tables.prices import Price, decoded, price_of
 from search_spaces.embedding_tables.strategies import TableStrategy, strategies_of
 
 MOST_REPLICATED_BYTES = 64 * 2**20
-"""Bytes of the largest table of which every device may hold a copy: the gradient of a copy is dense, and all of it is
-reduced in every step."""
+"""Bytes of the largest table, or of hot rows, of which every device may hold a copy: the gradient of a copy is dense,
+and all of it is reduced in every step."""
 
 
 class EmbeddingTableSpace:
@@ -48,14 +49,7 @@ class EmbeddingTableSpace:
     @cached_property
     def strategies(self) -> tuple[tuple[TableStrategy, ...], ...]:
         """The strategies of each table, T tuples of S_t."""
-        return tuple(
-            tuple(
-                strategies_of(
-                    table, index, self.devices.num_devices, can_replicate=table.num_bytes <= MOST_REPLICATED_BYTES
-                )
-            )
-            for index, table in enumerate(self.tables)
-        )
+        return tuple(tuple(self._strategies_of(table, index)) for index, table in enumerate(self.tables))
 
     @cached_property
     def prices(self) -> tuple[Price, ...]:
@@ -67,19 +61,37 @@ class EmbeddingTableSpace:
 
     @cached_property
     def problem(self) -> Problem:
-        """A node for each table, a load for each pair of devices, a usage `[S_t, D]` for the bytes of each table."""
-        limits = np.array(self.devices.memory_limit_bytes, float)
+        """A node for each table, a load for each pair of devices, a usage `[S_t, D]` for the bytes of each table.
+
+        With memory of the hosts the usages are `[S_t, 2 D]`: all devices, then their hosts.
+        """
+        limits = np.array((*self.devices.memory_limit_bytes, *self.devices.host_limit_bytes), float)
         sums = (price.forward_s[:, :, None] + price.rest_s[:, None, :] for price in self.prices)
         return Problem(
             node_cost=[np.zeros(len(strategies)) for strategies in self.strategies],
             edge_nodes=np.zeros((0, 2), np.int64),
             edge_cost=[],
             usage_node=np.arange(len(self.tables)),
-            usage=[price.num_bytes for price in self.prices],
+            usage=[self._usage(price) for price in self.prices],
             usage_interval=np.tile([0, 1], (len(self.tables), 1)),
             memory_limit=limits,
             load=[pairs.reshape(len(pairs), -1) for pairs in sums],
         )
+
+    def _strategies_of(self, table: EmbeddingTable, index: int) -> list[TableStrategy]:
+        num_devices, limits = self.devices.num_devices, self.devices.memory_limit_bytes
+        can_replicate = table.num_bytes <= MOST_REPLICATED_BYTES
+        found = strategies_of(table, index, num_devices, can_replicate=can_replicate)
+        if not can_replicate:
+            found += with_copied_hot_rows(table, index, num_devices, MOST_REPLICATED_BYTES)
+        if self.devices.host_limit_bytes and table.num_bytes > LEAST_HOST_SHARE * min(limits):
+            found += with_host_memory(table, index, num_devices, MOST_REPLICATED_BYTES)
+        return found
+
+    def _usage(self, price: Price) -> np.ndarray:
+        if not self.devices.host_limit_bytes:
+            return price.num_bytes
+        return np.concatenate([price.num_bytes, price.host_bytes], axis=1)
 
     def strategy_names(self, node: int) -> tuple[str, ...]:
         """Returns where each strategy of a table has its pieces, in words, `[S_t]`."""

@@ -14,15 +14,16 @@ from jax.interpreters import ad, batching, mlir
 stated_seconds_p = core.Primitive("stated_seconds")
 
 
-def stating_seconds(array: jax.Array, forward_s: float, backward_s: float = 0.0) -> jax.Array:
-    """Returns an array that a `shard_map`'s body returns, marked with seconds for a plan that the mapping is part of.
+def stating_seconds(results: Any, forward_s: float, backward_s: float = 0.0) -> Any:
+    """Returns what a `shard_map`'s body returns, marked with seconds for a plan that the mapping is part of.
 
     Args:
-      array: what the body returns.
-      forward_s: until it is there, on the slowest device, with what is sent.
-      backward_s: from its gradient on, until the gradients of the mapping's operands are there.
+      results: a pytree of arrays, which share the seconds equally.
+      forward_s: until all are there, on the slowest device, with what is sent.
+      backward_s: from their gradients on, until the gradients of the mapping's operands are there.
     """
-    return stated_seconds_p.bind(array, forward_s=float(forward_s), backward_s=float(backward_s))
+    share = 1 / max(len(jax.tree.leaves(results)), 1)
+    return jax.tree.map(lambda array: _marked(array, share * forward_s, share * backward_s), results)
 
 
 def stated_seconds(equation: core.JaxprEqn) -> float | None:
@@ -37,7 +38,11 @@ def _transposed(gradient: Any, array: Any, *, forward_s: float, backward_s: floa
     del array
     if isinstance(gradient, ad.Zero):
         return (gradient,)
-    return (stating_seconds(gradient, backward_s, forward_s),)
+    return (_marked(gradient, backward_s, forward_s),)
+
+
+def _marked(array: jax.Array, forward_s: float, backward_s: float) -> jax.Array:
+    return stated_seconds_p.bind(array, forward_s=float(forward_s), backward_s=float(backward_s))
 
 
 def _as_it_is(array: jax.Array, **seconds: float) -> jax.Array:

@@ -1,8 +1,10 @@
 """Plans of embedding tables run: lookups, gradients and updates equal those of whole tables on one device.
 
-One plan has every kind of piece: a whole table, columns, rows, a copy on each device, several pieces on a device, and a
-device without any.
+One plan has every kind of piece: a whole table, columns, rows, a copy on each device, copied hot rows, several pieces
+on a device, and a device without any. Another one has rows in memory of the hosts as well.
 """
+
+from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
@@ -12,9 +14,10 @@ from jax.sharding import AxisType
 
 from cost.presets import preset
 from diffshard.base import PlanError
+from diffshard.embedding_tables import host_rows
 from diffshard.embedding_tables.plan import TablePlan
 from diffshard.embedding_tables.reference import padded_ids, pooled, pooling_weights
-from search_spaces.embedding_tables.base import EVERY_DEVICE, EmbeddingTable, Piece, TableDevices
+from search_spaces.embedding_tables.base import EVERY_DEVICE, HOST, EmbeddingTable, Piece, TableDevices
 
 BATCH = 16
 TABLES = (
@@ -23,6 +26,7 @@ TABLES = (
     EmbeddingTable("rows", 41, 8, pooling="mean"),
     EmbeddingTable("copy", 5, 8),
     EmbeddingTable("short", 20, 8, dtype="bfloat16"),
+    EmbeddingTable("hot", 30, 8, pooling="mean"),
 )
 PIECES = (
     Piece(0, 2, 0, 30, 0, 4),
@@ -33,18 +37,38 @@ PIECES = (
     Piece(2, 2, 20, 41, 0, 8),
     Piece(3, EVERY_DEVICE, 0, 5, 0, 8),
     Piece(4, 1, 0, 20, 0, 8),
+    Piece(5, EVERY_DEVICE, 0, 6, 0, 8),
+    Piece(5, 0, 6, 30, 0, 4),
+    Piece(5, 1, 6, 30, 4, 8),
+)
+WITH_HOSTS = (  # hot rows on devices or copied; several tables in one array of a host; rows and columns on hosts
+    Piece(0, 0, 0, 30, 0, 4, HOST),
+    Piece(1, 0, 0, 7, 0, 8),
+    Piece(1, 2, 0, 7, 8, 16),
+    Piece(1, 0, 7, 50, 0, 8, HOST),
+    Piece(1, 2, 7, 50, 8, 16, HOST),
+    Piece(2, 0, 0, 20, 0, 8),
+    Piece(2, 2, 20, 41, 0, 8, HOST),
+    Piece(3, EVERY_DEVICE, 0, 5, 0, 8),
+    Piece(4, 1, 0, 20, 0, 8, HOST),
+    Piece(5, EVERY_DEVICE, 0, 6, 0, 8),
+    Piece(5, 0, 6, 30, 0, 4, HOST),
+    Piece(5, 3, 6, 30, 4, 8, HOST),
 )
 
 
-def _plan(limit: float = 1e9) -> TablePlan:
+def _plan(limit: float = 1e9, pieces: tuple[Piece, ...] = PIECES) -> TablePlan:
     mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
-    devices = TableDevices((preset("cpu", {"x": 2, "y": 2}),) * 4, (limit,) * 4, 1e-9, BATCH)
-    return TablePlan(TABLES, devices, PIECES, (("x", 2), ("y", 2)), 0.0, "finished", 0.0, mesh)
+    devices = TableDevices((preset("a100", {"x": 2, "y": 2}),) * 4, (limit,) * 4, 1e-9, BATCH, (limit,) * 4)
+    return TablePlan(TABLES, devices, pieces, (("x", 2), ("y", 2)), 0.0, "finished", 0.0, mesh)
 
 
-@pytest.fixture(scope="module")
-def plan() -> TablePlan:
-    return _plan()
+@pytest.fixture(scope="module", params=[PIECES, WITH_HOSTS], ids=["devices", "hosts"])
+def plan(request) -> Iterator[TablePlan]:
+    """A plan; rows of hosts are copied five at a time, so that loops go round more than once."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(host_rows, "CHUNK_ROWS", 5)
+        yield _plan(pieces=request.param)
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +121,8 @@ def test_tables_come_back_as_they_were(plan, whole):
     arrays = plan.shard(whole)
     for name, array in plan.unshard(arrays).items():
         np.testing.assert_array_equal(array, whole[name])
-    for array in arrays.shards.values():
+    assert {a.sharding.memory_kind for a in arrays.hosts.values()} <= {"pinned_host"}
+    for array in (*arrays.shards.values(), *arrays.hosts.values()):
         assert array.sharding.shard_shape(array.shape)[0] == 1  # each device has its own pieces and no others
 
 
@@ -108,8 +133,16 @@ def test_lookups_and_their_gradients_equal_those_of_whole_tables(plan, whole, id
     def loss(rows):
         return sum(jnp.vdot(probes[t.name], rows[t.name]) for t in TABLES), rows
 
+    arrays = plan.shard(whole)
     run = jax.jit(jax.grad(lambda arrays: loss(plan.lookup(arrays, ids, weights)), has_aux=True))
-    gradients, rows = run(plan.shard(whole))
+    if arrays.hosts:
+        with pytest.raises(ValueError, match="memory of the host have no gradient"):
+            run(arrays)
+        rows, expected = jax.jit(plan.lookup)(arrays, ids, weights), _reference(whole, ids, weights)
+        for t in TABLES:
+            np.testing.assert_allclose(rows[t.name], expected[t.name], rtol=1e-5, atol=1e-5)
+        return
+    gradients, rows = run(arrays)
     expected_gradients, expected = jax.grad(lambda w: loss(_reference(w, ids, weights)), has_aux=True)(
         {name: jnp.asarray(array) for name, array in whole.items()}
     )
@@ -141,6 +174,10 @@ def test_updates_equal_row_wise_adagrad_of_whole_tables(plan, whole, ids, weight
             g = np.asarray(dense[t.name])
             squares[t.name] += np.square(g).mean(axis=1)
             expected[t.name] = expected[t.name] - 0.1 * g / (np.sqrt(squares[t.name])[:, None] + 1e-8)
+    assert {a.sharding.memory_kind for a in arrays.hosts.values()} <= {"pinned_host"}
+    for copy in arrays.copies.values():
+        for part in copy.addressable_shards[1:]:
+            np.testing.assert_array_equal(part.data, copy.addressable_shards[0].data)
     actual = plan.unshard(arrays)
     for t in TABLES:
         tolerance = 2e-2 if t.dtype == "bfloat16" else 1e-5

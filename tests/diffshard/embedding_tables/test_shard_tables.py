@@ -10,6 +10,10 @@ from jax.sharding import AbstractMesh
 
 import diffshard
 from diffshard import EmbeddingTable, InfeasibleError, PlanError, TablePlan, shard_tables
+from diffshard.embedding_tables import host_rows
+from search_spaces.embedding_tables.base import EVERY_DEVICE, Piece
+from search_spaces.embedding_tables.hot_rows import hot_counts, with_copied_hot_rows, with_host_memory
+from search_spaces.embedding_tables.prices import decoded
 
 MESH = AbstractMesh((4,), ("model",))
 
@@ -156,3 +160,77 @@ def test_a_list_of_devices_becomes_a_mesh_that_runs():
     whole = {"t": np.arange(40, dtype=np.float32).reshape(10, 4)}
     rows = plan.lookup(plan.shard(whole), {"t": np.array([[1, 2], [9, -1]])})["t"]
     np.testing.assert_array_equal(rows, [whole["t"][1] + whole["t"][2], whole["t"][9]])
+
+
+def _skewed(name: str, rows: int, pooling_factor: float) -> EmbeddingTable:
+    """A table whose rows are looked up by Zipf's law, counted in 64 parts."""
+    return EmbeddingTable(name, rows, 64, pooling_factor, access=tuple(1 / np.arange(1.0, 65.0)))
+
+
+def test_tables_larger_than_all_devices_fit_with_memory_of_the_hosts(tmp_path):
+    """Hot rows stay on the devices; the plan says which rows are where, and a saved one is the same."""
+    tables = [_skewed(f"t{i}", 40_000, 4.0 * (i + 1)) for i in range(3)]  # 10.4 MB each
+    options = {"hardware": "a100", "memory_limit_bytes": 3e6}
+    with pytest.raises(InfeasibleError, match="more than `memory_limit_bytes` of all 4 devices"):
+        shard_tables(tables, MESH, **options)
+    plan = shard_tables(tables, MESH, host_memory_limit_bytes=2e7, **options)
+    assert plan.predicted.device_bytes.max() <= 3e6
+    assert plan.predicted.host_bytes.max() <= 2e7
+    numbers = [p.rows * p.columns for p in plan.pieces if p.memory == "host"]
+    assert plan.predicted.host_bytes.sum() == 4 * sum(numbers) > 1.8e7  # 30.7 MB of numbers, of which 12 MB fit devices
+    assert any(p.memory == "device" and p.row_start == 0 for p in plan.pieces)
+    on_hosts = [p for p in plan.pieces if p.memory == "host"]
+    assert all(p.row_end > 20_000 for p in on_hosts)  # the last rows, which are looked up least
+    assert "on hosts" in str(plan)
+    assert plan.lower_bound_s <= plan.step_s
+    plan.save(tmp_path / "plan.json")
+    assert TablePlan.load(tmp_path / "plan.json") == plan
+    with pytest.raises(InfeasibleError, match="`memory_limit_bytes` and `host_memory_limit_bytes` of all 4 devices"):
+        shard_tables(tables, MESH, host_memory_limit_bytes=1e6, **options)
+
+
+def test_more_memory_on_devices_needs_less_of_the_hosts_and_is_not_slower():
+    tables = [_skewed(f"t{i}", 40_000, 4.0) for i in range(2)]
+    plans = [
+        shard_tables(tables, MESH, hardware="a100", memory_limit_bytes=limit, host_memory_limit_bytes=2e7)
+        for limit in (1e6, 3e6, 2e7)
+    ]
+    assert plans[0].step_s > plans[1].step_s > plans[2].step_s
+    assert not plans[2].predicted.host_bytes.any()
+
+
+def test_memory_of_hosts_needs_its_rate_and_devices_that_have_it(monkeypatch):
+    table = EmbeddingTable("t", 100, 8)
+    slow = dataclasses.replace(diffshard.preset("a100", {"model": 4}), host_memory_bytes_per_s=None)
+    with pytest.raises(ValueError, match="does not say how fast"):
+        shard_tables([table], MESH, hardware=slow, host_memory_limit_bytes=1e6)
+    mesh = jax.make_mesh((2,), ("x",), devices=jax.devices()[:2])
+    monkeypatch.setattr(host_rows, "HOST_MEMORY", "memory of another planet")
+    with pytest.raises(ValueError, match="has no pinned memory of its host"):
+        shard_tables([table], mesh, hardware="a100", host_memory_limit_bytes=1e6)
+
+
+@pytest.mark.parametrize("num_devices", [1, 2, 5, 8])
+def test_hot_rows_and_the_others_are_each_number_of_a_table_once(num_devices):
+    for table in (_skewed("t", 133, 3.0), EmbeddingTable("t", 9, 8), EmbeddingTable("t", 1, 4, access=(1.0,))):
+        strategies = [*with_copied_hot_rows(table, 0, num_devices, 1e9), *with_host_memory(table, 0, num_devices, 1e9)]
+        for strategy in strategies:
+            count = np.zeros((table.rows, table.dimension), int)
+            for p in strategy.pieces:
+                count[p.row_start : p.row_end, p.column_start : p.column_end] += 1
+            np.testing.assert_array_equal(count, 1)
+        assert len({strategy.name for strategy in strategies}) == len(strategies)
+        assert any(all(piece.memory == "host" for piece in strategy.pieces) for strategy in strategies)
+    assert hot_counts(_skewed("t", 640, 1.0)) == [60, 200, 400, 560]  # H(6) = 2.45, H(20) = 3.60, ... of H(64) = 4.74
+
+
+def test_copied_hot_rows_divide_their_lookups_among_devices():
+    table = EmbeddingTable("t", 1000, 128, 8.0, access=(9.0, *[1 / 9] * 9))
+    devices = shard_tables([table], MESH, hardware="a100").devices
+    whole = decoded([table], [Piece(0, 0, 0, 1000, 0, 128)], devices)
+    copied = [Piece(0, EVERY_DEVICE, 0, 100, 0, 128), Piece(0, 0, 100, 1000, 0, 128)]
+    hot = decoded([table], copied, devices)
+    lookups = 65536 * 8 * 128 * 4 / devices.hardware[0].reached_memory_bytes_per_s
+    assert whole.forward_s[0] - hot.forward_s[0] == pytest.approx(0.9 * lookups * 3 / 4, rel=0.06)
+    assert hot.forward_s[1] > 0.9 * lookups / 4
+    np.testing.assert_allclose(hot.device_bytes, [1000 * 516, *[100 * 516] * 3])
