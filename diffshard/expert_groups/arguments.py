@@ -106,9 +106,21 @@ def check_room(num_experts: int, capacity: np.ndarray) -> None:
     """Raises `InfeasibleError` where workers have less room than there are experts; says how many are missing."""
     room = int(capacity.sum())
     if room < num_experts:
+        whose = "the only worker" if len(capacity) == 1 else f"all {len(capacity)} workers together"
         raise InfeasibleError(
-            f"`capacity` of all {len(capacity)} workers together is {room}, {num_experts - room} less than the "
+            f"`capacity` of {whose} is {room}, {num_experts - room} less than the "
             f"{num_experts} experts of `expert_flops`. Give more workers, more capacity, or fewer experts."
+        )
+
+
+def check_scale(works: np.ndarray, speeds: np.ndarray) -> None:
+    """Raises `ValueError` where experts take longer than numbers can say, on the slowest worker or all together."""
+    with np.errstate(over="ignore"):
+        longest_ms = works.sum() / speeds.min()
+    if not np.isfinite(longest_ms):
+        raise ValueError(
+            f"`expert_flops` are too many for `flops_per_ms`: all experts, of {works.max()} FLOPs at most, would take "
+            f"infinite time on the slowest worker, of {speeds.min()} in a millisecond. Check the units."
         )
 
 

@@ -13,7 +13,7 @@ import scipy.sparse
 from scipy.optimize import Bounds, LinearConstraint, milp
 
 from diffshard.base import OPTIMAL_GAP, Progress, Solver
-from diffshard.expert_groups.arguments import check_room, checked_capacity, checked_speeds, checked_works
+from diffshard.expert_groups.arguments import check_room, check_scale, checked_capacity, checked_speeds, checked_works
 from diffshard.expert_groups.plans import ExpertAssignment, relative_gap
 from diffshard.solving.phases.balancing import Balancing
 from diffshard.solving.solve import solve
@@ -65,6 +65,7 @@ def assign_experts(
     """
     start_s = time.perf_counter()
     works, speeds = checked_works(expert_flops), checked_speeds(flops_per_ms)
+    check_scale(works, speeds)
     room = checked_capacity(capacity, len(speeds))
     check_room(len(works), room)
     space = ExpertAssignmentSpace(works.tolist(), speeds.tolist(), room.tolist())

@@ -22,6 +22,7 @@ from cost.real_numbers import is_positive
 from diffshard.base import OPTIMAL_GAP, Progress, Solver
 from diffshard.expert_groups.arguments import (
     check_room,
+    check_scale,
     checked_capacity,
     checked_speeds,
     checked_step,
@@ -110,6 +111,7 @@ def group_experts(
         global_batch=global_batch,
         mini_batch=mini_batch,
     )
+    check_scale(np.array(step.expert_flops), workers.flops_per_ms)
     check_room(step.num_experts, workers.capacity)
     resolve(solver or "gradient")
     check_key(key)

@@ -20,6 +20,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from diffshard.expert_groups.exchanges import GroupRing, exchange, group_table, member_table, with_summed_gradients
 from diffshard.expert_groups.expert_moves import Place
+from diffshard.expert_groups.layout_checks import check_expert
 from search_spaces.communication.layers.routing import best_experts, buffer_positions
 
 Expert = Callable[[Any, jax.Array], jax.Array]
@@ -120,6 +121,7 @@ class LayerProgram:
         """Applies a device's own experts, those of its first slots; `tokens` is `[S, N·C, M]`, and so are results."""
         num_slots, held = self._layout.num_slots, self._held
         result = jax.eval_shape(self._expert, jax.tree.map(lambda x: x[0], arrays), tokens[0])
+        check_expert(result, tokens.shape[1])
         counts = sorted(set(held))
 
         def first(count: int, arrays: Any, tokens: jax.Array) -> jax.Array:

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
+from diffshard.base import PlanError
 from diffshard.expert_groups.expert_moves import ExpertMoves, Place
 from diffshard.expert_groups.layer_program import Expert, LayerProgram, RoutedTokens
 from diffshard.expert_groups.layout_checks import check_layer, check_layout, check_movable, checked_names, map_named
@@ -94,7 +95,10 @@ class ExpertLayout:
 
         Raises:
           ValueError: as `hold`.
+          PlanError: the layout's devices are not here.
         """
+        if not isinstance(self.mesh, Mesh):
+            raise PlanError("The layout has no devices to put experts on: its mesh is abstract. Make it of a `Mesh`.")
         return jax.jit(self.hold, out_shardings=NamedSharding(self.mesh, self.spec))(params)
 
     def unshard(self, arrays: Any) -> Any:
@@ -141,6 +145,7 @@ class ExpertLayout:
         Raises:
           ValueError: shapes do not fit, D does not divide T, or a number breaks its rule.
         """
+        tokens, logits = jnp.asarray(tokens), jnp.asarray(logits)
         check_movable(arrays, self._num_rows, "slots of all devices")
         check_layer(self.num_experts, self.mesh.size, tokens, logits, num_chosen, capacity_factor)
         capacity = buffer_tokens(capacity_factor, len(tokens) // self.mesh.size, num_chosen, self.num_experts)
@@ -173,6 +178,8 @@ class ExpertLayout:
         Raises:
           ValueError: the layouts do not fit each other, no array has a name, or an array does not begin with the slots.
         """
+        if not isinstance(target, ExpertLayout):
+            raise ValueError(f"`target` must be an ExpertLayout, not {target!r}.")
         for field in ("mesh", "axis", "groups", "num_experts"):
             if getattr(self, field) != getattr(target, field):
                 raise ValueError(

@@ -23,6 +23,9 @@ def check_layout(
         )
     if sorted(device for group in groups for device in group) != list(range(num_devices)) or not all(groups):
         raise ValueError(f"`groups` must have each of the {num_devices} devices of {axis!r} once, got {groups}.")
+    below = sorted({x for own in experts for x in own if x < 0})
+    if below:
+        raise ValueError(f"`experts` must be numbered from 0, got {below[0]}.")
     num_experts = max((x for own in experts for x in own), default=-1) + 1
     if not num_experts:
         raise ValueError("`experts` must have at least one expert.")
@@ -30,7 +33,7 @@ def check_layout(
         held = [x for device in group for x in experts[device]]
         missing = sorted(set(range(num_experts)).difference(held))
         twice = sorted({x for x in held if held.count(x) > 1})
-        if missing or twice or min(held, default=0) < 0:
+        if missing or twice:
             raise ValueError(
                 f"`experts` must give the group {tuple(group)} each of the {num_experts} experts once; missing are "
                 f"{missing}, several times there are {twice}."
@@ -49,13 +52,16 @@ def check_movable(arrays: Any, num_rows: int, what: str) -> None:
 
 
 def check_layer(
-    num_experts: int, num_devices: int, tokens: Any, logits: Any, num_chosen: Any, capacity_factor: Any
+    num_experts: int, num_devices: int, tokens: jax.Array, logits: jax.Array, num_chosen: Any, capacity_factor: Any
 ) -> None:
     """Raises `ValueError` where the arguments of a layer do not fit."""
-    if jnp.ndim(tokens) != 2 or jnp.shape(logits) != (len(tokens), num_experts):
+    if tokens.ndim != 2 or logits.shape != (len(tokens), num_experts):
         raise ValueError(
-            f"`tokens` must be [T, M] and `logits` [T, {num_experts}], got {jnp.shape(tokens)} and {jnp.shape(logits)}."
+            f"`tokens` must be [T, M] and `logits` [T, {num_experts}], got {tokens.shape} and {logits.shape}."
         )
+    for name, array in (("tokens", tokens), ("logits", logits)):
+        if not jnp.issubdtype(array.dtype, jnp.floating):
+            raise ValueError(f"`{name}` must be floating point numbers, not {array.dtype}.")
     if not len(tokens) or len(tokens) % num_devices:
         raise ValueError(
             f"`tokens` must be a multiple of the {num_devices} devices of the mesh, got {len(tokens)}. Pad them."
@@ -65,6 +71,17 @@ def check_layer(
         raise ValueError(f"`num_chosen` must be from 1 to the {num_experts} experts, not {num_chosen!r}.")
     if not is_positive(capacity_factor) or not math.isfinite(capacity_factor):
         raise ValueError(f"`capacity_factor` must be positive and finite, not {capacity_factor!r}.")
+
+
+def check_expert(result: Any, num_tokens: int) -> None:
+    """Raises `ValueError` unless one expert returns a row for each of its tokens; `result` has shape and dtype."""
+    if getattr(result, "ndim", None) != 2 or result.shape[0] != num_tokens:
+        raise ValueError(
+            f"`expert` must return one row for each of the {num_tokens} tokens that it gets, [{num_tokens}, M], got "
+            f"{getattr(result, 'shape', result)}."
+        )
+    if not jnp.issubdtype(result.dtype, jnp.floating):
+        raise ValueError(f"`expert` must return floating point numbers, not {result.dtype}.")
 
 
 def checked_names(names: Sequence[str] | None, state: Any, num_rows: int) -> frozenset[str] | None:

@@ -64,6 +64,8 @@ class ExpertAssignment:
         Raises:
           PlanError: the mesh has no such axis, or it has another number of devices than there are workers.
         """
+        if not isinstance(mesh, Mesh | AbstractMesh):
+            raise PlanError(f"`mesh` must be a `jax.sharding.Mesh` or `AbstractMesh`, not {mesh!r}.")
         if axis not in mesh.shape or mesh.shape[axis] != len(self.busy_ms):
             raise PlanError(
                 f"`mesh` must have an axis {axis!r} of {len(self.busy_ms)} devices, one for each worker; its axes are "
@@ -154,17 +156,21 @@ class GroupPlan:
           axes: names of the axes.
 
         Raises:
-          PlanError: there are more workers than devices.
+          PlanError: there is not one device for each worker, or the axes are not two names.
         """
         num_workers = sum(map(len, self.groups))
         if devices is None:
             devices = jax.devices()[:num_workers]
+        if not isinstance(devices, Sequence | np.ndarray) or any(not isinstance(d, jax.Device) for d in devices):
+            raise PlanError(f"`devices` must be a list of JAX devices, not {devices!r}.")
+        if len(set(devices)) < len(devices):
+            raise PlanError("`devices` must be different; one of them is there twice.")
         if len(devices) != num_workers:
             raise PlanError(
                 f"`devices` must be {num_workers}, one for each worker of the plan; there are {len(devices)}."
             )
-        if len(set(axes)) != 2:
-            raise PlanError(f"`axes` must be two different names, got {axes!r}.")
+        if not isinstance(axes, tuple) or len(axes) != 2 or axes[0] == axes[1]:
+            raise PlanError(f"`axes` must be a tuple of two different names, got {axes!r}.")
         order = np.concatenate([np.array(group) for group in self.groups])
         ordered = np.array(devices, object)[order]
         if self.is_rectangular:

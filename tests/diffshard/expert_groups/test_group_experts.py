@@ -145,6 +145,8 @@ def test_missing_room_says_how_many_experts():
         ({"num_layers": 2.5}, "`num_layers` must be a positive whole number, not 2.5"),
         ({"layer_spacing": 25}, "`layer_spacing` must be at most `num_layers`, 24"),
         ({"recomputation": -1}, "`recomputation` must be how many"),
+        ({"expert_flops": [1e308] * 4}, "`expert_flops` are too many for `flops_per_ms`"),
+        ({"flops_per_ms": [5e-324, 1.0]}, "infinite time on the slowest worker"),
         ({"solver": "magic"}, "magic"),
         ({"key": 0.5}, "`key` must be"),
         ({"time_limit_s": -1}, "`time_limit_s` must be"),

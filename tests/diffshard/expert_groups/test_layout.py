@@ -173,6 +173,11 @@ def test_plans_give_meshes_and_layouts_of_their_groups():
     assert np.array(other.mesh.devices).tolist() == [devices[w] for w in (3, 0, 1, 2)]
     assert other.groups == ((0, 1), (2, 3))
     assert other.experts == ((0, 2), (1,), (2,), (0, 1))
+    for wrong, message in (([1, 2], "list of JAX devices"), (devices[:1] * 4, "must be different")):
+        with pytest.raises(diffshard.PlanError, match=message):
+            plan.mesh(wrong)
+    with pytest.raises(diffshard.PlanError, match="`axes` must be a tuple of two different names, got 'ab'"):
+        plan.mesh(axes="ab")  # pyright: ignore[reportArgumentType]
     with pytest.raises(diffshard.PlanError, match="`devices` must be 4, one for each worker of the plan; there are 3"):
         plan.mesh(devices[:3])
     assignment = diffshard.assign_experts([1.0] * 4, [1.0, 2.0], 4)
@@ -186,6 +191,10 @@ LAYOUT = small_layout("rectangle")
 ARRAYS = {"up": jnp.ones((12, 2))}
 
 
+def abstract_layer(expert):
+    return jax.eval_shape(lambda: LAYOUT.apply(expert, ARRAYS, X, X @ GATE))
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -195,6 +204,10 @@ ARRAYS = {"up": jnp.ones((12, 2))}
         (lambda: LAYOUT.apply(expert, ARRAYS, X, X), r"`logits` \[T, 6\], got \(32, 4\) and \(32, 4\)"),
         (lambda: LAYOUT.apply(expert, ARRAYS, X, X @ GATE, num_chosen=7), "from 1 to the 6 experts, not 7"),
         (lambda: LAYOUT.apply(expert, ARRAYS, X, X @ GATE, capacity_factor=0), "`capacity_factor` must be positive"),
+        (lambda: LAYOUT.apply(expert, ARRAYS, X.astype(int), X @ GATE), "`tokens` must be floating point numbers, not"),
+        (lambda: abstract_layer(lambda w, x: x.sum()), "one row for each of the 12 tokens"),
+        (lambda: abstract_layer(lambda w, x: x > 0), "`expert` must return floating point numbers"),
+        (lambda: LAYOUT.with_experts(((0,), (-1,), (3,), ())), "numbered from 0, got -1"),
         (lambda: LAYOUT.move(ARRAYS, LAYOUT, names=("down",)), r"`names` has \['down'\], and no array"),
         (lambda: LAYOUT.move({"up": X}, LAYOUT), "'up' must begin with the 12 slots"),
         (lambda: LAYOUT.move(ARRAYS, small_layout("equal groups")), "`target` has another `mesh`"),
