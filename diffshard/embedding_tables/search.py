@@ -16,22 +16,20 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from cost.base import Hardware
 from cost.real_numbers import is_positive, whole_number
-from diffshard.base import InfeasibleError, Progress, Solver
+from diffshard.base import InfeasibleError, Progress, Solution, Solver
+from diffshard.embedding_tables import annealing
 from diffshard.embedding_tables.host_rows import check_host_memory
 from diffshard.embedding_tables.plan import TablePlan
 from diffshard.plans.formats import format_bytes
 from diffshard.sharding_search.options import hardware_for
-from diffshard.solving.phases.balancing import Balancing
+from diffshard.solving.presolve.base import identity
 from diffshard.solving.solve import solve
-from diffshard.solving.solvers import gradient
 from search_spaces.embedding_tables.base import EmbeddingTable, TableDevices
 from search_spaces.embedding_tables.prices import piece_bytes
 from search_spaces.embedding_tables.space import EmbeddingTableSpace
 from search_spaces.embedding_tables.strategies import least_piece
 
 _AXIS = "tables"  # of the mesh that is made of a list of devices
-BALANCED = functools.partial(gradient.solve, phases=lambda problem: (Balancing(),))
-"""The default solver: "gradient" for the bound, and descents that level the devices."""
 
 
 def shard_tables(
@@ -68,7 +66,7 @@ def shard_tables(
         all rows on the devices. It needs `Hardware.host_memory_bytes_per_s`, and devices with pinned memory.
       access: by table, counts of lookups in parts of equally many rows; instead of `EmbeddingTable.access`.
       batch_size: examples in a step, of all devices together.
-      solver: as in `solve`; None is "gradient" with moves that level the devices and no others.
+      solver: as in `solve`; None anneals many placements side by side and has a bound of its own.
       time_limit_s: as in `solve`.
       key: as in `solve`.
       progress: as in `solve`.
@@ -83,13 +81,7 @@ def shard_tables(
     devices = _devices(mesh, hardware, memory_limit_bytes, host_memory_limit_bytes, batch_size)
     space = EmbeddingTableSpace(tables, devices)
     _check_memory(space)
-    solution = solve(
-        space.problem,
-        solver=BALANCED if solver is None else solver,
-        time_limit_s=time_limit_s,
-        key=key,
-        progress=progress,
-    )
+    solution = solve_space(space, solver, time_limit_s=time_limit_s, key=key, progress=progress)
     if not solution.feasible:
         proven = "No placement fits" if solution.status == "infeasible" else "No placement was found that fits"
         raise InfeasibleError(
@@ -106,6 +98,21 @@ def shard_tables(
         search_s=time.perf_counter() - start_s,
         mesh=mesh,
     )
+
+
+def solve_space(
+    space: EmbeddingTableSpace,
+    solver: str | Solver | None = None,
+    *,
+    time_limit_s: float | None = None,
+    key: jax.Array | int | None = None,
+    progress: Progress | None = None,
+) -> Solution:
+    """Finds strategies of a space's tables; arguments are those of `shard_tables`."""
+    if solver is not None:
+        return solve(space.problem, solver=solver, time_limit_s=time_limit_s, key=key, progress=progress)
+    run = functools.partial(annealing.solve, space)
+    return solve(space.problem, solver=run, time_limit_s=time_limit_s, key=key, progress=progress, reduce=identity)
 
 
 def _checked_tables(tables: Any, access: Mapping[str, Sequence[float]] | None) -> tuple[EmbeddingTable, ...]:

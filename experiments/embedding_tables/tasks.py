@@ -32,6 +32,12 @@ def generated(seed: int, most_tables: int = 60) -> tuple[list[EmbeddingTable], T
     return tables, _devices("v100", 4, _DEVICE_BYTES)
 
 
+def few(seed: int, num_tables: int) -> tuple[list[EmbeddingTable], TableDevices]:
+    """Returns the first tables, at most 10, of a generated task, so few that the optimum can be proven."""
+    tables, devices = generated(seed, 10)
+    return tables[:num_tables], devices
+
+
 def mlperf(num_devices: int) -> tuple[list[EmbeddingTable], TableDevices]:
     """Returns the 26 tables of DLRM-DCNv2, of 128 columns, and H100s."""
     tables = [

@@ -18,7 +18,8 @@ from cost.evaluation import checked_choice
 from search_spaces.base import Part
 from search_spaces.embedding_tables.base import DecodedTables, EmbeddingTable, TableDevices
 from search_spaces.embedding_tables.hot_rows import LEAST_HOST_SHARE, with_copied_hot_rows, with_host_memory
-from search_spaces.embedding_tables.prices import Price, decoded, price_of
+from search_spaces.embedding_tables.price_tables import strategy_prices
+from search_spaces.embedding_tables.prices import Price, decoded
 from search_spaces.embedding_tables.strategies import TableStrategy, strategies_of
 
 MOST_REPLICATED_BYTES = 64 * 2**20
@@ -55,7 +56,7 @@ class EmbeddingTableSpace:
     def prices(self) -> tuple[Price, ...]:
         """What the strategies of each table cost: T prices of arrays `[S_t, D]`."""
         return tuple(
-            Price(*map(np.array, zip(*(price_of(table, s.pieces, self.devices) for s in strategies), strict=True)))
+            strategy_prices(table, strategies, self.devices)
             for table, strategies in zip(self.tables, self.strategies, strict=True)
         )
 

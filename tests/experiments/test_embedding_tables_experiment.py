@@ -49,10 +49,14 @@ def test_beam_search_splits_what_no_device_should_hold_alone():
 
 
 def test_prints_ratios_to_bounds_and_to_each_other(capsys):
-    experiment.main(["--tasks", "1", "--most-tables", "10", "--exact-tables", "0", "--depth", "1", "--devices"])
+    experiment.main(
+        ["--tasks", "1", "--most-tables", "10", "--few-tasks", "1", "--few-tables", "3", "--depth", "1", "--devices"]
+    )
     rows = printed_rows(capsys.readouterr().out)
     ways = {row[0]: row for row in rows if len(row) == 8}
-    assert set(ways) == {"random", *SCORES, "beam search", experiment.SHORT, experiment.COLUMNS, experiment.OURS}
+    (few,) = [row for row in rows if len(row) == 7 and "optimal" in row]
+    assert float(few[4]) == 1
+    assert set(ways) == {"random", *SCORES, "beam search", experiment.COLUMNS, experiment.OURS}
     assert float(ways[experiment.OURS][2]) >= 1
     assert float(ways[experiment.OURS][4]) == 1
     assert all(row[2] == "none" or float(row[2]) >= float(ways[experiment.OURS][2]) for row in ways.values())

@@ -1,0 +1,224 @@
+"""The default search: chains that draw one strategy after the other, while temperature falls and norms sharpen.
+
+Every chain is a placement. A step takes one table and prices all its strategies in all chains in a few array
+operations, so that drawing among all of them, by their weights at the temperature, costs little more than trying one.
+Loads are levelled by the norm of the devices' loads: at first it is smooth, so that a step also helps that changes no
+largest load, and later nearly the largest load itself. Now and then the worse half of the chains is replaced by the
+better one.
+
+Letters for sizes: C chains, T tables, S_t strategies of table t, D devices, K memories.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from cost.base import Problem, num_strategies
+from diffshard.base import OPTIMAL_GAP, Proposal
+from diffshard.embedding_tables.bound import lower_bound_s
+from diffshard.embedding_tables.strategy_arrays import StrategyArrays, strategy_arrays
+from diffshard.solving.flat import numpy_generator
+from diffshard.solving.phases.balancing import Balancing
+from diffshard.solving.phases.base import Clock
+from diffshard.solving.solvers import exhaustive, gradient
+from search_spaces.embedding_tables.space import EmbeddingTableSpace
+
+_MOST_NUMBERS = 1 << 18
+"""Loads of one step in all chains, which take about 5 ms; of more there are fewer chains. Chosen by hand."""
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How chains cool; all numbers were chosen by hand on generated tasks.
+
+    Attributes:
+      least_sweeps: times that each table is drawn, at least.
+      least_draws: of strategies of tables, so that few tables have more sweeps.
+      most_chains: at most so many chains.
+      least_chains: at least so many chains.
+      temperatures: the first and the last one, as shares of a step's mean seconds for one table.
+      squarings: the first and the last norm: the 2^n-norm takes n squarings.
+      replace_every: sweeps after which the worse chains are replaced.
+      replace_after: share of the sweeps after which that begins.
+      memory_price: of one device's whole memory too much, in steps' seconds.
+      alone_limits: of the first and the last chain: a strategy may alone take so many times the bound. A placement near
+        the bound has none that takes more, but one that takes much more is hard to leave for a large table.
+    """
+
+    least_sweeps: int = 30
+    least_draws: int = 1000
+    most_chains: int = 24
+    least_chains: int = 8
+    temperatures: tuple[float, float] = (0.6, 6e-3)
+    squarings: tuple[int, int] = (1, 4)
+    replace_every: int = 2
+    replace_after: float = 0.2
+    memory_price: float = 20.0
+    alone_limits: tuple[float, float] = (1.02, 2.0)
+
+
+SCHEDULE = Schedule()
+
+
+class Scaled(NamedTuple):
+    """What the strategies of one table add, relative to a step's seconds and to the memory.
+
+    Attributes:
+      loads: of forward lookups and of the rest, `[2, D, S_t]`.
+      usage: of each memory, `[K, S_t]`; 0 where it has no limit.
+      alone: a step with this strategy only, `[S_t]`.
+    """
+
+    loads: np.ndarray
+    usage: np.ndarray
+    alone: np.ndarray
+
+
+def solve(
+    space: EmbeddingTableSpace,
+    problem: Problem,
+    *,
+    time_limit_s: float | None,
+    key: jax.Array,
+    schedule: Schedule = SCHEDULE,
+) -> Iterator[Proposal]:
+    """Yields the bound and better and better placements; with a time limit, of slower and slower cooling.
+
+    Args:
+      space: of the tables.
+      problem: that of the space, not presolved.
+      time_limit_s: see `diffshard.base.Solver`.
+      key: the same.
+      schedule: how chains cool.
+    """
+    if math.prod(num_strategies(problem).tolist()) <= gradient.MOST_ENUMERATED:
+        yield from exhaustive.solve(problem)
+        return
+    clock, rng, arrays = Clock(time_limit_s), numpy_generator(key), strategy_arrays(space)
+    limits = arrays.limit_bytes.reshape(-1, space.devices.num_devices)
+    alike = len(set(space.devices.hardware)) == 1 and (limits == limits[:, :1]).all()
+    bound_s = lower_bound_s(arrays, devices_are_alike=bool(alike))
+    yield Proposal(lower_bound=bound_s)
+    best_s = math.inf
+    num_sweeps = max(schedule.least_sweeps, -(-schedule.least_draws // len(arrays.sizes)))
+    num_sweeps = num_sweeps if time_limit_s is None else max(num_sweeps // 4, 2)  # a first placement should come early
+    while bound_s < best_s * (1 - OPTIMAL_GAP):
+        for choice, step_s in _anneal(arrays, bound_s, num_sweeps, schedule, rng):
+            best_s = min(best_s, step_s)
+            yield Proposal(choice)
+        if math.isinf(best_s):  # memory is so scarce that its prices have to be found
+            yield from gradient.solve(problem, time_limit_s=time_limit_s, key=key, phases=lambda _: (Balancing(),))
+            return
+        if time_limit_s is None or clock.elapsed_share() >= 1:
+            return
+        num_sweeps *= 2
+
+
+def _anneal(
+    arrays: StrategyArrays, scale_s: float, num_sweeps: int, schedule: Schedule, rng: np.random.Generator
+) -> Iterator[tuple[np.ndarray | None, float]]:
+    """Cools all chains once; yields after each sweep a placement that is the best one so far, or None and inf."""
+    scale_s = scale_s or float(arrays.forward_s.sum(1).max()) or 1.0
+    tables = _scaled(arrays, scale_s)
+    num_chains = _MOST_NUMBERS // (2 * len(arrays.forward_s) * int(arrays.sizes.max()))
+    num_chains = min(max(num_chains, schedule.least_chains), schedule.most_chains)
+    chains = _Chains(tables, num_chains, schedule, rng)
+    best = math.inf
+    for sweep in range(num_sweeps):
+        chains.sweep(sweep / num_sweeps, (sweep + 1) / num_sweeps)
+        steps = chains.steps()
+        if sweep >= schedule.replace_after * num_sweeps and sweep % schedule.replace_every == 1:
+            chains.replace_worse_half(steps)
+        first = int(steps.argmin())
+        if steps[first] < best:
+            best = float(steps[first])
+            yield chains.choice_of(first), best * scale_s
+        else:
+            yield None, math.inf
+
+
+def _scaled(arrays: StrategyArrays, scale_s: float) -> list[Scaled]:
+    loads = np.stack([arrays.forward_s, arrays.rest_s]) / scale_s
+    usage = np.where(np.isinf(arrays.limit_bytes)[:, None], 0.0, arrays.num_bytes / arrays.limit_bytes[:, None])
+    alone = loads.max(1).sum(0)
+    return [
+        Scaled(
+            np.ascontiguousarray(loads[:, :, first:end]), np.ascontiguousarray(usage[:, first:end]), alone[first:end]
+        )
+        for first, end in zip(arrays.start, arrays.start + arrays.sizes, strict=True)
+    ]
+
+
+class _Chains:
+    """The chains: strategies `[C, T]`, loads `[2, D, C]` and used memory `[K, C]`."""
+
+    def __init__(self, tables: list[Scaled], num_chains: int, schedule: Schedule, rng: np.random.Generator):
+        self._tables, self._schedule, self._rng = tables, schedule, rng
+        self._temperatures = tuple(share / len(tables) for share in schedule.temperatures)
+        self._choice = np.zeros((num_chains, len(tables)), np.int64)
+        self._loads = np.zeros((*tables[0].loads.shape[:2], num_chains))
+        self._usage = np.zeros((len(tables[0].usage), num_chains))
+        limits = np.geomspace(*schedule.alone_limits, num_chains)[:, None]
+        self._forbidden = [
+            np.where(table.alone > np.maximum(limits, table.alone.min()), np.inf, 0.0)
+            if (table.alone > schedule.alone_limits[0]).any()
+            else None
+            for table in tables
+        ]
+        # The costliest tables are placed first, as others can level what they leave.
+        order = sorted(range(len(tables)), key=lambda t: -tables[t].loads.sum((0, 1)).min())
+        for t in order:
+            self._draw(t, self._temperatures[0], schedule.squarings[0] + 1)
+
+    def sweep(self, begin: float, end: float) -> None:
+        """Draws each table's strategy once, in a new order, from one moment of the cooling to another."""
+        (hot, cold), (first, last) = self._temperatures, self._schedule.squarings
+        moments = np.linspace(begin, end, len(self._tables), endpoint=False)
+        for t, moment in zip(self._rng.permutation(len(self._tables)), moments, strict=True):
+            chosen = self._choice[:, t]
+            self._loads -= self._tables[t].loads[:, :, chosen]
+            self._usage -= self._tables[t].usage[:, chosen]
+            self._draw(int(t), hot * (cold / hot) ** moment, first + round((last - first) * moment))
+
+    def steps(self) -> np.ndarray:
+        """Returns the scaled seconds of a step of each chain, `[C]`; inf where a memory is exceeded."""
+        fits = (self._usage <= 1 + 1e-12).all(0)
+        return np.where(fits, self._loads.max(1).sum(0), np.inf)
+
+    def choice_of(self, chain: int) -> np.ndarray:
+        """Returns a copy of the strategies of one chain, `[T]`."""
+        return self._choice[chain].copy()
+
+    def replace_worse_half(self, steps: np.ndarray) -> None:
+        """Makes the worse half of the chains copies of the better half."""
+        order, half = steps.argsort(), len(steps) // 2
+        worse, better = order[len(steps) - half :], order[:half]
+        self._choice[worse] = self._choice[better]
+        self._loads[:, :, worse], self._usage[:, worse] = self._loads[:, :, better], self._usage[:, better]
+
+    def _draw(self, t: int, temperature: float, squarings: int) -> None:
+        """Draws the strategy of a table that is on no device in all chains, by weights at the temperature."""
+        table = self._tables[t]
+        power = self._loads[:, :, :, None] + table.loads[:, :, None, :]  # [2, D, C, S]
+        for _ in range(squarings):
+            np.multiply(power, power, out=power)
+        norm = power.sum(1)
+        for _ in range(squarings):
+            np.sqrt(norm, out=norm)
+        energy = norm[0] + norm[1]
+        if table.usage.any():
+            excess = self._usage[:, :, None] + (table.usage[:, None, :] - 1)
+            energy += self._schedule.memory_price * np.maximum(excess, 0, out=excess).sum(0)
+        forbidden = self._forbidden[t]
+        if forbidden is not None:
+            energy += forbidden
+        # The least of energies less Gumbel noise is a draw by Boltzmann weights.
+        energy += temperature * np.log(self._rng.standard_exponential(energy.shape))
+        chosen = energy.argmin(1)
+        self._choice[:, t] = chosen
+        self._loads += table.loads[:, :, chosen]
+        self._usage += table.usage[:, chosen]

@@ -1,0 +1,54 @@
+"""All strategies of all tables side by side, as the default search and its bound take them.
+
+Letters for sizes: T tables, N strategies of all tables together, D devices, K memories (of the devices, and of their
+hosts where rows may be there).
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from search_spaces.embedding_tables.space import EmbeddingTableSpace
+
+
+class StrategyArrays(NamedTuple):
+    """What each strategy costs each device.
+
+    Attributes:
+      forward_s: seconds of forward lookups, `[D, N]`.
+      rest_s: seconds of exchanges and backward pass, `[D, N]`.
+      num_bytes: in each memory, `[K, N]`.
+      limit_bytes: of each memory, `[K]`.
+      sizes: strategies of each table, `[T]`.
+      start: the first strategy of each table, `[T]`.
+    """
+
+    forward_s: np.ndarray
+    rest_s: np.ndarray
+    num_bytes: np.ndarray
+    limit_bytes: np.ndarray
+    sizes: np.ndarray
+    start: np.ndarray
+
+    @property
+    def alone_s(self) -> np.ndarray:
+        """Seconds of a step with this one piece of work only, `[N]`; inf where it does not fit the memory."""
+        fits = (self.num_bytes <= self.limit_bytes[:, None]).all(0)
+        return np.where(fits, self.forward_s.max(0) + self.rest_s.max(0), np.inf)
+
+
+def strategy_arrays(space: EmbeddingTableSpace) -> StrategyArrays:
+    """Lays out the strategies of a space."""
+    sizes = np.array([len(strategies) for strategies in space.strategies])
+    return StrategyArrays(
+        forward_s=_side_by_side([price.forward_s for price in space.prices]),
+        rest_s=_side_by_side([price.rest_s for price in space.prices]),
+        num_bytes=_side_by_side([np.asarray(usage, float) for usage in space.problem.usage]),
+        limit_bytes=np.asarray(space.problem.memory_limit, float),
+        sizes=sizes,
+        start=np.cumsum(sizes) - sizes,
+    )
+
+
+def _side_by_side(tables: list[np.ndarray]) -> np.ndarray:
+    return np.ascontiguousarray(np.concatenate(tables).T)

@@ -1,0 +1,134 @@
+"""The default search and its bound: no placement is below it, and those found are near it and within the memory."""
+
+import dataclasses
+import functools
+import itertools
+
+import jax
+import numpy as np
+import pytest
+
+from cost.base import Hardware
+from cost.evaluation import evaluate
+from diffshard.embedding_tables import annealing
+from diffshard.embedding_tables.bound import lower_bound_s
+from diffshard.embedding_tables.search import solve_space
+from diffshard.embedding_tables.strategy_arrays import strategy_arrays
+from diffshard.solving.presolve.base import identity
+from diffshard.solving.solve import solve
+from experiments.embedding_tables import tasks
+from experiments.embedding_tables.baselines import beam_s
+from search_spaces.embedding_tables.base import EmbeddingTable, TableDevices
+from search_spaces.embedding_tables.price_tables import strategy_prices
+from search_spaces.embedding_tables.prices import price_of
+from search_spaces.embedding_tables.space import EmbeddingTableSpace
+
+SLOW = Hardware("slow", 1e12, 1e9, 1e9, {})
+FAST = dataclasses.replace(SLOW, name="fast", memory_bytes_per_s=3e9)
+
+
+def _tables(seed: int, count: int) -> list[EmbeddingTable]:
+    rng = np.random.default_rng(seed)
+    return [
+        EmbeddingTable(
+            f"t{i}",
+            int(rng.integers(50, 400)),
+            int(rng.choice([4, 8, 64])),
+            float(rng.integers(1, 40)),
+            access=(5.0, 2.0, 1.0) if i % 2 else None,
+        )
+        for i in range(count)
+    ]
+
+
+def _devices(kinds: tuple[Hardware, ...], limits: tuple[float, ...]) -> TableDevices:
+    return TableDevices(kinds, limits, 1e-9, batch_size=16)
+
+
+CASES = {
+    "alike": _devices((SLOW,) * 2, (np.inf,) * 2),
+    "scarce memory": _devices((SLOW,) * 2, (1.15e5,) * 2),
+    "other speeds": _devices((SLOW, FAST), (np.inf,) * 2),
+    "other limits": _devices((SLOW,) * 2, (6e4, 2e5)),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("seed", range(3))
+def test_no_placement_is_below_the_bound(case, seed):
+    space = EmbeddingTableSpace(_tables(seed, 4), CASES[case])
+    arrays = strategy_arrays(space)
+    bound_s = lower_bound_s(arrays, devices_are_alike=case in ("alike", "scarce memory"))
+    choices = np.array(list(itertools.product(*map(range, arrays.sizes)))) + arrays.start
+    forward, rest, num_bytes = (part[:, choices].sum(2) for part in (arrays.forward_s, arrays.rest_s, arrays.num_bytes))
+    steps = np.where((num_bytes <= arrays.limit_bytes[:, None]).all(0), forward.max(0) + rest.max(0), np.inf)
+    assert 0 < bound_s <= steps.min() * (1 + 1e-12)
+    if np.isfinite(steps.min()):
+        assert bound_s > 0.4 * steps.min()  # of four tables it is weak, but no constant
+
+
+def test_a_table_whose_pieces_are_all_slow_raises_the_bound_above_the_mean_load():
+    tables = [EmbeddingTable("large", 4, 4, 1000.0), *_tables(0, 3)]  # cannot be split by columns
+    arrays = strategy_arrays(EmbeddingTableSpace(tables, _devices((SLOW,) * 4, (np.inf,) * 4)))
+    mean_s = np.minimum.reduceat((arrays.forward_s + arrays.rest_s).mean(0), arrays.start).sum()
+    alone_s = np.minimum.reduceat(arrays.alone_s, arrays.start).max()
+    bound_s = lower_bound_s(arrays, devices_are_alike=True)
+    assert bound_s >= max(mean_s, alone_s)
+
+
+def test_a_table_that_fits_no_device_has_an_infinite_bound():
+    devices = _devices((SLOW,) * 2, (1e3,) * 2)
+    arrays = strategy_arrays(EmbeddingTableSpace([EmbeddingTable("t", 1000, 64)], devices))
+    assert lower_bound_s(arrays, devices_are_alike=True) == np.inf
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_prices_of_kinds_are_those_of_each_strategy(case):
+    devices = CASES[case]
+    for index, table in enumerate(_tables(1, 2)):
+        strategies = EmbeddingTableSpace([table], devices).strategies[0]
+        prices = strategy_prices(table, strategies, devices)
+        for i, strategy in enumerate(strategies):
+            for part, expected in zip(prices, price_of(table, strategy.pieces, devices), strict=True):
+                np.testing.assert_allclose(part[i], expected, rtol=1e-12)
+        assert index < 2
+
+
+def _solved(space: EmbeddingTableSpace, key: int = 0, **schedule):
+    solver = functools.partial(annealing.solve, space, schedule=annealing.Schedule(**schedule))
+    return solve(space.problem, solver=solver, key=key, reduce=identity)
+
+
+@pytest.mark.parametrize("limit", [np.inf, 3.4e5])
+def test_placements_are_near_the_bound_and_within_the_memory(limit):
+    space = EmbeddingTableSpace(_tables(3, 24), _devices((SLOW,) * 4, (limit,) * 4))
+    solution = solve_space(space, key=0)
+    assert solution.feasible
+    assert solution.cost <= 1.06 * solution.lower_bound
+    assert evaluate(space.problem, solution.choice).cost == pytest.approx(space.step_s(solution.choice))
+    assert space.decode(solution.choice).device_bytes.max() <= limit
+
+
+def test_equal_keys_give_equal_placements_and_slower_cooling_none_worse_on_average():
+    spaces = [EmbeddingTableSpace(_tables(seed, 12), _devices((SLOW,) * 4, (np.inf,) * 4)) for seed in range(3)]
+    fast = [_solved(space, least_sweeps=3, least_draws=0) for space in spaces]
+    again = [_solved(space, least_sweeps=3, least_draws=0, key=0) for space in spaces]
+    slow = [_solved(space, least_sweeps=40) for space in spaces]
+    for first, second in zip(fast, again, strict=True):
+        np.testing.assert_array_equal(first.choice, second.choice)
+    assert sum(s.cost for s in slow) <= sum(f.cost for f in fast)
+
+
+def test_a_time_limit_gives_a_placement_and_progress_is_told():
+    space = EmbeddingTableSpace(_tables(3, 12), _devices((SLOW,) * 4, (np.inf,) * 4))
+    told = []
+    solution = solve_space(space, time_limit_s=0.3, key=jax.random.key(1), progress=lambda *row: told.append(row))
+    assert solution.feasible
+    assert solution.status in ("time limit", "optimal")
+    assert told[-1][1:] == (solution.cost, solution.lower_bound)
+
+
+def test_it_beats_beam_search_on_generated_tasks():
+    for seed in (12, 13):
+        tables, devices = tasks.generated(seed, 20)
+        assert solve_space(EmbeddingTableSpace(tables, devices), key=0).cost < beam_s(tables, devices)
