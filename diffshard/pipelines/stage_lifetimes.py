@@ -5,6 +5,7 @@ another is in memory whoever reads it: residuals until the backward program ends
 the program that reads them ends, and the next micro-batch's beside them, which may have arrived from both sides.
 """
 
+from math import prod
 from typing import Any
 
 from jax.sharding import AbstractMesh
@@ -12,7 +13,8 @@ from jax.sharding import AbstractMesh
 from diffshard.pipelines.shared_parts import shared_parts
 from diffshard.pipelines.stage_function import StageFunction
 from search_spaces.pipelines.stage_keys import Key, Label
-from search_spaces.sharding.graph import Graph, Value, Vertex
+from search_spaces.sharding.aliases import has_one_trip
+from search_spaces.sharding.graph import Graph, Value, Vertex, is_contraction
 
 
 def weigh(function: StageFunction, graph: Graph, mesh: AbstractMesh) -> None:
@@ -30,6 +32,13 @@ def weigh(function: StageFunction, graph: Graph, mesh: AbstractMesh) -> None:
         if function.is_each(vertex):
             vertex.weight *= function.staged.num_microbatches
             vertex.operand_weight = [w * function.staged.num_microbatches for w in vertex.operand_weight]
+
+
+_COMBINED_BYTES = 30 * 2**20
+"""Up to this size of their results XLA's GPU compiler combines reductions, which then wait for the last of them.
+
+Source: XLA, `xla_gpu_reduce_scatter_combine_threshold_bytes` and the like.
+"""
 
 
 class _Lifetimes:
@@ -58,6 +67,7 @@ class _Lifetimes:
         own = self._receive()
         self._give_up(own, self._send())
         self._store_as_received(axis_sizes)
+        self._combine_reductions(prod(axis_sizes))
 
     def named(self, key: Key) -> Value | None:
         """Returns the value that has the name of a key; None where a key has none, as single numbers."""
@@ -150,3 +160,29 @@ class _Lifetimes:
             if key is not None and (self.function.is_sent_forward(key) or self.function.is_sent_back(key)):
                 parts, _ = shared_parts(self.function.staged.avals[key].shape, axis_sizes, axis_sizes)
                 self.graph.stored_parts[value.id] = parts
+
+    def _combine_reductions(self, num_devices: int) -> None:
+        """Keeps gradients of weights unreduced until those are there with which they are reduced in one collective."""
+        found = [self._product_of(a.part) for a in self.function.sums]
+        products = sorted((value for value in found if value is not None), key=lambda value: value.made_at)
+        group: list[Value] = []
+        size = 0.0
+        for value in products:
+            num_bytes = value.num_bytes / num_devices
+            if size + num_bytes > _COMBINED_BYTES:
+                group, size = [], 0.0
+            group.append(value)
+            size += num_bytes
+            self.graph.reduced_until.update({v.id: value.made_at for v in group})
+
+    def _product_of(self, key: Key) -> Value | None:
+        """Returns the product that an array is, perhaps in another shape or type; None if it is none."""
+        value = self.named(key)
+        while value is not None:
+            vertex = self.graph.vertices[value.vertex]
+            if is_contraction(vertex):
+                return value
+            operands = [o for o in vertex.operands if isinstance(o, Value)]
+            is_single_trip = vertex.kind == "stack" and has_one_trip(vertex)
+            value = operands[0] if len(operands) == 1 and (vertex.kind == "operation" or is_single_trip) else None
+        return None

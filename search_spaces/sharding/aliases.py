@@ -18,7 +18,7 @@ def share_memory(graph: Graph, is_written: np.ndarray, interval: np.ndarray, las
     """
     for vertex in reversed(graph.vertices):
         is_barrier = vertex.primitive == "optimization_barrier"
-        if not is_barrier and not (vertex.kind in ("slice", "stack") and _has_one_trip(vertex)):
+        if not is_barrier and not (vertex.kind in ("slice", "stack") and has_one_trip(vertex)):
             continue
         for operand, result in zip(vertex.operands, vertex.results, strict=True):
             if not isinstance(operand, Value) or not is_written[operand.id] or not is_written[result.id]:
@@ -32,5 +32,6 @@ def share_memory(graph: Graph, is_written: np.ndarray, interval: np.ndarray, las
             last_read[one.id] = max(last_read[one.id], last_read[other.id])
 
 
-def _has_one_trip(vertex: Vertex) -> bool:
+def has_one_trip(vertex: Vertex) -> bool:
+    """Tells whether the loop of a vertex is a scan with one trip."""
     return vertex.equation is not None and vertex.equation.params.get("length") == 1

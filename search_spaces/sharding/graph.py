@@ -151,6 +151,8 @@ class Graph:
       notes: what a user should know about the trace (loops of unknown length, say).
       stored_until: values, by id, that go from one program to another, and so are in memory whoever reads them, with
         the position of the operation up to which they are.
+      reduced_until: products, by the id of their value, whose reduction waits for others, with the position of the
+        operation up to which it does.
       stored_parts: arguments, by the id of their value, that somebody else stores, with the number of equal parts on
         different devices, whatever layout is chosen for those who read them.
       copied_until: arguments, by the id of their value, whose gathered copies are made before the program, with the
@@ -168,6 +170,7 @@ class Graph:
     length: int
     notes: list[str]
     stored_until: dict[int, int] = field(default_factory=dict)
+    reduced_until: dict[int, int] = field(default_factory=dict)
     stored_parts: dict[int, int] = field(default_factory=dict)
     copied_until: dict[int, int] = field(default_factory=dict)
 

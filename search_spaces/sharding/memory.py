@@ -184,7 +184,8 @@ def usages_of(
             makers = nodes[value.vertex].strategies
             partial = [_bytes_before_reduction(value, s, axis_sizes) for s in makers]
             if any(partial):
-                add(value.vertex, value, partial, start, held.reduce_until[value.id] + 2, is_copy=False)
+                until = max(held.reduce_until[value.id], graph.reduced_until.get(value.id, -1))
+                add(value.vertex, value, partial, start, until + 2, is_copy=False)
         node, result = hub_node.get(value.id, value.vertex), value.result
         strategies = nodes[node].strategies
         if value.id in graph.stored_parts:

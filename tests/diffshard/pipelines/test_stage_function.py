@@ -10,6 +10,7 @@ import pytest
 from jax.sharding import AbstractMesh
 
 from cost.presets import preset
+from diffshard.pipelines import stage_lifetimes
 from diffshard.pipelines.microbatches import BatchArguments, trace_in_microbatches
 from diffshard.pipelines.stage_function import StageFunction
 from diffshard.pipelines.stage_lifetimes import weigh
@@ -138,3 +139,14 @@ def test_what_only_the_backward_program_reads_waits_for_it_with_each_micro_batch
     assert parts == [2] * len(parts)
     assert len(parts) >= 2 * len(received)  # sent in equal parts, however it is read
     assert many - few == sum(sizes[key] / 2 for key in received) + sum(sizes[key] for key in made)
+
+
+def test_small_gradients_wait_for_the_collective_that_reduces_them_all(staged, monkeypatch):
+    mesh = AbstractMesh((2,), ("x",))
+    _, function, graph = peak_bytes(staged, 1, mesh)
+    made_at = {graph.values[value].made_at for value in graph.reduced_until}
+    assert 2 < len(made_at) <= len(function.sums)
+    assert set(graph.reduced_until.values()) == {max(made_at)}
+    monkeypatch.setattr(stage_lifetimes, "_COMBINED_BYTES", 0)
+    _, _, graph = peak_bytes(staged, 1, mesh)
+    assert all(graph.values[value].made_at == until for value, until in graph.reduced_until.items())
