@@ -100,6 +100,7 @@ class LayerBounds:
         options = Options(fn=function, mesh=mesh, hardware=hardware, memory_limit_bytes=np.inf, progress="none")
         traced = trace_function(options, function.shapes)
         weigh(function, traced.graph, mesh)
+        traced.graph.stored_until.clear()  # residuals that the backward program may compute in its own kernels are free
         space = space_of(options, traced)
         each_s, end_s = layer_seconds(space, function, set(number))
         slack_s = space.most_preference_s

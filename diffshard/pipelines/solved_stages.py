@@ -92,8 +92,8 @@ class SolvedStages:
     def known(self, entry: Entry) -> Any:
         """Returns what is known of a stage: its layout, None if it does not fit, or `UNKNOWN`.
 
-        A layout that leaves memory free is the best one for as many micro-batches as fit; one that makes residuals
-        again is taken for more of them too, but not for fewer.
+        A layout that leaves memory free is the best one for as many micro-batches as fit; one that the memory
+        may have limited is taken for more of them too, but not for fewer.
         """
         by_in_flight = self.by_kind.get(self.kind(entry), {})
         if entry.in_flight in by_in_flight:
@@ -101,9 +101,7 @@ class SolvedStages:
         for in_flight, layout in by_in_flight.items():
             if layout is None and in_flight <= entry.in_flight:
                 return None
-            is_best = layout is not None and (
-                not (layout.recomputed or layout.offloaded) or in_flight <= entry.in_flight
-            )
+            is_best = layout is not None and (not layout.is_limited or in_flight <= entry.in_flight)
             room = _FREE_SHARE * self._limits[entry.submesh]
             if layout is not None and is_best and layout.peak_bytes < room:
                 peak_bytes = layout.peak_bytes + (entry.in_flight - in_flight) * layout.residual_bytes

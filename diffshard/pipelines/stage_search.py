@@ -68,6 +68,7 @@ class StageLayout:
       offloaded: positions, among the stage's residuals (`offloading.residuals_of`), of those that are offloaded.
       offloaded_bytes: of each device, what a micro-batch leaves on the host for its backward pass.
       offload_s: of a micro-batch, for the copies to the host; those back take as long. `seconds` has both.
+      is_limited: whether the memory may have ruled out a faster layout.
     """
 
     seconds: float
@@ -84,6 +85,7 @@ class StageLayout:
     offloaded: tuple[int, ...] = ()
     offloaded_bytes: float = 0.0
     offload_s: float = 0.0
+    is_limited: bool = False
 
     def copied(self, arguments: Iterable[Key]) -> list[Key]:
         """Returns the arguments that are resharded once, when a step begins, for all micro-batches."""

@@ -1,21 +1,23 @@
 """The search for one stage of a pipeline on one submesh: its shardings, and which residuals it makes again.
 
-If the best sharding that keeps everything fits the memory, nothing is made again. Else the memory that this sharding
-lacks says which choices of residuals can do, and the fastest that fits is taken, among them other shardings that keep
-everything. The bound is that of keeping everything, without a memory limit. It does not hold for what is made again:
-arrays that are not kept need be neither written nor read, which can spare a little more than making them takes.
+The best sharding that keeps everything says what each choice of residuals would take: a byte that is not kept need be
+neither written nor read, and what is made again runs once more. The choices are searched from the best estimate to the
+worst, with memory limit, until the next estimate is no better than what was found; so they are tried in the same order
+under every limit, and a limit only rules out what does not fit. The estimates are low rather than high, because what is
+made again is assumed to run inside the kernels that read it. The bound is that of keeping everything, without a memory
+limit. It does not hold for what is made again.
 """
 
 import math
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 
-import numpy as np
 from jax.extend import core
 from jax.sharding import AbstractMesh
 
 from cost.base import Hardware
-from cost.compute import equation_work, roofline_s
+from cost.compute import CONTRACTIONS, equation_work, inner_jaxprs, roofline_s
 from cost.host_groups import Submesh
 from diffshard.pipelines.offload_search import (
     ResidualEstimate,
@@ -26,7 +28,7 @@ from diffshard.pipelines.offload_search import (
 )
 from diffshard.pipelines.options import STAGE_TIME_LIMIT_S, PipelineOptions, memory_limit_of, mesh_shape
 from diffshard.pipelines.stage_function import StageFunction
-from diffshard.pipelines.stage_search import StageLayout, StageMemoryError, search_stage
+from diffshard.pipelines.stage_search import STAGE_GAP, StageLayout, StageMemoryError, search_stage
 from search_spaces.pipelines.offloading import residuals_of, with_offloaded
 from search_spaces.pipelines.recomputed_programs import recomputed_stage, working_bytes
 from search_spaces.pipelines.residuals import StageResiduals
@@ -34,8 +36,10 @@ from search_spaces.pipelines.stage_keys import Label
 from search_spaces.pipelines.stage_programs import StagedStep
 from search_spaces.rematerialisation.minimum_cuts import Candidate
 
-_MOST_VARIANTS = 3
-"""Choices of residuals whose shardings are searched, besides the one that keeps everything."""
+_FREE_SHARE = 0.95
+"""A layout that needs less of the memory is taken to be the best one of its choice without a limit."""
+_KERNELS = ("reduce", "arg", "cum", "sort", "top_k", "scatter", "gather", "fft")
+"""How the names of operations begin that have kernels of their own, besides contractions and loops."""
 
 
 def with_choices(staged: StagedStep, layouts: Sequence[StageLayout]) -> StagedStep:
@@ -107,31 +111,43 @@ class StageVariants:
         """
         if set(self.uses) == {"keep"} or not self._has_both_passes:
             return self._layout(self.staged, self.memory_limit_bytes)
+        begin_s = time.perf_counter()
         residuals = self._residuals()
         free = self._layout(self.staged, math.inf)
-        if free.peak_bytes <= self.memory_limit_bytes:
-            return free
         estimates = self._estimates(residuals)
         own = free.residual_bytes / max(estimates[0].choice.kept_bytes, 1.0)  # of what is whole, the part of a device
-        lacking = (free.peak_bytes - self.memory_limit_bytes) / max(own, 1e-9)
-        needed = estimates[0].num_bytes - lacking
-        found = self._with_offload(residuals, estimates, needed) if "offload" in self.uses else []
-        for choice in self._promising(estimates, needed):
-            try:
-                layout = self._variant(residuals, choice)
-            except StageMemoryError:
+        found, is_limited = [free], False
+        if free.peak_bytes > self.memory_limit_bytes:
+            lacking = (free.peak_bytes - self.memory_limit_bytes) / max(own, 1e-9)
+            needed = estimates[0].num_bytes - lacking
+            found = self._with_offload(residuals, estimates, needed) if "offload" in self.uses else []
+            is_limited = True
+        least_unfit = math.inf  # of the estimated bytes of what is proven not to fit
+        for seconds, one in self._in_order(estimates, free, own):
+            best_s = min((layout.seconds for layout in found), default=math.inf)
+            if seconds >= (1 - STAGE_GAP) * best_s or (found and time.perf_counter() - begin_s > self.time_limit_s):
+                break
+            if one.num_bytes >= least_unfit:
                 continue
-            found.append(layout)
-            if choice.recomputed:
-                break  # the later ones keep less than is needed
+            try:
+                found.append(self._variant(residuals, one.choice))
+            except StageMemoryError as error:
+                is_limited = True
+                least_unfit = min(least_unfit, one.num_bytes) if error.is_proven else least_unfit
         if not found:
             raise StageMemoryError("No choice of residuals that was tried fits.", is_proven=False)
+        is_limited |= any(layout.peak_bytes > _FREE_SHARE * self.memory_limit_bytes for layout in found)
         best = min(found, key=lambda layout: layout.seconds)
-        return replace(best, lower_bound_s=min(free.lower_bound_s, best.seconds))
+        return replace(best, lower_bound_s=min(free.lower_bound_s, best.seconds), is_limited=is_limited)
 
     @property
     def _has_both_passes(self) -> bool:
         return {label.kind for label in self.staged.programs if label.stage == self.stage} >= {"forward", "backward"}
+
+    @property
+    def _byte_s(self) -> float:
+        """The seconds that a kept byte takes at least: it is written once and read once."""
+        return 2 / self.hardware.reached_memory_bytes_per_s
 
     def _residuals(self) -> StageResiduals:
         return StageResiduals(self.staged, self.stage, lambda equation: _step_s(equation, self.hardware))
@@ -149,18 +165,32 @@ class StageVariants:
             return ResidualEstimate(choice, (self.in_flight - 1) * choice.kept_bytes + working)
 
         whole, *others = residuals.candidates()
+        others.append(residuals.cheapest(self._byte_s))
         found = [estimate(whole)]
         for choice in sorted(others if "recompute" in self.uses else [], key=lambda choice: choice.seconds):
             if (other := estimate(choice)).num_bytes < found[-1].num_bytes:
                 found.append(other)
         return found
 
-    def _promising(self, estimates: Sequence[ResidualEstimate], needed_bytes: float) -> list[Candidate]:
-        """Returns the choice that keeps everything, and some from the fastest on that is estimated to fit."""
-        whole, *others = estimates
-        first = next((i for i, other in enumerate(others) if other.num_bytes <= needed_bytes), len(others) - 1)
-        tried = np.unique(np.linspace(max(first, 0), len(others) - 1, _MOST_VARIANTS).round().astype(int))
-        return [whole.choice, *(others[i].choice for i in tried if others)]
+    def _in_order(
+        self, estimates: Sequence[ResidualEstimate], free: StageLayout, own: float
+    ) -> list[tuple[float, ResidualEstimate]]:
+        """Returns the choices with their estimated seconds, from the fastest to the slowest.
+
+        Args:
+          estimates: of the choices; the first one keeps everything.
+          free: the best layout that keeps everything, without a memory limit.
+          own: of an array of a micro-batch, the part that a device has there.
+        """
+        whole, price, count = estimates[0].choice, self._byte_s, self.staged.num_microbatches
+        others = [
+            (free.seconds + count * own * (c.seconds - price * (whole.kept_bytes - c.kept_bytes)), one)
+            for one in estimates[1:]
+            for c in [one.choice]
+        ]
+        is_whole_tried = free.peak_bytes <= self.memory_limit_bytes
+        of_whole = [] if is_whole_tried else [(free.lower_bound_s, estimates[0])]
+        return sorted(others + of_whole, key=lambda pair: pair[0])
 
     def _with_offload(
         self, residuals: StageResiduals, estimates: Sequence[ResidualEstimate], needed_bytes: float
@@ -210,6 +240,10 @@ class StageVariants:
 
 
 def _step_s(equation: core.JaxprEqn, hardware: Hardware) -> float:
-    """Returns about how long an operation takes on one device."""
-    work = equation_work(equation)
-    return float(roofline_s(work.flops, work.num_bytes, work.dtype, hardware))
+    """Returns about how long an operation takes on one device, where it runs again.
+
+    It runs just before its readers. So an elementwise operation is computed inside their kernels, and moves no bytes.
+    """
+    work, name = equation_work(equation), equation.primitive.name
+    has_kernel = name in CONTRACTIONS or name.startswith(_KERNELS) or bool(inner_jaxprs(equation))
+    return float(roofline_s(work.flops, work.num_bytes if has_kernel else 0.0, work.dtype, hardware))

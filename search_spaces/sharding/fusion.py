@@ -67,7 +67,7 @@ class Fusion:
         self.reads_of = [value_ids(v) for v in graph.vertices]
         self._region_of = dict(_regions(graph.block, 0, (), count(1)))
         self._source_bytes = self._bytes_to_compute()
-        outputs = {o.id for o in graph.outputs if isinstance(o, Value)}
+        outputs = {o.id for o in graph.outputs if isinstance(o, Value)} | set(graph.stored_until)
         for vertex in reversed(graph.vertices):
             if vertex.kind == "operation":
                 self._visit(vertex, outputs)

@@ -1,6 +1,8 @@
 """Stages may make residuals again instead of keeping them: with the same results, in the memory that is there."""
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import diffshard
@@ -9,6 +11,7 @@ from cost.pipeline_schedules import graph_of
 from diffshard.pipelines.cutting import cut_step, uncut_step
 from diffshard.pipelines.execution import StagedExecution
 from diffshard.pipelines.microbatches import BatchArguments
+from diffshard.pipelines.stage_search import STAGE_GAP
 from search_spaces.pipelines.forward_backward import num_bytes
 from search_spaces.pipelines.recomputed_programs import recomputed_stage, working_bytes
 from search_spaces.pipelines.residuals import StageResiduals
@@ -85,6 +88,24 @@ def test_a_stage_makes_again_what_its_memory_cannot_keep():
     assert str(again[0].recomputed_operations) in str(plan)
     assert "Made again" in plan.html()
     check_close(pipelined(*args), jax.jit(mlp_step)(*args))
+
+
+def test_more_memory_never_gives_a_slower_plan_and_no_lack_of_it_is_needed_to_make_again_what_is_cheap():
+    width, examples = 256, 16384
+    up, down = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((width, 2 * width), (2 * width, width)))
+    args = [{"up": up, "down": down}] * 2, jax.ShapeDtypeStruct((examples, width), jnp.float32)
+    cluster = diffshard.Cluster([diffshard.Hosts(1, devices=1, hardware="h100")])
+
+    def planned(residuals, limit):
+        pipeline = diffshard.Pipeline(microbatches=4, schedules=("1f1b",), max_stages=1, residuals=residuals)
+        return diffshard.search(mlp_step, cluster, pipeline=pipeline, memory_limit_bytes=limit * 1e6).plan(*args)
+
+    plans = [planned(("keep", "recompute"), limit) for limit in (70, 75, 90, 120, 400)]
+    seconds = np.array([plan.step_s for plan in plans])
+    assert np.all(seconds[1:] <= seconds[:-1] * (1 + STAGE_GAP))
+    assert seconds[-1] < 0.95 * seconds[0]  # so that the limits matter
+    assert plans[-1].stages[0].recomputed_operations  # also where all would fit
+    assert seconds[-1] < 0.9 * planned(("keep",), 400).step_s
 
 
 @pytest.mark.parametrize("residuals", [(), ("recompute",), ("keep", "forget"), "keep"])
