@@ -30,8 +30,8 @@ class Pipeline:
       max_replicas: the largest number of replicas. Above 1, each kind of device of the cluster may be a replica of the
         pipeline, which takes its own number of micro-batches; the fastest kind keeps the state.
       residuals: what may become of the arrays that the backward pass reads of the forward pass: "keep" leaves them in
-        memory for each micro-batch in flight; with "recompute" a stage that does not fit the memory makes some again;
-        with "offload" some wait in pinned memory of the host.
+        memory for each micro-batch in flight; with "recompute" a stage makes some again where the memory
+        demands it or that is faster; with "offload" some wait in pinned memory of the host.
 
     Raises:
       ValueError: a number or a name breaks its rule.

@@ -31,6 +31,8 @@ from diffshard.plans.formats import format_count
 from diffshard.processes import Processes
 from search_spaces.pipelines.stage_programs import StagedStep
 
+_KEPT_BOUND = "The bound is for pipelines that keep all residuals. Some are made again here, and may be faster than it."
+
 
 class FoundPipeline(NamedTuple):
     """A pipeline that was found.
@@ -128,9 +130,8 @@ def planned_pipeline(
         )
         for i, stage in enumerate(stages)
     ]
-    plan = predicted_plan(
-        options, search, chosen.schedule, planned, tried=chosen.tried, notes=chosen.notes, overlap=overlap
-    )
+    notes = (*chosen.notes, _KEPT_BOUND) if any(layout.recomputed for layout in layouts) else chosen.notes
+    plan = predicted_plan(options, search, chosen.schedule, planned, tried=chosen.tried, notes=notes, overlap=overlap)
     return FoundPipeline(with_bound(plan, chosen.bound_s), step, staged, plans, simulation)
 
 

@@ -1,11 +1,11 @@
 """The search for one stage of a pipeline on one submesh: its shardings, and which residuals it makes again.
 
-The best sharding that keeps everything says what each choice of residuals would take: a byte that is not kept need be
-neither written nor read, and what is made again runs once more. The choices are searched from the best estimate to the
-worst, with memory limit, until the next estimate is no better than what was found; so they are tried in the same order
-under every limit, and a limit only rules out what does not fit. The estimates are low rather than high, because what is
-made again is assumed to run inside the kernels that read it. The bound is that of keeping everything, without a memory
-limit. It does not hold for what is made again.
+The best sharding that keeps everything says about what each choice of residuals would take: a byte that is not kept
+need be neither written nor read, and what is made again runs once more. That can be faster even where memory is free. The
+choices are searched under the memory limit from the best estimate to the worst, until estimates are worse than what was
+found by more than they err. The order is the same under every limit, which only rules out what does not fit, so that
+more memory does not give a slower stage. The bound is that of keeping everything, without a memory limit. It does not
+hold for what is made again.
 """
 
 import math
@@ -31,11 +31,19 @@ from diffshard.pipelines.stage_function import StageFunction
 from diffshard.pipelines.stage_search import STAGE_GAP, StageLayout, StageMemoryError, search_stage
 from search_spaces.pipelines.offloading import residuals_of, with_offloaded
 from search_spaces.pipelines.recomputed_programs import recomputed_stage, working_bytes
-from search_spaces.pipelines.residuals import StageResiduals
+from search_spaces.pipelines.residuals import OUTSIDE, StageResiduals
 from search_spaces.pipelines.stage_keys import Label
 from search_spaces.pipelines.stage_programs import StagedStep
 from search_spaces.rematerialisation.minimum_cuts import Candidate
 
+_ESTIMATE_ERROR = 0.05
+"""How much too high choices of residuals may be estimated, relative: those of GPTs and MLPs that were near the best one
+were within it, and one that was not was 9% too high."""
+_MOST_FRUITLESS = 4
+"""How many choices in a row are searched that fit and are not faster."""
+_PASSES, _STACKED_PASSES = 2, 4
+"""How often the bytes of a residual are moved: written and read; in trips of a scan, whose stack is filled with zeros
+and written by a kernel of its own, also copied (`copies_of`)."""
 _FREE_SHARE = 0.95
 """A layout that needs less of the memory is taken to be the best one of its choice without a limit."""
 _KERNELS = ("reduce", "arg", "cum", "sort", "top_k", "scatter", "gather", "fft")
@@ -122,10 +130,11 @@ class StageVariants:
             needed = estimates[0].num_bytes - lacking
             found = self._with_offload(residuals, estimates, needed) if "offload" in self.uses else []
             is_limited = True
-        least_unfit = math.inf  # of the estimated bytes of what is proven not to fit
-        for seconds, one in self._in_order(estimates, free, own):
+        least_unfit, num_fruitless = math.inf, 0  # of the estimated bytes of what is proven not to fit
+        for seconds, one in self._in_order(residuals, estimates, free, own):
             best_s = min((layout.seconds for layout in found), default=math.inf)
-            if seconds >= (1 - STAGE_GAP) * best_s or (found and time.perf_counter() - begin_s > self.time_limit_s):
+            is_over = num_fruitless >= _MOST_FRUITLESS or time.perf_counter() - begin_s > self.time_limit_s
+            if seconds >= (1 + _ESTIMATE_ERROR) * best_s or (found and is_over):
                 break
             if one.num_bytes >= least_unfit:
                 continue
@@ -134,6 +143,8 @@ class StageVariants:
             except StageMemoryError as error:
                 is_limited = True
                 least_unfit = min(least_unfit, one.num_bytes) if error.is_proven else least_unfit
+                continue
+            num_fruitless = 0 if found[-1].seconds < best_s else num_fruitless + 1
         if not found:
             raise StageMemoryError("No choice of residuals that was tried fits.", is_proven=False)
         is_limited |= any(layout.peak_bytes > _FREE_SHARE * self.memory_limit_bytes for layout in found)
@@ -143,11 +154,6 @@ class StageVariants:
     @property
     def _has_both_passes(self) -> bool:
         return {label.kind for label in self.staged.programs if label.stage == self.stage} >= {"forward", "backward"}
-
-    @property
-    def _byte_s(self) -> float:
-        """The seconds that a kept byte takes at least: it is written once and read once."""
-        return 2 / self.hardware.reached_memory_bytes_per_s
 
     def _residuals(self) -> StageResiduals:
         return StageResiduals(self.staged, self.stage, lambda equation: _step_s(equation, self.hardware))
@@ -165,7 +171,7 @@ class StageVariants:
             return ResidualEstimate(choice, (self.in_flight - 1) * choice.kept_bytes + working)
 
         whole, *others = residuals.candidates()
-        others.append(residuals.cheapest(self._byte_s))
+        others.append(residuals.cheapest(_PASSES / self.hardware.reached_memory_bytes_per_s))
         found = [estimate(whole)]
         for choice in sorted(others if "recompute" in self.uses else [], key=lambda choice: choice.seconds):
             if (other := estimate(choice)).num_bytes < found[-1].num_bytes:
@@ -173,24 +179,32 @@ class StageVariants:
         return found
 
     def _in_order(
-        self, estimates: Sequence[ResidualEstimate], free: StageLayout, own: float
+        self, residuals: StageResiduals, estimates: Sequence[ResidualEstimate], free: StageLayout, own: float
     ) -> list[tuple[float, ResidualEstimate]]:
         """Returns the choices with their estimated seconds, from the fastest to the slowest.
 
+        There are none where the layout that keeps everything fits, and none is estimated to be faster.
+
         Args:
+          residuals: of the stage.
           estimates: of the choices; the first one keeps everything.
           free: the best layout that keeps everything, without a memory limit.
           own: of an array of a micro-batch, the part that a device has there.
         """
-        whole, price, count = estimates[0].choice, self._byte_s, self.staged.num_microbatches
-        others = [
-            (free.seconds + count * own * (c.seconds - price * (whole.kept_bytes - c.kept_bytes)), one)
-            for one in estimates[1:]
-            for c in [one.choice]
-        ]
-        is_whole_tried = free.peak_bytes <= self.memory_limit_bytes
-        of_whole = [] if is_whole_tried else [(free.lower_bound_s, estimates[0])]
-        return sorted(others + of_whole, key=lambda pair: pair[0])
+
+        def device_s(choice: Candidate) -> float:
+            bytes_of, values = residuals.bytes, residuals.values
+            moved = sum(bytes_of[v] * (_PASSES if values[v].scan == OUTSIDE else _STACKED_PASSES) for v in choice.kept)
+            return choice.seconds + moved / self.hardware.reached_memory_bytes_per_s
+
+        whole, *others = estimates
+        share, whole_s = self.staged.num_microbatches * own, device_s(whole.choice)
+        found = [(free.seconds + share * (device_s(one.choice) - whole_s), one) for one in others]
+        if free.peak_bytes > self.memory_limit_bytes:
+            found.append((free.lower_bound_s, whole))
+        elif min((seconds for seconds, _ in found), default=math.inf) > (1 - STAGE_GAP) * free.seconds:
+            return []
+        return sorted(found, key=lambda pair: pair[0])
 
     def _with_offload(
         self, residuals: StageResiduals, estimates: Sequence[ResidualEstimate], needed_bytes: float

@@ -93,17 +93,16 @@ def test_a_stage_makes_again_what_its_memory_cannot_keep():
 def test_more_memory_never_gives_a_slower_plan_and_no_lack_of_it_is_needed_to_make_again_what_is_cheap():
     width, examples = 256, 16384
     up, down = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((width, 2 * width), (2 * width, width)))
-    args = [{"up": up, "down": down}] * 2, jax.ShapeDtypeStruct((examples, width), jnp.float32)
+    args = [{"up": up, "down": down}] * 3, jax.ShapeDtypeStruct((examples, width), jnp.float32)
     cluster = diffshard.Cluster([diffshard.Hosts(1, devices=1, hardware="h100")])
 
     def planned(residuals, limit):
         pipeline = diffshard.Pipeline(microbatches=4, schedules=("1f1b",), max_stages=1, residuals=residuals)
         return diffshard.search(mlp_step, cluster, pipeline=pipeline, memory_limit_bytes=limit * 1e6).plan(*args)
 
-    plans = [planned(("keep", "recompute"), limit) for limit in (70, 75, 90, 120, 400)]
+    plans = [planned(("keep", "recompute"), limit) for limit in (80, 100, 160, 400)]
     seconds = np.array([plan.step_s for plan in plans])
     assert np.all(seconds[1:] <= seconds[:-1] * (1 + STAGE_GAP))
-    assert seconds[-1] < 0.95 * seconds[0]  # so that the limits matter
     assert plans[-1].stages[0].recomputed_operations  # also where all would fit
     assert seconds[-1] < 0.9 * planned(("keep",), 400).step_s
 
