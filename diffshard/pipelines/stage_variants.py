@@ -1,10 +1,10 @@
 """The search for one stage of a pipeline on one submesh: its shardings, and which residuals it makes again.
 
 The best sharding that keeps everything says about what each choice of residuals would take: a byte that is not kept
-need be neither written nor read, and what is made again runs once more. That can be faster even where memory is free. The
-choices are searched under the memory limit from the best estimate to the worst, until estimates are worse than what was
-found by more than they err. The order is the same under every limit, which only rules out what does not fit, so that
-more memory does not give a slower stage. The bound is that of keeping everything, without a memory limit. It does not
+need be neither written nor read, and what is made again runs once more. That can be faster even where memory is free.
+Choices are searched under the memory limit from the best estimate to the worst, until estimates are worse than what
+was found by more than they err. The order is the same under every limit, which only rules out what does not fit, so
+that more memory gives no slower stage. The bound is that of keeping everything, without a memory limit. It does not
 hold for what is made again.
 """
 
