@@ -119,7 +119,7 @@ class StageVariants:
         """
         if set(self.uses) == {"keep"} or not self._has_both_passes:
             return self._layout(self.staged, self.memory_limit_bytes)
-        begin_s = time.perf_counter()
+        begin_s = time.process_time()
         residuals = self._residuals()
         free = self._layout(self.staged, math.inf)
         estimates = self._estimates(residuals)
@@ -133,7 +133,7 @@ class StageVariants:
         least_unfit, num_fruitless = math.inf, 0  # of the estimated bytes of what is proven not to fit
         for seconds, one in self._in_order(residuals, estimates, free, own):
             best_s = min((layout.seconds for layout in found), default=math.inf)
-            is_over = num_fruitless >= _MOST_FRUITLESS or time.perf_counter() - begin_s > self.time_limit_s
+            is_over = num_fruitless >= _MOST_FRUITLESS or time.process_time() - begin_s > self.time_limit_s
             if seconds >= (1 + _ESTIMATE_ERROR) * best_s or (found and is_over):
                 break
             if one.num_bytes >= least_unfit:
