@@ -75,7 +75,7 @@ def host_fetch_s(lookups: ArrayLike, columns: ArrayLike, itemsize: ArrayLike, ha
     """
     if hardware.host_memory_bytes_per_s is None:
         raise ValueError(f"`hardware` {hardware.name!r} does not say how fast it copies: `host_memory_bytes_per_s`.")
-    num_bytes = np.asarray(lookups, float) * columns * itemsize
+    num_bytes = np.asarray(lookups, float) * np.asarray(columns) * np.asarray(itemsize)
     return num_bytes / hardware.host_memory_bytes_per_s
 
 
