@@ -7,7 +7,7 @@ import pytest
 
 from cost.base import Hardware
 from experiments.embedding_tables import __main__ as experiment
-from experiments.embedding_tables import tasks
+from experiments.embedding_tables import tasks, tiers
 from experiments.embedding_tables.baselines import SCORES, beam_s, greedy_s, random_s, whole
 from search_spaces.embedding_tables.base import EmbeddingTable, TableDevices
 from search_spaces.embedding_tables.prices import piece_bytes
@@ -60,3 +60,12 @@ def test_prints_ratios_to_bounds_and_to_each_other(capsys):
     assert float(ways[experiment.OURS][2]) >= 1
     assert float(ways[experiment.OURS][4]) == 1
     assert all(row[2] == "none" or float(row[2]) >= float(ways[experiment.OURS][2]) for row in ways.values())
+
+
+def test_less_memory_needs_hosts_and_takes_longer(capsys):
+    tiers.main(["--devices", "4"])
+    text = capsys.readouterr().out
+    steps = [float(line.split("│")[4]) for line in text.splitlines() if "with hosts" in line and "fit" not in line]
+    assert "does not fit" in text
+    assert len(steps) >= 2
+    assert steps == sorted(steps)
