@@ -6,7 +6,7 @@ Source: Zha et al., "NeuroShard" (MLSys 2023), algorithms 1 and 2, with k = 3 an
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -42,6 +42,20 @@ class Part(NamedTuple):
         return self.forward_s + self.rest_s
 
 
+class Loads(NamedTuple):
+    """What a placement makes each device do, `[D]` each.
+
+    Attributes:
+      forward_s: seconds of forward lookups.
+      rest_s: of exchanges and backward pass.
+      num_bytes: in memory.
+    """
+
+    forward_s: Sequence[float]
+    rest_s: Sequence[float]
+    num_bytes: Sequence[float]
+
+
 Score = Callable[[EmbeddingTable], float]
 SCORES: dict[str, Score] = {
     "greedy, dimension": lambda table: table.dimension,
@@ -55,39 +69,50 @@ def random_s(tables: Sequence[EmbeddingTable], devices: TableDevices, seed: int)
     """Returns the seconds of whole tables on random devices that have room; inf if a table finds none."""
     rng = np.random.default_rng(seed)
     parts = [whole(table, i, devices) for i, table in enumerate(tables)]
-    room = list(devices.memory_limit_bytes)
-    forward, rest = [0.0] * len(room), [0.0] * len(room)
+    placed = _Placed(devices)
     for i in rng.permutation(len(parts)):
-        fits = [d for d in range(len(room)) if room[d] >= parts[i].num_bytes]
+        fits = placed.with_room(parts[i])
         if not fits:
             return math.inf
-        _put(parts[i], int(rng.choice(fits)), forward, rest, room)
-    return max(forward) + max(rest)
+        placed.put(parts[i], int(rng.choice(fits)))
+    return placed.step_s
 
 
 def greedy_s(tables: Sequence[EmbeddingTable], devices: TableDevices, score: Score) -> float:
-    """Returns the seconds of whole tables, each on the device of least score so far; inf if one finds no room."""
+    """Returns the seconds of `greedy`; inf if a table finds no room."""
+    loads = greedy(tables, devices, score)
+    return math.inf if loads is None else max(loads.forward_s) + max(loads.rest_s)
+
+
+def greedy(tables: Sequence[EmbeddingTable], devices: TableDevices, score: Score) -> Loads | None:
+    """Puts whole tables, each on the device of least score so far; returns None if one finds no room."""
     parts = [whole(table, i, devices) for i, table in enumerate(tables)]
-    room = list(devices.memory_limit_bytes)
-    forward, rest, total = ([0.0] * len(room) for _ in range(3))
+    placed, total = _Placed(devices), [0.0] * devices.num_devices
     for i in sorted(range(len(parts)), key=lambda i: -score(tables[i])):
-        fits = [d for d in range(len(room)) if room[d] >= parts[i].num_bytes]
+        fits = placed.with_room(parts[i])
         if not fits:
-            return math.inf
+            return None
         device = min(fits, key=total.__getitem__)
         total[device] += score(tables[i])
-        _put(parts[i], device, forward, rest, room)
-    return max(forward) + max(rest)
+        placed.put(parts[i], device)
+    return placed.loads
 
 
 def beam_s(tables: Sequence[EmbeddingTable], devices: TableDevices, depth: int = _DEPTH) -> float:
-    """Returns the seconds of the best placement that NeuroShard's beam search finds; inf if none fits.
+    """Returns the seconds of `beam`; inf if nothing fits."""
+    loads = beam(tables, devices, depth)
+    return math.inf if loads is None else max(loads.forward_s) + max(loads.rest_s)
+
+
+def beam(tables: Sequence[EmbeddingTable], devices: TableDevices, depth: int = _DEPTH) -> Loads | None:
+    """Returns the best placement that NeuroShard's beam search finds, None if none fits.
 
     Each step splits one of the 10 largest or 10 costliest parts of each kept list in halves, and places each new list
     greedily under 11 caps.
     """
     kept = [[whole(table, i, devices) for i, table in enumerate(tables)]]
-    best = _placed_s(kept[0], devices)
+    best = kept[0]
+    best_s = _placed_s(best, devices)
     halves: dict[tuple[int, int], Part] = {}
     for _ in range(depth):
         scored = []
@@ -101,8 +126,11 @@ def beam_s(tables: Sequence[EmbeddingTable], devices: TableDevices, depth: int =
         if not scored:
             break
         scored.sort()
-        best, kept = min(best, scored[0][0]), [split for _, _, split in scored[:_BEAM_WIDTH]]
-    return best
+        kept = [split for _, _, split in scored[:_BEAM_WIDTH]]
+        if scored[0][0] < best_s:
+            best_s, _, best = scored[0]
+    placed = min(_placed(best, devices), key=lambda one: math.inf if one is None else one.step_s)
+    return None if placed is None else placed.loads
 
 
 def whole(table: EmbeddingTable, index: int, devices: TableDevices) -> Part:
@@ -125,29 +153,57 @@ def _candidates(parts: Sequence[Part]) -> list[int]:
 
 def _placed_s(parts: Sequence[Part], devices: TableDevices) -> float:
     """Returns the seconds of the best greedy placement over caps on the columns of a device; inf if none fits."""
+    return min(math.inf if placed is None else placed.step_s for placed in _placed(parts, devices))
+
+
+def _placed(parts: Sequence[Part], devices: TableDevices) -> Iterator["_Placed | None"]:
+    """Yields the greedy placement under each cap on the columns of a device; None where a part finds no room."""
     ordered = sorted(parts, key=lambda part: -part.cost_s)
     mean = sum(part.columns for part in parts) / devices.num_devices
-    return min(_capped_s(ordered, devices, cap * mean) for cap in _CAPS)
+    return (_capped(ordered, devices, cap * mean) for cap in _CAPS)
 
 
-def _capped_s(ordered: Sequence[Part], devices: TableDevices, most_columns: float) -> float:
-    room = list(devices.memory_limit_bytes)
-    all_devices = range(len(room))
-    forward, rest, cost, columns = ([0.0] * len(room) for _ in range(4))
+def _capped(ordered: Sequence[Part], devices: TableDevices, most_columns: float) -> "_Placed | None":
+    placed, all_devices = _Placed(devices), range(devices.num_devices)
+    room = placed.room
+    cost, columns = ([0.0] * devices.num_devices for _ in range(2))
     for part in ordered:
         least, device = math.inf, -1
         for d in all_devices:
             if cost[d] < least and room[d] >= part.num_bytes and columns[d] + part.columns <= most_columns:
                 least, device = cost[d], d
         if device < 0:
-            return math.inf
+            return None
         cost[device] += part.forward_s + part.rest_s
         columns[device] += part.columns
-        _put(part, device, forward, rest, room)
-    return max(forward) + max(rest)
+        placed.put(part, device)
+    return placed
 
 
-def _put(part: Part, device: int, forward: list[float], rest: list[float], room: list[float]) -> None:
-    forward[device] += part.forward_s
-    rest[device] += part.rest_s
-    room[device] -= part.num_bytes
+class _Placed:
+    """Parts of tables that are on devices; `room` is what their memory still has, `[D]` bytes."""
+
+    def __init__(self, devices: TableDevices):
+        self.limits, self.room = devices.memory_limit_bytes, list(devices.memory_limit_bytes)
+        self.forward_s, self.rest_s = ([0.0] * devices.num_devices for _ in range(2))
+
+    def with_room(self, part: Part) -> list[int]:
+        """Returns the devices that a part fits."""
+        return [d for d, room in enumerate(self.room) if room >= part.num_bytes]
+
+    def put(self, part: Part, device: int) -> None:
+        """Puts a part on a device."""
+        self.forward_s[device] += part.forward_s
+        self.rest_s[device] += part.rest_s
+        self.room[device] -= part.num_bytes
+
+    @property
+    def step_s(self) -> float:
+        """What a step takes."""
+        return max(self.forward_s) + max(self.rest_s)
+
+    @property
+    def loads(self) -> Loads:
+        """What the devices do."""
+        used = [limit - room for limit, room in zip(self.limits, self.room, strict=True)]
+        return Loads(self.forward_s, self.rest_s, used)

@@ -7,7 +7,7 @@ import pytest
 
 from cost.base import Hardware
 from experiments.embedding_tables import __main__ as experiment
-from experiments.embedding_tables import tasks, tiers
+from experiments.embedding_tables import picture, tasks, tiers
 from experiments.embedding_tables.baselines import SCORES, beam_s, greedy_s, random_s, whole
 from search_spaces.embedding_tables.base import EmbeddingTable, TableDevices
 from search_spaces.embedding_tables.prices import piece_bytes
@@ -69,3 +69,16 @@ def test_less_memory_needs_hosts_and_takes_longer(capsys):
     assert "does not fit" in text
     assert len(steps) >= 2
     assert steps == sorted(steps)
+
+
+def test_the_picture_shows_each_device_before_and_after(tmp_path):
+    picture.main(["--devices", "4", "--output", str(tmp_path / "devices.png")])
+    assert (tmp_path / "devices.png").read_bytes().startswith(b"\x89PNG")
+    ways = picture.placements(4, 0)
+    assert {len(numbers) for loads in ways.values() for numbers in loads} == {4}
+    steps = {name: max(loads.forward_s) + max(loads.rest_s) for name, loads in ways.items()}
+    tables, devices = tasks.mlperf(4)
+    assert steps["beam search"] == pytest.approx(beam_s(tables, devices))
+    assert steps["diffshard"] < steps["beam search"] < steps["greedy, lookups"]
+    drawn = picture.figure_of(ways).axes[-1].containers[0].datavalues  # pyright: ignore[reportAttributeAccessIssue]
+    np.testing.assert_allclose(drawn * 2**30, ways["diffshard"].num_bytes)

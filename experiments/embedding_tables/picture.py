@@ -1,0 +1,73 @@
+"""Draws what each device does and holds before and after: placed greedily, by beam search, and by our search.
+
+    python -m experiments.embedding_tables.picture [--devices 8] [--output docs/images/embedding-tables.png]
+
+The tables are MLPerf's, on H100s.
+"""
+
+import argparse
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from diffshard.embedding_tables.search import solve_space
+from experiments.embedding_tables import tasks
+from experiments.embedding_tables.baselines import SCORES, Loads, beam, greedy
+from search_spaces.embedding_tables.space import EmbeddingTableSpace
+
+_BY_LOOKUPS = "greedy, lookups"
+_COLORS = {"forward": "#2f6f9f", "rest": "#9fc3dd", "memory": "#8a8a8a"}
+
+
+def placements(num_devices: int, seed: int) -> dict[str, Loads]:
+    """Returns what the devices do by each way, by its name.
+
+    Raises:
+      ValueError: a baseline finds no placement.
+    """
+    tables, devices = tasks.mlperf(num_devices)
+    space = EmbeddingTableSpace(tables, devices)
+    found = space.decode(solve_space(space, key=seed).choice)
+    others = {_BY_LOOKUPS: greedy(tables, devices, SCORES[_BY_LOOKUPS]), "beam search": beam(tables, devices)}
+    for name, loads in others.items():
+        if loads is None:
+            raise ValueError(f"`--devices` {num_devices}: {name} finds no placement that fits.")
+    placed = {name: loads for name, loads in others.items() if loads is not None}
+    return {**placed, "diffshard": Loads(found.forward_s.tolist(), found.rest_s.tolist(), found.device_bytes.tolist())}
+
+
+def figure_of(ways: Mapping[str, Loads]) -> Figure:
+    """Draws the ways side by side: milliseconds of each device above, its memory below."""
+    figure = Figure(figsize=(9.5, 5), layout="constrained")
+    times, memory = figure.subplots(2, len(ways), sharex="all", sharey="row", height_ratios=(3, 2))
+    for column, (name, loads) in enumerate(ways.items()):
+        forward, rest = 1e3 * np.array(loads.forward_s), 1e3 * np.array(loads.rest_s)
+        at, axes = np.arange(len(forward)), times[column]
+        axes.bar(at, forward, color=_COLORS["forward"], label="lookups")
+        axes.bar(at, rest, bottom=forward, color=_COLORS["rest"], label="exchanges and backward pass")
+        axes.axhline(forward.max() + rest.max(), color="black", linewidth=1, linestyle="--", label="step")
+        axes.set_title(f"{name}: {forward.max() + rest.max():.2f} ms", fontsize=10)
+        memory[column].bar(at, np.array(loads.num_bytes) / 2**30, color=_COLORS["memory"])
+        memory[column].set_xlabel("device")
+        memory[column].set_xticks(at)
+    times[0].set_ylabel("ms")
+    memory[0].set_ylabel("GiB")
+    figure.legend(*times[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False)
+    return figure
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Writes the picture."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--devices", type=int, default=8)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--output", type=Path, default=Path("docs/images/embedding-tables.png"))
+    options = parser.parse_args(arguments)
+    figure_of(placements(options.devices, options.seed)).savefig(options.output, dpi=110)
+    print(f"{options.output} is written.")
+
+
+if __name__ == "__main__":
+    main()
