@@ -98,6 +98,8 @@ def plan_by_compiling(target: Target, timeout_s: float, request: PlanRequest) ->
         name = FOUND if limit_bytes == options.memory_limit_bytes else f"{FOUND} within {format_bytes(limit_bytes)}"
         run_again = request.with_recomputed(found.recomputed, found.offloaded)
         excess = compiled_plans.add_found(name, found, run_again.traced_function, run_again.space)
+        if number == 0 and run_again is not request:
+            compiled_plans.add_found_without_remat(request)
         if excess <= 0:
             break
         predicted, compiled = min(limit_bytes, found.peak_bytes), options.memory_limit_bytes + excess
@@ -165,6 +167,16 @@ class _CompiledPlans:
         self.entries += zip(plans, rows, strict=True)
         peaks = [row.compiled_peak_bytes for row in rows[: len(found_plans)] if row.compiled_peak_bytes is not None]
         return min(peaks) - self.options.memory_limit_bytes if peaks else 0.0
+
+    def add_found_without_remat(self, request: PlanRequest) -> None:
+        """Compiles the plan that computes nothing again, unless it is predicted to need far more than the limit."""
+        limit_bytes = MAX_OVERESTIMATE * self.options.memory_limit_bytes
+        options = replace(self.options, executor="constraints", remat=None, memory_limit_bytes=limit_bytes)
+        try:
+            found = find_plan(request._replace(options=options))
+        except InfeasibleError:
+            return
+        self.add_found(f"{FOUND}, all kept", found, request.traced_function, request.space)
 
     def best(self, start_s: float) -> Plan:
         """Returns the best plan with the table of all.

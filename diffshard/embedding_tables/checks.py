@@ -73,10 +73,10 @@ def checked_ids(
 ) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
     """Returns ids as int32 and weights as float32; raises `ValueError` where they do not fit the tables."""
     _check_names("ids", tables, ids)
-    checked = {table.name: jnp.asarray(ids[table.name]) for table in tables}
-    batch_sizes = {}
+    checked, batch_sizes = {}, {}
     for table in tables:
-        own = checked[table.name]
+        given = ids[table.name]  # on the host with 64 bits, which JAX would cut
+        own = given if isinstance(given, jax.Array) else np.asarray(given)
         if own.ndim != 2 or not jnp.issubdtype(own.dtype, jnp.integer):
             raise ValueError(
                 f"`ids[{table.name!r}]` must be integers `[B, P]`, not {own.dtype}{list(own.shape)}; `padded_ids` "
@@ -84,6 +84,7 @@ def checked_ids(
             )
         batch_sizes[table.name] = own.shape[0]
         _check_range(table, own)
+        checked[table.name] = jnp.asarray(own, jnp.int32)
     batch_size = next(iter(batch_sizes.values()))
     other = next((name for name, size in batch_sizes.items() if size != batch_size), None)
     if other is not None:
@@ -100,9 +101,9 @@ def checked_ids(
             )
     for name, own in checked.items():
         if not own.shape[1]:  # XLA's partitioner refuses arrays of no numbers
-            checked[name] = jnp.full((batch_size, 1), NO_ID)
+            checked[name] = jnp.full((batch_size, 1), NO_ID, jnp.int32)
             weights.pop(name, None)
-    return {name: own.astype(jnp.int32) for name, own in checked.items()}, weights
+    return checked, weights
 
 
 def checked_gradients(
@@ -117,7 +118,7 @@ def checked_gradients(
     return {table.name: jnp.asarray(gradients[table.name]) for table in tables}
 
 
-def _check_range(table: EmbeddingTable, ids: jax.Array) -> None:
+def _check_range(table: EmbeddingTable, ids: jax.Array | np.ndarray) -> None:
     """Raises `ValueError` for ids that are no rows, where the ids are known."""
     if isinstance(ids, Tracer) or not ids.size:
         return

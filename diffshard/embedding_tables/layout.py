@@ -202,6 +202,6 @@ def check_fits(layout: Layout, devices: TableDevices) -> None:
             device = int(np.argmin(limits))
             raise PlanError(
                 f"The plan's arrays are as long on each device as on the fullest one, {num_bytes} bytes, but "
-                f"{memory}device {device} has {limits[device]:.0f}. Plan with one limit, or with the smallest "
-                "one for all devices."
+                f"{memory}device {device} has {limits[device]:.0f}. Plan with a smaller "
+                "`memory_limit_bytes`, the same for all devices."
             )

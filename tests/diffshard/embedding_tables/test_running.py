@@ -211,6 +211,9 @@ def test_an_id_that_is_no_row_is_an_error_and_adds_nothing_where_ids_are_traced(
     wrong = {**ids, "whole": np.where(ids["whole"] == 3, 30, ids["whole"])}
     with pytest.raises(ValueError, match=r"`ids\['whole'\]` has the id 30; rows are 0 to 29"):
         plan.lookup(arrays, wrong)
+    hashed = {**ids, "whole": np.full(ids["whole"].shape, 2**32 + 5)}  # whose low 32 bits are a row
+    with pytest.raises(ValueError, match=r"has the id 4294967301; rows are 0 to 29"):
+        plan.lookup(arrays, hashed)
     none = {**ids, "whole": np.where(ids["whole"] == 3, -1, ids["whole"])}
     lookup = jax.jit(plan.lookup)
     np.testing.assert_array_equal(lookup(arrays, wrong)["whole"], lookup(arrays, none)["whole"])

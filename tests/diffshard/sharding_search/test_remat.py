@@ -12,9 +12,10 @@ from jax import lax
 from jax.sharding import AxisType
 
 import diffshard
-from diffshard.comparison import checked_search
+from diffshard.comparison import checked_search, compare
 from diffshard.plans.comparison import ComparedPlan
 from diffshard.sharding_search import remat as remat_search
+from diffshard.sharding_search.executors import flat_function
 
 LAYERS, ROWS, WIDTH, HIDDEN = 4, 512, 32, 128
 
@@ -118,22 +119,28 @@ def test_shardys_partitioner_judges_the_program_with_what_runs_again():
     assert plan.recomputed == searched().plan(*arguments()).recomputed
 
 
-def test_the_limit_holds_for_the_compiled_program(monkeypatch):
-    rounds = []
+def judge_of(memory_factor, rounds=None):
+    """Returns what compiles plans to a multiple of their predicted memory."""
 
     def judge(candidates, target, *, timeout_s):
         del target, timeout_s
-        rounds.append([c.name for c in candidates])
+        if rounds is not None:
+            rounds.append([c.name for c in candidates])
         rows = []
         for c in candidates:
             assert c.space.graph == c.traced_function.graph
-            peak = 1.8 * c.plan.peak_bytes
+            peak = memory_factor(c.plan) * c.plan.peak_bytes
             fits = peak <= c.plan.memory_limit_bytes
             times = c.plan.step_s, 1.0, 1.0, 0.0, 0.0
             rows.append(ComparedPlan(c.name, c.plan.executor, *times, c.plan.peak_bytes, peak, fits))
         return rows
 
-    monkeypatch.setattr(checked_search, "judge", judge)
+    return judge
+
+
+def test_the_limit_holds_for_the_compiled_program(monkeypatch):
+    rounds = []
+    monkeypatch.setattr(checked_search, "judge", judge_of(lambda plan: 1.8, rounds))
     monkeypatch.setattr(remat_search, "_MOST_SEARCHES", 2)
     limit = 0.9 * least_bytes()
     step = search(limit, check="compile", target="host")
@@ -143,6 +150,23 @@ def test_the_limit_holds_for_the_compiled_program(monkeypatch):
     assert 1.8 * plan.peak_bytes <= limit
     _, loss = step(*plan.shard(*arguments()))
     np.testing.assert_allclose(loss, jax.jit(scanned_step)(*arguments())[1], rtol=1e-5)
+
+
+def test_what_keeps_all_is_compiled_too_where_it_may_fit(monkeypatch):
+    monkeypatch.setattr(checked_search, "judge", judge_of(lambda plan: 2.0 if plan.recomputed else 0.9))
+    monkeypatch.setattr(remat_search, "_MOST_SEARCHES", 1)
+    plan = search(0.95 * least_bytes(), check="compile", target="host").plan(*arguments())
+    assert not plan.recomputed
+    assert plan.peak_bytes > 0.95 * least_bytes()
+
+
+def test_a_plan_that_computes_again_is_compared(monkeypatch):
+    seen = []
+    monkeypatch.setattr(compare, "judge", lambda plans, target, timeout_s: seen.extend(plans) or [])
+    plan = searched().plan(*arguments())
+    assert plan.mesh is not None
+    diffshard.compare(scanned_step, plan.mesh, *arguments(), plans={"again": plan}, target="host")
+    assert flat_function(seen[0].plan, seen[0].traced_function, seen[0].space, plan.mesh) is not None
 
 
 def test_a_limit_that_nothing_meets_names_the_memory_that_would_do():
