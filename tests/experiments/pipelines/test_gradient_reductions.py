@@ -17,7 +17,7 @@ def step(weight, x):
 def test_bytes_of_a_step_are_those_of_its_gradients(way, summed_mib, end_mib):
     """A gradient of 1 MiB is summed in each of four micro-batches, or once."""
     hosts, between = tuple((device,) for device in jax.devices()[:2]), diffshard.Link(10e-6, 1 / 1e10)
-    cluster = diffshard.Cluster([diffshard.Hosts(2, 1, "h100")], between=between, devices=(hosts,))
+    cluster = diffshard.Cluster([diffshard.Hosts(2, 1, "t4")], between=between, devices=(hosts,))
     pipeline = diffshard.Pipeline(microbatches=4, max_stages=1, schedules=("1f1b",), gradient_reductions=(way,))
     function = diffshard.search(step, cluster, pipeline=pipeline)
     arguments = jnp.zeros((512, 512)), jnp.zeros((8192, 512))
