@@ -1,6 +1,6 @@
 """Tables as each device keeps them, and the way from whole tables and back.
 
-Letters for sizes: D devices, N numbers, A rows, W columns.
+Letters for sizes: D devices, A rows, U or W columns.
 """
 
 import functools
@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from diffshard.embedding_tables.layout import HostGroup, Layout
+from diffshard.embedding_tables.layout import Layout, RowGroup
 from search_spaces.embedding_tables.base import HOST
 
 
@@ -19,7 +19,7 @@ class TableArrays(NamedTuple):
     """All tables, or their optimiser's state, on devices.
 
     Attributes:
-      shards: for each dtype the numbers of all pieces, `[D, N]`; of the state one array `[D, A]`, named "state".
+      shards: for each dtype the numbers of all pieces, `[D, A, U]`; of the state one array `[D, A]`, named "state".
       copies: rows of which every device has a copy, by table: `[rows, dimension]`, of the state `[rows]`.
       hosts: rows in pinned memory of the hosts, `[D, A, W]`, by dtype and width W; the state has none there.
     """
@@ -31,7 +31,10 @@ class TableArrays(NamedTuple):
 
 def to_numbers(layout: Layout, tables: Sequence[np.ndarray]) -> TableArrays:
     """Returns whole tables, `[rows, dimension]` each, as the arrays of all devices, on the host."""
-    shards = {dtype: np.zeros((layout.num_devices, n), jnp.dtype(dtype)) for dtype, n in layout.numbers.items()}
+    shards = {
+        dtype: np.zeros((layout.num_devices, rows, layout.unit_columns[dtype]), jnp.dtype(dtype))
+        for dtype, rows in layout.unit_rows.items()
+    }
     hosts = {
         group.name: np.zeros((layout.num_devices, rows, group.columns), jnp.dtype(group.dtype))
         for group, rows in layout.host_rows.items()
@@ -42,7 +45,8 @@ def to_numbers(layout: Layout, tables: Sequence[np.ndarray]) -> TableArrays:
             if p.memory == HOST:
                 hosts[layout.group_of(p).name][device, offset : offset + p.rows] = part
             else:
-                shards[layout.tables[p.table].dtype][device, offset : offset + part.size] = part.ravel()
+                units = part.reshape(-1, layout.unit_columns[layout.tables[p.table].dtype])
+                shards[layout.tables[p.table].dtype][device, offset : offset + len(units)] = units
     copies = {layout.tables[t].name: tables[t][p.row_start : p.row_end] for t, p in layout.copies.items()}
     return TableArrays(shards, copies, hosts)  # pyright: ignore[reportArgumentType]
 
@@ -54,7 +58,7 @@ def shapes_of(layout: Layout) -> tuple[Any, Any]:
         return jax.ShapeDtypeStruct(sizes, jnp.dtype(dtype))
 
     count = layout.num_devices
-    shards = {dtype: shape(dtype, count, n) for dtype, n in layout.numbers.items()}
+    shards = {dtype: shape(dtype, count, rows, layout.unit_columns[dtype]) for dtype, rows in layout.unit_rows.items()}
     copied = {layout.tables[t].name: (p, layout.tables[t].dtype) for t, p in layout.copies.items()}
     copies = {name: shape(dtype, p.rows, p.columns) for name, (p, dtype) in copied.items()}
     hosts = {g.name: shape(g.dtype, count, rows, g.columns) for g, rows in layout.host_rows.items()}
@@ -73,7 +77,8 @@ def to_tables(layout: Layout, arrays: TableArrays) -> dict[str, np.ndarray]:
             if p.memory == HOST:
                 part = hosts[layout.group_of(p).name][device, offset : offset + p.rows]
             else:
-                part = shards[table.dtype][device, offset : offset + p.rows * p.columns].reshape(p.rows, p.columns)
+                end = offset + p.rows * p.columns // layout.unit_columns[table.dtype]
+                part = shards[table.dtype][device, offset:end].reshape(p.rows, p.columns)
             tables[table.name][p.row_start : p.row_end, p.column_start : p.column_end] = part
     for t, p in layout.copies.items():
         tables[layout.tables[t].name][p.row_start : p.row_end] = copies[layout.tables[t].name]
@@ -89,10 +94,10 @@ def random_hosts(layout: Layout, key_data: np.ndarray, sharding: jax.sharding.Na
       sharding: of the arrays, with the kind of memory.
     """
 
-    def numbers_of(group: HostGroup, num_rows: int, index: Any) -> np.ndarray:
+    def numbers_of(group: RowGroup, num_rows: int, index: Any) -> np.ndarray:
         device = index[0].indices(layout.num_devices)[0]
         numbers = np.zeros((1, num_rows, group.columns), np.float32)
-        for p, offset, *_ in layout.host_slots(device, group):
+        for p, offset, *_ in layout.slots_in(device, group, HOST):
             rng = np.random.default_rng([*key_data.ravel().tolist(), p.table, p.row_start, p.column_start])
             limit = layout.tables[p.table].rows ** -0.5
             own = rng.random((p.rows, p.columns), np.float32)

@@ -122,7 +122,8 @@ def _check_range(table: EmbeddingTable, ids: jax.Array | np.ndarray) -> None:
     """Raises `ValueError` for ids that are no rows, where the ids are known."""
     if isinstance(ids, Tracer) or not ids.size:
         return
-    least, most = int(ids.min()), int(ids.max())
+    with jax.ensure_compile_time_eval():  # ids that are known inside of `jax.jit` are checked as well
+        least, most = int(ids.min()), int(ids.max())
     if least < NO_ID or most >= table.rows:
         wrong = most if most >= table.rows else least
         raise ValueError(

@@ -1,10 +1,11 @@
 """Where the pieces of tables lie in each device's arrays.
 
 Each device keeps its pieces one after the other in one array for each dtype, which is as long on every device as on the
-fullest one. So devices may hold pieces of any number and shape, in ordinary sharded JAX arrays `[D, N]`. Rows in memory
-of the host are in arrays `[D, A, W]`, one for each dtype and width W, because they are fetched row by row.
+fullest one. So devices may hold pieces of any number and shape, in ordinary sharded JAX arrays `[D, A, U]`: U is the
+largest width of which the columns of all these pieces are multiples; a row of a piece is one or several U-rows. Rows
+in memory of the host are in arrays `[D, A, W]`, one for each dtype and width W, because they are fetched row by row.
 
-Letters for sizes: D devices, N numbers, A rows, W columns.
+Letters for sizes: D devices, A rows, U or W columns.
 """
 
 import math
@@ -19,8 +20,8 @@ from search_spaces.embedding_tables.base import DEVICE, EVERY_DEVICE, HOST, Embe
 from search_spaces.embedding_tables.prices import piece_bytes
 
 
-class HostGroup(NamedTuple):
-    """Rows in memory of the hosts that are in one array.
+class RowGroup(NamedTuple):
+    """Rows of equal kind, which are read and written together; those in memory of the hosts have an array of their own.
 
     Attributes:
       dtype: of the numbers.
@@ -32,8 +33,8 @@ class HostGroup(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The key of its array among those of all devices."""
-        return f"{self.dtype} of {self.columns} columns on hosts"
+        """The key of the array of rows in memory of the hosts, among the arrays of all devices."""
+        return f"{self.dtype} of {self.columns} columns"
 
 
 class Columns(NamedTuple):
@@ -55,7 +56,7 @@ class Slot(NamedTuple):
 
     Attributes:
       piece: the piece.
-      offset: its first number in the array of its dtype; on the host its first row in the array of its group.
+      offset: its first U-row in the array of its dtype; on the host its first row in the array of its group.
       state_offset: its first row in the array of the optimiser's state.
       column: its first column in the pooled rows that the device sends; pieces of the same columns share them.
     """
@@ -97,20 +98,31 @@ class Layout:
         return tuple(sorted({(p.table, p.row_start, p.row_end) for p in parts}))
 
     @cached_property
-    def numbers(self) -> dict[str, int]:
-        """How many numbers the arrays of each dtype have on a device, N."""
-        sizes: dict[str, list[int]] = {}
-        for device in range(self.num_devices):
-            own: dict[str, int] = {}
-            for p in self._pieces_on(device, DEVICE):
-                dtype = self.tables[p.table].dtype
-                own[dtype] = own.get(dtype, 0) + p.rows * p.columns
-            for dtype, size in own.items():
-                sizes.setdefault(dtype, []).append(size)
-        return {dtype: max(sizes[dtype]) for dtype in sorted(sizes)}
+    def unit_columns(self) -> dict[str, int]:
+        """How wide the arrays of each dtype are on a device, U."""
+        pieces = [p for p in self.pieces if p.device != EVERY_DEVICE and p.memory == DEVICE]
+        dtypes = sorted({self.tables[p.table].dtype for p in pieces})
+        return {d: math.gcd(*(p.columns for p in pieces if self.tables[p.table].dtype == d)) for d in dtypes}
 
     @cached_property
-    def host_rows(self) -> dict[HostGroup, int]:
+    def unit_rows(self) -> dict[str, int]:
+        """How many rows the arrays of each dtype have on a device, A."""
+
+        def rows_on(device: int, dtype: str, unit: int) -> int:
+            own = (p for p in self._pieces_on(device, DEVICE) if self.tables[p.table].dtype == dtype)
+            return sum(p.rows * p.columns // unit for p in own)
+
+        units = self.unit_columns.items()
+        return {dtype: max(rows_on(device, dtype, unit) for device in range(self.num_devices)) for dtype, unit in units}
+
+    @cached_property
+    def device_groups(self) -> tuple[RowGroup, ...]:
+        """The kinds of rows in memory of devices."""
+        pieces = (p for p in self.pieces if p.device != EVERY_DEVICE and p.memory == DEVICE)
+        return tuple(sorted({self.group_of(p) for p in pieces}))
+
+    @cached_property
+    def host_rows(self) -> dict[RowGroup, int]:
         """How many rows the arrays in memory of the hosts have for a device, A, by group."""
         groups = sorted({self.group_of(p) for p in self.pieces if p.memory == HOST})
         return {
@@ -121,15 +133,14 @@ class Layout:
             for group in groups
         }
 
-    def group_of(self, piece: Piece) -> HostGroup:
-        """Returns the group of a piece in memory of the host."""
-        return HostGroup(self.tables[piece.table].dtype, piece.columns)
+    def group_of(self, piece: Piece) -> RowGroup:
+        """Returns the group of a piece."""
+        return RowGroup(self.tables[piece.table].dtype, piece.columns)
 
-    def host_slots(self, device: int, group: HostGroup) -> tuple[Slot, ...]:
-        """Returns the slots of a device in one group of its host's memory."""
-        return tuple(
-            slot for slot in self.slots[device] if slot.piece.memory == HOST and self.group_of(slot.piece) == group
-        )
+    def slots_in(self, device: int, group: RowGroup, memory: str) -> tuple[Slot, ...]:
+        """Returns the slots of one group in memory of a device, or of its host."""
+        own = (slot for slot in self.slots[device] if slot.piece.memory == memory)
+        return tuple(slot for slot in own if self.group_of(slot.piece) == group)
 
     @cached_property
     def state_rows(self) -> int:
@@ -157,7 +168,8 @@ class Layout:
         """Returns the bytes that each device keeps, what the fullest device needs more than others included."""
         sizes = {table.dtype: table.itemsize for table in self.tables}
         copies = sum(piece_bytes(self.tables[t], p.rows, p.columns) for t, p in self.copies.items())
-        return sum(sizes[dtype] * n for dtype, n in self.numbers.items()) + 4 * self.state_rows + copies
+        numbers = sum(sizes[dtype] * rows * self.unit_columns[dtype] for dtype, rows in self.unit_rows.items())
+        return numbers + 4 * self.state_rows + copies
 
     def host_array_bytes(self) -> int:
         """Returns the bytes in memory of the host for each device, what the fullest one needs more included."""
@@ -169,7 +181,7 @@ class Layout:
 
     def _slots_on(self, device: int) -> tuple[Slot, ...]:
         slots, state_offset, width = [], 0, 0
-        offsets: dict[str | HostGroup, int] = {}
+        offsets: dict[str | RowGroup, int] = {}
         first_column: dict[Columns, int] = {}
         for piece in self._pieces_on(device, DEVICE, HOST):
             on_host = piece.memory == HOST
@@ -179,7 +191,8 @@ class Layout:
                 first_column[columns] = width
                 width += piece.columns
             slots.append(Slot(piece, offsets.get(key, 0), state_offset, first_column[columns]))
-            offsets[key] = offsets.get(key, 0) + piece.rows * (1 if on_host else piece.columns)
+            unit = piece.columns if on_host else self.unit_columns[self.tables[piece.table].dtype]
+            offsets[key] = offsets.get(key, 0) + piece.rows * piece.columns // unit
             state_offset += piece.rows
         return tuple(slots)
 
@@ -192,8 +205,14 @@ def check_fits(layout: Layout, devices: TableDevices) -> None:
     """Checks that arrays as long on each device as on the fullest one fit all devices and their hosts.
 
     Raises:
-      PlanError: they do not.
+      PlanError: they do not, or rows are more than int32 can count.
     """
+    for dtype, rows in layout.unit_rows.items():
+        if rows > np.iinfo(np.int32).max:
+            raise PlanError(
+                f"The plan's {dtype} array has {rows} rows of {layout.unit_columns[dtype]} columns on each device, "
+                "more than int32 counts. Plan with more devices, or give dimensions with a larger common divisor."
+            )
     for num_bytes, limits, memory in (
         (layout.array_bytes(), devices.memory_limit_bytes, ""),
         (layout.host_array_bytes(), devices.host_limit_bytes, "the host of "),

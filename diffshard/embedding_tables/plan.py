@@ -21,8 +21,8 @@ from diffshard.embedding_tables.arrays import TableArrays, random_hosts, shapes_
 from diffshard.embedding_tables.checks import check_pieces, checked_arrays, checked_gradients, checked_ids
 from diffshard.embedding_tables.host_rows import HOST_MEMORY
 from diffshard.embedding_tables.layout import Layout, check_fits
-from diffshard.embedding_tables.programs import DevicePrograms
 from diffshard.embedding_tables.text import plan_text
+from diffshard.embedding_tables.update_programs import DevicePrograms
 from diffshard.plans.documents import TABLES, read_record, write_record
 from diffshard.sharding_search.options import with_automatic_axes
 from search_spaces.embedding_tables.base import DecodedTables, EmbeddingTable, Piece, TableDevices
@@ -240,7 +240,7 @@ class TablePlan:
     @property
     def _specs(self) -> Any:
         """The sharding of the tables."""
-        shards: Any = dict.fromkeys(self.layout.numbers, self._batch)
+        shards: Any = dict.fromkeys(self.layout.unit_rows, self._batch)
         copies: Any = dict.fromkeys((self.tables[t].name for t in self.layout.copies), PartitionSpec())
         hosts: Any = dict.fromkeys((group.name for group in self.layout.host_rows), self._batch)
         return TableArrays(shards, copies, hosts)

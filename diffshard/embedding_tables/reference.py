@@ -20,8 +20,12 @@ def pooled(array: jax.Array, ids: jax.Array, weights: jax.Array) -> jax.Array:
       weights: `[B, P]` float32.
     """
     is_row = (ids >= 0) & (ids < array.shape[0])
-    rows = jnp.take(array, jnp.where(is_row, ids, 0), axis=0).astype(jnp.float32)
-    return jnp.einsum("bp,bpc->bc", jnp.where(is_row, weights, 0.0), rows, precision="highest")
+    return summed_rows(jnp.take(array, jnp.where(is_row, ids, 0), axis=0), jnp.where(is_row, weights, 0.0))
+
+
+def summed_rows(rows: jax.Array, weights: jax.Array) -> jax.Array:
+    """Sums weighted rows `[B, P, C]` of each example, `[B, C]` in float32; weights are `[B, P]` float32."""
+    return jnp.einsum("bp,bpc->bc", weights, rows.astype(jnp.float32), precision="highest")
 
 
 def pooling_weights(ids: jax.Array, weights: jax.Array | None, num_rows: int, pooling: str) -> jax.Array:
@@ -67,21 +71,19 @@ def row_gradients(
 
 
 def adagrad_changes(
-    state: jax.Array, rows: jax.Array, sums: jax.Array, squares: jax.Array, rate: jax.Array | float, epsilon: float
+    state: jax.Array, sums: jax.Array, squares: jax.Array, rate: jax.Array | float, epsilon: float
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns what row-wise Adagrad subtracts from rows, rate · g / (√s + epsilon), and the state s += mean(g²).
+    """Returns what row-wise Adagrad subtracts from rows, rate · g / (√s + epsilon), and their state s += mean(g²).
 
     Args:
-      state: s, `[R]` float32.
-      rows: `[n]`, each once; those from R on are left out.
+      state: s of these rows, `[n]` float32.
       sums: their gradients g, `[n, C]`.
       squares: the mean of g² over the columns of the whole table, `[n]`.
       rate: the learning rate.
       epsilon: against division by zero.
     """
-    state = state.at[rows].add(squares, mode="drop")
-    scale = rate / (jnp.sqrt(state.at[rows].get(mode="fill", fill_value=1.0)) + epsilon)
-    return scale[:, None] * sums, state
+    state = state + squares
+    return (rate / (jnp.sqrt(state) + epsilon))[:, None] * sums, state
 
 
 def padded_ids(values: np.ndarray, lengths: np.ndarray, most: int | None = None) -> np.ndarray:

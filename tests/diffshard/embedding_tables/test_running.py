@@ -155,6 +155,29 @@ def test_lookups_and_their_gradients_equal_those_of_whole_tables(plan, whole, id
         )
 
 
+@pytest.mark.parametrize("num_devices", [1, 4])
+def test_updates_change_donated_tables_in_place(num_devices):
+    """Memory beside the tables is for the batch only, also where one array has rows of several widths."""
+    tables = tuple(EmbeddingTable(f"t{i}", 2000, 8 << i) for i in range(4))
+    pieces = [Piece(i, i % num_devices, 0, 2000, 0, 8 << i) for i in range(3)]
+    pieces += [Piece(3, d % num_devices, 0, 2000, 32 * d, 32 * d + 32) for d in range(2)]
+    devices = TableDevices((preset("a100", {"x": num_devices}),) * num_devices, (1e9,) * num_devices, 1e-9, BATCH)
+    mesh = jax.make_mesh((num_devices,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices()[:num_devices])
+    plan = TablePlan(tables, devices, tuple(pieces), (("x", num_devices),), 0.0, "finished", 0.0, mesh)
+    ids = {t.name: jnp.zeros((BATCH, 2), jnp.int32) for t in tables}
+
+    def step(arrays, state):
+        rows = plan.lookup(arrays, ids)
+        return plan.update(arrays, state, ids, rows, learning_rate=0.1)
+
+    compiled = jax.jit(step, donate_argnums=(0, 1)).lower(plan.init(jax.random.key(0)), plan.init_state()).compile()
+    memory = compiled.memory_analysis()
+    assert memory is not None
+    tables_bytes = plan.layout.array_bytes()
+    assert memory.alias_size_in_bytes == tables_bytes
+    assert memory.temp_size_in_bytes < 0.1 * tables_bytes
+
+
 def test_updates_equal_row_wise_adagrad_of_whole_tables(plan, whole, ids, weights):
     """Two steps, so that the state counts; rows that were not looked up stay as they are."""
     rng = np.random.default_rng(4)

@@ -119,4 +119,4 @@ def test_the_plan_of_the_step_takes_tables_and_their_seconds_from_the_plan_of_ta
     assert len(stated_s) == 2
     assert sum(stated_s) == pytest.approx(plan.step_s)
     specs = {a.path: a.partition_spec for a in found.arguments}
-    assert specs["tables.shards['float32']"] == jax.sharding.PartitionSpec(("data", "model"), None)
+    assert specs["tables.shards['float32']"] == jax.sharding.PartitionSpec(("data", "model"), None, None)
