@@ -104,20 +104,21 @@ def step_s(forward_s: np.ndarray, rest_s: np.ndarray) -> float:
     return float(np.max(forward_s, initial=0.0) + np.max(rest_s, initial=0.0))
 
 
-def access_share(access: np.ndarray | None, num_rows: int, start: int, end: int) -> float:
-    """Returns which share of all lookups goes to the rows from `start` to `end` (exclusive).
+def access_share(access: np.ndarray | None, num_rows: int, start: ArrayLike, end: ArrayLike) -> np.ndarray:
+    """Returns which share of all lookups goes to the rows from `start` to `end` (exclusive), for each such pair.
 
     Args:
       access: `[K]` counts of lookups in K parts of the table that have equally many rows; None if rows are alike.
       num_rows: of the table.
-      start: the first row.
-      end: the row after the last one.
+      start: the first row, of any shape.
+      end: the row after the last one, of the same shape.
     """
+    start, end = np.asarray(start), np.asarray(end)
     if access is None:
         return (end - start) / num_rows
     cumulative = np.concatenate([[0.0], np.cumsum(np.asarray(access, float))])
-    at = np.interp(np.array([start, end]) / num_rows * len(access), np.arange(len(cumulative)), cumulative)
-    return float((at[1] - at[0]) / cumulative[-1])
+    at = np.interp(np.stack([start, end]) / num_rows * len(access), np.arange(len(cumulative)), cumulative)
+    return (at[1] - at[0]) / cumulative[-1]
 
 
 def _lookups_of(size: ArrayLike, hardware: Hardware, *, columns: int) -> np.ndarray:

@@ -23,7 +23,7 @@ from experiments.embedding_tables.baselines import SCORES, beam_s, greedy_s, ran
 from experiments.tables import print_table
 from search_spaces.embedding_tables.base import EVERY_DEVICE, EmbeddingTable, TableDevices
 from search_spaces.embedding_tables.space import EmbeddingTableSpace
-from search_spaces.embedding_tables.strategies import TableStrategy
+from search_spaces.embedding_tables.strategies import TableStrategies
 
 OURS, BEAM, RANDOM = "diffshard", "beam search", "random"
 COLUMNS = "diffshard, columns only"
@@ -82,10 +82,14 @@ class ColumnsOnlySpace(EmbeddingTableSpace):
     """The strategies that beam search has, too: whole tables and pieces of columns."""
 
     @functools.cached_property
-    def strategies(self) -> tuple[tuple[TableStrategy, ...], ...]:
-        """The strategies of each table, T tuples of S_t."""
+    def strategies(self) -> tuple[TableStrategies, ...]:
+        """The strategies of each table, T sequences of S_t."""
         return tuple(
-            tuple(s for s in strategies if all(p.device != EVERY_DEVICE and p.rows == table.rows for p in s.pieces))
+            TableStrategies(
+                kind
+                for kind in strategies.kinds
+                if all(piece.device != EVERY_DEVICE and piece.rows == table.rows for piece in kind.pieces)
+            )
             for table, strategies in zip(self.tables, super().strategies, strict=True)
         )
 

@@ -11,8 +11,10 @@ Source: tiers by the distribution of accesses: Sethi et al., "RecShard" (ASPLOS 
 import itertools
 from collections.abc import Iterator
 
+import numpy as np
+
 from search_spaces.embedding_tables.base import DEVICE, EVERY_DEVICE, HOST, EmbeddingTable, Piece
-from search_spaces.embedding_tables.strategies import TableStrategy, strategies_of
+from search_spaces.embedding_tables.strategies import StrategyKind, strategies_of
 
 LOOKUP_SHARES = (0.5, 0.75, 0.9, 0.97)
 """Shares of all lookups that go to the hot rows of a strategy, as nearly as the counts tell; chosen by hand."""
@@ -20,17 +22,18 @@ LEAST_HOST_SHARE = 1 / 64
 """Share of a device's memory up to which a whole table stays there: smaller ones need no memory of the host."""
 
 
-def even_bases(table: EmbeddingTable, index: int, num_devices: int) -> list[TableStrategy]:
-    """Returns the strategies in which some of the rows may be: whole, columns on neighbours, or rows on all devices."""
+def even_bases(table: EmbeddingTable, index: int, num_devices: int) -> list[StrategyKind]:
+    """Returns the kinds in which some of the rows may be: whole, columns on neighbours, or rows on all devices."""
 
-    def is_even(strategy: TableStrategy) -> bool:
-        pieces, devices = strategy.pieces, [piece.device for piece in strategy.pieces]
-        if pieces[0].rows < table.rows:
-            return devices == list(range(num_devices))
-        is_run = devices == list(range(devices[0], devices[0] + len(devices))) and devices[0] % len(devices) == 0
-        return is_run and len({piece.columns for piece in pieces}) == 1
+    def even(kind: StrategyKind) -> StrategyKind:
+        first, size = kind.groups[:, :1], len(kind.pieces)
+        are_even = (kind.groups == first + np.arange(size)).all(1) & (first[:, 0] % size == 0)
+        if kind.pieces[0].rows < table.rows:
+            are_even &= size == num_devices
+        return kind._replace(groups=kind.groups[are_even & (len({piece.columns for piece in kind.pieces}) == 1)])
 
-    return [s for s in strategies_of(table, index, num_devices, can_replicate=False) if is_even(s)]
+    kinds = map(even, strategies_of(table, index, num_devices, can_replicate=False))
+    return [kind for kind in kinds if len(kind.groups)]
 
 
 def hot_counts(table: EmbeddingTable) -> list[int]:
@@ -49,8 +52,8 @@ def hot_counts(table: EmbeddingTable) -> list[int]:
 
 def with_copied_hot_rows(
     table: EmbeddingTable, index: int, num_devices: int, most_bytes: float
-) -> Iterator[TableStrategy]:
-    """Yields strategies with a copy of the hot rows on every device.
+) -> Iterator[StrategyKind]:
+    """Yields kinds of strategies with a copy of the hot rows on every device.
 
     Args:
       table: the table.
@@ -61,11 +64,11 @@ def with_copied_hot_rows(
     for hot in _copied_counts(table, num_devices, most_bytes):
         for base in even_bases(table, index, num_devices):
             pieces = (_copy(table, index, hot), *_of_rows(base, table, hot, table.rows, DEVICE))
-            yield TableStrategy(f"{hot} rows copied, others {base.name}", pieces)
+            yield StrategyKind(f"{hot} rows copied, others {base.name}", pieces, base.groups)
 
 
-def with_host_memory(table: EmbeddingTable, index: int, num_devices: int, most_bytes: float) -> Iterator[TableStrategy]:
-    """Yields strategies with rows in memory of the hosts: all rows, or those that are not hot.
+def with_host_memory(table: EmbeddingTable, index: int, num_devices: int, most_bytes: float) -> Iterator[StrategyKind]:
+    """Yields kinds of strategies with rows in memory of the hosts: all rows, or those that are not hot.
 
     Of a table without counts of accesses it is half of the rows, as any half is as good as the other. Arguments are
     those of `with_copied_hot_rows`.
@@ -76,9 +79,11 @@ def with_host_memory(table: EmbeddingTable, index: int, num_devices: int, most_b
     for hot, base in itertools.product(counts, bases):
         cold = _of_rows(base, table, hot, table.rows, HOST)
         name = f"{hot} rows on devices, others on hosts" if hot else "all rows on hosts"
-        yield TableStrategy(f"{base.name}, {name}", (*_of_rows(base, table, 0, hot, DEVICE), *cold))
+        pieces = (*_of_rows(base, table, 0, hot, DEVICE), *cold)
+        yield StrategyKind(f"{base.name}, {name}", pieces, base.groups)
         if hot in copied:
-            yield TableStrategy(f"{base.name}, {hot} rows copied, others on hosts", (_copy(table, index, hot), *cold))
+            pieces = (_copy(table, index, hot), *cold)
+            yield StrategyKind(f"{base.name}, {hot} rows copied, others on hosts", pieces, base.groups)
 
 
 def _copied_counts(table: EmbeddingTable, num_devices: int, most_bytes: float) -> list[int]:
@@ -90,8 +95,8 @@ def _copy(table: EmbeddingTable, index: int, hot: int) -> Piece:
     return Piece(index, EVERY_DEVICE, 0, hot, 0, table.dimension)
 
 
-def _of_rows(base: TableStrategy, table: EmbeddingTable, start: int, end: int, memory: str) -> list[Piece]:
-    """Returns pieces of the rows from `start` to `end`, divided as a strategy divides those of the whole table."""
+def _of_rows(base: StrategyKind, table: EmbeddingTable, start: int, end: int, memory: str) -> list[Piece]:
+    """Returns pieces of the rows from `start` to `end`, divided as a kind divides those of the whole table."""
 
     def moved(row: int) -> int:
         return start + row * (end - start) // table.rows

@@ -18,7 +18,6 @@ from cost.embedding_tables import (
     replica_gradient_s,
 )
 from search_spaces.embedding_tables.base import (
-    DEVICE,
     EVERY_DEVICE,
     HOST,
     DecodedTables,
@@ -51,22 +50,33 @@ def piece_bytes(table: EmbeddingTable, rows: int, columns: int) -> int:
 
 def price_of(table: EmbeddingTable, pieces: Iterable[Piece], devices: TableDevices) -> Price:
     """Computes what pieces of one table cost each device."""
-    pieces = tuple(pieces)
-    forward, rest, num_bytes, host_bytes = (np.zeros(devices.num_devices) for _ in range(4))
-    for piece in pieces:
-        if piece.device == EVERY_DEVICE:
-            forward += [_lookup_s(table, piece, d, devices) for d in range(devices.num_devices)]
-            copied_bytes = piece.rows * piece.columns * table.itemsize
-            rest += replica_gradient_s(copied_bytes, devices.num_devices, devices.s_per_byte)
-            num_bytes += piece_bytes(table, piece.rows, piece.columns)
-            continue
-        forward[piece.device] += _lookup_s(table, piece, piece.device, devices)
-        state_bytes = STATE_BYTES_PER_ROW * piece.rows
-        numbers_bytes = piece_bytes(table, piece.rows, piece.columns) - state_bytes
-        num_bytes[piece.device] += state_bytes + (numbers_bytes if piece.memory == DEVICE else 0)
-        host_bytes[piece.device] += numbers_bytes if piece.memory == HOST else 0
-    for device, columns in sent_columns([table], pieces):
-        rest[device] += 2 * exchange_s(devices.batch_size, columns, devices.num_devices, devices.s_per_byte)
+    return Price(*(part[0] for part in prices_of(table, [tuple(pieces)], devices)))
+
+
+def prices_of(table: EmbeddingTable, pieces: Sequence[Sequence[Piece]], devices: TableDevices) -> Price:
+    """Computes what several strategies of one table, given as their pieces, cost each device: arrays `[K, D]`."""
+    every = [(k, piece) for k, of_one in enumerate(pieces) for piece in of_one]
+    at = np.array([k for k, _ in every], np.int64)
+    device, row_start, row_end, column_start, column_end = (
+        np.array([piece[field] for _, piece in every], np.int64) for field in range(1, 6)
+    )
+    rows, columns = row_end - row_start, column_end - column_start
+    on_host = np.array([piece.memory == HOST for _, piece in every], bool)
+    copied = device == EVERY_DEVICE
+    seconds = _lookups_s(table, [piece for _, piece in every], devices)  # [D, P]
+    forward, rest, num_bytes, host_bytes = (np.zeros((len(pieces), devices.num_devices)) for _ in range(4))
+    numbers_bytes, state_bytes = rows * columns * table.itemsize, rows * STATE_BYTES_PER_ROW
+    single = at[~copied], device[~copied]
+    np.add.at(forward, single, seconds[device, np.arange(len(every))][~copied])
+    np.add.at(num_bytes, single, (np.where(on_host, 0, numbers_bytes) + state_bytes)[~copied])
+    np.add.at(host_bytes, single, np.where(on_host, numbers_bytes, 0)[~copied])
+    np.add.at(forward, at[copied], seconds.T[copied])
+    np.add.at(num_bytes, at[copied], (numbers_bytes + state_bytes)[copied, None])
+    gradient_s = replica_gradient_s(numbers_bytes[copied], devices.num_devices, devices.s_per_byte)
+    np.add.at(rest, at[copied], gradient_s[:, None])
+    for k, of_one in enumerate(pieces):
+        for device_index, sent in sent_columns([table], of_one):
+            rest[k, device_index] += 2 * exchange_s(devices.batch_size, sent, devices.num_devices, devices.s_per_byte)
     return Price(forward, rest + BACKWARD_FACTOR * forward, num_bytes, host_bytes)
 
 
@@ -106,16 +116,22 @@ def lookup_and_update_s(
     return float(whole.forward_s.max()) + exchanged_s, float(whole.rest_s.max()) - exchanged_s
 
 
-def _lookup_s(table: EmbeddingTable, piece: Piece, device: int, devices: TableDevices) -> float:
-    """Returns the seconds of a piece's forward lookups on one device."""
+def _lookups_s(table: EmbeddingTable, pieces: Sequence[Piece], devices: TableDevices) -> np.ndarray:
+    """Returns the seconds of forward lookups of P pieces on each device, `[D, P]`."""
     if not table.pooling_factor:
-        return 0.0
-    examples = devices.batch_size / (devices.num_devices if piece.device == EVERY_DEVICE else 1)
+        return np.zeros((devices.num_devices, len(pieces)))
+    copied = np.array([piece.device == EVERY_DEVICE for piece in pieces])
+    examples = np.where(copied, devices.batch_size / devices.num_devices, devices.batch_size)
     ids = examples * table.pooling_factor
     access = None if table.access is None else np.array(table.access)
-    share = access_share(access, table.rows, piece.row_start, piece.row_end)
-    hardware = devices.hardware[device]
-    seconds = lookup_s(ids * share, piece.columns, table.itemsize, ids, examples, hardware)
-    if piece.memory == HOST:
-        seconds = seconds + host_fetch_s(ids * share, piece.columns, table.itemsize, hardware)
-    return float(seconds)
+    start, end = (np.array([piece[field] for piece in pieces]) for field in (2, 3))
+    columns = np.array([piece.columns for piece in pieces])
+    lookups = ids * access_share(access, table.rows, start, end)
+    on_host = np.array([piece.memory == HOST for piece in pieces])
+    seconds_on = {}
+    for hardware in dict.fromkeys(devices.hardware):
+        seconds = lookup_s(lookups, columns, table.itemsize, ids, examples, hardware)
+        if on_host.any():
+            seconds = seconds + np.where(on_host, host_fetch_s(lookups, columns, table.itemsize, hardware), 0.0)
+        seconds_on[hardware] = seconds
+    return np.stack([seconds_on[hardware] for hardware in devices.hardware])

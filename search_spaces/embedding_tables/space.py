@@ -20,7 +20,7 @@ from search_spaces.embedding_tables.base import DecodedTables, EmbeddingTable, T
 from search_spaces.embedding_tables.hot_rows import LEAST_HOST_SHARE, with_copied_hot_rows, with_host_memory
 from search_spaces.embedding_tables.price_tables import strategy_prices
 from search_spaces.embedding_tables.prices import Price, decoded
-from search_spaces.embedding_tables.strategies import TableStrategy, strategies_of
+from search_spaces.embedding_tables.strategies import StrategyKind, TableStrategies, strategies_of
 
 MOST_REPLICATED_BYTES = 64 * 2**20
 """Bytes of the largest table, or of hot rows, of which every device may hold a copy: the gradient of a copy is dense,
@@ -48,15 +48,15 @@ class EmbeddingTableSpace:
             raise ValueError(f"`tables` must have different names; {', '.join(map(repr, duplicates))} is there twice.")
 
     @cached_property
-    def strategies(self) -> tuple[tuple[TableStrategy, ...], ...]:
-        """The strategies of each table, T tuples of S_t."""
-        return tuple(tuple(self._strategies_of(table, index)) for index, table in enumerate(self.tables))
+    def strategies(self) -> tuple[TableStrategies, ...]:
+        """The strategies of each table, T sequences of S_t."""
+        return tuple(TableStrategies(self._kinds_of(table, index)) for index, table in enumerate(self.tables))
 
     @cached_property
     def prices(self) -> tuple[Price, ...]:
         """What the strategies of each table cost: T prices of arrays `[S_t, D]`."""
         return tuple(
-            strategy_prices(table, strategies, self.devices)
+            strategy_prices(table, strategies.kinds, self.devices)
             for table, strategies in zip(self.tables, self.strategies, strict=True)
         )
 
@@ -79,7 +79,7 @@ class EmbeddingTableSpace:
             load=[pairs.reshape(len(pairs), -1) for pairs in sums],
         )
 
-    def _strategies_of(self, table: EmbeddingTable, index: int) -> list[TableStrategy]:
+    def _kinds_of(self, table: EmbeddingTable, index: int) -> list[StrategyKind]:
         num_devices, limits = self.devices.num_devices, self.devices.memory_limit_bytes
         can_replicate = table.num_bytes <= MOST_REPLICATED_BYTES
         found = strategies_of(table, index, num_devices, can_replicate=can_replicate)

@@ -2,12 +2,20 @@
 
 Columns are split in halves, and halves again, as long as the width stays a multiple of 4; the pieces are of equal
 width, or a half and two quarters. Rows are split into equal parts. The pieces of a table are on different devices.
+
+A table has hundreds of strategies but about a dozen kinds of them: those of a kind differ only in the devices. Kinds
+are made and priced; the pieces of a strategy are made when they are asked for.
+
+Letters for sizes: G groups of devices, n devices of a group.
 """
 
+import functools
 import itertools
 import math
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple, overload
+
+import numpy as np
 
 from search_spaces.embedding_tables.base import EVERY_DEVICE, EmbeddingTable, Piece
 from search_spaces.embedding_tables.prices import piece_bytes
@@ -31,8 +39,53 @@ class TableStrategy(NamedTuple):
     pieces: tuple[Piece, ...]
 
 
-def strategies_of(table: EmbeddingTable, index: int, num_devices: int, *, can_replicate: bool) -> list[TableStrategy]:
-    """Returns all strategies of a table.
+class StrategyKind(NamedTuple):
+    """Strategies that differ only in the devices.
+
+    Attributes:
+      name: of each of them, with {} in the place of the devices.
+      pieces: one or more; the device of each is an index into a group, or `EVERY_DEVICE`.
+      groups: devices of each strategy, `[G, n]`.
+    """
+
+    name: str
+    pieces: tuple[Piece, ...]
+    groups: np.ndarray
+
+
+class TableStrategies(Sequence[TableStrategy]):
+    """The strategies of all kinds of a table, one kind after the other; each is made when it is asked for.
+
+    Args:
+      kinds: of one table.
+    """
+
+    def __init__(self, kinds: Iterable[StrategyKind]):
+        self.kinds = tuple(kinds)
+        self._ends = list(itertools.accumulate(len(kind.groups) for kind in self.kinds))
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    @overload
+    def __getitem__(self, index: int) -> TableStrategy: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[TableStrategy]: ...
+
+    def __getitem__(self, index: int | slice) -> TableStrategy | list[TableStrategy]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        index = range(len(self))[index]
+        at = int(np.searchsorted(self._ends, index, side="right"))
+        kind = self.kinds[at]
+        group = kind.groups[index - self._ends[at]].tolist()
+        pieces = tuple(p if p.device == EVERY_DEVICE else p._replace(device=group[p.device]) for p in kind.pieces)
+        return TableStrategy(kind.name.format(", ".join(map(str, group))), pieces)
+
+
+def strategies_of(table: EmbeddingTable, index: int, num_devices: int, *, can_replicate: bool) -> list[StrategyKind]:
+    """Returns all kinds of strategies of a table.
 
     Args:
       table: the table.
@@ -41,21 +94,21 @@ def strategies_of(table: EmbeddingTable, index: int, num_devices: int, *, can_re
       can_replicate: whether every device may hold a copy.
     """
     whole = (0, table.rows, 0, table.dimension)
-    found = [TableStrategy(f"whole on {d}", (Piece(index, d, *whole),)) for d in range(num_devices)]
+    found = [_kind("whole on {}", index, [whole], _groups(num_devices, 1))]
     for widths in _column_splits(table.dimension, num_devices):
         ends = list(itertools.accumulate(widths))
         spans = [(0, table.rows, end - width, end) for width, end in zip(widths, ends, strict=True)]
-        kind = f"{len(widths)} column pieces" if len(set(widths)) == 1 else "a half and 2 quarters of the columns"
-        found += _on_groups(kind, index, spans, _column_groups(widths, num_devices))
+        name = f"{len(widths)} column pieces" if len(set(widths)) == 1 else "a half and 2 quarters of the columns"
+        found.append(_kind(f"{name} on {{}}", index, spans, _column_groups(widths, num_devices)))
     for count in _row_counts(table.rows, num_devices):
         ends = [table.rows * (i + 1) // count for i in range(count)]
         spans = [(start, end, 0, table.dimension) for start, end in itertools.pairwise([0, *ends])]
-        groups = _groups(num_devices, count)
-        if table.access is not None:  # pieces differ, so it matters which device has which
-            groups = [group[i:] + group[:i] for group in groups for i in range(count)]
-        found += _on_groups(f"{count} row pieces", index, spans, groups)
+        # With counts of accesses pieces differ, so it matters which device has which.
+        groups = _groups(num_devices, count) if table.access is None else _rotated_groups(num_devices, count)
+        found.append(_kind(f"{count} row pieces on {{}}", index, spans, groups))
     if can_replicate and num_devices > 1:
-        found.append(TableStrategy("a copy on each device", (Piece(index, EVERY_DEVICE, *whole),)))
+        copies = (Piece(index, EVERY_DEVICE, *whole),)
+        found.append(StrategyKind("a copy on each device", copies, np.zeros((1, 0), np.int64)))
     return found
 
 
@@ -67,12 +120,8 @@ def least_piece(table: EmbeddingTable, num_devices: int) -> tuple[int, int]:
     return min(candidates, key=lambda size: piece_bytes(table, *size))
 
 
-def _on_groups(
-    kind: str, index: int, spans: Sequence[tuple[int, int, int, int]], groups: Sequence[tuple[int, ...]]
-) -> Iterator[TableStrategy]:
-    for group in groups:
-        pieces = tuple(Piece(index, device, *span) for device, span in zip(group, spans, strict=True))
-        yield TableStrategy(f"{kind} on {', '.join(map(str, group))}", pieces)
+def _kind(name: str, index: int, spans: Sequence[tuple[int, int, int, int]], groups: np.ndarray) -> StrategyKind:
+    return StrategyKind(name, tuple(Piece(index, place, *span) for place, span in enumerate(spans)), groups)
 
 
 def _column_splits(dimension: int, num_devices: int) -> list[tuple[int, ...]]:
@@ -93,26 +142,35 @@ def _row_counts(rows: int, num_devices: int) -> list[int]:
     return [count for count in sorted({*powers, num_devices} - {1}) if count <= rows]
 
 
-def _column_groups(widths: tuple[int, ...], num_devices: int) -> list[tuple[int, ...]]:
-    if len(set(widths)) == 1:
-        return _groups(num_devices, len(widths))
-    pairs = _groups(num_devices, 2)
+def _column_groups(widths: tuple[int, ...], num_devices: int) -> np.ndarray:
+    return _groups(num_devices, len(widths)) if len(set(widths)) == 1 else _half_and_quarters_groups(num_devices)
+
+
+@functools.lru_cache(64)
+def _half_and_quarters_groups(num_devices: int) -> np.ndarray:
+    pairs = _groups(num_devices, 2).tolist()
     groups = [(first, *pair) for pair in pairs for first in range(num_devices) if first not in pair]
-    return (
-        groups
-        if len(groups) <= MOST_GROUPS
-        else [((pair[-1] + 1) % num_devices, *pair) for pair in pairs if ((pair[-1] + 1) % num_devices not in pair)]
-    )
+    if len(groups) > MOST_GROUPS:
+        nexts = [((pair[-1] + 1) % num_devices, *pair) for pair in pairs]
+        groups = [group for group in nexts if group[0] not in group[1:]]
+    return np.array(groups)
 
 
-def _groups(num_devices: int, count: int) -> list[tuple[int, ...]]:
+@functools.lru_cache(64)
+def _rotated_groups(num_devices: int, count: int) -> np.ndarray:
+    turns = (np.arange(count)[:, None] + np.arange(count)) % count
+    return _groups(num_devices, count)[:, turns].reshape(-1, count)
+
+
+@functools.lru_cache(256)
+def _groups(num_devices: int, count: int) -> np.ndarray:
     """Returns groups of `count` devices: all of them, or where these are too many the evenly spread ones."""
     if math.comb(num_devices, count) <= MOST_GROUPS:
-        return list(itertools.combinations(range(num_devices), count))
+        return np.array(list(itertools.combinations(range(num_devices), count)))
     strides = [2**i for i in range(num_devices.bit_length()) if 2**i * (count - 1) < num_devices]
     spread = {
         tuple(sorted({(start + stride * i) % num_devices for i in range(count)}))
         for stride in strides
         for start in range(num_devices)
     }
-    return sorted(group for group in spread if len(group) == count)
+    return np.array(sorted(group for group in spread if len(group) == count))

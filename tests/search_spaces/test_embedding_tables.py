@@ -13,7 +13,7 @@ from diffshard.solving.solve import solve
 from search_spaces.embedding_tables.base import EVERY_DEVICE, EmbeddingTable, Piece, TableDevices
 from search_spaces.embedding_tables.prices import decoded
 from search_spaces.embedding_tables.space import EXAMPLE, EmbeddingTableSpace
-from search_spaces.embedding_tables.strategies import strategies_of
+from search_spaces.embedding_tables.strategies import TableStrategies, strategies_of
 
 HARDWARE = Hardware("test", 1e12, 1e9, 1e9, {})  # a byte of memory takes a nanosecond
 
@@ -66,7 +66,7 @@ def test_every_strategy_has_each_number_of_the_table_once(num_devices):
         EmbeddingTable("t", 2, 12),
         EmbeddingTable("t", 9, 4, access=(2.0, 1.0)),
     ):
-        strategies = strategies_of(table, 0, num_devices, can_replicate=True)
+        strategies = TableStrategies(strategies_of(table, 0, num_devices, can_replicate=True))
         for strategy in strategies:
             count = np.zeros((table.rows, table.dimension), int)
             for piece in strategy.pieces:
@@ -80,13 +80,13 @@ def test_every_strategy_has_each_number_of_the_table_once(num_devices):
 
 def test_split_columns_stay_a_multiple_of_four():
     widths = {
-        tuple(piece.columns for piece in strategy.pieces)
-        for strategy in strategies_of(EmbeddingTable("t", 1, 24), 0, 8, can_replicate=False)
+        tuple(piece.columns for piece in kind.pieces)
+        for kind in strategies_of(EmbeddingTable("t", 1, 24), 0, 8, can_replicate=False)
     }
     assert widths == {(24,), (12, 12)}  # a quarter would have 6 columns
     widths = {
-        tuple(piece.columns for piece in strategy.pieces)
-        for strategy in strategies_of(EmbeddingTable("t", 1, 16), 0, 8, can_replicate=False)
+        tuple(piece.columns for piece in kind.pieces)
+        for kind in strategies_of(EmbeddingTable("t", 1, 16), 0, 8, can_replicate=False)
     }
     assert widths == {(16,), (8, 8), (8, 4, 4), (4, 4, 4, 4)}
 

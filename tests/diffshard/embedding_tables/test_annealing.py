@@ -87,7 +87,7 @@ def test_prices_of_kinds_are_those_of_each_strategy(case):
     devices = CASES[case]
     for index, table in enumerate(_tables(1, 2)):
         strategies = EmbeddingTableSpace([table], devices).strategies[0]
-        prices = strategy_prices(table, strategies, devices)
+        prices = strategy_prices(table, strategies.kinds, devices)
         for i, strategy in enumerate(strategies):
             for part, expected in zip(prices, price_of(table, strategy.pieces, devices), strict=True):
                 np.testing.assert_allclose(part[i], expected, rtol=1e-12)

@@ -14,6 +14,7 @@ from diffshard.embedding_tables import host_rows
 from search_spaces.embedding_tables.base import EVERY_DEVICE, Piece
 from search_spaces.embedding_tables.hot_rows import hot_counts, with_copied_hot_rows, with_host_memory
 from search_spaces.embedding_tables.prices import decoded
+from search_spaces.embedding_tables.strategies import TableStrategies
 
 MESH = AbstractMesh((4,), ("model",))
 
@@ -213,7 +214,8 @@ def test_memory_of_hosts_needs_its_rate_and_devices_that_have_it(monkeypatch):
 @pytest.mark.parametrize("num_devices", [1, 2, 5, 8])
 def test_hot_rows_and_the_others_are_each_number_of_a_table_once(num_devices):
     for table in (_skewed("t", 133, 3.0), EmbeddingTable("t", 9, 8), EmbeddingTable("t", 1, 4, access=(1.0,))):
-        strategies = [*with_copied_hot_rows(table, 0, num_devices, 1e9), *with_host_memory(table, 0, num_devices, 1e9)]
+        copied = with_copied_hot_rows(table, 0, num_devices, 1e9)
+        strategies = TableStrategies([*copied, *with_host_memory(table, 0, num_devices, 1e9)])
         for strategy in strategies:
             count = np.zeros((table.rows, table.dimension), int)
             for p in strategy.pieces:
