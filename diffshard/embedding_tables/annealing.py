@@ -126,7 +126,7 @@ def _anneal(
     tables = _scaled(arrays, scale_s)
     num_chains = _MOST_NUMBERS // (2 * len(arrays.forward_s) * int(arrays.sizes.max()))
     num_chains = min(max(num_chains, schedule.least_chains), schedule.most_chains)
-    chains = _Chains(tables, num_chains, schedule, rng)
+    chains = Chains(tables, num_chains, schedule, rng)
     best = math.inf
     for sweep in range(num_sweeps):
         chains.sweep(sweep / num_sweeps, (sweep + 1) / num_sweeps)
@@ -153,7 +153,7 @@ def _scaled(arrays: StrategyArrays, scale_s: float) -> list[Scaled]:
     ]
 
 
-class _Chains:
+class Chains:
     """The chains: strategies `[C, T]`, loads `[2, D, C]` and used memory `[K, C]`."""
 
     def __init__(self, tables: list[Scaled], num_chains: int, schedule: Schedule, rng: np.random.Generator):
@@ -179,9 +179,7 @@ class _Chains:
         (hot, cold), (first, last) = self._temperatures, self._schedule.squarings
         moments = np.linspace(begin, end, len(self._tables), endpoint=False)
         for t, moment in zip(self._rng.permutation(len(self._tables)), moments, strict=True):
-            chosen = self._choice[:, t]
-            self._loads -= self._tables[t].loads[:, :, chosen]
-            self._usage -= self._tables[t].usage[:, chosen]
+            self._add(int(t), -1)
             self._draw(int(t), hot * (cold / hot) ** moment, first + round((last - first) * moment))
 
     def steps(self) -> np.ndarray:
@@ -203,7 +201,7 @@ class _Chains:
     def _draw(self, t: int, temperature: float, squarings: int) -> None:
         """Draws the strategy of a table that is on no device in all chains, by weights at the temperature."""
         table = self._tables[t]
-        power = self._loads[:, :, :, None] + table.loads[:, :, None, :]  # [2, D, C, S]
+        power = self._loads_with(t)
         for _ in range(squarings):
             np.multiply(power, power, out=power)
         norm = power.sum(1)
@@ -218,7 +216,15 @@ class _Chains:
             energy += forbidden
         # The least of energies less Gumbel noise is a draw by Boltzmann weights.
         energy += temperature * np.log(self._rng.standard_exponential(energy.shape))
-        chosen = energy.argmin(1)
-        self._choice[:, t] = chosen
-        self._loads += table.loads[:, :, chosen]
-        self._usage += table.usage[:, chosen]
+        self._choice[:, t] = energy.argmin(1)
+        self._add(t, 1)
+
+    def _loads_with(self, t: int) -> np.ndarray:
+        """Returns the loads of all chains with each strategy of a table that is on no device, `[2, D, C, S_t]`."""
+        return self._loads[:, :, :, None] + self._tables[t].loads[:, :, None, :]
+
+    def _add(self, t: int, sign: int) -> None:
+        """Adds what a table's strategies do to the devices, or takes it away."""
+        chosen = self._choice[:, t]
+        self._loads += sign * self._tables[t].loads[:, :, chosen]
+        self._usage += sign * self._tables[t].usage[:, chosen]
