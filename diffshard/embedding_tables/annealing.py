@@ -19,6 +19,7 @@ import numpy as np
 
 from cost.base import Problem, num_strategies
 from diffshard.base import OPTIMAL_GAP, Proposal
+from diffshard.embedding_tables.additions import additions_of, excess, norms
 from diffshard.embedding_tables.bound import lower_bound_s
 from diffshard.embedding_tables.strategy_arrays import StrategyArrays, strategy_arrays
 from diffshard.solving.flat import numpy_generator
@@ -123,10 +124,10 @@ def _anneal(
 ) -> Iterator[tuple[np.ndarray | None, float]]:
     """Cools all chains once; yields after each sweep a placement that is the best one so far, or None and inf."""
     scale_s = scale_s or float(arrays.forward_s.sum(1).max()) or 1.0
-    tables = _scaled(arrays, scale_s)
+    tables = scaled(arrays, scale_s)
     num_chains = _MOST_NUMBERS // (2 * len(arrays.forward_s) * int(arrays.sizes.max()))
     num_chains = min(max(num_chains, schedule.least_chains), schedule.most_chains)
-    chains = Chains(tables, num_chains, schedule, rng)
+    chains = SummedChains(tables, num_chains, schedule, rng)
     best = math.inf
     for sweep in range(num_sweeps):
         chains.sweep(sweep / num_sweeps, (sweep + 1) / num_sweeps)
@@ -141,7 +142,8 @@ def _anneal(
             yield None, math.inf
 
 
-def _scaled(arrays: StrategyArrays, scale_s: float) -> list[Scaled]:
+def scaled(arrays: StrategyArrays, scale_s: float) -> list[Scaled]:
+    """Returns what the strategies of each table add, where a load of 1 is `scale_s` seconds."""
     loads = np.stack([arrays.forward_s, arrays.rest_s]) / scale_s
     usage = np.where(np.isinf(arrays.limit_bytes)[:, None], 0.0, arrays.num_bytes / arrays.limit_bytes[:, None])
     alone = loads.max(1).sum(0)
@@ -200,6 +202,17 @@ class Chains:
 
     def _draw(self, t: int, temperature: float, squarings: int) -> None:
         """Draws the strategy of a table that is on no device in all chains, by weights at the temperature."""
+        energy = self._energy(t, squarings)
+        forbidden = self._forbidden[t]
+        if forbidden is not None:
+            energy += forbidden
+        # The least of energies less Gumbel noise is a draw by Boltzmann weights.
+        energy += temperature * np.log(self._rng.standard_exponential(energy.shape))
+        self._choice[:, t] = energy.argmin(1)
+        self._add(t, 1)
+
+    def _energy(self, t: int, squarings: int) -> np.ndarray:
+        """Returns the norms of the loads and the price of memory with each strategy of a table, `[C, S_t]`."""
         table = self._tables[t]
         power = self._loads_with(t)
         for _ in range(squarings):
@@ -209,15 +222,9 @@ class Chains:
             np.sqrt(norm, out=norm)
         energy = norm[0] + norm[1]
         if table.usage.any():
-            excess = self._usage[:, :, None] + (table.usage[:, None, :] - 1)
-            energy += self._schedule.memory_price * np.maximum(excess, 0, out=excess).sum(0)
-        forbidden = self._forbidden[t]
-        if forbidden is not None:
-            energy += forbidden
-        # The least of energies less Gumbel noise is a draw by Boltzmann weights.
-        energy += temperature * np.log(self._rng.standard_exponential(energy.shape))
-        self._choice[:, t] = energy.argmin(1)
-        self._add(t, 1)
+            over = self._usage[:, :, None] + (table.usage[:, None, :] - 1)
+            energy += self._schedule.memory_price * np.maximum(over, 0, out=over).sum(0)
+        return energy
 
     def _loads_with(self, t: int) -> np.ndarray:
         """Returns the loads of all chains with each strategy of a table that is on no device, `[2, D, C, S_t]`."""
@@ -228,3 +235,22 @@ class Chains:
         chosen = self._choice[:, t]
         self._loads += sign * self._tables[t].loads[:, :, chosen]
         self._usage += sign * self._tables[t].usage[:, chosen]
+
+
+class SummedChains(Chains):
+    """Chains whose loads are sums over tables, so that a strategy's energy is the sum of what its pieces add."""
+
+    def __init__(self, tables: list[Scaled], num_chains: int, schedule: Schedule, rng: np.random.Generator):
+        num_devices = tables[0].loads.shape[1]
+        self._additions = [
+            additions_of(table.loads, table.usage.reshape(-1, num_devices, table.usage.shape[1])) for table in tables
+        ]
+        super().__init__(tables, num_chains, schedule, rng)
+
+    def _energy(self, t: int, squarings: int) -> np.ndarray:
+        additions = self._additions[t]
+        energy = norms(additions, self._loads, squarings).sum(1)
+        if self._usage.max() + additions.used.max(initial=0.0) > 1:
+            usage = self._usage.reshape(-1, *self._loads.shape[1:])
+            energy += self._schedule.memory_price * excess(additions, usage).sum(1)
+        return np.ascontiguousarray(energy.T)

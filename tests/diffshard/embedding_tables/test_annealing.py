@@ -23,7 +23,7 @@ from search_spaces.embedding_tables.price_tables import strategy_prices
 from search_spaces.embedding_tables.prices import price_of
 from search_spaces.embedding_tables.space import EmbeddingTableSpace
 
-SLOW = Hardware("slow", 1e12, 1e9, 1e9, {})
+SLOW = Hardware("slow", 1e12, 1e9, 1e9, {}, host_memory_bytes_per_s=1e8)
 FAST = dataclasses.replace(SLOW, name="fast", memory_bytes_per_s=3e9)
 
 
@@ -132,3 +132,19 @@ def test_it_beats_beam_search_on_generated_tasks():
     for seed in (12, 13):
         tables, devices = tasks.generated(seed, 20)
         assert solve_space(EmbeddingTableSpace(tables, devices), key=0).cost < beam_s(tables, devices)
+
+
+@pytest.mark.parametrize("host_bytes", [(), (3e4, 3e4)])
+@pytest.mark.parametrize("limit", [np.inf, 6e4])
+def test_energies_from_additions_are_those_of_all_loads(limit, host_bytes):
+    space = EmbeddingTableSpace(
+        _tables(0, 5), dataclasses.replace(_devices((SLOW, FAST), (limit,) * 2), host_limit_bytes=host_bytes)
+    )
+    tables = annealing.scaled(strategy_arrays(space), 1e-3)
+    chains = annealing.SummedChains(tables, 6, annealing.SCHEDULE, np.random.default_rng(0))
+    plain = annealing.Chains(tables, 6, annealing.SCHEDULE, np.random.default_rng(0))
+    for t in range(5):
+        np.testing.assert_allclose(chains._energy(t, 3), plain._energy(t, 3), rtol=1e-9)
+    chains.sweep(0.0, 1.0)
+    plain.sweep(0.0, 1.0)
+    np.testing.assert_allclose(chains.steps(), plain.steps(), rtol=1e-9)
