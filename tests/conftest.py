@@ -22,14 +22,12 @@ for flag, value in _FLAGS.items():
 # Most of the suite's time is XLA compiling; the second run on a machine takes it from disk.
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(_CACHE))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
+# Traced programs, and the test files while they are read, are many small objects that live long. Python's default
+# visits them all after each 700 new ones, which takes an eighth of the suite's time and a fifth of its start.
+gc.set_threshold(50_000, 20, 20)
 
 
 def pytest_collection_finish() -> None:
-    """Lets garbage be collected seldom, and never among what was imported.
-
-    Traced programs are many small objects that live long. Python's default visits them all after each 700 new ones,
-    which takes an eighth of the suite's time.
-    """
+    """Lets no garbage be looked for among what was imported."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(50_000, 20, 20)
