@@ -8,7 +8,7 @@ from experiments import long_context
 def test_each_way_to_split_attention_is_kept_to(capsys):
     plans = ["found", "megatron", "fsdp, whole keys", "fsdp, all-to-all", "fsdp, ring"]
     options = ["--sizes", "small", "--sequence", "64", "--mesh", "2x4", "--batch", "2", "--layers", "1"]
-    assert long_context.main([*options, "--target", "host", "--plans", *plans]) == 0
+    assert long_context.main([*options, "--target", "host", "--time-limit", "1", "--plans", *plans]) == 0
     rows = {
         name: line for line in capsys.readouterr().out.splitlines() for name in plans if line.startswith(name + " |")
     }

@@ -63,6 +63,7 @@ def searched(executor):
 
 def searched_anew(executor, mesh=None, hardware=SLOW, **options):
     mesh = mesh_2x2() if mesh is None else mesh
+    options = {"time_limit_s": 1, **options}  # any plan that splits arithmetic will do
     return diffshard.search(train_step, mesh, hardware=hardware, executor=executor, **options)
 
 
@@ -92,6 +93,7 @@ def test_the_collectives_of_the_program_are_those_of_the_plan():
     step = searched("program")
     plan = step.plan(*arguments())
     verification = verify(step.lower(*arguments()), mesh_2x2().shape, plan.collectives, plan.peak_bytes)
+    assert any(row.predicted for row in verification.sent)
     for row in verification.sent:
         assert row.compiled == pytest.approx(row.predicted, rel=0.1), row
 

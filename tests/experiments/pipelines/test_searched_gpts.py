@@ -5,7 +5,7 @@ from tests.experiments.printed_tables import printed_rows
 
 
 def test_a_small_gpt_is_searched_and_stands_beside_equal_stages(capsys):
-    words = "--sizes 1.3B --layers 2 --devices-each 2 --batch 8 --microbatches 4 --schedules 1f1b --max-stages 2"
+    words = "--sizes 1.3B --layers 1 --devices-each 2 --batch 8 --microbatches 4 --schedules 1f1b --max-stages 2"
     main(words.split())
     (model, devices, _, equal_s, throughput, found_s, planned_s, bound_s, gap, _), plan = printed_rows(
         capsys.readouterr().out
