@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cost.base import Evaluation, Problem, is_forbidden, num_devices, num_memory_devices, num_strategies
+from cost.base import Evaluation, Problem, is_forbidden, num_memory_devices, num_strategies
 from cost.edges import distinct_arrays
 from cost.memory import memory_profile, numbered_times, sum_error
 
@@ -90,9 +90,7 @@ class Evaluator:
         lengths = np.array([np.size(matrix) for matrix in matrices], np.int64)
         self._edge_start = (np.cumsum(lengths) - lengths)[matrix_of]
         self._edge_cost = _concatenate([np.ravel(matrix) for matrix in matrices])
-        self._load = [
-            _concatenate([np.asarray(load)[:, d] for load in problem.load]) for d in range(num_devices(problem))
-        ]
+        self._load = list(_concatenate(problem.load).T)
         self._devices = num_memory_devices(problem)
         tables = [np.asarray(usage) for usage in problem.usage]
         if any(table.ndim > 1 for table in tables) or self._devices > 1:

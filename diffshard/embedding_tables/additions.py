@@ -39,15 +39,23 @@ def additions_of(loads: np.ndarray, usage: np.ndarray) -> Additions:
     """
     amounts = np.concatenate([loads, usage])
     strategy, device = np.nonzero(amounts.any(0).T)
-    rows = np.column_stack([device, amounts[:, device, strategy].T])
-    unique, index = np.unique(rows, axis=0, return_inverse=True)
+    first, index = _distinct(np.concatenate([device[None], amounts[:, device, strategy]]))
     start = np.searchsorted(strategy, np.arange(amounts.shape[2] + 1))
     return Additions(
-        device=unique[:, 0].astype(np.int64),
-        load=unique[:, 1:3, None],
-        used=unique[:, 3:, None],
-        sums=csr_array((np.ones(len(index)), index.reshape(-1), start), shape=(amounts.shape[2], len(unique))),
+        device=device[first],
+        load=amounts[:2, device[first], strategy[first], None].swapaxes(0, 1),
+        used=amounts[2:, device[first], strategy[first], None].swapaxes(0, 1),
+        sums=csr_array((np.ones(len(index)), index, start), shape=(amounts.shape[2], len(first))),
     )
+
+
+def _distinct(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Returns one position of each different column, and the number of each column's among them."""
+    first, index = np.zeros(1, np.int64), np.zeros(rows.shape[1], np.int64)
+    for row in rows:
+        _, number = np.unique(row, return_inverse=True)
+        _, first, index = np.unique(index * len(row) + number, return_index=True, return_inverse=True)
+    return first, index
 
 
 def norms(table: Additions, loads: np.ndarray, squarings: int) -> np.ndarray:
@@ -56,7 +64,7 @@ def norms(table: Additions, loads: np.ndarray, squarings: int) -> np.ndarray:
     Args:
       table: that is on no device yet.
       loads: of forward lookups and of the rest, `[2, D, C]`.
-      squarings: at least 0.
+      squarings: at least 1.
     """
     before = loads.swapaxes(0, 1).copy()
     after = before.take(table.device, 0)
@@ -64,8 +72,9 @@ def norms(table: Additions, loads: np.ndarray, squarings: int) -> np.ndarray:
     for _ in range(squarings):
         np.multiply(before, before, out=before)
         np.multiply(after, after, out=after)
-    norm = _summed(table, before, after)
-    for _ in range(squarings):
+    # Large powers fit float64 only; their roots differ by more than float32's rounding where a draw notices it.
+    norm = np.sqrt(_summed(table, before, after)).astype(np.float32)
+    for _ in range(squarings - 1):
         np.sqrt(norm, out=norm)
     return norm
 

@@ -28,8 +28,9 @@ from diffshard.solving.phases.base import Clock
 from diffshard.solving.solvers import exhaustive, gradient
 from search_spaces.embedding_tables.space import EmbeddingTableSpace
 
-_MOST_NUMBERS = 1 << 18
-"""Loads of one step in all chains, which take about 5 ms; of more there are fewer chains. Chosen by hand."""
+_LEAST_NOISE, _NOISE_PER_DRAW = 1 << 15, 4
+"""Gumbel noise is drawn once, and each draw takes a part of it that begins anywhere: at least so many numbers, and so
+many times those of the largest draw. New noise for each draw took a third of the time and found nothing better."""
 
 
 @dataclass(frozen=True)
@@ -37,29 +38,49 @@ class Schedule:
     """How chains cool; all numbers were chosen by hand on generated tasks.
 
     Attributes:
-      least_sweeps: times that each table is drawn, at least.
+      least_sweeps: times that each table is drawn, unless there are too many strategies.
       least_draws: of strategies of tables, so that few tables have more sweeps.
       most_chains: at most so many chains.
       least_chains: at least so many chains.
+      sweep_energies: of strategies in all chains, for one sweep; of more strategies there are fewer chains.
+      most_energies: for all sweeps; of more there are fewer sweeps, though not fewer than `fewest_sweeps`. They take
+        about a tenth of a second.
+      fewest_sweeps: at least so many sweeps.
       temperatures: the first and the last one, as shares of a step's mean seconds for one table.
+      hottest: the first temperature of the hottest chain, the same way. Where memory is scarce, tables that fill half a
+        device change their places at high temperatures only.
       squarings: the first and the last norm: the 2^n-norm takes n squarings.
       replace_every: sweeps after which the worse chains are replaced.
       replace_after: share of the sweeps after which that begins.
-      memory_price: of one device's whole memory too much, in steps' seconds.
+      memory_prices: the first and the last one of one device's whole memory too much, in steps' seconds.
       alone_limits: of the first and the last chain: a strategy may alone take so many times the bound. A placement near
         the bound has none that takes more, but one that takes much more is hard to leave for a large table.
     """
 
     least_sweeps: int = 30
     least_draws: int = 1000
-    most_chains: int = 24
+    most_chains: int = 96
     least_chains: int = 8
+    sweep_energies: int = 1 << 16
+    most_energies: int = 3_000_000
+    fewest_sweeps: int = 20
     temperatures: tuple[float, float] = (0.6, 6e-3)
+    hottest: float = 4.0
     squarings: tuple[int, int] = (1, 4)
-    replace_every: int = 2
+    replace_every: int = 3
     replace_after: float = 0.2
-    memory_price: float = 20.0
+    memory_prices: tuple[float, float] = (0.3, 100.0)
     alone_limits: tuple[float, float] = (1.02, 2.0)
+
+    def chains_of(self, num_strategies: int) -> int:
+        """Returns the number of chains for tables with so many strategies together."""
+        return min(max(self.sweep_energies // num_strategies, self.least_chains), self.most_chains)
+
+    def sweeps_of(self, num_tables: int, num_strategies: int) -> int:
+        """Returns the number of sweeps for so many tables with so many strategies together."""
+        wanted = max(self.least_sweeps, -(-self.least_draws // num_tables))
+        most = self.most_energies // (num_strategies * self.chains_of(num_strategies))
+        return max(min(wanted, most), min(self.fewest_sweeps, wanted))
 
 
 SCHEDULE = Schedule()
@@ -105,7 +126,7 @@ def solve(
     bound_s = lower_bound_s(arrays, devices_are_alike=bool(alike))
     yield Proposal(lower_bound=bound_s)
     best_s = math.inf
-    num_sweeps = max(schedule.least_sweeps, -(-schedule.least_draws // len(arrays.sizes)))
+    num_sweeps = schedule.sweeps_of(len(arrays.sizes), int(arrays.sizes.sum()))
     num_sweeps = num_sweeps if time_limit_s is None else max(num_sweeps // 4, 2)  # a first placement should come early
     while bound_s < best_s * (1 - OPTIMAL_GAP):
         for choice, step_s in _anneal(arrays, bound_s, num_sweeps, schedule, rng):
@@ -125,9 +146,7 @@ def _anneal(
     """Cools all chains once; yields after each sweep a placement that is the best one so far, or None and inf."""
     scale_s = scale_s or float(arrays.forward_s.sum(1).max()) or 1.0
     tables = scaled(arrays, scale_s)
-    num_chains = _MOST_NUMBERS // (2 * len(arrays.forward_s) * int(arrays.sizes.max()))
-    num_chains = min(max(num_chains, schedule.least_chains), schedule.most_chains)
-    chains = SummedChains(tables, num_chains, schedule, rng)
+    chains = SummedChains(tables, schedule.chains_of(int(arrays.sizes.sum())), schedule, rng)
     best = math.inf
     for sweep in range(num_sweeps):
         chains.sweep(sweep / num_sweeps, (sweep + 1) / num_sweeps)
@@ -160,7 +179,10 @@ class Chains:
 
     def __init__(self, tables: list[Scaled], num_chains: int, schedule: Schedule, rng: np.random.Generator):
         self._tables, self._schedule, self._rng = tables, schedule, rng
-        self._temperatures = tuple(share / len(tables) for share in schedule.temperatures)
+        hot, cold = schedule.temperatures
+        spread = rng.permutation(np.geomspace(hot, max(hot, schedule.hottest), num_chains))
+        self._memory_price = schedule.memory_prices[0]
+        self._hot, self._cold = spread[:, None] / len(tables), cold / len(tables)
         self._choice = np.zeros((num_chains, len(tables)), np.int64)
         self._loads = np.zeros((*tables[0].loads.shape[:2], num_chains))
         self._usage = np.zeros((len(tables[0].usage), num_chains))
@@ -171,18 +193,23 @@ class Chains:
             else None
             for table in tables
         ]
+        most = num_chains * max(len(table.alone) for table in tables)
+        noise = -np.log(rng.standard_exponential(max(_NOISE_PER_DRAW * most, _LEAST_NOISE)))
+        self._noise = noise.astype(np.float32)
         # The costliest tables are placed first, as others can level what they leave.
         order = sorted(range(len(tables)), key=lambda t: -tables[t].loads.sum((0, 1)).min())
         for t in order:
-            self._draw(t, self._temperatures[0], schedule.squarings[0] + 1)
+            self._draw(t, self._hot, schedule.squarings[0] + 1)
 
     def sweep(self, begin: float, end: float) -> None:
         """Draws each table's strategy once, in a new order, from one moment of the cooling to another."""
-        (hot, cold), (first, last) = self._temperatures, self._schedule.squarings
+        (first, last), (low, high) = self._schedule.squarings, self._schedule.memory_prices
         moments = np.linspace(begin, end, len(self._tables), endpoint=False)
         for t, moment in zip(self._rng.permutation(len(self._tables)), moments, strict=True):
             self._add(int(t), -1)
-            self._draw(int(t), hot * (cold / hot) ** moment, first + round((last - first) * moment))
+            self._memory_price = low * (high / low) ** moment
+            temperature = self._hot * (self._cold / self._hot) ** moment
+            self._draw(int(t), temperature, first + round((last - first) * moment))
 
     def steps(self) -> np.ndarray:
         """Returns the scaled seconds of a step of each chain, `[C]`; inf where a memory is exceeded."""
@@ -200,14 +227,15 @@ class Chains:
         self._choice[worse] = self._choice[better]
         self._loads[:, :, worse], self._usage[:, worse] = self._loads[:, :, better], self._usage[:, better]
 
-    def _draw(self, t: int, temperature: float, squarings: int) -> None:
-        """Draws the strategy of a table that is on no device in all chains, by weights at the temperature."""
+    def _draw(self, t: int, temperature: np.ndarray, squarings: int) -> None:
+        """Draws the strategy of a table that is on no device in all chains, by weights at temperatures `[C, 1]`."""
         energy = self._energy(t, squarings)
         forbidden = self._forbidden[t]
         if forbidden is not None:
             energy += forbidden
         # The least of energies less Gumbel noise is a draw by Boltzmann weights.
-        energy += temperature * np.log(self._rng.standard_exponential(energy.shape))
+        first = int(self._rng.integers(len(self._noise) - energy.size))
+        energy -= temperature.astype(np.float32) * self._noise[first : first + energy.size].reshape(energy.shape)
         self._choice[:, t] = energy.argmin(1)
         self._add(t, 1)
 
@@ -223,7 +251,7 @@ class Chains:
         energy = norm[0] + norm[1]
         if table.usage.any():
             over = self._usage[:, :, None] + (table.usage[:, None, :] - 1)
-            energy += self._schedule.memory_price * np.maximum(over, 0, out=over).sum(0)
+            energy += self._memory_price * np.maximum(over, 0, out=over).sum(0)
         return energy
 
     def _loads_with(self, t: int) -> np.ndarray:
@@ -249,8 +277,9 @@ class SummedChains(Chains):
 
     def _energy(self, t: int, squarings: int) -> np.ndarray:
         additions = self._additions[t]
-        energy = norms(additions, self._loads, squarings).sum(1)
+        norm = norms(additions, self._loads, squarings)
+        energy = norm[:, 0] + norm[:, 1]
         if self._usage.max() + additions.used.max(initial=0.0) > 1:
             usage = self._usage.reshape(-1, *self._loads.shape[1:])
-            energy += self._schedule.memory_price * excess(additions, usage).sum(1)
+            energy += self._memory_price * excess(additions, usage).sum(1)
         return np.ascontiguousarray(energy.T)
