@@ -31,6 +31,10 @@ ID_BYTES = 4  # ids are int32
 POOLED_BYTES = 4  # pooled rows are float32, whatever the table's type
 STATE_BYTES_PER_ROW = 4
 """What row-wise Adagrad keeps for each row of a table: one float32."""
+GRADIENT_BYTES = 4  # gradients of copies are float32, whatever the table's type
+COPY_GRADIENT_PASSES = 3
+"""Times that an update goes over all of a copy's gradient: it is filled with zeros, squared, and applied to the rows.
+In XLA's program for H100s these are three kernels. A fourth adds the rows that were looked up."""
 
 
 def block_penalty(columns: ArrayLike) -> np.ndarray:
@@ -94,9 +98,29 @@ def exchange_s(outputs: ArrayLike, columns: ArrayLike, num_devices: int, s_per_b
     return sent * s_per_byte
 
 
-def replica_gradient_s(table_bytes: ArrayLike, num_devices: int, s_per_byte: float) -> np.ndarray:
-    """Computes the seconds of the all-reduce of a replicated table's gradient, without latency."""
-    return 2.0 * np.asarray(table_bytes, float) * (num_devices - 1) / num_devices * s_per_byte
+def copy_update_s(
+    rows: ArrayLike, columns: ArrayLike, itemsize: ArrayLike, num_devices: int, s_per_byte: float, hardware: Hardware
+) -> np.ndarray:
+    """Computes the seconds of a copy's update: the all-reduce of its gradient, and the passes over all of its numbers.
+
+    Gradients of copies are dense and float32, whatever the table's type. Of each number 4 bytes are reduced over the
+    devices, and `COPY_GRADIENT_PASSES` times 4 bytes and twice those of the table go through the device's memory. Of
+    each row the state is read and written. Latency is left out.
+
+    Args:
+      rows: of the copy.
+      columns: of each row.
+      itemsize: bytes of one number of the table.
+      num_devices: D, all of which have a copy.
+      s_per_byte: of the link.
+      hardware: the device, whose memory's bandwidth counts.
+    """
+    rows = np.asarray(rows, float)
+    numbers = rows * np.asarray(columns)
+    reduced = 2.0 * numbers * GRADIENT_BYTES * (num_devices - 1) / num_devices
+    of_gradient = COPY_GRADIENT_PASSES * GRADIENT_BYTES
+    passed = numbers * (of_gradient + 2 * np.asarray(itemsize)) + 2 * rows * STATE_BYTES_PER_ROW
+    return reduced * s_per_byte + passed / hardware.reached_memory_bytes_per_s
 
 
 def step_s(forward_s: np.ndarray, rest_s: np.ndarray) -> float:

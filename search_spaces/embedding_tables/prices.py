@@ -12,10 +12,10 @@ from cost.embedding_tables import (
     BACKWARD_FACTOR,
     STATE_BYTES_PER_ROW,
     access_share,
+    copy_update_s,
     exchange_s,
     host_fetch_s,
     lookup_s,
-    replica_gradient_s,
 )
 from search_spaces.embedding_tables.base import (
     EVERY_DEVICE,
@@ -72,8 +72,9 @@ def prices_of(table: EmbeddingTable, pieces: Sequence[Sequence[Piece]], devices:
     np.add.at(host_bytes, single, np.where(on_host, numbers_bytes, 0)[~copied])
     np.add.at(forward, at[copied], seconds.T[copied])
     np.add.at(num_bytes, at[copied], (numbers_bytes + state_bytes)[copied, None])
-    gradient_s = replica_gradient_s(numbers_bytes[copied], devices.num_devices, devices.s_per_byte)
-    np.add.at(rest, at[copied], gradient_s[:, None])
+    sizes = rows[copied], columns[copied], table.itemsize
+    updates_s = {h: copy_update_s(*sizes, devices.num_devices, devices.s_per_byte, h) for h in set(devices.hardware)}
+    np.add.at(rest, at[copied], np.stack([updates_s[hardware] for hardware in devices.hardware], axis=1))
     for k, of_one in enumerate(pieces):
         for device_index, sent in sent_columns([table], of_one):
             rest[k, device_index] += 2 * exchange_s(devices.batch_size, sent, devices.num_devices, devices.s_per_byte)

@@ -32,6 +32,21 @@ def test_the_price_of_a_whole_table_by_hand():
     np.testing.assert_allclose(costs.device_bytes, [0, 1000 * 128 * 4 + 1000 * 4])
 
 
+@pytest.mark.parametrize(("dtype", "itemsize"), [("float32", 4), ("bfloat16", 2)])
+def test_the_price_of_a_copy_by_hand(dtype, itemsize):
+    table = EmbeddingTable("t", 1000, 128, pooling_factor=3.0, dtype=dtype)
+    fast = dataclasses.replace(HARDWARE, memory_bytes_per_s=4e9)
+    devices = dataclasses.replace(_devices(2), hardware=(HARDWARE, fast))
+    costs = decoded([table], [Piece(0, EVERY_DEVICE, 0, 1000, 0, 128)], devices)
+    forward = (15 * 4 + 15 * 128 * itemsize + 5 * 128 * 4) * 1e-9  # of half of the examples
+    # Its gradient is filled with zeros, squared and applied, each number of 4 bytes; rows are read and written.
+    passes = (1000 * 128 * (3 * 4 + 2 * itemsize) + 2 * 1000 * 4) * 1e-9
+    all_reduce = 1000 * 128 * 4 * 1e-8  # of two devices: each one sends half of the gradient twice
+    np.testing.assert_allclose(costs.forward_s, [forward, forward / 4])
+    np.testing.assert_allclose(costs.rest_s - all_reduce, np.array([1, 1 / 4]) * (2 * forward + passes))
+    np.testing.assert_allclose(costs.device_bytes, 1000 * (128 * itemsize + 4))
+
+
 def test_narrow_rows_take_longer():
     np.testing.assert_array_equal(block_penalty([4, 63, 64, 127, 128, 256]), [1.75, 1.75, 1.15, 1.15, 1, 1])
     table = EmbeddingTable("t", 1000, 8, pooling_factor=3.0)
