@@ -19,7 +19,8 @@ from search_spaces.embedding_tables.strategies import StrategyKind, strategies_o
 LOOKUP_SHARES = (0.5, 0.75, 0.9, 0.97)
 """Shares of all lookups that go to the hot rows of a strategy, as nearly as the counts tell; chosen by hand."""
 LEAST_HOST_SHARE = 1 / 64
-"""Share of a device's memory up to which a whole table stays there: smaller ones need no memory of the host."""
+"""Share of a device's part of all tables' bytes from which on a table may be divided between devices and hosts; smaller
+ones are whole on a device or on a host. Chosen by hand."""
 
 
 def even_bases(table: EmbeddingTable, index: int, num_devices: int) -> list[StrategyKind]:
@@ -65,6 +66,12 @@ def with_copied_hot_rows(
         for base in even_bases(table, index, num_devices):
             pieces = (_copy(table, index, hot), *_of_rows(base, table, hot, table.rows, DEVICE))
             yield StrategyKind(f"{hot} rows copied, others {base.name}", pieces, base.groups)
+
+
+def whole_on_host(table: EmbeddingTable, index: int, num_devices: int) -> StrategyKind:
+    """Returns the kind in which all rows are in memory of one host; arguments are those of `with_copied_hot_rows`."""
+    whole = Piece(index, 0, 0, table.rows, 0, table.dimension, HOST)
+    return StrategyKind("whole on {}, all rows on hosts", (whole,), np.arange(num_devices)[:, None])
 
 
 def with_host_memory(table: EmbeddingTable, index: int, num_devices: int, most_bytes: float) -> Iterator[StrategyKind]:

@@ -17,7 +17,12 @@ from cost.embedding_tables import step_s
 from cost.evaluation import checked_choice
 from search_spaces.base import Part
 from search_spaces.embedding_tables.base import DecodedTables, EmbeddingTable, TableDevices
-from search_spaces.embedding_tables.hot_rows import LEAST_HOST_SHARE, with_copied_hot_rows, with_host_memory
+from search_spaces.embedding_tables.hot_rows import (
+    LEAST_HOST_SHARE,
+    whole_on_host,
+    with_copied_hot_rows,
+    with_host_memory,
+)
 from search_spaces.embedding_tables.price_tables import strategy_prices
 from search_spaces.embedding_tables.prices import Price, decoded
 from search_spaces.embedding_tables.strategies import StrategyKind, TableStrategies, strategies_of
@@ -80,13 +85,16 @@ class EmbeddingTableSpace:
         )
 
     def _kinds_of(self, table: EmbeddingTable, index: int) -> list[StrategyKind]:
-        num_devices, limits = self.devices.num_devices, self.devices.memory_limit_bytes
+        num_devices = self.devices.num_devices
         can_replicate = table.num_bytes <= MOST_REPLICATED_BYTES
         found = strategies_of(table, index, num_devices, can_replicate=can_replicate)
-        if not can_replicate:
-            found += with_copied_hot_rows(table, index, num_devices, MOST_REPLICATED_BYTES)
-        if self.devices.host_limit_bytes and table.num_bytes > LEAST_HOST_SHARE * min(limits):
-            found += with_host_memory(table, index, num_devices, MOST_REPLICATED_BYTES)
+        found += with_copied_hot_rows(table, index, num_devices, MOST_REPLICATED_BYTES)
+        if self.devices.host_limit_bytes:
+            # What a table may do does not depend on limits, so that more memory takes no placement away.
+            if table.num_bytes * num_devices < LEAST_HOST_SHARE * sum(other.num_bytes for other in self.tables):
+                found.append(whole_on_host(table, index, num_devices))
+            else:
+                found += with_host_memory(table, index, num_devices, MOST_REPLICATED_BYTES)
         return found
 
     def _usage(self, price: Price) -> np.ndarray:

@@ -9,6 +9,7 @@ import pytest
 from cost.base import Hardware
 from cost.embedding_tables import access_share, block_penalty, step_s
 from cost.evaluation import evaluate
+from diffshard.embedding_tables.search import solve_space
 from diffshard.solving.solve import solve
 from search_spaces.embedding_tables.base import EVERY_DEVICE, EmbeddingTable, Piece, TableDevices
 from search_spaces.embedding_tables.prices import decoded
@@ -133,6 +134,31 @@ def test_more_memory_and_more_devices_never_make_the_best_worse():
     by_devices = [_best(EmbeddingTableSpace(tables, _devices(d, s_per_byte=0.0))) for d in (1, 2, 4)]
     assert by_devices == sorted(by_devices, reverse=True)
     assert by_devices[0] > by_devices[-1]
+
+
+def test_many_small_tables_fit_with_hosts_whatever_more_memory_the_devices_have():
+    """Of 2.4 MB in 120 tables each one is less than a 64th of a device's memory; more of it makes no step slower."""
+    tables = [EmbeddingTable(f"t{i}", 1000, 4, 2.0) for i in range(120)]
+    hardware = dataclasses.replace(HARDWARE, host_memory_bytes_per_s=1e8)
+    steps = []
+    for limit in (0.9e6, 1.1e6, 1.3e6):
+        devices = dataclasses.replace(_devices(2, limit), hardware=(hardware,) * 2, host_limit_bytes=(1e7,) * 2)
+        solution = solve_space(EmbeddingTableSpace(tables, devices), key=0)
+        assert solution.feasible
+        steps.append(solution.cost)
+    assert steps == sorted(steps, reverse=True)
+    assert steps[-2] > steps[-1]  # all fit the devices at last
+
+
+@pytest.mark.parametrize("hosts", [(), (1e9, 1e9)])
+def test_more_memory_takes_no_strategy_away(hosts):
+    tables = [*EXAMPLE().tables, EmbeddingTable("large", 10**5, 64, access=(3.0, 1.0))]
+    few, many = (
+        EmbeddingTableSpace(tables, dataclasses.replace(_devices(2, limit), host_limit_bytes=hosts))
+        for limit in (1e4, 1e10)
+    )
+    for node in range(len(tables)):
+        assert set(few.strategy_names(node)) <= set(many.strategy_names(node))
 
 
 def test_names_and_the_order_of_tables_and_devices_do_not_matter():
