@@ -95,7 +95,23 @@ class EmbeddingTableSpace:
                 found.append(whole_on_host(table, index, num_devices))
             else:
                 found += with_host_memory(table, index, num_devices, MOST_REPLICATED_BYTES)
-        return found
+        return [kind._replace(groups=self._order[kind.groups]) for kind in found]
+
+    @cached_property
+    def _order(self) -> np.ndarray:
+        """Devices from the slowest to the fastest, `[D]`.
+
+        Strategies spread pieces over neighbours. In this order these are alike, and do not depend on how devices are
+        numbered.
+        """
+        hardware = self.devices.hardware
+        keys = [
+            [one.reached_memory_bytes_per_s for one in hardware],
+            [one.host_memory_bytes_per_s or 0.0 for one in hardware],
+            self.devices.memory_limit_bytes,
+            self.devices.host_limit_bytes or [0.0] * len(hardware),
+        ]
+        return np.lexsort(keys[::-1])
 
     def _usage(self, price: Price) -> np.ndarray:
         if not self.devices.host_limit_bytes:

@@ -161,7 +161,29 @@ def test_more_memory_takes_no_strategy_away(hosts):
         assert set(few.strategy_names(node)) <= set(many.strategy_names(node))
 
 
-def test_names_and_the_order_of_tables_and_devices_do_not_matter():
+@pytest.mark.parametrize("num_devices", [3, 4, 12])
+def test_devices_in_another_order_have_the_same_strategies(num_devices):
+    rng = np.random.default_rng(num_devices)
+    tables = [*EXAMPLE().tables, EmbeddingTable("wide", 33, 64), EmbeddingTable("t", 90, 8, access=(5.0, 2.0, 1.0))]
+    limits, host_limits = rng.uniform(1e5, 1e6, (2, num_devices))
+    hardware = [
+        dataclasses.replace(HARDWARE, memory_bytes_per_s=1e9 * (1 + i // 2), host_memory_bytes_per_s=1e8 * (1 + i % 2))
+        for i in range(num_devices)
+    ]
+
+    def prices(order: np.ndarray) -> list[np.ndarray]:
+        """Returns what each strategy costs each device, in the devices' first order; strategies sorted."""
+        mixed = TableDevices(
+            tuple(hardware[i] for i in order), tuple(limits[order]), 1e-8, 10, tuple(host_limits[order])
+        )
+        every = [np.stack(price)[:, :, np.argsort(order)] for price in EmbeddingTableSpace(tables, mixed).prices]
+        return [np.unique(price.swapaxes(0, 1).reshape(price.shape[1], -1), axis=0) for price in every]
+
+    for of_first, of_mixed in zip(prices(np.arange(num_devices)), prices(rng.permutation(num_devices)), strict=True):
+        np.testing.assert_array_equal(of_first, of_mixed)
+
+
+def test_names_and_the_order_of_tables_do_not_matter():
     space = EXAMPLE()
     renamed = [dataclasses.replace(table, name=f"other {table.name}") for table in reversed(space.tables)]
     assert _best(EmbeddingTableSpace(renamed, space.devices)) == pytest.approx(_best(space), rel=1e-9)
