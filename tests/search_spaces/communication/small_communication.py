@@ -59,9 +59,8 @@ def arguments():
 
 def small_space(fn=loss_fn, params=None, batch=None, specs=SPECS, batch_specs: Any = ROWS_SPLIT, **options):
     """The space of a loss on the small mesh."""
-    default_params, default_batch = arguments()
     options = {"strategies": STRATEGIES, "hardware": HARDWARE, **options}
-    params, batch = default_params if params is None else params, default_batch if batch is None else batch
+    params, batch = PARAMS if params is None else params, BATCH if batch is None else batch
     return CommunicationSpace(fn, MESH, params, batch, specs, batch_specs, **options)
 
 

@@ -51,7 +51,7 @@ def test_every_device_has_its_block_of_an_array():
         def fn(block, used=used, number_of_device=number_of_device):
             return block + number_of_device(), (lax.psum(block.sum(), used) if used else block.sum())
 
-        marked, total = emulate(fn, AXES, (spec,), (spec, P()))(x)
+        marked, total = jax.jit(emulate(fn, AXES, (spec,), (spec, P())))(x)
         expected = np.zeros(SHAPE)
         for at, slices in blocks(spec):
             number = sum(1000 * 10**i * at[axis] for i, axis in enumerate(AXES) if axis in used)

@@ -9,6 +9,9 @@ from jax.sharding import PartitionSpec as P
 
 from search_spaces.communication.places import alternatives
 from tests.search_spaces.communication.small_communication import (
+    BATCH,
+    PARAMS,
+    SPACE,
     SPECS,
     STRATEGIES,
     WIDTH,
@@ -19,8 +22,6 @@ from tests.search_spaces.communication.small_communication import (
 )
 
 KEY = jax.random.key(7)
-PARAMS, BATCH = arguments()
-SPACE = small_space()
 
 
 def test_increases_are_second_order_terms_of_known_errors():
