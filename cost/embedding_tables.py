@@ -117,10 +117,15 @@ def copy_update_s(
     """
     rows = np.asarray(rows, float)
     numbers = rows * np.asarray(columns)
-    reduced = 2.0 * numbers * GRADIENT_BYTES * (num_devices - 1) / num_devices
     of_gradient = COPY_GRADIENT_PASSES * GRADIENT_BYTES
     passed = numbers * (of_gradient + 2 * np.asarray(itemsize)) + 2 * rows * STATE_BYTES_PER_ROW
-    return reduced * s_per_byte + passed / hardware.reached_memory_bytes_per_s
+    return copy_reduction_s(rows, columns, num_devices, s_per_byte) + passed / hardware.reached_memory_bytes_per_s
+
+
+def copy_reduction_s(rows: ArrayLike, columns: ArrayLike, num_devices: int, s_per_byte: float) -> np.ndarray:
+    """Computes the seconds of the all-reduce in `copy_update_s`; arguments are the same."""
+    reduced = 2.0 * np.asarray(rows, float) * np.asarray(columns) * GRADIENT_BYTES * (num_devices - 1) / num_devices
+    return reduced * s_per_byte
 
 
 def step_s(forward_s: np.ndarray, rest_s: np.ndarray) -> float:

@@ -31,6 +31,8 @@ if TYPE_CHECKING:  # for type checkers and editors; when the program runs, `__ge
     from diffshard.elastic.checkpoint_files import CheckpointError
     from diffshard.elastic.resume import resume
     from diffshard.elastic.training import Training
+    from diffshard.embedding_tables.learned_cost import LearnedTableCost
+    from diffshard.embedding_tables.learning import host_table_cost, learn_table_cost
     from diffshard.embedding_tables.plan import TablePlan
     from diffshard.embedding_tables.reference import padded_ids
     from diffshard.embedding_tables.search import shard_tables
@@ -96,6 +98,8 @@ _NAMES_OF = {
     "diffshard.expert_groups.layout": ("ExpertLayout",),
     "diffshard.expert_groups.loads": ("ExpertLoads",),
     "diffshard.expert_groups.plans": ("ExpertAssignment", "GroupPlan"),
+    "diffshard.embedding_tables.learned_cost": ("LearnedTableCost",),
+    "diffshard.embedding_tables.learning": ("host_table_cost", "learn_table_cost"),
     "diffshard.embedding_tables.plan": ("TablePlan",),
     "diffshard.embedding_tables.reference": ("padded_ids",),
     "diffshard.embedding_tables.search": ("shard_tables",),
@@ -158,6 +162,7 @@ __all__ = [
     "Hosts",
     "InfeasibleError",
     "LastGradient",
+    "LearnedTableCost",
     "Line",
     "Link",
     "Pareto",
@@ -197,10 +202,12 @@ __all__ = [
     "expert_plans",
     "group_experts",
     "halving",
+    "host_table_cost",
     "in_microbatches",
     "init_search",
     "kaiming",
     "kernel",
+    "learn_table_cost",
     "mixture",
     "nnx",
     "orthogonal",

@@ -197,8 +197,7 @@ class Chains:
         noise = -np.log(rng.standard_exponential(max(_NOISE_PER_DRAW * most, _LEAST_NOISE)))
         self._noise = noise.astype(np.float32)
         # The costliest tables are placed first, as others can level what they leave.
-        order = sorted(range(len(tables)), key=lambda t: -tables[t].loads.sum((0, 1)).min())
-        for t in order:
+        for t in sorted(range(len(tables)), key=lambda t: -self._least_work(t)):
             self._draw(t, self._hot, schedule.squarings[0] + 1)
 
     def sweep(self, begin: float, end: float) -> None:
@@ -253,6 +252,10 @@ class Chains:
             over = self._usage[:, :, None] + (table.usage[:, None, :] - 1)
             energy += self._memory_price * np.maximum(over, 0, out=over).sum(0)
         return energy
+
+    def _least_work(self, t: int) -> float:
+        """Returns the sum of all loads of a table with the strategy that needs the least."""
+        return float(self._tables[t].loads.sum((0, 1)).min())
 
     def _loads_with(self, t: int) -> np.ndarray:
         """Returns the loads of all chains with each strategy of a table that is on no device, `[2, D, C, S_t]`."""

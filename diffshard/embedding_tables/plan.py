@@ -21,6 +21,7 @@ from diffshard.embedding_tables.arrays import TableArrays, random_hosts, shapes_
 from diffshard.embedding_tables.checks import check_pieces, checked_arrays, checked_gradients, checked_ids
 from diffshard.embedding_tables.host_rows import HOST_MEMORY
 from diffshard.embedding_tables.layout import Layout, check_fits
+from diffshard.embedding_tables.learned_cost import LearnedPrediction
 from diffshard.embedding_tables.text import plan_text
 from diffshard.embedding_tables.update_programs import DevicePrograms
 from diffshard.plans.documents import TABLES, read_record, write_record
@@ -45,6 +46,7 @@ class TablePlan:
       lower_bound_s: no placement in the search space takes fewer seconds.
       status: of the solver.
       search_s: seconds that planning took.
+      learned: what networks predict, where `shard_tables` was given a learned cost; None where prices are by bytes.
       mesh: the devices, an `AbstractMesh` if they are not here; not saved.
     """
 
@@ -55,12 +57,14 @@ class TablePlan:
     lower_bound_s: float
     status: str
     search_s: float
+    learned: LearnedPrediction | None = None
     mesh: Mesh | AbstractMesh | None = field(default=None, compare=False)
 
     @cached_property
     def predicted(self) -> DecodedTables:
         """What each device computes, sends and holds."""
-        return decoded(self.tables, self.pieces, self.devices)
+        by_bytes = decoded(self.tables, self.pieces, self.devices)
+        return by_bytes if self.learned is None else self.learned.in_place_of(by_bytes)
 
     @cached_property
     def layout(self) -> Layout:
@@ -74,7 +78,7 @@ class TablePlan:
 
     @property
     def gap(self) -> float:
-        """How much less any other placement can be predicted to take, relative to this one."""
+        """How much less any other placement can be predicted to take, relative to this one; 1 without a bound."""
         return max(1 - self.lower_bound_s / self.step_s, 0.0) if self.step_s else 0.0
 
     def init(self, key: jax.Array) -> TableArrays:
@@ -277,6 +281,8 @@ class TablePlan:
 
     def _seconds(self, batch_size: int) -> tuple[float, float]:
         """Returns what lookups of so many examples, and the rest of the step, are predicted to take."""
+        if self.learned is not None:
+            return self.learned.of_part(batch_size / self.devices.batch_size)
         devices = dataclasses.replace(self.devices, batch_size=batch_size)
         return lookup_and_update_s(self.tables, self.pieces, devices)
 
@@ -287,9 +293,7 @@ class TablePlan:
 
     def _mesh_here(self) -> Mesh:
         if not isinstance(self.mesh, Mesh):
-            raise PlanError(
-                "The plan has no devices to run on. Plan for a `jax.sharding.Mesh`, or load the plan with one: "
-                "`TablePlan.load(path, mesh)`."
-            )
+            way = "Plan for a `jax.sharding.Mesh`, or load the plan with one: `TablePlan.load(path, mesh)`."
+            raise PlanError(f"The plan has no devices to run on. {way}")
         check_fits(self.layout, self.devices)
         return self.mesh

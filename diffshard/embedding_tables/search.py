@@ -17,13 +17,14 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 from cost.base import Hardware
 from cost.real_numbers import is_positive, whole_number
 from diffshard.base import InfeasibleError, Progress, Solution, Solver
-from diffshard.embedding_tables import annealing
+from diffshard.embedding_tables import annealing, learned_annealing
 from diffshard.embedding_tables.host_rows import check_host_memory
+from diffshard.embedding_tables.learned_cost import LearnedTableCost
 from diffshard.embedding_tables.plan import TablePlan
 from diffshard.plans.formats import format_bytes
 from diffshard.sharding_search.options import hardware_for
 from diffshard.solving.presolve.base import identity
-from diffshard.solving.solve import solve
+from diffshard.solving.solve import check_key, solve
 from search_spaces.embedding_tables.base import EmbeddingTable, TableDevices
 from search_spaces.embedding_tables.prices import piece_bytes
 from search_spaces.embedding_tables.space import EmbeddingTableSpace
@@ -41,6 +42,7 @@ def shard_tables(
     host_memory_limit_bytes: float | Sequence[float] | None = None,
     access: Mapping[str, Sequence[float]] | None = None,
     batch_size: int = 65536,
+    cost: LearnedTableCost | None = None,
     solver: str | Solver | None = None,
     time_limit_s: float | None = None,
     key: jax.Array | int | None = None,
@@ -66,6 +68,8 @@ def shard_tables(
         all rows on the devices. It needs `Hardware.host_memory_bytes_per_s`, and devices with pinned memory.
       access: by table, counts of lookups in parts of equally many rows; instead of `EmbeddingTable.access`.
       batch_size: examples in a step, of all devices together.
+      cost: what `learn_table_cost` measured on devices of this kind; it predicts in place of bytes and bandwidths, by a
+        search of its own and without a bound. Devices must be alike.
       solver: as in `solve`; None anneals many placements side by side and has a bound of its own.
       time_limit_s: as in `solve`.
       key: as in `solve`.
@@ -80,24 +84,53 @@ def shard_tables(
     mesh = _checked_mesh(mesh_or_devices)
     devices = _devices(mesh, hardware, memory_limit_bytes, host_memory_limit_bytes, batch_size)
     space = EmbeddingTableSpace(tables, devices)
+    _check_cost(cost, devices, solver, time_limit_s, key)
     _check_memory(space)
-    solution = solve_space(space, solver, time_limit_s=time_limit_s, key=key, progress=progress)
+    choice = None
+    if cost is not None:
+        choice = learned_annealing.solve(space, cost, time_limit_s=time_limit_s, key=key, progress=progress)
+    bound_s, status = 0.0, "finished"
+    if choice is None:
+        solution = solve_space(space, solver, time_limit_s=time_limit_s, key=key, progress=progress)
+        _check_feasible(solution)
+        choice, status = solution.choice, solution.status
+        bound_s = max(float(solution.lower_bound), 0.0) if cost is None else 0.0
+    pieces = space.decode(tuple(map(int, choice))).pieces
+    return TablePlan(
+        tables=tables,
+        devices=devices,
+        pieces=pieces,
+        mesh_axes=tuple((str(name), int(size)) for name, size in mesh.shape.items()),
+        lower_bound_s=bound_s,
+        status=status,
+        search_s=time.perf_counter() - start_s,
+        learned=None if cost is None else cost.prediction(tables, pieces, devices),
+        mesh=mesh,
+    )
+
+
+def _check_feasible(solution: Solution) -> None:
     if not solution.feasible:
         proven = "No placement fits" if solution.status == "infeasible" else "No placement was found that fits"
         raise InfeasibleError(
             f"{proven} `memory_limit_bytes`: the best one exceeds it by {solution.excess:.0f} bytes on one device. "
             "Give more devices or memory, or fewer rows."
         )
-    return TablePlan(
-        tables=tables,
-        devices=devices,
-        pieces=space.decode(solution.choice).pieces,
-        mesh_axes=tuple((str(name), int(size)) for name, size in mesh.shape.items()),
-        lower_bound_s=max(float(solution.lower_bound), 0.0),
-        status=solution.status,
-        search_s=time.perf_counter() - start_s,
-        mesh=mesh,
-    )
+
+
+def _check_cost(cost: Any, devices: TableDevices, solver: Any, time_limit_s: Any, key: Any) -> None:
+    """Raises where a learned cost cannot be used."""
+    if cost is None:
+        return
+    if not isinstance(cost, LearnedTableCost):
+        raise TypeError(f"`cost` must be a LearnedTableCost, as `learn_table_cost` makes, or None, not {cost!r}.")
+    if len(set(devices.hardware)) > 1:
+        raise ValueError("`cost` was learned on devices of one kind, but `hardware` has several. Leave `cost` out.")
+    if solver is not None:
+        raise ValueError(f"`cost` has a search of its own; leave out `solver`, which is {solver!r}, or `cost`.")
+    if time_limit_s is not None and not is_positive(time_limit_s):
+        raise ValueError(f"`time_limit_s` must be positive or None, not {time_limit_s!r}.")
+    check_key(key)
 
 
 def solve_space(

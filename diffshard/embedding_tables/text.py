@@ -5,6 +5,7 @@ import dataclasses
 from typing import Protocol
 
 from diffshard.embedding_tables.checks import Pieces
+from diffshard.embedding_tables.learned_cost import LearnedPrediction
 from diffshard.plans.formats import format_bytes, format_count, format_devices, format_percent, format_s
 from diffshard.plans.text_table import format_table, wrapped
 from search_spaces.embedding_tables.base import DEVICE, EVERY_DEVICE, HOST, DecodedTables, EmbeddingTable, Piece
@@ -23,6 +24,8 @@ class Described(Pieces, Protocol):
     def status(self) -> str: ...  # noqa: D102
     @property
     def search_s(self) -> float: ...  # noqa: D102
+    @property
+    def learned(self) -> LearnedPrediction | None: ...  # noqa: D102
 
 
 def plan_text(plan: Described, predicted: DecodedTables) -> str:
@@ -38,12 +41,7 @@ def plan_text(plan: Described, predicted: DecodedTables) -> str:
         "",
         f"  step     {format_s(plan.step_s)} predicted for {devices.batch_size:,} examples: lookups "
         f"{format_s(forward_s)}, exchanges and backward {format_s(rest_s)}",
-        *wrapped(
-            f"  bound    {format_s(plan.lower_bound_s)}, gap {format_percent(plan.gap)}: no placement in the search "
-            "space is predicted to be faster by more",
-            "",
-            " " * 11,
-        ),
+        *wrapped(_bound_text(plan), "", " " * 11),
         f"  search   {format_s(plan.search_s)}, {plan.status}",
         "",
     ]
@@ -67,6 +65,15 @@ def plan_text(plan: Described, predicted: DecodedTables) -> str:
             (table.name, kind, f"{table.pooling_factor:g}", format_bytes(table.num_bytes), _where(table, pieces))
         )
     return "\n".join([*lines, *format_table(rows, "  ", right=(2, 3), wrap=(0, 4))])
+
+
+def _bound_text(plan: Described) -> str:
+    if plan.learned is not None:
+        return f"  bound    none: the cost is learned from {plan.learned.source}"
+    return (
+        f"  bound    {format_s(plan.lower_bound_s)}, gap {format_percent(plan.gap)}: no placement in the search "
+        "space is predicted to be faster by more"
+    )
 
 
 def _where(table: EmbeddingTable, pieces: list[Piece]) -> str:

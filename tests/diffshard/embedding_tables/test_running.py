@@ -60,7 +60,7 @@ WITH_HOSTS = (  # hot rows on devices or copied; several tables in one array of 
 def _plan(limit: float = 1e9, pieces: tuple[Piece, ...] = PIECES) -> TablePlan:
     mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
     devices = TableDevices((preset("a100", {"x": 2, "y": 2}),) * 4, (limit,) * 4, 1e-9, BATCH, (limit,) * 4)
-    return TablePlan(TABLES, devices, pieces, (("x", 2), ("y", 2)), 0.0, "finished", 0.0, mesh)
+    return TablePlan(TABLES, devices, pieces, (("x", 2), ("y", 2)), 0.0, "finished", 0.0, mesh=mesh)
 
 
 @pytest.fixture(scope="module", params=[PIECES, WITH_HOSTS], ids=["devices", "hosts"])
@@ -163,7 +163,7 @@ def test_updates_change_donated_tables_in_place(num_devices):
     pieces += [Piece(3, d % num_devices, 0, 2000, 32 * d, 32 * d + 32) for d in range(2)]
     devices = TableDevices((preset("a100", {"x": num_devices}),) * num_devices, (1e9,) * num_devices, 1e-9, BATCH)
     mesh = jax.make_mesh((num_devices,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices()[:num_devices])
-    plan = TablePlan(tables, devices, tuple(pieces), (("x", num_devices),), 0.0, "finished", 0.0, mesh)
+    plan = TablePlan(tables, devices, tuple(pieces), (("x", num_devices),), 0.0, "finished", 0.0, mesh=mesh)
     ids = {t.name: jnp.zeros((BATCH, 2), jnp.int32) for t in tables}
 
     def step(arrays, state):
