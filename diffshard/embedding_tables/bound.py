@@ -1,4 +1,4 @@
-"""A lower bound on a step's time, in about a millisecond.
+"""A lower bound on a step's time, in some milliseconds.
 
 Two facts together. (1) The largest load is at least any weighted mean of the loads, so that with weights u, v of
 devices and prices p of memory
@@ -8,12 +8,14 @@ devices and prices p of memory
 Where devices are alike, equal weights are the best ones by symmetry, and only prices of memory are to be found. (2) A
 placement of J seconds has no strategy that alone takes more than J. So if g over the strategies of at most J seconds is
 more than J, no placement takes J: bisection over J finds where that ends. Of a few large tables (2) matters more.
+`largest_table_bound.py` raises it where one table decides.
 
 Letters for sizes: as in `strategy_arrays.py`.
 """
 
 import numpy as np
 
+from diffshard.embedding_tables.largest_table_bound import Kinds, bisected, largest_table_bound_s
 from diffshard.embedding_tables.strategy_arrays import StrategyArrays
 
 _STEPS = 300
@@ -31,27 +33,36 @@ def lower_bound_s(arrays: StrategyArrays, *, devices_are_alike: bool) -> float:
     alone_s = arrays.alone_s
     if np.isinf(np.minimum.reduceat(alone_s, arrays.start)).any():
         return np.inf
-    reduced = arrays
-    if devices_are_alike:
-        num_devices = len(arrays.forward_s)
-        reduced = arrays._replace(
-            forward_s=arrays.forward_s.mean(0, keepdims=True),
-            rest_s=arrays.rest_s.mean(0, keepdims=True),
-            num_bytes=arrays.num_bytes.reshape(-1, num_devices, arrays.num_bytes.shape[1]).mean(1),
-            limit_bytes=arrays.limit_bytes.reshape(-1, num_devices).mean(1),
-        )
-    weighted_s, constant_s = _weighted(reduced, alone_s)
-    return max(_bisected(weighted_s, constant_s, alone_s, arrays.start), 0.0)
+    if not devices_are_alike:
+        weighted_s, _, constant_s = _weighted(arrays, alone_s)
+        return max(bisected(weighted_s, constant_s, alone_s, arrays.start), 0.0)
+    first, num_devices = arrays.first_of_kind, len(arrays.forward_s)
+    alone_s, start = alone_s[first], np.searchsorted(first, arrays.start)
+    reduced = arrays._replace(
+        forward_s=arrays.forward_s[:, first].mean(0, keepdims=True),
+        rest_s=arrays.rest_s[:, first].mean(0, keepdims=True),
+        num_bytes=arrays.num_bytes[:, first].reshape(-1, num_devices, len(first)).mean(1),
+        limit_bytes=arrays.limit_bytes.reshape(-1, num_devices).mean(1),
+        sizes=np.diff(start, append=len(first)),
+        start=start,
+    )
+    weighted_s, priced_s, constant_s = _weighted(reduced, alone_s)
+    bound_s = max(bisected(weighted_s, constant_s, alone_s, start), 0.0)
+    kinds = Kinds(arrays.forward_s[:, first], arrays.rest_s[:, first], priced_s, constant_s, alone_s, start)
+    return largest_table_bound_s(kinds, bound_s)
 
 
-def _weighted(arrays: StrategyArrays, alone_s: np.ndarray) -> tuple[np.ndarray, float]:
-    """Returns the best weighted sums that are found, `[N]`, and what the sum of their minima is to be lowered by."""
+def _weighted(arrays: StrategyArrays, alone_s: np.ndarray) -> tuple[np.ndarray, np.ndarray, float]:
+    """Returns the best weighted sums that are found and memory's part of them, `[N]`, and the price of all memory.
+
+    The sum of tables' minima is to be lowered by the last.
+    """
     forward, rest, num_bytes, limit = arrays.forward_s, arrays.rest_s, arrays.num_bytes, arrays.limit_bytes
     num_bytes, limit = num_bytes[np.isfinite(limit)], limit[np.isfinite(limit)]
     table = np.repeat(np.arange(len(arrays.sizes)), arrays.sizes)
     forward_weight, rest_weight = (np.full(len(loads), 1 / len(loads)) for loads in (forward, rest))
     price, scale_s = np.zeros(len(limit)), 0.0
-    best = (-np.inf, np.zeros(0), 0.0)
+    best = (-np.inf, np.zeros(0), np.zeros(0), 0.0)
     for i in range(_STEPS):
         weighted_s = np.where(
             np.isfinite(alone_s), forward_weight @ forward + rest_weight @ rest + price @ num_bytes, np.inf
@@ -59,7 +70,7 @@ def _weighted(arrays: StrategyArrays, alone_s: np.ndarray) -> tuple[np.ndarray, 
         least_s = np.minimum.reduceat(weighted_s, arrays.start)
         value = float(least_s.sum() - price @ limit)
         if value > best[0]:
-            best = value, weighted_s, float(price @ limit)
+            best = value, weighted_s, price @ num_bytes, float(price @ limit)
         scale_s = scale_s or max(value, np.finfo(float).tiny)
         at = np.flatnonzero(weighted_s == least_s[table])
         chosen = at[np.unique(table[at], return_index=True)[1]]
@@ -70,26 +81,9 @@ def _weighted(arrays: StrategyArrays, alone_s: np.ndarray) -> tuple[np.ndarray, 
         forward_weight = _reweighted(forward_weight, forward[:, chosen].sum(1), step)
         rest_weight = _reweighted(rest_weight, rest[:, chosen].sum(1), step)
         price = np.maximum(price + step * scale_s * excess / limit, 0)
-    return best[1], best[2]
+    return best[1:]
 
 
 def _reweighted(weight: np.ndarray, load: np.ndarray, step: float) -> np.ndarray:
     weight = weight * np.exp(step * (load / max(load.max(), np.finfo(float).tiny) - 1))
     return weight / weight.sum()
-
-
-def _bisected(weighted_s: np.ndarray, constant_s: float, alone_s: np.ndarray, start: np.ndarray) -> float:
-    """Returns the least J at which the weighted minima over strategies of at most J seconds alone are at most J."""
-    limits = np.unique(alone_s[np.isfinite(alone_s)])
-
-    def least_s(index: int) -> float:
-        allowed = np.where(alone_s <= limits[index], weighted_s, np.inf)
-        return float(np.minimum.reduceat(allowed, start).sum()) - constant_s
-
-    low, high = 0, len(limits) - 1
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if least_s(middle) <= limits[middle] else (middle + 1, high)
-    # Below limits[low] no placement is possible, or it takes what the strategies below need.
-    below_s = least_s(low - 1) if low else np.inf
-    return max(least_s(low), min(float(limits[low]), below_s))

@@ -21,6 +21,7 @@ class StrategyArrays(NamedTuple):
       limit_bytes: of each memory, `[K]`.
       sizes: strategies of each table, `[T]`.
       start: the first strategy of each table, `[T]`.
+      first_of_kind: the first strategy of each kind; others of the kind differ from it in devices only.
     """
 
     forward_s: np.ndarray
@@ -29,6 +30,7 @@ class StrategyArrays(NamedTuple):
     limit_bytes: np.ndarray
     sizes: np.ndarray
     start: np.ndarray
+    first_of_kind: np.ndarray
 
     @property
     def alone_s(self) -> np.ndarray:
@@ -40,6 +42,7 @@ class StrategyArrays(NamedTuple):
 def strategy_arrays(space: EmbeddingTableSpace) -> StrategyArrays:
     """Lays out the strategies of a space."""
     sizes = np.array([len(strategies) for strategies in space.strategies])
+    groups = np.array([len(kind.groups) for strategies in space.strategies for kind in strategies.kinds])
     return StrategyArrays(
         forward_s=_side_by_side([price.forward_s for price in space.prices]),
         rest_s=_side_by_side([price.rest_s for price in space.prices]),
@@ -47,6 +50,7 @@ def strategy_arrays(space: EmbeddingTableSpace) -> StrategyArrays:
         limit_bytes=np.asarray(space.problem.memory_limit, float),
         sizes=sizes,
         start=np.cumsum(sizes) - sizes,
+        first_of_kind=np.cumsum(groups) - groups,
     )
 
 

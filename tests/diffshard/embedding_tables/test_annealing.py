@@ -76,6 +76,22 @@ def test_a_table_whose_pieces_are_all_slow_raises_the_bound_above_the_mean_load(
     assert bound_s >= max(mean_s, alone_s)
 
 
+@pytest.mark.parametrize("limit", [np.inf, 2.2e5])
+@pytest.mark.parametrize("seed", [0, 2])
+def test_a_bound_by_the_largest_table_is_below_all_placements_and_above_the_mean(seed, limit):
+    rng = np.random.default_rng(seed)
+    largest = EmbeddingTable("largest", 300, 64, float(rng.integers(60, 200)))
+    devices = _devices((SLOW,) * 3, (limit,) * 3)
+    space = EmbeddingTableSpace([largest, *_tables(seed, 3)], devices)
+    arrays = strategy_arrays(space)
+    bound_s = lower_bound_s(arrays, devices_are_alike=True)
+    exact = solve(space.problem, solver="exact", time_limit_s=20)
+    assert exact.status == "optimal"
+    mean_s = np.minimum.reduceat((arrays.forward_s + arrays.rest_s).mean(0), arrays.start).sum()
+    assert mean_s < bound_s <= exact.cost * (1 + 1e-9)
+    assert bound_s > 0.8 * exact.cost
+
+
 def test_a_table_that_fits_no_device_has_an_infinite_bound():
     devices = _devices((SLOW,) * 2, (1e3,) * 2)
     arrays = strategy_arrays(EmbeddingTableSpace([EmbeddingTable("t", 1000, 64)], devices))
