@@ -85,7 +85,9 @@ class TableStrategies(Sequence[TableStrategy]):
 
 
 def strategies_of(table: EmbeddingTable, index: int, num_devices: int, *, can_replicate: bool) -> list[StrategyKind]:
-    """Returns all kinds of strategies of a table.
+    """Returns the kinds of strategies in which all rows of a table are treated alike, in memory of the devices.
+
+    Those of hot rows, and of rows on hosts, are in another module.
 
     Args:
       table: the table.
