@@ -8,6 +8,7 @@ Letters for sizes: C placements, S strategies of one table, D devices, M memorie
 host where rows may be there), A additions of one table.
 """
 
+import math
 from typing import NamedTuple
 
 import numpy as np
@@ -95,6 +96,7 @@ def excess(table: Additions, usage: np.ndarray) -> np.ndarray:
 def _summed(table: Additions, before: np.ndarray, after: np.ndarray) -> np.ndarray:
     """Sums over devices: each one without the table, `[D, .., C]`, or with an addition, `[A, .., C]`; `[S, .., C]`."""
     after -= before.take(table.device, 0)
-    sums = (table.sums @ after.reshape(len(after), -1)).reshape(-1, *after.shape[1:])
+    others = after.shape[1:]
+    sums = (table.sums @ after.reshape(len(after), math.prod(others))).reshape(table.sums.shape[0], *others)
     sums += before.sum(0)
     return sums

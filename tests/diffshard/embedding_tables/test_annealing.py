@@ -167,6 +167,12 @@ def test_a_time_limit_gives_a_placement_and_progress_is_told():
     assert told[-1][1:] == (solution.cost, solution.lower_bound)
 
 
+def test_a_table_that_adds_nothing_to_any_device_is_placed_too():
+    unused = EmbeddingTable("unused", 10**6, 64, pooling_factor=0.0)  # too large for copies, which would cost something
+    space = EmbeddingTableSpace([*_tables(3, 12), unused], _devices((SLOW,) * 4, (np.inf,) * 4))
+    assert solve_space(space, key=0).feasible
+
+
 def test_it_beats_beam_search_on_generated_tasks():
     for seed in (12, 13):
         tables, devices = tasks.generated(seed, 20)
