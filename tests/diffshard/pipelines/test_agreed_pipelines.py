@@ -14,7 +14,7 @@ small_pipeline.LAYERS = 2
 cluster = diffshard.Cluster.from_devices(jax.devices(), hardware="h100")
 
 def pipelined(microbatches, **options):
-    pipeline = diffshard.Pipeline(microbatches=microbatches, schedules=("1f1b",), max_stages=2)
+    pipeline = diffshard.Pipeline(microbatches=microbatches, schedules=("1f1b",), max_stages=2, residuals=("keep",))
     return diffshard.search(small_pipeline.train_step, cluster, pipeline=pipeline, **options)
 
 try:

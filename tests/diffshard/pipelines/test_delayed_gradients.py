@@ -136,7 +136,7 @@ def test_a_pipeline_of_two_stages_runs_with_the_results_of_one_device(name, args
     train_step = step_of(mlp_loss, ADAMW) if name == "mlp" else scanned_models.train_step
     state, batch = args()
     leave(monkeypatch, 1, 2)
-    pipeline = diffshard.Pipeline(microbatches=4, schedules=("2bw",), max_stages=2)
+    pipeline = diffshard.Pipeline(microbatches=4, schedules=("2bw",), max_stages=2, residuals=("keep",))
     cluster = diffshard.Cluster.from_devices(jax.devices()[:2], hardware="h100")
     pipelined = diffshard.search(train_step, cluster, pipeline=pipeline, donate_argnums=0)
     plan = pipelined.plan(state, batch)

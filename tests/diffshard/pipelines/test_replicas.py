@@ -23,7 +23,7 @@ from tests.diffshard.pipelines.small_pipeline import arguments, check_close, eve
 from tests.diffshard.pipelines.test_execution import Gate
 from tests.diffshard.pipelines.test_pipelined_function import leave
 
-PIPELINE = diffshard.Pipeline(microbatches=8, schedules=("1f1b",), max_stages=2, max_replicas=2)
+PIPELINE = diffshard.Pipeline(microbatches=8, schedules=("1f1b",), max_stages=2, max_replicas=2, residuals=("keep",))
 
 
 def step_with_pieces(state, batch):
