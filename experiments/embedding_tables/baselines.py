@@ -69,7 +69,7 @@ def random_s(tables: Sequence[EmbeddingTable], devices: TableDevices, seed: int)
     """Returns the seconds of whole tables on random devices that have room; inf if a table finds none."""
     rng = np.random.default_rng(seed)
     parts = [whole(table, i, devices) for i, table in enumerate(tables)]
-    placed = _Placed(devices)
+    placed = Placed(devices)
     for i in rng.permutation(len(parts)):
         fits = placed.with_room(parts[i])
         if not fits:
@@ -87,7 +87,7 @@ def greedy_s(tables: Sequence[EmbeddingTable], devices: TableDevices, score: Sco
 def greedy(tables: Sequence[EmbeddingTable], devices: TableDevices, score: Score) -> Loads | None:
     """Puts whole tables, each on the device of least score so far; returns None if one finds no room."""
     parts = [whole(table, i, devices) for i, table in enumerate(tables)]
-    placed, total = _Placed(devices), [0.0] * devices.num_devices
+    placed, total = Placed(devices), [0.0] * devices.num_devices
     for i in sorted(range(len(parts)), key=lambda i: -score(tables[i])):
         fits = placed.with_room(parts[i])
         if not fits:
@@ -98,6 +98,21 @@ def greedy(tables: Sequence[EmbeddingTable], devices: TableDevices, score: Score
     return placed.loads
 
 
+class Prices:
+    """What parts cost, each by itself: their bytes and bandwidths."""
+
+    def __init__(self, tables: Sequence[EmbeddingTable], devices: TableDevices):
+        self.tables, self.devices = tables, devices
+
+    def part(self, index: int, columns: int) -> Part:
+        """Returns some columns of a table."""
+        return _part(self.tables[index], index, columns, self.devices)
+
+    def placed(self) -> "Placed":
+        """Returns devices without parts."""
+        return Placed(self.devices)
+
+
 def beam_s(tables: Sequence[EmbeddingTable], devices: TableDevices, depth: int = _DEPTH) -> float:
     """Returns the seconds of `beam`; inf if nothing fits."""
     loads = beam(tables, devices, depth)
@@ -105,14 +120,20 @@ def beam_s(tables: Sequence[EmbeddingTable], devices: TableDevices, depth: int =
 
 
 def beam(tables: Sequence[EmbeddingTable], devices: TableDevices, depth: int = _DEPTH) -> Loads | None:
+    """Returns the loads of `beam_placed`, priced by bytes; None if nothing fits."""
+    placed = beam_placed(Prices(tables, devices), depth)
+    return None if placed is None else placed.loads
+
+
+def beam_placed(prices: Prices, depth: int = _DEPTH) -> "Placed | None":
     """Returns the best placement that NeuroShard's beam search finds, None if none fits.
 
     Each step splits one of the 10 largest or 10 costliest parts of each kept list in halves, and places each new list
     greedily under 11 caps.
     """
-    kept = [[whole(table, i, devices) for i, table in enumerate(tables)]]
+    kept = [[prices.part(i, table.dimension) for i, table in enumerate(prices.tables)]]
     best = kept[0]
-    best_s = _placed_s(best, devices)
+    best_s = _placed_s(best, prices)
     halves: dict[tuple[int, int], Part] = {}
     for _ in range(depth):
         scored = []
@@ -120,17 +141,16 @@ def beam(tables: Sequence[EmbeddingTable], devices: TableDevices, depth: int = _
             for i in _candidates(parts):
                 key = parts[i].table, parts[i].columns // 2
                 if key not in halves:
-                    halves[key] = _part(tables[key[0]], *key, devices)
+                    halves[key] = prices.part(*key)
                 split = [*parts[:i], *parts[i + 1 :], halves[key], halves[key]]
-                scored.append((_placed_s(split, devices), len(scored), split))
+                scored.append((_placed_s(split, prices), len(scored), split))
         if not scored:
             break
         scored.sort()
         kept = [split for _, _, split in scored[:_BEAM_WIDTH]]
         if scored[0][0] < best_s:
             best_s, _, best = scored[0]
-    placed = min(_placed(best, devices), key=lambda one: math.inf if one is None else one.step_s)
-    return None if placed is None else placed.loads
+    return min(_placed(best, prices), key=lambda one: math.inf if one is None else one.step_s)
 
 
 def whole(table: EmbeddingTable, index: int, devices: TableDevices) -> Part:
@@ -151,22 +171,23 @@ def _candidates(parts: Sequence[Part]) -> list[int]:
     return sorted({*largest, *costliest})
 
 
-def _placed_s(parts: Sequence[Part], devices: TableDevices) -> float:
+def _placed_s(parts: Sequence[Part], prices: Prices) -> float:
     """Returns the seconds of the best greedy placement over caps on the columns of a device; inf if none fits."""
-    return min(math.inf if placed is None else placed.step_s for placed in _placed(parts, devices))
+    return min(math.inf if placed is None else placed.step_s for placed in _placed(parts, prices))
 
 
-def _placed(parts: Sequence[Part], devices: TableDevices) -> Iterator["_Placed | None"]:
+def _placed(parts: Sequence[Part], prices: Prices) -> Iterator["Placed | None"]:
     """Yields the greedy placement under each cap on the columns of a device; None where a part finds no room."""
     ordered = sorted(parts, key=lambda part: -part.cost_s)
-    mean = sum(part.columns for part in parts) / devices.num_devices
-    return (_capped(ordered, devices, cap * mean) for cap in _CAPS)
+    mean = sum(part.columns for part in parts) / prices.devices.num_devices
+    return (_capped(ordered, prices, cap * mean) for cap in _CAPS)
 
 
-def _capped(ordered: Sequence[Part], devices: TableDevices, most_columns: float) -> "_Placed | None":
-    placed, all_devices = _Placed(devices), range(devices.num_devices)
+def _capped(ordered: Sequence[Part], prices: Prices, most_columns: float) -> "Placed | None":
+    num_devices = prices.devices.num_devices
+    placed, all_devices = prices.placed(), range(num_devices)
     room = placed.room
-    cost, columns = ([0.0] * devices.num_devices for _ in range(2))
+    cost, columns = ([0.0] * num_devices for _ in range(2))
     for part in ordered:
         least, device = math.inf, -1
         for d in all_devices:
@@ -174,13 +195,13 @@ def _capped(ordered: Sequence[Part], devices: TableDevices, most_columns: float)
                 least, device = cost[d], d
         if device < 0:
             return None
-        cost[device] += part.forward_s + part.rest_s
-        columns[device] += part.columns
         placed.put(part, device)
+        cost[device] = placed.cost_s(device)
+        columns[device] += part.columns
     return placed
 
 
-class _Placed:
+class Placed:
     """Parts of tables that are on devices; `room` is what their memory still has, `[D]` bytes."""
 
     def __init__(self, devices: TableDevices):
@@ -196,6 +217,10 @@ class _Placed:
         self.forward_s[device] += part.forward_s
         self.rest_s[device] += part.rest_s
         self.room[device] -= part.num_bytes
+
+    def cost_s(self, device: int) -> float:
+        """Returns the seconds of all parts on a device."""
+        return self.forward_s[device] + self.rest_s[device]
 
     @property
     def step_s(self) -> float:
