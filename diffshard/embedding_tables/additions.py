@@ -4,8 +4,8 @@ A strategy of a table changes few devices, and many strategies add the same seco
 table has few *additions*, some tens or hundreds for all its strategies. What each addition does to the norm of the
 loads is computed once for each placement, and a sparse matrix sums over the additions of each strategy.
 
-Letters for sizes: C placements, S strategies of one table, D devices, M memories of a device (its own, and that of its
-host where rows may be there), A additions of one table.
+Letters for sizes: C placements, S strategies of one table, D devices, O arrays of a device in which the table may have
+rows, A additions of one table.
 """
 
 import math
@@ -21,31 +21,31 @@ class Additions(NamedTuple):
     Attributes:
       device: of each addition, `[A]`.
       load: seconds of forward lookups and of the rest, `[A, 2, 1]`.
-      used: of each memory, `[A, M, 1]`.
+      needed: bytes in each array, `[A, O, 1]`.
       sums: 1 where a strategy has an addition, `[S, A]`.
     """
 
     device: np.ndarray
     load: np.ndarray
-    used: np.ndarray
+    needed: np.ndarray
     sums: csr_array
 
 
-def additions_of(loads: np.ndarray, usage: np.ndarray) -> Additions:
+def additions_of(loads: np.ndarray, needed: np.ndarray) -> Additions:
     """Returns the different additions of a table's strategies.
 
     Args:
       loads: of forward lookups and of the rest, `[2, D, S]`.
-      usage: of each memory, `[M, D, S]`.
+      needed: bytes in each array, `[O, D, S]`.
     """
-    amounts = np.concatenate([loads, usage])
+    amounts = np.concatenate([loads, needed])
     strategy, device = np.nonzero(amounts.any(0).T)
     first, index = _distinct(np.concatenate([device[None], amounts[:, device, strategy]]))
     start = np.searchsorted(strategy, np.arange(amounts.shape[2] + 1))
     return Additions(
         device=device[first],
         load=amounts[:2, device[first], strategy[first], None].swapaxes(0, 1),
-        used=amounts[2:, device[first], strategy[first], None].swapaxes(0, 1),
+        needed=amounts[2:, device[first], strategy[first], None].swapaxes(0, 1),
         sums=csr_array((np.ones(len(index)), index, start), shape=(amounts.shape[2], len(first))),
     )
 
@@ -80,23 +80,23 @@ def norms(table: Additions, loads: np.ndarray, squarings: int) -> np.ndarray:
     return norm
 
 
-def excess(table: Additions, usage: np.ndarray) -> np.ndarray:
-    """Computes what exceeds the memories, of a size of 1 each, with each strategy of a table, `[S, M, C]`.
+def longest(table: Additions, needed: np.ndarray) -> np.ndarray:
+    """Computes the bytes of arrays as long as on the fullest device, with each strategy of a table, `[S, O, C]`.
 
     Args:
       table: that is on no device yet.
-      usage: of each memory, `[M, D, C]`.
+      needed: bytes that each device needs in each array without it, `[O, D, C]`.
     """
-    before = usage.swapaxes(0, 1) - 1
-    after = before.take(table.device, 0)
-    after += table.used
-    return _summed(table, np.maximum(before, 0), np.maximum(after, 0))
+    after = needed.swapaxes(0, 1).take(table.device, 0)
+    after += table.needed
+    fullest = np.maximum.reduceat(after[table.sums.indices], table.sums.indptr[:-1], axis=0)
+    return np.maximum(fullest, needed.max(1), out=fullest)
 
 
 def _summed(table: Additions, before: np.ndarray, after: np.ndarray) -> np.ndarray:
     """Sums over devices: each one without the table, `[D, .., C]`, or with an addition, `[A, .., C]`; `[S, .., C]`."""
     after -= before.take(table.device, 0)
     others = after.shape[1:]
-    sums = (table.sums @ after.reshape(len(after), math.prod(others))).reshape(table.sums.shape[0], *others)
+    sums = (table.sums @ after.reshape(len(after), math.prod(others))).reshape(-1, *others)
     sums += before.sum(0)
     return sums

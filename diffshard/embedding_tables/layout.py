@@ -201,11 +201,11 @@ def _columns_of(piece: Piece) -> Columns:
     return Columns(piece.table, piece.column_start, piece.column_end)
 
 
-def check_fits(layout: Layout, devices: TableDevices) -> None:
-    """Checks that arrays as long on each device as on the fullest one fit all devices and their hosts.
+def check_counts(layout: Layout) -> None:
+    """Checks that int32 counts the rows of each array.
 
     Raises:
-      PlanError: they do not, or rows are more than int32 can count.
+      PlanError: it does not.
     """
     for dtype, rows in layout.unit_rows.items():
         if rows > np.iinfo(np.int32).max:
@@ -213,6 +213,15 @@ def check_fits(layout: Layout, devices: TableDevices) -> None:
                 f"The plan's {dtype} array has {rows} rows of {layout.unit_columns[dtype]} columns on each device, "
                 "more than int32 counts. Plan with more devices, or give dimensions with a larger common divisor."
             )
+
+
+def check_fits(layout: Layout, devices: TableDevices) -> None:
+    """Checks that arrays as long on each device as on the fullest one fit all devices and their hosts.
+
+    Raises:
+      PlanError: they do not, or rows are more than int32 can count.
+    """
+    check_counts(layout)
     for num_bytes, limits, memory in (
         (layout.array_bytes(), devices.memory_limit_bytes, ""),
         (layout.host_array_bytes(), devices.host_limit_bytes, "the host of "),
@@ -221,6 +230,6 @@ def check_fits(layout: Layout, devices: TableDevices) -> None:
             device = int(np.argmin(limits))
             raise PlanError(
                 f"The plan's arrays are as long on each device as on the fullest one, {num_bytes} bytes, but "
-                f"{memory}device {device} has {limits[device]:.0f}. Plan with a smaller "
-                "`memory_limit_bytes`, the same for all devices."
+                f"{memory}device {device} has {limits[device]:.0f}. Plan again with "
+                "`shard_tables`, whose plans fit so."
             )

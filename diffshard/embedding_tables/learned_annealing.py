@@ -1,6 +1,6 @@
 """Anneals placements whose cost is learned: loads are what networks make of sums over a device's pieces.
 
-Chains are drawn as in `annealing.py`. A table that moves changes the sums of a few devices, and only the last layers of
+Chains are drawn as in `chains.py`. A table that moves changes the sums of a few devices, and only the last layers of
 the networks are evaluated again. While chains cool, an exchange is priced in proportion to the columns and ids of each
 device; the placements that they pass are compared by the exact price.
 
@@ -16,7 +16,7 @@ import numpy as np
 
 from cost.pooled_networks import HEAD
 from diffshard.base import Progress
-from diffshard.embedding_tables.annealing import SCHEDULE, Chains, Schedule, scaled
+from diffshard.embedding_tables.chains import SCHEDULE, Chains, Schedule, scaled
 from diffshard.embedding_tables.learned_cost import LearnedTableCost, device_sums, piece_added_s
 from diffshard.embedding_tables.strategy_arrays import strategy_arrays
 from diffshard.solving.flat import numpy_generator
@@ -92,7 +92,7 @@ class LearnedChains(Chains):
         num_chains = min(max(_MOST_NUMBERS // (2 * num_devices * most), schedule.least_chains), schedule.most_chains)
         self._sums = np.zeros((2, num_devices, num_chains, self._learned[0].embeddings.shape[-1]))
         self._sizes = np.zeros((2, num_devices, num_chains))
-        super().__init__(tables, num_chains, schedule, rng)
+        super().__init__(tables, space.arrays, num_chains, schedule, rng)
 
     def steps(self) -> np.ndarray:
         """Returns the scaled seconds of a step of each chain by the exact price, `[C]`; inf where one does not fit."""
@@ -100,13 +100,10 @@ class LearnedChains(Chains):
         loads[1] -= np.tensordot(self._slopes, self._sizes, 1)
         exchanged_s = self._cost.exchanged_s(self._sizes[0].T, self._sizes[1].T, self._batch_size)
         steps = loads.max(1).sum(0) + sum(exchanged_s) / self.scale_s
-        return np.where((self._usage <= 1 + 1e-12).all(0), steps, np.inf)
+        return np.where(self.excess() > 0, np.inf, steps)
 
-    def replace_worse_half(self, steps: np.ndarray) -> None:
-        """Makes the worse half of the chains copies of the better half."""
-        super().replace_worse_half(steps)
-        order, half = steps.argsort(), len(steps) // 2
-        worse, better = order[len(steps) - half :], order[:half]
+    def _copy(self, better: np.ndarray, worse: np.ndarray) -> None:
+        super()._copy(better, worse)
         self._sums[:, :, worse], self._sizes[:, :, worse] = self._sums[:, :, better], self._sizes[:, :, better]
 
     def _least_work(self, t: int) -> float:

@@ -72,6 +72,11 @@ class TablePlan:
         return Layout(self.tables, self.pieces, self.devices.num_devices)
 
     @property
+    def kept_bytes(self) -> int:
+        """Bytes that each device keeps, with the optimiser's state: its arrays are as long as on the fullest one."""
+        return self.layout.array_bytes()
+
+    @property
     def step_s(self) -> float:
         """Predicted seconds of all lookups of a step, their exchanges and their backward pass."""
         return step_s(self.predicted.forward_s, self.predicted.rest_s)
@@ -150,7 +155,6 @@ class TablePlan:
         >>> pooled = plan.lookup(arrays, {"users": ids})["users"]
 
         In a step that `search` plans, tables and lookups stay as they are here, and take the seconds predicted here.
-
         The gradient of `arrays` is as large as these. `update` makes a training step without it.
 
         Args:
@@ -203,10 +207,8 @@ class TablePlan:
         """
         ids, weights = checked_ids(self.tables, self.devices.num_devices, ids, weights)
         gradients = checked_gradients(self.tables, ids, gradients)
-
-        return self._run_update(
-            arrays, state, ids, weights, gradients, jnp.asarray(learning_rate, jnp.float32), epsilon
-        )
+        rate = jnp.asarray(learning_rate, jnp.float32)
+        return self._run_update(arrays, state, ids, weights, gradients, rate, epsilon)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the plan as JSON; the file is replaced whole or not at all."""
@@ -230,7 +232,7 @@ class TablePlan:
         return dataclasses.replace(plan, mesh=mesh)
 
     def __str__(self) -> str:
-        return plan_text(self, self.predicted)
+        return plan_text(self, self.predicted, self.layout)
 
     @cached_property
     def _programs(self) -> DevicePrograms:
@@ -251,8 +253,7 @@ class TablePlan:
 
     @property
     def _state_specs(self) -> Any:
-        shards: Any = {"state": self._batch}
-        return TableArrays(shards, self._specs.copies, {})
+        return TableArrays({"state": self._batch}, self._specs.copies, {})  # pyright: ignore[reportArgumentType]
 
     @cached_property
     def _run_lookup(self) -> Callable[..., dict[str, jax.Array]]:

@@ -4,7 +4,6 @@ Letters for sizes: T tables, D devices.
 """
 
 import dataclasses
-import functools
 import math
 import time
 from collections.abc import Mapping, Sequence
@@ -16,15 +15,16 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from cost.base import Hardware
 from cost.real_numbers import is_positive, whole_number
-from diffshard.base import InfeasibleError, Progress, Solution, Solver
-from diffshard.embedding_tables import annealing, learned_annealing
+from diffshard.base import InfeasibleError, PlanError, Progress, Solution, Solver
+from diffshard.embedding_tables import learned_annealing
 from diffshard.embedding_tables.host_rows import check_host_memory
+from diffshard.embedding_tables.layout import Layout, check_counts
 from diffshard.embedding_tables.learned_cost import LearnedTableCost
 from diffshard.embedding_tables.plan import TablePlan
+from diffshard.embedding_tables.solving import solve_space
 from diffshard.plans.formats import format_bytes
 from diffshard.sharding_search.options import hardware_for
-from diffshard.solving.presolve.base import identity
-from diffshard.solving.solve import check_key, solve
+from diffshard.solving.solve import check_key
 from search_spaces.embedding_tables.base import EmbeddingTable, TableDevices
 from search_spaces.embedding_tables.prices import piece_bytes
 from search_spaces.embedding_tables.space import EmbeddingTableSpace
@@ -63,7 +63,8 @@ def shard_tables(
       mesh_or_devices: the D devices; tables and batch are spread over all axes of a mesh.
       hardware: as in `search`; or D of them, in row-major order of the mesh, where devices differ.
       memory_limit_bytes: for the tables on a device and their optimiser's state, 4 bytes a row: one number, or D of
-        them. None takes the memory of the hardware.
+        them, of which the smallest counts, as arrays are equally long on all devices. None takes the memory of the
+        hardware.
       host_memory_limit_bytes: for rows in memory of the host, for each device: one number, or D of them. None keeps
         all rows on the devices. It needs `Hardware.host_memory_bytes_per_s`, and devices with pinned memory.
       access: by table, counts of lookups in parts of equally many rows; instead of `EmbeddingTable.access`.
@@ -76,7 +77,8 @@ def shard_tables(
       progress: as in `solve`.
 
     Raises:
-      InfeasibleError: the tables do not fit the memory; says by how many bytes.
+      InfeasibleError: the tables do not fit the memory, in arrays as long on each device as on the fullest one; says
+        by how many bytes.
       TypeError, ValueError: an argument breaks its rule; the error names it and its value.
     """
     start_s = time.perf_counter()
@@ -92,10 +94,14 @@ def shard_tables(
     bound_s, status = 0.0, "finished"
     if choice is None:
         solution = solve_space(space, solver, time_limit_s=time_limit_s, key=key, progress=progress)
-        _check_feasible(solution)
+        _check_feasible(space, solution)
         choice, status = solution.choice, solution.status
         bound_s = max(float(solution.lower_bound), 0.0) if cost is None else 0.0
     pieces = space.decode(tuple(map(int, choice))).pieces
+    try:
+        check_counts(Layout(tables, pieces, mesh.size))
+    except PlanError as error:
+        raise InfeasibleError(str(error)) from error
     return TablePlan(
         tables=tables,
         devices=devices,
@@ -109,12 +115,13 @@ def shard_tables(
     )
 
 
-def _check_feasible(solution: Solution) -> None:
+def _check_feasible(space: EmbeddingTableSpace, solution: Solution) -> None:
     if not solution.feasible:
         proven = "No placement fits" if solution.status == "infeasible" else "No placement was found that fits"
         raise InfeasibleError(
-            f"{proven} `memory_limit_bytes`: the best one exceeds it by {solution.excess:.0f} bytes on one device. "
-            "Give more devices or memory, or fewer rows."
+            f"{proven} the memory: the arrays of the closest one are {math.ceil(solution.excess)} bytes longer than "
+            f"{_limit_names(space)}{_smallest_counts(space)}. An array is as long on each device as on the fullest "
+            "one. Give more memory or devices, fewer rows, or tables of fewer dtypes."
         )
 
 
@@ -131,21 +138,6 @@ def _check_cost(cost: Any, devices: TableDevices, solver: Any, time_limit_s: Any
     if time_limit_s is not None and not is_positive(time_limit_s):
         raise ValueError(f"`time_limit_s` must be positive or None, not {time_limit_s!r}.")
     check_key(key)
-
-
-def solve_space(
-    space: EmbeddingTableSpace,
-    solver: str | Solver | None = None,
-    *,
-    time_limit_s: float | None = None,
-    key: jax.Array | int | None = None,
-    progress: Progress | None = None,
-) -> Solution:
-    """Finds strategies of a space's tables; arguments are those of `shard_tables`."""
-    if solver is not None:
-        return solve(space.problem, solver=solver, time_limit_s=time_limit_s, key=key, progress=progress)
-    run = functools.partial(annealing.solve, space)
-    return solve(space.problem, solver=run, time_limit_s=time_limit_s, key=key, progress=progress, reduce=identity)
 
 
 def _checked_tables(tables: Any, access: Mapping[str, Sequence[float]] | None) -> tuple[EmbeddingTable, ...]:
@@ -229,21 +221,33 @@ def _s_per_byte(mesh: Mesh | AbstractMesh, hardware: Sequence[Hardware]) -> floa
 
 def _check_memory(space: EmbeddingTableSpace) -> None:
     """Raises `InfeasibleError` where a table's smallest pieces fit no device, or all tables not all devices."""
-    limits, host_limits = space.devices.memory_limit_bytes, space.devices.host_limit_bytes
-    for table in space.tables if not host_limits else ():
-        least = piece_bytes(table, *least_piece(table, len(limits)))
-        if least > max(limits):
+    devices, limits = space.devices, space.arrays.limit_bytes
+    for table in space.tables if not devices.host_limit_bytes else ():
+        least = piece_bytes(table, *least_piece(table, devices.num_devices))
+        if least > limits[0]:
             raise InfeasibleError(
                 f"Table {table.name!r} does not fit: its smallest piece has {format_bytes(least)}, "
-                f"{least - max(limits):.0f} bytes more than the largest `memory_limit_bytes` of a device, "
-                f"{format_bytes(max(limits))}. Give more devices, so that it can be split further, more memory, or "
+                f"{math.ceil(least - limits[0])} bytes more than `memory_limit_bytes`, {format_bytes(limits[0])}"
+                f"{_smallest_counts(space)}. Give more devices, so that it can be split further, more memory, or "
                 "`host_memory_limit_bytes`."
             )
     needed = sum(piece_bytes(table, table.rows, table.dimension) for table in space.tables)
-    room = sum(limits) + sum(host_limits)
+    room = float(limits.sum()) * devices.num_devices
     if needed > room:
-        names = "`memory_limit_bytes`" + (" and `host_memory_limit_bytes`" if host_limits else "")
         raise InfeasibleError(
             f"`tables` need at least {format_bytes(needed)}, {math.ceil(needed - room)} bytes more than "
-            f"{names} of all {len(limits)} devices together, {format_bytes(room)}."
+            f"{_limit_names(space)} of all {devices.num_devices} devices together, {format_bytes(room)}"
+            f"{_smallest_counts(space)}."
         )
+
+
+def _limit_names(space: EmbeddingTableSpace) -> str:
+    return "`memory_limit_bytes`" + (" and `host_memory_limit_bytes`" if space.devices.host_limit_bytes else "")
+
+
+def _smallest_counts(space: EmbeddingTableSpace) -> str:
+    """Returns a remark for limits that differ."""
+    limits = (space.devices.memory_limit_bytes, space.devices.host_limit_bytes)
+    if all(len(set(own)) <= 1 for own in limits):
+        return ""
+    return " (the smallest limit counts for all devices, as their arrays are equally long)"

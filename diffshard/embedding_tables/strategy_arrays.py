@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from search_spaces.embedding_tables.device_arrays import DeviceArrays, TableBytes
 from search_spaces.embedding_tables.space import EmbeddingTableSpace
 
 
@@ -19,6 +20,7 @@ class StrategyArrays(NamedTuple):
       rest_s: seconds of exchanges and backward pass, `[D, N]`.
       num_bytes: in each memory, `[K, N]`.
       limit_bytes: of each memory, `[K]`.
+      alone_fits: whether the memory holds the strategy alone, `[N]`.
       sizes: strategies of each table, `[T]`.
       start: the first strategy of each table, `[T]`.
       first_of_kind: the first strategy of each kind; others of the kind differ from it in devices only.
@@ -28,6 +30,7 @@ class StrategyArrays(NamedTuple):
     rest_s: np.ndarray
     num_bytes: np.ndarray
     limit_bytes: np.ndarray
+    alone_fits: np.ndarray
     sizes: np.ndarray
     start: np.ndarray
     first_of_kind: np.ndarray
@@ -35,8 +38,7 @@ class StrategyArrays(NamedTuple):
     @property
     def alone_s(self) -> np.ndarray:
         """Seconds of a step with this one piece of work only, `[N]`; inf where it does not fit the memory."""
-        fits = (self.num_bytes <= self.limit_bytes[:, None]).all(0)
-        return np.where(fits, self.forward_s.max(0) + self.rest_s.max(0), np.inf)
+        return np.where(self.alone_fits, self.forward_s.max(0) + self.rest_s.max(0), np.inf)
 
 
 def strategy_arrays(space: EmbeddingTableSpace) -> StrategyArrays:
@@ -48,10 +50,18 @@ def strategy_arrays(space: EmbeddingTableSpace) -> StrategyArrays:
         rest_s=_side_by_side([price.rest_s for price in space.prices]),
         num_bytes=_side_by_side([np.asarray(usage, float) for usage in space.problem.usage]),
         limit_bytes=np.asarray(space.problem.memory_limit, float),
+        alone_fits=np.concatenate([_alone_fits(table, space.arrays) for table in space.arrays.tables]),
         sizes=sizes,
         start=np.cumsum(sizes) - sizes,
         first_of_kind=np.cumsum(groups) - groups,
     )
+
+
+def _alone_fits(table: TableBytes, arrays: DeviceArrays) -> np.ndarray:
+    """Returns whether the memory holds each strategy of a table alone, `[S_t]`."""
+    longest, memory = table.num_bytes.max(1), arrays.memory[table.arrays]
+    sums = np.stack([longest[memory == m].sum(0) for m in range(len(arrays.limit_bytes))])
+    return np.all(sums <= arrays.limit_bytes[:, None], axis=0)
 
 
 def _side_by_side(tables: list[np.ndarray]) -> np.ndarray:

@@ -5,6 +5,7 @@ import dataclasses
 from typing import Protocol
 
 from diffshard.embedding_tables.checks import Pieces
+from diffshard.embedding_tables.layout import Layout
 from diffshard.embedding_tables.learned_cost import LearnedPrediction
 from diffshard.plans.formats import format_bytes, format_count, format_devices, format_percent, format_s
 from diffshard.plans.text_table import format_table, wrapped
@@ -28,9 +29,10 @@ class Described(Pieces, Protocol):
     def learned(self) -> LearnedPrediction | None: ...  # noqa: D102
 
 
-def plan_text(plan: Described, predicted: DecodedTables) -> str:
+def plan_text(plan: Described, predicted: DecodedTables, layout: Layout) -> str:
     """Returns a plan as lines."""
     devices = plan.devices
+    on_hosts = f", {format_bytes(layout.host_array_bytes())} in memory of its host" if devices.host_limit_bytes else ""
     names = list(dict.fromkeys(hardware.name for hardware in devices.hardware))
     lines = wrapped(
         f"Plan of {format_count(len(plan.tables), 'embedding table')} on {format_devices(dict(plan.mesh_axes))}, "
@@ -42,6 +44,12 @@ def plan_text(plan: Described, predicted: DecodedTables) -> str:
         f"  step     {format_s(plan.step_s)} predicted for {devices.batch_size:,} examples: lookups "
         f"{format_s(forward_s)}, exchanges and backward {format_s(rest_s)}",
         *wrapped(_bound_text(plan), "", " " * 11),
+        *wrapped(
+            f"  memory   {format_bytes(layout.array_bytes())} kept on each device{on_hosts}: arrays are as long "
+            "as on the fullest one",
+            "",
+            " " * 11,
+        ),
         f"  search   {format_s(plan.search_s)}, {plan.status}",
         "",
     ]

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from diffshard.base import Solution
-from diffshard.embedding_tables.search import solve_space
+from diffshard.embedding_tables.solving import solve_space
 from diffshard.solving.solve import solve
 from experiments.embedding_tables import tasks
 from experiments.embedding_tables.baselines import SCORES, beam_s, greedy_s, random_s

@@ -35,12 +35,14 @@ class Price(NamedTuple):
       rest_s: seconds of both exchanges and the backward pass, `[D]`.
       num_bytes: in memory of the devices, with the optimiser's state of all rows, `[D]`.
       host_bytes: in memory of the hosts, `[D]`.
+      state_bytes: of `num_bytes`, the optimiser's state and whole copies, `[D]`.
     """
 
     forward_s: np.ndarray
     rest_s: np.ndarray
     num_bytes: np.ndarray
     host_bytes: np.ndarray
+    state_bytes: np.ndarray
 
 
 def piece_bytes(table: EmbeddingTable, rows: int, columns: int) -> int:
@@ -64,21 +66,23 @@ def prices_of(table: EmbeddingTable, pieces: Sequence[Sequence[Piece]], devices:
     on_host = np.array([piece.memory == HOST for _, piece in every], bool)
     copied = device == EVERY_DEVICE
     seconds = _lookups_s(table, [piece for _, piece in every], devices)  # [D, P]
-    forward, rest, num_bytes, host_bytes = (np.zeros((len(pieces), devices.num_devices)) for _ in range(4))
+    forward, rest, num_bytes, host_bytes, state = (np.zeros((len(pieces), devices.num_devices)) for _ in range(5))
     numbers_bytes, state_bytes = rows * columns * table.itemsize, rows * STATE_BYTES_PER_ROW
     single = at[~copied], device[~copied]
     np.add.at(forward, single, seconds[device, np.arange(len(every))][~copied])
     np.add.at(num_bytes, single, (np.where(on_host, 0, numbers_bytes) + state_bytes)[~copied])
     np.add.at(host_bytes, single, np.where(on_host, numbers_bytes, 0)[~copied])
+    np.add.at(state, single, state_bytes[~copied])
     np.add.at(forward, at[copied], seconds.T[copied])
-    np.add.at(num_bytes, at[copied], (numbers_bytes + state_bytes)[copied, None])
+    for copy_bytes in (num_bytes, state):
+        np.add.at(copy_bytes, at[copied], (numbers_bytes + state_bytes)[copied, None])
     sizes = rows[copied], columns[copied], table.itemsize
     updates_s = {h: copy_update_s(*sizes, devices.num_devices, devices.s_per_byte, h) for h in set(devices.hardware)}
     np.add.at(rest, at[copied], np.stack([updates_s[hardware] for hardware in devices.hardware], axis=1))
     for k, of_one in enumerate(pieces):
         for device_index, sent in sent_columns([table], of_one):
             rest[k, device_index] += 2 * exchange_s(devices.batch_size, sent, devices.num_devices, devices.s_per_byte)
-    return Price(forward, rest + BACKWARD_FACTOR * forward, num_bytes, host_bytes)
+    return Price(forward, rest + BACKWARD_FACTOR * forward, num_bytes, host_bytes, state)
 
 
 def sent_columns(tables: Sequence[EmbeddingTable], pieces: Iterable[Piece]) -> list[tuple[int, int]]:
@@ -100,7 +104,8 @@ def decoded(tables: Sequence[EmbeddingTable], pieces: Sequence[Piece], devices: 
     """Returns pieces of all tables with what they cost each device."""
     total = [np.zeros(devices.num_devices) for _ in range(4)]
     for index, table in enumerate(tables):
-        for sum_, part in zip(total, price_of(table, [p for p in pieces if p.table == index], devices), strict=True):
+        price = price_of(table, [p for p in pieces if p.table == index], devices)
+        for sum_, part in zip(total, price[:4], strict=True):
             sum_ += part
     return DecodedTables(tuple(pieces), *total)
 

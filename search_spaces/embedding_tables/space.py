@@ -17,6 +17,7 @@ from cost.embedding_tables import step_s
 from cost.evaluation import checked_choice
 from search_spaces.base import Part
 from search_spaces.embedding_tables.base import DecodedTables, EmbeddingTable, TableDevices
+from search_spaces.embedding_tables.device_arrays import DeviceArrays, device_arrays
 from search_spaces.embedding_tables.hot_rows import (
     LEAST_HOST_SHARE,
     whole_on_host,
@@ -66,12 +67,18 @@ class EmbeddingTableSpace:
         )
 
     @cached_property
+    def arrays(self) -> DeviceArrays:
+        """What strategies need in the arrays of the devices, with which placements have to fit the memory."""
+        return device_arrays(self.tables, self.strategies, self.prices, self.devices)
+
+    @cached_property
     def problem(self) -> Problem:
         """A node for each table, a load for each pair of devices, a usage `[S_t, D]` for the bytes of each table.
 
-        With memory of the hosts the usages are `[S_t, 2 D]`: all devices, then their hosts.
+        With memory of the hosts the usages are `[S_t, 2 D]`: all devices, then their hosts. Arrays are as long on each
+        device as on the fullest one, so that the smallest limit is that of all devices; `arrays` has the padding.
         """
-        limits = np.array((*self.devices.memory_limit_bytes, *self.devices.host_limit_bytes), float)
+        limits = np.repeat(self.arrays.limit_bytes, self.devices.num_devices)
         sums = (price.forward_s[:, :, None] + price.rest_s[:, None, :] for price in self.prices)
         return Problem(
             node_cost=[np.zeros(len(strategies)) for strategies in self.strategies],

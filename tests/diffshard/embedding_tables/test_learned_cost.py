@@ -12,7 +12,7 @@ from cost.embedding_tables import step_s
 from cost.presets import preset
 from diffshard import EmbeddingTable, LearnedTableCost, TablePlan, host_table_cost, learn_table_cost, shard_tables
 from diffshard.embedding_tables import learned_annealing, learning, samples
-from diffshard.embedding_tables.annealing import Schedule
+from diffshard.embedding_tables.chains import Schedule
 from experiments.embedding_tables import tasks
 from search_spaces.embedding_tables.space import EmbeddingTableSpace
 
