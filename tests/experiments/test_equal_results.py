@@ -27,6 +27,6 @@ def test_a_state_of_nan_is_not_equal():
 
 
 def test_main_on_a_mesh(capsys):
-    assert equal_results.main(["--models", "mlp", "--meshes", "2x2x2", "--time-limit", "5"]) == 0
+    assert equal_results.main(["--models", "mlp", "--meshes", "2x2x2", "--time-limit", "1"]) == 0
     (row,) = printed_rows(capsys.readouterr().out)
     assert (row[0], row[1], row[-1]) == ("mlp", "2x2x2", "equal")

@@ -110,10 +110,10 @@ def test_options_of_the_demonstration(asked_for, monkeypatch):
 
 def test_options_of_the_comparison_of_solvers(monkeypatch, capsys):
     monkeypatch.setitem(solvers.PROBLEMS, "mlp 4", lambda: layered_problem(0, 1))
-    (run,) = solvers.main(["--problems", "mlp 4", "--solvers", "greedy", "--seconds", "2"])
+    (run,) = solvers.main(["--problems", "mlp 4", "--solvers", "greedy", "--seconds", "0.5"])
     assert (run.problem, run.solver) == ("mlp 4", "greedy")
     printed = capsys.readouterr().out
-    assert "Solvers at 2 s each" in printed
+    assert "Solvers at 0.5 s each" in printed
     assert [row[:3] for row in printed_rows(printed)] == [["mlp 4", "greedy", "1.0000"]]
 
 
