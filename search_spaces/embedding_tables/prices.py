@@ -80,7 +80,7 @@ def prices_of(table: EmbeddingTable, pieces: Sequence[Sequence[Piece]], devices:
     updates_s = {h: copy_update_s(*sizes, devices.num_devices, devices.s_per_byte, h) for h in set(devices.hardware)}
     np.add.at(rest, at[copied], np.stack([updates_s[hardware] for hardware in devices.hardware], axis=1))
     for k, of_one in enumerate(pieces):
-        for device_index, sent in sent_columns([table], of_one):
+        for device_index, sent in _sent(of_one) if table.pooling_factor else ():
             rest[k, device_index] += 2 * exchange_s(devices.batch_size, sent, devices.num_devices, devices.s_per_byte)
     return Price(forward, rest + BACKWARD_FACTOR * forward, num_bytes, host_bytes, state)
 
@@ -89,14 +89,15 @@ def sent_columns(tables: Sequence[EmbeddingTable], pieces: Iterable[Piece]) -> l
     """Returns devices with the columns of pooled rows that they send; rows of the same columns are added up before.
 
     Args:
-      tables: of the pieces; a single one may have any index.
+      tables: T of them.
       pieces: of these tables.
     """
-    sent = {
-        (p.device, p.table, p.column_start, p.column_end)
-        for p in pieces
-        if p.device != EVERY_DEVICE and tables[p.table if len(tables) > 1 else 0].pooling_factor
-    }
+    return _sent(piece for piece in pieces if tables[piece.table].pooling_factor)
+
+
+def _sent(pieces: Iterable[Piece]) -> list[tuple[int, int]]:
+    """Returns devices with the columns that they send of pieces that are looked up."""
+    sent = {(p.device, p.table, p.column_start, p.column_end) for p in pieces if p.device != EVERY_DEVICE}
     return [(device, end - start) for device, _, start, end in sorted(sent)]
 
 

@@ -18,15 +18,15 @@ from cost.evaluation import checked_choice
 from search_spaces.base import Part
 from search_spaces.embedding_tables.base import DecodedTables, EmbeddingTable, TableDevices
 from search_spaces.embedding_tables.device_arrays import DeviceArrays, device_arrays
-from search_spaces.embedding_tables.hot_rows import (
+from search_spaces.embedding_tables.price_tables import strategy_prices
+from search_spaces.embedding_tables.prices import Price, decoded
+from search_spaces.embedding_tables.strategies import StrategyKind, TableStrategies, strategies_of
+from search_spaces.embedding_tables.tiers import (
     LEAST_HOST_SHARE,
     whole_on_host,
     with_copied_hot_rows,
     with_host_memory,
 )
-from search_spaces.embedding_tables.price_tables import strategy_prices
-from search_spaces.embedding_tables.prices import Price, decoded
-from search_spaces.embedding_tables.strategies import StrategyKind, TableStrategies, strategies_of
 
 MOST_REPLICATED_BYTES = 64 * 2**20
 """Bytes of the largest table, or of hot rows, of which every device may hold a copy: the gradient of a copy is dense,

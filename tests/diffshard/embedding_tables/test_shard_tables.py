@@ -12,9 +12,9 @@ import diffshard
 from diffshard import EmbeddingTable, InfeasibleError, PlanError, TablePlan, shard_tables
 from diffshard.embedding_tables import host_rows
 from search_spaces.embedding_tables.base import EVERY_DEVICE, Piece
-from search_spaces.embedding_tables.hot_rows import hot_counts, with_copied_hot_rows, with_host_memory
 from search_spaces.embedding_tables.prices import decoded
 from search_spaces.embedding_tables.strategies import TableStrategies
+from search_spaces.embedding_tables.tiers import hot_counts, with_copied_hot_rows, with_host_memory
 
 MESH = AbstractMesh((4,), ("model",))
 

@@ -1,8 +1,9 @@
-"""Strategies that split a table by how often its rows are looked up: into hot rows, which come first, and the others.
+"""Strategies in two tiers: hot rows, the first ones, apart from the others, and rows in memory of the hosts.
 
 Few rows have most of the lookups. Copies of these on all devices divide their lookups evenly. In memory of the devices,
-with the others in memory of the hosts, they let tables fit that are larger than all devices. Each part is made of
-ordinary pieces, so that prices, programs and checks know nothing of hot rows.
+with the others in memory of the hosts, they let tables fit that are larger than all devices. Of a table whose rows are
+looked up equally often half of the rows, or all of them, are on hosts. Each tier is made of ordinary pieces, so that
+prices, programs and checks know nothing of tiers.
 
 Source: tiers by the distribution of accesses: Sethi et al., "RecShard" (ASPLOS 2022); copies of hot rows: Sethi et al.,
 "FlexShard" (2023).
