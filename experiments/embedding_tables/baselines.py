@@ -42,20 +42,6 @@ class Part(NamedTuple):
         return self.forward_s + self.rest_s
 
 
-class Loads(NamedTuple):
-    """What a placement makes each device do, `[D]` each.
-
-    Attributes:
-      forward_s: seconds of forward lookups.
-      rest_s: of exchanges and backward pass.
-      num_bytes: in memory.
-    """
-
-    forward_s: Sequence[float]
-    rest_s: Sequence[float]
-    num_bytes: Sequence[float]
-
-
 Score = Callable[[EmbeddingTable], float]
 SCORES: dict[str, Score] = {
     "greedy, dimension": lambda table: table.dimension,
@@ -80,11 +66,11 @@ def random_s(tables: Sequence[EmbeddingTable], devices: TableDevices, seed: int)
 
 def greedy_s(tables: Sequence[EmbeddingTable], devices: TableDevices, score: Score) -> float:
     """Returns the seconds of `greedy`; inf if a table finds no room."""
-    loads = greedy(tables, devices, score)
-    return math.inf if loads is None else max(loads.forward_s) + max(loads.rest_s)
+    placed = greedy(tables, devices, score)
+    return math.inf if placed is None else placed.step_s
 
 
-def greedy(tables: Sequence[EmbeddingTable], devices: TableDevices, score: Score) -> Loads | None:
+def greedy(tables: Sequence[EmbeddingTable], devices: TableDevices, score: Score) -> "Placed | None":
     """Puts whole tables, each on the device of least score so far; returns None if one finds no room."""
     parts = [whole(table, i, devices) for i, table in enumerate(tables)]
     placed, total = Placed(devices), [0.0] * devices.num_devices
@@ -95,7 +81,7 @@ def greedy(tables: Sequence[EmbeddingTable], devices: TableDevices, score: Score
         device = min(fits, key=total.__getitem__)
         total[device] += score(tables[i])
         placed.put(parts[i], device)
-    return placed.loads
+    return placed
 
 
 class Prices:
@@ -115,14 +101,13 @@ class Prices:
 
 def beam_s(tables: Sequence[EmbeddingTable], devices: TableDevices, depth: int = _DEPTH) -> float:
     """Returns the seconds of `beam`; inf if nothing fits."""
-    loads = beam(tables, devices, depth)
-    return math.inf if loads is None else max(loads.forward_s) + max(loads.rest_s)
+    placed = beam(tables, devices, depth)
+    return math.inf if placed is None else placed.step_s
 
 
-def beam(tables: Sequence[EmbeddingTable], devices: TableDevices, depth: int = _DEPTH) -> Loads | None:
-    """Returns the loads of `beam_placed`, priced by bytes; None if nothing fits."""
-    placed = beam_placed(Prices(tables, devices), depth)
-    return None if placed is None else placed.loads
+def beam(tables: Sequence[EmbeddingTable], devices: TableDevices, depth: int = _DEPTH) -> "Placed | None":
+    """Returns what `beam_placed` finds where parts are priced by their bytes; None if nothing fits."""
+    return beam_placed(Prices(tables, devices), depth)
 
 
 def beam_placed(prices: Prices, depth: int = _DEPTH) -> "Placed | None":
@@ -202,7 +187,7 @@ def _capped(ordered: Sequence[Part], prices: Prices, most_columns: float) -> "Pl
 
 
 class Placed:
-    """Parts of tables that are on devices; `room` is what their memory still has, `[D]` bytes."""
+    """Parts of tables that are on devices: their seconds `forward_s` and `rest_s`, and bytes of `room` left, `[D]`."""
 
     def __init__(self, devices: TableDevices):
         self.limits, self.room = devices.memory_limit_bytes, list(devices.memory_limit_bytes)
@@ -228,7 +213,6 @@ class Placed:
         return max(self.forward_s) + max(self.rest_s)
 
     @property
-    def loads(self) -> Loads:
-        """What the devices do."""
-        used = [limit - room for limit, room in zip(self.limits, self.room, strict=True)]
-        return Loads(self.forward_s, self.rest_s, used)
+    def device_bytes(self) -> list[float]:
+        """What each device holds, `[D]`."""
+        return [limit - room for limit, room in zip(self.limits, self.room, strict=True)]

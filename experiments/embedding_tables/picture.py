@@ -14,14 +14,15 @@ from matplotlib.figure import Figure
 
 from diffshard.embedding_tables.solving import solve_space
 from experiments.embedding_tables import tasks
-from experiments.embedding_tables.baselines import SCORES, Loads, beam, greedy
+from experiments.embedding_tables.baselines import SCORES, Placed, beam, greedy
+from search_spaces.embedding_tables.base import DecodedTables
 from search_spaces.embedding_tables.space import EmbeddingTableSpace
 
 _BY_LOOKUPS = "greedy, lookups"
 _COLORS = {"forward": "#2f6f9f", "rest": "#9fc3dd", "memory": "#8a8a8a"}
 
 
-def placements(num_devices: int, seed: int) -> dict[str, Loads]:
+def placements(num_devices: int, seed: int) -> dict[str, Placed | DecodedTables]:
     """Returns what the devices do by each way, by its name.
 
     Raises:
@@ -31,25 +32,24 @@ def placements(num_devices: int, seed: int) -> dict[str, Loads]:
     space = EmbeddingTableSpace(tables, devices)
     found = space.decode(solve_space(space, key=seed).choice)
     others = {_BY_LOOKUPS: greedy(tables, devices, SCORES[_BY_LOOKUPS]), "beam search": beam(tables, devices)}
-    for name, loads in others.items():
-        if loads is None:
+    for name, placed in others.items():
+        if placed is None:
             raise ValueError(f"`--devices` {num_devices}: {name} finds no placement that fits.")
-    placed = {name: loads for name, loads in others.items() if loads is not None}
-    return {**placed, "diffshard": Loads(found.forward_s.tolist(), found.rest_s.tolist(), found.device_bytes.tolist())}
+    return {**{name: placed for name, placed in others.items() if placed is not None}, "diffshard": found}
 
 
-def figure_of(ways: Mapping[str, Loads]) -> Figure:
+def figure_of(ways: Mapping[str, Placed | DecodedTables]) -> Figure:
     """Draws the ways side by side: milliseconds of each device above, its memory below."""
     figure = Figure(figsize=(9.5, 5), layout="constrained")
     times, memory = figure.subplots(2, len(ways), sharex="all", sharey="row", height_ratios=(3, 2))
-    for column, (name, loads) in enumerate(ways.items()):
-        forward, rest = 1e3 * np.array(loads.forward_s), 1e3 * np.array(loads.rest_s)
+    for column, (name, placed) in enumerate(ways.items()):
+        forward, rest = 1e3 * np.array(placed.forward_s), 1e3 * np.array(placed.rest_s)
         at, axes = np.arange(len(forward)), times[column]
         axes.bar(at, forward, color=_COLORS["forward"], label="lookups")
         axes.bar(at, rest, bottom=forward, color=_COLORS["rest"], label="exchanges and backward pass")
         axes.axhline(forward.max() + rest.max(), color="black", linewidth=1, linestyle="--", label="step")
         axes.set_title(f"{name}: {forward.max() + rest.max():.2f} ms", fontsize=10)
-        memory[column].bar(at, np.array(loads.num_bytes) / 2**30, color=_COLORS["memory"])
+        memory[column].bar(at, np.array(placed.device_bytes) / 2**30, color=_COLORS["memory"])
         memory[column].set_xlabel("device")
         memory[column].set_xticks(at)
     times[0].set_ylabel("ms")

@@ -75,10 +75,11 @@ def test_the_picture_shows_each_device_before_and_after(tmp_path):
     picture.main(["--devices", "4", "--output", str(tmp_path / "devices.png")])
     assert (tmp_path / "devices.png").read_bytes().startswith(b"\x89PNG")
     ways = picture.placements(4, 0)
-    assert {len(numbers) for loads in ways.values() for numbers in loads} == {4}
-    steps = {name: max(loads.forward_s) + max(loads.rest_s) for name, loads in ways.items()}
+    of_devices = [part for way in ways.values() for part in (way.forward_s, way.rest_s, way.device_bytes)]
+    assert {len(part) for part in of_devices} == {4}
+    steps = {name: max(way.forward_s) + max(way.rest_s) for name, way in ways.items()}
     tables, devices = tasks.mlperf(4)
     assert steps["beam search"] == pytest.approx(beam_s(tables, devices))
     assert steps["diffshard"] < steps["beam search"] < steps["greedy, lookups"]
     drawn = picture.figure_of(ways).axes[-1].containers[0].datavalues  # pyright: ignore[reportAttributeAccessIssue]
-    np.testing.assert_allclose(drawn * 2**30, ways["diffshard"].num_bytes)
+    np.testing.assert_allclose(drawn * 2**30, ways["diffshard"].device_bytes)
