@@ -57,13 +57,12 @@ def fetched_rows(host: jax.Array, ids: jax.Array) -> jax.Array:
     unique = jnp.full(num_ids + chunk, num_rows, flat.dtype).at[place].min(ordered)
     count = (is_new & (ordered < num_rows)).sum()
 
-    def fetch(carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        start, rows = carry
-        wanted = lax.dynamic_slice(unique, (start,), (chunk,))
-        return start + chunk, lax.dynamic_update_slice(rows, _gathered(host, wanted), (start, 0))
+    def fetch(index: jax.Array, rows: jax.Array) -> jax.Array:
+        wanted = lax.dynamic_slice(unique, (index * chunk,), (chunk,))
+        return lax.dynamic_update_slice(rows, _gathered(host, wanted), (index * chunk, 0))
 
     rows = jnp.zeros((num_ids + chunk, host.shape[1]), host.dtype)
-    _, rows = lax.while_loop(lambda carry: carry[0] < count, fetch, (jnp.zeros((), count.dtype), rows))
+    rows = lax.fori_loop(0, _num_chunks(count, chunk), fetch, rows)
     rows = rows[jnp.zeros(num_ids, place.dtype).at[order].set(place)]
     return jnp.where((flat < num_rows)[:, None], rows, 0)
 
@@ -92,14 +91,22 @@ def changed_rows(host: jax.Array, ids: jax.Array, changes: jax.Array) -> jax.Arr
     count = (ids < num_rows).sum()
     order = jnp.concatenate([order, jnp.zeros(chunk, order.dtype)])
 
-    def change(carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        start, host = carry
-        wanted = lax.dynamic_slice(ordered, (start,), (chunk,))
-        own = changes[lax.dynamic_slice(order, (start,), (chunk,))]
+    def change(index: jax.Array, host: jax.Array) -> jax.Array:
+        wanted = lax.dynamic_slice(ordered, (index * chunk,), (chunk,))
+        own = changes[lax.dynamic_slice(order, (index * chunk,), (chunk,))]
         rows = (_gathered(host, wanted).astype(jnp.float32) - own).astype(host.dtype)
-        return start + chunk, _scattered(host, wanted, rows)
+        return _scattered(host, wanted, rows)
 
-    return lax.while_loop(lambda carry: carry[0] < count, change, (jnp.zeros((), count.dtype), host))[1]
+    return lax.fori_loop(0, _num_chunks(count, chunk), change, host)
+
+
+def _num_chunks(count: jax.Array, chunk: int) -> jax.Array:
+    """Returns how often a loop goes round, which its index counts one by one.
+
+    An index of rows, `while start < count: start += chunk`, XLA takes for a loop that never runs where `count` is a
+    constant of the program below `chunk`: it computes the number of rounds as `count // chunk`.
+    """
+    return (count + chunk - 1) // chunk
 
 
 def _gathered(host: jax.Array, rows: jax.Array) -> jax.Array:
