@@ -193,7 +193,7 @@ def _devices(
                     f"`host_memory_limit_bytes` is given, but `hardware` {one.name!r} does not say how fast its "
                     "devices copy from memory of their host. Give a `Hardware` with `host_memory_bytes_per_s`."
                 )
-    s_per_byte = _s_per_byte(mesh, all_hardware)
+    s_per_byte = exchange_s_per_byte(mesh, all_hardware)
     return TableDevices(all_hardware, tuple(map(float, limits)), s_per_byte, number, tuple(host_limits))
 
 
@@ -210,8 +210,13 @@ def _limits(argument: str, given: Any, num_devices: int) -> list[float]:
     return list(map(float, limits))
 
 
-def _s_per_byte(mesh: Mesh | AbstractMesh, hardware: Sequence[Hardware]) -> float:
-    """Returns the seconds of a byte in an all-to-all, over the slowest axis of the slowest device."""
+def exchange_s_per_byte(mesh: Mesh | AbstractMesh, hardware: Sequence[Hardware]) -> float:
+    """Returns the seconds of a byte in an all-to-all, over the slowest axis of the slowest device.
+
+    Args:
+      mesh: of D devices.
+      hardware: of each of them.
+    """
     axes = [str(axis) for axis, size in mesh.shape.items() if size > 1]
     return max(
         (min(line.s_per_byte for line in one.link(axis).lines("all_to_all")) for one in set(hardware) for axis in axes),

@@ -5,8 +5,10 @@ MLPerf's rows and pooling factors: mlcommons/training, recommendation_v2.
 """
 
 import numpy as np
+from jax.sharding import AbstractMesh
 
 from cost.presets import preset
+from diffshard.embedding_tables.search import exchange_s_per_byte
 from search_spaces.embedding_tables.base import EmbeddingTable, TableDevices
 from search_spaces.embedding_tables.prices import piece_bytes
 
@@ -56,6 +58,7 @@ def _generated_table(index: int, rng: np.random.Generator) -> EmbeddingTable:
 
 
 def _devices(name: str, num_devices: int, memory_bytes: float) -> TableDevices:
-    hardware = preset(name, {"tables": num_devices})
-    s_per_byte = min(line.s_per_byte for line in hardware.link("tables").lines("all_to_all"))
-    return TableDevices((hardware,) * num_devices, (float(memory_bytes),) * num_devices, s_per_byte, _BATCH_SIZE)
+    mesh = AbstractMesh((num_devices,), ("tables",))
+    hardware = (preset(name, dict(mesh.shape)),) * num_devices
+    limits = (float(memory_bytes),) * num_devices
+    return TableDevices(hardware, limits, exchange_s_per_byte(mesh, hardware), _BATCH_SIZE)
