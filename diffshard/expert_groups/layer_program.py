@@ -96,11 +96,11 @@ class LayerProgram:
             to_senders = results.reshape(layout.num_slots, self._most_members, capacity, -1).swapaxes(0, 1)
             returned = self._exchange(to_senders, False).reshape(num_rows, -1)
         chosen_rows = returned.at[rows].get(mode="fill", fill_value=0)
-        axes = tuple(layout.mesh.axis_names)
+        counts = jnp.zeros(layout.num_experts + 1, jnp.int32).at[chosen_experts].add(1)
+        counts = counts.at[-1].set((~has_room).sum(dtype=jnp.int32))
+        counts = lax.psum(counts, tuple(layout.mesh.axis_names))  # one message for both
         return RoutedTokens(
-            jnp.einsum("tk,tkm->tm", gates.astype(chosen_rows.dtype), chosen_rows),
-            lax.psum(jnp.zeros(layout.num_experts, jnp.int32).at[chosen_experts].add(1), axes),
-            lax.psum((~has_room).sum(dtype=jnp.int32), axes),
+            jnp.einsum("tk,tkm->tm", gates.astype(chosen_rows.dtype), chosen_rows), counts[:-1], counts[-1]
         )
 
     @cached_property

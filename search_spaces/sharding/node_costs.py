@@ -12,8 +12,9 @@ from search_spaces.sharding.base import Node, ReshardStep, ShardingStrategy
 from search_spaces.sharding.fusion import PICKS
 from search_spaces.sharding.graph import Operand, Value, Vertex, copies_over_host_link
 from search_spaces.sharding.kernels import Kernels
+from search_spaces.sharding.mapped_collectives import MappedCollectives
 from search_spaces.sharding.opaque.operations import local_work, opaque_of, own_collectives
-from search_spaces.sharding.opaque.own_collectives import PricedCollective, priced
+from search_spaces.sharding.opaque.own_collectives import OwnCollective, PricedCollective, priced
 from search_spaces.sharding.reshard_costs import CollectiveShares, ReshardCosts
 from search_spaces.sharding.spec import local_bytes
 from search_spaces.sharding.stated_seconds import stated_seconds
@@ -54,6 +55,11 @@ class NodeCosts:
     ):
         self.axis_sizes, self.hardware, self.kernels = axis_sizes, hardware, kernels
         self.reshard_costs, self.shares = reshard_costs, shares
+        self._mapped = MappedCollectives(
+            reshard_costs.axis_names,
+            axis_sizes,
+            lambda axis, num_bytes: reshard_costs.step_s(ReshardStep("collective_permute", axis, 1.0, ()), num_bytes),
+        )
         self._chosen_compute_s: dict[tuple[int, ShardingStrategy], float] = {}
 
     def all_s(self, nodes: Sequence[Node], forms: Sequence[int], compute_share: float = 1.0) -> list[np.ndarray]:
@@ -142,15 +148,18 @@ class NodeCosts:
         return seconds * vertex.reduction_weight
 
     def own_collectives(self, vertex: Vertex, strategy: ShardingStrategy) -> list[PricedCollective]:
-        """Returns what an opaque operation sends itself, with its seconds in one run."""
+        """Returns what an opaque operation or a `shard_map` sends itself, with its seconds in one run.
+
+        A `shard_map` that states its seconds has what it sends in them, and nothing here.
+        """
+        if vertex.equation is not None and vertex.primitive == "shard_map":
+            is_stated = stated_seconds(vertex.equation) is not None
+            return [] if is_stated else priced(self._mapped.of(vertex.equation), 0.0, self._alone_s)
         collectives = own_collectives(vertex, strategy, self.reshard_costs.axis_names, self.axis_sizes)
-        if not collectives:
-            return []
-        return priced(
-            collectives,
-            self._opaque_s(vertex, strategy),
-            lambda c: self.reshard_costs.step_s(ReshardStep(c.kind, c.axis, 1.0, ()), c.num_bytes),
-        )
+        return priced(collectives, self._opaque_s(vertex, strategy), self._alone_s) if collectives else []
+
+    def _alone_s(self, collective: OwnCollective) -> float:
+        return self.reshard_costs.step_s(ReshardStep(collective.kind, collective.axis, 1.0, ()), collective.num_bytes)
 
     def _own_collectives_s(self, vertex: Vertex, strategy: ShardingStrategy) -> float:
         return vertex.weight * sum(c.waited_s for c in self.own_collectives(vertex, strategy))

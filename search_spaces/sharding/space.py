@@ -13,7 +13,7 @@ its terms are built by
 | - arithmetic       | the slower of one device's FLOPs and memory traffic   | `node_costs.NodeCosts.compute_s`      |
 | - traffic          | what kernels read and write, whatever lies between    | `kernels.kernels_of`                  |
 | - reductions       | collectives that finish partial results, and gathers  | `node_costs.NodeCosts.reduction_s`    |
-| - own collectives  | what an opaque operation sends and waits for itself   | `NodeCosts.own_collectives`           |
+| - own collectives  | what an opaque operation or a `shard_map` sends       | `NodeCosts.own_collectives`           |
 | - preference       | a thousandth of the time to read the stored arguments | `node_costs.NodeCosts.preference_s`   |
 | (u, v)             | a value that u makes and v reads, or its hub          | `edge_costs.edges_of`                 |
 | T_uv               | edge cost: the reshards of these values               | `edge_costs.transfer_matrices`        |

@@ -142,10 +142,9 @@ class _Builder:
             return region.results
         if name == "shard_map":
             seconds = stated_seconds(equation)
-            text = "what a shard_map communicates inside is not priced."
             if seconds is not None:
                 text = f"a shard_map says itself that it takes {1e6 * seconds:.3g} µs, with what it sends."
-            self.add_note(equation, text)
+                self.add_note(equation, text)
         vertex = self.add_vertex("operation", equation, operands, [v.aval for v in equation.outvars], weight)
         self.position += 1
         steps.append(vertex)
