@@ -288,13 +288,14 @@ class TablePlan:
         return lookup_and_update_s(self.tables, self.pieces, devices)
 
     def _mapped(self, program: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
-        # JAX 0.11 makes axes explicit where nothing is said: traced arrays would need these shardings in their types.
+        # `jax.make_mesh` makes axes explicit where nothing is said: arrays would need these shardings in their types.
         mesh = with_automatic_axes(self.mesh) if isinstance(self.mesh, AbstractMesh) else self._mesh_here()
         return jax.shard_map(program, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
     def _mesh_here(self) -> Mesh:
+        """Returns the plan's devices, with automatic axes."""
         if not isinstance(self.mesh, Mesh):
             way = "Plan for a `jax.sharding.Mesh`, or load the plan with one: `TablePlan.load(path, mesh)`."
             raise PlanError(f"The plan has no devices to run on. {way}")
         check_fits(self.layout, self.devices)
-        return self.mesh
+        return with_automatic_axes(self.mesh)

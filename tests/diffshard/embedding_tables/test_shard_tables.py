@@ -4,9 +4,10 @@ import dataclasses
 import json
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AbstractMesh
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 import diffshard
 from diffshard import EmbeddingTable, InfeasibleError, PlanError, TablePlan, shard_tables
@@ -156,6 +157,31 @@ def test_wrong_arguments_are_refused(options, message):
     arguments = {"tables": [EmbeddingTable("t", 10, 4)], "mesh_or_devices": MESH, "hardware": "a100", **options}
     with pytest.raises((TypeError, ValueError), match=message):
         shard_tables(**arguments)
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+def test_tables_run_on_meshes_whatever_the_type_of_their_axes(axis_type):
+    mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(axis_type,) * 2, devices=jax.devices()[:4])
+    table = EmbeddingTable("t", 40, 8, 2.0)
+    plan = shard_tables([table], mesh, hardware="cpu", batch_size=8)
+    whole = np.random.default_rng(0).normal(size=(40, 8)).astype(np.float32)
+    numbers = np.random.default_rng(1).permutation(40)[:16].reshape(8, 2)  # each row once
+    arrays, state = plan.shard({"t": whole}), plan.init_state()
+    assert jax.tree.map(jnp.shape, plan.init(jax.random.key(0))) == jax.tree.map(jnp.shape, arrays)
+
+    def step(arrays, state, ids):
+        rows = plan.lookup(arrays, {"t": ids})
+        return rows["t"], *plan.update(arrays, state, {"t": ids}, rows, learning_rate=0.1)
+
+    expected = whole.copy()
+    row_gradients = np.repeat(whole[numbers].sum(1), 2, axis=0)
+    root = np.sqrt(np.square(row_gradients).mean(1, keepdims=True))
+    expected[numbers.ravel()] -= 0.1 * row_gradients / (root + 1e-8)
+    for ids in (numbers, jax.device_put(numbers, NamedSharding(mesh, PartitionSpec("x")))):
+        np.testing.assert_allclose(plan.lookup(arrays, {"t": ids})["t"], whole[numbers].sum(1), rtol=1e-5)
+        rows, updated, _ = jax.jit(step)(arrays, state, ids)
+        np.testing.assert_allclose(rows, whole[numbers].sum(1), rtol=1e-5)
+        np.testing.assert_allclose(plan.unshard(updated)["t"], expected, rtol=1e-5, atol=1e-6)
 
 
 def test_a_list_of_devices_becomes_a_mesh_that_runs():
