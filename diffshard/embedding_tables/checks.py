@@ -3,6 +3,7 @@
 Letters for sizes: D devices, B examples, P ids.
 """
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -11,7 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from cost.real_numbers import real_number
+from diffshard.embedding_tables.arrays import TableArrays
 from diffshard.embedding_tables.reference import NO_ID
+from diffshard.solving.solve import check_key
 from search_spaces.embedding_tables.base import EVERY_DEVICE, HOST, MEMORIES, EmbeddingTable, Piece, TableDevices
 
 
@@ -116,6 +120,66 @@ def checked_gradients(
         if shape != expected:
             raise ValueError(f"`gradients[{table.name!r}]` must have the shape {expected}, not {shape}.")
     return {table.name: jnp.asarray(gradients[table.name]) for table in tables}
+
+
+def checked_rates(learning_rate: Any, epsilon: Any) -> tuple[jax.Array, float]:
+    """Returns the learning rate as float32 and epsilon; raises where they are no numbers that fit.
+
+    The number of a JAX array is not looked at: that would wait for the device.
+    """
+    own_dtype = getattr(learning_rate, "dtype", None)
+    is_number = real_number(learning_rate) is not None or (
+        own_dtype is not None and (jnp.issubdtype(own_dtype, jnp.floating) or jnp.issubdtype(own_dtype, jnp.integer))
+    )
+    if not is_number:
+        raise TypeError(f"`learning_rate` must be a number or an array of one, not {learning_rate!r}.")
+    if np.shape(learning_rate) != ():
+        raise ValueError(
+            f"`learning_rate` must be one number for all tables, not an array of shape {np.shape(learning_rate)}."
+        )
+    if not isinstance(learning_rate, jax.Array) and not np.isfinite(learning_rate):
+        raise ValueError(f"`learning_rate` must be finite, not {learning_rate!r}.")
+    number = real_number(epsilon)
+    if number is None or not 0 < number < math.inf:
+        raise ValueError(
+            f"`epsilon` must be a positive finite number, not {epsilon!r}; it keeps rows from being divided by zero."
+        )
+    return jnp.asarray(learning_rate, jnp.float32), number
+
+
+def checked_key(key: Any) -> jax.Array:
+    """Returns a random key, made of a seed if it is one; raises `ValueError` for anything else."""
+    check_key(key)
+    return key if isinstance(key, jax.Array) else jax.random.key(int(key or 0))
+
+
+def check_shapes(expected: tuple[TableArrays, TableArrays], arrays: Any, *state: Any) -> None:
+    """Checks that tables, and the optimiser's state if it is given, are arrays of the plan.
+
+    Args:
+      expected: shapes of the tables and of the state.
+      arrays: the tables.
+      state: none or one.
+
+    Raises:
+      TypeError: something else was given.
+      ValueError: an array is missing, unknown or of another shape.
+    """
+    makers = ("arrays", "`plan.init` or `plan.shard`"), ("state", "`plan.init_state`")
+    for (argument, maker), shapes, given in zip(makers, expected, (arrays, *state), strict=False):
+        if not isinstance(given, TableArrays):
+            raise TypeError(f"`{argument}` must be what {maker} returns, not {type(given).__name__}.")
+        own, wanted = ({p: np.shape(x) for p, x in _by_path(one).items()} for one in (given, shapes))
+        if own != wanted:
+            path = next(p for p in (*own, *wanted) if own.get(p) != wanted.get(p))
+            raise ValueError(
+                f"`{argument}` must be what {maker} returns for this plan, in which {path} is "
+                f"{wanted.get(path, 'not there')}, not {own.get(path, 'missing')}."
+            )
+
+
+def _by_path(arrays: TableArrays) -> dict[str, Any]:
+    return {f"`{part}[{name!r}]`": x for part, own in arrays._asdict().items() for name, x in own.items()}
 
 
 def _check_range(table: EmbeddingTable, ids: jax.Array | np.ndarray) -> None:

@@ -17,8 +17,8 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from cost.embedding_tables import step_s
 from diffshard.base import PlanError
+from diffshard.embedding_tables import checks
 from diffshard.embedding_tables.arrays import TableArrays, random_hosts, shapes_of, to_numbers, to_tables
-from diffshard.embedding_tables.checks import check_pieces, checked_arrays, checked_gradients, checked_ids
 from diffshard.embedding_tables.host_rows import HOST_MEMORY
 from diffshard.embedding_tables.layout import Layout, check_fits
 from diffshard.embedding_tables.learned_cost import LearnedPrediction
@@ -86,18 +86,17 @@ class TablePlan:
         """How much less any other placement can be predicted to take, relative to this one; 1 without a bound."""
         return max(1 - self.lower_bound_s / self.step_s, 0.0) if self.step_s else 0.0
 
-    def init(self, key: jax.Array) -> TableArrays:
+    def init(self, key: jax.Array | int) -> TableArrays:
         """Returns tables of uniform numbers within ±1/√rows, made on the devices that hold them.
 
         Args:
-          key: a JAX random key.
+          key: a JAX random key or a seed.
 
         Raises:
           PlanError: the plan's devices are not here, or its arrays do not fit.
         """
-        shards, copies, _ = self._specs
-        run = self._mapped(self._programs.init, (PartitionSpec(),), (shards, copies))
-        key_data = jax.random.key_data(key)
+        run = self._mapped(self._programs.init, (PartitionSpec(),), self._specs[:2])
+        key_data = jax.random.key_data(checks.checked_key(key))
         sharding = NamedSharding(self._mesh_here(), self._batch, memory_kind=HOST_MEMORY)
         shards, copies = jax.jit(run)(key_data)
         return TableArrays(shards, copies, random_hosts(self.layout, np.asarray(key_data), sharding))
@@ -119,7 +118,7 @@ class TablePlan:
           ValueError: a table is missing, unknown, or of another shape or dtype.
           PlanError: as `init`.
         """
-        numbers = to_numbers(self.layout, checked_arrays(self.tables, tables))
+        numbers = to_numbers(self.layout, checks.checked_arrays(self.tables, tables))
         return jax.device_put(numbers, self._shardings)
 
     @property
@@ -171,7 +170,8 @@ class TablePlan:
             Traced ids, inside `jax.jit`, have no numbers to check: there an id that is not a row adds nothing.
           PlanError: the plan's devices are not here.
         """
-        ids, weights = checked_ids(self.tables, self.devices.num_devices, ids, weights)
+        checks.check_shapes(self.shapes(), arrays)
+        ids, weights = checks.checked_ids(self.tables, self.devices.num_devices, ids, weights)
         return self._run_lookup(arrays, ids, weights)
 
     def update(
@@ -197,7 +197,7 @@ class TablePlan:
           gradients: of the pooled rows, by table, `[B, dimension]`.
           learning_rate: of this step.
           weights: as for `lookup`.
-          epsilon: against division by zero.
+          epsilon: positive, against division by zero.
 
         Returns:
           The tables and the state after the step.
@@ -205,10 +205,11 @@ class TablePlan:
         Raises:
           ValueError, PlanError: as `lookup`; a gradient is missing or of another shape.
         """
-        ids, weights = checked_ids(self.tables, self.devices.num_devices, ids, weights)
-        gradients = checked_gradients(self.tables, ids, gradients)
-        rate = jnp.asarray(learning_rate, jnp.float32)
-        return self._run_update(arrays, state, ids, weights, gradients, rate, epsilon)
+        checks.check_shapes(self.shapes(), arrays, state)
+        ids, weights = checks.checked_ids(self.tables, self.devices.num_devices, ids, weights)
+        gradients = checks.checked_gradients(self.tables, ids, gradients)
+        rates = checks.checked_rates(learning_rate, epsilon)
+        return self._run_update(arrays, state, ids, weights, gradients, *rates)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the plan as JSON; the file is replaced whole or not at all."""
@@ -226,7 +227,7 @@ class TablePlan:
           PlanError: the file is no such plan, is damaged, or was made for other axes than the mesh's.
           OSError: the file cannot be read.
         """
-        plan = read_record(path, TABLES, VERSION, cls, check_pieces)
+        plan = read_record(path, TABLES, VERSION, cls, checks.check_pieces)
         if mesh is not None and tuple(mesh.shape.items()) != plan.mesh_axes:
             raise PlanError(f"`mesh` has the axes {dict(mesh.shape)}; the plan was made for {dict(plan.mesh_axes)}.")
         return dataclasses.replace(plan, mesh=mesh)
@@ -284,8 +285,7 @@ class TablePlan:
         """Returns what lookups of so many examples, and the rest of the step, are predicted to take."""
         if self.learned is not None:
             return self.learned.of_part(batch_size / self.devices.batch_size)
-        devices = dataclasses.replace(self.devices, batch_size=batch_size)
-        return lookup_and_update_s(self.tables, self.pieces, devices)
+        return lookup_and_update_s(self.tables, self.pieces, dataclasses.replace(self.devices, batch_size=batch_size))
 
     def _mapped(self, program: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
         # `jax.make_mesh` makes axes explicit where nothing is said: arrays would need these shardings in their types.

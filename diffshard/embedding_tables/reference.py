@@ -100,9 +100,11 @@ def padded_ids(values: np.ndarray, lengths: np.ndarray, most: int | None = None)
       most: P; None takes the largest length.
 
     Raises:
-      ValueError: lengths are negative, do not add up to N, or one is above `most`.
+      ValueError: lengths are not whole, are negative, do not add up to N, or one is above `most`.
     """
     values, lengths = np.asarray(values), np.asarray(lengths)
+    if lengths.size and not np.issubdtype(lengths.dtype, np.integer):
+        raise ValueError(f"`lengths` must be whole numbers, not {lengths.dtype}; cast them to integers.")
     if values.ndim != 1 or lengths.ndim != 1 or (lengths < 0).any() or lengths.sum() != len(values):
         raise ValueError(
             f"`lengths` must be `[B]`, not negative, and add up to the {values.shape} `values`; got shape "

@@ -6,7 +6,7 @@ Letters for sizes: T tables, D devices.
 import dataclasses
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -83,6 +83,8 @@ def shard_tables(
     """
     start_s = time.perf_counter()
     tables = _checked_tables(tables, access)
+    if progress is not None and not callable(progress):
+        raise TypeError(f"`progress` must be a function of seconds, cost and bound, or None, not {progress!r}.")
     mesh = _checked_mesh(mesh_or_devices)
     devices = _devices(mesh, hardware, memory_limit_bytes, host_memory_limit_bytes, batch_size)
     space = EmbeddingTableSpace(tables, devices)
@@ -141,6 +143,8 @@ def _check_cost(cost: Any, devices: TableDevices, solver: Any, time_limit_s: Any
 
 
 def _checked_tables(tables: Any, access: Mapping[str, Sequence[float]] | None) -> tuple[EmbeddingTable, ...]:
+    if isinstance(tables, EmbeddingTable | str) or not isinstance(tables, Iterable):
+        raise TypeError(f"`tables` must be a list of EmbeddingTable, not {tables!r}; put a single one into a list.")
     tables = tuple(tables)
     for table in tables:
         if not isinstance(table, EmbeddingTable):
@@ -150,7 +154,7 @@ def _checked_tables(tables: Any, access: Mapping[str, Sequence[float]] | None) -
         if name not in names:
             raise ValueError(f"`access` has {name!r}, which is no table; there are {', '.join(names)}.")
     return tuple(
-        dataclasses.replace(table, access=tuple(access[table.name])) if access and table.name in access else table
+        dataclasses.replace(table, access=access[table.name]) if access and table.name in access else table
         for table in tables
     )
 
@@ -163,6 +167,9 @@ def _checked_mesh(mesh_or_devices: Any) -> Mesh | AbstractMesh:
         raise TypeError(
             f"`mesh_or_devices` must be a Mesh, an AbstractMesh or a list of JAX devices, not {mesh_or_devices!r}."
         )
+    repeated = [device for device in dict.fromkeys(devices) if devices.count(device) > 1]
+    if repeated:
+        raise ValueError(f"`mesh_or_devices` must have different devices, but {repeated[0]} is there twice.")
     return Mesh(np.array(devices), (_AXIS,), axis_types=(AxisType.Auto,))
 
 

@@ -86,7 +86,12 @@ class EmbeddingTable:
         return f"`EmbeddingTable.{field}` of {self.name!r}"
 
     def _checked_access(self, access: Sequence[float]) -> tuple[float, ...]:
-        counts = np.asarray(access, float)
+        try:
+            counts = np.asarray(access, float)
+        except (TypeError, ValueError):
+            raise TypeError(
+                f"{self._field('access')} must be counts of lookups, such as (3.0, 1.0), not {access!r}."
+            ) from None
         if counts.ndim != 1 or not 1 <= len(counts) <= self.rows:
             raise ValueError(
                 f"{self._field('access')} must be 1 to {self.rows} counts, at most one for each row; got shape "

@@ -262,6 +262,38 @@ def test_what_does_not_fit_the_plan_is_refused(plan, whole, ids, weights):
         _plan(limit=1e3).shard(whole)
 
 
+def test_numbers_and_arrays_of_other_kinds_are_refused(plan, whole, ids):
+    arrays, state = plan.shard(whole), plan.init_state()
+    gradients = {t.name: np.ones((BATCH, t.dimension), np.float32) for t in TABLES}
+    for options, message in (
+        ({"learning_rate": "a"}, "`learning_rate` must be a number or an array of one, not 'a'"),
+        ({"learning_rate": np.ones(3)}, r"`learning_rate` must be one number .* not an array of shape \(3,\)"),
+        ({"learning_rate": np.nan}, "`learning_rate` must be finite, not nan"),
+        ({"learning_rate": 0.1, "epsilon": -1e-8}, "`epsilon` must be a positive finite number, not -1e-08"),
+        ({"learning_rate": 0.1, "epsilon": jnp.ones(())}, "`epsilon` must be a positive finite number, not Array"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=message):
+            plan.update(arrays, state, ids, gradients, **options)
+    with pytest.raises(ValueError, match=r"`arrays` must be what `plan.init` or `plan.shard` returns .*'state'"):
+        plan.update(state, arrays, ids, gradients, learning_rate=0.1)
+    with pytest.raises(
+        ValueError, match=r"`state` must be what `plan.init_state` returns for this plan, in which `shards"
+    ):
+        plan.update(arrays, arrays, ids, gradients, learning_rate=0.1)
+    with pytest.raises(ValueError, match=r"`arrays` must be what `plan.init` or"):
+        plan.lookup(state, ids)
+    with pytest.raises(TypeError, match=r"`arrays` must be .*, not dict"):
+        plan.lookup(whole, ids)
+
+
+def test_a_seed_stands_for_its_random_key(plan):
+    seeded, keyed = (plan.unshard(plan.init(key)) for key in (3, jax.random.key(3)))
+    for name, array in keyed.items():
+        np.testing.assert_array_equal(array, seeded[name])
+    with pytest.raises(ValueError, match=r"`key` must be a seed .* got 'a'"):
+        plan.init("a")
+
+
 def test_ragged_ids_become_a_matrix():
     np.testing.assert_array_equal(padded_ids(np.array([7, 8, 9]), np.array([2, 0, 1])), [[7, 8], [-1, -1], [9, -1]])
     np.testing.assert_array_equal(padded_ids(np.array([0.5]), np.array([0, 1]), 2), [[0, 0], [0.5, 0]])
@@ -269,3 +301,6 @@ def test_ragged_ids_become_a_matrix():
         padded_ids(np.array([7, 8]), np.array([1]))
     with pytest.raises(ValueError, match="an example has 2"):
         padded_ids(np.array([7, 8]), np.array([2]), 1)
+    with pytest.raises(ValueError, match="`lengths` must be whole numbers, not float64"):
+        padded_ids(np.array([7, 8]), np.array([1.0, 1.0]))
+    assert padded_ids(np.array([], int), np.array([])).shape == (0, 0)

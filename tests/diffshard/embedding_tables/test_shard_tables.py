@@ -150,6 +150,10 @@ def test_accesses_given_by_name_count_as_those_of_the_table():
         ({"batch_size": 0}, "`batch_size` must be"),
         ({"access": {"u": (1.0,)}}, "`access` has 'u'"),
         ({"access": {"t": (-1.0,)}}, "none negative"),
+        ({"access": {"t": "ab"}}, "`EmbeddingTable.access` of 't' must be counts of lookups, .* not 'ab'"),
+        ({"tables": EmbeddingTable("t", 10, 4)}, "put a single one into a list"),
+        ({"mesh_or_devices": [jax.devices()[0]] * 2}, "must have different devices, but .* is there twice"),
+        ({"progress": 3}, "`progress` must be a function .* not 3"),
         ({"solver": "none"}, "`solver` must be"),
     ],
 )
