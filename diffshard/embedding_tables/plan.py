@@ -293,7 +293,6 @@ class TablePlan:
         return jax.shard_map(program, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
     def _mesh_here(self) -> Mesh:
-        """Returns the plan's devices, with automatic axes."""
         if not isinstance(self.mesh, Mesh):
             way = "Plan for a `jax.sharding.Mesh`, or load the plan with one: `TablePlan.load(path, mesh)`."
             raise PlanError(f"The plan has no devices to run on. {way}")
