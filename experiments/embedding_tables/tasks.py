@@ -35,8 +35,8 @@ def generated(seed: int, most_tables: int = 60) -> tuple[list[EmbeddingTable], T
 
 
 def few(seed: int, num_tables: int) -> tuple[list[EmbeddingTable], TableDevices]:
-    """Returns the first tables, at most 10, of a generated task, so few that the optimum can be proven."""
-    tables, devices = generated(seed, 10)
+    """Returns the first tables, so few that the optimum can be proven, of a task of 10 tables, or of 10 to so many."""
+    tables, devices = generated(seed, max(num_tables, 10))
     return tables[:num_tables], devices
 
 

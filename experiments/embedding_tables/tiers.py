@@ -1,6 +1,6 @@
 """MLPerf's tables where they do not fit the devices: hot rows on devices, others on hosts, by Zipf's law.
 
-    python -m experiments.embedding_tables.tiers [--devices 4] [--exponent 1.05]
+    python -m experiments.embedding_tables.tiers [--devices 4 8 16] [--exponent 1.05]
 
 All memory of the devices is given, and parts of what all tables need.
 """
@@ -52,7 +52,7 @@ def row_of(tables: Sequence[EmbeddingTable], num_devices: int, limit: float, hos
 def main(arguments: Sequence[str] | None = None) -> None:
     """Prints the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--devices", type=int, nargs="+", default=[4])
+    parser.add_argument("--devices", type=int, nargs="+", default=[4, 8, 16])
     parser.add_argument("--exponent", type=float, default=1.05, help="of Zipf's law; not 1")
     options = parser.parse_args(arguments)
     rows = []

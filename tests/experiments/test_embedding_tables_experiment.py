@@ -53,9 +53,9 @@ def test_prints_ratios_to_bounds_and_to_each_other(capsys):
         ["--tasks", "1", "--most-tables", "10", "--few-tasks", "1", "--few-tables", "3", "--depth", "1", "--devices"]
     )
     rows = printed_rows(capsys.readouterr().out)
-    ways = {row[0]: row for row in rows if len(row) == 8}
-    (few,) = [row for row in rows if len(row) == 7 and "optimal" in row]
-    assert float(few[4]) == 1
+    ways = {row[0]: row for row in rows if len(row) == 8 and "optimal" not in row}
+    (few,) = [row for row in rows if len(row) == 8 and "optimal" in row]
+    assert float(few[5]) == 1
     assert set(ways) == {"random", *SCORES, "beam search", experiment.COLUMNS, experiment.OURS}
     assert float(ways[experiment.OURS][2]) >= 1
     assert float(ways[experiment.OURS][4]) == 1
