@@ -6,8 +6,22 @@ from typing import Any
 import numpy as np
 
 from cost.expert_groups import ExpertStep, ExpertWorkers
-from cost.real_numbers import real_number, whole_number
+from cost.real_numbers import is_positive, real_number, whole_number
 from diffshard.base import InfeasibleError
+from diffshard.solving.solve import check_key, resolve
+
+_LONGEST_MS = 1e100
+"""More than any real plan takes, and little enough that squares and sums of times do not overflow."""
+
+
+def check_solving(solver: Any, time_limit_s: Any, key: Any, progress: Any) -> None:
+    """Raises `ValueError` where arguments of `solve` break their rules, also where no solver will be asked."""
+    resolve("gradient" if solver is None else solver)
+    check_key(key)
+    if time_limit_s is not None and not is_positive(time_limit_s):
+        raise ValueError(f"`time_limit_s` must be positive or None, got {time_limit_s!r}.")
+    if progress is not None and not callable(progress):
+        raise ValueError(f"`progress` must be a function that is called at each improvement or None, not {progress!r}.")
 
 
 def checked_workers(flops_per_ms: Any, capacity: Any, latency_ms: Any, ms_per_mb: Any) -> ExpertWorkers:
@@ -117,10 +131,10 @@ def check_scale(works: np.ndarray, speeds: np.ndarray) -> None:
     """Raises `ValueError` where experts take longer than numbers can say, on the slowest worker or all together."""
     with np.errstate(over="ignore"):
         longest_ms = works.sum() / speeds.min()
-    if not np.isfinite(longest_ms):
+    if not longest_ms < _LONGEST_MS:
         raise ValueError(
             f"`expert_flops` are too many for `flops_per_ms`: all experts, of {works.max()} FLOPs at most, would take "
-            f"infinite time on the slowest worker, of {speeds.min()} in a millisecond. Check the units."
+            f"{longest_ms:.3g} ms on the slowest worker, of {speeds.min()} in a millisecond. Check the units."
         )
 
 

@@ -13,7 +13,14 @@ import scipy.sparse
 from scipy.optimize import Bounds, LinearConstraint, milp
 
 from diffshard.base import OPTIMAL_GAP, Progress, Solver
-from diffshard.expert_groups.arguments import check_room, check_scale, checked_capacity, checked_speeds, checked_works
+from diffshard.expert_groups.arguments import (
+    check_room,
+    check_scale,
+    check_solving,
+    checked_capacity,
+    checked_speeds,
+    checked_works,
+)
 from diffshard.expert_groups.plans import ExpertAssignment, relative_gap
 from diffshard.solving.phases.balancing import Balancing
 from diffshard.solving.solve import solve
@@ -68,6 +75,7 @@ def assign_experts(
     check_scale(works, speeds)
     room = checked_capacity(capacity, len(speeds))
     check_room(len(works), room)
+    check_solving(solver, time_limit_s, key, progress)
     space = ExpertAssignmentSpace(works.tolist(), speeds.tolist(), room.tolist())
     bound_ms = assignment_bound_ms(works, speeds, room)
     greedy = greedy_assignment(works, speeds, room)

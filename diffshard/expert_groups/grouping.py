@@ -18,11 +18,11 @@ from cost.expert_groups import (
     computing_ms,
     exchanging_ms,
 )
-from cost.real_numbers import is_positive
 from diffshard.base import OPTIMAL_GAP, Progress, Solver
 from diffshard.expert_groups.arguments import (
     check_room,
     check_scale,
+    check_solving,
     checked_capacity,
     checked_speeds,
     checked_step,
@@ -35,7 +35,7 @@ from diffshard.expert_groups.candidates import candidate_groups, equal_runs, nea
 from diffshard.expert_groups.exhaustive import MOST_WORKERS, best_division
 from diffshard.expert_groups.merging import Division, divisions_by_merging
 from diffshard.expert_groups.plans import GroupPlan
-from diffshard.solving.solve import check_key, resolve, solve
+from diffshard.solving.solve import solve
 from search_spaces.expert_groups import ExpertGroupSpace
 
 _SOLVED_COUNTS = 3
@@ -113,10 +113,7 @@ def group_experts(
     )
     check_scale(np.array(step.expert_flops), workers.flops_per_ms)
     check_room(step.num_experts, workers.capacity)
-    resolve(solver or "gradient")
-    check_key(key)
-    if time_limit_s is not None and not is_positive(time_limit_s):
-        raise ValueError(f"`time_limit_s` must be positive or None, got {time_limit_s!r}.")
+    check_solving(solver, time_limit_s, key, progress)
     merged = list(divisions_by_merging(workers, step))
     merging_ms = min(division.ms for division in merged)
     if solver is None and workers.num_workers <= MOST_WORKERS:

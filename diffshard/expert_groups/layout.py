@@ -19,7 +19,14 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from diffshard.base import PlanError
 from diffshard.expert_groups.expert_moves import ExpertMoves, Place
 from diffshard.expert_groups.layer_program import Expert, LayerProgram, RoutedTokens
-from diffshard.expert_groups.layout_checks import check_layer, check_layout, check_movable, checked_names, map_named
+from diffshard.expert_groups.layout_checks import (
+    check_layer,
+    check_layout,
+    check_movable,
+    checked_experts,
+    checked_names,
+    map_named,
+)
 from search_spaces.communication.layers.routing import buffer_tokens
 
 
@@ -143,10 +150,13 @@ class ExpertLayout:
           The results, how many tokens chose each expert, and how many choices were dropped.
 
         Raises:
-          ValueError: shapes do not fit, D does not divide T, or a number breaks its rule.
+          ValueError: shapes do not fit, D does not divide T, a number breaks its rule, or the expert is no function or
+            returns something else.
         """
         tokens, logits = jnp.asarray(tokens), jnp.asarray(logits)
         check_movable(arrays, self._num_rows, "slots of all devices")
+        if not callable(expert):
+            raise ValueError(f"`expert` must be a function of an expert's parameters and its tokens, not {expert!r}.")
         check_layer(self.num_experts, self.mesh.size, tokens, logits, num_chosen, capacity_factor)
         capacity = buffer_tokens(capacity_factor, len(tokens) // self.mesh.size, num_chosen, self.num_experts)
 
@@ -203,12 +213,18 @@ class ExpertLayout:
         return map_named(run, state, chosen_names)
 
     def with_experts(self, experts: Sequence[Sequence[int]]) -> "ExpertLayout":
-        """Returns a layout with other experts on the devices of the axis, `[H]` sequences.
+        """Returns a layout with the same experts on other devices of the axis, `[H]` sequences.
 
         Raises:
-          ValueError: a group does not hold each expert once.
+          ValueError: there are more or fewer experts than before, or a group does not hold each of them once.
         """
-        return dataclasses.replace(self, experts=tuple(tuple(map(int, own)) for own in experts))
+        target = dataclasses.replace(self, experts=checked_experts(experts))
+        if target.num_experts != self.num_experts:
+            raise ValueError(
+                f"`experts` must be the {self.num_experts} experts of this layout, not {target.num_experts}. "
+                "Make an `ExpertLayout` for others."
+            )
+        return target
 
     @property
     def _num_rows(self) -> int:

@@ -40,6 +40,17 @@ def check_layout(
             )
 
 
+def checked_experts(experts: Any) -> tuple[tuple[int, ...], ...]:
+    """Returns the experts of each device as whole numbers; raises `ValueError` where they are something else."""
+    try:
+        numbers = [[whole_number(x) for x in own] for own in experts]
+    except TypeError:
+        numbers = [[None]]
+    if any(x is None for own in numbers for x in own):
+        raise ValueError(f"`experts` must be a list of whole numbers for each device, not {experts!r}.")
+    return tuple(tuple(int(x) for x in own if x is not None) for own in numbers)
+
+
 def check_movable(arrays: Any, num_rows: int, what: str) -> None:
     """Raises `ValueError` unless each array of a tree begins with `num_rows`; `what` these are, for the message."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(arrays):
@@ -75,10 +86,11 @@ def check_layer(
 
 def check_expert(result: Any, num_tokens: int) -> None:
     """Raises `ValueError` unless one expert returns a row for each of its tokens; `result` has shape and dtype."""
-    if getattr(result, "ndim", None) != 2 or result.shape[0] != num_tokens:
+    shape = getattr(result, "shape", None)
+    if shape is None or len(shape) != 2 or shape[0] != num_tokens:
         raise ValueError(
             f"`expert` must return one row for each of the {num_tokens} tokens that it gets, [{num_tokens}, M], got "
-            f"{getattr(result, 'shape', result)}."
+            f"{f'a {type(result).__name__}' if shape is None else shape}."
         )
     if not jnp.issubdtype(result.dtype, jnp.floating):
         raise ValueError(f"`expert` must return floating point numbers, not {result.dtype}.")

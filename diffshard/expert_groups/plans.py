@@ -164,7 +164,8 @@ class GroupPlan:
         if not isinstance(devices, Sequence | np.ndarray) or any(not isinstance(d, jax.Device) for d in devices):
             raise PlanError(f"`devices` must be a list of JAX devices, not {devices!r}.")
         if len(set(devices)) < len(devices):
-            raise PlanError("`devices` must be different; one of them is there twice.")
+            twice = [device for device in dict.fromkeys(devices) if list(devices).count(device) > 1]
+            raise PlanError(f"`devices` must have each device once; {twice} are there several times.")
         if len(devices) != num_workers:
             raise PlanError(
                 f"`devices` must be {num_workers}, one for each worker of the plan; there are {len(devices)}."

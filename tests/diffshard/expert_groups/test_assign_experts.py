@@ -96,6 +96,11 @@ def test_missing_room_says_how_many_experts():
         ({"flops_per_ms": [1, 0]}, r"`flops_per_ms\[1\]` must be positive"),
         ({"flops_per_ms": "fast"}, "`flops_per_ms` must be numbers"),
         ({"capacity": [1, 2, 3]}, r"`capacity` must be a whole number or one for each of 2 workers"),
+        ({"expert_flops": [1e300, 2e300]}, r"`expert_flops` are too many for `flops_per_ms`.*3e\+300 ms"),
+        ({"time_limit_s": -1}, "`time_limit_s` must be positive or None, got -1"),
+        ({"key": "x"}, "`key` must be a seed"),
+        ({"progress": 3}, "`progress` must be a function .* not 3"),
+        ({"solver": "magic"}, "magic"),
         ({"capacity": [1.5, 2]}, r"`capacity\[0\]` must be a whole number of experts"),
     ],
 )

@@ -146,10 +146,11 @@ def test_missing_room_says_how_many_experts():
         ({"layer_spacing": 25}, "`layer_spacing` must be at most `num_layers`, 24"),
         ({"recomputation": -1}, "`recomputation` must be how many"),
         ({"expert_flops": [1e308] * 4}, "`expert_flops` are too many for `flops_per_ms`"),
-        ({"flops_per_ms": [5e-324, 1.0]}, "infinite time on the slowest worker"),
+        ({"flops_per_ms": [5e-324, 1.0]}, "would take inf ms on the slowest worker"),
         ({"solver": "magic"}, "magic"),
         ({"key": 0.5}, "`key` must be"),
         ({"time_limit_s": -1}, "`time_limit_s` must be"),
+        ({"progress": 3}, "`progress` must be a function .* not 3"),
     ],
 )
 def test_wrong_arguments_are_named(changed, message):

@@ -173,7 +173,7 @@ def test_plans_give_meshes_and_layouts_of_their_groups():
     assert np.array(other.mesh.devices).tolist() == [devices[w] for w in (3, 0, 1, 2)]
     assert other.groups == ((0, 1), (2, 3))
     assert other.experts == ((0, 2), (1,), (2,), (0, 1))
-    for wrong, message in (([1, 2], "list of JAX devices"), (devices[:1] * 4, "must be different")):
+    for wrong, message in (([1, 2], "list of JAX devices"), (devices[:1] * 4, "each device once; .*several times")):
         with pytest.raises(diffshard.PlanError, match=message):
             plan.mesh(wrong)
     with pytest.raises(diffshard.PlanError, match="`axes` must be a tuple of two different names, got 'ab'"):
@@ -213,6 +213,11 @@ def abstract_layer(expert):
         (lambda: LAYOUT.move(ARRAYS, small_layout("equal groups")), "`target` has another `mesh`"),
         (lambda: LAYOUT.with_experts(((0,), (1,), (3,), ())), r"missing are \[2\]"),
         (lambda: LAYOUT.with_experts(((0,), (1,), (0,), ())), r"several times there are \[0\]"),
+        (lambda: LAYOUT.with_experts(((0, 6), (1, 5), (2, 4), (3,))), "the 6 experts of this layout, not 7"),
+        (lambda: LAYOUT.with_experts(((0.5,), (1,), (2,), ())), "a list of whole numbers for each device, not .*0.5"),  # pyright: ignore[reportArgumentType]
+        (lambda: LAYOUT.with_experts(3), "a list of whole numbers for each device, not 3"),  # pyright: ignore[reportArgumentType]
+        (lambda: LAYOUT.apply(3, ARRAYS, X, X @ GATE), "`expert` must be a function .* not 3"),  # pyright: ignore[reportArgumentType]
+        (lambda: abstract_layer(lambda w, x: {"a": x}), "one row for each .* got a dict"),
         (lambda: LAYOUT.with_experts(((0,), (1,))), "entry for each of the 4 devices of 'expert', not 2"),
         (lambda: ExpertLayout(LAYOUT.mesh, "model", (), ()), "`mesh` has no axis 'model'"),
         (
