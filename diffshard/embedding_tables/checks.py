@@ -53,6 +53,9 @@ def check_pieces(plan: Pieces) -> None:
         covered = sum(p.rows * p.columns for p in own)
         if covered != table.rows * table.dimension or any(_overlap(a, b) for i, a in enumerate(own) for b in own[:i]):
             raise ValueError(f"the pieces of table {table.name!r} do not cover each of its numbers once")
+        parts = {(p.row_start, p.row_end) for p in own if p.columns < table.dimension}
+        if any(a[0] < b[1] and b[0] < a[1] for a in parts for b in parts if a != b):  # updates add up their squares
+            raise ValueError(f"pieces of columns of table {table.name!r} have different rows in common")
     if any(not 0 <= p.table < len(plan.tables) for p in plan.pieces):
         raise ValueError("a piece belongs to no table")
 
@@ -88,6 +91,8 @@ def checked_ids(
             )
         batch_sizes[table.name] = own.shape[0]
         _check_range(table, own)
+        if isinstance(own, Tracer) and own.dtype.itemsize > 4:  # which the cast would cut to rows
+            own = jnp.where((own >= 0) & (own < table.rows), own, NO_ID)
         checked[table.name] = jnp.asarray(own, jnp.int32)
     batch_size = next(iter(batch_sizes.values()))
     other = next((name for name, size in batch_sizes.items() if size != batch_size), None)

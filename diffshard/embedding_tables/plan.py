@@ -141,8 +141,8 @@ class TablePlan:
         layout, mesh = self.layout, self._mesh_here()
 
         def zeros() -> TableArrays:
-            copies = {self.tables[t].name: jnp.zeros(p.rows) for t, p in layout.copies.items()}
-            return TableArrays({"state": jnp.zeros((layout.num_devices, layout.state_rows))}, copies, {})
+            copies = {self.tables[t].name: jnp.zeros(p.rows, jnp.float32) for t, p in layout.copies.items()}
+            return TableArrays({"state": jnp.zeros((layout.num_devices, layout.state_rows), jnp.float32)}, copies, {})
 
         return jax.jit(zeros, out_shardings=jax.tree.map(lambda s: NamedSharding(mesh, s), self._state_specs))()
 

@@ -39,7 +39,7 @@ class DevicePrograms(LookupPrograms):
         to_tables = self._exchanges.to_tables(ids, weights)
         received = self._exchanges.gradients_to_tables(gradients)
         devices = range(layout.num_devices)
-        squares = jnp.zeros(0)
+        squares = jnp.zeros(0, jnp.float32)
         if layout.split_by_columns:
             own = self._switch([self._squares_on(d, ids) for d in devices], *to_tables, received)
             squares = lax.psum(own, self._axes)
@@ -150,6 +150,6 @@ class DevicePrograms(LookupPrograms):
 def _joined(parts: Sequence[Rows], size: int, nowhere: int, *columns: int) -> Rows:
     """Joins rows of pieces, filled up to `size` rows that are nowhere."""
     missing = size - sum(len(at) for at, _ in parts)
-    filler = jnp.full(missing, nowhere, jnp.int32), jnp.zeros((missing, *columns))
+    filler = jnp.full(missing, nowhere, jnp.int32), jnp.zeros((missing, *columns), jnp.float32)
     at, values = zip(*parts, filler, strict=True)
     return jnp.concatenate(at), jnp.concatenate(values)

@@ -15,6 +15,7 @@ from jax.sharding import AxisType
 from cost.presets import preset
 from diffshard.base import PlanError
 from diffshard.embedding_tables import host_rows
+from diffshard.embedding_tables.checks import check_pieces
 from diffshard.embedding_tables.plan import TablePlan
 from diffshard.embedding_tables.reference import padded_ids, pooled, pooling_weights
 from search_spaces.embedding_tables.base import EVERY_DEVICE, HOST, EmbeddingTable, Piece, TableDevices
@@ -304,3 +305,28 @@ def test_ragged_ids_become_a_matrix():
     with pytest.raises(ValueError, match="`lengths` must be whole numbers, not float64"):
         padded_ids(np.array([7, 8]), np.array([1.0, 1.0]))
     assert padded_ids(np.array([], int), np.array([])).shape == (0, 0)
+
+
+def test_ids_beyond_32_bits_and_state_are_the_same_with_64_bit_numbers(plan, whole):
+    """Traced ids that are no rows add nothing, also where their lower 32 bits are a row's."""
+    with jax.enable_x64(True):
+        arrays, state = plan.shard(whole), plan.init_state()
+        assert {x.dtype for x in jax.tree.leaves(state)} == {jnp.dtype("float32")}
+        ids = {t.name: jnp.full((BATCH, 2), 2**32 + 3, jnp.int64) for t in TABLES}
+        rows = jax.jit(plan.lookup)(arrays, ids)
+        assert not any(np.asarray(own).any() for own in rows.values())
+        ids["rows"] = jnp.full((BATCH, 2), 3, jnp.int64)
+        gradients = {t.name: jnp.ones((BATCH, t.dimension), jnp.float32) for t in TABLES}
+        update = jax.jit(lambda a, s, i, g: plan.update(a, s, i, g, learning_rate=0.1))
+        changed = plan.unshard(update(arrays, state, ids, gradients)[0])
+    for name, table in whole.items():
+        rows = np.flatnonzero((np.asarray(changed[name], np.float32) != table.astype(np.float32)).any(1)).tolist()
+        assert rows == ([3] if name == "rows" else [])
+
+
+def test_plans_whose_columns_share_some_rows_only_are_damaged():
+    """Squares of a row's columns are added up over pieces of equal rows."""
+    pieces = [p for p in PIECES if p.table != 1]
+    pieces += [Piece(1, 0, 0, 50, 0, 8), Piece(1, 1, 0, 20, 8, 16), Piece(1, 2, 20, 50, 8, 16)]
+    with pytest.raises(ValueError, match="'columns' have different rows in common"):
+        check_pieces(_plan(pieces=tuple(pieces)))
