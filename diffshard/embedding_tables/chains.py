@@ -115,7 +115,7 @@ class Chains:
         self._loads = np.zeros((*tables[0].loads.shape[:2], num_chains))
         self._needed = np.zeros((len(device_arrays.memory), device_arrays.num_devices, num_chains))
         self._may_not_fit = bool((device_arrays.most() > device_arrays.limit_bytes).any())
-        self._most = [table.num_bytes.max((1, 2)) for table in device_arrays.tables]
+        self._room = [self._limit - device_arrays.padded_most(table)[:, None] for table in device_arrays.tables]
         limits = np.geomspace(*schedule.alone_limits, num_chains)[:, None]
         self._forbidden = [
             np.where(table.alone > np.maximum(limits, table.alone.min()), np.inf, 0.0)
@@ -201,20 +201,14 @@ class Chains:
         if not self._may_not_fit:
             return
         at, memory = self._device_arrays.tables[t].arrays, self._device_arrays.memory
-        longest_bytes = self._needed.max(1)
-        most = longest_bytes.copy()
-        most[at] += self._most[t][:, None]
-        is_near = np.zeros(len(energy), bool)
-        for m, limit in enumerate(self._limit):
-            is_near |= most[memory == m].sum(0) > limit
-        near = np.flatnonzero(is_near)
+        padded = self._device_arrays.padded(self._needed)
+        near = np.flatnonzero((padded > self._room[t]).any(0))
         if not near.size:
             return
         with_table = longest_with(near)
-        longest_bytes[at] = 0
+        with_table -= self._needed[at].max(1)[:, near, None]
         for m, limit in enumerate(self._limit):
-            others = longest_bytes[memory == m].sum(0)[near, None]
-            over = (with_table[memory[at] == m].sum(0) + others) / limit - 1
+            over = (with_table[memory[at] == m].sum(0) + padded[m, near, None]) / limit - 1
             energy[near] += self._memory_price * np.maximum(over, 0, out=over)
 
     def _least_work(self, t: int) -> float:
@@ -230,8 +224,8 @@ class Chains:
         chosen = self._choice[:, t]
         self._loads += sign * self._tables[t].loads[:, :, chosen]
         if self._may_not_fit:
-            at, num_bytes = self._device_arrays.tables[t]
-            self._needed[at] += sign * num_bytes[:, :, chosen]
+            for at, num_bytes in zip(*self._device_arrays.tables[t], strict=True):
+                self._needed[at] += sign * num_bytes[:, chosen]
 
 
 class SummedChains(Chains):

@@ -60,6 +60,8 @@ class DeviceArrays(NamedTuple):
     def padded(self, needed: np.ndarray) -> np.ndarray:
         """Returns the bytes of each memory, `[M, ..]`, where arrays need `[A, D, ..]`."""
         longest = needed.max(1)
+        if len(self.limit_bytes) == 1:
+            return longest.sum(0, keepdims=True)
         return np.stack([longest[self.memory == m].sum(0) for m in range(len(self.limit_bytes))])
 
     def excess(self, choice: Sequence[int]) -> float:
@@ -69,10 +71,12 @@ class DeviceArrays(NamedTuple):
 
     def most(self) -> np.ndarray:
         """Returns bytes of each memory, `[M]`, that no choice exceeds."""
-        longest = np.zeros(len(self.memory))
-        for table in self.tables:
-            longest[table.arrays] += table.num_bytes.max((1, 2))
-        return np.array([longest[self.memory == m].sum() for m in range(len(self.limit_bytes))])
+        return np.sum([self.padded_most(table) for table in self.tables], axis=0)
+
+    def padded_most(self, table: TableBytes) -> np.ndarray:
+        """Returns bytes of each memory, `[M]`, that a table adds at most."""
+        longest, memory = table.num_bytes.max((1, 2)), self.memory[table.arrays]
+        return np.array([longest[memory == m].sum() for m in range(len(self.limit_bytes))])
 
     def limits_as(self, choice: Sequence[int]) -> np.ndarray:
         """Returns a limit for each array, `[A]`, that together are those of the memories, in the shares of a choice."""
