@@ -38,7 +38,7 @@ def batches_of(
             "`batch_argnames`). Give it as an iterable of batches."
         )
     for name, iterable in found.items():
-        if hasattr(iterable, "shape") or isinstance(iterable, str) or not isinstance(iterable, Iterable):
+        if hasattr(iterable, "shape") or isinstance(iterable, str | Mapping) or not isinstance(iterable, Iterable):
             raise TypeError(
                 f"Argument {name} of `steps` must be an iterable of batches, such as a list or a generator, not one "
                 f"batch of type {type(iterable).__name__}. Call the function itself for one step."

@@ -144,6 +144,8 @@ def test_what_is_no_iterable_of_equal_batches_is_refused(monkeypatch):
     on_stages = pipelined(sgd, monkeypatch)
     with pytest.raises(TypeError, match=r"Argument 1 of `steps` must be an iterable of batches.* not .* ArrayImpl"):
         on_stages.steps(mlp(), BATCHES[0][0])
+    with pytest.raises(TypeError, match=r"Argument 1 of `steps` must be an iterable of batches.* not .* dict"):
+        on_stages.steps(mlp(), {"x": BATCHES[0][0]})
     with pytest.raises(ValueError, match=r"was not given the argument that has the batch \(1, by"):
         on_stages.steps(mlp())
     short = jax.tree.map(lambda x: x[:4], BATCHES[1])
