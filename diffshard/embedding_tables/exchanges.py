@@ -72,15 +72,14 @@ class Exchanges:
 
     def joined(self, received: jax.Array, index: int) -> jax.Array:
         """Puts the pooled columns of one table together, and adds those of its rows on several devices."""
-        table = self._layout.tables[index]
-        rows = jnp.zeros((received.shape[1], table.dimension), jnp.float32)
+        parts = []
         for device, columns in enumerate(self._layout.sent):
             first = 0
             for t, start, end in columns:
                 if t == index:
-                    rows += in_columns(received[device, :, first : first + end - start], start, table.dimension)
+                    parts.append((start, received[device, :, first : first + end - start]))
                 first += end - start
-        return rows
+        return in_columns(parts, received.shape[1], self._layout.tables[index].dimension)
 
     def looked(self, device: int, widths: Arrays, ids: jax.Array, weights: jax.Array) -> Looked:
         """Takes the ids `[B, P of all tables]` of a device's tables apart."""
@@ -98,13 +97,35 @@ class Exchanges:
         return lax.all_to_all(parts, self._axes, 0, 0, tiled=True)
 
 
-def in_columns(part: jax.Array, start: int, width: int) -> jax.Array:
-    """Returns `[num_rows, width]` with a part in the columns from `start` on and zeros elsewhere.
+def in_columns(parts: Sequence[tuple[int, jax.Array]], num_rows: int, width: int) -> jax.Array:
+    """Returns `[num_rows, width]` float32 with parts in their columns, those of the same columns added up.
 
-    To add a part by `rows.at[...].add` has an empty array of indices where it has all columns. As a residual that ends
-    the process that compiles the gradient: Shardy of JAX 0.11 cannot take it out.
+    Parts of other columns lie side by side: to add each, filled up to the width, would take as many passes as parts.
+
+    Args:
+      parts: first columns, with arrays `[num_rows, n]`.
+      num_rows: of the result.
+      width: its columns; those without a part are 0.
     """
-    return jnp.pad(part, ((0, 0), (start, width - start - part.shape[1])))
+    sums: dict[tuple[int, int], jax.Array] = {}
+    for start, part in parts:
+        span = start, start + part.shape[1]
+        sums[span] = sums[span] + part if span in sums else part
+    layers: list[list[tuple[int, int]]] = [[]]  # spans of a layer do not overlap
+    for span in sorted(sums):
+        layer = next((own for own in layers if not own or own[-1][1] <= span[0]), None)
+        if layer is None:
+            layers.append(layer := [])
+        layer.append(span)
+
+    def side_by_side(layer: list[tuple[int, int]]) -> jax.Array:
+        pieces, end = [], 0
+        for span in [*layer, (width, width)]:
+            pieces += [jnp.zeros((num_rows, span[0] - end), jnp.float32), *([sums[span]] if span in sums else [])]
+            end = span[1]
+        return jnp.concatenate(pieces, axis=1)
+
+    return sum(map(side_by_side, layers[1:]), side_by_side(layers[0]))
 
 
 def joined_columns(parts: Sequence[jax.Array], num_rows: int, width: int, dtype: Any, filler: int) -> jax.Array:

@@ -152,7 +152,6 @@ class LookupPrograms:
 
         def run(shards: dict[str, jax.Array], fetched: Fetched, ids: jax.Array, weights: jax.Array) -> jax.Array:
             looked = self._exchanges.looked(device, widths, ids, weights)
-            sent = jnp.zeros((ids.shape[0], layout.sent_columns), jnp.float32)
             parts: list[tuple[Slot, jax.Array]] = [
                 (slot, self._pooled(shards, slot, looked)) for slot in self._device_slots(device)
             ]
@@ -163,9 +162,8 @@ class LookupPrograms:
                     rows = fetched[group.name][:, start : start + own.shape[1]]
                     parts.append((slot, summed_rows(rows, own)))
                     start += own.shape[1]
-            for slot, part in parts:
-                sent += in_columns(part, slot.column, layout.sent_columns)
-            return sent
+            placed = [(slot.column, part) for slot, part in parts]
+            return in_columns(placed, ids.shape[0], layout.sent_columns)
 
         return run
 

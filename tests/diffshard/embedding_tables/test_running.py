@@ -16,6 +16,7 @@ from cost.presets import preset
 from diffshard.base import PlanError
 from diffshard.embedding_tables import host_rows
 from diffshard.embedding_tables.checks import check_pieces
+from diffshard.embedding_tables.exchanges import in_columns
 from diffshard.embedding_tables.plan import TablePlan
 from diffshard.embedding_tables.reference import padded_ids, pooled, pooling_weights
 from search_spaces.embedding_tables.base import EVERY_DEVICE, HOST, EmbeddingTable, Piece, TableDevices
@@ -330,3 +331,16 @@ def test_plans_whose_columns_share_some_rows_only_are_damaged():
     pieces += [Piece(1, 0, 0, 50, 0, 8), Piece(1, 1, 0, 20, 8, 16), Piece(1, 2, 20, 50, 8, 16)]
     with pytest.raises(ValueError, match="'columns' have different rows in common"):
         check_pieces(_plan(pieces=tuple(pieces)))
+
+
+def test_parts_are_put_in_their_columns():
+    """Also parts of equal columns, which are added up, of overlapping ones, and none at all."""
+    rng = np.random.default_rng(0)
+    for spans in ([(0, 2), (2, 5), (6, 8)], [(4, 6), (4, 6), (0, 4)], [(0, 4), (2, 6), (5, 8), (1, 2)], []):
+        parts = [(start, rng.normal(size=(3, end - start)).astype(np.float32)) for start, end in spans]
+        expected = np.zeros((3, 8), np.float32)
+        for start, part in parts:
+            expected[:, start : start + part.shape[1]] += part
+        found = in_columns([(start, jnp.asarray(part)) for start, part in parts], 3, 8)
+        np.testing.assert_allclose(found, expected, rtol=1e-6)
+    assert in_columns([], 3, 0).shape == (3, 0)
