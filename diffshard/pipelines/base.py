@@ -73,9 +73,9 @@ class Pipeline:
                 "`Pipeline.max_replicas` must be 1 with the schedule '2bw', and where gradients are reduced only once: "
                 f"replicas add up their own sums when a step ends; got {self.max_replicas!r}."
             )
-        for name in ("microbatches", "schedules", "gradient_reductions", "residuals"):
+        for name in ("schedules", "gradient_reductions", "residuals"):
             given = getattr(self, name)
-            if not isinstance(given, str | int) and len(set(given)) < len(given):
+            if not isinstance(given, str) and len(set(given)) < len(given):
                 raise ValueError(f"`Pipeline.{name}` must name each choice once, not {given!r}.")
         uses, given = get_args(ResidualUse), self.residuals
         if isinstance(given, str) or "keep" not in given or any(use not in uses for use in given):
