@@ -13,10 +13,13 @@ from numpy.typing import ArrayLike
 
 from cost.dtypes import kind_and_bits
 from cost.lines import Line
+from cost.number_ranges import Count
 from cost.real_numbers import real_number, whole_number
 
 FORBIDDEN = 10**18
 """Costs from here on, infinity included, stand for what must not be chosen (IOPDDL's convention)."""
+LARGEST_S = 1e9
+"""Seconds, 30 years: no operation, byte, latency or launch takes longer, so that no product with sizes overflows."""
 
 
 class Problem(NamedTuple):
@@ -123,13 +126,13 @@ class Link:
       num_hosts: hosts that the devices of one group along the axis are in.
 
     Raises:
-      ValueError: a number is NaN, infinite or negative; a kind is unknown or has no line.
+      ValueError: a number is NaN, negative or above `LARGEST_S`; a kind is unknown or has no line.
     """
 
     latency_s: float
     s_per_byte: float
     by_kind: Mapping[CollectiveKind, tuple[Line, ...]] = field(default_factory=dict)
-    num_hosts: int = 1
+    num_hosts: Count = 1
 
     def __post_init__(self):
         if (whole_number(self.num_hosts) or 0) < 1:
@@ -280,8 +283,11 @@ class CostModel(Protocol):
 
 def _check_rate(name: str, value: float, most: float = math.inf) -> None:
     number = real_number(value)
-    if number is None or not 0 < number <= most:
-        raise ValueError(f"`{name}` must be a positive number (at most {most}; inf costs nothing), not {value!r}.")
+    if number is None or not 1 / LARGEST_S <= number <= most:
+        raise ValueError(
+            f"`{name}` must be a positive number (at most {most}; at least {1 / LARGEST_S}; inf costs nothing), not "
+            f"{value!r}."
+        )
 
 
 def _check_line(name: str, latency_s: float, s_per_byte: float) -> None:
@@ -291,5 +297,7 @@ def _check_line(name: str, latency_s: float, s_per_byte: float) -> None:
 
 def _check_cost(name: str, value: float) -> None:
     number = real_number(value)
-    if number is None or not math.isfinite(number) or number < 0:
-        raise ValueError(f"`{name}` must be a finite number of seconds, zero or more, not {value!r}.")
+    if number is None or not 0 <= number <= LARGEST_S:
+        raise ValueError(
+            f"`{name}` must be a finite number of seconds, zero or more and at most {LARGEST_S:.0e}, not {value!r}."
+        )

@@ -17,13 +17,16 @@ def distinct_arrays(arrays: Sequence[np.ndarray]) -> tuple[list[np.ndarray], np.
 
 
 def merge_edges(
-    edges: Iterable[tuple[int, int, np.ndarray]], add: Callable[[np.ndarray, np.ndarray], np.ndarray] = np.add
+    edges: Iterable[tuple[int, int, np.ndarray]],
+    add: Callable[[np.ndarray, np.ndarray], np.ndarray] = np.add,
+    turn: Callable[[np.ndarray], np.ndarray] = np.transpose,
 ) -> dict[tuple[int, int], np.ndarray]:
     """Sums the matrices of all edges that join the same two nodes, whichever of them comes first.
 
     Args:
       edges: (u, v, matrix) with u's strategies as rows; u != v.
       add: adds two matrices.
+      turn: gives a matrix with v's strategies as rows, where edges have more than a number for each pair.
 
     Returns:
       The sum for each pair of nodes, by the ends of its first edge. A matrix that is alone stays the array that it is.
@@ -33,7 +36,7 @@ def merge_edges(
         if (u, v) in matrices:
             matrices[u, v] = add(matrices[u, v], matrix)
         elif (v, u) in matrices:
-            matrices[v, u] = add(matrices[v, u], matrix.T)
+            matrices[v, u] = add(matrices[v, u], turn(matrix))
         else:
             matrices[u, v] = matrix
     return matrices

@@ -59,7 +59,8 @@ def chosen_costs(problem: Problem, choice: Sequence[int] | np.ndarray) -> Chosen
     edges = [cost[choice[u], choice[v]] for (u, v), cost in zip(pairs, problem.edge_cost, strict=True)]
     if not len(problem.load):
         return ChosenCosts(np.array(nodes), np.array(edges), np.zeros(0))
-    loads = np.sum([np.asarray(load)[s] for load, s in zip(problem.load, choice, strict=True)], axis=0)
+    with np.errstate(over="ignore"):  # only what is forbidden is so large
+        loads = np.sum([np.asarray(load)[s] for load, s in zip(problem.load, choice, strict=True)], axis=0)
     return ChosenCosts(np.array(nodes), np.array(edges), loads)
 
 
@@ -111,10 +112,10 @@ class Evaluator:
         nodes = self._node_cost[position]
         edges = self._edge_cost[self._edge_start + choice[u] * self._sizes[v] + choice[v]]
         loads = [load[position] for load in self._load]
-        sums = [_exact_sum(load) for load in loads]
+        sums = [exact_sum(load) for load in loads]
         largest = [[load] for load, total in zip(loads, sums, strict=True) if total == max(sums)] or [[]]
         # One sum, so that large parts may cancel; loads that are equal only when rounded are told apart by it.
-        cost = max(_exact_sum(_concatenate([nodes, edges, *load])) for load in largest)
+        cost = max(exact_sum(_concatenate([nodes, edges, *load])) for load in largest)
         limit = self._problem.memory_limit
         peak = self._peak(choice)
         excess = _largest_excess(peak, limit)
@@ -194,16 +195,17 @@ def _concatenate(arrays: Sequence[np.ndarray]) -> np.ndarray:
     return np.concatenate(arrays)
 
 
-def _exact_sum(terms: np.ndarray) -> float:
-    """Sums integers as integers of any size and floats by fsum, without rounding until the last step."""
-    if terms.dtype == object:
-        if any(term == math.inf for term in terms):
-            return math.inf
-        return float(sum((Fraction(term) for term in terms), start=Fraction(0)))
+def exact_sum(terms: np.ndarray) -> float:
+    """Sums integers as integers of any size and floats by fsum, without rounding until the last step.
+
+    A sum that is too large for a float is infinite.
+    """
     if np.issubdtype(terms.dtype, np.integer):
         small = np.abs(terms).sum(dtype=float) < 2**62
         return int(terms.sum()) if small else sum(terms.tolist())
     try:
-        return math.fsum(terms.tolist())
+        if terms.dtype != object:
+            return math.fsum(terms.tolist())
+        return math.inf if math.inf in terms else float(sum(map(Fraction, terms.tolist()), start=Fraction(0)))
     except OverflowError:  # only what is forbidden is so large
         return math.inf

@@ -16,12 +16,10 @@ from cost.evaluation import Evaluator, checked_choice
 from cost.memory import least_memory, usage_error
 from cost.validation import validate, with_finite_loads
 from diffshard.base import OPTIMAL_GAP, InfeasibleError, Progress, Proposal, Solution, Solver
+from diffshard.deadline import Deadline
 from diffshard.solving.presolve.base import Reduction, identity
 from diffshard.solving.presolve.pipeline import presolve
 from diffshard.solving.rounding import Rounding, in_range
-
-_LEAST_TIME_S = 1e-3
-"""Seconds that a solver is given even where presolve has used them all, so that its limit stays positive."""
 
 
 def run_solver(
@@ -61,13 +59,13 @@ def run_solver(
         return best.solution("finished")
     if start is not None:
         best.offer(identity(problem), Proposal(checked_choice(problem, start)))
-    deadline = None if time_limit_s is None else start_s + time_limit_s
+    deadline = Deadline(time_limit_s, start_s)
     status = "finished"
     try:
         for _ in proposals(best, reduced(best, problem, reduce), solver, deadline, key):
             if best.gap() <= stop_gap:
                 break
-            if deadline is not None and time.perf_counter() >= deadline:
+            if deadline.is_over():
                 status = "time limit"
                 break
     except KeyboardInterrupt:
@@ -88,14 +86,13 @@ def reduced(best: "Best", problem: Problem, reduce: Callable[[Problem], Reductio
 
 
 def proposals(
-    best: "Best", reduction: Reduction, solver: Solver, deadline: float | None, key: jax.Array
+    best: "Best", reduction: Reduction, solver: Solver, deadline: Deadline, key: jax.Array
 ) -> Iterator[np.ndarray | None]:
     """Offers all that a solver proposes to `best`, and yields the choice `[V]` of each proposal, or None."""
     if not reduction.problem.node_cost:
         yield best.offer(reduction, Proposal(np.zeros(0, np.int64), 0.0))
         return
-    remaining_s = None if deadline is None else max(deadline - time.perf_counter(), _LEAST_TIME_S)
-    proposed = solver(reduction.problem, time_limit_s=remaining_s, key=key)
+    proposed = solver(reduction.problem, time_limit_s=deadline.remaining_s(), key=key)
     if not isinstance(proposed, Iterable):
         raise TypeError(f"`solver` must be a generator of diffshard.Proposal, but it returned {proposed!r}.")
     for proposal in proposed:

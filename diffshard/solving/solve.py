@@ -8,18 +8,26 @@ tests find it.
 
 import functools
 import importlib
+import math
 import pkgutil
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import numpy as np
 
 from cost.base import Problem, num_strategies
+from cost.evaluation import checked_choice, evaluate
+from cost.quantities import with_weights
 from cost.real_numbers import is_positive, real_number, whole_number
+from cost.validation import validate
 from diffshard.base import OPTIMAL_GAP, Progress, Solution, Solver
+from diffshard.deadline import Deadline
 from diffshard.solving import solvers
 from diffshard.solving.loop import run_solver
+from diffshard.solving.objectives.minimise import minimise
+from diffshard.solving.objectives.objective import Objective, PricedObjective
 from diffshard.solving.presolve.base import Reduction
 from diffshard.solving.presolve.pipeline import presolve
 from diffshard.solving.stages import run_in_stages
@@ -40,6 +48,7 @@ def solve(
     alike: np.ndarray | None = None,
     start: Sequence[int] | np.ndarray | None = None,
     stop_gap: float = OPTIMAL_GAP,
+    objective: Objective | None = None,
 ) -> Solution:
     """Finds a cheap choice of strategies and a bound on how cheap any can be.
 
@@ -57,6 +66,8 @@ def solve(
       start: `[V]` a choice that may be good already, as that of a similar problem. The result is never worse, and the
         search ends as soon as the bound shows that little can be gained.
       stop_gap: the relative gap between choice and bound at which the search ends; by default only an optimum ends it.
+      objective: a differentiable function of quantities of the choice that is added to the problem's cost, see
+        `diffshard.solving.objectives`. Its tangents are solved one after the other; without a time limit at most 16.
 
     Returns:
       The best choice that the solver proposed, its exact cost and the bound. It says so if the choice is not feasible,
@@ -65,8 +76,9 @@ def solve(
     Raises:
       ValueError: the problem breaks a rule of `Problem`, the solver is unknown, the time limit is not positive, the key
         is neither a key nor a seed, alike nodes have different numbers of strategies, or the start or a proposal does
-        not have a strategy for each node.
-      TypeError: the problem is no `Problem`, or the solver yields something that is no `Proposal`.
+        not have a strategy for each node, or the objective is not finite, has no gradient or reads what is no quantity.
+      TypeError: the problem is no `Problem`, the solver yields something that is no `Proposal`, or the objective does
+        not return a scalar.
     """
     begin_s, run = time.perf_counter(), resolve(solver)
     if time_limit_s is not None and not is_positive(time_limit_s):
@@ -76,6 +88,9 @@ def solve(
         reduce = functools.partial(presolve, deadline=begin_s + time_limit_s + _PRESOLVE_GRACE_S)
     check_key(key)
     key = key if isinstance(key, jax.Array) else jax.random.key(int(key or 0))
+    if objective is not None:
+        options = {"solver": solver, "key": key, "reduce": reduce, "alike": alike, "stop_gap": stop_gap}
+        return _solve_objective(problem, objective, start, Deadline(time_limit_s, begin_s), progress, options)
     if alike is not None:
         _check_alike(problem, alike)
         return run_in_stages(
@@ -99,6 +114,46 @@ def solve(
         start=start,
         stop_gap=stop_gap,
     )
+
+
+def _solve_objective(
+    problem: Problem,
+    objective: Objective,
+    start: Sequence[int] | np.ndarray | None,
+    deadline: Deadline,
+    progress: Progress | None,
+    options: dict[str, Any],
+) -> Solution:
+    """Solves the tangents of an objective; without a start first that where nodes take their cheapest strategies."""
+
+    def solve_tangent(tangent: Problem, near: np.ndarray | None) -> Solution:
+        return solve(tangent, start=near, time_limit_s=deadline.remaining_s(), **options)
+
+    def tell(cost: float, lower_bound: float) -> None:
+        if progress is not None:
+            progress(deadline.elapsed_s, cost, lower_bound)
+
+    validate(problem)
+    priced = PricedObjective(objective, problem)
+    cheapest = np.array([int(np.argmin(cost)) for cost in problem.node_cost], np.int64)
+    choice, is_stopped = cheapest if start is None else checked_choice(problem, start), False
+    if start is None or not evaluate(problem, choice).feasible:
+        weights = priced.by_name(priced.tangent(priced.amounts(choice)).affine.gradient)
+        first = solve_tangent(with_weights(problem, objective.quantities, weights), None)
+        if not first.feasible:
+            return first
+        choice, is_stopped = np.array(first.choice), first.status == "interrupted"
+    found = minimise(
+        problem,
+        objective,
+        solve_tangent,
+        choice,
+        is_over=lambda: is_stopped or deadline.is_over(),
+        tell=tell,
+        stop_gap=options["stop_gap"],
+        most_problems=None if deadline.limit_s is None else math.inf,
+    )
+    return found._replace(status="interrupted") if is_stopped else found
 
 
 def check_key(key: jax.Array | int | None) -> None:

@@ -23,6 +23,7 @@ from cost.base import Problem
 from cost.evaluation import checked_choice
 from cost.validation import validate, with_finite_loads
 from diffshard.base import OPTIMAL_GAP, Progress, Proposal, Solution, Solver
+from diffshard.deadline import Deadline
 from diffshard.solving.limited_times import LimitedTimes
 from diffshard.solving.loop import Best, proposals, reduced, run_solver
 from diffshard.solving.presolve.base import Reduction, identity
@@ -51,8 +52,7 @@ class _Run:
       solver: for every stage.
       reduce: the presolve.
       key: a JAX random key.
-      time_limit_s: of the whole search, or None.
-      deadline: when it is over, by `time.perf_counter`.
+      deadline: of the whole search.
       best: the best choice and bound.
       times: at which the memory is limited.
       stop_gap: the relative gap that is small enough.
@@ -64,8 +64,7 @@ class _Run:
     solver: Solver
     reduce: Callable[[Problem], Reduction]
     key: jax.Array
-    time_limit_s: float | None
-    deadline: float | None
+    deadline: Deadline
     best: Best
     times: LimitedTimes
     stop_gap: float
@@ -73,7 +72,7 @@ class _Run:
 
     def is_over(self) -> bool:
         """Tells whether the time limit is reached."""
-        return self.deadline is not None and time.perf_counter() >= self.deadline
+        return self.deadline.is_over()
 
     def is_good(self) -> bool:
         """Tells whether the best choice is optimal, or a tied one near enough to the bound."""
@@ -123,8 +122,8 @@ def run_in_stages(
     best = Best(given, progress, start_s, unit)
     if best.offer_least():
         return best.solution("finished")
-    deadline = None if time_limit_s is None else start_s + time_limit_s
-    run = _Run(problem, solver, reduce, key, time_limit_s, deadline, best, LimitedTimes(problem), stop_gap)
+    deadline = Deadline(time_limit_s, start_s)
+    run = _Run(problem, solver, reduce, key, deadline, best, LimitedTimes(problem), stop_gap)
     alike = np.unique(alike, return_inverse=True)[1].ravel()
     ties = [lambda: alike, lambda: _loosened(problem, alike)]
     if start is not None:
@@ -151,7 +150,7 @@ def _solve_tied(run: _Run, node_class: np.ndarray) -> None:
     if node_class.max(initial=-1) + 1 == len(node_class):
         return
     quotient = Quotient(merge_classes(run.problem, node_class), node_class)
-    limit_s = None if run.time_limit_s is None else _TIED_TIME_SHARE * run.time_limit_s
+    limit_s = None if run.deadline.limit_s is None else _TIED_TIME_SHARE * run.deadline.limit_s
     stop_gap = max(_SOLVED_GAP, _TIED_GAP_SHARE * run.stop_gap)
     while True:
         relaxation = run.times.relaxation(quotient.problem)

@@ -5,7 +5,6 @@ import math
 import pickle
 import queue
 import subprocess
-import sys
 import threading
 from collections.abc import Generator
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any, Self
 
 import numpy as np
 
+from diffshard.child_processes import python_command, python_environment
 from diffshard.solving.solvers._programme import Programme
 
 POLL_INTERVAL_S = 0.05
@@ -25,8 +25,9 @@ class HighsProcess:
     """A process that solves one programme after the other; it starts at once, while programmes are built."""
 
     def __init__(self):
-        command = [sys.executable, str(Path(__file__).with_name("_highs.py"))]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        command = python_command(str(Path(__file__).with_name("_highs.py")))
+        pipe = subprocess.PIPE
+        self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, env=python_environment())
         self._told: queue.SimpleQueue[Answer | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
 

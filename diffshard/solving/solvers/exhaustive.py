@@ -53,15 +53,13 @@ def solve(problem: Problem, *, time_limit_s: float | None = None, key: jax.Array
 
 def price(problem: Problem, choices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Returns cost `[N]`, inf if forbidden, and memory excess `[N]` of many choices `[N, V]`, in float64."""
+    parts = [np.asarray(cost)[choices[:, v]] for v, cost in enumerate(problem.node_cost)]
+    pairs = zip(problem.edge_nodes, problem.edge_cost, strict=True)
+    parts += [np.asarray(cost)[choices[:, u], choices[:, v]] for (u, v), cost in pairs]
     total, is_allowed = np.zeros(len(choices)), np.ones(len(choices), bool)
-    for v, cost in enumerate(problem.node_cost):
-        part = np.asarray(cost)[choices[:, v]]
-        total += part
+    for part in parts:
         is_allowed &= ~is_forbidden(part)
-    for (u, v), cost in zip(problem.edge_nodes, problem.edge_cost, strict=True):
-        part = np.asarray(cost)[choices[:, u], choices[:, v]]
-        total += part
-        is_allowed &= ~is_forbidden(part)
+        total += np.where(is_allowed, part, 0)  # sums of what is forbidden may be too large for a float
     if len(problem.load):
         rows = [np.asarray(load, float)[choices[:, v]] for v, load in enumerate(problem.load)]
         total += np.sum(rows, axis=0).max(axis=1)

@@ -26,6 +26,20 @@ def test_integers_beside_floats_are_summed_exactly():
     assert evaluate(nodes([2**60 + 1], [-(2.0**60)]), (0, 0)).cost == 1.0
 
 
+def test_sums_of_what_is_forbidden_may_be_too_large_for_a_float():
+    problem = nodes([2**60 + 1, 5], [1.5e308, np.inf], [1.5e308, 0.5])
+    assert evaluate(problem, (0, 0, 0)) == (np.inf, 0, 0.0, False)
+    assert evaluate(problem, (1, 0, 1)) == (1.5e308, 0, 0.0, False)
+
+
+@pytest.mark.parametrize("solver", ["exhaustive", "exact", "gradient", "dynamic_programming", "greedy"])
+def test_costs_near_the_largest_float_are_never_chosen(solver):
+    problem = nodes([2**60 + 1, 1.5e308], [1.5e308, 3.0], [1.5e308, 0.5])
+    assert solve(problem, solver=solver, reduce=identity).choice == (0, 1, 1)
+    solution = solve(nodes([1.5e308, 1e308], [1.5e308]), solver=solver, reduce=identity)
+    assert (solution.feasible, solution.excess) == (False, 0)
+
+
 def test_memory_sums_of_floats_are_told_from_the_limit():
     usages = {"usage_node": np.array([0, 1]), "usage": [np.array([1e17]), np.array([0.3])]}
     apart = nodes([0.0], [0.0], **usages, usage_interval=np.array([[0, 1], [1, 2]]), memory_limit=1e17)

@@ -8,11 +8,12 @@ import pytest
 
 from cost.base import Problem
 from cost.evaluation import evaluate
+from diffshard import child_processes
 from diffshard.base import OPTIMAL_GAP
 from diffshard.solving.flat import chosen_cost, flatten, with_ceiling
 from diffshard.solving.presolve.base import identity
 from diffshard.solving.solve import solve
-from diffshard.solving.solvers import _highs_process, beam, exact, greedy, primal
+from diffshard.solving.solvers import beam, exact, greedy, primal
 from experiments.fuzzing import __main__ as command
 from experiments.fuzzing.outcomes import HELD
 from tests.diffshard.solving.random_problems import FORMS, layered_problem, optimum, small_problem
@@ -43,7 +44,7 @@ def test_a_beam_without_memory_and_loads_that_keeps_everything_finds_the_best():
 
 
 def test_the_end_of_highs_is_noticed_and_the_lack_of_it_said(monkeypatch):
-    monkeypatch.setattr(_highs_process.sys, "executable", shutil.which("false"))
+    monkeypatch.setattr(child_processes.sys, "executable", shutil.which("false"))
     with pytest.raises(RuntimeError, match="HiGHS ended with exit code 1; take 'gradient'"):
         solve(FORMS["ring"], solver="exact", reduce=identity)
     monkeypatch.setattr(exact.importlib.util, "find_spec", lambda name: None)

@@ -1,0 +1,72 @@
+"""Quantities: amounts add up by groups, mix like choices, and their weights are a problem's costs."""
+
+import numpy as np
+import pytest
+
+from cost.base import Problem
+from cost.evaluation import evaluate, live_usage
+from cost.quantities import LiveMemory, Quantity, amounts_of, with_weights
+
+EDGES = np.array([[0, 1], [1, 2], [2, 0]])
+NODE = [np.array([1.0, 2.0]), np.array([10.0, 20.0, 30.0]), np.array([100.0, 200.0])]
+EDGE = [np.arange(6.0).reshape(2, 3), np.arange(6.0).reshape(3, 2), np.arange(4.0).reshape(2, 2)]
+FREE = Problem([np.zeros(2), np.zeros(3), np.zeros(2)], EDGES, [np.zeros_like(matrix) for matrix in EDGE])
+
+
+def test_a_quantity_without_groups_is_one_sum_over_nodes_and_edges():
+    quantity = Quantity(NODE, EDGE)
+    assert quantity.shape == ()
+    # Nodes 2 + 30 + 100, edges EDGE[0][1, 2] = 5, EDGE[1][2, 0] = 4, EDGE[2][0, 1] = 1.
+    assert quantity.amounts(FREE, np.array([1, 2, 0])) == 2 + 30 + 100 + 5 + 4 + 1
+
+
+def test_groups_of_nodes_and_edges_are_summed_apart_and_further_dimensions_stay():
+    pairs = Quantity([np.stack([cost, -cost], 1) for cost in NODE], (), np.array([0, 1, 1]), None, 3)
+    assert pairs.shape == (3, 2)
+    assert pairs.amounts(FREE, np.array([1, 2, 0])).tolist() == [[2, -2], [130, -130], [0, 0]]
+    edges = Quantity((), EDGE, None, np.array([2, 0, 2]), 3)
+    assert edges.amounts(FREE, np.array([1, 2, 0])).tolist() == [4, 0, 6]
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_weights_of_quantities_are_costs_of_a_problem(seed):
+    generator = np.random.default_rng(seed)
+    groups = generator.integers(0, 4, 3), generator.integers(0, 4, 3)
+    quantities = {
+        "total": Quantity(NODE, EDGE),
+        "grouped": Quantity([np.stack([c, c**2], 1) for c in NODE], [np.stack([m, -m], 2) for m in EDGE], *groups, 4),
+        "nodes": Quantity(NODE),
+    }
+    weights = {name: generator.normal(size=quantity.shape) for name, quantity in quantities.items()}
+    base = FREE._replace(node_cost=[generator.uniform(size=len(cost)) for cost in NODE])
+    problem = with_weights(base, quantities, weights)
+    for choice in np.ndindex(2, 3, 2):
+        amounts = amounts_of(quantities, base, choice)
+        expected = evaluate(base, choice).cost + sum(np.sum(weights[n] * amounts[n]) for n in quantities)
+        assert evaluate(problem, choice).cost == pytest.approx(expected)
+
+
+def test_the_memory_in_use_is_a_quantity_whose_weights_are_costs_too():
+    usage = [np.array([4.0, 1.0]), np.array([5.0, 6.0, 7.0]), np.array([2.0, 3.0])]
+    problem = FREE._replace(
+        usage_node=np.array([0, 1, 1]), usage=[usage[0], usage[1], usage[1]],
+        usage_interval=np.array([[0, 3], [1, 2], [2, 5]]),
+    )  # fmt: skip
+    memory = LiveMemory(problem)
+    weights = np.random.default_rng(0).normal(size=memory.shape)
+    priced = with_weights(problem, {"memory": memory}, {"memory": weights})
+    for choice in np.ndindex(2, 3, 2):
+        amounts = memory.amounts(problem, np.array(choice))
+        assert amounts.tolist() == live_usage(problem, choice)[1][:, 0].tolist()
+        assert evaluate(priced, choice).cost == pytest.approx(float(weights @ amounts))
+
+
+def test_equal_layers_go_on_to_share_their_arrays():
+    node, matrix = np.ones(2), np.ones((2, 2))
+    problem = Problem([np.zeros(2)] * 4, np.array([[0, 1], [1, 2], [2, 3]]), [np.zeros((2, 2))] * 3)
+    shared = Problem([node] * 4, problem.edge_nodes, [matrix] * 3)
+    quantity = Quantity(shared.node_cost, shared.edge_cost, np.array([0, 1, 1, 0]), np.array([0, 0, 1]), 2)
+    found = with_weights(problem, {"one": quantity}, {"one": np.array([1.0, 2.0])})
+    assert found.edge_cost[0] is found.edge_cost[1] is not found.edge_cost[2]
+    other = with_weights(shared, {"one": quantity}, {"one": np.array([1.0, 1.0])})
+    assert len({id(cost) for cost in other.node_cost}) == 1
