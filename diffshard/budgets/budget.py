@@ -5,21 +5,24 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import Mesh
 
-from cost.base import Link
+from cost.base import Link, Problem
 from diffshard.base import Solution, Solver
 from diffshard.budgets.base import Budget, Phase
-from diffshard.budgets.combining import best_combination, priced_weights
 from diffshard.budgets.job import Job, Outcome, job_of
 from diffshard.budgets.joint import choices_of, joint_alike, joint_problem
 from diffshard.sharding_search.options import DEFAULT_SOLVER, Options, hardware_for, positions
+from diffshard.sharding_search.planning import LAST_PROBLEM_SHARE
+from diffshard.sharding_search.whole_work import warn_of_whole_work
+from diffshard.solving.objectives.minimise import minimise
 from diffshard.solving.solve import solve
 
-_MOST_ROUNDS = 5
-"""Solutions of the joint problem with other weights, which depend on the solutions before: for phases whose links take
-longer than their arithmetic, and for durations. Later ones seldom lead to a better outcome."""
-_LEAST_GAIN = 1e-4  # of the bound; a further problem that promises less is not solved
+_MOST_PROBLEMS = 5
+"""Tangents of the joint objective that are solved at most. Later ones seldom lead to a better outcome."""
+_LEAST_GAIN = 1e-4
+"""The relative gap at which the search for all phases together ends."""
 
 
 def budget(
@@ -79,48 +82,49 @@ def budget(
         )
         all_options.append(options)
     job = job_of(phases, all_options, args, move_link)
-    candidates = [[job.candidate(i, solution.choice)] for i, solution in enumerate(job.solutions)]
-    alone = best = job.outcome([own[0] for own in candidates])
-    bound, status, outcomes, weights = job.bound, "finished", [alone], [1.0] * len(phases)
-    for _ in range(_MOST_ROUNDS):
-        solution = _solve_together(job, best, weights)
-        status = solution.status
-        if not job.has_durations:
-            bound = max(bound, solution.lower_bound - job.most_preference_s)
-        if not solution.feasible:
-            break
-        choices = choices_of(job.spaces, solution.choice)
-        outcomes.append(job.outcome([job.candidate(i, choice) for i, choice in enumerate(choices)]))
-        for own, candidate in zip(candidates, outcomes[-1].candidates, strict=True):
-            own.append(candidate)
-        before, best = best, best_combination(job, candidates)
-        if not job.has_durations and job.total(best) - bound < _LEAST_GAIN * bound:
-            break
-        new_weights = priced_weights(job, best, outcomes)
-        if new_weights == weights and (not job.has_durations or best == before):
-            break
-        weights = new_weights
+    alone = job.outcome([job.candidate(i, solution.choice) for i, solution in enumerate(job.solutions)])
+    solution = _solve_together(job, alone)
+    together = job.outcome([job.candidate(i, c) for i, c in enumerate(choices_of(job.spaces, solution.choice))])
+    best, bound = min(alone, together, key=job.total), job.bound
+    if not job.has_durations:
+        bound = max(bound, solution.lower_bound - job.most_preference_s)
+    chosen = job.plans(best)
+    for plan in {id(plan): plan for plan in chosen.plans}.values():  # equal phases share a plan
+        warn_of_whole_work(plan)
     return Budget(
         fn=fn,
         phases=tuple(phases),
-        chosen=job.plans(best),
+        chosen=chosen,
         alone=job.plans(alone),
         bound=bound,
-        status=status,
+        status=solution.status,
         search_s=time.perf_counter() - start_s,
     )
 
 
-def _solve_together(job: Job, about: Outcome, weights: Sequence[float]) -> Solution:
-    """Solves the joint problem, for durations about an outcome, with weights of the seconds as priced."""
+def _solve_together(job: Job, alone: Outcome) -> Solution:
+    """Solves the joint problem from the choices of each phase alone."""
     options = job.requests[0].options
-    return solve(
-        joint_problem(job.weighted(about, weights), job.is_state),
-        solver=options.solver,
-        time_limit_s=options.time_limit_s,
-        key=options.key,
-        alike=joint_alike(job.spaces),
-        start=[strategy for candidate in about.candidates for strategy in candidate.choice],
+    problem, objective = joint_problem(job.phases, job.spaces, job.moves_s, job.is_state)
+    deadline = options.deadline()
+
+    def solve_within_limits(tangent: Problem, start: np.ndarray | None) -> Solution:
+        return solve(
+            tangent,
+            solver=options.solver,
+            time_limit_s=deadline.remaining_s(),
+            key=options.key,
+            alike=joint_alike(job.spaces),
+        )
+
+    return minimise(
+        problem,
+        objective,
+        solve_within_limits,
+        np.array([strategy for candidate in alone.candidates for strategy in candidate.choice]),
+        is_over=lambda: deadline.is_over(LAST_PROBLEM_SHARE),
+        stop_gap=_LEAST_GAIN,
+        most_problems=_MOST_PROBLEMS,
     )
 
 

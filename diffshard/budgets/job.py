@@ -8,13 +8,14 @@ from typing import Any, NamedTuple
 from cost.base import Link
 from diffshard.base import InfeasibleError, Solution
 from diffshard.budgets.base import Move, Phase, PhasePlans
-from diffshard.budgets.joint import MoveSeconds, WeightedPhase
+from diffshard.budgets.joint import MoveSeconds
 from diffshard.budgets.moves import Devices, move_s, moved_bytes
+from diffshard.sharding_search.call import call_of
 from diffshard.sharding_search.options import Options
-from diffshard.sharding_search.overlap import both_sums_s, fastest_step
 from diffshard.sharding_search.planning import make_plan, solve_problem_of
 from diffshard.sharding_search.request import PlanRequest
-from diffshard.sharding_search.tracing import space_of, trace_function
+from diffshard.sharding_search.step_objective import best_step, step_s
+from diffshard.sharding_search.tracing import space_of, trace_call
 from search_spaces.base import Choice
 from search_spaces.partition_specs import IndexedSpec
 from search_spaces.sharding.graph import Value
@@ -28,18 +29,13 @@ class Candidate(NamedTuple):
 
     Attributes:
       choice: of the phase's space.
-      sums_s: the two sums of seconds of which a step takes the larger.
+      step_s: seconds of a step.
       specs: of each flat argument.
     """
 
     choice: Choice
-    sums_s: tuple[float, float]
+    step_s: float
     specs: tuple[IndexedSpec, ...]
-
-    @property
-    def step_s(self) -> float:
-        """Seconds of a step."""
-        return max(self.sums_s)
 
 
 class Outcome(NamedTuple):
@@ -95,12 +91,8 @@ class Job(NamedTuple):
 
     @property
     def most_preference_s(self) -> float:
-        """The most that preferences add to the cost of the joint problem, for numbers of steps."""
-        return sum(
-            phase.num_steps * space.most_preference_s
-            for phase, space in zip(self.phases, self.spaces, strict=True)
-            if phase.num_steps
-        )
+        """The most that preferences add to the cost of the joint problem."""
+        return sum(space.most_preference_s for space in self.spaces)
 
     @property
     def bound(self) -> float:
@@ -117,24 +109,15 @@ class Job(NamedTuple):
             )
         return sum(phase.num_steps * s for phase, s in zip(self.phases, least_s, strict=True) if phase.num_steps)
 
-    def weighted(self, about: Outcome, priced_weights: Sequence[float]) -> list[WeightedPhase]:
-        """Returns the phases with what their steps and moves count, for durations about an outcome.
-
-        Where steps are counted, a phase of duration D with a move of m seconds and steps of s seconds has (D - m) / s
-        of them, and loses 1 / s for each second of the move, and (D - m) / s² for each second of a step.
-        """
-        seconds = [candidate.step_s if self.has_durations else 1.0 for candidate in about.candidates]
-        parts = zip(self.spaces, about.num_steps, seconds, priced_weights, strict=True)
-        return [WeightedPhase(space, n / s, w, 1 / s, self.move_s(i)) for i, (space, n, s, w) in enumerate(parts)]
-
-    def move_s(self, phase: int) -> MoveSeconds:
-        """Returns the seconds of one array's move into a phase, as a function."""
-        return lambda value, before, after: self._array_move(phase, value, before, after)[0]
+    @property
+    def moves_s(self) -> list[MoveSeconds]:
+        """The seconds of one array's move into each phase but the first, as functions."""
+        return [lambda *array, i=i: self._array_move(i, *array)[0] for i in range(1, len(self.phases))]
 
     def candidate(self, phase: int, choice: Sequence[int]) -> Candidate:
         """Returns a choice for a phase with its price."""
         space = self.spaces[phase]
-        return Candidate(tuple(choice), both_sums_s(space.predict(choice)), space.layout(choice).input_specs)
+        return Candidate(tuple(choice), step_s(space.predict(choice)), space.layout(choice).input_specs)
 
     def outcome(self, candidates: Sequence[Candidate]) -> Outcome:
         """Returns what choices for all phases amount to."""
@@ -217,13 +200,24 @@ def _is_same(one: Options, other: Options) -> bool:
 
 def _solve_alone(phase: int, options: Options, args: Sequence[Any]) -> tuple[PlanRequest, Solution]:
     start_s = time.perf_counter()
-    traced_function = trace_function(options, args)
+    traced_function = trace_call(options, call_of(options, args, {}), _refuse_lost_changes)
     space = space_of(options, traced_function)
     try:
-        solution = fastest_step(space, lambda problem: solve_problem_of(options, problem, space, None, None))
+        solution = best_step(
+            space,
+            lambda problem, start: solve_problem_of(options, problem, space, start, None),
+            options.memory_limit_bytes,
+        )
     except InfeasibleError as error:
         raise InfeasibleError(f"Phase {phase}: {error}") from None
     return PlanRequest(options, traced_function, space, start_s), solution
+
+
+def _refuse_lost_changes(sentence: str) -> None:
+    raise ValueError(
+        f"`fn` of `budget` must return the state that it changes. {sentence} Return it beside the result, such as the "
+        "modules themselves; or plan each phase by `diffshard.nnx.search`."
+    )
 
 
 def _links_between(

@@ -1,25 +1,28 @@
-"""Several phases as one problem: each phase's own problem, and edges that price the moves of state between them.
+"""Several phases as one problem with one objective: the steps of each phase, and the moves of state between them.
 
-The cost of choices x_0, x_1, ... of the phases is
+With the seconds T_i of a step of phase i, its number of steps n_i, and the seconds M_a in which the array a of the
+state moves from how phase i-1 stores it to how phase i does, choices x_0, x_1, ... of the phases take
 
-    Σ_i w_i n_i J_i(x_i)  +  Σ_i v_i Σ_a M_a[x_(i-1), x_i]
+    Σ_i n_i T_i(x_i)  +  Σ_i Σ_a M_a[x_(i-1), x_i]
 
-with the cost J_i of one step of phase i, its number of steps n_i, and the seconds M_a in which the array a of the state
-moves from how phase i-1 stores it to how phase i does. M_a depends on the strategies of two arguments only, so that it
-is an edge like any other. Memory limits hold in each phase alone: the phases' times are disjoint, and usages are scaled
-to a common limit. The weights w_i and v_i are 1 where seconds count.
-
-A step whose links take longer than all arithmetic waits for the difference, which is no sum. As in the search for one
-phase, the weighted mean of both sums is a bound for every weight, and the problem is solved for a few of them.
+seconds. M_a depends on the strategies of two arguments only, so that it is an edge like any other. Where phases last
+for a time D_i instead, Σ_i (D_i - m_i) / T_i steps fit into them, with the seconds m_i of the move into a phase. Both
+are functions of quantities, for which `diffshard.solving.objectives` finds choices. Memory limits hold in each phase
+alone: the phases' times are disjoint, and usages are scaled to a common limit.
 """
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from itertools import pairwise
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
-from cost.base import Problem, is_forbidden
-from diffshard.sharding_search.overlap import weighted_problem
+from cost.base import Problem
+from cost.quantities import Quantity
+from diffshard.budgets.base import Phase
+from diffshard.sharding_search.step_objective import STEP_QUANTITIES, seconds_of
+from diffshard.solving.objectives.objective import Objective
 from search_spaces.base import Choice
 from search_spaces.partition_specs import IndexedSpec
 from search_spaces.sharding.graph import Value
@@ -27,64 +30,49 @@ from search_spaces.sharding.space import ShardingSpace
 
 MoveSeconds = Callable[[Value, IndexedSpec, IndexedSpec], float]
 """`move_s(array, spec_before, spec_after)`: the seconds in which one array moves into a phase."""
+_MOVES = "moves_s"
 
 
-class WeightedPhase(NamedTuple):
-    """A phase as a part of a joint problem.
+def joint_problem(
+    phases: Sequence[Phase], spaces: Sequence[ShardingSpace], moves_s: Sequence[MoveSeconds], is_state: Sequence[bool]
+) -> tuple[Problem, Objective]:
+    """Returns the phases as one problem, whose linear part are preferences, and the seconds or steps as an objective.
 
-    Attributes:
-      space: of its step.
-      step_weight: what the seconds of a step count.
-      priced_weight: of the two sums of which a step takes the larger, the weight of the seconds as priced; the rest is
-        that of the seconds with links that are always busy (see `sharding_search.overlap`).
-      move_weight: what a second of the move into the phase counts.
-      move_s: seconds of this move; not used for the first phase.
-    """
-
-    space: ShardingSpace
-    step_weight: float
-    priced_weight: float
-    move_weight: float
-    move_s: MoveSeconds
-
-
-def joint_problem(phases: Sequence[WeightedPhase], is_state: Sequence[bool]) -> Problem:
-    """Returns the phases as one problem.
+    Steps count as negative, because the objective is made small.
 
     Args:
       phases: in order.
+      spaces: of each phase.
+      moves_s: seconds of moves into each phase but the first.
       is_state: for each flat argument whether it goes from phase to phase.
     """
-    problems = [weighted_problem(phase.space, phase.priced_weight) for phase in phases]
-    first_node = np.cumsum([0, *(len(problem.node_cost) for problem in problems)])
-    limits = [phase.space.memory_limit_bytes for phase in phases]
-    common_limit = next((limit for limit in limits if np.isfinite(limit)), np.inf)
-    node_cost, edge_nodes, edge_cost, usage_node, usage, usage_interval = [], [], [], [], [], []
-    first_time = 0
-    for phase, problem, offset, limit in zip(phases, problems, first_node, limits, strict=False):
-        node_cost += _scaled(problem.node_cost, phase.step_weight)
-        edge_nodes.append(np.asarray(problem.edge_nodes).reshape(-1, 2) + offset)
-        edge_cost += _scaled(problem.edge_cost, phase.step_weight)
-        if not np.isfinite(limit):
-            continue
-        usage_node.append(np.asarray(problem.usage_node) + offset)
-        usage += _scaled(problem.usage, common_limit / limit)
-        interval = np.asarray(problem.usage_interval).reshape(-1, 2)
-        usage_interval.append(interval + first_time)
-        first_time += int(interval.max(initial=0)) + 1
-    for i in range(1, len(phases)):
-        for u, v, matrix in _moves(phases[i - 1].space, phases[i], is_state):
-            edge_nodes.append(np.array([[first_node[i - 1] + u, first_node[i] + v]]))
+    first_node = np.cumsum([0, *(len(space.nodes) for space in spaces)])
+    parts = [space.preference_problem for space in spaces]
+    edge_nodes = [np.asarray(part.edge_nodes).reshape(-1, 2) + n for part, n in zip(parts, first_node, strict=False)]
+    edge_cost = [matrix for part in parts for matrix in part.edge_cost]
+    phase_of_edge = [np.full(len(part.edge_cost), i) for i, part in enumerate(parts)]
+    num_inner = len(edge_cost)  # the moves are behind them
+    for i, (before, after) in enumerate(pairwise(spaces)):
+        for u, v, matrix in _moves(before, after, moves_s[i], is_state):
+            edge_nodes.append(np.array([[first_node[i] + u, first_node[i + 1] + v]]))
             edge_cost.append(matrix)
-    return Problem(
-        node_cost=node_cost,
-        edge_nodes=np.concatenate(edge_nodes),
-        edge_cost=edge_cost,
-        usage_node=np.concatenate(usage_node) if usage_node else np.zeros(0, np.int64),
-        usage=usage,
-        usage_interval=np.concatenate(usage_interval) if usage_interval else np.zeros((0, 2), np.int64),
-        memory_limit=common_limit,
+            phase_of_edge.append(np.array([i + 1]))
+    groups = (
+        np.concatenate([np.full(len(space.nodes), i) for i, space in enumerate(spaces)]),
+        np.concatenate(phase_of_edge),
     )
+    problem = _with_memory(
+        Problem(
+            [cost for part in parts for cost in part.node_cost],
+            np.concatenate(edge_nodes),
+            [np.zeros_like(matrix) for matrix in edge_cost],
+        ),
+        spaces,
+        first_node,
+    )
+    moves = Quantity((), edge_cost, None, groups[1], len(spaces))  # those inside a phase are zero here
+    quantities = {name: _joint_quantity(name, spaces, edge_cost[num_inner:], groups) for name in STEP_QUANTITIES}
+    return problem, Objective(_total_of(phases), quantities | {_MOVES: moves}, name="budget")
 
 
 def joint_alike(spaces: Sequence[ShardingSpace]) -> np.ndarray:
@@ -106,9 +94,74 @@ def choices_of(spaces: Sequence[ShardingSpace], choice: Sequence[int]) -> list[C
     return choices
 
 
-def _moves(before: ShardingSpace, phase: WeightedPhase, is_state: Sequence[bool]) -> list[tuple[int, int, np.ndarray]]:
-    """Returns the nodes of each array of the state before and after a move, and its edge cost; equal ones share it."""
-    after, matrices, edges = phase.space, {}, []
+def _total_of(phases: Sequence[Phase]) -> Callable[[dict[str, jax.Array]], jax.Array]:
+    """Returns the objective as a function of amounts by phase."""
+    num_steps = np.array([phase.num_steps or 0 for phase in phases], float)
+    durations_s = np.array([phase.duration_s or 0.0 for phase in phases])
+
+    def total(amounts: dict[str, jax.Array]) -> jax.Array:
+        steps_s: jax.Array = jax.vmap(seconds_of)({name: amounts[name] for name in STEP_QUANTITIES})
+        if phases[0].duration_s is None:
+            return jnp.vdot(num_steps, steps_s) + jnp.sum(amounts[_MOVES])
+        return -jnp.sum(jnp.maximum(durations_s - amounts[_MOVES], 0.0) / jnp.maximum(steps_s, 1e-30))
+
+    return total
+
+
+def _joint_quantity(
+    name: str, spaces: Sequence[ShardingSpace], moves: Sequence[np.ndarray], groups: tuple[np.ndarray, np.ndarray]
+) -> Quantity:
+    """Returns one quantity of the steps of all phases, in groups by phase, whose meshes may differ in their axes."""
+    own: list[Quantity] = [space.quantities[name] for space in spaces]  # pyright: ignore[reportAssignmentType]
+    most = max((quantity.shape[0] for quantity in own if quantity.shape), default=0)
+    nodes = [array for quantity in own for array in _padded(quantity.node, 1, most)]
+    edges = [array for quantity in own for array in _padded(quantity.edge, 2, most)]
+    rest = (most,) if own[0].shape else ()
+    if edges:
+        edges += [np.zeros((*np.shape(matrix), *rest)) for matrix in moves]
+    return Quantity(nodes, edges, *groups, len(spaces))
+
+
+def _padded(arrays: Sequence[np.ndarray], rank: int, most: int) -> list[np.ndarray]:
+    """Returns arrays whose last dimension after the first `rank` ones has length `most`; equal arrays stay one."""
+    by_id: dict[int, np.ndarray] = {}
+    for array in arrays:
+        if id(array) not in by_id:
+            extra = np.ndim(array) - rank
+            by_id[id(array)] = (
+                np.pad(array, [(0, 0)] * rank + [(0, most - array.shape[-1])] * extra) if extra else array
+            )
+    return [by_id[id(array)] for array in arrays]
+
+
+def _with_memory(problem: Problem, spaces: Sequence[ShardingSpace], first_node: np.ndarray) -> Problem:
+    """Returns a joint problem with the memory of each phase, scaled to one limit."""
+    limits = [space.memory_limit_bytes for space in spaces]
+    common_limit = next((limit for limit in limits if np.isfinite(limit)), np.inf)
+    usage_node, usage, usage_interval = [np.zeros(0, np.int64)], [], [np.zeros((0, 2), np.int64)]
+    first_time = 0
+    for space, offset, limit in zip(spaces, first_node.tolist(), limits, strict=False):
+        if not np.isfinite(limit):
+            continue
+        own = space.problem
+        usage_node.append(np.asarray(own.usage_node) + offset)
+        usage += [np.asarray(amount) * (common_limit / limit) for amount in own.usage]
+        interval = np.asarray(own.usage_interval).reshape(-1, 2)
+        usage_interval.append(interval + first_time)
+        first_time += int(interval.max(initial=0)) + 1
+    return problem._replace(
+        usage_node=np.concatenate(usage_node),
+        usage=usage,
+        usage_interval=np.concatenate(usage_interval),
+        memory_limit=common_limit,
+    )
+
+
+def _moves(
+    before: ShardingSpace, after: ShardingSpace, move_s: MoveSeconds, is_state: Sequence[bool]
+) -> list[tuple[int, int, np.ndarray]]:
+    """Returns the nodes of each array of the state before and after a move, and its seconds; equal ones share them."""
+    matrices, edges = {}, []
     for old, new, moves in zip(before.graph.inputs, after.graph.inputs, is_state, strict=True):
         if not moves:
             continue
@@ -117,15 +170,7 @@ def _moves(before: ShardingSpace, phase: WeightedPhase, is_state: Sequence[bool]
         columns = tuple(s.unreduced[0] for s in after.nodes[new.index].strategies)
         key = value.shape, value.num_bytes, rows, columns
         if key not in matrices:
-            pairs = {(r, c): phase.move_s(value, r, c) for r in dict.fromkeys(rows) for c in dict.fromkeys(columns)}
-            matrices[key] = phase.move_weight * np.array([[pairs[r, c] for c in columns] for r in rows])
+            pairs = {(r, c): move_s(value, r, c) for r in dict.fromkeys(rows) for c in dict.fromkeys(columns)}
+            matrices[key] = np.array([[pairs[r, c] for c in columns] for r in rows])
         edges.append((old.index, new.index, matrices[key]))
     return edges
-
-
-def _scaled(arrays: Sequence[np.ndarray], factor: float) -> list[np.ndarray]:
-    """Returns arrays times a factor; the same array stays one array, and what is forbidden stays so."""
-    if factor == 1:
-        return list(arrays)
-    scaled = {id(array): np.where(is_forbidden(array), array, np.asarray(array) * factor) for array in arrays}
-    return [scaled[id(array)] for array in arrays]

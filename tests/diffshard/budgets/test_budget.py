@@ -16,6 +16,7 @@ from diffshard.budgets import budget as budget_module
 from diffshard.budgets.job import job_of
 from diffshard.budgets.joint import choices_of, joint_problem
 from diffshard.sharding_search.options import Options
+from diffshard.solving.objectives.objective import PricedObjective
 from search_spaces.partition_specs import named_spec, partition_spec
 from tests.diffshard.sharding_search.small_searches import assert_equal, train_arguments, train_step
 
@@ -47,18 +48,15 @@ def made_job(phases, args=ARGUMENTS, fn=descend, limit=float("inf")):
     return job_of(phases, options, args, None)
 
 
-def test_the_joint_cost_is_that_of_all_steps_and_moves():
+def test_the_joint_objective_is_that_of_all_steps_and_moves():
     job = made_job(phases(3, 5, 7))
-    alone = job.outcome([job.candidate(i, solution.choice) for i, solution in enumerate(job.solutions)])
-    problem = joint_problem(job.weighted(alone, (1, 1, 1)), job.is_state)
+    problem, objective = joint_problem(job.phases, job.spaces, job.moves_s, job.is_state)
+    priced = PricedObjective(objective, problem)
     generator = np.random.default_rng(0)
     for _ in range(20):
-        choice = [int(generator.integers(len(cost))) for cost in problem.node_cost]
-        choices = choices_of(job.spaces, choice)
-        parts = zip((3, 5, 7), job.spaces, choices, strict=True)
-        steps = [n * evaluate(space.problem, own).cost for n, space, own in parts]
-        moves = [move.seconds for move in job.outcome([job.candidate(i, own) for i, own in enumerate(choices)]).moves]
-        assert evaluate(problem, choice).cost == pytest.approx(sum(steps) + sum(moves))
+        choice = np.array([int(generator.integers(len(cost))) for cost in problem.node_cost])
+        outcome = job.outcome([job.candidate(i, own) for i, own in enumerate(choices_of(job.spaces, choice.tolist()))])
+        assert priced.price(priced.amounts(choice)) == pytest.approx(job.total(outcome))
 
 
 @pytest.mark.parametrize("link", [FAST, SLOW], ids=lambda hardware: hardware.name)
@@ -77,7 +75,7 @@ def test_the_choice_is_the_best_of_all_pairs_of_shardings(link, num_steps):
         seconds.append(search)
     array = job.spaces[1].graph.inputs[0].results[0]
     best_s = min(
-        num_steps[0] * seconds[0][one] + num_steps[1] * seconds[1][two] + job.move_s(1)(array, one, two)
+        num_steps[0] * seconds[0][one] + num_steps[1] * seconds[1][two] + job.moves_s[0](array, one, two)
         for one, two in itertools.product(*seconds)
     )
     found = diffshard.budget(descend, pair, *ARGUMENTS)
@@ -223,8 +221,7 @@ def test_the_memory_of_a_joint_problem_is_that_of_each_phase_in_shares_of_its_ow
     pairs = zip(phases(1, 1, 1), limits, strict=True)
     options = [Options(fn=descend, mesh=p.mesh, hardware=FAST, memory_limit_bytes=m) for p, m in pairs]
     job = job_of(phases(1, 1, 1), options, ARGUMENTS, None)
-    alone = job.outcome([job.candidate(i, solution.choice) for i, solution in enumerate(job.solutions)])
-    problem = joint_problem(job.weighted(alone, (1, 1, 1)), job.is_state)
+    problem, _ = joint_problem(job.phases, job.spaces, job.moves_s, job.is_state)
     generator = np.random.default_rng(0)
     fits = []
     for _ in range(200):
