@@ -84,25 +84,37 @@ class ExpertStep:
 
 def group_ms(workers: ExpertWorkers, step: ExpertStep, group: Sequence[int]) -> float:
     """Returns the milliseconds of one group without the all-reduce; infinite if it has no room for all experts."""
-    return computing_ms(workers, step, group) + exchanging_ms(workers, step, group)
+    return float(computing_ms(workers, step, group) + exchanging_ms(workers, step, group))
 
 
-def computing_ms(workers: ExpertWorkers, step: ExpertStep, group: Sequence[int]) -> float:
-    """Returns the milliseconds in which a group computes all experts; infinite if it has no room for them."""
-    members = list(group)
-    if workers.capacity[members].sum() < step.num_experts:
-        return float("inf")
-    work_ms = sum(step.expert_flops) / float(workers.flops_per_ms[members].sum())
-    return step.passes(workers.num_workers) * work_ms
+def computing_ms(workers: ExpertWorkers, step: ExpertStep, groups: Sequence[int] | np.ndarray) -> np.ndarray:
+    """Returns the milliseconds in which groups compute all experts; infinite where one has no room for them.
+
+    Args:
+      workers: W workers.
+      step: what a step computes.
+      groups: the workers of a group of n, or of many such groups, `[..., n]`; the result is `[...]`.
+    """
+    members = np.asarray(groups)
+    work_ms = sum(step.expert_flops) / workers.flops_per_ms[members].sum(axis=-1)
+    has_room = workers.capacity[members].sum(axis=-1) >= step.num_experts
+    return np.where(has_room, step.passes(workers.num_workers) * work_ms, np.inf)
 
 
-def exchanging_ms(workers: ExpertWorkers, step: ExpertStep, group: Sequence[int]) -> float:
-    """Returns the milliseconds in which the slowest worker of a group exchanges its buffers with all others."""
-    members = np.asarray(group)
-    inside = np.ix_(members, members)
-    link_ms = workers.latency_ms[inside] + step.exchange_mb / len(members) * workers.ms_per_mb[inside]
-    np.fill_diagonal(link_ms, 0.0)
-    return step.passes(workers.num_workers) * step.num_exchanges * float(link_ms.sum(axis=1).max())
+def exchanging_ms(workers: ExpertWorkers, step: ExpertStep, groups: Sequence[int] | np.ndarray) -> np.ndarray:
+    """Returns the milliseconds in which a group's slowest worker exchanges its buffers with all others.
+
+    Args:
+      workers: W workers and their links.
+      step: what a step sends.
+      groups: as for `computing_ms`.
+    """
+    members = np.asarray(groups)
+    size = members.shape[-1]
+    inside = members[..., :, None], members[..., None, :]
+    link_ms = workers.latency_ms[inside] + step.exchange_mb / size * workers.ms_per_mb[inside]
+    link_ms[..., range(size), range(size)] = 0.0
+    return step.passes(workers.num_workers) * step.num_exchanges * link_ms.sum(axis=-1).max(axis=-1)
 
 
 def all_reduce_ms(workers: ExpertWorkers, step: ExpertStep, groups: Sequence[Sequence[int]]) -> float:

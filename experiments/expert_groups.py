@@ -1,14 +1,17 @@
 """Expert-parallel groups on irregular clusters: diffshard beside merging pairs, equal groups, and the lower bound.
 
-    python -m experiments.expert_groups [--workers 8 16 32] [--seeds 3]
+    python -m experiments.expert_groups [--workers 8 16 32] [--few 10 12] [--seeds 3]
 
 Clusters are random: nodes of unequal size, workers of three speeds and with room for 2 to 8 experts, links that differ
-by up to 60%. Assignments are of experts of unequal work to unequal workers. Seconds are processor seconds.
+by up to 60%. On few workers, whose links differ tenfold without any nodes, the default, which is exact, is held against
+the solver that larger clusters get. Assignments are of experts of unequal work to unequal workers. Seconds are
+processor seconds.
 """
 
 import argparse
+import itertools
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -45,7 +48,18 @@ def irregular_cluster(num_workers: int, seed: int) -> ExpertWorkers:
     )
 
 
-def group(workers: ExpertWorkers, num_experts: int) -> diffshard.GroupPlan:
+def random_cluster(num_workers: int, seed: int) -> ExpertWorkers:
+    """Makes a cluster of unequal workers without nodes: links differ tenfold, in both directions."""
+    rng = np.random.default_rng(seed)
+    return ExpertWorkers(
+        FLOPS_PER_MS * rng.choice([1.0, 0.5, 0.25], num_workers),
+        rng.integers(2, 9, num_workers),
+        rng.uniform(0.009, 0.09, (num_workers, num_workers)),
+        rng.uniform(0.014, 0.14, (num_workers, num_workers)),
+    )
+
+
+def group(workers: ExpertWorkers, num_experts: int, solver: str | None = None) -> diffshard.GroupPlan:
     """Plans groups for the step of this experiment, with 16 examples for each worker."""
     return diffshard.group_experts(
         [EXPERT_FLOPS] * num_experts,
@@ -54,6 +68,7 @@ def group(workers: ExpertWorkers, num_experts: int) -> diffshard.GroupPlan:
         workers.latency_ms,
         workers.ms_per_mb,
         global_batch=16 * workers.num_workers,
+        solver=solver,
         **STEP,
     )
 
@@ -66,65 +81,94 @@ def equal_groups_ms(workers: ExpertWorkers, num_experts: int) -> float:
     return min(step_ms(workers, step, np.arange(num_workers).reshape(count, -1).tolist()) for count in counts)
 
 
+def irregular_rows(counts: Sequence[int], num_experts: int, seeds: int) -> list[tuple]:
+    """Returns a row for each irregular cluster: milliseconds of all ways of grouping, the bound, and seconds."""
+    rows = []
+    for num_workers, seed in itertools.product(counts, range(seeds)):
+        workers = irregular_cluster(num_workers, seed)
+        plan, seconds = _timed(group, workers, num_experts)
+        times = (plan.step_ms, plan.merging_ms, equal_groups_ms(workers, num_experts), plan.lower_bound_ms)
+        printed = (*(f"{ms:.1f}" for ms in times), f"{plan.gap:.1%}", f"{seconds:.1f}")
+        rows.append((num_workers, seed, len(plan.groups), *printed))
+    return rows
+
+
+def few_rows(counts: Sequence[int], experts: Sequence[int], seeds: int) -> list[tuple]:
+    """Returns a row for each cluster of few workers: the exact groups beside those of the solver."""
+    rows = []
+    for num_workers, num_experts, seed in itertools.product(counts, experts, range(seeds)):
+        workers = random_cluster(num_workers, seed)
+        exact, exact_s = _timed(group, workers, num_experts)
+        solved, solved_s = _timed(group, workers, num_experts, "gradient")
+        times = (exact.step_ms, solved.step_ms, exact.lower_bound_ms)
+        ratio = solved.step_ms / exact.step_ms
+        printed = (*(f"{ms:.1f}" for ms in times), f"{ratio:.3f}", f"{exact_s:.2f}", f"{solved_s:.2f}")
+        rows.append((num_workers, num_experts, seed, len(exact.groups), *printed))
+    return rows
+
+
+def assignment_rows(sizes: Sequence[str], seeds: int) -> list[tuple]:
+    """Returns a row for each random assignment of experts of unequal work; sizes are such as "8x4"."""
+    rows = []
+    for size, seed in itertools.product(sizes, range(seeds)):
+        num_experts, num_workers = map(int, size.split("x"))
+        rng = np.random.default_rng(seed)
+        capacity = rng.integers(num_experts // num_workers, 2 * num_experts // num_workers + 1, num_workers)
+        works, speeds = rng.uniform(1, 4, num_experts), rng.choice([1.0, 2.0, 4.0], num_workers)
+        assignment, seconds = _timed(diffshard.assign_experts, works, speeds, capacity)
+        times = (assignment.makespan_ms, assignment.greedy_ms, assignment.lower_bound_ms)
+        printed = (*(f"{ms:.3f}" for ms in times), f"{assignment.gap:.2%}", f"{seconds:.1f}")
+        rows.append((num_experts, num_workers, seed, *printed))
+    return rows
+
+
+def _timed(plan: Callable, *arguments: Any) -> tuple[Any, float]:
+    start_s = time.process_time()
+    return plan(*arguments), time.process_time() - start_s
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Prints the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--workers", type=int, nargs="+", default=[8, 12, 16, 32, 64, 128, 256, 512, 1024])
+    parser.add_argument("--workers", type=int, nargs="*", default=[8, 12, 16, 32, 64, 128, 256, 512, 1024])
     parser.add_argument("--experts", type=int, default=16)
+    parser.add_argument("--few", type=int, nargs="*", default=[10, 12], help="workers of the exact search")
+    parser.add_argument("--few-experts", type=int, nargs="+", default=[4, 8])
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--assignments", nargs="+", default=["8x4", "16x8", "32x8"], help="experts x workers")
+    parser.add_argument("--assignments", nargs="*", default=["8x4", "16x8", "32x8"], help="experts x workers")
     options = parser.parse_args(arguments)
-    rows = []
-    for num_workers in options.workers:
-        for seed in range(options.seeds):
-            workers = irregular_cluster(num_workers, seed)
-            start_s = time.process_time()
-            plan = group(workers, options.experts)
-            seconds = time.process_time() - start_s
-            equal_ms = equal_groups_ms(workers, options.experts)
-            times = (plan.step_ms, plan.merging_ms, equal_ms, plan.lower_bound_ms)
-            rows.append(
-                (
-                    num_workers,
-                    seed,
-                    len(plan.groups),
-                    *(f"{ms:.1f}" for ms in times),
-                    f"{plan.gap:.1%}",
-                    f"{seconds:.1f}",
-                )
-            )
-    print_table(
-        f"Groups for {options.experts} experts on irregular clusters, ms",
-        ("workers", "seed", "groups", "diffshard", "merging", "equal groups", "bound", "gap", "seconds"),
-        rows,
+    group(irregular_cluster(2, 0), 2)  # so that seconds are without what the first plan of a process loads
+    tables = (
+        (
+            f"Groups for {options.experts} experts on irregular clusters, ms",
+            ("workers", "seed", "groups", "diffshard", "merging", "equal groups", "bound", "gap", "seconds"),
+            irregular_rows(options.workers, options.experts, options.seeds),
+        ),
+        (
+            "Groups of few workers with random links: the exact default beside the solver, ms",
+            (
+                "workers",
+                "experts",
+                "seed",
+                "groups",
+                "exact",
+                "solver",
+                "bound",
+                "solver / exact",
+                "exact s",
+                "solver s",
+            ),
+            few_rows(options.few, options.few_experts, options.seeds),
+        ),
+        (
+            "Experts of unequal work on unequal workers, ms",
+            ("experts", "workers", "seed", "diffshard", "greedy", "bound", "gap", "seconds"),
+            assignment_rows(options.assignments, options.seeds),
+        ),
     )
-    rows = []
-    for sizes in options.assignments:
-        num_experts, num_workers = map(int, sizes.split("x"))
-        for seed in range(options.seeds):
-            rng = np.random.default_rng(seed)
-            start_s = time.process_time()
-            capacity = rng.integers(num_experts // num_workers, 2 * num_experts // num_workers + 1, num_workers)
-            assignment = diffshard.assign_experts(
-                rng.uniform(1, 4, num_experts), rng.choice([1.0, 2.0, 4.0], num_workers), capacity
-            )
-            seconds = time.process_time() - start_s
-            times = (assignment.makespan_ms, assignment.greedy_ms, assignment.lower_bound_ms)
-            rows.append(
-                (
-                    num_experts,
-                    num_workers,
-                    seed,
-                    *(f"{ms:.3f}" for ms in times),
-                    f"{assignment.gap:.2%}",
-                    f"{seconds:.1f}",
-                )
-            )
-    print_table(
-        "Experts of unequal work on unequal workers, ms",
-        ("experts", "workers", "seed", "diffshard", "greedy", "bound", "gap", "seconds"),
-        rows,
-    )
+    for table in tables:
+        if table[2]:
+            print_table(*table)
 
 
 if __name__ == "__main__":

@@ -32,9 +32,9 @@ from diffshard.expert_groups.arguments import (
 from diffshard.expert_groups.assignment import LEVELLING, assign_experts
 from diffshard.expert_groups.bounds import lower_bounds_ms
 from diffshard.expert_groups.candidates import candidate_groups, equal_runs, nearest_order
-from diffshard.expert_groups.exhaustive import MOST_WORKERS, best_division
 from diffshard.expert_groups.merging import Division, divisions_by_merging
 from diffshard.expert_groups.plans import GroupPlan
+from diffshard.expert_groups.subsets import MOST_WORKERS, best_division
 from diffshard.solving.solve import solve
 from search_spaces.expert_groups import ExpertGroupSpace
 
@@ -84,9 +84,9 @@ def group_experts(
       layer_spacing: every how many layers one has experts.
       num_exchanges: of the buffer, in one layer and pass.
       recomputation: forward passes that the backward pass makes again.
-      solver: as in `solve`, which chooses among candidate groups; None tries all divisions of up to 9 workers, and is
-        "gradient" for more, with fewer phases for more than 32.
-      time_limit_s: for each of at most three numbers of groups, as in `solve`.
+      solver: as in `solve`, which chooses among candidate groups; None finds the best of all divisions of up to 12
+        workers, and is "gradient" for more, with fewer phases for more than 32.
+      time_limit_s: of the solver, for each of at most three numbers of groups, as in `solve`.
       key: as in `solve`.
       progress: as in `solve`.
 
@@ -115,9 +115,9 @@ def group_experts(
     check_room(step.num_experts, workers.capacity)
     check_solving(solver, time_limit_s, key, progress)
     merged = list(divisions_by_merging(workers, step))
-    merging_ms = min(division.ms for division in merged)
+    fastest_merged = min(merged, key=lambda division: division.ms)
     if solver is None and workers.num_workers <= MOST_WORKERS:
-        best = best_division(workers, step)
+        best = best_division(workers, step, fastest_merged)
         bound_ms = best.ms
     else:
         bounds_ms = lower_bounds_ms(workers, step)
@@ -138,10 +138,10 @@ def group_experts(
     return GroupPlan(
         groups=groups,
         expert_workers=_holders(step.expert_flops, workers.flops_per_ms, workers.capacity, groups),
-        computing_ms=tuple(computing_ms(workers, step, group) for group in groups),
-        exchanging_ms=tuple(exchanging_ms(workers, step, group) for group in groups),
+        computing_ms=tuple(float(computing_ms(workers, step, group)) for group in groups),
+        exchanging_ms=tuple(float(exchanging_ms(workers, step, group)) for group in groups),
         all_reduce_ms=all_reduce_ms(workers, step, groups),
-        merging_ms=merging_ms,
+        merging_ms=fastest_merged.ms,
         lower_bound_ms=min(bound_ms, best.ms),
         search_s=time.perf_counter() - start_s,
     )

@@ -1,8 +1,8 @@
 """The published heuristic: workers begin alone, and pairs of groups merge until one group is left.
 
-A union-find says which workers are together. While groups lack room for all experts, the one with the least room merges
-with the group that gives it room at the least time, or with the nearest one. Then the slowest group merges with the
-partner with which it takes the least time. Each division on the way is priced, and the fastest is the result.
+While groups lack room for all experts, the one with the least room merges with the group that gives it room at the
+least time, or with the nearest one. Then the slowest group merges with the partner with which it takes the least time.
+Each division on the way is priced, and the fastest is the result.
 
 Sums of each worker's links to each group are kept, so that a merger looks at each worker once.
 
@@ -15,28 +15,6 @@ from typing import NamedTuple
 import numpy as np
 
 from cost.expert_groups import ExpertStep, ExpertWorkers, Group, step_ms
-
-
-class UnionFind:
-    """Sets of numbers 0 to n - 1 that can be merged; each set has a root that stands for it."""
-
-    def __init__(self, size: int):
-        self._parent = np.arange(size)
-
-    def root(self, member: int) -> int:
-        """Returns the root of a number's set, and shortens the way to it."""
-        while self._parent[member] != member:
-            self._parent[member] = self._parent[self._parent[member]]
-            member = int(self._parent[member])
-        return member
-
-    def merge(self, into: int, other: int) -> None:
-        """Merges the sets of two roots; the first one stays a root."""
-        self._parent[other] = into
-
-    def roots(self) -> np.ndarray:
-        """Returns the root of each number, `[n]`."""
-        return np.array([self.root(member) for member in range(len(self._parent))])
 
 
 class Division(NamedTuple):
@@ -74,8 +52,7 @@ class _Merging:
         self._speed, self.room = workers.flops_per_ms.copy(), workers.capacity.copy()
         self._remoteness_ms = (workers.latency_ms + step.exchange_mb * workers.ms_per_mb).sum(axis=1)  # decides ties
         self._size = np.ones(workers.num_workers)
-        self._union = UnionFind(workers.num_workers)
-        self._root = np.arange(workers.num_workers)  # of each worker
+        self._root = np.arange(workers.num_workers)  # of each worker's group
         self.alive = np.ones(workers.num_workers, bool)
         self._ms = self._computing_ms(self._speed, self.room)  # of each group, without the all-reduce
 
@@ -106,8 +83,7 @@ class _Merging:
             sums[:, group] += sums[:, partner]
         for sums in (self._speed, self.room, self._size, self._remoteness_ms):
             sums[group] += sums[partner]
-        self._union.merge(group, partner)
-        self._root[self._root == partner] = self._union.root(partner)
+        self._root[self._root == partner] = group
         self.alive[partner] = False
         self._ms[group] = ms
 

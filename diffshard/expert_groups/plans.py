@@ -10,15 +10,16 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from cost.expert_groups import Group
+from cost.number_ranges import Amount, Index
 from diffshard.base import PlanError
 from diffshard.expert_groups.layout import ExpertLayout
-from diffshard.plans.documents import EXPERT_ASSIGNMENT, EXPERT_GROUPS, read_record, write_record
+from diffshard.plans.documents import EXPERT_ASSIGNMENT, EXPERT_GROUPS, RecordFile
 from diffshard.plans.formats import format_count, format_percent, format_s
 from diffshard.plans.text_table import format_table, wrapped
 
-VERSION = 1
 PROVEN_GAP = 1e-5
 """The relative gap up to which a plan is called optimal; the tolerances of HiGHS leave less than this."""
+_TOLERANCE = 1e-9  # relative: the rounding of sums
 
 
 @dataclass(frozen=True)
@@ -33,11 +34,11 @@ class ExpertAssignment:
       search_s: seconds that planning took.
     """
 
-    worker: tuple[int, ...]
-    busy_ms: tuple[float, ...]
-    greedy_ms: float
-    lower_bound_ms: float
-    search_s: float
+    worker: tuple[Index, ...]
+    busy_ms: tuple[Amount, ...]
+    greedy_ms: Amount
+    lower_bound_ms: Amount
+    search_s: Amount
 
     @property
     def makespan_ms(self) -> float:
@@ -75,7 +76,7 @@ class ExpertAssignment:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the assignment as JSON; the file is replaced whole or not at all."""
-        write_record(path, EXPERT_ASSIGNMENT, VERSION, self)
+        _ASSIGNMENT_FILE.save(self, path)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "ExpertAssignment":
@@ -85,7 +86,7 @@ class ExpertAssignment:
           PlanError: the file is no such assignment, or is damaged.
           OSError: the file cannot be read.
         """
-        return read_record(path, EXPERT_ASSIGNMENT, VERSION, cls, _check_assignment)
+        return _ASSIGNMENT_FILE.load(path, cls)
 
     def __str__(self) -> str:
         workers = format_count(len(self.busy_ms), "worker")
@@ -116,13 +117,13 @@ class GroupPlan:
     """
 
     groups: tuple[Group, ...]
-    expert_workers: tuple[tuple[int, ...], ...]
-    computing_ms: tuple[float, ...]
-    exchanging_ms: tuple[float, ...]
-    all_reduce_ms: float
-    merging_ms: float
-    lower_bound_ms: float
-    search_s: float
+    expert_workers: tuple[tuple[Index, ...], ...]
+    computing_ms: tuple[Amount, ...]
+    exchanging_ms: tuple[Amount, ...]
+    all_reduce_ms: Amount
+    merging_ms: Amount
+    lower_bound_ms: Amount
+    search_s: Amount
 
     @property
     def step_ms(self) -> float:
@@ -203,7 +204,7 @@ class GroupPlan:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the plan as JSON; the file is replaced whole or not at all."""
-        write_record(path, EXPERT_GROUPS, VERSION, self)
+        _GROUPS_FILE.save(self, path)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "GroupPlan":
@@ -213,7 +214,7 @@ class GroupPlan:
           PlanError: the file is no such plan, or is damaged.
           OSError: the file cannot be read.
         """
-        return read_record(path, EXPERT_GROUPS, VERSION, cls, _check_groups)
+        return _GROUPS_FILE.load(path, cls)
 
     def __str__(self) -> str:
         num_workers = sum(map(len, self.groups))
@@ -247,9 +248,14 @@ def relative_gap(ms: float, lower_bound_ms: float) -> float:
 
 
 def _check_assignment(assignment: ExpertAssignment) -> None:
-    num_workers = len(assignment.busy_ms)
-    if not assignment.worker or any(not 0 <= worker < num_workers for worker in assignment.worker):
+    experts = assignment.experts
+    if not assignment.worker or max(assignment.worker) >= len(experts):
         raise ValueError("an expert is on a worker that there is not")
+    for worker, (held, busy_ms) in enumerate(zip(experts, assignment.busy_ms, strict=True)):
+        if bool(held) != bool(busy_ms):
+            raise ValueError(f"worker {worker} has {len(held)} experts, and computes for {busy_ms} ms")
+    _check_at_most("lower_bound_ms", assignment.lower_bound_ms, "the slowest worker", assignment.makespan_ms)
+    _check_at_most("busy_ms", assignment.makespan_ms, "`greedy_ms`", assignment.greedy_ms)
 
 
 def _check_groups(plan: GroupPlan) -> None:
@@ -262,3 +268,13 @@ def _check_groups(plan: GroupPlan) -> None:
     for group, holders in zip(plan.groups, plan.expert_workers, strict=True):
         if not set(holders) <= set(group):
             raise ValueError("an expert is on a worker of another group")
+    _check_at_most("lower_bound_ms", plan.lower_bound_ms, "the step", plan.step_ms)
+
+
+def _check_at_most(name: str, ms: float, of: str, most_ms: float) -> None:
+    if not ms <= most_ms * (1 + _TOLERANCE):
+        raise ValueError(f"`{name}` is {ms!r}, more than the {most_ms!r} ms of {of}")
+
+
+_ASSIGNMENT_FILE = RecordFile(EXPERT_ASSIGNMENT, 1, _check_assignment)
+_GROUPS_FILE = RecordFile(EXPERT_GROUPS, 1, _check_groups)

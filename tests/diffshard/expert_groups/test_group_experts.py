@@ -8,9 +8,9 @@ import pytest
 import diffshard
 from cost.expert_groups import ExpertStep, ExpertWorkers, group_ms, step_ms
 from diffshard.expert_groups.bounds import lower_bounds_ms
-from diffshard.expert_groups.exhaustive import best_division
-from diffshard.expert_groups.merging import divisions_by_merging
-from experiments.expert_groups import STEP, group, irregular_cluster
+from diffshard.expert_groups.merging import Division, divisions_by_merging
+from diffshard.expert_groups.subsets import best_division
+from experiments.expert_groups import STEP, group, irregular_cluster, random_cluster
 from search_spaces.expert_groups import ExpertGroupSpace
 from tests.cost.test_expert_groups_cost import WORKERS, golden_step
 
@@ -49,27 +49,76 @@ def test_16_experts_want_two_groups_of_whole_nodes(two_groups):
     assert "705 ms" in str(two_groups)
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_few_workers_get_the_best_of_all_divisions_and_bounds_hold(seed):
-    workers, step = irregular_cluster(6, seed), small_step(6, 6)
-    best = best_division(workers, step)
-    recursive = [[]]
-    for worker in range(6):  # all divisions, written another way than the solver's
-        recursive = [
+def divisions(num_workers: int) -> list[list[list[int]]]:
+    """Returns all divisions of workers: each worker joins a group of the workers before it, or begins one."""
+    grown = [[]]
+    for worker in range(num_workers):
+        grown = [
             [*groups[:i], [*groups[i], worker], *groups[i + 1 :]] if i < len(groups) else [*groups, [worker]]
-            for groups in recursive
+            for groups in grown
             for i in range(len(groups) + 1)
         ]
-    times = [step_ms(workers, step, groups) for groups in recursive]
-    assert len(times) == 203
-    assert best.ms == pytest.approx(min(times))
-    bounds = lower_bounds_ms(workers, step)
-    for groups, ms in zip(recursive, times, strict=True):
-        assert bounds[len(groups) - 1] <= ms
-    merged = list(divisions_by_merging(workers, step))
-    for division in merged:
-        assert division.ms == pytest.approx(step_ms(workers, step, division.groups))
-    assert best.ms <= min(division.ms for division in merged)
+    return grown
+
+
+def random_setting(num_workers: int, seed: int) -> tuple[ExpertWorkers, ExpertStep]:
+    """Draws links that differ a hundredfold, so that slow groups with a fast all-reduce may be the best ones."""
+    rng = np.random.default_rng(seed)
+    shape = (num_workers, num_workers)
+    links = rng.lognormal(0, 1, shape), rng.lognormal(0, 1, shape)
+    workers = ExpertWorkers(rng.uniform(1, 4, num_workers), rng.integers(1, 5, num_workers), *links)
+    flops, exchange_mb, all_reduce_mb = 10 ** rng.uniform((-1, -1, -1), (2, 1, 1))
+    works = (flops,) * int(rng.integers(1, 4))
+    return workers, ExpertStep(works, exchange_mb, 1.0, all_reduce_mb, 1, 1, 0, num_workers, 1)
+
+
+def planned(workers: ExpertWorkers, step: ExpertStep) -> diffshard.GroupPlan:
+    arguments = dataclasses.asdict(step)
+    return diffshard.group_experts(arguments.pop("expert_flops"), *vars(workers).values(), **arguments)
+
+
+@pytest.mark.parametrize(("num_workers", "num_divisions"), [(5, 52), (6, 203), (7, 877)])
+def test_few_workers_get_the_best_of_all_divisions_and_bounds_hold(num_workers, num_divisions):
+    every = divisions(num_workers)
+    assert len(every) == num_divisions
+    for seed in range(12):
+        workers, step = random_setting(num_workers, seed)
+        times = [step_ms(workers, step, groups) for groups in every]
+        plan = planned(workers, step)
+        assert plan.step_ms == pytest.approx(min(times), rel=1e-12)
+        assert plan.lower_bound_ms == pytest.approx(plan.step_ms, rel=1e-12)
+        assert ", optimal" in str(plan)
+        bounds = lower_bounds_ms(workers, step)
+        for groups, ms in zip(every, times, strict=True):
+            assert bounds[len(groups) - 1] <= ms
+        for division in divisions_by_merging(workers, step):
+            assert division.ms == pytest.approx(step_ms(workers, step, division.groups))
+
+
+@pytest.mark.parametrize("num_workers", [2, 3, 4, 5, 6])
+def test_exact_groups_do_not_depend_on_those_that_are_known(num_workers):
+    for seed in range(40):
+        workers, step = random_setting(num_workers, seed)
+        one_group = Division((tuple(range(num_workers)),), step_ms(workers, step, [range(num_workers)]))
+        found = best_division(workers, step, one_group)
+        assert found.ms == pytest.approx(min(step_ms(workers, step, groups) for groups in divisions(num_workers)))
+        assert found.ms == pytest.approx(step_ms(workers, step, found.groups))
+
+
+def test_each_worker_is_alone_where_exchanges_are_slow_and_the_all_reduce_is_free():
+    workers = ExpertWorkers(np.ones(3), np.ones(3, int), np.zeros((3, 3)), np.full((3, 3), 100.0))
+    step = ExpertStep((1.0,), 1.0, 1.0, 0.0, 1, 1, 0, 3, 1)
+    one_group = Division(((0, 1, 2),), step_ms(workers, step, [(0, 1, 2)]))
+    assert best_division(workers, step, one_group) == Division(((0,), (1,), (2,)), 2.0)
+    assert best_division(workers, dataclasses.replace(step, all_reduce_mb=1.0), one_group) == one_group
+
+
+def test_twelve_workers_are_planned_exactly_where_the_solver_misses_the_best_groups():
+    workers = random_cluster(12, 1)
+    plan = group(workers, 8)
+    assert plan.lower_bound_ms == pytest.approx(plan.step_ms, rel=1e-12)
+    solved = group(workers, 8, "greedy")
+    assert solved.lower_bound_ms <= plan.step_ms < 0.99 * solved.step_ms
 
 
 def test_solver_over_all_groups_of_a_size_finds_the_best_of_them():
