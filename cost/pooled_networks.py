@@ -12,6 +12,7 @@ Source: the layers and the pooling are those of Zha et al., "NeuroShard" (MLSys 
 without weights, for which hundreds of samples in place of their hundred thousand are too few.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -60,6 +61,27 @@ class PooledNetwork(NamedTuple):
         means = sums[..., :-1] / np.maximum(work, np.finfo(np.float32).tiny)[..., None]
         output = np.maximum(means, 0, out=means) @ self.weights[3][:, 0] + self.biases[3][0]
         return np.maximum(work, 0) * self.unit_s * np.logaddexp(0, output)
+
+
+def check_network(network: PooledNetwork, num_features: int) -> None:
+    """Checks that a network, which may be from a file, has layers that fit each other, of numbers that can be.
+
+    Raises:
+      ValueError: names the part and the rule.
+    """
+    sizes = (num_features, HIDDEN, EMBEDDED, HEAD, 1)
+    expected = {"centre": (num_features,), "scale": (num_features,)}
+    arrays = {"centre": network.centre, "scale": network.scale}
+    for i, (own, inputs, outputs) in enumerate(zip(network.weights, sizes[:-1], sizes[1:], strict=True)):
+        expected |= {f"weights.{i}": (inputs, outputs), f"biases.{i}": (outputs,)}
+        arrays |= {f"weights.{i}": own, f"biases.{i}": network.biases[i]}
+    for name, array in arrays.items():
+        if array.shape != expected[name] or not np.issubdtype(array.dtype, np.floating):
+            raise ValueError(f"`{name}` must be floats {expected[name]}, not {array.dtype} {array.shape}")
+        if not np.isfinite(array).all():
+            raise ValueError(f"`{name}` must be finite numbers")
+    if not (network.scale > 0).all() or not 0 < network.unit_s < math.inf:
+        raise ValueError("`scale` and `unit_s` must be positive")
 
 
 def fit(features: Sequence[np.ndarray], seconds: np.ndarray, key: jax.Array) -> PooledNetwork:

@@ -1,5 +1,6 @@
 """Files that are written whole: a temporary file beside the old one takes its place, which no reader sees half done."""
 
+import contextlib
 import os
 import secrets
 import stat
@@ -34,23 +35,37 @@ def write_whole(path: str | os.PathLike[str], content: str | bytes) -> None:
     Raises:
       OSError: the file cannot be written; an old one is unchanged, and no temporary file stays behind.
     """
-    raw = content.encode() if isinstance(content, str) else content
     if os.path.exists(path) and not os.path.isfile(path):
         with open(path, "wb") as file:
-            file.write(raw)
+            file.write(content.encode() if isinstance(content, str) else content)
         return
     target = os.path.realpath(path)
-    folder = os.path.dirname(target)
-    if not os.path.isdir(folder):
+    if not os.path.isdir(folder := os.path.dirname(target)):
         raise FileNotFoundError(f"`{os.fspath(path)}` cannot be written: there is no folder {folder!r}.")
-    temporary = os.path.join(folder, f".{secrets.token_hex(8)}.part")
+    replace_file(target, content)
+
+
+def replace_file(path: str | os.PathLike[str], content: str | bytes) -> None:
+    """Writes a file as `write_whole` does, but replaces whatever has its name, also a symbolic link or a pipe.
+
+    It is for files in folders that others may write to, which nobody named: a link there would lead to any file.
+
+    Raises:
+      OSError: as `write_whole`.
+    """
+    raw = content.encode() if isinstance(content, str) else content
+    temporary = os.path.join(os.path.dirname(path), f".{secrets.token_hex(8)}.part")
     try:
-        # Files of `tempfile` can be read by their owner only; this one gets the mode that any new file gets.
+        # Files of `tempfile` can be read by their owner only; this one gets the mode that any new file gets. It must
+        # not be there yet, so that a link which somebody has put in its place is an error.
         with open(temporary, "xb") as file:
             file.write(raw)
-        if os.path.exists(target):
-            os.chmod(temporary, stat.S_IMODE(os.stat(target).st_mode))
-        os.replace(temporary, target)
+        with contextlib.suppress(FileNotFoundError):
+            if stat.S_ISREG(mode := os.lstat(path).st_mode):
+                os.chmod(temporary, stat.S_IMODE(mode))
+        os.replace(temporary, path)
+    except FileExistsError:  # which is not ours to remove
+        raise
     except BaseException:
         if os.path.exists(temporary):
             os.unlink(temporary)

@@ -9,9 +9,9 @@ by the service, which ends the others.
 
 import contextlib
 import json
-import pickle
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import jax
@@ -21,6 +21,8 @@ from jax.sharding import AbstractMesh, Mesh
 from diffshard.agreement import ARRIVAL_LIMIT_S, Agreement, MissingError
 from diffshard.base import ProcessesError
 from diffshard.coordination import service_client
+from diffshard.plans.json_values import from_json_values, to_json_values
+from diffshard.sent_errors import error_of, packed_error
 
 T = TypeVar("T")
 _KNOWN = "is known to all processes"
@@ -148,22 +150,25 @@ class Processes:
         what: str,
         make: Callable[[], T],
         *,
-        pack: Callable[[T], bytes] = pickle.dumps,
-        unpack: Callable[[bytes], T] = pickle.loads,
+        kind: Any = Any,
+        pack: Callable[[T], bytes] | None = None,
+        unpack: Callable[[bytes], T] | None = None,
     ) -> T:
         """Makes something in the first process only, and returns it in all, however long making it takes.
 
         Args:
           what: what is made, for errors: "search a plan of train_step".
-          make: makes it. Its error is raised in all processes, with the same type where it can be pickled.
-          pack: writes it as bytes for the other processes.
-          unpack: reads the bytes.
+          make: makes it. Its error is raised in all processes, with the same type if that is one of Python's or of
+            diffshard's own.
+          kind: the type of what is made: numbers, texts, records and tuples of these, as `from_json_values` takes it.
+          pack: writes it as bytes for the other processes; None writes it as JSON.
+          unpack: reads the bytes; None reads JSON of a `kind`.
 
         Raises:
-          ProcessesError: the first process raised an error that cannot be pickled, does something else, or did not
-            come within `ARRIVAL_LIMIT_S`.
+          ProcessesError: the first process raised an error of another type, does something else, or did not come
+            within `ARRIVAL_LIMIT_S`.
         """
-        return self._from_first(what, "", make, pack, unpack)
+        return self._from_first(what, "", make, pack or _pack, unpack or partial(_unpack, kind))
 
     def gathered(self, what: str, make: Callable[[], T]) -> list[T]:
         """Makes something in every process, and returns in all what each has made, in order of their numbers.
@@ -207,7 +212,7 @@ class Processes:
           ProcessesError: as `shared`; or the first process did not do it with this content within `ARRIVAL_LIMIT_S`.
         """
         texts = json.dumps(dict(content), sort_keys=True)
-        self._from_first(what, f"{what}: {name}: {texts}", act, pickle.dumps, pickle.loads)
+        self._from_first(what, f"{what}: {name}: {texts}", act, _pack, partial(_unpack, Any))
 
     def _from_first(
         self, what: str, name: str, make: Callable[[], T], pack: Callable[[T], bytes], unpack: Callable[[bytes], T]
@@ -223,43 +228,28 @@ class Processes:
                 packed = pack(made)
             except BaseException as error:
                 vars(error)[_KNOWN] = True
-                agreement.put("result", pickle.dumps((what, None, _packed_error(error))))
+                agreement.put("result", _pack([what, packed_error(error)]))
                 raise
-            agreement.put("result", pickle.dumps((what, packed, None)))
+            agreement.put("result", b"\n".join([_pack([what, None]), packed]))
             return made
         first, limit_s = self.indices[0], ARRIVAL_LIMIT_S if name else None
         try:
-            asked_for, packed, error = pickle.loads(agreement.get("result", first, limit_s=limit_s))
+            head, _, packed = agreement.get("result", first, limit_s=limit_s).partition(b"\n")
         except MissingError as error:
             if name:
                 raise ProcessesError(f"Process {first} did not {what} that is this process's: {error}.") from None
             raise ProcessesError(f"The processes cannot {what}: {error}.") from None
+        asked_for, error = json.loads(head)
         if asked_for != what:
             raise ProcessesError(f"Process {first} is about to {asked_for}, this one to {what}.")
         if error is not None:
-            raise _error_from(error, first)
+            raise error_of(error, first)
         return unpack(packed)
 
 
-def _packed_error(error: BaseException) -> tuple[str, bytes]:
-    """Returns an error as text, and pickled if that is possible."""
-    text = f"{type(error).__name__}: {error}"
-    if not isinstance(error, Exception):  # an interrupt is for one process
-        return text, b""
-    try:
-        pickled = pickle.dumps(error)
-        pickle.loads(pickled)
-    except Exception:
-        return text, b""
-    return text, pickled
+def _pack(value: Any) -> bytes:
+    return json.dumps(to_json_values(value), allow_nan=False).encode()
 
 
-def _error_from(packed: tuple[str, bytes], process: int) -> Exception:
-    """Returns the error of another process."""
-    text, pickled = packed
-    try:
-        error = pickle.loads(pickled)
-        error.add_note(f"This error is that of process {process}.")
-    except Exception:
-        return ProcessesError(f"Process {process} failed with {text}")
-    return error
+def _unpack(kind: Any, content: bytes) -> Any:
+    return from_json_values(kind, json.loads(content))

@@ -1,90 +1,36 @@
-"""What a folder of checkpoints holds, and whether a checkpoint is whole.
+"""What a folder of checkpoints holds, and which of them is the last whole one.
 
 Orbax writes a checkpoint into a temporary folder and renames it when everything is there, so that an interrupted save
-leaves no folder with a checkpoint's name. It does not notice everything that may happen to the files afterwards: the
-numbers of an array have no checksum. So the last file that is written before the renaming is a manifest, which has the
-size and the checksum of every other file and of itself.
+leaves no folder with a checkpoint's name. It does not notice everything that may happen to the files afterwards, and so
+every checkpoint has a manifest (`manifests.py`).
 """
 
-import json
 import os
 import re
 import secrets
 import shutil
-import zlib
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any
 
 from diffshard.base import ProcessesError
-from diffshard.files import write_whole
-from diffshard.plans.base import PlanData
-from diffshard.plans.file import load, save
+from diffshard.elastic.manifests import (
+    CHANGED_LATER,
+    MANIFEST,
+    Checkpoint,
+    CheckpointError,
+    Files,
+    IncompatibleError,
+    damage_of,
+    read_manifest,
+    step_folder,
+)
 from diffshard.processes import Processes
-from diffshard.sharding_search.plan import Plan
 
-FORMAT, VERSION = "diffshard checkpoint", 1
-MANIFEST, PLAN = "checkpoint.json", "plan.json"
-_STEP = re.compile(r"\d{8,}")
-_UNFINISHED = re.compile(r"\d{8,}(\.orbax-checkpoint-tmp|\.[0-9a-f]{8}\.removed$)")
+_STEP = re.compile(r"[0-9]{8}|[1-9][0-9]{8,17}")
+_UNFINISHED = re.compile(r"[0-9]{8,}(\.orbax-checkpoint-tmp|\.[0-9a-f]{8}\.removed$)")
 """Names of folders that orbax writes, and of old ones that are being removed."""
-_CHANGED_LATER = "_CHECKPOINT_METADATA"  # orbax notes there when it renames the folder
-_MARKS = (MANIFEST, _CHANGED_LATER, "_METADATA", "manifest.ocdbt")
+_MARKS = (MANIFEST, CHANGED_LATER, "_METADATA", "manifest.ocdbt")
 """Files by which a checkpoint is known, also one that has lost some of its files; the last three are orbax's."""
-_CHUNK_BYTES = 1 << 22
 _CHECK = "check the last checkpoint"
-
-
-class CheckpointError(ValueError):
-    """A checkpoint is damaged, or does not fit the function that is to go on from it."""
-
-
-class IncompatibleError(CheckpointError):
-    """A checkpoint is whole, but of another version."""
-
-
-@dataclass(frozen=True)
-class SavedArray:
-    """An array of a saved state.
-
-    Attributes:
-      path: its place in the state.
-      shape, dtype: of the whole array; the dtype of random keys is written as `key<fry>`.
-    """
-
-    path: str
-    shape: tuple[int, ...]
-    dtype: str
-
-    def __str__(self) -> str:
-        return f"`{self.path}` of {self.dtype}{list(self.shape)}"
-
-
-@dataclass(frozen=True)
-class Checkpoint:
-    """A whole checkpoint.
-
-    Attributes:
-      folder: where it is.
-      num_steps: that the training had made.
-      arrays: of the state, in order.
-      data: what the user saved beside the state, JSON values.
-    """
-
-    folder: str
-    num_steps: int
-    arrays: tuple[SavedArray, ...]
-    data: Any
-
-    def plan(self) -> Plan:
-        """Reads the plan that the training ran with."""
-        return load(os.path.join(self.folder, PLAN), Plan)
-
-
-def step_folder(directory: str, num_steps: int) -> str:
-    """Returns the folder of a checkpoint."""
-    return os.path.join(directory, f"{num_steps:08d}")
 
 
 def saved_steps(directory: str) -> list[int]:
@@ -101,68 +47,6 @@ def saved_steps(directory: str) -> list[int]:
 def is_checkpoint(folder: str) -> bool:
     """Tells whether a folder has, or has had, a checkpoint."""
     return any(os.path.exists(os.path.join(folder, name)) for name in _MARKS)
-
-
-def write_manifest(folder: str, plan: PlanData, num_steps: int, arrays: Sequence[SavedArray], data: Any) -> None:
-    """Finishes a checkpoint whose arrays are written: adds the plan and, last, the manifest."""
-    save(plan, os.path.join(folder, PLAN))
-    files = {name: _size_and_checksum(os.path.join(folder, name)) for name in _files_in(folder)}
-    document = {
-        "format": FORMAT,
-        "version": VERSION,
-        "num_steps": num_steps,
-        "arrays": [asdict(array) for array in arrays],
-        "data": data,
-        "files": files,
-    }
-    write_whole(os.path.join(folder, MANIFEST), json.dumps({"checksum": _checksum_of(document), **document}))
-
-
-def read_manifest(folder: str) -> tuple[Checkpoint, dict[str, tuple[int, int]]]:
-    """Reads what a checkpoint is, and size and checksum of each of its files.
-
-    Raises:
-      CheckpointError: the manifest is missing or damaged, or a newer version of diffshard wrote it.
-    """
-    path = os.path.join(folder, MANIFEST)
-    try:
-        with open(path, encoding="utf-8") as file:
-            document = json.load(file)
-        checksum = document.pop("checksum")
-        if checksum != _checksum_of(document):
-            raise ValueError("its checksum is wrong")
-    except FileNotFoundError:
-        raise CheckpointError(f"`{folder}` has no {MANIFEST}: diffshard did not write it, or not to the end") from None
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"`{path}` is damaged: {error}") from None
-    if document["format"] != FORMAT or document["version"] != VERSION:
-        raise IncompatibleError(
-            f"`{folder}` is a {document['format']} of version {document['version']}; this diffshard reads version "
-            f"{VERSION} of a {FORMAT}. Update diffshard, or train on with the version that wrote it."
-        )
-    arrays = tuple(SavedArray(a["path"], tuple(a["shape"]), a["dtype"]) for a in document["arrays"])
-    files = {name: (size, checksum) for name, (size, checksum) in document["files"].items()}
-    return Checkpoint(folder, document["num_steps"], arrays, document["data"]), files
-
-
-def damage_of(folder: str, files: Mapping[str, tuple[int, int]]) -> str | None:
-    """Returns what is wrong with the files of a checkpoint; None if nothing is.
-
-    Args:
-      folder: of the checkpoint.
-      files: size and checksum of each file, from its manifest.
-    """
-    for name in sorted(files):
-        path = os.path.join(folder, name)
-        try:
-            found = _size_and_checksum(path)
-        except OSError as error:
-            return f"`{path}` cannot be read: {error.strerror}"
-        if found[0] != files[name][0]:
-            return f"`{path}` has {found[0]:,} bytes, not {files[name][0]:,}"
-        if found != files[name]:
-            return f"`{path}` has another checksum than when it was written"
-    return None
 
 
 def last_whole_checkpoint(directory: str, processes: Processes) -> tuple[Checkpoint | None, dict[int, str]]:
@@ -185,8 +69,9 @@ def last_whole_checkpoint(directory: str, processes: Processes) -> tuple[Checkpo
       ProcessesError: a process does not see the checkpoint, or reads other bytes than the first one.
     """
     damages: dict[int, str] = {}
-    for num_steps in reversed(processes.shared(_CHECK, partial(saved_steps, directory))):
-        found = processes.shared(_CHECK, partial(_manifest_or_damage, step_folder(directory, num_steps)))
+    for num_steps in reversed(processes.shared(_CHECK, partial(saved_steps, directory), kind=tuple[int, ...])):
+        look = partial(_manifest_or_damage, step_folder(directory, num_steps))
+        found = processes.shared(_CHECK, look, kind=str | tuple[Checkpoint, Files])
         if isinstance(found, str):
             damages[num_steps] = found
             continue
@@ -203,7 +88,7 @@ def last_whole_checkpoint(directory: str, processes: Processes) -> tuple[Checkpo
     return None, {}
 
 
-def divided(files: Mapping[str, tuple[int, int]], count: int) -> list[dict[str, tuple[int, int]]]:
+def divided(files: Files, count: int) -> list[dict[str, tuple[int, int]]]:
     """Divides files into parts of about equal size: the largest first, each to the part that has least.
 
     Args:
@@ -219,7 +104,7 @@ def divided(files: Mapping[str, tuple[int, int]], count: int) -> list[dict[str, 
     return parts
 
 
-def _damage_seen_by_all(folder: str, files: Mapping[str, tuple[int, int]], processes: Processes) -> str | None:
+def _damage_seen_by_all(folder: str, files: Files, processes: Processes) -> str | None:
     """Returns what is wrong with the files of a checkpoint, of which each process reads a part; None if nothing is.
 
     Raises:
@@ -231,7 +116,9 @@ def _damage_seen_by_all(folder: str, files: Mapping[str, tuple[int, int]], proce
     for process, part, damage in zip(processes.indices, parts, damages, strict=True):
         if damage is None:
             continue
-        in_first = damage if process == first else processes.shared(_CHECK, partial(damage_of, folder, part))
+        in_first = damage
+        if process != first:
+            in_first = processes.shared(_CHECK, partial(damage_of, folder, part), kind=str | None)
         if in_first is not None:
             return in_first
         raise ProcessesError(
@@ -241,7 +128,7 @@ def _damage_seen_by_all(folder: str, files: Mapping[str, tuple[int, int]], proce
     return None
 
 
-def _manifest_or_damage(folder: str) -> tuple[Checkpoint, dict[str, tuple[int, int]]] | str:
+def _manifest_or_damage(folder: str) -> tuple[Checkpoint, Files] | str:
     """Returns what `read_manifest` does, or what is wrong with the manifest.
 
     Raises:
@@ -274,23 +161,3 @@ def remove_unfinished(directory: str) -> None:
     for name in os.listdir(directory):
         if _UNFINISHED.match(name):
             shutil.rmtree(os.path.join(directory, name), ignore_errors=True)
-
-
-def _files_in(folder: str) -> list[str]:
-    """Returns the paths of all files in a folder that no one changes any more, relative to it."""
-    paths = []
-    for parent, _, names in os.walk(folder):
-        paths += [os.path.relpath(os.path.join(parent, name), folder) for name in names]
-    return sorted(path for path in paths if path != _CHANGED_LATER)
-
-
-def _size_and_checksum(path: str) -> tuple[int, int]:
-    size, checksum = 0, 0
-    with open(path, "rb") as file:
-        while chunk := file.read(_CHUNK_BYTES):
-            size, checksum = size + len(chunk), zlib.crc32(chunk, checksum)
-    return size, checksum
-
-
-def _checksum_of(document: Mapping[str, Any]) -> int:
-    return zlib.crc32(json.dumps(document, sort_keys=True).encode())

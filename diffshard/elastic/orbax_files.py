@@ -5,8 +5,11 @@ orbax alone, too. Random keys are stored as their words, and arrays without elem
 not stored.
 """
 
+import contextlib
+import errno
 import functools
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,10 +72,14 @@ class ArrayFiles:
           folder: that does not exist yet.
           arrays: by name.
           finish: called in the first process with a temporary folder that has all arrays, before it is renamed.
+
+        Raises:
+          OSError: the save before could not be written.
         """
         stored = {name: _words(array) for name, array in arrays.items() if array.size}
         blocks = {name: orbax.SaveArgs(chunk_byte_size=_BLOCK_BYTES) for name in stored}
-        self._checkpointer.save(folder, args=_Save(stored, save_args=blocks, finish=finish))
+        with _file_errors():
+            self._checkpointer.save(folder, args=_Save(stored, save_args=blocks, finish=finish))
 
     def restore(self, folder: str, targets: Mapping[str, jax.ShapeDtypeStruct]) -> list[jax.Array]:
         """Reads arrays into their shardings; each process reads the parts of its own devices.
@@ -80,22 +87,41 @@ class ArrayFiles:
         Args:
           folder: of a checkpoint.
           targets: by name the shapes, dtypes and shardings.
+
+        Raises:
+          OSError: a file cannot be read.
         """
         stored = {name: _stored_target(target) for name, target in targets.items() if target.size}
-        restored = self._checkpointer.restore(folder, args=_Restore(stored)) if stored else {}
+        with _file_errors():
+            restored = self._checkpointer.restore(folder, args=_Restore(stored)) if stored else {}
         return [
             _as_target(restored[name], target) if name in restored else _without_elements(target)
             for name, target in targets.items()
         ]
 
     def wait(self) -> None:
-        """Waits until the last save is written; raises the error that it met, if any."""
-        self._checkpointer.wait_until_finished()
+        """Waits until the last save is written.
+
+        Raises:
+          OSError: it could not be written.
+        """
+        with _file_errors():
+            self._checkpointer.wait_until_finished()
 
     def close(self) -> None:
-        """Waits as `wait`, and ends the threads."""
-        self.wait()
-        self._checkpointer.close()
+        """Ends the threads, when the last save is written or has failed."""
+        with _file_errors():
+            self._checkpointer.close()
+
+
+@contextlib.contextmanager
+def _file_errors() -> Iterator[None]:
+    """Raises as `OSError` what TensorStore, which reads and writes for orbax, says of files by `ValueError`."""
+    try:
+        yield
+    except ValueError as error:
+        code = re.search(r"os_error_code='(\d+)'", str(error))
+        raise OSError(int(code[1]) if code else errno.EIO, str(error)) from error
 
 
 def _is_key(array: Any) -> bool:

@@ -16,8 +16,12 @@ import warnings
 import weakref
 from dataclasses import asdict, dataclass
 
-from diffshard.elastic.checkpoint_files import CheckpointError
-from diffshard.files import write_whole
+from cost.number_ranges import Index
+from diffshard.base import printable
+from diffshard.elastic.manifests import CheckpointError
+from diffshard.files import replace_file
+from diffshard.plans.documents import DAMAGE
+from diffshard.plans.json_values import from_json_values
 
 OWNER = "diffshard-owner.json"
 """The name of the file."""
@@ -48,12 +52,13 @@ class Owner:
     token: str
     host: str
     machine: str
-    pid: int
+    pid: Index
     start: str
     since: str
 
     def __str__(self) -> str:
-        return f"process {self.pid} on {self.host or 'an unknown machine'}, since {self.since or 'an unknown time'}"
+        host, since = self.host or "an unknown machine", self.since or "an unknown time"
+        return printable(f"process {self.pid} on {host}, since {since}")
 
     @property
     def process(self) -> tuple[str, int, str]:
@@ -81,7 +86,7 @@ class Ownership:
                 f"each other's checkpoints: end that one, or give another directory. If the directory is a copy, "
                 f"remove `{path}`."
             )
-        write_whole(path, json.dumps(asdict(own)))
+        replace_file(path, json.dumps(asdict(own)))
         self._directory, self._path, self._token = directory, path, own.token
         self._has_ended = threading.Event()
         self._release = weakref.finalize(self, _give_back, path, own.token, os.getpid(), self._has_ended)
@@ -140,10 +145,10 @@ def _owner_in(path: str) -> Owner | None:
     """Returns who has a directory; None if nobody has. Of a file that is half written nothing is known."""
     try:
         with open(path, encoding="utf-8") as file:
-            return Owner(**json.load(file))
+            return from_json_values(Owner, json.load(file))
     except FileNotFoundError:
         return None
-    except (ValueError, TypeError):
+    except DAMAGE:
         return Owner("", "", "", 0, "", "")
 
 
@@ -184,7 +189,7 @@ def _touch(path: str, token: str, has_ended: threading.Event) -> None:
         try:
             if not _has_token(path, token):
                 return
-            os.utime(path)
+            os.utime(path, follow_symlinks=False)
         except OSError:  # a server may be away for a moment
             continue
 

@@ -13,13 +13,8 @@ from jax.sharding import AbstractMesh, Mesh
 
 from cost.real_numbers import whole_number
 from diffshard.base import PlanError
-from diffshard.elastic.checkpoint_files import (
-    Checkpoint,
-    CheckpointError,
-    last_whole_checkpoint,
-    remove_unfinished,
-    set_aside,
-)
+from diffshard.elastic.checkpoint_files import last_whole_checkpoint, remove_unfinished, set_aside
+from diffshard.elastic.manifests import Checkpoint, CheckpointError
 from diffshard.elastic.ownership import Ownership
 from diffshard.elastic.training import FreshState, Training, difference_of
 from diffshard.files import folder_path

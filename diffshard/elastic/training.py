@@ -11,15 +11,8 @@ from jax import lax
 from jax.sharding import NamedSharding
 
 from cost.real_numbers import whole_number
-from diffshard.elastic.checkpoint_files import (
-    Checkpoint,
-    CheckpointError,
-    SavedArray,
-    remove,
-    saved_steps,
-    step_folder,
-    write_manifest,
-)
+from diffshard.elastic.checkpoint_files import remove, saved_steps
+from diffshard.elastic.manifests import Checkpoint, CheckpointError, SavedArray, step_folder, write_manifest
 from diffshard.elastic.orbax_files import ArrayFiles
 from diffshard.elastic.ownership import Ownership
 from diffshard.plans.formats import short_name
@@ -105,6 +98,9 @@ class Training:
 
         Each process reads only the parts that its devices hold, and a new state is computed in such parts, too. The
         training does not keep the state.
+
+        Raises:
+          OSError: the checkpoint cannot be read.
         """
         fresh = self._fresh_state
         tensors = self.plan.arguments[: len(fresh.arrays)]
@@ -138,7 +134,7 @@ class Training:
           ValueError: the number is not larger than the last one, the data are not JSON values, or the state has other
             arrays than the first one.
           CheckpointError: another job has taken the directory, or there is a folder of the user's in the way.
-          OSError: the checkpoint before could not be written, as orbax tells it.
+          OSError: the checkpoint before could not be written, as on a full disk.
           ProcessesError: one of these happened in another process, or it saves another number of steps.
         """
         with errors_for_all(self.plan.mesh, "save a checkpoint"):
@@ -183,19 +179,30 @@ class Training:
         return data, {entry.path: array for entry, array in zip(saved, arrays, strict=True)}
 
     def wait(self) -> None:
-        """Waits until the last checkpoint is whole, and removes the oldest; raises what went wrong, if anything did."""
+        """Waits until the last checkpoint is whole, and removes the oldest.
+
+        Raises:
+          OSError: the last checkpoint could not be written, as on a full disk; those before it are as they were.
+        """
         self._files.wait()
         if self._ownership is not None and not self._ownership.is_lost:
             for num_steps in saved_steps(self._directory)[: -self._max_to_keep]:
                 remove(self._directory, num_steps)
 
     def close(self) -> None:
-        """Waits as `wait`, ends the threads that write, and gives the directory back; nothing can be saved then."""
-        self.wait()
-        self._is_closed = True
-        self._files.close()
-        if self._ownership is not None:
-            self._ownership.release()
+        """Waits as `wait`, ends the threads that write, and gives the directory back; nothing can be saved then.
+
+        Raises:
+          OSError: the last checkpoint could not be written; the threads have ended and the directory is free all the
+            same.
+        """
+        try:
+            self.wait()
+        finally:
+            self._is_closed = True
+            self._files.close()
+            if self._ownership is not None:
+                self._ownership.release()
 
     def __enter__(self) -> "Training":
         return self

@@ -1,11 +1,11 @@
-"""Checks of what a plan of embedding tables is given, and of what its file holds.
+"""Checks of what a plan of embedding tables is given.
 
 Letters for sizes: D devices, B examples, P ids.
 """
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,48 +16,7 @@ from cost.real_numbers import real_number
 from diffshard.embedding_tables.arrays import TableArrays
 from diffshard.embedding_tables.reference import NO_ID
 from diffshard.solving.solve import check_key
-from search_spaces.embedding_tables.base import EVERY_DEVICE, HOST, MEMORIES, EmbeddingTable, Piece, TableDevices
-
-
-class Pieces(Protocol):
-    """What `check_pieces` looks at of a plan."""
-
-    @property
-    def tables(self) -> tuple[EmbeddingTable, ...]: ...  # noqa: D102
-    @property
-    def devices(self) -> TableDevices: ...  # noqa: D102
-    @property
-    def pieces(self) -> tuple[Piece, ...]: ...  # noqa: D102
-    @property
-    def mesh_axes(self) -> tuple[tuple[str, int], ...]: ...  # noqa: D102
-
-
-def check_pieces(plan: Pieces) -> None:
-    """Checks that pieces cover each number of each table once, on devices that there are.
-
-    Raises:
-      ValueError: they do not; the error names the table.
-    """
-    num_devices = plan.devices.num_devices
-    if int(np.prod([size for _, size in plan.mesh_axes])) != num_devices:
-        raise ValueError(f"the mesh axes {plan.mesh_axes} are not of {num_devices} devices")
-    for index, table in enumerate(plan.tables):
-        own = [piece for piece in plan.pieces if piece.table == index]
-        for p in own:
-            fits = 0 <= p.row_start < p.row_end <= table.rows and 0 <= p.column_start < p.column_end <= table.dimension
-            is_copy = p.device == EVERY_DEVICE
-            if is_copy and (p.columns < table.dimension or p.memory == HOST or sum(q.device < 0 for q in own) > 1):
-                raise ValueError(f"table {table.name!r} has the piece {p}; of a table some whole rows may be copied")
-            if not fits or not EVERY_DEVICE <= p.device < num_devices or p.memory not in MEMORIES:
-                raise ValueError(f"table {table.name!r} has the piece {p}, which does not fit it or the devices")
-        covered = sum(p.rows * p.columns for p in own)
-        if covered != table.rows * table.dimension or any(_overlap(a, b) for i, a in enumerate(own) for b in own[:i]):
-            raise ValueError(f"the pieces of table {table.name!r} do not cover each of its numbers once")
-        parts = {(p.row_start, p.row_end) for p in own if p.columns < table.dimension}
-        if any(a[0] < b[1] and b[0] < a[1] for a in parts for b in parts if a != b):  # updates add up their squares
-            raise ValueError(f"pieces of columns of table {table.name!r} have different rows in common")
-    if any(not 0 <= p.table < len(plan.tables) for p in plan.pieces):
-        raise ValueError("a piece belongs to no table")
+from search_spaces.embedding_tables.base import EmbeddingTable
 
 
 def checked_arrays(tables: Sequence[EmbeddingTable], arrays: Mapping[str, Any]) -> list[np.ndarray]:
@@ -212,12 +171,3 @@ def _check_known(argument: str, tables: Sequence[EmbeddingTable], given: Iterabl
     unknown = [name for name in given if name not in names]
     if unknown:
         raise ValueError(f"`{argument}` has {unknown[0]!r}, which is no table of the plan; it has {', '.join(names)}.")
-
-
-def _overlap(a: Piece, b: Piece) -> bool:
-    return (
-        a.row_start < b.row_end
-        and b.row_start < a.row_end
-        and a.column_start < b.column_end
-        and b.column_start < a.column_end
-    )

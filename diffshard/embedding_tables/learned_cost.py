@@ -17,7 +17,6 @@ import io
 import json
 import math
 import os
-import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -26,8 +25,10 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from cost.embedding_tables import BACKWARD_FACTOR, copy_reduction_s
-from cost.pooled_networks import PooledNetwork
+from cost.number_ranges import Amount, Count
+from cost.pooled_networks import PooledNetwork, check_network
 from diffshard.files import write_whole
+from diffshard.plans.json_values import MisfitError, from_json_values
 from search_spaces.embedding_tables.base import (
     DEVICE,
     EVERY_DEVICE,
@@ -37,7 +38,12 @@ from search_spaces.embedding_tables.base import (
     Piece,
     TableDevices,
 )
-from search_spaces.embedding_tables.features import device_features, piece_features
+from search_spaces.embedding_tables.features import (
+    NUM_DEVICE_FEATURES,
+    NUM_PIECE_FEATURES,
+    device_features,
+    piece_features,
+)
 from search_spaces.embedding_tables.prices import decoded, price_of, sent_columns
 
 _NETWORKS = ("lookups", "updates", "row_exchange", "gradient_exchange")
@@ -54,8 +60,8 @@ class LearnedPrediction(NamedTuple):
     """
 
     source: str
-    forward_s: tuple[float, ...]
-    rest_s: tuple[float, ...]
+    forward_s: tuple[Amount, ...]
+    rest_s: tuple[Amount, ...]
 
     def of_part(self, part: float) -> tuple[float, float]:
         """Returns the seconds of lookups and of the rest, in proportion to the part of the examples."""
@@ -84,11 +90,15 @@ class LearnedTableCost:
     device: str
     date: str
     jax_version: str
-    num_devices: int
+    num_devices: Count
     lookups: PooledNetwork
     updates: PooledNetwork
     row_exchange: PooledNetwork | None
     gradient_exchange: PooledNetwork | None
+
+    def __post_init__(self):
+        if (self.row_exchange is None) != (self.gradient_exchange is None):
+            raise ValueError("`row_exchange` and `gradient_exchange` are both measured or neither is.")
 
     def decoded(
         self, tables: Sequence[EmbeddingTable], pieces: Sequence[Piece], devices: TableDevices
@@ -155,15 +165,18 @@ class LearnedTableCost:
           ValueError: the file is no such cost, or is damaged.
           OSError: the file cannot be read.
         """
+        with open(path, "rb") as file:
+            content = file.read()
         try:
-            with open(path, "rb") as opened, np.load(opened, allow_pickle=False) as file:
-                facts = json.loads(str(file["facts"]))
-                if (facts.pop("format"), facts.pop("version")) != (_FORMAT, _VERSION):
+            with np.load(io.BytesIO(content), allow_pickle=False) as arrays:
+                facts = json.loads(str(arrays["facts"]))
+                if (facts.pop("format"), repr(facts.pop("version"))) != (_FORMAT, repr(_VERSION)):
                     raise ValueError("it is another kind of file, or of another version")
-                networks = {name: _network_of(file, name) for name in _NETWORKS}
-                return cls(**facts, **networks)  # pyright: ignore[reportArgumentType]
-        except (EOFError, KeyError, TypeError, ValueError, zipfile.BadZipFile) as error:
-            raise ValueError(f"`{os.fspath(path)}` is not a learned cost of embedding tables: {error}.") from None
+                facts |= {name: _network_of(arrays, name) for name in _NETWORKS}
+                return from_json_values(cls, facts, {PooledNetwork: _given, PooledNetwork | None: lambda own: own})
+        except Exception as error:  # readers of zip files and of arrays raise many kinds for damaged bytes
+            reason = f"{type(error).__name__}: {error}"
+            raise ValueError(f"`{os.fspath(path)}` is not a learned cost of embedding tables: {reason}.") from None
 
 
 def _named_arrays(network: PooledNetwork) -> dict[str, Any]:
@@ -171,12 +184,25 @@ def _named_arrays(network: PooledNetwork) -> dict[str, Any]:
     return {"centre": network.centre, "scale": network.scale, "unit_s": network.unit_s, **layers}
 
 
-def _network_of(file: Any, name: str) -> PooledNetwork | None:
-    if f"{name}.centre" not in file:
+def _network_of(arrays: Any, name: str) -> PooledNetwork | None:
+    """Reads a network; None if it is not there.
+
+    Raises:
+      KeyError, ValueError: it lacks a part, or is none.
+    """
+    if not any(key.startswith(f"{name}.") for key in arrays):
         return None
-    layers = {kind: tuple(file[f"{name}.{kind}.{i}"] for i in range(4)) for kind in ("weights", "biases")}
-    unit_s = float(file[f"{name}.unit_s"])
-    return PooledNetwork(file[f"{name}.centre"], file[f"{name}.scale"], **layers, unit_s=unit_s)
+    layers = {kind: tuple(arrays[f"{name}.{kind}.{i}"] for i in range(4)) for kind in ("weights", "biases")}
+    unit_s = float(arrays[f"{name}.unit_s"])
+    network = PooledNetwork(arrays[f"{name}.centre"], arrays[f"{name}.scale"], **layers, unit_s=unit_s)
+    check_network(network, NUM_DEVICE_FEATURES if name.endswith("exchange") else NUM_PIECE_FEATURES)
+    return network
+
+
+def _given(network: PooledNetwork | None) -> PooledNetwork:
+    if network is None:
+        raise MisfitError("is not there")
+    return network
 
 
 def piece_added_s(table: EmbeddingTable, piece: Piece, devices: TableDevices) -> np.ndarray:

@@ -16,21 +16,23 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from cost.embedding_tables import step_s
+from cost.number_ranges import Amount, Count
 from diffshard.base import PlanError
 from diffshard.embedding_tables import checks
 from diffshard.embedding_tables.arrays import TableArrays, random_hosts, shapes_of, to_numbers, to_tables
+from diffshard.embedding_tables.consistency import check_table_plan
 from diffshard.embedding_tables.host_rows import HOST_MEMORY
 from diffshard.embedding_tables.layout import Layout, check_fits
 from diffshard.embedding_tables.learned_cost import LearnedPrediction
 from diffshard.embedding_tables.text import plan_text
 from diffshard.embedding_tables.update_programs import DevicePrograms
-from diffshard.plans.documents import TABLES, read_record, write_record
+from diffshard.plans.documents import TABLES, RecordFile
 from diffshard.sharding_search.options import with_automatic_axes
 from search_spaces.embedding_tables.base import DecodedTables, EmbeddingTable, Piece, TableDevices
 from search_spaces.embedding_tables.prices import decoded, lookup_and_update_s
 from search_spaces.sharding.stated_seconds import stating_seconds
 
-VERSION = 1
+_FILE = RecordFile(TABLES, 1, check_table_plan, without=("mesh",))
 _EPSILON = 1e-8  # of Adagrad, as in FBGEMM
 
 
@@ -53,10 +55,10 @@ class TablePlan:
     tables: tuple[EmbeddingTable, ...]
     devices: TableDevices
     pieces: tuple[Piece, ...]
-    mesh_axes: tuple[tuple[str, int], ...]
-    lower_bound_s: float
+    mesh_axes: tuple[tuple[str, Count], ...]
+    lower_bound_s: Amount
     status: str
-    search_s: float
+    search_s: Amount
     learned: LearnedPrediction | None = None
     mesh: Mesh | AbstractMesh | None = field(default=None, compare=False)
 
@@ -213,7 +215,7 @@ class TablePlan:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the plan as JSON; the file is replaced whole or not at all."""
-        write_record(path, TABLES, VERSION, self, without=("mesh",))
+        _FILE.save(self, path)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], mesh: Mesh | AbstractMesh | None = None) -> "TablePlan":
@@ -227,7 +229,7 @@ class TablePlan:
           PlanError: the file is no such plan, is damaged, or was made for other axes than the mesh's.
           OSError: the file cannot be read.
         """
-        plan = read_record(path, TABLES, VERSION, cls, checks.check_pieces)
+        plan = _FILE.load(path, cls)
         if mesh is not None and tuple(mesh.shape.items()) != plan.mesh_axes:
             raise PlanError(f"`mesh` has the axes {dict(mesh.shape)}; the plan was made for {dict(plan.mesh_axes)}.")
         return dataclasses.replace(plan, mesh=mesh)

@@ -8,19 +8,16 @@ of the first, looser problem.
 
 import functools
 import math
-import time
 
 import jax
 
 from cost.real_numbers import is_positive
 from diffshard.base import OPTIMAL_GAP, Progress, Solution, Solver
+from diffshard.deadline import Deadline
 from diffshard.embedding_tables import annealing
 from diffshard.solving.presolve.base import identity
 from diffshard.solving.solve import solve
 from search_spaces.embedding_tables.space import EmbeddingTableSpace
-
-_LEAST_TIME_S = 1e-3
-"""Seconds that a solver is given where those before it have used them all, so that its limit stays positive."""
 
 
 def solve_space(
@@ -43,22 +40,19 @@ def solve_space(
     always_fits = (space.arrays.most() <= space.arrays.limit_bytes).all()
     has_limit = not always_fits and is_positive(time_limit_s)
     limit_s = time_limit_s / 2 if has_limit and time_limit_s is not None else time_limit_s
-    begin_s = time.perf_counter()
+    deadline = Deadline.from_now(time_limit_s)
     found = solve(space.problem, solver=solver, time_limit_s=limit_s, key=key, progress=progress)
     if not found.feasible or not space.arrays.excess(found.choice):
         return found
 
-    def rest_s(share: float) -> float | None:
-        if time_limit_s is None:
-            return None
-        return max(share * (time_limit_s - (time.perf_counter() - begin_s)), _LEAST_TIME_S)
-
-    annealed = solve_space(space, time_limit_s=rest_s(0.5), key=key)
+    annealed = solve_space(space, time_limit_s=deadline.remaining_s(0.5), key=key)
     bound = max(found.lower_bound, annealed.lower_bound)
     if not annealed.feasible:
         return _with_whole_arrays(space, annealed, bound)
     limited = space.arrays.with_limits(space.problem, space.arrays.limits_as(annealed.choice))
-    better = solve(limited, solver=solver, time_limit_s=rest_s(1.0), key=key, progress=progress, start=annealed.choice)
+    better = solve(
+        limited, solver=solver, time_limit_s=deadline.remaining_s(), key=key, progress=progress, start=annealed.choice
+    )
     return _with_whole_arrays(space, better, bound)
 
 

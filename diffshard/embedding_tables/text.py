@@ -4,29 +4,20 @@ import collections
 import dataclasses
 from typing import Protocol
 
-from diffshard.embedding_tables.checks import Pieces
+from diffshard.embedding_tables.consistency import TablePlanData
 from diffshard.embedding_tables.layout import Layout
-from diffshard.embedding_tables.learned_cost import LearnedPrediction
 from diffshard.plans.formats import format_bytes, format_count, format_devices, format_percent, format_s
 from diffshard.plans.text_table import format_table, wrapped
 from search_spaces.embedding_tables.base import DEVICE, EVERY_DEVICE, HOST, DecodedTables, EmbeddingTable, Piece
 
 
-class Described(Pieces, Protocol):
+class Described(TablePlanData, Protocol):
     """What the text says of a plan; see `TablePlan`."""
 
     @property
-    def step_s(self) -> float: ...  # noqa: D102
-    @property
-    def lower_bound_s(self) -> float: ...  # noqa: D102
-    @property
     def gap(self) -> float: ...  # noqa: D102
     @property
-    def status(self) -> str: ...  # noqa: D102
-    @property
     def search_s(self) -> float: ...  # noqa: D102
-    @property
-    def learned(self) -> LearnedPrediction | None: ...  # noqa: D102
 
 
 def plan_text(plan: Described, predicted: DecodedTables, layout: Layout) -> str:

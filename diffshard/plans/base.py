@@ -13,8 +13,10 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from cost.base import Hardware
+from cost.number_ranges import Amount, AmountOrInf, AnyNumber, Count, FiniteNumber, Index, Limit, LowerBound
 from diffshard.plans.comparison import Comparison
 from diffshard.plans.residuals import Rematerialisation
+from diffshard.plans.whole_work import WholeWork
 from search_spaces.partition_specs import NamedSpec, partition_spec
 
 Executor = Literal["constraints", "program", "propagation"]
@@ -48,12 +50,12 @@ class Tensor:
     """
 
     path: str
-    shape: tuple[int, ...]
+    shape: tuple[Index, ...]
     dtype: str
     spec: NamedSpec
     given: bool = False
     next_best_spec: NamedSpec | None = None
-    next_best_s: float = 0.0
+    next_best_s: AnyNumber = 0.0
     logical_axes: tuple[str, ...] | None = None
 
     @property
@@ -90,7 +92,7 @@ class Operation:
         in order; empty in plans that were saved before they were written down.
     """
 
-    kind: str
+    kind: Literal["operation", "input", "constant", "carry", "slice", "stack", "join"]
     signature: str
     source: str
     scope: str
@@ -98,10 +100,10 @@ class Operation:
     unreduced: tuple[NamedSpec, ...]
     results: tuple[NamedSpec, ...]
     value_specs: tuple[NamedSpec, ...]
-    count: float
-    compute_s: float
+    count: Amount
+    compute_s: Amount
     next_best_spec: NamedSpec | None = None
-    next_best_s: float = 0.0
+    next_best_s: AnyNumber = 0.0
     reductions: tuple[tuple[tuple[str, str], ...], ...] = ()
 
 
@@ -125,13 +127,13 @@ class PredictedCollective:
 
     kind: str
     axis: str
-    num_bytes: float
-    count: float
-    seconds: float
-    operation: int
-    link_s: float | None = None
-    made_by: int | None = None
-    read_by: int | None = None
+    num_bytes: Amount
+    count: Amount
+    seconds: Amount
+    operation: Index
+    link_s: Amount | None = None
+    made_by: Index | None = None
+    read_by: Index | None = None
 
 
 @dataclass(frozen=True)
@@ -145,9 +147,9 @@ class HeldTensor:
       is_copy: whether it is a gathered copy of an array that is stored as well.
     """
 
-    operation: int
-    result: int
-    num_bytes: float
+    operation: Index
+    result: Index
+    num_bytes: Amount
     is_copy: bool = False
 
 
@@ -162,7 +164,7 @@ class MemoryProfile:
         `LEAST_SHARE_AT_PEAK` of it.
     """
 
-    changes: tuple[tuple[int, float], ...]
+    changes: tuple[tuple[int, Amount], ...]
     at_peak: tuple[HeldTensor, ...]
 
 
@@ -180,11 +182,31 @@ class TriedShape:
         where the time was over.
     """
 
-    mesh_axes: Mapping[str, int]
-    step_s: float | None
-    lower_bound_s: float
-    search_s: float
+    mesh_axes: Mapping[str, Count]
+    step_s: Amount | None
+    lower_bound_s: AnyNumber
+    search_s: Amount
     status: str
+
+
+@dataclass(frozen=True)
+class PlannedObjective:
+    """A user's objective for which a plan was searched, in the user's unit.
+
+    Attributes:
+      name: of the function.
+      value: of the plan.
+      lower_bound: no plan in the search space has a lower value; -inf where the objective turned out not to be convex.
+    """
+
+    name: str
+    value: FiniteNumber
+    lower_bound: LowerBound
+
+    @property
+    def gap(self) -> float:
+        """How much lower the value of another plan can be at most, relative to this one's."""
+        return max(self.value - self.lower_bound, 0.0) / abs(self.value) if self.value else 0.0
 
 
 LEAST_SHARE_AT_PEAK = 1e-3
@@ -205,8 +227,9 @@ class PlanData:
       compute_s: predicted seconds of arithmetic and memory traffic in one step.
       collectives: predicted communication; the predicted step takes `step_s` = `compute_s` + their seconds.
       peak_bytes: predicted peak memory of a device.
-      lower_bound_s: no plan in the search space is predicted to take less, on no mesh of `shapes`.
-      gap: (step_s - lower_bound_s) / step_s.
+      lower_bound_s: no plan in the search space is predicted to take less, on no mesh of `shapes`; 0 where another
+        objective was searched for.
+      gap: (step_s - lower_bound_s) / step_s, or that of `objective`.
       status: how the search ended: "optimal", "finished", "time limit" or "interrupted".
       solver: name of the solver.
       search_s: seconds that tracing and searching took.
@@ -221,6 +244,9 @@ class PlanData:
       comparison: the compiled programs of this plan and of others, where the search was asked to judge by these.
       memory: where in the step how much memory is in use; None in plans of older versions.
       remat: what is kept from forward to backward and what is computed again; None where the search did not choose it.
+      objective: what was made small in place of the seconds of a step; None for these.
+      whole_work: arithmetic that several devices repeat because it cannot be split, the most expensive first, without
+        what takes less than a hundredth of `compute_s`; empty in plans of older versions.
       function_digest: a hash of the traced function, its arguments' types, and the versions of JAX and diffshard; "" in
         plans of older versions.
       shapes: the shapes of the mesh that were tried, the best first; empty where the mesh was given.
@@ -231,24 +257,24 @@ class PlanData:
     """
 
     function: str
-    mesh_axes: Mapping[str, int]
+    mesh_axes: Mapping[str, Count]
     hardware: Hardware
-    memory_limit_bytes: float
+    memory_limit_bytes: Limit
     arguments: tuple[Tensor, ...]
     outputs: tuple[Tensor, ...]
     operations: tuple[Operation, ...]
-    compute_s: float
+    compute_s: Amount
     collectives: tuple[PredictedCollective, ...]
-    peak_bytes: float
-    lower_bound_s: float
-    gap: float
+    peak_bytes: Amount
+    lower_bound_s: LowerBound
+    gap: AmountOrInf
     status: str
     solver: str
-    search_s: float
-    history: tuple[tuple[float, float, float], ...]
+    search_s: Amount
+    history: tuple[tuple[Amount, AnyNumber, AnyNumber], ...]
     notes: tuple[str, ...]
-    static_argnums: tuple[int, ...] = ()
-    donate_argnums: tuple[int, ...] = ()
+    static_argnums: tuple[Index, ...] = ()
+    donate_argnums: tuple[Index, ...] = ()
     static_argnames: tuple[str, ...] = ()
     donate_argnames: tuple[str, ...] = ()
     parameters: tuple[str, ...] = ()
@@ -257,6 +283,8 @@ class PlanData:
     comparison: Comparison | None = None
     memory: MemoryProfile | None = None
     remat: Rematerialisation | None = None
+    objective: PlannedObjective | None = None
+    whole_work: tuple[WholeWork, ...] = ()
     function_digest: str = field(default="", compare=False)
     shapes: tuple[TriedShape, ...] = ()
     stored_in: str = field(default="", compare=False)
@@ -267,6 +295,11 @@ class PlanData:
     def step_s(self) -> float:
         """Predicted seconds of one step."""
         return self.compute_s + sum(c.seconds for c in self.collectives)
+
+    @property
+    def whole_share(self) -> float:
+        """The share of the predicted computing that devices repeat because it cannot be split among them."""
+        return sum(work.seconds for work in self.whole_work) / self.compute_s if self.whole_work else 0.0
 
     @property
     def recomputed(self) -> tuple[int, ...]:

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from cost.number_ranges import Amount, Count
 from diffshard.plans.formats import format_bytes, format_devices, format_s, short_name
 from diffshard.plans.lanes import Lane, lane_elements
 from diffshard.plans.notebook import framed
@@ -42,13 +43,13 @@ class ComparedPlan:
 
     name: str
     executor: str
-    predicted_s: float
-    timeline_s: float | None
-    computing_s: float | None
-    predicted_sent_bytes: float
-    compiled_sent_bytes: float | None
-    predicted_peak_bytes: float
-    compiled_peak_bytes: float | None
+    predicted_s: Amount
+    timeline_s: Amount | None
+    computing_s: Amount | None
+    predicted_sent_bytes: Amount
+    compiled_sent_bytes: Amount | None
+    predicted_peak_bytes: Amount
+    compiled_peak_bytes: Amount | None
     fits: bool = True
     notes: tuple[str, ...] = ()
     lanes: tuple[Lane, ...] = ()
@@ -67,7 +68,7 @@ class Comparison:
     """
 
     function: str
-    mesh_axes: Mapping[str, int]
+    mesh_axes: Mapping[str, Count]
     target: str
     rows: tuple[ComparedPlan, ...]
     notes: tuple[str, ...] = ()

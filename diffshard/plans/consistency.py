@@ -8,13 +8,13 @@ from collections.abc import Iterable, Sequence
 import jax.numpy as jnp
 
 from cost.base import COLLECTIVE_KINDS
-from cost.real_numbers import as_float
 from diffshard.plans.base import Operation, PlanData, Tensor
 from search_spaces.partition_specs import NamedSpec
 
 _MOST_DEVICES = 2**31  # of a mesh: more than JAX can count
-_MOST = 2**63
-"""What no number of devices and no dimension of an array reaches."""
+_TOLERANCE = 1e-6  # relative: sums of the same numbers in another order
+_LEAST_S = 1e-12  # of seconds that are compared: less is rounding
+_STATUSES = ("optimal", "finished", "time limit", "interrupted")
 _TYPES = r"(?:[\w<>]+\[[\d, ]*\](?:, )?)*"
 _SIGNATURE = re.compile(rf"[^()]+\({_TYPES}\) -> {_TYPES}")
 
@@ -31,14 +31,14 @@ def check_plan(plan: PlanData, distinct: Iterable[int] | None = None) -> None:
       ValueError: names the field, the rule and the value.
     """
     axes = plan.mesh_axes
-    if not axes or min(axes.values()) < 1 or math.prod(axes.values()) >= _MOST_DEVICES:
+    if not axes or math.prod(axes.values()) >= _MOST_DEVICES:
         raise ValueError(f"`mesh_axes` is {axes!r}, not axes with their numbers of devices")
     for axis, size in axes.items():
         if size > 1 and axis not in plan.hardware.links:
             raise ValueError(f"`hardware` has no link for the axis {axis!r} of `mesh_axes`")
     indices = range(len(plan.operations)) if distinct is None else distinct
     operations = [(f"operations[{i}]", plan.operations[i]) for i in indices]
-    _check_numbers(plan, operations)
+    _check_predictions(plan, plan.operations)
     _check_positions(plan)
     for field in ("arguments", "outputs"):
         for i, tensor in enumerate(getattr(plan, field)):
@@ -49,34 +49,27 @@ def check_plan(plan: PlanData, distinct: Iterable[int] | None = None) -> None:
     if is_input.count(True) != len(plan.arguments) or not all(is_input[: len(plan.arguments)]):
         raise ValueError(f"`operations` must begin with the {len(plan.arguments)} arguments, and have no other input")
     _check_collectives(plan)
+    _check_whole_work(plan)
     _check_memory(plan)
 
 
-def _check_numbers(plan: PlanData, operations: Iterable[tuple[str, Operation]]) -> None:
-    costs = {name: getattr(plan, name) for name in ("compute_s", "peak_bytes", "search_s")}
-    for name, operation in operations:
-        costs |= {f"{name}.count": operation.count, f"{name}.compute_s": operation.compute_s}
-    for i, collective in enumerate(plan.collectives):
-        fields = {name: getattr(collective, name) for name in ("num_bytes", "count", "seconds", "link_s")}
-        costs |= {f"collectives[{i}].{name}": value for name, value in fields.items() if value is not None}
-    for name, value in costs.items():
-        if not 0 <= as_float(value) < math.inf:
-            raise ValueError(f"`{name}` must be a finite number, zero or more, not {value!r}")
-    if not as_float(plan.memory_limit_bytes) > 0:
-        raise ValueError(f"`memory_limit_bytes` must be positive, not {plan.memory_limit_bytes!r}")
-    if not as_float(plan.lower_bound_s) < math.inf:
-        raise ValueError(f"`lower_bound_s` must be a finite number, or -inf, not {plan.lower_bound_s!r}")
-    if not as_float(plan.gap) >= 0:
-        raise ValueError(f"`gap` must be a number, zero or more, not {plan.gap!r}")
-    for i, entry in enumerate(plan.history):
-        if any(math.isnan(as_float(number)) for number in entry):
-            raise ValueError(f"`history[{i}]` must not hold NaN, as {entry!r} does")
+def _check_predictions(plan: PlanData, operations: Iterable[Operation]) -> None:
+    """Checks that what is predicted for the whole step follows from its parts."""
+    compute_s = math.fsum(operation.compute_s for operation in operations)
+    if not math.isclose(plan.compute_s, compute_s, rel_tol=_TOLERANCE, abs_tol=_LEAST_S):
+        raise ValueError(f"`compute_s` is {plan.compute_s!r}, where the operations take {compute_s!r} together")
+    if not math.isfinite(step_s := plan.step_s):
+        raise ValueError("`collectives` take more seconds together than a number can be")
+    if plan.objective is not None and plan.objective.lower_bound > plan.objective.value:
+        raise ValueError(f"`objective.lower_bound` must be at most its value, not {plan.objective.lower_bound!r}")
+    gap = (step_s - plan.lower_bound_s) / step_s if step_s else 0.0
+    if plan.objective is None and not math.isclose(plan.gap, gap, rel_tol=_TOLERANCE, abs_tol=_TOLERANCE):
+        raise ValueError(f"`gap` is {plan.gap!r}, where `lower_bound_s` and the step give {gap!r}")
+    if plan.status not in _STATUSES:
+        raise ValueError(f"`status` is {plan.status!r}, not one of {_STATUSES}")
 
 
 def _check_positions(plan: PlanData) -> None:
-    for name in ("static_argnums", "donate_argnums"):
-        if any(number < 0 for number in getattr(plan, name)):
-            raise ValueError(f"`{name}` must be positions of arguments, 0 or more, not {getattr(plan, name)!r}")
     with_arrays = {re.split(r"\W", tensor.path, maxsplit=1)[0] for tensor in plan.arguments}
     for number in plan.static_argnums:
         if number < len(plan.parameters) and plan.parameters[number] in with_arrays:
@@ -89,8 +82,6 @@ def check_tensor(tensor: Tensor, axes: Iterable[str], name: str) -> None:
     Raises:
       ValueError: names the field, the rule and the value.
     """
-    if not all(0 <= size < _MOST for size in tensor.shape):
-        raise ValueError(f"`{name}.shape` must have sizes of 0 or more that arrays can have, not {tensor.shape}")
     if "<" not in tensor.dtype:  # random keys have types like key<fry>
         try:
             jnp.dtype(tensor.dtype)
@@ -142,8 +133,19 @@ def _check_collectives(plan: PlanData) -> None:
             raise ValueError(f"`collectives[{i}].axis` is {collective.axis!r}, which is no axis of `mesh_axes`")
         for name in ("operation", "made_by", "read_by"):
             index = getattr(collective, name)
-            if index is not None and not 0 <= index < len(plan.operations):
+            if index is not None and index >= len(plan.operations):
                 raise ValueError(f"`{name}` of a collective is {index}, not one of {len(plan.operations)} operations")
+
+
+def _check_whole_work(plan: PlanData) -> None:
+    """Checks that what is repeated are operations of the plan, less than all computing, and along its own axes."""
+    if not 0 <= plan.whole_share <= 1:
+        raise ValueError(f"`whole_work` must take from 0 to {plan.compute_s!r} seconds, as all computing does")
+    for i, work in enumerate(plan.whole_work):
+        if not all(index < len(plan.operations) for index in work.indices):
+            raise ValueError(f"`whole_work[{i}].indices` must be of the {len(plan.operations)} operations")
+        if not set(work.axes) <= set(plan.mesh_axes):
+            raise ValueError(f"`whole_work[{i}].axes` is {work.axes}, not of the mesh, {tuple(plan.mesh_axes)}")
 
 
 def _check_memory(plan: PlanData) -> None:
@@ -154,15 +156,11 @@ def _check_memory(plan: PlanData) -> None:
     last = len(plan.operations) - 1
     if indices[:1] != [-1] or indices[-1] > last or any(a >= b for a, b in itertools.pairwise(indices)):
         raise ValueError(f"`memory.changes` must ascend from -1 to at most {last}, not be {_shown(indices)}")
-    sizes = [as_float(num_bytes) for _, num_bytes in plan.memory.changes]
-    sizes += [as_float(tensor.num_bytes) for tensor in plan.memory.at_peak]
-    if not all(0 <= size < math.inf for size in sizes):
-        raise ValueError("`memory` must have finite numbers of bytes, zero or more")
-    largest = max(sizes[: len(indices)])
+    largest = max(num_bytes for _, num_bytes in plan.memory.changes)
     if not math.isclose(largest, plan.peak_bytes, rel_tol=1e-6, abs_tol=1.0):
         raise ValueError(f"`memory.changes` have the peak {largest:,.0f}, where `peak_bytes` is {plan.peak_bytes:,.0f}")
     for tensor in plan.memory.at_peak:
-        if not 0 <= tensor.operation <= last or not 0 <= tensor.result < len(plan.operations[tensor.operation].results):
+        if tensor.operation > last or tensor.result >= len(plan.operations[tensor.operation].results):
             raise ValueError(f"`memory.at_peak` has {tensor}, which none of the {last + 1} operations makes")
 
 

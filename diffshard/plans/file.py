@@ -7,16 +7,16 @@ import dataclasses
 import os
 from collections.abc import Mapping, Sequence
 from os import PathLike
-from typing import Any, TypeVar, get_args
+from typing import Any, TypeVar
 
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from cost.base import Link
 from diffshard.base import PlanError
-from diffshard.plans.base import Executor, Operation, PlanData, PredictedCollective, Tensor
+from diffshard.plans.base import Operation, PlanData, PredictedCollective, Tensor
 from diffshard.plans.consistency import check_plan
-from diffshard.plans.documents import SHARDING, content, from_json_values, link_from_json, read, to_json_values, write
-from diffshard.rare_collections import rare_collections
+from diffshard.plans.documents import SHARDING, made_of, read, write
+from diffshard.plans.json_values import MisfitError, from_json_values, link_from_json, to_json_values
 from search_spaces.partition_specs import NamedSpec
 
 VERSION = 2
@@ -93,14 +93,13 @@ def from_json(
       PlanError: they are not a plan, are damaged, or are newer than this version; or the mesh has other axes; or there
         are other operations than places.
     """
-    values = content(document, name, SHARDING, VERSION, _OLDER_VERSIONS)
-    try:
-        with rare_collections():
-            if document["version"] == 1:
-                values["operations"] = [_with_new_names(operation) for operation in values["operations"]]
-            plan = _plan_from_values(values, kind, mesh, places)
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError, RecursionError) as error:
-        raise PlanError(f"`{name}` is a damaged plan: {type(error).__name__}: {error}.") from None
+
+    def make(values: dict[str, Any], version: int) -> PlanT:
+        if version == 1:
+            values["operations"] = [_with_new_names(operation) for operation in values["operations"]]
+        return _plan_from_values(values, kind, mesh, places)
+
+    plan = made_of(document, name, SHARDING, VERSION, make, _OLDER_VERSIONS)
     if mesh is not None and dict(mesh.shape) != dict(plan.mesh_axes):
         raise PlanError(f"`mesh` has the axes {dict(mesh.shape)}; the plan in `{name}` is for {dict(plan.mesh_axes)}.")
     return plan
@@ -122,11 +121,16 @@ def _with_new_names(operation: Mapping[str, Any]) -> dict[str, Any]:
 def _plan_from_values(
     values: dict[str, Any], kind: type[PlanT], mesh: Mesh | AbstractMesh | None, places: Sequence[Place] | None
 ) -> PlanT:
-    specs = [tuple(tuple(axes) for axes in spec) for spec in values.pop("specs")]
+    specs = from_json_values(tuple[NamedSpec, ...], values.pop("specs"))
+
+    def spec(number: Any) -> NamedSpec:
+        if type(number) is not int or not 0 <= number < len(specs):
+            raise MisfitError(f"is {number!r}, not the number of one of the {len(specs)} `specs`")
+        return specs[number]
+
     converters: dict[Any, Any] = {
-        NamedSpec: specs.__getitem__,
-        NamedSpec | None: lambda i: None if i is None else specs[i],
-        Executor: _executor,
+        NamedSpec: spec,
+        NamedSpec | None: lambda number: None if number is None else spec(number),
         Link: link_from_json,
     }
     if places is None:
@@ -136,7 +140,11 @@ def _plan_from_values(
     if len(order) != len(places) or not all(type(number) is int and 0 <= number < len(distinct) for number in order):
         raise ValueError(f"`operations` must be {len(places)} of the {len(distinct)} that are written")
     hint = tuple[Operation, ...]
-    placeless = from_json_values(hint, [{**fields, "source": "", "scope": ""} for fields in distinct], converters)
+    try:
+        placeless = from_json_values(hint, [{**fields, "source": "", "scope": ""} for fields in distinct], converters)
+    except MisfitError as error:  # which says which one of those that differ it is
+        index = order.index(int(error.place[0].strip("[]")))
+        raise MisfitError(error.rule, "operations", f"[{index}]", *error.place[1:]) from None
     operations = tuple([_at(place, placeless[number]) for number, place in zip(order, places, strict=True)])
     plan: PlanT = from_json_values(kind, values, {**converters, hint: lambda _: operations})
     first = {number: i for i, number in reversed([*enumerate(order)])}
@@ -175,9 +183,3 @@ def _at(place: Place, operation: Operation) -> Operation:
     vars(moved).update(vars(operation))
     vars(moved)["source"], vars(moved)["scope"] = place
     return moved
-
-
-def _executor(value: Any) -> Executor:
-    if value not in get_args(Executor):
-        raise ValueError(f"`executor` is {value!r}, not one of {get_args(Executor)}")
-    return value

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from cost.number_ranges import Amount, Index
 from diffshard.plans.drawings import text_in
 from diffshard.plans.formats import format_count, format_s
 from diffshard.plans.page_elements import COLOURS, escape
@@ -27,9 +28,9 @@ class LaneBar:
 
     label: str
     kind: str
-    start_s: float
-    end_s: float
-    count: int
+    start_s: Amount
+    end_s: Amount
+    count: Index
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ class Lane:
     """
 
     resource: str
-    busy_s: float
+    busy_s: Amount
     bars: tuple[LaneBar, ...]
 
 

@@ -22,6 +22,7 @@ from diffshard.plans.page_elements import COLOURS, COMPUTE, Html, axis_fills, ba
 from diffshard.plans.summary import alike_arguments, collective_totals, device_bytes, has_bound, reason, verdict
 from diffshard.plans.text import format_plan
 from diffshard.plans.tried_shapes import shape_table
+from diffshard.plans.whole_work import whole_lines
 from search_spaces.partition_specs import NamedSpec
 
 _MOST_OF_LAST_COST = 3.0  # of a solver's first choices those that cost more end at the drawing's upper edge
@@ -70,14 +71,18 @@ def _axes(spec: NamedSpec) -> frozenset[str]:
 def _cards(plan: PlanData) -> str:
     limit = plan.memory_limit_bytes
     share = "no limit" if math.isinf(limit) else f"{plan.peak_bytes / limit:.0%} of {format_bytes(limit)}"
-    is_proven = has_bound(plan.lower_bound_s, plan.gap)
+    objective = plan.objective
+    is_proven = math.isfinite(objective.gap) if objective else has_bound(plan.lower_bound_s, plan.gap)
+    bound = f"{objective.lower_bound:.6g} of {objective.name}" if objective else format_s(plan.lower_bound_s)
+    searched = [(f"{objective.value:.6g}", f"{objective.name}, which was made small")] if objective else []
     return cards(
+        *searched,
         (format_s(plan.step_s), "predicted step"),
         (f"{(plan.step_s - plan.compute_s) / max(plan.step_s, 1e-30):.0%}", "of it communicates"),
         (format_bytes(plan.peak_bytes), f"peak memory of a device: {share}"),
         (
             format_percent(plan.gap) if is_proven else "none",
-            f"gap to the lower bound {format_s(plan.lower_bound_s)}" if is_proven else "proven as a lower bound",
+            f"gap to the lower bound {bound}" if is_proven else "proven as a lower bound",
         ),
     )
 
@@ -88,7 +93,10 @@ def _time(plan: PlanData) -> str:
     for i, total in enumerate(totals):
         amounts = f"{format_s(total.seconds)}, {total.count:,.0f}×, {format_bytes(total.num_bytes)}"
         pieces.append((f"{total.kind} {total.axis}", total.seconds, amounts, COLOURS[i % len(COLOURS)]))
-    return f"<h2>Time of a step</h2>{bar(pieces, plan.step_s)}"
+    total, *reasons = whole_lines(plan.whole_work, plan.compute_s) or [""]
+    whole = f"<div class=dim>{escape(total)}</div>" if total else ""
+    whole += f"<ul>{''.join(f'<li>{escape(line)}</li>' for line in reasons)}</ul>" if reasons else ""
+    return f"<h2>Time of a step</h2>{bar(pieces, plan.step_s)}{whole}"
 
 
 def _comparison(plan: PlanData) -> str:

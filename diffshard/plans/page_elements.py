@@ -3,6 +3,7 @@
 import html
 from collections.abc import Iterable, Sequence
 
+from diffshard.base import printable
 from diffshard.plans.page_style import NUM_FILLS, STYLE
 from search_spaces.partition_specs import NamedSpec
 
@@ -16,7 +17,7 @@ class Html(str):
 
 def escape(value: object) -> str:
     """Escapes a value for the text of an element or an attribute; HTML stays as it is."""
-    return value if isinstance(value, Html) else html.escape(str(value))
+    return value if isinstance(value, Html) else html.escape(printable(str(value)))
 
 
 def document(title: str, body: Sequence[str]) -> str:

@@ -1,6 +1,12 @@
 """What goes from the forward pass of a training step to its backward pass, as a plan says it."""
 
 from dataclasses import dataclass
+from typing import Literal
+
+from cost.number_ranges import Amount, Index
+
+How = Literal["kept", "recomputed", "offloaded"]
+"""What becomes of an array that goes from forward to backward."""
 
 
 @dataclass(frozen=True)
@@ -19,10 +25,10 @@ class Residual:
 
     name: str
     source: str
-    how: str
-    num_arrays: int
-    num_bytes: float
-    seconds: float
+    how: How
+    num_arrays: Index
+    num_bytes: Amount
+    seconds: Amount
 
 
 @dataclass(frozen=True)
@@ -41,9 +47,9 @@ class Rematerialisation:
       host_bytes: of these arrays, for each device.
     """
 
-    recomputed: tuple[int, ...]
+    recomputed: tuple[Index, ...]
     residuals: tuple[Residual, ...]
-    seconds: float
-    kept_bytes: float
-    offloaded: tuple[tuple[int, int, int], ...] = ()
-    host_bytes: float = 0.0
+    seconds: Amount
+    kept_bytes: Amount
+    offloaded: tuple[tuple[Index, Index, Index], ...] = ()
+    host_bytes: Amount = 0.0

@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from diffshard.plans.base import Operation, PlanData, Tensor
+from diffshard.plans.base import Operation, PlanData, PlannedObjective, Tensor
 from diffshard.plans.formats import format_percent, format_s, format_spec, is_shown
 from diffshard.plans.patterns import NamePattern, group_names, readable_path
 from search_spaces.partition_specs import NamedSpec
@@ -163,6 +163,14 @@ def has_bound(lower_bound_s: float, gap: float) -> bool:
     return math.isfinite(lower_bound_s) and (lower_bound_s > 0 or gap <= 0)
 
 
+def objective_words(objective: PlannedObjective) -> str:
+    """Returns a user's objective with its bound, as `energy_j 12.3, bound 12.1, gap 1.6%`."""
+    if math.isinf(objective.lower_bound):
+        return f"{objective.name} {objective.value:.6g}, no bound: it turned out not to be convex"
+    gap = format_percent(objective.gap)
+    return f"{objective.name} {objective.value:.6g}, bound {objective.lower_bound:.6g} if it is convex, gap {gap}"
+
+
 def bound_words(lower_bound_s: float, gap: float) -> str:
     """Returns a bound and the gap to it, as `1.20 ms, gap 3%`; `none` where nothing was proven."""
     return f"{format_s(lower_bound_s)}, gap {format_percent(gap)}" if has_bound(lower_bound_s, gap) else "none"
@@ -175,6 +183,8 @@ def verdict(plan: PlanData) -> str:
         "time limit": "the best found when the time limit came",
         "interrupted": "the best found when it was interrupted",
     }.get(plan.status, "the best that the solver found")
+    if plan.objective is not None:
+        return objective_words(plan.objective)
     if plan.status == "optimal":
         return quality if plan.gap < 1e-8 else f"{quality} by more"
     if not has_bound(plan.lower_bound_s, plan.gap):

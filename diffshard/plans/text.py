@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from diffshard.plans.base import PlanData
 from diffshard.plans.formats import (
     format_array,
+    format_axes,
     format_bytes,
     format_devices,
     format_s,
@@ -20,11 +21,13 @@ from diffshard.plans.summary import (
     bound_words,
     collective_totals,
     device_bytes,
+    objective_words,
     reason,
     verdict,
 )
 from diffshard.plans.text_table import format_table, wrapped
 from diffshard.plans.tried_shapes import shape_lines
+from diffshard.plans.whole_work import whole_lines
 
 MAX_OPERATIONS = 24
 """Lines for operations, the most expensive ones: about as many as fit on a screen beside the rest of the text."""
@@ -44,6 +47,15 @@ def format_plan(plan: PlanData) -> str:
     return "\n\n".join(parts)
 
 
+def format_in_line(plan: PlanData) -> str:
+    """Returns a plan in one line, as errors and lists show it."""
+    bound = bound_words(plan.lower_bound_s, plan.gap)
+    return (
+        f"<{type(plan).__name__} of {short_name(plan.function)} on {format_axes(plan.mesh_axes)}: "
+        f"step {format_s(plan.step_s)}, memory {format_bytes(plan.peak_bytes)}, bound {bound}>"
+    )
+
+
 def _header(plan: PlanData) -> str:
     communication_s = plan.step_s - plan.compute_s
     title = f"Plan of {short_name(plan.function)} on {format_devices(plan.mesh_axes)}, {plan.hardware.name}"
@@ -59,15 +71,22 @@ def _header(plan: PlanData) -> str:
         if is_shown(total.num_bytes)
     ]
     lines += format_table(rows, "        ", right=(3, 4, 5))
+    total, *reasons = whole_lines(plan.whole_work, plan.compute_s) or [""]
+    lines += wrapped(total, "  whole    ", " " * 11) if total else []
+    lines += [line for reason in reasons for line in wrapped(reason, " " * 11, " " * 13)]
     limit = plan.memory_limit_bytes
     share = "" if math.isinf(limit) else f" of {format_bytes(limit)} ({plan.peak_bytes / limit:.0%})"
     lines.append(f"  memory   {format_bytes(plan.peak_bytes)} at the peak on each device{share}")
     if plan.remat is not None:
         lines += wrapped(_remat(plan.remat), "  remat    ", " " * 11)
-    bound = bound_words(plan.lower_bound_s, plan.gap)
-    lines += wrapped(f"{bound}: {verdict(plan)}", "  bound    ", " " * 11)
+    if plan.objective is not None:
+        lines += wrapped(objective_words(plan.objective), "  searched ", " " * 11)
+    else:
+        bound = bound_words(plan.lower_bound_s, plan.gap)
+        lines += wrapped(f"{bound}: {verdict(plan)}", "  bound    ", " " * 11)
     origin = ", taken from a store of plans" if plan.stored_in else ""
-    lines.append(f"  search   {format_s(plan.search_s)}, solver {plan.solver}, {plan.status}{origin}")
+    search = f"{format_s(plan.search_s)}, solver {plan.solver}, {plan.status}{origin}"
+    lines += wrapped(search, "  search   ", " " * 11)
     return "\n".join([*lines, *shape_lines(plan)])
 
 

@@ -3,6 +3,8 @@
 import re
 from collections.abc import Sequence
 
+from diffshard.base import printable
+
 TEXT_WIDTH = 100
 """Columns of everything that is printed: half of a wide screen, and what mails and reviews show without scrolling."""
 
@@ -29,6 +31,7 @@ def format_table(
     """
     if not rows:
         return []
+    rows = [[_shown(cell) for cell in row] for row in rows]
     widths = _widths(rows, TEXT_WIDTH - len(indent), right, wrap)
     lines = []
     for row in rows:
@@ -43,7 +46,7 @@ def format_table(
 def wrapped(text: str, indent: str = "", further_indent: str | None = None) -> list[str]:
     """Returns a sentence as lines of at most `TEXT_WIDTH`, further ones indented by `further_indent`."""
     further = indent if further_indent is None else further_indent
-    first, *others = _pieces(text, TEXT_WIDTH - max(len(indent), len(further)), hang="")
+    first, *others = _pieces(_shown(text), TEXT_WIDTH - max(len(indent), len(further)), hang="")
     return [indent + first, *(further + line for line in others)]
 
 
@@ -62,12 +65,16 @@ def _widths(rows: Sequence[Sequence[str]], whole: int, right: Sequence[int], wra
     return widths
 
 
+def _shown(text: str) -> str:
+    """Returns a text as one line: tabs and ends of lines become spaces."""
+    return printable(_BREAKS.sub(" ", text))
+
+
 def _pieces(text: str, width: int, hang: str = "  ") -> list[str]:
     """Cuts a text into lines, between words and parts of names where it can; further lines begin with `hang`.
 
-    Nothing but white space is lost. Tabs and ends of lines become spaces.
+    Nothing but white space is lost.
     """
-    text = _BREAKS.sub(" ", text)
     if len(text) <= width:
         return [text]
     lines, line = [], ""

@@ -1,13 +1,14 @@
 """Files are replaced whole: contents, modes, and what a failure leaves behind."""
 
 import os
+import secrets
 import threading
 
 import numpy as np
 import pytest
 
 from cost.base import Problem
-from diffshard.files import write_whole
+from diffshard.files import replace_file, write_whole
 from diffshard.solving import contest
 
 
@@ -65,6 +66,29 @@ def test_a_link_stays_a_link_and_a_private_file_private(tmp_path):
     assert target.read_text() == "new"
     assert target.stat().st_mode & 0o777 == 0o600
     assert sorted(p.name for p in tmp_path.iterdir()) == ["link", "target"]
+
+
+def test_a_file_that_takes_a_name_replaces_a_link_and_not_what_it_leads_to(tmp_path):
+    target, link = tmp_path / "target", tmp_path / "link"
+    target.write_text("old")
+    target.chmod(0o600)
+    link.symlink_to(target)
+    (tmp_path / "usual").touch()
+    replace_file(link, "new")
+    assert not link.is_symlink()
+    assert link.read_text() == "new"
+    assert link.stat().st_mode == (tmp_path / "usual").stat().st_mode
+    assert target.read_text() == "old"
+
+
+def test_a_link_in_the_place_of_the_temporary_file_is_an_error(tmp_path, monkeypatch):
+    monkeypatch.setattr(secrets, "token_hex", lambda _: "guessed")
+    (tmp_path / "target").write_text("old")
+    (tmp_path / ".guessed.part").symlink_to(tmp_path / "target")
+    with pytest.raises(FileExistsError):
+        replace_file(tmp_path / "file", "new")
+    assert (tmp_path / ".guessed.part").is_symlink()
+    assert (tmp_path / "target").read_text() == "old"
 
 
 def test_a_link_to_nothing_makes_what_it_points_to(tmp_path):

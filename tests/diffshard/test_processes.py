@@ -1,5 +1,6 @@
 """Processes agree or fail together; their program is one script, so that they start once."""
 
+import signal
 from pathlib import Path
 
 import jax
@@ -115,6 +116,35 @@ def test_processes_agree_or_fail_together(tmp_path: Path):
         assert lines[13:15] == [lines[3] if process == 1 else f"{lines[3]}.", str(process)]
         assert lines[15:17] == ["None", late] if process == 0 else ["21", "None"]
         assert lines[-1] == (late if process == 2 else gone)
+
+
+_KILLED = """
+import signal
+import time
+
+from diffshard import coordination
+from diffshard.processes import Processes, all_processes
+
+coordination.PULSE_S, coordination.SILENCE_S = 0.2, 3.0
+all_processes().check_alike("begin", {})
+if process == 2:
+    os.kill(os.getpid(), signal.SIGKILL)
+try:
+    all_processes().check_alike("go on", {})
+except Exception as error:
+    print(f"{type(error).__name__}: {error}", flush=True)
+Processes((0, 1)).check_alike("end", {})
+time.sleep(1.0 if process == 0 else 0.0)  # the first one has the service
+os._exit(0)  # JAX's own end would wait for the process that was killed
+"""
+
+
+def test_the_others_are_told_of_a_process_that_was_killed(tmp_path: Path):
+    *others, killed = run_processes(_KILLED, 3, tmp_path, devices_each=1, check=False)
+    assert killed.status == -signal.SIGKILL
+    lost = "process 2 has been killed or stands still, as it gave no sign of life for 3 s"
+    for process in others:
+        assert process.stdout.splitlines() == [f"ProcessesError: The processes cannot go on: {lost}"], process.stderr
 
 
 def test_a_mesh_without_devices_is_of_one_process():

@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from cost.base import Hardware
+from cost.number_ranges import Amount, Count, FiniteNumber, Index, PositiveAmount, Share
+from diffshard.base import printable
 from diffshard.successive_halving import HalvingRecord
 from search_spaces.base import Choice, Traffic
 
@@ -45,8 +47,8 @@ class TrainedCandidate(NamedTuple):
 
     name: str
     choice: Choice
-    exact_share: float
-    seconds: float
+    exact_share: Share
+    seconds: Amount
     loss: float
     loss_increase: float
     record: HalvingRecord
@@ -71,8 +73,8 @@ class Proof(NamedTuple):
     """
 
     table: tuple[TrainedCandidate, ...]
-    exact_losses: tuple[float, ...]
-    steps: int
+    exact_losses: tuple[FiniteNumber, ...]
+    steps: Index
 
     def __str__(self) -> str:
         lines = [f"{self.steps} steps of training; seconds, loss, increase over the exact choice, steps:"]
@@ -80,7 +82,7 @@ class Proof(NamedTuple):
             f"  {t.seconds:.4g}  {t.loss:.4f}  {t.loss_increase:+.4f}  {t.record.steps:>5}  {t.name}"
             for t in self.table
         ]
-        return "\n".join(lines)
+        return printable("\n".join(lines))
 
     @property
     def winner(self) -> TrainedCandidate:
@@ -113,10 +115,10 @@ class NodePlan(NamedTuple):
     name: str
     strategy: str
     exact_strategy: str
-    seconds: float
-    exact_seconds: float
+    seconds: Amount
+    exact_seconds: Amount
     traffic: Traffic | None = None
-    exact_sent_bytes: float = 0.0
+    exact_sent_bytes: Amount = 0.0
 
 
 class BilevelPlanData(NamedTuple):
@@ -142,16 +144,16 @@ class BilevelPlanData(NamedTuple):
 
     choice: Choice
     nodes: tuple[NodePlan, ...]
-    mesh_axes: Mapping[str, int]
+    mesh_axes: Mapping[str, Count]
     hardware: Hardware | None
-    seconds: float
-    cost_ratio: float
+    seconds: Amount
+    cost_ratio: Amount
     loss_increase: float
     feasible: bool
     message: str = ""
-    exact_share: float = 0.0
+    exact_share: Share = 0.0
     proof: Proof | None = None
-    max_loss_increase: float | None = None
+    max_loss_increase: PositiveAmount | None = None
     all_exact: bool = False
     notes: tuple[str, ...] = ()
 

@@ -1,65 +1,18 @@
 """Plans of the bilevel search as versioned JSON, in the form that `diffshard.plans.documents` gives to all plans."""
 
-import os
 from collections.abc import Mapping
-from os import PathLike
-from typing import Any, TypeVar
+from typing import Any
 
-from cost.base import Link
-from diffshard.base import PlanError
-from diffshard.bilevel_search.plans.base import BilevelPlanData
 from diffshard.bilevel_search.plans.consistency import check_bilevel_plan
-from diffshard.plans.documents import BILEVEL, content, from_json_values, link_from_json, read, to_json_values, write
-
-VERSION = 3
-
-PlanT = TypeVar("PlanT", bound=BilevelPlanData)
+from diffshard.plans.documents import BILEVEL, RecordFile
 
 
-def save(plan: BilevelPlanData, path: str | PathLike[str]) -> None:
-    """Writes a plan; see `BilevelPlan.save`."""
-    write(path, to_json(plan))
-
-
-def load(path: str | PathLike[str], kind: type[PlanT]) -> PlanT:
-    """Reads a plan; see `BilevelPlan.load`.
-
-    Args:
-      path: a file that `save` wrote.
-      kind: the class of the plan.
-    """
-    return from_json(read(path), os.fspath(path), kind)
-
-
-def to_json(plan: BilevelPlanData) -> dict[str, Any]:
-    """Returns a plan as JSON values."""
-    return {"format": BILEVEL, "version": VERSION, **to_json_values(plan)}
-
-
-def from_json(document: Any, name: str, kind: type[PlanT]) -> PlanT:
-    """Returns a plan from JSON values.
-
-    Args:
-      document: JSON values.
-      name: where they come from, for errors.
-      kind: the class of the plan.
-
-    Raises:
-      PlanError: they are not a plan of `bilevel`, are damaged, or are newer than this version.
-    """
-    values = content(document, name, BILEVEL, VERSION, older=(1, 2))
-    try:
-        if "proof" not in values:  # without it what was measured would pass for a prediction
-            raise ValueError("it has no `proof`")
-        if document["version"] == 1:
-            values = _from_version_1(values)
-        if document["version"] < 3:
-            values = _with_new_names(values, {"groups": "nodes"})
-        plan: PlanT = from_json_values(kind, values, {Link: link_from_json})
-        check_bilevel_plan(plan)
-    except (TypeError, ValueError, RecursionError) as error:
-        raise PlanError(f"`{name}` is a damaged plan: {error}.") from None
-    return plan
+def _of_newest_version(values: dict[str, Any], version: int) -> dict[str, Any]:
+    if "proof" not in values:  # without it what was measured would pass for a prediction
+        raise ValueError("it has no `proof`")
+    if version == 1:
+        values = _from_version_1(values)
+    return _with_new_names(values, {"groups": "nodes"}) if version < 3 else values
 
 
 def _from_version_1(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -91,3 +44,7 @@ def _with_new_names(record: Any, names: Mapping[str, str]) -> Any:
     if not isinstance(record, dict):
         return record
     return {names.get(name, name): value for name, value in record.items()}
+
+
+_FILE = RecordFile(BILEVEL, 3, check_bilevel_plan, older=(1, 2), upgrade=_of_newest_version)
+save, load, to_json, from_json = _FILE.save, _FILE.load, _FILE.to_json, _FILE.from_json

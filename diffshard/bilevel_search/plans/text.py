@@ -94,7 +94,7 @@ def _header(plan: BilevelPlanData) -> str:
         ("schedule", schedule_line(plan)),
         ("note", plan.message),
     ]
-    return "\n".join([title(plan), "", *format_table([row for row in rows if row[1]], "  ")])
+    return "\n".join([*wrapped(title(plan), "", "  "), "", *format_table([row for row in rows if row[1]], "  ")])
 
 
 def _nodes(plan: BilevelPlanData) -> str:

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from cost.number_ranges import Amount, AmountOrInf, Count, Index, Limit
 from cost.pipeline_schedules import Schedule
 from cost.pipeline_steps import Overlap
 from diffshard.plans.base import Tensor
@@ -41,28 +42,28 @@ class PlannedStage:
         take as long.
     """
 
-    first_layer: int
-    last_layer: int
+    first_layer: Index
+    last_layer: Index
     source: str
     hardware: str
-    mesh_axes: Mapping[str, int]
-    devices: tuple[int, ...]
-    forward_s: float
-    backward_s: float
-    end_s: float
-    send_forward_s: float
-    send_backward_s: float
-    in_flight: int
-    peak_bytes: float
-    memory_limit_bytes: float
-    residual_bytes: float
+    mesh_axes: Mapping[str, Count]
+    devices: tuple[Index, ...]
+    forward_s: Amount
+    backward_s: Amount
+    end_s: Amount
+    send_forward_s: Amount
+    send_backward_s: Amount
+    in_flight: Index
+    peak_bytes: Amount
+    memory_limit_bytes: Limit
+    residual_bytes: Amount
     arguments: tuple[Tensor, ...] = ()
-    recomputed_operations: int = 0
-    recomputed_bytes: float = 0.0
-    num_residuals: int = 0
-    num_offloaded: int = 0
-    offloaded_bytes: float = 0.0
-    offload_s: float = 0.0
+    recomputed_operations: Index = 0
+    recomputed_bytes: Amount = 0.0
+    num_residuals: Index = 0
+    num_offloaded: Index = 0
+    offloaded_bytes: Amount = 0.0
+    offload_s: Amount = 0.0
 
 
 @dataclass(frozen=True)
@@ -76,10 +77,10 @@ class PlannedReplica:
       sums_s: predicted, of bringing its sums to the main replica and adding them there.
     """
 
-    num_microbatches: int
+    num_microbatches: Count
     stages: tuple[PlannedStage, ...]
-    weights_s: float
-    sums_s: float
+    weights_s: Amount
+    sums_s: Amount
 
 
 @dataclass(frozen=True)
@@ -111,19 +112,19 @@ class PipelinePlanData:
 
     function: str
     cluster: str
-    num_devices: int
-    num_layers: int
-    num_microbatches: int
+    num_devices: Count
+    num_layers: Count
+    num_microbatches: Count
     schedule: Schedule
     stages: tuple[PlannedStage, ...]
-    step_s: float
-    bubble: float
-    lower_bound_s: float
-    gap: float
-    search_s: float
-    tried: tuple[tuple[int, Schedule, float], ...] = ()
+    step_s: Amount
+    bubble: Amount
+    lower_bound_s: Amount
+    gap: Amount
+    search_s: Amount
+    tried: tuple[tuple[Count, Schedule, AmountOrInf], ...] = ()
     notes: tuple[str, ...] = ()
-    num_groups: int = 1
+    num_groups: Count = 1
     replicas: tuple[PlannedReplica, ...] = ()
     overlap: Overlap = "none"
 

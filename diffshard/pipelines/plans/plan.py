@@ -7,7 +7,7 @@ from typing import NoReturn
 from diffshard.pipelines.plans.base import PipelinePlanData
 from diffshard.pipelines.plans.file import load, save
 from diffshard.pipelines.plans.page import format_pipeline_page
-from diffshard.pipelines.plans.text import format_pipeline_plan
+from diffshard.pipelines.plans.text import format_pipeline_in_line, format_pipeline_plan
 from diffshard.plans.notebook import framed
 
 
@@ -20,6 +20,9 @@ class PipelinePlan(PipelinePlanData):
 
     def __str__(self) -> str:
         return format_pipeline_plan(self)
+
+    def __repr__(self) -> str:
+        return format_pipeline_in_line(self)
 
     def html(self) -> str:
         """Returns the plan as a self-contained page for a browser; in a notebook a plan shows itself as this page."""

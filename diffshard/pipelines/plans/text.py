@@ -52,6 +52,16 @@ def format_pipeline_plan(plan: PipelinePlanData) -> str:
     return "\n\n".join(parts)
 
 
+def format_pipeline_in_line(plan: PipelinePlanData) -> str:
+    """Returns a plan of a pipeline in one line, as errors and lists show it."""
+    memory = format_bytes(max((stage.peak_bytes for stage in plan.all_stages), default=0.0))
+    bound = bound_words(plan.lower_bound_s, plan.gap)
+    return (
+        f"<{type(plan).__name__} of {pipeline_headline(plan)}: step {format_s(plan.step_s)}, memory {memory}, "
+        f"bound {bound}>"
+    )
+
+
 def pipeline_headline(plan: PipelinePlanData) -> str:
     """Returns what a plan is of: `train_step: 3 stages on 6 of 8 devices, 2 hosts of 4 x H100-80GB`."""
     used = sum(len(stage.devices) for stage in plan.all_stages)

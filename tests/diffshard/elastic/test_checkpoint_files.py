@@ -15,7 +15,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from diffshard.elastic.checkpoint_files import CheckpointError, divided, last_whole_checkpoint
+from diffshard.elastic.checkpoint_files import divided, last_whole_checkpoint
+from diffshard.elastic.manifests import CheckpointError, read_manifest
 from diffshard.elastic.resume import take_over
 from diffshard.processes import Processes
 from tests.diffshard.elastic.small_training import resumed, train
@@ -158,23 +159,60 @@ def test_without_any_whole_checkpoint_nothing_is_started_anew(directory):
 
 
 def test_a_checkpoint_of_a_newer_version_is_not_taken_for_damaged(directory):
-    path = directory / "00000002" / "checkpoint.json"
-    document = json.loads(path.read_text())
-    del document["checksum"]
-    document["version"] = 99
-    checksum = zlib.crc32(json.dumps(document, sort_keys=True).encode())
-    path.write_text(json.dumps({"checksum": checksum, **document}))
+    with_manifest(directory, lambda document: {**document, "version": 99})
     with pytest.raises(CheckpointError, match=r"version 99; this diffshard reads version 1.*Update diffshard"):
         take_over(str(directory), ALONE)
     assert (directory / "00000002").exists()
 
 
+@pytest.mark.parametrize("name", ["00000009", "100000009", "00000000"])
+def test_a_checkpoint_under_the_name_of_another_step_is_refused_and_left_alone(directory, name):
+    if name == "00000000":
+        shutil.rmtree(directory / "00000001")
+    (directory / "00000002").rename(directory / name)
+    before = contents_of(directory)
+    message = rf"{name}` is the checkpoint of step 2 under another name. Give it its own name back, `00000002`, or move"
+    with pytest.raises(CheckpointError, match=message):
+        take_over(str(directory), ALONE)
+    assert contents_of(directory) == before
+
+
+def test_manifests_that_say_what_cannot_be_are_damaged(directory):
+    """Also with the right checksum, which anybody can compute."""
+    whole = json.loads((directory / "00000002" / "checkpoint.json").read_text())
+    del whole["checksum"]
+    for key in whole:
+        others = [
+            {**whole, key: other} for other in (None, -1, 1.5, True, "zzz", [], {}, [1], {"a": 1}, {"../a": [1, 1]})
+        ]
+        for document in (*others, {k: v for k, v in whole.items() if k != key}):
+            if ("data" in document and key == "data") or document.get("arrays") == []:
+                continue  # data are the user's own, and without arrays it is a checkpoint of something else
+            with_manifest(directory, lambda _, document=document: document)
+            with pytest.raises(CheckpointError):
+                read_manifest(str(directory / "00000002"))
+    for text in ("[" * 100_000, "null", "[]", "1" * 10_000, '{"checksum": 1}', "\xff"):
+        (directory / "00000002" / "checkpoint.json").write_text(text, encoding="latin-1")
+        with pytest.raises(CheckpointError, match=r"checkpoint.json` is damaged"):
+            read_manifest(str(directory / "00000002"))
+
+
+def with_manifest(directory: Path, change) -> None:
+    """Changes the manifest of the newest checkpoint, and its checksum with it."""
+    path = directory / "00000002" / "checkpoint.json"
+    document = json.loads(path.read_text())
+    document.pop("checksum", None)
+    document = change(document)
+    checksum = zlib.crc32(json.dumps(document, sort_keys=True).encode())
+    path.write_text(json.dumps({"checksum": checksum, **document}))
+
+
 _CHECK = """
-from diffshard.elastic import checkpoint_files
+from diffshard.elastic import checkpoint_files, manifests
 from diffshard.processes import all_processes
 
 directory, everyone = os.environ["CHECKPOINTS"], all_processes()
-size_and_checksum, names = checkpoint_files._size_and_checksum, []
+size_and_checksum, names = manifests._size_and_checksum, []
 
 
 def recorded(path):
@@ -192,7 +230,7 @@ def check():
         print(f"{type(error).__name__}: {error}")
 
 
-checkpoint_files._size_and_checksum, is_faulty = recorded, False
+manifests._size_and_checksum, is_faulty = recorded, False
 check()
 is_faulty = True
 check()

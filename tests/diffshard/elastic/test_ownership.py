@@ -56,6 +56,33 @@ def test_a_later_process_of_the_same_number_is_not_the_owner(tmp_path):
         Ownership(str(tmp_path))
 
 
+_UNREADABLE = ["", '{"token": ', "[" * 100_000, "null", '{"token": "a"}', '{"pid": "7"}', "1" * 10_000]
+
+
+@pytest.mark.parametrize("content", _UNREADABLE)
+def test_a_file_that_cannot_be_read_is_of_an_unknown_owner(tmp_path, content):
+    (tmp_path / OWNER).write_text(content)
+    assert str(ownership._owner_in(str(tmp_path / OWNER))) == "process 0 on an unknown machine, since an unknown time"
+
+
+def test_names_of_an_owner_are_safe_to_print(tmp_path):
+    path = write_owner(tmp_path, host="\x1b[31mred", since="\x07")
+    assert str(ownership._owner_in(str(path))) == r"process 7 on \x1b[31mred, since \x07"
+
+
+def test_a_link_in_the_place_of_the_file_is_replaced_and_what_it_leads_to_is_left_alone(tmp_path, monkeypatch):
+    (tmp_path / "thesis").write_text("all of it")
+    (tmp_path / "job").mkdir()
+    (tmp_path / "job" / OWNER).symlink_to(tmp_path / "thesis")
+    monkeypatch.setattr(ownership, "PATIENCE_S", 0.0)
+    with pytest.warns(UserWarning, match="was left by"):
+        owner = Ownership(str(tmp_path / "job"))
+    assert not (tmp_path / "job" / OWNER).is_symlink()
+    assert (tmp_path / "thesis").read_text() == "all of it"
+    owner.release()
+    assert not list((tmp_path / "job").iterdir())
+
+
 @pytest.mark.parametrize("content", [None, "", '{"token": '])
 def test_an_owner_that_cannot_be_seen_counts_while_it_touches_its_file(tmp_path, monkeypatch, content):
     monkeypatch.setattr(ownership, "PATIENCE_S", 2.0)

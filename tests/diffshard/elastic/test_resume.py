@@ -1,7 +1,9 @@
 """A training goes on with other devices as if nothing had happened, and says at once where it cannot."""
 
+import errno
 import functools
 import json
+import resource
 import threading
 import warnings
 import zlib
@@ -13,7 +15,8 @@ import pytest
 from jax.sharding import AbstractMesh
 
 import diffshard
-from diffshard.elastic.checkpoint_files import CheckpointError, write_manifest
+from diffshard.elastic.manifests import CheckpointError, write_manifest
+from diffshard.elastic.ownership import OWNER
 from experiments.host_devices import host_mesh
 from tests.diffshard.elastic.small_training import batch_of, init, resumed, train, train_step
 
@@ -350,3 +353,27 @@ def test_nothing_is_saved_after_closing(tmp_path):
     training.close()
     with pytest.raises(ValueError, match="`save` cannot be called after `close`"):
         training.save(2, state)
+
+
+def test_a_full_disk_is_an_error_of_the_system_and_the_directory_is_given_back(tmp_path):
+    """A limit of the size of files stands for the disk: what is beyond is not written."""
+
+    def resumed_with(init):
+        return diffshard.resume(tmp_path, lambda state: state + 1, host_mesh((2,)), init, hardware="h100")
+
+    training = resumed_with(lambda: jnp.zeros((256, 1024)))
+    state = training.restore()
+    training.save(1, state)
+    training.wait()
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
+    try:
+        training.save(2, jax.random.normal(jax.random.key(0), state.shape))
+        with pytest.raises(OSError, match="00000002") as caught:
+            training.close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert caught.value.errno == errno.EFBIG
+    assert not (tmp_path / OWNER).exists()
+    with resumed_with(lambda: state) as training:
+        assert training.num_steps == 1

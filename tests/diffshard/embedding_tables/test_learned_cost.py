@@ -1,6 +1,7 @@
 """Learned costs of embedding tables: measured, trained, saved, and searched with."""
 
 import dataclasses
+import json
 
 import jax
 import numpy as np
@@ -123,3 +124,52 @@ def test_wrong_arguments_with_a_cost_are_named(cost, arguments, message):
 def test_wrong_arguments_of_learning_are_named(arguments, message):
     with pytest.raises((TypeError, ValueError), match=message):
         learn_table_cost(**arguments)
+
+
+def test_files_of_learned_costs_that_are_damaged_are_refused(cost, tmp_path):
+    cost.save(path := tmp_path / "cost.npz")
+    raw = path.read_bytes()
+    step = max(1, len(raw) // 30)
+    cases = [raw[:length] for length in range(0, len(raw), step)]
+    cases += [raw[:i] + bytes([raw[i] ^ 0x55]) + raw[i + 1 :] for i in range(0, len(raw), step)]
+    (tmp_path / "single.npy").write_bytes(b"")
+    np.save(tmp_path / "single.npy", np.zeros(3))
+    for content in (*cases, (tmp_path / "single.npy").read_bytes()):
+        assert loaded(path, content) in (None, facts_of(cost))
+
+
+def test_learned_costs_whose_parts_cannot_be_are_refused(cost, tmp_path):
+    cost.save(path := tmp_path / "cost.npz")
+    with np.load(path) as file:
+        arrays = dict(file)
+    facts = json.loads(str(arrays["facts"]))
+    changes = [{name: None} for name in arrays]
+    changes += [{name: np.full_like(array, np.nan)} for name, array in arrays.items() if name != "facts"]
+    changes += [{name: array[..., None]} for name, array in arrays.items()]
+    changes += [{"lookups.unit_s": np.float32(-1)}, {"updates.scale": np.zeros_like(arrays["updates.scale"])}]
+    other_facts = [
+        {**facts, name: other} for name in facts for other in (-1, True, None, [], {}) if other != facts[name]
+    ]
+    other_facts += [{key: facts[key] for key in facts if key != name} for name in facts]
+    changes += [{"facts": np.array(json.dumps(other))} for other in (*other_facts, [], {**facts, "zzz": 1})]
+    changes += [{"facts": np.array("[" * 100_000)}]
+    for change in changes:
+        kept = {name: array for name, array in {**arrays, **change}.items() if array is not None}
+        np.savez(path, **kept)
+        assert loaded(path, path.read_bytes()) is None, change
+
+
+def facts_of(cost: LearnedTableCost) -> list[str]:
+    """Everything that a cost knows, as texts."""
+    return [repr(jax.tree.map(lambda x: np.asarray(x).tolist(), part)) for part in vars(cost).values()]
+
+
+def loaded(path, content: bytes) -> list[str] | None:
+    """What a file with this content gives; None if it is refused by an error that names the file."""
+    path.write_bytes(content)
+    try:
+        return facts_of(LearnedTableCost.load(path))
+    except ValueError as refusal:
+        error = str(refusal)
+    assert f"`{path}` is not a learned cost of embedding tables" in error
+    return None

@@ -15,7 +15,7 @@ from jax.sharding import AxisType
 from cost.presets import preset
 from diffshard.base import PlanError
 from diffshard.embedding_tables import host_rows
-from diffshard.embedding_tables.checks import check_pieces
+from diffshard.embedding_tables.consistency import check_table_plan
 from diffshard.embedding_tables.exchanges import in_columns
 from diffshard.embedding_tables.plan import TablePlan
 from diffshard.embedding_tables.reference import padded_ids, pooled, pooling_weights
@@ -330,7 +330,7 @@ def test_plans_whose_columns_share_some_rows_only_are_damaged():
     pieces = [p for p in PIECES if p.table != 1]
     pieces += [Piece(1, 0, 0, 50, 0, 8), Piece(1, 1, 0, 20, 8, 16), Piece(1, 2, 20, 50, 8, 16)]
     with pytest.raises(ValueError, match="'columns' have different rows in common"):
-        check_pieces(_plan(pieces=tuple(pieces)))
+        check_table_plan(_plan(pieces=tuple(pieces)))
 
 
 def test_parts_are_put_in_their_columns():

@@ -42,7 +42,10 @@ def test_axes_that_look_like_numbers_stay_axes():
     argument = dataclasses.replace(small_plan().arguments[0], spec=spec, next_best_spec=None)
     made = dataclasses.replace(small_plan().operations[0], unreduced=(spec,), results=(spec,), value_specs=(spec,))
     collective = dataclasses.replace(small_plan().collectives[0], axis="nan", operation=0)
-    plan = dataclasses.replace(plan, arguments=(argument,), operations=(made,), collectives=(collective,))
+    plan = dataclasses.replace(
+        plan, arguments=(argument,), operations=(made,), collectives=(collective,), compute_s=0.0
+    )
+    plan = dataclasses.replace(plan, lower_bound_s=0.0, gap=1.0)
     assert _through_json(plan) == plan
 
 

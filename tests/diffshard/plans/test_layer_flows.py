@@ -148,7 +148,10 @@ def test_plans_of_older_versions_have_no_flows():
 def test_a_collective_of_an_unknown_operation_is_damage(field, index):
     document = to_json(plan_by_hand())
     document["collectives"][0][field] = index
-    with pytest.raises(PlanError, match=f"`{field}` of a collective is {index}, not one of 8 operations"):
+    message = (
+        "of a collective is 8, not one of 8 operations" if index > 0 else "must be a whole number, 0 or more, not -1"
+    )
+    with pytest.raises(PlanError, match=f"{field}` {message}"):
         from_json(document, "plan.json", Plan)
 
 

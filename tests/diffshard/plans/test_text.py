@@ -26,6 +26,13 @@ def test_header_says_what_it_costs_and_how_good_it_is():
     assert "1.50 s, solver gradient, finished" in text
 
 
+def test_a_plan_is_one_line_where_values_are_shown():
+    one_line = "<Plan of train_step on data 2 x model 4: step 10.0 ms, memory 1.00 KiB, bound 9.00 ms, gap 10%>"
+    assert repr(small_plan()) == one_line
+    assert f"{[small_plan()]}" == f"[{one_line}]"
+    assert repr(small_plan(lower_bound_s=-math.inf, gap=math.inf)).endswith("bound none>")
+
+
 def test_equal_layers_are_one_row_with_the_reason():
     row = line(format_plan(small_plan()), "state/layer_*/w")
     assert row.split("  ")[-1] == "replicated: +2.00 ms"

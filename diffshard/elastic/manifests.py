@@ -1,0 +1,195 @@
+"""Manifests of checkpoints: what one holds, and whether that is still what was written.
+
+The numbers of an array have no checksum in orbax's files. So the last file that is written before a checkpoint gets its
+name is a manifest, which has the size and the checksum of every other file and of itself.
+"""
+
+import json
+import os
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+from cost.number_ranges import Count, Index
+from diffshard.base import FileError
+from diffshard.files import replace_file
+from diffshard.plans.base import PlanData
+from diffshard.plans.documents import DAMAGE
+from diffshard.plans.file import load, save
+from diffshard.plans.json_values import JsonValues, from_json_values
+from diffshard.sharding_search.plan import Plan
+
+FORMAT, VERSION = "diffshard checkpoint", 1
+MANIFEST, PLAN = "checkpoint.json", "plan.json"
+CHANGED_LATER = "_CHECKPOINT_METADATA"
+"""A file in which orbax notes something when it renames the folder."""
+Files = Mapping[str, tuple[Index, Index]]
+"""Size and checksum of each file of a checkpoint, by its path in the folder."""
+_CHUNK_BYTES = 1 << 22
+
+
+class CheckpointError(FileError):
+    """A checkpoint is damaged, or does not fit the function that is to go on from it."""
+
+
+class IncompatibleError(CheckpointError):
+    """A checkpoint is whole, but of another version, or in a folder with the name of another step."""
+
+
+@dataclass(frozen=True)
+class SavedArray:
+    """An array of a saved state.
+
+    Attributes:
+      path: its place in the state.
+      shape, dtype: of the whole array; the dtype of random keys is written as `key<fry>`.
+    """
+
+    path: str
+    shape: tuple[Index, ...]
+    dtype: str
+
+    def __str__(self) -> str:
+        return f"`{self.path}` of {self.dtype}{list(self.shape)}"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A whole checkpoint.
+
+    Attributes:
+      folder: where it is.
+      num_steps: that the training had made.
+      arrays: of the state, in order.
+      data: what the user saved beside the state, JSON values.
+    """
+
+    folder: str
+    num_steps: Count
+    arrays: tuple[SavedArray, ...]
+    data: JsonValues
+
+    def plan(self) -> Plan:
+        """Reads the plan that the training ran with."""
+        return load(os.path.join(self.folder, PLAN), Plan)
+
+
+class _Manifest(NamedTuple):
+    """What `MANIFEST` says beside its kind and its own checksum."""
+
+    num_steps: Count
+    arrays: tuple[SavedArray, ...]
+    data: JsonValues
+    files: Files
+
+
+def step_folder(directory: str, num_steps: int) -> str:
+    """Returns the folder of a checkpoint."""
+    return os.path.join(directory, f"{num_steps:08d}")
+
+
+def write_manifest(folder: str, plan: PlanData, num_steps: int, arrays: Sequence[SavedArray], data: Any) -> None:
+    """Finishes a checkpoint whose arrays are written: adds the plan and, last, the manifest."""
+    save(plan, os.path.join(folder, PLAN))
+    files = {name: _size_and_checksum(os.path.join(folder, name)) for name in _files_in(folder)}
+    document = {
+        "format": FORMAT,
+        "version": VERSION,
+        "num_steps": num_steps,
+        "arrays": [asdict(array) for array in arrays],
+        "data": data,
+        "files": files,
+    }
+    replace_file(os.path.join(folder, MANIFEST), json.dumps({"checksum": _checksum_of(document), **document}))
+
+
+def read_manifest(folder: str) -> tuple[Checkpoint, Files]:
+    """Reads what a checkpoint is, and size and checksum of each of its files.
+
+    Raises:
+      CheckpointError: the manifest is missing or damaged.
+      IncompatibleError: a newer version of diffshard wrote it, or for another step than that of the folder's name.
+    """
+    path = os.path.join(folder, MANIFEST)
+    try:
+        with open(path, encoding="utf-8") as file:
+            document = json.load(file)
+        checksum = document.pop("checksum")
+        if checksum != _checksum_of(document):
+            raise ValueError("its checksum is wrong")
+        kind, version = document.pop("format"), document.pop("version")
+        if (kind, repr(version)) != (FORMAT, repr(VERSION)):  # True is no version 1
+            raise IncompatibleError(
+                f"`{folder}` is a {kind} of version {version}; this diffshard reads version {VERSION} of a {FORMAT}. "
+                "Update diffshard, or train on with the version that wrote it."
+            )
+        manifest = _manifest_of(document)
+    except FileNotFoundError:
+        raise CheckpointError(f"`{folder}` has no {MANIFEST}: diffshard did not write it, or not to the end") from None
+    except IncompatibleError:
+        raise
+    except DAMAGE as error:
+        raise CheckpointError(f"`{path}` is damaged: {type(error).__name__}: {error}") from None
+    own_folder = step_folder(os.path.dirname(folder), manifest.num_steps)
+    if os.path.basename(folder) != os.path.basename(own_folder):
+        raise IncompatibleError(
+            f"`{folder}` is the checkpoint of step {manifest.num_steps} under another name. Give it its own name back, "
+            f"`{os.path.basename(own_folder)}`, or move it out of the directory."
+        )
+    return Checkpoint(folder, manifest.num_steps, manifest.arrays, manifest.data), manifest.files
+
+
+def _manifest_of(values: Any) -> _Manifest:
+    """Returns what a manifest says.
+
+    Raises:
+      TypeError, ValueError: the values are none.
+    """
+    manifest: _Manifest = from_json_values(_Manifest, values)
+    if PLAN not in manifest.files:
+        raise ValueError(f"`files` lacks {PLAN!r}")
+    for name in manifest.files:
+        if os.path.isabs(name) or ".." in name.split(os.sep):
+            raise ValueError(f"`files` has {name!r}, which is not in the folder")
+    return manifest
+
+
+def damage_of(folder: str, files: Files) -> str | None:
+    """Returns what is wrong with the files of a checkpoint; None if nothing is.
+
+    Args:
+      folder: of the checkpoint.
+      files: size and checksum of each file, from its manifest.
+    """
+    for name in sorted(files):
+        path = os.path.join(folder, name)
+        try:
+            found = _size_and_checksum(path)
+        except OSError as error:
+            return f"`{path}` cannot be read: {error.strerror}"
+        if found[0] != files[name][0]:
+            return f"`{path}` has {found[0]:,} bytes, not {files[name][0]:,}"
+        if found != files[name]:
+            return f"`{path}` has another checksum than when it was written"
+    return None
+
+
+def _files_in(folder: str) -> list[str]:
+    """Returns the paths of all files in a folder that no one changes any more, relative to it."""
+    paths = []
+    for parent, _, names in os.walk(folder):
+        paths += [os.path.relpath(os.path.join(parent, name), folder) for name in names]
+    return sorted(path for path in paths if path != CHANGED_LATER)
+
+
+def _size_and_checksum(path: str) -> tuple[int, int]:
+    size, checksum = 0, 0
+    with open(path, "rb") as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            size, checksum = size + len(chunk), zlib.crc32(chunk, checksum)
+    return size, checksum
+
+
+def _checksum_of(document: Mapping[str, Any]) -> int:
+    return zlib.crc32(json.dumps(document, sort_keys=True).encode())
