@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.core import Tracer
 
 from cost.base import Problem, num_strategies
 from diffshard.bilevel_search.base import BilevelState
@@ -180,6 +181,11 @@ def batch_shapes(name: str, batch: Batch) -> Any:
     if any(jnp.shape(leaf)[:1] == (0,) for leaf in jax.tree.leaves(batch)):
         raise ValueError(f"`{name}` must have at least one row in each of its arrays; got {shapes}.")
     return shapes
+
+
+def is_abstract(tree: Batch | Params) -> bool:
+    """Tells whether some leaf has no numbers, because it is traced or only a shape."""
+    return any(isinstance(leaf, Tracer | jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(tree))
 
 
 def shapes_of(tree: Any) -> Any:

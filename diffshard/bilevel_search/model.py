@@ -38,6 +38,7 @@ from search_spaces.base import (
     Residuals,
     SearchSpace,
 )
+from search_spaces.losses import check_is_loss, traced_loss
 
 
 class StepKeys(NamedTuple):
@@ -66,6 +67,10 @@ class Model(Protocol):
 
     def check_arguments(self, params: Params, batch: Batch) -> None:
         """Raises `ValueError` where arrays have other shapes or types than the model was built for."""
+        ...
+
+    def check_loss(self, params: Params, batch: Batch, key: jax.Array) -> None:
+        """Raises `ValueError` where what would train is not the loss that is meant."""
         ...
 
     def init_residuals(self, params: Params) -> Residuals:
@@ -131,6 +136,10 @@ class ExactModel:
     def check_arguments(self, params: Params, batch: Batch) -> None:
         """Checks nothing: the user's loss says itself what it takes."""
 
+    def check_loss(self, params: Params, batch: Batch, key: jax.Array) -> None:
+        """Raises `ValueError` where the user's loss is not a scalar."""
+        check_is_loss(traced_loss(lambda *arguments: jax.eval_shape(self.loss_fn, *arguments), params, batch))
+
     def init_residuals(self, params: Params) -> Residuals:
         """Returns an empty pytree."""
         del params
@@ -193,6 +202,10 @@ class LossyModel:
     def check_arguments(self, params: Params, batch: Batch) -> None:
         """See `Model`."""
         check_arguments(self.space, params=params, batch=batch)
+
+    def check_loss(self, params: Params, batch: Batch, key: jax.Array) -> None:
+        """See `LossySpace.check_loss`."""
+        self.space.check_loss(params, batch, key)
 
     def init_residuals(self, params: Params) -> Residuals:
         """See `Model`."""

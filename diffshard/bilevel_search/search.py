@@ -52,8 +52,9 @@ def bilevel(
     >>> plan, params = search.finish(state)
 
     Args:
-      loss_fn: `loss_fn(params, batch) -> scalar`: what a function `space` builds a space of, and what trains where the
-        space has no loss of its own. A space that is built already brings its own loss.
+      loss_fn: `loss_fn(params, batch) -> scalar`, a loss and not a training step: what a function `space` builds a
+        space of, and what trains where the space has no loss of its own. A space that is built already brings its own
+        loss.
       mesh: names the axes that a function `space` builds for. On a `Mesh` of devices a `LossySpace` also runs there;
         without, and with an `AbstractMesh`, it runs as it is built: emulated, on one device.
       space: a `search_spaces.base.LossySpace`; or a `SearchSpace` or a `Problem`, whose choice cannot change the loss,
@@ -133,6 +134,7 @@ class BilevelSearch:
         self._settings, self._mesh = settings, mesh
         self._space_fn = as_space_fn(space)
         self._batch_shapes: list[Any] = []
+        self._checked_shapes: list[Any] = []
         self._state_structures: set[Any] = set()
         self._step: Step | None = None
         if self._space_fn is None:
@@ -152,12 +154,14 @@ class BilevelSearch:
         Args:
           key: a JAX random key.
           params: θ to start from.
-          batch: of the shapes of training and validation batches.
+          batch: of the shapes of training and validation batches. The first one of its shapes also shows whether the
+            exact choice computes the loss of one device, unless it is traced.
 
         Raises:
-          ValueError: `key` is not a random key, `batch` has no rows, arrays are not what the space was built for, or
-            the optimiser of θ or of A needs more than gradients, state and parameters, as line searches do; and, where
-            a function makes the space, see `bilevel`.
+          ValueError: `key` is not a random key, `batch` has no rows, arrays are not what the space was built for,
+            the loss is not that of one device (see `CommunicationSpace.check_loss`) or not a scalar, or the optimiser
+            of θ or of A needs more than gradients, state and parameters, as line searches do; and, where a function
+            makes the space, see `bilevel`.
         """
         inputs.check_key(key)
         shapes = inputs.batch_shapes("batch", batch)
@@ -167,6 +171,9 @@ class BilevelSearch:
             self._set_space(self._space_fn(self._settings.loss_fn, dict(self._mesh.shape), params, batch))
         step = self._made_step()
         step.model.check_arguments(params, batch)
+        if shapes not in self._checked_shapes and not inputs.is_abstract((params, batch)):
+            step.model.check_loss(params, batch, key)
+            self._checked_shapes.append(shapes)
         if shapes not in self._batch_shapes:
             self._batch_shapes.append(shapes)
         key, noise_key = jax.random.split(key)

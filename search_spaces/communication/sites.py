@@ -17,6 +17,7 @@ from search_spaces.communication.collectives import run_exact
 from search_spaces.communication.costs import as_sent, site_bytes
 from search_spaces.communication.places import Interpreter, find_places
 from search_spaces.communication.strategies import DEFAULT
+from search_spaces.losses import check_are_parameters, check_is_loss, traced_loss
 from search_spaces.partition_specs import axes_of, broadcast_specs, local_shape
 
 
@@ -76,24 +77,20 @@ def trace_loss(
     """Traces a loss for one device's part of its arguments; arguments and errors are those of `CommunicationSpace`."""
     params_parts = _local_parts("params", params, param_specs, mesh_axes)
     batch_parts = _local_parts("batch", batch, batch_specs, mesh_axes)
-    for name, aval in zip(params_parts.names, params_parts.avals, strict=True):
-        if not jnp.issubdtype(aval.dtype, jnp.floating):
-            raise ValueError(
-                f"`params` {name!r} is {aval.dtype}; parameters must be floating-point, put it in `batch`."
-            )
+    dtypes = (aval.dtype for aval in params_parts.avals)
+    check_are_parameters(dict(zip(params_parts.names, dtypes, strict=True)))
     structure = jax.tree.structure((params, batch))
     local_arguments = jax.tree.unflatten(structure, [*params_parts.avals, *batch_parts.avals])
     try:
         trace = jax.make_jaxpr(loss_fn, axis_env=list(mesh_axes.items()), return_shape=True)
-        jaxpr, out = trace(*local_arguments)
+        jaxpr, out = traced_loss(trace, *local_arguments)
     except NameError as error:
         if not (match := re.search(r"unbound axis name: (\w+)", str(error))):
             raise
         raise ValueError(
             f"`loss_fn` uses a mesh axis {match[1]!r}, but `mesh_axes` has {tuple(mesh_axes)}; name it there."
         ) from error
-    if not isinstance(out, jax.ShapeDtypeStruct) or out.shape != () or not jnp.issubdtype(out.dtype, jnp.floating):
-        raise ValueError(f"`loss_fn` must return one floating-point scalar, this device's loss; it returns {out}.")
+    check_is_loss(out)
     places, notes = find_places(jaxpr.jaxpr, mesh_axes)
     return TracedLoss(
         jaxpr=jaxpr,
@@ -181,7 +178,8 @@ def _local_parts(label: str, tree: Any, prefix: Any, mesh_axes: Mapping[str, int
         specs = broadcast_specs(prefix, tree)
     except ValueError as error:
         raise ValueError(
-            f"The specs of `{label}` must be a PartitionSpec or a pytree of them that is a prefix of it: {error}"
+            f"The specs of `{label}` must be a PartitionSpec or a pytree of them that is a prefix of it: {error}. "
+            "Parameters come without the state of an optimiser."
         ) from error
     for spec in specs:
         if not isinstance(spec, PartitionSpec):

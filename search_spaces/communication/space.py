@@ -20,6 +20,7 @@ from search_spaces.communication.costs import GroupCosts, explain, group_costs, 
 from search_spaces.communication.device_step import DeviceStep, choice_as_indices
 from search_spaces.communication.emulation import WholeStep, emulate, on_devices
 from search_spaces.communication.last_gradient import LastGradient
+from search_spaces.communication.one_device import OneDeviceCheck, OneDeviceLoss, largest_epsilon
 from search_spaces.communication.sites import checked_strategies, find_sites, group_sites, trace_loss
 from search_spaces.communication.strategies import DEFAULT, Exact
 
@@ -61,6 +62,10 @@ class CommunicationSpace:
       tie: "type" where sites of one type share a strategy, None where each has its own. Gradients that share one are
         sent as one vector.
       hardware: what the seconds are for, or the name of a preset; `problem` and `explain` need it.
+      one_device_loss: the loss that the devices must compute together, with which `check_loss` compares it: "loss_fn"
+        is `loss_fn` itself on a mesh with one device along each axis; a function of whole `(params, batch)` is for a
+        `loss_fn` that needs the sizes of its mesh; None is for a loss that depends on the number of devices by design,
+        as with random numbers or a capacity of each device, so that there is nothing to compare.
 
     Attributes:
       sites: all sites, see `sites.find_sites`.
@@ -85,7 +90,10 @@ class CommunicationSpace:
         strategies: Mapping[str, Sequence[CollectiveStrategy]] | None = None,
         tie: Literal["type"] | None = "type",
         hardware: Hardware | str | None = None,
+        one_device_loss: OneDeviceLoss = "loss_fn",
     ):
+        if one_device_loss not in ("loss_fn", None) and not callable(one_device_loss):
+            raise ValueError(f"`one_device_loss` must be 'loss_fn', a function or None, not {one_device_loss!r}.")
         if tie not in ("type", None):
             raise ValueError(f"`tie` must be 'type' or None, not {tie!r}.")
         if not mesh_axes or min(mesh_axes.values()) < 1:
@@ -105,6 +113,14 @@ class CommunicationSpace:
             param_specs=jax.tree.unflatten(params_structure, self._traced_loss.param_specs),
             batch_specs=jax.tree.unflatten(batch_structure, self._traced_loss.batch_specs),
             run=partial(emulate, mesh_axes=self.mesh_axes),
+        )
+        self._one_device = OneDeviceCheck(
+            loss_fn,
+            one_device_loss,
+            self.mesh_axes,
+            self._whole.param_specs,
+            self._whole.batch_specs,
+            largest_epsilon(self._traced_loss.jaxpr.jaxpr),
         )
 
     def on_mesh(self, mesh: Mesh) -> "CommunicationSpace":
@@ -189,6 +205,22 @@ class CommunicationSpace:
         return group_costs(self.sites, self.groups, site_bytes)
 
     # What a selection computes.
+
+    def check_loss(self, params: Params, batch: Batch, key: jax.Array) -> None:
+        """Checks that the exact choice's loss is that of one device, here and with some noise added to parameters.
+
+        A `loss_fn` that lacks a sum over devices would train another model. Each call compiles both losses.
+
+        Args:
+          params: whole arrays.
+          batch: whole arrays.
+          key: of the noise.
+
+        Raises:
+          ValueError: the losses differ by more than rounding, or `loss_fn` does not run on one device.
+        """
+        exact = self.exact_choice()
+        self._one_device.check(lambda params, batch: self.loss(params, batch, exact, key), params, batch, key)
 
     def init_residuals(self, params: Params) -> Residuals:
         """Returns zero residuals for all parameters that may have one.

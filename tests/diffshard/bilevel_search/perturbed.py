@@ -85,6 +85,9 @@ class Perturbed:
         """A part for each node."""
         return self._numbered.explain(choice)
 
+    def check_loss(self, params: Params, batch: Batch, key: jax.Array) -> None:
+        """Nothing: the loss is not written for devices."""
+
     def init_residuals(self, params: Params) -> Residuals:
         """None."""
         del params

@@ -46,7 +46,7 @@ def _batch(seed: int):
     return inputs, jnp.sin(3 * inputs)
 
 
-def _search(estimator: str, mesh, most: float, order: int = 1) -> diffshard.BilevelSearch:
+def _search(estimator: str, mesh, most: float, order: int = 1, loss=_loss) -> diffshard.BilevelSearch:
     split = PartitionSpec("data", None)
     space = functools.partial(
         CommunicationSpace,
@@ -56,7 +56,7 @@ def _search(estimator: str, mesh, most: float, order: int = 1) -> diffshard.Bile
         hardware=HARDWARE,
     )
     return diffshard.bilevel(
-        _loss,
+        loss,
         mesh,
         space=space,
         weights_optimizer=optax.adam(1e-3),
@@ -94,6 +94,21 @@ def test_a_mesh_of_one_device_leaves_nothing_to_choose():
     with pytest.raises(
         ValueError, match=r"`mesh` is of one device, .* nothing is communicated, so there is nothing to"
     ):
+        search.init(jax.random.key(1), _params(), _batch(0))
+
+
+def _without_sum(params, batch):
+    inputs, targets = batch
+    return jnp.mean((jax.nn.gelu(inputs @ params["up"]) @ params["down"] - targets) ** 2)
+
+
+def test_a_loss_without_its_sum_is_refused_before_anything_trains():
+    search = _search("curvature", jax.sharding.AbstractMesh(tuple(AXES.values()), tuple(AXES)), 0.05, loss=_without_sum)
+    with pytest.raises(ValueError, match=r"so that another model would train.*`jax\.lax\.psum\(x, 'model'\)`"):
+        search.init(jax.random.key(1), _params(), _batch(0))
+    shapes = jax.eval_shape(search.init, jax.random.key(1), _params(), _batch(0))
+    assert jax.tree.map(jnp.shape, shapes.params) == jax.tree.map(jnp.shape, _params())
+    with pytest.raises(ValueError, match="another model would train"):  # shapes alone have shown nothing
         search.init(jax.random.key(1), _params(), _batch(0))
 
 

@@ -152,10 +152,31 @@ class _WithoutNotes:
 def test_a_lossy_space_that_lacks_a_member_never_trains_as_an_exact_one():
     space: Any = _WithoutNotes()
     options = {"space": space, "weights_optimizer": optax.sgd(0.1)}
-    with pytest.raises(ValueError, match=r"give `max_loss_increase` or `cost_weight`: .* it has exact_choice, "):
+    with pytest.raises(ValueError, match=r"give `max_loss_increase` or `cost_weight`: .* check_loss, exact_choice, "):
         diffshard.bilevel(plain_loss, **options)
     with pytest.raises(ValueError, match=r"`space` has no loss of its own \(it lacks notes of"):
         diffshard.bilevel(plain_loss, max_loss_increase=0.1, **options)
+
+
+def test_a_training_step_is_no_loss():
+    def step(state: Any, batch: Any) -> Any:
+        return {"w": state["w"] - 0.1 * jax.grad(plain_loss)(state, batch)["w"]}, plain_loss(state, batch)
+
+    wanted = (
+        r"`loss_fn` must return one .* scalar.* it returns a tuple of 2 arrays\. .*give the function that it differ"
+    )
+    problem = diffshard.Problem([np.array([1.0, 2.0])], np.zeros((0, 2), int), [])
+    search = diffshard.bilevel(step, space=problem, weights_optimizer=optax.sgd(0.1))
+    with pytest.raises(ValueError, match=wanted):
+        search.init(KEY, start(), batch_of(0))
+
+    def unpacked(state: Any, batch: Any) -> Any:
+        params, optimizer_state = state
+        return (params, optimizer_state), plain_loss(params, batch)
+
+    search = diffshard.bilevel(unpacked, space=problem, weights_optimizer=optax.sgd(0.1))
+    with pytest.raises(ValueError, match=r"not enough values to unpack(.|\n)*`params` the parameters alone"):
+        search.init(KEY, start(), batch_of(0))
 
 
 @pytest.mark.parametrize("key", [0, None, jnp.zeros(2), jax.random.split(KEY)])
