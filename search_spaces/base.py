@@ -14,6 +14,7 @@ import jax
 from jax.sharding import Mesh
 
 from cost.base import Hardware, Problem
+from cost.number_ranges import Amount
 
 Choice = tuple[int, ...]
 """One strategy's index for each node, `[V]`. Functions that take a choice take any sequence of integers."""
@@ -49,8 +50,8 @@ class Traffic(NamedTuple):
     direction: str
     kind: str
     axes: tuple[str, ...]
-    count: float  # pyright: ignore[reportIncompatibleMethodOverride]
-    sent_bytes: float
+    count: Amount  # pyright: ignore[reportIncompatibleMethodOverride]
+    sent_bytes: Amount
 
 
 class Part(NamedTuple):
@@ -176,6 +177,21 @@ class LossySpace(SearchSpace[TrainingStep], Protocol):
 
         Raises:
           ValueError: the mesh's axes are not `mesh_axes`.
+        """
+        ...
+
+    def check_loss(self, params: Params, batch: Batch, key: jax.Array) -> None:
+        """Checks, before anything trains, that the exact choice computes the loss that is meant.
+
+        A space whose loss is written for each device compares it with one device's; others may have nothing to check.
+
+        Args:
+          params: whole arrays.
+          batch: whole arrays.
+          key: a random key.
+
+        Raises:
+          ValueError: the loss is another one.
         """
         ...
 

@@ -15,7 +15,6 @@ other solvers, and for the price of any division.
 Source: for the pipeline, the synchronous 1F1B schedule of Narayanan et al. (2021).
 """
 
-import math
 from collections.abc import Sequence
 from functools import partial
 from numbers import Integral
@@ -26,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from cost.base import Problem
-from cost.evaluation import checked_choice, chosen_costs
+from cost.evaluation import checked_choice, chosen_costs, exact_sum
 from search_spaces.base import Part
 
 
@@ -126,8 +125,8 @@ class PlacementSpace:
         layers, num_devices = np.arange(len(self._times)), self._times.shape[1]
         return DecodedPlacement(
             assignment=assignment,
-            transfer_s=math.fsum(edge_s),
-            compute_s=math.fsum(layer_s) + float(load_s.max()),
+            transfer_s=exact_sum(edge_s),
+            compute_s=exact_sum(layer_s) + float(load_s.max()),
             device_s=np.bincount(assignment, self._times[layers, assignment], num_devices),
         )
 

@@ -43,8 +43,25 @@ def source_of(equation: core.JaxprEqn) -> AbstractContextManager[None]:
 def bind(equation: core.JaxprEqn, operands: Sequence[Any], **parameters: Any) -> Sequence[Any]:
     """Evaluates an equation for other operands, with some of its parameters changed, and returns its results."""
     params = equation.primitive.get_bind_params({**equation.params, **parameters})
+    if equation.primitive.name in ("dynamic_slice", "dynamic_update_slice"):
+        operands = _within_range(operands, params.get("slice_sizes"))
     results = equation.primitive.bind(*operands, **params)
     return results if equation.primitive.multiple_results else [results]
+
+
+def _within_range(operands: Sequence[Any], slice_sizes: Sequence[int] | None) -> list[Any]:
+    """Returns the operands of a dynamic slice or its update with starts in range, as both have to take them.
+
+    XLA joins a slice with the one that a sharding makes of its result, and then takes a start beyond the end as it is.
+    """
+    num_arrays = 1 if slice_sizes is not None else 2
+    sizes = jnp.shape(operands[1]) if slice_sizes is None else slice_sizes
+    starts = []
+    for start, size, whole in zip(operands[num_arrays:], sizes, jnp.shape(operands[0]), strict=True):
+        dtype = jnp.result_type(start)
+        last = min(whole - size, jnp.iinfo(dtype).max)
+        starts.append(lax.clamp(jnp.zeros((), dtype), start, jnp.full((), last, dtype)))
+    return [*operands[:num_arrays], *starts]
 
 
 class ScanOperands(NamedTuple):

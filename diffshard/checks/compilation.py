@@ -10,7 +10,6 @@ import math
 import os
 import pickle
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Mapping
@@ -21,6 +20,7 @@ import jax
 
 from diffshard.checks.compile_process import HLO, JOB, MEMORY, Job
 from diffshard.checks.memory_plan import MemoryPlan
+from diffshard.child_processes import python_command, python_environment
 
 _POLL_S = 0.05
 _LAST_CHARACTERS = 400  # of what a failed process said: its last lines name the cause
@@ -89,16 +89,15 @@ class _Process:
         self.folder, self.timeout_s, self.start_s = folder, timeout_s, time.perf_counter()
         (folder / JOB).write_bytes(pickle.dumps(job))
         environment = {
-            **os.environ,
+            **python_environment(),
             **job.target.environment(math.prod(job.mesh_axes.values())),
-            "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
             "TF_CPP_MIN_LOG_LEVEL": "1",  # warnings, which say where the partitioner gave up
         }
         if cache := jax.config.values.get("jax_compilation_cache_dir"):
             environment["JAX_COMPILATION_CACHE_DIR"] = str(cache)
         self.stderr = (folder / "stderr").open("w+", encoding="utf-8", errors="replace")
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "diffshard.checks.compile_process", str(folder)],
+            python_command("-m", "diffshard.checks.compile_process", str(folder)),
             env=environment, stdout=subprocess.DEVNULL, stderr=self.stderr, stdin=subprocess.DEVNULL,
         )  # fmt: skip
         self.is_late = False

@@ -2,8 +2,8 @@
 
 `search.py` puts the steps together: the arguments of a search (`options.py`), the function traced for the shapes of its
 arguments, with the space of everything that can be chosen (`tracing.py`; all of these are a `request.py`), and the
-solved space written down as a plan (`planning.py`). Where links are busier than arithmetic, `overlap.py` searches
-again; `memory_profile.py` writes down what a plan keeps in memory. `plan.py` has what users do with a plan.
-`planned_function.py` is the callable that both `search` and `Plan.apply` return, and `executors.py` has the ways in
-which it runs; `layout.py` translates between the names in a plan and the numbers in a space.
+solved space written down as a plan (`planning.py`). What is made small is in `step_objective.py`: the seconds of a step
+or a user's function of it. `memory_profile.py` writes down what a plan keeps in memory. `plan.py` has what users do
+with a plan. `planned_function.py` is the callable that both `search` and `Plan.apply` return, and `executors.py` has
+the ways in which it runs; `layout.py` translates between the names in a plan and the numbers in a space.
 """

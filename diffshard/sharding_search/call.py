@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from diffshard.pipelines.staged_array import StagedArray
 from diffshard.plans.base import LogicalAxes
 from diffshard.sharding_search.logical_axes import logical_axes_of, spec_by_rules
-from diffshard.sharding_search.options import Options
+from diffshard.sharding_search.options import Options, names_by_position
 from search_spaces.sharding.given import carried_spec, given_specs
 
 ArrayType = tuple[tuple[int, ...], str, bool]
@@ -162,7 +162,7 @@ def bound_arguments(options: Options, args: Sequence[Any], kwargs: Mapping[str, 
             args, kwargs = bound.args, bound.kwargs
         kwargs = {k: _static(k, v) if options.is_static_name(k) else v for k, v in kwargs.items()}
     if options.static_argnums:
-        names = _positional_names(options, len(args))
+        names = names_by_position(options.signature, len(args))
         numbered = enumerate(zip(names, args, strict=True))
         args = tuple(_static(name, a) if i in options.static_argnums else a for i, (name, a) in numbered)
     return args, kwargs
@@ -186,7 +186,7 @@ def call_of(options: Options, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
         if any(n >= num_positions for n in numbers):
             raise ValueError(f"`{name}` {numbers} names a position that the {num_positions} arguments do not have.")
     kwargs = {name: kwargs[name] for name in sorted(kwargs)}  # as the leaves of a dictionary are ordered
-    parameters, arguments = (*_positional_names(options, len(args)), *kwargs), (*args, *kwargs.values())
+    parameters, arguments = (*names_by_position(options.signature, len(args)), *kwargs), (*args, *kwargs.values())
     donated = [*(i in options.donate_argnums for i in range(len(args))), *map(options.is_donated_name, kwargs)]
     specs = given_specs(options.in_shardings, [a for a in args if not isinstance(a, Static)])
     _, structure = split((args, kwargs))
@@ -293,8 +293,3 @@ def _static(name: str, value: Any) -> Static:
             f"`{name}` is static and must be hashable, which {value!r} is not. Give a tuple in place of a list."
         ) from None
     return Static(value)
-
-
-def _positional_names(options: Options, count: int) -> list[str]:
-    names = options.positional_names
-    return [*names[:count], *(f"argument_{i}" for i in range(len(names), count))]

@@ -18,12 +18,14 @@ from diffshard.plans.base import Executor, PlanData, Tensor
 from diffshard.sharding_search.call import array_types
 from diffshard.sharding_search.layout import has_reductions, layout_of
 from diffshard.sharding_search.options import has_explicit_axes, with_automatic_axes
-from diffshard.sharding_search.tracing import TracedFunction, runs_as_program
+from diffshard.sharding_search.tracing import TracedFunction
 from search_spaces.sharding.base import Layout
 from search_spaces.sharding.execution import PropagatedExecution
 from search_spaces.sharding.explaining import sources_of
-from search_spaces.sharding.opaque.operations import opaque_of
+from search_spaces.sharding.graph import Graph
+from search_spaces.sharding.opaque.operations import runs_on_parts
 from search_spaces.sharding.opaque.targets import CUSTOM_CALL_TARGETS
+from search_spaces.sharding.partitioner_faults import wrongly_partitioned
 from search_spaces.sharding.space import ShardingSpace
 from search_spaces.sharding.whole_operations import impossible_operations, whole_operations
 
@@ -122,14 +124,12 @@ def with_executor(plan: PlanT, executor: Executor, space: ShardingSpace) -> Plan
 
 def default_executor(space: ShardingSpace) -> tuple[Executor, tuple[str, ...]]:
     """Returns the executor of a space's plans where the user names none, and notes on it for the reader of a plan."""
-    if runs_as_program(space.hardware, space.graph):
-        return "program", ()
-    if space.hardware.exposed_share == 1:
-        return "constraints", ()
-    return "constraints", tuple(
+    resharding = [v for v in space.graph.operations() if v.primitive == "reshard"]  # over explicit axes of another mesh
+    impossible = sources_of([*impossible_operations(space.graph), *resharding])
+    return "constraints" if impossible else "program", tuple(
         f"{name} ({sources}) has no form on one device's part, so XLA partitions the function, by constraints that it "
         "does not always follow."
-        for name, sources in sources_of(impossible_operations(space.graph))
+        for name, sources in impossible
     )
 
 
@@ -148,11 +148,12 @@ def _evaluator(
     plan: PlanData, traced_function: TracedFunction, space: ShardingSpace, mesh: Mesh | AbstractMesh
 ) -> Callable[..., Sequence[Any]]:
     layout = layout_of(plan, space)
-    if plan.executor == "propagation" and any(opaque_of(v) for v in space.graph.operations()):
+    if plan.executor == "propagation" and any(runs_on_parts(v) for v in space.graph.operations()):
         return PropagatedExecution(space.graph, layout, mesh, space.reshard_costs.path)
     if plan.executor == "propagation":
         return core.jaxpr_as_fun(traced_function.jaxpr)
     if plan.executor == "constraints":
+        _check_partitioned_rightly(space.graph, layout)
         return space.execution(layout, mesh)
     if not has_reductions(plan):
         raise PlanError(
@@ -160,3 +161,17 @@ def _evaluator(
             'Use `executor="constraints"`, or search again.'
         )
     return space.device_program(layout, mesh)
+
+
+def _check_partitioned_rightly(graph: Graph, layout: Layout) -> None:
+    """Checks that XLA's partitioner is not known to compute a layout's operations wrongly.
+
+    Raises:
+      PlanError: it is; names the operations.
+    """
+    for name, sources in sources_of(wrongly_partitioned(graph, layout.strategies)):
+        raise PlanError(
+            f'`executor` is "constraints", by which XLA\'s partitioner would compute {name} ({sources}) wrongly: the '
+            "plan splits its batch over mesh axes that it contracts over, and contracts over others as well. Take "
+            '`executor="program"`.'
+        )

@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from diffshard.plans.base import PlanData
-from diffshard.plans.documents import to_json_values
+from diffshard.plans.json_values import to_json_values
 from diffshard.sharding_search.options import Options
 from diffshard.sharding_search.program_text import program_text, value_text
 from diffshard.sharding_search.tracing import TracedFunction

@@ -13,9 +13,11 @@ from cost.base import Hardware
 from cost.presets import hardware_of, preset_of_mesh
 from cost.real_numbers import is_positive, real_number, whole_number
 from diffshard.base import Solver
+from diffshard.deadline import Deadline
 from diffshard.live_progress import ProgressDisplay
 from diffshard.plans.base import Executor, LogicalAxisRules, PlanData
 from diffshard.sharding_search.mesh_candidates import MeshCandidate
+from diffshard.sharding_search.step_objective import StepCost
 from diffshard.solving.solve import check_key, resolve
 from search_spaces.sharding.given import check_prefix
 
@@ -30,7 +32,8 @@ class Options:
 
     `logical_axis_rules` hold for flax's logical names while `fn` is traced; without any those of the context hold.
     By `metadata_rules` arguments with flax's metadata are given; None leaves them free. `judged_by` says which compiler
-    judges the plan, and how; "" for none. `candidates` are meshes to choose from, and `mesh` and `hardware` those of
+    judges the plan, and how; "" for none. `checks_numbers` says whether the first call is held against another run.
+    `candidates` are meshes to choose from, and `mesh` and `hardware` those of
     one of them until one is chosen. Without candidates the mesh is given.
 
     Raises:
@@ -55,8 +58,10 @@ class Options:
     start: PlanData | None = None
     progress: ProgressDisplay = "terminal"
     judged_by: str = ""
+    checks_numbers: bool = False
     candidates: tuple[MeshCandidate, ...] = ()
     remat: Remat | None = None
+    objective: StepCost | None = None
 
     def __post_init__(self):
         if not callable(self.fn):
@@ -76,7 +81,9 @@ class Options:
         check_key(self.key)
         if self.executor is not None and self.executor not in get_args(Executor):
             raise ValueError(f"`executor` must be one of {get_args(Executor)}, not {self.executor!r}.")
+        _check_can_run(self.mesh, self.checks_numbers)
         _check_remat(self.remat, self.hardware, self.mesh)
+        _check_objective(self.objective)
         _check_start(self.start)
         if self.progress not in get_args(ProgressDisplay):
             raise ValueError(
@@ -102,6 +109,10 @@ class Options:
                 f"`donate_argnums` {self.donate_argnums} and `static_argnums` {self.static_argnums} share a position."
             )
         object.__setattr__(self, "memory_limit_bytes", real_number(limit))
+
+    def deadline(self) -> Deadline:
+        """Returns the deadline of a search that begins now."""
+        return Deadline.from_now(self.time_limit_s)
 
     @property
     def function_name(self) -> str:
@@ -129,16 +140,12 @@ class Options:
     @cached_property
     def signature(self) -> inspect.Signature | None:
         """The function's signature; None for built-in functions, which have none."""
-        try:
-            return inspect.signature(self.fn)
-        except (TypeError, ValueError):
-            return None
+        return signature_of(self.fn)
 
     @cached_property
     def positional_names(self) -> list[str]:
         """Names of the arguments that have a position, in order."""
-        parameters = () if self.signature is None else self.signature.parameters.values()
-        return [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        return positional_names(self.signature)
 
     def is_static_name(self, name: str) -> bool:
         """Tells whether an argument that is given by keyword is static."""
@@ -167,6 +174,29 @@ class Options:
                 f"{', '.join(parameters)}."
             )
         return None
+
+
+def signature_of(fn: Callable[..., Any]) -> inspect.Signature | None:
+    """Returns a function's signature; None for built-in functions, which have none."""
+    try:
+        return inspect.signature(fn)
+    except (TypeError, ValueError):
+        return None
+
+
+def positional_names(signature: inspect.Signature | None) -> list[str]:
+    """Returns the names of the parameters that have a position, in order."""
+    parameters = () if signature is None else signature.parameters.values()
+    return [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+
+
+def names_by_position(signature: inspect.Signature | None, count: int) -> list[str]:
+    """Returns what a user calls the first arguments of a function: those of `*batch` are `batch[0]`, `batch[1]`."""
+    names = positional_names(signature)[:count]
+    parameters = () if signature is None else signature.parameters.values()
+    for rest in (p.name for p in parameters if p.kind is p.VAR_POSITIONAL):
+        return [*names, *(f"{rest}[{i}]" for i in range(count - len(names)))]
+    return [*names, *(f"argument_{i}" for i in range(len(names), count))]
 
 
 def hardware_for(hardware: Hardware | str | None, mesh: Mesh | AbstractMesh) -> Hardware:
@@ -213,6 +243,14 @@ def has_explicit_axes(mesh: Mesh | AbstractMesh) -> bool:
     return AxisType.Explicit in (mesh.axis_types or ())
 
 
+def _check_can_run(mesh: Mesh | AbstractMesh, checks_numbers: bool) -> None:
+    if checks_numbers and not isinstance(mesh, Mesh):
+        raise ValueError(
+            f'`check` "numbers" holds the first call against another run, and `mesh` {dict(mesh.shape)} is abstract, '
+            "so that nothing runs. Give a jax.sharding.Mesh of devices."
+        )
+
+
 def _check_remat(remat: Any, hardware: Hardware, mesh: Mesh | AbstractMesh) -> None:
     if remat is not None and remat not in get_args(Remat):
         raise ValueError(
@@ -221,6 +259,11 @@ def _check_remat(remat: Any, hardware: Hardware, mesh: Mesh | AbstractMesh) -> N
 
     if remat == "offload":
         _check_offload(hardware, mesh)
+
+
+def _check_objective(objective: Any) -> None:
+    if objective is not None and not callable(objective):
+        raise TypeError(f"`objective` must be a function of a `RelaxedStep`, not {objective!r}.")
 
 
 def _check_offload(hardware: Hardware, mesh: Mesh | AbstractMesh) -> None:

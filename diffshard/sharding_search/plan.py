@@ -1,11 +1,12 @@
 """A plan as users have it: data that can be shown, saved, loaded, and applied to a function and its arguments."""
 
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from os import PathLike
-from typing import Any
+from typing import Any, Literal
 
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
@@ -16,7 +17,7 @@ from diffshard.plans.file import load, save
 from diffshard.plans.logical_rules import LogicalRules, logical_rules_of
 from diffshard.plans.notebook import framed
 from diffshard.plans.page import format_page
-from diffshard.plans.text import format_plan
+from diffshard.plans.text import format_in_line, format_plan
 from diffshard.processes import errors_for_all, processes_of
 from diffshard.sharding_search.call import Call, Static, Structure, array_paths, split
 from diffshard.sharding_search.executors import with_executor
@@ -44,6 +45,9 @@ class Plan(PlanData):
 
     def __str__(self) -> str:
         return format_plan(self)
+
+    def __repr__(self) -> str:
+        return format_in_line(self)
 
     def html(self) -> str:
         """Returns the plan as a self-contained page for a browser; in a notebook a plan shows itself as this page."""
@@ -196,21 +200,30 @@ class Plan(PlanData):
         return self._structure(1).unflatten_beside_constants(self._named_shardings(self.outputs))
 
     def apply(
-        self, fn: Callable[..., Any], mesh: Mesh | AbstractMesh | None = None, *, executor: Executor | None = None
+        self,
+        fn: Callable[..., Any],
+        mesh: Mesh | AbstractMesh | None = None,
+        *,
+        executor: Executor | None = None,
+        check: Literal["numbers"] | None = None,
     ) -> "PlannedFunction[Plan]":
         """Gives a function this plan without a search; returns a callable as `diffshard.search` does.
 
         Args:
           fn: the function that the plan was made for.
           mesh: of devices or abstract, with the plan's axes; None takes the plan's own.
-          executor: as in `diffshard.search`, or "propagation", which tells XLA's partitioner the shardings of arguments
-            and results only; None takes the one that the plan is meant for.
+          executor: as in `diffshard.search`; None takes the one that the plan is meant for.
+          check: "numbers" holds the first call against another run, as in `diffshard.search`; None does so by the
+            executor "propagation" only.
 
         Raises:
+          ValueError: there is no such executor or check.
           PlanError: the plan was made for another function or mesh; names the first difference.
         """
         mesh = self.mesh if mesh is None else mesh
         with errors_for_all(self.mesh or mesh, "apply a plan"):
+            if check not in ("numbers", None):
+                raise ValueError(f'`check` must be "numbers" or None, not {check!r}: the plan is made.')
             if mesh is None or dict(mesh.shape) != dict(self.mesh_axes):
                 axes = mesh and dict(mesh.shape)
                 raise PlanError(f"The plan was made for the mesh {dict(self.mesh_axes)}, not {axes}.")
@@ -225,6 +238,7 @@ class Plan(PlanData):
                     donate_argnames=self.donate_argnames,
                     static_argnames=self.static_argnames,
                     executor=self.executor if executor is None else executor,
+                    checks_numbers=check is not None,
                     logical_axis_rules=self.logical_axis_rules,
                 )
             except ValueError as error:
@@ -285,7 +299,7 @@ class Plan(PlanData):
         )
 
     def _tensors_of(self, name: str) -> tuple[Tensor, ...]:
-        return tuple(tensor for tensor in self.arguments if parameter_of(tensor) == name)
+        return tuple(tensor for tensor in self.arguments if re.match(rf"{re.escape(name)}(?!\w)", tensor.path))
 
     def _named_shardings(self, tensors: Sequence[Tensor]) -> list[NamedSharding]:
         assert self.mesh is not None

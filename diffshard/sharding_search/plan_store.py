@@ -5,7 +5,6 @@ writes a file of its own and renames it, so that readers find a whole plan or no
 place are written once.
 """
 
-import json
 import os
 import warnings
 from collections.abc import Callable
@@ -13,8 +12,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from diffshard.base import PlanError
-from diffshard.files import folder_path, write_whole
-from diffshard.plans.documents import read
+from diffshard.files import folder_path, replace_file
+from diffshard.plans.documents import DAMAGE, check_checksum, read, text_of
 from diffshard.plans.file import from_json, to_json, without_places
 from diffshard.sharding_search.fingerprints import digest_of, facts_of
 from diffshard.sharding_search.plan import Plan
@@ -77,7 +76,7 @@ class PlanStore:
         document = {"format": _FORMAT, "version": _VERSION, "key": key, "plan": without_places(to_json(plan))}
         try:
             os.makedirs(self.folder, exist_ok=True)
-            write_whole(self.path(key), json.dumps(document, separators=(",", ":"), allow_nan=False))
+            replace_file(self.path(key), text_of(document))
         except OSError as error:
             warnings.warn(f"The plan cannot be kept in the store: {error}", stacklevel=2)
 
@@ -113,9 +112,13 @@ def _from_document(document: Any, key: str, path: str, request: PlanRequest) -> 
         raise PlanError(f"`{path}` was written for another function, or by another version.")
     content = document.get("plan")
     axes = content.get("mesh_axes") if isinstance(content, dict) else None
-    mesh = request.options.candidate_with(axes).mesh
-    # The key does not depend on the lines of the program: operations are where they are today.
-    graph = request.with_recomputed(_recomputed(content), _offloaded(content)).traced_function.graph
+    try:
+        check_checksum(document)
+        mesh = request.options.candidate_with(axes).mesh
+        # The key does not depend on the lines of the program: operations are where they are today.
+        graph = request.with_recomputed(_recomputed(content), _offloaded(content)).traced_function.graph
+    except DAMAGE as error:
+        raise PlanError(f"`{path}` is a damaged plan: {error}.") from None
     places = [(vertex.source, vertex.scope) for vertex in graph.vertices]
     return from_json(content, path, Plan, mesh, places)
 

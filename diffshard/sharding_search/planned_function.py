@@ -23,9 +23,11 @@ from diffshard.rare_collections import rare_collections
 from diffshard.sharding_search.call import Call, Structure, array_types, bound_arguments, call_of, split
 from diffshard.sharding_search.executors import FlatFunction, flat_function
 from diffshard.sharding_search.fingerprints import device_facts, facts_of
+from diffshard.sharding_search.numbers_check import NumbersCheck
 from diffshard.sharding_search.options import Options
 from diffshard.sharding_search.request import PlanRequest
 from diffshard.sharding_search.tracing import TracedFunction, space_of, trace_call
+from diffshard.sharding_search.whole_work import warn_of_whole_work
 
 PlanT = TypeVar("PlanT", bound=PlanData)
 MakePlan = Callable[[PlanRequest], PlanT]
@@ -42,6 +44,7 @@ class _Prepared(Generic[PlanT]):
       result: the structure of the result.
       settings: of JAX, for which the function was traced.
       name: of the function, for traces.
+      make_check: makes what the first call is held against; None where it is not, or was.
     """
 
     plan: PlanT
@@ -50,6 +53,7 @@ class _Prepared(Generic[PlanT]):
     result: Structure
     settings: tuple[Any, ...]
     name: str
+    make_check: Callable[[], NumbersCheck] | None = None
 
     @cached_property
     def _flat(self) -> FlatFunction:
@@ -68,6 +72,10 @@ class _Prepared(Generic[PlanT]):
 
     def run(self, arrays: Iterable[Any]) -> Any:
         arrays = tuple(arrays)
+        if self.make_check is not None:
+            results = self.make_check().results(self.jitted, self._flat.donate_argnums, arrays)
+            self.make_check = None
+            return self.result.unflatten(results)
         jitted = self.nested if any(isinstance(array, Tracer) for array in arrays) else self.jitted
         return self.result.unflatten(jitted(*arrays))
 
@@ -198,6 +206,8 @@ class PlannedFunction(Generic[PlanT]):
             line.step("listing strategies" if processes_of(options.mesh).is_first else "waiting for the first process")
             request = PlanRequest(options, traced_function, space, start_s, progress or line.progress)
             plan = self._make_plan(request)
+        if self._is_searched and not plan.stored_in and processes_of(options.mesh).is_first:
+            warn_of_whole_work(plan)
         if options.candidates:  # the first plan chooses the mesh: state that lives there is not moved by later plans
             request = request.on(options.candidate_with(plan.mesh_axes))
             self.options = options = request.options
@@ -210,7 +220,12 @@ class PlannedFunction(Generic[PlanT]):
             flat = make_flat()
             make_flat = lambda: flat  # noqa: E731
         name = getattr(options.fn, "__name__", "function")
-        return _Prepared(plan, call, make_flat, traced_function.result, _settings(), name)
+        prepared = _Prepared(plan, call, make_flat, traced_function.result, _settings(), name)
+        if isinstance(options.mesh, Mesh) and (options.checks_numbers or plan.executor == "propagation"):
+            prepared.make_check = partial(NumbersCheck, plan, traced_function, space, options.mesh)
+        if options.checks_numbers and prepared.make_check is not None:
+            prepared.make_check()  # says now what would be wrong with it
+        return prepared
 
     def _traced(self, call: Call) -> TracedFunction:
         """Returns the traced function, which is the same in all processes that own devices of the mesh.

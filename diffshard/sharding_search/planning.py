@@ -11,21 +11,32 @@ from typing import Any, TypedDict
 
 import numpy as np
 
-from cost.base import Problem
+from cost.base import FORBIDDEN, Problem
+from cost.evaluation import evaluate
 from cost.memory import least_memory
-from cost.real_numbers import real_number
 from diffshard.base import OPTIMAL_GAP, InfeasibleError, Progress, Solution
-from diffshard.plans.base import Operation, PredictedCollective, Tensor
+from diffshard.deadline import Deadline
+from diffshard.plans.base import Operation, PlannedObjective, PredictedCollective, Tensor
+from diffshard.plans.formats import short_name
 from diffshard.sharding_search.executors import default_executor, executor_notes
 from diffshard.sharding_search.fingerprints import function_digest
 from diffshard.sharding_search.layout import signature_of
 from diffshard.sharding_search.memory_profile import memory_profile_of
 from diffshard.sharding_search.options import Options, Remat
-from diffshard.sharding_search.overlap import fastest_step, step_s, waiting_transfers
 from diffshard.sharding_search.plan import Plan
 from diffshard.sharding_search.request import CutOffError, PlanRequest
+from diffshard.sharding_search.step_objective import (
+    TANGENT_GAP,
+    TANGENT_SHARE,
+    StepCost,
+    best_step,
+    objective_of,
+    step_s,
+    waiting_transfers,
+)
 from diffshard.sharding_search.tracing import TracedFunction
 from diffshard.sharding_search.warm_start import is_made_for, start_of
+from diffshard.sharding_search.whole_work import whole_work_of
 from diffshard.solving.solve import solve
 from diffshard.solving.violations import format_excess
 from search_spaces.partition_specs import IndexedSpec, NamedSpec, named_spec
@@ -35,9 +46,7 @@ from search_spaces.sharding.graph import Operand, Value, Vertex
 from search_spaces.sharding.memory import lifetimes_of
 from search_spaces.sharding.space import ShardingSpace
 
-_LEAST_TIME_S = 1e-3
-"""Seconds that a solver is given at least, so that its limit is positive."""
-_TIME_SHARE = 0.9
+LAST_PROBLEM_SHARE = 0.9
 """The share of the time limit after which no further problem is begun: presolve alone can take what is left."""
 
 
@@ -54,7 +63,8 @@ def find_plan(request: PlanRequest) -> Plan:
     earlier_plan, start = request.options.start, None
     if earlier_plan is not None:
         start = start_of(earlier_plan, request.space)
-        if start is not None and start.is_exact and is_made_for(earlier_plan, request):
+        is_wanted = request.options.objective is None
+        if start is not None and start.is_exact and is_wanted and is_made_for(earlier_plan, request):
             assert isinstance(earlier_plan, Plan)
             return request.complete(earlier_plan)
     choice = None if start is None else start.choice
@@ -65,18 +75,18 @@ def find_plan(request: PlanRequest) -> Plan:
         if choice is None:  # a start that keeps the memory lets the solver look for a bound first
             choice = lightest_choice(request.space.problem)
     _ = request.space.problem  # built before the solver's time begins: on five axes that alone can take a minute
-    solution = fastest_choice(request._replace(progress=progress), time.perf_counter(), choice)
+    solution = fastest_choice(request._replace(progress=progress), request.options.deadline(), choice)
     return make_plan(request, solution)
 
 
 def fastest_choice(
-    request: PlanRequest, begin_s: float, start: np.ndarray | None = None, stop_gap: float = OPTIMAL_GAP
+    request: PlanRequest, deadline: Deadline, start: np.ndarray | None = None, stop_gap: float = OPTIMAL_GAP
 ) -> Solution:
     """Returns the choice of a request's space with the fastest step that was found within the options' limits.
 
     Args:
       request: the function and its space.
-      begin_s: when the time limit began, by `time.perf_counter`; all problems of a search share its time.
+      deadline: of all problems of a search together.
       start: `[V]` strategy indices to begin with.
       stop_gap: the relative gap at which the search ends.
 
@@ -87,34 +97,28 @@ def fastest_choice(
     steps: list[tuple[float, float]] = []  # where links bound the step: the best one so far and its bound
 
     def progress(seconds: float, cost: float, lower_bound: float) -> None:
-        if steps:  # a problem's own costs are below those of its steps
-            cost, lower_bound = steps[-1][0], max(steps[-1][1], lower_bound)
+        if steps:  # a tangent's costs are below those of steps, and its bound may be of one branch only
+            cost, lower_bound = steps[-1]
         if request.progress is not None:
             request.progress(seconds, cost, lower_bound)
 
     def tell(cost_s: float, bound_s: float) -> None:
         steps.append((cost_s, bound_s))
-        progress(time.perf_counter() - begin_s, cost_s, bound_s)
+        progress(deadline.elapsed_s, cost_s, bound_s)
 
-    def solve_within_limits(problem: Problem) -> Solution:
-        limited = replace(options, time_limit_s=remaining_s(options, begin_s))
-        return solve_problem_of(limited, problem, request.space, start, progress, stop_gap)
+    def solve_within_limits(problem: Problem, near: np.ndarray | None) -> Solution:
+        told = progress if options.objective is None else None  # others are not in seconds
+        if near is None:
+            limited = replace(options, time_limit_s=deadline.remaining_s())
+            return solve_problem_of(limited, problem, request.space, start, told, stop_gap)
+        limited = replace(options, time_limit_s=deadline.remaining_s(TANGENT_SHARE))
+        return solve_problem_of(limited, problem, request.space, near, told, max(stop_gap, TANGENT_GAP))
 
     def is_over() -> bool:
-        return is_time_over(options, begin_s)
+        return deadline.is_over(LAST_PROBLEM_SHARE)
 
-    return fastest_step(request.space, solve_within_limits, is_over, tell)
-
-
-def remaining_s(options: Options, begin_s: float) -> float | None:
-    """Returns the seconds that are left of a time limit, a little at least; None without a limit."""
-    limit_s = real_number(options.time_limit_s)
-    return None if limit_s is None else max(limit_s - (time.perf_counter() - begin_s), _LEAST_TIME_S)
-
-
-def is_time_over(options: Options, begin_s: float) -> bool:
-    """Tells whether there is no time for another problem."""
-    return options.time_limit_s is not None and time.perf_counter() - begin_s >= _TIME_SHARE * options.time_limit_s
+    limit = options.memory_limit_bytes
+    return best_step(request.space, solve_within_limits, limit, options.objective, is_over, tell)
 
 
 def _until_cut_off(request: PlanRequest) -> Progress:
@@ -149,7 +153,7 @@ def solve_problem_of(
     """Solves a problem of a function's space, equal layers alike where that costs next to nothing.
 
     Raises:
-      InfeasibleError: no plan fits the memory limit.
+      InfeasibleError: no plan fits the memory limit, or each takes too long to be told from a forbidden one.
     """
     problem = problem._replace(memory_limit=options.memory_limit_bytes)
     limit, least = options.memory_limit_bytes, float(np.max(least_memory(problem)[1]))
@@ -169,6 +173,12 @@ def solve_problem_of(
         start=start,
         stop_gap=stop_gap,
     )
+    if not solution.feasible and not solution.excess:
+        raise InfeasibleError(
+            f"Each plan of {options.function_name} that the solver found is predicted to take {FORBIDDEN:.0e} s or "
+            "more, which counts as impossible. Check the shapes of the arguments, the lengths of loops, and the rates "
+            f"of `hardware` {space.hardware.name!r}."
+        )
     if not solution.feasible:
         raise InfeasibleError(
             f"The solver found no plan within `memory_limit_bytes` {limit:,.0f}: its best exceeds it by "
@@ -209,7 +219,8 @@ def make_plan(request: PlanRequest, solution: Solution) -> Plan:
     summary = space.summarize(solution.choice)
     prediction = summary.prediction
     compute_s, predicted_s = float(prediction.compute_s.sum()), step_s(prediction)
-    lower_bound_s = min(max(solution.lower_bound - space.most_preference_s, 0.0), predicted_s)
+    objective = None if options.objective is None else _planned_objective(options.objective, space, solution)
+    lower_bound_s = min(max(solution.lower_bound - space.most_preference_s, 0.0), predicted_s) if not objective else 0.0
     solver = options.solver
     executor, notes = options.executor, ()
     if executor is None:
@@ -230,7 +241,7 @@ def make_plan(request: PlanRequest, solution: Solution) -> Plan:
         ),
         peak_bytes=summary.peak_bytes,
         lower_bound_s=lower_bound_s,
-        gap=(predicted_s - lower_bound_s) / predicted_s if predicted_s else 0.0,
+        gap=objective.gap if objective else (predicted_s - lower_bound_s) / predicted_s if predicted_s else 0.0,
         status=solution.status,
         solver=solver if isinstance(solver, str) else getattr(solver, "__name__", "function"),
         search_s=time.perf_counter() - start_s,
@@ -243,11 +254,22 @@ def make_plan(request: PlanRequest, solution: Solution) -> Plan:
         parameters=traced_function.call.parameters,
         executor=executor,
         logical_axis_rules=options.logical_axis_rules,
+        whole_work=whole_work_of(request, summary.layout),
         memory=memory_profile_of(traced_function.graph, summary.memory),
+        objective=objective,
         function_digest=function_digest(traced_function),
         mesh=options.mesh,
         structures=(traced_function.call.structure, traced_function.result),
     )
+
+
+def _planned_objective(cost: StepCost, space: ShardingSpace, solution: Solution) -> PlannedObjective:
+    """Returns a user's objective of a solution, whose cost and bound have preferences for small arguments in them."""
+    value = objective_of(space, cost, solution.choice)
+    preference = float(evaluate(space.preference_problem, solution.choice).cost)
+    unit = (solution.cost - value) / preference if preference else 0.0
+    bound = solution.lower_bound - max(unit, 0.0) * space.most_preference_s
+    return PlannedObjective(short_name(getattr(cost, "__qualname__", "objective")), value, min(bound, value))
 
 
 class _Arrays(TypedDict):

@@ -27,11 +27,10 @@ from diffshard.sharding_search.fingerprints import function_digest
 from diffshard.sharding_search.options import DEFAULT_SOLVER
 from diffshard.sharding_search.plan import Plan
 from diffshard.sharding_search.planning import (
+    LAST_PROBLEM_SHARE,
     fastest_choice,
-    is_time_over,
     make_plan,
     memory_advice,
-    remaining_s,
     solve_problem_of,
 )
 from diffshard.sharding_search.request import PlanRequest
@@ -97,7 +96,7 @@ class _Search:
         self.request = request
         self.passes = passes_of(request.traced_function.graph)
         _ = request.space.problem
-        self.begin_s = time.perf_counter()
+        self.deadline = self.options.deadline()
 
     def run(self) -> Plan:
         request = self.request
@@ -162,14 +161,14 @@ class _Search:
     def _without_remat(self) -> tuple[Plan | None, Solution]:
         """Returns the plan that keeps everything, None if none fits, and a choice that says what values take."""
         wider = replace(self.quick.options, memory_limit_bytes=math.inf)
-        free = fastest_choice(self.quick._replace(options=wider), self.begin_s)
+        free = fastest_choice(self.quick._replace(options=wider), self.deadline)
         space, limit = self.request.space, self.options.memory_limit_bytes
         if space.summarize(free.choice).peak_bytes <= limit:
             return self._plan(self.request, free), free
         if float(np.max(least_memory(space.problem)[1])) > limit:
             return None, free
         try:
-            return self._plan(self.request, fastest_choice(self.quick, self.begin_s)), free
+            return self._plan(self.request, fastest_choice(self.quick, self.deadline)), free
         except InfeasibleError:
             return None, free
 
@@ -205,7 +204,7 @@ class _Search:
         least = float(np.max(least_memory(problem)[1]))
         if least > options.memory_limit_bytes:
             raise self._infeasible(least, least)
-        limited = replace(options, time_limit_s=remaining_s(options, self.begin_s), solver=self.bounding)
+        limited = replace(options, time_limit_s=self.deadline.remaining_s(), solver=self.bounding)
         try:
             solution = solve_problem_of(limited, problem, space, None, None)
         except InfeasibleError:
@@ -235,14 +234,14 @@ class _Search:
         seconds: dict[int, float] = {}
         while len(seconds) < _MOST_SEARCHES and (i := _next_choice(seconds, first, len(candidates) - 1)) is not None:
             if best is not None and (
-                is_time_over(self.options, self.begin_s) or best[0].step_s <= (1 + _NEAR) * bound_s
+                self.deadline.is_over(LAST_PROBLEM_SHARE) or best[0].step_s <= (1 + _NEAR) * bound_s
             ):
                 break
             seconds[i] = math.inf
             if not fits(i):
                 continue
             try:
-                plan = self._plan(requests[i], fastest_choice(requests[i], self.begin_s))
+                plan = self._plan(requests[i], fastest_choice(requests[i], self.deadline))
             except InfeasibleError:
                 continue
             seconds[i] = plan.step_s

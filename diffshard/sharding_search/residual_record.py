@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from diffshard.plans.residuals import Rematerialisation, Residual
+from diffshard.plans.residuals import How, Rematerialisation, Residual
 from diffshard.plans.summary import modules_of
 from search_spaces.rematerialisation.choices import Candidate, Network
 from search_spaces.rematerialisation.offloading import HostLink
@@ -26,14 +26,14 @@ def record_of(
       link: to the host's memory; None if nothing can be offloaded.
     """
     graph = network.graph
-    groups: dict[tuple[str, str, str], list[tuple[float, float, float]]] = defaultdict(list)
+    groups: dict[tuple[str, str, How], list[tuple[float, float, float]]] = defaultdict(list)
     length = {v.id: one.length for one in passes for step in one.forward for v in step.results}
     offloaded = {value for value, *_ in candidate.offloaded}
     counted: set[int] = set()
     for value in sorted(candidate.kept | offloaded | network.needed):
         key = network.maker.get(value)
         is_again = key in candidate.recomputed
-        how = "offloaded" if value in offloaded else "recomputed" if is_again else "kept"
+        how: How = "offloaded" if value in offloaded else "recomputed" if is_again else "kept"
         if how == "kept" and (value not in candidate.kept or not network.bytes[value]):
             continue
         vertex = graph.vertices[graph.values[value].vertex]

@@ -2,8 +2,8 @@
 
 import functools
 import os
-from collections.abc import Callable, Sequence
-from typing import Any, get_args, overload
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, overload
 
 import jax
 from jax.sharding import AbstractMesh, Mesh
@@ -12,7 +12,7 @@ from cost.base import Hardware
 from cost.clusters import Cluster
 from diffshard.base import Solver
 from diffshard.checks.targets import Target, target_for
-from diffshard.comparison.checked_search import Check, plan_by_compiling, plan_by_shardy
+from diffshard.comparison.checked_search import Check, checks_of, plan_by_compiling, plan_by_shardy
 from diffshard.comparison.judging import TIMEOUT_S
 from diffshard.live_progress import ProgressDisplay
 from diffshard.pipelines.base import Pipeline
@@ -30,6 +30,7 @@ from diffshard.sharding_search.remat import find_plan_with_remat
 from diffshard.sharding_search.request import PlanRequest
 from diffshard.sharding_search.shape_search import plan_of_best_shape
 from diffshard.sharding_search.shared_plans import plan_of_first_process
+from diffshard.sharding_search.step_objective import StepCost
 
 
 @overload
@@ -66,11 +67,12 @@ def search(  # pyright: ignore[reportInconsistentOverload]  # the overloads leav
     donate_argnames: str | Sequence[str] | None = (),
     static_argnames: str | Sequence[str] | None = (),
     executor: Executor | None = None,
-    check: Check | None = None,
+    check: Check | Sequence[Check] | None = None,
     target: Target | str | None = None,
     cache: str | os.PathLike[str] | None = None,
     start: Plan | None = None,
     pipeline: Pipeline | None = None,
+    objective: StepCost | None = None,
     progress: ProgressDisplay = "terminal",
 ) -> PlannedFunction[Plan] | PipelinedFunction:
     """Finds how to run a function on a mesh. Like `jax.jit` it returns a callable, and searches when that is called.
@@ -124,16 +126,22 @@ def search(  # pyright: ignore[reportInconsistentOverload]  # the overloads leav
       static_argnames: the same as `static_argnums` by name.
       executor: how the planned function runs; the plan says which it is. With "program" every device runs an explicit
         program (one `jax.shard_map`) whose collectives are the plan's. With "constraints" XLA partitions it, told by a
-        sharding constraint at every place that the plan names; it does not always follow them. With "propagation" XLA's
-        partitioner is told the shardings of arguments and results only, as most plans by hand run. None takes "program"
-        for GPUs (hardware on which collectives run beside arithmetic, see `Hardware.exposed_share`) unless an
-        operation cannot be part of one (an `io_callback`, a `shard_map` that checks what varies), else "constraints".
+        sharding constraint at every place that the plan names; it does not always follow them, and what it is known to
+        compute wrongly is not planned, and refused in plans from elsewhere. With "propagation" XLA's partitioner is
+        told the shardings of arguments and results only, as most plans by hand run; nobody knows the inside, and so the
+        first call is held against the program, as by `check="numbers"`. None takes "program" unless an operation cannot
+        be part of one (an `io_callback`, a `shard_map` that checks what varies), else "constraints".
         Operations that could be split but have no form on one device's part run whole in a program; notes name them.
-      check: which compiler judges the plan, None for none. "shardy" runs Shardy's partitioner, which takes a second or
-        more, and notes in the plan where it would send other bytes. "compile" compiles the found plan under each
-        executor, and experts' plans, in processes of their own; it returns the one whose program is the fastest by its
-        timeline and fits the memory limit by XLA's number, with a table of all in `plan.comparison`. That takes a few
-        minutes, and needs the extra `gpu-compile`. With `remat` it goes on to choices that keep less until one fits.
+      check: which compiler judges the plan, None for none, or "numbers", or both in a tuple. "shardy" runs Shardy's
+        partitioner, which takes a second or more, and notes in the plan where it would send other bytes. "compile"
+        compiles the found plan under each executor, and experts' plans, in processes of their own; it returns the one
+        whose program is the fastest by its timeline and fits the memory limit by XLA's number, with a table of all in
+        `plan.comparison`. That takes a few minutes, and needs the extra `gpu-compile`. With `remat` it goes on to
+        choices that keep less until one fits. "numbers" runs the first call for each set of shapes in two ways: as its
+        executor runs it, and as the program, or on one device if the executor is the program. Results that differ by
+        more than rounding raise `NumbersError`; the arguments, donated ones too, can still be used then. That call
+        compiles two functions, holds the results twice and donated arguments until its end, and runs `jax.debug.print`
+        twice; one device needs room for all arguments and results.
       target: for `check="compile"` what is compiled for, as in `compare`; None takes the hardware's.
       cache: a folder that keeps plans, for the next start of the same program: a plan that was searched for the same
         function, shapes, shardings, mesh axes, hardware and options is taken from there. Constants that the function
@@ -147,6 +155,10 @@ def search(  # pyright: ignore[reportInconsistentOverload]  # the overloads leav
         stages, their meshes and shardings, the number of micro-batches and the schedule together. None runs all of the
         function on all devices. With it only `hardware`, `memory_limit_bytes`, `solver`, `time_limit_s`, `progress` and
         the donated arguments can be given, and the result is a `PipelinedFunction`.
+      objective: what is made small in place of the seconds of a step: a function that takes a `RelaxedStep` (seconds
+        of arithmetic and of each link, bytes over time) and returns a scalar, such as joules or a price. JAX
+        differentiates it. The plan's bound on it holds where it is convex in the fields of the step. It does not go
+        with `devices`, `remat`, `check="compile"`, `cache` and `pipeline`.
       progress: "terminal" shows the best cost and the bound in one live line on stderr once a search lasts over two
         seconds, but only on a terminal; "none" shows nothing. `plan(..., progress=...)` takes a function instead, but
         not with `pipeline`.
@@ -155,6 +167,9 @@ def search(  # pyright: ignore[reportInconsistentOverload]  # the overloads leav
       TypeError, ValueError: an argument breaks a rule; the error names it and its value.
       RuntimeError: the compiler of the target is not installed; names the extra that brings it.
     """
+    if objective is not None:
+        by_seconds = {"devices": devices, "remat": remat, "pipeline": pipeline, "cache": cache}
+        _check_alone("objective", by_seconds | {"check": "compile" if checks_of(check)[0] == "compile" else None})
     if pipeline is not None:
         if (mesh is None) == (devices is None):
             given = "neither" if mesh is None else "both"
@@ -187,10 +202,9 @@ def search(  # pyright: ignore[reportInconsistentOverload]  # the overloads leav
     with errors_for_all(mesh, "search a plan"):
         priced_for = hardware_for(hardware, mesh)
         rules = None if logical_axis_rules is None else checked_rules(logical_axis_rules, tuple(mesh.axis_names))
-        if check is not None and check not in get_args(Check):
-            raise ValueError(f"`check` must be one of {get_args(Check)} or None, not {check!r}.")
-        find, judged_by = _unjudged(check, remat, candidates), check or ""
-        if check == "compile":
+        compiler, checks_numbers = checks_of(check)
+        find, judged_by = _unjudged(compiler, remat, candidates), compiler or ""
+        if compiler == "compile":
             compiled_for = target_for(target, priced_for)
             compiled_for.check()
             find = functools.partial(plan_by_compiling, compiled_for, TIMEOUT_S)
@@ -219,13 +233,24 @@ def search(  # pyright: ignore[reportInconsistentOverload]  # the overloads leav
             start=start,
             progress=progress,
             judged_by=judged_by,
+            checks_numbers=checks_numbers,
             candidates=candidates or (),
             remat=remat,
+            objective=objective,
         )
     return PlannedFunction(options, functools.partial(plan_of_first_process, find))
 
 
-def _unjudged(check: Check | None, remat: Remat | None, candidates: Any) -> Callable[[PlanRequest], Plan]:
+def _check_alone(name: str, others: Mapping[str, Any]) -> None:
+    """Raises `ValueError` if options are given that compare plans by the seconds of a step, which `name` replaces."""
+    for other, value in others.items():
+        if value is not None:
+            raise ValueError(
+                f"`{name}` cannot be given together with `{other}`, which compares plans by the seconds of a step."
+            )
+
+
+def _unjudged(compiler: str | None, remat: Remat | None, candidates: Any) -> Callable[[PlanRequest], Plan]:
     """Returns what finds a plan without compiling it.
 
     Raises:
@@ -233,6 +258,6 @@ def _unjudged(check: Check | None, remat: Remat | None, candidates: Any) -> Call
     """
     if remat is not None and candidates is not None:
         raise ValueError("`devices` does not go with `remat`: give a `mesh`.")
-    if check is not None:
+    if compiler is not None:
         return plan_by_shardy
     return find_plan if remat is None else find_plan_with_remat

@@ -15,7 +15,6 @@ import numpy as np
 
 from cost.base import Hardware
 from cost.memory import least_memory
-from cost.real_numbers import real_number
 from diffshard.base import InfeasibleError
 from diffshard.plans.base import TriedShape
 from diffshard.sharding_search.mesh_candidates import MeshCandidate
@@ -28,8 +27,6 @@ from search_spaces.sharding.space import ShardingSpace
 
 CUT_OFF_GAIN = 1e-4
 """A shape is searched on only while it may be faster by this share: as much as equal layers may cost (`TIE_GAP`)."""
-_LEAST_TIME_S = 1e-3
-"""Seconds that a shape's search is given at least, so that its limit is positive."""
 
 
 def plan_of_best_shape(find: Callable[[PlanRequest], Plan], request: PlanRequest) -> Plan:
@@ -57,7 +54,9 @@ def plan_of_best_shape(find: Callable[[PlanRequest], Plan], request: PlanRequest
     if find is find_plan:
         return best
     chosen = request.on(options.candidate_with(best.mesh_axes))
-    judged = find(chosen._replace(options=replace(chosen.options, start=best, time_limit_s=shapes.remaining_s())))
+    judged = find(
+        chosen._replace(options=replace(chosen.options, start=best, time_limit_s=shapes.deadline.remaining_s()))
+    )
     return shapes.with_joint_bound(judged)
 
 
@@ -98,23 +97,17 @@ class _Shapes:
             request.traced_function.graph, request.space.donated, request.options.hardware, num_devices
         )
         _ = request.space.problem  # built before the solver's time begins, as of a single mesh
-        self._begin_s = time.perf_counter()
-
-    def remaining_s(self) -> float | None:
-        """Returns what is left of the time limit, None if there is none."""
-        limit_s = real_number(self.request.options.time_limit_s)
-        return None if limit_s is None else max(limit_s - (time.perf_counter() - self._begin_s), _LEAST_TIME_S)
+        self.deadline = request.options.deadline()
 
     def search(self, candidate: MeshCandidate, num_left: int) -> None:
         """Searches one shape with an equal part of the remaining time, of which `num_left` shapes have one each."""
-        remaining_s, begin_s = self.remaining_s(), time.perf_counter()
-        if self.best is not None and remaining_s == _LEAST_TIME_S:
+        begin_s = time.perf_counter()
+        if self.best is not None and self.deadline.is_over():
             self._add(candidate, None, self._least_s, begin_s, "not tried")
             return
         request = self.request
         request = request if candidate.mesh is request.options.mesh else request.on(candidate)
-        limit_s = None if remaining_s is None else remaining_s / num_left
-        options = replace(request.options, candidates=(), time_limit_s=limit_s)
+        options = replace(request.options, candidates=(), time_limit_s=self.deadline.remaining_s(1 / num_left))
         limit_s = math.inf if self.best is None else (1 - CUT_OFF_GAIN) * self.best.step_s
         progress = self._progress(is_last=num_left == 1)
         request = request._replace(options=options, step_limit_s=limit_s, progress=progress)

@@ -1,7 +1,6 @@
 """A function traced for a call, and the space of everything that can be chosen about it."""
 
 import math
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +9,6 @@ import jax
 from jax.extend import core
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from cost.base import Hardware
 from diffshard.plans.base import LogicalAxisRules
 from diffshard.sharding_search.call import (
     Call,
@@ -23,12 +21,19 @@ from diffshard.sharding_search.call import (
     split,
 )
 from diffshard.sharding_search.error_names import named_as_user, renamed
+from diffshard.sharding_search.lost_changes import (
+    ReportLostChanges,
+    in_words,
+    lost_changes,
+    warn_of_lost_changes,
+)
 from diffshard.sharding_search.module_scopes import module_scopes
 from diffshard.sharding_search.options import Options, has_explicit_axes, with_automatic_axes
 from search_spaces.sharding.explicit_axes import has_constraints, has_reshards, with_constraints, without_context_mesh
 from search_spaces.sharding.given import as_sharding, given_dimensions
 from search_spaces.sharding.graph import Graph
 from search_spaces.sharding.opaque.cudnn import planned_without_cudnn
+from search_spaces.sharding.size_limits import check_sizes
 from search_spaces.sharding.space import ShardingSpace
 from search_spaces.sharding.tracing import build_graph, feedback_of
 from search_spaces.sharding.whole_operations import impossible_operations
@@ -110,18 +115,25 @@ def trace_function(options: Options, args: Sequence[Any], kwargs: Mapping[str, A
     return trace_call(options, call_of(options, args, kwargs or {}))
 
 
-def trace_call(options: Options, call: Call) -> TracedFunction:
+def trace_call(options: Options, call: Call, report_lost: ReportLostChanges = warn_of_lost_changes) -> TracedFunction:
     """Traces the function for the arguments of a call, as a function of flat arrays; errors of JAX are passed on.
 
     Nothing but arrays and tracers is put into the user's pytrees here: their constructors may look at what they get.
+    `report_lost` is told which arguments the function changes in place without returning them.
+
+    Raises:
+      ValueError: an array or a loop is too large for any device.
     """
     results: list[_Result] = []
+    names = [call.parameters[number] for number in call.numbers]
 
     def flat(*arrays: Any) -> list[Any]:
         args, kwargs = call.structure.unflatten(arrays)
         result = _called(options, args, kwargs)
         leaves, structure = split(result)
-        _warn_of_lost_changes(options, call, arrays, (args, kwargs), leaves)
+        lost = lost_changes(call.structure, names, arrays, (args, kwargs), leaves)
+        if lost:
+            report_lost(in_words(options.function_name, lost))
         feedback = feedback_of(result, (*args, *kwargs.values()), abstract_split)
         results.append(_Result(structure, array_paths("result", result), feedback))
         return leaves
@@ -129,9 +141,11 @@ def trace_call(options: Options, call: Call) -> TracedFunction:
     with planned_without_cudnn():
         jaxpr = _trace(flat, options, call)
     result = results[-1]
+    graph = build_graph(jaxpr, result.feedback, call.paths)
+    check_sizes(graph)
     return TracedFunction(
         jaxpr=jaxpr,
-        graph=build_graph(jaxpr, result.feedback, call.paths),
+        graph=graph,
         call=call,
         result=result.structure,
         out_paths=result.paths,
@@ -153,31 +167,6 @@ def _called(options: Options, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
                 "them to `diffshard.search` as well, as `static_argnums` or `static_argnames`."
             ) from error
         raise
-
-
-def _warn_of_lost_changes(
-    options: Options, call: Call, before: Sequence[Any], arguments: Any, results: Sequence[Any]
-) -> None:
-    """Warns if a function has put other arrays into its arguments, which are copies, and does not return them.
-
-    Modules of flax's nnx are such arguments. `before` is what was in the arguments when the function was called.
-    """
-    after = call.structure.arrays_of(arguments)
-    if after is None:
-        after = before
-    returned = {id(array) for array in results}
-    lost = [
-        call.parameters[number]
-        for number, old, new in zip(call.numbers, before, after, strict=True)
-        if new is not old and id(new) not in returned
-    ]
-    if lost:
-        names = " and ".join(f"`{name}`" for name in dict.fromkeys(lost))
-        warnings.warn(
-            f"{options.function_name} changes {names} in place, and these changes are lost, as under `jax.jit`. Return "
-            "the new state, or use `diffshard.nnx.search` for modules of flax's nnx.",
-            stacklevel=2,
-        )
 
 
 def _trace(flat: Callable[..., list[Any]], options: Options, call: Call) -> core.ClosedJaxpr:
@@ -253,7 +242,7 @@ def space_of(
       ValueError: a given sharding does not fit its argument.
     """
     call = traced_function.call
-    is_default = options.executor is None and runs_as_program(options.hardware, traced_function.graph)
+    is_default = options.executor is None and not impossible_operations(traced_function.graph)
     return ShardingSpace(
         traced_function.graph,
         options.axis_names,
@@ -265,15 +254,6 @@ def space_of(
         as_program=is_default or options.executor == "program",
         loaded=traced_function.loaded,
     )
-
-
-def runs_as_program(hardware: Hardware, graph: Graph) -> bool:
-    """Tells whether a function runs as a program for each device if the user names no executor.
-
-    A program decides what runs beside what, so it is the default where collectives run beside arithmetic, unless there
-    is an operation that cannot be part of one.
-    """
-    return hardware.exposed_share < 1 and not impossible_operations(graph)
 
 
 def _under_rules(fn: Callable[..., Any], rules: LogicalAxisRules, mesh: Mesh | AbstractMesh) -> Callable[..., Any]:

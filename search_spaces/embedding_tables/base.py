@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from cost.base import Hardware
+from cost.number_ranges import Amount, AmountOrInf, Count, Index, Limit
 from cost.real_numbers import real_number, whole_number
 
 EVERY_DEVICE = -1
@@ -115,12 +116,12 @@ class Piece(NamedTuple):
       memory: "device", or "host" for rows that the device fetches when they are looked up.
     """
 
-    table: int
+    table: Index
     device: int
-    row_start: int
-    row_end: int
-    column_start: int
-    column_end: int
+    row_start: Index
+    row_end: Index
+    column_start: Index
+    column_end: Index
     memory: str = DEVICE
 
     @property
@@ -147,10 +148,10 @@ class TableDevices:
     """
 
     hardware: tuple[Hardware, ...]
-    memory_limit_bytes: tuple[float, ...]
-    s_per_byte: float
-    batch_size: int
-    host_limit_bytes: tuple[float, ...] = ()
+    memory_limit_bytes: tuple[Limit, ...]
+    s_per_byte: Amount
+    batch_size: Count
+    host_limit_bytes: tuple[AmountOrInf, ...] = ()
 
     @property
     def num_devices(self) -> int:

@@ -11,6 +11,7 @@ from numpy.typing import ArrayLike
 from cost.embedding_tables import ID_BYTES, POOLED_BYTES, access_share
 from search_spaces.embedding_tables.base import EVERY_DEVICE, EmbeddingTable, Piece
 
+NUM_PIECE_FEATURES, NUM_DEVICE_FEATURES = 10, 7
 _LEAST_BYTES = 2e4
 """Work of a piece that is hardly looked up: what the call of its operations takes, about."""
 

@@ -8,6 +8,7 @@ from jax.extend.core import JaxprEqn
 from search_spaces.sharding.base import Rule
 from search_spaces.sharding.factors import Factors, Mark, rule_from_factors
 from search_spaces.sharding.opaque.operations import OPAQUE
+from search_spaces.sharding.right_sides import RIGHT_SIDES
 
 # fmt: off
 _HIGHER_ORDER = frozenset(
@@ -22,7 +23,7 @@ _ELEMENTWISE = frozenset(
 )
 # Sharded along their axis these would be a window as wide as the array.
 _CUMULATIVE = frozenset({"cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"})
-# Batches of matrices: custom calls on CPU and GPU, partitionable along the batch alone.
+# Batches of matrices: custom calls on CPU and GPU, partitionable along the batch, and some along right-hand sides.
 _MATRICES = frozenset(
     ("cholesky", "cholesky_update", "triangular_solve", "lu", "qr", "geqrf", "geqp3", "householder_product", "ormqr",
      "svd", "eig", "eigh", "schur", "hessenberg", "symmetric_product", "tridiagonal")
@@ -71,7 +72,8 @@ def exceptional_rule(equation: JaxprEqn) -> Rule | None:
     if name == "ragged_dot_general":
         return _ragged_dot(operands, results, equation.params["ragged_dot_dimension_numbers"])
     if name in _MATRICES or name in _VECTORS:
-        return _batch_rule(operands, results, len(operands[0]) - (2 if name in _MATRICES else 1))
+        num_batch_dims = len(operands[0]) - (2 if name in _MATRICES else 1)
+        return _batch_rule(operands, results, num_batch_dims, _right_sides(equation))
     return None
 
 
@@ -138,8 +140,25 @@ def _ragged_dot(operands: Sequence[tuple[int, ...]], results: Sequence[tuple[int
     return rule_from_factors(factors, [lhs, rhs, sizes], [groups + result], reduction_is_sum=True)
 
 
-def _batch_rule(operands: Sequence[tuple[int, ...]], results: Sequence[tuple[int, ...]], num_batch_dims: int) -> Rule:
-    """Returns a rule in which all arrays share the leading dimensions, and all others need replication."""
+def _right_sides(equation: JaxprEqn) -> tuple[int, int] | None:
+    """Returns the operand that has independent right-hand sides, and the dimension that counts them."""
+    right_sides = RIGHT_SIDES.get(equation.primitive.name)
+    if right_sides is None:
+        return None
+    operand, dim = right_sides(equation.params)
+    return operand, len(shape_of(equation.invars[operand].aval)) + dim
+
+
+def _batch_rule(
+    operands: Sequence[tuple[int, ...]],
+    results: Sequence[tuple[int, ...]],
+    num_batch_dims: int,
+    right_sides: tuple[int, int] | None,
+) -> Rule:
+    """Returns a rule in which all arrays share the leading dimensions, and all others need replication.
+
+    Right-hand sides, a dimension of one operand and of the only result, may be split as well.
+    """
     factors = Factors()
     batch = [[factors.new(size)] for size in operands[0][:num_batch_dims]]
 
@@ -148,4 +167,8 @@ def _batch_rule(operands: Sequence[tuple[int, ...]], results: Sequence[tuple[int
         rest = [[factors.new(size, Mark.NEED_REPLICATION)] for size in shape[leading:]]
         return [*batch[:leading], *rest]
 
-    return rule_from_factors(factors, [dims(shape) for shape in operands], [dims(shape) for shape in results])
+    operand_dims, result_dims = [dims(shape) for shape in operands], [dims(shape) for shape in results]
+    if right_sides is not None:
+        operand, dim = right_sides
+        operand_dims[operand][dim] = result_dims[0][dim] = [factors.new(operands[operand][dim])]
+    return rule_from_factors(factors, operand_dims, result_dims)

@@ -16,14 +16,16 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from search_spaces.partition_specs import IndexedSpec, named_spec, partition_spec
 from search_spaces.replay import bind, context_of
 from search_spaces.sharding.base import Layout, ReshardStep, ShardingStrategy
+from search_spaces.sharding.given import rank_of
 from search_spaces.sharding.graph import Graph, Value, Vertex
 from search_spaces.sharding.interpreter import GraphInterpreter, ReadOperand
 from search_spaces.sharding.local_blocks import Blocks
 from search_spaces.sharding.local_operations import LocalCall, combiner, run_local
-from search_spaces.sharding.opaque.operations import opaque_of
+from search_spaces.sharding.opaque.operations import runs_on_parts
 from search_spaces.sharding.resharding import Paths
 from search_spaces.sharding.schedule import ProgramSchedule
 from search_spaces.sharding.spec import divides_or_pads, replicated_spec
+from search_spaces.sharding.whole_operations import runs_whole
 
 
 def make_layout(graph: Graph, strategies: Sequence[ShardingStrategy], value_specs: Sequence[IndexedSpec]) -> Layout:
@@ -84,13 +86,14 @@ class Execution:
         """Runs an operation on whole arrays."""
         assert vertex.equation is not None
         strategy = self.layout.strategies[vertex.index]
+        on_parts = runs_on_parts(vertex)
+        if on_parts and runs_whole(vertex, strategy, self.axis_sizes):  # in a plan of an older version
+            return bind(vertex.equation, [read(o, replicated_spec(rank_of(o))) for o in vertex.operands])
         operands = [read(operand, spec) for operand, spec in zip(vertex.operands, strategy.operands, strict=True)]
-        if opaque_of(vertex) is not None:
-            return self._on_parts(vertex, operands)
-        return bind(vertex.equation, operands)
+        return self._on_parts(vertex, operands) if on_parts else bind(vertex.equation, operands)
 
     def _on_parts(self, vertex: Vertex, operands: Sequence[Any]) -> Sequence[Any]:
-        """Runs an opaque operation, which XLA cannot partition, on each device's own parts."""
+        """Runs an operation that XLA cannot partition on each device's own parts."""
         strategy = self.layout.strategies[vertex.index]
         blocks = Blocks(self.axis_names, self.axis_sizes)
 
@@ -124,7 +127,7 @@ class Execution:
 
 
 class PropagatedExecution(Execution):
-    """A graph of which XLA's partitioner is told nothing but how opaque operations run, which it cannot partition."""
+    """A graph of which XLA's partitioner is told nothing but how operations run that it cannot partition."""
 
     def on_mesh(self, mesh: Mesh | AbstractMesh) -> "PropagatedExecution":
         """Returns the same function and layout on another mesh with the same axes."""

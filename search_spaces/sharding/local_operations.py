@@ -139,6 +139,8 @@ PARAMETERS: dict[str, Callable[[LocalCall], dict[str, Any]]] = {
     "broadcast_in_dim": lambda call: {"shape": call.result_shapes[0]},
     "conv_general_dilated": _group_counts,
     "slice": _slice_parameters,
+    # A split into one piece hands its array through, so that its rule may split the dimension along which it cuts.
+    "split": lambda call: {"sizes": tuple(shape[call.equation.params["axis"]] for shape in call.result_shapes)},
     "dynamic_slice": lambda call: {"slice_sizes": call.result_shapes[0]},
 }
 

@@ -2,35 +2,20 @@
 
 A compiler fuses pointwise operations into the ones that read them, so most values of a jaxpr never exist; what a fused
 operation reads must then live as long as the fusion that reads it. A fusion writes its result over an operand of the
-same size that nobody reads afterwards. What counts as fused is less than `fusion.py` says, so that the peak errs on the
-side of more memory: an expensive operation with several readers is written.
+same size that nobody reads afterwards (`fused_values.py`).
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import count
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from cost.compute import CONTRACTIONS
-from search_spaces.replay import REMAT
 from search_spaces.sharding.aliases import share_memory
 from search_spaces.sharding.base import Node, Rule, ShardingStrategy
-from search_spaces.sharding.fusion import VIEWS
-from search_spaces.sharding.graph import Block, Graph, Value, Vertex, copies_over_host_link
+from search_spaces.sharding.fused_values import Fusing, is_pointwise
+from search_spaces.sharding.graph import Graph, Value
 from search_spaces.sharding.held_positions import HeldPositions
-from search_spaces.sharding.opaque.operations import opaque_of
 from search_spaces.sharding.spec import local_bytes
-
-# Pointwise but expensive: XLA does not compute them again for a second reader.
-NEVER_RECOMPUTED = frozenset(
-    (
-        *("cbrt", "cos", "digamma", "div", "erf", "erf_inv", "erfc", "exp", "exp2", "expm1", "lgamma", "log", "log1p"),
-        *("log2", "logistic", "pow", "random_bits", "rsqrt", "sin", "sqrt", "tan", "tanh", "threefry2x32"),
-    )
-)
-# Not pointwise, but written over their first operand.
-IN_PLACE = ("scatter", "dynamic_update_slice")
 
 
 class Lifetimes(NamedTuple):
@@ -49,25 +34,6 @@ class Lifetimes(NamedTuple):
     last_use: np.ndarray
 
 
-def is_pointwise(vertex: Vertex, rule: Rule | None) -> bool:
-    """Tells whether each element of the result is made of one element of each operand, in any layout.
-
-    A dimension of one element may be broadcast.
-    """
-    if vertex.kind != "operation" or rule is None or vertex.equation is None:
-        return False
-    if vertex.primitive == "broadcast_in_dim" and not any(isinstance(o, Value) and o.shape for o in vertex.operands):
-        return True  # copies of one number
-    if copies_over_host_link(vertex):
-        return False
-    if vertex.primitive in CONTRACTIONS or vertex.equation.effects or opaque_of(vertex) is not None:
-        return False
-    if rule.reduction or rule.permutation:
-        return False
-    is_update = vertex.primitive.startswith(IN_PLACE)
-    return not rule.need_replication or (not is_update and all(rule.sizes[f] == 1 for f in rule.need_replication))
-
-
 def lifetimes_of(graph: Graph, rules: Sequence[Rule | None], donated: Sequence[bool]) -> Lifetimes:
     """Returns which values are written and when they live.
 
@@ -77,7 +43,7 @@ def lifetimes_of(graph: Graph, rules: Sequence[Rule | None], donated: Sequence[b
       donated: for each flat argument whether its memory may be used again.
     """
     consumers = graph.consumers()
-    fusing = _Fusing(graph, [is_pointwise(v, rules[v.index]) for v in graph.vertices])
+    fusing = Fusing(graph, [is_pointwise(v, rules[v.index]) for v in graph.vertices])
     ends = {o.id for o in graph.outputs if isinstance(o, Value)}
     is_needed = _needed(graph)
     is_written = np.array([is_needed[v.vertex] for v in graph.values], bool)
@@ -223,77 +189,3 @@ def _bytes_before_reduction(value: Value, strategy: ShardingStrategy, axis_sizes
         return 0.0
     finished, partial = (spec[value.result] for spec in (strategy.results, strategy.unreduced))
     return max(0.0, local_bytes(value, partial, axis_sizes) - local_bytes(value, finished, axis_sizes))
-
-
-class _Fusing:
-    """What goes into the fusion of its reader, and what a fusion writes over."""
-
-    def __init__(self, graph: Graph, pointwise: Sequence[bool]):
-        self.graph, self.pointwise = graph, pointwise
-        self.body_of_vertex = dict(_body_numbers(graph.block, 0, count(1)))
-        self.views_in_products: set[int] = set()
-
-    def fuses(self, vertex: Vertex, readers: Sequence[Vertex]) -> bool:
-        """Tells whether a vertex is computed inside each of its readers; a loop reads what is before it from memory."""
-        if not self.pointwise[vertex.index]:
-            return False
-        assert vertex.equation is not None
-        if vertex.equation.primitive.name in NEVER_RECOMPUTED and len(readers) > 1:
-            return False
-        body = self.body_of_vertex.get(vertex.index)
-        if not all(self.body_of_vertex.get(r.index) == body and self._takes(r, vertex) for r in readers):
-            return False
-        if any(r.primitive in CONTRACTIONS or r.index in self.views_in_products for r in readers):
-            self.views_in_products.add(vertex.index)
-        return True
-
-    def _takes(self, reader: Vertex, vertex: Vertex) -> bool:
-        if reader.index in self.views_in_products:
-            return vertex.primitive in VIEWS
-        if self.pointwise[reader.index]:
-            return True
-        if reader.equation is None or reader.kind != "operation" or vertex.equation is None:
-            return False
-        name = reader.equation.primitive.name
-        if name in CONTRACTIONS:
-            return vertex.equation.primitive.name in VIEWS
-        return name.startswith(("reduce_", "argm", "dynamic_slice"))
-
-    def overwritten(self, is_written: np.ndarray, last_read: np.ndarray) -> Iterator[Value]:
-        """Yields values that the operation which reads them last writes its result over."""
-        for vertex in self.graph.operations():
-            result = vertex.results[0] if vertex.results else None
-            if result is None or not result.shape or not is_written[result.id]:
-                continue
-            for value in self._read_operands(vertex, is_written):
-                if last_read[value.id] == vertex.position and value.num_bytes == result.num_bytes:
-                    yield value
-                    break
-
-    def _read_operands(self, vertex: Vertex, is_written: np.ndarray) -> Iterator[Value]:
-        """Yields operands in memory that a vertex could write over, those of what is fused into it included."""
-        assert vertex.equation is not None
-        operands = [o for o in vertex.operands if isinstance(o, Value)]
-        if vertex.equation.primitive.name.startswith(IN_PLACE):
-            operands = operands[:1]
-        elif not self.pointwise[vertex.index]:
-            return
-        for operand in operands:
-            if is_written[operand.id]:
-                yield operand
-            else:
-                yield from self._read_operands(self.graph.vertices[operand.vertex], is_written)
-
-
-def _body_numbers(block: Block, number: int, fresh_numbers: Iterator[int]) -> Iterator[tuple[int, int]]:
-    """Yields each vertex with the number of the loop body or branch in which it runs.
-
-    Rematerialised regions are no bodies of their own; their vertices have the number of what surrounds them.
-    """
-    for step in block.steps:
-        if isinstance(step, Vertex):
-            yield step.index, number
-            continue
-        is_body = step.equation.primitive.name not in REMAT
-        for inner in step.blocks:
-            yield from _body_numbers(inner, next(fresh_numbers) if is_body else number, fresh_numbers)

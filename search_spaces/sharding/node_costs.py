@@ -62,36 +62,34 @@ class NodeCosts:
         )
         self._chosen_compute_s: dict[tuple[int, ShardingStrategy], float] = {}
 
-    def all_s(self, nodes: Sequence[Node], forms: Sequence[int], compute_share: float = 1.0) -> list[np.ndarray]:
+    def all_s(self, nodes: Sequence[Node], forms: Sequence[int]) -> list[np.ndarray]:
         """Returns the node costs, computed once for all nodes that agree in what they depend on.
 
         Args:
           nodes: of the space.
           forms: a number for each vertex, equal for those that compute the same.
-          compute_share: as for `node_s`.
         """
         cost_of_key: dict[Hashable, np.ndarray] = {}
         node_costs_s = []
         for node in nodes:
-            vertex = node.vertex
-            shares = tuple((self.shares.latency(value), self.shares.exposed(value)) for value in vertex.results)
-            key = forms[vertex.index], node.hub is None, id(node.strategies), shares, self.kernels.at(vertex)
+            key = self.key(node, forms)
             if key not in cost_of_key:
-                cost_of_key[key] = self.node_s(node, compute_share)
+                cost_of_key[key] = self.node_s(node)
             node_costs_s.append(cost_of_key[key])
         return node_costs_s
 
-    def node_s(self, node: Node, compute_share: float = 1.0) -> np.ndarray:
-        """Returns the node cost `[S_v]`: the sum of the four terms below; a hub costs nothing itself.
+    def key(self, node: Node, forms: Sequence[int]) -> Hashable:
+        """Returns what a node's seconds depend on; `forms` are as for `all_s`."""
+        vertex = node.vertex
+        shares = tuple((self.shares.latency(value), self.shares.exposed(value)) for value in vertex.results)
+        return forms[vertex.index], node.hub is None, id(node.strategies), shares, self.kernels.at(vertex)
 
-        Args:
-          node: of the space.
-          compute_share: the part of arithmetic and memory traffic that counts.
-        """
+    def node_s(self, node: Node) -> np.ndarray:
+        """Returns the node cost `[S_v]`: the sum of the four terms below; a hub costs nothing itself."""
         if node.hub is not None:
             return np.zeros(len(node.strategies))
         vertex, strategies = node.vertex, node.strategies
-        local = compute_share * self.compute_s(vertex, strategies) + self.preference_s(vertex, strategies)
+        local = self.compute_s(vertex, strategies) + self.preference_s(vertex, strategies)
         return local + np.array([self.reduction_s(vertex, s) + self._own_collectives_s(vertex, s) for s in strategies])
 
     def compute_s(self, vertex: Vertex, strategies: Sequence[ShardingStrategy]) -> np.ndarray:

@@ -9,7 +9,8 @@ from search_spaces.sharding.dimensions import in_order, interchangeable_axes, ki
 from search_spaces.sharding.edge_costs import readers_of
 from search_spaces.sharding.given import axes_with_meaning, constraint_of, fits, rank_of, shard_map_strategy
 from search_spaces.sharding.graph import Graph, Value, Vertex
-from search_spaces.sharding.opaque.operations import opaque_of
+from search_spaces.sharding.opaque.operations import opaque_of, runs_on_parts
+from search_spaces.sharding.partitioner_faults import is_partitioned_wrongly
 from search_spaces.sharding.reshard_costs import ReshardCosts
 from search_spaces.sharding.resharding import Paths
 from search_spaces.sharding.spec import axes_in, divides, shards, specs_of_shape
@@ -45,7 +46,8 @@ def nodes_of(
       forms: of the vertices (see `forms.forms_of`).
       given: specs that inputs must keep, by flat argument.
       reshard_costs: of the mesh.
-      as_program: whether operations are split only in ways that have a form on one device's part.
+      as_program: whether operations are split only in ways that have a form on one device's part; without it, only in
+        ways that XLA's partitioner computes rightly.
       axes_to_split: mesh axes over which inputs have to be split, by flat argument; those that no spec splits over all
         of them are free.
     """
@@ -96,7 +98,7 @@ class _StrategiesOnMesh:
       kinds: for each value, by id, the kind of each dimension (see `dimensions.kinds_of_dimensions`); empty where no
         axes are alike.
       new_results: values, by id, that are results of the function and replace no argument; JAX refuses uneven ones.
-      as_program: whether operations are split only in ways that have a form on one device's part.
+      as_program: as for `nodes_of`.
     """
 
     axis_names: tuple[str, ...]
@@ -163,8 +165,8 @@ class _StrategiesOnMesh:
         if opaque is not None and vertex.equation is not None:
             for other in opaque.more_rules(vertex.equation):
                 strategies = tuple(dict.fromkeys((*strategies, *strategies_of_rule(other, self.axes, kinds))))
-        if not self.as_program and opaque is None:
-            return strategies
+        if not self.as_program and not runs_on_parts(vertex):
+            return [s for s in strategies if not is_partitioned_wrongly(vertex, s)]
         return [s for s in strategies if not runs_whole(vertex, s, self.axes.sizes)]
 
     def kinds_of(self, vertex: Vertex) -> tuple[tuple[int, ...], ...]:

@@ -86,12 +86,12 @@ def _never_split(graph: Graph, rules: Sequence[Rule | None], axis_sizes: tuple[i
 
 
 def _ruled_operations(graph: Graph, rules: Sequence[Rule | None], least: int) -> Iterator[tuple[Vertex, Rule]]:
-    """Returns the operations with a rule of Shardy's whose largest array has at least so many elements."""
+    """Returns the operations with a rule of Shardy's whose largest array has at least so many elements in all trips."""
     for vertex in graph.operations():
         rule = rules[vertex.index]
         if rule is None or opaque_of(vertex) is not None or is_constrained(vertex):
             continue
-        if _num_elements(vertex) >= least:
+        if _num_elements(vertex) * vertex.weight >= least:
             yield vertex, rule
 
 

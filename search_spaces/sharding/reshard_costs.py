@@ -76,6 +76,26 @@ class ReshardCosts:
             self._matrices[key] = matrix
         return self._matrices[key]
 
+    def axes_s(
+        self, sources: tuple[IndexedSpec, ...], targets: tuple[IndexedSpec, ...], num_bytes: float, latency_share: float
+    ) -> np.ndarray:
+        """Returns the seconds on each axis's link, `[sources, targets, A]`, of which `reshard_s` has the sums.
+
+        Args:
+          sources: as for `reshard_s`, and so are the others.
+          targets: the specs that are needed.
+          num_bytes: of the whole array.
+          latency_share: the part of the latency that is this array's own.
+        """
+        rows = {spec: i for i, spec in enumerate(dict.fromkeys(sources))}
+        columns = {spec: j for j, spec in enumerate(dict.fromkeys(targets))}
+        grid = np.zeros((len(rows), len(columns), len(self.axis_sizes)))
+        for source, i in rows.items():
+            for target, j in columns.items():
+                for step in self.path(source, target):
+                    grid[i, j, step.axis] += self.step_s(step, num_bytes, latency_share)
+        return grid[np.ix_([rows[s] for s in sources], [columns[t] for t in targets])]
+
     def _grid(
         self, sources: tuple[IndexedSpec, ...], targets: tuple[IndexedSpec, ...]
     ) -> tuple[np.ndarray, np.ndarray]:

@@ -27,8 +27,11 @@ from search_spaces.sharding.factors import Factors, Mark, rule_from_factors, wit
 from search_spaces.sharding.opaque.operations import OPAQUE
 
 _RULES_PASS = "builtin.module(func.func(sdy-populate-op-sharding-rules))"
-# Random bits are a loop on CPU and a custom call on GPU; only the TPU lowering is made of operations that have rules.
-_PLATFORMS = ("tpu", "cuda", "cpu")
+PLATFORMS = ("tpu", "cuda", "cpu")
+"""Platforms for which equations are lowered to see what they are made of, the first one first.
+
+Random bits are a loop on CPU and a custom call on GPU; only the TPU lowering is made of operations that have rules.
+"""
 _CACHE_SIZE = 16384
 _cache: OrderedDict[Hashable, Rule | None] = OrderedDict()
 
@@ -46,7 +49,7 @@ def operation_rules(equations: Sequence[JaxprEqn]) -> list[Rule | None]:
     Returns:
       One entry for each equation. `rule.operands` follows `equation.invars`, literals included.
     """
-    keys = [_signature(equation) for equation in equations]
+    keys = [signature_of(equation) for equation in equations]
     missing = {key: equation for key, equation in zip(keys, equations, strict=True) if key not in _cache}
     new_rules = dict(zip(missing, _new_rules(list(missing.values())), strict=True))
     rules = [new_rules[key] if key in new_rules else _cache[key] for key in keys]
@@ -61,7 +64,8 @@ def _is_kept(equation: JaxprEqn) -> bool:
     return equation.primitive.name not in OPAQUE and not is_higher_order(equation)
 
 
-def _signature(equation: JaxprEqn) -> Hashable:
+def signature_of(equation: JaxprEqn) -> Hashable:
+    """Returns what equations have in common that compute the same: the primitive, its parameters, shapes and types."""
     avals = tuple((getattr(v.aval, "shape", None), str(getattr(v.aval, "dtype", v.aval))) for v in equation.invars)
     results = tuple((getattr(v.aval, "shape", None), str(getattr(v.aval, "dtype", v.aval))) for v in equation.outvars)
     params = tuple((name, _hashable(value)) for name, value in equation.params.items())
@@ -96,7 +100,7 @@ def _new_rules(equations: list[JaxprEqn]) -> list[Rule | None]:
         rules[index] = exceptional_rule(equation)
         if rules[index] is None and equation.primitive.name not in OPAQUE:
             remaining.append(index)
-    for platform in _PLATFORMS:
+    for platform in PLATFORMS:
         lowered_rules = _lowered_rules([equations[index] for index in remaining], platform)
         for index, rule in zip(remaining, lowered_rules, strict=True):
             rules[index] = rule
@@ -119,7 +123,7 @@ def _lowered_rules(equations: list[JaxprEqn], platform: str) -> list[Rule | None
 
 def _rules_of_module(equations: list[JaxprEqn], platform: str) -> list[Rule | None]:
     functions = [_as_function(equation, f"equation_{index}") for index, equation in enumerate(equations)]
-    arguments = [[_argument(v.aval) for v in equation.invars] for equation in equations]
+    arguments = [[abstract_argument(v.aval) for v in equation.invars] for equation in equations]
 
     def all_equations(*arguments):
         return [function(*args) for function, args in zip(functions, arguments, strict=True)]
@@ -155,7 +159,8 @@ def _as_function(equation: JaxprEqn, name: str) -> Callable:
     return jax.jit(call, keep_unused=True)
 
 
-def _argument(aval: Any) -> jax.ShapeDtypeStruct:
+def abstract_argument(aval: Any) -> jax.ShapeDtypeStruct:
+    """Returns an array of an abstract value's shape and type, to trace a function with."""
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False))
 
 

@@ -38,6 +38,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from cost.base import Hardware, Link, Problem
 from cost.evaluation import checked_choice
+from cost.quantities import Quantities
 from search_spaces.base import Part
 from search_spaces.sharding.base import Edge, GivenSpec, Layout, Node, Rule
 from search_spaces.sharding.device_program import DeviceProgram
@@ -64,8 +65,11 @@ from search_spaces.sharding.notes import notes_of
 from search_spaces.sharding.repetition import alike_nodes
 from search_spaces.sharding.reshard_costs import CollectiveShares, ReshardCosts
 from search_spaces.sharding.rules import rules_of
+from search_spaces.sharding.schedule import ProgramSchedule
 from search_spaces.sharding.scheduling import make_schedule
+from search_spaces.sharding.step_quantities import preference_problem, step_quantities
 from search_spaces.sharding.tracing import build_graph, feedback_of
+from search_spaces.sharding.whole_work import WholeWork, whole_work
 
 
 @dataclass(frozen=True)
@@ -81,7 +85,8 @@ class ShardingSpace:
       given: specs that inputs must keep, by flat argument; a dimension that is None is free.
       donated: for each flat argument, whether its memory may be used again.
       memory_limit_bytes: for each device; `inf` for none.
-      as_program: whether operations are split only in ways that have a form on one device's part (`whole_operations`).
+      as_program: whether operations are split only in ways that have a form on one device's part (`whole_operations`);
+        without it, only in ways that XLA's partitioner computes rightly (`partitioner_faults`).
       loaded: flat arguments that hosts load anew for each step: none is left whole on several hosts if it divides.
     """
 
@@ -160,9 +165,14 @@ class ShardingSpace:
         return Execution(self.graph, layout, mesh, self.reshard_costs.path)
 
     def device_program(self, layout: Layout, mesh: Mesh | AbstractMesh) -> DeviceProgram:
-        """Returns the function with a layout on a mesh as an explicit program for each device."""
-        compute_s = self.node_costs.execution_s(self.graph.vertices, layout.strategies)
-        schedule = make_schedule(self.graph, layout, self.reshard_costs.path, compute_s, self.lifetimes.is_written)
+        """Returns the function with a layout on a mesh as an explicit program for each device.
+
+        Where collectives hold arithmetic it has no schedule, because there is nothing that could run beside them.
+        """
+        schedule = ProgramSchedule()
+        if self.hardware.exposed_share < 1:
+            compute_s = self.node_costs.execution_s(self.graph.vertices, layout.strategies)
+            schedule = make_schedule(self.graph, layout, self.reshard_costs.path, compute_s, self.lifetimes.is_written)
         return DeviceProgram(self.graph, layout, mesh, self.reshard_costs.path, schedule)
 
     @cached_property
@@ -232,7 +242,8 @@ class ShardingSpace:
     @cached_property
     def node_costs(self) -> NodeCosts:
         """What strategies cost by themselves."""
-        return self._node_costs(self.hardware.exposed_share)
+        shares = CollectiveShares(self.graph, self.hardware.exposed_share)
+        return NodeCosts(self.axis_sizes, self.hardware, self.reshard_costs, shares, self.kernels)
 
     @property
     def most_preference_s(self) -> float:
@@ -246,23 +257,26 @@ class ShardingSpace:
         """What a reader of a plan should know: loops of unknown length, operations that run whole on every device."""
         return notes_of(self.graph, self.rules, self.axis_names, self.axis_sizes, self.as_program)
 
-    def priced(self, compute_share: float, exposed_share: float) -> Problem:
-        """Returns the problem of the same choices with other prices.
+    def whole_work(self, layout: Layout) -> list[WholeWork]:
+        """Returns the arithmetic that a layout leaves whole because it cannot be split, the most expensive first."""
+        return whole_work(self.graph, self.rules, self.nodes, layout.strategies, self.node_costs, self.loaded)
 
-        Args:
-          compute_share: the part of each operation's arithmetic and memory traffic that counts.
-          exposed_share: the part of the seconds of collectives that have time; it stands for the hardware's own.
-        """
-        return self._priced(self._node_costs(exposed_share), compute_share)
+    @cached_property
+    def quantities(self) -> Quantities:
+        """What an objective of a step reads, see `search_spaces.sharding.step_quantities`."""
+        return step_quantities(self.problem, self.nodes, self.edges, self.forms, self.node_costs)
+
+    @cached_property
+    def preference_problem(self) -> Problem:
+        """The problem without its seconds, to which an objective of the quantities is added."""
+        return preference_problem(self.problem, self.nodes, self.node_costs)
 
     @cached_property
     def _problem(self) -> Problem:
-        return self._priced(self.node_costs, 1.0)
-
-    def _priced(self, node_costs: NodeCosts, compute_share: float) -> Problem:
+        node_costs = self.node_costs
         matrices = transfer_matrices(self.edges, self.nodes, self.reshard_costs, node_costs.shares)
         return Problem(
-            node_cost=node_costs.all_s(self.nodes, self.forms, compute_share),
+            node_cost=node_costs.all_s(self.nodes, self.forms),
             edge_nodes=np.array(list(matrices), int).reshape(-1, 2),
             edge_cost=list(matrices.values()),
             usage_node=np.array(self.usages.node, int),
@@ -270,10 +284,6 @@ class ShardingSpace:
             usage_interval=np.array(self.usages.interval, int).reshape(-1, 2),
             memory_limit=self.memory_limit_bytes,
         )
-
-    def _node_costs(self, exposed_share: float) -> NodeCosts:
-        shares = CollectiveShares(self.graph, exposed_share)
-        return NodeCosts(self.axis_sizes, self.hardware, self.reshard_costs, shares, self.kernels)
 
 
 def _example() -> ShardingSpace:

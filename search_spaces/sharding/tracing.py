@@ -8,6 +8,7 @@ from jax.extend import core
 
 from search_spaces.replay import CALLS, REMAT, scan_operands, while_operands
 from search_spaces.sharding.graph import Block, Graph, Kind, Operand, Region, Value, Vertex
+from search_spaces.sharding.implementations import Implementations
 from search_spaces.sharding.stated_seconds import stated_seconds
 from search_spaces.sources import user_source
 
@@ -27,6 +28,7 @@ class _Builder:
         self.constants: list[Vertex] = []
         self.constant_arrays: list[Any] = []
         self.notes: list[str] = []
+        self.implementation_of = Implementations()
         self.position = 0
         # The equations whose bodies are being added, the outermost first, and their name stacks.
         self.callers: tuple[core.JaxprEqn, ...] = ()
@@ -121,6 +123,11 @@ class _Builder:
             block = self.add_body(
                 equation, equation.params["jaxprs"].solve, _solve_operands(equation, operands), weight
             )
+            steps.extend(block.steps)
+            return block.outputs
+        implementation = self.implementation_of(equation)
+        if implementation is not None:
+            block = self.add_body(equation, implementation, operands, weight)
             steps.extend(block.steps)
             return block.outputs
         regions: dict[str, Callable[..., Region]] = {

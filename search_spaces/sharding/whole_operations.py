@@ -15,6 +15,7 @@ from search_spaces.sharding.graph import Graph, Value, Vertex
 from search_spaces.sharding.local_operations import PARAMETERS, PLACED_OPERATIONS, REDUCTIONS
 from search_spaces.sharding.local_ragged_products import ragged_contraction
 from search_spaces.sharding.opaque.operations import can_split, opaque_of
+from search_spaces.sharding.right_sides import RIGHT_SIDES
 from search_spaces.sharding.spec import parts_of
 
 # fmt: off
@@ -35,9 +36,9 @@ _ELEMENTWISE = frozenset(
 _ALONG_WHOLE_DIMENSIONS = frozenset(
     ("approx_top_k", "argmax", "argmin", "concatenate", "cumlogsumexp", "cummax", "cummin", "cumprod", "cumsum",
      "expand_dims", "fft",
-     "reduce", "reduce_prod", "reduce_xor", "rev", "sort", "split", "squeeze", "stack", "top_k", "transpose", "unstack",
+     "reduce", "reduce_prod", "reduce_xor", "rev", "sort", "squeeze", "stack", "top_k", "transpose", "unstack",
      "cholesky", "eig", "eigh", "geqp3", "geqrf", "hessenberg", "householder_product", "lu", "lu_pivots_to_permutation",
-     "ormqr", "qr", "schur", "svd", "symmetric_product", "triangular_solve", "tridiagonal", "tridiagonal_solve")
+     "qr", "schur", "svd", "symmetric_product", "tridiagonal")
 )
 # fmt: on
 
@@ -185,5 +186,6 @@ _CONDITIONS: dict[str, _Condition] = {
     "ragged_dot_general": _groups_start_alike,
     "gather": _gathers_rows,
     "random_bits": _counts_its_bits,
+    **dict.fromkeys(RIGHT_SIDES, _is_even),
     **dict.fromkeys(("scatter", "scatter-add", "scatter-mul", "scatter-min", "scatter-max"), _scatters_rows),
 }  # fmt: skip

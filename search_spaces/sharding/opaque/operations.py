@@ -24,6 +24,7 @@ from search_spaces.sharding.opaque.partitioning import (
     work_of_partitioning,
 )
 from search_spaces.sharding.opaque.parts import Parts
+from search_spaces.sharding.right_sides import RIGHT_SIDES
 from search_spaces.sharding.spec import parts_of
 
 
@@ -98,6 +99,20 @@ UNEVEN = "the parts are uneven"
 def opaque_of(vertex: Vertex) -> OpaqueOperation | None:
     """Returns what is known of a vertex's operation if it is opaque; None for every other vertex."""
     return OPAQUE.get(vertex.primitive)
+
+
+def runs_on_parts(vertex: Vertex) -> bool:
+    """Tells whether every executor runs an operation on each device's own part, and leaves XLA nothing to partition.
+
+    These are opaque operations, those with independent right-hand sides, and convolutions with groups. Where the
+    contracted features of such a convolution are split, XLA's partitioner adds the partial results of
+    `batch_group_count` more than once, and may end the process.
+    """
+    if opaque_of(vertex) is not None or vertex.primitive in RIGHT_SIDES:
+        return True
+    params = vertex.equation.params if vertex.equation is not None else {}
+    is_convolution = vertex.primitive == "conv_general_dilated"
+    return is_convolution and max(params["feature_group_count"], params["batch_group_count"]) > 1
 
 
 def name_of(vertex: Vertex) -> str:

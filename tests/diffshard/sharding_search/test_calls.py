@@ -97,6 +97,24 @@ def test_keywords_in_another_order_than_their_names_keep_their_arrays():
     assert_equal(step(x, first=first, second=second), fn(x, second=second, first=first))
 
 
+def test_arguments_of_one_starred_parameter_are_numbered():
+    def fn(w, *batch):
+        x, target = batch
+        return ((x["image"] @ w - target) ** 2).mean()
+
+    w, image, target = weights(8, 4), weights(16, 8), weights(16, 4)
+    step = search(fn)
+    plan = step.plan(w, {"image": image}, target)
+    assert [tensor.path for tensor in plan.arguments] == ["w", "batch[0]['image']", "batch[1]"]
+    assert plan.parameters == ("w", "batch[0]", "batch[1]")
+    assert list(plan.local_parts("batch[0]")) == ["batch[0]['image']"]
+    assert_equal(step(*plan.shard(w, {"image": image}, target)), fn(w, {"image": image}, target))
+    with pytest.raises(
+        diffshard.PlanError, match=r"`batch\[1\]` of float32\[16, 4\], and was given .* float32\[16, 3\]"
+    ):
+        plan.shard(w, {"image": image}, target[:, :3])
+
+
 def test_a_static_argument_is_static_however_it_is_given():
     def power_of(x, n, m=1):
         return x ** (n + m)

@@ -70,3 +70,14 @@ def test_depthwise_convolutions_and_their_gradients_are_split_by_channels():
     assert (plan.executor, plan.notes) == ("program", ())
     assert [o.operands[0] for o in convolutions] == [((), (), (), ("data",))] * 2
     np.testing.assert_allclose(planned(*plan.shard(w, x)), jax.jit(step)(w, x), rtol=1e-5, atol=1e-6)
+
+
+def test_an_array_without_elements_is_gathered_without_a_collective():
+    def scaled(x):
+        return 2 * x @ jnp.ones((8, 4))
+
+    x = jnp.zeros((0, 8))
+    planned = diffshard.search(scaled, mesh(), hardware="h100", in_shardings=P("data"))
+    plan = planned.plan(x)
+    assert plan.executor == "program"
+    assert planned(plan.shard(x)).shape == (0, 4)

@@ -97,6 +97,7 @@ result["devices"] = message_of(
     lambda: diffshard.search(step, devices=jax.devices()[:: 1 - 2 * process], hardware="cpu").plan(state, batch)
 )
 
+result["one device"] = message_of(lambda: searched(check="numbers").plan(state, batch))
 result["limits"] = message_of(lambda: searched(memory_limit_bytes=8e9 - process).plan(state, batch))
 other = {**state, "down": state["down"].astype(np.float16 if process else np.float32)}
 result["types"] = message_of(lambda: searched().plan(other, batch))
@@ -212,6 +213,13 @@ def test_an_error_of_the_search_is_the_error_of_all_processes(results: list[dict
     assert results[0]["infeasible"] == results[1]["infeasible"]
     assert results[0]["infeasible"][0] == "InfeasibleError"
     assert results[0]["solver"] == results[1]["solver"] == ["ArithmeticError", "the solver of process 0 failed"]
+
+
+def test_a_program_of_several_processes_has_no_one_device_to_be_held_against(results: list[dict]):
+    for result in results:
+        kind, message = result["one device"]
+        assert kind == "PlanError"
+        assert "no room for" in message
 
 
 def test_an_error_of_one_process_while_tracing_ends_the_others(results: list[dict]):

@@ -159,11 +159,51 @@ def test_a_file_whose_operations_are_not_those_of_the_function_is_searched_again
     first = planned(tmp_path)
     (path,) = tmp_path.iterdir()
     document = json.loads(path.read_text())
+    del document["checksum"]  # which would tell any change
     operations = document["plan"]["operations"]
     operations["order"] = order * (1 if order == [0] else len(operations["order"]))
     path.write_text(json.dumps(document))
     with pytest.warns(UserWarning, match="damaged"):
         assert planned(tmp_path).operations == first.operations
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"remat": {"recomputed": [10**6], "residuals": [], "seconds": 0.0, "kept_bytes": 0.0}},
+        {"remat": {"recomputed": [0], "residuals": [], "seconds": 0.0, "kept_bytes": 0.0, "offloaded": [[-1, 0, 99]]}},
+        {"mesh_axes": []},
+        {"operations": []},
+        {"operations": {"distinct": [3], "order": []}},
+        {"function": "other"},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("has_checksum", [True, False])
+def test_a_changed_file_is_searched_again(tmp_path: Path, change: dict[str, Any], has_checksum: bool):
+    first = planned(tmp_path)
+    (path,) = tmp_path.iterdir()
+    document = json.loads(path.read_text())
+    document["plan"] |= change
+    if not has_checksum:
+        del document["checksum"]
+        document["plan"] |= {"outputs": 3}
+    path.write_text(json.dumps(document))
+    with pytest.warns(UserWarning, match="damaged"):
+        assert planned(tmp_path).operations == first.operations
+
+
+def test_a_link_in_the_folder_is_replaced_and_what_it_leads_to_is_left_alone(tmp_path: Path):
+    planned(tmp_path / "store")
+    (path,) = (tmp_path / "store").iterdir()
+    path.unlink()
+    (tmp_path / "thesis").write_text("all of it")
+    path.symlink_to(tmp_path / "thesis")
+    with pytest.warns(UserWarning, match="not JSON"):
+        planned(tmp_path / "store")
+    assert not path.is_symlink()
+    assert (tmp_path / "thesis").read_text() == "all of it"
+    assert planned(tmp_path / "store").stored_in == str(path)
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,9 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 import diffshard
+from diffshard import deadline
 from diffshard.base import Proposal
-from diffshard.sharding_search import planning
-from search_spaces.sharding.space import ShardingSpace
+from search_spaces.sharding import space
 from tests.diffshard.sharding_search.small_searches import (
     SLOW,
     assert_equal,
@@ -101,18 +101,18 @@ def test_memory_limit_shards_the_state():
 
 def test_the_time_limit_begins_when_the_problem_is_built(monkeypatch):
     clock_s, limits = [0.0], []
-    priced = ShardingSpace._priced
+    real = space.transfer_matrices
 
-    def slowly_priced(*args):
+    def slow_matrices(*args):
         clock_s[0] += 1000.0
-        return priced(*args)
+        return real(*args)
 
     def recorder(problem, *, time_limit_s, key):
         limits.append(time_limit_s)
         yield Proposal(np.zeros(len(problem.node_cost), np.int64))
 
-    monkeypatch.setattr(ShardingSpace, "_priced", slowly_priced)
-    monkeypatch.setattr(planning, "time", SimpleNamespace(perf_counter=lambda: clock_s[0]))
+    monkeypatch.setattr(space, "transfer_matrices", slow_matrices)
+    monkeypatch.setattr(deadline, "time", SimpleNamespace(perf_counter=lambda: clock_s[0]))
     diffshard.search(train_step, mesh_2x2(), hardware=SLOW, solver=recorder, time_limit_s=900.0).plan(
         *train_arguments()
     )

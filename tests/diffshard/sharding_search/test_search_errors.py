@@ -147,3 +147,29 @@ def test_donating_is_advised_where_it_lowers_the_least_memory(rows, width):
     )
     assert ("donate the state" in plain) == (donated_least < least) == (width == 64)
     assert "donate" not in donated
+
+
+def test_arrays_that_no_memory_holds_are_refused_by_name():
+    x = jax.ShapeDtypeStruct((2**62,) * 20, jnp.float32)
+    with pytest.raises(ValueError, match=r"^`x` has the shape \(4611686018427387904, .* and so at least 2\^63 bytes"):
+        diffshard.search(lambda x: jnp.sum(x), mesh_2x2(), hardware=SLOW).plan(x)
+    y = jax.ShapeDtypeStruct((2**33, 1), jnp.float32)
+    with pytest.raises(ValueError, match=r"^dot_general \(.*test_search_errors.py:.*\) has the shape"):
+        diffshard.search(lambda y: jnp.sum(y @ y.T), mesh_2x2(), hardware=SLOW).plan(y)
+
+
+def nested_loops(depth, x):
+    """A product within loops of a million steps each."""
+    body = (lambda x: x @ x) if depth == 1 else lambda x: nested_loops(depth - 1, x)
+    return jax.lax.fori_loop(0, 10**6, lambda i, x: body(x), x)
+
+
+def test_steps_that_never_end_are_refused():
+    def plan(depth):
+        x = jax.ShapeDtypeStruct((2**16, 2**16), jnp.float32)
+        return diffshard.search(lambda x: nested_loops(depth, x), mesh_2x2(), hardware=SLOW).plan(x)
+
+    with pytest.raises(diffshard.InfeasibleError, match=r"is predicted to take 1e\+18 s or more, .* `hardware` 'slow'"):
+        plan(2)
+    with pytest.raises(ValueError, match=r"runs 1e\+60 times in one call, because of the loops that it is in"):
+        plan(10)

@@ -133,7 +133,12 @@ CASES = {
     "triangular_solve": (
         lambda a, b: lax.linalg.triangular_solve(a, b, left_side=True, lower=True),
         [_POSITIVE_DEFINITE, f32(6, 4, 2)],
-        "aBC,aDE->aFG",
+        "aBC,aDe->aFe",
+    ),
+    "triangular_solve_rows": (
+        lambda a, b: lax.linalg.triangular_solve(a, b, left_side=False, lower=True),
+        [_POSITIVE_DEFINITE, f32(6, 2, 4)],
+        "aBC,adE->adF",
     ),
     "random_bits": (lambda k: jax.random.bits(k, (4, 6)), [_KEY], "->ab"),
     "random_bits_keys": (

@@ -149,6 +149,8 @@ OPERATIONS = {
     "reshape without common sizes": (lambda x: x.reshape(9, 16, 2), (array(4, 9, 8),)),
     "slices": (lambda x: jnp.concatenate([x[:, 8:], x[:, :8]], axis=1) + jnp.pad(x[:, 4:], ((0, 0), (4, 0))),
                (array(8, 16),)),
+    "split into one piece": (with_gradients(lambda x: 2 * jnp.sin(lax.split(x, (16,), 0)[0])), (array(16, 8),)),
+    "split into uneven pieces": (lambda x: lax.split(x, (3, 0, 5), 1), (array(16, 8),)),
     "dynamic_slice": (lambda x, i: lax.dynamic_slice_in_dim(x, i[0], 4, axis=1),
                       (array(8, 16), array(1, dtype=jnp.int32))),
     "row_written": (row_written, (array(8, 16, 4), array(8, 1, 4), array(1, dtype=jnp.int32))),

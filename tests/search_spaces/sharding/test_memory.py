@@ -5,6 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from cost.evaluation import evaluate
 from search_spaces.sharding import scheduling
@@ -81,6 +82,23 @@ def test_what_a_fused_operation_reads_lives_until_its_reader():
 
     # The first product lives beside the second, and the sum is written over it.
     assert peak(fn, X, X) == 4 * N
+
+
+def test_the_exponentials_of_a_cross_entropy_are_computed_again_and_its_logits_are_kept():
+    """There are the logits and their gradient in bfloat16, and that gradient in float32; no exponentials."""
+    rows, width, words = 8, 2, 64
+
+    def step(x, w, labels):
+        def loss(x):
+            logits = (x @ w).astype(jnp.float32)
+            return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+        return jax.value_and_grad(loss)(x)
+
+    half = jnp.bfloat16
+    found = peak(step, array(rows, width, dtype=half), array(width, words, dtype=half), array(rows, dtype=jnp.int32))
+    in_bfloat16, others = 2 * rows * words, 2 * (rows + words) * width + 4 * rows
+    assert 4 * in_bfloat16 <= found - others < 4.5 * in_bfloat16
 
 
 def test_what_is_expensive_and_read_twice_is_written():

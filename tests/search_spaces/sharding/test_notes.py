@@ -2,11 +2,20 @@
 
 import jax
 import jax.numpy as jnp
+import pytest
 
 import diffshard
 from tests.search_spaces.sharding.small_spaces import array, space_of
 
 doubled = diffshard.kernel(lambda x: 2 * x, "m n -> m n", name="doubled")
+
+
+def in_a_while_loop(fn):
+    return lambda x: jax.lax.while_loop(lambda x: x.sum() < 0, fn, x)
+
+
+def in_a_branch(fn):
+    return lambda x: jax.lax.cond(x.sum() < 0, fn, lambda x: x, x)
 
 
 def in_tiles_of_4(x):
@@ -34,3 +43,20 @@ def test_what_has_no_rule_runs_whole_and_is_noted():
 
     (note,) = space_of(fn, array(8)).notes
     assert note.startswith("pure_callback has no sharding rule and runs whole on every device (1x, ")
+
+
+@pytest.mark.parametrize(
+    "flow", [jax.jit, jax.checkpoint, in_a_while_loop, in_a_branch], ids=lambda flow: flow.__name__
+)
+def test_what_runs_whole_within_control_flow_is_noted(flow):
+    notes = [note for note in space_of(flow(lambda x: jnp.sort(x)), array(2**18)).notes if "whole" in note]
+    assert [note.split(" (")[0] for note in notes] == ["sort runs whole on every device"]
+
+
+def test_what_runs_whole_in_many_trips_is_noted_however_small():
+    def notes_for(num_trips):
+        return space_of(lambda x: jax.lax.fori_loop(0, num_trips, lambda i, x: jnp.sort(x), x), array(2**10)).notes
+
+    assert notes_for(10) == ()
+    (note,) = notes_for(1000)
+    assert note.startswith("sort runs whole on every device (1x, ")

@@ -35,7 +35,7 @@ def training_step(weights, x):
 def program(monkeypatch):
     """The step on 8 devices with weights and rows split (FSDP), and a pause after every contraction."""
     monkeypatch.setattr(scheduling, "_LATENCIES_IN_WINDOW", 0)
-    hardware = hardware_of("x", latency_s=0.0, flops_per_s=1e9)
+    hardware = dataclasses.replace(hardware_of("x", latency_s=0.0, flops_per_s=1e9), exposed_share=0.25)
     arguments = [array(WIDTH, WIDTH) for _ in range(LAYERS)], array(ROWS, WIDTH, dtype=jnp.bfloat16)
     split = dict.fromkeys(range(LAYERS + 1), ((0,), ()))
     space = space_of(training_step, *arguments, sizes=(8,), given=split, hardware=hardware)
@@ -300,7 +300,8 @@ def test_what_is_read_much_later_is_made_before_the_window_after_the_next(monkey
         return y + skipped, scale
 
     weights = [array(8, 16), *[array(8, 8)] * 6]
-    space = space_of(fn, weights, array(16, 8), sizes=(2,), hardware=hardware_of("x", latency_s=0.0))
+    hardware = dataclasses.replace(hardware_of("x", latency_s=0.0), exposed_share=0.25)
+    space = space_of(fn, weights, array(16, 8), sizes=(2,), hardware=hardware)
     graph = space.graph
     schedule = space.device_program(space.layout([0] * len(space.nodes)), AbstractMesh((2,), ("x",))).schedule
     pauses = [schedule.pauses[index] for index in sorted(schedule.pauses)]
@@ -328,7 +329,7 @@ def test_partial_gradients_of_biases_are_there_before_later_products(monkeypatch
         return jax.grad(loss, argnums=(0, 1))(weights, biases)
 
     arguments = [array(WIDTH, WIDTH)] * LAYERS, [array(WIDTH)] * LAYERS, array(ROWS, WIDTH)
-    hardware = hardware_of("x", latency_s=0.0, flops_per_s=1e9)
+    hardware = dataclasses.replace(hardware_of("x", latency_s=0.0, flops_per_s=1e9), exposed_share=0.25)
     given = {2 * LAYERS: ((0,), ())}
     space = space_of(step, *arguments, sizes=(8,), given=given, hardware=hardware)
     solution = diffshard.solve(space.problem, solver="exact", time_limit_s=30)

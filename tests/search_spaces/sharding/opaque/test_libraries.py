@@ -73,6 +73,33 @@ def test_solutions_of_linear_equations_are_split_by_batch(executor):
     check_layout(gradients, matrices(2), 0, executor)
 
 
+RIGHT_SIDES = {
+    "triangular_solve": (lambda a, b: lax.linalg.triangular_solve(a, b, left_side=True), [matrices()[0][0]], 1),
+    "triangular_solve of rows": (lambda a, b: lax.linalg.triangular_solve(a, b), [matrices()[0][0]], 0),
+    "ormqr": (lambda a, t, c: lax.linalg.ormqr(a, t, c), [matrices()[0][0], vectors(1)[0][0]], 1),
+    "ormqr of rows": (
+        lambda a, t, c: lax.linalg.ormqr(a, t, c, left=False), [matrices()[0][0], vectors(1)[0][0]], 0,
+    ),
+    "tridiagonal_solve": (
+        lambda a, b, c, d: lax.linalg.tridiagonal_solve(a, 4 + b, c, d), [v[0] for v in vectors(3)], 1,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("executor", ["execution", "device_program"])
+@pytest.mark.parametrize("name", RIGHT_SIDES)
+def test_right_hand_sides_are_split(name, executor):
+    fn, arguments, dim = RIGHT_SIDES[name]
+    arguments = [*arguments, jax.random.normal(jax.random.key(7), (N, 2 * N) if dim else (2 * N, N))]
+    primitive = name.split(" ")[0]
+    _, ((_, strategies),) = strategies_of(primitive, fn, *(array(*x.shape) for x in arguments))
+    split = {d for strategy in strategies for d, axes in enumerate(strategy.operands[-1]) if axes}
+    assert split == {dim}
+    assert all(not any(spec) for strategy in strategies for spec in strategy.operands[:-1])
+    for seed in range(2):
+        check_layout(fn, arguments, seed, executor)
+
+
 @pytest.mark.parametrize("executor", ["execution", "device_program"])
 def test_ragged_products_are_split_and_priced(executor):
     sizes = jnp.array([5, 0, 9, 2], jnp.int32)

@@ -1,0 +1,258 @@
+"""The first results of a planned function, held against the same function run another way.
+
+What XLA's partitioner makes of a plan is held against the plan's explicit program for each device, which leaves it
+nothing to decide; and that program against the function on one device. Both runs get the same arguments. They may
+differ by rounding only, and how much that is depends on the function. So where a result differs by more than a few
+roundings of its own, the function runs once more on arguments that are off by one rounding: what that changes shows how
+the function amplifies rounding.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jax.extend import core
+from jax.sharding import Mesh
+
+from diffshard.base import NumbersError, PlanError
+from diffshard.plans.base import PlanData
+from diffshard.processes import processes_of
+from diffshard.sharding_search.call import is_random_key
+from diffshard.sharding_search.executors import flat_function
+from diffshard.sharding_search.tracing import TracedFunction
+from search_spaces.sharding.explaining import sources_of
+from search_spaces.sharding.given import is_constrained
+from search_spaces.sharding.graph import Vertex
+from search_spaces.sharding.space import ShardingSpace
+from search_spaces.sharding.whole_operations import impossible_operations
+
+_ROUNDINGS = 4
+"""Roundings of a result's largest magnitude by which it may differ in any case: sums of few terms differ by less."""
+_NOISE_FACTOR = 10
+"""How many times what one rounding of the arguments changes a result may differ: each operation adds roundings."""
+
+
+@dataclass(frozen=True)
+class NumbersCheck:
+    """How the first call of a planned function is held against another run.
+
+    Args:
+      plan: the plan, with the executor by which the function runs.
+      traced_function: the function.
+      space: of the function.
+      mesh: the devices.
+
+    Raises:
+      PlanError: the function cannot run in the other way.
+    """
+
+    plan: PlanData
+    traced_function: TracedFunction
+    space: ShardingSpace
+    mesh: Mesh
+
+    def __post_init__(self):
+        impossible = impossible_operations(self.space.graph)
+        if self.plan.executor != "program":
+            self._refuse(impossible, 'runs only where XLA partitions the function, by `executor="constraints"`')
+            return
+        if not processes_of(self.mesh).is_one:
+            raise PlanError(
+                'The numbers of `executor` "program" are held against one device, which the devices of several '
+                'processes have no room for. Leave out `check` "numbers", or check in one process.'
+            )
+        constrained = [vertex for vertex in self.space.graph.operations() if is_constrained(vertex)]
+        self._refuse(constrained, "names devices of the mesh, and cannot run on one device")
+
+    @property
+    def reference(self) -> str:
+        """What the function is held against, for messages."""
+        return "one device" if self.plan.executor == "program" else "the program for each device"
+
+    def results(self, run: Callable[..., Any], donated: Sequence[int], arrays: Sequence[Any]) -> list[Any]:
+        """Runs the function in both ways, and returns its own flat results.
+
+        Donated arrays are given up once the results are found to be right, and not before.
+
+        Args:
+          run: the planned function of flat arrays under `jax.jit`.
+          donated: positions of the arrays whose memory it may use.
+          arrays: the flat arguments, where the plan wants them.
+
+        Raises:
+          NumbersError: a result differs by more than rounding; has both numbers and the name of the result.
+          PlanError: the call is under another transformation, where there are no numbers.
+        """
+        if any(isinstance(array, Tracer) for array in arrays):
+            raise PlanError(
+                f'By `executor` "{self.plan.executor}" the first call is held against {self.reference}, and under '
+                'another transformation there are no numbers. Take `executor="program"` without `check`, or call the '
+                "function once with arrays before."
+            )
+        refer = self._reference()
+        expected = refer(arrays)
+        copies = [array.copy() if i in donated and _is_array(array) else array for i, array in enumerate(arrays)]
+        results = list(run(*copies))
+        worst = self._worst(expected, results)
+        if any(difference.is_large for difference in worst):
+            noise = self._worst(expected, refer(self._nudged(arrays)))
+            self._check([d for d, n in zip(worst, noise, strict=True) if d.is_above(n)])
+        for array, copy in zip(arrays, copies, strict=True):
+            if copy is not array and copy.is_deleted():
+                array.delete()
+        return results
+
+    def _refuse(self, vertices: Sequence[Vertex], why: str) -> None:
+        for name, sources in sources_of(vertices):
+            raise PlanError(
+                f'By `executor` "{self.plan.executor}" the first call cannot be held against {self.reference}: {name} '
+                f"({sources}) {why}."
+            )
+
+    def _reference(self) -> Callable[[Sequence[Any]], list[Any]]:
+        """Returns the function as it runs the other way; nothing is donated."""
+        if self.plan.executor == "program":
+            device = self.mesh.devices.flat[0]
+            on_one_device = jax.jit(core.jaxpr_as_fun(self.traced_function.jaxpr))
+
+            def refer(arrays: Sequence[Any]) -> list[Any]:
+                with _without_context_mesh():
+                    return list(on_one_device(*jax.device_put(list(arrays), device)))
+
+            return refer
+        program = replace(self.plan, executor="program")
+        flat = flat_function(program, self.traced_function, self.space, self.mesh)
+        jitted = flat._replace(donate_argnums=()).jit("reference")
+        return lambda arrays: list(jitted(*arrays))
+
+    def _nudged(self, arrays: Sequence[Any]) -> list[Any]:
+        """Returns arrays whose numbers are off by a rounding of the coarsest type in the function, up or down."""
+        types = {value.dtype for value in self.space.graph.values if value.dtype is not None}
+        epsilons = [float(jnp.finfo(t).eps) for t in types if _is_inexact(t)]
+        epsilon = max(epsilons, default=0.0)
+
+        def nudged(array: Any) -> Any:
+            is_up = (jnp.arange(array.size) * 40503 >> 4) % 2 == 0  # a fixed pattern whose period is no dimension
+            return array * (1 + jnp.where(is_up, epsilon, -epsilon).reshape(array.shape))
+
+        def of(array: Any) -> Any:
+            if not _is_inexact(jnp.result_type(array)):
+                return array
+            is_placed = _is_array(array) and array.committed
+            return jax.jit(nudged, out_shardings=array.sharding if is_placed else None)(array)
+
+        return list(map(of, arrays))
+
+    def _worst(self, expected: Sequence[Any], results: Sequence[Any]) -> list["_Difference"]:
+        """Returns the largest difference of each result, over the devices of all processes."""
+        processes = processes_of(self.mesh)
+        triples = zip(self.plan.outputs, expected, results, strict=True)
+
+        def own() -> list[list[_Difference]]:
+            with _without_context_mesh():
+                return [list(_differences(tensor.path, *map(_numbers, pair))) for tensor, *pair in triples]
+
+        everywhere = processes.gathered("compare numbers", own)
+        found = [[_Difference(*d) for process in everywhere for d in process[i]] for i in range(len(results))]
+        scales = [max((d.scale for d in differences), default=0.0) for differences in found]
+        return [
+            max(differences, default=_Difference(), key=lambda d: d.distance)._replace(scale=scale)
+            for differences, scale in zip(found, scales, strict=True)
+        ]
+
+    def _check(self, large: Sequence["_Difference"]) -> None:
+        """Raises `NumbersError` if there are differences that rounding does not explain."""
+        if not large:
+            return
+        worst = max(large, key=lambda d: d.distance / d.scale if d.scale else float("inf"))
+        whose = "a fault of diffshard, not of the function" if self.plan.executor == "program" else (
+            "a fault of XLA's partitioner; take `executor=\"program\"`"
+        )  # fmt: skip
+        more = f", and {len(large) - 1} more results differ" * (len(large) > 1)
+        raise NumbersError(
+            f'`{worst.where}` is {worst.actual} by `executor` "{self.plan.executor}", and {worst.expected} by '
+            f"{self.reference}: more than rounding explains{more}. This is {whose}."
+        )
+
+
+class _Difference(NamedTuple):
+    """How much a result differs at most.
+
+    Attributes:
+      where: the result, with the place of the number that differs most.
+      distance: the largest distance of two numbers; of integers the share of unequal ones.
+      scale: the largest finite magnitude; 1 for integers.
+      epsilon: what one rounding is, relative to the magnitude; 0 for integers.
+      expected, actual: the two numbers, as text.
+    """
+
+    where: str = ""
+    distance: float = 0.0
+    scale: float = 0.0
+    epsilon: float = 0.0
+    expected: str = ""
+    actual: str = ""
+
+    @property
+    def is_large(self) -> bool:
+        """Tells whether it is more than a few roundings of the result itself."""
+        return self.distance > _ROUNDINGS * self.epsilon * self.scale
+
+    def is_above(self, noise: "_Difference") -> bool:
+        """Tells whether it is also more than roundings in the function explain."""
+        return self.is_large and not self.distance <= _NOISE_FACTOR * noise.distance
+
+
+def _differences(path: str, expected: jax.Array, actual: jax.Array) -> Iterator[_Difference]:
+    """Yields the largest difference on each device of this process; each compares its own block."""
+    blocks = {shard.device: shard.data for shard in expected.addressable_shards}
+    is_alike = expected.sharding.is_equivalent_to(actual.sharding, actual.ndim)
+    for shard in actual.addressable_shards if actual.size else ():
+        block = blocks[shard.device] if is_alike else jax.device_put(expected[shard.index], shard.device)
+        distance, scale, at, numbers = jax.device_get(_compared(block, shard.data))
+        offsets = [s.start or 0 for s in shard.index]
+        place = [int(o + i) for o, i in zip(offsets, np.unravel_index(at, shard.data.shape), strict=True)]
+        epsilon = float(jnp.finfo(actual.dtype).eps) if _is_inexact(actual.dtype) else 0.0
+        where = f"{path}{place}" if place else path
+        texts = [f"{number:.6g}" if epsilon else str(number) for number in numbers]
+        yield _Difference(where, float(distance), float(scale), epsilon, *texts)
+
+
+@jax.jit
+def _compared(expected: jax.Array, actual: jax.Array) -> tuple[Any, Any, Any, Any]:
+    """Returns the distance, the scale, the place of the largest distance, and both numbers there."""
+    is_inexact = _is_inexact(expected.dtype)
+    if is_inexact and jnp.finfo(expected.dtype).bits < 32:
+        expected, actual = expected.astype(jnp.float32), actual.astype(jnp.float32)
+    is_equal = expected == actual
+    if is_inexact:
+        is_equal |= jnp.isnan(expected) & jnp.isnan(actual)
+        apart = jnp.abs(expected - actual)
+        apart = jnp.where(is_equal, 0, jnp.where(jnp.isnan(apart), jnp.inf, apart))
+        distance, scale = apart.max(), jnp.where(jnp.isfinite(expected), jnp.abs(expected), 0).max()
+    else:
+        apart = ~is_equal
+        distance, scale = apart.mean(dtype=jnp.float32), jnp.float32(1)
+    at = jnp.argmax(apart)
+    return distance, scale, at, (expected.ravel()[at], actual.ravel()[at])
+
+
+def _without_context_mesh() -> Any:
+    """Lets arrays of single devices be computed with where the user has set a mesh."""
+    return jax.set_mesh(Mesh(np.empty((), dtype=object), ()))
+
+
+def _numbers(array: Any) -> Any:
+    return jax.random.key_data(array) if is_random_key(array) else array
+
+
+def _is_array(array: Any) -> bool:
+    return isinstance(array, jax.Array)
+
+
+def _is_inexact(dtype: Any) -> bool:
+    return jnp.issubdtype(dtype, jnp.inexact)

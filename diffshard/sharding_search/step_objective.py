@@ -1,0 +1,200 @@
+"""What a search makes small: the seconds of a step, or a user's own function of what a step does.
+
+A space prices collectives that can run beside arithmetic at a share of their time, whatever runs beside them. That is
+too little once they take longer than all arithmetic: then the step waits at least for the difference. With C seconds of
+arithmetic, H of collectives that hold the step, B on the links of those that can run beside arithmetic and W of waiting
+for them at the hardware's share, a step takes
+
+    T = C + H + max(W, B - C)
+
+seconds. That is no sum, but convex in quantities that are linear in the choice, and so may be a user's objective:
+`diffshard.solving.objectives` finds choices for both, with bounds.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from cost.base import Problem
+from diffshard.base import Solution
+from diffshard.solving.objectives.minimise import minimise
+from diffshard.solving.objectives.objective import Affine, Objective, PricedObjective
+from search_spaces.sharding.explaining import StepPrediction, Transfer
+from search_spaces.sharding.space import ShardingSpace
+from search_spaces.sharding.step_quantities import BESIDE, COMPUTE, HELD, MEMORY, WAITED
+
+STEP_GAP = 1e-3
+"""The relative gap at which a search for the fastest step ends where links bound it; predictions are off by more."""
+TANGENT_GAP = 1e-4
+"""The relative gap that solving a tangent may leave, a tenth of `STEP_GAP`: proofs of what is below take longest."""
+TANGENT_SHARE = 0.5
+"""The share of the time left that solving a tangent may take: one that is hard leaves time for others."""
+STEP_QUANTITIES = (COMPUTE, HELD, BESIDE, WAITED)
+"""The quantities on which the seconds of a step depend."""
+SolveProblem = Callable[[Problem, np.ndarray | None], Solution]
+
+
+class RelaxedStep(NamedTuple):
+    """What a step does, as float64 arrays of JAX: of one plan, or of a mixture of plans whose weights are relaxed.
+
+    All fields are linear in the plan, so that an objective of them can be differentiated and bounded.
+
+    Attributes:
+      compute_s: seconds of arithmetic and memory traffic on each device.
+      held_s: by mesh axis, seconds on its links of collectives that arithmetic waits for.
+      beside_s: by mesh axis, seconds on its links of collectives that can run beside arithmetic.
+      waited_s: by mesh axis, what the step waits for those at the hardware's exposed share.
+      memory_bytes: `[T]` in use on each device over the step.
+    """
+
+    compute_s: jax.Array
+    held_s: dict[str, jax.Array]
+    beside_s: dict[str, jax.Array]
+    waited_s: dict[str, jax.Array]
+    memory_bytes: jax.Array
+
+    @property
+    def seconds(self) -> jax.Array:
+        """The predicted seconds of the step, convex in the fields."""
+        held, beside, waited = (
+            sum(s.values(), start=jnp.zeros(())) for s in (self.held_s, self.beside_s, self.waited_s)
+        )
+        return self.compute_s + held + jnp.maximum(waited, beside - self.compute_s)
+
+    @property
+    def link_s(self) -> dict[str, jax.Array]:
+        """By mesh axis, seconds on its links of all collectives."""
+        return {axis: seconds + self.beside_s[axis] for axis, seconds in self.held_s.items()}
+
+    @property
+    def peak_bytes(self) -> jax.Array:
+        """The most memory in use on each device at any time, convex in the fields."""
+        return jnp.max(self.memory_bytes, initial=0.0)
+
+
+StepCost = Callable[[RelaxedStep], jax.Array]
+"""A user's objective: a differentiable function of a relaxed step, a scalar."""
+
+
+def waiting_transfers(prediction: StepPrediction) -> tuple[Transfer, ...]:
+    """Returns the collectives of a prediction with the seconds that a step waits for them, the links' limit included.
+
+    Of collectives that can run beside arithmetic, with B seconds on their links and W seconds of waiting in the
+    prediction, a step with C seconds of arithmetic waits max(W, B - C) seconds; each has its part of that.
+    """
+    beside = _beside(prediction)
+    link_s, waited_s = sum(t.link_s for t in beside), sum(t.seconds for t in beside)
+    least_s = link_s - float(prediction.compute_s.sum())
+    if least_s <= waited_s:
+        return prediction.transfers
+    factor = least_s / link_s
+    return tuple(t._replace(seconds=factor * t.link_s) if _is_beside(t) else t for t in prediction.transfers)
+
+
+def step_s(prediction: StepPrediction) -> float:
+    """Returns the seconds of a step, the links' limit included."""
+    return float(prediction.compute_s.sum()) + sum(t.seconds for t in waiting_transfers(prediction))
+
+
+def is_bound_by_links(prediction: StepPrediction) -> bool:
+    """Tells whether a step waits for its links longer than the prediction says."""
+    return waiting_transfers(prediction) is not prediction.transfers
+
+
+def best_step(
+    space: ShardingSpace,
+    solve: SolveProblem,
+    memory_limit_bytes: float,
+    cost: StepCost | None = None,
+    is_over: Callable[[], bool] = lambda: False,
+    tell: Callable[[float, float], None] = lambda cost, bound: None,
+) -> Solution:
+    """Returns the choice with the fastest step, or the least cost of a user's, that is found.
+
+    Its cost and bound have preferences for small arguments in them, as the space's problem has.
+
+    Args:
+      space: its problem is solved first; unless links are busier than arithmetic, that is the fastest step.
+      solve: solves a problem from a start; raises `InfeasibleError` where it finds nothing within the memory limit.
+      memory_limit_bytes: of each device.
+      cost: a user's objective; None for the seconds of a step.
+      is_over: tells whether there is no time for another problem.
+      tell: is told the cost of the best step so far and its bound, unless the first problem has them.
+
+    Raises:
+      InfeasibleError: as `solve` for the first problem.
+      TypeError, ValueError: the user's objective is no scalar, is not finite, or has no gradient.
+    """
+    first = solve(space.problem, None)
+    prediction = space.predict(first.choice)
+    if cost is None and not is_bound_by_links(prediction):
+        return first
+    if cost is None:
+        objective = Objective(seconds_of, {name: space.quantities[name] for name in STEP_QUANTITIES}, name="step_s")
+        unit, bound, history = 1.0, first.lower_bound, first.history  # seconds as priced are nowhere above the step's
+        bounded = _as_priced(objective, space)
+    else:
+        objective = user_objective(space, cost)
+        seconds = step_s(prediction)  # a second of preference counts as much as one of this step
+        unit = abs(_price(objective, space, first.choice)) / seconds if seconds else 0.0
+        bound, bounded, history = -math.inf, None, ()
+    problem = space.preference_problem
+    is_stopped = first.status == "interrupted"
+    found = minimise(
+        problem._replace(node_cost=[unit * c for c in problem.node_cost], memory_limit=memory_limit_bytes),
+        objective,
+        solve,
+        np.asarray(first.choice, np.int64),
+        is_over=lambda: is_stopped or is_over(),
+        tell=tell,
+        stop_gap=STEP_GAP,
+        lower_bound=bound,
+        bounded=bounded,
+        history=history,
+    )
+    return found._replace(status="interrupted") if is_stopped else found
+
+
+def objective_of(space: ShardingSpace, cost: StepCost, choice: Sequence[int]) -> float:
+    """Returns a user's objective of a choice."""
+    return _price(user_objective(space, cost), space, choice)
+
+
+def user_objective(space: ShardingSpace, cost: StepCost) -> Objective:
+    """Returns a user's function of a relaxed step as an objective of the quantities of a space."""
+    return Objective(lambda amounts: cost(_relaxed_step(amounts, space.axis_names)), space.quantities)
+
+
+def _price(objective: Objective, space: ShardingSpace, choice: Sequence[int]) -> float:
+    priced = PricedObjective(objective, space.problem)
+    return priced.price(priced.amounts(np.asarray(choice)))
+
+
+def seconds_of(amounts: dict[str, jax.Array]) -> jax.Array:
+    """Returns the seconds of a step from amounts of `STEP_QUANTITIES`."""
+    compute_s, beside_s = amounts[COMPUTE], jnp.sum(amounts[BESIDE])
+    return compute_s + jnp.sum(amounts[HELD]) + jnp.maximum(jnp.sum(amounts[WAITED]), beside_s - compute_s)
+
+
+def _as_priced(objective: Objective, space: ShardingSpace) -> Affine:
+    """Returns the seconds of a step as the space prices them."""
+    priced, is_counted = PricedObjective(objective, space.problem), {COMPUTE: 1.0, HELD: 1.0, BESIDE: 0.0, WAITED: 1.0}
+    weights = {name: np.full(quantity.shape, is_counted[name]) for name, quantity in objective.quantities.items()}
+    return Affine(0.0, priced.flat(weights))
+
+
+def _relaxed_step(amounts: dict[str, Any], axis_names: Sequence[str]) -> RelaxedStep:
+    held_s, beside_s, waited_s = (dict(zip(axis_names, amounts[name], strict=True)) for name in (HELD, BESIDE, WAITED))
+    return RelaxedStep(amounts[COMPUTE], held_s, beside_s, waited_s, amounts[MEMORY])
+
+
+def _is_beside(transfer: Transfer) -> bool:
+    return transfer.seconds < transfer.link_s
+
+
+def _beside(prediction: StepPrediction) -> list[Transfer]:
+    return [transfer for transfer in prediction.transfers if _is_beside(transfer)]

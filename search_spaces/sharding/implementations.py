@@ -1,0 +1,73 @@
+"""Operations of other libraries as what they compute: primitives whose implementation is written in JAX.
+
+A library may wrap a computation in a primitive of its own to give it a derivative or a batching rule, as Equinox and
+Lineax do. Once a function is traced, such a primitive only calls its implementation. The graph has the operations of
+this implementation instead, each of which has a rule, a price and a form on one device's part.
+"""
+
+import re
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import jax
+from jax.extend import core
+
+from search_spaces.replay import bind, context_of
+from search_spaces.sharding.opaque.operations import OPAQUE
+from search_spaces.sharding.shardy import PLATFORMS, abstract_argument, signature_of
+
+_KERNEL = re.compile(r"stablehlo\.custom_call @([\w.$]+)")
+
+
+class Implementations:
+    """The implementations of the primitives in one traced function; equal equations are looked at once."""
+
+    def __init__(self) -> None:
+        self._of_signature: dict[Hashable, core.ClosedJaxpr | None] = {}
+
+    def __call__(self, equation: core.JaxprEqn) -> core.ClosedJaxpr | None:
+        """Traces what a primitive of another library computes.
+
+        Returns:
+          The implementation as a function of the equation's operands. None for primitives of JAX, for opaque
+          operations, and for primitives whose implementation is not written in JAX or is not what runs: some are
+          lowered to kernels, and their implementation only says what these compute.
+        """
+        if equation.primitive.name in OPAQUE or _is_of_jax(equation.primitive):
+            return None
+        key = equation.primitive, signature_of(equation)
+        if key not in self._of_signature:
+            with context_of(equation):
+                self._of_signature[key] = _traced(equation)
+        return self._of_signature[key]
+
+
+def _is_of_jax(primitive: core.Primitive) -> bool:
+    """Tells whether a primitive is implemented in JAX's own modules, or nowhere."""
+    implementation = getattr(primitive.impl, "func", primitive.impl)
+    return (getattr(implementation, "__module__", None) or "jax").split(".")[0] in ("jax", "jaxlib")
+
+
+def _traced(equation: core.JaxprEqn) -> core.ClosedJaxpr | None:
+    primitive, arguments = equation.primitive, [abstract_argument(v.aval) for v in equation.invars]
+
+    def implementation(*operands: Any) -> Sequence[Any]:
+        results = primitive.impl(*operands, **primitive.get_bind_params(equation.params))
+        return results if primitive.multiple_results else [results]
+
+    try:
+        jaxpr = jax.make_jaxpr(implementation)(*arguments)
+    except Exception:  # whatever an implementation raises that cannot be traced
+        return None
+    kernels = [_kernels(lambda *operands: bind(equation, operands), arguments, platform) for platform in PLATFORMS]
+    is_what_runs = kernels == [_kernels(core.jaxpr_as_fun(jaxpr), arguments, platform) for platform in PLATFORMS]
+    return jaxpr if is_what_runs and any(names is not None for names in kernels) else None
+
+
+def _kernels(function: Callable[..., Any], arguments: Sequence[Any], platform: str) -> set[str] | None:
+    """Returns the targets of the custom calls of a function, or None if it cannot be lowered for a platform."""
+    try:
+        lowered = jax.jit(function).trace(*arguments).lower(lowering_platforms=(platform,))
+    except Exception:  # whatever the lowering of a foreign primitive raises
+        return None
+    return set(_KERNEL.findall(lowered.as_text()))

@@ -1,0 +1,125 @@
+"""What a step's objective reads: seconds of arithmetic, and of collectives on each link, as quantities of a choice.
+
+The problem of a space has one sum of them, in which collectives that can run beside arithmetic count at a fixed share.
+Here they are apart, so that an objective combines them as it likes.
+"""
+
+from collections.abc import Hashable, Sequence
+
+import numpy as np
+
+from cost.base import Problem
+from cost.edges import merge_edges
+from cost.quantities import LiveMemory, Quantities, Quantity
+from search_spaces.sharding.base import Edge, Node
+from search_spaces.sharding.edge_costs import read_spec
+from search_spaces.sharding.node_costs import NodeCosts
+
+COMPUTE, HELD, BESIDE, WAITED, MEMORY = "compute_s", "held_s", "beside_s", "waited_s", "memory_bytes"
+"""Names of quantities. `compute_s`: seconds of arithmetic and memory traffic. `held_s`: `[A]` seconds on each mesh
+axis's link of collectives that arithmetic waits for. `beside_s`: `[A]` the same of those that can run beside it, and
+`waited_s` what the step waits for them at the hardware's exposed share. `memory_bytes`: `[T]` in use over time."""
+
+
+def preference_problem(problem: Problem, nodes: Sequence[Node], node_costs: NodeCosts) -> Problem:
+    """Returns a space's problem without its seconds: the preferences for small arguments and the memory remain."""
+    preference = [_preference_s(node, node_costs) for node in nodes]
+    zeros: dict[tuple[int, ...], np.ndarray] = {}
+    free = [zeros.setdefault(np.shape(matrix), np.zeros(np.shape(matrix))) for matrix in problem.edge_cost]
+    return problem._replace(node_cost=preference, edge_cost=free)
+
+
+def step_quantities(
+    problem: Problem, nodes: Sequence[Node], edges: Sequence[Edge], forms: Sequence[int], node_costs: NodeCosts
+) -> Quantities:
+    """Returns the seconds of a step's parts as quantities.
+
+    Args:
+      problem: of the space, whose edges the quantities have.
+      nodes: of the space.
+      edges: of the space.
+      forms: a number for each vertex, equal for those that compute the same.
+      node_costs: of the space.
+    """
+    compute, sent = _of_nodes(nodes, forms, node_costs)
+    moved = _of_edges(problem, nodes, edges, node_costs)
+    columns = {HELD: 0, BESIDE: 1, WAITED: 2}
+    parts: dict[str, Quantity | LiveMemory] = {COMPUTE: Quantity(compute)}
+    for name, column in columns.items():
+        parts[name] = Quantity(_columns(sent, column), _columns(moved, column))
+    return parts | {MEMORY: LiveMemory(problem)}
+
+
+def _preference_s(node: Node, node_costs: NodeCosts) -> np.ndarray:
+    if node.hub is not None:
+        return np.zeros(len(node.strategies))
+    return node_costs.preference_s(node.vertex, node.strategies)
+
+
+def _of_nodes(
+    nodes: Sequence[Node], forms: Sequence[int], node_costs: NodeCosts
+) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Returns the seconds of arithmetic `[S_v]`, and of what nodes send `[S_v, held beside waited, A]`."""
+    of_key: dict[Hashable, tuple[np.ndarray, np.ndarray]] = {}
+    pairs = []
+    for node in nodes:
+        key = node_costs.key(node, forms)
+        if key not in of_key:
+            of_key[key] = _of_node(node, node_costs)
+        pairs.append(of_key[key])
+    return [compute for compute, _ in pairs], [sent for _, sent in pairs]
+
+
+def _of_node(node: Node, node_costs: NodeCosts) -> tuple[np.ndarray, np.ndarray]:
+    sent_s = np.zeros((len(node.strategies), 3, len(node_costs.axis_sizes)))
+    if node.hub is not None:
+        return np.zeros(len(node.strategies)), sent_s
+    vertex, shares, reshards = node.vertex, node_costs.shares, node_costs.reshard_costs
+    for s, strategy in enumerate(node.strategies):
+        for value, steps in zip(vertex.results, strategy.reductions, strict=True):
+            exposed = shares.exposed(value)
+            for step in steps:
+                link_s = vertex.reduction_weight * reshards.step_s(step, value.num_bytes, shares.latency(value))
+                sent_s[s, :, step.axis] += _counted(link_s, exposed * link_s)
+        for collective, link_s, waited_s in node_costs.own_collectives(vertex, strategy):
+            sent_s[s, :, collective.axis] += _counted(vertex.weight * link_s, vertex.weight * waited_s)
+    return node_costs.compute_s(vertex, node.strategies), sent_s
+
+
+def _of_edges(
+    problem: Problem, nodes: Sequence[Node], edges: Sequence[Edge], node_costs: NodeCosts
+) -> list[np.ndarray]:
+    """Returns what edges send, `[S_u, S_v, held beside waited, A]` for each edge of the problem."""
+    of_key: dict[Hashable, np.ndarray] = {}
+    shares, reshards = node_costs.shares, node_costs.reshard_costs
+
+    def sent_s(edge: Edge) -> np.ndarray:
+        node, reader = nodes[edge.node], nodes[edge.reader]
+        latency, exposed = shares.latency(edge.value), shares.exposed(edge.value)
+        is_stored = reader.hub is None and reader.vertex.kind == "input"
+        ends = id(node.strategies), edge.result, id(reader.strategies), edge.operand, is_stored
+        key = *ends, edge.value.num_bytes, latency, edge.weight, exposed
+        if key not in of_key:
+            sources = tuple(s.results[edge.result] for s in node.strategies)
+            targets = tuple(read_spec(reader, edge.operand, s) for s in range(len(reader.strategies)))
+            link_s = edge.weight * reshards.axes_s(sources, targets, float(edge.value.num_bytes), latency)
+            of_key[key] = np.moveaxis(_counted(link_s, exposed * link_s), 0, 2)
+        return of_key[key]
+
+    merged = merge_edges(
+        ((edge.node, edge.reader, sent_s(edge)) for edge in edges if edge.node != edge.reader),
+        turn=lambda sent: np.swapaxes(sent, 0, 1),
+    )
+    return [merged[u, v] for u, v in np.asarray(problem.edge_nodes).reshape(-1, 2).tolist()]
+
+
+def _counted(link_s: np.ndarray | float, waited_s: np.ndarray | float) -> np.ndarray:
+    """Returns seconds as `[held beside waited, ...]`: what is waited for in full holds the step."""
+    is_held = np.asarray(waited_s) >= np.asarray(link_s)
+    return np.stack([np.where(is_held, link_s, 0), np.where(is_held, 0, link_s), np.where(is_held, 0, waited_s)])
+
+
+def _columns(arrays: Sequence[np.ndarray], column: int) -> list[np.ndarray]:
+    """Returns one column of the second to last dimension of arrays; equal arrays stay one."""
+    parts = {id(array): array[..., column, :] for array in arrays}
+    return [parts[id(array)] for array in arrays]
