@@ -62,7 +62,9 @@ class BilevelPlanDamage:
         self.space = EXAMPLE()
         self.plan = small_bilevel_plan(self.space)
         self.plan.save(self._path("whole"))
-        self.damage = Damage(json.loads(self._path("whole").read_text()))
+        document = json.loads(self._path("whole").read_text())
+        del document["checksum"]  # which would tell all damage: it is the other checks that are tried
+        self.damage = Damage(document)
 
     def outcome(self, seed: int) -> str:
         """Returns what becomes of a case: `REFUSED`, `TAKEN`, or where which error came from."""

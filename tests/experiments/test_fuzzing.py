@@ -4,21 +4,24 @@ import math
 import re
 from fractions import Fraction
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.core import Tracer
 
 from cost.base import Problem
 from diffshard.base import PlanError, Solution
 from diffshard.plans.file import from_json, to_json
 from diffshard.sharding_search.plan import Plan
 from experiments.fuzzing import __main__ as command
-from experiments.fuzzing import problems, scales
+from experiments.fuzzing import functions, problems, scales
 from experiments.fuzzing.bilevel_plans import BilevelPlanDamage
 from experiments.fuzzing.instances import InstanceDamage, whole_instance
 from experiments.fuzzing.outcomes import HELD, REFUSED, TAKEN
 from experiments.fuzzing.plans import PlanDamage
 from experiments.fuzzing.truth import Truth
 from tests.diffshard.plans.small_plan import small_plan
+from tests.experiments.printed_tables import printed_rows
 
 NUM_CASES = 200
 
@@ -72,6 +75,26 @@ def test_faults_that_were_mended_do_not_come_back(kind):
     with command.outcomes(kind) as outcome:
         found = {seed: outcome(seed) for seed in FAULTS_OF_OLD[kind]}
     assert {seed: said for seed, said in found.items() if said != HELD and not said.startswith("overrun")} == {}
+
+
+def test_random_functions_are_right_by_every_executor_or_refused(capsys):
+    command.main(["--kinds", "functions", "--cases", "3", "--seed", "3", "--time-limit", "3600"])
+    printed = capsys.readouterr().out
+    assert "functions: 3 cases: 3 held, 0 faults" in printed
+    assert {(row[0], row[1]) for row in printed_rows(printed)} >= {("2x4", "program"), ("2x2x2", "propagation")}
+
+
+@pytest.mark.parametrize(("change", "outcome"), [(0.0, HELD), (1e-6, "wrong")])
+def test_a_wrong_result_of_a_random_function_is_a_fault(monkeypatch, change, outcome):
+    monkeypatch.setattr(functions, "EXECUTORS", ("program",))
+    monkeypatch.setattr(
+        functions.RandomFunction, "__call__", lambda self, x, *_: jnp.tanh(x) + change * (not is_traced(x))
+    )
+    assert outcome in functions.FunctionRuns().outcome(1)
+
+
+def is_traced(x):
+    return isinstance(x, Tracer)
 
 
 def test_a_case_depends_on_its_seed_alone():
@@ -134,6 +157,11 @@ def test_the_command_prints_what_it_counted(capsys):
         (("arguments", 0, "dtype"), "float99", r"`arguments\[0\].dtype` is 'float99'"),
         (("arguments", 0, "shape"), [16], r"`arguments\[0\].spec` has 2 dimensions, where the array has 1"),
         (("operations", 4, "results"), [], r"`operations\[4\]` must have as many"),
+        (("operations", 4, "compute_s"), "nan", r"`operations\[4\].compute_s` must be a finite number"),
+        (("operations", 6, "results", 0), -1, r"`operations\[6\].results\[0\]` is -1, not the number of one"),
+        (("compute_s",), 0, "`compute_s` is 0.0, where the operations take 0.006 together"),
+        (("gap",), 0.2, "`gap` is 0.2, where `lower_bound_s` and the step give 0.1"),
+        (("status",), "proven", "`status` is 'proven', not one of"),
         (("operations", 0, "kind"), "operation", "`operations` must begin with the 3 arguments"),
         (("version",), True, "plan version True"),
         (("version",), 2.0, "plan version 2.0"),
