@@ -6,7 +6,7 @@ from typing import Any, get_args
 
 from cost.pipeline_schedules import Schedule
 from cost.real_numbers import whole_number
-from diffshard.pipelines.microbatches import BatchArguments
+from diffshard.pipelines.batch_arguments import BatchArguments
 from diffshard.pipelines.plans.base import GradientReduction, PlannedStage, ResidualUse
 from diffshard.pipelines.plans.plan import PipelinePlan
 

@@ -12,8 +12,8 @@ from typing import Any
 import jax
 from jax.extend import core
 
+from diffshard.pipelines.batch_arguments import BatchArguments
 from diffshard.pipelines.microbatches import (
-    BatchArguments,
     TracedCall,
     TracedMicrobatches,
     divided_call,

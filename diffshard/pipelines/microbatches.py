@@ -1,18 +1,18 @@
 """`in_microbatches`: a training step that computes its batch in parts, with the results of the whole."""
 
 import functools
-import inspect
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 from jax.extend import core
 from jax.interpreters.partial_eval import dce_jaxpr
 
 from cost.real_numbers import whole_number
+from diffshard.pipelines.batch_arguments import BatchArguments, batch_of, given_arguments
 from diffshard.sharding_search.call import Structure, abstract_array, abstract_split, array_paths, split
-from diffshard.sharding_search.options import argument_names, positions
+from diffshard.sharding_search.lost_changes import in_words, lost_changes, warn_of_lost_changes
 from search_spaces.pipelines.batch_flow import batch_flow
 from search_spaces.pipelines.batch_states import DivisionError
 from search_spaces.pipelines.microbatches import MicrobatchedFunction
@@ -35,7 +35,8 @@ def in_microbatches(
     Activations then take an eighth of the memory. Gradients and other sums over the batch are added up, and what needs
     them, such as an optimiser's update, runs once. Random numbers are those of the whole batch, so that results differ
     from those of `fn` by the rounding of sums only. Nothing in `fn` changes: what belongs to the batch is found in its
-    traced program.
+    traced program. Modules of flax's nnx among the arguments are changed in place, once, as `nnx.jit` does; statistics
+    that they keep are those of the whole batch.
 
     Args:
       fn: a function of arrays, usually a whole training step.
@@ -46,7 +47,8 @@ def in_microbatches(
       batch_argnames: further such arguments by name.
 
     Returns:
-      A function of the same arguments, for `jax.jit` or `diffshard.search`.
+      A function of the same arguments, for `jax.jit` or `diffshard.search`; of modules for `nnx.jit` or
+      `diffshard.nnx.search`.
 
     Raises:
       ValueError: a number breaks its rule; or, when the result is called, the batch cannot be divided, or an operation
@@ -57,32 +59,21 @@ def in_microbatches(
         raise ValueError(f"`num_microbatches` must be a whole number, 1 or more, not {num_microbatches!r}.")
     batch = BatchArguments.checked(batch_argnums, batch_argnames)
 
-    @functools.wraps(fn)
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def run(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         traced = trace_in_microbatches(fn, count, batch, args, kwargs)
         return traced.result.unflatten(traced.function(*traced.arrays))
 
+    @functools.wraps(fn)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if "flax.nnx" in sys.modules:  # there are modules only where it is imported
+            from diffshard.module_states import has_module, of_states, split_modules
+
+            if has_module((args, kwargs)):
+                modules = split_modules(args, kwargs)
+                return modules.update(*run(of_states(fn, modules.graph), modules.args, modules.kwargs))
+        return run(fn, args, kwargs)
+
     return call if count > 1 else fn
-
-
-class BatchArguments(NamedTuple):
-    """Which arguments of a function have the batch as the leading dimension of their arrays.
-
-    Attributes:
-      argnums: by position.
-      argnames: by name.
-    """
-
-    argnums: tuple[int, ...]
-    argnames: tuple[str, ...]
-
-    @classmethod
-    def checked(cls, argnums: int | Sequence[int], argnames: str | Sequence[str]) -> "BatchArguments":
-        """Returns them; raises `ValueError` if there are none, or a position is none."""
-        found = cls(positions(argnums), argument_names(argnames))
-        if any((whole_number(n) is None or n < 0) for n in found.argnums) or not (found.argnums or found.argnames):
-            raise ValueError(f"`batch_argnums` must be positions of arguments, 0 or more, not {argnums!r}.")
-        return found
 
 
 class TracedMicrobatches(NamedTuple):
@@ -157,7 +148,8 @@ def traced_call(
       ValueError: the batch cannot be divided into `count` parts; names the argument.
     """
     arrays, structure = split((tuple(args), dict(kwargs)))
-    paths, of_batch = _batch_of(fn, args, kwargs, arrays, batch, _batch_name(count_name))
+    given = given_arguments(fn, args, kwargs)
+    paths, of_batch = batch_of(fn, given, arrays, batch, _batch_name(count_name))
     for i in of_batch:
         if arrays[i].shape[0] % count:
             raise ValueError(
@@ -170,19 +162,23 @@ def traced_call(
             "dimension, the batch."
         )
 
+    name = getattr(fn, "__name__", "the function")
+    argument_of = [argument.name for argument in given for _ in array_paths(argument.name, argument.value)]
     results: list[tuple[Structure, list[int | None]]] = []
 
     def from_arrays(*flat: Any) -> list[Any]:
         new_args, new_kwargs = structure.unflatten(flat)
         result = fn(*new_args, **new_kwargs)
         leaves, of_result = split(result)
-        feedback = feedback_of(result, (*args, *(kwargs[k] for k in sorted(kwargs))), abstract_split)
+        lost = lost_changes(structure, argument_of, flat, (new_args, new_kwargs), leaves)
+        if lost:
+            warn_of_lost_changes(in_words(name, lost))
+        feedback = feedback_of(result, [argument.value for argument in given], abstract_split)
         results.append((of_result, feedback))
         return leaves
 
     jaxpr = jax.make_jaxpr(from_arrays)(*map(abstract_array, arrays))
     result, feedback = results[-1]
-    name = getattr(fn, "__name__", "the function")
     return TracedCall(name, without_dead_code(jaxpr), arrays, paths, of_batch, result, feedback)
 
 
@@ -226,59 +222,7 @@ def _why_not_divided(call: TracedCall, count_name: str, error: DivisionError) ->
     )
 
 
-def _batch_of(
-    fn: Callable[..., Any],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    arrays: Sequence[Any],
-    arguments: BatchArguments,
-    batch_name: str,
-) -> tuple[list[str], list[int]]:
-    """Returns the path of each array of a call, and the numbers of those that belong to the batch.
-
-    Raises:
-      ValueError: an argument that should have the batch was not given.
-    """
-    (argnums, argnames), names = arguments, parameter_names(fn)
-    batch_names = {names[n] for n in argnums if n < len(names)} | set(argnames)
-    given = [(names[i] if i < len(names) else f"argument_{i}", i, value) for i, value in enumerate(args)]
-    given += [(name, None, kwargs[name]) for name in sorted(kwargs)]  # as JAX flattens them
-    paths, batch, is_given = [], [], set()
-    for name, number, argument in given:
-        is_batch = number in argnums or name in batch_names
-        is_given |= {name, number} if is_batch else set()
-        for path in array_paths(name, argument):
-            if is_batch and _has_batch(arrays[len(paths)]):
-                batch.append(len(paths))
-            paths.append(path)
-    missing = [n for n in argnums if n not in is_given and (n >= len(names) or names[n] not in is_given)]
-    missing += [name for name in argnames if name not in is_given]
-    if missing:
-        which = missing[0]
-        own = f" ({names[which]})" if isinstance(which, int) and which < len(names) else ""
-        given_names = ", ".join(name for name, _, _ in given) or "nothing"
-        raise ValueError(
-            f"`{batch_name}` names the argument {which}{own}, which {getattr(fn, '__name__', 'the function')} was not "
-            f"given; it was given {given_names}. Give that argument, or name those that have the batch."
-        )
-    return paths, batch
-
-
 def without_dead_code(jaxpr: core.ClosedJaxpr) -> core.ClosedJaxpr:
     """Returns a program without what no result needs, such as derivatives of metrics beside a loss."""
     live, _ = dce_jaxpr(jaxpr.jaxpr, [True] * len(jaxpr.jaxpr.outvars), instantiate=True)
     return core.ClosedJaxpr(live, jaxpr.consts)
-
-
-def parameter_names(fn: Callable[..., Any]) -> list[str]:
-    """Returns the names of the parameters that a function takes by position; none where Python does not know them."""
-    try:
-        parameters = inspect.signature(fn).parameters.values()
-    except (TypeError, ValueError):
-        return []
-    return [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-
-
-def _has_batch(array: Any) -> bool:
-    is_key = jnp.issubdtype(getattr(array, "dtype", jnp.float32), jax.dtypes.prng_key)
-    return not is_key and bool(getattr(array, "shape", ()))

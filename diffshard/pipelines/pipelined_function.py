@@ -13,7 +13,6 @@ from diffshard.live_progress import ProgressDisplay, live_line
 from diffshard.pipelines.base import Pipeline, PipelinePlan
 from diffshard.pipelines.delayed_gradients import DelayedStep, delayed, has_versions
 from diffshard.pipelines.execution import StagedExecution
-from diffshard.pipelines.microbatches import parameter_names
 from diffshard.pipelines.offload_search import check_offload
 from diffshard.pipelines.options import PipelineOptions, donated_arrays
 from diffshard.pipelines.pipelined_steps import batches_of, flat_steps
@@ -26,6 +25,7 @@ from diffshard.plans.notebook import NOT_PLANNED, planned_function_element
 from diffshard.processes import errors_for_all, processes_of
 from diffshard.sharding_search.call import array_types, split
 from diffshard.sharding_search.mesh_candidates import mesh_of_all
+from diffshard.sharding_search.options import positional_names, signature_of
 from diffshard.solving.solve import resolve
 
 
@@ -97,7 +97,9 @@ class PipelinedFunction:
           TypeError, ValueError: as a call; or an argument is no iterable, or a batch has other shapes than the first.
           StageError: a program of a stage failed; names the stage.
         """
-        iterables = batches_of(parameter_names(self.options.fn), self.options.pipeline.batch, args, kwargs)
+        iterables = batches_of(
+            positional_names(signature_of(self.options.fn)), self.options.pipeline.batch, args, kwargs
+        )
         batches = zip(*iterables.values(), strict=True)
         return self._steps(args, kwargs, (dict(zip(iterables, batch, strict=True)) for batch in batches))
 

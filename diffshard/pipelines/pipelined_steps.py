@@ -3,8 +3,8 @@
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from diffshard.pipelines.batch_arguments import BatchArguments
 from diffshard.pipelines.cutting import CutStep
-from diffshard.pipelines.microbatches import BatchArguments
 from diffshard.sharding_search.call import array_types, split
 
 Name = int | str

@@ -228,7 +228,7 @@ def planned_stage(
         send_backward_s=sends_s[1],
         in_flight=in_flight,
         peak_bytes=layout.peak_bytes,
-        memory_limit_bytes=memory_limit_of(options, submesh.kind),
+        memory_limit_bytes=float(memory_limit_of(options, submesh.kind)),
         residual_bytes=layout.residual_bytes,
         recomputed_operations=len(layout.recomputed),
         recomputed_bytes=layout.recomputed_bytes,

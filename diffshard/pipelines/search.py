@@ -18,6 +18,7 @@ from diffshard.pipelines.found_divisions import FoundDivision
 from diffshard.pipelines.least_memory import nothing_fits
 from diffshard.pipelines.options import PipelineOptions, donated_arrays, mesh_shape
 from diffshard.pipelines.planned_pipeline import FoundPipeline, planned_pipeline, with_bound
+from diffshard.pipelines.plans.plan import PipelinePlan
 from diffshard.pipelines.replica_search import ChosenReplicas, choose_replicas, replicas_bound_s
 from diffshard.pipelines.replicated_pipeline import planned_replicas
 from diffshard.pipelines.shared_choices import ChosenPipeline, trace_facts
@@ -63,7 +64,7 @@ def find_pipeline(
     searches = [StepSearch(options, step, donated, course) for step in steps]
     if not processes.is_first:
         course.step("waiting for the first process")
-    chosen = processes.shared(what, lambda: _chosen(options, searches, course))
+    chosen = processes.shared(what, lambda: _chosen(options, searches, course), kind=tuple[ChosenPipeline, ...])
     found = _best_planned(options, searches, chosen, processes, course)
     if options.pipeline.max_replicas > 1 and len(options.cluster.kinds) > 1:
         found = _faster_with_replicas(options, searches, donated, found, processes, course)
@@ -73,7 +74,7 @@ def find_pipeline(
     left_out = sorted({*options.pipeline.microbatch_counts} - {step.num_microbatches for step in searches})
     if left_out:
         found = _with_note(found, f"Numbers of micro-batches that the batch cannot be divided into: {left_out}.")
-    return found._replace(plan=processes.shared(what, lambda: found.plan))
+    return found._replace(plan=processes.shared(what, lambda: found.plan, kind=PipelinePlan))
 
 
 def _best_planned(
@@ -91,7 +92,7 @@ def _best_planned(
     for number, one in enumerate(chosen[:_MOST_PLANNED]):
         if best is not None and one.estimate_s >= (1 - _LEAST_GAIN) * best.plan.step_s:
             break
-        if number and processes.shared("search a pipeline", course.is_proof_over):
+        if number and processes.shared("search a pipeline", course.is_proof_over, kind=bool):
             break
         wanted = one.num_microbatches, one.num_groups
         search = next(search for search in searches if (search.num_microbatches, search.num_groups) == wanted)
@@ -123,7 +124,9 @@ def _faster_with_replicas(
         bound_s = min(found.plan.lower_bound_s, *(replicas_bound_s(search) for search in ungrouped))
         return choose_replicas(options, ungrouped, donated, course.is_proof_over), bound_s
 
-    chosen, bound_s = processes.shared("search replicas of a pipeline", search)
+    chosen, bound_s = processes.shared(
+        "search replicas of a pipeline", search, kind=tuple[ChosenReplicas | None, float]
+    )
     best, note = found, "No replicas fit."
     if chosen is not None:
         of_number = next(s for s in ungrouped if s.num_microbatches == chosen.num_microbatches)
@@ -140,7 +143,7 @@ def _faster_with_replicas(
     return _with_note(best._replace(plan=plan), note)
 
 
-def _chosen(options: PipelineOptions, searches: Sequence[StepSearch], course: Course) -> list[ChosenPipeline]:
+def _chosen(options: PipelineOptions, searches: Sequence[StepSearch], course: Course) -> tuple[ChosenPipeline, ...]:
     """Searches in each number of micro-batches and with each schedule, bounds all, and returns those found, best first.
 
     Raises:
@@ -177,7 +180,7 @@ def _chosen(options: PipelineOptions, searches: Sequence[StepSearch], course: Co
     target_s = candidates[0].seconds
     bound_s = min(search.divisions.bound(schedule, target_s, course.is_proof_over) for search, schedule in choices)
     course.bounded(bound_s)
-    return [
+    return tuple(
         ChosenPipeline(
             one.search.num_microbatches,
             one.schedule,
@@ -192,7 +195,7 @@ def _chosen(options: PipelineOptions, searches: Sequence[StepSearch], course: Co
             estimate_s=one.seconds,
         )
         for one in candidates
-    ]
+    )
 
 
 def _is_slower(search: StepSearch, schedule: Schedule, candidates: Sequence[_Candidate]) -> bool:

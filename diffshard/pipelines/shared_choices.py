@@ -4,18 +4,20 @@ The keys of arrays are variables of a trace, which every process makes for itsel
 array is known by its place among the arrays of the staged step.
 """
 
-import pickle
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from cost.pipeline_schedules import Schedule
 from diffshard.pipelines.cutting import UncutStep
 from diffshard.pipelines.options import PipelineOptions
 from diffshard.pipelines.stage_programme import Stage
 from diffshard.pipelines.stage_search import StageLayout
+from diffshard.plans.json_values import from_json_values, to_json_values
 from diffshard.processes import Processes
 from diffshard.sharding_search.program_text import program_text, value_text
+from search_spaces.partition_specs import NamedSpec
 from search_spaces.pipelines.stage_keys import Key
 from search_spaces.pipelines.stage_programs import StagedStep, copy_of
 
@@ -68,14 +70,17 @@ def shared_layouts(
     places: dict[Key, int] = {key: place for place, key in enumerate(keys)}
 
     def pack(layouts: Sequence[StageLayout]) -> bytes:
-        specs = [{places.get(key, key): spec for key, spec in layout.specs.items()} for layout in layouts]
-        return pickle.dumps([replace(layout, specs=of_stage) for layout, of_stage in zip(layouts, specs, strict=True)])
+        specs = [[(places.get(key, key), spec) for key, spec in layout.specs.items()] for layout in layouts]
+        values = [to_json_values(replace(layout, specs={})) for layout in layouts]
+        return json.dumps([{**v, "specs": own} for v, own in zip(values, specs, strict=True)], allow_nan=False).encode()
+
+    def specs_of(pairs: Sequence[tuple[Any, Any]]) -> dict[Key, NamedSpec]:
+        read = [(from_json_values(Any, place), from_json_values(NamedSpec, spec)) for place, spec in pairs]
+        return {keys[place] if isinstance(place, int) else place: spec for place, spec in read}
 
     def unpack(content: bytes) -> list[StageLayout]:
-        return [
-            replace(layout, specs={keys[p] if isinstance(p, int) else p: spec for p, spec in layout.specs.items()})
-            for layout in pickle.loads(content)
-        ]
+        converters = {dict[Key, NamedSpec]: specs_of}
+        return [from_json_values(StageLayout, values, converters) for values in json.loads(content)]
 
     return processes.shared("find the shardings of a pipeline's stages", solve, pack=pack, unpack=unpack)
 

@@ -1,6 +1,5 @@
 """The search for the sharding of one stage of a pipeline on one submesh."""
 
-import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
@@ -16,9 +15,9 @@ from diffshard.base import InfeasibleError
 from diffshard.pipelines.stage_function import StageFunction
 from diffshard.pipelines.stage_lifetimes import weigh
 from diffshard.sharding_search.options import Options
-from diffshard.sharding_search.overlap import step_s
 from diffshard.sharding_search.planning import fastest_choice
 from diffshard.sharding_search.request import PlanRequest
+from diffshard.sharding_search.step_objective import step_s
 from diffshard.sharding_search.tracing import space_of, trace_function
 from search_spaces.partition_specs import NamedSpec, named_spec
 from search_spaces.pipelines.forward_backward import num_bytes
@@ -136,7 +135,7 @@ def search_stage(
         bound = known.lower_bound_s
     else:
         try:
-            solution = fastest_choice(request, time.perf_counter(), stop_gap=STAGE_GAP)
+            solution = fastest_choice(request, options.deadline(), stop_gap=STAGE_GAP)
         except InfeasibleError as error:
             raise StageMemoryError(str(error), is_proven=False) from None
         choice, bound = solution.choice, max(solution.lower_bound - space.most_preference_s, 0.0)

@@ -154,6 +154,91 @@ def test_a_change_of_structure_is_refused():
         search(without_bias)(nnx.Linear(8, 8, rngs=nnx.Rngs(0)))
 
 
+class Standardised(nnx.Module):
+    """A network with what micro-batches can compute: statistics of the batch itself, and random numbers of layers."""
+
+    def __init__(self, rngs):
+        self.norm = nnx.BatchNorm(16, use_bias=False, use_scale=False, rngs=rngs)
+        self.inner = nnx.Linear(16, 64, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+        self.largest = nnx.BatchStat(jnp.zeros(64))
+        self.outer = nnx.Linear(64, 8, rngs=rngs)
+
+    def __call__(self, x):  # noqa: D102
+        hidden = self.dropout(nnx.relu(self.inner(self.norm(x))))
+        self.largest[...] = jnp.maximum(self.largest[...], jax.lax.stop_gradient(hidden).max(0))
+        return self.outer(hidden)
+
+
+def standardised():
+    model = Standardised(nnx.Rngs(0))
+    return model, nnx.Optimizer(model, optax.sgd(0.1, momentum=0.9), wrt=nnx.Param)
+
+
+@pytest.mark.parametrize("run_of", [search, nnx.jit, lambda step: step], ids=["search", "nnx.jit", "plain"])
+def test_modules_train_in_microbatches_as_with_the_whole_batch(run_of):
+    expected = standardised()
+    expected_losses = [nnx.jit(train_step)(*expected, X, scale=2.0) for _ in range(2)]
+    modules = standardised()
+    run = run_of(diffshard.in_microbatches(train_step, 4, batch_argnums=2))
+    losses = [run(*modules, X, scale=2.0) for _ in range(2)]
+    assert_equal((numbers_of(modules), losses), (numbers_of(expected), expected_losses))
+
+
+def test_modules_train_in_microbatches_as_with_gradients_that_are_added_by_hand():
+    def loss_of(layer, x):
+        return (layer(x) ** 2).mean()
+
+    def step(layer, optimizer, x):
+        loss, gradients = nnx.value_and_grad(loss_of)(layer, x)
+        optimizer.update(layer, gradients)
+        return layer, loss
+
+    def made():
+        layer = nnx.Linear(16, 8, rngs=nnx.Rngs(0))
+        return layer, nnx.Optimizer(layer, optax.adam(0.1), wrt=nnx.Param)
+
+    expected, optimizer = made()
+    parts = [nnx.value_and_grad(loss_of)(expected, X[i::4]) for i in range(4)]
+    optimizer.update(expected, jax.tree.map(lambda *gradients: sum(gradients) / 4, *(grads for _, grads in parts)))
+    modules = made()
+    same, loss = search(diffshard.in_microbatches(step, 4, batch_argnums=2))(*modules, X)
+    assert same is modules[0]
+    assert_equal((numbers_of(same), loss), (numbers_of(expected), sum(loss for loss, _ in parts) / 4))
+
+
+def test_microbatches_of_modules_are_refused_where_examples_are_mixed_or_the_structure_changes():
+    with pytest.raises(ValueError, match=r"`num_microbatches` must be 1 for train_step: .*as batch normalisation does"):
+        diffshard.in_microbatches(train_step, 4, batch_argnums=2)(*objects(), X)
+
+    def step(model, x):
+        model.more = nnx.Param(jnp.ones(8))
+        return model(x)
+
+    with pytest.raises(ValueError, match=r"step changes the structure .* adds `model\.more`"):
+        diffshard.in_microbatches(step, 4)(standardised()[0], X)
+
+
+def test_a_budget_refuses_changes_in_place_and_takes_modules_that_are_returned():
+    phases = [diffshard.Phase(mesh=mesh_2x2().abstract_mesh, num_steps=n, hardware=SLOW) for n in (1, 2)]
+    model, optimizer = standardised()
+    for step in (train_step, diffshard.in_microbatches(train_step, 4, batch_argnums=2)):
+        with pytest.raises(ValueError, match=r"`fn` of `budget` must return.* changes `model` and `optimizer`"):
+            diffshard.budget(step, phases, model, optimizer, X)
+    returned = diffshard.in_microbatches(lambda *args: (train_step(*args), *args[:2]), 4, batch_argnums=2)
+    plan = diffshard.budget(returned, phases, model, optimizer, X).plans[0]
+    assert {tensor.path for tensor in plan.outputs} > {"result[1].inner.kernel.value", "result[2].step.value"}
+
+
+def test_microbatches_say_that_changes_of_a_dictionary_are_lost():
+    def step(state, x):
+        state["sum"] = state["sum"] + x.sum()
+        return (x @ state["weight"]).sum()
+
+    with pytest.warns(UserWarning, match="step changes `state` in place, and these changes are lost"):
+        diffshard.in_microbatches(step, 4)({"sum": jnp.zeros(()), "weight": jnp.ones((16, 8))}, X)
+
+
 def test_the_plain_search_says_that_changes_in_place_are_lost():
     model, optimizer = objects()
     with pytest.warns(UserWarning, match=r"train_step changes `model`.* in place, and .* lost.*diffshard\.nnx\.search"):

@@ -8,8 +8,9 @@ from jax.extend import core
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from cost.pipeline_schedules import graph_of
+from diffshard.pipelines.batch_arguments import BatchArguments
 from diffshard.pipelines.execution import StagedExecution
-from diffshard.pipelines.microbatches import BatchArguments, trace_in_microbatches
+from diffshard.pipelines.microbatches import trace_in_microbatches
 from search_spaces.pipelines.forward_backward import num_bytes, places
 from search_spaces.pipelines.stage_programs import staged_step
 from search_spaces.pipelines.step_parts import parameters_of, step_parts

@@ -9,8 +9,8 @@ import optax
 import pytest
 from jax import lax
 
+from diffshard.pipelines.batch_arguments import BatchArguments
 from diffshard.pipelines.cutting import cut_step, uncut_step
-from diffshard.pipelines.microbatches import BatchArguments
 from diffshard.pipelines.staged_array import StagedArray
 from search_spaces.pipelines.cut_candidates import Cut
 from search_spaces.pipelines.stage_programs import staged_step

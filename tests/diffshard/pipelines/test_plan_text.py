@@ -44,6 +44,13 @@ def test_the_text_has_stages_times_and_what_was_tried():
     assert str(small_pipeline_plan()) == EXPECTED
 
 
+def test_a_plan_is_one_line_where_values_are_shown():
+    assert repr(small_pipeline_plan()) == (
+        "<PipelinePlan of train_step: 3 stages on 8 devices, 1 hosts of 4 x A100-80GB, 2 hosts of 2 x T4-16GB: "
+        "step 68.0 ms, memory 12.0 GiB, bound 60.0 ms, gap 12%>"
+    )
+
+
 def test_long_names_wrap():
     plan = small_pipeline_plan(function="train_step_" * 12, cluster="many hosts, " * 20, notes=("why " * 60,))
     stages = [dataclasses.replace(stage, source=f"/a/{'folder' * 20}.py:3 (f)") for stage in plan.stages]

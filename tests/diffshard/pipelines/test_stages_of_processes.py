@@ -77,7 +77,8 @@ import numpy as np
 from cost.pipeline_replicas import joined_graph
 from cost.pipeline_schedules import graph_of
 from diffshard.pipelines.execution import StagedExecution
-from diffshard.pipelines.microbatches import BatchArguments, trace_in_microbatches
+from diffshard.pipelines.batch_arguments import BatchArguments
+from diffshard.pipelines.microbatches import trace_in_microbatches
 from search_spaces.pipelines.replicas import replicated_step
 from search_spaces.pipelines.stage_programs import staged_step
 from search_spaces.pipelines.step_parts import step_parts
