@@ -14,8 +14,9 @@ if TYPE_CHECKING:  # for type checkers and editors; when the program runs, `__ge
     from cost.host_groups import Hosts, Submesh
     from cost.lines import Line
     from cost.presets import PRESET_NAMES, preset
+    from cost.quantities import LiveMemory, Quantity
     from diffshard import nnx
-    from diffshard.base import InfeasibleError, PlanError, ProcessesError, Proposal, Solution, Solver
+    from diffshard.base import InfeasibleError, NumbersError, PlanError, ProcessesError, Proposal, Solution, Solver
     from diffshard.bilevel_search.estimators.curvature import curvature
     from diffshard.bilevel_search.estimators.mixture import mixture
     from diffshard.bilevel_search.estimators.sampled import sampled
@@ -28,7 +29,7 @@ if TYPE_CHECKING:  # for type checkers and editors; when the program runs, `__ge
     from diffshard.budgets.logs import phases_of_log
     from diffshard.calibration import calibrate
     from diffshard.comparison.compare import compare
-    from diffshard.elastic.checkpoint_files import CheckpointError
+    from diffshard.elastic.manifests import CheckpointError
     from diffshard.elastic.resume import resume
     from diffshard.elastic.training import Training
     from diffshard.embedding_tables.learned_cost import LearnedTableCost
@@ -52,10 +53,13 @@ if TYPE_CHECKING:  # for type checkers and editors; when the program runs, `__ge
     from diffshard.pipelines.staged_array import StagedArray
     from diffshard.placing import Placement, place
     from diffshard.plans.comparison import Comparison
+    from diffshard.plans.whole_work import WholeWorkWarning
     from diffshard.robust_gradients import ZenoReport, ZenoResult, replica_gradients, zeno, zeno_mean
     from diffshard.sharding_search.plan import Plan
     from diffshard.sharding_search.planned_function import PlannedFunction
     from diffshard.sharding_search.search import search
+    from diffshard.sharding_search.step_objective import RelaxedStep
+    from diffshard.solving.objectives.objective import Objective
     from diffshard.solving.solve import solve
     from diffshard.successive_halving import halving
     from search_spaces.communication.base import BFLOAT16, FLOAT8, INT4, INT8
@@ -75,7 +79,16 @@ _NAMES_OF = {
     "cost.host_groups": ("Hosts", "Submesh"),
     "cost.lines": ("Line",),
     "cost.presets": ("PRESET_NAMES", "preset"),
-    "diffshard.base": ("InfeasibleError", "PlanError", "ProcessesError", "Proposal", "Solution", "Solver"),
+    "cost.quantities": ("LiveMemory", "Quantity"),
+    "diffshard.base": (
+        "InfeasibleError",
+        "NumbersError",
+        "PlanError",
+        "ProcessesError",
+        "Proposal",
+        "Solution",
+        "Solver",
+    ),
     "diffshard.bilevel_search.estimators.curvature": ("curvature",),
     "diffshard.bilevel_search.estimators.mixture": ("mixture",),
     "diffshard.bilevel_search.estimators.sampled": ("sampled",),
@@ -88,7 +101,7 @@ _NAMES_OF = {
     "diffshard.budgets.budget": ("budget",),
     "diffshard.budgets.logs": ("phases_of_log",),
     "diffshard.comparison.compare": ("compare",),
-    "diffshard.elastic.checkpoint_files": ("CheckpointError",),
+    "diffshard.elastic.manifests": ("CheckpointError",),
     "diffshard.elastic.resume": ("resume",),
     "diffshard.elastic.training": ("Training",),
     "diffshard.experts.plans": ("ExpertPlans", "expert_plans"),
@@ -112,10 +125,13 @@ _NAMES_OF = {
     "diffshard.pipelines.staged_array": ("StagedArray",),
     "diffshard.placing": ("Placement", "place"),
     "diffshard.plans.comparison": ("Comparison",),
+    "diffshard.plans.whole_work": ("WholeWorkWarning",),
     "diffshard.robust_gradients": ("ZenoReport", "ZenoResult", "replica_gradients", "zeno", "zeno_mean"),
     "diffshard.sharding_search.plan": ("Plan",),
     "diffshard.sharding_search.search": ("search",),
+    "diffshard.sharding_search.step_objective": ("RelaxedStep",),
     "diffshard.sharding_search.planned_function": ("PlannedFunction",),
+    "diffshard.solving.objectives.objective": ("Objective",),
     "diffshard.solving.solve": ("solve",),
     "diffshard.successive_halving": ("halving",),
     "search_spaces.communication.layers.expert": ("expert_layer",),
@@ -165,6 +181,9 @@ __all__ = [
     "LearnedTableCost",
     "Line",
     "Link",
+    "LiveMemory",
+    "NumbersError",
+    "Objective",
     "Pareto",
     "Phase",
     "Pipeline",
@@ -177,6 +196,8 @@ __all__ = [
     "Problem",
     "ProcessesError",
     "Proposal",
+    "Quantity",
+    "RelaxedStep",
     "RoutedTokens",
     "Schedule",
     "Solution",
@@ -186,6 +207,7 @@ __all__ = [
     "Submesh",
     "TablePlan",
     "Training",
+    "WholeWorkWarning",
     "ZenoReport",
     "ZenoResult",
     "alternatives",

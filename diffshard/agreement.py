@@ -12,8 +12,9 @@ from typing import Any
 
 import jax
 
+from diffshard import coordination
 from diffshard.base import ProcessesError
-from diffshard.coordination import how_ended, service_client
+from diffshard.coordination import how_ended, keep_pulse, pulse_of, service_client
 
 ARRIVAL_LIMIT_S = 600.0
 """How long processes wait for one that has not come to an agreement: it may restore a checkpoint, or never come."""
@@ -71,6 +72,7 @@ class Agreement:
         with cls._lock:
             if client is not cls._client:  # `jax.distributed` was started anew
                 cls._client, cls._counts, cls._old = client, {}, {}
+                keep_pulse(client)
             if not name:
                 cls._counts = {key: n for key, n in cls._counts.items() if key[0] != indices or not key[1]}
             number = cls._counts[indices, name] = cls._counts.get((indices, name), -1) + 1
@@ -102,7 +104,7 @@ class Agreement:
           limit_s: the seconds within which it has to come; None for a process that has come already, and works.
 
         Raises:
-          MissingError: the process has ended, or did not put it within the limit.
+          MissingError: the process has ended or was killed, or did not put it within the limit.
         """
         count = int(self._wait(f"{self.place}/{name}/count", process, limit_s))
         return zlib.decompress(b"".join(self._wait(f"{self.place}/{name}/{i}", process, None) for i in range(count)))
@@ -210,6 +212,7 @@ class Agreement:
 
     def _wait(self, key: str, process: int, limit_s: float | None) -> bytes:
         start, has_warned, ended = time.monotonic(), False, None
+        pulse, pulse_start = None, start
         while True:
             try:
                 return self.client.blocking_key_value_get_bytes(key, _POLL_MS)
@@ -219,6 +222,13 @@ class Agreement:
             if ended is not None:  # and so it has not put the value before its end
                 raise MissingError(ended)
             ended = how_ended(self.client, process)
+            if (last := pulse_of(self.client, process)) != pulse:
+                pulse, pulse_start = last, time.monotonic()
+            elif pulse is not None and time.monotonic() - pulse_start > coordination.SILENCE_S:
+                raise MissingError(
+                    f"process {process} has been killed or stands still, as it gave no sign of life for "
+                    f"{coordination.SILENCE_S:.0f} s"
+                )
             waited_s = time.monotonic() - start
             if ended is None and limit_s is not None and waited_s > limit_s:
                 raise MissingError(f"process {process} did not come within {ARRIVAL_LIMIT_S:.0f} s")

@@ -87,8 +87,29 @@ class InfeasibleError(ValueError):
     """No choice keeps the memory limit, or every choice is forbidden."""
 
 
-class PlanError(ValueError):
+def printable(text: str) -> str:
+    r"""Returns a text in which characters that a terminal obeys, rather than shows, are written as `\x1b`.
+
+    Names in files may be anybody's. Ends of lines stay, and so do fixed spaces.
+    """
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c in "\n\u00a0" else c.encode("unicode_escape").decode() for c in text)
+
+
+class FileError(ValueError):
+    """An error whose text may have names from a file, and is safe to print all the same."""
+
+    def __init__(self, text: str = ""):
+        super().__init__(printable(text))
+
+
+class PlanError(FileError):
     """A plan does not fit what it is applied to, or its file cannot be read."""
+
+
+class NumbersError(RuntimeError):
+    """A planned function computes other numbers than the same function run another way."""
 
 
 class ProcessesError(RuntimeError):

@@ -48,4 +48,4 @@ def calibrate(
         processes = processes_of(mesh)
         processes.check_alike(what, facts)
         measured = measured_hardware(mesh, dtypes=dtypes, **sizes)
-        return processes.shared(what, lambda: measured)
+        return processes.shared(what, lambda: measured, kind=Hardware)

@@ -10,6 +10,8 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
+from cost.number_ranges import Index
+
 C = TypeVar("C")
 
 Train = Callable[[Sequence[C], int], tuple[Sequence[C], Sequence[Any]]]
@@ -28,7 +30,7 @@ class HalvingRecord(NamedTuple):
 
     name: str
     scores: tuple[Any, ...]
-    steps: int
+    steps: Index
 
 
 class Halving(NamedTuple, Generic[C]):

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from diffshard.comparison.checked_search import Check, checks_of
 from diffshard.solving.solve import solver_names
 
 _UNITS = {"": 1, "b": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
@@ -58,6 +59,16 @@ def arguments(text: str) -> tuple[int | str, ...]:
     if not re.fullmatch(r"(\d+|[A-Za-z_]\w*)(,(\d+|[A-Za-z_]\w*))*", text):
         raise argparse.ArgumentTypeError(f"{text!r} is not a list of argument numbers or names such as 0 or 0,config")
     return tuple(int(part) if part.isdigit() else part for part in text.split(","))
+
+
+def checks(text: str) -> tuple[Check, ...]:
+    """Reads the names of checks, joined by commas: a compiler, numbers, or both."""
+    names: Any = tuple(text.split(","))
+    try:
+        checks_of(names)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error).replace("`check`", "it")) from None
+    return names
 
 
 def axis_rules(text: str) -> tuple[tuple[str, tuple[str, ...]], ...]:

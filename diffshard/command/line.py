@@ -12,12 +12,13 @@ from collections.abc import Sequence
 from typing import Any, get_args
 
 from cost.presets import PRESET_NAMES
-from diffshard.base import InfeasibleError, PlanError
+from diffshard.base import InfeasibleError, PlanError, printable
 from diffshard.checks.targets import TARGETS
 from diffshard.command.arguments import (
     UsageError,
     arguments,
     axis_rules,
+    checks,
     mesh_axes,
     num_bytes,
     positive_seconds,
@@ -27,7 +28,6 @@ from diffshard.command.pipeline_options import add_cluster_options, add_pipeline
 from diffshard.command.plan_commands import search_plan, show_plan
 from diffshard.command.solve_command import solve_instance
 from diffshard.command.terminal import FailedError
-from diffshard.comparison.checked_search import Check
 from diffshard.plans.base import Executor
 from diffshard.plans.text_table import TEXT_WIDTH
 from diffshard.sharding_search.options import Remat
@@ -43,10 +43,10 @@ def main(words: Sequence[str] | None = None) -> int:
     try:
         return options.run(options)
     except UsageError as error:
-        print(f"diffshard {options.command}: {with_options(str(error))}", file=sys.stderr)
+        print(f"diffshard {options.command}: {printable(with_options(str(error)))}", file=sys.stderr)
         return 2
     except (FailedError, InfeasibleError, PlanError) as error:
-        print(f"diffshard {options.command}: {with_options(str(error))}", file=sys.stderr)
+        print(f"diffshard {options.command}: {printable(with_options(str(error)))}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print(f"diffshard {options.command}: interrupted", file=sys.stderr)
@@ -118,7 +118,11 @@ def _add_search(commands: Any) -> None:
     )
     parser.add_argument("--executor", choices=get_args(Executor), help="how the function runs; default: the best one")
     parser.add_argument(
-        "--check", choices=get_args(Check), help="let a compiler judge the plan; compile also tries experts' plans"
+        "--check",
+        type=checks,
+        metavar="CHECK[,CHECK]",
+        help="shardy or compile: let a compiler judge the plan, compile also tries experts' plans; "
+        "numbers: run the plan once on host devices, and hold the results against another run",
     )
     parser.add_argument(
         "--target", choices=TARGETS, help="for --check compile: what to compile for; default: the hardware"

@@ -24,7 +24,9 @@ from diffshard.command.arguments import (
     named_value,
 )
 from diffshard.command.pipeline_options import cluster_of, pipeline_of
+from diffshard.command.running_once import arrays_of, make_devices, run_once
 from diffshard.command.terminal import FailedError, show_progress, writing
+from diffshard.comparison.checked_search import Check
 from diffshard.files import write_whole
 from diffshard.pipelines.base import PipelinePlan
 from diffshard.pipelines.pipelined_function import PipelinedFunction
@@ -45,17 +47,23 @@ def search_plan(options: argparse.Namespace) -> int:
     if "JAX_PLATFORMS" not in os.environ:
         jax.config.update("jax_platforms", "cpu")  # a search needs no accelerator, and JAX would reserve its memory
     pipeline, cluster = pipeline_of(options), cluster_of(options)
+    runs_once = "numbers" in (options.check or ()) and pipeline is None
+    if runs_once:
+        make_devices(options, cluster)
     mesh, hardware = _mesh_and_hardware(options)
     function = named_function("MODULE:FUNCTION", options.function)
     static_positions = _positions(function, options.static)
-    args = _arguments_of(named_function("--args", options.args), static_positions)
+    make_args = named_function("--args", options.args)
+    args = _arguments_of(make_args, static_positions)
+    arrays = arrays_of(make_args) if runs_once else ()
     in_shardings = None if options.in_shardings is None else named_value("--in-shardings", options.in_shardings)
     more: dict[str, Any] = {
         "devices": cluster or options.devices, "hardware": hardware, "memory_limit_bytes": options.memory_limit,
         "solver": options.solver, "time_limit_s": options.time_limit, "key": _key(options),
         "in_shardings": in_shardings, "logical_axis_rules": options.logical_axis_rules, "executor": options.executor,
         "donate_argnums": _positions(function, options.donate), "static_argnums": static_positions,
-        "check": options.check, "target": options.target, "cache": options.cache, "remat": options.remat,
+        "check": _compiler_of(options.check) if runs_once else options.check,
+        "target": options.target, "cache": options.cache, "remat": options.remat,
     }  # fmt: skip
     try:
         planned_function: PlannedFunction[Plan] | PipelinedFunction
@@ -73,7 +81,15 @@ def search_plan(options: argparse.Namespace) -> int:
     if options.html:
         with writing("--html", options.html):
             write_whole(options.html, plan.html())
+    if runs_once:
+        assert isinstance(plan, Plan)
+        run_once(plan, function, arrays)
     return 0
+
+
+def _compiler_of(checks: Sequence[Check]) -> Check | None:
+    """Returns the check of a command that is not of numbers."""
+    return next((check for check in checks if check != "numbers"), None)
 
 
 def _key(options: argparse.Namespace) -> int | None:

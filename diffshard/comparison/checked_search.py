@@ -7,6 +7,7 @@ holds for XLA's number: where no program of the found plan fits, the search gets
 
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
@@ -34,8 +35,8 @@ from diffshard.sharding_search.tracing import TracedFunction, space_of, trace_ca
 from search_spaces.sharding.space import ShardingSpace
 from search_spaces.sources import function_source
 
-Check = Literal["shardy", "compile"]
-"""Which compiler judges a plan."""
+Check = Literal["shardy", "compile", "numbers"]
+"""Which compiler judges a plan, or that the numbers of the first call are held against another run."""
 MAX_ROUNDS = 4
 """Searches with ever tighter memory limits: the excess halves in most, so that a fifth would gain a few percent."""
 MAX_OVERESTIMATE = 1.25
@@ -43,6 +44,21 @@ MAX_OVERESTIMATE = 1.25
 NOTED_DIFFERENCE = 0.05
 """Share of the plan's bytes by which Shardy's must differ for a note: single values differ by a few scalars."""
 FOUND = "found"
+
+
+def checks_of(check: Check | Sequence[Check] | None) -> tuple[Literal["shardy", "compile"] | None, bool]:
+    """Returns which compiler judges a plan, and whether the numbers of the first call are checked.
+
+    Raises:
+      ValueError: there is no such check, or two compilers are asked for.
+    """
+    checks = () if check is None else tuple(check) if isinstance(check, tuple | list) else (check,)
+    if any(name not in get_args(Check) for name in checks) or {"shardy", "compile"} <= set(checks):
+        raise ValueError(
+            f'`check` must be one of {get_args(Check)}, a compiler together with "numbers", or None, not {check!r}.'
+        )
+    compiler = "compile" if "compile" in checks else "shardy" if "shardy" in checks else None
+    return compiler, "numbers" in checks
 
 
 def plan_by_shardy(request: PlanRequest) -> Plan:

@@ -95,7 +95,7 @@ def compare(
 
     processes, what = processes_of(mesh), f"compare plans of {options.function_name}"
     processes.check_alike(what, {"`plans`": ", ".join(plans), "`target`": compiled_for.name})
-    return processes.shared(what, compared)
+    return processes.shared(what, compared, kind=Comparison)
 
 
 def _plan_or_shardings(plan: Any, mesh: Mesh | AbstractMesh) -> Any:

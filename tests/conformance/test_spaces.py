@@ -136,6 +136,10 @@ def _meaning(space: Any, choice: Sequence[int]) -> Any:
     return parts_of(decoded) if callable(decoded) else decoded
 
 
+def test_the_exact_choice_computes_the_loss_that_is_meant(lossy: Any):
+    lossy.check_loss(*_arrays(lossy), KEY)
+
+
 def test_the_exact_choice_increases_no_loss_and_others_do(lossy: Any):
     params, batch = _arrays(lossy)
     increases = lossy.loss_increases(params, batch, KEY)

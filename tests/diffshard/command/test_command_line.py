@@ -1,5 +1,6 @@
 """The command as a whole: showing plans, interrupting, progress, and its ways to be started."""
 
+import json
 import os
 import signal
 import subprocess
@@ -22,6 +23,18 @@ def test_show_refuses_what_is_no_plan(tmp_path, capsys):
     assert main(["show", str(tmp_path / "plan.json"), "--html", str(tmp_path / "plan.html")]) == 0
     assert capsys.readouterr() == ("", f"wrote {tmp_path / 'plan.html'}\n")
     assert "<!doctype html>" in (tmp_path / "plan.html").read_text()
+
+
+def test_names_in_files_reach_the_terminal_without_what_it_would_obey(tmp_path, capsys):
+    red = "\x1b[31mred\x07"
+    small_plan(function=red, solver=red, notes=(red,)).save(tmp_path / "plan.json")
+    assert main(["show", str(tmp_path / "plan.json")]) == 0
+    plan = json.loads((tmp_path / "plan.json").read_text())
+    (tmp_path / "plan.json").write_text(json.dumps({**plan, "status": red}))
+    assert main(["show", str(tmp_path / "plan.json")]) == 1
+    for text in capsys.readouterr():
+        assert "\x1b" not in text
+        assert r"\x1b[31mred\x07" in text
 
 
 INTERRUPTS = """

@@ -66,7 +66,7 @@ def test_options_of_search(asked_for, tmp_path, monkeypatch):
         "time_limit_s": 7.0,
         "in_shardings": (PartitionSpec("data"), None),
         "executor": "program",
-        "check": "compile",
+        "check": ("compile",),
         "target": "host",
         "logical_axis_rules": (("embed", ("data",)),),
     }

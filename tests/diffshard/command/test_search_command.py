@@ -65,6 +65,23 @@ def search(*more, function="step", args="args", mesh="data=2,model=2", hardware=
     return main([*words, "--hardware", hardware, "--solver", "exact", *more])
 
 
+def test_search_runs_a_plan_once_and_holds_its_numbers(module, capsys, monkeypatch):
+    assert search("--check", "numbers") == 0
+    assert "numbers  right: by program the first call" in capsys.readouterr().out
+    assert search("--check", "shardy,numbers", "--executor", "constraints") == 0
+    with pytest.raises(SystemExit):
+        search("--check", "shardy,names")
+    assert "it must be one of ('shardy', 'compile', 'numbers')" in capsys.readouterr().err
+    assert search("--check", "numbers", args="shapes") == 2
+    assert "--args has to return arrays, not shapes" in capsys.readouterr().err
+    assert search("--check", "numbers", mesh="data=16") == 1
+    assert "needs 16 devices, and there are 8" in capsys.readouterr().err
+    monkeypatch.setattr("diffshard.sharding_search.numbers_check._ROUNDINGS", -1)
+    monkeypatch.setattr("diffshard.sharding_search.numbers_check._NOISE_FACTOR", -1)
+    assert search("--check", "numbers") == 1
+    assert "This is a fault of diffshard" in capsys.readouterr().err
+
+
 def test_search_lets_a_compiler_judge(module, capsys):
     assert search("--check", "shardy") == 0
     assert search("--target", "host") == 2

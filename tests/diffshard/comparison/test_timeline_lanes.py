@@ -9,7 +9,7 @@ from diffshard.checks.spans import COMPUTE, Repetition, Span
 from diffshard.checks.timeline import Timeline
 from diffshard.comparison.timeline_lanes import MAX_BARS, RESOLUTION, lanes_of
 from diffshard.plans.comparison import ComparedPlan, Comparison, page_elements
-from diffshard.plans.documents import from_json_values, to_json_values
+from diffshard.plans.json_values import from_json_values, to_json_values
 from diffshard.plans.lanes import Lane, LaneBar, lane_elements
 from tests.diffshard.plans.page_checker import checked_page
 
