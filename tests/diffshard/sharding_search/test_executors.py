@@ -89,13 +89,19 @@ def test_all_train_as_one_device_does(executor):
         np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=2e-3, atol=2e-5)
 
 
-def test_the_collectives_of_the_program_are_those_of_the_plan():
-    step = searched("program")
+@pytest.mark.parametrize("solver", [None, "greedy", "primal"])
+def test_the_collectives_of_the_program_are_those_of_the_plan(solver):
+    step = searched("program") if solver is None else searched_anew("program", solver=solver, time_limit_s=0.1)
     plan = step.plan(*arguments())
     verification = verify(step.lower(*arguments()), mesh_2x2().shape, plan.collectives, plan.peak_bytes)
     assert any(row.predicted for row in verification.sent)
+    # XLA folds an all-reduce over x and one over y of its result into one over both axes, of as many bytes.
+    folded = sum(row.compiled for row in verification.sent if row.axis == "x+y" and not row.predicted)
     for row in verification.sent:
-        assert row.compiled == pytest.approx(row.predicted, rel=0.1), row
+        if row.predicted:
+            assert row.predicted * 0.9 - folded <= row.compiled <= row.predicted * 1.1, row
+    total = sum(row.predicted for row in verification.sent)
+    assert sum(row.compiled for row in verification.sent) == pytest.approx(total, rel=0.1)
 
 
 def test_a_saved_plan_runs_as_a_program(tmp_path):
