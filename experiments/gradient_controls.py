@@ -42,7 +42,7 @@ from experiments.tables import print_table
 from search_spaces.sharding.space import ShardingSpace
 
 MOST_RANDOM = 1000
-_TANGENT_GAP = 1e-4
+_CONTROLS_GAP = 1e-4
 
 
 class Setting(NamedTuple):
@@ -83,14 +83,14 @@ class Oracle:
     def __init__(self):
         self.num_problems = 0
 
-    def __call__(self, problem: Problem, start: np.ndarray | None) -> Solution:
-        """Solves a problem.
+    def __call__(self, problem: Problem, start: np.ndarray | None, stop_gap: float = _CONTROLS_GAP) -> Solution:
+        """Solves a problem to a relative gap.
 
         Raises:
           InfeasibleError: nothing within the memory limit was found.
         """
         self.num_problems += 1
-        solution = solve(problem, start=start, stop_gap=_TANGENT_GAP)
+        solution = solve(problem, start=start, stop_gap=stop_gap)
         if not solution.feasible:
             raise InfeasibleError("The solver found no choice within the memory limit.")
         return solution

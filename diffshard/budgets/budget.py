@@ -108,9 +108,10 @@ def _solve_together(job: Job, alone: Outcome) -> Solution:
     problem, objective = joint_problem(job.phases, job.spaces, job.moves_s, job.is_state)
     deadline = options.deadline()
 
-    def solve_within_limits(tangent: Problem, start: np.ndarray | None) -> Solution:
+    def solve_within_limits(tangent: Problem, start: np.ndarray | None, stop_gap: float) -> Solution:
         return solve(
             tangent,
+            stop_gap=stop_gap,
             solver=options.solver,
             time_limit_s=deadline.remaining_s(),
             key=options.key,

@@ -205,7 +205,7 @@ def _solve_alone(phase: int, options: Options, args: Sequence[Any]) -> tuple[Pla
     try:
         solution = best_step(
             space,
-            lambda problem, start: solve_problem_of(options, problem, space, start, None),
+            lambda problem, start, gap: solve_problem_of(options, problem, space, start, None, gap),
             options.memory_limit_bytes,
         )
     except InfeasibleError as error:

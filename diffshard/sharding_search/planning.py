@@ -26,8 +26,6 @@ from diffshard.sharding_search.options import Options, Remat
 from diffshard.sharding_search.plan import Plan
 from diffshard.sharding_search.request import CutOffError, PlanRequest
 from diffshard.sharding_search.step_objective import (
-    TANGENT_GAP,
-    TANGENT_SHARE,
     StepCost,
     best_step,
     objective_of,
@@ -37,6 +35,7 @@ from diffshard.sharding_search.step_objective import (
 from diffshard.sharding_search.tracing import TracedFunction
 from diffshard.sharding_search.warm_start import is_made_for, start_of
 from diffshard.sharding_search.whole_work import whole_work_of
+from diffshard.solving.objectives.minimise import TANGENT_SHARE
 from diffshard.solving.solve import solve
 from diffshard.solving.violations import format_excess
 from search_spaces.partition_specs import IndexedSpec, NamedSpec, named_spec
@@ -106,13 +105,13 @@ def fastest_choice(
         steps.append((cost_s, bound_s))
         progress(deadline.elapsed_s, cost_s, bound_s)
 
-    def solve_within_limits(problem: Problem, near: np.ndarray | None) -> Solution:
+    def solve_within_limits(problem: Problem, near: np.ndarray | None, gap: float) -> Solution:
         told = progress if options.objective is None else None  # others are not in seconds
         if near is None:
             limited = replace(options, time_limit_s=deadline.remaining_s())
             return solve_problem_of(limited, problem, request.space, start, told, stop_gap)
         limited = replace(options, time_limit_s=deadline.remaining_s(TANGENT_SHARE))
-        return solve_problem_of(limited, problem, request.space, near, told, max(stop_gap, TANGENT_GAP))
+        return solve_problem_of(limited, problem, request.space, near, told, max(stop_gap, gap))
 
     def is_over() -> bool:
         return deadline.is_over(LAST_PROBLEM_SHARE)

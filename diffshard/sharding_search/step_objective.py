@@ -19,9 +19,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from cost.base import Problem
-from diffshard.base import Solution
-from diffshard.solving.objectives.minimise import minimise
+from diffshard.base import OPTIMAL_GAP, Solution
+from diffshard.solving.objectives.minimise import SolveLinear, minimise
 from diffshard.solving.objectives.objective import Affine, Objective, PricedObjective
 from search_spaces.sharding.explaining import StepPrediction, Transfer
 from search_spaces.sharding.space import ShardingSpace
@@ -29,13 +28,8 @@ from search_spaces.sharding.step_quantities import BESIDE, COMPUTE, HELD, MEMORY
 
 STEP_GAP = 1e-3
 """The relative gap at which a search for the fastest step ends where links bound it; predictions are off by more."""
-TANGENT_GAP = 1e-4
-"""The relative gap that solving a tangent may leave, a tenth of `STEP_GAP`: proofs of what is below take longest."""
-TANGENT_SHARE = 0.5
-"""The share of the time left that solving a tangent may take: one that is hard leaves time for others."""
 STEP_QUANTITIES = (COMPUTE, HELD, BESIDE, WAITED)
 """The quantities on which the seconds of a step depend."""
-SolveProblem = Callable[[Problem, np.ndarray | None], Solution]
 
 
 class RelaxedStep(NamedTuple):
@@ -107,7 +101,7 @@ def is_bound_by_links(prediction: StepPrediction) -> bool:
 
 def best_step(
     space: ShardingSpace,
-    solve: SolveProblem,
+    solve: SolveLinear,
     memory_limit_bytes: float,
     cost: StepCost | None = None,
     is_over: Callable[[], bool] = lambda: False,
@@ -129,7 +123,7 @@ def best_step(
       InfeasibleError: as `solve` for the first problem.
       TypeError, ValueError: the user's objective is no scalar, is not finite, or has no gradient.
     """
-    first = solve(space.problem, None)
+    first = solve(space.problem, None, OPTIMAL_GAP)
     prediction = space.predict(first.choice)
     if cost is None and not is_bound_by_links(prediction):
         return first

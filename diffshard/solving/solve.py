@@ -26,8 +26,8 @@ from diffshard.base import OPTIMAL_GAP, Progress, Solution, Solver
 from diffshard.deadline import Deadline
 from diffshard.solving import solvers
 from diffshard.solving.loop import run_solver
-from diffshard.solving.objectives.minimise import minimise
-from diffshard.solving.objectives.objective import Objective, PricedObjective
+from diffshard.solving.objectives.minimise import TANGENT_SHARE, minimise
+from diffshard.solving.objectives.objective import Affine, Objective, PricedObjective
 from diffshard.solving.presolve.base import Reduction
 from diffshard.solving.presolve.pipeline import presolve
 from diffshard.solving.stages import run_in_stages
@@ -35,6 +35,10 @@ from diffshard.solving.stages import run_in_stages
 _PRESOLVE_GRACE_S = 0.25
 """Seconds after the time limit in which presolve may still begin a step: half of the half second that an answer may be
 late, because a small problem is presolved in milliseconds and solved much better so."""
+_FIRST_GAP, _FIRST_SHARE = 1e-3, 0.5
+"""The first tangent's relative gap, and its share of the time: nothing is feasible before it is solved."""
+_NUM_RANDOM = 64
+"""Choices whose tangents make the first one."""
 
 
 def solve(
@@ -124,10 +128,10 @@ def _solve_objective(
     progress: Progress | None,
     options: dict[str, Any],
 ) -> Solution:
-    """Solves the tangents of an objective; without a start first that where nodes take their cheapest strategies."""
+    """Solves the tangents of an objective; without a start first the mean of random ones."""
 
-    def solve_tangent(tangent: Problem, near: np.ndarray | None) -> Solution:
-        return solve(tangent, start=near, time_limit_s=deadline.remaining_s(), **options)
+    def solve_tangent(tangent: Problem, near: np.ndarray | None, gap: float, share: float = TANGENT_SHARE) -> Solution:
+        return solve(tangent, **options | {"start": near, "time_limit_s": deadline.remaining_s(share), "stop_gap": gap})
 
     def tell(cost: float, lower_bound: float) -> None:
         if progress is not None:
@@ -135,14 +139,17 @@ def _solve_objective(
 
     validate(problem)
     priced = PricedObjective(objective, problem)
-    cheapest = np.array([int(np.argmin(cost)) for cost in problem.node_cost], np.int64)
-    choice, is_stopped = cheapest if start is None else checked_choice(problem, start), False
-    if start is None or not evaluate(problem, choice).feasible:
-        weights = priced.by_name(priced.tangent(priced.amounts(choice)).affine.gradient)
-        first = solve_tangent(with_weights(problem, objective.quantities, weights), None)
+    choice, is_stopped = None if start is None else checked_choice(problem, start), False
+    bound, bounded = -math.inf, None
+    if choice is None or not evaluate(problem, choice).feasible:
+        bounded = _smoothed_tangent(priced, problem)
+        weights = priced.by_name(bounded.gradient)
+        tangent = with_weights(problem, objective.quantities, weights)
+        first = solve_tangent(tangent, choice, max(options["stop_gap"], _FIRST_GAP), _FIRST_SHARE)
         if not first.feasible:
             return first
         choice, is_stopped = np.array(first.choice), first.status == "interrupted"
+        bound = bounded.constant + first.lower_bound
     found = minimise(
         problem,
         objective,
@@ -152,8 +159,22 @@ def _solve_objective(
         tell=tell,
         stop_gap=options["stop_gap"],
         most_problems=None if deadline.limit_s is None else math.inf,
+        lower_bound=bound,
+        bounded=bounded,
     )
     return found._replace(status="interrupted") if is_stopped else found
+
+
+def _smoothed_tangent(priced: PricedObjective, problem: Problem) -> Affine:
+    """Returns the mean of the tangents at random choices: a tangent at one has weights for its busiest device only.
+
+    Source: J. Duchi, P. Bartlett and M. Wainwright, "Randomized Smoothing for Stochastic Optimization" (2012).
+    """
+    sizes, generator = num_strategies(problem), np.random.default_rng(0)
+    choices = generator.integers(0, sizes, (_NUM_RANDOM, len(sizes)))
+    tangents = [priced.tangent_below(priced.amounts(choice)).affine for choice in choices]
+    constants, gradients = zip(*tangents, strict=True)
+    return Affine(float(np.mean(constants)), np.mean(gradients, axis=0))
 
 
 def check_key(key: jax.Array | int | None) -> None:

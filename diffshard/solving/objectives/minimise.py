@@ -23,7 +23,7 @@ Dantzig-Wolfe Decomposition for Linear Mixed-Integer Programming" (1997), for me
 import heapq
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 
@@ -37,17 +37,18 @@ from diffshard.solving.objectives.descent import Descent
 from diffshard.solving.objectives.mixtures import Mixture, Tangents, best_mixture
 from diffshard.solving.objectives.objective import Affine, Objective, PricedObjective
 
-SolveLinear = Callable[[Problem, np.ndarray | None], Solution]
-"""`solve(problem, start)`: solves a problem, from a start `[V]` where one is known; raises `InfeasibleError` where it
-finds nothing within the memory limit."""
-_MOST_NODES = 20_000
-"""Nodes of all tangents together that are solved where nothing else limits them, so that large problems stay fast."""
-_FEWEST_PROBLEMS, _MOST_PROBLEMS = 5, 16
-"""Tangents that are solved so at least and at most. On steps that links bound 8 led to as good plans as 80."""
+SolveLinear = Callable[[Problem, np.ndarray | None, float], Solution]
+"""`solve(problem, start, stop_gap)`: solves a problem, from a start `[V]` where one is known, until it is within a
+relative gap; raises `InfeasibleError` where it finds nothing within the memory limit."""
+TANGENT_SHARE = 0.2
+"""The share of the time left that solving a tangent should take: one that is hard leaves time for others."""
+_GAP_SHARE, _MOST_GAP = 0.1, 1e-2
+"""A tangent is solved to this share of the objective's gap, and to this relative gap at least."""
+_FEWEST_PROBLEMS, _MOST_PROBLEMS, _MOST_NODES = 5, 100, 2000
+"""Tangents that are solved at least and at most where no time limit says so, and the nodes of those between, so that
+large problems stay fast. On steps that links bound 8 led to as good plans as 80."""
 _SETTLED = 1e-6
 """A mixture is optimal where the cheapest choice under its tangent gains less than this relative to its cost."""
-_TOWARDS = 0.5
-"""The share of a mixture's own tangent in the one that is solved, where one with a bound is known."""
 _WHOLE = 1e-6
 """Weights in a mixture below this do not count as splitting a node."""
 
@@ -96,6 +97,10 @@ class _Search:
         """Returns the relative gap between the best price and the bound."""
         return (self.best_price - self.lower_bound) / (abs(self.best_price) or 1.0)
 
+    def tangent_gap(self) -> float:
+        """Returns the relative gap to which the next tangent is worth solving."""
+        return min(_GAP_SHARE * max(self.gap(), self.stop_gap), _MOST_GAP)
+
     def is_done(self) -> bool:
         """Tells whether the search has to end."""
         return self.gap() <= self.stop_gap or self.num_problems >= self.most_problems or self.is_over()
@@ -129,10 +134,13 @@ class _Search:
         self.tangents.add(self.amounts[-1])
         return len(self.choices) - 1
 
-    def descended(self) -> np.ndarray:
-        """Returns where a descent from the best choice ends; nodes in which known choices differ come first."""
-        differs = np.mean([choice != self.best_choice for choice in self.choices], axis=0)
-        return self.descend(self.best_choice, np.argsort(-differs, kind="stable"))
+    def add_descended(self, starts: Sequence[np.ndarray]) -> list[int]:
+        """Adds where descents end; nodes in which known choices differ come first. Returns the numbers of new ones."""
+        added = []
+        for start in starts:
+            differs = np.mean([choice != start for choice in self.choices], axis=0)
+            added.append(self.add(self.descend(start, np.argsort(-differs, kind="stable"))))
+        return [k for k in added if k is not None]
 
     def raise_bound(self, bound: float) -> None:
         """Takes over a bound on all choices, if the objective is convex as far as is known."""
@@ -198,7 +206,7 @@ def minimise(
       is_over: tells whether there is no time for another problem.
       tell: is told the best cost and the bound at each improvement.
       stop_gap: the relative gap at which the search ends.
-      most_problems: tangents that are solved at most; None takes 5 to 16 by the number of nodes.
+      most_problems: tangents that are solved at most; None takes 5 to 100 by the number of nodes.
       lower_bound: a bound that is known already.
       bounded: a linear function of the amounts, nowhere above the objective, of whose problem that is the bound.
       history: of the search for the start.
@@ -212,13 +220,14 @@ def minimise(
     """
     priced = PricedObjective(objective, problem)
     if most_problems is None:
-        most_problems = min(max(_MOST_NODES // max(len(problem.node_cost), 1), _FEWEST_PROBLEMS), _MOST_PROBLEMS)
+        most_problems = min(_FEWEST_PROBLEMS + _MOST_NODES // max(len(problem.node_cost), 1), _MOST_PROBLEMS)
     search = _Search(problem, priced, solve, is_over, tell, stop_gap, most_problems, Tangents(priced.tangent_below))
     search.lower_bound = lower_bound
+    search.tangents.known += [] if bounded is None else [bounded]
     if search.add(np.asarray(start, np.int64)) is None:
         raise ValueError("`start` must be a feasible choice of `problem`.")
     if not is_over():
-        search.add(search.descended())
+        search.add_descended([search.best_choice])
     status = _run(search, bounded)
     _check_gradient(priced, search.amounts)
     bound = search.lower_bound if search.tangents.is_convex else -math.inf
@@ -250,7 +259,7 @@ def _run(search: _Search, bounded: Affine | None) -> str:
                 if not children:
                     closed_bound = min(closed_bound, branch.bound)
                 for allowed in children:
-                    heapq.heappush(branches, _Branch(branch.bound, next(numbers), allowed, branch.centre))
+                    heapq.heappush(branches, _Branch(branch.bound, next(numbers), allowed))
             elif mixture is None:
                 closed_bound = min(closed_bound, branch.bound)
             search.raise_bound(min(closed_bound, min((b.bound for b in branches), default=search.best_price)))
@@ -266,15 +275,16 @@ def _settle(search: _Search, branch: _Branch, others_bound: float) -> tuple[Mixt
     """
     restricted = branch.problem(search.problem)
     members = [k for k, choice in enumerate(search.choices) if branch.has(choice)]
-    mixture, is_own = None, False
+    mixture, is_own, share = None, False, 1.0
     while not search.is_done():
+        share /= 2  # of the centre: mixtures of many choices, and so those of branches, need it less
         if members:
             mixture = _mixture_of(search, members)
             own = mixture.tangent
         else:  # no choice of the branch is known: the tangent of the best one leads to one
             own = search.tangents.add(search.priced.amounts(search.best_choice))
-        is_own = is_own or branch.centre is None
-        tangent = own if is_own or branch.centre is None else _between(branch.centre, own)
+        is_own = is_own or bool(branch.allowed)
+        tangent = own if is_own or branch.centre is None else _mean(branch.centre, own, share)
         try:
             is_new, bound = _follow(search, branch, restricted, tangent.gradient, members)
             if tangent.constant + bound > branch.bound:
@@ -287,16 +297,16 @@ def _settle(search: _Search, branch: _Branch, others_bound: float) -> tuple[Mixt
             return None, members
         if mixture is not None and branch.bound >= mixture.cost - _SETTLED * abs(mixture.cost):
             break
-        if not is_new and mixture is not None and is_own:
+        if not is_new and mixture is not None and (is_own or tangent is own):
             break
         is_own = not is_new and not is_own
     return mixture, members
 
 
-def _between(centre: Affine, own: Affine) -> Affine:
-    """Returns the mean of two functions, by `_TOWARDS`; where both are nowhere above the objective it is not either."""
-    constant = (1 - _TOWARDS) * centre.constant + _TOWARDS * own.constant
-    return Affine(constant, (1 - _TOWARDS) * centre.gradient + _TOWARDS * own.gradient)
+def _mean(one: Affine, other: Affine, share: float) -> Affine:
+    """Returns the mean of two functions, the first with a share; where both are nowhere above F it is not either."""
+    constant = share * one.constant + (1 - share) * other.constant
+    return Affine(constant, share * one.gradient + (1 - share) * other.gradient)
 
 
 def _follow(
@@ -313,12 +323,13 @@ def _follow(
     """
     weights = search.priced.by_name(gradient)
     tangent = with_weights(restricted, search.priced.objective.quantities, weights)
-    solution = search.solve(tangent, _cheapest_under(search, members, gradient))
+    solution = search.solve(tangent, _cheapest_under(search, members, gradient), search.tangent_gap())
     search.num_problems += 1
     found = np.asarray(solution.choice, np.int64)
     number = search.add(found)
-    for k in (number, search.add(search.descended())):
-        members += [k] if k is not None and branch.has(search.choices[k]) else []
+    starts = [search.best_choice] if number is None else [found, search.best_choice]
+    added = [*([] if number is None else [number]), *search.add_descended(starts)]
+    members += [k for k in added if branch.has(search.choices[k])]
     if solution.status == "interrupted":
         raise KeyboardInterrupt
     return number is not None, solution.lower_bound

@@ -67,8 +67,8 @@ def least_price(problem, quantities, function):
     return float(np.min(linear_costs + np.asarray(jax.vmap(function)(stacked), float)))
 
 
-def linear(problem, start):
-    return solve(problem, start=start)
+def linear(problem, start, stop_gap):
+    return solve(problem, start=start, stop_gap=stop_gap)
 
 
 def cheapest(problem):
@@ -100,8 +100,8 @@ def test_a_search_that_is_cut_off_has_a_bound_that_holds(most_problems):
 def test_the_memory_limit_holds_for_every_choice():
     problem, quantities = random_problem(1, num_nodes=6, limit=13.0)
 
-    def solve_linear(tangent, start):
-        solution = solve(tangent, start=start)
+    def solve_linear(tangent, start, stop_gap):
+        solution = solve(tangent, start=start, stop_gap=stop_gap)
         if not solution.feasible:
             raise InfeasibleError("Nothing fits.")
         return solution
@@ -194,7 +194,7 @@ def test_an_interrupted_search_returns_its_best_choice_with_the_bound_so_far():
     problem, quantities = random_problem(0)
     solved = []
 
-    def interrupted(tangent, start):
+    def interrupted(tangent, start, stop_gap):
         solved.append(solve(tangent, start=start))
         return solved[-1]._replace(status="interrupted") if len(solved) == 2 else solved[-1]
 
@@ -207,7 +207,7 @@ def test_an_interrupted_search_returns_its_best_choice_with_the_bound_so_far():
 def test_no_problem_is_solved_when_the_time_is_over():
     problem, quantities = random_problem(0)
 
-    def never(tangent, start):
+    def never(tangent, start, stop_gap):
         raise AssertionError
 
     start = cheapest(problem)
