@@ -9,9 +9,11 @@ from typing import Any
 
 from jax.sharding import AbstractMesh, Mesh
 
+from cost.clusters import Cluster
 from diffshard.base import Progress
 from diffshard.module_states import ModuleCall, ModuleGraph, run_with_states, split_modules
 from diffshard.processes import errors_for_all
+from diffshard.sharding_search.mesh_candidates import mesh_of_all
 from diffshard.sharding_search.options import argument_names
 from diffshard.sharding_search.plan import Plan
 from diffshard.sharding_search.planned_function import PlannedFunction
@@ -81,7 +83,9 @@ class PlannedModuleFunction:
         return call._replace(kwargs={**call.kwargs, _GRAPH: call.graph})
 
 
-def search(fn: Callable[..., Any], mesh: Mesh | AbstractMesh, **options: Any) -> PlannedModuleFunction:
+def search(
+    fn: Callable[..., Any], mesh: Mesh | AbstractMesh | Cluster | None = None, **options: Any
+) -> PlannedModuleFunction:
     """Finds how to run a function of nnx modules on a mesh: `diffshard.search` for what `nnx.jit` takes.
 
     >>> step = diffshard.nnx.search(train_step, mesh)
@@ -92,14 +96,20 @@ def search(fn: Callable[..., Any], mesh: Mesh | AbstractMesh, **options: Any) ->
       fn: a function whose arguments are, or hold, `nnx.Module`, `nnx.Optimizer`, `nnx.Rngs` and the like, which it may
         change. It must not change their structure, such as by adding variables.
       mesh: as in `diffshard.search`.
-      **options: all other arguments of `diffshard.search`.
+      **options: all other arguments of `diffshard.search`, but `pipeline`.
 
     Raises:
       TypeError, ValueError: as `diffshard.search`.
     """
-    with errors_for_all(mesh, "search a plan"):
+    devices = options.get("devices")
+    with errors_for_all(mesh if devices is None else mesh_of_all(devices), "search a plan"):
         if not callable(fn):
             raise TypeError(f"`fn` must be a function, not {type(fn).__name__}.")
+        if options.get("pipeline") is not None:
+            raise ValueError(
+                "`nnx.search` cannot be given `pipeline`: stages take arrays. Give `diffshard.search` a step on "
+                "states, by `nnx.split` and `nnx.merge`."
+            )
         static_argnames = (*argument_names(options.pop("static_argnames", ())), _GRAPH)
         planned = search_function(_of_states(fn), mesh, static_argnames=static_argnames, **options)
     return PlannedModuleFunction(fn, planned)

@@ -211,7 +211,6 @@ def pipelined(
     devices: Any,
     pipeline: Pipeline,
     hardware: Any,
-    unused: Mapping[str, Any],
     *,
     progress: ProgressDisplay = "terminal",
     **options: Any,
@@ -223,7 +222,6 @@ def pipelined(
       devices: a `Cluster`, JAX devices, or their number.
       pipeline: what may be chosen.
       hardware: the name of a preset; None for clusters, and for that of JAX devices.
-      unused: options of `search` that pipelines do not have; they must be None, empty or false.
       progress: as in `search`.
       options: `memory_limit_bytes`, `donate_argnums`, `donate_argnames`, `solver`, `time_limit_s`.
 
@@ -232,9 +230,6 @@ def pipelined(
     """
     if not isinstance(pipeline, Pipeline):
         raise TypeError(f"`pipeline` must be a diffshard.Pipeline, not {pipeline!r}.")
-    for name, value in unused.items():
-        if value is not None and value != ():
-            raise ValueError(f"`{name}` cannot be given together with `pipeline`; got {value!r}.")
     if not callable(fn):
         raise TypeError(f"`fn` must be a function, not {type(fn).__name__}.")
     limit = options.get("memory_limit_bytes")

@@ -2,7 +2,7 @@
 
 import functools
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, overload
 
 import jax
@@ -21,6 +21,7 @@ from diffshard.plans.base import Executor
 from diffshard.processes import errors_for_all
 from diffshard.sharding_search.logical_axes import checked_rules
 from diffshard.sharding_search.mesh_candidates import Devices, mesh_candidates, mesh_of_all
+from diffshard.sharding_search.option_pairs import check_pairs
 from diffshard.sharding_search.options import DEFAULT_SOLVER, Options, Remat, argument_names, hardware_for, positions
 from diffshard.sharding_search.plan import Plan
 from diffshard.sharding_search.plan_store import PlanStore, checked_folder
@@ -167,9 +168,13 @@ def search(  # pyright: ignore[reportInconsistentOverload]  # the overloads leav
       TypeError, ValueError: an argument breaks a rule; the error names it and its value.
       RuntimeError: the compiler of the target is not installed; names the extra that brings it.
     """
-    if objective is not None:
-        by_seconds = {"devices": devices, "remat": remat, "pipeline": pipeline, "cache": cache}
-        _check_alone("objective", by_seconds | {"check": "compile" if checks_of(check)[0] == "compile" else None})
+    check_pairs(
+        {"devices": None if pipeline is not None else devices}
+        | {"pipeline": pipeline, "objective": objective, "remat": remat, "cache": cache, "start": start, "key": key}
+        | {"in_shardings": in_shardings, "logical_axis_rules": logical_axis_rules, "executor": executor}
+        | {"static_argnums": static_argnums, "static_argnames": static_argnames, "check": check, "target": target}
+        | {'check="compile"': True if checks_of(check)[0] == "compile" else None}
+    )
     if pipeline is not None:
         if (mesh is None) == (devices is None):
             given = "neither" if mesh is None else "both"
@@ -179,9 +184,6 @@ def search(  # pyright: ignore[reportInconsistentOverload]  # the overloads leav
             mesh if devices is None else devices,
             pipeline,
             hardware,
-            {"in_shardings": in_shardings, "logical_axis_rules": logical_axis_rules, "key": key}
-            | {"static_argnums": static_argnums, "static_argnames": static_argnames, "executor": executor}
-            | {"check": check, "target": target, "cache": cache, "start": start, "remat": remat},
             memory_limit_bytes=memory_limit_bytes,
             donate_argnums=positions(donate_argnums),
             donate_argnames=argument_names(donate_argnames),
@@ -203,7 +205,7 @@ def search(  # pyright: ignore[reportInconsistentOverload]  # the overloads leav
         priced_for = hardware_for(hardware, mesh)
         rules = None if logical_axis_rules is None else checked_rules(logical_axis_rules, tuple(mesh.axis_names))
         compiler, checks_numbers = checks_of(check)
-        find, judged_by = _unjudged(compiler, remat, candidates), compiler or ""
+        find, judged_by = _unjudged(compiler, remat), compiler or ""
         if compiler == "compile":
             compiled_for = target_for(target, priced_for)
             compiled_for.check()
@@ -241,23 +243,8 @@ def search(  # pyright: ignore[reportInconsistentOverload]  # the overloads leav
     return PlannedFunction(options, functools.partial(plan_of_first_process, find))
 
 
-def _check_alone(name: str, others: Mapping[str, Any]) -> None:
-    """Raises `ValueError` if options are given that compare plans by the seconds of a step, which `name` replaces."""
-    for other, value in others.items():
-        if value is not None:
-            raise ValueError(
-                f"`{name}` cannot be given together with `{other}`, which compares plans by the seconds of a step."
-            )
-
-
-def _unjudged(compiler: str | None, remat: Remat | None, candidates: Any) -> Callable[[PlanRequest], Plan]:
-    """Returns what finds a plan without compiling it.
-
-    Raises:
-      ValueError: something is computed again, and the shape of the mesh is open.
-    """
-    if remat is not None and candidates is not None:
-        raise ValueError("`devices` does not go with `remat`: give a `mesh`.")
+def _unjudged(compiler: str | None, remat: Remat | None) -> Callable[[PlanRequest], Plan]:
+    """Returns what finds a plan without compiling it."""
     if compiler is not None:
         return plan_by_shardy
     return find_plan if remat is None else find_plan_with_remat

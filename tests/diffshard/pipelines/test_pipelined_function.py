@@ -130,11 +130,9 @@ def test_one_stage_is_a_pipeline_too():
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"executor": "program"}, ValueError, "`executor` cannot be given together with `pipeline`"),
         ({"hardware": "h100"}, ValueError, "`hardware` must be None for a Cluster"),
         ({"memory_limit_bytes": -1}, ValueError, "`memory_limit_bytes` must be a positive number"),
         ({"solver": "nope"}, ValueError, "nope"),
-        ({"remat": "search"}, ValueError, "`remat` cannot be given together with `pipeline`"),
         ({"progress": "zzz"}, ValueError, "`progress` must be one of .*'zzz'"),
         ({"time_limit_s": "x"}, ValueError, "`time_limit_s` must be a positive number .*'x'"),
         ({"time_limit_s": -1}, ValueError, "`time_limit_s` must be a positive number"),

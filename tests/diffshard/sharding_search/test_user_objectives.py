@@ -108,24 +108,6 @@ def test_objectives_that_cannot_be_minimised_are_refused(objective, error, words
         planned(objective)
 
 
-@pytest.mark.parametrize(
-    "option",
-    [
-        {"remat": "search"},
-        {"check": "compile"},
-        {"check": ("compile", "numbers")},
-        {"cache": "folder"},
-        {"pipeline": diffshard.Pipeline()},
-        {"devices": 8},
-    ],
-    ids=lambda option: next(iter(option)),
-)
-def test_what_compares_plans_by_seconds_does_not_go_with_an_objective(option):
-    (name,) = option
-    with pytest.raises(ValueError, match=rf"`objective` cannot be given together with `{name}`"):
-        diffshard.search(step, MESH, hardware=HARDWARE, objective=energy_j, **option)
-
-
 def test_a_plan_with_an_objective_above_its_bound_is_damaged(tmp_path):
     plan = planned(energy_j)
     wrong = dataclasses.replace(plan, objective=dataclasses.replace(searched(plan), lower_bound=1e300))

@@ -1,0 +1,56 @@
+"""Which options of `search` do not go together, why, and what to write instead; `docs/pairs.md` shows them all."""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+_BY_SECONDS = "compares plans by the seconds of a step, which an objective replaces"
+_OPEN_MESHES = "a pipeline chooses the meshes of its stages, so that nothing can name their axes before"
+_CONSTANTS = "a pipeline takes arrays; bind constants before, by `functools.partial`"
+_KEPT = "the plan of a pipeline cannot be run from a file yet"
+
+
+class RefusedPair(NamedTuple):
+    """Two options of `search` that cannot be given together.
+
+    Attributes:
+      one, other: as they are written, `check="compile"` for one value of an option.
+      reason: why, and what to write instead; the end of a sentence.
+    """
+
+    one: str
+    other: str
+    reason: str
+
+
+REFUSED_PAIRS = (
+    RefusedPair("objective", "pipeline", f"a pipeline {_BY_SECONDS}"),
+    RefusedPair("objective", "devices", f"the search for a mesh {_BY_SECONDS}; give each `mesh` and compare"),
+    RefusedPair("objective", "remat", f"the search for what is computed again {_BY_SECONDS}; use `jax.checkpoint`"),
+    RefusedPair("objective", 'check="compile"', f"a compiler {_BY_SECONDS}"),
+    RefusedPair("objective", "cache", "a file cannot tell one function from another; use `Plan.save` and `start`"),
+    RefusedPair("devices", "remat", "each shape of the mesh would be such a search; give `plan.mesh` of one without"),
+    RefusedPair("pipeline", "in_shardings", _OPEN_MESHES),
+    RefusedPair("pipeline", "logical_axis_rules", _OPEN_MESHES),
+    RefusedPair("pipeline", "key", "its stages are solved with one seed, the default one"),
+    RefusedPair("pipeline", "static_argnums", _CONSTANTS),
+    RefusedPair("pipeline", "static_argnames", _CONSTANTS),
+    RefusedPair("pipeline", "executor", "each of its stages takes the executor that is the default for it"),
+    RefusedPair("pipeline", "check", "it has several programs, which no check takes together yet"),
+    RefusedPair("pipeline", "target", 'it is for `check="compile"`, which a pipeline does not have'),
+    RefusedPair("pipeline", "cache", _KEPT),
+    RefusedPair("pipeline", "start", _KEPT),
+    RefusedPair("pipeline", "remat", "`Pipeline(residuals=...)` says what its stages compute again"),
+)
+
+
+def check_pairs(given: Mapping[str, Any]) -> None:
+    """Raises `ValueError` if two options are given that do not go together; the error names both, and says why.
+
+    Args:
+      given: options of `search` by name; None and empty ones are not given. Of options with values that are refused
+        alone, such as `check`, the value can be part of the name.
+    """
+    names = {name for name, value in given.items() if value is not None and value != ()}
+    for one, other, reason in REFUSED_PAIRS:
+        if {one, other} <= names:
+            raise ValueError(f"`{one}` cannot be given together with `{other}`: {reason}.")

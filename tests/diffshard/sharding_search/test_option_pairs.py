@@ -1,0 +1,157 @@
+"""All pairs of options of `search`: each works, or is refused by name with a reason that the docs have, too."""
+
+import functools
+import itertools
+import re
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+from jax.sharding import AxisType, PartitionSpec
+
+import diffshard
+from diffshard.sharding_search.option_pairs import REFUSED_PAIRS
+
+PAGE = Path(__file__).parents[3] / "docs" / "pairs.md"
+SHAPES = [jax.ShapeDtypeStruct((16, 16), "float32")] * 2, jax.ShapeDtypeStruct((8, 16), "float32")
+
+
+def step(weights, batch, scale=1.0):
+    def loss(weights):
+        return jnp.mean((jnp.tanh(batch @ weights[0]) @ weights[1]) ** 2) * scale
+
+    value, gradients = jax.value_and_grad(loss)(weights)
+    return [w - 0.1 * g for w, g in zip(weights, gradients, strict=True)], value
+
+
+@functools.cache
+def mesh():
+    return jax.make_mesh((2, 4), ("data", "model"), (AxisType.Auto,) * 2)
+
+
+@functools.cache
+def earlier():
+    return diffshard.search(step, mesh(), hardware="h100", solver="greedy").plan(*SHAPES)
+
+
+OPTIONS = {
+    "devices": lambda _: jax.devices(),
+    "pipeline": lambda _: diffshard.Pipeline(microbatches=(2,), max_stages=2),
+    "remat": lambda _: "search",
+    "in_shardings": lambda _: (None, PartitionSpec("data")),
+    "logical_axis_rules": lambda _: (("batch", "data"),),
+    "solver": lambda _: "greedy",
+    "time_limit_s": lambda _: 1.0,
+    "memory_limit_bytes": lambda _: 1e9,
+    "key": lambda _: 3,
+    "donate_argnums": lambda _: 0,
+    "donate_argnames": lambda _: "weights",
+    "static_argnums": lambda _: 2,
+    "static_argnames": lambda _: "scale",
+    "executor": lambda _: "program",
+    'executor="constraints"': lambda _: "constraints",
+    "check": lambda _: "numbers",
+    'check="compile"': lambda _: "compile",
+    "cache": lambda folder: folder,
+    "start": lambda _: earlier(),
+    "objective": lambda _: lambda step: step.seconds + 1e-12 * step.peak_bytes,
+}
+"""A value of each option; the part before `=` is its name."""
+COMPILES = {'check="compile"'}
+"""What takes a compiler, and so is tried where it is refused only."""
+
+
+def name_of(option):
+    return option.split("=", maxsplit=1)[0]
+
+
+def reason_for(one, other):
+    """Returns why two options are refused, None where they go together."""
+    for pair in REFUSED_PAIRS:
+        if {pair.one, pair.other} <= {one, other, name_of(one), name_of(other)}:
+            return pair.reason
+    return None
+
+
+def searched(options, folder):
+    values = {name_of(option): OPTIONS[option](folder) for option in options}
+    if "pipeline" in values:
+        values.setdefault("devices", 8)
+    values.setdefault("hardware", "h100")
+    return diffshard.search(step, *([] if "devices" in values else [mesh()]), **values)
+
+
+def names_axes_of_an_open_mesh(options):
+    return "devices" in options and {"in_shardings", "logical_axis_rules"} & set(options)
+
+
+PAIRS = [pair for pair in itertools.combinations(OPTIONS, 2) if name_of(pair[0]) != name_of(pair[1])]
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_an_option_goes_with_each_other_or_is_refused_with_a_reason(option, tmp_path):
+    for pair in PAIRS:
+        if option != pair[0]:
+            continue
+        reason, folder = reason_for(*pair), tmp_path / re.sub(r"\W", "", "".join(pair))
+        folder.mkdir()
+        if reason is not None:
+            with pytest.raises(ValueError, match="cannot be given together with") as refused:
+                searched(pair, folder)
+            assert all(f"`{name_of(one)}" in str(refused.value) for one in pair)
+            assert reason in str(refused.value)
+        elif names_axes_of_an_open_mesh(pair):
+            with pytest.raises(ValueError, match=pair[1]):
+                searched(pair, folder)
+        elif not (COMPILES | {"pipeline"}) & set(pair):  # pipelines take a second each: they are tried together below
+            assert searched(pair, folder).plan(*SHAPES).step_s > 0
+
+
+def test_what_goes_with_a_pipeline_goes_with_it_together(tmp_path):
+    names = [o for o in OPTIONS if o != "pipeline" and reason_for("pipeline", o) is None and o not in COMPILES]
+    assert set(names) == {
+        "devices", "time_limit_s", "solver", "memory_limit_bytes", "donate_argnums", "donate_argnames",
+    }  # fmt: skip
+    names.remove("solver")
+    plan = searched(["pipeline", *names], tmp_path).plan(*SHAPES)
+    assert plan.step_s > 0
+
+
+def test_the_page_has_each_refused_pair_with_its_reason():
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in PAGE.read_text().splitlines()]
+    shown = {(row[0], row[1]): row[2] for row in rows if len(row) == 3}
+    for one, other, reason in REFUSED_PAIRS:
+        assert shown[f"`{one}`", f"`{other}`"] == reason
+
+
+def nnx_step(model, optimizer, batch):
+    loss, gradients = nnx.value_and_grad(lambda model: jnp.mean(model(batch) ** 2))(model)
+    optimizer.update(model, gradients)
+    return loss
+
+
+def nnx_arguments():
+    import optax
+
+    model = nnx.Linear(16, 16, rngs=nnx.Rngs(0))
+    return model, nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param), jnp.ones((8, 16))
+
+
+@pytest.mark.parametrize("option", ["devices", "remat", "objective", "check", "cache", "executor", "solver"])
+def test_modules_go_with_an_option(option, tmp_path):
+    on = [] if option == "devices" else [mesh()]
+    planned = diffshard.nnx.search(nnx_step, *on, hardware="h100", **{option: OPTIONS[option](tmp_path)})
+    model, *rest = nnx_arguments()
+    before = model.kernel[...]
+    planned(model, *rest)
+    expected, *rest = nnx_arguments()
+    nnx.jit(nnx_step)(expected, *rest)
+    assert jnp.allclose(model.kernel[...], expected.kernel[...], atol=1e-6)
+    assert not jnp.allclose(model.kernel[...], before)
+
+
+def test_modules_do_not_go_with_a_pipeline():
+    with pytest.raises(ValueError, match=r"`nnx.search` cannot be given `pipeline`: stages take arrays"):
+        diffshard.nnx.search(nnx_step, devices=8, pipeline=diffshard.Pipeline())
