@@ -16,6 +16,7 @@ from cost.base import Hardware
 from cost.number_ranges import Amount, AmountOrInf, AnyNumber, Count, FiniteNumber, Index, Limit, LowerBound
 from diffshard.plans.comparison import Comparison
 from diffshard.plans.residuals import Rematerialisation
+from diffshard.plans.timeline import PredictedTimeline
 from diffshard.plans.whole_work import WholeWork
 from search_spaces.partition_specs import NamedSpec, partition_spec
 
@@ -251,6 +252,8 @@ class PlanData:
         plans of older versions.
       shapes: the shapes of the mesh that were tried, the best first; empty where the mesh was given.
       stored_in: the file of a store of plans from which it was taken instead of a search; "" if it was searched.
+      timeline: the step as a program for each device, played in its own order; None for other executors, where
+        collectives hold arithmetic, and in plans of older versions.
       mesh: the mesh; after loading it is abstract, unless `load` was given one.
       structures: the structures of the arguments and of the result (`diffshard.sharding_search.call.Structure`); None
         after loading.
@@ -288,6 +291,7 @@ class PlanData:
     function_digest: str = field(default="", compare=False)
     shapes: tuple[TriedShape, ...] = ()
     stored_in: str = field(default="", compare=False)
+    timeline: PredictedTimeline | None = None
     mesh: Mesh | AbstractMesh | None = field(default=None, compare=False, repr=False)
     structures: Any = field(default=None, compare=False, repr=False)
 

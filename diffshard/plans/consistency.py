@@ -51,6 +51,7 @@ def check_plan(plan: PlanData, distinct: Iterable[int] | None = None) -> None:
     _check_collectives(plan)
     _check_whole_work(plan)
     _check_memory(plan)
+    _check_timeline(plan)
 
 
 def _check_predictions(plan: PlanData, operations: Iterable[Operation]) -> None:
@@ -162,6 +163,19 @@ def _check_memory(plan: PlanData) -> None:
     for tensor in plan.memory.at_peak:
         if tensor.operation > last or tensor.result >= len(plan.operations[tensor.operation].results):
             raise ValueError(f"`memory.at_peak` has {tensor}, which none of the {last + 1} operations makes")
+
+
+def _check_timeline(plan: PlanData) -> None:
+    """Checks that a timeline ends after its bound, and waits for collectives of the plan's own operations and axes."""
+    if plan.timeline is None:
+        return
+    if plan.timeline.lower_bound_s > plan.timeline.seconds:
+        raise ValueError(f"`timeline.lower_bound_s` is {plan.timeline.lower_bound_s!r}, more than its seconds")
+    for i, wait in enumerate(plan.timeline.waits):
+        if wait.kind not in COLLECTIVE_KINDS or not set(wait.axes) <= set(plan.mesh_axes):
+            raise ValueError(f"`timeline.waits[{i}]` is for {wait.kind!r} along {wait.axes}, no collective of this mesh")
+        if max(wait.made_by, wait.read_by or 0) >= len(plan.operations):
+            raise ValueError(f"`timeline.waits[{i}]` must be between the {len(plan.operations)} operations")
 
 
 def _shown(indices: Sequence[int]) -> str:

@@ -21,6 +21,7 @@ from diffshard.plans.memory import memory_elements
 from diffshard.plans.page_elements import COLOURS, COMPUTE, Html, axis_fills, bar, cards, document, escape, table
 from diffshard.plans.summary import alike_arguments, collective_totals, device_bytes, has_bound, reason, verdict
 from diffshard.plans.text import format_plan
+from diffshard.plans.timeline import timeline_elements
 from diffshard.plans.tried_shapes import shape_table
 from diffshard.plans.whole_work import whole_lines
 from search_spaces.partition_specs import NamedSpec
@@ -96,7 +97,8 @@ def _time(plan: PlanData) -> str:
     total, *reasons = whole_lines(plan.whole_work, plan.compute_s) or [""]
     whole = f"<div class=dim>{escape(total)}</div>" if total else ""
     whole += f"<ul>{''.join(f'<li>{escape(line)}</li>' for line in reasons)}</ul>" if reasons else ""
-    return f"<h2>Time of a step</h2>{bar(pieces, plan.step_s)}{whole}"
+    timeline = timeline_elements(plan.timeline) if plan.timeline is not None else ""
+    return f"<h2>Time of a step</h2>{bar(pieces, plan.step_s)}{whole}{timeline}"
 
 
 def _comparison(plan: PlanData) -> str:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from functools import partial
 
 from diffshard.plans.base import PlanData
 from diffshard.plans.formats import (
@@ -22,10 +23,12 @@ from diffshard.plans.summary import (
     collective_totals,
     device_bytes,
     objective_words,
+    operation_name,
     reason,
     verdict,
 )
 from diffshard.plans.text_table import format_table, wrapped
+from diffshard.plans.timeline import timeline_words, wait_rows
 from diffshard.plans.tried_shapes import shape_lines
 from diffshard.plans.whole_work import whole_lines
 
@@ -71,6 +74,10 @@ def _header(plan: PlanData) -> str:
         if is_shown(total.num_bytes)
     ]
     lines += format_table(rows, "        ", right=(3, 4, 5))
+    if plan.timeline is not None:
+        lines += wrapped(timeline_words(plan.timeline), "  timeline ", " " * 11)
+        waits = wait_rows(plan.timeline, partial(operation_name, plan))
+        lines += format_table([("", *row) for row in waits], "        ", right=(3,), wrap=(4, 5))
     total, *reasons = whole_lines(plan.whole_work, plan.compute_s) or [""]
     lines += wrapped(total, "  whole    ", " " * 11) if total else []
     lines += [line for reason in reasons for line in wrapped(reason, " " * 11, " " * 13)]

@@ -24,6 +24,7 @@ from diffshard.sharding_search.layout import signature_of
 from diffshard.sharding_search.memory_profile import memory_profile_of
 from diffshard.sharding_search.options import Options, Remat
 from diffshard.sharding_search.plan import Plan
+from diffshard.sharding_search.predicted_timeline import predicted_timeline
 from diffshard.sharding_search.request import CutOffError, PlanRequest
 from diffshard.sharding_search.step_objective import (
     StepCost,
@@ -256,6 +257,7 @@ def make_plan(request: PlanRequest, solution: Solution) -> Plan:
         whole_work=whole_work_of(request, summary.layout),
         memory=memory_profile_of(traced_function.graph, summary.memory),
         objective=objective,
+        timeline=predicted_timeline(space, summary.layout) if executor == "program" else None,
         function_digest=function_digest(traced_function),
         mesh=options.mesh,
         structures=(traced_function.call.structure, traced_function.result),

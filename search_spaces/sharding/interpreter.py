@@ -9,7 +9,7 @@ how it is resharded and computed with is left to `Arrays`.
 from collections import ChainMap
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -57,6 +57,18 @@ class Arrays(Protocol):
         ...
 
 
+class Flow(NamedTuple):
+    """What orders an interpreter's work: barriers, loops and branches, with the signatures of those in `jax.lax`.
+
+    A player of the program's timeline has its own; see `program_steps.py`.
+    """
+
+    barrier: Callable[[list[Any]], Sequence[Any]] = jax.lax.optimization_barrier
+    scan: Callable[..., tuple[Any, Any]] = scan_again
+    while_loop: Callable[..., Any] = jax.lax.while_loop
+    switch: Callable[..., Any] = jax.lax.switch
+
+
 class GraphInterpreter:
     """An interpreter of a graph with a layout, on an executor's arrays.
 
@@ -66,10 +78,20 @@ class GraphInterpreter:
       path: the steps between two specs: those that were priced.
       arrays: what the executor does with arrays.
       schedule: where the program pauses; without pauses the compiler orders it.
+      flow: what runs barriers, loops and branches.
     """
 
-    def __init__(self, graph: Graph, layout: Layout, path: Path, arrays: Arrays, schedule: ProgramSchedule):
+    def __init__(
+        self,
+        graph: Graph,
+        layout: Layout,
+        path: Path,
+        arrays: Arrays,
+        schedule: ProgramSchedule,
+        flow: Flow = Flow(),  # noqa: B008, immutable
+    ):
         self.graph, self.layout, self.path, self.arrays, self.schedule = graph, layout, path, arrays, schedule
+        self.flow = flow
 
     def __call__(self, arguments: Sequence[Any], constants: Sequence[Any]) -> list[Any]:
         """Returns the function's flat results, with the layout's output specs."""
@@ -158,7 +180,7 @@ class GraphInterpreter:
         roots = dict.fromkeys(stage.fetch.root.id for stage in pause.stages if stage.is_first)
         if not keys and not roots:
             return
-        after = jax.lax.optimization_barrier([env[key] for key in (*keys, *roots)])
+        after = self.flow.barrier([env[key] for key in (*keys, *roots)])
         for key, array in zip(keys, after, strict=False):
             next(arrays for arrays in env.maps if key in arrays)[key] = array
         line: Environment = ChainMap(env.maps[-1])
@@ -212,7 +234,7 @@ class GraphInterpreter:
         values = [o for o, bar in zip(region.operands, has_barrier, strict=True) if bar and isinstance(o, Value)]
         values = [v for v in values if v.id in env]  # others wait for a pause, or are fetched
         if params["differentiated"] and values:
-            arrays = jax.lax.optimization_barrier([env[v.id] for v in values])
+            arrays = self.flow.barrier([env[v.id] for v in values])
             inner.update(zip((v.id for v in values), arrays, strict=True))
         self._steps(inner, region.blocks[0].steps)
         passed = {v.id for v in values}  # what the region only hands on goes on from behind its barrier
@@ -246,7 +268,7 @@ class GraphInterpreter:
             return self._next(inner, region.carries), [self._operand(inner, stack, 0) for stack in stacks]
 
         xs = [self._operand(env, vertex, 0) for vertex in region.slices]
-        carry, ys = scan_again(region.equation, body, self._initial(env, region.carries), xs)
+        carry, ys = self.flow.scan(region.equation, body, self._initial(env, region.carries), xs)
         for vertex, array in zip(region.carries, carry, strict=True):
             self._leave(env, vertex, array, 1)
         for stack, array in zip(stacks, ys, strict=True):
@@ -265,7 +287,7 @@ class GraphInterpreter:
             self._steps(inner, body.steps)
             return self._next(inner, region.carries)
 
-        carry = jax.lax.while_loop(proceed, step, self._initial(env, region.carries))
+        carry = self.flow.while_loop(proceed, step, self._initial(env, region.carries))
         for vertex, array in zip(region.carries, carry, strict=True):
             self._leave(env, vertex, array, 1)
 
@@ -286,6 +308,6 @@ class GraphInterpreter:
             return run
 
         index = self._read_operand(env, region.operands[0], ())
-        results = jax.lax.switch(index, [branch(i, b) for i, b in enumerate(region.blocks)])
+        results = self.flow.switch(index, [branch(i, b) for i, b in enumerate(region.blocks)])
         for join, array in zip(joins, results, strict=True):
             self._enter(env, join, array)

@@ -27,7 +27,7 @@ Reductions and reshards are priced as latency · latency share + bytes · second
 times the share of it that the step waits for.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -62,6 +62,7 @@ from search_spaces.sharding.memory_use import memory_use
 from search_spaces.sharding.node_costs import NodeCosts
 from search_spaces.sharding.nodes import nodes_of
 from search_spaces.sharding.notes import notes_of
+from search_spaces.sharding.program_steps import ProgramSteps, program_steps
 from search_spaces.sharding.repetition import alike_nodes
 from search_spaces.sharding.reshard_costs import CollectiveShares, ReshardCosts
 from search_spaces.sharding.rules import rules_of
@@ -169,11 +170,17 @@ class ShardingSpace:
 
         Where collectives hold arithmetic it has no schedule, because there is nothing that could run beside them.
         """
-        schedule = ProgramSchedule()
-        if self.hardware.exposed_share < 1:
-            compute_s = self.node_costs.execution_s(self.graph.vertices, layout.strategies)
-            schedule = make_schedule(self.graph, layout, self.reshard_costs.path, compute_s, self.lifetimes.is_written)
-        return DeviceProgram(self.graph, layout, mesh, self.reshard_costs.path, schedule)
+        return DeviceProgram(self.graph, layout, mesh, self.reshard_costs.path, self._schedule(layout))
+
+    def program_steps(self, layout: Layout) -> ProgramSteps:
+        """Returns the steps of the device program of a layout, from which its timeline is played."""
+        return program_steps(self.graph, layout, self.node_costs, self._schedule(layout))
+
+    def _schedule(self, layout: Layout) -> ProgramSchedule:
+        if self.hardware.exposed_share == 1:
+            return ProgramSchedule()
+        compute_s = self.node_costs.execution_s(self.graph.vertices, layout.strategies)
+        return make_schedule(self.graph, layout, self.reshard_costs.path, compute_s, self.lifetimes.is_written)
 
     @cached_property
     def rules(self) -> list[Rule | None]:
@@ -244,6 +251,16 @@ class ShardingSpace:
         """What strategies cost by themselves."""
         shares = CollectiveShares(self.graph, self.hardware.exposed_share)
         return NodeCosts(self.axis_sizes, self.hardware, self.reshard_costs, shares, self.kernels)
+
+    @cached_property
+    def least_compute_s(self) -> float:
+        """Seconds of arithmetic and memory traffic that each choice takes at least, whatever its memory."""
+        of_key: dict[Hashable, float] = {}
+        keys = [self.node_costs.key(node, self.forms) for node in self.nodes if node.hub is None]
+        for key, node in zip(keys, self.nodes, strict=False):
+            if key not in of_key:
+                of_key[key] = float(np.min(self.node_costs.compute_s(node.vertex, node.strategies)))
+        return sum(of_key[key] for key in keys)
 
     @property
     def most_preference_s(self) -> float:

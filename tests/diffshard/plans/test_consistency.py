@@ -6,6 +6,7 @@ import pytest
 
 from diffshard.plans.base import MemoryProfile
 from diffshard.plans.consistency import check_plan
+from diffshard.plans.timeline import PredictedTimeline, PredictedWait
 from tests.diffshard.plans.small_plan import MEMORY, small_plan
 
 TWICE = (("data",), ("data",))
@@ -44,3 +45,19 @@ def test_a_profile_of_memory_ascends_from_before_the_first_operation_to_the_last
     with pytest.raises(ValueError, match=r"`memory\.changes` must ascend from -1 to at most 7, not be"):
         check_plan(small_plan(memory=profile))
     check_plan(small_plan(memory=MemoryProfile(((-1, 512.0), (2, 1024.0), (7, 0.0)), ())))
+
+
+@pytest.mark.parametrize(
+    ("lower_bound_s", "wait", "message"),
+    [
+        (11e-3, ("all_reduce", ("data",), 1e-3, 5), r"`timeline.lower_bound_s` is 0.011, more than its seconds"),
+        (6e-3, ("all_reduce", ("rows",), 1e-3, 5), r"`timeline.waits\[0\]` is for 'all_reduce' along \('rows',\)"),
+        (6e-3, ("sum", ("data",), 1e-3, 5), r"is for 'sum' along \('data',\), no collective of this mesh"),
+        (6e-3, ("all_reduce", ("data",), 1e-3, 5, 8), r"`timeline.waits\[0\]` must be between the 8 operations"),
+    ],
+)
+def test_a_timeline_waits_for_the_plans_own_collectives(lower_bound_s, wait, message):
+    right = PredictedTimeline(10e-3, 6e-3, {"compute": 6e-3}, (PredictedWait("all_reduce", ("data",), 1e-3, 5, 7),))
+    check_plan(small_plan(timeline=right))
+    with pytest.raises(ValueError, match=message):
+        check_plan(small_plan(timeline=PredictedTimeline(10e-3, lower_bound_s, {}, (PredictedWait(*wait),))))

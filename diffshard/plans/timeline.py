@@ -1,0 +1,95 @@
+"""When a plan's program is predicted to compute and to wait, as the plan says and draws it."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from cost.number_ranges import Amount, Index
+from diffshard.plans.formats import format_percent, format_s
+from diffshard.plans.lanes import Lane, lane_elements
+from diffshard.plans.page_elements import escape
+
+MOST_SHOWN = 5
+"""Waits that a text lists, the longest first."""
+
+
+@dataclass(frozen=True)
+class PredictedWait:
+    """A time in which arithmetic waits for a collective.
+
+    Attributes:
+      kind: of the collective.
+      axes: the mesh axes over which it goes.
+      seconds: in one step.
+      made_by: index into `PlanData.operations` of the operation, or argument, whose result it moves.
+      read_by: index of the operation that waits for it; None at a pause between two windows and at the step's end.
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    seconds: Amount
+    made_by: Index
+    read_by: Index | None = None
+
+
+@dataclass(frozen=True)
+class PredictedTimeline:
+    """A step of a plan as an explicit program, played on one stream for arithmetic and one for each kind of link.
+
+    Attributes:
+      seconds: until all streams have ended.
+      lower_bound_s: no plan in the search space has a shorter timeline, because none computes for less.
+      busy_s: seconds of work on each stream.
+      waits: what arithmetic waits for, the longest first; those below a thousandth of `seconds` are left out.
+      lanes: when each stream does what.
+    """
+
+    seconds: Amount
+    lower_bound_s: Amount
+    busy_s: Mapping[str, Amount]
+    waits: tuple[PredictedWait, ...]
+    lanes: tuple[Lane, ...] = ()
+
+    @property
+    def computing_s(self) -> float:
+        """Seconds of arithmetic; the rest of `seconds` waits for links."""
+        return self.lanes[0].busy_s if self.lanes else 0.0
+
+    @property
+    def gap(self) -> float:
+        """How much shorter another plan's timeline can be at most, relative to this one."""
+        return (self.seconds - self.lower_bound_s) / self.seconds if self.seconds else 0.0
+
+
+def timeline_words(timeline: PredictedTimeline) -> str:
+    """Returns a timeline in a sentence, as `40.1 ms as a program: computing 35.0 ms, waiting 5.1 ms for links; ...`."""
+    waiting_s = timeline.seconds - timeline.computing_s
+    return (
+        f"{format_s(timeline.seconds)} as a program: computing {format_s(timeline.computing_s)}, waiting "
+        f"{format_s(waiting_s)} for links; no plan computes for less than {format_s(timeline.lower_bound_s)}, gap "
+        f"{format_percent(timeline.gap)}"
+    )
+
+
+def wait_rows(timeline: PredictedTimeline, name_of: Callable[[int], str]) -> list[tuple[str, str, str, str, str]]:
+    """Returns rows of the longest waits: kind, axes, seconds, what is moved, what waits for it.
+
+    Args:
+      timeline: of a plan.
+      name_of: gives the name of an operation of the plan by its index.
+    """
+    return [
+        (
+            w.kind,
+            "+".join(w.axes),
+            format_s(w.seconds),
+            f"of {name_of(w.made_by)}",
+            "before the next window" if w.read_by is None else f"before {name_of(w.read_by)}",
+        )
+        for w in timeline.waits[:MOST_SHOWN]
+    ]
+
+
+def timeline_elements(timeline: PredictedTimeline) -> str:
+    """Returns a timeline as elements of a page: the sentence, and what runs when."""
+    words = f"<div class=dim>{escape(timeline_words(timeline))}</div>"
+    return f"<h3>What runs when</h3>{words}{lane_elements(timeline.lanes, timeline.seconds)}"

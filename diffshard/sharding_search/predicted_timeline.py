@@ -1,0 +1,77 @@
+"""The predicted timeline of a plan: the steps of its device program, played without compiling them."""
+
+from collections import defaultdict
+
+from cost.streams import Played, play
+from diffshard.checks.achievable_rates import BETWEEN_HOSTS as BETWEEN_HOSTS_NAME
+from diffshard.checks.achievable_rates import INSIDE_HOST as INSIDE_HOST_NAME
+from diffshard.checks.spans import COMPUTE, Span
+from diffshard.checks.timeline import Timeline
+from diffshard.comparison.timeline_lanes import lanes_of
+from diffshard.plans.timeline import PredictedTimeline, PredictedWait
+from search_spaces.sharding.base import Layout
+from search_spaces.sharding.program_steps import BETWEEN_HOSTS, INSIDE_HOST, ProgramSteps
+from search_spaces.sharding.space import ShardingSpace
+
+_NAMES = {0: COMPUTE, INSIDE_HOST: INSIDE_HOST_NAME, BETWEEN_HOSTS: BETWEEN_HOSTS_NAME}
+_LEAST_SHARE = 1e-3  # of a step: shorter waits are not listed
+
+
+def predicted_timeline(space: ShardingSpace, layout: Layout) -> PredictedTimeline | None:
+    """Returns the timeline of a layout's device program; None where collectives hold arithmetic.
+
+    Its bound is the sum of the least seconds of arithmetic of all operations. A timeline takes at least as long as its
+    busiest stream, and arithmetic is one of them.
+    """
+    if space.hardware.exposed_share == 1:
+        return None
+    program = space.program_steps(layout)
+    played = play(program.steps)
+    timeline = _timeline(space, program, played)
+    least_s = space.least_compute_s
+    return PredictedTimeline(
+        seconds=timeline.step_s,
+        lower_bound_s=min(least_s, timeline.step_s),
+        busy_s=timeline.busy_s,
+        waits=_waits(space, program, played),
+        lanes=lanes_of(timeline),
+    )
+
+
+def _timeline(space: ShardingSpace, program: ProgramSteps, played: Played) -> Timeline:
+    """Returns what was played in the form that compiled programs have as well."""
+    spans: list[Span] = []
+    busy_s: dict[str, float] = defaultdict(float)
+    waited_s: dict[tuple[str, str], float] = defaultdict(float)
+    for i in played.order:
+        step, origin = program.steps[i], program.origins[i]
+        vertex = space.graph.vertices[origin.vertex]
+        transfer = f"{origin.kind} {_axes(space, origin.axes)}" if origin.axes else ""
+        source = f"{vertex.scope}/{vertex.primitive}" if not transfer else ""
+        for stream in step.streams if step.seconds else ():
+            name = _NAMES[stream]
+            spans.append(Span(vertex.primitive, name, played.start_s[i], played.end_s[i], source, transfer))
+            busy_s[name] += step.seconds
+    for wait in played.waits:
+        origin = program.origins[wait.transfer]
+        waited_s[origin.kind, _axes(space, origin.axes)] += wait.seconds
+    return Timeline(played.seconds, dict(busy_s), dict(waited_s), tuple(spans))
+
+
+def _waits(space: ShardingSpace, program: ProgramSteps, played: Played) -> tuple[PredictedWait, ...]:
+    seconds: dict[tuple, float] = defaultdict(float)
+    for wait in played.waits:
+        transfer = program.origins[wait.transfer]
+        reader = None if wait.step is None else program.origins[wait.step]
+        read_by = None if reader is None or reader.vertex < 0 else reader.vertex
+        seconds[transfer.kind, tuple(sorted(transfer.axes)), transfer.vertex, read_by] += wait.seconds
+    longest = sorted(seconds.items(), key=lambda item: -item[1])
+    return tuple(
+        PredictedWait(kind, tuple(space.axis_names[a] for a in axes), waited_s, made_by, read_by)
+        for (kind, axes, made_by, read_by), waited_s in longest
+        if waited_s >= _LEAST_SHARE * played.seconds
+    )
+
+
+def _axes(space: ShardingSpace, axes: tuple[int, ...]) -> str:
+    return "+".join(space.axis_names[axis] for axis in sorted(axes))

@@ -1,0 +1,237 @@
+"""The steps of a device program with their seconds, without a compiler: what its timeline is played from.
+
+The interpreter that runs a program (`interpreter.py`) runs here on tokens instead of arrays. A token names the step
+that makes an array, so that what an operation reads, where a collective stands and what a barrier joins is written down
+exactly as the program has it, in its order. There is no second account of the schedule that could differ.
+
+The body of a loop is interpreted once, and its steps have the seconds of all trips. Finishing times are sums and maxima
+of seconds, so a body whose steps take n times as long takes n times as long: what is played once that way is n trips,
+each of which begins when the one before has ended. That is how a compiled loop runs: its collectives end in the trip
+in which they start.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from itertools import groupby
+from math import prod
+from typing import Any, NamedTuple
+
+import jax
+
+from cost.streams import COMPUTE, Step
+from search_spaces.partition_specs import IndexedSpec
+from search_spaces.sharding.base import Layout, ReshardStep
+from search_spaces.sharding.graph import Graph, Value, Vertex
+from search_spaces.sharding.interpreter import Flow, GraphInterpreter, ReadOperand
+from search_spaces.sharding.node_costs import NodeCosts
+from search_spaces.sharding.schedule import ProgramSchedule
+from search_spaces.sharding.spec import parts_of
+
+INSIDE_HOST, BETWEEN_HOSTS = COMPUTE + 1, COMPUTE + 2
+"""Streams of links. A device sends to all others of its host through one link, whatever the mesh axis."""
+# Collectives that XLA combines, and the size of a combined result: xla/service/gpu, `kDefaultAllGatherCombineThreshold`
+# and those of reduce-scatters and all-reduces.
+_COMBINED = ("all_gather", "reduce_scatter", "all_reduce")
+_MOST_COMBINED_BYTES = 30 * 2**20
+
+
+class StepOrigin(NamedTuple):
+    """Where a step of a program comes from.
+
+    Attributes:
+      kind: the kind of a collective; "compute" for arithmetic, "barrier" where the program joins what must be there.
+      vertex: the index of the operation, or of the one whose result a collective moves; -1 for barriers.
+      axes: the mesh axes of a collective.
+    """
+
+    kind: str
+    vertex: int = -1
+    axes: tuple[int, ...] = ()
+
+
+class ProgramSteps(NamedTuple):
+    """A device program as steps, in program order, with the origin of each."""
+
+    steps: tuple[Step, ...]
+    origins: tuple[StepOrigin, ...]
+
+
+class _Token(NamedTuple):
+    """An array that a step makes; those of index -1 are there from the start."""
+
+    step: int
+
+
+_THERE = _Token(-1)
+
+
+def _is_token(array: Any) -> bool:
+    return isinstance(array, _Token)
+
+
+def program_steps(graph: Graph, layout: Layout, costs: NodeCosts, schedule: ProgramSchedule) -> ProgramSteps:
+    """Returns the steps of a layout's program on one device.
+
+    Args:
+      graph: the traced function.
+      layout: for every vertex its strategy.
+      costs: seconds of arithmetic and collectives.
+      schedule: where the program pauses.
+    """
+    recorder = _Recorder(graph, layout, costs)
+    flow = Flow(recorder.barrier, recorder.scan, recorder.while_loop, recorder.switch)
+    run = GraphInterpreter(graph, layout, costs.reshard_costs.path, recorder, schedule, flow)
+    run([_THERE] * len(graph.inputs), [_THERE] * len(graph.constants))
+    return ProgramSteps(tuple(recorder.steps), tuple(recorder.origins))
+
+
+def _links_of_axes(costs: NodeCosts) -> list[tuple[int, ...]]:
+    """Returns for each mesh axis the links that its collectives take: all axes in a host share that of a device."""
+    links = []
+    for name, size in zip(costs.reshard_costs.axis_names, costs.axis_sizes, strict=True):
+        num_hosts = costs.hardware.link(name).num_hosts if size > 1 else 1
+        inside = (INSIDE_HOST,) if size > num_hosts else ()
+        links.append((*inside, BETWEEN_HOSTS) if num_hosts > 1 else (INSIDE_HOST,))
+    return links
+
+
+class _Recorder:
+    """What runs on tokens: `interpreter.Arrays` and `interpreter.Flow`; writes steps down."""
+
+    def __init__(self, graph: Graph, layout: Layout, costs: NodeCosts):
+        self.graph, self.layout, self.costs = graph, layout, costs
+        self.steps: list[Step] = []
+        self.origins: list[StepOrigin] = []
+        self.weight = 1.0
+        self.combined_bytes: dict[tuple[str, tuple[int, ...]], float] = {}  # since the last barrier
+        self.links_of_axis = _links_of_axes(costs)
+        self.holds = costs.hardware.exposed_share == 1
+        self.begin = -1  # the step at which the innermost loop begins
+
+    # `interpreter.Arrays`
+
+    def reshard(self, array: Any, value: Value, source: IndexedSpec, steps: Sequence[ReshardStep]) -> Any:
+        """Adds the collective of each step."""
+        del source
+        for step in steps:
+            array = self._send(array, value, [step])
+        return array
+
+    def fix(self, array: Any, value: Value, spec: IndexedSpec) -> Any:
+        """Adds what a loop writes of the rows of its trips; other arrays are as they are."""
+        del spec
+        vertex = self.graph.vertices[value.vertex]
+        if vertex.kind != "stack":
+            return array
+        seconds = self.costs.chosen_compute_s(vertex, self.layout.strategies[vertex.index])
+        return self._add((COMPUTE,) if seconds else (), seconds, [array], StepOrigin("compute", vertex.index))
+
+    def operate(self, vertex: Vertex, read: ReadOperand) -> Sequence[Any]:
+        """Adds an operation with what it sends itself."""
+        self.weight = vertex.weight
+        strategy = self.layout.strategies[vertex.index]
+        tokens = [read(operand, spec) for operand, spec in zip(vertex.operands, strategy.operands, strict=True)]
+        seconds = self.costs.chosen_compute_s(vertex, strategy)
+        token = self._add((COMPUTE,) if seconds else (), seconds, tokens, StepOrigin("compute", vertex.index))
+        for collective, _, waited_s in self.costs.own_collectives(vertex, strategy):
+            origin = StepOrigin(collective.kind, vertex.index, (collective.axis,))
+            token = self._add(self._links((collective.axis,)), vertex.weight * waited_s, [token], origin)
+        return [token] * len(vertex.results)
+
+    def reduce(self, vertex: Vertex, results: Sequence[Any]) -> Sequence[Any]:
+        """Adds the collectives that finish an operation's partial results."""
+        self.weight = vertex.weight
+        strategy = self.layout.strategies[vertex.index]
+        reduced = []
+        for token, value, steps in zip(results, vertex.results, strategy.reductions, strict=True):
+            for _, group in groupby(steps, key=lambda step: step.kind):
+                token = self._send(token, value, list(group))
+            reduced.append(token)
+        return reduced
+
+    def context_of(self, equation: Any) -> AbstractContextManager[None]:
+        """Returns a context that changes nothing."""
+        del equation
+        return nullcontext()
+
+    # `interpreter.Flow`
+
+    def barrier(self, arrays: Sequence[Any]) -> list[Any]:
+        """Joins arrays; what is computed after it in the program is computed after it."""
+        self.combined_bytes.clear()
+        token = self._add((COMPUTE,), 0.0, jax.tree.leaves(arrays, is_leaf=_is_token), StepOrigin("barrier"))
+        return jax.tree.map(lambda _: token, arrays, is_leaf=_is_token)
+
+    def scan(self, equation: Any, body: Callable[..., Any], carries: Any, slices: Any) -> tuple[Any, Any]:
+        """Runs the body once, with the seconds of all trips."""
+        return self._loop(equation.params["length"], (carries, slices), body)
+
+    def while_loop(self, proceed: Callable[..., Any], step: Callable[..., Any], carries: Any) -> Any:
+        """Runs condition and body once: their length is not known."""
+
+        def body(carries: Any) -> Any:
+            proceed(carries)
+            return step(carries)
+
+        return self._loop(1, (carries,), body)
+
+    def switch(self, index: Any, branches: Sequence[Callable[[], list[Any]]]) -> list[Any]:
+        """Runs all branches, as their price has it."""
+        results = [branch() for branch in branches]
+        return [self._join([index, *tokens]) for tokens in zip(*results, strict=True)]
+
+    def _loop(self, trips: int, arrays: tuple[Any, ...], body: Callable[..., Any]) -> Any:
+        """Runs a body between two joins: it begins when all it reads is there, and ends when all it began has ended."""
+        outside = self.begin, self.weight
+        tokens = jax.tree.leaves(arrays, is_leaf=_is_token)
+        self._add((COMPUTE,), 0.0, tokens, StepOrigin("barrier"))
+        self.begin, self.weight = len(self.steps) - 1, self.weight * trips
+        results = body(*jax.tree.map(lambda _: _Token(self.begin), arrays, is_leaf=_is_token))
+        end = self._add((COMPUTE,), 0.0, self._unread(self.begin), StepOrigin("barrier"))
+        self.begin, self.weight = outside
+        return jax.tree.map(lambda _: end, results, is_leaf=_is_token)
+
+    def _unread(self, first: int) -> list[_Token]:
+        """Returns the steps from one on that no other reads."""
+        read = {i for step in self.steps[first:] for i in step.reads}
+        return [_Token(i) for i in range(first, len(self.steps)) if i not in read]
+
+    def _send(self, array: Any, value: Value, steps: Sequence[ReshardStep]) -> Any:
+        """Adds a collective over the axes of some steps of one kind."""
+        costs = self.costs
+        steps = [step for step in steps if step.kind != "slice" and costs.axis_sizes[step.axis] > 1]
+        if not steps:
+            return array
+        kind, axes = steps[0].kind, tuple(step.axis for step in steps)
+        latency_share = self._latency_share(kind, axes, value, steps)
+        price = costs.reshard_costs.path.step_s
+        sending_s = max(price(step, value.num_bytes, 0.0) for step in steps)
+        latency_s = sum(price(step, 0.0, latency_share) for step in steps)
+        seconds = self.weight * (sending_s + latency_s)
+        return self._add(self._links(axes), seconds, [array], StepOrigin(kind, value.vertex, axes))
+
+    def _latency_share(self, kind: str, axes: tuple[int, ...], value: Value, steps: Sequence[ReshardStep]) -> float:
+        """Returns 0 for a collective that XLA combines with one before it in the same window, else 1."""
+        if kind not in _COMBINED or self.costs.shares.latency(value) == 1.0:
+            return 1.0
+        size = value.num_bytes / prod(parts_of(steps[-1].spec, self.costs.axis_sizes))
+        before = self.combined_bytes.get((kind, axes))
+        fits = before is not None and before + size <= _MOST_COMBINED_BYTES
+        self.combined_bytes[kind, axes] = size + (before or 0.0) if fits else size
+        return 0.0 if fits else 1.0
+
+    def _links(self, axes: tuple[int, ...]) -> tuple[int, ...]:
+        return (COMPUTE,) if self.holds else tuple(sorted({link for axis in axes for link in self.links_of_axis[axis]}))
+
+    def _join(self, tokens: Sequence[Any]) -> _Token:
+        return self._add((), 0.0, tokens, StepOrigin("barrier"))
+
+    def _add(self, streams: tuple[int, ...], seconds: float, arrays: Sequence[Any], origin: StepOrigin) -> _Token:
+        reads = tuple(dict.fromkeys(a.step for a in arrays if isinstance(a, _Token) and a.step >= 0))
+        if self.begin >= 0 and all(i < self.begin for i in reads):
+            reads = (*reads, self.begin)
+        if not streams and len(reads) < 2:
+            return _Token(reads[0]) if reads else _THERE
+        self.steps.append(Step(streams, seconds, reads))
+        self.origins.append(origin)
+        return _Token(len(self.steps) - 1)
