@@ -173,7 +173,8 @@ def _check_timeline(plan: PlanData) -> None:
         raise ValueError(f"`timeline.lower_bound_s` is {plan.timeline.lower_bound_s!r}, more than its seconds")
     for i, wait in enumerate(plan.timeline.waits):
         if wait.kind not in COLLECTIVE_KINDS or not set(wait.axes) <= set(plan.mesh_axes):
-            raise ValueError(f"`timeline.waits[{i}]` is for {wait.kind!r} along {wait.axes}, no collective of this mesh")
+            words = f"{wait.kind!r} along {wait.axes}, no collective of this mesh"
+            raise ValueError(f"`timeline.waits[{i}]` is of {words}")
         if max(wait.made_by, wait.read_by or 0) >= len(plan.operations):
             raise ValueError(f"`timeline.waits[{i}]` must be between the {len(plan.operations)} operations")
 

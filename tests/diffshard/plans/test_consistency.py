@@ -51,8 +51,8 @@ def test_a_profile_of_memory_ascends_from_before_the_first_operation_to_the_last
     ("lower_bound_s", "wait", "message"),
     [
         (11e-3, ("all_reduce", ("data",), 1e-3, 5), r"`timeline.lower_bound_s` is 0.011, more than its seconds"),
-        (6e-3, ("all_reduce", ("rows",), 1e-3, 5), r"`timeline.waits\[0\]` is for 'all_reduce' along \('rows',\)"),
-        (6e-3, ("sum", ("data",), 1e-3, 5), r"is for 'sum' along \('data',\), no collective of this mesh"),
+        (6e-3, ("all_reduce", ("rows",), 1e-3, 5), r"`timeline.waits\[0\]` is of 'all_reduce' along \('rows',\)"),
+        (6e-3, ("sum", ("data",), 1e-3, 5), r"is of 'sum' along \('data',\), no collective of this mesh"),
         (6e-3, ("all_reduce", ("data",), 1e-3, 5, 8), r"`timeline.waits\[0\]` must be between the 8 operations"),
     ],
 )
