@@ -11,6 +11,7 @@ the expert's shardings of state and batch. Rows that the output file has already
 
 import argparse
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +27,7 @@ from diffshard.checks.perfetto import write_perfetto
 from diffshard.checks.timeline import Timeline, simulate
 from diffshard.checks.verify import verify
 from diffshard.experts.base import DoesNotApplyError
+from diffshard.plans.timeline import PredictedWait
 from experiments import experts
 from experiments.host_devices import parse_mesh
 from experiments.models.model import Model, abstract_arguments
@@ -81,6 +83,7 @@ def time_plan(setting: Setting, plan_name: str, time_limit_s: float) -> tuple[Ro
     predicted = (plan.collectives, plan.peak_bytes) if plan else ((), float("nan"))
     verification = verify(lowered, mesh.shape, *predicted, compiled=compiled)
     memory = verification.memory
+    played = plan.timeline if plan and not by_hand else None
     row = Row(
         model=setting.name,
         batch=setting.batch,
@@ -100,8 +103,18 @@ def time_plan(setting: Setting, plan_name: str, time_limit_s: float) -> tuple[Ro
         notes=timeline.notes,
         search_s=searched - start,
         compile_s=compile_s,
+        played_s=played.seconds if played else None,
+        played_waits_s=_waits_by_reason(played.waits) if played else {},
     )
     return row, timeline
+
+
+def _waits_by_reason(waits: Sequence[PredictedWait]) -> dict[str, float]:
+    """Returns the seconds of a plan's waits by kind and axes, as those of compiled programs are added up."""
+    total: dict[str, float] = defaultdict(float)
+    for wait in waits:
+        total[f"{wait.kind} {'+'.join(wait.axes)}"] += wait.seconds
+    return dict(total)
 
 
 def divides(model: Model, mesh: Mesh, plan_name: str) -> bool:

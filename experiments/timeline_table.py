@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,8 @@ class Row:
       collectives: bytes by kind and axis, as predicted, by Shardy and by XLA.
       notes: of the timeline.
       search_s, compile_s: how long they took.
+      played_s: of a step by the plan's own timeline, which is played without compiling; None where it has none.
+      played_waits_s: seconds that arithmetic waits in that timeline, by kind and axes of the collective.
     """
 
     model: str
@@ -52,6 +54,8 @@ class Row:
     notes: Sequence[str]
     search_s: float
     compile_s: float
+    played_s: float | None = None
+    played_waits_s: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def key(self) -> tuple[str, str, int, str]:
@@ -97,22 +101,26 @@ def geometric_mean(values: Iterable[float]) -> float:
 
 
 COLUMNS = (
-    "plan", "timeline ms", "over best", "predicted", "error", "computing", "waits, ms",
+    "plan", "timeline ms", "over best", "predicted", "error", "played", "error", "computing", "waits, ms", "played",
     "sent GB: predicted", "compiled", "error", "peak GiB: predicted", "compiled", "error", "planning s",
 )  # fmt: skip
 
 
 def cells(row: Row, best_s: float = float("nan")) -> tuple[str, ...]:
     """Formats a row, given the best expert's time."""
-    waits = (f"{kind} {1e3 * s:.1f}" for kind, s in _waits_by_kind(row).items() if s >= SHORT_WAIT_S)
+    played = ("", "")
+    if row.played_s is not None:
+        played = f"{1e3 * row.played_s:.1f}", format_error(relative_error(row.played_s, row.timeline_s), 0)
     return (
         row.plan,
         f"{1e3 * row.timeline_s:.1f}",
         f"{row.timeline_s / best_s:.2f}" if np.isfinite(best_s) else "",
         f"{1e3 * row.predicted_s:.1f}",
         format_error(relative_error(row.predicted_s, row.timeline_s), 0),
+        *played,
         f"{1e3 * row.busy_s.get(COMPUTE, 0.0):.1f}",
-        ", ".join(waits),
+        _in_words(row.waited_s),
+        _in_words(row.played_waits_s),
         *_compared(row.sent_bytes, 1e9, "{:.2f}"),
         *_compared(row.peak_bytes, 2**30, "{:.1f}"),
         f"{row.search_s:.0f}",
@@ -127,13 +135,14 @@ def _compared(values: Sequence[float], unit: float, form: str) -> tuple[str, str
     return form.format(predicted / unit), form.format(compiled / unit), error
 
 
-def _waits_by_kind(row: Row) -> dict[str, float]:
-    """Returns seconds that the compute stream waits for each kind of collective, the longest first."""
+def _in_words(waits_s: Mapping[str, float]) -> str:
+    """Returns milliseconds that arithmetic waits for each kind of collective, the longest first."""
     total: dict[str, float] = {}
-    for reason, seconds in row.waited_s.items():
+    for reason, seconds in waits_s.items():
         kind = reason.split(" ")[0]
         total[kind] = total.get(kind, 0.0) + seconds
-    return dict(sorted(total.items(), key=lambda item: -item[1]))
+    longest_first = sorted(total.items(), key=lambda item: -item[1])
+    return ", ".join(f"{kind} {1e3 * s:.1f}" for kind, s in longest_first if s >= SHORT_WAIT_S)
 
 
 def print_rows(rows: Sequence[Row], heading: str) -> None:

@@ -66,7 +66,7 @@ def test_an_expert_without_a_prediction_counts_as_an_expert_but_not_in_the_ranki
     rows = [_row("found", 1.0, 3.0), _row("fsdp", math.nan, 2.0), _row("megatron", 2.0, 4.0)]
     assert ranking(rows) == 1
     assert best_expert_s(rows) == 2.0
-    assert cells(rows[0], 2.0)[:6] == ("found", "3000.0", "1.50", "1000.0", "-67%", "0.0")
+    assert cells(rows[0], 2.0)[:8] == ("found", "3000.0", "1.50", "1000.0", "-67%", "", "", "0.0")
 
 
 def test_the_geometric_mean_leaves_out_what_is_unknown():
