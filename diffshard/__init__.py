@@ -54,6 +54,8 @@ if TYPE_CHECKING:  # for type checkers and editors; when the program runs, `__ge
     from diffshard.placing import Placement, place
     from diffshard.plans.comparison import Comparison
     from diffshard.plans.whole_work import WholeWorkWarning
+    from diffshard.resharding.moves import Move
+    from diffshard.resharding.reshard import reshard, reshard_price
     from diffshard.robust_gradients import ZenoReport, ZenoResult, replica_gradients, zeno, zeno_mean
     from diffshard.sharding_search.plan import Plan
     from diffshard.sharding_search.planned_function import PlannedFunction
@@ -82,6 +84,7 @@ _NAMES_OF = {
     "cost.quantities": ("LiveMemory", "Quantity"),
     "diffshard.base": (
         "InfeasibleError",
+        "Move",
         "NumbersError",
         "PlanError",
         "ProcessesError",
@@ -103,6 +106,8 @@ _NAMES_OF = {
     "diffshard.comparison.compare": ("compare",),
     "diffshard.elastic.manifests": ("CheckpointError",),
     "diffshard.elastic.resume": ("resume",),
+    "diffshard.resharding.moves": ("Move",),
+    "diffshard.resharding.reshard": ("reshard", "reshard_price"),
     "diffshard.elastic.training": ("Training",),
     "diffshard.experts.plans": ("ExpertPlans", "expert_plans"),
     "diffshard.expert_groups.assignment": ("assign_experts",),
@@ -240,6 +245,8 @@ __all__ = [
     "preset",
     "reassign_experts",
     "replica_gradients",
+    "reshard",
+    "reshard_price",
     "resume",
     "sampled",
     "search",

@@ -11,6 +11,7 @@ from cost.base import Hardware
 from cost.real_numbers import is_positive, whole_number
 from diffshard.plans.formats import format_bytes, format_devices, format_percent, format_s, short_name
 from diffshard.plans.text_table import format_table, wrapped
+from diffshard.resharding.moves import Move
 from diffshard.sharding_search.plan import Plan
 from diffshard.sharding_search.planned_function import PlannedFunction
 
@@ -71,20 +72,6 @@ class Phase:
         if isinstance(self.mesh, Mesh):
             return tuple(device.id for device in self.mesh.devices.flat)
         return tuple(range(self.mesh.size))
-
-
-class Move(NamedTuple):
-    """The state's way from one phase into the next.
-
-    Attributes:
-      seconds: predicted; one array after the other.
-      num_bytes: bytes that go from one device to another, of all devices together.
-      num_arrays: arrays of which something has to be sent.
-    """
-
-    seconds: float
-    num_bytes: float
-    num_arrays: int
 
 
 class PhasePlans(NamedTuple):

@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 
 from cost.base import Link
 from diffshard.base import InfeasibleError, Solution
-from diffshard.budgets.base import Move, Phase, PhasePlans
+from diffshard.budgets.base import Phase, PhasePlans
 from diffshard.budgets.joint import MoveSeconds
-from diffshard.budgets.moves import Devices, move_s, moved_bytes
+from diffshard.resharding.moves import Devices, Move, links_between, move_s, moved_bytes
 from diffshard.sharding_search.call import call_of
 from diffshard.sharding_search.options import Options
 from diffshard.sharding_search.planning import make_plan, solve_problem_of
@@ -230,15 +230,10 @@ def _links_between(
     """
     if move_link is not None:
         return (move_link,)
-    links = [
-        options.hardware.link(name)
-        for _, options in (before, after)
-        for name, size in zip(options.axis_names, options.axis_sizes, strict=True)
-        if size > 1
-    ]
+    links = links_between(*((options.hardware, options.mesh.shape) for _, options in (before, after)))
     if not links and before[0].devices != after[0].devices:
         raise ValueError(
             f"`move_link` must be given: phases {phase - 1} and {phase} have one device each, of the numbers "
             f"{before[0].devices[0]} and {after[0].devices[0]}, and no mesh axis says how they are linked."
         )
-    return tuple(dict.fromkeys(links))
+    return links

@@ -16,11 +16,12 @@ from diffshard.base import PlanError
 from diffshard.elastic.checkpoint_files import last_whole_checkpoint, remove_unfinished, set_aside
 from diffshard.elastic.manifests import Checkpoint, CheckpointError
 from diffshard.elastic.ownership import Ownership
-from diffshard.elastic.training import FreshState, Training, difference_of
+from diffshard.elastic.training import STATE, Training, difference_of, saved_arrays
 from diffshard.files import folder_path
 from diffshard.plans.formats import short_name
 from diffshard.processes import Processes, errors_for_all, processes_of
 from diffshard.sharding_search.call import split
+from diffshard.sharding_search.fresh_state import FreshState
 from diffshard.sharding_search.plan import Plan
 from diffshard.sharding_search.request import PlanRequest
 from diffshard.sharding_search.search import search
@@ -77,12 +78,13 @@ def resume(
         directory = folder_path("directory", directory)
         _check_arguments(mesh, init, {"save_interval_steps": save_interval_steps, "max_to_keep": max_to_keep})
         fresh_state = FreshState(init)
+        saved = saved_arrays(fresh_state.paths(STATE), fresh_state.arrays)
         _warn_of_whole_batch(mesh, args)
         checkpoint, ownership = _agreed_checkpoint(directory, mesh)
         try:
             if checkpoint is not None:
                 name = f"The checkpoint `{checkpoint.folder}`"
-                difference = difference_of(name, checkpoint.arrays, "the state of `init`", fresh_state.saved)
+                difference = difference_of(name, checkpoint.arrays, "the state of `init`", saved)
                 if difference is not None:
                     raise CheckpointError(f"{difference} Give the function and the state that the training began with.")
                 options.setdefault("start", _plan_of(checkpoint))

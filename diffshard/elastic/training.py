@@ -3,11 +3,10 @@
 import functools
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
-from jax import lax
 from jax.sharding import NamedSharding
 
 from cost.real_numbers import whole_number
@@ -17,47 +16,13 @@ from diffshard.elastic.orbax_files import ArrayFiles
 from diffshard.elastic.ownership import Ownership
 from diffshard.plans.formats import short_name
 from diffshard.processes import errors_for_all, processes_of
-from diffshard.sharding_search.call import Structure, abstract_array, array_paths, split
+from diffshard.sharding_search.call import abstract_array, array_paths, split
+from diffshard.sharding_search.fresh_state import FreshState
 from diffshard.sharding_search.plan import Plan
 from diffshard.sharding_search.planned_function import PlannedFunction
 
-_STATE = "state"
+STATE = "state"
 """What the state is called in checkpoints and messages, whatever the function calls its argument."""
-
-
-class FreshState:
-    """How a state is made at the first start.
-
-    Args:
-      init: makes it, without arguments.
-
-    Attributes:
-      arrays: shapes and dtypes of its arrays, as `jax.ShapeDtypeStruct`.
-      saved: the same as a checkpoint has them.
-      structure: of its pytree.
-    """
-
-    def __init__(self, init: Callable[[], Any]):
-        self._init = init
-        self._seen: list[tuple[Structure, tuple[str, ...]]] = []
-        self.arrays: list[jax.ShapeDtypeStruct] = jax.eval_shape(self._flat)
-        self.structure, paths = self._seen[-1]
-        self.saved = _saved_arrays(paths, self.arrays)
-
-    @property
-    def shapes(self) -> Any:
-        """The state as a pytree of `jax.ShapeDtypeStruct`."""
-        return self.structure.unflatten(self.arrays)
-
-    def make(self, shardings: Sequence[NamedSharding]) -> Any:
-        """Computes the state, each device its own part."""
-        return self.structure.unflatten(jax.jit(self._flat, out_shardings=list(shardings))())
-
-    def _flat(self) -> list[Any]:
-        state = self._init()
-        arrays, structure = split(state)
-        self._seen.append((structure, array_paths(_STATE, state)))
-        return [_strongly_typed(array) for array in arrays]
 
 
 class Training:
@@ -87,6 +52,7 @@ class Training:
         self.num_steps = 0 if checkpoint is None else checkpoint.num_steps
         self.data = None if checkpoint is None else checkpoint.data
         self._fresh_state, self._checkpoint = fresh_state, checkpoint
+        self._saved = saved_arrays(fresh_state.paths(STATE), fresh_state.arrays)
         self._directory, self._ownership = directory, ownership
         self._save_interval_steps, self._max_to_keep = save_interval_steps, max_to_keep
         self._is_closed = False
@@ -109,7 +75,7 @@ class Training:
             return fresh.make(shardings)
         targets = {
             saved.path: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
-            for saved, array, sharding in zip(fresh.saved, fresh.arrays, shardings, strict=True)
+            for saved, array, sharding in zip(self._saved, fresh.arrays, shardings, strict=True)
         }
         return fresh.structure.unflatten(self._files.restore(self._checkpoint.folder, targets))
 
@@ -150,7 +116,7 @@ class Training:
                 what, lambda: self._checked(num_steps, state, data), lambda _: facts
             )
             self.wait()
-            saved = self._fresh_state.saved
+            saved = self._saved
             finish = functools.partial(write_manifest, plan=self.plan, num_steps=num_steps, arrays=saved, data=data)
             self._files.save(step_folder(self._directory, num_steps), named, finish)
             self._last_saved = num_steps
@@ -168,8 +134,8 @@ class Training:
         except (TypeError, ValueError) as error:
             raise ValueError(f"`data` must be JSON values, such as numbers and lists of them: {error}.") from None
         arrays, _ = split(state)
-        saved = _saved_arrays(array_paths(_STATE, state), [abstract_array(array) for array in arrays])
-        difference = difference_of("The state of `init`", self._fresh_state.saved, "the state to be saved", saved)
+        saved = saved_arrays(array_paths(STATE, state), [abstract_array(array) for array in arrays])
+        difference = difference_of("The state of `init`", self._saved, "the state to be saved", saved)
         if difference is not None:
             raise ValueError(f"{difference} Save what the step takes as its first argument.")
         if self._ownership is not None:
@@ -226,11 +192,6 @@ def difference_of(one: str, first: Sequence[SavedArray], other: str, second: Seq
     return f"{one} has {len(first)} arrays and {other} {len(second)}: only {which[0].lower()}{which[1:]} has {extra}."
 
 
-def _saved_arrays(paths: Sequence[str], arrays: Sequence[jax.ShapeDtypeStruct]) -> tuple[SavedArray, ...]:
+def saved_arrays(paths: Sequence[str], arrays: Sequence[jax.ShapeDtypeStruct]) -> tuple[SavedArray, ...]:
+    """Returns arrays as a checkpoint has them."""
     return tuple(SavedArray(p, tuple(a.shape), str(a.dtype)) for p, a in zip(paths, arrays, strict=True))
-
-
-def _strongly_typed(array: Any) -> Any:
-    """Returns an array whose dtype does not give way to others, as that of an array from a file."""
-    is_key = jax.numpy.issubdtype(jax.typeof(array).dtype, jax.dtypes.prng_key)
-    return array if is_key else lax.convert_element_type(array, jax.typeof(array).dtype)

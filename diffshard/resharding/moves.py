@@ -8,13 +8,13 @@ together: they share one latency by their bytes.
 Letters for sizes: D devices before, E devices after, R dimensions of an array.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import prod
 from typing import NamedTuple
 
 import numpy as np
 
-from cost.base import Link
+from cost.base import Hardware, Link
 from cost.lines import least_s
 from search_spaces.partition_specs import IndexedSpec
 
@@ -29,6 +29,20 @@ class Devices(NamedTuple):
 
     ids: tuple[int, ...]
     axis_sizes: tuple[int, ...]
+
+
+class Move(NamedTuple):
+    """The way of some arrays from one plan to another.
+
+    Attributes:
+      seconds: predicted; one array after the other.
+      num_bytes: bytes that go from one device to another, of all devices together.
+      num_arrays: arrays of which something has to be sent.
+    """
+
+    seconds: float
+    num_bytes: float
+    num_arrays: int
 
 
 class MovedBytes(NamedTuple):
@@ -84,6 +98,12 @@ def move_s(moved: MovedBytes, links: Sequence[Link], latency_share: float = 1.0)
     if not most_bytes:
         return 0.0
     return max(float(least_s(link.lines("collective_permute"), most_bytes, latency_share)) for link in links)
+
+
+def links_between(*hardware_and_axes: tuple[Hardware, Mapping[str, int]]) -> tuple[Link, ...]:
+    """Returns the links of some meshes over which arrays may move: those of axes with several devices."""
+    links = [hardware.link(name) for hardware, axes in hardware_and_axes for name, size in axes.items() if size > 1]
+    return tuple(dict.fromkeys(links))
 
 
 def _parts(shape: Sequence[int], spec: IndexedSpec, axis_sizes: tuple[int, ...]) -> np.ndarray:

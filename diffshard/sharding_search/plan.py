@@ -8,6 +8,8 @@ from functools import cached_property, partial
 from os import PathLike
 from typing import Any, Literal
 
+import jax
+import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from diffshard.base import PlanError
@@ -19,9 +21,10 @@ from diffshard.plans.notebook import framed
 from diffshard.plans.page import format_page
 from diffshard.plans.text import format_in_line, format_plan
 from diffshard.processes import errors_for_all, processes_of
-from diffshard.sharding_search.call import Call, Static, Structure, array_paths, split
+from diffshard.sharding_search.call import Call, Static, Structure, abstract_array, array_paths, split
 from diffshard.sharding_search.executors import with_executor
 from diffshard.sharding_search.fingerprints import plan_facts
+from diffshard.sharding_search.fresh_state import FreshState
 from diffshard.sharding_search.local_arrays import LocalPart, local_part
 from diffshard.sharding_search.options import Options
 from diffshard.sharding_search.placing_arrays import (
@@ -144,6 +147,68 @@ class Plan(PlanData):
         """
         with errors_for_all(self.mesh, "shard the parts of the same arrays"):
             return self._placed(args, kwargs, place_local)
+
+    def init(self, init: Callable[..., Any], *args: Any, argument: str | None = None) -> Any:
+        """Makes an argument, such as a training state, split as the plan wants it from the start, and returns it.
+
+        >>> state = plan.init(init_state, jax.random.key(0))
+
+        Each device computes its own part, so that nothing has to fit one device or the host. With `jax.distributed` all
+        processes of the mesh call this alike.
+
+        Args:
+          init: makes the argument, with operations of JAX.
+          *args: what `init` takes.
+          argument: which argument of the planned function it makes; None for the only one that it fits.
+
+        Raises:
+          PlanError: it makes no argument of the function, or one that fits several; or the plan's mesh has no devices.
+        """
+        with errors_for_all(self.mesh, "make an argument"):
+            mesh, fresh = self.placed_mesh, FreshState(init, *args)
+            tensors = self._tensors_for(fresh.paths, fresh.arrays, argument)
+            return fresh.make([NamedSharding(mesh, tensor.partition_spec) for tensor in tensors])
+
+    def tensors_of(self, tree: Any, argument: str | None = None, *, cast: bool = False) -> tuple[Tensor, ...]:
+        """Returns how the plan splits the arrays of a tree that is an argument of its function.
+
+        Args:
+          tree: arrays or `jax.ShapeDtypeStruct`.
+          argument: its name; None for the only one that it fits.
+          cast: whether floating arrays may have other floating dtypes than the plan's.
+
+        Raises:
+          PlanError: it is no such argument, or fits several.
+        """
+        arrays, _ = split(tree)
+        return self._tensors_for(
+            lambda name: array_paths(name, tree), [abstract_array(a) for a in arrays], argument, cast
+        )
+
+    def _tensors_for(
+        self,
+        paths_of: Callable[[str], tuple[str, ...]],
+        arrays: Sequence[jax.ShapeDtypeStruct],
+        argument: str | None,
+        cast: bool = False,
+    ) -> tuple[Tensor, ...]:
+        names = [name for name in self._parameters if not self._is_static(name)]
+        if argument is not None and argument not in names:
+            raise PlanError(f"`argument` is {argument!r}, but the plan was made for {', '.join(names)}.")
+        fitting, errors = [], []
+        for name in names if argument is None else [argument]:
+            tensors = self._tensors_of(name)
+            given = _as_planned(arrays, tensors) if cast else arrays
+            try:
+                check_arrays(tensors, paths_of(name), given)
+                fitting.append(name)
+            except PlanError as error:
+                errors.append(f"It is not `{name}`: {error}")
+        if len(fitting) == 1:
+            return self._tensors_of(fitting[0])
+        if fitting:
+            raise PlanError(f"The tree fits {' and '.join(map(repr, fitting))}; name one by `argument`.")
+        raise PlanError(f"The tree is no argument of {self.function}. {' '.join(errors)}")
 
     def local_parts(self, name: str) -> dict[str, LocalPart]:
         """Returns which part of each array of an argument this process holds, and has to load for `shard_local`.
@@ -312,3 +377,16 @@ class Plan(PlanData):
                 "`plan = plan.apply(fn, mesh).plan(*args)`, where shapes (`jax.eval_shape`) are enough."
             )
         return self.structures[number]
+
+
+def _as_planned(arrays: Sequence[jax.ShapeDtypeStruct], tensors: Sequence[Tensor]) -> list[jax.ShapeDtypeStruct]:
+    """Returns floating arrays with the dtypes of a plan's, where those are floating too."""
+
+    def is_float(dtype: Any) -> bool:
+        return "<" not in str(dtype) and jnp.issubdtype(dtype, jnp.floating)
+
+    planned = list(arrays)
+    for i, (array, tensor) in enumerate(zip(arrays, tensors, strict=False)):
+        if is_float(array.dtype) and is_float(tensor.dtype):
+            planned[i] = jax.ShapeDtypeStruct(array.shape, jnp.dtype(tensor.dtype))
+    return planned

@@ -1,0 +1,1 @@
+"""Moves arrays between plans and meshes, and says what that takes."""

@@ -1,0 +1,54 @@
+"""A training state that a function makes, split from the start."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax import lax
+from jax.sharding import NamedSharding
+
+from diffshard.sharding_search.call import Structure, array_paths, split
+
+
+class FreshState:
+    """A state that is not made yet: its shapes are known, and no device ever holds all of it.
+
+    Args:
+      init: makes it.
+      *args: what `init` takes, such as a random key.
+
+    Attributes:
+      arrays: shapes and dtypes of its arrays, as `jax.ShapeDtypeStruct`.
+      structure: of its pytree.
+    """
+
+    def __init__(self, init: Callable[..., Any], *args: Any):
+        self._init, self._args = init, args
+        self._seen: list[tuple[Structure, Any]] = []
+        self.arrays: list[jax.ShapeDtypeStruct] = jax.eval_shape(self._flat, *args)
+        self.structure, self._paths = self._seen[-1]
+
+    @property
+    def shapes(self) -> Any:
+        """The state as a pytree of `jax.ShapeDtypeStruct`."""
+        return self.structure.unflatten(self.arrays)
+
+    def paths(self, name: str) -> tuple[str, ...]:
+        """Returns the path of each array in a state that is called so."""
+        return tuple(name + path for path in self._paths)
+
+    def make(self, shardings: Sequence[NamedSharding]) -> Any:
+        """Computes the state, each device its own part."""
+        return self.structure.unflatten(jax.jit(self._flat, out_shardings=list(shardings))(*self._args))
+
+    def _flat(self, *args: Any) -> list[Any]:
+        state = self._init(*args)
+        arrays, structure = split(state)
+        self._seen.append((structure, array_paths("", state)))
+        return [_strongly_typed(array) for array in arrays]
+
+
+def _strongly_typed(array: Any) -> Any:
+    """Returns an array whose dtype does not give way to others, as that of an array from a file."""
+    is_key = jax.numpy.issubdtype(jax.typeof(array).dtype, jax.dtypes.prng_key)
+    return array if is_key else lax.convert_element_type(array, jax.typeof(array).dtype)
