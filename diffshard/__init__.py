@@ -187,6 +187,7 @@ __all__ = [
     "Line",
     "Link",
     "LiveMemory",
+    "Move",
     "NumbersError",
     "Objective",
     "Pareto",

@@ -97,6 +97,18 @@ result["devices"] = message_of(
     lambda: diffshard.search(step, devices=jax.devices()[:: 1 - 2 * process], hardware="cpu").plan(state, batch)
 )
 
+other_mesh = jax.make_mesh((8,), ("all",), axis_types=(AxisType.Auto,))
+target = diffshard.search(step, other_mesh, hardware="cpu", in_shardings=(jax.P("all"), None)).plan(state, batch)
+made = plan.init(lambda: in_float32(state_of()))
+moved = diffshard.reshard(made, plan, target)
+expected = target.shard(state)
+result["moved"] = [
+    bool((np.asarray(a.data) == np.asarray(b.data)).all()) and a.index == b.index
+    for name in state for a, b in zip(moved[name].addressable_shards, expected[name].addressable_shards, strict=True)
+]
+result["move"] = diffshard.reshard_price(made, plan, target)
+own_plan = diffshard.search(step, jax.make_mesh((4,), ("all",), devices=jax.local_devices()), hardware="cpu").plan
+result["elsewhere"] = message_of(lambda: diffshard.reshard(made, plan, own_plan(state, batch)))
 result["one device"] = message_of(lambda: searched(check="numbers").plan(state, batch))
 result["limits"] = message_of(lambda: searched(memory_limit_bytes=8e9 - process).plan(state, batch))
 other = {**state, "down": state["down"].astype(np.float16 if process else np.float32)}
@@ -178,6 +190,15 @@ def test_training_in_two_processes_is_training_in_one(results: list[dict]):
     for result in results:
         assert result["losses"] == pytest.approx(losses, rel=1e-5)
         assert result["applied"] == pytest.approx(losses[0], rel=1e-5)
+
+
+def test_a_state_is_made_and_moved_between_meshes_of_two_processes(results: list[dict]):
+    for result in results:
+        assert len(result["moved"]) == 8
+        assert all(result["moved"])
+        assert result["move"] == results[0]["move"]
+        kind, message = result["elsewhere"]
+        assert (kind, "have meshes of other devices, in several processes" in message) == ("PlanError", True)
 
 
 def test_all_processes_choose_the_same_shape_of_the_mesh(results: list[dict]):
