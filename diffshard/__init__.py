@@ -57,6 +57,7 @@ if TYPE_CHECKING:  # for type checkers and editors; when the program runs, `__ge
     from diffshard.resharding.moves import Move
     from diffshard.resharding.reshard import reshard, reshard_price
     from diffshard.robust_gradients import ZenoReport, ZenoResult, replica_gradients, zeno, zeno_mean
+    from diffshard.sharding_search.number_formats import Formats
     from diffshard.sharding_search.plan import Plan
     from diffshard.sharding_search.planned_function import PlannedFunction
     from diffshard.sharding_search.search import search
@@ -134,6 +135,7 @@ _NAMES_OF = {
     "diffshard.robust_gradients": ("ZenoReport", "ZenoResult", "replica_gradients", "zeno", "zeno_mean"),
     "diffshard.sharding_search.plan": ("Plan",),
     "diffshard.sharding_search.search": ("search",),
+    "diffshard.sharding_search.number_formats": ("Formats",),
     "diffshard.sharding_search.step_objective": ("RelaxedStep",),
     "diffshard.sharding_search.planned_function": ("PlannedFunction",),
     "diffshard.solving.objectives.objective": ("Objective",),
@@ -178,6 +180,7 @@ __all__ = [
     "ExpertLayout",
     "ExpertLoads",
     "ExpertPlans",
+    "Formats",
     "GroupPlan",
     "Hardware",
     "Hosts",

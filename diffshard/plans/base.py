@@ -91,6 +91,7 @@ class Operation:
       next_best_s: seconds that the next best spec would add to the step.
       reductions: for each result of an operation the collectives that finish its partial results, as (kind, mesh axis)
         in order; empty in plans that were saved before they were written down.
+      format: "float8" where operands are rounded to it before they are multiplied; "" for what runs as it was traced.
     """
 
     kind: Literal["operation", "input", "constant", "carry", "slice", "stack", "join"]
@@ -106,6 +107,7 @@ class Operation:
     next_best_spec: NamedSpec | None = None
     next_best_s: AnyNumber = 0.0
     reductions: tuple[tuple[tuple[str, str], ...], ...] = ()
+    format: Literal["", "float8"] = ""
 
 
 @dataclass(frozen=True)
@@ -210,6 +212,45 @@ class PlannedObjective:
         return max(self.value - self.lower_bound, 0.0) / abs(self.value) if self.value else 0.0
 
 
+@dataclass(frozen=True)
+class FormatGroup:
+    """Equal products of equal layers, whose effect on the loss was measured together.
+
+    Attributes:
+      name: modules, line, pass and contracted dimensions; numbers of layers are left out.
+      count: products.
+      num_float8: of them in float8.
+      loss_increase: predicted for a whole training with all of them in float8.
+      gain_s: seconds of a step that those in float8 gain.
+    """
+
+    name: str
+    count: Count
+    num_float8: Index
+    loss_increase: Amount
+    gain_s: AnyNumber
+
+
+@dataclass(frozen=True)
+class PlannedFormats:
+    """Number formats within a limit on the predicted loss.
+
+    Attributes:
+      max_loss_increase: the limit.
+      loss_increase: predicted for the plan: the sum over its groups in float8.
+      groups: those that gain time in float8 on some sharding, the ones that gain most first.
+    """
+
+    max_loss_increase: Amount
+    loss_increase: Amount
+    groups: tuple[FormatGroup, ...]
+
+    @property
+    def increases(self) -> dict[str, float]:
+        """What each group adds to the loss, as `Formats.increases` takes it."""
+        return {group.name: group.loss_increase for group in self.groups}
+
+
 LEAST_SHARE_AT_PEAK = 1e-3
 """Smaller arrays are not listed one by one: a thousand lines of a table already say more than anybody reads."""
 
@@ -251,6 +292,8 @@ class PlanData:
       function_digest: a hash of the traced function, its arguments' types, and the versions of JAX and diffshard; "" in
         plans of older versions.
       shapes: the shapes of the mesh that were tried, the best first; empty where the mesh was given.
+      formats: number formats that were searched together with the shardings, and what they do to the loss; None where
+        the function keeps its own.
       stored_in: the file of a store of plans from which it was taken instead of a search; "" if it was searched.
       timeline: the step as a program for each device, played in its own order; None for other executors, where
         collectives hold arithmetic, and in plans of older versions.
@@ -290,6 +333,7 @@ class PlanData:
     whole_work: tuple[WholeWork, ...] = ()
     function_digest: str = field(default="", compare=False)
     shapes: tuple[TriedShape, ...] = ()
+    formats: PlannedFormats | None = None
     stored_in: str = field(default="", compare=False)
     timeline: PredictedTimeline | None = None
     mesh: Mesh | AbstractMesh | None = field(default=None, compare=False, repr=False)

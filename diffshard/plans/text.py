@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from functools import partial
 
-from diffshard.plans.base import PlanData
+from diffshard.plans.base import PlanData, PlannedFormats
 from diffshard.plans.formats import (
     format_array,
     format_axes,
@@ -43,6 +43,8 @@ def format_plan(plan: PlanData) -> str:
     parts = [_header(plan), _arguments(plan), _operations(plan)]
     if plan.remat is not None and plan.remat.residuals:
         parts.append(_residuals(plan.remat))
+    if plan.formats is not None:
+        parts.append(_formats(plan.formats))
     if plan.comparison:
         parts.append(str(plan.comparison))
     if plan.notes:
@@ -105,6 +107,18 @@ def _remat(remat: Rematerialisation) -> str:
         return f"{kept}, nothing computed again"
     takes = "" if remat.offloaded else f" in {format_s(remat.seconds)}"
     return f"{kept}, {len(remat.recomputed)} operations computed again{takes}"
+
+
+def _formats(formats: PlannedFormats) -> str:
+    rows = [("name", "", "in", "loss", "gains")]
+    for g in formats.groups:
+        gains = format_s(g.gain_s) if g.num_float8 else ""
+        rows.append((g.name, f"{g.count}x", "float8" if g.num_float8 else "own", f"+{g.loss_increase:.2g}", gains))
+    title = (
+        f"Formats: products in float8, with what their group adds to the loss: +{formats.loss_increase:.2g} predicted "
+        f"of +{formats.max_loss_increase:.2g} that may be added"
+    )
+    return "\n".join([*wrapped(title, "", "  "), "", *format_table(rows, "  ", right=(1, 3, 4), wrap=(0,))])
 
 
 def _residuals(remat: Rematerialisation) -> str:

@@ -11,6 +11,7 @@ from search_spaces.partition_specs import IndexedSpec, indexed_spec
 from search_spaces.sharding.base import Layout, ReshardStep, ShardingStrategy
 from search_spaces.sharding.execution import make_layout
 from search_spaces.sharding.graph import Value, Vertex
+from search_spaces.sharding.number_formats import takes_float8
 from search_spaces.sharding.space import ShardingSpace
 from search_spaces.sharding.spec import axes_in, shards
 
@@ -55,7 +56,18 @@ def layout_of(plan: PlanData, space: ShardingSpace) -> Layout:
         strategies.append(ShardingStrategy(operands, results, parts, reductions, unreduced))
         for value, spec in zip(vertex.results, kept_specs, strict=True):
             value_specs[value.id] = spec
-    return make_layout(space.graph, strategies, value_specs)
+    return make_layout(space.graph, strategies, value_specs, _rounded(plan, space))
+
+
+def _rounded(plan: PlanData, space: ShardingSpace) -> frozenset[int]:
+    rounded = [i for i, operation in enumerate(plan.operations) if operation.format]
+    for i in rounded:
+        if not takes_float8(space.graph.vertices[i]):
+            raise PlanError(
+                f"The plan has {plan.operations[i].signature} ({plan.operations[i].source}) in "
+                f"{plan.operations[i].format}, which only products of floating-point arrays can be in."
+            )
+    return frozenset(rounded)
 
 
 def has_reductions(plan: PlanData) -> bool:

@@ -17,6 +17,7 @@ from diffshard.deadline import Deadline
 from diffshard.live_progress import ProgressDisplay
 from diffshard.plans.base import Executor, LogicalAxisRules, PlanData
 from diffshard.sharding_search.mesh_candidates import MeshCandidate
+from diffshard.sharding_search.number_formats import Formats, check_formats
 from diffshard.sharding_search.step_objective import StepCost
 from diffshard.solving.solve import check_key, resolve
 from search_spaces.sharding.given import check_prefix
@@ -62,6 +63,7 @@ class Options:
     candidates: tuple[MeshCandidate, ...] = ()
     remat: Remat | None = None
     objective: StepCost | None = None
+    formats: Formats | None = None
 
     def __post_init__(self):
         if not callable(self.fn):
@@ -84,6 +86,7 @@ class Options:
         _check_can_run(self.mesh, self.checks_numbers)
         _check_remat(self.remat, self.hardware, self.mesh)
         _check_objective(self.objective)
+        check_formats(self.formats, self.hardware, self.executor)
         _check_start(self.start)
         if self.progress not in get_args(ProgressDisplay):
             raise ValueError(

@@ -19,8 +19,10 @@ from diffshard.pipelines.base import Pipeline
 from diffshard.pipelines.pipelined_function import PipelinedFunction, pipelined
 from diffshard.plans.base import Executor
 from diffshard.processes import errors_for_all
+from diffshard.sharding_search.format_search import find_plan_with_formats
 from diffshard.sharding_search.logical_axes import checked_rules
 from diffshard.sharding_search.mesh_candidates import Devices, mesh_candidates, mesh_of_all
+from diffshard.sharding_search.number_formats import Formats
 from diffshard.sharding_search.option_pairs import check_pairs
 from diffshard.sharding_search.options import DEFAULT_SOLVER, Options, Remat, argument_names, hardware_for, positions
 from diffshard.sharding_search.plan import Plan
@@ -74,6 +76,7 @@ def search(  # pyright: ignore[reportInconsistentOverload]  # the overloads leav
     start: Plan | None = None,
     pipeline: Pipeline | None = None,
     objective: StepCost | None = None,
+    formats: Formats | None = None,
     progress: ProgressDisplay = "terminal",
 ) -> PlannedFunction[Plan] | PipelinedFunction:
     """Finds how to run a function on a mesh. Like `jax.jit` it returns a callable, and searches when that is called.
@@ -160,6 +163,10 @@ def search(  # pyright: ignore[reportInconsistentOverload]  # the overloads leav
         of arithmetic and of each link, bytes over time) and returns a scalar, such as joules or a price. JAX
         differentiates it. The plan's bound on it holds where it is convex in the fields of the step. It does not go
         with `devices`, `remat`, `check="compile"`, `cache` and `pipeline`.
+      formats: rounds products to float8, where that gains time, as far as the loss allows: a `Formats`, which says how
+        far and has calls of the step to measure it by. Shardings and formats are searched together, and the plan's
+        bound holds for all of both. None leaves all numbers as they are. It takes the executor "program", hardware with
+        a rate for float8, and none of `devices`, `remat`, `check`, `cache`, `start`, `objective` and `pipeline`.
       progress: "terminal" shows the best cost and the bound in one live line on stderr once a search lasts over two
         seconds, but only on a terminal; "none" shows nothing. `plan(..., progress=...)` takes a function instead, but
         not with `pipeline`.
@@ -171,6 +178,7 @@ def search(  # pyright: ignore[reportInconsistentOverload]  # the overloads leav
     check_pairs(
         {"devices": None if pipeline is not None else devices}
         | {"pipeline": pipeline, "objective": objective, "remat": remat, "cache": cache, "start": start, "key": key}
+        | {"formats": formats}
         | {"in_shardings": in_shardings, "logical_axis_rules": logical_axis_rules, "executor": executor}
         | {"static_argnums": static_argnums, "static_argnames": static_argnames, "check": check, "target": target}
         | {'check="compile"': True if checks_of(check)[0] == "compile" else None}
@@ -206,6 +214,8 @@ def search(  # pyright: ignore[reportInconsistentOverload]  # the overloads leav
         rules = None if logical_axis_rules is None else checked_rules(logical_axis_rules, tuple(mesh.axis_names))
         compiler, checks_numbers = checks_of(check)
         find, judged_by = _unjudged(compiler, remat), compiler or ""
+        if formats is not None:
+            find = find_plan_with_formats
         if compiler == "compile":
             compiled_for = target_for(target, priced_for)
             compiled_for.check()
@@ -239,6 +249,7 @@ def search(  # pyright: ignore[reportInconsistentOverload]  # the overloads leav
             candidates=candidates or (),
             remat=remat,
             objective=objective,
+            formats=formats,
         )
     return PlannedFunction(options, functools.partial(plan_of_first_process, find))
 

@@ -165,9 +165,11 @@ class Layout(NamedTuple):
       value_specs: for each value, by id, the spec in which its readers receive it; `()` for values without dimensions.
       input_specs: for each flat argument, how it comes in.
       output_specs: for each flat result, how it goes out: as the argument that it replaces, else as it is made.
+      rounded: the indices of the products that run in float8.
     """
 
     strategies: tuple[ShardingStrategy, ...]
     value_specs: tuple[IndexedSpec, ...]
     input_specs: tuple[IndexedSpec, ...]
     output_specs: tuple[IndexedSpec, ...]
+    rounded: frozenset[int] = frozenset()

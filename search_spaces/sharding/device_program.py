@@ -22,10 +22,11 @@ from search_spaces.sharding.given import rank_of
 from search_spaces.sharding.graph import Graph, Value, Vertex
 from search_spaces.sharding.interpreter import GraphInterpreter, ReadOperand
 from search_spaces.sharding.local_blocks import Blocks, context_of_blocks
-from search_spaces.sharding.local_operations import LocalCall, combiner, run_local, untyped_parameters
+from search_spaces.sharding.local_operations import LocalCall, combiner, run_local, unpadded, untyped_parameters
+from search_spaces.sharding.number_formats import float8_product
 from search_spaces.sharding.resharding import Paths
 from search_spaces.sharding.schedule import ProgramSchedule
-from search_spaces.sharding.spec import replicated_spec
+from search_spaces.sharding.spec import axes_in, replicated_spec
 from search_spaces.sharding.whole_operations import whole_operations
 
 
@@ -81,6 +82,9 @@ class DeviceProgram:
         if not self._runs_whole(vertex):
             operands = [read(operand, spec) for operand, spec in zip(vertex.operands, strategy.operands, strict=True)]
             call = LocalCall(vertex, strategy, self.blocks)
+            if vertex.index in self.layout.rounded:
+                split_axes = [[self.blocks.axis_names[a] for a in sorted(axes_in(s))] for s in strategy.operands]
+                return _checked(call, float8_product(vertex, unpadded(call, operands), split_axes))
             return _checked(call, run_local(call, operands))
         assert vertex.equation is not None
         operands = [read(operand, replicated_spec(rank_of(operand))) for operand in vertex.operands]

@@ -28,8 +28,13 @@ from search_spaces.sharding.spec import divides_or_pads, replicated_spec
 from search_spaces.sharding.whole_operations import runs_whole
 
 
-def make_layout(graph: Graph, strategies: Sequence[ShardingStrategy], value_specs: Sequence[IndexedSpec]) -> Layout:
-    """Returns a layout from a strategy for each vertex and a spec for each value."""
+def make_layout(
+    graph: Graph,
+    strategies: Sequence[ShardingStrategy],
+    value_specs: Sequence[IndexedSpec],
+    rounded: frozenset[int] = frozenset(),
+) -> Layout:
+    """Returns a layout from a strategy for each vertex, a spec for each value and the products in float8."""
     inputs = [strategies[vertex.index].unreduced[0] for vertex in graph.inputs]
     outputs = [
         inputs[argument]
@@ -39,7 +44,7 @@ def make_layout(graph: Graph, strategies: Sequence[ShardingStrategy], value_spec
         else replicated_spec(np.ndim(output.val))
         for output, argument in zip(graph.outputs, graph.feedback, strict=True)
     ]
-    return Layout(tuple(strategies), tuple(value_specs), tuple(inputs), tuple(outputs))
+    return Layout(tuple(strategies), tuple(value_specs), tuple(inputs), tuple(outputs), rounded)
 
 
 class Execution:

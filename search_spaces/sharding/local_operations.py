@@ -111,6 +111,16 @@ def run_local(call: LocalCall, operands: Sequence[Any]) -> list[Any]:
     return call.bind(operands)
 
 
+def unpadded(call: LocalCall, blocks: Sequence[Any], dims: Sequence[Sequence[int]] | None = None) -> list[Any]:
+    """Returns blocks in which what lies beyond the whole arrays is 0, along some dimensions of each or along all."""
+    return [
+        call.blocks.mask(
+            block, call.operand_shape(i), call.strategy.operands[i], range(block.ndim) if d is None else d, 0
+        )
+        for i, (block, d) in enumerate(zip(blocks, dims or (None,) * len(blocks), strict=True))
+    ]
+
+
 # Operations whose parameters hold shapes.
 
 
@@ -172,12 +182,8 @@ def _reshape(call: LocalCall, operands: Sequence[Any]) -> list[Any]:
 
 def _contraction(call: LocalCall, operands: Sequence[Any]) -> list[Any]:
     """Runs a product whose contracted dimensions may be padded: the padding counts 0 on both sides."""
-    (lhs_dims, rhs_dims), _ = call.equation.params["dimension_numbers"]
-    blocks = [
-        call.blocks.mask(operand, call.operand_shape(i), call.strategy.operands[i], dims, 0)
-        for i, (operand, dims) in enumerate(zip(operands, (lhs_dims, rhs_dims), strict=True))
-    ]
-    return call.bind(blocks)
+    contracted, _ = call.equation.params["dimension_numbers"]
+    return call.bind(unpadded(call, operands, contracted))
 
 
 def _ragged_product(call: LocalCall, operands: Sequence[Any]) -> list[Any]:

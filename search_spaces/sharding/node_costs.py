@@ -1,6 +1,6 @@
 """What a strategy costs by itself: arithmetic and memory traffic, the collectives that finish it, a preference."""
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from math import prod
 
 import numpy as np
@@ -13,10 +13,11 @@ from search_spaces.sharding.fusion import PICKS
 from search_spaces.sharding.graph import Operand, Value, Vertex, copies_over_host_link
 from search_spaces.sharding.kernels import Kernels
 from search_spaces.sharding.mapped_collectives import MappedCollectives
+from search_spaces.sharding.number_formats import RATE
 from search_spaces.sharding.opaque.operations import local_work, opaque_of, own_collectives
 from search_spaces.sharding.opaque.own_collectives import OwnCollective, PricedCollective, priced
 from search_spaces.sharding.reshard_costs import CollectiveShares, ReshardCosts
-from search_spaces.sharding.spec import local_bytes
+from search_spaces.sharding.spec import axes_in, local_bytes
 from search_spaces.sharding.stated_seconds import stated_seconds
 
 UPDATES = {
@@ -43,6 +44,7 @@ class NodeCosts:
       reshard_costs: what collectives cost.
       shares: which parts of a collective's latency and time count for a value.
       kernels: what is read from memory and written to it.
+      float8_price_s: by vertex, the products that may run in float8, and what each has to gain by it at least, seconds.
     """
 
     def __init__(
@@ -52,8 +54,10 @@ class NodeCosts:
         reshard_costs: ReshardCosts,
         shares: CollectiveShares,
         kernels: Kernels,
+        float8_price_s: Mapping[int, float] | None = None,
     ):
         self.axis_sizes, self.hardware, self.kernels = axis_sizes, hardware, kernels
+        self.float8_price_s = {} if float8_price_s is None else float8_price_s
         self.reshard_costs, self.shares = reshard_costs, shares
         self._mapped = MappedCollectives(
             reshard_costs.axis_names,
@@ -82,14 +86,17 @@ class NodeCosts:
         """Returns what a node's seconds depend on; `forms` are as for `all_s`."""
         vertex = node.vertex
         shares = tuple((self.shares.latency(value), self.shares.exposed(value)) for value in vertex.results)
-        return forms[vertex.index], node.hub is None, id(node.strategies), shares, self.kernels.at(vertex)
+        price_s = self.float8_price_s.get(vertex.index)
+        return forms[vertex.index], node.hub is None, id(node.strategies), shares, self.kernels.at(vertex), price_s
 
     def node_s(self, node: Node) -> np.ndarray:
-        """Returns the node cost `[S_v]`: the sum of the four terms below; a hub costs nothing itself."""
+        """Returns the node cost `[S_v]`: the sum of the terms below; a hub costs nothing itself."""
         if node.hub is not None:
             return np.zeros(len(node.strategies))
         vertex, strategies = node.vertex, node.strategies
         local = self.compute_s(vertex, strategies) + self.preference_s(vertex, strategies)
+        if vertex.index in self.float8_price_s:
+            local += self.float8_price_s[vertex.index] * self.rounds(vertex, strategies)
         return local + np.array([self.reduction_s(vertex, s) + self._own_collectives_s(vertex, s) for s in strategies])
 
     def compute_s(self, vertex: Vertex, strategies: Sequence[ShardingStrategy]) -> np.ndarray:
@@ -109,11 +116,50 @@ class NodeCosts:
         stated_s = stated_seconds(vertex.equation)
         if stated_s is not None:
             return np.full(len(strategies), vertex.weight * stated_s)
+        return np.where(self.rounds(vertex, strategies), *self._both_compute_s(vertex, strategies, copy_s))
+
+    def rounds(self, vertex: Vertex, strategies: Sequence[ShardingStrategy]) -> np.ndarray:
+        """Tells which strategies run a product in float8: those that gain more than its price by it."""
+        if vertex.index not in self.float8_price_s:
+            return np.zeros(len(strategies), bool)
+        return self.float8_gain_s(vertex, strategies) > self.float8_price_s[vertex.index]
+
+    def float8_gain_s(self, vertex: Vertex, strategies: Sequence[ShardingStrategy]) -> np.ndarray:
+        """Returns the seconds of a step that a product gains in float8, below 0 where it loses, `[strategies]`."""
+        float8_s, exact_s = self._both_compute_s(vertex, strategies, 0.0)
+        maxima_s = [sum(map(self._alone_s, self._maxima(vertex, strategy))) for strategy in strategies]
+        return exact_s - float8_s - vertex.weight * np.array(maxima_s)
+
+    def _maxima(self, vertex: Vertex, strategy: ShardingStrategy) -> list[OwnCollective]:
+        """Returns the all-reduces that find the largest magnitude of each operand of a product in float8."""
+        axes = [axis for spec in strategy.operands for axis in sorted(axes_in(spec))]
+        return [OwnCollective("all_reduce", axis, 4.0, 1, False) for axis in axes]
+
+    def _both_compute_s(
+        self, vertex: Vertex, strategies: Sequence[ShardingStrategy], copy_s: np.ndarray | float
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the seconds of an operation's arithmetic and traffic in one step, in float8 and as it is.
+
+        In float8 each operand is rounded once more for this product: a kernel for its largest magnitude, which reads
+        nothing that is not at hand, and one that reads it and writes its codes.
+        """
+        assert vertex.equation is not None
         num_bytes = np.array([touched_bytes(vertex, s, self.kernels, self.axis_sizes) for s in strategies])
         flops = equation_flops(vertex.equation) / np.array([s.parts for s in strategies], float)
         dtype = equation_dtype(vertex.equation)
         launch_s = self.kernels.launches[vertex.index] * self.hardware.kernel_launch_s
-        return vertex.weight * (launch_s + copy_s + roofline_s(flops, num_bytes, dtype, self.hardware))
+        exact_s = vertex.weight * (launch_s + copy_s + roofline_s(flops, num_bytes, dtype, self.hardware))
+        if vertex.index not in self.float8_price_s:
+            return exact_s, exact_s
+        read, rounded = np.zeros(len(strategies)), np.zeros(len(strategies))
+        for position, operand in enumerate(vertex.operands):
+            assert isinstance(operand, Value)
+            own = [local_bytes(operand, s.operands[position], self.axis_sizes) for s in strategies]
+            read += (1 - 1 / operand.dtype.itemsize) * self.kernels.reads[vertex.index][position] * np.array(own)
+            rounded += (1 + 1 / operand.dtype.itemsize) * np.array(own)
+        launch_s += 2 * len(vertex.operands) * self.hardware.kernel_launch_s
+        product_s = roofline_s(flops, num_bytes - read, RATE, self.hardware)
+        return vertex.weight * (launch_s + copy_s + product_s + roofline_s(0.0, rounded, dtype, self.hardware)), exact_s
 
     def _opaque_s(self, vertex: Vertex, strategy: ShardingStrategy) -> float:
         """Returns the seconds of one run of an opaque operation, which is a kernel of its own."""
@@ -153,6 +199,9 @@ class NodeCosts:
         if vertex.equation is not None and vertex.primitive == "shard_map":
             is_stated = stated_seconds(vertex.equation) is not None
             return [] if is_stated else priced(self._mapped.of(vertex.equation), 0.0, self._alone_s)
+        if vertex.index in self.float8_price_s:
+            is_rounded = self.rounds(vertex, (strategy,))[0]
+            return priced(self._maxima(vertex, strategy), 0.0, self._alone_s) if is_rounded else []
         collectives = own_collectives(vertex, strategy, self.reshard_costs.axis_names, self.axis_sizes)
         return priced(collectives, self._opaque_s(vertex, strategy), self._alone_s) if collectives else []
 

@@ -13,7 +13,7 @@ its terms are built by
 | - arithmetic       | the slower of one device's FLOPs and memory traffic   | `node_costs.NodeCosts.compute_s`      |
 | - traffic          | what kernels read and write, whatever lies between    | `kernels.kernels_of`                  |
 | - reductions       | collectives that finish partial results, and gathers  | `node_costs.NodeCosts.reduction_s`    |
-| - own collectives  | what an opaque operation or a `shard_map` sends       | `NodeCosts.own_collectives`           |
+| - own collectives  | what an operation sends itself, as for a largest value | `NodeCosts.own_collectives`           |
 | - preference       | a thousandth of the time to read the stored arguments | `node_costs.NodeCosts.preference_s`   |
 | (u, v)             | a value that u makes and v reads, or its hub          | `edge_costs.edges_of`                 |
 | T_uv               | edge cost: the reshards of these values               | `edge_costs.transfer_matrices`        |
@@ -28,7 +28,7 @@ times the share of it that the step waits for.
 """
 
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import jax
@@ -89,6 +89,8 @@ class ShardingSpace:
       as_program: whether operations are split only in ways that have a form on one device's part (`whole_operations`);
         without it, only in ways that XLA's partitioner computes rightly (`partitioner_faults`).
       loaded: flat arguments that hosts load anew for each step: none is left whole on several hosts if it divides.
+      float8_price_s: by the index of a product's vertex, the seconds that it has to gain in float8 at least: those that
+        its part in the loss is worth. Products that are not listed stay as they are.
     """
 
     graph: Graph
@@ -100,11 +102,20 @@ class ShardingSpace:
     memory_limit_bytes: float = np.inf
     as_program: bool = False
     loaded: frozenset[int] = frozenset()
+    float8_price_s: Mapping[int, float] = field(default_factory=dict)
 
     @property
     def problem(self) -> Problem:
         """The space as a problem in seconds and bytes, built once."""
         return self._problem
+
+    def with_float8(self, price_s: Mapping[int, float]) -> "ShardingSpace":
+        """Returns the space with these products free to run in float8; what does not depend on it is not made again."""
+        space = replace(self, float8_price_s=dict(price_s))
+        on_prices = ("node_costs", "_problem", "quantities", "preference_problem")
+        made = {name: value for name, value in vars(self).items() if name not in vars(space) and name not in on_prices}
+        vars(space).update(made)
+        return space
 
     @cached_property
     def node_names(self) -> tuple[str, ...]:
@@ -153,7 +164,10 @@ class ShardingSpace:
             hub = self.hub_node.get(value.id)
             made_spec = strategies[value.vertex].results[value.result]
             value_specs.append(made_spec if hub is None else strategies[hub].results[0])
-        return make_layout(self.graph, strategies[: len(self.graph.vertices)], value_specs)
+        layout = make_layout(self.graph, strategies[: len(self.graph.vertices)], value_specs)
+        vertices = (self.graph.vertices[i] for i in self.float8_price_s)
+        rounded = [v.index for v in vertices if self.node_costs.rounds(v, (layout.strategies[v.index],))[0]]
+        return layout._replace(rounded=frozenset(rounded))
 
     def predict(self, choice: Sequence[int]) -> StepPrediction:
         """Returns what a choice costs as numbers for vertices and collectives; raises `ValueError` as `decode`."""
@@ -250,7 +264,7 @@ class ShardingSpace:
     def node_costs(self) -> NodeCosts:
         """What strategies cost by themselves."""
         shares = CollectiveShares(self.graph, self.hardware.exposed_share)
-        return NodeCosts(self.axis_sizes, self.hardware, self.reshard_costs, shares, self.kernels)
+        return NodeCosts(self.axis_sizes, self.hardware, self.reshard_costs, shares, self.kernels, self.float8_price_s)
 
     @cached_property
     def least_compute_s(self) -> float:

@@ -1,0 +1,176 @@
+"""`search(..., formats=...)` decides shardings and number formats together, within a limit on the predicted loss."""
+
+import dataclasses
+import itertools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractMesh, AxisType
+
+import diffshard
+from diffshard.sharding_search.number_formats import product_groups
+from diffshard.sharding_search.options import Options
+from diffshard.sharding_search.tracing import space_of, trace_function
+
+LAYERS, ROWS, WIDTH = 2, 16, 16
+UNLIMITED = 1e9
+
+
+def train_step(params, batch):
+    def loss_of(params):
+        x, _ = jax.lax.scan(lambda x, weights: (jnp.tanh(x @ weights), None), batch[0], params["layers"])
+        return jnp.mean((x @ params["head"] - batch[1]) ** 2)
+
+    loss, gradients = jax.value_and_grad(loss_of)(params)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients), loss
+
+
+def arguments(rows=ROWS, width=WIDTH):
+    keys = jax.random.split(jax.random.key(0), 4)
+    params = {
+        "layers": jax.random.normal(keys[0], (LAYERS, width, width)) / math.sqrt(width),
+        "head": jax.random.normal(keys[1], (width, width)) / math.sqrt(width),
+    }
+    return params, tuple(jax.random.normal(key, (rows, width)) for key in keys[2:])
+
+
+def mesh_of(num_devices):
+    return jax.make_mesh((num_devices,), ("data",), (AxisType.Auto,), devices=jax.devices()[:num_devices])
+
+
+def fast_links(mesh):
+    """Returns H100s on which even small products gain by float8."""
+    links = {name: diffshard.Link(0.0, 1e-18) for name in mesh.shape}
+    own = diffshard.preset("h100", dict(mesh.shape))
+    return dataclasses.replace(own, kernel_launch_s=0.0, memory_bytes_per_s=1e18, links=links)
+
+
+def search(mesh, limit, fn=train_step, hardware=None, **formats):
+    hardware = fast_links(mesh) if hardware is None else hardware
+    return diffshard.search(fn, mesh, hardware=hardware, formats=diffshard.Formats(limit, **formats))
+
+
+def groups_on(mesh, hardware, args):
+    options = Options(fn=train_step, mesh=mesh, hardware=hardware, memory_limit_bytes=1e15)
+    return product_groups(space_of(options, trace_function(options, args)))
+
+
+def test_the_found_plan_and_the_bound_against_every_choice_of_formats():
+    mesh = AbstractMesh((4,), ("data",), axis_types=(AxisType.Auto,))
+    hardware = diffshard.preset("h100", dict(mesh.shape))
+    args = jax.eval_shape(lambda: arguments(8192, 8192))
+    names = [group.name for group in groups_on(mesh, hardware, args)]
+    assert len(names) == 6  # of a layer and the head: the forward product and two backward ones
+    names = names[:4]  # others stay as they are
+    increases = dict(zip(names, (0.5, 0.3, 0.2, 0.45), strict=True))
+    limit = 0.8
+    best_s = math.inf
+    for switches in itertools.product((False, True), repeat=len(names)):
+        chosen = {name: 0.0 for name, is_on in zip(names, switches, strict=True) if is_on}
+        if sum(increases[name] for name in chosen) <= limit:
+            best_s = min(best_s, search(mesh, limit, hardware=hardware, increases=chosen).plan(*args).step_s)
+    plan = search(mesh, limit, hardware=hardware, increases=increases).plan(*args)
+    assert plan.formats is not None
+    assert plan.formats.loss_increase <= limit
+    assert plan.lower_bound_s <= best_s * (1 + 1e-9)
+    assert plan.step_s <= best_s * (1 + 1e-6)
+    exact = diffshard.search(train_step, mesh, hardware=hardware).plan(*args)
+    assert plan.step_s < 0.9 * exact.step_s
+    assert plan.lower_bound_s > 0.5 * plan.step_s
+
+
+def test_groups_are_measured_and_the_plan_runs_is_saved_applied_and_compared(tmp_path):
+    mesh, args = mesh_of(2), arguments()
+    step = search(mesh, UNLIMITED, calls=[args] * 4, steps=4)
+    plan = step.plan(*args)
+    assert plan.formats is not None
+    assert all(increase >= 0 for increase in plan.formats.increases.values())
+    assert {operation.format for operation in plan.operations if "dot_general" in operation.signature} == {"float8"}
+    assert "products in float8" in str(plan)
+    plan.save(tmp_path / "plan.json")
+    loaded = diffshard.Plan.load(tmp_path / "plan.json", mesh)
+    assert loaded == plan
+    loss = step(*plan.shard(*args))[1]
+    assert loaded.apply(train_step)(*plan.shard(*args))[1] == loss
+    exact = diffshard.search(train_step, mesh, hardware=fast_links(mesh)).plan(*args)
+    exact_loss = train_step(*args)[1]
+    assert loss != exact_loss
+    np.testing.assert_allclose(loss, exact_loss, rtol=0.05)
+    assert "products have other number formats" in str(exact.diff(plan))
+    with pytest.raises(diffshard.PlanError, match="float8"):
+        loaded.apply(train_step, executor="constraints")(*args)
+
+
+def test_a_limit_that_no_group_meets_leaves_the_step_as_it_is():
+    mesh, args = mesh_of(2), arguments()
+    hardware = fast_links(mesh)
+    names = [group.name for group in groups_on(mesh, hardware, args)]
+    plan = search(mesh, 0.1, increases=dict.fromkeys(names, 1.0)).plan(*args)
+    exact = diffshard.search(train_step, mesh, hardware=hardware).plan(*args)
+    assert plan.step_s == pytest.approx(exact.step_s)
+    assert not any(operation.format for operation in plan.operations)
+
+
+@pytest.mark.parametrize(
+    ("formats", "match"),
+    [
+        ({"max_loss_increase": 0.0, "increases": {}}, r"max_loss_increase.*positive.*0\.0"),
+        ({"max_loss_increase": math.nan, "increases": {}}, "max_loss_increase"),
+        ({"max_loss_increase": 0.1, "increases": {}, "factor": -1.0}, "factor"),
+        ({"max_loss_increase": 0.1, "increases": {}, "steps": 1}, "steps"),
+        ({"max_loss_increase": 0.1}, r"calls.*0 calls.*20"),
+    ],
+)
+def test_formats_that_break_a_rule(formats, match):
+    mesh = mesh_of(2)
+    with pytest.raises(ValueError, match=match):
+        diffshard.search(train_step, mesh, hardware=fast_links(mesh), formats=diffshard.Formats(**formats))
+
+
+def test_hardware_without_float8_is_refused_by_name():
+    mesh = mesh_of(2)
+    hardware = diffshard.preset("a100", dict(mesh.shape))
+    with pytest.raises(ValueError, match=r"A100.*no rate for float8_e4m3fn.*bfloat16"):
+        search(mesh, 0.1, hardware=hardware, increases={})
+
+
+@pytest.mark.parametrize("other", [{"remat": "search"}, {"objective": lambda step: step.seconds}, {"check": "numbers"}])
+def test_options_that_formats_do_not_go_with(other):
+    mesh = mesh_of(2)
+    with pytest.raises(ValueError, match=r"`formats` cannot be given together"):
+        diffshard.search(train_step, mesh, formats=diffshard.Formats(0.1, increases={}), **other)
+    with pytest.raises(ValueError, match="executor"):
+        diffshard.search(
+            train_step, mesh, hardware="h100", formats=diffshard.Formats(0.1, increases={}), executor="constraints"
+        )
+    with pytest.raises(TypeError, match="Formats"):
+        diffshard.search(train_step, mesh, hardware="h100", formats=0.1)  # pyright: ignore[reportArgumentType]
+
+
+def measuring(fn, args, **formats):
+    return search(mesh_of(2), 0.1, fn, calls=[args] * 2, steps=2, **formats).plan(*args)
+
+
+def test_a_loss_that_is_missing_or_not_alone():
+    args = arguments()
+    with pytest.raises(ValueError, match=r"Formats\.loss.*none of the results"):
+        measuring(lambda *args: train_step(*args)[0], args)
+    with pytest.raises(ValueError, match=r"Formats\.loss.*result\[1\], result\[2\]"):
+        measuring(lambda *args: (*train_step(*args), jnp.float32(0.0) * args[0]["head"][0, 0]), args)
+    with pytest.raises(ValueError, match=r"'result\[7\]'.*result\[1\]"):
+        measuring(train_step, args, loss="result[7]")
+
+
+def test_a_loss_that_is_not_finite():
+    params, batch = arguments()
+    with pytest.raises(ValueError, match=r"not finite, with no product in float8"):
+        measuring(train_step, (jax.tree.map(lambda p: p * jnp.nan, params), batch))
+
+
+def test_calls_of_other_shapes():
+    args = arguments()
+    with pytest.raises(ValueError, match=r"calls\[1\]` has other arrays"):
+        search(mesh_of(2), 0.1, calls=[args, arguments(2 * ROWS)], steps=2).plan(*args)
