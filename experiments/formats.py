@@ -17,7 +17,6 @@ from typing import Any
 
 import jax
 import numpy as np
-import optax
 from jax.sharding import AbstractMesh, AxisType
 
 import diffshard
@@ -76,8 +75,7 @@ def training_table(
     steps: int, seeds: int, budgets: Sequence[float], small: dict[str, Any], wide: dict[str, Any]
 ) -> None:
     """Trains with each rule and with what is found, and prints losses beside predictions."""
-    optimizer = optax.adamw(1e-3)
-    model, priced_model = gpt.make(**small, optimizer=optimizer), gpt.make(**wide, optimizer=optimizer)
+    model, priced_model = gpt.make(**small), gpt.make(**wide)
     one = jax.make_mesh((1,), ("data",), (AxisType.Auto,), devices=jax.devices()[:1])
     mesh = AbstractMesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
     hardware, free = diffshard.preset("h100", dict(mesh.shape)), without_overheads(one)
@@ -161,9 +159,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.compile:
         compiled_table(options.compile, options.mesh, options.sizes, options.time_limit)
     else:
-        tiny = {"batch": 2, "width": 16, "sequence": 16, "layers": 1}
-        small, wide = (SMALL, WIDE) if options.sizes == "full" else (tiny, WIDE | {"layers": 1})
-        training_table(options.steps, options.seeds, options.budgets, small, wide)
+        small = SMALL if options.sizes == "full" else {"batch": 2, "width": 16, "sequence": 16}
+        training_table(options.steps, options.seeds, options.budgets, small, WIDE)
     return 0
 
 

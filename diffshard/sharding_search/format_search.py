@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 
+from cost.evaluation import evaluate
 from diffshard.plans.base import FormatGroup, PlannedFormats
 from diffshard.sharding_search.call import array_types, bound_arguments, split
 from diffshard.sharding_search.layout import layout_of
@@ -31,7 +32,9 @@ from diffshard.sharding_search.request import PlanRequest
 from search_spaces.sharding.space import ShardingSpace
 
 _MOST_PRICES = 6
-"""Prices of the loss that are tried at most; each takes a search, and the bound changed little after the fourth."""
+"""Prices of the loss that are tried at most, each by a search of its own."""
+_MOST_CANDIDATES = 2
+"""Sets of groups whose shardings are searched again in the end: the best by gains at known shardings, and the next."""
 _SEARCH_SHARE = 0.15
 """The share of the time left that the search at one price may take, so that the last one has about a third of it."""
 
@@ -75,10 +78,8 @@ def find_plan_with_formats(request: PlanRequest) -> Plan:
         solutions.append(_Priced(np.asarray(solution.choice), solution.cost - price * loss, loss))
         price = _next_price(solutions, limit)
     best = None
-    for chosen in dict.fromkeys(_chosen(space, groups, losses, s.choice, limit) for s in reversed(solutions)):
+    for chosen, start in _candidates(space, groups, losses, [s.choice for s in solutions], limit):
         fixed = space.with_float8(_prices([groups[i] for i in chosen], np.zeros(len(chosen))))
-        starts = [s.choice for s in solutions]
-        start = min(starts, key=lambda choice: _cost(fixed, choice))
         found = fastest_choice(request._replace(space=fixed), deadline, start)
         plan = make_plan(request._replace(space=fixed), found)
         if best is None or plan.step_s < best.step_s:
@@ -127,11 +128,27 @@ def _next_price(solutions: Sequence[_Priced], limit: float) -> float:
     return max(0.0, (slow.seconds - fast.seconds) / (fast.loss - slow.loss))
 
 
-def _chosen(
-    space: ShardingSpace, groups: Sequence[ProductGroup], losses: np.ndarray, choice: np.ndarray, limit: float
-) -> tuple[int, ...]:
-    """Returns the groups that gain most within the limit, at the shardings of a choice."""
-    gains = np.array([_gain_s(space, group, choice) for group in groups])
+def _candidates(
+    space: ShardingSpace,
+    groups: Sequence[ProductGroup],
+    losses: np.ndarray,
+    choices: Sequence[np.ndarray],
+    limit: float,
+) -> list[tuple[tuple[int, ...], np.ndarray]]:
+    """Returns sets of groups in float8 that are worth a last search for their shardings, and where it begins."""
+    gains = [np.array([_gain_s(space, group, choice) for group in groups]) for choice in choices]
+    exact_s = [float(evaluate(space.problem, choice.tolist()).cost) for choice in choices]
+
+    def seconds(chosen: tuple[int, ...]) -> list[float]:
+        return [exact - float(gain[list(chosen)].sum()) for exact, gain in zip(exact_s, gains, strict=True)]
+
+    candidates = dict.fromkeys(_chosen(gain, losses, limit) for gain in gains)
+    best = sorted(candidates, key=lambda chosen: min(seconds(chosen)))[:_MOST_CANDIDATES]
+    return [(chosen, choices[int(np.argmin(seconds(chosen)))]) for chosen in best]
+
+
+def _chosen(gains: np.ndarray, losses: np.ndarray, limit: float) -> tuple[int, ...]:
+    """Returns the groups that gain most within the limit, by what each gains and costs."""
     if not np.any(gains > 0):
         return ()
     if losses.sum() <= limit:
@@ -153,11 +170,6 @@ def _gain_s(space: ShardingSpace, group: ProductGroup, choice: np.ndarray) -> fl
     costs = space.with_float8({v.index: 0.0 for v in group.vertices}).node_costs
     strategies = [(v, (space.nodes[v.index].strategies[choice[v.index]],)) for v in group.vertices]
     return sum(max(0.0, float(costs.float8_gain_s(v, strategy)[0])) for v, strategy in strategies)
-
-
-def _cost(space: ShardingSpace, choice: np.ndarray) -> float:
-    prediction = space.predict(choice.tolist())
-    return float(prediction.compute_s.sum()) + sum(t.seconds for t in prediction.transfers)
 
 
 def _planned(
