@@ -38,6 +38,7 @@ def facts_of(options: Options, traced_function: TracedFunction) -> dict[str, str
         "`check`": options.judged_by,
         **_candidates(options),
         "`remat`": value_text(options.remat),
+        "`formats`": value_text(options.formats),
         **_program(traced_function),
     }
 

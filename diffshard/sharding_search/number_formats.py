@@ -69,8 +69,8 @@ class ProductGroup(NamedTuple):
     vertices: tuple[Vertex, ...]
 
 
-def check_formats(formats: Any, hardware: Hardware, executor: str | None) -> None:
-    """Checks formats against the hardware and the executor; None is none.
+def check_formats(formats: Any, hardware: Hardware) -> None:
+    """Checks formats against the hardware; None is none.
 
     Raises:
       TypeError, ValueError: one of them breaks a rule; the error names it and its value.
@@ -90,8 +90,6 @@ def check_formats(formats: Any, hardware: Hardware, executor: str | None) -> Non
             f"`Formats.calls` has {len(formats.calls)} calls, but a look ahead takes `steps` = {formats.steps}: give "
             "the arguments of as many steps of the training, or `increases` that an earlier search measured."
         )
-    if executor not in (None, "program"):
-        raise ValueError(f'`executor` must be "program" or None with `formats`, which {executor!r} does not keep to.')
     rates = hardware.flops_per_s
     if not isinstance(rates, Mapping) or RATE not in rates:
         names = sorted(rates) if isinstance(rates, Mapping) else ["one rate for all"]
@@ -194,10 +192,20 @@ def loss_result(formats: Formats, space: ShardingSpace, out_paths: Sequence[str]
     if formats.loss is None:
         if len(could_be) != 1:
             raise ValueError(f"`Formats.loss` must name the loss among the results: {names} could be it.")
-        return could_be[0]
+        return _checked_loss(could_be[0], types, out_paths)
     if formats.loss not in out_paths or out_paths.index(formats.loss) not in could_be:
         raise ValueError(
             f"`Formats.loss` is {formats.loss!r}, which is no floating-point scalar among the results; "
             f"{names} could be it."
         )
-    return out_paths.index(formats.loss)
+    return _checked_loss(out_paths.index(formats.loss), types, out_paths)
+
+
+def _checked_loss(result: int, types: Sequence[Any], out_paths: Sequence[str]) -> int:
+    """Returns a result that is fine enough to be told from itself with other formats."""
+    if types[result].dtype.itemsize < 4:
+        raise ValueError(
+            f"The loss `{out_paths[result]}` is {types[result].dtype}, which is too coarse for what a format changes. "
+            "Compute it in float32: `loss.astype(jnp.float32)` after the mean is too late."
+        )
+    return result

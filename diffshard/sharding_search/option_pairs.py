@@ -34,6 +34,8 @@ REFUSED_PAIRS = (
     RefusedPair("formats", "check", "formats change results by more than rounding, and are compiled for one executor"),
     RefusedPair("formats", "cache", "a file does not keep what was measured; use `Plan.save`, and `increases` again"),
     RefusedPair("formats", "start", "the search begins with the plan of exact products"),
+    RefusedPair("formats", 'executor="constraints"', "only programs round the operands of products"),
+    RefusedPair("formats", 'executor="propagation"', "only programs round the operands of products"),
     RefusedPair("formats", "objective", f"a limit on the loss {_BY_SECONDS}"),
     RefusedPair("devices", "remat", "each shape of the mesh would be such a search; give `plan.mesh` of one without"),
     RefusedPair("pipeline", "in_shardings", _OPEN_MESHES),

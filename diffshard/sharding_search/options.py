@@ -86,7 +86,7 @@ class Options:
         _check_can_run(self.mesh, self.checks_numbers)
         _check_remat(self.remat, self.hardware, self.mesh)
         _check_objective(self.objective)
-        check_formats(self.formats, self.hardware, self.executor)
+        check_formats(self.formats, self.hardware)
         _check_start(self.start)
         if self.progress not in get_args(ProgressDisplay):
             raise ValueError(

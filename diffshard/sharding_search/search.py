@@ -181,7 +181,7 @@ def search(  # pyright: ignore[reportInconsistentOverload]  # the overloads leav
         | {"formats": formats}
         | {"in_shardings": in_shardings, "logical_axis_rules": logical_axis_rules, "executor": executor}
         | {"static_argnums": static_argnums, "static_argnames": static_argnames, "check": check, "target": target}
-        | {'check="compile"': True if checks_of(check)[0] == "compile" else None}
+        | {f'executor="{executor}"': executor, 'check="compile"': True if checks_of(check)[0] == "compile" else None}
     )
     if pipeline is not None:
         if (mesh is None) == (devices is None):

@@ -137,17 +137,9 @@ def test_hardware_without_float8_is_refused_by_name():
         search(mesh, 0.1, hardware=hardware, increases={})
 
 
-@pytest.mark.parametrize("other", [{"remat": "search"}, {"objective": lambda step: step.seconds}, {"check": "numbers"}])
-def test_options_that_formats_do_not_go_with(other):
-    mesh = mesh_of(2)
-    with pytest.raises(ValueError, match=r"`formats` cannot be given together"):
-        diffshard.search(train_step, mesh, formats=diffshard.Formats(0.1, increases={}), **other)
-    with pytest.raises(ValueError, match="executor"):
-        diffshard.search(
-            train_step, mesh, hardware="h100", formats=diffshard.Formats(0.1, increases={}), executor="constraints"
-        )
-    with pytest.raises(TypeError, match="Formats"):
-        diffshard.search(train_step, mesh, hardware="h100", formats=0.1)  # pyright: ignore[reportArgumentType]
+def test_what_is_no_formats_is_refused():
+    with pytest.raises(TypeError, match=r"`formats` must be a diffshard\.Formats or None, not float"):
+        diffshard.search(train_step, mesh_of(2), hardware="h100", formats=0.1)  # pyright: ignore[reportArgumentType]
 
 
 def measuring(fn, args, **formats):
@@ -162,6 +154,11 @@ def test_a_loss_that_is_missing_or_not_alone():
         measuring(lambda *args: (*train_step(*args), jnp.float32(0.0) * args[0]["head"][0, 0]), args)
     with pytest.raises(ValueError, match=r"'result\[7\]'.*result\[1\]"):
         measuring(train_step, args, loss="result[7]")
+
+
+def test_a_loss_that_is_too_coarse():
+    with pytest.raises(ValueError, match=r"The loss `result\[1\]` is bfloat16, which is too coarse"):
+        measuring(lambda *args: (train_step(*args)[0], train_step(*args)[1].astype("bfloat16")), arguments())
 
 
 def test_a_loss_that_is_not_finite():
