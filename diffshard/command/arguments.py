@@ -18,6 +18,10 @@ _UNITS |= {f"{prefix}b": size for prefix, size in _UNITS.items() if prefix not i
 _UNITS |= {f"{prefix}ib": 2 ** (10 * i) for i, prefix in enumerate("kmgt", start=1)}
 
 
+_MOST_UNITS = 4096
+"""A size without a unit up to this is likely meant in some: no device has so few bytes."""
+
+
 class UsageError(Exception):
     """A word of the command line that is wrong; the message says what it must be."""
 
@@ -40,6 +44,10 @@ def num_bytes(text: str) -> float:
     match = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*([A-Za-z]*)\s*", text)
     if not match or match.group(2).lower() not in _UNITS or float(match.group(1)) <= 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not a positive size such as 80GiB, 16GB or 1000000")
+    if not match.group(2) and float(match.group(1)) <= _MOST_UNITS:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is that many bytes: did you mean {text.strip()}GiB? {text.strip()}B for bytes"
+        )
     return float(match.group(1)) * _UNITS[match.group(2).lower()]
 
 

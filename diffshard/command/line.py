@@ -1,4 +1,4 @@
-"""The command `diffshard`: search a plan, show one, solve an instance of the IOPDDL contest.
+"""The command `diffshard`: search a plan, show or compare plans, solve an instance of the IOPDDL contest.
 
 Results go to stdout and to files, progress and errors to stderr. Exit codes: 0, also for the best result until Ctrl-C;
 1 if there is no feasible result or the work failed; 2 for usage; 130 if Ctrl-C came before there was a result.
@@ -9,6 +9,7 @@ import os
 import shutil
 import sys
 from collections.abc import Sequence
+from importlib import metadata
 from typing import Any, get_args
 
 from cost.presets import PRESET_NAMES
@@ -25,7 +26,7 @@ from diffshard.command.arguments import (
     with_options,
 )
 from diffshard.command.pipeline_options import add_cluster_options, add_pipeline_options
-from diffshard.command.plan_commands import search_plan, show_plan
+from diffshard.command.plan_commands import compare_plans, diff_plans, search_plan, show_plan
 from diffshard.command.solve_command import solve_instance
 from diffshard.command.terminal import FailedError
 from diffshard.plans.base import Executor
@@ -60,9 +61,13 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="diffshard", description="Automatic parallelisation for JAX.", formatter_class=_help_formatter
     )
+    version = f"diffshard {metadata.version('diffshard')}, jax {metadata.version('jax')}"
+    parser.add_argument("--version", action="version", version=version)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_search(commands)
     _add_show(commands)
+    _add_diff(commands)
+    _add_compare(commands)
     _add_solve(commands)
     return parser
 
@@ -73,15 +78,12 @@ def _help_formatter(prog: str) -> argparse.HelpFormatter:
 
 def _add_search(commands: Any) -> None:
     parser = commands.add_parser(
-        "search", help="find how to run a function on a mesh; no devices are needed", formatter_class=_help_formatter
+        "search",
+        help="find how to run a function on a mesh; no devices are needed",
+        usage="diffshard search MODULE:FUNCTION --args MODULE:FUNCTION --mesh AXIS=N[,...] --hardware NAME [OPTIONS]",
+        formatter_class=_help_formatter,
     )
-    parser.add_argument("function", metavar="MODULE:FUNCTION", help="the function: a whole training step, say")
-    parser.add_argument(
-        "--args",
-        required=True,
-        metavar="MODULE:FUNCTION",
-        help="a function without parameters that returns its arguments",
-    )
+    _add_function(parser)
     shape = parser.add_mutually_exclusive_group(required=True)
     shape.add_argument("--mesh", type=mesh_axes, metavar="AXIS=N[,AXIS=N...]", help="slowest axis first")
     shape.add_argument("--devices", type=int, metavar="N", help="how many, where the mesh's shape shall be found, too")
@@ -135,6 +137,38 @@ def _add_search(commands: Any) -> None:
     parser.set_defaults(run=search_plan)
 
 
+def _add_function(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("function", metavar="MODULE:FUNCTION", help="the function: a whole training step, say")
+    parser.add_argument(
+        "--args",
+        required=True,
+        metavar="MODULE:FUNCTION",
+        help="a function without parameters that returns its arguments",
+    )
+
+
+def _add_diff(commands: Any) -> None:
+    parser = commands.add_parser(
+        "diff", help="print what differs between two plans that were saved", formatter_class=_help_formatter
+    )
+    parser.add_argument("plan", metavar="PLAN.json")
+    parser.add_argument("other", metavar="OTHER.json")
+    parser.set_defaults(run=diff_plans)
+
+
+def _add_compare(commands: Any) -> None:
+    parser = commands.add_parser(
+        "compare",
+        help="compile saved plans of a function, and set predictions beside what XLA makes of them",
+        usage="diffshard compare MODULE:FUNCTION --args MODULE:FUNCTION [--target NAME] PLAN.json [PLAN.json ...]",
+        formatter_class=_help_formatter,
+    )
+    _add_function(parser)
+    parser.add_argument("plans", nargs="+", metavar="PLAN.json", help="of one mesh; named by their files")
+    parser.add_argument("--target", choices=TARGETS, help="what to compile for; default: the hardware of the plans")
+    parser.set_defaults(run=compare_plans)
+
+
 def _add_show(commands: Any) -> None:
     parser = commands.add_parser(
         "show",
@@ -151,7 +185,7 @@ def _add_solve(commands: Any) -> None:
         "solve", help="solve an instance in the format of the IOPDDL contest", formatter_class=_help_formatter
     )
     parser.add_argument("instance", metavar="INSTANCE.json[.gz]")
-    parser.add_argument("--output", metavar="FILE", help="write the solution there instead of stdout")
+    parser.add_argument("-o", "--output", metavar="FILE", help="write the solution there instead of stdout")
     parser.add_argument(
         "--plot", metavar="FILE", help="draw cost and bound over time (.png, .svg, .pdf); needs matplotlib"
     )

@@ -1,4 +1,4 @@
-"""`diffshard search` and `diffshard show`: a plan is searched, printed, and written as JSON or as a page."""
+"""Commands on plans: they are searched, shown, set beside each other, and written as JSON or as a page."""
 
 import argparse
 import inspect
@@ -27,6 +27,7 @@ from diffshard.command.pipeline_options import cluster_of, pipeline_of
 from diffshard.command.running_once import arrays_of, make_devices, run_once
 from diffshard.command.terminal import FailedError, show_progress, writing
 from diffshard.comparison.checked_search import Check
+from diffshard.comparison.compare import compare
 from diffshard.files import write_whole
 from diffshard.pipelines.base import PipelinePlan
 from diffshard.pipelines.pipelined_function import PipelinedFunction
@@ -134,22 +135,64 @@ def _plan(
 def show_plan(options: argparse.Namespace) -> int:
     """Prints a saved plan, or writes it as a page, and returns the exit code."""
     check_writable("--html", options.html)
-    try:
-        document = read(options.plan)
-    except OSError as error:
-        raise UsageError(f"{options.plan}: {error.strerror or error}") from None
-    if kind_of(document) == BILEVEL:
-        plan = bilevel_file.from_json(document, options.plan, BilevelPlan)
-    elif kind_of(document) == PIPELINE:
-        plan = pipeline_file.from_json(document, options.plan, PipelinePlan)
-    else:
-        plan = file.from_json(document, options.plan, Plan)
+    plan = _read(options.plan)
     if options.html:
         with writing("--html", options.html):
             write_whole(options.html, plan.html())
     else:
         print(plan)
     return 0
+
+
+def diff_plans(options: argparse.Namespace) -> int:
+    """Prints what differs between two saved plans of `search`, and returns the exit code."""
+    print(_plan_of_search(options.plan).diff(_plan_of_search(options.other)))
+    return 0
+
+
+def compare_plans(options: argparse.Namespace) -> int:
+    """Compiles saved plans of a function, prints them beside each other, and returns the exit code."""
+    plans = {path: _plan_of_search(path) for path in dict.fromkeys(options.plans)}
+    first = next(iter(plans.values()))
+    for path, plan in plans.items():
+        if plan.mesh_axes != first.mesh_axes:
+            raise UsageError(f"{path} is for the mesh {dict(plan.mesh_axes)}, others for {dict(first.mesh_axes)}")
+    if "JAX_PLATFORMS" not in os.environ:
+        jax.config.update("jax_platforms", "cpu")
+    function = named_function("MODULE:FUNCTION", options.function)
+    args = _arguments_of(named_function("--args", options.args), first.static_argnums)
+    axes = first.mesh_axes
+    mesh = AbstractMesh(tuple(axes.values()), tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
+    try:
+        print(compare(function, mesh, *args, plans=plans, target=options.target))
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise UsageError(str(error)) from None
+    return 0
+
+
+def _read(path: str) -> Plan | PipelinePlan | BilevelPlan:
+    """Reads a plan of any kind.
+
+    Raises:
+      UsageError: the file cannot be read.
+      PlanError: it is no plan.
+    """
+    try:
+        document = read(path)
+    except OSError as error:
+        raise UsageError(f"{path}: {error.strerror or error}") from None
+    if kind_of(document) == BILEVEL:
+        return bilevel_file.from_json(document, path, BilevelPlan)
+    if kind_of(document) == PIPELINE:
+        return pipeline_file.from_json(document, path, PipelinePlan)
+    return file.from_json(document, path, Plan)
+
+
+def _plan_of_search(path: str) -> Plan:
+    plan = _read(path)
+    if not isinstance(plan, Plan):
+        raise UsageError(f"{path} is a plan of another kind; only plans of `search` on one mesh can be compared")
+    return plan
 
 
 def _positions(function: Callable[..., Any], arguments: Sequence[int | str]) -> tuple[int, ...]:

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from importlib import metadata
 
 import pytest
 
@@ -23,6 +24,47 @@ def test_show_refuses_what_is_no_plan(tmp_path, capsys):
     assert main(["show", str(tmp_path / "plan.json"), "--html", str(tmp_path / "plan.html")]) == 0
     assert capsys.readouterr() == ("", f"wrote {tmp_path / 'plan.html'}\n")
     assert "<!doctype html>" in (tmp_path / "plan.html").read_text()
+
+
+def test_the_version_has_that_of_jax(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        main(["--version"])
+    assert capsys.readouterr().out == f"diffshard {metadata.version('diffshard')}, jax {metadata.version('jax')}\n"
+
+
+def test_diff_prints_what_differs(tmp_path, capsys):
+    plan, other = small_plan(), small_plan(memory_limit_bytes=5e9)
+    plan.save(tmp_path / "a.json")
+    other.save(tmp_path / "b.json")
+    assert main(["diff", str(tmp_path / "a.json"), str(tmp_path / "b.json")]) == 0
+    assert capsys.readouterr().out == f"{plan.diff(other)}\n"
+    assert main(["diff", str(tmp_path / "a.json"), str(tmp_path / "none.json")]) == 2
+    assert "none.json: No such file" in capsys.readouterr().err
+
+
+def test_compare_compiles_saved_plans_of_one_mesh(tmp_path, monkeypatch, capsys):
+    (tmp_path / "steps.py").write_text(
+        "import jax.numpy as jnp\n"
+        "def product(w, x):\n    return x @ w\n"
+        "def arrays():\n    return jnp.ones((64, 64)), jnp.ones((64, 64))\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    words = ["steps:product", "--args", "steps:arrays"]
+    assert main(["search", *words, "--mesh", "a=2", "--hardware", "h100", "-o", "a.json"]) == 0
+    assert main(["search", *words, "--mesh", "a=4", "--hardware", "h100", "-o", "b.json"]) == 0
+    capsys.readouterr()
+    assert main(["compare", *words, "--target", "host", "a.json", "b.json"]) == 2
+    assert "b.json is for the mesh {'a': 4}, others for {'a': 2}" in capsys.readouterr().err
+    assert main(["compare", *words, "--target", "host", "a.json"]) == 0
+    assert "a.json" in capsys.readouterr().out
+
+
+def test_a_size_without_a_unit_is_asked_about(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["search", "a:b", "--args", "a:c", "--mesh", "a=2", "--hardware", "h100", "--memory-limit", "80"])
+    lines = capsys.readouterr().err.splitlines()
+    assert "'80' is that many bytes: did you mean 80GiB? 80B for bytes" in lines[-1]
+    assert len(lines) <= 3  # a short usage, then the error
 
 
 def test_names_in_files_reach_the_terminal_without_what_it_would_obey(tmp_path, capsys):

@@ -62,9 +62,9 @@ def test_a_cluster_without_a_pipeline_has_its_mesh_found(module, capsys):
         (("--pipeline", "--cluster", "2x8xa100,2x4xt4"), "--between LATENCY_S,BYTES_PER_S must be given"),
         (("--between", "1e-6,1e9", "--devices", "2", "--hardware", "h100"), "--between is for --cluster"),
         (("--cluster", "2x8xa100", "--max-stages", "3"), "--max-stages is for --pipeline"),
-        (("--cluster", "1x2xa100", "--pipeline", "--static", "0"), "`--static` cannot be given together"),
-        (("--cluster", "1x2xa100", "--pipeline", "--remat", "search"), "`--remat` cannot be given together"),
-        (("--cluster", "1x2xa100", "--pipeline", "--seed", "3"), "`--seed` cannot be given together"),
+        (("--cluster", "1x2xa100", "--pipeline", "--static", "0"), "cannot be given together with `--static`"),
+        (("--cluster", "1x2xa100", "--pipeline", "--remat", "search"), "cannot be given together with `--remat`"),
+        (("--cluster", "1x2xa100", "--pipeline", "--seed", "3"), "cannot be given together with `--seed`"),
     ],
 )
 def test_options_that_do_not_fit_are_refused(module, capsys, words, message):
