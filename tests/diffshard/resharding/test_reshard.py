@@ -113,8 +113,9 @@ def test_a_state_with_keys_moves_and_training_goes_on():
 
 
 def test_floats_take_the_dtypes_of_the_other_plan():
-    source, target = training_plan(mesh_of((8,), ("data",))), generation_plan(mesh_of((4,), ("x",), 4), "bfloat16")
-    weights = source.init(init, jax.random.key(0))["weights"]
+    source = generation_plan(mesh_of((8,), ("data",)), spec=PartitionSpec("data"))
+    target = generation_plan(mesh_of((4,), ("x",), 4), "bfloat16")
+    weights = source.shard(init(jax.random.key(0))["weights"])
     with pytest.raises(diffshard.PlanError, match=r"It is not `weights`: .* bfloat16.* was given .* of float32"):
         diffshard.reshard(weights, source, target)
     moved = diffshard.reshard(weights, source, target, cast=True)
