@@ -20,7 +20,7 @@ from diffshard.plans.layers import Layer, LayerPart, layers
 from diffshard.plans.memory import memory_elements
 from diffshard.plans.page_elements import COLOURS, COMPUTE, Html, axis_fills, bar, cards, document, escape, table
 from diffshard.plans.summary import alike_arguments, collective_totals, device_bytes, has_bound, reason, verdict
-from diffshard.plans.text import format_plan
+from diffshard.plans.text import format_plan, formats_rows, formats_words
 from diffshard.plans.timeline import timeline_elements
 from diffshard.plans.tried_shapes import shape_table
 from diffshard.plans.whole_work import whole_lines
@@ -43,6 +43,7 @@ def format_page(plan: PlanData) -> str:
         _time(plan),
         memory_elements(plan),
         _comparison(plan),
+        _formats(plan),
         shape_table(plan),
         _graph(plan, shown_layers, fills),
         _argument_table(plan, fills),
@@ -105,6 +106,14 @@ def _comparison(plan: PlanData) -> str:
     if plan.comparison is None:
         return ""
     return f"<h2>Compiled for {escape(plan.comparison.target)}</h2>{''.join(page_elements(plan.comparison))}"
+
+
+def _formats(plan: PlanData) -> str:
+    if plan.formats is None:
+        return ""
+    head, *rows = formats_rows(plan.formats)
+    words = f"<div class=dim>{escape(formats_words(plan.formats))}</div>"
+    return f"<h2>Number formats</h2>{words}{table(head, rows, right=(1, 3, 4))}"
 
 
 def _graph(plan: PlanData, shown_layers: Sequence[Layer], fills: dict[frozenset[str], str]) -> str:

@@ -110,15 +110,25 @@ def _remat(remat: Rematerialisation) -> str:
 
 
 def _formats(formats: PlannedFormats) -> str:
-    rows = [("name", "", "in", "loss", "gains")]
+    rows = format_table(formats_rows(formats), "  ", right=(1, 3, 4), wrap=(0,))
+    return "\n".join([*wrapped(f"Formats: {formats_words(formats)}", "", "  "), "", *rows])
+
+
+def formats_words(formats: PlannedFormats) -> str:
+    """Returns in words what number formats do to the loss."""
+    return (
+        f"products in float8, with what their group adds to the loss: {formats.loss_increase:+.2g} predicted of "
+        f"{formats.max_loss_increase:+.2g} that may be added"
+    )
+
+
+def formats_rows(formats: PlannedFormats) -> list[tuple[str, ...]]:
+    """Returns titles, then a row for each group of products: name, number, format, loss and seconds."""
+    rows: list[tuple[str, ...]] = [("name", "", "in", "loss", "gains")]
     for g in formats.groups:
         gains = format_s(g.gain_s) if g.num_float8 else ""
-        rows.append((g.name, f"{g.count}x", "float8" if g.num_float8 else "own", f"+{g.loss_increase:.2g}", gains))
-    title = (
-        f"Formats: products in float8, with what their group adds to the loss: +{formats.loss_increase:.2g} predicted "
-        f"of +{formats.max_loss_increase:.2g} that may be added"
-    )
-    return "\n".join([*wrapped(title, "", "  "), "", *format_table(rows, "  ", right=(1, 3, 4), wrap=(0,))])
+        rows.append((g.name, f"{g.count}x", "float8" if g.num_float8 else "own", f"{g.loss_increase:+.2g}", gains))
+    return rows
 
 
 def _residuals(remat: Rematerialisation) -> str:

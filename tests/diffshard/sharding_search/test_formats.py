@@ -89,7 +89,8 @@ def test_groups_are_measured_and_the_plan_runs_is_saved_applied_and_compared(tmp
     assert plan.formats is not None
     assert all(increase >= 0 for increase in plan.formats.increases.values())
     assert {operation.format for operation in plan.operations if "dot_general" in operation.signature} == {"float8"}
-    assert "products in float8" in str(plan)
+    assert "Formats: products in float8" in str(plan)
+    assert all(group.name.replace("<", "&lt;") in plan.html() for group in plan.formats.groups)
     plan.save(tmp_path / "plan.json")
     loaded = diffshard.Plan.load(tmp_path / "plan.json", mesh)
     assert loaded == plan
