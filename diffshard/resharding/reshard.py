@@ -174,7 +174,7 @@ def _holders(array: jax.Array) -> dict[Region, list[Any]]:
 
 def _assembled(region: Region, holders: dict[Region, list[Any]], device: Any, number: int) -> jax.Array:
     """Returns a part of an array on a device, piece by piece; holders of the same piece take turns in sending it."""
-    whole = None
+    whole, shape = None, [end - start for start, end in region]
     for part, shards in holders.items():
         common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(region, part, strict=True))
         if any(start >= end for start, end in common):
@@ -188,9 +188,11 @@ def _assembled(region: Region, holders: dict[Region, list[Any]], device: Any, nu
         if common == region:
             return piece
         if whole is None:
-            whole = jnp.zeros([end - start for start, end in region], data.dtype, device=device)
+            whole = jnp.zeros(shape, data.dtype, device=device)
         whole = _update(whole, piece, np.array([a - c for (a, _), (c, _) in zip(common, region, strict=True)]))
-    assert whole is not None
+    if whole is None:  # an array without elements
+        (first, *_), *_ = holders.values()
+        whole = jnp.zeros(shape, first.data.dtype, device=device)
     return whole
 
 

@@ -101,6 +101,14 @@ def test_pieces_between_sets_of_devices_are_put_together(before, after):
     np.testing.assert_array_equal(moved, array)
 
 
+@pytest.mark.parametrize("shape", [(), (0, 4)])
+def test_scalars_and_arrays_without_elements_move(shape):
+    source, target = (NamedSharding(mesh_of((4,), ("a",), first), PartitionSpec()) for first in (0, 4))
+    moved = reshard_module._placed(jax.device_put(jnp.ones(shape), source), target)
+    assert moved.sharding == target
+    np.testing.assert_array_equal(moved, np.ones(shape))
+
+
 def test_a_state_with_keys_moves_and_training_goes_on():
     source, target = training_plan(mesh_of((2, 2), ("data", "model"))), training_plan(mesh_of((4,), ("data",), 4))
     state = source.init(init, jax.random.key(0))
