@@ -85,7 +85,6 @@ _NAMES_OF = {
     "cost.quantities": ("LiveMemory", "Quantity"),
     "diffshard.base": (
         "InfeasibleError",
-        "Move",
         "NumbersError",
         "PlanError",
         "ProcessesError",

@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import numpy as np
+
 _BY_SECONDS = "compares plans by the seconds of a step, which an objective replaces"
 _OPEN_MESHES = "a pipeline chooses the meshes of its stages, so that nothing can name their axes before"
 _CONSTANTS = "a pipeline takes arrays; bind constants before, by `functools.partial`"
@@ -59,7 +61,8 @@ def check_pairs(given: Mapping[str, Any]) -> None:
       given: options of `search` by name; None and empty ones are not given. Of options with values that are refused
         alone, such as `check`, the value can be part of the name.
     """
-    names = {name for name, value in given.items() if value is not None and value != ()}
+    empty = {name for name, value in given.items() if isinstance(value, tuple | list | np.ndarray) and not len(value)}
+    names = {name for name, value in given.items() if value is not None} - empty
     for one, other, reason in REFUSED_PAIRS:
         if {one, other} <= names:
             raise ValueError(f"`{one}` cannot be given together with `{other}`: {reason}.")
