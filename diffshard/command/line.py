@@ -80,7 +80,7 @@ def _add_search(commands: Any) -> None:
     parser = commands.add_parser(
         "search",
         help="find how to run a function on a mesh; no devices are needed",
-        usage="diffshard search MODULE:FUNCTION --args MODULE:FUNCTION --mesh AXIS=N[,...] --hardware NAME [OPTIONS]",
+        usage="diffshard search MODULE:FUNCTION --args MODULE:FUNCTION --mesh AXIS=N --hardware NAME [...]",
         formatter_class=_help_formatter,
     )
     _add_function(parser)
@@ -160,7 +160,7 @@ def _add_compare(commands: Any) -> None:
     parser = commands.add_parser(
         "compare",
         help="compile saved plans of a function, and set predictions beside what XLA makes of them",
-        usage="diffshard compare MODULE:FUNCTION --args MODULE:FUNCTION [--target NAME] PLAN.json [PLAN.json ...]",
+        usage="diffshard compare MODULE:FUNCTION --args MODULE:FUNCTION [...] PLAN.json [PLAN.json ...]",
         formatter_class=_help_formatter,
     )
     _add_function(parser)

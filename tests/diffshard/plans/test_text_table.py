@@ -44,7 +44,7 @@ def test_what_is_printed_fits_and_keeps_its_words(shown):
     assert LONG in re.sub(r"\s", "", text)  # in the notes, which are sentences without columns beside them
 
 
-@pytest.mark.parametrize("command", [(), ("search",), ("show",), ("solve",)])
+@pytest.mark.parametrize("command", [(), ("search",), ("show",), ("solve",), ("compare",), ("diff",)])
 def test_the_help_of_the_command_fits(command, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     with pytest.raises(SystemExit, match="0"):
