@@ -14,7 +14,9 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from cost.base import Hardware
 from cost.number_ranges import Amount, AmountOrInf, AnyNumber, Count, FiniteNumber, Index, Limit, LowerBound
+from diffshard.plans.advice import Advice
 from diffshard.plans.comparison import Comparison
+from diffshard.plans.computing import PredictedComputing
 from diffshard.plans.residuals import Rematerialisation
 from diffshard.plans.timeline import PredictedTimeline
 from diffshard.plans.whole_work import WholeWork
@@ -297,6 +299,9 @@ class PlanData:
       stored_in: the file of a store of plans from which it was taken instead of a search; "" if it was searched.
       timeline: the step as a program for each device, played in its own order; None for other executors, where
         collectives hold arithmetic, and in plans of older versions.
+      computing: `compute_s` divided into products and memory traffic; None in plans of older versions.
+      advice: what would make the step faster or smaller, what gains most first; empty where nothing would, in plans
+        that no search made, and in those of older versions.
       mesh: the mesh; after loading it is abstract, unless `load` was given one.
       structures: the structures of the arguments and of the result (`diffshard.sharding_search.call.Structure`); None
         after loading.
@@ -336,6 +341,8 @@ class PlanData:
     formats: PlannedFormats | None = None
     stored_in: str = field(default="", compare=False)
     timeline: PredictedTimeline | None = None
+    computing: PredictedComputing | None = None
+    advice: tuple[Advice, ...] = ()
     mesh: Mesh | AbstractMesh | None = field(default=None, compare=False, repr=False)
     structures: Any = field(default=None, compare=False, repr=False)
 

@@ -52,6 +52,8 @@ def check_plan(plan: PlanData, distinct: Iterable[int] | None = None) -> None:
     _check_whole_work(plan)
     _check_memory(plan)
     _check_timeline(plan)
+    _check_computing(plan)
+    _check_advice(plan)
 
 
 def _check_predictions(plan: PlanData, operations: Iterable[Operation]) -> None:
@@ -177,6 +179,27 @@ def _check_timeline(plan: PlanData) -> None:
             raise ValueError(f"`timeline.waits[{i}]` is of {words}")
         if max(wait.made_by, wait.read_by or 0) >= len(plan.operations):
             raise ValueError(f"`timeline.waits[{i}]` must be between the {len(plan.operations)} operations")
+
+
+def _check_computing(plan: PlanData) -> None:
+    """Checks that the parts of computing are all of it."""
+    if plan.computing is None:
+        return
+    compute_s = plan.computing.products_s + plan.computing.traffic_s
+    if not math.isclose(plan.compute_s, compute_s, rel_tol=_TOLERANCE, abs_tol=_LEAST_S):
+        raise ValueError(f"`computing` has {compute_s!r} seconds together, where `compute_s` is {plan.compute_s!r}")
+
+
+def _check_advice(plan: PlanData) -> None:
+    """Checks that advice says something, and saves no more than there is."""
+    for i, advice in enumerate(plan.advice):
+        if not advice.words:
+            raise ValueError(f"`advice[{i}].words` must say what to change, not be empty")
+        if advice.seconds > (1 + _TOLERANCE) * plan.step_s or advice.num_bytes > (1 + _TOLERANCE) * plan.peak_bytes:
+            raise ValueError(
+                f"`advice[{i}]` saves {advice.seconds!r} seconds and {advice.num_bytes!r} bytes, more than the step "
+                f"and the peak have, {plan.step_s!r} and {plan.peak_bytes!r}"
+            )
 
 
 def _shown(indices: Sequence[int]) -> str:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 from diffshard.plans.base import PlanData
 from diffshard.plans.comparison import page_elements
+from diffshard.plans.computing import computing_parts
 from diffshard.plans.drawings import Curve, Mark, plot
 from diffshard.plans.formats import (
     format_array,
@@ -18,14 +19,36 @@ from diffshard.plans.formats import (
 from diffshard.plans.layer_flows import LayerTraffic, flow_elements, flows_below, inside_element, layer_traffic
 from diffshard.plans.layers import Layer, LayerPart, layers
 from diffshard.plans.memory import memory_elements
-from diffshard.plans.page_elements import COLOURS, COMPUTE, Html, axis_fills, bar, cards, document, escape, table
-from diffshard.plans.summary import alike_arguments, collective_totals, device_bytes, has_bound, reason, verdict
+from diffshard.plans.page_elements import (
+    COLOURS,
+    COMPUTE,
+    TRAFFIC,
+    Html,
+    axis_fills,
+    bar,
+    cards,
+    document,
+    escape,
+    table,
+    with_code,
+)
+from diffshard.plans.summary import (
+    alike_arguments,
+    collective_totals,
+    dearest_operations,
+    device_bytes,
+    has_bound,
+    reason,
+    verdict,
+)
 from diffshard.plans.text import format_plan, formats_rows, formats_words
 from diffshard.plans.timeline import timeline_elements
 from diffshard.plans.tried_shapes import shape_table
 from diffshard.plans.whole_work import whole_lines
 from search_spaces.partition_specs import NamedSpec
 
+_MOST_OPERATIONS = 12
+"""Rows of operations: those of most steps that take more than a hundredth each."""
 _MOST_OF_LAST_COST = 3.0  # of a solver's first choices those that cost more end at the drawing's upper edge
 
 
@@ -39,8 +62,10 @@ def format_page(plan: PlanData) -> str:
         f"<h1>{escape(short_name(plan.function))} on {devices} device{'s' if devices != 1 else ''}</h1>",
         f"<div class=dim>mesh {escape(mesh)} · {escape(plan.hardware.name)} · {escape(plan.solver)} solver, "
         f"{escape(format_s(plan.search_s))} · gap {format_percent(plan.gap)}: {escape(verdict(plan))}</div>",
+        _advice(plan),
         _cards(plan),
         _time(plan),
+        _operations(plan),
         memory_elements(plan),
         _comparison(plan),
         _formats(plan),
@@ -70,6 +95,35 @@ def _axes(spec: NamedSpec) -> frozenset[str]:
     return frozenset(axis for axes in spec for axis in axes)
 
 
+def _advice(plan: PlanData) -> str:
+    """Lists what would make the step faster or smaller; nothing without any."""
+    lines = "".join(f"<li>{with_code(advice.words)}</li>" for advice in plan.advice)
+    return f"<h2>What to change</h2><ol class=advice>{lines}</ol>" if lines else ""
+
+
+def _operations(plan: PlanData) -> str:
+    """Lists the most expensive operations, each with a bar as long as its seconds."""
+    groups = dearest_operations(plan)[:_MOST_OPERATIONS]
+    rows, longest_s = [], groups[0].compute_s + groups[0].collective_s if groups else 0.0
+    for i, g in enumerate(groups):
+        seconds = g.compute_s + g.collective_s
+        width = f"width:{100 * seconds / longest_s:.2f}%"
+        moves = ", ".join(dict.fromkeys(f"{kind} {axis}" for kind, axis in g.collectives))
+        rows.append(
+            (
+                Html(f"<b>{escape(g.name)}</b>") if i == 0 else g.name,
+                f"{len(g.operations)}×" if len(g.operations) > 1 else "",
+                g.result,
+                format_spec(g.spec),
+                Html(f"<div class=taken>{escape(format_s(seconds))}<i class=share style='{width}'></i></div>"),
+                f"{seconds / plan.step_s:.0%}",
+                f"{format_s(g.collective_s)} for {moves}" if g.collective_s else "",
+            )
+        )
+    head = ("name", "how many", "result", "sharding", "takes", "of the step", "of it communicating")
+    return f"<h3>The most expensive operations</h3>{table(head, rows, right=(1, 5), first='dearest')}" if rows else ""
+
+
 def _cards(plan: PlanData) -> str:
     limit = plan.memory_limit_bytes
     share = "no limit" if math.isinf(limit) else f"{plan.peak_bytes / limit:.0%} of {format_bytes(limit)}"
@@ -90,7 +144,7 @@ def _cards(plan: PlanData) -> str:
 
 
 def _time(plan: PlanData) -> str:
-    pieces = [("computing", plan.compute_s, format_s(plan.compute_s), COMPUTE)]
+    pieces = _computing(plan)
     totals = [total for total in collective_totals(plan) if is_shown(total.num_bytes)]
     for i, total in enumerate(totals):
         amounts = f"{format_s(total.seconds)}, {total.count:,.0f}×, {format_bytes(total.num_bytes)}"
@@ -100,6 +154,16 @@ def _time(plan: PlanData) -> str:
     whole += f"<ul>{''.join(f'<li>{escape(line)}</li>' for line in reasons)}</ul>" if reasons else ""
     timeline = timeline_elements(plan.timeline) if plan.timeline is not None else ""
     return f"<h2>Time of a step</h2>{bar(pieces, plan.step_s)}{whole}{timeline}"
+
+
+def _computing(plan: PlanData) -> list[tuple[str, float, str, str]]:
+    """Returns the pieces of the bar of time that are computing."""
+    if plan.computing is None:
+        return [("computing", plan.compute_s, format_s(plan.compute_s), COMPUTE)]
+    return [
+        (part.name, part.seconds, part.amounts, colour)
+        for part, colour in zip(computing_parts(plan.computing), (COMPUTE, TRAFFIC), strict=True)
+    ]
 
 
 def _comparison(plan: PlanData) -> str:

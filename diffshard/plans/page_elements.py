@@ -1,6 +1,7 @@
 """The elements that make up the pages of all plans: the document with its style, cards of numbers, stacked bars."""
 
 import html
+import re
 from collections.abc import Iterable, Sequence
 
 from diffshard.base import printable
@@ -8,6 +9,7 @@ from diffshard.plans.page_style import NUM_FILLS, STYLE
 from search_spaces.partition_specs import NamedSpec
 
 COMPUTE = "#7a8aa0"
+TRAFFIC = "#a9b5c4"
 COLOURS = ("#d9822b", "#c4507a", "#8a63b8", "#3d8f8a", "#b0a02c", "#a0522d", "#5b7fc7", "#7d8b3a")
 
 
@@ -20,6 +22,11 @@ def escape(value: object) -> str:
     return value if isinstance(value, Html) else html.escape(printable(str(value)))
 
 
+def with_code(text: str) -> Html:
+    """Escapes a sentence whose names of code are in backticks, and shows these as code."""
+    return Html(re.sub(r"`([^`]*)`", r"<code>\1</code>", escape(text)))
+
+
 def document(title: str, body: Sequence[str]) -> str:
     """Returns a self-contained page with a title and elements."""
     return (
@@ -30,8 +37,8 @@ def document(title: str, body: Sequence[str]) -> str:
     )
 
 
-def table(head: Sequence[str], rows: Iterable[Sequence[str]], right: Sequence[int] = ()) -> str:
-    """Returns a table of texts; columns `right` align to the right.
+def table(head: Sequence[str], rows: Iterable[Sequence[str]], right: Sequence[int] = (), first: str = "") -> str:
+    """Returns a table of texts; columns `right` align to the right, and the first row has the class `first`.
 
     On a narrow screen each row is a box that begins with its first cell, and each other cell has its column's title.
     """
@@ -41,8 +48,10 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]], right: Sequence[in
         return f"<{tag}{' class=n' * (index in right)}{title}>{escape(text)}</{tag}>"
 
     titles = "".join(cell(text, i, "th") for i, text in enumerate(head))
-    lines = ("".join(cell(text, i, "td") for i, text in enumerate(row)) for row in rows)
-    return f"<table><tr class=titles>{titles}</tr>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>"
+    lines = ["".join(cell(text, i, "td") for i, text in enumerate(row)) for row in rows]
+    kinds = [f' class="{first}"' if first and not i else "" for i in range(len(lines))]
+    body = "".join(f"<tr{kind}>{line}</tr>" for kind, line in zip(kinds, lines, strict=True))
+    return f"<table><tr class=titles>{titles}</tr>{body}</table>"
 
 
 def cards(*pairs: tuple[str, str]) -> str:

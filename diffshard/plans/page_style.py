@@ -45,6 +45,11 @@ td:first-child{overflow-wrap:anywhere;min-width:190px}
 td.n,th.n{text-align:right;white-space:nowrap}th{color:var(--dim);font-weight:600}
 pre{overflow-x:auto;background:var(--card);border:1px solid var(--line);border-radius:8px;padding:14px;font-size:12px}
 li{overflow-wrap:anywhere}
+.advice{background:var(--card);border:1px solid var(--line);border-left:4px solid var(--second);border-radius:8px;
+padding:10px 16px 10px 36px;margin:0}.advice li::marker{color:var(--dim)}
+.taken{min-width:90px;white-space:nowrap}.share{display:block;height:4px;border-radius:2px;background:var(--other);
+margin:3px 0 0;min-width:1px}
+.dearest{background:color-mix(in srgb,var(--second) 16%,var(--card))}.dearest .share{background:var(--second)}
 summary{cursor:pointer;font-weight:600;margin:26px 0 8px}
 .plot{position:relative;background:var(--card);border:1px solid var(--line);border-radius:5px;height:200px}
 .plot svg{display:block;width:100%;height:100%;overflow:visible}
@@ -71,6 +76,7 @@ svg text{font:12px system-ui,sans-serif;fill:var(--dim)}
 @media(max-width:900px){table,tbody,tr,td,td.n{overflow-wrap:anywhere;display:block;text-align:left;white-space:normal}
 table{background:none}
 tr{background:var(--card);border:1px solid var(--line);border-radius:8px;padding:6px 12px;margin:0 0 8px}
+tr.dearest{border-color:var(--second)}
 tr.titles{display:none}td{border:none;padding:1px 0;display:flex!important;gap:10px}td:empty{display:none!important}
 td::before{content:attr(data-of);color:var(--dim);flex:0 0 min(38%,170px)}td:first-child{font-weight:600}
 td:first-child::before{display:none}}

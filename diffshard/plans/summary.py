@@ -102,6 +102,11 @@ def alike_operations(plan: PlanData) -> list[AlikeOperations]:
     return groups
 
 
+def dearest_operations(plan: PlanData) -> list[AlikeOperations]:
+    """Returns `alike_operations`, those that take the most seconds together with their communication first."""
+    return sorted(alike_operations(plan), key=lambda group: -(group.compute_s + group.collective_s))
+
+
 def operation_name(plan: PlanData, index: int) -> str:
     """Returns module path and primitive of an operation, or the path of an argument that is gathered."""
     operation = plan.operations[index]

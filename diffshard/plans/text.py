@@ -4,12 +4,15 @@ import math
 from collections.abc import Sequence
 from functools import partial
 
+from diffshard.plans.advice import Advice
 from diffshard.plans.base import PlanData, PlannedFormats
+from diffshard.plans.computing import computing_parts
 from diffshard.plans.formats import (
     format_array,
     format_axes,
     format_bytes,
     format_devices,
+    format_percent,
     format_s,
     format_spec,
     is_shown,
@@ -17,10 +20,11 @@ from diffshard.plans.formats import (
 )
 from diffshard.plans.residuals import Rematerialisation
 from diffshard.plans.summary import (
+    AlikeOperations,
     alike_arguments,
-    alike_operations,
     bound_words,
     collective_totals,
+    dearest_operations,
     device_bytes,
     objective_words,
     operation_name,
@@ -67,9 +71,12 @@ def _header(plan: PlanData) -> str:
     lines = [
         *wrapped(title, "", "  "),
         "",
+        *_advice(plan.advice),
         f"  step     {format_s(plan.step_s)} predicted: computing {format_s(plan.compute_s)}, "
         f"communicating {format_s(communication_s)}",
     ]
+    if plan.computing is not None:
+        lines += [f"          {part.name} {part.amounts}" for part in computing_parts(plan.computing) if part.seconds]
     rows = [
         ("", total.kind, total.axis, f"{total.count:,.0f}x", format_bytes(total.num_bytes), format_s(total.seconds))
         for total in collective_totals(plan)
@@ -97,6 +104,14 @@ def _header(plan: PlanData) -> str:
     search = f"{format_s(plan.search_s)}, solver {plan.solver}, {plan.status}{origin}"
     lines += wrapped(search, "  search   ", " " * 11)
     return "\n".join([*lines, *shape_lines(plan)])
+
+
+def _advice(advice: Sequence[Advice]) -> list[str]:
+    """Returns what would make the step faster or smaller, with an empty line below; nothing without any."""
+    if not advice:
+        return []
+    first, *others = ([*wrapped(item.words, " " * 11, " " * 13)] for item in advice)
+    return ["  advice" + first[0][8:], *first[1:], *(line for lines in others for line in lines), ""]
 
 
 def _remat(remat: Rematerialisation) -> str:
@@ -164,10 +179,8 @@ def _arguments(plan: PlanData) -> str:
 
 
 def _operations(plan: PlanData) -> str:
-    groups = alike_operations(plan)
-    by_cost = sorted(range(len(groups)), key=lambda i: -(groups[i].compute_s + groups[i].collective_s))
-    top_groups = [groups[i] for i in sorted(by_cost[:MAX_OPERATIONS])]
-    others = [groups[i] for i in sorted(by_cost[MAX_OPERATIONS:])]
+    groups = dearest_operations(plan)
+    top_groups, others = groups[:MAX_OPERATIONS], groups[MAX_OPERATIONS:]
     rows = [("name", "", "result", "sharding", "takes", "next best, what it adds")]
     for g in top_groups:
         times = f"{len(g.operations)}x" if len(g.operations) > 1 else ""
@@ -177,13 +190,19 @@ def _operations(plan: PlanData) -> str:
         if g.collectives:
             rows.append((f"  + {_collectives(g.collectives)}", "", "", "", format_s(g.collective_s), ""))
     count = sum(operation.kind == "operation" for operation in plan.operations)
-    title = f"Operations: {count:,}, the {len(top_groups)} most expensive kinds, in program order"
+    title = f"Operations: {count:,}, the {len(top_groups)} most expensive kinds in order{_first_share(plan, groups)}"
     lines = [title, "", *format_table(rows, "  ", right=(1, 4), wrap=(0, 5))]
     if others:
         others_s = sum(g.compute_s + g.collective_s for g in others)
         share = others_s / max(plan.step_s, 1e-30)
         lines.append(f"  ... and {len(others)} more kinds, {format_s(others_s)} together ({share:.0%})")
     return "\n".join(lines)
+
+
+def _first_share(plan: PlanData, groups: Sequence[AlikeOperations]) -> str:
+    """Says what the most expensive operations take of the step; nothing where none takes time."""
+    seconds = groups[0].compute_s + groups[0].collective_s if groups else 0.0
+    return f"; the first takes {format_percent(seconds / plan.step_s)} of the step" if seconds else ""
 
 
 def _collectives(kinds_and_axes: Sequence[tuple[str, str]]) -> str:

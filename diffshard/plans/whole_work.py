@@ -48,15 +48,28 @@ class WholeWork:
                 return f"{self.operations} has no sharding rule; `diffshard.kernel` can give one"
             return f"nothing of {self.operations} can be split"
         axes = " and ".join(repr(axis) for axis in self.axes)
+        does_not = "axis does not" if len(self.axes) == 1 else "axes do not"
+        return (
+            f"{self._dimension} is {self.size:,}, which the mesh {does_not} divide ({axes}); padded to "
+            f"{self.padded_size:,} it can be split"
+        )
+
+    @property
+    def remedy(self) -> str:
+        """What to do so that the operations can be split."""
+        if self.size is not None:
+            return f"pad {self._dimension} from {self.size:,} to {self.padded_size:,}"
+        if not self.has_rule:
+            return f"give {self.operations} a sharding rule by `diffshard.kernel`, as it runs whole on every device"
+        return f"compute {self.operations} in another way, as nothing of it can be split"
+
+    @property
+    def _dimension(self) -> str:
         others = len(self.arguments) - 1
         more = f" and of {format_count(others, 'more argument')}" if others > 0 else ""
         where = f"{self.arguments[0]}{more}" if self.arguments else self.operations
         which = "a dimension" if self.dimension is None else f"dimension {self.dimension}"
-        does_not = "axis does not" if len(self.axes) == 1 else "axes do not"
-        return (
-            f"{which} of {where} is {self.size:,}, which the mesh {does_not} divide ({axes}); padded to "
-            f"{self.padded_size:,} it can be split"
-        )
+        return f"{which} of {where}"
 
 
 def whole_lines(whole_work: Sequence[WholeWork], compute_s: float) -> list[str]:

@@ -17,6 +17,7 @@ from cost.memory import least_memory
 from diffshard.base import OPTIMAL_GAP, InfeasibleError, Progress, Solution
 from diffshard.deadline import Deadline
 from diffshard.plans.base import Operation, PlannedObjective, PredictedCollective, Tensor
+from diffshard.plans.computing import PredictedComputing
 from diffshard.plans.formats import short_name
 from diffshard.sharding_search.executors import default_executor, executor_notes
 from diffshard.sharding_search.fingerprints import function_digest
@@ -258,6 +259,7 @@ def make_plan(request: PlanRequest, solution: Solution) -> Plan:
         whole_work=whole_work_of(request, summary.layout),
         memory=memory_profile_of(traced_function.graph, summary.memory),
         objective=objective,
+        computing=PredictedComputing(*space.computing(summary.layout)),
         timeline=predicted_timeline(space, summary.layout) if executor == "program" else None,
         function_digest=function_digest(traced_function),
         mesh=options.mesh,

@@ -19,6 +19,7 @@ from diffshard.pipelines.base import Pipeline
 from diffshard.pipelines.pipelined_function import PipelinedFunction, pipelined
 from diffshard.plans.base import Executor
 from diffshard.processes import errors_for_all
+from diffshard.sharding_search.advising import find_with_advice
 from diffshard.sharding_search.format_search import find_plan_with_formats
 from diffshard.sharding_search.logical_axes import checked_rules
 from diffshard.sharding_search.mesh_candidates import Devices, mesh_candidates, mesh_of_all
@@ -223,7 +224,7 @@ def search(  # pyright: ignore[reportInconsistentOverload]  # the overloads leav
             judged_by = f"compile for {compiled_for}"
         elif target is not None:
             raise ValueError(f'`target` is for `check="compile"`, not {check!r}.')
-        find = functools.partial(plan_of_best_shape, find)
+        find = functools.partial(find_with_advice, functools.partial(plan_of_best_shape, find))
         if cache is not None:
             find = functools.partial(PlanStore(checked_folder(cache)).plan_or_search, find)
         options = Options(

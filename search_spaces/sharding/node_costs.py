@@ -5,7 +5,7 @@ from math import prod
 
 import numpy as np
 
-from cost.base import Hardware
+from cost.base import Hardware, Work
 from cost.compute import equation_dtype, equation_flops, roofline_s
 from search_spaces.partition_specs import IndexedSpec
 from search_spaces.sharding.base import Node, ReshardStep, ShardingStrategy
@@ -172,6 +172,18 @@ class NodeCosts:
         if key not in self._chosen_compute_s:
             self._chosen_compute_s[key] = float(self.compute_s(vertex, (strategy,))[0])
         return self._chosen_compute_s[key]
+
+    def work(self, vertex: Vertex, strategy: ShardingStrategy) -> Work:
+        """Returns what one device does in one run of an operation; what it moves even where it states its seconds."""
+        assert vertex.equation is not None
+        if opaque_of(vertex) is not None:
+            return local_work(vertex, strategy, self.axis_sizes)
+        dtype = RATE if self.rounds(vertex, (strategy,))[0] else equation_dtype(vertex.equation)
+        num_bytes = self._copied_bytes(vertex, strategy)
+        if vertex.kind == "stack":
+            return Work(0.0, num_bytes, dtype)
+        num_bytes += touched_bytes(vertex, strategy, self.kernels, self.axis_sizes)
+        return Work(equation_flops(vertex.equation) / strategy.parts, num_bytes, dtype)
 
     def _copied_bytes(self, vertex: Vertex, strategy: ShardingStrategy) -> float:
         copies = zip(self.kernels.copies[vertex.index], vertex.operands, strategy.operands, strict=True)

@@ -27,9 +27,10 @@ Reductions and reshards are priced as latency · latency share + bytes · second
 times the share of it that the step waits for.
 """
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -41,6 +42,7 @@ from cost.evaluation import checked_choice
 from cost.quantities import Quantities
 from search_spaces.base import Part
 from search_spaces.sharding.base import Edge, GivenSpec, Layout, Node, Rule
+from search_spaces.sharding.computing import Computing, computing_of
 from search_spaces.sharding.device_program import DeviceProgram
 from search_spaces.sharding.edge_costs import edges_of, transfer_matrices
 from search_spaces.sharding.execution import Execution, make_layout
@@ -71,6 +73,11 @@ from search_spaces.sharding.scheduling import make_schedule
 from search_spaces.sharding.step_quantities import preference_problem, step_quantities
 from search_spaces.sharding.tracing import build_graph, feedback_of
 from search_spaces.sharding.whole_work import WholeWork, whole_work
+
+_ON_PRICES = frozenset({"node_costs", "_problem", "quantities", "preference_problem", "least_compute_s"})
+"""What of a space depends on the seconds of its nodes."""
+_ON_MEMORY = frozenset({"kernels", "lifetimes", "usages"})
+"""What of a space depends on when the memory of values is free."""
 
 
 @dataclass(frozen=True)
@@ -111,9 +118,16 @@ class ShardingSpace:
 
     def with_float8(self, price_s: Mapping[int, float]) -> "ShardingSpace":
         """Returns the space with these products free to run in float8; what does not depend on it is not made again."""
-        space = replace(self, float8_price_s=dict(price_s))
-        on_prices = ("node_costs", "_problem", "quantities", "preference_problem")
-        made = {name: value for name, value in vars(self).items() if name not in vars(space) and name not in on_prices}
+        return self._with({"float8_price_s": dict(price_s)}, _ON_PRICES)
+
+    def with_donated(self, donated: Sequence[bool]) -> "ShardingSpace":
+        """Returns the space with other arguments donated; what does not depend on it is not made again."""
+        return self._with({"donated": tuple(donated)}, _ON_MEMORY | _ON_PRICES)
+
+    def _with(self, fields: Mapping[str, Any], depending: Set[str]) -> "ShardingSpace":
+        """Returns the space with other fields, and with what is made already of those that do not depend on them."""
+        space = replace(self, **fields)
+        made = {name: value for name, value in vars(self).items() if name not in vars(space) and name not in depending}
         vars(space).update(made)
         return space
 
@@ -287,6 +301,10 @@ class ShardingSpace:
     def notes(self) -> tuple[str, ...]:
         """What a reader of a plan should know: loops of unknown length, operations that run whole on every device."""
         return notes_of(self.graph, self.rules, self.axis_names, self.axis_sizes, self.as_program)
+
+    def computing(self, layout: Layout) -> Computing:
+        """Returns the computing of a layout divided into products and memory traffic."""
+        return computing_of(self.graph, layout, self.node_costs)
 
     def whole_work(self, layout: Layout) -> list[WholeWork]:
         """Returns the arithmetic that a layout leaves whole because it cannot be split, the most expensive first."""

@@ -4,6 +4,7 @@ import dataclasses
 import math
 import re
 
+from diffshard.plans.advice import Advice
 from diffshard.plans.layers import layer_name, layers, layers_of_operations
 from diffshard.plans.page import format_page
 from diffshard.plans.page_style import STYLE
@@ -120,7 +121,8 @@ def test_each_cell_has_the_title_of_its_column_for_narrow_screens():
     cells = [attributes for tag, attributes in found.elements if tag == "td"]
     assert cells
     assert {c["data-of"] for c in cells} == {
-        "name", "how many", "type", "sharding", "on a device", "next best, what it adds"
+        "name", "how many", "type", "sharding", "on a device", "next best, what it adds",
+        "result", "takes", "of the step", "of it communicating",
     }  # fmt: skip
 
 
@@ -132,3 +134,15 @@ def test_pages_of_plans_without_limits_bounds_or_history():
 def test_the_sentence_about_the_gap_names_it():
     texts = checked_page(format_page(small_plan(status="optimal"))).texts
     assert any("gap 10%: no plan in the search space is predicted to be faster by more" in t for t in texts)
+
+
+def test_the_most_expensive_operations_stand_first_and_stand_out():
+    page = small_plan(advice=(Advice("1.00 ms less: donate `state`", 1e-3),)).html()
+    found = checked(small_plan())
+    (row,) = [attributes for tag, attributes in found.elements if tag == "tr" and attributes.get("class") == "dearest"]
+    assert row
+    first = page[page.index('tr class="dearest"') :].split("</tr>")[0]
+    assert "backward Net/layer_*/dense/dot_general" in first
+    assert "70%" in first
+    assert "3.00 ms for all_reduce data" in first
+    assert "<li>1.00 ms less: donate <code>state</code></li>" in page

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from diffshard.plans.formats import format_spec
-from diffshard.plans.summary import alike_arguments, alike_operations, collective_totals, device_bytes
+from diffshard.plans.summary import alike_arguments, collective_totals, dearest_operations, device_bytes
 from diffshard.plans.text import format_plan
 from tests.diffshard.plans.small_plan import small_plan
 
@@ -44,7 +44,7 @@ def test_equal_layers_are_one_row_with_the_reason():
 
 def test_operations_are_grouped_and_their_communication_named():
     text = format_plan(small_plan())
-    forward, backward = [i for i, row in enumerate(text.splitlines()) if "Net/layer_*/dense/" in row]
+    backward, forward = [i for i, row in enumerate(text.splitlines()) if "Net/layer_*/dense/" in row]
     rows = text.splitlines()
     assert rows[forward].split()[1:] == [
         "2x",
@@ -61,7 +61,9 @@ def test_operations_are_grouped_and_their_communication_named():
     assert rows[backward + 1].split() == ["dot_general"]  # the end of a long name
     assert rows[backward + 2].split() == ["+", "all_reduce", "data", "3.00", "ms"]
     assert line(text, "all_gather model ").split() == ["+", "all_gather", "model", "1.00", "ms"]
-    groups = alike_operations(small_plan())
+    assert "\nOperations: 5, the 3 most expensive kinds in order; the first takes 70% of the step\n" in text
+    groups = dearest_operations(small_plan())
+    assert [round(g.compute_s + g.collective_s, 9) for g in groups] == [7e-3, 2e-3, 1e-3]
     assert sum(g.compute_s for g in groups) == pytest.approx(6e-3)
     assert sum(g.collective_s for g in groups) == pytest.approx(4e-3)
 

@@ -1,0 +1,209 @@
+"""What would make a planned step faster or smaller, with what each change gains on the plan's own problem.
+
+A change of what is given (other donated arguments, no fixed shardings, no limit of the memory, another format) gives
+another problem, on which the plan's choice is a start. Where the change only opens choices, whatever is found from
+there is a plan that the user can have, so what it saves is saved at least.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import numpy as np
+
+from diffshard.base import InfeasibleError
+from diffshard.deadline import Deadline
+from diffshard.plans.advice import LEAST_SHARE, MOST_LINES, Advice
+from diffshard.plans.formats import format_bytes, format_percent, format_s
+from diffshard.sharding_search.layout import layout_of
+from diffshard.sharding_search.plan import Plan
+from diffshard.sharding_search.planning import fastest_choice
+from diffshard.sharding_search.request import PlanRequest
+from diffshard.sharding_search.step_objective import step_s
+from diffshard.sharding_search.warm_start import start_of
+from search_spaces.base import Choice
+from search_spaces.sharding.memory_use import memory_use
+from search_spaces.sharding.number_formats import takes_float8
+
+_LEAST_SOLVER_S, _SOLVER_SHARE = 3.0, 0.5
+"""Seconds that a problem of advice may take, and the share of the plan's own search that it may take beyond that."""
+_LEAST_PRODUCTS = 0.5
+"""The share of a step that products take at least where another format of theirs is worth a line."""
+
+_NEAR_LIMIT = 0.8
+"""The share of the memory limit that a plan takes at least where the search asks what the limit costs."""
+
+
+def find_with_advice(find: Callable[[PlanRequest], Plan], request: PlanRequest) -> Plan:
+    """Returns the plan that is found for a request, with advice; a start that is taken as it is has its own."""
+    plan = find(request)
+    if plan == request.options.start:
+        return plan
+    start_s = time.perf_counter()
+    advice = advice_of(request, plan)
+    return replace(plan, advice=advice, search_s=plan.search_s + time.perf_counter() - start_s)
+
+
+def advice_of(request: PlanRequest, plan: Plan) -> tuple[Advice, ...]:
+    """Returns what would make a plan's step faster or smaller, what gains most first.
+
+    What gains less than a hundredth of the step's seconds or of the peak's bytes is left out.
+
+    Args:
+      request: for which the plan was found.
+      plan: of one of the request's meshes.
+    """
+    advice = list(_of_whole_work(plan))
+    if plan.logical_axis_rules == request.options.logical_axis_rules:  # else an expert's, of another traced function
+        if request.options.candidates:
+            request = request.on(request.options.candidate_with(plan.mesh_axes))
+        advice += _of_choice(request, plan)
+    return tuple(sorted(filter(plan_gains(plan), advice), key=lambda a: -_share(plan, a))[:MOST_LINES])
+
+
+def plan_gains(plan: Plan) -> Callable[[Advice], bool]:
+    """Returns what tells whether advice gains enough for a line."""
+    return lambda advice: _share(plan, advice) >= LEAST_SHARE
+
+
+def _share(plan: Plan, advice: Advice) -> float:
+    """Returns the larger share that advice saves, of the step's seconds or of the peak's bytes."""
+    shares = ((advice.seconds, plan.step_s), (advice.num_bytes, plan.peak_bytes))
+    return max(gain / whole if whole else 0.0 for gain, whole in shares)
+
+
+def _less(plan: Plan, how: str, *, seconds: float = 0.0, num_bytes: float = 0.0) -> str:
+    """Writes what is saved: `at least 1.20 ms (3.4%) less`."""
+    amounts = []
+    if seconds >= LEAST_SHARE * plan.step_s:
+        amounts.append(f"{format_s(seconds)} ({format_percent(seconds / plan.step_s)}) less")
+    if num_bytes >= LEAST_SHARE * plan.peak_bytes:
+        share = format_percent(num_bytes / plan.peak_bytes)
+        amounts.append(f"{format_bytes(num_bytes)} ({share}) less at the peak of the memory")
+    return f"{how} {' and '.join(amounts)}".lstrip()
+
+
+def _of_whole_work(plan: Plan) -> Iterator[Advice]:
+    """Names what cannot be split, which every device computes whole, and what would split it."""
+    for work in plan.whole_work:
+        yield Advice(f"{_less(plan, 'about', seconds=work.seconds)} computing: {work.remedy}", work.seconds)
+
+
+def _of_choice(request: PlanRequest, plan: Plan) -> Iterator[Advice]:
+    """Looks for advice that needs the plan's choice in its space."""
+    own = request.with_recomputed(plan.recomputed, plan.offloaded)
+    start = start_of(plan, own.space)
+    if start is None or not start.is_exact:
+        return
+    choice: Choice = tuple(start.choice.tolist())
+    yield from _of_donating(own, plan, choice)
+    yield from _of_float8(own, plan, choice)
+    is_searched = plan.objective is None and plan.formats is None and plan.status in ("optimal", "finished")
+    if is_searched and plan.step_s - own.space.least_compute_s >= LEAST_SHARE * plan.step_s:
+        yield from _of_given(own, plan)
+        yield from _of_memory_limit(request, plan, choice if own is request else None)
+
+
+def _of_donating(request: PlanRequest, plan: Plan, choice: Choice) -> Iterator[Advice]:
+    """Prices the choice as it is if arguments were donated that results replace as a whole."""
+    call, space = request.traced_function.call, request.space
+    replaced = {argument for argument in space.graph.feedback if argument is not None}
+    arrays: dict[int, list[int]] = {}
+    for i, number in enumerate(call.numbers):
+        arrays.setdefault(number, []).append(i)
+    whole = [n for n, own in arrays.items() if replaced.issuperset(own) and not any(space.donated[i] for i in own)]
+    if not whole:
+        return
+    also = {i for number in whole for i in arrays[number]}
+    donating = space.with_donated([is_donated or i in also for i, is_donated in enumerate(space.donated)])
+    num_bytes = plan.peak_bytes - float(np.max(memory_use(donating.usages, choice).num_bytes))
+    if num_bytes < LEAST_SHARE * plan.peak_bytes:
+        return
+    more_s = step_s(donating.predict(choice)) - step_s(space.predict(choice))  # where results have to be transposed
+    price = f", for {format_s(more_s)} more" if more_s >= LEAST_SHARE * plan.step_s else ""
+    names = [call.parameters[number] for number in whole]
+    words = f"donate {_listed(names)} ({_donating(request, whole)}), whose memory the results that replace it can take"
+    yield Advice(f"{_less(plan, '', num_bytes=num_bytes)}{price}: {words}", num_bytes=num_bytes)
+
+
+def _donating(request: PlanRequest, numbers: list[int]) -> str:
+    """Returns the option of `search` that donates arguments, beside those that are donated already."""
+    options, parameters = request.options, request.traced_function.call.parameters
+    with_position = [n for n in numbers if parameters[n] in options.positional_names]
+    positions = sorted({*options.donate_argnums, *with_position})
+    names = [*options.donate_argnames, *(parameters[n] for n in numbers if n not in with_position)]
+    given = [f"`donate_argnums={tuple(positions)}`"] * bool(with_position) + [f"`donate_argnames={names}`"] * (
+        len(with_position) < len(numbers)
+    )
+    return " and ".join(given)
+
+
+def _of_float8(request: PlanRequest, plan: Plan, choice: Choice) -> Iterator[Advice]:
+    """Adds up what each product would gain in float8 as it is split, where products are most of the step."""
+    rates, space, computing = plan.hardware.flops_per_s, request.space, plan.computing
+    has_float8 = not isinstance(rates, float | int) and any(name.startswith("float8") for name in rates)
+    trains = any(argument is not None for argument in space.graph.feedback)
+    if not (has_float8 and trains) or plan.formats or plan.remat or plan.objective or plan.executor != "program":
+        return
+    if computing is None or computing.products_s < _LEAST_PRODUCTS * plan.step_s:
+        return
+    strategies = space.layout(choice).strategies
+    in_float8 = [v for v in space.graph.vertices if takes_float8(v)]
+    costs = space.with_float8(dict.fromkeys((v.index for v in in_float8), 0.0)).node_costs
+    gains = (float(costs.float8_gain_s(v, (strategies[v.index],))[0]) for v in in_float8)
+    seconds = min(sum(gain for gain in gains if gain > 0), plan.step_s)
+    words = "round products to float8 (`formats=diffshard.Formats(...)`) as far as the loss allows, split as they are"
+    yield Advice(f"{_less(plan, 'at most', seconds=seconds)}: {words}", seconds)
+
+
+def _of_given(request: PlanRequest, plan: Plan) -> Iterator[Advice]:
+    """Searches on from the plan with the shardings free that are given."""
+    if not request.space.given:
+        return
+    space = replace(request.space, given={})
+    start = start_of(plan, space)
+    near = None if start is None else tuple(start.choice.tolist())
+    free = _seconds_and_choice(request._replace(space=space), plan, near)
+    if free is None:
+        return
+    seconds, choice = free
+    call, specs = request.traced_function.call, space.layout(choice).input_specs
+    before = layout_of(plan, request.space).input_specs
+    changed = [call.parameters[call.numbers[i]] for i in request.space.given if specs[i] != before[i]]
+    if changed and plan.step_s > seconds:
+        words = f"leave the sharding of {_listed(list(dict.fromkeys(changed)))} (given) to the search"
+        yield Advice(f"{_less(plan, 'at least', seconds=plan.step_s - seconds)}: {words}", plan.step_s - seconds)
+
+
+def _of_memory_limit(request: PlanRequest, plan: Plan, choice: Choice | None) -> Iterator[Advice]:
+    """Searches on from the plan's choice without a limit of the memory, and with nothing computed again."""
+    if plan.peak_bytes < _NEAR_LIMIT * plan.memory_limit_bytes:
+        return
+    unlimited = request._replace(options=replace(request.options, memory_limit_bytes=np.inf))
+    free = _seconds_and_choice(unlimited, plan, choice)
+    if free is None or free[0] >= plan.step_s:
+        return
+    peak_bytes = float(np.max(memory_use(request.space.usages, free[1]).num_bytes))
+    if peak_bytes > plan.memory_limit_bytes:
+        less = _less(plan, "at least", seconds=plan.step_s - free[0])
+        words = f"give each device {format_bytes(peak_bytes)}, or more devices"
+        yield Advice(f"{less}: {words}", plan.step_s - free[0])
+
+
+def _seconds_and_choice(request: PlanRequest, plan: Plan, start: Choice | None) -> tuple[float, Choice] | None:
+    """Returns the fastest step of a request that is less strict than a plan's, and its choice; None for none."""
+    _ = request.space.problem  # built before the solver's time begins
+    seconds, limit_s = max(_LEAST_SOLVER_S, _SOLVER_SHARE * plan.search_s), request.options.time_limit_s
+    deadline = Deadline.from_now(seconds if limit_s is None else min(seconds, limit_s))
+    request = request._replace(options=replace(request.options, start=None), progress=None)
+    try:
+        found = fastest_choice(request, deadline, None if start is None else np.array(start), LEAST_SHARE)
+    except InfeasibleError:
+        return None
+    return step_s(request.space.predict(found.choice)), found.choice
+
+
+def _listed(names: list[str]) -> str:
+    """Writes names as `a`, `b` and `c`."""
+    quoted = [f"`{name}`" for name in names]
+    return " and ".join(filter(None, (", ".join(quoted[:-1]), quoted[-1])))
