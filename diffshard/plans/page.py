@@ -26,6 +26,7 @@ from diffshard.plans.page_elements import (
     Html,
     axis_fills,
     bar,
+    breakable,
     cards,
     document,
     escape,
@@ -47,8 +48,8 @@ from diffshard.plans.tried_shapes import shape_table
 from diffshard.plans.whole_work import whole_lines
 from search_spaces.partition_specs import NamedSpec
 
-_MOST_OPERATIONS = 12
-"""Rows of operations: those of most steps that take more than a hundredth each."""
+_MOST_OPERATIONS = 8
+"""Rows of operations; the text below has more of them."""
 _MOST_OF_LAST_COST = 3.0  # of a solver's first choices those that cost more end at the drawing's upper edge
 
 
@@ -111,7 +112,7 @@ def _operations(plan: PlanData) -> str:
         moves = ", ".join(dict.fromkeys(f"{kind} {axis}" for kind, axis in g.collectives))
         rows.append(
             (
-                Html(f"<b>{escape(g.name)}</b>") if i == 0 else g.name,
+                Html(f"<b>{breakable(g.name)}</b>") if i == 0 else breakable(g.name),
                 f"{len(g.operations)}×" if len(g.operations) > 1 else "",
                 g.result,
                 format_spec(g.spec),

@@ -22,6 +22,11 @@ def escape(value: object) -> str:
     return value if isinstance(value, Html) else html.escape(printable(str(value)))
 
 
+def breakable(name: str) -> Html:
+    """Escapes a name, which may go on in the next line after each of its parts."""
+    return Html(re.sub(r"([/,])", r"\1<wbr>", escape(name)))
+
+
 def with_code(text: str) -> Html:
     """Escapes a sentence whose names of code are in backticks, and shows these as code."""
     return Html(re.sub(r"`([^`]*)`", r"<code>\1</code>", escape(text)))

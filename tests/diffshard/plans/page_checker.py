@@ -2,7 +2,7 @@
 
 from html.parser import HTMLParser
 
-_VOID = {"meta", "br", "path", "img", "link"}
+_VOID = {"meta", "wbr", "br", "path", "img", "link"}
 
 
 class Checker(HTMLParser):

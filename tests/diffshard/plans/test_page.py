@@ -142,7 +142,7 @@ def test_the_most_expensive_operations_stand_first_and_stand_out():
     (row,) = [attributes for tag, attributes in found.elements if tag == "tr" and attributes.get("class") == "dearest"]
     assert row
     first = page[page.index('tr class="dearest"') :].split("</tr>")[0]
-    assert "backward Net/layer_*/dense/dot_general" in first
+    assert "<b>backward Net/<wbr>layer_*/<wbr>dense/<wbr>dot_general</b>" in first
     assert "70%" in first
     assert "3.00 ms for all_reduce data" in first
     assert "<li>1.00 ms less: donate <code>state</code></li>" in page
