@@ -84,7 +84,18 @@ class Solution(NamedTuple):
 
 
 class InfeasibleError(ValueError):
-    """No choice keeps the memory limit, or every choice is forbidden."""
+    """No choice keeps the memory limit, or every choice is forbidden.
+
+    Args:
+      text: says which limit, and what would do.
+
+    Attributes:
+      is_proven: whether there is no such choice, rather than none that was found.
+    """
+
+    def __init__(self, text: str = "", *, is_proven: bool = False):
+        super().__init__(text)
+        self.is_proven = is_proven
 
 
 def printable(text: str) -> str:

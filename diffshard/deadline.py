@@ -34,6 +34,10 @@ class Deadline(NamedTuple):
         """Returns a share of the seconds that are left, a millisecond at least; None without a limit."""
         return None if self.limit_s is None else max(share * (self.limit_s - self.elapsed_s), _LEAST_TIME_S)
 
+    def part(self, share: float) -> "Deadline":
+        """Returns the deadline of a part that begins now and has a share of the seconds that are left."""
+        return Deadline(self.remaining_s(share), time.perf_counter())
+
     def is_over(self, share: float = 1.0) -> bool:
         """Tells whether a share of the time limit has passed."""
         return self.limit_s is not None and self.elapsed_s >= share * self.limit_s - _LEAST_TIME_S

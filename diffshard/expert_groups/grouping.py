@@ -19,6 +19,7 @@ from cost.expert_groups import (
     exchanging_ms,
 )
 from diffshard.base import OPTIMAL_GAP, Progress, Solver
+from diffshard.deadline import Deadline
 from diffshard.expert_groups.arguments import (
     check_room,
     check_scale,
@@ -35,6 +36,7 @@ from diffshard.expert_groups.candidates import candidate_groups, equal_runs, nea
 from diffshard.expert_groups.merging import Division, divisions_by_merging
 from diffshard.expert_groups.plans import GroupPlan
 from diffshard.expert_groups.subsets import MOST_WORKERS, best_division
+from diffshard.outer_search import Candidate, Outcome, OuterSearch
 from diffshard.solving.solve import solve
 from search_spaces.expert_groups import ExpertGroupSpace
 
@@ -86,7 +88,7 @@ def group_experts(
       recomputation: forward passes that the backward pass makes again.
       solver: as in `solve`, which chooses among candidate groups; None finds the best of all divisions of up to 12
         workers, and is "gradient" for more, with fewer phases for more than 32.
-      time_limit_s: of the solver, for each of at most three numbers of groups, as in `solve`.
+      time_limit_s: seconds for the solver, of at most three numbers of groups together, as in `solve`.
       key: as in `solve`.
       progress: as in `solve`.
 
@@ -178,7 +180,12 @@ def reassign_experts(
 
 
 def _best_by_solver(
-    workers: ExpertWorkers, step: ExpertStep, merged: list[Division], bounds_ms: np.ndarray, **options
+    workers: ExpertWorkers,
+    step: ExpertStep,
+    merged: list[Division],
+    bounds_ms: np.ndarray,
+    time_limit_s: float | None,
+    **options,
 ) -> Division:
     """Returns the best division that merging, equal runs or the solver finds.
 
@@ -194,15 +201,27 @@ def _best_by_solver(
                 known.setdefault(num_groups, []).extend(d for d in runs if np.isfinite(d.ms))
     fastest = {count: min(divisions, key=lambda d: d.ms) for count, divisions in known.items() if divisions}
     best = min(fastest.values(), key=lambda division: division.ms)
-    for count in sorted(fastest, key=lambda count: fastest[count].ms)[:_SOLVED_COUNTS]:
-        if bounds_ms[count - 1] < best.ms * (1 - OPTIMAL_GAP):
-            found = _solved(workers, step, order, fastest[count], **options)
-            best = min(best, found, key=lambda division: division.ms)
-    return best
+    search = OuterSearch(Deadline.from_now(time_limit_s), OPTIMAL_GAP, best=Outcome(best, best.ms))
+
+    def candidate(count: int) -> Candidate[Division]:
+        def solve_count(deadline: Deadline, cut_off_ms: float) -> Outcome[Division]:
+            del cut_off_ms  # the solver's bound is one for candidate groups only
+            limit_s = deadline.remaining_s()
+            division, status = _solved(workers, step, order, fastest[count], time_limit_s=limit_s, **options)
+            return Outcome(division, division.ms, status=status)
+
+        return Candidate(count, float(bounds_ms[count - 1]), solve_count)
+
+    in_order = sorted(fastest, key=lambda count: fastest[count].ms)[:_SOLVED_COUNTS]
+    search.run([candidate(count) for count in in_order])
+    assert search.best is not None
+    return search.best.result
 
 
-def _solved(workers: ExpertWorkers, step: ExpertStep, order: np.ndarray, start: Division, **options) -> Division:
-    """Returns the division that the solver makes of candidate groups, of the number of groups of `start`.
+def _solved(
+    workers: ExpertWorkers, step: ExpertStep, order: np.ndarray, start: Division, **options
+) -> tuple[Division, str]:
+    """Returns the division that the solver makes of candidate groups, as many as `start` has, and how it ended.
 
     Workers are numbered in their order, so that runs of workers agree by the edges of a chain.
     """
@@ -216,8 +235,10 @@ def _solved(workers: ExpertWorkers, step: ExpertStep, order: np.ndarray, start: 
     candidates = candidate_groups(order, len(start.groups), start)
     space = ExpertGroupSpace(renumbered, step, len(start.groups), [place[list(group)].tolist() for group in candidates])
     begin = space.choice_of([place[list(group)].tolist() for group in start.groups])
-    decoded = space.decode(solve(space.problem, start=begin, **options).choice)
-    return Division(tuple(tuple(sorted(map(int, order[list(g)]))) for g in decoded.groups), decoded.step_ms)
+    solution = solve(space.problem, start=begin, **options)
+    decoded = space.decode(solution.choice)
+    groups = tuple(tuple(sorted(map(int, order[list(g)]))) for g in decoded.groups)
+    return Division(groups, decoded.step_ms), solution.status
 
 
 def _fastest_first(workers: ExpertWorkers, group: Group) -> Group:

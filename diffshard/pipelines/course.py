@@ -3,11 +3,12 @@
 import math
 import time
 
+from diffshard.deadline import Deadline
 from diffshard.live_progress import LiveLine
 from diffshard.pipelines.options import STAGE_TIME_LIMIT_S
 from diffshard.plans.formats import format_count, format_s
 
-_SEARCH_SHARE = 0.6
+SEARCH_SHARE = 0.6
 """The share of the time limit for finding stages; what is left is for bounds, shardings of stages and programs."""
 _PROOF_SHARE = 0.75
 """The share of the time limit after which no stage is solved for the sake of a bound."""
@@ -27,31 +28,31 @@ class Course:
       time_limit_s: for all of the search; None ends by its own rule.
 
     Attributes:
-      start_s: when the search began, by `time.perf_counter`.
+      deadline: of all of the search.
     """
 
     def __init__(self, line: LiveLine, time_limit_s: float | None):
-        self._line, self._limit_s, self.start_s = line, time_limit_s, time.perf_counter()
+        self._line, self.deadline = line, Deadline.from_now(time_limit_s)
         self._start_process_s = time.process_time()
         self._now, self._num_solved, self._best_s, self._bound_s = "", 0, math.inf, -math.inf
 
     @property
     def seconds(self) -> float:
         """Seconds since the search began."""
-        return time.perf_counter() - self.start_s
+        return self.deadline.elapsed_s
 
     # Time.
 
     def is_search_over(self) -> bool:
         """Tells whether no further stages are looked for; those of a first pipeline have more time."""
-        if self._limit_s is None:
-            return False
-        limit_s = _SEARCH_SHARE * self._limit_s
-        return self.seconds >= (limit_s if math.isfinite(self._best_s) else limit_s + _PATIENCE_S)
+        limit_s = self.deadline.limit_s
+        if limit_s is None or math.isfinite(self._best_s):
+            return self.deadline.is_over(SEARCH_SHARE)
+        return self.seconds >= SEARCH_SHARE * limit_s + _PATIENCE_S
 
     def is_proof_over(self) -> bool:
         """Tells whether no further stages are solved for a bound."""
-        return self._limit_s is not None and self.seconds >= _PROOF_SHARE * self._limit_s
+        return self.deadline.is_over(_PROOF_SHARE)
 
     def stage_limit_s(self, num_left: int = 1) -> float:
         """Returns the solver's time limit for a stage or program, of which some are left to plan.
@@ -59,11 +60,12 @@ class Course:
         Without a limit for the search it is about the same time of the processor on a busy machine as on a quiet one,
         so that the same search finds the same.
         """
-        if self._limit_s is None:
+        rest_s = self.deadline.remaining_s(1 / num_left)
+        if rest_s is None:
             process_s = time.process_time() - self._start_process_s
             load = self.seconds / process_s if process_s > 0 else 1.0
             return STAGE_TIME_LIMIT_S * min(max(load, 1.0), _MOST_LOAD)
-        return min(STAGE_TIME_LIMIT_S, max((self._limit_s - self.seconds) / num_left, _LEAST_TIME_S))
+        return min(STAGE_TIME_LIMIT_S, max(rest_s, _LEAST_TIME_S))
 
     # Progress.
 

@@ -22,7 +22,7 @@ from search_spaces.pipelines.forward_backward import num_bytes
 from search_spaces.pipelines.offloading import can_be_offloaded, residuals_of
 from search_spaces.pipelines.stage_keys import Key
 from search_spaces.pipelines.stage_programs import StagedStep
-from search_spaces.rematerialisation.minimum_cuts import Candidate
+from search_spaces.rematerialisation.minimum_cuts import RematChoice
 
 
 class ResidualEstimate(NamedTuple):
@@ -33,13 +33,13 @@ class ResidualEstimate(NamedTuple):
       num_bytes: of the activations of all micro-batches in flight, as a whole.
     """
 
-    choice: Candidate
+    choice: RematChoice
     num_bytes: float
 
 
 def least_offload(
     estimates: Sequence[ResidualEstimate], needed_bytes: float, in_flight: int, hardware: Hardware
-) -> tuple[Candidate, float] | None:
+) -> tuple[RematChoice, float] | None:
     """Returns the choice of residuals that is fastest with as much of it offloaded as the memory demands.
 
     Args:

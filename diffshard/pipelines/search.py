@@ -1,6 +1,7 @@
 """`find_pipeline`: a training step cut into stages on parts of a cluster, all of it chosen together."""
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -11,8 +12,10 @@ from cost.pipeline_schedules import Schedule
 from cost.pipeline_steps import pipeline_step
 from cost.pipeline_times import StageTimes
 from diffshard.base import InfeasibleError
+from diffshard.deadline import Deadline
 from diffshard.live_progress import LiveLine
-from diffshard.pipelines.course import Course
+from diffshard.outer_search import Candidate, CutOffError, Outcome, OuterSearch
+from diffshard.pipelines.course import SEARCH_SHARE, Course
 from diffshard.pipelines.cutting import UncutStep, uncut_step
 from diffshard.pipelines.found_divisions import FoundDivision
 from diffshard.pipelines.least_memory import nothing_fits
@@ -33,7 +36,7 @@ _LEAST_GAIN = 0.02
 """What another pipeline has to be estimated faster, relatively, for its programs to be planned."""
 
 
-class _Candidate(NamedTuple):
+class _Simulated(NamedTuple):
     seconds: float
     schedule: Schedule
     search: StepSearch
@@ -150,34 +153,46 @@ def _chosen(options: PipelineOptions, searches: Sequence[StepSearch], course: Co
       InfeasibleError: no pipeline fits the memory.
     """
     searches, refused = _with_groups(searches)
-    candidates: list[_Candidate] = []
-    tried: dict[tuple[int, Schedule], float] = {}
     in_order = sorted(searches, key=lambda search: search.num_groups)
     choices = list(itertools.product(in_order, options.pipeline.schedules))
-    for number, (search, schedule) in enumerate(choices, 1):
-        course.tries(search.num_microbatches, schedule, number, len(choices))
-        if candidates and course.is_search_over():
-            refused = (
-                *refused,
-                f"The time limit ended the search after {number - 1} of {len(choices)} choices of micro-batches and "
-                "schedules; the bound is for these.",
-            )
-            choices = choices[: number - 1]
-            break
-        if search.num_groups > 1 and _is_slower(search, schedule, candidates):
-            continue
-        key = search.num_microbatches, schedule
-        tried.setdefault(key, np.inf)
-        for found in search.divisions.candidates(schedule, course.is_search_over):
-            seconds = float(simulated_s(search, schedule, found))
-            tried[key] = min(seconds, tried[key])
-            candidates.append(_Candidate(seconds, schedule, search, found))
-            course.found(seconds)
-    if not candidates:
+    simulated: list[_Simulated] = []
+
+    def candidate(number: int, search: StepSearch, schedule: Schedule) -> Candidate[_Simulated]:
+        def solve(_: Deadline, cut_off_s: float) -> Outcome[_Simulated]:
+            course.tries(search.num_microbatches, schedule, number, len(choices))
+            if search.num_groups > 1:  # known before anything is solved
+                least_s = search.divisions.bound(schedule, cut_off_s, is_over=lambda: True)
+                if least_s >= cut_off_s:
+                    raise CutOffError(least_s)
+            divisions = search.divisions.candidates(schedule, course.is_search_over)
+            found = [_Simulated(simulated_s(search, schedule, one), schedule, search, one) for one in divisions]
+            if not found:
+                raise InfeasibleError("No division into stages fits the memory.")
+            simulated.extend(found)
+            best = min(found, key=lambda one: one.seconds)
+            course.found(best.seconds)
+            return Outcome(best, best.seconds)
+
+        return Candidate((search.num_microbatches, schedule), -math.inf, solve)
+
+    outer = OuterSearch[_Simulated](course.deadline, last_share=SEARCH_SHARE)
+    outer.run(candidate(number, *choice) for number, choice in enumerate(choices, 1))
+    if not simulated:
         raise InfeasibleError(nothing_fits(options, searches, course.is_search_over))
-    candidates.sort(key=lambda candidate: candidate.seconds)
+    num_tried = sum(one.status != "not tried" for one in outer.tried)
+    if num_tried < len(choices):
+        refused = (
+            *refused,
+            f"The time limit ended the search after {num_tried} of {len(choices)} choices of micro-batches and "
+            "schedules; the bound is for these.",
+        )
+    tried: dict[tuple[int, Schedule], float] = {}
+    for one in outer.tried[:num_tried]:
+        if one.status != "cut off":
+            tried[one.name] = min(tried.get(one.name, math.inf), math.inf if one.cost is None else one.cost)
+    simulated.sort(key=lambda one: one.seconds)
     course.step("proving a bound")
-    target_s = candidates[0].seconds
+    target_s, choices = simulated[0].seconds, choices[:num_tried]
     bound_s = min(search.divisions.bound(schedule, target_s, course.is_proof_over) for search, schedule in choices)
     course.bounded(bound_s)
     return tuple(
@@ -189,19 +204,13 @@ def _chosen(options: PipelineOptions, searches: Sequence[StepSearch], course: Co
             bound_s,
             tuple((*key, seconds) for key, seconds in tried.items()),
             one.search.num_groups,
-            (*refused, *_other_reduction(one, candidates)),
+            (*refused, *_other_reduction(one, simulated)),
             recomputed=tuple(layout.recomputed for layout in one.found.layouts),
             offloaded=tuple(layout.offloaded for layout in one.found.layouts),
             estimate_s=one.seconds,
         )
-        for one in candidates
+        for one in simulated
     )
-
-
-def _is_slower(search: StepSearch, schedule: Schedule, candidates: Sequence[_Candidate]) -> bool:
-    """Tells whether all that a search could find is known to be slower than a candidate, before anything is solved."""
-    best_s = min((candidate.seconds for candidate in candidates), default=np.inf)
-    return search.divisions.bound(schedule, best_s, is_over=lambda: True) >= best_s
 
 
 def _with_groups(searches: Sequence[StepSearch]) -> tuple[list[StepSearch], tuple[str, ...]]:
@@ -223,10 +232,10 @@ def _with_groups(searches: Sequence[StepSearch]) -> tuple[list[StepSearch], tupl
     return possible, tuple(notes)
 
 
-def _other_reduction(best: _Candidate, candidates: Sequence[_Candidate]) -> list[str]:
+def _other_reduction(best: _Simulated, simulated: Sequence[_Simulated]) -> list[str]:
     """Says how long a step takes if gradients are reduced in the way that was not chosen, if that was tried."""
     is_once = best.search.num_groups > 1
-    others = [c.seconds for c in candidates if (c.search.num_groups > 1) != is_once]
+    others = [one.seconds for one in simulated if (one.search.num_groups > 1) != is_once]
     if not others:
         return []
     way = "in each micro-batch" if is_once else "once a step"
@@ -274,4 +283,4 @@ def simulated_s(search: StepSearch, schedule: Schedule, found: FoundDivision) ->
         for before, after in zip(found.stages, found.stages[1:], strict=False)
     ]
     times = StageTimes(seconds * (1 - BACKWARD_SHARE), seconds * BACKWARD_SHARE, sends, sends)
-    return pipeline_step(times, schedule, count, [0.0] * len(seconds)).step_s  # the ends are in `seconds`
+    return float(pipeline_step(times, schedule, count, [0.0] * len(seconds)).step_s)  # the ends are in `seconds`

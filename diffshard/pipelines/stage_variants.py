@@ -34,7 +34,7 @@ from search_spaces.pipelines.recomputed_programs import recomputed_stage, workin
 from search_spaces.pipelines.residuals import OUTSIDE, StageResiduals
 from search_spaces.pipelines.stage_keys import Label
 from search_spaces.pipelines.stage_programs import StagedStep
-from search_spaces.rematerialisation.minimum_cuts import Candidate
+from search_spaces.rematerialisation.minimum_cuts import RematChoice
 
 _ESTIMATE_ERROR = 0.05
 """How much too high choices of residuals may be estimated, relative: those of GPTs and MLPs that were near the best one
@@ -164,7 +164,7 @@ class StageVariants:
         Those that take at least as long and as much memory as another are left out.
         """
 
-        def estimate(choice: Candidate) -> ResidualEstimate:
+        def estimate(choice: RematChoice) -> ResidualEstimate:
             staged = self._programs(residuals, choice)
             passes = [staged.programs[Label(kind, self.stage)] for kind in ("forward", "backward")]
             working = max(working_bytes(staged, program) for program in passes)
@@ -192,7 +192,7 @@ class StageVariants:
           own: of an array of a micro-batch, the part that a device has there.
         """
 
-        def device_s(choice: Candidate) -> float:
+        def device_s(choice: RematChoice) -> float:
             bytes_of, values = residuals.bytes, residuals.values
             moved = sum(bytes_of[v] * (_PASSES if values[v].scan == OUTSIDE else _STACKED_PASSES) for v in choice.kept)
             return choice.seconds + moved / self.hardware.reached_memory_bytes_per_s
@@ -222,13 +222,13 @@ class StageVariants:
                 continue
         return []
 
-    def _programs(self, residuals: StageResiduals, choice: Candidate) -> StagedStep:
+    def _programs(self, residuals: StageResiduals, choice: RematChoice) -> StagedStep:
         return recomputed_stage(residuals, choice) if choice.recomputed else self.staged
 
     def _variant(
         self,
         residuals: StageResiduals,
-        choice: Candidate,
+        choice: RematChoice,
         offloaded: Sequence[int] = (),
         known: StageLayout | None = None,
     ) -> StageLayout:

@@ -39,7 +39,6 @@ REFUSED_PAIRS = (
     RefusedPair("formats", 'executor="constraints"', "only programs round the operands of products"),
     RefusedPair("formats", 'executor="propagation"', "only programs round the operands of products"),
     RefusedPair("formats", "objective", f"a limit on the loss {_BY_SECONDS}"),
-    RefusedPair("devices", "remat", "each shape of the mesh would be such a search; give `plan.mesh` of one without"),
     RefusedPair("pipeline", "in_shardings", _OPEN_MESHES),
     RefusedPair("pipeline", "logical_axis_rules", _OPEN_MESHES),
     RefusedPair("pipeline", "key", "its stages are solved with one seed, the default one"),

@@ -16,6 +16,7 @@ from cost.evaluation import evaluate
 from cost.memory import least_memory
 from diffshard.base import OPTIMAL_GAP, InfeasibleError, Progress, Solution
 from diffshard.deadline import Deadline
+from diffshard.outer_search import CutOffError
 from diffshard.plans.base import Operation, PlannedObjective, PredictedCollective, Tensor
 from diffshard.plans.computing import PredictedComputing
 from diffshard.plans.formats import short_name
@@ -26,7 +27,7 @@ from diffshard.sharding_search.memory_profile import memory_profile_of
 from diffshard.sharding_search.options import Options, Remat
 from diffshard.sharding_search.plan import Plan
 from diffshard.sharding_search.predicted_timeline import predicted_timeline
-from diffshard.sharding_search.request import CutOffError, PlanRequest
+from diffshard.sharding_search.request import PlanRequest
 from diffshard.sharding_search.step_objective import (
     StepCost,
     best_step,
@@ -163,7 +164,8 @@ def solve_problem_of(
         raise InfeasibleError(
             f"`memory_limit_bytes` is {limit:,.0f}, but every plan of {options.function_name} on the mesh "
             f"{dict(options.mesh.shape)} needs at least {least:,.0f} bytes on each device. "
-            f"{memory_advice(space, options.remat)}"
+            f"{memory_advice(space, options.remat)}",
+            is_proven=True,
         )
     solution = solve(
         problem,

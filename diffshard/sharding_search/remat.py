@@ -23,6 +23,8 @@ import numpy as np
 from cost.base import Problem
 from cost.memory import least_memory
 from diffshard.base import InfeasibleError, Proposal, Solution
+from diffshard.deadline import Deadline
+from diffshard.outer_search import Candidate, CutOffError, Outcome, OuterSearch
 from diffshard.sharding_search.fingerprints import function_digest
 from diffshard.sharding_search.options import DEFAULT_SOLVER
 from diffshard.sharding_search.plan import Plan
@@ -39,7 +41,7 @@ from diffshard.sharding_search.warm_start import is_made_for
 from diffshard.solving.phases.base import Phase
 from diffshard.solving.phases.quotient_start import QuotientStart
 from diffshard.solving.solvers import gradient
-from search_spaces.rematerialisation.choices import Candidate, Network
+from search_spaces.rematerialisation.choices import Network, RematChoice
 from search_spaces.rematerialisation.offloading import HostLink, offloadable, offloading
 from search_spaces.rematerialisation.passes import passes_of
 from search_spaces.rematerialisation.regions import regions_of_choice
@@ -62,6 +64,7 @@ def find_plan_with_remat(request: PlanRequest) -> Plan:
 
     Raises:
       InfeasibleError: no choice fits the memory limit; says how much memory would do.
+      CutOffError: no plan is shorter than the limit of the request.
     """
     earlier_plan = request.options.start
     if isinstance(earlier_plan, Plan) and is_made_for(earlier_plan, request):
@@ -85,6 +88,9 @@ def _bounding(problem: Problem, *, time_limit_s: float | None, key: jax.Array) -
     return gradient.solve(problem, time_limit_s=time_limit_s, key=key, phases=lambda _: ())
 
 
+_Found = tuple[Plan, RematChoice]
+
+
 class _Search:
     """A search for the fastest choice of what is computed again."""
 
@@ -94,9 +100,16 @@ class _Search:
         self.quick = request._replace(options=replace(self.options, solver=_quick)) if is_default else request
         self.bounding = _bounding if is_default else self.options.solver
         self.request = request
+        _ = request.space.problem  # built before the solver's time begins
+        self.plans = OuterSearch[_Found](self.options.deadline(), _NEAR, LAST_PROBLEM_SHARE)
         self.passes = passes_of(request.traced_function.graph)
-        _ = request.space.problem
-        self.deadline = self.options.deadline()
+        self.requests: dict[int, PlanRequest] = {0: self.quick}
+        self.least_bytes: dict[int, float] = {}
+
+    @property
+    def deadline(self) -> Deadline:
+        """Of all problems together."""
+        return self.plans.deadline
 
     def run(self) -> Plan:
         request = self.request
@@ -105,11 +118,15 @@ class _Search:
         if self._link is not None:
             network.freeable |= offloadable(network, self.passes)
         bound_s = self._bound_s(network) if self.passes else 0.0 if plan is None else plan.lower_bound_s
-        candidates = self._candidates(network)
-        best = None if plan is None else (plan, candidates[0])
-        if best is None or best[0].step_s > (1 + _NEAR) * bound_s:
-            best = self._best_of(candidates, network, best, bound_s)
-        plan, candidate = best
+        if bound_s >= request.step_limit_s:
+            raise CutOffError(bound_s)
+        choices = self._choices(network)
+        if plan is not None:
+            self.plans.best = Outcome((plan, choices[0]), plan.step_s, bound_s, plan.status)
+        self.plans.run(self._candidates(choices, bound_s))
+        if self.plans.best is None:
+            raise self._infeasible(min(self.least_bytes.values()))
+        plan, choice = self.plans.best.result
         bound_s = min(max(bound_s, 0.0), plan.step_s)
         return replace(
             plan,
@@ -118,10 +135,10 @@ class _Search:
             status=plan.status if plan.step_s <= (1 + 1e-7) * bound_s or plan.status != "optimal" else "finished",
             search_s=time.perf_counter() - request.start_s,
             function_digest=function_digest(request.traced_function),
-            remat=record_of(network, self.passes, candidate, self._link),
+            remat=record_of(network, self.passes, choice, self._link),
         )
 
-    def _candidates(self, network: Network) -> list[Candidate]:
+    def _choices(self, network: Network) -> list[RematChoice]:
         """Returns choices that take less memory the more seconds they take; the first one keeps everything.
 
         What a region makes is in memory at once, so a choice takes what it keeps and its largest region.
@@ -203,7 +220,7 @@ class _Search:
         problem = relaxed_problem(space, self.passes, network)
         least = float(np.max(least_memory(problem)[1]))
         if least > options.memory_limit_bytes:
-            raise self._infeasible(least, least)
+            raise self._infeasible(least, is_proven=True)
         limited = replace(options, time_limit_s=self.deadline.remaining_s(), solver=self.bounding)
         try:
             solution = solve_problem_of(limited, problem, space, None, None)
@@ -211,54 +228,43 @@ class _Search:
             return 0.0
         return max(solution.lower_bound - space.most_preference_s, 0.0)
 
-    def _best_of(
-        self,
-        candidates: Sequence[Candidate],
-        network: Network,
-        best: tuple[Plan, Candidate] | None,
-        bound_s: float,
-    ) -> tuple[Plan, Candidate]:
-        """Returns the fastest plan of the choices that are tried."""
-        requests: dict[int, PlanRequest] = {0: self.quick}
-        least: dict[int, float] = {}
-
-        def fits(i: int) -> bool:
-            if i not in requests:
-                requests[i] = self.quick.with_recomputed(candidates[i].recomputed, candidates[i].offloaded)
-            least[i] = float(np.max(least_memory(requests[i].space.problem)[1]))
-            return least[i] <= self.options.memory_limit_bytes
-
-        first = 1 if best is not None else _first_that_fits(len(candidates), fits)
+    def _candidates(self, choices: Sequence[RematChoice], bound_s: float) -> Iterator[Candidate[_Found]]:
+        """Makes candidates of choices, each from the steps of those before; at most some are searched."""
+        first = 1 if self.plans.best is not None else _first_that_fits(len(choices), lambda i: self._fits(i, choices))
         if first is None:
-            raise self._infeasible(min(least.values()), 0.0)
+            return
         seconds: dict[int, float] = {}
-        while len(seconds) < _MOST_SEARCHES and (i := _next_choice(seconds, first, len(candidates) - 1)) is not None:
-            if best is not None and (
-                self.deadline.is_over(LAST_PROBLEM_SHARE) or best[0].step_s <= (1 + _NEAR) * bound_s
-            ):
-                break
-            seconds[i] = math.inf
-            if not fits(i):
-                continue
-            try:
-                plan = self._plan(requests[i], fastest_choice(requests[i], self.deadline))
-            except InfeasibleError:
-                continue
-            seconds[i] = plan.step_s
-            if best is None or plan.step_s < best[0].step_s:
-                best = plan, candidates[i]
-        if best is None:
-            raise self._infeasible(min(least.values()), 0.0)
-        return best
 
-    def _infeasible(self, found: float, least: float) -> InfeasibleError:
+        def solve(i: int) -> Outcome[_Found]:
+            if not self._fits(i, choices):
+                raise self._infeasible(self.least_bytes[i])
+            plan = self._plan(self.requests[i], fastest_choice(self.requests[i], self.deadline))
+            seconds[i] = plan.step_s
+            return Outcome((plan, choices[i]), plan.step_s, bound_s, plan.status)
+
+        while (
+            len(seconds) < _MOST_SEARCHES
+            and not self.plans.is_over
+            and bound_s < self.plans.cut_off
+            and (i := _next_choice(seconds, first, len(choices) - 1)) is not None
+        ):
+            seconds[i] = math.inf
+            yield Candidate(i, bound_s, lambda _, __, i=i: solve(i))
+
+    def _fits(self, i: int, choices: Sequence[RematChoice]) -> bool:
+        if i not in self.requests:
+            self.requests[i] = self.quick.with_recomputed(choices[i].recomputed, choices[i].offloaded)
+        self.least_bytes[i] = float(np.max(least_memory(self.requests[i].space.problem)[1]))
+        return self.least_bytes[i] <= self.options.memory_limit_bytes
+
+    def _infeasible(self, least_bytes: float, *, is_proven: bool = False) -> InfeasibleError:
         """Returns the error that no plan fits, with the least memory that was found to do."""
-        options = self.options
-        proven = "at least" if least >= found else "about"
+        options, proven = self.options, "at least" if is_proven else "about"
         return InfeasibleError(
             f"`memory_limit_bytes` is {options.memory_limit_bytes:,.0f}, but whatever is computed again, "
-            f"{options.function_name} on the mesh {dict(options.mesh.shape)} needs {proven} {found:,.0f} bytes on each "
-            f"device. {memory_advice(self.request.space, options.remat)}"
+            f"{options.function_name} on the mesh {dict(options.mesh.shape)} needs {proven} {least_bytes:,.0f} bytes "
+            f"on each device. {memory_advice(self.request.space, options.remat)}",
+            is_proven=is_proven,
         )
 
 

@@ -16,14 +16,6 @@ from search_spaces.sharding.space import ShardingSpace
 PlanT = TypeVar("PlanT", bound=PlanData)
 
 
-class CutOffError(Exception):
-    """A bound shows that no plan is shorter than what is wanted; has the bound, in seconds of a step."""
-
-    def __init__(self, lower_bound_s: float):
-        super().__init__(lower_bound_s)
-        self.lower_bound_s = lower_bound_s
-
-
 class PlanRequest(NamedTuple):
     """A function that wants a plan, with all that finding one takes.
 

@@ -8,14 +8,14 @@ import numpy as np
 
 from diffshard.plans.residuals import How, Rematerialisation, Residual
 from diffshard.plans.summary import modules_of
-from search_spaces.rematerialisation.choices import Candidate, Network
+from search_spaces.rematerialisation.choices import Network, RematChoice
 from search_spaces.rematerialisation.offloading import HostLink
 from search_spaces.rematerialisation.passes import Passes
 from search_spaces.sharding.graph import Vertex
 
 
 def record_of(
-    network: Network, passes: Sequence[Passes], candidate: Candidate, link: HostLink | None
+    network: Network, passes: Sequence[Passes], candidate: RematChoice, link: HostLink | None
 ) -> Rematerialisation:
     """Returns what is kept, what is computed again and what is offloaded, all that the same code makes together.
 

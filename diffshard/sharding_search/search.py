@@ -31,7 +31,6 @@ from diffshard.sharding_search.plan_store import PlanStore, checked_folder
 from diffshard.sharding_search.planned_function import PlannedFunction
 from diffshard.sharding_search.planning import find_plan
 from diffshard.sharding_search.remat import find_plan_with_remat
-from diffshard.sharding_search.request import PlanRequest
 from diffshard.sharding_search.shape_search import plan_of_best_shape
 from diffshard.sharding_search.shared_plans import plan_of_first_process
 from diffshard.sharding_search.step_objective import StepCost
@@ -214,17 +213,18 @@ def search(  # pyright: ignore[reportInconsistentOverload]  # the overloads leav
         priced_for = hardware_for(hardware, mesh)
         rules = None if logical_axis_rules is None else checked_rules(logical_axis_rules, tuple(mesh.axis_names))
         compiler, checks_numbers = checks_of(check)
-        find, judged_by = _unjudged(compiler, remat), compiler or ""
+        find, judged_by = find_plan if remat is None else find_plan_with_remat, compiler or ""
+        judge = plan_by_shardy if compiler == "shardy" else None
         if formats is not None:
             find = find_plan_with_formats
         if compiler == "compile":
             compiled_for = target_for(target, priced_for)
             compiled_for.check()
-            find = functools.partial(plan_by_compiling, compiled_for, TIMEOUT_S)
+            judge = functools.partial(plan_by_compiling, compiled_for, TIMEOUT_S)
             judged_by = f"compile for {compiled_for}"
         elif target is not None:
             raise ValueError(f'`target` is for `check="compile"`, not {check!r}.')
-        find = functools.partial(find_with_advice, functools.partial(plan_of_best_shape, find))
+        find = functools.partial(find_with_advice, functools.partial(plan_of_best_shape, find, judge))
         if cache is not None:
             find = functools.partial(PlanStore(checked_folder(cache)).plan_or_search, find)
         options = Options(
@@ -253,10 +253,3 @@ def search(  # pyright: ignore[reportInconsistentOverload]  # the overloads leav
             formats=formats,
         )
     return PlannedFunction(options, functools.partial(plan_of_first_process, find))
-
-
-def _unjudged(compiler: str | None, remat: Remat | None) -> Callable[[PlanRequest], Plan]:
-    """Returns what finds a plan without compiling it."""
-    if compiler is not None:
-        return plan_by_shardy
-    return find_plan if remat is None else find_plan_with_remat

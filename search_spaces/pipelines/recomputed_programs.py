@@ -17,11 +17,11 @@ from search_spaces.pipelines.forward_backward import num_bytes
 from search_spaces.pipelines.residuals import OUTSIDE, OpenedScan, StageResiduals, Value
 from search_spaces.pipelines.stage_keys import NUMBER, Key
 from search_spaces.pipelines.stage_programs import StagedStep, StageProgram
-from search_spaces.rematerialisation.minimum_cuts import Candidate
+from search_spaces.rematerialisation.minimum_cuts import RematChoice
 from search_spaces.replay import bind, context_of, scan_again, scan_operands
 
 
-def recomputed_stage(residuals: StageResiduals, choice: Candidate) -> StagedStep:
+def recomputed_stage(residuals: StageResiduals, choice: RematChoice) -> StagedStep:
     """Returns a step whose stage keeps what a choice says, and makes the other residuals again.
 
     Args:
@@ -96,7 +96,7 @@ class _Lazy:
 class _Recomputation:
     """The programs of a stage for a choice of what is kept."""
 
-    def __init__(self, residuals: StageResiduals, choice: Candidate):
+    def __init__(self, residuals: StageResiduals, choice: RematChoice):
         self.residuals, self.staged = residuals, residuals.staged
         self.forward, self.backward = residuals.forward, residuals.backward
         inputs = set(self.forward.program.jaxpr.invars)

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from search_spaces.rematerialisation.minimum_cuts import Candidate, Choices
+from search_spaces.rematerialisation.minimum_cuts import Choices, RematChoice
 from search_spaces.rematerialisation.passes import (
     Passes,
     Step,
@@ -90,7 +90,7 @@ class Network(Choices):
             for carry in passes.pair.forward.carries:
                 self.bytes[carry.results[0].id] = passes.length * self._kept_bytes(carry.results[0])
 
-    def between(self, more: Candidate, less: Candidate) -> list[Candidate]:
+    def between(self, more: RematChoice, less: RematChoice) -> list[RematChoice]:
         """Returns choices between two neighbours, of which `more` keeps more.
 
         A price treats equal layers alike, so that all of them change from one neighbour to the other, and where the
@@ -104,7 +104,7 @@ class Network(Choices):
         found = {self.candidate(less.recomputed - {self.maker[v] for v in values}) for values in kept if values}
         return [c for c in found if c.recomputed not in (more.recomputed, less.recomputed)]
 
-    def at_narrow_places(self, passes: Passes) -> list[Candidate]:
+    def at_narrow_places(self, passes: Passes) -> list[RematChoice]:
         """Returns choices that keep what goes through the narrowest places of a forward pass, such as layers' inputs.
 
         Everything between two kept places runs again at once.

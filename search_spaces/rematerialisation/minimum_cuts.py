@@ -27,7 +27,7 @@ _FOREVER = 2**30
 """The capacity of what must not be cut: more than all finite ones of a cut that is used."""
 
 
-class Candidate(NamedTuple):
+class RematChoice(NamedTuple):
     """A choice of what is computed again.
 
     Attributes:
@@ -67,7 +67,7 @@ class Choices:
         self.operands: dict[int, list[int]] = {}
         self.inside_readers: set[int] = set()
 
-    def candidates(self, most: int = 24) -> list[Candidate]:
+    def candidates(self, most: int = 24) -> list[RematChoice]:
         """Returns the choices of least cost for all prices of memory, from those that keep the most to the least."""
         low, high = self.cheapest(0.0), self.cheapest(np.inf)
         found = {low.recomputed: low, high.recomputed: high}
@@ -82,7 +82,7 @@ class Choices:
                 intervals += [(a, between), (between, b)]
         return sorted(found.values(), key=lambda c: (-c.kept_bytes, c.seconds))
 
-    def cheapest(self, price: float) -> Candidate:
+    def cheapest(self, price: float) -> RematChoice:
         """Returns the cheapest choice where a byte that is kept costs `price` seconds."""
         values, keys = sorted(self.bytes), sorted(self.steps)
         value_node = {v: 2 + i for i, v in enumerate(values)}
@@ -121,7 +121,7 @@ class Choices:
         reached = set(breadth_first_order(residual, 0, return_predecessors=False).tolist())
         return self.candidate(frozenset(k for k in keys if step_node[k] in reached))
 
-    def candidate(self, recomputed: frozenset[int]) -> Candidate:
+    def candidate(self, recomputed: frozenset[int]) -> RematChoice:
         """Returns what a choice costs; steps whose results the backward pass does not need are left out."""
         needed, runs, kept = list(self.needed), set(), set()
         seen = set(needed)
@@ -143,4 +143,4 @@ class Choices:
             reads_again = any(self.maker.get(v) in again for v in self.operands[key])
             if reads_again or key not in self.inside_readers:
                 again.add(key)
-        return Candidate(frozenset(again), frozenset(kept), sum(self.steps[k] for k in again), kept_bytes)
+        return RematChoice(frozenset(again), frozenset(kept), sum(self.steps[k] for k in again), kept_bytes)

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from search_spaces.rematerialisation.choices import Candidate, Network
+from search_spaces.rematerialisation.choices import Network, RematChoice
 from search_spaces.rematerialisation.passes import Passes, Step, backward_reads, made_by, step_key, vertices_of
 from search_spaces.rematerialisation.regions import regions_of_choice
 from search_spaces.sharding.graph import Value
@@ -58,10 +58,10 @@ class HostLink(NamedTuple):
 def offloading(
     network: Network,
     passes: Sequence[Passes],
-    candidate: Candidate,
+    candidate: RematChoice,
     link: HostLink,
     share: float,
-) -> Candidate | None:
+) -> RematChoice | None:
     """Returns a choice with some of what it keeps offloaded; None if the link is too slow for anything.
 
     Args:
@@ -95,7 +95,7 @@ def offloadable(network: Network, passes: Sequence[Passes]) -> set[int]:
 def _of_passes(
     network: Network,
     passes: Passes,
-    candidate: Candidate,
+    candidate: RematChoice,
     link: HostLink,
     share: float,
 ) -> Iterator[Offload]:

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 import diffshard
+from diffshard import deadline
 from diffshard.pipelines import course, pipelined_function
 from diffshard.pipelines.course import Course
 
@@ -44,6 +45,7 @@ def _course(time_limit_s):
 def clock(monkeypatch):
     clock = Clock()
     monkeypatch.setattr(course, "time", clock)
+    monkeypatch.setattr(deadline, "time", clock)
     return clock
 
 

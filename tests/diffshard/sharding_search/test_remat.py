@@ -182,3 +182,21 @@ def test_wrong_values_are_refused_before_tracing():
 def test_what_fits_is_kept():
     plan = search(1e12).plan(*arguments())
     assert plan.step_s <= search(1e12, remat=None).plan(*arguments()).step_s * (1 + 1e-6)
+
+
+def test_devices_are_searched_with_what_runs_again_on_each_shape(monkeypatch):
+    monkeypatch.setattr(remat_search, "_MOST_SEARCHES", 2)
+    limit, devices = 0.4 * least_bytes(), jax.devices()[:4]
+    with pytest.raises(diffshard.InfeasibleError, match="No plan was found on any of 2 shapes"):
+        diffshard.search(scanned_step, devices=devices, hardware="h100", memory_limit_bytes=limit).plan(*arguments())
+    step = diffshard.search(scanned_step, devices=devices, hardware="h100", memory_limit_bytes=limit, remat="search")
+    plan = step.plan(*arguments())
+    assert plan.remat is not None
+    assert plan.peak_bytes <= limit
+    assert len(plan.shapes) == 2
+    assert plan.step_s == min(shape.step_s for shape in plan.shapes if shape.step_s is not None)
+    assert plan.lower_bound_s == min(shape.lower_bound_s for shape in plan.shapes)
+    for result, expected in zip(
+        jax.tree.leaves(step(*arguments())), jax.tree.leaves(scanned_step(*arguments())), strict=True
+    ):
+        np.testing.assert_allclose(result, expected, rtol=2e-4, atol=1e-5)
