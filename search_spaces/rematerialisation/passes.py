@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from search_spaces.replay import REMAT
-from search_spaces.sharding.graph import Block, Graph, Operand, Region, Value, Vertex
+from search_spaces.sharding.graph import Block, Graph, Operand, Region, Value, Vertex, is_contraction
 
 Step = Vertex | Region
 _BACKWARD = "transpose("
@@ -100,7 +100,7 @@ def passes_of(graph: Graph) -> list[Passes]:
 
 def _passes_of_block(graph: Graph, block: Block, ends: set[int], around: Region | None) -> Iterator[Passes]:
     backward = [is_backward(graph, step) for step in block.steps]
-    if True not in backward:
+    if not any(is_back and _computes(step) for step, is_back in zip(block.steps, backward, strict=True)):
         for step in block.steps:
             if isinstance(step, Region) and step.equation.primitive.name == "scan":
                 yield from _passes_of_block(graph, step.blocks[0], _ids(step.blocks[0].outputs), step)
@@ -125,6 +125,11 @@ def _passes_of_block(graph: Graph, block: Block, ends: set[int], around: Region 
         body, back = pair.forward.blocks[0], pair.backward.blocks[0]
         length = int(pair.forward.equation.params["length"])
         yield Passes(tuple(body.steps), tuple(back.steps), frozenset(), pair, length, pair.forward)
+
+
+def _computes(step: Step) -> bool:
+    """Tells whether a step makes a backward pass: a transposition, say, may also follow a loop that has the pass."""
+    return isinstance(step, Region) or is_contraction(step)
 
 
 def _ids(operands: Iterable[Operand]) -> set[int]:

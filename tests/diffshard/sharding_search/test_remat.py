@@ -69,6 +69,37 @@ def test_a_plan_fits_a_limit_that_no_sharding_alone_can():
     assert 0 < plan.lower_bound_s <= plan.step_s
 
 
+def unrolled_step(params, x):
+    def loss_fn(params):
+        activations = x
+        for number in range(LAYERS):
+            activations = layer(activations, {name: array[number] for name, array in params.items()})
+        return jnp.mean(activations**2)
+
+    loss, gradients = jax.value_and_grad(loss_fn)(params)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients), loss
+
+
+@pytest.mark.parametrize("step", [scanned_step, unrolled_step])
+def test_what_a_loop_over_microbatches_keeps_is_chosen_as_well(step):
+    params, x = arguments()
+    x = jnp.concatenate([x] * 16)
+    mesh = jax.make_mesh((2,), ("data",), (AxisType.Auto,), devices=jax.devices()[:2])
+    parts = functools.partial(diffshard.search, diffshard.in_microbatches(step, 4), mesh, hardware="h100")
+    with pytest.raises(diffshard.InfeasibleError) as error:
+        parts(memory_limit_bytes=1e3).plan(params, x)
+    (least,) = re.findall(r"at least ([\d,]+) bytes", str(error.value))
+    limit = 0.85 * float(least.replace(",", ""))  # no sharding alone fits
+    searched = parts(memory_limit_bytes=limit, remat="search")
+    plan = searched.plan(params, x)
+    assert plan.recomputed
+    assert plan.peak_bytes <= limit
+    (new, loss), (expected, expected_loss) = searched(*plan.shard(params, x)), jax.jit(step)(params, x)
+    assert jnp.allclose(loss, expected_loss, rtol=1e-5)
+    assert all(jnp.allclose(new[name], expected[name], atol=1e-6) for name in new)
+    assert not any(jnp.allclose(new[name], params[name], atol=1e-6) for name in new)
+
+
 def test_results_are_those_of_the_function():
     step = searched()
     params, x = arguments()
