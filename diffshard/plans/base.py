@@ -174,34 +174,14 @@ class MemoryProfile:
 
 
 @dataclass(frozen=True)
-class TriedShape:
-    """A shape of the mesh that a search over devices has looked at.
-
-    Attributes:
-      mesh_axes: devices along each axis, in order.
-      step_s: predicted seconds of the best plan that was found for it; None where none was.
-      lower_bound_s: no plan on this mesh is predicted to take less; inf where none fits the memory.
-      search_s: seconds that it took.
-      status: how its search ended, as `PlanData.status`; "cut off" where its bound showed that it cannot be better,
-        "infeasible" where nothing fits the memory, "no plan" where the solver found none that fits, and "not tried"
-        where the time was over.
-    """
-
-    mesh_axes: Mapping[str, Count]
-    step_s: Amount | None
-    lower_bound_s: AnyNumber
-    search_s: Amount
-    status: str
-
-
-@dataclass(frozen=True)
 class PlannedObjective:
     """A user's objective for which a plan was searched, in the user's unit.
 
     Attributes:
       name: of the function.
       value: of the plan.
-      lower_bound: no plan in the search space has a lower value; -inf where the objective turned out not to be convex.
+      lower_bound: no plan in the search space has a lower value; -inf where the objective turned out not to be convex,
+        or where a shape of the mesh was not tried.
     """
 
     name: str
@@ -212,6 +192,30 @@ class PlannedObjective:
     def gap(self) -> float:
         """How much lower the value of another plan can be at most, relative to this one's."""
         return max(self.value - self.lower_bound, 0.0) / abs(self.value) if self.value else 0.0
+
+
+@dataclass(frozen=True)
+class TriedShape:
+    """A shape of the mesh that a search over devices has looked at.
+
+    Attributes:
+      mesh_axes: devices along each axis, in order.
+      step_s: predicted seconds of the best plan that was found for it; None where none was, and for
+        another objective.
+      lower_bound_s: no plan on this mesh is predicted to take less; inf where none fits the memory.
+      search_s: seconds that it took.
+      status: how its search ended, as `PlanData.status`; "cut off" where its bound showed that it cannot be better,
+        "infeasible" where nothing fits the memory, "no plan" where the solver found none that fits, and "not tried"
+        where the time was over.
+      objective: of the best plan, where the search is for another objective than seconds; None where none was found.
+    """
+
+    mesh_axes: Mapping[str, Count]
+    step_s: Amount | None
+    lower_bound_s: AnyNumber
+    search_s: Amount
+    status: str
+    objective: PlannedObjective | None = None
 
 
 @dataclass(frozen=True)

@@ -171,7 +171,7 @@ def has_bound(lower_bound_s: float, gap: float) -> bool:
 def objective_words(objective: PlannedObjective) -> str:
     """Returns a user's objective with its bound, as `energy_j 12.3, bound 12.1, gap 1.6%`."""
     if math.isinf(objective.lower_bound):
-        return f"{objective.name} {objective.value:.6g}, no bound: it turned out not to be convex"
+        return f"{objective.name} {objective.value:.6g}, no bound: it turned out not to be convex, or there was no time"
     gap = format_percent(objective.gap)
     return f"{objective.name} {objective.value:.6g}, bound {objective.lower_bound:.6g} if it is convex, gap {gap}"
 

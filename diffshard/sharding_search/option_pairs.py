@@ -26,7 +26,6 @@ class RefusedPair(NamedTuple):
 
 REFUSED_PAIRS = (
     RefusedPair("objective", "pipeline", f"a pipeline {_BY_SECONDS}"),
-    RefusedPair("objective", "devices", f"the search for a mesh {_BY_SECONDS}; give each `mesh` and compare"),
     RefusedPair("objective", "remat", f"the search for what is computed again {_BY_SECONDS}; use `jax.checkpoint`"),
     RefusedPair("objective", 'check="compile"', f"a compiler {_BY_SECONDS}"),
     RefusedPair("objective", "cache", "a file cannot tell one function from another; use `Plan.save` and `start`"),

@@ -161,8 +161,9 @@ def search(  # pyright: ignore[reportInconsistentOverload]  # the overloads leav
         the donated arguments can be given, and the result is a `PipelinedFunction`.
       objective: what is made small in place of the seconds of a step: a function that takes a `RelaxedStep` (seconds
         of arithmetic and of each link, bytes over time) and returns a scalar, such as joules or a price. JAX
-        differentiates it. The plan's bound on it holds where it is convex in the fields of the step. It does not go
-        with `devices`, `remat`, `check="compile"`, `cache` and `pipeline`.
+        differentiates it. The plan's bound on it holds where it is convex in the fields of the step. With
+        `devices` the shape of the mesh with the least objective is taken; the objective then cannot read axes by name.
+        It does not go with `remat`, `check="compile"`, `cache` and `pipeline`.
       formats: rounds products to float8, where that gains time, as far as the loss allows: a `Formats`, which says how
         far and has calls of the step to measure it by. Shardings and formats are searched together, and the plan's
         bound holds for all of both. None leaves all numbers as they are. It takes the executor "program", hardware with

@@ -15,7 +15,7 @@ from cost.base import Hardware
 from diffshard.base import InfeasibleError, Progress
 from diffshard.deadline import Deadline
 from diffshard.outer_search import Candidate, Outcome, OuterSearch
-from diffshard.plans.base import TriedShape
+from diffshard.plans.base import PlannedObjective, TriedShape
 from diffshard.sharding_search.mesh_candidates import MeshCandidate
 from diffshard.sharding_search.plan import Plan
 from diffshard.sharding_search.request import PlanRequest
@@ -78,9 +78,14 @@ def least_step_s(graph: Graph, donated: Sequence[bool], hardware: Hardware, num_
 
 
 def _searched(find: Find, request: PlanRequest) -> OuterSearch[Plan]:
-    """Searches all shapes, of which each has an equal part of the remaining time."""
+    """Searches all shapes, of which each has an equal part of the remaining time.
+
+    An objective of the user's is the cost itself. No shape is cut off then: a bound on seconds is none on it.
+    """
     options, least_s = request.options, 0.0
-    if options.remat is None:  # what is copied to the host or computed again is other arithmetic
+    if options.objective is not None:
+        least_s = -math.inf
+    elif options.remat is None:  # what is copied to the host or computed again is other arithmetic
         num_devices = math.prod(options.axis_sizes)
         least_s = least_step_s(request.traced_function.graph, request.space.donated, options.hardware, num_devices)
     _ = request.space.problem  # built before the solver's time begins, as of a single mesh
@@ -91,6 +96,10 @@ def _searched(find: Find, request: PlanRequest) -> OuterSearch[Plan]:
             on_shape = request if shape.mesh is options.mesh else request.on(shape)
             alone = replace(on_shape.options, candidates=(), time_limit_s=deadline.remaining_s())
             is_last = len(shapes.tried) == len(options.candidates) - 1
+            if options.objective is not None:
+                plan = find(on_shape._replace(options=alone, progress=None))
+                assert plan.objective is not None
+                return Outcome(plan, plan.objective.value, plan.objective.lower_bound, plan.status)
             progress = _progress(shapes, request.progress, least_s, is_last=is_last)
             plan = find(on_shape._replace(options=alone, step_limit_s=cut_off_s, progress=progress))
             return Outcome(plan, plan.step_s, plan.lower_bound_s, plan.status)
@@ -103,11 +112,24 @@ def _searched(find: Find, request: PlanRequest) -> OuterSearch[Plan]:
 
 def _with_all_shapes(plan: Plan, shapes: OuterSearch[Plan]) -> Plan:
     """Returns a plan with all shapes, and with the bound of all."""
+    if plan.objective is not None:
+        return _with_all_values(plan, plan.objective, shapes)
     bound_s = min(plan.step_s, shapes.lower_bound)
     tried = [TriedShape(t.name, t.cost, t.lower_bound, t.search_s, t.status) for t in shapes.tried]
     tried.sort(key=lambda s: (s.step_s is None, s.step_s or 0.0, s.lower_bound_s))
     gap = (plan.step_s - bound_s) / plan.step_s if plan.step_s else 0.0
     return replace(plan, lower_bound_s=bound_s, gap=gap, shapes=tuple(tried))
+
+
+def _with_all_values(plan: Plan, objective: PlannedObjective, shapes: OuterSearch[Plan]) -> Plan:
+    """Returns a plan for an objective with all shapes, and with the bound of all on it."""
+    tried = []
+    for one in shapes.tried:
+        value = None if one.cost is None else PlannedObjective(objective.name, one.cost, min(one.lower_bound, one.cost))
+        tried.append(TriedShape(one.name, None, 0.0, one.search_s, one.status, value))
+    tried.sort(key=lambda s: math.inf if s.objective is None else s.objective.value)
+    objective = replace(objective, lower_bound=min(objective.value, shapes.lower_bound))
+    return replace(plan, objective=objective, gap=objective.gap, shapes=tuple(tried))
 
 
 def _progress(shapes: OuterSearch[Plan], tell: Progress | None, least_s: float, *, is_last: bool) -> Progress | None:

@@ -10,6 +10,7 @@ from jax.sharding import AbstractMesh, AxisType
 
 import diffshard
 from diffshard.plans.page import format_page
+from diffshard.sharding_search.mesh_candidates import mesh_candidates
 from tests.diffshard.sharding_search.small_searches import assert_equal, train_arguments, train_step
 
 MESH = AbstractMesh((4, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
@@ -114,3 +115,46 @@ def test_a_plan_with_an_objective_above_its_bound_is_damaged(tmp_path):
     wrong.save(tmp_path / "plan.json")
     with pytest.raises(diffshard.PlanError, match=r"`objective.lower_bound` must be at most its value"):
         diffshard.Plan.load(tmp_path / "plan.json")
+
+
+CLUSTER = diffshard.Cluster(
+    [diffshard.Hosts(2, devices=4, hardware=dataclasses.replace(HARDWARE, links={}))],
+    inside=diffshard.Link(2e-6, 1e-9),
+    between=diffshard.Link(2e-5, 1e-8),
+)
+
+
+def values_of_each_shape(objective):
+    """The objective of the plan of each shape's own search, by the sizes of its axes."""
+    return {
+        tuple(c.axes.values()): searched(
+            diffshard.search(step, c.mesh, hardware=c.hardware, objective=objective).plan(*ARGUMENTS)
+        ).value
+        for c in mesh_candidates(CLUSTER, None)
+    }
+
+
+def test_an_objective_chooses_the_shape_of_the_mesh_with_one_bound_for_all(tmp_path):
+    plan = diffshard.search(step, devices=CLUSTER, objective=energy_j).plan(*ARGUMENTS)
+    alone = values_of_each_shape(energy_j)
+    assert len({round(value, 9) for value in alone.values()}) > 1
+    assert searched(plan).value == pytest.approx(min(alone.values()), rel=1e-3)
+    shapes = {tuple(s.mesh_axes.values()): searched(s) for s in plan.shapes}
+    assert set(shapes) == set(alone)
+    for axes, found in shapes.items():
+        assert found.value == pytest.approx(alone[axes], rel=1e-3)
+        assert found.lower_bound <= alone[axes] * (1 + 1e-6)
+    assert searched(plan).lower_bound == min(found.lower_bound for found in shapes.values())
+    assert [found.value for found in shapes.values()] == sorted(found.value for found in shapes.values())
+    assert f"mesh     the best of {len(alone)} shapes" in str(plan)
+    assert "energy_j" in format_page(plan).split("Shapes of the mesh")[1]
+    plan.save(tmp_path / "plan.json")
+    assert diffshard.Plan.load(tmp_path / "plan.json").shapes == plan.shapes
+
+
+def test_a_step_runs_on_the_mesh_that_an_objective_has_chosen():
+    planned_step = diffshard.search(train_step, devices=jax.devices(), hardware="h100", objective=energy_j)
+    args = train_arguments()
+    plan = planned_step.plan(*args)
+    assert len(plan.shapes) > 1
+    assert_equal(planned_step(*plan.shard(*args)), jax.jit(train_step)(*args))
