@@ -25,6 +25,7 @@ class PipelineOptions:
       donate_argnums, donate_argnames: arguments whose memory results may take.
       solver: of the sharding of a stage.
       time_limit_s: for solving and proving; None ends by its own rule.
+      cache: a folder that keeps what was decided; None keeps nothing.
       progress: where the search shows how it goes.
     """
 
@@ -36,6 +37,7 @@ class PipelineOptions:
     donate_argnames: tuple[str, ...] = ()
     solver: str | Solver = DEFAULT_SOLVER
     time_limit_s: float | None = None
+    cache: str | None = None
     progress: ProgressDisplay = "terminal"
 
 

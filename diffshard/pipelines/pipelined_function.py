@@ -223,7 +223,7 @@ def pipelined(
       pipeline: what may be chosen.
       hardware: the name of a preset; None for clusters, and for that of JAX devices.
       progress: as in `search`.
-      options: `memory_limit_bytes`, `donate_argnums`, `donate_argnames`, `solver`, `time_limit_s`.
+      options: `memory_limit_bytes`, `donate_argnums`, `donate_argnames`, `solver`, `time_limit_s`, `cache`.
 
     Raises:
       TypeError, ValueError: an argument breaks a rule; the error names it and its value.

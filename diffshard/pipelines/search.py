@@ -15,6 +15,7 @@ from diffshard.base import InfeasibleError
 from diffshard.deadline import Deadline
 from diffshard.live_progress import LiveLine
 from diffshard.outer_search import Candidate, CutOffError, Outcome, OuterSearch
+from diffshard.pipelines.choice_record import ChoiceRecord, RecordingProcesses
 from diffshard.pipelines.course import SEARCH_SHARE, Course
 from diffshard.pipelines.cutting import UncutStep, uncut_step
 from diffshard.pipelines.found_divisions import FoundDivision
@@ -24,7 +25,7 @@ from diffshard.pipelines.planned_pipeline import FoundPipeline, planned_pipeline
 from diffshard.pipelines.plans.plan import PipelinePlan
 from diffshard.pipelines.replica_search import ChosenReplicas, choose_replicas, replicas_bound_s
 from diffshard.pipelines.replicated_pipeline import planned_replicas
-from diffshard.pipelines.shared_choices import ChosenPipeline, trace_facts
+from diffshard.pipelines.shared_choices import ChosenPipeline, search_facts, trace_facts
 from diffshard.pipelines.stage_search import BACKWARD_SHARE
 from diffshard.pipelines.step_search import StepSearch
 from diffshard.plans.formats import format_s
@@ -64,6 +65,8 @@ def find_pipeline(
     course.step("tracing")
     donated, what = donated_arrays(options, args, kwargs), "search a pipeline"
     steps = processes.alike(what, lambda: _steps(options, args, kwargs), trace_facts)
+    record = ChoiceRecord.of(options.cache if processes.is_first else None, search_facts(options, steps))
+    processes = RecordingProcesses(processes.indices, record)
     searches = [StepSearch(options, step, donated, course) for step in steps]
     if not processes.is_first:
         course.step("waiting for the first process")
@@ -77,7 +80,9 @@ def find_pipeline(
     left_out = sorted({*options.pipeline.microbatch_counts} - {step.num_microbatches for step in searches})
     if left_out:
         found = _with_note(found, f"Numbers of micro-batches that the batch cannot be divided into: {left_out}.")
-    return found._replace(plan=processes.shared(what, lambda: found.plan, kind=PipelinePlan))
+    plan = processes.shared(what, lambda: found.plan, kind=PipelinePlan)
+    record.keep()
+    return found._replace(plan=replace(plan, stored_in=record.path if record.is_whole else ""))
 
 
 def _best_planned(

@@ -16,6 +16,7 @@ from diffshard.pipelines.stage_programme import Stage
 from diffshard.pipelines.stage_search import StageLayout
 from diffshard.plans.json_values import from_json_values, to_json_values
 from diffshard.processes import Processes
+from diffshard.sharding_search.fingerprints import versions
 from diffshard.sharding_search.program_text import program_text, value_text
 from search_spaces.partition_specs import NamedSpec
 from search_spaces.pipelines.stage_keys import Key
@@ -107,6 +108,12 @@ def trace_facts(steps: Sequence[UncutStep]) -> Mapping[str, str]:
         "the numbers of micro-batches that divide the batch": str([step.parts.num_microbatches for step in steps]),
         "the program that the function traces to": program_text(call.program),
     }
+
+
+def search_facts(options: PipelineOptions, steps: Sequence[UncutStep]) -> dict[str, str]:
+    """Returns the texts on which what a search decides depends, with the versions that decide it."""
+    limit = {"`time_limit_s`": repr(options.time_limit_s)}
+    return {**versions(), **request_facts(options), **limit, **trace_facts(steps)}
 
 
 def program_facts(staged: StagedStep) -> Mapping[str, str]:

@@ -104,14 +104,15 @@ def _arguments(traced_function: TracedFunction) -> dict[str, str]:
 def _program(traced_function: TracedFunction) -> dict[str, str]:
     """Returns what is computed, and by which versions it is traced and planned."""
     return {
-        **_versions(),
+        **versions(),
         "`jax_default_matmul_precision`": str(jax.config.jax_default_matmul_precision),  # pyright: ignore[reportAttributeAccessIssue]
         "what the results replace in the next call": value_text(tuple(traced_function.graph.feedback)),
         _PROGRAM: program_text(traced_function.jaxpr),
     }
 
 
-def _versions() -> dict[str, str]:
+def versions() -> dict[str, str]:
+    """Returns the versions by which functions are traced and planned."""
     import diffshard  # the package, which imports its modules when they are first used
 
     return {"the version of diffshard": diffshard.__version__, "the version of JAX": jax.__version__}

@@ -8,7 +8,6 @@ import numpy as np
 _BY_SECONDS = "compares plans by the seconds of a step, which an objective replaces"
 _OPEN_MESHES = "a pipeline chooses the meshes of its stages, so that nothing can name their axes before"
 _CONSTANTS = "a pipeline takes arrays; bind constants before, by `functools.partial`"
-_KEPT = "the plan of a pipeline cannot be run from a file yet"
 
 
 class RefusedPair(NamedTuple):
@@ -46,8 +45,7 @@ REFUSED_PAIRS = (
     RefusedPair("pipeline", "executor", "each of its stages takes the executor that is the default for it"),
     RefusedPair("pipeline", "check", "it has several programs, which no check takes together yet"),
     RefusedPair("pipeline", "target", 'it is for `check="compile"`, which a pipeline does not have'),
-    RefusedPair("pipeline", "cache", _KEPT),
-    RefusedPair("pipeline", "start", _KEPT),
+    RefusedPair("pipeline", "start", "the plan of a pipeline does not have the shardings of its stages; use `cache`"),
     RefusedPair("pipeline", "remat", "`Pipeline(residuals=...)` says what its stages compute again"),
 )
 

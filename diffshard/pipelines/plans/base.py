@@ -1,7 +1,7 @@
 """The data of a plan of a pipeline: its stages, what they take, and what was tried."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from cost.number_ranges import Amount, AmountOrInf, Count, Index, Limit
@@ -108,6 +108,7 @@ class PipelinePlanData:
         in each micro-batch.
       replicas: the other replicas.
       overlap: with the schedule "2bw" how a step overlaps with the next one (`cost.pipeline_steps.Overlap`).
+      stored_in: the file of a store from which it was taken instead of a search; "" if it was searched.
     """
 
     function: str
@@ -127,6 +128,7 @@ class PipelinePlanData:
     num_groups: Count = 1
     replicas: tuple[PlannedReplica, ...] = ()
     overlap: Overlap = "none"
+    stored_in: str = field(default="", compare=False)
 
     @property
     def gradient_reduction(self) -> GradientReduction:

@@ -222,7 +222,7 @@ def _header(plan: PipelinePlanData) -> str:
             "  bound     ",
             " " * 12,
         ),
-        f"  search    {format_s(plan.search_s)}",
+        f"  search    {format_s(plan.search_s)}{', taken from a store of plans' if plan.stored_in else ''}",
     ]
     return "\n".join(lines)
 

@@ -113,7 +113,7 @@ def test_an_option_goes_with_each_other_or_is_refused_with_a_reason(option, tmp_
 def test_what_goes_with_a_pipeline_goes_with_it_together(tmp_path):
     names = [o for o in OPTIONS if o != "pipeline" and reason_for("pipeline", o) is None and o not in COMPILES]
     assert set(names) == {
-        "devices", "time_limit_s", "solver", "memory_limit_bytes", "donate_argnums", "donate_argnames",
+        "devices", "time_limit_s", "solver", "memory_limit_bytes", "donate_argnums", "donate_argnames", "cache",
     }  # fmt: skip
     names.remove("solver")
     plan = searched(["pipeline", *names], tmp_path).plan(*SHAPES)
