@@ -23,6 +23,7 @@ class PipelineOptions:
       pipeline: what may be chosen.
       memory_limit_bytes: of each device; None takes the memory of its kind.
       donate_argnums, donate_argnames: arguments whose memory results may take.
+      static_argnums, static_argnames: arguments that are constants of the step.
       solver: of the sharding of a stage.
       time_limit_s: for solving and proving; None ends by its own rule.
       cache: a folder that keeps what was decided; None keeps nothing.
@@ -35,6 +36,8 @@ class PipelineOptions:
     memory_limit_bytes: float | None = None
     donate_argnums: tuple[int, ...] = ()
     donate_argnames: tuple[str, ...] = ()
+    static_argnums: tuple[int, ...] = ()
+    static_argnames: tuple[str, ...] = ()
     solver: str | Solver = DEFAULT_SOLVER
     time_limit_s: float | None = None
     cache: str | None = None

@@ -1,7 +1,7 @@
 """A training step that runs as a pipeline: searched, compiled and run for the types of its arguments."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, get_args
 
 import jax
@@ -17,9 +17,10 @@ from diffshard.pipelines.offload_search import check_offload
 from diffshard.pipelines.options import PipelineOptions, donated_arrays
 from diffshard.pipelines.pipelined_steps import batches_of, flat_steps
 from diffshard.pipelines.planned_pipeline import FoundPipeline
-from diffshard.pipelines.request_checks import checked_cluster, donated_arguments
+from diffshard.pipelines.request_checks import checked_arguments, checked_cluster
 from diffshard.pipelines.search import find_pipeline
 from diffshard.pipelines.shared_choices import program_facts, request_facts
+from diffshard.pipelines.static_arguments import check_static, static_call, without_static
 from diffshard.plans.formats import format_bytes, format_count, format_s
 from diffshard.plans.notebook import NOT_PLANNED, planned_function_element
 from diffshard.processes import errors_for_all, processes_of
@@ -52,6 +53,7 @@ class PipelinedFunction:
     def __init__(self, options: PipelineOptions):
         self.options = options
         self._prepared: dict[Any, _Prepared] = {}
+        self._bound: dict[Any, PipelinedFunction] = {}  # by the values of static arguments
 
     def plan(self, *args: Any, **kwargs: Any) -> PipelinePlan:
         """Returns the plan for arguments (arrays or `jax.ShapeDtypeStruct`), searched once for each set of shapes.
@@ -61,6 +63,9 @@ class PipelinedFunction:
           TypeError: it is called under `jax.jit` or another transformation of JAX.
           ValueError: no number of micro-batches divides the batch, or the step cannot be cut; names the operation.
         """
+        if self._has_static:
+            own, args, kwargs = self._without_static(args, kwargs)
+            return own.plan(*args, **kwargs)
         self._check_outside(args, kwargs)
         return self._prepare(*self._with_versions(args, kwargs)).found.plan
 
@@ -76,6 +81,9 @@ class PipelinedFunction:
           ValueError: the cluster is only described, without devices.
           StageError: a program of a stage failed; names the stage.
         """
+        if self._has_static:
+            own, args, kwargs = self._without_static(args, kwargs)
+            return own(*args, **kwargs)
         self._check_call(args, kwargs)
         args, kwargs = self._with_versions(args, kwargs)
         execution, step = self.execution(*args, **kwargs), self._prepare(args, kwargs).found.step
@@ -97,6 +105,9 @@ class PipelinedFunction:
           TypeError, ValueError: as a call; or an argument is no iterable, or a batch has other shapes than the first.
           StageError: a program of a stage failed; names the stage.
         """
+        if self._has_static:
+            own, args, kwargs = self._without_static(args, kwargs)
+            return own.steps(*args, **kwargs)
         iterables = batches_of(
             positional_names(signature_of(self.options.fn)), self.options.pipeline.batch, args, kwargs
         )
@@ -118,11 +129,36 @@ class PipelinedFunction:
 
     def execution(self, *args: Any, **kwargs: Any) -> StagedExecution:
         """Returns what runs calls with such arguments: its programs, its copies, and `wait`."""
+        if self._has_static:
+            own, args, kwargs = self._without_static(args, kwargs)
+            return own.execution(*args, **kwargs)
         args, kwargs = self._with_versions(args, kwargs)
         prepared = self._prepare(args, kwargs)
         if prepared.execution is None:
             prepared.execution = self._execution(args, kwargs, prepared.found)
         return prepared.execution
+
+    @property
+    def _has_static(self) -> bool:
+        return bool(self.options.static_argnums or self.options.static_argnames)
+
+    def _without_static(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> "tuple[PipelinedFunction, tuple[Any, ...], dict[str, Any]]":
+        """Returns the function for the static arguments of a call, and the other arguments.
+
+        Raises:
+          TypeError: a static argument is not hashable.
+        """
+        call = static_call(self.options, args, kwargs)
+        if call.key not in self._bound:
+            self._bound[call.key] = PipelinedFunction(_delayed(without_static(self.options, call.values)))
+        return self._bound[call.key], call.args, call.kwargs
+
+    @property
+    def _plans(self) -> list[PipelinePlan]:
+        own = [prepared.found.plan for prepared in self._prepared.values()]
+        return own + [plan for bound in self._bound.values() for plan in bound._plans]
 
     def _check_outside(self, args: Any, kwargs: Any) -> None:
         if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((args, kwargs))):
@@ -147,10 +183,10 @@ class PipelinedFunction:
             )
 
     def __repr__(self) -> str:
-        return f"<PipelinedFunction {self._headline()}, {format_count(len(self._prepared), 'plan')}>"
+        return f"<PipelinedFunction {self._headline()}, {format_count(len(self._plans), 'plan')}>"
 
     def _repr_html_(self) -> str:
-        plans = [prepared.found.plan for prepared in self._prepared.values()]
+        plans = self._plans
         advice = "" if plans else NOT_PLANNED
         return planned_function_element(self._headline(), advice, [(_page_title(plan), plan.html()) for plan in plans])
 
@@ -223,7 +259,7 @@ def pipelined(
       pipeline: what may be chosen.
       hardware: the name of a preset; None for clusters, and for that of JAX devices.
       progress: as in `search`.
-      options: `memory_limit_bytes`, `donate_argnums`, `donate_argnames`, `solver`, `time_limit_s`, `cache`.
+      options: `memory_limit_bytes`, `solver`, `time_limit_s`, `cache`, donated and static arguments.
 
     Raises:
       TypeError, ValueError: an argument breaks a rule; the error names it and its value.
@@ -240,22 +276,33 @@ def pipelined(
         raise ValueError(f"`time_limit_s` must be a positive number of seconds or None, not {time_limit_s!r}.")
     if progress not in get_args(ProgressDisplay):
         raise ValueError(f"`progress` must be one of {get_args(ProgressDisplay)}, not {progress!r}.")
-    numbers, names = donated_arguments(fn, options.pop("donate_argnums", ()), options.pop("donate_argnames", ()))
+    donated, static = (
+        checked_arguments(fn, kind, options.pop(f"{kind}_argnums", ()), options.pop(f"{kind}_argnames", ()))
+        for kind in ("donate", "static")
+    )
     resolve(options["solver"])
     cluster = checked_cluster(devices, hardware)
     if "offload" in pipeline.residuals:
         check_offload(cluster)
-    return PipelinedFunction(
-        PipelineOptions(
-            fn=delayed(fn) if pipeline.is_delayed else fn,
-            cluster=cluster,
-            pipeline=pipeline,
-            donate_argnums=numbers,
-            donate_argnames=names,
-            progress=progress,
-            **options,
-        )
+    asked_for = PipelineOptions(
+        fn=fn,
+        cluster=cluster,
+        pipeline=pipeline,
+        donate_argnums=donated.argnums,
+        donate_argnames=donated.argnames,
+        static_argnums=static.argnums,
+        static_argnames=static.argnames,
+        progress=progress,
+        **options,
     )
+    check_static(asked_for)
+    has_static = static.argnums or static.argnames  # whose values come with calls
+    return PipelinedFunction(asked_for if has_static else _delayed(asked_for))
+
+
+def _delayed(options: PipelineOptions) -> PipelineOptions:
+    """Returns the options of the step with delayed gradients, where its pipeline is to have these."""
+    return replace(options, fn=delayed(options.fn)) if options.pipeline.is_delayed else options
 
 
 def _page_title(plan: PipelinePlan) -> str:

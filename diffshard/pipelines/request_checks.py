@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from jax.sharding import AbstractMesh, Mesh
 
@@ -12,39 +12,46 @@ from cost.presets import device_and_network
 from cost.real_numbers import whole_number
 
 
-def donated_arguments(
-    fn: Callable[..., Any], numbers: Sequence[Any], names: Sequence[Any]
-) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """Returns donated arguments by position and by name, those that have both in both, as calls may give them.
+class NamedArguments(NamedTuple):
+    """Arguments by position and by name; those that have both are in both, as calls may give them."""
+
+    argnums: tuple[int, ...]
+    argnames: tuple[str, ...]
+
+
+def checked_arguments(
+    fn: Callable[..., Any], kind: str, numbers: Sequence[Any], names: Sequence[Any]
+) -> NamedArguments:
+    """Returns arguments that are given by position and by name, of a kind such as "donate".
 
     Raises:
       ValueError: the function has no such argument.
     """
     checked = [whole_number(number) for number in numbers]
     if any(number is None or number < 0 for number in checked):
-        raise ValueError(f"`donate_argnums` must be positions of arguments, 0 or more, not {tuple(numbers)!r}.")
+        raise ValueError(f"`{kind}_argnums` must be positions of arguments, 0 or more, not {tuple(numbers)!r}.")
     found = [number for number in checked if number is not None]
     try:
         parameters = inspect.signature(fn).parameters
     except (TypeError, ValueError):  # a built-in function
-        return tuple(found), tuple(names)
+        return NamedArguments(tuple(found), tuple(names))
     kinds = {p.kind for p in parameters.values()}
     named = [p.name for p in parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     function = getattr(fn, "__name__", "the function")
     for number in found:
         if number >= len(named) and inspect.Parameter.VAR_POSITIONAL not in kinds:
             raise ValueError(
-                f"`donate_argnums` {tuple(found)} names a position that the {len(named)} arguments of {function} "
+                f"`{kind}_argnums` {tuple(found)} names a position that the {len(named)} arguments of {function} "
                 "do not have."
             )
     for name in names:
         if not isinstance(name, str) or (name not in parameters and inspect.Parameter.VAR_KEYWORD not in kinds):
             raise ValueError(
-                f"`donate_argnames` has {name!r}, which is no argument of {function}; it has {', '.join(parameters)}."
+                f"`{kind}_argnames` has {name!r}, which is no argument of {function}; it has {', '.join(parameters)}."
             )
     all_names = [*names, *(named[number] for number in found if number < len(named))]
     all_numbers = [*found, *(named.index(name) for name in names if name in named)]
-    return tuple(dict.fromkeys(all_numbers)), tuple(dict.fromkeys(all_names))
+    return NamedArguments(tuple(dict.fromkeys(all_numbers)), tuple(dict.fromkeys(all_names)))
 
 
 def checked_cluster(devices: Any, hardware: Any) -> Cluster:

@@ -7,7 +7,6 @@ import numpy as np
 
 _BY_SECONDS = "compares plans by the seconds of a step, which an objective replaces"
 _OPEN_MESHES = "a pipeline chooses the meshes of its stages, so that nothing can name their axes before"
-_CONSTANTS = "a pipeline takes arrays; bind constants before, by `functools.partial`"
 
 
 class RefusedPair(NamedTuple):
@@ -40,8 +39,6 @@ REFUSED_PAIRS = (
     RefusedPair("pipeline", "in_shardings", _OPEN_MESHES),
     RefusedPair("pipeline", "logical_axis_rules", _OPEN_MESHES),
     RefusedPair("pipeline", "key", "its stages are solved with one seed, the default one"),
-    RefusedPair("pipeline", "static_argnums", _CONSTANTS),
-    RefusedPair("pipeline", "static_argnames", _CONSTANTS),
     RefusedPair("pipeline", "executor", "each of its stages takes the executor that is the default for it"),
     RefusedPair("pipeline", "check", "it has several programs, which no check takes together yet"),
     RefusedPair("pipeline", "target", 'it is for `check="compile"`, which a pipeline does not have'),

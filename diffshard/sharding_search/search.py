@@ -158,7 +158,7 @@ def search(  # pyright: ignore[reportInconsistentOverload]  # the overloads leav
       pipeline: cuts a training step into stages on parts of the devices, which may be of several kinds, and chooses the
         stages, their meshes and shardings, the number of micro-batches and the schedule together. None runs all of the
         function on all devices. With it only `hardware`, `memory_limit_bytes`, `solver`, `time_limit_s`, `cache`,
-        `progress` and the donated arguments can be given, and the result is a `PipelinedFunction`.
+        `progress`, donated and static arguments can be given, and the result is a `PipelinedFunction`.
       objective: what is made small in place of the seconds of a step: a function that takes a `RelaxedStep` (seconds
         of arithmetic and of each link, bytes over time) and returns a scalar, such as joules or a price. JAX
         differentiates it. The plan's bound on it holds where it is convex in the fields of the step. With
@@ -198,6 +198,8 @@ def search(  # pyright: ignore[reportInconsistentOverload]  # the overloads leav
             donate_argnames=argument_names(donate_argnames),
             solver=DEFAULT_SOLVER if solver is None else solver,
             time_limit_s=time_limit_s,
+            static_argnums=positions(static_argnums),
+            static_argnames=argument_names(static_argnames),
             cache=None if cache is None else checked_folder(cache),
             progress=progress,
         )

@@ -114,6 +114,7 @@ def test_what_goes_with_a_pipeline_goes_with_it_together(tmp_path):
     names = [o for o in OPTIONS if o != "pipeline" and reason_for("pipeline", o) is None and o not in COMPILES]
     assert set(names) == {
         "devices", "time_limit_s", "solver", "memory_limit_bytes", "donate_argnums", "donate_argnames", "cache",
+        "static_argnums", "static_argnames",
     }  # fmt: skip
     names.remove("solver")
     plan = searched(["pipeline", *names], tmp_path).plan(*SHAPES)
