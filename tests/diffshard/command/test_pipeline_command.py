@@ -16,6 +16,14 @@ def step(w, x):
 
 def args():
     return {"a": jnp.ones((8, 16)), "b": jnp.ones((16, 8))}, jnp.ones((16, 8))
+
+def powered(w, power, x):
+    assert type(power) is int
+    return step(w, x**power)
+
+def static_args():
+    w, x = args()
+    return w, 2, x
 """
 
 
@@ -48,6 +56,15 @@ def test_a_pipeline_is_searched_saved_and_shown(module, capsys):
     assert (module / "shown.html").read_text() == plan.html()
 
 
+def test_a_pipeline_takes_static_arguments_and_is_kept_in_a_folder(module, capsys):
+    words = ("search", "user_module:powered", "--args", "user_module:static_args", "--static", "power", "--batch", "x")
+    limits = ("--microbatches", "2", "--schedules", "1f1b", "--max-stages", "1", "--cache", "plans")
+    assert main([*words, "--pipeline", "--cluster", "1x2xa100", *limits]) == 0
+    assert "taken from a store" not in capsys.readouterr().out
+    assert main([*words, "--pipeline", "--cluster", "1x2xa100", *limits]) == 0
+    assert "taken from a store" in capsys.readouterr().out
+
+
 def test_a_cluster_without_a_pipeline_has_its_mesh_found(module, capsys):
     assert search("--cluster", "1x2xh100") == 0
     assert "Plan of step on 2 devices" in capsys.readouterr().out
@@ -62,7 +79,7 @@ def test_a_cluster_without_a_pipeline_has_its_mesh_found(module, capsys):
         (("--pipeline", "--cluster", "2x8xa100,2x4xt4"), "--between LATENCY_S,BYTES_PER_S must be given"),
         (("--between", "1e-6,1e9", "--devices", "2", "--hardware", "h100"), "--between is for --cluster"),
         (("--cluster", "2x8xa100", "--max-stages", "3"), "--max-stages is for --pipeline"),
-        (("--cluster", "1x2xa100", "--pipeline", "--static", "0"), "cannot be given together with `--static`"),
+        (("--cluster", "1x2xa100", "--pipeline", "--static", "1"), "share the argument 'x'"),
         (("--cluster", "1x2xa100", "--pipeline", "--remat", "search"), "cannot be given together with `--remat`"),
         (("--cluster", "1x2xa100", "--pipeline", "--seed", "3"), "cannot be given together with `--seed`"),
     ],
