@@ -44,6 +44,7 @@ if TYPE_CHECKING:  # for type checkers and editors; when the program runs, `__ge
     from diffshard.expert_groups.loads import ExpertLoads
     from diffshard.expert_groups.plans import ExpertAssignment, GroupPlan
     from diffshard.experts.plans import ExpertPlans, expert_plans
+    from diffshard.hardware_file import load_hardware, save_hardware
     from diffshard.initialisation import init_search, kaiming, orthogonal, xavier
     from diffshard.pipelines.base import Pipeline, PipelinePlan
     from diffshard.pipelines.delayed_gradients import DelayedArray, current_version, delayed
@@ -121,6 +122,7 @@ _NAMES_OF = {
     "diffshard.embedding_tables.plan": ("TablePlan",),
     "diffshard.embedding_tables.reference": ("padded_ids",),
     "diffshard.embedding_tables.search": ("shard_tables",),
+    "diffshard.hardware_file": ("load_hardware", "save_hardware"),
     "diffshard.initialisation": ("init_search", "kaiming", "orthogonal", "xavier"),
     "diffshard.pipelines.base": ("Pipeline", "PipelinePlan"),
     "diffshard.pipelines.delayed_gradients": ("DelayedArray", "current_version", "delayed"),
@@ -238,6 +240,7 @@ __all__ = [
     "kaiming",
     "kernel",
     "learn_table_cost",
+    "load_hardware",
     "mixture",
     "nnx",
     "orthogonal",
@@ -252,6 +255,7 @@ __all__ = [
     "reshard_price",
     "resume",
     "sampled",
+    "save_hardware",
     "search",
     "shard_tables",
     "solve",

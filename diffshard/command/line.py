@@ -1,4 +1,4 @@
-"""The command `diffshard`: search a plan, show or compare plans, solve an instance of the IOPDDL contest.
+"""The command `diffshard`: search a plan, show or compare plans, measure devices, solve an instance of the contest.
 
 Results go to stdout and to files, progress and errors to stderr. Exit codes: 0, also for the best result until Ctrl-C;
 1 if there is no feasible result or the work failed; 2 for usage; 130 if Ctrl-C came before there was a result.
@@ -25,6 +25,7 @@ from diffshard.command.arguments import (
     positive_seconds,
     with_options,
 )
+from diffshard.command.calibrate_command import measure_hardware
 from diffshard.command.pipeline_options import add_cluster_options, add_pipeline_options
 from diffshard.command.plan_commands import compare_plans, diff_plans, search_plan, show_plan
 from diffshard.command.solve_command import solve_instance
@@ -68,6 +69,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_show(commands)
     _add_diff(commands)
     _add_compare(commands)
+    _add_calibrate(commands)
     _add_solve(commands)
     return parser
 
@@ -89,7 +91,10 @@ def _add_search(commands: Any) -> None:
     shape.add_argument("--devices", type=int, metavar="N", help="how many, where the mesh's shape shall be found, too")
     add_cluster_options(parser, shape)
     parser.add_argument(
-        "--hardware", metavar="NAME", help=f"{', '.join(PRESET_NAMES)}; needed but for --cluster, which names it"
+        "--hardware",
+        metavar="NAME",
+        help=f"{', '.join(PRESET_NAMES)}, or a file of `calibrate`, such as hardware.json; needed but for --cluster, "
+        "which names it",
     )
     parser.add_argument("--memory-limit", type=num_bytes, metavar="SIZE", help="of a device, such as 80GiB")
     parser.add_argument(
@@ -178,6 +183,30 @@ def _add_show(commands: Any) -> None:
     parser.add_argument("plan", metavar="PLAN.json")
     parser.add_argument("--html", metavar="FILE", help="write it as a page instead")
     parser.set_defaults(run=show_plan)
+
+
+def _add_calibrate(commands: Any) -> None:
+    parser = commands.add_parser(
+        "calibrate",
+        help="measure the devices that are here, for `search --hardware FILE`",
+        formatter_class=_help_formatter,
+    )
+    parser.add_argument(
+        "--mesh", type=mesh_axes, required=True, metavar="AXIS=N[,AXIS=N...]", help="whose links are measured"
+    )
+    parser.add_argument("-o", "--output", metavar="FILE", help="write what was measured as JSON")
+    parser.add_argument("--name", metavar="NAME", help="of the hardware, in plans")
+    parser.add_argument(
+        "--dtypes",
+        type=lambda text: tuple(text.split(",")),
+        default=("float32", "bfloat16"),
+        metavar="TYPE[,TYPE...]",
+        help="of the products that are timed",
+    )
+    parser.add_argument("--matrix-size", type=int, metavar="N", help="rows and columns of these; default: 2048")
+    parser.add_argument("--largest", type=num_bytes, metavar="SIZE", help="the largest array moved; default: 64MiB")
+    parser.add_argument("--repeats", type=int, metavar="N", help="each time is the median of this many; default: 7")
+    parser.set_defaults(run=measure_hardware)
 
 
 def _add_solve(commands: Any) -> None:

@@ -29,6 +29,7 @@ from diffshard.command.terminal import FailedError, show_progress, writing
 from diffshard.comparison.checked_search import Check
 from diffshard.comparison.compare import compare
 from diffshard.files import write_whole
+from diffshard.hardware_file import load_hardware
 from diffshard.pipelines.base import PipelinePlan
 from diffshard.pipelines.pipelined_function import PipelinedFunction
 from diffshard.pipelines.plans import file as pipeline_file
@@ -109,11 +110,14 @@ def _mesh_and_hardware(options: argparse.Namespace) -> tuple[AbstractMesh | None
     if options.cluster is not None:
         return None, None
     try:
-        hardware = preset(options.hardware, options.mesh or {})
+        is_file = options.hardware.endswith(".json")
+        hardware = load_hardware(options.hardware) if is_file else preset(options.hardware, options.mesh or {})
+    except OSError as error:
+        raise UsageError(f"--hardware {options.hardware}: {error.strerror or error}") from None
     except ValueError as error:
         raise UsageError(f"--hardware: {str(error).removesuffix(' Or give a `Hardware`.')}") from None
     if options.mesh is None:
-        return None, options.hardware
+        return None, hardware if is_file else options.hardware
     types = (AxisType.Auto,) * len(options.mesh)
     return AbstractMesh(tuple(options.mesh.values()), tuple(options.mesh), axis_types=types), hardware
 

@@ -19,13 +19,14 @@ from diffshard.plans.json_values import from_json_values, link_from_json, to_jso
 from diffshard.rare_collections import rare_collections
 
 SHARDING, BILEVEL, PIPELINE = "diffshard plan", "diffshard bilevel plan", "diffshard pipeline plan"
-TABLES = "diffshard plan of embedding tables"
+TABLES, HARDWARE = "diffshard plan of embedding tables", "diffshard hardware"
 EXPERT_GROUPS, EXPERT_ASSIGNMENT = "diffshard plan of expert groups", "diffshard assignment of experts"
 _LOADED_BY = {
     SHARDING: "`diffshard.Plan.load`",
     BILEVEL: "`diffshard.BilevelPlan.load`",
     PIPELINE: "`diffshard.PipelinePlan.load`",
     TABLES: "`diffshard.TablePlan.load`",
+    HARDWARE: "`diffshard.load_hardware`",
     EXPERT_GROUPS: "`diffshard.GroupPlan.load`",
     EXPERT_ASSIGNMENT: "`diffshard.ExpertAssignment.load`",
 }
