@@ -25,6 +25,7 @@ from cost.streams import play
 from diffshard.base import Solution
 from diffshard.checks.achievable_rates import achievable_rates
 from diffshard.checks.timeline import simulate
+from diffshard.plans.base import Executor
 from diffshard.sharding_search.options import Options
 from diffshard.sharding_search.planned_function import PlannedFunction
 from diffshard.sharding_search.planning import fastest_choice, find_plan, make_plan, solve_problem_of
@@ -255,8 +256,10 @@ def compiled_s(request: PlanRequest, solution: Solution, model: Model) -> float:
     return simulate(compiled.as_text() or "", dict(options.mesh.shape), achievable_rates(options.hardware)).step_s
 
 
-def request_of(model: Model, mesh: Mesh | AbstractMesh) -> PlanRequest:
-    """Returns the request that a search for a model on a mesh of H100s makes."""
+def searched(
+    model: Model, mesh: Mesh | AbstractMesh, time_limit_s: float = 30.0, executor: Executor | None = None
+) -> tuple[PlanRequest, diffshard.Plan]:
+    """Returns the request that a search for a model on a mesh of H100s makes, and the plan that it finds."""
     hardware = diffshard.preset("h100", dict(mesh.shape))
     requests: list[PlanRequest] = []
 
@@ -266,15 +269,15 @@ def request_of(model: Model, mesh: Mesh | AbstractMesh) -> PlanRequest:
 
     options = Options(
         fn=model.step, mesh=mesh, hardware=hardware, memory_limit_bytes=hardware.memory_bytes, donate_argnums=(0,),
-        progress="none", time_limit_s=30.0,
+        progress="none", time_limit_s=time_limit_s, executor=executor,
     )  # fmt: skip
-    PlannedFunction(options, find).plan(*abstract_arguments(model))
-    return requests[0]
+    plan = PlannedFunction(options, find).plan(*abstract_arguments(model))
+    return requests[0], plan
 
 
 def row_of(name: str, model: Model, mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
     """Returns the row of a setting; on a mesh of devices the programs of two plans are compiled, too."""
-    request = request_of(model, mesh)
+    request, _ = searched(model, mesh)
     timeline = IdealTimeline(request.space)
     first = fastest_choice(request, request.options.deadline())
     start = np.asarray(first.choice)

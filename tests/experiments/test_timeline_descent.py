@@ -7,7 +7,7 @@ import pytest
 
 from cost.base import num_strategies
 from cost.evaluation import evaluate
-from experiments.timeline_descent import IdealTimeline, Judged, abstract_mesh, judge, main, request_of
+from experiments.timeline_descent import IdealTimeline, Judged, abstract_mesh, judge, main, searched
 from experiments.timeline_models import CASES
 
 
@@ -15,7 +15,7 @@ from experiments.timeline_models import CASES
 def timeline() -> IdealTimeline:
     case = CASES["decoder"]
     model = case.make(batch=16, **case.small)
-    return IdealTimeline(request_of(model, abstract_mesh((2, 4))).space)
+    return IdealTimeline(searched(model, abstract_mesh((2, 4)))[0].space)
 
 
 def choices(count: int) -> list[np.ndarray]:
