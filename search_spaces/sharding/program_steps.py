@@ -85,7 +85,7 @@ def program_steps(graph: Graph, layout: Layout, costs: NodeCosts, schedule: Prog
     return ProgramSteps(tuple(recorder.steps), tuple(recorder.origins))
 
 
-def _links_of_axes(costs: NodeCosts) -> list[tuple[int, ...]]:
+def links_of_axes(costs: NodeCosts) -> list[tuple[int, ...]]:
     """Returns for each mesh axis the links that its collectives take: all axes in a host share that of a device."""
     links = []
     for name, size in zip(costs.reshard_costs.axis_names, costs.axis_sizes, strict=True):
@@ -104,7 +104,7 @@ class _Recorder:
         self.origins: list[StepOrigin] = []
         self.weight = 1.0
         self.combined_bytes: dict[tuple[str, tuple[int, ...]], float] = {}  # since the last barrier
-        self.links_of_axis = _links_of_axes(costs)
+        self.links_of_axis = links_of_axes(costs)
         self.holds = costs.hardware.exposed_share == 1
         self.begin = -1  # the step at which the innermost loop begins
 
