@@ -24,6 +24,7 @@ from diffshard.sharding_search.warm_start import start_of
 from search_spaces.base import Choice
 from search_spaces.sharding.memory_use import memory_use
 from search_spaces.sharding.number_formats import takes_float8
+from search_spaces.sharding.space import ShardingSpace
 
 _LEAST_SOLVER_S, _SOLVER_SHARE = 3.0, 0.5
 """Seconds that a problem of advice may take, and the share of the plan's own search that it may take beyond that."""
@@ -58,12 +59,8 @@ def advice_of(request: PlanRequest, plan: Plan) -> tuple[Advice, ...]:
         if request.options.candidates:
             request = request.on(request.options.candidate_with(plan.mesh_axes))
         advice += _of_choice(request, plan)
-    return tuple(sorted(filter(plan_gains(plan), advice), key=lambda a: -_share(plan, a))[:MOST_LINES])
-
-
-def plan_gains(plan: Plan) -> Callable[[Advice], bool]:
-    """Returns what tells whether advice gains enough for a line."""
-    return lambda advice: _share(plan, advice) >= LEAST_SHARE
+    worth_it = [one for one in advice if _share(plan, one) >= LEAST_SHARE]
+    return tuple(sorted(worth_it, key=lambda one: -_share(plan, one))[:MOST_LINES])
 
 
 def _share(plan: Plan, advice: Advice) -> float:
@@ -72,21 +69,16 @@ def _share(plan: Plan, advice: Advice) -> float:
     return max(gain / whole if whole else 0.0 for gain, whole in shares)
 
 
-def _less(plan: Plan, how: str, *, seconds: float = 0.0, num_bytes: float = 0.0) -> str:
-    """Writes what is saved: `at least 1.20 ms (3.4%) less`."""
-    amounts = []
-    if seconds >= LEAST_SHARE * plan.step_s:
-        amounts.append(f"{format_s(seconds)} ({format_percent(seconds / plan.step_s)}) less")
-    if num_bytes >= LEAST_SHARE * plan.peak_bytes:
-        share = format_percent(num_bytes / plan.peak_bytes)
-        amounts.append(f"{format_bytes(num_bytes)} ({share}) less at the peak of the memory")
-    return f"{how} {' and '.join(amounts)}".lstrip()
+def _faster(plan: Plan, how: str, seconds: float, words: str, what: str = "") -> Advice:
+    """Returns advice that saves seconds: `at least 1.20 ms (3.4%) less: ...`."""
+    share = format_percent(seconds / plan.step_s if plan.step_s else 0.0)
+    return Advice(f"{how} {format_s(seconds)} ({share}) less{what}: {words}", seconds)
 
 
 def _of_whole_work(plan: Plan) -> Iterator[Advice]:
     """Names what cannot be split, which every device computes whole, and what would split it."""
     for work in plan.whole_work:
-        yield Advice(f"{_less(plan, 'about', seconds=work.seconds)} computing: {work.remedy}", work.seconds)
+        yield _faster(plan, "about", work.seconds, work.remedy, " computing")
 
 
 def _of_choice(request: PlanRequest, plan: Plan) -> Iterator[Advice]:
@@ -98,8 +90,7 @@ def _of_choice(request: PlanRequest, plan: Plan) -> Iterator[Advice]:
     choice: Choice = tuple(start.choice.tolist())
     yield from _of_donating(own, plan, choice)
     yield from _of_float8(own, plan, choice)
-    is_searched = plan.objective is None and plan.formats is None and plan.status in ("optimal", "finished")
-    if is_searched and plan.step_s - own.space.least_compute_s >= LEAST_SHARE * plan.step_s:
+    if plan.objective is None and plan.formats is None and plan.status in ("optimal", "finished"):
         yield from _of_given(own, plan)
         yield from _of_memory_limit(request, plan, choice if own is request else None)
 
@@ -123,7 +114,8 @@ def _of_donating(request: PlanRequest, plan: Plan, choice: Choice) -> Iterator[A
     price = f", for {format_s(more_s)} more" if more_s >= LEAST_SHARE * plan.step_s else ""
     names = [call.parameters[number] for number in whole]
     words = f"donate {_listed(names)} ({_donating(request, whole)}), whose memory the results that replace it can take"
-    yield Advice(f"{_less(plan, '', num_bytes=num_bytes)}{price}: {words}", num_bytes=num_bytes)
+    less = f"{format_bytes(num_bytes)} ({format_percent(num_bytes / plan.peak_bytes)}) less at the peak of the memory"
+    yield Advice(f"{less}{price}: {words}", num_bytes=num_bytes)
 
 
 def _donating(request: PlanRequest, numbers: list[int]) -> str:
@@ -153,45 +145,48 @@ def _of_float8(request: PlanRequest, plan: Plan, choice: Choice) -> Iterator[Adv
     gains = (float(costs.float8_gain_s(v, (strategies[v.index],))[0]) for v in in_float8)
     seconds = min(sum(gain for gain in gains if gain > 0), plan.step_s)
     words = "round products to float8 (`formats=diffshard.Formats(...)`) as far as the loss allows, split as they are"
-    yield Advice(f"{_less(plan, 'at most', seconds=seconds)}: {words}", seconds)
+    yield _faster(plan, "at most", seconds, words)
 
 
 def _of_given(request: PlanRequest, plan: Plan) -> Iterator[Advice]:
     """Searches on from the plan with the shardings free that are given."""
-    if not request.space.given:
+    if not request.space.given or not _may_gain(request.space, plan):
         return
     space = replace(request.space, given={})
     start = start_of(plan, space)
     near = None if start is None else tuple(start.choice.tolist())
-    free = _seconds_and_choice(request._replace(space=space), plan, near)
-    if free is None:
+    seconds, choice = _seconds_and_choice(request._replace(space=space), plan, near)
+    if choice is None or seconds >= plan.step_s:
         return
-    seconds, choice = free
     call, specs = request.traced_function.call, space.layout(choice).input_specs
     before = layout_of(plan, request.space).input_specs
     changed = [call.parameters[call.numbers[i]] for i in request.space.given if specs[i] != before[i]]
-    if changed and plan.step_s > seconds:
+    if changed:
         words = f"leave the sharding of {_listed(list(dict.fromkeys(changed)))} (given) to the search"
-        yield Advice(f"{_less(plan, 'at least', seconds=plan.step_s - seconds)}: {words}", plan.step_s - seconds)
+        yield _faster(plan, "at least", plan.step_s - seconds, words)
 
 
 def _of_memory_limit(request: PlanRequest, plan: Plan, choice: Choice | None) -> Iterator[Advice]:
     """Searches on from the plan's choice without a limit of the memory, and with nothing computed again."""
-    if plan.peak_bytes < _NEAR_LIMIT * plan.memory_limit_bytes:
+    if plan.peak_bytes < _NEAR_LIMIT * plan.memory_limit_bytes or not _may_gain(request.space, plan):
         return
     unlimited = request._replace(options=replace(request.options, memory_limit_bytes=np.inf))
-    free = _seconds_and_choice(unlimited, plan, choice)
-    if free is None or free[0] >= plan.step_s:
+    seconds, free = _seconds_and_choice(unlimited, plan, choice)
+    if free is None or seconds >= plan.step_s:
         return
-    peak_bytes = float(np.max(memory_use(request.space.usages, free[1]).num_bytes))
+    peak_bytes = float(np.max(memory_use(request.space.usages, free).num_bytes))
     if peak_bytes > plan.memory_limit_bytes:
-        less = _less(plan, "at least", seconds=plan.step_s - free[0])
         words = f"give each device {format_bytes(peak_bytes)}, or more devices"
-        yield Advice(f"{less}: {words}", plan.step_s - free[0])
+        yield _faster(plan, "at least", plan.step_s - seconds, words)
 
 
-def _seconds_and_choice(request: PlanRequest, plan: Plan, start: Choice | None) -> tuple[float, Choice] | None:
-    """Returns the fastest step of a request that is less strict than a plan's, and its choice; None for none."""
+def _may_gain(space: ShardingSpace, plan: Plan) -> bool:
+    """Tells whether a step in a space may be faster than a plan's by enough: none computes for less than the least."""
+    return plan.step_s - space.least_compute_s >= LEAST_SHARE * plan.step_s
+
+
+def _seconds_and_choice(request: PlanRequest, plan: Plan, start: Choice | None) -> tuple[float, Choice | None]:
+    """Returns the fastest step of a request that allows more than a plan's, and its choice; inf and None for none."""
     _ = request.space.problem  # built before the solver's time begins
     seconds, limit_s = max(_LEAST_SOLVER_S, _SOLVER_SHARE * plan.search_s), request.options.time_limit_s
     deadline = Deadline.from_now(seconds if limit_s is None else min(seconds, limit_s))
@@ -199,7 +194,7 @@ def _seconds_and_choice(request: PlanRequest, plan: Plan, start: Choice | None) 
     try:
         found = fastest_choice(request, deadline, None if start is None else np.array(start), LEAST_SHARE)
     except InfeasibleError:
-        return None
+        return np.inf, None
     return step_s(request.space.predict(found.choice)), found.choice
 
 

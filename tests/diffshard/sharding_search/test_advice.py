@@ -10,11 +10,14 @@ from jax.sharding import AbstractMesh, PartitionSpec
 
 import diffshard
 from diffshard.plans.advice import LEAST_SHARE, MOST_LINES, Advice
+from diffshard.plans.formats import format_bytes
 from diffshard.plans.page import format_page
 from diffshard.sharding_search.number_formats import product_groups
 from diffshard.sharding_search.options import Options
 from diffshard.sharding_search.tracing import space_of, trace_function
 from tests.diffshard.plans.small_plan import small_plan
+from tests.diffshard.sharding_search.test_remat import arguments as layers
+from tests.diffshard.sharding_search.test_remat import scanned_step
 
 MESH = AbstractMesh((2, 4), ("data", "model"))
 
@@ -193,3 +196,17 @@ def test_parts_that_are_not_all_of_computing_are_refused(even, tmp_path):
     dataclasses.replace(even, computing=dataclasses.replace(even.computing, traffic_s=0.0)).save(path)
     with pytest.raises(diffshard.PlanError, match=r"`computing` has .* seconds together, where `compute_s` is"):
         diffshard.Plan.load(path)
+
+
+def test_more_memory_is_worth_what_is_computed_again():
+    hardware = diffshard.Hardware("slow", 1e9, float("inf"), 1e12, {"data": diffshard.Link(1e-9, 1e-12)})
+    mesh = AbstractMesh((2,), ("data",))
+    free = diffshard.search(scanned_step, mesh, hardware=hardware).plan(*layers())
+    limit = 0.45 * free.peak_bytes
+    plan = diffshard.search(scanned_step, mesh, hardware=hardware, memory_limit_bytes=limit, remat="search").plan(
+        *layers()
+    )
+    assert plan.recomputed
+    (advice,) = plan.advice
+    assert advice.words.endswith(f"give each device {format_bytes(free.peak_bytes)}, or more devices")
+    assert advice.seconds == pytest.approx(plan.step_s - free.step_s, rel=0.1)
