@@ -111,7 +111,7 @@ def _of_donating(request: PlanRequest, plan: Plan, choice: Choice) -> Iterator[A
     if num_bytes < LEAST_SHARE * plan.peak_bytes:
         return
     more_s = step_s(donating.predict(choice)) - step_s(space.predict(choice))  # where results have to be transposed
-    price = f", for {format_s(more_s)} more" if more_s >= LEAST_SHARE * plan.step_s else ""
+    price = f", though a step takes up to {format_s(more_s)} more" if more_s >= LEAST_SHARE * plan.step_s else ""
     names = [call.parameters[number] for number in whole]
     words = f"donate {_listed(names)} ({_donating(request, whole)}), whose memory the results that replace it can take"
     less = f"{format_bytes(num_bytes)} ({format_percent(num_bytes / plan.peak_bytes)}) less at the peak of the memory"
