@@ -6,7 +6,7 @@ there is a plan that the user can have, so what it saves is saved at least.
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -133,7 +133,7 @@ def _donating(request: PlanRequest, numbers: list[int]) -> str:
 def _of_float8(request: PlanRequest, plan: Plan, choice: Choice) -> Iterator[Advice]:
     """Adds up what each product would gain in float8 as it is split, where products are most of the step."""
     rates, space, computing = plan.hardware.flops_per_s, request.space, plan.computing
-    has_float8 = not isinstance(rates, float | int) and any(name.startswith("float8") for name in rates)
+    has_float8 = isinstance(rates, Mapping) and any(name.startswith("float8") for name in rates)
     trains = any(argument is not None for argument in space.graph.feedback)
     if not (has_float8 and trains) or plan.formats or plan.remat or plan.objective or plan.executor != "program":
         return
