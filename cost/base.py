@@ -13,6 +13,7 @@ from numpy.typing import ArrayLike
 
 from cost.dtypes import kind_and_bits
 from cost.lines import Line
+from cost.measured_rates import NOT_MEASURED, AttentionWork, MeasuredRates
 from cost.number_ranges import Count
 from cost.real_numbers import real_number, whole_number
 
@@ -105,11 +106,13 @@ class Work(NamedTuple):
       flops: arithmetic operations; a multiply-add counts as two.
       num_bytes: of operands and results, as if nothing were fused.
       dtype: name of the type that the arithmetic runs in.
+      attention: what else counts where it is a call of fused attention.
     """
 
     flops: float
     num_bytes: float
     dtype: str
+    attention: AttentionWork | None = None
 
 
 @dataclass(frozen=True)
@@ -174,6 +177,7 @@ class Hardware:
       kernel_launch_s: seconds from one kernel's end to the next one's start.
       host_memory_bytes_per_s: what one device copies to pinned memory of its host, or from there, in one direction
         while it sends nothing in the other one; None where that is not known, and arrays are not offloaded then.
+      measured: laws of measured kernels, by which fused attention and products are priced where it has any.
 
     Raises:
       ValueError: a number is beyond its bounds, or `flops_per_s` names no dtype.
@@ -191,6 +195,7 @@ class Hardware:
     memory_share: float = 1.0
     kernel_launch_s: float = 0.0
     host_memory_bytes_per_s: float | None = None
+    measured: MeasuredRates = NOT_MEASURED
 
     def __post_init__(self):
         _check_rate("Hardware.memory_bytes_per_s", self.memory_bytes_per_s)

@@ -25,7 +25,6 @@ from search_spaces.sharding.opaque.notation import NamedDimensions, NamedRule
 from search_spaces.sharding.opaque.own_collectives import OwnCollective
 from search_spaces.sharding.opaque.parts import Parts
 from search_spaces.sharding.opaque.ring import Ring, run_backward, run_forward
-from search_spaces.sharding.opaque.work import dtype_of_work
 from search_spaces.sharding.spec import parts_of
 
 _SEQUENCE = "sequence"
@@ -85,8 +84,8 @@ def work_of_parts(equation: core.JaxprEqn, operands: Sequence[jax.ShapeDtypeStru
     dim = sequence_dimension(equation)
     whole: list[Any] = [v.aval for v in equation.invars]
     rounds = whole[1].shape[dim] // operands[1].shape[dim]
-    num_bytes = rounds * work_of_attention(equation, operands, share).num_bytes
-    return Work(share * work_of_attention(equation, whole, 1.0).flops, num_bytes, dtype_of_work(operands))
+    own = work_of_attention(equation, operands, share)
+    return own._replace(flops=share * work_of_attention(equation, whole, 1.0).flops, num_bytes=rounds * own.num_bytes)
 
 
 def ring_collectives(equation: core.JaxprEqn, parts: Parts) -> list[OwnCollective]:

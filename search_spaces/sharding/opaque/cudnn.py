@@ -18,6 +18,7 @@ import jax
 from jax.extend import core
 
 from cost.base import Work
+from cost.measured_rates import AttentionWork
 from search_spaces.replay import bind
 from search_spaces.sharding.base import Rule
 from search_spaces.sharding.opaque.kernel import Kernel
@@ -134,7 +135,9 @@ def work_of_attention(equation: core.JaxprEqn, operands: Sequence[jax.ShapeDtype
     products = width + value_width if is_forward else 3 * width + 2 * value_width
     results = [v.aval for v in equation.outvars]
     parts = prod(operands[0].shape) / max(1, prod(equation.invars[0].aval.shape))  # pyright: ignore[reportAttributeAccessIssue]
-    return Work(2.0 * pairs * products, arrays_bytes(operands) + parts * arrays_bytes(results), dtype_of_work(operands))
+    num_bytes = arrays_bytes(operands) + parts * arrays_bytes(results)
+    kind = AttentionWork(float(batch * heads * length), is_forward)
+    return Work(2.0 * pairs * products, num_bytes, dtype_of_work(operands), kind)
 
 
 def _sizes(equation: core.JaxprEqn, operands: Sequence[Any]) -> tuple[tuple[int, int, int, int], tuple[int, int]]:

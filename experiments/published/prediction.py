@@ -1,0 +1,111 @@
+"""What the repository predicts for a published run: its own layout, completed by the search, and the plan it finds."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import diffshard
+from cost.base import Hardware
+from experiments.published.decoder import Split, abstract_state, loss_function, specs_of, training_step
+from experiments.published.runs import Run
+from search_spaces.sharding.opaque.cudnn import planned_without_cudnn
+
+KINDS = ("products", "attention", "memory", "links")
+"""What a step's seconds are divided into."""
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Predicted seconds of a step.
+
+    Attributes:
+      seconds: of the step.
+      parts: seconds by `KINDS`: products, fused attention, all other arithmetic, and links that the step waits for.
+      peak_bytes: of a device.
+      fits: whether the peak is within the device's memory.
+    """
+
+    seconds: float
+    parts: dict[str, float]
+    peak_bytes: float
+    fits: bool
+
+    @property
+    def dominant(self) -> str:
+        """The largest part beside products, or "products" where that takes less than a tenth of the step."""
+        others = {kind: self.parts[kind] for kind in KINDS[1:]}
+        largest = max(others, key=lambda kind: others[kind])
+        return largest if others[largest] > 0.1 * self.seconds else "products"
+
+
+def predict(run: Run, hardware: Hardware, *, time_limit_s: float = 10.0) -> Prediction:
+    """Predicts a run in its published layout."""
+    return described(plan_of(run, hardware, time_limit_s=time_limit_s), hardware)
+
+
+def plan_of(
+    run: Run,
+    hardware: Hardware,
+    *,
+    split: Split | None = None,
+    is_free: bool = False,
+    memory_limit_bytes: float = math.inf,
+    time_limit_s: float = 10.0,
+) -> diffshard.Plan:
+    """Plans a run's training step.
+
+    Args:
+      run: rebuilt from its row.
+      hardware: with links for the run's mesh.
+      split: the layout of activations and state; None is the published one.
+      is_free: leaves all layouts to the search.
+      memory_limit_bytes: of a device.
+      time_limit_s: of the solver.
+    """
+    split = run.split if split is None else split
+    mesh = AbstractMesh(
+        tuple(run.mesh_axes.values()), tuple(run.mesh_axes), axis_types=(AxisType.Auto,) * len(run.mesh_axes)
+    )
+    with planned_without_cudnn():
+        loss = loss_function(run.sizes, None if is_free else split, mesh, run.remat, run.attention)
+        pinned = None if is_free else NamedSharding(mesh, P(split.batch))
+        step = training_step(loss, run.accumulation, pinned)
+        state = abstract_state(run.sizes)
+        tokens = jax.ShapeDtypeStruct((run.batch, run.sizes.sequence + 1), jnp.int32)
+        given = None if is_free else (state_specs(run, split, state[1]), P(split.batch))
+        search = diffshard.search(
+            step,
+            mesh,
+            hardware=hardware,
+            in_shardings=given,
+            donate_argnums=0,
+            time_limit_s=time_limit_s,
+            memory_limit_bytes=memory_limit_bytes,
+        )
+        return search.plan(state, tokens)
+
+
+def state_specs(run: Run, split: Split, optimizer_state: Any) -> Any:
+    """Returns the `PartitionSpec` of parameters and of the optimiser's state, which is split as they are."""
+    specs = specs_of(run.sizes, split, run.mesh_axes)
+    moments = optax.tree_map_params(  # pyright: ignore[reportAttributeAccessIssue]
+        optax.adamw(1e-4), lambda _, spec: spec, optimizer_state, specs, transform_non_params=lambda _: P()
+    )
+    return specs, moments
+
+
+def described(plan: diffshard.Plan, hardware: Hardware) -> Prediction:
+    """Divides a plan's seconds."""
+    parts = dict.fromkeys(KINDS, 0.0)
+    for operation in plan.operations:
+        name = operation.signature
+        kind = "attention" if "dot_product_attention" in name else "products" if "dot_general" in name else "memory"
+        parts[kind] += operation.compute_s
+    parts["links"] = plan.step_s - plan.compute_s
+    return Prediction(plan.step_s, parts, plan.peak_bytes, plan.peak_bytes <= hardware.memory_bytes)
