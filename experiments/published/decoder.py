@@ -5,6 +5,7 @@ plan with the layout's shardings of arguments is the published one: the batch ov
 heads and hidden units over "tensor". Weights are gathered and gradients reduced where the plan has it cheapest.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -18,6 +19,7 @@ from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from experiments.models.decoder import rotary
+from search_spaces.sharding.opaque.declaration import kernel
 
 Remat = Literal["none", "full", "products", "products and attention"]
 """What the backward pass computes again: nothing, whole layers, all but products with weights, and all but attention's
@@ -63,11 +65,16 @@ class Split:
       batch: axes that split the batch.
       tensor: the axis that splits heads, hidden units and the vocabulary; None for none.
       state: axes that split each array of the state besides (FSDP, ZeRO); none for data parallelism.
+      gathers_once: whether all weights are gathered at the beginning of the step, and gradients reduced at its end
+        (ZeRO of stage 1).
+      is_sequence_split: whether `tensor` splits the sequence between the parts of a layer.
     """
 
     batch: tuple[str, ...]
     tensor: str | None = None
     state: tuple[str, ...] = ()
+    gathers_once: bool = False
+    is_sequence_split: bool = False
 
 
 def shapes_of(sizes: Sizes) -> dict[str, Any]:
@@ -123,9 +130,10 @@ def loss_function(
       split: how activations are split; None leaves it open.
       mesh: has its axes.
       remat: what is computed again.
-      attention: "cudnn" for a fused kernel, "xla" for scores in memory.
+      attention: "cudnn" for a fused kernel, "scores" for bfloat16 scores in memory and a fused softmax.
     """
     tensor = None if split is None else split.tensor
+    sequence = tensor if split is not None and split.is_sequence_split else None
 
     def kept(x: jax.Array, *axes: Any) -> jax.Array:
         if split is None:
@@ -139,7 +147,10 @@ def loss_function(
         if sizes.gated:
             query, key = rotary(query), rotary(key)
         query = kept(query, None, tensor, None)
-        mixed = jax.nn.dot_product_attention(query, key, value, is_causal=True, implementation=attention)  # pyright: ignore[reportArgumentType]
+        if attention == "cudnn":
+            mixed = jax.nn.dot_product_attention(query, key, value, is_causal=True, implementation="cudnn")
+        else:
+            mixed = _attend_by_scores(query, key, value)
         mixed = checkpoint_name(kept(mixed, None, tensor, None), _CONTEXT)
         return jnp.einsum("blhd,hdm->blm", mixed, w["out"])
 
@@ -153,14 +164,14 @@ def loss_function(
 
     def layer(x: jax.Array, weights: Layer) -> tuple[jax.Array, None]:
         w = {name: weight.astype(jnp.bfloat16) for name, weight in weights.items()}
-        x = kept(x + attend(_normed(x, w["attention_norm"], sizes), w), None, None)
-        return kept(x + feed_forward(_normed(x, w["feed_forward_norm"], sizes), w), None, None), None
+        x = kept(x + attend(_normed(x, w["attention_norm"], sizes), w), sequence, None)
+        return kept(x + feed_forward(_normed(x, w["feed_forward_norm"], sizes), w), sequence, None), None
 
     def loss(params: Any, tokens: jax.Array) -> jax.Array:
         x = params["embedding"].astype(jnp.bfloat16)[tokens[:, :-1]]
         if not sizes.gated:
             x = x + params["positions"].astype(jnp.bfloat16)
-        x, _ = lax.scan(_rematerialised(layer, remat), kept(x, None, None), params["layers"])
+        x, _ = lax.scan(_rematerialised(layer, remat), kept(x, sequence, None), params["layers"])
         x = _normed(x, params["final_norm"].astype(jnp.bfloat16), sizes)
         head = params["embedding"].T if sizes.tied else params["head"]
         logits = kept(x @ head.astype(jnp.bfloat16), None, tensor).astype(jnp.float32)
@@ -170,7 +181,10 @@ def loss_function(
 
 
 def training_step(
-    loss: Callable[[Any, jax.Array], jax.Array], accumulation: int, pinned: NamedSharding | None
+    loss: Callable[[Any, jax.Array], jax.Array],
+    accumulation: int,
+    pinned: NamedSharding | None,
+    gathered: Any = None,
 ) -> Callable[[Any, jax.Array], Any]:
     """Returns `((params, optimiser's state), tokens) -> ((params, optimiser's state), loss)` with adamw.
 
@@ -178,6 +192,7 @@ def training_step(
       loss: of parameters and tokens.
       accumulation: parts of the batch, whose gradients are added up in float32 one after the other.
       pinned: how the tokens of a part are split; None leaves it open.
+      gathered: the shardings of the weights that all parts use; None leaves it open when they are gathered.
     """
     optimizer = optax.adamw(1e-4)
 
@@ -187,15 +202,18 @@ def training_step(
         return jax.value_and_grad(loss)(params, tokens)
 
     def of_batch(params: Any, tokens: jax.Array) -> Any:
+        if gathered is not None:
+            params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
+            params = lax.with_sharding_constraint(params, gathered)
         if accumulation == 1:
             return of_part(params, tokens)
         # Consecutive rows are in different parts, so that each device has rows of all parts and none is moved.
         parts = jnp.moveaxis(tokens.reshape(-1, accumulation, tokens.shape[1]), 1, 0)
 
         def add(sums: Any, part: jax.Array) -> tuple[Any, None]:
-            return jax.tree.map(jnp.add, sums, of_part(params, part)), None
+            return jax.tree.map(lambda x, y: x + y.astype(x.dtype), sums, of_part(params, part)), None
 
-        zeros = (jnp.zeros(()), jax.tree.map(jnp.zeros_like, params))
+        zeros = (jnp.zeros(()), jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), params))
         return jax.tree.map(lambda x: x / accumulation, lax.scan(add, zeros, parts)[0])
 
     def step(state: Any, tokens: jax.Array) -> Any:
@@ -228,6 +246,47 @@ def _normalised(x: jax.Array, gated: bool) -> jax.Array:
         wide = wide - wide.mean(axis=-1, keepdims=True)
     wide = wide * lax.rsqrt(jnp.square(wide).mean(axis=-1, keepdims=True) + 1e-6)
     return wide.astype(x.dtype)
+
+
+def _attend_by_scores(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+    """Mixes values of as many heads as queries by weights in memory, all `[B, L, heads, D]`."""
+    scores = jnp.einsum("blhd,bshd->bhls", query * query.shape[-1] ** -0.5, key)
+    return jnp.einsum("bhls,bshd->blhd", _causal_softmax(scores), value)
+
+
+def _weights(scores: jax.Array) -> jax.Array:
+    """Returns the weights of a causal mask, `[B, heads, L, L]` in the type of the scores."""
+    length = scores.shape[-1]
+    seen = jnp.tril(jnp.ones((length, length), bool))
+    return jax.nn.softmax(jnp.where(seen, scores.astype(jnp.float32), -1e9)).astype(scores.dtype)
+
+
+def _weights_backward(scores: jax.Array, weights: jax.Array, gradient: jax.Array) -> jax.Array:
+    del scores
+    wide = weights.astype(jnp.float32) * gradient.astype(jnp.float32)
+    return (wide - weights * wide.sum(axis=-1, keepdims=True)).astype(weights.dtype)
+
+
+def _three_arrays(scores: jax.ShapeDtypeStruct, *others: jax.ShapeDtypeStruct) -> float:
+    del others
+    return 3.0 * math.prod(scores.shape) * scores.dtype.itemsize
+
+
+_ARRAY = "b h q k"
+_causal_softmax = kernel(
+    _weights,
+    f"{_ARRAY} -> {_ARRAY}",
+    need_replication="q k",
+    backward=kernel(
+        _weights_backward,
+        f"{_ARRAY}, {_ARRAY}, {_ARRAY} -> {_ARRAY}",
+        need_replication="q k",
+        bytes=_three_arrays,
+        name="causal softmax backward",
+    ),
+    name="causal softmax",
+)
+"""One kernel, as Transformer Engine and Megatron have it: it reads scores and writes weights, both of 16 bits."""
 
 
 def _rematerialised(layer: Any, remat: Remat) -> Any:

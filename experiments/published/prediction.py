@@ -1,5 +1,6 @@
 """What the repository predicts for a published run: its own layout, completed by the search, and the plan it finds."""
 
+import dataclasses
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +17,7 @@ from experiments.published.decoder import Split, abstract_state, loss_function, 
 from experiments.published.runs import Run
 from search_spaces.sharding.opaque.cudnn import planned_without_cudnn
 
-KINDS = ("products", "attention", "memory", "links")
+KINDS = ("products", "attention", "memory", "stacks", "links")
 """What a step's seconds are divided into."""
 
 
@@ -26,7 +27,8 @@ class Prediction:
 
     Attributes:
       seconds: of the step.
-      parts: seconds by `KINDS`: products, fused attention, all other arithmetic, and links that the step waits for.
+      parts: seconds by `KINDS`: products, fused attention, all other arithmetic, copies into the stacked arrays that a
+        scan over layers makes, and links that the step waits for.
       peak_bytes: of a device.
       fits: whether the peak is within the device's memory.
     """
@@ -46,7 +48,7 @@ class Prediction:
 
 def predict(run: Run, hardware: Hardware, *, time_limit_s: float = 10.0) -> Prediction:
     """Predicts a run in its published layout."""
-    return described(plan_of(run, hardware, time_limit_s=time_limit_s), hardware)
+    return described(plan_of(run, hardware, time_limit_s=time_limit_s), run, hardware)
 
 
 def plan_of(
@@ -75,7 +77,11 @@ def plan_of(
     with planned_without_cudnn():
         loss = loss_function(run.sizes, None if is_free else split, mesh, run.remat, run.attention)
         pinned = None if is_free else NamedSharding(mesh, P(split.batch))
-        step = training_step(loss, run.accumulation, pinned)
+        gathered = None
+        if not is_free and split.gathers_once:
+            specs = specs_of(run.sizes, dataclasses.replace(split, state=()), run.mesh_axes)
+            gathered = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=lambda x: isinstance(x, P))
+        step = training_step(loss, run.accumulation, pinned, gathered)
         state = abstract_state(run.sizes)
         tokens = jax.ShapeDtypeStruct((run.batch, run.sizes.sequence + 1), jnp.int32)
         given = None if is_free else (state_specs(run, split, state[1]), P(split.batch))
@@ -100,12 +106,20 @@ def state_specs(run: Run, split: Split, optimizer_state: Any) -> Any:
     return specs, moments
 
 
-def described(plan: diffshard.Plan, hardware: Hardware) -> Prediction:
-    """Divides a plan's seconds."""
+def described(plan: diffshard.Plan, run: Run, hardware: Hardware) -> Prediction:
+    """Divides a plan's seconds; a run whose layers are not scanned makes no stacked arrays, and pays for none."""
     parts = dict.fromkeys(KINDS, 0.0)
     for operation in plan.operations:
-        name = operation.signature
-        kind = "attention" if "dot_product_attention" in name else "products" if "dot_general" in name else "memory"
-        parts[kind] += operation.compute_s
+        parts[_kind(operation.signature)] += operation.compute_s
     parts["links"] = plan.step_s - plan.compute_s
-    return Prediction(plan.step_s, parts, plan.peak_bytes, plan.peak_bytes <= hardware.memory_bytes)
+    if not run.is_scanned:
+        parts["stacks"] = 0.0
+    return Prediction(sum(parts.values()), parts, plan.peak_bytes, plan.peak_bytes <= hardware.memory_bytes)
+
+
+def _kind(signature: str) -> str:
+    if "dot_product_attention" in signature:
+        return "attention"
+    if "dot_general" in signature:
+        return "products"
+    return "stacks" if signature.startswith("stack(") else "memory"

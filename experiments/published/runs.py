@@ -10,22 +10,27 @@ from typing import Any, NamedTuple
 
 from cost.base import Hardware
 from cost.measured_presets import measured_device_and_network
+from cost.measured_rates import MeasuredRates
 from cost.networks import links_of
 from cost.presets import device_and_network
 from experiments.published.data import held_out
 from experiments.published.decoder import Remat, Sizes, Split
 
 JAX_FAMILY = "JAX on GPUs"
-# What FlashAttention-2 reaches on H100s, of 989 TFLOP/s: 35%. Source: Shah et al., FlashAttention-3 (arXiv:2407.08608),
-# abstract. The measured kernels are FlashAttention-3's, which is younger than the runs of LLM Foundry.
+# The measured kernels are FlashAttention-2's on A100s and FlashAttention-3's on H100s. LLM Foundry ran FlashAttention
+# in Triton (`--attn_impl` of scripts/train/benchmarking/submit_benchmarks.py). On H100s FlashAttention-2 reaches 35% of
+# 989 TFLOP/s. Source: Shah et al., FlashAttention-3 (arXiv:2407.08608), abstract.
 _FLASH_ATTENTION_2_ON_H100 = 0.35 * 989e12
+# FlashAttention-2 is 1.3 to 2.5 times faster than FlashAttention in Triton; the geometric mean of both is taken.
+# Source: Dao, FlashAttention-2 (arXiv:2307.08691), section 4.
+_TRITON_SLOWER = (1.3 * 2.5) ** 0.5
 _A100_40_MEMORY = 1555e9  # bytes/s. Source: A100 datasheet, 40 GB SXM
 # Google's A3 High has 8 H100s in a host, four of whose cards with 200 Gbit/s serve them. Source:
 # cloud.google.com/compute/docs/gpus/gpu-network-bandwidth (1,000 Gbit/s with the host's own).
 _A3_HOST_BYTES_PER_S = 4 * 25e9
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # equal by identity: each is a row of the file
 class Run:
     """A published training run.
 
@@ -37,9 +42,10 @@ class Run:
       sizes, split, remat: of the decoder.
       mesh_axes: devices along each axis, slowest first.
       batch, accumulation: sequences in a step, and parts in which they are computed.
-      attention: "cudnn" for a fused kernel, "xla" where scores are in memory.
-      device: a key of `hardware_of`.
+      attention: "cudnn" for a fused kernel, "scores" where scores are in memory.
+      device: the preset's name, and words that `hardware_of` knows.
       seconds: measured, of a step.
+      is_scanned: whether the run had its layers in a scan.
       is_held_out: whether nothing may be chosen by this row.
     """
 
@@ -56,6 +62,7 @@ class Run:
     attention: str
     device: str
     seconds: float
+    is_scanned: bool = False
     is_held_out: bool = False
 
     @property
@@ -101,10 +108,20 @@ def hardware_of(run: Run, *, measured: bool) -> Hardware:
     if "A3" in run.device:
         share = network.network_bytes_per_s / (8 * 50e9)  # pyright: ignore[reportAttributeAccessIssue]
         network = dataclasses.replace(network, network_bytes_per_s=share * _A3_HOST_BYTES_PER_S)
-    if "FlashAttention-2" in run.device and device.measured.attention is not None:
-        attention = dataclasses.replace(device.measured.attention, flops_per_s=_FLASH_ATTENTION_2_ON_H100)
-        device = dataclasses.replace(device, measured=dataclasses.replace(device.measured, attention=attention))
+    if "Triton" in run.device:
+        device = dataclasses.replace(device, measured=_with_triton(device, name))
     return dataclasses.replace(device, links=links_of(network, run.mesh_axes))
+
+
+def _with_triton(device: Hardware, name: str) -> MeasuredRates:
+    """Returns what was measured of a device with FlashAttention in Triton in place of the measured kernel."""
+    attention = device.measured.attention
+    assert attention is not None
+    newer = _FLASH_ATTENTION_2_ON_H100 if name == "h100" else attention.flops_per_s
+    older = dataclasses.replace(
+        attention, flops_per_s=newer / _TRITON_SLOWER, bytes_per_s=attention.bytes_per_s / _TRITON_SLOWER
+    )
+    return dataclasses.replace(device.measured, attention=older)
 
 
 def _rebuilt(number: int, row: Mapping[str, Any]) -> Run | NotRebuilt:
@@ -162,10 +179,7 @@ def _sizes(row: Mapping[str, Any], **others: Any) -> Sizes:
 def _foundry(number: int, row: Mapping[str, Any]) -> Run:
     """MPT: fully sharded over all devices, learned positions, tied head, flash attention."""
     hardware = row["hardware"]
-    if "a100" in hardware:
-        device = "a100 40 GB" if "40gb" in hardware else "a100"
-    else:
-        device = "h100 FlashAttention-2"
+    device = f"{hardware[:4]}{' 40 GB' if '40gb' in hardware else ''} Triton"
     devices = row["num_devices"]
     return Run(
         number=number,
@@ -205,9 +219,10 @@ def _jax(number: int, row: Mapping[str, Any]) -> Run:
         mesh_axes=mesh_axes,
         batch=int(row["global_batch"]),
         accumulation=1,
-        attention="xla" if "126M" in row["model"] else "cudnn",
+        attention="scores" if "126M" in row["model"] else "cudnn",
         device=device,
         seconds=_seconds(row),
+        is_scanned=bool(row.get("scan")),
     )
 
 
@@ -222,9 +237,11 @@ def _other(number: int, row: Mapping[str, Any], family: str) -> Run | NotRebuilt
         split = Split(("replica", "data"), None, ("data",))
     else:
         mesh_axes = {"data": devices // tensor, "tensor": tensor}
-        # Megatron-Core splits the optimiser's state over replicas; the version of 2021 does not.
-        split = Split(("data",), "tensor", ("data",) if "Core" in family else ())
-    micro_batch = row.get("micro_batch") or 1
+        # Megatron-Core splits the optimiser's state over replicas, and sequences; the version of 2021 does neither.
+        is_core = "Core" in family
+        split = Split(("data",), "tensor", ("data",) if is_core else (), is_core, is_core)
+    # Where the micro-batch is not stated, all sequences of a replica are in one part.
+    micro_batch = row.get("micro_batch") or row["global_batch"] * tensor // devices
     return Run(
         number=number,
         name=f"{row['model']}, {devices} {device}, {row['framework'].split(' (')[0]}",
@@ -236,7 +253,7 @@ def _other(number: int, row: Mapping[str, Any], family: str) -> Run | NotRebuilt
         mesh_axes=mesh_axes,
         batch=row["global_batch"],
         accumulation=max(1, round(row["global_batch"] * tensor / (devices * micro_batch))) if not is_llama else 1,
-        attention="xla" if "2021" in family else "cudnn",
+        attention="scores" if "2021" in family else "cudnn",
         device=device,
         seconds=_seconds(row),
     )
