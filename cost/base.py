@@ -13,7 +13,7 @@ from numpy.typing import ArrayLike
 
 from cost.dtypes import kind_and_bits
 from cost.lines import Line
-from cost.measured_rates import NOT_MEASURED, AttentionWork, MeasuredRates
+from cost.measured_rates import NOT_MEASURED, MeasuredRates
 from cost.number_ranges import Count
 from cost.real_numbers import real_number, whole_number
 
@@ -106,13 +106,27 @@ class Work(NamedTuple):
       flops: arithmetic operations; a multiply-add counts as two.
       num_bytes: of operands and results, as if nothing were fused.
       dtype: name of the type that the arithmetic runs in.
-      attention: what else counts where it is a call of fused attention.
     """
 
     flops: float
     num_bytes: float
     dtype: str
-    attention: AttentionWork | None = None
+
+
+class AttentionWork(NamedTuple):
+    """What one call of a fused attention kernel does on one device.
+
+    Attributes:
+      flops, num_bytes, dtype: as those of `Work`.
+      queries: of all heads and sequences.
+      is_forward: False for the kernel that computes the gradients.
+    """
+
+    flops: float
+    num_bytes: float
+    dtype: str
+    queries: float
+    is_forward: bool
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import numpy as np
 from jax.extend import core
 from numpy.typing import ArrayLike
 
-from cost.base import CostModel, Hardware, Work
+from cost.base import AttentionWork, CostModel, Hardware, Work
 from cost.linear_algebra import FLOPS_OF_LINEAR_ALGEBRA
 from cost.pallas import pallas_flops
 
@@ -98,15 +98,15 @@ def roofline_s(flops: ArrayLike, num_bytes: ArrayLike, dtype: str, hardware: Har
     return np.maximum(arithmetic_s, traffic_s)
 
 
-def work_s(work: Work, hardware: Hardware) -> float:
+def work_s(work: Work | AttentionWork, hardware: Hardware) -> float:
     """Computes the seconds of one kernel, its launch included: fused attention as measured, all else by roofline.
 
     Attention is priced by a law for 16-bit numbers (`cost.measured_rates`), where the hardware has one.
     """
     rate = hardware.measured.attention
-    if work.attention is not None and rate is not None and work.dtype in ("bfloat16", "float16"):
-        queries, is_forward = work.attention
-        return hardware.kernel_launch_s + float(rate.seconds(work.flops, work.num_bytes, queries, is_forward))
+    if isinstance(work, AttentionWork) and rate is not None and work.dtype in ("bfloat16", "float16"):
+        seconds = rate.seconds(work.flops, work.num_bytes, work.queries, work.is_forward)
+        return hardware.kernel_launch_s + float(seconds)
     return hardware.kernel_launch_s + float(roofline_s(work.flops, work.num_bytes, work.dtype, hardware))
 
 

@@ -10,31 +10,21 @@ kernels that were held out.
 """
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import resources
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from cost.lines import Line
+from cost.real_numbers import real_number
 
 QUERIES_OF_A_BLOCK = 128
 """Queries that one block of a fused attention kernel has; the law only needs a unit, as `idle_blocks` is in it."""
-
-
-class AttentionWork(NamedTuple):
-    """What a device's call of fused attention is beside its arithmetic and bytes.
-
-    Attributes:
-      queries: of all heads and sequences.
-      is_forward: False for the kernel that computes the gradients.
-    """
-
-    queries: float
-    is_forward: bool
 
 
 @dataclass(frozen=True)
@@ -46,6 +36,9 @@ class ProductRate:
       lost_rows, lost_depth: m0 = n0 and k0.
       launch_s: of the smallest product.
       memory_bytes_per_s: at which operands and result are moved where that takes longer.
+
+    Raises:
+      ValueError: a rate is not positive, or another number is negative or not finite.
     """
 
     flops_per_s: float
@@ -53,6 +46,9 @@ class ProductRate:
     lost_depth: float
     launch_s: float
     memory_bytes_per_s: float
+
+    def __post_init__(self):
+        _check_numbers(self, ("flops_per_s", "memory_bytes_per_s"), ("lost_rows", "lost_depth", "launch_s"))
 
     def seconds(
         self, count: ArrayLike, rows: ArrayLike, columns: ArrayLike, depth: ArrayLike, num_bytes: ArrayLike
@@ -77,6 +73,9 @@ class AttentionRate:
       idle_blocks: blocks of `QUERIES_OF_A_BLOCK` queries in whose time a device waits for its last ones.
       launch_s: of the smallest call.
       backward_share: the part of `flops_per_s` that the backward pass reaches.
+
+    Raises:
+      ValueError: a rate or the share is not positive, or another number is negative or not finite.
     """
 
     flops_per_s: float
@@ -84,6 +83,10 @@ class AttentionRate:
     idle_blocks: float
     launch_s: float
     backward_share: float
+
+    def __post_init__(self):
+        positive = ("flops_per_s", "bytes_per_s", "backward_share")
+        _check_numbers(self, positive, ("idle_blocks", "launch_s"))
 
     def seconds(
         self, flops: ArrayLike, num_bytes: ArrayLike, queries: ArrayLike, is_forward: ArrayLike = True
@@ -131,6 +134,14 @@ def measured_lines(name: str) -> dict[int, dict[Any, tuple[Line, ...]]]:
         int(size): {kind: tuple(Line(*line) for line in lines) for kind, lines in by_kind.items()}
         for size, by_kind in links.items()
     }
+
+
+def _check_numbers(rate: Any, positive: tuple[str, ...], others: tuple[str, ...]) -> None:
+    for name in (*positive, *others):
+        number = real_number(getattr(rate, name))
+        if number is None or not math.isfinite(number) or number < 0 or (name in positive and number == 0):
+            rule = "positive" if name in positive else "zero or more"
+            raise ValueError(f"`{type(rate).__name__}.{name}` must be finite and {rule}, not {getattr(rate, name)!r}.")
 
 
 @cache

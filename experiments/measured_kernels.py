@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from scipy.optimize import minimize
 
+from cost.base import CollectiveKind
 from cost.collectives import collective_sent_bytes
 from cost.line_fitting import fit_lines
 from cost.lines import Line, least_s
@@ -31,7 +32,12 @@ REAL_SHARE = 0.92
 BACKWARD_SHARE = 0.63 / 0.73
 """What attention's backward pass reaches of the rate of the forward pass, on A100s. Source: Dao, FlashAttention-2
 (arXiv:2307.08691), abstract: 73 and 63% of the peak."""
-KINDS = {"alltoall": "all_to_all"}
+KINDS: dict[str, CollectiveKind] = {
+    "alltoall": "all_to_all",
+    "all_gather": "all_gather",
+    "reduce_scatter": "reduce_scatter",
+    "all_reduce": "all_reduce",
+}
 LEAST_S = {"products": 1e-4, "attention": 1e-4}
 LEAST_BYTES = 2**20
 _LEAST_FITTED_S = 2e-5  # kernels below it are launches
@@ -111,7 +117,7 @@ def collective_curves(rows: Sequence[Mapping[str, Any]]) -> dict[tuple[str, int]
     for key in dict.fromkeys((row["op"], row["num_devices"]) for row in rows):
         own = [row for row in rows if (row["op"], row["num_devices"]) == key]
         kernels = kernels_of(own, ["bytes"])
-        kind = KINDS.get(key[0], key[0])
+        kind = KINDS[key[0]]
         full = kernels.sizes["bytes"] * (key[1] if kind == "all_to_all" else 1)
         curves[kind, key[1]] = kernels._replace(sizes={"sent": collective_sent_bytes(kind, full, key[1])})
     return curves

@@ -1,12 +1,12 @@
 """Published training runs beside the seconds that are predicted for them; nothing is executed, and no GPU is needed.
 
     python -m experiments.published_runs [--prices measured preset] [--parts fitted "held out"] [--records FILE]
-    python -m experiments.published_runs --search [--runs 8]
+    python -m experiments.published_runs --search [--rows 0 5 57]
 
 Each run is rebuilt as a JAX training step (`experiments/published/`) in its published layout, and priced with kernels
 as they were measured (`cost.measured_presets`) and with the presets as they are. A third of each family of runs is held
-out by a fixed seed; nothing was chosen by these. `--search` looks for a faster plan under the same prices, memory and
-remat, on runs of up to 64 devices.
+out by a fixed seed; nothing was chosen by these. `--search` looks for a faster plan under the same prices, remat and
+mesh, within the device's memory, or within the predicted memory of the published layout where that is more.
 """
 
 import argparse
@@ -20,13 +20,16 @@ from pathlib import Path
 import numpy as np
 from scipy.stats import kendalltau
 
+import diffshard
 from experiments.published.data import MissingDataError, read
-from experiments.published.prediction import KINDS, Prediction, predict
+from experiments.published.prediction import KINDS, Prediction, described, plan_of, predict
 from experiments.published.runs import Run, hardware_of, runs_of
 from experiments.tables import print_table
 
 PARTS = ("fitted", "held out")
 PRICES = ("measured", "preset")
+SEARCHED = (0, 4, 5, 11, 12, 41, 57, 243, 246, 294, 323, 335, 380)
+"""Rows with a search by default: one of each layout, which are planned in a few seconds."""
 
 
 class Records:
@@ -84,7 +87,8 @@ def ranking(predictions: dict[Run, Prediction]) -> tuple[int, float]:
         if len(times) > 1:
             count = len(times) * (len(times) - 1) // 2
             pairs += count
-            total += count * float(kendalltau(*zip(*times, strict=True)).statistic)
+            predicted, measured = zip(*times, strict=True)
+            total += count * float(np.asarray(kendalltau(predicted, measured))[0])
     return pairs, total / pairs if pairs else float("nan")
 
 
@@ -145,6 +149,40 @@ def run_table(predictions: dict[str, dict[Run, Prediction]], prices: str) -> Non
     print_table(f"Runs, prices: {prices}", columns, rows)
 
 
+def search_table(runs: Iterable[Run]) -> None:
+    """Prints published layouts beside the plans that the search finds for the same run."""
+    rows = []
+    for run in runs:
+        hardware = hardware_of(run, measured=True)
+        published, start = plan_of(run, hardware), time.process_time()
+        limit_bytes = max(hardware.memory_bytes, published.peak_bytes)
+        found = plan_of(run, hardware, is_free=True, memory_limit_bytes=limit_bytes, time_limit_s=30.0)
+        best = min(found, published, key=lambda plan: plan.step_s)
+        own, other = described(published, run, hardware).parts, described(best, run, hardware).parts
+        parts = (f"{own[kind]:.3g} to {other[kind]:.3g}" for kind in ("products", "memory", "links"))
+        rows.append(
+            (
+                run.number, run.name, f"{published.step_s:.4g}", f"{best.step_s:.4g}",
+                f"{1 - best.step_s / published.step_s:.1%}", *parts,
+                f"{published.peak_bytes / 2**30:.0f} to {best.peak_bytes / 2**30:.0f}", sent_by(published),
+                sent_by(best), f"{time.process_time() - start:.0f}",
+            )
+        )  # fmt: skip
+        print(*rows[-1], sep=" | ", flush=True)
+    columns = (
+        "row", "run", "published s", "found s", "less", "products s", "memory s", "links s", "peak GiB",
+        "published sends", "found sends", "processor s",
+    )  # fmt: skip
+    print_table("Published layouts and found plans, prices: measured", columns, rows)
+
+
+def sent_by(plan: diffshard.Plan) -> str:
+    """Says which collectives a plan has, those of 1% of its bytes or more, in GiB."""
+    sizes = sorted(plan.collective_bytes.items(), key=lambda item: -item[1])
+    least = 0.01 * sum(size for _, size in sizes)
+    return ", ".join(f"{kind} {axis} {size / 2**30:.0f}" for (kind, axis), size in sizes if size >= least)
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Prints the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -152,11 +190,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--records", type=Path, help="a file for predictions: those already there are taken up")
     parser.add_argument("--families", nargs="+", default=[""], help="beginnings of families' names; all by default")
+    parser.add_argument("--search", action="store_true", help="plans of the search beside published layouts")
+    parser.add_argument("--rows", nargs="+", type=int, default=SEARCHED, help="of the file, for `--search`")
     options = parser.parse_args(arguments)
     try:
         runs, left_out = runs_of(read("training_runs"))
     except MissingDataError as error:
         print(error)
+        return
+    if options.search:
+        search_table(run for run in runs if run.number in options.rows)
         return
     runs = [run for run in runs if run.family.startswith(tuple(options.families))]
     records = Records(options.records)

@@ -108,7 +108,8 @@ def specs_of(sizes: Sizes, split: Split, num_devices: Mapping[str, int]) -> dict
         num_parts *= num_devices[axis]
 
     def spec(path: Any, shape: tuple[int, ...]) -> P:
-        name, axes = path[-1].key, [None] * len(shape)
+        name = path[-1].key
+        axes: list[Any] = [None] * len(shape)
         if split.tensor is not None and name in tensor:
             axes[tensor[name]] = split.tensor
         first = 1 if len(path) > 1 else 0  # layers are not split

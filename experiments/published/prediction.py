@@ -17,7 +17,7 @@ from experiments.published.decoder import Split, abstract_state, loss_function, 
 from experiments.published.runs import Run
 from search_spaces.sharding.opaque.cudnn import planned_without_cudnn
 
-KINDS = ("products", "attention", "memory", "stacks", "links")
+KINDS: tuple[str, ...] = ("products", "attention", "memory", "stacks", "links")
 """What a step's seconds are divided into."""
 
 

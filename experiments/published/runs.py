@@ -24,6 +24,10 @@ _FLASH_ATTENTION_2_ON_H100 = 0.35 * 989e12
 # FlashAttention-2 is 1.3 to 2.5 times faster than FlashAttention in Triton; the geometric mean of both is taken.
 # Source: Dao, FlashAttention-2 (arXiv:2307.08691), section 4.
 _TRITON_SLOWER = (1.3 * 2.5) ** 0.5
+# These plans run by XLA's propagation, and not as programs for each device. Compiled so for 4 and 8 hosts, steps with
+# fully sharded state waited for 0.35 to 0.75 of the seconds of their collectives, 0.55 in the median
+# (docs/measured/timeline_rows.jsonl). No published run was used for this number.
+_EXPOSED_BY_PROPAGATION = 0.55
 _A100_40_MEMORY = 1555e9  # bytes/s. Source: A100 datasheet, 40 GB SXM
 # Google's A3 High has 8 H100s in a host, four of whose cards with 200 Gbit/s serve them. Source:
 # cloud.google.com/compute/docs/gpus/gpu-network-bandwidth (1,000 Gbit/s with the host's own).
@@ -108,6 +112,8 @@ def hardware_of(run: Run, *, measured: bool) -> Hardware:
     if "A3" in run.device:
         share = network.network_bytes_per_s / (8 * 50e9)  # pyright: ignore[reportAttributeAccessIssue]
         network = dataclasses.replace(network, network_bytes_per_s=share * _A3_HOST_BYTES_PER_S)
+    if run.family == JAX_FAMILY and run.num_devices > 8:
+        device = dataclasses.replace(device, exposed_share=_EXPOSED_BY_PROPAGATION)
     if "Triton" in run.device:
         device = dataclasses.replace(device, measured=_with_triton(device, name))
     return dataclasses.replace(device, links=links_of(network, run.mesh_axes))
@@ -171,9 +177,10 @@ def _seconds(row: Mapping[str, Any]) -> float:
     return float(row.get("step_time_s") or row["step_time_s_derived"])
 
 
-def _sizes(row: Mapping[str, Any], **others: Any) -> Sizes:
+def _sizes(row: Mapping[str, Any], *, gated: bool = False, tied: bool = False) -> Sizes:
     names = ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "seq")
-    return Sizes(*(int(row[name]) for name in names), **others)
+    layers, width, heads, groups, hidden, words, length = (int(row[name]) for name in names)
+    return Sizes(layers, width, heads, groups, hidden, words, length, gated, tied)
 
 
 def _foundry(number: int, row: Mapping[str, Any]) -> Run:

@@ -17,7 +17,7 @@ from typing import Any
 import jax
 from jax.extend import core
 
-from cost.base import Work
+from cost.base import AttentionWork
 from search_spaces.sharding.base import Rule
 from search_spaces.sharding.opaque.attention import attend, is_causal, sequence_dimension
 from search_spaces.sharding.opaque.cudnn import FORWARD, named_rule, work_of_attention
@@ -79,7 +79,7 @@ def has_whole_keys(equation: core.JaxprEqn, parts: Parts) -> bool:
     return not parts.operands[1][sequence_dimension(equation)]
 
 
-def work_of_parts(equation: core.JaxprEqn, operands: Sequence[jax.ShapeDtypeStruct], share: float) -> Work:
+def work_of_parts(equation: core.JaxprEqn, operands: Sequence[jax.ShapeDtypeStruct], share: float) -> AttentionWork:
     """Returns what one device does: its share of the products; in a ring all parts are read in each round."""
     dim = sequence_dimension(equation)
     whole: list[Any] = [v.aval for v in equation.invars]

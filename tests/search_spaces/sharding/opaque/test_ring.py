@@ -258,7 +258,7 @@ def chosen(length, heads, width=1024):
 
 def test_a_ring_is_chosen_for_long_sequences_of_few_heads():
     sequence = ((), ("model",), (), ())
-    plan, specs = chosen(131072, heads=2)
+    plan, specs = chosen(262144, heads=2)
     assert specs == [(sequence, sequence)] * 2
     permutes = [c for c in plan.collectives if c.kind == "collective_permute"]
     assert sum(c.seconds for c in permutes) < 0.5 * sum(c.link_s or 0.0 for c in permutes), (
