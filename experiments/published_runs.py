@@ -41,7 +41,8 @@ class Records:
         if path is not None and path.exists():
             for line in path.read_text().splitlines():
                 record = json.loads(line)
-                self._known[record.pop("run"), record.pop("prices")] = Prediction(**record)
+                key = record.pop("run"), record.pop("prices")
+                self._known[key] = Prediction(**record)
 
     def get(self, run: Run, prices: str, make: Callable[[], Prediction]) -> Prediction:
         """Returns a prediction, made only if it is not there."""
