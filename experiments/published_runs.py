@@ -1,10 +1,11 @@
 """Published training runs beside the seconds that are predicted for them; nothing is executed, and no GPU is needed.
 
-    python -m experiments.published_runs [--prices measured preset] [--parts fitted "held out"] [--records FILE]
+    python -m experiments.published_runs [--prices measured preset datasheet] [--parts fitted "held out"] [--records F]
     python -m experiments.published_runs --search [--rows 0 5 57]
 
 Each run is rebuilt as a JAX training step (`experiments/published/`) in its published layout, and priced with kernels
-as they were measured (`cost.measured_presets`) and with the presets as they are. A third of each family of runs is held
+as they were measured (`cost.measured_presets`), with the presets as they are, or with attention priced as any other
+product, as it was before it was measured. A third of each family of runs is held
 out by a fixed seed; nothing was chosen by these. `--search` looks for a faster plan under the same prices, remat and
 mesh, within the device's memory, or within the predicted memory of the published layout where that is more.
 """
@@ -16,6 +17,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 from scipy.stats import kendalltau
@@ -23,11 +25,10 @@ from scipy.stats import kendalltau
 import diffshard
 from experiments.published.data import MissingDataError, read
 from experiments.published.prediction import KINDS, Prediction, described, plan_of, predict
-from experiments.published.runs import Run, hardware_of, runs_of
+from experiments.published.runs import Prices, Run, hardware_of, runs_of
 from experiments.tables import print_table
 
 PARTS = ("fitted", "held out")
-PRICES = ("measured", "preset")
 SEARCHED = (0, 4, 5, 11, 12, 41, 57, 243, 246, 294, 323, 335, 380)
 """Rows with a search by default: one of each layout, which are planned in a few seconds."""
 
@@ -58,11 +59,11 @@ class Records:
         return self._known[key]
 
 
-def predictions_of(runs: Iterable[Run], prices: str, records: Records) -> dict[Run, Prediction]:
+def predictions_of(runs: Iterable[Run], prices: Prices, records: Records) -> dict[Run, Prediction]:
     """Returns the predictions of some runs in their published layouts."""
     found = {}
     for run in runs:
-        hardware = hardware_of(run, measured=prices == "measured")
+        hardware = hardware_of(run, prices)
         found[run] = records.get(run, prices, lambda run=run, hardware=hardware: predict(run, hardware))
     return found
 
@@ -154,7 +155,7 @@ def search_table(runs: Iterable[Run]) -> None:
     """Prints published layouts beside the plans that the search finds for the same run."""
     rows = []
     for run in runs:
-        hardware = hardware_of(run, measured=True)
+        hardware = hardware_of(run)
         published, start = plan_of(run, hardware), time.process_time()
         limit_bytes = max(hardware.memory_bytes, published.peak_bytes)
         found = plan_of(run, hardware, is_free=True, memory_limit_bytes=limit_bytes, time_limit_s=30.0)
@@ -187,9 +188,10 @@ def sent_by(plan: diffshard.Plan) -> str:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Prints the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--prices", nargs="+", choices=PRICES, default=list(PRICES))
+    parser.add_argument("--prices", nargs="+", choices=get_args(Prices), default=["measured", "preset"])
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--records", type=Path, help="a file for predictions: those already there are taken up")
+    parser.add_argument("--least-sequence", type=int, default=0, help="leaves out runs with shorter sequences")
     parser.add_argument("--families", nargs="+", default=[""], help="beginnings of families' names; all by default")
     parser.add_argument("--search", action="store_true", help="plans of the search beside published layouts")
     parser.add_argument("--rows", nargs="+", type=int, default=SEARCHED, help="of the file, for `--search`")
@@ -203,6 +205,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         search_table(run for run in runs if run.number in options.rows)
         return
     runs = [run for run in runs if run.family.startswith(tuple(options.families))]
+    runs = [run for run in runs if run.sizes.sequence >= options.least_sequence]
     records = Records(options.records)
     for prices in options.prices:
         predictions = {

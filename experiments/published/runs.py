@@ -6,17 +6,19 @@ A row becomes a `Run`, or a sentence that says what is missing to rebuild it.
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from cost.base import Hardware
 from cost.measured_presets import measured_device_and_network
-from cost.measured_rates import MeasuredRates
+from cost.measured_rates import NOT_MEASURED, MeasuredRates
 from cost.networks import links_of
 from cost.presets import device_and_network
 from experiments.published.data import held_out
 from experiments.published.decoder import Remat, Sizes, Split
 
 JAX_FAMILY = "JAX on GPUs"
+Prices = Literal["measured", "preset", "datasheet"]
+"""What kernels cost: as measured; by the preset, which has measured attention only; attention as any other product."""
 # The measured kernels are FlashAttention-2's on A100s and FlashAttention-3's on H100s. LLM Foundry ran FlashAttention
 # in Triton (`--attn_impl` of scripts/train/benchmarking/submit_benchmarks.py). On H100s FlashAttention-2 reaches 35% of
 # 989 TFLOP/s. Source: Shah et al., FlashAttention-3 (arXiv:2407.08608), abstract.
@@ -101,10 +103,10 @@ def runs_of(rows: Sequence[Mapping[str, Any]]) -> tuple[list[Run], list[NotRebui
     return marked, [run for run in results if isinstance(run, NotRebuilt)]
 
 
-def hardware_of(run: Run, *, measured: bool) -> Hardware:
-    """Returns a run's hardware, as measured or by the preset as it is."""
+def hardware_of(run: Run, prices: Prices = "measured") -> Hardware:
+    """Returns a run's hardware at some prices."""
     name = run.device.split()[0]
-    device, network = measured_device_and_network(name) if measured else device_and_network(name)
+    device, network = measured_device_and_network(name) if prices == "measured" else device_and_network(name)
     if "40 GB" in run.device:
         device = dataclasses.replace(
             device, name="A100-40GB", memory_bytes_per_s=_A100_40_MEMORY, memory_bytes=40 * 2**30
@@ -114,7 +116,9 @@ def hardware_of(run: Run, *, measured: bool) -> Hardware:
         network = dataclasses.replace(network, network_bytes_per_s=share * _A3_HOST_BYTES_PER_S)
     if run.family == JAX_FAMILY and run.num_devices > 8:
         device = dataclasses.replace(device, exposed_share=_EXPOSED_BY_PROPAGATION)
-    if "Triton" in run.device:
+    if prices == "datasheet":
+        device = dataclasses.replace(device, measured=NOT_MEASURED)
+    elif "Triton" in run.device:
         device = dataclasses.replace(device, measured=_with_triton(device, name))
     return dataclasses.replace(device, links=links_of(network, run.mesh_axes))
 

@@ -63,7 +63,7 @@ def test_rows_become_runs_or_say_what_is_missing():
 
 def test_a_run_is_rebuilt_in_its_layout_and_the_search_is_not_slower():
     run = the_run(MPT)
-    hardware = hardware_of(run, measured=True)
+    hardware = hardware_of(run)
     published = plan_of(run, hardware)
     tokens = next(argument for argument in published.arguments if argument.shape == (32, 1025))
     assert tokens.partition_spec[0] == "data"
@@ -81,18 +81,26 @@ def _stacked_s(plan):
     return sum(o.compute_s for o in plan.operations if o.signature.startswith("stack("))
 
 
+def test_attention_is_priced_as_it_was_measured_or_as_a_product():
+    run = the_run(MPT)
+    by_prices = [predict(run, hardware_of(run, prices)).parts for prices in ("measured", "preset", "datasheet")]
+    measured, preset, datasheet = (parts["attention"] for parts in by_prices)
+    assert measured == pytest.approx(preset, rel=0.01), "launches aside"
+    assert preset > 1.5 * datasheet > 0
+
+
 def test_more_remat_is_less_memory_and_more_arithmetic():
     kept, again = (the_run(MPT | {"remat": remat, "grad_accumulation": 1}) for remat in ("none", "full"))
-    first, second = (predict(run, hardware_of(run, measured=False)) for run in (kept, again))
+    first, second = (predict(run, hardware_of(run, "preset")) for run in (kept, again))
     assert second.peak_bytes < first.peak_bytes
     assert second.parts["products"] > first.parts["products"]
 
 
 def test_grouped_heads_and_products_that_are_kept():
     run = the_run(LLAMA)
-    some = predict(run, hardware_of(run, measured=True))
+    some = predict(run, hardware_of(run))
     full = dataclasses.replace(run, remat="full")
-    assert predict(full, hardware_of(full, measured=True)).parts["products"] > some.parts["products"]
+    assert predict(full, hardware_of(full)).parts["products"] > some.parts["products"]
     assert some.parts["attention"] > 0
 
 
