@@ -18,10 +18,11 @@ import numpy as np
 from scipy.optimize import minimize
 
 from cost.base import CollectiveKind
-from cost.collectives import collective_sent_bytes
+from cost.collectives import collective_s, collective_sent_bytes
 from cost.line_fitting import fit_lines
 from cost.lines import Line, least_s
 from cost.measured_rates import AttentionRate, ProductRate
+from cost.presets import preset
 from experiments.published.data import MissingDataError, held_out, read
 from experiments.tables import print_table
 
@@ -188,6 +189,32 @@ def laws_of(rows: Sequence[Mapping[str, Any]], device: str) -> tuple[dict[str, A
     return document, table
 
 
+def table_over_hosts(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
+    """Returns what the presets' rules predict for all-reduces over several hosts, relative to measured seconds.
+
+    Nothing is fitted to these rows. Each source is a row, with the median of messages of 1 to 16 MiB, of up to 256 MiB,
+    and of larger ones.
+    """
+    ratios: dict[tuple[str, ...], list[list[float]]] = {}
+    for row in rows:
+        name = next((name for name in DEVICES if name in row["device"].lower()), None)
+        if row["kind"] != "collective" or row["op"] != "all_reduce" or row.get("nodes", 1) < 2 or name is None:
+            continue
+        size, hosts, num_bytes = row["num_devices"], row["nodes"], row["bytes"]
+        sent = float(collective_sent_bytes("all_reduce", num_bytes, size))
+        measured_s = row["time_us"] * 1e-6 if row.get("time_us") else sent / (row["busbw_GBps"] * 1e9)
+        link = preset(name, {"all": size}, hosts={"all": hosts}, devices_per_host=8).links["all"]
+        key = name, row["source"].split("@")[0].split("(")[-1], f"{size} on {hosts} hosts"
+        place = int(np.searchsorted([2**20, 2**24, 2**28], num_bytes, side="right")) - 1
+        if place >= 0:
+            own = ratios.setdefault(key, [[], [], []])
+            own[place].append(float(collective_s("all_reduce", num_bytes, size, link)) / measured_s)
+    return [
+        (*key, *(f"{np.median(part):.2f} of {len(part)}" if part else "-" for part in parts))
+        for key, parts in sorted(ratios.items())
+    ]
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Prints the table of errors, and writes the laws where asked to."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -207,6 +234,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         options.write.write_text("{\n" + ",\n".join(lines) + "\n}\n")
     columns = ("device", "kernels", "source", "fitted: median / 90%", "held out")
     print_table("Relative errors of the laws for kernels", columns, table)
+    columns = ("device", "source", "devices", "1 to 16 MiB", "16 to 256 MiB", "larger")
+    title = "All-reduces over several hosts: the preset's rule over measured seconds"
+    print_table(title, columns, table_over_hosts(rows))
 
 
 if __name__ == "__main__":

@@ -15,9 +15,9 @@ import json
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import numpy as np
 from scipy.stats import kendalltau
@@ -42,8 +42,8 @@ class Records:
         if path is not None and path.exists():
             for line in path.read_text().splitlines():
                 record = json.loads(line)
-                key = record.pop("run"), record.pop("prices")
-                self._known[key] = Prediction(**record)
+                numbers = {field.name: record[field.name] for field in fields(Prediction)}
+                self._known[record["row"], record["prices"]] = Prediction(**numbers)
 
     def get(self, run: Run, prices: str, make: Callable[[], Prediction]) -> Prediction:
         """Returns a prediction, made only if it is not there."""
@@ -55,8 +55,12 @@ class Records:
             print(f"{run.name}: {seconds / run.seconds:.2f} in {time.process_time() - start:.0f} s", flush=True)
             if self.path is not None:
                 with self.path.open("a") as file:
-                    file.write(json.dumps({"run": key[0], "prices": prices, **asdict(self._known[key])}) + "\n")
+                    file.write(json.dumps({**_facts(run), "prices": prices, **asdict(self._known[key])}) + "\n")
         return self._known[key]
+
+
+def _facts(run: Run) -> dict[str, Any]:
+    return {"row": run.number, "name": run.name, "measured_s": run.seconds, "is_held_out": run.is_held_out}
 
 
 def predictions_of(runs: Iterable[Run], prices: Prices, records: Records) -> dict[Run, Prediction]:

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import diffshard
 from cost.base import Hardware
+from experiments.long_context import attention_split_by
 from experiments.published.decoder import Split, abstract_state, loss_function, specs_of, training_step
 from experiments.published.runs import Run
 from search_spaces.sharding.opaque.cudnn import planned_without_cudnn
@@ -74,7 +75,9 @@ def plan_of(
     mesh = AbstractMesh(
         tuple(run.mesh_axes.values()), tuple(run.mesh_axes), axis_types=(AxisType.Auto,) * len(run.mesh_axes)
     )
-    with planned_without_cudnn():
+    # No published run here splits attention over sequences. A ring is traced with as many rounds as the axis has
+    # devices, which takes half a minute for 512.
+    with planned_without_cudnn(), attention_split_by(None if is_free else "heads"):
         loss = loss_function(run.sizes, None if is_free else split, mesh, run.remat, run.attention)
         pinned = None if is_free else NamedSharding(mesh, P(split.batch))
         gathered = None
