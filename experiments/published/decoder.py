@@ -5,7 +5,6 @@ plan with the layout's shardings of arguments is the published one: the batch ov
 heads and hidden units over "tensor". Weights are gathered and gradients reduced where the plan has it cheapest.
 """
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -19,7 +18,7 @@ from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from experiments.models.decoder import rotary
-from search_spaces.sharding.opaque.declaration import kernel
+from experiments.published.scores import attend_by_scores
 
 Remat = Literal["none", "full", "products", "products and attention"]
 """What the backward pass computes again: nothing, whole layers, all but products with weights, and all but attention's
@@ -151,7 +150,7 @@ def loss_function(
         if attention == "cudnn":
             mixed = jax.nn.dot_product_attention(query, key, value, is_causal=True, implementation="cudnn")
         else:
-            mixed = _attend_by_scores(query, key, value)
+            mixed = attend_by_scores(query, key, value)
         mixed = checkpoint_name(kept(mixed, None, tensor, None), _CONTEXT)
         return jnp.einsum("blhd,hdm->blm", mixed, w["out"])
 
@@ -247,47 +246,6 @@ def _normalised(x: jax.Array, gated: bool) -> jax.Array:
         wide = wide - wide.mean(axis=-1, keepdims=True)
     wide = wide * lax.rsqrt(jnp.square(wide).mean(axis=-1, keepdims=True) + 1e-6)
     return wide.astype(x.dtype)
-
-
-def _attend_by_scores(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-    """Mixes values of as many heads as queries by weights in memory, all `[B, L, heads, D]`."""
-    scores = jnp.einsum("blhd,bshd->bhls", query * query.shape[-1] ** -0.5, key)
-    return jnp.einsum("bhls,bshd->blhd", _causal_softmax(scores), value)
-
-
-def _weights(scores: jax.Array) -> jax.Array:
-    """Returns the weights of a causal mask, `[B, heads, L, L]` in the type of the scores."""
-    length = scores.shape[-1]
-    seen = jnp.tril(jnp.ones((length, length), bool))
-    return jax.nn.softmax(jnp.where(seen, scores.astype(jnp.float32), -1e9)).astype(scores.dtype)
-
-
-def _weights_backward(scores: jax.Array, weights: jax.Array, gradient: jax.Array) -> jax.Array:
-    del scores
-    wide = weights.astype(jnp.float32) * gradient.astype(jnp.float32)
-    return (wide - weights * wide.sum(axis=-1, keepdims=True)).astype(weights.dtype)
-
-
-def _three_arrays(scores: jax.ShapeDtypeStruct, *others: jax.ShapeDtypeStruct) -> float:
-    del others
-    return 3.0 * math.prod(scores.shape) * scores.dtype.itemsize
-
-
-_ARRAY = "b h q k"
-_causal_softmax = kernel(
-    _weights,
-    f"{_ARRAY} -> {_ARRAY}",
-    need_replication="q k",
-    backward=kernel(
-        _weights_backward,
-        f"{_ARRAY}, {_ARRAY}, {_ARRAY} -> {_ARRAY}",
-        need_replication="q k",
-        bytes=_three_arrays,
-        name="causal softmax backward",
-    ),
-    name="causal softmax",
-)
-"""One kernel, as Transformer Engine and Megatron have it: it reads scores and writes weights, both of 16 bits."""
 
 
 def _rematerialised(layer: Any, remat: Remat) -> Any:

@@ -4,6 +4,8 @@ import dataclasses
 import gzip
 import json
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -14,6 +16,7 @@ from experiments.published import data
 from experiments.published.data import MissingDataError, held_out, read
 from experiments.published.prediction import described, plan_of, predict
 from experiments.published.runs import Run, hardware_of, runs_of
+from experiments.published.scores import attend_by_scores
 
 MPT = {
     "framework": "LLM Foundry (PyTorch FSDP1)", "model": "MPT small", "layers": 3, "hidden": 256, "heads": 4,
@@ -87,6 +90,16 @@ def test_attention_is_priced_as_it_was_measured_or_as_a_product():
     measured, preset, datasheet = (parts["attention"] for parts in by_prices)
     assert measured == pytest.approx(preset, rel=0.01), "launches aside"
     assert preset > 1.5 * datasheet > 0
+
+
+def test_scores_in_memory_give_the_same_attention_and_gradients():
+    arrays = [jax.random.normal(key, (2, 16, 4, 8)) for key in jax.random.split(jax.random.key(0), 3)]
+
+    def gradients(attend):
+        return jax.value_and_grad(lambda *x: jnp.sum(jnp.sin(attend(*x))), (0, 1, 2))(*arrays)
+
+    expected = gradients(lambda *x: jax.nn.dot_product_attention(*x, is_causal=True, implementation="xla"))
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-4), gradients(attend_by_scores), expected)
 
 
 def test_more_remat_is_less_memory_and_more_arithmetic():
