@@ -1,7 +1,6 @@
 # Every target sets itself up: a machine with Python 3.11+ and pip is enough.
 #   make demo   search, explain and run a GPT training step on 8 host devices
 #   make test   the test suite
-#   make test-fast   a tenth of it: problems, solvers and spaces
 #   make lint   ruff, pyright, and a strict build of the documentation
 #   make docs   the documentation as a site; open site/index.html
 
@@ -11,23 +10,19 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 # A file of tests for each process at a time: most of a test is one thread that compiles.
 PYTEST_ARGS ?= --numprocesses=auto --maxprocesses=4 --dist=loadfile
-FAST_TESTS = tests/cost tests/search_spaces tests/diffshard/solving
 
 # PATH, because the signatures in the API reference are formatted by the command ruff.
 MKDOCS = NO_MKDOCS_2_WARNING=1 PATH="$(abspath $(BIN)):$$PATH" $(BIN)/mkdocs build --strict --quiet
 
 export JAX_PLATFORMS ?= cpu
 
-.PHONY: demo test test-fast lint docs format clean
+.PHONY: demo test lint docs format clean
 
 demo: $(STAMP)
 	$(BIN)/python -m experiments.demo
 
 test: $(STAMP)
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
-
-test-fast: $(STAMP)
-	$(BIN)/python -m pytest $(PYTEST_ARGS) $(FAST_TESTS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
