@@ -13,6 +13,7 @@ from numpy.typing import ArrayLike
 
 from cost.dtypes import kind_and_bits
 from cost.lines import Line
+from cost.measured_rates import NOT_MEASURED, MeasuredRates
 from cost.number_ranges import Count
 from cost.real_numbers import real_number, whole_number
 
@@ -112,6 +113,22 @@ class Work(NamedTuple):
     dtype: str
 
 
+class AttentionWork(NamedTuple):
+    """What one call of a fused attention kernel does on one device.
+
+    Attributes:
+      flops, num_bytes, dtype: as those of `Work`.
+      queries: of all heads and sequences.
+      is_forward: False for the kernel that computes the gradients.
+    """
+
+    flops: float
+    num_bytes: float
+    dtype: str
+    queries: float
+    is_forward: bool
+
+
 @dataclass(frozen=True)
 class Link:
     """A mesh axis's link: a message of b bytes takes `latency_s + b * s_per_byte` seconds, or what its kind has.
@@ -174,6 +191,7 @@ class Hardware:
       kernel_launch_s: seconds from one kernel's end to the next one's start.
       host_memory_bytes_per_s: what one device copies to pinned memory of its host, or from there, in one direction
         while it sends nothing in the other one; None where that is not known, and arrays are not offloaded then.
+      measured: laws of measured kernels, by which fused attention and products are priced where it has any.
 
     Raises:
       ValueError: a number is beyond its bounds, or `flops_per_s` names no dtype.
@@ -191,6 +209,7 @@ class Hardware:
     memory_share: float = 1.0
     kernel_launch_s: float = 0.0
     host_memory_bytes_per_s: float | None = None
+    measured: MeasuredRates = NOT_MEASURED
 
     def __post_init__(self):
         _check_rate("Hardware.memory_bytes_per_s", self.memory_bytes_per_s)

@@ -4,7 +4,7 @@ A device does arithmetic and moves memory at the same time, so work takes as lon
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -12,7 +12,7 @@ import numpy as np
 from jax.extend import core
 from numpy.typing import ArrayLike
 
-from cost.base import CostModel, Hardware, Work
+from cost.base import AttentionWork, CostModel, Hardware, Work
 from cost.linear_algebra import FLOPS_OF_LINEAR_ALGEBRA
 from cost.pallas import pallas_flops
 
@@ -96,6 +96,43 @@ def roofline_s(flops: ArrayLike, num_bytes: ArrayLike, dtype: str, hardware: Har
     arithmetic_s = np.asarray(flops, np.float64) / hardware.reached_flops_per_s(dtype)
     traffic_s = np.asarray(num_bytes, np.float64) / hardware.reached_memory_bytes_per_s
     return np.maximum(arithmetic_s, traffic_s)
+
+
+def work_s(work: Work | AttentionWork, hardware: Hardware) -> float:
+    """Computes the seconds of one kernel, its launch included: fused attention as measured, all else by roofline.
+
+    Attention is priced by a law for 16-bit numbers (`cost.measured_rates`), where the hardware has one.
+    """
+    rate = hardware.measured.attention
+    if isinstance(work, AttentionWork) and rate is not None and work.dtype in ("bfloat16", "float16"):
+        seconds = rate.seconds(work.flops, work.num_bytes, work.queries, work.is_forward)
+        return hardware.kernel_launch_s + float(seconds)
+    return hardware.kernel_launch_s + float(roofline_s(work.flops, work.num_bytes, work.dtype, hardware))
+
+
+def product_s(equation: core.JaxprEqn, shapes: Sequence[Sequence[int]], hardware: Hardware) -> float | None:
+    """Computes the seconds of a product of matrices of these shapes by what was measured of products in its dtype.
+
+    Args:
+      equation: of the product on whole arrays.
+      shapes: of the two operands on one device.
+      hardware: with `Hardware.measured`.
+
+    Returns:
+      Seconds, or None where the equation is no product of matrices, or nothing was measured in its dtype.
+    """
+    rate = hardware.measured.products.get(equation_dtype(equation))
+    if equation.primitive.name != "dot_general" or rate is None:
+        return None
+    (lhs_contracting, _), (lhs_batch, rhs_batch) = equation.params["dimension_numbers"]
+    lhs, rhs = shapes
+    batch = math.prod(lhs[d] for d in lhs_batch)
+    depth = math.prod(lhs[d] for d in lhs_contracting)
+    rows = math.prod(lhs) / max(1, batch * depth)
+    columns = math.prod(rhs) / max(1, math.prod(rhs[d] for d in rhs_batch) * depth)
+    itemsize = _aval(equation.outvars[0]).dtype.itemsize
+    num_bytes = itemsize * batch * (rows * depth + depth * columns + rows * columns)
+    return rate.launch_s + float(rate.seconds(batch, rows, columns, depth, num_bytes))
 
 
 def equation_work(equation: core.JaxprEqn) -> Work:

@@ -16,6 +16,7 @@ from jax.sharding import AbstractMesh
 from cost.base import CollectiveKind, Hardware, Link
 from cost.hosts import devices_in_host, has_many_hosts, hosts_along
 from cost.lines import Line
+from cost.measured_rates import NOT_MEASURED, MeasuredRates, measured_rates
 from cost.networks import Network, SharedProcessor, SwitchedHost, TorusPod, links_of
 
 _TB = 1e12
@@ -60,6 +61,18 @@ _MATRIX_SHARE, _MEMORY_SHARE, _KERNEL_LAUNCH_S = 0.70, 0.80, 1e-6
 _PCIE_3, _PCIE_4, _PCIE_5 = (0.8 * 16 / 8 * rate * 1e9 * 128 / 130 for rate in (8, 16, 32))
 
 
+def _attention(name: str) -> MeasuredRates:
+    """Returns what was measured of fused attention. Products stay at a share of the datasheet's rate.
+
+    That share was held against compiled programs played at the same share, and not against devices;
+    `measured_preset` has products and links as devices were measured.
+    """
+    return MeasuredRates(measured_rates(name).attention)
+
+
+_HOPPER_ATTENTION = _attention("h100")  # GH200 and H200 have the same arithmetic
+
+
 def _gpu(
     name: str,
     flops_per_s: dict[str, float],
@@ -68,6 +81,7 @@ def _gpu(
     host_memory_rate: float,
     *,
     matrix_share: float = _MATRIX_SHARE,
+    measured: MeasuredRates = NOT_MEASURED,
 ) -> Hardware:
     """Returns a GPU with a datasheet's rates and what programs reach of them; its links follow from the mesh."""
     return Hardware(
@@ -81,6 +95,7 @@ def _gpu(
         memory_share=_MEMORY_SHARE,
         kernel_launch_s=_KERNEL_LAUNCH_S,
         host_memory_bytes_per_s=host_memory_rate,
+        measured=measured,
     )
 
 
@@ -143,6 +158,7 @@ _PRESETS: dict[str, tuple[Hardware, Network]] = {
             2039 * _GB,
             80 * _GIB,
             _PCIE_4,
+            measured=_attention("a100"),
         ),
         SwitchedHost(8, 300 * _GB * _NVLINK, 200 * _GB * _NETWORK, _LAUNCH_S, _HOP_S, _NETWORK_HOP_S),
     ),
@@ -160,14 +176,40 @@ _PRESETS: dict[str, tuple[Hardware, Network]] = {
         SwitchedHost(8, 16 * _GB * 0.8, 12.5 * _GB * _NETWORK, _LAUNCH_S, _HOP_S, _NETWORK_HOP_S),
     ),
     # H100 SXM datasheet (nvidia.com/en-us/data-center/h100): the rates above without sparsity, 3.35 TB/s, 80 GB.
-    "h100": (_gpu("H100-80GB", _HOPPER_FLOPS_PER_S, 3350 * _GB, 80 * _GIB, _PCIE_5), _HOPPER_HOST),
+    "h100": (
+        _gpu("H100-80GB", _HOPPER_FLOPS_PER_S, 3350 * _GB, 80 * _GIB, _PCIE_5, measured=_HOPPER_ATTENTION),
+        _HOPPER_HOST,
+    ),
     # H200 SXM datasheet (nvidia.com/en-us/data-center/h200): the H100's rates, 4.8 TB/s, 141 GB.
-    "h200": (_gpu("H200-141GB", _HOPPER_FLOPS_PER_S, 4800 * _GB, 141 * _GB, _PCIE_5), _HOPPER_HOST),
+    "h200": (
+        _gpu("H200-141GB", _HOPPER_FLOPS_PER_S, 4800 * _GB, 141 * _GB, _PCIE_5, measured=_HOPPER_ATTENTION),
+        _HOPPER_HOST,
+    ),
+    # DGX B200 datasheet (nvidia.com/en-us/data-center/dgx-b200) and the architecture's brief; dense rates of one of its
+    # 8 GPUs: bfloat16 2250, TF32 1125, float8 and int8 4500, FP64 37 TFLOP/s; 180 GB at 8 TB/s; NVLink 5 at 900 GB/s
+    # each way, 8 ConnectX-7 at 400 Gbit/s.
+    "b200": (
+        _gpu(
+            "B200-180GB",
+            {
+                "float64": 37 * _TB,
+                "float32": 1125 * _TB,
+                "bfloat16": 2250 * _TB,
+                "float16": 2250 * _TB,
+                "float8_e4m3fn": 4500 * _TB,
+                "int8": 4500 * _TB,
+            },
+            8000 * _GB,
+            180 * _GB,
+            _PCIE_5,
+        ),
+        SwitchedHost(8, 900 * _GB * _NVLINK, 400 * _GB * _NETWORK, _LAUNCH_S, _HOP_S, _NETWORK_HOP_S),
+    ),
     # GH200 datasheet (nvidia.com/en-us/data-center/grace-hopper-superchip): the H100's rates, 96 GB at 4 TB/s, one GPU
     # in a host with 400 Gbit/s. NVLink-C2C joins it with its processor at 450 GB/s each way, of which copies reach 375
     # to the device and 297 to the host (Schieffer et al. 2024, arxiv.org/abs/2407.07850); the slower one is taken.
     "gh200": (
-        _gpu("GH200-96GB", _HOPPER_FLOPS_PER_S, 4000 * _GB, 96 * _GB, 297 * _GB),
+        _gpu("GH200-96GB", _HOPPER_FLOPS_PER_S, 4000 * _GB, 96 * _GB, 297 * _GB, measured=_HOPPER_ATTENTION),
         SwitchedHost(1, 450 * _GB * _NVLINK, 50 * _GB * _NETWORK, _LAUNCH_S, _HOP_S, _NETWORK_HOP_S),
     ),
     # cloud.google.com/tpu/docs/v5e: 197 TFLOP/s bfloat16, 393 int8, 16 GB at 819 GB/s, 2D torus of 256 chips, 400 GB/s
@@ -205,6 +247,7 @@ PRESET_NAMES: tuple[str, ...] = tuple(_PRESETS)
 _PRESET_OF_KIND = (
     ("gh200", "gh200"),
     ("h200", "h200"),
+    (" b200", "b200"),  # with the space, because hosts of GB200s are others
     ("h100", "h100"),
     ("a100", "a100"),
     ("v100", "v100"),

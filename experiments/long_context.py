@@ -5,8 +5,8 @@
 A Llama-like decoder with cuDNN's attention is planned for H100s that need not be there (the extra `gpu-compile`). An
 expert's row is the best plan with the expert's shardings of state and batch, the expert's rules for activations, and
 attention split in the expert's way only. All run as programs for each device; the timeline plays the compiled programs
-back, with cuDNN's attention at the rate of other products. Its scratch memory is unknown without a GPU, so the compiled
-peak lacks it.
+back, with cuDNN's attention by the law of measured kernels. Its scratch memory is unknown without a GPU, so the
+compiled peak lacks it.
 """
 
 import argparse

@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
+from cost.base import AttentionWork
 from diffshard.checks.collective_records import bits_of_dtype
 from diffshard.checks.hlo import Computation, Instruction, Module, arrays, parts_of_tuple, size
 
@@ -34,11 +35,13 @@ class KernelWork(NamedTuple):
       flops: operations of matrix products and convolutions by the dtype that they run in; a multiply-add counts as two.
       num_bytes: read from and written to the device's memory.
       is_known: whether all of its arithmetic was recognised; the operations inside a custom call may not be.
+      attention: the same as a call of fused attention, where it is one.
     """
 
     flops: Mapping[str, float]
     num_bytes: float
     is_known: bool = True
+    attention: AttentionWork | None = None
 
 
 def kernel_work(module: Module, computation: Computation, instruction: Instruction) -> KernelWork | None:
@@ -242,9 +245,10 @@ def _custom_call(computation: Computation, instruction: Instruction) -> KernelWo
     result_type = result if is_library else instruction.type
     num_bytes = sum(map(num_bytes_of, operands)) + num_bytes_of(result_type)
     if target.startswith("__cudnn$fmha") and (pairs := _PAIRS.search(instruction.attributes)):
-        return KernelWork(
-            {dtype_name(arrays(operands[0])[0][0]): _attention_flops(instruction, operands, pairs)}, num_bytes
-        )
+        dtype, flops = dtype_name(arrays(operands[0])[0][0]), _attention_flops(instruction, operands, pairs)
+        queries, is_forward = float(math.prod(_dims(operands[0])[:-1])), "Backward" not in target
+        attention = AttentionWork(flops, num_bytes, dtype, queries, is_forward)
+        return KernelWork({dtype: flops}, num_bytes, attention=attention)
     if not is_library or len(operands) < 2:
         return KernelWork({}, num_bytes, is_known=False)
     dtype = dtype_name(max((arrays(type_)[0][0] for type_ in operands[:2]), key=bits_of_dtype))

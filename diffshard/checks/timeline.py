@@ -14,6 +14,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from cost.compute import work_s
 from diffshard.checks.achievable_rates import HOST_MEMORY, AchievableRates
 from diffshard.checks.collectives import collective_record, device_groups, kind_of
 from diffshard.checks.hlo import Computation, Instruction, Module, parse, parts_of_tuple
@@ -213,7 +214,10 @@ class _Player:
             self.notes.add(
                 f"custom call {custom_call_target(instruction)!r} is priced by its bytes alone{_place(instruction)}"
             )
-        clock.run(instruction, self.rates.kernel_s(work.flops, work.num_bytes))
+        if work.attention is not None:
+            clock.run(instruction, work_s(work.attention, self.rates.device))
+        else:
+            clock.run(instruction, self.rates.kernel_s(work.flops, work.num_bytes))
 
     def _loop(self, instruction: Instruction, clock: _Clock) -> None:
         trips, body = instruction.trip_count, instruction.body

@@ -5,8 +5,8 @@ from math import prod
 
 import numpy as np
 
-from cost.base import Hardware, Work
-from cost.compute import equation_dtype, equation_flops, roofline_s
+from cost.base import AttentionWork, Hardware, Work
+from cost.compute import equation_dtype, equation_flops, product_s, roofline_s, work_s
 from search_spaces.partition_specs import IndexedSpec
 from search_spaces.sharding.base import Node, ReshardStep, ShardingStrategy
 from search_spaces.sharding.fusion import PICKS
@@ -14,7 +14,7 @@ from search_spaces.sharding.graph import Operand, Value, Vertex, copies_over_hos
 from search_spaces.sharding.kernels import Kernels
 from search_spaces.sharding.mapped_collectives import MappedCollectives
 from search_spaces.sharding.number_formats import RATE
-from search_spaces.sharding.opaque.operations import local_work, opaque_of, own_collectives
+from search_spaces.sharding.opaque.operations import local_operands, local_work, opaque_of, own_collectives
 from search_spaces.sharding.opaque.own_collectives import OwnCollective, PricedCollective, priced
 from search_spaces.sharding.reshard_costs import CollectiveShares, ReshardCosts
 from search_spaces.sharding.spec import axes_in, local_bytes
@@ -148,7 +148,8 @@ class NodeCosts:
         flops = equation_flops(vertex.equation) / np.array([s.parts for s in strategies], float)
         dtype = equation_dtype(vertex.equation)
         launch_s = self.kernels.launches[vertex.index] * self.hardware.kernel_launch_s
-        exact_s = vertex.weight * (launch_s + copy_s + roofline_s(flops, num_bytes, dtype, self.hardware))
+        roofline = roofline_s(flops, num_bytes, dtype, self.hardware)
+        exact_s = vertex.weight * (launch_s + copy_s + self._measured_s(vertex, strategies, roofline))
         if vertex.index not in self.float8_price_s:
             return exact_s, exact_s
         read, rounded = np.zeros(len(strategies)), np.zeros(len(strategies))
@@ -161,10 +162,21 @@ class NodeCosts:
         product_s = roofline_s(flops, num_bytes - read, RATE, self.hardware)
         return vertex.weight * (launch_s + copy_s + product_s + roofline_s(0.0, rounded, dtype, self.hardware)), exact_s
 
+    def _measured_s(self, vertex: Vertex, strategies: Sequence[ShardingStrategy], roofline: np.ndarray) -> np.ndarray:
+        """Returns the seconds of products as measured where the hardware has that, at least their traffic; or others'.
+
+        What a product reads in another type or through a view is its own traffic, which the law does not know.
+        """
+        assert vertex.equation is not None
+        if vertex.primitive != "dot_general" or not self.hardware.measured.products:
+            return roofline
+        shapes = [[x.shape for x in local_operands(vertex, s, self.axis_sizes)] for s in strategies]
+        seconds = [product_s(vertex.equation, own, self.hardware) for own in shapes]
+        return np.array([r if s is None else s for r, s in zip(roofline, seconds, strict=True)])
+
     def _opaque_s(self, vertex: Vertex, strategy: ShardingStrategy) -> float:
         """Returns the seconds of one run of an opaque operation, which is a kernel of its own."""
-        work = local_work(vertex, strategy, self.axis_sizes)
-        return self.hardware.kernel_launch_s + float(roofline_s(work.flops, work.num_bytes, work.dtype, self.hardware))
+        return work_s(local_work(vertex, strategy, self.axis_sizes), self.hardware)
 
     def chosen_compute_s(self, vertex: Vertex, strategy: ShardingStrategy) -> float:
         """Returns `compute_s` of one strategy; a plan's strategies are asked for several times."""
@@ -173,7 +185,7 @@ class NodeCosts:
             self._chosen_compute_s[key] = float(self.compute_s(vertex, (strategy,))[0])
         return self._chosen_compute_s[key]
 
-    def work(self, vertex: Vertex, strategy: ShardingStrategy) -> Work:
+    def work(self, vertex: Vertex, strategy: ShardingStrategy) -> Work | AttentionWork:
         """Returns what one device does in one run of an operation; what it moves even where it states its seconds."""
         assert vertex.equation is not None
         if opaque_of(vertex) is not None:

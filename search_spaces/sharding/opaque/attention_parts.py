@@ -17,7 +17,7 @@ from typing import Any
 import jax
 from jax.extend import core
 
-from cost.base import Work
+from cost.base import AttentionWork
 from search_spaces.sharding.base import Rule
 from search_spaces.sharding.opaque.attention import attend, is_causal, sequence_dimension
 from search_spaces.sharding.opaque.cudnn import FORWARD, named_rule, work_of_attention
@@ -25,7 +25,6 @@ from search_spaces.sharding.opaque.notation import NamedDimensions, NamedRule
 from search_spaces.sharding.opaque.own_collectives import OwnCollective
 from search_spaces.sharding.opaque.parts import Parts
 from search_spaces.sharding.opaque.ring import Ring, run_backward, run_forward
-from search_spaces.sharding.opaque.work import dtype_of_work
 from search_spaces.sharding.spec import parts_of
 
 _SEQUENCE = "sequence"
@@ -80,13 +79,13 @@ def has_whole_keys(equation: core.JaxprEqn, parts: Parts) -> bool:
     return not parts.operands[1][sequence_dimension(equation)]
 
 
-def work_of_parts(equation: core.JaxprEqn, operands: Sequence[jax.ShapeDtypeStruct], share: float) -> Work:
+def work_of_parts(equation: core.JaxprEqn, operands: Sequence[jax.ShapeDtypeStruct], share: float) -> AttentionWork:
     """Returns what one device does: its share of the products; in a ring all parts are read in each round."""
     dim = sequence_dimension(equation)
     whole: list[Any] = [v.aval for v in equation.invars]
     rounds = whole[1].shape[dim] // operands[1].shape[dim]
-    num_bytes = rounds * work_of_attention(equation, operands, share).num_bytes
-    return Work(share * work_of_attention(equation, whole, 1.0).flops, num_bytes, dtype_of_work(operands))
+    own = work_of_attention(equation, operands, share)
+    return own._replace(flops=share * work_of_attention(equation, whole, 1.0).flops, num_bytes=rounds * own.num_bytes)
 
 
 def ring_collectives(equation: core.JaxprEqn, parts: Parts) -> list[OwnCollective]:

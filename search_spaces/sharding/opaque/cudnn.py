@@ -17,7 +17,7 @@ from typing import Any
 import jax
 from jax.extend import core
 
-from cost.base import Work
+from cost.base import AttentionWork
 from search_spaces.replay import bind
 from search_spaces.sharding.base import Rule
 from search_spaces.sharding.opaque.kernel import Kernel
@@ -120,7 +120,7 @@ class _Bound:
         return list(bind(self.equation, operands, **dict(self.parameters)))
 
 
-def work_of_attention(equation: core.JaxprEqn, operands: Sequence[jax.ShapeDtypeStruct], share: float) -> Work:
+def work_of_attention(equation: core.JaxprEqn, operands: Sequence[jax.ShapeDtypeStruct], share: float) -> AttentionWork:
     """Returns what one device does: two products forward, five backward, of the pairs that the mask lets through."""
     del share
     (batch, length, heads, width), (key_length, value_width) = _sizes(equation, operands)
@@ -134,7 +134,9 @@ def work_of_attention(equation: core.JaxprEqn, operands: Sequence[jax.ShapeDtype
     products = width + value_width if is_forward else 3 * width + 2 * value_width
     results = [v.aval for v in equation.outvars]
     parts = prod(operands[0].shape) / max(1, prod(equation.invars[0].aval.shape))  # pyright: ignore[reportAttributeAccessIssue]
-    return Work(2.0 * pairs * products, arrays_bytes(operands) + parts * arrays_bytes(results), dtype_of_work(operands))
+    num_bytes = arrays_bytes(operands) + parts * arrays_bytes(results)
+    queries = float(batch * heads * length)
+    return AttentionWork(2.0 * pairs * products, num_bytes, dtype_of_work(operands), queries, is_forward)
 
 
 def _sizes(equation: core.JaxprEqn, operands: Sequence[Any]) -> tuple[tuple[int, int, int, int], tuple[int, int]]:

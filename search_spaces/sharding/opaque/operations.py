@@ -8,7 +8,7 @@ import jax
 from jax.extend import core
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
-from cost.base import Work
+from cost.base import AttentionWork, Work
 from search_spaces.replay import bind
 from search_spaces.sharding.base import Rule, ShardingStrategy
 from search_spaces.sharding.graph import Value, Vertex
@@ -43,7 +43,7 @@ class OpaqueOperation(NamedTuple):
     """
 
     rule: Callable[[core.JaxprEqn], Rule | None]
-    work: Callable[[core.JaxprEqn, Sequence[jax.ShapeDtypeStruct], float], Work]
+    work: Callable[[core.JaxprEqn, Sequence[jax.ShapeDtypeStruct], float], Work | AttentionWork]
     run: Callable[[core.JaxprEqn, Sequence[Any], Parts], Sequence[Any]]
     combine: Callable[[core.JaxprEqn], str]
     name: Callable[[core.JaxprEqn], str]
@@ -137,7 +137,7 @@ def _part(shape: Sequence[int], dtype: Any, spec: Any, axis_sizes: tuple[int, ..
     return jax.ShapeDtypeStruct(sizes, dtype)
 
 
-def local_work(vertex: Vertex, strategy: ShardingStrategy, axis_sizes: tuple[int, ...]) -> Work:
+def local_work(vertex: Vertex, strategy: ShardingStrategy, axis_sizes: tuple[int, ...]) -> Work | AttentionWork:
     """Returns what one device does of an opaque operation."""
     opaque = opaque_of(vertex)
     assert opaque is not None
