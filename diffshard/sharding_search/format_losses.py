@@ -18,8 +18,9 @@ import numpy as np
 from diffshard.sharding_search.call import ArrayType, array_types, bound_arguments, split
 from diffshard.sharding_search.number_formats import Formats, ProductGroup, groups_of
 from diffshard.sharding_search.options import Options
+from search_spaces.sharding.float8 import is_backward, takes_float8
 from search_spaces.sharding.graph import Graph
-from search_spaces.sharding.number_formats import SwitchedProducts, is_backward, takes_float8
+from search_spaces.sharding.number_formats import SwitchedProducts
 from search_spaces.sharding.space import ShardingSpace
 
 FlatCall = Sequence[Any]

@@ -27,7 +27,6 @@ from diffshard.sharding_search.format_search import (
     predicted_increase,
     share_in,
 )
-from diffshard.sharding_search.layout import layout_of
 from diffshard.sharding_search.number_formats import ProductGroup, groups_of, product_groups
 from diffshard.sharding_search.plan import Plan
 from diffshard.sharding_search.request import PlanRequest
@@ -212,7 +211,7 @@ def _with_formats(
     planned = PlannedFormats(
         formats.max_loss_increase,
         predicted_increase(groups, increases, found.products),
-        _rows(request, offered, increases, plan),
+        _rows(request, offered, increases, found),
         best.measured if measured_by else None,
         measured_by,
         tuple(FormatTrial(t.name, t.found.plan.step_s, len(t.found.products), t.predicted, t.measured) for t in trials),
@@ -222,13 +221,15 @@ def _with_formats(
 
 
 def _rows(
-    request: PlanRequest, groups: Sequence[ProductGroup], increases: Mapping[str, float], plan: Plan
+    request: PlanRequest, groups: Sequence[ProductGroup], increases: Mapping[str, float], found: FoundFormats
 ) -> tuple[FormatGroup, ...]:
-    rows = []
-    exact = request.space.with_float8({v.index: math.inf for group in groups for v in group.vertices}).node_costs
-    layout = layout_of(plan, request.space)
+    rows, space = [], request.space.with_float8(dict.fromkeys(found.products, 0.0))
+    choice = found.choice.copy()
+    for product in found.products:
+        choice[product] += len(space.nodes[product].strategies) // 2
+    gains_s = space.float8_gain_s(choice)
     for group in groups:
-        in_float8 = [v for v in group.vertices if v.index in layout.rounded]
-        gain_s = sum(float(exact.float8_gain_s(v, (layout.strategies[v.index],))[0]) for v in in_float8)
+        in_float8 = [v.index for v in group.vertices if v.index in found.products]
+        gain_s = sum(gains_s[product] for product in in_float8)
         rows.append(FormatGroup(group.name, len(group.vertices), len(in_float8), increases[group.name], gain_s))
     return tuple(sorted(rows, key=lambda row: (-row.gain_s, row.name)))

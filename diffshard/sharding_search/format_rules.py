@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 
 from diffshard.sharding_search.number_formats import ProductGroup
-from search_spaces.sharding.number_formats import is_backward
+from search_spaces.sharding.float8 import is_backward
 
 _LEAST_LAYERS = 3
 """Equal products from which on the first and the last of them count as those of the first and last layers."""

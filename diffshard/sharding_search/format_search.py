@@ -45,7 +45,7 @@ class FoundFormats(NamedTuple):
     Attributes:
       plan: with what is predicted of its formats.
       products: the indices of the vertices that are in float8.
-      choice: `[V]` its strategies.
+      choice: `[V]` its strategies, in the space without float8.
       bound_s: no plan within the limit is faster, by the increases that it was found with.
       bound_of_any_s: no plan is faster, whatever it does to the loss.
     """
@@ -89,7 +89,7 @@ def fastest_within(
         bound_s = max(bound_s, solution.lower_bound - price * limit - space.most_preference_s)
         bound_of_any_s = bound_s if price == 0 else bound_of_any_s
         loss = predicted_increase(groups, increases, priced.layout(solution.choice).rounded)
-        solutions.append(_Priced(np.asarray(solution.choice), solution.cost - price * loss, loss))
+        solutions.append(_Priced(priced.in_own_formats(solution.choice), solution.cost - price * loss, loss))
         price = _next_price(solutions, limit)
     best = None
     for chosen, start in _candidates(space, groups, losses, [s.choice for s in solutions], limit):
@@ -105,9 +105,18 @@ def plan_with(
 ) -> tuple[Plan, frozenset[int], np.ndarray]:
     """Returns the fastest plan found that may have some products in float8, those that it has, and its choice."""
     fixed = request.space.with_float8(dict.fromkeys(allowed, 0.0))
+    start = None if start is None else _with_gains(fixed, start)
     solution = fastest_choice(request._replace(space=fixed), deadline, start)
     products = fixed.layout(solution.choice).rounded
-    return make_plan(request._replace(space=fixed), solution), products, np.asarray(solution.choice)
+    return make_plan(request._replace(space=fixed), solution), products, fixed.in_own_formats(solution.choice)
+
+
+def _with_gains(space: ShardingSpace, choice: np.ndarray) -> np.ndarray:
+    """Returns a choice of the space without float8 with the products in it that gain time."""
+    choice = choice.copy()
+    for product, gain_s in space.float8_gain_s(choice).items():
+        choice[product] += len(space.nodes[product].strategies) // 2 if gain_s > 0 else 0
+    return choice
 
 
 def predicted_increase(
@@ -148,7 +157,9 @@ def _candidates(
     limit: float,
 ) -> list[tuple[tuple[int, ...], np.ndarray]]:
     """Returns sets of groups in float8 that are worth a last search for their shardings, and where it begins."""
-    gains = [np.array([_gain_s(space, group, choice) for group in groups]) for choice in choices]
+    every = space.with_float8(_prices(groups, np.zeros(len(groups))))
+    gains_s = [every.float8_gain_s(choice) for choice in choices]
+    gains = [np.array([sum(max(0.0, of[v.index]) for v in group.vertices) for group in groups]) for of in gains_s]
     exact_s = [float(evaluate(space.problem, choice.tolist()).cost) for choice in choices]
 
     def seconds(chosen: tuple[int, ...]) -> list[float]:
@@ -175,10 +186,3 @@ def _chosen(gains: np.ndarray, losses: np.ndarray, limit: float) -> tuple[int, .
     while losses[taken].sum() > limit:  # by the tolerance of the solver
         taken.remove(min(taken, key=lambda i: gains[i] / max(losses[i], 1e-300)))
     return tuple(taken)
-
-
-def _gain_s(space: ShardingSpace, group: ProductGroup, choice: np.ndarray) -> float:
-    """Returns the seconds that a group gains in float8 at the shardings of a choice."""
-    costs = space.with_float8({v.index: 0.0 for v in group.vertices}).node_costs
-    strategies = [(v, (space.nodes[v.index].strategies[choice[v.index]],)) for v in group.vertices]
-    return sum(max(0.0, float(costs.float8_gain_s(v, strategy)[0])) for v, strategy in strategies)

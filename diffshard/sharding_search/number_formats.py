@@ -10,8 +10,8 @@ import numpy as np
 
 from cost.base import Hardware
 from cost.real_numbers import is_positive, whole_number
+from search_spaces.sharding.float8 import RATE, is_backward, takes_float8
 from search_spaces.sharding.graph import Graph, Vertex
-from search_spaces.sharding.number_formats import RATE, is_backward, takes_float8
 from search_spaces.sharding.space import ShardingSpace
 
 WHOLE_TRAINING_FACTOR = 10.0
@@ -123,8 +123,8 @@ def check_formats(formats: Any, hardware: Hardware) -> None:
 def product_groups(space: ShardingSpace) -> list[ProductGroup]:
     """Returns the products of a space that gain time in float8 with some strategy, without what they do to the loss."""
     groups = groups_of(space.graph)
-    costs = space.with_float8({v.index: 0.0 for group in groups for v in group.vertices}).node_costs
-    return [g for g in groups if any(np.any(costs.rounds(v, space.nodes[v.index].strategies)) for v in g.vertices)]
+    most_s = space.with_float8({v.index: 0.0 for group in groups for v in group.vertices}).most_float8_gain_s
+    return [group for group in groups if any(most_s[vertex.index] > 0 for vertex in group.vertices)]
 
 
 def groups_of(graph: Graph) -> list[ProductGroup]:

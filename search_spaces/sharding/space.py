@@ -37,12 +37,12 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from cost.base import Hardware, Link, Problem
-from cost.evaluation import checked_choice
+from cost.evaluation import change_costs, checked_choice
 from cost.quantities import Quantities
 from search_spaces.base import Part
-from search_spaces.sharding.base import Edge, GivenSpec, Layout, Node, Rule
+from search_spaces.sharding.base import Edge, GivenSpec, Layout, Node, Rule, ShardingStrategy
 from search_spaces.sharding.device_program import DeviceProgram
-from search_spaces.sharding.edge_costs import edges_of, transfer_matrices
+from search_spaces.sharding.edge_costs import edge_transfer_s, edges_of, transfer_matrices
 from search_spaces.sharding.execution import Execution, make_layout
 from search_spaces.sharding.explaining import (
     StepPrediction,
@@ -89,8 +89,9 @@ class ShardingSpace:
       as_program: whether operations are split only in ways that have a form on one device's part (`whole_operations`);
         without it, only in ways that XLA's partitioner computes rightly (`partitioner_faults`).
       loaded: flat arguments that hosts load anew for each step: none is left whole on several hosts if it divides.
-      float8_price_s: by the index of a product's vertex, the seconds that it has to gain in float8 at least: those that
-        its part in the loss is worth. Products that are not listed stay as they are.
+      float8_price_s: by the index of a product's vertex, the seconds that it costs to have it in float8: those that its
+        part in the loss is worth. Its strategies are there twice, first as they are and then in float8. Products that
+        are not listed stay as they are.
     """
 
     graph: Graph
@@ -112,7 +113,7 @@ class ShardingSpace:
     def with_float8(self, price_s: Mapping[int, float]) -> "ShardingSpace":
         """Returns the space with these products free to run in float8; what does not depend on it is not made again."""
         space = replace(self, float8_price_s=dict(price_s))
-        on_prices = ("node_costs", "_problem", "quantities", "preference_problem")
+        on_prices = ("nodes", "alike", "usages", "node_costs", "_problem", "quantities", "preference_problem")
         made = {name: value for name, value in vars(self).items() if name not in vars(space) and name not in on_prices}
         vars(space).update(made)
         return space
@@ -164,10 +165,38 @@ class ShardingSpace:
             hub = self.hub_node.get(value.id)
             made_spec = strategies[value.vertex].results[value.result]
             value_specs.append(made_spec if hub is None else strategies[hub].results[0])
-        layout = make_layout(self.graph, strategies[: len(self.graph.vertices)], value_specs)
-        vertices = (self.graph.vertices[i] for i in self.float8_price_s)
-        rounded = [v.index for v in vertices if self.node_costs.rounds(v, (layout.strategies[v.index],))[0]]
-        return layout._replace(rounded=frozenset(rounded))
+        return make_layout(self.graph, strategies[: len(self.graph.vertices)], value_specs)
+
+    @cached_property
+    def most_float8_gain_s(self) -> dict[int, float]:
+        """What each product that may be in float8 can gain by it at most, seconds, with any other strategies."""
+        gains = {}
+        for i in self.float8_price_s:
+            strategies = self.nodes[i].strategies
+            seconds = self.node_costs.compute_s(self.graph.vertices[i], strategies)
+            gains[i] = seconds[: len(strategies) // 2] - seconds[len(strategies) // 2 :]
+        for edge in self.edges:
+            if edge.reader in gains and edge.node != edge.reader:
+                matrix = edge_transfer_s(edge, self.nodes, self.reshard_costs, self.node_costs.shares)
+                exact, coded = np.split(matrix, 2, axis=1)
+                gains[edge.reader] = gains[edge.reader] + np.max(exact - coded, axis=0)
+        return {i: float(np.max(gain)) for i, gain in gains.items()}
+
+    def float8_gain_s(self, choice: Sequence[int] | np.ndarray) -> dict[int, float]:
+        """Returns what each product that may be in float8 gains by it at a choice, seconds, the others as they are."""
+        added = change_costs(self.problem, choice)
+        gains = {}
+        for i, price_s in self.float8_price_s.items():
+            count = len(self.nodes[i].strategies) // 2
+            gains[i] = float(added[i][choice[i] % count] - added[i][choice[i] % count + count]) + price_s
+        return gains
+
+    def in_own_formats(self, choice: Sequence[int] | np.ndarray) -> np.ndarray:
+        """Returns a choice with all products as they are, `[V]`; it is the same in the space without float8."""
+        exact = np.array(choice)
+        for i in self.float8_price_s:
+            exact[i] %= len(self.nodes[i].strategies) // 2
+        return exact
 
     def predict(self, choice: Sequence[int]) -> StepPrediction:
         """Returns what a choice costs as numbers for vertices and collectives; raises `ValueError` as `decode`."""
@@ -204,6 +233,18 @@ class ShardingSpace:
     @cached_property
     def nodes(self) -> list[Node]:
         """One node for each vertex, in order, then the hubs."""
+        twice: dict[int, tuple[ShardingStrategy, ...]] = {}
+        for i in self.float8_price_s:
+            strategies = self._exact_nodes[i].strategies
+            if id(strategies) not in twice:
+                twice[id(strategies)] = (*strategies, *(s._replace(in_float8=True) for s in strategies))
+        return [
+            node._replace(strategies=twice[id(node.strategies)]) if i in self.float8_price_s else node
+            for i, node in enumerate(self._exact_nodes)
+        ]
+
+    @cached_property
+    def _exact_nodes(self) -> list[Node]:
         return nodes_of(
             self.graph, self.rules, self.forms, self.given, self.reshard_costs, self.as_program, self._axes_to_split
         )
