@@ -12,6 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+import numpy as np
 from jax.sharding import AbstractMesh, AxisType
 
 from diffshard.base import OPTIMAL_GAP
@@ -29,9 +30,12 @@ from diffshard.sharding_search.format_search import (
 )
 from diffshard.sharding_search.number_formats import ProductGroup, groups_of, product_groups
 from diffshard.sharding_search.plan import Plan
+from diffshard.sharding_search.planning import fastest_choice
 from diffshard.sharding_search.request import PlanRequest
 from diffshard.sharding_search.tracing import space_of, trace_function
 
+_EXACT_SHARE = 0.2
+"""The share of the time limit in which the shardings without float8 are searched, with which the others begin."""
 _MOST_DAMAGE = 10.0
 """The increase that counts for formats whose loss is not finite, in limits: enough for the next round to avoid them."""
 
@@ -75,7 +79,8 @@ def find_plan_with_formats(request: PlanRequest) -> Plan:
         increases = _increases_at(losses, groups, frozenset())
     if losses is None:
         deadline = request.options.deadline()
-        found = fastest_within(request, groups, increases, formats.max_loss_increase, deadline)
+        exact = fastest_choice(request, Deadline.from_now(deadline.remaining_s(_EXACT_SHARE))).choice
+        found = fastest_within(request, groups, increases, formats.max_loss_increase, deadline, np.asarray(exact))
         return _with_formats(request, groups, _trial("", found, groups, increases, 0.0), (), "")
     trials = _measured_trials(request, groups, losses, increases, simple_rules(groups_of(space.graph)))
     best = _fastest_within(trials, formats.max_loss_increase)
@@ -95,7 +100,7 @@ def _measured_trials(
     """
     formats = request.options.formats
     assert formats is not None
-    limit, solves = formats.max_loss_increase, formats.rounds + 1 + len(rules) + 1
+    limit, solves = formats.max_loss_increase, formats.rounds + 1 + len(rules) + 2
     limit_s = request.options.time_limit_s
     names = {group.name for group in losses.groups.values()}
     known = [group for group in groups if group.name in names]
@@ -108,8 +113,9 @@ def _measured_trials(
         return losses.increase_of(_like(losses, groups, products))
 
     trials: list[_Trial] = []
+    start = np.asarray(fastest_choice(request, deadline()).choice)
     for number in range(formats.rounds + 1):
-        found = fastest_within(request, known, increases, limit, deadline())
+        found = fastest_within(request, known, increases, limit, deadline(), start)
         earlier = next((i for i, trial in enumerate(trials) if trial.found.products == found.products), None)
         if earlier is not None:
             if found.plan.step_s <= trials[earlier].found.plan.step_s:
@@ -119,10 +125,11 @@ def _measured_trials(
         trials.append(last)
         if number == 0:
             for name, products in {"nothing": (), **rules}.items():
-                plan, rounded, start = plan_with(request, offered.intersection(products), deadline(), found.choice)
+                plan, rounded, choice = plan_with(request, offered.intersection(products), deadline(), found.choice)
                 if all(rounded != trial.found.products for trial in trials):
-                    rule = FoundFormats(plan, rounded, start, found.bound_of_any_s, found.bound_of_any_s)
+                    rule = FoundFormats(plan, rounded, choice, found.bound_of_any_s, found.bound_of_any_s)
                     trials.append(_trial(name, rule, groups, increases, measured(rounded)))
+        start = found.choice
         if number < formats.rounds:
             around = last if last.measured > limit else _fastest_within(trials, limit)
             products, damage = _like(losses, groups, around.found.products), min(around.measured, _MOST_DAMAGE * limit)

@@ -32,9 +32,8 @@ _SEARCH_SHARE = 0.15
 
 
 class _Priced(NamedTuple):
-    """The solution at one price: its choice, the seconds of its step without the price, and its loss."""
+    """The solution at one price: the seconds of its step without the price, and its loss."""
 
-    choice: np.ndarray
     seconds: float
     loss: float
 
@@ -63,6 +62,7 @@ def fastest_within(
     increases: Mapping[str, float],
     limit: float,
     deadline: Deadline,
+    start: np.ndarray,
 ) -> FoundFormats:
     """Returns the fastest plan found whose predicted increase of the loss is within a limit.
 
@@ -72,32 +72,37 @@ def fastest_within(
       increases: of the loss, by the names of groups. Those that are not named or not finite stay as they are.
       limit: on the sum of the increases of those in float8.
       deadline: of this search.
+      start: `[V]` strategies in the space without float8. What is found is not slower than these with the best formats.
 
     Raises:
       InfeasibleError: no plan fits the memory limit.
     """
-    space = request.space
     groups = [group for group in groups if np.isfinite(increases.get(group.name, np.inf))]
     losses = np.array([increases[group.name] for group in groups])
-    bound_s, bound_of_any_s, solutions = -np.inf, 0.0, []
+    space = request.space.with_float8(_prices(groups, np.zeros(len(groups))))
+    bound_s, bound_of_any_s, solutions, choices = -np.inf, 0.0, [], [start]
     price, tried = 0.0, set()
     while price not in tried and len(tried) < _MOST_PRICES and not (tried and deadline.is_over(0.6)):
         tried.add(price)
         priced = space.with_float8(_prices(groups, price * losses))
         limited = replace(request.options, time_limit_s=deadline.remaining_s(_SEARCH_SHARE))
-        solution = solve_problem_of(limited, priced.problem, priced, None, request.progress)
+        begin = _with_gains(priced, choices[-1])
+        solution = solve_problem_of(limited, priced.problem, priced, begin, request.progress)
         bound_s = max(bound_s, solution.lower_bound - price * limit - space.most_preference_s)
         bound_of_any_s = bound_s if price == 0 else bound_of_any_s
         loss = predicted_increase(groups, increases, priced.layout(solution.choice).rounded)
-        solutions.append(_Priced(priced.in_own_formats(solution.choice), solution.cost - price * loss, loss))
+        solutions.append(_Priced(solution.cost - price * loss, loss))
+        choices.append(priced.in_own_formats(solution.choice))
         price = _next_price(solutions, limit)
     best = None
-    for chosen, start in _candidates(space, groups, losses, [s.choice for s in solutions], limit):
+    for chosen, start in _candidates(space, groups, losses, choices, limit):
         planned = plan_with(request, [v.index for i in chosen for v in groups[i].vertices], deadline, start)
         if best is None or planned[0].step_s < best[0].step_s:
             best = planned
+        if len(chosen) == len(groups):  # all are free, as at the price 0
+            bound_of_any_s = max(bound_of_any_s, planned[0].lower_bound_s)
     assert best is not None
-    return FoundFormats(*best, bound_s, bound_of_any_s)
+    return FoundFormats(*best, max(bound_s, bound_of_any_s), bound_of_any_s)
 
 
 def plan_with(
@@ -112,10 +117,11 @@ def plan_with(
 
 
 def _with_gains(space: ShardingSpace, choice: np.ndarray) -> np.ndarray:
-    """Returns a choice of the space without float8 with the products in it that gain time."""
+    """Returns a choice of the space without float8 with the products in it that gain more than they cost."""
     choice = choice.copy()
     for product, gain_s in space.float8_gain_s(choice).items():
-        choice[product] += len(space.nodes[product].strategies) // 2 if gain_s > 0 else 0
+        is_worth_it = gain_s > space.float8_price_s[product]
+        choice[product] += len(space.nodes[product].strategies) // 2 if is_worth_it else 0
     return choice
 
 
@@ -156,21 +162,23 @@ def _candidates(
     choices: Sequence[np.ndarray],
     limit: float,
 ) -> list[tuple[tuple[int, ...], np.ndarray]]:
-    """Returns sets of groups in float8 that are worth a last search for their shardings, and where it begins."""
-    every = space.with_float8(_prices(groups, np.zeros(len(groups))))
-    gains_s = [every.float8_gain_s(choice) for choice in choices]
+    """Returns sets of groups in float8 that are worth a last search for their shardings, and where it begins.
+
+    `space` has all groups free to be in float8, and `choices` are without.
+    """
+    gains_s = [space.float8_gain_s(choice) for choice in choices]
     gains = [np.array([sum(max(0.0, of[v.index]) for v in group.vertices) for group in groups]) for of in gains_s]
     exact_s = [float(evaluate(space.problem, choice.tolist()).cost) for choice in choices]
 
     def seconds(chosen: tuple[int, ...]) -> list[float]:
         return [exact - float(gain[list(chosen)].sum()) for exact, gain in zip(exact_s, gains, strict=True)]
 
-    candidates = dict.fromkeys(_chosen(gain, losses, limit) for gain in gains)
+    candidates = dict.fromkeys(best_groups(gain, losses, limit) for gain in gains)
     best = sorted(candidates, key=lambda chosen: min(seconds(chosen)))[:_MOST_CANDIDATES]
     return [(chosen, choices[int(np.argmin(seconds(chosen)))]) for chosen in best]
 
 
-def _chosen(gains: np.ndarray, losses: np.ndarray, limit: float) -> tuple[int, ...]:
+def best_groups(gains: np.ndarray, losses: np.ndarray, limit: float) -> tuple[int, ...]:
     """Returns the groups that gain most within the limit, by what each gains and costs."""
     if not np.any(gains > 0):
         return ()

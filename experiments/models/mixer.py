@@ -3,6 +3,8 @@
 Source: Tolstikhin et al., "MLP-Mixer: An all-MLP Architecture for Vision" (arXiv:2105.01601), figure 1.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -44,7 +46,7 @@ def make(
         return State(params, optimizer.init(params))
 
     def loss(params, statistics, batch):
-        logits = network.apply(params, batch["image"])
+        logits: Any = network.apply(params, batch["image"])
         return optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"]).mean(), statistics
 
     def make_batch(key: jax.Array) -> dict[str, jax.Array]:

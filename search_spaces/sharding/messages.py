@@ -41,9 +41,16 @@ def message_of(path: Paths, value: Value, source: IndexedSpec, target: IndexedSp
       target: the spec in which the operation reads it.
       in_float8: whether the operation is a product in float8.
     """
-    own = float(value.num_bytes)
     if not in_float8:
-        return Message(False, own, ())
+        return Message(False, float(value.num_bytes), ())
+    key = value.shape, value.dtype.itemsize, source, target
+    if key not in path.messages:
+        path.messages[key] = _faster_message(path, value, source, target)
+    return path.messages[key]
+
+
+def _faster_message(path: Paths, value: Value, source: IndexedSpec, target: IndexedSpec) -> Message:
+    own = float(value.num_bytes)
     coded = Message(True, own / value.dtype.itemsize, tuple(sorted(axes_in(source))))
     exact = Message(False, own, tuple(sorted(axes_in(target))))
     is_even = all(divides(spec, value.shape, path.axis_sizes) for spec in (source, target))  # padding has no maximum

@@ -113,8 +113,10 @@ class ShardingSpace:
     def with_float8(self, price_s: Mapping[int, float]) -> "ShardingSpace":
         """Returns the space with these products free to run in float8; what does not depend on it is not made again."""
         space = replace(self, float8_price_s=dict(price_s))
-        on_prices = ("nodes", "alike", "usages", "node_costs", "_problem", "quantities", "preference_problem")
-        made = {name: value for name, value in vars(self).items() if name not in vars(space) and name not in on_prices}
+        changing = {"node_costs", "_problem", "quantities", "preference_problem"}
+        if self.float8_price_s.keys() != price_s.keys():
+            changing |= {"nodes", "alike", "usages", "_transfer_matrices", "most_float8_gain_s"}
+        made = {name: value for name, value in vars(self).items() if name not in vars(space) and name not in changing}
         vars(space).update(made)
         return space
 
@@ -344,11 +346,14 @@ class ShardingSpace:
         return preference_problem(self.problem, self.nodes, self.node_costs)
 
     @cached_property
+    def _transfer_matrices(self) -> dict[tuple[int, int], np.ndarray]:
+        return transfer_matrices(self.edges, self.nodes, self.reshard_costs, self.node_costs.shares)
+
+    @cached_property
     def _problem(self) -> Problem:
-        node_costs = self.node_costs
-        matrices = transfer_matrices(self.edges, self.nodes, self.reshard_costs, node_costs.shares)
+        matrices = self._transfer_matrices
         return Problem(
-            node_cost=node_costs.all_s(self.nodes, self.forms),
+            node_cost=self.node_costs.all_s(self.nodes, self.forms),
             edge_nodes=np.array(list(matrices), int).reshape(-1, 2),
             edge_cost=list(matrices.values()),
             usage_node=np.array(self.usages.node, int),
