@@ -20,11 +20,11 @@ import dataclasses
 import re
 import time
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import AxisType
 
 import diffshard
 from cost.base import Hardware
@@ -41,103 +41,21 @@ from diffshard.sharding_search.planning import fastest_choice, make_plan
 from diffshard.sharding_search.request import PlanRequest
 from diffshard.sharding_search.step_objective import step_s
 from diffshard.sharding_search.tracing import space_of, trace_function
+from experiments.format_models import MODELS, Setting, search
 from experiments.host_devices import parse_mesh
-from experiments.models import digits, gpt, mixer, moe, text
 from experiments.models.model import Model, abstract_arguments
 from experiments.tables import print_table
 from experiments.targets import MESHES
 from experiments.timeline_models import CASES
+from search_spaces.sharding.float8_gains import gains_s, in_float8
 
 ANY_LOSS = 1e9
 """A limit that no increase reaches."""
 HEAD = re.compile(r"embed\.attend|head")
-LOOK_STEPS, LOOKS, RUN_STEPS = 20, 2, 60
-"""Steps of a look, looks over `LOOKS * LOOK_STEPS` calls, and steps of each of two validation runs."""
 SETTINGS = [(links, is_tight) for links in (1 / 16, 1 / 8, 1 / 4, 1, 4) for is_tight in (False, True)]
 """Factors of the rates of links, and whether the memory is all of the device or as tight as a plan can be."""
 TIGHT = 1.15
 """The memory limit that counts as tight, as a multiple of a bound on what every plan needs."""
-
-
-def text_batch(model: dict[str, Any], key: jax.Array) -> jax.Array:
-    """Draws windows of the Python reference."""
-    return text.sample(text.load("python_reference"), key, model["batch"], model["sequence"])
-
-
-def digits_batch(model: dict[str, Any], key: jax.Array) -> dict[str, jax.Array]:
-    """Draws handwritten digits as 16 patches of 2x2 pixels."""
-    images, labels = digits.load()
-    chosen = np.asarray(jax.random.randint(key, (model["batch"],), 0, len(images)))
-    patches = images[chosen].reshape(-1, 4, 2, 4, 2).swapaxes(2, 3).reshape(-1, 16, 4)
-    return {"image": jax.numpy.asarray(patches), "label": jax.numpy.asarray(labels[chosen])}
-
-
-class Case(NamedTuple):
-    """A model that is trained small and priced wide; `tiny` is for tests."""
-
-    make: Callable[..., Model]
-    batch: Callable[[dict[str, Any], jax.Array], Any]
-    small: dict[str, Any]
-    tiny: dict[str, Any]
-    wide: dict[str, Any]
-
-
-_TEXT = {"batch": 64, "layers": 1, "heads": 32, "sequence": 1024, "vocabulary": 32768}
-MODELS = {
-    "gpt": Case(
-        gpt.make, text_batch, {"batch": 8, "width": 64, "sequence": 64}, {"batch": 2, "width": 16, "sequence": 16},
-        {**_TEXT, "layers": 2, "width": 4096},
-    ),
-    "mixer": Case(
-        mixer.make, digits_batch, {"batch": 64}, {"batch": 2, "width": 8},
-        {"batch": 512, "width": 4096, "patches": 256, "pixels": 768},
-    ),
-    "moe": Case(
-        moe.make, text_batch, {"batch": 4, "width": 32, "sequence": 32}, {"batch": 2, "width": 16, "sequence": 16},
-        {**_TEXT, "width": 2048, "heads": 16},
-    ),
-}  # fmt: skip
-
-
-class Setting(NamedTuple):
-    """A model, small and wide, and the mesh that the wide one is priced for."""
-
-    case: Case
-    sizes: dict[str, Any]
-    small: Model
-    wide: Model
-    mesh: AbstractMesh
-    hardware: Hardware
-
-    @classmethod
-    def of(cls, name: str, sizes: str) -> "Setting":
-        """Returns the setting of a model of `MODELS`."""
-        case = MODELS[name]
-        small = case.small if sizes == "full" else case.tiny
-        mesh = AbstractMesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
-        hardware = diffshard.preset("h100", dict(mesh.shape))
-        return cls(case, small, case.make(**small), case.make(**case.wide), mesh, hardware)
-
-    def training(self, seed: int, steps: int) -> list[tuple[Any, Any]]:
-        """Returns the calls of a training of the small model: its first state and the batches of a seed."""
-        state = jax.jit(self.small.init)(jax.random.key(seed))
-        keys = jax.random.split(jax.random.key(seed), steps)
-        return [(state, self.case.batch(self.sizes, key)) for key in keys]
-
-    def measures(self, seed: int, looks: int = LOOKS) -> dict[str, Any]:
-        """Returns what `Formats` measures by, of seeds that no other search and no training of a table has."""
-        first, run = 1000 + 3 * seed, min(RUN_STEPS, 20 * LOOK_STEPS)
-        return {
-            "measured_fn": self.small.step,
-            "calls": self.training(first, looks * LOOK_STEPS),
-            "steps": LOOK_STEPS,
-            "validation_runs": [self.training(first + 1, run), self.training(first + 2, run)],
-        }
-
-    def plan(self, limit: float, key: int | None = None, **formats: Any) -> Any:
-        """Searches shardings and formats of the wide model together."""
-        found = search(self.wide, self.mesh, self.hardware, limit, key, **formats)
-        return found.plan(*abstract_arguments(self.wide))
 
 
 def groups_of(model: Model, mesh: Any, hardware: Hardware) -> list[ProductGroup]:
@@ -161,12 +79,6 @@ def trained(step: Callable[..., Any], calls: Sequence[tuple[Any, Any]]) -> float
         state, loss = step(state, batch)
         losses.append(loss)
     return float(np.mean(losses[-max(1, len(losses) // 5) :]))
-
-
-def search(model: Model, mesh: Any, hardware: Any, limit: float, key: int | None = None, **formats: Any) -> Any:
-    """Searches shardings and formats together."""
-    limits = diffshard.Formats(limit, **formats)
-    return diffshard.search(model.step, mesh, hardware=hardware, key=key, formats=limits, progress="none")
 
 
 def training_table(setting: Setting, steps: int, seeds: int, budgets: Sequence[float]) -> None:
@@ -235,15 +147,13 @@ def joint_table(setting: Setting, budgets: Sequence[float]) -> None:
         exact = fastest_choice(request, Deadline.from_now(None))
         groups = [group for group in product_groups(space) if group.name in increases]
         free = space.with_float8({v.index: 0.0 for group in groups for v in group.vertices})
-        of = free.float8_gain_s(exact.choice)
+        of = gains_s(free, exact.choice)
         gains = np.array([sum(max(0.0, of[v.index]) for v in group.vertices) for group in groups])
         exact_s, ratios = make_plan(request, exact).step_s, []
         for budget in budgets:
             losses = np.array([increases[group.name] for group in groups])
             chosen = [v.index for i in best_groups(gains, losses, budget) for v in groups[i].vertices]
-            afterwards = np.array(exact.choice)
-            for product in (product for product in chosen if of[product] > 0):
-                afterwards[product] += len(free.nodes[product].strategies) // 2
+            afterwards = in_float8(free, np.array(exact.choice), [i for i in chosen if of[i] > 0])
             afterwards_s = step_s(free.predict(afterwards.tolist()))
             formats = diffshard.Formats(budget, increases=increases)
             joint = diffshard.search(

@@ -33,6 +33,7 @@ from diffshard.sharding_search.plan import Plan
 from diffshard.sharding_search.planning import fastest_choice
 from diffshard.sharding_search.request import PlanRequest
 from diffshard.sharding_search.tracing import space_of, trace_function
+from search_spaces.sharding.float8_gains import gains_s, in_float8
 
 _EXACT_SHARE = 0.2
 """The share of the time limit in which the shardings without float8 are searched, with which the others begin."""
@@ -231,12 +232,9 @@ def _rows(
     request: PlanRequest, groups: Sequence[ProductGroup], increases: Mapping[str, float], found: FoundFormats
 ) -> tuple[FormatGroup, ...]:
     rows, space = [], request.space.with_float8(dict.fromkeys(found.products, 0.0))
-    choice = found.choice.copy()
-    for product in found.products:
-        choice[product] += len(space.nodes[product].strategies) // 2
-    gains_s = space.float8_gain_s(choice)
+    gain_of = gains_s(space, in_float8(space, found.choice, sorted(found.products)))
     for group in groups:
-        in_float8 = [v.index for v in group.vertices if v.index in found.products]
-        gain_s = sum(gains_s[product] for product in in_float8)
-        rows.append(FormatGroup(group.name, len(group.vertices), len(in_float8), increases[group.name], gain_s))
+        rounded = [v.index for v in group.vertices if v.index in found.products]
+        gain_s = sum(gain_of[product] for product in rounded)
+        rows.append(FormatGroup(group.name, len(group.vertices), len(rounded), increases[group.name], gain_s))
     return tuple(sorted(rows, key=lambda row: (-row.gain_s, row.name)))

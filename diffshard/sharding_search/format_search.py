@@ -21,6 +21,7 @@ from diffshard.sharding_search.number_formats import ProductGroup
 from diffshard.sharding_search.plan import Plan
 from diffshard.sharding_search.planning import fastest_choice, make_plan, solve_problem_of
 from diffshard.sharding_search.request import PlanRequest
+from search_spaces.sharding.float8_gains import gains_s, in_float8, in_own_formats
 from search_spaces.sharding.space import ShardingSpace
 
 _MOST_PRICES = 6
@@ -92,7 +93,7 @@ def fastest_within(
         bound_of_any_s = bound_s if price == 0 else bound_of_any_s
         loss = predicted_increase(groups, increases, priced.layout(solution.choice).rounded)
         solutions.append(_Priced(solution.cost - price * loss, loss))
-        choices.append(priced.in_own_formats(solution.choice))
+        choices.append(in_own_formats(priced, solution.choice))
         price = _next_price(solutions, limit)
     best = None
     for chosen, start in _candidates(space, groups, losses, choices, limit):
@@ -113,16 +114,13 @@ def plan_with(
     start = None if start is None else _with_gains(fixed, start)
     solution = fastest_choice(request._replace(space=fixed), deadline, start)
     products = fixed.layout(solution.choice).rounded
-    return make_plan(request._replace(space=fixed), solution), products, fixed.in_own_formats(solution.choice)
+    return make_plan(request._replace(space=fixed), solution), products, in_own_formats(fixed, solution.choice)
 
 
 def _with_gains(space: ShardingSpace, choice: np.ndarray) -> np.ndarray:
     """Returns a choice of the space without float8 with the products in it that gain more than they cost."""
-    choice = choice.copy()
-    for product, gain_s in space.float8_gain_s(choice).items():
-        is_worth_it = gain_s > space.float8_price_s[product]
-        choice[product] += len(space.nodes[product].strategies) // 2 if is_worth_it else 0
-    return choice
+    price_s = space.float8_price_s
+    return in_float8(space, choice, [i for i, gain_s in gains_s(space, choice).items() if gain_s > price_s[i]])
 
 
 def predicted_increase(
@@ -166,8 +164,8 @@ def _candidates(
 
     `space` has all groups free to be in float8, and `choices` are without.
     """
-    gains_s = [space.float8_gain_s(choice) for choice in choices]
-    gains = [np.array([sum(max(0.0, of[v.index]) for v in group.vertices) for group in groups]) for of in gains_s]
+    of_products = [gains_s(space, choice) for choice in choices]
+    gains = [np.array([sum(max(0.0, of[v.index]) for v in group.vertices) for group in groups]) for of in of_products]
     exact_s = [float(evaluate(space.problem, choice.tolist()).cost) for choice in choices]
 
     def seconds(chosen: tuple[int, ...]) -> list[float]:

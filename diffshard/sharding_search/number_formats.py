@@ -11,6 +11,7 @@ import numpy as np
 from cost.base import Hardware
 from cost.real_numbers import is_positive, whole_number
 from search_spaces.sharding.float8 import RATE, is_backward, takes_float8
+from search_spaces.sharding.float8_gains import most_gains_s
 from search_spaces.sharding.graph import Graph, Vertex
 from search_spaces.sharding.space import ShardingSpace
 
@@ -123,7 +124,7 @@ def check_formats(formats: Any, hardware: Hardware) -> None:
 def product_groups(space: ShardingSpace) -> list[ProductGroup]:
     """Returns the products of a space that gain time in float8 with some strategy, without what they do to the loss."""
     groups = groups_of(space.graph)
-    most_s = space.with_float8({v.index: 0.0 for group in groups for v in group.vertices}).most_float8_gain_s
+    most_s = most_gains_s(space.with_float8({v.index: 0.0 for group in groups for v in group.vertices}))
     return [group for group in groups if any(most_s[vertex.index] > 0 for vertex in group.vertices)]
 
 

@@ -37,12 +37,12 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from cost.base import Hardware, Link, Problem
-from cost.evaluation import change_costs, checked_choice
+from cost.evaluation import checked_choice
 from cost.quantities import Quantities
 from search_spaces.base import Part
-from search_spaces.sharding.base import Edge, GivenSpec, Layout, Node, Rule, ShardingStrategy
+from search_spaces.sharding.base import Edge, GivenSpec, Layout, Node, Rule
 from search_spaces.sharding.device_program import DeviceProgram
-from search_spaces.sharding.edge_costs import edge_transfer_s, edges_of, transfer_matrices
+from search_spaces.sharding.edge_costs import edges_of, transfer_matrices
 from search_spaces.sharding.execution import Execution, make_layout
 from search_spaces.sharding.explaining import (
     StepPrediction,
@@ -60,7 +60,7 @@ from search_spaces.sharding.kernels import Kernels, kernels_of
 from search_spaces.sharding.memory import Lifetimes, Usages, lifetimes_of, usages_of
 from search_spaces.sharding.memory_use import memory_use
 from search_spaces.sharding.node_costs import NodeCosts
-from search_spaces.sharding.nodes import nodes_of
+from search_spaces.sharding.nodes import nodes_of, with_formats
 from search_spaces.sharding.notes import notes_of
 from search_spaces.sharding.program_steps import ProgramSteps, program_steps
 from search_spaces.sharding.repetition import alike_nodes
@@ -115,7 +115,7 @@ class ShardingSpace:
         space = replace(self, float8_price_s=dict(price_s))
         changing = {"node_costs", "_problem", "quantities", "preference_problem"}
         if self.float8_price_s.keys() != price_s.keys():
-            changing |= {"nodes", "alike", "usages", "_transfer_matrices", "most_float8_gain_s"}
+            changing |= {"nodes", "alike", "usages", "_transfer_matrices"}
         made = {name: value for name, value in vars(self).items() if name not in vars(space) and name not in changing}
         vars(space).update(made)
         return space
@@ -169,37 +169,6 @@ class ShardingSpace:
             value_specs.append(made_spec if hub is None else strategies[hub].results[0])
         return make_layout(self.graph, strategies[: len(self.graph.vertices)], value_specs)
 
-    @cached_property
-    def most_float8_gain_s(self) -> dict[int, float]:
-        """What each product that may be in float8 can gain by it at most, seconds, with any other strategies."""
-        gains = {}
-        for i in self.float8_price_s:
-            strategies = self.nodes[i].strategies
-            seconds = self.node_costs.compute_s(self.graph.vertices[i], strategies)
-            gains[i] = seconds[: len(strategies) // 2] - seconds[len(strategies) // 2 :]
-        for edge in self.edges:
-            if edge.reader in gains and edge.node != edge.reader:
-                matrix = edge_transfer_s(edge, self.nodes, self.reshard_costs, self.node_costs.shares)
-                exact, coded = np.split(matrix, 2, axis=1)
-                gains[edge.reader] = gains[edge.reader] + np.max(exact - coded, axis=0)
-        return {i: float(np.max(gain)) for i, gain in gains.items()}
-
-    def float8_gain_s(self, choice: Sequence[int] | np.ndarray) -> dict[int, float]:
-        """Returns what each product that may be in float8 gains by it at a choice, seconds, the others as they are."""
-        added = change_costs(self.problem, choice)
-        gains = {}
-        for i, price_s in self.float8_price_s.items():
-            count = len(self.nodes[i].strategies) // 2
-            gains[i] = float(added[i][choice[i] % count] - added[i][choice[i] % count + count]) + price_s
-        return gains
-
-    def in_own_formats(self, choice: Sequence[int] | np.ndarray) -> np.ndarray:
-        """Returns a choice with all products as they are, `[V]`; it is the same in the space without float8."""
-        exact = np.array(choice)
-        for i in self.float8_price_s:
-            exact[i] %= len(self.nodes[i].strategies) // 2
-        return exact
-
     def predict(self, choice: Sequence[int]) -> StepPrediction:
         """Returns what a choice costs as numbers for vertices and collectives; raises `ValueError` as `decode`."""
         return predict(
@@ -235,15 +204,7 @@ class ShardingSpace:
     @cached_property
     def nodes(self) -> list[Node]:
         """One node for each vertex, in order, then the hubs."""
-        twice: dict[int, tuple[ShardingStrategy, ...]] = {}
-        for i in self.float8_price_s:
-            strategies = self._exact_nodes[i].strategies
-            if id(strategies) not in twice:
-                twice[id(strategies)] = (*strategies, *(s._replace(in_float8=True) for s in strategies))
-        return [
-            node._replace(strategies=twice[id(node.strategies)]) if i in self.float8_price_s else node
-            for i, node in enumerate(self._exact_nodes)
-        ]
+        return with_formats(self._exact_nodes, self.float8_price_s.keys())
 
     @cached_property
     def _exact_nodes(self) -> list[Node]:
