@@ -241,6 +241,7 @@ class FormatTrial:
       num_float8: products in float8.
       predicted_increase: of the loss, by the increases of groups that were known before it was measured.
       measured_increase: of the loss; inf where it was not finite.
+      measured_error: the standard error of that over runs or looks; None of a single one.
     """
 
     name: str
@@ -248,6 +249,7 @@ class FormatTrial:
     num_float8: Index
     predicted_increase: AmountOrInf
     measured_increase: AnyNumber
+    measured_error: Amount | None = None
 
 
 @dataclass(frozen=True)

@@ -141,7 +141,8 @@ def trials_rows(formats: PlannedFormats) -> list[tuple[str, ...]]:
     """Returns titles, then a row for each set of products that was measured: name, number, seconds and losses."""
     rows: list[tuple[str, ...]] = [("formats", "in float8", "step", "predicted", "measured")]
     for t in formats.trials:
-        losses = (f"{t.predicted_increase:+.2g}", f"{t.measured_increase:+.2g}")
+        error = "" if not t.measured_error else f" ± {t.measured_error:.1g}"
+        losses = (f"{t.predicted_increase:+.2g}", f"{t.measured_increase:+.2g}{error}")
         rows.append((t.name, str(t.num_float8), format_s(t.step_s), *losses))
     return rows
 

@@ -9,7 +9,7 @@ trains from its beginning, and needs none.
 import math
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +31,13 @@ LOOK_SHARE = 0.5
 """The share of a look's losses, its last ones, that are compared: the first step has the same state in both."""
 LATE_SHARE = 0.2
 """The same for a validation run, which is long enough to be judged by its end."""
+
+
+class Increase(NamedTuple):
+    """An increase of the loss that was measured, and its standard error over runs or looks; None of a single one."""
+
+    mean: float
+    error: float | None
 
 
 class MeasuredLosses:
@@ -83,23 +90,23 @@ class MeasuredLosses:
         """Whether there are calls for looks ahead."""
         return bool(self._calls)
 
-    def increase_of(self, products: Collection[int]) -> float:
+    def increase_of(self, products: Collection[int]) -> Increase:
         """Returns what products in float8 together add to the loss of a whole training: inf if it is not finite then.
 
         Validation runs tell it, or else looks ahead.
         """
         if not products:
-            return 0.0
+            return Increase(0.0, 0.0)
         if self._runs:
             if not self._exact_losses:
                 self._exact_losses = [self._finite(run, ()) for run in self._runs]
             losses = [self._run({}, run, products)[1] for run in self._runs]
-            return _mean_or_inf([_late(loss, LATE_SHARE) for loss in losses], self._exact_losses)
+            return _increase([_late(loss, LATE_SHARE) for loss in losses], self._exact_losses, 1.0)
         pairs = [
             (_late(self._run(state, window, products)[1]), self._finite(window, (), state))
             for state, window in self._points(products)
         ]
-        return self.formats.factor * _mean_or_inf(*zip(*pairs, strict=True))
+        return _increase(*zip(*pairs, strict=True), factor=self.formats.factor)
 
     def increases_at(self, products: Collection[int], groups: Sequence[ProductGroup]) -> list[float]:
         """Measures by looks ahead what each group adds to the loss of a whole training where others are in float8.
@@ -164,6 +171,14 @@ class MeasuredLosses:
 
 def _late(losses: np.ndarray, share: float = LOOK_SHARE) -> float:
     return float(np.mean(losses[-math.ceil(share * len(losses)) :]))
+
+
+def _increase(losses: Sequence[float], others: Sequence[float], factor: float) -> Increase:
+    differences = factor * np.subtract(losses, others)
+    mean = factor * _mean_or_inf(losses, others)
+    if len(differences) < 2 or not np.isfinite(mean):
+        return Increase(mean, None)
+    return Increase(mean, float(np.std(differences, ddof=1) / len(differences) ** 0.5))
 
 
 def _mean_or_inf(losses: Sequence[float], others: Sequence[float]) -> float:

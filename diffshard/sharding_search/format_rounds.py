@@ -19,7 +19,7 @@ from diffshard.base import OPTIMAL_GAP
 from diffshard.deadline import Deadline
 from diffshard.plans.base import FormatGroup, FormatTrial, PlannedFormats
 from diffshard.sharding_search.call import array_types
-from diffshard.sharding_search.format_losses import MeasuredLosses
+from diffshard.sharding_search.format_losses import Increase, MeasuredLosses
 from diffshard.sharding_search.format_rules import simple_rules
 from diffshard.sharding_search.format_search import (
     FoundFormats,
@@ -50,6 +50,7 @@ class _Trial(NamedTuple):
       increases: by which it was found.
       predicted: of its formats by these increases.
       measured: of its formats together.
+      error: the standard error of `measured`, if that is known.
     """
 
     name: str
@@ -57,6 +58,7 @@ class _Trial(NamedTuple):
     increases: Mapping[str, float]
     predicted: float
     measured: float
+    error: float | None
 
 
 def find_plan_with_formats(request: PlanRequest) -> Plan:
@@ -82,7 +84,7 @@ def find_plan_with_formats(request: PlanRequest) -> Plan:
         deadline = request.options.deadline()
         exact = fastest_choice(request, Deadline.from_now(deadline.remaining_s(_EXACT_SHARE))).choice
         found = fastest_within(request, groups, increases, formats.max_loss_increase, deadline, np.asarray(exact))
-        return _with_formats(request, groups, _trial("", found, groups, increases, 0.0), (), "")
+        return _with_formats(request, groups, _trial("", found, groups, increases, Increase(0.0, None)), (), "")
     trials = _measured_trials(request, groups, losses, increases, simple_rules(groups_of(space.graph)))
     best = _fastest_within(trials, formats.max_loss_increase)
     return _with_formats(request, groups, best, trials, losses.measured_by)
@@ -110,7 +112,7 @@ def _measured_trials(
     def deadline() -> Deadline:
         return Deadline.from_now(None if limit_s is None else limit_s / solves)
 
-    def measured(products: frozenset[int]) -> float:
+    def measured(products: frozenset[int]) -> Increase:
         return losses.increase_of(_like(losses, groups, products))
 
     trials: list[_Trial] = []
@@ -197,9 +199,9 @@ def _scaled(
 
 
 def _trial(
-    name: str, found: FoundFormats, groups: Sequence[ProductGroup], increases: Mapping[str, float], measured: float
+    name: str, found: FoundFormats, groups: Sequence[ProductGroup], increases: Mapping[str, float], measured: Increase
 ) -> _Trial:
-    return _Trial(name, found, increases, predicted_increase(groups, increases, found.products), measured)
+    return _Trial(name, found, increases, predicted_increase(groups, increases, found.products), *measured)
 
 
 def _with_formats(
@@ -222,7 +224,10 @@ def _with_formats(
         _rows(request, offered, increases, found),
         best.measured if measured_by else None,
         measured_by,
-        tuple(FormatTrial(t.name, t.found.plan.step_s, len(t.found.products), t.predicted, t.measured) for t in trials),
+        tuple(
+            FormatTrial(t.name, t.found.plan.step_s, len(t.found.products), t.predicted, t.measured, t.error)
+            for t in trials
+        ),
     )
     status = "finished" if gap > OPTIMAL_GAP and plan.status == "optimal" else plan.status
     return replace(plan, lower_bound_s=bound_s, gap=gap, status=status, timeline=timeline, formats=planned)

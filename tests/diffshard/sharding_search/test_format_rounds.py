@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh, AxisType
 import diffshard
 from diffshard.sharding_search import format_rounds
 from diffshard.sharding_search.call import array_types
-from diffshard.sharding_search.format_losses import MeasuredLosses
+from diffshard.sharding_search.format_losses import Increase, MeasuredLosses
 from diffshard.sharding_search.format_rules import simple_rules
 from diffshard.sharding_search.number_formats import groups_of
 from diffshard.sharding_search.options import Options
@@ -71,12 +71,12 @@ class _KnownLosses:
 
     def increase_of(self, products):
         count = len({self.numbers[product] for product in products})
-        return 0.1 * count + 0.15 * count * (count - 1) / 2
+        return Increase(0.1 * count + 0.15 * count * (count - 1) / 2, None)
 
     def increases_at(self, products, groups):
         current = frozenset(products)
         members = [frozenset(v.index for v in group.vertices) for group in groups]
-        return [self.increase_of(current | m) - self.increase_of(current - m) for m in members]
+        return [self.increase_of(current | m).mean - self.increase_of(current - m).mean for m in members]
 
 
 def test_what_is_chosen_changes_what_is_measured(monkeypatch):
@@ -99,7 +99,7 @@ def test_what_is_chosen_changes_what_is_measured(monkeypatch):
     vertices = [table.groups[name].vertices for name in names]
     best_s = plan.step_s
     for inside in itertools.combinations(range(len(names)), 3):  # four are beyond the limit
-        assert table.increase_of([v.index for n in inside for v in vertices[n]]) <= limit
+        assert table.increase_of([v.index for n in inside for v in vertices[n]]).mean <= limit
         offered = dict.fromkeys([names[n] for n in inside], 0.0)
         best_s = min(best_s, search(mesh, 1.0, hardware=hardware, increases=offered).plan(*args).step_s)
     assert plan.step_s <= best_s * (1 + 1e-6)
@@ -112,8 +112,10 @@ def test_validation_runs_have_the_losses_of_the_program_and_no_rule_within_the_l
     inside = list(losses.groups)[1:4]
     products = [v.index for name in inside for v in losses.groups[name].vertices]
     late = [np.mean(trained(inside, run)[-2:]) - np.mean(trained((), run)[-2:]) for run in runs]
-    np.testing.assert_allclose(losses.increase_of(products), np.mean(late), atol=1e-6)
-    assert losses.increase_of(()) == 0
+    mean, error = losses.increase_of(products)
+    np.testing.assert_allclose(mean, np.mean(late), atol=1e-6)
+    np.testing.assert_allclose(error, abs(late[0] - late[1]) / 2, atol=1e-6)
+    assert losses.increase_of(()).mean == 0
     step = search(mesh_of(2), 0.01, calls=formats.calls, steps=4, validation_runs=runs)
     plan = step.plan(*arguments())
     assert plan.formats is not None
@@ -159,7 +161,7 @@ def test_a_narrower_function_is_measured_in_place_of_the_searched_one():
     assert plan.formats is not None
     losses = losses_of(diffshard.Formats(UNLIMITED, **measured))
     products = [v.index for group in losses.groups.values() for v in group.vertices]
-    assert plan.formats.measured_increase == losses.increase_of(products)
+    assert plan.formats.measured_increase == losses.increase_of(products).mean
     with pytest.raises(ValueError, match=r"calls\[0\]` has other arrays"):
         search(mesh, 1.0, hardware=hardware, calls=calls_of(3, 8), steps=4).plan(*wide)
 
@@ -224,7 +226,7 @@ def test_formats_that_diverge_are_measured_as_inf():
     losses = losses_of(diffshard.Formats(1.0, calls=calls_of(3, 4), steps=2))
     losses._run = lambda state, calls, on: (state, np.full(len(calls), np.inf if on else 1.0))  # pyright: ignore
     groups = list(losses.groups.values())
-    assert losses.increase_of([v.index for group in groups for v in group.vertices]) == np.inf
+    assert losses.increase_of([v.index for group in groups for v in group.vertices]) == (np.inf, None)
     assert losses.increases_at((), groups) == [np.inf] * len(groups)
 
 
