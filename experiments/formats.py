@@ -33,7 +33,7 @@ from cost.memory import least_memory
 from diffshard.checks.achievable_rates import achievable_rates
 from diffshard.checks.timeline import simulate
 from diffshard.deadline import Deadline
-from diffshard.plans.formats import format_s
+from diffshard.plans.formats import format_bytes, format_s
 from diffshard.sharding_search.format_search import best_groups
 from diffshard.sharding_search.number_formats import ProductGroup, product_groups
 from diffshard.sharding_search.options import Options
@@ -197,9 +197,12 @@ def compiled_table(name: str, mesh_text: str, sizes: str, time_limit_s: float) -
         products = [re.findall(r"%[\w.-]+", operands) for operands in re.findall(r" dot\(([^)]*)\)", hlo)]
         kernels = f"{sum(float8.issuperset(operands) for operands in products)} of {len(products)}"
         timeline = simulate(hlo, mesh.shape, rates)
-        rows.append([label, format_s(plan.step_s), format_s(plan.lower_bound_s), format_s(timeline.step_s), kernels])
+        sent = sum(num_bytes for (kind, _), num_bytes in plan.collective_bytes.items() if kind == "all_gather")
+        coded = len(re.findall(r"f8\w+\[[^=]*all-gather(?:-start)?\(", hlo))
+        row = [format_s(plan.step_s), format_s(plan.lower_bound_s), format_s(timeline.step_s), kernels]
+        rows.append([label, *row, format_bytes(sent), str(coded)])
         print(*rows[-1], *timeline.notes, sep="  ", flush=True)
-    columns = ["products", "predicted", "bound", "timeline", "in float8"]
+    columns = ["products", "predicted", "bound", "timeline", "in float8", "gathered", "as codes"]
     print_table(f"{name} on {mesh_text} H100s, compiled", columns, rows)
 
 

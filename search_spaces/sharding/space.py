@@ -113,7 +113,7 @@ class ShardingSpace:
     def with_float8(self, price_s: Mapping[int, float]) -> "ShardingSpace":
         """Returns the space with these products free to run in float8; what does not depend on it is not made again."""
         space = replace(self, float8_price_s=dict(price_s))
-        changing = {"node_costs", "_problem", "quantities", "preference_problem"}
+        changing = {"node_costs", "_problem", "quantities", "preference_problem", "least_compute_s"}
         if self.float8_price_s.keys() != price_s.keys():
             changing |= {"nodes", "alike", "usages", "_transfer_matrices"}
         made = {name: value for name, value in vars(self).items() if name not in vars(space) and name not in changing}

@@ -114,7 +114,7 @@ def test_validation_runs_have_the_losses_of_the_program_and_no_rule_within_the_l
     late = [np.mean(trained(inside, run)[-2:]) - np.mean(trained((), run)[-2:]) for run in runs]
     mean, error = losses.increase_of(products)
     np.testing.assert_allclose(mean, np.mean(late), atol=1e-6)
-    np.testing.assert_allclose(error, abs(late[0] - late[1]) / 2, atol=1e-6)
+    assert error == pytest.approx(abs(late[0] - late[1]) / 2, abs=1e-6)
     assert losses.increase_of(()).mean == 0
     step = search(mesh_of(2), 0.01, calls=formats.calls, steps=4, validation_runs=runs)
     plan = step.plan(*arguments())
