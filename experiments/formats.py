@@ -128,7 +128,7 @@ def searches_table(setting: Setting, searches: int, budgets: Sequence[float]) ->
     print_table(f"{setting.small.name}: the found step over the best rule's within the budget", columns, rows)
 
 
-def joint_table(setting: Setting, budgets: Sequence[float]) -> None:
+def joint_table(setting: Setting, budgets: Sequence[float], time_limit_s: float) -> None:
     """Prints the step of the search for both at once over that of shardings first and formats afterwards."""
     measures = setting.measures(0)
     increases = setting.plan(budgets[0], rounds=0, **{**measures, "validation_runs": ()}).formats.increases
@@ -144,7 +144,7 @@ def joint_table(setting: Setting, budgets: Sequence[float]) -> None:
         limit_bytes = TIGHT * float(np.max(least_memory(space.problem)[1])) if is_tight else hardware.memory_bytes
         options = dataclasses.replace(options, memory_limit_bytes=limit_bytes)
         request = PlanRequest(options, traced, space, time.perf_counter())
-        exact = fastest_choice(request, Deadline.from_now(None))
+        exact = fastest_choice(request, Deadline.from_now(time_limit_s))
         groups = [group for group in product_groups(space) if group.name in increases]
         free = space.with_float8({v.index: 0.0 for group in groups for v in group.vertices})
         of = gains_s(free, exact.choice)
@@ -161,6 +161,7 @@ def joint_table(setting: Setting, budgets: Sequence[float]) -> None:
                 setting.mesh,
                 hardware=hardware,
                 memory_limit_bytes=limit_bytes,
+                time_limit_s=time_limit_s,
                 formats=formats,
                 progress="none",
             ).plan(*abstract_arguments(setting.wide))
@@ -218,7 +219,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--sizes", choices=("full", "small"), default="full")
     parser.add_argument("--compile", choices=CASES, help="compile this model instead")
     parser.add_argument("--mesh", default="2x4")
-    parser.add_argument("--time-limit", type=float, default=30.0, help="seconds of the solver for each compiled plan")
+    parser.add_argument("--time-limit", type=float, default=30.0, help="seconds of the solver for each plan")
     options = parser.parse_args(argv)
     if options.compile:
         compiled_table(options.compile, options.mesh, options.sizes, options.time_limit)
@@ -227,7 +228,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.searches:
         searches_table(setting, options.searches, options.budgets)
     elif options.joint:
-        joint_table(setting, options.budgets)
+        joint_table(setting, options.budgets, options.time_limit)
     else:
         training_table(setting, options.steps, options.seeds, options.budgets)
     return 0

@@ -177,11 +177,11 @@ def _candidates(
 
 
 def best_groups(gains: np.ndarray, losses: np.ndarray, limit: float) -> tuple[int, ...]:
-    """Returns the groups that gain most within the limit, by what each gains and costs."""
+    """Returns the groups that gain most within the limit, by what each gains and costs; all if that is within it."""
+    if losses.sum() <= limit:
+        return tuple(range(len(gains)))  # all may be in float8, and the search says which are
     if not np.any(gains > 0):
         return ()
-    if losses.sum() <= limit:
-        return tuple(np.flatnonzero(gains > 0).tolist())
     result = milp(
         -gains / gains.max(),
         integrality=np.ones(len(gains)),

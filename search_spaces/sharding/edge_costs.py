@@ -103,7 +103,7 @@ def edge_transfer_s(
         return seconds
     of_pair = {
         pair: reshard_costs.reshard_s((pair[0],), (pair[1],), message.num_bytes, latency_share, weight).item()
-        + edge.weight * sum(map(reshard_costs.maximum_s, message.maxima))
+        + (weight if message.is_coded else edge.weight) * sum(map(reshard_costs.maximum_s, message.maxima))
         for pair, message in messages.items()
     }
     seconds = seconds.copy()

@@ -194,7 +194,8 @@ def _transfers(
             message = message_of(reshard_costs.path, edge.value, source, target, in_float8=in_float8)
             for axis in message.maxima:
                 link_s = edge.weight * reshard_costs.maximum_s(axis)
-                sent = "all_reduce", axis_names[axis], MAXIMUM_BYTES, edge.weight, link_s, link_s
+                waited_s = (costs.shares.exposed(edge.value) if message.is_coded else 1.0) * link_s
+                sent = "all_reduce", axis_names[axis], MAXIMUM_BYTES, edge.weight, waited_s, link_s
                 transfers.append(Transfer(*sent, vertex, edge.reader, edge.value.vertex, vertex))
             steps = reshard_costs.path(source, target)
             add(steps, edge.value, edge.weight, vertex, edge.reader, reader, message.num_bytes)

@@ -2,7 +2,9 @@
 
 Rounding an array and then gathering the codes gives the same numbers as gathering it and then rounding, because the
 scale is that of the whole array either way. Codes have one byte for each element, a quarter of float32's; but the
-largest magnitude of an array is a maximum over the mesh axes that split it, and before a gather these are more.
+largest magnitude of an array is a maximum over the mesh axes that split it, and before a gather these are more. A
+maximum before a gather runs when the gather does, so that the step waits for the same share of it; one after it is
+waited for.
 """
 
 from typing import Any, NamedTuple

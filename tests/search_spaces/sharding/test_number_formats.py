@@ -139,7 +139,7 @@ def test_the_price_of_a_message_by_hand():
         latency = space.node_costs.shares.latency(edge.value)
         share = space.node_costs.shares.exposed(edge.value)
         gather_s = share * costs.step_s(step, message.num_bytes, latency)
-        maximum_s = costs.step_s(maximum_step(0), 4.0) if is_coded else 0.0
+        maximum_s = share * costs.step_s(maximum_step(0), 4.0) if is_coded else 0.0
         matrix = edge_transfer_s(edge, space.nodes, costs, space.node_costs.shares)
         np.testing.assert_allclose(matrix[source, whole[1]], gather_s + maximum_s, rtol=1e-9)
         exact_s = share * costs.step_s(step, 2 * width**2, latency)
