@@ -105,8 +105,7 @@ def _measured_trials(
     assert formats is not None
     limit, solves = formats.max_loss_increase, formats.rounds + 1 + len(rules) + 2
     limit_s = request.options.time_limit_s
-    names = {group.name for group in losses.groups.values()}
-    known = [group for group in groups if group.name in names]
+    known = [group for group in groups if group.name in losses.groups and group.name in increases]
     offered = {vertex.index for group in known for vertex in group.vertices}
 
     def deadline() -> Deadline:
@@ -137,7 +136,7 @@ def _measured_trials(
             around = last if last.measured > limit else _fastest_within(trials, limit)
             products, damage = _like(losses, groups, around.found.products), min(around.measured, _MOST_DAMAGE * limit)
             if losses.takes_looks:
-                increases = _increases_at(losses, groups, products)
+                increases = _increases_at(losses, known, products)
             increases = _scaled(groups, increases, around.found.products, max(0.0, damage))
     return trials
 

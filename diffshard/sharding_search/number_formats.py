@@ -35,7 +35,7 @@ class Formats:
       calls: for each step of a training the positional arguments of the function, arrays on one device. What results
         replace, the state, is read from the first call only.
       increases: what earlier looks found, by the names of groups, such as `Plan.formats.increases` of a narrower model
-        of the same code. Then no looks are taken, and a group that is not named stays as it is.
+        of the same code. They stand for the looks of the first round, and a group that is not named stays as it is.
       loss: the path of the loss among the results, such as "result[1]"; None takes the only floating-point scalar that
         does not replace an argument.
       steps: of one look ahead.

@@ -238,3 +238,13 @@ def test_a_group_with_an_increase_of_inf_stays_as_it_is(tmp_path):
     assert {g.name: g.num_float8 for g in plan.formats.groups} == {name: name != names[0] for name in names}
     plan.save(tmp_path / "plan.json")
     assert diffshard.Plan.load(tmp_path / "plan.json", mesh) == plan
+
+
+def test_known_increases_begin_the_rounds_and_name_what_may_be_rounded():
+    names = [group.name for group in groups_of(traced(train_step, arguments())[2].graph)]
+    increases = dict.fromkeys(names[:2], 0.0)
+    plan = search(mesh_of(2), 1.0, increases=increases, calls=calls_of(3, 4), steps=2).plan(*arguments())
+    assert plan.formats is not None
+    assert {group.name for group in plan.formats.groups if group.num_float8} == set(names[:2])
+    assert plan.formats.trials[0].predicted_increase == 0
+    assert plan.formats.measured_by == "looks ahead"
