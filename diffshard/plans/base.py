@@ -226,15 +226,36 @@ class FormatGroup:
       name: modules, line, pass and contracted dimensions; numbers of layers are left out.
       count: products.
       num_float8: of them in float8.
-      loss_increase: predicted for a whole training with all of them in float8.
+      loss_increase: predicted for a whole training with all of them in float8; inf where a loss was not finite.
       gain_s: seconds of a step that those in float8 gain.
     """
 
     name: str
     count: Count
     num_float8: Index
-    loss_increase: Amount
+    loss_increase: AmountOrInf
     gain_s: AnyNumber
+
+
+@dataclass(frozen=True)
+class FormatTrial:
+    """Formats whose effect on the loss was measured together.
+
+    Attributes:
+      name: of a simple rule, or of the round of the search that found them.
+      step_s: predicted seconds of the fastest step found with them.
+      num_float8: products in float8.
+      predicted_increase: of the loss, by the increases of groups that were known before it was measured.
+      measured_increase: of the loss; inf where it was not finite.
+      measured_error: the standard error of that over runs or looks; None of a single one.
+    """
+
+    name: str
+    step_s: Amount
+    num_float8: Index
+    predicted_increase: AmountOrInf
+    measured_increase: AnyNumber
+    measured_error: Amount | None = None
 
 
 @dataclass(frozen=True)
@@ -243,13 +264,19 @@ class PlannedFormats:
 
     Attributes:
       max_loss_increase: the limit.
-      loss_increase: predicted for the plan: the sum over its groups in float8.
+      loss_increase: predicted for the plan: the sum over its groups, of each the part in float8.
       groups: those that gain time in float8 on some sharding, the ones that gain most first.
+      measured_increase: of the formats together; None where nothing was measured, and in plans of older versions.
+      measured_by: what that was measured by; "" for nothing.
+      trials: what was measured together, in this order.
     """
 
     max_loss_increase: Amount
     loss_increase: Amount
     groups: tuple[FormatGroup, ...]
+    measured_increase: AnyNumber | None = None
+    measured_by: str = ""
+    trials: tuple[FormatTrial, ...] = ()
 
     @property
     def increases(self) -> dict[str, float]:

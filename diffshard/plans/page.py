@@ -42,7 +42,7 @@ from diffshard.plans.summary import (
     reason,
     verdict,
 )
-from diffshard.plans.text import format_plan, formats_rows, formats_words
+from diffshard.plans.text import format_plan, formats_rows, formats_words, trials_rows
 from diffshard.plans.timeline import timeline_elements
 from diffshard.plans.tried_shapes import shape_table
 from diffshard.plans.whole_work import whole_lines
@@ -178,7 +178,12 @@ def _formats(plan: PlanData) -> str:
         return ""
     head, *rows = formats_rows(plan.formats)
     words = f"<div class=dim>{escape(formats_words(plan.formats))}</div>"
-    return f"<h2>Number formats</h2>{words}{table(head, rows, right=(1, 3, 4))}"
+    page = f"<h2>Number formats</h2>{words}{table(head, rows, right=(1, 3, 4))}"
+    if plan.formats.trials:
+        head, *rows = trials_rows(plan.formats)
+        words = f"<div class=dim>measured together, by {escape(plan.formats.measured_by)}</div>"
+        page += words + table(head, rows, right=(1, 2, 3, 4))
+    return page
 
 
 def _graph(plan: PlanData, shown_layers: Sequence[Layer], fills: dict[frozenset[str], str]) -> str:

@@ -126,14 +126,20 @@ def _remat(remat: Rematerialisation) -> str:
 
 def _formats(formats: PlannedFormats) -> str:
     rows = format_table(formats_rows(formats), "  ", right=(1, 3, 4), wrap=(0,))
-    return "\n".join([*wrapped(f"Formats: {formats_words(formats)}", "", "  "), "", *rows])
+    lines = [*wrapped(f"Formats: {formats_words(formats)}", "", "  "), "", *rows]
+    if formats.trials:
+        title = f"Formats that were measured together, by {formats.measured_by}"
+        lines += ["", title, "", *format_table(trials_rows(formats), "  ", right=(1, 2, 3, 4), wrap=(0,))]
+    return "\n".join(lines)
 
 
 def formats_words(formats: PlannedFormats) -> str:
     """Returns in words what number formats do to the loss."""
+    measured = formats.measured_increase
+    together = "" if measured is None else f"; {measured:+.2g} measured together by {formats.measured_by}"
     return (
         f"products in float8, with what their group adds to the loss: {formats.loss_increase:+.2g} predicted of "
-        f"{formats.max_loss_increase:+.2g} that may be added"
+        f"{formats.max_loss_increase:+.2g} that may be added{together}"
     )
 
 
@@ -143,6 +149,16 @@ def formats_rows(formats: PlannedFormats) -> list[tuple[str, ...]]:
     for g in formats.groups:
         gains = format_s(g.gain_s) if g.num_float8 else ""
         rows.append((g.name, f"{g.count}x", "float8" if g.num_float8 else "own", f"{g.loss_increase:+.2g}", gains))
+    return rows
+
+
+def trials_rows(formats: PlannedFormats) -> list[tuple[str, ...]]:
+    """Returns titles, then a row for each set of products that was measured: name, number, seconds and losses."""
+    rows: list[tuple[str, ...]] = [("formats", "in float8", "step", "predicted", "measured")]
+    for t in formats.trials:
+        error = "" if not t.measured_error else f" ± {t.measured_error:.1g}"
+        losses = (f"{t.predicted_increase:+.2g}", f"{t.measured_increase:+.2g}{error}")
+        rows.append((t.name, str(t.num_float8), format_s(t.step_s), *losses))
     return rows
 
 

@@ -22,8 +22,9 @@ from diffshard.sharding_search.request import PlanRequest
 from diffshard.sharding_search.step_objective import step_s
 from diffshard.sharding_search.warm_start import start_of
 from search_spaces.base import Choice
+from search_spaces.sharding.float8 import takes_float8
+from search_spaces.sharding.float8_gains import gains_s
 from search_spaces.sharding.memory_use import memory_use
-from search_spaces.sharding.number_formats import takes_float8
 from search_spaces.sharding.space import ShardingSpace
 
 _LEAST_SOLVER_S, _SOLVER_SHARE = 3.0, 0.5
@@ -139,10 +140,8 @@ def _of_float8(request: PlanRequest, plan: Plan, choice: Choice) -> Iterator[Adv
         return
     if computing is None or computing.products_s < _LEAST_PRODUCTS * plan.step_s:
         return
-    strategies = space.layout(choice).strategies
-    in_float8 = [v for v in space.graph.vertices if takes_float8(v)]
-    costs = space.with_float8(dict.fromkeys((v.index for v in in_float8), 0.0)).node_costs
-    gains = (float(costs.float8_gain_s(v, (strategies[v.index],))[0]) for v in in_float8)
+    products = [vertex.index for vertex in space.graph.vertices if takes_float8(vertex)]
+    gains = gains_s(space.with_float8(dict.fromkeys(products, 0.0)), choice).values()
     seconds = min(sum(gain for gain in gains if gain > 0), plan.step_s)
     words = "round products to float8 (`formats=diffshard.Formats(...)`) as far as the loss allows, split as they are"
     yield _faster(plan, "at most", seconds, words)

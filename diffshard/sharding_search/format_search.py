@@ -8,27 +8,20 @@ on the wrong side exceeds, and one on the right side leaves unused, is settled b
 shardings (a knapsack).
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 
 from cost.evaluation import evaluate
-from diffshard.plans.base import FormatGroup, PlannedFormats
-from diffshard.sharding_search.call import array_types, bound_arguments, split
-from diffshard.sharding_search.layout import layout_of
-from diffshard.sharding_search.number_formats import (
-    Formats,
-    ProductGroup,
-    loss_increases,
-    loss_result,
-    product_groups,
-)
+from diffshard.deadline import Deadline
+from diffshard.sharding_search.number_formats import ProductGroup
 from diffshard.sharding_search.plan import Plan
 from diffshard.sharding_search.planning import fastest_choice, make_plan, solve_problem_of
 from diffshard.sharding_search.request import PlanRequest
+from search_spaces.sharding.float8_gains import gains_s, in_float8, in_own_formats
 from search_spaces.sharding.space import ShardingSpace
 
 _MOST_PRICES = 6
@@ -40,75 +33,107 @@ _SEARCH_SHARE = 0.15
 
 
 class _Priced(NamedTuple):
-    """The solution at one price: its choice, the seconds of its step without the price, and its loss."""
+    """The solution at one price: the seconds of its step without the price, and its loss."""
 
-    choice: np.ndarray
     seconds: float
     loss: float
 
 
-def find_plan_with_formats(request: PlanRequest) -> Plan:
-    """Returns the fastest plan found whose predicted increase of the loss is within that of the options.
+class FoundFormats(NamedTuple):
+    """The fastest plan that was found within a limit on the loss.
+
+    Attributes:
+      plan: with what is predicted of its formats.
+      products: the indices of the vertices that are in float8.
+      choice: `[V]` its strategies, in the space without float8.
+      bound_s: no plan within the limit is faster, by the increases that it was found with.
+      bound_of_any_s: no plan is faster, whatever it does to the loss.
+    """
+
+    plan: Plan
+    products: frozenset[int]
+    choice: np.ndarray
+    bound_s: float
+    bound_of_any_s: float
+
+
+def fastest_within(
+    request: PlanRequest,
+    groups: Sequence[ProductGroup],
+    increases: Mapping[str, float],
+    limit: float,
+    deadline: Deadline,
+    start: np.ndarray,
+) -> FoundFormats:
+    """Returns the fastest plan found whose predicted increase of the loss is within a limit.
+
+    Args:
+      request: the function and its space.
+      groups: of its products.
+      increases: of the loss, by the names of groups. Those that are not named or not finite stay as they are.
+      limit: on the sum of the increases of those in float8.
+      deadline: of this search.
+      start: `[V]` strategies in the space without float8. What is found is not slower than these with the best formats.
 
     Raises:
-      ValueError: the loss or the calls do not fit the function, the loss is not finite, or the function has an
-        operation that only XLA's partitioner can split.
       InfeasibleError: no plan fits the memory limit.
     """
-    formats, space = request.options.formats, request.space
-    assert formats is not None
-    if not space.as_program:
-        raise ValueError("`formats` need an explicit program, and the function has operations that cannot be in one.")
-    groups = product_groups(space)
-    increases = _increases(formats, request, groups)
-    offered = [(group, increases[group.name]) for group in groups if group.name in increases]
-    groups, losses = [group for group, _ in offered], np.array([loss for _, loss in offered])
-    limit, deadline = formats.max_loss_increase, request.options.deadline()
-    bound_s, solutions = -np.inf, []
+    groups = [group for group in groups if np.isfinite(increases.get(group.name, np.inf))]
+    losses = np.array([increases[group.name] for group in groups])
+    space = request.space.with_float8(_prices(groups, np.zeros(len(groups))))
+    bound_s, bound_of_any_s, solutions, choices = -np.inf, 0.0, [], [start]
     price, tried = 0.0, set()
     while price not in tried and len(tried) < _MOST_PRICES and not (tried and deadline.is_over(0.6)):
         tried.add(price)
         priced = space.with_float8(_prices(groups, price * losses))
         limited = replace(request.options, time_limit_s=deadline.remaining_s(_SEARCH_SHARE))
-        solution = solve_problem_of(limited, priced.problem, priced, None, request.progress)
+        begin = _with_gains(priced, choices[-1])
+        solution = solve_problem_of(limited, priced.problem, priced, begin, request.progress)
         bound_s = max(bound_s, solution.lower_bound - price * limit - space.most_preference_s)
-        layout = priced.layout(solution.choice)
-        rounded = [sum(v.index in layout.rounded for v in g.vertices) / len(g.vertices) for g in groups]
-        loss = float(losses @ rounded) if groups else 0.0
-        solutions.append(_Priced(np.asarray(solution.choice), solution.cost - price * loss, loss))
+        bound_of_any_s = bound_s if price == 0 else bound_of_any_s
+        loss = predicted_increase(groups, increases, priced.layout(solution.choice).rounded)
+        solutions.append(_Priced(solution.cost - price * loss, loss))
+        choices.append(in_own_formats(priced, solution.choice))
         price = _next_price(solutions, limit)
     best = None
-    for chosen, start in _candidates(space, groups, losses, [s.choice for s in solutions], limit):
-        fixed = space.with_float8(_prices([groups[i] for i in chosen], np.zeros(len(chosen))))
-        found = fastest_choice(request._replace(space=fixed), deadline, start)
-        plan = make_plan(request._replace(space=fixed), found)
-        if best is None or plan.step_s < best.step_s:
-            best = plan
+    for chosen, start in _candidates(space, groups, losses, choices, limit):
+        planned = plan_with(request, [v.index for i in chosen for v in groups[i].vertices], deadline, start)
+        if best is None or planned[0].step_s < best[0].step_s:
+            best = planned
+        if len(chosen) == len(groups):  # all are free, as at the price 0
+            bound_of_any_s = max(bound_of_any_s, planned[0].lower_bound_s)
     assert best is not None
-    bound_s = min(max(bound_s, 0.0), best.step_s)
-    gap = (best.step_s - bound_s) / best.step_s if best.step_s else 0.0
-    timeline = best.timeline
-    if timeline is not None:  # the bound of the space with the chosen formats is none of other formats
-        least_s = space.with_float8(_prices(groups, np.zeros(len(groups)))).least_compute_s
-        timeline = replace(timeline, lower_bound_s=min(least_s, timeline.lower_bound_s))
-    status = "finished" if gap > 1e-9 and best.status == "optimal" else best.status
-    planned = _planned(formats, space, offered, best)
-    return replace(best, lower_bound_s=bound_s, gap=gap, status=status, timeline=timeline, formats=planned)
+    return FoundFormats(*best, max(bound_s, bound_of_any_s), bound_of_any_s)
 
 
-def _increases(formats: Formats, request: PlanRequest, groups: Sequence[ProductGroup]) -> dict[str, float]:
-    """Returns what each group adds to the loss, by its name."""
-    if formats.increases is not None:
-        return dict(formats.increases)
-    traced_function = request.traced_function
-    loss = loss_result(formats, request.space, traced_function.out_paths)
-    calls, types = [], array_types(traced_function.call.arrays)
-    for number, call in enumerate(formats.calls):
-        arrays: list[Any] = split(bound_arguments(request.options, call, {}))[0]
-        if array_types(arrays) != types:
-            raise ValueError(f"`Formats.calls[{number}]` has other arrays than the arguments that are planned for.")
-        calls.append(arrays)
-    return dict(zip((g.name for g in groups), loss_increases(formats, request.space, groups, calls, loss), strict=True))
+def plan_with(
+    request: PlanRequest, allowed: Collection[int], deadline: Deadline, start: np.ndarray | None = None
+) -> tuple[Plan, frozenset[int], np.ndarray]:
+    """Returns the fastest plan found that may have some products in float8, those that it has, and its choice."""
+    fixed = request.space.with_float8(dict.fromkeys(allowed, 0.0))
+    start = None if start is None else _with_gains(fixed, start)
+    solution = fastest_choice(request._replace(space=fixed), deadline, start)
+    products = fixed.layout(solution.choice).rounded
+    return make_plan(request._replace(space=fixed), solution), products, in_own_formats(fixed, solution.choice)
+
+
+def _with_gains(space: ShardingSpace, choice: np.ndarray) -> np.ndarray:
+    """Returns a choice of the space without float8 with the products in it that gain more than they cost."""
+    price_s = space.float8_price_s
+    return in_float8(space, choice, [i for i, gain_s in gains_s(space, choice).items() if gain_s > price_s[i]])
+
+
+def predicted_increase(
+    groups: Sequence[ProductGroup], increases: Mapping[str, float], products: Collection[int]
+) -> float:
+    """Returns the sum of what groups add to the loss, of each the part of its products that are in float8."""
+    shares = [(increases.get(group.name, 0.0), share_in(group, products)) for group in groups]
+    return sum(increase * share for increase, share in shares if share)
+
+
+def share_in(group: ProductGroup, products: Collection[int]) -> float:
+    """Returns the share of a group's products that are among some, by the indices of their vertices."""
+    return sum(vertex.index in products for vertex in group.vertices) / len(group.vertices)
 
 
 def _prices(groups: Sequence[ProductGroup], prices: np.ndarray) -> dict[int, float]:
@@ -135,24 +160,28 @@ def _candidates(
     choices: Sequence[np.ndarray],
     limit: float,
 ) -> list[tuple[tuple[int, ...], np.ndarray]]:
-    """Returns sets of groups in float8 that are worth a last search for their shardings, and where it begins."""
-    gains = [np.array([_gain_s(space, group, choice) for group in groups]) for choice in choices]
+    """Returns sets of groups in float8 that are worth a last search for their shardings, and where it begins.
+
+    `space` has all groups free to be in float8, and `choices` are without.
+    """
+    of_products = [gains_s(space, choice) for choice in choices]
+    gains = [np.array([sum(max(0.0, of[v.index]) for v in group.vertices) for group in groups]) for of in of_products]
     exact_s = [float(evaluate(space.problem, choice.tolist()).cost) for choice in choices]
 
     def seconds(chosen: tuple[int, ...]) -> list[float]:
         return [exact - float(gain[list(chosen)].sum()) for exact, gain in zip(exact_s, gains, strict=True)]
 
-    candidates = dict.fromkeys(_chosen(gain, losses, limit) for gain in gains)
+    candidates = dict.fromkeys(best_groups(gain, losses, limit) for gain in gains)
     best = sorted(candidates, key=lambda chosen: min(seconds(chosen)))[:_MOST_CANDIDATES]
     return [(chosen, choices[int(np.argmin(seconds(chosen)))]) for chosen in best]
 
 
-def _chosen(gains: np.ndarray, losses: np.ndarray, limit: float) -> tuple[int, ...]:
-    """Returns the groups that gain most within the limit, by what each gains and costs."""
+def best_groups(gains: np.ndarray, losses: np.ndarray, limit: float) -> tuple[int, ...]:
+    """Returns the groups that gain most within the limit, by what each gains and costs; all if that is within it."""
+    if losses.sum() <= limit:
+        return tuple(range(len(gains)))  # all may be in float8, and the search says which are
     if not np.any(gains > 0):
         return ()
-    if losses.sum() <= limit:
-        return tuple(np.flatnonzero(gains > 0).tolist())
     result = milp(
         -gains / gains.max(),
         integrality=np.ones(len(gains)),
@@ -163,25 +192,3 @@ def _chosen(gains: np.ndarray, losses: np.ndarray, limit: float) -> tuple[int, .
     while losses[taken].sum() > limit:  # by the tolerance of the solver
         taken.remove(min(taken, key=lambda i: gains[i] / max(losses[i], 1e-300)))
     return tuple(taken)
-
-
-def _gain_s(space: ShardingSpace, group: ProductGroup, choice: np.ndarray) -> float:
-    """Returns the seconds that a group gains in float8 at the shardings of a choice."""
-    costs = space.with_float8({v.index: 0.0 for v in group.vertices}).node_costs
-    strategies = [(v, (space.nodes[v.index].strategies[choice[v.index]],)) for v in group.vertices]
-    return sum(max(0.0, float(costs.float8_gain_s(v, strategy)[0])) for v, strategy in strategies)
-
-
-def _planned(
-    formats: Formats, space: ShardingSpace, offered: Sequence[tuple[ProductGroup, float]], plan: Plan
-) -> PlannedFormats:
-    rows = []
-    exact = space.with_float8({v.index: np.inf for g, _ in offered for v in g.vertices}).node_costs
-    layout = layout_of(plan, space)
-    for group, increase in offered:
-        in_float8 = [v for v in group.vertices if v.index in layout.rounded]
-        gain_s = sum(float(exact.float8_gain_s(v, (layout.strategies[v.index],))[0]) for v in in_float8)
-        rows.append(FormatGroup(group.name, len(group.vertices), len(in_float8), increase, gain_s))
-    rows.sort(key=lambda row: (-row.gain_s, row.name))
-    increase = sum(row.loss_increase for row in rows if row.num_float8)
-    return PlannedFormats(formats.max_loss_increase, increase, tuple(rows))

@@ -10,8 +10,8 @@ from diffshard.plans.base import Operation, PlanData
 from search_spaces.partition_specs import IndexedSpec, indexed_spec
 from search_spaces.sharding.base import Layout, ReshardStep, ShardingStrategy
 from search_spaces.sharding.execution import make_layout
+from search_spaces.sharding.float8 import takes_float8
 from search_spaces.sharding.graph import Value, Vertex
-from search_spaces.sharding.number_formats import takes_float8
 from search_spaces.sharding.space import ShardingSpace
 from search_spaces.sharding.spec import axes_in, shards
 
@@ -56,7 +56,7 @@ def layout_of(plan: PlanData, space: ShardingSpace) -> Layout:
         strategies.append(ShardingStrategy(operands, results, parts, reductions, unreduced))
         for value, spec in zip(vertex.results, kept_specs, strict=True):
             value_specs[value.id] = spec
-    return make_layout(space.graph, strategies, value_specs, _rounded(plan, space))
+    return make_layout(space.graph, strategies, value_specs).with_float8(_rounded(plan, space))
 
 
 def _rounded(plan: PlanData, space: ShardingSpace) -> frozenset[int]:

@@ -20,7 +20,7 @@ from diffshard.pipelines.pipelined_function import PipelinedFunction, pipelined
 from diffshard.plans.base import Executor
 from diffshard.processes import errors_for_all
 from diffshard.sharding_search.advising import find_with_advice
-from diffshard.sharding_search.format_search import find_plan_with_formats
+from diffshard.sharding_search.format_rounds import find_plan_with_formats
 from diffshard.sharding_search.logical_axes import checked_rules
 from diffshard.sharding_search.mesh_candidates import Devices, mesh_candidates, mesh_of_all
 from diffshard.sharding_search.number_formats import Formats

@@ -7,7 +7,7 @@ Letters for sizes: A mesh axes, F factors of a rule, V nodes (the vertices of th
 of node v.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -114,6 +114,7 @@ class ShardingStrategy(NamedTuple):
       reductions: for each result the collectives that finish its partial sums; of an array that is stored one way and
         gathered for its readers, the gathers.
       unreduced: the specs of the results before those collectives.
+      in_float8: whether the operands of a product are rounded to float8 before they are multiplied.
     """
 
     operands: tuple[IndexedSpec, ...]
@@ -121,6 +122,7 @@ class ShardingStrategy(NamedTuple):
     parts: int
     reductions: tuple[tuple[ReshardStep, ...], ...]
     unreduced: tuple[IndexedSpec, ...]
+    in_float8: bool = False
 
 
 class Node(NamedTuple):
@@ -165,11 +167,19 @@ class Layout(NamedTuple):
       value_specs: for each value, by id, the spec in which its readers receive it; `()` for values without dimensions.
       input_specs: for each flat argument, how it comes in.
       output_specs: for each flat result, how it goes out: as the argument that it replaces, else as it is made.
-      rounded: the indices of the products that run in float8.
     """
 
     strategies: tuple[ShardingStrategy, ...]
     value_specs: tuple[IndexedSpec, ...]
     input_specs: tuple[IndexedSpec, ...]
     output_specs: tuple[IndexedSpec, ...]
-    rounded: frozenset[int] = frozenset()
+
+    @property
+    def rounded(self) -> frozenset[int]:
+        """The indices of the products that run in float8."""
+        return frozenset(i for i, strategy in enumerate(self.strategies) if strategy.in_float8)
+
+    def with_float8(self, products: Collection[int]) -> "Layout":
+        """Returns the layout with these products in float8, by the indices of their vertices, and no others."""
+        strategies = (s._replace(in_float8=i in products) for i, s in enumerate(self.strategies))
+        return self._replace(strategies=tuple(strategies))

@@ -18,12 +18,13 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from search_spaces.partition_specs import IndexedSpec, named_spec, partition_spec
 from search_spaces.replay import bind
 from search_spaces.sharding.base import Layout, ReshardStep
+from search_spaces.sharding.float8 import float8_dtypes
 from search_spaces.sharding.given import rank_of
 from search_spaces.sharding.graph import Graph, Value, Vertex
 from search_spaces.sharding.interpreter import GraphInterpreter, ReadOperand
 from search_spaces.sharding.local_blocks import Blocks, context_of_blocks
 from search_spaces.sharding.local_operations import LocalCall, combiner, run_local, unpadded, untyped_parameters
-from search_spaces.sharding.number_formats import float8_product
+from search_spaces.sharding.number_formats import Codes, float8_product, rounded
 from search_spaces.sharding.resharding import Paths
 from search_spaces.sharding.schedule import ProgramSchedule
 from search_spaces.sharding.spec import axes_in, replicated_spec
@@ -52,7 +53,7 @@ class DeviceProgram:
     def __call__(self, *arguments: Any) -> list[Any]:
         """Runs the function; returns its flat results."""
         constants = [self.layout.strategies[v.index].unreduced[0] for v in self.graph.constants]
-        run = GraphInterpreter(self.graph, self.layout, self.path, self, self.schedule)
+        run = GraphInterpreter(self.graph, self.layout, self.path, self, self.schedule, encode=self.encode)
         program = jax.shard_map(
             lambda *blocks: run(blocks[: len(arguments)], blocks[len(arguments) :]),
             mesh=self.mesh,
@@ -69,6 +70,8 @@ class DeviceProgram:
 
     def reshard(self, array: Any, value: Value, source: IndexedSpec, steps: Sequence[ReshardStep]) -> Any:
         """Runs the collective of each step."""
+        if isinstance(array, Codes):
+            return array._replace(codes=self.blocks.reshard(array.codes, value.shape, source, steps))
         return self.blocks.reshard(array, value.shape, source, steps)
 
     def fix(self, array: Any, value: Value, spec: IndexedSpec) -> Any:
@@ -80,11 +83,10 @@ class DeviceProgram:
         """Runs an operation on blocks, or runs it whole and slices its results."""
         strategy = self.layout.strategies[vertex.index]
         if not self._runs_whole(vertex):
-            operands = [read(operand, spec) for operand, spec in zip(vertex.operands, strategy.operands, strict=True)]
             call = LocalCall(vertex, strategy, self.blocks)
-            if vertex.index in self.layout.rounded:
-                split_axes = [[self.blocks.axis_names[a] for a in sorted(axes_in(s))] for s in strategy.operands]
-                return _checked(call, float8_product(vertex, unpadded(call, operands), split_axes))
+            if strategy.in_float8:
+                return _checked(call, float8_product(vertex, self._float8_operands(call, read)))
+            operands = [read(operand, spec) for operand, spec in zip(vertex.operands, strategy.operands, strict=True)]
             return _checked(call, run_local(call, operands))
         assert vertex.equation is not None
         operands = [read(operand, replicated_spec(rank_of(operand))) for operand in vertex.operands]
@@ -93,6 +95,21 @@ class DeviceProgram:
             self._slice(array, value, spec)
             for array, value, spec in zip(results, vertex.results, strategy.results, strict=True)
         ]
+
+    def _float8_operands(self, call: LocalCall, read: ReadOperand) -> list[Codes]:
+        """Returns the blocks of a product's operands, rounded on their way or here."""
+        specs = call.strategy.operands
+        operands = [read(o, spec, i) for i, (o, spec) in enumerate(zip(call.vertex.operands, specs, strict=True))]
+        numbers = unpadded(call, [o.codes if isinstance(o, Codes) else o for o in operands])
+        return [
+            operand if isinstance(operand, Codes) else self.encode(block, call.vertex, position, specs[position])
+            for position, (operand, block) in enumerate(zip(operands, numbers, strict=True))
+        ]
+
+    def encode(self, array: Any, vertex: Vertex, position: int, spec: IndexedSpec) -> Codes:
+        """Rounds a block of an operand, which has a spec, to the format in which a product reads it."""
+        axes = [self.blocks.axis_names[axis] for axis in sorted(axes_in(spec))]
+        return rounded(array, float8_dtypes(vertex)[position], axes)
 
     def reduce(self, vertex: Vertex, results: Sequence[Any]) -> Sequence[Any]:
         """Finishes the reduction of an operation on blocks."""

@@ -8,7 +8,9 @@ from cost.edges import merge_edges
 from search_spaces.partition_specs import IndexedSpec
 from search_spaces.sharding.base import Edge, Node
 from search_spaces.sharding.graph import Graph, Value, Vertex
+from search_spaces.sharding.messages import Message, message_of
 from search_spaces.sharding.reshard_costs import CollectiveShares, ReshardCosts
+from search_spaces.sharding.resharding import Paths
 
 _ON_HOST = 1e6
 """By how much a reshard of an array in the host's memory counts: it is to be resharded before or after it is there."""
@@ -61,19 +63,54 @@ def transfer_matrices(
     matrix_of_key: dict[Hashable, np.ndarray] = {}
 
     def matrix(edge: Edge) -> np.ndarray:
-        node, reader = nodes[edge.node], nodes[edge.reader]
-        latency_share, num_bytes = shares.latency(edge.value), float(edge.value.num_bytes)
-        weight = edge.weight * shares.exposed(edge.value)
-        is_stored = reader.hub is None and reader.vertex.kind == "input"
-        ends = id(node.strategies), edge.result, id(reader.strategies), edge.operand, is_stored
-        key = *ends, num_bytes, latency_share, weight
+        key = edge_key(edge, nodes, shares)
         if key not in matrix_of_key:
-            sources = tuple(s.results[edge.result] for s in node.strategies)
-            targets = tuple(read_spec(reader, edge.operand, s) for s in range(len(reader.strategies)))
-            matrix_of_key[key] = reshard_costs.reshard_s(sources, targets, num_bytes, latency_share, weight)
+            matrix_of_key[key] = edge_transfer_s(edge, nodes, reshard_costs, shares)
         return matrix_of_key[key]
 
     return merge_edges((edge.node, edge.reader, matrix(edge)) for edge in edges if edge.node != edge.reader)
+
+
+def edge_key(edge: Edge, nodes: Sequence[Node], shares: CollectiveShares) -> Hashable:
+    """Returns what the seconds of an edge depend on, on one mesh."""
+    node, reader = nodes[edge.node], nodes[edge.reader]
+    is_stored = reader.hub is None and reader.vertex.kind == "input"
+    ends = id(node.strategies), edge.result, id(reader.strategies), edge.operand, is_stored
+    itemsize = 0 if edge.value.dtype is None else edge.value.dtype.itemsize
+    return *ends, edge.value.num_bytes, itemsize, shares.latency(edge.value), edge.weight, shares.exposed(edge.value)
+
+
+def messages_of(edge: Edge, nodes: Sequence[Node], path: Paths) -> dict[tuple[IndexedSpec, IndexedSpec], Message]:
+    """Returns how a value reaches a product in float8, for all specs that both ends may choose; nothing for others."""
+    reader = nodes[edge.reader]
+    in_float8 = [s for s, strategy in enumerate(reader.strategies) if strategy.in_float8 and reader.hub is None]
+    targets = dict.fromkeys(read_spec(reader, edge.operand, s) for s in in_float8)
+    sources = dict.fromkeys(s.results[edge.result] for s in nodes[edge.node].strategies) if targets else ()
+    return {(a, b): message_of(path, edge.value, a, b, in_float8=True) for a in sources for b in targets}
+
+
+def edge_transfer_s(
+    edge: Edge, nodes: Sequence[Node], reshard_costs: ReshardCosts, shares: CollectiveShares
+) -> np.ndarray:
+    """Returns the seconds of waiting for a value between all strategies of both ends, `[S_u, S_v]`."""
+    node, reader = nodes[edge.node], nodes[edge.reader]
+    latency_share, weight = shares.latency(edge.value), edge.weight * shares.exposed(edge.value)
+    sources = tuple(s.results[edge.result] for s in node.strategies)
+    targets = tuple(read_spec(reader, edge.operand, s) for s in range(len(reader.strategies)))
+    seconds = reshard_costs.reshard_s(sources, targets, float(edge.value.num_bytes), latency_share, weight)
+    messages = messages_of(edge, nodes, reshard_costs.path)
+    if not messages:
+        return seconds
+    of_pair = {
+        pair: reshard_costs.reshard_s((pair[0],), (pair[1],), message.num_bytes, latency_share, weight).item()
+        + (weight if message.is_coded else edge.weight) * sum(map(reshard_costs.maximum_s, message.maxima))
+        for pair, message in messages.items()
+    }
+    seconds = seconds.copy()
+    for t, strategy in enumerate(reader.strategies):
+        if strategy.in_float8:
+            seconds[:, t] = [of_pair[source, targets[t]] for source in sources]
+    return seconds
 
 
 def read_spec(node: Node, operand: int, strategy: int) -> IndexedSpec:

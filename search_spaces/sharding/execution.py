@@ -32,9 +32,8 @@ def make_layout(
     graph: Graph,
     strategies: Sequence[ShardingStrategy],
     value_specs: Sequence[IndexedSpec],
-    rounded: frozenset[int] = frozenset(),
 ) -> Layout:
-    """Returns a layout from a strategy for each vertex, a spec for each value and the products in float8."""
+    """Returns a layout from a strategy for each vertex and a spec for each value."""
     inputs = [strategies[vertex.index].unreduced[0] for vertex in graph.inputs]
     outputs = [
         inputs[argument]
@@ -44,7 +43,7 @@ def make_layout(
         else replicated_spec(np.ndim(output.val))
         for output, argument in zip(graph.outputs, graph.feedback, strict=True)
     ]
-    return Layout(tuple(strategies), tuple(value_specs), tuple(inputs), tuple(outputs), rounded)
+    return Layout(tuple(strategies), tuple(value_specs), tuple(inputs), tuple(outputs))
 
 
 class Execution:

@@ -14,6 +14,7 @@ from search_spaces.sharding.base import Edge, Layout, Node, ReshardStep, Shardin
 from search_spaces.sharding.edge_costs import read_spec, readers_of
 from search_spaces.sharding.graph import Graph, Value, Vertex
 from search_spaces.sharding.memory_use import MemoryUse
+from search_spaces.sharding.messages import MAXIMUM_BYTES, message_of
 from search_spaces.sharding.node_costs import NodeCosts
 from search_spaces.sharding.opaque.operations import name_of
 
@@ -155,14 +156,21 @@ def _transfers(
     ]
 
     def add(
-        steps: Sequence[ReshardStep], value: Value, weight: float, vertex: int, node: int, reader: int | None = None
+        steps: Sequence[ReshardStep],
+        value: Value,
+        weight: float,
+        vertex: int,
+        node: int,
+        reader: int | None = None,
+        whole_bytes: float | None = None,
     ) -> None:
         read_by = first_reader[value.id] if reader is None else reader
+        whole_bytes = value.num_bytes if whole_bytes is None else whole_bytes
         for step in steps:
             if step.kind != "slice" and costs.axis_sizes[step.axis] > 1:
-                link_s = weight * reshard_costs.step_s(step, value.num_bytes, costs.shares.latency(value))
+                link_s = weight * reshard_costs.step_s(step, whole_bytes, costs.shares.latency(value))
                 seconds = costs.shares.exposed(value) * link_s
-                size = step.fraction * value.num_bytes
+                size = step.fraction * whole_bytes
                 ends = value.vertex, read_by
                 transfers.append(
                     Transfer(step.kind, axis_names[step.axis], size, weight, seconds, link_s, vertex, node, *ends)
@@ -182,7 +190,15 @@ def _transfers(
             target = read_spec(nodes[edge.reader], edge.operand, choice[edge.reader])
             vertex, hub = nodes[edge.reader].vertex.index, nodes[edge.reader].hub
             reader = vertex if hub is None else None
-            add(reshard_costs.path(source, target), edge.value, edge.weight, vertex, edge.reader, reader)
+            in_float8 = nodes[edge.reader].strategies[choice[edge.reader]].in_float8
+            message = message_of(reshard_costs.path, edge.value, source, target, in_float8=in_float8)
+            for axis in message.maxima:
+                link_s = edge.weight * reshard_costs.maximum_s(axis)
+                waited_s = (costs.shares.exposed(edge.value) if message.is_coded else 1.0) * link_s
+                sent = "all_reduce", axis_names[axis], MAXIMUM_BYTES, edge.weight, waited_s, link_s
+                transfers.append(Transfer(*sent, vertex, edge.reader, edge.value.vertex, vertex))
+            steps = reshard_costs.path(source, target)
+            add(steps, edge.value, edge.weight, vertex, edge.reader, reader, message.num_bytes)
     return transfers
 
 

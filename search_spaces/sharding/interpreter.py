@@ -19,6 +19,7 @@ from search_spaces.partition_specs import IndexedSpec
 from search_spaces.replay import REMAT, scan_again
 from search_spaces.sharding.base import Layout, ReshardStep
 from search_spaces.sharding.graph import Block, Graph, Operand, Region, Value, Vertex
+from search_spaces.sharding.messages import is_message_coded
 from search_spaces.sharding.schedule import FetchStage, Pause, ProgramSchedule
 
 Environment = ChainMap[Any, Any]
@@ -28,9 +29,13 @@ The last map is that of the straight line. There a fetch's array stands under it
 for their reduction under their vertex.
 """
 Path = Callable[[IndexedSpec, IndexedSpec], Sequence[ReshardStep]]
-"""`path(source, target)`: the steps from one spec to another, such as `resharding.Paths` has them."""
-ReadOperand = Callable[[Operand, IndexedSpec], Any]
-"""`read(operand, spec)`: the array of an operand, brought to a spec."""
+"""`path(source, target)`: the steps from one spec to another, such as `resharding.Paths` has them. Where the layout has
+products in float8, it is `resharding.Paths`."""
+ReadOperand = Callable[..., Any]
+"""`read(operand, spec)`: the array of an operand, brought to a spec. With its position as a third argument it is what
+`Encode` made of it, where that is moved."""
+Encode = Callable[[Any, Vertex, int, IndexedSpec], Any]
+"""`encode(array, vertex, position, spec)`: what is moved of an operand of a product in float8: codes with a scale."""
 
 
 class Arrays(Protocol):
@@ -79,6 +84,7 @@ class GraphInterpreter:
       arrays: what the executor does with arrays.
       schedule: where the program pauses; without pauses the compiler orders it.
       flow: what runs barriers, loops and branches.
+      encode: what rounds an operand before it is moved; needed where the layout has products in float8.
     """
 
     def __init__(
@@ -89,9 +95,10 @@ class GraphInterpreter:
         arrays: Arrays,
         schedule: ProgramSchedule,
         flow: Flow = Flow(),  # noqa: B008, immutable
+        encode: Encode | None = None,
     ):
         self.graph, self.layout, self.path, self.arrays, self.schedule = graph, layout, path, arrays, schedule
-        self.flow = flow
+        self.flow, self.encode = flow, encode
 
     def __call__(self, arguments: Sequence[Any], constants: Sequence[Any]) -> list[Any]:
         """Returns the function's flat results, with the layout's output specs."""
@@ -109,6 +116,16 @@ class GraphInterpreter:
         if not isinstance(operand, Value):
             return operand.val
         return self._reshard(env[operand.id], operand, self.layout.value_specs[operand.id], spec)
+
+    def _read_message(self, env: Environment, vertex: Vertex, position: int, spec: IndexedSpec) -> Any:
+        """Returns what `_read_operand` does, but rounds what a product in float8 reads first if it is moved so."""
+        operand = vertex.operands[position]
+        assert isinstance(operand, Value)
+        if not is_message_coded(self.path, self.layout, vertex, position):
+            return self._read_operand(env, operand, spec)
+        assert self.encode is not None
+        source = self.layout.value_specs[operand.id]
+        return self._reshard(self.encode(env[operand.id], vertex, position, source), operand, source, spec)
 
     def _read_array(self, env: Environment, operand: Operand, spec: IndexedSpec, dtype: Any) -> Any:
         """Returns what `_read_operand` does, but a literal becomes an array of the given type."""
@@ -155,11 +172,13 @@ class GraphInterpreter:
             self._run(env, vertex)
 
     def _run(self, env: Environment, vertex: Vertex) -> None:
-        def read(operand: Operand, spec: IndexedSpec) -> Any:
+        def read(operand: Operand, spec: IndexedSpec, position: int | None = None) -> Any:
             fetch = self.schedule.fetches.get((vertex.index, operand.id)) if isinstance(operand, Value) else None
-            if fetch is None or fetch not in env:
-                return self._read_operand(env, operand, spec)
-            return self._reshard(env[fetch], fetch.value, fetch.spec, spec)
+            if fetch is not None and fetch in env:
+                return self._reshard(env[fetch], fetch.value, fetch.spec, spec)
+            if position is not None and isinstance(operand, Value):
+                return self._read_message(env, vertex, position, spec)
+            return self._read_operand(env, operand, spec)
 
         results = self.arrays.operate(vertex, read)
         if vertex.index in self.schedule.late_reductions:
@@ -205,11 +224,14 @@ class GraphInterpreter:
         array = env[fetch.root.id]
         for vertex in fetch.chain:
             with self._context_of(vertex):
-                results = self.arrays.operate(vertex, lambda operand, spec: self._read_operand(env, operand, spec))
+                results = self.arrays.operate(vertex, lambda operand, spec, _=0: self._read_operand(env, operand, spec))
                 (array,) = self.arrays.reduce(vertex, results)
             if vertex is not fetch.chain[-1]:
                 self._store(env, vertex.results[0], array, self.layout.strategies[vertex.index].results[0])
         with self._context_of(reader):
+            if fetch.encoded_for is not None:
+                assert self.encode is not None
+                array = self.encode(array, reader, fetch.encoded_for, stage.before)
             return self.arrays.reshard(array, fetch.value, stage.before, stage.steps)
 
     def _context_of(self, vertex: Vertex) -> AbstractContextManager[None]:

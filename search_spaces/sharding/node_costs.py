@@ -9,15 +9,15 @@ from cost.base import AttentionWork, Hardware, Work
 from cost.compute import equation_dtype, equation_flops, product_s, roofline_s, work_s
 from search_spaces.partition_specs import IndexedSpec
 from search_spaces.sharding.base import Node, ReshardStep, ShardingStrategy
+from search_spaces.sharding.float8 import RATE
 from search_spaces.sharding.fusion import PICKS
 from search_spaces.sharding.graph import Operand, Value, Vertex, copies_over_host_link
 from search_spaces.sharding.kernels import Kernels
 from search_spaces.sharding.mapped_collectives import MappedCollectives
-from search_spaces.sharding.number_formats import RATE
 from search_spaces.sharding.opaque.operations import local_operands, local_work, opaque_of, own_collectives
 from search_spaces.sharding.opaque.own_collectives import OwnCollective, PricedCollective, priced
 from search_spaces.sharding.reshard_costs import CollectiveShares, ReshardCosts
-from search_spaces.sharding.spec import axes_in, local_bytes
+from search_spaces.sharding.spec import local_bytes
 from search_spaces.sharding.stated_seconds import stated_seconds
 
 UPDATES = {
@@ -44,7 +44,7 @@ class NodeCosts:
       reshard_costs: what collectives cost.
       shares: which parts of a collective's latency and time count for a value.
       kernels: what is read from memory and written to it.
-      float8_price_s: by vertex, the products that may run in float8, and what each has to gain by it at least, seconds.
+      float8_price_s: by vertex, the products that may run in float8, and what that costs, seconds.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class NodeCosts:
         vertex, strategies = node.vertex, node.strategies
         local = self.compute_s(vertex, strategies) + self.preference_s(vertex, strategies)
         if vertex.index in self.float8_price_s:
-            local += self.float8_price_s[vertex.index] * self.rounds(vertex, strategies)
+            local += np.array([self.float8_price_s[vertex.index] if s.in_float8 else 0.0 for s in strategies])
         return local + np.array([self.reduction_s(vertex, s) + self._own_collectives_s(vertex, s) for s in strategies])
 
     def compute_s(self, vertex: Vertex, strategies: Sequence[ShardingStrategy]) -> np.ndarray:
@@ -116,42 +116,32 @@ class NodeCosts:
         stated_s = stated_seconds(vertex.equation)
         if stated_s is not None:
             return np.full(len(strategies), vertex.weight * stated_s)
-        return np.where(self.rounds(vertex, strategies), *self._both_compute_s(vertex, strategies, copy_s))
+        in_float8 = np.array([s.in_float8 for s in strategies])
+        exact_s = self._exact_compute_s(vertex, strategies, copy_s)
+        if not np.any(in_float8):
+            return exact_s
+        return np.where(in_float8, self._float8_compute_s(vertex, strategies, copy_s), exact_s)
 
-    def rounds(self, vertex: Vertex, strategies: Sequence[ShardingStrategy]) -> np.ndarray:
-        """Tells which strategies run a product in float8: those that gain more than its price by it."""
-        if vertex.index not in self.float8_price_s:
-            return np.zeros(len(strategies), bool)
-        return self.float8_gain_s(vertex, strategies) > self.float8_price_s[vertex.index]
+    def _exact_compute_s(
+        self, vertex: Vertex, strategies: Sequence[ShardingStrategy], copy_s: np.ndarray
+    ) -> np.ndarray:
+        """Returns the seconds of an operation's arithmetic and traffic in one step as it is, `[strategies]`."""
+        assert vertex.equation is not None
+        num_bytes, flops, launch_s = self._work(vertex, strategies)
+        dtype = equation_dtype(vertex.equation)
+        kernel_s = self._measured_s(vertex, strategies, roofline_s(flops, num_bytes, dtype, self.hardware))
+        return vertex.weight * (launch_s + copy_s + kernel_s)
 
-    def float8_gain_s(self, vertex: Vertex, strategies: Sequence[ShardingStrategy]) -> np.ndarray:
-        """Returns the seconds of a step that a product gains in float8, below 0 where it loses, `[strategies]`."""
-        float8_s, exact_s = self._both_compute_s(vertex, strategies, 0.0)
-        maxima_s = [sum(map(self._alone_s, self._maxima(vertex, strategy))) for strategy in strategies]
-        return exact_s - float8_s - vertex.weight * np.array(maxima_s)
+    def _float8_compute_s(
+        self, vertex: Vertex, strategies: Sequence[ShardingStrategy], copy_s: np.ndarray
+    ) -> np.ndarray:
+        """Returns the seconds of a product in float8 in one step, `[strategies]`.
 
-    def _maxima(self, vertex: Vertex, strategy: ShardingStrategy) -> list[OwnCollective]:
-        """Returns the all-reduces that find the largest magnitude of each operand of a product in float8."""
-        axes = [axis for spec in strategy.operands for axis in sorted(axes_in(spec))]
-        return [OwnCollective("all_reduce", axis, 4.0, 1, False) for axis in axes]
-
-    def _both_compute_s(
-        self, vertex: Vertex, strategies: Sequence[ShardingStrategy], copy_s: np.ndarray | float
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the seconds of an operation's arithmetic and traffic in one step, in float8 and as it is.
-
-        In float8 each operand is rounded once more for this product: a kernel for its largest magnitude, which reads
-        nothing that is not at hand, and one that reads it and writes its codes.
+        Each operand is rounded once more for this product: a kernel for its largest magnitude, which reads nothing that
+        is not at hand, and one that reads it and writes its codes.
         """
         assert vertex.equation is not None
-        num_bytes = np.array([touched_bytes(vertex, s, self.kernels, self.axis_sizes) for s in strategies])
-        flops = equation_flops(vertex.equation) / np.array([s.parts for s in strategies], float)
-        dtype = equation_dtype(vertex.equation)
-        launch_s = self.kernels.launches[vertex.index] * self.hardware.kernel_launch_s
-        roofline = roofline_s(flops, num_bytes, dtype, self.hardware)
-        exact_s = vertex.weight * (launch_s + copy_s + self._measured_s(vertex, strategies, roofline))
-        if vertex.index not in self.float8_price_s:
-            return exact_s, exact_s
+        num_bytes, flops, launch_s = self._work(vertex, strategies)
         read, rounded = np.zeros(len(strategies)), np.zeros(len(strategies))
         for position, operand in enumerate(vertex.operands):
             assert isinstance(operand, Value)
@@ -159,8 +149,16 @@ class NodeCosts:
             read += (1 - 1 / operand.dtype.itemsize) * self.kernels.reads[vertex.index][position] * np.array(own)
             rounded += (1 + 1 / operand.dtype.itemsize) * np.array(own)
         launch_s += 2 * len(vertex.operands) * self.hardware.kernel_launch_s
-        product_s = roofline_s(flops, num_bytes - read, RATE, self.hardware)
-        return vertex.weight * (launch_s + copy_s + product_s + roofline_s(0.0, rounded, dtype, self.hardware)), exact_s
+        kernel_s = roofline_s(flops, num_bytes - read, RATE, self.hardware)
+        rounding_s = roofline_s(0.0, rounded, equation_dtype(vertex.equation), self.hardware)
+        return vertex.weight * (launch_s + copy_s + kernel_s + rounding_s)
+
+    def _work(self, vertex: Vertex, strategies: Sequence[ShardingStrategy]) -> tuple[np.ndarray, np.ndarray, float]:
+        """Returns bytes and FLOPs of an operation on one device, `[strategies]` each, and seconds of launches."""
+        assert vertex.equation is not None
+        num_bytes = np.array([touched_bytes(vertex, s, self.kernels, self.axis_sizes) for s in strategies])
+        flops = equation_flops(vertex.equation) / np.array([s.parts for s in strategies], float)
+        return num_bytes, flops, self.kernels.launches[vertex.index] * self.hardware.kernel_launch_s
 
     def _measured_s(self, vertex: Vertex, strategies: Sequence[ShardingStrategy], roofline: np.ndarray) -> np.ndarray:
         """Returns the seconds of products as measured where the hardware has that, at least their traffic; or others'.
@@ -190,7 +188,7 @@ class NodeCosts:
         assert vertex.equation is not None
         if opaque_of(vertex) is not None:
             return local_work(vertex, strategy, self.axis_sizes)
-        dtype = RATE if self.rounds(vertex, (strategy,))[0] else equation_dtype(vertex.equation)
+        dtype = RATE if strategy.in_float8 else equation_dtype(vertex.equation)
         num_bytes = self._copied_bytes(vertex, strategy)
         if vertex.kind == "stack":
             return Work(0.0, num_bytes, dtype)
@@ -223,9 +221,6 @@ class NodeCosts:
         if vertex.equation is not None and vertex.primitive == "shard_map":
             is_stated = stated_seconds(vertex.equation) is not None
             return [] if is_stated else priced(self._mapped.of(vertex.equation), 0.0, self._alone_s)
-        if vertex.index in self.float8_price_s:
-            is_rounded = self.rounds(vertex, (strategy,))[0]
-            return priced(self._maxima(vertex, strategy), 0.0, self._alone_s) if is_rounded else []
         collectives = own_collectives(vertex, strategy, self.reshard_costs.axis_names, self.axis_sizes)
         return priced(collectives, self._opaque_s(vertex, strategy), self._alone_s) if collectives else []
 

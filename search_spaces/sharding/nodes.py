@@ -1,6 +1,6 @@
 """Which strategies a vertex of a graph may choose from: by its rule, by its kind, or by what the function fixes."""
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 from search_spaces.partition_specs import IndexedSpec
@@ -79,6 +79,18 @@ def nodes_of(
                 strategies_of_key[key] = strategies.of_hub(value)
             nodes.append(Node(vertex, value, strategies_of_key[key]))
     return nodes
+
+
+def with_formats(nodes: Sequence[Node], products: Collection[int]) -> list[Node]:
+    """Returns nodes of which some products have their strategies twice: as they are, then in float8."""
+    twice: dict[int, tuple[ShardingStrategy, ...]] = {}
+    for i in products:
+        strategies = nodes[i].strategies
+        if id(strategies) not in twice:
+            twice[id(strategies)] = (*strategies, *(s._replace(in_float8=True) for s in strategies))
+    return [
+        node._replace(strategies=twice[id(node.strategies)]) if i in products else node for i, node in enumerate(nodes)
+    ]
 
 
 def _new_results(graph: Graph) -> frozenset[int]:

@@ -25,7 +25,7 @@ from search_spaces.sharding.graph import Graph, Value, Vertex
 from search_spaces.sharding.interpreter import Flow, GraphInterpreter, ReadOperand
 from search_spaces.sharding.node_costs import NodeCosts
 from search_spaces.sharding.schedule import ProgramSchedule
-from search_spaces.sharding.spec import parts_of
+from search_spaces.sharding.spec import axes_in, parts_of
 
 INSIDE_HOST, BETWEEN_HOSTS = COMPUTE + 1, COMPUTE + 2
 """Streams of links. A device sends to all others of its host through one link, whatever the mesh axis."""
@@ -57,9 +57,10 @@ class ProgramSteps(NamedTuple):
 
 
 class _Token(NamedTuple):
-    """An array that a step makes; those of index -1 are there from the start."""
+    """An array that a step makes; those of index -1 are there from the start. Codes have a byte for each element."""
 
     step: int
+    is_coded: bool = False
 
 
 _THERE = _Token(-1)
@@ -80,7 +81,7 @@ def program_steps(graph: Graph, layout: Layout, costs: NodeCosts, schedule: Prog
     """
     recorder = _Recorder(graph, layout, costs)
     flow = Flow(recorder.barrier, recorder.scan, recorder.while_loop, recorder.switch)
-    run = GraphInterpreter(graph, layout, costs.reshard_costs.path, recorder, schedule, flow)
+    run = GraphInterpreter(graph, layout, costs.reshard_costs.path, recorder, schedule, flow, recorder.encode)
     run([_THERE] * len(graph.inputs), [_THERE] * len(graph.constants))
     return ProgramSteps(tuple(recorder.steps), tuple(recorder.origins))
 
@@ -114,7 +115,7 @@ class _Recorder:
         """Adds the collective of each step."""
         del source
         for step in steps:
-            array = self._send(array, value, [step])
+            array = self._send(array, value, [step])._replace(is_coded=array.is_coded)
         return array
 
     def fix(self, array: Any, value: Value, spec: IndexedSpec) -> Any:
@@ -130,13 +131,28 @@ class _Recorder:
         """Adds an operation with what it sends itself."""
         self.weight = vertex.weight
         strategy = self.layout.strategies[vertex.index]
-        tokens = [read(operand, spec) for operand, spec in zip(vertex.operands, strategy.operands, strict=True)]
+        operands = zip(vertex.operands, strategy.operands, strict=True)
+        tokens = [read(operand, spec, i) for i, (operand, spec) in enumerate(operands)]
+        if strategy.in_float8:
+            tokens = [
+                token if token.is_coded else self.encode(token, vertex, i, strategy.operands[i])
+                for i, token in enumerate(tokens)
+            ]
         seconds = self.costs.chosen_compute_s(vertex, strategy)
         token = self._add((COMPUTE,) if seconds else (), seconds, tokens, StepOrigin("compute", vertex.index))
         for collective, _, waited_s in self.costs.own_collectives(vertex, strategy):
             origin = StepOrigin(collective.kind, vertex.index, (collective.axis,))
             token = self._add(self._links((collective.axis,)), vertex.weight * waited_s, [token], origin)
         return [token] * len(vertex.results)
+
+    def encode(self, array: _Token, vertex: Vertex, position: int, spec: IndexedSpec) -> _Token:
+        """Adds the collectives that find an operand's largest magnitude; the rounding is in the product's seconds."""
+        operand = vertex.operands[position]
+        assert isinstance(operand, Value)
+        for axis in sorted(axes_in(spec)):
+            seconds = vertex.weight * self.costs.reshard_costs.maximum_s(axis)
+            array = self._add(self._links((axis,)), seconds, [array], StepOrigin("all_reduce", operand.vertex, (axis,)))
+        return array._replace(is_coded=True)
 
     def reduce(self, vertex: Vertex, results: Sequence[Any]) -> Sequence[Any]:
         """Adds the collectives that finish an operation's partial results."""
@@ -160,7 +176,7 @@ class _Recorder:
         """Joins arrays; what is computed after it in the program is computed after it."""
         self.combined_bytes.clear()
         token = self._add((COMPUTE,), 0.0, jax.tree.leaves(arrays, is_leaf=_is_token), StepOrigin("barrier"))
-        return jax.tree.map(lambda _: token, arrays, is_leaf=_is_token)
+        return jax.tree.map(lambda array: token._replace(is_coded=array.is_coded), arrays, is_leaf=_is_token)
 
     def scan(self, equation: Any, body: Callable[..., Any], carries: Any, slices: Any) -> tuple[Any, Any]:
         """Runs the body once, with the seconds of all trips."""
@@ -203,18 +219,21 @@ class _Recorder:
         if not steps:
             return array
         kind, axes = steps[0].kind, tuple(step.axis for step in steps)
-        latency_share = self._latency_share(kind, axes, value, steps)
+        num_bytes = value.num_bytes / value.dtype.itemsize if array.is_coded else value.num_bytes
+        latency_share = self._latency_share(kind, axes, value, steps, num_bytes)
         price = costs.reshard_costs.path.step_s
-        sending_s = max(price(step, value.num_bytes, 0.0) for step in steps)
+        sending_s = max(price(step, num_bytes, 0.0) for step in steps)
         latency_s = sum(price(step, 0.0, latency_share) for step in steps)
         seconds = self.weight * (sending_s + latency_s)
         return self._add(self._links(axes), seconds, [array], StepOrigin(kind, value.vertex, axes))
 
-    def _latency_share(self, kind: str, axes: tuple[int, ...], value: Value, steps: Sequence[ReshardStep]) -> float:
+    def _latency_share(
+        self, kind: str, axes: tuple[int, ...], value: Value, steps: Sequence[ReshardStep], num_bytes: float
+    ) -> float:
         """Returns 0 for a collective that XLA combines with one before it in the same window, else 1."""
         if kind not in _COMBINED or self.costs.shares.latency(value) == 1.0:
             return 1.0
-        size = value.num_bytes / prod(parts_of(steps[-1].spec, self.costs.axis_sizes))
+        size = num_bytes / prod(parts_of(steps[-1].spec, self.costs.axis_sizes))
         before = self.combined_bytes.get((kind, axes))
         fits = before is not None and before + size <= _MOST_COMBINED_BYTES
         self.combined_bytes[kind, axes] = size + (before or 0.0) if fits else size

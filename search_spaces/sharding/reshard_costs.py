@@ -14,6 +14,7 @@ from cost.lines import Line
 from search_spaces.partition_specs import IndexedSpec
 from search_spaces.sharding.base import Rates, ReshardStep
 from search_spaces.sharding.graph import Graph, Value, follows_contraction, leads_to_contraction
+from search_spaces.sharding.messages import MAXIMUM_BYTES, maximum_step
 from search_spaces.sharding.resharding import Paths
 
 _FREE = Link(0.0, 0.0)
@@ -48,6 +49,10 @@ class ReshardCosts:
         """Returns the seconds that one step takes on its link, for an array with this number of bytes as a whole."""
         shares = self._combines_gathers or step.kind in _REDUCTIONS
         return self.path.step_s(step, num_bytes, latency_share if shares else 1.0)
+
+    def maximum_s(self, axis: int) -> float:
+        """Returns the seconds in which the largest magnitude of an array is found along an axis."""
+        return self.step_s(maximum_step(axis), MAXIMUM_BYTES)
 
     def reshard_s(
         self,

@@ -6,7 +6,9 @@ minor. With links as data no order of gathers, exchanges and slices is best for 
 path over specs; equal cases up to the order of dimensions share one search, a few hundred for any model.
 """
 
+from collections.abc import Hashable
 from math import lcm
+from typing import Any
 
 from cost.lines import FREE, Line
 from search_spaces.partition_specs import IndexedSpec
@@ -24,10 +26,14 @@ class Paths:
     Args:
       axis_sizes: devices along each mesh axis.
       rates: of each mesh axis.
+
+    Attributes:
+      messages: what `messages.message_of` has found for these paths.
     """
 
     def __init__(self, axis_sizes: tuple[int, ...], rates: tuple[Rates, ...]):
         self.axis_sizes, self.rates = axis_sizes, rates
+        self.messages: dict[Hashable, Any] = {}
         self._steps = Steps(axis_sizes, rates)
         kinds = list(zip(axis_sizes, rates, strict=True))
         self._equal = {tuple(a for a, other in enumerate(kinds) if other == kind) for kind in kinds}

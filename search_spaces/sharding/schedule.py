@@ -35,6 +35,8 @@ class Fetch(NamedTuple):
       chain: the operations from the root to the value, in order.
       spec: of the array after all stages.
       readers: indices of the vertices that read it so.
+      encoded_for: the position of the operand of the first reader, a product in float8, for which it is rounded after
+        the chain; None for what is moved as it is.
     """
 
     value: Value
@@ -42,6 +44,7 @@ class Fetch(NamedTuple):
     chain: tuple[Vertex, ...]
     spec: IndexedSpec
     readers: tuple[int, ...]
+    encoded_for: int | None = None
 
 
 class FetchStage(NamedTuple):

@@ -8,6 +8,7 @@ import numpy as np
 
 from search_spaces.partition_specs import IndexedSpec
 from search_spaces.sharding.base import Layout, ReshardStep
+from search_spaces.sharding.float8 import float8_dtypes
 from search_spaces.sharding.graph import (
     Graph,
     Region,
@@ -17,6 +18,7 @@ from search_spaces.sharding.graph import (
     is_contraction,
     leads_to_contraction,
 )
+from search_spaces.sharding.messages import is_message_coded
 from search_spaces.sharding.resharding import Paths
 from search_spaces.sharding.schedule import Fetch, FetchStage, Pause, ProgramSchedule
 from search_spaces.sharding.windows import Windows, straight_lines
@@ -137,16 +139,21 @@ class _LineScheduler:
         for place, (step, region) in enumerate(self.line):
             if not isinstance(step, Vertex) or step.kind != "operation":
                 continue
-            for operand, spec in zip(step.operands, self.layout.strategies[step.index].operands, strict=True):
+            specs = self.layout.strategies[step.index].operands
+            for position, (operand, spec) in enumerate(zip(step.operands, specs, strict=True)):
                 if not isinstance(operand, Value) or not operand.shape or operand.id in self.common_gathers:
                     continue
+                is_coded = is_message_coded(self.path, self.layout, step, position)
+                if is_coded and step.operands.count(operand) > 1:
+                    continue  # as each of the operands it may have a format of its own
                 before = self.layout.value_specs[operand.id]
-                steps, key = self.path(before, spec), (operand.id, spec, region)
+                dtype = float8_dtypes(step)[position] if is_coded else None
+                steps, key = self.path(before, spec), (operand.id, spec, region, dtype)
                 if key in requests:
                     fetch = requests[key].fetch
                     requests[key] = requests[key]._replace(fetch=fetch._replace(readers=(*fetch.readers, step.index)))
                 elif _gathers(steps) and (chain := self._chain(operand)) is not None:
-                    fetch = Fetch(operand, chain[1], chain[0], spec, (step.index,))
+                    fetch = Fetch(operand, chain[1], chain[0], spec, (step.index,), position if is_coded else None)
                     requests[key] = _Request(place, before, steps, fetch)
         yield from requests.values()
 
@@ -182,7 +189,7 @@ class _LineScheduler:
         stages: list[tuple[int, list[ReshardStep]]] = []
         latest = reader - 1
         for step in reversed(request.steps):
-            seconds = self._step_s(step, fetch.value)
+            seconds = self._step_s(step, fetch.value, 1 if fetch.encoded_for is not None else None)
             if seconds or not stages:
                 window = self._reserve(range(latest, max(earliest, reader - _FARTHEST) - 1, -1), {step.axis}, seconds)
                 if window is None:
@@ -291,8 +298,9 @@ class _LineScheduler:
     def _is_read_after(self, value: Value, place: int) -> bool:
         return value.id in self.read_last or any(reader >= place for reader in self.readers[value.id])
 
-    def _step_s(self, step: ReshardStep, value: Value) -> float:
-        return self.path.step_s(step, value.num_bytes)
+    def _step_s(self, step: ReshardStep, value: Value, itemsize: int | None = None) -> float:
+        num_bytes = value.num_bytes if itemsize is None else value.num_bytes / value.dtype.itemsize * itemsize
+        return self.path.step_s(step, num_bytes)
 
 
 def _gathers(steps: Sequence[ReshardStep]) -> bool:

@@ -62,7 +62,7 @@ from search_spaces.sharding.kernels import Kernels, kernels_of
 from search_spaces.sharding.memory import Lifetimes, Usages, lifetimes_of, usages_of
 from search_spaces.sharding.memory_use import memory_use
 from search_spaces.sharding.node_costs import NodeCosts
-from search_spaces.sharding.nodes import nodes_of
+from search_spaces.sharding.nodes import nodes_of, with_formats
 from search_spaces.sharding.notes import notes_of
 from search_spaces.sharding.program_steps import ProgramSteps, program_steps
 from search_spaces.sharding.repetition import alike_nodes
@@ -76,6 +76,8 @@ from search_spaces.sharding.whole_work import WholeWork, whole_work
 
 _ON_PRICES = frozenset({"node_costs", "_problem", "quantities", "preference_problem", "least_compute_s"})
 """What of a space depends on the seconds of its nodes."""
+_ON_NODES = frozenset({"nodes", "alike", "usages", "_transfer_matrices"})
+"""What of a space depends on the strategies of its nodes."""
 _ON_MEMORY = frozenset({"kernels", "lifetimes", "usages"})
 """What of a space depends on when the memory of values is free."""
 
@@ -96,8 +98,9 @@ class ShardingSpace:
       as_program: whether operations are split only in ways that have a form on one device's part (`whole_operations`);
         without it, only in ways that XLA's partitioner computes rightly (`partitioner_faults`).
       loaded: flat arguments that hosts load anew for each step: none is left whole on several hosts if it divides.
-      float8_price_s: by the index of a product's vertex, the seconds that it has to gain in float8 at least: those that
-        its part in the loss is worth. Products that are not listed stay as they are.
+      float8_price_s: by the index of a product's vertex, the seconds that it costs to have it in float8: those that its
+        part in the loss is worth. Its strategies are there twice, first as they are and then in float8. Products that
+        are not listed stay as they are.
     """
 
     graph: Graph
@@ -118,7 +121,8 @@ class ShardingSpace:
 
     def with_float8(self, price_s: Mapping[int, float]) -> "ShardingSpace":
         """Returns the space with these products free to run in float8; what does not depend on it is not made again."""
-        return self._with({"float8_price_s": dict(price_s)}, _ON_PRICES)
+        has_other_products = self.float8_price_s.keys() != price_s.keys()
+        return self._with({"float8_price_s": dict(price_s)}, _ON_PRICES | (_ON_NODES if has_other_products else set()))
 
     def with_donated(self, donated: Sequence[bool]) -> "ShardingSpace":
         """Returns the space with other arguments donated; what does not depend on it is not made again."""
@@ -178,10 +182,7 @@ class ShardingSpace:
             hub = self.hub_node.get(value.id)
             made_spec = strategies[value.vertex].results[value.result]
             value_specs.append(made_spec if hub is None else strategies[hub].results[0])
-        layout = make_layout(self.graph, strategies[: len(self.graph.vertices)], value_specs)
-        vertices = (self.graph.vertices[i] for i in self.float8_price_s)
-        rounded = [v.index for v in vertices if self.node_costs.rounds(v, (layout.strategies[v.index],))[0]]
-        return layout._replace(rounded=frozenset(rounded))
+        return make_layout(self.graph, strategies[: len(self.graph.vertices)], value_specs)
 
     def predict(self, choice: Sequence[int]) -> StepPrediction:
         """Returns what a choice costs as numbers for vertices and collectives; raises `ValueError` as `decode`."""
@@ -218,6 +219,10 @@ class ShardingSpace:
     @cached_property
     def nodes(self) -> list[Node]:
         """One node for each vertex, in order, then the hubs."""
+        return with_formats(self._exact_nodes, self.float8_price_s.keys())
+
+    @cached_property
+    def _exact_nodes(self) -> list[Node]:
         return nodes_of(
             self.graph, self.rules, self.forms, self.given, self.reshard_costs, self.as_program, self._axes_to_split
         )
@@ -321,11 +326,14 @@ class ShardingSpace:
         return preference_problem(self.problem, self.nodes, self.node_costs)
 
     @cached_property
+    def _transfer_matrices(self) -> dict[tuple[int, int], np.ndarray]:
+        return transfer_matrices(self.edges, self.nodes, self.reshard_costs, self.node_costs.shares)
+
+    @cached_property
     def _problem(self) -> Problem:
-        node_costs = self.node_costs
-        matrices = transfer_matrices(self.edges, self.nodes, self.reshard_costs, node_costs.shares)
+        matrices = self._transfer_matrices
         return Problem(
-            node_cost=node_costs.all_s(self.nodes, self.forms),
+            node_cost=self.node_costs.all_s(self.nodes, self.forms),
             edge_nodes=np.array(list(matrices), int).reshape(-1, 2),
             edge_cost=list(matrices.values()),
             usage_node=np.array(self.usages.node, int),

@@ -12,7 +12,7 @@ from cost.base import Problem
 from cost.edges import merge_edges
 from cost.quantities import LiveMemory, Quantities, Quantity
 from search_spaces.sharding.base import Edge, Node
-from search_spaces.sharding.edge_costs import read_spec
+from search_spaces.sharding.edge_costs import edge_key, messages_of, read_spec
 from search_spaces.sharding.node_costs import NodeCosts
 
 COMPUTE, HELD, BESIDE, WAITED, MEMORY = "compute_s", "held_s", "beside_s", "waited_s", "memory_bytes"
@@ -91,19 +91,12 @@ def _of_edges(
 ) -> list[np.ndarray]:
     """Returns what edges send, `[S_u, S_v, held beside waited, A]` for each edge of the problem."""
     of_key: dict[Hashable, np.ndarray] = {}
-    shares, reshards = node_costs.shares, node_costs.reshard_costs
+    shares = node_costs.shares
 
     def sent_s(edge: Edge) -> np.ndarray:
-        node, reader = nodes[edge.node], nodes[edge.reader]
-        latency, exposed = shares.latency(edge.value), shares.exposed(edge.value)
-        is_stored = reader.hub is None and reader.vertex.kind == "input"
-        ends = id(node.strategies), edge.result, id(reader.strategies), edge.operand, is_stored
-        key = *ends, edge.value.num_bytes, latency, edge.weight, exposed
+        key = edge_key(edge, nodes, shares)
         if key not in of_key:
-            sources = tuple(s.results[edge.result] for s in node.strategies)
-            targets = tuple(read_spec(reader, edge.operand, s) for s in range(len(reader.strategies)))
-            link_s = edge.weight * reshards.axes_s(sources, targets, float(edge.value.num_bytes), latency)
-            of_key[key] = np.moveaxis(_counted(link_s, exposed * link_s), 0, 2)
+            of_key[key] = _of_edge(edge, nodes, node_costs)
         return of_key[key]
 
     merged = merge_edges(
@@ -111,6 +104,28 @@ def _of_edges(
         turn=lambda sent: np.swapaxes(sent, 0, 1),
     )
     return [merged[u, v] for u, v in np.asarray(problem.edge_nodes).reshape(-1, 2).tolist()]
+
+
+def _of_edge(edge: Edge, nodes: Sequence[Node], node_costs: NodeCosts) -> np.ndarray:
+    node, reader = nodes[edge.node], nodes[edge.reader]
+    shares, reshards = node_costs.shares, node_costs.reshard_costs
+    latency, exposed = shares.latency(edge.value), shares.exposed(edge.value)
+    sources = tuple(s.results[edge.result] for s in node.strategies)
+    targets = tuple(read_spec(reader, edge.operand, s) for s in range(len(reader.strategies)))
+    link_s = edge.weight * reshards.axes_s(sources, targets, float(edge.value.num_bytes), latency)
+    sent_s = np.moveaxis(_counted(link_s, exposed * link_s), 0, 2)
+    of_pair = {}
+    for pair, message in messages_of(edge, nodes, reshards.path).items():
+        link_s = edge.weight * reshards.axes_s((pair[0],), (pair[1],), message.num_bytes, latency)[0, 0]
+        of_pair[pair] = _counted(link_s, exposed * link_s)
+        for axis in message.maxima:
+            maximum_s = edge.weight * reshards.maximum_s(axis)
+            of_pair[pair][:, axis] += _counted(maximum_s, (exposed if message.is_coded else 1.0) * maximum_s)
+    if of_pair:
+        for t, strategy in enumerate(reader.strategies):
+            if strategy.in_float8:
+                sent_s[:, t] = [of_pair[source, targets[t]] for source in sources]
+    return sent_s
 
 
 def _counted(link_s: np.ndarray | float, waited_s: np.ndarray | float) -> np.ndarray:

@@ -145,6 +145,7 @@ def test_float8_saves_at_most_what_it_says():
     formats = diffshard.Formats(1.0, increases={group.name: 0.0 for group in groups})
     rounded = plan_of(65536, 4096, "bfloat16", formats=formats)
     assert plan.step_s - rounded.step_s == pytest.approx(advice.seconds, rel=0.05)
+    assert plan.computing is not None
     assert advice.seconds <= plan.computing.products_s / 2  # the ratio of the rates
     assert not any("float8" in other.words for other in rounded.advice)
 

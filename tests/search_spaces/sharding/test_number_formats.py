@@ -1,16 +1,23 @@
 """Products in float8: rounded as by hand, and the same numbers however they are sharded."""
 
 import dataclasses
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType
+from jax.sharding import AxisType, PartitionSpec
 
 import diffshard
+from diffshard.sharding_search.layout import layout_of
+from diffshard.sharding_search.number_formats import groups_of
 from diffshard.sharding_search.options import Options
 from diffshard.sharding_search.tracing import space_of, trace_function
-from search_spaces.sharding.number_formats import SwitchedProducts, is_backward, takes_float8
+from search_spaces.sharding import interpreter, messages, scheduling
+from search_spaces.sharding.edge_costs import edge_transfer_s
+from search_spaces.sharding.float8 import is_backward, takes_float8
+from search_spaces.sharding.messages import maximum_step, message_of
+from search_spaces.sharding.number_formats import SwitchedProducts
 
 ROWS, WIDTH = 6, 8
 
@@ -54,7 +61,7 @@ def test_a_product_has_the_numbers_of_rounded_operands_however_it_is_sharded():
     for strategy in range(0, len(space.nodes[vertex.index].strategies), 2):
         choice = [0] * len(space.nodes)
         choice[vertex.index] = strategy
-        layout = space.layout(choice)._replace(rounded=frozenset([vertex.index]))
+        layout = space.layout(choice).with_float8([vertex.index])
         layouts.add(layout)
         result = jax.jit(space.device_program(layout, mesh))(x, weights)[0]
         np.testing.assert_allclose(result, expected, rtol=1e-5, atol=1e-5)
@@ -70,7 +77,7 @@ def test_the_looks_ahead_have_the_numbers_of_the_program():
     switched = SwitchedProducts(space.graph, layout, {v.index: i for i, v in enumerate(products)})
     for switches in ([True, True], [False, True], [False, False]):
         on = frozenset(v.index for v, is_on in zip(products, switches, strict=True) if is_on)
-        program = space.device_program(layout._replace(rounded=on), mesh)
+        program = space.device_program(layout.with_float8(on), mesh)
         expected = jax.jit(program)(weights, x)[0]
         np.testing.assert_allclose(switched(jnp.array(switches), weights, x)[0], expected, rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(expected, gradient(weights, x), rtol=1e-5, atol=1e-5)
@@ -80,7 +87,7 @@ def test_a_cotangent_is_rounded_to_the_wider_range():
     x, weights = arrays()
     space, mesh = space_for(gradient, weights, x)
     backward = products_of(space)[1]
-    layout = space.layout([0] * len(space.nodes))._replace(rounded=frozenset([backward.index]))
+    layout = space.layout([0] * len(space.nodes)).with_float8([backward.index])
     text = str(jax.make_jaxpr(space.device_program(layout, mesh))(weights, x))
     assert text.count("new_dtype=float8_e5m2") == 1
     assert text.count("new_dtype=float8_e4m3fn") == 1
@@ -90,7 +97,7 @@ def test_a_product_of_zeros_is_zero():
     x, weights = arrays()
     space, mesh = space_for(product, x, weights)
     (vertex,) = products_of(space)
-    layout = space.layout([0] * len(space.nodes))._replace(rounded=frozenset([vertex.index]))
+    layout = space.layout([0] * len(space.nodes)).with_float8([vertex.index])
     assert not np.any(space.device_program(layout, mesh)(0 * x, weights)[0])
 
 
@@ -108,12 +115,88 @@ def test_the_price_of_a_product_in_float8_by_hand():
     exact_s = 2 * m * k * n / hardware.reached_flops_per_s("bfloat16")
     product_s = 2 * m * k * n / hardware.reached_flops_per_s("float8_e4m3fn")
     rounding_s = 3 * (m * k + k * n) / hardware.reached_memory_bytes_per_s + 4e-6
-    np.testing.assert_allclose(
-        costs.float8_gain_s(vertex, strategies)[whole], exact_s - product_s - rounding_s, rtol=1e-9
+    both_s = costs.compute_s(vertex, (strategies[whole], strategies[whole]._replace(in_float8=True)))
+    np.testing.assert_allclose(both_s[0] - both_s[1], exact_s - product_s - rounding_s, rtol=1e-9)
+
+
+def test_the_price_of_a_message_by_hand():
+    """Weights of which each device has a part of the rows are gathered as codes, or are too small for that."""
+    for width, is_coded in ((8192, True), (64, False)):
+        x, weights = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((64, width), (width, width)))
+        space, _ = space_for(product, x, weights)
+        (vertex,) = products_of(space)
+        space = space.with_float8({vertex.index: 0.0})
+        (edge,) = (e for e in space.edges if e.reader == vertex.index and e.operand == 1)
+        stored = ((0,), ())
+        source = next(i for i, s in enumerate(space.nodes[edge.node].strategies) if s.results[0] == stored)
+        strategies = space.nodes[vertex.index].strategies
+        whole = [i for i, s in enumerate(strategies) if not any(map(any, s.operands))]
+        assert [strategies[i].in_float8 for i in whole] == [False, True]
+        costs = space.reshard_costs
+        message = message_of(costs.path, edge.value, stored, ((), ()), in_float8=True)
+        assert message == (is_coded, (1 if is_coded else 2) * width**2, (0,) if is_coded else ())
+        (step,) = costs.path(stored, ((), ()))
+        latency = space.node_costs.shares.latency(edge.value)
+        share = space.node_costs.shares.exposed(edge.value)
+        gather_s = share * costs.step_s(step, message.num_bytes, latency)
+        maximum_s = share * costs.step_s(maximum_step(0), 4.0) if is_coded else 0.0
+        matrix = edge_transfer_s(edge, space.nodes, costs, space.node_costs.shares)
+        np.testing.assert_allclose(matrix[source, whole[1]], gather_s + maximum_s, rtol=1e-9)
+        exact_s = share * costs.step_s(step, 2 * width**2, latency)
+        np.testing.assert_allclose(matrix[source, whole[0]], exact_s, rtol=1e-9)
+
+
+def layers_step(params, batch):
+    def loss_of(params):
+        x = batch
+        for weights in params:
+            x = jnp.tanh(x @ weights)
+        return jnp.mean(x**2)
+
+    loss, gradients = jax.value_and_grad(loss_of)(params)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients), loss
+
+
+def test_weights_are_gathered_as_codes_with_the_same_numbers(monkeypatch):
+    mesh = jax.make_mesh((4,), ("data",), (AxisType.Auto,), devices=jax.devices()[:4])
+    hardware = dataclasses.replace(
+        diffshard.preset("h100", dict(mesh.shape)), links={"data": diffshard.Link(1e-12, 1e-6)}, kernel_launch_s=0.0
     )
-    assert costs.own_collectives(vertex, strategies[whole]) == []
-    split = next(s for s in strategies if s.operands == (((0,), ()), ((), (1,))))
-    assert [(c.collective.kind, c.collective.axis) for c in costs.own_collectives(vertex, split)] == [
-        ("all_reduce", 0),
-        ("all_reduce", 1),
-    ]
+    keys = jax.random.split(jax.random.key(0), 7)
+    params = [jax.random.normal(key, (64, 64)) / 8 for key in keys[1:]]
+    batch = jax.random.normal(keys[0], (4096, 64))
+    stored = diffshard.search(
+        layers_step,
+        mesh,
+        hardware=hardware,
+        in_shardings=(PartitionSpec("data"), PartitionSpec("data")),
+        formats=diffshard.Formats(1.0, increases=every_group(layers_step, mesh, hardware, params, batch)),
+    )
+    plan = stored.plan(params, batch)
+    gathered = [c for c in plan.collectives if c.kind == "all_gather"]
+    assert {c.num_bytes for c in gathered} == {64 * 64}
+    space = space_of(
+        options_of(layers_step, mesh, hardware),
+        trace_function(options_of(layers_step, mesh, hardware), (params, batch)),
+    )
+    program = space.device_program(layout_of(plan, space), mesh)
+    assert any(fetch.encoded_for is not None for fetch in program.schedule.fetches.values())
+    coded = jax.jit(program)(*params, batch)
+    text = str(jax.make_jaxpr(program)(*params, batch))
+    assert re.findall(r"f8_e4m3fn\[64,64\] = all_gather", text)
+    assert not re.findall(r"f32\[64,64\] = all_gather", text)
+    for module in (messages, interpreter, scheduling):
+        monkeypatch.setattr(module, "is_message_coded", lambda *arguments: False)
+    after = space.device_program(layout_of(plan, space), mesh)
+    assert re.findall(r"f32\[64,64\] = all_gather", str(jax.make_jaxpr(after)(*params, batch)))
+    for array, other in zip(coded, jax.jit(after)(*params, batch), strict=True):
+        np.testing.assert_array_equal(array, other)
+
+
+def options_of(fn, mesh, hardware):
+    return Options(fn=fn, mesh=mesh, hardware=hardware, memory_limit_bytes=1e12)
+
+
+def every_group(fn, mesh, hardware, *arguments):
+    options = options_of(fn, mesh, hardware)
+    return {group.name: 0.0 for group in groups_of(trace_function(options, arguments).graph)}

@@ -1,0 +1,244 @@
+"""Chooses number formats in rounds: what a product does to the loss depends on which others are in float8.
+
+The first round prices each group of products by what it adds to the loss alone. The formats that are found by these
+prices are measured together, and each group once more where they are in float8: what the loss falls by without it, or
+rises by with it. The prices of those in float8 are scaled so that their sum is what was measured of all, and the
+problem is solved again, until the formats have been measured before. Simple rules are measured, too, and the fastest
+plan whose own measured increase is within the limit is returned.
+"""
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+from jax.sharding import AbstractMesh, AxisType
+
+from diffshard.base import OPTIMAL_GAP
+from diffshard.deadline import Deadline
+from diffshard.plans.base import FormatGroup, FormatTrial, PlannedFormats
+from diffshard.sharding_search.call import array_types
+from diffshard.sharding_search.format_losses import Increase, MeasuredLosses
+from diffshard.sharding_search.format_rules import simple_rules
+from diffshard.sharding_search.format_search import (
+    FoundFormats,
+    fastest_within,
+    plan_with,
+    predicted_increase,
+    share_in,
+)
+from diffshard.sharding_search.number_formats import ProductGroup, groups_of, product_groups
+from diffshard.sharding_search.plan import Plan
+from diffshard.sharding_search.planning import fastest_choice
+from diffshard.sharding_search.request import PlanRequest
+from diffshard.sharding_search.tracing import space_of, trace_function
+from search_spaces.sharding.float8_gains import gains_s, in_float8
+
+_EXACT_SHARE = 0.2
+"""The share of the time limit in which the shardings without float8 are searched, with which the others begin."""
+_MOST_DAMAGE = 10.0
+"""The increase that counts for formats whose loss is not finite, in limits: enough for the next round to avoid them."""
+
+
+class _Trial(NamedTuple):
+    """Formats that were measured together.
+
+    Attributes:
+      name: of the rule, or of the round that found them.
+      found: the plan, with its bounds.
+      increases: by which it was found.
+      predicted: of its formats by these increases.
+      measured: of its formats together.
+      error: the standard error of `measured`, if that is known.
+    """
+
+    name: str
+    found: FoundFormats
+    increases: Mapping[str, float]
+    predicted: float
+    measured: float
+    error: float | None
+
+
+def find_plan_with_formats(request: PlanRequest) -> Plan:
+    """Returns the fastest plan found whose increase of the loss is within that of the options.
+
+    Raises:
+      ValueError: the loss or the calls do not fit the function, the loss is not finite, or the function has an
+        operation that only XLA's partitioner can split.
+      InfeasibleError: no plan fits the memory limit.
+    """
+    formats, space = request.options.formats, request.space
+    assert formats is not None
+    if not space.as_program:
+        raise ValueError("`formats` need an explicit program, and the function has operations that cannot be in one.")
+    groups = product_groups(space)
+    losses = _measured_losses(request) if formats.calls or formats.validation_runs else None
+    if formats.increases is not None:
+        increases = dict(formats.increases)
+    else:
+        assert losses is not None
+        increases = _increases_at(losses, groups, frozenset())
+    if losses is None:
+        deadline = request.options.deadline()
+        exact = fastest_choice(request, Deadline.from_now(deadline.remaining_s(_EXACT_SHARE))).choice
+        found = fastest_within(request, groups, increases, formats.max_loss_increase, deadline, np.asarray(exact))
+        return _with_formats(request, groups, _trial("", found, groups, increases, Increase(0.0, None)), (), "")
+    trials = _measured_trials(request, groups, losses, increases, simple_rules(groups_of(space.graph)))
+    best = _fastest_within(trials, formats.max_loss_increase)
+    return _with_formats(request, groups, best, trials, losses.measured_by)
+
+
+def _measured_trials(
+    request: PlanRequest,
+    groups: Sequence[ProductGroup],
+    losses: MeasuredLosses,
+    increases: dict[str, float],
+    rules: Mapping[str, Collection[int]],
+) -> list[_Trial]:
+    """Returns what was found in each round, and the rules, in the order in which they were measured.
+
+    The last round stands in the place of an earlier one that found the same formats.
+    """
+    formats = request.options.formats
+    assert formats is not None
+    limit, solves = formats.max_loss_increase, formats.rounds + 1 + len(rules) + 2
+    limit_s = request.options.time_limit_s
+    known = [group for group in groups if group.name in losses.groups and group.name in increases]
+    offered = {vertex.index for group in known for vertex in group.vertices}
+
+    def deadline() -> Deadline:
+        return Deadline.from_now(None if limit_s is None else limit_s / solves)
+
+    def measured(products: frozenset[int]) -> Increase:
+        return losses.increase_of(_like(losses, groups, products))
+
+    trials: list[_Trial] = []
+    start = np.asarray(fastest_choice(request, deadline()).choice)
+    for number in range(formats.rounds + 1):
+        found = fastest_within(request, known, increases, limit, deadline(), start)
+        earlier = next((i for i, trial in enumerate(trials) if trial.found.products == found.products), None)
+        if earlier is not None:
+            if found.plan.step_s <= trials[earlier].found.plan.step_s:
+                trials[earlier] = trials[earlier]._replace(found=found, increases=increases)
+            break
+        last = _trial(f"round {number + 1}", found, groups, increases, measured(found.products))
+        trials.append(last)
+        if number == 0:
+            for name, products in {"nothing": (), **rules}.items():
+                plan, rounded, choice = plan_with(request, offered.intersection(products), deadline(), found.choice)
+                if all(rounded != trial.found.products for trial in trials):
+                    rule = FoundFormats(plan, rounded, choice, found.bound_of_any_s, found.bound_of_any_s)
+                    trials.append(_trial(name, rule, groups, increases, measured(rounded)))
+        start = found.choice
+        if number < formats.rounds:
+            around = last if last.measured > limit else _fastest_within(trials, limit)
+            products, damage = _like(losses, groups, around.found.products), min(around.measured, _MOST_DAMAGE * limit)
+            if losses.takes_looks:
+                increases = _increases_at(losses, known, products)
+            increases = _scaled(groups, increases, around.found.products, max(0.0, damage))
+    return trials
+
+
+def _fastest_within(trials: Sequence[_Trial], limit: float) -> _Trial:
+    return min((trial for trial in trials if trial.measured <= limit), key=lambda trial: trial.found.plan.step_s)
+
+
+def _measured_losses(request: PlanRequest) -> MeasuredLosses:
+    """Returns what measures the losses of the function, or of the narrower one that stands for it."""
+    options, traced_function, space = request.options, request.traced_function, request.space
+    formats = options.formats
+    assert formats is not None
+    if formats.measured_fn is not None:
+        mesh = AbstractMesh((1,), ("device",), axis_types=(AxisType.Auto,))
+        options = replace(options, fn=formats.measured_fn, mesh=mesh, in_shardings=None, memory_limit_bytes=math.inf)
+        first = formats.calls[0] if formats.calls else formats.validation_runs[0][0]
+        traced_function = trace_function(options, first)
+        space = space_of(options, traced_function)
+    types = array_types(traced_function.call.arrays)
+    return MeasuredLosses(formats, space, options, types, traced_function.out_paths)
+
+
+def _increases_at(
+    losses: MeasuredLosses, groups: Sequence[ProductGroup], products: Collection[int]
+) -> dict[str, float]:
+    """Returns what each group adds where some products of the measured function are in float8, by its name."""
+    measured = [losses.groups[group.name] for group in groups if group.name in losses.groups]
+    return dict(zip((g.name for g in measured), losses.increases_at(products, measured), strict=True))
+
+
+def _like(losses: MeasuredLosses, groups: Sequence[ProductGroup], products: Collection[int]) -> frozenset[int]:
+    """Returns the products of the measured function that stand for some of the searched one.
+
+    They are the same where both have as many equal layers, else those at about the same depth.
+    """
+    like = set()
+    for group in groups:
+        measured = losses.groups.get(group.name)
+        if measured is not None:
+            count, last = len(measured.vertices), len(group.vertices) - 1
+            places = [round(i * last / (count - 1)) if count > 1 else last // 2 for i in range(count)]
+            pairs = zip(measured.vertices, places, strict=True)
+            like |= {vertex.index for vertex, place in pairs if group.vertices[place].index in products}
+    return frozenset(like)
+
+
+def _scaled(
+    groups: Sequence[ProductGroup], increases: Mapping[str, float], products: Collection[int], together: float
+) -> dict[str, float]:
+    """Returns increases whose sum over the products in float8 is what these were measured to add together."""
+    scaled, shares = dict(increases), {g.name: share_in(g, products) for g in groups if g.name in increases}
+    inside = {name for name, share in shares.items() if share}
+    total = sum(increases[name] * shares[name] for name in inside)
+    for name in inside:
+        is_known = 0 < total < math.inf
+        scaled[name] = increases[name] * together / total if is_known else together / sum(shares.values())
+    return scaled
+
+
+def _trial(
+    name: str, found: FoundFormats, groups: Sequence[ProductGroup], increases: Mapping[str, float], measured: Increase
+) -> _Trial:
+    return _Trial(name, found, increases, predicted_increase(groups, increases, found.products), *measured)
+
+
+def _with_formats(
+    request: PlanRequest, groups: Sequence[ProductGroup], best: _Trial, trials: Sequence[_Trial], measured_by: str
+) -> Plan:
+    """Returns the plan of a trial with its bounds and what is known of its formats."""
+    formats, space, found = request.options.formats, request.space, best.found
+    assert formats is not None
+    plan, increases = found.plan, best.increases
+    bound_s = min(max(found.bound_s, 0.0), plan.step_s)
+    gap = (plan.step_s - bound_s) / plan.step_s if plan.step_s else 0.0
+    offered = [group for group in groups if group.name in increases]
+    timeline = plan.timeline
+    if timeline is not None:  # the bound of the space with the chosen formats is none of other formats
+        least_s = space.with_float8({v.index: 0.0 for g in offered for v in g.vertices}).least_compute_s
+        timeline = replace(timeline, lower_bound_s=min(least_s, timeline.lower_bound_s))
+    planned = PlannedFormats(
+        formats.max_loss_increase,
+        predicted_increase(groups, increases, found.products),
+        _rows(request, offered, increases, found),
+        best.measured if measured_by else None,
+        measured_by,
+        tuple(
+            FormatTrial(t.name, t.found.plan.step_s, len(t.found.products), t.predicted, t.measured, t.error)
+            for t in trials
+        ),
+    )
+    status = "finished" if gap > OPTIMAL_GAP and plan.status == "optimal" else plan.status
+    return replace(plan, lower_bound_s=bound_s, gap=gap, status=status, timeline=timeline, formats=planned)
+
+
+def _rows(
+    request: PlanRequest, groups: Sequence[ProductGroup], increases: Mapping[str, float], found: FoundFormats
+) -> tuple[FormatGroup, ...]:
+    rows, space = [], request.space.with_float8(dict.fromkeys(found.products, 0.0))
+    gain_of = gains_s(space, in_float8(space, found.choice, sorted(found.products)))
+    for group in groups:
+        rounded = [v.index for v in group.vertices if v.index in found.products]
+        gain_s = sum(gain_of[product] for product in rounded)
+        rows.append(FormatGroup(group.name, len(group.vertices), len(rounded), increases[group.name], gain_s))
+    return tuple(sorted(rows, key=lambda row: (-row.gain_s, row.name)))

@@ -1,0 +1,103 @@
+"""Models that are trained small and priced wide, and what their formats are measured by."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, AxisType
+
+import diffshard
+from cost.base import Hardware
+from experiments.models import digits, gpt, mixer, moe, text
+from experiments.models.model import Model, abstract_arguments
+
+LOOK_STEPS, LOOKS, RUN_STEPS = 20, 2, 60
+"""Steps of a look, looks over `LOOKS * LOOK_STEPS` calls, and steps of each of two validation runs."""
+
+
+def text_batch(model: dict[str, Any], key: jax.Array) -> jax.Array:
+    """Draws windows of the Python reference."""
+    return text.sample(text.load("python_reference"), key, model["batch"], model["sequence"])
+
+
+def digits_batch(model: dict[str, Any], key: jax.Array) -> dict[str, jax.Array]:
+    """Draws handwritten digits as 16 patches of 2x2 pixels."""
+    images, labels = digits.load()
+    chosen = np.asarray(jax.random.randint(key, (model["batch"],), 0, len(images)))
+    patches = images[chosen].reshape(-1, 4, 2, 4, 2).swapaxes(2, 3).reshape(-1, 16, 4)
+    return {"image": jax.numpy.asarray(patches), "label": jax.numpy.asarray(labels[chosen])}
+
+
+class Case(NamedTuple):
+    """A model that is trained small and priced wide; `tiny` is for tests."""
+
+    make: Callable[..., Model]
+    batch: Callable[[dict[str, Any], jax.Array], Any]
+    small: dict[str, Any]
+    tiny: dict[str, Any]
+    wide: dict[str, Any]
+
+
+_TEXT = {"batch": 64, "layers": 1, "heads": 32, "sequence": 1024, "vocabulary": 32768}
+MODELS = {
+    "gpt": Case(
+        gpt.make, text_batch, {"batch": 8, "width": 64, "sequence": 64}, {"batch": 2, "width": 16, "sequence": 16},
+        {**_TEXT, "layers": 2, "width": 4096},
+    ),
+    "mixer": Case(
+        mixer.make, digits_batch, {"batch": 64}, {"batch": 2, "width": 8},
+        {"batch": 512, "width": 4096, "patches": 256, "pixels": 768},
+    ),
+    "moe": Case(
+        moe.make, text_batch, {"batch": 4, "width": 32, "sequence": 32}, {"batch": 2, "width": 16, "sequence": 16},
+        {**_TEXT, "width": 2048, "heads": 16},
+    ),
+}  # fmt: skip
+
+
+class Setting(NamedTuple):
+    """A model, small and wide, and the mesh that the wide one is priced for."""
+
+    case: Case
+    sizes: dict[str, Any]
+    small: Model
+    wide: Model
+    mesh: AbstractMesh
+    hardware: Hardware
+
+    @classmethod
+    def of(cls, name: str, sizes: str) -> "Setting":
+        """Returns the setting of a model of `MODELS`."""
+        case = MODELS[name]
+        small = case.small if sizes == "full" else case.tiny
+        mesh = AbstractMesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+        hardware = diffshard.preset("h100", dict(mesh.shape))
+        return cls(case, small, case.make(**small), case.make(**case.wide), mesh, hardware)
+
+    def training(self, seed: int, steps: int) -> list[tuple[Any, Any]]:
+        """Returns the calls of a training of the small model: its first state and the batches of a seed."""
+        state = jax.jit(self.small.init)(jax.random.key(seed))
+        keys = jax.random.split(jax.random.key(seed), steps)
+        return [(state, self.case.batch(self.sizes, key)) for key in keys]
+
+    def measures(self, seed: int, looks: int = LOOKS) -> dict[str, Any]:
+        """Returns what `Formats` measures by, of seeds that no other search and no training of a table has."""
+        first, run = 1000 + 3 * seed, min(RUN_STEPS, 20 * LOOK_STEPS)
+        return {
+            "measured_fn": self.small.step,
+            "calls": self.training(first, looks * LOOK_STEPS),
+            "steps": LOOK_STEPS,
+            "validation_runs": [self.training(first + 1, run), self.training(first + 2, run)],
+        }
+
+    def plan(self, limit: float, key: int | None = None, **formats: Any) -> Any:
+        """Searches shardings and formats of the wide model together."""
+        found = search(self.wide, self.mesh, self.hardware, limit, key, **formats)
+        return found.plan(*abstract_arguments(self.wide))
+
+
+def search(model: Model, mesh: Any, hardware: Any, limit: float, key: int | None = None, **formats: Any) -> Any:
+    """Searches shardings and formats together."""
+    limits = diffshard.Formats(limit, **formats)
+    return diffshard.search(model.step, mesh, hardware=hardware, key=key, formats=limits, progress="none")

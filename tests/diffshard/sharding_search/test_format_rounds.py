@@ -1,0 +1,250 @@
+"""Formats are measured again where they are chosen, judged by validation runs, and held against simple rules."""
+
+import itertools
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractMesh, AxisType
+
+import diffshard
+from diffshard.sharding_search import format_rounds
+from diffshard.sharding_search.call import array_types
+from diffshard.sharding_search.format_losses import Increase, MeasuredLosses
+from diffshard.sharding_search.format_rules import simple_rules
+from diffshard.sharding_search.number_formats import groups_of
+from diffshard.sharding_search.options import Options
+from diffshard.sharding_search.tracing import space_of, trace_function
+from tests.diffshard.sharding_search.test_formats import (
+    ROWS,
+    UNLIMITED,
+    WIDTH,
+    arguments,
+    fast_links,
+    mesh_of,
+    search,
+    train_step,
+)
+
+
+def calls_of(seed, count, rows=ROWS, width=WIDTH):
+    params, _ = arguments(rows, width)
+    keys = jax.random.split(jax.random.key(seed), 2 * count)
+    batches = [tuple(jax.random.normal(key, (rows, width)) for key in keys[2 * i : 2 * i + 2]) for i in range(count)]
+    return [(params, batch) for batch in batches]
+
+
+def traced(fn, args):
+    mesh = mesh_of(1)
+    options = Options(fn=fn, mesh=mesh, hardware=fast_links(mesh), memory_limit_bytes=1e15)
+    traced_function = trace_function(options, args)
+    return options, traced_function, space_of(options, traced_function)
+
+
+def losses_of(formats, fn=train_step):
+    options, traced_function, space = traced(fn, formats.calls[0])
+    types = array_types(traced_function.call.arrays)
+    return MeasuredLosses(formats, space, options, types, traced_function.out_paths)
+
+
+def trained(products, calls):
+    """Trains by the program of a plan that has these groups in float8; returns the losses."""
+    step = search(mesh_of(1), UNLIMITED, increases=dict.fromkeys(products, 0.0))
+    state, losses = calls[0][0], []
+    for _, batch in calls:
+        state, loss = step(state, batch)
+        losses.append(float(loss))
+    return losses
+
+
+class _KnownLosses:
+    """Losses of a function by a formula: a group alone does little, and each pair of groups more."""
+
+    measured_by, takes_looks = "a formula", True
+
+    def __init__(self, request):
+        self.graph = request.traced_function.graph
+        self.groups = {group.name: group for group in groups_of(self.graph)}
+        self.numbers = {v.index: n for n, group in enumerate(self.groups.values()) for v in group.vertices}
+
+    def increase_of(self, products):
+        count = len({self.numbers[product] for product in products})
+        return Increase(0.1 * count + 0.15 * count * (count - 1) / 2, None)
+
+    def increases_at(self, products, groups):
+        current = frozenset(products)
+        members = [frozenset(v.index for v in group.vertices) for group in groups]
+        return [self.increase_of(current | m).mean - self.increase_of(current - m).mean for m in members]
+
+
+def test_what_is_chosen_changes_what_is_measured(monkeypatch):
+    monkeypatch.setattr(format_rounds, "_measured_losses", _KnownLosses)
+    mesh = AbstractMesh((4,), ("data",), axis_types=(AxisType.Auto,))
+    hardware = diffshard.preset("h100", dict(mesh.shape))
+    args = jax.eval_shape(lambda: arguments(8192, 8192))
+    limit = 0.85
+    plan = search(mesh, limit, hardware=hardware, calls=[args] * 20, rounds=5).plan(*args)
+    assert plan.formats is not None
+    first, *others = plan.formats.trials
+    assert first.predicted_increase <= limit < first.measured_increase  # alone they seem harmless
+    assert {"nothing", "all but the head", "round 2"} <= {trial.name for trial in others}
+    assert plan.formats.measured_increase is not None
+    assert plan.formats.measured_increase <= limit
+    within = [trial.step_s for trial in plan.formats.trials if trial.measured_increase <= limit]
+    assert plan.step_s == min(within)
+    names = [group.name for group in plan.formats.groups]
+    table = _KnownLosses(type("request", (), {"traced_function": traced(train_step, args)[1]}))
+    vertices = [table.groups[name].vertices for name in names]
+    best_s = plan.step_s
+    for inside in itertools.combinations(range(len(names)), 3):  # four are beyond the limit
+        assert table.increase_of([v.index for n in inside for v in vertices[n]]).mean <= limit
+        offered = dict.fromkeys([names[n] for n in inside], 0.0)
+        best_s = min(best_s, search(mesh, 1.0, hardware=hardware, increases=offered).plan(*args).step_s)
+    assert plan.step_s <= best_s * (1 + 1e-6)
+
+
+def test_validation_runs_have_the_losses_of_the_program_and_no_rule_within_the_limit_is_faster():
+    runs = [calls_of(1, 10), calls_of(2, 10)]
+    formats = diffshard.Formats(0.01, calls=calls_of(3, 8), steps=4, validation_runs=runs)
+    losses = losses_of(formats)
+    inside = list(losses.groups)[1:4]
+    products = [v.index for name in inside for v in losses.groups[name].vertices]
+    late = [np.mean(trained(inside, run)[-2:]) - np.mean(trained((), run)[-2:]) for run in runs]
+    mean, error = losses.increase_of(products)
+    np.testing.assert_allclose(mean, np.mean(late), atol=1e-6)
+    assert error == pytest.approx(abs(late[0] - late[1]) / 2, abs=1e-6)
+    assert losses.increase_of(()).mean == 0
+    step = search(mesh_of(2), 0.01, calls=formats.calls, steps=4, validation_runs=runs)
+    plan = step.plan(*arguments())
+    assert plan.formats is not None
+    assert plan.formats.measured_by == "2 validation runs"
+    assert {"nothing", "all but the head"} <= {trial.name for trial in plan.formats.trials}
+    assert all(plan.step_s <= t.step_s for t in plan.formats.trials if t.measured_increase <= 0.01)
+    assert "measured together by 2 validation runs" in " ".join(str(plan).split())
+    assert "all but the head" in plan.html()
+
+
+def test_looks_at_chosen_formats_by_hand():
+    calls = calls_of(3, 11)
+    formats = diffshard.Formats(1.0, calls=calls, steps=4, looks=2, factor=2.0)
+    assert formats.look_starts == [0, 7]
+    losses = losses_of(formats)
+    groups = list(losses.groups.values())
+    inside, other = [groups[0], groups[3]], groups[2]
+    current = [v.index for group in inside for v in group.vertices]
+    expected = {}
+    state = calls[0][0]
+    names = [group.name for group in inside]
+    for start in (0, 7):
+        window = [(state, batch) for _, batch in calls[start : start + 4]]
+        base = np.mean(trained(names, window)[-2:])
+        for name, with_it, without in (
+            (groups[0].name, base, np.mean(trained(names[1:], window)[-2:])),
+            (other.name, np.mean(trained([*names, other.name], window)[-2:]), base),
+        ):
+            expected[name] = expected.get(name, 0) + 2.0 * (with_it - without) / 2
+        step = search(mesh_of(1), UNLIMITED, increases=dict.fromkeys(names, 0.0))
+        for _, batch in calls[:7]:
+            state, _ = step(state, batch)
+    increases = losses.increases_at(current, [groups[0], other])
+    np.testing.assert_allclose(increases, np.maximum(list(expected.values()), 0), atol=1e-6)
+
+
+def test_a_narrower_function_is_measured_in_place_of_the_searched_one():
+    mesh = AbstractMesh((4,), ("data",), axis_types=(AxisType.Auto,))
+    hardware = diffshard.preset("h100", dict(mesh.shape))
+    wide = jax.eval_shape(lambda: arguments(8192, 8192))
+    measured = {"calls": calls_of(3, 8), "steps": 4, "measured_fn": train_step}
+    plan = search(mesh, UNLIMITED, hardware=hardware, **measured).plan(*wide)
+    assert plan.formats is not None
+    losses = losses_of(diffshard.Formats(UNLIMITED, **measured))
+    products = [v.index for group in losses.groups.values() for v in group.vertices]
+    assert plan.formats.measured_increase == losses.increase_of(products).mean
+    with pytest.raises(ValueError, match=r"calls\[0\]` has other arrays"):
+        search(mesh, 1.0, hardware=hardware, calls=calls_of(3, 8), steps=4).plan(*wide)
+
+
+def test_rules_by_hand():
+    def layers_step(params, batch):
+        def loss_of(params):
+            x = jnp.tanh(batch @ params["first"])
+            for weights in params["middle"]:
+                x = jnp.tanh(x @ weights)
+            return jnp.mean((x @ params["last"]) ** 2)
+
+        loss, gradients = jax.value_and_grad(loss_of)(params)
+        return jax.tree.map(lambda p, g: p - g, params, gradients), loss
+
+    square = jnp.ones((4, 4))
+    params = {"first": square, "middle": [square] * 4, "last": square}
+    groups = groups_of(traced(layers_step, (params, square))[2].graph)
+    counts = [len(group.vertices) for group in groups]
+    assert counts == [1, 4, 1, 1, 1, 4, 4, 1]
+    rules = {name: len(products) for name, products in simple_rules(groups).items()}
+    # Forward 1 + 4 + 1, backward 1 (first: no gradient for the batch) + 2 x 4 + 2.
+    assert rules == {"all products": 17, "all but the head": 14, "all but first and last layers": 6}
+
+
+def test_batches_that_the_looks_have_seen_are_warned_of():
+    calls = calls_of(3, 8)
+    formats = diffshard.Formats(
+        1.0, calls=calls, steps=4, validation_runs=[calls_of(4, 3), [*calls_of(5, 3), calls[2]]]
+    )
+    with pytest.warns(UserWarning, match=r"1 of the 7 calls of `Formats.validation_runs` have batches"):
+        losses_of(formats)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        losses_of(diffshard.Formats(1.0, calls=calls, steps=4, validation_runs=[calls_of(4, 3)]))
+
+
+def test_steps_that_train_nothing():
+    def gives_no_state(params, batch):
+        return train_step(params, batch)[1]
+
+    def takes_no_gradients(params, batch):
+        x = batch[0] @ params["head"]
+        return jax.tree.map(lambda p: 0.9 * p, params), jnp.mean((x - batch[1]) ** 2)
+
+    for fn, what in ((gives_no_state, "no result replaces an argument"), (takes_no_gradients, "no gradients by JAX")):
+        with pytest.raises(ValueError, match=rf"{fn.__name__} is none: .*{what}.*increases"):
+            losses_of(diffshard.Formats(1.0, calls=calls_of(3, 4), steps=2), fn)
+
+
+def test_a_loss_for_each_example_is_no_loss():
+    def losses_of_examples(params, batch):
+        return train_step(params, batch)[0], jnp.mean((batch[0] @ params["head"] - batch[1]) ** 2, axis=1)
+
+    with pytest.raises(ValueError, match=r"none of the results.*result\[1\] is float32\[16\].*mean loss"):
+        losses_of(diffshard.Formats(1.0, calls=calls_of(3, 4), steps=2), losses_of_examples)
+    with pytest.raises(ValueError, match=r"'result\[1\]'.*but float32\[16\]"):
+        losses_of(diffshard.Formats(1.0, calls=calls_of(3, 4), steps=2, loss="result[1]"), losses_of_examples)
+
+
+def test_formats_that_diverge_are_measured_as_inf():
+    losses = losses_of(diffshard.Formats(1.0, calls=calls_of(3, 4), steps=2))
+    losses._run = lambda state, calls, on: (state, np.full(len(calls), np.inf if on else 1.0))  # pyright: ignore
+    groups = list(losses.groups.values())
+    assert losses.increase_of([v.index for group in groups for v in group.vertices]) == (np.inf, None)
+    assert losses.increases_at((), groups) == [np.inf] * len(groups)
+
+
+def test_a_group_with_an_increase_of_inf_stays_as_it_is(tmp_path):
+    mesh, args = mesh_of(2), arguments()
+    names = [group.name for group in groups_of(traced(train_step, args)[2].graph)]
+    plan = search(mesh, 1.0, increases={**dict.fromkeys(names, 0.0), names[0]: np.inf}).plan(*args)
+    assert plan.formats is not None
+    assert {g.name: g.num_float8 for g in plan.formats.groups} == {name: name != names[0] for name in names}
+    plan.save(tmp_path / "plan.json")
+    assert diffshard.Plan.load(tmp_path / "plan.json", mesh) == plan
+
+
+def test_known_increases_begin_the_rounds_and_name_what_may_be_rounded():
+    names = [group.name for group in groups_of(traced(train_step, arguments())[2].graph)]
+    increases = dict.fromkeys(names[:2], 0.0)
+    plan = search(mesh_of(2), 1.0, increases=increases, calls=calls_of(3, 4), steps=2).plan(*arguments())
+    assert plan.formats is not None
+    assert {group.name for group in plan.formats.groups if group.num_float8} == set(names[:2])
+    assert plan.formats.trials[0].predicted_increase == 0
+    assert plan.formats.measured_by == "looks ahead"
