@@ -24,7 +24,7 @@ from diffshard.sharding_search.executors import default_executor, executor_notes
 from diffshard.sharding_search.fingerprints import function_digest
 from diffshard.sharding_search.layout import signature_of
 from diffshard.sharding_search.memory_profile import memory_profile_of
-from diffshard.sharding_search.options import Options, Remat
+from diffshard.sharding_search.options import DEFAULT_SOLVER, Options, Remat
 from diffshard.sharding_search.plan import Plan
 from diffshard.sharding_search.predicted_timeline import predicted_timeline
 from diffshard.sharding_search.request import PlanRequest
@@ -40,6 +40,7 @@ from diffshard.sharding_search.warm_start import is_made_for, start_of
 from diffshard.sharding_search.whole_work import whole_work_of
 from diffshard.solving.objectives.minimise import TANGENT_SHARE
 from diffshard.solving.solve import solve
+from diffshard.solving.solvers import gradient
 from diffshard.solving.violations import format_excess
 from search_spaces.partition_specs import IndexedSpec, NamedSpec, named_spec
 from search_spaces.sharding.base import Layout
@@ -115,6 +116,8 @@ def fastest_choice(
             limited = replace(options, time_limit_s=deadline.remaining_s())
             return solve_problem_of(limited, problem, request.space, start, told, stop_gap)
         limited = replace(options, time_limit_s=deadline.remaining_s(TANGENT_SHARE))
+        if options.solver == DEFAULT_SOLVER and len(problem.node_cost) > gradient.MOST_NODES_OF_SMALL:
+            limited = replace(limited, solver=gradient.solve_quickly)  # there are several such problems
         return solve_problem_of(limited, problem, request.space, near, told, max(stop_gap, gap))
 
     def is_over() -> bool:

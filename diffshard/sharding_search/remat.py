@@ -38,8 +38,6 @@ from diffshard.sharding_search.planning import (
 from diffshard.sharding_search.request import PlanRequest
 from diffshard.sharding_search.residual_record import record_of
 from diffshard.sharding_search.warm_start import is_made_for
-from diffshard.solving.phases.base import Phase
-from diffshard.solving.phases.quotient_start import QuotientStart
 from diffshard.solving.solvers import gradient
 from search_spaces.rematerialisation.choices import Network, RematChoice
 from search_spaces.rematerialisation.offloading import HostLink, offloadable, offloading
@@ -72,17 +70,6 @@ def find_plan_with_remat(request: PlanRequest) -> Plan:
     return _Search(request).run()
 
 
-def _quick_phases(problem: Problem) -> tuple[Phase, ...]:
-    """Returns the phases of the default solver without the last ones, which prove and polish for a long time."""
-    _, *phases = gradient.default_phases(problem)
-    return QuotientStart(_quick), *phases[:-1]
-
-
-def _quick(problem: Problem, *, time_limit_s: float | None, key: jax.Array) -> Iterator[Proposal]:
-    """Solves a problem without a proof: one bound holds for all choices of what is computed again."""
-    return gradient.solve(problem, time_limit_s=time_limit_s, key=key, phases=_quick_phases)
-
-
 def _bounding(problem: Problem, *, time_limit_s: float | None, key: jax.Array) -> Iterator[Proposal]:
     """Raises the bound of a problem whose choices nobody needs."""
     return gradient.solve(problem, time_limit_s=time_limit_s, key=key, phases=lambda _: ())
@@ -97,7 +84,9 @@ class _Search:
     def __init__(self, request: PlanRequest):
         self.options = request.options
         is_default = self.options.solver == DEFAULT_SOLVER
-        self.quick = request._replace(options=replace(self.options, solver=_quick)) if is_default else request
+        self.quick = (
+            request._replace(options=replace(self.options, solver=gradient.solve_quickly)) if is_default else request
+        )
         self.bounding = _bounding if is_default else self.options.solver
         self.request = request
         _ = request.space.problem  # built before the solver's time begins

@@ -44,7 +44,7 @@ TANGENT_SHARE = 0.2
 """The share of the time left that solving a tangent should take: one that is hard leaves time for others."""
 _GAP_SHARE, _MOST_GAP = 0.1, 1e-2
 """A tangent is solved to this share of the objective's gap, and to this relative gap at least."""
-_FEWEST_PROBLEMS, _MOST_PROBLEMS, _MOST_NODES = 5, 100, 2000
+_FEWEST_PROBLEMS, _MOST_PROBLEMS, _MOST_NODES = 3, 100, 1500
 """Tangents that are solved at least and at most where no time limit says so, and the nodes of those between, so that
 large problems stay fast. On steps that links bound 8 led to as good plans as 80."""
 _SETTLED = 1e-6

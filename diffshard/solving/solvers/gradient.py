@@ -41,7 +41,7 @@ from diffshard.solving.solvers import exhaustive
 
 MOST_ENUMERATED = 1 << 16
 """Choices up to which all are enumerated, which takes about 10 ms; chosen by hand."""
-_MOST_NODES_OF_SMALL = 500  # up to which a graph is worth branches and walks; chosen by hand on the contest's instances
+MOST_NODES_OF_SMALL = 500  # up to which a graph is worth branches and walks; chosen by hand on the contest's instances
 _YIELDS_PER_PROPOSAL = 10  # a proposal's exact price takes about as long as a move; chosen by hand
 _CLIMB = DualClimb()
 
@@ -53,7 +53,7 @@ def default_phases(problem: Problem) -> tuple[Phase, ...]:
     neighbourhoods, from hotter and random starts. On a small graph starts and annealing end early, because branches and
     walks do more there, and all its nodes are one neighbourhood.
     """
-    is_small = len(problem.node_cost) <= _MOST_NODES_OF_SMALL
+    is_small = len(problem.node_cost) <= MOST_NODES_OF_SMALL
     branches = (Branches(),) if is_small else ()
     starts = QuotientStart(solve), DualStarts(end_share=0.15 if is_small else 0.6)
     if num_devices(problem):
@@ -124,3 +124,16 @@ def _improve(search: Search, phases: Sequence[Phase]) -> Iterator[Proposal]:
 
 # 177,147 choices: more than are enumerated.
 EXAMPLE = functools.partial(coupled_ring, 11)
+
+
+def solve_quickly(problem: Problem, *, time_limit_s: float | None = None, key: jax.Array) -> Iterator[Proposal]:
+    """Solves a problem without the last phases, which prove and polish for a long time; see `diffshard.base.Solver`.
+
+    That is for problems of which a search has several, or whose bound comes from elsewhere.
+    """
+    return solve(problem, time_limit_s=time_limit_s, key=key, phases=_quick_phases)
+
+
+def _quick_phases(problem: Problem) -> tuple[Phase, ...]:
+    _, *phases = default_phases(problem)
+    return QuotientStart(solve_quickly), *phases[:-1]
