@@ -8,6 +8,7 @@ Letters for sizes: V nodes, N = ΣS_v strategies of all nodes one after the othe
 T times, D devices (1 where the memory is the same on all).
 """
 
+import itertools
 from typing import NamedTuple
 
 import jax
@@ -145,6 +146,16 @@ def ragged_positions(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     return np.arange(ends[-1] if len(ends) else 0) + np.repeat(starts - (ends - lengths), lengths)
 
 
+def even_parts(lengths: np.ndarray, most: int) -> list[slice]:
+    """Returns consecutive slices of `lengths`; the sum of each exceeds `most` by less than one length."""
+    ends = np.cumsum(lengths)
+    if not len(ends):
+        return []
+    cuts = np.searchsorted(ends, np.arange(most, int(ends[-1]), most), side="right")
+    cuts = np.unique(np.concatenate([[0], cuts, [len(ends)]]))
+    return [slice(a, b) for a, b in itertools.pairwise(cuts.tolist())]
+
+
 def memory_use(flat: Flat, column_use: np.ndarray) -> np.ndarray:
     """Sums the memory in use at each time, `[T, D]`, where the varying usages take `column_use` `[K * D]`."""
     times, devices = flat.base.shape
@@ -182,6 +193,33 @@ def memory_of_strategies(
         np.add.at(change, (first + start) * devices + device, amount)
         np.subtract.at(change, (first + end) * devices + device, amount)
     return np.cumsum(change.reshape(num_groups, times + 1, devices), axis=1)[:, :-1]
+
+
+def memory_change(flat: Flat, strategies: np.ndarray, weight: np.ndarray) -> tuple[slice, np.ndarray]:
+    """Sums what a few strategies add to the memory in use, in time that does not depend on the size of the problem.
+
+    Args:
+      flat: the problem.
+      strategies: `[n]` positions among all N strategies.
+      weight: `[n]` what each one's memory is multiplied by; -1 takes it away.
+
+    Returns:
+      The times from their first start to their last end, t of them, and the change at these, `[t, D]`.
+    """
+    devices = flat.base.shape[1]
+    first = flat.usage.indptr[strategies]
+    count = flat.usage.indptr[strategies + 1] - first
+    at = ragged_positions(first, count)
+    if not len(at):
+        return slice(0, 0), np.zeros((0, devices))
+    usage, device = np.divmod(flat.usage.indices[at], devices)
+    start, end = flat.interval[usage].T
+    times = slice(int(start.min()), int(end.max()))
+    change = np.zeros((times.stop - times.start + 1, devices))
+    amount = np.repeat(weight, count) * flat.usage.data[at]
+    np.add.at(change, (start - times.start, device), amount)
+    np.subtract.at(change, (end - times.start, device), amount)
+    return times, np.cumsum(change, axis=0)[:-1]
 
 
 def memory_price(flat: Flat, price: np.ndarray) -> np.ndarray:
