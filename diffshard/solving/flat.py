@@ -16,7 +16,7 @@ import numpy as np
 import scipy.sparse
 
 from cost.base import Problem, is_forbidden, num_memory_devices, num_strategies
-from cost.edges import distinct_arrays
+from cost.edges import distinct_arrays, map_distinct
 from cost.memory import limit_unit, memory_profile, numbered_times
 
 
@@ -117,23 +117,25 @@ def _memory(
 ) -> tuple[scipy.sparse.csr_array, np.ndarray, np.ndarray, np.ndarray]:
     """Returns `usage`, `interval`, `base` and `limit` of a `Flat`; without a limit there are no usages and no times."""
     limit = np.atleast_1d(np.asarray(problem.memory_limit, float))
-    tables = [np.asarray(u, float).reshape(len(u), -1) for u in problem.usage]
+    tables = map_distinct(lambda usage: np.asarray(usage, float).reshape(len(usage), -1), problem.usage)
     devices = num_memory_devices(problem)
     limit = np.broadcast_to(limit, (devices,))
     nodes = np.asarray(problem.usage_node, np.int64)
     if np.isinf(limit).all() or not len(nodes):
         return scipy.sparse.csr_array((int(start[-1]), 0)), np.zeros((0, 2), np.int64), np.zeros((0, devices)), limit
     times, interval = numbered_times(problem.usage_interval)
-    least = np.stack([np.broadcast_to(table.min(axis=0), (devices,)) for table in tables])
+    least = np.stack(map_distinct(lambda table: np.broadcast_to(table.min(axis=0), (devices,)), tables))
     base = memory_profile(interval, least, len(times) - 1)
-    varying = [k for k, table in enumerate(tables) if (table != table[0]).any()]
+    varying = np.flatnonzero(map_distinct(lambda table: bool((table != table[0]).any()), tables))
     rows, columns, values = [np.zeros(0, int)], [np.zeros(0, int)], [np.zeros(0)]
-    for column, k in enumerate(varying):
-        table = np.broadcast_to(tables[k] - tables[k].min(axis=0), (int(sizes[nodes[k]]), devices))
-        s, d = np.nonzero(table)
-        rows.append(start[nodes[k]] + s)
-        columns.append(column * devices + d)
-        values.append(table[s, d])
+    distinct, which = distinct_arrays([tables[k] for k in varying])
+    members = np.split(np.argsort(which, kind="stable"), np.cumsum(np.bincount(which, minlength=len(distinct)))[:-1])
+    for table, column in zip(distinct, members, strict=False):
+        above_least = np.broadcast_to(table - table.min(axis=0), (len(table), devices))
+        s, d = np.nonzero(above_least)
+        rows.append((start[nodes[varying[column]]][:, None] + s).ravel())
+        columns.append((column[:, None] * devices + d).ravel())
+        values.append(np.tile(above_least[s, d], len(column)))
     indices = (np.concatenate(rows), np.concatenate(columns))
     shape = (int(start[-1]), len(varying) * devices)
     usage = scipy.sparse.csr_array((np.concatenate(values), indices), shape=shape)
