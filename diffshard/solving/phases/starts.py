@@ -4,12 +4,16 @@ Forest moves come down to a local optimum near their start. Duals of slightly di
 costs and other prices of memory, round to starts far enough from each other to reach different ones.
 """
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from diffshard.solving.moves.polish import rounded_choice
 from diffshard.solving.phases.base import NO_BOUND, Search, Start
 
+_SETTLING_RATE, _SETTLING_GROWTH = 0.1, 1.05
+"""By what share prices rise in the first settling move, and how much faster in each next one; chosen by hand on
+generated layers of 1,000 and 10,000 nodes."""
 MOST_CLIMB_STARTS = 3
 """Starts of the climb that are tried, the last ones; chosen by hand on the contest's instances."""
 
@@ -21,6 +25,8 @@ class DualStarts:
     Attributes:
       num_starts: without a time limit.
       num_moves: forest moves from each start.
+      num_settling_moves: at most, after these, while the choice exceeds the memory: prices then only rise. On a large
+        problem some of many times is always exceeded at prices that fall again, so that no choice would be feasible.
       end_share: of the time limit, when the phase ends.
       least_share: of the time limit, that the phase has where the climb lasted beyond that end.
       num_sweeps: of each perturbed dual.
@@ -29,6 +35,7 @@ class DualStarts:
 
     num_starts: int = 8
     num_moves: int = 60
+    num_settling_moves: int = 60
     end_share: float = 0.6
     least_share: float = 0.12
     num_sweeps: int = 80
@@ -40,7 +47,9 @@ class DualStarts:
         trial = 0
         while progress(trial) < 1:
             start = search.starts[trial] if trial < len(search.starts) else self._perturb(search)
-            for _ in moves_from(search, start, self.num_moves):
+            for _ in itertools.chain(
+                moves_from(search, start, self.num_moves), settling_moves(search, self.num_settling_moves)
+            ):
                 yield NO_BOUND
                 if progress(trial) >= 1:
                     return
@@ -59,3 +68,16 @@ def moves_from(search: Search, start: Start, num_moves: int) -> Iterator[float]:
     for i in range(num_moves):
         search.polish.anneal(0.0, 0.1 if i < num_moves // 2 else 0.05)
         yield NO_BOUND
+
+
+def settling_moves(search: Search, num_moves: int) -> Iterator[float]:
+    """Makes forest moves at prices that rise where the memory is exceeded and never fall, until the choice fits."""
+    polish = search.polish
+    for i in range(num_moves):
+        is_exceeded = polish.offer(polish.choice)
+        if not is_exceeded.any():
+            return
+        polish.reprice(is_exceeded, _SETTLING_RATE * _SETTLING_GROWTH**i, 0.0)
+        polish.move(polish.pool.draw())
+        yield NO_BOUND
+    polish.offer(polish.choice)

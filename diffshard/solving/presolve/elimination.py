@@ -76,8 +76,8 @@ class _Graph:
         if row_and_column is not None:
             self.neighbours[u].pop(v, None)
             self.neighbours[v].pop(u, None)
-            self.cost[u] = self.cost[u] + row_and_column[0]
-            self.cost[v] = self.cost[v] + row_and_column[1]
+            self.cost[u] = self._memo(np.add, self.cost[u], row_and_column[0])
+            self.cost[v] = self._memo(np.add, self.cost[v], row_and_column[1])
         else:
             self.neighbours[u][v] = matrix
             self.neighbours[v][u] = self._memo.transpose(matrix)
@@ -157,11 +157,11 @@ class _Graph:
 
     def _restrict(self, v: int, strategies: np.ndarray) -> None:
         """Leaves v only some of its strategies."""
-        self.cost[v] = self.cost[v][strategies]
-        tables = [table[strategies] for table in self.tables[v]]
+        self.cost[v] = self._memo(_rows, self.cost[v], parameter=strategies)
+        tables = [self._memo(_rows, table, parameter=strategies) for table in self.tables[v]]
         # A usage that no longer depends on the choice does not hold the node; a load does, it must be added somewhere.
         self.tables[v] = [table for table in tables if len(self.problem.load) or (table != table[0]).any()]
-        self.strategies[v] = self.strategies[v][strategies]
+        self.strategies[v] = self._memo(_rows, self.strategies[v], parameter=strategies)
         self.undo.append(lambda choice: choice.__setitem__(v, strategies[choice[v]]))
         for u, matrix in list(self.neighbours[v].items()):
             del self.neighbours[v][u], self.neighbours[u][v]
