@@ -1,0 +1,98 @@
+"""Where the gaps on generated layers come from: the plan, the climb of the dual, or the relaxation that it climbs to.
+
+    python -m experiments.layer_gaps [--nodes 200 1000] [--seconds 30]
+
+The dual climbs to the optimum of a linear programme, which HiGHS solves here. The last column leaves the memory limit
+out and adds what memory costs at the climbed prices to the nodes instead. What lies between a plan and the bound there
+is due to cycles alone, because without a limit nothing else is relaxed. Needs the extra `exact`.
+"""
+
+import argparse
+import math
+from collections.abc import Sequence
+
+import highspy
+import numpy as np
+
+from cost.base import Problem
+from diffshard.solving.dual.ascent import Ascent, cost_at_prices, credit
+from diffshard.solving.flat import flatten, with_ceiling
+from diffshard.solving.presolve.pipeline import presolve
+from diffshard.solving.solve import solve
+from diffshard.solving.solvers._programme import window
+from experiments.layered import layered_problem
+from experiments.tables import print_table
+
+_NUM_SWEEPS = 60, 400
+
+
+def relaxed_optimum(problem: Problem) -> float:
+    """Returns the optimum of the linear programme that the dual climbs to, by HiGHS's interior points."""
+    reduction = presolve(problem)
+    here = window(reduction.problem, math.inf)
+    if here is None:
+        return math.inf
+    programme, rows = here.programme, here.programme.rows.tocsr()
+    model = highspy.HighsLp()
+    model.num_row_, model.num_col_ = rows.shape
+    model.col_cost_, model.col_lower_, model.col_upper_ = programme.cost, programme.column_lower, programme.column_upper
+    model.row_lower_, model.row_upper_ = programme.lower, programme.upper
+    model.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
+    model.a_matrix_.start_, model.a_matrix_.index_, model.a_matrix_.value_ = rows.indptr, rows.indices, rows.data
+    highs = highspy.Highs()
+    highs.setOptionValue("output_flag", False)
+    highs.setOptionValue("solver", "ipm")
+    highs.passModel(model)
+    highs.run()
+    return here.least + highs.getInfo().objective_function_value * here.unit + reduction.constant
+
+
+def climbed(problem: Problem, sweeps: int) -> Ascent:
+    """Returns the climbed dual."""
+    ascent = Ascent(with_ceiling(flatten(problem)))
+    for i in range(sweeps):
+        ascent.step(i / sweeps)
+    return ascent
+
+
+def gap_at_prices(problem: Problem, ascent: Ascent, seconds: float) -> float:
+    """Returns the gap that is left without the memory limit, where memory costs what it does at the climbed prices."""
+    flat, prices = ascent.flat, ascent.best[1]
+    none = np.zeros(0, np.int64)
+    unlimited = problem._replace(
+        node_cost=np.split(cost_at_prices(flat, prices), flat.start[1:-1]),
+        usage_node=none,
+        usage=[],
+        usage_interval=none.reshape(0, 2),
+        memory_limit=math.inf,
+    )
+    solution = solve(unlimited, time_limit_s=seconds)
+    cost, bound = (float(value) + credit(flat, prices) for value in (solution.cost, solution.lower_bound))
+    return 1 - bound / cost
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Prints bounds and plans of each size as shares of the best plan known."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--nodes", nargs="+", type=int, default=[200, 1_000])
+    parser.add_argument("--seconds", type=float, default=30.0, help="of each solver, for each size")
+    options = parser.parse_args(arguments)
+    rows = []
+    for nodes in options.nodes:
+        problem = layered_problem(0, max(nodes // 40, 1), binding=0.7)
+        found = solve(problem, time_limit_s=options.seconds)
+        highs = solve(problem, solver="exact", time_limit_s=options.seconds, start=found.choice)
+        best = float(min(found.cost, highs.cost))
+        climbs = [climbed(problem, sweeps) for sweeps in _NUM_SWEEPS]
+        bounds = [*(climb.certified_bound() for climb in climbs), relaxed_optimum(problem), highs.lower_bound]
+        rows.append((
+            f"{len(problem.node_cost):,}", *(f"{bound / best:.3f}" for bound in bounds), f"{found.cost / best:.3f}",
+            f"{gap_at_prices(problem, climbs[-1], options.seconds):.1%}",
+        ))  # fmt: skip
+    sweeps = tuple(f"{count} sweeps" for count in _NUM_SWEEPS)
+    columns = ("nodes", *sweeps, "linear programme", "HiGHS bound", "default's plan", "gap at prices, no limit")
+    print_table("Shares of the best plan known", columns, rows)
+
+
+if __name__ == "__main__":
+    main()
