@@ -57,6 +57,7 @@ class Polish:
     Attributes:
       grow: makes the forests.
       choice: where the search is; it may exceed the memory.
+      fits: whether the choice that was offered last keeps the memory limit.
       best: the best feasible choice, or the one of least excess while none is feasible.
       best_cost: its cost; inf while none is feasible.
       best_excess: by how much it exceeds the memory, in bytes at the worst time; 0 if it is feasible.
@@ -109,6 +110,7 @@ class Polish:
         if self.flat.base.size:
             excess = chosen_memory(self.flat, choice) - self.flat.limit
         most = max(excess.max(initial=0.0), 0.0)
+        self.fits = most == 0
         if most < self.best_excess or (most == self.best_excess == 0):
             cost = float(chosen_cost(self.flat, choice))
             if most > 0 or cost < self.best_cost:

@@ -4,7 +4,6 @@ Forest moves come down to a local optimum near their start. Duals of slightly di
 costs and other prices of memory, round to starts far enough from each other to reach different ones.
 """
 
-import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -25,8 +24,8 @@ class DualStarts:
     Attributes:
       num_starts: without a time limit.
       num_moves: forest moves from each start.
-      num_settling_moves: at most, after these, while the choice exceeds the memory: prices then only rise. On a large
-        problem some of many times is always exceeded at prices that fall again, so that no choice would be feasible.
+      num_settling_moves: at most, after a start with no move that fits the memory, until one fits: prices then only
+        rise. On a large problem some of many times is always exceeded at prices that fall again.
       end_share: of the time limit, when the phase ends.
       least_share: of the time limit, that the phase has where the climb lasted beyond that end.
       num_sweeps: of each perturbed dual.
@@ -47,9 +46,13 @@ class DualStarts:
         trial = 0
         while progress(trial) < 1:
             start = search.starts[trial] if trial < len(search.starts) else self._perturb(search)
-            for _ in itertools.chain(
-                moves_from(search, start, self.num_moves), settling_moves(search, self.num_settling_moves)
-            ):
+            has_fitted = False
+            for _ in moves_from(search, start, self.num_moves):
+                has_fitted |= search.polish.fits
+                yield NO_BOUND
+                if progress(trial) >= 1:
+                    return
+            for _ in settling_moves(search, 0 if has_fitted else self.num_settling_moves):
                 yield NO_BOUND
                 if progress(trial) >= 1:
                     return
@@ -80,4 +83,5 @@ def settling_moves(search: Search, num_moves: int) -> Iterator[float]:
         polish.reprice(is_exceeded, _SETTLING_RATE * _SETTLING_GROWTH**i, 0.0)
         polish.move(polish.pool.draw())
         yield NO_BOUND
-    polish.offer(polish.choice)
+    if num_moves:
+        polish.offer(polish.choice)
