@@ -1,8 +1,11 @@
-"""Matrices of edges: those of the same two nodes are one, and equal ones may be one array."""
+"""Arrays that nodes and edges may share: equal layers have one object, and matrices of the same two nodes are one."""
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
 
 import numpy as np
+
+T = TypeVar("T")
 
 
 def distinct_arrays(arrays: Sequence[np.ndarray]) -> tuple[list[np.ndarray], np.ndarray]:
@@ -14,6 +17,18 @@ def distinct_arrays(arrays: Sequence[np.ndarray]) -> tuple[list[np.ndarray], np.
     first = {id(array): array for array in arrays}
     number = {name: i for i, name in enumerate(first)}
     return list(first.values()), np.array([number[id(array)] for array in arrays], np.int64)
+
+
+def first_positions(arrays: Sequence[np.ndarray]) -> list[int]:
+    """Returns where each distinct array object stands first, in this order."""
+    return np.unique(distinct_arrays(arrays)[1], return_index=True)[1].tolist()
+
+
+def map_distinct(operation: Callable[[np.ndarray], T], arrays: Sequence[np.ndarray]) -> list[T]:
+    """Returns the operation's result for each array; arrays that are one object have one result, computed once."""
+    distinct, which = distinct_arrays(arrays)
+    results = [operation(array) for array in distinct]
+    return [results[i] for i in which.tolist()]
 
 
 def merge_edges(

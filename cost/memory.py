@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from cost.base import Problem, num_memory_devices
+from cost.edges import map_distinct
 
 _LARGEST_INT64_SUM = 2**62
 """Sums of integers beyond this are made of Python's integers, so that they stay exact; half of what int64 holds."""
@@ -52,7 +53,7 @@ def sum_error(amounts: Sequence[np.ndarray], total: float) -> float:
       amounts: arrays of amounts.
       total: at least the sum of any of them that are in use together, at all times.
     """
-    if total < _LARGEST_EXACT_FLOAT and all(_are_whole(array) for array in amounts):
+    if total < _LARGEST_EXACT_FLOAT and all(map_distinct(_are_whole, amounts)):
         return 0.0
     return 4.0 * (len(amounts) + 4) * float(np.finfo(float).eps) * total  # added, subtracted, and offset by the least
 
@@ -60,7 +61,7 @@ def sum_error(amounts: Sequence[np.ndarray], total: float) -> float:
 def usage_error(problem: Problem) -> float:
     """Returns how far the memory of a problem's choices in float64 may be off: 0 for whole numbers below 2^53."""
     tables = [np.asarray(usage) for usage in problem.usage]
-    total = sum(float(table.max(initial=0)) for table in tables)
+    total = sum(map_distinct(lambda table: float(table.max(initial=0)), tables))
     finite = np.asarray(problem.memory_limit, float)
     largest_limit = float(np.max(finite[np.isfinite(finite)], initial=0.0))
     return sum_error(tables, max(total, min(largest_limit, 2 * total)))
@@ -83,6 +84,6 @@ def least_memory(problem: Problem) -> tuple[np.ndarray, np.ndarray]:
     devices = num_memory_devices(problem)
     if not len(problem.usage):
         return np.zeros(1, np.int64), np.zeros((1, devices))
-    least = [np.broadcast_to(np.min(usage, axis=0), (devices,)) for usage in problem.usage]
+    least = map_distinct(lambda usage: np.broadcast_to(np.min(usage, axis=0), (devices,)), problem.usage)
     times, interval = numbered_times(problem.usage_interval)
     return times, memory_profile(interval, np.stack(least), len(times))

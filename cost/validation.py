@@ -3,7 +3,7 @@
 import numpy as np
 
 from cost.base import FORBIDDEN, Problem, is_forbidden, num_strategies
-from cost.edges import distinct_arrays
+from cost.edges import distinct_arrays, first_positions
 
 _LARGEST_USAGE = 1e100
 """Sums of usages up to this one stay finite in float64, however many there are."""
@@ -20,7 +20,8 @@ def validate(problem: Problem) -> None:
         raise TypeError(f"`problem` must be a Problem, not {type(problem).__name__}.")
     for name in ("edge_nodes", "usage_node", "usage_interval"):
         _check_array(getattr(problem, name), f"`{name}`")
-    for v, cost in enumerate(problem.node_cost):
+    for v in first_positions(problem.node_cost):
+        cost = problem.node_cost[v]
         _check_costs(cost, np.shape(cost)[:1] or ("strategies",), f"`node_cost[{v}]`")
     sizes = num_strategies(problem)
     if sizes.size and sizes.min() == 0:
@@ -81,11 +82,15 @@ def _check_usages(problem: Problem, sizes: np.ndarray) -> None:
         raise ValueError(f"`usage_node` must be integers, got {nodes.dtype}.")
     intervals = _checked_pairs(problem.usage_interval, len(problem.usage), "`usage_interval`", "`usage`")
     first: tuple[int, int] | None = None  # the first usage that differs between devices, and between how many
-    for k, (usage, v, (start, end)) in enumerate(zip(problem.usage, nodes.tolist(), intervals.tolist(), strict=True)):
-        if not 0 <= v < len(sizes):
-            raise ValueError(f"`usage_node[{k}]` is {v}, but {_nodes_text(sizes)}.")
-        if start >= end:
-            raise ValueError(f"`usage_interval[{k}]` is [{start}, {end}), which is empty; leave the usage out.")
+    for k in np.flatnonzero((nodes < 0) | (nodes >= len(sizes)))[:1]:
+        raise ValueError(f"`usage_node[{k}]` is {nodes[k]}, but {_nodes_text(sizes)}.")
+    for k in np.flatnonzero(intervals[:, 0] >= intervals[:, 1])[:1]:
+        start, end = intervals[k]
+        raise ValueError(f"`usage_interval[{k}]` is [{start}, {end}), which is empty; leave the usage out.")
+    _, table_of = distinct_arrays(problem.usage)
+    forms = np.column_stack([table_of, sizes[nodes]]) if len(nodes) else np.zeros((0, 2), np.int64)
+    for k in np.sort(np.unique(forms, axis=0, return_index=True)[1]).tolist():  # each table once
+        usage, v = problem.usage[k], int(nodes[k])
         _check_array(usage, f"`usage[{k}]`")
         devices = np.shape(usage)[1:]
         if devices not in ((), (limit.size,)) and not (len(devices) == 1 and limit.ndim == 0):

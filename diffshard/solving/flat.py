@@ -8,6 +8,7 @@ Letters for sizes: V nodes, N = ΣS_v strategies of all nodes one after the othe
 T times, D devices (1 where the memory is the same on all).
 """
 
+import itertools
 from typing import NamedTuple
 
 import jax
@@ -15,7 +16,7 @@ import numpy as np
 import scipy.sparse
 
 from cost.base import Problem, is_forbidden, num_memory_devices, num_strategies
-from cost.edges import distinct_arrays
+from cost.edges import distinct_arrays, map_distinct
 from cost.memory import limit_unit, memory_profile, numbered_times
 
 
@@ -116,23 +117,25 @@ def _memory(
 ) -> tuple[scipy.sparse.csr_array, np.ndarray, np.ndarray, np.ndarray]:
     """Returns `usage`, `interval`, `base` and `limit` of a `Flat`; without a limit there are no usages and no times."""
     limit = np.atleast_1d(np.asarray(problem.memory_limit, float))
-    tables = [np.asarray(u, float).reshape(len(u), -1) for u in problem.usage]
+    tables = map_distinct(lambda usage: np.asarray(usage, float).reshape(len(usage), -1), problem.usage)
     devices = num_memory_devices(problem)
     limit = np.broadcast_to(limit, (devices,))
     nodes = np.asarray(problem.usage_node, np.int64)
     if np.isinf(limit).all() or not len(nodes):
         return scipy.sparse.csr_array((int(start[-1]), 0)), np.zeros((0, 2), np.int64), np.zeros((0, devices)), limit
     times, interval = numbered_times(problem.usage_interval)
-    least = np.stack([np.broadcast_to(table.min(axis=0), (devices,)) for table in tables])
+    least = np.stack(map_distinct(lambda table: np.broadcast_to(table.min(axis=0), (devices,)), tables))
     base = memory_profile(interval, least, len(times) - 1)
-    varying = [k for k, table in enumerate(tables) if (table != table[0]).any()]
+    varying = np.flatnonzero(map_distinct(lambda table: bool((table != table[0]).any()), tables))
     rows, columns, values = [np.zeros(0, int)], [np.zeros(0, int)], [np.zeros(0)]
-    for column, k in enumerate(varying):
-        table = np.broadcast_to(tables[k] - tables[k].min(axis=0), (int(sizes[nodes[k]]), devices))
-        s, d = np.nonzero(table)
-        rows.append(start[nodes[k]] + s)
-        columns.append(column * devices + d)
-        values.append(table[s, d])
+    distinct, which = distinct_arrays([tables[k] for k in varying])
+    members = np.split(np.argsort(which, kind="stable"), np.cumsum(np.bincount(which, minlength=len(distinct)))[:-1])
+    for table, column in zip(distinct, members, strict=False):
+        above_least = np.broadcast_to(table - table.min(axis=0), (len(table), devices))
+        s, d = np.nonzero(above_least)
+        rows.append((start[nodes[varying[column]]][:, None] + s).ravel())
+        columns.append((column[:, None] * devices + d).ravel())
+        values.append(np.tile(above_least[s, d], len(column)))
     indices = (np.concatenate(rows), np.concatenate(columns))
     shape = (int(start[-1]), len(varying) * devices)
     usage = scipy.sparse.csr_array((np.concatenate(values), indices), shape=shape)
@@ -143,6 +146,16 @@ def ragged_positions(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     """Returns, for each i, the `lengths[i]` positions from `starts[i]` on, one after the other."""
     ends = np.cumsum(lengths)
     return np.arange(ends[-1] if len(ends) else 0) + np.repeat(starts - (ends - lengths), lengths)
+
+
+def even_parts(lengths: np.ndarray, most: int) -> list[slice]:
+    """Returns consecutive slices of `lengths`; the sum of each exceeds `most` by less than one length."""
+    ends = np.cumsum(lengths)
+    if not len(ends):
+        return []
+    cuts = np.searchsorted(ends, np.arange(most, int(ends[-1]), most), side="right")
+    cuts = np.unique(np.concatenate([[0], cuts, [len(ends)]]))
+    return [slice(a, b) for a, b in itertools.pairwise(cuts.tolist())]
 
 
 def memory_use(flat: Flat, column_use: np.ndarray) -> np.ndarray:
@@ -182,6 +195,33 @@ def memory_of_strategies(
         np.add.at(change, (first + start) * devices + device, amount)
         np.subtract.at(change, (first + end) * devices + device, amount)
     return np.cumsum(change.reshape(num_groups, times + 1, devices), axis=1)[:, :-1]
+
+
+def memory_change(flat: Flat, strategies: np.ndarray, weight: np.ndarray) -> tuple[slice, np.ndarray]:
+    """Sums what a few strategies add to the memory in use, in time that does not depend on the size of the problem.
+
+    Args:
+      flat: the problem.
+      strategies: `[n]` positions among all N strategies.
+      weight: `[n]` what each one's memory is multiplied by; -1 takes it away.
+
+    Returns:
+      The times from their first start to their last end, t of them, and the change at these, `[t, D]`.
+    """
+    devices = flat.base.shape[1]
+    first = flat.usage.indptr[strategies]
+    count = flat.usage.indptr[strategies + 1] - first
+    at = ragged_positions(first, count)
+    if not len(at):
+        return slice(0, 0), np.zeros((0, devices))
+    usage, device = np.divmod(flat.usage.indices[at], devices)
+    start, end = flat.interval[usage].T
+    times = slice(int(start.min()), int(end.max()))
+    change = np.zeros((times.stop - times.start + 1, devices))
+    amount = np.repeat(weight, count) * flat.usage.data[at]
+    np.add.at(change, (start - times.start, device), amount)
+    np.subtract.at(change, (end - times.start, device), amount)
+    return times, np.cumsum(change, axis=0)[:-1]
 
 
 def memory_price(flat: Flat, price: np.ndarray) -> np.ndarray:

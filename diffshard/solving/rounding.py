@@ -9,7 +9,7 @@ Source: Higham, "Accuracy and Stability of Numerical Algorithms" (2002), section
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -77,11 +77,13 @@ def in_range(problem: Problem) -> tuple[Problem, float]:
 
 def _allowed(problem: Problem) -> Iterator[tuple[np.ndarray, int]]:
     """Yields the allowed entries of each distinct array of costs, if any, and how many terms of a choice it gives."""
-    distinct, matrix_of = distinct_arrays(problem.edge_cost)
-    counts = np.bincount(matrix_of, minlength=len(distinct)).tolist()
-    arrays = [(cost, 1) for cost in problem.node_cost] + list(zip(distinct, counts, strict=True))
-    for array, count in [*arrays, *((load, 1) for load in problem.load)]:
-        array = np.asarray(array)
+    for arrays in (problem.node_cost, problem.edge_cost, problem.load):
+        distinct, which = distinct_arrays(arrays)
+        yield from _allowed_of(distinct, np.bincount(which, minlength=len(distinct)).tolist())
+
+
+def _allowed_of(arrays: Sequence[np.ndarray], counts: Sequence[int]) -> Iterator[tuple[np.ndarray, int]]:
+    for array, count in zip(map(np.asarray, arrays), counts, strict=True):
         allowed = array[~is_forbidden(array)]
         if allowed.size:
             yield allowed, count

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from cost.edges import distinct_arrays, merge_edges
+from cost.edges import distinct_arrays, first_positions, map_distinct, merge_edges
 
 
 def test_matrices_between_two_nodes_are_summed_whichever_of_them_comes_first():
@@ -20,3 +20,17 @@ def test_one_array_at_several_places_is_one_and_an_equal_one_is_another():
     assert distinct[0] is one
     assert distinct[1] is equal
     assert which.tolist() == [0, 1, 0]
+
+
+def test_an_operation_runs_once_for_each_distinct_array_and_results_stay_shared():
+    one, equal, calls = np.zeros(2), np.zeros(2), []
+
+    def plus_one(array):
+        calls.append(array)
+        return array + 1
+
+    results = map_distinct(plus_one, [one, equal, one])
+    assert len(calls) == 2
+    assert results[0] is results[2]
+    assert results[0] is not results[1]
+    assert first_positions([one, equal, one]) == [0, 1]

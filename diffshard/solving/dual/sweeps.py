@@ -22,6 +22,8 @@ _PADDED_SIZES = np.array(
 # Numbers in a temporary array (256 KiB) up to which it is made at once; larger ones would leave the cache and are added
 # row by row. Measured on the contest's instances.
 _MOST_CACHED_NUMBERS = 1 << 15
+# Rows (edge, target strategy) from which on edges of one matrix form a group: fewer are not worth its calls.
+_LEAST_EQUAL_ROWS = 2048
 
 
 class _Group(NamedTuple):
@@ -36,6 +38,60 @@ class _Group(NamedTuple):
     out: slice  # of the messages
     target: np.ndarray  # [R] positions of the target's strategies
 
+    def at_source(self, total: np.ndarray, messages: np.ndarray) -> np.ndarray:
+        """Returns `[X, n]` the part of the source's cost that each edge is given, without its own message."""
+        return total[self.node] * self.share - messages[self.opposite]
+
+    def least_through(self, at_source: np.ndarray) -> tuple[np.ndarray, float]:
+        """Returns `[R]` the least over the sources' strategies, above each edge's own least, and their sum."""
+        if self.matrix.size < _MOST_CACHED_NUMBERS:
+            out = (self.matrix + at_source[:, self.edge]).min(axis=0)
+        else:
+            out = self.matrix[0] + at_source[0][self.edge]
+            scratch = np.empty_like(out)
+            for row, at in zip(self.matrix[1:], at_source[1:], strict=True):
+                np.add(row, at[self.edge], out=scratch)
+                np.minimum(out, scratch, out=out)
+        least = np.minimum.reduceat(out, self.first)
+        out -= least[self.edge]
+        return out, float(least.sum(dtype=np.float64))
+
+
+class _EqualGroup(NamedTuple):
+    """n directed edges from one colour that share one matrix, so that it is stored once; R = n Y rows."""
+
+    matrix: np.ndarray  # [X, Y]
+    node: np.ndarray  # [n] where the source's strategies start
+    opposite: np.ndarray  # [n] where the reverse message starts
+    share: np.ndarray  # [n] of the source's cost
+    out: slice  # of the messages
+    target_start: np.ndarray  # [n] where the target's strategies start
+
+    def at_source(self, total: np.ndarray, messages: np.ndarray) -> np.ndarray:
+        """Returns `[n, X]` the part of the source's cost that each edge is given, without its own message."""
+        x = np.arange(len(self.matrix))
+        return total[self.node[:, None] + x] * self.share[:, None] - messages[self.opposite[:, None] + x]
+
+    def least_through(self, at_source: np.ndarray) -> tuple[np.ndarray, float]:
+        """Returns `[R]` the least over the sources' strategies, above each edge's own least, and their sum."""
+        matrix = self.matrix.astype(at_source.dtype)
+        out = np.empty((len(at_source), matrix.shape[1]), at_source.dtype)
+        step = max(_MOST_CACHED_NUMBERS // matrix.shape[1], 1)
+        scratch = np.empty_like(out[:step])
+        for begin in range(0, len(out), step):
+            part, here = at_source[begin : begin + step], out[begin : begin + step]
+            np.add(part[:, :1], matrix[0], out=here)
+            for x in range(1, len(matrix)):
+                np.minimum(here, np.add(part[:, x : x + 1], matrix[x], out=scratch[: len(here)]), out=here)
+        least = out.min(axis=1)
+        out -= least[:, None]
+        return out.ravel(), float(least.sum(dtype=np.float64))
+
+    @property
+    def target(self) -> np.ndarray:
+        """`[R]` positions of the targets' strategies."""
+        return (self.target_start[:, None] + np.arange(self.matrix.shape[1])).ravel()
+
 
 class Sweep(NamedTuple):
     """What sweeps need of a problem, laid out once.
@@ -49,8 +105,8 @@ class Sweep(NamedTuple):
       edge_at: `[J]` where each directed edge's messages start.
     """
 
-    up: list[list[_Group]]
-    down: list[list[_Group]]
+    up: list[list[_Group | _EqualGroup]]
+    down: list[list[_Group | _EqualGroup]]
     nodes: list[tuple[np.ndarray, np.ndarray]]
     num_messages: int
     num_strategies: int
@@ -77,17 +133,21 @@ def lay_out(flat: Flat, dtype: type = np.float32) -> Sweep:
     share = 1.0 / np.maximum(np.maximum(later, earlier), 1)
     width = _PADDED_SIZES[np.minimum(np.searchsorted(_PADDED_SIZES, flat.sizes), len(_PADDED_SIZES) - 1)]
     width = np.maximum(width, flat.sizes)
-    key = np.lexsort((flat.source, width[flat.source], colour[flat.source], ~rising))
+    shared = _shared_matrices(flat, colour, rising)
+    key = np.lexsort((flat.source, shared, width[flat.source], colour[flat.source], ~rising))
     edge_at = np.empty(len(key), np.int64)
     lengths = flat.sizes[flat.target[key]]
     edge_at[key] = np.cumsum(lengths) - lengths
-    up: list[list[_Group]] = [[] for _ in range(num_colours)]
-    down: list[list[_Group]] = [[] for _ in range(num_colours)]
+    up: list[list[_Group | _EqualGroup]] = [[] for _ in range(num_colours)]
+    down: list[list[_Group | _EqualGroup]] = [[] for _ in range(num_colours)]
     total = int(lengths.sum())
-    forms = np.stack([~rising[key], colour[flat.source[key]], width[flat.source[key]]])
+    forms = np.stack([~rising[key], colour[flat.source[key]], width[flat.source[key]], shared[key]])
     cuts = np.flatnonzero((np.diff(forms, axis=1) != 0).any(axis=0)) + 1
     for edges in np.split(key, cuts) if len(key) else []:
-        group = _group(flat, edges, edge_at, share, int(width[flat.source[edges[0]]]), total, dtype)
+        if shared[edges[0]] >= 0:
+            group = _equal_group(flat, edges, edge_at, share, dtype)
+        else:
+            group = _group(flat, edges, edge_at, share, int(width[flat.source[edges[0]]]), total, dtype)
         (up if rising[edges[0]] else down)[colour[flat.source[edges[0]]]].append(group)
     nodes = []
     for c in range(num_colours):
@@ -95,6 +155,29 @@ def lay_out(flat: Flat, dtype: type = np.float32) -> Sweep:
         starts = np.cumsum(flat.sizes[members]) - flat.sizes[members]
         nodes.append((ragged_positions(flat.start[members], flat.sizes[members]), starts))
     return Sweep(up, down, nodes, total, int(flat.start[-1]), edge_at)
+
+
+def _shared_matrices(flat: Flat, colour: np.ndarray, rising: np.ndarray) -> np.ndarray:
+    """Returns `[J]` numbers of the matrices of directed edges where enough edges of one colour share it, else -1."""
+    colours_seen = int(colour.max(initial=0)) + 1
+    form = (flat.matrix * colours_seen + colour[flat.source]) * 2 + rising
+    _, number, count = np.unique(form, return_inverse=True, return_counts=True)
+    is_shared = count[number] * flat.sizes[flat.target] >= _LEAST_EQUAL_ROWS
+    return np.where(is_shared, number, -1)
+
+
+def _equal_group(flat: Flat, edges: np.ndarray, edge_at: np.ndarray, share: np.ndarray, dtype: type) -> _EqualGroup:
+    source, target = flat.source[edges], flat.target[edges]
+    rows, columns = int(flat.sizes[source[0]]), int(flat.sizes[target[0]])
+    first, begin = int(flat.matrix[edges[0]]), int(edge_at[edges[0]])
+    return _EqualGroup(
+        matrix=flat.entries[first : first + rows * columns].reshape(rows, columns),
+        node=flat.start[source],
+        opposite=edge_at[flat.reverse[edges]],
+        share=share[source].astype(dtype),
+        out=slice(begin, begin + len(edges) * columns),
+        target_start=flat.start[target],
+    )
 
 
 def _group(
@@ -161,19 +244,9 @@ def _normalise(total: np.ndarray, members: np.ndarray, starts: np.ndarray) -> fl
     return float(least.sum(dtype=np.float64))
 
 
-def _send(group: _Group, total: np.ndarray, messages: np.ndarray) -> float:
+def _send(group: _Group | _EqualGroup, total: np.ndarray, messages: np.ndarray) -> float:
     """Sends new messages along a group's edges; returns the sum of the minima subtracted from them."""
-    at_source = total[group.node] * group.share - messages[group.opposite]
-    if group.matrix.size < _MOST_CACHED_NUMBERS:
-        out = (group.matrix + at_source[:, group.edge]).min(axis=0)
-    else:
-        out = group.matrix[0] + at_source[0][group.edge]
-        scratch = np.empty_like(out)
-        for row, at in zip(group.matrix[1:], at_source[1:], strict=True):
-            np.add(row, at[group.edge], out=scratch)
-            np.minimum(out, scratch, out=out)
-    least = np.minimum.reduceat(out, group.first)
-    out -= least[group.edge]
+    out, least = group.least_through(group.at_source(total, messages))
     np.add.at(total, group.target, out - messages[group.out])
     messages[group.out] = out
-    return float(least.sum(dtype=np.float64))
+    return least

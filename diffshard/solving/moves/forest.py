@@ -5,12 +5,64 @@ strategies together, given the strategies of all other nodes. A random maximal f
 typical graph. A `Forest` is laid out once, level by level, and used many times.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import numpy as np
+import scipy.sparse
 
-from diffshard.solving.flat import Flat, ragged_positions
+from diffshard.solving.flat import Flat, even_parts, ragged_positions
+
+# Entries of matrices that a forest keeps, 64 MiB with their positions: a larger forest lays them out for each move.
+_MOST_KEPT_ENTRIES = 1 << 22
+_MOST_ENTRIES_AT_ONCE = 1 << 18  # that are laid out together, 4 MiB with their positions; chosen by hand
+
+
+class _Rows(NamedTuple):
+    """Some directed edges with consecutive sources, and the part of all strategies that their sources have."""
+
+    row: np.ndarray  # [n] where the reverse edge's matrix starts
+    size: np.ndarray  # [n] strategies of the source
+    target: np.ndarray  # [n]
+    strategies: slice
+    to: np.ndarray  # [Σ size] positions of the sources' strategies in that slice
+
+
+class ChosenRows:
+    """What strategies pay on some edges, where the neighbours' choice is given."""
+
+    def __init__(self, flat: Flat, edge: np.ndarray):
+        """Lays out directed edges, which must be sorted; strategies of their sources pay."""
+        self._flat, self._edge = flat, edge
+        self._size = flat.sizes[flat.source[edge]]
+        is_kept = self._size.sum() <= _MOST_KEPT_ENTRIES
+        self._parts = tuple(self._lay_out()) if is_kept else None
+
+    def _lay_out(self) -> Iterator[_Rows]:
+        flat = self._flat
+        for some in even_parts(self._size, _MOST_ENTRIES_AT_ONCE):
+            edge, size = self._edge[some], self._size[some]
+            source = flat.source[edge]
+            strategies = slice(int(flat.start[source[0]]), int(flat.start[source[-1] + 1]))
+            to = ragged_positions(flat.start[source] - strategies.start, size)
+            yield _Rows(flat.matrix[flat.reverse[edge]], size, flat.target[edge], strategies, to)
+
+    def __call__(self, choice: np.ndarray) -> np.ndarray:
+        """Returns `[N]` what the edges add to each strategy where their targets choose as in `choice` `[V]`."""
+        total = np.zeros(len(self._flat.cost))
+        for row, size, target, strategies, to in self._parts if self._parts is not None else self._lay_out():
+            at = ragged_positions(row + choice[target] * size, size)
+            total[strategies] += np.bincount(to, self._flat.entries[at], strategies.stop - strategies.start)
+        return total
+
+
+class _Part(NamedTuple):
+    """Some edges of a level from parents to nodes, with all entries of their matrices."""
+
+    entries: np.ndarray  # [Σ S_parent * S_node] the matrices, a row for each strategy of the parent
+    own_position: np.ndarray  # the same length: positions of the node's strategies
+    row: np.ndarray  # [Σ S_parent] where each row starts in `entries`
+    above: np.ndarray  # [Σ S_parent] positions of the parent's strategies
 
 
 class _Level(NamedTuple):
@@ -18,13 +70,10 @@ class _Level(NamedTuple):
 
     node: np.ndarray  # [n]
     parent: np.ndarray  # [n]
-    entries: np.ndarray  # [Σ S_parent * S_node] the matrices, a row for each strategy of the parent
-    own_position: np.ndarray  # the same length: positions of the node's strategies
-    row: np.ndarray  # [Σ S_parent] where each row starts in `entries`
-    above: np.ndarray  # [Σ S_parent] positions of the parent's strategies
     matrix: np.ndarray  # [n] where the matrix starts in the problem's entries
     size: np.ndarray  # [n]
     start: np.ndarray  # [n]
+    parts: tuple[_Part, ...] | None  # the edges, or None where they are laid out anew for each move to save memory
 
 
 class Forest(NamedTuple):
@@ -33,12 +82,14 @@ class Forest(NamedTuple):
     Attributes:
       roots: where each tree starts.
       levels: deepest first, without the roots.
-      edge: the directed edges inside the forest.
+      inside: what its nodes pay on the edges between them.
+      num_kept: numbers that its levels keep.
     """
 
     roots: np.ndarray
     levels: list[_Level]
-    edge: np.ndarray
+    inside: ChosenRows
+    num_kept: int
 
 
 Grow = Callable[[Flat, np.ndarray], Forest]
@@ -49,12 +100,11 @@ def grow_forest(flat: Flat, order: np.ndarray) -> Forest:
     """Returns the forest that takes the nodes of `order` `[n]` one by one, except those that would close a cycle."""
     in_forest = _acyclic(flat, order)
     inside = np.flatnonzero(in_forest[flat.source] & in_forest[flat.target])
-    near: dict[int, list[tuple[int, int]]] = {v: [] for v in np.flatnonzero(in_forest).tolist()}
-    for e, u, v in zip(inside.tolist(), flat.source[inside].tolist(), flat.target[inside].tolist(), strict=True):
-        near[u].append((v, e))
-    roots, layers = _layers(order[in_forest[order]], near)
-    levels = [_level(flat, np.array(layer, np.int64)) for layer in reversed(layers)]
-    return Forest(np.array(roots, np.int64), levels, inside)
+    roots, layers = _layers(flat, order[in_forest[order]], inside)
+    num_entries = int(_num_entries(flat, inside).sum()) // 2
+    is_kept = num_entries <= _MOST_KEPT_ENTRIES
+    levels = [_level(flat, layer, is_kept) for layer in reversed(layers)]
+    return Forest(roots, levels, ChosenRows(flat, inside), 2 * num_entries if is_kept else 5 * len(inside))
 
 
 def _acyclic(flat: Flat, order: np.ndarray) -> np.ndarray:
@@ -79,49 +129,54 @@ def _acyclic(flat: Flat, order: np.ndarray) -> np.ndarray:
     return np.array(in_forest, bool)
 
 
-def _layers(order: np.ndarray, near: dict) -> tuple[list[int], list[list[tuple[int, int, int]]]]:
-    """Returns the root of each tree, and breadth first the layers below as (node, parent, edge to the parent)."""
-    visited_nodes: set[int] = set()
-    roots: list[int] = []
-    layers: list[list[tuple[int, int, int]]] = []
-    for root in order.tolist():
-        if root in visited_nodes:
-            continue
-        roots.append(root)
-        visited_nodes.add(root)
-        layer, depth = [root], 0
-        while layer:
-            below = []
-            for u in layer:
-                for v, e in near[u]:
-                    if v not in visited_nodes:
-                        visited_nodes.add(v)
-                        below.append((v, u, e))
-            if below:
-                if depth == len(layers):
-                    layers.append([])
-                layers[depth] += below
-            layer, depth = [v for v, _, _ in below], depth + 1
-    return roots, layers
+def _layers(flat: Flat, order: np.ndarray, edge: np.ndarray) -> tuple[np.ndarray, list[np.ndarray]]:
+    """Returns the root of each tree, and breadth first the directed edges that lead from each layer to the next.
+
+    Args:
+      flat: the problem.
+      order: the nodes of the forest; the first one of each tree is its root.
+      edge: the directed edges inside the forest, sorted by their source.
+    """
+    count = len(flat.sizes)
+    source, target = flat.source[edge], flat.target[edge]
+    graph = scipy.sparse.csr_array((np.ones(len(edge), bool), (source, target)), shape=(count, count))
+    tree = scipy.sparse.csgraph.connected_components(graph, directed=False)[1]
+    roots = order[np.sort(np.unique(tree[order], return_index=True)[1])]
+    first = np.searchsorted(source, np.arange(count + 1))
+    layers, parent, layer = [], np.full(count, -1), roots
+    while True:
+        out = ragged_positions(first[layer], first[layer + 1] - first[layer])
+        out = out[target[out] != parent[source[out]]]
+        if not len(out):
+            return roots, layers
+        layers.append(edge[out])
+        layer = target[out]
+        parent[layer] = source[out]
 
 
-def _level(flat: Flat, layer: np.ndarray) -> _Level:
-    node, parent, edge = layer.T  # the edge leads from parent to node: its matrix has the parent's strategies as rows
-    size, above = flat.sizes[node], flat.sizes[parent]
-    matrix = flat.matrix[edge]
-    row = np.cumsum(np.repeat(size, above))
-    own_position = ragged_positions(np.repeat(flat.start[node], above), np.repeat(size, above))
-    return _Level(
-        node=node,
-        parent=parent,
-        entries=flat.entries[ragged_positions(matrix, size * above)],
-        own_position=own_position,
-        row=np.concatenate([[0], row[:-1]]),
-        above=ragged_positions(flat.start[parent], above),
-        matrix=matrix,
-        size=size,
-        start=flat.start[node],
-    )
+def _num_entries(flat: Flat, edge: np.ndarray) -> np.ndarray:
+    """Returns how many entries the matrices of some directed edges have."""
+    return flat.sizes[flat.source[edge]] * flat.sizes[flat.target[edge]]
+
+
+def _level(flat: Flat, edge: np.ndarray, is_kept: bool) -> _Level:
+    node = flat.target[edge]  # the edges lead from parent to node: a matrix has the parent's strategies as rows
+    level = _Level(node, flat.source[edge], flat.matrix[edge], flat.sizes[node], flat.start[node], None)
+    return level._replace(parts=tuple(_parts(flat, level))) if is_kept else level
+
+
+def _parts(flat: Flat, level: _Level) -> Iterator[_Part]:
+    """Yields the edges of a level laid out, a bounded number of entries at a time."""
+    above = flat.sizes[level.parent]
+    for some in even_parts(level.size * above, _MOST_ENTRIES_AT_ONCE):
+        size, above_size, matrix = level.size[some], above[some], level.matrix[some]
+        row = np.cumsum(np.repeat(size, above_size))
+        yield _Part(
+            entries=flat.entries[ragged_positions(matrix, size * above_size)],
+            own_position=ragged_positions(np.repeat(level.start[some], above_size), np.repeat(size, above_size)),
+            row=np.concatenate([[0], row[:-1]]),
+            above=ragged_positions(flat.start[level.parent[some]], above_size),
+        )
 
 
 def best_choice(flat: Flat, forest: Forest, field: np.ndarray, choice: np.ndarray) -> np.ndarray:
@@ -136,17 +191,11 @@ def best_choice(flat: Flat, forest: Forest, field: np.ndarray, choice: np.ndarra
     Returns:
       `[V]`; outside the forest as in `choice`.
     """
-    edge = forest.edge
-    if len(edge):  # neighbours inside the forest change as well, so their present strategies do not count
-        target = flat.target[edge]
-        size = flat.sizes[target]
-        at = ragged_positions(flat.matrix[edge] + choice[flat.source[edge]] * size, size)
-        inside = np.zeros(len(field))
-        np.add.at(inside, ragged_positions(flat.start[target], size), flat.entries[at])
-        field -= inside
+    field -= forest.inside(choice)  # neighbours inside change as well, so their present strategies do not count
     for level in forest.levels:
-        through = field[level.own_position] + level.entries
-        np.add.at(field, level.above, np.minimum.reduceat(through, level.row))
+        for part in level.parts if level.parts is not None else _parts(flat, level):
+            through = field[part.own_position] + part.entries
+            np.add.at(field, part.above, np.minimum.reduceat(through, part.row))
     best, size = choice.copy(), flat.sizes[forest.roots]
     best[forest.roots] = first_least(field[ragged_positions(flat.start[forest.roots], size)], size)
     for level in reversed(forest.levels):

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from diffshard.solving.flat import Flat, chosen_memory, memory_of_strategies
+from diffshard.solving.flat import Flat, chosen_memory, memory_change
 from diffshard.solving.moves.forest import Forest, Grow, grow_forest
 from diffshard.solving.moves.polish import Polish
 
@@ -174,8 +174,8 @@ class _Room:
         flat = self._flat
         strategies = np.concatenate([flat.start[nodes] + after, flat.start[nodes] + before])
         weight = np.repeat([1.0, -1.0], len(nodes))
-        total = self._memory + memory_of_strategies(flat, strategies, weight, np.zeros_like(strategies), 1)[0]
-        if ((total > flat.limit) & (total > self._memory)).any():
+        times, change = memory_change(flat, strategies, weight)
+        if ((change > 0) & (self._memory[times] + change > flat.limit)).any():
             return False
-        self._memory = total
+        self._memory[times] += change
         return True

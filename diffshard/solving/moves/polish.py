@@ -7,8 +7,8 @@ limit, on both sides, and those on the feasible side are kept. Noise on the cost
 import numpy as np
 
 from diffshard.solving.dual.ascent import Prices
-from diffshard.solving.flat import Flat, chosen_cost, chosen_memory, memory_price, ragged_positions
-from diffshard.solving.moves.forest import Forest, Grow, best_choice, first_least, grow_forest
+from diffshard.solving.flat import Flat, chosen_cost, chosen_memory, memory_price
+from diffshard.solving.moves.forest import ChosenRows, Forest, Grow, best_choice, first_least, grow_forest
 
 _MOST_POOL_NUMBERS = 1 << 25  # 256 MiB that the forests in a pool may hold; chosen by hand
 _MOST_FORESTS = 40  # in a pool; chosen by hand on the contest's instances
@@ -25,17 +25,11 @@ class Field:
 
     def __init__(self, flat: Flat):
         self.flat = flat
-        self._size = flat.sizes[flat.target]
-        self._row = flat.matrix
-        self._to = ragged_positions(flat.start[flat.target], self._size)
+        self._edges = ChosenRows(flat, np.arange(len(flat.source)))
 
     def __call__(self, cost: np.ndarray, choice: np.ndarray) -> np.ndarray:
         """Returns `[N]`: `cost` `[N]` and the edges to the chosen strategies of the neighbours."""
-        if not len(self._to):
-            return cost.copy()
-        flat = self.flat
-        at = ragged_positions(self._row + choice[flat.source] * self._size, self._size)
-        return cost + np.bincount(self._to, flat.entries[at], len(cost))
+        return cost + self._edges(choice)
 
 
 class Pool:
@@ -52,7 +46,7 @@ class Pool:
         if full or (len(self._forests) >= _LEAST_FORESTS and self._rng.random() < _REUSE_SHARE):
             return self._forests[self._rng.integers(len(self._forests))]
         forest = self._grow(self._flat, self._rng.permutation(len(self._flat.sizes)))
-        self._numbers += sum(2 * len(level.entries) for level in forest.levels)
+        self._numbers += forest.num_kept
         self._forests.append(forest)
         return forest
 
@@ -63,6 +57,7 @@ class Polish:
     Attributes:
       grow: makes the forests.
       choice: where the search is; it may exceed the memory.
+      fits: whether the choice that was offered last keeps the memory limit.
       best: the best feasible choice, or the one of least excess while none is feasible.
       best_cost: its cost; inf while none is feasible.
       best_excess: by how much it exceeds the memory, in bytes at the worst time; 0 if it is feasible.
@@ -115,6 +110,7 @@ class Polish:
         if self.flat.base.size:
             excess = chosen_memory(self.flat, choice) - self.flat.limit
         most = max(excess.max(initial=0.0), 0.0)
+        self.fits = most == 0
         if most < self.best_excess or (most == self.best_excess == 0):
             cost = float(chosen_cost(self.flat, choice))
             if most > 0 or cost < self.best_cost:

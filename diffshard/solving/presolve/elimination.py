@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 
 from cost.base import Problem
+from cost.edges import map_distinct
 from diffshard.base import InfeasibleError
 from diffshard.solving.presolve.base import Memo, Reduction
 from diffshard.solving.presolve.domination import NUMBERS_PER_BLOCK, undominated_strategies
@@ -48,9 +49,9 @@ class _Graph:
 
     def __init__(self, problem: Problem):
         self.problem = problem
-        self.cost: list = [np.array(cost, float) for cost in problem.node_cost]
+        self.cost: list = map_distinct(lambda cost: np.asarray(cost, float), problem.node_cost)
         self.neighbours: list[dict[int, np.ndarray]] = [{} for _ in problem.node_cost]
-        self.strategies = [np.arange(len(cost)) for cost in problem.node_cost]
+        self.strategies = map_distinct(lambda cost: np.arange(len(cost)), problem.node_cost)
         self.tables = _choice_dependent_tables(problem)
         self.constant = 0.0
         self.undo: list[Callable[[np.ndarray], None]] = []
@@ -75,8 +76,8 @@ class _Graph:
         if row_and_column is not None:
             self.neighbours[u].pop(v, None)
             self.neighbours[v].pop(u, None)
-            self.cost[u] = self.cost[u] + row_and_column[0]
-            self.cost[v] = self.cost[v] + row_and_column[1]
+            self.cost[u] = self._memo(np.add, self.cost[u], row_and_column[0])
+            self.cost[v] = self._memo(np.add, self.cost[v], row_and_column[1])
         else:
             self.neighbours[u][v] = matrix
             self.neighbours[v][u] = self._memo.transpose(matrix)
@@ -156,11 +157,11 @@ class _Graph:
 
     def _restrict(self, v: int, strategies: np.ndarray) -> None:
         """Leaves v only some of its strategies."""
-        self.cost[v] = self.cost[v][strategies]
-        tables = [table[strategies] for table in self.tables[v]]
+        self.cost[v] = self._memo(_rows, self.cost[v], parameter=strategies)
+        tables = [self._memo(_rows, table, parameter=strategies) for table in self.tables[v]]
         # A usage that no longer depends on the choice does not hold the node; a load does, it must be added somewhere.
         self.tables[v] = [table for table in tables if len(self.problem.load) or (table != table[0]).any()]
-        self.strategies[v] = self.strategies[v][strategies]
+        self.strategies[v] = self._memo(_rows, self.strategies[v], parameter=strategies)
         self.undo.append(lambda choice: choice.__setitem__(v, strategies[choice[v]]))
         for u, matrix in list(self.neighbours[v].items()):
             del self.neighbours[v][u], self.neighbours[u][v]
@@ -193,7 +194,7 @@ class _Graph:
         number = {v: i for i, v in enumerate(remaining)}
         nodes, tables = [], []
         for v, usage in zip(np.asarray(self.problem.usage_node).tolist(), self.problem.usage, strict=True):
-            table = np.asarray(usage)[self.strategies[v]]
+            table = self._memo(_rows, usage, parameter=self.strategies[v])
             if v not in number:
                 table = np.repeat(table[:1], len(self.cost[remaining[0]]), axis=0)
             nodes.append(number.get(v, 0))
@@ -220,14 +221,19 @@ class _Graph:
 def _choice_dependent_tables(problem: Problem) -> list[list[np.ndarray]]:
     """Returns for each node its usages and loads that depend on the choice, `[S_v, ...]` each."""
     tables: list[list[np.ndarray]] = [[] for _ in problem.node_cost]
-    for v, usage in zip(problem.usage_node, problem.usage, strict=True):
-        table = np.asarray(usage, float).reshape(len(usage), -1)
-        if (table != table[0]).any():
+    for v, table in zip(problem.usage_node, map_distinct(_table, problem.usage), strict=True):
+        if table is not None:
             tables[v].append(table)
     for v, load in enumerate(problem.load):
         if np.any(load):
             tables[v].append(np.asarray(load, float))
     return tables
+
+
+def _table(usage: np.ndarray) -> np.ndarray | None:
+    """Returns a usage as `[S, D]`, or None where it does not depend on the choice."""
+    table = np.asarray(usage, float).reshape(len(usage), -1)
+    return table if (table != table[0]).any() else None
 
 
 def _separate(matrix: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
@@ -239,7 +245,7 @@ def _separate(matrix: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
 
 
 def _rows(matrix: np.ndarray, rows: np.ndarray) -> np.ndarray:
-    return matrix[rows]
+    return np.asarray(matrix)[rows]
 
 
 def _through_leaf(matrix: np.ndarray, cost: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

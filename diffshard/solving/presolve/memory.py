@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from cost.base import Problem, num_memory_devices, num_strategies
+from cost.edges import map_distinct
 from cost.memory import memory_profile, usage_error
 from diffshard.solving.presolve.base import Reduction
 
@@ -58,7 +59,7 @@ def compress_memory(problem: Problem) -> Reduction:
         list(problem.usage),
         np.asarray(problem.usage_interval, np.int64).reshape(-1, 2),
     )
-    usages = usages.at(np.flatnonzero([table.max(initial=0) > 0 for table in usages.tables]))
+    usages = usages.at(np.flatnonzero(map_distinct(lambda table: table.max(initial=0) > 0, usages.tables)))
     if not usages.nodes or np.isinf(limit).all():
         return _reduction(problem, _Usages([], [], np.zeros((0, 2), np.int64)), np.zeros((0, 1)))
     error = usage_error(problem)
@@ -73,11 +74,11 @@ def compress_memory(problem: Problem) -> Reduction:
 
 def _on_limited_devices(problem: Problem) -> Problem:
     """Leaves out the devices without a limit; all usages of the result are `[S_v, 1]` or `[S_v, D]` floats."""
-    tables = [np.asarray(usage, float).reshape(len(usage), -1) for usage in problem.usage]
+    tables = map_distinct(lambda usage: np.asarray(usage, float).reshape(len(usage), -1), problem.usage)
     has_limit = np.atleast_1d(np.isfinite(problem.memory_limit))
     if has_limit.all() or not has_limit.any():
         return problem._replace(usage=tables)
-    tables = [table[:, has_limit] if table.shape[1] > 1 else table for table in tables]
+    tables = map_distinct(lambda table: table[:, has_limit] if table.shape[1] > 1 else table, tables)
     return problem._replace(usage=tables, memory_limit=np.asarray(problem.memory_limit)[has_limit])
 
 
@@ -90,14 +91,19 @@ def _peaks(intervals: np.ndarray) -> np.ndarray:
 
 def _split_off_base(usages: _Usages, limit: np.ndarray, devices: int) -> tuple[_Usages, np.ndarray]:
     """Returns the part of the usages that depends on the choice, at the times that can bind, and the base `[T, D]`."""
-    least = _on_all_devices([table.min(axis=0) for table in usages.tables], devices)
-    most = _on_all_devices([table.max(axis=0) for table in usages.tables], devices)
+    least = _on_all_devices(map_distinct(lambda table: table.min(axis=0), usages.tables), devices)
+    most = _on_all_devices(map_distinct(lambda table: table.max(axis=0), usages.tables), devices)
     largest = memory_profile(usages.interval, most, int(usages.interval.max(initial=0)))
     can_bind = np.flatnonzero((largest > limit).any(axis=1))
     usages = usages.at_times(can_bind)
     base = memory_profile(usages.interval, least, len(can_bind))
     varying = usages.at(np.flatnonzero((least < most).any(axis=1)))
-    return _merge(varying._replace(tables=[table - table.min(axis=0) for table in varying.tables])), base
+    return _merge(varying._replace(tables=map_distinct(_above_least, varying.tables))), base
+
+
+def _above_least(table: np.ndarray) -> np.ndarray:
+    least = table.min(axis=0)
+    return table - least if least.any() else table
 
 
 def _on_all_devices(rows: list[np.ndarray], devices: int) -> np.ndarray:
@@ -186,9 +192,12 @@ def _without_misfits(problem: Problem, usages: _Usages, room: np.ndarray) -> Pro
       usages: the part that depends on the choice.
       room: `[T, D]` the limit less the base.
     """
+    most = np.array(map_distinct(lambda table: float(table.max()), usages.tables))
+    may_misfit = np.bincount(usages.nodes, most, len(problem.node_cost)) > room.min(initial=np.inf)
     of_node: dict[int, list[int]] = {}
     for k, v in enumerate(usages.nodes):
-        of_node.setdefault(v, []).append(k)
+        if may_misfit[v]:
+            of_node.setdefault(v, []).append(k)
     node_cost = list(problem.node_cost)
     for v, usage_numbers in of_node.items():
         events = np.unique(usages.interval[usage_numbers])
@@ -212,12 +221,14 @@ def _reduction(problem: Problem, usages: _Usages, base: np.ndarray) -> Reduction
     if len(times):
         size = len(problem.node_cost[0])
         nodes = [*nodes, *[0] * len(times)]
-        tables = [*tables, *(np.broadcast_to(base[t], (size, base.shape[1])) for t in times)]
+        values, which = np.unique(base[times], axis=0, return_inverse=True)  # equal amounts share one table
+        of_values = [np.broadcast_to(value, (size, base.shape[1])) for value in values]
+        tables = [*tables, *(of_values[i] for i in which.ravel().tolist())]
         interval = np.concatenate([interval, np.stack([times, times + 1], axis=1)])
     scalar = base.shape[1] == 1 and np.ndim(problem.memory_limit) == 0
     smaller = problem._replace(
         usage_node=np.array(nodes, np.int64),
-        usage=[table[:, 0] if scalar else table for table in tables],
+        usage=map_distinct(lambda table: table[:, 0] if scalar else table, tables),
         usage_interval=interval,
         memory_limit=problem.memory_limit if nodes else np.inf,
     )

@@ -9,9 +9,9 @@ from collections import deque
 import numpy as np
 
 from cost.base import Problem, is_forbidden, num_strategies
-from cost.edges import distinct_arrays, merge_edges
+from cost.edges import distinct_arrays, map_distinct, merge_edges
 from diffshard.base import InfeasibleError
-from diffshard.solving.presolve.base import Reduction
+from diffshard.solving.presolve.base import Reduction, identity
 
 
 def merge_ties(problem: Problem) -> Reduction:
@@ -20,6 +20,9 @@ def merge_ties(problem: Problem) -> Reduction:
     Raises:
       InfeasibleError: some node has no strategy left.
     """
+    if not any(map_distinct(_forbids, [*problem.node_cost, *problem.edge_cost])):  # what is shared stays shared
+        node_cost, edge_cost = map_distinct(_as_float, problem.node_cost), map_distinct(_as_float, problem.edge_cost)
+        return identity(problem._replace(node_cost=node_cost, edge_cost=edge_cost))
     ties = _Ties(problem)
     ties.propagate()
     return ties.reduction()
@@ -174,6 +177,14 @@ class _Ties:
             between.append((a, b, restrictions[form]))
         matrices = merge_edges(between)
         return np.array(list(matrices), np.int64).reshape(-1, 2), list(matrices.values())
+
+
+def _forbids(cost: np.ndarray) -> bool:
+    return bool(is_forbidden(cost).any())
+
+
+def _as_float(cost: np.ndarray) -> np.ndarray:
+    return np.asarray(cost, float)
 
 
 def _finite_or_inf(cost: np.ndarray) -> np.ndarray:

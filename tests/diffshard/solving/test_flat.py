@@ -5,7 +5,14 @@ import pytest
 
 from cost.base import num_strategies
 from cost.evaluation import evaluate
-from diffshard.solving.flat import chosen_cost, chosen_memory, flatten
+from diffshard.solving.flat import (
+    chosen_cost,
+    chosen_memory,
+    even_parts,
+    flatten,
+    memory_change,
+    memory_of_strategies,
+)
 from tests.diffshard.solving.random_problems import small_problem
 
 
@@ -18,3 +25,22 @@ def test_flat_costs_and_memory_are_those_of_the_problem():
             expected = evaluate(problem, choice)
             assert chosen_cost(flat, choice) == pytest.approx(expected.cost)
             assert chosen_memory(flat, choice).max() == pytest.approx(expected.peak)
+
+
+def test_a_change_of_memory_is_that_of_all_times_where_it_begins_and_ends():
+    for seed in range(20):
+        flat, rng = flatten(small_problem(seed, memory=True, devices=2)), np.random.default_rng(seed)
+        strategies = rng.integers(len(flat.cost), size=3)
+        weight = rng.choice([-1.0, 1.0], 3)
+        expected = memory_of_strategies(flat, strategies, weight, np.zeros(3, int), 1)[0]
+        times, change = memory_change(flat, strategies, weight)
+        assert expected[times] == pytest.approx(change)
+        expected[times] = 0
+        assert expected == pytest.approx(0)
+
+
+def test_even_parts_cover_all_lengths_in_order():
+    lengths = np.array([3, 1, 9, 2, 2, 2, 0])
+    parts = even_parts(lengths, 4)
+    assert [lengths[part].tolist() for part in parts] == [[3, 1], [9, 2], [2, 2, 0]]
+    assert even_parts(lengths[:0], 4) == []

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from cost.base import Problem, is_forbidden, num_strategies
+from cost.edges import distinct_arrays
 from cost.evaluation import evaluate
 from diffshard.base import InfeasibleError
 from diffshard.solving.presolve import memory, pipeline
@@ -203,3 +204,12 @@ def test_shared_matrices_stay_one_array():
     distinct = {id(cost) for cost in reduced.problem.edge_cost}
     assert len(distinct) < len(reduced.problem.edge_cost) / 3
     assert len(reduced.problem.node_cost) < len(problem.node_cost)
+
+
+def test_arrays_that_equal_layers_share_stay_shared():
+    """Presolve leaves as many arrays as one layer has, and not one for each node."""
+    problem = layered_problem(0, 20, binding=0.7)
+    reduced = presolve(problem).problem
+    assert len(reduced.node_cost) > 10 * len(distinct_arrays(problem.node_cost)[0])
+    for before, after in ((problem.node_cost, reduced.node_cost), (problem.edge_cost, reduced.edge_cost)):
+        assert len(distinct_arrays(after)[0]) <= 1.5 * len(distinct_arrays(before)[0])

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from diffshard.solving.flat import chosen_cost, flatten, with_ceiling
+from diffshard.solving.moves import forest as forest_moves
 from diffshard.solving.moves.forest import best_choice, first_least, grow_forest
 from tests.diffshard.solving.random_problems import small_problem
 
@@ -72,3 +73,18 @@ def test_a_forest_is_maximal_and_its_nodes_get_their_best_strategies_together(fo
 def test_the_first_of_the_smallest_numbers_of_each_run():
     numbers = np.array([3.0, 1.0, 1.0, 7.0, 2.0, 2.0, 5.0, 4.0, 4.0])
     assert first_least(numbers, np.array([3, 1, 3, 2])).tolist() == [1, 0, 0, 0]
+
+
+def test_a_large_forest_keeps_no_entries_and_moves_alike(monkeypatch):
+    """Where entries are laid out for each move, a few at a time, the choice is that of a forest which keeps them."""
+    for seed in range(20):
+        flat, rng = with_ceiling(flatten(small_problem(seed))), np.random.default_rng(seed)
+        order, choice, field = rng.permutation(len(flat.sizes)), rng.integers(flat.sizes), rng.random(len(flat.cost))
+        kept = grow_forest(flat, order)
+        expected = best_choice(flat, kept, field.copy(), choice)
+        with monkeypatch.context() as patch:
+            patch.setattr(forest_moves, "_MOST_KEPT_ENTRIES", -1)
+            patch.setattr(forest_moves, "_MOST_ENTRIES_AT_ONCE", 4)
+            lean = grow_forest(flat, order)
+            assert all(level.parts is None for level in lean.levels)
+            assert best_choice(flat, lean, field.copy(), choice).tolist() == expected.tolist()

@@ -118,3 +118,17 @@ def test_costs_below_zero_are_proven_in_any_unit(name, unit, monkeypatch):
         assert solution.cost == pytest.approx(optimum(problem), rel=1e-12), f"seed {seed}"
         assert solution.lower_bound <= optimum(problem)
         assert solution.status == "optimal"
+
+
+def test_prices_that_only_rise_make_a_choice_fit_at_all_of_many_times():
+    """At prices that fall again, some of about 400 times is exceeded after every move."""
+    problem = layered_problem(0, 10, binding=0.7)
+
+    def solve_with(num_settling_moves):
+        phases = (DualStarts(num_starts=1, num_moves=10, num_settling_moves=num_settling_moves),)
+        return solve(problem, solver=functools.partial(gradient.solve, phases=lambda _: phases))
+
+    assert not solve_with(0).feasible
+    settled = solve_with(60)
+    assert settled.feasible
+    assert settled.gap < 0.5

@@ -1,0 +1,96 @@
+"""Where the gaps on generated layers come from: the plan, the climb of the dual, or the relaxation that it climbs to.
+
+    python -m experiments.layer_gaps [--nodes 1000]
+
+The dual climbs to the optimum of a linear programme, which HiGHS solves here. The last column leaves the memory limit
+out and adds what memory costs at the climbed prices to the nodes instead. What lies between a plan and the bound there
+is due to cycles alone, because without a limit nothing else is relaxed. Needs the extra `exact`.
+"""
+
+import argparse
+import math
+from collections.abc import Sequence
+
+import highspy
+import numpy as np
+
+from cost.base import Problem
+from diffshard.solving.dual.ascent import Ascent, cost_at_prices, credit
+from diffshard.solving.flat import flatten, with_ceiling
+from diffshard.solving.presolve.pipeline import presolve
+from diffshard.solving.solve import solve
+from diffshard.solving.solvers._programme import window
+from experiments.layered import layered_problem
+from experiments.solver_variants import SHORT_SEARCH
+from experiments.tables import print_table
+
+_NUM_SWEEPS = 60, 400
+
+
+def relaxed_optimum(problem: Problem) -> float:
+    """Returns the optimum of the linear programme that the dual climbs to, by HiGHS's interior points."""
+    reduction = presolve(problem)
+    here = window(reduction.problem, math.inf)
+    if here is None:
+        return math.inf
+    programme, rows = here.programme, here.programme.rows.tocsr()
+    model = highspy.HighsLp()
+    model.num_row_, model.num_col_ = rows.shape
+    model.col_cost_, model.col_lower_, model.col_upper_ = programme.cost, programme.column_lower, programme.column_upper
+    model.row_lower_, model.row_upper_ = programme.lower, programme.upper
+    model.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
+    model.a_matrix_.start_, model.a_matrix_.index_, model.a_matrix_.value_ = rows.indptr, rows.indices, rows.data
+    highs = highspy.Highs()
+    highs.setOptionValue("output_flag", False)
+    highs.setOptionValue("solver", "ipm")
+    highs.passModel(model)
+    highs.run()
+    return here.least + highs.getInfo().objective_function_value * here.unit + reduction.constant
+
+
+def climbed(problem: Problem, sweeps: int) -> Ascent:
+    """Returns the climbed dual."""
+    ascent = Ascent(with_ceiling(flatten(problem)))
+    for i in range(sweeps):
+        ascent.step(i / sweeps)
+    return ascent
+
+
+def gap_at_prices(problem: Problem, ascent: Ascent) -> float:
+    """Returns the gap that is left without the memory limit, where memory costs what it does at the climbed prices."""
+    flat, prices = ascent.flat, ascent.best[1]
+    none = np.zeros(0, np.int64)
+    unlimited = problem._replace(
+        node_cost=np.split(cost_at_prices(flat, prices), flat.start[1:-1]),
+        usage_node=none,
+        usage=[],
+        usage_interval=none.reshape(0, 2),
+        memory_limit=math.inf,
+    )
+    solution = solve(unlimited, solver=SHORT_SEARCH)
+    cost, bound = (float(value) + credit(flat, prices) for value in (solution.cost, solution.lower_bound))
+    return 1 - bound / cost
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Prints the bounds of each size as shares of a plan's cost."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--nodes", nargs="+", type=int, default=[1_000])
+    options = parser.parse_args(arguments)
+    rows = []
+    for nodes in options.nodes:
+        problem = layered_problem(0, max(nodes // 40, 1), binding=0.7)
+        plan = solve(problem, solver=SHORT_SEARCH)
+        climbs = [climbed(problem, sweeps) for sweeps in _NUM_SWEEPS]
+        bounds = [*(climb.certified_bound() for climb in climbs), relaxed_optimum(problem)]
+        rows.append((
+            f"{len(problem.node_cost):,}", f"{plan.cost:.5f}", *(f"{bound / plan.cost:.3f}" for bound in bounds),
+            f"{gap_at_prices(problem, climbs[-1]):.1%}",
+        ))  # fmt: skip
+    sweeps = tuple(f"{count} sweeps" for count in _NUM_SWEEPS)
+    columns = ("nodes", "plan", *sweeps, "linear programme", "gap at prices, no limit")
+    print_table("Bounds as shares of the short search's plan", columns, rows)
+
+
+if __name__ == "__main__":
+    main()
