@@ -55,6 +55,8 @@ class Pipeline:
         if (whole_number(self.max_replicas) or 0) < 1:
             raise ValueError(f"`Pipeline.max_replicas` must be a whole number, 1 or more, not {self.max_replicas!r}.")
         runnable = [name for name in get_args(Schedule) if name != "zb-h1"]
+        if isinstance(self.schedules, str):
+            raise TypeError(f"`Pipeline.schedules` must be a tuple of names, such as ({self.schedules!r},), not text.")
         if not self.schedules or any(name not in runnable for name in self.schedules):
             raise ValueError(f"`Pipeline.schedules` must be some of {tuple(runnable)}, not {self.schedules!r}.")
         ways = get_args(GradientReduction)

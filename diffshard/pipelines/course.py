@@ -29,10 +29,11 @@ class Course:
 
     Attributes:
       deadline: of all of the search.
+      is_interrupted: whether Ctrl-C ended a part of it, after which no other is begun that can be left out.
     """
 
     def __init__(self, line: LiveLine, time_limit_s: float | None):
-        self._line, self.deadline = line, Deadline.from_now(time_limit_s)
+        self._line, self.deadline, self.is_interrupted = line, Deadline.from_now(time_limit_s), False
         self._start_process_s = time.process_time()
         self._now, self._num_solved, self._best_s, self._bound_s = "", 0, math.inf, -math.inf
 
@@ -47,12 +48,13 @@ class Course:
         """Tells whether no further stages are looked for; those of a first pipeline have more time."""
         limit_s = self.deadline.limit_s
         if limit_s is None or math.isfinite(self._best_s):
-            return self.deadline.is_over(SEARCH_SHARE)
+            was_ended = self.is_interrupted and math.isfinite(self._best_s)
+            return was_ended or self.deadline.is_over(SEARCH_SHARE)
         return self.seconds >= SEARCH_SHARE * limit_s + _PATIENCE_S
 
     def is_proof_over(self) -> bool:
         """Tells whether no further stages are solved for a bound."""
-        return self.deadline.is_over(_PROOF_SHARE)
+        return self.is_interrupted or self.deadline.is_over(_PROOF_SHARE)
 
     def stage_limit_s(self, num_left: int = 1) -> float:
         """Returns the solver's time limit for a stage or program, of which some are left to plan.

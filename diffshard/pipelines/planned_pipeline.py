@@ -73,11 +73,13 @@ def planned_pipeline(
             time_limit_s=course.stage_limit_s(3 * len(stages) - i),  # each has two programs as well
         )
         known = search.divisions.known_layout(Entry(*stages[i], chosen.in_flight[i]))
-        return (
+        layout = (
             variants.chosen(chosen.recomputed[i], chosen.offloaded[i], known)
             if chosen.recomputed
             else variants.fastest()
         )
+        course.is_interrupted |= layout.is_interrupted
+        return layout
 
     def solve() -> list[StageLayout]:
         return [solve_one(i) for i in range(len(stages))]

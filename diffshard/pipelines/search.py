@@ -81,7 +81,8 @@ def find_pipeline(
     if left_out:
         found = _with_note(found, f"Numbers of micro-batches that the batch cannot be divided into: {left_out}.")
     plan = processes.shared(what, lambda: found.plan, kind=PipelinePlan)
-    record.keep()
+    if not course.is_interrupted:  # an interrupted search might have found better stages
+        record.keep()
     return found._replace(plan=replace(plan, stored_in=record.path if record.is_whole else ""))
 
 

@@ -106,6 +106,7 @@ def trace_facts(steps: Sequence[UncutStep]) -> Mapping[str, str]:
     return {
         **{f"`{path}`": f"{array.dtype}[{','.join(map(str, array.shape))}]" for path, array in arrays},
         "the numbers of micro-batches that divide the batch": str([step.parts.num_microbatches for step in steps]),
+        "what the results replace in the next call": str(tuple(call.feedback)),
         "the program that the function traces to": program_text(call.program),
     }
 

@@ -68,6 +68,7 @@ class StageLayout:
       offloaded_bytes: of each device, what a micro-batch leaves on the host for its backward pass.
       offload_s: of a micro-batch, for the copies to the host; those back take as long. `seconds` has both.
       is_limited: whether the memory may have ruled out a faster layout.
+      is_interrupted: whether Ctrl-C ended its search.
     """
 
     seconds: float
@@ -85,6 +86,7 @@ class StageLayout:
     offloaded_bytes: float = 0.0
     offload_s: float = 0.0
     is_limited: bool = False
+    is_interrupted: bool = False
 
     def copied(self, arguments: Iterable[Key]) -> list[Key]:
         """Returns the arguments that are resharded once, when a step begins, for all micro-batches."""
@@ -131,6 +133,7 @@ def search_stage(
     if least_bytes > memory_limit_bytes:
         raise StageMemoryError(f"A stage needs at least {least_bytes:,.0f} bytes.", is_proven=True)
     choice = None if known is None else _taken_over(known, function, space)
+    is_interrupted = False
     if known is not None and choice is not None:
         bound = known.lower_bound_s
     else:
@@ -138,6 +141,7 @@ def search_stage(
             solution = fastest_choice(request, options.deadline(), stop_gap=STAGE_GAP)
         except InfeasibleError as error:
             raise StageMemoryError(str(error), is_proven=False) from None
+        is_interrupted = solution.status == "interrupted"
         choice, bound = solution.choice, max(solution.lower_bound - space.most_preference_s, 0.0)
     summary = space.summarize(choice)
     seconds = step_s(summary.prediction)
@@ -162,6 +166,7 @@ def search_stage(
         tuple(map(int, choice)),
         function.in_flight,
         num_residuals=len(function.residuals),
+        is_interrupted=is_interrupted,
     )
 
 

@@ -25,7 +25,14 @@ class StaticCall(NamedTuple):
     @property
     def key(self) -> tuple[Any, ...]:
         """What two calls have in common that run the same step: 1 and 1.0 are equal, but different constants."""
-        return tuple((place, type(value), value) for place, value in sorted(self.values.items(), key=str))
+        return tuple((place, _exact(value)) for place, value in sorted(self.values.items(), key=str))
+
+
+def _exact(value: Any) -> Any:
+    """Returns what is equal only for values of one type, sign and contents; tuples are looked into."""
+    if isinstance(value, tuple):
+        return type(value), tuple(map(_exact, value))
+    return type(value), value, repr(value) if isinstance(value, float | complex) else ""
 
 
 def static_call(options: PipelineOptions, args: Sequence[Any], kwargs: Mapping[str, Any]) -> StaticCall:

@@ -93,7 +93,7 @@ class StepSearch:
     def _solve(self, entry: Entry) -> StageLayout:
         staged, cut = self._with_stage(entry)
         try:
-            return StageVariants(
+            layout = StageVariants(
                 self.options,
                 staged,
                 int(entry.start > 0),
@@ -103,6 +103,8 @@ class StepSearch:
                 is_donated=self.is_donated,
                 time_limit_s=self.course.stage_limit_s(),
             ).fastest()
+            self.course.is_interrupted |= layout.is_interrupted
+            return layout
         finally:
             self.course.solved()
 

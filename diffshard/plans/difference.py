@@ -187,9 +187,7 @@ def _notes(first: PlanData, second: PlanData, alignment: Alignment) -> tuple[str
         meshes = f"{format_devices(first.mesh_axes)} and {format_devices(second.mesh_axes)}"
         notes.append(f"The meshes differ: {meshes}. An axis of one name may have different sizes.")
     if first.hardware != second.hardware:
-        notes.append(
-            f"The hardware differs: {first.hardware.name} and {second.hardware.name}. Seconds differ by that, too."
-        )
+        notes.append(f"The hardware differs: {_hardware_words(first, second)}. Seconds differ by that, too.")
     return tuple(notes)
 
 
@@ -202,3 +200,8 @@ def _operation_text(operations: Sequence[Operation], index: int) -> str:
         return "no more operations"
     operation = operations[index]
     return f"{operation.signature} ({operation.source or operation.kind})"
+
+
+def _hardware_words(first: PlanData, second: PlanData) -> str:
+    names = first.hardware.name, second.hardware.name
+    return " and ".join(names) if names[0] != names[1] else f"{names[0]} with other links or rates"

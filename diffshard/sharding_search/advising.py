@@ -38,15 +38,19 @@ _NEAR_LIMIT = 0.8
 
 def find_with_advice(find: Callable[[PlanRequest], Plan], request: PlanRequest) -> Plan:
     """Returns the plan that is found for a request, with advice; a start that is taken as it is has its own."""
+    deadline = request.options.deadline()
     plan = find(request)
-    if plan == request.options.start:
+    if plan == request.options.start or plan.status == "interrupted":
         return plan
     start_s = time.perf_counter()
-    advice = advice_of(request, plan)
+    try:
+        advice = advice_of(request, plan, deadline)
+    except KeyboardInterrupt:  # what was found is not lost
+        advice = ()
     return replace(plan, advice=advice, search_s=plan.search_s + time.perf_counter() - start_s)
 
 
-def advice_of(request: PlanRequest, plan: Plan) -> tuple[Advice, ...]:
+def advice_of(request: PlanRequest, plan: Plan, deadline: Deadline) -> tuple[Advice, ...]:
     """Returns what would make a plan's step faster or smaller, what gains most first.
 
     What gains less than a hundredth of the step's seconds or of the peak's bytes is left out.
@@ -54,12 +58,13 @@ def advice_of(request: PlanRequest, plan: Plan) -> tuple[Advice, ...]:
     Args:
       request: for which the plan was found.
       plan: of one of the request's meshes.
+      deadline: of the search for it; advice that takes a search of its own has what is left.
     """
     advice = list(_of_whole_work(plan))
     if plan.logical_axis_rules == request.options.logical_axis_rules:  # else an expert's, of another traced function
         if request.options.candidates:
             request = request.on(request.options.candidate_with(plan.mesh_axes))
-        advice += _of_choice(request, plan)
+        advice += _of_choice(request, plan, deadline)
     worth_it = [one for one in advice if _share(plan, one) >= LEAST_SHARE]
     return tuple(sorted(worth_it, key=lambda one: -_share(plan, one))[:MOST_LINES])
 
@@ -82,7 +87,7 @@ def _of_whole_work(plan: Plan) -> Iterator[Advice]:
         yield _faster(plan, "about", work.seconds, work.remedy, " computing")
 
 
-def _of_choice(request: PlanRequest, plan: Plan) -> Iterator[Advice]:
+def _of_choice(request: PlanRequest, plan: Plan, deadline: Deadline) -> Iterator[Advice]:
     """Looks for advice that needs the plan's choice in its space."""
     own = request.with_recomputed(plan.recomputed, plan.offloaded)
     start = start_of(plan, own.space)
@@ -92,8 +97,8 @@ def _of_choice(request: PlanRequest, plan: Plan) -> Iterator[Advice]:
     yield from _of_donating(own, plan, choice)
     yield from _of_float8(own, plan, choice)
     if plan.objective is None and plan.formats is None and plan.status in ("optimal", "finished"):
-        yield from _of_given(own, plan)
-        yield from _of_memory_limit(request, plan, choice if own is request else None)
+        yield from _of_given(own, plan, deadline)
+        yield from _of_memory_limit(request, plan, choice if own is request else None, deadline)
 
 
 def _of_donating(request: PlanRequest, plan: Plan, choice: Choice) -> Iterator[Advice]:
@@ -109,7 +114,7 @@ def _of_donating(request: PlanRequest, plan: Plan, choice: Choice) -> Iterator[A
     also = {i for number in whole for i in arrays[number]}
     donating = space.with_donated([is_donated or i in also for i, is_donated in enumerate(space.donated)])
     num_bytes = plan.peak_bytes - float(np.max(memory_use(donating.usages, choice).num_bytes))
-    if num_bytes < LEAST_SHARE * plan.peak_bytes:
+    if num_bytes <= 0 or num_bytes < LEAST_SHARE * plan.peak_bytes:
         return
     more_s = step_s(donating.predict(choice)) - step_s(space.predict(choice))  # where results have to be transposed
     price = f", though a step takes up to {format_s(more_s)} more" if more_s >= LEAST_SHARE * plan.step_s else ""
@@ -122,7 +127,8 @@ def _of_donating(request: PlanRequest, plan: Plan, choice: Choice) -> Iterator[A
 def _donating(request: PlanRequest, numbers: list[int]) -> str:
     """Returns the option of `search` that donates arguments, beside those that are donated already."""
     options, parameters = request.options, request.traced_function.call.parameters
-    with_position = [n for n in numbers if parameters[n] in options.positional_names]
+    # Those of `*args` have a position, too: `a[0]` of `*a`.
+    with_position = [n for n in numbers if parameters[n] in options.positional_names or "[" in parameters[n]]
     positions = sorted({*options.donate_argnums, *with_position})
     names = [*options.donate_argnames, *(parameters[n] for n in numbers if n not in with_position)]
     given = [f"`donate_argnums={tuple(positions)}`"] * bool(with_position) + [f"`donate_argnames={names}`"] * (
@@ -147,14 +153,14 @@ def _of_float8(request: PlanRequest, plan: Plan, choice: Choice) -> Iterator[Adv
     yield _faster(plan, "at most", seconds, words)
 
 
-def _of_given(request: PlanRequest, plan: Plan) -> Iterator[Advice]:
+def _of_given(request: PlanRequest, plan: Plan, deadline: Deadline) -> Iterator[Advice]:
     """Searches on from the plan with the shardings free that are given."""
     if not request.space.given or not _may_gain(request.space, plan):
         return
     space = replace(request.space, given={})
     start = start_of(plan, space)
     near = None if start is None else tuple(start.choice.tolist())
-    seconds, choice = _seconds_and_choice(request._replace(space=space), plan, near)
+    seconds, choice = _seconds_and_choice(request._replace(space=space), plan, near, deadline)
     if choice is None or seconds >= plan.step_s:
         return
     call, specs = request.traced_function.call, space.layout(choice).input_specs
@@ -165,12 +171,12 @@ def _of_given(request: PlanRequest, plan: Plan) -> Iterator[Advice]:
         yield _faster(plan, "at least", plan.step_s - seconds, words)
 
 
-def _of_memory_limit(request: PlanRequest, plan: Plan, choice: Choice | None) -> Iterator[Advice]:
+def _of_memory_limit(request: PlanRequest, plan: Plan, choice: Choice | None, deadline: Deadline) -> Iterator[Advice]:
     """Searches on from the plan's choice without a limit of the memory, and with nothing computed again."""
     if plan.peak_bytes < _NEAR_LIMIT * plan.memory_limit_bytes or not _may_gain(request.space, plan):
         return
     unlimited = request._replace(options=replace(request.options, memory_limit_bytes=np.inf))
-    seconds, free = _seconds_and_choice(unlimited, plan, choice)
+    seconds, free = _seconds_and_choice(unlimited, plan, choice, deadline)
     if free is None or seconds >= plan.step_s:
         return
     peak_bytes = float(np.max(memory_use(request.space.usages, free).num_bytes))
@@ -184,11 +190,18 @@ def _may_gain(space: ShardingSpace, plan: Plan) -> bool:
     return plan.step_s - space.least_compute_s >= LEAST_SHARE * plan.step_s
 
 
-def _seconds_and_choice(request: PlanRequest, plan: Plan, start: Choice | None) -> tuple[float, Choice | None]:
-    """Returns the fastest step of a request that allows more than a plan's, and its choice; inf and None for none."""
+def _seconds_and_choice(
+    request: PlanRequest, plan: Plan, start: Choice | None, deadline: Deadline
+) -> tuple[float, Choice | None]:
+    """Returns the fastest step of a request that allows more than a plan's, and its choice.
+
+    Returns inf and None where there is none, or no time to look for it.
+    """
+    if deadline.is_over():
+        return np.inf, None
     _ = request.space.problem  # built before the solver's time begins
-    seconds, limit_s = max(_LEAST_SOLVER_S, _SOLVER_SHARE * plan.search_s), request.options.time_limit_s
-    deadline = Deadline.from_now(seconds if limit_s is None else min(seconds, limit_s))
+    seconds, left_s = max(_LEAST_SOLVER_S, _SOLVER_SHARE * plan.search_s), deadline.remaining_s()
+    deadline = Deadline.from_now(seconds if left_s is None else min(seconds, left_s))
     request = request._replace(options=replace(request.options, start=None), progress=None)
     try:
         found = fastest_choice(request, deadline, None if start is None else np.array(start), LEAST_SHARE)

@@ -65,8 +65,8 @@ def find_plan_with_formats(request: PlanRequest) -> Plan:
     """Returns the fastest plan found whose increase of the loss is within that of the options.
 
     Raises:
-      ValueError: the loss or the calls do not fit the function, the loss is not finite, or the function has an
-        operation that only XLA's partitioner can split.
+      ValueError: the loss, the calls or the names of increases do not fit the function, the loss is not finite, or the
+        function has an operation that only XLA's partitioner can split.
       InfeasibleError: no plan fits the memory limit.
     """
     formats, space = request.options.formats, request.space
@@ -76,6 +76,12 @@ def find_plan_with_formats(request: PlanRequest) -> Plan:
     groups = product_groups(space)
     losses = _measured_losses(request) if formats.calls or formats.validation_runs else None
     if formats.increases is not None:
+        names = {group.name for group in groups_of(space.graph)}
+        if unknown := sorted(set(formats.increases) - names):
+            raise ValueError(
+                f"`Formats.increases` names {unknown[0]!r}, which is no group of products of "
+                f"{request.options.function_name}; there are {', '.join(sorted(names)) or 'none'}."
+            )
         increases = dict(formats.increases)
     else:
         assert losses is not None
@@ -136,7 +142,8 @@ def _measured_trials(
             around = last if last.measured > limit else _fastest_within(trials, limit)
             products, damage = _like(losses, groups, around.found.products), min(around.measured, _MOST_DAMAGE * limit)
             if losses.takes_looks:
-                increases = _increases_at(losses, known, products)
+                within = products if math.isfinite(around.measured) else frozenset()  # else all that follows diverges
+                increases = _increases_at(losses, known, within)
             increases = _scaled(groups, increases, around.found.products, max(0.0, damage))
     return trials
 
@@ -171,7 +178,8 @@ def _increases_at(
 def _like(losses: MeasuredLosses, groups: Sequence[ProductGroup], products: Collection[int]) -> frozenset[int]:
     """Returns the products of the measured function that stand for some of the searched one.
 
-    They are the same where both have as many equal layers, else those at about the same depth.
+    They are the same where both have as many equal layers, else those at about the same depth; of each group that is in
+    float8 at least one.
     """
     like = set()
     for group in groups:
@@ -180,7 +188,12 @@ def _like(losses: MeasuredLosses, groups: Sequence[ProductGroup], products: Coll
             count, last = len(measured.vertices), len(group.vertices) - 1
             places = [round(i * last / (count - 1)) if count > 1 else last // 2 for i in range(count)]
             pairs = zip(measured.vertices, places, strict=True)
-            like |= {vertex.index for vertex, place in pairs if group.vertices[place].index in products}
+            own = {vertex.index for vertex, place in pairs if group.vertices[place].index in products}
+            rounded = [place for place, vertex in enumerate(group.vertices) if vertex.index in products]
+            if rounded and not own:  # between those that stand for others: the nearest one is measured
+                nearest = min(range(count), key=lambda i: min(abs(places[i] - place) for place in rounded))
+                own = {measured.vertices[nearest].index}
+            like |= own
     return frozenset(like)
 
 

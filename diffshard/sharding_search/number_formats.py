@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cost.base import Hardware
-from cost.real_numbers import is_positive, whole_number
+from cost.real_numbers import is_positive, real_number, whole_number
 from search_spaces.sharding.float8 import RATE, is_backward, takes_float8
 from search_spaces.sharding.float8_gains import most_gains_s
 from search_spaces.sharding.graph import Graph, Vertex
@@ -102,15 +102,7 @@ def check_formats(formats: Any, hardware: Hardware) -> None:
         number = whole_number(value)
         if (value is not None or name != "looks") and (number is None or number < least):
             raise ValueError(f"`Formats.{name}` must be {least} or more, not {value!r}.")
-    if formats.increases is None and len(formats.calls) < formats.steps * (formats.looks or 1):
-        raise ValueError(
-            f"`Formats.calls` has {len(formats.calls)} calls, but {formats.looks or 1} looks ahead take `steps` = "
-            f"{formats.steps} each: give the arguments of as many steps of the training, or `increases` that an "
-            "earlier search measured."
-        )
-    for number, run in enumerate(formats.validation_runs):
-        if len(run) < 2:
-            raise ValueError(f"`Formats.validation_runs[{number}]` must have 2 calls or more, not {len(run)}.")
+    _check_measurements(formats)
     if formats.measured_fn is not None and not callable(formats.measured_fn):
         raise TypeError(f"`Formats.measured_fn` must be a function, not {type(formats.measured_fn).__name__}.")
     rates = hardware.flops_per_s
@@ -119,6 +111,31 @@ def check_formats(formats: Any, hardware: Hardware) -> None:
         raise ValueError(
             f"`hardware` {hardware.name!r} has no rate for {RATE}, which `formats` needs; it has {', '.join(names)}."
         )
+
+
+def _check_measurements(formats: Formats) -> None:
+    """Checks the calls and the increases of formats."""
+    for name in ("calls", "validation_runs"):
+        value = getattr(formats, name)
+        if not isinstance(value, Sequence) or isinstance(value, str):
+            raise TypeError(f"`Formats.{name}` must be a list or tuple, not {type(value).__name__}.")
+    if formats.increases is not None and not isinstance(formats.increases, Mapping):
+        raise TypeError(
+            f"`Formats.increases` must be a dictionary from names of groups to numbers, not {formats.increases!r}."
+        )
+    for name, increase in (formats.increases or {}).items():
+        if real_number(increase) is None or np.isnan(increase):
+            raise ValueError(f"`Formats.increases[{name!r}]` must be a number, not {increase!r}.")
+    takes_looks = formats.increases is None or len(formats.calls) > 0
+    if takes_looks and len(formats.calls) < formats.steps * (formats.looks or 1):
+        raise ValueError(
+            f"`Formats.calls` has {len(formats.calls)} calls, but {formats.looks or 1} looks ahead take `steps` = "
+            f"{formats.steps} each: give the arguments of as many steps of the training, or `increases` that an "
+            "earlier search measured."
+        )
+    for number, run in enumerate(formats.validation_runs):
+        if len(run) < 2:
+            raise ValueError(f"`Formats.validation_runs[{number}]` must have 2 calls or more, not {len(run)}.")
 
 
 def product_groups(space: ShardingSpace) -> list[ProductGroup]:

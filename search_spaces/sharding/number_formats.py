@@ -108,7 +108,8 @@ def rounded(array: Any, dtype: Any, axes: Sequence[str]) -> Codes:
     most = jnp.max(jnp.abs(array), initial=0).astype(jnp.float32)
     most = lax.pmax(most, tuple(axes)) if axes else most
     largest = float(jnp.finfo(dtype).max)
-    scale = jnp.where(most > 0, most / largest, 1.0)
+    least = float(jnp.finfo(jnp.float32).smallest_normal)  # smaller scales are 0 where subnormal numbers are flushed
+    scale = jnp.where(most > 0, jnp.maximum(most / largest, least), 1.0)
     # The division may round to just beyond the largest number, which the format does not have.
     return Codes(jnp.clip(array.astype(jnp.float32) / scale, -largest, largest).astype(dtype), scale)
 

@@ -9,6 +9,7 @@ import diffshard
 from diffshard.pipelines import search as pipeline_search
 from diffshard.pipelines.choice_record import ChoiceRecord
 from diffshard.plans.documents import text_of
+from diffshard.solving.solvers import greedy
 from tests.diffshard.pipelines.small_pipeline import arguments, check_close, train_step
 from tests.diffshard.pipelines.test_pipelined_function import leave, search
 
@@ -89,3 +90,14 @@ def test_a_file_in_place_of_the_folder_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match="`cache` must be a folder"):
         diffshard.search(train_step, devices=4, hardware="h100", pipeline=diffshard.Pipeline(), cache=tmp_path / "file")
+
+
+def test_an_interrupted_search_is_not_kept(tmp_path, monkeypatch):
+    leave(monkeypatch, 1, 2)
+
+    def interrupted(problem, *, time_limit_s, key):
+        yield from greedy.solve(problem, time_limit_s=time_limit_s, key=key)
+        raise KeyboardInterrupt
+
+    search(train_step, cache=tmp_path, solver=interrupted).plan(*arguments())
+    assert list(tmp_path.iterdir()) == []

@@ -7,7 +7,7 @@ import pytest
 
 import diffshard
 from diffshard.pipelines.options import PipelineOptions
-from diffshard.pipelines.static_arguments import static_call, without_static
+from diffshard.pipelines.static_arguments import StaticCall, static_call, without_static
 from tests.diffshard.pipelines.small_pipeline import arguments, check_close, train_step
 from tests.diffshard.pipelines.test_pipelined_function import leave
 
@@ -95,3 +95,10 @@ def test_a_static_argument_has_to_be_hashable():
     state, batch = arguments()
     with pytest.raises(TypeError, match="The static argument 1 is list, which is not hashable"):
         search(static_argnums=1).plan(state, [True], batch)
+
+
+@pytest.mark.parametrize(("one", "other"), [((1,), (1.0,)), (0.0, -0.0), (1, True), ((0.0,), (-0.0,))])
+def test_equal_values_of_other_types_or_signs_are_other_constants(one, other):
+    assert one == other
+    keys = [StaticCall({1: value}, (), {}).key for value in (one, other)]
+    assert keys[0] != keys[1]

@@ -218,3 +218,10 @@ def test_more_memory_is_worth_what_is_computed_again():
     (advice,) = plan.advice
     assert advice.words.endswith(f"give each device {format_bytes(free.peak_bytes)}, or more devices")
     assert advice.seconds == pytest.approx(plan.step_s - free.step_s, rel=0.1)
+
+
+@pytest.mark.parametrize("shape", [(), (0, 4)])
+def test_a_step_that_holds_nothing_has_a_plan_without_advice(shape):
+    mesh = AbstractMesh((2,), ("d",))
+    plan = diffshard.search(lambda s: s + 1, mesh, hardware="h100").plan(jax.ShapeDtypeStruct(shape, jnp.float32))
+    assert plan.advice == ()

@@ -248,3 +248,19 @@ def test_known_increases_begin_the_rounds_and_name_what_may_be_rounded():
     assert {group.name for group in plan.formats.groups if group.num_float8} == set(names[:2])
     assert plan.formats.trials[0].predicted_increase == 0
     assert plan.formats.measured_by == "looks ahead"
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"increases": {"nobody": 0.0}}, ValueError, "names 'nobody', which is no group of products"),
+        ({"increases": [1]}, TypeError, "must be a dictionary"),
+        ({"increases": {"nobody": float("nan")}}, ValueError, "must be a number, not nan"),
+        ({"calls": iter(())}, TypeError, "`Formats.calls` must be a list or tuple"),
+    ],
+)
+def test_what_cannot_be_measured_is_named(options, error, words):
+    formats = diffshard.Formats(0.01, **options)
+    mesh = AbstractMesh((2,), ("data",), axis_types=(AxisType.Auto,))
+    with pytest.raises(error, match=words):
+        diffshard.search(train_step, mesh, hardware="h100", formats=formats).plan(*calls_of(0, 1)[0])

@@ -18,6 +18,7 @@ from search_spaces.sharding.edge_costs import edge_transfer_s
 from search_spaces.sharding.float8 import is_backward, takes_float8
 from search_spaces.sharding.messages import maximum_step, message_of
 from search_spaces.sharding.number_formats import SwitchedProducts
+from search_spaces.sharding.number_formats import rounded as round_block
 
 ROWS, WIDTH = 6, 8
 
@@ -200,3 +201,10 @@ def options_of(fn, mesh, hardware):
 def every_group(fn, mesh, hardware, *arguments):
     options = options_of(fn, mesh, hardware)
     return {group.name: 0.0 for group in groups_of(trace_function(options, arguments).graph)}
+
+
+def test_tiny_numbers_are_rounded_without_dividing_by_zero():
+    for dtype in (jnp.float8_e4m3fn, jnp.float8_e5m2):
+        codes = round_block(jnp.array([0.0, 1e-36, -1e-38], jnp.float32), dtype, ())
+        assert np.all(np.isfinite(np.asarray(codes.codes, np.float32)))
+        assert float(codes.scale) > 0
