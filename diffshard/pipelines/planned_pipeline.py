@@ -96,6 +96,7 @@ def planned_pipeline(
     course.step("planning the programs of the stages")
     limit_s = course.stage_limit_s(2 * len(stages))
     plans = StagePlans(staged, devices, processes, solver=options.solver, time_limit_s=limit_s)
+    course.is_interrupted |= any(plan.status == "interrupted" for plan in plans.plans.values())
     forward_s, backward_s = plans.pass_seconds()
     for i, layout in enumerate(layouts):
         forward_s[i] += layout.offload_s

@@ -8,8 +8,8 @@ import pytest
 import diffshard
 from diffshard.pipelines import search as pipeline_search
 from diffshard.pipelines.choice_record import ChoiceRecord
+from diffshard.pipelines.course import Course
 from diffshard.plans.documents import text_of
-from diffshard.solving.solvers import greedy
 from tests.diffshard.pipelines.small_pipeline import arguments, check_close, train_step
 from tests.diffshard.pipelines.test_pipelined_function import leave, search
 
@@ -95,9 +95,13 @@ def test_a_file_in_place_of_the_folder_is_refused(tmp_path):
 def test_an_interrupted_search_is_not_kept(tmp_path, monkeypatch):
     leave(monkeypatch, 1, 2)
 
-    def interrupted(problem, *, time_limit_s, key):
-        yield from greedy.solve(problem, time_limit_s=time_limit_s, key=key)
-        raise KeyboardInterrupt
+    class Interrupted(Course):
+        """One of which Ctrl-C has ended a stage."""
 
-    search(train_step, cache=tmp_path, solver=interrupted).plan(*arguments())
+        def __init__(self, line, time_limit_s):
+            super().__init__(line, time_limit_s)
+            self.is_interrupted = True
+
+    monkeypatch.setattr(pipeline_search, "Course", Interrupted)
+    search(train_step, cache=tmp_path).plan(*arguments())
     assert list(tmp_path.iterdir()) == []
