@@ -103,6 +103,7 @@ class _Search:
     def run(self) -> Plan:
         request = self.request
         plan, reference = self._without_remat()
+        self.plans.is_interrupted = reference.status == "interrupted"
         network = self._network(reference)
         if self._link is not None:
             network.freeable |= offloadable(network, self.passes)
