@@ -9,11 +9,11 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from diffshard.base import PlanError
 from diffshard.files import replace_file
-from diffshard.plans.documents import DAMAGE, check_checksum, read, text_of
+from diffshard.plans.documents import DAMAGE, check_checksum, check_stored, read, text_of
 from diffshard.processes import Processes
 from diffshard.sharding_search.fingerprints import digest_of
 
@@ -115,16 +115,13 @@ class RecordingProcesses(Processes):
         return super()._from_first(what, name, partial(self.record.decided, what, make, pack, unpack), pack, unpack)
 
 
-def _messages(document: object, key: str, path: str) -> list[tuple[str, str]]:
+def _messages(document: Any, key: str, path: str) -> list[tuple[str, str]]:
     """Returns the messages of a file.
 
     Raises:
       PlanError: it is damaged, of another version, or was written for another key.
     """
-    if not isinstance(document, dict) or document.get("format") != _FORMAT:
-        raise PlanError(f"`{path}` is not a file of this store.")
-    if document.get("version") != _VERSION or document.get("key") != key:
-        raise PlanError(f"`{path}` was written for another function, or by another version.")
+    check_stored(document, _FORMAT, _VERSION, key, path)
     try:
         check_checksum(document)
         return [(str(what), str(text)) for what, text in document["messages"]]

@@ -7,7 +7,7 @@ from cost.number_ranges import Amount
 MOST_LINES = 5
 """Lines of advice of a plan: a reader acts on the first one or two, and then plans again."""
 LEAST_SHARE = 0.01
-"""Of the step's seconds, or of the peak of the memory: who gains less has nothing to do."""
+"""The share of the step's seconds, or of the memory's peak, that a change has to save to be listed."""
 
 
 class Advice(NamedTuple):

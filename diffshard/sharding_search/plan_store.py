@@ -13,7 +13,7 @@ from typing import Any
 
 from diffshard.base import PlanError
 from diffshard.files import folder_path, replace_file
-from diffshard.plans.documents import DAMAGE, check_checksum, read, text_of
+from diffshard.plans.documents import DAMAGE, check_checksum, check_stored, read, text_of
 from diffshard.plans.file import from_json, to_json, without_places
 from diffshard.sharding_search.fingerprints import digest_of, facts_of
 from diffshard.sharding_search.plan import Plan
@@ -106,10 +106,7 @@ def _from_document(document: Any, key: str, path: str, request: PlanRequest) -> 
     Raises:
       PlanError: it is damaged, of another version, or was made for another key.
     """
-    if not isinstance(document, dict) or document.get("format") != _FORMAT:
-        raise PlanError(f"`{path}` is not a file of this store.")
-    if document.get("version") != _VERSION or document.get("key") != key:
-        raise PlanError(f"`{path}` was written for another function, or by another version.")
+    check_stored(document, _FORMAT, _VERSION, key, path)
     content = document.get("plan")
     axes = content.get("mesh_axes") if isinstance(content, dict) else None
     try:

@@ -97,7 +97,7 @@ class _Search:
 
     @property
     def deadline(self) -> Deadline:
-        """Of all problems together."""
+        """The deadline of the whole search."""
         return self.plans.deadline
 
     def run(self) -> Plan:

@@ -18,17 +18,7 @@ from diffshard.sharding_search.tracing import space_of, trace_function
 from tests.diffshard.plans.small_plan import small_plan
 from tests.diffshard.sharding_search.test_remat import arguments as layers
 from tests.diffshard.sharding_search.test_remat import scanned_step
-
-MESH = AbstractMesh((2, 4), ("data", "model"))
-
-
-def train_step(params, batch):
-    x, target = batch
-
-    def loss_fn(params):
-        return jnp.mean((x + jax.nn.gelu(x @ params["up"]) @ params["down"] - target) ** 2)
-
-    return jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(loss_fn)(params))
+from tests.diffshard.sharding_search.test_whole_work import MESH, train_step
 
 
 def arguments(rows, width, dtype="float32"):
