@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Protocol
 
 from cost.number_ranges import Amount, AnyNumber
 from diffshard.plans.formats import format_percent, format_s
+from diffshard.plans.text_table import wrapped
 
 History = tuple[tuple[Amount, AnyNumber, AnyNumber], ...]
 """(seconds since the start, cost, lower bound) at each improvement of a solver."""
@@ -45,6 +46,14 @@ class Certificate(NamedTuple):
     def bound_words(self) -> str:
         """The bound and the gap to it, as `1.20 ms, gap 3%`; `none` where no bound is known."""
         return f"{format_s(self.lower_bound_s)}, gap {format_percent(self.gap)}" if self.has_bound else "none"
+
+    def lines(self, others: str) -> list[str]:
+        """Returns the lines of a plan's text that say what is known; `others` names what none of is faster by more."""
+        bound = f"{self.bound_words}: no {others} is predicted to be faster by more" if self.has_bound else "none"
+        return [
+            *wrapped(bound, "  bound    ", " " * 11),
+            f"  search   {format_s(self.search_s)}, {self.status}",
+        ]
 
 
 class _Judged(Protocol):

@@ -10,7 +10,7 @@ import os
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
 from cost.base import Link
 from diffshard.base import PlanError
@@ -154,14 +154,15 @@ class RecordFile:
     Attributes:
       kind: as in `content`.
       version: as in `content`.
-      check: raises `ValueError` where fields of a record do not fit each other; says what is wrong.
+      check: raises `ValueError` where fields of a record do not fit each other; says what is wrong. It is for records
+        whose class does not check its own fields.
       without: fields that are not saved.
       needed: fields that a file must have, although the record has a default for them.
     """
 
     kind: str
     version: int
-    check: Callable[[Any], None]
+    check: Callable[[Any], None] = lambda record: None
     without: Sequence[str] = ()
     needed: Sequence[str] = ()
 
@@ -202,3 +203,27 @@ class RecordFile:
     def load(self, path: str | os.PathLike[str], record: type[_T]) -> _T:
         """Reads a record back; raises as `read` and `from_json`."""
         return self.from_json(read(path), os.fspath(path), record)
+
+
+class Saved:
+    """A plan that has a file of a kind of its own, with its fields."""
+
+    _file: ClassVar[RecordFile]
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the plan as JSON; the file is replaced whole or not at all.
+
+        Raises:
+          OSError: the file cannot be written.
+        """
+        self._file.save(self, path)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Self:
+        """Reads a plan that `save` wrote.
+
+        Raises:
+          PlanError: the file is no such plan, is damaged, or is of another version.
+          OSError: the file cannot be read.
+        """
+        return cls._file.load(path, cls)
