@@ -66,7 +66,7 @@ def device_seconds(
     pieces = tuple(p if p.device == EVERY_DEVICE else p._replace(device=0) for p in pieces)
     mesh = Mesh(np.array([device]), (_AXIS,), axis_types=(AxisType.Auto,))
     devices = TableDevices((_ANY_HARDWARE,), (np.inf,), 0.0, batch_size, (np.inf,))
-    plan = TablePlan(tuple(tables), devices, pieces, ((_AXIS, 1),), 0.0, "", 0.0, mesh=mesh)
+    plan = TablePlan(tuple(tables), devices, pieces, ((_AXIS, 1),), 0.0, "finished", 0.0, mesh=mesh)
     shapes = plan.shapes()
     arrays, state = (jax.tree.map(lambda s: jax.device_put(np.full(s.shape, 0.01, s.dtype), device), x) for x in shapes)
     ids = {t.name: jax.device_put(random_ids(t, batch_size, rng), device) for t in tables}

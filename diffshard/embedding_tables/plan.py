@@ -6,7 +6,7 @@ Letters for sizes: D devices, B examples, P ids of an example at most.
 import dataclasses
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -15,78 +15,30 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from cost.embedding_tables import step_s
-from cost.number_ranges import Amount, Count
 from diffshard.base import PlanError
 from diffshard.embedding_tables import checks
 from diffshard.embedding_tables.arrays import TableArrays, random_hosts, shapes_of, to_numbers, to_tables
-from diffshard.embedding_tables.consistency import check_table_plan
 from diffshard.embedding_tables.host_rows import HOST_MEMORY
-from diffshard.embedding_tables.layout import Layout, check_fits
-from diffshard.embedding_tables.learned_cost import LearnedPrediction
-from diffshard.embedding_tables.text import plan_text
+from diffshard.embedding_tables.layout import check_fits
+from diffshard.embedding_tables.plan_data import TablePlanData, check_table_plan
+from diffshard.embedding_tables.text import format_table_plan
 from diffshard.embedding_tables.update_programs import DevicePrograms
-from diffshard.plans.documents import TABLES, RecordFile
+from diffshard.plans.documents import TABLES, RecordFile, Saved
 from diffshard.sharding_search.options import with_automatic_axes
-from search_spaces.embedding_tables.base import DecodedTables, EmbeddingTable, Piece, TableDevices
-from search_spaces.embedding_tables.prices import decoded, lookup_and_update_s
+from search_spaces.embedding_tables.prices import lookup_and_update_s
 from search_spaces.sharding.stated_seconds import stating_seconds
 
-_FILE = RecordFile(TABLES, 1, check_table_plan, without=("mesh",))
 _EPSILON = 1e-8  # of Adagrad, as in FBGEMM
 
 
 @dataclass(frozen=True)
-class TablePlan:
+class TablePlan(TablePlanData, Saved):
     """Where embedding tables are on devices. Made by `diffshard.shard_tables`; `print` shows it.
 
-    Attributes:
-      tables: as they were given.
-      devices: what they were planned for.
-      pieces: which device holds which part of each table.
-      mesh_axes: the mesh's axes with their sizes; devices are numbered row-major.
-      lower_bound_s: no placement in the search space takes fewer seconds.
-      status: of the solver.
-      search_s: seconds that planning took.
-      learned: what networks predict, where `shard_tables` was given a learned cost; None where prices are by bytes.
-      mesh: the devices, an `AbstractMesh` if they are not here; not saved.
+    Its fields are those of `TablePlanData`.
     """
 
-    tables: tuple[EmbeddingTable, ...]
-    devices: TableDevices
-    pieces: tuple[Piece, ...]
-    mesh_axes: tuple[tuple[str, Count], ...]
-    lower_bound_s: Amount
-    status: str
-    search_s: Amount
-    learned: LearnedPrediction | None = None
-    mesh: Mesh | AbstractMesh | None = field(default=None, compare=False)
-
-    @cached_property
-    def predicted(self) -> DecodedTables:
-        """What each device computes, sends and holds."""
-        by_bytes = decoded(self.tables, self.pieces, self.devices)
-        return by_bytes if self.learned is None else self.learned.in_place_of(by_bytes)
-
-    @cached_property
-    def layout(self) -> Layout:
-        """Where the pieces lie in each device's arrays."""
-        return Layout(self.tables, self.pieces, self.devices.num_devices)
-
-    @property
-    def kept_bytes(self) -> int:
-        """Bytes that each device keeps, with the optimiser's state: its arrays are as long as on the fullest one."""
-        return self.layout.array_bytes()
-
-    @property
-    def step_s(self) -> float:
-        """Predicted seconds of all lookups of a step, their exchanges and their backward pass."""
-        return step_s(self.predicted.forward_s, self.predicted.rest_s)
-
-    @property
-    def gap(self) -> float:
-        """How much less any other placement can be predicted to take, relative to this one; 1 without a bound."""
-        return max(1 - self.lower_bound_s / self.step_s, 0.0) if self.step_s else 0.0
+    _file = RecordFile(TABLES, 2, check_table_plan, without=("mesh",))
 
     def init(self, key: jax.Array | int) -> TableArrays:
         """Returns tables of uniform numbers within ±1/√rows, made on the devices that hold them.
@@ -213,10 +165,6 @@ class TablePlan:
         rates = checks.checked_rates(learning_rate, epsilon)
         return self._run_update(arrays, state, ids, weights, gradients, *rates)
 
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the plan as JSON; the file is replaced whole or not at all."""
-        _FILE.save(self, path)
-
     @classmethod
     def load(cls, path: str | os.PathLike[str], mesh: Mesh | AbstractMesh | None = None) -> "TablePlan":
         """Reads a plan that `save` wrote.
@@ -229,13 +177,13 @@ class TablePlan:
           PlanError: the file is no such plan, is damaged, or was made for other axes than the mesh's.
           OSError: the file cannot be read.
         """
-        plan = _FILE.load(path, cls)
+        plan = cls._file.load(path, cls)
         if mesh is not None and tuple(mesh.shape.items()) != plan.mesh_axes:
             raise PlanError(f"`mesh` has the axes {dict(mesh.shape)}; the plan was made for {dict(plan.mesh_axes)}.")
         return dataclasses.replace(plan, mesh=mesh)
 
     def __str__(self) -> str:
-        return plan_text(self, self.predicted, self.layout)
+        return format_table_plan(self)
 
     @cached_property
     def _programs(self) -> DevicePrograms:

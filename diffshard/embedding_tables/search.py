@@ -93,11 +93,11 @@ def shard_tables(
     choice = None
     if cost is not None:
         choice = learned_annealing.solve(space, cost, time_limit_s=time_limit_s, key=key, progress=progress)
-    bound_s, status = 0.0, "finished"
+    bound_s, status, history = 0.0, "finished", ()
     if choice is None:
         solution = solve_space(space, solver, time_limit_s=time_limit_s, key=key, progress=progress)
         _check_feasible(space, solution)
-        choice, status = solution.choice, solution.status
+        choice, status, history = solution.choice, solution.status, solution.history
         bound_s = max(float(solution.lower_bound), 0.0) if cost is None else 0.0
     pieces = space.decode(tuple(map(int, choice))).pieces
     try:
@@ -113,6 +113,7 @@ def shard_tables(
         status=status,
         search_s=time.perf_counter() - start_s,
         learned=None if cost is None else cost.prediction(tables, pieces, devices),
+        history=history,
         mesh=mesh,
     )
 

@@ -2,46 +2,38 @@
 
 import collections
 import dataclasses
-from typing import Protocol
 
-from diffshard.embedding_tables.consistency import TablePlanData
-from diffshard.embedding_tables.layout import Layout
-from diffshard.plans.formats import format_bytes, format_count, format_devices, format_percent, format_s
+from diffshard.embedding_tables.plan_data import TablePlanData
+from diffshard.plans.formats import format_bytes, format_count, format_devices, format_s
 from diffshard.plans.text_table import format_table, wrapped
-from search_spaces.embedding_tables.base import DEVICE, EVERY_DEVICE, HOST, DecodedTables, EmbeddingTable, Piece
+from search_spaces.embedding_tables.base import DEVICE, EVERY_DEVICE, HOST, EmbeddingTable, Piece
 
 
-class Described(TablePlanData, Protocol):
-    """What the text says of a plan; see `TablePlan`."""
-
-    @property
-    def gap(self) -> float: ...  # noqa: D102
-    @property
-    def search_s(self) -> float: ...  # noqa: D102
-
-
-def plan_text(plan: Described, predicted: DecodedTables, layout: Layout) -> str:
-    """Returns a plan as lines."""
-    devices = plan.devices
+def format_table_plan(plan: TablePlanData) -> str:
+    """Returns the text that `print(plan)` shows."""
+    devices, predicted, layout = plan.devices, plan.predicted, plan.layout
     on_hosts = f", {format_bytes(layout.host_array_bytes())} in memory of its host" if devices.host_limit_bytes else ""
     names = list(dict.fromkeys(hardware.name for hardware in devices.hardware))
     lines = wrapped(
         f"Plan of {format_count(len(plan.tables), 'embedding table')} on {format_devices(dict(plan.mesh_axes))}, "
         f"{' and '.join(names)}"
     )
+    *bound, search = plan.certificate.lines("placement in the search space")
+    if plan.learned is not None:
+        bound = wrapped(f"none: the cost is learned from {plan.learned.source}", "  bound    ", " " * 11)
     forward_s, rest_s = predicted.forward_s.max(), predicted.rest_s.max()
     lines += [
         "",
         f"  step     {format_s(plan.step_s)} predicted for {devices.batch_size:,} examples: lookups "
         f"{format_s(forward_s)}, exchanges and backward {format_s(rest_s)}",
-        *wrapped(_bound_text(plan), "", " " * 11),
+        *bound,
         *wrapped(
             f"  memory   {format_bytes(layout.array_bytes())} kept on each device{on_hosts}: arrays are as long "
             "as on the fullest one",
             "",
             " " * 11,
         ),
-        f"  search   {format_s(plan.search_s)}, {plan.status}",
+        search,
         "",
     ]
     tables_on = collections.Counter(piece.device for piece in plan.pieces)
@@ -64,15 +56,6 @@ def plan_text(plan: Described, predicted: DecodedTables, layout: Layout) -> str:
             (table.name, kind, f"{table.pooling_factor:g}", format_bytes(table.num_bytes), _where(table, pieces))
         )
     return "\n".join([*lines, *format_table(rows, "  ", right=(2, 3), wrap=(0, 4))])
-
-
-def _bound_text(plan: Described) -> str:
-    if plan.learned is not None:
-        return f"  bound    none: the cost is learned from {plan.learned.source}"
-    return (
-        f"  bound    {format_s(plan.lower_bound_s)}, gap {format_percent(plan.gap)}: no placement in the search "
-        "space is predicted to be faster by more"
-    )
 
 
 def _where(table: EmbeddingTable, pieces: list[Piece]) -> str:

@@ -154,6 +154,28 @@ def test_a_job_goes_on_through_all_phases_as_on_one_device():
             assert_equal((state, loss), (expected, expected_loss))
 
 
+def test_a_budget_from_a_file_runs_in_the_process_of_one_phase(tmp_path):
+    meshes = [
+        jax.make_mesh(sizes, ("x", "y"), (AxisType.Auto,) * 2, devices=jax.devices()[:n])
+        for sizes, n in (((2, 2), 4), ((1, 2), 2))
+    ]
+    state, batch = train_arguments()
+    made = diffshard.budget(train_step, phases(2, 2, meshes=meshes, hardware=SLOW), state, batch)
+    made.save(tmp_path / "budget.json")
+    shown = diffshard.Budget.load(tmp_path / "budget.json")
+    assert (str(shown), shown.certificate) == (str(made), made.certificate)
+    assert [phase.devices for phase in shown.phases] == [(0, 1, 2, 3), (0, 1)]
+    with pytest.raises(diffshard.PlanError, match="was loaded without its function"):
+        shown.step(1)
+    loaded = diffshard.Budget.load(tmp_path / "budget.json", train_step, [None, meshes[1]])
+    new_state, loss = loaded.step(1)(loaded.move(1, state), loaded.plans[1].shard(batch=batch))
+    assert_equal((new_state, loss), train_step(train_arguments()[0], batch))
+    with pytest.raises(diffshard.PlanError, match=r"`meshes\[0\]` has the axes {'x': 1, 'y': 2}; the phase has"):
+        diffshard.Budget.load(tmp_path / "budget.json", meshes=[meshes[1], None])
+    with pytest.raises(diffshard.PlanError, match="`meshes` must be 2, one for each phase, not 1"):
+        diffshard.Budget.load(tmp_path / "budget.json", meshes=[meshes[1]])
+
+
 def test_the_table_has_a_line_for_each_phase():
     text = str(diffshard.budget(descend, phases(3, 5, 7), *ARGUMENTS))
     assert text.startswith("Budget of descend over 3 phases: ")

@@ -15,9 +15,9 @@ from jax.sharding import AxisType
 from cost.presets import preset
 from diffshard.base import PlanError
 from diffshard.embedding_tables import host_rows
-from diffshard.embedding_tables.consistency import check_table_plan
 from diffshard.embedding_tables.exchanges import in_columns
 from diffshard.embedding_tables.plan import TablePlan
+from diffshard.embedding_tables.plan_data import check_table_plan
 from diffshard.embedding_tables.reference import padded_ids, pooled, pooling_weights
 from search_spaces.embedding_tables.base import EVERY_DEVICE, HOST, EmbeddingTable, Piece, TableDevices
 
