@@ -14,13 +14,19 @@ from diffshard.pipelines.base import Pipeline, PipelinePlan
 from diffshard.pipelines.delayed_gradients import DelayedStep, delayed, has_versions
 from diffshard.pipelines.execution import StagedExecution
 from diffshard.pipelines.offload_search import check_offload
-from diffshard.pipelines.options import PipelineOptions, donated_arrays
+from diffshard.pipelines.options import (
+    PipelineOptions,
+    check_static,
+    checked_arguments,
+    checked_cluster,
+    donated_arrays,
+    static_call,
+    without_static,
+)
 from diffshard.pipelines.pipelined_steps import batches_of, flat_steps
 from diffshard.pipelines.planned_pipeline import FoundPipeline
-from diffshard.pipelines.request_checks import checked_arguments, checked_cluster
 from diffshard.pipelines.search import find_pipeline
 from diffshard.pipelines.shared_choices import program_facts, request_facts
-from diffshard.pipelines.static_arguments import check_static, static_call, without_static
 from diffshard.plans.formats import format_bytes, format_count, format_s
 from diffshard.plans.notebook import NOT_PLANNED, planned_function_element
 from diffshard.processes import errors_for_all, processes_of

@@ -13,15 +13,14 @@ from cost.pipeline_steps import Overlap, pipeline_step
 from cost.pipeline_times import Simulation, StageTimes
 from diffshard.pipelines.base import PipelinePlan, PlannedStage
 from diffshard.pipelines.cutting import CutStep
-from diffshard.pipelines.found_divisions import Entry
 from diffshard.pipelines.layer_chain import LayerChain
 from diffshard.pipelines.options import PipelineOptions, memory_limit_of, mesh_shape
 from diffshard.pipelines.overlapped_steps import chosen_overlap, overlap_bytes
 from diffshard.pipelines.plans.base import PlannedReplica
-from diffshard.pipelines.plans.timing import simulated
+from diffshard.pipelines.plans.consistency import simulated
 from diffshard.pipelines.shared_choices import ChosenPipeline, shared_layouts
-from diffshard.pipelines.stage_placement import arguments_of, mesh_of, place_stages, sends_s
-from diffshard.pipelines.stage_plans import StageDevices, StagePlans
+from diffshard.pipelines.solved_stages import Entry
+from diffshard.pipelines.stage_plans import StageDevices, StagePlans, arguments_of, mesh_of, place_stages, sends_s
 from diffshard.pipelines.stage_programme import Stage
 from diffshard.pipelines.stage_search import StageLayout
 from diffshard.pipelines.stage_variants import StageVariants, with_choices

@@ -13,11 +13,15 @@ from diffshard.pipelines.cutting import CutStep
 from diffshard.pipelines.options import PipelineOptions, mesh_shape
 from diffshard.pipelines.planned_pipeline import FoundPipeline, planned_stage, predicted_plan
 from diffshard.pipelines.plans.base import PlannedReplica
-from diffshard.pipelines.replica_exchange import sums_in_s, weights_out_s
-from diffshard.pipelines.replica_search import ChosenReplicas, replica_part_s, solve_replica_stage
+from diffshard.pipelines.replica_search import (
+    ChosenReplicas,
+    replica_part_s,
+    solve_replica_stage,
+    sums_in_s,
+    weights_out_s,
+)
 from diffshard.pipelines.shared_choices import shared_layouts
-from diffshard.pipelines.stage_placement import arguments_of, mesh_of, place_stages, sends_s
-from diffshard.pipelines.stage_plans import StageDevices, StagePlans
+from diffshard.pipelines.stage_plans import StageDevices, StagePlans, arguments_of, mesh_of, place_stages, sends_s
 from diffshard.pipelines.stage_search import StageLayout
 from diffshard.pipelines.stage_variants import StageVariants
 from diffshard.pipelines.step_search import StepSearch

@@ -18,7 +18,6 @@ from diffshard.outer_search import Candidate, CutOffError, Outcome, OuterSearch
 from diffshard.pipelines.choice_record import ChoiceRecord, RecordingProcesses
 from diffshard.pipelines.course import SEARCH_SHARE, Course
 from diffshard.pipelines.cutting import UncutStep, uncut_step
-from diffshard.pipelines.found_divisions import FoundDivision
 from diffshard.pipelines.least_memory import nothing_fits
 from diffshard.pipelines.options import PipelineOptions, donated_arrays, mesh_shape
 from diffshard.pipelines.planned_pipeline import FoundPipeline, planned_pipeline, with_bound
@@ -26,6 +25,7 @@ from diffshard.pipelines.plans.plan import PipelinePlan
 from diffshard.pipelines.replica_search import ChosenReplicas, choose_replicas, replicas_bound_s
 from diffshard.pipelines.replicated_pipeline import planned_replicas
 from diffshard.pipelines.shared_choices import ChosenPipeline, search_facts, trace_facts
+from diffshard.pipelines.solved_stages import FoundDivision
 from diffshard.pipelines.stage_search import BACKWARD_SHARE
 from diffshard.pipelines.step_search import StepSearch
 from diffshard.plans.formats import format_s

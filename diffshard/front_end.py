@@ -1,4 +1,7 @@
-"""`search` takes a JAX function and a mesh, or devices, and returns the function parallelised."""
+"""`search` takes a JAX function and a mesh, or devices, and returns the function parallelised.
+
+It is the only file that knows both the search for shardings and that for pipelines.
+"""
 
 import functools
 import os
