@@ -47,11 +47,12 @@ if TYPE_CHECKING:  # for type checkers and editors; when the program runs, `__ge
     from diffshard.front_end import search
     from diffshard.hardware_file import load_hardware, save_hardware
     from diffshard.initialisation import init_search, kaiming, orthogonal, xavier
-    from diffshard.pipelines.base import Pipeline, PipelinePlan
+    from diffshard.pipelines.base import Pipeline
     from diffshard.pipelines.delayed_gradients import DelayedArray, current_version, delayed
     from diffshard.pipelines.execution import StageError
     from diffshard.pipelines.microbatches import in_microbatches
     from diffshard.pipelines.pipelined_function import PipelinedFunction
+    from diffshard.pipelines.plan import PipelinePlan
     from diffshard.placing import Placement, place
     from diffshard.plans.comparison import Comparison
     from diffshard.plans.whole_work import WholeWorkWarning
@@ -124,11 +125,12 @@ _NAMES_OF = {
     "diffshard.embedding_tables.search": ("shard_tables",),
     "diffshard.hardware_file": ("load_hardware", "save_hardware"),
     "diffshard.initialisation": ("init_search", "kaiming", "orthogonal", "xavier"),
-    "diffshard.pipelines.base": ("Pipeline", "PipelinePlan"),
+    "diffshard.pipelines.base": ("Pipeline",),
     "diffshard.pipelines.delayed_gradients": ("DelayedArray", "current_version", "delayed"),
     "diffshard.pipelines.execution": ("StageError",),
     "diffshard.pipelines.microbatches": ("in_microbatches",),
     "diffshard.pipelines.pipelined_function": ("PipelinedFunction",),
+    "diffshard.pipelines.plan": ("PipelinePlan",),
     "diffshard.staged_array": ("StagedArray",),
     "diffshard.placing": ("Placement", "place"),
     "diffshard.plans.comparison": ("Comparison",),

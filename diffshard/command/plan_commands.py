@@ -31,8 +31,8 @@ from diffshard.comparison.compare import compare
 from diffshard.files import write_whole
 from diffshard.front_end import search
 from diffshard.hardware_file import load_hardware
-from diffshard.pipelines.base import PipelinePlan
 from diffshard.pipelines.pipelined_function import PipelinedFunction
+from diffshard.pipelines.plan import PipelinePlan
 from diffshard.pipelines.plans import file as pipeline_file
 from diffshard.plans import file
 from diffshard.plans.documents import BILEVEL, PIPELINE, kind_of, read

@@ -6,20 +6,23 @@ For each set of values of the static arguments there is a step that does not tak
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, get_args
 
 from jax.sharding import AbstractMesh, Mesh
 
 from cost.clusters import Cluster
 from cost.host_groups import Hosts, Submesh
 from cost.presets import device_and_network
-from cost.real_numbers import whole_number
+from cost.real_numbers import is_positive, whole_number
 from diffshard.base import Solver
 from diffshard.live_progress import ProgressDisplay
 from diffshard.pipelines.base import Pipeline
+from diffshard.pipelines.offload_search import check_offload
+from diffshard.pipelines.plans.base import ArgumentRoles, PipelinePlanData
 from diffshard.sharding_search.call import split
 from diffshard.sharding_search.options import DEFAULT_SOLVER, positional_names, signature_of
+from diffshard.solving.solve import resolve
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +39,9 @@ class PipelineOptions:
       solver: of the sharding of a stage.
       time_limit_s: for solving and proving; None ends by its own rule.
       cache: a folder that keeps what was decided; None keeps nothing.
+      start: an earlier plan; the search takes it, or finds nothing slower.
       progress: where the search shows how it goes.
+      roles: of the arguments, as the user named them, static ones included.
     """
 
     fn: Callable[..., Any]
@@ -50,7 +55,64 @@ class PipelineOptions:
     solver: str | Solver = DEFAULT_SOLVER
     time_limit_s: float | None = None
     cache: str | None = None
+    start: PipelinePlanData | None = None
     progress: ProgressDisplay = "terminal"
+    roles: ArgumentRoles = field(default_factory=ArgumentRoles)
+
+    def __post_init__(self):
+        limit, time_limit_s = self.memory_limit_bytes, self.time_limit_s
+        if limit is not None and not is_positive(limit):
+            raise ValueError(f"`memory_limit_bytes` must be a positive number, not {limit!r}.")
+        if time_limit_s is not None and not is_positive(time_limit_s):
+            raise ValueError(f"`time_limit_s` must be a positive number of seconds or None, not {time_limit_s!r}.")
+        if self.progress not in get_args(ProgressDisplay):
+            raise ValueError(f"`progress` must be one of {get_args(ProgressDisplay)}, not {self.progress!r}.")
+        resolve(self.solver)
+        if self.start is not None and not isinstance(self.start, PipelinePlanData):
+            raise TypeError(
+                f"`start` must be a `PipelinePlan` together with `pipeline`, or None, not {type(self.start).__name__}."
+            )
+
+
+def pipeline_options(
+    fn: Callable[..., Any], devices: Any, pipeline: Pipeline, hardware: Any, **options: Any
+) -> PipelineOptions:
+    """Returns the arguments of a search for a pipeline, checked.
+
+    Args:
+      fn: the training step.
+      devices: a `Cluster`, JAX devices, or their number.
+      pipeline: what may be chosen.
+      hardware: the name of a preset; None for clusters, and for that of JAX devices.
+      options: further fields of `PipelineOptions`; arguments that have a name may be given by position only.
+
+    Raises:
+      TypeError, ValueError: an argument breaks a rule; the error names it and its value.
+    """
+    if not isinstance(pipeline, Pipeline):
+        raise TypeError(f"`pipeline` must be a diffshard.Pipeline, not {pipeline!r}.")
+    if not callable(fn):
+        raise TypeError(f"`fn` must be a function, not {type(fn).__name__}.")
+    donated, static = (
+        checked_arguments(fn, kind, options.pop(f"{kind}_argnums", ()), options.pop(f"{kind}_argnames", ()))
+        for kind in ("donate", "static")
+    )
+    batch, cluster = pipeline.batch, checked_cluster(devices, hardware)
+    if "offload" in pipeline.residuals:
+        check_offload(cluster)
+    asked_for = PipelineOptions(
+        fn=fn,
+        cluster=cluster,
+        pipeline=pipeline,
+        donate_argnums=donated.argnums,
+        donate_argnames=donated.argnames,
+        static_argnums=static.argnums,
+        static_argnames=static.argnames,
+        roles=ArgumentRoles(*batch, *donated, *static),
+        **options,
+    )
+    check_static(asked_for)
+    return asked_for
 
 
 STAGE_TIME_LIMIT_S = 15.0

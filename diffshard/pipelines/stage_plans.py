@@ -186,7 +186,7 @@ class StagePlans:
             left = [_fixed(array, devices.mesh, spec) for array, spec in zip(made, specs, strict=True)]
             return {f"result {i:06}": array for i, array in enumerate(left)}  # sorted by name
 
-        function.__name__ = f"stage_{label.stage}_{label.kind}"
+        function.__name__ = function.__qualname__ = f"stage_{label.stage}_{label.kind}"
         options = Options(
             fn=function,
             mesh=devices.mesh,
