@@ -44,14 +44,15 @@ if TYPE_CHECKING:  # for type checkers and editors; when the program runs, `__ge
     from diffshard.expert_groups.loads import ExpertLoads
     from diffshard.expert_groups.plans import ExpertAssignment, GroupPlan
     from diffshard.experts.plans import ExpertPlans, expert_plans
+    from diffshard.front_end import search
     from diffshard.hardware_file import load_hardware, save_hardware
     from diffshard.initialisation import init_search, kaiming, orthogonal, xavier
-    from diffshard.pipelines.base import Pipeline, PipelinePlan
+    from diffshard.pipelines.base import Pipeline
     from diffshard.pipelines.delayed_gradients import DelayedArray, current_version, delayed
     from diffshard.pipelines.execution import StageError
     from diffshard.pipelines.microbatches import in_microbatches
     from diffshard.pipelines.pipelined_function import PipelinedFunction
-    from diffshard.pipelines.staged_array import StagedArray
+    from diffshard.pipelines.plan import PipelinePlan
     from diffshard.placing import Placement, place
     from diffshard.plans.comparison import Comparison
     from diffshard.plans.whole_work import WholeWorkWarning
@@ -61,10 +62,10 @@ if TYPE_CHECKING:  # for type checkers and editors; when the program runs, `__ge
     from diffshard.sharding_search.number_formats import Formats
     from diffshard.sharding_search.plan import Plan
     from diffshard.sharding_search.planned_function import PlannedFunction
-    from diffshard.sharding_search.search import search
     from diffshard.sharding_search.step_objective import RelaxedStep
     from diffshard.solving.objectives.objective import Objective
     from diffshard.solving.solve import solve
+    from diffshard.staged_array import StagedArray
     from diffshard.successive_halving import halving
     from search_spaces.communication.base import BFLOAT16, FLOAT8, INT4, INT8
     from search_spaces.communication.last_gradient import LastGradient
@@ -124,18 +125,19 @@ _NAMES_OF = {
     "diffshard.embedding_tables.search": ("shard_tables",),
     "diffshard.hardware_file": ("load_hardware", "save_hardware"),
     "diffshard.initialisation": ("init_search", "kaiming", "orthogonal", "xavier"),
-    "diffshard.pipelines.base": ("Pipeline", "PipelinePlan"),
+    "diffshard.pipelines.base": ("Pipeline",),
     "diffshard.pipelines.delayed_gradients": ("DelayedArray", "current_version", "delayed"),
     "diffshard.pipelines.execution": ("StageError",),
     "diffshard.pipelines.microbatches": ("in_microbatches",),
     "diffshard.pipelines.pipelined_function": ("PipelinedFunction",),
-    "diffshard.pipelines.staged_array": ("StagedArray",),
+    "diffshard.pipelines.plan": ("PipelinePlan",),
+    "diffshard.staged_array": ("StagedArray",),
     "diffshard.placing": ("Placement", "place"),
     "diffshard.plans.comparison": ("Comparison",),
     "diffshard.plans.whole_work": ("WholeWorkWarning",),
     "diffshard.robust_gradients": ("ZenoReport", "ZenoResult", "replica_gradients", "zeno", "zeno_mean"),
     "diffshard.sharding_search.plan": ("Plan",),
-    "diffshard.sharding_search.search": ("search",),
+    "diffshard.front_end": ("search",),
     "diffshard.sharding_search.number_formats": ("Formats",),
     "diffshard.sharding_search.step_objective": ("RelaxedStep",),
     "diffshard.sharding_search.planned_function": ("PlannedFunction",),

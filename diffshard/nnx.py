@@ -11,13 +11,13 @@ from jax.sharding import AbstractMesh, Mesh
 
 from cost.clusters import Cluster
 from diffshard.base import Progress
+from diffshard.front_end import search as search_function
 from diffshard.module_states import ModuleCall, ModuleGraph, run_with_states, split_modules
 from diffshard.processes import errors_for_all
 from diffshard.sharding_search.mesh_candidates import mesh_of_all
 from diffshard.sharding_search.options import argument_names
 from diffshard.sharding_search.plan import Plan
 from diffshard.sharding_search.planned_function import PlannedFunction
-from diffshard.sharding_search.search import search as search_function
 
 _GRAPH = "nnx_graph"
 """The name of the static argument that has the graphs of modules."""

@@ -1,4 +1,4 @@
-"""What a search may choose of a pipeline; and the names of what it finds, which `plans/` has."""
+"""What a search may choose of a pipeline."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,10 +7,7 @@ from typing import Any, get_args
 from cost.pipeline_schedules import Schedule
 from cost.real_numbers import whole_number
 from diffshard.pipelines.batch_arguments import BatchArguments
-from diffshard.pipelines.plans.base import GradientReduction, PlannedStage, ResidualUse
-from diffshard.pipelines.plans.plan import PipelinePlan
-
-__all__ = ["GradientReduction", "Pipeline", "PipelinePlan", "PlannedStage"]
+from diffshard.pipelines.plans.base import GradientReduction, ResidualUse
 
 
 @dataclass(frozen=True, kw_only=True)

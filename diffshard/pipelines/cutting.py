@@ -20,8 +20,8 @@ from diffshard.pipelines.microbatches import (
     traced_call,
     without_dead_code,
 )
-from diffshard.pipelines.staged_array import StagedArray
 from diffshard.sharding_search.call import abstract_array
+from diffshard.staged_array import StagedArray
 from search_spaces.pipelines.array_segments import Segments
 from search_spaces.pipelines.cut_candidates import Cut, CutCandidate, cut_candidates
 from search_spaces.pipelines.forward_backward import is_transposed

@@ -16,8 +16,8 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from diffshard.pipelines.microbatches import without_dead_code
-from diffshard.pipelines.staged_array import StagedArray
 from diffshard.sharding_search.call import Structure, abstract_array, abstract_split, array_paths, split
+from diffshard.staged_array import StagedArray
 from search_spaces.pipelines.numbered_program import numbered_program, without_numbers
 from search_spaces.replay import bind, context_of
 from search_spaces.sharding.tracing import feedback_of

@@ -11,10 +11,10 @@ from diffshard.live_progress import LiveLine
 from diffshard.pipelines.course import Course
 from diffshard.pipelines.cutting import CutStep, UncutStep, cut_step
 from diffshard.pipelines.division_search import DivisionSearch
-from diffshard.pipelines.found_divisions import Entry
 from diffshard.pipelines.layer_bounds import LayerBounds
 from diffshard.pipelines.layer_chain import LayerChain, layer_chain
 from diffshard.pipelines.options import PipelineOptions, memory_limit_of, mesh_shape
+from diffshard.pipelines.solved_stages import Entry
 from diffshard.pipelines.stage_function import StageFunction
 from diffshard.pipelines.stage_search import StageLayout, stage_request
 from diffshard.pipelines.stage_variants import StageVariants

@@ -42,7 +42,6 @@ REFUSED_PAIRS = (
     RefusedPair("pipeline", "executor", "each of its stages takes the executor that is the default for it"),
     RefusedPair("pipeline", "check", "it has several programs, which no check takes together yet"),
     RefusedPair("pipeline", "target", 'it is for `check="compile"`, which a pipeline does not have'),
-    RefusedPair("pipeline", "start", "the plan of a pipeline does not have the shardings of its stages; use `cache`"),
     RefusedPair("pipeline", "remat", "`Pipeline(residuals=...)` says what its stages compute again"),
 )
 

@@ -21,7 +21,7 @@ import diffshard
 from cost.pipeline_schedules import Schedule
 from cost.pipeline_steps import overlapped_lower_bound_s, pipeline_step
 from cost.pipeline_times import StageTimes
-from diffshard.pipelines.plans.timing import simulated
+from diffshard.pipelines.plans.consistency import simulated
 from experiments.tables import print_table
 
 SCHEDULES: tuple[Schedule, ...] = ("1f1b", "eager", "2bw")

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from diffshard.pipelines.plans.base import PipelinePlanData, PlannedStage
-from diffshard.pipelines.plans.timing import simulated
+from diffshard.pipelines.plans.consistency import simulated
 from diffshard.plans.formats import format_axes, format_bytes, format_count, format_percent, format_s, short_name
 from diffshard.plans.text_table import format_table, wrapped
 

@@ -1,6 +1,7 @@
 """A plan of a pipeline of two kinds of devices, whose numbers follow from each other."""
 
-from diffshard.pipelines.base import PipelinePlan, PlannedStage
+from diffshard.pipelines.plan import PipelinePlan
+from diffshard.pipelines.plans.base import PlannedStage
 from diffshard.plans.base import Tensor
 
 GIB = 2.0**30

@@ -8,10 +8,8 @@ import jax
 import pytest
 
 import diffshard
-from diffshard.pipelines.plans.consistency import check_pipeline_plan
-from diffshard.pipelines.plans.schedule_boxes import Exchange
-from diffshard.pipelines.plans.schedule_drawing import schedule_elements
-from diffshard.pipelines.plans.timing import simulated
+from diffshard.pipelines.plans.consistency import check_pipeline_plan, simulated
+from diffshard.pipelines.plans.schedule_drawing import Exchange, schedule_elements
 from tests.diffshard.pipelines.small_pipeline_plan import small_pipeline_plan
 from tests.diffshard.plans.page_checker import checked_page
 

@@ -7,10 +7,10 @@ import pytest
 
 import diffshard
 from diffshard.pipelines import search as pipeline_search
-from diffshard.pipelines.choice_record import ChoiceRecord
 from diffshard.pipelines.course import Course
 from diffshard.plans.documents import text_of
 from tests.diffshard.pipelines.small_pipeline import arguments, check_close, train_step
+from tests.diffshard.pipelines.test_applied_pipelines import refuse_to_search
 from tests.diffshard.pipelines.test_pipelined_function import leave, search
 
 
@@ -22,15 +22,6 @@ def kept(tmp_path, monkeypatch):
     assert plan.stored_in == ""
     (file,) = tmp_path.iterdir()
     return plan, file
-
-
-def refuse_to_search(monkeypatch):
-    def refuse(*_):
-        raise AssertionError("it is searched")
-
-    monkeypatch.setattr(pipeline_search, "_chosen", refuse)
-    monkeypatch.setattr("diffshard.pipelines.stage_plans.find_plan", refuse)
-    monkeypatch.setattr("diffshard.pipelines.planned_pipeline.StageVariants.chosen", refuse)
 
 
 def test_a_kept_pipeline_is_the_same_and_runs_without_a_search(kept, tmp_path, monkeypatch):
@@ -65,25 +56,17 @@ def test_a_damaged_file_is_told_and_replaced(kept, tmp_path):
     assert search(train_step, cache=tmp_path).plan(*arguments()).stored_in == str(file)
 
 
-def test_messages_that_cannot_be_read_are_decided_again(kept, tmp_path):
+def test_decisions_that_do_not_fit_are_decided_again(kept, tmp_path):
     plan, file = kept
     document = json.loads(file.read_text())
     del document["checksum"]
-    assert "shardings" in document["messages"][1][0]
-    document["messages"][1][1] = "{"
+    document["plan"]["decisions"][0]["content"]["stages"][0]["end"] = 99
     file.write_text(text_of(document))
-    with pytest.warns(UserWarning, match="is searched again from `find the shardings of a pipeline's stages` on"):
+    with pytest.warns(UserWarning, match="An earlier plan of a pipeline is searched again: The decisions of the plan"):
         again = search(train_step, cache=tmp_path).plan(*arguments())
     assert again.stages == plan.stages
     assert again.stored_in == ""
     assert search(train_step, cache=tmp_path).plan(*arguments()).stored_in == str(file)
-
-
-def test_a_record_without_a_folder_keeps_nothing():
-    record = ChoiceRecord.of(None, {})
-    assert record.decided("count", lambda: 3, lambda n: str(n).encode(), int) == 3
-    record.keep()
-    assert record.messages == []
 
 
 def test_a_file_in_place_of_the_folder_is_refused(tmp_path):

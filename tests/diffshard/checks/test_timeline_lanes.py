@@ -7,7 +7,7 @@ import pytest
 from diffshard.checks.achievable_rates import INSIDE_HOST
 from diffshard.checks.spans import COMPUTE, Repetition, Span
 from diffshard.checks.timeline import Timeline
-from diffshard.comparison.timeline_lanes import MAX_BARS, RESOLUTION, lanes_of
+from diffshard.checks.timeline_lanes import MAX_BARS, RESOLUTION, lanes_of
 from diffshard.plans.comparison import ComparedPlan, Comparison, page_elements
 from diffshard.plans.json_values import from_json_values, to_json_values
 from diffshard.plans.lanes import Lane, LaneBar, lane_elements

@@ -1,4 +1,7 @@
-"""`search` takes a JAX function and a mesh, or devices, and returns the function parallelised."""
+"""`search` takes a JAX function and a mesh, or devices, and returns the function parallelised.
+
+It is the only file that knows both the search for shardings and that for pipelines.
+"""
 
 import functools
 import os
@@ -16,7 +19,9 @@ from diffshard.comparison.checked_search import Check, checks_of, plan_by_compil
 from diffshard.comparison.judging import TIMEOUT_S
 from diffshard.live_progress import ProgressDisplay
 from diffshard.pipelines.base import Pipeline
-from diffshard.pipelines.pipelined_function import PipelinedFunction, pipelined
+from diffshard.pipelines.options import pipeline_options
+from diffshard.pipelines.pipelined_function import PipelinedFunction
+from diffshard.pipelines.plan import PipelinePlan
 from diffshard.plans.base import Executor
 from diffshard.processes import errors_for_all
 from diffshard.sharding_search.advising import find_with_advice
@@ -39,7 +44,7 @@ from diffshard.sharding_search.step_objective import StepCost
 @overload
 def search(
     fn: Callable[..., Any], mesh: Cluster | None = None, *, pipeline: Pipeline, **options: Any
-) -> PipelinedFunction: ...
+) -> PipelinedFunction[PipelinePlan]: ...
 
 
 @overload
@@ -73,12 +78,12 @@ def search(  # pyright: ignore[reportInconsistentOverload]  # the overloads leav
     check: Check | Sequence[Check] | None = None,
     target: Target | str | None = None,
     cache: str | os.PathLike[str] | None = None,
-    start: Plan | None = None,
+    start: Plan | PipelinePlan | None = None,
     pipeline: Pipeline | None = None,
     objective: StepCost | None = None,
     formats: Formats | None = None,
     progress: ProgressDisplay = "terminal",
-) -> PlannedFunction[Plan] | PipelinedFunction:
+) -> PlannedFunction[Plan] | PipelinedFunction[PipelinePlan]:
     """Finds how to run a function on a mesh. Like `jax.jit` it returns a callable, and searches when that is called.
 
     >>> step = diffshard.search(train_step, mesh)
@@ -188,7 +193,7 @@ def search(  # pyright: ignore[reportInconsistentOverload]  # the overloads leav
         if (mesh is None) == (devices is None):
             given = "neither" if mesh is None else "both"
             raise TypeError(f"Give a `Cluster` or `devices` together with `pipeline`, not {given}.")
-        return pipelined(
+        options = pipeline_options(
             fn,
             mesh if devices is None else devices,
             pipeline,
@@ -201,8 +206,10 @@ def search(  # pyright: ignore[reportInconsistentOverload]  # the overloads leav
             static_argnums=positions(static_argnums),
             static_argnames=argument_names(static_argnames),
             cache=None if cache is None else checked_folder(cache),
+            start=start,
             progress=progress,
         )
+        return PipelinedFunction(options, PipelinePlan)
     if isinstance(mesh, Cluster) and devices is None:
         mesh, devices = None, mesh
     with errors_for_all(mesh if devices is None else mesh_of_all(devices), "search a plan"):
@@ -247,7 +254,7 @@ def search(  # pyright: ignore[reportInconsistentOverload]  # the overloads leav
             executor=executor,
             logical_axis_rules=rules or (),
             metadata_rules=rules,
-            start=start,
+            start=start,  # pyright: ignore[reportArgumentType]  # checked there
             progress=progress,
             judged_by=judged_by,
             checks_numbers=checks_numbers,
