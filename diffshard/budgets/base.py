@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from cost.base import Hardware
-from cost.number_ranges import Amount, Count
+from cost.number_ranges import Amount, Count, Index
 from cost.real_numbers import is_positive, whole_number
 from diffshard.base import PlanError
 from diffshard.plans.certificate import Certified, History, check_certificate
@@ -45,7 +45,7 @@ class Phase:
     duration_s: float | None = None
     hardware: Hardware | str | None = None
     memory_limit_bytes: float | None = None
-    device_ids: tuple[int, ...] | None = None
+    device_ids: tuple[Index, ...] | None = None
 
     def __post_init__(self):
         if not isinstance(self.mesh, Mesh | AbstractMesh):
@@ -65,11 +65,7 @@ class Phase:
         ids = self.device_ids
         if ids is None:
             return
-        if (
-            len(ids) != self.mesh.size
-            or len(set(ids)) != len(ids)
-            or any((n := whole_number(i)) is None or n < 0 for i in ids)
-        ):
+        if len(ids) != self.mesh.size or len(set(ids)) != len(ids) or any(whole_number(i) is None for i in ids):
             raise ValueError(
                 f"`Phase.device_ids` must be {self.mesh.size} different whole numbers, one for each device of the "
                 f"mesh, not {ids!r}."
