@@ -28,7 +28,7 @@ from search_spaces.placement import PlacementSpace
 
 @dataclass(frozen=True)
 class Placement(Certified, Saved):
-    """Where each layer runs and what that costs. Made by `diffshard.place`; `print` shows it.
+    """Where each layer runs and what that costs. Made by `diffshard.pipelines.place`; `print` shows it.
 
     Attributes:
       assignment: `[L]`, the device of each layer.
@@ -40,7 +40,7 @@ class Placement(Certified, Saved):
         placement that breaks the rules least.
       excess_bytes: by how much the memory is exceeded.
       lower_bound_s: no placement that is feasible takes less; -inf where the solver has no bound.
-      status: how the search ended, as in `diffshard.Solution`.
+      status: how the search ended, as in `diffshard.solvers.Solution`.
       search_s: seconds of the search.
       history: the improvements of the solver.
     """

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from diffshard import Placement, place
+from diffshard.pipelines import Placement, place
 from experiments.tables import print_table
 
 

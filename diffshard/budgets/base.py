@@ -117,7 +117,7 @@ class PhasePlans(NamedTuple):
 
 @dataclass(frozen=True)
 class Budget(Certified, Saved):
-    """How a job runs while its devices change. Made by `diffshard.budget`; `print` shows it.
+    """How a job runs while its devices change. Made by `diffshard.elastic.budget`; `print` shows it.
 
     Attributes:
       phases: as they were given, with the numbers of their devices.

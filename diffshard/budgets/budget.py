@@ -41,7 +41,7 @@ def budget(
     """Plans a function for devices that change by a known or measured schedule, together with the moves of its state.
 
     >>> phases = [Phase(mesh=mesh, num_steps=500), Phase(mesh=smaller_mesh, num_steps=20)]
-    >>> print(diffshard.budget(train_step, phases, state, batch))
+    >>> print(diffshard.elastic.budget(train_step, phases, state, batch))
 
     The arguments that the function updates, such as a training state, go from phase to phase; the others are loaded
     anew. In total, steps and moves are never predicted to take longer than with a plan for each phase alone.

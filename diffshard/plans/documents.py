@@ -27,12 +27,12 @@ _LOADED_BY = {
     SHARDING: "`diffshard.Plan.load`",
     BILEVEL: "`diffshard.BilevelPlan.load`",
     PIPELINE: "`diffshard.PipelinePlan.load`",
-    TABLES: "`diffshard.TablePlan.load`",
-    HARDWARE: "`diffshard.load_hardware`",
-    EXPERT_GROUPS: "`diffshard.GroupPlan.load`",
-    EXPERT_ASSIGNMENT: "`diffshard.ExpertAssignment.load`",
-    PLACEMENT: "`diffshard.Placement.load`",
-    BUDGET: "`diffshard.Budget.load`",
+    TABLES: "`diffshard.tables.TablePlan.load`",
+    HARDWARE: "`diffshard.hardware.load_hardware`",
+    EXPERT_GROUPS: "`diffshard.experts.GroupPlan.load`",
+    EXPERT_ASSIGNMENT: "`diffshard.experts.ExpertAssignment.load`",
+    PLACEMENT: "`diffshard.pipelines.Placement.load`",
+    BUDGET: "`diffshard.elastic.Budget.load`",
 }
 _CHECKSUM = "checksum"
 _NO_CONTENT = ("format", "version", _CHECKSUM)
