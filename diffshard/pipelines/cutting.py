@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 from jax.extend import core
+from jax.sharding import PartitionSpec
 
 from diffshard.pipelines.batch_arguments import BatchArguments
 from diffshard.pipelines.microbatches import (
@@ -44,11 +45,13 @@ class UncutStep:
       call: the traced step; its equations have numbers.
       function: the step in micro-batches.
       parts: the step in three parts; cuts name equations of `parts.each`.
+      given: for each flat argument the sharding that the user gives, or None; empty where there are none.
     """
 
     call: TracedCall
     function: MicrobatchedFunction
     parts: StepParts
+    given: tuple[PartitionSpec | None, ...] = ()
 
     def candidates(self) -> list[CutCandidate]:
         """Returns all places at which the forward pass can be cut, in order."""
