@@ -1,5 +1,6 @@
 """All pairs of options of `search`: each works, or is refused by name with a reason that the docs have, too."""
 
+import dataclasses
 import functools
 import itertools
 import re
@@ -170,6 +171,15 @@ def test_modules_go_with_an_option(option, tmp_path):
     assert not jnp.allclose(model.kernel[...], before)
 
 
-def test_modules_do_not_go_with_a_pipeline():
-    with pytest.raises(ValueError, match=r"`nnx.search` cannot be given `pipeline`: stages take arrays"):
-        diffshard.nnx.search(nnx_step, devices=8, pipeline=diffshard.Pipeline())
+def test_modules_go_with_a_pipeline_and_its_plan_is_applied():
+    cluster = diffshard.Cluster.from_devices(jax.devices()[:2], hardware="h100")
+    pipeline = dataclasses.replace(PIPELINE, batch_argnums=2)
+    pipelined = diffshard.nnx.search(nnx_step, cluster, pipeline=pipeline)
+    plan = pipelined.plan(*nnx_arguments())
+    for step in (pipelined, diffshard.nnx.apply(plan, nnx_step, cluster)):
+        model, optimizer, batch = nnx_arguments()
+        expected, of_expected, _ = nnx_arguments()
+        for _ in range(2):
+            assert jnp.allclose(step(model, optimizer, batch), nnx.jit(nnx_step)(expected, of_expected, batch))
+        assert jnp.allclose(model.kernel[...], expected.kernel[...], atol=1e-6)
+        assert int(optimizer.step[...]) == 2
